@@ -1,0 +1,1 @@
+//! From a kernel plan to kernel source text.

@@ -1,0 +1,16 @@
+//! Plain data that flows down the pipeline: dtypes, targets, sizes, kernel
+//! sources and their signatures.
+//!
+//! Nothing here computes, opens a file or knows a device. `codegen` fills a
+//! [`KernelSource`]; a target compiles it and launches it by its
+//! [`Entry`] list. Both sides need only this crate.
+
+mod dtype;
+mod size;
+mod source;
+mod target;
+
+pub use dtype::DType;
+pub use size::Size;
+pub use source::{Access, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Stem};
+pub use target::{CpuIsa, CudaArch, RocmArch, Target, TargetError};

@@ -1,0 +1,115 @@
+//! Sizes that depend on the token count, as data.
+//!
+//! Kernels are never specialised by the number of tokens, so buffer sizes and
+//! launch grids are small expressions over it, evaluated at launch and
+//! printed by `inspect`.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::ops::{Add, Mul};
+
+/// A non-negative size as a function of the token count.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Size {
+    /// A size known at generation time.
+    Const(u64),
+    /// The number of tokens of this call.
+    Tokens,
+    /// The sum of both.
+    Add(Box<Size>, Box<Size>),
+    /// The product of both.
+    Mul(Box<Size>, Box<Size>),
+    /// The quotient by a constant, rounded up.
+    CeilDiv(Box<Size>, u64),
+}
+
+impl Size {
+    /// `self / by`, rounded up. `by` must not be zero.
+    pub fn ceil_div(self, by: u64) -> Size {
+        match self {
+            _ if by == 1 => self,
+            Size::Const(n) => Size::Const(n.div_ceil(by)),
+            size => Size::CeilDiv(Box::new(size), by),
+        }
+    }
+
+    /// The size for `tokens` tokens. Saturates instead of wrapping.
+    pub fn eval(&self, tokens: u64) -> u64 {
+        match self {
+            Size::Const(n) => *n,
+            Size::Tokens => tokens,
+            Size::Add(a, b) => a.eval(tokens).saturating_add(b.eval(tokens)),
+            Size::Mul(a, b) => a.eval(tokens).saturating_mul(b.eval(tokens)),
+            Size::CeilDiv(a, by) => a.eval(tokens).div_ceil(*by),
+        }
+    }
+}
+
+impl From<u64> for Size {
+    fn from(n: u64) -> Size {
+        Size::Const(n)
+    }
+}
+
+impl<R: Into<Size>> Add<R> for Size {
+    type Output = Size;
+    fn add(self, rhs: R) -> Size {
+        match (self, rhs.into()) {
+            (Size::Const(a), Size::Const(b)) => Size::Const(a + b),
+            (a, Size::Const(0)) => a,
+            (Size::Const(0), b) => b,
+            (a, b) => Size::Add(Box::new(a), Box::new(b)),
+        }
+    }
+}
+
+impl<R: Into<Size>> Mul<R> for Size {
+    type Output = Size;
+    fn mul(self, rhs: R) -> Size {
+        match (self, rhs.into()) {
+            (Size::Const(a), Size::Const(b)) => Size::Const(a * b),
+            (a, Size::Const(1)) => a,
+            (Size::Const(1), b) => b,
+            (a, b) => Size::Mul(Box::new(a), Box::new(b)),
+        }
+    }
+}
+
+/// Writes the size as a formula over `T`, the token count: `ceil(T*8/64)+128`.
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Size::Const(n) => write!(f, "{n}"),
+            Size::Tokens => f.write_str("T"),
+            Size::Add(a, b) => write!(f, "{a}+{b}"),
+            Size::Mul(a, b) => {
+                let group = |f: &mut fmt::Formatter<'_>, size: &Size| match size {
+                    Size::Add(..) => write!(f, "({size})"),
+                    _ => write!(f, "{size}"),
+                };
+                group(f, a)?;
+                f.write_str("*")?;
+                group(f, b)
+            }
+            Size::CeilDiv(a, by) => write!(f, "ceil({a}/{by})"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn evaluates_and_prints() {
+        let size = (Size::Tokens * 8).ceil_div(64) + 128;
+        assert_eq!(size.to_string(), "ceil(T*8/64)+128");
+        assert_eq!(size.eval(0), 128);
+        assert_eq!(size.eval(9), 130);
+    }
+
+    #[test]
+    fn constants_fold() {
+        assert_eq!((Size::Const(3) * 4 + 0).ceil_div(5), Size::Const(3));
+    }
+}

@@ -1,0 +1,188 @@
+//! What codegen hands to a target: text, entry points, signatures, geometry.
+
+use crate::{DType, Size, Target};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The operator a kernel belongs to. One spelling everywhere: Rust module,
+/// template, golden folder, conformance test, bench and doc page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stem {
+    /// Router projection, score, selection.
+    GateTopk,
+    /// Counts, capacity, locations and the maps between slots and rows.
+    ExpertScan,
+    /// Token rows to expert rows.
+    Dispatch,
+    /// Expert matrix products with their epilogues.
+    GroupedGemm,
+    /// Expert rows back to tokens, weighted.
+    Combine,
+}
+
+impl Stem {
+    /// Every stem, in the order a forward pass runs them.
+    pub const ALL: [Stem; 5] =
+        [Stem::GateTopk, Stem::ExpertScan, Stem::Dispatch, Stem::GroupedGemm, Stem::Combine];
+
+    /// The snake_case spelling.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Stem::GateTopk => "gate_topk",
+            Stem::ExpertScan => "expert_scan",
+            Stem::Dispatch => "dispatch",
+            Stem::GroupedGemm => "grouped_gemm",
+            Stem::Combine => "combine",
+        }
+    }
+}
+
+impl fmt::Display for Stem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The language a source is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Language {
+    /// C11 with vector extensions.
+    C,
+    /// CUDA C++17 without headers.
+    Cuda,
+    /// HIP C++17 without headers.
+    Hip,
+}
+
+impl Language {
+    /// The extension of a file of this language.
+    pub const fn extension(self) -> &'static str {
+        match self {
+            Language::C => "c",
+            Language::Cuda => "cu",
+            Language::Hip => "hip",
+        }
+    }
+}
+
+/// One translation unit: what `emit` returns and a target compiles.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelSource {
+    /// The operator.
+    pub stem: Stem,
+    /// A readable name, unique within a layer: `grouped_gemm_up`.
+    pub name: String,
+    /// What the text was generated for.
+    pub target: Target,
+    /// The language of `text`.
+    pub language: Language,
+    /// The whole text; it includes no header.
+    pub text: String,
+    /// The functions that can be launched.
+    pub entries: Vec<Entry>,
+}
+
+/// A function of a [`KernelSource`] that can be launched.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// The exported symbol.
+    pub symbol: String,
+    /// One line for people: what one launch does.
+    pub summary: String,
+    /// Parameters in order.
+    pub params: Vec<Param>,
+    /// How many blocks, how many threads.
+    pub launch: Launch,
+}
+
+/// A parameter of an [`Entry`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Param {
+    /// The name in the kernel text, and the tensor a layer binds by default.
+    pub name: String,
+    /// Pointer or scalar.
+    pub ty: ParamType,
+    /// The shape as people read it: `[tokens, 128]`; empty for scalars.
+    pub shape: String,
+}
+
+/// The type of a [`Param`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ParamType {
+    /// A pointer to elements in device memory.
+    Tensor(DType, Access),
+    /// A value.
+    Scalar(Scalar),
+}
+
+/// What a kernel does with the memory behind a pointer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Access {
+    /// Only reads it.
+    Read,
+    /// Only writes it; contents before the launch do not matter.
+    Write,
+    /// Reads and writes it.
+    ReadWrite,
+}
+
+/// The type of a scalar parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scalar {
+    /// `int64_t`.
+    I64,
+    /// `float`.
+    F32,
+}
+
+/// Launch geometry. A block is the unit of work on every target: a thread
+/// block on a GPU, one call of the block function on a CPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Launch {
+    /// Blocks in x and y. A zero means there is nothing to launch.
+    pub grid: [Size; 2],
+    /// Threads per block; 1 on a CPU.
+    pub threads: u32,
+    /// Dynamic shared memory per block in bytes. Static shared memory is in
+    /// the artifact's report.
+    pub shared_bytes: u32,
+}
+
+impl KernelSource {
+    /// The file name `emit` and the golden folder use: `grouped_gemm_up.cu`.
+    pub fn file_name(&self) -> String {
+        format!("{}.{}", self.name, self.language.extension())
+    }
+
+    /// The entry with this symbol.
+    pub fn entry(&self, symbol: &str) -> Option<&Entry> {
+        self.entries.iter().find(|entry| entry.symbol == symbol)
+    }
+}
+
+impl Param {
+    /// A tensor the kernel reads.
+    pub fn read(name: &str, dtype: DType, shape: impl Into<String>) -> Param {
+        Param::tensor(name, dtype, Access::Read, shape)
+    }
+
+    /// A tensor the kernel writes.
+    pub fn write(name: &str, dtype: DType, shape: impl Into<String>) -> Param {
+        Param::tensor(name, dtype, Access::Write, shape)
+    }
+
+    /// A tensor with the given access.
+    pub fn tensor(name: &str, dtype: DType, access: Access, shape: impl Into<String>) -> Param {
+        Param { name: name.to_string(), ty: ParamType::Tensor(dtype, access), shape: shape.into() }
+    }
+
+    /// A 64-bit integer.
+    pub fn i64(name: &str) -> Param {
+        Param { name: name.to_string(), ty: ParamType::Scalar(Scalar::I64), shape: String::new() }
+    }
+}

@@ -1,0 +1,230 @@
+//! Where a kernel can go: the name of a backend and its architecture.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// A backend with its architecture, such as `cuda:sm_90a`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Target {
+    /// C for the system C compiler.
+    Cpu(CpuIsa),
+    /// CUDA C++ for NVRTC.
+    Cuda(CudaArch),
+    /// HIP for clang or HIPRTC.
+    Rocm(RocmArch),
+}
+
+/// The instruction set that CPU kernels are written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum CpuIsa {
+    /// 16-byte vectors, nothing assumed beyond the baseline of the machine.
+    Portable,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ, VL.
+    Avx512,
+    /// [`CpuIsa::Avx512`] with AVX512-BF16.
+    Avx512Bf16,
+    /// aarch64.
+    Neon,
+}
+
+/// An NVIDIA architecture. `sm_90a` is compute capability 9.0, suffix `a`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CudaArch {
+    /// Compute capability times ten: 90 for 9.0.
+    pub capability: u16,
+    /// `a` (this architecture only), `f` (its family) or none.
+    pub suffix: Option<char>,
+}
+
+/// An AMD architecture by its LLVM name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RocmArch {
+    /// The LLVM processor name: `gfx942`.
+    pub name: &'static str,
+    /// Lanes per wave in the mode our kernels use.
+    pub wave: u32,
+}
+
+/// A target name that is not known.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown target `{asked}`; {hint}\nknown targets: {known}")]
+pub struct TargetError {
+    /// What was asked for.
+    pub asked: String,
+    /// What to change.
+    pub hint: String,
+    /// Every name that would have worked.
+    pub known: String,
+}
+
+const CPU: [(CpuIsa, &str); 5] = [
+    (CpuIsa::Portable, "portable"),
+    (CpuIsa::Avx2, "avx2"),
+    (CpuIsa::Avx512, "avx512"),
+    (CpuIsa::Avx512Bf16, "avx512bf16"),
+    (CpuIsa::Neon, "neon"),
+];
+
+const CUDA: [(u16, Option<char>); 22] = [
+    (70, None),
+    (72, None),
+    (75, None),
+    (80, None),
+    (86, None),
+    (87, None),
+    (88, None),
+    (89, None),
+    (90, None),
+    (90, Some('a')),
+    (100, None),
+    (100, Some('a')),
+    (100, Some('f')),
+    (103, None),
+    (103, Some('a')),
+    (110, None),
+    (110, Some('a')),
+    (120, None),
+    (120, Some('a')),
+    (120, Some('f')),
+    (121, None),
+    (121, Some('a')),
+];
+
+const ROCM: [(&str, u32); 9] = [
+    ("gfx908", 64),
+    ("gfx90a", 64),
+    ("gfx942", 64),
+    ("gfx950", 64),
+    ("gfx1030", 32),
+    ("gfx1100", 32),
+    ("gfx1101", 32),
+    ("gfx1200", 32),
+    ("gfx1201", 32),
+];
+
+impl Target {
+    /// Every target moesaic can emit for.
+    pub fn all() -> Vec<Target> {
+        let cpu = CPU.iter().map(|&(isa, _)| Target::Cpu(isa));
+        let cuda = CUDA
+            .iter()
+            .map(|&(capability, suffix)| Target::Cuda(CudaArch { capability, suffix }));
+        let rocm = ROCM
+            .iter()
+            .map(|&(name, wave)| Target::Rocm(RocmArch { name, wave }));
+        cpu.chain(cuda).chain(rocm).collect()
+    }
+
+    /// The part before the colon: `cpu`, `cuda` or `rocm`.
+    pub const fn backend(self) -> &'static str {
+        match self {
+            Target::Cpu(_) => "cpu",
+            Target::Cuda(_) => "cuda",
+            Target::Rocm(_) => "rocm",
+        }
+    }
+
+    /// The part after the colon: `avx512`, `sm_90a`, `gfx942`.
+    pub fn arch(self) -> String {
+        match self {
+            Target::Cpu(isa) => isa.name().to_string(),
+            Target::Cuda(arch) => arch.to_string(),
+            Target::Rocm(arch) => arch.name.to_string(),
+        }
+    }
+
+    /// A spelling that is safe in file names: `cuda-sm_90a`.
+    pub fn file_name(self) -> String {
+        format!("{}-{}", self.backend(), self.arch())
+    }
+}
+
+impl CpuIsa {
+    /// The name after `cpu:`.
+    pub fn name(self) -> &'static str {
+        CPU.iter().find(|(isa, _)| *isa == self).expect("CPU lists every variant").1
+    }
+
+    /// Bytes of one vector register.
+    pub const fn vector_bytes(self) -> usize {
+        match self {
+            CpuIsa::Portable | CpuIsa::Neon => 16,
+            CpuIsa::Avx2 => 32,
+            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => 64,
+        }
+    }
+
+    /// Vector registers the instruction set has.
+    pub const fn vector_registers(self) -> usize {
+        match self {
+            CpuIsa::Portable | CpuIsa::Avx2 => 16,
+            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Neon => 32,
+        }
+    }
+}
+
+impl fmt::Display for CudaArch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}", self.capability)?;
+        self.suffix.map_or(Ok(()), |suffix| write!(f, "{suffix}"))
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.backend(), self.arch())
+    }
+}
+
+impl FromStr for Target {
+    type Err = TargetError;
+
+    /// Reads a full name such as `cuda:sm_90a`. The bare `cpu` depends on the
+    /// machine and is resolved where the machine is known, not here.
+    fn from_str(asked: &str) -> Result<Target, TargetError> {
+        let all = Target::all();
+        if let Some(target) = all.iter().find(|target| target.to_string() == asked) {
+            return Ok(*target);
+        }
+        let same_arch = all.iter().find(|target| target.arch() == asked);
+        let hint = match same_arch {
+            Some(target) => format!("did you mean `{target}`?"),
+            None => "write it as backend:arch".to_string(),
+        };
+        let known = all.iter().map(Target::to_string).collect::<Vec<_>>().join(", ");
+        Err(TargetError { asked: asked.to_string(), hint, known })
+    }
+}
+
+impl Serialize for Target {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Target {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Target, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_reads_back() {
+        for target in Target::all() {
+            assert_eq!(target.to_string().parse(), Ok(target));
+        }
+    }
+
+    #[test]
+    fn a_bare_arch_gets_a_suggestion() {
+        let error = "sm_90a".parse::<Target>().unwrap_err();
+        assert!(error.to_string().contains("did you mean `cuda:sm_90a`?"), "{error}");
+    }
+}

@@ -1,0 +1,1 @@
+//! From a layer spec to a typed Rust layer.

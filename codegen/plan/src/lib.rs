@@ -1,0 +1,1 @@
+//! From a layer spec to kernel descriptions, configurations and the order they run in.

@@ -1,0 +1,120 @@
+//! The weight tensors of a layer, by canonical name.
+
+use crate::{ExpertForm, LayerSpec, RouterInput, RouterKind, SharedGate};
+use moesaic_kernel::DType;
+
+/// A weight tensor a layer expects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// The canonical name: `experts.up.weight`.
+    pub name: String,
+    /// Element type in device memory.
+    pub dtype: DType,
+    /// Sizes, outermost first; row major.
+    pub shape: Vec<usize>,
+    /// What it is, in one line.
+    pub meaning: &'static str,
+}
+
+/// Every weight tensor of the layer, in a fixed order.
+///
+/// Gate and up are always separate here: fused checkpoint layouts are taken
+/// apart when weights are loaded.
+pub fn canonical_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
+    let mut list = router_tensors(spec);
+    let shape = &spec.shape;
+    let sizes = ExpertSizes {
+        experts: Some(shape.experts),
+        model: shape.model_dim,
+        hidden: shape.hidden_dim,
+        output: spec.output_dim(),
+    };
+    list.extend(expert_tensors(spec, "experts", &sizes));
+    for (index, shared) in spec.shared.iter().enumerate() {
+        let sizes = ExpertSizes { experts: None, hidden: shared.hidden_dim, ..sizes };
+        let prefix = format!("shared.{index}");
+        list.extend(expert_tensors(spec, &prefix, &sizes));
+        if shared.gate == SharedGate::Sigmoid {
+            list.push(TensorSpec {
+                name: format!("{prefix}.router.weight"),
+                dtype: spec.precision.router,
+                shape: vec![1, shape.model_dim],
+                meaning: "projection of the shared expert's own gate",
+            });
+        }
+    }
+    list
+}
+
+fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
+    let (router, model, experts) = (&spec.router, spec.shape.model_dim, spec.routed_experts());
+    let mut list = Vec::new();
+    let mut push = |name: &str, dtype, shape: &[usize], meaning| {
+        list.push(TensorSpec { name: name.to_string(), dtype, shape: shape.to_vec(), meaning });
+    };
+    let float = spec.precision.router;
+    if router.kind == RouterKind::Cosine {
+        let width = router.projection_dim.unwrap_or_default();
+        push("router.projector.weight", float, &[width, model], "projection of tokens");
+        push("router.projector.bias", float, &[width], "bias of the projection");
+        push("router.similarity", float, &[width, experts], "one direction per expert, in columns");
+        push("router.temperature", float, &[1], "logarithm of the logit scale");
+    } else if spec.has_logits() {
+        push("router.weight", float, &[experts, model], "projection of tokens to logits");
+    }
+    if router.bias {
+        push("router.bias", float, &[experts], "bias of the logits");
+    }
+    if router.select_bias {
+        push("router.select_bias", float, &[experts], "added to scores for selection only");
+    }
+    if router.input == RouterInput::RmsScaled {
+        push("router.input_scale", float, &[model], "scale of the normalised router input");
+    }
+    if router.expert_scale {
+        push("router.expert_scale", float, &[experts], "factor on the weight of each expert");
+    }
+    if router.kind == RouterKind::Table {
+        let rows = router.table_rows.unwrap_or_default();
+        push("router.table", DType::I32, &[rows, spec.shape.top_k], "experts of each token id");
+    }
+    list
+}
+
+/// Sizes of one set of experts; `experts` is absent for a shared expert.
+struct ExpertSizes {
+    experts: Option<usize>,
+    model: usize,
+    hidden: usize,
+    output: usize,
+}
+
+fn expert_tensors(spec: &LayerSpec, prefix: &str, sizes: &ExpertSizes) -> Vec<TensorSpec> {
+    let matrix = |part: &str, rows: usize, columns: usize, meaning| TensorSpec {
+        name: format!("{prefix}.{part}.weight"),
+        dtype: spec.precision.weights,
+        shape: sizes.experts.into_iter().chain([rows, columns]).collect(),
+        meaning,
+    };
+    let bias = |part: &str, rows: usize, meaning| TensorSpec {
+        name: format!("{prefix}.{part}.bias"),
+        dtype: spec.precision.weights,
+        shape: sizes.experts.into_iter().chain([rows]).collect(),
+        meaning,
+    };
+    let mut list = Vec::new();
+    let gated = spec.experts.form == ExpertForm::Gated;
+    if gated {
+        list.push(matrix("gate", sizes.hidden, sizes.model, "gate projection"));
+    }
+    list.push(matrix("up", sizes.hidden, sizes.model, "up projection"));
+    list.push(matrix("down", sizes.output, sizes.hidden, "down projection"));
+    if spec.experts.bias {
+        if gated {
+            list.push(bias("gate", sizes.hidden, "bias of the gate projection"));
+        }
+        list.push(bias("up", sizes.hidden, "bias of the up projection"));
+        list.push(bias("down", sizes.output, "bias of the down projection"));
+    }
+    list
+}

@@ -1,0 +1,490 @@
+//! The types of a spec. Field names and enum spellings are those of the TOML.
+//!
+//! Formulas behind the options are named after the systems that published
+//! them; docs/SEMANTICS.md gives each in full.
+
+use moesaic_kernel::DType;
+use serde::{Deserialize, Serialize};
+
+/// A whole MoE layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerSpec {
+    /// A name for people, kernels and files.
+    #[serde(default = "default_name")]
+    pub name: String,
+    /// Widths and counts.
+    pub shape: Shape,
+    /// Element types.
+    #[serde(default)]
+    pub precision: Precision,
+    /// From tokens to experts and weights.
+    #[serde(default)]
+    pub router: Router,
+    /// How many rows an expert may take.
+    #[serde(default)]
+    pub capacity: Capacity,
+    /// What an expert computes.
+    #[serde(default)]
+    pub experts: Experts,
+    /// Experts that every token visits.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shared: Vec<SharedExpert>,
+    /// Auxiliary losses, for training.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub losses: Vec<Loss>,
+}
+
+fn default_name() -> String {
+    "layer".to_string()
+}
+
+/// Widths and counts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shape {
+    /// Width of a token, `d`.
+    pub model_dim: usize,
+    /// Width inside an expert, `h` (after gating).
+    pub hidden_dim: usize,
+    /// Experts with weights, `E`.
+    pub experts: usize,
+    /// Experts per token, `K`.
+    pub top_k: usize,
+    /// Width of the output; `model_dim` when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub output_dim: Option<usize>,
+}
+
+/// Element types.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Precision {
+    /// Expert weights and biases: f32, f16 or bf16.
+    pub weights: DType,
+    /// Tokens, intermediates and output: f32, f16 or bf16.
+    pub activations: DType,
+    /// Router weights, logits and scores: f32.
+    pub router: DType,
+    /// Sums of products: f32.
+    pub accumulate: DType,
+}
+
+impl Default for Precision {
+    fn default() -> Self {
+        Precision {
+            weights: DType::F32,
+            activations: DType::F32,
+            router: DType::F32,
+            accumulate: DType::F32,
+        }
+    }
+}
+
+/// From tokens to experts and weights.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Router {
+    /// Where the logits or the decision come from.
+    pub kind: RouterKind,
+    /// A bias on the logits.
+    pub bias: bool,
+    /// What is done to a token before the projection.
+    pub input: RouterInput,
+    /// From logits to scores.
+    pub score: Score,
+    /// How the experts of a token are picked from the scores.
+    pub select: Select,
+    /// A bias on the scores used for selection only (DeepSeek-V3).
+    pub select_bias: bool,
+    /// Keep only the best groups of experts before selecting.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub groups: Option<Groups>,
+    /// What is done to the selected scores to make weights of them.
+    pub renormalize: Renormalize,
+    /// Added to (sum) or lower bound of (clamp) the denominator.
+    pub renormalize_eps: f64,
+    /// The p of `renormalize = "p-norm"`.
+    pub norm_order: f64,
+    /// A factor on every weight, after renormalisation.
+    pub scale: f64,
+    /// A learned factor per expert on its weight, after `scale`.
+    pub expert_scale: bool,
+    /// Where the weight acts.
+    pub weight_on: WeightSite,
+    /// Rows of the table of `kind = "table"`: the vocabulary size.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub table_rows: Option<usize>,
+    /// Width of the projection of `kind = "cosine"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub projection_dim: Option<usize>,
+    /// Training only: router input times uniform(1-jitter, 1+jitter).
+    pub jitter: f64,
+    /// Training only: gaussian noise on the logits, scaled by noise / E.
+    pub noise: f64,
+}
+
+impl Default for Router {
+    fn default() -> Self {
+        Router {
+            kind: RouterKind::Linear,
+            bias: false,
+            input: RouterInput::Token,
+            score: Score::Softmax,
+            select: Select::TopK,
+            select_bias: false,
+            groups: None,
+            renormalize: Renormalize::None,
+            renormalize_eps: 0.0,
+            norm_order: 1.0,
+            scale: 1.0,
+            expert_scale: false,
+            weight_on: WeightSite::Output,
+            table_rows: None,
+            projection_dim: None,
+            jitter: 0.0,
+            noise: 0.0,
+        }
+    }
+}
+
+/// Where the logits or the decision come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RouterKind {
+    /// `logits = x · Wᵀ (+ b)`.
+    Linear,
+    /// `logits = norm(x · Pᵀ + p) · norm(S) · exp(min(t, ln 100))` (Tutel).
+    Cosine,
+    /// The experts of a token are looked up by its token id; weights still
+    /// come from the linear logits, unless `score = "one"`.
+    Table,
+    /// The caller passes `topk_ids` and `topk_weights`; an id of -1 masks a slot.
+    External,
+}
+
+/// What is done to a token before the router's projection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RouterInput {
+    /// Nothing.
+    Token,
+    /// `x / sqrt(mean(x²) + 1e-6) ⊙ input_scale · d^-½` (Gemma 4).
+    RmsScaled,
+}
+
+/// From logits to scores, in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Score {
+    /// Softmax over all experts, then selection.
+    Softmax,
+    /// Selection on the logits, then softmax over the selected ones.
+    SoftmaxSelected,
+    /// Logistic function.
+    Sigmoid,
+    /// `sqrt(ln(1 + eᶻ))` (DeepSeek-V4).
+    SqrtSoftplus,
+    /// Every selected expert weighs 1 (hash layers).
+    One,
+}
+
+/// How the experts of a token are picked. Ties go to the lower id, NaN last.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Select {
+    /// The K best selection scores.
+    #[serde(rename = "top-k")]
+    TopK,
+    /// Two sequential masked argmaxes, as PhiMoE evaluates (SparseMixer v2).
+    /// The number is its threshold ε.
+    SparseMixer(f64),
+}
+
+/// Group-limited selection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Groups {
+    /// Groups of equal size.
+    pub count: usize,
+    /// Groups kept per token.
+    pub keep: usize,
+    /// The score of a group.
+    pub stat: GroupStat,
+    /// What the experts of dropped groups count as.
+    #[serde(default)]
+    pub mask: GroupMask,
+}
+
+/// The score of a group of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GroupStat {
+    /// Its best selection score (DeepSeek-V2).
+    Max,
+    /// The sum of its two best selection scores (DeepSeek-V3).
+    #[serde(rename = "top2-sum")]
+    Top2Sum,
+}
+
+/// What the selection scores of dropped groups become.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GroupMask {
+    /// Negative infinity: never selected before an expert of a kept group.
+    #[default]
+    Exclude,
+    /// Zero, as some checkpoints were trained: beats negative scores.
+    Zero,
+}
+
+/// From selected scores to weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Renormalize {
+    /// Leave them.
+    None,
+    /// Divide by `sum + eps`.
+    Sum,
+    /// Divide by `max(sum, eps)`.
+    Clamp,
+    /// Divide by the p-norm (DBRX, MegaBlocks).
+    PNorm,
+}
+
+/// Where the weight of a token's expert acts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WeightSite {
+    /// On the expert's output.
+    Output,
+    /// On the activation; the output bias is weighted too, so the result is
+    /// that of `output` up to rounding.
+    Activation,
+    /// On the expert's input (Llama 4): a different function.
+    Input,
+}
+
+/// How many rows an expert may take.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Capacity {
+    /// The rule.
+    pub mode: CapacityMode,
+    /// For `factor` and `bounded`. Tutel's formula: positive f gives
+    /// `K·int(f·ceil(T/E))`, zero the largest count, negative the smaller of
+    /// both with |f|.
+    pub factor: f64,
+    /// For `fixed`: rows per expert.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rows: Option<usize>,
+    /// Who is served first when rows run out.
+    pub order: CapacityOrder,
+    /// Capacity is rounded up to a multiple of this.
+    pub align: usize,
+    /// Renormalise a token's weights over its surviving experts.
+    pub renormalize_after_drop: bool,
+}
+
+impl Default for Capacity {
+    fn default() -> Self {
+        Capacity {
+            mode: CapacityMode::Dropless,
+            factor: 1.0,
+            rows: None,
+            order: CapacityOrder::SlotMajor,
+            align: 1,
+            renormalize_after_drop: false,
+        }
+    }
+}
+
+/// The capacity rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CapacityMode {
+    /// Every assignment gets a row.
+    Dropless,
+    /// By the load factor.
+    Factor,
+    /// A constant number of rows.
+    Fixed,
+    /// The largest count of this call, so nothing is dropped.
+    MaxCount,
+    /// As `factor`, with the number of dropped assignments reported in
+    /// `overflow` so that the caller can run again.
+    Bounded,
+}
+
+/// Placement order inside an expert, hence who is dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CapacityOrder {
+    /// All first choices before all second choices; tokens ascending.
+    SlotMajor,
+    /// Tokens ascending; the choices of a token together.
+    TokenMajor,
+    /// Slot-major over tokens by descending best score (stable).
+    BatchPrioritized,
+    /// Descending weight, then slot-major.
+    Probability,
+    /// By a counter-based random key, then slot-major.
+    Random,
+}
+
+/// What an expert computes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Experts {
+    /// Gated or plain.
+    pub form: ExpertForm,
+    /// The non-linearity φ.
+    pub activation: Activation,
+    /// Biases on every projection.
+    pub bias: bool,
+    /// Clamp before the activation: gate ≤ clamp, up within ±clamp.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clamp: Option<f64>,
+    /// φ(g) = g·σ(alpha·g) for `silu`; 1 is plain silu, 1.702 is gpt-oss.
+    pub alpha: f64,
+    /// Added to the up branch after clamping (gpt-oss: 1).
+    pub up_offset: f64,
+    /// How gate and up lie in a checkpoint.
+    pub layout: GateLayout,
+    /// Extra experts without weights that return their input (LongCat). The
+    /// router scores `experts + identity` experts.
+    pub identity: usize,
+}
+
+impl Default for Experts {
+    fn default() -> Self {
+        Experts {
+            form: ExpertForm::Gated,
+            activation: Activation::Silu,
+            bias: false,
+            clamp: None,
+            alpha: 1.0,
+            up_offset: 0.0,
+            layout: GateLayout::Split,
+            identity: 0,
+        }
+    }
+}
+
+/// Gated or plain experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExpertForm {
+    /// `down(φ(gate(x)) ⊙ up(x))`.
+    Gated,
+    /// `down(φ(up(x)))`.
+    Plain,
+}
+
+/// The non-linearity φ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Activation {
+    /// `x·σ(alpha·x)`.
+    Silu,
+    /// `x·Φ(x)` by the error function.
+    Gelu,
+    /// The tanh approximation of gelu.
+    GeluTanh,
+    /// `max(x, 0)`.
+    Relu,
+    /// `max(x, 0)²`.
+    Relu2,
+}
+
+/// How gate and up lie in a weight file with canonical names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GateLayout {
+    /// `experts.gate.weight` and `experts.up.weight`, both `[E, h, d]`.
+    Split,
+    /// `experts.gate_up.weight [E, 2h, d]`: gate rows, then up rows.
+    Concat,
+    /// `experts.gate_up.weight [E, 2h, d]`: gate in even rows, up in odd rows.
+    Interleaved,
+}
+
+/// An expert that every token visits. It has the form, activation, clamp,
+/// alpha and offset of the routed experts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SharedExpert {
+    /// Its inner width.
+    pub hidden_dim: usize,
+    /// A learned weight per token.
+    #[serde(default)]
+    pub gate: SharedGate,
+}
+
+/// The weight of a shared expert's output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SharedGate {
+    /// One.
+    #[default]
+    None,
+    /// `σ(x · wᵀ)` with `shared.{i}.router.weight [1, d]`.
+    Sigmoid,
+}
+
+/// An auxiliary loss.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Loss {
+    /// The formula.
+    pub kind: LossKind,
+    /// Its coefficient.
+    pub coefficient: f64,
+}
+
+/// The formula of an auxiliary loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossKind {
+    /// `E · Σ f_e P_e`, f over all choices.
+    Switch,
+    /// `E · Σ f_e P_e`, f over first choices only.
+    Gshard,
+    /// Squared coefficients of variation of importance and load.
+    ImportanceLoad,
+    /// `mean(logsumexp(z)²)`.
+    Z,
+    /// Switch within each sequence.
+    Sequence,
+}
+
+impl LayerSpec {
+    /// Width of the output.
+    pub fn output_dim(&self) -> usize {
+        self.shape.output_dim.unwrap_or(self.shape.model_dim)
+    }
+
+    /// Experts the router scores: those with weights, then identity experts.
+    pub fn routed_experts(&self) -> usize {
+        self.shape.experts + self.experts.identity
+    }
+
+    /// Whether experts have a gate projection.
+    pub fn gated(&self) -> bool {
+        self.experts.form == ExpertForm::Gated
+    }
+
+    /// Whether the layer computes router logits at all.
+    pub fn has_logits(&self) -> bool {
+        match self.router.kind {
+            RouterKind::Linear | RouterKind::Cosine => true,
+            RouterKind::Table => self.router.score != Score::One,
+            RouterKind::External => false,
+        }
+    }
+
+    /// Whether assignments can be dropped.
+    pub fn may_drop(&self) -> bool {
+        !matches!(self.capacity.mode, CapacityMode::Dropless | CapacityMode::MaxCount)
+    }
+}

@@ -1,0 +1,1 @@
+//! The content-addressed kernel store and its packs.

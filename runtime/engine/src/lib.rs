@@ -1,0 +1,1 @@
+//! Compiles, caches, loads and runs layers.

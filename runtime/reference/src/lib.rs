@@ -1,0 +1,1 @@
+//! The f64 reference of the whole layer, written for reading.

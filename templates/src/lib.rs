@@ -1,0 +1,1 @@
+//! Kernel templates, embedded.
