@@ -1,0 +1,58 @@
+//! Compiled kernels and what the binary says about them.
+
+use serde::{Deserialize, Serialize};
+
+/// A compiled kernel source: the bytes a device loads, and their report.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Artifact {
+    /// A shared object, a CUBIN or a code object.
+    #[serde(skip)]
+    pub binary: Vec<u8>,
+    /// Facts read from the binary and from the compiler's log.
+    pub report: Report,
+}
+
+/// Facts about an artifact.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// The compiler that made it, as people know it: `NVRTC 13.0`, `gcc 12.2.0`.
+    pub compiler: String,
+    /// Milliseconds the compiler took.
+    pub compile_ms: f64,
+    /// One per entry, in the order of the source's entries.
+    pub kernels: Vec<KernelReport>,
+    /// What the compiler said, trimmed; usually empty.
+    pub log: String,
+}
+
+/// Facts about one entry. A fact the binary does not hold is `None`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct KernelReport {
+    /// The entry's symbol.
+    pub symbol: String,
+    /// Registers per thread (for AMD: vector registers).
+    pub registers: Option<u32>,
+    /// Scalar registers per wave, AMD only.
+    pub scalar_registers: Option<u32>,
+    /// Bytes spilled to local memory per thread.
+    pub spill_bytes: Option<u32>,
+    /// Bytes of stack per thread.
+    pub stack_bytes: Option<u32>,
+    /// Bytes of static shared memory (LDS) per block.
+    pub shared_bytes: Option<u32>,
+    /// The largest block the kernel was compiled for.
+    pub max_threads: Option<u32>,
+    /// Bytes of machine code.
+    pub code_bytes: Option<u64>,
+    /// The parameters as the binary declares them; empty when it does not.
+    pub params: Vec<ParamSlot>,
+}
+
+/// A parameter as the binary declares it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParamSlot {
+    /// Byte offset in the parameter block.
+    pub offset: u32,
+    /// Bytes.
+    pub size: u32,
+}

@@ -1,0 +1,125 @@
+//! Loading and launching.
+
+use crate::{Artifact, DeviceError};
+use moesaic_kernel::{Entry, Target};
+use std::sync::Arc;
+
+/// What a device says of itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceInfo {
+    /// The product name.
+    pub name: String,
+    /// The best target to generate for.
+    pub target: Target,
+    /// Multiprocessors, compute units or cores.
+    pub units: u32,
+    /// Bytes of memory, if known.
+    pub memory_bytes: Option<u64>,
+}
+
+/// A device that loads artifacts and runs them on one stream, in order.
+pub trait Device: Send + Sync {
+    /// What it is.
+    fn info(&self) -> &DeviceInfo;
+
+    /// Loads an artifact; `entries` are the symbols that will be launched.
+    ///
+    /// # Errors
+    /// When the driver refuses the binary, a symbol is missing, or the
+    /// binary's own signature disagrees with the entry's.
+    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError>;
+
+    /// Allocates at least `bytes` bytes, aligned to 64; contents undefined.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError>;
+
+    /// Copies host bytes to `buffer` at `offset` bytes, in stream order.
+    ///
+    /// # Errors
+    /// When the range does not fit, or the driver fails.
+    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError>;
+
+    /// Copies from `buffer` at `offset` bytes to the host and waits for it.
+    ///
+    /// # Errors
+    /// When the range does not fit, or the driver or an earlier launch fails.
+    fn download(&self, buffer: &Buffer, offset: usize, bytes: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Waits until everything launched so far has finished.
+    ///
+    /// # Errors
+    /// When a launch failed.
+    fn synchronize(&self) -> Result<(), DeviceError>;
+}
+
+/// Artifacts loaded onto a device.
+pub trait Module: Send + Sync {
+    /// Launches `symbol`. Nothing is launched when a grid dimension is zero.
+    ///
+    /// # Safety
+    /// `args` must match the entry's parameters in number, kind and order,
+    /// and each pointer must be valid for what the kernel does with it until
+    /// the launch has finished.
+    ///
+    /// # Errors
+    /// When the symbol is unknown or the driver refuses the launch.
+    unsafe fn launch(&self, symbol: &str, dims: LaunchDims, args: &[Arg]) -> Result<(), DeviceError>;
+}
+
+/// Launch geometry, evaluated for one token count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchDims {
+    /// Blocks in x and y.
+    pub grid: [u64; 2],
+    /// Threads per block.
+    pub threads: u32,
+    /// Dynamic shared memory in bytes.
+    pub shared_bytes: u32,
+}
+
+/// A kernel argument.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Arg {
+    /// An address in device memory.
+    Ptr(Ptr),
+    /// A 64-bit integer.
+    I64(i64),
+    /// A float.
+    F32(f32),
+}
+
+/// An address in device memory. For the CPU it is an ordinary address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ptr(pub u64);
+
+/// Device memory that is freed when the last owner lets go.
+pub struct Buffer {
+    ptr: Ptr,
+    bytes: usize,
+    _owner: Box<dyn Send + Sync>,
+}
+
+impl Buffer {
+    /// Wraps an allocation: `owner` frees it on drop.
+    pub fn new(ptr: Ptr, bytes: usize, owner: Box<dyn Send + Sync>) -> Buffer {
+        Buffer { ptr, bytes, _owner: owner }
+    }
+
+    /// The address of its first byte.
+    pub fn ptr(&self) -> Ptr {
+        self.ptr
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({:#x}, {} bytes)", self.ptr.0, self.bytes)
+    }
+}

@@ -1,0 +1,118 @@
+//! Errors of compilers and devices.
+
+/// A compile that did not give an artifact.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CompileError {
+    /// No compiler of this kind is on the machine.
+    #[error("no compiler for `{backend}` was found; tried: {tried}\n{advice}")]
+    NoCompiler {
+        /// The backend.
+        backend: String,
+        /// Every place that was looked at.
+        tried: String,
+        /// What to install or set.
+        advice: String,
+    },
+    /// The compiler is there and cannot do this target.
+    #[error("{compiler} cannot compile for `{target}`\n{advice}")]
+    UnsupportedTarget {
+        /// The compiler.
+        compiler: String,
+        /// The target asked for.
+        target: String,
+        /// What it can do, or what to install.
+        advice: String,
+    },
+    /// The compiler rejected the text. For emitted kernels this is our bug.
+    #[error("{compiler} rejected kernel `{kernel}` for `{target}`:\n{log}")]
+    Rejected {
+        /// The compiler.
+        compiler: String,
+        /// The kernel's name.
+        kernel: String,
+        /// The target.
+        target: String,
+        /// The compiler's own words.
+        log: String,
+    },
+    /// The kernel spills registers to local memory.
+    #[error(
+        "kernel `{kernel}` for `{target}` spills {bytes} bytes of registers per thread\n\
+         choose a smaller tile, or allow spills"
+    )]
+    Spills {
+        /// The entry's symbol.
+        kernel: String,
+        /// The target.
+        target: String,
+        /// Bytes per thread.
+        bytes: u32,
+    },
+    /// The binary cannot be read back.
+    #[error("{compiler} made a binary of kernel `{kernel}` that cannot be read: {reason}")]
+    BadBinary {
+        /// The compiler.
+        compiler: String,
+        /// The kernel's name.
+        kernel: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The compiler could not be run, crashed, or a file was in the way.
+    #[error("{compiler} failed on kernel `{kernel}`: {reason}")]
+    Failed {
+        /// The compiler.
+        compiler: String,
+        /// The kernel's name.
+        kernel: String,
+        /// What happened.
+        reason: String,
+    },
+}
+
+/// A device operation that failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// No driver, or no device behind it.
+    #[error("no `{backend}` device is available: {reason}")]
+    Unavailable {
+        /// The backend.
+        backend: String,
+        /// What was tried and what it said.
+        reason: String,
+    },
+    /// The device refused an artifact.
+    #[error("cannot load kernel `{kernel}`: {reason}")]
+    Load {
+        /// Symbol or name.
+        kernel: String,
+        /// What the loader said.
+        reason: String,
+    },
+    /// A launch was refused, or a launched kernel failed.
+    #[error("launch of kernel `{kernel}` failed: {reason}")]
+    Launch {
+        /// The symbol.
+        kernel: String,
+        /// What the driver said.
+        reason: String,
+    },
+    /// Memory ran out.
+    #[error("out of device memory: {asked} bytes were asked for{free}")]
+    OutOfMemory {
+        /// Bytes asked for.
+        asked: usize,
+        /// ` (n bytes are free)`, or empty.
+        free: String,
+    },
+    /// Anything else the driver said.
+    #[error("{operation} failed: {reason}")]
+    Driver {
+        /// What was being done.
+        operation: String,
+        /// What the driver said.
+        reason: String,
+    },
+}

@@ -1,0 +1,17 @@
+//! What a target must offer, and what it gets.
+//!
+//! Compiling and running are separate capabilities: a [`Compiler`] needs a
+//! run-time compiler and no driver, a [`Device`] needs a driver and no
+//! compiler. Neither ever sees a layer spec or a template: a
+//! [`moesaic_kernel::KernelSource`] goes in, an [`Artifact`] comes out, and
+//! an artifact is launched by its entries.
+
+mod artifact;
+mod compiler;
+mod device;
+mod error;
+
+pub use artifact::{Artifact, KernelReport, ParamSlot, Report};
+pub use compiler::{CompileOptions, Compiler};
+pub use device::{Arg, Buffer, Device, DeviceInfo, LaunchDims, Module, Ptr};
+pub use error::{CompileError, DeviceError};

@@ -1,0 +1,1 @@
+//! The CPU target: the system C compiler, dlopen, rayon.

@@ -1,0 +1,1 @@
+//! The CUDA target: NVRTC to CUBIN, the driver API.

@@ -1,0 +1,1 @@
+//! The only home of dlopen: library search and typed symbol tables.

@@ -1,0 +1,1 @@
+//! The ROCm target: clang or HIPRTC in a child process.
