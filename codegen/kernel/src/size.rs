@@ -21,6 +21,8 @@ pub enum Size {
     Mul(Box<Size>, Box<Size>),
     /// The quotient by a constant, rounded up.
     CeilDiv(Box<Size>, u64),
+    /// The smaller of both.
+    Min(Box<Size>, Box<Size>),
 }
 
 impl Size {
@@ -33,6 +35,11 @@ impl Size {
         }
     }
 
+    /// The smaller of both.
+    pub fn min(self, rhs: impl Into<Size>) -> Size {
+        Size::Min(Box::new(self), Box::new(rhs.into()))
+    }
+
     /// The size for `tokens` tokens. Saturates instead of wrapping.
     pub fn eval(&self, tokens: u64) -> u64 {
         match self {
@@ -41,6 +48,7 @@ impl Size {
             Size::Add(a, b) => a.eval(tokens).saturating_add(b.eval(tokens)),
             Size::Mul(a, b) => a.eval(tokens).saturating_mul(b.eval(tokens)),
             Size::CeilDiv(a, by) => a.eval(tokens).div_ceil(*by),
+            Size::Min(a, b) => a.eval(tokens).min(b.eval(tokens)),
         }
     }
 }
@@ -92,6 +100,7 @@ impl fmt::Display for Size {
                 group(f, b)
             }
             Size::CeilDiv(a, by) => write!(f, "ceil({a}/{by})"),
+            Size::Min(a, b) => write!(f, "min({a}, {b})"),
         }
     }
 }

@@ -100,7 +100,7 @@ pub struct Entry {
 /// A parameter of an [`Entry`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Param {
-    /// The name in the kernel text, and the tensor a layer binds by default.
+    /// The name in the kernel text.
     pub name: String,
     /// Pointer or scalar.
     pub ty: ParamType,

@@ -1,1 +1,68 @@
-//! From a layer spec to kernel descriptions, configurations and the order they run in.
+//! From a layer spec to kernels: what each computes, how it is tiled, what it
+//! is called with, and the order in which a forward pass launches them.
+//!
+//! ```text
+//! LayerSpec ──desc──> KernelDesc ──heuristics──> KernelConfig ──signature──> [Entry]
+//!      └──────────────layer──> [TensorPlan] + [Step]
+//! ```
+//!
+//! Everything is plain data and every function is pure: the same spec and
+//! target give the same plan.
+
+mod config;
+mod desc;
+pub mod heuristics;
+mod layer;
+mod signature;
+mod work;
+
+pub use config::{
+    CombineConfig, DispatchConfig, ExpertScanConfig, GateTopkConfig, GroupedGemmConfig,
+    KernelConfig,
+};
+pub use desc::{
+    CombineDesc, DispatchDesc, ExpertScanDesc, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc,
+    Logits, SharedDesc,
+};
+pub use layer::{LayerPlan, Role, Step, TensorPlan, plan};
+pub use signature::entries;
+pub use work::Work;
+
+use moesaic_kernel::{Entry, Stem};
+use serde::{Deserialize, Serialize};
+
+/// One kernel source to emit.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KernelPlan {
+    /// A readable name, unique within the layer: `grouped_gemm_up`.
+    pub name: String,
+    /// What to compute.
+    pub desc: KernelDesc,
+    /// How to compute it.
+    pub config: KernelConfig,
+    /// The functions it exports and how each is launched.
+    pub entries: Vec<Entry>,
+}
+
+impl KernelPlan {
+    /// The operator it belongs to.
+    pub fn stem(&self) -> Stem {
+        self.desc.stem()
+    }
+}
+
+/// A spec that is valid and still cannot be planned for a target.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// An option that no kernel of this target computes.
+    #[error("`{option}` has no kernel on `{target}`\n{advice}")]
+    Unsupported {
+        /// The option as the spec spells it.
+        option: String,
+        /// The target.
+        target: String,
+        /// What is possible instead.
+        advice: String,
+    },
+}

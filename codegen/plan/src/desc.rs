@@ -1,0 +1,289 @@
+//! What each kernel computes. A desc holds every data-independent size and
+//! option that is baked into the text, and nothing about tiling or targets.
+
+use moesaic_kernel::{DType, Stem};
+use moesaic_spec::{
+    Activation, Capacity, ExpertForm, LayerSpec, Router, RouterKind, SharedGate, WeightSite,
+};
+use serde::{Deserialize, Serialize};
+
+/// The computation of one kernel source.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KernelDesc {
+    /// Router projection, score, selection.
+    GateTopk(GateTopkDesc),
+    /// Counts, capacity, locations, maps.
+    ExpertScan(ExpertScanDesc),
+    /// Token rows to expert rows.
+    Dispatch(DispatchDesc),
+    /// Expert matrix products.
+    GroupedGemm(GroupedGemmDesc),
+    /// Expert rows to tokens.
+    Combine(CombineDesc),
+}
+
+impl KernelDesc {
+    /// The operator.
+    pub fn stem(&self) -> Stem {
+        match self {
+            KernelDesc::GateTopk(_) => Stem::GateTopk,
+            KernelDesc::ExpertScan(_) => Stem::ExpertScan,
+            KernelDesc::Dispatch(_) => Stem::Dispatch,
+            KernelDesc::GroupedGemm(_) => Stem::GroupedGemm,
+            KernelDesc::Combine(_) => Stem::Combine,
+        }
+    }
+}
+
+/// How logits come about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Logits {
+    /// There are none: the table decides and every weight is one.
+    None,
+    /// `x · Wᵀ (+ b)`.
+    Linear,
+    /// Cosine similarity after a projection of this width.
+    Cosine(usize),
+}
+
+/// `gate_topk`: x `[T, d]` to ids and weights `[T, K]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GateTopkDesc {
+    /// d.
+    pub model_dim: usize,
+    /// Experts the router scores, identity experts included.
+    pub experts: usize,
+    /// K.
+    pub top_k: usize,
+    /// Element type of x.
+    pub activations: DType,
+    /// Where logits come from.
+    pub logits: Logits,
+    /// The router as the spec says it, training noise removed.
+    pub router: Router,
+    /// Whether ids and weights are computed; a shared expert's gate needs
+    /// only logits.
+    pub select: bool,
+    /// Whether the best score of each token is written, for
+    /// batch-prioritised capacity.
+    pub best_score: bool,
+}
+
+/// `expert_scan`: ids `[T, K]` to counts, offsets, locations and maps.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertScanDesc {
+    /// Experts with rows.
+    pub experts: usize,
+    /// Experts that are counted, identity experts included.
+    pub routed_experts: usize,
+    /// K.
+    pub top_k: usize,
+    /// The capacity rule.
+    pub capacity: Capacity,
+    /// The router's scale, which renormalisation after dropping restores.
+    pub scale: f64,
+}
+
+/// `dispatch`: x `[T, d]` to rows `[R, d]`, ordered by expert.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DispatchDesc {
+    /// d.
+    pub model_dim: usize,
+    /// Experts with rows.
+    pub experts: usize,
+    /// K.
+    pub top_k: usize,
+    /// Element type of x and of the rows.
+    pub activations: DType,
+    /// Whether rows are multiplied by their weight.
+    pub weighted: bool,
+}
+
+/// Which product of an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Half {
+    /// `a = φ(rows · gateᵀ) ⊙ (rows · upᵀ)`, or `φ(rows · upᵀ)`.
+    Up,
+    /// `a · downᵀ`.
+    Down,
+}
+
+/// `grouped_gemm`: rows `[R, inner]` times each expert's `[outer, inner]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupedGemmDesc {
+    /// Which product.
+    pub half: Half,
+    /// Groups of rows, each with its own matrix.
+    pub experts: usize,
+    /// Rows are all tokens and there is one matrix: a shared expert.
+    pub dense: bool,
+    /// K; 1 when dense.
+    pub top_k: usize,
+    /// Width of a row, summed over.
+    pub inner: usize,
+    /// Width of an output row.
+    pub outer: usize,
+    /// Two matrices, gate and up.
+    pub gated: bool,
+    /// φ of the up half.
+    pub activation: Activation,
+    /// See [`moesaic_spec::Experts`].
+    pub alpha: f64,
+    /// See [`moesaic_spec::Experts`].
+    pub clamp: Option<f64>,
+    /// See [`moesaic_spec::Experts`].
+    pub up_offset: f64,
+    /// Whether biases are added.
+    pub bias: bool,
+    /// Up: the activation is multiplied by the row's weight. Down: the bias is.
+    pub weighted: bool,
+    /// Element type of the matrices and biases.
+    pub weights: DType,
+    /// Element type of rows and output.
+    pub activations: DType,
+}
+
+/// A shared expert as `combine` sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedDesc {
+    /// Its output is multiplied by σ of its logit.
+    pub gated: bool,
+}
+
+/// `combine`: expert rows `[R, d_out]` to y `[T, d_out]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CombineDesc {
+    /// d_out.
+    pub output_dim: usize,
+    /// Experts with rows; ids from here on are identity experts.
+    pub experts: usize,
+    /// Identity experts, which add `weight · x`.
+    pub identity: usize,
+    /// K.
+    pub top_k: usize,
+    /// Element type of rows, x and y.
+    pub activations: DType,
+    /// Whether rows are multiplied by their weight here.
+    pub weighted: bool,
+    /// Shared experts, added with f32 weights.
+    pub shared: Vec<SharedDesc>,
+}
+
+/// The gate of the routed experts; absent when routing comes from outside.
+pub(crate) fn gate_topk(spec: &LayerSpec) -> Option<GateTopkDesc> {
+    let logits = match (spec.router.kind, spec.has_logits()) {
+        (RouterKind::External, _) => return None,
+        (_, false) => Logits::None,
+        (RouterKind::Cosine, _) => Logits::Cosine(spec.router.projection_dim.unwrap_or(1)),
+        _ => Logits::Linear,
+    };
+    Some(GateTopkDesc {
+        model_dim: spec.shape.model_dim,
+        experts: spec.routed_experts(),
+        top_k: spec.shape.top_k,
+        activations: spec.precision.activations,
+        logits,
+        router: Router { jitter: 0.0, noise: 0.0, ..spec.router.clone() },
+        select: true,
+        best_score: needs_order(spec),
+    })
+}
+
+/// The one-logit gate of a shared expert.
+pub(crate) fn shared_gate(spec: &LayerSpec) -> GateTopkDesc {
+    GateTopkDesc {
+        model_dim: spec.shape.model_dim,
+        experts: 1,
+        top_k: 1,
+        activations: spec.precision.activations,
+        logits: Logits::Linear,
+        router: Router::default(),
+        select: false,
+        best_score: false,
+    }
+}
+
+/// Whether tokens are placed in the order of their best score.
+pub(crate) fn needs_order(spec: &LayerSpec) -> bool {
+    spec.capacity.order == moesaic_spec::CapacityOrder::BatchPrioritized
+}
+
+pub(crate) fn expert_scan(spec: &LayerSpec) -> ExpertScanDesc {
+    ExpertScanDesc {
+        experts: spec.shape.experts,
+        routed_experts: spec.routed_experts(),
+        top_k: spec.shape.top_k,
+        capacity: spec.capacity.clone(),
+        scale: spec.router.scale,
+    }
+}
+
+pub(crate) fn dispatch(spec: &LayerSpec) -> DispatchDesc {
+    DispatchDesc {
+        model_dim: spec.shape.model_dim,
+        experts: spec.shape.experts,
+        top_k: spec.shape.top_k,
+        activations: spec.precision.activations,
+        weighted: spec.router.weight_on == WeightSite::Input,
+    }
+}
+
+/// Both products of the routed experts.
+pub(crate) fn grouped_gemm(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
+    let weighted = spec.router.weight_on == WeightSite::Activation;
+    let shape = &spec.shape;
+    GroupedGemmDesc {
+        half,
+        experts: shape.experts,
+        dense: false,
+        top_k: shape.top_k,
+        weighted: weighted && (half == Half::Up || spec.experts.bias),
+        ..expert_half(spec, half, shape.hidden_dim)
+    }
+}
+
+/// Both products of a shared expert of inner width `hidden`.
+pub(crate) fn shared_gemm(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
+    expert_half(spec, half, hidden)
+}
+
+fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
+    let experts = &spec.experts;
+    let (inner, outer) = match half {
+        Half::Up => (spec.shape.model_dim, hidden),
+        Half::Down => (hidden, spec.output_dim()),
+    };
+    GroupedGemmDesc {
+        half,
+        experts: 1,
+        dense: true,
+        top_k: 1,
+        inner,
+        outer,
+        gated: half == Half::Up && experts.form == ExpertForm::Gated,
+        activation: experts.activation,
+        alpha: experts.alpha,
+        clamp: experts.clamp,
+        up_offset: experts.up_offset,
+        bias: experts.bias,
+        weighted: false,
+        weights: spec.precision.weights,
+        activations: spec.precision.activations,
+    }
+}
+
+pub(crate) fn combine(spec: &LayerSpec) -> CombineDesc {
+    let shared = spec.shared.iter();
+    CombineDesc {
+        output_dim: spec.output_dim(),
+        experts: spec.shape.experts,
+        identity: spec.experts.identity,
+        top_k: spec.shape.top_k,
+        activations: spec.precision.activations,
+        weighted: spec.router.weight_on == WeightSite::Output,
+        shared: shared.map(|s| SharedDesc { gated: s.gate == SharedGate::Sigmoid }).collect(),
+    }
+}
