@@ -1,1 +1,37 @@
-//! The only home of dlopen: library search and typed symbol tables.
+//! The only home of `dlopen`: library search and typed symbol tables.
+//!
+//! Nothing in moesaic links a vendor library. A target names the libraries it
+//! can use, opens the first that loads with [`Library::open`], and turns it
+//! into a table of typed functions with [`dl_table!`]. A missing library or
+//! symbol is a [`DlError`] that says everything that was tried.
+//!
+//! ```
+//! use std::ffi::c_int;
+//!
+//! moesaic_dl::dl_table! {
+//!     /// What we use of the C library.
+//!     struct CLibrary {
+//!         absolute: fn(value: c_int) -> c_int = "abs";
+//!     }
+//!     optional {
+//!         missing: fn(value: c_int) -> c_int = "no_such_function";
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), moesaic_dl::DlError> {
+//! let library = moesaic_dl::Library::open("the C library", &["libc.so.6", "libSystem.dylib"])?;
+//! // SAFETY: both signatures are those of the C library's headers.
+//! let table = unsafe { CLibrary::load(library)? };
+//! // SAFETY: `abs` takes any value but the smallest.
+//! assert_eq!(unsafe { table.absolute(-3) }, 3);
+//! assert!(table.missing.is_none());
+//! # Ok(())
+//! # }
+//! ```
+
+mod error;
+mod library;
+mod table;
+
+pub use error::{Attempt, DlError};
+pub use library::Library;
