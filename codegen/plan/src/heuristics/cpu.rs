@@ -1,0 +1,57 @@
+//! Tilings for CPUs. A block is one call of the block function; threads are
+//! the runtime's, so every kernel has one thread per block.
+
+use crate::config::*;
+use crate::desc::*;
+use moesaic_kernel::CpuIsa;
+
+/// Rows of a GEMM tile: enough that packing a panel of weights once per tile
+/// costs little, few enough that eight experts still fill two dozen cores.
+const TILE_ROWS: usize = 192;
+
+/// See [`GateTopkConfig`].
+pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
+    GateTopkConfig {
+        logits_threads: 1,
+        logits_tile_tokens: 16,
+        logits_tile_experts: d.experts.next_multiple_of(isa.vector_bytes() / 4).min(64),
+        logits_tile_depth: 256,
+        select_threads: 1,
+        select_tile_tokens: 32,
+    }
+}
+
+/// See [`ExpertScanConfig`].
+pub fn expert_scan(_: &ExpertScanDesc, _: CpuIsa) -> ExpertScanConfig {
+    ExpertScanConfig { threads: 1, scan_threads: 1, tile_slots: 4096, tile_rows: TILE_ROWS }
+}
+
+/// See [`DispatchConfig`].
+pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
+    DispatchConfig { threads: 1, tile_rows: 64 }
+}
+
+/// See [`GroupedGemmConfig`].
+pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
+    let lanes = isa.vector_bytes() / 4;
+    // Accumulators of one register tile: rows x vectors, some registers left
+    // for operands. A gated product keeps two accumulators per column.
+    let (thread_rows, vectors) = match (isa.vector_registers(), d.gated) {
+        (32, false) => (6, 4),
+        (32, true) => (6, 4),
+        _ => (4, 2),
+    };
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows: TILE_ROWS,
+        tile_columns: lanes * vectors,
+        tile_depth: 256,
+        thread_rows,
+        thread_columns: lanes * vectors,
+    }
+}
+
+/// See [`CombineConfig`].
+pub fn combine(_: &CombineDesc, _: CpuIsa) -> CombineConfig {
+    CombineConfig { threads: 1, tile_tokens: 32 }
+}

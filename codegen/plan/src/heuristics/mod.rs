@@ -1,0 +1,32 @@
+//! Which tiling to use: one file per target, the same five functions in each.
+
+pub mod cpu;
+pub mod cuda;
+pub mod rocm;
+
+use crate::{KernelConfig, KernelDesc};
+use moesaic_kernel::Target;
+
+/// The tiling of `desc` on `target`.
+pub fn choose(desc: &KernelDesc, target: Target) -> KernelConfig {
+    macro_rules! by_stem {
+        ($target:ident, $arch:expr) => {
+            match desc {
+                KernelDesc::GateTopk(d) => KernelConfig::GateTopk($target::gate_topk(d, $arch)),
+                KernelDesc::ExpertScan(d) => {
+                    KernelConfig::ExpertScan($target::expert_scan(d, $arch))
+                }
+                KernelDesc::Dispatch(d) => KernelConfig::Dispatch($target::dispatch(d, $arch)),
+                KernelDesc::GroupedGemm(d) => {
+                    KernelConfig::GroupedGemm($target::grouped_gemm(d, $arch))
+                }
+                KernelDesc::Combine(d) => KernelConfig::Combine($target::combine(d, $arch)),
+            }
+        };
+    }
+    match target {
+        Target::Cpu(isa) => by_stem!(cpu, isa),
+        Target::Cuda(arch) => by_stem!(cuda, arch),
+        Target::Rocm(arch) => by_stem!(rocm, arch),
+    }
+}

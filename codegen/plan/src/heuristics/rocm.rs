@@ -1,0 +1,45 @@
+//! Tilings for AMD GPUs. Matrix-core families will choose their own GEMM
+//! tiles by architecture; the SIMT family is the same on all of them.
+
+use crate::config::*;
+use crate::desc::*;
+use moesaic_kernel::RocmArch;
+
+/// See [`GateTopkConfig`].
+pub fn gate_topk(_: &GateTopkDesc, _: RocmArch) -> GateTopkConfig {
+    GateTopkConfig {
+        logits_threads: 128,
+        logits_tile_tokens: 32,
+        logits_tile_experts: 32,
+        logits_tile_depth: 32,
+        select_threads: 128,
+        select_tile_tokens: 4,
+    }
+}
+
+/// See [`ExpertScanConfig`].
+pub fn expert_scan(_: &ExpertScanDesc, _: RocmArch) -> ExpertScanConfig {
+    ExpertScanConfig { threads: 256, scan_threads: 1024, tile_slots: 1024, tile_rows: 64 }
+}
+
+/// See [`DispatchConfig`].
+pub fn dispatch(_: &DispatchDesc, _: RocmArch) -> DispatchConfig {
+    DispatchConfig { threads: 128, tile_rows: 4 }
+}
+
+/// See [`GroupedGemmConfig`].
+pub fn grouped_gemm(d: &GroupedGemmDesc, _: RocmArch) -> GroupedGemmConfig {
+    GroupedGemmConfig {
+        threads: 256,
+        tile_rows: 64,
+        tile_columns: if d.gated { 32 } else { 64 },
+        tile_depth: 16,
+        thread_rows: 4,
+        thread_columns: if d.gated { 2 } else { 4 },
+    }
+}
+
+/// See [`CombineConfig`].
+pub fn combine(_: &CombineDesc, _: RocmArch) -> CombineConfig {
+    CombineConfig { threads: 128, tile_tokens: 4 }
+}

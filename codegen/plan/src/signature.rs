@@ -1,0 +1,336 @@
+//! What each kernel is called with. The emitted text, the launch and the
+//! generated Rust wrappers all read this one list, so they cannot drift.
+//!
+//! `rows` counts (token, slot) assignments that got a place: at most
+//! `tokens·top_k`. Offsets are 64-bit; ids of tokens, slots and rows are
+//! 32-bit, since a call takes fewer than 2³¹ assignments.
+
+use crate::config::*;
+use crate::desc::*;
+use moesaic_kernel::DType::{F32, I32, I64};
+use moesaic_kernel::{Access, Entry, Launch, Param, Size};
+use moesaic_spec::{CapacityMode, CapacityOrder, RouterInput, RouterKind};
+
+/// Tokens or assignments per block of the small `expert_scan` helpers.
+const HELPER_TILE: u64 = 64;
+
+/// The entries of a kernel, in the order they are launched.
+///
+/// # Panics
+/// When `config` is not of the kind of `desc`.
+pub fn entries(desc: &KernelDesc, config: &KernelConfig) -> Vec<Entry> {
+    match (desc, config) {
+        (KernelDesc::GateTopk(d), KernelConfig::GateTopk(c)) => gate_topk(d, c),
+        (KernelDesc::ExpertScan(d), KernelConfig::ExpertScan(c)) => expert_scan(d, c),
+        (KernelDesc::Dispatch(d), KernelConfig::Dispatch(c)) => dispatch(d, c),
+        (KernelDesc::GroupedGemm(d), KernelConfig::GroupedGemm(c)) => grouped_gemm(d, c),
+        (KernelDesc::Combine(d), KernelConfig::Combine(c)) => combine(d, c),
+        _ => panic!("the config is for another stem than {}", desc.stem()),
+    }
+}
+
+fn entry(symbol: &str, summary: &str, params: Vec<Param>, grid: [Size; 2], threads: u32) -> Entry {
+    Entry {
+        symbol: symbol.to_string(),
+        summary: summary.to_string(),
+        params: params.into_iter().chain([Param::i64("tokens")]).collect(),
+        launch: Launch { grid, threads, shared_bytes: 0 },
+    }
+}
+
+fn one() -> Size {
+    Size::Const(1)
+}
+
+fn tokens_by(tile: usize) -> Size {
+    Size::Tokens.ceil_div(tile as u64)
+}
+
+fn slots_by(top_k: usize, tile: u64) -> Size {
+    (Size::Tokens * top_k as u64).ceil_div(tile)
+}
+
+/// `param` when `wanted`.
+fn when(wanted: bool, param: Param) -> Option<Param> {
+    wanted.then_some(param)
+}
+
+fn gate_topk(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
+    let mut list = logits_entries(d, c);
+    if d.select {
+        let grid = [tokens_by(c.select_tile_tokens), one()];
+        let summary = "scores, selects and weighs the experts of each token";
+        list.push(entry("gate_topk", summary, select_params(d), grid, c.select_threads));
+    }
+    list
+}
+
+fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
+    let (e, model) = (d.experts, d.model_dim);
+    let grid = |columns: usize| {
+        let column_tiles = columns.div_ceil(c.logits_tile_experts) as u64;
+        [tokens_by(c.logits_tile_tokens), Size::Const(column_tiles)]
+    };
+    let logits = Param::write("logits", F32, format!("[tokens, {e}]"));
+    let x = Param::read("x", d.activations, format!("[tokens, {model}]"));
+    match d.logits {
+        Logits::None => Vec::new(),
+        Logits::Linear => {
+            let scaled = d.router.input == RouterInput::RmsScaled;
+            let params = [
+                Some(x),
+                Some(Param::read("weight", F32, format!("[{e}, {model}]"))),
+                when(d.router.bias, Param::read("bias", F32, format!("[{e}]"))),
+                when(scaled, Param::read("input_scale", F32, format!("[{model}]"))),
+                Some(logits),
+            ];
+            let summary = "projects tokens to router logits";
+            vec![entry("gate_logits", summary, some(params), grid(e), c.logits_threads)]
+        }
+        Logits::Cosine(width) => {
+            let projected = format!("[tokens, {width}]");
+            let project = vec![
+                x,
+                Param::read("projector_weight", F32, format!("[{width}, {model}]")),
+                Param::read("projector_bias", F32, format!("[{width}]")),
+                Param::write("projected", F32, &projected),
+            ];
+            let compare = vec![
+                Param::read("projected", F32, &projected),
+                Param::read("similarity", F32, format!("[{width}, {e}]")),
+                Param::read("temperature", F32, "[1]"),
+                logits,
+            ];
+            let (first, second) = (
+                "projects tokens into the space of the expert directions",
+                "compares projected tokens with the expert directions",
+            );
+            vec![
+                entry("gate_project", first, project, grid(width), c.logits_threads),
+                entry("gate_logits", second, compare, grid(e), c.logits_threads),
+            ]
+        }
+    }
+}
+
+fn select_params(d: &GateTopkDesc) -> Vec<Param> {
+    let (e, k) = (d.experts, d.top_k);
+    let per_expert = format!("[{e}]");
+    let table = d.router.kind == RouterKind::Table;
+    let rows = d.router.table_rows.unwrap_or_default();
+    let has_logits = d.logits != Logits::None;
+    some([
+        when(has_logits, Param::read("logits", F32, format!("[tokens, {e}]"))),
+        when(d.router.select_bias, Param::read("select_bias", F32, &per_expert)),
+        when(d.router.expert_scale, Param::read("expert_scale", F32, &per_expert)),
+        when(table, Param::read("table", I32, format!("[{rows}, {k}]"))),
+        when(table, Param::read("token_ids", I32, "[tokens]")),
+        Some(Param::write("topk_ids", I32, format!("[tokens, {k}]"))),
+        Some(Param::write("topk_weights", F32, format!("[tokens, {k}]"))),
+        when(d.best_score, Param::write("best_score", F32, "[tokens]")),
+    ])
+}
+
+fn expert_scan(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
+    let mut list = Vec::new();
+    let slots = || slots_by(d.top_k, c.tile_slots as u64);
+    if d.ordered() {
+        let params = vec![
+            Param::read("best_score", F32, "[tokens]"),
+            Param::write("token_order", I32, "[tokens]"),
+        ];
+        let grid = [tokens_by(HELPER_TILE as usize), one()];
+        let summary = "ranks tokens by descending best score, stable";
+        list.push(entry("expert_scan_order", summary, params, grid, c.threads));
+    }
+    let summary = "counts the assignments of each expert in each tile";
+    list.push(entry("expert_scan_count", summary, count_params(d), [slots(), one()], c.threads));
+    let summary = "sums counts to offsets, applies the capacity rule, lists row tiles";
+    let grid = [one(), one()];
+    list.push(entry("expert_scan_offsets", summary, offsets_params(d), grid, c.scan_threads));
+    let summary = match d.ranked() {
+        true => "lists the assignments of each expert",
+        false => "gives every assignment its location and row",
+    };
+    list.push(entry("expert_scan_place", summary, place_params(d), [slots(), one()], c.threads));
+    if d.ranked() {
+        let grid = [slots_by(d.top_k, HELPER_TILE), one()];
+        let summary = "ranks the assignments of each expert and gives them rows";
+        list.push(entry("expert_scan_rank", summary, rank_params(d), grid, c.threads));
+    }
+    if d.capacity.renormalize_after_drop {
+        let weights = format!("[tokens, {}]", d.top_k);
+        let params = vec![
+            Param::read("topk_ids", I32, &weights),
+            Param::read("slot_rows", I32, &weights),
+            Param::tensor("topk_weights", F32, Access::ReadWrite, &weights),
+        ];
+        let grid = [tokens_by(HELPER_TILE as usize), one()];
+        let summary = "rescales weights over the assignments that got a row";
+        list.push(entry("expert_scan_renormalize", summary, params, grid, c.threads));
+    }
+    list
+}
+
+impl ExpertScanDesc {
+    /// Tokens are placed in the order of `token_order`.
+    pub fn ordered(&self) -> bool {
+        self.capacity.order == CapacityOrder::BatchPrioritized
+    }
+
+    /// Assignments are ranked inside their expert by a key.
+    pub fn ranked(&self) -> bool {
+        matches!(self.capacity.order, CapacityOrder::Probability | CapacityOrder::Random)
+    }
+
+    /// There is a capacity at all.
+    pub fn limited(&self) -> bool {
+        self.capacity.mode != CapacityMode::Dropless
+    }
+
+    fn ids(&self) -> Param {
+        Param::read("topk_ids", I32, format!("[tokens, {}]", self.top_k))
+    }
+
+    fn order(&self) -> Option<Param> {
+        when(self.ordered(), Param::read("token_order", I32, "[tokens]"))
+    }
+
+    fn tile_counts(&self, access: Access) -> Param {
+        Param::tensor("tile_counts", I32, access, format!("[tiles, {}]", self.routed_experts))
+    }
+
+    fn per_expert(&self, name: &str, dtype: moesaic_kernel::DType, access: Access) -> Param {
+        Param::tensor(name, dtype, access, format!("[{}]", self.experts + 1))
+    }
+
+    /// Where the results of placement go.
+    fn placement(&self) -> [Option<Param>; 5] {
+        let per_slot = format!("[tokens, {}]", self.top_k);
+        [
+            Some(self.per_expert("offsets", I64, Access::Read)),
+            when(self.limited(), Param::read("capacity", I64, "[1]")),
+            Some(Param::write("locations", I32, &per_slot)),
+            Some(Param::write("slot_rows", I32, &per_slot)),
+            Some(Param::write("row_slots", I32, "[rows]")),
+        ]
+    }
+}
+
+fn count_params(d: &ExpertScanDesc) -> Vec<Param> {
+    some([Some(d.ids()), d.order(), Some(d.tile_counts(Access::Write))])
+}
+
+fn offsets_params(d: &ExpertScanDesc) -> Vec<Param> {
+    let bounded = d.capacity.mode == CapacityMode::Bounded;
+    some([
+        Some(d.tile_counts(Access::ReadWrite)),
+        Some(Param::write("counts", I64, format!("[{}]", d.routed_experts))),
+        when(d.limited(), Param::write("capacity", I64, "[1]")),
+        when(bounded, Param::write("overflow", I64, "[1]")),
+        Some(d.per_expert("offsets", I64, Access::Write)),
+        Some(d.per_expert("row_tiles", I32, Access::Write)),
+        when(d.ranked(), d.per_expert("bucket_offsets", I64, Access::Write)),
+    ])
+}
+
+fn place_params(d: &ExpertScanDesc) -> Vec<Param> {
+    let head = [Some(d.ids()), d.order(), Some(d.tile_counts(Access::Read))];
+    let tail = match d.ranked() {
+        true => vec![
+            Some(d.per_expert("bucket_offsets", I64, Access::Read)),
+            Some(Param::write("bucket_slots", I32, "[tokens*top_k]")),
+        ],
+        false => d.placement().to_vec(),
+    };
+    some(head.into_iter().chain(tail))
+}
+
+fn rank_params(d: &ExpertScanDesc) -> Vec<Param> {
+    let by_weight = d.capacity.order == CapacityOrder::Probability;
+    let weights = Param::read("topk_weights", F32, format!("[tokens, {}]", d.top_k));
+    let head = [
+        Some(d.ids()),
+        when(by_weight, weights),
+        Some(d.per_expert("bucket_offsets", I64, Access::Read)),
+        Some(Param::read("bucket_slots", I32, "[tokens*top_k]")),
+    ];
+    some(head.into_iter().chain(d.placement()))
+}
+
+fn dispatch(d: &DispatchDesc, c: &DispatchConfig) -> Vec<Entry> {
+    let (k, model) = (d.top_k, d.model_dim);
+    let params = some([
+        Some(Param::read("x", d.activations, format!("[tokens, {model}]"))),
+        Some(Param::read("row_slots", I32, "[rows]")),
+        Some(Param::read("offsets", I64, format!("[{}]", d.experts + 1))),
+        when(d.weighted, Param::read("topk_weights", F32, format!("[tokens, {k}]"))),
+        Some(Param::write("rows", d.activations, format!("[rows, {model}]"))),
+    ]);
+    let grid = [slots_by(k, c.tile_rows as u64), one()];
+    vec![entry("dispatch", "copies token rows into expert order", params, grid, c.threads)]
+}
+
+fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
+    let (symbol, input, output, matrix, summary) = match d.half {
+        Half::Up => ("grouped_gemm_up", "rows", "hidden", "up", "multiplies rows by the up half"),
+        Half::Down => ("grouped_gemm_down", "hidden", "out", "down", "multiplies by the down half"),
+    };
+    let e = d.experts;
+    let count = if d.dense { "tokens" } else { "rows" };
+    let matrix_shape = format!("[{e}, {}, {}]", d.outer, d.inner);
+    let bias_shape = format!("[{e}, {}]", d.outer);
+    let weight = |name: &str| Param::read(name, d.weights, &matrix_shape);
+    let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
+    let per_slot = format!("[tokens, {}]", d.top_k);
+    let params = some([
+        Some(Param::read(input, d.activations, format!("[{count}, {}]", d.inner))),
+        when(d.gated, weight("gate")),
+        Some(weight(matrix)),
+        when(d.gated && d.bias, bias("gate")),
+        when(d.bias, bias(matrix)),
+        when(!d.dense, Param::read("offsets", I64, format!("[{}]", e + 1))),
+        when(!d.dense, Param::read("row_tiles", I32, format!("[{}]", e + 1))),
+        when(d.weighted, Param::read("row_slots", I32, "[rows]")),
+        when(d.weighted, Param::read("topk_weights", F32, &per_slot)),
+        Some(Param::write(output, d.activations, format!("[{count}, {}]", d.outer))),
+    ]);
+    let column_tiles = Size::Const(d.outer.div_ceil(c.tile_columns) as u64);
+    vec![entry(symbol, summary, params, [row_tiles(d, c), column_tiles], c.threads)]
+}
+
+/// An upper bound on the row tiles of all experts. Counts stay on the device,
+/// so blocks beyond the real number find no work and return.
+fn row_tiles(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Size {
+    if d.dense {
+        return tokens_by(c.tile_rows);
+    }
+    let rows = Size::Tokens * d.top_k as u64;
+    rows.clone().ceil_div(c.tile_rows as u64) + rows.min(d.experts as u64)
+}
+
+fn combine(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
+    let (k, width) = (d.top_k, d.output_dim);
+    let per_slot = format!("[tokens, {k}]");
+    let per_token = format!("[tokens, {width}]");
+    let identity = d.identity > 0;
+    let mut params = some([
+        Some(Param::read("out", d.activations, format!("[rows, {width}]"))),
+        Some(Param::read("slot_rows", I32, &per_slot)),
+        when(identity, Param::read("topk_ids", I32, &per_slot)),
+        when(d.weighted || identity, Param::read("topk_weights", F32, &per_slot)),
+        when(identity, Param::read("x", d.activations, &per_token)),
+    ]);
+    for (i, shared) in d.shared.iter().enumerate() {
+        params.push(Param::read(&format!("shared_{i}_out"), d.activations, &per_token));
+        let logit = Param::read(&format!("shared_{i}_logit"), F32, "[tokens, 1]");
+        params.extend(when(shared.gated, logit));
+    }
+    params.push(Param::write("y", d.activations, &per_token));
+    let grid = [tokens_by(c.tile_tokens), one()];
+    vec![entry("combine", "sums the weighted expert rows of each token", params, grid, c.threads)]
+}
+
+fn some(params: impl IntoIterator<Item = Option<Param>>) -> Vec<Param> {
+    params.into_iter().flatten().collect()
+}
