@@ -1,1 +1,87 @@
 //! The f64 reference of the whole layer, written for reading.
+//!
+//! Every test takes its expected values from here, so nothing is fast and
+//! nothing is shared with the code under test: plain loops over rows, one
+//! function per stage. Values are f64; the caller rounds weights and tokens to
+//! the storage type first ([`round_to`], [`Weights::rounded`]), so that only
+//! the arithmetic differs.
+//!
+//! ```text
+//! logits ──select──> ids, weights ──scan──> locations, capacity ──expert──combine──> y
+//! ```
+//!
+//! The spec must be a valid one. A missing or misshapen tensor is a mistake in
+//! the test and panics with its name.
+
+mod expert;
+mod gate;
+mod math;
+mod place;
+mod weights;
+
+pub use expert::{activate, combine, expert_row, shared_row};
+pub use gate::{Decision, Gate, gate, lookup, select, select_row};
+pub use math::{descending, erf, rank, round_to, softmax};
+pub use place::{Placement, capacity_rows, demanded, processing_order, random_key, scan};
+pub use weights::{Random, Tensor, Weights};
+
+pub use gate::logits;
+
+use moesaic_spec::LayerSpec;
+
+/// What one call of the layer gets.
+#[derive(Clone, Debug, Default)]
+pub struct Input {
+    /// Rows of `x`, `T`. Zero is legal.
+    pub tokens: usize,
+    /// Tokens, `[T, d]` row major.
+    pub x: Vec<f64>,
+    /// Token ids `[T]` of a table router.
+    pub token_ids: Option<Vec<i32>>,
+    /// Ids and weights, both `[T, K]`, of an external router.
+    pub routing: Option<(Vec<i32>, Vec<f64>)>,
+    /// Seed of the random placement order.
+    pub seed: u64,
+}
+
+/// What one call of the layer gives.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// `[T, d_out]`.
+    pub y: Vec<f64>,
+    /// `[T, E + identity]`, when the router has any.
+    pub logits: Option<Vec<f64>>,
+    /// `[T, K]`, best first; -1 is a masked slot.
+    pub topk_ids: Vec<i32>,
+    /// `[T, K]` as the gate made them, before anything is dropped.
+    pub topk_weights: Vec<f64>,
+    /// `[T, K]` as the combination uses them: zero when dropped.
+    pub combine_weights: Vec<f64>,
+    /// Assignments demanded of each expert, dropped ones included
+    /// `[E + identity]`.
+    pub counts: Vec<i64>,
+    /// `[T, K]`: position inside the expert, -1 when dropped or masked.
+    pub locations: Vec<i32>,
+    /// Rows per expert; `None` when dropless.
+    pub capacity: Option<i64>,
+    /// Dropped assignments.
+    pub overflow: i64,
+}
+
+/// The whole layer.
+pub fn forward(spec: &LayerSpec, weights: &Weights, input: &Input) -> Output {
+    let gate = gate(spec, weights, input);
+    let placed = scan(spec, &gate.decision, input.tokens, input.seed);
+    let y = combine(spec, weights, input, &gate.decision.ids, &placed);
+    Output {
+        y,
+        logits: gate.logits,
+        topk_ids: gate.decision.ids,
+        topk_weights: gate.decision.weights,
+        combine_weights: placed.weights,
+        counts: placed.counts,
+        locations: placed.locations,
+        capacity: placed.capacity,
+        overflow: placed.overflow,
+    }
+}

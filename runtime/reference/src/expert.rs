@@ -1,0 +1,174 @@
+//! Stems `grouped_gemm` and `combine`: what an expert computes, and the sum.
+
+use crate::math::{dot, erf, sigmoid};
+use crate::{Input, Placement, Weights};
+use moesaic_spec::{Activation, Experts, LayerSpec, SharedGate, WeightSite};
+
+/// One set of expert weights: a routed expert or a shared one.
+struct Parts<'a> {
+    weights: &'a Weights,
+    prefix: String,
+    /// Index into the first dimension of stacked tensors.
+    index: Option<usize>,
+}
+
+impl Parts<'_> {
+    /// `W · x (+ b)` of one projection.
+    fn project(&self, spec: &LayerSpec, part: &str, rows: usize, x: &[f64]) -> Vec<f64> {
+        let matrix = self.slice(part, "weight");
+        assert_eq!(
+            matrix.len(),
+            rows * x.len(),
+            "{}.{part}.weight",
+            self.prefix
+        );
+        let mut out: Vec<f64> = matrix.chunks(x.len()).map(|row| dot(row, x)).collect();
+        if spec.experts.bias {
+            out.iter_mut()
+                .zip(self.slice(part, "bias"))
+                .for_each(|(o, b)| *o += b);
+        }
+        out
+    }
+
+    fn slice(&self, part: &str, what: &str) -> &[f64] {
+        let tensor = self.weights.get(&format!("{}.{part}.{what}", self.prefix));
+        match self.index {
+            Some(index) => tensor.outer(index),
+            None => &tensor.data,
+        }
+    }
+
+    fn run(&self, spec: &LayerSpec, hidden: usize, x: &[f64]) -> Vec<f64> {
+        let up = self.project(spec, "up", hidden, x);
+        let inner: Vec<f64> = if spec.gated() {
+            let gate = self.project(spec, "gate", hidden, x);
+            gate.iter()
+                .zip(&up)
+                .map(|(&g, &u)| activate(&spec.experts, Some(g), u))
+                .collect()
+        } else {
+            up.iter()
+                .map(|&u| activate(&spec.experts, None, u))
+                .collect()
+        };
+        self.project(spec, "down", spec.output_dim(), &inner)
+    }
+}
+
+/// `φ(gate) · up` of a gated expert, `φ(up)` of a plain one, with clamp and
+/// offset.
+pub fn activate(experts: &Experts, gate: Option<f64>, up: f64) -> f64 {
+    let limit = experts.clamp.unwrap_or(f64::INFINITY);
+    // Comparisons instead of min and max, which would swallow a NaN.
+    let below = |v: f64| if v > limit { limit } else { v };
+    let above = |v: f64| if v < -limit { -limit } else { v };
+    let up = above(below(up)) + experts.up_offset;
+    match gate {
+        Some(gate) => phi(experts, below(gate)) * up,
+        None => phi(experts, up),
+    }
+}
+
+fn phi(experts: &Experts, x: f64) -> f64 {
+    let relu = |x: f64| if x < 0.0 { 0.0 } else { x };
+    match experts.activation {
+        Activation::Silu => x * sigmoid(experts.alpha * x),
+        Activation::Gelu => 0.5 * x * (1.0 + erf(x / 2f64.sqrt())),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+            0.5 * x * (1.0 + inner.tanh())
+        }
+        Activation::Relu => relu(x),
+        Activation::Relu2 => relu(x) * relu(x),
+    }
+}
+
+/// One row through one routed expert, unweighted; identity experts return it.
+pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64]) -> Vec<f64> {
+    if expert >= spec.shape.experts {
+        return x.to_vec();
+    }
+    let parts = Parts {
+        weights,
+        prefix: "experts".to_string(),
+        index: Some(expert),
+    };
+    parts.run(spec, spec.shape.hidden_dim, x)
+}
+
+/// One row through one shared expert, with its gate.
+pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) -> Vec<f64> {
+    let shared = &spec.shared[index];
+    let prefix = format!("shared.{index}");
+    let factor = match shared.gate {
+        SharedGate::None => 1.0,
+        SharedGate::Sigmoid => sigmoid(dot(
+            &weights.get(&format!("{prefix}.router.weight")).data,
+            x,
+        )),
+    };
+    let parts = Parts {
+        weights,
+        prefix,
+        index: None,
+    };
+    let out = parts.run(spec, shared.hidden_dim, x);
+    out.iter().map(|v| factor * v).collect()
+}
+
+/// The output `[T, d_out]`: weighted expert outputs in slot order, then the
+/// shared experts. A dropped or masked slot adds nothing, whatever its expert
+/// would have returned.
+pub fn combine(
+    spec: &LayerSpec,
+    weights: &Weights,
+    input: &Input,
+    topk_ids: &[i32],
+    placed: &Placement,
+) -> Vec<f64> {
+    let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
+    let mut y = Vec::with_capacity(input.tokens * spec.output_dim());
+    for t in 0..input.tokens {
+        let x = &input.x[t * d..(t + 1) * d];
+        let mut sum = vec![0.0; spec.output_dim()];
+        for slot in (t * k..(t + 1) * k).filter(|&slot| placed.locations[slot] >= 0) {
+            let expert = topk_ids[slot] as usize;
+            add(
+                &mut sum,
+                &weighted_row(spec, weights, expert, placed.weights[slot], x),
+            );
+        }
+        for index in 0..spec.shared.len() {
+            add(&mut sum, &shared_row(spec, weights, index, x));
+        }
+        y.extend(sum);
+    }
+    y
+}
+
+/// One row through one routed expert, with its weight where the spec puts it.
+fn weighted_row(
+    spec: &LayerSpec,
+    weights: &Weights,
+    expert: usize,
+    weight: f64,
+    x: &[f64],
+) -> Vec<f64> {
+    match spec.router.weight_on {
+        WeightSite::Input => {
+            let scaled: Vec<f64> = x.iter().map(|v| weight * v).collect();
+            expert_row(spec, weights, expert, &scaled)
+        }
+        // On the activation the output bias is weighted too: the same value.
+        WeightSite::Output | WeightSite::Activation => expert_row(spec, weights, expert, x)
+            .iter()
+            .map(|v| weight * v)
+            .collect(),
+    }
+}
+
+fn add(sum: &mut [f64], row: &[f64]) {
+    assert_eq!(sum.len(), row.len());
+    sum.iter_mut().zip(row).for_each(|(s, v)| *s += v);
+}

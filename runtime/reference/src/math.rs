@@ -1,0 +1,85 @@
+//! Small functions on numbers.
+
+use half::{bf16, f16};
+use moesaic_kernel::DType;
+use std::cmp::Ordering;
+
+/// Larger values first, NaN after everything.
+///
+/// Equal values compare equal, so that a stable sort keeps the lower index.
+pub fn descending(a: f64, b: f64) -> Ordering {
+    match (a.is_nan(), b.is_nan()) {
+        (true, true) => Ordering::Equal,
+        (true, false) => Ordering::Greater,
+        (false, true) => Ordering::Less,
+        (false, false) => b.partial_cmp(&a).unwrap_or(Ordering::Equal),
+    }
+}
+
+/// Indices of `values`, best first: larger value, then lower index, NaN last.
+pub fn rank(values: &[f64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_by(|&a, &b| descending(values[a], values[b]));
+    order
+}
+
+/// `exp(v - max) / sum`.
+pub fn softmax(values: &[f64]) -> Vec<f64> {
+    let top = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let exps: Vec<f64> = values.iter().map(|v| (v - top).exp()).collect();
+    let sum: f64 = exps.iter().sum();
+    exps.iter().map(|e| e / sum).collect()
+}
+
+/// `1 / (1 + e⁻ˣ)`.
+pub(crate) fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// `ln(1 + eˣ)`, without overflow.
+pub(crate) fn softplus(x: f64) -> f64 {
+    x.max(0.0) + (-x.abs()).exp().ln_1p()
+}
+
+/// Sum of products.
+pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+/// The error function, to about 1e-15.
+pub fn erf(x: f64) -> f64 {
+    let size = x.abs();
+    if size < 2.5 {
+        erf_series(x)
+    } else {
+        x.signum() * (1.0 - erfc_fraction(size))
+    }
+}
+
+/// `2/√π · e^(-x²) · Σ 2ⁿ x^(2n+1) / (1·3·5…(2n+1))`: all terms of one sign.
+fn erf_series(x: f64) -> f64 {
+    let mut term = x;
+    let mut sum = x;
+    for n in 1..120 {
+        term *= 2.0 * x * x / (2 * n + 1) as f64;
+        sum += term;
+    }
+    std::f64::consts::FRAC_2_SQRT_PI * (-x * x).exp() * sum
+}
+
+/// Continued fraction of the complement, for large x.
+fn erfc_fraction(x: f64) -> f64 {
+    let tail = (1..200).rev().fold(x, |tail, k| x + 0.5 * k as f64 / tail);
+    (-x * x).exp() / (tail * std::f64::consts::PI.sqrt())
+}
+
+/// The value after storage as `dtype`: nearest, ties to even.
+pub fn round_to(dtype: DType, value: f64) -> f64 {
+    match dtype {
+        DType::F32 => f64::from(value as f32),
+        DType::F16 => f16::from_f64(value).to_f64(),
+        DType::Bf16 => bf16::from_f64(value).to_f64(),
+        DType::I32 | DType::I64 => value.round(),
+    }
+}

@@ -1,0 +1,133 @@
+//! Stem `expert_scan`: counts, capacity, and the place of every assignment.
+
+use crate::Decision;
+use crate::math::{descending, rank};
+use crate::weights::splitmix64;
+use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
+
+/// Where every assignment goes.
+#[derive(Clone, Debug)]
+pub struct Placement {
+    /// Assignments demanded of each expert, dropped ones included
+    /// `[E + identity]`.
+    pub counts: Vec<i64>,
+    /// Rows per expert; `None` when dropless.
+    pub capacity: Option<i64>,
+    /// `[T, K]`: position inside the expert, -1 when dropped or masked.
+    pub locations: Vec<i32>,
+    /// `[T, K]`: weights after dropping; zero when dropped or masked.
+    pub weights: Vec<f64>,
+    /// Dropped assignments.
+    pub overflow: i64,
+}
+
+/// Counts, capacity and places of all assignments.
+pub fn scan(spec: &LayerSpec, decision: &Decision, tokens: usize, seed: u64) -> Placement {
+    let counts = demanded(spec, &decision.ids);
+    let capacity = capacity_rows(spec, tokens, &counts);
+    let mut next = vec![0i64; counts.len()];
+    let mut locations = vec![-1i32; decision.ids.len()];
+    let mut overflow = 0;
+    for slot in processing_order(spec, decision, tokens, seed) {
+        let Ok(expert) = usize::try_from(decision.ids[slot]) else {
+            continue;
+        };
+        if capacity.is_none_or(|rows| next[expert] < rows) {
+            locations[slot] = next[expert] as i32;
+        } else {
+            overflow += 1;
+        }
+        next[expert] += 1;
+    }
+    let weights = surviving(spec, &decision.weights, &locations);
+    Placement {
+        counts,
+        capacity,
+        locations,
+        weights,
+        overflow,
+    }
+}
+
+/// Assignments per expert `[E + identity]`.
+pub fn demanded(spec: &LayerSpec, ids: &[i32]) -> Vec<i64> {
+    let mut counts = vec![0i64; spec.routed_experts()];
+    ids.iter()
+        .filter(|&&e| e >= 0)
+        .for_each(|&e| counts[e as usize] += 1);
+    counts
+}
+
+/// Rows per expert; `None` when dropless.
+///
+/// The factor's formula is Tutel's: `K·int(f·ceil(T/E))`, E counting identity
+/// experts too.
+pub fn capacity_rows(spec: &LayerSpec, tokens: usize, counts: &[i64]) -> Option<i64> {
+    let c = &spec.capacity;
+    let largest = counts.iter().copied().max().unwrap_or(0);
+    let share = tokens.div_ceil(spec.routed_experts()) as f64;
+    let by_factor = spec.shape.top_k as i64 * (c.factor.abs() * share) as i64;
+    let rows = match c.mode {
+        CapacityMode::Dropless => return None,
+        CapacityMode::MaxCount => largest,
+        CapacityMode::Fixed => c.rows.unwrap_or(0) as i64,
+        CapacityMode::Factor | CapacityMode::Bounded if c.factor > 0.0 => by_factor,
+        CapacityMode::Factor | CapacityMode::Bounded if c.factor < 0.0 => largest.min(by_factor),
+        CapacityMode::Factor | CapacityMode::Bounded => largest,
+    };
+    let align = c.align.max(1) as i64;
+    Some((rows + align - 1) / align * align)
+}
+
+/// Indices into `[T, K]` in the order in which places are given out.
+pub fn processing_order(
+    spec: &LayerSpec,
+    decision: &Decision,
+    tokens: usize,
+    seed: u64,
+) -> Vec<usize> {
+    let k = spec.shape.top_k;
+    let slot_major = |tokens: &[usize]| -> Vec<usize> {
+        (0..k)
+            .flat_map(|slot| tokens.iter().map(move |t| t * k + slot))
+            .collect()
+    };
+    let ascending: Vec<usize> = (0..tokens).collect();
+    let mut order = slot_major(&ascending);
+    match spec.capacity.order {
+        CapacityOrder::SlotMajor => {}
+        CapacityOrder::TokenMajor => order.sort_unstable(),
+        CapacityOrder::BatchPrioritized => order = slot_major(&rank(&decision.importance)),
+        CapacityOrder::Probability => {
+            order.sort_by(|&a, &b| descending(decision.weights[a], decision.weights[b]));
+        }
+        CapacityOrder::Random => {
+            order.sort_by_key(|&i| std::cmp::Reverse(random_key(seed, i / k, i % k)));
+        }
+    }
+    order
+}
+
+/// The key of the random order: the splitmix64 output function of
+/// `seed ^ (slot << 32 | token)`. Larger keys are served first.
+pub fn random_key(seed: u64, token: usize, slot: usize) -> u64 {
+    splitmix64(seed ^ ((slot as u64) << 32 | token as u64))
+}
+
+/// Weights with dropped slots at zero, renormalised if the spec says so.
+fn surviving(spec: &LayerSpec, weights: &[f64], locations: &[i32]) -> Vec<f64> {
+    let kept = |(w, &at): (&f64, &i32)| if at < 0 { 0.0 } else { *w };
+    let mut result: Vec<f64> = weights.iter().zip(locations).map(kept).collect();
+    if !spec.capacity.renormalize_after_drop {
+        return result;
+    }
+    let k = spec.shape.top_k;
+    for (row, places) in result.chunks_mut(k).zip(locations.chunks(k)) {
+        if places.iter().all(|&at| at < 0) {
+            continue;
+        }
+        let sum: f64 = row.iter().sum();
+        row.iter_mut().for_each(|w| *w /= sum);
+    }
+    result
+}

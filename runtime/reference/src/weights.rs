@@ -1,0 +1,134 @@
+//! Weight tensors by canonical name.
+
+use crate::math::round_to;
+use moesaic_kernel::DType;
+use moesaic_spec::{LayerSpec, TensorSpec, canonical_tensors};
+use std::collections::BTreeMap;
+
+/// A dense tensor, row major.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// Values; integers of a table are whole numbers.
+    pub data: Vec<f64>,
+}
+
+impl Tensor {
+    /// The elements at index `index` of the first dimension.
+    pub fn outer(&self, index: usize) -> &[f64] {
+        let size: usize = self.shape[1..].iter().product();
+        &self.data[index * size..(index + 1) * size]
+    }
+}
+
+/// Weight tensors by canonical name.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Weights(pub BTreeMap<String, Tensor>);
+
+impl Weights {
+    /// The tensor of that name. Panics when it is missing.
+    pub fn get(&self, name: &str) -> &Tensor {
+        self.0
+            .get(name)
+            .unwrap_or_else(|| panic!("the reference needs tensor `{name}`"))
+    }
+
+    /// Random values for every tensor of the layer: uniform, scaled so that
+    /// outputs are of the order of one; biases are not small.
+    pub fn random(spec: &LayerSpec, seed: u64) -> Weights {
+        let mut random = Random::new(seed);
+        let list = canonical_tensors(spec);
+        Weights(
+            list.iter()
+                .map(|t| (t.name.clone(), random_tensor(t, spec, &mut random)))
+                .collect(),
+        )
+    }
+
+    /// The same weights as they are after storage in the spec's types.
+    pub fn rounded(&self, spec: &LayerSpec) -> Weights {
+        let mut rounded = self.clone();
+        for tensor in canonical_tensors(spec) {
+            if let Some(found) = rounded.0.get_mut(&tensor.name) {
+                found
+                    .data
+                    .iter_mut()
+                    .for_each(|v| *v = round_to(tensor.dtype, *v));
+            }
+        }
+        rounded
+    }
+}
+
+fn random_tensor(tensor: &TensorSpec, spec: &LayerSpec, random: &mut Random) -> Tensor {
+    let shape = tensor.shape.clone();
+    if tensor.dtype == DType::I32 {
+        return Tensor {
+            data: random_table(&shape, spec.routed_experts(), random),
+            shape,
+        };
+    }
+    let count = shape.iter().product();
+    let fan_in = if shape.len() > 1 {
+        shape[shape.len() - 1]
+    } else {
+        1
+    };
+    let scale = (3.0 / fan_in.max(1) as f64).sqrt();
+    Tensor {
+        shape,
+        data: (0..count).map(|_| scale * random.signed()).collect(),
+    }
+}
+
+/// Rows of distinct experts, in no order.
+fn random_table(shape: &[usize], experts: usize, random: &mut Random) -> Vec<f64> {
+    let row = |random: &mut Random| {
+        let mut ids: Vec<(u64, usize)> = (0..experts).map(|e| (random.bits(), e)).collect();
+        ids.sort_unstable();
+        ids.into_iter()
+            .take(shape[1])
+            .map(|(_, e)| e as f64)
+            .collect::<Vec<f64>>()
+    };
+    (0..shape[0]).flat_map(|_| row(random)).collect()
+}
+
+/// A small deterministic generator for test data (splitmix64).
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// A generator with its own stream.
+    pub fn new(seed: u64) -> Random {
+        Random(seed ^ 0x6d6f_6573_6169_6321)
+    }
+
+    /// 64 random bits.
+    pub fn bits(&mut self) -> u64 {
+        let value = splitmix64(self.0);
+        self.0 = self.0.wrapping_add(GOLDEN);
+        value
+    }
+
+    /// Uniform in `(-1, 1)`, a multiple of 2⁻²³: exact in f32.
+    pub fn signed(&mut self) -> f64 {
+        ((self.bits() >> 40) as f64 + 0.5) / f64::from(1 << 23) - 1.0
+    }
+
+    /// `count` values of [`Random::signed`].
+    pub fn vec(&mut self, count: usize) -> Vec<f64> {
+        (0..count).map(|_| self.signed()).collect()
+    }
+}
+
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The splitmix64 output function of state `x`.
+pub(crate) fn splitmix64(x: u64) -> u64 {
+    let mut z = x.wrapping_add(GOLDEN);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
