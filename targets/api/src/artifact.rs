@@ -1,5 +1,6 @@
 //! Compiled kernels and what the binary says about them.
 
+use moesaic_kernel::{Entry, ParamType, Scalar};
 use serde::{Deserialize, Serialize};
 
 /// A compiled kernel source: the bytes a device loads, and their report.
@@ -32,6 +33,10 @@ pub struct KernelReport {
     pub symbol: String,
     /// Registers per thread (for AMD: vector registers).
     pub registers: Option<u32>,
+    /// Accumulation registers per thread, AMD only; where the file is unified
+    /// they are part of `registers`.
+    #[serde(default)]
+    pub accumulator_registers: Option<u32>,
     /// Scalar registers per wave, AMD only.
     pub scalar_registers: Option<u32>,
     /// Bytes spilled to local memory per thread.
@@ -55,4 +60,63 @@ pub struct ParamSlot {
     pub offset: u32,
     /// Bytes.
     pub size: u32,
+}
+
+impl Report {
+    /// The facts about the entry with this symbol.
+    pub fn kernel(&self, symbol: &str) -> Option<&KernelReport> {
+        self.kernels.iter().find(|kernel| kernel.symbol == symbol)
+    }
+}
+
+impl KernelReport {
+    /// How the binary's signature differs from what `entry` declares: the
+    /// number and sizes of the parameters, and the largest block. `None` when
+    /// they agree. Only for binaries that declare their parameters.
+    pub fn disagreement(&self, entry: &Entry) -> Option<String> {
+        self.count_disagreement(entry)
+            .or_else(|| self.size_disagreement(entry))
+            .or_else(|| self.block_disagreement(entry))
+    }
+
+    fn count_disagreement(&self, entry: &Entry) -> Option<String> {
+        let (declared, found) = (entry.params.len(), self.params.len());
+        (declared != found).then(|| {
+            format!(
+                "`{}` declares {declared} parameters, the binary takes {found}",
+                self.symbol
+            )
+        })
+    }
+
+    fn size_disagreement(&self, entry: &Entry) -> Option<String> {
+        let mut pairs = entry.params.iter().zip(&self.params);
+        let (param, slot) = pairs.find(|(param, slot)| param_bytes(param.ty) != slot.size)?;
+        Some(format!(
+            "parameter `{}` of `{}` is declared as {} bytes, the binary takes {}",
+            param.name,
+            self.symbol,
+            param_bytes(param.ty),
+            slot.size
+        ))
+    }
+
+    fn block_disagreement(&self, entry: &Entry) -> Option<String> {
+        let most = self.max_threads?;
+        let threads = entry.launch.threads;
+        (threads > most).then(|| {
+            format!(
+                "`{}` launches {threads} threads, the binary allows {most}",
+                self.symbol
+            )
+        })
+    }
+}
+
+/// Bytes a parameter takes in the parameter block.
+fn param_bytes(ty: ParamType) -> u32 {
+    match ty {
+        ParamType::Tensor(..) | ParamType::Scalar(Scalar::I64) => 8,
+        ParamType::Scalar(Scalar::F32) => 4,
+    }
 }

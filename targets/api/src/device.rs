@@ -45,7 +45,8 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// When the range does not fit, or the driver or an earlier launch fails.
-    fn download(&self, buffer: &Buffer, offset: usize, bytes: &mut [u8]) -> Result<(), DeviceError>;
+    fn download(&self, buffer: &Buffer, offset: usize, bytes: &mut [u8])
+    -> Result<(), DeviceError>;
 
     /// Waits until everything launched so far has finished.
     ///
@@ -65,7 +66,12 @@ pub trait Module: Send + Sync {
     ///
     /// # Errors
     /// When the symbol is unknown or the driver refuses the launch.
-    unsafe fn launch(&self, symbol: &str, dims: LaunchDims, args: &[Arg]) -> Result<(), DeviceError>;
+    unsafe fn launch(
+        &self,
+        symbol: &str,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError>;
 }
 
 /// Launch geometry, evaluated for one token count.
@@ -104,7 +110,11 @@ pub struct Buffer {
 impl Buffer {
     /// Wraps an allocation: `owner` frees it on drop.
     pub fn new(ptr: Ptr, bytes: usize, owner: Box<dyn Send + Sync>) -> Buffer {
-        Buffer { ptr, bytes, _owner: owner }
+        Buffer {
+            ptr,
+            bytes,
+            _owner: owner,
+        }
     }
 
     /// The address of its first byte.

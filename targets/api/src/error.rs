@@ -49,8 +49,22 @@ pub enum CompileError {
         /// Bytes per thread.
         bytes: u32,
     },
-    /// The binary cannot be read back.
-    #[error("{compiler} made a binary of kernel `{kernel}` that cannot be read: {reason}")]
+    /// The assembler serialised the kernel's wgmma instructions, so that
+    /// nothing overlaps with them.
+    #[error(
+        "kernel `{kernel}` for `{target}` has serialised wgmma instructions: {reason}\n\
+         wait for the products before touching their registers, or allow serialised wgmma"
+    )]
+    SerializedWgmma {
+        /// The kernel's name.
+        kernel: String,
+        /// The target.
+        target: String,
+        /// The assembler's own words.
+        reason: String,
+    },
+    /// The binary cannot be read back, or is not what the source declares.
+    #[error("{compiler} made a bad binary of kernel `{kernel}`: {reason}")]
     BadBinary {
         /// The compiler.
         compiler: String,
