@@ -1,1 +1,67 @@
-//! From a kernel plan to kernel source text.
+//! From a kernel plan to source text.
+//!
+//! A template sees four things: `d`, the desc; `c`, the config; `target`,
+//! facts of the target; and `entry`, one record per entry with its parameter
+//! list already written in the target's language, so that a template cannot
+//! disagree with the signature it is launched by. Values go into a block of
+//! named constants; logic stays in the kernel language.
+
+mod render;
+mod signature;
+
+use moesaic_kernel::{KernelSource, Language, Target};
+use moesaic_plan::{KernelPlan, LayerPlan};
+
+pub use render::template_variables;
+
+/// A kernel that could not be written. Always a defect of moesaic.
+#[derive(Debug, thiserror::Error)]
+#[error("kernel `{kernel}` cannot be emitted for `{target}`: {reason}")]
+pub struct EmitError {
+    /// The kernel.
+    pub kernel: String,
+    /// The target.
+    pub target: String,
+    /// What the template engine said.
+    pub reason: String,
+}
+
+/// Writes one kernel for a target.
+///
+/// # Errors
+/// [`EmitError`] when a template is wrong.
+pub fn emit(kernel: &KernelPlan, target: Target) -> Result<KernelSource, EmitError> {
+    let text = render::render(kernel, target).map_err(|reason| EmitError {
+        kernel: kernel.name.clone(),
+        target: target.to_string(),
+        reason,
+    })?;
+    Ok(KernelSource {
+        stem: kernel.stem(),
+        name: kernel.name.clone(),
+        target,
+        language: language(target),
+        text,
+        entries: kernel.entries.clone(),
+    })
+}
+
+/// Writes every kernel of a layer, in the order of the plan.
+///
+/// # Errors
+/// [`EmitError`] when a template is wrong.
+pub fn emit_layer(plan: &LayerPlan) -> Result<Vec<KernelSource>, EmitError> {
+    plan.kernels
+        .iter()
+        .map(|kernel| emit(kernel, plan.target))
+        .collect()
+}
+
+/// The language kernels of a target are written in.
+pub fn language(target: Target) -> Language {
+    match target {
+        Target::Cpu(_) => Language::C,
+        Target::Cuda(_) => Language::Cuda,
+        Target::Rocm(_) => Language::Hip,
+    }
+}

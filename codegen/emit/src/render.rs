@@ -1,0 +1,175 @@
+//! The template engine, behind two functions.
+
+use crate::language;
+use crate::signature::EntryText;
+use moesaic_kernel::{Stem, Target};
+use moesaic_plan::{KernelConfig, KernelDesc, KernelPlan};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
+use tera::{Context, Kwargs, State, Tera};
+
+/// Facts of a target that a template may use.
+#[derive(Serialize)]
+struct TargetText {
+    /// `cpu`, `cuda` or `rocm`.
+    backend: &'static str,
+    /// `avx512`, `sm_90a`, `gfx942`.
+    arch: String,
+    /// Bytes of a CPU vector register; 0 on GPUs.
+    vector_bytes: usize,
+    /// Vector registers of a CPU; 0 on GPUs.
+    vector_registers: usize,
+    /// Lanes of a warp or wave; 1 on CPUs.
+    wave: u32,
+    /// Compute capability times ten; 0 elsewhere.
+    capability: u16,
+}
+
+impl TargetText {
+    fn new(target: Target) -> TargetText {
+        let (backend, arch) = (target.backend(), target.arch());
+        let base = TargetText {
+            backend,
+            arch,
+            vector_bytes: 0,
+            vector_registers: 0,
+            wave: 32,
+            capability: 0,
+        };
+        match target {
+            Target::Cpu(isa) => TargetText {
+                vector_bytes: isa.vector_bytes(),
+                vector_registers: isa.vector_registers(),
+                wave: 1,
+                ..base
+            },
+            Target::Cuda(arch) => TargetText {
+                capability: arch.capability,
+                ..base
+            },
+            Target::Rocm(arch) => TargetText {
+                wave: arch.wave,
+                ..base
+            },
+        }
+    }
+}
+
+/// Renders the template of a kernel.
+pub fn render(kernel: &KernelPlan, target: Target) -> Result<String, String> {
+    let entries: BTreeMap<&str, EntryText> = kernel
+        .entries
+        .iter()
+        .map(|entry| {
+            (
+                entry.symbol.as_str(),
+                EntryText::new(entry, language(target)),
+            )
+        })
+        .collect();
+    let mut context = Context::new();
+    insert_desc(&mut context, &kernel.desc);
+    insert_config(&mut context, &kernel.config);
+    context.insert("target", &TargetText::new(target));
+    context.insert("entry", &entries);
+    let text = engine(target)?
+        .render(&template_name(kernel.stem(), target), &context)
+        .map_err(|error| error.to_string())?;
+    Ok(tidy(&text))
+}
+
+fn insert_desc(context: &mut Context, desc: &KernelDesc) {
+    match desc {
+        KernelDesc::GateTopk(d) => context.insert("d", d),
+        KernelDesc::ExpertScan(d) => context.insert("d", d),
+        KernelDesc::Dispatch(d) => context.insert("d", d),
+        KernelDesc::GroupedGemm(d) => context.insert("d", d),
+        KernelDesc::Combine(d) => context.insert("d", d),
+    }
+}
+
+fn insert_config(context: &mut Context, config: &KernelConfig) {
+    match config {
+        KernelConfig::GateTopk(c) => context.insert("c", c),
+        KernelConfig::ExpertScan(c) => context.insert("c", c),
+        KernelConfig::Dispatch(c) => context.insert("c", c),
+        KernelConfig::GroupedGemm(c) => context.insert("c", c),
+        KernelConfig::Combine(c) => context.insert("c", c),
+    }
+}
+
+fn template_name(stem: Stem, target: Target) -> String {
+    match target {
+        Target::Cpu(_) => format!("cpu/{stem}.c"),
+        Target::Cuda(_) | Target::Rocm(_) => format!("gpu/{stem}.cu"),
+    }
+}
+
+/// The parsed templates of a target's family; parsed once.
+fn engine(target: Target) -> Result<&'static Tera, String> {
+    static CPU: OnceLock<Result<Tera, String>> = OnceLock::new();
+    static GPU: OnceLock<Result<Tera, String>> = OnceLock::new();
+    let (cell, templates) = match target {
+        Target::Cpu(_) => (&CPU, moesaic_templates::CPU),
+        Target::Cuda(_) | Target::Rocm(_) => (&GPU, moesaic_templates::GPU),
+    };
+    cell.get_or_init(|| parse(templates))
+        .as_ref()
+        .map_err(String::clone)
+}
+
+fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
+    let mut tera = Tera::new();
+    tera.autoescape_on(Vec::<&'static str>::new());
+    tera.register_filter("f32", |value: f64, _: Kwargs, _: &State| c_float(value));
+    tera.add_raw_templates(templates.iter().copied())
+        .map_err(|error| error.to_string())?;
+    Ok(tera)
+}
+
+/// The top-level variables a template family uses, so that a test can hold
+/// them against what is offered.
+///
+/// # Errors
+/// When a template cannot be parsed.
+pub fn template_variables(target: Target) -> Result<BTreeSet<String>, String> {
+    let tera = engine(target)?;
+    let mut variables = BTreeSet::new();
+    for stem in Stem::ALL {
+        let name = template_name(stem, target);
+        let used = tera
+            .get_template_variables(&name)
+            .map_err(|error| error.to_string())?;
+        variables.extend(used.into_iter().map(str::to_string));
+    }
+    Ok(variables)
+}
+
+/// A float literal of C: the shortest decimal that reads back as the same
+/// `f32`, such as `2.5f` or `1e-20f`.
+fn c_float(value: f64) -> String {
+    let text = format!("{:?}", value as f32);
+    match text.as_str() {
+        "inf" => "INFINITY".to_string(),
+        "-inf" => "-INFINITY".to_string(),
+        digits => format!("{digits}f"),
+    }
+}
+
+/// Drops trailing blanks and runs of empty lines that conditions leave.
+fn tidy(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut empty = true;
+    for line in text.lines().map(str::trim_end) {
+        if !(line.is_empty() && empty) {
+            out.push_str(line);
+            out.push('\n');
+        }
+        empty = line.is_empty();
+    }
+    while out.ends_with("\n\n") {
+        out.pop();
+    }
+    out
+}

@@ -1,0 +1,138 @@
+//! Parameter lists in the target's language.
+
+use moesaic_kernel::{Access, Entry, Language, Param, ParamType, Scalar};
+use serde::Serialize;
+
+/// What a template sees of an entry.
+#[derive(Serialize)]
+pub struct EntryText {
+    /// The symbol.
+    symbol: String,
+    /// What one launch does.
+    summary: String,
+    /// Threads per block.
+    threads: u32,
+    /// The parameter list, one per line, with shapes as comments.
+    params: String,
+    /// C only: the exported function that unpacks arguments and runs blocks.
+    export: String,
+}
+
+impl EntryText {
+    /// The texts of `entry`.
+    pub fn new(entry: &Entry, language: Language) -> EntryText {
+        EntryText {
+            symbol: entry.symbol.clone(),
+            summary: entry.summary.clone(),
+            threads: entry.launch.threads,
+            params: params(&entry.params, language),
+            export: if language == Language::C {
+                export(entry)
+            } else {
+                String::new()
+            },
+        }
+    }
+}
+
+fn params(params: &[Param], language: Language) -> String {
+    let declarations: Vec<String> = params.iter().map(|p| declaration(p, language)).collect();
+    let width = declarations.iter().map(String::len).max().unwrap_or(0) + 1;
+    let last = params.len() - 1;
+    let lines = params
+        .iter()
+        .zip(&declarations)
+        .enumerate()
+        .map(|(i, (param, text))| {
+            // A block function of the C family has its block index after these.
+            let comma = if i == last && language != Language::C {
+                ""
+            } else {
+                ","
+            };
+            match param.shape.as_str() {
+                "" => format!("    {text}{comma}"),
+                shape => format!("    {:<width$} // {shape}", format!("{text}{comma}")),
+            }
+        });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// `const f32 *restrict logits`.
+fn declaration(param: &Param, language: Language) -> String {
+    let restrict = if language == Language::C {
+        "restrict"
+    } else {
+        "__restrict__"
+    };
+    match param.ty {
+        ParamType::Tensor(dtype, access) => {
+            let constness = if access == Access::Read { "const " } else { "" };
+            format!("{constness}{dtype} *{restrict} {}", param.name)
+        }
+        ParamType::Scalar(scalar) => format!("{} {}", scalar_name(scalar), param.name),
+    }
+}
+
+fn scalar_name(scalar: Scalar) -> &'static str {
+    match scalar {
+        Scalar::I64 => "i64",
+        Scalar::F32 => "f32",
+    }
+}
+
+/// The exported function of a C entry. `args[i]` points to the value of
+/// argument i; blocks `first..last` of a grid `grid_x` wide are run.
+fn export(entry: &Entry) -> String {
+    let symbol = &entry.symbol;
+    let unpack: String = entry
+        .params
+        .iter()
+        .enumerate()
+        .map(|(i, p)| unpack(i, p))
+        .collect();
+    let names: Vec<&str> = entry.params.iter().map(|p| p.name.as_str()).collect();
+    let call = wrap(&format!("        {symbol}_block("), &names);
+    format!(
+        "EXPORT void {symbol}(void *const *args, i64 first, i64 last, i64 grid_x)\n{{\n{unpack}\
+         \x20   for (i64 block = first; block < last; block++)\n{call}\n}}\n"
+    )
+}
+
+fn unpack(index: usize, param: &Param) -> String {
+    let name = &param.name;
+    match param.ty {
+        ParamType::Tensor(dtype, access) => {
+            let constness = if access == Access::Read { "const " } else { "" };
+            format!(
+                "    {constness}{dtype} *{name} = *({constness}{dtype} *const *)args[{index}];\n"
+            )
+        }
+        ParamType::Scalar(scalar) => {
+            let ty = scalar_name(scalar);
+            format!("    {ty} {name} = *(const {ty} *)args[{index}];\n")
+        }
+    }
+}
+
+/// A call over several lines of at most 96 columns.
+fn wrap(head: &str, names: &[&str]) -> String {
+    let indent = " ".repeat(12);
+    let mut text = head.to_string();
+    let mut column = head.len();
+    for name in names
+        .iter()
+        .copied()
+        .chain(["block % grid_x", "block / grid_x"])
+    {
+        if column + name.len() + 2 > 96 {
+            text.truncate(text.trim_end().len());
+            text += &format!("\n{indent}");
+            column = indent.len();
+        }
+        text += &format!("{name}, ");
+        column += name.len() + 2;
+    }
+    text.truncate(text.len() - 2);
+    text + ");"
+}
