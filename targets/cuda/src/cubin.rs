@@ -1,0 +1,184 @@
+//! What a CUBIN says of its kernels.
+//!
+//! A CUBIN is an ELF file. Facts about kernels stand in `.nv.info` (registers
+//! and stack, by symbol) and in `.nv.info.KERNEL` (block limit, parameters):
+//! lists of records {format u8, attribute u8, length u16, payload}.
+
+use moesaic_target::{KernelReport, ParamSlot};
+use object::{Object, ObjectSection, ObjectSymbol, SymbolIndex};
+use std::collections::HashMap;
+
+/// Attributes that are read, by their number in a record.
+const MAX_THREADS: u8 = 0x05;
+const REQUIRED_THREADS: u8 = 0x10;
+const FRAME_SIZE: u8 = 0x11;
+const PARAMETER: u8 = 0x17;
+const REGISTER_COUNT: u8 = 0x2f;
+
+/// The format of a record whose payload follows it; every other format holds
+/// its value in place of the length.
+const SIZED: u8 = 4;
+
+/// A CUBIN that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CubinError {
+    /// No bytes: what NVRTC gives when asked for a virtual architecture.
+    #[error("the CUBIN is empty")]
+    Empty,
+    /// Not an ELF file, or one that is cut short.
+    #[error("the CUBIN is not a readable ELF file: {0}")]
+    Elf(String),
+    /// A record runs past the end of its section.
+    #[error("section `{0}` of the CUBIN is cut short")]
+    Truncated(String),
+}
+
+/// A kernel of a CUBIN. The spill count is not in the file and stays `None`.
+pub type CubinKernel = KernelReport;
+
+/// Reads every kernel, in the order of their code.
+///
+/// # Errors
+/// [`CubinError`], never a panic, whatever the bytes are.
+pub fn read_cubin(bytes: &[u8]) -> Result<Vec<CubinKernel>, CubinError> {
+    if bytes.is_empty() {
+        return Err(CubinError::Empty);
+    }
+    let elf = object::File::parse(bytes).map_err(elf_error)?;
+    let mut kernels = code_sections(&elf)?;
+    for section in elf.sections() {
+        let name = section.name().map_err(elf_error)?;
+        if let Some(symbol) = name.strip_prefix(".nv.info.") {
+            let records = records(name, section.data().map_err(elf_error)?)?;
+            if let Some(kernel) = find(&mut kernels, symbol) {
+                kernel_facts(kernel, &records);
+            }
+        } else if name == ".nv.info" {
+            let records = records(name, section.data().map_err(elf_error)?)?;
+            symbol_facts(&mut kernels, &symbols(&elf), &records);
+        } else if let Some(symbol) = name.strip_prefix(".nv.shared.")
+            && let Some(kernel) = find(&mut kernels, symbol)
+        {
+            kernel.shared_bytes = u32::try_from(section.size()).ok();
+        }
+    }
+    Ok(kernels)
+}
+
+fn elf_error(error: object::Error) -> CubinError {
+    CubinError::Elf(error.to_string())
+}
+
+fn find<'a>(kernels: &'a mut [CubinKernel], symbol: &str) -> Option<&'a mut CubinKernel> {
+    kernels.iter_mut().find(|kernel| kernel.symbol == symbol)
+}
+
+/// One kernel for each `.text.KERNEL`. A kernel without a shared section uses
+/// none.
+fn code_sections(elf: &object::File) -> Result<Vec<CubinKernel>, CubinError> {
+    let mut kernels = Vec::new();
+    for section in elf.sections() {
+        let name = section.name().map_err(elf_error)?;
+        if let Some(symbol) = name.strip_prefix(".text.") {
+            kernels.push(KernelReport {
+                symbol: symbol.to_string(),
+                code_bytes: Some(section.size()),
+                shared_bytes: Some(0),
+                ..KernelReport::default()
+            });
+        }
+    }
+    Ok(kernels)
+}
+
+fn symbols(elf: &object::File) -> HashMap<u32, String> {
+    let named =
+        |index: SymbolIndex, name: &str| Some((u32::try_from(index.0).ok()?, name.to_string()));
+    elf.symbols()
+        .filter_map(|symbol| named(symbol.index(), symbol.name().ok()?))
+        .collect()
+}
+
+/// A record of an info section.
+struct Record<'a> {
+    attribute: u8,
+    payload: &'a [u8],
+}
+
+impl Record<'_> {
+    /// The payload's 32-bit word number `index`.
+    fn word(&self, index: usize) -> Option<u32> {
+        let bytes = self.payload.get(index * 4..index * 4 + 4)?;
+        Some(u32::from_le_bytes(bytes.try_into().ok()?))
+    }
+}
+
+fn records<'a>(section: &str, mut bytes: &'a [u8]) -> Result<Vec<Record<'a>>, CubinError> {
+    let mut records = Vec::new();
+    while let [format, attribute, low, high, rest @ ..] = bytes {
+        let length = match *format {
+            SIZED => usize::from(u16::from_le_bytes([*low, *high])),
+            _ => 0,
+        };
+        let payload = rest
+            .get(..length)
+            .ok_or_else(|| CubinError::Truncated(section.to_string()))?;
+        records.push(Record {
+            attribute: *attribute,
+            payload,
+        });
+        bytes = &rest[length..];
+    }
+    Ok(records)
+}
+
+/// Facts of `.nv.info`: each record is a symbol's index and a value.
+fn symbol_facts(kernels: &mut [CubinKernel], symbols: &HashMap<u32, String>, records: &[Record]) {
+    for record in records {
+        let (Some(index), value) = (record.word(0), record.word(1)) else {
+            continue;
+        };
+        let Some(symbol) = symbols.get(&index) else {
+            continue;
+        };
+        let Some(kernel) = find(kernels, symbol) else {
+            continue;
+        };
+        match record.attribute {
+            REGISTER_COUNT => kernel.registers = value,
+            FRAME_SIZE => kernel.stack_bytes = value,
+            _ => {}
+        }
+    }
+}
+
+/// Facts of `.nv.info.KERNEL`.
+fn kernel_facts(kernel: &mut CubinKernel, records: &[Record]) {
+    let mut params = Vec::new();
+    for record in records {
+        match record.attribute {
+            MAX_THREADS | REQUIRED_THREADS => kernel.max_threads = threads(record),
+            PARAMETER => params.extend(parameter(record)),
+            _ => {}
+        }
+    }
+    // The file lists the last parameter first.
+    params.sort_by_key(|(ordinal, _)| *ordinal);
+    kernel.params = params.into_iter().map(|(_, slot)| slot).collect();
+}
+
+fn threads(record: &Record) -> Option<u32> {
+    let [x, y, z] = [record.word(0)?, record.word(1)?, record.word(2)?];
+    x.checked_mul(y)?.checked_mul(z)
+}
+
+/// Words: an index that is unused, ordinal and offset, flags and size.
+fn parameter(record: &Record) -> Option<(u32, ParamSlot)> {
+    let place = record.word(1)?;
+    let slot = ParamSlot {
+        offset: place >> 16,
+        size: record.word(2)? >> 18,
+    };
+    Some((place & 0xffff, slot))
+}

@@ -1,0 +1,4 @@
+//! The CUDA driver.
+
+/// A CUDA device.
+pub struct CudaDevice;

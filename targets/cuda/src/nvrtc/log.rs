@@ -1,0 +1,104 @@
+//! Reading the assembler's log, the only place that tells of spills.
+
+/// A function that spills registers to local memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spill {
+    /// The kernel, or a function it calls.
+    pub function: String,
+    /// Bytes stored to local memory per thread.
+    pub bytes: u32,
+}
+
+/// Every function of the log with its spilled bytes, zero included.
+///
+/// The assembler names a function on one line and its stack on the next:
+/// `Function properties for axpy`, then `0 bytes stack frame, 0 bytes spill
+/// stores, 0 bytes spill loads`.
+pub fn spills(log: &str) -> Vec<Spill> {
+    let mut function = None;
+    let mut spills = Vec::new();
+    for line in log.lines() {
+        if let Some((_, name)) = line.split_once("Function properties for ") {
+            function = Some(name.trim().to_string());
+        } else if let (Some(bytes), Some(name)) = (spill_stores(line), function.take()) {
+            spills.push(Spill {
+                function: name,
+                bytes,
+            });
+        }
+    }
+    spills
+}
+
+fn spill_stores(line: &str) -> Option<u32> {
+    let (before, _) = line.split_once(" bytes spill stores")?;
+    before.rsplit([' ', ',']).next()?.parse().ok()
+}
+
+/// The first note that wgmma instructions were serialised.
+pub fn serialized_wgmma(log: &str) -> Option<String> {
+    let line = log
+        .lines()
+        .find(|line| line.contains("wgmma") && line.contains("serialized"))?;
+    Some(line.trim().to_string())
+}
+
+/// The log without the lines every compile has.
+pub fn worth_reading(log: &str) -> String {
+    let keep = |line: &&str| !is_routine(line);
+    log.lines()
+        .filter(keep)
+        .collect::<Vec<_>>()
+        .join("\n")
+        .trim()
+        .to_string()
+}
+
+fn is_routine(line: &str) -> bool {
+    let continued = line.starts_with("ptxas  ") && line.contains("bytes stack frame");
+    let info = line.starts_with("ptxas info") && !line.contains("Potential Performance Loss");
+    continued || info
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As NVRTC 13.0 writes it.
+    const LOG: &str = "\
+ptxas warning : Registers are spilled to local memory in function 'spilly', 1692 bytes spill stores, 1928 bytes spill loads
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ill formed pipeline stage in the function 'spilly'
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'spilly' for 'sm_80'
+ptxas info    : Function properties for spilly
+ptxas         .     760 bytes stack frame, 1692 bytes spill stores, 1928 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers, 760 bytes cumulative stack size
+ptxas info    : Function properties for calm
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Compile time = 46.444 ms
+";
+
+    #[test]
+    fn spills_belong_to_their_functions() {
+        let expected = [("spilly", 1692), ("calm", 0)];
+        let found = spills(LOG);
+        let found = found
+            .iter()
+            .map(|spill| (spill.function.as_str(), spill.bytes));
+        assert_eq!(found.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn only_remarkable_lines_stay() {
+        let lines = worth_reading(LOG);
+        assert_eq!(lines.lines().count(), 2, "{lines}");
+        assert!(lines.starts_with("ptxas warning : Registers"), "{lines}");
+    }
+
+    #[test]
+    fn serialisation_is_found() {
+        let note = serialized_wgmma(LOG).unwrap();
+        assert!(note.ends_with("ill formed pipeline stage in the function 'spilly'"));
+        assert_eq!(serialized_wgmma("ptxas info : 0 bytes gmem"), None);
+    }
+}

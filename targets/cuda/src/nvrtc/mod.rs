@@ -1,0 +1,294 @@
+//! From CUDA C++ text to a CUBIN.
+
+mod find;
+mod log;
+mod table;
+
+use crate::cubin::{CubinKernel, read_cubin};
+use moesaic_dl::Attempt;
+use moesaic_kernel::{CudaArch, KernelSource, Language, Target};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report};
+use std::path::Path;
+use std::time::Instant;
+use table::{Compiled, Failure, Nvrtc};
+
+/// Flags of every compile. No fast math: only the fusion of a product and a
+/// sum into one rounding, NVRTC's default, is left on. The assembler is asked
+/// to report spills, which stand nowhere else.
+const FLAGS: [&str; 3] = [
+    "--std=c++17",
+    "--ptxas-options=-v",
+    "--ptxas-options=-warn-spills",
+];
+
+/// The first release that keeps a cache of its own. It is turned off: ours
+/// has it all, and nothing is written outside its folder.
+const HAS_CACHE: (u32, u32) = (12, 9);
+
+const ADVICE: &str = "run `moesaic toolchain install cuda`, \
+    or set MOESAIC_NVRTC to a folder that holds libnvrtc.so";
+
+/// NVRTC as a [`Compiler`]: backend `cuda`, CUDA C++ to a CUBIN, never PTX.
+///
+/// Needs no driver and no toolkit. Compiles run in parallel when called from
+/// several threads.
+pub struct NvrtcCompiler {
+    nvrtc: Nvrtc,
+    version: (u32, u32),
+    targets: Vec<Target>,
+}
+
+impl NvrtcCompiler {
+    /// Finds NVRTC: in `MOESAIC_NVRTC` alone when that is set, else in
+    /// `registered` (a folder, or the library itself), in `CUDA_HOME` and
+    /// `CUDA_PATH`, and by the system's loader.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] lists what was tried.
+    pub fn find(registered: Option<&Path>) -> Result<NvrtcCompiler, CompileError> {
+        let places = find::places(registered, |name| std::env::var_os(name));
+        let nvrtc = find::open_first(&places).map_err(|attempts| no_compiler(&attempts))?;
+        NvrtcCompiler::new(nvrtc)
+    }
+
+    /// Opens the NVRTC at `path`: a folder, or the library itself.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] says why it cannot be used.
+    pub fn open(path: &Path) -> Result<NvrtcCompiler, CompileError> {
+        let place = find::Place::Path(path.to_path_buf());
+        let nvrtc = find::open_first(&[place]).map_err(|attempts| no_compiler(&attempts))?;
+        NvrtcCompiler::new(nvrtc)
+    }
+
+    /// The name or path the library was loaded by.
+    pub fn library(&self) -> &str {
+        self.nvrtc.library()
+    }
+
+    /// Major and minor version.
+    pub fn version(&self) -> (u32, u32) {
+        self.version
+    }
+
+    /// Compiles to PTX, for reading and for the simulator.
+    ///
+    /// # Errors
+    /// As [`Compiler::compile`]; spills are not known at this level.
+    pub fn ptx(&self, source: &KernelSource) -> Result<String, CompileError> {
+        let arch = self.arch(source)?;
+        let mut flags = self.flags(arch);
+        flags.retain(|flag| !flag.starts_with("--ptxas"));
+        self.nvrtc
+            .ptx(&source.file_name(), &source.text, &flags)
+            .map_err(|failure| self.error(source, failure))
+    }
+
+    fn new(nvrtc: Nvrtc) -> Result<NvrtcCompiler, CompileError> {
+        let refuse = |reason| {
+            no_compiler(&[Attempt {
+                name: nvrtc.library().to_string(),
+                reason,
+            }])
+        };
+        let version = nvrtc.version().map_err(refuse)?;
+        let archs = nvrtc.archs().map_err(refuse)?;
+        let can = |target: &Target| matches!(target, Target::Cuda(arch) if accepts(*arch, &archs, version));
+        let targets = Target::all().into_iter().filter(can).collect();
+        Ok(NvrtcCompiler {
+            nvrtc,
+            version,
+            targets,
+        })
+    }
+
+    fn arch(&self, source: &KernelSource) -> Result<CudaArch, CompileError> {
+        match source.target {
+            Target::Cuda(arch)
+                if source.language == Language::Cuda && self.targets.contains(&source.target) =>
+            {
+                Ok(arch)
+            }
+            _ => Err(self.unsupported(source.target)),
+        }
+    }
+
+    fn unsupported(&self, target: Target) -> CompileError {
+        let names = self
+            .targets
+            .iter()
+            .map(Target::to_string)
+            .collect::<Vec<_>>();
+        CompileError::UnsupportedTarget {
+            compiler: self.name(),
+            target: target.to_string(),
+            advice: format!("it can compile CUDA C++ for: {}", names.join(", ")),
+        }
+    }
+
+    /// A real architecture (`sm_`): a virtual one succeeds with no bytes.
+    fn flags(&self, arch: CudaArch) -> Vec<String> {
+        let cache = (self.version >= HAS_CACHE).then_some("--no-cache");
+        std::iter::once(format!("--gpu-architecture={arch}"))
+            .chain(FLAGS.into_iter().chain(cache).map(str::to_string))
+            .collect()
+    }
+
+    fn error(&self, source: &KernelSource, failure: Failure) -> CompileError {
+        let (compiler, kernel) = (self.name(), source.name.clone());
+        match failure {
+            Failure::Rejected(log) => CompileError::Rejected {
+                compiler,
+                kernel,
+                target: source.target.to_string(),
+                log,
+            },
+            Failure::Broken(reason) => CompileError::Failed {
+                compiler,
+                kernel,
+                reason,
+            },
+        }
+    }
+
+    /// The report on the entries of `source`; on every kernel if it has none.
+    fn kernels(
+        &self,
+        source: &KernelSource,
+        compiled: &Compiled,
+    ) -> Result<Vec<CubinKernel>, CompileError> {
+        let bad = |reason| CompileError::BadBinary {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            reason,
+        };
+        let found = read_cubin(&compiled.cubin).map_err(|error| bad(error.to_string()))?;
+        let mut kernels = declared(source, found).map_err(bad)?;
+        let spills = log::spills(&compiled.log);
+        for kernel in &mut kernels {
+            let own = spills.iter().find(|spill| spill.function == kernel.symbol);
+            kernel.spill_bytes = own.map(|spill| spill.bytes);
+        }
+        Ok(kernels)
+    }
+}
+
+impl Compiler for NvrtcCompiler {
+    fn backend(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn name(&self) -> String {
+        format!("NVRTC {}.{}", self.version.0, self.version.1)
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        match target {
+            Target::Cuda(arch) => format!("{} {}", self.name(), self.flags(arch).join(" ")),
+            _ => format!("{} (not for {target})", self.name()),
+        }
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        self.targets.clone()
+    }
+
+    fn compile(
+        &self,
+        source: &KernelSource,
+        options: &CompileOptions,
+    ) -> Result<Artifact, CompileError> {
+        let arch = self.arch(source)?;
+        let start = Instant::now();
+        let compiled = self
+            .nvrtc
+            .compile(&source.file_name(), &source.text, &self.flags(arch))
+            .map_err(|failure| self.error(source, failure))?;
+        let compile_ms = start.elapsed().as_secs_f64() * 1e3;
+        let kernels = self.kernels(source, &compiled)?;
+        refuse_spills(source, options, &compiled.log)?;
+        refuse_serialized(source, options, &compiled.log)?;
+        let log = log::worth_reading(&compiled.log);
+        let report = Report {
+            compiler: self.name(),
+            compile_ms,
+            kernels,
+            log,
+        };
+        Ok(Artifact {
+            binary: compiled.cubin,
+            report,
+        })
+    }
+}
+
+fn no_compiler(attempts: &[Attempt]) -> CompileError {
+    CompileError::NoCompiler {
+        backend: "cuda".to_string(),
+        tried: attempts
+            .iter()
+            .map(Attempt::to_string)
+            .collect::<Vec<_>>()
+            .join(", "),
+        advice: ADVICE.to_string(),
+    }
+}
+
+/// Whether NVRTC takes `arch`: its list has no suffixed names. Suffix `a`
+/// came with capability 9.0, suffix `f` with release 12.9.
+fn accepts(arch: CudaArch, archs: &[u16], version: (u32, u32)) -> bool {
+    let suffix = match arch.suffix {
+        None => true,
+        Some('a') => arch.capability >= 90,
+        Some('f') => arch.capability >= 100 && version >= (12, 9),
+        Some(_) => false,
+    };
+    suffix && archs.contains(&arch.capability)
+}
+
+/// Picks the source's entries out of what the binary holds, in their order,
+/// and compares the signatures.
+fn declared(source: &KernelSource, found: Vec<CubinKernel>) -> Result<Vec<CubinKernel>, String> {
+    if source.entries.is_empty() {
+        return Ok(found);
+    }
+    let one = |entry: &moesaic_kernel::Entry| {
+        let kernel = found.iter().find(|kernel| kernel.symbol == entry.symbol);
+        let kernel = kernel.ok_or_else(|| format!("it holds no kernel `{}`", entry.symbol))?;
+        kernel
+            .disagreement(entry)
+            .map_or_else(|| Ok(kernel.clone()), Err)
+    };
+    source.entries.iter().map(one).collect()
+}
+
+fn refuse_spills(
+    source: &KernelSource,
+    options: &CompileOptions,
+    log: &str,
+) -> Result<(), CompileError> {
+    let spill = log::spills(log).into_iter().find(|spill| spill.bytes > 0);
+    match spill {
+        Some(spill) if !options.allow_spills => Err(CompileError::Spills {
+            kernel: spill.function,
+            target: source.target.to_string(),
+            bytes: spill.bytes,
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn refuse_serialized(
+    source: &KernelSource,
+    options: &CompileOptions,
+    log: &str,
+) -> Result<(), CompileError> {
+    match log::serialized_wgmma(log) {
+        Some(reason) if !options.allow_serialized_wgmma => Err(CompileError::SerializedWgmma {
+            kernel: source.name.clone(),
+            target: source.target.to_string(),
+            reason,
+        }),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,229 @@
+//! The NVRTC functions in use, and a safe cover over them.
+
+use moesaic_dl::{DlError, Library, dl_table};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr;
+
+type Program = *mut c_void;
+
+dl_table! {
+    /// NVRTC, as its header declares it.
+    struct Functions {
+        version: fn(major: *mut c_int, minor: *mut c_int) -> c_int = "nvrtcVersion";
+        arch_count: fn(count: *mut c_int) -> c_int = "nvrtcGetNumSupportedArchs";
+        archs: fn(archs: *mut c_int) -> c_int = "nvrtcGetSupportedArchs";
+        error_string: fn(code: c_int) -> *const c_char = "nvrtcGetErrorString";
+        create: fn(
+            program: *mut Program,
+            text: *const c_char,
+            name: *const c_char,
+            header_count: c_int,
+            headers: *const *const c_char,
+            header_names: *const *const c_char,
+        ) -> c_int = "nvrtcCreateProgram";
+        compile: fn(program: Program, count: c_int, options: *const *const c_char) -> c_int
+            = "nvrtcCompileProgram";
+        log_size: fn(program: Program, bytes: *mut usize) -> c_int = "nvrtcGetProgramLogSize";
+        log: fn(program: Program, log: *mut c_char) -> c_int = "nvrtcGetProgramLog";
+        cubin_size: fn(program: Program, bytes: *mut usize) -> c_int = "nvrtcGetCUBINSize";
+        cubin: fn(program: Program, cubin: *mut c_char) -> c_int = "nvrtcGetCUBIN";
+        ptx_size: fn(program: Program, bytes: *mut usize) -> c_int = "nvrtcGetPTXSize";
+        ptx: fn(program: Program, ptx: *mut c_char) -> c_int = "nvrtcGetPTX";
+        destroy: fn(program: *mut Program) -> c_int = "nvrtcDestroyProgram";
+    }
+}
+
+/// NVRTC's code for a program that does not compile.
+const COMPILATION: c_int = 6;
+
+/// Reads the size of a result, or the result itself.
+type Size = unsafe fn(&Functions, Program, *mut usize) -> c_int;
+type Fetch = unsafe fn(&Functions, Program, *mut c_char) -> c_int;
+
+/// A loaded NVRTC. Its functions may be called from any thread.
+pub struct Nvrtc {
+    functions: Functions,
+}
+
+/// What a compile gave.
+pub struct Compiled {
+    pub cubin: Vec<u8>,
+    pub log: String,
+}
+
+/// Why a compile gave nothing.
+pub enum Failure {
+    /// The text was rejected; the log says why.
+    Rejected(String),
+    /// Anything else: NVRTC's words, with its log.
+    Broken(String),
+}
+
+impl Nvrtc {
+    /// Takes the functions out of an opened library.
+    pub fn load(library: Library) -> Result<Nvrtc, DlError> {
+        // SAFETY: the signatures are those of nvrtc.h, unchanged since the
+        // release that added the newest of them, nvrtcGetCUBIN in 11.1.
+        let functions = unsafe { Functions::load(library)? };
+        Ok(Nvrtc { functions })
+    }
+
+    /// The name or path it was loaded by.
+    pub fn library(&self) -> &str {
+        self.functions.library()
+    }
+
+    /// Major and minor version.
+    pub fn version(&self) -> Result<(u32, u32), String> {
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: both pointers are valid for a write.
+        self.check(unsafe { self.functions.version(&mut major, &mut minor) })?;
+        Ok((major.unsigned_abs(), minor.unsigned_abs()))
+    }
+
+    /// The compute capabilities it compiles for, times ten.
+    pub fn archs(&self) -> Result<Vec<u16>, String> {
+        let mut count = 0;
+        // SAFETY: the pointer is valid for a write.
+        self.check(unsafe { self.functions.arch_count(&mut count) })?;
+        let mut archs = vec![0; usize::try_from(count).unwrap_or(0)];
+        // SAFETY: the array has as many elements as NVRTC has just said.
+        self.check(unsafe { self.functions.archs(archs.as_mut_ptr()) })?;
+        Ok(archs
+            .into_iter()
+            .filter_map(|arch| u16::try_from(arch).ok())
+            .collect())
+    }
+
+    /// Compiles `text` to a CUBIN. `name` stands in messages.
+    pub fn compile(&self, name: &str, text: &str, flags: &[String]) -> Result<Compiled, Failure> {
+        let program = self.program(name, text).map_err(Failure::Broken)?;
+        program.compile(flags)?;
+        let log = program.log().map_err(Failure::Broken)?;
+        let cubin = program
+            .read(Functions::cubin_size, Functions::cubin)
+            .map_err(Failure::Broken)?;
+        Ok(Compiled { cubin, log })
+    }
+
+    /// Compiles `text` to PTX, the assembly that a CUBIN is made from.
+    pub fn ptx(&self, name: &str, text: &str, flags: &[String]) -> Result<String, Failure> {
+        let program = self.program(name, text).map_err(Failure::Broken)?;
+        program.compile(flags)?;
+        let bytes = program
+            .read(Functions::ptx_size, Functions::ptx)
+            .map_err(Failure::Broken)?;
+        Ok(until_nul(&bytes))
+    }
+
+    fn program(&self, name: &str, text: &str) -> Result<Loaded<'_>, String> {
+        let text = c_string(text)?;
+        let name = c_string(name)?;
+        let mut program = ptr::null_mut();
+        // SAFETY: both strings live through the call, which copies them;
+        // there are no headers.
+        self.check(unsafe {
+            self.functions.create(
+                &mut program,
+                text.as_ptr(),
+                name.as_ptr(),
+                0,
+                ptr::null(),
+                ptr::null(),
+            )
+        })?;
+        Ok(Loaded {
+            nvrtc: self,
+            program,
+        })
+    }
+
+    fn check(&self, code: c_int) -> Result<(), String> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: NVRTC answers any code with a static string.
+        let text = unsafe { self.functions.error_string(code) };
+        if text.is_null() {
+            return Err(format!("NVRTC error {code}"));
+        }
+        // SAFETY: not null, so a NUL-terminated string that is never freed.
+        let text = unsafe { CStr::from_ptr(text) };
+        Err(format!("{} ({code})", text.to_string_lossy()))
+    }
+}
+
+/// A program that is destroyed on drop.
+struct Loaded<'a> {
+    nvrtc: &'a Nvrtc,
+    program: Program,
+}
+
+impl Loaded<'_> {
+    fn compile(&self, flags: &[String]) -> Result<(), Failure> {
+        let flags = flags
+            .iter()
+            .map(|flag| c_string(flag))
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(Failure::Broken)?;
+        let pointers = flags.iter().map(|flag| flag.as_ptr()).collect::<Vec<_>>();
+        let count = c_int::try_from(pointers.len()).unwrap_or(c_int::MAX);
+        // SAFETY: the program is live and used by this thread alone; the
+        // flags live through the call.
+        let code = unsafe {
+            self.nvrtc
+                .functions
+                .compile(self.program, count, pointers.as_ptr())
+        };
+        match code {
+            COMPILATION => Err(Failure::Rejected(self.log().unwrap_or_default())),
+            code => self.nvrtc.check(code).map_err(|words| self.broken(words)),
+        }
+    }
+
+    /// NVRTC's words for a code are terse; its log often says more.
+    fn broken(&self, words: String) -> Failure {
+        let log = self.log().unwrap_or_default();
+        Failure::Broken(format!("{words}\n{log}").trim().to_string())
+    }
+
+    fn log(&self) -> Result<String, String> {
+        let bytes = self.read(Functions::log_size, Functions::log)?;
+        Ok(until_nul(&bytes))
+    }
+
+    fn read(&self, size: Size, fetch: Fetch) -> Result<Vec<u8>, String> {
+        let functions = &self.nvrtc.functions;
+        let mut bytes = 0;
+        // SAFETY: the program is live, the pointer valid for a write.
+        self.nvrtc
+            .check(unsafe { size(functions, self.program, &mut bytes) })?;
+        let mut buffer = vec![0u8; bytes];
+        if bytes > 0 {
+            // SAFETY: the buffer has the size NVRTC has just asked for.
+            self.nvrtc
+                .check(unsafe { fetch(functions, self.program, buffer.as_mut_ptr().cast()) })?;
+        }
+        Ok(buffer)
+    }
+}
+
+impl Drop for Loaded<'_> {
+    fn drop(&mut self) {
+        // SAFETY: created by this NVRTC and destroyed once.
+        unsafe { self.nvrtc.functions.destroy(&mut self.program) };
+    }
+}
+
+fn c_string(text: &str) -> Result<CString, String> {
+    CString::new(text).map_err(|_| "the text holds a NUL character".to_string())
+}
+
+/// NVRTC counts the terminating NUL of texts.
+fn until_nul(bytes: &[u8]) -> String {
+    let end = bytes
+        .iter()
+        .position(|byte| *byte == 0)
+        .unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).into_owned()
+}
