@@ -1,1 +1,35 @@
 //! The CPU target: the system C compiler, dlopen, rayon.
+//!
+//! A kernel is C11 with GNU vector extensions and no header. Each of its
+//! entries is a function
+//!
+//! ```c
+//! void SYMBOL(void *const *args, int64_t first, int64_t last, int64_t grid_x);
+//! ```
+//!
+//! where `args[i]` points to the value of the i-th argument (a pointer,
+//! `int64_t` or `float`, as in CUDA's `kernelParams`) and the call runs the
+//! blocks `first <= b < last` of the linear grid, `b = y * grid_x + x`. Blocks
+//! must be independent: how they are cut into calls depends on the machine.
+//!
+//! [`CpuCompiler`] compiles, [`CpuDevice`] runs, [`limits`] measures what the
+//! machine can do at best.
+
+mod compiler;
+mod crew;
+mod device;
+mod driver;
+mod find;
+mod flags;
+mod identity;
+mod isa;
+mod library;
+pub mod limits;
+mod memory;
+mod module;
+mod report;
+
+pub use compiler::CpuCompiler;
+pub use device::CpuDevice;
+pub use identity::Identity;
+pub use isa::host_isa;

@@ -1,0 +1,251 @@
+//! The system C compiler as a [`Compiler`].
+
+use crate::driver::{self, Driver};
+use crate::find::{self, Process};
+use crate::{Identity, flags, report};
+use moesaic_kernel::{CpuIsa, KernelSource, Target};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::time::Instant;
+
+/// The C compiler of this machine. Making one starts no process; the version
+/// is asked for when it is first needed, unless [`CpuCompiler::recall`] knew it.
+#[derive(Debug)]
+pub struct CpuCompiler {
+    driver: Driver,
+    version: OnceLock<String>,
+}
+
+impl CpuCompiler {
+    /// Finds a compiler: `MOESAIC_CC`, `CC` (either may hold arguments, as in
+    /// `ccache gcc`), then `cc`, `gcc` and `clang` on `PATH`, then `fallback`,
+    /// the compiler that `moesaic toolchain install c` registered (a `zig`
+    /// binary, or anything that takes gcc's options).
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] lists what was tried.
+    pub fn find(fallback: Option<&Path>) -> Result<CpuCompiler, CompileError> {
+        find::find(&Process, fallback).map(CpuCompiler::from)
+    }
+
+    /// Uses this program, whether or not it exists.
+    pub fn at(program: &Path) -> CpuCompiler {
+        let program = std::path::absolute(program).unwrap_or_else(|_| program.to_path_buf());
+        CpuCompiler::from(Driver::new(program, Vec::new()))
+    }
+
+    /// The program this compiler runs.
+    pub fn program(&self) -> &Path {
+        self.driver.program()
+    }
+
+    /// Takes the version from an earlier process, if the program has not
+    /// changed since; whether it did. After that, nothing but
+    /// [`Compiler::compile`] runs the compiler.
+    pub fn recall(&self, identity: &Identity) -> bool {
+        let same = self.driver.leading_args().is_empty() && identity.is_current(self.program());
+        same && self.version.set(identity.version.clone()).is_ok()
+    }
+
+    /// What to remember for the next process. Runs the compiler once if its
+    /// version is not known yet. `None` when it does not say its version, or
+    /// when it is a launcher such as `ccache gcc`, whose file does not change
+    /// along with the compiler behind it.
+    pub fn identity(&self) -> Option<Identity> {
+        if !self.driver.leading_args().is_empty() || self.version() == UNKNOWN {
+            return None;
+        }
+        Identity::new(self.program(), self.version().to_string())
+    }
+
+    fn version(&self) -> &str {
+        self.version.get_or_init(|| {
+            self.driver
+                .version()
+                .unwrap_or_else(|_| UNKNOWN.to_string())
+        })
+    }
+
+    /// Compiles any C text; `symbols` are the functions it must export.
+    pub(crate) fn compile_text(
+        &self,
+        kernel: &str,
+        isa: CpuIsa,
+        text: &str,
+        symbols: &[&str],
+    ) -> Result<Artifact, CompileError> {
+        let started = Instant::now();
+        let (binary, log) = self.build(kernel, isa, text)?;
+        let kernels = report::kernels(&binary, symbols).map_err(|reason| {
+            let (compiler, kernel) = (self.name(), kernel.to_string());
+            CompileError::BadBinary {
+                compiler,
+                kernel,
+                reason,
+            }
+        })?;
+        let compile_ms = started.elapsed().as_secs_f64() * 1e3;
+        let report = Report {
+            compiler: self.name(),
+            compile_ms,
+            kernels,
+            log: driver::trim(&log),
+        };
+        Ok(Artifact { binary, report })
+    }
+
+    fn build(
+        &self,
+        kernel: &str,
+        isa: CpuIsa,
+        text: &str,
+    ) -> Result<(Vec<u8>, String), CompileError> {
+        let failed = |reason| {
+            let (compiler, kernel) = (self.name(), kernel.to_string());
+            CompileError::Failed {
+                compiler,
+                kernel,
+                reason,
+            }
+        };
+        let room = |what: &str, error: std::io::Error| {
+            let temp = std::env::temp_dir();
+            failed(format!(
+                "{what} in {} failed: {error}\nset TMPDIR to a directory that is writable and has room",
+                temp.display()
+            ))
+        };
+        let dir = tempfile::Builder::new().prefix("moesaic-").tempdir();
+        let dir = dir.map_err(|error| room("making a temporary directory", error))?;
+        std::fs::write(dir.path().join(driver::SOURCE), text)
+            .map_err(|error| room("writing the source", error))?;
+        let log = self
+            .driver
+            .build(dir.path(), isa)
+            .map_err(|failure| failure.into_error(&self.name(), kernel, isa))?;
+        let binary = std::fs::read(dir.path().join(driver::BINARY))
+            .map_err(|error| failed(format!("it reported success and left no binary: {error}")))?;
+        Ok((binary, log))
+    }
+
+    fn supported(&self, target: Target) -> Result<CpuIsa, CompileError> {
+        match target {
+            Target::Cpu(isa) if self.targets().contains(&target) => Ok(isa),
+            _ => Err(CompileError::UnsupportedTarget {
+                compiler: self.name(),
+                target: target.to_string(),
+                advice: format!(
+                    "it compiles for {}; `moesaic toolchain install c` adds the other CPUs",
+                    self.targets()
+                        .iter()
+                        .map(Target::to_string)
+                        .collect::<Vec<_>>()
+                        .join(", ")
+                ),
+            }),
+        }
+    }
+}
+
+/// Stands for a version that cannot be had: compiling will say why.
+const UNKNOWN: &str = "unknown version";
+
+impl From<Driver> for CpuCompiler {
+    fn from(driver: Driver) -> CpuCompiler {
+        CpuCompiler {
+            driver,
+            version: OnceLock::new(),
+        }
+    }
+}
+
+impl Compiler for CpuCompiler {
+    fn backend(&self) -> &'static str {
+        "cpu"
+    }
+
+    /// `gcc 12.2.0`; the program's path when it does not say its version.
+    fn name(&self) -> String {
+        short_name(self.version()).unwrap_or_else(|| self.driver.spelling())
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        let Target::Cpu(isa) = target else {
+            return format!("{} {target}", self.version());
+        };
+        let leading = self
+            .driver
+            .leading_args()
+            .iter()
+            .filter(|arg| !arg.contains('/'));
+        let mut words = vec![format!("{};", self.version())];
+        words.extend(leading.cloned());
+        words.extend(flags::compile_flags(isa).iter().map(ToString::to_string));
+        words.push(format!("{}-{}", flags::arch_of(isa), std::env::consts::OS));
+        words.join(" ")
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        let own = flags::isas_of(std::env::consts::ARCH).iter().copied();
+        let all = ["x86_64", "aarch64"]
+            .iter()
+            .flat_map(|arch| flags::isas_of(arch))
+            .copied();
+        let mut isas: Vec<CpuIsa> = if self.driver.is_cross() {
+            all.collect()
+        } else {
+            own.collect()
+        };
+        isas.sort();
+        isas.dedup();
+        isas.into_iter().map(Target::Cpu).collect()
+    }
+
+    fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
+        let isa = self.supported(source.target)?;
+        let symbols: Vec<&str> = source
+            .entries
+            .iter()
+            .map(|entry| entry.symbol.as_str())
+            .collect();
+        self.compile_text(&source.name, isa, &source.text, &symbols)
+    }
+}
+
+/// `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
+fn short_name(version: &str) -> Option<String> {
+    if version.starts_with("zig ") {
+        return Some(version.to_string());
+    }
+    let (product, rest) = version.split_once(" version ")?;
+    let number = rest.split([' ', ',']).next()?;
+    Some(format!("{} {number}", product.rsplit(' ').next()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::short_name;
+
+    #[test]
+    fn names_are_short() {
+        for (version, name) in [
+            (
+                "gcc version 12.2.0 (Debian 12.2.0-14), x86_64-linux-gnu",
+                "gcc 12.2.0",
+            ),
+            (
+                "Debian clang version 19.1.7 (3+b1), x86_64-pc-linux-gnu",
+                "clang 19.1.7",
+            ),
+            (
+                "Apple clang version 15.0.0 (clang-1500), arm64",
+                "clang 15.0.0",
+            ),
+            ("zig 0.17.0", "zig 0.17.0"),
+        ] {
+            assert_eq!(short_name(version).as_deref(), Some(name));
+        }
+        assert_eq!(short_name("unknown version"), None);
+    }
+}

@@ -1,0 +1,306 @@
+//! Running a compiler program.
+
+use moesaic_kernel::CpuIsa;
+use moesaic_target::CompileError;
+use std::ffi::OsStr;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Output, Stdio};
+
+use crate::flags;
+
+/// Names inside the compile directory. Relative, so that neither the binary
+/// nor a message holds a path of this machine.
+pub(crate) const SOURCE: &str = "kernel.c";
+const OBJECT: &str = "kernel.o";
+pub(crate) const BINARY: &str = "kernel.so";
+
+/// Variables that would change the output or write files elsewhere.
+const CLEARED: [&str; 7] = [
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "DEPENDENCIES_OUTPUT",
+    "SUNPRO_DEPENDENCIES",
+    "GCC_COMPARE_DEBUG",
+    "CCC_OVERRIDE_OPTIONS",
+    "CL",
+];
+
+/// A compiler program and how it wants to be called.
+#[derive(Clone, Debug)]
+pub(crate) struct Driver {
+    program: PathBuf,
+    args: Vec<String>,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// gcc, clang or anything that takes their options.
+    Cc,
+    /// The `zig` binary: a clang and a linker for every architecture in one.
+    Zig,
+}
+
+impl Driver {
+    /// `program` with `args` before every other argument. A `zig` needs none.
+    pub(crate) fn new(program: PathBuf, args: Vec<String>) -> Driver {
+        let is_zig = program.file_stem().is_some_and(|stem| stem == "zig");
+        match is_zig && (args.is_empty() || args == ["cc"]) {
+            true => Driver {
+                program,
+                args: Vec::new(),
+                kind: Kind::Zig,
+            },
+            false => Driver {
+                program,
+                args,
+                kind: Kind::Cc,
+            },
+        }
+    }
+
+    pub(crate) fn program(&self) -> &Path {
+        &self.program
+    }
+
+    pub(crate) fn leading_args(&self) -> &[String] {
+        &self.args
+    }
+
+    /// The program and its leading arguments, as a person would type them.
+    pub(crate) fn spelling(&self) -> String {
+        let mut words = vec![self.program.display().to_string()];
+        words.extend_from_slice(&self.args);
+        words.join(" ")
+    }
+
+    /// Whether it compiles for machines other than this one.
+    pub(crate) fn is_cross(&self) -> bool {
+        self.kind == Kind::Zig
+    }
+
+    /// Asks for product, version and machine; one line without paths.
+    pub(crate) fn version(&self) -> io::Result<String> {
+        let args: &[&str] = match self.kind {
+            Kind::Cc => &["-v"],
+            Kind::Zig => &["version"],
+        };
+        let output = self.command(None, args).output()?;
+        let text = both_streams(&output);
+        match self.kind {
+            Kind::Zig if output.status.success() => Some(format!("zig {}", text.trim())),
+            Kind::Cc if output.status.success() => version_line(&text),
+            _ => None,
+        }
+        .ok_or_else(|| io::Error::other(format!("`{}` does not say its version", self.spelling())))
+    }
+
+    /// Turns `SOURCE` in `dir` into `BINARY`; returns what was said.
+    pub(crate) fn build(&self, dir: &Path, isa: CpuIsa) -> Result<String, Failure> {
+        let mut log = String::new();
+        for args in self.steps(isa) {
+            let output = self
+                .command(Some(dir), &args)
+                .output()
+                .map_err(Failure::NotRun)?;
+            log.push_str(&both_streams(&output));
+            if !output.status.success() {
+                return Err(Failure::Exited(output.status, log));
+            }
+        }
+        Ok(log)
+    }
+
+    fn steps(&self, isa: CpuIsa) -> Vec<Vec<String>> {
+        let flags = flags::compile_flags(isa);
+        let step = |args: &[&str]| args.iter().map(ToString::to_string).collect::<Vec<_>>();
+        match self.kind {
+            Kind::Cc => {
+                let mut args = step(&flags);
+                args.extend(step(&["-pipe", "-shared", "-o", BINARY, SOURCE]));
+                if cfg!(target_os = "linux") {
+                    args.push("-Wl,--build-id=none".to_string());
+                }
+                vec![args]
+            }
+            Kind::Zig => {
+                let mut compile = step(&["clang", "-c", "-o", OBJECT, SOURCE]);
+                compile.extend(step(&flags));
+                compile.push(format!("--target={}-linux-gnu", flags::arch_of(isa)));
+                vec![compile, step(&["ld.lld", "-shared", "-o", BINARY, OBJECT])]
+            }
+        }
+    }
+
+    fn command<S: AsRef<OsStr>>(&self, dir: Option<&Path>, args: &[S]) -> Command {
+        let mut command = Command::new(&self.program);
+        command
+            .args(&self.args)
+            .args(args)
+            .stdin(Stdio::null())
+            .env("LC_ALL", "C");
+        for name in CLEARED {
+            command.env_remove(name);
+        }
+        if let Some(dir) = dir {
+            // The compiler's own temporary files go where they are removed
+            // even when it is killed.
+            command.current_dir(dir).env("TMPDIR", dir);
+        }
+        command
+    }
+}
+
+/// A build that gave no binary.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The program could not be started.
+    NotRun(io::Error),
+    /// It ended badly, having said this.
+    Exited(ExitStatus, String),
+}
+
+impl Failure {
+    /// The error to report for kernel `kernel`.
+    pub(crate) fn into_error(self, who: &str, kernel: &str, isa: CpuIsa) -> CompileError {
+        let compiler = who.to_string();
+        let failed = |reason| CompileError::Failed {
+            compiler: compiler.clone(),
+            kernel: kernel.to_string(),
+            reason,
+        };
+        let target = moesaic_kernel::Target::Cpu(isa).to_string();
+        match self {
+            Failure::NotRun(error) => failed(format!("it cannot be run: {error}")),
+            Failure::Exited(status, log) => match Verdict::of(status, &log) {
+                Verdict::Crashed(how) => failed(format!("{how}\n{}", trim(&log))),
+                Verdict::NoRoom => failed(format!(
+                    "no room for its files; free some space or memory, or set TMPDIR to a \
+                     directory with room\n{}",
+                    trim(&log)
+                )),
+                Verdict::UnknownFlag => {
+                    let advice =
+                        format!("use a newer compiler, or a narrower target\n{}", trim(&log));
+                    CompileError::UnsupportedTarget {
+                        compiler,
+                        target,
+                        advice,
+                    }
+                }
+                Verdict::Rejected => {
+                    let kernel = kernel.to_string();
+                    CompileError::Rejected {
+                        compiler,
+                        kernel,
+                        target,
+                        log: trim(&log),
+                    }
+                }
+            },
+        }
+    }
+}
+
+/// Why a compiler exited with an error, as far as its words tell.
+enum Verdict {
+    Crashed(String),
+    NoRoom,
+    UnknownFlag,
+    Rejected,
+}
+
+impl Verdict {
+    fn of(status: ExitStatus, log: &str) -> Verdict {
+        let says = |words: &[&str]| words.iter().any(|word| log.contains(word));
+        if says(&[
+            "No space left",
+            "Disk quota exceeded",
+            "emporary file",
+            "annot allocate memory",
+        ]) {
+            Verdict::NoRoom
+        } else if let Some(signal) = signal(status) {
+            Verdict::Crashed(format!("it was killed by signal {signal}"))
+        } else if says(&["internal compiler error", "PLEASE submit a bug report"]) {
+            Verdict::Crashed("it crashed".to_string())
+        } else if says(&[
+            "cannot execute",
+            "error trying to exec",
+            "posix_spawn failed",
+        ]) {
+            Verdict::Crashed("its installation is incomplete".to_string())
+        } else if says(&[
+            "unrecognized command",
+            "unknown argument",
+            "unsupported option",
+        ]) {
+            Verdict::UnknownFlag
+        } else {
+            Verdict::Rejected
+        }
+    }
+}
+
+#[cfg(unix)]
+fn signal(status: ExitStatus) -> Option<i32> {
+    use std::os::unix::process::ExitStatusExt;
+    status.signal()
+}
+
+#[cfg(not(unix))]
+fn signal(_: ExitStatus) -> Option<i32> {
+    None
+}
+
+fn both_streams(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// Enough of a log to act on: a wrong macro can repeat itself thousands of times.
+pub(crate) fn trim(log: &str) -> String {
+    const LINES: usize = 60;
+    let lines: Vec<&str> = log.trim().lines().collect();
+    match lines.len() {
+        n if n <= LINES => lines.join("\n"),
+        n => format!("{}\n… {} more lines", lines[..LINES].join("\n"), n - LINES),
+    }
+}
+
+/// `gcc version 12.2.0 (Debian …)` and `Target: …` from the output of `-v`.
+fn version_line(text: &str) -> Option<String> {
+    let version = text.lines().find(|line| line.contains(" version "))?.trim();
+    let machine = text
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("Target: "));
+    Some(format!(
+        "{version}, {}",
+        machine.unwrap_or(std::env::consts::ARCH)
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_of_known_compilers_are_read() {
+        let gcc = "Using built-in specs.\nCOLLECT_GCC=cc\nCOLLECT_LTO_WRAPPER=/usr/lib/lto\n\
+                   Target: x86_64-linux-gnu\nThread model: posix\n\
+                   gcc version 12.2.0 (Debian 12.2.0-14) \n";
+        let expected = "gcc version 12.2.0 (Debian 12.2.0-14), x86_64-linux-gnu";
+        assert_eq!(version_line(gcc).unwrap(), expected);
+        let clang = "Debian clang version 19.1.7 (3+b1)\nTarget: x86_64-pc-linux-gnu\n";
+        let expected = "Debian clang version 19.1.7 (3+b1), x86_64-pc-linux-gnu";
+        assert_eq!(version_line(clang).unwrap(), expected);
+        assert_eq!(version_line("usage: tool [options]"), None);
+    }
+
+    #[test]
+    fn long_logs_are_cut() {
+        let log = "line\n".repeat(100);
+        assert!(trim(&log).ends_with("… 40 more lines"));
+        assert_eq!(trim("\n one\n"), "one");
+    }
+}

@@ -1,0 +1,102 @@
+//! Compiler flags. Every flag that can change the machine code is here, so
+//! that a fingerprint of this file's output is enough for a cache key.
+
+use moesaic_kernel::CpuIsa;
+
+/// Flags for every instruction set.
+///
+/// No fast-math: sums keep the order they are written in. Contraction of
+/// `a * b + c` is asked for by name, since compilers differ in their default.
+/// Kernels read packed memory through vector types, hence no strict aliasing.
+const COMMON: [&str; 12] = [
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused",
+    "-Wno-psabi",
+    "-g0",
+];
+
+const AVX2: [&str; 4] = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"];
+
+const AVX512: [&str; 5] = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mprefer-vector-width=512",
+];
+
+/// Flags of the compile step: never `-march=native`, so that a kernel made on
+/// a login node is the kernel a compute node would have made.
+pub(crate) fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
+    let features: &[&[&str]] = match isa {
+        CpuIsa::Portable | CpuIsa::Neon => &[],
+        CpuIsa::Avx2 => &[&AVX2],
+        CpuIsa::Avx512 => &[&AVX2, &AVX512],
+        CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16"]],
+    };
+    COMMON
+        .iter()
+        .chain(features.iter().copied().flatten())
+        .copied()
+        .collect()
+}
+
+/// The instruction sets of a machine architecture, as Rust names it.
+pub(crate) fn isas_of(arch: &str) -> &'static [CpuIsa] {
+    match arch {
+        "x86_64" => &[
+            CpuIsa::Portable,
+            CpuIsa::Avx2,
+            CpuIsa::Avx512,
+            CpuIsa::Avx512Bf16,
+        ],
+        "aarch64" => &[CpuIsa::Portable, CpuIsa::Neon],
+        _ => &[CpuIsa::Portable],
+    }
+}
+
+/// The architecture an instruction set is for; the portable one is for
+/// whatever machine compiles it.
+pub(crate) fn arch_of(isa: CpuIsa) -> &'static str {
+    match isa {
+        CpuIsa::Portable => std::env::consts::ARCH,
+        CpuIsa::Neon => "aarch64",
+        CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => "x86_64",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_flag_depends_on_this_machine_or_breaks_float_rules() {
+        for isa in [
+            CpuIsa::Portable,
+            CpuIsa::Avx2,
+            CpuIsa::Avx512Bf16,
+            CpuIsa::Neon,
+        ] {
+            let flags = compile_flags(isa).join(" ");
+            for bad in ["native", "fast-math", "associative", "unsafe"] {
+                assert!(!flags.contains(bad), "{flags}");
+            }
+        }
+    }
+
+    #[test]
+    fn wider_sets_include_narrower_ones() {
+        let narrow = compile_flags(CpuIsa::Avx2);
+        let wide = compile_flags(CpuIsa::Avx512Bf16);
+        assert!(narrow.iter().all(|flag| wide.contains(flag)));
+        assert!(wide.contains(&"-mavx512bf16") && !narrow.contains(&"-mavx512bf16"));
+    }
+}

@@ -1,0 +1,84 @@
+//! Loading a shared object from bytes.
+
+use moesaic_dl::Library;
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+/// A loaded shared object, and what must outlive it.
+pub(crate) struct Loaded {
+    pub(crate) library: Library,
+    /// Declared after the library, to be dropped after it: the loader knows a
+    /// library by its path, and would hand out this one again if the number
+    /// of a closed file came back under it.
+    _file: Backing,
+}
+
+enum Backing {
+    #[cfg(target_os = "linux")]
+    Memory(#[expect(dead_code, reason = "held open, never read")] std::fs::File),
+    Disk(#[expect(dead_code, reason = "removed on drop")] tempfile::TempPath),
+}
+
+/// Loads `binary`, from memory if the system can, else from a temporary file:
+/// some systems forbid running code from memory files.
+pub(crate) fn load(binary: &[u8]) -> Result<Loaded, String> {
+    let from_memory = in_memory(binary).ok().and_then(|place| open(place).ok());
+    match from_memory {
+        Some(loaded) => Ok(loaded),
+        None => open(on_disk(binary).map_err(|error| format!("no place for it: {error}"))?),
+    }
+}
+
+fn open((path, backing): (PathBuf, Backing)) -> Result<Loaded, String> {
+    Library::open_path("a compiled kernel", &path)
+        .map(|library| Loaded {
+            library,
+            _file: backing,
+        })
+        .map_err(|error| error.to_string())
+}
+
+#[cfg(target_os = "linux")]
+fn in_memory(binary: &[u8]) -> io::Result<(PathBuf, Backing)> {
+    use std::os::fd::{AsRawFd, FromRawFd};
+    // SAFETY: the name is a terminated string; the call has no other demands.
+    let fd = unsafe { libc::memfd_create(c"moesaic-kernel".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just made and belongs to nobody else.
+    let mut file = unsafe { std::fs::File::from_raw_fd(fd) };
+    file.write_all(binary)?;
+    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    Ok((path, Backing::Memory(file)))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn in_memory(_: &[u8]) -> io::Result<(PathBuf, Backing)> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+fn on_disk(binary: &[u8]) -> io::Result<(PathBuf, Backing)> {
+    let mut file = tempfile::Builder::new()
+        .prefix("moesaic-")
+        .suffix(".so")
+        .tempfile()?;
+    file.write_all(binary)?;
+    // Closed before it is loaded: a file open for writing cannot be run.
+    let path = file.into_temp_path();
+    Ok((path.to_path_buf(), Backing::Disk(path)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn garbage_is_refused_with_the_loaders_words() {
+        let error = load(b"not a shared object").err().unwrap();
+        assert!(
+            error.contains("too short") || error.contains("invalid ELF"),
+            "{error}"
+        );
+    }
+}

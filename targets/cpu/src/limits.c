@@ -1,0 +1,95 @@
+/* What this machine can do at best: one entry per limit. A block is one
+   thread's share; every entry follows the ABI of a CPU kernel. */
+
+typedef __INT64_TYPE__ i64;
+typedef __UINT64_TYPE__ u64;
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#define CHAINS 24 /* enough to hide the latency of two units, and no spills */
+#elif defined(__AVX__)
+#define BYTES 32
+#define CHAINS 12
+#else
+#define BYTES 16
+#define CHAINS 12
+#endif
+
+typedef float vec __attribute__((vector_size(BYTES)));
+typedef u64 words __attribute__((vector_size(BYTES)));
+
+#define ARG(type, i) (*(type *)args[i])
+
+/* out[block] gets a value that depends on every chain, so that none is
+   dropped. */
+static void keep(float *out, i64 block, const vec *chain) {
+  vec sum = chain[0];
+  for (int c = 1; c < CHAINS; ++c) sum += chain[c];
+  out[block] = sum[0];
+}
+
+/* (out f32 [blocks], rounds i64): CHAINS * BYTES / 4 multiply-adds a round. */
+void limit_f32(void *const *args, i64 first, i64 last, i64 grid_x) {
+  float *out = ARG(float *, 0);
+  i64 rounds = ARG(i64, 1);
+  (void)grid_x;
+  for (i64 b = first; b < last; ++b) {
+    vec chain[CHAINS], scale, shift;
+    for (int c = 0; c < CHAINS; ++c) chain[c] = (vec){0} + (float)c;
+    scale = (vec){0} + 0.5f;
+    shift = (vec){0} + (float)b;
+    for (i64 r = 0; r < rounds; ++r) {
+#pragma GCC unroll 32
+      for (int c = 0; c < CHAINS; ++c) chain[c] = chain[c] * scale + shift;
+    }
+    keep(out, b, chain);
+  }
+}
+
+/* (out f32 [blocks], rounds i64): CHAINS * BYTES / 2 multiply-adds a round. */
+void limit_bf16(void *const *args, i64 first, i64 last, i64 grid_x) {
+  float *out = ARG(float *, 0);
+  i64 rounds = ARG(i64, 1);
+  (void)grid_x;
+  for (i64 b = first; b < last; ++b) {
+    vec chain[CHAINS];
+    for (int c = 0; c < CHAINS; ++c) chain[c] = (vec){0} + (float)c;
+#if defined(__AVX512BF16__)
+    words pair = (words){0} + 0x3f803f803f803f80u;
+    for (i64 r = 0; r < rounds; ++r) {
+#pragma GCC unroll 32
+      for (int c = 0; c < CHAINS; ++c)
+        __asm__("vdpbf16ps %1, %1, %0" : "+v"(chain[c]) : "v"(pair));
+    }
+#else
+    (void)rounds;
+#endif
+    keep(out, b, chain);
+  }
+}
+
+/* (out f32 [blocks], from, bytes i64 per block) */
+void limit_read(void *const *args, i64 first, i64 last, i64 grid_x) {
+  u64 *out = ARG(u64 *, 0);
+  i64 count = ARG(i64, 2) / BYTES;
+  (void)grid_x;
+  for (i64 b = first; b < last; ++b) {
+    const words *from = ARG(const words *, 1) + b * count;
+    words any[4] = {{0}, {0}, {0}, {0}};
+    for (i64 i = 0; i + 4 <= count; i += 4)
+      for (int c = 0; c < 4; ++c) any[c] |= from[i + c];
+    any[0] |= any[1] | any[2] | any[3];
+    out[b] = any[0][0];
+  }
+}
+
+/* (to, from, bytes i64 per block) */
+void limit_copy(void *const *args, i64 first, i64 last, i64 grid_x) {
+  i64 count = ARG(i64, 2) / BYTES;
+  (void)grid_x;
+  for (i64 b = first; b < last; ++b) {
+    words *restrict to = ARG(words *, 0) + b * count;
+    const words *restrict from = ARG(const words *, 1) + b * count;
+    for (i64 i = 0; i < count; ++i) to[i] = from[i];
+  }
+}

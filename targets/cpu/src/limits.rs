@@ -1,0 +1,178 @@
+//! What this machine can do at best, measured: the yardstick that benches and
+//! `inspect` hold kernels against.
+
+use crate::{CpuCompiler, CpuDevice};
+use moesaic_kernel::{Access, CpuIsa, DType, Entry, Launch, Param, ParamType, Size};
+use moesaic_target::{Arg, Buffer, CompileError, Device, DeviceError, LaunchDims, Module};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const TEXT: &str = include_str!("limits.c");
+
+/// The best this machine did in a few short runs over all the device's threads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Threads that took part.
+    pub threads: usize,
+    /// f32 multiply-adds, in 1e9 floating point operations per second.
+    pub f32_gflops: f64,
+    /// bf16 dot products with f32 sums, likewise; where the CPU has them.
+    pub bf16_gflops: Option<f64>,
+    /// Memory read, in 1e9 bytes per second.
+    pub read_gbps: f64,
+    /// Memory copied (each byte counts once), in 1e9 bytes per second.
+    pub copy_gbps: f64,
+}
+
+/// The measurement could not be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LimitsError {
+    /// The probe does not compile.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// The probe does not run.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Measures for about a third of a second.
+///
+/// # Errors
+/// When the compiler or the device fails.
+pub fn measure(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Limits, LimitsError> {
+    let probe = Probe::new(compiler, device)?;
+    let has_bf16 = probe.isa == CpuIsa::Avx512Bf16;
+    Ok(Limits {
+        threads: probe.threads,
+        f32_gflops: probe.rate("limit_f32", 2.0)?,
+        bf16_gflops: has_bf16
+            .then(|| probe.rate("limit_bf16", 4.0))
+            .transpose()?,
+        read_gbps: probe.bandwidth("limit_read")?,
+        copy_gbps: probe.bandwidth("limit_copy")?,
+    })
+}
+
+/// Time for one limit.
+const BUDGET: Duration = Duration::from_millis(60);
+
+/// Bytes a thread reads or copies: well beyond its share of the caches, as
+/// far as a short measurement allows.
+const SHARE: usize = 32 << 20;
+
+/// Chains of multiply-adds in `limits.c`.
+const fn chains(isa: CpuIsa) -> usize {
+    if isa.vector_bytes() == 64 { 24 } else { 12 }
+}
+
+struct Probe {
+    module: Arc<dyn Module>,
+    threads: usize,
+    isa: CpuIsa,
+    results: Buffer,
+    from: Buffer,
+    to: Buffer,
+}
+
+impl Probe {
+    fn new(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Probe, LimitsError> {
+        let isa = crate::host_isa();
+        let entries = entries();
+        let symbols: Vec<&str> = entries.iter().map(|entry| entry.symbol.as_str()).collect();
+        let artifact = compiler.compile_text("limits", isa, TEXT, &symbols)?;
+        let threads = device.threads();
+        let [from, to] = [(); 2].map(|()| device.alloc(threads * SHARE));
+        let (from, to) = (from?, to?);
+        // Untouched memory is one shared page of zeros and would read too fast.
+        let ones = vec![1; SHARE];
+        for share in 0..threads {
+            device.upload(&ones, &from, share * SHARE)?;
+        }
+        let module = device.load(&artifact, &entries)?;
+        Ok(Probe {
+            module,
+            threads,
+            isa,
+            results: device.alloc(threads * 8)?,
+            from,
+            to,
+        })
+    }
+
+    /// 1e9 operations per second, at `per_lane` operations a lane and chain.
+    fn rate(&self, symbol: &str, per_lane: f64) -> Result<f64, DeviceError> {
+        const ROUNDS: i64 = 200_000;
+        let lanes = (self.isa.vector_bytes() / 4 * chains(self.isa) * self.threads) as f64;
+        let args = [Arg::Ptr(self.results.ptr()), Arg::I64(ROUNDS)];
+        let seconds = self.best(symbol, &args)?;
+        Ok(per_lane * lanes * ROUNDS as f64 / seconds / 1e9)
+    }
+
+    fn bandwidth(&self, symbol: &str) -> Result<f64, DeviceError> {
+        let first = if symbol == "limit_read" {
+            &self.results
+        } else {
+            &self.to
+        };
+        let args = [
+            Arg::Ptr(first.ptr()),
+            Arg::Ptr(self.from.ptr()),
+            Arg::I64(SHARE as i64),
+        ];
+        let seconds = self.best(symbol, &args)?;
+        Ok((self.threads * SHARE) as f64 / seconds / 1e9)
+    }
+
+    /// Seconds of the fastest of several launches, one block per thread.
+    fn best(&self, symbol: &str, args: &[Arg]) -> Result<f64, DeviceError> {
+        let dims = LaunchDims {
+            grid: [self.threads as u64, 1],
+            threads: 1,
+            shared_bytes: 0,
+        };
+        let mut best = f64::INFINITY;
+        let begun = Instant::now();
+        while begun.elapsed() < BUDGET || best.is_infinite() {
+            let started = Instant::now();
+            // SAFETY: every entry of limits.c takes these arguments; results
+            // holds 8 bytes and the others SHARE bytes per block.
+            unsafe { self.module.launch(symbol, dims, args)? };
+            best = best.min(started.elapsed().as_secs_f64());
+        }
+        Ok(best)
+    }
+}
+
+fn entries() -> Vec<Entry> {
+    let pointer = |name: &str| Param {
+        name: name.to_string(),
+        ty: ParamType::Tensor(DType::I64, Access::ReadWrite),
+        shape: String::new(),
+    };
+    let rate = || vec![pointer("out"), Param::i64("rounds")];
+    let stream = || vec![pointer("to"), pointer("from"), Param::i64("bytes")];
+    let params = [
+        ("limit_f32", rate()),
+        ("limit_bf16", rate()),
+        ("limit_read", stream()),
+        ("limit_copy", stream()),
+    ];
+    params.map(|(symbol, params)| entry(symbol, params)).into()
+}
+
+fn entry(symbol: &str, params: Vec<Param>) -> Entry {
+    let grid = [Size::Const(1), Size::Const(1)];
+    let launch = Launch {
+        grid,
+        threads: 1,
+        shared_bytes: 0,
+    };
+    let summary = "Measures a limit of the machine.".to_string();
+    Entry {
+        symbol: symbol.to_string(),
+        summary,
+        params,
+        launch,
+    }
+}

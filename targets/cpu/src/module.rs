@@ -1,0 +1,156 @@
+//! Loaded kernels and their launch.
+
+use crate::crew::Crew;
+use crate::library::{self, Loaded};
+use moesaic_kernel::{Entry, ParamType, Scalar};
+use moesaic_target::{Arg, Artifact, DeviceError, LaunchDims, Module};
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+/// An entry of a CPU kernel: argument values, first block, last block, grid x.
+type Function = unsafe extern "C" fn(*const *const c_void, i64, i64, i64);
+
+/// A loaded shared object.
+pub(crate) struct CpuModule {
+    functions: BTreeMap<String, (Function, Vec<ParamType>)>,
+    crew: Arc<Crew>,
+    /// Keeps the code behind `functions` mapped.
+    _loaded: Loaded,
+}
+
+impl CpuModule {
+    pub(crate) fn load(
+        artifact: &Artifact,
+        entries: &[Entry],
+        crew: Arc<Crew>,
+    ) -> Result<CpuModule, DeviceError> {
+        let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
+        let loaded = library::load(&artifact.binary).map_err(|reason| error(kernel, reason))?;
+        let functions = entries.iter().map(|entry| function(&loaded, entry));
+        let functions = functions.collect::<Result<_, _>>()?;
+        Ok(CpuModule {
+            functions,
+            crew,
+            _loaded: loaded,
+        })
+    }
+
+    fn function(&self, symbol: &str, args: &[Arg]) -> Result<Function, DeviceError> {
+        let refuse = |reason| DeviceError::Launch {
+            kernel: symbol.to_string(),
+            reason,
+        };
+        let Some((function, params)) = self.functions.get(symbol) else {
+            let known = self
+                .functions
+                .keys()
+                .cloned()
+                .collect::<Vec<_>>()
+                .join(", ");
+            return Err(refuse(format!("it was not loaded; loaded are: {known}")));
+        };
+        if params.len() != args.len() {
+            let (want, got) = (params.len(), args.len());
+            return Err(refuse(format!("it takes {want} arguments and got {got}")));
+        }
+        let wrong = params
+            .iter()
+            .zip(args)
+            .position(|(param, arg)| !fits(param, arg));
+        match wrong {
+            Some(index) => Err(refuse(format!(
+                "argument {index} is {:?} and must be {:?}",
+                args[index], params[index]
+            ))),
+            None => Ok(*function),
+        }
+    }
+}
+
+fn error(kernel: &str, reason: String) -> DeviceError {
+    DeviceError::Load {
+        kernel: kernel.to_string(),
+        reason,
+    }
+}
+
+fn function(
+    loaded: &Loaded,
+    entry: &Entry,
+) -> Result<(String, (Function, Vec<ParamType>)), DeviceError> {
+    // SAFETY: every entry of a CPU kernel has this type; it is copied into
+    // the module that also holds the library.
+    let function = unsafe { loaded.library.symbol::<Function>(&entry.symbol) }
+        .map_err(|missing| error(&entry.symbol, missing.to_string()))?;
+    let params = entry.params.iter().map(|param| param.ty).collect();
+    Ok((entry.symbol.clone(), (function, params)))
+}
+
+fn fits(param: &ParamType, arg: &Arg) -> bool {
+    matches!(
+        (param, arg),
+        (ParamType::Tensor(..), Arg::Ptr(_))
+            | (ParamType::Scalar(Scalar::I64), Arg::I64(_))
+            | (ParamType::Scalar(Scalar::F32), Arg::F32(_))
+    )
+}
+
+impl Module for CpuModule {
+    unsafe fn launch(
+        &self,
+        symbol: &str,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError> {
+        let function = self.function(symbol, args)?;
+        let [x, y] = dims.grid;
+        let blocks = x
+            .checked_mul(y)
+            .and_then(|blocks| i64::try_from(blocks).ok());
+        let Some(blocks) = blocks else {
+            let reason = format!("a grid of {x} x {y} blocks is too large");
+            return Err(DeviceError::Launch {
+                kernel: symbol.to_string(),
+                reason,
+            });
+        };
+        let values: Vec<u64> = args.iter().map(value).collect();
+        let table: Vec<Slot> = values.iter().map(Slot::new).collect();
+        self.crew.run(blocks, |first, last| {
+            // A Slot is transparent over the pointer the kernel expects.
+            let table = table.as_ptr().cast::<*const c_void>();
+            // SAFETY: the arguments are of the entry's kinds, checked above;
+            // the caller vouches for the memory behind them. Both tables
+            // outlive the call, and x fits since x * y does or y is 0.
+            unsafe { function(table, first, last, x as i64) }
+        });
+        Ok(())
+    }
+}
+
+/// An argument value at the start of 8 aligned bytes.
+fn value(arg: &Arg) -> u64 {
+    match arg {
+        Arg::Ptr(address) => address.0,
+        Arg::I64(value) => *value as u64,
+        Arg::F32(value) => {
+            let mut bytes = [0; 8];
+            bytes[..4].copy_from_slice(&value.to_ne_bytes());
+            u64::from_ne_bytes(bytes)
+        }
+    }
+}
+
+/// The address of one value.
+#[repr(transparent)]
+struct Slot(*const c_void);
+
+// SAFETY: kernels only read through it, and the values do not change.
+unsafe impl Sync for Slot {}
+
+impl Slot {
+    fn new(value: &u64) -> Slot {
+        Slot(std::ptr::from_ref(value).cast())
+    }
+}
