@@ -23,8 +23,13 @@ pub enum Stem {
 
 impl Stem {
     /// Every stem, in the order a forward pass runs them.
-    pub const ALL: [Stem; 5] =
-        [Stem::GateTopk, Stem::ExpertScan, Stem::Dispatch, Stem::GroupedGemm, Stem::Combine];
+    pub const ALL: [Stem; 5] = [
+        Stem::GateTopk,
+        Stem::ExpertScan,
+        Stem::Dispatch,
+        Stem::GroupedGemm,
+        Stem::Combine,
+    ];
 
     /// The snake_case spelling.
     pub const fn name(self) -> &'static str {
@@ -178,11 +183,19 @@ impl Param {
 
     /// A tensor with the given access.
     pub fn tensor(name: &str, dtype: DType, access: Access, shape: impl Into<String>) -> Param {
-        Param { name: name.to_string(), ty: ParamType::Tensor(dtype, access), shape: shape.into() }
+        Param {
+            name: name.to_string(),
+            ty: ParamType::Tensor(dtype, access),
+            shape: shape.into(),
+        }
     }
 
     /// A 64-bit integer.
     pub fn i64(name: &str) -> Param {
-        Param { name: name.to_string(), ty: ParamType::Scalar(Scalar::I64), shape: String::new() }
+        Param {
+            name: name.to_string(),
+            ty: ParamType::Scalar(Scalar::I64),
+            shape: String::new(),
+        }
     }
 }

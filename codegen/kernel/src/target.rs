@@ -145,7 +145,10 @@ impl Target {
 impl CpuIsa {
     /// The name after `cpu:`.
     pub fn name(self) -> &'static str {
-        CPU.iter().find(|(isa, _)| *isa == self).expect("CPU lists every variant").1
+        CPU.iter()
+            .find(|(isa, _)| *isa == self)
+            .expect("CPU lists every variant")
+            .1
     }
 
     /// Bytes of one vector register.
@@ -194,8 +197,16 @@ impl FromStr for Target {
             Some(target) => format!("did you mean `{target}`?"),
             None => "write it as backend:arch".to_string(),
         };
-        let known = all.iter().map(Target::to_string).collect::<Vec<_>>().join(", ");
-        Err(TargetError { asked: asked.to_string(), hint, known })
+        let known = all
+            .iter()
+            .map(Target::to_string)
+            .collect::<Vec<_>>()
+            .join(", ");
+        Err(TargetError {
+            asked: asked.to_string(),
+            hint,
+            known,
+        })
     }
 }
 
@@ -207,7 +218,9 @@ impl Serialize for Target {
 
 impl<'de> Deserialize<'de> for Target {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Target, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        String::deserialize(deserializer)?
+            .parse()
+            .map_err(serde::de::Error::custom)
     }
 }
 
@@ -225,6 +238,9 @@ mod tests {
     #[test]
     fn a_bare_arch_gets_a_suggestion() {
         let error = "sm_90a".parse::<Target>().unwrap_err();
-        assert!(error.to_string().contains("did you mean `cuda:sm_90a`?"), "{error}");
+        assert!(
+            error.to_string().contains("did you mean `cuda:sm_90a`?"),
+            "{error}"
+        );
     }
 }

@@ -186,7 +186,11 @@ pub(crate) fn gate_topk(spec: &LayerSpec) -> Option<GateTopkDesc> {
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         logits,
-        router: Router { jitter: 0.0, noise: 0.0, ..spec.router.clone() },
+        router: Router {
+            jitter: 0.0,
+            noise: 0.0,
+            ..spec.router.clone()
+        },
         select: true,
         best_score: needs_order(spec),
     })
@@ -284,6 +288,10 @@ pub(crate) fn combine(spec: &LayerSpec) -> CombineDesc {
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Output,
-        shared: shared.map(|s| SharedDesc { gated: s.gate == SharedGate::Sigmoid }).collect(),
+        shared: shared
+            .map(|s| SharedDesc {
+                gated: s.gate == SharedGate::Sigmoid,
+            })
+            .collect(),
     }
 }

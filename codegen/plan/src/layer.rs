@@ -67,7 +67,10 @@ impl LayerPlan {
     /// When the step is not of this plan.
     pub fn entry(&self, step: &Step) -> &Entry {
         let entries = &self.kernels[step.kernel].entries;
-        entries.iter().find(|e| e.symbol == step.symbol).expect("steps name entries of the plan")
+        entries
+            .iter()
+            .find(|e| e.symbol == step.symbol)
+            .expect("steps name entries of the plan")
     }
 
     /// The tensor of this name.
@@ -79,12 +82,15 @@ impl LayerPlan {
 impl TensorPlan {
     /// Elements for a token count.
     pub fn elements(&self, tokens: u64) -> u64 {
-        self.shape.iter().fold(1, |product, size| product.saturating_mul(size.eval(tokens)))
+        self.shape
+            .iter()
+            .fold(1, |product, size| product.saturating_mul(size.eval(tokens)))
     }
 
     /// Bytes for a token count.
     pub fn bytes(&self, tokens: u64) -> u64 {
-        self.elements(tokens).saturating_mul(self.dtype.size() as u64)
+        self.elements(tokens)
+            .saturating_mul(self.dtype.size() as u64)
     }
 }
 
@@ -113,7 +119,15 @@ impl Builder {
     fn new(spec: &LayerSpec, target: Target) -> Builder {
         let tensors = declared_tensors(spec, target);
         let spec = spec.clone();
-        Builder { plan: LayerPlan { spec, target, kernels: vec![], tensors, steps: vec![] } }
+        Builder {
+            plan: LayerPlan {
+                spec,
+                target,
+                kernels: vec![],
+                tensors,
+                steps: vec![],
+            },
+        }
     }
 
     /// Adds a kernel and one step per entry. `bind` renames parameters to
@@ -123,18 +137,36 @@ impl Builder {
         let entries = entries(&desc, &config);
         let kernel = self.plan.kernels.len();
         for entry in &entries {
-            let pointers = entry.params.iter().filter(|p| matches!(p.ty, ParamType::Tensor(..)));
+            let pointers = entry
+                .params
+                .iter()
+                .filter(|p| matches!(p.ty, ParamType::Tensor(..)));
             let tensors = pointers
-                .map(|p| bind.iter().find(|(from, _)| *from == p.name).map_or(&*p.name, |b| b.1))
+                .map(|p| {
+                    bind.iter()
+                        .find(|(from, _)| *from == p.name)
+                        .map_or(&*p.name, |b| b.1)
+                })
                 .map(str::to_string)
                 .collect();
-            self.plan.steps.push(Step { kernel, symbol: entry.symbol.clone(), tensors });
+            self.plan.steps.push(Step {
+                kernel,
+                symbol: entry.symbol.clone(),
+                tensors,
+            });
         }
-        self.plan.kernels.push(KernelPlan { name: name.to_string(), desc, config, entries });
+        self.plan.kernels.push(KernelPlan {
+            name: name.to_string(),
+            desc,
+            config,
+            entries,
+        });
     }
 
     fn routing(&mut self) {
-        let Some(desc) = desc::gate_topk(&self.plan.spec) else { return };
+        let Some(desc) = desc::gate_topk(&self.plan.spec) else {
+            return;
+        };
         let bind = [
             ("logits", "router.logits"),
             ("weight", "router.weight"),
@@ -178,7 +210,8 @@ impl Builder {
         let spec = self.plan.spec.clone();
         let shared = &spec.shared[index];
         let name = |part: &str| format!("shared.{index}.{part}");
-        let names = ["gate", "up", "down"].map(|p| (name(&format!("{p}.weight")), name(&format!("{p}.bias"))));
+        let names = ["gate", "up", "down"]
+            .map(|p| (name(&format!("{p}.weight")), name(&format!("{p}.bias"))));
         let (hidden, out) = (name("hidden"), name("out"));
         let bind = [
             ("rows", "x"),
@@ -211,7 +244,10 @@ impl Builder {
             .flat_map(|i| {
                 [
                     [format!("shared_{i}_out"), format!("shared.{i}.out")],
-                    [format!("shared_{i}_logit"), format!("shared.{i}.router.logits")],
+                    [
+                        format!("shared_{i}_logit"),
+                        format!("shared.{i}.router.logits"),
+                    ],
                 ]
             })
             .collect();
@@ -239,7 +275,12 @@ fn declared_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
 }
 
 fn tensor(name: &str, dtype: DType, shape: &[Size], role: Role) -> TensorPlan {
-    TensorPlan { name: name.to_string(), dtype, shape: shape.to_vec(), role }
+    TensorPlan {
+        name: name.to_string(),
+        dtype,
+        shape: shape.to_vec(),
+        role,
+    }
 }
 
 fn constant(n: usize) -> Size {
@@ -251,14 +292,28 @@ fn routing_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let model = constant(spec.shape.model_dim);
     let experts = constant(spec.routed_experts());
     let kind = spec.router.kind;
-    let decided = if kind == RouterKind::External { Role::Input } else { Role::Output };
+    let decided = if kind == RouterKind::External {
+        Role::Input
+    } else {
+        Role::Output
+    };
     let mut list = vec![
-        tensor("x", spec.precision.activations, &[tokens.clone(), model], Role::Input),
+        tensor(
+            "x",
+            spec.precision.activations,
+            &[tokens.clone(), model],
+            Role::Input,
+        ),
         tensor("topk_ids", I32, &[tokens.clone(), k.clone()], decided),
         tensor("topk_weights", F32, &[tokens.clone(), k], decided),
     ];
     if spec.has_logits() {
-        list.push(tensor("router.logits", F32, &[tokens.clone(), experts], Role::Output));
+        list.push(tensor(
+            "router.logits",
+            F32,
+            &[tokens.clone(), experts],
+            Role::Output,
+        ));
     }
     if let (RouterKind::Cosine, Some(width)) = (kind, spec.router.projection_dim) {
         let shape = [tokens.clone(), constant(width)];
@@ -286,7 +341,12 @@ fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
         tensor("tile_counts", I32, &[tiles, routed.clone()], Role::Scratch),
         tensor("counts", I64, &[routed], Role::Output),
         tensor("offsets", I64, std::slice::from_ref(&edges), Role::Output),
-        tensor("row_tiles", I32, std::slice::from_ref(&edges), Role::Scratch),
+        tensor(
+            "row_tiles",
+            I32,
+            std::slice::from_ref(&edges),
+            Role::Scratch,
+        ),
         tensor("locations", I32, &per_slot, Role::Output),
         tensor("slot_rows", I32, &per_slot, Role::Output),
         tensor("row_slots", I32, std::slice::from_ref(&slots), Role::Output),
@@ -298,7 +358,12 @@ fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
         list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
     }
     if desc.ordered() {
-        list.push(tensor("best_score", F32, std::slice::from_ref(&tokens), Role::Scratch));
+        list.push(tensor(
+            "best_score",
+            F32,
+            std::slice::from_ref(&tokens),
+            Role::Scratch,
+        ));
         list.push(tensor("token_order", I32, &[tokens], Role::Scratch));
     }
     if desc.ranked() {
@@ -326,7 +391,12 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         list.push(scratch(&format!("shared.{i}.out"), &tokens, output.clone()));
         if shared.gate == SharedGate::Sigmoid {
             let name = format!("shared.{i}.router.logits");
-            list.push(tensor(&name, F32, &[tokens.clone(), constant(1)], Role::Scratch));
+            list.push(tensor(
+                &name,
+                F32,
+                &[tokens.clone(), constant(1)],
+                Role::Scratch,
+            ));
         }
     }
     list.push(tensor("y", activations, &[tokens, output], Role::Output));
@@ -360,12 +430,17 @@ mod tests {
                 ParamType::Scalar(_) => None,
             });
             for (name, dtype) in step.tensors.iter().zip(dtypes) {
-                let tensor = plan.tensor(name).unwrap_or_else(|| panic!("{name} is undeclared"));
+                let tensor = plan
+                    .tensor(name)
+                    .unwrap_or_else(|| panic!("{name} is undeclared"));
                 assert_eq!(tensor.dtype, dtype, "{name} in {}", step.symbol);
             }
         }
         for tensor in &plan.tensors {
-            let used = plan.steps.iter().any(|step| step.tensors.contains(&tensor.name));
+            let used = plan
+                .steps
+                .iter()
+                .any(|step| step.tensors.contains(&tensor.name));
             assert!(used, "{} is never used", tensor.name);
         }
     }
@@ -374,7 +449,10 @@ mod tests {
     fn tensors_and_parameters_agree() {
         check(&planned(|_| ()));
         check(&planned(|s| {
-            s.shared.push(SharedExpert { hidden_dim: 8, gate: SharedGate::Sigmoid });
+            s.shared.push(SharedExpert {
+                hidden_dim: 8,
+                gate: SharedGate::Sigmoid,
+            });
             s.experts.bias = true;
             s.experts.identity = 2;
             s.capacity.mode = CapacityMode::Bounded;

@@ -34,7 +34,11 @@ fn entry(symbol: &str, summary: &str, params: Vec<Param>, grid: [Size; 2], threa
         symbol: symbol.to_string(),
         summary: summary.to_string(),
         params: params.into_iter().chain([Param::i64("tokens")]).collect(),
-        launch: Launch { grid, threads, shared_bytes: 0 },
+        launch: Launch {
+            grid,
+            threads,
+            shared_bytes: 0,
+        },
     }
 }
 
@@ -60,7 +64,13 @@ fn gate_topk(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     if d.select {
         let grid = [tokens_by(c.select_tile_tokens), one()];
         let summary = "scores, selects and weighs the experts of each token";
-        list.push(entry("gate_topk", summary, select_params(d), grid, c.select_threads));
+        list.push(entry(
+            "gate_topk",
+            summary,
+            select_params(d),
+            grid,
+            c.select_threads,
+        ));
     }
     list
 }
@@ -81,11 +91,20 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
                 Some(x),
                 Some(Param::read("weight", F32, format!("[{e}, {model}]"))),
                 when(d.router.bias, Param::read("bias", F32, format!("[{e}]"))),
-                when(scaled, Param::read("input_scale", F32, format!("[{model}]"))),
+                when(
+                    scaled,
+                    Param::read("input_scale", F32, format!("[{model}]")),
+                ),
                 Some(logits),
             ];
             let summary = "projects tokens to router logits";
-            vec![entry("gate_logits", summary, some(params), grid(e), c.logits_threads)]
+            vec![entry(
+                "gate_logits",
+                summary,
+                some(params),
+                grid(e),
+                c.logits_threads,
+            )]
         }
         Logits::Cosine(width) => {
             let projected = format!("[tokens, {width}]");
@@ -106,7 +125,13 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
                 "compares projected tokens with the expert directions",
             );
             vec![
-                entry("gate_project", first, project, grid(width), c.logits_threads),
+                entry(
+                    "gate_project",
+                    first,
+                    project,
+                    grid(width),
+                    c.logits_threads,
+                ),
                 entry("gate_logits", second, compare, grid(e), c.logits_threads),
             ]
         }
@@ -120,9 +145,18 @@ fn select_params(d: &GateTopkDesc) -> Vec<Param> {
     let rows = d.router.table_rows.unwrap_or_default();
     let has_logits = d.logits != Logits::None;
     some([
-        when(has_logits, Param::read("logits", F32, format!("[tokens, {e}]"))),
-        when(d.router.select_bias, Param::read("select_bias", F32, &per_expert)),
-        when(d.router.expert_scale, Param::read("expert_scale", F32, &per_expert)),
+        when(
+            has_logits,
+            Param::read("logits", F32, format!("[tokens, {e}]")),
+        ),
+        when(
+            d.router.select_bias,
+            Param::read("select_bias", F32, &per_expert),
+        ),
+        when(
+            d.router.expert_scale,
+            Param::read("expert_scale", F32, &per_expert),
+        ),
         when(table, Param::read("table", I32, format!("[{rows}, {k}]"))),
         when(table, Param::read("token_ids", I32, "[tokens]")),
         Some(Param::write("topk_ids", I32, format!("[tokens, {k}]"))),
@@ -144,19 +178,43 @@ fn expert_scan(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
         list.push(entry("expert_scan_order", summary, params, grid, c.threads));
     }
     let summary = "counts the assignments of each expert in each tile";
-    list.push(entry("expert_scan_count", summary, count_params(d), [slots(), one()], c.threads));
+    list.push(entry(
+        "expert_scan_count",
+        summary,
+        count_params(d),
+        [slots(), one()],
+        c.threads,
+    ));
     let summary = "sums counts to offsets, applies the capacity rule, lists row tiles";
     let grid = [one(), one()];
-    list.push(entry("expert_scan_offsets", summary, offsets_params(d), grid, c.scan_threads));
+    list.push(entry(
+        "expert_scan_offsets",
+        summary,
+        offsets_params(d),
+        grid,
+        c.scan_threads,
+    ));
     let summary = match d.ranked() {
         true => "lists the assignments of each expert",
         false => "gives every assignment its location and row",
     };
-    list.push(entry("expert_scan_place", summary, place_params(d), [slots(), one()], c.threads));
+    list.push(entry(
+        "expert_scan_place",
+        summary,
+        place_params(d),
+        [slots(), one()],
+        c.threads,
+    ));
     if d.ranked() {
         let grid = [slots_by(d.top_k, HELPER_TILE), one()];
         let summary = "ranks the assignments of each expert and gives them rows";
-        list.push(entry("expert_scan_rank", summary, rank_params(d), grid, c.threads));
+        list.push(entry(
+            "expert_scan_rank",
+            summary,
+            rank_params(d),
+            grid,
+            c.threads,
+        ));
     }
     if d.capacity.renormalize_after_drop {
         let weights = format!("[tokens, {}]", d.top_k);
@@ -167,7 +225,13 @@ fn expert_scan(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
         ];
         let grid = [tokens_by(HELPER_TILE as usize), one()];
         let summary = "rescales weights over the assignments that got a row";
-        list.push(entry("expert_scan_renormalize", summary, params, grid, c.threads));
+        list.push(entry(
+            "expert_scan_renormalize",
+            summary,
+            params,
+            grid,
+            c.threads,
+        ));
     }
     list
 }
@@ -180,7 +244,10 @@ impl ExpertScanDesc {
 
     /// Assignments are ranked inside their expert by a key.
     pub fn ranked(&self) -> bool {
-        matches!(self.capacity.order, CapacityOrder::Probability | CapacityOrder::Random)
+        matches!(
+            self.capacity.order,
+            CapacityOrder::Probability | CapacityOrder::Random
+        )
     }
 
     /// There is a capacity at all.
@@ -197,7 +264,12 @@ impl ExpertScanDesc {
     }
 
     fn tile_counts(&self, access: Access) -> Param {
-        Param::tensor("tile_counts", I32, access, format!("[tiles, {}]", self.routed_experts))
+        Param::tensor(
+            "tile_counts",
+            I32,
+            access,
+            format!("[tiles, {}]", self.routed_experts),
+        )
     }
 
     fn per_expert(&self, name: &str, dtype: moesaic_kernel::DType, access: Access) -> Param {
@@ -225,12 +297,19 @@ fn offsets_params(d: &ExpertScanDesc) -> Vec<Param> {
     let bounded = d.capacity.mode == CapacityMode::Bounded;
     some([
         Some(d.tile_counts(Access::ReadWrite)),
-        Some(Param::write("counts", I64, format!("[{}]", d.routed_experts))),
+        Some(Param::write(
+            "counts",
+            I64,
+            format!("[{}]", d.routed_experts),
+        )),
         when(d.limited(), Param::write("capacity", I64, "[1]")),
         when(bounded, Param::write("overflow", I64, "[1]")),
         Some(d.per_expert("offsets", I64, Access::Write)),
         Some(d.per_expert("row_tiles", I32, Access::Write)),
-        when(d.ranked(), d.per_expert("bucket_offsets", I64, Access::Write)),
+        when(
+            d.ranked(),
+            d.per_expert("bucket_offsets", I64, Access::Write),
+        ),
     ])
 }
 
@@ -261,20 +340,49 @@ fn rank_params(d: &ExpertScanDesc) -> Vec<Param> {
 fn dispatch(d: &DispatchDesc, c: &DispatchConfig) -> Vec<Entry> {
     let (k, model) = (d.top_k, d.model_dim);
     let params = some([
-        Some(Param::read("x", d.activations, format!("[tokens, {model}]"))),
+        Some(Param::read(
+            "x",
+            d.activations,
+            format!("[tokens, {model}]"),
+        )),
         Some(Param::read("row_slots", I32, "[rows]")),
         Some(Param::read("offsets", I64, format!("[{}]", d.experts + 1))),
-        when(d.weighted, Param::read("topk_weights", F32, format!("[tokens, {k}]"))),
-        Some(Param::write("rows", d.activations, format!("[rows, {model}]"))),
+        when(
+            d.weighted,
+            Param::read("topk_weights", F32, format!("[tokens, {k}]")),
+        ),
+        Some(Param::write(
+            "rows",
+            d.activations,
+            format!("[rows, {model}]"),
+        )),
     ]);
     let grid = [slots_by(k, c.tile_rows as u64), one()];
-    vec![entry("dispatch", "copies token rows into expert order", params, grid, c.threads)]
+    vec![entry(
+        "dispatch",
+        "copies token rows into expert order",
+        params,
+        grid,
+        c.threads,
+    )]
 }
 
 fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let (symbol, input, output, matrix, summary) = match d.half {
-        Half::Up => ("grouped_gemm_up", "rows", "hidden", "up", "multiplies rows by the up half"),
-        Half::Down => ("grouped_gemm_down", "hidden", "out", "down", "multiplies by the down half"),
+        Half::Up => (
+            "grouped_gemm_up",
+            "rows",
+            "hidden",
+            "up",
+            "multiplies rows by the up half",
+        ),
+        Half::Down => (
+            "grouped_gemm_down",
+            "hidden",
+            "out",
+            "down",
+            "multiplies by the down half",
+        ),
     };
     let e = d.experts;
     let count = if d.dense { "tokens" } else { "rows" };
@@ -284,19 +392,39 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
     let per_slot = format!("[tokens, {}]", d.top_k);
     let params = some([
-        Some(Param::read(input, d.activations, format!("[{count}, {}]", d.inner))),
+        Some(Param::read(
+            input,
+            d.activations,
+            format!("[{count}, {}]", d.inner),
+        )),
         when(d.gated, weight("gate")),
         Some(weight(matrix)),
         when(d.gated && d.bias, bias("gate")),
         when(d.bias, bias(matrix)),
-        when(!d.dense, Param::read("offsets", I64, format!("[{}]", e + 1))),
-        when(!d.dense, Param::read("row_tiles", I32, format!("[{}]", e + 1))),
+        when(
+            !d.dense,
+            Param::read("offsets", I64, format!("[{}]", e + 1)),
+        ),
+        when(
+            !d.dense,
+            Param::read("row_tiles", I32, format!("[{}]", e + 1)),
+        ),
         when(d.weighted, Param::read("row_slots", I32, "[rows]")),
         when(d.weighted, Param::read("topk_weights", F32, &per_slot)),
-        Some(Param::write(output, d.activations, format!("[{count}, {}]", d.outer))),
+        Some(Param::write(
+            output,
+            d.activations,
+            format!("[{count}, {}]", d.outer),
+        )),
     ]);
     let column_tiles = Size::Const(d.outer.div_ceil(c.tile_columns) as u64);
-    vec![entry(symbol, summary, params, [row_tiles(d, c), column_tiles], c.threads)]
+    vec![entry(
+        symbol,
+        summary,
+        params,
+        [row_tiles(d, c), column_tiles],
+        c.threads,
+    )]
 }
 
 /// An upper bound on the row tiles of all experts. Counts stay on the device,
@@ -315,20 +443,37 @@ fn combine(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
     let per_token = format!("[tokens, {width}]");
     let identity = d.identity > 0;
     let mut params = some([
-        Some(Param::read("out", d.activations, format!("[rows, {width}]"))),
+        Some(Param::read(
+            "out",
+            d.activations,
+            format!("[rows, {width}]"),
+        )),
         Some(Param::read("slot_rows", I32, &per_slot)),
         when(identity, Param::read("topk_ids", I32, &per_slot)),
-        when(d.weighted || identity, Param::read("topk_weights", F32, &per_slot)),
+        when(
+            d.weighted || identity,
+            Param::read("topk_weights", F32, &per_slot),
+        ),
         when(identity, Param::read("x", d.activations, &per_token)),
     ]);
     for (i, shared) in d.shared.iter().enumerate() {
-        params.push(Param::read(&format!("shared_{i}_out"), d.activations, &per_token));
+        params.push(Param::read(
+            &format!("shared_{i}_out"),
+            d.activations,
+            &per_token,
+        ));
         let logit = Param::read(&format!("shared_{i}_logit"), F32, "[tokens, 1]");
         params.extend(when(shared.gated, logit));
     }
     params.push(Param::write("y", d.activations, &per_token));
     let grid = [tokens_by(c.tile_tokens), one()];
-    vec![entry("combine", "sums the weighted expert rows of each token", params, grid, c.threads)]
+    vec![entry(
+        "combine",
+        "sums the weighted expert rows of each token",
+        params,
+        grid,
+        c.threads,
+    )]
 }
 
 fn some(params: impl IntoIterator<Item = Option<Param>>) -> Vec<Param> {

@@ -17,7 +17,10 @@ pub struct Work {
 impl Work {
     /// The work of `entry` of `kernel` for `tokens` tokens, nothing dropped.
     pub fn of(kernel: &KernelPlan, entry: &Entry, tokens: u64) -> Work {
-        Work { flops: flops(&kernel.desc, entry, tokens as f64), bytes: bytes(kernel, entry, tokens) }
+        Work {
+            flops: flops(&kernel.desc, entry, tokens as f64),
+            bytes: bytes(kernel, entry, tokens),
+        }
     }
 
     /// The least time in seconds on a machine of these rates, and whether
@@ -31,7 +34,10 @@ impl Work {
 impl std::ops::Add for Work {
     type Output = Work;
     fn add(self, rhs: Work) -> Work {
-        Work { flops: self.flops + rhs.flops, bytes: self.bytes + rhs.bytes }
+        Work {
+            flops: self.flops + rhs.flops,
+            bytes: self.bytes + rhs.bytes,
+        }
     }
 }
 
@@ -81,7 +87,12 @@ impl Facts {
         };
         let slots = tokens as f64 * top_k as f64;
         let active = (slots / experts as f64).min(1.0);
-        Facts { tokens: tokens as f64, slots, active, experts: experts as f64 }
+        Facts {
+            tokens: tokens as f64,
+            slots,
+            active,
+            experts: experts as f64,
+        }
     }
 
     /// Elements of a shape such as `[tokens, 128]`.
@@ -89,7 +100,11 @@ impl Facts {
         let sizes = shape.trim_matches(['[', ']']).split(", ");
         let product: f64 = sizes.clone().map(|size| self.size(size)).product();
         // A stack of three sizes is one matrix per expert.
-        if sizes.count() == 3 && self.experts > 1.0 { product * self.active } else { product }
+        if sizes.count() == 3 && self.experts > 1.0 {
+            product * self.active
+        } else {
+            product
+        }
     }
 
     fn size(&self, name: &str) -> f64 {

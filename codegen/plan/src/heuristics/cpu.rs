@@ -23,12 +23,20 @@ pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
 
 /// See [`ExpertScanConfig`].
 pub fn expert_scan(_: &ExpertScanDesc, _: CpuIsa) -> ExpertScanConfig {
-    ExpertScanConfig { threads: 1, scan_threads: 1, tile_slots: 4096, tile_rows: TILE_ROWS }
+    ExpertScanConfig {
+        threads: 1,
+        scan_threads: 1,
+        tile_slots: 4096,
+        tile_rows: TILE_ROWS,
+    }
 }
 
 /// See [`DispatchConfig`].
 pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
-    DispatchConfig { threads: 1, tile_rows: 64 }
+    DispatchConfig {
+        threads: 1,
+        tile_rows: 64,
+    }
 }
 
 /// See [`GroupedGemmConfig`].
@@ -53,5 +61,8 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
 
 /// See [`CombineConfig`].
 pub fn combine(_: &CombineDesc, _: CpuIsa) -> CombineConfig {
-    CombineConfig { threads: 1, tile_tokens: 32 }
+    CombineConfig {
+        threads: 1,
+        tile_tokens: 32,
+    }
 }

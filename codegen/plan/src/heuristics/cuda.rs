@@ -19,12 +19,20 @@ pub fn gate_topk(_: &GateTopkDesc, _: CudaArch) -> GateTopkConfig {
 
 /// See [`ExpertScanConfig`].
 pub fn expert_scan(_: &ExpertScanDesc, _: CudaArch) -> ExpertScanConfig {
-    ExpertScanConfig { threads: 256, scan_threads: 1024, tile_slots: 1024, tile_rows: 64 }
+    ExpertScanConfig {
+        threads: 256,
+        scan_threads: 1024,
+        tile_slots: 1024,
+        tile_rows: 64,
+    }
 }
 
 /// See [`DispatchConfig`].
 pub fn dispatch(_: &DispatchDesc, _: CudaArch) -> DispatchConfig {
-    DispatchConfig { threads: 128, tile_rows: 4 }
+    DispatchConfig {
+        threads: 128,
+        tile_rows: 4,
+    }
 }
 
 /// See [`GroupedGemmConfig`].
@@ -41,5 +49,8 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, _: CudaArch) -> GroupedGemmConfig {
 
 /// See [`CombineConfig`].
 pub fn combine(_: &CombineDesc, _: CudaArch) -> CombineConfig {
-    CombineConfig { threads: 128, tile_tokens: 4 }
+    CombineConfig {
+        threads: 128,
+        tile_tokens: 4,
+    }
 }
