@@ -1,6 +1,6 @@
 //! Compiled kernels and what the binary says about them.
 
-use moesaic_kernel::{Entry, ParamType, Scalar};
+use moesaic_kernel::{Entry, KernelSource, ParamType, Scalar};
 use serde::{Deserialize, Serialize};
 
 /// A compiled kernel source: the bytes a device loads, and their report.
@@ -70,6 +70,29 @@ impl Report {
 }
 
 impl KernelReport {
+    /// Picks the source's entries out of what a binary holds, in their order,
+    /// and compares the signatures. A source without entries gets everything.
+    ///
+    /// # Errors
+    /// A sentence that names the missing kernel or the
+    /// [`disagreement`](KernelReport::disagreement).
+    pub fn of_entries(
+        source: &KernelSource,
+        found: Vec<KernelReport>,
+    ) -> Result<Vec<KernelReport>, String> {
+        if source.entries.is_empty() {
+            return Ok(found);
+        }
+        let one = |entry: &Entry| {
+            let kernel = found.iter().find(|kernel| kernel.symbol == entry.symbol);
+            let kernel = kernel.ok_or_else(|| format!("it holds no kernel `{}`", entry.symbol))?;
+            kernel
+                .disagreement(entry)
+                .map_or_else(|| Ok(kernel.clone()), Err)
+        };
+        source.entries.iter().map(one).collect()
+    }
+
     /// How the binary's signature differs from what `entry` declares: the
     /// number and sizes of the parameters, and the largest block. `None` when
     /// they agree. Only for binaries that declare their parameters.

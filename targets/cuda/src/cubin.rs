@@ -34,49 +34,58 @@ pub enum CubinError {
     Truncated(String),
 }
 
-/// A kernel of a CUBIN. The spill count is not in the file and stays `None`.
-pub type CubinKernel = KernelReport;
-
-/// Reads every kernel, in the order of their code.
+/// Reads every kernel, in the order of their code. The spilled bytes are not
+/// in the file and stay `None`.
 ///
 /// # Errors
 /// [`CubinError`], never a panic, whatever the bytes are.
-pub fn read_cubin(bytes: &[u8]) -> Result<Vec<CubinKernel>, CubinError> {
+pub fn read_cubin(bytes: &[u8]) -> Result<Vec<KernelReport>, CubinError> {
     if bytes.is_empty() {
         return Err(CubinError::Empty);
     }
     let elf = object::File::parse(bytes).map_err(elf_error)?;
     let mut kernels = code_sections(&elf)?;
+    let symbols = symbols(&elf);
     for section in elf.sections() {
         let name = section.name().map_err(elf_error)?;
-        if let Some(symbol) = name.strip_prefix(".nv.info.") {
+        if name == ".nv.info" {
             let records = records(name, section.data().map_err(elf_error)?)?;
-            if let Some(kernel) = find(&mut kernels, symbol) {
-                kernel_facts(kernel, &records);
-            }
-        } else if name == ".nv.info" {
+            symbol_facts(&mut kernels, &symbols, &records);
+        } else if let Some(kernel) = find(&mut kernels, name.strip_prefix(".nv.info.")) {
             let records = records(name, section.data().map_err(elf_error)?)?;
-            symbol_facts(&mut kernels, &symbols(&elf), &records);
-        } else if let Some(symbol) = name.strip_prefix(".nv.shared.")
-            && let Some(kernel) = find(&mut kernels, symbol)
-        {
-            kernel.shared_bytes = u32::try_from(section.size()).ok();
+            kernel_facts(kernel, &records);
+        } else if let Some(kernel) = find(&mut kernels, name.strip_prefix(".nv.shared.")) {
+            kernel.shared_bytes =
+                u32::try_from(section.size() - reserved(&elf, section.size())).ok();
         }
     }
     Ok(kernels)
+}
+
+/// Shared memory that the system takes of each block from capability 9.0 on.
+/// The file counts it in; it is not the kernel's.
+fn reserved(elf: &object::File, section_bytes: u64) -> u64 {
+    let reserves = elf.section_by_name(".nv.shared.reserved.0").is_some();
+    if reserves && section_bytes >= 1024 {
+        1024
+    } else {
+        0
+    }
 }
 
 fn elf_error(error: object::Error) -> CubinError {
     CubinError::Elf(error.to_string())
 }
 
-fn find<'a>(kernels: &'a mut [CubinKernel], symbol: &str) -> Option<&'a mut CubinKernel> {
-    kernels.iter_mut().find(|kernel| kernel.symbol == symbol)
+fn find<'a>(kernels: &'a mut [KernelReport], symbol: Option<&str>) -> Option<&'a mut KernelReport> {
+    kernels
+        .iter_mut()
+        .find(|kernel| Some(kernel.symbol.as_str()) == symbol)
 }
 
 /// One kernel for each `.text.KERNEL`. A kernel without a shared section uses
 /// none.
-fn code_sections(elf: &object::File) -> Result<Vec<CubinKernel>, CubinError> {
+fn code_sections(elf: &object::File) -> Result<Vec<KernelReport>, CubinError> {
     let mut kernels = Vec::new();
     for section in elf.sections() {
         let name = section.name().map_err(elf_error)?;
@@ -134,7 +143,7 @@ fn records<'a>(section: &str, mut bytes: &'a [u8]) -> Result<Vec<Record<'a>>, Cu
 }
 
 /// Facts of `.nv.info`: each record is a symbol's index and a value.
-fn symbol_facts(kernels: &mut [CubinKernel], symbols: &HashMap<u32, String>, records: &[Record]) {
+fn symbol_facts(kernels: &mut [KernelReport], symbols: &HashMap<u32, String>, records: &[Record]) {
     for record in records {
         let (Some(index), value) = (record.word(0), record.word(1)) else {
             continue;
@@ -142,7 +151,7 @@ fn symbol_facts(kernels: &mut [CubinKernel], symbols: &HashMap<u32, String>, rec
         let Some(symbol) = symbols.get(&index) else {
             continue;
         };
-        let Some(kernel) = find(kernels, symbol) else {
+        let Some(kernel) = find(kernels, Some(symbol.as_str())) else {
             continue;
         };
         match record.attribute {
@@ -154,7 +163,7 @@ fn symbol_facts(kernels: &mut [CubinKernel], symbols: &HashMap<u32, String>, rec
 }
 
 /// Facts of `.nv.info.KERNEL`.
-fn kernel_facts(kernel: &mut CubinKernel, records: &[Record]) {
+fn kernel_facts(kernel: &mut KernelReport, records: &[Record]) {
     let mut params = Vec::new();
     for record in records {
         match record.attribute {

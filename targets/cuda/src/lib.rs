@@ -8,6 +8,6 @@ mod cubin;
 mod device;
 mod nvrtc;
 
-pub use cubin::{CubinError, CubinKernel, read_cubin};
+pub use cubin::{CubinError, read_cubin};
 pub use device::CudaDevice;
 pub use nvrtc::NvrtcCompiler;

@@ -1,1 +1,16 @@
-//! The ROCm target: clang or HIPRTC in a child process.
+//! The ROCm target.
+//!
+//! Two halves that never meet: [`RocmCompiler`] turns HIP text into a code
+//! object and needs no ROCm, [`HipDevice`] loads code objects and launches
+//! them and needs no compiler. Neither links a vendor library, and compilers
+//! only ever run in child processes: some abort on targets they do not know.
+
+mod child;
+mod clang;
+mod code_object;
+mod compiler;
+mod find;
+
+pub use clang::ClangTool;
+pub use code_object::{CodeObjectError, CodeObjectKernel, read_code_object};
+pub use compiler::RocmCompiler;

@@ -4,10 +4,10 @@ mod find;
 mod log;
 mod table;
 
-use crate::cubin::{CubinKernel, read_cubin};
+use crate::cubin::read_cubin;
 use moesaic_dl::Attempt;
 use moesaic_kernel::{CudaArch, KernelSource, Language, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
 use std::path::Path;
 use std::time::Instant;
 use table::{Compiled, Failure, Nvrtc};
@@ -156,14 +156,14 @@ impl NvrtcCompiler {
         &self,
         source: &KernelSource,
         compiled: &Compiled,
-    ) -> Result<Vec<CubinKernel>, CompileError> {
+    ) -> Result<Vec<KernelReport>, CompileError> {
         let bad = |reason| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
         };
         let found = read_cubin(&compiled.cubin).map_err(|error| bad(error.to_string()))?;
-        let mut kernels = declared(source, found).map_err(bad)?;
+        let mut kernels = KernelReport::of_entries(source, found).map_err(bad)?;
         let spills = log::spills(&compiled.log);
         for kernel in &mut kernels {
             let own = spills.iter().find(|spill| spill.function == kernel.symbol);
@@ -244,22 +244,6 @@ fn accepts(arch: CudaArch, archs: &[u16], version: (u32, u32)) -> bool {
         Some(_) => false,
     };
     suffix && archs.contains(&arch.capability)
-}
-
-/// Picks the source's entries out of what the binary holds, in their order,
-/// and compares the signatures.
-fn declared(source: &KernelSource, found: Vec<CubinKernel>) -> Result<Vec<CubinKernel>, String> {
-    if source.entries.is_empty() {
-        return Ok(found);
-    }
-    let one = |entry: &moesaic_kernel::Entry| {
-        let kernel = found.iter().find(|kernel| kernel.symbol == entry.symbol);
-        let kernel = kernel.ok_or_else(|| format!("it holds no kernel `{}`", entry.symbol))?;
-        kernel
-            .disagreement(entry)
-            .map_or_else(|| Ok(kernel.clone()), Err)
-    };
-    source.entries.iter().map(one).collect()
 }
 
 fn refuse_spills(

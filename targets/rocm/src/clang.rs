@@ -1,0 +1,190 @@
+//! A clang with the AMDGPU target and the LLVM linker.
+
+use crate::child;
+use moesaic_kernel::RocmArch;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+/// Flags of every compile, beside the architecture.
+///
+/// No ROCm headers and no device libraries: the text brings its own prelude.
+/// Code object version 5 is what every ROCm since 6.0 loads. A product and a
+/// sum may be fused, as NVRTC does it; nothing else of fast math is on. No
+/// configuration file of the machine may change the result.
+const FLAGS: [&str; 15] = [
+    "--no-default-config",
+    "-x",
+    "hip",
+    "--cuda-device-only",
+    "--no-gpu-bundle-output",
+    "-nogpulib",
+    "-nogpuinc",
+    "-nostdinc",
+    "-fdeclspec",
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=fast",
+    "-mcode-object-version=5",
+    "-fno-color-diagnostics",
+    "-fno-ident",
+];
+
+/// The output file's name in the folder of a compile.
+pub const OUTPUT: &str = "kernel.co";
+
+/// Variables that would add to what clang reads or does.
+const FOREIGN: [&str; 6] = [
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "CCC_OVERRIDE_OPTIONS",
+    "COMPILER_PATH",
+    "HIP_PATH",
+    "ROCM_PATH",
+];
+
+/// How long a question to the compiler may take.
+const ASK: Duration = Duration::from_secs(20);
+
+/// How to call a clang.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClangTool {
+    /// The program.
+    pub program: PathBuf,
+    /// Arguments before all others: `clang` for a program with several tools.
+    pub args: Vec<String>,
+    /// A folder to search before `PATH`, where the program `lld` is.
+    pub path: Option<PathBuf>,
+}
+
+/// A clang that has been asked what it can do.
+#[derive(Clone, Debug)]
+pub struct Clang {
+    tool: ClangTool,
+    /// The first line of its version, which names vendor, release and revision.
+    pub version: String,
+    /// The processors it knows.
+    processors: Vec<String>,
+}
+
+impl ClangTool {
+    /// A clang that stands by itself.
+    pub fn program(program: impl Into<PathBuf>) -> ClangTool {
+        ClangTool {
+            program: program.into(),
+            args: Vec::new(),
+            path: None,
+        }
+    }
+
+    /// The clang inside the program `zig` of `folder`, with the linker that
+    /// `bin/lld` there calls.
+    pub fn zig(folder: &Path) -> ClangTool {
+        ClangTool {
+            program: folder.join("zig"),
+            args: vec!["clang".to_string()],
+            path: Some(folder.join("bin")),
+        }
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(&self.args).env("LC_ALL", "C");
+        for name in FOREIGN {
+            command.env_remove(name);
+        }
+        if let Some(path) = self.search_path() {
+            command.env("PATH", path);
+        }
+        command
+    }
+
+    fn search_path(&self) -> Option<OsString> {
+        let first = self.path.clone()?;
+        let rest = std::env::var_os("PATH").unwrap_or_default();
+        let folders = std::iter::once(first).chain(std::env::split_paths(&rest));
+        std::env::join_paths(folders).ok()
+    }
+
+    fn ask(&self, args: &[&str]) -> Result<String, String> {
+        let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let done = child::run(self.command().args(args), folder.path(), ASK)?;
+        let text = done.stdout + &done.stderr;
+        match done.status.success() {
+            true => Ok(text),
+            false => Err(text.lines().next().unwrap_or("it said nothing").to_string()),
+        }
+    }
+}
+
+impl Clang {
+    /// Asks `tool` for its version, its AMD processors and its linker.
+    pub fn ask(tool: ClangTool) -> Result<Clang, String> {
+        let text = tool.ask(&["--target=amdgcn-amd-amdhsa", "--print-supported-cpus"])?;
+        let version = text
+            .lines()
+            .find(|line| line.contains("clang version"))
+            .ok_or("it does not say its version as clang does")?
+            .trim()
+            .to_string();
+        let processors = processors(&text);
+        if processors.is_empty() {
+            return Err("it has no AMDGPU target".to_string());
+        }
+        let linker = tool.ask(&["-print-prog-name=lld"])?;
+        if !Path::new(linker.trim()).is_absolute() {
+            return Err(
+                "it finds no linker `lld`; install the lld package of the same version".to_string(),
+            );
+        }
+        Ok(Clang {
+            tool,
+            version,
+            processors,
+        })
+    }
+
+    /// Whether it knows `arch`.
+    pub fn knows(&self, arch: RocmArch) -> bool {
+        self.processors.iter().any(|name| name == arch.name)
+    }
+
+    /// The version as people write it: `clang 22.1.8`, `AMD clang 18.0.0git`.
+    pub fn name(&self) -> String {
+        let short = self.version.replacen("clang version ", "clang ", 1);
+        short.split(" (").next().unwrap_or(&short).to_string()
+    }
+
+    /// The program, for people.
+    pub fn program(&self) -> &Path {
+        &self.tool.program
+    }
+
+    /// Everything that decides the output.
+    pub fn fingerprint(&self, arch: RocmArch) -> String {
+        format!("{} {}", self.version, flags(arch).join(" "))
+    }
+
+    /// The command that compiles `file` of its working folder to [`OUTPUT`].
+    pub fn command(&self, arch: RocmArch, file: &str) -> Command {
+        let mut command = self.tool.command();
+        command.args(flags(arch)).args(["-o", OUTPUT, file]);
+        command
+    }
+}
+
+fn flags(arch: RocmArch) -> Vec<String> {
+    std::iter::once(format!("--offload-arch={}", arch.name))
+        .chain(FLAGS.map(str::to_string))
+        .collect()
+}
+
+/// Clang indents the names by a tab.
+fn processors(text: &str) -> Vec<String> {
+    text.lines()
+        .filter_map(|line| line.strip_prefix('\t'))
+        .map(|name| name.trim().to_string())
+        .filter(|name| name.starts_with("gfx"))
+        .collect()
+}

@@ -1,0 +1,256 @@
+//! From HIP text to a code object.
+
+use crate::child::{self, Finished};
+use crate::clang::{Clang, ClangTool, OUTPUT};
+use crate::code_object::{CodeObjectKernel, read_code_object};
+use crate::find::{self, Refused};
+use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const ADVICE: &str = "run `moesaic toolchain install rocm`, \
+    or set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld";
+
+/// How long one compile may take before its child is stopped.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// A compiler for AMD GPUs as a [`Compiler`]: backend `rocm`, HIP text to a
+/// code object. It needs no ROCm and no GPU, and always runs in a child
+/// process, so that a crash of the compiler is an error and no more.
+pub struct RocmCompiler {
+    clang: Clang,
+    limit: Duration,
+}
+
+impl RocmCompiler {
+    /// Finds a compiler: the clang `MOESAIC_CLANG` alone when that is set,
+    /// else `registered`, one in `ROCM_PATH` or `/opt/rocm`, and the
+    /// `clang++` programs on `PATH`.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] lists what was tried.
+    pub fn find(registered: Option<&ClangTool>) -> Result<RocmCompiler, CompileError> {
+        let tools = find::tools(registered, |name| std::env::var_os(name));
+        RocmCompiler::first(tools)
+    }
+
+    /// Uses this clang.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] says why it cannot be used.
+    pub fn open(tool: ClangTool) -> Result<RocmCompiler, CompileError> {
+        RocmCompiler::first(vec![tool])
+    }
+
+    /// Stops compiles that take longer than `limit`; 300 s unless set.
+    pub fn with_limit(self, limit: Duration) -> RocmCompiler {
+        RocmCompiler { limit, ..self }
+    }
+
+    /// The program.
+    pub fn program(&self) -> &Path {
+        self.clang.program()
+    }
+
+    fn first(tools: Vec<ClangTool>) -> Result<RocmCompiler, CompileError> {
+        let clang = find::first(tools).map_err(|refused| no_compiler(&refused))?;
+        Ok(RocmCompiler {
+            clang,
+            limit: LIMIT,
+        })
+    }
+
+    fn arch(&self, source: &KernelSource) -> Result<RocmArch, CompileError> {
+        match source.target {
+            Target::Rocm(arch) if source.language == Language::Hip && self.clang.knows(arch) => {
+                Ok(arch)
+            }
+            target => Err(self.unsupported(target)),
+        }
+    }
+
+    fn unsupported(&self, target: Target) -> CompileError {
+        let names = self
+            .targets()
+            .iter()
+            .map(Target::to_string)
+            .collect::<Vec<_>>();
+        CompileError::UnsupportedTarget {
+            compiler: self.name(),
+            target: target.to_string(),
+            advice: format!("it can compile HIP for: {}", names.join(", ")),
+        }
+    }
+
+    fn failed(&self, source: &KernelSource, reason: impl ToString) -> CompileError {
+        CompileError::Failed {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            reason: reason.to_string(),
+        }
+    }
+
+    /// The code object, and what the compiler said.
+    fn build(
+        &self,
+        source: &KernelSource,
+        arch: RocmArch,
+    ) -> Result<(Vec<u8>, String), CompileError> {
+        let folder = tempfile::Builder::new()
+            .prefix("moesaic-")
+            .tempdir()
+            .map_err(|error| self.failed(source, format!("no temporary folder: {error}")))?;
+        let file = source.file_name();
+        std::fs::write(folder.path().join(&file), &source.text)
+            .map_err(|error| self.failed(source, format!("cannot write `{file}`: {error}")))?;
+        let log = self.run(source, self.clang.command(arch, &file), folder.path())?;
+        let binary = std::fs::read(folder.path().join(OUTPUT))
+            .map_err(|error| self.failed(source, format!("it left no output: {error}")))?;
+        Ok((binary, log))
+    }
+
+    fn run(
+        &self,
+        source: &KernelSource,
+        mut command: Command,
+        folder: &Path,
+    ) -> Result<String, CompileError> {
+        let Finished {
+            status,
+            stdout,
+            stderr,
+        } = child::run(&mut command, folder, self.limit)
+            .map_err(|reason| self.failed(source, reason))?;
+        let log = format!("{stderr}{stdout}").trim().to_string();
+        match status.code() {
+            Some(0) => Ok(log),
+            Some(1) => Err(self.rejected(source, log)),
+            _ => Err(self.failed(
+                source,
+                format!("the compiler {}\n{log}", child::ending(status)),
+            )),
+        }
+    }
+
+    fn rejected(&self, source: &KernelSource, log: String) -> CompileError {
+        CompileError::Rejected {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            target: source.target.to_string(),
+            log,
+        }
+    }
+
+    fn kernels(
+        &self,
+        source: &KernelSource,
+        arch: RocmArch,
+        binary: &[u8],
+    ) -> Result<Vec<KernelReport>, CompileError> {
+        let bad = |reason| CompileError::BadBinary {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            reason,
+        };
+        let found = read_code_object(binary).map_err(|error| bad(error.to_string()))?;
+        check_waves(arch, &found).map_err(bad)?;
+        let reports = found
+            .into_iter()
+            .map(|kernel| kernel.report)
+            .collect::<Vec<_>>();
+        KernelReport::of_entries(source, reports).map_err(bad)
+    }
+}
+
+impl Compiler for RocmCompiler {
+    fn backend(&self) -> &'static str {
+        "rocm"
+    }
+
+    fn name(&self) -> String {
+        self.clang.name()
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        match target {
+            Target::Rocm(arch) => self.clang.fingerprint(arch),
+            _ => format!("{} (not for {target})", self.name()),
+        }
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        let knows =
+            |target: &Target| matches!(target, Target::Rocm(arch) if self.clang.knows(*arch));
+        Target::all().into_iter().filter(knows).collect()
+    }
+
+    fn compile(
+        &self,
+        source: &KernelSource,
+        options: &CompileOptions,
+    ) -> Result<Artifact, CompileError> {
+        let arch = self.arch(source)?;
+        let start = Instant::now();
+        let (binary, log) = self.build(source, arch)?;
+        let compile_ms = start.elapsed().as_secs_f64() * 1e3;
+        let kernels = self.kernels(source, arch, &binary)?;
+        refuse_scratch(source, options, &kernels)?;
+        let report = Report {
+            compiler: self.name(),
+            compile_ms,
+            kernels,
+            log,
+        };
+        Ok(Artifact { binary, report })
+    }
+}
+
+fn no_compiler(refused: &[Refused]) -> CompileError {
+    let tried = refused
+        .iter()
+        .map(|refused| format!("`{}` ({})", refused.place, refused.reason));
+    CompileError::NoCompiler {
+        backend: "rocm".to_string(),
+        tried: tried.collect::<Vec<_>>().join(", "),
+        advice: ADVICE.to_string(),
+    }
+}
+
+/// Kernels are written for one wave size: a binary for the other would give
+/// wrong results, not an error.
+fn check_waves(arch: RocmArch, kernels: &[CodeObjectKernel]) -> Result<(), String> {
+    let wrong = kernels
+        .iter()
+        .find(|kernel| kernel.wave.is_some_and(|wave| wave != arch.wave));
+    match wrong {
+        None => Ok(()),
+        Some(kernel) => Err(format!(
+            "`{}` has waves of {} lanes, moesaic emits for {} on {}",
+            kernel.report.symbol,
+            kernel.wave.unwrap_or_default(),
+            arch.wave,
+            arch.name
+        )),
+    }
+}
+
+/// Any scratch counts as a spill: on AMD it is memory either way.
+fn refuse_scratch(
+    source: &KernelSource,
+    options: &CompileOptions,
+    kernels: &[KernelReport],
+) -> Result<(), CompileError> {
+    let spilled = kernels
+        .iter()
+        .find(|kernel| kernel.stack_bytes.is_some_and(|bytes| bytes > 0));
+    match spilled {
+        Some(kernel) if !options.allow_spills => Err(CompileError::Spills {
+            kernel: kernel.symbol.clone(),
+            target: source.target.to_string(),
+            bytes: kernel.stack_bytes.unwrap_or_default(),
+        }),
+        _ => Ok(()),
+    }
+}
