@@ -1,0 +1,96 @@
+//! Prints this machine's limits, what a launch costs, and how evenly blocks of
+//! very different cost are spread: `cargo run --release -p moesaic-cpu --example launch`.
+
+use moesaic_cpu::{CpuCompiler, CpuDevice, host_isa, limits};
+use moesaic_kernel::{Entry, KernelSource, Language, Launch, Param, Size, Stem, Target};
+use moesaic_target::{Arg, CompileOptions, Compiler, Device, LaunchDims, Module};
+use std::error::Error;
+use std::time::Instant;
+
+/// Block b spins for `base + step * b` turns: the last blocks cost the most
+/// with a positive step, the first ones with a negative one.
+const SPIN: &str = "
+typedef __INT64_TYPE__ i64;
+void spin(void *const *args, i64 first, i64 last, i64 grid_x) {
+  i64 base = *(i64 *)args[0], step = *(i64 *)args[1];
+  (void)grid_x;
+  for (i64 b = first; b < last; ++b)
+    for (i64 i = 0; i < base + step * b; ++i) __asm__ volatile(\"\" : \"+r\"(i));
+}
+";
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let compiler = CpuCompiler::find(None)?;
+    let device = CpuDevice::new();
+    println!("{:?}", device.info());
+    let started = Instant::now();
+    println!("{:?}", limits::measure(&compiler, &device)?);
+    println!("measured in {:?}", started.elapsed());
+
+    let entry = spin_entry();
+    let artifact = compiler.compile(&spin_source(&entry), &CompileOptions::default())?;
+    let module = device.load(&artifact, std::slice::from_ref(&entry))?;
+    let alone = CpuDevice::with_threads(1)?.load(&artifact, &[entry])?;
+    for (what, blocks, base, step) in [
+        ("1 empty block", 1, 0, 0),
+        ("2 empty blocks", 2, 0, 0),
+        ("64 empty blocks", 64, 0, 0),
+        ("4096 empty blocks", 4096, 0, 0),
+        ("16 blocks, even", 16, 20_000, 0),
+        ("256 blocks, even", 256, 20_000, 0),
+        ("256 blocks, rising", 256, 0, 200),
+        ("256 blocks, falling", 256, 51_200, -200),
+    ] {
+        let args = [Arg::I64(base), Arg::I64(step)];
+        let (one, all) = (
+            time(&*alone, blocks, &args)?,
+            time(&*module, blocks, &args)?,
+        );
+        let speedup = one / all;
+        println!("{what:20} 1 thread {one:9.2} us, all {all:9.2} us, x{speedup:.2}");
+    }
+    Ok(())
+}
+
+fn spin_entry() -> Entry {
+    let grid = [Size::Tokens, Size::Const(1)];
+    Entry {
+        symbol: "spin".to_string(),
+        summary: "Burns time.".to_string(),
+        params: vec![Param::i64("base"), Param::i64("step")],
+        launch: Launch {
+            grid,
+            threads: 1,
+            shared_bytes: 0,
+        },
+    }
+}
+
+fn spin_source(entry: &Entry) -> KernelSource {
+    KernelSource {
+        stem: Stem::GroupedGemm,
+        name: "spin".to_string(),
+        target: Target::Cpu(host_isa()),
+        language: Language::C,
+        text: SPIN.to_string(),
+        entries: vec![entry.clone()],
+    }
+}
+
+/// Microseconds of the median launch.
+fn time(module: &dyn Module, blocks: u64, args: &[Arg]) -> Result<f64, Box<dyn Error>> {
+    let dims = LaunchDims {
+        grid: [blocks, 1],
+        threads: 1,
+        shared_bytes: 0,
+    };
+    let mut times = Vec::new();
+    for _ in 0..200 {
+        let started = Instant::now();
+        // SAFETY: spin takes two integers and touches no memory.
+        unsafe { module.launch("spin", dims, args)? };
+        times.push(started.elapsed().as_secs_f64() * 1e6);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
