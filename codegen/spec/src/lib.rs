@@ -4,8 +4,19 @@
 //! Reading TOML and Hugging Face configurations, validation and the list of
 //! weight tensors live beside it; nothing here touches a file or a device.
 
+mod diagnostic;
+mod limits;
+mod schema;
+mod suggest;
 mod tensors;
+#[doc(hidden)]
+pub mod testing;
+mod text;
 mod types;
+mod validate;
+mod write;
 
+pub use diagnostic::{Problem, Related, SpecError};
+pub use limits::*;
 pub use tensors::{TensorSpec, canonical_tensors};
 pub use types::*;

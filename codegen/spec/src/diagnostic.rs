@@ -1,0 +1,205 @@
+//! Problems with a spec, and how they are shown.
+//!
+//! A [`Problem`] names a key of the spec and needs no text. Reading TOML adds
+//! the spans and wraps all problems of a file in one [`SpecError`].
+
+use annotate_snippets::{AnnotationKind, Group, Level, Origin, Renderer, Snippet};
+use std::fmt;
+use std::ops::Range;
+
+/// One thing wrong with a spec.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Problem {
+    /// The key at fault, from the root: `router.groups.keep`,
+    /// `shared[1].hidden_dim`. Empty when the text as a whole is at fault.
+    pub key: String,
+    /// What was asked, and why it cannot be.
+    pub message: String,
+    /// A few words to stand beside the value.
+    pub label: String,
+    /// What is possible and what to change.
+    pub help: Option<String>,
+    /// Other keys that take part.
+    pub related: Vec<Related>,
+    /// Bytes of the TOML at fault; absent for specs that come from elsewhere.
+    pub span: Option<Range<usize>>,
+}
+
+/// A key that takes part in a [`Problem`] without being the one to blame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Related {
+    /// The key, from the root.
+    pub key: String,
+    /// A few words to stand beside the value.
+    pub label: String,
+    /// Bytes of the TOML, where the key is written there.
+    pub span: Option<Range<usize>>,
+}
+
+impl Problem {
+    /// A problem with `key`; the other parts are added by the methods below.
+    pub(crate) fn new(key: impl Into<String>, message: impl Into<String>) -> Problem {
+        Problem {
+            key: key.into(),
+            message: message.into(),
+            label: String::new(),
+            help: None,
+            related: Vec::new(),
+            span: None,
+        }
+    }
+
+    pub(crate) fn label(mut self, label: impl Into<String>) -> Problem {
+        self.label = label.into();
+        self
+    }
+
+    pub(crate) fn help(mut self, help: impl Into<String>) -> Problem {
+        self.help = Some(help.into());
+        self
+    }
+
+    pub(crate) fn at(mut self, span: Range<usize>) -> Problem {
+        self.span = Some(span);
+        self
+    }
+
+    /// Names another key the problem depends on.
+    pub(crate) fn with(mut self, key: impl Into<String>, label: impl Into<String>) -> Problem {
+        self.related.push(Related {
+            key: key.into(),
+            label: label.into(),
+            span: None,
+        });
+        self
+    }
+
+    /// Whether the problem is about `key` or anything inside it.
+    pub(crate) fn touches(&self, key: &str) -> bool {
+        let inside = |own: &str| {
+            own.strip_prefix(key)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+        };
+        inside(&self.key) || self.related.iter().any(|other| inside(&other.key))
+    }
+
+    fn group<'a>(&'a self, source: &'a str, file: Option<&'a str>) -> Group<'a> {
+        let mut group = Group::with_title(Level::ERROR.primary_title(&self.message));
+        match &self.span {
+            Some(span) => group = group.element(self.snippet(source, file, span)),
+            None => {
+                if let Some(file) = file {
+                    group = group.element(Origin::path(file));
+                }
+            }
+        }
+        match &self.help {
+            Some(help) => group.element(Level::HELP.message(help)),
+            None => group,
+        }
+    }
+
+    fn snippet<'a>(
+        &'a self,
+        source: &'a str,
+        file: Option<&'a str>,
+        span: &Range<usize>,
+    ) -> Snippet<'a, annotate_snippets::Annotation<'a>> {
+        let primary = AnnotationKind::Primary
+            .span(within(source, span))
+            .label((!self.label.is_empty()).then_some(self.label.as_str()));
+        let others = self.related.iter().filter_map(|other| {
+            let span = within(source, other.span.as_ref()?);
+            Some(
+                AnnotationKind::Context
+                    .span(span)
+                    .label(other.label.as_str()),
+            )
+        });
+        Snippet::source(source)
+            .path(file)
+            .annotation(primary)
+            .annotations(others)
+    }
+}
+
+/// The message and the help in one line, for specs without a text.
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        match &self.help {
+            Some(help) => write!(f, " ({help})"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The span cut to the text, at character boundaries: spans come from a parser
+/// that counts bytes, also in texts it could not make sense of.
+fn within(source: &str, span: &Range<usize>) -> Range<usize> {
+    let inside = |at: &usize| source.is_char_boundary(*at);
+    let start = (0..=span.start.min(source.len())).rev().find(inside);
+    let start = start.unwrap_or(0);
+    let end = (span.end.max(start)..source.len()).find(inside);
+    start..end.unwrap_or(source.len())
+}
+
+/// A TOML text that is not a valid spec: all its problems, in the order of the
+/// text.
+///
+/// `Display` shows them without colours and without a file name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", self.show(None, Renderer::plain()))]
+pub struct SpecError {
+    source_text: String,
+    problems: Vec<Problem>,
+}
+
+impl SpecError {
+    pub(crate) fn new(source: &str, mut problems: Vec<Problem>) -> SpecError {
+        problems.sort_by_key(|p| p.span.as_ref().map_or(usize::MAX, |s| s.start));
+        SpecError {
+            source_text: source.to_string(),
+            problems,
+        }
+    }
+
+    /// The problems, in the order of the text.
+    pub fn problems(&self) -> &[Problem] {
+        &self.problems
+    }
+
+    /// Every problem's place in the TOML, in bytes, and its message. A problem
+    /// without a place of its own has the whole text.
+    pub fn spans(&self) -> impl Iterator<Item = (Range<usize>, &str)> {
+        let whole = 0..self.source_text.len();
+        self.problems
+            .iter()
+            .map(move |p| (p.span.clone().unwrap_or(whole.clone()), p.message.as_str()))
+    }
+
+    /// All problems as a compiler shows them, with the lines of the TOML.
+    /// `color` adds ANSI escapes. There is no newline at the end.
+    pub fn render(&self, file_name: &str, color: bool) -> String {
+        let renderer = if color {
+            Renderer::styled()
+        } else {
+            Renderer::plain()
+        };
+        self.show(Some(file_name), renderer)
+    }
+
+    fn show(&self, file: Option<&str>, renderer: Renderer) -> String {
+        let show = |p: &Problem| renderer.render(&[p.group(&self.source_text, file)]);
+        let mut parts: Vec<String> = self.problems.iter().map(show).collect();
+        if let count @ 2.. = parts.len() {
+            let place = file.map_or(String::new(), |file| format!(" in {file}"));
+            let total = format!("{count} problems{place}");
+            let group = Group::with_title(Level::ERROR.primary_title(total));
+            parts.push(renderer.render(&[group]));
+        }
+        parts.join("\n\n")
+    }
+}

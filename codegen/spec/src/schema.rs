@@ -1,0 +1,217 @@
+//! The keys of the TOML: names, types and possible values.
+//!
+//! Reading checks a text against this before serde sees it, because serde
+//! stops at the first problem and the user should see all of them. A test
+//! holds it against the types, so that neither can drift.
+
+/// A table of the TOML.
+pub(crate) struct Section {
+    pub keys: &'static [Key],
+}
+
+/// A key of a table.
+pub(crate) struct Key {
+    pub name: &'static str,
+    pub kind: Kind,
+    /// A line to add when a required key is missing; absent for optional keys.
+    pub required: Option<&'static str>,
+}
+
+/// The type of a value.
+pub(crate) enum Kind {
+    /// A whole number from 0.
+    Count,
+    /// A number; whole ones may be written without a point.
+    Number,
+    /// `true` or `false`.
+    Flag,
+    /// Any string.
+    Text,
+    /// One of these strings.
+    Choice(&'static [&'static str]),
+    /// `"top-k"` or `{ sparse-mixer = ε }`.
+    Select,
+    /// A table.
+    Table(&'static Section),
+    /// An array of tables.
+    List(&'static Section),
+}
+
+impl Section {
+    /// The key of that name.
+    pub fn key(&self, name: &str) -> Option<&'static Key> {
+        self.keys.iter().find(|key| key.name == name)
+    }
+
+    /// The names of all keys, for messages.
+    pub fn names(&self) -> String {
+        let names: Vec<&str> = self.keys.iter().map(|key| key.name).collect();
+        names.join(", ")
+    }
+}
+
+const fn optional(name: &'static str, kind: Kind) -> Key {
+    Key {
+        name,
+        kind,
+        required: None,
+    }
+}
+
+const fn required(name: &'static str, kind: Kind, example: &'static str) -> Key {
+    Key {
+        name,
+        kind,
+        required: Some(example),
+    }
+}
+
+use Kind::{Choice, Count, Flag, List, Number, Table, Text};
+
+/// The whole file.
+pub(crate) static ROOT: Section = Section {
+    keys: &[
+        optional("name", Text),
+        required(
+            "shape",
+            Table(&SHAPE),
+            "a table [shape] with model_dim, hidden_dim, experts and top_k",
+        ),
+        optional("precision", Table(&PRECISION)),
+        optional("router", Table(&ROUTER)),
+        optional("capacity", Table(&CAPACITY)),
+        optional("experts", Table(&EXPERTS)),
+        optional("shared", List(&SHARED)),
+        optional("losses", List(&LOSS)),
+    ],
+};
+
+static SHAPE: Section = Section {
+    keys: &[
+        required("model_dim", Count, "the width of a token: model_dim = 2048"),
+        required(
+            "hidden_dim",
+            Count,
+            "the width inside an expert: hidden_dim = 768",
+        ),
+        required("experts", Count, "the number of experts: experts = 8"),
+        required("top_k", Count, "the experts per token: top_k = 2"),
+        optional("output_dim", Count),
+    ],
+};
+
+const DTYPES: Kind = Choice(&["f32", "f16", "bf16"]);
+
+static PRECISION: Section = Section {
+    keys: &[
+        optional("weights", DTYPES),
+        optional("activations", DTYPES),
+        optional("router", DTYPES),
+        optional("accumulate", DTYPES),
+    ],
+};
+
+static ROUTER: Section = Section {
+    keys: &[
+        optional("kind", Choice(&["linear", "cosine", "table", "external"])),
+        optional("bias", Flag),
+        optional("input", Choice(&["token", "rms-scaled"])),
+        optional(
+            "score",
+            Choice(&[
+                "softmax",
+                "softmax-selected",
+                "sigmoid",
+                "sqrt-softplus",
+                "one",
+            ]),
+        ),
+        optional("select", Kind::Select),
+        optional("select_bias", Flag),
+        optional("groups", Table(&GROUPS)),
+        optional("renormalize", Choice(&["none", "sum", "clamp", "p-norm"])),
+        optional("renormalize_eps", Number),
+        optional("norm_order", Number),
+        optional("scale", Number),
+        optional("expert_scale", Flag),
+        optional("weight_on", Choice(&["output", "activation", "input"])),
+        optional("table_rows", Count),
+        optional("projection_dim", Count),
+        optional("jitter", Number),
+        optional("noise", Number),
+    ],
+};
+
+static GROUPS: Section = Section {
+    keys: &[
+        required("count", Count, "the number of groups: count = 8"),
+        required("keep", Count, "the groups kept per token: keep = 4"),
+        required(
+            "stat",
+            Choice(&["max", "top2-sum"]),
+            "the score of a group: stat = \"max\" or \"top2-sum\"",
+        ),
+        optional("mask", Choice(&["exclude", "zero"])),
+    ],
+};
+
+static CAPACITY: Section = Section {
+    keys: &[
+        optional(
+            "mode",
+            Choice(&["dropless", "factor", "fixed", "max-count", "bounded"]),
+        ),
+        optional("factor", Number),
+        optional("rows", Count),
+        optional(
+            "order",
+            Choice(&[
+                "slot-major",
+                "token-major",
+                "batch-prioritized",
+                "probability",
+                "random",
+            ]),
+        ),
+        optional("align", Count),
+        optional("renormalize_after_drop", Flag),
+    ],
+};
+
+static EXPERTS: Section = Section {
+    keys: &[
+        optional("form", Choice(&["gated", "plain"])),
+        optional(
+            "activation",
+            Choice(&["silu", "gelu", "gelu-tanh", "relu", "relu2"]),
+        ),
+        optional("bias", Flag),
+        optional("clamp", Number),
+        optional("alpha", Number),
+        optional("up_offset", Number),
+        optional("layout", Choice(&["split", "concat", "interleaved"])),
+        optional("identity", Count),
+    ],
+};
+
+static SHARED: Section = Section {
+    keys: &[
+        required("hidden_dim", Count, "its inner width: hidden_dim = 2048"),
+        optional("gate", Choice(&["none", "sigmoid"])),
+    ],
+};
+
+static LOSS: Section = Section {
+    keys: &[
+        required(
+            "kind",
+            Choice(&["switch", "gshard", "importance-load", "z", "sequence"]),
+            "the formula: kind = \"switch\"",
+        ),
+        required(
+            "coefficient",
+            Number,
+            "the factor on it: coefficient = 0.01",
+        ),
+    ],
+};

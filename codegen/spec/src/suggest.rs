@@ -1,0 +1,176 @@
+//! What a misspelt key or value was meant to be.
+
+/// The closest of `known`, if it is close enough to be what was meant.
+pub(crate) fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let word = plain(word);
+    let scored = known.map(|candidate| (distance(&word, &plain(candidate)), candidate));
+    let (best, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
+    (best <= allowed(word.chars().count())).then_some(candidate)
+}
+
+/// Typing errors tolerated in a word of that many letters.
+fn allowed(letters: usize) -> usize {
+    match letters {
+        0..3 => 0,
+        3..6 => 1,
+        6..10 => 2,
+        _ => 3,
+    }
+}
+
+/// Lower case without separators: `TopK`, `top-k` and `top_k` are one word.
+fn plain(word: &str) -> String {
+    let letters = word.chars().filter(|c| !matches!(c, '-' | '_' | ' '));
+    letters.flat_map(char::to_lowercase).collect()
+}
+
+/// Insertions, deletions, replacements and swaps of neighbours between two
+/// words.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let first: Vec<usize> = (0..=b.len()).collect();
+    let mut rows = vec![first];
+    for i in 1..=a.len() {
+        let mut row = vec![i];
+        for j in 1..=b.len() {
+            let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            let mut best = replaced.min(rows[i - 1][j] + 1).min(row[j - 1] + 1);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                best = best.min(rows[i - 2][j - 2] + 1);
+            }
+            row.push(best);
+        }
+        rows.push(row);
+    }
+    rows[a.len()][b.len()]
+}
+
+/// Keys of Hugging Face configurations and of other systems: their spelling,
+/// the key here from the root, and how to write it.
+const KEY_ALIASES: &[(&str, &str, &str)] = &[
+    ("num_experts_per_tok", "shape.top_k", "top_k"),
+    ("num_experts_per_token", "shape.top_k", "top_k"),
+    ("moe_top_k", "shape.top_k", "top_k"),
+    ("moe_topk", "shape.top_k", "top_k"),
+    ("k", "shape.top_k", "top_k"),
+    ("hidden_size", "shape.model_dim", "model_dim"),
+    ("d_model", "shape.model_dim", "model_dim"),
+    ("intermediate_size", "shape.hidden_dim", "hidden_dim"),
+    ("moe_intermediate_size", "shape.hidden_dim", "hidden_dim"),
+    ("ffn_dim", "shape.hidden_dim", "hidden_dim"),
+    ("d_ff", "shape.hidden_dim", "hidden_dim"),
+    ("num_experts", "shape.experts", "experts"),
+    ("num_local_experts", "shape.experts", "experts"),
+    ("n_routed_experts", "shape.experts", "experts"),
+    ("routed_scaling_factor", "router.scale", "scale"),
+    (
+        "norm_topk_prob",
+        "router.renormalize",
+        "renormalize = \"sum\"",
+    ),
+    ("scoring_func", "router.score", "score"),
+    ("score_func", "router.score", "score"),
+    ("n_group", "router.groups", "groups.count"),
+    ("topk_group", "router.groups", "groups.keep"),
+    ("router_jitter_noise", "router.jitter", "jitter"),
+    ("vocab_size", "router.table_rows", "table_rows"),
+    ("hidden_act", "experts.activation", "activation"),
+    ("swiglu_limit", "experts.clamp", "clamp"),
+    ("swiglu_alpha", "experts.alpha", "alpha"),
+    ("zero_expert_num", "experts.identity", "identity"),
+    ("n_shared_experts", "shared", "[[shared]]"),
+    (
+        "shared_expert_intermediate_size",
+        "shared",
+        "[[shared]] hidden_dim",
+    ),
+    ("router_aux_loss_coef", "losses", "[[losses]] coefficient"),
+    ("capacity_factor", "capacity.factor", "factor"),
+    ("expert_capacity", "capacity.rows", "rows"),
+    ("dtype", "precision.weights", "weights"),
+    ("torch_dtype", "precision.weights", "weights"),
+];
+
+/// The key that another system calls `word`: from the root, and as written.
+pub(crate) fn key_alias(word: &str) -> Option<(&'static str, &'static str)> {
+    let found = KEY_ALIASES.iter().find(|(alias, ..)| *alias == word)?;
+    Some((found.1, found.2))
+}
+
+/// Values as other systems spell them.
+const VALUE_ALIASES: &[(&str, &str)] = &[
+    ("float32", "f32"),
+    ("fp32", "f32"),
+    ("float", "f32"),
+    ("float16", "f16"),
+    ("fp16", "f16"),
+    ("half", "f16"),
+    ("bfloat16", "bf16"),
+    ("swish", "silu"),
+    ("gelu_new", "gelu-tanh"),
+    ("gelu_pytorch_tanh", "gelu-tanh"),
+    ("gelu_tanh", "gelu-tanh"),
+    ("swiglu", "gated"),
+    ("geglu", "gated"),
+    ("mlp", "plain"),
+    ("ffn", "plain"),
+    ("sqrtsoftplus", "sqrt-softplus"),
+    ("softmax_topk", "softmax-selected"),
+    ("l1", "p-norm"),
+    ("bpr", "batch-prioritized"),
+    ("hash", "table"),
+    ("none", "dropless"),
+];
+
+/// The value meant by `word`: another system's spelling of one of `known`, or
+/// the closest of them.
+pub(crate) fn value(word: &str, known: &[&'static str]) -> Option<&'static str> {
+    let lower = word.to_lowercase();
+    let alias = VALUE_ALIASES
+        .iter()
+        .find(|(alias, meant)| *alias == lower && known.contains(meant));
+    let close = || closest(word, known.iter().copied());
+    alias.map(|(_, meant)| *meant).or_else(close)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances() {
+        let cases = [
+            ("", "", 0),
+            ("", "abc", 3),
+            ("topk", "topk", 0),
+            ("tpok", "topk", 1),
+            ("kitten", "sitting", 3),
+            ("experts", "expert", 1),
+        ];
+        for (a, b, expected) in cases {
+            assert_eq!(distance(a, b), expected, "{a} {b}");
+            assert_eq!(distance(b, a), expected, "{b} {a}");
+        }
+    }
+
+    #[test]
+    fn near_words_are_found_and_far_ones_are_not() {
+        let known = ["model_dim", "hidden_dim", "experts", "top_k", "output_dim"];
+        let find = |word| closest(word, known.into_iter());
+        assert_eq!(find("TopK"), Some("top_k"));
+        assert_eq!(find("modle_dim"), Some("model_dim"));
+        assert_eq!(find("expert"), Some("experts"));
+        assert_eq!(find("temperature"), None);
+        assert_eq!(find("x"), None);
+        assert_eq!(find(""), None);
+    }
+
+    #[test]
+    fn values_know_other_spellings() {
+        assert_eq!(value("BFLOAT16", &["f32", "bf16"]), Some("bf16"));
+        assert_eq!(value("swiglu", &["gated", "plain"]), Some("gated"));
+        assert_eq!(value("swiglu", &["silu", "relu"]), Some("silu"));
+        assert_eq!(value("slot_major", &["slot-major"]), Some("slot-major"));
+        assert_eq!(value("tanh", &["silu", "relu"]), None);
+    }
+}

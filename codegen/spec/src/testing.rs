@@ -1,0 +1,313 @@
+//! Random valid specs for tests, also those of other crates.
+//!
+//! Not part of the public promise.
+
+use crate::*;
+use moesaic_kernel::DType;
+
+/// Random numbers that depend on a seed and a counter only, so that a failing
+/// seed is all a test has to print.
+#[derive(Clone, Debug)]
+pub struct Counter {
+    seed: u64,
+    drawn: u64,
+}
+
+impl Counter {
+    /// A stream of its own for every seed.
+    pub fn new(seed: u64) -> Counter {
+        Counter {
+            seed: mix(seed),
+            drawn: 0,
+        }
+    }
+
+    /// 64 random bits.
+    pub fn bits(&mut self) -> u64 {
+        self.drawn += 1;
+        mix(self
+            .seed
+            .wrapping_add(self.drawn.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+    }
+
+    /// A number from `least` to `most`, both included.
+    pub fn between(&mut self, least: usize, most: usize) -> usize {
+        least + (self.bits() % (most - least + 1) as u64) as usize
+    }
+
+    /// True once in `n` draws.
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.bits().is_multiple_of(n)
+    }
+
+    /// A number from `low` to below `high`.
+    pub fn real(&mut self, low: f64, high: f64) -> f64 {
+        low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// One of the choices.
+    pub fn pick<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[self.between(0, choices.len() - 1)].clone()
+    }
+}
+
+/// The finishing steps of splitmix64.
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// A random valid spec, the same for the same seed.
+///
+/// Widths are 1 to 97, experts 1 to 64 and `top_k` anything from 1 to all of
+/// them; seeds together reach every option. One spec in eight has different
+/// types for weights and activations.
+pub fn sample(seed: u64) -> LayerSpec {
+    let mut rng = Counter::new(seed);
+    let rng = &mut rng;
+    let mut spec = LayerSpec {
+        name: format!("sample-{seed}"),
+        shape: shape(rng),
+        precision: precision(rng),
+        router: Router::default(),
+        capacity: capacity(rng),
+        experts: experts(rng),
+        shared: Vec::new(),
+        losses: Vec::new(),
+    };
+    spec.experts.identity = identity(rng, &spec);
+    spec.shape.top_k = top_k(rng, spec.routed_experts());
+    router(rng, &mut spec);
+    shared(rng, &mut spec);
+    losses(rng, &mut spec);
+    spec
+}
+
+/// Small and odd more often than large: a test runs many of these.
+fn width(rng: &mut Counter) -> usize {
+    let most = rng.pick(&[8, 33, 97]);
+    rng.between(1, most)
+}
+
+fn shape(rng: &mut Counter) -> Shape {
+    let model_dim = width(rng);
+    let most = rng.pick(&[4, 16, 64]);
+    Shape {
+        model_dim,
+        hidden_dim: width(rng),
+        experts: rng.between(1, most),
+        top_k: 1,
+        output_dim: rng.one_in(6).then(|| width(rng)),
+    }
+}
+
+fn top_k(rng: &mut Counter, routed: usize) -> usize {
+    let most = if rng.one_in(5) { routed } else { routed.min(4) };
+    rng.between(1, most)
+}
+
+fn precision(rng: &mut Counter) -> Precision {
+    let all = [DType::F32, DType::F16, DType::Bf16];
+    let weights = rng.pick(&all);
+    let other = if weights == DType::F32 {
+        rng.pick(&all)
+    } else {
+        DType::F32
+    };
+    let activations = if rng.one_in(8) { other } else { weights };
+    Precision {
+        weights,
+        activations,
+        ..Precision::default()
+    }
+}
+
+fn capacity(rng: &mut Counter) -> Capacity {
+    use CapacityMode::*;
+    use CapacityOrder::*;
+    let mode = rng.pick(&[Dropless, Dropless, Factor, Fixed, MaxCount, Bounded]);
+    let drops = matches!(mode, Factor | Fixed | Bounded);
+    let order = match mode {
+        Dropless => rng.pick(&[SlotMajor, TokenMajor]),
+        _ => rng.pick(&[SlotMajor, TokenMajor, BatchPrioritized, Probability, Random]),
+    };
+    Capacity {
+        mode,
+        factor: match mode {
+            Factor | Bounded => rng.pick(&[1.0, 1.25, 0.3, 0.0, -1.5, 2.0]),
+            _ => 1.0,
+        },
+        rows: (mode == Fixed).then(|| rng.between(1, 12)),
+        order,
+        align: if mode == Dropless {
+            1
+        } else {
+            rng.pick(&[1, 1, 4, 7])
+        },
+        renormalize_after_drop: drops && rng.one_in(3),
+    }
+}
+
+fn experts(rng: &mut Counter) -> Experts {
+    use Activation::*;
+    let activation = rng.pick(&[Silu, Silu, Gelu, GeluTanh, Relu, Relu2]);
+    let plain = Experts {
+        form: ExpertForm::Plain,
+        activation,
+        bias: rng.one_in(3),
+        alpha: if activation == Silu && rng.one_in(3) {
+            1.702
+        } else {
+            1.0
+        },
+        ..Experts::default()
+    };
+    if rng.one_in(3) {
+        return plain;
+    }
+    Experts {
+        form: ExpertForm::Gated,
+        clamp: rng.one_in(4).then(|| rng.pick(&[7.0, 0.5])),
+        up_offset: if rng.one_in(4) { 1.0 } else { 0.0 },
+        layout: rng.pick(&[
+            GateLayout::Split,
+            GateLayout::Concat,
+            GateLayout::Interleaved,
+        ]),
+        ..plain
+    }
+}
+
+fn identity(rng: &mut Counter, spec: &LayerSpec) -> usize {
+    let fits = spec.output_dim() == spec.shape.model_dim;
+    if fits && rng.one_in(8) {
+        rng.between(1, 5)
+    } else {
+        0
+    }
+}
+
+fn router(rng: &mut Counter, spec: &mut LayerSpec) {
+    use RouterKind::*;
+    use WeightSite::*;
+    let kind = rng.pick(&[Linear, Linear, Linear, Linear, Cosine, Table, External]);
+    spec.router.kind = kind;
+    if spec.experts.identity == 0 {
+        spec.router.weight_on = rng.pick(&[Output, Output, Activation, Input]);
+    }
+    match kind {
+        External => return,
+        Table => {
+            spec.router.table_rows = Some(rng.between(1, 40));
+            spec.router.score = any_score(rng);
+        }
+        Cosine => {
+            spec.router.projection_dim = Some(width(rng));
+            selection(rng, spec);
+        }
+        Linear => selection(rng, spec),
+    }
+    if spec.has_logits() {
+        logits(rng, &mut spec.router);
+    }
+    weights(rng, &mut spec.router);
+}
+
+fn any_score(rng: &mut Counter) -> Score {
+    use Score::*;
+    rng.pick(&[
+        Softmax,
+        Softmax,
+        SoftmaxSelected,
+        Sigmoid,
+        SqrtSoftplus,
+        One,
+    ])
+}
+
+fn selection(rng: &mut Counter, spec: &mut LayerSpec) {
+    if spec.shape.top_k <= 2 && rng.one_in(6) {
+        spec.router.select = Select::SparseMixer(rng.pick(&[0.01, 0.1, 0.0]));
+        return;
+    }
+    spec.router.score = any_score(rng);
+    let late = matches!(spec.router.score, Score::SoftmaxSelected | Score::One);
+    spec.router.select_bias = !late && rng.one_in(3);
+    if rng.one_in(3) {
+        spec.router.groups = Some(groups(rng, spec));
+    }
+}
+
+fn groups(rng: &mut Counter, spec: &LayerSpec) -> Groups {
+    let experts = spec.routed_experts();
+    let counts: Vec<usize> = (1..=experts)
+        .filter(|n| experts.is_multiple_of(*n))
+        .collect();
+    let count = rng.pick(&counts);
+    let size = experts / count;
+    let keep = rng.between(spec.shape.top_k.div_ceil(size), count);
+    let stat = match size {
+        1 => GroupStat::Max,
+        _ => rng.pick(&[GroupStat::Max, GroupStat::Top2Sum]),
+    };
+    let mask = rng.pick(&[GroupMask::Exclude, GroupMask::Zero]);
+    Groups {
+        count,
+        keep,
+        stat,
+        mask,
+    }
+}
+
+fn logits(rng: &mut Counter, router: &mut Router) {
+    router.bias = router.kind != RouterKind::Cosine && rng.one_in(3);
+    if rng.one_in(5) {
+        router.input = RouterInput::RmsScaled;
+    }
+    if rng.one_in(5) {
+        router.jitter = rng.real(0.001, 0.1);
+    }
+    if rng.one_in(4) {
+        router.noise = rng.real(0.1, 1.5);
+    }
+}
+
+fn weights(rng: &mut Counter, router: &mut Router) {
+    use Renormalize::*;
+    router.renormalize = rng.pick(&[None, Sum, Sum, Clamp, PNorm]);
+    match router.renormalize {
+        Sum => router.renormalize_eps = rng.pick(&[0.0, 1e-20]),
+        Clamp => router.renormalize_eps = rng.pick(&[1e-9, 0.3]),
+        PNorm => router.norm_order = rng.pick(&[1.0, 2.0, 0.5]),
+        None => {}
+    }
+    if rng.one_in(3) {
+        router.scale = rng.real(0.1, 16.0);
+    }
+    router.expert_scale = rng.one_in(5);
+}
+
+fn shared(rng: &mut Counter, spec: &mut LayerSpec) {
+    let count = rng.pick(&[0, 0, 0, 1, 1, 2]);
+    for _ in 0..count {
+        spec.shared.push(SharedExpert {
+            hidden_dim: width(rng),
+            gate: rng.pick(&[SharedGate::None, SharedGate::Sigmoid]),
+        });
+    }
+}
+
+fn losses(rng: &mut Counter, spec: &mut LayerSpec) {
+    use LossKind::*;
+    if !spec.has_logits() {
+        return;
+    }
+    for kind in [Switch, Gshard, ImportanceLoad, Z, Sequence] {
+        let defined = kind != ImportanceLoad || spec.router.noise > 0.0;
+        if defined && rng.one_in(6) {
+            let coefficient = rng.real(0.0, 0.1);
+            spec.losses.push(Loss { kind, coefficient });
+        }
+    }
+}

@@ -1,0 +1,390 @@
+//! Reading a spec from TOML.
+//!
+//! Three passes, so that all problems come out at once: syntax; keys and types
+//! against the [schema](crate::schema), which also remembers where each key
+//! is; then the rules of [`LayerSpec::validate`] over whatever could be
+//! understood. A value that could not be read is replaced by a placeholder,
+//! and problems that involve it are dropped: they would blame the placeholder.
+
+use crate::schema::{Key, Kind, ROOT, Section};
+use crate::{LayerSpec, Problem, SpecError, suggest};
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use toml::Spanned;
+use toml::de::{DeInteger, DeTable, DeValue};
+
+impl LayerSpec {
+    /// Reads and validates a spec.
+    ///
+    /// # Errors
+    /// All problems of the text: if its syntax is broken, those of syntax;
+    /// otherwise unknown keys, wrong types, missing keys, and every rule the
+    /// values break.
+    pub fn from_toml(text: &str) -> Result<LayerSpec, SpecError> {
+        let (document, errors) = DeTable::parse_recoverable(text);
+        if !errors.is_empty() {
+            let problems = errors.iter().map(syntax).collect();
+            return Err(SpecError::new(text, problems));
+        }
+        let mut reader = Reader::default();
+        let table = reader.table(document.get_ref(), &ROOT, "", 0..0);
+        let spec = LayerSpec::deserialize(toml::Value::Table(table));
+        let mut problems = reader.problems;
+        match &spec {
+            Ok(spec) => problems.extend(reader.notes.judge(spec)),
+            // The schema accepts nothing that the types refuse, except for
+            // numbers beyond the machine's word.
+            Err(error) => problems.push(Problem::new("", error.message())),
+        }
+        match spec {
+            Ok(spec) if problems.is_empty() => Ok(spec),
+            _ => Err(SpecError::new(text, problems)),
+        }
+    }
+}
+
+fn syntax(error: &toml::de::Error) -> Problem {
+    let problem = Problem::new("", format!("invalid TOML: {}", error.message()));
+    match error.span() {
+        Some(span) => problem.at(span),
+        None => problem,
+    }
+}
+
+/// What is known about the keys of a text.
+#[derive(Default)]
+struct Notes {
+    /// Where the values are, and for tables their headers.
+    spans: BTreeMap<String, Range<usize>>,
+    /// Keys whose value could not be read.
+    tainted: BTreeSet<String>,
+}
+
+impl Notes {
+    /// The rules broken by what could be read, with spans.
+    fn judge(&self, spec: &LayerSpec) -> Vec<Problem> {
+        let mut problems = spec.validate().err().unwrap_or_default();
+        problems.retain(|p| !self.tainted.iter().any(|key| p.touches(key)));
+        for problem in &mut problems {
+            problem.span = self.nearest(&problem.key);
+            for other in &mut problem.related {
+                other.span = self.spans.get(&other.key).cloned();
+            }
+        }
+        problems
+    }
+
+    /// The place of a key, or of the innermost table around it.
+    fn nearest(&self, key: &str) -> Option<Range<usize>> {
+        let found = self.spans.get(key).cloned();
+        found.or_else(|| self.nearest(&key[..key.rfind(['.', '['])?]))
+    }
+}
+
+#[derive(Default)]
+struct Reader {
+    problems: Vec<Problem>,
+    notes: Notes,
+}
+
+type Read = Result<toml::Value, Problem>;
+
+impl Reader {
+    /// Reads a table; `at` is where it begins.
+    fn table(
+        &mut self,
+        table: &DeTable<'_>,
+        section: &'static Section,
+        path: &str,
+        at: Range<usize>,
+    ) -> toml::Table {
+        let mut result = toml::Table::new();
+        for (name, value) in table {
+            match section.key(name.get_ref()) {
+                Some(key) => {
+                    let path = join(path, key.name);
+                    let value = self.value(value, key, &path, name.span());
+                    result.insert(key.name.to_string(), value);
+                }
+                None => self.unknown(name, section, path),
+            }
+        }
+        for key in section.keys {
+            if let (Some(example), false) = (key.required, result.contains_key(key.name)) {
+                self.missing(key, example, path, &at);
+                result.insert(key.name.to_string(), placeholder(&key.kind));
+            }
+        }
+        result
+    }
+
+    /// Reads the value of a key; a placeholder if that cannot be.
+    fn value(
+        &mut self,
+        value: &Spanned<DeValue<'_>>,
+        key: &'static Key,
+        path: &str,
+        name: Range<usize>,
+    ) -> toml::Value {
+        let span = match value.get_ref() {
+            DeValue::Table(_) => name.clone(),
+            _ => value.span(),
+        };
+        self.notes.spans.insert(path.to_string(), span.clone());
+        let read = match (&key.kind, value.get_ref()) {
+            (Kind::Table(section), DeValue::Table(table)) => {
+                Ok(self.table(table, section, path, name).into())
+            }
+            (Kind::List(section), DeValue::Array(items)) => {
+                Ok(self.list(items, section, path).into())
+            }
+            (kind, value) => scalar(kind, value, path),
+        };
+        read.unwrap_or_else(|problem| {
+            self.problems.push(problem.at(span));
+            self.notes.tainted.insert(path.to_string());
+            placeholder(&key.kind)
+        })
+    }
+
+    fn list(
+        &mut self,
+        items: &[Spanned<DeValue<'_>>],
+        section: &'static Section,
+        path: &str,
+    ) -> Vec<toml::Value> {
+        let mut result = Vec::new();
+        for (index, item) in items.iter().enumerate() {
+            let path = format!("{path}[{index}]");
+            self.notes.spans.insert(path.clone(), item.span());
+            let table = match item.get_ref() {
+                DeValue::Table(table) => self.table(table, section, &path, item.span()),
+                other => {
+                    let problem = mistyped(&path, "a table", other).at(item.span());
+                    self.problems.push(problem);
+                    self.notes.tainted.insert(path);
+                    blank(section)
+                }
+            };
+            result.push(table.into());
+        }
+        result
+    }
+
+    fn missing(&mut self, key: &Key, example: &str, path: &str, at: &Range<usize>) {
+        let own = join(path, key.name);
+        // A misspelt key was reported already.
+        if !self.notes.tainted.insert(own.clone()) {
+            return;
+        }
+        let problem = Problem::new(own, format!("{} has no `{}`", place(path), key.name))
+            .label(format!("`{}` is missing here", key.name))
+            .help(format!("add {example}"));
+        self.problems.push(match path {
+            "" => problem,
+            _ => problem.at(at.clone()),
+        });
+    }
+
+    fn unknown(&mut self, name: &Spanned<toml::de::DeString<'_>>, section: &Section, path: &str) {
+        let written = name.get_ref().escape_debug().to_string();
+        let message = format!("unknown key `{written}` in {}", place(path));
+        let keys = format!("the keys of {} are: {}", place(path), section.names());
+        let problem = Problem::new(join(path, &written), message)
+            .at(name.span())
+            .help(keys);
+        let (meant, label) = meant(name.get_ref(), section, path);
+        self.notes.tainted.extend(meant);
+        self.problems.push(problem.label(label));
+    }
+}
+
+/// The key that an unknown one stands for, if that can be told, and what to
+/// say about it.
+fn meant(name: &str, section: &Section, path: &str) -> (Option<String>, String) {
+    let names = section.keys.iter().map(|key| key.name);
+    if let Some((key, written)) = suggest::key_alias(name) {
+        let parent = key.rsplit_once('.').map_or("", |(parent, _)| parent);
+        let place = match (parent == path, parent) {
+            (true, _) | (_, "") => String::new(),
+            _ => format!(" of {}", place(parent)),
+        };
+        (
+            Some(key.to_string()),
+            format!("here it is called `{written}`{place}"),
+        )
+    } else if let Some(close) = suggest::closest(name, names) {
+        (Some(join(path, close)), format!("did you mean `{close}`?"))
+    } else if let Some(table) = owner(name) {
+        let label = format!("`{name}` belongs to {}", place(table));
+        (Some(join(table, name)), label)
+    } else {
+        (None, "no such key".to_string())
+    }
+}
+
+/// The top-level table that has a key of that name.
+fn owner(name: &str) -> Option<&'static str> {
+    let has = |key: &&Key| match key.kind {
+        Kind::Table(section) => section.key(name).is_some(),
+        _ => false,
+    };
+    ROOT.keys.iter().find(has).map(|key| key.name)
+}
+
+/// A value that is neither a table nor a list.
+fn scalar(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
+    match (kind, value) {
+        (Kind::Count, DeValue::Integer(number)) => count(number, path),
+        (Kind::Number, DeValue::Integer(_) | DeValue::Float(_)) => number(value, path),
+        (Kind::Flag, DeValue::Boolean(flag)) => Ok((*flag).into()),
+        (Kind::Text, DeValue::String(text)) => Ok(text.to_string().into()),
+        (Kind::Choice(known), DeValue::String(word)) => choice(word, known, path),
+        (Kind::Select, value) => select(value, path),
+        (Kind::Count, other) => Err(mistyped(path, "a whole number", other)),
+        (Kind::Number, other) => Err(mistyped(path, "a number", other)),
+        (Kind::Flag, other) => Err(mistyped(path, "true or false", other)),
+        (Kind::Text, other) => Err(mistyped(path, "a string", other)),
+        (Kind::Choice(known), other) => {
+            Err(mistyped(path, "a string", other).help(possible(known)))
+        }
+        (Kind::Table(section), other) => {
+            let help = format!("a table holds: {}", section.names());
+            Err(mistyped(path, "a table", other).help(help))
+        }
+        (Kind::List(_), other) => {
+            let help = format!("write one or more [[{path}]] tables");
+            Err(mistyped(path, "an array of tables", other).help(help))
+        }
+    }
+}
+
+fn count(number: &DeInteger<'_>, path: &str) -> Read {
+    match integer(number) {
+        Some(value) if value >= 0 => Ok(value.into()),
+        Some(value) => Err(
+            Problem::new(path, format!("`{path}` = {value} is negative"))
+                .label("must be 0 or more"),
+        ),
+        None => Err(
+            Problem::new(path, format!("`{path}` = {number} is too large"))
+                .label("does not fit 64 bits"),
+        ),
+    }
+}
+
+fn integer(number: &DeInteger<'_>) -> Option<i64> {
+    i64::from_str_radix(number.as_str(), number.radix()).ok()
+}
+
+fn number(value: &DeValue<'_>, path: &str) -> Read {
+    let read = match value {
+        DeValue::Float(float) => float.as_str().parse().ok(),
+        DeValue::Integer(number) => integer(number).map(|whole| whole as f64),
+        _ => None,
+    };
+    let unreadable = || Problem::new(path, format!("`{path}` is not a number this tool can hold"));
+    read.map(toml::Value::Float).ok_or_else(unreadable)
+}
+
+fn choice(word: &str, known: &[&'static str], path: &str) -> Read {
+    if known.contains(&word) {
+        return Ok(word.into());
+    }
+    let label = match suggest::value(word, known) {
+        Some(meant) => format!("did you mean \"{meant}\"?"),
+        None => "not a possible value".to_string(),
+    };
+    let message = format!("unknown value \"{}\" for `{path}`", word.escape_debug());
+    Err(Problem::new(path, message)
+        .label(label)
+        .help(possible(known)))
+}
+
+fn select(value: &DeValue<'_>, path: &str) -> Read {
+    const HELP: &str = "write select = \"top-k\" or select = { sparse-mixer = 0.01 }";
+    match value {
+        DeValue::String(word) if word == "top-k" => Ok("top-k".into()),
+        DeValue::String(word) => {
+            let message = format!("unknown value \"{}\" for `{path}`", word.escape_debug());
+            let label = match word.as_ref() {
+                "sparse-mixer" => "sparse-mixer needs its threshold",
+                _ => "not a possible value",
+            };
+            Err(Problem::new(path, message).label(label).help(HELP))
+        }
+        DeValue::Table(table) => match (table.len(), table.get("sparse-mixer")) {
+            (1, Some(epsilon)) => {
+                let path = join(path, "sparse-mixer");
+                if !matches!(epsilon.get_ref(), DeValue::Integer(_) | DeValue::Float(_)) {
+                    return Err(mistyped(&path, "a number", epsilon.get_ref()).help(HELP));
+                }
+                let epsilon = number(epsilon.get_ref(), &path)?;
+                Ok(toml::Table::from_iter([("sparse-mixer".to_string(), epsilon)]).into())
+            }
+            _ => {
+                let message = format!("`{path}` as a table has the one key `sparse-mixer`");
+                Err(Problem::new(path, message).help(HELP))
+            }
+        },
+        other => Err(mistyped(path, "a string or a table", other).help(HELP)),
+    }
+}
+
+fn mistyped(path: &str, wanted: &str, found: &DeValue<'_>) -> Problem {
+    let found = match found {
+        DeValue::String(_) => "a string",
+        DeValue::Integer(_) => "a whole number",
+        DeValue::Float(_) => "a number with a fraction",
+        DeValue::Boolean(_) => "true or false",
+        DeValue::Datetime(_) => "a date",
+        DeValue::Array(_) => "an array",
+        DeValue::Table(_) => "a table",
+    };
+    Problem::new(path, format!("`{path}` must be {wanted}, not {found}"))
+        .label(format!("expected {wanted}"))
+}
+
+fn possible(known: &[&str]) -> String {
+    let quoted: Vec<String> = known.iter().map(|word| format!("\"{word}\"")).collect();
+    format!("possible values: {}", quoted.join(", "))
+}
+
+/// Something of the right type, so that the rest of the spec can be judged.
+fn placeholder(kind: &Kind) -> toml::Value {
+    match kind {
+        Kind::Count => 1.into(),
+        Kind::Number => 1.0.into(),
+        Kind::Flag => false.into(),
+        Kind::Text => "x".into(),
+        Kind::Choice(known) => known[0].into(),
+        Kind::Select => "top-k".into(),
+        Kind::Table(section) => blank(section).into(),
+        Kind::List(_) => toml::Value::Array(Vec::new()),
+    }
+}
+
+/// A table with its required keys only.
+fn blank(section: &Section) -> toml::Table {
+    let required = section.keys.iter().filter(|key| key.required.is_some());
+    required
+        .map(|key| (key.name.to_string(), placeholder(&key.kind)))
+        .collect()
+}
+
+fn join(path: &str, name: &str) -> String {
+    match path {
+        "" => name.to_string(),
+        _ => format!("{path}.{name}"),
+    }
+}
+
+/// A table as people write it.
+fn place(path: &str) -> String {
+    match path {
+        "" => "the spec".to_string(),
+        _ if path.ends_with(']') => format!("[[{}]]", path.split('[').next().unwrap_or(path)),
+        _ => format!("[{path}]"),
+    }
+}

@@ -1,0 +1,110 @@
+//! Capacity: which options act under which mode.
+
+use super::{Conflict, Range, Real, quoted};
+use crate::{
+    Capacity, CapacityMode, CapacityOrder, LayerSpec, MAX_ALIGN, MAX_CAPACITY_FACTOR,
+    MAX_CAPACITY_ROWS, Problem,
+};
+
+pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    factor(&spec.capacity, problems);
+    rows(&spec.capacity, problems);
+    order(&spec.capacity, problems);
+    align(&spec.capacity, problems);
+    if spec.capacity.renormalize_after_drop && !spec.may_drop() {
+        problems.push(idle(
+            &spec.capacity,
+            "capacity.renormalize_after_drop",
+            "true".to_string(),
+            "nothing is ever dropped",
+        ));
+    }
+}
+
+/// An option that does nothing under the mode.
+fn idle(capacity: &Capacity, key: &str, value: String, because: &str) -> Problem {
+    let name = key.trim_start_matches("capacity.");
+    let conflict = Conflict {
+        key,
+        value,
+        with: "capacity.mode",
+        with_value: quoted(&capacity.mode),
+        because,
+        change: format!("remove `{name}` or change `mode`"),
+    };
+    conflict.problem()
+}
+
+fn factor(capacity: &Capacity, problems: &mut Vec<Problem>) {
+    let (key, value) = ("capacity.factor", capacity.factor);
+    let used = matches!(capacity.mode, CapacityMode::Factor | CapacityMode::Bounded);
+    if !used && value != 1.0 {
+        let because = "used by modes \"factor\" and \"bounded\" only";
+        problems.push(idle(capacity, key, format!("{value:?}"), because));
+        return;
+    }
+    let before = problems.len();
+    Real::Any.check(key, value, problems);
+    if problems.len() == before && value.abs() > MAX_CAPACITY_FACTOR {
+        let message = format!("`{key}` = {value:?} is out of range");
+        let help = "a factor equal to the number of experts already gives every assignment a row; \
+                    for no limit use mode = \"dropless\"";
+        let limit = format!("must be between -{MAX_CAPACITY_FACTOR} and {MAX_CAPACITY_FACTOR}");
+        problems.push(Problem::new(key, message).label(limit).help(help));
+    }
+}
+
+fn rows(capacity: &Capacity, problems: &mut Vec<Problem>) {
+    let key = "capacity.rows";
+    match (capacity.mode == CapacityMode::Fixed, capacity.rows) {
+        (true, None) => {
+            let message = "`capacity.mode` = \"fixed\" needs `capacity.rows`";
+            let problem = Problem::new("capacity.mode", message)
+                .label("needs `rows`")
+                .with(key, "missing");
+            problems.push(problem.help("add rows = 64, the rows every expert has"));
+        }
+        (true, Some(value)) => Range {
+            key,
+            value,
+            least: 1,
+            most: MAX_CAPACITY_ROWS,
+            because: "the largest row number that locations, which are i32, can hold",
+        }
+        .check(problems),
+        (false, Some(value)) => {
+            let because = "used by mode \"fixed\" only";
+            problems.push(idle(capacity, key, value.to_string(), because));
+        }
+        (false, None) => {}
+    }
+}
+
+fn order(capacity: &Capacity, problems: &mut Vec<Problem>) {
+    let by_place = matches!(
+        capacity.order,
+        CapacityOrder::SlotMajor | CapacityOrder::TokenMajor
+    );
+    if capacity.mode == CapacityMode::Dropless && !by_place {
+        let because = "everyone is served, so no one comes first";
+        let value = quoted(&capacity.order);
+        problems.push(idle(capacity, "capacity.order", value, because));
+    }
+}
+
+fn align(capacity: &Capacity, problems: &mut Vec<Problem>) {
+    let (key, value) = ("capacity.align", capacity.align);
+    if capacity.mode == CapacityMode::Dropless && value > 1 {
+        let because = "there is no capacity to round up";
+        problems.push(idle(capacity, key, value.to_string(), because));
+        return;
+    }
+    Range {
+        key,
+        value,
+        least: 1,
+        most: MAX_ALIGN,
+        because: "the largest alignment of rows",
+    }
+    .check(problems);
+}

@@ -1,0 +1,160 @@
+//! Experts, shared experts and losses.
+
+use super::{Conflict, Range, Real, quoted};
+use crate::{
+    Activation, ExpertForm, GateLayout, LayerSpec, LossKind, MAX_SHARED, Problem, WeightSite,
+};
+
+pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    numbers(spec, problems);
+    plain(spec, problems);
+    identity(spec, problems);
+    shared(spec, problems);
+    losses(spec, problems);
+}
+
+fn numbers(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let experts = &spec.experts;
+    if let Some(clamp) = experts.clamp {
+        Real::Positive.check("experts.clamp", clamp, problems);
+    }
+    Real::Positive.check("experts.alpha", experts.alpha, problems);
+    Real::Any.check("experts.up_offset", experts.up_offset, problems);
+    if experts.alpha != 1.0 && experts.activation != Activation::Silu {
+        let conflict = Conflict {
+            key: "experts.alpha",
+            value: format!("{:?}", experts.alpha),
+            with: "experts.activation",
+            with_value: quoted(&experts.activation),
+            because: "the slope inside silu",
+            change: "remove `alpha`, or use activation = \"silu\"".to_string(),
+        };
+        problems.push(conflict.problem());
+    }
+}
+
+/// Options of gated experts that plain ones cannot have.
+fn plain(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let experts = &spec.experts;
+    if experts.form == ExpertForm::Gated {
+        return;
+    }
+    let mut clash = |key: &str, value, because| {
+        let name = key.trim_start_matches("experts.");
+        let conflict = Conflict {
+            key,
+            value,
+            with: "experts.form",
+            with_value: quoted(&experts.form),
+            because,
+            change: format!("remove `{name}`, or use form = \"gated\""),
+        };
+        problems.push(conflict.problem());
+    };
+    if let Some(clamp) = experts.clamp {
+        let because = "bounds the gate and up branches";
+        clash("experts.clamp", format!("{clamp:?}"), because);
+    }
+    if experts.up_offset != 0.0 {
+        let because = "added to the up branch before it meets the gate";
+        clash(
+            "experts.up_offset",
+            format!("{:?}", experts.up_offset),
+            because,
+        );
+    }
+    if experts.layout != GateLayout::Split {
+        let because = "says where the gate lies";
+        clash("experts.layout", quoted(&experts.layout), because);
+    }
+}
+
+fn identity(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (count, model) = (spec.experts.identity, spec.shape.model_dim);
+    if count == 0 {
+        return;
+    }
+    let output = spec.output_dim();
+    if output != model {
+        let message = format!("identity experts cannot turn width {model} into {output}");
+        let problem = Problem::new("experts.identity", message)
+            .label("return their input")
+            .with("shape.model_dim", format!("{model} in"))
+            .with("shape.output_dim", format!("{output} out"));
+        problems.push(problem.help("remove `output_dim` or `identity`"));
+    }
+    if spec.router.weight_on != WeightSite::Output {
+        let conflict = Conflict {
+            key: "router.weight_on",
+            value: quoted(&spec.router.weight_on),
+            with: "experts.identity",
+            with_value: count.to_string(),
+            because: "an identity expert has only an output",
+            change: "use weight_on = \"output\", or remove `identity`".to_string(),
+        };
+        problems.push(conflict.problem());
+    }
+}
+
+fn shared(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    for (index, expert) in spec.shared.iter().enumerate() {
+        let key = format!("shared[{index}].hidden_dim");
+        Range::dim(&key, expert.hidden_dim).check(problems);
+        let wide = spec.shape.model_dim.max(spec.output_dim());
+        let sane = wide <= crate::MAX_DIM && expert.hidden_dim <= crate::MAX_DIM;
+        if sane && expert.hidden_dim.saturating_mul(wide) > crate::MAX_MATRIX {
+            let message = format!(
+                "a weight matrix of {} x {wide} elements is too large",
+                expert.hidden_dim
+            );
+            let problem = Problem::new(key, message)
+                .label("rows")
+                .with("shape.model_dim", "columns")
+                .with("shape.output_dim", "columns");
+            let help = format!(
+                "keep an expert's matrix at {} elements or below",
+                crate::MAX_MATRIX
+            );
+            problems.push(problem.help(help));
+        }
+    }
+    let count = spec.shared.len();
+    if count > MAX_SHARED {
+        let message = format!("{count} shared experts are too many");
+        let problem = Problem::new("shared", message).label(format!("at most {MAX_SHARED}"));
+        problems.push(problem.help("equal experts without a gate can be merged into a wider one"));
+    }
+}
+
+fn losses(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    for (index, loss) in spec.losses.iter().enumerate() {
+        let at = |part: &str| format!("losses[{index}].{part}");
+        Real::NotNegative.check(&at("coefficient"), loss.coefficient, problems);
+        let kind = quoted(&loss.kind);
+        let earlier = spec.losses[..index]
+            .iter()
+            .position(|l| l.kind == loss.kind);
+        if let Some(earlier) = earlier {
+            let problem = Problem::new(at("kind"), format!("two losses of kind {kind}"))
+                .label("second")
+                .with(format!("losses[{earlier}].kind"), "first");
+            problems.push(
+                problem.help("results are named by kind: remove one, add up the coefficients"),
+            );
+        }
+        if !spec.has_logits() {
+            let message = format!("a loss of kind {kind} needs router logits");
+            let problem = Problem::new(at("kind"), message)
+                .label("computed from the router's probabilities")
+                .with("router.kind", "no logits here")
+                .with("router.score", "no logits here");
+            problems.push(problem.help("remove the loss, or use kind = \"linear\" in [router]"));
+        } else if loss.kind == LossKind::ImportanceLoad && spec.router.noise <= 0.0 {
+            let message = "a loss of kind \"importance-load\" needs `router.noise` above 0";
+            let problem = Problem::new(at("kind"), message)
+                .label("its load is a probability under that noise")
+                .with("router.noise", "0 here");
+            problems.push(problem.help("add noise = 1.0 to [router], or use kind = \"gshard\""));
+        }
+    }
+}

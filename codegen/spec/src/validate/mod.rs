@@ -1,0 +1,161 @@
+//! The rules a spec must keep.
+//!
+//! They are total: whatever a caller puts into the types, the result is a list
+//! of problems and never a panic, and a spec without problems can be planned,
+//! emitted and run. Options that would silently do nothing count as problems,
+//! because whoever set them wanted something.
+
+mod capacity;
+mod experts;
+mod router;
+mod shape;
+
+use crate::write::word;
+use crate::{LayerSpec, Problem};
+use serde::Serialize;
+
+impl LayerSpec {
+    /// Checks every rule.
+    ///
+    /// # Errors
+    /// All problems, each with the key at fault; none has a span.
+    pub fn validate(&self) -> Result<(), Vec<Problem>> {
+        let mut problems = Vec::new();
+        shape::check(self, &mut problems);
+        router::check(self, &mut problems);
+        capacity::check(self, &mut problems);
+        experts::check(self, &mut problems);
+        match problems.is_empty() {
+            true => Ok(()),
+            false => Err(problems),
+        }
+    }
+
+    /// [`LayerSpec::routed_experts`] without overflow, for specs that are not
+    /// yet known to be valid.
+    fn scored_experts(&self) -> usize {
+        self.shape.experts.saturating_add(self.experts.identity)
+    }
+}
+
+/// A whole number and its bounds, both included.
+struct Range<'a> {
+    key: &'a str,
+    value: usize,
+    most: usize,
+    least: usize,
+    /// Why there is an upper bound.
+    because: &'a str,
+}
+
+impl Range<'_> {
+    /// A size: at least 1, at most [`crate::MAX_DIM`].
+    fn dim(key: &str, value: usize) -> Range<'_> {
+        Range {
+            key,
+            value,
+            least: 1,
+            most: crate::MAX_DIM,
+            because: "the widest layer kernels are generated for",
+        }
+    }
+
+    fn check(&self, problems: &mut Vec<Problem>) {
+        let Range {
+            key,
+            value,
+            least,
+            most,
+            because,
+        } = self;
+        let problem = Problem::new(*key, format!("`{key}` = {value} is out of range"));
+        if value < least {
+            let help = format!("use a number from {least} to {most}");
+            problems.push(
+                problem
+                    .label(format!("must be at least {least}"))
+                    .help(help),
+            );
+        } else if value > most {
+            let help = format!("{most} is {because}");
+            problems.push(problem.label(format!("must be at most {most}")).help(help));
+        }
+    }
+}
+
+/// What a real number may be.
+#[derive(Clone, Copy, PartialEq)]
+enum Real {
+    Any,
+    /// Zero or more.
+    NotNegative,
+    /// More than zero.
+    Positive,
+    /// From zero to below one.
+    Fraction,
+}
+
+impl Real {
+    /// Kernels compute in f32, so the number must also mean something there.
+    fn check(self, key: &str, value: f64, problems: &mut Vec<Problem>) {
+        let single = value as f32;
+        let vanishes = value != 0.0 && single.abs() < f32::MIN_POSITIVE;
+        let complaint = if !single.is_finite() {
+            "must be finite in f32"
+        } else if vanishes {
+            "too small for f32, whose smallest number is 1.2e-38"
+        } else if self == Real::Positive && value <= 0.0 {
+            "must be more than 0"
+        } else if self != Real::Any && value < 0.0 {
+            "must not be negative"
+        } else if self == Real::Fraction && value >= 1.0 {
+            "must be less than 1"
+        } else {
+            return;
+        };
+        let message = format!("`{key}` = {value:?} is out of range");
+        let problem = Problem::new(key, message).label(complaint);
+        problems.push(problem.help(self.possible()));
+    }
+
+    fn possible(self) -> &'static str {
+        match self {
+            Real::Any => "use a number between -3.4e38 and 3.4e38",
+            Real::NotNegative => "use 0, or a number between 1.2e-38 and 3.4e38",
+            Real::Positive => "use a number between 1.2e-38 and 3.4e38",
+            Real::Fraction => "use a number from 0 to below 1",
+        }
+    }
+}
+
+/// Two options that exclude each other.
+struct Conflict<'a> {
+    /// The option at fault, and its value as written in TOML.
+    key: &'a str,
+    value: String,
+    /// The option it collides with.
+    with: &'a str,
+    with_value: String,
+    /// Why both cannot be.
+    because: &'a str,
+    /// What to change.
+    change: String,
+}
+
+impl Conflict<'_> {
+    fn problem(self) -> Problem {
+        let message = format!(
+            "`{}` = {} contradicts `{}` = {}",
+            self.key, self.value, self.with, self.with_value
+        );
+        Problem::new(self.key, message)
+            .label(self.because)
+            .with(self.with, format!("{} here", self.with_value))
+            .help(self.change)
+    }
+}
+
+/// A value of a plain enum as written in TOML.
+fn quoted(value: &impl Serialize) -> String {
+    format!("\"{}\"", word(value))
+}

@@ -1,0 +1,388 @@
+//! The router: which options go together.
+
+use super::{Conflict, Range, Real, quoted};
+use crate::{
+    GroupStat, Groups, LayerSpec, MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize, Router,
+    RouterInput, RouterKind, Score, Select,
+};
+
+pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    numbers(&spec.router, problems);
+    table(spec, problems);
+    cosine(&spec.router, problems);
+    match spec.router.kind {
+        RouterKind::External => external(&spec.router, problems),
+        RouterKind::Table => looked_up(spec, problems),
+        RouterKind::Linear | RouterKind::Cosine => selection(spec, problems),
+    }
+    renormalization(&spec.router, problems);
+}
+
+fn numbers(router: &Router, problems: &mut Vec<Problem>) {
+    Real::Positive.check("router.scale", router.scale, problems);
+    Real::Positive.check("router.norm_order", router.norm_order, problems);
+    Real::NotNegative.check("router.renormalize_eps", router.renormalize_eps, problems);
+    Real::Fraction.check("router.jitter", router.jitter, problems);
+    Real::NotNegative.check("router.noise", router.noise, problems);
+    if let Select::SparseMixer(epsilon) = router.select {
+        Real::NotNegative.check("router.select", epsilon, problems);
+    }
+}
+
+fn table(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let Some(rows) = needed(
+        &Needed {
+            key: "router.table_rows",
+            value: spec.router.table_rows,
+            kind: RouterKind::Table,
+            add: "table_rows = 32000, the number of token ids",
+        },
+        &spec.router,
+        problems,
+    ) else {
+        return;
+    };
+    Range {
+        key: "router.table_rows",
+        value: rows,
+        least: 1,
+        most: MAX_TABLE_ROWS,
+        because: "the largest table of token ids",
+    }
+    .check(problems);
+    let k = spec.shape.top_k;
+    if rows <= MAX_TABLE_ROWS && rows.saturating_mul(k) > MAX_MATRIX {
+        let message = format!("a table of {rows} x {k} expert ids is too large");
+        let help = format!(
+            "offsets in the table are 32-bit: keep rows times `top_k` at {MAX_MATRIX} or below"
+        );
+        let problem = Problem::new("router.table_rows", message).label("rows");
+        problems.push(problem.with("shape.top_k", "ids per row").help(help));
+    }
+}
+
+fn cosine(router: &Router, problems: &mut Vec<Problem>) {
+    let width = needed(
+        &Needed {
+            key: "router.projection_dim",
+            value: router.projection_dim,
+            kind: RouterKind::Cosine,
+            add: "projection_dim = 256, the width tokens are projected to",
+        },
+        router,
+        problems,
+    );
+    if let Some(width) = width {
+        Range::dim("router.projection_dim", width).check(problems);
+    }
+    if router.kind == RouterKind::Cosine && router.bias {
+        problems.push(against_kind(
+            router,
+            "router.bias",
+            "true",
+            "the projection has its own bias",
+        ));
+    }
+}
+
+/// A size that one kind of router needs and the others cannot use.
+struct Needed<'a> {
+    key: &'a str,
+    value: Option<usize>,
+    kind: RouterKind,
+    add: &'a str,
+}
+
+/// The size, if it is there and wanted.
+fn needed(size: &Needed<'_>, router: &Router, problems: &mut Vec<Problem>) -> Option<usize> {
+    let kind = quoted(&size.kind);
+    match (size.kind == router.kind, size.value) {
+        (true, None) => {
+            let message = format!("`router.kind` = {kind} needs `{}`", size.key);
+            let problem = Problem::new("router.kind", message)
+                .label(format!(
+                    "needs `{}`",
+                    size.key.trim_start_matches("router.")
+                ))
+                .with(size.key, "missing");
+            problems.push(problem.help(format!("add {}", size.add)));
+            None
+        }
+        (false, Some(value)) => {
+            let because = format!("only a {} router has it", kind.trim_matches('"'));
+            problems.push(against_kind(router, size.key, &value.to_string(), &because));
+            None
+        }
+        (_, value) => value,
+    }
+}
+
+/// An option that the kind of the router has no use for.
+fn against_kind(router: &Router, key: &str, value: &str, because: &str) -> Problem {
+    let name = key.trim_start_matches("router.");
+    let conflict = Conflict {
+        key,
+        value: value.to_string(),
+        with: "router.kind",
+        with_value: quoted(&router.kind),
+        because,
+        change: format!("remove `{name}` or change `kind`"),
+    };
+    conflict.problem()
+}
+
+/// The options that act on the token or on the logits.
+fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
+    let mut set = Vec::new();
+    if router.bias {
+        set.push(("router.bias", "true".to_string()));
+    }
+    if router.input != RouterInput::Token {
+        set.push(("router.input", quoted(&router.input)));
+    }
+    if router.jitter != 0.0 {
+        set.push(("router.jitter", format!("{:?}", router.jitter)));
+    }
+    if router.noise != 0.0 {
+        set.push(("router.noise", format!("{:?}", router.noise)));
+    }
+    set
+}
+
+/// The options that pick experts.
+fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
+    let mut set = Vec::new();
+    if router.select != Select::TopK {
+        set.push(("router.select", "{ sparse-mixer }".to_string()));
+    }
+    if router.select_bias {
+        set.push(("router.select_bias", "true".to_string()));
+    }
+    if router.groups.is_some() {
+        set.push(("router.groups", "{ ... }".to_string()));
+    }
+    set
+}
+
+/// The options that make weights of scores.
+fn weight_options(router: &Router) -> Vec<(&'static str, String)> {
+    let default = Router::default();
+    let mut set = Vec::new();
+    if router.score != default.score {
+        set.push(("router.score", quoted(&router.score)));
+    }
+    if router.renormalize != default.renormalize {
+        set.push(("router.renormalize", quoted(&router.renormalize)));
+    }
+    if router.scale != default.scale {
+        set.push(("router.scale", format!("{:?}", router.scale)));
+    }
+    if router.expert_scale {
+        set.push(("router.expert_scale", "true".to_string()));
+    }
+    set
+}
+
+fn external(router: &Router, problems: &mut Vec<Problem>) {
+    let groups = [
+        (
+            logit_options(router),
+            "the caller decides: there are no logits",
+        ),
+        (selection_options(router), "the caller picks the experts"),
+        (weight_options(router), "the caller passes final weights"),
+    ];
+    for (options, because) in groups {
+        for (key, value) in options {
+            problems.push(against_kind(router, key, &value, because));
+        }
+    }
+}
+
+fn looked_up(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let router = &spec.router;
+    for (key, value) in selection_options(router) {
+        let because = "the table picks the experts";
+        problems.push(against_kind(router, key, &value, because));
+    }
+    if spec.has_logits() {
+        return;
+    }
+    for (key, value) in logit_options(router) {
+        let name = key.trim_start_matches("router.");
+        let conflict = Conflict {
+            key,
+            value,
+            with: "router.score",
+            with_value: quoted(&router.score),
+            because: "a table with unit weights computes no logits",
+            change: format!("remove `{name}`, or choose a score such as \"softmax\""),
+        };
+        problems.push(conflict.problem().with("router.kind", "table router"));
+    }
+}
+
+fn selection(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let router = &spec.router;
+    if router.select_bias && matches!(router.score, Score::SoftmaxSelected | Score::One) {
+        let conflict = Conflict {
+            key: "router.select_bias",
+            value: "true".to_string(),
+            with: "router.score",
+            with_value: quoted(&router.score),
+            because: "added to scores before selection",
+            change: "this score exists only after selection: use \"softmax\", \"sigmoid\" or \
+                     \"sqrt-softplus\", or turn `select_bias` off"
+                .to_string(),
+        };
+        problems.push(conflict.problem());
+    }
+    if let Some(groups) = &router.groups {
+        check_groups(spec, groups, problems);
+    }
+    if router.select != Select::TopK {
+        sparse_mixer(spec, problems);
+    }
+}
+
+fn check_groups(spec: &LayerSpec, groups: &Groups, problems: &mut Vec<Problem>) {
+    let experts = spec.scored_experts();
+    let Groups { count, keep, .. } = *groups;
+    if count == 0 || experts % count != 0 {
+        let message = format!("`router.groups.count` = {count} does not divide {experts} experts");
+        let problem = Problem::new("router.groups.count", message)
+            .label("groups must be of equal size")
+            .help(format!("use {}", divisors(experts)));
+        problems.push(experts_behind(spec, problem));
+        return;
+    }
+    if keep == 0 || keep > count {
+        let message = format!("`router.groups.keep` = {keep} of {count} groups is out of range");
+        let problem = Problem::new("router.groups.keep", message)
+            .label(format!("must be 1 to {count}"))
+            .with("router.groups.count", format!("{count} groups"));
+        problems.push(problem.help(format!("keep at least 1 and at most {count} groups")));
+        return;
+    }
+    group_size(spec, groups, experts / count, problems);
+}
+
+fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec<Problem>) {
+    let (k, kept) = (spec.shape.top_k, groups.keep.saturating_mul(size));
+    if kept < k && k <= spec.scored_experts() {
+        let message = format!(
+            "`router.groups.keep` = {} leaves {kept} experts for `top_k` = {k}",
+            groups.keep
+        );
+        let problem = Problem::new("router.groups.keep", message)
+            .label(format!("{} groups of {size} experts", groups.keep))
+            .with("router.groups.count", format!("{} groups", groups.count))
+            .with("shape.top_k", format!("{k} wanted"))
+            .help(format!(
+                "keep {} groups or more, or lower `top_k`",
+                k.div_ceil(size.max(1))
+            ));
+        problems.push(experts_behind(spec, problem));
+    }
+    if groups.stat == GroupStat::Top2Sum && size < 2 {
+        let message = "`router.groups.stat` = \"top2-sum\" needs groups of two experts or more";
+        let problem = Problem::new("router.groups.stat", message)
+            .label("sums the two best experts of a group")
+            .with("router.groups.count", format!("groups of {size}"))
+            .help("use stat = \"max\", or fewer groups");
+        problems.push(experts_behind(spec, problem));
+    }
+}
+
+/// Names the keys that the number of scored experts comes from.
+fn experts_behind(spec: &LayerSpec, problem: Problem) -> Problem {
+    let problem = problem.with("shape.experts", format!("{} experts", spec.shape.experts));
+    match spec.experts.identity {
+        0 => problem,
+        n => problem.with("experts.identity", format!("{n} identity experts")),
+    }
+}
+
+fn divisors(number: usize) -> String {
+    let small = number.min(crate::MAX_EXPERTS);
+    let list: Vec<String> = (1..=small)
+        .filter(|n| number.is_multiple_of(*n))
+        .map(|n| n.to_string())
+        .collect();
+    match list.as_slice() {
+        [] => "at least one expert".to_string(),
+        [one] => one.clone(),
+        [first @ .., last] => format!("{} or {last}", first.join(", ")),
+    }
+}
+
+fn sparse_mixer(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let router = &spec.router;
+    let k = spec.shape.top_k;
+    if k > 2 {
+        let message = format!("`router.select` = {{ sparse-mixer }} cannot pick {k} experts");
+        let problem = Problem::new("router.select", message)
+            .label("defined for one or two experts per token")
+            .with("shape.top_k", format!("{k} here"));
+        problems.push(problem.help("set `top_k` to 1 or 2, or use select = \"top-k\""));
+    }
+    let mut clash = |key, value, because| {
+        let conflict = Conflict {
+            key,
+            value,
+            with: "router.select",
+            with_value: "{ sparse-mixer }".to_string(),
+            because,
+            change: format!(
+                "remove `{}`, or use select = \"top-k\"",
+                key.trim_start_matches("router.")
+            ),
+        };
+        problems.push(conflict.problem());
+    };
+    if router.score != Score::Softmax {
+        let because = "its weights are a softmax over the logits near the best";
+        clash("router.score", quoted(&router.score), because);
+    }
+    let because = "it picks from the logits themselves";
+    if router.select_bias {
+        clash("router.select_bias", "true".to_string(), because);
+    }
+    if router.groups.is_some() {
+        clash("router.groups", "{ ... }".to_string(), because);
+    }
+}
+
+fn renormalization(router: &Router, problems: &mut Vec<Problem>) {
+    let (rule, eps) = (router.renormalize, router.renormalize_eps);
+    let with_value = quoted(&rule);
+    if eps != 0.0 && matches!(rule, Renormalize::None | Renormalize::PNorm) {
+        let conflict = Conflict {
+            key: "router.renormalize_eps",
+            value: format!("{eps:?}"),
+            with: "router.renormalize",
+            with_value: with_value.clone(),
+            because: "used by \"sum\" and \"clamp\" only",
+            change: "remove `renormalize_eps`, or use renormalize = \"sum\" or \"clamp\"".into(),
+        };
+        problems.push(conflict.problem());
+    }
+    if rule == Renormalize::Clamp && eps == 0.0 {
+        let message = "`router.renormalize` = \"clamp\" needs `renormalize_eps` above 0";
+        let problem = Problem::new("router.renormalize", message)
+            .label("divides by max(sum, eps)")
+            .with("router.renormalize_eps", "0 here");
+        problems.push(problem.help("add renormalize_eps = 1e-9, or use renormalize = \"sum\""));
+    }
+    if router.norm_order != 1.0 && rule != Renormalize::PNorm {
+        let conflict = Conflict {
+            key: "router.norm_order",
+            value: format!("{:?}", router.norm_order),
+            with: "router.renormalize",
+            with_value,
+            because: "the p of \"p-norm\" only",
+            change: "remove `norm_order`, or use renormalize = \"p-norm\"".into(),
+        };
+        problems.push(conflict.problem());
+    }
+}

@@ -1,0 +1,161 @@
+//! Name, sizes and element types.
+
+use super::{Range, quoted};
+use crate::{LayerSpec, MAX_EXPERTS, MAX_MATRIX, MAX_NAME, Problem};
+use moesaic_kernel::DType;
+
+pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    name(&spec.name, problems);
+    sizes(spec, problems);
+    matrix(spec, problems);
+    counts(spec, problems);
+    precision(spec, problems);
+}
+
+/// Names end up in file names, in comments of kernels and in identifiers.
+fn name(name: &str, problems: &mut Vec<Problem>) {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    let complaint = if name.is_empty() {
+        "must not be empty"
+    } else if name.len() > MAX_NAME {
+        "is too long"
+    } else if !name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        "must begin with a letter or a digit"
+    } else if !name.chars().all(allowed) {
+        "has a character that names cannot have"
+    } else {
+        return;
+    };
+    let help = format!(
+        "use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores: it names files and kernels"
+    );
+    let message = format!("`name` = \"{}\" {complaint}", shortened(name));
+    problems.push(Problem::new("name", message).label(complaint).help(help));
+}
+
+fn shortened(name: &str) -> String {
+    let start: String = name.chars().take(40).collect();
+    let rest = if start.len() < name.len() { "..." } else { "" };
+    format!("{}{rest}", start.escape_debug())
+}
+
+fn sizes(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    Range::dim("shape.model_dim", spec.shape.model_dim).check(problems);
+    Range::dim("shape.hidden_dim", spec.shape.hidden_dim).check(problems);
+    if let Some(output) = spec.shape.output_dim {
+        Range::dim("shape.output_dim", output).check(problems);
+    }
+}
+
+fn matrix(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (model, output) = (spec.shape.model_dim, spec.output_dim());
+    let (wide, key) = match output > model {
+        true => (output, "shape.output_dim"),
+        false => (model, "shape.model_dim"),
+    };
+    let hidden = spec.shape.hidden_dim;
+    let sane = wide <= crate::MAX_DIM && hidden <= crate::MAX_DIM;
+    if sane && wide.saturating_mul(hidden) > MAX_MATRIX {
+        let message = format!("a weight matrix of {hidden} x {wide} elements is too large");
+        let help = format!(
+            "offsets inside an expert's matrix are 32-bit: keep `hidden_dim` times `{}` at {MAX_MATRIX} or below",
+            key.trim_start_matches("shape.")
+        );
+        let problem = Problem::new("shape.hidden_dim", message).label("rows");
+        problems.push(problem.with(key, "columns").help(help));
+    }
+}
+
+fn counts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (experts, identity) = (spec.shape.experts, spec.experts.identity);
+    let all = spec.scored_experts();
+    Range {
+        key: "shape.experts",
+        value: experts,
+        least: 1,
+        most: MAX_EXPERTS,
+        because: "the most experts a router kernel ranks",
+    }
+    .check(problems);
+    if experts <= MAX_EXPERTS && all > MAX_EXPERTS {
+        let message = format!("{experts} experts and {identity} identity experts are too many");
+        let help = format!("a router kernel ranks at most {MAX_EXPERTS} in all");
+        let problem = Problem::new("experts.identity", message).label("identity experts count too");
+        problems.push(problem.with("shape.experts", "experts").help(help));
+    }
+    top_k(spec, all, problems);
+}
+
+fn top_k(spec: &LayerSpec, all: usize, problems: &mut Vec<Problem>) {
+    let k = spec.shape.top_k;
+    let problem = if k == 0 {
+        Problem::new("shape.top_k", "`shape.top_k` = 0 sends tokens to no expert")
+            .label("must be at least 1")
+            .help("use 1 or more experts per token")
+    } else if k > all && spec.shape.experts > 0 {
+        let message = format!("`shape.top_k` = {k} asks for more experts than the layer has");
+        let help = format!("lower `top_k` to {all} or less, or raise `experts`");
+        Problem::new("shape.top_k", message)
+            .label(format!("must be at most {all}"))
+            .help(help)
+    } else {
+        return;
+    };
+    let problem = problem.with("shape.experts", format!("{} experts", spec.shape.experts));
+    problems.push(match spec.experts.identity {
+        0 => problem,
+        n => problem.with("experts.identity", format!("{n} identity experts")),
+    });
+}
+
+fn precision(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let precision = &spec.precision;
+    float("precision.weights", precision.weights, problems);
+    float("precision.activations", precision.activations, problems);
+    single(
+        "precision.router",
+        precision.router,
+        "a rounded logit sends tokens to other experts",
+        problems,
+    );
+    single(
+        "precision.accumulate",
+        precision.accumulate,
+        "sums of thousands of products lose their digits in 16 bits",
+        problems,
+    );
+    mixed(spec, problems);
+}
+
+fn float(key: &str, dtype: DType, problems: &mut Vec<Problem>) {
+    if !dtype.is_float() {
+        let message = format!("`{key}` = {} is not a floating-point type", quoted(&dtype));
+        let problem = Problem::new(key, message).label("integers cannot hold it");
+        problems.push(problem.help("use \"f32\", \"f16\" or \"bf16\""));
+    }
+}
+
+fn single(key: &str, dtype: DType, because: &str, problems: &mut Vec<Problem>) {
+    if dtype != DType::F32 {
+        let message = format!("`{key}` = {} is not supported", quoted(&dtype));
+        let problem = Problem::new(key, message).label("must be \"f32\"");
+        problems.push(problem.help(format!("leave it at \"f32\": {because}")));
+    }
+}
+
+fn mixed(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (weights, activations) = (spec.precision.weights, spec.precision.activations);
+    let mixed = matches!(
+        (weights, activations),
+        (DType::F16, DType::Bf16) | (DType::Bf16, DType::F16)
+    );
+    if mixed {
+        let message = format!("{weights} weights cannot meet {activations} activations");
+        let help =
+            "use the same 16-bit type for `weights` and `activations`, or \"f32\" for one of them";
+        let problem = Problem::new("precision.weights", message)
+            .label("no matrix unit multiplies f16 by bf16")
+            .with("precision.activations", format!("{activations} here"));
+        problems.push(problem.help(help));
+    }
+}
