@@ -1,6 +1,7 @@
 //! Stems `grouped_gemm` and `combine`: what an expert computes, and the sum.
 
 use crate::math::{dot, erf, sigmoid};
+use crate::place::kept;
 use crate::{Input, Placement, Weights};
 use moesaic_spec::{Activation, Experts, LayerSpec, SharedGate, WeightSite};
 
@@ -132,7 +133,8 @@ pub fn combine(
     for t in 0..input.tokens {
         let x = &input.x[t * d..(t + 1) * d];
         let mut sum = vec![0.0; spec.output_dim()];
-        for slot in (t * k..(t + 1) * k).filter(|&slot| placed.locations[slot] >= 0) {
+        let reaches = |&slot: &usize| kept(spec, topk_ids[slot], placed.locations[slot]);
+        for slot in (t * k..(t + 1) * k).filter(reaches) {
             let expert = topk_ids[slot] as usize;
             add(
                 &mut sum,

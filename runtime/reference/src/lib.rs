@@ -22,7 +22,7 @@ mod weights;
 pub use expert::{activate, combine, expert_row, shared_row};
 pub use gate::{Decision, Gate, gate, lookup, select, select_row};
 pub use math::{descending, erf, rank, round_to, softmax};
-pub use place::{Placement, capacity_rows, demanded, processing_order, random_key, scan};
+pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
 pub use weights::{Random, Tensor, Weights};
 
 pub use gate::logits;

@@ -13,7 +13,8 @@ pub struct Placement {
     pub counts: Vec<i64>,
     /// Rows per expert; `None` when dropless.
     pub capacity: Option<i64>,
-    /// `[T, K]`: position inside the expert, -1 when dropped or masked.
+    /// `[T, K]`: position inside the expert; -1 when dropped or masked, and
+    /// for identity experts, which have no rows and drop nothing.
     pub locations: Vec<i32>,
     /// `[T, K]`: weights after dropping; zero when dropped or masked.
     pub weights: Vec<f64>,
@@ -32,6 +33,9 @@ pub fn scan(spec: &LayerSpec, decision: &Decision, tokens: usize, seed: u64) -> 
         let Ok(expert) = usize::try_from(decision.ids[slot]) else {
             continue;
         };
+        if expert >= spec.shape.experts {
+            continue;
+        }
         if capacity.is_none_or(|rows| next[expert] < rows) {
             locations[slot] = next[expert] as i32;
         } else {
@@ -39,7 +43,7 @@ pub fn scan(spec: &LayerSpec, decision: &Decision, tokens: usize, seed: u64) -> 
         }
         next[expert] += 1;
     }
-    let weights = surviving(spec, &decision.weights, &locations);
+    let weights = surviving(spec, decision, &locations);
     Placement {
         counts,
         capacity,
@@ -60,12 +64,13 @@ pub fn demanded(spec: &LayerSpec, ids: &[i32]) -> Vec<i64> {
 
 /// Rows per expert; `None` when dropless.
 ///
-/// The factor's formula is Tutel's: `K·int(f·ceil(T/E))`, E counting identity
-/// experts too.
+/// The factor's formula is Tutel's: `K·int(f·ceil(T/E))`. Identity experts
+/// have no rows and do not count.
 pub fn capacity_rows(spec: &LayerSpec, tokens: usize, counts: &[i64]) -> Option<i64> {
     let c = &spec.capacity;
-    let largest = counts.iter().copied().max().unwrap_or(0);
-    let share = tokens.div_ceil(spec.routed_experts()) as f64;
+    let experts = spec.shape.experts;
+    let largest = counts[..experts].iter().copied().max().unwrap_or(0);
+    let share = tokens.div_ceil(experts) as f64;
     let by_factor = spec.shape.top_k as i64 * (c.factor.abs() * share) as i64;
     let rows = match c.mode {
         CapacityMode::Dropless => return None,
@@ -114,20 +119,26 @@ pub fn random_key(seed: u64, token: usize, slot: usize) -> u64 {
     splitmix64(seed ^ ((slot as u64) << 32 | token as u64))
 }
 
-/// Weights with dropped slots at zero, renormalised if the spec says so.
-fn surviving(spec: &LayerSpec, weights: &[f64], locations: &[i32]) -> Vec<f64> {
-    let kept = |(w, &at): (&f64, &i32)| if at < 0 { 0.0 } else { *w };
-    let mut result: Vec<f64> = weights.iter().zip(locations).map(kept).collect();
-    if !spec.capacity.renormalize_after_drop {
-        return result;
-    }
-    let k = spec.shape.top_k;
-    for (row, places) in result.chunks_mut(k).zip(locations.chunks(k)) {
-        if places.iter().all(|&at| at < 0) {
-            continue;
+/// Whether an assignment reaches an expert: it has a row, or its expert needs
+/// none.
+pub fn kept(spec: &LayerSpec, id: i32, location: i32) -> bool {
+    location >= 0 || id >= spec.shape.experts as i32
+}
+
+/// Weights with dropped slots at zero. Renormalising after dropping makes
+/// those of a token sum to the router's scale again.
+fn surviving(spec: &LayerSpec, decision: &Decision, locations: &[i32]) -> Vec<f64> {
+    let slots = decision.weights.iter().zip(&decision.ids).zip(locations);
+    let mut result: Vec<f64> = slots
+        .map(|((&w, &id), &at)| if kept(spec, id, at) { w } else { 0.0 })
+        .collect();
+    if spec.capacity.renormalize_after_drop {
+        for row in result.chunks_mut(spec.shape.top_k) {
+            let sum: f64 = row.iter().sum();
+            if sum != 0.0 {
+                row.iter_mut().for_each(|w| *w = spec.router.scale * *w / sum);
+            }
         }
-        let sum: f64 = row.iter().sum();
-        row.iter_mut().for_each(|w| *w /= sum);
     }
     result
 }
