@@ -1,1 +1,63 @@
-//! moesaic
+//! A Mixture-of-Experts kernel compiler.
+//!
+//! From a declarative layer spec moesaic generates specialised gating,
+//! location, dispatch, expert-GEMM and combine kernels for CPU, CUDA and ROCm,
+//! compiles them at run time or ahead of time, caches them, and runs the
+//! layer.
+//!
+//! ```no_run
+//! use moesaic::{Engine, Input, LayerSpec, Weights};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let spec = LayerSpec::from_toml(
+//!     "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }",
+//! )?;
+//! let (router, gate) = (vec![0.1f32; 8 * 64], vec![0.2f32; 8 * 128 * 64]);
+//! let (up, down) = (gate.clone(), vec![0.3f32; 8 * 64 * 128]);
+//! let weights = Weights::new()
+//!     .with("router.weight", &[8, 64], &router)
+//!     .with("experts.gate.weight", &[8, 128, 64], &gate)
+//!     .with("experts.up.weight", &[8, 128, 64], &up)
+//!     .with("experts.down.weight", &[8, 64, 128], &down);
+//! let layer = Engine::cpu()?.layer(&spec, &weights)?;
+//! let x = vec![1.0f32; 5 * 64];
+//! let y = layer.forward(&Input::new(5, &x))?.y().to_f32();
+//! assert_eq!(y.len(), 5 * 64);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! This crate is the facade: it joins the parts and names the targets.
+//! docs/ARCHITECTURE.md says where each part lives.
+
+mod compilers;
+mod engine;
+
+pub use compilers::{Compilers, TargetNameError, resolve_target};
+pub use engine::{Engine, EngineOptions, OpenError};
+pub use half;
+pub use moesaic_cache::Store;
+pub use moesaic_engine::{
+    Element, EngineError, Event, HostTensor, Input, Job, Layer, Outcome, Output, RawCall, Row,
+    Stats, StepTime, Weights, precompile,
+};
+pub use moesaic_kernel::{DType, KernelSource, Size, Stem, Target};
+pub use moesaic_plan::{LayerPlan, Work};
+pub use moesaic_spec::LayerSpec;
+
+/// The layer spec: types, TOML, validation, Hugging Face import.
+pub use moesaic_spec as spec;
+/// The target interface: compilers, devices, artifacts.
+pub use moesaic_target as target;
+/// The kernel store and its packs.
+pub use moesaic_cache as cache;
+/// From spec to plan.
+pub use moesaic_plan as plan;
+/// From plan to text.
+pub use moesaic_emit as emit;
+/// The f64 reference.
+pub use moesaic_reference as reference;
+/// Where compilers come from.
+pub use moesaic_toolchain as toolchain;
+/// Checkpoints.
+pub use moesaic_weights as weights;

@@ -169,6 +169,31 @@ impl CpuIsa {
     }
 }
 
+impl CpuIsa {
+    /// Whether a CPU of this instruction set runs code for `asked`.
+    pub fn runs(self, asked: CpuIsa) -> bool {
+        let x86 = [CpuIsa::Avx2, CpuIsa::Avx512, CpuIsa::Avx512Bf16];
+        let place = |isa| x86.iter().position(|&i| i == isa);
+        match (place(self), place(asked)) {
+            (Some(own), Some(asked)) => own >= asked,
+            _ => self == asked || asked == CpuIsa::Portable,
+        }
+    }
+}
+
+impl CudaArch {
+    /// Whether a GPU of this architecture runs binaries for `asked`: the same
+    /// major capability, a minor one at most its own, and for suffixed
+    /// architectures the very same (`a`) or its family (`f`).
+    pub fn runs(self, asked: CudaArch) -> bool {
+        let family = self.capability / 10 == asked.capability / 10;
+        match asked.suffix {
+            Some('a') => self.capability == asked.capability,
+            _ => family && asked.capability <= self.capability,
+        }
+    }
+}
+
 impl fmt::Display for CudaArch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sm_{}", self.capability)?;
@@ -233,6 +258,23 @@ mod tests {
         for target in Target::all() {
             assert_eq!(target.to_string().parse(), Ok(target));
         }
+    }
+
+    #[test]
+    fn newer_cpus_and_gpus_run_older_code() {
+        assert!(CpuIsa::Avx512Bf16.runs(CpuIsa::Avx2));
+        assert!(!CpuIsa::Avx2.runs(CpuIsa::Avx512));
+        assert!(CpuIsa::Neon.runs(CpuIsa::Portable));
+        assert!(!CpuIsa::Neon.runs(CpuIsa::Avx2));
+        let arch = |name: &str| match name.parse() {
+            Ok(Target::Cuda(arch)) => arch,
+            other => panic!("{other:?}"),
+        };
+        assert!(arch("cuda:sm_89").runs(arch("cuda:sm_80")));
+        assert!(arch("cuda:sm_90a").runs(arch("cuda:sm_90")));
+        assert!(arch("cuda:sm_90").runs(arch("cuda:sm_90a")));
+        assert!(!arch("cuda:sm_100a").runs(arch("cuda:sm_90a")));
+        assert!(!arch("cuda:sm_90").runs(arch("cuda:sm_80")));
     }
 
     #[test]

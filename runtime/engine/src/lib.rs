@@ -1,1 +1,32 @@
 //! Compiles, caches, loads and runs layers.
+//!
+//! ```text
+//! Engine::layer(spec, weights)
+//!   plan ─> emit ─> key ─> in memory? ─> in the store? ─> compile ─> load
+//!   weights ─> checked against the spec ─> device memory, once
+//! Layer::forward(input)
+//!   for step in plan.steps: bind tensors to addresses, launch
+//! ```
+//!
+//! The engine names no concrete target: it is handed a [`Device`], a
+//! [`Compiler`] or none, and a store or none.
+//!
+//! [`Device`]: moesaic_target::Device
+//! [`Compiler`]: moesaic_target::Compiler
+
+mod engine;
+mod error;
+mod forward;
+mod jit;
+mod layer;
+mod parallel;
+mod precompile;
+mod tensor;
+mod workspace;
+
+pub use engine::{Engine, EngineParts, Stats};
+pub use error::EngineError;
+pub use forward::{Input, Output, RawCall, StepTime};
+pub use layer::Layer;
+pub use precompile::{Event, Job, Outcome, Row, precompile};
+pub use tensor::{Element, HostTensor, Weights};

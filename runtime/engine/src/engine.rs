@@ -1,0 +1,111 @@
+//! A device with a compiler and a store: what layers are made with.
+
+use crate::jit::Jit;
+use crate::layer::Layer;
+use crate::{EngineError, Weights};
+use moesaic_cache::Store;
+use moesaic_emit::emit_layer;
+use moesaic_kernel::Target;
+use moesaic_plan::{LayerPlan, plan};
+use moesaic_spec::LayerSpec;
+use moesaic_target::{CompileOptions, Compiler, Device, DeviceInfo};
+use std::sync::Arc;
+
+/// What an engine is made of.
+pub struct EngineParts {
+    /// Where layers run.
+    pub device: Arc<dyn Device>,
+    /// What compiles kernels; `None` runs from the store alone.
+    pub compiler: Option<Arc<dyn Compiler>>,
+    /// Where compiled kernels are kept; `None` compiles in every process.
+    pub store: Option<Store>,
+    /// A kernel that is not in the store is an error instead of a compile.
+    pub strict: bool,
+    /// What is asked of the compiler.
+    pub options: CompileOptions,
+}
+
+/// A device with a compiler and a store. Cheap to clone; clones share
+/// everything. Layers of one engine share kernels that are equal.
+#[derive(Clone)]
+pub struct Engine {
+    device: Arc<dyn Device>,
+    target: Target,
+    jit: Arc<Jit>,
+}
+
+/// Where the kernels of an engine came from, so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Kernels compiled.
+    pub compiled: u64,
+    /// Kernels read from the store.
+    pub from_store: u64,
+    /// Kernels that were already loaded.
+    pub in_memory: u64,
+}
+
+impl Engine {
+    /// An engine for the device's own target.
+    pub fn new(parts: EngineParts) -> Engine {
+        let target = parts.device.info().target;
+        Engine::for_target(parts, target)
+    }
+
+    /// An engine that generates for `target`, which the device must be able
+    /// to run: an AVX-512 machine runs `cpu:avx2` too.
+    pub fn for_target(parts: EngineParts, target: Target) -> Engine {
+        let device = parts.device.clone();
+        Engine { device, target, jit: Arc::new(Jit::new(parts, target)) }
+    }
+
+    /// The target kernels are generated for.
+    pub fn target(&self) -> Target {
+        self.target
+    }
+
+    /// The device layers run on.
+    pub fn device_info(&self) -> &DeviceInfo {
+        self.device.info()
+    }
+
+    /// The device itself, for memory that raw calls use.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Where kernels came from, so far.
+    pub fn stats(&self) -> Stats {
+        self.jit.stats()
+    }
+
+    /// The plan of a layer on this engine's target.
+    ///
+    /// # Errors
+    /// [`EngineError::Spec`] and [`EngineError::Plan`].
+    pub fn plan(&self, spec: &LayerSpec) -> Result<LayerPlan, EngineError> {
+        crate::layer::check_spec(spec)?;
+        Ok(plan(spec, self.target)?)
+    }
+
+    /// Makes a layer: plans it, gets its kernels, puts its weights on the
+    /// device. Weights are copied; the caller may let go of them.
+    ///
+    /// # Errors
+    /// Whatever [`EngineError`] lists, apart from input errors.
+    pub fn layer(&self, spec: &LayerSpec, weights: &Weights<'_>) -> Result<Layer, EngineError> {
+        let plan = self.plan(spec)?;
+        let modules = self.jit.modules(&emit_layer(&plan)?)?;
+        Layer::new(plan, modules, self.device.clone(), weights)
+    }
+
+    /// Compiles or finds every kernel of a layer and loads it, without weights.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn warm_up(&self, spec: &LayerSpec) -> Result<(), EngineError> {
+        let plan = self.plan(spec)?;
+        self.jit.modules(&emit_layer(&plan)?)?;
+        Ok(())
+    }
+}

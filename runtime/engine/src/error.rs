@@ -1,0 +1,69 @@
+//! What can go wrong between a spec and its result.
+
+use moesaic_emit::EmitError;
+use moesaic_plan::PlanError;
+use moesaic_target::{CompileError, DeviceError};
+
+/// An engine operation that failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// The spec is not valid.
+    #[error("the layer spec is not valid:\n{0}")]
+    Spec(String),
+    /// No kernel computes an option on this target.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A defect in a template.
+    #[error(transparent)]
+    Emit(#[from] EmitError),
+    /// The compiler failed.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// Several kernels failed to compile; the first says why.
+    #[error("{kernel}: {reason}")]
+    Kernel {
+        /// The kernel's name.
+        kernel: String,
+        /// What its compile said.
+        reason: String,
+    },
+    /// The kernel is not cached and compiling is not allowed.
+    #[error(
+        "kernel `{kernel}` for `{target}` is not in the cache and compiling is off\n\
+         add it with: moesaic precompile --spec <file> --target {target}"
+    )]
+    NotCached {
+        /// The kernel's name.
+        kernel: String,
+        /// The target.
+        target: String,
+    },
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A weight tensor is missing or not as the spec says.
+    #[error("weight `{name}`: {problem}")]
+    Weight {
+        /// The canonical name.
+        name: String,
+        /// What was found and what is expected.
+        problem: String,
+    },
+    /// An input is missing or not as the spec says.
+    #[error("input `{name}`: {problem}")]
+    Input {
+        /// The tensor's name.
+        name: String,
+        /// What was found and what is expected.
+        problem: String,
+    },
+    /// A tensor the layer does not have was asked for.
+    #[error("the layer has no output `{name}`; it has: {known}")]
+    NoOutput {
+        /// What was asked.
+        name: String,
+        /// What there is.
+        known: String,
+    },
+}

@@ -1,0 +1,297 @@
+//! One forward pass: check the input, bind every step, launch, read back.
+
+use crate::{Element, EngineError, HostTensor, Layer};
+use moesaic_plan::{Role, Step, TensorPlan};
+use moesaic_target::{Arg, DeviceError, LaunchDims, Ptr};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// The input of a call, in host memory.
+#[derive(Clone, Debug)]
+pub struct Input<'a> {
+    /// Tokens of this call.
+    pub tokens: usize,
+    /// The tensors: `x [T, d]`; `token_ids [T]` i32 for a table router;
+    /// `topk_ids [T, K]` i32 and `topk_weights [T, K]` f32 for an external one.
+    pub tensors: BTreeMap<String, HostTensor<'a>>,
+}
+
+impl<'a> Input<'a> {
+    /// `tokens` rows of `x`, which holds `tokens * model_dim` elements.
+    pub fn new<E: Element>(tokens: usize, x: &'a [E]) -> Input<'a> {
+        let width = x.len().checked_div(tokens).unwrap_or(0);
+        let mut input = Input { tokens, tensors: BTreeMap::new() };
+        input.insert("x", HostTensor::new(&[tokens, width], x));
+        input
+    }
+
+    /// This input with the ids that a table router looks up.
+    pub fn with_token_ids(mut self, token_ids: &'a [i32]) -> Input<'a> {
+        self.insert("token_ids", HostTensor::new(&[token_ids.len()], token_ids));
+        self
+    }
+
+    /// This input with the decision that an external router made.
+    pub fn with_routing(mut self, top_k: usize, ids: &'a [i32], weights: &'a [f32]) -> Input<'a> {
+        self.insert("topk_ids", HostTensor::new(&[self.tokens, top_k], ids));
+        self.insert("topk_weights", HostTensor::new(&[self.tokens, top_k], weights));
+        self
+    }
+
+    /// Adds or replaces a tensor.
+    pub fn insert(&mut self, name: &str, tensor: HostTensor<'a>) {
+        self.tensors.insert(name.to_string(), tensor);
+    }
+}
+
+/// What a call gave, in host memory.
+#[derive(Clone, Debug, Default)]
+pub struct Output {
+    tensors: BTreeMap<String, HostTensor<'static>>,
+}
+
+impl Output {
+    /// The tensor of this name, if it was asked for.
+    pub fn get(&self, name: &str) -> Option<&HostTensor<'static>> {
+        self.tensors.get(name)
+    }
+
+    /// `y [T, output_dim]`, in the layer's activation dtype.
+    pub fn y(&self) -> &HostTensor<'static> {
+        &self.tensors["y"]
+    }
+
+    /// Every tensor that was asked for, by name.
+    pub fn into_tensors(self) -> BTreeMap<String, HostTensor<'static>> {
+        self.tensors
+    }
+}
+
+/// A call on device memory that someone else owns.
+#[derive(Clone, Debug)]
+pub struct RawCall<'a> {
+    /// Tokens of this call.
+    pub tokens: usize,
+    /// Where input tensors lie and output tensors go, by name: `x` and `y`
+    /// at least. Outputs that are not named stay in the layer's memory.
+    pub tensors: &'a [(&'a str, Ptr)],
+}
+
+/// How long one step took.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepTime {
+    /// The kernel's name.
+    pub kernel: String,
+    /// The entry's symbol.
+    pub symbol: String,
+    /// From launch to completion.
+    pub time: Duration,
+}
+
+impl Layer {
+    /// Runs the layer and reads back `y`.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] when a tensor is missing or has the wrong shape
+    /// or dtype; [`EngineError::Device`] when memory runs out or a launch fails.
+    pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
+        self.forward_with(input, &["y"])
+    }
+
+    /// Runs the layer and reads back the named outputs.
+    ///
+    /// # Errors
+    /// As [`Layer::forward`]; [`EngineError::NoOutput`] for an unknown name.
+    pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        let mut workspace = self.lock_workspace();
+        self.check_size(input.tokens)?;
+        for name in names {
+            self.output(name)?;
+        }
+        workspace.reserve(&self.plan, &*self.device, input.tokens as u64)?;
+        for tensor in self.plan.tensors.iter().filter(|tensor| tensor.role == Role::Input) {
+            let staged = workspace.get(&tensor.name).expect("reserved above");
+            let host = self.checked_input(input, tensor)?;
+            self.device.upload(&host.data, staged, 0)?;
+        }
+        self.run(input.tokens, |name| workspace.ptr(name), None)?;
+        let mut output = Output::default();
+        for name in names {
+            let buffer = workspace.get(name).expect("reserved above");
+            let host = self.empty_output(name, input.tokens)?;
+            output.tensors.insert(name.to_string(), host);
+            let host = output.tensors.get_mut(*name).expect("inserted above");
+            self.device.download(buffer, 0, host.data.to_mut())?;
+        }
+        Ok(output)
+    }
+
+    /// Runs the layer on device memory that the caller owns, in stream order
+    /// and without waiting.
+    ///
+    /// # Safety
+    /// Every address must be valid on the layer's device for the tensor's
+    /// size at `call.tokens` tokens until the stream has passed the call, and
+    /// ids of experts or tokens in inputs must be in range.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] when an input has no address; otherwise as
+    /// [`Layer::forward`].
+    pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
+        let mut workspace = self.lock_workspace();
+        self.check_size(call.tokens)?;
+        let given = |name: &str| call.tensors.iter().find(|(n, _)| *n == name).map(|(_, p)| *p);
+        for tensor in self.plan.tensors.iter().filter(|tensor| tensor.role == Role::Input) {
+            if given(&tensor.name).is_none() {
+                return Err(input_error(&tensor.name, "has no address".to_string()));
+            }
+        }
+        workspace.reserve(&self.plan, &*self.device, call.tokens as u64)?;
+        self.run(call.tokens, |name| given(name).or_else(|| workspace.ptr(name)), None)
+    }
+
+    /// Runs the steps again on the inputs of the last call of this size or
+    /// larger, and times each. For `bench` and `quickstart`.
+    ///
+    /// # Errors
+    /// When a launch fails.
+    pub fn time_steps(&self, tokens: usize) -> Result<Vec<StepTime>, EngineError> {
+        let workspace = self.lock_workspace();
+        let mut times = Vec::with_capacity(self.plan.steps.len());
+        self.run(tokens, |name| workspace.ptr(name), Some(&mut times))?;
+        Ok(times)
+    }
+
+    fn run(
+        &self,
+        tokens: usize,
+        ptr: impl Fn(&str) -> Option<Ptr>,
+        mut times: Option<&mut Vec<StepTime>>,
+    ) -> Result<(), EngineError> {
+        let mut args = Vec::with_capacity(16);
+        for step in &self.plan.steps {
+            let start = Instant::now();
+            self.launch(step, tokens, &ptr, &mut args)?;
+            if let Some(times) = times.as_deref_mut() {
+                self.device.synchronize()?;
+                let kernel = self.plan.kernels[step.kernel].name.clone();
+                let symbol = step.symbol.clone();
+                times.push(StepTime { kernel, symbol, time: start.elapsed() });
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(
+        &self,
+        step: &Step,
+        tokens: usize,
+        ptr: impl Fn(&str) -> Option<Ptr>,
+        args: &mut Vec<Arg>,
+    ) -> Result<(), EngineError> {
+        let launch = &self.plan.entry(step).launch;
+        args.clear();
+        for name in &step.tensors {
+            let weight = || self.weights.get(name).map(|buffer| buffer.ptr());
+            let address = ptr(name).or_else(weight).ok_or_else(|| DeviceError::Launch {
+                kernel: step.symbol.clone(),
+                reason: format!("tensor `{name}` has no memory; run forward first"),
+            })?;
+            args.push(Arg::Ptr(address));
+        }
+        // Every signature ends with the token count.
+        args.push(Arg::I64(tokens as i64));
+        let dims = LaunchDims {
+            grid: [launch.grid[0].eval(tokens as u64), launch.grid[1].eval(tokens as u64)],
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+        };
+        // SAFETY: the arguments follow the entry's own parameter list, since
+        // the step's tensors were listed from it; each address is a buffer of
+        // the tensor's size for at least `tokens` tokens, or the caller of
+        // `forward_raw` vouches for it; buffers outlive the launch because a
+        // device frees and grows them in stream order.
+        unsafe { self.modules[step.kernel].launch(&step.symbol, dims, args)? };
+        Ok(())
+    }
+
+    /// The most tokens of one call: assignments are counted in 31 bits.
+    pub fn max_tokens(&self) -> usize {
+        i32::MAX as usize / self.plan.spec.shape.top_k
+    }
+
+    fn check_size(&self, tokens: usize) -> Result<(), EngineError> {
+        let most = self.max_tokens();
+        if tokens > most {
+            let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
+            return Err(input_error("x", problem));
+        }
+        Ok(())
+    }
+
+    fn checked_input<'i, 'a>(
+        &self,
+        input: &'i Input<'a>,
+        tensor: &TensorPlan,
+    ) -> Result<&'i HostTensor<'a>, EngineError> {
+        let shape = shape_for(tensor, input.tokens);
+        let host = input.tensors.get(&tensor.name).ok_or_else(|| {
+            let problem = format!("is missing, expected {} of shape {shape:?}", tensor.dtype);
+            input_error(&tensor.name, problem)
+        })?;
+        // Zero tokens have no width of their own.
+        if input.tokens > 0 || !host.data.is_empty() {
+            host.check(tensor.dtype, &shape).map_err(|problem| input_error(&tensor.name, problem))?;
+        }
+        self.check_range(&tensor.name, host)?;
+        Ok(host)
+    }
+
+    /// Ids index device memory, so they are checked before they go there.
+    fn check_range(&self, name: &str, host: &HostTensor<'_>) -> Result<(), EngineError> {
+        let spec = &self.plan.spec;
+        let (least, most) = match name {
+            "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
+            "topk_ids" => (-1, spec.routed_experts() as i32 - 1),
+            _ => return Ok(()),
+        };
+        let ids: Vec<i32> = host.to_vec().unwrap_or_default();
+        match ids.iter().position(|id| !(least..=most).contains(id)) {
+            None => Ok(()),
+            Some(at) => {
+                let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
+                Err(input_error(name, problem))
+            }
+        }
+    }
+
+    fn output(&self, name: &str) -> Result<&TensorPlan, EngineError> {
+        let readable = |t: &&TensorPlan| matches!(t.role, Role::Output | Role::Input);
+        let mut outputs = self.plan.tensors.iter().filter(readable);
+        outputs.clone().find(|tensor| tensor.name == name).ok_or_else(|| EngineError::NoOutput {
+            name: name.to_string(),
+            known: join(&mut outputs),
+        })
+    }
+
+    fn empty_output(&self, name: &str, tokens: usize) -> Result<HostTensor<'static>, EngineError> {
+        let tensor = self.output(name)?;
+        let shape = shape_for(tensor, tokens);
+        let bytes = shape.iter().product::<usize>() * tensor.dtype.size();
+        Ok(HostTensor { dtype: tensor.dtype, shape, data: vec![0; bytes].into() })
+    }
+}
+
+/// The shape of a tensor for a token count.
+fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
+    tensor.shape.iter().map(|size| size.eval(tokens as u64) as usize).collect()
+}
+
+fn input_error(name: &str, problem: String) -> EngineError {
+    EngineError::Input { name: name.to_string(), problem }
+}
+
+fn join<'t>(tensors: &mut dyn Iterator<Item = &'t TensorPlan>) -> String {
+    tensors.map(|tensor| tensor.name.as_str()).collect::<Vec<_>>().join(", ")
+}
+

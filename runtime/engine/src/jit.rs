@@ -1,0 +1,160 @@
+//! From kernel source to loaded module: memory, then store, then compiler.
+
+use crate::EngineError;
+use crate::engine::{EngineParts, Stats};
+use crate::parallel::parallel;
+use moesaic_cache::{Key, KeyParts, Store};
+use moesaic_kernel::{KernelSource, Target};
+use moesaic_target::{Artifact, CompileOptions, Compiler, Device, Module};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A place for one module. Whoever holds its lock is the one that makes it.
+type Slot = Arc<Mutex<Option<Arc<dyn Module>>>>;
+
+/// The kernels of an engine.
+pub(crate) struct Jit {
+    target: Target,
+    device: Arc<dyn Device>,
+    builder: Builder,
+    slots: Mutex<HashMap<Key, Slot>>,
+    in_memory: AtomicU64,
+    from_store: AtomicU64,
+    compiled: AtomicU64,
+}
+
+impl Jit {
+    pub fn new(parts: EngineParts, target: Target) -> Jit {
+        let EngineParts { device, compiler, store, strict, options } = parts;
+        Jit {
+            target,
+            device,
+            builder: Builder { compiler, store, strict, options },
+            slots: Mutex::default(),
+            in_memory: AtomicU64::new(0),
+            from_store: AtomicU64::new(0),
+            compiled: AtomicU64::new(0),
+        }
+    }
+
+    pub fn stats(&self) -> Stats {
+        Stats {
+            compiled: self.compiled.load(Ordering::Relaxed),
+            from_store: self.from_store.load(Ordering::Relaxed),
+            in_memory: self.in_memory.load(Ordering::Relaxed),
+        }
+    }
+
+    /// A loaded module per source, in the order of the sources. Only what is
+    /// neither loaded nor stored is compiled, on all cores.
+    pub fn modules(&self, sources: &[KernelSource]) -> Result<Vec<Arc<dyn Module>>, EngineError> {
+        let fingerprint = self.builder.fingerprint(self.target);
+        let jobs: Vec<(&KernelSource, Key)> = sources
+            .iter()
+            .map(|source| (source, self.builder.key(source, &fingerprint)))
+            .collect();
+        let mut modules: Vec<Option<Arc<dyn Module>>> = Vec::with_capacity(jobs.len());
+        for (source, key) in &jobs {
+            modules.push(self.at_hand(source, key)?);
+        }
+        let missing: Vec<usize> = (0..jobs.len()).filter(|&i| modules[i].is_none()).collect();
+        let made = parallel(&missing, |&i| self.make(jobs[i].0, &jobs[i].1));
+        for (&i, module) in missing.iter().zip(made) {
+            modules[i] = Some(module?);
+        }
+        Ok(modules.into_iter().flatten().collect())
+    }
+
+    fn slot(&self, key: &Key) -> Slot {
+        lock(&self.slots).entry(key.clone()).or_default().clone()
+    }
+
+    /// The module, if it takes no compile.
+    fn at_hand(
+        &self,
+        source: &KernelSource,
+        key: &Key,
+    ) -> Result<Option<Arc<dyn Module>>, EngineError> {
+        let slot = self.slot(key);
+        let mut slot = lock(&slot);
+        if slot.is_some() {
+            self.in_memory.fetch_add(1, Ordering::Relaxed);
+        } else if let Some(artifact) = self.builder.stored(key) {
+            *slot = Some(self.device.load(&artifact, &source.entries)?);
+            self.from_store.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(slot.clone())
+    }
+
+    /// The module, compiled unless another thread was faster.
+    fn make(&self, source: &KernelSource, key: &Key) -> Result<Arc<dyn Module>, EngineError> {
+        let slot = self.slot(key);
+        let mut slot = lock(&slot);
+        if let Some(module) = &*slot {
+            self.in_memory.fetch_add(1, Ordering::Relaxed);
+            return Ok(module.clone());
+        }
+        let (artifact, compiled) = self.builder.build(source, key)?;
+        let counter = if compiled { &self.compiled } else { &self.from_store };
+        counter.fetch_add(1, Ordering::Relaxed);
+        let module = self.device.load(&artifact, &source.entries)?;
+        *slot = Some(module.clone());
+        Ok(module)
+    }
+}
+
+/// A panic elsewhere cannot leave a map or a slot half written.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// From kernel source to artifact: store, then compiler.
+pub(crate) struct Builder {
+    pub compiler: Option<Arc<dyn Compiler>>,
+    pub store: Option<Store>,
+    /// Never compile.
+    pub strict: bool,
+    pub options: CompileOptions,
+}
+
+impl Builder {
+    /// The compiler's fingerprint for a target; empty without a compiler.
+    pub fn fingerprint(&self, target: Target) -> String {
+        self.compiler.as_ref().map_or_else(String::new, |c| c.fingerprint(target))
+    }
+
+    /// The key of a source under a compiler fingerprint.
+    pub fn key(&self, source: &KernelSource, fingerprint: &str) -> Key {
+        let flags = format!("{:?}", self.options);
+        Key::new(&KeyParts { source, flags: &flags, compiler: fingerprint })
+    }
+
+    /// The artifact, if the store has it.
+    pub fn stored(&self, key: &Key) -> Option<Artifact> {
+        Some(self.store.as_ref()?.get(key)?.artifact)
+    }
+
+    /// The artifact, and whether it had to be compiled.
+    pub fn build(&self, source: &KernelSource, key: &Key) -> Result<(Artifact, bool), EngineError> {
+        if self.strict {
+            let stored = self.stored(key).map(|artifact| (artifact, false));
+            return stored.ok_or_else(|| not_cached(source));
+        }
+        let compiler = self.compiler.as_ref().ok_or_else(|| not_cached(source))?;
+        let mut compiled = false;
+        let mut compile = || {
+            compiled = true;
+            compiler.compile(source, &self.options)
+        };
+        let artifact = match &self.store {
+            Some(store) => store.get_or_compile(key, source, &mut compile)?,
+            None => compile()?,
+        };
+        Ok((artifact, compiled))
+    }
+}
+
+fn not_cached(source: &KernelSource) -> EngineError {
+    EngineError::NotCached { kernel: source.name.clone(), target: source.target.to_string() }
+}

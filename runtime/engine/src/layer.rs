@@ -1,0 +1,84 @@
+//! A layer on a device: plan, loaded kernels, weights.
+
+use crate::workspace::Workspace;
+use crate::{EngineError, Weights};
+use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_spec::LayerSpec;
+use moesaic_target::{Buffer, Device, Module};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A layer that can run. Calls from several threads take turns.
+pub struct Layer {
+    pub(crate) plan: LayerPlan,
+    /// One per kernel of the plan.
+    pub(crate) modules: Vec<Arc<dyn Module>>,
+    pub(crate) weights: HashMap<String, Buffer>,
+    pub(crate) device: Arc<dyn Device>,
+    workspace: Mutex<Workspace>,
+}
+
+impl Layer {
+    pub(crate) fn new(
+        plan: LayerPlan,
+        modules: Vec<Arc<dyn Module>>,
+        device: Arc<dyn Device>,
+        weights: &Weights<'_>,
+    ) -> Result<Layer, EngineError> {
+        let expected = |tensor: &&TensorPlan| tensor.role == Role::Weight;
+        let mut uploaded = HashMap::new();
+        for tensor in plan.tensors.iter().filter(expected) {
+            let shape: Vec<usize> = tensor.shape.iter().map(|n| n.eval(0) as usize).collect();
+            let host = weights.expect(&tensor.name, tensor.dtype, &shape)?;
+            let buffer = device.alloc(host.data.len().max(64))?;
+            device.upload(&host.data, &buffer, 0)?;
+            uploaded.insert(tensor.name.clone(), buffer);
+        }
+        check_table(&plan.spec, weights)?;
+        let workspace = Mutex::new(Workspace::default());
+        Ok(Layer { plan, modules, weights: uploaded, device, workspace })
+    }
+
+    /// The spec it was made from.
+    pub fn spec(&self) -> &LayerSpec {
+        &self.plan.spec
+    }
+
+    /// Its kernels, tensors and steps.
+    pub fn plan(&self) -> &LayerPlan {
+        &self.plan
+    }
+
+    /// Bytes of device memory its intermediates hold at present.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.lock_workspace().bytes()
+    }
+
+    /// A panic while the lock was held can only have left a workspace that
+    /// `reserve` replaces, so poisoning carries no information.
+    pub(crate) fn lock_workspace(&self) -> MutexGuard<'_, Workspace> {
+        self.workspace.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// A spec may have been built in Rust, so it is validated here as well.
+pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
+    spec.validate().map_err(|problems| {
+        let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
+        EngineError::Spec(lines.join("\n"))
+    })
+}
+
+/// Expert ids in a routing table index device memory.
+fn check_table(spec: &LayerSpec, weights: &Weights<'_>) -> Result<(), EngineError> {
+    let Some(table) = weights.get("router.table") else { return Ok(()) };
+    let experts = spec.routed_experts() as i32;
+    let ids: Vec<i32> = table.to_vec().unwrap_or_default();
+    match ids.iter().position(|id| !(0..experts).contains(id)) {
+        None => Ok(()),
+        Some(at) => Err(EngineError::Weight {
+            name: "router.table".to_string(),
+            problem: format!("names expert {} at element {at}, there are {experts}", ids[at]),
+        }),
+    }
+}

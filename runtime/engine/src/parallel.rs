@@ -1,0 +1,31 @@
+//! A loop over all cores, for compiles.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// `job` of every item, on up to one thread per core, results in the order of
+/// the items. One item runs on the caller's thread.
+pub(crate) fn parallel<T: Sync, R: Send>(items: &[T], job: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let threads = cores.min(items.len());
+    if threads <= 1 {
+        return items.iter().map(job).collect();
+    }
+    let next = AtomicUsize::new(0);
+    let results: Vec<Mutex<Option<R>>> = items.iter().map(|_| Mutex::new(None)).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(item) = items.get(at) else { break };
+                    *results[at].lock().expect("no other thread has this slot") = Some(job(item));
+                }
+            });
+        }
+    });
+    results
+        .into_iter()
+        .map(|slot| slot.into_inner().ok().flatten().expect("every item was run"))
+        .collect()
+}

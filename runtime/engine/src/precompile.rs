@@ -1,0 +1,116 @@
+//! Filling a store for targets that need not be present: what a cluster's
+//! login node does.
+
+use crate::jit::Builder;
+use crate::parallel::parallel;
+use crate::{EngineError, layer};
+use moesaic_cache::{Key, Store};
+use moesaic_emit::emit_layer;
+use moesaic_kernel::{KernelSource, Target};
+use moesaic_plan::plan;
+use moesaic_spec::LayerSpec;
+use moesaic_target::{CompileOptions, Compiler, Report};
+use std::collections::HashSet;
+use std::sync::Arc;
+
+/// One layer for one target.
+pub struct Job {
+    /// The layer.
+    pub spec: LayerSpec,
+    /// The target.
+    pub target: Target,
+    /// A compiler for it.
+    pub compiler: Arc<dyn Compiler>,
+}
+
+/// What happened to one kernel.
+#[derive(Debug)]
+pub struct Row {
+    /// The layer's name.
+    pub layer: String,
+    /// The kernel's name.
+    pub kernel: String,
+    /// The target.
+    pub target: Target,
+    /// The kernel's key in the store.
+    pub key: Key,
+    /// How it went.
+    pub outcome: Outcome,
+}
+
+/// How one kernel went.
+#[derive(Debug)]
+pub enum Outcome {
+    /// It was in the store already.
+    Hit(Report, u64),
+    /// It was compiled; the report, and the bytes of the binary.
+    Compiled(Report, u64),
+    /// It could not be compiled.
+    Failed(EngineError),
+}
+
+/// Progress of [`precompile`].
+#[derive(Debug)]
+pub enum Event<'a> {
+    /// So many kernels are to be looked at.
+    Start(usize),
+    /// One is done.
+    Done(&'a Row),
+}
+
+/// Compiles every kernel of every job into `store`, on all cores. Kernels
+/// that several jobs share are compiled once and listed once. A kernel that
+/// fails does not stop the others.
+///
+/// # Errors
+/// When a spec is invalid or cannot be planned or emitted; nothing has been
+/// compiled then.
+pub fn precompile(
+    jobs: &[Job],
+    store: &Store,
+    options: &CompileOptions,
+    progress: &(dyn Fn(Event<'_>) + Sync),
+) -> Result<Vec<Row>, EngineError> {
+    let mut seen = HashSet::new();
+    let mut kernels: Vec<(&Job, KernelSource, Key, Builder)> = Vec::new();
+    for job in jobs {
+        layer::check_spec(&job.spec)?;
+        for source in emit_layer(&plan(&job.spec, job.target)?)? {
+            let builder = Builder {
+                compiler: Some(job.compiler.clone()),
+                store: Some(store.clone()),
+                strict: false,
+                options: options.clone(),
+            };
+            let key = builder.key(&source, &builder.fingerprint(job.target));
+            if seen.insert(key.clone()) {
+                kernels.push((job, source, key, builder));
+            }
+        }
+    }
+    progress(Event::Start(kernels.len()));
+    Ok(parallel(&kernels, |(job, source, key, builder)| {
+        let row = Row {
+            layer: job.spec.name.clone(),
+            kernel: source.name.clone(),
+            target: job.target,
+            key: key.clone(),
+            outcome: outcome(builder, source, key),
+        };
+        progress(Event::Done(&row));
+        row
+    }))
+}
+
+fn outcome(builder: &Builder, source: &KernelSource, key: &Key) -> Outcome {
+    match builder.build(source, key) {
+        Ok((artifact, compiled)) => {
+            let bytes = artifact.binary.len() as u64;
+            match compiled {
+                true => Outcome::Compiled(artifact.report, bytes),
+                false => Outcome::Hit(artifact.report, bytes),
+            }
+        }
+        Err(error) => Outcome::Failed(error),
+    }
+}

@@ -1,0 +1,60 @@
+//! The intermediate tensors of a layer: allocated once, grown when a call is
+//! larger than every call before it, never shrunk.
+
+use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_target::{Buffer, Device, DeviceError, Ptr};
+use std::collections::HashMap;
+
+/// Device memory behind the outputs and intermediates of a layer.
+#[derive(Default)]
+pub(crate) struct Workspace {
+    buffers: HashMap<String, Buffer>,
+    tokens: Option<u64>,
+}
+
+impl Workspace {
+    /// Makes room for a call of `tokens` tokens. Inputs are staged here too.
+    ///
+    /// # Errors
+    /// When memory runs out; the workspace is then empty, and smaller calls
+    /// still work.
+    pub fn reserve(
+        &mut self,
+        plan: &LayerPlan,
+        device: &dyn Device,
+        tokens: u64,
+    ) -> Result<(), DeviceError> {
+        if self.tokens.is_some_and(|have| have >= tokens) {
+            return Ok(());
+        }
+        device.synchronize()?;
+        // Free first: the old buffers may be what leaves no room for the new.
+        *self = Workspace::default();
+        let mut buffers = HashMap::new();
+        for tensor in plan.tensors.iter().filter(|tensor| tensor.role != Role::Weight) {
+            buffers.insert(tensor.name.clone(), allocate(tensor, device, tokens)?);
+        }
+        *self = Workspace { buffers, tokens: Some(tokens) };
+        Ok(())
+    }
+
+    /// The buffer of a tensor, once reserved.
+    pub fn get(&self, name: &str) -> Option<&Buffer> {
+        self.buffers.get(name)
+    }
+
+    /// The address of a tensor, once reserved.
+    pub fn ptr(&self, name: &str) -> Option<Ptr> {
+        self.get(name).map(Buffer::ptr)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> u64 {
+        self.buffers.values().map(|buffer| buffer.bytes() as u64).sum()
+    }
+}
+
+fn allocate(tensor: &TensorPlan, device: &dyn Device, tokens: u64) -> Result<Buffer, DeviceError> {
+    let bytes = usize::try_from(tensor.bytes(tokens)).unwrap_or(usize::MAX);
+    device.alloc(bytes.max(64))
+}

@@ -1,0 +1,114 @@
+//! One compiler per backend, found when first asked for.
+
+use moesaic_cache::Store;
+use moesaic_cpu::{CpuCompiler, Identity, host_isa};
+use moesaic_kernel::{Target, TargetError};
+use moesaic_target::{CompileError, Compiler};
+use moesaic_toolchain::Registry;
+use std::sync::{Arc, Mutex};
+
+/// A target name that cannot be resolved.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TargetNameError {
+    /// The name is not known.
+    #[error(transparent)]
+    Unknown(#[from] TargetError),
+    /// A bare backend that does not say which architecture.
+    #[error(
+        "`{asked}` names no architecture, and no {asked} device is here to ask\n\
+         write one out, such as {example}"
+    )]
+    NeedsArch {
+        /// What was asked for.
+        asked: String,
+        /// Names that would do.
+        example: &'static str,
+    },
+}
+
+/// The target of a name: `cpu` is this machine's instruction set; anything
+/// else is written out, as in `cuda:sm_90a`.
+///
+/// # Errors
+/// [`TargetNameError`] lists what is possible.
+pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
+    let needs = |example| TargetNameError::NeedsArch { asked: name.to_string(), example };
+    match name {
+        "cpu" => Ok(Target::Cpu(host_isa())),
+        "cuda" => Err(needs("cuda:sm_90a or cuda:sm_80")),
+        "rocm" => Err(needs("rocm:gfx942 or rocm:gfx90a")),
+        full => Ok(full.parse::<Target>()?),
+    }
+}
+
+/// The compilers of this machine and of `moesaic toolchain install`. Each is
+/// looked for once, when first needed.
+#[derive(Default)]
+pub struct Compilers {
+    store: Option<Store>,
+    found: Mutex<Vec<Arc<dyn Compiler>>>,
+}
+
+impl Compilers {
+    /// Compilers that remember their versions in `store`, so that the next
+    /// process need not start them to ask.
+    pub fn new(store: Option<Store>) -> Compilers {
+        Compilers { store, found: Mutex::default() }
+    }
+
+    /// A compiler for `target`.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] lists what was tried and what to install;
+    /// [`CompileError::UnsupportedTarget`] when the compiler that is there
+    /// cannot do this target.
+    pub fn get(&self, target: Target) -> Result<Arc<dyn Compiler>, CompileError> {
+        let mut found = self.found.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let known = found.iter().find(|c| c.backend() == target.backend()).cloned();
+        let compiler = match known {
+            Some(compiler) => compiler,
+            None => {
+                let compiler = self.find(target)?;
+                found.push(compiler.clone());
+                compiler
+            }
+        };
+        match compiler.targets().contains(&target) {
+            true => Ok(compiler),
+            false => Err(unsupported(&*compiler, target)),
+        }
+    }
+
+    fn find(&self, target: Target) -> Result<Arc<dyn Compiler>, CompileError> {
+        let registry = Registry::open_default();
+        Ok(match target {
+            Target::Cpu(_) => Arc::new(self.cpu(&registry)?),
+            Target::Cuda(_) => Arc::new(moesaic_toolchain::nvrtc(&registry)?),
+            Target::Rocm(_) => Arc::new(moesaic_toolchain::rocm(&registry)?),
+        })
+    }
+
+    /// The C compiler, its version recalled from the store or stored there.
+    fn cpu(&self, registry: &Registry) -> Result<CpuCompiler, CompileError> {
+        const FACT: &str = "c-compiler";
+        let compiler = CpuCompiler::find(registry.c_compiler().as_deref())?;
+        let Some(store) = &self.store else { return Ok(compiler) };
+        let remembered: Option<Identity> = store.fact(FACT);
+        if !remembered.is_some_and(|identity| compiler.recall(&identity)) {
+            if let Some(identity) = compiler.identity() {
+                store.remember(FACT, &identity);
+            }
+        }
+        Ok(compiler)
+    }
+}
+
+fn unsupported(compiler: &dyn Compiler, target: Target) -> CompileError {
+    let names: Vec<String> = compiler.targets().iter().map(Target::to_string).collect();
+    CompileError::UnsupportedTarget {
+        compiler: compiler.name(),
+        target: target.to_string(),
+        advice: format!("it can compile for: {}", names.join(", ")),
+    }
+}

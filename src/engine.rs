@@ -1,0 +1,186 @@
+//! Engines for the targets that exist.
+
+use crate::compilers::{Compilers, TargetNameError, resolve_target};
+use moesaic_cache::Store;
+use moesaic_cpu::CpuDevice;
+use moesaic_engine::EngineParts;
+use moesaic_kernel::Target;
+use moesaic_target::{CompileError, CompileOptions, Compiler, Device, DeviceError};
+use std::ops::Deref;
+use std::sync::Arc;
+
+/// An engine that could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The target's name is not known.
+    #[error(transparent)]
+    Target(#[from] TargetNameError),
+    /// The device is not here, or cannot run the target.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// There is no compiler.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+}
+
+/// How to open an engine. The default keeps kernels in the user's cache
+/// directory and compiles what is not there.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Where kernels are kept; `None` keeps none on disk.
+    pub store: Option<Store>,
+    /// A kernel that is not in the store is an error instead of a compile.
+    pub strict: bool,
+    /// CPU threads; `None` is one per core.
+    pub threads: Option<usize>,
+    /// The number of the GPU.
+    pub ordinal: usize,
+    /// New CPU memory holds NaN, so that a read of unwritten memory shows.
+    pub poison: bool,
+    /// What is asked of the compiler.
+    pub compile: CompileOptions,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        EngineOptions {
+            store: Store::open_default().ok(),
+            strict: false,
+            threads: None,
+            ordinal: 0,
+            poison: false,
+            compile: CompileOptions::default(),
+        }
+    }
+}
+
+/// A device with a compiler and a kernel store: what layers are made with.
+/// It is a [`moesaic_engine::Engine`] that knows how to open itself.
+#[derive(Clone)]
+pub struct Engine(moesaic_engine::Engine);
+
+impl Deref for Engine {
+    type Target = moesaic_engine::Engine;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl Engine {
+    /// The best device of this machine: a CUDA or ROCm GPU where a driver
+    /// answers and a compiler is found, else the CPU.
+    ///
+    /// # Errors
+    /// When not even a C compiler is found.
+    pub fn auto() -> Result<Engine, OpenError> {
+        Engine::cuda(0).or_else(|_| Engine::rocm(0)).or_else(|_| Engine::cpu())
+    }
+
+    /// This machine's CPU, all cores.
+    ///
+    /// # Errors
+    /// When no C compiler is found.
+    pub fn cpu() -> Result<Engine, OpenError> {
+        Engine::open("cpu", EngineOptions::default())
+    }
+
+    /// An NVIDIA GPU.
+    ///
+    /// # Errors
+    /// When there is no driver, no such device, or no NVRTC.
+    pub fn cuda(ordinal: usize) -> Result<Engine, OpenError> {
+        Engine::open("cuda", EngineOptions { ordinal, ..EngineOptions::default() })
+    }
+
+    /// An AMD GPU.
+    ///
+    /// # Errors
+    /// When there is no driver, no such device, or no compiler.
+    pub fn rocm(ordinal: usize) -> Result<Engine, OpenError> {
+        Engine::open("rocm", EngineOptions { ordinal, ..EngineOptions::default() })
+    }
+
+    /// The engine of a target name: `auto`, `cpu`, `cuda`, `rocm`, or one with
+    /// an architecture, such as `cpu:avx2` or `cuda:sm_90a`.
+    ///
+    /// # Errors
+    /// [`OpenError`] says what is missing and what to do about it.
+    pub fn open(name: &str, options: EngineOptions) -> Result<Engine, OpenError> {
+        if name == "auto" {
+            return Engine::auto();
+        }
+        let backend = name.split(':').next().unwrap_or(name);
+        // A name that is not known is worth saying before any device is tried.
+        if !matches!(name, "cuda" | "rocm") {
+            resolve_target(name)?;
+        }
+        let device = open_device(backend, &options)?;
+        let target = match name.contains(':') {
+            true => resolve_target(name)?,
+            false => device.info().target,
+        };
+        runs(&*device, target)?;
+        let compiler = compiler(target, &options)?;
+        let EngineOptions { store, strict, compile, .. } = options;
+        let parts = EngineParts { device, compiler, store, strict, options: compile };
+        Ok(Engine(moesaic_engine::Engine::for_target(parts, target)))
+    }
+}
+
+/// The compiler; a strict engine with a store can do without one.
+fn compiler(
+    target: Target,
+    options: &EngineOptions,
+) -> Result<Option<Arc<dyn Compiler>>, CompileError> {
+    match Compilers::new(options.store.clone()).get(target) {
+        Ok(compiler) => Ok(Some(compiler)),
+        Err(_) if options.strict && options.store.is_some() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn open_device(backend: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
+    match backend {
+        "cuda" => cuda_device(options.ordinal),
+        "rocm" => Ok(Arc::new(moesaic_rocm::HipDevice::open(options.ordinal)?)),
+        _ => cpu_device(options),
+    }
+}
+
+fn cpu_device(options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
+    let device = match options.threads {
+        Some(threads) => CpuDevice::with_threads(threads)?,
+        None => CpuDevice::new(),
+    };
+    Ok(Arc::new(if options.poison { device.poisoned() } else { device }))
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    Ok(Arc::new(moesaic_cuda::CudaDevice::open(ordinal)?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    Err(DeviceError::Unavailable {
+        backend: "cuda".to_string(),
+        reason: "moesaic was built without its `cuda` feature".to_string(),
+    })
+}
+
+/// Whether the device can run code for a target.
+fn runs(device: &dyn Device, target: Target) -> Result<(), DeviceError> {
+    let own = device.info().target;
+    let possible = match (own, target) {
+        (Target::Cpu(own), Target::Cpu(asked)) => own.runs(asked),
+        (Target::Cuda(own), Target::Cuda(asked)) => own.runs(asked),
+        (own, asked) => own == asked,
+    };
+    if possible {
+        return Ok(());
+    }
+    let reason = format!("{} runs `{own}`, not `{target}`", device.info().name);
+    Err(DeviceError::Unavailable { backend: target.backend().to_string(), reason })
+}
