@@ -196,13 +196,13 @@ impl Loaded<'_> {
         let functions = &self.nvrtc.functions;
         let mut bytes = 0;
         // SAFETY: the program is live, the pointer valid for a write.
-        self.nvrtc
-            .check(unsafe { size(functions, self.program, &mut bytes) })?;
+        let code = unsafe { size(functions, self.program, &mut bytes) };
+        self.nvrtc.check(code)?;
         let mut buffer = vec![0u8; bytes];
         if bytes > 0 {
             // SAFETY: the buffer has the size NVRTC has just asked for.
-            self.nvrtc
-                .check(unsafe { fetch(functions, self.program, buffer.as_mut_ptr().cast()) })?;
+            let code = unsafe { fetch(functions, self.program, buffer.as_mut_ptr().cast()) };
+            self.nvrtc.check(code)?;
         }
         Ok(buffer)
     }

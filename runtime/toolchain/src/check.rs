@@ -1,0 +1,64 @@
+//! Does an installed compiler work on this machine?
+
+use crate::Kind;
+use moesaic_cpu::CpuCompiler;
+use moesaic_cuda::NvrtcCompiler;
+use moesaic_kernel::{KernelSource, Language, Stem, Target};
+use moesaic_rocm::{ClangTool, RocmCompiler};
+use moesaic_target::{CompileError, CompileOptions, Compiler};
+use std::path::Path;
+
+const CUDA: (&str, &str) = (
+    "cuda:sm_80",
+    "extern \"C\" __global__ void probe(float* y) { y[threadIdx.x] = 1; }\n",
+);
+
+const HIP: (&str, &str) = (
+    "rocm:gfx90a",
+    "extern \"C\" __attribute__((global)) void probe(float* y) \
+     { y[__builtin_amdgcn_workitem_id_x()] = 1; }\n",
+);
+
+const C: (&str, &str) = ("cpu:portable", "float probe(float x) { return x + 1; }\n");
+
+/// Compiles a trivial kernel with the compiler in `folder`. The answer is the
+/// compiler's name, or why it cannot be used.
+pub fn check(kind: Kind, folder: &Path) -> Result<String, String> {
+    let words = |error: CompileError| error.to_string();
+    match kind {
+        Kind::Cuda => compile(
+            &NvrtcCompiler::open(folder).map_err(words)?,
+            Language::Cuda,
+            CUDA,
+        ),
+        Kind::Rocm => {
+            let tool = ClangTool::zig(folder);
+            compile(
+                &RocmCompiler::open(tool).map_err(words)?,
+                Language::Hip,
+                HIP,
+            )
+        }
+        Kind::C => compile(&CpuCompiler::at(&folder.join("zig")), Language::C, C),
+    }
+}
+
+fn compile(
+    compiler: &dyn Compiler,
+    language: Language,
+    (target, text): (&str, &str),
+) -> Result<String, String> {
+    let target: Target = target.parse().map_err(|error| format!("{error}"))?;
+    let source = KernelSource {
+        stem: Stem::Combine,
+        name: "probe".to_string(),
+        target,
+        language,
+        text: text.to_string(),
+        entries: Vec::new(),
+    };
+    let compiled = compiler.compile(&source, &CompileOptions::default());
+    compiled
+        .map(|_| compiler.name())
+        .map_err(|error| error.to_string())
+}

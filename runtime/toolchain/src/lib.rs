@@ -1,0 +1,23 @@
+//! Where compilers come from.
+//!
+//! A machine's own compilers are used when it has them. Where it has none,
+//! [`install`] fetches vendor wheels with pip into the cache directory,
+//! checks that they work, and registers them. [`nvrtc`], [`rocm`] and
+//! [`c`] open a compiler by what the registry and the machine offer, and
+//! [`doctor`] says what was found and what can be done about the rest.
+
+mod check;
+mod doctor;
+mod error;
+mod install;
+mod open;
+mod package;
+mod pip;
+mod registry;
+
+pub use doctor::{Finding, doctor};
+pub use error::ToolchainError;
+pub use install::{Step, install};
+pub use open::{c, nvrtc, rocm};
+pub use package::{Kind, KindError};
+pub use registry::{Registered, Registry};

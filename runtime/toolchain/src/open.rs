@@ -1,0 +1,38 @@
+//! Compilers, from the registry or from the machine.
+
+use crate::{Kind, Registry};
+use moesaic_cpu::CpuCompiler;
+use moesaic_cuda::NvrtcCompiler;
+use moesaic_rocm::{ClangTool, RocmCompiler};
+use moesaic_target::CompileError;
+use std::path::PathBuf;
+
+/// The CUDA compiler: `MOESAIC_NVRTC`, the registry's, then the machine's.
+///
+/// # Errors
+/// [`CompileError::NoCompiler`] lists what was tried.
+pub fn nvrtc(registry: &Registry) -> Result<NvrtcCompiler, CompileError> {
+    NvrtcCompiler::find(file(registry, Kind::Cuda).as_deref())
+}
+
+/// The AMD compiler: `MOESAIC_CLANG`, the registry's, then the machine's.
+///
+/// # Errors
+/// [`CompileError::NoCompiler`] lists what was tried.
+pub fn rocm(registry: &Registry) -> Result<RocmCompiler, CompileError> {
+    let zig = file(registry, Kind::Rocm);
+    let folder = zig.as_deref().and_then(|zig| zig.parent());
+    RocmCompiler::find(folder.map(ClangTool::zig).as_ref())
+}
+
+/// The C compiler: `MOESAIC_CC`, the machine's, then the registry's.
+///
+/// # Errors
+/// [`CompileError::NoCompiler`] lists what was tried.
+pub fn c(registry: &Registry) -> Result<CpuCompiler, CompileError> {
+    CpuCompiler::find(file(registry, Kind::C).as_deref())
+}
+
+fn file(registry: &Registry, kind: Kind) -> Option<PathBuf> {
+    registry.get(kind).map(|tool| registry.path(tool))
+}

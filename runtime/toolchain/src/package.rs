@@ -1,0 +1,123 @@
+//! The compilers that can be installed, and the wheels they come in.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// A compiler that can be installed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// NVRTC, for every `cuda` target.
+    Cuda,
+    /// Clang with the AMDGPU target and its linker, for every `rocm` target.
+    Rocm,
+    /// Clang for the CPU, where there is no C compiler.
+    C,
+}
+
+/// A kind that is not known.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown toolchain `{0}`; choose from cuda, rocm, c")]
+pub struct KindError(String);
+
+/// A wheel, and what is kept of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Package {
+    /// The name pip knows.
+    pub name: &'static str,
+    /// The version that has been tested.
+    pub version: &'static str,
+    /// Members to unpack: shell patterns over their whole paths.
+    pub members: &'static [&'static str],
+    /// The start of the name of the file that matters.
+    pub main: &'static str,
+    /// Whether the main file is a program.
+    pub executable: bool,
+}
+
+const NVRTC: Package = Package {
+    name: "nvidia-cuda-nvrtc",
+    version: "13.0.88",
+    members: &[
+        "*/libnvrtc.so.*",
+        "*/libnvrtc-builtins.so.*",
+        "*/License.txt",
+    ],
+    main: "libnvrtc.so",
+    executable: false,
+};
+
+const ZIG: Package = Package {
+    name: "ziglang",
+    version: "0.17.0",
+    members: &["ziglang/zig", "ziglang/LICENSE"],
+    main: "zig",
+    executable: true,
+};
+
+impl Kind {
+    /// Every kind.
+    pub const ALL: [Kind; 3] = [Kind::Cuda, Kind::Rocm, Kind::C];
+
+    /// The word on the command line: `cuda`, `rocm`, `c`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::Cuda => "cuda",
+            Kind::Rocm => "rocm",
+            Kind::C => "c",
+        }
+    }
+
+    /// AMD and C share a wheel: it is fetched and kept once.
+    pub(crate) const fn package(self) -> Package {
+        match self {
+            Kind::Cuda => NVRTC,
+            Kind::Rocm | Kind::C => ZIG,
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Kind {
+    type Err = KindError;
+
+    fn from_str(word: &str) -> Result<Kind, KindError> {
+        let kind = Kind::ALL.into_iter().find(|kind| kind.name() == word);
+        kind.ok_or_else(|| KindError(word.to_string()))
+    }
+}
+
+impl Package {
+    /// `name==version`, as pip wants it.
+    pub fn requirement(&self) -> String {
+        format!("{}=={}", self.name, self.version)
+    }
+
+    /// The folder it is kept in, below `toolchain/`.
+    pub fn folder(&self) -> String {
+        format!("{}-{}", self.name, self.version)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_read_back_and_others_are_refused() {
+        for kind in Kind::ALL {
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+        let error = "nvcc".parse::<Kind>().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "unknown toolchain `nvcc`; choose from cuda, rocm, c"
+        );
+    }
+}

@@ -1,0 +1,250 @@
+//! Fetching and unpacking wheels with the machine's Python.
+
+use crate::error::own_compiler;
+use crate::package::Package;
+use crate::{Kind, ToolchainError};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Lines of pip's messages that are passed on.
+const LOG_LINES: usize = 12;
+
+/// Unpacks some members of a wheel, without their folders. A wheel is a zip
+/// file; the checksums are compared on the way.
+const UNPACK: &str = "\
+import fnmatch, os, shutil, sys, zipfile
+wheel, folder, *patterns = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    for member in archive.namelist():
+        if any(fnmatch.fnmatchcase(member, pattern) for pattern in patterns):
+            with archive.open(member) as source:
+                with open(os.path.join(folder, os.path.basename(member)), 'wb') as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+";
+
+/// How to call Python.
+#[derive(Clone, Debug)]
+pub struct Python {
+    program: PathBuf,
+}
+
+impl Python {
+    /// The `python3` of the machine.
+    pub fn of_machine() -> Python {
+        Python {
+            program: PathBuf::from("python3"),
+        }
+    }
+
+    /// Another Python.
+    #[cfg(test)]
+    pub fn at(program: &Path) -> Python {
+        Python {
+            program: program.to_path_buf(),
+        }
+    }
+
+    /// Downloads the wheel of `kind` into `folder` and returns its path.
+    pub fn download(&self, kind: Kind, folder: &Path) -> Result<PathBuf, ToolchainError> {
+        let package = kind.package();
+        self.require_pip(kind)?;
+        let requirement = package.requirement();
+        let mut command = self.command();
+        command
+            .args([
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--no-cache-dir",
+            ])
+            .args([
+                "--disable-pip-version-check",
+                "--quiet",
+                "--no-input",
+                "--dest",
+            ])
+            .arg(folder)
+            .arg(&requirement);
+        let output = self.output(&mut command, kind)?;
+        if !output.status.success() {
+            let log = last_lines(&output);
+            return Err(ToolchainError::Download {
+                package: requirement,
+                log,
+                own: own_compiler(kind),
+            });
+        }
+        wheel_in(folder).ok_or_else(|| unpack_error(&package, "pip left no wheel"))
+    }
+
+    /// Unpacks the package's members from `wheel` into `folder`.
+    pub fn unpack(&self, kind: Kind, wheel: &Path, folder: &Path) -> Result<(), ToolchainError> {
+        let package = kind.package();
+        let mut command = self.command();
+        command
+            .args(["-c", UNPACK])
+            .args([wheel, folder])
+            .args(package.members);
+        let output = self.output(&mut command, kind)?;
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(unpack_error(&package, &last_lines(&output))),
+        }
+    }
+
+    fn require_pip(&self, kind: Kind) -> Result<(), ToolchainError> {
+        let output = self.output(self.command().args(["-m", "pip", "--version"]), kind)?;
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(no_pip(kind, last_lines(&output))),
+        }
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        command
+    }
+
+    fn output(&self, command: &mut Command, kind: Kind) -> Result<Output, ToolchainError> {
+        command.output().map_err(|error| {
+            no_pip(
+                kind,
+                format!("`{}` cannot be run ({error})", self.program.display()),
+            )
+        })
+    }
+}
+
+fn no_pip(kind: Kind, reason: String) -> ToolchainError {
+    let package = kind.package().requirement();
+    ToolchainError::NoPip {
+        package,
+        reason,
+        own: own_compiler(kind),
+    }
+}
+
+fn unpack_error(package: &Package, reason: &str) -> ToolchainError {
+    ToolchainError::Unpack {
+        package: package.requirement(),
+        reason: reason.to_string(),
+    }
+}
+
+fn wheel_in(folder: &Path) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(folder).ok()?;
+    entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .find(|path| path.extension() == Some(OsStr::new("whl")))
+}
+
+/// The end of what was said: errors come last.
+fn last_lines(output: &Output) -> String {
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    let lines = text.trim().lines().collect::<Vec<_>>();
+    lines[lines.len().saturating_sub(LOG_LINES)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fake_python(script: &str) -> (tempfile::TempDir, Python) {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("python3");
+        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let python = Python::at(&program);
+        (folder, python)
+    }
+
+    #[test]
+    fn no_python_is_one_clear_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let python = Python::at(Path::new("/no/such/python3"));
+        let error = python
+            .download(Kind::Cuda, folder.path())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with(
+                "cannot fetch `nvidia-cuda-nvrtc==13.0.88`: `/no/such/python3` cannot be run ("
+            ),
+            "{error}"
+        );
+        assert!(error.contains("install Python 3 with pip"), "{error}");
+        assert!(error.contains("set MOESAIC_NVRTC"), "{error}");
+    }
+
+    #[test]
+    fn no_pip_is_told_apart_from_no_network() {
+        let (folder, python) = fake_python("echo \"$0: No module named pip\" >&2; exit 1");
+        let error = python.download(Kind::Rocm, folder.path()).unwrap_err();
+        assert!(matches!(error, ToolchainError::NoPip { .. }), "{error}");
+        assert!(error.to_string().contains("No module named pip"), "{error}");
+    }
+
+    #[test]
+    fn a_failed_download_has_the_end_of_the_log_and_a_way_out() {
+        let (folder, python) = fake_python(
+            "[ \"$3\" = --version ] && exit 0; seq 1 40; echo 'ERROR: No matching distribution' >&2; exit 1",
+        );
+        let error = python
+            .download(Kind::Rocm, folder.path())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with("pip could not fetch `ziglang==0.17.0`:\n"),
+            "{error}"
+        );
+        assert!(error.contains("ERROR: No matching distribution"), "{error}");
+        assert!(
+            !error.contains("\n20\n") && error.contains("\n40\n"),
+            "{error}"
+        );
+        assert!(
+            error.contains("PIP_FIND_LINKS") && error.contains("MOESAIC_CLANG"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn only_the_named_members_are_unpacked() {
+        let folder = tempfile::tempdir().unwrap();
+        let wheel = folder.path().join("z.whl");
+        let script = "import sys, zipfile\n\
+            with zipfile.ZipFile(sys.argv[1], 'w') as z:\n\
+            \x20   for name in ['ziglang/zig', 'ziglang/LICENSE', 'ziglang/lib/zig', 'other/zig']:\n\
+            \x20       z.writestr(name, 'content of ' + name)\n";
+        let made = Command::new("python3")
+            .args(["-c", script])
+            .arg(&wheel)
+            .status()
+            .unwrap();
+        assert!(made.success());
+        let out = folder.path().join("out");
+        std::fs::create_dir(&out).unwrap();
+        Python::of_machine().unpack(Kind::C, &wheel, &out).unwrap();
+        assert_eq!(
+            std::fs::read_to_string(out.join("zig")).unwrap(),
+            "content of ziglang/zig"
+        );
+        assert_eq!(std::fs::read_dir(&out).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_broken_wheel_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let wheel = folder.path().join("z.whl");
+        std::fs::write(&wheel, "no zip").unwrap();
+        let error = Python::of_machine()
+            .unpack(Kind::C, &wheel, folder.path())
+            .unwrap_err();
+        assert!(error.to_string().contains("cannot be unpacked"), "{error}");
+    }
+}

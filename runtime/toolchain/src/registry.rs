@@ -1,0 +1,134 @@
+//! The list of installed compilers: `toolchain/registry.json`.
+
+use crate::{Kind, ToolchainError};
+use serde::{Deserialize, Serialize};
+use std::fs::{File, Metadata};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+/// The version of the file's format. Another one is read as empty.
+const FORMAT: u32 = 1;
+
+/// An installed compiler.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registered {
+    /// What it compiles for.
+    pub kind: Kind,
+    /// The wheel it came in.
+    pub package: String,
+    /// The wheel's version.
+    pub version: String,
+    /// What it calls itself: `NVRTC 13.0`.
+    pub name: String,
+    /// The main file, relative to the toolchain folder, so that a cache can
+    /// be moved or mounted elsewhere.
+    pub file: PathBuf,
+    /// Bytes of the main file.
+    pub bytes: u64,
+    /// When the main file was written, in seconds of Unix time.
+    pub modified: u64,
+}
+
+/// The registry of one toolchain folder.
+#[derive(Clone, Debug)]
+pub struct Registry {
+    folder: PathBuf,
+    tools: Vec<Registered>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct OnDisk {
+    format: u32,
+    tools: Vec<Registered>,
+}
+
+impl Registry {
+    /// The registry of the user's cache directory.
+    ///
+    /// # Errors
+    /// When there is no cache directory.
+    pub fn open() -> Result<Registry, ToolchainError> {
+        Ok(Registry::at(&moesaic_cache::home()?))
+    }
+
+    /// The registry of the cache directory `home`. A file that is missing,
+    /// damaged or of another format is an empty registry: installing again
+    /// finds what is there.
+    pub fn at(home: &Path) -> Registry {
+        let folder = home.join("toolchain");
+        let tools = read(&folder.join("registry.json")).unwrap_or_default();
+        Registry { folder, tools }
+    }
+
+    /// The folder that holds the installed compilers.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Everything registered that is still there.
+    pub fn list(&self) -> Vec<&Registered> {
+        self.tools
+            .iter()
+            .filter(|tool| self.is_there(tool))
+            .collect()
+    }
+
+    /// The compiler of this kind, if it is registered and still there.
+    pub fn get(&self, kind: Kind) -> Option<&Registered> {
+        self.tools
+            .iter()
+            .find(|tool| tool.kind == kind && self.is_there(tool))
+    }
+
+    /// The absolute path of a registered compiler's main file.
+    pub fn path(&self, tool: &Registered) -> PathBuf {
+        self.folder.join(&tool.file)
+    }
+
+    /// Adds or replaces the tool of its kind, in the file too.
+    pub(crate) fn register(&mut self, tool: Registered) -> Result<(), ToolchainError> {
+        self.tools.retain(|other| other.kind != tool.kind);
+        self.tools.push(tool);
+        self.tools.sort_by_key(|tool| tool.kind);
+        self.write()
+    }
+
+    /// Reads the file again: another process may have written it.
+    pub(crate) fn refresh(&mut self) {
+        self.tools = read(&self.folder.join("registry.json")).unwrap_or_default();
+    }
+
+    /// A file that was only touched or copied still counts; one that was cut
+    /// short or replaced does not.
+    fn is_there(&self, tool: &Registered) -> bool {
+        let metadata = std::fs::metadata(self.path(tool));
+        metadata.is_ok_and(|metadata| metadata.is_file() && metadata.len() == tool.bytes)
+    }
+
+    fn write(&self) -> Result<(), ToolchainError> {
+        let path = self.folder.join("registry.json");
+        let failed = ToolchainError::io("write", &path);
+        let content = OnDisk {
+            format: FORMAT,
+            tools: self.tools.clone(),
+        };
+        let text = serde_json::to_string_pretty(&content).map_err(|error| failed(error.into()))?;
+        let mut file = tempfile::NamedTempFile::new_in(&self.folder).map_err(&failed)?;
+        file.write_all(text.as_bytes()).map_err(&failed)?;
+        file.persist(&path).map_err(|error| failed(error.error))?;
+        Ok(())
+    }
+}
+
+fn read(path: &Path) -> Option<Vec<Registered>> {
+    let on_disk: OnDisk = serde_json::from_reader(File::open(path).ok()?).ok()?;
+    (on_disk.format == FORMAT).then_some(on_disk.tools)
+}
+
+/// Seconds of Unix time; zero where the system does not say.
+pub(crate) fn modified(metadata: &Metadata) -> u64 {
+    let time = metadata.modified().ok();
+    let since = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    since.map_or(0, |since| since.as_secs())
+}

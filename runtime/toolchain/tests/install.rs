@@ -1,0 +1,145 @@
+//! Installs for real, into the user's cache, as the project's tests need it.
+
+use moesaic_kernel::Target;
+use moesaic_target::Compiler;
+use moesaic_toolchain::{Kind, Registry, Step, doctor, install};
+use std::time::Instant;
+
+fn installed() -> Registry {
+    let mut registry = Registry::open().unwrap();
+    install(&mut registry, &Kind::ALL, &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+    registry
+}
+
+fn target(name: &str) -> Target {
+    name.parse().unwrap()
+}
+
+#[test]
+fn everything_installs_and_registers() {
+    let registry = installed();
+    let kinds = registry
+        .list()
+        .iter()
+        .map(|tool| tool.kind)
+        .collect::<Vec<_>>();
+    assert_eq!(kinds, Kind::ALL);
+    for tool in registry.list() {
+        assert!(registry.path(tool).is_file());
+        assert!(
+            !tool.file.is_absolute(),
+            "a moved cache must stay usable: {}",
+            tool.file.display()
+        );
+    }
+}
+
+#[test]
+fn a_second_install_is_quick_and_says_so() {
+    let mut registry = installed();
+    let mut steps = Vec::new();
+    let start = Instant::now();
+    install(&mut registry, &Kind::ALL, &mut |step| {
+        steps.push(step.clone())
+    })
+    .unwrap();
+    assert!(start.elapsed().as_millis() < 500, "{:?}", start.elapsed());
+    assert_eq!(steps.len(), 3);
+    assert!(
+        steps
+            .iter()
+            .all(|step| matches!(step, Step::AlreadyThere(_))),
+        "{steps:?}"
+    );
+}
+
+#[test]
+fn the_constructors_give_working_compilers() {
+    let registry = installed();
+    let nvrtc = moesaic_toolchain::nvrtc(&registry).unwrap();
+    let rocm = moesaic_toolchain::rocm(&registry).unwrap();
+    for name in ["cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a", "cuda:sm_120a"] {
+        assert!(
+            nvrtc.targets().contains(&target(name)),
+            "{name}: {}",
+            nvrtc.name()
+        );
+    }
+    for name in ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950", "rocm:gfx1100"] {
+        assert!(
+            rocm.targets().contains(&target(name)),
+            "{name}: {}",
+            rocm.name()
+        );
+    }
+    assert_eq!(moesaic_toolchain::c(&registry).unwrap().backend(), "cpu");
+}
+
+#[test]
+fn the_doctor_names_compilers_places_and_targets() {
+    let findings = doctor(&installed());
+    for subject in ["C compiler", "CUDA compiler", "ROCm compiler"] {
+        let finding = findings
+            .iter()
+            .find(|finding| finding.subject == subject)
+            .unwrap();
+        assert!(
+            finding.found.is_some() && finding.place.is_some(),
+            "{finding:?}"
+        );
+        assert!(
+            !finding.targets.is_empty() && finding.tried.is_empty(),
+            "{finding:?}"
+        );
+    }
+}
+
+/// An empty cache beside the real one: what is there is adopted, nothing is
+/// fetched, since the folders already work.
+#[test]
+fn a_lost_or_damaged_registry_is_rebuilt_without_a_download() {
+    let real = installed();
+    let home = tempfile::tempdir_in(real.folder()).unwrap();
+    let folder = home.path().join("toolchain");
+    std::fs::create_dir(&folder).unwrap();
+    for tool in real.list() {
+        let name = tool.file.parent().unwrap();
+        let _ = std::os::unix::fs::symlink(real.folder().join(name), folder.join(name));
+    }
+    std::fs::write(
+        folder.join("registry.json"),
+        "{ \"format\": 1, \"tools\": [",
+    )
+    .unwrap();
+    let mut registry = Registry::at(home.path());
+    assert!(registry.list().is_empty());
+    let mut steps = Vec::new();
+    install(&mut registry, &Kind::ALL, &mut |step| {
+        steps.push(step.to_string())
+    })
+    .unwrap();
+    assert!(
+        steps.iter().all(|step| !step.contains("downloading")),
+        "{steps:?}"
+    );
+    assert_eq!(Registry::at(home.path()).list().len(), 3);
+}
+
+#[test]
+fn a_tool_that_was_cut_short_is_not_offered() {
+    let real = installed();
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path().join("toolchain");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::copy(
+        real.folder().join("registry.json"),
+        folder.join("registry.json"),
+    )
+    .unwrap();
+    let tool = real.get(Kind::Rocm).unwrap();
+    let file = folder.join(&tool.file);
+    std::fs::create_dir(file.parent().unwrap()).unwrap();
+    std::fs::write(&file, "short").unwrap();
+    assert_eq!(Registry::at(home.path()).get(Kind::Rocm), None);
+    assert_eq!(Registry::at(home.path()).get(Kind::Cuda), None);
+}
