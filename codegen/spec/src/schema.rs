@@ -75,7 +75,7 @@ pub(crate) static ROOT: Section = Section {
         required(
             "shape",
             Table(&SHAPE),
-            "a table [shape] with model_dim, hidden_dim, experts and top_k",
+            "the table [shape] with model_dim, hidden_dim, experts and top_k",
         ),
         optional("precision", Table(&PRECISION)),
         optional("router", Table(&ROUTER)),
@@ -215,3 +215,77 @@ static LOSS: Section = Section {
         ),
     ],
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::LayerSpec;
+    use serde::Deserialize;
+
+    /// What serde says about a spec that is valid but for one table.
+    fn refusal(path: &[&str], mut value: toml::Value) -> String {
+        for name in path.iter().rev() {
+            let list = matches!(*name, "shared" | "losses");
+            value = if list { vec![value].into() } else { value };
+            value = toml::Table::from_iter([(name.to_string(), value)]).into();
+        }
+        if path.first() != Some(&"shape")
+            && let toml::Value::Table(root) = &mut value
+        {
+            let shape = "model_dim = 1\nhidden_dim = 1\nexperts = 1\ntop_k = 1";
+            let shape: toml::Table = shape.parse().expect("a table");
+            root.insert("shape".to_string(), shape.into());
+        }
+        let error = LayerSpec::deserialize(value).expect_err("something nobody knows");
+        error.message().to_string()
+    }
+
+    /// The names in backticks of serde's "expected one of", sorted.
+    fn expected(message: &str) -> Vec<String> {
+        let (_, list) = message.split_once("expected").expect("a list of names");
+        let mut names: Vec<String> = list
+            .split('`')
+            .skip(1)
+            .step_by(2)
+            .map(String::from)
+            .collect();
+        names.sort();
+        names
+    }
+
+    fn check(section: &'static Section, path: &[&'static str]) {
+        let bogus = toml::Table::from_iter([("bogus".to_string(), true.into())]);
+        let mut names: Vec<&str> = section.keys.iter().map(|key| key.name).collect();
+        names.sort_unstable();
+        assert_eq!(
+            expected(&refusal(path, bogus.into())),
+            names,
+            "keys of {path:?}"
+        );
+        for key in section.keys {
+            let path = [path, &[key.name]].concat();
+            match &key.kind {
+                Kind::Table(inner) | Kind::List(inner) => check(inner, &path),
+                Kind::Choice(words) => check_words(words, &path),
+                Kind::Select => check_words(&["top-k", "sparse-mixer"], &path),
+                Kind::Count | Kind::Number | Kind::Flag | Kind::Text => {}
+            }
+        }
+    }
+
+    fn check_words(words: &[&str], path: &[&'static str]) {
+        let mut words = words.to_vec();
+        if path[0] == "precision" {
+            // Tensors have integer types too; a spec cannot choose them.
+            words.extend(["i32", "i64"]);
+        }
+        words.sort_unstable();
+        let message = refusal(path, "bogus".into());
+        assert_eq!(expected(&message), words, "values of {path:?}");
+    }
+
+    #[test]
+    fn schema_and_types_agree() {
+        check(&ROOT, &[]);
+    }
+}

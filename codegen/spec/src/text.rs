@@ -6,13 +6,15 @@
 //! understood. A value that could not be read is replaced by a placeholder,
 //! and problems that involve it are dropped: they would blame the placeholder.
 
+mod scalar;
+
 use crate::schema::{Key, Kind, ROOT, Section};
 use crate::{LayerSpec, Problem, SpecError, suggest};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use toml::Spanned;
-use toml::de::{DeInteger, DeTable, DeValue};
+use toml::de::{DeTable, DeValue};
 
 impl LayerSpec {
     /// Reads and validates a spec.
@@ -88,8 +90,6 @@ struct Reader {
     notes: Notes,
 }
 
-type Read = Result<toml::Value, Problem>;
-
 impl Reader {
     /// Reads a table; `at` is where it begins.
     fn table(
@@ -139,7 +139,7 @@ impl Reader {
             (Kind::List(section), DeValue::Array(items)) => {
                 Ok(self.list(items, section, path).into())
             }
-            (kind, value) => scalar(kind, value, path),
+            (kind, value) => scalar::read(kind, value, path),
         };
         read.unwrap_or_else(|problem| {
             self.problems.push(problem.at(span));
@@ -161,7 +161,7 @@ impl Reader {
             let table = match item.get_ref() {
                 DeValue::Table(table) => self.table(table, section, &path, item.span()),
                 other => {
-                    let problem = mistyped(&path, "a table", other).at(item.span());
+                    let problem = scalar::mistyped(&path, "a table", other).at(item.span());
                     self.problems.push(problem);
                     self.notes.tainted.insert(path);
                     blank(section)
@@ -178,8 +178,12 @@ impl Reader {
         if !self.notes.tainted.insert(own.clone()) {
             return;
         }
-        let problem = Problem::new(own, format!("{} has no `{}`", place(path), key.name))
-            .label(format!("`{}` is missing here", key.name))
+        let shown = match key.kind {
+            Kind::Table(_) => format!("[{}]", key.name),
+            _ => format!("`{}`", key.name),
+        };
+        let problem = Problem::new(own, format!("{} has no {shown}", place(path)))
+            .label(format!("{shown} is missing here"))
             .help(format!("add {example}"));
         self.problems.push(match path {
             "" => problem,
@@ -190,38 +194,42 @@ impl Reader {
     fn unknown(&mut self, name: &Spanned<toml::de::DeString<'_>>, section: &Section, path: &str) {
         let written = name.get_ref().escape_debug().to_string();
         let message = format!("unknown key `{written}` in {}", place(path));
-        let keys = format!("the keys of {} are: {}", place(path), section.names());
-        let problem = Problem::new(join(path, &written), message)
-            .at(name.span())
-            .help(keys);
-        let (meant, label) = meant(name.get_ref(), section, path);
-        self.notes.tainted.extend(meant);
-        self.problems.push(problem.label(label));
+        let problem = Problem::new(join(path, &written), message).at(name.span());
+        self.problems
+            .push(match meant(name.get_ref(), section, path) {
+                Some((key, label)) => {
+                    self.notes.tainted.insert(key);
+                    problem.label(label)
+                }
+                None => problem.label("no such key").help(format!(
+                    "the keys of {} are: {}",
+                    place(path),
+                    section.names()
+                )),
+            });
     }
 }
 
 /// The key that an unknown one stands for, if that can be told, and what to
 /// say about it.
-fn meant(name: &str, section: &Section, path: &str) -> (Option<String>, String) {
-    let names = section.keys.iter().map(|key| key.name);
+fn meant(name: &str, section: &Section, path: &str) -> Option<(String, String)> {
     if let Some((key, written)) = suggest::key_alias(name) {
         let parent = key.rsplit_once('.').map_or("", |(parent, _)| parent);
-        let place = match (parent == path, parent) {
-            (true, _) | (_, "") => String::new(),
+        let place = match parent {
+            "" => String::new(),
+            _ if parent == path => String::new(),
             _ => format!(" of {}", place(parent)),
         };
-        (
-            Some(key.to_string()),
-            format!("here it is called `{written}`{place}"),
-        )
-    } else if let Some(close) = suggest::closest(name, names) {
-        (Some(join(path, close)), format!("did you mean `{close}`?"))
-    } else if let Some(table) = owner(name) {
-        let label = format!("`{name}` belongs to {}", place(table));
-        (Some(join(table, name)), label)
-    } else {
-        (None, "no such key".to_string())
+        let label = format!("here it is called `{written}`{place}");
+        return Some((key.to_string(), label));
     }
+    let names = section.keys.iter().map(|key| key.name);
+    if let Some(close) = suggest::closest(name, names) {
+        return Some((join(path, close), format!("did you mean `{close}`?")));
+    }
+    let table = owner(name)?;
+    let label = format!("`{name}` belongs to {}", place(table));
+    Some((join(table, name), label))
 }
 
 /// The top-level table that has a key of that name.
@@ -231,124 +239,6 @@ fn owner(name: &str) -> Option<&'static str> {
         _ => false,
     };
     ROOT.keys.iter().find(has).map(|key| key.name)
-}
-
-/// A value that is neither a table nor a list.
-fn scalar(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
-    match (kind, value) {
-        (Kind::Count, DeValue::Integer(number)) => count(number, path),
-        (Kind::Number, DeValue::Integer(_) | DeValue::Float(_)) => number(value, path),
-        (Kind::Flag, DeValue::Boolean(flag)) => Ok((*flag).into()),
-        (Kind::Text, DeValue::String(text)) => Ok(text.to_string().into()),
-        (Kind::Choice(known), DeValue::String(word)) => choice(word, known, path),
-        (Kind::Select, value) => select(value, path),
-        (Kind::Count, other) => Err(mistyped(path, "a whole number", other)),
-        (Kind::Number, other) => Err(mistyped(path, "a number", other)),
-        (Kind::Flag, other) => Err(mistyped(path, "true or false", other)),
-        (Kind::Text, other) => Err(mistyped(path, "a string", other)),
-        (Kind::Choice(known), other) => {
-            Err(mistyped(path, "a string", other).help(possible(known)))
-        }
-        (Kind::Table(section), other) => {
-            let help = format!("a table holds: {}", section.names());
-            Err(mistyped(path, "a table", other).help(help))
-        }
-        (Kind::List(_), other) => {
-            let help = format!("write one or more [[{path}]] tables");
-            Err(mistyped(path, "an array of tables", other).help(help))
-        }
-    }
-}
-
-fn count(number: &DeInteger<'_>, path: &str) -> Read {
-    match integer(number) {
-        Some(value) if value >= 0 => Ok(value.into()),
-        Some(value) => Err(
-            Problem::new(path, format!("`{path}` = {value} is negative"))
-                .label("must be 0 or more"),
-        ),
-        None => Err(
-            Problem::new(path, format!("`{path}` = {number} is too large"))
-                .label("does not fit 64 bits"),
-        ),
-    }
-}
-
-fn integer(number: &DeInteger<'_>) -> Option<i64> {
-    i64::from_str_radix(number.as_str(), number.radix()).ok()
-}
-
-fn number(value: &DeValue<'_>, path: &str) -> Read {
-    let read = match value {
-        DeValue::Float(float) => float.as_str().parse().ok(),
-        DeValue::Integer(number) => integer(number).map(|whole| whole as f64),
-        _ => None,
-    };
-    let unreadable = || Problem::new(path, format!("`{path}` is not a number this tool can hold"));
-    read.map(toml::Value::Float).ok_or_else(unreadable)
-}
-
-fn choice(word: &str, known: &[&'static str], path: &str) -> Read {
-    if known.contains(&word) {
-        return Ok(word.into());
-    }
-    let label = match suggest::value(word, known) {
-        Some(meant) => format!("did you mean \"{meant}\"?"),
-        None => "not a possible value".to_string(),
-    };
-    let message = format!("unknown value \"{}\" for `{path}`", word.escape_debug());
-    Err(Problem::new(path, message)
-        .label(label)
-        .help(possible(known)))
-}
-
-fn select(value: &DeValue<'_>, path: &str) -> Read {
-    const HELP: &str = "write select = \"top-k\" or select = { sparse-mixer = 0.01 }";
-    match value {
-        DeValue::String(word) if word == "top-k" => Ok("top-k".into()),
-        DeValue::String(word) => {
-            let message = format!("unknown value \"{}\" for `{path}`", word.escape_debug());
-            let label = match word.as_ref() {
-                "sparse-mixer" => "sparse-mixer needs its threshold",
-                _ => "not a possible value",
-            };
-            Err(Problem::new(path, message).label(label).help(HELP))
-        }
-        DeValue::Table(table) => match (table.len(), table.get("sparse-mixer")) {
-            (1, Some(epsilon)) => {
-                let path = join(path, "sparse-mixer");
-                if !matches!(epsilon.get_ref(), DeValue::Integer(_) | DeValue::Float(_)) {
-                    return Err(mistyped(&path, "a number", epsilon.get_ref()).help(HELP));
-                }
-                let epsilon = number(epsilon.get_ref(), &path)?;
-                Ok(toml::Table::from_iter([("sparse-mixer".to_string(), epsilon)]).into())
-            }
-            _ => {
-                let message = format!("`{path}` as a table has the one key `sparse-mixer`");
-                Err(Problem::new(path, message).help(HELP))
-            }
-        },
-        other => Err(mistyped(path, "a string or a table", other).help(HELP)),
-    }
-}
-
-fn mistyped(path: &str, wanted: &str, found: &DeValue<'_>) -> Problem {
-    let found = match found {
-        DeValue::String(_) => "a string",
-        DeValue::Integer(_) => "a whole number",
-        DeValue::Float(_) => "a number with a fraction",
-        DeValue::Boolean(_) => "true or false",
-        DeValue::Datetime(_) => "a date",
-        DeValue::Array(_) => "an array",
-        DeValue::Table(_) => "a table",
-    };
-    Problem::new(path, format!("`{path}` must be {wanted}, not {found}"))
-        .label(format!("expected {wanted}"))
-}
-
-fn possible(known: &[&str]) -> String {
-    let quoted: Vec<String> = known.iter().map(|word| format!("\"{word}\"")).collect();
-    format!("possible values: {}", quoted.join(", "))
 }
 
 /// Something of the right type, so that the rest of the spec can be judged.

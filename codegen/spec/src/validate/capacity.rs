@@ -17,12 +17,13 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             "capacity.renormalize_after_drop",
             "true".to_string(),
             "nothing is ever dropped",
+            "use a mode that drops: \"factor\", \"fixed\" or \"bounded\"",
         ));
     }
 }
 
-/// An option that does nothing under the mode.
-fn idle(capacity: &Capacity, key: &str, value: String, because: &str) -> Problem {
+/// An option that does nothing under the mode. `instead` is the other way out.
+fn idle(capacity: &Capacity, key: &str, value: String, because: &str, instead: &str) -> Problem {
     let name = key.trim_start_matches("capacity.");
     let conflict = Conflict {
         key,
@@ -30,7 +31,7 @@ fn idle(capacity: &Capacity, key: &str, value: String, because: &str) -> Problem
         with: "capacity.mode",
         with_value: quoted(&capacity.mode),
         because,
-        change: format!("remove `{name}` or change `mode`"),
+        change: format!("remove `{name}`, or {instead}"),
     };
     conflict.problem()
 }
@@ -40,7 +41,8 @@ fn factor(capacity: &Capacity, problems: &mut Vec<Problem>) {
     let used = matches!(capacity.mode, CapacityMode::Factor | CapacityMode::Bounded);
     if !used && value != 1.0 {
         let because = "used by modes \"factor\" and \"bounded\" only";
-        problems.push(idle(capacity, key, format!("{value:?}"), because));
+        let instead = "set mode = \"factor\" or \"bounded\"";
+        problems.push(idle(capacity, key, format!("{value:?}"), because, instead));
         return;
     }
     let before = problems.len();
@@ -74,7 +76,8 @@ fn rows(capacity: &Capacity, problems: &mut Vec<Problem>) {
         .check(problems),
         (false, Some(value)) => {
             let because = "used by mode \"fixed\" only";
-            problems.push(idle(capacity, key, value.to_string(), because));
+            let instead = "set mode = \"fixed\"";
+            problems.push(idle(capacity, key, value.to_string(), because, instead));
         }
         (false, None) => {}
     }
@@ -88,7 +91,8 @@ fn order(capacity: &Capacity, problems: &mut Vec<Problem>) {
     if capacity.mode == CapacityMode::Dropless && !by_place {
         let because = "everyone is served, so no one comes first";
         let value = quoted(&capacity.order);
-        problems.push(idle(capacity, "capacity.order", value, because));
+        let instead = "set a mode with a capacity, such as \"factor\"";
+        problems.push(idle(capacity, "capacity.order", value, because, instead));
     }
 }
 
@@ -96,7 +100,8 @@ fn align(capacity: &Capacity, problems: &mut Vec<Problem>) {
     let (key, value) = ("capacity.align", capacity.align);
     if capacity.mode == CapacityMode::Dropless && value > 1 {
         let because = "there is no capacity to round up";
-        problems.push(idle(capacity, key, value.to_string(), because));
+        let instead = "set a mode with a capacity, such as \"factor\"";
+        problems.push(idle(capacity, key, value.to_string(), because, instead));
         return;
     }
     Range {

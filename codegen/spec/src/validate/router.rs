@@ -248,7 +248,7 @@ fn selection(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 fn check_groups(spec: &LayerSpec, groups: &Groups, problems: &mut Vec<Problem>) {
     let experts = spec.scored_experts();
     let Groups { count, keep, .. } = *groups;
-    if count == 0 || experts % count != 0 {
+    if count == 0 || !experts.is_multiple_of(count) {
         let message = format!("`router.groups.count` = {count} does not divide {experts} experts");
         let problem = Problem::new("router.groups.count", message)
             .label("groups must be of equal size")
@@ -275,7 +275,7 @@ fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec
             groups.keep
         );
         let problem = Problem::new("router.groups.keep", message)
-            .label(format!("{} groups of {size} experts", groups.keep))
+            .label(format!("{} groups of {size}", groups.keep))
             .with("router.groups.count", format!("{} groups", groups.count))
             .with("shape.top_k", format!("{k} wanted"))
             .help(format!(

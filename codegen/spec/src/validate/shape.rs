@@ -29,7 +29,7 @@ fn name(name: &str, problems: &mut Vec<Problem>) {
     let help = format!(
         "use 1 to {MAX_NAME} letters, digits, dots, dashes and underscores: it names files and kernels"
     );
-    let message = format!("`name` = \"{}\" {complaint}", shortened(name));
+    let message = format!("`name` = \"{}\" cannot be a name", shortened(name));
     problems.push(Problem::new("name", message).label(complaint).help(help));
 }
 

@@ -1,0 +1,145 @@
+//! Single values of the TOML: types, numbers and words.
+
+use super::join;
+use crate::schema::Kind;
+use crate::{Problem, suggest};
+use toml::de::{DeInteger, DeValue};
+
+/// Boxed, because a problem is much larger than a value.
+type Read = Result<toml::Value, Box<Problem>>;
+
+/// A value that is neither a table nor a list.
+pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
+    match (kind, value) {
+        (Kind::Count, DeValue::Integer(number)) => count(number, path),
+        (Kind::Number, value) => number(value, path),
+        (Kind::Flag, DeValue::Boolean(flag)) => Ok((*flag).into()),
+        (Kind::Text, DeValue::String(text)) => Ok(text.to_string().into()),
+        (Kind::Choice(known), DeValue::String(word)) => choice(word, known, path),
+        (Kind::Select, DeValue::Table(table)) if table.len() == 1 => {
+            match table.get("sparse-mixer") {
+                Some(epsilon) => sparse_mixer(epsilon.get_ref(), path),
+                None => refuse(kind, value, path),
+            }
+        }
+        (Kind::Select, DeValue::String(word)) => select(word, path),
+        _ => refuse(kind, value, path),
+    }
+}
+
+/// The problem of a value of the wrong type.
+fn refuse(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
+    let (wanted, help) = match kind {
+        Kind::Count => ("a whole number", None),
+        Kind::Number => ("a number", None),
+        Kind::Flag => ("true or false", None),
+        Kind::Text => ("a string", None),
+        Kind::Choice(known) => ("a string", Some(possible(known))),
+        Kind::Select => (
+            "a string or { sparse-mixer = ... }",
+            Some(SELECT.to_string()),
+        ),
+        Kind::Table(section) => (
+            "a table",
+            Some(format!("its keys are: {}", section.names())),
+        ),
+        Kind::List(_) => {
+            let help = format!("write one or more [[{path}]] tables");
+            ("an array of tables", Some(help))
+        }
+    };
+    let mut problem = mistyped(path, wanted, value);
+    problem.help = help;
+    Err(problem.into())
+}
+
+fn count(number: &DeInteger<'_>, path: &str) -> Read {
+    let (message, label) = match integer(number) {
+        Some(value) if value >= 0 => return Ok(value.into()),
+        Some(value) => (
+            format!("`{path}` = {value} is negative"),
+            "must be 0 or more",
+        ),
+        None => (
+            format!("`{path}` = {number} is too large"),
+            "does not fit 64 bits",
+        ),
+    };
+    Err(Problem::new(path, message).label(label).into())
+}
+
+fn integer(number: &DeInteger<'_>) -> Option<i64> {
+    i64::from_str_radix(number.as_str(), number.radix()).ok()
+}
+
+/// Numbers too large for the type become infinite, which validation refuses.
+fn number(value: &DeValue<'_>, path: &str) -> Read {
+    let read = match value {
+        DeValue::Float(float) => float.as_str().parse().ok(),
+        DeValue::Integer(number) => match integer(number) {
+            Some(whole) => Some(whole as f64),
+            None => number.as_str().parse().ok().or(Some(f64::INFINITY)),
+        },
+        _ => None,
+    };
+    match read {
+        Some(number) => Ok(toml::Value::Float(number)),
+        None => refuse(&Kind::Number, value, path),
+    }
+}
+
+fn choice(word: &str, known: &[&'static str], path: &str) -> Read {
+    if known.contains(&word) {
+        return Ok(word.into());
+    }
+    let label = match suggest::value(word, known) {
+        Some(meant) => format!("did you mean \"{meant}\"?"),
+        None => "not a possible value".to_string(),
+    };
+    let problem = unknown(word, path).label(label).help(possible(known));
+    Err(problem.into())
+}
+
+fn unknown(word: &str, path: &str) -> Problem {
+    let message = format!("unknown value \"{}\" for `{path}`", word.escape_debug());
+    Problem::new(path, message)
+}
+
+/// How `router.select` is written.
+const SELECT: &str = "write select = \"top-k\" or select = { sparse-mixer = 0.01 }";
+
+fn select(word: &str, path: &str) -> Read {
+    let label = match word {
+        "top-k" => return Ok(word.into()),
+        "sparse-mixer" => "sparse-mixer needs its threshold".to_string(),
+        _ => match suggest::value(word, &["top-k"]) {
+            Some(meant) => format!("did you mean \"{meant}\"?"),
+            None => "not a possible value".to_string(),
+        },
+    };
+    Err(unknown(word, path).label(label).help(SELECT).into())
+}
+
+fn sparse_mixer(epsilon: &DeValue<'_>, path: &str) -> Read {
+    let epsilon = number(epsilon, &join(path, "sparse-mixer"))?;
+    Ok(toml::Table::from_iter([("sparse-mixer".to_string(), epsilon)]).into())
+}
+
+pub(super) fn mistyped(path: &str, wanted: &str, found: &DeValue<'_>) -> Problem {
+    let found = match found {
+        DeValue::String(_) => "a string",
+        DeValue::Integer(_) => "a whole number",
+        DeValue::Float(_) => "a number with a fraction",
+        DeValue::Boolean(_) => "true or false",
+        DeValue::Datetime(_) => "a date",
+        DeValue::Array(_) => "an array",
+        DeValue::Table(_) => "a table",
+    };
+    let message = format!("`{path}` must be {wanted}, not {found}");
+    Problem::new(path, message).label(format!("expected {wanted}"))
+}
+
+fn possible(known: &[&str]) -> String {
+    let quoted: Vec<String> = known.iter().map(|word| format!("\"{word}\"")).collect();
+    format!("possible values: {}", quoted.join(", "))
+}

@@ -1,0 +1,237 @@
+//! Broken texts and broken specs: an answer always, a panic never.
+
+use moesaic_kernel::DType;
+use moesaic_spec::testing::{Counter, sample};
+use moesaic_spec::*;
+
+const TEXTS: &[&str] = &[
+    include_str!("../../../examples/specs/deepseek-v3.toml"),
+    include_str!("../../../examples/specs/gpt-oss-20b.toml"),
+    include_str!("../../../examples/specs/switch-base-8.toml"),
+    include_str!("../../../examples/specs/tutel-helloworld.toml"),
+];
+
+/// Reads a text and, if it is refused, renders the refusal.
+fn survive(text: &str) {
+    match LayerSpec::from_toml(text) {
+        Ok(spec) => {
+            assert_eq!(spec.validate(), Ok(()));
+            assert_eq!(LayerSpec::from_toml(&spec.to_toml()).as_ref(), Ok(&spec));
+        }
+        Err(error) => {
+            assert!(!error.problems().is_empty());
+            assert!(error.render("mutated.toml", false).starts_with("error"));
+            assert!(error.render("mutated.toml", true).contains("error"));
+            for (span, message) in error.spans() {
+                assert!(span.start <= span.end && !message.is_empty());
+            }
+        }
+    }
+}
+
+#[test]
+fn mutated_bytes() {
+    const SPICE: &[u8] = b"=[]{}\"'.,#\n\r\t -+_0e9\\\0\x7f\xc3\xa9\xff";
+    for seed in 0..6_000 {
+        let rng = &mut Counter::new(seed);
+        let mut bytes = rng.pick(TEXTS).as_bytes().to_vec();
+        for _ in 0..rng.between(1, 6) {
+            let at = rng.between(0, bytes.len() - 1);
+            match rng.between(0, 3) {
+                0 => drop(bytes.remove(at)),
+                1 => bytes.insert(at, rng.pick(SPICE)),
+                2 => bytes[at] = rng.pick(SPICE),
+                _ => bytes.insert(at, bytes[at]),
+            }
+        }
+        survive(&String::from_utf8_lossy(&bytes));
+    }
+}
+
+#[test]
+fn mutated_lines() {
+    for seed in 0..3_000 {
+        let rng = &mut Counter::new(seed);
+        let mut lines: Vec<&str> = rng.pick(TEXTS).lines().collect();
+        for _ in 0..rng.between(1, 5) {
+            let (at, to) = (
+                rng.between(0, lines.len() - 1),
+                rng.between(0, lines.len() - 1),
+            );
+            match rng.between(0, 3) {
+                0 if lines.len() > 1 => drop(lines.remove(at)),
+                1 => lines.insert(to, lines[at]),
+                2 => lines.swap(at, to),
+                _ => lines.extend(rng.pick(TEXTS).lines().skip(rng.between(8, 20)).take(2)),
+            }
+        }
+        let ending = rng.pick(&["\n", "\r\n"]);
+        survive(&lines.join(ending));
+    }
+}
+
+#[test]
+fn replaced_values() {
+    let values = [
+        "0",
+        "-1",
+        "1e400",
+        "nan",
+        "inf",
+        "9223372036854775807",
+        "18446744073709551616",
+        "true",
+        "\"\"",
+        "\"x\"",
+        "[]",
+        "[[1]]",
+        "{}",
+        "{ a = 1 }",
+        "1979-05-27",
+        "0xff",
+        "1.5",
+        "''",
+        "\"top-k\"",
+        "[{}, 3, { hidden_dim = 8 }]",
+        "{ sparse-mixer = 1e999 }",
+        "65536",
+        "1024",
+    ];
+    for seed in 0..4_000 {
+        let rng = &mut Counter::new(seed);
+        let text = rng.pick(TEXTS);
+        let lines: Vec<String> = text
+            .lines()
+            .map(|line| match line.split_once(" = ") {
+                Some((key, _)) if rng.one_in(5) => format!("{key} = {}", rng.pick(&values)),
+                _ => line.to_string(),
+            })
+            .collect();
+        survive(&lines.join("\n"));
+    }
+}
+
+#[test]
+fn odd_texts() {
+    let long = format!("{} = 1", "k".repeat(100_000));
+    let nested = format!("a = {}{}", "[".repeat(5_000), "]".repeat(5_000));
+    let texts = [
+        "",
+        "\n",
+        "\u{feff}",
+        "[shape]",
+        "[[shape]]",
+        "shape = 1",
+        "shape.experts = 1",
+        "[shape.experts]",
+        "[[shared.x]]",
+        "\"\" = 1",
+        "\"a\\nb\" = 1",
+        "\"\\u0000\" = 2",
+        "é = 1",
+        "[router.groups.count]",
+        "[router.select]",
+        "router = []",
+        "\0",
+        "a.b.c = 1\na.b = 2",
+    ];
+    texts.iter().for_each(|text| survive(text));
+    survive(&long);
+    survive(&nested);
+}
+
+/// Sizes and numbers no one should ask for.
+fn spoil(spec: &mut LayerSpec, rng: &mut Counter) {
+    let sizes = [0, 1, 2, 3, 1000, 1024, 65_536, 65_537, usize::MAX];
+    let reals = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        1e-50,
+        1e300,
+        f64::NAN,
+        f64::INFINITY,
+        f64::NEG_INFINITY,
+    ];
+    let (size, real) = (rng.pick(&sizes), rng.pick(&reals));
+    match rng.between(0, 32) {
+        0 => spec.shape.model_dim = size,
+        1 => spec.shape.hidden_dim = size,
+        2 => spec.shape.experts = size,
+        3 => spec.shape.top_k = size,
+        4 => spec.shape.output_dim = Some(size),
+        5 => spec.experts.identity = size,
+        6 => spec.router.table_rows = Some(size),
+        7 => spec.router.projection_dim = Some(size),
+        8 => spec.router.scale = real,
+        9 => spec.router.norm_order = real,
+        10 => spec.router.renormalize_eps = real,
+        11 => spec.router.jitter = real,
+        12 => spec.router.noise = real,
+        13 => spec.router.select = Select::SparseMixer(real),
+        14 => spec.capacity.factor = real,
+        15 => spec.capacity.rows = Some(size),
+        16 => spec.capacity.align = size,
+        17 => spec.experts.clamp = Some(real),
+        18 => spec.experts.alpha = real,
+        19 => spec.experts.up_offset = real,
+        20 => spec.shared.extend([SharedExpert {
+            hidden_dim: size,
+            gate: SharedGate::None,
+        }]),
+        21 => spec.losses.extend([Loss {
+            kind: LossKind::Z,
+            coefficient: real,
+        }]),
+        22 => spec.precision.weights = rng.pick(&[DType::I32, DType::F16, DType::Bf16]),
+        23 => spec.precision.router = DType::I64,
+        24 => spec.name = rng.pick(&["", "a/b", "*/", "x\ny", "-", "é"]).to_string(),
+        25 => spec.router = sample(rng.bits()).router,
+        26 => spec.capacity = sample(rng.bits()).capacity,
+        27 => spec.experts = sample(rng.bits()).experts,
+        28 => spec.losses = sample(rng.bits()).losses,
+        29 => spec.router.kind = sample(rng.bits()).router.kind,
+        30 => spec.router.score = sample(rng.bits()).router.score,
+        31 => spec.shape.top_k = sample(rng.bits()).shape.top_k,
+        _ => {
+            let (count, keep) = (size, rng.pick(&sizes));
+            let (stat, mask) = (GroupStat::Top2Sum, GroupMask::Zero);
+            spec.router.groups = Some(Groups {
+                count,
+                keep,
+                stat,
+                mask,
+            });
+        }
+    }
+}
+
+#[test]
+fn spoilt_specs() {
+    let (mut valid, mut invalid) = (0, 0);
+    for seed in 0..20_000 {
+        let mut spec = sample(seed);
+        let rng = &mut Counter::new(!seed);
+        for _ in 0..rng.between(1, 3) {
+            spoil(&mut spec, rng);
+        }
+        let text = spec.to_toml();
+        match spec.validate() {
+            Ok(()) => {
+                valid += 1;
+                canonical_tensors(&spec);
+                assert_eq!(LayerSpec::from_toml(&text).as_ref(), Ok(&spec), "{text}");
+            }
+            Err(problems) => {
+                invalid += 1;
+                assert!(LayerSpec::from_toml(&text).is_err(), "{text}\n{problems:?}");
+                assert!(problems.iter().all(|p| !p.to_string().is_empty()));
+            }
+        }
+    }
+    assert!(
+        valid > 1_000 && invalid > 1_000,
+        "{valid} valid, {invalid} invalid"
+    );
+}

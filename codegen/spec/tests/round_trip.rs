@@ -1,0 +1,134 @@
+//! Valid specs: random ones and the examples are valid, and survive TOML.
+
+use moesaic_spec::{LayerSpec, canonical_tensors, testing::sample};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+fn examples() -> Vec<(String, String)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/specs");
+    let entries = fs::read_dir(folder).expect("examples/specs can be read");
+    let mut files: Vec<(String, String)> = entries
+        .map(|entry| entry.expect("an entry of examples/specs").path())
+        .filter(|file| file.extension().is_some_and(|end| end == "toml"))
+        .map(|file| {
+            let stem = file.file_stem().expect("a name").to_string_lossy();
+            let text = fs::read_to_string(&file).expect("an example can be read");
+            (stem.into_owned(), text)
+        })
+        .collect();
+    files.sort();
+    files
+}
+
+fn reads_back(spec: &LayerSpec) {
+    let text = spec.to_toml();
+    match LayerSpec::from_toml(&text) {
+        Ok(read) => assert_eq!(&read, spec, "{text}"),
+        Err(error) => panic!("{text}\n{}", error.render("written.toml", false)),
+    }
+}
+
+#[test]
+fn examples_are_valid_and_read_back() {
+    let examples = examples();
+    let names: Vec<&str> = examples.iter().map(|(name, _)| name.as_str()).collect();
+    for wanted in [
+        "mixtral-8x7b",
+        "qwen3-30b-a3b",
+        "deepseek-v3",
+        "gpt-oss-20b",
+        "switch-base-8",
+        "tutel-helloworld",
+    ] {
+        assert!(names.contains(&wanted), "no {wanted} in {names:?}");
+    }
+    for (name, text) in &examples {
+        let spec = LayerSpec::from_toml(text)
+            .unwrap_or_else(|error| panic!("{}", error.render(name, false)));
+        assert_eq!(&spec.name, name);
+        reads_back(&spec);
+    }
+}
+
+#[test]
+fn examples_hold_only_what_is_not_a_default() {
+    for (name, text) in examples() {
+        let spec = LayerSpec::from_toml(&text).expect("examples are valid");
+        let keys = |text: &str| -> BTreeSet<String> {
+            let lines = text.lines().filter(|line| !line.starts_with('#'));
+            lines
+                .filter_map(|line| line.split_once(" = "))
+                .map(|(key, _)| key.to_string())
+                .collect()
+        };
+        let spelled_out = keys(&text);
+        let canonical = keys(&spec.to_toml());
+        let mut surplus: Vec<_> = spelled_out.difference(&canonical).collect();
+        // The benchmark's factor is worth reading though it is the default.
+        surplus.retain(|key| name != "tutel-helloworld" || *key != "factor");
+        assert!(surplus.is_empty(), "{name}: {surplus:?}");
+    }
+}
+
+#[test]
+fn samples_are_valid_and_read_back() {
+    for seed in 0..5_000 {
+        let spec = sample(seed);
+        if let Err(problems) = spec.validate() {
+            panic!("seed {seed}: {problems:?}\n{}", spec.to_toml());
+        }
+        reads_back(&spec);
+        assert_eq!(sample(seed), spec, "seed {seed} gives two specs");
+    }
+}
+
+/// Every key with every value of its type occurs, and sizes are awkward.
+#[test]
+fn samples_reach_every_option() {
+    let mut seen = BTreeSet::new();
+    for seed in 0..2_000 {
+        let text = sample(seed).to_toml();
+        seen.extend(text.lines().map(String::from));
+    }
+    let has = |line: &str| seen.iter().any(|l| l.starts_with(line));
+    for line in include_str!("every_option.txt").lines() {
+        assert!(has(line), "no sample has {line}");
+    }
+    for seed in 0..200 {
+        let shape = sample(seed).shape;
+        assert!((1..=97).contains(&shape.model_dim));
+        assert!((1..=64).contains(&shape.experts));
+    }
+    let all = |pick: fn(LayerSpec) -> usize| -> BTreeSet<usize> {
+        (0..2_000).map(|seed| pick(sample(seed))).collect()
+    };
+    assert_eq!(all(|spec| spec.shape.experts).len(), 64);
+    assert_eq!(all(|spec| spec.shape.model_dim).len(), 97);
+    assert!(all(|spec| spec.routed_experts() - spec.shape.top_k).contains(&0));
+}
+
+#[test]
+fn tensors_of_samples_are_distinct_and_not_empty() {
+    for seed in 0..1_000 {
+        let tensors = canonical_tensors(&sample(seed));
+        let names: BTreeSet<_> = tensors.iter().map(|t| t.name.clone()).collect();
+        assert_eq!(names.len(), tensors.len(), "seed {seed}");
+        for tensor in tensors {
+            assert!(
+                tensor.shape.iter().all(|&n| n > 0),
+                "seed {seed}: {tensor:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn canonical_text_is_short_and_ordered() {
+    let text = "[experts]\nbias = false\n[router]\nscale = 1\nscore = 'sigmoid'\n\
+                [shape]\ntop_k = 0x2\nexperts = 8\nhidden_dim = 3_2\nmodel_dim = 64\n";
+    let spec = LayerSpec::from_toml(text).expect("valid, if untidy");
+    let canonical = "name = \"layer\"\n\n[shape]\nmodel_dim = 64\nhidden_dim = 32\n\
+                     experts = 8\ntop_k = 2\n\n[router]\nscore = \"sigmoid\"\n";
+    assert_eq!(spec.to_toml(), canonical);
+}
