@@ -19,6 +19,23 @@ use toml::de::{DeTable, DeValue};
 impl LayerSpec {
     /// Reads and validates a spec.
     ///
+    /// ```
+    /// use moesaic_spec::{LayerSpec, Renormalize};
+    ///
+    /// let spec = LayerSpec::from_toml(
+    ///     r#"
+    ///     name = "qwen3-30b-a3b"
+    ///     shape = { model_dim = 2048, hidden_dim = 768, experts = 128, top_k = 8 }
+    ///     router.renormalize = "sum"
+    ///     "#,
+    /// )?;
+    /// assert_eq!(spec.router.renormalize, Renormalize::Sum);
+    ///
+    /// let error = LayerSpec::from_toml("shape = { num_experts = 8 }").unwrap_err();
+    /// eprintln!("{}", error.render("layer.toml", true));
+    /// # Ok::<(), moesaic_spec::SpecError>(())
+    /// ```
+    ///
     /// # Errors
     /// All problems of the text: if its syntax is broken, those of syntax;
     /// otherwise unknown keys, wrong types, missing keys, and every rule the

@@ -140,22 +140,19 @@ fn odd_texts() {
     survive(&nested);
 }
 
-/// Sizes and numbers no one should ask for.
+/// Sets one thing to what no one should ask for.
 fn spoil(spec: &mut LayerSpec, rng: &mut Counter) {
+    match rng.between(0, 2) {
+        0 => spoil_size(spec, rng),
+        1 => spoil_number(spec, rng),
+        _ => spoil_choice(spec, rng),
+    }
+}
+
+fn spoil_size(spec: &mut LayerSpec, rng: &mut Counter) {
     let sizes = [0, 1, 2, 3, 1000, 1024, 65_536, 65_537, usize::MAX];
-    let reals = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        1e-50,
-        1e300,
-        f64::NAN,
-        f64::INFINITY,
-        f64::NEG_INFINITY,
-    ];
-    let (size, real) = (rng.pick(&sizes), rng.pick(&reals));
-    match rng.between(0, 32) {
+    let size = rng.pick(&sizes);
+    match rng.between(0, 10) {
         0 => spec.shape.model_dim = size,
         1 => spec.shape.hidden_dim = size,
         2 => spec.shape.experts = size,
@@ -164,36 +161,8 @@ fn spoil(spec: &mut LayerSpec, rng: &mut Counter) {
         5 => spec.experts.identity = size,
         6 => spec.router.table_rows = Some(size),
         7 => spec.router.projection_dim = Some(size),
-        8 => spec.router.scale = real,
-        9 => spec.router.norm_order = real,
-        10 => spec.router.renormalize_eps = real,
-        11 => spec.router.jitter = real,
-        12 => spec.router.noise = real,
-        13 => spec.router.select = Select::SparseMixer(real),
-        14 => spec.capacity.factor = real,
-        15 => spec.capacity.rows = Some(size),
-        16 => spec.capacity.align = size,
-        17 => spec.experts.clamp = Some(real),
-        18 => spec.experts.alpha = real,
-        19 => spec.experts.up_offset = real,
-        20 => spec.shared.extend([SharedExpert {
-            hidden_dim: size,
-            gate: SharedGate::None,
-        }]),
-        21 => spec.losses.extend([Loss {
-            kind: LossKind::Z,
-            coefficient: real,
-        }]),
-        22 => spec.precision.weights = rng.pick(&[DType::I32, DType::F16, DType::Bf16]),
-        23 => spec.precision.router = DType::I64,
-        24 => spec.name = rng.pick(&["", "a/b", "*/", "x\ny", "-", "é"]).to_string(),
-        25 => spec.router = sample(rng.bits()).router,
-        26 => spec.capacity = sample(rng.bits()).capacity,
-        27 => spec.experts = sample(rng.bits()).experts,
-        28 => spec.losses = sample(rng.bits()).losses,
-        29 => spec.router.kind = sample(rng.bits()).router.kind,
-        30 => spec.router.score = sample(rng.bits()).router.score,
-        31 => spec.shape.top_k = sample(rng.bits()).shape.top_k,
+        8 => spec.capacity.rows = Some(size),
+        9 => spec.capacity.align = size,
         _ => {
             let (count, keep) = (size, rng.pick(&sizes));
             let (stat, mask) = (GroupStat::Top2Sum, GroupMask::Zero);
@@ -204,6 +173,47 @@ fn spoil(spec: &mut LayerSpec, rng: &mut Counter) {
                 mask,
             });
         }
+    }
+}
+
+fn spoil_number(spec: &mut LayerSpec, rng: &mut Counter) {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let number = rng.pick(&[0.0, -0.0, 1.0, -1.0, 1e-50, 1e300, nan, inf, -inf]);
+    match rng.between(0, 9) {
+        0 => spec.router.scale = number,
+        1 => spec.router.norm_order = number,
+        2 => spec.router.renormalize_eps = number,
+        3 => spec.router.jitter = number,
+        4 => spec.router.noise = number,
+        5 => spec.router.select = Select::SparseMixer(number),
+        6 => spec.capacity.factor = number,
+        7 => spec.experts.clamp = Some(number),
+        8 => spec.experts.alpha = number,
+        _ => spec.experts.up_offset = number,
+    }
+}
+
+fn spoil_choice(spec: &mut LayerSpec, rng: &mut Counter) {
+    let other = sample(rng.bits());
+    match rng.between(0, 11) {
+        0 => spec.shared.extend([SharedExpert {
+            hidden_dim: rng.pick(&[0, 3, usize::MAX]),
+            gate: SharedGate::None,
+        }]),
+        1 => spec.losses.extend([Loss {
+            kind: LossKind::Z,
+            coefficient: rng.pick(&[0.1, f64::NAN, -1.0]),
+        }]),
+        2 => spec.precision.weights = rng.pick(&[DType::I32, DType::F16, DType::Bf16]),
+        3 => spec.precision.router = DType::I64,
+        4 => spec.name = rng.pick(&["", "a/b", "*/", "x\ny", "-", "é"]).to_string(),
+        5 => spec.router = other.router,
+        6 => spec.capacity = other.capacity,
+        7 => spec.experts = other.experts,
+        8 => spec.losses = other.losses,
+        9 => spec.router.kind = other.router.kind,
+        10 => spec.router.score = other.router.score,
+        _ => spec.shape.top_k = other.shape.top_k,
     }
 }
 
