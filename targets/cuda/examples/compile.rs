@@ -17,6 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         target: format!("cuda:{arch}").parse()?,
         language: Language::Cuda,
         text: std::fs::read_to_string(file)?,
+        config: String::new(),
         entries: Vec::new(),
     };
     let options = CompileOptions {

@@ -55,7 +55,7 @@ pub fn worth_reading(log: &str) -> String {
 }
 
 fn is_routine(line: &str) -> bool {
-    let continued = line.starts_with("ptxas  ") && line.contains("bytes stack frame");
+    let continued = line.contains(" bytes stack frame, ");
     let info = line.starts_with("ptxas info") && !line.contains("Potential Performance Loss");
     continued || info
 }
