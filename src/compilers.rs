@@ -5,6 +5,7 @@ use moesaic_cpu::{CpuCompiler, Identity, host_isa};
 use moesaic_kernel::{Target, TargetError};
 use moesaic_target::{CompileError, Compiler};
 use moesaic_toolchain::Registry;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 /// A target name that cannot be resolved.
@@ -46,14 +47,14 @@ pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
 /// looked for once, when first needed.
 #[derive(Default)]
 pub struct Compilers {
-    store: Option<Store>,
+    store: Option<Arc<Store>>,
     found: Mutex<Vec<Arc<dyn Compiler>>>,
 }
 
 impl Compilers {
     /// Compilers that remember their versions in `store`, so that the next
     /// process need not start them to ask.
-    pub fn new(store: Option<Store>) -> Compilers {
+    pub fn new(store: Option<Arc<Store>>) -> Compilers {
         Compilers { store, found: Mutex::default() }
     }
 
@@ -81,7 +82,9 @@ impl Compilers {
     }
 
     fn find(&self, target: Target) -> Result<Arc<dyn Compiler>, CompileError> {
-        let registry = Registry::open_default();
+        // Without a cache directory nothing is registered; the machine's own
+        // compilers still are.
+        let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         Ok(match target {
             Target::Cpu(_) => Arc::new(self.cpu(&registry)?),
             Target::Cuda(_) => Arc::new(moesaic_toolchain::nvrtc(&registry)?),
@@ -92,12 +95,13 @@ impl Compilers {
     /// The C compiler, its version recalled from the store or stored there.
     fn cpu(&self, registry: &Registry) -> Result<CpuCompiler, CompileError> {
         const FACT: &str = "c-compiler";
-        let compiler = CpuCompiler::find(registry.c_compiler().as_deref())?;
+        let compiler = moesaic_toolchain::c(registry)?;
         let Some(store) = &self.store else { return Ok(compiler) };
         let remembered: Option<Identity> = store.fact(FACT);
         if !remembered.is_some_and(|identity| compiler.recall(&identity)) {
             if let Some(identity) = compiler.identity() {
-                store.remember(FACT, &identity);
+                // A store that cannot write costs one process start next time.
+                let _ = store.remember(FACT, &identity);
             }
         }
         Ok(compiler)

@@ -42,6 +42,7 @@ pub fn emit(kernel: &KernelPlan, target: Target) -> Result<KernelSource, EmitErr
         target,
         language: language(target),
         text,
+        config: format!("{:?} {:?}", kernel.desc, kernel.config),
         entries: kernel.entries.clone(),
     })
 }

@@ -85,6 +85,9 @@ pub struct KernelSource {
     pub language: Language,
     /// The whole text; it includes no header.
     pub text: String,
+    /// What it computes and how it is tiled, in one canonical spelling, for
+    /// cache keys.
+    pub config: String,
     /// The functions that can be launched.
     pub entries: Vec<Entry>,
 }

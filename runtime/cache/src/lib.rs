@@ -1,5 +1,41 @@
 //! The content-addressed kernel store and its packs.
+//!
+//! A [`Key`] is a hash of everything that can change a kernel's binary. A
+//! [`Store`] keeps one file per kernel under its key, with the source beside
+//! it for people:
+//!
+//! ```text
+//! <cache>/v1/3f/3fa0….kernel    binary, report and entries, with a hash over all of it
+//! <cache>/v1/3f/3fa0….cu        the source, in its own language
+//! <cache>/v1/facts/…            small remembered facts, such as compiler versions
+//! <cache>/v1/locks/…            one advisory lock per kernel being compiled
+//! ```
+//!
+//! The cache never turns a working layer into a failing one: a damaged or
+//! unreadable entry is a miss, and a store that cannot write is reported and
+//! otherwise ignored. It must be writable by its user only, since a hit is
+//! loaded as code: the hash tells damage, not forgery.
 
+mod error;
+mod facts;
+mod fetch;
+mod files;
+mod format;
 mod home;
+mod key;
+mod layout;
+mod lock;
+mod pack;
+mod stats;
+mod store;
+mod upkeep;
 
+pub use error::{FetchError, PackError, StoreError};
+pub use fetch::{Fetched, Origin, Request};
+pub use format::{FORMAT_VERSION, KernelInfo, Stored, hash_source};
 pub use home::{NoHome, home};
+pub use key::{Key, KeyParts};
+pub use pack::{Exported, Imported};
+pub use stats::Stats;
+pub use store::Store;
+pub use upkeep::{Bad, Listed, OnBad, PruneRule, Pruned, Verified};

@@ -18,7 +18,7 @@ pub struct EngineParts {
     /// What compiles kernels; `None` runs from the store alone.
     pub compiler: Option<Arc<dyn Compiler>>,
     /// Where compiled kernels are kept; `None` compiles in every process.
-    pub store: Option<Store>,
+    pub store: Option<Arc<Store>>,
     /// A kernel that is not in the store is an error instead of a compile.
     pub strict: bool,
     /// What is asked of the compiler.

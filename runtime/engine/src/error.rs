@@ -3,6 +3,7 @@
 use moesaic_emit::EmitError;
 use moesaic_plan::PlanError;
 use moesaic_target::{CompileError, DeviceError};
+use std::sync::Arc;
 
 /// An engine operation that failed.
 #[derive(Debug, thiserror::Error)]
@@ -19,15 +20,7 @@ pub enum EngineError {
     Emit(#[from] EmitError),
     /// The compiler failed.
     #[error(transparent)]
-    Compile(#[from] CompileError),
-    /// Several kernels failed to compile; the first says why.
-    #[error("{kernel}: {reason}")]
-    Kernel {
-        /// The kernel's name.
-        kernel: String,
-        /// What its compile said.
-        reason: String,
-    },
+    Compile(#[from] Arc<CompileError>),
     /// The kernel is not cached and compiling is not allowed.
     #[error(
         "kernel `{kernel}` for `{target}` is not in the cache and compiling is off\n\

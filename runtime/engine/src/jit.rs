@@ -3,12 +3,12 @@
 use crate::EngineError;
 use crate::engine::{EngineParts, Stats};
 use crate::parallel::parallel;
-use moesaic_cache::{Key, KeyParts, Store};
+use moesaic_cache::{FetchError, Key, KeyParts, Origin, Request, Store, hash_source};
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device, Module};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// A place for one module. Whoever holds its lock is the one that makes it.
 type Slot = Arc<Mutex<Option<Arc<dyn Module>>>>;
@@ -18,6 +18,7 @@ pub(crate) struct Jit {
     target: Target,
     device: Arc<dyn Device>,
     builder: Builder,
+    strict: bool,
     slots: Mutex<HashMap<Key, Slot>>,
     in_memory: AtomicU64,
     from_store: AtomicU64,
@@ -30,7 +31,8 @@ impl Jit {
         Jit {
             target,
             device,
-            builder: Builder { compiler, store, strict, options },
+            builder: Builder::new(compiler, store, options),
+            strict,
             slots: Mutex::default(),
             in_memory: AtomicU64::new(0),
             from_store: AtomicU64::new(0),
@@ -67,7 +69,7 @@ impl Jit {
     }
 
     fn slot(&self, key: &Key) -> Slot {
-        lock(&self.slots).entry(key.clone()).or_default().clone()
+        lock(&self.slots).entry(*key).or_default().clone()
     }
 
     /// The module, if it takes no compile.
@@ -80,7 +82,7 @@ impl Jit {
         let mut slot = lock(&slot);
         if slot.is_some() {
             self.in_memory.fetch_add(1, Ordering::Relaxed);
-        } else if let Some(artifact) = self.builder.stored(key) {
+        } else if let Some(artifact) = self.builder.stored(source, key) {
             *slot = Some(self.device.load(&artifact, &source.entries)?);
             self.from_store.fetch_add(1, Ordering::Relaxed);
         }
@@ -94,6 +96,9 @@ impl Jit {
         if let Some(module) = &*slot {
             self.in_memory.fetch_add(1, Ordering::Relaxed);
             return Ok(module.clone());
+        }
+        if self.strict {
+            return Err(not_cached(source));
         }
         let (artifact, compiled) = self.builder.build(source, key)?;
         let counter = if compiled { &self.compiled } else { &self.from_store };
@@ -112,13 +117,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// From kernel source to artifact: store, then compiler.
 pub(crate) struct Builder {
     pub compiler: Option<Arc<dyn Compiler>>,
-    pub store: Option<Store>,
-    /// Never compile.
-    pub strict: bool,
+    pub store: Option<Arc<Store>>,
     pub options: CompileOptions,
+    /// Without a compiler there is no fingerprint and so no key: any build of
+    /// the same text for the same target will do. Filled when first needed.
+    pub by_source: OnceLock<HashMap<(Target, String), Key>>,
 }
 
 impl Builder {
+    pub fn new(
+        compiler: Option<Arc<dyn Compiler>>,
+        store: Option<Arc<Store>>,
+        options: CompileOptions,
+    ) -> Builder {
+        Builder { compiler, store, options, by_source: OnceLock::new() }
+    }
+
     /// The compiler's fingerprint for a target; empty without a compiler.
     pub fn fingerprint(&self, target: Target) -> String {
         self.compiler.as_ref().map_or_else(String::new, |c| c.fingerprint(target))
@@ -126,32 +140,50 @@ impl Builder {
 
     /// The key of a source under a compiler fingerprint.
     pub fn key(&self, source: &KernelSource, fingerprint: &str) -> Key {
-        let flags = format!("{:?}", self.options);
-        Key::new(&KeyParts { source, flags: &flags, compiler: fingerprint })
+        Key::new(&KeyParts {
+            target: source.target,
+            config: &source.config,
+            source: &source.text,
+            flags: &format!("{:?}", self.options),
+            compiler: fingerprint,
+        })
     }
 
     /// The artifact, if the store has it.
-    pub fn stored(&self, key: &Key) -> Option<Artifact> {
-        Some(self.store.as_ref()?.get(key)?.artifact)
+    pub fn stored(&self, source: &KernelSource, key: &Key) -> Option<Artifact> {
+        let store = self.store.as_ref()?;
+        match &self.compiler {
+            Some(_) => Some(store.get(key)?.artifact),
+            None => Some(store.get(self.same_source(store, source)?)?.artifact),
+        }
+    }
+
+    fn same_source(&self, store: &Store, source: &KernelSource) -> Option<&Key> {
+        let index = self.by_source.get_or_init(|| {
+            let kernels = store.list().into_iter();
+            kernels.map(|k| ((k.info.target, k.info.source_hash), k.key)).collect()
+        });
+        index.get(&(source.target, hash_source(&source.text)))
     }
 
     /// The artifact, and whether it had to be compiled.
     pub fn build(&self, source: &KernelSource, key: &Key) -> Result<(Artifact, bool), EngineError> {
-        if self.strict {
-            let stored = self.stored(key).map(|artifact| (artifact, false));
+        let Some(compiler) = &self.compiler else {
+            let stored = self.stored(source, key).map(|artifact| (artifact, false));
             return stored.ok_or_else(|| not_cached(source));
+        };
+        let compile = || compiler.compile(source, &self.options);
+        let Some(store) = &self.store else {
+            return Ok((compile().map_err(Arc::new)?, true));
+        };
+        let request = Request { key: *key, source, spec: None };
+        match store.get_or_compile(&request, compile) {
+            Ok(fetched) => {
+                Ok((fetched.stored.artifact.clone(), fetched.origin == Origin::Compiled))
+            }
+            Err(FetchError::Compile(error)) => Err(error.into()),
+            Err(_) => Err(not_cached(source)),
         }
-        let compiler = self.compiler.as_ref().ok_or_else(|| not_cached(source))?;
-        let mut compiled = false;
-        let mut compile = || {
-            compiled = true;
-            compiler.compile(source, &self.options)
-        };
-        let artifact = match &self.store {
-            Some(store) => store.get_or_compile(key, source, &mut compile)?,
-            None => compile()?,
-        };
-        Ok((artifact, compiled))
     }
 }
 

@@ -67,7 +67,7 @@ pub enum Event<'a> {
 /// compiled then.
 pub fn precompile(
     jobs: &[Job],
-    store: &Store,
+    store: &Arc<Store>,
     options: &CompileOptions,
     progress: &(dyn Fn(Event<'_>) + Sync),
 ) -> Result<Vec<Row>, EngineError> {
@@ -76,14 +76,10 @@ pub fn precompile(
     for job in jobs {
         layer::check_spec(&job.spec)?;
         for source in emit_layer(&plan(&job.spec, job.target)?)? {
-            let builder = Builder {
-                compiler: Some(job.compiler.clone()),
-                store: Some(store.clone()),
-                strict: false,
-                options: options.clone(),
-            };
+            let compiler = Some(job.compiler.clone());
+            let builder = Builder::new(compiler, Some(store.clone()), options.clone());
             let key = builder.key(&source, &builder.fingerprint(job.target));
-            if seen.insert(key.clone()) {
+            if seen.insert(key) {
                 kernels.push((job, source, key, builder));
             }
         }
@@ -94,7 +90,7 @@ pub fn precompile(
             layer: job.spec.name.clone(),
             kernel: source.name.clone(),
             target: job.target,
-            key: key.clone(),
+            key: *key,
             outcome: outcome(builder, source, key),
         };
         progress(Event::Done(&row));

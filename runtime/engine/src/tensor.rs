@@ -59,7 +59,7 @@ impl<'a> HostTensor<'a> {
 
     /// The elements, when they are of type `E`.
     pub fn to_vec<E: Element>(&self) -> Option<Vec<E>> {
-        (self.dtype == E::DTYPE).then(|| bytemuck::pod_collect_to_vec(&self.data))
+        (self.dtype == E::DTYPE).then(|| self.map(|value: E| value))
     }
 
     /// The elements as `f32`: exact for f32, f16 and bf16; rounded for wide
@@ -74,7 +74,7 @@ impl<'a> HostTensor<'a> {
         }
     }
 
-    fn map<E: Element>(&self, convert: impl Fn(E) -> f32) -> Vec<f32> {
+    fn map<E: Element, R>(&self, convert: impl Fn(E) -> R) -> Vec<R> {
         self.data
             .chunks_exact(size_of::<E>())
             .map(|bytes| convert(bytemuck::pod_read_unaligned(bytes)))

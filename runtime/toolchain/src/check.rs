@@ -55,6 +55,7 @@ fn compile(
         target,
         language,
         text: text.to_string(),
+        config: String::new(),
         entries: Vec::new(),
     };
     let compiled = compiler.compile(&source, &CompileOptions::default());

@@ -73,6 +73,7 @@ fn spin_source(entry: &Entry) -> KernelSource {
         target: Target::Cpu(host_isa()),
         language: Language::C,
         text: SPIN.to_string(),
+        config: String::new(),
         entries: vec![entry.clone()],
     }
 }

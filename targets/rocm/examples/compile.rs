@@ -21,6 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         target: format!("rocm:{arch}").parse()?,
         language: Language::Hip,
         text: std::fs::read_to_string(file)?,
+        config: String::new(),
         entries: Vec::new(),
     };
     let options = CompileOptions {

@@ -63,6 +63,7 @@ pub fn source(isa: CpuIsa, text: &str, entries: Vec<Entry>) -> KernelSource {
         target: Target::Cpu(isa),
         language: Language::C,
         text: text.to_string(),
+        config: String::new(),
         entries,
     }
 }

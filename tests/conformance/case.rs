@@ -1,0 +1,220 @@
+//! A layer, its weights and its input, and what every stage must give.
+
+use super::compare::{close, equal};
+use moesaic::reference::{self, Decision, Random};
+use moesaic::spec::{LayerSpec, RouterKind};
+use moesaic::{DType, Engine, HostTensor, Input, Layer, Output, Weights};
+use std::collections::BTreeMap;
+
+/// One layer with one input.
+pub struct Case {
+    pub spec: LayerSpec,
+    pub weights: reference::Weights,
+    pub input: reference::Input,
+}
+
+impl Case {
+    /// Random weights and tokens, rounded to the spec's element types.
+    pub fn random(spec: &LayerSpec, tokens: usize, seed: u64) -> Case {
+        let weights = reference::Weights::random(spec, seed).rounded(spec);
+        let mut random = Random::new(seed ^ 0x5eed);
+        let round = |v: f64| reference::round_to(spec.precision.activations, v);
+        let x = random.vec(tokens * spec.shape.model_dim).into_iter().map(round).collect();
+        let input = reference::Input {
+            tokens,
+            x,
+            token_ids: token_ids(spec, tokens, &mut random),
+            routing: routing(spec, tokens, &mut random),
+            seed: 0,
+        };
+        Case { spec: spec.clone(), weights, input }
+    }
+
+    /// The layer on an engine.
+    pub fn layer(&self, engine: &Engine) -> Layer {
+        let mut weights = Weights::new();
+        for tensor in moesaic::spec::canonical_tensors(&self.spec) {
+            let found = self.weights.get(&tensor.name);
+            weights.insert(&tensor.name, host(tensor.dtype, &tensor.shape, &found.data));
+        }
+        engine.layer(&self.spec, &weights).unwrap_or_else(|e| panic!("{}: {e}", self.describe()))
+    }
+
+    /// The input as the engine takes it.
+    pub fn input(&self) -> Input<'static> {
+        let (t, k) = (self.input.tokens, self.spec.shape.top_k);
+        let mut input = Input { tokens: t, tensors: BTreeMap::new() };
+        let x = host(self.spec.precision.activations, &[t, self.spec.shape.model_dim], &self.input.x);
+        input.insert("x", x);
+        if let Some(ids) = &self.input.token_ids {
+            input.insert("token_ids", HostTensor::owned(&[t], ids.clone()));
+        }
+        if let Some((ids, weights)) = &self.input.routing {
+            let weights: Vec<f32> = weights.iter().map(|&w| w as f32).collect();
+            input.insert("topk_ids", HostTensor::owned(&[t, k], ids.clone()));
+            input.insert("topk_weights", HostTensor::owned(&[t, k], weights));
+        }
+        input
+    }
+
+    /// Runs the layer and holds every stage against the reference.
+    pub fn check(&self, engine: &Engine) {
+        let layer = self.layer(engine);
+        let names = self.outputs();
+        let output = layer
+            .forward_with(&self.input(), &names)
+            .unwrap_or_else(|e| panic!("{}: {e}", self.describe()));
+        self.check_logits(&output);
+        let decision = self.check_decision(&output);
+        let placed = self.check_scan(&output, &decision);
+        self.check_y(&output, &decision, &placed);
+    }
+
+    /// The outputs this spec has.
+    pub fn outputs(&self) -> Vec<&'static str> {
+        let mut names = vec!["y", "topk_ids", "topk_weights", "counts", "locations", "offsets"];
+        names.extend(["slot_rows", "row_slots"]);
+        names.extend(self.spec.has_logits().then_some("router.logits"));
+        let mode = self.spec.capacity.mode;
+        let limited = mode != moesaic::spec::CapacityMode::Dropless;
+        names.extend(limited.then_some("capacity"));
+        names.extend((mode == moesaic::spec::CapacityMode::Bounded).then_some("overflow"));
+        names
+    }
+
+    fn check_logits(&self, output: &Output) {
+        if self.spec.has_logits() {
+            let expected =
+                reference::logits(&self.spec, &self.weights, &self.input.x, self.input.tokens);
+            close(&self.what("gate_topk: logits"), &floats(output, "router.logits"), &expected, 4e-6);
+        }
+    }
+
+    /// Ids and weights, given the logits the device computed.
+    fn check_decision(&self, output: &Output) -> Decision {
+        let t = self.input.tokens;
+        let logits = self.spec.has_logits().then(|| floats(output, "router.logits"));
+        let (spec, weights) = (&self.spec, &self.weights);
+        let mut expected = match spec.router.kind {
+            RouterKind::External => reference::gate(spec, weights, &self.input).decision,
+            RouterKind::Table => reference::lookup(spec, weights, logits.as_deref(), &self.input),
+            _ => reference::select(spec, weights, logits.as_deref().unwrap_or_default(), t),
+        };
+        equal(&self.what("gate_topk: ids"), &ints(output, "topk_ids"), &expected.ids);
+        if !spec.capacity.renormalize_after_drop {
+            let found = floats(output, "topk_weights");
+            close(&self.what("gate_topk: weights"), &found, &expected.weights, 4e-6);
+            expected.weights = found;
+        }
+        expected
+    }
+
+    /// Locations, counts and maps, given the decision.
+    fn check_scan(&self, output: &Output, decision: &Decision) -> reference::Placement {
+        let placed = reference::scan(&self.spec, decision, self.input.tokens, 0);
+        equal(&self.what("expert_scan: counts"), &longs(output, "counts"), &placed.counts);
+        let locations = ints(output, "locations");
+        equal(&self.what("expert_scan: locations"), &locations, &placed.locations);
+        if let Some(capacity) = placed.capacity {
+            equal(&self.what("expert_scan: capacity"), &longs(output, "capacity"), &[capacity]);
+        }
+        if output.get("overflow").is_some() {
+            equal(&self.what("expert_scan: overflow"), &longs(output, "overflow"), &[placed.overflow]);
+        }
+        if self.spec.capacity.renormalize_after_drop {
+            let found = floats(output, "topk_weights");
+            close(&self.what("expert_scan: weights"), &found, &placed.weights, 4e-6);
+        }
+        self.check_maps(output, &decision.ids, &locations);
+        placed
+    }
+
+    /// Rows are the kept assignments, expert by expert, in placement order.
+    fn check_maps(&self, output: &Output, ids: &[i32], locations: &[i32]) {
+        let offsets = longs(output, "offsets");
+        let (slot_rows, row_slots) = (ints(output, "slot_rows"), ints(output, "row_slots"));
+        let mut rows = 0;
+        for (slot, (&id, &at)) in ids.iter().zip(locations).enumerate() {
+            let expected = if at < 0 { -1 } else { offsets[id as usize] as i32 + at };
+            assert_eq!(slot_rows[slot], expected, "{}", self.what("expert_scan: slot_rows"));
+            if at >= 0 {
+                let back = row_slots[expected as usize];
+                assert_eq!(back, slot as i32, "{}", self.what("expert_scan: row_slots"));
+                rows += 1;
+            }
+        }
+        let last = offsets[self.spec.shape.experts];
+        assert_eq!(last, rows, "{}", self.what("expert_scan: offsets"));
+    }
+
+    fn check_y(&self, output: &Output, decision: &Decision, placed: &reference::Placement) {
+        let ids = &decision.ids;
+        let expected = reference::combine(&self.spec, &self.weights, &self.input, ids, placed);
+        let rounding = self.spec.precision.activations.unit_roundoff();
+        // Hidden, expert output and y are each rounded once; sums of products
+        // in f32 add a little.
+        let tolerance = 2e-5 + 8.0 * rounding;
+        close(&self.what("y"), &floats(output, "y"), &expected, tolerance);
+    }
+
+    fn what(&self, stage: &str) -> String {
+        format!("{stage} of {}", self.describe())
+    }
+
+    fn describe(&self) -> String {
+        format!("T = {} of\n{}", self.input.tokens, self.spec.to_toml())
+    }
+}
+
+fn token_ids(spec: &LayerSpec, tokens: usize, random: &mut Random) -> Option<Vec<i32>> {
+    let rows = spec.router.table_rows.filter(|_| spec.router.kind == RouterKind::Table)? as u64;
+    Some((0..tokens).map(|_| (random.bits() % rows) as i32).collect())
+}
+
+/// A decision from outside: distinct experts, some slots masked.
+fn routing(spec: &LayerSpec, tokens: usize, random: &mut Random) -> Option<(Vec<i32>, Vec<f64>)> {
+    if spec.router.kind != RouterKind::External {
+        return None;
+    }
+    let (experts, k) = (spec.routed_experts(), spec.shape.top_k);
+    let mut ids = Vec::with_capacity(tokens * k);
+    for _ in 0..tokens {
+        let start = random.bits() as usize % experts;
+        let masked = random.bits() as usize % (k + 1);
+        ids.extend((0..k).map(|j| match j == masked {
+            true => -1,
+            false => ((start + j) % experts) as i32,
+        }));
+    }
+    let weight = |id: &i32| if *id < 0 { 0.0 } else { f64::from(random.signed() as f32) };
+    let weights = ids.iter().map(weight).collect();
+    Some((ids, weights))
+}
+
+/// Values as a tensor of the given type; they are representable in it.
+pub fn host(dtype: DType, shape: &[usize], values: &[f64]) -> HostTensor<'static> {
+    let values = values.iter();
+    match dtype {
+        DType::F32 => HostTensor::owned(shape, values.map(|&v| v as f32).collect()),
+        DType::F16 => HostTensor::owned(shape, values.map(|&v| moesaic::half::f16::from_f64(v)).collect()),
+        DType::Bf16 => HostTensor::owned(shape, values.map(|&v| moesaic::half::bf16::from_f64(v)).collect()),
+        DType::I32 => HostTensor::owned(shape, values.map(|&v| v as i32).collect()),
+        DType::I64 => HostTensor::owned(shape, values.map(|&v| v as i64).collect()),
+    }
+}
+
+fn tensor<'o>(output: &'o Output, name: &str) -> &'o HostTensor<'static> {
+    output.get(name).unwrap_or_else(|| panic!("no output {name}"))
+}
+
+pub fn floats(output: &Output, name: &str) -> Vec<f64> {
+    tensor(output, name).to_f32().into_iter().map(f64::from).collect()
+}
+
+pub fn ints(output: &Output, name: &str) -> Vec<i32> {
+    tensor(output, name).to_vec().expect("ids and maps are i32")
+}
+
+pub fn longs(output: &Output, name: &str) -> Vec<i64> {
+    tensor(output, name).to_vec().expect("counts and offsets are i64")
+}

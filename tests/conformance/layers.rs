@@ -1,0 +1,130 @@
+//! Whole layers on every engine this machine has.
+
+use super::Case;
+use moesaic::spec::{LayerSpec, testing};
+use moesaic::{DType, Engine, EngineOptions, Input};
+
+/// The engines to check: every instruction set this CPU runs, with poisoned
+/// memory, and the GPU if there is one.
+pub fn engines() -> Vec<Engine> {
+    let options = || EngineOptions { poison: true, ..EngineOptions::default() };
+    let isas = ["cpu:portable", "cpu:avx2", "cpu:avx512", "cpu:avx512bf16", "cpu:neon"];
+    let mut engines: Vec<Engine> =
+        isas.iter().filter_map(|name| Engine::open(name, options()).ok()).collect();
+    assert!(!engines.is_empty(), "no CPU engine: {:?}", Engine::cpu().err());
+    engines.extend(Engine::open("cuda", options()).ok());
+    engines
+}
+
+/// The widest CPU engine, for tests that need one only.
+pub fn engine() -> Engine {
+    Engine::open("cpu", EngineOptions { poison: true, ..EngineOptions::default() })
+        .expect("a C compiler")
+}
+
+fn small(toml: &str) -> LayerSpec {
+    LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{}", e.render("spec", false)))
+}
+
+const BASE: &str = "shape = { model_dim = 37, hidden_dim = 21, experts = 5, top_k = 2 }";
+
+#[test]
+fn random_specs_agree_with_the_reference() {
+    for engine in engines() {
+        for seed in 0..60 {
+            let spec = testing::sample(seed);
+            let tokens = [1, 7, 33, 100][seed as usize % 4];
+            Case::random(&spec, tokens, seed).check(&engine);
+        }
+    }
+}
+
+#[test]
+fn odd_sizes_agree_in_every_dtype() {
+    let shapes = [(1, 1, 1, 1), (3, 5, 2, 1), (37, 21, 5, 5), (80, 56, 40, 7), (129, 130, 3, 2)];
+    for engine in engines() {
+        for (d, h, e, k) in shapes {
+            for dtype in [DType::F32, DType::Bf16, DType::F16] {
+                let mut spec = small(BASE);
+                spec.shape.model_dim = d;
+                spec.shape.hidden_dim = h;
+                spec.shape.experts = e;
+                spec.shape.top_k = k;
+                spec.precision.weights = dtype;
+                spec.precision.activations = dtype;
+                for tokens in [0, 1, 33] {
+                    Case::random(&spec, tokens, (d * h + e) as u64).check(&engine);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn thousands_of_tokens_agree() {
+    let engine = engine();
+    for tokens in [777, 3000] {
+        Case::random(&small(BASE), tokens, 3).check(&engine);
+    }
+}
+
+#[test]
+fn all_tokens_may_choose_one_expert() {
+    let mut spec = small(BASE);
+    spec.shape.top_k = 1;
+    spec.router.bias = true;
+    for engine in engines() {
+        let mut case = Case::random(&spec, 200, 5);
+        case.weights.0.get_mut("router.bias").expect("it has one").data = vec![0.0, 0.0, 99.0, 0.0, 0.0];
+        case.check(&engine);
+    }
+}
+
+#[test]
+fn every_expert_may_be_chosen() {
+    let mut spec = small(BASE);
+    spec.shape.top_k = 5;
+    for engine in engines() {
+        Case::random(&spec, 65, 8).check(&engine);
+    }
+}
+
+#[test]
+fn a_nan_token_spoils_only_itself() {
+    let engine = engine();
+    let mut case = Case::random(&small(BASE), 9, 4);
+    let clean = case.layer(&engine).forward(&case.input()).expect("it runs").y().to_f32();
+    case.input.x[3 * 37 + 5] = f64::NAN;
+    let spoilt = case.layer(&engine).forward_with(&case.input(), &["y", "topk_ids"]).expect("it runs");
+    let y = spoilt.y().to_f32();
+    let same = |t: usize| y[t * 37..(t + 1) * 37] == clean[t * 37..(t + 1) * 37];
+    assert!((0..9).filter(|&t| t != 3).all(same));
+    assert!(y[3 * 37..4 * 37].iter().all(|v| v.is_nan()));
+    let ids: Vec<i32> = spoilt.get("topk_ids").and_then(|t| t.to_vec()).expect("ids are i32");
+    assert_eq!(ids[6..8], [0, 1], "all logits of the token are NaN, so the lower ids win");
+}
+
+#[test]
+fn results_do_not_depend_on_threads() {
+    let case = Case::random(&small(BASE), 500, 6);
+    let run = |threads| {
+        let options = EngineOptions { threads: Some(threads), ..EngineOptions::default() };
+        let engine = Engine::open("cpu", options).expect("a C compiler");
+        case.layer(&engine).forward(&case.input()).expect("it runs").y().data.to_vec()
+    };
+    let one = run(1);
+    assert!([2, 3, 8].into_iter().all(|threads| run(threads) == one));
+}
+
+#[test]
+fn no_token_count_compiles_anything() {
+    let engine = engine();
+    let case = Case::random(&small(BASE), 1, 1);
+    let layer = case.layer(&engine);
+    let before = engine.stats();
+    let x = vec![0.5f32; 4096 * 37];
+    for tokens in 0..=4096 {
+        layer.forward(&Input::new(tokens, &x[..tokens * 37])).expect("it runs");
+    }
+    assert_eq!(engine.stats(), before);
+}

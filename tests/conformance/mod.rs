@@ -1,0 +1,13 @@
+//! One suite for every target: the same layers, the same tolerances, expected
+//! values from the f64 reference.
+//!
+//! Each stage is held against the reference *on the stage's own inputs* as
+//! the device computed them, so a difference names the kernel that made it,
+//! and routing, counts and locations can be compared exactly.
+
+mod case;
+mod compare;
+mod layers;
+mod routing;
+
+pub use case::Case;
