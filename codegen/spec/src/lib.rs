@@ -8,6 +8,7 @@ mod diagnostic;
 mod limits;
 mod schema;
 mod suggest;
+pub mod hf;
 mod tensors;
 #[doc(hidden)]
 pub mod testing;

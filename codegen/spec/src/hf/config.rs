@@ -1,0 +1,255 @@
+//! Typed access to a configuration.
+
+use super::HfError;
+use moesaic_kernel::DType;
+use serde_json::{Map, Value};
+
+/// A parsed configuration: that of the text model where several are nested.
+pub(super) struct Config {
+    /// `model_type`, for messages.
+    pub model: String,
+    values: Map<String, Value>,
+    /// Element type of the checkpoint.
+    pub dtype: DType,
+}
+
+/// Keys that nest the language model's configuration, outermost first.
+const NESTING: [&str; 2] = ["thinker_config", "text_config"];
+
+impl Config {
+    /// Reads the text. Refuses quantized checkpoints.
+    pub fn parse(text: &str) -> Result<Config, HfError> {
+        let value: Value = serde_json::from_str(text).map_err(|e| HfError::Json(e.to_string()))?;
+        let Value::Object(outer) = value else {
+            return Err(HfError::Json(format!("it is {}", kind(&value))));
+        };
+        let named = |m: &Map<String, Value>| m.get("model_type")?.as_str().map(str::to_string);
+        let mut config = Config {
+            model: named(&outer).unwrap_or_default(),
+            values: outer,
+            dtype: DType::F32,
+        };
+        config.read_dtype()?;
+        config.refuse_quantized()?;
+        for key in NESTING {
+            if let Some(Value::Object(inner)) = config.values.remove(key) {
+                config.model = named(&inner).unwrap_or(config.model);
+                config.values = inner;
+                config.read_dtype()?;
+                config.refuse_quantized()?;
+            }
+        }
+        if config.model.is_empty() {
+            return Err(HfError::NoModelType);
+        }
+        Ok(config)
+    }
+
+    fn read_dtype(&mut self) -> Result<(), HfError> {
+        let Some((key, value)) = self.find(&["dtype", "torch_dtype"]) else {
+            return Ok(());
+        };
+        let name = value.as_str().unwrap_or_default();
+        self.dtype = match name.trim_start_matches("torch.") {
+            "float32" | "float" => DType::F32,
+            "float16" | "half" => DType::F16,
+            "bfloat16" => DType::Bf16,
+            _ => return Err(self.bad(key, value, "float32, float16 or bfloat16")),
+        };
+        Ok(())
+    }
+
+    fn refuse_quantized(&self) -> Result<(), HfError> {
+        let Some((_, value)) = self.find(&["quantization_config"]) else {
+            return Ok(());
+        };
+        let method = value
+            .get("quant_method")
+            .and_then(Value::as_str)
+            .unwrap_or("unknown method");
+        Err(HfError::Quantized {
+            model: self.model.clone(),
+            method: method.to_string(),
+        })
+    }
+
+    /// The first of `keys` with a value; null counts as absent.
+    pub fn find<'k>(&self, keys: &[&'k str]) -> Option<(&'k str, &Value)> {
+        let present = |key: &&'k str| Some((*key, self.values.get(*key)?));
+        keys.iter()
+            .filter_map(present)
+            .find(|(_, value)| !value.is_null())
+    }
+
+    /// Whether the key is there with the value null.
+    pub fn is_null(&self, key: &str) -> bool {
+        self.values.get(key).is_some_and(Value::is_null)
+    }
+
+    /// A whole number that may be absent.
+    pub fn size_opt(&self, keys: &[&str]) -> Result<Option<usize>, HfError> {
+        let Some((key, value)) = self.find(keys) else {
+            return Ok(None);
+        };
+        let number = whole(value).ok_or_else(|| self.bad(key, value, "a whole number"))?;
+        Ok(Some(number))
+    }
+
+    /// A whole number.
+    pub fn size(&self, keys: &[&str], default: usize) -> Result<usize, HfError> {
+        Ok(self.size_opt(keys)?.unwrap_or(default))
+    }
+
+    /// A whole number without a default.
+    pub fn need(&self, keys: &[&str]) -> Result<usize, HfError> {
+        self.size_opt(keys)?.ok_or_else(|| HfError::MissingKey {
+            model: self.model.clone(),
+            keys: keys.iter().map(|k| k.to_string()).collect(),
+        })
+    }
+
+    /// A whole number, or a list with one for each layer.
+    pub fn size_at(&self, keys: &[&str], at: usize, default: usize) -> Result<usize, HfError> {
+        match self.find(keys) {
+            Some((key, value @ Value::Array(list))) => list
+                .get(at)
+                .and_then(whole)
+                .ok_or_else(|| self.bad(key, value, "a whole number for each layer")),
+            _ => self.size(keys, default),
+        }
+    }
+
+    /// A number.
+    pub fn number(&self, keys: &[&str], default: f64) -> Result<f64, HfError> {
+        let Some((key, value)) = self.find(keys) else {
+            return Ok(default);
+        };
+        value
+            .as_f64()
+            .ok_or_else(|| self.bad(key, value, "a number"))
+    }
+
+    /// A number as transformers holds it, which may be negative.
+    pub fn signed(&self, keys: &[&str], default: i64) -> Result<i64, HfError> {
+        let Some((key, value)) = self.find(keys) else {
+            return Ok(default);
+        };
+        value
+            .as_i64()
+            .ok_or_else(|| self.bad(key, value, "a whole number"))
+    }
+
+    /// True or false.
+    pub fn flag(&self, keys: &[&str], default: bool) -> Result<bool, HfError> {
+        let Some((key, value)) = self.find(keys) else {
+            return Ok(default);
+        };
+        value
+            .as_bool()
+            .ok_or_else(|| self.bad(key, value, "true or false"))
+    }
+
+    /// A word.
+    pub fn text(&self, keys: &[&str], default: &str) -> Result<String, HfError> {
+        let Some((key, value)) = self.find(keys) else {
+            return Ok(default.to_string());
+        };
+        Ok(value
+            .as_str()
+            .ok_or_else(|| self.bad(key, value, "a string"))?
+            .to_string())
+    }
+
+    /// A list of whole numbers.
+    pub fn sizes(&self, key: &str) -> Result<Option<Vec<usize>>, HfError> {
+        let Some((_, value)) = self.find(&[key]) else {
+            return Ok(None);
+        };
+        let list = value
+            .as_array()
+            .and_then(|list| list.iter().map(whole).collect());
+        list.map(Some)
+            .ok_or_else(|| self.bad(key, value, "a list of whole numbers"))
+    }
+
+    /// A list of words.
+    pub fn words(&self, keys: &[&str]) -> Result<Option<Vec<String>>, HfError> {
+        let Some((key, value)) = self.find(keys) else {
+            return Ok(None);
+        };
+        let word = |v: &Value| v.as_str().map(str::to_string);
+        let list = value
+            .as_array()
+            .and_then(|list| list.iter().map(word).collect());
+        list.map(Some)
+            .ok_or_else(|| self.bad(key, value, "a list of strings"))
+    }
+
+    /// The object under `key`; empty when absent.
+    pub fn nested(&self, key: &str) -> Result<Config, HfError> {
+        let values = match self.find(&[key]) {
+            None => Map::new(),
+            Some((_, Value::Object(inner))) => inner.clone(),
+            Some((_, value)) => return Err(self.bad(key, value, "an object")),
+        };
+        Ok(Config {
+            model: self.model.clone(),
+            values,
+            dtype: self.dtype,
+        })
+    }
+
+    /// The error for a value of the wrong type or out of range.
+    pub fn bad(&self, key: &str, found: &Value, expected: &str) -> HfError {
+        HfError::BadKey {
+            model: self.model.clone(),
+            key: key.to_string(),
+            found: short(found),
+            expected: expected.to_string(),
+        }
+    }
+
+    /// The error for a value the spec cannot express.
+    pub fn unsupported(&self, key: &str, axis: &str, remedy: &str) -> HfError {
+        HfError::Unsupported {
+            model: self.model.clone(),
+            key: key.to_string(),
+            value: self.values.get(key).map_or("(default)".to_string(), short),
+            axis: axis.to_string(),
+            remedy: remedy.to_string(),
+        }
+    }
+}
+
+/// A whole number, written as an integer or as `8.0`.
+fn whole(value: &Value) -> Option<usize> {
+    let float = || {
+        value
+            .as_f64()
+            .filter(|f| f.fract() == 0.0 && (0.0..1e15).contains(f))
+    };
+    value
+        .as_u64()
+        .map(|n| n as usize)
+        .or_else(|| float().map(|f| f as usize))
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+/// A value for a message, cut when long.
+fn short(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}

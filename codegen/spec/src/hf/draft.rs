@@ -1,0 +1,301 @@
+//! A spec and its recipes in the making.
+
+use super::config::Config;
+use super::source::half_of;
+use super::{Alternative, HfError, Import, Parts, Step, TensorSource};
+use crate::{
+    Activation, Capacity, Experts, Groups, LayerSpec, Precision, Renormalize, Router, Score, Shape,
+    SharedExpert, SharedGate, canonical_tensors,
+};
+
+/// The widths and counts that every family has.
+pub(super) struct Sizes {
+    pub model: usize,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+}
+
+/// How a fused `gate_up` tensor lies.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Fused {
+    /// `[E, 2h, d]`, gate rows first; down `[E, d, h]`.
+    Rows,
+    /// `[E, d, 2h]`, gate columns first; down `[E, h, d]`.
+    Columns,
+    /// `[E, d, 2h]`, gate in even columns; down `[E, h, d]`.
+    InterleavedColumns,
+}
+
+/// Names of one projection in a single expert: as most families write them, and
+/// as those after Mixtral do.
+const GATE: [&str; 2] = ["gate_proj", "w1"];
+const UP: [&str; 2] = ["up_proj", "w3"];
+const DOWN: [&str; 2] = ["down_proj", "w2"];
+
+/// A spec and its recipes in the making.
+pub(super) struct Draft {
+    pub spec: LayerSpec,
+    pub sources: Vec<TensorSource>,
+    pub notes: Vec<String>,
+    /// Where the block's tensors are, ending in a dot: alternatives.
+    pub roots: Vec<String>,
+}
+
+impl Draft {
+    /// A dropless layer with a linear softmax router and gated silu experts.
+    pub fn new(config: &Config, layer: usize, sizes: Sizes) -> Draft {
+        let precision = Precision {
+            weights: config.dtype,
+            activations: config.dtype,
+            ..Precision::default()
+        };
+        let spec = LayerSpec {
+            name: format!("{}-layer{layer}", config.model.replace('_', "-")),
+            shape: Shape {
+                model_dim: sizes.model,
+                hidden_dim: sizes.hidden,
+                experts: sizes.experts,
+                top_k: sizes.top_k,
+                output_dim: None,
+            },
+            precision,
+            router: Router::default(),
+            capacity: Capacity::default(),
+            experts: Experts::default(),
+            shared: Vec::new(),
+            losses: Vec::new(),
+        };
+        Draft {
+            spec,
+            sources: Vec::new(),
+            notes: Vec::new(),
+            roots: Vec::new(),
+        }
+    }
+
+    /// Sets the roots of a decoder layer: `model.layers.{layer}.{block}.` with
+    /// and without the prefixes that checkpoints of a larger model add.
+    pub fn decoder(&mut self, layer: usize, blocks: &[&str]) {
+        self.rooted(
+            &[
+                "model.layers.",
+                "layers.",
+                "model.language_model.layers.",
+                "language_model.model.layers.",
+                "language_model.layers.",
+                "thinker.model.layers.",
+            ],
+            layer,
+            blocks,
+        );
+    }
+
+    /// Sets the roots `{prefix}{layer}.{block}`.
+    pub fn rooted(&mut self, prefixes: &[&str], layer: usize, blocks: &[&str]) {
+        let all = prefixes.iter().flat_map(|prefix| {
+            blocks
+                .iter()
+                .map(move |block| format!("{prefix}{layer}.{block}"))
+        });
+        self.roots = all.collect();
+    }
+
+    /// A tensor taken as it is from one of `names` under one of the roots.
+    pub fn plain(&mut self, canonical: &str, names: &[&str]) {
+        self.stepped(canonical, names, &[]);
+    }
+
+    /// A tensor from one of `names` under one of the roots, after `steps`.
+    pub fn stepped(&mut self, canonical: &str, names: &[&str], steps: &[Step]) {
+        let roots = self.roots.iter();
+        let full = roots.flat_map(|root| names.iter().map(move |name| format!("{root}{name}")));
+        let alternatives = full
+            .map(|name| Alternative {
+                parts: Parts::One(name),
+                steps: steps.to_vec(),
+            })
+            .collect();
+        self.push(canonical, alternatives);
+    }
+
+    /// Adds alternatives to a tensor.
+    pub fn push(&mut self, canonical: &str, alternatives: Vec<Alternative>) {
+        match self
+            .sources
+            .iter_mut()
+            .find(|source| source.name == canonical)
+        {
+            Some(source) => source.alternatives.extend(alternatives),
+            None => self.sources.push(TensorSource {
+                name: canonical.to_string(),
+                alternatives,
+            }),
+        }
+    }
+
+    /// A tensor stacked from `experts.{e}.{name}` for any of `names`.
+    pub fn per_expert(&mut self, canonical: &str, before: &str, names: &[String]) {
+        let count = self.spec.shape.experts;
+        let part = |root: &String, name: &String| Parts::PerExpert {
+            before: format!("{root}{before}"),
+            after: format!(".{name}"),
+            count,
+        };
+        let roots = self.roots.iter();
+        let parts: Vec<Parts> = roots
+            .flat_map(|root| names.iter().map(move |name| part(root, name)))
+            .collect();
+        let alternatives = parts
+            .into_iter()
+            .map(|parts| Alternative {
+                parts,
+                steps: Vec::new(),
+            })
+            .collect();
+        self.push(canonical, alternatives);
+    }
+
+    /// Gated experts as most families hold them: one tensor per expert, or
+    /// `experts.gate_up_proj` and `experts.down_proj` fused as `fused` says.
+    pub fn gated_experts(&mut self, fused: Fused) {
+        for (part, names) in [("gate", GATE), ("up", UP), ("down", DOWN)] {
+            let names = names.map(|n| format!("{n}.weight"));
+            self.per_expert(&format!("experts.{part}.weight"), "experts.", &names);
+        }
+        self.fused_experts(fused, "experts.gate_up_proj", "experts.down_proj");
+    }
+
+    /// Gated experts in two tensors.
+    pub fn fused_experts(&mut self, fused: Fused, gate_up: &str, down: &str) {
+        let hidden = self.spec.shape.hidden_dim;
+        let transposed = fused != Fused::Rows;
+        let flip = if transposed {
+            vec![Step::Transpose]
+        } else {
+            Vec::new()
+        };
+        for (half, part) in ["gate", "up"].into_iter().enumerate() {
+            let mut steps = flip.clone();
+            steps.push(half_of(1, half, hidden, fused == Fused::InterleavedColumns));
+            self.stepped(&format!("experts.{part}.weight"), &[gate_up], &steps);
+        }
+        self.stepped("experts.down.weight", &[down], &flip);
+    }
+
+    /// Adds a shared expert whose tensors are under `{root}{module}.`.
+    pub fn shared(&mut self, module: &str, hidden_dim: usize, gate: SharedGate) {
+        let index = self.spec.shared.len();
+        self.spec.shared.push(SharedExpert { hidden_dim, gate });
+        let mut parts = vec![("up", UP), ("down", DOWN)];
+        if self.spec.gated() {
+            parts.push(("gate", GATE));
+        }
+        for (part, names) in parts {
+            for kind in ["weight", "bias"] {
+                let names = names.map(|n| format!("{module}.{n}.{kind}"));
+                let names = names.each_ref().map(String::as_str);
+                self.plain(&format!("shared.{index}.{part}.{kind}"), &names);
+            }
+        }
+    }
+
+    /// Gives every expert biases because some have them: those that a
+    /// checkpoint does not have are zero.
+    pub fn biased(&mut self) {
+        self.spec.experts.bias = true;
+        for (part, names) in [("gate", GATE), ("up", UP), ("down", DOWN)] {
+            let canonical = format!("experts.{part}.bias");
+            let names = names.map(|n| format!("{n}.bias"));
+            self.per_expert(&canonical, "experts.", &names);
+            self.push(
+                &canonical,
+                vec![Alternative {
+                    parts: Parts::Zeros,
+                    steps: Vec::new(),
+                }],
+            );
+        }
+    }
+
+    /// Divides by the sum of the selected scores when the flag is set.
+    pub fn renormalize(&mut self, on: bool, eps: f64) {
+        if on {
+            self.spec.router.renormalize = Renormalize::Sum;
+            self.spec.router.renormalize_eps = eps;
+        }
+    }
+
+    /// A sigmoid router with a bias for selection.
+    pub fn sigmoid(&mut self, bias_names: &[&str]) {
+        self.spec.router.score = Score::Sigmoid;
+        self.select_bias(bias_names);
+    }
+
+    /// A bias for selection only.
+    pub fn select_bias(&mut self, names: &[&str]) {
+        self.spec.router.select_bias = true;
+        // Some checkpoints keep it as [1, E].
+        let flat = [Step::Reshape(vec![self.spec.routed_experts()])];
+        self.stepped("router.select_bias", names, &flat);
+    }
+
+    /// Group-limited selection, left out where it keeps every group.
+    pub fn groups(&mut self, groups: Groups) {
+        if groups.count > 1 && groups.keep < groups.count {
+            self.spec.router.groups = Some(groups);
+        }
+    }
+
+    /// The non-linearity by its name in transformers.
+    pub fn activation(
+        &mut self,
+        config: &Config,
+        keys: &[&str],
+        default: &str,
+    ) -> Result<(), HfError> {
+        let name = config.text(keys, default)?;
+        let (activation, alpha) = match name.as_str() {
+            "silu" | "swish" => (Activation::Silu, 1.0),
+            "quick_gelu" => (Activation::Silu, 1.702),
+            "gelu" | "gelu_python" => (Activation::Gelu, 1.0),
+            "gelu_new" | "gelu_fast" | "gelu_accurate" | "gelu_pytorch_tanh"
+            | "gelu_python_tanh" => (Activation::GeluTanh, 1.0),
+            "relu" => (Activation::Relu, 1.0),
+            "relu2" => (Activation::Relu2, 1.0),
+            _ => {
+                let known = "this activation";
+                let remedy = "known are silu, quick_gelu, gelu, gelu_pytorch_tanh, relu and relu2";
+                return Err(config.unsupported(keys[0], known, remedy));
+            }
+        };
+        self.spec.experts.activation = activation;
+        self.spec.experts.alpha = alpha;
+        Ok(())
+    }
+
+    /// The import, with one recipe per canonical tensor, in their order.
+    pub fn finish(self) -> Result<Import, HfError> {
+        let Draft {
+            spec,
+            mut sources,
+            notes,
+            ..
+        } = self;
+        let wanted = canonical_tensors(&spec);
+        let place = |name: &str| wanted.iter().position(|tensor| tensor.name == name);
+        sources.retain(|source| place(&source.name).is_some());
+        sources.sort_by_key(|source| place(&source.name));
+        debug_assert_eq!(
+            sources.len(),
+            wanted.len(),
+            "a tensor of {} has no recipe",
+            spec.name
+        );
+        Ok(Import {
+            spec,
+            sources,
+            notes,
+        })
+    }
+}

@@ -1,0 +1,125 @@
+//! What can be wrong with a configuration.
+
+use thiserror::Error;
+
+/// Why a configuration cannot be imported.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum HfError {
+    /// Not JSON, or not an object.
+    #[error("the configuration is not a JSON object: {0}")]
+    Json(String),
+
+    /// There is no `model_type`.
+    #[error("the configuration has no `model_type`; config.json of a model directory has one")]
+    NoModelType,
+
+    /// The family is not known.
+    #[error("model type `{model_type}` is not supported{}; supported are {}", hint(.suggestion), .supported.join(", "))]
+    UnknownModel {
+        /// What the configuration says.
+        model_type: String,
+        /// The closest supported one.
+        suggestion: Option<String>,
+        /// All supported ones.
+        supported: Vec<String>,
+    },
+
+    /// A needed key is absent and transformers has no default for it.
+    #[error("{model}: the configuration has no {}", or_list(.keys))]
+    MissingKey {
+        /// The model type.
+        model: String,
+        /// Accepted spellings.
+        keys: Vec<String>,
+    },
+
+    /// A key has a value of the wrong type or out of range.
+    #[error("{model}: `{key}` is {found}, expected {expected}")]
+    BadKey {
+        /// The model type.
+        model: String,
+        /// The key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// What it may be.
+        expected: String,
+    },
+
+    /// The layer has no experts.
+    #[error("layer {layer} of this {model} model is dense; its MoE layers are {moe}")]
+    DenseLayer {
+        /// The model type.
+        model: String,
+        /// The layer asked for.
+        layer: usize,
+        /// The MoE layers, as ranges.
+        moe: String,
+    },
+
+    /// No layer has experts.
+    #[error("this {model} model has no MoE layer: {why}")]
+    NoMoeLayer {
+        /// The model type.
+        model: String,
+        /// The keys that say so.
+        why: String,
+    },
+
+    /// The layer does not exist.
+    #[error(
+        "layer {layer} does not exist: this {model} model has {layers} layers, its MoE layers are {moe}"
+    )]
+    LayerOutOfRange {
+        /// The model type.
+        model: String,
+        /// The layer asked for.
+        layer: usize,
+        /// Layers of the model.
+        layers: usize,
+        /// The MoE layers, as ranges.
+        moe: String,
+    },
+
+    /// The spec has no axis for this.
+    #[error(
+        "{model}: `{key}` = {value} cannot be expressed: the spec has no axis for {axis}; {remedy}"
+    )]
+    Unsupported {
+        /// The model type.
+        model: String,
+        /// The key.
+        key: String,
+        /// Its value.
+        value: String,
+        /// What the spec lacks.
+        axis: String,
+        /// What to change.
+        remedy: String,
+    },
+
+    /// The weights are stored quantized.
+    #[error(
+        "{model}: the checkpoint is quantized ({method}); weights must be f32, f16 or bf16: \
+         use an unquantized checkpoint, or dequantize it and remove `quantization_config`"
+    )]
+    Quantized {
+        /// The model type.
+        model: String,
+        /// `quant_method`.
+        method: String,
+    },
+}
+
+fn hint(suggestion: &Option<String>) -> String {
+    suggestion
+        .as_ref()
+        .map(|s| format!("; did you mean `{s}`?"))
+        .unwrap_or_default()
+}
+
+fn or_list(keys: &[String]) -> String {
+    let quoted: Vec<String> = keys.iter().map(|k| format!("`{k}`")).collect();
+    quoted.join(" or ")
+}

@@ -1,0 +1,79 @@
+//! One function per family: which layers have experts, and what they compute.
+
+mod biased;
+mod encoder_decoder;
+mod layers;
+mod shared;
+mod sigmoid;
+mod softmax;
+
+use super::HfError;
+use super::config::Config;
+use super::draft::Draft;
+use crate::suggest::closest;
+use layers::Layers;
+
+/// Families of one kind of block.
+pub(super) struct Family {
+    /// Values of `model_type`.
+    names: &'static [&'static str],
+    /// The layers with experts.
+    pub layers: fn(&Config) -> Result<Layers, HfError>,
+    /// Spec and recipes of a layer.
+    pub build: fn(&Config, usize) -> Result<Draft, HfError>,
+}
+
+const TABLES: [&[Family]; 5] = [
+    softmax::FAMILIES,
+    shared::FAMILIES,
+    sigmoid::FAMILIES,
+    biased::FAMILIES,
+    encoder_decoder::FAMILIES,
+];
+
+/// Spellings of the number of experts, of experts per token, of the model's
+/// width and of the experts' width.
+const EXPERTS: &[&str] = &[
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+];
+const TOP_K: &[&str] = &[
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "moe_top_k",
+];
+const MODEL: &[&str] = &["hidden_size", "d_model"];
+const WIDE: &[&str] = &["intermediate_size"];
+const NARROW: &[&str] = &["moe_intermediate_size", "expert_ffn_hidden_size"];
+const DEPTH: &[&str] = &["num_hidden_layers", "n_layers", "num_layers"];
+
+/// The family of a configuration.
+pub(super) fn find(config: &Config) -> Result<&'static Family, HfError> {
+    let named = |family: &&Family| family.names.contains(&config.model.as_str());
+    all().find(named).ok_or_else(|| unknown(&config.model))
+}
+
+/// Every supported `model_type`, sorted.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    let mut names: Vec<&str> = all()
+        .flat_map(|family| family.names.iter().copied())
+        .collect();
+    names.sort_unstable();
+    names.into_iter()
+}
+
+fn all() -> impl Iterator<Item = &'static Family> {
+    TABLES.iter().flat_map(|table| table.iter())
+}
+
+fn unknown(model: &str) -> HfError {
+    HfError::UnknownModel {
+        model_type: model.to_string(),
+        suggestion: closest(model, names()).map(str::to_string),
+        supported: names().map(str::to_string).collect(),
+    }
+}

@@ -1,0 +1,174 @@
+//! Softmax routers beside shared experts.
+
+use super::super::HfError;
+use super::super::config::Config;
+use super::super::draft::Draft;
+use super::super::source::half_of;
+use super::layers::{self, Layers};
+use super::softmax::{granite, plain, sizes};
+use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
+use crate::hf::draft::Sizes;
+use crate::{GroupMask, GroupStat, Groups, SharedExpert, SharedGate};
+
+/// The families of this file.
+pub(super) const FAMILIES: &[Family] = &[
+    Family {
+        names: &["qwen2_moe"],
+        layers: |c| layers::stepped(c, 24),
+        build: qwen2,
+    },
+    Family {
+        names: &["qwen3_next"],
+        layers: |c| layers::stepped(c, 48),
+        build: qwen3_next,
+    },
+    Family {
+        names: &["qwen3_5_moe", "qwen3_5_moe_text"],
+        layers: |c| layers::every(c, 40),
+        build: qwen3_5,
+    },
+    Family {
+        names: &["deepseek_v2"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 32),
+        build: deepseek_v2,
+    },
+    Family {
+        names: &["granitemoeshared"],
+        layers: |c| layers::every(c, 32),
+        build: |c, layer| granite_shared(c, layer, 0),
+    },
+    Family {
+        names: &["granitemoehybrid"],
+        layers: hybrid_layers,
+        build: |c, layer| granite_shared(c, layer, 1024),
+    },
+    Family {
+        names: &["hunyuan_v1_moe"],
+        layers: |c| layers::every(c, 32),
+        build: hunyuan,
+    },
+];
+
+fn qwen2(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2048, 1408, 60, 4])?)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], false)?, 0.0);
+    gated_shared(c, d, 5632)
+}
+
+fn qwen3_next(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2048, 512, 512, 10])?)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+    gated_shared(c, d, 512)
+}
+
+fn qwen3_5(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2048, 512, 256, 8])?)?;
+    d.renormalize(true, 0.0);
+    gated_shared(c, d, 512)
+}
+
+/// Qwen's shared expert, which weighs `σ(x · w)`.
+fn gated_shared(c: &Config, mut d: Draft, default: usize) -> Result<Draft, HfError> {
+    let hidden = c.size(&["shared_expert_intermediate_size"], default)?;
+    d.shared("shared_expert", hidden, SharedGate::Sigmoid);
+    d.plain("shared.0.router.weight", &["shared_expert_gate.weight"]);
+    Ok(d)
+}
+
+/// DeepSeek-V2 as transformers computes it: `norm_topk_prob` is not read.
+fn deepseek_v2(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut sizes = sizes(c, NARROW, [4096, 1407, 64, 0])?;
+    sizes.top_k = c.need(TOP_K)?;
+    let hidden = sizes.hidden;
+    let mut d = plain(c, layer, sizes)?;
+    d.spec.router.scale = c.number(&["routed_scaling_factor"], 1.0)?;
+    match c.text(&["topk_method"], "greedy")?.as_str() {
+        "greedy" => {}
+        "group_limited_greedy" => d.groups(Groups {
+            count: c.need(&["n_group"])?,
+            keep: c.need(&["topk_group"])?,
+            stat: GroupStat::Max,
+            mask: GroupMask::Zero,
+        }),
+        _ => {
+            let remedy = "known are greedy and group_limited_greedy";
+            return Err(c.unsupported("topk_method", "this selection", remedy));
+        }
+    }
+    if c.flag(&["norm_topk_prob"], false)? {
+        let note = "norm_topk_prob is set, but transformers does not read it for deepseek_v2";
+        d.notes.push(note.to_string());
+    }
+    merged_shared(c, &mut d, "n_shared_experts", 2, hidden)?;
+    Ok(d)
+}
+
+/// DeepSeek's shared experts: several merged into one wide one, with biases
+/// when `mlp_bias` says so.
+pub(super) fn merged_shared(
+    c: &Config,
+    d: &mut Draft,
+    key: &str,
+    default: usize,
+    hidden: usize,
+) -> Result<(), HfError> {
+    let count = c.size(&[key], default)?;
+    if count > 0 {
+        d.shared("shared_experts", count * hidden, SharedGate::None);
+    }
+    if c.flag(&["mlp_bias"], false)? {
+        d.biased();
+    }
+    Ok(())
+}
+
+/// Granite with a shared expert beside the block, as one fused tensor.
+fn granite_shared(c: &Config, layer: usize, default: usize) -> Result<Draft, HfError> {
+    let mut d = granite(c, layer)?;
+    let hidden = c.size(&["shared_intermediate_size"], default)?;
+    if hidden > 0 {
+        d.spec.shared.push(SharedExpert {
+            hidden_dim: hidden,
+            gate: SharedGate::None,
+        });
+        d.decoder(layer, &["shared_mlp."]);
+        for (half, part) in ["gate", "up"].into_iter().enumerate() {
+            let name = format!("shared.0.{part}.weight");
+            d.stepped(
+                &name,
+                &["input_linear.weight"],
+                &[half_of(0, half, hidden, false)],
+            );
+        }
+        d.plain("shared.0.down.weight", &["output_linear.weight"]);
+    }
+    Ok(d)
+}
+
+/// The hybrid model has experts unless their number is zero.
+fn hybrid_layers(c: &Config) -> Result<Layers, HfError> {
+    let experts = c.size(EXPERTS, 8)?;
+    let total = layers::depth(c, 32)?;
+    Ok(Layers::filtered(total, "num_local_experts is 0", |_| {
+        experts > 0
+    }))
+}
+
+fn hunyuan(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let wide = c.size_at(WIDE, layer, 11008)?;
+    let hidden = c.size_at(&["moe_intermediate_size"], layer, wide)?;
+    let sizes = Sizes {
+        model: c.size(MODEL, 4096)?,
+        hidden,
+        experts: c.size_at(EXPERTS, layer, 1)?,
+        top_k: c.size_at(TOP_K, layer, 1)?,
+    };
+    let mut d = plain(c, layer, sizes)?;
+    d.renormalize(true, 0.0);
+    d.plain("router.weight", &["gate.wg.weight"]);
+    let count = c.size_at(&["num_shared_expert"], layer, 1)?;
+    if count > 0 {
+        d.shared("shared_mlp", wide * count, SharedGate::None);
+    }
+    Ok(d)
+}

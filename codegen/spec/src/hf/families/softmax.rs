@@ -1,0 +1,252 @@
+//! Softmax routers without shared experts, and gpt-oss and PhiMoE.
+
+use super::super::HfError;
+use super::super::config::Config;
+use super::super::draft::{Draft, Fused, Sizes};
+use super::super::source::half_of;
+use super::layers::{self, Layers, depth};
+use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
+use crate::{Renormalize, Score, Select};
+
+/// The families of this file.
+pub(super) const FAMILIES: &[Family] = &[
+    Family {
+        names: &["mixtral", "minimax"],
+        layers: |c| layers::every(c, 32),
+        build: mixtral,
+    },
+    Family {
+        names: &["olmoe"],
+        layers: |c| layers::every(c, 16),
+        build: olmoe,
+    },
+    Family {
+        names: &["flex_olmo"],
+        layers: |c| layers::every(c, 32),
+        build: flex_olmo,
+    },
+    Family {
+        names: &["qwen3_moe"],
+        layers: |c| layers::stepped(c, 24),
+        build: qwen3,
+    },
+    Family {
+        names: &["qwen3_vl_moe", "qwen3_vl_moe_text"],
+        layers: |c| layers::stepped(c, 24),
+        build: qwen3_vl,
+    },
+    Family {
+        names: &["mellum"],
+        layers: |c| layers::typed(c, 0, 28),
+        build: mellum,
+    },
+    Family {
+        names: &["dbrx"],
+        layers: |c| layers::every(c, 24),
+        build: dbrx,
+    },
+    Family {
+        names: &["granitemoe"],
+        layers: |c| layers::every(c, 32),
+        build: granite,
+    },
+    Family {
+        names: &["gpt_oss"],
+        layers: |c| layers::every(c, 36),
+        build: gpt_oss,
+    },
+    Family {
+        names: &["phimoe"],
+        layers: |c| layers::every(c, 32),
+        build: phimoe,
+    },
+    Family {
+        names: &["jamba"],
+        layers: jamba_layers,
+        build: jamba,
+    },
+];
+
+/// Sizes with the defaults of a family: width, experts' width, experts, K.
+pub(super) fn sizes(
+    c: &Config,
+    hidden_keys: &[&str],
+    defaults: [usize; 4],
+) -> Result<Sizes, HfError> {
+    let [model, hidden, experts, top_k] = defaults;
+    Ok(Sizes {
+        model: c.size(MODEL, model)?,
+        hidden: c.size(hidden_keys, hidden)?,
+        experts: c.size(EXPERTS, experts)?,
+        top_k: c.size(TOP_K, top_k)?,
+    })
+}
+
+/// A softmax router and gated experts under `mlp.` or `block_sparse_moe.`.
+pub(super) fn plain(c: &Config, layer: usize, sizes: Sizes) -> Result<Draft, HfError> {
+    let mut d = Draft::new(c, layer, sizes);
+    d.activation(c, &["hidden_act"], "silu")?;
+    d.decoder(layer, &["mlp.", "block_sparse_moe."]);
+    d.plain(
+        "router.weight",
+        &["gate.weight", "router.weight", "router.layer.weight"],
+    );
+    d.gated_experts(Fused::Rows);
+    Ok(d)
+}
+
+fn mixtral(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [4096, 14336, 8, 2])?)?;
+    d.renormalize(true, 0.0);
+    note_jitter(c, &mut d, "router_jitter_noise")?;
+    Ok(d)
+}
+
+fn olmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [2048, 2048, 64, 8])?)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], false)?, 0.0);
+    Ok(d)
+}
+
+fn flex_olmo(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [4096, 11008, 7, 5])?)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], false)?, 0.0);
+    Ok(d)
+}
+
+fn qwen3(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2048, 768, 128, 8])?)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], false)?, 0.0);
+    Ok(d)
+}
+
+fn qwen3_vl(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2048, 1408, 60, 4])?)?;
+    // Published checkpoints hold the fused tensors transposed.
+    d.fused_experts(Fused::Columns, "experts.gate_up_proj", "experts.down_proj");
+    d.renormalize(true, 0.0);
+    Ok(d)
+}
+
+fn mellum(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2304, 896, 64, 8])?)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+    Ok(d)
+}
+
+fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let ffn = c.nested("ffn_config")?;
+    let sizes = Sizes {
+        model: c.size(MODEL, 2048)?,
+        hidden: ffn.size(&["ffn_hidden_size"], 3584)?,
+        experts: ffn.size(&["moe_num_experts"], 4)?,
+        top_k: ffn.size(&["moe_top_k"], 1)?,
+    };
+    let stacked = super::super::Step::Reshape(vec![sizes.experts, sizes.hidden, sizes.model]);
+    let mut d = Draft::new(c, layer, sizes);
+    d.activation(&ffn.nested("ffn_act_fn")?, &["name"], "silu")?;
+    if !ffn.is_null("moe_normalize_expert_weights") {
+        d.spec.router.renormalize = Renormalize::PNorm;
+        d.spec.router.norm_order = ffn.number(&["moe_normalize_expert_weights"], 1.0)?;
+    }
+    d.rooted(&["transformer.blocks.", "blocks."], layer, &["ffn."]);
+    d.plain("router.weight", &["router.layer.weight"]);
+    d.stepped(
+        "experts.gate.weight",
+        &["experts.mlp.w1"],
+        std::slice::from_ref(&stacked),
+    );
+    d.stepped(
+        "experts.up.weight",
+        &["experts.mlp.v1"],
+        std::slice::from_ref(&stacked),
+    );
+    let down = [stacked, super::super::Step::Transpose];
+    d.stepped("experts.down.weight", &["experts.mlp.w2"], &down);
+    Ok(d)
+}
+
+/// Granite: the top k of the logits, then their softmax.
+pub(super) fn granite(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [4096, 11008, 8, 2])?)?;
+    d.spec.router.score = Score::SoftmaxSelected;
+    d.fused_experts(Fused::Rows, "input_linear.weight", "output_linear.weight");
+    Ok(d)
+}
+
+fn gpt_oss(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = sizes(c, WIDE, [2880, 2880, 128, 4])?;
+    let hidden = sizes.hidden;
+    let mut d = Draft::new(c, layer, sizes);
+    d.spec.router.bias = true;
+    d.spec.router.score = Score::SoftmaxSelected;
+    let experts = &mut d.spec.experts;
+    experts.bias = true;
+    experts.alpha = c.number(&["swiglu_alpha"], 1.702)?;
+    experts.clamp = Some(c.number(&["swiglu_limit"], 7.0)?);
+    experts.up_offset = 1.0;
+    d.decoder(layer, &["mlp."]);
+    d.plain("router.weight", &["router.weight"]);
+    d.plain("router.bias", &["router.bias"]);
+    d.fused_experts(
+        Fused::InterleavedColumns,
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    );
+    for (half, part) in ["gate", "up"].into_iter().enumerate() {
+        let name = format!("experts.{part}.bias");
+        d.stepped(
+            &name,
+            &["experts.gate_up_proj_bias"],
+            &[half_of(1, half, hidden, true)],
+        );
+    }
+    d.plain("experts.down.bias", &["experts.down_proj_bias"]);
+    Ok(d)
+}
+
+fn phimoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = sizes(c, WIDE, [4096, 6400, 16, 2])?;
+    if sizes.top_k != 2 {
+        let remedy = "SparseMixer is defined for two experts per token";
+        return Err(c.unsupported(
+            "num_experts_per_tok",
+            "SparseMixer with another number",
+            remedy,
+        ));
+    }
+    let mut d = plain(c, layer, sizes)?;
+    d.spec.router.select = Select::SparseMixer(c.number(&["router_jitter_noise"], 0.01)?);
+    note_jitter(c, &mut d, "input_jitter_noise")?;
+    Ok(d)
+}
+
+fn jamba(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [4096, 14336, 16, 2])?)?;
+    d.sources.clear();
+    d.decoder(layer, &["feed_forward."]);
+    d.plain("router.weight", &["router.weight"]);
+    d.gated_experts(Fused::Rows);
+    Ok(d)
+}
+
+/// `expert_layer_period` and `expert_layer_offset`, with more than one expert.
+fn jamba_layers(c: &Config) -> Result<Layers, HfError> {
+    let period = c.size(&["expert_layer_period"], 2)?.max(1);
+    let offset = c.size(&["expert_layer_offset"], 1)?;
+    let sparse = c.size(EXPERTS, 16)? > 1;
+    let why = "expert_layer_period, expert_layer_offset and num_experts leave none";
+    Ok(Layers::filtered(depth(c, 32)?, why, |i| {
+        sparse && i % period == offset
+    }))
+}
+
+/// Says that a training-only jitter on the whole block's input is left out.
+fn note_jitter(c: &Config, d: &mut Draft, key: &str) -> Result<(), HfError> {
+    if c.number(&[key], 0.0)? > 0.0 {
+        d.notes.push(format!(
+            "{key} multiplies the input of router and experts in training; it is not taken over"
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,255 @@
+//! Safetensors files mapped into memory.
+
+use crate::WeightsError;
+use memmap2::Mmap;
+use moesaic_kernel::DType;
+use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Component, Path, PathBuf};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The tensors of a file or a model directory, mapped into memory.
+///
+/// Opening reads headers only. The files must not be cut short while a
+/// checkpoint is open: the system would end the process on the next access.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    shards: Vec<Shard>,
+    /// From name to shard.
+    names: BTreeMap<String, usize>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    file: PathBuf,
+    map: Mmap,
+    metadata: Metadata,
+    /// Where the elements begin.
+    data: usize,
+}
+
+/// One tensor of a checkpoint, not copied.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorRef<'a> {
+    /// The name in the file.
+    pub name: &'a str,
+    /// The file.
+    pub file: &'a Path,
+    /// Element type, by its name in the file when it is none of ours.
+    pub dtype: Result<DType, safetensors::Dtype>,
+    /// Sizes, outermost first; row major.
+    pub shape: &'a [usize],
+    /// Elements, little endian; of any alignment.
+    pub bytes: &'a [u8],
+}
+
+impl Checkpoint {
+    /// Opens a safetensors file, or a directory with `model.safetensors` or
+    /// `model.safetensors.index.json` and its shards.
+    ///
+    /// # Errors
+    ///
+    /// [`WeightsError::NotFound`], [`WeightsError::NoWeights`],
+    /// [`WeightsError::Io`], and [`WeightsError::Corrupt`] for a file that is
+    /// cut short or whose header makes no sense.
+    pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint, WeightsError> {
+        let path = path.as_ref();
+        let about = fs::metadata(path).map_err(WeightsError::io(path))?;
+        let mut checkpoint = Checkpoint {
+            path: path.to_path_buf(),
+            shards: Vec::new(),
+            names: BTreeMap::new(),
+        };
+        if !about.is_dir() {
+            checkpoint.add_whole(path.to_path_buf())?;
+        } else if path.join(SINGLE).exists() {
+            checkpoint.add_whole(path.join(SINGLE))?;
+        } else if path.join(INDEX).exists() {
+            checkpoint.add_indexed(path)?;
+        } else {
+            return Err(no_weights(path));
+        }
+        Ok(checkpoint)
+    }
+
+    /// The file or directory that was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.names.keys().map(String::as_str)
+    }
+
+    /// The tensor of that name, without copying it.
+    pub fn tensor(&self, name: &str) -> Option<TensorRef<'_>> {
+        let (name, shard) = self.names.get_key_value(name)?;
+        let shard = &self.shards[*shard];
+        let info = shard.metadata.info(name)?;
+        let (start, end) = info.data_offsets;
+        Some(TensorRef {
+            name,
+            file: &shard.file,
+            dtype: ours(info),
+            shape: &info.shape,
+            bytes: &shard.map[shard.data + start..shard.data + end],
+        })
+    }
+
+    fn add_whole(&mut self, file: PathBuf) -> Result<(), WeightsError> {
+        let shard = Shard::open(file)?;
+        let at = self.shards.len();
+        self.names.extend(
+            shard
+                .metadata
+                .offset_keys()
+                .into_iter()
+                .map(|name| (name, at)),
+        );
+        self.shards.push(shard);
+        Ok(())
+    }
+
+    fn add_indexed(&mut self, dir: &Path) -> Result<(), WeightsError> {
+        let index = dir.join(INDEX);
+        let mut opened: BTreeMap<String, usize> = BTreeMap::new();
+        for (name, file) in read_index(&index)? {
+            let at = match opened.get(&file) {
+                Some(at) => *at,
+                None => {
+                    self.shards.push(Shard::open(inside(dir, &index, &file)?)?);
+                    opened.insert(file, self.shards.len() - 1);
+                    self.shards.len() - 1
+                }
+            };
+            let shard = &self.shards[at];
+            if shard.metadata.info(&name).is_none() {
+                let reason = format!("the index says it has `{name}`, but it has not");
+                return Err(WeightsError::Corrupt {
+                    file: shard.file.clone(),
+                    reason,
+                });
+            }
+            self.names.insert(name, at);
+        }
+        Ok(())
+    }
+}
+
+impl Shard {
+    fn open(file: PathBuf) -> Result<Shard, WeightsError> {
+        let handle = File::open(&file).map_err(WeightsError::io(&file))?;
+        let length = handle.metadata().map_err(WeightsError::io(&file))?.len();
+        if length < 8 {
+            let reason = format!("{length} bytes are too few for a safetensors file");
+            return Err(WeightsError::Corrupt { file, reason });
+        }
+        // SAFETY: the mapping is private and read-only, and its bytes are only
+        // ever read as plain integers, so another process that writes to the
+        // file can change values but cannot break an invariant. Cutting the
+        // file short ends the process; the type's documentation says so.
+        let map = unsafe { Mmap::map(&handle) }.map_err(WeightsError::io(&file))?;
+        let read = SafeTensors::read_metadata(&map);
+        let (header, metadata) = match read {
+            Ok(read) => read,
+            Err(error) => {
+                let reason = explain(&error, length);
+                return Err(WeightsError::Corrupt { file, reason });
+            }
+        };
+        Ok(Shard {
+            file,
+            map,
+            metadata,
+            data: header + 8,
+        })
+    }
+}
+
+/// The library's reason in a user's words.
+fn explain(error: &safetensors::SafeTensorError, length: u64) -> String {
+    use safetensors::SafeTensorError as E;
+    match error {
+        E::MetadataIncompleteBuffer => {
+            format!("its {length} bytes are not those its header asks for; it may be cut short")
+        }
+        E::InvalidHeaderLength => {
+            format!("its header is longer than its {length} bytes; it may be cut short")
+        }
+        other => format!("not a safetensors file ({other})"),
+    }
+}
+
+fn ours(info: &TensorInfo) -> Result<DType, safetensors::Dtype> {
+    match info.dtype {
+        safetensors::Dtype::F32 => Ok(DType::F32),
+        safetensors::Dtype::F16 => Ok(DType::F16),
+        safetensors::Dtype::BF16 => Ok(DType::Bf16),
+        safetensors::Dtype::I32 => Ok(DType::I32),
+        safetensors::Dtype::I64 => Ok(DType::I64),
+        other => Err(other),
+    }
+}
+
+/// Pairs of tensor and file name.
+fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsError> {
+    let text = fs::read_to_string(index).map_err(WeightsError::io(index))?;
+    let corrupt = |reason: String| WeightsError::Corrupt {
+        file: index.to_path_buf(),
+        reason,
+    };
+    let json: serde_json::Value =
+        serde_json::from_str(&text).map_err(|e| corrupt(format!("not JSON ({e})")))?;
+    let map = json
+        .get("weight_map")
+        .and_then(serde_json::Value::as_object);
+    let map = map.ok_or_else(|| corrupt("it has no object `weight_map`".to_string()))?;
+    let pair = |(name, file): (&String, &serde_json::Value)| match file.as_str() {
+        Some(file) => Ok((name.clone(), file.to_string())),
+        None => Err(corrupt(format!("the file of `{name}` is not a string"))),
+    };
+    map.iter().map(pair).collect()
+}
+
+/// The path of a shard; a name that leaves the directory is refused.
+fn inside(dir: &Path, index: &Path, file: &str) -> Result<PathBuf, WeightsError> {
+    let path = Path::new(file);
+    if path
+        .components()
+        .all(|part| matches!(part, Component::Normal(_)))
+    {
+        return Ok(dir.join(path));
+    }
+    let reason = format!("it names the file `{file}` outside the directory");
+    Err(WeightsError::Corrupt {
+        file: index.to_path_buf(),
+        reason,
+    })
+}
+
+/// Says what else is in the directory.
+fn no_weights(dir: &Path) -> WeightsError {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let weights = |name: &String| {
+        [".safetensors", ".bin", ".pt", ".pth", ".gguf"]
+            .iter()
+            .any(|end| name.ends_with(end))
+    };
+    let mut names: Vec<String> = names.filter(weights).collect();
+    names.sort();
+    let found = match names.as_slice() {
+        [] => String::new(),
+        [first] => format!("; it has {first}: pass that file if it is a safetensors file"),
+        [first, ..] => format!("; it has {first} and {} more weight files", names.len() - 1),
+    };
+    WeightsError::NoWeights {
+        dir: dir.to_path_buf(),
+        found,
+    }
+}

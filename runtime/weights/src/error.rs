@@ -1,0 +1,123 @@
+//! What can go wrong with weight files.
+
+use std::io;
+use std::path::PathBuf;
+use thiserror::Error;
+
+/// Why weights cannot be read or results not be written.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum WeightsError {
+    /// The path does not exist.
+    #[error("{path} does not exist", path = .path.display())]
+    NotFound {
+        /// The path.
+        path: PathBuf,
+    },
+
+    /// The directory holds no weights that can be read.
+    #[error("{dir} has no model.safetensors and no model.safetensors.index.json{found}", dir = .dir.display())]
+    NoWeights {
+        /// The directory.
+        dir: PathBuf,
+        /// What is there instead.
+        found: String,
+    },
+
+    /// The system refused to read or write.
+    #[error("{path}: {source}", path = .path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: io::Error,
+    },
+
+    /// The file is not what its name says, or is cut short.
+    #[error("{file} is damaged: {reason}", file = .file.display())]
+    Corrupt {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// A tensor is not there.
+    #[error("{path} has no tensor for `{tensor}`; looked for {tried}{near}", path = .path.display())]
+    MissingTensor {
+        /// The canonical name.
+        tensor: String,
+        /// The checkpoint.
+        path: PathBuf,
+        /// Names looked for.
+        tried: String,
+        /// Similar names that are there.
+        near: String,
+    },
+
+    /// A tensor has another shape.
+    #[error("`{tensor}` in {file} has shape {found:?}, expected {expected}", file = .file.display())]
+    WrongShape {
+        /// The name in the file.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// Its shape.
+        found: Vec<usize>,
+        /// What it should be.
+        expected: String,
+    },
+
+    /// A tensor has an element type that cannot become the wanted one.
+    #[error("`{tensor}` in {file} has elements of type {found}, expected {expected}", file = .file.display())]
+    WrongDType {
+        /// The name in the file.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// Its element type.
+        found: String,
+        /// What it may be.
+        expected: String,
+    },
+
+    /// The spec's type cannot hold the tensor's values exactly.
+    #[error(
+        "`{tensor}` in {file} is {found}, the spec stores it as {wanted}, which would round its values: \
+         set the spec's precision to {found}, or allow narrowing", file = .file.display()
+    )]
+    Narrowing {
+        /// The name in the file.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// Its element type.
+        found: String,
+        /// The spec's.
+        wanted: String,
+    },
+
+    /// A table names an expert that does not exist, or a number is too large.
+    #[error("`{tensor}` in {file} has the value {value}, expected {expected}", file = .file.display())]
+    BadValue {
+        /// The name in the file.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// The value.
+        value: i64,
+        /// The legal range.
+        expected: String,
+    },
+}
+
+impl WeightsError {
+    /// Wraps an error of the system.
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> WeightsError {
+        let path = path.into();
+        move |source| match source.kind() {
+            io::ErrorKind::NotFound => WeightsError::NotFound { path },
+            _ => WeightsError::Io { path, source },
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Strided views: steps of a recipe that move nothing.
+
+use moesaic_spec::hf::Step;
+
+/// Where the elements of a tensor are, in elements from its beginning.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    pub shape: Vec<usize>,
+    pub strides: Vec<usize>,
+    pub start: usize,
+}
+
+impl Layout {
+    /// A row-major tensor.
+    pub fn dense(shape: &[usize]) -> Layout {
+        Layout {
+            shape: shape.to_vec(),
+            strides: dense_strides(shape),
+            start: 0,
+        }
+    }
+
+    /// The layout after a step that moves elements; others leave it as it is.
+    /// The error is the shape the step wants.
+    pub fn apply(mut self, step: &Step) -> Result<Layout, String> {
+        match step {
+            Step::Reshape(shape) => {
+                let same = shape.iter().product::<usize>() == self.shape.iter().product::<usize>();
+                let moved = self.strides != dense_strides(&self.shape);
+                if !same || moved {
+                    return Err(format!("one of as many elements as {shape:?}"));
+                }
+                Ok(Layout {
+                    start: self.start,
+                    ..Layout::dense(shape)
+                })
+            }
+            Step::Transpose => {
+                let rank = self.shape.len();
+                if rank < 2 {
+                    return Err("at least two dimensions".to_string());
+                }
+                self.shape.swap(rank - 1, rank - 2);
+                self.strides.swap(rank - 1, rank - 2);
+                Ok(self)
+            }
+            Step::Take {
+                axis,
+                start,
+                step,
+                count,
+                of,
+            } => {
+                if self.shape.get(*axis) != Some(of) {
+                    return Err(format!("{of} elements along dimension {axis}"));
+                }
+                self.start += start * self.strides[*axis];
+                self.strides[*axis] *= step;
+                self.shape[*axis] = *count;
+                Ok(self)
+            }
+            Step::Factor(_) | Step::MulColumns(_) | Step::DivColumns(_) => Ok(self),
+        }
+    }
+
+    /// Sizes and strides of the two inner dimensions, with ones in front where
+    /// there are fewer.
+    pub fn inner(&self) -> ([usize; 2], [usize; 2]) {
+        let last = |list: &[usize], back: usize, default: usize| {
+            list.len().checked_sub(back).map_or(default, |i| list[i])
+        };
+        (
+            [last(&self.shape, 2, 1), last(&self.shape, 1, 1)],
+            [last(&self.strides, 2, 0), last(&self.strides, 1, 1)],
+        )
+    }
+
+    /// Where each matrix of the two inner dimensions begins, in order.
+    pub fn matrices(&self) -> Vec<usize> {
+        let outer = self.shape.len().saturating_sub(2);
+        let mut starts = vec![self.start];
+        for (size, stride) in self.shape[..outer].iter().zip(&self.strides) {
+            starts = starts
+                .iter()
+                .flat_map(|base| (0..*size).map(move |i| base + i * stride))
+                .collect();
+        }
+        starts
+    }
+}
+
+fn dense_strides(shape: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; shape.len()];
+    for i in (1..shape.len()).rev() {
+        strides[i - 1] = strides[i] * shape[i];
+    }
+    strides
+}

@@ -1,0 +1,95 @@
+//! Checks of a directory with config.json, model.safetensors, case.json and
+//! block.safetensors against the reference.
+
+use moesaic_reference::{Input, Output, Tensor, Weights, forward};
+use moesaic_spec::hf;
+use moesaic_weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
+use std::error::Error;
+use std::path::Path;
+
+/// How far the reference is from the oracle.
+pub struct Report {
+    /// Largest difference of `y`, relative to the largest element.
+    pub error: f64,
+    /// Rows whose chosen experts differ.
+    pub wrong_rows: usize,
+}
+
+/// Values of every weight as f64.
+pub fn reference_weights(weights: &HostWeights) -> Weights {
+    let tensor = |t: &HostTensor| Tensor {
+        shape: t.shape.clone(),
+        data: t.to_f64(),
+    };
+    Weights(
+        weights
+            .iter()
+            .map(|(name, t)| (name.clone(), tensor(t)))
+            .collect(),
+    )
+}
+
+/// Imports the case, runs it through the reference and compares.
+pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
+    let case: serde_json::Value = serde_json::from_slice(&std::fs::read(dir.join("case.json"))?)?;
+    let layer = case["layer"].as_u64().ok_or("case.json has no layer")? as usize;
+    let import = hf::import(&std::fs::read_to_string(dir.join("config.json"))?, layer)?;
+    let weights = load_import(&import, &Checkpoint::open(dir)?, LoadOptions::default())?;
+    let block = Checkpoint::open(dir.join("block.safetensors"))?;
+    let x = tensor(&block, "x")?;
+    let input = Input {
+        tokens: x.shape[0],
+        x: x.to_f64(),
+        token_ids: tensor(&block, "token_ids").ok().map(|t| ints(&t)),
+        ..Input::default()
+    };
+    let output = forward(&import.spec, &reference_weights(&weights), &input);
+    let want = tensor(&block, "y")?.to_f64();
+    let ids = ints(&tensor(&block, "topk_ids")?);
+    Ok(Report {
+        error: relative_error(&output.y, &want),
+        wrong_rows: wrong_rows(&output, &ids, import.spec.shape.top_k),
+    })
+}
+
+fn tensor(block: &Checkpoint, name: &str) -> Result<HostTensor, Box<dyn Error>> {
+    let t = block
+        .tensor(name)
+        .ok_or_else(|| format!("the oracle has no {name}"))?;
+    let dtype = t.dtype.map_err(|d| format!("{name} is {d:?}"))?;
+    Ok(HostTensor {
+        dtype,
+        shape: t.shape.to_vec(),
+        bytes: t.bytes.to_vec(),
+    })
+}
+
+fn ints(tensor: &HostTensor) -> Vec<i32> {
+    tensor.to_f64().iter().map(|v| *v as i32).collect()
+}
+
+fn relative_error(got: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let largest = want.iter().fold(0f64, |m, v| m.max(v.abs()));
+    let off = got.iter().zip(want).fold(
+        0f64,
+        |m, (a, b)| if (a - b).abs() <= m { m } else { (a - b).abs() },
+    );
+    off / largest
+}
+
+/// The oracle's ids ascend within a row; a dropped choice is missing there.
+fn wrong_rows(output: &Output, want: &[i32], k: usize) -> usize {
+    let rows = output
+        .topk_ids
+        .chunks(k)
+        .zip(output.locations.chunks(k))
+        .zip(want.chunks(k));
+    rows.filter(|((ids, places), want)| {
+        let kept = ids.iter().zip(*places);
+        let mut kept: Vec<i32> = kept.map(|(e, at)| if *at < 0 { -1 } else { *e }).collect();
+        kept.sort_unstable();
+        kept != *want
+    })
+    .count()
+}
