@@ -27,6 +27,7 @@ with zipfile.ZipFile(wheel) as archive:
 #[derive(Clone, Debug)]
 pub struct Python {
     program: PathBuf,
+    args: Vec<String>,
 }
 
 impl Python {
@@ -34,14 +35,6 @@ impl Python {
     pub fn of_machine() -> Python {
         Python {
             program: PathBuf::from("python3"),
-        }
-    }
-
-    /// Another Python.
-    #[cfg(test)]
-    pub fn at(program: &Path) -> Python {
-        Python {
-            program: program.to_path_buf(),
         }
     }
 
@@ -105,7 +98,7 @@ impl Python {
 
     fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
-        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        command.args(&self.args).env("PYTHONDONTWRITEBYTECODE", "1");
         command
     }
 
@@ -153,20 +146,29 @@ fn last_lines(output: &Output) -> String {
 mod tests {
     use super::*;
 
+    /// A script in place of Python, read by the shell: a program that was
+    /// just written cannot always be started.
     fn fake_python(script: &str) -> (tempfile::TempDir, Python) {
-        use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let program = folder.path().join("python3");
-        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let python = Python::at(&program);
-        (folder, python)
+        let path = folder.path().join("python.sh");
+        std::fs::write(&path, script).unwrap();
+        let args = vec![path.display().to_string()];
+        (
+            folder,
+            Python {
+                program: PathBuf::from("sh"),
+                args,
+            },
+        )
     }
 
     #[test]
     fn no_python_is_one_clear_error() {
         let folder = tempfile::tempdir().unwrap();
-        let python = Python::at(Path::new("/no/such/python3"));
+        let python = Python {
+            program: PathBuf::from("/no/such/python3"),
+            args: Vec::new(),
+        };
         let error = python
             .download(Kind::Cuda, folder.path())
             .unwrap_err()
