@@ -35,6 +35,7 @@ impl Python {
     pub fn of_machine() -> Python {
         Python {
             program: PathBuf::from("python3"),
+            args: Vec::new(),
         }
     }
 
