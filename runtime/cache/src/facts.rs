@@ -1,0 +1,45 @@
+//! Small remembered facts, such as the version of a compiler.
+
+use crate::files::{self, Care};
+use crate::{Store, StoreError, store};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+#[derive(Serialize, Deserialize)]
+struct Fact<N, V> {
+    name: N,
+    value: V,
+}
+
+impl Store {
+    /// The fact called `name`; `None` when it is not there or not readable as
+    /// a `T`. A name is any text, such as `compiler /usr/bin/cc`.
+    pub fn fact<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
+        if self.trouble().is_some() {
+            return None;
+        }
+        let bytes = store::read(&self.fact_path(name)).ok()?;
+        let fact: Fact<String, T> = serde_json::from_slice(&bytes).ok()?;
+        (fact.name == name).then_some(fact.value)
+    }
+
+    /// Remembers a fact. Facts must be cheap to find out again.
+    ///
+    /// # Errors
+    /// [`StoreError`], which a caller passes over.
+    pub fn remember<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StoreError> {
+        if let Some(trouble) = self.trouble() {
+            return Err(trouble);
+        }
+        let path = self.fact_path(name);
+        let bytes = serde_json::to_vec_pretty(&Fact { name, value })
+            .map_err(|error| StoreError::io("encode", &path, error.into()))?;
+        files::write(&path, &bytes, Care::Quick)
+    }
+
+    fn fact_path(&self, name: &str) -> PathBuf {
+        let hex = blake3::hash(name.as_bytes()).to_hex();
+        self.layout.facts().join(format!("{}.json", &hex[..32]))
+    }
+}

@@ -1,0 +1,156 @@
+//! From a request to a kernel: the store, else one compile.
+
+use crate::lock::MachineLock;
+use crate::{FetchError, Key, Store, StoreError, Stored};
+use moesaic_kernel::KernelSource;
+use moesaic_target::{Artifact, CompileError};
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A kernel that is needed.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// Its key.
+    pub key: Key,
+    /// Its source.
+    pub source: &'a KernelSource,
+    /// How the user calls the spec it comes from, for messages.
+    pub spec: Option<&'a str>,
+}
+
+/// A kernel, and how it was had.
+#[derive(Debug)]
+pub struct Fetched {
+    /// The kernel.
+    pub stored: Arc<Stored>,
+    /// Where it came from.
+    pub origin: Origin,
+    /// Why a compiled kernel was not kept, if it was not. Already counted and
+    /// told to `tracing`.
+    pub trouble: Option<StoreError>,
+}
+
+/// Where a kernel came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// The store had it.
+    Store,
+    /// It was compiled for this request.
+    Compiled,
+    /// Another thread was compiling it already.
+    Shared,
+}
+
+impl Store {
+    /// The kernel from the store, else from `compile`, which runs once
+    /// however many threads ask, and as a rule once however many processes
+    /// of this machine do.
+    ///
+    /// # Errors
+    /// [`FetchError::Compile`] when it does not compile, for every thread
+    /// that waited; [`FetchError::Missing`] for a miss in strict mode. Never
+    /// because of the store itself.
+    pub fn get_or_compile(
+        &self,
+        request: &Request<'_>,
+        compile: impl FnOnce() -> Result<Artifact, CompileError>,
+    ) -> Result<Fetched, FetchError> {
+        if let Some(stored) = self.get(&request.key) {
+            return Ok(Fetched::new(Arc::new(stored), Origin::Store));
+        }
+        if self.strict {
+            return Err(self.missing(request));
+        }
+        let flight = self.flights.join(request.key);
+        // A poisoned flight is one whose compile panicked; it is free again.
+        let mut outcome = flight.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(outcome) = &*outcome {
+            let stored = outcome.clone().map_err(FetchError::Compile)?;
+            return Ok(Fetched::new(stored, Origin::Shared));
+        }
+        let fetched = self.lead(request, compile);
+        *outcome = Some(match &fetched {
+            Ok(fetched) => Ok(Arc::clone(&fetched.stored)),
+            Err(error) => Err(Arc::clone(error)),
+        });
+        self.flights.leave(&request.key);
+        fetched.map_err(FetchError::Compile)
+    }
+
+    /// Compiles under the machine's lock, unless another process just did.
+    fn lead(
+        &self,
+        request: &Request<'_>,
+        compile: impl FnOnce() -> Result<Artifact, CompileError>,
+    ) -> Result<Fetched, Arc<CompileError>> {
+        let key = &request.key;
+        let _lock = match self.trouble() {
+            None => MachineLock::acquire(&self.layout.lock(key), self.patience),
+            Some(_) => None,
+        };
+        if let Some(stored) = self.look(key) {
+            self.counters.hits.add(1);
+            return Ok(Fetched::new(Arc::new(stored), Origin::Store));
+        }
+        self.counters.compiles.add(1);
+        let artifact = compile().map_err(Arc::new)?;
+        let stored = Stored::new(request.source, artifact);
+        let trouble = self.put(key, request.source, &stored).err();
+        if let Some(error) = &trouble {
+            self.pass_over(error);
+        }
+        Ok(Fetched {
+            trouble,
+            ..Fetched::new(Arc::new(stored), Origin::Compiled)
+        })
+    }
+
+    fn missing(&self, request: &Request<'_>) -> FetchError {
+        FetchError::Missing {
+            kernel: request.source.name.clone(),
+            target: request.source.target.to_string(),
+            spec: request.spec.unwrap_or("SPEC.toml").to_string(),
+            cache: self.dir().display().to_string(),
+        }
+    }
+}
+
+impl Fetched {
+    fn new(stored: Arc<Stored>, origin: Origin) -> Fetched {
+        Fetched {
+            stored,
+            origin,
+            trouble: None,
+        }
+    }
+}
+
+type Outcome = Result<Arc<Stored>, Arc<CompileError>>;
+
+/// One compile: whoever locks it first does it, the others find its outcome.
+type Flight = Arc<Mutex<Option<Outcome>>>;
+
+/// The compiles that are going on in this process.
+#[derive(Default)]
+pub(crate) struct Flights(Mutex<HashMap<Key, Flight>>);
+
+impl Flights {
+    fn join(&self, key: Key) -> Flight {
+        Arc::clone(self.lock().entry(key).or_default())
+    }
+
+    fn leave(&self, key: &Key) {
+        self.lock().remove(key);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Flight>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Flights {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Flights({})", self.lock().len())
+    }
+}

@@ -1,0 +1,61 @@
+//! Files that are whole or not there.
+
+use crate::StoreError;
+use crate::layout::TEMPORARY;
+use std::fs;
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+use tempfile::NamedTempFile;
+
+/// What to do with a file between writing and naming it.
+pub(crate) enum Care<'a> {
+    /// Name it: losing it in a power cut is no matter.
+    Quick,
+    /// Read it back, check it, and wait until the disk has it.
+    Thorough(&'a dyn Fn(Vec<u8>) -> Result<(), String>),
+}
+
+/// Writes `bytes` to `path` by way of a temporary file in the same directory,
+/// so that a reader sees the old file, the new one or none.
+pub(crate) fn write(path: &Path, bytes: &[u8], care: Care<'_>) -> Result<(), StoreError> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    make_dir(dir).map_err(|error| StoreError::io("make", dir, error))?;
+    let io = |error| StoreError::io("write", path, error);
+    let mut file = tempfile::Builder::new()
+        .prefix(TEMPORARY)
+        .tempfile_in(dir)
+        .map_err(io)?;
+    file.write_all(bytes).map_err(io)?;
+    if let Care::Thorough(check) = care {
+        let back = read_back(&mut file).map_err(io)?;
+        let unfaithful = |reason| StoreError::Unfaithful {
+            path: path.to_path_buf(),
+            reason,
+        };
+        check(back).map_err(unfaithful)?;
+        file.as_file().sync_all().map_err(io)?;
+    }
+    file.persist(path).map_err(|error| io(error.error))?;
+    // The rename is on disk when its directory is. Not every file system can
+    // do this, and a lost entry is only a miss.
+    if let (Care::Thorough(_), Ok(dir)) = (care, fs::File::open(dir)) {
+        let _ = dir.sync_all();
+    }
+    Ok(())
+}
+
+fn read_back(file: &mut NamedTempFile) -> std::io::Result<Vec<u8>> {
+    let mut back = Vec::new();
+    file.rewind()?;
+    file.read_to_end(&mut back)?;
+    Ok(back)
+}
+
+/// Makes a directory that only this user can enter: what lies in it is run.
+pub(crate) fn make_dir(dir: &Path) -> std::io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(dir)
+}

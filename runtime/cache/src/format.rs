@@ -1,0 +1,146 @@
+//! The bytes of a `.kernel` file.
+//!
+//! ```text
+//!  0   8  magic "moesaic\n"
+//!  8   4  format version
+//! 12   4  length of the header
+//! 16   8  length of the binary
+//! 24  32  blake3 of the key, bytes 0..24, the header and the binary
+//! 56      header (JSON), then binary
+//! ```
+//!
+//! Integers are little-endian. The key is hashed and not stored, so an entry
+//! under a wrong name is as bad as a flipped bit.
+
+use crate::Key;
+use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
+use moesaic_target::{Artifact, Report};
+use serde::{Deserialize, Serialize};
+
+/// The version of the store's format: a directory, a field of every file and
+/// a part of every key.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// No kernel comes near this: a longer file is not one of ours.
+pub(crate) const LARGEST: u64 = 256 << 20;
+
+const MAGIC: &[u8; 8] = b"moesaic\n";
+const PREFIX: usize = 56;
+
+/// What a store knows of a kernel besides its binary.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KernelInfo {
+    /// The kernel's name.
+    pub name: String,
+    /// The operator.
+    pub stem: Stem,
+    /// The target.
+    pub target: Target,
+    /// The language of its source.
+    pub language: Language,
+    /// The functions that can be launched.
+    pub entries: Vec<Entry>,
+    /// Facts about the binary.
+    pub report: Report,
+    /// blake3 of the source, in hex.
+    pub source_hash: String,
+}
+
+/// A kernel from a store.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stored {
+    /// What it is.
+    pub info: KernelInfo,
+    /// What a device loads.
+    pub artifact: Artifact,
+}
+
+impl Stored {
+    /// A fresh artifact as the store would give it back.
+    pub fn new(source: &KernelSource, artifact: Artifact) -> Stored {
+        let info = KernelInfo {
+            name: source.name.clone(),
+            stem: source.stem,
+            target: source.target,
+            language: source.language,
+            entries: source.entries.clone(),
+            report: artifact.report.clone(),
+            source_hash: hash_source(&source.text),
+        };
+        Stored { info, artifact }
+    }
+}
+
+/// The hash of a source as [`KernelInfo::source_hash`] holds it.
+pub fn hash_source(text: &str) -> String {
+    blake3::hash(text.as_bytes()).to_hex().to_string()
+}
+
+/// The file of a kernel.
+pub(crate) fn encode(key: &Key, stored: &Stored) -> Result<Vec<u8>, serde_json::Error> {
+    let header = serde_json::to_vec(&stored.info)?;
+    let binary = &stored.artifact.binary;
+    let mut file = Vec::with_capacity(PREFIX + header.len() + binary.len());
+    file.extend_from_slice(MAGIC);
+    file.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
+    file.extend_from_slice(&(header.len() as u32).to_le_bytes());
+    file.extend_from_slice(&(binary.len() as u64).to_le_bytes());
+    let sum = hash(key, &file, &[&header, binary]);
+    file.extend_from_slice(&sum);
+    file.extend_from_slice(&header);
+    file.extend_from_slice(binary);
+    Ok(file)
+}
+
+/// The kernel in a file, or what is wrong with the file.
+pub(crate) fn decode(key: &Key, mut file: Vec<u8>) -> Result<Stored, String> {
+    let (header, _) = lengths(&file)?;
+    let (prefix, body) = file.split_at(PREFIX);
+    if hash(key, &prefix[..24], &[body]) != prefix[24..] {
+        return Err("its contents do not match its hash".to_string());
+    }
+    let binary = file.split_off(PREFIX + header);
+    let info: KernelInfo = serde_json::from_slice(&file[PREFIX..])
+        .map_err(|error| format!("its header cannot be read: {error}"))?;
+    let report = info.report.clone();
+    Ok(Stored {
+        info,
+        artifact: Artifact { binary, report },
+    })
+}
+
+/// Lengths of header and binary, if the file is whole and of this version.
+fn lengths(file: &[u8]) -> Result<(usize, usize), String> {
+    let Some(prefix) = file.first_chunk::<PREFIX>() else {
+        return Err(format!("it has only {} bytes", file.len()));
+    };
+    if prefix[..8] != *MAGIC {
+        return Err("it is not a kernel file".to_string());
+    }
+    let version = u32::from_le_bytes(field(prefix, 8));
+    if version != FORMAT_VERSION {
+        return Err(format!(
+            "its format version is {version}, not {FORMAT_VERSION}"
+        ));
+    }
+    let header = u64::from(u32::from_le_bytes(field(prefix, 12)));
+    let binary = u64::from_le_bytes(field(prefix, 16));
+    let whole = (PREFIX as u64 + header).checked_add(binary);
+    match whole == Some(file.len() as u64) {
+        true => Ok((header as usize, binary as usize)),
+        false => Err(format!("it has {} bytes and declares others", file.len())),
+    }
+}
+
+fn field<const N: usize>(prefix: &[u8; PREFIX], at: usize) -> [u8; N] {
+    std::array::from_fn(|i| prefix[at + i])
+}
+
+fn hash(key: &Key, prefix: &[u8], rest: &[&[u8]]) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(key.bytes()).update(prefix);
+    for part in rest {
+        hasher.update(part);
+    }
+    *hasher.finalize().as_bytes()
+}

@@ -1,0 +1,146 @@
+//! What a kernel is known by.
+
+use crate::format::FORMAT_VERSION;
+use moesaic_kernel::Target;
+use std::fmt;
+use std::str::FromStr;
+
+/// Everything that can change a kernel's binary. No path, time or host name
+/// belongs in here: the same parts on another machine are the same kernel.
+#[derive(Clone, Copy, Debug)]
+pub struct KeyParts<'a> {
+    /// The target.
+    pub target: Target,
+    /// Description and configuration, in one canonical spelling.
+    pub config: &'a str,
+    /// The rendered source.
+    pub source: &'a str,
+    /// Options that change the output or what is accepted.
+    pub flags: &'a str,
+    /// The compiler's fingerprint for the target.
+    pub compiler: &'a str,
+}
+
+/// The address of a kernel in a store: a hash of its [`KeyParts`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key([u8; 32]);
+
+impl Key {
+    /// Hashes the parts, each with its length, so that no two lists of parts
+    /// run into each other.
+    pub fn new(parts: &KeyParts<'_>) -> Key {
+        let target = parts.target.to_string();
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&FORMAT_VERSION.to_le_bytes());
+        for part in [
+            &target,
+            parts.config,
+            parts.source,
+            parts.flags,
+            parts.compiler,
+        ] {
+            hasher.update(&(part.len() as u64).to_le_bytes());
+            hasher.update(part.as_bytes());
+        }
+        Key(*hasher.finalize().as_bytes())
+    }
+
+    /// 64 lower-case hexadecimal digits.
+    pub fn hex(&self) -> String {
+        blake3::Hash::from_bytes(self.0).to_hex().to_string()
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+/// Text that is not a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a kernel key is 64 lower-case hexadecimal digits")]
+pub struct NotAKey;
+
+impl FromStr for Key {
+    type Err = NotAKey;
+
+    fn from_str(text: &str) -> Result<Key, NotAKey> {
+        let lower = text
+            .bytes()
+            .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        let hash = blake3::Hash::from_hex(text)
+            .ok()
+            .filter(|_| lower)
+            .ok_or(NotAKey)?;
+        Ok(Key(*hash.as_bytes()))
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.hex())
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Key({})", self.hex())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic_kernel::CpuIsa;
+
+    const PARTS: KeyParts<'static> = KeyParts {
+        target: Target::Cpu(CpuIsa::Avx2),
+        config: "config",
+        source: "source",
+        flags: "flags",
+        compiler: "gcc 12",
+    };
+
+    #[test]
+    fn every_part_counts_and_none_runs_into_the_next() {
+        let keys = [
+            Key::new(&PARTS),
+            Key::new(&KeyParts {
+                target: Target::Cpu(CpuIsa::Neon),
+                ..PARTS
+            }),
+            Key::new(&KeyParts {
+                config: "configs",
+                source: "ource",
+                ..PARTS
+            }),
+            Key::new(&KeyParts { flags: "", ..PARTS }),
+            Key::new(&KeyParts {
+                source: "",
+                ..PARTS
+            }),
+            Key::new(&KeyParts {
+                compiler: "gcc 13",
+                ..PARTS
+            }),
+        ];
+        for (i, key) in keys.iter().enumerate() {
+            assert!(keys[..i].iter().all(|other| other != key), "{i}");
+        }
+    }
+
+    #[test]
+    fn keys_do_not_change_between_releases() {
+        let hex = "f38f";
+        assert_eq!(&Key::new(&PARTS).hex()[..4], hex);
+    }
+
+    #[test]
+    fn hex_reads_back_and_nothing_else_does() {
+        let key = Key::new(&PARTS);
+        assert_eq!(key.hex().parse(), Ok(key));
+        let upper = key.hex().to_uppercase();
+        for bad in [&upper, "", "../../etc/passwd", &key.hex()[1..]] {
+            assert_eq!(bad.parse::<Key>(), Err(NotAKey), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Which file is where, and which files are ours.
+
+use crate::{FORMAT_VERSION, Key};
+use moesaic_kernel::Language;
+use std::fs::{self, Metadata};
+use std::path::{Path, PathBuf};
+
+/// Prefix of files being written; they get their name when they are whole.
+pub(crate) const TEMPORARY: &str = ".tmp-";
+
+pub(crate) const LANGUAGES: [Language; 3] = [Language::C, Language::Cuda, Language::Hip];
+
+/// The paths of one format version inside a cache directory. Another version
+/// has a directory of its own, and neither touches the other's.
+#[derive(Clone, Debug)]
+pub(crate) struct Layout {
+    cache: PathBuf,
+    version: PathBuf,
+}
+
+/// A file of ours.
+pub(crate) struct Found {
+    pub(crate) path: PathBuf,
+    pub(crate) kind: Kind,
+    pub(crate) meta: Metadata,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Kernel(Key),
+    Source(Key),
+    Lock,
+    Temporary,
+}
+
+impl Layout {
+    pub(crate) fn new(cache: PathBuf) -> Layout {
+        let version = cache.join(format!("v{FORMAT_VERSION}"));
+        Layout { cache, version }
+    }
+
+    /// The directory the user knows.
+    pub(crate) fn cache(&self) -> &Path {
+        &self.cache
+    }
+
+    /// The directory of this format version.
+    pub(crate) fn version(&self) -> &Path {
+        &self.version
+    }
+
+    pub(crate) fn kernel(&self, key: &Key) -> PathBuf {
+        self.file(key, "kernel")
+    }
+
+    pub(crate) fn source(&self, key: &Key, language: Language) -> PathBuf {
+        self.file(key, language.extension())
+    }
+
+    /// Shards keep directories short.
+    fn file(&self, key: &Key, extension: &str) -> PathBuf {
+        let hex = key.hex();
+        self.version
+            .join(&hex[..2])
+            .join(format!("{hex}.{extension}"))
+    }
+
+    pub(crate) fn lock(&self, key: &Key) -> PathBuf {
+        self.version.join("locks").join(format!("{key}.lock"))
+    }
+
+    pub(crate) fn facts(&self) -> PathBuf {
+        self.version.join("facts")
+    }
+
+    /// Every file of ours, in the order of their names. Whatever else lies in
+    /// the directory is not mentioned, so that nobody removes it.
+    pub(crate) fn scan(&self) -> Vec<Found> {
+        let mut files: Vec<Found> = children(&self.version)
+            .iter()
+            .flat_map(|dir| children(dir))
+            .filter_map(found)
+            .collect();
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        files
+    }
+}
+
+fn children(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).into_iter().flatten();
+    entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect()
+}
+
+fn found(path: PathBuf) -> Option<Found> {
+    let kind = kind(&path)?;
+    let meta = path.symlink_metadata().ok().filter(Metadata::is_file)?;
+    Some(Found { path, kind, meta })
+}
+
+fn kind(path: &Path) -> Option<Kind> {
+    let name = path.file_name()?.to_str()?;
+    let dir = path.parent()?.file_name()?.to_str()?;
+    if name.starts_with(TEMPORARY) {
+        return Some(Kind::Temporary);
+    }
+    let (hex, extension) = name.split_once('.')?;
+    let key: Key = hex.parse().ok()?;
+    match extension {
+        "lock" if dir == "locks" => Some(Kind::Lock),
+        _ if dir != &hex[..2] => None,
+        "kernel" => Some(Kind::Kernel(key)),
+        _ => is_language(extension).then_some(Kind::Source(key)),
+    }
+}
+
+pub(crate) fn is_language(extension: &str) -> bool {
+    LANGUAGES
+        .iter()
+        .any(|language| language.extension() == extension)
+}

@@ -1,0 +1,55 @@
+//! A lock per kernel and machine.
+
+use crate::files;
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// Held while a kernel is compiled, so that other processes wait for the
+/// result. Advice only: whoever cannot get it compiles anyway.
+pub(crate) struct MachineLock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl MachineLock {
+    /// Waits for the lock at most for `patience`. `None` when it is still
+    /// held then, or when the file system has no locks.
+    pub(crate) fn acquire(path: &Path, patience: Duration) -> Option<MachineLock> {
+        files::make_dir(path.parent()?).ok()?;
+        let file = File::options().create(true).append(true).open(path).ok()?;
+        let deadline = Instant::now() + patience;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            match file.try_lock() {
+                Ok(()) => {
+                    return Some(MachineLock {
+                        path: path.to_path_buf(),
+                        _file: file,
+                    });
+                }
+                Err(TryLockError::Error(_)) => return None,
+                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return None,
+                Err(TryLockError::WouldBlock) => sleep(pause),
+            }
+            pause = (pause * 2).min(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for MachineLock {
+    fn drop(&mut self) {
+        // Removed before it is released. Who waits on the removed file gets
+        // its lock next and finds the kernel; who comes later finds it too.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Whether nobody holds the lock: what a killed process left behind.
+pub(crate) fn is_abandoned(path: &Path) -> bool {
+    File::options()
+        .append(true)
+        .open(path)
+        .is_ok_and(|file| file.try_lock().is_ok())
+}

@@ -1,0 +1,336 @@
+//! Packs: a `tar.gz` of kernels, to carry from one store to another.
+//!
+//! ```text
+//! moesaic-pack.json                                  {"format":1,"kernels":2}
+//! cuda-sm_90a/grouped_gemm_up.3fa0….kernel           the store's file, byte for byte
+//! cuda-sm_90a/grouped_gemm_up.3fa0….cu               its source
+//! ```
+//!
+//! The same kernels give the same bytes. Names are for people: an import
+//! takes only the key from them and never a path.
+
+use crate::layout::is_language;
+use crate::upkeep::Listed;
+use crate::{FORMAT_VERSION, Key, PackError, Store, Stored, format, store};
+use flate2::Compression;
+use flate2::read::GzDecoder;
+use flate2::write::GzEncoder;
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{self, BufReader, Read, Write};
+use std::path::Path;
+
+const MANIFEST: &str = "moesaic-pack.json";
+
+#[derive(Serialize, Deserialize)]
+struct Manifest {
+    format: u32,
+    kernels: usize,
+}
+
+/// What went into a pack.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Exported {
+    /// Kernels.
+    pub kernels: usize,
+    /// Bytes of the pack.
+    pub bytes: u64,
+}
+
+/// What came out of a pack.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Imported {
+    /// Kernels that are new to the store.
+    pub added: usize,
+    /// Kernels the store had already.
+    pub present: usize,
+}
+
+impl Store {
+    /// Writes the kernels that `filter` chooses to the pack `path`, which
+    /// appears only when it is whole.
+    ///
+    /// # Errors
+    /// [`PackError::Io`].
+    pub fn export(
+        &self,
+        path: &Path,
+        filter: impl Fn(&Listed) -> bool,
+    ) -> Result<Exported, PackError> {
+        let chosen: Vec<Listed> = self
+            .list()
+            .into_iter()
+            .filter(|item| filter(item))
+            .collect();
+        let io = |source| PackError::Io {
+            action: "write",
+            path: path.to_path_buf(),
+            source,
+        };
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+        let file = tempfile::NamedTempFile::new_in(dir.unwrap_or(Path::new("."))).map_err(io)?;
+        let mut tar = tar::Builder::new(GzEncoder::new(&file, Compression::default()));
+        self.fill(&mut tar, &chosen).map_err(io)?;
+        tar.into_inner().and_then(GzEncoder::finish).map_err(io)?;
+        let bytes = file.as_file().metadata().map_err(io)?.len();
+        share(file.as_file()).map_err(io)?;
+        file.persist(path).map_err(|error| io(error.error))?;
+        Ok(Exported {
+            kernels: chosen.len(),
+            bytes,
+        })
+    }
+
+    fn fill<W: Write>(&self, tar: &mut tar::Builder<W>, chosen: &[Listed]) -> io::Result<()> {
+        let manifest = Manifest {
+            format: FORMAT_VERSION,
+            kernels: chosen.len(),
+        };
+        append(tar, MANIFEST, &serde_json::to_vec(&manifest)?)?;
+        for item in chosen {
+            let bytes = store::peek(&item.path)?;
+            // Pruned or damaged since it was listed.
+            format::decode(&item.key, bytes.clone()).map_err(io::Error::other)?;
+            append(tar, &member(item, "kernel"), &bytes)?;
+            if let Some(text) = self.source(&item.key) {
+                append(
+                    tar,
+                    &member(item, item.info.language.extension()),
+                    text.as_bytes(),
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the kernels of the pack `path` into the store: all, or none when
+    /// the pack is truncated or damaged anywhere or the store cannot take one.
+    ///
+    /// # Errors
+    /// [`PackError`].
+    pub fn import(&self, path: &Path) -> Result<Imported, PackError> {
+        // The first pass only checks, so that a bad end shows before
+        // anything is stored, whatever the size of the pack.
+        read_pack(path, |_, _, _| Ok(()))?;
+        let mut added = Vec::new();
+        let mut imported = Imported::default();
+        let result = read_pack(path, |key, stored, source| {
+            if self.look(&key).is_some() {
+                imported.present += 1;
+                return Ok(());
+            }
+            self.put_parts(&key, source, &stored)?;
+            imported.added += 1;
+            added.push(key);
+            Ok(())
+        });
+        if result.is_err() {
+            added.iter().for_each(|key| {
+                self.remove(key);
+            });
+        }
+        result.map(|()| imported)
+    }
+}
+
+/// A pack is for others, unlike a temporary file.
+#[cfg(unix)]
+fn share(file: &File) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    file.set_permissions(std::fs::Permissions::from_mode(0o644))
+}
+
+#[cfg(not(unix))]
+fn share(_: &File) -> io::Result<()> {
+    Ok(())
+}
+
+fn member(item: &Listed, extension: &str) -> String {
+    let plain = |c: char| {
+        if c.is_ascii_alphanumeric() || "_-".contains(c) {
+            c
+        } else {
+            '_'
+        }
+    };
+    let name: String = item.info.name.chars().map(plain).collect();
+    format!(
+        "{}/{name}.{}.{extension}",
+        item.info.target.file_name(),
+        item.key
+    )
+}
+
+/// Everything in the header is fixed: no time, no owner.
+fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let mut header = tar::Header::new_gnu();
+    header.set_size(bytes.len() as u64);
+    header.set_mode(0o644);
+    header.set_mtime(0);
+    tar.append_data(&mut header, name, bytes)
+}
+
+/// A kernel, its key and, if the pack has it, its source.
+type Sink<'a> = dyn FnMut(Key, Stored, Option<&str>) -> Result<(), PackError> + 'a;
+
+/// Reads and checks a whole pack, kernel by kernel.
+fn read_pack(
+    path: &Path,
+    mut sink: impl FnMut(Key, Stored, Option<&str>) -> Result<(), PackError>,
+) -> Result<(), PackError> {
+    let io = |source| PackError::Io {
+        action: "read",
+        path: path.to_path_buf(),
+        source,
+    };
+    let file = BufReader::new(File::open(path).map_err(io)?);
+    let mut tar = tar::Archive::new(GzDecoder::new(file));
+    let mut reader = Reader {
+        path,
+        kernels: 0,
+        promised: None,
+        pending: None,
+    };
+    for entry in tar.entries().map_err(|error| reader.damaged(error))? {
+        let entry = entry.map_err(|error| reader.damaged(error))?;
+        reader.take(entry, &mut sink)?;
+    }
+    reader.flush(None, &mut sink)?;
+    // The checksum comes after the last member.
+    let drained = io::copy(&mut tar.into_inner(), &mut io::sink());
+    drained.map_err(|error| reader.damaged(error))?;
+    reader.finish()
+}
+
+struct Reader<'a> {
+    path: &'a Path,
+    kernels: usize,
+    promised: Option<usize>,
+    pending: Option<(Key, Stored)>,
+}
+
+impl Reader<'_> {
+    fn damaged(&self, reason: impl ToString) -> PackError {
+        PackError::Damaged {
+            path: self.path.to_path_buf(),
+            reason: reason.to_string(),
+        }
+    }
+
+    fn take<R: Read>(
+        &mut self,
+        mut entry: tar::Entry<'_, R>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), PackError> {
+        let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
+        let kind = entry.header().entry_type();
+        if kind.is_dir() {
+            return Ok(());
+        }
+        if !kind.is_file() || entry.size() > format::LARGEST {
+            return Err(self.damaged(format!("`{name}` is not a file of a pack")));
+        }
+        let mut bytes = Vec::new();
+        entry
+            .read_to_end(&mut bytes)
+            .map_err(|error| self.damaged(format!("`{name}`: {error}")))?;
+        match Member::of(&name) {
+            Some(Member::Manifest) => self.manifest(&bytes),
+            _ if self.promised.is_none() => Err(self.damaged("it does not begin as a pack")),
+            Some(Member::Kernel(key)) => self.kernel(key, &name, bytes, sink),
+            Some(Member::Source(key)) => self.source(key, &name, &bytes, sink),
+            None => Err(self.damaged(format!("`{name}` is not a file of a pack"))),
+        }
+    }
+
+    fn manifest(&mut self, bytes: &[u8]) -> Result<(), PackError> {
+        let manifest: Manifest =
+            serde_json::from_slice(bytes).map_err(|error| self.damaged(error))?;
+        if manifest.format != FORMAT_VERSION {
+            return Err(self.damaged(format!(
+                "its format version is {}; this moesaic reads {FORMAT_VERSION}",
+                manifest.format
+            )));
+        }
+        self.promised = Some(manifest.kernels);
+        Ok(())
+    }
+
+    fn kernel(
+        &mut self,
+        key: Key,
+        name: &str,
+        bytes: Vec<u8>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), PackError> {
+        self.flush(None, sink)?;
+        let stored = format::decode(&key, bytes)
+            .map_err(|reason| self.damaged(format!("`{name}`: {reason}")))?;
+        self.pending = Some((key, stored));
+        Ok(())
+    }
+
+    fn source(
+        &mut self,
+        key: Key,
+        name: &str,
+        bytes: &[u8],
+        sink: &mut Sink<'_>,
+    ) -> Result<(), PackError> {
+        let text = std::str::from_utf8(bytes).ok();
+        let fits = |text: &&str| {
+            let pending = self.pending.as_ref().filter(|(pending, _)| *pending == key);
+            pending.is_some_and(|(_, stored)| stored.info.source_hash == format::hash_source(text))
+        };
+        match text.filter(fits) {
+            Some(text) => self.flush(Some(text), sink),
+            None => Err(self.damaged(format!(
+                "`{name}` is not the source of the kernel before it"
+            ))),
+        }
+    }
+
+    /// Hands the kernel on that was waiting for its source.
+    fn flush(&mut self, source: Option<&str>, sink: &mut Sink<'_>) -> Result<(), PackError> {
+        let Some((key, stored)) = self.pending.take() else {
+            return Ok(());
+        };
+        self.kernels += 1;
+        sink(key, stored, source)
+    }
+
+    fn finish(&self) -> Result<(), PackError> {
+        match self.promised {
+            Some(promised) if promised == self.kernels => Ok(()),
+            Some(promised) => {
+                let kernels = self.kernels;
+                Err(self.damaged(format!("it has {kernels} of its {promised} kernels")))
+            }
+            None => Err(self.damaged("it is empty")),
+        }
+    }
+}
+
+/// What a member's name says it is. Folders do not matter, so none can lead
+/// out of the store.
+enum Member {
+    Manifest,
+    Kernel(Key),
+    Source(Key),
+}
+
+impl Member {
+    fn of(name: &str) -> Option<Member> {
+        let file = name.rsplit('/').next()?;
+        if file == MANIFEST {
+            return Some(Member::Manifest);
+        }
+        let mut parts = file.rsplit('.');
+        let (extension, hex) = (parts.next()?, parts.next()?);
+        let key: Key = hex.parse().ok()?;
+        match extension {
+            "kernel" => Some(Member::Kernel(key)),
+            _ => is_language(extension).then_some(Member::Source(key)),
+        }
+    }
+}

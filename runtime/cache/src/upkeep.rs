@@ -1,0 +1,224 @@
+//! Looking after a store: list, verify, prune.
+
+use crate::layout::{Found, Kind};
+use crate::{KernelInfo, Key, Store, format, lock, store};
+use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+/// A kernel of a store.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Listed {
+    /// Its key.
+    pub key: Key,
+    /// What it is.
+    pub info: KernelInfo,
+    /// Its file.
+    pub path: PathBuf,
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// When it was written or, within a day, last used.
+    pub used: SystemTime,
+}
+
+/// What to do with bad entries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnBad {
+    /// Only report them.
+    Report,
+    /// Remove them.
+    Remove,
+}
+
+/// What a check of every kernel found.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Verified {
+    /// Kernels whose contents match their hash.
+    pub good: usize,
+    /// The others.
+    pub bad: Vec<Bad>,
+    /// Unfinished files that killed processes left; harmless, see
+    /// [`Store::prune`].
+    pub leftovers: usize,
+}
+
+/// An entry that is damaged.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bad {
+    /// Its file.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub reason: String,
+    /// Whether it was removed.
+    pub removed: bool,
+}
+
+/// What may stay. Kernels used longest ago go first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PruneRule {
+    /// At most this many bytes, if any; sources count.
+    pub max_bytes: Option<u64>,
+    /// Only kernels used within this time, if any.
+    pub max_age: Option<Duration>,
+}
+
+/// What was pruned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pruned {
+    /// Kernels removed.
+    pub removed: usize,
+    /// Bytes freed, leftovers among them.
+    pub freed: u64,
+    /// Kernels kept.
+    pub kept: usize,
+    /// Their bytes.
+    pub kept_bytes: u64,
+}
+
+/// Unfinished files younger than this may still be written to.
+const WRITING: Duration = Duration::from_secs(60 * 60);
+
+impl Store {
+    /// Every good kernel, by target and name.
+    pub fn list(&self) -> Vec<Listed> {
+        let files = self.layout.scan();
+        let mut list: Vec<Listed> = files.iter().filter_map(listed).collect();
+        list.sort_by(|a, b| order(a).cmp(&order(b)));
+        list
+    }
+
+    /// Reads and hashes every kernel.
+    pub fn verify(&self, on_bad: OnBad) -> Verified {
+        let mut verified = Verified::default();
+        for file in self.layout.scan() {
+            match file.kind {
+                Kind::Kernel(key) => match check(&key, &file) {
+                    Ok(_) => verified.good += 1,
+                    Err(reason) => {
+                        let removed = on_bad == OnBad::Remove && self.remove(&key);
+                        verified.bad.push(Bad {
+                            path: file.path,
+                            reason,
+                            removed,
+                        });
+                    }
+                },
+                Kind::Temporary => verified.leftovers += 1,
+                Kind::Source(_) | Kind::Lock => {}
+            }
+        }
+        verified
+    }
+
+    /// Removes kernels until the rule holds, and what killed processes left.
+    /// Touches no file that is not the store's own.
+    pub fn prune(&self, rule: &PruneRule) -> Pruned {
+        let files = self.layout.scan();
+        let now = SystemTime::now();
+        let mut pruned = Pruned {
+            freed: sweep(&files, now),
+            ..Pruned::default()
+        };
+        let mut kernels = sizes(&files);
+        kernels.sort_by(|a, b| b.used.cmp(&a.used).then(a.key.cmp(&b.key)));
+        let mut newer = 0;
+        for kernel in kernels {
+            newer += kernel.bytes;
+            let stays = rule.max_bytes.is_none_or(|max| newer <= max)
+                && rule.max_age.is_none_or(|max| age(kernel.used, now) <= max);
+            if stays {
+                pruned.kept += 1;
+                pruned.kept_bytes += kernel.bytes;
+            } else if self.remove(&kernel.key) {
+                pruned.removed += 1;
+                pruned.freed += kernel.bytes;
+            }
+        }
+        pruned
+    }
+}
+
+fn order(listed: &Listed) -> (String, &str, Key) {
+    (
+        listed.info.target.to_string(),
+        &listed.info.name,
+        listed.key,
+    )
+}
+
+fn listed(file: &Found) -> Option<Listed> {
+    let Kind::Kernel(key) = file.kind else {
+        return None;
+    };
+    let info = check(&key, file).ok()?;
+    let used = file.meta.modified().ok()?;
+    Some(Listed {
+        key,
+        info,
+        path: file.path.clone(),
+        bytes: file.meta.len(),
+        used,
+    })
+}
+
+fn check(key: &Key, file: &Found) -> Result<KernelInfo, String> {
+    let bytes = store::peek(&file.path).map_err(|error| error.to_string())?;
+    format::decode(key, bytes).map(|stored| stored.info)
+}
+
+fn age(used: SystemTime, now: SystemTime) -> Duration {
+    now.duration_since(used).unwrap_or_default()
+}
+
+struct Sized {
+    key: Key,
+    bytes: u64,
+    used: SystemTime,
+}
+
+/// Kernels with the bytes of their sources.
+fn sizes(files: &[Found]) -> Vec<Sized> {
+    let mut sources = HashMap::new();
+    for file in files {
+        if let Kind::Source(key) = file.kind {
+            *sources.entry(key).or_insert(0) += file.meta.len();
+        }
+    }
+    let sized = |file: &Found| {
+        let Kind::Kernel(key) = file.kind else {
+            return None;
+        };
+        let bytes = file.meta.len() + sources.get(&key).copied().unwrap_or(0);
+        Some(Sized {
+            key,
+            bytes,
+            used: file.meta.modified().ok()?,
+        })
+    };
+    files.iter().filter_map(sized).collect()
+}
+
+/// Removes unfinished files, abandoned locks and sources without a kernel;
+/// returns their bytes.
+fn sweep(files: &[Found], now: SystemTime) -> u64 {
+    let kernel = |file: &Found| match file.kind {
+        Kind::Kernel(key) => Some(key),
+        _ => None,
+    };
+    let kernels: HashSet<Key> = files.iter().filter_map(kernel).collect();
+    let old = |file: &Found| {
+        let used = file.meta.modified().unwrap_or(now);
+        age(used, now) > WRITING
+    };
+    let goes = |file: &&Found| match file.kind {
+        Kind::Kernel(_) => false,
+        Kind::Source(key) => !kernels.contains(&key) && old(file),
+        Kind::Temporary => old(file),
+        Kind::Lock => lock::is_abandoned(&file.path),
+    };
+    let removed = files
+        .iter()
+        .filter(goes)
+        .filter(|file| std::fs::remove_file(&file.path).is_ok());
+    removed.map(|file| file.meta.len()).sum()
+}

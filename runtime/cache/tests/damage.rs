@@ -1,0 +1,159 @@
+//! Files that are not what they were, and disks that do not take any.
+
+mod common;
+
+use common::{artifact, kernel_path, key, request, source, stored};
+use moesaic_cache::{OnBad, Origin, Store};
+use std::fs;
+use std::path::Path;
+
+const BYTES: usize = 3000;
+
+/// A store with one kernel, and the kernel's file.
+fn one(dir: &Path) -> (Store, Vec<u8>) {
+    let store = Store::open(dir);
+    let source = source("dispatch");
+    store
+        .put(&key(&source), &source, &stored(&source, BYTES))
+        .unwrap();
+    let bytes = fs::read(kernel_path(dir, &key(&source))).unwrap();
+    (store, bytes)
+}
+
+fn is_miss(store: &Store, bytes: &[u8]) -> bool {
+    let key = key(&source("dispatch"));
+    fs::write(kernel_path(store.dir(), &key), bytes).unwrap();
+    store.get(&key).is_none()
+}
+
+#[test]
+fn every_truncation_is_a_miss() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, bytes) = one(dir.path());
+    let lengths = (0..300)
+        .chain((300..bytes.len()).step_by(97))
+        .chain([bytes.len() - 1]);
+    for length in lengths {
+        assert!(
+            is_miss(&store, &bytes[..length]),
+            "{length} bytes were taken for a kernel"
+        );
+    }
+    assert!(
+        is_miss(&store, &[&bytes[..], b"x"].concat()),
+        "a longer file"
+    );
+    assert!(!is_miss(&store, &bytes), "the whole file");
+}
+
+#[test]
+fn every_flipped_bit_is_a_miss() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, bytes) = one(dir.path());
+    for at in (0..300).chain((300..bytes.len()).step_by(53)) {
+        let mut bad = bytes.clone();
+        bad[at] ^= 1 << (at % 8);
+        assert!(is_miss(&store, &bad), "byte {at}");
+    }
+    assert_eq!(store.stats().misses, store.stats().damaged);
+}
+
+#[test]
+fn lengths_that_overflow_are_a_miss() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, bytes) = one(dir.path());
+    for (at, width) in [(12, 4), (16, 8)] {
+        let mut bad = bytes.clone();
+        bad[at..at + width].fill(0xff);
+        assert!(is_miss(&store, &bad));
+    }
+}
+
+#[test]
+fn a_kernel_under_another_key_is_a_miss() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, bytes) = one(dir.path());
+    let other = key(&source("other"));
+    let path = kernel_path(dir.path(), &other);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, bytes).unwrap();
+    assert!(store.get(&other).is_none());
+}
+
+#[test]
+fn a_damaged_kernel_is_compiled_again_and_healed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, bytes) = one(dir.path());
+    assert!(is_miss(&store, &bytes[..100]));
+    assert_eq!(
+        store.verify(OnBad::Report).bad[0].reason,
+        "it has 100 bytes and declares others"
+    );
+    let source = source("dispatch");
+    let compile = || Ok(artifact("dispatch", BYTES));
+    assert_eq!(
+        store
+            .get_or_compile(&request(&source), compile)
+            .unwrap()
+            .origin,
+        Origin::Compiled
+    );
+    assert_eq!(
+        store
+            .get_or_compile(&request(&source), compile)
+            .unwrap()
+            .origin,
+        Origin::Store
+    );
+    assert_eq!(store.verify(OnBad::Report).good, 1);
+}
+
+#[test]
+fn verify_removes_only_when_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, bytes) = one(dir.path());
+    is_miss(&store, &bytes[..bytes.len() - 1]);
+    assert!(!store.verify(OnBad::Report).bad[0].removed);
+    assert!(store.verify(OnBad::Remove).bad[0].removed);
+    assert_eq!(store.verify(OnBad::Report), Default::default());
+}
+
+/// A fetch from a store that cannot write works, says so, and counts it.
+fn works_without(store: &Store, words: &str) {
+    let source = source("dispatch");
+    let fetched = store.get_or_compile(&request(&source), || Ok(artifact("dispatch", BYTES)));
+    let fetched = fetched.unwrap();
+    assert_eq!(fetched.stored.artifact, artifact("dispatch", BYTES));
+    let trouble = fetched
+        .trouble
+        .expect("the store reports nothing")
+        .to_string();
+    assert!(trouble.contains(words), "{trouble}");
+    assert!(store.stats().failures > 0);
+    assert!(store.remember("fact", &1).is_err());
+    assert_eq!(store.fact::<u32>("fact"), None);
+    assert_eq!(store.verify(OnBad::Report).good + store.list().len(), 0);
+}
+
+#[test]
+fn a_cache_below_a_file_fails_softly() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    works_without(&Store::open(file.join("cache")), "cannot make");
+}
+
+/// Writing is forbidden to root too in /proc.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_read_only_place_fails_softly() {
+    works_without(&Store::open("/proc/self/task"), "cannot make");
+}
+
+#[test]
+fn a_directory_in_the_place_of_a_kernel_fails_softly() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = source("dispatch");
+    fs::create_dir_all(kernel_path(dir.path(), &key(&source)).join("x")).unwrap();
+    works_without(&Store::open(dir.path()), "cannot write");
+}
