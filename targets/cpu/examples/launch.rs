@@ -74,7 +74,6 @@ fn spin_source(entry: &Entry) -> KernelSource {
         language: Language::C,
         text: SPIN.to_string(),
         config: String::new(),
-        config: String::new(),
         entries: vec![entry.clone()],
     }
 }

@@ -35,7 +35,7 @@ const AVX512: [&str; 5] = [
 
 /// Flags of the compile step: never `-march=native`, so that a kernel made on
 /// a login node is the kernel a compute node would have made.
-pub(crate) fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
+pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
     let features: &[&[&str]] = match isa {
         CpuIsa::Portable | CpuIsa::Neon => &[],
         CpuIsa::Avx2 => &[&AVX2],

@@ -31,5 +31,6 @@ mod report;
 
 pub use compiler::CpuCompiler;
 pub use device::CpuDevice;
+pub use flags::compile_flags;
 pub use identity::Identity;
 pub use isa::host_isa;

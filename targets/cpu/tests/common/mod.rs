@@ -64,7 +64,6 @@ pub fn source(isa: CpuIsa, text: &str, entries: Vec<Entry>) -> KernelSource {
         language: Language::C,
         text: text.to_string(),
         config: String::new(),
-        config: String::new(),
         entries,
     }
 }
