@@ -135,8 +135,8 @@ impl Store {
         (format::hash_source(&text) == info.source_hash).then_some(text)
     }
 
-    /// Keeps a kernel: its source first, then, whole and checked or not at
-    /// all, the kernel itself.
+    /// Keeps a kernel, whole and checked or not at all, and its source beside
+    /// it.
     ///
     /// # Errors
     /// [`StoreError`], which a caller logs and passes over.
@@ -153,11 +153,6 @@ impl Store {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
         }
-        if let Some(text) = source {
-            let path = self.layout.source(key, stored.info.language);
-            // For people only: a kernel is as good without it.
-            let _ = files::write(&path, text.as_bytes(), Care::Quick);
-        }
         let path = self.layout.kernel(key);
         let bytes = format::encode(key, stored)
             .map_err(|error| StoreError::io("encode", &path, error.into()))?;
@@ -167,6 +162,11 @@ impl Store {
         };
         files::write(&path, &bytes, Care::Thorough(&check))?;
         self.counters.bytes_written.add(bytes.len() as u64);
+        if let Some(text) = source {
+            let path = self.layout.source(key, stored.info.language);
+            // For people only: a kernel is as good without it.
+            let _ = files::write(&path, text.as_bytes(), Care::Quick);
+        }
         Ok(())
     }
 

@@ -161,8 +161,8 @@ fn a_process_killed_while_writing_leaves_whole_kernels_only() {
     assert_eq!(store.verify(OnBad::Report).bad, []);
 }
 
-/// Each child is killed at most once per write, so the store's own temporary
-/// files are all that stays, and they are swept when they are old.
+/// A limit on file sizes stands in for a full disk: it fails in the middle of
+/// a write just so, and needs no privileges.
 #[test]
 fn a_full_disk_stops_no_kernel() {
     let dir = tempfile::tempdir().unwrap();
