@@ -30,12 +30,16 @@
 //! This crate is the facade: it joins the parts and names the targets.
 //! docs/ARCHITECTURE.md says where each part lives.
 
+mod bridge;
 mod compilers;
 mod engine;
 
+pub use bridge::{engine_weights, reference_weights};
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use engine::{Engine, EngineOptions, OpenError};
 pub use half;
+/// Flags the C compiler gets for an instruction set.
+pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_cache::Store;
 pub use moesaic_engine::{
     Element, EngineError, Event, HostTensor, Input, Job, Layer, Outcome, Output, RawCall, Row,
@@ -57,6 +61,8 @@ pub use moesaic_plan as plan;
 pub use moesaic_emit as emit;
 /// The f64 reference.
 pub use moesaic_reference as reference;
+/// The CPU target, for its limits.
+pub use moesaic_cpu as cpu;
 /// Where compilers come from.
 pub use moesaic_toolchain as toolchain;
 /// Checkpoints.

@@ -1,0 +1,125 @@
+//! A real MoE layer on this machine's CPU, from a checkpoint to a roofline.
+//!
+//! ```sh
+//! cargo run --release --example quickstart
+//! ```
+
+mod show;
+
+use moesaic::cpu::{CpuCompiler, CpuDevice, limits};
+use moesaic::reference::{self, Random};
+use moesaic::spec::hf;
+use moesaic::weights::{Checkpoint, LoadOptions, load_import};
+use moesaic::{Engine, Input, LayerSpec, Weights, engine_weights, reference_weights};
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let engine = Engine::cpu()?;
+    println!("{} · {} threads · {}\n", engine.device_info().name, engine.device_info().units, engine.target());
+    checkpoint(&engine)?;
+    full_size(&engine)?;
+    let emitted = emit(&engine)?;
+    println!("\nthe emitted source of every kernel lies in {}", emitted.display());
+    Ok(())
+}
+
+/// The layer of the checkpoint in this repository.
+fn load() -> Result<(LayerSpec, moesaic::weights::HostWeights), Box<dyn Error>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/checkpoint");
+    let config = std::fs::read_to_string(folder.join("config.json"))?;
+    let import = hf::import(&config, 1)?;
+    let weights = load_import(&import, &Checkpoint::open(&folder)?, LoadOptions::default())?;
+    Ok((import.spec, weights))
+}
+
+/// Loads a small DeepSeek-V3 checkpoint, builds its MoE layer, and holds the
+/// output against the f64 reference.
+fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
+    let (spec, weights) = load()?;
+    println!("{}", show::spec(&spec));
+    let start = Instant::now();
+    let layer = engine.layer(&spec, &engine_weights(&weights))?;
+    println!("{}", show::built(engine, &layer, start.elapsed()));
+    println!("{}", show::plan(layer.plan()));
+
+    let tokens = 64;
+    let x: Vec<half::bf16> = Random::new(1)
+        .vec(tokens * spec.shape.model_dim)
+        .into_iter()
+        .map(half::bf16::from_f64)
+        .collect();
+    let y = layer.forward(&Input::new(tokens, &x))?.y().to_f32();
+    let expected = reference::forward(
+        &spec,
+        &reference_weights(&weights),
+        &reference::Input {
+            tokens,
+            x: x.iter().map(|v| v.to_f64()).collect(),
+            ..reference::Input::default()
+        },
+    );
+    let error = show::error(&y, &expected.y);
+    println!("{tokens} tokens through it: largest error {error:.1e} of the largest output");
+    // bf16 keeps eight bits; hidden rows, expert rows and y are rounded once each.
+    if error > 0.02 {
+        return Err(format!("the output is wrong: error {error:.1e} > 2e-2").into());
+    }
+    Ok(())
+}
+
+/// The same family of layer at a size that fills a machine, against what the
+/// machine can do at best.
+fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
+    let spec = LayerSpec::from_toml(
+        r#"
+        name = "full-size"
+        shape = { model_dim = 1024, hidden_dim = 512, experts = 16, top_k = 4 }
+        router = { score = "sigmoid", select_bias = true, renormalize = "sum", scale = 2.5 }
+        "#,
+    )?;
+    let random = reference::Weights::random(&spec, 7);
+    let stored: Vec<(String, Vec<usize>, Vec<f32>)> = random
+        .0
+        .iter()
+        .map(|(name, t)| (name.clone(), t.shape.clone(), t.data.iter().map(|&v| v as f32).collect()))
+        .collect();
+    let mut weights = Weights::new();
+    for (name, shape, data) in &stored {
+        weights = weights.with(name, shape, data);
+    }
+    let layer = engine.layer(&spec, &weights)?;
+    let limits = limits::measure(&CpuCompiler::find(None)?, &CpuDevice::new())?;
+    println!("{}", show::limits(&spec, &limits));
+    for tokens in [1, 64, 2048] {
+        let x: Vec<f32> = Random::new(2)
+            .vec(tokens * spec.shape.model_dim)
+            .into_iter()
+            .map(|v| v as f32)
+            .collect();
+        let input = Input::new(tokens, &x);
+        let times = show::best_of(7, || {
+            layer.forward(&input)?;
+            layer.time_steps(tokens)
+        })?;
+        println!("{}", show::timing(&layer, tokens, &times, &limits));
+    }
+    Ok(())
+}
+
+/// Writes the kernels of the checkpoint's layer for this CPU and for two GPUs
+/// that need not be here.
+fn emit(engine: &Engine) -> Result<PathBuf, Box<dyn Error>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/quickstart");
+    let (spec, _) = load()?;
+    let targets = [engine.target(), "cuda:sm_90a".parse()?, "rocm:gfx942".parse()?];
+    for target in targets {
+        let into = folder.join(target.file_name());
+        std::fs::create_dir_all(&into)?;
+        for source in moesaic::emit::emit_layer(&moesaic::plan::plan(&spec, target)?)? {
+            std::fs::write(into.join(source.file_name()), &source.text)?;
+        }
+    }
+    Ok(folder)
+}

@@ -1,0 +1,113 @@
+//! What the quickstart prints.
+
+use moesaic::cpu::limits::Limits;
+use moesaic::plan::{LayerPlan, Role, Work};
+use moesaic::{Engine, EngineError, Layer, LayerSpec, StepTime};
+use std::time::Duration;
+
+/// The layer in one line.
+pub fn spec(spec: &LayerSpec) -> String {
+    let shape = &spec.shape;
+    format!(
+        "layer `{}`: {} experts, {} per token, {} -> {} -> {}, {} weights, {} shared",
+        spec.name,
+        shape.experts,
+        shape.top_k,
+        shape.model_dim,
+        shape.hidden_dim,
+        spec.output_dim(),
+        spec.precision.weights,
+        spec.shared.len(),
+    )
+}
+
+/// How the kernels came about.
+pub fn built(engine: &Engine, layer: &Layer, time: Duration) -> String {
+    let stats = engine.stats();
+    format!(
+        "{} kernels in {:.1} ms: {} compiled, {} from the cache",
+        layer.plan().kernels.len(),
+        ms(time),
+        stats.compiled,
+        stats.from_store,
+    )
+}
+
+/// The launches in order, with what each writes.
+pub fn plan(plan: &LayerPlan) -> String {
+    let mut text = String::from("\nplan\n");
+    for (i, step) in plan.steps.iter().enumerate() {
+        let made = step.tensors.iter().filter(|name| made_by(plan, i, name));
+        let made: Vec<&str> = made.map(String::as_str).collect();
+        text += &format!("  {:>2} {:<22} -> {}\n", i + 1, step.symbol, made.join(", "));
+    }
+    text
+}
+
+/// Whether step `i` is the first to name a tensor that the layer fills.
+fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
+    let filled = plan.tensor(name).is_some_and(|t| matches!(t.role, Role::Output | Role::Scratch));
+    filled && !plan.steps[..i].iter().any(|step| step.tensors.iter().any(|other| other == name))
+}
+
+/// The yardstick.
+pub fn limits(spec: &LayerSpec, limits: &Limits) -> String {
+    format!(
+        "\nthis machine at best: {:.0} GFLOP/s f32, {:.1} GB/s read ({} threads)\n\
+         layer `{}` at {} x {} x {}, f32:\n",
+        limits.f32_gflops,
+        limits.read_gbps,
+        limits.threads,
+        spec.name,
+        spec.shape.model_dim,
+        spec.shape.hidden_dim,
+        spec.shape.experts,
+    )
+}
+
+/// Time per stage beside the least time that the machine's limits allow.
+pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits) -> String {
+    let plan = layer.plan();
+    let mut text = format!("  T = {tokens:<5} {:<22} {:>9} {:>9} {:>7}\n", "", "ms", "least ms", "of it");
+    let (mut sum, mut least) = (0.0, 0.0);
+    for (step, timed) in plan.steps.iter().zip(times) {
+        let work = Work::of(&plan.kernels[step.kernel], plan.entry(step), tokens as u64);
+        let floor = work.floor(limits.f32_gflops * 1e9, limits.read_gbps * 1e9).0 * 1e3;
+        text += &row(&timed.symbol, ms(timed.time), floor);
+        sum += ms(timed.time);
+        least += floor;
+    }
+    text + &row("the whole layer", sum, least)
+}
+
+fn row(name: &str, time: f64, least: f64) -> String {
+    let share = 100.0 * least / time;
+    format!("            {name:<22} {time:>9.3} {least:>9.3} {share:>6.0}%\n")
+}
+
+/// The run with the least total time.
+pub fn best_of(
+    runs: usize,
+    mut run: impl FnMut() -> Result<Vec<StepTime>, EngineError>,
+) -> Result<Vec<StepTime>, EngineError> {
+    let total = |times: &Vec<StepTime>| times.iter().map(|t| t.time).sum::<Duration>();
+    let mut best = run()?;
+    for _ in 1..runs {
+        let next = run()?;
+        if total(&next) < total(&best) {
+            best = next;
+        }
+    }
+    Ok(best)
+}
+
+/// The largest difference, relative to the largest expected value.
+pub fn error(found: &[f32], expected: &[f64]) -> f64 {
+    let scale = expected.iter().fold(0f64, |most, v| most.max(v.abs()));
+    let pairs = found.iter().zip(expected);
+    pairs.fold(0f64, |most, (f, e)| most.max((f64::from(*f) - e).abs())) / scale
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}

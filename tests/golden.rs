@@ -1,0 +1,222 @@
+//! Emitted source as plain files, and real compilers over all of it.
+//!
+//! `cargo xtask bless` rewrites the files after a wanted change.
+
+use moesaic::emit::emit_layer;
+use moesaic::plan::plan;
+use moesaic::spec::LayerSpec;
+use moesaic::target::{CompileOptions, Compiler};
+use moesaic::toolchain::{Kind, Registry};
+use moesaic::{Compilers, KernelSource, Target};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// Layers that between them reach most of what templates can do.
+const SPECS: [&str; 4] = ["mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "switch-base-8"];
+
+/// Targets whose text is kept.
+const KEPT: [&str; 4] = ["cpu:avx2", "cpu:avx512bf16", "cuda:sm_90a", "rocm:gfx942"];
+
+/// Targets whose text must compile.
+const COMPILED: [&str; 7] = [
+    "cuda:sm_80",
+    "cuda:sm_90a",
+    "cuda:sm_100a",
+    "rocm:gfx90a",
+    "rocm:gfx942",
+    "rocm:gfx950",
+    "rocm:gfx1100",
+];
+
+/// Instruction sets of x86-64 whose text gcc and clang must take in silence.
+const X86: [&str; 4] = ["cpu:portable", "cpu:avx2", "cpu:avx512", "cpu:avx512bf16"];
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn spec(name: &str) -> LayerSpec {
+    let path = root().join("examples/specs").join(name).with_extension("toml");
+    let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    LayerSpec::from_toml(&text).unwrap_or_else(|e| panic!("{}", e.render(name, false)))
+}
+
+fn sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
+    let target: Target = target.parse().expect("a known target");
+    let plan = plan(&spec(spec_name), target).expect("it can be planned");
+    emit_layer(&plan).expect("it can be emitted")
+}
+
+/// `tests/golden/grouped_gemm/mixtral-8x7b.grouped_gemm_up.cuda-sm_90a.cu`.
+fn golden_path(spec_name: &str, source: &KernelSource) -> PathBuf {
+    let (name, target) = (&source.name, source.target.file_name());
+    let file = format!("{spec_name}.{name}.{target}.{}", source.language.extension());
+    root().join("tests/golden").join(source.stem.name()).join(file)
+}
+
+fn expected() -> BTreeMap<PathBuf, String> {
+    let cases = SPECS.iter().flat_map(|spec| KEPT.iter().map(move |target| (*spec, *target)));
+    cases
+        .flat_map(|(spec, target)| sources(spec, target).into_iter().map(move |s| (spec, s)))
+        .map(|(spec, source)| (golden_path(spec, &source), source.text))
+        .collect()
+}
+
+fn on_disk() -> Vec<PathBuf> {
+    let folders = fs::read_dir(root().join("tests/golden")).into_iter().flatten().flatten();
+    folders
+        .flat_map(|folder| fs::read_dir(folder.path()).into_iter().flatten().flatten())
+        .map(|file| file.path())
+        .collect()
+}
+
+#[test]
+fn emitted_text_is_the_golden_text() {
+    let expected = expected();
+    if std::env::var_os("BLESS").is_some() {
+        return bless(&expected);
+    }
+    for (path, text) in &expected {
+        let golden = fs::read_to_string(path).unwrap_or_default();
+        let line = golden.lines().zip(text.lines()).position(|(a, b)| a != b);
+        let line = line.unwrap_or_else(|| golden.lines().count().min(text.lines().count())) + 1;
+        assert!(
+            golden == *text,
+            "{} differs from what is emitted, first at line {line}; \
+             if that is wanted: cargo xtask bless",
+            path.display()
+        );
+    }
+    for path in on_disk() {
+        assert!(expected.contains_key(&path), "{} is of no case any more", path.display());
+    }
+}
+
+fn bless(expected: &BTreeMap<PathBuf, String>) {
+    for path in on_disk() {
+        fs::remove_file(path).expect("golden files can be removed");
+    }
+    for (path, text) in expected {
+        fs::create_dir_all(path.parent().expect("it has a folder")).expect("a writable tree");
+        fs::write(path, text).expect("a writable tree");
+    }
+}
+
+/// Every kernel for every GPU target, with no spills, no stack and no word of
+/// warning from the compiler.
+#[test]
+fn gpu_text_compiles_without_spills() {
+    let compilers = Compilers::new(None);
+    let jobs: Vec<KernelSource> = COMPILED
+        .iter()
+        .flat_map(|target| SPECS.iter().flat_map(move |spec| sources(spec, target)))
+        .collect();
+    on_all_cores(&jobs, |source| {
+        let compiler = compilers
+            .get(source.target)
+            .unwrap_or_else(|e| panic!("{e}\nthe tests need: moesaic toolchain install cuda rocm"));
+        check_artifact(&*compiler, source);
+    });
+}
+
+fn check_artifact(compiler: &dyn Compiler, source: &KernelSource) {
+    let artifact = compiler
+        .compile(source, &CompileOptions::default())
+        .unwrap_or_else(|e| panic!("{}: {e}", source.name));
+    let report = artifact.report;
+    let what = format!("{} for {}", source.name, source.target);
+    assert_eq!(report.log, "", "{what}");
+    assert_eq!(report.kernels.len(), source.entries.len(), "{what}");
+    for kernel in &report.kernels {
+        assert_eq!(kernel.spill_bytes.unwrap_or(0), 0, "{what}: {}", kernel.symbol);
+        assert_eq!(kernel.stack_bytes.unwrap_or(0), 0, "{what}: {}", kernel.symbol);
+        assert!(kernel.registers.is_some_and(|n| n > 0), "{what}: {}", kernel.symbol);
+    }
+}
+
+/// Every kernel for every instruction set of this machine's family, through
+/// gcc and clang, warnings as errors.
+#[test]
+fn c_text_compiles_without_warnings() {
+    let compilers = [vec!["gcc".to_string()], clang()];
+    let isas: &[&str] = if cfg!(target_arch = "x86_64") { &X86 } else { &["cpu:neon"] };
+    let jobs: Vec<(&Vec<String>, KernelSource)> = compilers
+        .iter()
+        .flat_map(|cc| isas.iter().map(move |isa| (cc, *isa)))
+        .flat_map(|(cc, isa)| SPECS.iter().map(move |spec| (cc, isa, *spec)))
+        .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |s| (cc, s)))
+        .collect();
+    on_all_cores(&jobs, |(cc, source)| check_c(cc, source));
+}
+
+/// The machine's clang, or the one that `toolchain install rocm` brings.
+fn clang() -> Vec<String> {
+    let works = |program: &str| {
+        Command::new(program).arg("--version").stdout(Stdio::null()).status().is_ok()
+    };
+    if works("clang") {
+        return vec!["clang".to_string()];
+    }
+    let registry = Registry::open().expect("a cache directory");
+    let zig = registry.get(Kind::Rocm).or_else(|| registry.get(Kind::C)).map(|t| registry.path(t));
+    let zig = zig.expect("clang, or: moesaic toolchain install rocm");
+    vec![zig.display().to_string(), "clang".to_string()]
+}
+
+fn check_c(cc: &[String], source: &KernelSource) {
+    let Target::Cpu(isa) = source.target else { panic!("C is for CPUs") };
+    let mut command = Command::new(&cc[0]);
+    command.args(&cc[1..]).args(["-x", "c", "-std=gnu11", "-O3", "-fPIC", "-c"]);
+    command.args(["-Wall", "-Wextra", "-Werror", "-o", "/dev/null"]);
+    command.args(moesaic::cpu_flags(isa)).arg("-");
+    command.stdin(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap_or_else(|e| panic!("{}: {e}", cc[0]));
+    let mut stdin = child.stdin.take().expect("it is piped");
+    std::io::Write::write_all(&mut stdin, source.text.as_bytes()).expect("the compiler reads");
+    drop(stdin);
+    let output = child.wait_with_output().expect("the compiler ends");
+    let log = String::from_utf8_lossy(&output.stderr);
+    let what = format!("{cc:?} on {} for {}", source.name, source.target);
+    assert!(output.status.success(), "{what}\n{log}");
+}
+
+/// Runs `job` for every item on all cores; the first panic is passed on.
+fn on_all_cores<T: Sync>(items: &[T], job: impl Fn(&T) + Sync) {
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    std::thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(|| {
+                while let Some(item) =
+                    items.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
+                {
+                    job(item);
+                }
+            });
+        }
+    });
+}
+
+/// Only what the emitter offers is used: an undefined value inside a
+/// condition would silently count as false.
+#[test]
+fn templates_use_only_what_is_offered() {
+    for target in KEPT {
+        let target: Target = target.parse().expect("a known target");
+        let used = moesaic::emit::template_variables(target).expect("templates parse");
+        let offered = ["d", "c", "entry", "target"];
+        let unknown: Vec<_> = used.iter().filter(|v| !offered.contains(&v.as_str())).collect();
+        assert!(unknown.is_empty(), "{target}: {unknown:?}");
+    }
+}
+
+#[test]
+fn golden_files_include_no_header() {
+    for path in on_disk() {
+        let text = fs::read_to_string(&path).expect("it is text");
+        assert!(!text.contains("#include"), "{}", path.display());
+    }
+}
+

@@ -1,0 +1,174 @@
+//! The rules of the house, as docs/ARCHITECTURE.md states them.
+
+use moesaic::Stem;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Which crates of the workspace a crate may depend on (tests aside).
+const ALLOWED: &[(&str, &[&str])] = &[
+    ("kernel", &[]),
+    ("spec", &["kernel"]),
+    ("plan", &["kernel", "spec"]),
+    ("templates", &[]),
+    ("emit", &["kernel", "plan", "templates"]),
+    ("layers", &["kernel", "spec", "plan", "emit"]),
+    ("macros", &["spec", "layers"]),
+    ("target", &["kernel"]),
+    ("dl", &[]),
+    ("cpu", &["kernel", "target", "dl"]),
+    ("cuda", &["kernel", "target", "dl"]),
+    ("rocm", &["kernel", "target", "dl"]),
+    ("cache", &["kernel", "target"]),
+    ("engine", &["kernel", "spec", "plan", "emit", "target", "cache"]),
+    ("reference", &["kernel", "spec"]),
+    ("weights", &["kernel", "spec"]),
+    ("toolchain", &["kernel", "target", "cache", "cpu", "cuda", "rocm"]),
+];
+
+/// Crates that must stay pure: text in, text out.
+const PURE: [&str; 4] = ["codegen/kernel", "codegen/spec", "codegen/plan", "codegen/emit"];
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Every file below `folder` with one of the extensions, build output aside.
+fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
+    let mut list = Vec::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let (path, name) = (entry.path(), entry.file_name());
+        let name = name.to_string_lossy();
+        if path.is_dir() {
+            let skipped = name.starts_with('.') || name == "target" || name.starts_with("target-");
+            if !skipped {
+                list.extend(files(&path, extensions));
+            }
+        } else if extensions.iter().any(|extension| name.ends_with(extension)) {
+            list.push(path);
+        }
+    }
+    list
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The `moesaic-*` crates below `[dependencies]` of each manifest.
+fn crate_graph() -> BTreeMap<String, BTreeSet<String>> {
+    let folders = ["codegen", "targets", "runtime", "templates"];
+    let manifests = folders.iter().flat_map(|f| files(&root().join(f), &["Cargo.toml"]));
+    manifests.map(|path| dependencies(&read(&path))).collect()
+}
+
+fn dependencies(manifest: &str) -> (String, BTreeSet<String>) {
+    let (mut section, mut name, mut list) = ("", String::new(), BTreeSet::new());
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            section = line;
+        } else if section == "[package]" && line.starts_with("name") {
+            name = line.split('"').nth(1).unwrap_or_default().replace("moesaic-", "");
+        } else if section == "[dependencies]" {
+            let dependency = line.split(['.', ' ', '=']).next().unwrap_or_default();
+            list.extend(dependency.strip_prefix("moesaic-").map(str::to_string));
+        }
+    }
+    (name, list)
+}
+
+#[test]
+fn crates_depend_only_where_the_architecture_allows() {
+    let allowed: BTreeMap<&str, &[&str]> = ALLOWED.iter().copied().collect();
+    for (name, dependencies) in crate_graph() {
+        let may = allowed.get(&*name).unwrap_or_else(|| panic!("crate {name} is not in the table"));
+        for dependency in dependencies {
+            assert!(may.contains(&&*dependency), "moesaic-{name} must not use moesaic-{dependency}");
+        }
+    }
+}
+
+#[test]
+fn codegen_touches_no_file_variable_or_device() {
+    for folder in PURE {
+        for path in files(&root().join(folder).join("src"), &[".rs"]) {
+            let text = read(&path);
+            let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+            for banned in ["std::fs", "std::env", "std::process", "std::net", "std::time"] {
+                assert!(!code.contains(banned), "{} uses {banned}", path.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn only_dl_opens_libraries() {
+    for path in files(&root(), &["Cargo.toml"]) {
+        let text = read(&path);
+        let dl = path.ends_with("targets/dl/Cargo.toml") || path == root().join("Cargo.toml");
+        let normal = text.split("[dev-dependencies]").next().unwrap_or_default();
+        assert!(dl || !normal.contains("libloading"), "{}", path.display());
+    }
+}
+
+#[test]
+fn nothing_probes_the_machine_at_build_time() {
+    assert_eq!(files(&root(), &["build.rs"]), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn every_unsafe_block_says_why_it_is_sound() {
+    for path in files(&root(), &[".rs"]) {
+        let text = read(&path);
+        let lines: Vec<&str> = text.lines().collect();
+        for (i, line) in lines.iter().enumerate() {
+            let code = line.split("//").next().unwrap_or_default();
+            if !code.contains("unsafe {") || path.ends_with("tests/tidy.rs") {
+                continue;
+            }
+            let above = lines[i.saturating_sub(12)..=i].iter();
+            let reason = above.clone().any(|l| l.contains("SAFETY:") || l.contains("# Safety"));
+            assert!(reason, "{}:{} has no SAFETY comment", path.display(), i + 1);
+        }
+    }
+}
+
+#[test]
+fn files_stay_readable() {
+    for path in files(&root(), &[".rs", ".tera"]) {
+        let lines = read(&path).lines().count();
+        let most = if path.extension().is_some_and(|e| e == "tera") { 450 } else { 600 };
+        assert!(lines <= most, "{} has {lines} lines; split it", path.display());
+    }
+}
+
+#[test]
+fn every_stem_is_everywhere() {
+    for stem in Stem::ALL {
+        for path in [
+            format!("templates/cpu/{stem}.c.tera"),
+            format!("templates/gpu/{stem}.cu.tera"),
+            format!("docs/kernels/{stem}.md"),
+            format!("tests/golden/{stem}"),
+        ] {
+            assert!(root().join(&path).exists(), "{path} is missing");
+        }
+    }
+}
+
+#[test]
+fn the_library_stays_small() {
+    let output = std::process::Command::new(env!("CARGO"))
+        .args(["tree", "--offline", "-p", "moesaic", "-e", "normal,build", "--prefix", "none"])
+        .current_dir(root())
+        .output()
+        .expect("cargo runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let crates: BTreeSet<&str> = text
+        .lines()
+        .filter_map(|line| line.split(" (").next())
+        .filter(|line| !line.is_empty() && !line.starts_with("moesaic"))
+        .collect();
+    assert!(!crates.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(crates.len() < 70, "{} crates: {crates:?}", crates.len());
+}
