@@ -126,6 +126,22 @@ impl Buffer {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
+
+    /// The address of `offset`, if `length` bytes fit behind it. `operation`
+    /// is for the error: `upload`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`] with the sizes.
+    pub fn range(&self, operation: &str, offset: usize, length: usize) -> Result<Ptr, DeviceError> {
+        let end = offset.checked_add(length);
+        if end.is_some_and(|end| end <= self.bytes) {
+            return Ok(Ptr(self.ptr.0 + offset as u64));
+        }
+        Err(DeviceError::Driver {
+            operation: format!("{operation} of {length} bytes at byte {offset}"),
+            reason: format!("the buffer holds {} bytes", self.bytes),
+        })
+    }
 }
 
 impl std::fmt::Debug for Buffer {

@@ -6,11 +6,13 @@
 //! [`moesaic_kernel::KernelSource`] goes in, an [`Artifact`] comes out, and
 //! an artifact is launched by its entries.
 
+mod args;
 mod artifact;
 mod compiler;
 mod device;
 mod error;
 
+pub use args::{ArgBlock, gpu_grid};
 pub use artifact::{Artifact, KernelReport, ParamSlot, Report};
 pub use compiler::{CompileOptions, Compiler};
 pub use device::{Arg, Buffer, Device, DeviceInfo, LaunchDims, Module, Ptr};

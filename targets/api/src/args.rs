@@ -1,0 +1,192 @@
+//! Arguments in the form that GPU drivers take them.
+
+use crate::{Arg, DeviceError, LaunchDims};
+use moesaic_kernel::{Entry, Param, ParamType, Scalar};
+use std::ffi::c_void;
+
+/// Argument values, and the array of pointers to them that a driver reads
+/// during a launch. Drivers know the size of each parameter from the binary.
+pub struct ArgBlock {
+    values: Box<[u64]>,
+    pointers: Vec<*mut c_void>,
+}
+
+impl ArgBlock {
+    /// Packs `args`, once they fit the entry's parameters in number and kind.
+    ///
+    /// # Errors
+    /// [`DeviceError::Launch`] names the first that does not fit.
+    pub fn new(entry: &Entry, args: &[Arg]) -> Result<ArgBlock, DeviceError> {
+        check_count(entry, args)?;
+        check_kinds(entry, args)?;
+        let mut values: Box<[u64]> = args.iter().map(value).collect();
+        let pointers = values
+            .iter_mut()
+            .map(|value| (value as *mut u64).cast())
+            .collect();
+        Ok(ArgBlock { values, pointers })
+    }
+
+    /// One pointer per argument, valid while the block lives and stays where
+    /// it is borrowed.
+    pub fn pointers(&mut self) -> &mut [*mut c_void] {
+        debug_assert_eq!(self.values.len(), self.pointers.len());
+        &mut self.pointers
+    }
+}
+
+/// The grid of `dims` as drivers take it; `None` when a dimension is zero and
+/// there is nothing to launch.
+///
+/// # Errors
+/// [`DeviceError::Launch`] when a dimension is beyond what GPUs have: 2^31-1
+/// blocks in x, 65535 in y.
+pub fn gpu_grid(symbol: &str, dims: &LaunchDims) -> Result<Option<[u32; 2]>, DeviceError> {
+    const MOST: [u64; 2] = [i32::MAX as u64, u16::MAX as u64];
+    let [x, y] = dims.grid;
+    if x == 0 || y == 0 {
+        return Ok(None);
+    }
+    if x > MOST[0] || y > MOST[1] {
+        let reason = format!(
+            "a grid of {x} x {y} blocks is too large; the most are {} x {}",
+            MOST[0], MOST[1]
+        );
+        return Err(DeviceError::Launch {
+            kernel: symbol.to_string(),
+            reason,
+        });
+    }
+    Ok(Some([x as u32, y as u32]))
+}
+
+fn check_count(entry: &Entry, args: &[Arg]) -> Result<(), DeviceError> {
+    let (want, got) = (entry.params.len(), args.len());
+    if want == got {
+        return Ok(());
+    }
+    let reason = format!("it takes {want} arguments and got {got}");
+    Err(DeviceError::Launch {
+        kernel: entry.symbol.clone(),
+        reason,
+    })
+}
+
+fn check_kinds(entry: &Entry, args: &[Arg]) -> Result<(), DeviceError> {
+    let mut pairs = entry.params.iter().zip(args);
+    let Some((param, arg)) = pairs.find(|(param, arg)| !fits(param, arg)) else {
+        return Ok(());
+    };
+    let reason = format!(
+        "argument `{}` is {arg:?} and must be {:?}",
+        param.name, param.ty
+    );
+    Err(DeviceError::Launch {
+        kernel: entry.symbol.clone(),
+        reason,
+    })
+}
+
+fn fits(param: &Param, arg: &Arg) -> bool {
+    matches!(
+        (param.ty, arg),
+        (ParamType::Tensor(..), Arg::Ptr(_))
+            | (ParamType::Scalar(Scalar::I64), Arg::I64(_))
+            | (ParamType::Scalar(Scalar::F32), Arg::F32(_))
+    )
+}
+
+/// The value in the first bytes of eight, as hosts of GPUs are little-endian.
+fn value(arg: &Arg) -> u64 {
+    match arg {
+        Arg::Ptr(address) => address.0,
+        Arg::I64(value) => value.cast_unsigned(),
+        Arg::F32(value) => u64::from(value.to_bits()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Ptr;
+    use moesaic_kernel::{Access, DType, Launch, Size};
+
+    fn entry() -> Entry {
+        let factor = Param {
+            name: "factor".to_string(),
+            ty: ParamType::Scalar(Scalar::F32),
+            shape: String::new(),
+        };
+        Entry {
+            symbol: "scale".to_string(),
+            summary: String::new(),
+            params: vec![
+                factor,
+                Param::tensor("x", DType::Bf16, Access::Read, "[tokens]"),
+                Param::i64("count"),
+            ],
+            launch: Launch {
+                grid: [Size::Tokens, Size::Const(1)],
+                threads: 64,
+                shared_bytes: 0,
+            },
+        }
+    }
+
+    #[test]
+    fn each_pointer_leads_to_its_value() {
+        let args = [
+            Arg::F32(-1.5),
+            Arg::Ptr(Ptr(0xdead_beef_0010)),
+            Arg::I64(-7),
+        ];
+        let mut block = ArgBlock::new(&entry(), &args).unwrap();
+        let pointers = block.pointers().to_vec();
+        // SAFETY: the block lives, and each points to a value of this type.
+        unsafe {
+            assert_eq!(*pointers[0].cast::<f32>(), -1.5);
+            assert_eq!(*pointers[1].cast::<u64>(), 0xdead_beef_0010);
+            assert_eq!(*pointers[2].cast::<i64>(), -7);
+        }
+    }
+
+    #[test]
+    fn wrong_arguments_are_named() {
+        let check = |args: &[Arg], expected: &str| {
+            let Err(error) = ArgBlock::new(&entry(), args) else {
+                panic!("packed {args:?}")
+            };
+            assert_eq!(
+                error.to_string(),
+                format!("launch of kernel `scale` failed: {expected}")
+            );
+        };
+        let (f, p, n) = (Arg::F32(1.0), Arg::Ptr(Ptr(64)), Arg::I64(1));
+        check(&[f, p], "it takes 3 arguments and got 2");
+        check(
+            &[f, n, p],
+            "argument `x` is I64(1) and must be Tensor(Bf16, Read)",
+        );
+    }
+
+    #[test]
+    fn grids_are_checked() {
+        let grid = |x, y| {
+            let dims = LaunchDims {
+                grid: [x, y],
+                threads: 32,
+                shared_bytes: 0,
+            };
+            gpu_grid("k", &dims).map_err(|error| error.to_string())
+        };
+        assert_eq!(grid(0, 5), Ok(None));
+        assert_eq!(grid(5, 0), Ok(None));
+        assert_eq!(grid(0x7fff_ffff, 65535), Ok(Some([0x7fff_ffff, 65535])));
+        assert!(
+            grid(0x8000_0000, 1)
+                .unwrap_err()
+                .contains("a grid of 2147483648 x 1 blocks is too large")
+        );
+        assert!(grid(1, 65536).is_err());
+    }
+}
