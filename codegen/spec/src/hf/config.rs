@@ -13,8 +13,11 @@ pub(super) struct Config {
     pub dtype: DType,
 }
 
-/// Keys that nest the language model's configuration, outermost first.
-const NESTING: [&str; 2] = ["thinker_config", "text_config"];
+/// More layers than any model has.
+const MAX_LAYERS: usize = 100_000;
+
+/// The key that nests the language model's configuration.
+const NESTED: &str = "text_config";
 
 impl Config {
     /// Reads the text. Refuses quantized checkpoints.
@@ -31,13 +34,11 @@ impl Config {
         };
         config.read_dtype()?;
         config.refuse_quantized()?;
-        for key in NESTING {
-            if let Some(Value::Object(inner)) = config.values.remove(key) {
-                config.model = named(&inner).unwrap_or(config.model);
-                config.values = inner;
-                config.read_dtype()?;
-                config.refuse_quantized()?;
-            }
+        if let Some(Value::Object(inner)) = config.values.remove(NESTED) {
+            config.model = named(&inner).unwrap_or(config.model);
+            config.values = inner;
+            config.read_dtype()?;
+            config.refuse_quantized()?;
         }
         if config.model.is_empty() {
             return Err(HfError::NoModelType);
@@ -98,6 +99,14 @@ impl Config {
     /// A whole number.
     pub fn size(&self, keys: &[&str], default: usize) -> Result<usize, HfError> {
         Ok(self.size_opt(keys)?.unwrap_or(default))
+    }
+
+    /// A number of layers: small enough to list them.
+    pub fn layers(&self, keys: &[&str], default: usize) -> Result<usize, HfError> {
+        match (self.size(keys, default)?, self.find(keys)) {
+            (MAX_LAYERS.., Some((key, value))) => Err(self.bad(key, value, "a number of layers")),
+            (count, _) => Ok(count),
+        }
     }
 
     /// A whole number without a default.
@@ -221,17 +230,12 @@ impl Config {
     }
 }
 
-/// A whole number, written as an integer or as `8.0`.
+/// A whole number, written as an integer or as `8.0`; small enough that sums of
+/// a few cannot overflow.
 fn whole(value: &Value) -> Option<usize> {
-    let float = || {
-        value
-            .as_f64()
-            .filter(|f| f.fract() == 0.0 && (0.0..1e15).contains(f))
-    };
-    value
-        .as_u64()
-        .map(|n| n as usize)
-        .or_else(|| float().map(|f| f as usize))
+    let float = || value.as_f64().filter(|f| f.fract() == 0.0 && *f >= 0.0).map(|f| f as u64);
+    let number = value.as_u64().or_else(float)?;
+    usize::try_from(number).ok().filter(|n| *n <= 1 << 30)
 }
 
 fn kind(value: &Value) -> &'static str {

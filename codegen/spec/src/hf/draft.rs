@@ -84,7 +84,6 @@ impl Draft {
                 "model.language_model.layers.",
                 "language_model.model.layers.",
                 "language_model.layers.",
-                "thinker.model.layers.",
             ],
             layer,
             blocks,
@@ -275,7 +274,7 @@ impl Draft {
     }
 
     /// The import, with one recipe per canonical tensor, in their order.
-    pub fn finish(self) -> Result<Import, HfError> {
+    pub fn finish(self) -> Import {
         let Draft {
             spec,
             mut sources,
@@ -286,16 +285,13 @@ impl Draft {
         let place = |name: &str| wanted.iter().position(|tensor| tensor.name == name);
         sources.retain(|source| place(&source.name).is_some());
         sources.sort_by_key(|source| place(&source.name));
-        debug_assert_eq!(
-            sources.len(),
-            wanted.len(),
-            "a tensor of {} has no recipe",
-            spec.name
-        );
-        Ok(Import {
+        let complete = sources.len() == wanted.len()
+            && sources.iter().all(|source| !source.alternatives.is_empty());
+        debug_assert!(complete, "a tensor of {} has no recipe", spec.name);
+        Import {
             spec,
             sources,
             notes,
-        })
+        }
     }
 }

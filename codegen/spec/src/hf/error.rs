@@ -99,6 +99,15 @@ pub enum HfError {
         remedy: String,
     },
 
+    /// The numbers make no valid layer.
+    #[error("{model}: the configuration describes no valid layer: {problems}")]
+    Invalid {
+        /// The model type.
+        model: String,
+        /// The rules it breaks.
+        problems: String,
+    },
+
     /// The weights are stored quantized.
     #[error(
         "{model}: the checkpoint is quantized ({method}); weights must be f32, f16 or bf16: \

@@ -49,7 +49,14 @@ pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
     let layers = (family.layers)(&config)?;
     layers.check(&config, layer)?;
     let draft = (family.build)(&config, layer)?;
-    draft.finish()
+    if let Err(problems) = draft.spec.validate() {
+        let problems: Vec<String> = problems.iter().map(|p| p.to_string()).collect();
+        return Err(HfError::Invalid {
+            model: config.model,
+            problems: problems.join("; "),
+        });
+    }
+    Ok(draft.finish())
 }
 
 /// The MoE layers of the model that `config_json` describes, ascending.

@@ -2,7 +2,7 @@
 //! block.safetensors against the reference.
 
 use moesaic_reference::{Input, Output, Tensor, Weights, forward};
-use moesaic_spec::hf;
+use moesaic_spec::{LayerSpec, hf};
 use moesaic_weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
 use std::error::Error;
 use std::path::Path;
@@ -48,7 +48,7 @@ pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
     let ids = ints(&tensor(&block, "topk_ids")?);
     Ok(Report {
         error: relative_error(&output.y, &want),
-        wrong_rows: wrong_rows(&output, &ids, import.spec.shape.top_k),
+        wrong_rows: wrong_rows(&output, &ids, &import.spec),
     })
 }
 
@@ -78,16 +78,17 @@ fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     off / largest
 }
 
-/// The oracle's ids ascend within a row; a dropped choice is missing there.
-fn wrong_rows(output: &Output, want: &[i32], k: usize) -> usize {
-    let rows = output
-        .topk_ids
-        .chunks(k)
-        .zip(output.locations.chunks(k))
-        .zip(want.chunks(k));
+/// The oracle's ids ascend within a row; a dropped choice is -1 there. Identity
+/// experts take no place and are never dropped.
+fn wrong_rows(output: &Output, want: &[i32], spec: &LayerSpec) -> usize {
+    let k = spec.shape.top_k;
+    let kept = |(&e, &at): (&i32, &i32)| {
+        let dropped = at < 0 && (e as usize) < spec.shape.experts;
+        if dropped { -1 } else { e }
+    };
+    let rows = output.topk_ids.chunks(k).zip(output.locations.chunks(k)).zip(want.chunks(k));
     rows.filter(|((ids, places), want)| {
-        let kept = ids.iter().zip(*places);
-        let mut kept: Vec<i32> = kept.map(|(e, at)| if *at < 0 { -1 } else { *e }).collect();
+        let mut kept: Vec<i32> = ids.iter().zip(*places).map(kept).collect();
         kept.sort_unstable();
         kept != *want
     })

@@ -46,7 +46,11 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.select_bias(&[bias, &format!("gate.{bias}")]);
     let count = c.size(&["moe_num_shared_experts"], 2)?;
     if count > 0 {
-        d.shared("shared_experts", count * hidden, SharedGate::None);
+        d.shared(
+            "shared_experts",
+            count.saturating_mul(hidden),
+            SharedGate::None,
+        );
     }
     if c.flag(&["use_bias"], false)? {
         d.biased();

@@ -58,8 +58,8 @@ impl Stacks {
 }
 
 fn switch_stacks(c: &Config) -> Result<Stacks, HfError> {
-    let depth = c.size(&["num_layers", "num_hidden_layers"], 12)?;
-    let decoder = c.size(&["num_decoder_layers"], depth)?;
+    let depth = c.layers(&["num_layers", "num_hidden_layers"], 12)?;
+    let decoder = c.layers(&["num_decoder_layers"], depth)?;
     let step = |layers: usize, sparse: usize| layers.checked_div(sparse).unwrap_or(layers);
     Ok(Stacks {
         encoder: (
@@ -118,11 +118,11 @@ fn router(c: &Config, d: &mut Draft) -> Result<(), HfError> {
 fn nllb_stacks(c: &Config) -> Result<Stacks, HfError> {
     Ok(Stacks {
         encoder: (
-            c.size(&["encoder_layers"], 12)?,
+            c.layers(&["encoder_layers"], 12)?,
             c.size(&["encoder_sparse_step"], 4)?,
         ),
         decoder: (
-            c.size(&["decoder_layers"], 12)?,
+            c.layers(&["decoder_layers"], 12)?,
             c.size(&["decoder_sparse_step"], 4)?,
         ),
         sparse: |i, step| (i + 1).is_multiple_of(step),

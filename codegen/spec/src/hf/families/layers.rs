@@ -67,9 +67,9 @@ fn ranges(list: &[usize]) -> String {
     runs.iter().map(run).collect::<Vec<_>>().join(", ")
 }
 
-/// Layers of a decoder; without the key, enough for any question.
+/// Layers of a decoder.
 pub fn depth(c: &Config, default: usize) -> Result<usize, HfError> {
-    c.size(DEPTH, default)
+    c.layers(DEPTH, default)
 }
 
 /// Every layer has experts.

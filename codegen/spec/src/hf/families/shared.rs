@@ -114,7 +114,11 @@ pub(super) fn merged_shared(
 ) -> Result<(), HfError> {
     let count = c.size(&[key], default)?;
     if count > 0 {
-        d.shared("shared_experts", count * hidden, SharedGate::None);
+        d.shared(
+            "shared_experts",
+            count.saturating_mul(hidden),
+            SharedGate::None,
+        );
     }
     if c.flag(&["mlp_bias"], false)? {
         d.biased();
@@ -168,7 +172,7 @@ fn hunyuan(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.plain("router.weight", &["gate.wg.weight"]);
     let count = c.size_at(&["num_shared_expert"], layer, 1)?;
     if count > 0 {
-        d.shared("shared_mlp", wide * count, SharedGate::None);
+        d.shared("shared_mlp", wide.saturating_mul(count), SharedGate::None);
     }
     Ok(d)
 }

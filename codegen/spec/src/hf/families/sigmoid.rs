@@ -179,12 +179,12 @@ fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = Draft::new(c, layer, sizes(c, NARROW, [4096, 7688, 8, 2])?);
     d.spec.experts.form = ExpertForm::Plain;
     d.activation(c, &["mlp_hidden_act"], "relu2")?;
-    sigmoid_router(c, &mut d, &GLM4)?;
     d.rooted(
         &["model.layers.", "backbone.layers.", "layers."],
         layer,
         &["mixer."],
     );
+    sigmoid_router(c, &mut d, &GLM4)?;
     d.plain("router.weight", &["gate.weight"]);
     for (part, leaf) in [("up", "up_proj"), ("down", "down_proj")] {
         let name = format!("experts.{part}.weight");
