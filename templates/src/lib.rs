@@ -2,8 +2,8 @@
 //!
 //! `gpu/` is written once for CUDA and HIP, `cpu/` in C11 with vector
 //! extensions; `cuda/` and `rocm/` hold what only one vendor has. `prelude/`
-//! has one file per dialect: types, conversions and hardware primitives as
-//! named functions. The code of this crate is only the index below.
+//! has types, conversions and hardware primitives as named functions: those of
+//! a dialect in `prelude/{cuda,hip,sim}`, what is built on them beside. The code of this crate is only the index below.
 
 /// A template: its name, which is its path in this folder, and its text.
 pub type Template = (&'static str, &'static str);
@@ -17,7 +17,17 @@ macro_rules! index {
 /// Templates of the C family.
 pub const CPU: &[Template] = index![
     "prelude/cpu.h",
+    "prelude/cpu_vector.h",
+    "prelude/cpu_bf16.h",
+    "prelude/cpu_f16.h",
+    "prelude/cpu_half.h",
+    "prelude/cpu_exp.h",
+    "prelude/cpu_probability.h",
+    "prelude/cpu_multiply.h",
+    "prelude/cpu_activation.h",
     "cpu/gate_topk.c",
+    "cpu/gate_logits.c",
+    "cpu/gate_select.c",
     "cpu/expert_scan.c",
     "cpu/dispatch.c",
     "cpu/grouped_gemm.c",
@@ -26,9 +36,21 @@ pub const CPU: &[Template] = index![
 
 /// Templates of the SIMT family, for CUDA and HIP alike.
 pub const GPU: &[Template] = index![
-    "prelude/cuda.cuh",
-    "prelude/hip.hpp",
-    "prelude/simt.hpp",
+    "prelude/base.hpp",
+    "prelude/bf16_bits.hpp",
+    "prelude/cuda/base.cuh",
+    "prelude/cuda/warp.cuh",
+    "prelude/hip/base.hpp",
+    "prelude/hip/warp.hpp",
+    "prelude/sim/base.hpp",
+    "prelude/sim/warp.hpp",
+    "prelude/warp.hpp",
+    "prelude/warp_max.hpp",
+    "prelude/order.hpp",
+    "prelude/math/exp.hpp",
+    "prelude/math/log.hpp",
+    "prelude/math/erf.hpp",
+    "prelude/product.hpp",
     "gpu/gate_topk.cu",
     "gpu/expert_scan.cu",
     "gpu/dispatch.cu",
