@@ -6,6 +6,7 @@
 
 mod cubin;
 mod device;
+mod driver;
 mod nvrtc;
 
 pub use cubin::{CubinError, read_cubin};
