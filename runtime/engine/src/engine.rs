@@ -5,10 +5,10 @@ use crate::layer::Layer;
 use crate::{EngineError, Weights};
 use moesaic_cache::Store;
 use moesaic_emit::emit_layer;
-use moesaic_kernel::Target;
+use moesaic_kernel::{KernelSource, Target};
 use moesaic_plan::{LayerPlan, plan};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{CompileOptions, Compiler, Device, DeviceInfo};
+use moesaic_target::{CompileOptions, Compiler, Device, DeviceInfo, Module};
 use std::sync::Arc;
 
 /// What an engine is made of.
@@ -32,6 +32,15 @@ pub struct Engine {
     device: Arc<dyn Device>,
     target: Target,
     jit: Arc<Jit>,
+}
+
+/// One kernel of a layer on the engine's device.
+#[derive(Clone)]
+pub struct LoadedKernel {
+    /// Its text, entries and launch geometry.
+    pub source: KernelSource,
+    /// What launches its entries.
+    pub module: Arc<dyn Module>,
 }
 
 /// Where the kernels of an engine came from, so far.
@@ -107,5 +116,16 @@ impl Engine {
         let plan = self.plan(spec)?;
         self.jit.modules(&emit_layer(&plan)?)?;
         Ok(())
+    }
+
+    /// The kernels of a layer, loaded, to be launched one by one.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
+        let sources = emit_layer(&self.plan(spec)?)?;
+        let modules = self.jit.modules(&sources)?;
+        let pairs = sources.into_iter().zip(modules);
+        Ok(pairs.map(|(source, module)| LoadedKernel { source, module }).collect())
     }
 }

@@ -24,7 +24,7 @@ mod precompile;
 mod tensor;
 mod workspace;
 
-pub use engine::{Engine, EngineParts, Stats};
+pub use engine::{Engine, EngineParts, LoadedKernel, Stats};
 pub use error::EngineError;
 pub use forward::{Input, Output, RawCall, StepTime};
 pub use layer::Layer;

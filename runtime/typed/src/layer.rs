@@ -1,0 +1,116 @@
+//! Between a generated layer and the engine's layer, where tensors have names
+//! instead of types.
+
+use crate::Array;
+use moesaic_engine::{EngineError, HostTensor, Input, Layer, Output, RawCall};
+use moesaic_spec::LayerSpec;
+use moesaic_target::Ptr;
+use std::borrow::Cow;
+
+/// A generated layer.
+pub trait TypedLayer {
+    /// Addresses of the inputs and of `y`.
+    type Raw: RawArgs;
+
+    /// The layer without types: its plan, its memory, its step times.
+    fn layer(&self) -> &Layer;
+
+    /// Runs the layer on device memory that the caller owns, in stream order
+    /// and without waiting.
+    ///
+    /// # Safety
+    /// Every address must point to memory on the layer's device of the
+    /// field's element type and shape, valid until the stream has passed the
+    /// call; ids of experts or tokens in inputs must be in range.
+    ///
+    /// # Errors
+    /// When memory runs out or a launch is refused.
+    unsafe fn forward_raw(&self, args: &Self::Raw) -> Result<(), EngineError> {
+        let tensors = args.tensors();
+        let call = RawCall { tokens: args.tokens(), tensors: tensors.as_ref() };
+        // SAFETY: the tensors are named after the same plan; the caller
+        // vouches for the memory behind them.
+        unsafe { self.layer().forward_raw(&call) }
+    }
+}
+
+/// The addresses of a call on device memory. Generated.
+pub trait RawArgs {
+    /// The list below.
+    type Tensors: AsRef<[(&'static str, Ptr)]>;
+
+    /// Tokens of the call.
+    fn tokens(&self) -> usize;
+
+    /// Each tensor's name and address.
+    fn tensors(&self) -> Self::Tensors;
+}
+
+/// The spec that generated code carries as canonical TOML.
+///
+/// # Panics
+/// When the text is not a spec. It was written from one by the version that
+/// `check_format` admits, so only editing the generated code can do that.
+pub fn spec(toml: &str) -> LayerSpec {
+    LayerSpec::from_toml(toml).expect("generated from a valid spec")
+}
+
+/// One tensor with its shape as data.
+pub fn host_tensor<A: Array>(array: &A) -> HostTensor<'_> {
+    HostTensor::new(&A::shape(), A::flatten(std::slice::from_ref(array)))
+}
+
+/// One row per token, with its shape as data.
+pub fn host_rows<A: Array>(rows: &[A]) -> HostTensor<'_> {
+    HostTensor::new(&[vec![rows.len()], A::shape()].concat(), A::flatten(rows))
+}
+
+/// The input of a call.
+pub fn input<'a, const N: usize>(
+    tokens: usize,
+    tensors: [(&str, HostTensor<'a>); N],
+) -> Input<'a> {
+    let named = tensors.into_iter().map(|(name, tensor)| (name.to_string(), tensor));
+    Input { tokens, tensors: named.collect() }
+}
+
+/// An output with as many rows as the call had tokens.
+///
+/// # Errors
+/// When the layer has no such output, or another shape of it.
+pub fn read_rows<A: Array>(output: &Output, name: &str) -> Result<Vec<A>, EngineError> {
+    let elements = elements::<A>(output, name)?;
+    A::cast(&elements).map(<[A]>::to_vec).ok_or_else(|| no_output(output, name))
+}
+
+/// An output whose shape does not depend on the token count.
+///
+/// # Errors
+/// As [`read_rows`].
+pub fn read<A: Array>(output: &Output, name: &str) -> Result<A, EngineError> {
+    match A::cast(&elements::<A>(output, name)?) {
+        Some([array]) => Ok(*array),
+        _ => Err(no_output(output, name)),
+    }
+}
+
+fn elements<'o, A: Array>(
+    output: &'o Output,
+    name: &str,
+) -> Result<Cow<'o, [A::Element]>, EngineError> {
+    let tensor = output.get(name).ok_or_else(|| no_output(output, name))?;
+    let right_type = tensor.dtype == <A::Element as moesaic_engine::Element>::DTYPE;
+    match bytemuck::try_cast_slice(&tensor.data) {
+        Ok(elements) if right_type => Ok(Cow::Borrowed(elements)),
+        // Bytes need not lie as the elements would.
+        _ => tensor.to_vec().map(Cow::Owned).ok_or_else(|| no_output(output, name)),
+    }
+}
+
+fn no_output(output: &Output, name: &str) -> EngineError {
+    let described = |(name, tensor): (&String, &HostTensor<'_>)| {
+        format!("{name} ({} of shape {:?})", tensor.dtype, tensor.shape)
+    };
+    let known: Vec<String> = output.clone().into_tensors().iter().map(described).collect();
+    EngineError::NoOutput { name: name.to_string(), known: known.join(", ") }
+}
