@@ -5,10 +5,10 @@
 //! weight tensors live beside it; nothing here touches a file or a device.
 
 mod diagnostic;
+pub mod hf;
 mod limits;
 mod schema;
 mod suggest;
-pub mod hf;
 mod tensors;
 #[doc(hidden)]
 pub mod testing;

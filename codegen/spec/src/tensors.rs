@@ -31,7 +31,11 @@ pub fn canonical_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     };
     list.extend(expert_tensors(spec, "experts", &sizes));
     for (index, shared) in spec.shared.iter().enumerate() {
-        let sizes = ExpertSizes { experts: None, hidden: shared.hidden_dim, ..sizes };
+        let sizes = ExpertSizes {
+            experts: None,
+            hidden: shared.hidden_dim,
+            ..sizes
+        };
         let prefix = format!("shared.{index}");
         list.extend(expert_tensors(spec, &prefix, &sizes));
         if shared.gate == SharedGate::Sigmoid {
@@ -50,33 +54,83 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     let (router, model, experts) = (&spec.router, spec.shape.model_dim, spec.routed_experts());
     let mut list = Vec::new();
     let mut push = |name: &str, dtype, shape: &[usize], meaning| {
-        list.push(TensorSpec { name: name.to_string(), dtype, shape: shape.to_vec(), meaning });
+        list.push(TensorSpec {
+            name: name.to_string(),
+            dtype,
+            shape: shape.to_vec(),
+            meaning,
+        });
     };
     let float = spec.precision.router;
     if router.kind == RouterKind::Cosine {
         let width = router.projection_dim.unwrap_or_default();
-        push("router.projector.weight", float, &[width, model], "projection of tokens");
-        push("router.projector.bias", float, &[width], "bias of the projection");
-        push("router.similarity", float, &[width, experts], "one direction per expert, in columns");
-        push("router.temperature", float, &[1], "logarithm of the logit scale");
+        push(
+            "router.projector.weight",
+            float,
+            &[width, model],
+            "projection of tokens",
+        );
+        push(
+            "router.projector.bias",
+            float,
+            &[width],
+            "bias of the projection",
+        );
+        push(
+            "router.similarity",
+            float,
+            &[width, experts],
+            "one direction per expert, in columns",
+        );
+        push(
+            "router.temperature",
+            float,
+            &[1],
+            "logarithm of the logit scale",
+        );
     } else if spec.has_logits() {
-        push("router.weight", float, &[experts, model], "projection of tokens to logits");
+        push(
+            "router.weight",
+            float,
+            &[experts, model],
+            "projection of tokens to logits",
+        );
     }
     if router.bias {
         push("router.bias", float, &[experts], "bias of the logits");
     }
     if router.select_bias {
-        push("router.select_bias", float, &[experts], "added to scores for selection only");
+        push(
+            "router.select_bias",
+            float,
+            &[experts],
+            "added to scores for selection only",
+        );
     }
     if router.input == RouterInput::RmsScaled {
-        push("router.input_scale", float, &[model], "scale of the normalised router input");
+        push(
+            "router.input_scale",
+            float,
+            &[model],
+            "scale of the normalised router input",
+        );
     }
     if router.expert_scale {
-        push("router.expert_scale", float, &[experts], "factor on the weight of each expert");
+        push(
+            "router.expert_scale",
+            float,
+            &[experts],
+            "factor on the weight of each expert",
+        );
     }
     if router.kind == RouterKind::Table {
         let rows = router.table_rows.unwrap_or_default();
-        push("router.table", DType::I32, &[rows, spec.shape.top_k], "experts of each token id");
+        push(
+            "router.table",
+            DType::I32,
+            &[rows, spec.shape.top_k],
+            "experts of each token id",
+        );
     }
     list
 }
@@ -108,7 +162,12 @@ fn expert_tensors(spec: &LayerSpec, prefix: &str, sizes: &ExpertSizes) -> Vec<Te
         list.push(matrix("gate", sizes.hidden, sizes.model, "gate projection"));
     }
     list.push(matrix("up", sizes.hidden, sizes.model, "up projection"));
-    list.push(matrix("down", sizes.output, sizes.hidden, "down projection"));
+    list.push(matrix(
+        "down",
+        sizes.output,
+        sizes.hidden,
+        "down projection",
+    ));
     if spec.experts.bias {
         if gated {
             list.push(bias("gate", sizes.hidden, "bias of the gate projection"));

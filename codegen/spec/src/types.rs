@@ -485,6 +485,9 @@ impl LayerSpec {
 
     /// Whether assignments can be dropped.
     pub fn may_drop(&self) -> bool {
-        !matches!(self.capacity.mode, CapacityMode::Dropless | CapacityMode::MaxCount)
+        !matches!(
+            self.capacity.mode,
+            CapacityMode::Dropless | CapacityMode::MaxCount
+        )
     }
 }

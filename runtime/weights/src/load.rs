@@ -269,7 +269,12 @@ impl Loader<'_> {
         }
         let file = self.find(name)?.file.to_path_buf();
         let expected = "no zeros: columns are divided by it".to_string();
-        Err(WeightsError::BadValue { tensor: name.to_string(), file, value: 0, expected })
+        Err(WeightsError::BadValue {
+            tensor: name.to_string(),
+            file,
+            value: 0,
+            expected,
+        })
     }
 
     /// Elements converted one by one.

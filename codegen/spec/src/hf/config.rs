@@ -233,7 +233,12 @@ impl Config {
 /// A whole number, written as an integer or as `8.0`; small enough that sums of
 /// a few cannot overflow.
 fn whole(value: &Value) -> Option<usize> {
-    let float = || value.as_f64().filter(|f| f.fract() == 0.0 && *f >= 0.0).map(|f| f as u64);
+    let float = || {
+        value
+            .as_f64()
+            .filter(|f| f.fract() == 0.0 && *f >= 0.0)
+            .map(|f| f as u64)
+    };
     let number = value.as_u64().or_else(float)?;
     usize::try_from(number).ok().filter(|n| *n <= 1 << 30)
 }

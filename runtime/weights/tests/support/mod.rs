@@ -86,7 +86,11 @@ fn wrong_rows(output: &Output, want: &[i32], spec: &LayerSpec) -> usize {
         let dropped = at < 0 && (e as usize) < spec.shape.experts;
         if dropped { -1 } else { e }
     };
-    let rows = output.topk_ids.chunks(k).zip(output.locations.chunks(k)).zip(want.chunks(k));
+    let rows = output
+        .topk_ids
+        .chunks(k)
+        .zip(output.locations.chunks(k))
+        .zip(want.chunks(k));
     rows.filter(|((ids, places), want)| {
         let mut kept: Vec<i32> = ids.iter().zip(*places).map(kept).collect();
         kept.sort_unstable();
