@@ -1,6 +1,6 @@
 //! Safetensors files mapped into memory.
 
-use crate::WeightsError;
+use crate::{HostTensor, WeightsError};
 use memmap2::Mmap;
 use moesaic_kernel::DType;
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
@@ -98,6 +98,35 @@ impl Checkpoint {
             dtype: ours(info),
             shape: &info.shape,
             bytes: &shard.map[shard.data + start..shard.data + end],
+        })
+    }
+
+    /// A copy of the tensor of that name.
+    ///
+    /// # Errors
+    ///
+    /// [`WeightsError::MissingTensor`], and [`WeightsError::WrongDType`] for an
+    /// element type that is none of ours.
+    pub fn read(&self, name: &str) -> Result<HostTensor, WeightsError> {
+        let from = self
+            .tensor(name)
+            .ok_or_else(|| WeightsError::MissingTensor {
+                tensor: name.to_string(),
+                path: self.path.clone(),
+                tried: format!("`{name}`"),
+                near: String::new(),
+            })?;
+        let dtype = from.dtype.map_err(|found| WeightsError::WrongDType {
+            tensor: name.to_string(),
+            file: from.file.to_path_buf(),
+            found: format!("{found:?}").to_lowercase(),
+            expected: "f32, f16, bf16, i32 or i64".to_string(),
+        })?;
+        let (shape, bytes) = (from.shape.to_vec(), from.bytes.to_vec());
+        Ok(HostTensor {
+            dtype,
+            shape,
+            bytes,
         })
     }
 

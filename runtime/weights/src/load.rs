@@ -404,22 +404,33 @@ fn copy(layout: &Layout, from: &[u8], size: usize, out: &mut [u8]) {
                 out.copy_from_slice(&from[at..at + columns * size]);
             }
         } else {
-            copy_strided(&from[start * size..], strides, size, columns, out);
+            let from = &from[start * size..];
+            match size {
+                2 => copy_strided::<2>(from, strides, columns, out),
+                4 => copy_strided::<4>(from, strides, columns, out),
+                _ => copy_strided::<8>(from, strides, columns, out),
+            }
         }
     }
 }
 
-/// Copies a matrix whose columns are apart, in tiles that stay in cache.
-fn copy_strided(from: &[u8], strides: [usize; 2], size: usize, columns: usize, out: &mut [u8]) {
+/// Copies a matrix whose columns are apart, in tiles that stay in cache; `SIZE`
+/// is that of an element, known so that a copy is one load and one store.
+fn copy_strided<const SIZE: usize>(
+    from: &[u8],
+    strides: [usize; 2],
+    columns: usize,
+    out: &mut [u8],
+) {
     const TILE: usize = 32;
-    let rows = out.len() / (columns * size);
+    let rows = out.len() / (columns * SIZE);
     for row in (0..rows).step_by(TILE) {
         for column in (0..columns).step_by(TILE) {
             for r in row..rows.min(row + TILE) {
                 for c in column..columns.min(column + TILE) {
-                    let at = (r * strides[0] + c * strides[1]) * size;
-                    let to = (r * columns + c) * size;
-                    out[to..to + size].copy_from_slice(&from[at..at + size]);
+                    let at = (r * strides[0] + c * strides[1]) * SIZE;
+                    let to = (r * columns + c) * SIZE;
+                    out[to..to + SIZE].copy_from_slice(&from[at..at + SIZE]);
                 }
             }
         }

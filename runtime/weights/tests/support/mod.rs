@@ -36,31 +36,19 @@ pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
     let import = hf::import(&std::fs::read_to_string(dir.join("config.json"))?, layer)?;
     let weights = load_import(&import, &Checkpoint::open(dir)?, LoadOptions::default())?;
     let block = Checkpoint::open(dir.join("block.safetensors"))?;
-    let x = tensor(&block, "x")?;
+    let x = block.read("x")?;
     let input = Input {
         tokens: x.shape[0],
         x: x.to_f64(),
-        token_ids: tensor(&block, "token_ids").ok().map(|t| ints(&t)),
+        token_ids: block.read("token_ids").ok().map(|t| ints(&t)),
         ..Input::default()
     };
     let output = forward(&import.spec, &reference_weights(&weights), &input);
-    let want = tensor(&block, "y")?.to_f64();
-    let ids = ints(&tensor(&block, "topk_ids")?);
+    let want = block.read("y")?.to_f64();
+    let ids = ints(&block.read("topk_ids")?);
     Ok(Report {
         error: relative_error(&output.y, &want),
         wrong_rows: wrong_rows(&output, &ids, &import.spec),
-    })
-}
-
-fn tensor(block: &Checkpoint, name: &str) -> Result<HostTensor, Box<dyn Error>> {
-    let t = block
-        .tensor(name)
-        .ok_or_else(|| format!("the oracle has no {name}"))?;
-    let dtype = t.dtype.map_err(|d| format!("{name} is {d:?}"))?;
-    Ok(HostTensor {
-        dtype,
-        shape: t.shape.to_vec(),
-        bytes: t.bytes.to_vec(),
     })
 }
 
