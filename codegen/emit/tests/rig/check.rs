@@ -1,0 +1,267 @@
+//! Each stem against the f64 reference, from the tensors it actually got.
+
+use super::{Rig, Tensors};
+use moesaic_reference::{
+    Decision, activate, kept, logits, lookup, rank, round_to, scan, select, softmax,
+};
+use moesaic_spec::{LayerSpec, RouterKind, Score, WeightSite};
+
+/// All stems of one call.
+pub fn all(rig: &Rig, tensors: &Tensors, what: &str) {
+    let check = Check { rig, t: tensors, spec: &rig.plan.spec, what };
+    check.gate();
+    check.scan();
+    check.dispatch();
+    check.experts();
+    check.combine();
+}
+
+struct Check<'a> {
+    rig: &'a Rig,
+    t: &'a Tensors,
+    spec: &'a LayerSpec,
+    what: &'a str,
+}
+
+impl Check<'_> {
+    fn tokens(&self) -> usize {
+        self.t.input.tokens
+    }
+
+    fn slots(&self) -> usize {
+        self.tokens() * self.spec.shape.top_k
+    }
+
+    /// `got` within `relative` of `want`, where small values count as `floor`.
+    fn near(&self, name: &str, got: f64, want: f64, relative: f64, floor: f64) {
+        let same = got == want || (got.is_nan() && want.is_nan());
+        let error = (got - want).abs();
+        assert!(
+            same || error <= relative * want.abs().max(floor),
+            "{}: {name}: {got} is not {want}",
+            self.what
+        );
+    }
+
+    /// Storage rounding of the activations, twice, and f32 arithmetic.
+    fn tolerance(&self) -> f64 {
+        4e-6 + 2.0 * self.spec.precision.activations.unit_roundoff()
+    }
+
+    fn gate(&self) {
+        let (spec, weights) = (self.spec, &self.rig.weights);
+        if spec.has_logits() {
+            let want = logits(spec, weights, &self.t.input.x, self.tokens());
+            for (i, (&got, want)) in self.t.get("router.logits").iter().zip(want).enumerate() {
+                self.near(&format!("logits[{i}]"), got, want, 4e-6, 1.0);
+            }
+        }
+        let got = spec.has_logits().then(|| self.t.get("router.logits"));
+        let want = match spec.router.kind {
+            RouterKind::External => return,
+            RouterKind::Table => lookup(spec, weights, got, &self.t.input),
+            _ => select(spec, weights, got.unwrap_or_default(), self.tokens()),
+        };
+        assert_eq!(self.t.ids(), want.ids, "{}: topk_ids", self.what);
+        if !spec.capacity.renormalize_after_drop {
+            for (i, (&got, want)) in self.t.get("topk_weights").iter().zip(want.weights).enumerate() {
+                self.near(&format!("topk_weights[{i}]"), got, want, 3e-6, 1e-6);
+            }
+        }
+    }
+
+    /// The decision as the scan saw it. Renormalising overwrites the weights,
+    /// so those come from the reference then.
+    fn decision(&self) -> Decision {
+        let k = self.spec.shape.top_k;
+        let mut weights = self.t.get("topk_weights").to_vec();
+        if self.spec.capacity.renormalize_after_drop
+            && self.spec.router.kind != RouterKind::External
+        {
+            let z = self.t.get("router.logits");
+            weights = select(self.spec, &self.rig.weights, z, self.tokens()).weights;
+        }
+        let importance = match self.spec.has_logits() {
+            true => self.t.get("router.logits").chunks(self.spec.routed_experts()),
+            false => weights.chunks(k),
+        };
+        let best = |row: &[f64]| match self.spec.router.score {
+            Score::Softmax => softmax(row)[rank(row)[0]],
+            _ => row[rank(row)[0]],
+        };
+        let importance = importance.map(best).collect();
+        Decision { ids: self.t.ids(), weights, importance }
+    }
+
+    fn scan(&self) {
+        let want = scan(self.spec, &self.decision(), self.tokens(), 0);
+        let (t, what) = (self.t, self.what);
+        assert_eq!(t.ints("counts"), want.counts, "{what}: counts");
+        let locations: Vec<i32> = t.ints("locations").iter().map(|&at| at as i32).collect();
+        assert_eq!(locations, want.locations, "{what}: locations");
+        if let Some(capacity) = want.capacity {
+            assert_eq!(t.ints("capacity"), [capacity], "{what}: capacity");
+        }
+        if t.values.contains_key("overflow") {
+            assert_eq!(t.ints("overflow"), [want.overflow], "{what}: overflow");
+        }
+        self.maps(&want.locations);
+        if self.spec.capacity.renormalize_after_drop {
+            for (i, (&got, want)) in t.get("topk_weights").iter().zip(want.weights).enumerate() {
+                self.near(&format!("renormalised topk_weights[{i}]"), got, want, 3e-6, 1e-6);
+            }
+        }
+    }
+
+    /// Offsets, slot_rows and row_slots follow from the locations.
+    fn maps(&self, locations: &[i32]) {
+        let ids = self.t.ids();
+        let mut rows = vec![0i64; self.spec.shape.experts + 1];
+        for (&id, &at) in ids.iter().zip(locations) {
+            if at >= 0 {
+                rows[id as usize + 1] += 1;
+            }
+        }
+        (0..self.spec.shape.experts).for_each(|e| rows[e + 1] += rows[e]);
+        assert_eq!(self.t.ints("offsets"), rows, "{}: offsets", self.what);
+        let (slot_rows, row_slots) = (self.t.ints("slot_rows"), self.t.ints("row_slots"));
+        for slot in 0..self.slots() {
+            let at = i64::from(locations[slot]);
+            let row = if at < 0 { -1 } else { rows[ids[slot] as usize] + at };
+            assert_eq!(slot_rows[slot], row, "{}: slot_rows[{slot}]", self.what);
+            if row >= 0 {
+                assert_eq!(row_slots[row as usize], slot as i64, "{}: row_slots", self.what);
+            }
+        }
+    }
+
+    fn rows(&self) -> usize {
+        self.t.ints("offsets")[self.spec.shape.experts] as usize
+    }
+
+    fn row_weight(&self, row: usize) -> f64 {
+        self.t.get("topk_weights")[self.t.ints("row_slots")[row] as usize]
+    }
+
+    fn dispatch(&self) {
+        let (d, dtype) = (self.spec.shape.model_dim, self.spec.precision.activations);
+        let row_slots = self.t.ints("row_slots");
+        for row in 0..self.rows() {
+            let token = row_slots[row] as usize / self.spec.shape.top_k;
+            let weight = match self.spec.router.weight_on {
+                WeightSite::Input => self.row_weight(row),
+                _ => 1.0,
+            };
+            let x = &self.t.input.x[token * d..(token + 1) * d];
+            for (i, &v) in x.iter().enumerate() {
+                let want = round_to(dtype, f64::from((v * weight) as f32));
+                let got = self.t.get("rows")[row * d + i];
+                self.near(&format!("rows[{row}, {i}]"), got, want, 1e-12, 0.0);
+            }
+        }
+    }
+
+    fn experts(&self) {
+        let offsets = self.t.ints("offsets");
+        for e in 0..self.spec.shape.experts {
+            let rows = offsets[e] as usize..offsets[e + 1] as usize;
+            for row in sample(rows) {
+                self.expert("experts", Some(e), ["rows", "hidden", "out"], row);
+            }
+        }
+        for i in 0..self.spec.shared.len() {
+            let prefix = format!("shared.{i}");
+            let names = ["x", &format!("{prefix}.hidden"), &format!("{prefix}.out")];
+            for row in sample(0..self.tokens()) {
+                self.expert(&prefix, None, names, row);
+            }
+        }
+    }
+
+    /// One row of both halves of an expert.
+    fn expert(&self, prefix: &str, index: Option<usize>, names: [&str; 3], row: usize) {
+        let x = self.row(names[0], row, self.spec.shape.model_dim);
+        let part = |name: &str| self.product(prefix, name, index, x);
+        let up = part("up");
+        let gate = self.spec.gated().then(|| part("gate"));
+        let weighted = index.is_some() && self.spec.router.weight_on == WeightSite::Activation;
+        let weight = if weighted { self.row_weight(row) } else { 1.0 };
+        let hidden = self.row(names[1], row, up.len());
+        for (i, &got) in hidden.iter().enumerate() {
+            let gate = gate.as_ref().map(|g| g[i].0 + g[i].1);
+            let want = weight * activate(&self.spec.experts, gate, up[i].0 + up[i].1);
+            self.near(&format!("{}[{row}, {i}]", names[1]), got, want, self.tolerance(), 1.0);
+        }
+        let down = self.product(prefix, "down", index, hidden);
+        let out = self.row(names[2], row, down.len());
+        for (i, &got) in out.iter().enumerate() {
+            let want = down[i].0 + weight * down[i].1;
+            self.near(&format!("{}[{row}, {i}]", names[2]), got, want, self.tolerance(), 1.0);
+        }
+    }
+
+    /// Products and biases of one projection.
+    fn product(&self, prefix: &str, part: &str, index: Option<usize>, x: &[f64]) -> Vec<(f64, f64)> {
+        let tensor = |what: &str| self.rig.weights.get(&format!("{prefix}.{part}.{what}"));
+        let slice = |what: &str| match index {
+            Some(e) => tensor(what).outer(e).to_vec(),
+            None => tensor(what).data.clone(),
+        };
+        let matrix = slice("weight");
+        let bias = self.spec.experts.bias.then(|| slice("bias"));
+        let dot = |row: &[f64]| row.iter().zip(x).map(|(w, v)| w * v).sum();
+        let bias = |i: usize| bias.as_ref().map_or(0.0, |b| b[i]);
+        matrix.chunks(x.len()).enumerate().map(|(i, row)| (dot(row), bias(i))).collect()
+    }
+
+    fn row(&self, name: &str, row: usize, width: usize) -> &[f64] {
+        &self.t.get(name)[row * width..(row + 1) * width]
+    }
+
+    fn combine(&self) {
+        let (width, k) = (self.spec.output_dim(), self.spec.shape.top_k);
+        let (ids, slot_rows) = (self.t.ids(), self.t.ints("slot_rows"));
+        let on_output = self.spec.router.weight_on == WeightSite::Output;
+        for token in sample(0..self.tokens()) {
+            let mut want = vec![0.0; width];
+            for slot in token * k..(token + 1) * k {
+                if !kept(self.spec, ids[slot], slot_rows[slot] as i32) {
+                    continue;
+                }
+                let weight = if on_output { self.t.get("topk_weights")[slot] } else { 1.0 };
+                let row = match slot_rows[slot] {
+                    -1 => self.row("x", token, width),
+                    row => self.row("out", row as usize, width),
+                };
+                want.iter_mut().zip(row).for_each(|(sum, v)| *sum += weight * v);
+            }
+            self.add_shared(&mut want, token);
+            for (i, (&got, want)) in self.row("y", token, width).iter().zip(want).enumerate() {
+                self.near(&format!("y[{token}, {i}]"), got, want, self.tolerance(), 1.0);
+            }
+        }
+    }
+
+    fn add_shared(&self, sum: &mut [f64], token: usize) {
+        for (i, shared) in self.spec.shared.iter().enumerate() {
+            let factor = match shared.gate {
+                moesaic_spec::SharedGate::None => 1.0,
+                moesaic_spec::SharedGate::Sigmoid => {
+                    let z = self.t.get(&format!("shared.{i}.router.logits"))[token];
+                    1.0 / (1.0 + (-z).exp())
+                }
+            };
+            let row = self.row(&format!("shared.{i}.out"), token, sum.len());
+            sum.iter_mut().zip(row).for_each(|(s, v)| *s += factor * v);
+        }
+    }
+}
+
+/// All of a short range; of a long one the ends and some between.
+fn sample(range: std::ops::Range<usize>) -> Vec<usize> {
+    let step = (range.len() / 24).max(1);
+    let last = range.clone().last();
+    let mut rows: Vec<usize> = range.step_by(step).collect();
+    rows.extend(last);
+    rows
+}

@@ -1,0 +1,182 @@
+//! Runs every kernel of a layer on this CPU and keeps every tensor, so that
+//! each stem can be held against the reference with its actual inputs.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+pub mod check;
+
+use half::{bf16, f16};
+use moesaic_cpu::{CpuCompiler, CpuDevice};
+use moesaic_emit::emit_layer;
+use moesaic_kernel::{CpuIsa, DType, KernelSource, Target};
+use moesaic_plan::{LayerPlan, Role, plan};
+use moesaic_reference::{Input, Random, Weights, round_to};
+use moesaic_spec::{LayerSpec, RouterKind};
+use moesaic_target::{
+    Arg, Artifact, Buffer, CompileOptions, Compiler, Device, LaunchDims, Module,
+};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// The instruction sets this machine runs, narrowest first.
+pub fn isas() -> Vec<CpuIsa> {
+    let all = [CpuIsa::Portable, CpuIsa::Avx2, CpuIsa::Avx512, CpuIsa::Avx512Bf16];
+    let host = moesaic_cpu::host_isa();
+    match all.iter().position(|isa| *isa == host) {
+        Some(last) => all[..=last].to_vec(),
+        None => vec![CpuIsa::Portable, host],
+    }
+}
+
+/// A layer, compiled for one instruction set.
+pub struct Rig {
+    pub plan: LayerPlan,
+    pub weights: Weights,
+    device: CpuDevice,
+    modules: Vec<Arc<dyn Module>>,
+}
+
+/// Every tensor of one call, by name, as f64.
+pub struct Tensors {
+    pub input: Input,
+    values: BTreeMap<String, Vec<f64>>,
+}
+
+impl Tensors {
+    pub fn get(&self, name: &str) -> &[f64] {
+        self.values.get(name).unwrap_or_else(|| panic!("no tensor `{name}`"))
+    }
+
+    pub fn ints(&self, name: &str) -> Vec<i64> {
+        self.get(name).iter().map(|&v| v as i64).collect()
+    }
+
+    pub fn ids(&self) -> Vec<i32> {
+        self.get("topk_ids").iter().map(|&v| v as i32).collect()
+    }
+}
+
+impl Rig {
+    /// Plans, emits and compiles; weights are random, in the storage types.
+    pub fn new(spec: &LayerSpec, isa: CpuIsa, threads: usize) -> Rig {
+        if let Err(problems) = spec.validate() {
+            panic!("the test's spec is invalid: {problems:?}");
+        }
+        let plan = plan(spec, Target::Cpu(isa)).unwrap();
+        let device = CpuDevice::with_threads(threads).unwrap().poisoned();
+        let modules = emit_layer(&plan)
+            .unwrap()
+            .iter()
+            .map(|source| device.load(&compiled(source), &source.entries).unwrap())
+            .collect();
+        Rig { weights: Weights::random(spec, 7).rounded(spec), plan, device, modules }
+    }
+
+    /// Random input of `tokens` tokens.
+    pub fn random_input(&self, tokens: usize, seed: u64) -> Input {
+        let (spec, mut random) = (&self.plan.spec, Random::new(seed));
+        let slots = tokens * spec.shape.top_k;
+        let x = random.vec(tokens * spec.shape.model_dim);
+        let x = x.iter().map(|&v| round_to(spec.precision.activations, v)).collect();
+        let below = |random: &mut Random, n: usize| (random.bits() % n as u64) as i32;
+        let rows = spec.router.table_rows;
+        let token_ids = rows.map(|n| (0..tokens).map(|_| below(&mut random, n)).collect());
+        let routing = (spec.router.kind == RouterKind::External).then(|| {
+            let ids = (0..slots).map(|_| below(&mut random, spec.routed_experts() + 1) - 1);
+            let ids = ids.collect();
+            (ids, random.vec(slots).iter().map(|v| f64::from(v.abs() as f32)).collect())
+        });
+        Input { tokens, x, token_ids, routing, seed: 0 }
+    }
+
+    /// Runs every step; nothing that a kernel should write is set before.
+    pub fn run(&self, input: &Input) -> Tensors {
+        let tokens = input.tokens as u64;
+        let mut buffers: BTreeMap<String, (DType, Buffer, usize)> = BTreeMap::new();
+        for tensor in &self.plan.tensors {
+            let count = tensor.elements(tokens) as usize;
+            let buffer = self.device.alloc(count * tensor.dtype.size()).unwrap();
+            let given = match tensor.role {
+                Role::Input => Some(input_values(input, &tensor.name)),
+                Role::Weight => Some(self.weights.get(&tensor.name).data.clone()),
+                Role::Output | Role::Scratch => None,
+            };
+            if let Some(values) = given {
+                assert_eq!(values.len(), count, "{}", tensor.name);
+                self.device.upload(&to_bytes(tensor.dtype, &values), &buffer, 0).unwrap();
+            }
+            buffers.insert(tensor.name.clone(), (tensor.dtype, buffer, count));
+        }
+        self.launch_all(tokens, &buffers);
+        let values = buffers.into_iter().map(|(name, (dtype, buffer, count))| {
+            let mut bytes = vec![0; count * dtype.size()];
+            self.device.download(&buffer, 0, &mut bytes).unwrap();
+            (name, from_bytes(dtype, &bytes))
+        });
+        Tensors { values: values.collect(), input: input.clone() }
+    }
+
+    fn launch_all(&self, tokens: u64, buffers: &BTreeMap<String, (DType, Buffer, usize)>) {
+        for step in &self.plan.steps {
+            let launch = &self.plan.entry(step).launch;
+            let tensors = step.tensors.iter().map(|name| Arg::Ptr(buffers[name].1.ptr()));
+            let args: Vec<Arg> = tensors.chain([Arg::I64(tokens as i64)]).collect();
+            let dims = LaunchDims {
+                grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
+                threads: launch.threads,
+                shared_bytes: launch.shared_bytes,
+            };
+            // SAFETY: every buffer has the size the plan gives its tensor for
+            // this token count, and lives until all steps have run.
+            unsafe { self.modules[step.kernel].launch(&step.symbol, dims, &args) }.unwrap();
+        }
+    }
+}
+
+/// Compiles a text once per process.
+fn compiled(source: &KernelSource) -> Arc<Artifact> {
+    static COMPILER: OnceLock<CpuCompiler> = OnceLock::new();
+    static KNOWN: OnceLock<Mutex<HashMap<(Target, String), Arc<Artifact>>>> = OnceLock::new();
+    let compiler = COMPILER.get_or_init(|| CpuCompiler::find(None).unwrap());
+    let known = KNOWN.get_or_init(Mutex::default);
+    let key = (source.target, source.text.clone());
+    if let Some(artifact) = known.lock().unwrap().get(&key) {
+        return Arc::clone(artifact);
+    }
+    let artifact = Arc::new(compiler.compile(source, &CompileOptions::default()).unwrap());
+    known.lock().unwrap().insert(key, Arc::clone(&artifact));
+    artifact
+}
+
+fn input_values(input: &Input, name: &str) -> Vec<f64> {
+    let ints = |ids: &[i32]| ids.iter().map(|&id| f64::from(id)).collect();
+    match name {
+        "x" => input.x.clone(),
+        "token_ids" => ints(input.token_ids.as_ref().unwrap()),
+        "topk_ids" => ints(&input.routing.as_ref().unwrap().0),
+        "topk_weights" => input.routing.as_ref().unwrap().1.clone(),
+        other => panic!("the rig has no input `{other}`"),
+    }
+}
+
+fn to_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
+    let each = |f: &dyn Fn(f64) -> Vec<u8>| values.iter().flat_map(|&v| f(v)).collect();
+    match dtype {
+        DType::F32 => each(&|v| (v as f32).to_le_bytes().to_vec()),
+        DType::F16 => each(&|v| f16::from_f64(v).to_le_bytes().to_vec()),
+        DType::Bf16 => each(&|v| bf16::from_f64(v).to_le_bytes().to_vec()),
+        DType::I32 => each(&|v| (v as i32).to_le_bytes().to_vec()),
+        DType::I64 => each(&|v| (v as i64).to_le_bytes().to_vec()),
+    }
+}
+
+fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    let chunks = bytes.chunks_exact(dtype.size());
+    match dtype {
+        DType::F32 => chunks.map(|c| f32::from_le_bytes(c.try_into().unwrap()).into()).collect(),
+        DType::F16 => chunks.map(|c| f16::from_le_bytes(c.try_into().unwrap()).into()).collect(),
+        DType::Bf16 => chunks.map(|c| bf16::from_le_bytes(c.try_into().unwrap()).into()).collect(),
+        DType::I32 => chunks.map(|c| i32::from_le_bytes(c.try_into().unwrap()).into()).collect(),
+        DType::I64 => chunks.map(|c| i64::from_le_bytes(c.try_into().unwrap()) as f64).collect(),
+    }
+}
