@@ -136,7 +136,8 @@ fn surviving(spec: &LayerSpec, decision: &Decision, locations: &[i32]) -> Vec<f6
         for row in result.chunks_mut(spec.shape.top_k) {
             let sum: f64 = row.iter().sum();
             if sum != 0.0 {
-                row.iter_mut().for_each(|w| *w = spec.router.scale * *w / sum);
+                row.iter_mut()
+                    .for_each(|w| *w = spec.router.scale * *w / sum);
             }
         }
     }
