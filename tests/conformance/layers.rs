@@ -30,8 +30,12 @@ const BASE: &str = "shape = { model_dim = 37, hidden_dim = 21, experts = 5, top_
 
 #[test]
 fn random_specs_agree_with_the_reference() {
+    // Every compile costs: many layers on the engine that people get, a few
+    // on each of the others.
+    let widest = engine().target();
     for engine in engines() {
-        for seed in 0..60 {
+        let seeds = if engine.target() == widest { 0..48 } else { 100..108 };
+        for seed in seeds {
             let spec = testing::sample(seed);
             let tokens = [1, 7, 33, 100][seed as usize % 4];
             Case::random(&spec, tokens, seed).check(&engine);
@@ -41,10 +45,14 @@ fn random_specs_agree_with_the_reference() {
 
 #[test]
 fn odd_sizes_agree_in_every_dtype() {
+    let widest = engine().target();
     let shapes = [(1, 1, 1, 1), (3, 5, 2, 1), (37, 21, 5, 5), (80, 56, 40, 7), (129, 130, 3, 2)];
     for engine in engines() {
-        for (d, h, e, k) in shapes {
-            for dtype in [DType::F32, DType::Bf16, DType::F16] {
+        for (i, (d, h, e, k)) in shapes.into_iter().enumerate() {
+            for (j, dtype) in [DType::F32, DType::Bf16, DType::F16].into_iter().enumerate() {
+                if engine.target() != widest && i % 3 != j {
+                    continue;
+                }
                 let mut spec = small(BASE);
                 spec.shape.model_dim = d;
                 spec.shape.hidden_dim = h;

@@ -83,18 +83,19 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     };
     let logits = Param::write("logits", F32, format!("[tokens, {e}]"));
     let x = Param::read("x", d.activations, format!("[tokens, {model}]"));
+    let scaled = d.router.input == RouterInput::RmsScaled;
+    let input_scale = when(
+        scaled,
+        Param::read("input_scale", F32, format!("[{model}]")),
+    );
     match d.logits {
         Logits::None => Vec::new(),
         Logits::Linear => {
-            let scaled = d.router.input == RouterInput::RmsScaled;
             let params = [
                 Some(x),
                 Some(Param::read("weight", F32, format!("[{e}, {model}]"))),
                 when(d.router.bias, Param::read("bias", F32, format!("[{e}]"))),
-                when(
-                    scaled,
-                    Param::read("input_scale", F32, format!("[{model}]")),
-                ),
+                input_scale,
                 Some(logits),
             ];
             let summary = "projects tokens to router logits";
@@ -108,12 +109,17 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
         }
         Logits::Cosine(width) => {
             let projected = format!("[tokens, {width}]");
-            let project = vec![
-                x,
-                Param::read("projector_weight", F32, format!("[{width}, {model}]")),
-                Param::read("projector_bias", F32, format!("[{width}]")),
-                Param::write("projected", F32, &projected),
-            ];
+            let project = some([
+                Some(x),
+                Some(Param::read(
+                    "projector_weight",
+                    F32,
+                    format!("[{width}, {model}]"),
+                )),
+                Some(Param::read("projector_bias", F32, format!("[{width}]"))),
+                input_scale,
+                Some(Param::write("projected", F32, &projected)),
+            ]);
             let compare = vec![
                 Param::read("projected", F32, &projected),
                 Param::read("similarity", F32, format!("[{width}, {e}]")),
