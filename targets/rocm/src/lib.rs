@@ -9,8 +9,11 @@ mod child;
 mod clang;
 mod code_object;
 mod compiler;
+mod device;
 mod find;
+mod hip;
 
 pub use clang::ClangTool;
 pub use code_object::{CodeObjectError, CodeObjectKernel, read_code_object};
 pub use compiler::RocmCompiler;
+pub use device::HipDevice;
