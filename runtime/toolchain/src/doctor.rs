@@ -1,8 +1,11 @@
 //! What this machine can compile for, and on what it can run.
 
+use crate::pip::Python;
 use crate::{Registry, open};
+use moesaic_cuda::CudaDevice;
 use moesaic_kernel::Target;
-use moesaic_target::{CompileError, Compiler};
+use moesaic_rocm::HipDevice;
+use moesaic_target::{CompileError, Compiler, Device, DeviceError};
 
 /// One thing that was looked for.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,7 +24,7 @@ pub struct Finding {
     pub advice: String,
 }
 
-/// Looks for every compiler.
+/// Looks for every compiler and every GPU, and for what installing needs.
 pub fn doctor(registry: &Registry) -> Vec<Finding> {
     vec![
         compiler("C compiler", open::c(registry), |c| {
@@ -33,7 +36,64 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
         compiler("ROCm compiler", open::rocm(registry), |clang| {
             clang.program().display().to_string()
         }),
+        device("CUDA device", CudaDevice::count(), CudaDevice::open),
+        device("ROCm device", HipDevice::count(), HipDevice::open),
+        pip(),
     ]
+}
+
+/// The first GPU, and how many there are.
+fn device<D: Device>(
+    subject: &'static str,
+    count: Result<usize, DeviceError>,
+    open: impl Fn(usize) -> Result<D, DeviceError>,
+) -> Finding {
+    let opened = count.and_then(|count| Ok((count, open(0)?)));
+    match opened {
+        Ok((count, device)) => Finding {
+            found: Some(format!("{count} x {}", device.info().name)),
+            targets: vec![device.info().target],
+            ..Finding::of(subject)
+        },
+        Err(error) => {
+            let tried = match error {
+                DeviceError::Unavailable { reason, .. } => reason,
+                error => error.to_string(),
+            };
+            Finding {
+                tried,
+                ..Finding::of(subject)
+            }
+        }
+    }
+}
+
+fn pip() -> Finding {
+    let advice = "install Python 3 with pip, unless every compiler you need is there";
+    match Python::of_machine().pip_version() {
+        Ok(version) => Finding {
+            found: Some(version),
+            ..Finding::of("pip")
+        },
+        Err(tried) => Finding {
+            tried,
+            advice: advice.to_string(),
+            ..Finding::of("pip")
+        },
+    }
+}
+
+impl Finding {
+    fn of(subject: &'static str) -> Finding {
+        Finding {
+            subject,
+            found: None,
+            place: None,
+            targets: Vec::new(),
+            tried: String::new(),
+            advice: String::new(),
+        }
+    }
 }
 
 fn compiler<C: Compiler>(
@@ -43,12 +103,10 @@ fn compiler<C: Compiler>(
 ) -> Finding {
     match opened {
         Ok(compiler) => Finding {
-            subject,
             found: Some(compiler.name()),
             place: Some(place(&compiler)),
             targets: compiler.targets(),
-            tried: String::new(),
-            advice: String::new(),
+            ..Finding::of(subject)
         },
         Err(error) => missing(subject, error),
     }
@@ -60,11 +118,8 @@ fn missing(subject: &'static str, error: CompileError) -> Finding {
         error => (error.to_string(), String::new()),
     };
     Finding {
-        subject,
-        found: None,
-        place: None,
-        targets: Vec::new(),
         tried,
         advice,
+        ..Finding::of(subject)
     }
 }

@@ -90,11 +90,23 @@ impl Python {
     }
 
     fn require_pip(&self, kind: Kind) -> Result<(), ToolchainError> {
-        let output = self.output(self.command().args(["-m", "pip", "--version"]), kind)?;
+        self.pip_version()
+            .map(|_| ())
+            .map_err(|reason| no_pip(kind, reason))
+    }
+
+    /// What pip calls itself: `pip 24.0 from ...`; else why it cannot be run.
+    pub fn pip_version(&self) -> Result<String, String> {
+        let output = self.command().args(["-m", "pip", "--version"]).output();
+        let output = output.map_err(|error| self.cannot_run(&error))?;
         match output.status.success() {
-            true => Ok(()),
-            false => Err(no_pip(kind, last_lines(&output))),
+            true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_string()),
+            false => Err(last_lines(&output)),
         }
+    }
+
+    fn cannot_run(&self, error: &std::io::Error) -> String {
+        format!("`{}` cannot be run ({error})", self.program.display())
     }
 
     fn command(&self) -> Command {
@@ -104,12 +116,9 @@ impl Python {
     }
 
     fn output(&self, command: &mut Command, kind: Kind) -> Result<Output, ToolchainError> {
-        command.output().map_err(|error| {
-            no_pip(
-                kind,
-                format!("`{}` cannot be run ({error})", self.program.display()),
-            )
-        })
+        command
+            .output()
+            .map_err(|error| no_pip(kind, self.cannot_run(&error)))
     }
 }
 
