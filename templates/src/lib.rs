@@ -3,7 +3,8 @@
 //! `gpu/` is written once for CUDA and HIP, `cpu/` in C11 with vector
 //! extensions; `cuda/` and `rocm/` hold what only one vendor has. `prelude/`
 //! has types, conversions and hardware primitives as named functions: those of
-//! a dialect in `prelude/{cuda,hip,sim}`, what is built on them beside. The code of this crate is only the index below.
+//! a dialect in `prelude/{cuda,hip,sim}`, what is built on them beside. The code
+//! of this crate is only the index below.
 
 /// A template: its name, which is its path in this folder, and its text.
 pub type Template = (&'static str, &'static str);
@@ -50,8 +51,11 @@ pub const GPU: &[Template] = index![
     "prelude/math/exp.hpp",
     "prelude/math/log.hpp",
     "prelude/math/erf.hpp",
+    "prelude/math/pow.hpp",
     "prelude/product.hpp",
     "gpu/gate_topk.cu",
+    "gpu/gate_logits.cu",
+    "gpu/gate_select.cu",
     "gpu/expert_scan.cu",
     "gpu/dispatch.cu",
     "gpu/grouped_gemm.cu",

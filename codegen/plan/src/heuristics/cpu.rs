@@ -9,6 +9,10 @@ use moesaic_kernel::CpuIsa;
 /// costs little, few enough that eight experts still fill two dozen cores.
 const TILE_ROWS: usize = 192;
 
+/// Columns of the weight panel of a GEMM block: a multiple of every register
+/// tile, and with 256 words of depth a fraction of any second-level cache.
+const PANEL_COLUMNS: usize = 64;
+
 /// See [`GateTopkConfig`].
 pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
     GateTopkConfig {
@@ -39,23 +43,24 @@ pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
     }
 }
 
-/// See [`GroupedGemmConfig`].
+/// See [`GroupedGemmConfig`]. Depth counts 32-bit words.
 pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
     let lanes = isa.vector_bytes() / 4;
-    // Accumulators of one register tile: rows x vectors, some registers left
-    // for operands. A gated product keeps two accumulators per column.
-    let (thread_rows, vectors) = match (isa.vector_registers(), d.gated) {
-        (32, false) => (6, 4),
-        (32, true) => (6, 4),
+    // Accumulators of a register tile are rows x vectors; some registers are
+    // left for operands. A gated product has gate and up side by side.
+    let (thread_rows, vectors) = match isa.vector_registers() {
+        32 => (6, 4),
         _ => (4, 2),
     };
+    let matrices = if d.gated { 2 } else { 1 };
+    let thread_columns = lanes * vectors / matrices;
     GroupedGemmConfig {
         threads: 1,
         tile_rows: TILE_ROWS,
-        tile_columns: lanes * vectors,
+        tile_columns: PANEL_COLUMNS / matrices,
         tile_depth: 256,
         thread_rows,
-        thread_columns: lanes * vectors,
+        thread_columns,
     }
 }
 
