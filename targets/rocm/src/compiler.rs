@@ -1,7 +1,7 @@
 //! From HIP text to a code object.
 
 use crate::child::{self, Finished};
-use crate::clang::{Clang, ClangTool, OUTPUT};
+use crate::clang::{Clang, ClangFacts, ClangTool, OUTPUT};
 use crate::code_object::{CodeObjectKernel, read_code_object};
 use crate::find::{self, Refused};
 use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
@@ -52,6 +52,11 @@ impl RocmCompiler {
     /// The program.
     pub fn program(&self) -> &Path {
         self.clang.program()
+    }
+
+    /// What the compiler said of itself, to spare the next process asking.
+    pub fn facts(&self) -> &ClangFacts {
+        &self.clang.facts
     }
 
     fn first(tools: Vec<ClangTool>) -> Result<RocmCompiler, CompileError> {

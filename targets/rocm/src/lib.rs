@@ -13,7 +13,7 @@ mod device;
 mod find;
 mod hip;
 
-pub use clang::ClangTool;
+pub use clang::{ClangFacts, ClangTool};
 pub use code_object::{CodeObjectError, CodeObjectKernel, read_code_object};
 pub use compiler::RocmCompiler;
 pub use device::HipDevice;

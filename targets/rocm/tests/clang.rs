@@ -358,6 +358,7 @@ fn fake_clang(folder: &Path, script: &str) -> RocmCompiler {
         program: "sh".into(),
         args,
         path: None,
+        facts: None,
     };
     RocmCompiler::open(tool).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -402,6 +403,34 @@ fn success_without_a_good_output_is_an_error() {
         error.contains(
             "made a bad binary of kernel `probe`: the code object is not a readable ELF file"
         ),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_clang_whose_facts_are_known_is_not_asked() {
+    let facts = compiler().facts().clone();
+    assert!(
+        facts.processors.contains(&"gfx942".to_string()),
+        "{facts:?}"
+    );
+    let tool = ClangTool {
+        facts: Some(facts),
+        ..ClangTool::program("/no/such/clang++")
+    };
+    let known = RocmCompiler::open(tool).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(known.name(), compiler().name());
+    assert_eq!(known.targets(), compiler().targets());
+    let error = known
+        .compile(
+            &source("rocm:gfx942", TEXT, entries()),
+            &CompileOptions::default(),
+        )
+        .unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("`/no/such/clang++` could not be started"),
         "{error}"
     );
 }
