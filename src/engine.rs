@@ -75,7 +75,7 @@ impl Engine {
     /// # Errors
     /// When not even a C compiler is found.
     pub fn auto() -> Result<Engine, OpenError> {
-        Engine::cuda(0).or_else(|_| Engine::rocm(0)).or_else(|_| Engine::cpu())
+        Engine::open("auto", EngineOptions::default())
     }
 
     /// This machine's CPU, all cores.
@@ -109,7 +109,9 @@ impl Engine {
     /// [`OpenError`] says what is missing and what to do about it.
     pub fn open(name: &str, options: EngineOptions) -> Result<Engine, OpenError> {
         if name == "auto" {
-            return Engine::auto();
+            return Engine::open("cuda", options.clone())
+                .or_else(|_| Engine::open("rocm", options.clone()))
+                .or_else(|_| Engine::open("cpu", options));
         }
         let backend = name.split(':').next().unwrap_or(name);
         // A name that is not known is worth saying before any device is tried.
