@@ -42,13 +42,16 @@ pub use half;
 pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_cache::Store;
 pub use moesaic_engine::{
-    Element, EngineError, Event, HostTensor, Input, Job, Layer, Outcome, Output, RawCall, Row,
+    Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome, Output, RawCall, Row,
     Stats, StepTime, Weights, precompile,
 };
-pub use moesaic_kernel::{DType, KernelSource, Size, Stem, Target};
+pub use moesaic_macros::layer;
+pub use moesaic_kernel::{DType, KernelSource, Size, Stem, Target, TargetError};
 pub use moesaic_plan::{LayerPlan, Work};
 pub use moesaic_spec::LayerSpec;
 
+/// Plain data of the pipeline: sources, entries, sizes.
+pub use moesaic_kernel as kernel;
 /// The layer spec: types, TOML, validation, Hugging Face import.
 pub use moesaic_spec as spec;
 /// The target interface: compilers, devices, artifacts.
@@ -65,5 +68,7 @@ pub use moesaic_reference as reference;
 pub use moesaic_cpu as cpu;
 /// Where compilers come from.
 pub use moesaic_toolchain as toolchain;
+/// What the layers of [`layer!`] are made of.
+pub use moesaic_typed as typed;
 /// Checkpoints.
 pub use moesaic_weights as weights;

@@ -106,7 +106,11 @@ pub fn tensor<A: Array>(elements: &[A::Element]) -> Result<&A, ShapeError> {
         Some([array]) => Ok(array),
         _ => Err(ShapeError {
             found: elements.len(),
-            wanted: format!("a tensor of shape {:?}, which takes {}", A::shape(), A::ELEMENTS),
+            wanted: format!(
+                "a tensor of shape {:?}, which takes {}",
+                A::shape(),
+                A::ELEMENTS
+            ),
             at: Location::caller(),
         }),
     }
@@ -155,8 +159,14 @@ mod tests {
         assert!(text.contains("array.rs:"), "{text}");
         assert!(text.ends_with("7 elements do not make a tensor of shape [2, 4], which takes 8"));
         let text = rows::<[i64; 4]>(&flat).unwrap_err().to_string();
-        assert!(text.ends_with("7 elements do not make whole rows of 4"), "{text}");
-        assert!(tensor::<[i64; 7]>(&[0; 14]).is_err(), "twice as many is wrong too");
+        assert!(
+            text.ends_with("7 elements do not make whole rows of 4"),
+            "{text}"
+        );
+        assert!(
+            tensor::<[i64; 7]>(&[0; 14]).is_err(),
+            "twice as many is wrong too"
+        );
         assert!(tensor::<[i64; 7]>(&[]).is_err());
         assert_eq!(rows::<[i64; 4]>(&[]).unwrap().len(), 0);
     }

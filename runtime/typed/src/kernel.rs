@@ -71,14 +71,20 @@ impl<A: KernelArgs> Launcher<A> {
     /// # Errors
     /// When it is not there, or takes other parameters.
     pub fn new(kernels: &[LoadedKernel]) -> Result<Launcher<A>, SignatureError> {
-        let kernel = kernels.iter().find(|kernel| kernel.source.name == A::KERNEL);
+        let kernel = kernels
+            .iter()
+            .find(|kernel| kernel.source.name == A::KERNEL);
         let entry = kernel.and_then(|kernel| kernel.source.entry(A::SYMBOL));
         let (Some(kernel), Some(entry)) = (kernel, entry) else {
             return Err(missing::<A>(kernels));
         };
         check::<A>(entry)?;
         let (module, launch) = (kernel.module.clone(), entry.launch.clone());
-        Ok(Launcher { module, launch, args: PhantomData })
+        Ok(Launcher {
+            module,
+            launch,
+            args: PhantomData,
+        })
     }
 
     /// Launches the kernel, in stream order and without waiting.
@@ -116,16 +122,25 @@ fn entry_name<A: KernelArgs>() -> String {
 fn missing<A: KernelArgs>(kernels: &[LoadedKernel]) -> SignatureError {
     let name = |kernel: &LoadedKernel| {
         let (kernel, entries) = (&kernel.source.name, &kernel.source.entries);
-        entries.iter().map(|e| format!("{kernel}::{}", e.symbol)).collect::<Vec<_>>()
+        entries
+            .iter()
+            .map(|e| format!("{kernel}::{}", e.symbol))
+            .collect::<Vec<_>>()
     };
     let known = kernels.iter().flat_map(name).collect::<Vec<_>>().join(", ");
-    SignatureError::Missing { asked: entry_name::<A>(), known }
+    SignatureError::Missing {
+        asked: entry_name::<A>(),
+        known,
+    }
 }
 
 fn check<A: KernelArgs>(entry: &Entry) -> Result<(), SignatureError> {
     let found = |param: &Param| (param.name.clone(), param.ty);
     let found: Vec<_> = entry.params.iter().map(found).collect();
-    let generated: Vec<_> = A::PARAMS.iter().map(|(name, ty)| (name.to_string(), *ty)).collect();
+    let generated: Vec<_> = A::PARAMS
+        .iter()
+        .map(|(name, ty)| (name.to_string(), *ty))
+        .collect();
     if found == generated {
         return Ok(());
     }
@@ -137,7 +152,11 @@ fn check<A: KernelArgs>(entry: &Entry) -> Result<(), SignatureError> {
 }
 
 fn list(params: &[(String, ParamType)]) -> String {
-    params.iter().map(|(name, ty)| format!("{name}: {}", spell(*ty))).collect::<Vec<_>>().join(", ")
+    params
+        .iter()
+        .map(|(name, ty)| format!("{name}: {}", spell(*ty)))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 fn spell(ty: ParamType) -> String {

@@ -2,7 +2,7 @@
 //! instead of types.
 
 use crate::Array;
-use moesaic_engine::{EngineError, HostTensor, Input, Layer, Output, RawCall};
+use moesaic_engine::{EngineError, HostTensor, Input, Layer, Output, RawCall, Weights};
 use moesaic_spec::LayerSpec;
 use moesaic_target::Ptr;
 use std::borrow::Cow;
@@ -27,7 +27,10 @@ pub trait TypedLayer {
     /// When memory runs out or a launch is refused.
     unsafe fn forward_raw(&self, args: &Self::Raw) -> Result<(), EngineError> {
         let tensors = args.tensors();
-        let call = RawCall { tokens: args.tokens(), tensors: tensors.as_ref() };
+        let call = RawCall {
+            tokens: args.tokens(),
+            tensors: tensors.as_ref(),
+        };
         // SAFETY: the tensors are named after the same plan; the caller
         // vouches for the memory behind them.
         unsafe { self.layer().forward_raw(&call) }
@@ -66,12 +69,23 @@ pub fn host_rows<A: Array>(rows: &[A]) -> HostTensor<'_> {
 }
 
 /// The input of a call.
-pub fn input<'a, const N: usize>(
-    tokens: usize,
-    tensors: [(&str, HostTensor<'a>); N],
-) -> Input<'a> {
-    let named = tensors.into_iter().map(|(name, tensor)| (name.to_string(), tensor));
-    Input { tokens, tensors: named.collect() }
+pub fn input<'a, const N: usize>(tokens: usize, tensors: [(&str, HostTensor<'a>); N]) -> Input<'a> {
+    let named = tensors
+        .into_iter()
+        .map(|(name, tensor)| (name.to_string(), tensor));
+    Input {
+        tokens,
+        tensors: named.collect(),
+    }
+}
+
+/// The weights of a layer.
+pub fn weights<'a, const N: usize>(tensors: [(&str, HostTensor<'a>); N]) -> Weights<'a> {
+    let mut weights = Weights::new();
+    tensors
+        .into_iter()
+        .for_each(|(name, tensor)| weights.insert(name, tensor));
+    weights
 }
 
 /// An output with as many rows as the call had tokens.
@@ -80,7 +94,9 @@ pub fn input<'a, const N: usize>(
 /// When the layer has no such output, or another shape of it.
 pub fn read_rows<A: Array>(output: &Output, name: &str) -> Result<Vec<A>, EngineError> {
     let elements = elements::<A>(output, name)?;
-    A::cast(&elements).map(<[A]>::to_vec).ok_or_else(|| no_output(output, name))
+    A::cast(&elements)
+        .map(<[A]>::to_vec)
+        .ok_or_else(|| no_output(output, name))
 }
 
 /// An output whose shape does not depend on the token count.
@@ -103,7 +119,10 @@ fn elements<'o, A: Array>(
     match bytemuck::try_cast_slice(&tensor.data) {
         Ok(elements) if right_type => Ok(Cow::Borrowed(elements)),
         // Bytes need not lie as the elements would.
-        _ => tensor.to_vec().map(Cow::Owned).ok_or_else(|| no_output(output, name)),
+        _ => tensor
+            .to_vec()
+            .map(Cow::Owned)
+            .ok_or_else(|| no_output(output, name)),
     }
 }
 
@@ -111,6 +130,14 @@ fn no_output(output: &Output, name: &str) -> EngineError {
     let described = |(name, tensor): (&String, &HostTensor<'_>)| {
         format!("{name} ({} of shape {:?})", tensor.dtype, tensor.shape)
     };
-    let known: Vec<String> = output.clone().into_tensors().iter().map(described).collect();
-    EngineError::NoOutput { name: name.to_string(), known: known.join(", ") }
+    let known: Vec<String> = output
+        .clone()
+        .into_tensors()
+        .iter()
+        .map(described)
+        .collect();
+    EngineError::NoOutput {
+        name: name.to_string(),
+        known: known.join(", "),
+    }
 }

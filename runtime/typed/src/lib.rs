@@ -25,9 +25,16 @@ pub use pointer::{Argument, In, InOut, Out};
 /// Called by generated code; nothing here is for people.
 #[doc(hidden)]
 pub mod generated {
-    pub use crate::layer::{host_rows, host_tensor, input, read, read_rows, spec};
-    pub use moesaic_kernel::ParamType;
-    pub use moesaic_target::{Arg, Ptr};
+    pub use crate::layer::{host_rows, host_tensor, input, read, read_rows, spec, weights};
+    pub use moesaic_target::Ptr;
+
+    /// What a module of kernel arguments imports.
+    pub mod kernel {
+        pub use crate::{Argument, In, InOut, KernelArgs, Out};
+        pub use half::{bf16, f16};
+        pub use moesaic_kernel::ParamType;
+        pub use moesaic_target::Arg;
+    }
 
     /// What generated code and this crate have agreed on. Raised when either
     /// changes so that the other must.

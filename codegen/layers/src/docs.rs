@@ -1,0 +1,95 @@
+//! Doc comments of generated items.
+
+use moesaic_kernel::Size;
+use moesaic_plan::TensorPlan;
+use moesaic_spec::LayerSpec;
+use proc_macro2::TokenStream;
+use quote::quote;
+
+/// Longest line of a doc comment.
+const WIDTH: usize = 88;
+
+/// `///` lines, long ones broken.
+pub(crate) fn doc(text: &str) -> TokenStream {
+    let lines = text.lines().flat_map(wrap);
+    quote!(#(#[doc = #lines])*)
+}
+
+fn wrap(line: &str) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in line.split_whitespace() {
+        let last = lines.len() - 1;
+        match lines[last].len() + word.len() < WIDTH || lines[last].is_empty() {
+            true => lines[last] += &format!(" {word}"),
+            false => lines.push(format!(" {word}")),
+        }
+    }
+    lines
+}
+
+/// What the layer is, in a few lines.
+pub(crate) fn layer(spec: &LayerSpec) -> String {
+    let (shape, precision) = (&spec.shape, &spec.precision);
+    let shared = match spec.shared.len() {
+        0 => String::new(),
+        1 => ", 1 shared expert".to_string(),
+        n => format!(", {n} shared experts"),
+    };
+    format!(
+        "A Mixture-of-Experts layer, generated from the spec `{}`.\n\n\
+         {} experts, {} per token{shared}; width {} → {} → {}; weights {}, activations {}.",
+        spec.name.replace('`', "'").escape_default(),
+        shape.experts,
+        shape.top_k,
+        shape.model_dim,
+        shape.hidden_dim,
+        spec.output_dim(),
+        precision.weights,
+        precision.activations,
+    )
+}
+
+/// Name, shape and dtype of a tensor: "`router.weight`, f32 `[8, 64]`".
+pub(crate) fn tensor(tensor: &TensorPlan) -> String {
+    format!(
+        "`{}`, {} `{}`",
+        tensor.name,
+        tensor.dtype,
+        shape(&tensor.shape)
+    )
+}
+
+/// A shape with the token count as `T`.
+fn shape(sizes: &[Size]) -> String {
+    let list: Vec<String> = sizes.iter().map(Size::to_string).collect();
+    format!("[{}]", list.join(", "))
+}
+
+/// A path as people write it: `moesaic::typed` of `::moesaic::typed`.
+pub(crate) fn path(path: &syn::Path) -> String {
+    quote!(#path)
+        .to_string()
+        .replace(' ', "")
+        .trim_start_matches("::")
+        .to_string()
+}
+
+/// What an input or output of a layer is.
+pub(crate) fn meaning(name: &str) -> &'static str {
+    match name {
+        "x" => "The tokens",
+        "token_ids" => "The vocabulary id of each token",
+        "y" => "The result",
+        "router.logits" => "Router logits",
+        "topk_ids" => "The experts of each token, best first",
+        "topk_weights" => "The weight of each of them",
+        "counts" => "Assignments per expert, before dropping",
+        "offsets" => "The first row of each expert, and the number of rows",
+        "locations" => "The place of each assignment inside its expert; -1 when dropped",
+        "slot_rows" => "The row of each assignment; -1 when dropped",
+        "row_slots" => "The assignment of each row",
+        "capacity" => "Most rows an expert may take in this call",
+        "overflow" => "Assignments that were dropped",
+        _ => "A tensor",
+    }
+}

@@ -1,0 +1,119 @@
+//! One argument struct per kernel entry, from the entry's own parameters.
+
+use crate::docs::doc;
+use crate::names::{Names, camel, field};
+use moesaic_kernel::{Access, Entry, Param, ParamType, Scalar};
+use moesaic_plan::LayerPlan;
+use proc_macro2::{Literal, TokenStream};
+use quote::{format_ident, quote};
+use syn::Path;
+
+/// The module of kernels, with a module for each.
+pub(crate) fn module(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        layer,
+        kernels,
+        visibility,
+        facade,
+        ..
+    } = names;
+    let about = doc(&format!(
+        "The kernels of [`{layer}`](super::{layer}), to be launched one by one through \
+         `Launcher`. Launch geometry is the target's and is read from its plan."
+    ));
+    let list = (0..plan.kernels.len()).map(|index| kernel_module(plan, index, facade));
+    quote! {
+        #about
+        #[allow(dead_code)]
+        #visibility mod #kernels { #(#list)* }
+    }
+}
+
+fn kernel_module(plan: &LayerPlan, index: usize, facade: &Path) -> TokenStream {
+    let kernel = &plan.kernels[index];
+    let (name, module) = (&kernel.name, field(&kernel.name));
+    let about = doc(&format!("The entries of kernel `{name}`."));
+    let entries = kernel.entries.iter().map(|entry| {
+        let mut steps = plan.steps.iter();
+        let step = steps.find(|step| step.kernel == index && step.symbol == entry.symbol);
+        entry_args(name, entry, step.map_or(&[], |step| &step.tensors))
+    });
+    quote! {
+        #about
+        pub mod #module {
+            use #facade::typed::generated::kernel::*;
+            #(#entries)*
+        }
+    }
+}
+
+/// `tensors` are those that a forward pass binds to the pointers, in order.
+fn entry_args(kernel: &str, entry: &Entry, tensors: &[String]) -> TokenStream {
+    let (name, symbol, params) = (camel(&entry.symbol), &entry.symbol, &entry.params);
+    let about = doc(&format!(
+        "`{symbol}` {}.",
+        entry.summary.trim_end_matches('.')
+    ));
+    let mut tensors = tensors.iter();
+    let fields = params.iter().map(|param| match param.ty {
+        ParamType::Tensor(..) => param_field(param, tensors.next()),
+        ParamType::Scalar(_) => param_field(param, None),
+    });
+    let types = params.iter().map(|param| {
+        let (name, ty) = (&param.name, param_type(param));
+        quote!((#name, <#ty>::TYPE))
+    });
+    let count = Literal::usize_unsuffixed(params.len());
+    let values = params.iter().map(|param| field(&param.name));
+    quote! {
+        #about
+        #[derive(Clone, Copy, Debug)]
+        pub struct #name { #(#fields)* }
+
+        impl KernelArgs for #name {
+            const KERNEL: &'static str = #kernel;
+            const SYMBOL: &'static str = #symbol;
+            const PARAMS: &'static [(&'static str, ParamType)] = &[#(#types),*];
+            type Args = [Arg; #count];
+
+            fn args(&self) -> Self::Args {
+                [#(self.#values.arg()),*]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+    }
+}
+
+fn param_field(param: &Param, tensor: Option<&String>) -> TokenStream {
+    let about = match param.ty {
+        ParamType::Tensor(dtype, access) => {
+            let verb = match access {
+                Access::Read => "Reads",
+                Access::Write => "Writes",
+                Access::ReadWrite => "Reads and writes",
+            };
+            let name = tensor.unwrap_or(&param.name);
+            format!("{verb} `{name}`, {dtype} `{}`.", param.shape)
+        }
+        ParamType::Scalar(_) if param.name == "tokens" => "The token count.".to_string(),
+        ParamType::Scalar(_) => format!("`{}`.", param.name),
+    };
+    let (about, name, ty) = (doc(&about), field(&param.name), param_type(param));
+    quote!(#about pub #name: #ty,)
+}
+
+fn param_type(param: &Param) -> TokenStream {
+    let (pointer, dtype) = match param.ty {
+        ParamType::Scalar(Scalar::I64) => return quote!(i64),
+        ParamType::Scalar(Scalar::F32) => return quote!(f32),
+        ParamType::Tensor(dtype, Access::Read) => (quote!(In), dtype),
+        ParamType::Tensor(dtype, Access::Write) => (quote!(Out), dtype),
+        ParamType::Tensor(dtype, Access::ReadWrite) => (quote!(InOut), dtype),
+    };
+    // `bf16` is imported along with the pointers.
+    let element = format_ident!("{}", dtype.name());
+    quote!(#pointer<#element>)
+}

@@ -1,0 +1,191 @@
+//! The layer type.
+
+use crate::GenerateOptions;
+use crate::docs::{self, doc};
+use crate::names::{Names, field};
+use crate::tensors::of_role;
+use crate::types::row;
+use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_spec::LayerSpec;
+use proc_macro2::{Literal, TokenStream};
+use quote::{format_ident, quote};
+
+/// The layer type with its constants, constructors and calls.
+pub(crate) fn layer(plan: &LayerPlan, names: &Names, options: &GenerateOptions) -> TokenStream {
+    let Names {
+        layer,
+        visibility,
+        facade,
+        ..
+    } = names;
+    let attributes = &options.attributes;
+    let about = match attributes
+        .iter()
+        .any(|attribute| attribute.path().is_ident("doc"))
+    {
+        true => format!("\n{}", docs::layer(&plan.spec)),
+        false => docs::layer(&plan.spec),
+    };
+    let about = doc(&about);
+    let (constants, construct) = (constants(&plan.spec), construct(names));
+    let calls = calls(plan, names);
+    quote! {
+        #(#attributes)*
+        #about
+        #[allow(dead_code)]
+        #visibility struct #layer {
+            layer: #facade::Layer,
+        }
+
+        const _: () = #facade::typed::generated::check_format(1);
+
+        #[allow(dead_code)]
+        impl #layer {
+            #constants
+            #construct
+            #calls
+        }
+    }
+}
+
+fn constants(spec: &LayerSpec) -> TokenStream {
+    let shape = &spec.shape;
+    let sizes = [
+        ("MODEL_DIM", shape.model_dim, "Width of a token."),
+        ("HIDDEN_DIM", shape.hidden_dim, "Width inside an expert."),
+        ("OUTPUT_DIM", spec.output_dim(), "Width of the result."),
+        ("EXPERTS", shape.experts, "Experts with weights."),
+        (
+            "ROUTED_EXPERTS",
+            spec.routed_experts(),
+            "Experts the router scores.",
+        ),
+        (
+            "SHARED_EXPERTS",
+            spec.shared.len(),
+            "Experts that every token visits.",
+        ),
+        ("TOP_K", shape.top_k, "Experts per token."),
+    ];
+    let sizes = sizes.map(|(name, value, about)| {
+        let (name, value) = (format_ident!("{name}"), Literal::usize_unsuffixed(value));
+        let about = doc(about);
+        quote!(#about pub const #name: usize = #value;)
+    });
+    let toml = spec.to_toml();
+    quote! {
+        #(#sizes)*
+
+        /// The spec as canonical TOML.
+        pub const SPEC: &'static str = #toml;
+    }
+}
+
+fn construct(names: &Names) -> TokenStream {
+    let Names {
+        weights, facade, ..
+    } = names;
+    quote! {
+        /// The spec this type was generated from.
+        pub fn spec() -> #facade::LayerSpec {
+            #facade::typed::generated::spec(Self::SPEC)
+        }
+
+        /// Puts the weights on the engine's device and gets the kernels ready:
+        /// from the cache, or compiled.
+        ///
+        /// # Errors
+        /// When a kernel cannot be had, or device memory runs out.
+        pub fn new(
+            engine: &#facade::Engine,
+            weights: &#weights<'_>,
+        ) -> Result<Self, #facade::EngineError> {
+            Self::from_named(engine, &weights.named())
+        }
+
+        /// As `new`, with weights by canonical name, as a checkpoint has them:
+        /// their shapes are checked here.
+        ///
+        /// # Errors
+        /// As `new`; also when a tensor is missing or is not as the spec says.
+        pub fn from_named(
+            engine: &#facade::Engine,
+            weights: &#facade::Weights<'_>,
+        ) -> Result<Self, #facade::EngineError> {
+            let layer = engine.layer(&Self::spec(), weights)?;
+            Ok(Self { layer })
+        }
+    }
+}
+
+fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names { output, facade, .. } = names;
+    let inputs: Vec<&TensorPlan> = of_role(plan, Role::Input).collect();
+    let params: Vec<TokenStream> = inputs.iter().map(|tensor| param(tensor, names)).collect();
+    let fields = inputs.iter().map(|tensor| field(&tensor.name));
+    let (fields, about) = (quote!(#(#fields),*), doc(&inputs_doc(&inputs)));
+    let y = plan
+        .tensor("y")
+        .and_then(|y| row(y.dtype, &y.shape, facade));
+    let input = input(&inputs, names);
+    quote! {
+        /// Runs the layer, one row per token, and reads back `y`.
+        ///
+        #about
+        ///
+        /// # Errors
+        /// When inputs differ in length or hold ids out of range, memory runs
+        /// out, or a launch fails.
+        pub fn forward(&self, #(#params),*) -> Result<Vec<#y>, #facade::EngineError> {
+            let output = self.layer.forward(&Self::input(#fields))?;
+            #facade::typed::generated::read_rows(&output, "y")
+        }
+
+        /// As `forward`, and reads back everything the layer can tell.
+        ///
+        /// # Errors
+        /// As `forward`.
+        pub fn forward_all(&self, #(#params),*) -> Result<#output, #facade::EngineError> {
+            let output = self.layer.forward_with(&Self::input(#fields), #output::NAMES)?;
+            #output::read(&output)
+        }
+
+        #input
+    }
+}
+
+fn inputs_doc(inputs: &[&TensorPlan]) -> String {
+    let line = |tensor: &&TensorPlan| {
+        format!(
+            "* {}: {}",
+            docs::tensor(tensor),
+            docs::meaning(&tensor.name).to_lowercase()
+        )
+    };
+    inputs.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// `x: &[[f32; 64]]`.
+fn param(tensor: &TensorPlan, names: &Names) -> TokenStream {
+    let name = field(&tensor.name);
+    let row = row(tensor.dtype, &tensor.shape, &names.facade);
+    quote!(#name: &[#row])
+}
+
+fn input(inputs: &[&TensorPlan], names: &Names) -> TokenStream {
+    let facade = &names.facade;
+    let params = inputs.iter().map(|tensor| {
+        let name = field(&tensor.name);
+        let row = row(tensor.dtype, &tensor.shape, facade);
+        quote!(#name: &'a [#row])
+    });
+    let pairs = inputs.iter().map(|tensor| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        quote!((#name, #facade::typed::generated::host_rows(#field)))
+    });
+    quote! {
+        fn input<'a>(#(#params),*) -> #facade::Input<'a> {
+            #facade::typed::generated::input(x.len(), [#(#pairs),*])
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! The structs of weights, outputs and raw addresses.
+
+use crate::docs::{self, doc};
+use crate::names::{Names, field};
+use crate::types::{array, constant, row, scalar};
+use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_spec::{TensorSpec, canonical_tensors};
+use proc_macro2::{Literal, TokenStream};
+use quote::quote;
+
+/// The tensors of a role, in the order of the plan.
+pub(crate) fn of_role(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
+    plan.tensors
+        .iter()
+        .filter(move |tensor| tensor.role == role)
+}
+
+/// The struct of weights and its conversion to named tensors.
+pub(crate) fn weights(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        weights,
+        layer,
+        visibility,
+        facade,
+        ..
+    } = names;
+    let list = canonical_tensors(&plan.spec);
+    let fields = list.iter().map(|tensor| weight_field(tensor, names));
+    let pairs = list.iter().map(|TensorSpec { name, .. }| {
+        let field = field(name);
+        quote!((#name, #facade::typed::generated::host_tensor(self.#field)))
+    });
+    let about = doc(&format!(
+        "The weights of [`{layer}`], row major. `{}::typed::tensor` views a flat slice \
+         as the array that a field wants.",
+        docs::path(facade)
+    ));
+    quote! {
+        #about
+        #[derive(Clone, Copy)]
+        #[allow(dead_code)]
+        #visibility struct #weights<'a> { #(#fields)* }
+
+        #[allow(dead_code)]
+        impl<'a> #weights<'a> {
+            /// The weights by canonical name, with shapes as data.
+            pub fn named(&self) -> #facade::Weights<'a> {
+                #facade::typed::generated::weights([#(#pairs),*])
+            }
+        }
+    }
+}
+
+fn weight_field(tensor: &TensorSpec, names: &Names) -> TokenStream {
+    let TensorSpec {
+        name,
+        dtype,
+        shape,
+        meaning,
+    } = tensor;
+    let about = doc(&format!("`{name}`, {dtype} `{shape:?}`: {meaning}."));
+    let sizes: Vec<u64> = shape.iter().map(|&n| n as u64).collect();
+    let (field, ty) = (field(name), array(*dtype, &sizes, &names.facade));
+    quote!(#about pub #field: &'a #ty,)
+}
+
+/// The struct of everything that can be read after a call, `y` first.
+pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        output,
+        layer,
+        visibility,
+        facade,
+        ..
+    } = names;
+    let mut outputs: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
+    outputs.sort_by_key(|tensor| tensor.name != "y");
+    let fields = outputs.iter().map(|tensor| {
+        let about = doc(&format!(
+            "{}: {}.",
+            docs::meaning(&tensor.name),
+            docs::tensor(tensor)
+        ));
+        let (field, ty) = (field(&tensor.name), output_type(tensor, names));
+        quote!(#about pub #field: #ty,)
+    });
+    let reads = outputs.iter().map(|tensor| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        let read = match row(tensor.dtype, &tensor.shape, facade) {
+            Some(_) => quote!(read_rows),
+            None => quote!(read),
+        };
+        quote!(#field: #facade::typed::generated::#read(output, #name)?,)
+    });
+    let list = outputs.iter().map(|tensor| &tensor.name);
+    let about = doc(&format!(
+        "What a call of [`{layer}`] computes; `T` is its token count."
+    ));
+    quote! {
+        #about
+        #[derive(Clone, Debug, PartialEq)]
+        #[allow(dead_code)]
+        #visibility struct #output { #(#fields)* }
+
+        #[allow(dead_code)]
+        impl #output {
+            /// The tensors, by the names of the layer.
+            pub const NAMES: &'static [&'static str] = &[#(#list),*];
+
+            fn read(output: &#facade::Output) -> Result<Self, #facade::EngineError> {
+                Ok(#output { #(#reads)* })
+            }
+        }
+    }
+}
+
+/// Rows for tensors that grow with the token count; others by value, and
+/// those of one element as that element.
+fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
+    let facade = &names.facade;
+    if let Some(row) = row(tensor.dtype, &tensor.shape, facade) {
+        return quote!(Vec<#row>);
+    }
+    match constant(&tensor.shape) {
+        Some(shape) => array(tensor.dtype, &shape, facade),
+        // No tensor of a plan grows with the token count in an inner
+        // dimension; as a flat list it would still be right.
+        None => {
+            let scalar = scalar(tensor.dtype, facade);
+            quote!(Vec<#scalar>)
+        }
+    }
+}
+
+/// The struct of addresses of a call on device memory.
+pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        raw,
+        layer,
+        visibility,
+        facade,
+        ..
+    } = names;
+    let inputs: Vec<_> = of_role(plan, Role::Input)
+        .map(|t| (t, quote!(In)))
+        .collect();
+    let y = plan.tensor("y").map(|tensor| (tensor, quote!(Out)));
+    let list: Vec<_> = inputs.into_iter().chain(y).collect();
+    let fields = list.iter().map(|(tensor, pointer)| {
+        let about = doc(&format!(
+            "{}: {}.",
+            docs::meaning(&tensor.name),
+            docs::tensor(tensor)
+        ));
+        let (field, scalar) = (field(&tensor.name), scalar(tensor.dtype, facade));
+        quote!(#about pub #field: #facade::typed::#pointer<#scalar>,)
+    });
+    let pairs = list.iter().map(|(tensor, _)| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        quote!((#name, self.#field.ptr()))
+    });
+    let count = Literal::usize_unsuffixed(list.len());
+    let about = doc(&format!(
+        "Addresses of a call of [`{layer}`] on device memory."
+    ));
+    quote! {
+        #about
+        #[derive(Clone, Copy, Debug)]
+        #[allow(dead_code)]
+        #visibility struct #raw {
+            /// Tokens of the call, `T`.
+            pub tokens: usize,
+            #(#fields)*
+        }
+
+        impl #facade::typed::RawArgs for #raw {
+            type Tensors = [(&'static str, #facade::typed::generated::Ptr); #count];
+
+            fn tokens(&self) -> usize {
+                self.tokens
+            }
+
+            fn tensors(&self) -> Self::Tensors {
+                [#(#pairs),*]
+            }
+        }
+
+        impl #facade::typed::TypedLayer for #layer {
+            type Raw = #raw;
+
+            fn layer(&self) -> &#facade::Layer {
+                &self.layer
+            }
+        }
+    }
+}

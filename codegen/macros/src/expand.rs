@@ -1,0 +1,79 @@
+//! From the parsed macro input to items or compile errors.
+
+use crate::layer::{Layer, Layers, Source};
+use crate::problems;
+use moesaic_layers::{GenerateOptions, generate};
+use moesaic_spec::LayerSpec;
+use proc_macro2::TokenStream;
+use quote::quote;
+use std::path::Path;
+use syn::{Error, Ident, LitStr};
+
+/// The items of every layer; `root` is where relative paths start. A layer
+/// that fails does not hide the others.
+pub fn expand(layers: Layers, root: &Path) -> TokenStream {
+    let items = layers.0.into_iter().map(|layer| one(layer, root));
+    items
+        .map(|items| items.unwrap_or_else(|error| error.to_compile_error()))
+        .collect()
+}
+
+fn one(layer: Layer, root: &Path) -> Result<TokenStream, Error> {
+    let Found { spec, tracked } = find(&layer.source, &layer.name, root)?;
+    let options = GenerateOptions {
+        name: Some(layer.name.clone()),
+        visibility: layer.visibility,
+        attributes: layer.attributes,
+        ..GenerateOptions::default()
+    };
+    let items = generate(&spec, &options).map_err(|e| Error::new(layer.name.span(), e))?;
+    Ok(quote!(#items #tracked))
+}
+
+/// A spec, and what makes the compiler watch its file.
+struct Found {
+    spec: LayerSpec,
+    tracked: Option<TokenStream>,
+}
+
+fn find(source: &Source, name: &Ident, root: &Path) -> Result<Found, Error> {
+    match source {
+        Source::Inline(toml) => {
+            let spec = LayerSpec::from_toml(&toml.text);
+            let mut spec = spec.map_err(|error| problems::inline(&error, toml, name))?;
+            // Without a name of its own the layer is called what its type is.
+            if !toml.names_the_layer() {
+                spec.name = name.to_string();
+            }
+            Ok(Found {
+                spec,
+                tracked: None,
+            })
+        }
+        Source::File(path) => file(path, root),
+    }
+}
+
+fn file(path: &LitStr, root: &Path) -> Result<Found, Error> {
+    let full = root.join(path.value());
+    let text = std::fs::read_to_string(&full).map_err(|error| unreadable(path, &error))?;
+    let spec = LayerSpec::from_toml(&text).map_err(|error| problems::file(&error, &text, path))?;
+    let tracked = tracked(&full);
+    Ok(Found { spec, tracked })
+}
+
+/// The compiler rebuilds when a file it included changes.
+fn tracked(full: &Path) -> Option<TokenStream> {
+    let full = full.to_str()?;
+    Some(quote!(
+        const _: &[u8] = ::core::include_bytes!(#full);
+    ))
+}
+
+fn unreadable(path: &LitStr, error: &std::io::Error) -> Error {
+    let message = format!(
+        "cannot read the spec `{}`: {error}\nthe path is relative to the folder of Cargo.toml",
+        path.value()
+    );
+    Error::new(path.span(), message)
+}
