@@ -26,12 +26,35 @@ pub struct EmitError {
     pub reason: String,
 }
 
+/// Which definitions of the hardware primitives stand above a GPU kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prelude {
+    /// Those of the target.
+    Native,
+    /// Host C++, where a thread of the GPU is a fiber: the text below the
+    /// prelude then runs on a CPU, as it stands.
+    Sim,
+}
+
 /// Writes one kernel for a target.
 ///
 /// # Errors
 /// [`EmitError`] when a template is wrong.
 pub fn emit(kernel: &KernelPlan, target: Target) -> Result<KernelSource, EmitError> {
-    let text = render::render(kernel, target).map_err(|reason| EmitError {
+    emit_with(kernel, target, Prelude::Native)
+}
+
+/// Writes one kernel for a target with the chosen prelude, which means
+/// nothing to a CPU target.
+///
+/// # Errors
+/// [`EmitError`] when a template is wrong.
+pub fn emit_with(
+    kernel: &KernelPlan,
+    target: Target,
+    prelude: Prelude,
+) -> Result<KernelSource, EmitError> {
+    let text = render::render(kernel, target, prelude).map_err(|reason| EmitError {
         kernel: kernel.name.clone(),
         target: target.to_string(),
         reason,

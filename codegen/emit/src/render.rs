@@ -1,7 +1,7 @@
 //! The template engine, behind two functions.
 
-use crate::language;
 use crate::signature::EntryText;
+use crate::{Prelude, language};
 use moesaic_kernel::{Stem, Target};
 use moesaic_plan::{KernelConfig, KernelDesc, KernelPlan};
 use serde::Serialize;
@@ -14,6 +14,8 @@ use tera::{Context, Kwargs, State, Tera};
 struct TargetText {
     /// `cpu`, `cuda` or `rocm`.
     backend: &'static str,
+    /// Which prelude a GPU kernel stands on: `cuda`, `hip` or `sim`; `c` on CPUs.
+    dialect: &'static str,
     /// `avx512`, `sm_90a`, `gfx942`.
     arch: String,
     /// Bytes of a CPU vector register; 0 on GPUs.
@@ -27,10 +29,11 @@ struct TargetText {
 }
 
 impl TargetText {
-    fn new(target: Target) -> TargetText {
+    fn new(target: Target, prelude: Prelude) -> TargetText {
         let (backend, arch) = (target.backend(), target.arch());
         let base = TargetText {
             backend,
+            dialect: dialect(target, prelude),
             arch,
             vector_bytes: 0,
             vector_registers: 0,
@@ -56,8 +59,17 @@ impl TargetText {
     }
 }
 
+fn dialect(target: Target, prelude: Prelude) -> &'static str {
+    match (target, prelude) {
+        (Target::Cpu(_), _) => "c",
+        (_, Prelude::Sim) => "sim",
+        (Target::Cuda(_), _) => "cuda",
+        (Target::Rocm(_), _) => "hip",
+    }
+}
+
 /// Renders the template of a kernel.
-pub fn render(kernel: &KernelPlan, target: Target) -> Result<String, String> {
+pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<String, String> {
     let entries: BTreeMap<&str, EntryText> = kernel
         .entries
         .iter()
@@ -71,7 +83,7 @@ pub fn render(kernel: &KernelPlan, target: Target) -> Result<String, String> {
     let mut context = Context::new();
     insert_desc(&mut context, &kernel.desc);
     insert_config(&mut context, &kernel.config);
-    context.insert("target", &TargetText::new(target));
+    context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
     let text = engine(target)?
         .render(&template_name(kernel.stem(), target), &context)

@@ -35,15 +35,17 @@ pub fn dispatch(_: &DispatchDesc, _: CudaArch) -> DispatchConfig {
     }
 }
 
-/// See [`GroupedGemmConfig`].
+/// See [`GroupedGemmConfig`]. Gate and up columns share a thread: eight rows by
+/// eight columns of sums each way.
 pub fn grouped_gemm(d: &GroupedGemmDesc, _: CudaArch) -> GroupedGemmConfig {
+    let matrices = if d.gated { 2 } else { 1 };
     GroupedGemmConfig {
-        threads: 256,
+        threads: 128,
         tile_rows: 64,
-        tile_columns: if d.gated { 32 } else { 64 },
+        tile_columns: 128 / matrices,
         tile_depth: 16,
-        thread_rows: 4,
-        thread_columns: if d.gated { 2 } else { 4 },
+        thread_rows: 8,
+        thread_columns: 8 / matrices,
     }
 }
 
