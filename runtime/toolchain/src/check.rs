@@ -43,7 +43,7 @@ pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
             let compiler = RocmCompiler::open(ClangTool::zig(folder)).map_err(words)?;
             let working = compile(&compiler, Language::Hip, HIP)?;
             Ok(Working {
-                clang: Some(compiler.facts().clone()),
+                clang: compiler.facts().cloned(),
                 ..working
             })
         }

@@ -8,13 +8,22 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Flags of every compile, beside the architecture.
+/// Flags of every compile, whoever compiles, beside the architecture.
 ///
-/// No ROCm headers and no device libraries: the text brings its own prelude.
 /// Code object version 5 is what every ROCm since 6.0 loads. A product and a
-/// sum may be fused, as NVRTC does it; nothing else of fast math is on. No
-/// configuration file of the machine may change the result.
-const FLAGS: [&str; 15] = [
+/// sum may be fused, as NVRTC does it; nothing else of fast math is on.
+pub const COMMON: [&str; 5] = [
+    "-fdeclspec",
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=fast",
+    "-mcode-object-version=5",
+];
+
+/// Flags of clang beside those. No ROCm headers and no device libraries: the
+/// text brings its own prelude. No configuration file of the machine may
+/// change the result.
+const FLAGS: [&str; 10] = [
     "--no-default-config",
     "-x",
     "hip",
@@ -23,11 +32,6 @@ const FLAGS: [&str; 15] = [
     "-nogpulib",
     "-nogpuinc",
     "-nostdinc",
-    "-fdeclspec",
-    "-O3",
-    "-std=c++17",
-    "-ffp-contract=fast",
-    "-mcode-object-version=5",
     "-fno-color-diagnostics",
     "-fno-ident",
 ];
@@ -192,6 +196,7 @@ fn facts(tool: &ClangTool) -> Result<ClangFacts, String> {
 
 fn flags(arch: RocmArch) -> Vec<String> {
     std::iter::once(format!("--offload-arch={}", arch.name))
+        .chain(COMMON.map(str::to_string))
         .chain(FLAGS.map(str::to_string))
         .collect()
 }

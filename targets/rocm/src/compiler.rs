@@ -1,9 +1,11 @@
 //! From HIP text to a code object.
 
 use crate::child::{self, Finished};
-use crate::clang::{Clang, ClangFacts, ClangTool, OUTPUT};
+use crate::clang::{ClangFacts, ClangTool, OUTPUT};
 use crate::code_object::{CodeObjectKernel, read_code_object};
 use crate::find::{self, Refused};
+use crate::hiprtc::Hiprtc;
+use crate::tool::Tool;
 use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
 use std::path::Path;
@@ -20,20 +22,25 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// code object. It needs no ROCm and no GPU, and always runs in a child
 /// process, so that a crash of the compiler is an error and no more.
 pub struct RocmCompiler {
-    clang: Clang,
+    tool: Tool,
     limit: Duration,
 }
 
 impl RocmCompiler {
     /// Finds a compiler: the clang `MOESAIC_CLANG` alone when that is set,
     /// else `registered`, one in `ROCM_PATH` or `/opt/rocm`, and the
-    /// `clang++` programs on `PATH`.
+    /// `clang++` programs on `PATH`. The last resort is HIPRTC, if `main`
+    /// called [`maybe_run_child`](crate::maybe_run_child); `MOESAIC_HIPRTC`
+    /// names its library.
     ///
     /// # Errors
     /// [`CompileError::NoCompiler`] lists what was tried.
     pub fn find(registered: Option<&ClangTool>) -> Result<RocmCompiler, CompileError> {
         let tools = find::tools(registered, |name| std::env::var_os(name));
-        RocmCompiler::first(tools)
+        match find::first(tools) {
+            Ok(clang) => Ok(RocmCompiler::of(Tool::Clang(clang))),
+            Err(refused) => RocmCompiler::last_resort(refused),
+        }
     }
 
     /// Uses this clang.
@@ -41,7 +48,8 @@ impl RocmCompiler {
     /// # Errors
     /// [`CompileError::NoCompiler`] says why it cannot be used.
     pub fn open(tool: ClangTool) -> Result<RocmCompiler, CompileError> {
-        RocmCompiler::first(vec![tool])
+        let clang = find::first(vec![tool]).map_err(|refused| no_compiler(&refused))?;
+        Ok(RocmCompiler::of(Tool::Clang(clang)))
     }
 
     /// Stops compiles that take longer than `limit`; 300 s unless set.
@@ -49,27 +57,39 @@ impl RocmCompiler {
         RocmCompiler { limit, ..self }
     }
 
-    /// The program.
+    /// The program; for HIPRTC this program itself.
     pub fn program(&self) -> &Path {
-        self.clang.program()
+        self.tool.program()
     }
 
-    /// What the compiler said of itself, to spare the next process asking.
-    pub fn facts(&self) -> &ClangFacts {
-        &self.clang.facts
+    /// What a clang said of itself, to spare the next process asking.
+    pub fn facts(&self) -> Option<&ClangFacts> {
+        self.tool.facts()
     }
 
-    fn first(tools: Vec<ClangTool>) -> Result<RocmCompiler, CompileError> {
-        let clang = find::first(tools).map_err(|refused| no_compiler(&refused))?;
-        Ok(RocmCompiler {
-            clang,
-            limit: LIMIT,
-        })
+    fn of(tool: Tool) -> RocmCompiler {
+        RocmCompiler { tool, limit: LIMIT }
+    }
+
+    fn last_resort(mut refused: Vec<Refused>) -> Result<RocmCompiler, CompileError> {
+        // Whoever names a clang wants no other compiler.
+        if std::env::var_os("MOESAIC_CLANG").is_some_and(|value| !value.is_empty()) {
+            return Err(no_compiler(&refused));
+        }
+        Hiprtc::ask()
+            .map(|hiprtc| RocmCompiler::of(Tool::Hiprtc(hiprtc)))
+            .map_err(|reason| {
+                refused.push(Refused {
+                    place: "HIPRTC".to_string(),
+                    reason,
+                });
+                no_compiler(&refused)
+            })
     }
 
     fn arch(&self, source: &KernelSource) -> Result<RocmArch, CompileError> {
         match source.target {
-            Target::Rocm(arch) if source.language == Language::Hip && self.clang.knows(arch) => {
+            Target::Rocm(arch) if source.language == Language::Hip && self.tool.knows(arch) => {
                 Ok(arch)
             }
             target => Err(self.unsupported(target)),
@@ -110,7 +130,7 @@ impl RocmCompiler {
         let file = source.file_name();
         std::fs::write(folder.path().join(&file), &source.text)
             .map_err(|error| self.failed(source, format!("cannot write `{file}`: {error}")))?;
-        let log = self.run(source, self.clang.command(arch, &file), folder.path())?;
+        let log = self.run(source, self.tool.command(arch, &file), folder.path())?;
         let binary = std::fs::read(folder.path().join(OUTPUT))
             .map_err(|error| self.failed(source, format!("it left no output: {error}")))?;
         Ok((binary, log))
@@ -175,19 +195,19 @@ impl Compiler for RocmCompiler {
     }
 
     fn name(&self) -> String {
-        self.clang.name()
+        self.tool.name()
     }
 
     fn fingerprint(&self, target: Target) -> String {
         match target {
-            Target::Rocm(arch) => self.clang.fingerprint(arch),
+            Target::Rocm(arch) => self.tool.fingerprint(arch),
             _ => format!("{} (not for {target})", self.name()),
         }
     }
 
     fn targets(&self) -> Vec<Target> {
         let knows =
-            |target: &Target| matches!(target, Target::Rocm(arch) if self.clang.knows(*arch));
+            |target: &Target| matches!(target, Target::Rocm(arch) if self.tool.knows(*arch));
         Target::all().into_iter().filter(knows).collect()
     }
 

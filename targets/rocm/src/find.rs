@@ -52,7 +52,12 @@ pub fn first(tools: Vec<ClangTool>) -> Result<Clang, Vec<Refused>> {
         let place = tool.program.display().to_string();
         match Clang::ask(tool) {
             Ok(clang) => return Ok(clang),
-            Err(reason) => refused.push(Refused { place, reason }),
+            Err(reason) => {
+                // The reason may name the program, as the place does.
+                let own = format!("`{place}` ");
+                let reason = reason.strip_prefix(&own).unwrap_or(&reason).to_string();
+                refused.push(Refused { place, reason });
+            }
         }
     }
     Err(refused)

@@ -12,8 +12,11 @@ mod compiler;
 mod device;
 mod find;
 mod hip;
+mod hiprtc;
+mod tool;
 
 pub use clang::{ClangFacts, ClangTool};
 pub use code_object::{CodeObjectError, CodeObjectKernel, read_code_object};
 pub use compiler::RocmCompiler;
 pub use device::HipDevice;
+pub use hiprtc::maybe_run_child;

@@ -409,7 +409,7 @@ fn success_without_a_good_output_is_an_error() {
 
 #[test]
 fn a_clang_whose_facts_are_known_is_not_asked() {
-    let facts = compiler().facts().clone();
+    let facts = compiler().facts().unwrap().clone();
     assert!(
         facts.processors.contains(&"gfx942".to_string()),
         "{facts:?}"
