@@ -1,19 +1,21 @@
-//! Compiles a CUDA file and prints what came of it: `compile FILE ARCH`.
-//! `MOESAIC_NVRTC` names the folder of NVRTC.
+//! Compiles a CUDA file and prints what came of it: `compile_cuda FILE ARCH`,
+//! such as `compile_cuda k.cu sm_90a`. Spills are reported, not refused.
 
-use moesaic_cuda::NvrtcCompiler;
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_target::{CompileOptions, Compiler};
+use moesaic_toolchain::{Registry, nvrtc};
 use std::error::Error;
+use std::path::Path;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
     let [_, file, arch] = args.as_slice() else {
-        return Err("usage: compile FILE ARCH".into());
+        return Err("usage: compile_cuda FILE ARCH".into());
     };
+    let stem = Path::new(file).file_stem().unwrap_or_default();
     let source = KernelSource {
         stem: Stem::GroupedGemm,
-        name: file.trim_end_matches(".cu").to_string(),
+        name: stem.to_string_lossy().into_owned(),
         target: format!("cuda:{arch}").parse()?,
         language: Language::Cuda,
         text: std::fs::read_to_string(file)?,
@@ -24,14 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         allow_spills: true,
         allow_serialized_wgmma: true,
     };
-    let artifact = NvrtcCompiler::find(None)?
-        .compile(&source, &options)
-        .map_err(|error| error.to_string())?;
-    println!(
-        "{} bytes, {:.0} ms",
-        artifact.binary.len(),
-        artifact.report.compile_ms
-    );
-    println!("{:#?}\n{}", artifact.report.kernels, artifact.report.log);
+    let artifact = nvrtc(&Registry::open()?)?.compile(&source, &options)?;
+    println!("{} bytes\n{:#?}", artifact.binary.len(), artifact.report);
     Ok(())
 }
