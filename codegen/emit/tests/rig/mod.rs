@@ -32,7 +32,7 @@ pub fn isas() -> Vec<CpuIsa> {
 pub struct Rig {
     pub plan: LayerPlan,
     pub weights: Weights,
-    device: CpuDevice,
+    device: Box<dyn Device>,
     modules: Vec<Arc<dyn Module>>,
 }
 
@@ -69,6 +69,12 @@ impl Rig {
             .iter()
             .map(|source| device.load(&compiled(source), &source.entries).unwrap())
             .collect();
+        Rig::on(plan, Box::new(device), modules)
+    }
+
+    /// A rig of kernels that are loaded already.
+    pub fn on(plan: LayerPlan, device: Box<dyn Device>, modules: Vec<Arc<dyn Module>>) -> Rig {
+        let spec = &plan.spec;
         Rig { weights: Weights::random(spec, 7).rounded(spec), plan, device, modules }
     }
 
