@@ -7,7 +7,11 @@ use crate::registry::{Registered, Registry, modified};
 use crate::{Kind, ToolchainError};
 use std::fmt;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+
+/// How the names of temporary folders begin.
+const TEMPORARY: &str = "installing-";
 
 /// What an installation is doing, for a progress display.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,90 +51,123 @@ pub fn install(
     kinds: &[Kind],
     progress: &mut dyn FnMut(&Step),
 ) -> Result<(), ToolchainError> {
-    let missing = |registry: &Registry| kinds.iter().any(|kind| registry.get(*kind).is_none());
-    let lock = missing(registry)
-        .then(|| lock(registry.folder()))
-        .transpose()?;
-    if lock.is_some() {
-        registry.refresh();
+    Installer {
+        registry,
+        python: Python::of_machine(),
+        progress,
     }
-    for kind in kinds {
-        match registry.get(*kind) {
-            Some(tool) => progress(&Step::AlreadyThere(tool.clone())),
-            None => install_one(registry, *kind, progress)?,
-        }
-    }
-    Ok(())
+    .install(kinds)
 }
 
-/// Held until the file is dropped, or the process ends in whatever way.
+/// What an installation works with.
+struct Installer<'a> {
+    registry: &'a mut Registry,
+    python: Python,
+    progress: &'a mut dyn FnMut(&Step),
+}
+
+impl Installer<'_> {
+    fn install(&mut self, kinds: &[Kind]) -> Result<(), ToolchainError> {
+        let _lock = match kinds.iter().all(|kind| self.registry.get(*kind).is_some()) {
+            true => None,
+            false => Some(self.begin()?),
+        };
+        for kind in kinds {
+            match self.registry.get(*kind) {
+                Some(tool) => (self.progress)(&Step::AlreadyThere(tool.clone())),
+                None => self.install_one(*kind)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the lock, learns what others have installed meanwhile, and
+    /// removes what a killed installation has left.
+    fn begin(&mut self) -> Result<File, ToolchainError> {
+        let folder = self.registry.folder();
+        let lock = lock(folder)?;
+        for path in entries(folder) {
+            let name = path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            if name.starts_with(TEMPORARY) {
+                // What cannot be removed is in nobody's way.
+                let _ = std::fs::remove_dir_all(path);
+            }
+        }
+        self.registry.refresh();
+        Ok(lock)
+    }
+
+    fn install_one(&mut self, kind: Kind) -> Result<(), ToolchainError> {
+        let folder = self.registry.folder().join(kind.package().folder());
+        let working = match self.adopt(kind, &folder) {
+            Some(working) => working,
+            None => self.fetch(kind, &folder)?,
+        };
+        let tool = describe(self.registry, kind, &folder, working)?;
+        self.registry.register(tool.clone())?;
+        (self.progress)(&Step::Installed(tool));
+        Ok(())
+    }
+
+    /// A folder that is there and works only has to be registered: another
+    /// kind came in the same wheel, or the registry was lost.
+    fn adopt(&mut self, kind: Kind, folder: &Path) -> Option<Working> {
+        if !folder.is_dir() {
+            return None;
+        }
+        (self.progress)(&Step::Checking(kind));
+        check(kind, folder).ok()
+    }
+
+    /// Everything happens in a temporary folder; the last act moves it in
+    /// place.
+    fn fetch(&mut self, kind: Kind, folder: &Path) -> Result<Working, ToolchainError> {
+        let package = kind.package();
+        let create = ToolchainError::io("create a folder in", self.registry.folder());
+        let temporary = tempfile::Builder::new()
+            .prefix(TEMPORARY)
+            .tempdir_in(self.registry.folder())
+            .map_err(&create)?;
+        let tree = temporary.path().join("tree");
+        std::fs::create_dir(&tree).map_err(&create)?;
+        (self.progress)(&Step::Downloading(package.requirement()));
+        let wheel = self.python.download(kind, temporary.path())?;
+        (self.progress)(&Step::Unpacking(package.requirement()));
+        self.python.unpack(kind, &wheel, &tree)?;
+        finish_tree(&package, &tree)?;
+        (self.progress)(&Step::Checking(kind));
+        let working = check(kind, &tree).map_err(|reason| ToolchainError::Check {
+            package: package.requirement(),
+            reason,
+        })?;
+        replace(folder, &tree, temporary.path())?;
+        Ok(working)
+    }
+}
+
+/// Held until the file is dropped, or the process ends in whatever way. Some
+/// network file systems have no locks: there, each move into place is still
+/// one act, and the last one wins.
 fn lock(folder: &Path) -> Result<File, ToolchainError> {
     std::fs::create_dir_all(folder).map_err(ToolchainError::io("create", folder))?;
     let path = folder.join("lock");
     let file = File::create(&path).map_err(ToolchainError::io("create", &path))?;
-    file.lock().map_err(ToolchainError::io("lock", &path))?;
-    Ok(file)
-}
-
-fn install_one(
-    registry: &mut Registry,
-    kind: Kind,
-    progress: &mut dyn FnMut(&Step),
-) -> Result<(), ToolchainError> {
-    let folder = registry.folder().join(kind.package().folder());
-    let working = match adopt(kind, &folder, progress) {
-        Some(working) => working,
-        None => fetch(registry, kind, &folder, progress)?,
-    };
-    let tool = describe(registry, kind, &folder, working)?;
-    registry.register(tool.clone())?;
-    progress(&Step::Installed(tool));
-    Ok(())
-}
-
-/// A folder that is there and works only has to be registered: another kind
-/// came in the same wheel, or the registry was lost.
-fn adopt(kind: Kind, folder: &Path, progress: &mut dyn FnMut(&Step)) -> Option<Working> {
-    if !folder.is_dir() {
-        return None;
+    match file.lock() {
+        Err(error) if error.kind() != ErrorKind::Unsupported => {
+            Err(ToolchainError::io("lock", &path)(error))
+        }
+        _ => Ok(file),
     }
-    progress(&Step::Checking(kind));
-    check(kind, folder).ok()
-}
-
-/// Everything happens in a temporary folder; the last act moves it in place.
-fn fetch(
-    registry: &Registry,
-    kind: Kind,
-    folder: &Path,
-    progress: &mut dyn FnMut(&Step),
-) -> Result<Working, ToolchainError> {
-    let package = kind.package();
-    let create = ToolchainError::io("create a folder in", registry.folder());
-    let temporary = tempfile::Builder::new()
-        .prefix("installing-")
-        .tempdir_in(registry.folder())
-        .map_err(&create)?;
-    let tree = temporary.path().join("tree");
-    std::fs::create_dir(&tree).map_err(&create)?;
-    let python = Python::of_machine();
-    progress(&Step::Downloading(package.requirement()));
-    let wheel = python.download(kind, temporary.path())?;
-    progress(&Step::Unpacking(package.requirement()));
-    python.unpack(kind, &wheel, &tree)?;
-    finish_tree(&package, &tree)?;
-    progress(&Step::Checking(kind));
-    let working = check(kind, &tree).map_err(|reason| ToolchainError::Check {
-        package: package.requirement(),
-        reason,
-    })?;
-    replace(folder, &tree, temporary.path())?;
-    Ok(working)
 }
 
 /// Wheels do not keep the right to execute; and clang calls its linker by the
 /// name `lld`, which zig does not answer to.
 fn finish_tree(package: &Package, tree: &Path) -> Result<(), ToolchainError> {
+    main_file(package, tree)?;
     if !package.executable {
         return Ok(());
     }
@@ -166,11 +203,25 @@ fn replace(folder: &Path, tree: &Path, temporary: &Path) -> Result<(), Toolchain
     std::fs::rename(tree, folder).map_err(ToolchainError::io("create", folder))
 }
 
-fn files(folder: &Path) -> Vec<PathBuf> {
+fn entries(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
     entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .collect()
+}
+
+fn main_file(package: &Package, folder: &Path) -> Result<PathBuf, ToolchainError> {
+    let is_main = |file: &PathBuf| {
+        file.file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with(package.main))
+    };
+    entries(folder)
+        .into_iter()
+        .find(is_main)
+        .ok_or_else(|| ToolchainError::Unpack {
+            package: package.requirement(),
+            reason: format!("it holds no file `{}`", package.main),
+        })
 }
 
 fn describe(
@@ -180,17 +231,7 @@ fn describe(
     working: Working,
 ) -> Result<Registered, ToolchainError> {
     let package = kind.package();
-    let is_main = |file: &PathBuf| {
-        file.file_name()
-            .is_some_and(|name| name.to_string_lossy().starts_with(package.main))
-    };
-    let main = files(folder)
-        .into_iter()
-        .find(is_main)
-        .ok_or_else(|| ToolchainError::Unpack {
-            package: package.requirement(),
-            reason: format!("it holds no file `{}`", package.main),
-        })?;
+    let main = main_file(&package, folder)?;
     let metadata = std::fs::metadata(&main).map_err(ToolchainError::io("read", &main))?;
     let file = main
         .strip_prefix(registry.folder())
@@ -207,3 +248,6 @@ fn describe(
         modified: modified(&metadata),
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -39,6 +39,17 @@ impl Python {
         }
     }
 
+    /// A script in place of Python, read by the shell: a program that was
+    /// just written cannot always be started.
+    #[cfg(test)]
+    pub fn shell(script: &Path) -> Python {
+        let args = vec![script.display().to_string()];
+        Python {
+            program: PathBuf::from("sh"),
+            args,
+        }
+    }
+
     /// Downloads the wheel of `kind` into `folder` and returns its path.
     pub fn download(&self, kind: Kind, folder: &Path) -> Result<PathBuf, ToolchainError> {
         let package = kind.package();
@@ -58,6 +69,8 @@ impl Python {
                 "--disable-pip-version-check",
                 "--quiet",
                 "--no-input",
+                "--retries=2",
+                "--timeout=20",
                 "--dest",
             ])
             .arg(folder)
@@ -156,20 +169,12 @@ fn last_lines(output: &Output) -> String {
 mod tests {
     use super::*;
 
-    /// A script in place of Python, read by the shell: a program that was
-    /// just written cannot always be started.
     fn fake_python(script: &str) -> (tempfile::TempDir, Python) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("python.sh");
         std::fs::write(&path, script).unwrap();
-        let args = vec![path.display().to_string()];
-        (
-            folder,
-            Python {
-                program: PathBuf::from("sh"),
-                args,
-            },
-        )
+        let python = Python::shell(&path);
+        (folder, python)
     }
 
     #[test]
