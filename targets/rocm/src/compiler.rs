@@ -21,6 +21,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// A compiler for AMD GPUs as a [`Compiler`]: backend `rocm`, HIP text to a
 /// code object. It needs no ROCm and no GPU, and always runs in a child
 /// process, so that a crash of the compiler is an error and no more.
+#[derive(Debug)]
 pub struct RocmCompiler {
     tool: Tool,
     limit: Duration,

@@ -8,6 +8,7 @@ use crate::cubin::read_cubin;
 use moesaic_dl::Attempt;
 use moesaic_kernel::{CudaArch, KernelSource, Language, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
+use std::fmt;
 use std::path::Path;
 use std::time::Instant;
 use table::{Compiled, Failure, Nvrtc};
@@ -170,6 +171,12 @@ impl NvrtcCompiler {
             kernel.spill_bytes = own.map(|spill| spill.bytes);
         }
         Ok(kernels)
+    }
+}
+
+impl fmt::Debug for NvrtcCompiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NvrtcCompiler({} in {})", self.name(), self.library())
     }
 }
 
