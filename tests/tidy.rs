@@ -137,6 +137,10 @@ fn every_unsafe_block_says_why_it_is_sound() {
 #[test]
 fn files_stay_readable() {
     for path in files(&root(), &[".rs", ".tera"]) {
+        // Generated text is as long as it is.
+        if path.components().any(|part| part.as_os_str() == "golden") {
+            continue;
+        }
         let lines = read(&path).lines().count();
         let most = if path.extension().is_some_and(|e| e == "tera") { 450 } else { 600 };
         assert!(lines <= most, "{} has {lines} lines; split it", path.display());

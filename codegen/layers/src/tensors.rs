@@ -122,6 +122,7 @@ fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
         return quote!(Vec<#row>);
     }
     match constant(&tensor.shape) {
+        Some(shape) if shape == [1] => scalar(tensor.dtype, facade),
         Some(shape) => array(tensor.dtype, &shape, facade),
         // No tensor of a plan grows with the token count in an inner
         // dimension; as a flat list it would still be right.

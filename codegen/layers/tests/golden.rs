@@ -1,0 +1,56 @@
+//! The generated text of two layers, as files to read. `BLESS=1` rewrites
+//! them after a wanted change.
+
+use moesaic_layers::{GenerateOptions, file_name, generate_source};
+use moesaic_spec::LayerSpec;
+use std::path::{Path, PathBuf};
+
+fn here(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn generated(path: &str) -> (LayerSpec, String) {
+    let text = std::fs::read_to_string(here(path)).unwrap();
+    let spec = LayerSpec::from_toml(&text).unwrap_or_else(|e| panic!("{e}"));
+    let source = generate_source(&spec, &GenerateOptions::default()).unwrap();
+    (spec, source)
+}
+
+fn check(path: &str) {
+    let (spec, text) = generated(path);
+    let golden = here("tests/golden").join(file_name(&spec.name));
+    if std::env::var_os("BLESS").is_some() {
+        std::fs::write(&golden, &text).unwrap();
+    }
+    let expected = std::fs::read_to_string(&golden).unwrap_or_default();
+    let different = text.lines().zip(expected.lines()).position(|(a, b)| a != b);
+    assert!(
+        text == expected,
+        "{} differs from line {}; rewrite it with BLESS=1",
+        golden.display(),
+        different.unwrap_or(0) + 1
+    );
+}
+
+#[test]
+fn a_published_layer() {
+    check("../../examples/specs/mixtral-8x7b.toml");
+}
+
+#[test]
+fn a_layer_with_every_kind_of_tensor() {
+    check("tests/golden/awkward.toml");
+}
+
+#[test]
+fn generated_code_holds_no_unsafe_and_names_only_the_facade() {
+    for path in ["../../examples/specs/deepseek-v3.toml", "tests/golden/awkward.toml"] {
+        let (_, text) = generated(path);
+        let code: String = text.lines().filter(|line| !line.trim().starts_with("//")).collect();
+        assert!(!code.contains("unsafe"));
+        for (at, _) in code.match_indices("::moesaic") {
+            assert!(code[at..].starts_with("::moesaic::"), "{}", &code[at..at + 40]);
+        }
+        assert!(!code.contains("moesaic_"), "a crate other than the facade");
+    }
+}
