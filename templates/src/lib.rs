@@ -32,6 +32,8 @@ pub const CPU: &[Template] = index![
     "cpu/expert_scan.c",
     "cpu/dispatch.c",
     "cpu/grouped_gemm.c",
+    "cpu/gemm_many_rows.c",
+    "cpu/gemm_few_rows.c",
     "cpu/combine.c",
 ];
 
@@ -44,6 +46,7 @@ pub const GPU: &[Template] = index![
     "prelude/hip/base.hpp",
     "prelude/hip/warp.hpp",
     "prelude/sim/base.hpp",
+    "prelude/sim/fibers.hpp",
     "prelude/sim/warp.hpp",
     "prelude/warp.hpp",
     "prelude/warp_max.hpp",

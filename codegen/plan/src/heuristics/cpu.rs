@@ -11,7 +11,7 @@ const TILE_ROWS: usize = 192;
 
 /// Columns of the weight panel of a GEMM block: a multiple of every register
 /// tile, and with 256 words of depth a fraction of any second-level cache.
-const PANEL_COLUMNS: usize = 64;
+const PANEL_COLUMNS: usize = 128;
 
 /// See [`GateTopkConfig`].
 pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
@@ -50,14 +50,15 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
     // left for operands. A gated product has gate and up side by side.
     let (thread_rows, vectors) = match isa.vector_registers() {
         32 => (6, 4),
-        _ => (4, 2),
+        _ => (6, 2),
     };
     let matrices = if d.gated { 2 } else { 1 };
     let thread_columns = lanes * vectors / matrices;
+    let panel_columns = PANEL_COLUMNS / matrices;
     GroupedGemmConfig {
         threads: 1,
         tile_rows: TILE_ROWS,
-        tile_columns: PANEL_COLUMNS / matrices,
+        tile_columns: panel_columns.min(d.outer.next_multiple_of(thread_columns)),
         tile_depth: 256,
         thread_rows,
         thread_columns,
