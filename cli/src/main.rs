@@ -1,1 +1,81 @@
-fn main() {}
+//! The `moesaic` command line.
+
+mod args;
+mod bench;
+mod cache;
+mod completions;
+mod console;
+mod disassemble;
+mod doctor;
+mod emit;
+mod failure;
+mod highlight;
+mod inspect;
+mod log;
+mod machine;
+mod precompile;
+mod run;
+mod spec;
+mod spec_source;
+mod store;
+mod suggest;
+mod table;
+mod targets;
+mod toolchain;
+mod units;
+
+use args::{Cli, Command};
+use clap::Parser;
+use console::Console;
+use failure::{Failure, Result};
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let console = Console::new(cli.color);
+    log::start(console);
+    report_defects(console);
+    let result = std::panic::catch_unwind(|| execute(&cli.command, &console));
+    match result {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(failure)) => give_up(&failure, &console),
+        // The hook has said what happened.
+        Err(_) => ExitCode::from(failure::Code::Failed as u8),
+    }
+}
+
+fn execute(command: &Command, console: &Console) -> Result {
+    match command {
+        Command::Run(args) => run::execute(args, console),
+        Command::Emit(args) => emit::execute(args, console),
+        Command::Inspect(args) => inspect::execute(args, console),
+        Command::Precompile(args) => precompile::execute(args, console),
+        Command::Bench(args) => bench::execute(args, console),
+        Command::Cache(args) => cache::execute(args, console),
+        Command::Toolchain(args) => toolchain::execute(args, console),
+        Command::Spec(args) => spec::execute(args, console),
+        Command::Doctor(args) => doctor::execute(args, console),
+        Command::Completions(args) => completions::execute(args, console),
+    }
+}
+
+fn give_up(failure: &Failure, console: &Console) -> ExitCode {
+    if failure.code != failure::Code::Quiet {
+        console.tell(&failure.render(&console.err));
+    }
+    ExitCode::from(failure.code as u8)
+}
+
+/// A panic is a defect of moesaic: it is told in one line that can be sent on.
+fn report_defects(console: Console) {
+    std::panic::set_hook(Box::new(move |panic| {
+        let place = panic.location().map(|at| format!(" ({}:{})", at.file(), at.line()));
+        let text = panic.payload_as_str().unwrap_or("no message");
+        let failure = Failure::work(format!(
+            "moesaic has a defect: {text}{}",
+            place.unwrap_or_default()
+        ));
+        let failure = failure.hint("please report it with the output of `moesaic doctor`");
+        console.tell(&failure.render(&console.err));
+    }));
+}

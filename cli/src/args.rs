@@ -1,0 +1,67 @@
+//! The arguments that all commands share, and the list of commands.
+
+use crate::console::ColorChoice;
+use clap::{Parser, Subcommand};
+
+/// Everything the process was called with.
+#[derive(Parser, Debug)]
+#[command(
+    name = "moesaic",
+    version,
+    about = "A Mixture-of-Experts kernel compiler",
+    long_about = "A Mixture-of-Experts kernel compiler: from a layer spec to specialised kernels for \
+                  CPU, CUDA and ROCm, compiled, cached, inspected and run.",
+    after_help = EXAMPLES,
+    max_term_width = 100,
+    subcommand_required = true,
+    arg_required_else_help = true
+)]
+pub struct Cli {
+    /// When to colour: auto, always or never
+    #[arg(
+        long,
+        global = true,
+        value_name = "WHEN",
+        default_value = "auto",
+        hide_possible_values = true,
+        hide_default_value = true
+    )]
+    pub color: ColorChoice,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  moesaic run --hf ~/models/mixtral --layer 3 --input x.safetensors --output y.safetensors
+  moesaic emit --spec layer.toml --target cuda:sm_90a,rocm:gfx942 -o kernels
+  moesaic inspect --spec layer.toml --target cpu --html report.html
+  moesaic precompile --spec layer.toml --target cuda:sm_80,cuda:sm_90a -o pack.tar.gz
+  moesaic doctor
+
+Exit codes: 0 done, 1 failed while working, 2 bad input or usage (nothing was done).";
+
+/// What to do.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Run a layer on tokens from a file
+    Run(crate::run::RunArgs),
+    /// Write the source of a layer's kernels
+    Emit(crate::emit::EmitArgs),
+    /// Show a layer's plan, kernels, resources, launches and roofline
+    Inspect(crate::inspect::InspectArgs),
+    /// Compile kernels for any target into a cache or a pack
+    Precompile(crate::precompile::PrecompileArgs),
+    /// Time a layer and hold it against the machine's limits
+    Bench(crate::bench::BenchArgs),
+    /// List, check, prune, import or export cached kernels
+    Cache(crate::cache::CacheArgs),
+    /// Install or list compilers
+    Toolchain(crate::toolchain::ToolchainArgs),
+    /// Check a spec, or show the spec of a Hugging Face layer
+    Spec(crate::spec::SpecArgs),
+    /// Say what this machine can compile and run
+    Doctor(crate::doctor::DoctorArgs),
+    /// Print shell completions
+    Completions(crate::completions::CompletionsArgs),
+}

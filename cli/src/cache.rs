@@ -1,0 +1,269 @@
+//! `moesaic cache`.
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::precompile::most_registers;
+use crate::store::StoreArgs;
+use crate::table::Table;
+use crate::{targets, units};
+use clap::{Args, Subcommand};
+use moesaic::cache::{Listed, OnBad, PruneRule, Verified};
+use moesaic::{Store, Target};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+/// List, check, prune, import or export cached kernels
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic cache list
+  moesaic cache prune --older-than 30d --max-bytes 2GB
+  moesaic cache export pack.tar.gz --target cuda:sm_90a
+  moesaic cache import pack.tar.gz")]
+pub struct CacheArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand, Debug)]
+enum Action {
+    /// List the kernels
+    List(ListArgs),
+    /// Read and hash every kernel; exit code 1 if one is damaged
+    Verify(VerifyArgs),
+    /// Remove kernels that are old or too many, and what killed processes left
+    Prune(PruneArgs),
+    /// Fill the cache from a pack
+    Import(ImportArgs),
+    /// Write kernels to a pack
+    Export(ExportArgs),
+}
+
+#[derive(Args, Debug)]
+struct ListArgs {
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct VerifyArgs {
+    /// Remove damaged kernels
+    #[arg(long)]
+    remove: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+#[group(id = "rule", required = true, multiple = true, args = ["max_bytes", "older_than"])]
+struct PruneArgs {
+    /// Keep at most this many bytes, those used last; such as 500MB or 2GiB
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
+    max_bytes: Option<u64>,
+    /// Remove kernels not used for this long; such as 30d or 12h
+    #[arg(long, value_name = "AGE", value_parser = units::parse_duration)]
+    older_than: Option<Duration>,
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct ImportArgs {
+    /// The pack, a tar.gz
+    pack: PathBuf,
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct ExportArgs {
+    /// The pack to write, a tar.gz
+    pack: PathBuf,
+    /// Only kernels for these targets
+    #[arg(long, value_name = "T[,T]", value_delimiter = ',')]
+    target: Vec<String>,
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Looks after the cache.
+pub fn execute(args: &CacheArgs, console: &Console) -> Result {
+    match &args.action {
+        Action::List(args) => list(args, console),
+        Action::Verify(args) => verify(args, console),
+        Action::Prune(args) => prune(args, console),
+        Action::Import(args) => import(args, console),
+        Action::Export(args) => export(args, console),
+    }
+}
+
+fn list(args: &ListArgs, console: &Console) -> Result {
+    let store = args.store.open(console);
+    let kernels = store.list();
+    if args.json {
+        let kernels: Vec<Value> = kernels.iter().map(as_json).collect();
+        return console.json(&json!({ "dir": store.dir().display().to_string(), "kernels": kernels }));
+    }
+    let titles = ["TARGET", "KERNEL", ">BYTES", ">REGISTERS", "COMPILER", "USED", "KEY"];
+    let mut table = Table::new(&titles);
+    for kernel in &kernels {
+        table.row(row(kernel));
+    }
+    let total = kernels.iter().map(|kernel| kernel.bytes).sum();
+    let summary = format!(
+        "{}, {}, in {}\n",
+        units::count(kernels.len(), "kernel"),
+        units::bytes(total),
+        store.dir().display()
+    );
+    let table = if kernels.is_empty() { String::new() } else { table.render(&console.out) + "\n" };
+    console.print(&(table + &summary))
+}
+
+fn row(kernel: &Listed) -> [String; 7] {
+    let registers = most_registers(&kernel.info.report);
+    let age = SystemTime::now().duration_since(kernel.used).unwrap_or_default();
+    [
+        kernel.info.target.to_string(),
+        kernel.info.name.clone(),
+        kernel.bytes.to_string(),
+        registers.map_or("-".to_string(), |n| n.to_string()),
+        kernel.info.report.compiler.clone(),
+        units::ago(age),
+        kernel.key.hex()[..12].to_string(),
+    ]
+}
+
+fn as_json(kernel: &Listed) -> Value {
+    let used = kernel.used.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    json!({
+        "key": kernel.key.to_string(),
+        "kernel": kernel.info.name,
+        "target": kernel.info.target.to_string(),
+        "bytes": kernel.bytes,
+        "registers": most_registers(&kernel.info.report),
+        "compiler": kernel.info.report.compiler,
+        "used": used.as_secs(),
+        "path": kernel.path.display().to_string(),
+    })
+}
+
+fn verify(args: &VerifyArgs, console: &Console) -> Result {
+    let store = args.store.open(console);
+    let on_bad = if args.remove { OnBad::Remove } else { OnBad::Report };
+    let verified = store.verify(on_bad);
+    match args.json {
+        true => console.json(&verified_json(&verified))?,
+        false => console.print(&verified_text(&verified, &store))?,
+    }
+    let left = verified.bad.iter().filter(|bad| !bad.removed).count();
+    match left {
+        0 => Ok(()),
+        n => Err(Failure::work(format!("{} damaged", units::count(n, "kernel")))
+            .hint("`moesaic cache verify --remove` removes what is damaged; it is compiled anew")),
+    }
+}
+
+fn verified_text(verified: &Verified, store: &Store) -> String {
+    let mut text = String::new();
+    for bad in &verified.bad {
+        let removed = if bad.removed { " (removed)" } else { "" };
+        text += &format!("{}: {}{removed}\n", bad.path.display(), bad.reason);
+    }
+    if verified.leftovers > 0 {
+        let files = units::count(verified.leftovers, "unfinished file");
+        text += &format!("{files} of killed processes; `moesaic cache prune` removes them\n");
+    }
+    let good = units::count(verified.good, "kernel");
+    text + &format!("{good} good, {} damaged, in {}\n", verified.bad.len(), store.dir().display())
+}
+
+fn verified_json(verified: &Verified) -> Value {
+    let bad = verified.bad.iter().map(|bad| {
+        json!({ "path": bad.path.display().to_string(), "reason": bad.reason, "removed": bad.removed })
+    });
+    json!({ "good": verified.good, "bad": bad.collect::<Vec<_>>(), "leftovers": verified.leftovers })
+}
+
+fn prune(args: &PruneArgs, console: &Console) -> Result {
+    let store = args.store.open(console);
+    let rule = PruneRule { max_bytes: args.max_bytes, max_age: args.older_than };
+    let pruned = store.prune(&rule);
+    if args.json {
+        return console.json(&json!({
+            "removed": pruned.removed,
+            "freed_bytes": pruned.freed,
+            "kept": pruned.kept,
+            "kept_bytes": pruned.kept_bytes,
+        }));
+    }
+    console.print(&format!(
+        "removed {} and {}; {} and {} stay\n",
+        units::count(pruned.removed, "kernel"),
+        units::bytes(pruned.freed),
+        units::count(pruned.kept, "kernel"),
+        units::bytes(pruned.kept_bytes)
+    ))
+}
+
+fn import(args: &ImportArgs, console: &Console) -> Result {
+    check_pack(&args.pack)?;
+    let store = args.store.open(console);
+    let imported = store.import(&args.pack)?;
+    if args.json {
+        return console.json(&json!({ "added": imported.added, "present": imported.present }));
+    }
+    console.print(&format!(
+        "{} added, {} were there, in {}\n",
+        units::count(imported.added, "kernel"),
+        imported.present,
+        store.dir().display()
+    ))
+}
+
+fn check_pack(pack: &Path) -> Result {
+    let meta = pack.metadata();
+    match meta {
+        Err(error) => Err(Failure::unreadable("the pack", pack, &error)),
+        Ok(meta) if meta.is_dir() => {
+            Err(Failure::input(format!("{} is a directory, not a pack", pack.display())))
+        }
+        Ok(_) => Ok(()),
+    }
+}
+
+fn export(args: &ExportArgs, console: &Console) -> Result {
+    let store = args.store.open(console);
+    let targets: Vec<Target> = targets::resolve(&args.target)?;
+    let chosen = |kernel: &Listed| targets.is_empty() || targets.contains(&kernel.info.target);
+    if !store.list().iter().any(chosen) {
+        let what = format!("no kernels to export in {}", store.dir().display());
+        return Err(Failure::input(what).hint("`moesaic precompile` adds some"));
+    }
+    let exported = store.export(&args.pack, chosen)?;
+    if args.json {
+        return console.json(&json!({ "kernels": exported.kernels, "bytes": exported.bytes }));
+    }
+    console.print(&format!(
+        "{}: {}, {}\n",
+        args.pack.display(),
+        units::count(exported.kernels, "kernel"),
+        units::bytes(exported.bytes)
+    ))
+}

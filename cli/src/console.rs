@@ -1,0 +1,127 @@
+//! Writing to the terminal, or to whatever stands in its place.
+
+use crate::failure::{Failure, Result};
+use clap::ValueEnum;
+use std::io::{IsTerminal, Write, stderr, stdout};
+
+/// When to colour.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ColorChoice {
+    /// On a terminal, unless NO_COLOR is set.
+    #[default]
+    Auto,
+    /// Also into a file or a pipe.
+    Always,
+    /// Not at all.
+    Never,
+}
+
+/// Both output streams. Results go to stdout, everything else to stderr.
+#[derive(Clone, Copy, Debug)]
+pub struct Console {
+    /// Colours of stdout.
+    pub out: Palette,
+    /// Colours of stderr.
+    pub err: Palette,
+}
+
+/// Colours, or their absence.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Palette {
+    on: bool,
+}
+
+impl Console {
+    /// The process's streams.
+    pub fn new(choice: ColorChoice) -> Console {
+        Console {
+            out: Palette::new(choice, stdout().is_terminal()),
+            err: Palette::new(choice, stderr().is_terminal()),
+        }
+    }
+
+    /// Writes a result to stdout.
+    pub fn print(&self, text: &str) -> Result {
+        let mut out = stdout().lock();
+        out.write_all(text.as_bytes())?;
+        out.flush()?;
+        Ok(())
+    }
+
+    /// Writes one JSON document to stdout.
+    pub fn json(&self, value: &serde_json::Value) -> Result {
+        let text = serde_json::to_string_pretty(value)
+            .map_err(|error| Failure::work(format!("cannot write JSON: {error}")))?;
+        self.print(&(text + "\n"))
+    }
+
+    /// Says something beside the result.
+    pub fn note(&self, text: &str) {
+        self.tell(&format!("{} {text}", self.err.cyan("note:")));
+    }
+
+    /// Says something that may matter beside the result.
+    pub fn warn(&self, text: &str) {
+        self.tell(&format!("{} {text}", self.err.yellow("warning:")));
+    }
+
+    /// A line on stderr. Nobody can be told when stderr is gone.
+    pub fn tell(&self, line: &str) {
+        let _ = writeln!(stderr().lock(), "{line}");
+    }
+}
+
+impl Palette {
+    /// No colours.
+    #[cfg(test)]
+    pub const PLAIN: Palette = Palette { on: false };
+
+    fn new(choice: ColorChoice, terminal: bool) -> Palette {
+        let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+        let on = match choice {
+            ColorChoice::Auto => terminal && !set("NO_COLOR") && !dumb,
+            ColorChoice::Always => true,
+            ColorChoice::Never => false,
+        };
+        Palette { on }
+    }
+
+    /// Whether there are colours.
+    pub fn on(&self) -> bool {
+        self.on
+    }
+
+    /// `text` between the escapes of a style, such as `1;31`.
+    pub fn paint(&self, style: &str, text: &str) -> String {
+        match self.on && !style.is_empty() {
+            true => format!("\x1b[{style}m{text}\x1b[0m"),
+            false => text.to_string(),
+        }
+    }
+
+    /// Headings.
+    pub fn bold(&self, text: &str) -> String {
+        self.paint("1", text)
+    }
+
+    /// What matters less.
+    pub fn dim(&self, text: &str) -> String {
+        self.paint("2", text)
+    }
+
+    /// Failures.
+    pub fn red(&self, text: &str) -> String {
+        self.paint("1;31", text)
+    }
+
+    /// Warnings.
+    pub fn yellow(&self, text: &str) -> String {
+        self.paint("1;33", text)
+    }
+
+    /// Notes and hints.
+    pub fn cyan(&self, text: &str) -> String {
+        self.paint("1;36", text)
+    }
+}

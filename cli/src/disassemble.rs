@@ -1,0 +1,129 @@
+//! Machine code as text, by whatever disassembler the machine has.
+
+use crate::failure::{Failure, Result};
+use moesaic::Target;
+use moesaic::target::Artifact;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A disassembler that may be there.
+struct Tool {
+    program: String,
+    args: &'static [&'static str],
+    /// Folders to look into besides PATH.
+    folders: Vec<PathBuf>,
+}
+
+/// The disassembly of a binary.
+///
+/// # Errors
+/// When no tool for the target is found or none can read the binary; the
+/// message names each that was tried.
+pub fn disassemble(target: Target, artifact: &Artifact) -> Result<String> {
+    let file = write(artifact)?;
+    let mut tried = Vec::new();
+    for tool in tools(target) {
+        match tool.run(file.path()) {
+            Ok(text) => return Ok(tidy(&text)),
+            Err(reason) => tried.push(format!("{} ({reason})", tool.program)),
+        }
+    }
+    let message = format!("no disassembler for `{}`; tried: {}", target.backend(), tried.join(", "));
+    Err(Failure::input(message).hint(advice(target)))
+}
+
+fn write(artifact: &Artifact) -> Result<tempfile::NamedTempFile> {
+    let failed = |error| Failure::work(format!("cannot write a temporary file: {error}"));
+    let file = tempfile::Builder::new().prefix("moesaic-").tempfile().map_err(failed)?;
+    std::fs::write(file.path(), &artifact.binary).map_err(failed)?;
+    Ok(file)
+}
+
+fn advice(target: Target) -> &'static str {
+    match target {
+        Target::Cpu(_) => "install binutils (objdump) or LLVM (llvm-objdump)",
+        Target::Cuda(_) => {
+            "nvdisasm and cuobjdump come with the CUDA toolkit; put one on PATH or set CUDA_HOME"
+        }
+        Target::Rocm(_) => {
+            "install LLVM (llvm-objdump) with the AMDGPU target, or set ROCM_PATH"
+        }
+    }
+}
+
+const GNU: &[&str] = &["-d", "--no-show-raw-insn", "-j", ".text"];
+const LLVM: &[&str] = &["-d", "--no-show-raw-insn", "--section=.text"];
+
+fn tools(target: Target) -> Vec<Tool> {
+    match target {
+        Target::Cpu(_) => {
+            let gnu = Tool { program: "objdump".to_string(), args: GNU, folders: Vec::new() };
+            [gnu].into_iter().chain(llvm(&[])).collect()
+        }
+        Target::Cuda(_) => {
+            let folders = below(&["CUDA_HOME", "CUDA_PATH"], "/usr/local/cuda", &["bin"]);
+            let tool = |name: &str, args| Tool {
+                program: name.to_string(),
+                args,
+                folders: folders.clone(),
+            };
+            vec![tool("nvdisasm", &["-c"]), tool("cuobjdump", &["-sass"])]
+        }
+        Target::Rocm(_) => llvm(&below(&["ROCM_PATH"], "/opt/rocm", &["llvm/bin", "lib/llvm/bin"])),
+    }
+}
+
+/// LLVM's objdump, the newest of several first: older ones lack newer GPUs.
+fn llvm(folders: &[PathBuf]) -> Vec<Tool> {
+    let versions = (15..=24).rev().map(|version| format!("llvm-objdump-{version}"));
+    let names = versions.filter(|name| find(name, folders).is_some());
+    let plain = std::iter::once("llvm-objdump".to_string());
+    let tool = |program| Tool { program, args: LLVM, folders: folders.to_vec() };
+    names.chain(plain).map(tool).collect()
+}
+
+fn below(variables: &[&str], default: &str, parts: &[&str]) -> Vec<PathBuf> {
+    let set = variables.iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let roots = set.chain([PathBuf::from(default)]);
+    roots.flat_map(|root| parts.iter().map(move |part| root.join(part))).collect()
+}
+
+fn find(program: &str, folders: &[PathBuf]) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = std::env::split_paths(&path);
+    let places = on_path.chain(folders.iter().cloned());
+    places.map(|folder| folder.join(program)).find(|file| file.is_file())
+}
+
+impl Tool {
+    fn run(&self, file: &Path) -> std::result::Result<String, String> {
+        let program = find(&self.program, &self.folders).ok_or("not found")?;
+        let output = Command::new(program)
+            .args(self.args)
+            .arg(file)
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|error| error.to_string())?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        match output.status.success() && text.lines().count() > 4 {
+            true => Ok(text),
+            false => Err(complaint(&output.stderr)),
+        }
+    }
+}
+
+/// The last line of what a tool said.
+fn complaint(stderr: &[u8]) -> String {
+    let text = String::from_utf8_lossy(stderr);
+    match text.lines().rev().find(|line| !line.trim().is_empty()) {
+        Some(line) => format!("says: {}", line.trim()),
+        None => "cannot read the binary".to_string(),
+    }
+}
+
+/// Without the name of the temporary file.
+fn tidy(text: &str) -> String {
+    let named = |line: &&str| !line.contains("file format");
+    let lines: Vec<&str> = text.lines().filter(named).collect();
+    lines.join("\n").trim().to_string() + "\n"
+}

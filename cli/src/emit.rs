@@ -1,0 +1,97 @@
+//! `moesaic emit`.
+
+use crate::console::Console;
+use crate::failure::{Failure, Result, reason};
+use crate::spec_source::LayerArgs;
+use crate::{highlight, targets};
+use clap::Args;
+use moesaic::emit::emit_layer;
+use moesaic::plan::plan;
+use moesaic::{EngineError, KernelSource, LayerSpec, Target};
+use moesaic_layers::{GenerateOptions, generate_source};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Write the source of a layer's kernels
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic emit --spec layer.toml --target cpu
+  moesaic emit --spec layer.toml --target cuda:sm_80,cuda:sm_90a,rocm:gfx942 -o kernels
+
+Without -o the sources go to stdout, each below a line that names it.")]
+pub struct EmitArgs {
+    #[command(flatten)]
+    layer: LayerArgs,
+    /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
+    #[arg(long, value_name = "T[,T]", value_delimiter = ',', required_unless_present = "rust")]
+    target: Vec<String>,
+    /// The directory to write to, one folder per target; `-` is stdout
+    #[arg(short, long, value_name = "DIR")]
+    output: Option<PathBuf>,
+    /// Also write a typed Rust API of the layer to this file
+    #[arg(long, value_name = "FILE")]
+    rust: Option<PathBuf>,
+}
+
+/// Emits every kernel for every target.
+pub fn execute(args: &EmitArgs, console: &Console) -> Result {
+    let spec = args.layer.load(console)?.spec;
+    let mut sources = Vec::new();
+    for target in targets::resolve(&args.target)? {
+        sources.extend(layer_sources(&spec, target)?);
+    }
+    match args.output.as_deref() {
+        Some(dir) if dir.as_os_str() != "-" => write_all(dir, &sources, console)?,
+        _ => console.print(&listing(&sources, console))?,
+    }
+    match &args.rust {
+        Some(file) => write_rust(&spec, file, console),
+        None => Ok(()),
+    }
+}
+
+/// The kernels of a layer for a target.
+pub fn layer_sources(spec: &LayerSpec, target: Target) -> Result<Vec<KernelSource>> {
+    let plan = plan(spec, target).map_err(EngineError::from)?;
+    Ok(emit_layer(&plan).map_err(EngineError::from)?)
+}
+
+fn listing(sources: &[KernelSource], console: &Console) -> String {
+    let one = |source: &KernelSource| {
+        let title = format!("// ===== {}/{} =====", source.target.file_name(), source.file_name());
+        let text = highlight::terminal(&source.text, &console.out);
+        format!("{}\n{}\n", console.out.bold(&title), text.trim_end())
+    };
+    sources.iter().map(one).collect::<Vec<_>>().join("\n")
+}
+
+fn write_all(dir: &Path, sources: &[KernelSource], console: &Console) -> Result {
+    if dir.is_file() {
+        return Err(Failure::input(format!("{} is a file, not a directory", dir.display())));
+    }
+    let mut text = String::new();
+    for source in sources {
+        let folder = dir.join(source.target.file_name());
+        fs::create_dir_all(&folder).map_err(|error| unwritable(&folder, &error))?;
+        let path = folder.join(source.file_name());
+        fs::write(&path, &source.text).map_err(|error| unwritable(&path, &error))?;
+        text += &format!("{}\n", path.display());
+    }
+    console.print(&text)
+}
+
+fn write_rust(spec: &LayerSpec, file: &Path, console: &Console) -> Result {
+    let text = rust_source(spec)?;
+    fs::write(file, text).map_err(|error| unwritable(file, &error))?;
+    console.print(&format!("{}\n", file.display()))
+}
+
+fn rust_source(spec: &LayerSpec) -> Result<String> {
+    generate_source(spec, &GenerateOptions::default()).map_err(Failure::input)
+}
+
+/// The failure of a file that cannot be written.
+pub fn unwritable(path: &Path, error: &std::io::Error) -> Failure {
+    Failure::work(format!("cannot write {}: {}", path.display(), reason(error)))
+}

@@ -1,0 +1,128 @@
+//! Each kernel: entries, parameters, source, machine code.
+
+use super::super::model::{Inspection, Kernel};
+use super::escape;
+use crate::highlight::{Kind, tokens};
+use crate::units;
+use moesaic::kernel::{Access, Entry, Param, ParamType, Scalar};
+
+/// Every kernel; the first is open.
+pub fn section(inspection: &Inspection, asm: Option<&[String]>) -> String {
+    let kernels = inspection.kernels.iter().enumerate();
+    let kernels: String = kernels
+        .map(|(i, kernel)| one(kernel, asm.and_then(|asm| asm.get(i)), i == 0))
+        .collect();
+    format!(
+        "<h2 id=\"kernels\">Kernels</h2><p>The emitted source, as it goes to the compiler. It \
+         includes no header.</p>{kernels}"
+    )
+}
+
+fn one(kernel: &Kernel, asm: Option<&String>, open: bool) -> String {
+    let source = &kernel.source;
+    let entries: String = source.entries.iter().map(entry).collect();
+    let facts = format!(
+        "{} · {} · {}",
+        source.file_name(),
+        units::count(source.text.lines().count(), "line"),
+        binary(kernel)
+    );
+    format!(
+        "<details class=\"card kernel {stem}\" id=\"kernel-{name}\"{open}><summary><b>{name}</b>\
+         <span class=\"soft\">{facts}</span></summary>{entries}<pre>{code}</pre>{asm}</details>\n",
+        stem = source.stem,
+        name = escape(&source.name),
+        open = if open { " open" } else { "" },
+        facts = escape(&facts),
+        code = source_lines(&source.text),
+        asm = asm.map_or(String::new(), |asm| machine_code(asm)),
+    )
+}
+
+fn binary(kernel: &Kernel) -> String {
+    match &kernel.artifact {
+        Some(artifact) if !artifact.binary.is_empty() => {
+            format!("{} of binary", units::bytes(artifact.binary.len() as u64))
+        }
+        Some(_) => "compiled".to_string(),
+        None => "not compiled".to_string(),
+    }
+}
+
+fn entry(entry: &Entry) -> String {
+    let params: String = entry.params.iter().map(param).collect();
+    format!(
+        "<div class=\"entry\"><code>{}</code><p>{}</p><div class=\"params\">{params}</div></div>",
+        escape(&entry.symbol),
+        escape(&entry.summary)
+    )
+}
+
+fn param(param: &Param) -> String {
+    let (role, dtype) = match param.ty {
+        ParamType::Tensor(dtype, Access::Read) => ("input", dtype.to_string()),
+        ParamType::Tensor(dtype, _) => ("output", dtype.to_string()),
+        ParamType::Scalar(Scalar::I64) => ("scratch", "i64".to_string()),
+        ParamType::Scalar(Scalar::F32) => ("scratch", "f32".to_string()),
+    };
+    format!(
+        "<span class=\"chip {role}\"><code>{}</code><i>{dtype} {}</i></span>",
+        escape(&param.name),
+        escape(&param.shape)
+    )
+}
+
+/// Highlighted lines, each an element of its own, so that numbers are not
+/// copied along.
+fn source_lines(text: &str) -> String {
+    let mut html = String::with_capacity(text.len() * 3);
+    html += "<span class=\"l\">";
+    for (kind, piece) in tokens(text.trim_end()) {
+        for (i, line) in piece.split('\n').enumerate() {
+            if i > 0 {
+                html += "</span><span class=\"l\">";
+            }
+            html += &span(kind, line);
+        }
+    }
+    html + "</span>"
+}
+
+fn span(kind: Kind, text: &str) -> String {
+    let class = match kind {
+        Kind::Plain => "",
+        Kind::Comment => "c",
+        Kind::Directive => "p",
+        Kind::Keyword => "k",
+        Kind::Type => "t",
+        Kind::Builtin => "b",
+        Kind::Function => "f",
+        Kind::Constant => "u",
+        Kind::Number => "n",
+        Kind::Text => "s",
+    };
+    match class.is_empty() || text.is_empty() {
+        true => escape(text),
+        false => format!("<span class=\"{class}\">{}</span>", escape(text)),
+    }
+}
+
+fn machine_code(asm: &str) -> String {
+    let lines: String =
+        asm.lines().map(|line| format!("<span class=\"l\">{}</span>", escape(line))).collect();
+    let count = units::count(asm.lines().count(), "line");
+    format!("<details class=\"asm\"><summary>machine code, {count}</summary><pre>{lines}</pre></details>")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_comment_over_two_lines_is_two_lines() {
+        let html = source_lines("int a; /* one\ntwo */\n");
+        assert_eq!(html.matches("<span class=\"l\">").count(), 2);
+        assert_eq!(html.matches("<span").count(), html.matches("</span>").count());
+        assert!(html.contains("<span class=\"c\">two */</span>"), "{html}");
+    }
+}

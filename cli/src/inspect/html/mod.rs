@@ -1,0 +1,152 @@
+//! An inspection as one self-contained page.
+//!
+//! The page needs nothing from outside: style and drawing are inline, and the
+//! only script turns light into dark.
+
+mod kernels;
+mod roofline;
+mod sections;
+
+use super::model::Inspection;
+use super::text::{roofs, router};
+use crate::units;
+use moesaic::plan::Role;
+
+/// The whole page.
+pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
+    let spec = &inspection.plan.spec;
+    let title = escape(&format!("{} on {}", spec.name, inspection.target));
+    let roof = inspection.machine.as_ref().map_or(String::new(), |m| roofline::section(inspection, m));
+    let body = [
+        header(inspection),
+        facts(inspection),
+        trouble(inspection),
+        sections::plan(inspection),
+        roof,
+        sections::resources(inspection),
+        sections::geometry(inspection),
+        kernels::section(inspection, asm),
+        footer(),
+    ];
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>{title}</title>\n<style>\n{}</style>\n</head>\n<body>\n<div class=\"page\">\n{}<main>\n{}</main>\n</div>\n</body>\n</html>\n",
+        include_str!("style.css"),
+        navigation(inspection),
+        body.concat()
+    )
+}
+
+/// Text that is safe between tags and in attributes.
+pub fn escape(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => safe += "&amp;",
+            '<' => safe += "&lt;",
+            '>' => safe += "&gt;",
+            '"' => safe += "&quot;",
+            '\'' => safe += "&#39;",
+            c => safe.push(c),
+        }
+    }
+    safe
+}
+
+fn navigation(inspection: &Inspection) -> String {
+    let kernels: String = inspection
+        .kernels
+        .iter()
+        .map(|kernel| {
+            let name = escape(&kernel.source.name);
+            format!("<a class=\"{}\" href=\"#kernel-{name}\">{name}</a>", kernel.source.stem)
+        })
+        .collect();
+    let roof = match inspection.machine {
+        Some(_) => "<a href=\"#roofline\">Roofline</a>",
+        None => "",
+    };
+    format!(
+        "<nav><p class=\"brand\">moesaic <button title=\"light or dark\" onclick=\"{TOGGLE}\">◐</button></p>\
+         <a href=\"#plan\">Plan</a>{roof}<a href=\"#resources\">Resources</a>\
+         <a href=\"#launches\">Launches</a><h4>Kernels</h4><div class=\"sub\">{kernels}</div></nav>\n"
+    )
+}
+
+const TOGGLE: &str = "let r=document.documentElement,\
+    d=r.dataset.theme||(matchMedia('(prefers-color-scheme:dark)').matches?'dark':'light');\
+    r.dataset.theme=d=='dark'?'light':'dark'";
+
+fn header(inspection: &Inspection) -> String {
+    let spec = &inspection.plan.spec;
+    let roof = inspection.machine.as_ref();
+    let roof = roof.map_or(String::new(), |machine| format!(" Limits: {}.", roofs(machine)));
+    format!(
+        "<header><h1>{} <span class=\"on\">on {}</span></h1><p>Router: {}.{}</p></header>\n",
+        escape(&spec.name),
+        inspection.target,
+        escape(&router(spec)),
+        escape(&roof)
+    )
+}
+
+fn facts(inspection: &Inspection) -> String {
+    let spec = &inspection.plan.spec;
+    let shape = &spec.shape;
+    let weights = inspection.plan.tensors.iter().filter(|tensor| tensor.role == Role::Weight);
+    let bytes: u64 = weights.map(|tensor| tensor.bytes(0)).sum();
+    let shared = match spec.shared.len() {
+        0 => String::new(),
+        n => format!(" + {n} shared"),
+    };
+    let output = match spec.output_dim() == shape.model_dim {
+        true => String::new(),
+        false => format!(" → {}", spec.output_dim()),
+    };
+    let mut list = vec![
+        (format!("{}{shared}", spec.routed_experts()), "experts".to_string()),
+        (shape.top_k.to_string(), "experts per token".to_string()),
+        (format!("{} → {}{output}", shape.model_dim, shape.hidden_dim), "model and hidden width".to_string()),
+        (units::bytes(bytes), format!("{} weights, {} activations", spec.precision.weights, spec.precision.activations)),
+        (code(inspection), "machine code".to_string()),
+    ];
+    if let Some((i, tokens)) = inspection.tokens.iter().enumerate().next_back() {
+        if let (_, Some(seconds)) = inspection.total(i) {
+            list.push((units::seconds(seconds), format!("least time for {tokens} tokens")));
+        }
+    }
+    let card = |(value, name): &(String, String)| {
+        format!("<div class=\"fact\"><b>{}</b><span>{}</span></div>", escape(value), escape(name))
+    };
+    format!("<div class=\"facts\">{}</div>\n", list.iter().map(card).collect::<String>())
+}
+
+fn code(inspection: &Inspection) -> String {
+    let reports = inspection.launches.iter().filter_map(|launch| inspection.report(launch));
+    let sizes: Vec<u64> = reports.filter_map(|report| report.code_bytes).collect();
+    match sizes.is_empty() {
+        true => "–".to_string(),
+        false => units::bytes(sizes.iter().sum()),
+    }
+}
+
+fn trouble(inspection: &Inspection) -> String {
+    let problems = inspection.kernels.iter().filter_map(|kernel| kernel.problem.as_ref());
+    let all = inspection.trouble.iter().chain(problems);
+    all.map(|text| format!("<div class=\"card warning\">{}</div>\n", escape(text))).collect()
+}
+
+fn footer() -> String {
+    format!("<footer>Made by moesaic {}.</footer>\n", env!("CARGO_PKG_VERSION"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_breaks_out_of_the_page() {
+        assert_eq!(escape("<a href=\"x\">&'</a>"), "&lt;a href=&quot;x&quot;&gt;&amp;&#39;&lt;/a&gt;");
+    }
+}

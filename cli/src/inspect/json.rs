@@ -1,0 +1,87 @@
+//! An inspection for scripts.
+
+use super::model::{At, Inspection, Kernel, Launch};
+use crate::machine::Machine;
+use serde_json::{Value, json};
+
+/// One document.
+pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
+    let kernels = inspection.kernels.iter().enumerate();
+    let kernels: Vec<Value> =
+        kernels.map(|(i, kernel)| one_kernel(kernel, asm.and_then(|asm| asm.get(i)))).collect();
+    let launches: Vec<Value> =
+        inspection.launches.iter().map(|launch| one_launch(inspection, launch)).collect();
+    json!({
+        "layer": inspection.plan.spec.name,
+        "target": inspection.target.to_string(),
+        "spec": inspection.plan.spec.to_toml(),
+        "machine": inspection.machine.as_ref().map(machine),
+        "trouble": inspection.trouble,
+        "tensors": tensors(inspection),
+        "kernels": kernels,
+        "launches": launches,
+    })
+}
+
+fn tensors(inspection: &Inspection) -> Vec<Value> {
+    let one = |tensor: &moesaic::plan::TensorPlan| {
+        let shape: Vec<String> = tensor.shape.iter().map(ToString::to_string).collect();
+        json!({ "name": tensor.name, "dtype": tensor.dtype.name(), "shape": shape, "role": super::text::role_name(tensor.role) })
+    };
+    inspection.plan.tensors.iter().map(one).collect()
+}
+
+/// A machine's limits.
+pub fn machine(machine: &Machine) -> Value {
+    json!({
+        "name": machine.name,
+        "origin": machine.origin.name(),
+        "f32_flops": machine.f32_flops,
+        "half_flops": machine.half_flops,
+        "bytes_per_second": machine.bytes_per_second,
+    })
+}
+
+fn one_kernel(kernel: &Kernel, asm: Option<&String>) -> Value {
+    let report = kernel.artifact.as_ref().map(|artifact| &artifact.report);
+    let bytes = kernel.artifact.as_ref().map(|artifact| artifact.binary.len());
+    json!({
+        "name": kernel.source.name,
+        "stem": kernel.source.stem.name(),
+        "file": kernel.source.file_name(),
+        "source": kernel.source.text,
+        "cached": kernel.cached,
+        "bytes": bytes,
+        "report": report.and_then(|report| serde_json::to_value(report).ok()),
+        "problem": kernel.problem,
+        "asm": asm,
+    })
+}
+
+fn one_launch(inspection: &Inspection, launch: &Launch) -> Value {
+    let entry = inspection.entry(launch);
+    let [x, y] = entry.launch.grid.each_ref().map(ToString::to_string);
+    json!({
+        "number": launch.number,
+        "kernel": inspection.kernels[launch.kernel].source.name,
+        "symbol": launch.step.symbol,
+        "summary": entry.summary,
+        "reads": inspection.reads(launch),
+        "writes": inspection.writes(launch),
+        "grid": [x, y],
+        "threads": entry.launch.threads,
+        "shared_bytes": entry.launch.shared_bytes,
+        "at": launch.at.iter().map(one_point).collect::<Vec<_>>(),
+    })
+}
+
+fn one_point(at: &At) -> Value {
+    json!({
+        "tokens": at.tokens,
+        "grid": at.grid,
+        "flops": at.work.flops,
+        "bytes": at.work.bytes,
+        "least_seconds": at.least.map(|least| least.seconds),
+        "bound_by": at.least.map(|_| super::text::bound(at)),
+    })
+}

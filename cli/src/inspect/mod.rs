@@ -1,0 +1,187 @@
+//! `moesaic inspect`.
+
+mod html;
+mod json;
+mod model;
+mod text;
+
+use crate::console::Console;
+use crate::disassemble::disassemble;
+use crate::failure::{Failure, Result};
+use crate::machine::{self, Machine};
+use crate::spec_source::LayerArgs;
+use crate::store::StoreArgs;
+use crate::{emit, highlight, targets};
+use clap::Args;
+use model::Inspection;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Show a layer's plan, kernels, resources, launches and roofline
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic inspect --spec layer.toml
+  moesaic inspect --spec layer.toml --target cuda:sm_90a --kernel grouped_gemm --source
+  moesaic inspect --spec layer.toml --target rocm:gfx942 --machine MI300X --tokens 1,128,8192
+  moesaic inspect --spec layer.toml --target cpu --html report.html
+
+Kernels are compiled through the cache; no GPU is needed. Limits are measured for this
+machine's CPU and taken from data sheets for GPUs.")]
+pub struct InspectArgs {
+    #[command(flatten)]
+    pub layer: LayerArgs,
+    /// The target
+    #[arg(long, value_name = "T", default_value = "cpu")]
+    target: String,
+    /// Only kernels of this stem or name, such as gate_topk or grouped_gemm_up
+    #[arg(long, value_name = "STEM")]
+    kernel: Option<String>,
+    /// Token counts for launches and roofline
+    #[arg(long, value_name = "N[,N]", value_delimiter = ',', default_value = "1,64,4096")]
+    tokens: Vec<u64>,
+    /// The GPU whose published limits are used
+    #[arg(long, value_name = "NAME")]
+    machine: Option<String>,
+    /// Also print the kernels' source
+    #[arg(long)]
+    source: bool,
+    /// Also print the kernels' machine code, where a disassembler is found
+    #[arg(long)]
+    asm: bool,
+    /// Write a self-contained page instead
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Print JSON instead
+    #[arg(long, conflicts_with = "html")]
+    json: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// Plans, emits, compiles, and shows.
+pub fn execute(args: &InspectArgs, console: &Console) -> Result {
+    let spec = args.layer.load(console)?.spec;
+    let target = targets::resolve_one(&args.target)?;
+    let machine = args.machine(target, console)?;
+    let request = model::Request {
+        spec: &spec,
+        target,
+        tokens: &args.tokens,
+        kernel: args.kernel.as_deref(),
+        machine,
+        store: args.store.open(console),
+    };
+    let inspection = Inspection::new(request)?;
+    if let Some(trouble) = &inspection.trouble {
+        console.warn(&trouble.replace('\n', "\n  "));
+    }
+    let asm = args.asm.then(|| disassembly(&inspection)).transpose()?;
+    if args.json {
+        console.json(&json::render(&inspection, asm.as_deref()))?;
+    } else if let Some(path) = &args.html {
+        write_page(path, &html::render(&inspection, asm.as_deref()))?;
+        console.print(&format!("{}\n", path.display()))?;
+    } else {
+        console.print(&args.text(&inspection, asm.as_deref(), console))?;
+    }
+    failures(&inspection)
+}
+
+impl InspectArgs {
+    fn machine(&self, target: moesaic::Target, console: &Console) -> Result<Option<Machine>> {
+        if let Some(name) = &self.machine {
+            let found = Machine::named(name);
+            return found.map(Some).ok_or_else(|| unknown_machine(name));
+        }
+        if target.backend() != "cpu" {
+            return Ok(Machine::of_target(target));
+        }
+        let device = moesaic::cpu::CpuDevice::new();
+        match Machine::measure_cpu(&device) {
+            Ok(machine) => Ok(Some(machine)),
+            Err(failure) => {
+                console.note(&format!("limits were not measured: {}", first_line(&failure.message)));
+                Ok(None)
+            }
+        }
+    }
+
+    fn text(&self, inspection: &Inspection, asm: Option<&[String]>, console: &Console) -> String {
+        let palette = &console.out;
+        let mut text = text::render(inspection, palette);
+        for (i, kernel) in inspection.kernels.iter().enumerate() {
+            if self.source {
+                let source = highlight::terminal(kernel.source.text.trim_end(), palette);
+                text += &format!("\n{}\n{source}\n", palette.bold(&kernel.source.file_name()));
+            }
+            if let Some(asm) = asm.and_then(|asm| asm.get(i)) {
+                let title = format!("{} machine code", kernel.source.name);
+                text += &format!("\n{}\n{asm}", palette.bold(&title));
+            }
+        }
+        if !self.source && asm.is_none() {
+            text += &format!("\n{}\n", palette.dim("--source shows the source, --asm the machine code, --html FILE makes a page"));
+        }
+        text
+    }
+}
+
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
+}
+
+fn unknown_machine(name: &str) -> Failure {
+    let known: Vec<&str> = machine::names().collect();
+    Failure::input(format!("unknown machine `{name}`\nknown machines: {}", known.join(", ")))
+}
+
+fn disassembly(inspection: &Inspection) -> Result<Vec<String>> {
+    if let Some(trouble) = &inspection.trouble {
+        return Err(Failure::input(trouble).hint("--asm needs the compiled kernels"));
+    }
+    let one = |kernel: &model::Kernel| match &kernel.artifact {
+        Some(artifact) => disassemble(inspection.target, artifact),
+        None => Ok(String::new()),
+    };
+    inspection.kernels.iter().map(one).collect()
+}
+
+/// Kernels that do not compile are shown first and counted last.
+fn failures(inspection: &Inspection) -> Result {
+    let failed: Vec<&str> = inspection
+        .kernels
+        .iter()
+        .filter_map(|kernel| kernel.problem.as_deref())
+        .collect();
+    match failed.first() {
+        Some(first) => Err(Failure::work(first)),
+        None => Ok(()),
+    }
+}
+
+/// Whole or not at all.
+fn write_page(path: &Path, page: &str) -> Result {
+    if path.is_dir() {
+        return Err(Failure::input(format!("{} is a directory, not a file", path.display())));
+    }
+    let failed = |error: std::io::Error| emit::unwritable(path, &error);
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".moesaic-").suffix(".html");
+    share(&mut builder);
+    let mut file = builder.tempfile_in(dir).map_err(failed)?;
+    file.write_all(page.as_bytes()).map_err(failed)?;
+    file.persist(path).map_err(|error| failed(error.error))?;
+    Ok(())
+}
+
+/// What an ordinary new file would get; temporary files are private otherwise.
+#[cfg(unix)]
+fn share(builder: &mut tempfile::Builder<'_, '_>) {
+    use std::os::unix::fs::PermissionsExt;
+    builder.permissions(std::fs::Permissions::from_mode(0o666));
+}
+
+#[cfg(not(unix))]
+fn share(_: &mut tempfile::Builder<'_, '_>) {}

@@ -1,0 +1,319 @@
+//! An inspection for the terminal.
+
+use super::model::{At, Inspection, Kernel, Launch};
+use crate::console::Palette;
+use crate::table::{Cell, Table};
+use crate::units;
+use moesaic::LayerSpec;
+use moesaic::plan::Role;
+use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
+
+/// Every table.
+pub fn render(inspection: &Inspection, palette: &Palette) -> String {
+    let title = format!("{} on {}", inspection.plan.spec.name, inspection.target);
+    let parts = [
+        format!("{}\n{}", palette.bold(&title), indent(&summary(inspection))),
+        section("plan", plan(inspection), palette),
+        section("kernels", kernels(inspection), palette),
+        section("launches: blocks of the grid", geometry(inspection), palette),
+        section(&roofline_title(inspection), roofline(inspection), palette),
+    ];
+    parts.join("\n")
+}
+
+fn section(title: &str, table: Table, palette: &Palette) -> String {
+    format!("{}\n{}", palette.bold(title), table.render(palette))
+}
+
+fn indent(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("  {line}\n")).collect()
+}
+
+/// The layer in a few lines.
+pub fn summary(inspection: &Inspection) -> Vec<String> {
+    let (spec, plan) = (&inspection.plan.spec, &inspection.plan);
+    let weights = plan.tensors.iter().filter(|tensor| tensor.role == Role::Weight);
+    let bytes = weights.map(|tensor| tensor.bytes(0)).sum();
+    vec![
+        shape(spec),
+        format!("router: {}", router(spec)),
+        format!(
+            "{} of weights ({}), {} in {}",
+            units::bytes(bytes),
+            spec.precision.weights,
+            units::count(plan.steps.len(), "launch").replace("launchs", "launches"),
+            units::count(plan.kernels.len(), "kernel"),
+        ),
+    ]
+}
+
+fn shape(spec: &LayerSpec) -> String {
+    let shape = &spec.shape;
+    let shared = match spec.shared.len() {
+        0 => String::new(),
+        n => format!(", {n} shared"),
+    };
+    format!(
+        "{} experts{shared}, {} per token, {} -> {} -> {}, activations {}",
+        spec.routed_experts(),
+        shape.top_k,
+        shape.model_dim,
+        shape.hidden_dim,
+        spec.output_dim(),
+        spec.precision.activations,
+    )
+}
+
+/// The router and the capacity in words.
+pub fn router(spec: &LayerSpec) -> String {
+    let kind = match spec.router.kind {
+        RouterKind::Linear => "linear",
+        RouterKind::Cosine => "cosine",
+        RouterKind::Table => "table",
+        RouterKind::External => "external",
+    };
+    let score = match spec.router.score {
+        Score::Softmax => "softmax",
+        Score::SoftmaxSelected => "softmax over the selected",
+        Score::Sigmoid => "sigmoid",
+        Score::SqrtSoftplus => "sqrt-softplus",
+        Score::One => "weight one",
+    };
+    let groups = spec.router.groups.as_ref();
+    let groups = groups.map_or(String::new(), |g| format!(", best {} of {} groups", g.keep, g.count));
+    let capacity = match spec.capacity.mode {
+        CapacityMode::Dropless => "dropless".to_string(),
+        CapacityMode::Factor => format!("capacity factor {}", spec.capacity.factor),
+        CapacityMode::Fixed => format!("{} rows per expert", spec.capacity.rows.unwrap_or(0)),
+        CapacityMode::MaxCount => "capacity of the largest count".to_string(),
+        CapacityMode::Bounded => format!("bounded, factor {}", spec.capacity.factor),
+    };
+    let renormalize = match spec.router.renormalize {
+        Renormalize::None => "",
+        _ => ", renormalized",
+    };
+    let scale = match spec.router.scale {
+        1.0 => String::new(),
+        scale => format!(", scaled by {scale}"),
+    };
+    format!("{kind}, {score}{groups}{renormalize}{scale}, {capacity}")
+}
+
+fn plan(inspection: &Inspection) -> Table {
+    let mut table = Table::new(&[">", "LAUNCH", "WHAT IT DOES", "WRITES"]);
+    for launch in &inspection.launches {
+        let summary = inspection.entry(launch).summary.trim_end_matches('.').to_string();
+        let writes: Vec<String> =
+            inspection.writes(launch).iter().map(|name| inspection.shaped(name)).collect();
+        table.row([launch.number.to_string(), launch.step.symbol.clone(), summary, writes.join(", ")]);
+    }
+    table
+}
+
+impl Inspection {
+    /// Tensors a launch writes.
+    pub fn writes<'l>(&self, launch: &'l Launch) -> Vec<&'l str> {
+        self.bound(launch, true)
+    }
+
+    /// Tensors a launch only reads.
+    pub fn reads<'l>(&self, launch: &'l Launch) -> Vec<&'l str> {
+        self.bound(launch, false)
+    }
+
+    fn bound<'l>(&self, launch: &'l Launch, written: bool) -> Vec<&'l str> {
+        use moesaic::kernel::{Access, ParamType};
+        let params = self.entry(launch).params.iter().filter_map(|param| match param.ty {
+            ParamType::Tensor(_, access) => Some(access != Access::Read),
+            ParamType::Scalar(_) => None,
+        });
+        let pairs = params.zip(&launch.step.tensors);
+        pairs.filter(|(writes, _)| *writes == written).map(|(_, name)| name.as_str()).collect()
+    }
+
+    /// `y [T, 64]`.
+    pub fn shaped(&self, name: &str) -> String {
+        let Some(tensor) = self.plan.tensor(name) else { return name.to_string() };
+        let sizes: Vec<String> = tensor.shape.iter().map(ToString::to_string).collect();
+        format!("{name} [{}]", sizes.join(", "))
+    }
+}
+
+fn kernels(inspection: &Inspection) -> Table {
+    let mut table = Table::new(&[
+        "KERNEL", "ENTRY", ">REGS", ">SPILLS", ">STACK", ">SHARED", ">CODE", ">PARAMS", ">COMPILE", "CACHE",
+    ]);
+    for launch in &inspection.launches {
+        let kernel = &inspection.kernels[launch.kernel];
+        let report = inspection.report(launch);
+        let number = |n: Option<u64>| n.map_or("-".to_string(), |n| n.to_string());
+        let spills = report.and_then(|r| r.spill_bytes);
+        let spill_style = if spills.unwrap_or(0) > 0 { "31" } else { "" };
+        let dynamic = inspection.entry(launch).launch.shared_bytes;
+        let shared = report.and_then(|r| r.shared_bytes).map(|n| u64::from(n + dynamic));
+        let params = inspection.entry(launch).params.len().to_string();
+        let cells: Vec<Cell> = vec![
+            kernel.source.name.as_str().into(),
+            launch.step.symbol.as_str().into(),
+            registers(report).into(),
+            Cell::styled(&number(spills.map(u64::from)), spill_style),
+            number(report.and_then(|r| r.stack_bytes).map(u64::from)).into(),
+            number(shared).into(),
+            number(report.and_then(|r| r.code_bytes)).into(),
+            params.into(),
+            compile_time(kernel).into(),
+            state(kernel),
+        ];
+        table.row(cells);
+    }
+    table.without_blanks()
+}
+
+/// One word for who provides a tensor.
+pub fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Input => "input",
+        Role::Weight => "weight",
+        Role::Output => "output",
+        Role::Scratch => "scratch",
+    }
+}
+
+/// Registers per thread; for AMD vector and scalar ones.
+pub fn registers(report: Option<&moesaic::target::KernelReport>) -> String {
+    let Some(registers) = report.and_then(|r| r.registers) else { return "-".to_string() };
+    match report.and_then(|r| r.scalar_registers) {
+        Some(scalar) => format!("{registers}v {scalar}s"),
+        None => registers.to_string(),
+    }
+}
+
+/// How long the compiler took.
+pub fn compile_time(kernel: &Kernel) -> String {
+    let artifact = kernel.artifact.as_ref();
+    artifact.map_or("-".to_string(), |a| units::seconds(a.report.compile_ms / 1e3))
+}
+
+fn state(kernel: &Kernel) -> Cell {
+    match (&kernel.artifact, &kernel.problem) {
+        (_, Some(_)) => Cell::styled("failed", "31"),
+        (Some(_), _) if kernel.cached => "hit".into(),
+        (Some(_), _) => Cell::styled("miss", "33"),
+        (None, None) => "-".into(),
+    }
+}
+
+fn geometry(inspection: &Inspection) -> Table {
+    let counts: Vec<String> = inspection.tokens.iter().map(|t| format!(">T={t}")).collect();
+    let titles = ["ENTRY", "GRID", ">THREADS", ">SHARED"].into_iter();
+    let titles: Vec<&str> = titles.chain(counts.iter().map(String::as_str)).collect();
+    let mut table = Table::new(&titles);
+    for launch in &inspection.launches {
+        let geometry = &inspection.entry(launch).launch;
+        let mut cells = vec![
+            launch.step.symbol.clone(),
+            grid_formula(geometry),
+            geometry.threads.to_string(),
+            geometry.shared_bytes.to_string(),
+        ];
+        cells.extend(launch.at.iter().map(grid));
+        table.row(cells);
+    }
+    table
+}
+
+/// `ceil(T/16) x 4`, or one dimension where the other is one.
+pub fn grid_formula(launch: &moesaic::kernel::Launch) -> String {
+    let [x, y] = launch.grid.each_ref().map(ToString::to_string);
+    if y == "1" { x } else { format!("{x} x {y}") }
+}
+
+/// `256 x 4`.
+pub fn grid(at: &At) -> String {
+    match at.grid {
+        [x, 1] => x.to_string(),
+        [x, y] => format!("{x} x {y}"),
+    }
+}
+
+fn roofline_title(inspection: &Inspection) -> String {
+    let Some(machine) = &inspection.machine else {
+        return "least work (this target's limits are not known; --machine names a GPU)".to_string();
+    };
+    format!("roofline on {}", roofs(machine))
+}
+
+/// The machine and its limits in one line.
+pub fn roofs(machine: &crate::machine::Machine) -> String {
+    let half = machine.half_flops;
+    let half = half.map_or(String::new(), |rate| format!(", {} 16-bit", units::flop_rate(rate)));
+    format!(
+        "{} ({}: {} f32{half}, {})",
+        machine.name,
+        machine.origin.name(),
+        units::flop_rate(machine.f32_flops),
+        units::byte_rate(machine.bytes_per_second)
+    )
+}
+
+fn roofline(inspection: &Inspection) -> Table {
+    let mut table = Table::new(&[">T", "ENTRY", ">FLOP", ">TRAFFIC", ">FLOP/BYTE", ">LEAST TIME", "BOUND BY"]);
+    for (i, tokens) in inspection.tokens.iter().enumerate() {
+        for launch in &inspection.launches {
+            table.row(roofline_row(&launch.step.symbol, &launch.at[i]));
+        }
+        let total = inspection.total(i);
+        let least = total.1.map_or("-".to_string(), units::seconds);
+        table.row(vec![
+            Cell::from(tokens.to_string()),
+            Cell::styled("together", "1"),
+            units::flops(total.0.flops).into(),
+            units::traffic(total.0.bytes).into(),
+            units::short(intensity(&total.0)).into(),
+            Cell::styled(&least, "1"),
+            "".into(),
+        ]);
+    }
+    table
+}
+
+fn roofline_row(symbol: &str, at: &At) -> Vec<Cell> {
+    let least = at.least.map_or("-".to_string(), |least| units::seconds(least.seconds));
+    vec![
+        at.tokens.to_string().into(),
+        symbol.into(),
+        units::flops(at.work.flops).into(),
+        units::traffic(at.work.bytes).into(),
+        units::short(intensity(&at.work)).into(),
+        least.into(),
+        bound(at).into(),
+    ]
+}
+
+/// What bounds a launch.
+pub fn bound(at: &At) -> &'static str {
+    match at.least {
+        None => "-",
+        Some(least) if least.seconds == 0.0 => "nothing",
+        Some(least) if least.compute_bound => "arithmetic",
+        Some(_) => "memory",
+    }
+}
+
+/// Operations per byte.
+pub fn intensity(work: &moesaic::Work) -> f64 {
+    if work.bytes > 0.0 { work.flops / work.bytes } else { 0.0 }
+}
+
+impl Inspection {
+    /// The work of all launches shown, and their least time, at the i-th
+    /// token count.
+    pub fn total(&self, i: usize) -> (moesaic::Work, Option<f64>) {
+        let add = |(work, time): (moesaic::Work, Option<f64>), launch: &Launch| {
+            let at = launch.at[i];
+            let time = time.zip(at.least).map(|(sum, least)| sum + least.seconds);
+            (work + at.work, time)
+        };
+        self.launches.iter().fold((moesaic::Work::default(), Some(0.0)), add)
+    }
+}

@@ -1,0 +1,89 @@
+//! What the library says while it works, on stderr.
+//!
+//! `RUST_LOG` or `MOESAIC_LOG` holds a level: error, warn (the default), info,
+//! debug, trace, or off.
+
+use crate::console::Console;
+use std::fmt::{Debug, Write};
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::{Event, Level, Metadata, Subscriber, span};
+
+/// Prints events; spans carry nothing that is shown.
+struct Printer {
+    console: Console,
+    level: LevelFilter,
+}
+
+/// Starts listening.
+pub fn start(console: Console) {
+    let level = ["MOESAIC_LOG", "RUST_LOG"]
+        .iter()
+        .find_map(|name| std::env::var(name).ok()?.trim().parse().ok());
+    let level = level.unwrap_or(LevelFilter::WARN);
+    // Only fails when something listens already, which nothing does.
+    let _ = tracing::subscriber::set_global_default(Printer { console, level });
+}
+
+impl Subscriber for Printer {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= self.level
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(self.level)
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        let text = line.message + &line.fields;
+        let palette = self.console.err;
+        match *event.metadata().level() {
+            Level::ERROR => self.console.tell(&format!("{} {text}", palette.red("error:"))),
+            Level::WARN => self.console.warn(&text),
+            Level::INFO => self.console.note(&text),
+            level => self.console.tell(&palette.dim(&format!(
+                "{}: {}: {text}",
+                level.as_str().to_lowercase(),
+                event.metadata().target()
+            ))),
+        }
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// The message of an event, and its other fields in brackets.
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl Line {
+    fn add(&mut self, field: &Field, value: &str) {
+        let written = match field.name() {
+            "message" => write!(self.message, "{value}"),
+            name => write!(self.fields, "\n  {name}: {}", value.replace('\n', "\n  ")),
+        };
+        debug_assert!(written.is_ok(), "strings take every text");
+    }
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.add(field, &format!("{value:?}"));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.add(field, value);
+    }
+}

@@ -1,0 +1,170 @@
+//! What machines can do at best: the roofs of a roofline.
+
+use crate::failure::{Failure, Result};
+use moesaic::cpu::{CpuDevice, limits};
+use moesaic::target::Device;
+use moesaic::toolchain::{self, Registry};
+use moesaic::{DType, Target};
+use std::path::Path;
+
+/// The limits of a machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Machine {
+    /// What people call it.
+    pub name: String,
+    /// Where the numbers come from.
+    pub origin: Origin,
+    /// f32 multiply-adds without tensor cores, in FLOP/s.
+    pub f32_flops: f64,
+    /// Dense f16 and bf16 products with f32 sums, in FLOP/s; where there is
+    /// hardware for them.
+    pub half_flops: Option<f64>,
+    /// Memory traffic, in bytes/s.
+    pub bytes_per_second: f64,
+}
+
+/// Where limits come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Measured here, now.
+    Measured,
+    /// The vendor's data sheet.
+    Published,
+}
+
+impl Origin {
+    /// One word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Origin::Measured => "measured",
+            Origin::Published => "published",
+        }
+    }
+}
+
+/// A row of the table: name, architectures, TFLOP/s in f32, TFLOP/s in dense
+/// 16-bit matrix products, GB/s.
+struct Known {
+    name: &'static str,
+    archs: &'static [&'static str],
+    f32: f64,
+    half: f64,
+    bandwidth: f64,
+}
+
+const fn known(
+    name: &'static str,
+    archs: &'static [&'static str],
+    [f32, half, bandwidth]: [f64; 3],
+) -> Known {
+    Known { name, archs, f32, half, bandwidth }
+}
+
+/// From the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16
+/// and f16 differ. The first of an architecture stands for it.
+const KNOWN: &[Known] = &[
+    known("V100", &["sm_70"], [15.7, 125.0, 900.0]),
+    known("T4", &["sm_75"], [8.1, 65.0, 320.0]),
+    known("A100", &["sm_80"], [19.5, 312.0, 2039.0]),
+    known("A40", &["sm_86"], [37.4, 149.7, 696.0]),
+    known("RTX 3090", &["sm_86"], [35.6, 71.0, 936.0]),
+    known("RTX 4090", &["sm_89"], [82.6, 165.2, 1008.0]),
+    known("L40S", &["sm_89"], [91.6, 362.0, 864.0]),
+    known("H100", &["sm_90", "sm_90a"], [67.0, 989.4, 3350.0]),
+    known("H200", &["sm_90", "sm_90a"], [67.0, 989.4, 4800.0]),
+    known("B200", &["sm_100", "sm_100a", "sm_100f"], [75.0, 2250.0, 7700.0]),
+    known("B300", &["sm_103", "sm_103a"], [75.0, 2250.0, 7700.0]),
+    known("RTX 5090", &["sm_120", "sm_120a", "sm_120f"], [104.8, 209.5, 1792.0]),
+    known("MI100", &["gfx908"], [23.1, 92.3, 1229.0]),
+    known("MI250X", &["gfx90a"], [47.9, 383.0, 3277.0]),
+    known("MI300X", &["gfx942"], [163.4, 1307.4, 5300.0]),
+    known("MI355X", &["gfx950"], [157.3, 2516.6, 8000.0]),
+    known("RX 6900 XT", &["gfx1030"], [23.0, 46.1, 512.0]),
+    known("RX 7900 XTX", &["gfx1100"], [61.4, 122.8, 960.0]),
+    known("RX 9070 XT", &["gfx1201"], [48.7, 195.0, 640.0]),
+];
+
+impl Machine {
+    /// The rate that arithmetic on this element type can reach.
+    pub fn flops(&self, dtype: DType) -> f64 {
+        match dtype {
+            DType::F16 | DType::Bf16 => self.half_flops.unwrap_or(self.f32_flops),
+            _ => self.f32_flops,
+        }
+    }
+
+    /// The published limits of the GPU of this name.
+    pub fn named(name: &str) -> Option<Machine> {
+        let plain = |text: &str| text.replace([' ', '-', '_'], "").to_lowercase();
+        KNOWN.iter().find(|known| plain(known.name) == plain(name)).map(published)
+    }
+
+    /// The published limits of a GPU that runs this target.
+    pub fn of_target(target: Target) -> Option<Machine> {
+        let arch = target.arch();
+        KNOWN.iter().find(|known| known.archs.contains(&&*arch)).map(published)
+    }
+
+    /// The published limits of a device, by what its driver calls it; else of
+    /// its architecture.
+    pub fn of_device(name: &str, target: Target) -> Option<Machine> {
+        let arch = target.arch();
+        let mut same = KNOWN.iter().filter(|known| known.archs.contains(&&*arch));
+        let by_name = same.find(|known| name.contains(known.name)).map(published);
+        by_name.or_else(|| Machine::of_target(target))
+    }
+
+    /// The limits of this machine's CPU, measured in half a second.
+    pub fn measure_cpu(device: &CpuDevice) -> Result<Machine> {
+        let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
+        let compiler = toolchain::c(&registry).map_err(|error| Failure::from(&error))?;
+        let limits = limits::measure(&compiler, device).map_err(Failure::work)?;
+        Ok(Machine {
+            name: device.info().name.clone(),
+            origin: Origin::Measured,
+            f32_flops: limits.f32_gflops * 1e9,
+            // Where dot products of bf16 are slower, kernels widen to f32.
+            half_flops: limits.bf16_gflops.filter(|&r| r > limits.f32_gflops).map(|r| r * 1e9),
+            bytes_per_second: limits.read_gbps * 1e9,
+        })
+    }
+}
+
+/// Names for `--machine`.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    KNOWN.iter().map(|known| known.name)
+}
+
+fn published(known: &Known) -> Machine {
+    Machine {
+        name: known.name.to_string(),
+        origin: Origin::Published,
+        f32_flops: known.f32 * 1e12,
+        half_flops: Some(known.half * 1e12),
+        bytes_per_second: known.bandwidth * 1e9,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_names_real_architectures() {
+        let archs: Vec<String> = Target::all().into_iter().map(Target::arch).collect();
+        for known in KNOWN {
+            for arch in known.archs {
+                assert!(archs.iter().any(|a| a == arch), "{}: {arch}", known.name);
+            }
+        }
+    }
+
+    #[test]
+    fn a_machine_is_found_by_name_device_and_target() {
+        let target: Target = "cuda:sm_90a".parse().unwrap();
+        assert_eq!(Machine::of_target(target).unwrap().name, "H100");
+        assert_eq!(Machine::of_device("NVIDIA H200", target).unwrap().name, "H200");
+        assert_eq!(Machine::named("rtx-4090").unwrap().name, "RTX 4090");
+        assert_eq!(Machine::named("abacus"), None);
+    }
+}

@@ -1,0 +1,237 @@
+//! `moesaic precompile`.
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::spec_source::{LayerArgs, read_spec};
+use crate::store::StoreArgs;
+use crate::table::{Cell, Table};
+use crate::{targets, units};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use moesaic::target::{CompileOptions, Report};
+use moesaic::{Compilers, Event, Job, LayerSpec, Outcome, Row, Store, precompile};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Compile kernels for any target into a cache or a pack
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic precompile --spec layer.toml --target cpu,cuda:sm_90a
+  moesaic precompile --spec a.toml,b.toml --target cuda:sm_80,rocm:gfx942 -o pack.tar.gz
+
+No GPU and no driver is needed. A pack is filled into another machine's cache with
+`moesaic cache import pack.tar.gz`.")]
+pub struct PrecompileArgs {
+    /// The layer specs, TOML files
+    #[arg(long, value_name = "FILE[,FILE]", value_delimiter = ',', required_unless_present = "hf")]
+    spec: Vec<PathBuf>,
+    /// A Hugging Face model directory with a config.json
+    #[arg(long, value_name = "DIR")]
+    hf: Option<PathBuf>,
+    /// Which layer of the model; the first with experts if not given
+    #[arg(long, value_name = "N", requires = "hf")]
+    layer: Option<usize>,
+    /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
+    #[arg(long, value_name = "T[,T]", value_delimiter = ',', required = true)]
+    target: Vec<String>,
+    /// Write a pack instead of filling the cache
+    #[arg(short, long, value_name = "PACK", conflicts_with = "cache")]
+    output: Option<PathBuf>,
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Kernels compiled at the same time; all cores if not given
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    jobs: Option<u16>,
+    /// Accept kernels that spill registers
+    #[arg(long)]
+    allow_spills: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Compiles everything, then shows what happened.
+pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
+    let specs = args.specs(console)?;
+    let targets = targets::resolve(&args.target)?;
+    if let Some(pack) = &args.output {
+        check_pack(pack)?;
+    }
+    let temporary = args.output.as_ref().map(|_| temporary_dir()).transpose()?;
+    let store = match &temporary {
+        Some(dir) => Arc::new(Store::open(dir.path())),
+        None => args.store.open(console),
+    };
+    let compilers = Compilers::new(Some(store.clone()));
+    let mut jobs = Vec::new();
+    for spec in &specs {
+        for &target in &targets {
+            let compiler = compilers.get(target).map_err(|error| Failure::from(&error))?;
+            jobs.push(Job { spec: spec.clone(), target, compiler });
+        }
+    }
+    let options = CompileOptions { allow_spills: args.allow_spills, ..CompileOptions::default() };
+    let started = Instant::now();
+    let rows = with_progress(|progress| precompile(&jobs, &store, &options, progress))?;
+    let time = started.elapsed();
+    let pack = args.output.as_deref().map(|path| store.export(path, |_| true)).transpose()?;
+    let place = match (&args.output, &pack) {
+        (Some(path), Some(pack)) => {
+            format!("{} ({}, {})", path.display(), units::count(pack.kernels, "kernel"), units::bytes(pack.bytes))
+        }
+        _ => store.dir().display().to_string(),
+    };
+    match args.json {
+        true => console.json(&as_json(&rows, time, &place))?,
+        false => console.print(&as_text(&rows, time, &place, console))?,
+    }
+    outcome(&rows, &store)
+}
+
+impl PrecompileArgs {
+    fn specs(&self, console: &Console) -> Result<Vec<LayerSpec>> {
+        let mut specs: Vec<LayerSpec> =
+            self.spec.iter().map(|path| read_spec(path, console)).collect::<Result<_>>()?;
+        if let Some(dir) = &self.hf {
+            let layer =
+                LayerArgs { spec: None, hf: Some(dir.clone()), layer: self.layer, precision: None };
+            specs.push(layer.load(console)?.spec);
+        }
+        Ok(specs)
+    }
+}
+
+fn check_pack(pack: &Path) -> Result {
+    let dir = pack.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match (pack.is_dir(), dir.is_dir()) {
+        (true, _) => Err(Failure::input(format!("{} is a directory, not a file", pack.display()))),
+        (_, false) => Err(Failure::input(format!("there is no directory {}", dir.display()))),
+        _ => Ok(()),
+    }
+}
+
+fn temporary_dir() -> Result<tempfile::TempDir> {
+    tempfile::Builder::new()
+        .prefix("moesaic-pack-")
+        .tempdir()
+        .map_err(|error| Failure::work(format!("cannot make a temporary directory: {error}")))
+}
+
+/// Runs `work` with a progress bar, which is only seen on a terminal.
+fn with_progress<T, E>(
+    work: impl FnOnce(&(dyn Fn(Event<'_>) + Sync)) -> std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
+    let bar = ProgressBar::no_length();
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}") {
+        bar.set_style(style);
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    let result = work(&|event| match event {
+        Event::Start(count) => bar.set_length(count as u64),
+        Event::Done(row) => {
+            bar.set_message(format!("{} {}", row.target, row.kernel));
+            bar.inc(1);
+        }
+    });
+    bar.finish_and_clear();
+    result
+}
+
+fn outcome(rows: &[Row], store: &Store) -> Result {
+    let failed = rows.iter().filter(|row| matches!(row.outcome, Outcome::Failed(_))).count();
+    if failed > 0 {
+        let of = units::count(rows.len(), "kernel");
+        return Err(Failure::work(format!("{failed} of {of} did not compile; the others are kept")));
+    }
+    match store.trouble() {
+        Some(trouble) => Err(Failure::work(format!("nothing was kept: {trouble}"))),
+        None => Ok(()),
+    }
+}
+
+/// Registers of all entries of a kernel: the most that one of them takes.
+pub fn most_registers(report: &Report) -> Option<u32> {
+    report.kernels.iter().filter_map(|kernel| kernel.registers).max()
+}
+
+fn as_text(rows: &[Row], time: Duration, place: &str, console: &Console) -> String {
+    let titles = ["LAYER", "KERNEL", "TARGET", ">BYTES", ">REGISTERS", ">COMPILE", "CACHE"];
+    let mut table = Table::new(&titles);
+    for row in rows {
+        table.row(cells(row));
+    }
+    let mut text = table.render(&console.out);
+    for row in rows {
+        if let Outcome::Failed(error) = &row.outcome {
+            let failure = Failure::work(format!("{} for {}: {error}", row.kernel, row.target));
+            text += &format!("\n{}\n", failure.render(&console.out));
+        }
+    }
+    text + &format!("\n{}, in {}\n", summary(rows, time), place)
+}
+
+fn cells(row: &Row) -> Vec<Cell> {
+    let mut cells: Vec<Cell> =
+        vec![row.layer.as_str().into(), row.kernel.as_str().into(), row.target.to_string().into()];
+    let built = |report: &Report, bytes: u64, state: Cell| {
+        let registers = most_registers(report).map_or("-".to_string(), |n| n.to_string());
+        let time = units::seconds(report.compile_ms / 1e3);
+        vec![bytes.to_string().into(), registers.into(), time.into(), state]
+    };
+    cells.extend(match &row.outcome {
+        Outcome::Hit(report, bytes) => built(report, *bytes, "hit".into()),
+        Outcome::Compiled(report, bytes) => built(report, *bytes, Cell::styled("miss", "33")),
+        Outcome::Failed(_) => ["-", "-", "-"].map(Cell::from).into_iter().chain([Cell::styled("failed", "31")]).collect(),
+    });
+    cells
+}
+
+fn summary(rows: &[Row], time: Duration) -> String {
+    let count = |is: fn(&Outcome) -> bool| rows.iter().filter(|row| is(&row.outcome)).count();
+    let hits = count(|outcome| matches!(outcome, Outcome::Hit(..)));
+    let compiled = count(|outcome| matches!(outcome, Outcome::Compiled(..)));
+    let failed = count(|outcome| matches!(outcome, Outcome::Failed(_)));
+    let failed = if failed > 0 { format!(", {failed} failed") } else { String::new() };
+    let time = units::seconds(time.as_secs_f64());
+    format!(
+        "{}: {compiled} compiled, {hits} from the cache{failed}, {time}",
+        units::count(rows.len(), "kernel")
+    )
+}
+
+fn as_json(rows: &[Row], time: Duration, place: &str) -> Value {
+    let row = |row: &Row| {
+        let mut value = json!({
+            "layer": row.layer,
+            "kernel": row.kernel,
+            "target": row.target.to_string(),
+            "key": row.key.to_string(),
+        });
+        let built = |state, report: &Report, bytes: u64| {
+            json!({
+                "state": state,
+                "bytes": bytes,
+                "registers": most_registers(report),
+                "compile_ms": report.compile_ms,
+                "compiler": report.compiler,
+            })
+        };
+        let more = match &row.outcome {
+            Outcome::Hit(report, bytes) => built("hit", report, *bytes),
+            Outcome::Compiled(report, bytes) => built("miss", report, *bytes),
+            Outcome::Failed(error) => json!({ "state": "failed", "error": error.to_string() }),
+        };
+        if let (Some(value), Value::Object(more)) = (value.as_object_mut(), more) {
+            value.extend(more);
+        }
+        value
+    };
+    json!({
+        "kernels": rows.iter().map(row).collect::<Vec<_>>(),
+        "seconds": time.as_secs_f64(),
+        "place": place,
+    })
+}

@@ -1,0 +1,77 @@
+//! Results against the f64 reference.
+
+use super::input::Tokens;
+use moesaic::reference;
+use moesaic::weights::HostWeights;
+use moesaic::{LayerSpec, reference_weights};
+use std::time::{Duration, Instant};
+
+/// How far results are from the reference.
+pub struct Comparison {
+    /// The largest difference in `y`, relative to the largest expected element.
+    pub y_error: f64,
+    /// Tokens whose experts, in order, are others.
+    pub other_experts: usize,
+    /// How long the reference took.
+    pub time: Duration,
+}
+
+/// Runs the reference on what the layer got.
+pub fn compare(
+    spec: &LayerSpec,
+    weights: &HostWeights,
+    tokens: &Tokens<'_>,
+    outputs: &HostWeights,
+) -> Comparison {
+    let started = Instant::now();
+    let expected = reference::forward(spec, &reference_weights(weights), &input(tokens));
+    let y = outputs.get("y").map(|y| y.to_f64()).unwrap_or_default();
+    let ids: Vec<f64> = outputs.get("topk_ids").map(|ids| ids.to_f64()).unwrap_or_default();
+    let expected_ids: Vec<f64> = expected.topk_ids.iter().map(|&id| f64::from(id)).collect();
+    let top_k = spec.shape.top_k.max(1);
+    let pairs = ids.chunks(top_k).zip(expected_ids.chunks(top_k));
+    Comparison {
+        y_error: relative_error(&y, &expected.y),
+        other_experts: pairs.filter(|(found, expected)| found != expected).count(),
+        time: started.elapsed(),
+    }
+}
+
+fn input(tokens: &Tokens<'_>) -> reference::Input {
+    let floats = |name| tokens.get(name).map(|t| t.to_f32().into_iter().map(f64::from).collect());
+    let ints = |name| tokens.get(name).and_then(|t| t.to_vec::<i32>());
+    reference::Input {
+        tokens: tokens.count,
+        x: floats("x").unwrap_or_default(),
+        token_ids: ints("token_ids"),
+        routing: ints("topk_ids").zip(floats("topk_weights")),
+        ..reference::Input::default()
+    }
+}
+
+/// The largest difference, relative to the largest finite expected value. Two
+/// NaN are equal; one is not.
+pub fn relative_error(found: &[f64], expected: &[f64]) -> f64 {
+    let finite = expected.iter().filter(|v| v.is_finite());
+    let scale = finite.fold(0f64, |most, v| most.max(v.abs()));
+    let difference = |(f, e): (&f64, &f64)| match f.is_nan() && e.is_nan() || f == e {
+        true => 0.0,
+        false if (f - e).is_nan() => f64::INFINITY,
+        false => (f - e).abs(),
+    };
+    let worst = found.iter().zip(expected).map(difference).fold(0f64, f64::max);
+    if scale > 0.0 { worst / scale } else { worst }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::relative_error;
+
+    #[test]
+    fn errors_are_relative_and_nan_counts() {
+        assert_eq!(relative_error(&[1.0, 2.0], &[1.0, 4.0]), 0.5);
+        assert_eq!(relative_error(&[f64::NAN, 1.0], &[f64::NAN, 1.0]), 0.0);
+        assert_eq!(relative_error(&[f64::NAN], &[1.0]), f64::INFINITY);
+        assert_eq!(relative_error(&[], &[]), 0.0);
+    }
+}

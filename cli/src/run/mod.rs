@@ -1,0 +1,165 @@
+//! `moesaic run`.
+
+mod check;
+mod input;
+mod report;
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::spec_source::{LayerArgs, Source};
+use crate::store::StoreArgs;
+use clap::Args;
+use input::Tokens;
+use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_sources};
+use moesaic::weights::{load_canonical, write_safetensors};
+use moesaic::{Engine, EngineOptions, Layer, engine_weights};
+use report::Report;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Run a layer on tokens from a file
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic run --hf ~/models/mixtral --layer 3 --input x.safetensors --output y.safetensors
+  moesaic run --spec layer.toml --weights w.safetensors --input x.safetensors --output y.safetensors
+
+The input holds `x [tokens, model_dim]` in f32, f16 or bf16, and what the router needs besides:
+`token_ids [tokens]`, or `topk_ids` and `topk_weights [tokens, top_k]`. The output holds `y` in
+the layer's activation type, `router.logits`, `topk_ids`, `topk_weights`, `counts`, and with a
+capacity `locations`, `capacity` and `overflow`. It appears whole or not at all.")]
+pub struct RunArgs {
+    #[command(flatten)]
+    layer: LayerArgs,
+    /// The weights, a safetensors file or a directory; with --hf the model's own if not given
+    #[arg(long, value_name = "PATH", required_unless_present = "hf")]
+    weights: Option<PathBuf>,
+    /// The tokens, a safetensors file
+    #[arg(long, value_name = "FILE")]
+    input: PathBuf,
+    /// Where the results go, a safetensors file
+    #[arg(long, value_name = "FILE")]
+    output: PathBuf,
+    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2
+    #[arg(long, value_name = "T", default_value = "auto")]
+    target: String,
+    /// CPU threads; one per core if not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    /// Compile nothing: a kernel that is not cached is an error
+    #[arg(long)]
+    strict: bool,
+    /// Round weights that the layer's precision cannot hold exactly
+    #[arg(long)]
+    narrow: bool,
+    /// Also compare with the slow f64 reference
+    #[arg(long)]
+    reference: bool,
+    /// Also print where kernels came from, times and how full the experts are
+    #[arg(long)]
+    stats: bool,
+    /// Also compute gradients (not built yet)
+    #[arg(long)]
+    grad: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// Checks everything that can be checked, then compiles, runs and writes.
+pub fn execute(args: &RunArgs, console: &Console) -> Result {
+    if args.grad {
+        return Err(Failure::input("the backward pass is not built yet")
+            .hint("it comes with training; run without --grad for the forward pass"));
+    }
+    check_output(&args.output)?;
+    let source = args.layer.load(console)?;
+    let weights = args.weights(&source)?;
+    let file = input::open(&args.input)?;
+    let tokens = Tokens::read(&file, &source.spec, console)?;
+    let engine = Engine::open(&args.target, args.options(console))?;
+    let started = Instant::now();
+    let layer = engine.layer(&source.spec, &engine_weights(&weights))?;
+    let built = started.elapsed();
+    let started = Instant::now();
+    let outputs = forward(&layer, &tokens)?;
+    let ran = started.elapsed();
+    let comparison =
+        args.reference.then(|| check::compare(&source.spec, &weights, &tokens, &outputs));
+    write_safetensors(&args.output, &outputs)
+        .map_err(|error| Failure::work(format!("cannot write the output: {error}")))?;
+    let report = Report {
+        engine: &engine,
+        layer: &layer,
+        tokens: tokens.count,
+        outputs: &outputs,
+        built,
+        ran,
+        comparison,
+        path: &args.output,
+    };
+    match args.json {
+        true => console.json(&report.json()),
+        false => console.print(&report.text(args.stats, &console.out)),
+    }
+}
+
+impl RunArgs {
+    fn weights(&self, source: &Source) -> Result<HostWeights> {
+        let path = self.weights.as_deref().or(source.directory.as_deref());
+        let path = path.ok_or_else(|| Failure::input("weights are needed: --weights FILE"))?;
+        let checkpoint = Checkpoint::open(path)?;
+        let options = LoadOptions { narrow: self.narrow };
+        Ok(match &source.recipes {
+            Some(recipes) => load_sources(&source.spec, recipes, &checkpoint, options)?,
+            None => load_canonical(&source.spec, &checkpoint, options)?,
+        })
+    }
+
+    fn options(&self, console: &Console) -> EngineOptions {
+        EngineOptions {
+            store: Some(self.store.open(console)),
+            strict: self.strict,
+            threads: self.threads.map(usize::from),
+            ..EngineOptions::default()
+        }
+    }
+}
+
+/// Better now than after the work.
+fn check_output(path: &Path) -> Result {
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match (path.is_dir(), dir.is_dir()) {
+        (true, _) => Err(Failure::input(format!("--output {} is a directory, not a file", path.display()))),
+        (_, false) => Err(Failure::input(format!(
+            "--output {}: there is no directory {}",
+            path.display(),
+            dir.display()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Results that are written when the layer has them, in this order.
+const RESULTS: [&str; 5] = ["y", "router.logits", "topk_ids", "topk_weights", "counts"];
+
+/// Those of a layer with a capacity.
+const PLACES: [&str; 3] = ["locations", "capacity", "overflow"];
+
+fn forward(layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
+    let plan = layer.plan();
+    let limited = plan.tensor("capacity").is_some();
+    let places = PLACES.iter().filter(|_| limited);
+    let names: Vec<&str> =
+        RESULTS.iter().chain(places).copied().filter(|name| plan.tensor(name).is_some()).collect();
+    let output = layer.forward_with(&tokens.input(), &names)?;
+    let tensors = output.into_tensors().into_iter();
+    Ok(tensors.map(|(name, t)| (name, host(t))).collect())
+}
+
+fn host(tensor: moesaic::HostTensor<'static>) -> HostTensor {
+    let moesaic::HostTensor { dtype, shape, data } = tensor;
+    HostTensor { dtype, shape, bytes: data.into_owned() }
+}

@@ -1,0 +1,71 @@
+//! `moesaic spec`.
+
+use crate::console::Console;
+use crate::failure::Result;
+use crate::spec_source::{LayerArgs, read_spec};
+use clap::{Args, Subcommand};
+use moesaic::spec::canonical_tensors;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+/// Check a spec, or show the spec of a Hugging Face layer
+#[derive(Args, Debug)]
+pub struct SpecArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand, Debug)]
+enum Action {
+    /// Say whether TOML specs are valid
+    Check {
+        /// The specs
+        #[arg(required = true, value_name = "FILE")]
+        files: Vec<PathBuf>,
+    },
+    /// Print a layer's spec as TOML, with the tensors it needs
+    Show(ShowArgs),
+}
+
+#[derive(Args, Debug)]
+struct ShowArgs {
+    #[command(flatten)]
+    layer: LayerArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Checks or shows.
+pub fn execute(args: &SpecArgs, console: &Console) -> Result {
+    match &args.action {
+        Action::Check { files } => check(files, console),
+        Action::Show(args) => show(args, console),
+    }
+}
+
+fn check(files: &[PathBuf], console: &Console) -> Result {
+    for file in files {
+        let spec = read_spec(file, console)?;
+        let text = format!("{}: {} is valid\n", file.display(), spec.name);
+        console.print(&text)?;
+    }
+    Ok(())
+}
+
+fn show(args: &ShowArgs, console: &Console) -> Result {
+    let spec = args.layer.load(console)?.spec;
+    let tensors = canonical_tensors(&spec);
+    if args.json {
+        let tensors: Vec<Value> = tensors
+            .iter()
+            .map(|t| json!({ "name": t.name, "dtype": t.dtype.name(), "shape": t.shape, "meaning": t.meaning }))
+            .collect();
+        return console.json(&json!({ "toml": spec.to_toml(), "tensors": tensors }));
+    }
+    let mut text = spec.to_toml().trim_end().to_string() + "\n\n# Its tensors:\n";
+    for t in tensors {
+        text += &format!("#   {} {:?} {}: {}\n", t.name, t.shape, t.dtype, t.meaning);
+    }
+    console.print(&text)
+}

@@ -1,0 +1,155 @@
+//! Where a layer spec comes from: a TOML file or a Hugging Face directory.
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use clap::{Args, ValueEnum};
+use moesaic::spec::hf::{self, Import, TensorSource};
+use moesaic::{DType, LayerSpec};
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// One layer.
+#[derive(Args, Debug)]
+pub struct LayerArgs {
+    /// The layer spec, a TOML file; `-` reads it from stdin
+    #[arg(long, value_name = "FILE", required_unless_present = "hf", conflicts_with = "hf")]
+    pub spec: Option<PathBuf>,
+    /// A Hugging Face model directory with a config.json
+    #[arg(long, value_name = "DIR")]
+    pub hf: Option<PathBuf>,
+    /// Which layer of the model; the first with experts if not given
+    #[arg(long, value_name = "N", requires = "hf")]
+    pub layer: Option<usize>,
+    /// Element type of weights and activations, instead of the spec's
+    #[arg(long, value_name = "DTYPE")]
+    pub precision: Option<Precision>,
+}
+
+/// Element types of weights and activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Precision {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<Precision> for DType {
+    fn from(precision: Precision) -> DType {
+        match precision {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::Bf16,
+            Precision::F16 => DType::F16,
+        }
+    }
+}
+
+/// A valid spec, and where its weights are found.
+pub struct Source {
+    /// The layer.
+    pub spec: LayerSpec,
+    /// For a Hugging Face layer, how its tensors are put together.
+    pub recipes: Option<Vec<TensorSource>>,
+    /// The directory of a Hugging Face model.
+    pub directory: Option<PathBuf>,
+}
+
+impl LayerArgs {
+    /// Reads and validates the layer.
+    pub fn load(&self, console: &Console) -> Result<Source> {
+        let mut source = match (&self.spec, &self.hf) {
+            (Some(path), _) => {
+                let spec = read_spec(path, console)?;
+                Source { spec, recipes: None, directory: None }
+            }
+            (None, Some(path)) => self.import(path, console)?,
+            (None, None) => return Err(Failure::input("a layer is needed: --spec or --hf")),
+        };
+        if let Some(precision) = self.precision {
+            source.spec.precision.weights = precision.into();
+            source.spec.precision.activations = precision.into();
+            check(&source.spec)?;
+        }
+        Ok(source)
+    }
+
+    fn import(&self, path: &Path, console: &Console) -> Result<Source> {
+        let (directory, text) = read_config(path)?;
+        let layer = match self.layer {
+            Some(layer) => layer,
+            None => first_layer(&text, console)?,
+        };
+        let Import { spec, sources, notes } = hf::import(&text, layer)?;
+        for note in notes {
+            console.note(&note);
+        }
+        check(&spec)?;
+        Ok(Source { spec, recipes: Some(sources), directory: Some(directory) })
+    }
+}
+
+fn first_layer(config: &str, console: &Console) -> Result<usize> {
+    let layers = hf::moe_layers(config)?;
+    let first = *layers.first().ok_or_else(|| Failure::input("the model has no MoE layer"))?;
+    if layers.len() > 1 {
+        console.note(&format!(
+            "taking layer {first}, the first of {} with experts; --layer takes another",
+            layers.len()
+        ));
+    }
+    Ok(first)
+}
+
+/// The directory, and the text of its config.json. The file itself will do.
+fn read_config(path: &Path) -> Result<(PathBuf, String)> {
+    let (directory, file) = match path.is_file() {
+        true => (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf()),
+        false => (path.to_path_buf(), path.join("config.json")),
+    };
+    let text = read_text("the model configuration", &file)
+        .map_err(|failure| failure.hint("--hf takes the directory of a model, with its config.json"))?;
+    Ok((directory, text))
+}
+
+/// Reads and validates a TOML spec.
+pub fn read_spec(path: &Path, console: &Console) -> Result<LayerSpec> {
+    let stdin = path.as_os_str() == "-";
+    let text = if stdin { read_stdin()? } else { read_text("the spec", path)? };
+    let name = if stdin { "<stdin>".into() } else { path.to_string_lossy() };
+    LayerSpec::from_toml(&text).map_err(|error| {
+        let failure = Failure::spec(&error, &name, console.err.on());
+        match text.trim_start().starts_with('{') {
+            true => failure.hint("this looks like JSON; --hf DIR reads a Hugging Face config.json"),
+            false => failure,
+        }
+    })
+}
+
+fn read_stdin() -> Result<String> {
+    let mut text = String::new();
+    let read = std::io::stdin().lock().read_to_string(&mut text);
+    read.map_err(|error| Failure::unreadable("the spec from", Path::new("stdin"), &error))?;
+    Ok(text)
+}
+
+/// A text file of bounded size: a spec is never long.
+fn read_text(what: &str, path: &Path) -> Result<String> {
+    const MOST: u64 = 16 << 20;
+    let unreadable = |error: std::io::Error| Failure::unreadable(what, path, &error);
+    let mut file = fs::File::open(path).map_err(unreadable)?;
+    if file.metadata().map_err(unreadable)?.is_dir() {
+        return Err(Failure::input(format!("{} is a directory, not a file", path.display())));
+    }
+    let mut bytes = Vec::new();
+    (&mut file).take(MOST).read_to_end(&mut bytes).map_err(unreadable)?;
+    String::from_utf8(bytes)
+        .map_err(|_| Failure::input(format!("{} is not a text file", path.display())))
+}
+
+/// An override may make a valid spec invalid.
+fn check(spec: &LayerSpec) -> Result {
+    spec.validate().map_err(|problems| {
+        let lines: Vec<String> = problems.iter().map(|p| format!("{}: {p}", p.key)).collect();
+        Failure::input(format!("the layer spec is not valid\n{}", lines.join("\n")))
+    })
+}

@@ -1,0 +1,29 @@
+//! Which kernel store a command works on.
+
+use crate::console::Console;
+use clap::Args;
+use moesaic::Store;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The store of a command.
+#[derive(Args, Debug, Default)]
+pub struct StoreArgs {
+    /// The kernel cache, instead of MOESAIC_CACHE or ~/.cache/moesaic
+    #[arg(long, value_name = "DIR")]
+    pub cache: Option<PathBuf>,
+}
+
+impl StoreArgs {
+    /// Opens the store. One that cannot be used is told of and does no harm.
+    pub fn open(&self, console: &Console) -> Arc<Store> {
+        let store = match &self.cache {
+            Some(dir) => Store::open(dir),
+            None => Store::open_default(),
+        };
+        if let Some(trouble) = store.trouble() {
+            console.warn(&trouble.to_string().replace('\n', "\n  "));
+        }
+        Arc::new(store)
+    }
+}

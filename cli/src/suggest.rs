@@ -1,0 +1,37 @@
+//! What a misspelt word was meant to be.
+
+/// The closest of `known`, if it is close enough to be what was meant.
+pub fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let scored = known.into_iter().map(|candidate| (distance(word, candidate), candidate));
+    let (best, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
+    (best <= word.chars().count() / 4 + 1).then_some(candidate)
+}
+
+/// Insertions, deletions and replacements between two words.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut corner = row[0];
+        row[0] = i + 1;
+        for j in 0..b.len() {
+            let replaced = corner + usize::from(x != b[j]);
+            corner = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(corner + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::closest;
+
+    #[test]
+    fn near_words_are_found_and_far_ones_are_not() {
+        let known = ["cuda:sm_90a", "cuda:sm_80", "rocm:gfx942"];
+        assert_eq!(closest("cuda:sm90a", known), Some("cuda:sm_90a"));
+        assert_eq!(closest("rocm:gfx924", known), Some("rocm:gfx942"));
+        assert_eq!(closest("metal", known), None);
+    }
+}

@@ -1,0 +1,115 @@
+//! `moesaic toolchain`.
+
+use crate::console::Console;
+use crate::failure::Result;
+use crate::table::Table;
+use clap::{Args, Subcommand};
+use indicatif::ProgressBar;
+use moesaic::toolchain::{Finding, Kind, Registered, Registry, Step, doctor, install};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// Install or list compilers
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic toolchain install
+  moesaic toolchain install cuda rocm
+  moesaic toolchain list
+
+Compilers come as vendor wheels through pip, into the cache directory; a machine's own are
+used when it has them.")]
+pub struct ToolchainArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand, Debug)]
+enum Action {
+    /// Install compilers; those that the machine lacks if none is named
+    Install {
+        /// cuda (NVRTC), rocm (clang for AMD GPUs), c (clang for the CPU)
+        #[arg(value_name = "KIND")]
+        kinds: Vec<Kind>,
+    },
+    /// List what was installed
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Installs or lists.
+pub fn execute(args: &ToolchainArgs, console: &Console) -> Result {
+    let mut registry = Registry::open()?;
+    match &args.action {
+        Action::Install { kinds } => add(&mut registry, kinds, console),
+        Action::List { json } => list(&registry, *json, console),
+    }
+}
+
+fn add(registry: &mut Registry, kinds: &[Kind], console: &Console) -> Result {
+    let kinds = if kinds.is_empty() { lacking(registry) } else { kinds.to_vec() };
+    if kinds.is_empty() {
+        return console.print("this machine has a compiler for cpu, cuda and rocm; nothing to do\n");
+    }
+    let bar = ProgressBar::new_spinner();
+    bar.enable_steady_tick(Duration::from_millis(120));
+    let result = install(registry, &kinds, &mut |step| match step {
+        Step::AlreadyThere(_) | Step::Installed(_) => bar.suspend(|| console.tell(&step.to_string())),
+        step if bar.is_hidden() => console.tell(&step.to_string()),
+        step => bar.set_message(step.to_string()),
+    });
+    bar.finish_and_clear();
+    result?;
+    console.print(&table(registry, console))
+}
+
+/// Kinds for which nothing works here.
+fn lacking(registry: &Registry) -> Vec<Kind> {
+    let missing = |finding: &Finding| finding.found.is_none();
+    let kind = |finding: &Finding| match finding.subject {
+        "C compiler" => Some(Kind::C),
+        "CUDA compiler" => Some(Kind::Cuda),
+        "ROCm compiler" => Some(Kind::Rocm),
+        _ => None,
+    };
+    doctor(registry).iter().filter(|finding| missing(finding)).filter_map(kind).collect()
+}
+
+fn list(registry: &Registry, json: bool, console: &Console) -> Result {
+    if json {
+        let tools: Vec<Value> = registry.list().into_iter().map(|t| as_json(registry, t)).collect();
+        let folder = registry.folder().display().to_string();
+        return console.json(&json!({ "folder": folder, "tools": tools }));
+    }
+    if registry.list().is_empty() {
+        console.note("`moesaic toolchain install` adds what the machine lacks");
+        return console.print(&format!("nothing is installed in {}\n", registry.folder().display()));
+    }
+    console.print(&table(registry, console))
+}
+
+fn table(registry: &Registry, console: &Console) -> String {
+    let mut table = Table::new(&["KIND", "COMPILER", "WHEEL", "FILE"]);
+    for tool in registry.list() {
+        table.row([
+            tool.kind.to_string(),
+            tool.name.clone(),
+            format!("{} {}", tool.package, tool.version),
+            registry.path(tool).display().to_string(),
+        ]);
+    }
+    table.render(&console.out)
+}
+
+fn as_json(registry: &Registry, tool: &Registered) -> Value {
+    json!({
+        "kind": tool.kind.name(),
+        "name": tool.name,
+        "package": tool.package,
+        "version": tool.version,
+        "file": registry.path(tool).display().to_string(),
+    })
+}
