@@ -20,12 +20,26 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 /// The instruction sets this machine runs, narrowest first.
 pub fn isas() -> Vec<CpuIsa> {
-    let all = [CpuIsa::Portable, CpuIsa::Avx2, CpuIsa::Avx512, CpuIsa::Avx512Bf16];
     let host = moesaic_cpu::host_isa();
-    match all.iter().position(|isa| *isa == host) {
-        Some(last) => all[..=last].to_vec(),
-        None => vec![CpuIsa::Portable, host],
+    let narrower = match host {
+        CpuIsa::Avx2 => &[CpuIsa::Portable][..],
+        CpuIsa::Avx512 => &[CpuIsa::Portable, CpuIsa::Avx2],
+        CpuIsa::Avx512Bf16 => &[CpuIsa::Portable, CpuIsa::Avx2, CpuIsa::Avx512],
+        CpuIsa::Portable => &[],
+        CpuIsa::Neon => &[CpuIsa::Portable],
+    };
+    let mut list = narrower.to_vec();
+    list.push(host);
+    #[cfg(target_arch = "x86_64")]
+    if host == CpuIsa::Avx512 && std::is_x86_feature_detected!("avx512bf16") {
+        list.push(CpuIsa::Avx512Bf16);
     }
+    list
+}
+
+/// The instruction set that is chosen on this machine.
+pub fn host() -> CpuIsa {
+    moesaic_cpu::host_isa()
 }
 
 /// A layer, compiled for one instruction set.
