@@ -1,0 +1,126 @@
+//! Emitted C is clean for every compiler on this machine, for every
+//! instruction set, whether or not this machine could run it.
+
+use moesaic_emit::emit_layer;
+use moesaic_kernel::{CpuIsa, Target};
+use moesaic_plan::plan;
+use moesaic_spec::LayerSpec;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+const GCC: [&str; 2] = ["gcc", "cc"];
+const CLANG: [&str; 8] = [
+    "clang", "clang-21", "clang-20", "clang-19", "clang-18", "clang-16", "clang-15", "clang-14",
+];
+
+/// The first of these programs that runs.
+fn first(names: &[&str]) -> Option<String> {
+    let runs = |name: &&&str| {
+        let mut command = Command::new(name);
+        command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().is_ok_and(|status| status.success())
+    };
+    names.iter().find(runs).map(|name| name.to_string())
+}
+
+fn flags(isa: CpuIsa) -> &'static str {
+    match isa {
+        CpuIsa::Portable => "",
+        CpuIsa::Neon => "--target=aarch64-linux-gnu",
+        CpuIsa::Avx2 => "-mavx2 -mfma -mf16c -mbmi2",
+        CpuIsa::Avx512 => {
+            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+        }
+        CpuIsa::Avx512Bf16 => {
+            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16"
+        }
+    }
+}
+
+/// Whether this compiler can be asked for the instruction set.
+fn reaches(compiler: &str, isa: CpuIsa) -> bool {
+    match isa {
+        CpuIsa::Portable => true,
+        CpuIsa::Neon => compiler.starts_with("clang"),
+        _ => cfg!(target_arch = "x86_64") || compiler.starts_with("clang"),
+    }
+}
+
+const SPECS: [&str; 3] = [
+    r#"{"shape":{"model_dim":37,"hidden_dim":19,"experts":6,"top_k":2},
+        "router":{"score":"sigmoid","select_bias":true,"renormalize":"sum","scale":2.5,
+                  "groups":{"count":3,"keep":2,"stat":"top2-sum"}},
+        "shared":[{"hidden_dim":8,"gate":"sigmoid"}]}"#,
+    r#"{"shape":{"model_dim":256,"hidden_dim":512,"experts":8,"top_k":2},
+        "precision":{"weights":"bf16","activations":"bf16"},
+        "router":{"score":"softmax-selected","bias":true,"weight_on":"activation"},
+        "capacity":{"mode":"factor","order":"probability","renormalize_after_drop":true},
+        "experts":{"bias":true,"clamp":7.0,"alpha":1.702,"up_offset":1.0}}"#,
+    r#"{"shape":{"model_dim":64,"hidden_dim":64,"experts":4,"top_k":1},
+        "precision":{"weights":"f16","activations":"f16"},
+        "router":{"kind":"cosine","projection_dim":24,"weight_on":"input"},
+        "capacity":{"mode":"bounded","factor":1.0,"order":"batch-prioritized"},
+        "experts":{"form":"plain","activation":"gelu","bias":true}}"#,
+];
+
+/// Every text of every spec, by file name.
+fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
+    let specs = SPECS.iter().enumerate();
+    let sources = specs.flat_map(|(i, text)| {
+        let spec: LayerSpec = serde_json::from_str(text).unwrap();
+        spec.validate().unwrap();
+        let sources = emit_layer(&plan(&spec, Target::Cpu(isa)).unwrap()).unwrap();
+        sources.into_iter().map(move |source| (format!("{i}_{}", source.file_name()), source.text))
+    });
+    sources.collect()
+}
+
+fn compile(compiler: &str, isa: CpuIsa, dir: &Path, files: &[&String]) {
+    let mut command = Command::new(compiler);
+    command.args("-std=gnu11 -O2 -fno-math-errno -ffp-contract=fast -c".split(' '));
+    command.args(["-Wall", "-Wextra", "-Werror"]).args(flags(isa).split_whitespace());
+    let output = command.args(files).current_dir(dir).output().unwrap();
+    let log = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{compiler}, {isa:?}:\n{log}");
+}
+
+fn check(isa: CpuIsa) {
+    let dir = tempfile::tempdir().unwrap();
+    let texts = texts(isa);
+    for (file, text) in &texts {
+        assert!(!text.contains("#include"), "{file} includes a header");
+        std::fs::write(dir.path().join(file), text).unwrap();
+    }
+    let files: Vec<&String> = texts.keys().collect();
+    let compilers: Vec<String> = [first(&GCC), first(&CLANG)].into_iter().flatten().collect();
+    assert!(!compilers.is_empty(), "the tests of CPU kernels need a C compiler");
+    for compiler in compilers.iter().filter(|compiler| reaches(compiler, isa)) {
+        compile(compiler, isa, dir.path(), &files);
+    }
+}
+
+#[test]
+fn portable_text_is_clean() {
+    check(CpuIsa::Portable);
+}
+
+#[test]
+fn avx2_text_is_clean() {
+    check(CpuIsa::Avx2);
+}
+
+#[test]
+fn avx512_text_is_clean() {
+    check(CpuIsa::Avx512);
+}
+
+#[test]
+fn avx512bf16_text_is_clean() {
+    check(CpuIsa::Avx512Bf16);
+}
+
+#[test]
+fn neon_text_is_clean() {
+    check(CpuIsa::Neon);
+}
