@@ -88,7 +88,20 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
     let text = engine(target)?
         .render(&template_name(kernel.stem(), target), &context)
         .map_err(|error| error.to_string())?;
-    Ok(tidy(&text))
+    Ok(tidy(&(text + &launchers(kernel, target, prelude))))
+}
+
+/// On the host every kernel needs a function that runs a grid of it.
+fn launchers(kernel: &KernelPlan, target: Target, prelude: Prelude) -> String {
+    match dialect(target, prelude) {
+        "sim" => {
+            let entries = kernel.entries.iter();
+            entries
+                .map(|entry| format!("\nSIM_ENTRY({})\n", entry.symbol))
+                .collect()
+        }
+        _ => String::new(),
+    }
 }
 
 fn insert_desc(context: &mut Context, desc: &KernelDesc) {
