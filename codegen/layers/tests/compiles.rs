@@ -2,6 +2,7 @@
 //! types promise is used here, so that a change of theirs does not compile.
 
 #![deny(missing_docs, warnings)]
+#![forbid(unsafe_code)]
 
 mod mixtral {
     include!("golden/mixtral_8x7b.rs");
@@ -45,7 +46,9 @@ fn tensors_have_their_shape_and_dtype_as_type() {
         x: &[[f16; 20]],
         ids: &[i32],
     ) -> Result<Vec<[f16; 7]>, EngineError> {
-        let Layer9AwkwardExpertsOutput { counts, overflow, .. } = layer.forward_all(x, ids)?;
+        let Layer9AwkwardExpertsOutput {
+            counts, overflow, ..
+        } = layer.forward_all(x, ids)?;
         let _: ([i64; 5], i64) = (counts, overflow);
         layer.forward(x, ids)
     }

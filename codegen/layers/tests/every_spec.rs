@@ -36,36 +36,58 @@ fn check_items(items: &[Item], seed: u64) {
             }
             _ => continue,
         };
-        assert!(names.insert(name.clone()), "seed {seed}: two items `{name}`");
+        assert!(
+            names.insert(name.clone()),
+            "seed {seed}: two items `{name}`"
+        );
     }
 }
 
 fn check_fields(fields: &Fields, seed: u64) {
     let mut names = BTreeSet::new();
     for field in fields.iter().filter_map(|field| field.ident.as_ref()) {
-        assert!(names.insert(field.to_string()), "seed {seed}: two fields `{field}`");
+        assert!(
+            names.insert(field.to_string()),
+            "seed {seed}: two fields `{field}`"
+        );
     }
 }
 
 /// What generated code says of a layer: the tensors people see, and every
 /// signature.
 fn public(plan: &LayerPlan) -> impl PartialEq + use<> {
-    let seen = plan.tensors.iter().filter(|tensor| tensor.role != Role::Scratch);
+    let seen = plan
+        .tensors
+        .iter()
+        .filter(|tensor| tensor.role != Role::Scratch);
     let entries = plan.kernels.iter().flat_map(|kernel| {
         let name = &kernel.name;
-        kernel.entries.iter().map(move |e| (name.clone(), e.symbol.clone(), e.params.clone()))
+        kernel
+            .entries
+            .iter()
+            .map(move |e| (name.clone(), e.symbol.clone(), e.params.clone()))
     });
-    (seen.cloned().collect::<Vec<_>>(), entries.collect::<Vec<_>>(), plan.steps.clone())
+    (
+        seen.cloned().collect::<Vec<_>>(),
+        entries.collect::<Vec<_>>(),
+        plan.steps.clone(),
+    )
 }
 
 #[test]
 fn every_target_has_the_same_tensors_and_signatures() {
     for seed in 0..SPECS {
         let spec = sample(seed);
-        let mut plans = Target::all().into_iter().map(|target| plan(&spec, target).unwrap());
+        let mut plans = Target::all()
+            .into_iter()
+            .map(|target| plan(&spec, target).unwrap());
         let first = public(&plans.next().unwrap());
         for other in plans {
-            assert!(public(&other) == first, "seed {seed}: {} differs", other.target);
+            assert!(
+                public(&other) == first,
+                "seed {seed}: {} differs",
+                other.target
+            );
         }
     }
 }

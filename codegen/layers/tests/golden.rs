@@ -44,12 +44,22 @@ fn a_layer_with_every_kind_of_tensor() {
 
 #[test]
 fn generated_code_holds_no_unsafe_and_names_only_the_facade() {
-    for path in ["../../examples/specs/deepseek-v3.toml", "tests/golden/awkward.toml"] {
+    for path in [
+        "../../examples/specs/deepseek-v3.toml",
+        "tests/golden/awkward.toml",
+    ] {
         let (_, text) = generated(path);
-        let code: String = text.lines().filter(|line| !line.trim().starts_with("//")).collect();
+        let code: String = text
+            .lines()
+            .filter(|line| !line.trim().starts_with("//"))
+            .collect();
         assert!(!code.contains("unsafe"));
         for (at, _) in code.match_indices("::moesaic") {
-            assert!(code[at..].starts_with("::moesaic::"), "{}", &code[at..at + 40]);
+            assert!(
+                code[at..].starts_with("::moesaic::"),
+                "{}",
+                &code[at..at + 40]
+            );
         }
         assert!(!code.contains("moesaic_"), "a crate other than the facade");
     }

@@ -77,3 +77,47 @@ fn unreadable(path: &LitStr, error: &std::io::Error) -> Error {
     );
     Error::new(path.span(), message)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The compile errors of one macro call, as text.
+    fn errors(input: &str) -> Vec<String> {
+        let layers = syn::parse_str(input).unwrap();
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../spec/tests/ui");
+        let file = syn::parse2::<syn::File>(expand(layers, &root)).unwrap();
+        let message = |item: &syn::Item| match item {
+            syn::Item::Macro(item) => item
+                .mac
+                .parse_body::<LitStr>()
+                .map(|text| text.value())
+                .ok(),
+            _ => None,
+        };
+        file.items.iter().filter_map(message).collect()
+    }
+
+    #[test]
+    fn every_problem_of_a_file_has_its_place() {
+        let errors = errors("struct Bad = \"misspelt_keys.toml\";");
+        assert_eq!(errors.len(), 6, "{errors:#?}");
+        let first = "misspelt_keys.toml:2:1: unknown key `modle_dim` in [shape]: \
+                     did you mean `model_dim`?";
+        assert_eq!(errors[0], first);
+        assert!(errors[5].starts_with("misspelt_keys.toml:11:2: unknown key `rooter`"));
+    }
+
+    #[test]
+    fn a_layer_that_fails_does_not_hide_the_others() {
+        let shape = "shape = { model_dim = 8, hidden_dim = 8, experts = 2, top_k = 1 }";
+        let input = format!("struct A {{}} struct B = \"no.toml\"; struct C {{ {shape} }}");
+        let errors = errors(&input);
+        assert_eq!(errors.len(), 2, "{errors:#?}");
+        assert!(errors[0].contains("shape"), "{errors:#?}");
+        assert!(
+            errors[1].starts_with("cannot read the spec `no.toml`"),
+            "{errors:#?}"
+        );
+    }
+}

@@ -1,7 +1,7 @@
 //! TOML as Rust tokens: written out again as text for the spec reader, with
 //! the span of every piece.
 
-use proc_macro2::{Span, TokenStream, TokenTree};
+use proc_macro2::{Literal, Span, TokenStream, TokenTree};
 use std::ops::Range;
 use syn::ext::IdentExt;
 use syn::parse::{Parse, ParseStream, Result};
@@ -172,12 +172,22 @@ impl Toml {
         match literal {
             Lit::Str(text) => self.string(text),
             Lit::Bool(value) => self.push(&value.value.to_string(), value.span),
-            Lit::Int(_) | Lit::Float(_) => self.push(&token_text(literal), literal.span()),
+            Lit::Int(int) => self.number(&int.token(), int.suffix())?,
+            Lit::Float(float) => self.number(&float.token(), float.suffix())?,
             _ => {
                 let message = "not a value of TOML: write a number, \"text\", true or false";
                 return Err(syn::Error::new(literal.span(), message));
             }
         }
+        Ok(())
+    }
+
+    fn number(&mut self, token: &Literal, suffix: &str) -> Result<()> {
+        if !suffix.is_empty() {
+            let message = format!("numbers of a spec have no type: remove `{suffix}`");
+            return Err(syn::Error::new(token.span(), message));
+        }
+        self.push(&token.to_string(), token.span());
         Ok(())
     }
 
@@ -199,10 +209,6 @@ impl Toml {
         self.text.push_str(text);
         self.pieces.push((start..self.text.len(), span));
     }
-}
-
-fn token_text(literal: &Lit) -> String {
-    quote::quote!(#literal).to_string()
 }
 
 fn finished(content: ParseStream<'_>) -> Result<()> {
@@ -257,6 +263,8 @@ type = 1
             ("# a comment\na = 1", "start with `//`"),
             ("a = 1,", "remove this"),
             ("a = 'x'", "not a value of TOML"),
+            ("a = 1.5f32", "remove `f32`"),
+            ("a = 8usize", "remove `usize`"),
             ("a = ", "expected a value"),
             ("a = b\"x\"", "not a value of TOML"),
             ("[shape extra]", "expected `]`"),
