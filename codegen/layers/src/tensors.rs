@@ -70,29 +70,16 @@ pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
         output,
         layer,
         visibility,
-        facade,
         ..
     } = names;
-    let mut outputs: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
-    outputs.sort_by_key(|tensor| tensor.name != "y");
-    let fields = outputs.iter().map(|tensor| {
-        let about = doc(&format!(
-            "{}: {}.",
-            docs::meaning(&tensor.name),
-            docs::tensor(tensor)
-        ));
-        let (field, ty) = (field(&tensor.name), output_type(tensor, names));
+    let mut tensors: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
+    tensors.sort_by_key(|tensor| tensor.name != "y");
+    let fields = tensors.iter().map(|tensor| {
+        let (about, ty) = (about(tensor), output_type(tensor, names));
+        let field = field(&tensor.name);
         quote!(#about pub #field: #ty,)
     });
-    let reads = outputs.iter().map(|tensor| {
-        let (name, field) = (&tensor.name, field(&tensor.name));
-        let read = match row(tensor.dtype, &tensor.shape, facade) {
-            Some(_) => quote!(read_rows),
-            None => quote!(read),
-        };
-        quote!(#field: #facade::typed::generated::#read(output, #name)?,)
-    });
-    let list = outputs.iter().map(|tensor| &tensor.name);
+    let read = output_read(&tensors, names);
     let about = doc(&format!(
         "What a call of [`{layer}`] computes; `T` is its token count."
     ));
@@ -102,6 +89,23 @@ pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
         #[allow(dead_code)]
         #visibility struct #output { #(#fields)* }
 
+        #read
+    }
+}
+
+/// What asks for the outputs and makes the struct of them.
+fn output_read(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
+    let Names { output, facade, .. } = names;
+    let list = tensors.iter().map(|tensor| &tensor.name);
+    let reads = tensors.iter().map(|tensor| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        let read = match row(tensor.dtype, &tensor.shape, facade) {
+            Some(_) => quote!(read_rows),
+            None => quote!(read),
+        };
+        quote!(#field: #facade::typed::generated::#read(output, #name)?,)
+    });
+    quote! {
         #[allow(dead_code)]
         impl #output {
             /// The tensors, by the names of the layer.
@@ -112,6 +116,15 @@ pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
             }
         }
     }
+}
+
+/// What a tensor is, as the doc of a field.
+fn about(tensor: &TensorPlan) -> TokenStream {
+    doc(&format!(
+        "{}: {}.",
+        docs::meaning(&tensor.name),
+        docs::tensor(tensor)
+    ))
 }
 
 /// Rows for tensors that grow with the token count; others by value, and
@@ -133,7 +146,7 @@ fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     }
 }
 
-/// The struct of addresses of a call on device memory.
+/// The struct of addresses of a call on device memory: inputs and `y`.
 pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         raw,
@@ -142,25 +155,16 @@ pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
         facade,
         ..
     } = names;
-    let inputs: Vec<_> = of_role(plan, Role::Input)
-        .map(|t| (t, quote!(In)))
-        .collect();
+    let inputs = of_role(plan, Role::Input).map(|tensor| (tensor, quote!(In)));
     let y = plan.tensor("y").map(|tensor| (tensor, quote!(Out)));
-    let list: Vec<_> = inputs.into_iter().chain(y).collect();
-    let fields = list.iter().map(|(tensor, pointer)| {
-        let about = doc(&format!(
-            "{}: {}.",
-            docs::meaning(&tensor.name),
-            docs::tensor(tensor)
-        ));
-        let (field, scalar) = (field(&tensor.name), scalar(tensor.dtype, facade));
+    let tensors: Vec<_> = inputs.chain(y).collect();
+    let fields = tensors.iter().map(|(tensor, pointer)| {
+        let (about, scalar) = (about(tensor), scalar(tensor.dtype, facade));
+        let field = field(&tensor.name);
         quote!(#about pub #field: #facade::typed::#pointer<#scalar>,)
     });
-    let pairs = list.iter().map(|(tensor, _)| {
-        let (name, field) = (&tensor.name, field(&tensor.name));
-        quote!((#name, self.#field.ptr()))
-    });
-    let count = Literal::usize_unsuffixed(list.len());
+    let list: Vec<&TensorPlan> = tensors.iter().map(|(tensor, _)| *tensor).collect();
+    let traits = raw_traits(&list, names);
     let about = doc(&format!(
         "Addresses of a call of [`{layer}`] on device memory."
     ));
@@ -174,6 +178,21 @@ pub(crate) fn raw(plan: &LayerPlan, names: &Names) -> TokenStream {
             #(#fields)*
         }
 
+        #traits
+    }
+}
+
+/// The names of the addresses, and which layer they are for.
+fn raw_traits(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
+    let Names {
+        raw, layer, facade, ..
+    } = names;
+    let count = Literal::usize_unsuffixed(tensors.len());
+    let pairs = tensors.iter().map(|tensor| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        quote!((#name, self.#field.ptr()))
+    });
+    quote! {
         impl #facade::typed::RawArgs for #raw {
             type Tensors = [(&'static str, #facade::typed::generated::Ptr); #count];
 
