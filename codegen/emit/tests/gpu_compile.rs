@@ -1,0 +1,232 @@
+//! The GPU kernels under the vendors' compilers: clean, without spills and
+//! stack, with the signatures that the plan says.
+
+use moesaic_emit::emit_layer;
+use moesaic_kernel::{DType, Target};
+use moesaic_plan::plan;
+use moesaic_spec::*;
+use moesaic_target::{Artifact, CompileOptions, Compiler};
+use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
+use std::collections::BTreeSet;
+
+const CUDA: [&str; 5] = ["sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120a"];
+const ROCM: [&str; 5] = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"];
+
+/// Static shared memory every device of a family has.
+const CUDA_SHARED: u32 = 48 << 10;
+const ROCM_SHARED: u32 = 64 << 10;
+
+fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
+    let text =
+        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
+    serde_json::from_str(&text).unwrap()
+}
+
+fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
+    change(&mut spec);
+    spec.validate().unwrap();
+    spec
+}
+
+fn typed(mut spec: LayerSpec, dtype: DType) -> LayerSpec {
+    spec.precision.weights = dtype;
+    spec.precision.activations = dtype;
+    spec
+}
+
+fn mixtral() -> LayerSpec {
+    with(typed(spec(4096, 14336, 8, 2), DType::Bf16), |s| {
+        s.router.renormalize = Renormalize::Sum;
+    })
+}
+
+fn qwen3() -> LayerSpec {
+    with(typed(spec(2048, 768, 128, 8), DType::Bf16), |s| {
+        s.router.renormalize = Renormalize::Sum;
+    })
+}
+
+fn deepseek_v3() -> LayerSpec {
+    with(typed(spec(7168, 2048, 256, 8), DType::Bf16), |s| {
+        s.router.score = Score::Sigmoid;
+        s.router.select_bias = true;
+        s.router.groups = Some(Groups {
+            count: 8,
+            keep: 4,
+            stat: GroupStat::Top2Sum,
+            mask: GroupMask::Exclude,
+        });
+        s.router.renormalize = Renormalize::Sum;
+        s.router.renormalize_eps = 1e-20;
+        s.router.scale = 2.5;
+        s.shared = vec![SharedExpert {
+            hidden_dim: 2048,
+            gate: SharedGate::None,
+        }];
+    })
+}
+
+/// Between them these reach every option that changes the text.
+fn options() -> Vec<LayerSpec> {
+    let factor = |s: &mut LayerSpec, order| {
+        s.capacity.mode = CapacityMode::Factor;
+        s.capacity.factor = 1.25;
+        s.capacity.order = order;
+    };
+    vec![
+        with(typed(spec(2880, 2880, 32, 4), DType::Bf16), |s| {
+            s.router.bias = true;
+            s.router.score = Score::SoftmaxSelected;
+            s.experts.bias = true;
+            s.experts.clamp = Some(7.0);
+            s.experts.alpha = 1.702;
+            s.experts.up_offset = 1.0;
+        }),
+        with(typed(spec(63, 47, 1000, 50), DType::F16), |s| {
+            s.router.input = RouterInput::RmsScaled;
+            s.router.score = Score::SqrtSoftplus;
+            s.router.renormalize = Renormalize::PNorm;
+            s.router.norm_order = 3.0;
+            s.router.expert_scale = true;
+            s.router.bias = true;
+            s.experts.activation = Activation::Gelu;
+            s.experts.form = ExpertForm::Plain;
+            s.router.weight_on = WeightSite::Input;
+            factor(s, CapacityOrder::Probability);
+        }),
+        with(spec(31, 66, 1024, 1024), |s| {
+            s.router.score = Score::One;
+            s.router.select_bias = false;
+            s.experts.activation = Activation::Relu2;
+            factor(s, CapacityOrder::TokenMajor);
+        }),
+        with(spec(256, 512, 64, 2), |s| {
+            s.router.kind = RouterKind::Cosine;
+            s.router.projection_dim = Some(256);
+            s.router.select = Select::SparseMixer(0.01);
+            s.experts.activation = Activation::GeluTanh;
+            s.router.weight_on = WeightSite::Activation;
+            s.experts.bias = true;
+            factor(s, CapacityOrder::BatchPrioritized);
+        }),
+        with(spec(100, 50, 8, 2), |s| {
+            s.router.kind = RouterKind::Table;
+            s.router.table_rows = Some(1000);
+            s.router.renormalize = Renormalize::Clamp;
+            s.router.renormalize_eps = 1e-6;
+            s.experts.identity = 4;
+            s.capacity.mode = CapacityMode::Bounded;
+            s.capacity.factor = -1.5;
+            s.capacity.order = CapacityOrder::Random;
+            s.capacity.align = 8;
+            s.capacity.renormalize_after_drop = true;
+        }),
+        with(typed(spec(104, 56, 8, 3), DType::Bf16), |s| {
+            s.router.kind = RouterKind::External;
+            s.precision.weights = DType::F32;
+            s.shape.output_dim = Some(17);
+            s.experts.activation = Activation::Relu;
+            s.capacity.mode = CapacityMode::Fixed;
+            s.capacity.rows = Some(128);
+        }),
+        with(typed(spec(2048, 1408, 60, 4), DType::F16), |s| {
+            s.shared = vec![SharedExpert {
+                hidden_dim: 5632,
+                gate: SharedGate::Sigmoid,
+            }];
+            s.capacity.mode = CapacityMode::MaxCount;
+            s.router.groups = Some(Groups {
+                count: 4,
+                keep: 2,
+                stat: GroupStat::Max,
+                mask: GroupMask::Zero,
+            });
+        }),
+        with(spec(64, 64, 4, 2), |s| {
+            s.router.kind = RouterKind::Table;
+            s.router.table_rows = Some(1000);
+            s.router.score = Score::One;
+            s.router.renormalize = Renormalize::Sum;
+            factor(s, CapacityOrder::SlotMajor);
+        }),
+    ]
+}
+
+/// Compiles every kernel of a layer that was not compiled before.
+fn compile(
+    compiler: &dyn Compiler,
+    spec: &LayerSpec,
+    target: &str,
+    shared: u32,
+    done: &mut BTreeSet<String>,
+) {
+    let target: Target = target.parse().unwrap();
+    for source in emit_layer(&plan(spec, target).unwrap()).unwrap() {
+        if done.insert(source.text.clone()) {
+            let artifact = compiler
+                .compile(&source, &CompileOptions::default())
+                .unwrap_or_else(|e| panic!("{e}"));
+            check(&artifact, &format!("{} for {target}", source.name), shared);
+        }
+    }
+}
+
+fn check(artifact: &Artifact, what: &str, shared: u32) {
+    let report = &artifact.report;
+    assert_eq!(report.log, "", "{what} compiles without a word");
+    for kernel in &report.kernels {
+        let symbol = &kernel.symbol;
+        assert_eq!(
+            kernel.spill_bytes.unwrap_or(0),
+            0,
+            "{what}: {symbol} spills"
+        );
+        assert_eq!(
+            kernel.stack_bytes.unwrap_or(0),
+            0,
+            "{what}: {symbol} has a stack"
+        );
+        assert!(
+            kernel.shared_bytes.unwrap_or(0) <= shared,
+            "{what}: {symbol}"
+        );
+    }
+}
+
+/// Real layers on every architecture, every option on one of them.
+fn compile_all(compiler: &dyn Compiler, backend: &str, archs: &[&str], shared: u32) {
+    let mut done = BTreeSet::new();
+    for arch in archs {
+        let target = format!("{backend}:{arch}");
+        for spec in [mixtral(), qwen3(), deepseek_v3()] {
+            compile(compiler, &spec, &target, shared, &mut done);
+        }
+    }
+    for (spec, arch) in options().iter().zip(archs.iter().cycle()) {
+        compile(
+            compiler,
+            spec,
+            &format!("{backend}:{arch}"),
+            shared,
+            &mut done,
+        );
+    }
+}
+
+fn registry(kind: Kind) -> Registry {
+    let mut registry = Registry::open().unwrap();
+    install(&mut registry, &[kind], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+    registry
+}
+
+#[test]
+fn nvrtc_compiles_every_kernel() {
+    let compiler = nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}"));
+    compile_all(&compiler, "cuda", &CUDA, CUDA_SHARED);
+}
+
+#[test]
+fn clang_compiles_every_kernel() {
+    let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));
+    compile_all(&compiler, "rocm", &ROCM, ROCM_SHARED);
+}
