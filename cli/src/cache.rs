@@ -118,9 +118,18 @@ fn list(args: &ListArgs, console: &Console) -> Result {
     let kernels = store.list();
     if args.json {
         let kernels: Vec<Value> = kernels.iter().map(as_json).collect();
-        return console.json(&json!({ "dir": store.dir().display().to_string(), "kernels": kernels }));
+        return console
+            .json(&json!({ "dir": store.dir().display().to_string(), "kernels": kernels }));
     }
-    let titles = ["TARGET", "KERNEL", ">BYTES", ">REGISTERS", "COMPILER", "USED", "KEY"];
+    let titles = [
+        "TARGET",
+        "KERNEL",
+        ">BYTES",
+        ">REGISTERS",
+        "COMPILER",
+        "USED",
+        "KEY",
+    ];
     let mut table = Table::new(&titles);
     for kernel in &kernels {
         table.row(row(kernel));
@@ -132,13 +141,19 @@ fn list(args: &ListArgs, console: &Console) -> Result {
         units::bytes(total),
         store.dir().display()
     );
-    let table = if kernels.is_empty() { String::new() } else { table.render(&console.out) + "\n" };
+    let table = if kernels.is_empty() {
+        String::new()
+    } else {
+        table.render(&console.out) + "\n"
+    };
     console.print(&(table + &summary))
 }
 
 fn row(kernel: &Listed) -> [String; 7] {
     let registers = most_registers(&kernel.info.report);
-    let age = SystemTime::now().duration_since(kernel.used).unwrap_or_default();
+    let age = SystemTime::now()
+        .duration_since(kernel.used)
+        .unwrap_or_default();
     [
         kernel.info.target.to_string(),
         kernel.info.name.clone(),
@@ -151,7 +166,10 @@ fn row(kernel: &Listed) -> [String; 7] {
 }
 
 fn as_json(kernel: &Listed) -> Value {
-    let used = kernel.used.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let used = kernel
+        .used
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
     json!({
         "key": kernel.key.to_string(),
         "kernel": kernel.info.name,
@@ -166,7 +184,11 @@ fn as_json(kernel: &Listed) -> Value {
 
 fn verify(args: &VerifyArgs, console: &Console) -> Result {
     let store = args.store.open(console);
-    let on_bad = if args.remove { OnBad::Remove } else { OnBad::Report };
+    let on_bad = if args.remove {
+        OnBad::Remove
+    } else {
+        OnBad::Report
+    };
     let verified = store.verify(on_bad);
     match args.json {
         true => console.json(&verified_json(&verified))?,
@@ -175,8 +197,11 @@ fn verify(args: &VerifyArgs, console: &Console) -> Result {
     let left = verified.bad.iter().filter(|bad| !bad.removed).count();
     match left {
         0 => Ok(()),
-        n => Err(Failure::work(format!("{} damaged", units::count(n, "kernel")))
-            .hint("`moesaic cache verify --remove` removes what is damaged; it is compiled anew")),
+        n => Err(
+            Failure::work(format!("{} damaged", units::count(n, "kernel"))).hint(
+                "`moesaic cache verify --remove` removes what is damaged; it is compiled anew",
+            ),
+        ),
     }
 }
 
@@ -191,7 +216,11 @@ fn verified_text(verified: &Verified, store: &Store) -> String {
         text += &format!("{files} of killed processes; `moesaic cache prune` removes them\n");
     }
     let good = units::count(verified.good, "kernel");
-    text + &format!("{good} good, {} damaged, in {}\n", verified.bad.len(), store.dir().display())
+    text + &format!(
+        "{good} good, {} damaged, in {}\n",
+        verified.bad.len(),
+        store.dir().display()
+    )
 }
 
 fn verified_json(verified: &Verified) -> Value {
@@ -203,7 +232,10 @@ fn verified_json(verified: &Verified) -> Value {
 
 fn prune(args: &PruneArgs, console: &Console) -> Result {
     let store = args.store.open(console);
-    let rule = PruneRule { max_bytes: args.max_bytes, max_age: args.older_than };
+    let rule = PruneRule {
+        max_bytes: args.max_bytes,
+        max_age: args.older_than,
+    };
     let pruned = store.prune(&rule);
     if args.json {
         return console.json(&json!({
@@ -241,9 +273,10 @@ fn check_pack(pack: &Path) -> Result {
     let meta = pack.metadata();
     match meta {
         Err(error) => Err(Failure::unreadable("the pack", pack, &error)),
-        Ok(meta) if meta.is_dir() => {
-            Err(Failure::input(format!("{} is a directory, not a pack", pack.display())))
-        }
+        Ok(meta) if meta.is_dir() => Err(Failure::input(format!(
+            "{} is a directory, not a pack",
+            pack.display()
+        ))),
         Ok(_) => Ok(()),
     }
 }

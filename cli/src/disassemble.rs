@@ -28,13 +28,20 @@ pub fn disassemble(target: Target, artifact: &Artifact) -> Result<String> {
             Err(reason) => tried.push(format!("{} ({reason})", tool.program)),
         }
     }
-    let message = format!("no disassembler for `{}`; tried: {}", target.backend(), tried.join(", "));
+    let message = format!(
+        "no disassembler for `{}`; tried: {}",
+        target.backend(),
+        tried.join(", ")
+    );
     Err(Failure::input(message).hint(advice(target)))
 }
 
 fn write(artifact: &Artifact) -> Result<tempfile::NamedTempFile> {
     let failed = |error| Failure::work(format!("cannot write a temporary file: {error}"));
-    let file = tempfile::Builder::new().prefix("moesaic-").tempfile().map_err(failed)?;
+    let file = tempfile::Builder::new()
+        .prefix("moesaic-")
+        .tempfile()
+        .map_err(failed)?;
     std::fs::write(file.path(), &artifact.binary).map_err(failed)?;
     Ok(file)
 }
@@ -45,9 +52,7 @@ fn advice(target: Target) -> &'static str {
         Target::Cuda(_) => {
             "nvdisasm and cuobjdump come with the CUDA toolkit; put one on PATH or set CUDA_HOME"
         }
-        Target::Rocm(_) => {
-            "install LLVM (llvm-objdump) with the AMDGPU target, or set ROCM_PATH"
-        }
+        Target::Rocm(_) => "install LLVM (llvm-objdump) with the AMDGPU target, or set ROCM_PATH",
     }
 }
 
@@ -57,7 +62,11 @@ const LLVM: &[&str] = &["-d", "--no-show-raw-insn", "--section=.text"];
 fn tools(target: Target) -> Vec<Tool> {
     match target {
         Target::Cpu(_) => {
-            let gnu = Tool { program: "objdump".to_string(), args: GNU, folders: Vec::new() };
+            let gnu = Tool {
+                program: "objdump".to_string(),
+                args: GNU,
+                folders: Vec::new(),
+            };
             [gnu].into_iter().chain(llvm(&[])).collect()
         }
         Target::Cuda(_) => {
@@ -69,30 +78,47 @@ fn tools(target: Target) -> Vec<Tool> {
             };
             vec![tool("nvdisasm", &["-c"]), tool("cuobjdump", &["-sass"])]
         }
-        Target::Rocm(_) => llvm(&below(&["ROCM_PATH"], "/opt/rocm", &["llvm/bin", "lib/llvm/bin"])),
+        Target::Rocm(_) => llvm(&below(
+            &["ROCM_PATH"],
+            "/opt/rocm",
+            &["llvm/bin", "lib/llvm/bin"],
+        )),
     }
 }
 
 /// LLVM's objdump, the newest of several first: older ones lack newer GPUs.
 fn llvm(folders: &[PathBuf]) -> Vec<Tool> {
-    let versions = (15..=24).rev().map(|version| format!("llvm-objdump-{version}"));
+    let versions = (15..=24)
+        .rev()
+        .map(|version| format!("llvm-objdump-{version}"));
     let names = versions.filter(|name| find(name, folders).is_some());
     let plain = std::iter::once("llvm-objdump".to_string());
-    let tool = |program| Tool { program, args: LLVM, folders: folders.to_vec() };
+    let tool = |program| Tool {
+        program,
+        args: LLVM,
+        folders: folders.to_vec(),
+    };
     names.chain(plain).map(tool).collect()
 }
 
 fn below(variables: &[&str], default: &str, parts: &[&str]) -> Vec<PathBuf> {
-    let set = variables.iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let set = variables
+        .iter()
+        .filter_map(std::env::var_os)
+        .map(PathBuf::from);
     let roots = set.chain([PathBuf::from(default)]);
-    roots.flat_map(|root| parts.iter().map(move |part| root.join(part))).collect()
+    roots
+        .flat_map(|root| parts.iter().map(move |part| root.join(part)))
+        .collect()
 }
 
 fn find(program: &str, folders: &[PathBuf]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path);
     let places = on_path.chain(folders.iter().cloned());
-    places.map(|folder| folder.join(program)).find(|file| file.is_file())
+    places
+        .map(|folder| folder.join(program))
+        .find(|file| file.is_file())
 }
 
 impl Tool {

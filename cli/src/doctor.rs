@@ -1,5 +1,266 @@
-use crate::console::Console;
+//! `moesaic doctor`.
+
+use crate::console::{Console, Palette};
 use crate::failure::Result;
-#[derive(clap::Args, Debug)]
-pub struct DoctorArgs {}
-pub fn execute(_: &DoctorArgs, _: &Console) -> Result { Ok(()) }
+use crate::inspect::machine_json;
+use crate::machine::Machine;
+use crate::store::StoreArgs;
+use crate::units;
+use clap::Args;
+use moesaic::cpu::{CpuDevice, host_isa};
+use moesaic::target::Device;
+use moesaic::toolchain::{Finding, Registry, doctor};
+use moesaic::{Store, Target};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Say what this machine can compile and run
+#[derive(Args, Debug)]
+pub struct DoctorArgs {
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Variables that change what is found.
+const VARIABLES: [&str; 12] = [
+    "MOESAIC_CACHE",
+    "MOESAIC_CC",
+    "MOESAIC_NVRTC",
+    "MOESAIC_CLANG",
+    "MOESAIC_LOG",
+    "XDG_CACHE_HOME",
+    "CC",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "ROCM_PATH",
+    "LD_LIBRARY_PATH",
+    "CUDA_VISIBLE_DEVICES",
+];
+
+/// What was found.
+struct Diagnosis {
+    system: String,
+    cpu: String,
+    cores: usize,
+    target: Target,
+    limits: std::result::Result<Machine, String>,
+    cache: Cache,
+    findings: Vec<Finding>,
+    variables: Vec<(&'static str, String)>,
+}
+
+struct Cache {
+    dir: String,
+    kernels: usize,
+    bytes: u64,
+    trouble: Option<String>,
+}
+
+/// Looks at everything; finding nothing is no failure.
+pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
+    let diagnosis = Diagnosis::new(&args.store.open(console));
+    match args.json {
+        true => console.json(&diagnosis.json()),
+        false => console.print(&diagnosis.text(&console.out)),
+    }
+}
+
+impl Diagnosis {
+    fn new(store: &Store) -> Diagnosis {
+        let device = CpuDevice::new();
+        let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
+        let set = |name: &&'static str| {
+            Some((
+                *name,
+                std::env::var_os(name)?.to_string_lossy().into_owned(),
+            ))
+        };
+        Diagnosis {
+            system: format!(
+                "moesaic {}, {} {}",
+                env!("CARGO_PKG_VERSION"),
+                std::env::consts::OS,
+                std::env::consts::ARCH
+            ),
+            cpu: device.info().name.clone(),
+            cores: device.threads(),
+            target: Target::Cpu(host_isa()),
+            limits: Machine::measure_cpu(&device).map_err(|failure| failure.message),
+            cache: Cache::of(store),
+            findings: doctor(&registry),
+            variables: VARIABLES.iter().filter_map(set).collect(),
+        }
+    }
+
+    fn text(&self, palette: &Palette) -> String {
+        let mut text = format!("{}\n", palette.bold(&self.system));
+        text += &entry(
+            "CPU",
+            &format!(
+                "{}, {}, {}",
+                self.cpu,
+                units::count(self.cores, "thread"),
+                self.target
+            ),
+            palette,
+        );
+        text += &more(&self.limits_line());
+        text += &entry("cache", &self.cache.line(), palette);
+        if let Some(trouble) = &self.cache.trouble {
+            text += &more(trouble);
+        }
+        for finding in &self.findings {
+            text += &found(finding, palette);
+        }
+        for (name, value) in &self.variables {
+            text += &entry(name, value, palette);
+        }
+        text + &format!("\n{}\n{}", palette.bold("for a bug report"), self.block())
+    }
+
+    fn limits_line(&self) -> String {
+        match &self.limits {
+            Ok(limits) => format!(
+                "measured: {} f32{}, {} read",
+                units::flop_rate(limits.f32_flops),
+                limits.half_flops.map_or(String::new(), |rate| format!(
+                    ", {} bf16",
+                    units::flop_rate(rate)
+                )),
+                units::byte_rate(limits.bytes_per_second)
+            ),
+            Err(reason) => format!(
+                "limits were not measured: {}",
+                reason.lines().next().unwrap_or_default()
+            ),
+        }
+    }
+
+    /// What may go into a public report: no path, no value of a variable.
+    fn block(&self) -> String {
+        let mut lines = vec![
+            self.system.clone(),
+            format!("cpu: {}, {} threads, {}", self.cpu, self.cores, self.target),
+            self.limits_line(),
+            format!(
+                "cache: {}, {}",
+                units::count(self.cache.kernels, "kernel"),
+                units::bytes(self.cache.bytes)
+            ),
+        ];
+        for finding in &self.findings {
+            // `pip 23 from /home/…`: the rest is a path.
+            let found = finding
+                .found
+                .as_deref()
+                .and_then(|found| found.split(" from ").next());
+            let found = found.unwrap_or("none");
+            lines.push(format!("{}: {found}", finding.subject));
+        }
+        let names: Vec<&str> = self.variables.iter().map(|(name, _)| *name).collect();
+        lines.push(format!(
+            "set: {}",
+            if names.is_empty() {
+                "nothing".to_string()
+            } else {
+                names.join(" ")
+            }
+        ));
+        format!("```text\n{}\n```\n", lines.join("\n"))
+    }
+
+    fn json(&self) -> Value {
+        let findings = self.findings.iter().map(|finding| {
+            json!({
+                "subject": finding.subject,
+                "found": finding.found,
+                "place": finding.place,
+                "targets": names(&finding.targets),
+                "tried": finding.tried,
+                "advice": finding.advice,
+            })
+        });
+        let variables: serde_json::Map<String, Value> = self
+            .variables
+            .iter()
+            .map(|(name, value)| (name.to_string(), json!(value)))
+            .collect();
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "system": self.system,
+            "cpu": {
+                "name": self.cpu,
+                "threads": self.cores,
+                "target": self.target.to_string(),
+                "limits": self.limits.as_ref().ok().map(machine_json),
+            },
+            "cache": {
+                "dir": self.cache.dir,
+                "kernels": self.cache.kernels,
+                "bytes": self.cache.bytes,
+                "trouble": self.cache.trouble,
+            },
+            "findings": findings.collect::<Vec<_>>(),
+            "variables": variables,
+        })
+    }
+}
+
+impl Cache {
+    fn of(store: &Store) -> Cache {
+        let kernels = store.list();
+        Cache {
+            dir: store.dir().display().to_string(),
+            kernels: kernels.len(),
+            bytes: kernels.iter().map(|kernel| kernel.bytes).sum(),
+            trouble: store.trouble().map(|trouble| trouble.to_string()),
+        }
+    }
+
+    fn line(&self) -> String {
+        format!(
+            "{}, {}, {}",
+            self.dir,
+            units::count(self.kernels, "kernel"),
+            units::bytes(self.bytes)
+        )
+    }
+}
+
+fn names(targets: &[Target]) -> Vec<String> {
+    targets.iter().map(Target::to_string).collect()
+}
+
+const WIDTH: usize = 16;
+
+fn entry(name: &str, value: &str, palette: &Palette) -> String {
+    let pad = " ".repeat(WIDTH.saturating_sub(name.len()).max(1));
+    format!("  {}{pad}{value}\n", palette.bold(name))
+}
+
+/// Further lines of an entry.
+fn more(text: &str) -> String {
+    text.lines()
+        .map(|line| format!("  {}{}\n", " ".repeat(WIDTH), line.trim()))
+        .collect()
+}
+
+fn found(finding: &Finding, palette: &Palette) -> String {
+    let Some(name) = &finding.found else {
+        let mut text = entry(finding.subject, &palette.yellow("not found"), palette);
+        text += &more(&finding.tried);
+        return text + &more(&finding.advice);
+    };
+    let place = finding
+        .place
+        .as_ref()
+        .map_or(String::new(), |place| format!(" ({place})"));
+    let mut text = entry(finding.subject, &format!("{name}{place}"), palette);
+    if !finding.targets.is_empty() {
+        text += &more(&names(&finding.targets).join(" "));
+    }
+    text + &more(&finding.advice)
+}

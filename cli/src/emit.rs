@@ -24,7 +24,12 @@ pub struct EmitArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
-    #[arg(long, value_name = "T[,T]", value_delimiter = ',', required_unless_present = "rust")]
+    #[arg(
+        long,
+        value_name = "T[,T]",
+        value_delimiter = ',',
+        required_unless_present = "rust"
+    )]
     target: Vec<String>,
     /// The directory to write to, one folder per target; `-` is stdout
     #[arg(short, long, value_name = "DIR")]
@@ -59,7 +64,11 @@ pub fn layer_sources(spec: &LayerSpec, target: Target) -> Result<Vec<KernelSourc
 
 fn listing(sources: &[KernelSource], console: &Console) -> String {
     let one = |source: &KernelSource| {
-        let title = format!("// ===== {}/{} =====", source.target.file_name(), source.file_name());
+        let title = format!(
+            "// ===== {}/{} =====",
+            source.target.file_name(),
+            source.file_name()
+        );
         let text = highlight::terminal(&source.text, &console.out);
         format!("{}\n{}\n", console.out.bold(&title), text.trim_end())
     };
@@ -68,7 +77,10 @@ fn listing(sources: &[KernelSource], console: &Console) -> String {
 
 fn write_all(dir: &Path, sources: &[KernelSource], console: &Console) -> Result {
     if dir.is_file() {
-        return Err(Failure::input(format!("{} is a file, not a directory", dir.display())));
+        return Err(Failure::input(format!(
+            "{} is a file, not a directory",
+            dir.display()
+        )));
     }
     let mut text = String::new();
     for source in sources {
@@ -93,5 +105,9 @@ fn rust_source(spec: &LayerSpec) -> Result<String> {
 
 /// The failure of a file that cannot be written.
 pub fn unwritable(path: &Path, error: &std::io::Error) -> Failure {
-    Failure::work(format!("cannot write {}: {}", path.display(), reason(error)))
+    Failure::work(format!(
+        "cannot write {}: {}",
+        path.display(),
+        reason(error)
+    ))
 }

@@ -42,7 +42,12 @@ pub type Result<T = ()> = std::result::Result<T, Failure>;
 impl Failure {
     fn new(code: Code, message: impl Display) -> Failure {
         let message = message.to_string();
-        Failure { code, message, hint: None, rendered: false }
+        Failure {
+            code,
+            message,
+            hint: None,
+            rendered: false,
+        }
     }
 
     /// Bad input or usage.
@@ -62,18 +67,28 @@ impl Failure {
 
     /// A spec's problems, shown with its lines.
     pub fn spec(error: &SpecError, file: &str, color: bool) -> Failure {
-        Failure { rendered: true, ..Failure::input(error.render(file, color)) }
+        Failure {
+            rendered: true,
+            ..Failure::input(error.render(file, color))
+        }
     }
 
     /// A file that cannot be read.
     pub fn unreadable(what: &str, path: &Path, error: &std::io::Error) -> Failure {
-        Failure::input(format!("cannot read {what} {}: {}", path.display(), reason(error)))
+        Failure::input(format!(
+            "cannot read {what} {}: {}",
+            path.display(),
+            reason(error)
+        ))
     }
 
     /// The same failure with advice.
     #[must_use]
     pub fn hint(self, hint: impl Display) -> Failure {
-        Failure { hint: Some(hint.to_string()), ..self }
+        Failure {
+            hint: Some(hint.to_string()),
+            ..self
+        }
     }
 
     /// The whole text for stderr, without a newline at the end.
@@ -84,7 +99,11 @@ impl Failure {
                 let mut lines = self.message.trim_end().lines();
                 let first = lines.next().unwrap_or_default();
                 let rest = lines.map(|line| format!("\n  {line}"));
-                format!("{} {first}{}", palette.red("error:"), rest.collect::<String>())
+                format!(
+                    "{} {first}{}",
+                    palette.red("error:"),
+                    rest.collect::<String>()
+                )
             }
         };
         if let Some(hint) = &self.hint {
@@ -151,8 +170,9 @@ impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Failure {
         match error {
             OpenError::Target(error) => Failure::from(error),
-            OpenError::Device(error) => Failure::from(&error)
-                .hint("`moesaic doctor` says what this machine can run; `--target cpu` always does"),
+            OpenError::Device(error) => Failure::from(&error).hint(
+                "`moesaic doctor` says what this machine can run; `--target cpu` always does",
+            ),
             OpenError::Compile(error) => Failure::from(&error),
             other => Failure::work(other),
         }

@@ -34,11 +34,48 @@ pub enum Kind {
 pub type Token<'a> = (Kind, &'a str);
 
 const KEYWORDS: &[&str] = &[
-    "alignas", "asm", "break", "case", "const", "constexpr", "continue", "default", "do", "else",
-    "enum", "extern", "false", "for", "goto", "if", "inline", "namespace", "nullptr", "operator",
-    "restrict", "return", "sizeof", "static", "static_assert", "struct", "switch", "template",
-    "true", "typedef", "typename", "union", "using", "volatile", "while", "_Static_assert",
-    "static_cast", "reinterpret_cast", "__restrict__", "__restrict", "__attribute__", "_Alignas",
+    "alignas",
+    "asm",
+    "break",
+    "case",
+    "const",
+    "constexpr",
+    "continue",
+    "default",
+    "do",
+    "else",
+    "enum",
+    "extern",
+    "false",
+    "for",
+    "goto",
+    "if",
+    "inline",
+    "namespace",
+    "nullptr",
+    "operator",
+    "restrict",
+    "return",
+    "sizeof",
+    "static",
+    "static_assert",
+    "struct",
+    "switch",
+    "template",
+    "true",
+    "typedef",
+    "typename",
+    "union",
+    "using",
+    "volatile",
+    "while",
+    "_Static_assert",
+    "static_cast",
+    "reinterpret_cast",
+    "__restrict__",
+    "__restrict",
+    "__attribute__",
+    "_Alignas",
 ];
 
 const TYPES: &[&str] = &[
@@ -47,8 +84,15 @@ const TYPES: &[&str] = &[
     "__bf16", "__half",
 ];
 
-const BUILTINS: &[&str] =
-    &["blockDim", "blockIdx", "gridDim", "threadIdx", "warpSize", "asm", "__asm__"];
+const BUILTINS: &[&str] = &[
+    "blockDim",
+    "blockIdx",
+    "gridDim",
+    "threadIdx",
+    "warpSize",
+    "asm",
+    "__asm__",
+];
 
 /// The tokens of a text.
 pub fn tokens(text: &str) -> Vec<Token<'_>> {
@@ -82,9 +126,11 @@ fn token(first: char, rest: &str) -> (Kind, usize) {
             let length = rest.find(|c| !is_word(c)).unwrap_or(rest.len());
             (word(&rest[..length], &rest[length..]), length)
         }
-        c if c.is_whitespace() => {
-            (Kind::Plain, rest.find(|c: char| !c.is_whitespace()).unwrap_or(rest.len()))
-        }
+        c if c.is_whitespace() => (
+            Kind::Plain,
+            rest.find(|c: char| !c.is_whitespace())
+                .unwrap_or(rest.len()),
+        ),
         c => (Kind::Plain, c.len_utf8()),
     }
 }
@@ -122,7 +168,9 @@ fn directive(rest: &str) -> usize {
         .map(|(at, _)| at)
         .find(|at| !rest[..*at].ends_with('\\'))
         .unwrap_or(rest.len());
-    let comment = rest[..line_end].find("//").or_else(|| rest[..line_end].find("/*"));
+    let comment = rest[..line_end]
+        .find("//")
+        .or_else(|| rest[..line_end].find("/*"));
     comment.unwrap_or(line_end)
 }
 
@@ -161,7 +209,10 @@ pub fn terminal(text: &str, palette: &Palette) -> String {
     if !palette.on() {
         return text.to_string();
     }
-    tokens(text).iter().map(|(kind, piece)| paint(*kind, piece, palette)).collect()
+    tokens(text)
+        .iter()
+        .map(|(kind, piece)| paint(*kind, piece, palette))
+        .collect()
 }
 
 /// A style must not run over a line break, or pagers lose it.
@@ -180,7 +231,13 @@ fn paint(kind: Kind, piece: &str, palette: &Palette) -> String {
     };
     let lines: Vec<String> = piece
         .split('\n')
-        .map(|line| if line.is_empty() { String::new() } else { palette.paint(style, line) })
+        .map(|line| {
+            if line.is_empty() {
+                String::new()
+            } else {
+                palette.paint(style, line)
+            }
+        })
         .collect();
     lines.join("\n")
 }
@@ -227,13 +284,25 @@ mod tests {
 
     #[test]
     fn ends_that_never_come_are_no_end_at_all() {
-        for text in ["/* open", "\"open", "'\\", "#", "0x1p-", "\"a\nb\"", "é/*ü*/…", "1."] {
+        for text in [
+            "/* open",
+            "\"open",
+            "'\\",
+            "#",
+            "0x1p-",
+            "\"a\nb\"",
+            "é/*ü*/…",
+            "1.",
+        ] {
             assert_eq!(tokens(text).iter().map(|t| t.1).collect::<String>(), text);
         }
     }
 
     #[test]
     fn strings_end_at_their_quote() {
-        assert_eq!(kinds(r#""a\"b" c"#), [(Kind::Text, r#""a\"b""#), (Kind::Plain, "c")]);
+        assert_eq!(
+            kinds(r#""a\"b" c"#),
+            [(Kind::Text, r#""a\"b""#), (Kind::Plain, "c")]
+        );
     }
 }

@@ -40,7 +40,9 @@ impl Subscriber for Printer {
         let text = line.message + &line.fields;
         let palette = self.console.err;
         match *event.metadata().level() {
-            Level::ERROR => self.console.tell(&format!("{} {text}", palette.red("error:"))),
+            Level::ERROR => self
+                .console
+                .tell(&format!("{} {text}", palette.red("error:"))),
             Level::WARN => self.console.warn(&text),
             Level::INFO => self.console.note(&text),
             level => self.console.tell(&palette.dim(&format!(

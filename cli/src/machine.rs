@@ -57,7 +57,13 @@ const fn known(
     archs: &'static [&'static str],
     [f32, half, bandwidth]: [f64; 3],
 ) -> Known {
-    Known { name, archs, f32, half, bandwidth }
+    Known {
+        name,
+        archs,
+        f32,
+        half,
+        bandwidth,
+    }
 }
 
 /// From the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16
@@ -72,9 +78,17 @@ const KNOWN: &[Known] = &[
     known("L40S", &["sm_89"], [91.6, 362.0, 864.0]),
     known("H100", &["sm_90", "sm_90a"], [67.0, 989.4, 3350.0]),
     known("H200", &["sm_90", "sm_90a"], [67.0, 989.4, 4800.0]),
-    known("B200", &["sm_100", "sm_100a", "sm_100f"], [75.0, 2250.0, 7700.0]),
+    known(
+        "B200",
+        &["sm_100", "sm_100a", "sm_100f"],
+        [75.0, 2250.0, 7700.0],
+    ),
     known("B300", &["sm_103", "sm_103a"], [75.0, 2250.0, 7700.0]),
-    known("RTX 5090", &["sm_120", "sm_120a", "sm_120f"], [104.8, 209.5, 1792.0]),
+    known(
+        "RTX 5090",
+        &["sm_120", "sm_120a", "sm_120f"],
+        [104.8, 209.5, 1792.0],
+    ),
     known("MI100", &["gfx908"], [23.1, 92.3, 1229.0]),
     known("MI250X", &["gfx90a"], [47.9, 383.0, 3277.0]),
     known("MI300X", &["gfx942"], [163.4, 1307.4, 5300.0]),
@@ -96,13 +110,19 @@ impl Machine {
     /// The published limits of the GPU of this name.
     pub fn named(name: &str) -> Option<Machine> {
         let plain = |text: &str| text.replace([' ', '-', '_'], "").to_lowercase();
-        KNOWN.iter().find(|known| plain(known.name) == plain(name)).map(published)
+        KNOWN
+            .iter()
+            .find(|known| plain(known.name) == plain(name))
+            .map(published)
     }
 
     /// The published limits of a GPU that runs this target.
     pub fn of_target(target: Target) -> Option<Machine> {
         let arch = target.arch();
-        KNOWN.iter().find(|known| known.archs.contains(&&*arch)).map(published)
+        KNOWN
+            .iter()
+            .find(|known| known.archs.contains(&&*arch))
+            .map(published)
     }
 
     /// The published limits of a device, by what its driver calls it; else of
@@ -124,15 +144,24 @@ impl Machine {
             origin: Origin::Measured,
             f32_flops: limits.f32_gflops * 1e9,
             // Where dot products of bf16 are slower, kernels widen to f32.
-            half_flops: limits.bf16_gflops.filter(|&r| r > limits.f32_gflops).map(|r| r * 1e9),
+            half_flops: limits
+                .bf16_gflops
+                .filter(|&r| r > limits.f32_gflops)
+                .map(|r| r * 1e9),
             bytes_per_second: limits.read_gbps * 1e9,
         })
     }
 }
 
-/// Names for `--machine`.
-pub fn names() -> impl Iterator<Item = &'static str> {
-    KNOWN.iter().map(|known| known.name)
+/// The machine that `--machine` names.
+pub fn required(name: &str) -> Result<Machine> {
+    Machine::named(name).ok_or_else(|| {
+        let known: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
+        Failure::input(format!(
+            "unknown machine `{name}`\nknown machines: {}",
+            known.join(", ")
+        ))
+    })
 }
 
 fn published(known: &Known) -> Machine {
@@ -163,7 +192,10 @@ mod tests {
     fn a_machine_is_found_by_name_device_and_target() {
         let target: Target = "cuda:sm_90a".parse().unwrap();
         assert_eq!(Machine::of_target(target).unwrap().name, "H100");
-        assert_eq!(Machine::of_device("NVIDIA H200", target).unwrap().name, "H200");
+        assert_eq!(
+            Machine::of_device("NVIDIA H200", target).unwrap().name,
+            "H200"
+        );
         assert_eq!(Machine::named("rtx-4090").unwrap().name, "RTX 4090");
         assert_eq!(Machine::named("abacus"), None);
     }

@@ -69,7 +69,9 @@ fn give_up(failure: &Failure, console: &Console) -> ExitCode {
 /// A panic is a defect of moesaic: it is told in one line that can be sent on.
 fn report_defects(console: Console) {
     std::panic::set_hook(Box::new(move |panic| {
-        let place = panic.location().map(|at| format!(" ({}:{})", at.file(), at.line()));
+        let place = panic
+            .location()
+            .map(|at| format!(" ({}:{})", at.file(), at.line()));
         let text = panic.payload_as_str().unwrap_or("no message");
         let failure = Failure::work(format!(
             "moesaic has a defect: {text}{}",

@@ -26,7 +26,12 @@ No GPU and no driver is needed. A pack is filled into another machine's cache wi
 `moesaic cache import pack.tar.gz`.")]
 pub struct PrecompileArgs {
     /// The layer specs, TOML files
-    #[arg(long, value_name = "FILE[,FILE]", value_delimiter = ',', required_unless_present = "hf")]
+    #[arg(
+        long,
+        value_name = "FILE[,FILE]",
+        value_delimiter = ',',
+        required_unless_present = "hf"
+    )]
     spec: Vec<PathBuf>,
     /// A Hugging Face model directory with a config.json
     #[arg(long, value_name = "DIR")]
@@ -69,18 +74,36 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     let mut jobs = Vec::new();
     for spec in &specs {
         for &target in &targets {
-            let compiler = compilers.get(target).map_err(|error| Failure::from(&error))?;
-            jobs.push(Job { spec: spec.clone(), target, compiler });
+            let compiler = compilers
+                .get(target)
+                .map_err(|error| Failure::from(&error))?;
+            jobs.push(Job {
+                spec: spec.clone(),
+                target,
+                compiler,
+            });
         }
     }
-    let options = CompileOptions { allow_spills: args.allow_spills, ..CompileOptions::default() };
+    let options = CompileOptions {
+        allow_spills: args.allow_spills,
+        ..CompileOptions::default()
+    };
     let started = Instant::now();
     let rows = with_progress(|progress| precompile(&jobs, &store, &options, progress))?;
     let time = started.elapsed();
-    let pack = args.output.as_deref().map(|path| store.export(path, |_| true)).transpose()?;
+    let pack = args
+        .output
+        .as_deref()
+        .map(|path| store.export(path, |_| true))
+        .transpose()?;
     let place = match (&args.output, &pack) {
         (Some(path), Some(pack)) => {
-            format!("{} ({}, {})", path.display(), units::count(pack.kernels, "kernel"), units::bytes(pack.bytes))
+            format!(
+                "{} ({}, {})",
+                path.display(),
+                units::count(pack.kernels, "kernel"),
+                units::bytes(pack.bytes)
+            )
         }
         _ => store.dir().display().to_string(),
     };
@@ -93,11 +116,18 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
 
 impl PrecompileArgs {
     fn specs(&self, console: &Console) -> Result<Vec<LayerSpec>> {
-        let mut specs: Vec<LayerSpec> =
-            self.spec.iter().map(|path| read_spec(path, console)).collect::<Result<_>>()?;
+        let mut specs: Vec<LayerSpec> = self
+            .spec
+            .iter()
+            .map(|path| read_spec(path, console))
+            .collect::<Result<_>>()?;
         if let Some(dir) = &self.hf {
-            let layer =
-                LayerArgs { spec: None, hf: Some(dir.clone()), layer: self.layer, precision: None };
+            let layer = LayerArgs {
+                spec: None,
+                hf: Some(dir.clone()),
+                layer: self.layer,
+                precision: None,
+            };
             specs.push(layer.load(console)?.spec);
         }
         Ok(specs)
@@ -105,10 +135,19 @@ impl PrecompileArgs {
 }
 
 fn check_pack(pack: &Path) -> Result {
-    let dir = pack.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let dir = pack
+        .parent()
+        .filter(|dir| !dir.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     match (pack.is_dir(), dir.is_dir()) {
-        (true, _) => Err(Failure::input(format!("{} is a directory, not a file", pack.display()))),
-        (_, false) => Err(Failure::input(format!("there is no directory {}", dir.display()))),
+        (true, _) => Err(Failure::input(format!(
+            "{} is a directory, not a file",
+            pack.display()
+        ))),
+        (_, false) => Err(Failure::input(format!(
+            "there is no directory {}",
+            dir.display()
+        ))),
         _ => Ok(()),
     }
 }
@@ -141,10 +180,15 @@ fn with_progress<T, E>(
 }
 
 fn outcome(rows: &[Row], store: &Store) -> Result {
-    let failed = rows.iter().filter(|row| matches!(row.outcome, Outcome::Failed(_))).count();
+    let failed = rows
+        .iter()
+        .filter(|row| matches!(row.outcome, Outcome::Failed(_)))
+        .count();
     if failed > 0 {
         let of = units::count(rows.len(), "kernel");
-        return Err(Failure::work(format!("{failed} of {of} did not compile; the others are kept")));
+        return Err(Failure::work(format!(
+            "{failed} of {of} did not compile; the others are kept"
+        )));
     }
     match store.trouble() {
         Some(trouble) => Err(Failure::work(format!("nothing was kept: {trouble}"))),
@@ -154,11 +198,23 @@ fn outcome(rows: &[Row], store: &Store) -> Result {
 
 /// Registers of all entries of a kernel: the most that one of them takes.
 pub fn most_registers(report: &Report) -> Option<u32> {
-    report.kernels.iter().filter_map(|kernel| kernel.registers).max()
+    report
+        .kernels
+        .iter()
+        .filter_map(|kernel| kernel.registers)
+        .max()
 }
 
 fn as_text(rows: &[Row], time: Duration, place: &str, console: &Console) -> String {
-    let titles = ["LAYER", "KERNEL", "TARGET", ">BYTES", ">REGISTERS", ">COMPILE", "CACHE"];
+    let titles = [
+        "LAYER",
+        "KERNEL",
+        "TARGET",
+        ">BYTES",
+        ">REGISTERS",
+        ">COMPILE",
+        "CACHE",
+    ];
     let mut table = Table::new(&titles);
     for row in rows {
         table.row(cells(row));
@@ -174,17 +230,29 @@ fn as_text(rows: &[Row], time: Duration, place: &str, console: &Console) -> Stri
 }
 
 fn cells(row: &Row) -> Vec<Cell> {
-    let mut cells: Vec<Cell> =
-        vec![row.layer.as_str().into(), row.kernel.as_str().into(), row.target.to_string().into()];
+    let mut cells: Vec<Cell> = vec![
+        row.layer.as_str().into(),
+        row.kernel.as_str().into(),
+        row.target.to_string().into(),
+    ];
     let built = |report: &Report, bytes: u64, state: Cell| {
         let registers = most_registers(report).map_or("-".to_string(), |n| n.to_string());
         let time = units::seconds(report.compile_ms / 1e3);
-        vec![bytes.to_string().into(), registers.into(), time.into(), state]
+        vec![
+            bytes.to_string().into(),
+            registers.into(),
+            time.into(),
+            state,
+        ]
     };
     cells.extend(match &row.outcome {
         Outcome::Hit(report, bytes) => built(report, *bytes, "hit".into()),
         Outcome::Compiled(report, bytes) => built(report, *bytes, Cell::styled("miss", "33")),
-        Outcome::Failed(_) => ["-", "-", "-"].map(Cell::from).into_iter().chain([Cell::styled("failed", "31")]).collect(),
+        Outcome::Failed(_) => ["-", "-", "-"]
+            .map(Cell::from)
+            .into_iter()
+            .chain([Cell::styled("failed", "31")])
+            .collect(),
     });
     cells
 }
@@ -194,7 +262,11 @@ fn summary(rows: &[Row], time: Duration) -> String {
     let hits = count(|outcome| matches!(outcome, Outcome::Hit(..)));
     let compiled = count(|outcome| matches!(outcome, Outcome::Compiled(..)));
     let failed = count(|outcome| matches!(outcome, Outcome::Failed(_)));
-    let failed = if failed > 0 { format!(", {failed} failed") } else { String::new() };
+    let failed = if failed > 0 {
+        format!(", {failed} failed")
+    } else {
+        String::new()
+    };
     let time = units::seconds(time.as_secs_f64());
     format!(
         "{}: {compiled} compiled, {hits} from the cache{failed}, {time}",

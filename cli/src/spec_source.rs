@@ -13,7 +13,12 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Debug)]
 pub struct LayerArgs {
     /// The layer spec, a TOML file; `-` reads it from stdin
-    #[arg(long, value_name = "FILE", required_unless_present = "hf", conflicts_with = "hf")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        required_unless_present = "hf",
+        conflicts_with = "hf"
+    )]
     pub spec: Option<PathBuf>,
     /// A Hugging Face model directory with a config.json
     #[arg(long, value_name = "DIR")]
@@ -60,7 +65,11 @@ impl LayerArgs {
         let mut source = match (&self.spec, &self.hf) {
             (Some(path), _) => {
                 let spec = read_spec(path, console)?;
-                Source { spec, recipes: None, directory: None }
+                Source {
+                    spec,
+                    recipes: None,
+                    directory: None,
+                }
             }
             (None, Some(path)) => self.import(path, console)?,
             (None, None) => return Err(Failure::input("a layer is needed: --spec or --hf")),
@@ -79,18 +88,28 @@ impl LayerArgs {
             Some(layer) => layer,
             None => first_layer(&text, console)?,
         };
-        let Import { spec, sources, notes } = hf::import(&text, layer)?;
+        let Import {
+            spec,
+            sources,
+            notes,
+        } = hf::import(&text, layer)?;
         for note in notes {
             console.note(&note);
         }
         check(&spec)?;
-        Ok(Source { spec, recipes: Some(sources), directory: Some(directory) })
+        Ok(Source {
+            spec,
+            recipes: Some(sources),
+            directory: Some(directory),
+        })
     }
 }
 
 fn first_layer(config: &str, console: &Console) -> Result<usize> {
     let layers = hf::moe_layers(config)?;
-    let first = *layers.first().ok_or_else(|| Failure::input("the model has no MoE layer"))?;
+    let first = *layers
+        .first()
+        .ok_or_else(|| Failure::input("the model has no MoE layer"))?;
     if layers.len() > 1 {
         console.note(&format!(
             "taking layer {first}, the first of {} with experts; --layer takes another",
@@ -103,19 +122,31 @@ fn first_layer(config: &str, console: &Console) -> Result<usize> {
 /// The directory, and the text of its config.json. The file itself will do.
 fn read_config(path: &Path) -> Result<(PathBuf, String)> {
     let (directory, file) = match path.is_file() {
-        true => (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf()),
+        true => (
+            path.parent().unwrap_or(Path::new("")).to_path_buf(),
+            path.to_path_buf(),
+        ),
         false => (path.to_path_buf(), path.join("config.json")),
     };
-    let text = read_text("the model configuration", &file)
-        .map_err(|failure| failure.hint("--hf takes the directory of a model, with its config.json"))?;
+    let text = read_text("the model configuration", &file).map_err(|failure| {
+        failure.hint("--hf takes the directory of a model, with its config.json")
+    })?;
     Ok((directory, text))
 }
 
 /// Reads and validates a TOML spec.
 pub fn read_spec(path: &Path, console: &Console) -> Result<LayerSpec> {
     let stdin = path.as_os_str() == "-";
-    let text = if stdin { read_stdin()? } else { read_text("the spec", path)? };
-    let name = if stdin { "<stdin>".into() } else { path.to_string_lossy() };
+    let text = if stdin {
+        read_stdin()?
+    } else {
+        read_text("the spec", path)?
+    };
+    let name = if stdin {
+        "<stdin>".into()
+    } else {
+        path.to_string_lossy()
+    };
     LayerSpec::from_toml(&text).map_err(|error| {
         let failure = Failure::spec(&error, &name, console.err.on());
         match text.trim_start().starts_with('{') {
@@ -138,10 +169,16 @@ fn read_text(what: &str, path: &Path) -> Result<String> {
     let unreadable = |error: std::io::Error| Failure::unreadable(what, path, &error);
     let mut file = fs::File::open(path).map_err(unreadable)?;
     if file.metadata().map_err(unreadable)?.is_dir() {
-        return Err(Failure::input(format!("{} is a directory, not a file", path.display())));
+        return Err(Failure::input(format!(
+            "{} is a directory, not a file",
+            path.display()
+        )));
     }
     let mut bytes = Vec::new();
-    (&mut file).take(MOST).read_to_end(&mut bytes).map_err(unreadable)?;
+    (&mut file)
+        .take(MOST)
+        .read_to_end(&mut bytes)
+        .map_err(unreadable)?;
     String::from_utf8(bytes)
         .map_err(|_| Failure::input(format!("{} is not a text file", path.display())))
 }

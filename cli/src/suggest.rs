@@ -2,7 +2,9 @@
 
 /// The closest of `known`, if it is close enough to be what was meant.
 pub fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let scored = known.into_iter().map(|candidate| (distance(word, candidate), candidate));
+    let scored = known
+        .into_iter()
+        .map(|candidate| (distance(word, candidate), candidate));
     let (best, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
     (best <= word.chars().count() / 4 + 1).then_some(candidate)
 }

@@ -32,10 +32,19 @@ impl Table {
     /// column of numbers, which touch its right side.
     pub fn new(titles: &[&str]) -> Table {
         let column = |title: &&str| match title.strip_prefix('>') {
-            Some(title) => Column { title: title.to_string(), align: Align::Right },
-            None => Column { title: title.to_string(), align: Align::Left },
+            Some(title) => Column {
+                title: title.to_string(),
+                align: Align::Right,
+            },
+            None => Column {
+                title: title.to_string(),
+                align: Align::Left,
+            },
         };
-        Table { columns: titles.iter().map(column).collect(), rows: Vec::new() }
+        Table {
+            columns: titles.iter().map(column).collect(),
+            rows: Vec::new(),
+        }
     }
 
     /// Adds a row.
@@ -58,7 +67,11 @@ impl Table {
     /// The lines, each with a newline, indented by two spaces.
     pub fn render(&self, palette: &Palette) -> String {
         let widths: Vec<usize> = (0..self.columns.len()).map(|i| self.width(i)).collect();
-        let titles = self.columns.iter().map(|c| Cell::styled(&c.title, "1")).collect();
+        let titles = self
+            .columns
+            .iter()
+            .map(|c| Cell::styled(&c.title, "1"))
+            .collect();
         let mut text = self.line(&titles, &widths, palette);
         for row in &self.rows {
             text += &self.line(row, &widths, palette);
@@ -68,7 +81,10 @@ impl Table {
 
     fn width(&self, column: usize) -> usize {
         let cells = self.rows.iter().filter_map(|row| row.get(column));
-        let widest = cells.map(|cell| cell.text.chars().count()).max().unwrap_or(0);
+        let widest = cells
+            .map(|cell| cell.text.chars().count())
+            .max()
+            .unwrap_or(0);
         widest.max(self.columns[column].title.chars().count())
     }
 
@@ -89,7 +105,10 @@ impl Table {
 impl Cell {
     /// A text in an ANSI style such as `31`.
     pub fn styled(text: &str, style: &'static str) -> Cell {
-        Cell { text: text.to_string(), style }
+        Cell {
+            text: text.to_string(),
+            style,
+        }
     }
 }
 
@@ -116,7 +135,10 @@ mod tests {
         let mut table = Table::new(&["NAME", ">N"]);
         table.row(["a", "1"]);
         table.row(["µs", "1234"]);
-        assert_eq!(table.render(&PLAIN), "  NAME     N\n  a        1\n  µs    1234\n");
+        assert_eq!(
+            table.render(&PLAIN),
+            "  NAME     N\n  a        1\n  µs    1234\n"
+        );
     }
 
     #[test]
@@ -124,6 +146,9 @@ mod tests {
         let mut table = Table::new(&["A", "B", "C"]);
         table.row(["1", "-", "-"]);
         table.row(["2", "-", "3"]);
-        assert_eq!(table.without_blanks().render(&PLAIN), "  A  C\n  1  -\n  2  3\n");
+        assert_eq!(
+            table.without_blanks().render(&PLAIN),
+            "  A  C\n  1  -\n  2  3\n"
+        );
     }
 }

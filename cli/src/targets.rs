@@ -30,7 +30,9 @@ pub fn resolve_one(name: &str) -> Result<Target> {
 pub fn unknown(error: &TargetError) -> Failure {
     let all: Vec<String> = Target::all().iter().map(Target::to_string).collect();
     let names = all.iter().map(String::as_str).chain(SHORT);
-    let same_arch = Target::all().into_iter().find(|target| target.arch() == error.asked);
+    let same_arch = Target::all()
+        .into_iter()
+        .find(|target| target.arch() == error.asked);
     let near = same_arch
         .map(|target| target.to_string())
         .or_else(|| closest(&error.asked, names).map(str::to_string));
@@ -49,7 +51,10 @@ pub fn known() -> String {
         format!("{backend:<5} {}", names.join(" "))
     };
     let lines = ["cpu", "cuda", "rocm"].map(line);
-    format!("known targets (a bare `cpu` is this machine's):\n{}", lines.join("\n"))
+    format!(
+        "known targets (a bare `cpu` is this machine's):\n{}",
+        lines.join("\n")
+    )
 }
 
 #[cfg(test)]
@@ -71,8 +76,11 @@ mod tests {
     #[test]
     fn a_list_keeps_its_order_and_each_target_once() {
         let names = ["cuda:sm_90a", "rocm:gfx942", "cuda:sm_90a"].map(String::from);
-        let found: Vec<String> =
-            resolve(&names).unwrap().iter().map(Target::to_string).collect();
+        let found: Vec<String> = resolve(&names)
+            .unwrap()
+            .iter()
+            .map(Target::to_string)
+            .collect();
         assert_eq!(found, ["cuda:sm_90a", "rocm:gfx942"]);
     }
 }

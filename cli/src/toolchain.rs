@@ -50,14 +50,21 @@ pub fn execute(args: &ToolchainArgs, console: &Console) -> Result {
 }
 
 fn add(registry: &mut Registry, kinds: &[Kind], console: &Console) -> Result {
-    let kinds = if kinds.is_empty() { lacking(registry) } else { kinds.to_vec() };
+    let kinds = if kinds.is_empty() {
+        lacking(registry)
+    } else {
+        kinds.to_vec()
+    };
     if kinds.is_empty() {
-        return console.print("this machine has a compiler for cpu, cuda and rocm; nothing to do\n");
+        return console
+            .print("this machine has a compiler for cpu, cuda and rocm; nothing to do\n");
     }
     let bar = ProgressBar::new_spinner();
     bar.enable_steady_tick(Duration::from_millis(120));
     let result = install(registry, &kinds, &mut |step| match step {
-        Step::AlreadyThere(_) | Step::Installed(_) => bar.suspend(|| console.tell(&step.to_string())),
+        Step::AlreadyThere(_) | Step::Installed(_) => {
+            bar.suspend(|| console.tell(&step.to_string()))
+        }
         step if bar.is_hidden() => console.tell(&step.to_string()),
         step => bar.set_message(step.to_string()),
     });
@@ -75,18 +82,29 @@ fn lacking(registry: &Registry) -> Vec<Kind> {
         "ROCm compiler" => Some(Kind::Rocm),
         _ => None,
     };
-    doctor(registry).iter().filter(|finding| missing(finding)).filter_map(kind).collect()
+    doctor(registry)
+        .iter()
+        .filter(|finding| missing(finding))
+        .filter_map(kind)
+        .collect()
 }
 
 fn list(registry: &Registry, json: bool, console: &Console) -> Result {
     if json {
-        let tools: Vec<Value> = registry.list().into_iter().map(|t| as_json(registry, t)).collect();
+        let tools: Vec<Value> = registry
+            .list()
+            .into_iter()
+            .map(|t| as_json(registry, t))
+            .collect();
         let folder = registry.folder().display().to_string();
         return console.json(&json!({ "folder": folder, "tools": tools }));
     }
     if registry.list().is_empty() {
         console.note("`moesaic toolchain install` adds what the machine lacks");
-        return console.print(&format!("nothing is installed in {}\n", registry.folder().display()));
+        return console.print(&format!(
+            "nothing is installed in {}\n",
+            registry.folder().display()
+        ));
     }
     console.print(&table(registry, console))
 }

@@ -9,7 +9,11 @@ pub fn bytes(n: u64) -> String {
 
 /// `1.5 GFLOP`, for a count of operations.
 pub fn flops(n: f64) -> String {
-    scaled(n, 1000.0, &["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
+    scaled(
+        n,
+        1000.0,
+        &["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"],
+    )
 }
 
 /// `989 TFLOP/s`.
@@ -96,7 +100,11 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "kib" => 1024.0,
         "mib" => 1024.0 * 1024.0,
         "gib" => 1024.0 * 1024.0 * 1024.0,
-        _ => return Err(format!("unknown unit `{unit}`; write bytes, kB, MB, GB, KiB, MiB or GiB")),
+        _ => {
+            return Err(format!(
+                "unknown unit `{unit}`; write bytes, kB, MB, GB, KiB, MiB or GiB"
+            ));
+        }
     };
     Ok((positive(number, "500MB")? * factor) as u64)
 }
@@ -123,7 +131,9 @@ fn split(text: &str) -> (&str, &str) {
 }
 
 fn positive(number: &str, example: &str) -> Result<f64, String> {
-    let value: f64 = number.parse().map_err(|_| format!("no number; write it as {example}"))?;
+    let value: f64 = number
+        .parse()
+        .map_err(|_| format!("no number; write it as {example}"))?;
     match value >= 0.0 && value.is_finite() {
         true => Ok(value),
         false => Err(format!("must not be negative; write it as {example}")),
@@ -157,7 +167,11 @@ mod tests {
         assert_eq!(parse_bytes("500MB"), Ok(500_000_000));
         assert_eq!(parse_bytes("2 GiB"), Ok(2 << 30));
         assert_eq!(parse_bytes("4096"), Ok(4096));
-        assert!(parse_bytes("2 parsecs").unwrap_err().contains("unknown unit"));
+        assert!(
+            parse_bytes("2 parsecs")
+                .unwrap_err()
+                .contains("unknown unit")
+        );
         assert!(parse_bytes("-1").is_err());
         assert_eq!(parse_duration("30d"), Ok(Duration::from_secs(30 * 86400)));
         assert!(parse_duration("30").unwrap_err().contains("such as 30d"));

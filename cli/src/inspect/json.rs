@@ -7,10 +7,14 @@ use serde_json::{Value, json};
 /// One document.
 pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
     let kernels = inspection.kernels.iter().enumerate();
-    let kernels: Vec<Value> =
-        kernels.map(|(i, kernel)| one_kernel(kernel, asm.and_then(|asm| asm.get(i)))).collect();
-    let launches: Vec<Value> =
-        inspection.launches.iter().map(|launch| one_launch(inspection, launch)).collect();
+    let kernels: Vec<Value> = kernels
+        .map(|(i, kernel)| one_kernel(kernel, asm.and_then(|asm| asm.get(i))))
+        .collect();
+    let launches: Vec<Value> = inspection
+        .launches
+        .iter()
+        .map(|launch| one_launch(inspection, launch))
+        .collect();
     json!({
         "layer": inspection.plan.spec.name,
         "target": inspection.target.to_string(),
@@ -44,7 +48,10 @@ pub fn machine(machine: &Machine) -> Value {
 
 fn one_kernel(kernel: &Kernel, asm: Option<&String>) -> Value {
     let report = kernel.artifact.as_ref().map(|artifact| &artifact.report);
-    let bytes = kernel.artifact.as_ref().map(|artifact| artifact.binary.len());
+    let bytes = kernel
+        .artifact
+        .as_ref()
+        .map(|artifact| artifact.binary.len());
     json!({
         "name": kernel.source.name,
         "stem": kernel.source.stem.name(),

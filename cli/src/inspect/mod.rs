@@ -13,9 +13,12 @@ use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::{emit, highlight, targets};
 use clap::Args;
+pub use json::machine as machine_json;
 use model::Inspection;
+pub use model::arithmetic;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+pub use text::roofs;
 
 /// Show a layer's plan, kernels, resources, launches and roofline
 #[derive(Args, Debug)]
@@ -38,7 +41,12 @@ pub struct InspectArgs {
     #[arg(long, value_name = "STEM")]
     kernel: Option<String>,
     /// Token counts for launches and roofline
-    #[arg(long, value_name = "N[,N]", value_delimiter = ',', default_value = "1,64,4096")]
+    #[arg(
+        long,
+        value_name = "N[,N]",
+        value_delimiter = ',',
+        default_value = "1,64,4096"
+    )]
     tokens: Vec<u64>,
     /// The GPU whose published limits are used
     #[arg(long, value_name = "NAME")]
@@ -91,8 +99,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
 impl InspectArgs {
     fn machine(&self, target: moesaic::Target, console: &Console) -> Result<Option<Machine>> {
         if let Some(name) = &self.machine {
-            let found = Machine::named(name);
-            return found.map(Some).ok_or_else(|| unknown_machine(name));
+            return machine::required(name).map(Some);
         }
         if target.backend() != "cpu" {
             return Ok(Machine::of_target(target));
@@ -101,7 +108,10 @@ impl InspectArgs {
         match Machine::measure_cpu(&device) {
             Ok(machine) => Ok(Some(machine)),
             Err(failure) => {
-                console.note(&format!("limits were not measured: {}", first_line(&failure.message)));
+                console.note(&format!(
+                    "limits were not measured: {}",
+                    first_line(&failure.message)
+                ));
                 Ok(None)
             }
         }
@@ -121,7 +131,12 @@ impl InspectArgs {
             }
         }
         if !self.source && asm.is_none() {
-            text += &format!("\n{}\n", palette.dim("--source shows the source, --asm the machine code, --html FILE makes a page"));
+            text += &format!(
+                "\n{}\n",
+                palette.dim(
+                    "--source shows the source, --asm the machine code, --html FILE makes a page"
+                )
+            );
         }
         text
     }
@@ -129,11 +144,6 @@ impl InspectArgs {
 
 fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or_default()
-}
-
-fn unknown_machine(name: &str) -> Failure {
-    let known: Vec<&str> = machine::names().collect();
-    Failure::input(format!("unknown machine `{name}`\nknown machines: {}", known.join(", ")))
 }
 
 fn disassembly(inspection: &Inspection) -> Result<Vec<String>> {
@@ -163,10 +173,16 @@ fn failures(inspection: &Inspection) -> Result {
 /// Whole or not at all.
 fn write_page(path: &Path, page: &str) -> Result {
     if path.is_dir() {
-        return Err(Failure::input(format!("{} is a directory, not a file", path.display())));
+        return Err(Failure::input(format!(
+            "{} is a directory, not a file",
+            path.display()
+        )));
     }
     let failed = |error: std::io::Error| emit::unwritable(path, &error);
-    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let dir = path
+        .parent()
+        .filter(|dir| !dir.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
     builder.prefix(".moesaic-").suffix(".html");
     share(&mut builder);

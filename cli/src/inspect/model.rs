@@ -51,6 +51,8 @@ pub struct Launch {
     pub number: usize,
     /// Index into the inspection's kernels.
     pub kernel: usize,
+    /// The symbol, or the kernel's name where several kernels have the symbol.
+    pub label: String,
     pub step: Step,
     /// At each token count asked for.
     pub at: Vec<At>,
@@ -114,7 +116,9 @@ impl Inspection {
 
 /// Indices of the kernels that a stem or name asks for.
 fn choose(sources: &[KernelSource], wanted: Option<&str>) -> Result<Vec<usize>> {
-    let Some(wanted) = wanted else { return Ok((0..sources.len()).collect()) };
+    let Some(wanted) = wanted else {
+        return Ok((0..sources.len()).collect());
+    };
     let fits = |source: &KernelSource| source.name == wanted || source.stem.name() == wanted;
     let chosen: Vec<usize> = (0..sources.len()).filter(|&i| fits(&sources[i])).collect();
     match chosen.is_empty() {
@@ -125,8 +129,10 @@ fn choose(sources: &[KernelSource], wanted: Option<&str>) -> Result<Vec<usize>> 
 
 fn unknown_kernel(sources: &[KernelSource], wanted: &str) -> Failure {
     let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
-    let message =
-        format!("the layer has no kernel `{wanted}`\nits kernels: {}", names.join(", "));
+    let message = format!(
+        "the layer has no kernel `{wanted}`\nits kernels: {}",
+        names.join(", ")
+    );
     let known = names.iter().copied().chain(Stem::ALL.map(Stem::name));
     let failure = Failure::input(message);
     match closest(wanted, known) {
@@ -143,7 +149,11 @@ fn compile(
     let compilers = Compilers::new(Some(request.store.clone()));
     let (rows, trouble) = match compilers.get(request.target) {
         Ok(compiler) => {
-            let job = Job { spec: request.spec.clone(), target: request.target, compiler };
+            let job = Job {
+                spec: request.spec.clone(),
+                target: request.target,
+                compiler,
+            };
             let rows = precompile(&[job], &request.store, &CompileOptions::default(), &|_| {})?;
             (rows, None)
         }
@@ -156,16 +166,25 @@ fn compile(
 fn built(source: &KernelSource, all: &[KernelSource], rows: &[Row], store: &Store) -> Kernel {
     // Kernels of the same text are compiled once, under the first name.
     let same = all.iter().filter(|other| other.text == source.text);
-    let row = same.filter_map(|other| rows.iter().find(|row| row.kernel == other.name)).next();
-    let mut kernel =
-        Kernel { source: source.clone(), artifact: None, cached: false, problem: None };
+    let row = same
+        .filter_map(|other| rows.iter().find(|row| row.kernel == other.name))
+        .next();
+    let mut kernel = Kernel {
+        source: source.clone(),
+        artifact: None,
+        cached: false,
+        problem: None,
+    };
     match row.map(|row| (&row.outcome, row.key)) {
         None => {}
         Some((Outcome::Failed(error), _)) => kernel.problem = Some(error.to_string()),
         Some((Outcome::Hit(report, _) | Outcome::Compiled(report, _), key)) => {
             kernel.cached = matches!(row.map(|row| &row.outcome), Some(Outcome::Hit(..)));
             let stored = store.get(&key).map(|stored| stored.artifact);
-            let report = || Artifact { binary: Vec::new(), report: report.clone() };
+            let report = || Artifact {
+                binary: Vec::new(),
+                report: report.clone(),
+            };
             kernel.artifact = Some(stored.unwrap_or_else(report));
         }
     }
@@ -177,9 +196,26 @@ fn launches(plan: &LayerPlan, chosen: &[usize], request: &Request<'_>) -> Vec<La
         let kernel = chosen.iter().position(|&k| k == step.kernel)?;
         let at = |&tokens: &u64| at(plan, step, tokens, request.machine.as_ref());
         let at = request.tokens.iter().map(at).collect();
-        Some(Launch { number: i + 1, kernel, step: step.clone(), at })
+        Some(Launch {
+            number: i + 1,
+            kernel,
+            label: label(plan, step),
+            step: step.clone(),
+            at,
+        })
     };
     plan.steps.iter().enumerate().filter_map(one).collect()
+}
+
+fn label(plan: &LayerPlan, step: &Step) -> String {
+    let same = plan
+        .steps
+        .iter()
+        .filter(|other| other.symbol == step.symbol);
+    match same.count() {
+        1 => step.symbol.clone(),
+        _ => plan.kernels[step.kernel].name.clone(),
+    }
 }
 
 fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> At {
@@ -189,10 +225,22 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
     let least = machine.map(|machine| {
         let flops = machine.flops(arithmetic(kernel, &plan.spec));
         let (seconds, compute_bound) = work.floor(flops, machine.bytes_per_second);
-        Least { seconds, compute_bound, flops }
+        Least {
+            seconds,
+            compute_bound,
+            flops,
+        }
     });
-    let grid = [entry.launch.grid[0].eval(tokens), entry.launch.grid[1].eval(tokens)];
-    At { tokens, grid, work, least }
+    let grid = [
+        entry.launch.grid[0].eval(tokens),
+        entry.launch.grid[1].eval(tokens),
+    ];
+    At {
+        tokens,
+        grid,
+        work,
+        least,
+    }
 }
 
 /// The element type whose rate bounds a kernel: that of the expert weights

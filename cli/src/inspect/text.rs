@@ -5,6 +5,7 @@ use crate::console::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::LayerSpec;
+use moesaic::kernel::{Access, ParamType};
 use moesaic::plan::Role;
 use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
 
@@ -15,7 +16,11 @@ pub fn render(inspection: &Inspection, palette: &Palette) -> String {
         format!("{}\n{}", palette.bold(&title), indent(&summary(inspection))),
         section("plan", plan(inspection), palette),
         section("kernels", kernels(inspection), palette),
-        section("launches: blocks of the grid", geometry(inspection), palette),
+        section(
+            "launches: blocks of the grid",
+            geometry(inspection),
+            palette,
+        ),
         section(&roofline_title(inspection), roofline(inspection), palette),
     ];
     parts.join("\n")
@@ -32,7 +37,10 @@ fn indent(lines: &[String]) -> String {
 /// The layer in a few lines.
 pub fn summary(inspection: &Inspection) -> Vec<String> {
     let (spec, plan) = (&inspection.plan.spec, &inspection.plan);
-    let weights = plan.tensors.iter().filter(|tensor| tensor.role == Role::Weight);
+    let weights = plan
+        .tensors
+        .iter()
+        .filter(|tensor| tensor.role == Role::Weight);
     let bytes = weights.map(|tensor| tensor.bytes(0)).sum();
     vec![
         shape(spec),
@@ -80,7 +88,9 @@ pub fn router(spec: &LayerSpec) -> String {
         Score::One => "weight one",
     };
     let groups = spec.router.groups.as_ref();
-    let groups = groups.map_or(String::new(), |g| format!(", best {} of {} groups", g.keep, g.count));
+    let groups = groups.map_or(String::new(), |g| {
+        format!(", best {} of {} groups", g.keep, g.count)
+    });
     let capacity = match spec.capacity.mode {
         CapacityMode::Dropless => "dropless".to_string(),
         CapacityMode::Factor => format!("capacity factor {}", spec.capacity.factor),
@@ -102,10 +112,22 @@ pub fn router(spec: &LayerSpec) -> String {
 fn plan(inspection: &Inspection) -> Table {
     let mut table = Table::new(&[">", "LAUNCH", "WHAT IT DOES", "WRITES"]);
     for launch in &inspection.launches {
-        let summary = inspection.entry(launch).summary.trim_end_matches('.').to_string();
-        let writes: Vec<String> =
-            inspection.writes(launch).iter().map(|name| inspection.shaped(name)).collect();
-        table.row([launch.number.to_string(), launch.step.symbol.clone(), summary, writes.join(", ")]);
+        let summary = inspection
+            .entry(launch)
+            .summary
+            .trim_end_matches('.')
+            .to_string();
+        let writes: Vec<String> = inspection
+            .writes(launch)
+            .iter()
+            .map(|name| inspection.shaped(name))
+            .collect();
+        table.row([
+            launch.number.to_string(),
+            launch.label.clone(),
+            summary,
+            writes.join(", "),
+        ]);
     }
     table
 }
@@ -113,27 +135,35 @@ fn plan(inspection: &Inspection) -> Table {
 impl Inspection {
     /// Tensors a launch writes.
     pub fn writes<'l>(&self, launch: &'l Launch) -> Vec<&'l str> {
-        self.bound(launch, true)
+        self.bound(launch, |access| access != Access::Read)
     }
 
-    /// Tensors a launch only reads.
+    /// Tensors a launch reads.
     pub fn reads<'l>(&self, launch: &'l Launch) -> Vec<&'l str> {
-        self.bound(launch, false)
+        self.bound(launch, |access| access != Access::Write)
     }
 
-    fn bound<'l>(&self, launch: &'l Launch, written: bool) -> Vec<&'l str> {
-        use moesaic::kernel::{Access, ParamType};
-        let params = self.entry(launch).params.iter().filter_map(|param| match param.ty {
-            ParamType::Tensor(_, access) => Some(access != Access::Read),
-            ParamType::Scalar(_) => None,
-        });
+    fn bound<'l>(&self, launch: &'l Launch, is: fn(Access) -> bool) -> Vec<&'l str> {
+        let params = self
+            .entry(launch)
+            .params
+            .iter()
+            .filter_map(|param| match param.ty {
+                ParamType::Tensor(_, access) => Some(access),
+                ParamType::Scalar(_) => None,
+            });
         let pairs = params.zip(&launch.step.tensors);
-        pairs.filter(|(writes, _)| *writes == written).map(|(_, name)| name.as_str()).collect()
+        pairs
+            .filter(|(access, _)| is(*access))
+            .map(|(_, name)| name.as_str())
+            .collect()
     }
 
     /// `y [T, 64]`.
     pub fn shaped(&self, name: &str) -> String {
-        let Some(tensor) = self.plan.tensor(name) else { return name.to_string() };
+        let Some(tensor) = self.plan.tensor(name) else {
+            return name.to_string();
+        };
         let sizes: Vec<String> = tensor.shape.iter().map(ToString::to_string).collect();
         format!("{name} [{}]", sizes.join(", "))
     }
@@ -141,7 +171,8 @@ impl Inspection {
 
 fn kernels(inspection: &Inspection) -> Table {
     let mut table = Table::new(&[
-        "KERNEL", "ENTRY", ">REGS", ">SPILLS", ">STACK", ">SHARED", ">CODE", ">PARAMS", ">COMPILE", "CACHE",
+        "KERNEL", "ENTRY", ">REGS", ">SPILLS", ">STACK", ">SHARED", ">CODE", ">PARAMS", ">COMPILE",
+        "CACHE",
     ]);
     for launch in &inspection.launches {
         let kernel = &inspection.kernels[launch.kernel];
@@ -150,11 +181,13 @@ fn kernels(inspection: &Inspection) -> Table {
         let spills = report.and_then(|r| r.spill_bytes);
         let spill_style = if spills.unwrap_or(0) > 0 { "31" } else { "" };
         let dynamic = inspection.entry(launch).launch.shared_bytes;
-        let shared = report.and_then(|r| r.shared_bytes).map(|n| u64::from(n + dynamic));
+        let shared = report
+            .and_then(|r| r.shared_bytes)
+            .map(|n| u64::from(n + dynamic));
         let params = inspection.entry(launch).params.len().to_string();
         let cells: Vec<Cell> = vec![
             kernel.source.name.as_str().into(),
-            launch.step.symbol.as_str().into(),
+            launch.label.as_str().into(),
             registers(report).into(),
             Cell::styled(&number(spills.map(u64::from)), spill_style),
             number(report.and_then(|r| r.stack_bytes).map(u64::from)).into(),
@@ -181,7 +214,9 @@ pub fn role_name(role: Role) -> &'static str {
 
 /// Registers per thread; for AMD vector and scalar ones.
 pub fn registers(report: Option<&moesaic::target::KernelReport>) -> String {
-    let Some(registers) = report.and_then(|r| r.registers) else { return "-".to_string() };
+    let Some(registers) = report.and_then(|r| r.registers) else {
+        return "-".to_string();
+    };
     match report.and_then(|r| r.scalar_registers) {
         Some(scalar) => format!("{registers}v {scalar}s"),
         None => registers.to_string(),
@@ -191,7 +226,9 @@ pub fn registers(report: Option<&moesaic::target::KernelReport>) -> String {
 /// How long the compiler took.
 pub fn compile_time(kernel: &Kernel) -> String {
     let artifact = kernel.artifact.as_ref();
-    artifact.map_or("-".to_string(), |a| units::seconds(a.report.compile_ms / 1e3))
+    artifact.map_or("-".to_string(), |a| {
+        units::seconds(a.report.compile_ms / 1e3)
+    })
 }
 
 fn state(kernel: &Kernel) -> Cell {
@@ -204,14 +241,18 @@ fn state(kernel: &Kernel) -> Cell {
 }
 
 fn geometry(inspection: &Inspection) -> Table {
-    let counts: Vec<String> = inspection.tokens.iter().map(|t| format!(">T={t}")).collect();
+    let counts: Vec<String> = inspection
+        .tokens
+        .iter()
+        .map(|t| format!(">T={t}"))
+        .collect();
     let titles = ["ENTRY", "GRID", ">THREADS", ">SHARED"].into_iter();
     let titles: Vec<&str> = titles.chain(counts.iter().map(String::as_str)).collect();
     let mut table = Table::new(&titles);
     for launch in &inspection.launches {
         let geometry = &inspection.entry(launch).launch;
         let mut cells = vec![
-            launch.step.symbol.clone(),
+            launch.label.clone(),
             grid_formula(geometry),
             geometry.threads.to_string(),
             geometry.shared_bytes.to_string(),
@@ -238,7 +279,8 @@ pub fn grid(at: &At) -> String {
 
 fn roofline_title(inspection: &Inspection) -> String {
     let Some(machine) = &inspection.machine else {
-        return "least work (this target's limits are not known; --machine names a GPU)".to_string();
+        return "least work (this target's limits are not known; --machine names a GPU)"
+            .to_string();
     };
     format!("roofline on {}", roofs(machine))
 }
@@ -246,7 +288,9 @@ fn roofline_title(inspection: &Inspection) -> String {
 /// The machine and its limits in one line.
 pub fn roofs(machine: &crate::machine::Machine) -> String {
     let half = machine.half_flops;
-    let half = half.map_or(String::new(), |rate| format!(", {} 16-bit", units::flop_rate(rate)));
+    let half = half.map_or(String::new(), |rate| {
+        format!(", {} 16-bit", units::flop_rate(rate))
+    });
     format!(
         "{} ({}: {} f32{half}, {})",
         machine.name,
@@ -257,10 +301,18 @@ pub fn roofs(machine: &crate::machine::Machine) -> String {
 }
 
 fn roofline(inspection: &Inspection) -> Table {
-    let mut table = Table::new(&[">T", "ENTRY", ">FLOP", ">TRAFFIC", ">FLOP/BYTE", ">LEAST TIME", "BOUND BY"]);
+    let mut table = Table::new(&[
+        ">T",
+        "ENTRY",
+        ">FLOP",
+        ">TRAFFIC",
+        ">FLOP/BYTE",
+        ">LEAST TIME",
+        "BOUND BY",
+    ]);
     for (i, tokens) in inspection.tokens.iter().enumerate() {
         for launch in &inspection.launches {
-            table.row(roofline_row(&launch.step.symbol, &launch.at[i]));
+            table.row(roofline_row(&launch.label, &launch.at[i]));
         }
         let total = inspection.total(i);
         let least = total.1.map_or("-".to_string(), units::seconds);
@@ -278,7 +330,9 @@ fn roofline(inspection: &Inspection) -> Table {
 }
 
 fn roofline_row(symbol: &str, at: &At) -> Vec<Cell> {
-    let least = at.least.map_or("-".to_string(), |least| units::seconds(least.seconds));
+    let least = at
+        .least
+        .map_or("-".to_string(), |least| units::seconds(least.seconds));
     vec![
         at.tokens.to_string().into(),
         symbol.into(),
@@ -302,7 +356,11 @@ pub fn bound(at: &At) -> &'static str {
 
 /// Operations per byte.
 pub fn intensity(work: &moesaic::Work) -> f64 {
-    if work.bytes > 0.0 { work.flops / work.bytes } else { 0.0 }
+    if work.bytes > 0.0 {
+        work.flops / work.bytes
+    } else {
+        0.0
+    }
 }
 
 impl Inspection {
@@ -314,6 +372,8 @@ impl Inspection {
             let time = time.zip(at.least).map(|(sum, least)| sum + least.seconds);
             (work + at.work, time)
         };
-        self.launches.iter().fold((moesaic::Work::default(), Some(0.0)), add)
+        self.launches
+            .iter()
+            .fold((moesaic::Work::default(), Some(0.0)), add)
     }
 }

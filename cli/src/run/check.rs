@@ -26,7 +26,10 @@ pub fn compare(
     let started = Instant::now();
     let expected = reference::forward(spec, &reference_weights(weights), &input(tokens));
     let y = outputs.get("y").map(|y| y.to_f64()).unwrap_or_default();
-    let ids: Vec<f64> = outputs.get("topk_ids").map(|ids| ids.to_f64()).unwrap_or_default();
+    let ids: Vec<f64> = outputs
+        .get("topk_ids")
+        .map(|ids| ids.to_f64())
+        .unwrap_or_default();
     let expected_ids: Vec<f64> = expected.topk_ids.iter().map(|&id| f64::from(id)).collect();
     let top_k = spec.shape.top_k.max(1);
     let pairs = ids.chunks(top_k).zip(expected_ids.chunks(top_k));
@@ -38,7 +41,11 @@ pub fn compare(
 }
 
 fn input(tokens: &Tokens<'_>) -> reference::Input {
-    let floats = |name| tokens.get(name).map(|t| t.to_f32().into_iter().map(f64::from).collect());
+    let floats = |name| {
+        tokens
+            .get(name)
+            .map(|t| t.to_f32().into_iter().map(f64::from).collect())
+    };
     let ints = |name| tokens.get(name).and_then(|t| t.to_vec::<i32>());
     reference::Input {
         tokens: tokens.count,
@@ -59,7 +66,11 @@ pub fn relative_error(found: &[f64], expected: &[f64]) -> f64 {
         false if (f - e).is_nan() => f64::INFINITY,
         false => (f - e).abs(),
     };
-    let worst = found.iter().zip(expected).map(difference).fold(0f64, f64::max);
+    let worst = found
+        .iter()
+        .zip(expected)
+        .map(difference)
+        .fold(0f64, f64::max);
     if scale > 0.0 { worst / scale } else { worst }
 }
 

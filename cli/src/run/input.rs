@@ -20,7 +20,10 @@ pub struct Tokens<'a> {
 /// Opens an input file.
 pub fn open(path: &Path) -> Result<Checkpoint> {
     if path.is_dir() {
-        return Err(Failure::input(format!("--input {} is a directory, not a file", path.display())));
+        return Err(Failure::input(format!(
+            "--input {} is a directory, not a file",
+            path.display()
+        )));
     }
     Ok(Checkpoint::open(path)?)
 }
@@ -29,12 +32,19 @@ impl<'a> Tokens<'a> {
     /// Finds, checks and converts the tensors that the layer needs.
     pub fn read(file: &'a Checkpoint, spec: &LayerSpec, console: &Console) -> Result<Tokens<'a>> {
         let x = find(file, "x")?;
-        let count = expect_shape(&x, &[None, Some(spec.shape.model_dim)], "[tokens, model_dim]")?;
+        let count = expect_shape(
+            &x,
+            &[None, Some(spec.shape.model_dim)],
+            "[tokens, model_dim]",
+        )?;
         let wanted = spec.precision.activations;
         if x.dtype == Ok(DType::F32) && wanted != DType::F32 {
             console.note(&format!("x is f32 and is rounded to the layer's {wanted}"));
         }
-        let mut tokens = Tokens { count, tensors: BTreeMap::new() };
+        let mut tokens = Tokens {
+            count,
+            tensors: BTreeMap::new(),
+        };
         tokens.insert("x", floats(&x, wanted)?);
         match spec.router.kind {
             RouterKind::Table => {
@@ -70,7 +80,10 @@ impl<'a> Tokens<'a> {
 
     /// The call.
     pub fn input(&self) -> Input<'_> {
-        Input { tokens: self.count, tensors: self.tensors.clone() }
+        Input {
+            tokens: self.count,
+            tensors: self.tensors.clone(),
+        }
     }
 }
 
@@ -82,19 +95,28 @@ fn find<'a>(file: &'a Checkpoint, name: &str) -> Result<TensorRef<'a>> {
             9 => format!("it has {} and more", names[..8].join(", ")),
             _ => format!("it has {}", names.join(", ")),
         };
-        Failure::input(format!("{} has no tensor `{name}`; {list}", file.path().display()))
+        Failure::input(format!(
+            "{} has no tensor `{name}`; {list}",
+            file.path().display()
+        ))
     })
 }
 
 /// Checks a shape and gives its first size. `None` is any size.
 fn expect_shape(tensor: &TensorRef<'_>, sizes: &[Option<usize>], words: &str) -> Result<usize> {
     let fits = tensor.shape.len() == sizes.len()
-        && tensor.shape.iter().zip(sizes).all(|(have, want)| want.is_none_or(|want| want == *have));
+        && tensor
+            .shape
+            .iter()
+            .zip(sizes)
+            .all(|(have, want)| want.is_none_or(|want| want == *have));
     if fits {
         return Ok(tensor.shape[0]);
     }
-    let expected: Vec<String> =
-        sizes.iter().map(|size| size.map_or("tokens".to_string(), |n| n.to_string())).collect();
+    let expected: Vec<String> = sizes
+        .iter()
+        .map(|size| size.map_or("tokens".to_string(), |n| n.to_string()))
+        .collect();
     let failure = Failure::input(format!(
         "`{}` in {} has shape {:?}, expected [{}], which is {words}",
         tensor.name,
@@ -102,7 +124,9 @@ fn expect_shape(tensor: &TensorRef<'_>, sizes: &[Option<usize>], words: &str) ->
         tensor.shape,
         expected.join(", ")
     ));
-    match tensor.shape.len() > sizes.len() && tensor.shape.last() == sizes.last().and_then(Option::as_ref) {
+    match tensor.shape.len() > sizes.len()
+        && tensor.shape.last() == sizes.last().and_then(Option::as_ref)
+    {
         true => Err(failure.hint("flatten its outer dimensions into one")),
         false => Err(failure),
     }
@@ -124,11 +148,19 @@ fn wrong_dtype(tensor: &TensorRef<'_>, expected: &str) -> Failure {
 fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<HostTensor<'a>> {
     let wrong = || wrong_dtype(tensor, "f32, f16 or bf16");
     let dtype = tensor.dtype.map_err(|_| wrong())?;
-    let held = HostTensor { dtype, shape: tensor.shape.to_vec(), data: Cow::Borrowed(tensor.bytes) };
+    let held = HostTensor {
+        dtype,
+        shape: tensor.shape.to_vec(),
+        data: Cow::Borrowed(tensor.bytes),
+    };
     match dtype {
         DType::I32 | DType::I64 => Err(wrong()),
         _ if dtype == wanted => Ok(held),
-        _ => Ok(HostTensor { dtype: wanted, data: Cow::Owned(store(wanted, &held.to_f32())), ..held }),
+        _ => Ok(HostTensor {
+            dtype: wanted,
+            data: Cow::Owned(store(wanted, &held.to_f32())),
+            ..held
+        }),
     }
 }
 
@@ -136,8 +168,12 @@ fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<HostTensor<'a>> {
 pub fn store(dtype: DType, values: &[f32]) -> Vec<u8> {
     let values = values.iter();
     match dtype {
-        DType::F16 => values.flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
-        DType::Bf16 => values.flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+        DType::F16 => values
+            .flat_map(|&v| f16::from_f32(v).to_le_bytes())
+            .collect(),
+        DType::Bf16 => values
+            .flat_map(|&v| bf16::from_f32(v).to_le_bytes())
+            .collect(),
         _ => values.flat_map(|v| v.to_le_bytes()).collect(),
     }
 }
@@ -147,14 +183,22 @@ fn integers<'a>(tensor: &TensorRef<'a>) -> Result<HostTensor<'a>> {
     let wrong = || wrong_dtype(tensor, "i32 or i64");
     let dtype = tensor.dtype.map_err(|_| wrong())?;
     let shape = tensor.shape.to_vec();
-    let held = HostTensor { dtype, shape, data: Cow::Borrowed(tensor.bytes) };
+    let held = HostTensor {
+        dtype,
+        shape,
+        data: Cow::Borrowed(tensor.bytes),
+    };
     match dtype {
         DType::I32 => Ok(held),
         DType::I64 => {
             let narrow = |v: &i64| i32::try_from(*v).unwrap_or(i32::MAX).to_le_bytes();
             let values: Vec<i64> = held.to_vec().unwrap_or_default();
             let data = Cow::Owned(values.iter().flat_map(narrow).collect());
-            Ok(HostTensor { dtype: DType::I32, data, ..held })
+            Ok(HostTensor {
+                dtype: DType::I32,
+                data,
+                ..held
+            })
         }
         _ => Err(wrong()),
     }

@@ -8,6 +8,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::spec_source::{LayerArgs, Source};
 use crate::store::StoreArgs;
+pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_sources};
@@ -86,8 +87,9 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let started = Instant::now();
     let outputs = forward(&layer, &tokens)?;
     let ran = started.elapsed();
-    let comparison =
-        args.reference.then(|| check::compare(&source.spec, &weights, &tokens, &outputs));
+    let comparison = args
+        .reference
+        .then(|| check::compare(&source.spec, &weights, &tokens, &outputs));
     write_safetensors(&args.output, &outputs)
         .map_err(|error| Failure::work(format!("cannot write the output: {error}")))?;
     let report = Report {
@@ -111,7 +113,9 @@ impl RunArgs {
         let path = self.weights.as_deref().or(source.directory.as_deref());
         let path = path.ok_or_else(|| Failure::input("weights are needed: --weights FILE"))?;
         let checkpoint = Checkpoint::open(path)?;
-        let options = LoadOptions { narrow: self.narrow };
+        let options = LoadOptions {
+            narrow: self.narrow,
+        };
         Ok(match &source.recipes {
             Some(recipes) => load_sources(&source.spec, recipes, &checkpoint, options)?,
             None => load_canonical(&source.spec, &checkpoint, options)?,
@@ -130,9 +134,15 @@ impl RunArgs {
 
 /// Better now than after the work.
 fn check_output(path: &Path) -> Result {
-    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let dir = path
+        .parent()
+        .filter(|dir| !dir.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     match (path.is_dir(), dir.is_dir()) {
-        (true, _) => Err(Failure::input(format!("--output {} is a directory, not a file", path.display()))),
+        (true, _) => Err(Failure::input(format!(
+            "--output {} is a directory, not a file",
+            path.display()
+        ))),
         (_, false) => Err(Failure::input(format!(
             "--output {}: there is no directory {}",
             path.display(),
@@ -152,8 +162,12 @@ fn forward(layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
     let plan = layer.plan();
     let limited = plan.tensor("capacity").is_some();
     let places = PLACES.iter().filter(|_| limited);
-    let names: Vec<&str> =
-        RESULTS.iter().chain(places).copied().filter(|name| plan.tensor(name).is_some()).collect();
+    let names: Vec<&str> = RESULTS
+        .iter()
+        .chain(places)
+        .copied()
+        .filter(|name| plan.tensor(name).is_some())
+        .collect();
     let output = layer.forward_with(&tokens.input(), &names)?;
     let tensors = output.into_tensors().into_iter();
     Ok(tensors.map(|(name, t)| (name, host(t))).collect())
@@ -161,5 +175,9 @@ fn forward(layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
 
 fn host(tensor: moesaic::HostTensor<'static>) -> HostTensor {
     let moesaic::HostTensor { dtype, shape, data } = tensor;
-    HostTensor { dtype, shape, bytes: data.into_owned() }
+    HostTensor {
+        dtype,
+        shape,
+        bytes: data.into_owned(),
+    }
 }

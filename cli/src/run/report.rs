@@ -75,7 +75,11 @@ impl Report<'_> {
     }
 
     fn counts(&self) -> Vec<i64> {
-        let counts = self.outputs.get("counts").map(|t| t.to_f64()).unwrap_or_default();
+        let counts = self
+            .outputs
+            .get("counts")
+            .map(|t| t.to_f64())
+            .unwrap_or_default();
         counts.into_iter().map(|n| n as i64).collect()
     }
 
@@ -85,15 +89,22 @@ impl Report<'_> {
         let ids = self.outputs.get("topk_ids")?.to_f64();
         let experts = self.layer.spec().shape.experts as f64;
         let real = |id: &f64| (0.0..experts).contains(id);
-        Some(places.iter().zip(&ids).filter(|(place, id)| **place < 0.0 && real(id)).count())
+        Some(
+            places
+                .iter()
+                .zip(&ids)
+                .filter(|(place, id)| **place < 0.0 && real(id))
+                .count(),
+        )
     }
 
     /// For scripts.
     pub fn json(&self) -> Value {
         let stats = self.engine.stats();
-        let tensors = self.outputs.iter().map(|(name, t)| {
-            json!({ "name": name, "dtype": t.dtype.name(), "shape": t.shape })
-        });
+        let tensors = self
+            .outputs
+            .iter()
+            .map(|(name, t)| json!({ "name": name, "dtype": t.dtype.name(), "shape": t.shape }));
         json!({
             "layer": self.layer.spec().name,
             "target": self.engine.target().to_string(),
@@ -119,7 +130,10 @@ impl Report<'_> {
 fn compared(comparison: &Comparison) -> String {
     let experts = match comparison.other_experts {
         0 => "every token has the same experts".to_string(),
-        n => format!("{} other experts", units::count(n, "token") + if n == 1 { " has" } else { " have" }),
+        n => format!(
+            "{} other experts",
+            units::count(n, "token") + if n == 1 { " has" } else { " have" }
+        ),
     };
     format!(
         "reference: largest error of y {:.1e} of its largest element; {experts} ({})\n",

@@ -108,10 +108,14 @@ fn span(kind: Kind, text: &str) -> String {
 }
 
 fn machine_code(asm: &str) -> String {
-    let lines: String =
-        asm.lines().map(|line| format!("<span class=\"l\">{}</span>", escape(line))).collect();
+    let lines: String = asm
+        .lines()
+        .map(|line| format!("<span class=\"l\">{}</span>", escape(line)))
+        .collect();
     let count = units::count(asm.lines().count(), "line");
-    format!("<details class=\"asm\"><summary>machine code, {count}</summary><pre>{lines}</pre></details>")
+    format!(
+        "<details class=\"asm\"><summary>machine code, {count}</summary><pre>{lines}</pre></details>"
+    )
 }
 
 #[cfg(test)]
@@ -122,7 +126,10 @@ mod tests {
     fn a_comment_over_two_lines_is_two_lines() {
         let html = source_lines("int a; /* one\ntwo */\n");
         assert_eq!(html.matches("<span class=\"l\">").count(), 2);
-        assert_eq!(html.matches("<span").count(), html.matches("</span>").count());
+        assert_eq!(
+            html.matches("<span").count(),
+            html.matches("</span>").count()
+        );
         assert!(html.contains("<span class=\"c\">two */</span>"), "{html}");
     }
 }

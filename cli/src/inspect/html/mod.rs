@@ -16,7 +16,10 @@ use moesaic::plan::Role;
 pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
     let spec = &inspection.plan.spec;
     let title = escape(&format!("{} on {}", spec.name, inspection.target));
-    let roof = inspection.machine.as_ref().map_or(String::new(), |m| roofline::section(inspection, m));
+    let roof = inspection
+        .machine
+        .as_ref()
+        .map_or(String::new(), |m| roofline::section(inspection, m));
     let body = [
         header(inspection),
         facts(inspection),
@@ -60,7 +63,10 @@ fn navigation(inspection: &Inspection) -> String {
         .iter()
         .map(|kernel| {
             let name = escape(&kernel.source.name);
-            format!("<a class=\"{}\" href=\"#kernel-{name}\">{name}</a>", kernel.source.stem)
+            format!(
+                "<a class=\"{}\" href=\"#kernel-{name}\">{name}</a>",
+                kernel.source.stem
+            )
         })
         .collect();
     let roof = match inspection.machine {
@@ -81,7 +87,9 @@ const TOGGLE: &str = "let r=document.documentElement,\
 fn header(inspection: &Inspection) -> String {
     let spec = &inspection.plan.spec;
     let roof = inspection.machine.as_ref();
-    let roof = roof.map_or(String::new(), |machine| format!(" Limits: {}.", roofs(machine)));
+    let roof = roof.map_or(String::new(), |machine| {
+        format!(" Limits: {}.", roofs(machine))
+    });
     format!(
         "<header><h1>{} <span class=\"on\">on {}</span></h1><p>Router: {}.{}</p></header>\n",
         escape(&spec.name),
@@ -94,36 +102,65 @@ fn header(inspection: &Inspection) -> String {
 fn facts(inspection: &Inspection) -> String {
     let spec = &inspection.plan.spec;
     let shape = &spec.shape;
-    let weights = inspection.plan.tensors.iter().filter(|tensor| tensor.role == Role::Weight);
+    let weights = inspection
+        .plan
+        .tensors
+        .iter()
+        .filter(|tensor| tensor.role == Role::Weight);
     let bytes: u64 = weights.map(|tensor| tensor.bytes(0)).sum();
-    let shared = match spec.shared.len() {
-        0 => String::new(),
-        n => format!(" + {n} shared"),
+    let experts = match spec.shared.len() {
+        0 => (spec.routed_experts().to_string(), "experts".to_string()),
+        n => (
+            format!("{} + {n}", spec.routed_experts()),
+            "routed and shared experts".to_string(),
+        ),
     };
     let output = match spec.output_dim() == shape.model_dim {
         true => String::new(),
         false => format!(" → {}", spec.output_dim()),
     };
     let mut list = vec![
-        (format!("{}{shared}", spec.routed_experts()), "experts".to_string()),
+        experts,
         (shape.top_k.to_string(), "experts per token".to_string()),
-        (format!("{} → {}{output}", shape.model_dim, shape.hidden_dim), "model and hidden width".to_string()),
-        (units::bytes(bytes), format!("{} weights, {} activations", spec.precision.weights, spec.precision.activations)),
+        (
+            format!("{} → {}{output}", shape.model_dim, shape.hidden_dim),
+            "model and hidden width".to_string(),
+        ),
+        (
+            units::bytes(bytes),
+            format!(
+                "{} weights, {} activations",
+                spec.precision.weights, spec.precision.activations
+            ),
+        ),
         (code(inspection), "machine code".to_string()),
     ];
     if let Some((i, tokens)) = inspection.tokens.iter().enumerate().next_back() {
         if let (_, Some(seconds)) = inspection.total(i) {
-            list.push((units::seconds(seconds), format!("least time for {tokens} tokens")));
+            list.push((
+                units::seconds(seconds),
+                format!("least time for {tokens} tokens"),
+            ));
         }
     }
     let card = |(value, name): &(String, String)| {
-        format!("<div class=\"fact\"><b>{}</b><span>{}</span></div>", escape(value), escape(name))
+        format!(
+            "<div class=\"fact\"><b>{}</b><span>{}</span></div>",
+            escape(value),
+            escape(name)
+        )
     };
-    format!("<div class=\"facts\">{}</div>\n", list.iter().map(card).collect::<String>())
+    format!(
+        "<div class=\"facts\">{}</div>\n",
+        list.iter().map(card).collect::<String>()
+    )
 }
 
 fn code(inspection: &Inspection) -> String {
-    let reports = inspection.launches.iter().filter_map(|launch| inspection.report(launch));
+    let reports = inspection
+        .launches
+        .iter()
+        .filter_map(|launch| inspection.report(launch));
     let sizes: Vec<u64> = reports.filter_map(|report| report.code_bytes).collect();
     match sizes.is_empty() {
         true => "–".to_string(),
@@ -132,13 +169,20 @@ fn code(inspection: &Inspection) -> String {
 }
 
 fn trouble(inspection: &Inspection) -> String {
-    let problems = inspection.kernels.iter().filter_map(|kernel| kernel.problem.as_ref());
+    let problems = inspection
+        .kernels
+        .iter()
+        .filter_map(|kernel| kernel.problem.as_ref());
     let all = inspection.trouble.iter().chain(problems);
-    all.map(|text| format!("<div class=\"card warning\">{}</div>\n", escape(text))).collect()
+    all.map(|text| format!("<div class=\"card warning\">{}</div>\n", escape(text)))
+        .collect()
 }
 
 fn footer() -> String {
-    format!("<footer>Made by moesaic {}.</footer>\n", env!("CARGO_PKG_VERSION"))
+    format!(
+        "<footer>Made by moesaic {}.</footer>\n",
+        env!("CARGO_PKG_VERSION")
+    )
 }
 
 #[cfg(test)]
@@ -147,6 +191,9 @@ mod tests {
 
     #[test]
     fn nothing_breaks_out_of_the_page() {
-        assert_eq!(escape("<a href=\"x\">&'</a>"), "&lt;a href=&quot;x&quot;&gt;&amp;&#39;&lt;/a&gt;");
+        assert_eq!(
+            escape("<a href=\"x\">&'</a>"),
+            "&lt;a href=&quot;x&quot;&gt;&amp;&#39;&lt;/a&gt;"
+        );
     }
 }

@@ -20,7 +20,7 @@ pub fn section(inspection: &Inspection, machine: &Machine) -> String {
         .launches
         .iter()
         .filter(|launch| launch.at.iter().all(|at| at.work.flops == 0.0))
-        .map(|launch| format!("<code>{}</code>", escape(&launch.step.symbol)))
+        .map(|launch| format!("<code>{}</code>", escape(&launch.label)))
         .collect();
     let idle = match idle.is_empty() {
         true => String::new(),
@@ -28,7 +28,8 @@ pub fn section(inspection: &Inspection, machine: &Machine) -> String {
     };
     format!(
         "<h2 id=\"roofline\">Roofline</h2><p>Where each launch can be at best on {}: numbers are those \
-         of the plan at the largest token count, small circles the smaller ones.{idle}</p>\
+         of the plan at the largest token count, small circles the smaller ones. The table has the \
+         arithmetic and traffic of the largest and the least time of each, with what bounds it.{idle}</p>\
          <div class=\"card roof\">{}</div><p></p><div class=\"card\">{}</div>\n",
         escape(&machine.name),
         drawing(inspection, machine),
@@ -48,8 +49,14 @@ impl Axes {
         let ridge = top / machine.bytes_per_second;
         let least = intensities.iter().copied().fold(ridge / 10.0, f64::min);
         let most = intensities.iter().copied().fold(ridge * 10.0, f64::max);
-        let x = [decade(least / 1.5, f64::floor), decade(most * 1.5, f64::ceil)];
-        let y = [decade(x[0] * machine.bytes_per_second, f64::floor), decade(top * 1.3, f64::ceil)];
+        let x = [
+            decade(least / 1.5, f64::floor),
+            decade(most * 1.5, f64::ceil),
+        ];
+        let y = [
+            decade(x[0] * machine.bytes_per_second, f64::floor),
+            decade(top * 1.3, f64::ceil),
+        ];
         Axes { x, y }
     }
 
@@ -77,7 +84,10 @@ fn decades([from, to]: [f64; 2]) -> impl Iterator<Item = f64> {
 
 fn drawing(inspection: &Inspection, machine: &Machine) -> String {
     let launches = drawn(inspection);
-    let works = launches.iter().flat_map(|launch| &launch.at).map(|at| intensity(&at.work));
+    let works = launches
+        .iter()
+        .flat_map(|launch| &launch.at)
+        .map(|at| intensity(&at.work));
     let intensities: Vec<f64> = works.filter(|i| *i > 0.0).collect();
     let axes = Axes::of(machine, &intensities);
     let half = machine.half_flops.filter(|_| half_is_used(inspection));
@@ -137,7 +147,11 @@ fn grid(axes: &Axes) -> String {
 
 /// `0.01`, `1`, `1000`.
 fn plain(value: f64) -> String {
-    if value >= 1.0 { format!("{value:.0}") } else { format!("{value}") }
+    if value >= 1.0 {
+        format!("{value:.0}")
+    } else {
+        format!("{value}")
+    }
 }
 
 fn roof(axes: &Axes, machine: &Machine, flops: f64, name: &str, class: &str) -> String {
@@ -162,19 +176,19 @@ fn roof(axes: &Axes, machine: &Machine, flops: f64, name: &str, class: &str) -> 
         corner.0,
         corner.1,
         corner.1,
-        corner.1 - 7.0,
+        corner.1 - 15.0,
         units::flop_rate(flops)
     )
 }
 
-/// Where each launch is at each token count, trails first.
+/// Where each launch is at each token count, numbers on top.
 fn points(
     launches: &[&Launch],
     inspection: &Inspection,
     machine: &Machine,
     axes: &Axes,
 ) -> Vec<String> {
-    let (mut trails, mut marks, mut taken) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut small, mut large, mut taken) = (Vec::new(), Vec::new(), Vec::new());
     for launch in launches {
         let stem = inspection.kernels[launch.kernel].source.stem;
         let places: Vec<(f64, f64, String)> = launch
@@ -185,26 +199,36 @@ fn points(
                 let intensity = intensity(&at.work);
                 let flops = at.least.map_or(machine.f32_flops, |least| least.flops);
                 let rate = flops.min(intensity * machine.bytes_per_second);
-                (axes.px(intensity), axes.py(rate), title(launch, at.tokens, intensity, rate))
+                (
+                    axes.px(intensity),
+                    axes.py(rate),
+                    title(launch, at.tokens, intensity, rate),
+                )
             })
             .collect();
-        let path: Vec<String> = places.iter().map(|(x, y, _)| format!("{x:.1} {y:.1}")).collect();
-        trails.push(format!("<path class=\"trail {stem}\" d=\"M{}\"/>", path.join(" L")));
-        let Some(((x, y, name), smaller)) = places.split_last() else { continue };
+        let Some(((x, y, name), smaller)) = places.split_last() else {
+            continue;
+        };
         for (x, y, name) in smaller {
-            marks.push(format!(
+            small.push(format!(
                 "<circle class=\"small {stem}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\"><title>{name}</title></circle>"
             ));
         }
-        marks.push(numbered(launch.number, &stem.to_string(), (*x, *y), name, &mut taken));
+        large.push(numbered(
+            launch.number,
+            &stem.to_string(),
+            (*x, *y),
+            name,
+            &mut taken,
+        ));
     }
-    trails.into_iter().chain(marks).collect()
+    small.into_iter().chain(large).collect()
 }
 
 fn title(launch: &Launch, tokens: u64, intensity: f64, rate: f64) -> String {
     escape(&format!(
         "{} at T = {tokens}: {} FLOP/byte, at most {}",
-        launch.step.symbol,
+        launch.label,
         units::short(intensity),
         units::flop_rate(rate)
     ))
@@ -219,7 +243,10 @@ fn numbered(
     taken: &mut Vec<(f64, f64)>,
 ) -> String {
     let mut at = (x, y);
-    while taken.iter().any(|other| (other.0 - at.0).hypot(other.1 - at.1) < 20.0) {
+    while taken
+        .iter()
+        .any(|other| (other.0 - at.0).hypot(other.1 - at.1) < 20.0)
+    {
         at.1 += 21.0;
     }
     taken.push(at);
@@ -242,18 +269,26 @@ fn numbered(
 
 fn table(inspection: &Inspection) -> String {
     let counts = inspection.tokens.iter();
-    let counts: String =
-        counts.map(|t| format!("<th class=\"n\">T = {t}</th><th>bound by</th>")).collect();
-    let rows: String = inspection.launches.iter().map(|launch| row(inspection, launch)).collect();
+    let counts: String = counts
+        .map(|t| format!("<th class=\"n\">T = {t}</th>"))
+        .collect();
+    let rows: String = inspection
+        .launches
+        .iter()
+        .map(|launch| row(inspection, launch))
+        .collect();
     let sums: String = (0..inspection.tokens.len())
         .map(|i| {
-            let least = inspection.total(i).1.map_or("–".to_string(), units::seconds);
-            format!("<td class=\"n\">{least}</td><td></td>")
+            let least = inspection
+                .total(i)
+                .1
+                .map_or("–".to_string(), units::seconds);
+            format!("<td class=\"n\">{least}</td>")
         })
         .collect();
     format!(
-        "<table><thead><tr><th class=\"n\"></th><th>Entry</th><th class=\"n\">FLOP, largest T</th>\
-         <th class=\"n\">traffic</th><th class=\"n\">FLOP/byte</th>{counts}</tr></thead>\
+        "<table><thead><tr><th class=\"n\"></th><th>Entry</th><th class=\"n\">Arithmetic</th>\
+         <th class=\"n\">Traffic</th><th class=\"n\">FLOP/byte</th>{counts}</tr></thead>\
          <tbody>{rows}<tr class=\"sum\"><td></td><td>least time together</td><td></td><td></td><td></td>{sums}</tr></tbody></table>"
     )
 }
@@ -263,8 +298,13 @@ fn row(inspection: &Inspection, launch: &Launch) -> String {
         .at
         .iter()
         .map(|at| {
-            let least = at.least.map_or("–".to_string(), |least| units::seconds(least.seconds));
-            format!("<td class=\"n\">{least}</td><td class=\"soft\">{}</td>", bound(at))
+            let least = at
+                .least
+                .map_or("–".to_string(), |least| units::seconds(least.seconds));
+            format!(
+                "<td class=\"n\">{least}<span class=\"by\">{}</span></td>",
+                bound(at)
+            )
         })
         .collect();
     let work = launch.at.last().map(|at| at.work).unwrap_or_default();
@@ -273,7 +313,7 @@ fn row(inspection: &Inspection, launch: &Launch) -> String {
          <td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>{cells}</tr>",
         inspection.kernels[launch.kernel].source.stem,
         launch.number,
-        escape(&launch.step.symbol),
+        escape(&launch.label),
         units::flops(work.flops),
         units::traffic(work.bytes),
         units::short(intensity(&work)),

@@ -7,9 +7,18 @@ use moesaic::plan::Role;
 
 /// The launches in order, with the tensors that flow through them.
 pub fn plan(inspection: &Inspection) -> String {
-    let steps: String = inspection.launches.iter().map(|launch| step(inspection, launch)).collect();
+    let steps: String = inspection
+        .launches
+        .iter()
+        .map(|launch| step(inspection, launch))
+        .collect();
     let key: String = [Role::Input, Role::Weight, Role::Scratch, Role::Output]
-        .map(|role| format!("<span class=\"chip {0}\"><code>{0}</code></span>", role_name(role)))
+        .map(|role| {
+            format!(
+                "<span class=\"chip {0}\"><code>{0}</code></span>",
+                role_name(role)
+            )
+        })
         .concat();
     format!(
         "<h2 id=\"plan\">Plan</h2><p>The launches of a forward pass, in order. \
@@ -21,7 +30,11 @@ pub fn plan(inspection: &Inspection) -> String {
 fn step(inspection: &Inspection, launch: &Launch) -> String {
     let kernel = &inspection.kernels[launch.kernel].source;
     let chips = |names: Vec<&str>| {
-        names.iter().map(|name| chip(inspection, name)).collect::<Vec<_>>().join("")
+        names
+            .iter()
+            .map(|name| chip(inspection, name))
+            .collect::<Vec<_>>()
+            .join("")
     };
     format!(
         "<li class=\"{stem}\"><span class=\"number\">{number}</span>\
@@ -30,7 +43,7 @@ fn step(inspection: &Inspection, launch: &Launch) -> String {
         stem = kernel.stem,
         number = launch.number,
         kernel = escape(&kernel.name),
-        symbol = escape(&launch.step.symbol),
+        symbol = escape(&launch.label),
         summary = escape(&inspection.entry(launch).summary),
         reads = chips(inspection.reads(launch)),
         writes = chips(inspection.writes(launch)),
@@ -38,8 +51,14 @@ fn step(inspection: &Inspection, launch: &Launch) -> String {
 }
 
 fn chip(inspection: &Inspection, name: &str) -> String {
-    let Some(tensor) = inspection.plan.tensor(name) else { return String::new() };
-    let sizes: Vec<String> = tensor.shape.iter().map(|size| escape(&size.to_string())).collect();
+    let Some(tensor) = inspection.plan.tensor(name) else {
+        return String::new();
+    };
+    let sizes: Vec<String> = tensor
+        .shape
+        .iter()
+        .map(|size| escape(&size.to_string()))
+        .collect();
     format!(
         "<span class=\"chip {role}\" title=\"{role}\"><code>{name}</code><i>{dtype} {sizes}</i></span>",
         role = role_name(tensor.role),
@@ -51,13 +70,19 @@ fn chip(inspection: &Inspection, name: &str) -> String {
 
 /// What the binaries say.
 pub fn resources(inspection: &Inspection) -> String {
-    let rows: String = inspection.launches.iter().map(|launch| resource(inspection, launch)).collect();
+    let rows: String = inspection
+        .launches
+        .iter()
+        .map(|launch| resource(inspection, launch))
+        .collect();
     let compilers: Vec<&str> = inspection
         .kernels
         .iter()
         .filter_map(|kernel| Some(kernel.artifact.as_ref()?.report.compiler.as_str()))
         .collect();
-    let by = compilers.first().map_or(String::new(), |name| format!(" Compiled by {}.", escape(name)));
+    let by = compilers.first().map_or(String::new(), |name| {
+        format!(" Compiled by {}.", escape(name))
+    });
     format!(
         "<h2 id=\"resources\">Resources</h2><p>Read from the binaries.{by} A dash is a fact that \
          this kind of binary does not hold.</p><div class=\"card\"><table><thead><tr>\
@@ -78,7 +103,9 @@ fn resource(inspection: &Inspection, launch: &Launch) -> String {
         None => "n",
     };
     let dynamic = inspection.entry(launch).launch.shared_bytes;
-    let shared = report.and_then(|r| r.shared_bytes).map(|n| u64::from(n + dynamic));
+    let shared = report
+        .and_then(|r| r.shared_bytes)
+        .map(|n| u64::from(n + dynamic));
     let state = match (&kernel.problem, &kernel.artifact) {
         (Some(_), _) => "<span class=\"bad\">failed</span>",
         (None, Some(_)) if kernel.cached => "<span class=\"tag\">hit</span>",
@@ -90,7 +117,7 @@ fn resource(inspection: &Inspection, launch: &Launch) -> String {
          <td class=\"{spill_class}\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
          <td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td>{state}</td></tr>",
         kernel.source.stem,
-        escape(&launch.step.symbol),
+        escape(&launch.label),
         registers(report).replace('-', "–"),
         number(spills.map(u64::from), " B"),
         number(report.and_then(|r| r.stack_bytes).map(u64::from), " B"),
@@ -104,25 +131,34 @@ fn resource(inspection: &Inspection, launch: &Launch) -> String {
 /// Blocks and threads.
 pub fn geometry(inspection: &Inspection) -> String {
     let counts = inspection.tokens.iter();
-    let counts: String = counts.map(|t| format!("<th class=\"n\">T = {t}</th>")).collect();
-    let rows: String = inspection.launches.iter().map(|launch| launch_row(inspection, launch)).collect();
+    let counts: String = counts
+        .map(|t| format!("<th class=\"n\">T = {t}</th>"))
+        .collect();
+    let rows: String = inspection
+        .launches
+        .iter()
+        .map(|launch| launch_row(inspection, launch))
+        .collect();
     format!(
         "<h2 id=\"launches\">Launches</h2><p>Blocks of the grid as a formula over the tokens, and at \
          the token counts asked for.</p><div class=\"card\"><table><thead><tr><th>Entry</th>\
-         <th>Grid</th><th class=\"n\">Threads per block</th><th class=\"n\">Dynamic shared memory</th>{counts}\
+         <th>Grid</th><th class=\"n\">Threads</th><th class=\"n\">Dynamic shared</th>{counts}\
          </tr></thead><tbody>{rows}</tbody></table></div>\n"
     )
 }
 
 fn launch_row(inspection: &Inspection, launch: &Launch) -> String {
     let geometry = &inspection.entry(launch).launch;
-    let cells: String =
-        launch.at.iter().map(|at| format!("<td class=\"n\">{}</td>", grid(at).replace('x', "×"))).collect();
+    let cells: String = launch
+        .at
+        .iter()
+        .map(|at| format!("<td class=\"n\">{}</td>", grid(at).replace('x', "×")))
+        .collect();
     format!(
         "<tr class=\"{}\"><td><span class=\"dot\"></span><code>{}</code></td><td><code>{}</code></td>\
          <td class=\"n\">{}</td><td class=\"n\">{} B</td>{cells}</tr>",
         inspection.kernels[launch.kernel].source.stem,
-        escape(&launch.step.symbol),
+        escape(&launch.label),
         escape(&grid_formula(geometry).replace(" x ", " × ")),
         geometry.threads,
         geometry.shared_bytes,

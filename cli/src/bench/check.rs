@@ -1,0 +1,177 @@
+//! Is what is timed also right?
+//!
+//! The reference takes f64 weights, eight bytes an element, and real layers
+//! are too large for that. Two tokens reach few experts, so only those are
+//! handed over.
+
+use super::data;
+use crate::failure::{Failure, Result};
+use crate::run::relative_error;
+use moesaic::reference::{self, Decision, Tensor, Weights};
+use moesaic::spec::RouterKind;
+use moesaic::weights::{HostTensor, HostWeights};
+use moesaic::{DType, HostTensor as Array, Input, Layer, LayerSpec};
+use std::borrow::Cow;
+
+const TOKENS: usize = 2;
+
+/// Runs two tokens; the largest error of `y` relative to its largest element.
+///
+/// # Errors
+/// When the result is wrong: there is no point in timing it then.
+pub fn check(layer: &Layer, weights: &HostWeights) -> Result<f64> {
+    let spec = layer.spec();
+    let call = input(spec, TOKENS);
+    let output = layer.forward(&call)?;
+    let found: Vec<f64> = output.y().to_f32().into_iter().map(f64::from).collect();
+    let error = relative_error(&found, &expected(spec, weights, &call));
+    let allowed = tolerance(spec.precision.activations);
+    if error > allowed {
+        return Err(Failure::work(format!(
+            "the layer is wrong: y is off by {error:.1e} of its largest element, {allowed:.0e} is allowed"
+        ))
+        .hint("please report it with the spec and the output of `moesaic doctor`"));
+    }
+    Ok(error)
+}
+
+/// Roundings of hidden rows, expert rows and output. Weights have none: the
+/// reference gets them as they are stored.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 1e-4,
+        other => 8.0 * other.unit_roundoff(),
+    }
+}
+
+/// Random tokens, and whatever else the router takes.
+pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
+    let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
+    let dtype = spec.precision.activations;
+    let x = data::floats(dtype, tokens * d, 1.7, 1 << 20);
+    let mut input = Input {
+        tokens,
+        tensors: Default::default(),
+    };
+    input.insert(
+        "x",
+        Array {
+            dtype,
+            shape: vec![tokens, d],
+            data: Cow::Owned(x),
+        },
+    );
+    match spec.router.kind {
+        RouterKind::Table => {
+            let rows = spec.router.table_rows.unwrap_or(1).max(1);
+            let ids = (0..tokens).map(|t| (t * 7919 % rows) as i32).collect();
+            input.insert("token_ids", Array::owned(&[tokens], ids));
+        }
+        RouterKind::External => {
+            let experts = spec.routed_experts();
+            let ids = (0..tokens * k)
+                .map(|slot| (slot % experts) as i32)
+                .collect();
+            input.insert("topk_ids", Array::owned(&[tokens, k], ids));
+            input.insert(
+                "topk_weights",
+                Array::owned(&[tokens, k], vec![1.0 / k as f32; tokens * k]),
+            );
+        }
+        RouterKind::Linear | RouterKind::Cosine => {}
+    }
+    input
+}
+
+fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>) -> Vec<f64> {
+    let floats = |name| {
+        let tensor: Option<&Array<'_>> = call.tensors.get(name);
+        tensor.map(|t| t.to_f32().into_iter().map(f64::from).collect::<Vec<f64>>())
+    };
+    let ints = |name| call.tensors.get(name).and_then(|t| t.to_vec::<i32>());
+    let input = reference::Input {
+        tokens: call.tokens,
+        x: floats("x").unwrap_or_default(),
+        token_ids: ints("token_ids"),
+        routing: ints("topk_ids").zip(floats("topk_weights")),
+        ..reference::Input::default()
+    };
+    let router = weights
+        .iter()
+        .filter(|(name, _)| name.starts_with("router."));
+    let router = Weights(router.map(|(name, t)| (name.clone(), whole(t))).collect());
+    let decision = reference::gate(spec, &router, &input).decision;
+    let placed = reference::scan(spec, &decision, call.tokens, input.seed);
+    let few = Few::of(spec, &decision);
+    reference::combine(&few.spec, &few.weights(weights), &input, &few.ids, &placed)
+}
+
+/// The layer with only the experts that are used, under new numbers.
+struct Few {
+    spec: LayerSpec,
+    used: Vec<usize>,
+    ids: Vec<i32>,
+}
+
+impl Few {
+    fn of(spec: &LayerSpec, decision: &Decision) -> Few {
+        let experts = spec.shape.experts;
+        let real = decision
+            .ids
+            .iter()
+            .filter_map(|&id| usize::try_from(id).ok());
+        let mut used: Vec<usize> = real.filter(|&id| id < experts).collect();
+        used.sort_unstable();
+        used.dedup();
+        let renumber = |&id: &i32| match usize::try_from(id) {
+            Err(_) => id,
+            // Identity experts come after those with weights.
+            Ok(id) if id >= experts => used.len() as i32,
+            Ok(id) => used.binary_search(&id).unwrap_or(0) as i32,
+        };
+        let ids = decision.ids.iter().map(renumber).collect();
+        let mut spec = spec.clone();
+        spec.shape.experts = used.len();
+        Few { spec, used, ids }
+    }
+
+    fn weights(&self, all: &HostWeights) -> Weights {
+        let needed = all.iter().filter(|(name, _)| !name.starts_with("router."));
+        let tensor = |name: &str, t: &HostTensor| match name.starts_with("experts.") {
+            true => self.some(t),
+            false => whole(t),
+        };
+        Weights(
+            needed
+                .map(|(name, t)| (name.clone(), tensor(name, t)))
+                .collect(),
+        )
+    }
+
+    /// The used rows of the first dimension.
+    fn some(&self, tensor: &HostTensor) -> Tensor {
+        let bytes = tensor.bytes.len() / tensor.shape[0].max(1);
+        let row = |&e: &usize| {
+            let bytes = tensor.bytes[e * bytes..(e + 1) * bytes].to_vec();
+            HostTensor {
+                dtype: tensor.dtype,
+                shape: tensor.shape[1..].to_vec(),
+                bytes,
+            }
+            .to_f64()
+        };
+        let mut shape = tensor.shape.clone();
+        shape[0] = self.used.len();
+        Tensor {
+            shape,
+            data: self.used.iter().flat_map(row).collect(),
+        }
+    }
+}
+
+fn whole(tensor: &HostTensor) -> Tensor {
+    Tensor {
+        shape: tensor.shape.clone(),
+        data: tensor.to_f64(),
+    }
+}

@@ -1,0 +1,107 @@
+//! Random weights and tokens, made on all cores: real layers are gigabytes.
+
+use moesaic::half::{bf16, f16};
+use moesaic::spec::canonical_tensors;
+use moesaic::weights::{HostTensor, HostWeights};
+use moesaic::{DType, LayerSpec};
+use std::thread;
+
+/// Every tensor of the layer, in its own type and scaled by its fan-in, so
+/// that outputs are of the order of one.
+pub fn weights(spec: &LayerSpec) -> HostWeights {
+    let tensors = canonical_tensors(spec).into_iter().enumerate();
+    let one = |(i, tensor): (usize, moesaic::spec::TensorSpec)| {
+        let elements = tensor.shape.iter().product();
+        let bytes = match tensor.dtype {
+            DType::I32 => table(elements, spec),
+            dtype => {
+                let fan_in = if tensor.shape.len() > 1 {
+                    tensor.shape[tensor.shape.len() - 1]
+                } else {
+                    1
+                };
+                floats(
+                    dtype,
+                    elements,
+                    (3.0 / fan_in.max(1) as f32).sqrt(),
+                    i as u64,
+                )
+            }
+        };
+        (
+            tensor.name,
+            HostTensor {
+                dtype: tensor.dtype,
+                shape: tensor.shape,
+                bytes,
+            },
+        )
+    };
+    tensors.map(one).collect()
+}
+
+/// Experts of token ids: each row counts on from where the last one ended.
+fn table(elements: usize, spec: &LayerSpec) -> Vec<u8> {
+    let experts = spec.routed_experts().max(1);
+    (0..elements)
+        .flat_map(|i| ((i % experts) as i32).to_le_bytes())
+        .collect()
+}
+
+/// Uniform values in `(-scale, scale)` in a float type.
+pub fn floats(dtype: DType, elements: usize, scale: f32, seed: u64) -> Vec<u8> {
+    const CHUNK: usize = 1 << 20;
+    let mut bytes = vec![0; elements * dtype.size()];
+    let threads = thread::available_parallelism().map_or(1, |n| n.get());
+    let mut chunks: Vec<(u64, &mut [u8])> = (seed << 32..)
+        .zip(bytes.chunks_mut(CHUNK * dtype.size()))
+        .collect();
+    let share = chunks.len().div_ceil(threads).max(1);
+    thread::scope(|scope| {
+        for own in chunks.chunks_mut(share) {
+            scope.spawn(move || {
+                own.iter_mut()
+                    .for_each(|(seed, part)| fill(dtype, part, scale, *seed))
+            });
+        }
+    });
+    bytes
+}
+
+fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    for element in bytes.chunks_exact_mut(dtype.size()) {
+        // xorshift64: quick, and random enough for products.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        let value = ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale;
+        match dtype {
+            DType::F16 => element.copy_from_slice(&f16::from_f32(value).to_le_bytes()),
+            DType::Bf16 => element.copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
+            _ => element.copy_from_slice(&value.to_le_bytes()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_spread_and_the_same_every_time() {
+        let bytes = floats(DType::F32, 10_000, 2.0, 3);
+        assert_eq!(bytes, floats(DType::F32, 10_000, 2.0, 3));
+        let values = HostTensor {
+            dtype: DType::F32,
+            shape: vec![10_000],
+            bytes,
+        }
+        .to_f64();
+        let mean = values.iter().sum::<f64>() / 1e4;
+        let square = values.iter().map(|v| v * v).sum::<f64>() / 1e4;
+        assert!(mean.abs() < 0.05, "{mean}");
+        assert!((square - 4.0 / 3.0).abs() < 0.05, "{square}");
+        assert!(values.iter().all(|v| v.abs() <= 2.0));
+    }
+}

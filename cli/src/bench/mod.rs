@@ -1,0 +1,110 @@
+//! `moesaic bench`.
+
+mod check;
+mod data;
+mod measure;
+mod report;
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::machine::Machine;
+use crate::spec_source::LayerArgs;
+use crate::store::StoreArgs;
+use clap::Args;
+use moesaic::cpu::CpuDevice;
+use moesaic::{Engine, EngineOptions, Target, engine_weights};
+use std::time::Duration;
+
+/// Time a layer and hold it against the machine's limits
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic bench --spec layer.toml
+  moesaic bench --spec layer.toml --target cuda --tokens 1,64,4096 --json
+
+Weights and tokens are random. The result is checked once against the f64 reference; then each
+launch is timed on its own. Least times follow from the plan's arithmetic and traffic and the
+machine's limits: measured in the same run for a CPU, published for a GPU.")]
+pub struct BenchArgs {
+    #[command(flatten)]
+    layer: LayerArgs,
+    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2
+    #[arg(long, value_name = "T", default_value = "auto")]
+    target: String,
+    /// Token counts
+    #[arg(
+        long,
+        value_name = "N[,N]",
+        value_delimiter = ',',
+        default_value = "1,64,1024"
+    )]
+    tokens: Vec<usize>,
+    /// CPU threads; one per core if not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    /// Seconds to repeat each token count for
+    #[arg(long, value_name = "S", default_value_t = 0.5)]
+    seconds: f64,
+    /// The GPU whose published limits are used
+    #[arg(long, value_name = "NAME")]
+    machine: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// Makes a layer of random weights, checks it, times it.
+pub fn execute(args: &BenchArgs, console: &Console) -> Result {
+    let budget = Duration::try_from_secs_f64(args.seconds)
+        .map_err(|_| Failure::input("--seconds must be a positive number"))?;
+    let spec = args.layer.load(console)?.spec;
+    let engine = Engine::open(&args.target, args.options(console))?;
+    let weights = data::weights(&spec);
+    let layer = engine.layer(&spec, &engine_weights(&weights))?;
+    let error = check::check(&layer, &weights)?;
+    let machine = args.machine(&engine)?;
+    let mut runs = Vec::new();
+    for &tokens in &args.tokens {
+        runs.push(measure::measure(&layer, tokens, budget)?);
+    }
+    let report = report::Report {
+        engine: &engine,
+        layer: &layer,
+        machine,
+        error,
+        runs,
+    };
+    match args.json {
+        true => console.json(&report.json()),
+        false => console.print(&report.text(&console.out)),
+    }
+}
+
+impl BenchArgs {
+    fn options(&self, console: &Console) -> EngineOptions {
+        EngineOptions {
+            store: Some(self.store.open(console)),
+            threads: self.threads.map(usize::from),
+            ..EngineOptions::default()
+        }
+    }
+
+    fn machine(&self, engine: &Engine) -> Result<Option<Machine>> {
+        if let Some(name) = &self.machine {
+            return Ok(Some(crate::machine::required(name)?));
+        }
+        match engine.target() {
+            Target::Cpu(_) => Machine::measure_cpu(&self.cpu()?).map(Some),
+            target => Ok(Machine::of_device(&engine.device_info().name, target)),
+        }
+    }
+
+    fn cpu(&self) -> Result<CpuDevice> {
+        match self.threads {
+            Some(threads) => CpuDevice::with_threads(threads.into()).map_err(|e| Failure::from(&e)),
+            None => Ok(CpuDevice::new()),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! What `bench` says.
+
+use super::measure::{Launch, Run};
+use crate::console::Palette;
+use crate::inspect::{arithmetic, machine_json, roofs};
+use crate::machine::Machine;
+use crate::table::{Cell, Table};
+use crate::units;
+use moesaic::{Engine, Layer};
+use serde_json::{Value, json};
+
+/// A finished bench.
+pub struct Report<'a> {
+    pub engine: &'a Engine,
+    pub layer: &'a Layer,
+    pub machine: Option<Machine>,
+    /// Of `y` against the reference.
+    pub error: f64,
+    pub runs: Vec<Run>,
+}
+
+impl Report<'_> {
+    /// For people.
+    pub fn text(&self, palette: &Palette) -> String {
+        let title = format!("{} on {}", self.layer.spec().name, self.engine.target());
+        let device = self.engine.device_info();
+        let limits = match &self.machine {
+            Some(machine) => format!("limits: {}", roofs(machine)),
+            None => "limits: not known; --machine names a GPU".to_string(),
+        };
+        let mut text = format!(
+            "{}\n  {} ({} units)\n  {limits}\n  largest error of y {:.1e} of its largest element\n",
+            palette.bold(&title),
+            device.name,
+            device.units,
+            self.error
+        );
+        for run in &self.runs {
+            text += &self.run_text(run, palette);
+        }
+        text
+    }
+
+    fn run_text(&self, run: &Run, palette: &Palette) -> String {
+        let rate = run.tokens as f64 / run.time().as_secs_f64();
+        let title = format!(
+            "{}, median of {}",
+            units::count(run.tokens, "token"),
+            run.repeats
+        );
+        let titles = [
+            "LAUNCH",
+            ">TIME",
+            ">GFLOP/s",
+            ">GB/s",
+            ">LEAST",
+            ">OF LIMIT",
+        ];
+        let mut table = Table::new(&titles);
+        for launch in &run.launches {
+            table.row(self.cells(launch));
+        }
+        table.row(self.sum(run));
+        format!(
+            "\n{} ({} tokens/s; a call from host memory takes {})\n{}",
+            palette.bold(&title),
+            units::short(rate),
+            units::seconds(run.call.as_secs_f64()),
+            table.render(palette)
+        )
+    }
+
+    fn cells(&self, launch: &Launch) -> Vec<Cell> {
+        let time = launch.time.as_secs_f64();
+        let least = self.least(launch);
+        vec![
+            launch.label.as_str().into(),
+            units::seconds(time).into(),
+            units::short(launch.work.flops / time / 1e9).into(),
+            units::short(launch.work.bytes / time / 1e9).into(),
+            least.map_or("-".to_string(), units::seconds).into(),
+            percent(least, time).into(),
+        ]
+    }
+
+    fn sum(&self, run: &Run) -> Vec<Cell> {
+        let time = run.time().as_secs_f64();
+        let work = run
+            .launches
+            .iter()
+            .fold(moesaic::Work::default(), |sum, l| sum + l.work);
+        let least = self.least_of(run);
+        let bold = |text: String| Cell::styled(&text, "1");
+        vec![
+            bold("the layer".to_string()),
+            bold(units::seconds(time)),
+            bold(units::short(work.flops / time / 1e9)),
+            bold(units::short(work.bytes / time / 1e9)),
+            bold(least.map_or("-".to_string(), units::seconds)),
+            bold(percent(least, time)),
+        ]
+    }
+
+    /// The least time of a launch on the machine, in seconds.
+    fn least(&self, launch: &Launch) -> Option<f64> {
+        let machine = self.machine.as_ref()?;
+        let plan = self.layer.plan();
+        let flops = machine.flops(arithmetic(&plan.kernels[launch.kernel], &plan.spec));
+        Some(launch.work.floor(flops, machine.bytes_per_second).0)
+    }
+
+    fn least_of(&self, run: &Run) -> Option<f64> {
+        run.launches.iter().map(|launch| self.least(launch)).sum()
+    }
+
+    /// For scripts.
+    pub fn json(&self) -> Value {
+        let device = self.engine.device_info();
+        json!({
+            "layer": self.layer.spec().name,
+            "target": self.engine.target().to_string(),
+            "device": device.name,
+            "units": device.units,
+            "machine": self.machine.as_ref().map(machine_json),
+            "y_error": self.error,
+            "runs": self.runs.iter().map(|run| self.run_json(run)).collect::<Vec<_>>(),
+        })
+    }
+
+    fn run_json(&self, run: &Run) -> Value {
+        let launch = |launch: &Launch| {
+            let (time, least) = (launch.time.as_secs_f64(), self.least(launch));
+            json!({
+                "launch": launch.label,
+                "kernel": self.layer.plan().kernels[launch.kernel].name,
+                "seconds": time,
+                "flops": launch.work.flops,
+                "bytes": launch.work.bytes,
+                "least_seconds": least,
+                "of_limit": least.map(|least| least / time),
+            })
+        };
+        let (time, least) = (run.time().as_secs_f64(), self.least_of(run));
+        json!({
+            "tokens": run.tokens,
+            "repeats": run.repeats,
+            "seconds": time,
+            "call_seconds": run.call.as_secs_f64(),
+            "tokens_per_second": run.tokens as f64 / time,
+            "least_seconds": least,
+            "of_limit": least.map(|least| least / time),
+            "launches": run.launches.iter().map(launch).collect::<Vec<_>>(),
+        })
+    }
+}
+
+fn percent(least: Option<f64>, time: f64) -> String {
+    least.map_or("-".to_string(), |least| {
+        format!("{:.0}%", 100.0 * least / time)
+    })
+}

@@ -1,0 +1,422 @@
+//! Every command but `run`, on the CPU.
+
+mod common;
+
+use common::*;
+use std::io::Read;
+use std::path::Path;
+use std::process::Stdio;
+
+fn with_spec(args: &[&str], spec: &Path) -> Finished {
+    finish(command().args(args).arg("--spec").arg(spec))
+}
+
+#[test]
+fn emit_writes_a_folder_per_target() {
+    let small = Small::new();
+    let out = small.dir.path().join("kernels");
+    let mut call = command();
+    call.args(["emit", "--target", "cpu:avx2,cuda:sm_90a,rocm:gfx942", "-o"])
+        .arg(&out);
+    let listed = finish(call.arg("--spec").arg(&small.spec)).ok();
+    for file in [
+        "cpu-avx2/gate_topk.c",
+        "cuda-sm_90a/grouped_gemm_up.cu",
+        "rocm-gfx942/combine.hip",
+    ] {
+        let path = out.join(file);
+        assert!(
+            listed.contains(&path.display().to_string()),
+            "{file} is not in {listed}"
+        );
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(text.len() > 200 && !text.contains("#include"), "{file}");
+    }
+    assert_eq!(listed.lines().count(), 18);
+    let mut call = command();
+    call.args(["emit", "--target", "cpu", "-o"])
+        .arg(&small.weights)
+        .arg("--spec");
+    finish(call.arg(&small.spec)).fails(2, &["is a file, not a directory"]);
+}
+
+#[test]
+fn emit_prints_with_headers_and_survives_a_closed_pipe() {
+    let small = Small::new();
+    let text = with_spec(&["emit", "--target", "cuda:sm_80"], &small.spec).ok();
+    assert!(
+        text.starts_with("// ===== cuda-sm_80/gate_topk.cu =====\n"),
+        "{}",
+        &text[..80]
+    );
+    assert_eq!(text.matches("// ===== ").count(), 6);
+    let mut call = command();
+    call.args(["emit", "--target", "cuda:sm_80", "--spec"])
+        .arg(&small.spec);
+    let mut child = call
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let mut stderr = String::new();
+    child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut stderr)
+        .unwrap();
+    assert!(child.wait().unwrap().success(), "{stderr}");
+    assert_eq!(stderr, "");
+}
+
+#[test]
+fn emit_writes_a_typed_layer() {
+    let small = Small::new();
+    let rust = small.dir.path().join("small.rs");
+    let mut call = command();
+    finish(
+        call.args(["emit", "--rust"])
+            .arg(&rust)
+            .arg("--spec")
+            .arg(&small.spec),
+    )
+    .ok();
+    let text = std::fs::read_to_string(rust).unwrap();
+    assert!(text.contains("pub struct Small"), "{}", &text[..400]);
+}
+
+#[test]
+fn a_spec_may_come_from_stdin() {
+    use std::io::Write;
+    let mut call = command();
+    call.args(["spec", "show", "--spec", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let mut child = call.spawn().unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(SMALL.as_bytes())
+        .unwrap();
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("model_dim = 20"), "{text}");
+    assert!(
+        text.contains("#   experts.down.weight [5, 20, 12] f32: down projection"),
+        "{text}"
+    );
+}
+
+#[test]
+fn inspect_tells_everything_in_json() {
+    let small = Small::new();
+    let args = ["inspect", "--target", "cpu", "--tokens", "1,100", "--json"];
+    let json = with_spec(&args, &small.spec).json();
+    let kernels = json["kernels"].as_array().unwrap();
+    let names: Vec<&str> = kernels
+        .iter()
+        .map(|k| k["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names[..3], ["gate_topk", "expert_scan", "dispatch"]);
+    assert!(
+        kernels
+            .iter()
+            .all(|k| k["report"]["compiler"].is_string() && k["bytes"].as_u64() > Some(0))
+    );
+    let launches = json["launches"].as_array().unwrap();
+    let last = launches.last().unwrap();
+    assert_eq!(last["writes"], serde_json::json!(["y"]));
+    assert_eq!(last["at"][1]["tokens"], 100);
+    assert!(last["at"][1]["least_seconds"].as_f64().unwrap() > 0.0);
+    assert_eq!(json["machine"]["origin"], "measured");
+}
+
+#[test]
+fn inspect_for_a_gpu_needs_none_and_no_compiler_either() {
+    let small = Small::new();
+    let mut call = command();
+    call.args([
+        "inspect",
+        "--target",
+        "cuda:sm_90a",
+        "--kernel",
+        "grouped_gemm",
+        "--source",
+        "--spec",
+    ]);
+    // A folder without NVRTC: the same with and without an installed one.
+    call.arg(&small.spec).env("MOESAIC_NVRTC", small.dir.path());
+    let finished = finish(&mut call);
+    assert!(
+        finished
+            .stderr
+            .starts_with("warning: no compiler for `cuda`"),
+        "{}",
+        finished.stderr
+    );
+    let text = finished.ok();
+    for part in [
+        "small on cuda:sm_90a",
+        "grouped_gemm_down",
+        "roofline on H100 (published:",
+        "__global__",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    assert!(!text.contains("gate_logits"), "{text}");
+    call.arg("--asm");
+    finish(&mut call).fails_after_warning(2, "no compiler for `cuda`");
+}
+
+#[test]
+fn inspect_names_the_kernels_it_has() {
+    let small = Small::new();
+    with_spec(&["inspect", "--kernel", "grouped_gem"], &small.spec).fails(
+        2,
+        &[
+            "no kernel `grouped_gem`",
+            "grouped_gemm_up",
+            "did you mean `grouped_gemm`?",
+        ],
+    );
+    with_spec(&["inspect", "--machine", "abacus"], &small.spec)
+        .fails(2, &["unknown machine `abacus`", "H100", "MI300X"]);
+}
+
+#[test]
+fn the_page_is_whole_and_needs_nothing_else() {
+    let small = Small::new();
+    let page = small.dir.path().join("page.html");
+    let mut call = command();
+    call.args(["inspect", "--target", "cpu", "--html"])
+        .arg(&page)
+        .arg("--spec")
+        .arg(&small.spec);
+    finish(&mut call).ok();
+    let html = std::fs::read_to_string(&page).unwrap();
+    for part in [
+        "<svg",
+        "id=\"kernel-grouped_gemm_up\"",
+        "id=\"plan\"",
+        "prefers-color-scheme",
+        "</html>",
+    ] {
+        assert!(html.contains(part), "{part}");
+    }
+    for outside in ["http:", "https:", "src=", "<link", "@import", "url("] {
+        assert!(!html.contains(outside), "{outside}");
+    }
+    for tag in [
+        "span", "div", "table", "details", "svg", "pre", "code", "tr", "td",
+    ] {
+        let open =
+            html.matches(&format!("<{tag}>")).count() + html.matches(&format!("<{tag} ")).count();
+        assert_eq!(open, html.matches(&format!("</{tag}>")).count(), "{tag}");
+    }
+}
+
+#[test]
+fn precompile_fills_a_cache_and_a_pack_fills_another() {
+    let small = Small::new();
+    let path = |name: &str| small.dir.path().join(name).display().to_string();
+    let (first, second, pack) = (path("first"), path("second"), path("pack.tar.gz"));
+    let targets = ["precompile", "--target", "cpu,cpu:portable", "--json"];
+    let into = |more: &[&str]| with_spec(&[&targets, more].concat(), &small.spec).json();
+    let states = |json: &serde_json::Value, state: &str| {
+        json["kernels"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|k| k["state"] == state)
+            .count()
+    };
+    let cold = into(&["--cache", &first]);
+    let kernels = states(&cold, "miss");
+    assert!(kernels >= 6 && states(&cold, "hit") == 0, "{cold}");
+    assert_eq!(states(&into(&["--cache", &first]), "hit"), kernels);
+
+    let exported = moesaic(["cache", "export", &pack, "--cache", &first, "--json"]).json();
+    assert_eq!(exported["kernels"], kernels);
+    let imported = moesaic(["cache", "import", &pack, "--cache", &second, "--json"]).json();
+    assert_eq!(imported["added"], kernels);
+    let again = moesaic(["cache", "import", &pack, "--cache", &second, "--json"]).json();
+    assert_eq!(
+        (&again["added"], &again["present"]),
+        (&0.into(), &kernels.into())
+    );
+    small.run(&["--strict", "--cache", &second]).ok();
+}
+
+#[test]
+fn precompile_makes_a_pack_and_shows_a_table() {
+    let small = Small::new();
+    let pack = small.dir.path().join("pack.tar.gz").display().to_string();
+    let text = with_spec(&["precompile", "--target", "cpu", "-o", &pack], &small.spec).ok();
+    for part in [
+        "LAYER",
+        "KERNEL",
+        "TARGET",
+        "BYTES",
+        "grouped_gemm_up",
+        "miss",
+        "6 kernels: 6 compiled",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    assert_eq!(&std::fs::read(&pack).unwrap()[..2], [0x1f, 0x8b]);
+    let cut = write(small.dir.path(), "cut.tar.gz", "no pack");
+    let cache = small.dir.path().join("c").display().to_string();
+    moesaic(["cache", "import", cut.to_str().unwrap(), "--cache", &cache])
+        .fails(2, &["is truncated or damaged"]);
+    moesaic(["cache", "import", "/no/pack", "--cache", &cache]).fails(2, &["cannot read the pack"]);
+}
+
+#[test]
+fn a_cache_is_listed_checked_and_pruned() {
+    let small = Small::new();
+    let cache = small.dir.path().join("cache").display().to_string();
+    let on = |args: &[&str]| moesaic([args, &["--cache", &cache]].concat());
+    assert!(on(&["cache", "list"]).ok().contains("0 kernels"));
+    on(&["cache", "export", "/tmp/none.tar.gz"])
+        .fails(2, &["no kernels to export", "moesaic precompile"]);
+    with_spec(
+        &["precompile", "--target", "cpu", "--cache", &cache],
+        &small.spec,
+    )
+    .ok();
+    let list = on(&["cache", "list", "--json"]).json();
+    let kernels = list["kernels"].as_array().unwrap();
+    assert_eq!(kernels.len(), 6);
+    assert!(
+        on(&["cache", "verify"])
+            .ok()
+            .contains("6 kernels good, 0 damaged")
+    );
+
+    let path = kernels[0]["path"].as_str().unwrap();
+    let mut bytes = std::fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+    let damaged = on(&["cache", "verify"]);
+    assert_eq!(damaged.code, 1);
+    assert!(
+        damaged.stderr.contains("1 kernel damaged"),
+        "{}",
+        damaged.stderr
+    );
+    assert!(
+        on(&["cache", "verify", "--remove"])
+            .ok()
+            .contains("(removed)")
+    );
+    let pruned = on(&["cache", "prune", "--max-bytes", "0", "--json"]).json();
+    assert_eq!(
+        (&pruned["removed"], &pruned["kept"]),
+        (&5.into(), &0.into())
+    );
+}
+
+#[test]
+fn bench_checks_and_times() {
+    let small = Small::new();
+    let args = [
+        "bench",
+        "--target",
+        "cpu",
+        "--tokens",
+        "1,33",
+        "--seconds",
+        "0",
+        "--json",
+    ];
+    let json = with_spec(&args, &small.spec).json();
+    assert!(json["y_error"].as_f64().unwrap() < 1e-5, "{json}");
+    let runs = json["runs"].as_array().unwrap();
+    assert_eq!(runs[1]["tokens"], 33);
+    assert_eq!(runs[1]["launches"].as_array().unwrap().len(), 9);
+    assert!(runs[1]["of_limit"].as_f64().unwrap() > 0.0);
+    let shared = format!(
+        "{SMALL}[[shared]]\nhidden_dim = 8\ngate = \"sigmoid\"\n[capacity]\nmode = \"factor\"\n"
+    );
+    let spec = write(small.dir.path(), "shared.toml", &shared);
+    let json = with_spec(&args, &spec).json();
+    assert!(json["y_error"].as_f64().unwrap() < 1e-5, "{json}");
+}
+
+#[test]
+fn doctor_ends_with_a_block_for_a_bug_report() {
+    let text = moesaic(["doctor"]).ok();
+    for part in [
+        "C compiler",
+        "CUDA compiler",
+        "ROCm device",
+        "for a bug report\n```text\nmoesaic ",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    assert!(text.ends_with("```\n"));
+    let json = moesaic(["doctor", "--json"]).json();
+    assert!(
+        json["cpu"]["limits"]["f32_flops"].as_f64().unwrap() > 1e8,
+        "{json}"
+    );
+}
+
+#[test]
+fn completions_know_the_commands() {
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(
+            moesaic(["completions", shell]).ok().contains("precompile"),
+            "{shell}"
+        );
+    }
+}
+
+#[test]
+fn specs_are_checked_and_toolchains_listed() {
+    let small = Small::new();
+    let spec = small.spec.to_str().unwrap();
+    assert!(
+        moesaic(["spec", "check", spec])
+            .ok()
+            .ends_with("small is valid\n")
+    );
+    assert!(moesaic(["toolchain", "list", "--json"]).json()["tools"].is_array());
+    for example in std::fs::read_dir(repository("examples/specs"))
+        .unwrap()
+        .flatten()
+    {
+        moesaic([
+            "spec".as_ref(),
+            "check".as_ref(),
+            example.path().as_os_str(),
+        ])
+        .ok();
+    }
+}
+
+#[test]
+fn help_has_examples_and_exit_codes() {
+    assert!(
+        moesaic(["--help"])
+            .ok()
+            .contains("Exit codes: 0 done, 1 failed")
+    );
+    for command in [
+        "run",
+        "emit",
+        "inspect",
+        "precompile",
+        "bench",
+        "cache",
+        "toolchain",
+    ] {
+        assert!(
+            moesaic([command, "--help"]).ok().contains("Examples:"),
+            "{command}"
+        );
+    }
+}

@@ -1,0 +1,270 @@
+//! Bad input gets one clear error, exit code 2, and leaves no file behind.
+
+mod common;
+
+use common::*;
+use moesaic::DType;
+use moesaic::weights::HostTensor;
+use std::path::Path;
+
+#[test]
+fn specs_that_cannot_be() {
+    let too_many = SMALL.replace("top_k = 2", "top_k = 9");
+    Small::of(&too_many).refuses(&[], &["top_k", "small.toml:2:", "experts = 5", "^"]);
+    let typo = SMALL.replace("hidden_dim", "hiden_dim");
+    Small::of(&typo).refuses(&[], &["hiden_dim", "hidden_dim", "small.toml:2:"]);
+    Small::of("").refuses(&[], &["shape"]);
+    Small::of("{\"shape\": {}}").refuses(&[], &["hint: this looks like JSON; --hf DIR"]);
+}
+
+#[test]
+fn specs_that_cannot_be_read() {
+    let dir = scratch();
+    let missing = dir.path().join("none.toml");
+    let emit = |path: &Path| {
+        finish(
+            command()
+                .args(["emit", "--target", "cpu", "--spec"])
+                .arg(path),
+        )
+    };
+    emit(&missing).fails(
+        2,
+        &[
+            "cannot read the spec",
+            "none.toml: no such file or directory",
+        ],
+    );
+    emit(dir.path()).fails(2, &["is a directory, not a file"]);
+    let binary = dir.path().join("binary.toml");
+    std::fs::write(&binary, [0xff, 0xfe, 0]).unwrap();
+    emit(&binary).fails(2, &["binary.toml is not a text file"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn paths_need_not_be_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let dir = scratch();
+    let path = dir.path().join(std::ffi::OsStr::from_bytes(b"\xff.toml"));
+    let emit = || {
+        finish(
+            command()
+                .args(["emit", "--target", "cpu", "--spec"])
+                .arg(&path),
+        )
+    };
+    emit().fails(2, &["no such file or directory"]);
+    std::fs::write(&path, SMALL).unwrap();
+    emit().ok();
+}
+
+#[test]
+fn unknown_targets_get_a_suggestion_and_the_list() {
+    let small = Small::new();
+    let emit = |target: &str| {
+        finish(
+            command()
+                .args(["emit", "--target", target, "--spec"])
+                .arg(&small.spec),
+        )
+    };
+    emit("cuda:sm90a").fails(
+        2,
+        &[
+            "unknown target `cuda:sm90a`",
+            "rocm:gfx942",
+            "cuda:sm_80",
+            "did you mean `cuda:sm_90a`?",
+        ],
+    );
+    emit("cpu,gfx942").fails(2, &["did you mean `rocm:gfx942`?"]);
+    emit("cuda").fails(2, &["names no architecture", "cuda:sm_90a"]);
+    small
+        .run(&["--target=cpu:quantum"])
+        .fails(2, &["cannot be used multiple times"]);
+}
+
+#[test]
+fn weights_of_another_shape_or_type() {
+    let mut small = Small::new();
+    let mut weights = small_weights();
+    weights.insert("experts.up.weight".to_string(), tensor(&[5, 20, 12], 3));
+    small.weights = save(small.dir.path(), "shape.safetensors", &weights);
+    small.refuses(
+        &[],
+        &[
+            "`experts.up.weight`",
+            "has shape [5, 20, 12], expected [5, 12, 20]",
+        ],
+    );
+    let ints = HostTensor::from_i32(&[5, 20], &[1; 100]);
+    weights.insert("experts.up.weight".to_string(), tensor(&[5, 12, 20], 3));
+    weights.insert("router.weight".to_string(), ints);
+    small.weights = save(small.dir.path(), "type.safetensors", &weights);
+    small.refuses(&[], &["`router.weight`", "i32"]);
+    weights.remove("router.weight");
+    small.weights = save(small.dir.path(), "gap.safetensors", &weights);
+    small.refuses(&[], &["has no tensor for `router.weight`"]);
+}
+
+#[test]
+fn files_that_are_cut_short_or_no_safetensors() {
+    for which in ["weights", "input"] {
+        let mut small = Small::new();
+        let path = if which == "weights" {
+            &small.weights
+        } else {
+            &small.input
+        };
+        let whole = std::fs::read(path).unwrap();
+        let cut = small.dir.path().join("cut.safetensors");
+        for length in [0, 5, 60, whole.len() - 1] {
+            std::fs::write(&cut, &whole[..length]).unwrap();
+            match which {
+                "weights" => small.weights = cut.clone(),
+                _ => small.input = cut.clone(),
+            }
+            small.refuses(&[], &["cut.safetensors is damaged"]);
+        }
+    }
+}
+
+#[test]
+fn inputs_that_do_not_fit() {
+    let mut small = Small::new();
+    let mut try_with = |name: &str, tensor: HostTensor, parts: &[&str]| {
+        small.input = save(
+            small.dir.path(),
+            "bad.safetensors",
+            &[(name.to_string(), tensor)].into(),
+        );
+        small.refuses(&[], parts);
+    };
+    try_with("h", tensor(&[7, 20], 1), &["has no tensor `x`; it has h"]);
+    try_with(
+        "x",
+        tensor(&[7, 21], 1),
+        &["has shape [7, 21], expected [tokens, 20]"],
+    );
+    try_with("x", tensor(&[140], 1), &["has shape [140]"]);
+    try_with(
+        "x",
+        tensor(&[2, 3, 20], 1),
+        &["hint: flatten its outer dimensions into one"],
+    );
+    try_with(
+        "x",
+        HostTensor::from_i32(&[1, 20], &[0; 20]),
+        &["is i32, expected f32, f16 or bf16"],
+    );
+    let wide = HostTensor {
+        dtype: DType::I64,
+        shape: vec![1, 20],
+        bytes: vec![0; 160],
+    };
+    try_with("x", wide, &["is i64, expected f32, f16 or bf16"]);
+    small.input = small.dir.path().to_path_buf();
+    small.refuses(&[], &["is a directory, not a file"]);
+}
+
+#[test]
+fn outputs_that_cannot_be() {
+    let mut small = Small::new();
+    let dir = small.dir.path().to_path_buf();
+    small.output = dir.join("no/such/y.safetensors");
+    small.refuses(&[], &["there is no directory"]);
+    small.output = dir;
+    small.run(&[]).fails(2, &["is a directory, not a file"]);
+}
+
+#[test]
+fn a_missing_compiler_says_what_to_install() {
+    let small = Small::new();
+    let mut call = small.command();
+    let empty = scratch();
+    finish(
+        call.env("MOESAIC_CC", "/no/such/cc")
+            .arg("--cache")
+            .arg(empty.path()),
+    )
+    .fails(
+        2,
+        &[
+            "no compiler for `cpu`",
+            "MOESAIC_CC=/no/such/cc",
+            "moesaic toolchain install c",
+        ],
+    );
+}
+
+#[test]
+fn a_compiler_that_fails_is_a_failure_of_the_work() {
+    let (small, empty) = (Small::new(), scratch());
+    let mut call = small.command();
+    finish(
+        call.env("MOESAIC_CC", "false")
+            .arg("--cache")
+            .arg(empty.path()),
+    )
+    .fails(1, &["false"]);
+    assert!(!small.output.exists());
+}
+
+#[test]
+fn what_is_not_built_yet_says_so() {
+    Small::new().refuses(&["--grad"], &["the backward pass is not built yet"]);
+}
+
+#[test]
+fn hugging_face_directories_without_a_layer() {
+    let dir = scratch();
+    let run = |config: &str, layer: &str| {
+        let path = write(dir.path(), "config.json", config);
+        let mut call = command();
+        call.args(["spec", "show", "--layer", layer, "--hf"])
+            .arg(path.parent().unwrap());
+        finish(&mut call)
+    };
+    run("{}", "0").fails(2, &["has no `model_type`"]);
+    run("nonsense", "0").fails(2, &["not a JSON object"]);
+    run("{\"model_type\": \"mixtrall\"}", "0").fails(2, &["did you mean `mixtral`?"]);
+    let config =
+        std::fs::read_to_string(repository("tests/oracle/hf/mixtral/config.json")).unwrap();
+    run(&config, "99").fails(2, &["layer 99 does not exist", "2 layers"]);
+    let nowhere = dir.path().join("nowhere");
+    let mut call = command();
+    finish(call.args(["spec", "show", "--hf"]).arg(nowhere)).fails(
+        2,
+        &[
+            "cannot read the model configuration",
+            "hint: --hf takes the directory",
+        ],
+    );
+}
+
+#[test]
+fn usage_errors_are_bad_input_too() {
+    moesaic(["run"]).fails(2, &["required arguments were not provided"]);
+    moesaic(["inspekt"]).fails(2, &["unrecognized subcommand", "inspect"]);
+    moesaic(["emit", "--target", "cpu"]).fails(2, &["--spec"]);
+    moesaic(["cache", "prune"]).fails(2, &["--max-bytes", "--older-than"]);
+    moesaic(["cache", "prune", "--older-than", "soon"]).fails(2, &["such as 30d"]);
+    moesaic(["toolchain", "install", "metal"]).fails(2, &["choose from cuda, rocm, c"]);
+}
+
+#[test]
+fn colours_only_where_they_are_wanted() {
+    let plain = moesaic(["emit", "--target", "cpu", "--spec", "/none"]);
+    assert!(!plain.stderr.contains('\x1b'));
+    let painted = moesaic([
+        "emit", "--target", "cpu", "--spec", "/none", "--color", "always",
+    ]);
+    assert!(
+        painted
+            .stderr
+            .starts_with("\x1b[1;31merror:\x1b[0m cannot read"),
+        "{}",
+        painted.stderr
+    );
+}

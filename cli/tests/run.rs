@@ -1,0 +1,222 @@
+//! `moesaic run` against outside data and against the reference.
+
+mod common;
+
+use common::*;
+use moesaic::DType;
+use moesaic::weights::HostTensor;
+
+/// A case of tests/oracle/hf: y within 2e-5 of the largest element, and the
+/// same experts in the same order.
+fn oracle(case: &str, layer: &str) {
+    let (dir, scratch) = (repository("tests/oracle/hf").join(case), scratch());
+    let (expected, output) = (
+        dir.join("block.safetensors"),
+        scratch.path().join("y.safetensors"),
+    );
+    let mut call = command();
+    call.args(["run", "--target", "cpu", "--layer", layer, "--hf"])
+        .arg(&dir);
+    finish(
+        call.arg("--input")
+            .arg(&expected)
+            .arg("--output")
+            .arg(&output),
+    )
+    .ok();
+    let (dtype, shape, found) = load(&output, "y");
+    let (_, expected_shape, wanted) = load(&expected, "y");
+    assert_eq!((dtype, &shape), (DType::F32, &expected_shape));
+    let scale = wanted.iter().fold(0f64, |most, v| most.max(v.abs()));
+    let worst = found
+        .iter()
+        .zip(&wanted)
+        .fold(0f64, |most, (f, w)| most.max((f - w).abs()));
+    assert!(worst <= 2e-5 * scale, "{case}: {:.1e}", worst / scale);
+    assert_eq!(
+        load(&output, "topk_ids"),
+        load(&expected, "topk_ids"),
+        "{case}"
+    );
+    let counts: f64 = load(&output, "counts").2.iter().sum();
+    assert_eq!(counts as usize, load(&output, "topk_ids").2.len());
+}
+
+#[test]
+fn mixtral() {
+    oracle("mixtral", "1");
+}
+
+#[test]
+fn qwen2_moe() {
+    oracle("qwen2_moe", "0");
+}
+
+#[test]
+fn qwen3_moe() {
+    oracle("qwen3_moe", "1");
+}
+
+#[test]
+fn olmoe() {
+    oracle("olmoe", "0");
+}
+
+#[test]
+fn gpt_oss() {
+    oracle("gpt_oss", "0");
+}
+
+#[test]
+fn deepseek_v3() {
+    oracle("deepseek_v3", "1");
+}
+
+#[test]
+fn a_spec_and_a_weight_file_agree_with_the_reference() {
+    let small = Small::new();
+    let report = small.run(&["--reference", "--json"]).json();
+    assert!(
+        report["reference"]["y_error"].as_f64().unwrap() < 1e-5,
+        "{report}"
+    );
+    assert_eq!(report["reference"]["tokens_with_other_experts"], 0);
+    assert_eq!(report["tokens"], 7);
+    let names = ["counts", "router.logits", "topk_ids", "topk_weights", "y"];
+    let tensors = report["tensors"].as_array().unwrap();
+    assert_eq!(
+        tensors
+            .iter()
+            .map(|t| t["name"].as_str().unwrap())
+            .collect::<Vec<_>>(),
+        names
+    );
+    assert_eq!(load(&small.output, "router.logits").1, [7, 5]);
+    assert_eq!(load(&small.output, "counts").0, DType::I64);
+}
+
+#[test]
+fn y_comes_in_the_type_of_the_activations_and_weights_round_only_when_asked() {
+    let small = Small::new();
+    small.refuses(
+        &["--precision", "bf16"],
+        &[
+            "is f32, the spec stores it as bf16",
+            "hint: --narrow rounds the values",
+        ],
+    );
+    let finished = small.run(&["--precision", "bf16", "--narrow", "--reference", "--json"]);
+    assert!(
+        finished
+            .stderr
+            .contains("x is f32 and is rounded to the layer's bf16")
+    );
+    let error = finished.json()["reference"]["y_error"].as_f64().unwrap();
+    assert!(error > 1e-7 && error < 0.02, "{error}");
+    assert_eq!(load(&small.output, "y").0, DType::Bf16);
+}
+
+#[test]
+fn a_capacity_adds_places() {
+    let spec = format!("{SMALL}capacity = {{ mode = \"bounded\", factor = 0.5 }}\n");
+    let small = Small::of(&spec);
+    let report = small.run(&["--reference", "--json"]).json();
+    assert!(
+        report["reference"]["y_error"].as_f64().unwrap() < 1e-5,
+        "{report}"
+    );
+    let places = load(&small.output, "locations").2;
+    let dropped = places.iter().filter(|place| **place < 0.0).count();
+    assert!(dropped > 0);
+    assert_eq!(report["dropped"], dropped);
+    assert_eq!(load(&small.output, "overflow").2, [dropped as f64]);
+    assert_eq!(load(&small.output, "capacity").1, [1]);
+}
+
+#[test]
+fn no_tokens_are_no_problem() {
+    let mut small = Small::new();
+    let empty = HostTensor {
+        dtype: DType::F32,
+        shape: vec![0, 20],
+        bytes: Vec::new(),
+    };
+    small.input = save(
+        small.dir.path(),
+        "none.safetensors",
+        &[("x".to_string(), empty)].into(),
+    );
+    small.run(&[]).ok();
+    assert_eq!(load(&small.output, "y").1, [0, 20]);
+    assert_eq!(load(&small.output, "counts").2, [0.0; 5]);
+}
+
+#[test]
+fn a_nan_stays_with_its_token() {
+    let mut small = Small::new();
+    let mut x = values(7 * 20, 5);
+    x[3 * 20 + 4] = f32::NAN;
+    let input = [("x".to_string(), HostTensor::from_f32(&[7, 20], &x))].into();
+    small.run(&[]).ok();
+    let clean = load(&small.output, "y").2;
+    small.input = save(small.dir.path(), "nan.safetensors", &input);
+    small.run(&[]).ok();
+    let y = load(&small.output, "y").2;
+    for token in 0..7 {
+        let row = token * 20..token * 20 + 20;
+        match token {
+            3 => assert!(y[row].iter().all(|v| v.is_nan())),
+            _ => assert_eq!(y[row.clone()], clean[row]),
+        }
+    }
+}
+
+#[test]
+fn routers_that_take_more_than_tokens() {
+    let spec = format!("{SMALL}router = {{ kind = \"external\" }}\n");
+    let mut small = Small::of(&spec);
+    small.refuses(&[], &["has no tensor `topk_ids`; it has x"]);
+    let mut input = small_input();
+    let ids: Vec<i64> = (0..14).map(|i| i * 3 % 5).collect();
+    input.insert("topk_ids".to_string(), HostTensor::from_i64(&[7, 2], &ids));
+    input.insert("topk_weights".to_string(), tensor(&[7, 2], 9));
+    small.input = save(small.dir.path(), "routed.safetensors", &input);
+    let report = small.run(&["--reference", "--json"]).json();
+    assert!(
+        report["reference"]["y_error"].as_f64().unwrap() < 1e-5,
+        "{report}"
+    );
+    input.insert(
+        "topk_ids".to_string(),
+        HostTensor::from_i64(&[7, 2], &[1 << 40; 14]),
+    );
+    small.input = save(small.dir.path(), "far.safetensors", &input);
+    std::fs::remove_file(&small.output).unwrap();
+    small.refuses(
+        &[],
+        &["input `topk_ids`: has 2147483647 at element 0, expected -1..=4"],
+    );
+}
+
+#[test]
+fn a_warm_cache_compiles_nothing_and_strict_needs_one() {
+    let small = Small::new();
+    let cold = scratch();
+    let cache = cold.path().to_str().unwrap();
+    small.run(&["--strict", "--cache", cache]).fails(
+        1,
+        &[
+            "is not in the cache and compiling is off",
+            "moesaic precompile --spec",
+        ],
+    );
+    assert!(!small.output.exists());
+    let first = small.run(&["--cache", cache, "--json"]).json();
+    assert_eq!(first["kernels"]["from_cache"], 0);
+    let second = small.run(&["--cache", cache, "--strict", "--json"]).json();
+    assert_eq!(second["kernels"]["compiled"], 0);
+    assert_eq!(
+        second["kernels"]["from_cache"],
+        first["kernels"]["compiled"]
+    );
+}
