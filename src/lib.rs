@@ -43,7 +43,7 @@ pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_cache::Store;
 pub use moesaic_engine::{
     Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome, Output, RawCall, Row,
-    Stats, StepTime, Weights, precompile,
+    Stats, StepTime, Weights, precompile, precompile_on,
 };
 pub use moesaic_macros::layer;
 pub use moesaic_kernel::{DType, KernelSource, Size, Stem, Target, TargetError};

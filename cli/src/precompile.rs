@@ -9,7 +9,7 @@ use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::target::{CompileOptions, Report};
-use moesaic::{Compilers, Event, Job, LayerSpec, Outcome, Row, Store, precompile};
+use moesaic::{Compilers, Event, Job, LayerSpec, Outcome, Row, Store, precompile_on};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -89,7 +89,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         ..CompileOptions::default()
     };
     let started = Instant::now();
-    let rows = with_progress(|progress| precompile(&jobs, &store, &options, progress))?;
+    let rows = with_progress(|progress| precompile_on(args.threads(), &jobs, &store, &options, progress))?;
     let time = started.elapsed();
     let pack = args
         .output
@@ -115,6 +115,12 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
 }
 
 impl PrecompileArgs {
+    /// Compiles at the same time.
+    fn threads(&self) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
+        self.jobs.map_or_else(cores, usize::from)
+    }
+
     fn specs(&self, console: &Console) -> Result<Vec<LayerSpec>> {
         let mut specs: Vec<LayerSpec> = self
             .spec

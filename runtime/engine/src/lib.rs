@@ -28,5 +28,5 @@ pub use engine::{Engine, EngineParts, LoadedKernel, Stats};
 pub use error::EngineError;
 pub use forward::{Input, Output, RawCall, StepTime};
 pub use layer::Layer;
-pub use precompile::{Event, Job, Outcome, Row, precompile};
+pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use tensor::{Element, HostTensor, Weights};

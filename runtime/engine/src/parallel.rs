@@ -6,8 +6,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// `job` of every item, on up to one thread per core, results in the order of
 /// the items. One item runs on the caller's thread.
 pub(crate) fn parallel<T: Sync, R: Send>(items: &[T], job: impl Fn(&T) -> R + Sync) -> Vec<R> {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let threads = cores.min(items.len());
+    parallel_on(cores(), items, job)
+}
+
+/// The cores of this machine that the process may use.
+pub(crate) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// As [`parallel`], on at most `threads` threads.
+pub(crate) fn parallel_on<T: Sync, R: Send>(
+    threads: usize,
+    items: &[T],
+    job: impl Fn(&T) -> R + Sync,
+) -> Vec<R> {
+    let threads = threads.min(items.len());
     if threads <= 1 {
         return items.iter().map(job).collect();
     }

@@ -2,7 +2,7 @@
 //! login node does.
 
 use crate::jit::Builder;
-use crate::parallel::parallel;
+use crate::parallel::{cores, parallel_on};
 use crate::{EngineError, layer};
 use moesaic_cache::{Key, Store};
 use moesaic_emit::emit_layer;
@@ -71,6 +71,20 @@ pub fn precompile(
     options: &CompileOptions,
     progress: &(dyn Fn(Event<'_>) + Sync),
 ) -> Result<Vec<Row>, EngineError> {
+    precompile_on(cores(), jobs, store, options, progress)
+}
+
+/// As [`precompile`], with at most `threads` compiles at the same time.
+///
+/// # Errors
+/// As [`precompile`].
+pub fn precompile_on(
+    threads: usize,
+    jobs: &[Job],
+    store: &Arc<Store>,
+    options: &CompileOptions,
+    progress: &(dyn Fn(Event<'_>) + Sync),
+) -> Result<Vec<Row>, EngineError> {
     let mut seen = HashSet::new();
     let mut kernels: Vec<(&Job, KernelSource, Key, Builder)> = Vec::new();
     for job in jobs {
@@ -85,7 +99,7 @@ pub fn precompile(
         }
     }
     progress(Event::Start(kernels.len()));
-    Ok(parallel(&kernels, |(job, source, key, builder)| {
+    Ok(parallel_on(threads, &kernels, |(job, source, key, builder)| {
         let row = Row {
             layer: job.spec.name.clone(),
             kernel: source.name.clone(),
