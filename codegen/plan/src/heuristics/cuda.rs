@@ -5,15 +5,22 @@ use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::CudaArch;
 
-/// See [`GateTopkConfig`].
-pub fn gate_topk(_: &GateTopkDesc, _: CudaArch) -> GateTopkConfig {
+/// Lanes of a warp.
+const WARP: usize = 32;
+
+/// See [`GateTopkConfig`]. One token per warp when selecting.
+pub fn gate_topk(d: &GateTopkDesc, _: CudaArch) -> GateTopkConfig {
+    let columns = match d.logits {
+        Logits::Cosine(_) => 32,
+        _ => d.experts.next_power_of_two().clamp(4, 32),
+    };
     GateTopkConfig {
         logits_threads: 128,
         logits_tile_tokens: 32,
-        logits_tile_experts: 32,
+        logits_tile_experts: columns,
         logits_tile_depth: 32,
         select_threads: 128,
-        select_tile_tokens: 4,
+        select_tile_tokens: 128 / WARP,
     }
 }
 
@@ -49,10 +56,10 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, _: CudaArch) -> GroupedGemmConfig {
     }
 }
 
-/// See [`CombineConfig`].
+/// See [`CombineConfig`]. The threads of a block share the columns of a token.
 pub fn combine(_: &CombineDesc, _: CudaArch) -> CombineConfig {
     CombineConfig {
         threads: 128,
-        tile_tokens: 4,
+        tile_tokens: 1,
     }
 }

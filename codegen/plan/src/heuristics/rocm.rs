@@ -5,15 +5,19 @@ use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::RocmArch;
 
-/// See [`GateTopkConfig`].
-pub fn gate_topk(_: &GateTopkDesc, _: RocmArch) -> GateTopkConfig {
+/// See [`GateTopkConfig`]. One token per warp when selecting.
+pub fn gate_topk(d: &GateTopkDesc, arch: RocmArch) -> GateTopkConfig {
+    let columns = match d.logits {
+        Logits::Cosine(_) => 32,
+        _ => d.experts.next_power_of_two().clamp(4, 32),
+    };
     GateTopkConfig {
         logits_threads: 128,
         logits_tile_tokens: 32,
-        logits_tile_experts: 32,
+        logits_tile_experts: columns,
         logits_tile_depth: 32,
         select_threads: 128,
-        select_tile_tokens: 4,
+        select_tile_tokens: 128 / arch.wave as usize,
     }
 }
 
@@ -49,10 +53,10 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, _: RocmArch) -> GroupedGemmConfig {
     }
 }
 
-/// See [`CombineConfig`].
+/// See [`CombineConfig`]. The threads of a block share the columns of a token.
 pub fn combine(_: &CombineDesc, _: RocmArch) -> CombineConfig {
     CombineConfig {
         threads: 128,
-        tile_tokens: 4,
+        tile_tokens: 1,
     }
 }
