@@ -18,7 +18,10 @@ const CLANG: [&str; 8] = [
 fn first(names: &[&str]) -> Option<String> {
     let runs = |name: &&&str| {
         let mut command = Command::new(name);
-        command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
+        command
+            .arg("--version")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         command.status().is_ok_and(|status| status.success())
     };
     names.iter().find(runs).map(|name| name.to_string())
@@ -29,9 +32,7 @@ fn flags(isa: CpuIsa) -> &'static str {
         CpuIsa::Portable => "",
         CpuIsa::Neon => "--target=aarch64-linux-gnu",
         CpuIsa::Avx2 => "-mavx2 -mfma -mf16c -mbmi2",
-        CpuIsa::Avx512 => {
-            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-        }
+        CpuIsa::Avx512 => "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",
         CpuIsa::Avx512Bf16 => {
             "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16"
         }
@@ -71,7 +72,9 @@ fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
         let spec: LayerSpec = serde_json::from_str(text).unwrap();
         spec.validate().unwrap();
         let sources = emit_layer(&plan(&spec, Target::Cpu(isa)).unwrap()).unwrap();
-        sources.into_iter().map(move |source| (format!("{i}_{}", source.file_name()), source.text))
+        sources
+            .into_iter()
+            .map(move |source| (format!("{i}_{}", source.file_name()), source.text))
     });
     sources.collect()
 }
@@ -79,7 +82,9 @@ fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
 fn compile(compiler: &str, isa: CpuIsa, dir: &Path, files: &[&String]) {
     let mut command = Command::new(compiler);
     command.args("-std=gnu11 -O2 -fno-math-errno -ffp-contract=fast -c".split(' '));
-    command.args(["-Wall", "-Wextra", "-Werror"]).args(flags(isa).split_whitespace());
+    command
+        .args(["-Wall", "-Wextra", "-Werror"])
+        .args(flags(isa).split_whitespace());
     let output = command.args(files).current_dir(dir).output().unwrap();
     let log = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{compiler}, {isa:?}:\n{log}");
@@ -94,7 +99,10 @@ fn check(isa: CpuIsa) {
     }
     let files: Vec<&String> = texts.keys().collect();
     let compilers: Vec<String> = [first(&GCC), first(&CLANG)].into_iter().flatten().collect();
-    assert!(!compilers.is_empty(), "the tests of CPU kernels need a C compiler");
+    assert!(
+        !compilers.is_empty(),
+        "the tests of CPU kernels need a C compiler"
+    );
     for compiler in compilers.iter().filter(|compiler| reaches(compiler, isa)) {
         compile(compiler, isa, dir.path(), &files);
     }

@@ -21,7 +21,11 @@ fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
     let rig = Rig::new(spec, isa, 2);
     for (i, &tokens) in tokens.iter().enumerate() {
         let tensors = rig.run(&rig.random_input(tokens, i as u64));
-        check::all(&rig, &tensors, &format!("{isa:?}, {tokens} tokens, {spec:?}"));
+        check::all(
+            &rig,
+            &tensors,
+            &format!("{isa:?}, {tokens} tokens, {spec:?}"),
+        );
     }
 }
 
@@ -57,7 +61,12 @@ fn types_can_be_mixed() {
 
 #[test]
 fn awkward_shapes() {
-    for (d, h, e, k) in [(1, 1, 1, 1), (300, 67, 1, 1), (17, 130, 5, 5), (5, 3, 37, 4)] {
+    for (d, h, e, k) in [
+        (1, 1, 1, 1),
+        (300, 67, 1, 1),
+        (17, 130, 5, 5),
+        (5, 3, 37, 4),
+    ] {
         run(&spec(d, h, e, k), host(), &[0, 1, 13, 500]);
     }
 }
@@ -80,7 +89,10 @@ fn scores() {
             s.router.renormalize = Renormalize::Sum;
             s.router.renormalize_eps = 1e-20;
             s.router.scale = 2.5;
-            s.shared = vec![SharedExpert { hidden_dim: 50, gate: SharedGate::None }];
+            s.shared = vec![SharedExpert {
+                hidden_dim: 50,
+                gate: SharedGate::None,
+            }];
         },
         |s| {
             s.router.groups = groups(3, 1, GroupStat::Max, GroupMask::Zero);
@@ -108,7 +120,12 @@ fn scores() {
 }
 
 fn groups(count: usize, keep: usize, stat: GroupStat, mask: GroupMask) -> Option<Groups> {
-    Some(Groups { count, keep, stat, mask })
+    Some(Groups {
+        count,
+        keep,
+        stat,
+        mask,
+    })
 }
 
 #[test]
@@ -165,7 +182,10 @@ fn experts() {
             s.precision.activations = DType::Bf16;
         },
         |s| {
-            let shared = |gate| SharedExpert { hidden_dim: 9, gate };
+            let shared = |gate| SharedExpert {
+                hidden_dim: 9,
+                gate,
+            };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
             s.experts.identity = 3;
         },
@@ -229,7 +249,8 @@ fn all_tokens_go_to_one_expert() {
     let rig = Rig::new(&external, host(), 2);
     let mut input = rig.random_input(400, 3);
     let (ids, _) = input.routing.as_mut().unwrap();
-    ids.chunks_mut(2).for_each(|pair| pair.copy_from_slice(&[3, -1]));
+    ids.chunks_mut(2)
+        .for_each(|pair| pair.copy_from_slice(&[3, -1]));
     check::all(&rig, &rig.run(&input), "all to expert 3");
 }
 
@@ -239,7 +260,14 @@ fn results_do_not_depend_on_threads_or_on_other_tokens() {
     let many = Rig::new(&spec, host(), 3);
     let input = many.random_input(300, 5);
     let (all, one) = (many.run(&input), Rig::new(&spec, host(), 1).run(&input));
-    for name in ["router.logits", "topk_ids", "topk_weights", "hidden", "out", "y"] {
+    for name in [
+        "router.logits",
+        "topk_ids",
+        "topk_weights",
+        "hidden",
+        "out",
+        "y",
+    ] {
         assert_eq!(all.get(name), one.get(name), "{name}");
     }
     let mut first = input.clone();
@@ -252,13 +280,20 @@ fn results_do_not_depend_on_threads_or_on_other_tokens() {
 #[test]
 fn a_nan_token_spoils_only_itself() {
     for score in [Score::Softmax, Score::Sigmoid, Score::SoftmaxSelected] {
-        let rig = Rig::new(&with(spec(24, 16, 7, 3), |s| s.router.score = score), host(), 2);
+        let rig = Rig::new(
+            &with(spec(24, 16, 7, 3), |s| s.router.score = score),
+            host(),
+            2,
+        );
         let mut input = rig.random_input(30, 9);
         input.x[5 * 24 + 2] = f64::NAN;
         let tensors = rig.run(&input);
         for (token, ids) in tensors.ids().chunks(3).enumerate() {
             assert!(ids.iter().all(|id| (0..7).contains(id)), "{ids:?}");
-            assert!(ids[0] != ids[1] && ids[1] != ids[2] && ids[0] != ids[2], "{ids:?}");
+            assert!(
+                ids[0] != ids[1] && ids[1] != ids[2] && ids[0] != ids[2],
+                "{ids:?}"
+            );
             let y = &tensors.get("y")[token * 24..(token + 1) * 24];
             assert_eq!(y.iter().any(|v| v.is_nan()), token == 5, "token {token}");
         }

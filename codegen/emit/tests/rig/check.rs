@@ -8,7 +8,12 @@ use moesaic_spec::{LayerSpec, RouterKind, Score, WeightSite};
 
 /// All stems of one call.
 pub fn all(rig: &Rig, tensors: &Tensors, what: &str) {
-    let check = Check { rig, t: tensors, spec: &rig.plan.spec, what };
+    let check = Check {
+        rig,
+        t: tensors,
+        spec: &rig.plan.spec,
+        what,
+    };
     check.gate();
     check.scan();
     check.dispatch();
@@ -64,7 +69,13 @@ impl Check<'_> {
         };
         assert_eq!(self.t.ids(), want.ids, "{}: topk_ids", self.what);
         if !spec.capacity.renormalize_after_drop {
-            for (i, (&got, want)) in self.t.get("topk_weights").iter().zip(want.weights).enumerate() {
+            for (i, (&got, want)) in self
+                .t
+                .get("topk_weights")
+                .iter()
+                .zip(want.weights)
+                .enumerate()
+            {
                 self.near(&format!("topk_weights[{i}]"), got, want, 3e-6, 1e-6);
             }
         }
@@ -82,7 +93,10 @@ impl Check<'_> {
             weights = select(self.spec, &self.rig.weights, z, self.tokens()).weights;
         }
         let importance = match self.spec.has_logits() {
-            true => self.t.get("router.logits").chunks(self.spec.routed_experts()),
+            true => self
+                .t
+                .get("router.logits")
+                .chunks(self.spec.routed_experts()),
             false => weights.chunks(k),
         };
         let best = |row: &[f64]| match self.spec.router.score {
@@ -90,7 +104,11 @@ impl Check<'_> {
             _ => row[rank(row)[0]],
         };
         let importance = importance.map(best).collect();
-        Decision { ids: self.t.ids(), weights, importance }
+        Decision {
+            ids: self.t.ids(),
+            weights,
+            importance,
+        }
     }
 
     fn scan(&self) {
@@ -108,7 +126,13 @@ impl Check<'_> {
         self.maps(&want.locations);
         if self.spec.capacity.renormalize_after_drop {
             for (i, (&got, want)) in t.get("topk_weights").iter().zip(want.weights).enumerate() {
-                self.near(&format!("renormalised topk_weights[{i}]"), got, want, 3e-6, 1e-6);
+                self.near(
+                    &format!("renormalised topk_weights[{i}]"),
+                    got,
+                    want,
+                    3e-6,
+                    1e-6,
+                );
             }
         }
     }
@@ -127,10 +151,18 @@ impl Check<'_> {
         let (slot_rows, row_slots) = (self.t.ints("slot_rows"), self.t.ints("row_slots"));
         for slot in 0..self.slots() {
             let at = i64::from(locations[slot]);
-            let row = if at < 0 { -1 } else { rows[ids[slot] as usize] + at };
+            let row = if at < 0 {
+                -1
+            } else {
+                rows[ids[slot] as usize] + at
+            };
             assert_eq!(slot_rows[slot], row, "{}: slot_rows[{slot}]", self.what);
             if row >= 0 {
-                assert_eq!(row_slots[row as usize], slot as i64, "{}: row_slots", self.what);
+                assert_eq!(
+                    row_slots[row as usize], slot as i64,
+                    "{}: row_slots",
+                    self.what
+                );
             }
         }
     }
@@ -146,8 +178,8 @@ impl Check<'_> {
     fn dispatch(&self) {
         let (d, dtype) = (self.spec.shape.model_dim, self.spec.precision.activations);
         let row_slots = self.t.ints("row_slots");
-        for row in 0..self.rows() {
-            let token = row_slots[row] as usize / self.spec.shape.top_k;
+        for (row, &slot) in row_slots.iter().enumerate().take(self.rows()) {
+            let token = slot as usize / self.spec.shape.top_k;
             let weight = match self.spec.router.weight_on {
                 WeightSite::Input => self.row_weight(row),
                 _ => 1.0,
@@ -190,18 +222,36 @@ impl Check<'_> {
         for (i, &got) in hidden.iter().enumerate() {
             let gate = gate.as_ref().map(|g| g[i].0 + g[i].1);
             let want = weight * activate(&self.spec.experts, gate, up[i].0 + up[i].1);
-            self.near(&format!("{}[{row}, {i}]", names[1]), got, want, self.tolerance(), 1.0);
+            self.near(
+                &format!("{}[{row}, {i}]", names[1]),
+                got,
+                want,
+                self.tolerance(),
+                1.0,
+            );
         }
         let down = self.product(prefix, "down", index, hidden);
         let out = self.row(names[2], row, down.len());
         for (i, &got) in out.iter().enumerate() {
             let want = down[i].0 + weight * down[i].1;
-            self.near(&format!("{}[{row}, {i}]", names[2]), got, want, self.tolerance(), 1.0);
+            self.near(
+                &format!("{}[{row}, {i}]", names[2]),
+                got,
+                want,
+                self.tolerance(),
+                1.0,
+            );
         }
     }
 
     /// Products and biases of one projection.
-    fn product(&self, prefix: &str, part: &str, index: Option<usize>, x: &[f64]) -> Vec<(f64, f64)> {
+    fn product(
+        &self,
+        prefix: &str,
+        part: &str,
+        index: Option<usize>,
+        x: &[f64],
+    ) -> Vec<(f64, f64)> {
         let tensor = |what: &str| self.rig.weights.get(&format!("{prefix}.{part}.{what}"));
         let slice = |what: &str| match index {
             Some(e) => tensor(what).outer(e).to_vec(),
@@ -211,7 +261,11 @@ impl Check<'_> {
         let bias = self.spec.experts.bias.then(|| slice("bias"));
         let dot = |row: &[f64]| row.iter().zip(x).map(|(w, v)| w * v).sum();
         let bias = |i: usize| bias.as_ref().map_or(0.0, |b| b[i]);
-        matrix.chunks(x.len()).enumerate().map(|(i, row)| (dot(row), bias(i))).collect()
+        matrix
+            .chunks(x.len())
+            .enumerate()
+            .map(|(i, row)| (dot(row), bias(i)))
+            .collect()
     }
 
     fn row(&self, name: &str, row: usize, width: usize) -> &[f64] {
@@ -228,16 +282,28 @@ impl Check<'_> {
                 if !kept(self.spec, ids[slot], slot_rows[slot] as i32) {
                     continue;
                 }
-                let weight = if on_output { self.t.get("topk_weights")[slot] } else { 1.0 };
+                let weight = if on_output {
+                    self.t.get("topk_weights")[slot]
+                } else {
+                    1.0
+                };
                 let row = match slot_rows[slot] {
                     -1 => self.row("x", token, width),
                     row => self.row("out", row as usize, width),
                 };
-                want.iter_mut().zip(row).for_each(|(sum, v)| *sum += weight * v);
+                want.iter_mut()
+                    .zip(row)
+                    .for_each(|(sum, v)| *sum += weight * v);
             }
             self.add_shared(&mut want, token);
             for (i, (&got, want)) in self.row("y", token, width).iter().zip(want).enumerate() {
-                self.near(&format!("y[{token}, {i}]"), got, want, self.tolerance(), 1.0);
+                self.near(
+                    &format!("y[{token}, {i}]"),
+                    got,
+                    want,
+                    self.tolerance(),
+                    1.0,
+                );
             }
         }
     }

@@ -12,9 +12,7 @@ use moesaic_kernel::{CpuIsa, DType, KernelSource, Target};
 use moesaic_plan::{LayerPlan, Role, plan};
 use moesaic_reference::{Input, Random, Weights, round_to};
 use moesaic_spec::{LayerSpec, RouterKind};
-use moesaic_target::{
-    Arg, Artifact, Buffer, CompileOptions, Compiler, Device, LaunchDims, Module,
-};
+use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, LaunchDims, Module};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -58,7 +56,9 @@ pub struct Tensors {
 
 impl Tensors {
     pub fn get(&self, name: &str) -> &[f64] {
-        self.values.get(name).unwrap_or_else(|| panic!("no tensor `{name}`"))
+        self.values
+            .get(name)
+            .unwrap_or_else(|| panic!("no tensor `{name}`"))
     }
 
     pub fn ints(&self, name: &str) -> Vec<i64> {
@@ -89,7 +89,12 @@ impl Rig {
     /// A rig of kernels that are loaded already.
     pub fn on(plan: LayerPlan, device: Box<dyn Device>, modules: Vec<Arc<dyn Module>>) -> Rig {
         let spec = &plan.spec;
-        Rig { weights: Weights::random(spec, 7).rounded(spec), plan, device, modules }
+        Rig {
+            weights: Weights::random(spec, 7).rounded(spec),
+            plan,
+            device,
+            modules,
+        }
     }
 
     /// Random input of `tokens` tokens.
@@ -97,16 +102,32 @@ impl Rig {
         let (spec, mut random) = (&self.plan.spec, Random::new(seed));
         let slots = tokens * spec.shape.top_k;
         let x = random.vec(tokens * spec.shape.model_dim);
-        let x = x.iter().map(|&v| round_to(spec.precision.activations, v)).collect();
+        let x = x
+            .iter()
+            .map(|&v| round_to(spec.precision.activations, v))
+            .collect();
         let below = |random: &mut Random, n: usize| (random.bits() % n as u64) as i32;
         let rows = spec.router.table_rows;
         let token_ids = rows.map(|n| (0..tokens).map(|_| below(&mut random, n)).collect());
         let routing = (spec.router.kind == RouterKind::External).then(|| {
             let ids = (0..slots).map(|_| below(&mut random, spec.routed_experts() + 1) - 1);
             let ids = ids.collect();
-            (ids, random.vec(slots).iter().map(|v| f64::from(v.abs() as f32)).collect())
+            (
+                ids,
+                random
+                    .vec(slots)
+                    .iter()
+                    .map(|v| f64::from(v.abs() as f32))
+                    .collect(),
+            )
         });
-        Input { tokens, x, token_ids, routing, seed: 0 }
+        Input {
+            tokens,
+            x,
+            token_ids,
+            routing,
+            seed: 0,
+        }
     }
 
     /// Runs every step; nothing that a kernel should write is set before.
@@ -123,7 +144,9 @@ impl Rig {
             };
             if let Some(values) = given {
                 assert_eq!(values.len(), count, "{}", tensor.name);
-                self.device.upload(&to_bytes(tensor.dtype, &values), &buffer, 0).unwrap();
+                self.device
+                    .upload(&to_bytes(tensor.dtype, &values), &buffer, 0)
+                    .unwrap();
             }
             buffers.insert(tensor.name.clone(), (tensor.dtype, buffer, count));
         }
@@ -133,13 +156,19 @@ impl Rig {
             self.device.download(&buffer, 0, &mut bytes).unwrap();
             (name, from_bytes(dtype, &bytes))
         });
-        Tensors { values: values.collect(), input: input.clone() }
+        Tensors {
+            values: values.collect(),
+            input: input.clone(),
+        }
     }
 
     fn launch_all(&self, tokens: u64, buffers: &BTreeMap<String, (DType, Buffer, usize)>) {
         for step in &self.plan.steps {
             let launch = &self.plan.entry(step).launch;
-            let tensors = step.tensors.iter().map(|name| Arg::Ptr(buffers[name].1.ptr()));
+            let tensors = step
+                .tensors
+                .iter()
+                .map(|name| Arg::Ptr(buffers[name].1.ptr()));
             let args: Vec<Arg> = tensors.chain([Arg::I64(tokens as i64)]).collect();
             let dims = LaunchDims {
                 grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
@@ -153,17 +182,24 @@ impl Rig {
     }
 }
 
+/// Artifacts by target and text.
+type Known = Mutex<HashMap<(Target, String), Arc<Artifact>>>;
+
 /// Compiles a text once per process.
 fn compiled(source: &KernelSource) -> Arc<Artifact> {
     static COMPILER: OnceLock<CpuCompiler> = OnceLock::new();
-    static KNOWN: OnceLock<Mutex<HashMap<(Target, String), Arc<Artifact>>>> = OnceLock::new();
+    static KNOWN: OnceLock<Known> = OnceLock::new();
     let compiler = COMPILER.get_or_init(|| CpuCompiler::find(None).unwrap());
     let known = KNOWN.get_or_init(Mutex::default);
     let key = (source.target, source.text.clone());
     if let Some(artifact) = known.lock().unwrap().get(&key) {
         return Arc::clone(artifact);
     }
-    let artifact = Arc::new(compiler.compile(source, &CompileOptions::default()).unwrap());
+    let artifact = Arc::new(
+        compiler
+            .compile(source, &CompileOptions::default())
+            .unwrap(),
+    );
     known.lock().unwrap().insert(key, Arc::clone(&artifact));
     artifact
 }
@@ -193,10 +229,20 @@ fn to_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
 fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let chunks = bytes.chunks_exact(dtype.size());
     match dtype {
-        DType::F32 => chunks.map(|c| f32::from_le_bytes(c.try_into().unwrap()).into()).collect(),
-        DType::F16 => chunks.map(|c| f16::from_le_bytes(c.try_into().unwrap()).into()).collect(),
-        DType::Bf16 => chunks.map(|c| bf16::from_le_bytes(c.try_into().unwrap()).into()).collect(),
-        DType::I32 => chunks.map(|c| i32::from_le_bytes(c.try_into().unwrap()).into()).collect(),
-        DType::I64 => chunks.map(|c| i64::from_le_bytes(c.try_into().unwrap()) as f64).collect(),
+        DType::F32 => chunks
+            .map(|c| f32::from_le_bytes(c.try_into().unwrap()).into())
+            .collect(),
+        DType::F16 => chunks
+            .map(|c| f16::from_le_bytes(c.try_into().unwrap()).into())
+            .collect(),
+        DType::Bf16 => chunks
+            .map(|c| bf16::from_le_bytes(c.try_into().unwrap()).into())
+            .collect(),
+        DType::I32 => chunks
+            .map(|c| i32::from_le_bytes(c.try_into().unwrap()).into())
+            .collect(),
+        DType::I64 => chunks
+            .map(|c| i64::from_le_bytes(c.try_into().unwrap()) as f64)
+            .collect(),
     }
 }
