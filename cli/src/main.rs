@@ -28,6 +28,7 @@ use args::{Cli, Command};
 use clap::Parser;
 use console::Console;
 use failure::{Failure, Result};
+use std::any::Any;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -66,13 +67,20 @@ fn give_up(failure: &Failure, console: &Console) -> ExitCode {
     ExitCode::from(failure.code as u8)
 }
 
+/// What a panic was given.
+fn message(payload: &dyn Any) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("no message")
+}
+
 /// A panic is a defect of moesaic: it is told in one line that can be sent on.
 fn report_defects(console: Console) {
     std::panic::set_hook(Box::new(move |panic| {
         let place = panic
             .location()
             .map(|at| format!(" ({}:{})", at.file(), at.line()));
-        let text = panic.payload_as_str().unwrap_or("no message");
+        let text = message(panic.payload());
         let failure = Failure::work(format!(
             "moesaic has a defect: {text}{}",
             place.unwrap_or_default()

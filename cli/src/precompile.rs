@@ -89,7 +89,8 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         ..CompileOptions::default()
     };
     let started = Instant::now();
-    let rows = with_progress(|progress| precompile_on(args.threads(), &jobs, &store, &options, progress))?;
+    let rows =
+        with_progress(|progress| precompile_on(args.threads(), &jobs, &store, &options, progress))?;
     let time = started.elapsed();
     let pack = args
         .output

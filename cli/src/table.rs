@@ -67,7 +67,7 @@ impl Table {
     /// The lines, each with a newline, indented by two spaces.
     pub fn render(&self, palette: &Palette) -> String {
         let widths: Vec<usize> = (0..self.columns.len()).map(|i| self.width(i)).collect();
-        let titles = self
+        let titles: Vec<Cell> = self
             .columns
             .iter()
             .map(|c| Cell::styled(&c.title, "1"))
@@ -88,7 +88,7 @@ impl Table {
         widest.max(self.columns[column].title.chars().count())
     }
 
-    fn line(&self, cells: &Vec<Cell>, widths: &[usize], palette: &Palette) -> String {
+    fn line(&self, cells: &[Cell], widths: &[usize], palette: &Palette) -> String {
         let mut line = String::from(" ");
         for ((cell, column), width) in cells.iter().zip(&self.columns).zip(widths) {
             let pad = " ".repeat(width - cell.text.chars().count());

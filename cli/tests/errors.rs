@@ -199,6 +199,26 @@ fn a_missing_compiler_says_what_to_install() {
 }
 
 #[test]
+fn a_device_that_cannot_run_the_target_is_a_clean_error() {
+    let small = Small::new();
+    let mut call = command();
+    call.args(["run", "--target", "rocm", "--spec"])
+        .arg(&small.spec);
+    call.arg("--weights")
+        .arg(&small.weights)
+        .arg("--input")
+        .arg(&small.input);
+    finish(call.arg("--output").arg(&small.output)).fails(
+        2,
+        &[
+            "no `rocm` device is available",
+            "hint: `moesaic doctor` says",
+        ],
+    );
+    assert!(!small.output.exists());
+}
+
+#[test]
 fn a_compiler_that_fails_is_a_failure_of_the_work() {
     let (small, empty) = (Small::new(), scratch());
     let mut call = small.command();

@@ -135,13 +135,11 @@ fn facts(inspection: &Inspection) -> String {
         ),
         (code(inspection), "machine code".to_string()),
     ];
-    if let Some((i, tokens)) = inspection.tokens.iter().enumerate().next_back() {
-        if let (_, Some(seconds)) = inspection.total(i) {
-            list.push((
-                units::seconds(seconds),
-                format!("least time for {tokens} tokens"),
-            ));
-        }
+    let last = inspection.tokens.iter().enumerate().next_back();
+    let least = last.and_then(|(i, tokens)| Some((tokens, inspection.total(i).1?)));
+    if let Some((tokens, seconds)) = least {
+        let name = format!("least time for {}", units::count(*tokens as usize, "token"));
+        list.push((units::seconds(seconds), name));
     }
     let card = |(value, name): &(String, String)| {
         format!(
