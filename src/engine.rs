@@ -146,7 +146,7 @@ fn compiler(
 fn open_device(backend: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
     match backend {
         "cuda" => cuda_device(options.ordinal),
-        "rocm" => rocm_device(options.ordinal),
+        "rocm" => Ok(Arc::new(moesaic_rocm::HipDevice::open(options.ordinal)?)),
         _ => cpu_device(options),
     }
 }
@@ -176,7 +176,7 @@ fn cuda_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
 fn runs(device: &dyn Device, target: Target) -> Result<(), DeviceError> {
     let own = device.info().target;
     let possible = match (own, target) {
-        (Target::Cpu(own), Target::Cpu(asked)) => own.runs(asked),
+        (Target::Cpu(_), Target::Cpu(asked)) => moesaic_cpu::host_runs(asked),
         (Target::Cuda(own), Target::Cuda(asked)) => own.runs(asked),
         (own, asked) => own == asked,
     };
@@ -185,8 +185,4 @@ fn runs(device: &dyn Device, target: Target) -> Result<(), DeviceError> {
     }
     let reason = format!("{} runs `{own}`, not `{target}`", device.info().name);
     Err(DeviceError::Unavailable { backend: target.backend().to_string(), reason })
-}
-
-fn rocm_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
-    Err(DeviceError::Unavailable { backend: "rocm".to_string(), reason: "TODO".to_string() })
 }

@@ -2,7 +2,6 @@
 
 use crate::pip::Python;
 use crate::{Registry, open};
-use moesaic_cuda::CudaDevice;
 use moesaic_kernel::Target;
 use moesaic_rocm::HipDevice;
 use moesaic_target::{CompileError, Compiler, Device, DeviceError};
@@ -36,10 +35,24 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
         compiler("ROCm compiler", open::rocm(registry), |clang| {
             clang.program().display().to_string()
         }),
-        device("CUDA device", CudaDevice::count(), CudaDevice::open),
+        cuda_device(),
         device("ROCm device", HipDevice::count(), HipDevice::open),
         pip(),
     ]
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_device() -> Finding {
+    use moesaic_cuda::CudaDevice;
+    device("CUDA device", CudaDevice::count(), CudaDevice::open)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_device() -> Finding {
+    Finding {
+        tried: "moesaic was built without its `cuda` feature".to_string(),
+        ..Finding::of("CUDA device")
+    }
 }
 
 /// The first GPU, and how many there are.

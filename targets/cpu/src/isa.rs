@@ -11,23 +11,44 @@ pub fn host_isa() -> CpuIsa {
     detect()
 }
 
+/// Whether this CPU and its operating system run code for `isa`.
+#[cfg(target_arch = "x86_64")]
+pub fn host_runs(isa: CpuIsa) -> bool {
+    let avx2 = || {
+        is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("bmi2")
+    };
+    let avx512 = || {
+        avx2()
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+    };
+    match isa {
+        CpuIsa::Portable => true,
+        CpuIsa::Avx2 => avx2(),
+        CpuIsa::Avx512 => avx512(),
+        CpuIsa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+        CpuIsa::Neon => false,
+    }
+}
+
+/// Whether this CPU and its operating system run code for `isa`.
+#[cfg(not(target_arch = "x86_64"))]
+pub fn host_runs(isa: CpuIsa) -> bool {
+    isa == CpuIsa::Portable || isa == detect()
+}
+
 #[cfg(target_arch = "x86_64")]
 fn detect() -> CpuIsa {
-    let avx2 = is_x86_feature_detected!("avx2")
-        && is_x86_feature_detected!("fma")
-        && is_x86_feature_detected!("f16c")
-        && is_x86_feature_detected!("bmi2");
-    let avx512 = avx2
-        && is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl");
-    match () {
-        () if avx512 && is_x86_feature_detected!("avx512bf16") && !is_intel() => CpuIsa::Avx512Bf16,
-        () if avx512 => CpuIsa::Avx512,
-        () if avx2 => CpuIsa::Avx2,
-        () => CpuIsa::Portable,
-    }
+    let fastest_first = match is_intel() {
+        true => [CpuIsa::Avx512, CpuIsa::Avx512Bf16, CpuIsa::Avx2],
+        false => [CpuIsa::Avx512Bf16, CpuIsa::Avx512, CpuIsa::Avx2],
+    };
+    fastest_first.into_iter().find(|isa| host_runs(*isa)).unwrap_or(CpuIsa::Portable)
 }
 
 #[cfg(target_arch = "x86_64")]

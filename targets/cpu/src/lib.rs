@@ -33,4 +33,4 @@ pub use compiler::CpuCompiler;
 pub use device::CpuDevice;
 pub use flags::compile_flags;
 pub use identity::Identity;
-pub use isa::host_isa;
+pub use isa::{host_isa, host_runs};
