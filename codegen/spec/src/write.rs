@@ -221,7 +221,8 @@ impl Value for f64 {
 
 impl Value for String {
     fn value(&self) -> String {
-        toml::Value::String(self.clone()).to_string()
+        // Every JSON string is a TOML basic string.
+        serde_json::Value::String(self.clone()).to_string()
     }
 }
 

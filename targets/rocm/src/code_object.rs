@@ -5,7 +5,7 @@
 
 use moesaic_target::{KernelReport, ParamSlot};
 use object::{Object, ObjectSection, ObjectSymbol};
-use rmpv::Value;
+use crate::msgpack::Value;
 
 /// The note's owner and type.
 const OWNER: &[u8] = b"AMDGPU\0";
@@ -67,8 +67,7 @@ fn metadata(elf: &object::File) -> Result<Value, CodeObjectError> {
         let mut notes = section.data().map_err(elf_error)?;
         while let Some((note, rest)) = next_note(notes) {
             if note.owner == OWNER && note.kind == METADATA {
-                return rmpv::decode::read_value(&mut &note.payload[..])
-                    .map_err(|error| bad(&error.to_string()));
+                return Value::read(note.payload).ok_or_else(|| bad("the metadata note is damaged"));
             }
             notes = rest;
         }
@@ -112,8 +111,7 @@ fn split_padded(bytes: &[u8], length: usize) -> Option<(&[u8], &[u8])> {
 }
 
 fn get<'a>(map: &'a Value, key: &str) -> Option<&'a Value> {
-    let pairs = map.as_map()?;
-    pairs
+    map.as_map()?
         .iter()
         .find(|(name, _)| name.as_str() == Some(key))
         .map(|(_, value)| value)

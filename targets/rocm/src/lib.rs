@@ -13,6 +13,7 @@ mod device;
 mod find;
 mod hip;
 mod hiprtc;
+mod msgpack;
 mod tool;
 
 pub use clang::{ClangFacts, ClangTool};
