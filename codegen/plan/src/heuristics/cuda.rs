@@ -15,7 +15,7 @@ pub fn gate_topk(d: &GateTopkDesc, _: CudaArch) -> GateTopkConfig {
         _ => d.experts.next_power_of_two().clamp(4, 32),
     };
     GateTopkConfig {
-        logits_threads: 128,
+        logits_threads: 256,
         logits_tile_tokens: 32,
         logits_tile_experts: columns,
         logits_tile_depth: 32,
