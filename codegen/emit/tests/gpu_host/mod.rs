@@ -1,6 +1,8 @@
 //! GPU kernels on this CPU: the emitted text over `prelude/sim`, compiled by
 //! the host's C++ compiler, one fiber per thread of a block.
 
+#![allow(dead_code, reason = "each test file uses its part")]
+
 mod memory;
 
 use memory::GuardedMemory;
@@ -34,17 +36,21 @@ pub type Schedule = Arc<AtomicI32>;
 pub fn modules(plan: &LayerPlan, schedule: &Schedule) -> Vec<Arc<dyn Module>> {
     let load = |kernel| {
         let source = emit_with(kernel, plan.target, Prelude::Sim).unwrap();
-        // A file of its own: a library that is loaded twice shares its fibers.
-        let file = tempfile::Builder::new().suffix(".so").tempfile().unwrap();
-        std::fs::write(file.path(), &*compiled(&source)).unwrap();
-        // SAFETY: the library is our own and runs nothing when it is loaded.
-        let library = unsafe { libloading::Library::new(file.path()) }.unwrap();
         Arc::new(HostModule {
-            library: Mutex::new(library),
+            library: Mutex::new(library(&source)),
             schedule: Arc::clone(schedule),
         }) as Arc<dyn Module>
     };
     plan.kernels.iter().map(load).collect()
+}
+
+/// A source over `prelude/sim`, compiled and loaded.
+pub fn library(source: &KernelSource) -> libloading::Library {
+    // A file of its own: a library that is loaded twice shares its fibers.
+    let file = tempfile::Builder::new().suffix(".so").tempfile().unwrap();
+    std::fs::write(file.path(), &*compiled(source)).unwrap();
+    // SAFETY: the library is our own and runs nothing when it is loaded.
+    unsafe { libloading::Library::new(file.path()) }.unwrap()
 }
 
 /// The library of a source; compiled once per process.
