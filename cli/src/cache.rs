@@ -3,7 +3,7 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::precompile::most_registers;
-use crate::store::StoreArgs;
+use crate::store::{StoreArgs, place};
 use crate::table::Table;
 use crate::{targets, units};
 use clap::{Args, Subcommand};
@@ -118,8 +118,7 @@ fn list(args: &ListArgs, console: &Console) -> Result {
     let kernels = store.list();
     if args.json {
         let kernels: Vec<Value> = kernels.iter().map(as_json).collect();
-        return console
-            .json(&json!({ "dir": store.dir().display().to_string(), "kernels": kernels }));
+        return console.json(&json!({ "dir": place(&store), "kernels": kernels }));
     }
     let titles = [
         "TARGET",
@@ -139,7 +138,7 @@ fn list(args: &ListArgs, console: &Console) -> Result {
         "{}, {}, in {}\n",
         units::count(kernels.len(), "kernel"),
         units::bytes(total),
-        store.dir().display()
+        place(&store)
     );
     let table = if kernels.is_empty() {
         String::new()
@@ -219,7 +218,7 @@ fn verified_text(verified: &Verified, store: &Store) -> String {
     text + &format!(
         "{good} good, {} damaged, in {}\n",
         verified.bad.len(),
-        store.dir().display()
+        place(store)
     )
 }
 
@@ -265,7 +264,7 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
         "{} added, {} were there, in {}\n",
         units::count(imported.added, "kernel"),
         imported.present,
-        store.dir().display()
+        place(&store)
     ))
 }
 
@@ -286,7 +285,7 @@ fn export(args: &ExportArgs, console: &Console) -> Result {
     let targets: Vec<Target> = targets::resolve(&args.target)?;
     let chosen = |kernel: &Listed| targets.is_empty() || targets.contains(&kernel.info.target);
     if !store.list().iter().any(chosen) {
-        let what = format!("no kernels to export in {}", store.dir().display());
+        let what = format!("no kernels to export in {}", place(&store));
         return Err(Failure::input(what).hint("`moesaic precompile` adds some"));
     }
     let exported = store.export(&args.pack, chosen)?;

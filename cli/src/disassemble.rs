@@ -147,9 +147,17 @@ fn complaint(stderr: &[u8]) -> String {
     }
 }
 
-/// Without the name of the temporary file.
+/// Without the name of the temporary file, and without the padding that AMD's
+/// instruction fetch needs after the last kernel.
 fn tidy(text: &str) -> String {
     let named = |line: &&str| !line.contains("file format");
-    let lines: Vec<&str> = text.lines().filter(named).collect();
-    lines.join("\n").trim().to_string() + "\n"
+    let mut lines: Vec<&str> = text.lines().filter(named).collect();
+    let padding = |line: &str| {
+        let line = line.trim();
+        line.is_empty() || line.starts_with("s_nop 0") || line.starts_with("s_code_end")
+    };
+    while lines.last().is_some_and(|line| padding(line)) {
+        lines.pop();
+    }
+    lines.join("\n").trim_start().to_string() + "\n"
 }

@@ -4,7 +4,7 @@ use crate::console::{Console, Palette};
 use crate::failure::Result;
 use crate::inspect::machine_json;
 use crate::machine::Machine;
-use crate::store::StoreArgs;
+use crate::store::{StoreArgs, place};
 use crate::units;
 use clap::Args;
 use moesaic::cpu::{CpuDevice, host_isa};
@@ -213,7 +213,7 @@ impl Cache {
     fn of(store: &Store) -> Cache {
         let kernels = store.list();
         Cache {
-            dir: store.dir().display().to_string(),
+            dir: place(store),
             kernels: kernels.len(),
             bytes: kernels.iter().map(|kernel| kernel.bytes).sum(),
             trouble: store.trouble().map(|trouble| trouble.to_string()),

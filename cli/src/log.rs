@@ -4,7 +4,9 @@
 //! debug, trace, or off.
 
 use crate::console::Console;
+use std::collections::BTreeSet;
 use std::fmt::{Debug, Write};
+use std::sync::{Mutex, PoisonError};
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::{Event, Level, Metadata, Subscriber, span};
@@ -13,6 +15,16 @@ use tracing::{Event, Level, Metadata, Subscriber, span};
 struct Printer {
     console: Console,
     level: LevelFilter,
+}
+
+/// Warnings that were given. What goes wrong with one kernel goes wrong with
+/// all, and once is enough unless more was asked for.
+static GIVEN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// Notes that the user knows of `message`; whether that is new.
+pub fn given(message: &str) -> bool {
+    let mut given = GIVEN.lock().unwrap_or_else(PoisonError::into_inner);
+    given.insert(message.to_string())
 }
 
 /// Starts listening.
@@ -37,6 +49,10 @@ impl Subscriber for Printer {
     fn event(&self, event: &Event<'_>) {
         let mut line = Line::default();
         event.record(&mut line);
+        let warning = *event.metadata().level() == Level::WARN;
+        if warning && self.level <= LevelFilter::WARN && !given(&line.message) {
+            return;
+        }
         let text = line.message + &line.fields;
         let palette = self.console.err;
         match *event.metadata().level() {
@@ -63,7 +79,7 @@ impl Subscriber for Printer {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// The message of an event, and its other fields in brackets.
+/// The message of an event, and its other fields in lines of their own.
 #[derive(Default)]
 struct Line {
     message: String,
@@ -74,6 +90,7 @@ impl Line {
     fn add(&mut self, field: &Field, value: &str) {
         let written = match field.name() {
             "message" => write!(self.message, "{value}"),
+            "error" | "reason" => write!(self.fields, "\n  {}", value.replace('\n', "\n  ")),
             name => write!(self.fields, "\n  {name}: {}", value.replace('\n', "\n  ")),
         };
         debug_assert!(written.is_ok(), "strings take every text");

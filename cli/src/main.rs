@@ -14,6 +14,7 @@ mod inspect;
 mod log;
 mod machine;
 mod precompile;
+mod progress;
 mod run;
 mod spec;
 mod spec_source;

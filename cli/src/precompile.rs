@@ -3,13 +3,13 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::spec_source::{LayerArgs, read_spec};
-use crate::store::StoreArgs;
+use crate::store::{StoreArgs, place};
 use crate::table::{Cell, Table};
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::target::{CompileOptions, Report};
-use moesaic::{Compilers, Event, Job, LayerSpec, Outcome, Row, Store, precompile_on};
+use moesaic::{Compilers, Event, Job, LayerSpec, Outcome, Row, Store, Target, precompile_on};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -70,20 +70,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         Some(dir) => Arc::new(Store::open(dir.path())),
         None => args.store.open(console),
     };
-    let compilers = Compilers::new(Some(store.clone()));
-    let mut jobs = Vec::new();
-    for spec in &specs {
-        for &target in &targets {
-            let compiler = compilers
-                .get(target)
-                .map_err(|error| Failure::from(&error))?;
-            jobs.push(Job {
-                spec: spec.clone(),
-                target,
-                compiler,
-            });
-        }
-    }
+    let jobs = jobs(&specs, &targets, &store)?;
     let options = CompileOptions {
         allow_spills: args.allow_spills,
         ..CompileOptions::default()
@@ -92,27 +79,46 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     let rows =
         with_progress(|progress| precompile_on(args.threads(), &jobs, &store, &options, progress))?;
     let time = started.elapsed();
-    let pack = args
-        .output
-        .as_deref()
-        .map(|path| store.export(path, |_| true))
-        .transpose()?;
-    let place = match (&args.output, &pack) {
-        (Some(path), Some(pack)) => {
-            format!(
-                "{} ({}, {})",
-                path.display(),
-                units::count(pack.kernels, "kernel"),
-                units::bytes(pack.bytes)
-            )
-        }
-        _ => store.dir().display().to_string(),
+    let place = match &args.output {
+        Some(pack) => export(&store, pack)?,
+        None => place(&store),
     };
     match args.json {
         true => console.json(&as_json(&rows, time, &place))?,
         false => console.print(&as_text(&rows, time, &place, console))?,
     }
     outcome(&rows, &store)
+}
+
+/// Every layer for every target.
+fn jobs(specs: &[LayerSpec], targets: &[Target], store: &Arc<Store>) -> Result<Vec<Job>> {
+    let compilers = Compilers::new(Some(store.clone()));
+    let mut jobs = Vec::new();
+    for spec in specs {
+        for &target in targets {
+            let compiler = compilers
+                .get(target)
+                .map_err(|error| Failure::from(&error))?;
+            let spec = spec.clone();
+            jobs.push(Job {
+                spec,
+                target,
+                compiler,
+            });
+        }
+    }
+    Ok(jobs)
+}
+
+/// Writes a pack; what to call it.
+fn export(store: &Store, path: &Path) -> Result<String> {
+    let pack = store.export(path, |_| true)?;
+    let kernels = units::count(pack.kernels, "kernel");
+    Ok(format!(
+        "{} ({kernels}, {})",
+        path.display(),
+        units::bytes(pack.bytes)
+    ))
 }
 
 impl PrecompileArgs {
@@ -197,9 +203,20 @@ fn outcome(rows: &[Row], store: &Store) -> Result {
             "{failed} of {of} did not compile; the others are kept"
         )));
     }
-    match store.trouble() {
-        Some(trouble) => Err(Failure::work(format!("nothing was kept: {trouble}"))),
-        None => Ok(()),
+    // Of a cache that cannot be written to the compiles were for nothing.
+    let lost = rows
+        .iter()
+        .filter(|row| store.get(&row.key).is_none())
+        .count();
+    match lost {
+        0 => Ok(()),
+        n => {
+            let kernels = units::count(n, "kernel");
+            let place = place(store);
+            Err(Failure::work(format!(
+                "{kernels} could not be kept in {place}"
+            )))
+        }
     }
 }
 

@@ -23,7 +23,17 @@ impl StoreArgs {
         };
         if let Some(trouble) = store.trouble() {
             console.warn(&trouble.to_string().replace('\n', "\n  "));
+            // The store says so again for every kernel.
+            crate::log::given("going on without the kernel cache");
         }
         Arc::new(store)
+    }
+}
+
+/// Where a store is, for people.
+pub fn place(store: &Store) -> String {
+    match store.dir().as_os_str().is_empty() {
+        true => "no cache".to_string(),
+        false => store.dir().display().to_string(),
     }
 }

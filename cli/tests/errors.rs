@@ -232,6 +232,35 @@ fn a_compiler_that_fails_is_a_failure_of_the_work() {
 }
 
 #[test]
+fn a_cache_that_cannot_be_costs_a_warning_and_nothing_else() {
+    let small = Small::new();
+    // Inside a file there is no directory, whoever asks.
+    let cache = small.input.join("cache").display().to_string();
+    let finished = small.run(&["--cache", &cache]);
+    assert_eq!(
+        finished.stderr.matches("warning:").count(),
+        1,
+        "{}",
+        finished.stderr
+    );
+    assert!(
+        finished
+            .stderr
+            .contains("going on without the kernel cache")
+    );
+    finished.ok();
+    let mut call = command();
+    call.args(["precompile", "--target", "cpu", "--cache", &cache, "--spec"]);
+    let finished = finish(call.arg(&small.spec));
+    assert_eq!(finished.code, 1);
+    assert!(
+        finished
+            .stderr
+            .contains("error: 6 kernels could not be kept in")
+    );
+}
+
+#[test]
 fn what_is_not_built_yet_says_so() {
     Small::new().refuses(&["--grad"], &["the backward pass is not built yet"]);
 }

@@ -8,6 +8,7 @@ mod report;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::machine::Machine;
+use crate::progress::Progress;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use clap::Args;
@@ -61,14 +62,19 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         .map_err(|_| Failure::input("--seconds must be a positive number"))?;
     let spec = args.layer.load(console)?.spec;
     let engine = Engine::open(&args.target, args.options(console))?;
+    let progress = Progress::start("making weights");
     let weights = data::weights(&spec);
+    progress.next("getting kernels");
     let layer = engine.layer(&spec, &engine_weights(&weights))?;
+    progress.next("checking");
     let error = check::check(&layer, &weights)?;
     let machine = args.machine(&engine)?;
     let mut runs = Vec::new();
     for &tokens in &args.tokens {
+        progress.next(format!("timing {tokens} tokens"));
         runs.push(measure::measure(&layer, tokens, budget)?);
     }
+    drop(progress);
     let report = report::Report {
         engine: &engine,
         layer: &layer,

@@ -9,6 +9,7 @@ use crate::console::Console;
 use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Machine};
+use crate::progress::Progress;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::{emit, highlight, targets};
@@ -72,6 +73,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let target = targets::resolve_one(&args.target)?;
     let machine = args.machine(target, console)?;
+    let progress = Progress::start("compiling kernels");
     let request = model::Request {
         spec: &spec,
         target,
@@ -81,6 +83,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
         store: args.store.open(console),
     };
     let inspection = Inspection::new(request)?;
+    drop(progress);
     if let Some(trouble) = &inspection.trouble {
         console.warn(&trouble.replace('\n', "\n  "));
     }

@@ -6,6 +6,7 @@ mod report;
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::progress::Progress;
 use crate::spec_source::{LayerArgs, Source};
 use crate::store::StoreArgs;
 pub use check::relative_error;
@@ -77,21 +78,27 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     }
     check_output(&args.output)?;
     let source = args.layer.load(console)?;
+    let progress = Progress::start("loading weights");
     let weights = args.weights(&source)?;
+    drop(progress);
     let file = input::open(&args.input)?;
     let tokens = Tokens::read(&file, &source.spec, console)?;
     let engine = Engine::open(&args.target, args.options(console))?;
+    let progress = Progress::start("getting kernels");
     let started = Instant::now();
     let layer = engine.layer(&source.spec, &engine_weights(&weights))?;
     let built = started.elapsed();
+    progress.next("running");
     let started = Instant::now();
     let outputs = forward(&layer, &tokens)?;
     let ran = started.elapsed();
+    progress.next("finishing");
     let comparison = args
         .reference
         .then(|| check::compare(&source.spec, &weights, &tokens, &outputs));
     write_safetensors(&args.output, &outputs)
         .map_err(|error| Failure::work(format!("cannot write the output: {error}")))?;
+    drop(progress);
     let report = Report {
         engine: &engine,
         layer: &layer,

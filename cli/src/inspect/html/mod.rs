@@ -10,7 +10,7 @@ mod sections;
 use super::model::Inspection;
 use super::text::{roofs, router};
 use crate::units;
-use moesaic::plan::Role;
+use moesaic::plan::{LayerPlan, Role};
 
 /// The whole page.
 pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
@@ -100,41 +100,9 @@ fn header(inspection: &Inspection) -> String {
 }
 
 fn facts(inspection: &Inspection) -> String {
-    let spec = &inspection.plan.spec;
-    let shape = &spec.shape;
-    let weights = inspection
-        .plan
-        .tensors
-        .iter()
-        .filter(|tensor| tensor.role == Role::Weight);
-    let bytes: u64 = weights.map(|tensor| tensor.bytes(0)).sum();
-    let experts = match spec.shared.len() {
-        0 => (spec.routed_experts().to_string(), "experts".to_string()),
-        n => (
-            format!("{} + {n}", spec.routed_experts()),
-            "routed and shared experts".to_string(),
-        ),
-    };
-    let output = match spec.output_dim() == shape.model_dim {
-        true => String::new(),
-        false => format!(" → {}", spec.output_dim()),
-    };
-    let mut list = vec![
-        experts,
-        (shape.top_k.to_string(), "experts per token".to_string()),
-        (
-            format!("{} → {}{output}", shape.model_dim, shape.hidden_dim),
-            "model and hidden width".to_string(),
-        ),
-        (
-            units::bytes(bytes),
-            format!(
-                "{} weights, {} activations",
-                spec.precision.weights, spec.precision.activations
-            ),
-        ),
-        (code(inspection), "machine code".to_string()),
-    ];
+    let mut list = sizes(&inspection.plan);
+    let kernels = units::count(inspection.kernels.len(), "kernel");
+    list.push((binaries(inspection), format!("binaries of {kernels}")));
     let last = inspection.tokens.iter().enumerate().next_back();
     let least = last.and_then(|(i, tokens)| Some((tokens, inspection.total(i).1?)));
     if let Some((tokens, seconds)) = least {
@@ -142,27 +110,52 @@ fn facts(inspection: &Inspection) -> String {
         list.push((units::seconds(seconds), name));
     }
     let card = |(value, name): &(String, String)| {
-        format!(
-            "<div class=\"fact\"><b>{}</b><span>{}</span></div>",
-            escape(value),
-            escape(name)
-        )
+        let (value, name) = (escape(value), escape(name));
+        format!("<div class=\"fact\"><b>{value}</b><span>{name}</span></div>")
     };
-    format!(
-        "<div class=\"facts\">{}</div>\n",
-        list.iter().map(card).collect::<String>()
-    )
+    let cards: String = list.iter().map(card).collect();
+    format!("<div class=\"facts\">{cards}</div>\n")
 }
 
-fn code(inspection: &Inspection) -> String {
-    let reports = inspection
-        .launches
+/// Sizes of the layer, each with its name.
+fn sizes(plan: &LayerPlan) -> Vec<(String, String)> {
+    let (spec, shape) = (&plan.spec, &plan.spec.shape);
+    let weights = plan
+        .tensors
         .iter()
-        .filter_map(|launch| inspection.report(launch));
-    let sizes: Vec<u64> = reports.filter_map(|report| report.code_bytes).collect();
-    match sizes.is_empty() {
-        true => "–".to_string(),
-        false => units::bytes(sizes.iter().sum()),
+        .filter(|tensor| tensor.role == Role::Weight);
+    let bytes = weights.map(|tensor| tensor.bytes(0)).sum();
+    let experts = spec.routed_experts();
+    let experts = match spec.shared.len() {
+        0 => (experts.to_string(), "experts"),
+        n => (format!("{experts} + {n}"), "routed and shared experts"),
+    };
+    let widths = match spec.output_dim() {
+        output if output == shape.model_dim => format!("{output} → {}", shape.hidden_dim),
+        output => format!("{} → {} → {output}", shape.model_dim, shape.hidden_dim),
+    };
+    let types = &spec.precision;
+    let types = format!(
+        "{} weights, {} activations",
+        types.weights, types.activations
+    );
+    vec![
+        (experts.0, experts.1.to_string()),
+        (shape.top_k.to_string(), "experts per token".to_string()),
+        (widths, "model and hidden width".to_string()),
+        (units::bytes(bytes), types),
+    ]
+}
+
+fn binaries(inspection: &Inspection) -> String {
+    let artifacts = inspection
+        .kernels
+        .iter()
+        .filter_map(|kernel| kernel.artifact.as_ref());
+    let bytes: usize = artifacts.map(|artifact| artifact.binary.len()).sum();
+    match bytes {
+        0 => "–".to_string(),
+        bytes => units::bytes(bytes as u64),
     }
 }
 

@@ -4,6 +4,7 @@ use super::super::model::{Inspection, Launch};
 use super::super::text::{compile_time, grid, grid_formula, registers, role_name};
 use super::escape;
 use moesaic::plan::Role;
+use moesaic::target::KernelReport;
 
 /// The launches in order, with the tensors that flow through them.
 pub fn plan(inspection: &Inspection) -> String {
@@ -68,44 +69,82 @@ fn chip(inspection: &Inspection, name: &str) -> String {
     )
 }
 
-/// What the binaries say.
+/// Facts of a binary: the titles of their columns, and what is shown of them.
+const FACTS: [&str; 7] = [
+    "Registers",
+    "Spills",
+    "Stack",
+    "Shared memory",
+    "Code",
+    "Parameters",
+    "Compile",
+];
+
+/// What the binaries say. Columns of facts that this kind of binary does not
+/// hold are left out.
 pub fn resources(inspection: &Inspection) -> String {
-    let rows: String = inspection
+    let facts: Vec<[String; 7]> = inspection
         .launches
         .iter()
-        .map(|launch| resource(inspection, launch))
+        .map(|launch| facts(inspection, launch))
         .collect();
-    let compilers: Vec<&str> = inspection
+    let known = |i: &usize| facts.iter().any(|facts| facts[*i] != "–");
+    let columns: Vec<usize> = (0..FACTS.len()).filter(known).collect();
+    let titles: String = columns
+        .iter()
+        .map(|&i| format!("<th class=\"n\">{}</th>", FACTS[i]))
+        .collect();
+    let rows = inspection.launches.iter().zip(&facts);
+    let rows: String = rows
+        .map(|(launch, facts)| resource(inspection, launch, facts, &columns))
+        .collect();
+    let mut artifacts = inspection
         .kernels
         .iter()
-        .filter_map(|kernel| Some(kernel.artifact.as_ref()?.report.compiler.as_str()))
-        .collect();
-    let by = compilers.first().map_or(String::new(), |name| {
-        format!(" Compiled by {}.", escape(name))
+        .filter_map(|kernel| kernel.artifact.as_ref());
+    let by = artifacts.next().map_or(String::new(), |a| {
+        format!(" Compiled by {}.", escape(&a.report.compiler))
     });
     format!(
-        "<h2 id=\"resources\">Resources</h2><p>Read from the binaries.{by} A dash is a fact that \
-         this kind of binary does not hold.</p><div class=\"card\"><table><thead><tr>\
-         <th>Entry</th><th class=\"n\">Registers</th><th class=\"n\">Spills</th><th class=\"n\">Stack</th>\
-         <th class=\"n\">Shared memory</th><th class=\"n\">Code</th><th class=\"n\">Parameters</th>\
-         <th class=\"n\">Compile</th><th>Cache</th></tr></thead><tbody>{rows}</tbody></table></div>\n"
+        "<h2 id=\"resources\">Resources</h2><p>Read from the binaries.{by}</p>\
+         <div class=\"card\"><table><thead><tr><th>Entry</th>{titles}<th>Cache</th></tr></thead>\
+         <tbody>{rows}</tbody></table></div>\n"
     )
 }
 
-fn resource(inspection: &Inspection, launch: &Launch) -> String {
-    let kernel = &inspection.kernels[launch.kernel];
+fn facts(inspection: &Inspection, launch: &Launch) -> [String; 7] {
     let report = inspection.report(launch);
-    let number = |n: Option<u64>, unit: &str| n.map_or("–".to_string(), |n| format!("{n}{unit}"));
-    let spills = report.and_then(|r| r.spill_bytes);
-    let spill_class = match spills {
-        Some(0) => "n good",
-        Some(_) => "n bad",
-        None => "n",
+    let entry = inspection.entry(launch);
+    let bytes = |n: Option<u64>| n.map_or("–".to_string(), |n| format!("{n} B"));
+    let of = |fact: fn(&KernelReport) -> Option<u32>| report.and_then(fact).map(u64::from);
+    let shared = of(|r| r.shared_bytes).map(|n| n + u64::from(entry.launch.shared_bytes));
+    [
+        registers(report).replace('-', "–"),
+        bytes(of(|r| r.spill_bytes)),
+        bytes(of(|r| r.stack_bytes)),
+        bytes(shared),
+        bytes(report.and_then(|r| r.code_bytes)),
+        entry.params.len().to_string(),
+        compile_time(&inspection.kernels[launch.kernel]).replace('-', "–"),
+    ]
+}
+
+fn resource(
+    inspection: &Inspection,
+    launch: &Launch,
+    facts: &[String; 7],
+    columns: &[usize],
+) -> String {
+    let kernel = &inspection.kernels[launch.kernel];
+    let class = |i: usize| match (FACTS[i], facts[i].as_str()) {
+        ("Spills", "0 B") => "n good",
+        ("Spills", spills) if spills != "–" => "n bad",
+        _ => "n",
     };
-    let dynamic = inspection.entry(launch).launch.shared_bytes;
-    let shared = report
-        .and_then(|r| r.shared_bytes)
-        .map(|n| u64::from(n + dynamic));
+    let cells: String = columns
+        .iter()
+        .map(|&i| format!("<td class=\"{}\">{}</td>", class(i), escape(&facts[i])))
+        .collect();
     let state = match (&kernel.problem, &kernel.artifact) {
         (Some(_), _) => "<span class=\"bad\">failed</span>",
         (None, Some(_)) if kernel.cached => "<span class=\"tag\">hit</span>",
@@ -113,18 +152,9 @@ fn resource(inspection: &Inspection, launch: &Launch) -> String {
         (None, None) => "–",
     };
     format!(
-        "<tr class=\"{}\"><td><span class=\"dot\"></span><code>{}</code></td><td class=\"n\">{}</td>\
-         <td class=\"{spill_class}\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
-         <td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td>{state}</td></tr>",
+        "<tr class=\"{}\"><td><span class=\"dot\"></span><code>{}</code></td>{cells}<td>{state}</td></tr>",
         kernel.source.stem,
         escape(&launch.label),
-        registers(report).replace('-', "–"),
-        number(spills.map(u64::from), " B"),
-        number(report.and_then(|r| r.stack_bytes).map(u64::from), " B"),
-        number(shared, " B"),
-        number(report.and_then(|r| r.code_bytes), " B"),
-        inspection.entry(launch).params.len(),
-        compile_time(kernel),
     )
 }
 

@@ -1,0 +1,32 @@
+//! What is going on, on a terminal.
+
+use indicatif::{ProgressBar, ProgressStyle};
+use std::time::Duration;
+
+/// A line that says what is being done, until it is dropped. Seen on a
+/// terminal only, and only when the work takes a moment.
+pub struct Progress(ProgressBar);
+
+impl Progress {
+    /// Says what is being done.
+    pub fn start(text: impl Into<String>) -> Progress {
+        let bar = ProgressBar::new_spinner();
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
+            bar.set_style(style);
+        }
+        bar.set_message(text.into());
+        bar.enable_steady_tick(Duration::from_millis(150));
+        Progress(bar)
+    }
+
+    /// Says what is being done now.
+    pub fn next(&self, text: impl Into<String>) {
+        self.0.set_message(text.into());
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
