@@ -22,3 +22,20 @@ fn ties_go_to_the_lower_expert() {
         assert!(floats(&output, "topk_weights").iter().all(|w| (w - 1.0 / 6.0).abs() < 1e-6));
     }
 }
+
+/// Logits that a sigmoid in f32 cannot tell apart still rank their experts.
+#[test]
+fn saturated_scores_rank_by_logits() {
+    let spec = LayerSpec::from_toml(
+        "shape = { model_dim = 8, hidden_dim = 4, experts = 4, top_k = 3 }\n\
+         router = { score = \"sigmoid\", bias = true }",
+    )
+    .expect("it is valid");
+    let mut case = Case::random(&spec, 5, 2);
+    case.weights.0.get_mut("router.weight").expect("it has one").data.fill(0.0);
+    case.weights.0.get_mut("router.bias").expect("it has one").data = vec![20.0, 30.0, 40.0, 1.0];
+    for engine in engines() {
+        let output = case.layer(&engine).forward_with(&case.input(), &["topk_ids"]);
+        assert_eq!(ints(&output.expect("it runs"), "topk_ids"), [2, 1, 0].repeat(5));
+    }
+}

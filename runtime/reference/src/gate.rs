@@ -135,8 +135,11 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
         return sparse_mixer(logits, k, eps);
     }
     // Biased scores choose; the weight is gathered from the unbiased ones.
+    // Without bias and groups logits choose: their order is that of the
+    // scores, which rounding would blur.
     let scores = scores_row(spec, logits);
-    let mut keys = scores.clone();
+    let on_logits = !spec.router.select_bias && spec.router.groups.is_none();
+    let mut keys = if on_logits { logits.to_vec() } else { scores.clone() };
     if spec.router.select_bias {
         let bias = &weights.get("router.select_bias").data;
         keys.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
