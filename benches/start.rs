@@ -31,7 +31,9 @@ fn main() {
         return child(Path::new(&cache));
     }
     let folder = tempfile::tempdir().expect("a temporary directory");
-    let cold: Vec<Sample> = (0..5).map(|i| start(&folder.path().join(i.to_string()))).collect();
+    let cold: Vec<Sample> = (0..5)
+        .map(|i| start(&folder.path().join(i.to_string())))
+        .collect();
     let warm: Vec<Sample> = (0..40).map(|_| start(&folder.path().join("0"))).collect();
     println!("start of a layer, a process each (medians)");
     report("cold", &cold);
@@ -40,29 +42,50 @@ fn main() {
 
 fn start(cache: &Path) -> Sample {
     let program = std::env::current_exe().expect("this program has a path");
-    let output = Command::new(program).env(CHILD, cache).output().expect("it can be started");
+    let output = Command::new(program)
+        .env(CHILD, cache)
+        .output()
+        .expect("it can be started");
     let text = String::from_utf8_lossy(&output.stdout);
-    let numbers: Vec<u64> = text.split_whitespace().filter_map(|n| n.parse().ok()).collect();
+    let numbers: Vec<u64> = text
+        .split_whitespace()
+        .filter_map(|n| n.parse().ok())
+        .collect();
     let [wall, cpu, compiled] = numbers[..] else {
         panic!("{text}{}", String::from_utf8_lossy(&output.stderr))
     };
-    Sample { wall: Duration::from_nanos(wall), cpu: Duration::from_nanos(cpu), compiled }
+    Sample {
+        wall: Duration::from_nanos(wall),
+        cpu: Duration::from_nanos(cpu),
+        compiled,
+    }
 }
 
 fn child(cache: &Path) {
     let spec = LayerSpec::from_toml(SPEC).expect("the example is valid");
     let begin = (Instant::now(), cpu_time());
     let store = Some(Arc::new(Store::open(cache)));
-    let options = EngineOptions { store, ..EngineOptions::default() };
+    let options = EngineOptions {
+        store,
+        ..EngineOptions::default()
+    };
     let engine = Engine::open("cpu", options).expect("a C compiler");
     engine.warm_up(&spec).expect("the kernels compile");
     let (wall, cpu) = (begin.0.elapsed(), cpu_time() - begin.1);
-    println!("{} {} {}", wall.as_nanos(), cpu.as_nanos(), engine.stats().compiled);
+    println!(
+        "{} {} {}",
+        wall.as_nanos(),
+        cpu.as_nanos(),
+        engine.stats().compiled
+    );
 }
 
 /// CPU time of this process and of the children it has waited for.
 fn cpu_time() -> Duration {
-    [libc::RUSAGE_SELF, libc::RUSAGE_CHILDREN].into_iter().map(usage).sum()
+    [libc::RUSAGE_SELF, libc::RUSAGE_CHILDREN]
+        .into_iter()
+        .map(usage)
+        .sum()
 }
 
 fn usage(who: libc::c_int) -> Duration {
@@ -78,13 +101,21 @@ fn usage(who: libc::c_int) -> Duration {
 
 fn report(name: &str, samples: &[Sample]) {
     let ms = |pick: fn(&Sample) -> Duration| {
-        let mut times: Vec<f64> = samples.iter().map(|s| pick(s).as_secs_f64() * 1e3).collect();
+        let mut times: Vec<f64> = samples
+            .iter()
+            .map(|s| pick(s).as_secs_f64() * 1e3)
+            .collect();
         times.sort_by(f64::total_cmp);
         (times[0], times[times.len() / 2], times[times.len() - 1])
     };
     let (wall, cpu) = (ms(|s| s.wall), ms(|s| s.cpu));
     println!(
         "  {name}: CPU {:.2} ms (min {:.2}, max {:.2}), wall {:.2} ms, {} kernels compiled, {} runs",
-        cpu.1, cpu.0, cpu.2, wall.1, samples[0].compiled, samples.len(),
+        cpu.1,
+        cpu.0,
+        cpu.2,
+        wall.1,
+        samples[0].compiled,
+        samples.len(),
     );
 }

@@ -12,7 +12,14 @@ pub fn engine_weights(loaded: &HostWeights) -> Weights<'_> {
     for (name, tensor) in loaded {
         let data = Cow::Borrowed(tensor.bytes.as_slice());
         let shape = tensor.shape.clone();
-        weights.insert(name, HostTensor { dtype: tensor.dtype, shape, data });
+        weights.insert(
+            name,
+            HostTensor {
+                dtype: tensor.dtype,
+                shape,
+                data,
+            },
+        );
     }
     weights
 }
@@ -21,7 +28,13 @@ pub fn engine_weights(loaded: &HostWeights) -> Weights<'_> {
 pub fn reference_weights(loaded: &HostWeights) -> reference::Weights {
     let tensors = loaded.iter().map(|(name, tensor)| {
         let data = tensor.to_f64();
-        (name.clone(), reference::Tensor { shape: tensor.shape.clone(), data })
+        (
+            name.clone(),
+            reference::Tensor {
+                shape: tensor.shape.clone(),
+                data,
+            },
+        )
     });
     reference::Weights(tensors.collect())
 }

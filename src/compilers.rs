@@ -34,7 +34,10 @@ pub enum TargetNameError {
 /// # Errors
 /// [`TargetNameError`] lists what is possible.
 pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
-    let needs = |example| TargetNameError::NeedsArch { asked: name.to_string(), example };
+    let needs = |example| TargetNameError::NeedsArch {
+        asked: name.to_string(),
+        example,
+    };
     match name {
         "cpu" => Ok(Target::Cpu(host_isa())),
         "cuda" => Err(needs("cuda:sm_90a or cuda:sm_80")),
@@ -55,7 +58,10 @@ impl Compilers {
     /// Compilers that remember their versions in `store`, so that the next
     /// process need not start them to ask.
     pub fn new(store: Option<Arc<Store>>) -> Compilers {
-        Compilers { store, found: Mutex::default() }
+        Compilers {
+            store,
+            found: Mutex::default(),
+        }
     }
 
     /// A compiler for `target`.
@@ -65,8 +71,14 @@ impl Compilers {
     /// [`CompileError::UnsupportedTarget`] when the compiler that is there
     /// cannot do this target.
     pub fn get(&self, target: Target) -> Result<Arc<dyn Compiler>, CompileError> {
-        let mut found = self.found.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let known = found.iter().find(|c| c.backend() == target.backend()).cloned();
+        let mut found = self
+            .found
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let known = found
+            .iter()
+            .find(|c| c.backend() == target.backend())
+            .cloned();
         let compiler = match known {
             Some(compiler) => compiler,
             None => {
@@ -96,7 +108,9 @@ impl Compilers {
     fn cpu(&self, registry: &Registry) -> Result<CpuCompiler, CompileError> {
         const FACT: &str = "c-compiler";
         let compiler = moesaic_toolchain::c(registry)?;
-        let Some(store) = &self.store else { return Ok(compiler) };
+        let Some(store) = &self.store else {
+            return Ok(compiler);
+        };
         let remembered: Option<Identity> = store.fact(FACT);
         if !remembered.is_some_and(|identity| compiler.recall(&identity)) {
             if let Some(identity) = compiler.identity() {

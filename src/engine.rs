@@ -91,7 +91,13 @@ impl Engine {
     /// # Errors
     /// When there is no driver, no such device, or no NVRTC.
     pub fn cuda(ordinal: usize) -> Result<Engine, OpenError> {
-        Engine::open("cuda", EngineOptions { ordinal, ..EngineOptions::default() })
+        Engine::open(
+            "cuda",
+            EngineOptions {
+                ordinal,
+                ..EngineOptions::default()
+            },
+        )
     }
 
     /// An AMD GPU.
@@ -99,7 +105,13 @@ impl Engine {
     /// # Errors
     /// When there is no driver, no such device, or no compiler.
     pub fn rocm(ordinal: usize) -> Result<Engine, OpenError> {
-        Engine::open("rocm", EngineOptions { ordinal, ..EngineOptions::default() })
+        Engine::open(
+            "rocm",
+            EngineOptions {
+                ordinal,
+                ..EngineOptions::default()
+            },
+        )
     }
 
     /// The engine of a target name: `auto`, `cpu`, `cuda`, `rocm`, or one with
@@ -125,8 +137,19 @@ impl Engine {
         };
         runs(&*device, target)?;
         let compiler = compiler(target, &options)?;
-        let EngineOptions { store, strict, compile, .. } = options;
-        let parts = EngineParts { device, compiler, store, strict, options: compile };
+        let EngineOptions {
+            store,
+            strict,
+            compile,
+            ..
+        } = options;
+        let parts = EngineParts {
+            device,
+            compiler,
+            store,
+            strict,
+            options: compile,
+        };
         Ok(Engine(moesaic_engine::Engine::for_target(parts, target)))
     }
 }
@@ -156,7 +179,11 @@ fn cpu_device(options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
         Some(threads) => CpuDevice::with_threads(threads)?,
         None => CpuDevice::new(),
     };
-    Ok(Arc::new(if options.poison { device.poisoned() } else { device }))
+    Ok(Arc::new(if options.poison {
+        device.poisoned()
+    } else {
+        device
+    }))
 }
 
 #[cfg(feature = "cuda")]
@@ -184,5 +211,8 @@ fn runs(device: &dyn Device, target: Target) -> Result<(), DeviceError> {
         return Ok(());
     }
     let reason = format!("{} runs `{own}`, not `{target}`", device.info().name);
-    Err(DeviceError::Unavailable { backend: target.backend().to_string(), reason })
+    Err(DeviceError::Unavailable {
+        backend: target.backend().to_string(),
+        reason,
+    })
 }

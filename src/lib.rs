@@ -38,34 +38,34 @@ pub use bridge::{engine_weights, reference_weights};
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use engine::{Engine, EngineOptions, OpenError};
 pub use half;
+pub use moesaic_cache::Store;
 /// Flags the C compiler gets for an instruction set.
 pub use moesaic_cpu::compile_flags as cpu_flags;
-pub use moesaic_cache::Store;
 pub use moesaic_engine::{
-    Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome, Output, RawCall, Row,
-    Stats, StepTime, Weights, precompile, precompile_on,
+    Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome, Output,
+    RawCall, Row, Stats, StepTime, Weights, precompile, precompile_on,
 };
-pub use moesaic_macros::layer;
 pub use moesaic_kernel::{DType, KernelSource, Size, Stem, Target, TargetError};
+pub use moesaic_macros::layer;
 pub use moesaic_plan::{LayerPlan, Work};
 pub use moesaic_spec::LayerSpec;
 
+/// The kernel store and its packs.
+pub use moesaic_cache as cache;
+/// The CPU target, for its limits.
+pub use moesaic_cpu as cpu;
+/// From plan to text.
+pub use moesaic_emit as emit;
 /// Plain data of the pipeline: sources, entries, sizes.
 pub use moesaic_kernel as kernel;
+/// From spec to plan.
+pub use moesaic_plan as plan;
+/// The f64 reference.
+pub use moesaic_reference as reference;
 /// The layer spec: types, TOML, validation, Hugging Face import.
 pub use moesaic_spec as spec;
 /// The target interface: compilers, devices, artifacts.
 pub use moesaic_target as target;
-/// The kernel store and its packs.
-pub use moesaic_cache as cache;
-/// From spec to plan.
-pub use moesaic_plan as plan;
-/// From plan to text.
-pub use moesaic_emit as emit;
-/// The f64 reference.
-pub use moesaic_reference as reference;
-/// The CPU target, for its limits.
-pub use moesaic_cpu as cpu;
 /// Where compilers come from.
 pub use moesaic_toolchain as toolchain;
 /// What the layers of [`layer!`] are made of.

@@ -14,7 +14,12 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Layers that between them reach most of what templates can do.
-const SPECS: [&str; 4] = ["mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "switch-base-8"];
+const SPECS: [&str; 4] = [
+    "mixtral-8x7b",
+    "deepseek-v3",
+    "gpt-oss-20b",
+    "switch-base-8",
+];
 
 /// Targets whose text is kept.
 const KEPT: [&str; 4] = ["cpu:avx2", "cpu:avx512bf16", "cuda:sm_90a", "rocm:gfx942"];
@@ -38,7 +43,10 @@ fn root() -> PathBuf {
 }
 
 fn spec(name: &str) -> LayerSpec {
-    let path = root().join("examples/specs").join(name).with_extension("toml");
+    let path = root()
+        .join("examples/specs")
+        .join(name)
+        .with_extension("toml");
     let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     LayerSpec::from_toml(&text).unwrap_or_else(|e| panic!("{}", e.render(name, false)))
 }
@@ -52,12 +60,20 @@ fn sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
 /// `tests/golden/grouped_gemm/mixtral-8x7b.grouped_gemm_up.cuda-sm_90a.cu`.
 fn golden_path(spec_name: &str, source: &KernelSource) -> PathBuf {
     let (name, target) = (&source.name, source.target.file_name());
-    let file = format!("{spec_name}.{name}.{target}.{}", source.language.extension());
-    root().join("tests/golden").join(source.stem.name()).join(file)
+    let file = format!(
+        "{spec_name}.{name}.{target}.{}",
+        source.language.extension()
+    );
+    root()
+        .join("tests/golden")
+        .join(source.stem.name())
+        .join(file)
 }
 
 fn expected() -> BTreeMap<PathBuf, String> {
-    let cases = SPECS.iter().flat_map(|spec| KEPT.iter().map(move |target| (*spec, *target)));
+    let cases = SPECS
+        .iter()
+        .flat_map(|spec| KEPT.iter().map(move |target| (*spec, *target)));
     cases
         .flat_map(|(spec, target)| sources(spec, target).into_iter().map(move |s| (spec, s)))
         .map(|(spec, source)| (golden_path(spec, &source), source.text))
@@ -65,7 +81,10 @@ fn expected() -> BTreeMap<PathBuf, String> {
 }
 
 fn on_disk() -> Vec<PathBuf> {
-    let folders = fs::read_dir(root().join("tests/golden")).into_iter().flatten().flatten();
+    let folders = fs::read_dir(root().join("tests/golden"))
+        .into_iter()
+        .flatten()
+        .flatten();
     folders
         .flat_map(|folder| fs::read_dir(folder.path()).into_iter().flatten().flatten())
         .map(|file| file.path())
@@ -90,7 +109,11 @@ fn emitted_text_is_the_golden_text() {
         );
     }
     for path in on_disk() {
-        assert!(expected.contains_key(&path), "{} is of no case any more", path.display());
+        assert!(
+            expected.contains_key(&path),
+            "{} is of no case any more",
+            path.display()
+        );
     }
 }
 
@@ -130,9 +153,23 @@ fn check_artifact(compiler: &dyn Compiler, source: &KernelSource) {
     assert_eq!(report.log, "", "{what}");
     assert_eq!(report.kernels.len(), source.entries.len(), "{what}");
     for kernel in &report.kernels {
-        assert_eq!(kernel.spill_bytes.unwrap_or(0), 0, "{what}: {}", kernel.symbol);
-        assert_eq!(kernel.stack_bytes.unwrap_or(0), 0, "{what}: {}", kernel.symbol);
-        assert!(kernel.registers.is_some_and(|n| n > 0), "{what}: {}", kernel.symbol);
+        assert_eq!(
+            kernel.spill_bytes.unwrap_or(0),
+            0,
+            "{what}: {}",
+            kernel.symbol
+        );
+        assert_eq!(
+            kernel.stack_bytes.unwrap_or(0),
+            0,
+            "{what}: {}",
+            kernel.symbol
+        );
+        assert!(
+            kernel.registers.is_some_and(|n| n > 0),
+            "{what}: {}",
+            kernel.symbol
+        );
     }
 }
 
@@ -141,7 +178,11 @@ fn check_artifact(compiler: &dyn Compiler, source: &KernelSource) {
 #[test]
 fn c_text_compiles_without_warnings() {
     let compilers = [vec!["gcc".to_string()], clang()];
-    let isas: &[&str] = if cfg!(target_arch = "x86_64") { &X86 } else { &["cpu:neon"] };
+    let isas: &[&str] = if cfg!(target_arch = "x86_64") {
+        &X86
+    } else {
+        &["cpu:neon"]
+    };
     let jobs: Vec<(&Vec<String>, KernelSource)> = compilers
         .iter()
         .flat_map(|cc| isas.iter().map(move |isa| (cc, *isa)))
@@ -154,24 +195,41 @@ fn c_text_compiles_without_warnings() {
 /// The machine's clang, or the one that `toolchain install rocm` brings.
 fn clang() -> Vec<String> {
     let works = |program: &str| {
-        Command::new(program).arg("--version").stdout(Stdio::null()).status().is_ok()
+        Command::new(program)
+            .arg("--version")
+            .stdout(Stdio::null())
+            .status()
+            .is_ok()
     };
     if works("clang") {
         return vec!["clang".to_string()];
     }
     let registry = Registry::open().expect("a cache directory");
-    let zig = registry.get(Kind::Rocm).or_else(|| registry.get(Kind::C)).map(|t| registry.path(t));
+    let zig = registry
+        .get(Kind::Rocm)
+        .or_else(|| registry.get(Kind::C))
+        .map(|t| registry.path(t));
     let zig = zig.expect("clang, or: moesaic toolchain install rocm");
     vec![zig.display().to_string(), "clang".to_string()]
 }
 
 fn check_c(cc: &[String], source: &KernelSource) {
-    let Target::Cpu(isa) = source.target else { panic!("C is for CPUs") };
+    let Target::Cpu(isa) = source.target else {
+        panic!("C is for CPUs")
+    };
     let mut command = Command::new(&cc[0]);
-    command.args(&cc[1..]).args(["-x", "c", "-std=gnu11", "-O3", "-fPIC", "-c"]);
+    command
+        .args(&cc[1..])
+        .args(["-x", "c", "-std=gnu11", "-O3", "-fPIC", "-c"]);
     command.args(["-Wall", "-Wextra", "-Werror", "-o", "/dev/null"]);
     // The runtime's flags, without those that would hide a warning.
-    command.args(moesaic::cpu_flags(isa).into_iter().filter(|flag| *flag != "-Wno-unused")).arg("-");
+    command
+        .args(
+            moesaic::cpu_flags(isa)
+                .into_iter()
+                .filter(|flag| *flag != "-Wno-unused"),
+        )
+        .arg("-");
     command.stdin(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap_or_else(|e| panic!("{}: {e}", cc[0]));
     let mut stdin = child.stdin.take().expect("it is piped");
@@ -208,7 +266,10 @@ fn templates_use_only_what_is_offered() {
         let target: Target = target.parse().expect("a known target");
         let used = moesaic::emit::template_variables(target).expect("templates parse");
         let offered = ["d", "c", "entry", "target"];
-        let unknown: Vec<_> = used.iter().filter(|v| !offered.contains(&v.as_str())).collect();
+        let unknown: Vec<_> = used
+            .iter()
+            .filter(|v| !offered.contains(&v.as_str()))
+            .collect();
         assert!(unknown.is_empty(), "{target}: {unknown:?}");
     }
 }
@@ -220,4 +281,3 @@ fn golden_files_include_no_header() {
         assert!(!text.contains("#include"), "{}", path.display());
     }
 }
-

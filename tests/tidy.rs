@@ -20,15 +20,26 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cuda", &["kernel", "target", "dl"]),
     ("rocm", &["kernel", "target", "dl"]),
     ("cache", &["kernel", "target"]),
-    ("engine", &["kernel", "spec", "plan", "emit", "target", "cache"]),
+    (
+        "engine",
+        &["kernel", "spec", "plan", "emit", "target", "cache"],
+    ),
     ("typed", &["kernel", "spec", "target", "engine"]),
     ("reference", &["kernel", "spec"]),
     ("weights", &["kernel", "spec"]),
-    ("toolchain", &["kernel", "target", "cache", "cpu", "cuda", "rocm"]),
+    (
+        "toolchain",
+        &["kernel", "target", "cache", "cpu", "cuda", "rocm"],
+    ),
 ];
 
 /// Crates that must stay pure: text in, text out.
-const PURE: [&str; 4] = ["codegen/kernel", "codegen/spec", "codegen/plan", "codegen/emit"];
+const PURE: [&str; 4] = [
+    "codegen/kernel",
+    "codegen/spec",
+    "codegen/plan",
+    "codegen/emit",
+];
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -59,7 +70,9 @@ fn read(path: &Path) -> String {
 /// The `moesaic-*` crates below `[dependencies]` of each manifest.
 fn crate_graph() -> BTreeMap<String, BTreeSet<String>> {
     let folders = ["codegen", "targets", "runtime", "templates"];
-    let manifests = folders.iter().flat_map(|f| files(&root().join(f), &["Cargo.toml"]));
+    let manifests = folders
+        .iter()
+        .flat_map(|f| files(&root().join(f), &["Cargo.toml"]));
     manifests.map(|path| dependencies(&read(&path))).collect()
 }
 
@@ -69,7 +82,11 @@ fn dependencies(manifest: &str) -> (String, BTreeSet<String>) {
         if line.starts_with('[') {
             section = line;
         } else if section == "[package]" && line.starts_with("name") {
-            name = line.split('"').nth(1).unwrap_or_default().replace("moesaic-", "");
+            name = line
+                .split('"')
+                .nth(1)
+                .unwrap_or_default()
+                .replace("moesaic-", "");
         } else if section == "[dependencies]" {
             let dependency = line.split(['.', ' ', '=']).next().unwrap_or_default();
             list.extend(dependency.strip_prefix("moesaic-").map(str::to_string));
@@ -82,9 +99,14 @@ fn dependencies(manifest: &str) -> (String, BTreeSet<String>) {
 fn crates_depend_only_where_the_architecture_allows() {
     let allowed: BTreeMap<&str, &[&str]> = ALLOWED.iter().copied().collect();
     for (name, dependencies) in crate_graph() {
-        let may = allowed.get(&*name).unwrap_or_else(|| panic!("crate {name} is not in the table"));
+        let may = allowed
+            .get(&*name)
+            .unwrap_or_else(|| panic!("crate {name} is not in the table"));
         for dependency in dependencies {
-            assert!(may.contains(&&*dependency), "moesaic-{name} must not use moesaic-{dependency}");
+            assert!(
+                may.contains(&&*dependency),
+                "moesaic-{name} must not use moesaic-{dependency}"
+            );
         }
     }
 }
@@ -95,7 +117,13 @@ fn codegen_touches_no_file_variable_or_device() {
         for path in files(&root().join(folder).join("src"), &[".rs"]) {
             let text = read(&path);
             let code = text.split("#[cfg(test)]").next().unwrap_or_default();
-            for banned in ["std::fs", "std::env", "std::process", "std::net", "std::time"] {
+            for banned in [
+                "std::fs",
+                "std::env",
+                "std::process",
+                "std::net",
+                "std::time",
+            ] {
                 assert!(!code.contains(banned), "{} uses {banned}", path.display());
             }
         }
@@ -128,7 +156,9 @@ fn every_unsafe_block_says_why_it_is_sound() {
                 continue;
             }
             let above = lines[i.saturating_sub(12)..=i].iter();
-            let reason = above.clone().any(|l| l.contains("SAFETY:") || l.contains("# Safety"));
+            let reason = above
+                .clone()
+                .any(|l| l.contains("SAFETY:") || l.contains("# Safety"));
             assert!(reason, "{}:{} has no SAFETY comment", path.display(), i + 1);
         }
     }
@@ -142,8 +172,16 @@ fn files_stay_readable() {
             continue;
         }
         let lines = read(&path).lines().count();
-        let most = if path.extension().is_some_and(|e| e == "tera") { 450 } else { 600 };
-        assert!(lines <= most, "{} has {lines} lines; split it", path.display());
+        let most = if path.extension().is_some_and(|e| e == "tera") {
+            450
+        } else {
+            600
+        };
+        assert!(
+            lines <= most,
+            "{} has {lines} lines; split it",
+            path.display()
+        );
     }
 }
 
@@ -164,7 +202,16 @@ fn every_stem_is_everywhere() {
 #[test]
 fn the_library_stays_small() {
     let output = std::process::Command::new(env!("CARGO"))
-        .args(["tree", "--offline", "-p", "moesaic", "-e", "normal,build", "--prefix", "none"])
+        .args([
+            "tree",
+            "--offline",
+            "-p",
+            "moesaic",
+            "-e",
+            "normal,build",
+            "--prefix",
+            "none",
+        ])
         .current_dir(root())
         .output()
         .expect("cargo runs");
@@ -174,6 +221,10 @@ fn the_library_stays_small() {
         .filter_map(|line| line.split(" (").next())
         .filter(|line| !line.is_empty() && !line.starts_with("moesaic"))
         .collect();
-    assert!(!crates.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        !crates.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     assert!(crates.len() < 70, "{} crates: {crates:?}", crates.len());
 }

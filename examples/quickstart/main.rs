@@ -17,11 +17,19 @@ use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let engine = Engine::cpu()?;
-    println!("{} · {} threads · {}\n", engine.device_info().name, engine.device_info().units, engine.target());
+    println!(
+        "{} · {} threads · {}\n",
+        engine.device_info().name,
+        engine.device_info().units,
+        engine.target()
+    );
     checkpoint(&engine)?;
     full_size(&engine)?;
     let emitted = emit(&engine)?;
-    println!("\nthe emitted source of every kernel lies in {}", emitted.display());
+    println!(
+        "\nthe emitted source of every kernel lies in {}",
+        emitted.display()
+    );
     Ok(())
 }
 
@@ -83,7 +91,13 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
     let stored: Vec<(String, Vec<usize>, Vec<f32>)> = random
         .0
         .iter()
-        .map(|(name, t)| (name.clone(), t.shape.clone(), t.data.iter().map(|&v| v as f32).collect()))
+        .map(|(name, t)| {
+            (
+                name.clone(),
+                t.shape.clone(),
+                t.data.iter().map(|&v| v as f32).collect(),
+            )
+        })
         .collect();
     let mut weights = Weights::new();
     for (name, shape, data) in &stored {
@@ -113,7 +127,11 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
 fn emit(engine: &Engine) -> Result<PathBuf, Box<dyn Error>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/quickstart");
     let (spec, _) = load()?;
-    let targets = [engine.target(), "cuda:sm_90a".parse()?, "rocm:gfx942".parse()?];
+    let targets = [
+        engine.target(),
+        "cuda:sm_90a".parse()?,
+        "rocm:gfx942".parse()?,
+    ];
     for target in targets {
         let into = folder.join(target.file_name());
         std::fs::create_dir_all(&into)?;

@@ -39,15 +39,25 @@ pub fn plan(plan: &LayerPlan) -> String {
     for (i, step) in plan.steps.iter().enumerate() {
         let made = step.tensors.iter().filter(|name| made_by(plan, i, name));
         let made: Vec<&str> = made.map(String::as_str).collect();
-        text += &format!("  {:>2} {:<22} -> {}\n", i + 1, step.symbol, made.join(", "));
+        text += &format!(
+            "  {:>2} {:<22} -> {}\n",
+            i + 1,
+            step.symbol,
+            made.join(", ")
+        );
     }
     text
 }
 
 /// Whether step `i` is the first to name a tensor that the layer fills.
 fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
-    let filled = plan.tensor(name).is_some_and(|t| matches!(t.role, Role::Output | Role::Scratch));
-    filled && !plan.steps[..i].iter().any(|step| step.tensors.iter().any(|other| other == name))
+    let filled = plan
+        .tensor(name)
+        .is_some_and(|t| matches!(t.role, Role::Output | Role::Scratch));
+    filled
+        && !plan.steps[..i]
+            .iter()
+            .any(|step| step.tensors.iter().any(|other| other == name))
 }
 
 /// The yardstick.
@@ -68,11 +78,17 @@ pub fn limits(spec: &LayerSpec, limits: &Limits) -> String {
 /// Time per stage beside the least time that the machine's limits allow.
 pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits) -> String {
     let plan = layer.plan();
-    let mut text = format!("  T = {tokens:<5} {:<22} {:>9} {:>9} {:>7}\n", "", "ms", "least ms", "of it");
+    let mut text = format!(
+        "  T = {tokens:<5} {:<22} {:>9} {:>9} {:>7}\n",
+        "", "ms", "least ms", "of it"
+    );
     let (mut sum, mut least) = (0.0, 0.0);
     for (step, timed) in plan.steps.iter().zip(times) {
         let work = Work::of(&plan.kernels[step.kernel], plan.entry(step), tokens as u64);
-        let floor = work.floor(limits.f32_gflops * 1e9, limits.read_gbps * 1e9).0 * 1e3;
+        let floor = work
+            .floor(limits.f32_gflops * 1e9, limits.read_gbps * 1e9)
+            .0
+            * 1e3;
         text += &row(&timed.symbol, ms(timed.time), floor);
         sum += ms(timed.time);
         least += floor;

@@ -19,7 +19,11 @@ impl Case {
         let weights = reference::Weights::random(spec, seed).rounded(spec);
         let mut random = Random::new(seed ^ 0x5eed);
         let round = |v: f64| reference::round_to(spec.precision.activations, v);
-        let x = random.vec(tokens * spec.shape.model_dim).into_iter().map(round).collect();
+        let x = random
+            .vec(tokens * spec.shape.model_dim)
+            .into_iter()
+            .map(round)
+            .collect();
         let input = reference::Input {
             tokens,
             x,
@@ -27,7 +31,11 @@ impl Case {
             routing: routing(spec, tokens, &mut random),
             seed: 0,
         };
-        Case { spec: spec.clone(), weights, input }
+        Case {
+            spec: spec.clone(),
+            weights,
+            input,
+        }
     }
 
     /// The layer on an engine.
@@ -37,14 +45,23 @@ impl Case {
             let found = self.weights.get(&tensor.name);
             weights.insert(&tensor.name, host(tensor.dtype, &tensor.shape, &found.data));
         }
-        engine.layer(&self.spec, &weights).unwrap_or_else(|e| panic!("{}: {e}", self.describe()))
+        engine
+            .layer(&self.spec, &weights)
+            .unwrap_or_else(|e| panic!("{}: {e}", self.describe()))
     }
 
     /// The input as the engine takes it.
     pub fn input(&self) -> Input<'static> {
         let (t, k) = (self.input.tokens, self.spec.shape.top_k);
-        let mut input = Input { tokens: t, tensors: BTreeMap::new() };
-        let x = host(self.spec.precision.activations, &[t, self.spec.shape.model_dim], &self.input.x);
+        let mut input = Input {
+            tokens: t,
+            tensors: BTreeMap::new(),
+        };
+        let x = host(
+            self.spec.precision.activations,
+            &[t, self.spec.shape.model_dim],
+            &self.input.x,
+        );
         input.insert("x", x);
         if let Some(ids) = &self.input.token_ids {
             input.insert("token_ids", HostTensor::owned(&[t], ids.clone()));
@@ -72,7 +89,14 @@ impl Case {
 
     /// The outputs this spec has.
     pub fn outputs(&self) -> Vec<&'static str> {
-        let mut names = vec!["y", "topk_ids", "topk_weights", "counts", "locations", "offsets"];
+        let mut names = vec![
+            "y",
+            "topk_ids",
+            "topk_weights",
+            "counts",
+            "locations",
+            "offsets",
+        ];
         names.extend(["slot_rows", "row_slots"]);
         names.extend(self.spec.has_logits().then_some("router.logits"));
         let mode = self.spec.capacity.mode;
@@ -86,24 +110,41 @@ impl Case {
         if self.spec.has_logits() {
             let expected =
                 reference::logits(&self.spec, &self.weights, &self.input.x, self.input.tokens);
-            close(&self.what("gate_topk: logits"), &floats(output, "router.logits"), &expected, 4e-6);
+            close(
+                &self.what("gate_topk: logits"),
+                &floats(output, "router.logits"),
+                &expected,
+                4e-6,
+            );
         }
     }
 
     /// Ids and weights, given the logits the device computed.
     fn check_decision(&self, output: &Output) -> Decision {
         let t = self.input.tokens;
-        let logits = self.spec.has_logits().then(|| floats(output, "router.logits"));
+        let logits = self
+            .spec
+            .has_logits()
+            .then(|| floats(output, "router.logits"));
         let (spec, weights) = (&self.spec, &self.weights);
         let mut expected = match spec.router.kind {
             RouterKind::External => reference::gate(spec, weights, &self.input).decision,
             RouterKind::Table => reference::lookup(spec, weights, logits.as_deref(), &self.input),
             _ => reference::select(spec, weights, logits.as_deref().unwrap_or_default(), t),
         };
-        equal(&self.what("gate_topk: ids"), &ints(output, "topk_ids"), &expected.ids);
+        equal(
+            &self.what("gate_topk: ids"),
+            &ints(output, "topk_ids"),
+            &expected.ids,
+        );
         if !spec.capacity.renormalize_after_drop {
             let found = floats(output, "topk_weights");
-            close(&self.what("gate_topk: weights"), &found, &expected.weights, 4e-6);
+            close(
+                &self.what("gate_topk: weights"),
+                &found,
+                &expected.weights,
+                4e-6,
+            );
             expected.weights = found;
         }
         expected
@@ -112,18 +153,39 @@ impl Case {
     /// Locations, counts and maps, given the decision.
     fn check_scan(&self, output: &Output, decision: &Decision) -> reference::Placement {
         let placed = reference::scan(&self.spec, decision, self.input.tokens, 0);
-        equal(&self.what("expert_scan: counts"), &longs(output, "counts"), &placed.counts);
+        equal(
+            &self.what("expert_scan: counts"),
+            &longs(output, "counts"),
+            &placed.counts,
+        );
         let locations = ints(output, "locations");
-        equal(&self.what("expert_scan: locations"), &locations, &placed.locations);
+        equal(
+            &self.what("expert_scan: locations"),
+            &locations,
+            &placed.locations,
+        );
         if let Some(capacity) = placed.capacity {
-            equal(&self.what("expert_scan: capacity"), &longs(output, "capacity"), &[capacity]);
+            equal(
+                &self.what("expert_scan: capacity"),
+                &longs(output, "capacity"),
+                &[capacity],
+            );
         }
         if output.get("overflow").is_some() {
-            equal(&self.what("expert_scan: overflow"), &longs(output, "overflow"), &[placed.overflow]);
+            equal(
+                &self.what("expert_scan: overflow"),
+                &longs(output, "overflow"),
+                &[placed.overflow],
+            );
         }
         if self.spec.capacity.renormalize_after_drop {
             let found = floats(output, "topk_weights");
-            close(&self.what("expert_scan: weights"), &found, &placed.weights, 4e-6);
+            close(
+                &self.what("expert_scan: weights"),
+                &found,
+                &placed.weights,
+                4e-6,
+            );
         }
         self.check_maps(output, &decision.ids, &locations);
         placed
@@ -135,8 +197,17 @@ impl Case {
         let (slot_rows, row_slots) = (ints(output, "slot_rows"), ints(output, "row_slots"));
         let mut rows = 0;
         for (slot, (&id, &at)) in ids.iter().zip(locations).enumerate() {
-            let expected = if at < 0 { -1 } else { offsets[id as usize] as i32 + at };
-            assert_eq!(slot_rows[slot], expected, "{}", self.what("expert_scan: slot_rows"));
+            let expected = if at < 0 {
+                -1
+            } else {
+                offsets[id as usize] as i32 + at
+            };
+            assert_eq!(
+                slot_rows[slot],
+                expected,
+                "{}",
+                self.what("expert_scan: slot_rows")
+            );
             if at >= 0 {
                 let back = row_slots[expected as usize];
                 assert_eq!(back, slot as i32, "{}", self.what("expert_scan: row_slots"));
@@ -167,7 +238,10 @@ impl Case {
 }
 
 fn token_ids(spec: &LayerSpec, tokens: usize, random: &mut Random) -> Option<Vec<i32>> {
-    let rows = spec.router.table_rows.filter(|_| spec.router.kind == RouterKind::Table)? as u64;
+    let rows = spec
+        .router
+        .table_rows
+        .filter(|_| spec.router.kind == RouterKind::Table)? as u64;
     Some((0..tokens).map(|_| (random.bits() % rows) as i32).collect())
 }
 
@@ -186,7 +260,13 @@ fn routing(spec: &LayerSpec, tokens: usize, random: &mut Random) -> Option<(Vec<
             false => ((start + j) % experts) as i32,
         }));
     }
-    let weight = |id: &i32| if *id < 0 { 0.0 } else { f64::from(random.signed() as f32) };
+    let weight = |id: &i32| {
+        if *id < 0 {
+            0.0
+        } else {
+            f64::from(random.signed() as f32)
+        }
+    };
     let weights = ids.iter().map(weight).collect();
     Some((ids, weights))
 }
@@ -196,19 +276,31 @@ pub fn host(dtype: DType, shape: &[usize], values: &[f64]) -> HostTensor<'static
     let values = values.iter();
     match dtype {
         DType::F32 => HostTensor::owned(shape, values.map(|&v| v as f32).collect()),
-        DType::F16 => HostTensor::owned(shape, values.map(|&v| moesaic::half::f16::from_f64(v)).collect()),
-        DType::Bf16 => HostTensor::owned(shape, values.map(|&v| moesaic::half::bf16::from_f64(v)).collect()),
+        DType::F16 => HostTensor::owned(
+            shape,
+            values.map(|&v| moesaic::half::f16::from_f64(v)).collect(),
+        ),
+        DType::Bf16 => HostTensor::owned(
+            shape,
+            values.map(|&v| moesaic::half::bf16::from_f64(v)).collect(),
+        ),
         DType::I32 => HostTensor::owned(shape, values.map(|&v| v as i32).collect()),
         DType::I64 => HostTensor::owned(shape, values.map(|&v| v as i64).collect()),
     }
 }
 
 fn tensor<'o>(output: &'o Output, name: &str) -> &'o HostTensor<'static> {
-    output.get(name).unwrap_or_else(|| panic!("no output {name}"))
+    output
+        .get(name)
+        .unwrap_or_else(|| panic!("no output {name}"))
 }
 
 pub fn floats(output: &Output, name: &str) -> Vec<f64> {
-    tensor(output, name).to_f32().into_iter().map(f64::from).collect()
+    tensor(output, name)
+        .to_f32()
+        .into_iter()
+        .map(f64::from)
+        .collect()
 }
 
 pub fn ints(output: &Output, name: &str) -> Vec<i32> {
@@ -216,5 +308,7 @@ pub fn ints(output: &Output, name: &str) -> Vec<i32> {
 }
 
 pub fn longs(output: &Output, name: &str) -> Vec<i64> {
-    tensor(output, name).to_vec().expect("counts and offsets are i64")
+    tensor(output, name)
+        .to_vec()
+        .expect("counts and offsets are i64")
 }

@@ -9,9 +9,16 @@ pub fn close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     let finite = expected.iter().filter(|v| v.is_finite());
     let scale = finite.fold(f64::MIN_POSITIVE, |most, v| most.max(v.abs()));
     for (i, (&f, &e)) in found.iter().zip(expected).enumerate() {
-        let fine = if e.is_nan() { f.is_nan() } else { (f - e).abs() <= tolerance * scale };
+        let fine = if e.is_nan() {
+            f.is_nan()
+        } else {
+            (f - e).abs() <= tolerance * scale
+        };
         let error = (f - e).abs() / scale;
-        assert!(fine, "{what}\nelement {i} is {f}, expected {e}: error {error:e} > {tolerance:e}");
+        assert!(
+            fine,
+            "{what}\nelement {i} is {f}, expected {e}: error {error:e} > {tolerance:e}"
+        );
     }
 }
 
@@ -20,6 +27,9 @@ pub fn equal<T: PartialEq + Debug>(what: &str, found: &[T], expected: &[T]) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
     let wrong = found.iter().zip(expected).position(|(f, e)| f != e);
     if let Some(i) = wrong {
-        panic!("{what}\nelement {i} is {:?}, expected {:?}", found[i], expected[i]);
+        panic!(
+            "{what}\nelement {i} is {:?}, expected {:?}",
+            found[i], expected[i]
+        );
     }
 }

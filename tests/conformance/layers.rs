@@ -7,19 +7,40 @@ use moesaic::{DType, Engine, EngineOptions, Input};
 /// The engines to check: every instruction set this CPU runs, with poisoned
 /// memory, and the GPU if there is one.
 pub fn engines() -> Vec<Engine> {
-    let options = || EngineOptions { poison: true, ..EngineOptions::default() };
-    let isas = ["cpu:portable", "cpu:avx2", "cpu:avx512", "cpu:avx512bf16", "cpu:neon"];
-    let mut engines: Vec<Engine> =
-        isas.iter().filter_map(|name| Engine::open(name, options()).ok()).collect();
-    assert!(!engines.is_empty(), "no CPU engine: {:?}", Engine::cpu().err());
+    let options = || EngineOptions {
+        poison: true,
+        ..EngineOptions::default()
+    };
+    let isas = [
+        "cpu:portable",
+        "cpu:avx2",
+        "cpu:avx512",
+        "cpu:avx512bf16",
+        "cpu:neon",
+    ];
+    let mut engines: Vec<Engine> = isas
+        .iter()
+        .filter_map(|name| Engine::open(name, options()).ok())
+        .collect();
+    assert!(
+        !engines.is_empty(),
+        "no CPU engine: {:?}",
+        Engine::cpu().err()
+    );
     engines.extend(Engine::open("cuda", options()).ok());
     engines
 }
 
 /// The widest CPU engine, for tests that need one only.
 pub fn engine() -> Engine {
-    Engine::open("cpu", EngineOptions { poison: true, ..EngineOptions::default() })
-        .expect("a C compiler")
+    Engine::open(
+        "cpu",
+        EngineOptions {
+            poison: true,
+            ..EngineOptions::default()
+        },
+    )
+    .expect("a C compiler")
 }
 
 fn small(toml: &str) -> LayerSpec {
@@ -34,7 +55,11 @@ fn random_specs_agree_with_the_reference() {
     // on each of the others.
     let widest = engine().target();
     for engine in engines() {
-        let seeds = if engine.target() == widest { 0..48 } else { 100..108 };
+        let seeds = if engine.target() == widest {
+            0..48
+        } else {
+            100..108
+        };
         for seed in seeds {
             let spec = testing::sample(seed);
             let tokens = [1, 7, 33, 100][seed as usize % 4];
@@ -46,10 +71,19 @@ fn random_specs_agree_with_the_reference() {
 #[test]
 fn odd_sizes_agree_in_every_dtype() {
     let widest = engine().target();
-    let shapes = [(1, 1, 1, 1), (3, 5, 2, 1), (37, 21, 5, 5), (80, 56, 40, 7), (129, 130, 3, 2)];
+    let shapes = [
+        (1, 1, 1, 1),
+        (3, 5, 2, 1),
+        (37, 21, 5, 5),
+        (80, 56, 40, 7),
+        (129, 130, 3, 2),
+    ];
     for engine in engines() {
         for (i, (d, h, e, k)) in shapes.into_iter().enumerate() {
-            for (j, dtype) in [DType::F32, DType::Bf16, DType::F16].into_iter().enumerate() {
+            for (j, dtype) in [DType::F32, DType::Bf16, DType::F16]
+                .into_iter()
+                .enumerate()
+            {
                 if engine.target() != widest && i % 3 != j {
                     continue;
                 }
@@ -83,7 +117,11 @@ fn all_tokens_may_choose_one_expert() {
     spec.router.bias = true;
     for engine in engines() {
         let mut case = Case::random(&spec, 200, 5);
-        case.weights.0.get_mut("router.bias").expect("it has one").data = vec![0.0, 0.0, 99.0, 0.0, 0.0];
+        case.weights
+            .0
+            .get_mut("router.bias")
+            .expect("it has one")
+            .data = vec![0.0, 0.0, 99.0, 0.0, 0.0];
         case.check(&engine);
     }
 }
@@ -101,24 +139,47 @@ fn every_expert_may_be_chosen() {
 fn a_nan_token_spoils_only_itself() {
     let engine = engine();
     let mut case = Case::random(&small(BASE), 9, 4);
-    let clean = case.layer(&engine).forward(&case.input()).expect("it runs").y().to_f32();
+    let clean = case
+        .layer(&engine)
+        .forward(&case.input())
+        .expect("it runs")
+        .y()
+        .to_f32();
     case.input.x[3 * 37 + 5] = f64::NAN;
-    let spoilt = case.layer(&engine).forward_with(&case.input(), &["y", "topk_ids"]).expect("it runs");
+    let spoilt = case
+        .layer(&engine)
+        .forward_with(&case.input(), &["y", "topk_ids"])
+        .expect("it runs");
     let y = spoilt.y().to_f32();
     let same = |t: usize| y[t * 37..(t + 1) * 37] == clean[t * 37..(t + 1) * 37];
     assert!((0..9).filter(|&t| t != 3).all(same));
     assert!(y[3 * 37..4 * 37].iter().all(|v| v.is_nan()));
-    let ids: Vec<i32> = spoilt.get("topk_ids").and_then(|t| t.to_vec()).expect("ids are i32");
-    assert_eq!(ids[6..8], [0, 1], "all logits of the token are NaN, so the lower ids win");
+    let ids: Vec<i32> = spoilt
+        .get("topk_ids")
+        .and_then(|t| t.to_vec())
+        .expect("ids are i32");
+    assert_eq!(
+        ids[6..8],
+        [0, 1],
+        "all logits of the token are NaN, so the lower ids win"
+    );
 }
 
 #[test]
 fn results_do_not_depend_on_threads() {
     let case = Case::random(&small(BASE), 500, 6);
     let run = |threads| {
-        let options = EngineOptions { threads: Some(threads), ..EngineOptions::default() };
+        let options = EngineOptions {
+            threads: Some(threads),
+            ..EngineOptions::default()
+        };
         let engine = Engine::open("cpu", options).expect("a C compiler");
-        case.layer(&engine).forward(&case.input()).expect("it runs").y().data.to_vec()
+        case.layer(&engine)
+            .forward(&case.input())
+            .expect("it runs")
+            .y()
+            .data
+            .to_vec()
     };
     let one = run(1);
     assert!([2, 3, 8].into_iter().all(|threads| run(threads) == one));
@@ -132,7 +193,9 @@ fn no_token_count_compiles_anything() {
     let before = engine.stats();
     let x = vec![0.5f32; 4096 * 37];
     for tokens in 0..=4096 {
-        layer.forward(&Input::new(tokens, &x[..tokens * 37])).expect("it runs");
+        layer
+            .forward(&Input::new(tokens, &x[..tokens * 37]))
+            .expect("it runs");
     }
     assert_eq!(engine.stats(), before);
 }

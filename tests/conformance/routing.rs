@@ -8,18 +8,27 @@ use moesaic::spec::LayerSpec;
 /// Four equal experts: every logit ties.
 #[test]
 fn ties_go_to_the_lower_expert() {
-    let spec = LayerSpec::from_toml(
-        "shape = { model_dim = 8, hidden_dim = 4, experts = 6, top_k = 3 }",
-    )
-    .expect("it is valid");
+    let spec =
+        LayerSpec::from_toml("shape = { model_dim = 8, hidden_dim = 4, experts = 6, top_k = 3 }")
+            .expect("it is valid");
     let mut case = Case::random(&spec, 5, 2);
     let row = case.weights.get("router.weight").data[..8].to_vec();
-    case.weights.0.get_mut("router.weight").expect("it has one").data = row.repeat(6);
+    case.weights
+        .0
+        .get_mut("router.weight")
+        .expect("it has one")
+        .data = row.repeat(6);
     for engine in engines() {
         let layer = case.layer(&engine);
-        let output = layer.forward_with(&case.input(), &["topk_ids", "topk_weights"]).expect("it runs");
+        let output = layer
+            .forward_with(&case.input(), &["topk_ids", "topk_weights"])
+            .expect("it runs");
         assert_eq!(ints(&output, "topk_ids"), [0, 1, 2].repeat(5));
-        assert!(floats(&output, "topk_weights").iter().all(|w| (w - 1.0 / 6.0).abs() < 1e-6));
+        assert!(
+            floats(&output, "topk_weights")
+                .iter()
+                .all(|w| (w - 1.0 / 6.0).abs() < 1e-6)
+        );
     }
 }
 
@@ -32,10 +41,24 @@ fn saturated_scores_rank_by_logits() {
     )
     .expect("it is valid");
     let mut case = Case::random(&spec, 5, 2);
-    case.weights.0.get_mut("router.weight").expect("it has one").data.fill(0.0);
-    case.weights.0.get_mut("router.bias").expect("it has one").data = vec![20.0, 30.0, 40.0, 1.0];
+    case.weights
+        .0
+        .get_mut("router.weight")
+        .expect("it has one")
+        .data
+        .fill(0.0);
+    case.weights
+        .0
+        .get_mut("router.bias")
+        .expect("it has one")
+        .data = vec![20.0, 30.0, 40.0, 1.0];
     for engine in engines() {
-        let output = case.layer(&engine).forward_with(&case.input(), &["topk_ids"]);
-        assert_eq!(ints(&output.expect("it runs"), "topk_ids"), [2, 1, 0].repeat(5));
+        let output = case
+            .layer(&engine)
+            .forward_with(&case.input(), &["topk_ids"]);
+        assert_eq!(
+            ints(&output.expect("it runs"), "topk_ids"),
+            [2, 1, 0].repeat(5)
+        );
     }
 }

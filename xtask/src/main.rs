@@ -30,20 +30,43 @@ fn main() -> ExitCode {
 
 /// Tools first, so that no test has to fetch anything.
 fn test() -> Result<(), String> {
-    cargo(&["run", "--package", "moesaic-cli", "--", "toolchain", "install", "cuda", "rocm"])?;
+    cargo(&[
+        "run",
+        "--package",
+        "moesaic-cli",
+        "--",
+        "toolchain",
+        "install",
+        "cuda",
+        "rocm",
+    ])?;
     cargo(&["test", "--workspace"])?;
     cargo(&["test", "--doc", "--package", "moesaic"])
 }
 
 fn bless() -> Result<(), String> {
     run(Command::new(env!("CARGO"))
-        .args(["test", "--package", "moesaic", "--test", "main", "golden::emitted"])
+        .args([
+            "test",
+            "--package",
+            "moesaic",
+            "--test",
+            "main",
+            "golden::emitted",
+        ])
         .env("BLESS", "1"))
 }
 
 fn lint() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
-    cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"])
+    cargo(&[
+        "clippy",
+        "--workspace",
+        "--all-targets",
+        "--",
+        "--deny",
+        "warnings",
+    ])
 }
 
 fn cargo(args: &[&str]) -> Result<(), String> {
@@ -51,7 +74,10 @@ fn cargo(args: &[&str]) -> Result<(), String> {
 }
 
 fn run(command: &mut Command) -> Result<(), String> {
-    let words: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
+    let words: Vec<_> = command
+        .get_args()
+        .map(|a| a.to_string_lossy().into_owned())
+        .collect();
     let line = format!("cargo {}", words.join(" "));
     eprintln!("+ {line}");
     match command.status() {

@@ -65,7 +65,11 @@ impl Engine {
     /// to run: an AVX-512 machine runs `cpu:avx2` too.
     pub fn for_target(parts: EngineParts, target: Target) -> Engine {
         let device = parts.device.clone();
-        Engine { device, target, jit: Arc::new(Jit::new(parts, target)) }
+        Engine {
+            device,
+            target,
+            jit: Arc::new(Jit::new(parts, target)),
+        }
     }
 
     /// The target kernels are generated for.
@@ -126,6 +130,8 @@ impl Engine {
         let sources = emit_layer(&self.plan(spec)?)?;
         let modules = self.jit.modules(&sources)?;
         let pairs = sources.into_iter().zip(modules);
-        Ok(pairs.map(|(source, module)| LoadedKernel { source, module }).collect())
+        Ok(pairs
+            .map(|(source, module)| LoadedKernel { source, module })
+            .collect())
     }
 }

@@ -20,7 +20,10 @@ impl<'a> Input<'a> {
     /// `tokens` rows of `x`, which holds `tokens * model_dim` elements.
     pub fn new<E: Element>(tokens: usize, x: &'a [E]) -> Input<'a> {
         let width = x.len().checked_div(tokens).unwrap_or(0);
-        let mut input = Input { tokens, tensors: BTreeMap::new() };
+        let mut input = Input {
+            tokens,
+            tensors: BTreeMap::new(),
+        };
         input.insert("x", HostTensor::new(&[tokens, width], x));
         input
     }
@@ -34,7 +37,10 @@ impl<'a> Input<'a> {
     /// This input with the decision that an external router made.
     pub fn with_routing(mut self, top_k: usize, ids: &'a [i32], weights: &'a [f32]) -> Input<'a> {
         self.insert("topk_ids", HostTensor::new(&[self.tokens, top_k], ids));
-        self.insert("topk_weights", HostTensor::new(&[self.tokens, top_k], weights));
+        self.insert(
+            "topk_weights",
+            HostTensor::new(&[self.tokens, top_k], weights),
+        );
         self
     }
 
@@ -109,7 +115,12 @@ impl Layer {
             self.output(name)?;
         }
         workspace.reserve(&self.plan, &*self.device, input.tokens as u64)?;
-        for tensor in self.plan.tensors.iter().filter(|tensor| tensor.role == Role::Input) {
+        for tensor in self
+            .plan
+            .tensors
+            .iter()
+            .filter(|tensor| tensor.role == Role::Input)
+        {
             let staged = workspace.get(&tensor.name).expect("reserved above");
             let host = self.checked_input(input, tensor)?;
             self.device.upload(&host.data, staged, 0)?;
@@ -140,14 +151,28 @@ impl Layer {
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
         let mut workspace = self.lock_workspace();
         self.check_size(call.tokens)?;
-        let given = |name: &str| call.tensors.iter().find(|(n, _)| *n == name).map(|(_, p)| *p);
-        for tensor in self.plan.tensors.iter().filter(|tensor| tensor.role == Role::Input) {
+        let given = |name: &str| {
+            call.tensors
+                .iter()
+                .find(|(n, _)| *n == name)
+                .map(|(_, p)| *p)
+        };
+        for tensor in self
+            .plan
+            .tensors
+            .iter()
+            .filter(|tensor| tensor.role == Role::Input)
+        {
             if given(&tensor.name).is_none() {
                 return Err(input_error(&tensor.name, "has no address".to_string()));
             }
         }
         workspace.reserve(&self.plan, &*self.device, call.tokens as u64)?;
-        self.run(call.tokens, |name| given(name).or_else(|| workspace.ptr(name)), None)
+        self.run(
+            call.tokens,
+            |name| given(name).or_else(|| workspace.ptr(name)),
+            None,
+        )
     }
 
     /// Runs the steps again on the inputs of the last call of this size or
@@ -176,7 +201,11 @@ impl Layer {
                 self.device.synchronize()?;
                 let kernel = self.plan.kernels[step.kernel].name.clone();
                 let symbol = step.symbol.clone();
-                times.push(StepTime { kernel, symbol, time: start.elapsed() });
+                times.push(StepTime {
+                    kernel,
+                    symbol,
+                    time: start.elapsed(),
+                });
             }
         }
         Ok(())
@@ -193,16 +222,21 @@ impl Layer {
         args.clear();
         for name in &step.tensors {
             let weight = || self.weights.get(name).map(|buffer| buffer.ptr());
-            let address = ptr(name).or_else(weight).ok_or_else(|| DeviceError::Launch {
-                kernel: step.symbol.clone(),
-                reason: format!("tensor `{name}` has no memory; run forward first"),
-            })?;
+            let address = ptr(name)
+                .or_else(weight)
+                .ok_or_else(|| DeviceError::Launch {
+                    kernel: step.symbol.clone(),
+                    reason: format!("tensor `{name}` has no memory; run forward first"),
+                })?;
             args.push(Arg::Ptr(address));
         }
         // Every signature ends with the token count.
         args.push(Arg::I64(tokens as i64));
         let dims = LaunchDims {
-            grid: [launch.grid[0].eval(tokens as u64), launch.grid[1].eval(tokens as u64)],
+            grid: [
+                launch.grid[0].eval(tokens as u64),
+                launch.grid[1].eval(tokens as u64),
+            ],
             threads: launch.threads,
             shared_bytes: launch.shared_bytes,
         };
@@ -241,7 +275,8 @@ impl Layer {
         })?;
         // Zero tokens have no width of their own.
         if input.tokens > 0 || !host.data.is_empty() {
-            host.check(tensor.dtype, &shape).map_err(|problem| input_error(&tensor.name, problem))?;
+            host.check(tensor.dtype, &shape)
+                .map_err(|problem| input_error(&tensor.name, problem))?;
         }
         self.check_range(&tensor.name, host)?;
         Ok(host)
@@ -268,30 +303,46 @@ impl Layer {
     fn output(&self, name: &str) -> Result<&TensorPlan, EngineError> {
         let readable = |t: &&TensorPlan| matches!(t.role, Role::Output | Role::Input);
         let mut outputs = self.plan.tensors.iter().filter(readable);
-        outputs.clone().find(|tensor| tensor.name == name).ok_or_else(|| EngineError::NoOutput {
-            name: name.to_string(),
-            known: join(&mut outputs),
-        })
+        outputs
+            .clone()
+            .find(|tensor| tensor.name == name)
+            .ok_or_else(|| EngineError::NoOutput {
+                name: name.to_string(),
+                known: join(&mut outputs),
+            })
     }
 
     fn empty_output(&self, name: &str, tokens: usize) -> Result<HostTensor<'static>, EngineError> {
         let tensor = self.output(name)?;
         let shape = shape_for(tensor, tokens);
         let bytes = shape.iter().product::<usize>() * tensor.dtype.size();
-        Ok(HostTensor { dtype: tensor.dtype, shape, data: vec![0; bytes].into() })
+        Ok(HostTensor {
+            dtype: tensor.dtype,
+            shape,
+            data: vec![0; bytes].into(),
+        })
     }
 }
 
 /// The shape of a tensor for a token count.
 fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
-    tensor.shape.iter().map(|size| size.eval(tokens as u64) as usize).collect()
+    tensor
+        .shape
+        .iter()
+        .map(|size| size.eval(tokens as u64) as usize)
+        .collect()
 }
 
 fn input_error(name: &str, problem: String) -> EngineError {
-    EngineError::Input { name: name.to_string(), problem }
+    EngineError::Input {
+        name: name.to_string(),
+        problem,
+    }
 }
 
 fn join<'t>(tensors: &mut dyn Iterator<Item = &'t TensorPlan>) -> String {
-    tensors.map(|tensor| tensor.name.as_str()).collect::<Vec<_>>().join(", ")
+    tensors
+        .map(|tensor| tensor.name.as_str())
+        .collect::<Vec<_>>()
+        .join(", ")
 }
-

@@ -27,7 +27,13 @@ pub(crate) struct Jit {
 
 impl Jit {
     pub fn new(parts: EngineParts, target: Target) -> Jit {
-        let EngineParts { device, compiler, store, strict, options } = parts;
+        let EngineParts {
+            device,
+            compiler,
+            store,
+            strict,
+            options,
+        } = parts;
         Jit {
             target,
             device,
@@ -101,7 +107,11 @@ impl Jit {
             return Err(not_cached(source));
         }
         let (artifact, compiled) = self.builder.build(source, key)?;
-        let counter = if compiled { &self.compiled } else { &self.from_store };
+        let counter = if compiled {
+            &self.compiled
+        } else {
+            &self.from_store
+        };
         counter.fetch_add(1, Ordering::Relaxed);
         let module = self.device.load(&artifact, &source.entries)?;
         *slot = Some(module.clone());
@@ -111,7 +121,9 @@ impl Jit {
 
 /// A panic elsewhere cannot leave a map or a slot half written.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    mutex
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// From kernel source to artifact: store, then compiler.
@@ -130,12 +142,19 @@ impl Builder {
         store: Option<Arc<Store>>,
         options: CompileOptions,
     ) -> Builder {
-        Builder { compiler, store, options, by_source: OnceLock::new() }
+        Builder {
+            compiler,
+            store,
+            options,
+            by_source: OnceLock::new(),
+        }
     }
 
     /// The compiler's fingerprint for a target; empty without a compiler.
     pub fn fingerprint(&self, target: Target) -> String {
-        self.compiler.as_ref().map_or_else(String::new, |c| c.fingerprint(target))
+        self.compiler
+            .as_ref()
+            .map_or_else(String::new, |c| c.fingerprint(target))
     }
 
     /// The key of a source under a compiler fingerprint.
@@ -161,7 +180,9 @@ impl Builder {
     fn same_source(&self, store: &Store, source: &KernelSource) -> Option<&Key> {
         let index = self.by_source.get_or_init(|| {
             let kernels = store.list().into_iter();
-            kernels.map(|k| ((k.info.target, k.info.source_hash), k.key)).collect()
+            kernels
+                .map(|k| ((k.info.target, k.info.source_hash), k.key))
+                .collect()
         });
         index.get(&(source.target, hash_source(&source.text)))
     }
@@ -176,11 +197,16 @@ impl Builder {
         let Some(store) = &self.store else {
             return Ok((compile().map_err(Arc::new)?, true));
         };
-        let request = Request { key: *key, source, spec: None };
+        let request = Request {
+            key: *key,
+            source,
+            spec: None,
+        };
         match store.get_or_compile(&request, compile) {
-            Ok(fetched) => {
-                Ok((fetched.stored.artifact.clone(), fetched.origin == Origin::Compiled))
-            }
+            Ok(fetched) => Ok((
+                fetched.stored.artifact.clone(),
+                fetched.origin == Origin::Compiled,
+            )),
             Err(FetchError::Compile(error)) => Err(error.into()),
             Err(_) => Err(not_cached(source)),
         }
@@ -188,5 +214,8 @@ impl Builder {
 }
 
 fn not_cached(source: &KernelSource) -> EngineError {
-    EngineError::NotCached { kernel: source.name.clone(), target: source.target.to_string() }
+    EngineError::NotCached {
+        kernel: source.name.clone(),
+        target: source.target.to_string(),
+    }
 }

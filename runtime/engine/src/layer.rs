@@ -36,7 +36,13 @@ impl Layer {
         }
         check_table(&plan.spec, weights)?;
         let workspace = Mutex::new(Workspace::default());
-        Ok(Layer { plan, modules, weights: uploaded, device, workspace })
+        Ok(Layer {
+            plan,
+            modules,
+            weights: uploaded,
+            device,
+            workspace,
+        })
     }
 
     /// The spec it was made from.
@@ -57,7 +63,9 @@ impl Layer {
     /// A panic while the lock was held can only have left a workspace that
     /// `reserve` replaces, so poisoning carries no information.
     pub(crate) fn lock_workspace(&self) -> MutexGuard<'_, Workspace> {
-        self.workspace.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.workspace
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -71,14 +79,19 @@ pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
 
 /// Expert ids in a routing table index device memory.
 fn check_table(spec: &LayerSpec, weights: &Weights<'_>) -> Result<(), EngineError> {
-    let Some(table) = weights.get("router.table") else { return Ok(()) };
+    let Some(table) = weights.get("router.table") else {
+        return Ok(());
+    };
     let experts = spec.routed_experts() as i32;
     let ids: Vec<i32> = table.to_vec().unwrap_or_default();
     match ids.iter().position(|id| !(0..experts).contains(id)) {
         None => Ok(()),
         Some(at) => Err(EngineError::Weight {
             name: "router.table".to_string(),
-            problem: format!("names expert {} at element {at}, there are {experts}", ids[at]),
+            problem: format!(
+                "names expert {} at element {at}, there are {experts}",
+                ids[at]
+            ),
         }),
     }
 }

@@ -39,6 +39,11 @@ pub(crate) fn parallel_on<T: Sync, R: Send>(
     });
     results
         .into_iter()
-        .map(|slot| slot.into_inner().ok().flatten().expect("every item was run"))
+        .map(|slot| {
+            slot.into_inner()
+                .ok()
+                .flatten()
+                .expect("every item was run")
+        })
         .collect()
 }

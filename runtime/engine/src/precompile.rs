@@ -99,17 +99,21 @@ pub fn precompile_on(
         }
     }
     progress(Event::Start(kernels.len()));
-    Ok(parallel_on(threads, &kernels, |(job, source, key, builder)| {
-        let row = Row {
-            layer: job.spec.name.clone(),
-            kernel: source.name.clone(),
-            target: job.target,
-            key: *key,
-            outcome: outcome(builder, source, key),
-        };
-        progress(Event::Done(&row));
-        row
-    }))
+    Ok(parallel_on(
+        threads,
+        &kernels,
+        |(job, source, key, builder)| {
+            let row = Row {
+                layer: job.spec.name.clone(),
+                kernel: source.name.clone(),
+                target: job.target,
+                key: *key,
+                outcome: outcome(builder, source, key),
+            };
+            progress(Event::Done(&row));
+            row
+        },
+    ))
 }
 
 fn outcome(builder: &Builder, source: &KernelSource, key: &Key) -> Outcome {

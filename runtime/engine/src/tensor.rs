@@ -43,13 +43,21 @@ impl<'a> HostTensor<'a> {
     /// is used: then it is checked against `shape`.
     pub fn new<E: Element>(shape: &[usize], data: &'a [E]) -> HostTensor<'a> {
         let data = Cow::Borrowed(bytemuck::cast_slice(data));
-        HostTensor { dtype: E::DTYPE, shape: shape.to_vec(), data }
+        HostTensor {
+            dtype: E::DTYPE,
+            shape: shape.to_vec(),
+            data,
+        }
     }
 
     /// A tensor that owns its bytes.
     pub fn owned<E: Element>(shape: &[usize], data: Vec<E>) -> HostTensor<'static> {
         let data = Cow::Owned(bytemuck::cast_slice(&data).to_vec());
-        HostTensor { dtype: E::DTYPE, shape: shape.to_vec(), data }
+        HostTensor {
+            dtype: E::DTYPE,
+            shape: shape.to_vec(),
+            data,
+        }
     }
 
     /// The number of elements its shape has.
@@ -91,7 +99,10 @@ impl<'a> HostTensor<'a> {
         }
         let bytes = self.elements() * dtype.size();
         if self.data.len() != bytes {
-            return Err(format!("has {} bytes, its shape needs {bytes}", self.data.len()));
+            return Err(format!(
+                "has {} bytes, its shape needs {bytes}",
+                self.data.len()
+            ));
         }
         Ok(())
     }
@@ -135,10 +146,13 @@ impl<'a> Weights<'a> {
         dtype: DType,
         shape: &[usize],
     ) -> Result<&HostTensor<'a>, EngineError> {
-        let problem = |problem| EngineError::Weight { name: name.to_string(), problem };
-        let tensor = self.get(name).ok_or_else(|| {
-            problem(format!("is missing, expected {dtype} of shape {shape:?}"))
-        })?;
+        let problem = |problem| EngineError::Weight {
+            name: name.to_string(),
+            problem,
+        };
+        let tensor = self
+            .get(name)
+            .ok_or_else(|| problem(format!("is missing, expected {dtype} of shape {shape:?}")))?;
         tensor.check(dtype, shape).map_err(problem)?;
         Ok(tensor)
     }

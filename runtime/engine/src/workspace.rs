@@ -31,10 +31,17 @@ impl Workspace {
         // Free first: the old buffers may be what leaves no room for the new.
         *self = Workspace::default();
         let mut buffers = HashMap::new();
-        for tensor in plan.tensors.iter().filter(|tensor| tensor.role != Role::Weight) {
+        for tensor in plan
+            .tensors
+            .iter()
+            .filter(|tensor| tensor.role != Role::Weight)
+        {
             buffers.insert(tensor.name.clone(), allocate(tensor, device, tokens)?);
         }
-        *self = Workspace { buffers, tokens: Some(tokens) };
+        *self = Workspace {
+            buffers,
+            tokens: Some(tokens),
+        };
         Ok(())
     }
 
@@ -50,7 +57,10 @@ impl Workspace {
 
     /// Bytes held.
     pub fn bytes(&self) -> u64 {
-        self.buffers.values().map(|buffer| buffer.bytes() as u64).sum()
+        self.buffers
+            .values()
+            .map(|buffer| buffer.bytes() as u64)
+            .sum()
     }
 }
 

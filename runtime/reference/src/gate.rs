@@ -139,7 +139,11 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
     // scores, which rounding would blur.
     let scores = scores_row(spec, logits);
     let on_logits = !spec.router.select_bias && spec.router.groups.is_none();
-    let mut keys = if on_logits { logits.to_vec() } else { scores.clone() };
+    let mut keys = if on_logits {
+        logits.to_vec()
+    } else {
+        scores.clone()
+    };
     if spec.router.select_bias {
         let bias = &weights.get("router.select_bias").data;
         keys.iter_mut().zip(bias).for_each(|(s, b)| *s += b);

@@ -48,7 +48,10 @@ fn detect() -> CpuIsa {
         true => [CpuIsa::Avx512, CpuIsa::Avx512Bf16, CpuIsa::Avx2],
         false => [CpuIsa::Avx512Bf16, CpuIsa::Avx512, CpuIsa::Avx2],
     };
-    fastest_first.into_iter().find(|isa| host_runs(*isa)).unwrap_or(CpuIsa::Portable)
+    fastest_first
+        .into_iter()
+        .find(|isa| host_runs(*isa))
+        .unwrap_or(CpuIsa::Portable)
 }
 
 #[cfg(target_arch = "x86_64")]

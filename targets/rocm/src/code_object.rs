@@ -3,9 +3,9 @@
 //! A code object is an ELF file with a note that holds a MessagePack map:
 //! `amdhsa.kernels` lists each kernel's registers, memory and arguments.
 
+use crate::msgpack::Value;
 use moesaic_target::{KernelReport, ParamSlot};
 use object::{Object, ObjectSection, ObjectSymbol};
-use crate::msgpack::Value;
 
 /// The note's owner and type.
 const OWNER: &[u8] = b"AMDGPU\0";
@@ -67,7 +67,8 @@ fn metadata(elf: &object::File) -> Result<Value, CodeObjectError> {
         let mut notes = section.data().map_err(elf_error)?;
         while let Some((note, rest)) = next_note(notes) {
             if note.owner == OWNER && note.kind == METADATA {
-                return Value::read(note.payload).ok_or_else(|| bad("the metadata note is damaged"));
+                return Value::read(note.payload)
+                    .ok_or_else(|| bad("the metadata note is damaged"));
             }
             notes = rest;
         }

@@ -97,11 +97,17 @@ impl<'a> Reader<'a> {
 
     /// A big-endian number of so many bytes.
     fn number(&mut self, bytes: u64) -> Option<u64> {
-        Some(self.bytes(bytes)?.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte)))
+        Some(
+            self.bytes(bytes)?
+                .iter()
+                .fold(0, |sum, byte| sum << 8 | u64::from(*byte)),
+        )
     }
 
     fn text(&mut self, length: u64) -> Option<Value> {
-        Some(Value::Text(String::from_utf8(self.bytes(length)?.to_vec()).ok()?))
+        Some(Value::Text(
+            String::from_utf8(self.bytes(length)?.to_vec()).ok()?,
+        ))
     }
 
     // Lengths are not trusted: lists grow as their elements are read.
@@ -132,8 +138,13 @@ mod tests {
 
     #[test]
     fn reads_what_metadata_is_made_of() {
-        let bytes = b"\x82\xa1a\x93\x01\xcd\x01\x00\xce\x00\x01\x00\x00\xd9\x01b\xdc\x00\x02\xc3\xc0";
-        let list = Value::List(vec![Value::Number(1), Value::Number(256), Value::Number(65536)]);
+        let bytes =
+            b"\x82\xa1a\x93\x01\xcd\x01\x00\xce\x00\x01\x00\x00\xd9\x01b\xdc\x00\x02\xc3\xc0";
+        let list = Value::List(vec![
+            Value::Number(1),
+            Value::Number(256),
+            Value::Number(65536),
+        ]);
         let flags = Value::List(vec![Value::Bool(true), Value::Nil]);
         let expected = Value::Map(vec![(text("a"), list), (text("b"), flags)]);
         assert_eq!(Value::read(bytes), Some(expected));

@@ -1,0 +1,298 @@
+// grouped_gemm_up for rocm:gfx942
+//
+//   hidden = act(rows · upᵀ)
+//
+// A block owns 64 rows of one expert by 128 columns; a thread owns
+// 8 x 8 of them. block_x counts row tiles, block_y column tiles.
+// There are at most as many row tiles as blocks; the blocks beyond them return.
+//
+// Shared memory: two buffers of each, one filled while the other is used.
+//   left   f32 [16][64 + pad]   rows, transposed
+//   right  f32 [16][128 + pad]   rows of up, transposed
+//
+// Baked in: inner 768, outer 3072, experts 8, types, epilogue. Not the tokens.
+
+// ---- types, and the hardware as named functions ----
+
+typedef unsigned short u16;
+typedef int i32;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+typedef float f32;
+typedef double f64;
+
+struct bf16 { u16 bits; };  // the upper half of an f32
+struct f16 { u16 bits; };   // IEEE binary16
+
+#define __shared__ __attribute__((shared))
+#define DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#define COMPILE_TIME constexpr
+#define KERNEL(threads) \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+
+DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
+DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+
+DEVICE void block_sync()
+{
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+DEVICE u32 bits_of(f32 value) { return __builtin_bit_cast(u32, value); }
+DEVICE f32 float_of(u32 bits) { return __builtin_bit_cast(f32, bits); }
+DEVICE f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+DEVICE f32 square_root(f32 value) { return __builtin_sqrtf(value); }
+
+DEVICE f32 to_f32(f16 value) { return __builtin_bit_cast(_Float16, value.bits); }
+DEVICE f16 to_f16(f32 value) { return f16{__builtin_bit_cast(u16, (_Float16)value)}; }
+
+// No instruction here: adding just under half of the last place kept rounds to
+// the nearest, ties to even; a NaN stays one.
+DEVICE bf16 to_bf16(f32 value)
+{
+    u32 bits = bits_of(value);
+    u32 quiet = bits | 0x400000u, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    return bf16{(u16)((value != value ? quiet : rounded) >> 16)};
+}
+
+DEVICE f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
+DEVICE f32 to_f32(f32 value) { return value; }
+
+// The nearest value of a storage type; ties to even.
+template <class T> DEVICE T round_to(f32 value);
+template <> DEVICE f32 round_to<f32>(f32 value) { return value; }
+template <> DEVICE f16 round_to<f16>(f32 value) { return to_f16(value); }
+template <> DEVICE bf16 round_to<bf16>(f32 value) { return to_bf16(value); }
+
+// N adjacent elements, moved by one access.
+template <class T, int N> struct alignas(N * sizeof(T)) Pack { T at[N]; };
+
+template <int N, class T> DEVICE Pack<T, N> load(const T *from)
+{
+    return *reinterpret_cast<const Pack<T, N> *>(from);
+}
+
+template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
+{
+    *reinterpret_cast<Pack<T, N> *>(to) = pack;
+}
+
+// Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
+// every row then starts at a pack and ends with one.
+template <class T> COMPILE_TIME int pack_width(i64 width)
+{
+    int count = 16 / sizeof(T);
+    while (width % count != 0)
+        count /= 2;
+    return count;
+}
+
+COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
+COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
+
+// ---- products of tiles ----
+
+// Rows are staged DEPTH elements at a time as f32 in shared memory, transposed
+// (tile[k][row]), so that a thread reads its operands four at a time. PAD keeps
+// that alignment and spreads the transposing stores over the banks.
+constexpr int PAD = 4;
+
+// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
+// registers of THREADS threads to shared memory.
+template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
+    static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
+    static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
+    static constexpr int HELD = ceil_div(PACKS, THREADS);
+
+    Pack<T, PACK> held[HELD];
+
+    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
+    DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
+    DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
+
+    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
+    DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
+    {
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++) {
+            i32 row = row_of(i), k = depth + depth_of(i);
+            held[i] = Pack<T, PACK>{};
+            if (row < rows && k < WIDTH && pack_of(i) < PACKS)
+                held[i] = load<PACK>(matrix + (i64)row * WIDTH + k);
+        }
+    }
+
+    // Writes to columns `first` and on of a tile.
+    template <int PITCH> DEVICE void put(f32 (&tile)[DEPTH][PITCH], i32 first) const
+    {
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++)
+            #pragma unroll
+            for (i32 j = 0; j < PACK; j++)
+                if (pack_of(i) < PACKS)
+                    tile[depth_of(i) + j][first + row_of(i)] = to_f32(held[i].at[j]);
+    }
+};
+
+// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
+// a tile: groups of up to four adjacent ones, dealt out in turn.
+template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
+{
+    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
+    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
+}
+
+// The COUNT items of a thread, out of one row of a tile.
+template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
+{
+    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
+    #pragma unroll
+    for (i32 i = 0; i < COUNT; i += GROUP) {
+        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
+        #pragma unroll
+        for (i32 j = 0; j < GROUP; j++)
+            items[i + j] = group.at[j];
+    }
+}
+
+// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
+// grid of ROW_THREADS x COLUMN_THREADS, rows first.
+template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
+DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
+                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
+{
+    #pragma unroll 4
+    for (i32 k = 0; k < STEPS; k++) {
+        f32 a[ROWS], b[COLUMNS];
+        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
+        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
+        #pragma unroll
+        for (i32 i = 0; i < ROWS; i++)
+            #pragma unroll
+            for (i32 j = 0; j < COLUMNS; j++)
+                sums[i][j] = fused(a[i], b[j], sums[i][j]);
+    }
+}
+
+// ---- the kernel ----
+
+constexpr int INNER = 768, OUTER = 3072;
+constexpr int EXPERTS = 8;
+constexpr int THREADS = 128;
+constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, TILE_DEPTH = 16;
+constexpr int THREAD_ROWS = 8, THREAD_COLUMNS = 8;
+constexpr int ROW_THREADS = TILE_ROWS / THREAD_ROWS, COLUMN_THREADS = TILE_COLUMNS / THREAD_COLUMNS;
+constexpr int MATRICES = 1;
+
+typedef f32 Activation;
+typedef f32 Weight;
+typedef Stage<Activation, TILE_ROWS, TILE_DEPTH, INNER, THREADS> LeftStage;
+typedef Stage<Weight, TILE_COLUMNS, TILE_DEPTH, INNER, THREADS> RightStage;
+
+// Columns stored at a time.
+constexpr int STORED = lesser(pack_width<Activation>(OUTER), lesser(THREAD_COLUMNS, 4));
+
+static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
+static_assert(MATRICES == 1 || THREAD_COLUMNS % 4 == 0, "a gate column and its up column share a thread");
+
+// The rows of a block: `rows` of them from row `first` on, all of one expert.
+struct RowTile {
+    i64 expert, first;
+    i32 rows;
+};
+
+DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
+{
+    i32 tile = (i32)block_x();
+    if (tile >= row_tiles[EXPERTS])
+        return {0, 0, 0};
+    i32 expert = 0, beyond = EXPERTS;  // row_tiles[expert] <= tile < row_tiles[beyond]
+    while (beyond - expert > 1) {
+        i32 middle = (expert + beyond) / 2;
+        bool right = row_tiles[middle] <= tile;
+        expert = right ? middle : expert;
+        beyond = right ? beyond : middle;
+    }
+    i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
+    return {expert, first, (i32)(offsets[expert + 1] - first)};
+}
+
+DEVICE f32 phi(f32 x)
+{
+    return x < 0.0f ? 0.0f : x;
+}
+
+DEVICE f32 activated(f32 up)
+{
+    return phi(up);
+}
+
+KERNEL(THREADS) grouped_gemm_up(
+    const f32 *__restrict__ rows,      // [rows, 768]
+    const f32 *__restrict__ up,        // [8, 3072, 768]
+    const i64 *__restrict__ offsets,   // [9]
+    const i32 *__restrict__ row_tiles, // [9]
+    f32 *__restrict__ hidden,          // [rows, 3072]
+    i64 tokens)
+{
+    alignas(16) __shared__ f32 left[2][TILE_DEPTH][TILE_ROWS + PAD];
+    alignas(16) __shared__ f32 right[2][TILE_DEPTH][MATRICES * TILE_COLUMNS + PAD];
+
+    (void)tokens;
+    const RowTile tile = row_tile(offsets, row_tiles);
+    if (tile.rows <= 0)
+        return;
+    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
+    const i64 first_weight = (tile.expert * OUTER + first_column) * INNER;
+    const Activation *left_rows = rows + tile.first * INNER;
+
+    LeftStage left_stage;
+    RightStage up_stage;
+    auto fetch = [&](i32 depth) {
+        left_stage.fetch(left_rows, tile.rows, depth);
+        up_stage.fetch(up + first_weight, columns, depth);
+    };
+    auto put = [&](i32 buffer) {
+        left_stage.put(left[buffer], 0);
+        up_stage.put(right[buffer], 0);
+    };
+
+    f32 sums[THREAD_ROWS][MATRICES * THREAD_COLUMNS] = {};
+    fetch(0);
+    put(0);
+    block_sync();
+    i32 buffer = 0;
+    #pragma unroll 1
+    for (i32 depth = TILE_DEPTH; depth < INNER; depth += TILE_DEPTH, buffer ^= 1) {
+        fetch(depth);
+        multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
+        put(buffer ^ 1);
+        block_sync();
+    }
+    multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
+
+    #pragma unroll
+    for (i32 i = 0; i < THREAD_ROWS; i++) {
+        const i32 row = dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
+        if (row >= tile.rows)
+            continue;
+        #pragma unroll
+        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
+            const i32 column = dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
+            if (column >= columns)
+                continue;
+            Pack<Activation, STORED> pack;
+            #pragma unroll
+            for (i32 n = 0; n < STORED; n++) {
+                f32 value = sums[i][j + n];
+                value = activated(value);
+                pack.at[n] = round_to<Activation>(value);
+            }
+            store(hidden + (tile.first + row) * OUTER + first_column + column, pack);
+        }
+    }
+}
