@@ -190,24 +190,24 @@ fn biased_and_grouped_selection() {
 
 #[test]
 fn routers() {
-    run_with(spec(30, 8, 40, 3), &[1, 33], |s| {
+    run_with(spec(70, 8, 40, 3), &[1, 33], |s| {
         s.router.kind = RouterKind::Cosine;
         s.router.projection_dim = Some(37);
     });
-    run_with(spec(30, 8, 40, 3), &[33], |s| {
+    run_with(spec(70, 8, 40, 3), &[33], |s| {
         s.router.input = RouterInput::RmsScaled
     });
-    run_with(spec(24, 8, 40, 3), &[33], |s| {
+    run_with(spec(72, 8, 40, 3), &[33], |s| {
         s.router.input = RouterInput::RmsScaled;
         s.precision.activations = DType::Bf16;
     });
-    run_with(spec(30, 8, 40, 3), &[33], |s| {
+    run_with(spec(70, 8, 40, 3), &[33], |s| {
         s.router.kind = RouterKind::Table;
         s.router.table_rows = Some(50);
         s.router.score = Score::SqrtSoftplus;
         s.router.renormalize = Renormalize::Sum;
     });
-    run_with(spec(30, 8, 40, 3), &[33], |s| {
+    run_with(spec(70, 8, 40, 3), &[33], |s| {
         s.router.kind = RouterKind::Table;
         s.router.table_rows = Some(50);
         s.router.score = Score::One;
