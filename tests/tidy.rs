@@ -46,7 +46,7 @@ fn root() -> PathBuf {
 }
 
 /// Every file below `folder` with one of the extensions, build output aside.
-fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
+pub fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
     let mut list = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name());

@@ -64,8 +64,9 @@ INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
 INLINE vec load_part_f32(const f32 *from, i64 count)
 {
     f32 part[LANES] ALIGNED = {0};
-    for (i64 i = 0; i < count; i++)
-        part[i] = from[i];
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
     return *(const vec *)part;
 }
 
@@ -73,8 +74,9 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 {
     f32 part[LANES] ALIGNED;
     *(vec *)part = v;
-    for (i64 i = 0; i < count; i++)
-        to[i] = part[i];
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
 }
 
 // bf16: the upper half of an f32.
@@ -100,8 +102,9 @@ INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32
 INLINE vec load_part_bf16(const bf16 *from, i64 count)
 {
     bf16 part[LANES] ALIGNED = {0};
-    for (i64 i = 0; i < count; i++)
-        part[i] = from[i];
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
     return load_bf16(part);
 }
 
@@ -109,8 +112,9 @@ INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
 {
     bf16 part[LANES] ALIGNED;
     store_bf16(part, v);
-    for (i64 i = 0; i < count; i++)
-        to[i] = part[i];
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
 }
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.

@@ -70,8 +70,9 @@ INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
 INLINE vec load_part_f32(const f32 *from, i64 count)
 {
     f32 part[LANES] ALIGNED = {0};
-    for (i64 i = 0; i < count; i++)
-        part[i] = from[i];
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
     return *(const vec *)part;
 }
 
@@ -79,8 +80,9 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 {
     f32 part[LANES] ALIGNED;
     *(vec *)part = v;
-    for (i64 i = 0; i < count; i++)
-        to[i] = part[i];
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
 }
 
 // Operands of products. A word is what one 32-bit lane multiplies: one f32.
