@@ -112,11 +112,12 @@ impl Compilers {
             return Ok(compiler);
         };
         let remembered: Option<Identity> = store.fact(FACT);
-        if !remembered.is_some_and(|identity| compiler.recall(&identity)) {
-            if let Some(identity) = compiler.identity() {
-                // A store that cannot write costs one process start next time.
-                let _ = store.remember(FACT, &identity);
-            }
+        if remembered.is_some_and(|identity| compiler.recall(&identity)) {
+            return Ok(compiler);
+        }
+        if let Some(identity) = compiler.identity() {
+            // A store that cannot write costs one process start next time.
+            let _ = store.remember(FACT, &identity);
         }
         Ok(compiler)
     }

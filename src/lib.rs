@@ -72,3 +72,8 @@ pub use moesaic_toolchain as toolchain;
 pub use moesaic_typed as typed;
 /// Checkpoints.
 pub use moesaic_weights as weights;
+
+/// The README's example, so that it keeps compiling.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -340,7 +340,7 @@ fn input_error(name: &str, problem: String) -> EngineError {
     }
 }
 
-fn join<'t>(tensors: &mut dyn Iterator<Item = &'t TensorPlan>) -> String {
+fn join(tensors: &mut dyn Iterator<Item = &TensorPlan>) -> String {
     tensors
         .map(|tensor| tensor.name.as_str())
         .collect::<Vec<_>>()

@@ -3,6 +3,7 @@
 // A block owns 32 tokens. Sums are f32, in the order of the slots, then of the
 // shared experts, and rounded once. Baked in: the width of a row, the experts
 // per token, the shared experts. On the stack: the sources of one token.
+
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
 typedef __INT64_TYPE__ i64;

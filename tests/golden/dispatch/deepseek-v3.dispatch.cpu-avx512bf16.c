@@ -2,6 +2,7 @@
 //
 // A block owns 64 expert rows, which it writes whole. Baked in: the width of a
 // row and the experts per token. Nothing lies on the stack.
+
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
 typedef __INT64_TYPE__ i64;

@@ -8,6 +8,7 @@
 //
 // Baked in: experts, slots per token, order, capacity rule. On the stack: one
 // counter per expert.
+
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
 typedef __INT64_TYPE__ i64;

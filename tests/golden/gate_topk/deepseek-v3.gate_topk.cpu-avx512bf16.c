@@ -4,6 +4,7 @@
 // Every sum runs over the model dimension in the same order, whatever the
 // batch. Baked in: widths, experts, every option of the router. On the stack:
 // a depth slice of the tokens, or the scores of one token.
+
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
 typedef __INT64_TYPE__ i64;

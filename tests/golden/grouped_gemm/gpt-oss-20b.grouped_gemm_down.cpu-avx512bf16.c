@@ -9,6 +9,7 @@
 //
 // Baked in: experts, widths, types, activation. On the stack: the panel
 // (256 words by the columns of a block), 6 rows of input, the tile.
+
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
 typedef __INT64_TYPE__ i64;
