@@ -200,6 +200,19 @@ fn every_stem_is_everywhere() {
 }
 
 #[test]
+fn documents_that_are_named_exist() {
+    for path in files(&root(), &[".rs", ".md", ".toml", ".tera"]) {
+        for word in read(&path).split(|c: char| c.is_whitespace() || "()[]`,;".contains(c)) {
+            let word = word.trim_end_matches(['.', ':']);
+            let named = word.starts_with("docs/") && word.ends_with(".md") && !word.contains('{');
+            let placeholder = word.contains('<') || word.contains('*');
+            let there = !named || placeholder || root().join(word).exists();
+            assert!(there, "{} names {word}, which is missing", path.display());
+        }
+    }
+}
+
+#[test]
 fn the_library_stays_small() {
     let output = std::process::Command::new(env!("CARGO"))
         .args([
