@@ -199,3 +199,20 @@ fn no_token_count_compiles_anything() {
     }
     assert_eq!(engine.stats(), before);
 }
+
+#[test]
+fn timing_needs_a_call_of_that_size() {
+    let case = Case::random(&small(BASE), 10, 1);
+    let layer = case.layer(&engine());
+    assert!(layer.time_steps(1).is_err());
+    layer.forward(&case.input()).expect("it runs");
+    assert_eq!(
+        layer.time_steps(10).expect("it runs").len(),
+        layer.plan().steps.len()
+    );
+    let error = layer
+        .time_steps(11)
+        .expect_err("no call was that large")
+        .to_string();
+    assert!(error.contains("fewer than 11 tokens"), "{error}");
+}

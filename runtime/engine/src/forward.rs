@@ -175,13 +175,18 @@ impl Layer {
         )
     }
 
-    /// Runs the steps again on the inputs of the last call of this size or
-    /// larger, and times each. For `bench` and `quickstart`.
+    /// Runs the steps again on the inputs of the last call, the first `tokens`
+    /// of them, and times each. For `bench` and the quickstart.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// When no call was that large, or a launch fails.
     pub fn time_steps(&self, tokens: usize) -> Result<Vec<StepTime>, EngineError> {
         let workspace = self.lock_workspace();
+        if !workspace.holds(tokens as u64) {
+            let problem =
+                format!("has fewer than {tokens} tokens so far; run forward on them first");
+            return Err(input_error("x", problem));
+        }
         let mut times = Vec::with_capacity(self.plan.steps.len());
         self.run(tokens, |name| workspace.ptr(name), Some(&mut times))?;
         Ok(times)

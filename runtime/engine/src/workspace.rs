@@ -24,7 +24,7 @@ impl Workspace {
         device: &dyn Device,
         tokens: u64,
     ) -> Result<(), DeviceError> {
-        if self.tokens.is_some_and(|have| have >= tokens) {
+        if self.holds(tokens) {
             return Ok(());
         }
         device.synchronize()?;
@@ -43,6 +43,11 @@ impl Workspace {
             tokens: Some(tokens),
         };
         Ok(())
+    }
+
+    /// Whether there is room for a call of `tokens` tokens.
+    pub fn holds(&self, tokens: u64) -> bool {
+        self.tokens.is_some_and(|have| have >= tokens)
     }
 
     /// The buffer of a tensor, once reserved.
