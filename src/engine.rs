@@ -135,20 +135,32 @@ impl Engine {
             true => resolve_target(name)?,
             false => device.info().target,
         };
+        Engine::build(device, target, options)
+    }
+
+    /// An engine on a device that the caller opened: a CUDA device on a stream
+    /// of another library, for instance. Raw calls are then in that stream's
+    /// order.
+    ///
+    /// # Errors
+    /// When no compiler for the device is found.
+    pub fn on_device(device: Arc<dyn Device>, options: EngineOptions) -> Result<Engine, OpenError> {
+        let target = device.info().target;
+        Engine::build(device, target, options)
+    }
+
+    fn build(
+        device: Arc<dyn Device>,
+        target: Target,
+        options: EngineOptions,
+    ) -> Result<Engine, OpenError> {
         runs(&*device, target)?;
-        let compiler = compiler(target, &options)?;
-        let EngineOptions {
-            store,
-            strict,
-            compile,
-            ..
-        } = options;
         let parts = EngineParts {
+            compiler: compiler(target, &options)?,
             device,
-            compiler,
-            store,
-            strict,
-            options: compile,
+            store: options.store,
+            strict: options.strict,
+            options: options.compile,
         };
         Ok(Engine(moesaic_engine::Engine::for_target(parts, target)))
     }

@@ -54,6 +54,8 @@ pub use moesaic_spec::LayerSpec;
 pub use moesaic_cache as cache;
 /// The CPU target, for its limits.
 pub use moesaic_cpu as cpu;
+/// The CUDA target; its device needs the feature `cuda`.
+pub use moesaic_cuda as cuda;
 /// From plan to text.
 pub use moesaic_emit as emit;
 /// Plain data of the pipeline: sources, entries, sizes.
@@ -62,6 +64,8 @@ pub use moesaic_kernel as kernel;
 pub use moesaic_plan as plan;
 /// The f64 reference.
 pub use moesaic_reference as reference;
+/// The ROCm target.
+pub use moesaic_rocm as rocm;
 /// The layer spec: types, TOML, validation, Hugging Face import.
 pub use moesaic_spec as spec;
 /// The target interface: compilers, devices, artifacts.

@@ -33,6 +33,8 @@ use std::any::Any;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    // HIPRTC can abort its process, so it gets one of its own: this program.
+    moesaic::rocm::maybe_run_child();
     let cli = Cli::parse();
     let console = Console::new(cli.color);
     log::start(console);
