@@ -197,7 +197,7 @@ fn router(rng: &mut Counter, spec: &mut LayerSpec) {
         spec.router.weight_on = rng.pick(&[Output, Output, Activation, Input]);
     }
     match kind {
-        External => return,
+        External => return unranked(&mut spec.capacity),
         Table => {
             spec.router.table_rows = Some(rng.between(1, 40));
             spec.router.score = any_score(rng);
@@ -212,6 +212,13 @@ fn router(rng: &mut Counter, spec: &mut LayerSpec) {
         logits(rng, &mut spec.router);
     }
     weights(rng, &mut spec.router);
+}
+
+/// An external router has no scores to rank tokens by.
+fn unranked(capacity: &mut Capacity) {
+    if capacity.order == CapacityOrder::BatchPrioritized {
+        capacity.order = CapacityOrder::Probability;
+    }
 }
 
 fn any_score(rng: &mut Counter) -> Score {

@@ -3,13 +3,14 @@
 use super::{Conflict, Range, Real, quoted};
 use crate::{
     Capacity, CapacityMode, CapacityOrder, LayerSpec, MAX_ALIGN, MAX_CAPACITY_FACTOR,
-    MAX_CAPACITY_ROWS, Problem,
+    MAX_CAPACITY_ROWS, Problem, RouterKind,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     factor(&spec.capacity, problems);
     rows(&spec.capacity, problems);
     order(&spec.capacity, problems);
+    importance(spec, problems);
     align(&spec.capacity, problems);
     if spec.capacity.renormalize_after_drop && !spec.may_drop() {
         problems.push(idle(
@@ -94,6 +95,24 @@ fn order(capacity: &Capacity, problems: &mut Vec<Problem>) {
         let instead = "set a mode with a capacity, such as \"factor\"";
         problems.push(idle(capacity, "capacity.order", value, because, instead));
     }
+}
+
+/// Tokens are ranked by scores, which an external router does not pass.
+fn importance(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (order, kind) = (spec.capacity.order, spec.router.kind);
+    if order != CapacityOrder::BatchPrioritized || kind != RouterKind::External {
+        return;
+    }
+    let conflict = Conflict {
+        key: "capacity.order",
+        value: quoted(&order),
+        with: "router.kind",
+        with_value: quoted(&kind),
+        because: "tokens are ranked by router scores, and there are none",
+        change: "use order = \"probability\", which goes by the weights that the caller passes"
+            .to_string(),
+    };
+    problems.push(conflict.problem());
 }
 
 fn align(capacity: &Capacity, problems: &mut Vec<Problem>) {
