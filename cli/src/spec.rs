@@ -4,7 +4,7 @@ use crate::console::Console;
 use crate::failure::Result;
 use crate::spec_source::{LayerArgs, read_spec};
 use clap::{Args, Subcommand};
-use moesaic::spec::canonical_tensors;
+use moesaic::spec::{GateLayout, canonical_tensors};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
@@ -67,5 +67,18 @@ fn show(args: &ShowArgs, console: &Console) -> Result {
     for t in tensors {
         text += &format!("#   {} {:?} {}: {}\n", t.name, t.shape, t.dtype, t.meaning);
     }
-    console.print(&text)
+    console.print(&(text + fused(spec.experts.layout)))
+}
+
+/// How a weight file may hold gate and up.
+fn fused(layout: GateLayout) -> &'static str {
+    match layout {
+        GateLayout::Split => "",
+        GateLayout::Concat => {
+            "#   gate and up may be one tensor, `gate_up`: all gate rows, then all up rows\n"
+        }
+        GateLayout::Interleaved => {
+            "#   gate and up may be one tensor, `gate_up`: gate in even rows, up in odd rows\n"
+        }
+    }
 }

@@ -19,8 +19,8 @@ pub struct LoadOptions {
 /// All tensors of a file with canonical names, in canonical shape and the
 /// spec's element types.
 ///
-/// With `experts.layout` `concat` or `interleaved` the file has `gate_up`
-/// tensors, which are taken apart.
+/// With `experts.layout` `concat` or `interleaved` the file's `gate_up`
+/// tensors are taken apart; a set of experts without one has both by name.
 ///
 /// # Errors
 ///
@@ -348,6 +348,11 @@ impl Loader<'_> {
 
     /// Names of the checkpoint that end like those looked for.
     fn near(&self, tried: &[String]) -> String {
+        if let Some(fused) = self.fused(tried) {
+            return format!(
+                "; it has `{fused}`: say layout = \"concat\" or \"interleaved\" under [experts]"
+            );
+        }
         let end = |name: &str| {
             let parts: Vec<&str> = name.rsplit('.').take(2).collect();
             parts.join(".")
@@ -364,6 +369,17 @@ impl Loader<'_> {
         } else {
             format!("; it has {}", listed(&similar))
         }
+    }
+
+    /// The fused tensor of the checkpoint that holds the one looked for, where
+    /// the spec says that gate and up are apart.
+    fn fused(&self, tried: &[String]) -> Option<String> {
+        let [name] = tried else { return None };
+        [".gate.", ".up."]
+            .iter()
+            .filter(|part| name.contains(*part))
+            .map(|part| name.replacen(part, ".gate_up.", 1))
+            .find(|fused| self.checkpoint.tensor(fused).is_some())
     }
 }
 

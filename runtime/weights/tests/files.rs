@@ -88,9 +88,17 @@ fn canonical_files_of_every_layout() {
         write_safetensors(&path, &fused).unwrap();
         assert_eq!(load(&spec(layout), &path).unwrap(), want, "{layout:?}");
     }
-    assert!(
-        refusal(&spec(GateLayout::Split), &path).contains("no tensor for `experts.gate.weight`")
+    assert_eq!(
+        refusal(&spec(GateLayout::Split), &path),
+        "FILE has no tensor for `experts.gate.weight`; looked for `experts.gate.weight`; it has \
+         `experts.gate_up.weight`: say layout = \"concat\" or \"interleaved\" under [experts]"
     );
+    let mut mixed = fuse(&want, true);
+    mixed.retain(|name, _| !name.starts_with("shared."));
+    let shared = want.iter().filter(|(name, _)| name.starts_with("shared."));
+    mixed.extend(shared.map(|(name, tensor)| (name.clone(), tensor.clone())));
+    write_safetensors(&path, &mixed).unwrap();
+    assert_eq!(load(&spec(GateLayout::Interleaved), &path).unwrap(), want);
 }
 
 #[test]

@@ -97,27 +97,32 @@ impl Alternative {
     }
 }
 
-/// Recipes for a file with canonical names in the spec's own gate layout.
+/// Recipes for a file with canonical names in the spec's own gate layout, or
+/// with gate and up apart.
 pub fn canonical_sources(spec: &LayerSpec) -> Vec<TensorSource> {
-    let source = |tensor: TensorSpec| TensorSource {
-        alternatives: vec![canonical_alternative(spec.experts.layout, &tensor)],
-        name: tensor.name,
+    let source = |tensor: TensorSpec| {
+        let fused = half_of_gate_up(spec.experts.layout, &tensor);
+        let apart = Alternative::plain(&tensor.name);
+        TensorSource {
+            alternatives: fused.into_iter().chain([apart]).collect(),
+            name: tensor.name,
+        }
     };
     canonical_tensors(spec).into_iter().map(source).collect()
 }
 
-/// A tensor under its own name, or its half of `gate_up`.
-fn canonical_alternative(layout: GateLayout, tensor: &TensorSpec) -> Alternative {
+/// A gate or up tensor as its half of `gate_up`, where the layout has that.
+fn half_of_gate_up(layout: GateLayout, tensor: &TensorSpec) -> Option<Alternative> {
     let half = match tensor.name.split('.').rev().nth(1) {
         Some("gate") if layout != GateLayout::Split => 0,
         Some("up") if layout != GateLayout::Split => 1,
-        _ => return Alternative::plain(&tensor.name),
+        _ => return None,
     };
     // `experts.gate.bias` is [E, h], `shared.0.gate.weight` is [h, d]: the
     // hidden dimension is the last of a bias, the one before of a weight.
     let axis = tensor.shape.len() - if tensor.name.ends_with(".bias") { 1 } else { 2 };
     let from = if half == 0 { ".gate." } else { ".up." };
-    Alternative {
+    Some(Alternative {
         parts: Parts::One(tensor.name.replacen(from, ".gate_up.", 1)),
         steps: vec![half_of(
             axis,
@@ -125,7 +130,7 @@ fn canonical_alternative(layout: GateLayout, tensor: &TensorSpec) -> Alternative
             tensor.shape[axis],
             layout == GateLayout::Interleaved,
         )],
-    }
+    })
 }
 
 /// Half 0 (gate) or 1 (up) of a fused dimension of `2 * count`.
