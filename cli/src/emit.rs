@@ -7,6 +7,7 @@ use crate::{highlight, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
 use moesaic::plan::plan;
+use moesaic::weights::write_whole;
 use moesaic::{EngineError, KernelSource, LayerSpec, Target};
 use moesaic_layers::{GenerateOptions, generate_source};
 use std::fs;
@@ -87,7 +88,7 @@ fn write_all(dir: &Path, sources: &[KernelSource], console: &Console) -> Result 
         let folder = dir.join(source.target.file_name());
         fs::create_dir_all(&folder).map_err(|error| unwritable(&folder, &error))?;
         let path = folder.join(source.file_name());
-        fs::write(&path, &source.text).map_err(|error| unwritable(&path, &error))?;
+        write_whole(&path, source.text.as_bytes()).map_err(|error| unwritable(&path, &error))?;
         text += &format!("{}\n", path.display());
     }
     console.print(&text)
@@ -95,7 +96,7 @@ fn write_all(dir: &Path, sources: &[KernelSource], console: &Console) -> Result 
 
 fn write_rust(spec: &LayerSpec, file: &Path, console: &Console) -> Result {
     let text = rust_source(spec)?;
-    fs::write(file, text).map_err(|error| unwritable(file, &error))?;
+    write_whole(file, text.as_bytes()).map_err(|error| unwritable(file, &error))?;
     console.print(&format!("{}\n", file.display()))
 }
 

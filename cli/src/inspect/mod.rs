@@ -17,7 +17,7 @@ use clap::Args;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
-use std::io::Write;
+use moesaic::weights::write_whole;
 use std::path::{Path, PathBuf};
 pub use text::roofs;
 
@@ -181,26 +181,5 @@ fn write_page(path: &Path, page: &str) -> Result {
             path.display()
         )));
     }
-    let failed = |error: std::io::Error| emit::unwritable(path, &error);
-    let dir = path
-        .parent()
-        .filter(|dir| !dir.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".moesaic-").suffix(".html");
-    share(&mut builder);
-    let mut file = builder.tempfile_in(dir).map_err(failed)?;
-    file.write_all(page.as_bytes()).map_err(failed)?;
-    file.persist(path).map_err(|error| failed(error.error))?;
-    Ok(())
+    write_whole(path, page.as_bytes()).map_err(|error| emit::unwritable(path, &error))
 }
-
-/// What an ordinary new file would get; temporary files are private otherwise.
-#[cfg(unix)]
-fn share(builder: &mut tempfile::Builder<'_, '_>) {
-    use std::os::unix::fs::PermissionsExt;
-    builder.permissions(std::fs::Permissions::from_mode(0o666));
-}
-
-#[cfg(not(unix))]
-fn share(_: &mut tempfile::Builder<'_, '_>) {}

@@ -5,6 +5,7 @@ mod input;
 mod report;
 
 use crate::console::Console;
+use crate::emit;
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::spec_source::{LayerArgs, Source};
@@ -13,7 +14,7 @@ pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_sources};
-use moesaic::weights::{load_canonical, write_safetensors};
+use moesaic::weights::{WeightsError, load_canonical, write_safetensors};
 use moesaic::{Engine, EngineOptions, Layer, engine_weights};
 use report::Report;
 use std::path::{Path, PathBuf};
@@ -96,8 +97,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let comparison = args
         .reference
         .then(|| check::compare(&source.spec, &weights, &tokens, &outputs));
-    write_safetensors(&args.output, &outputs)
-        .map_err(|error| Failure::work(format!("cannot write the output: {error}")))?;
+    write_safetensors(&args.output, &outputs).map_err(unwritable)?;
     drop(progress);
     let report = Report {
         engine: &engine,
@@ -136,6 +136,13 @@ impl RunArgs {
             threads: self.threads.map(usize::from),
             ..EngineOptions::default()
         }
+    }
+}
+
+fn unwritable(error: WeightsError) -> Failure {
+    match error {
+        WeightsError::Io { path, source } => emit::unwritable(&path, &source),
+        other => Failure::work(format!("cannot write the output: {other}")),
     }
 }
 

@@ -16,7 +16,7 @@ use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
 use std::path::Path;
 
@@ -67,6 +67,9 @@ impl Store {
             path: path.to_path_buf(),
             source,
         };
+        if fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+            return Err(io(io::Error::other("it is not an ordinary file")));
+        }
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
         let file = tempfile::NamedTempFile::new_in(dir.unwrap_or(Path::new("."))).map_err(io)?;
         let mut tar = tar::Builder::new(GzEncoder::new(&file, Compression::default()));

@@ -18,4 +18,4 @@ pub use checkpoint::{Checkpoint, TensorRef};
 pub use error::WeightsError;
 pub use host::{HostTensor, HostWeights};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
-pub use write::write_safetensors;
+pub use write::{write_safetensors, write_whole};

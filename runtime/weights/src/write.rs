@@ -3,39 +3,59 @@
 use crate::{HostWeights, WeightsError};
 use moesaic_kernel::DType;
 use safetensors::tensor::TensorView;
-use std::fs::Permissions;
+use std::fs::{self, Permissions};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Writes the tensors to `path` as safetensors: into a temporary file beside
-/// it that takes its name at the end, so that a reader sees the old file, the
-/// new one, or none.
+/// Writes the tensors to `path` as safetensors, as [`write_whole`] does.
 ///
 /// # Errors
 ///
-/// [`WeightsError::Io`] or [`WeightsError::NotFound`] when the directory
-/// cannot be written to, [`WeightsError::Corrupt`] for a tensor whose bytes do
-/// not fit its shape.
+/// [`WeightsError::Io`] when the file cannot be written,
+/// [`WeightsError::Corrupt`] for a tensor whose bytes do not fit its shape.
 pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &HostWeights,
 ) -> Result<(), WeightsError> {
     let path = path.as_ref();
     let bytes = serialized(path, tensors)?;
-    let dir = match path.parent() {
-        Some(dir) if !dir.as_os_str().is_empty() => dir,
-        _ => Path::new("."),
-    };
+    write_whole(path, &bytes).map_err(|source| WeightsError::Io {
+        path: path.to_path_buf(),
+        source,
+    })
+}
+
+/// Writes a file in one piece: into a temporary file beside it that takes its
+/// name at the end, so that a reader sees the old file, the new one, or none.
+///
+/// A symbolic link is followed. What is there and no ordinary file, such as a
+/// pipe or a device, keeps its place and is written to.
+///
+/// # Errors
+///
+/// Those of the system.
+pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    match fs::metadata(path) {
+        Ok(there) if there.is_file() => replace(&fs::canonicalize(path)?, bytes),
+        Ok(_) => fs::OpenOptions::new()
+            .write(true)
+            .open(path)?
+            .write_all(bytes),
+        Err(_) => replace(path, bytes),
+    }
+}
+
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
     let mut builder = tempfile::Builder::new();
     builder.prefix(".moesaic-").suffix(".tmp");
     if let Some(permissions) = permissions() {
         builder.permissions(permissions);
     }
-    let mut file = builder.tempfile_in(dir).map_err(WeightsError::io(dir))?;
-    file.write_all(&bytes).map_err(WeightsError::io(path))?;
-    file.as_file().sync_all().map_err(WeightsError::io(path))?;
-    file.persist(path)
-        .map_err(|e| WeightsError::io(path)(e.error))?;
+    let mut file = builder.tempfile_in(dir.unwrap_or(Path::new(".")))?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
     Ok(())
 }
 

@@ -318,5 +318,28 @@ fn writing_leaves_nothing_behind() {
     assert_eq!(fs::read(&path).unwrap(), before);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     let nowhere = write_safetensors(dir.path().join("no/y"), &HostWeights::new());
-    assert!(matches!(nowhere, Err(WeightsError::NotFound { .. })));
+    assert!(matches!(nowhere, Err(WeightsError::Io { .. })));
+}
+
+#[cfg(unix)]
+#[test]
+fn writing_follows_links_and_replaces_only_files() {
+    use std::os::unix::fs::{FileTypeExt, symlink};
+    let dir = tempfile::tempdir().unwrap();
+    let [file, link, socket] = ["file", "link", "socket"].map(|name| dir.path().join(name));
+    fs::write(&file, "old").unwrap();
+    symlink("file", &link).unwrap();
+    write_whole(&link, b"new").unwrap();
+    assert_eq!(fs::read(&file).unwrap(), b"new");
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    write_whole(&socket, b"new").unwrap_err();
+    assert!(
+        fs::symlink_metadata(&socket)
+            .unwrap()
+            .file_type()
+            .is_socket()
+    );
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
 }
