@@ -195,6 +195,7 @@ fn verify(args: &VerifyArgs, console: &Console) -> Result {
     }
     let left = verified.bad.iter().filter(|bad| !bad.removed).count();
     match left {
+        0 if store.trouble().is_some() => Err(Failure::work("nothing could be verified")),
         0 => Ok(()),
         n => Err(
             Failure::work(format!("{} damaged", units::count(n, "kernel"))).hint(

@@ -35,7 +35,7 @@ impl Store {
         let path = self.fact_path(name);
         let bytes = serde_json::to_vec_pretty(&Fact { name, value })
             .map_err(|error| StoreError::io("encode", &path, error.into()))?;
-        files::write(&path, &bytes, Care::Quick)
+        files::write(&self.layout, &path, &bytes, Care::Quick)
     }
 
     fn fact_path(&self, name: &str) -> PathBuf {

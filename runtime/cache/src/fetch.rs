@@ -86,7 +86,7 @@ impl Store {
     ) -> Result<Fetched, Arc<CompileError>> {
         let key = &request.key;
         let _lock = match self.trouble() {
-            None => MachineLock::acquire(&self.layout.lock(key), self.patience),
+            None => MachineLock::acquire(&self.layout, key, self.patience),
             Some(_) => None,
         };
         if let Some(stored) = self.look(key) {

@@ -1,7 +1,7 @@
 //! Files that are whole or not there.
 
 use crate::StoreError;
-use crate::layout::TEMPORARY;
+use crate::layout::{Layout, TEMPORARY};
 use std::fs;
 use std::io::{Read, Seek, Write};
 use std::path::Path;
@@ -17,14 +17,16 @@ pub(crate) enum Care<'a> {
 
 /// Writes `bytes` to `path` by way of a temporary file in the same directory,
 /// so that a reader sees the old file, the new one or none.
-pub(crate) fn write(path: &Path, bytes: &[u8], care: Care<'_>) -> Result<(), StoreError> {
+pub(crate) fn write(
+    layout: &Layout,
+    path: &Path,
+    bytes: &[u8],
+    care: Care<'_>,
+) -> Result<(), StoreError> {
     let dir = path.parent().unwrap_or(Path::new("."));
-    make_dir(dir).map_err(|error| StoreError::io("make", dir, error))?;
+    make_dir(layout, dir).map_err(|error| StoreError::io("make", dir, error))?;
     let io = |error| StoreError::io("write", path, error);
-    let mut file = tempfile::Builder::new()
-        .prefix(TEMPORARY)
-        .tempfile_in(dir)
-        .map_err(io)?;
+    let mut file = temporary(layout, dir).map_err(io)?;
     file.write_all(bytes).map_err(io)?;
     if let Care::Thorough(check) = care {
         let back = read_back(&mut file).map_err(io)?;
@@ -51,11 +53,53 @@ fn read_back(file: &mut NamedTempFile) -> std::io::Result<Vec<u8>> {
     Ok(back)
 }
 
-/// Makes a directory that only this user can enter: what lies in it is run.
-pub(crate) fn make_dir(dir: &Path) -> std::io::Result<()> {
+/// Makes a directory that only this user can write to, for what lies in it is
+/// run. Whoever may read the cache directory may read this one.
+pub(crate) fn make_dir(layout: &Layout, dir: &Path) -> std::io::Result<()> {
+    private_dirs(layout.cache(), 0)?;
+    private_dirs(dir, readers(layout))
+}
+
+#[cfg(unix)]
+fn private_dirs(dir: &Path, others: u32) -> std::io::Result<()> {
+    use std::os::unix::fs::DirBuilderExt;
     let mut builder = fs::DirBuilder::new();
-    builder.recursive(true);
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-    builder.create(dir)
+    builder.recursive(true).mode(0o700 | others).create(dir)
+}
+
+#[cfg(unix)]
+fn temporary(layout: &Layout, dir: &Path) -> std::io::Result<NamedTempFile> {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = 0o600 | readers(layout) & 0o044;
+    tempfile::Builder::new()
+        .prefix(TEMPORARY)
+        .permissions(fs::Permissions::from_mode(mode))
+        .tempfile_in(dir)
+}
+
+/// What others may do in the cache directory, writing aside. Where everybody
+/// can write, as in /tmp, nothing is theirs.
+#[cfg(unix)]
+fn readers(layout: &Layout) -> u32 {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = layout
+        .cache()
+        .metadata()
+        .map_or(0, |m| m.permissions().mode());
+    if mode & 0o002 == 0 { mode & 0o055 } else { 0 }
+}
+
+#[cfg(not(unix))]
+fn private_dirs(dir: &Path, _: u32) -> std::io::Result<()> {
+    fs::create_dir_all(dir)
+}
+
+#[cfg(not(unix))]
+fn temporary(_: &Layout, dir: &Path) -> std::io::Result<NamedTempFile> {
+    tempfile::Builder::new().prefix(TEMPORARY).tempfile_in(dir)
+}
+
+#[cfg(not(unix))]
+fn readers(_: &Layout) -> u32 {
+    0
 }

@@ -1,6 +1,7 @@
 //! A lock per kernel and machine.
 
-use crate::files;
+use crate::layout::Layout;
+use crate::{Key, files};
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -16,18 +17,16 @@ pub(crate) struct MachineLock {
 impl MachineLock {
     /// Waits for the lock at most for `patience`. `None` when it is still
     /// held then, or when the file system has no locks.
-    pub(crate) fn acquire(path: &Path, patience: Duration) -> Option<MachineLock> {
-        files::make_dir(path.parent()?).ok()?;
-        let file = File::options().create(true).append(true).open(path).ok()?;
+    pub(crate) fn acquire(layout: &Layout, key: &Key, patience: Duration) -> Option<MachineLock> {
+        let path = layout.lock(key);
+        files::make_dir(layout, path.parent()?).ok()?;
+        let file = File::options().create(true).append(true).open(&path).ok()?;
         let deadline = Instant::now() + patience;
         let mut pause = Duration::from_millis(1);
         loop {
             match file.try_lock() {
                 Ok(()) => {
-                    return Some(MachineLock {
-                        path: path.to_path_buf(),
-                        _file: file,
-                    });
+                    return Some(MachineLock { path, _file: file });
                 }
                 Err(TryLockError::Error(_)) => return None,
                 Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return None,

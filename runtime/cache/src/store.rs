@@ -36,7 +36,7 @@ impl Store {
     /// loaded as code; see [`Store::trouble`].
     pub fn open(dir: impl Into<PathBuf>) -> Store {
         let layout = Layout::new(dir.into());
-        let off = unsafe_dir(&layout);
+        let off = unsafe_dir(&layout).or_else(|| closed_dir(&layout));
         Store {
             layout,
             counters: Counters::default(),
@@ -160,12 +160,12 @@ impl Store {
             same if same == *stored => Ok(()),
             _ => Err("another kernel".to_string()),
         };
-        files::write(&path, &bytes, Care::Thorough(&check))?;
+        files::write(&self.layout, &path, &bytes, Care::Thorough(&check))?;
         self.counters.bytes_written.add(bytes.len() as u64);
         if let Some(text) = source {
             let path = self.layout.source(key, stored.info.language);
             // For people only: a kernel is as good without it.
-            let _ = files::write(&path, text.as_bytes(), Care::Quick);
+            let _ = files::write(&self.layout, &path, text.as_bytes(), Care::Quick);
         }
         Ok(())
     }
@@ -229,6 +229,18 @@ fn unsafe_dir(layout: &Layout) -> Option<String> {
         "everybody can write to {0}, and what lies there is run\nchmod go-w {0}, or set MOESAIC_CACHE to another directory",
         dir.display()
     ))
+}
+
+/// A store of somebody else's that is not ours to read.
+fn closed_dir(layout: &Layout) -> Option<String> {
+    let error = std::fs::read_dir(layout.version()).err()?;
+    let closed = error.kind() == ErrorKind::PermissionDenied;
+    closed.then(|| {
+        format!(
+            "{} cannot be read: permission denied\nset MOESAIC_CACHE to another directory",
+            layout.cache().display()
+        )
+    })
 }
 
 #[cfg(not(unix))]

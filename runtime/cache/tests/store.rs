@@ -51,6 +51,24 @@ fn only_this_user_can_enter() {
 }
 
 #[test]
+fn who_may_read_the_directory_may_read_its_kernels() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o775)).unwrap();
+    let source = source("dispatch");
+    Store::open(dir.path())
+        .put(&key(&source), &source, &stored(&source, 10))
+        .unwrap();
+    let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    let kernel = kernel_path(dir.path(), &key(&source));
+    // The umask has its say.
+    let [file, folder] = ["file", "folder"].map(|name| dir.path().join(name));
+    fs::write(&file, "").unwrap();
+    fs::create_dir(&folder).unwrap();
+    assert_eq!(mode(&kernel), 0o644 & mode(&file));
+    assert_eq!(mode(kernel.parent().unwrap()), 0o755 & mode(&folder));
+}
+
+#[test]
 fn a_directory_that_everybody_can_write_to_is_not_used() {
     let dir = tempfile::tempdir().unwrap();
     let source = source("dispatch");
