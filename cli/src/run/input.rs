@@ -28,15 +28,16 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     Ok(Checkpoint::open(path)?)
 }
 
+/// The tokens of an input file.
+pub fn count(file: &Checkpoint, spec: &LayerSpec) -> Result<usize> {
+    let sizes = [None, Some(spec.shape.model_dim)];
+    expect_shape(&find(file, "x")?, &sizes, "[tokens, model_dim]")
+}
+
 impl<'a> Tokens<'a> {
     /// Finds, checks and converts the tensors that the layer needs.
     pub fn read(file: &'a Checkpoint, spec: &LayerSpec, console: &Console) -> Result<Tokens<'a>> {
-        let x = find(file, "x")?;
-        let count = expect_shape(
-            &x,
-            &[None, Some(spec.shape.model_dim)],
-            "[tokens, model_dim]",
-        )?;
+        let (x, count) = (find(file, "x")?, count(file, spec)?);
         let wanted = spec.precision.activations;
         if x.dtype == Ok(DType::F32) && wanted != DType::F32 {
             console.note(&format!("x is f32 and is rounded to the layer's {wanted}"));
@@ -158,10 +159,24 @@ fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<HostTensor<'a>> {
         _ if dtype == wanted => Ok(held),
         _ => Ok(HostTensor {
             dtype: wanted,
-            data: Cow::Owned(store(wanted, &held.to_f32())),
+            data: Cow::Owned(convert(&held, wanted)),
             ..held
         }),
     }
+}
+
+/// In pieces: a file may be much larger than the memory to spare.
+fn convert(tensor: &HostTensor<'_>, wanted: DType) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(tensor.elements() * wanted.size());
+    for piece in tensor.data.chunks(1 << 20) {
+        let piece = HostTensor {
+            dtype: tensor.dtype,
+            shape: vec![piece.len() / tensor.dtype.size()],
+            data: Cow::Borrowed(piece),
+        };
+        bytes.extend(store(wanted, &piece.to_f32()));
+    }
+    bytes
 }
 
 /// The bytes of values in a float type, rounded to nearest.

@@ -83,8 +83,9 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let weights = args.weights(&source)?;
     drop(progress);
     let file = input::open(&args.input)?;
-    let tokens = Tokens::read(&file, &source.spec, console)?;
     let engine = Engine::open(&args.target, args.options(console))?;
+    engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
+    let tokens = Tokens::read(&file, &source.spec, console)?;
     let progress = Progress::start("getting kernels");
     let started = Instant::now();
     let layer = engine.layer(&source.spec, &engine_weights(&weights))?;

@@ -101,6 +101,16 @@ impl Engine {
         Ok(plan(spec, self.target)?)
     }
 
+    /// Whether a layer could take that many tokens in one call now, weights
+    /// aside.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] when a call never can, [`EngineError::NoRoom`]
+    /// when memory is short, and those of [`Engine::plan`].
+    pub fn check_tokens(&self, spec: &LayerSpec, tokens: usize) -> Result<(), EngineError> {
+        crate::forward::check_size(&self.plan(spec)?, &*self.device, 0, tokens)
+    }
+
     /// Makes a layer: plans it, gets its kernels, puts its weights on the
     /// device. Weights are copied; the caller may let go of them.
     ///

@@ -51,6 +51,19 @@ pub enum EngineError {
         /// What was found and what is expected.
         problem: String,
     },
+    /// A call is too large for the memory of the device.
+    #[error(
+        "{tokens} tokens need {} of memory, {} are free; run fewer tokens per call",
+        gigabytes(*.needed), gigabytes(*.free)
+    )]
+    NoRoom {
+        /// Tokens of the call.
+        tokens: usize,
+        /// Bytes the call needs.
+        needed: u64,
+        /// Bytes there are.
+        free: u64,
+    },
     /// A tensor the layer does not have was asked for.
     #[error("the layer has no output `{name}`; it has: {known}")]
     NoOutput {
@@ -59,4 +72,8 @@ pub enum EngineError {
         /// What there is.
         known: String,
     },
+}
+
+fn gigabytes(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }

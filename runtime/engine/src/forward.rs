@@ -1,8 +1,9 @@
 //! One forward pass: check the input, bind every step, launch, read back.
 
+use crate::workspace::{self, Workspace};
 use crate::{Element, EngineError, HostTensor, Layer};
-use moesaic_plan::{Role, Step, TensorPlan};
-use moesaic_target::{Arg, DeviceError, LaunchDims, Ptr};
+use moesaic_plan::{LayerPlan, Role, Step, TensorPlan};
+use moesaic_target::{Arg, Device, DeviceError, LaunchDims, Ptr};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -79,7 +80,9 @@ pub struct RawCall<'a> {
     /// Tokens of this call.
     pub tokens: usize,
     /// Where input tensors lie and output tensors go, by name: `x` and `y`
-    /// at least. Outputs that are not named stay in the layer's memory.
+    /// at least. Outputs that are not named stay in the layer's memory. With
+    /// an external router and `renormalize_after_drop` the layer rescales
+    /// `topk_weights` where they lie.
     pub tensors: &'a [(&'a str, Ptr)],
 }
 
@@ -110,7 +113,7 @@ impl Layer {
     /// As [`Layer::forward`]; [`EngineError::NoOutput`] for an unknown name.
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
         let mut workspace = self.lock_workspace();
-        self.check_size(input.tokens)?;
+        self.check_size(&workspace, input.tokens)?;
         for name in names {
             self.output(name)?;
         }
@@ -150,7 +153,7 @@ impl Layer {
     /// [`Layer::forward`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
         let mut workspace = self.lock_workspace();
-        self.check_size(call.tokens)?;
+        self.check_size(&workspace, call.tokens)?;
         let given = |name: &str| {
             call.tensors
                 .iter()
@@ -256,16 +259,14 @@ impl Layer {
 
     /// The most tokens of one call: assignments are counted in 31 bits.
     pub fn max_tokens(&self) -> usize {
-        i32::MAX as usize / self.plan.spec.shape.top_k
+        most_tokens(&self.plan)
     }
 
-    fn check_size(&self, tokens: usize) -> Result<(), EngineError> {
-        let most = self.max_tokens();
-        if tokens > most {
-            let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
-            return Err(input_error("x", problem));
+    fn check_size(&self, workspace: &Workspace, tokens: usize) -> Result<(), EngineError> {
+        if workspace.holds(tokens as u64) {
+            return Ok(());
         }
-        Ok(())
+        check_size(&self.plan, &*self.device, workspace.bytes(), tokens)
     }
 
     fn checked_input<'i, 'a>(
@@ -326,6 +327,33 @@ impl Layer {
             shape,
             data: vec![0; bytes].into(),
         })
+    }
+}
+
+fn most_tokens(plan: &LayerPlan) -> usize {
+    i32::MAX as usize / plan.spec.shape.top_k
+}
+
+/// Whether a call can be that large, where `held` bytes are given back first.
+pub(crate) fn check_size(
+    plan: &LayerPlan,
+    device: &dyn Device,
+    held: u64,
+    tokens: usize,
+) -> Result<(), EngineError> {
+    let most = most_tokens(plan);
+    if tokens > most {
+        let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
+        return Err(input_error("x", problem));
+    }
+    let needed = workspace::needed(plan, tokens as u64);
+    match device.free_bytes().map(|free| free.saturating_add(held)) {
+        Some(free) if needed > free => Err(EngineError::NoRoom {
+            tokens,
+            needed,
+            free,
+        }),
+        _ => Ok(()),
     }
 }
 

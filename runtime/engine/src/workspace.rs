@@ -31,11 +31,7 @@ impl Workspace {
         // Free first: the old buffers may be what leaves no room for the new.
         *self = Workspace::default();
         let mut buffers = HashMap::new();
-        for tensor in plan
-            .tensors
-            .iter()
-            .filter(|tensor| tensor.role != Role::Weight)
-        {
+        for tensor in held(plan) {
             buffers.insert(tensor.name.clone(), allocate(tensor, device, tokens)?);
         }
         *self = Workspace {
@@ -67,6 +63,18 @@ impl Workspace {
             .map(|buffer| buffer.bytes() as u64)
             .sum()
     }
+}
+
+/// The tensors that live in a workspace.
+fn held(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
+    let tensors = plan.tensors.iter();
+    tensors.filter(|tensor| tensor.role != Role::Weight)
+}
+
+/// Bytes that a call of `tokens` tokens needs.
+pub(crate) fn needed(plan: &LayerPlan, tokens: u64) -> u64 {
+    let bytes = held(plan).map(|tensor| tensor.bytes(tokens));
+    bytes.fold(0, u64::saturating_add)
 }
 
 fn allocate(tensor: &TensorPlan, device: &dyn Device, tokens: u64) -> Result<Buffer, DeviceError> {

@@ -29,6 +29,12 @@ pub trait Device: Send + Sync {
     /// binary's own signature disagrees with the entry's.
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError>;
 
+    /// Bytes that can be allocated now, where the system promises more than it
+    /// has; `None` where an allocation that does not fit fails by itself.
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Allocates at least `bytes` bytes, aligned to 64; contents undefined.
     ///
     /// # Errors

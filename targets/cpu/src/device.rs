@@ -80,6 +80,16 @@ fn field(file: &str, name: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_string())
 }
 
+/// What is left of the limit of this process's control group, if it has one
+/// of its own: containers and batch systems set it.
+fn group_bytes() -> Option<u64> {
+    let number = |file: &str| -> Option<u64> {
+        let text = std::fs::read_to_string(format!("/sys/fs/cgroup/{file}")).ok()?;
+        text.trim().parse().ok()
+    };
+    Some(number("memory.max")?.saturating_sub(number("memory.current")?))
+}
+
 fn kilobytes(text: &str) -> Option<u64> {
     Some(text.strip_suffix(" kB")?.trim().parse::<u64>().ok()? * 1024)
 }
@@ -95,6 +105,11 @@ impl Device for CpuDevice {
             entries,
             Arc::clone(&self.crew),
         )?))
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        let machine = field("/proc/meminfo", "MemAvailable").and_then(|text| kilobytes(&text));
+        machine.into_iter().chain(group_bytes()).min()
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
