@@ -81,13 +81,17 @@ fn field(file: &str, name: &str) -> Option<String> {
 }
 
 /// What is left of the limit of this process's control group, if it has one
-/// of its own: containers and batch systems set it.
+/// of its own: containers and batch systems set it. Cached files count as
+/// left, since the system gives them up for memory that is asked for.
 fn group_bytes() -> Option<u64> {
-    let number = |file: &str| -> Option<u64> {
-        let text = std::fs::read_to_string(format!("/sys/fs/cgroup/{file}")).ok()?;
-        text.trim().parse().ok()
-    };
-    Some(number("memory.max")?.saturating_sub(number("memory.current")?))
+    let read = |file: &str| std::fs::read_to_string(format!("/sys/fs/cgroup/{file}")).ok();
+    let number = |text: &str| text.trim().parse::<u64>().ok();
+    let stat = read("memory.stat")?;
+    let cached = stat
+        .lines()
+        .find_map(|line| number(line.strip_prefix("file ")?))?;
+    let used = number(&read("memory.current")?)?.saturating_sub(cached);
+    Some(number(&read("memory.max")?)?.saturating_sub(used))
 }
 
 fn kilobytes(text: &str) -> Option<u64> {
