@@ -11,6 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::target::{CompileOptions, Report};
 use moesaic::{Compilers, Event, Job, LayerSpec, Outcome, Row, Store, Target, precompile_on};
 use serde_json::{Value, json};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,8 +43,8 @@ pub struct PrecompileArgs {
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
     #[arg(long, value_name = "T[,T]", value_delimiter = ',', required = true)]
     target: Vec<String>,
-    /// Write a pack instead of filling the cache
-    #[arg(short, long, value_name = "PACK", conflicts_with = "cache")]
+    /// Also write these kernels, no others of the cache, to a pack
+    #[arg(short, long, value_name = "PACK")]
     output: Option<PathBuf>,
     #[command(flatten)]
     store: StoreArgs,
@@ -65,11 +66,13 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     if let Some(pack) = &args.output {
         check_pack(pack)?;
     }
-    let temporary = args.output.as_ref().map(|_| temporary_dir()).transpose()?;
-    let store = match &temporary {
-        Some(dir) => Arc::new(Store::open(dir.path())),
-        None => args.store.open(console),
-    };
+    let mut store = args.store.open(console);
+    // A pack needs no cache.
+    let temporary = (args.output.is_some() && store.trouble().is_some()).then(temporary_dir);
+    let temporary = temporary.transpose()?;
+    if let Some(dir) = &temporary {
+        store = Arc::new(Store::open(dir.path()));
+    }
     let jobs = jobs(&specs, &targets, &store)?;
     let options = CompileOptions {
         allow_spills: args.allow_spills,
@@ -80,7 +83,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         with_progress(|progress| precompile_on(args.threads(), &jobs, &store, &options, progress))?;
     let time = started.elapsed();
     let place = match &args.output {
-        Some(pack) => export(&store, pack)?,
+        Some(pack) => export(&store, &rows, pack)?,
         None => place(&store),
     };
     match args.json {
@@ -110,9 +113,10 @@ fn jobs(specs: &[LayerSpec], targets: &[Target], store: &Arc<Store>) -> Result<V
     Ok(jobs)
 }
 
-/// Writes a pack; what to call it.
-fn export(store: &Store, path: &Path) -> Result<String> {
-    let pack = store.export(path, |_| true)?;
+/// Writes a pack of the kernels of `rows`; what to call it.
+fn export(store: &Store, rows: &[Row], path: &Path) -> Result<String> {
+    let keys: HashSet<_> = rows.iter().map(|row| row.key).collect();
+    let pack = store.export(path, |kernel| keys.contains(&kernel.key))?;
     let kernels = units::count(pack.kernels, "kernel");
     Ok(format!(
         "{} ({kernels}, {})",

@@ -252,8 +252,17 @@ fn precompile_fills_a_cache_and_a_pack_fills_another() {
 #[test]
 fn precompile_makes_a_pack_and_shows_a_table() {
     let small = Small::new();
-    let pack = small.dir.path().join("pack.tar.gz").display().to_string();
-    let text = with_spec(&["precompile", "--target", "cpu", "-o", &pack], &small.spec).ok();
+    let path = |name: &str| small.dir.path().join(name).display().to_string();
+    let (pack, cache) = (path("pack.tar.gz"), path("cache"));
+    let precompile = |more: &[&str]| {
+        with_spec(
+            &[&["precompile", "--cache", &cache, "--target"], more].concat(),
+            &small.spec,
+        )
+        .ok()
+    };
+    precompile(&["cpu:portable"]);
+    let text = precompile(&["cpu", "-o", &pack]);
     for part in [
         "LAYER",
         "KERNEL",
@@ -262,12 +271,15 @@ fn precompile_makes_a_pack_and_shows_a_table() {
         "grouped_gemm_up",
         "miss",
         "6 kernels: 6 compiled",
+        "(6 kernels, ",
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
+    let again = precompile(&["cpu", "-o", &pack]);
+    assert!(again.contains("0 compiled, 6 from the cache"), "{again}");
     assert_eq!(&std::fs::read(&pack).unwrap()[..2], [0x1f, 0x8b]);
     let cut = write(small.dir.path(), "cut.tar.gz", "no pack");
-    let cache = small.dir.path().join("c").display().to_string();
+    let cache = path("c");
     moesaic(["cache", "import", cut.to_str().unwrap(), "--cache", &cache])
         .fails(2, &["is truncated or damaged"]);
     moesaic(["cache", "import", "/no/pack", "--cache", &cache]).fails(2, &["cannot read the pack"]);
