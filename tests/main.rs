@@ -4,4 +4,5 @@
 
 mod conformance;
 mod golden;
+mod oracle;
 mod tidy;
