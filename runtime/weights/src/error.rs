@@ -43,13 +43,13 @@ pub enum WeightsError {
     },
 
     /// A tensor is not there.
-    #[error("{path} has no tensor for `{tensor}`; looked for {tried}{near}", path = .path.display())]
+    #[error("{path} has no tensor for `{tensor}`{tried}{near}", path = .path.display())]
     MissingTensor {
         /// The canonical name.
         tensor: String,
         /// The checkpoint.
         path: PathBuf,
-        /// Names looked for.
+        /// `; looked for …`, or empty where that is the canonical name.
         tried: String,
         /// Similar names that are there.
         near: String,

@@ -174,7 +174,7 @@ impl Loader<'_> {
             .ok_or_else(|| WeightsError::MissingTensor {
                 tensor: self.tensor.name.clone(),
                 path: self.checkpoint.path().to_path_buf(),
-                tried: format!("`{name}`"),
+                tried: format!("; looked for `{name}`"),
                 near: String::new(),
             })
     }
@@ -342,7 +342,10 @@ impl Loader<'_> {
             tensor: self.tensor.name.clone(),
             path: self.checkpoint.path().to_path_buf(),
             near: self.near(&tried),
-            tried: listed(&tried),
+            tried: match tried.iter().all(|name| *name == self.tensor.name) {
+                true => String::new(),
+                false => format!("; looked for {}", listed(&tried)),
+            },
         }
     }
 
