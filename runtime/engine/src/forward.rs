@@ -358,7 +358,7 @@ pub(crate) fn check_size(
 }
 
 /// The shape of a tensor for a token count.
-fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
+pub(crate) fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
     tensor
         .shape
         .iter()

@@ -1,5 +1,6 @@
 //! A layer on a device: plan, loaded kernels, weights.
 
+use crate::forward::shape_for;
 use crate::workspace::Workspace;
 use crate::{EngineError, Weights};
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
@@ -28,7 +29,7 @@ impl Layer {
         let expected = |tensor: &&TensorPlan| tensor.role == Role::Weight;
         let mut uploaded = HashMap::new();
         for tensor in plan.tensors.iter().filter(expected) {
-            let shape: Vec<usize> = tensor.shape.iter().map(|n| n.eval(0) as usize).collect();
+            let shape = shape_for(tensor, 0); // weights do not depend on tokens
             let host = weights.expect(&tensor.name, tensor.dtype, &shape)?;
             let buffer = device.alloc(host.data.len().max(64))?;
             device.upload(&host.data, &buffer, 0)?;
