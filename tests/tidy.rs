@@ -19,6 +19,9 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cpu", &["kernel", "target", "dl"]),
     ("cuda", &["kernel", "target", "dl"]),
     ("rocm", &["kernel", "target", "dl"]),
+    ("units", &[]),
+    ("ptx", &["kernel", "target", "units", "cuda"]),
+    ("fibers", &["kernel", "target", "dl", "cpu"]),
     ("cache", &["kernel", "target"]),
     (
         "engine",

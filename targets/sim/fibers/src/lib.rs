@@ -1,0 +1,1 @@
+//! GPU kernels as host C++, a fiber for each thread.
