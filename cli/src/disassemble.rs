@@ -52,6 +52,7 @@ fn advice(target: Target) -> &'static str {
         Target::Cuda(_) => {
             "nvdisasm and cuobjdump come with the CUDA toolkit; put one on PATH or set CUDA_HOME"
         }
+        Target::Sim(_) => "a simulator runs the text that `moesaic emit` writes",
         Target::Rocm(_) => "install LLVM (llvm-objdump) with the AMDGPU target, or set ROCM_PATH",
     }
 }
@@ -78,6 +79,7 @@ fn tools(target: Target) -> Vec<Tool> {
             };
             vec![tool("nvdisasm", &["-c"]), tool("cuobjdump", &["-sass"])]
         }
+        Target::Sim(_) => Vec::new(),
         Target::Rocm(_) => llvm(&below(
             &["ROCM_PATH"],
             "/opt/rocm",

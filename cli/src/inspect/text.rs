@@ -148,10 +148,7 @@ impl Inspection {
             .entry(launch)
             .params
             .iter()
-            .filter_map(|param| match param.ty {
-                ParamType::Tensor(_, access) => Some(access),
-                ParamType::Scalar(_) => None,
-            });
+            .filter_map(|param| param.ty.tensor().map(|(_, access)| access));
         let pairs = params.zip(&launch.step.tensors);
         pairs
             .filter(|(access, _)| is(*access))

@@ -9,7 +9,7 @@
 mod render;
 mod signature;
 
-use moesaic_kernel::{KernelSource, Language, Target};
+use moesaic_kernel::{KernelSource, Language, SimArch, Target};
 use moesaic_plan::{KernelPlan, LayerPlan};
 
 pub use render::template_variables;
@@ -36,12 +36,18 @@ pub enum Prelude {
     Sim,
 }
 
-/// Writes one kernel for a target.
+/// Writes one kernel for a target. For a simulator of NVIDIA's GPUs that is
+/// the text the GPU gets, to the byte; for one of AMD's it is the GPU's text
+/// over the prelude of the host.
 ///
 /// # Errors
 /// [`EmitError`] when a template is wrong.
 pub fn emit(kernel: &KernelPlan, target: Target) -> Result<KernelSource, EmitError> {
-    emit_with(kernel, target, Prelude::Native)
+    let prelude = match target {
+        Target::Sim(SimArch::Rocm(_)) => Prelude::Sim,
+        _ => Prelude::Native,
+    };
+    emit_with(kernel, target, prelude)
 }
 
 /// Writes one kernel for a target with the chosen prelude, which means
@@ -85,7 +91,7 @@ pub fn emit_layer(plan: &LayerPlan) -> Result<Vec<KernelSource>, EmitError> {
 pub fn language(target: Target) -> Language {
     match target {
         Target::Cpu(_) => Language::C,
-        Target::Cuda(_) => Language::Cuda,
-        Target::Rocm(_) => Language::Hip,
+        Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => Language::Cuda,
+        Target::Rocm(_) | Target::Sim(SimArch::Rocm(_)) => Language::Hip,
     }
 }

@@ -2,8 +2,8 @@
 
 use crate::signature::EntryText;
 use crate::{Prelude, language};
-use moesaic_kernel::{Stem, Target};
-use moesaic_plan::{KernelConfig, KernelDesc, KernelPlan};
+use moesaic_kernel::{Language, Stem, Target};
+use moesaic_plan::{GemmFamily, KernelConfig, KernelDesc, KernelPlan};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
@@ -30,6 +30,7 @@ struct TargetText {
 
 impl TargetText {
     fn new(target: Target, prelude: Prelude) -> TargetText {
+        let target = target.hardware();
         let (backend, arch) = (target.backend(), target.arch());
         let base = TargetText {
             backend,
@@ -55,16 +56,17 @@ impl TargetText {
                 wave: arch.wave,
                 ..base
             },
+            Target::Sim(_) => base,
         }
     }
 }
 
 fn dialect(target: Target, prelude: Prelude) -> &'static str {
-    match (target, prelude) {
-        (Target::Cpu(_), _) => "c",
+    match (language(target), prelude) {
+        (Language::C, _) => "c",
         (_, Prelude::Sim) => "sim",
-        (Target::Cuda(_), _) => "cuda",
-        (Target::Rocm(_), _) => "hip",
+        (Language::Cuda, _) => "cuda",
+        (Language::Hip, _) => "hip",
     }
 }
 
@@ -86,7 +88,7 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
     let text = engine(target)?
-        .render(&template_name(kernel.stem(), target), &context)
+        .render(&template_name(kernel, target), &context)
         .map_err(|error| error.to_string())?;
     Ok(tidy(&(text + &launchers(kernel, target, prelude))))
 }
@@ -124,10 +126,26 @@ fn insert_config(context: &mut Context, config: &KernelConfig) {
     }
 }
 
-fn template_name(stem: Stem, target: Target) -> String {
-    match target {
-        Target::Cpu(_) => format!("cpu/{stem}.c"),
-        Target::Cuda(_) | Target::Rocm(_) => format!("gpu/{stem}.cu"),
+/// The template of a kernel. Families of `grouped_gemm` that need the matrix
+/// units of one vendor lie in that vendor's folder.
+fn template_name(kernel: &KernelPlan, target: Target) -> String {
+    let family = match &kernel.config {
+        KernelConfig::GroupedGemm(config) => config.family,
+        _ => GemmFamily::Simt,
+    };
+    match family {
+        GemmFamily::Simt => plain_template(kernel.stem(), target),
+        GemmFamily::Mma => "cuda/grouped_gemm_mma.cu".to_string(),
+        GemmFamily::Wgmma => "cuda/grouped_gemm_wgmma.cu".to_string(),
+        GemmFamily::Mfma => "rocm/grouped_gemm_mfma.cu".to_string(),
+        GemmFamily::Wmma => "rocm/grouped_gemm_wmma.cu".to_string(),
+    }
+}
+
+fn plain_template(stem: Stem, target: Target) -> String {
+    match language(target) {
+        Language::C => format!("cpu/{stem}.c"),
+        Language::Cuda | Language::Hip => format!("gpu/{stem}.cu"),
     }
 }
 
@@ -135,9 +153,9 @@ fn template_name(stem: Stem, target: Target) -> String {
 fn engine(target: Target) -> Result<&'static Tera, String> {
     static CPU: OnceLock<Result<Tera, String>> = OnceLock::new();
     static GPU: OnceLock<Result<Tera, String>> = OnceLock::new();
-    let (cell, templates) = match target {
-        Target::Cpu(_) => (&CPU, moesaic_templates::CPU),
-        Target::Cuda(_) | Target::Rocm(_) => (&GPU, moesaic_templates::GPU),
+    let (cell, templates) = match language(target) {
+        Language::C => (&CPU, moesaic_templates::CPU),
+        Language::Cuda | Language::Hip => (&GPU, moesaic_templates::GPU),
     };
     cell.get_or_init(|| parse(templates))
         .as_ref()
@@ -162,7 +180,7 @@ pub fn template_variables(target: Target) -> Result<BTreeSet<String>, String> {
     let tera = engine(target)?;
     let mut variables = BTreeSet::new();
     for stem in Stem::ALL {
-        let name = template_name(stem, target);
+        let name = plain_template(stem, target);
         let used = tera
             .get_template_variables(&name)
             .map_err(|error| error.to_string())?;

@@ -71,6 +71,7 @@ fn declaration(param: &Param, language: Language) -> String {
             format!("{constness}{dtype} *{restrict} {}", param.name)
         }
         ParamType::Scalar(scalar) => format!("{} {}", scalar_name(scalar), param.name),
+        ParamType::TensorMap(_) => format!("const __grid_constant__ TensorMap {}", param.name),
     }
 }
 
@@ -112,6 +113,8 @@ fn unpack(index: usize, param: &Param) -> String {
             let ty = scalar_name(scalar);
             format!("    {ty} {name} = *(const {ty} *)args[{index}];\n")
         }
+        // No C kernel has one: only copy engines read tensor maps.
+        ParamType::TensorMap(_) => String::new(),
     }
 }
 

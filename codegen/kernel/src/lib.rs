@@ -12,5 +12,8 @@ mod target;
 
 pub use dtype::DType;
 pub use size::Size;
-pub use source::{Access, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Stem};
-pub use target::{CpuIsa, CudaArch, RocmArch, Target, TargetError};
+pub use source::{
+    Access, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Stem, Swizzle,
+    TensorMap,
+};
+pub use target::{CpuIsa, CudaArch, RocmArch, SimArch, Target, TargetError};

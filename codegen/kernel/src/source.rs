@@ -124,6 +124,40 @@ pub enum ParamType {
     Tensor(DType, Access),
     /// A value.
     Scalar(Scalar),
+    /// A tensor as the copy engine of sm_90 and later sees it: 128 bytes that
+    /// the device encodes when it launches.
+    TensorMap(TensorMap),
+}
+
+/// How a copy engine cuts a dense row-major tensor into boxes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorMap {
+    /// Element type.
+    pub dtype: DType,
+    /// What the kernel does with the tensor.
+    pub access: Access,
+    /// Dimensions the kernel names, 1 to 5. A tensor that has more is folded:
+    /// the outermost one counts for all that are left.
+    pub rank: u8,
+    /// Elements of a box, innermost dimension first; 1 beyond the rank.
+    pub tile: [u32; 5],
+    /// How 16-byte chunks of a box are arranged in shared memory.
+    pub swizzle: Swizzle,
+}
+
+/// The arrangement of 16-byte chunks in shared memory: the chunk index is
+/// XORed with the row index, over spans of so many bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Swizzle {
+    /// Chunks stay in place.
+    None,
+    /// Spans of 32 bytes.
+    B32,
+    /// Spans of 64 bytes.
+    B64,
+    /// Spans of 128 bytes.
+    B128,
 }
 
 /// What a kernel does with the memory behind a pointer.
@@ -159,6 +193,13 @@ pub struct Launch {
     /// Dynamic shared memory per block in bytes. Static shared memory is in
     /// the artifact's report.
     pub shared_bytes: u32,
+    /// Adjacent blocks in x that form a cluster; 1 where there are none.
+    #[serde(default = "alone")]
+    pub cluster: u32,
+}
+
+const fn alone() -> u32 {
+    1
 }
 
 impl KernelSource {
@@ -170,6 +211,17 @@ impl KernelSource {
     /// The entry with this symbol.
     pub fn entry(&self, symbol: &str) -> Option<&Entry> {
         self.entries.iter().find(|entry| entry.symbol == symbol)
+    }
+}
+
+impl ParamType {
+    /// Element type and access of a parameter with a tensor behind it.
+    pub fn tensor(self) -> Option<(DType, Access)> {
+        match self {
+            ParamType::Tensor(dtype, access) => Some((dtype, access)),
+            ParamType::TensorMap(map) => Some((map.dtype, map.access)),
+            ParamType::Scalar(_) => None,
+        }
     }
 }
 
@@ -189,6 +241,15 @@ impl Param {
         Param {
             name: name.to_string(),
             ty: ParamType::Tensor(dtype, access),
+            shape: shape.into(),
+        }
+    }
+
+    /// A tensor map over a tensor of this shape.
+    pub fn map(name: &str, map: TensorMap, shape: impl Into<String>) -> Param {
+        Param {
+            name: name.to_string(),
+            ty: ParamType::TensorMap(map),
             shape: shape.into(),
         }
     }

@@ -13,6 +13,17 @@ pub enum Target {
     Cuda(CudaArch),
     /// HIP for clang or HIPRTC.
     Rocm(RocmArch),
+    /// The kernels of a GPU target, run by a simulator on this machine.
+    Sim(SimArch),
+}
+
+/// The GPU architecture a simulator stands in for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum SimArch {
+    /// PTX from NVRTC, interpreted.
+    Cuda(CudaArch),
+    /// HIP text as host C++.
+    Rocm(RocmArch),
 }
 
 /// The instruction set that CPU kernels are written for.
@@ -115,15 +126,37 @@ impl Target {
         let rocm = ROCM
             .iter()
             .map(|&(name, wave)| Target::Rocm(RocmArch { name, wave }));
-        cpu.chain(cuda).chain(rocm).collect()
+        let gpus: Vec<Target> = cuda.chain(rocm).collect();
+        let sim = gpus.clone().into_iter().filter_map(Target::simulated);
+        cpu.chain(gpus).chain(sim).collect()
     }
 
-    /// The part before the colon: `cpu`, `cuda` or `rocm`.
+    /// The simulator of a GPU target; `None` for CPUs and simulators.
+    pub const fn simulated(self) -> Option<Target> {
+        match self {
+            Target::Cuda(arch) => Some(Target::Sim(SimArch::Cuda(arch))),
+            Target::Rocm(arch) => Some(Target::Sim(SimArch::Rocm(arch))),
+            Target::Cpu(_) | Target::Sim(_) => None,
+        }
+    }
+
+    /// The target whose kernels run: for a simulator the GPU it stands in
+    /// for, else the target itself.
+    pub const fn hardware(self) -> Target {
+        match self {
+            Target::Sim(SimArch::Cuda(arch)) => Target::Cuda(arch),
+            Target::Sim(SimArch::Rocm(arch)) => Target::Rocm(arch),
+            own => own,
+        }
+    }
+
+    /// The part before the colon: `cpu`, `cuda`, `rocm` or `sim`.
     pub const fn backend(self) -> &'static str {
         match self {
             Target::Cpu(_) => "cpu",
             Target::Cuda(_) => "cuda",
             Target::Rocm(_) => "rocm",
+            Target::Sim(_) => "sim",
         }
     }
 
@@ -131,8 +164,8 @@ impl Target {
     pub fn arch(self) -> String {
         match self {
             Target::Cpu(isa) => isa.name().to_string(),
-            Target::Cuda(arch) => arch.to_string(),
-            Target::Rocm(arch) => arch.name.to_string(),
+            Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => arch.to_string(),
+            Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => arch.name.to_string(),
         }
     }
 

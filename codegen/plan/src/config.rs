@@ -58,6 +58,23 @@ pub struct DispatchConfig {
     pub tile_rows: usize,
 }
 
+/// The unit that multiplies in a `grouped_gemm`, and with it the template.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GemmFamily {
+    /// The ordinary arithmetic units: any type, any shape, every target.
+    #[default]
+    Simt,
+    /// `mma.sync` with `cp.async` and `ldmatrix`: NVIDIA sm_80 and later.
+    Mma,
+    /// `wgmma` fed by the copy engine: NVIDIA sm_90a.
+    Wgmma,
+    /// Matrix-core instructions of AMD's data-centre GPUs: gfx90a, gfx94x, gfx95x.
+    Mfma,
+    /// Wave matrix instructions of AMD's gfx11.
+    Wmma,
+}
+
 /// Tiling of `grouped_gemm`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupedGemmConfig {
@@ -73,6 +90,18 @@ pub struct GroupedGemmConfig {
     pub thread_rows: usize,
     /// Columns per thread (GPU) or per register tile (CPU).
     pub thread_columns: usize,
+    /// Which unit multiplies.
+    #[serde(default)]
+    pub family: GemmFamily,
+    /// Tiles of the inner dimension in flight; 1 where the family has no ring.
+    #[serde(default)]
+    pub stages: usize,
+    /// The up half reads rows straight from x, so that no step dispatches.
+    #[serde(default)]
+    pub gather: bool,
+    /// Dynamic shared memory of a block in bytes.
+    #[serde(default)]
+    pub shared_bytes: u32,
 }
 
 /// Tiling of `combine`.

@@ -140,6 +140,8 @@ pub struct GroupedGemmDesc {
     pub bias: bool,
     /// Up: the activation is multiplied by the row's weight. Down: the bias is.
     pub weighted: bool,
+    /// Up: rows are tokens as they are, so that they can be read from x.
+    pub plain_rows: bool,
     /// Element type of the matrices and biases.
     pub weights: DType,
     /// Element type of rows and output.
@@ -245,6 +247,7 @@ pub(crate) fn grouped_gemm(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
         dense: false,
         top_k: shape.top_k,
         weighted: weighted && (half == Half::Up || spec.experts.bias),
+        plain_rows: half == Half::Up && spec.router.weight_on != WeightSite::Input,
         ..expert_half(spec, half, shape.hidden_dim)
     }
 }
@@ -274,6 +277,7 @@ fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
         up_offset: experts.up_offset,
         bias: experts.bias,
         weighted: false,
+        plain_rows: false,
         weights: spec.precision.weights,
         activations: spec.precision.activations,
     }

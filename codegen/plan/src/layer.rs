@@ -1,9 +1,9 @@
 //! A whole forward pass as data: kernels, tensors, and the launches in order.
 
 use crate::desc::{self, GateTopkDesc, Half, KernelDesc};
-use crate::{KernelConfig, KernelPlan, PlanError, entries, heuristics};
+use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, entries, heuristics};
 use moesaic_kernel::DType::{self, F32, I32, I64};
-use moesaic_kernel::{Entry, ParamType, Size, Target};
+use moesaic_kernel::{Entry, Size, Target};
 use moesaic_spec::{LayerSpec, RouterKind, SharedGate, canonical_tensors};
 use serde::{Deserialize, Serialize};
 
@@ -133,14 +133,11 @@ impl Builder {
     /// Adds a kernel and one step per entry. `bind` renames parameters to
     /// tensors; a parameter it does not name is a tensor of the same name.
     fn launch(&mut self, name: &str, desc: KernelDesc, bind: &[(&str, &str)]) {
-        let config = heuristics::choose(&desc, self.plan.target);
+        let config = self.config(&desc);
         let entries = entries(&desc, &config);
         let kernel = self.plan.kernels.len();
         for entry in &entries {
-            let pointers = entry
-                .params
-                .iter()
-                .filter(|p| matches!(p.ty, ParamType::Tensor(..)));
+            let pointers = entry.params.iter().filter(|p| p.ty.tensor().is_some());
             let tensors = pointers
                 .map(|p| {
                     bind.iter()
@@ -161,6 +158,16 @@ impl Builder {
             config,
             entries,
         });
+    }
+
+    /// The tiling of a kernel. The scan lists the row tiles of the GEMM, so
+    /// their heights agree.
+    fn config(&self, desc: &KernelDesc) -> KernelConfig {
+        let mut config = heuristics::choose(desc, self.plan.target);
+        if let KernelConfig::ExpertScan(scan) = &mut config {
+            scan.tile_rows = expert_gemm(&self.plan.spec, Half::Up, self.plan.target).tile_rows;
+        }
+        config
     }
 
     fn routing(&mut self) {
@@ -190,8 +197,16 @@ impl Builder {
     }
 
     fn experts(&mut self) {
-        let dispatch = desc::dispatch(&self.plan.spec);
-        self.launch("dispatch", KernelDesc::Dispatch(dispatch), &[]);
+        let (spec, target) = (&self.plan.spec, self.plan.target);
+        let halves = [Half::Up, Half::Down].map(|half| expert_gemm(spec, half, target));
+        debug_assert_eq!(
+            halves[0].tile_rows, halves[1].tile_rows,
+            "one list of row tiles"
+        );
+        if !gathers(spec, target) {
+            let dispatch = desc::dispatch(spec);
+            self.launch("dispatch", KernelDesc::Dispatch(dispatch), &[]);
+        }
         let bind = [
             ("gate", "experts.gate.weight"),
             ("up", "experts.up.weight"),
@@ -256,6 +271,20 @@ impl Builder {
     }
 }
 
+/// The tiling of a routed expert's product.
+fn expert_gemm(spec: &LayerSpec, half: Half, target: Target) -> GroupedGemmConfig {
+    let desc = KernelDesc::GroupedGemm(desc::grouped_gemm(spec, half));
+    match heuristics::choose(&desc, target) {
+        KernelConfig::GroupedGemm(config) => config,
+        _ => unreachable!("a GEMM's config is a GEMM config"),
+    }
+}
+
+/// Whether the up half reads tokens itself, and nothing is dispatched.
+fn gathers(spec: &LayerSpec, target: Target) -> bool {
+    expert_gemm(spec, Half::Up, target).gather
+}
+
 /// Every tensor a layer can name. Those that no step uses are left out by
 /// [`declared_tensors`]' conditions, which mirror the signatures.
 fn declared_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
@@ -270,7 +299,7 @@ fn declared_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
         .collect();
     list.extend(routing_tensors(spec));
     list.extend(scan_tensors(spec, target));
-    list.extend(expert_tensors(spec));
+    list.extend(expert_tensors(spec, target));
     list
 }
 
@@ -373,7 +402,7 @@ fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
     list
 }
 
-fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
+fn expert_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
     let (tokens, activations) = (Size::Tokens, spec.precision.activations);
     let rows = tokens.clone() * spec.shape.top_k as u64;
     let (model, output) = (constant(spec.shape.model_dim), constant(spec.output_dim()));
@@ -381,10 +410,12 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         tensor(name, activations, &[rows.clone(), width], Role::Scratch)
     };
     let mut list = vec![
-        scratch("rows", &rows, model),
         scratch("hidden", &rows, constant(spec.shape.hidden_dim)),
         scratch("out", &rows, output.clone()),
     ];
+    if !gathers(spec, target) {
+        list.push(scratch("rows", &rows, model));
+    }
     for (i, shared) in spec.shared.iter().enumerate() {
         let hidden = constant(shared.hidden_dim);
         list.push(scratch(&format!("shared.{i}.hidden"), &tokens, hidden));
@@ -425,10 +456,7 @@ mod tests {
     fn check(plan: &LayerPlan) {
         for step in &plan.steps {
             let params = plan.entry(step).params.iter();
-            let dtypes = params.filter_map(|p| match p.ty {
-                ParamType::Tensor(dtype, _) => Some(dtype),
-                ParamType::Scalar(_) => None,
-            });
+            let dtypes = params.filter_map(|p| p.ty.tensor().map(|(dtype, _)| dtype));
             for (name, dtype) in step.tensors.iter().zip(dtypes) {
                 let tensor = plan
                     .tensor(name)

@@ -17,7 +17,7 @@ mod signature;
 mod work;
 
 pub use config::{
-    CombineConfig, DispatchConfig, ExpertScanConfig, GateTopkConfig, GroupedGemmConfig,
+    CombineConfig, DispatchConfig, ExpertScanConfig, GateTopkConfig, GemmFamily, GroupedGemmConfig,
     KernelConfig,
 };
 pub use desc::{

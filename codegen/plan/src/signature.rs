@@ -38,6 +38,7 @@ fn entry(symbol: &str, summary: &str, params: Vec<Param>, grid: [Size; 2], threa
             grid,
             threads,
             shared_bytes: 0,
+            cluster: 1,
         },
     }
 }
@@ -397,12 +398,10 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let weight = |name: &str| Param::read(name, d.weights, &matrix_shape);
     let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
     let per_slot = format!("[tokens, {}]", d.top_k);
+    let rows = Param::read(input, d.activations, format!("[{count}, {}]", d.inner));
+    let tokens = Param::read("x", d.activations, format!("[tokens, {}]", d.inner));
     let params = some([
-        Some(Param::read(
-            input,
-            d.activations,
-            format!("[{count}, {}]", d.inner),
-        )),
+        Some(if c.gather { tokens } else { rows }),
         when(d.gated, weight("gate")),
         Some(weight(matrix)),
         when(d.gated && d.bias, bias("gate")),
@@ -415,7 +414,10 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
             !d.dense,
             Param::read("row_tiles", I32, format!("[{}]", e + 1)),
         ),
-        when(d.weighted, Param::read("row_slots", I32, "[rows]")),
+        when(
+            d.weighted || c.gather,
+            Param::read("row_slots", I32, "[rows]"),
+        ),
         when(d.weighted, Param::read("topk_weights", F32, &per_slot)),
         Some(Param::write(
             output,
@@ -424,13 +426,10 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         )),
     ]);
     let column_tiles = Size::Const(d.outer.div_ceil(c.tile_columns) as u64);
-    vec![entry(
-        symbol,
-        summary,
-        params,
-        [row_tiles(d, c), column_tiles],
-        c.threads,
-    )]
+    let grid = [row_tiles(d, c), column_tiles];
+    let mut entry = entry(symbol, summary, params, grid, c.threads);
+    entry.launch.shared_bytes = c.shared_bytes;
+    vec![entry]
 }
 
 /// An upper bound on the row tiles of all experts. Counts stay on the device,

@@ -2,7 +2,7 @@
 
 use crate::KernelPlan;
 use crate::desc::*;
-use moesaic_kernel::{Entry, ParamType};
+use moesaic_kernel::Entry;
 
 /// Least arithmetic and traffic of one launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -60,9 +60,9 @@ fn flops(desc: &KernelDesc, entry: &Entry, tokens: f64) -> f64 {
 
 fn bytes(kernel: &KernelPlan, entry: &Entry, tokens: u64) -> f64 {
     let facts = Facts::of(&kernel.desc, tokens);
-    let tensors = entry.params.iter().filter_map(|param| match param.ty {
-        ParamType::Tensor(dtype, _) => Some(facts.elements(&param.shape) * dtype.size() as f64),
-        ParamType::Scalar(_) => None,
+    let tensors = entry.params.iter().filter_map(|param| {
+        let (dtype, _) = param.ty.tensor()?;
+        Some(facts.elements(&param.shape) * dtype.size() as f64)
     });
     tensors.sum()
 }

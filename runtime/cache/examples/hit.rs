@@ -57,6 +57,7 @@ fn source(kilobytes: usize) -> KernelSource {
             grid: [Size::Tokens, Size::Const(1)],
             threads: 1,
             shared_bytes: 0,
+            cluster: 1,
         },
     };
     KernelSource {

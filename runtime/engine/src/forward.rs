@@ -2,6 +2,7 @@
 
 use crate::workspace::{self, Workspace};
 use crate::{Element, EngineError, HostTensor, Layer};
+use moesaic_kernel::{ParamType, TensorMap};
 use moesaic_plan::{LayerPlan, Role, Step, TensorPlan};
 use moesaic_target::{Arg, Device, DeviceError, LaunchDims, Ptr};
 use std::collections::BTreeMap;
@@ -226,9 +227,11 @@ impl Layer {
         ptr: impl Fn(&str) -> Option<Ptr>,
         args: &mut Vec<Arg>,
     ) -> Result<(), EngineError> {
-        let launch = &self.plan.entry(step).launch;
+        let entry = self.plan.entry(step);
+        let launch = &entry.launch;
+        let types = entry.params.iter().map(|param| param.ty);
         args.clear();
-        for name in &step.tensors {
+        for (ty, name) in types.filter(|ty| ty.tensor().is_some()).zip(&step.tensors) {
             let weight = || self.weights.get(name).map(|buffer| buffer.ptr());
             let address = ptr(name)
                 .or_else(weight)
@@ -236,7 +239,13 @@ impl Layer {
                     kernel: step.symbol.clone(),
                     reason: format!("tensor `{name}` has no memory; run forward first"),
                 })?;
-            args.push(Arg::Ptr(address));
+            args.push(match ty {
+                ParamType::TensorMap(map) => Arg::TensorMap {
+                    base: address,
+                    dims: self.map_dims(&map, name, tokens),
+                },
+                _ => Arg::Ptr(address),
+            });
         }
         // Every signature ends with the token count.
         args.push(Arg::I64(tokens as i64));
@@ -247,6 +256,7 @@ impl Layer {
             ],
             threads: launch.threads,
             shared_bytes: launch.shared_bytes,
+            cluster: launch.cluster,
         };
         // SAFETY: the arguments follow the entry's own parameter list, since
         // the step's tensors were listed from it; each address is a buffer of
@@ -255,6 +265,21 @@ impl Layer {
         // device frees and grows them in stream order.
         unsafe { self.modules[step.kernel].launch(&step.symbol, dims, args)? };
         Ok(())
+    }
+
+    /// The sizes of a tensor as a tensor map names them: innermost first, those
+    /// beyond its rank folded into the outermost.
+    fn map_dims(&self, map: &TensorMap, name: &str, tokens: usize) -> [u64; 5] {
+        let mut dims = [1; 5];
+        let last = usize::from(map.rank) - 1;
+        let shape = self
+            .plan
+            .tensor(name)
+            .map_or(&[][..], |tensor| &tensor.shape);
+        for (i, size) in shape.iter().rev().enumerate() {
+            dims[i.min(last)] *= size.eval(tokens as u64);
+        }
+        dims
     }
 
     /// The most tokens of one call: assignments are counted in 31 bits.

@@ -107,6 +107,7 @@ impl<A: KernelArgs> Launcher<A> {
             grid: [x.eval(tokens), y.eval(tokens)],
             threads: self.launch.threads,
             shared_bytes: self.launch.shared_bytes,
+            cluster: self.launch.cluster,
         };
         // SAFETY: `check` compared the parameters with the entry's, so the
         // arguments match in number, kind and order; the caller vouches for
@@ -167,5 +168,6 @@ fn spell(ty: ParamType) -> String {
         ParamType::Tensor(dtype, Access::ReadWrite) => format!("InOut<{dtype}>"),
         ParamType::Scalar(Scalar::I64) => "i64".to_string(),
         ParamType::Scalar(Scalar::F32) => "f32".to_string(),
+        ParamType::TensorMap(map) => format!("a tensor map of {}", map.dtype),
     }
 }

@@ -1,28 +1,65 @@
 //! Arguments in the form that GPU drivers take them.
 
-use crate::{Arg, DeviceError, LaunchDims};
-use moesaic_kernel::{Entry, Param, ParamType, Scalar};
+use crate::{Arg, DeviceError, LaunchDims, Ptr};
+use moesaic_kernel::{Entry, Param, ParamType, Scalar, TensorMap};
 use std::ffi::c_void;
 
 /// Argument values, and the array of pointers to them that a driver reads
 /// during a launch. Drivers know the size of each parameter from the binary.
 pub struct ArgBlock {
-    values: Box<[u64]>,
+    values: Box<[Value]>,
     pointers: Vec<*mut c_void>,
 }
+
+/// Bytes of an encoded tensor map.
+pub const MAP_BYTES: usize = 128;
+
+/// An encoded tensor map.
+pub type MapBytes = [u8; MAP_BYTES];
+
+/// Room for any argument; drivers want a tensor map at a multiple of 64 bytes.
+#[repr(align(64))]
+struct Value([u8; MAP_BYTES]);
 
 impl ArgBlock {
     /// Packs `args`, once they fit the entry's parameters in number and kind.
     ///
     /// # Errors
-    /// [`DeviceError::Launch`] names the first that does not fit.
+    /// [`DeviceError::Launch`] names the first that does not fit, or the
+    /// first tensor map, which only [`ArgBlock::with_maps`] takes.
     pub fn new(entry: &Entry, args: &[Arg]) -> Result<ArgBlock, DeviceError> {
+        ArgBlock::with_maps(entry, args, |_, _, _| {
+            let reason = "this device has no tensor maps".to_string();
+            Err(DeviceError::Launch {
+                kernel: entry.symbol.clone(),
+                reason,
+            })
+        })
+    }
+
+    /// Packs `args`; `encode` writes a tensor map from its declaration, the
+    /// address of the tensor and its sizes, innermost first.
+    ///
+    /// # Errors
+    /// As [`ArgBlock::new`], and what `encode` returns.
+    pub fn with_maps(
+        entry: &Entry,
+        args: &[Arg],
+        mut encode: impl FnMut(&TensorMap, Ptr, [u64; 5]) -> Result<MapBytes, DeviceError>,
+    ) -> Result<ArgBlock, DeviceError> {
         check_count(entry, args)?;
         check_kinds(entry, args)?;
-        let mut values: Box<[u64]> = args.iter().map(value).collect();
+        let pairs = entry.params.iter().zip(args);
+        let values = pairs.map(|(param, arg)| match (param.ty, arg) {
+            (ParamType::TensorMap(map), Arg::TensorMap { base, dims }) => {
+                encode(&map, *base, *dims).map(Value)
+            }
+            _ => Ok(Value(scalar(arg))),
+        });
+        let mut values = values.collect::<Result<Box<[Value]>, DeviceError>>()?;
         let pointers = values
             .iter_mut()
-            .map(|value| (value as *mut u64).cast())
+            .map(|value| value.0.as_mut_ptr().cast())
             .collect();
         Ok(ArgBlock { values, pointers })
     }
@@ -93,16 +130,20 @@ fn fits(param: &Param, arg: &Arg) -> bool {
         (ParamType::Tensor(..), Arg::Ptr(_))
             | (ParamType::Scalar(Scalar::I64), Arg::I64(_))
             | (ParamType::Scalar(Scalar::F32), Arg::F32(_))
+            | (ParamType::TensorMap(_), Arg::TensorMap { .. })
     )
 }
 
-/// The value in the first bytes of eight, as hosts of GPUs are little-endian.
-fn value(arg: &Arg) -> u64 {
-    match arg {
-        Arg::Ptr(address) => address.0,
+/// The value in the first bytes, as hosts of GPUs are little-endian.
+fn scalar(arg: &Arg) -> MapBytes {
+    let value = match arg {
+        Arg::Ptr(address) | Arg::TensorMap { base: address, .. } => address.0,
         Arg::I64(value) => value.cast_unsigned(),
         Arg::F32(value) => u64::from(value.to_bits()),
-    }
+    };
+    let mut bytes = [0; MAP_BYTES];
+    bytes[..8].copy_from_slice(&value.to_le_bytes());
+    bytes
 }
 
 #[cfg(test)]
@@ -129,6 +170,7 @@ mod tests {
                 grid: [Size::Tokens, Size::Const(1)],
                 threads: 64,
                 shared_bytes: 0,
+                cluster: 1,
             },
         }
     }
@@ -176,6 +218,7 @@ mod tests {
                 grid: [x, y],
                 threads: 32,
                 shared_bytes: 0,
+                cluster: 1,
             };
             gpu_grid("k", &dims).map_err(|error| error.to_string())
         };

@@ -141,5 +141,6 @@ fn param_bytes(ty: ParamType) -> u32 {
     match ty {
         ParamType::Tensor(..) | ParamType::Scalar(Scalar::I64) => 8,
         ParamType::Scalar(Scalar::F32) => 4,
+        ParamType::TensorMap(_) => crate::MAP_BYTES as u32,
     }
 }

@@ -89,6 +89,8 @@ pub struct LaunchDims {
     pub threads: u32,
     /// Dynamic shared memory in bytes.
     pub shared_bytes: u32,
+    /// Adjacent blocks in x that form a cluster; 1 where there are none.
+    pub cluster: u32,
 }
 
 /// A kernel argument.
@@ -100,6 +102,13 @@ pub enum Arg {
     I64(i64),
     /// A float.
     F32(f32),
+    /// A dense row-major tensor for a tensor map, which the device encodes.
+    TensorMap {
+        /// Its first element.
+        base: Ptr,
+        /// Its sizes, innermost first; 1 beyond the rank of the map.
+        dims: [u64; 5],
+    },
 }
 
 /// An address in device memory. For the CPU it is an ordinary address.

@@ -12,7 +12,7 @@ mod compiler;
 mod device;
 mod error;
 
-pub use args::{ArgBlock, gpu_grid};
+pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};
 pub use artifact::{Artifact, KernelReport, ParamSlot, Report};
 pub use compiler::{CompileOptions, Compiler};
 pub use device::{Arg, Buffer, Device, DeviceInfo, LaunchDims, Module, Ptr};

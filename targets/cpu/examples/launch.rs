@@ -62,6 +62,7 @@ fn spin_entry() -> Entry {
             grid,
             threads: 1,
             shared_bytes: 0,
+            cluster: 1,
         },
     }
 }
@@ -84,6 +85,7 @@ fn time(module: &dyn Module, blocks: u64, args: &[Arg]) -> Result<f64, Box<dyn E
         grid: [blocks, 1],
         threads: 1,
         shared_bytes: 0,
+        cluster: 1,
     };
     let mut times = Vec::new();
     for _ in 0..200 {

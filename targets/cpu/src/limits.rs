@@ -141,6 +141,7 @@ impl Probe {
             grid: [self.threads as u64, 1],
             threads: 1,
             shared_bytes: 0,
+            cluster: 1,
         };
         let started = Instant::now();
         // SAFETY: every entry of limits.c takes these arguments; results
@@ -173,6 +174,7 @@ fn entry(symbol: &str, params: Vec<Param>) -> Entry {
         grid,
         threads: 1,
         shared_bytes: 0,
+        cluster: 1,
     };
     let summary = "Measures a limit of the machine.".to_string();
     Entry {

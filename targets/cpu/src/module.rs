@@ -132,7 +132,7 @@ impl Module for CpuModule {
 /// An argument value at the start of 8 aligned bytes.
 fn value(arg: &Arg) -> u64 {
     match arg {
-        Arg::Ptr(address) => address.0,
+        Arg::Ptr(address) | Arg::TensorMap { base: address, .. } => address.0,
         Arg::I64(value) => *value as u64,
         Arg::F32(value) => {
             let mut bytes = [0; 8];

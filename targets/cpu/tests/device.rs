@@ -18,6 +18,7 @@ fn dims(grid: [u64; 2]) -> LaunchDims {
         grid,
         threads: 1,
         shared_bytes: 0,
+        cluster: 1,
     }
 }
 

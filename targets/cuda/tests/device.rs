@@ -179,6 +179,7 @@ fn entry() -> Entry {
             grid: [Size::Tokens.ceil_div(256), Size::Const(1)],
             threads: 256,
             shared_bytes: 0,
+            cluster: 1,
         },
     }
 }
@@ -188,6 +189,7 @@ fn dims(grid: [u64; 2]) -> LaunchDims {
         grid,
         threads: 256,
         shared_bytes: 0,
+        cluster: 1,
     }
 }
 

@@ -85,6 +85,7 @@ fn entry(symbol: &str, threads: u32, params: Vec<Param>) -> Entry {
         grid: [Size::Tokens, Size::Const(1)],
         threads,
         shared_bytes: 0,
+        cluster: 1,
     };
     Entry {
         symbol: symbol.to_string(),

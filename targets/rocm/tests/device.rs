@@ -147,6 +147,7 @@ fn entry() -> Entry {
             grid: [Size::Tokens.ceil_div(256), Size::Const(1)],
             threads: 256,
             shared_bytes: 0,
+            cluster: 1,
         },
     }
 }
@@ -184,6 +185,7 @@ fn scale(device: &HipDevice) -> Result<(), DeviceError> {
         grid: [2, 1],
         threads: 256,
         shared_bytes: 64,
+        cluster: 1,
     };
     // SAFETY: the arguments are those of `entry`, and both buffers hold 300 floats.
     unsafe { module.launch("scale", dims, &args) }?;
@@ -336,6 +338,7 @@ fn bad_requests_never_reach_the_runtime() {
         grid,
         threads: 256,
         shared_bytes: 0,
+        cluster: 1,
     };
     // SAFETY: each launch is refused, or has nothing to do.
     let launch =

@@ -62,6 +62,10 @@ fn param(param: &Param) -> String {
     let (role, dtype) = match param.ty {
         ParamType::Tensor(dtype, Access::Read) => ("input", dtype.to_string()),
         ParamType::Tensor(dtype, _) => ("output", dtype.to_string()),
+        ParamType::TensorMap(map) => match map.access {
+            Access::Read => ("input", format!("{} map", map.dtype)),
+            _ => ("output", format!("{} map", map.dtype)),
+        },
         ParamType::Scalar(Scalar::I64) => ("scratch", "i64".to_string()),
         ParamType::Scalar(Scalar::F32) => ("scratch", "f32".to_string()),
     };

@@ -174,6 +174,7 @@ impl Rig {
                 grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
                 threads: launch.threads,
                 shared_bytes: launch.shared_bytes,
+                cluster: launch.cluster,
             };
             // SAFETY: every buffer has the size the plan gives its tensor for
             // this token count, and lives until all steps have run.

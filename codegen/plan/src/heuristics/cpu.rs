@@ -62,6 +62,10 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
         tile_depth: 256,
         thread_rows,
         thread_columns,
+        family: GemmFamily::Simt,
+        stages: 1,
+        gather: false,
+        shared_bytes: 0,
     }
 }
 

@@ -53,6 +53,10 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, _: CudaArch) -> GroupedGemmConfig {
         tile_depth: 16,
         thread_rows: 8,
         thread_columns: 8 / matrices,
+        family: GemmFamily::Simt,
+        stages: 1,
+        gather: false,
+        shared_bytes: 0,
     }
 }
 

@@ -24,9 +24,10 @@ pub fn choose(desc: &KernelDesc, target: Target) -> KernelConfig {
             }
         };
     }
-    match target {
+    match target.hardware() {
         Target::Cpu(isa) => by_stem!(cpu, isa),
         Target::Cuda(arch) => by_stem!(cuda, arch),
         Target::Rocm(arch) => by_stem!(rocm, arch),
+        Target::Sim(_) => unreachable!("a simulator stands for a GPU"),
     }
 }

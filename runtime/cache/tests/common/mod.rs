@@ -14,6 +14,7 @@ pub fn source(name: &str) -> KernelSource {
         grid: [Size::Tokens.ceil_div(64), Size::Const(4)],
         threads: 1,
         shared_bytes: 0,
+        cluster: 1,
     };
     let entry = Entry {
         symbol: format!("{name}_f32"),

@@ -31,6 +31,7 @@ pub fn entry(symbol: &str, params: Vec<Param>) -> Entry {
         grid: [Size::Tokens, Size::Const(1)],
         threads: 1,
         shared_bytes: 0,
+        cluster: 1,
     };
     Entry {
         symbol: symbol.to_string(),
