@@ -1,2 +1,31 @@
 //! What the matrix units, copy engines and barriers of GPUs do, as pure
-//! functions.
+//! functions over tables.
+//!
+//! The simulators call it, the probe kit compares hardware with it. Lanes are
+//! arrays: `[[u32; 32]]` is a list of registers, each with its 32 lanes.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`float`] | f32 to and from bf16, f16, tf32, fp8 |
+//! | [`mma`] | `mma.sync` fragments and products |
+//! | [`matrix`] | `ldmatrix` and `stmatrix` |
+//! | [`swizzle`] | the XOR patterns of shared memory |
+//! | [`tensor_map`] | tensor maps, by the rules of the driver |
+//! | [`tma`] | the moves of a box copy, and reductions |
+//! | [`wgmma`] | descriptors, operands and products of a warpgroup |
+//! | [`mbarrier`] | the state machine of a barrier in shared memory |
+//! | [`mfma`] | the matrix instructions of AMD: MFMA and WMMA |
+
+pub mod float;
+pub mod matrix;
+pub mod mbarrier;
+pub mod mfma;
+pub mod mma;
+mod product;
+pub mod swizzle;
+pub mod tensor_map;
+pub mod tma;
+pub mod wgmma;
+
+/// A 32-bit register of a warp: one value per lane.
+pub type Lanes = [u32; 32];
