@@ -37,7 +37,7 @@ pub const CPU: &[Template] = index![
     "cpu/combine.c",
 ];
 
-/// Templates of the SIMT family, for CUDA and HIP alike.
+/// Templates of GPU kernels: those for CUDA and HIP alike, then each vendor's own.
 pub const GPU: &[Template] = index![
     "prelude/base.hpp",
     "prelude/bf16_bits.hpp",
@@ -65,5 +65,7 @@ pub const GPU: &[Template] = index![
     "gpu/scan_places.cu",
     "gpu/dispatch.cu",
     "gpu/grouped_gemm.cu",
+    "gpu/gemm_tiles.cu",
+    "gpu/gemm_activation.cu",
     "gpu/combine.cu",
 ];

@@ -173,7 +173,7 @@ impl Module for HostModule {
         let values: Vec<u64> = args
             .iter()
             .map(|arg| match arg {
-                Arg::Ptr(ptr) => ptr.0,
+                Arg::Ptr(ptr) | Arg::TensorMap { base: ptr, .. } => ptr.0,
                 Arg::I64(value) => *value as u64,
                 Arg::F32(value) => u64::from(value.to_bits()),
             })
