@@ -1,5 +1,6 @@
 //! One compiler per backend, found when first asked for.
 
+use crate::simulators;
 use moesaic_cache::Store;
 use moesaic_cpu::{CpuCompiler, Identity, host_isa};
 use moesaic_kernel::{Target, TargetError};
@@ -42,6 +43,7 @@ pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
         "cpu" => Ok(Target::Cpu(host_isa())),
         "cuda" => Err(needs("cuda:sm_90a or cuda:sm_80")),
         "rocm" => Err(needs("rocm:gfx942 or rocm:gfx90a")),
+        "sim" => Err(needs("sim:sm_90a or sim:gfx942")),
         full => Ok(full.parse::<Target>()?),
     }
 }
@@ -75,10 +77,7 @@ impl Compilers {
             .found
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
-        let known = found
-            .iter()
-            .find(|c| c.backend() == target.backend())
-            .cloned();
+        let known = found.iter().find(|c| is_for(&***c, target)).cloned();
         let compiler = match known {
             Some(compiler) => compiler,
             None => {
@@ -101,6 +100,7 @@ impl Compilers {
             Target::Cpu(_) => Arc::new(self.cpu(&registry)?),
             Target::Cuda(_) => Arc::new(moesaic_toolchain::nvrtc(&registry)?),
             Target::Rocm(_) => Arc::new(moesaic_toolchain::rocm(&registry)?),
+            Target::Sim(arch) => simulators::compiler(arch, &registry)?,
         })
     }
 
@@ -121,6 +121,13 @@ impl Compilers {
         }
         Ok(compiler)
     }
+}
+
+/// Whether this is the compiler to ask, even if it may say no: each simulator
+/// has its own.
+fn is_for(compiler: &dyn Compiler, target: Target) -> bool {
+    let own = !matches!(target, Target::Sim(_)) || compiler.targets().contains(&target);
+    compiler.backend() == target.backend() && own
 }
 
 fn unsupported(compiler: &dyn Compiler, target: Target) -> CompileError {

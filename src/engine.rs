@@ -1,6 +1,7 @@
 //! Engines for the targets that exist.
 
 use crate::compilers::{Compilers, TargetNameError, resolve_target};
+use crate::simulators;
 use moesaic_cache::Store;
 use moesaic_cpu::CpuDevice;
 use moesaic_engine::EngineParts;
@@ -115,7 +116,7 @@ impl Engine {
     }
 
     /// The engine of a target name: `auto`, `cpu`, `cuda`, `rocm`, or one with
-    /// an architecture, such as `cpu:avx2` or `cuda:sm_90a`.
+    /// an architecture, such as `cpu:avx2`, `cuda:sm_90a` or `sim:sm_90a`.
     ///
     /// # Errors
     /// [`OpenError`] says what is missing and what to do about it.
@@ -125,14 +126,17 @@ impl Engine {
                 .or_else(|_| Engine::open("rocm", options.clone()))
                 .or_else(|_| Engine::open("cpu", options));
         }
-        let backend = name.split(':').next().unwrap_or(name);
         // A name that is not known is worth saying before any device is tried.
-        if !matches!(name, "cuda" | "rocm") {
-            resolve_target(name)?;
-        }
-        let device = open_device(backend, &options)?;
+        let asked = match name {
+            "cuda" | "rocm" => None,
+            name => Some(resolve_target(name)?),
+        };
+        let device = match asked {
+            Some(Target::Sim(arch)) => simulators::device(arch)?,
+            _ => open_device(name, &options)?,
+        };
         let target = match name.contains(':') {
-            true => resolve_target(name)?,
+            true => asked.unwrap_or(device.info().target),
             false => device.info().target,
         };
         Engine::build(device, target, options)
@@ -178,8 +182,8 @@ fn compiler(
     }
 }
 
-fn open_device(backend: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
-    match backend {
+fn open_device(name: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
+    match name.split(':').next().unwrap_or(name) {
         "cuda" => cuda_device(options.ordinal),
         "rocm" => Ok(Arc::new(moesaic_rocm::HipDevice::open(options.ordinal)?)),
         _ => cpu_device(options),

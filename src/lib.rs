@@ -33,6 +33,7 @@
 mod bridge;
 mod compilers;
 mod engine;
+mod simulators;
 
 pub use bridge::{engine_weights, reference_weights};
 pub use compilers::{Compilers, TargetNameError, resolve_target};
@@ -45,7 +46,7 @@ pub use moesaic_engine::{
     Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome, Output,
     RawCall, Row, Stats, StepTime, Weights, precompile, precompile_on,
 };
-pub use moesaic_kernel::{DType, KernelSource, Size, Stem, Target, TargetError};
+pub use moesaic_kernel::{DType, KernelSource, SimArch, Size, Stem, Target, TargetError};
 pub use moesaic_macros::layer;
 pub use moesaic_plan::{LayerPlan, Work};
 pub use moesaic_spec::LayerSpec;

@@ -50,7 +50,7 @@ pub fn known() -> String {
         let names: Vec<String> = own.map(|t| t.to_string()).collect();
         format!("{backend:<5} {}", names.join(" "))
     };
-    let lines = ["cpu", "cuda", "rocm"].map(line);
+    let lines = ["cpu", "cuda", "rocm", "sim"].map(line);
     format!(
         "known targets (a bare `cpu` is this machine's):\n{}",
         lines.join("\n")

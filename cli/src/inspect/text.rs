@@ -5,7 +5,7 @@ use crate::console::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::LayerSpec;
-use moesaic::kernel::{Access, ParamType};
+use moesaic::kernel::Access;
 use moesaic::plan::Role;
 use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
 

@@ -55,9 +55,9 @@ fn entry_args(kernel: &str, entry: &Entry, tensors: &[String]) -> TokenStream {
         entry.summary.trim_end_matches('.')
     ));
     let mut tensors = tensors.iter();
-    let fields = params.iter().map(|param| match param.ty {
-        ParamType::Tensor(..) => param_field(param, tensors.next()),
-        ParamType::Scalar(_) => param_field(param, None),
+    let fields = params.iter().map(|param| match param.ty.tensor() {
+        Some(_) => param_field(param, tensors.next()),
+        None => param_field(param, None),
     });
     let types = params.iter().map(|param| {
         let (name, ty) = (&param.name, param_type(param));
@@ -88,8 +88,8 @@ fn entry_args(kernel: &str, entry: &Entry, tensors: &[String]) -> TokenStream {
 }
 
 fn param_field(param: &Param, tensor: Option<&String>) -> TokenStream {
-    let about = match param.ty {
-        ParamType::Tensor(dtype, access) => {
+    let about = match param.ty.tensor() {
+        Some((dtype, access)) => {
             let verb = match access {
                 Access::Read => "Reads",
                 Access::Write => "Writes",
@@ -98,20 +98,26 @@ fn param_field(param: &Param, tensor: Option<&String>) -> TokenStream {
             let name = tensor.unwrap_or(&param.name);
             format!("{verb} `{name}`, {dtype} `{}`.", param.shape)
         }
-        ParamType::Scalar(_) if param.name == "tokens" => "The token count.".to_string(),
-        ParamType::Scalar(_) => format!("`{}`.", param.name),
+        None if param.name == "tokens" => "The token count.".to_string(),
+        None => format!("`{}`.", param.name),
     };
     let (about, name, ty) = (doc(&about), field(&param.name), param_type(param));
     quote!(#about pub #name: #ty,)
 }
 
 fn param_type(param: &Param) -> TokenStream {
-    let (pointer, dtype) = match param.ty {
+    // Structs are made from the signatures of the portable target, which has
+    // no tensor maps.
+    let (access, dtype) = match param.ty {
         ParamType::Scalar(Scalar::I64) => return quote!(i64),
         ParamType::Scalar(Scalar::F32) => return quote!(f32),
-        ParamType::Tensor(dtype, Access::Read) => (quote!(In), dtype),
-        ParamType::Tensor(dtype, Access::Write) => (quote!(Out), dtype),
-        ParamType::Tensor(dtype, Access::ReadWrite) => (quote!(InOut), dtype),
+        ParamType::Tensor(dtype, access) => (access, dtype),
+        ParamType::TensorMap(map) => (map.access, map.dtype),
+    };
+    let pointer = match access {
+        Access::Read => quote!(In),
+        Access::Write => quote!(Out),
+        Access::ReadWrite => quote!(InOut),
     };
     // `bf16` is imported along with the pointers.
     let element = format_ident!("{}", dtype.name());
