@@ -9,13 +9,19 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::conformance::SIMULATORS;
+
 /// Poisoned memory shows what was never written.
 fn engine() -> Engine {
+    open("cpu")
+}
+
+fn open(target: &str) -> Engine {
     let options = EngineOptions {
         poison: true,
         ..EngineOptions::default()
     };
-    Engine::open("cpu", options).expect("a C compiler")
+    Engine::open(target, options).unwrap_or_else(|e| panic!("{target}: {e}"))
 }
 
 /// The entries of a folder of `tests/oracle`, in order.
@@ -93,11 +99,11 @@ fn sets(ids: &[i64], width: usize) -> Vec<Vec<i64>> {
     rows
 }
 
-fn hugging_face(folder: &str, least: usize) {
-    let (engine, dirs) = (engine(), entries(folder));
+fn hugging_face(engine: &Engine, folder: &str, least: usize) {
+    let dirs = entries(folder);
     assert!(dirs.len() >= least, "{} cases in {folder}", dirs.len());
     for dir in dirs {
-        let what = dir.display().to_string();
+        let what = format!("{} on {}", dir.display(), engine.target());
         let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
         let case: Value = serde_json::from_str(&read("case.json")).unwrap();
         let layer = case["layer"].as_u64().expect("a layer") as usize;
@@ -107,7 +113,7 @@ fn hugging_face(folder: &str, least: usize) {
         let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
         let given = ["x", "token_ids"].into_iter();
         let inputs = given.filter_map(|name| Some((name.to_string(), block.read(name).ok()?)));
-        let results = Results::of(&engine, &import.spec, &weights, inputs.collect());
+        let results = Results::of(engine, &import.spec, &weights, inputs.collect());
         results.close(&what, "y", &block.read("y").unwrap(), 2e-5);
         let want = block.read("topk_ids").unwrap();
         let (found, want) = (results.kept_ids(), (ints(&want), want.shape[1]));
@@ -117,12 +123,19 @@ fn hugging_face(folder: &str, least: usize) {
 
 #[test]
 fn hugging_face_layers() {
-    hugging_face("hf", 6);
+    hugging_face(&engine(), "hf", 6);
+}
+
+#[test]
+fn hugging_face_layers_on_simulated_gpus() {
+    for target in SIMULATORS {
+        hugging_face(&open(target), "hf", 6);
+    }
 }
 
 #[test]
 fn layers_of_more_hugging_face_families() {
-    hugging_face("hf_more", 30);
+    hugging_face(&engine(), "hf_more", 30);
 }
 
 /// A Tutel case: its settings and tensors.
@@ -251,13 +264,24 @@ fn transposed(tensor: &HostTensor, rows: usize, columns: usize) -> HostTensor {
 
 #[test]
 fn tutel_layers() {
-    let (engine, files) = (engine(), entries("tutel"));
+    tutel(&engine());
+}
+
+#[test]
+fn tutel_layers_on_simulated_gpus() {
+    for target in SIMULATORS {
+        tutel(&open(target));
+    }
+}
+
+fn tutel(engine: &Engine) {
+    let files = entries("tutel");
     assert_eq!(files.len(), 8);
     for file in files {
-        let what = file.display().to_string();
+        let what = format!("{} on {}", file.display(), engine.target());
         let tutel = Tutel::open(&file);
         let inputs = HostWeights::from([("x".to_string(), tutel.read("x"))]);
-        let results = Results::of(&engine, &tutel.spec(), &tutel.weights(), inputs);
+        let results = Results::of(engine, &tutel.spec(), &tutel.weights(), inputs);
         let ids = ints(&tutel.read("topk_idx"));
         assert_eq!(results.ints("topk_ids"), ids, "{what}");
         assert_eq!(results.ints("locations"), tutel.places(), "{what}");

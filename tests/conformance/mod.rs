@@ -9,5 +9,7 @@ mod case;
 mod compare;
 mod layers;
 mod routing;
+mod simulated;
 
 pub use case::Case;
+pub use simulated::SIMULATORS;
