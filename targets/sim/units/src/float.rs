@@ -151,3 +151,7 @@ const fn small_float(bits: u8, mantissa_bits: u32, bias: i32) -> f32 {
         magnitude
     }
 }
+
+#[cfg(test)]
+#[path = "float_tests.rs"]
+mod tests;

@@ -24,6 +24,8 @@ pub mod mma;
 mod product;
 pub mod swizzle;
 pub mod tensor_map;
+#[cfg(test)]
+mod testing;
 pub mod tma;
 pub mod wgmma;
 

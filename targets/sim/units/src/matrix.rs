@@ -49,3 +49,7 @@ pub fn store(register: &Lanes, transposed: bool) -> [[u8; 16]; 8] {
     }
     rows
 }
+
+#[cfg(test)]
+#[path = "matrix_tests.rs"]
+mod tests;

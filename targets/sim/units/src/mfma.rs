@@ -1,4 +1,21 @@
 //! The matrix instructions of AMD: MFMA of CDNA and WMMA of RDNA 3.
+//!
+//! With `e` the edge (16 or 32), `q = lane / e`, and `h` the elements of A in
+//! a lane (`k` times edge over lanes; all 16 of k for WMMA):
+//!
+//! | operand | what element `i` of a lane is |
+//! |---|---|
+//! | A | row `lane % e`, k `h q + i` |
+//! | B | column `lane % e`, k `h q + i` |
+//! | A, B of WMMA | row or column `lane % 16`, k `i`; both half-waves hold the same |
+//! | D, edge 32 | row `8 (i / 4) + 4 q + i % 4`, column `lane % 32` |
+//! | D, edge 16 | row `4 q + i`, column `lane % 16` |
+//! | D of WMMA | row `2 i + q`, column `lane % 16` |
+//!
+//! Elements are packed into registers lowest first.
+
+use crate::float::{f32_from_bf16, f32_from_f16};
+use crate::product::add_product;
 
 /// The type of the elements of A and B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,14 +66,15 @@ impl MfmaKind {
 
     /// `v_mfma_f32_EDGExEDGExK` of wave64; `None` when there is none.
     pub fn mfma(edge: usize, k: usize, element: Element) -> Option<MfmaKind> {
-        let _ = (edge, k, element);
-        todo!()
+        let (edge, k) = (u8::try_from(edge).ok()?, u8::try_from(k).ok()?);
+        let kind = MfmaKind::of(edge, k, element, 64);
+        MfmaKind::ALL.contains(&kind).then_some(kind)
     }
 
     /// `v_wmma_f32_16x16x16` of wave32; `None` for f32.
     pub fn wmma(element: Element) -> Option<MfmaKind> {
-        let _ = element;
-        todo!()
+        let kind = MfmaKind::of(16, 16, element, 32);
+        MfmaKind::ALL.contains(&kind).then_some(kind)
     }
 
     /// Rows of A and columns of B.
@@ -79,30 +97,66 @@ impl MfmaKind {
         self.lanes as usize
     }
 
+    /// Elements of A or B in one register.
+    pub const fn packed(self) -> usize {
+        match self.element {
+            Element::F16 | Element::Bf16 => 2,
+            Element::F32 => 1,
+        }
+    }
+
+    /// Elements of A, or of B, in one lane.
+    const fn held(self) -> usize {
+        match self.lanes {
+            32 => self.k(),
+            _ => self.k() * self.edge() / 64,
+        }
+    }
+
     /// Registers of A, or of B, per lane.
     pub const fn a_registers(self) -> usize {
-        todo!()
+        self.held() / self.packed()
     }
 
     /// Registers of C and D per lane.
     pub const fn d_registers(self) -> usize {
-        todo!()
+        self.edge() * self.edge() / self.lanes()
     }
 
     /// Row and k of element `part` of a register of A; for B column and k.
     pub const fn a_index(self, register: usize, part: usize, lane: usize) -> (usize, usize) {
-        let _ = (register, part, lane);
-        todo!()
+        let element = register * self.packed() + part;
+        let first = match self.lanes {
+            32 => 0,
+            _ => self.held() * (lane / self.edge()),
+        };
+        (lane % self.edge(), first + element)
     }
 
     /// Row and column of a register of C or D.
     pub const fn d_index(self, register: usize, lane: usize) -> (usize, usize) {
-        let _ = (register, lane);
-        todo!()
+        let part = lane / self.edge();
+        let row = match (self.lanes, self.edge) {
+            (32, _) => 2 * register + part,
+            (_, 32) => 8 * (register / 4) + 4 * part + register % 4,
+            _ => 4 * part + register,
+        };
+        (row, lane % self.edge())
+    }
+
+    fn unpack(self, register: u32, part: usize) -> f32 {
+        let half = (register >> (16 * part)) as u16;
+        match self.element {
+            Element::F16 => f32_from_f16(half),
+            Element::Bf16 => f32_from_bf16(half),
+            Element::F32 => f32::from_bits(register),
+        }
     }
 }
 
-/// `d = a b + c` for a wave of `L` lanes.
+/// `d = a b + c` for a wave of `L` lanes, summed in f32 in the order of k.
+/// Denormals are kept, as CDNA 3 keeps them (CDNA 2 flushes those of 16-bit
+/// operands).
 ///
 /// # Panics
 /// When `L` is not the kind's, or a slice is shorter than the kind says.
@@ -113,6 +167,35 @@ pub fn execute<const L: usize>(
     c: &[[u32; L]],
     d: &mut [[u32; L]],
 ) {
-    let _ = (kind, a, b, c, d);
-    todo!()
+    assert_eq!(L, kind.lanes(), "lanes of a wave");
+    let (edge, k) = (kind.edge(), kind.k());
+    let (mut rows, mut columns) = ([0.0; 512], [0.0; 512]);
+    for (index, part, lane) in places(kind) {
+        let (at, depth) = kind.a_index(index, part, lane);
+        rows[at * k + depth] = kind.unpack(a[index][lane], part);
+        columns[depth * edge + at] = kind.unpack(b[index][lane], part);
+    }
+    let mut sums = [0.0; 1024];
+    let results = || (0..kind.d_registers()).flat_map(|r| (0..L).map(move |lane| (r, lane)));
+    for (register, lane) in results() {
+        let (row, column) = kind.d_index(register, lane);
+        sums[row * edge + column] = f32::from_bits(c[register][lane]);
+    }
+    let (rows, columns) = (&rows[..edge * k], &columns[..edge * k]);
+    add_product(rows, columns, &mut sums[..edge * edge], edge, k);
+    for (register, lane) in results() {
+        let (row, column) = kind.d_index(register, lane);
+        d[register][lane] = sums[row * edge + column].to_bits();
+    }
 }
+
+/// Register, part and lane of every element of A in a wave.
+fn places(kind: MfmaKind) -> impl Iterator<Item = (usize, usize, usize)> {
+    let parts = move |register| (0..kind.packed()).map(move |part| (register, part));
+    let registers = (0..kind.a_registers()).flat_map(parts);
+    registers.flat_map(move |(r, part)| (0..kind.lanes()).map(move |lane| (r, part, lane)))
+}
+
+#[cfg(test)]
+#[path = "mfma_tests.rs"]
+mod tests;

@@ -1,6 +1,26 @@
 //! `mma.sync`: the product of a 16 x k and a k x 8 matrix by one warp.
+//!
+//! With `g = lane / 4`, `t = lane % 4`, and `p` the elements of a register
+//! (2 halves, 1 tf32, 4 bytes; part 0 is the lowest):
+//!
+//! | register | what part `i` of it is |
+//! |---|---|
+//! | A 0 | row `g`, k `p t + i` |
+//! | A 1 | row `g + 8`, k `p t + i` |
+//! | A 2 | row `g`, k `4 p + p t + i` |
+//! | A 3 | row `g + 8`, k `4 p + p t + i` |
+//! | B 0 | k `p t + i`, column `g` |
+//! | B 1 | k `4 p + p t + i`, column `g` |
+//! | C 0, 1 of 32 bits | row `g`, columns `2 t`, `2 t + 1` |
+//! | C 2, 3 of 32 bits | row `g + 8`, columns `2 t`, `2 t + 1` |
+//! | C 0 of halves | row `g`, column `2 t + i` |
+//! | C 1 of halves | row `g + 8`, column `2 t + i` |
+//!
+//! Forms with a smaller k lack the upper registers of A and B.
 
 use crate::Lanes;
+use crate::float::{f16_from_f32, f32_from_bf16, f32_from_f16, f32_from_tf32};
+use crate::product::add_product;
 
 /// The type of the elements of A and B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -114,29 +134,134 @@ impl MmaKind {
 
     /// Row and k of element `part` of a register of A.
     pub const fn a_index(self, register: usize, part: usize, lane: usize) -> (usize, usize) {
-        let _ = (register, part, lane);
-        todo!()
+        let row = lane / 4 + 8 * (register % 2);
+        (row, self.k_of(register / 2, part, lane))
     }
 
     /// k and column of element `part` of a register of B.
     pub const fn b_index(self, register: usize, part: usize, lane: usize) -> (usize, usize) {
-        let _ = (register, part, lane);
-        todo!()
+        (self.k_of(register, part, lane), lane / 4)
+    }
+
+    const fn k_of(self, half: usize, part: usize, lane: usize) -> usize {
+        self.packed() * (4 * half + lane % 4) + part
     }
 
     /// Row and column of element `part` of a register of C or D.
     pub const fn c_index(self, register: usize, part: usize, lane: usize) -> (usize, usize) {
-        let _ = (register, part, lane);
-        todo!()
+        let element = register * self.packed_c() + part;
+        (lane / 4 + 8 * (element / 2), 2 * (lane % 4) + element % 2)
+    }
+}
+
+impl Element {
+    /// The value of element `part` of a register; integers are exact.
+    #[inline(always)]
+    pub fn unpack(self, register: u32, part: usize) -> f32 {
+        let half = (register >> ((16 * part) & 31)) as u16;
+        let byte = (register >> ((8 * part) & 31)) as u8;
+        match self {
+            Element::F16 => f32_from_f16(half),
+            Element::Bf16 => f32_from_bf16(half),
+            Element::Tf32 => f32_from_tf32(register),
+            Element::S8 => f32::from(byte.cast_signed()),
+            Element::U8 => f32::from(byte),
+        }
     }
 }
 
 /// `d = a b + c`. The slices hold as many registers as `kind` says. Sums are
-/// made in f32 in the order of k and, for f16, rounded once at the end.
+/// made in f32 in the order of k and, for f16, rounded once at the end; for
+/// integers they wrap.
 ///
 /// # Panics
 /// When a slice is shorter than `kind` says.
 pub fn mma_sync(kind: MmaKind, a: &[Lanes], b: &[Lanes], c: &[Lanes], d: &mut [Lanes]) {
-    let _ = (kind, a, b, c, d);
-    todo!()
+    let form = MmaKind::ALL.iter().position(|form| *form == kind);
+    FORMS[form.expect("kinds are made by MmaKind::new")](a, b, c, d);
 }
+
+type Form = fn(&[Lanes], &[Lanes], &[Lanes], &mut [Lanes]);
+
+/// One function per kind, so that all its indices are constants.
+const FORMS: [Form; MmaKind::ALL.len()] = [
+    form::<0>, form::<1>, form::<2>, form::<3>, form::<4>, form::<5>, form::<6>, form::<7>,
+    form::<8>, form::<9>,
+];
+
+fn form<const INDEX: usize>(a: &[Lanes], b: &[Lanes], c: &[Lanes], d: &mut [Lanes]) {
+    let kind = const { MmaKind::ALL[INDEX] };
+    let k = kind.k();
+    let (mut rows, mut columns) = ([0.0; 16 * 32], [0.0; 32 * 8]);
+    for_each(kind.a_registers(), kind.packed(), |r, part, lane| {
+        let (row, at) = kind.a_index(r, part, lane);
+        rows[row * k + at] = kind.element.unpack(a[r][lane], part);
+    });
+    for_each(kind.b_registers(), kind.packed(), |r, part, lane| {
+        let (at, column) = kind.b_index(r, part, lane);
+        columns[at * 8 + column] = kind.element.unpack(b[r][lane], part);
+    });
+    let (rows, columns) = (&rows[..16 * k], &columns[..8 * k]);
+    match kind.accumulator {
+        Accumulator::S32 => add_integers(kind, rows, columns, c, d),
+        Accumulator::F32 => add_floats(kind, rows, columns, c, d),
+        Accumulator::F16 => add_halves(kind, rows, columns, c, d),
+    }
+}
+
+#[inline(always)]
+fn for_each(registers: usize, parts: usize, mut visit: impl FnMut(usize, usize, usize)) {
+    for register in 0..registers {
+        for part in 0..parts {
+            for lane in 0..32 {
+                visit(register, part, lane);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn add_floats(kind: MmaKind, a: &[f32], b: &[f32], c: &[Lanes], d: &mut [Lanes]) {
+    let mut sums = [0.0; 16 * 8];
+    for_each(4, 1, |r, part, lane| {
+        let (row, column) = kind.c_index(r, part, lane);
+        sums[row * 8 + column] = f32::from_bits(c[r][lane]);
+    });
+    add_product(a, b, &mut sums, 8, kind.k());
+    for_each(4, 1, |r, part, lane| {
+        let (row, column) = kind.c_index(r, part, lane);
+        d[r][lane] = sums[row * 8 + column].to_bits();
+    });
+}
+
+#[inline(always)]
+fn add_halves(kind: MmaKind, a: &[f32], b: &[f32], c: &[Lanes], d: &mut [Lanes]) {
+    let mut sums = [0.0; 16 * 8];
+    for_each(2, 2, |r, part, lane| {
+        let (row, column) = kind.c_index(r, part, lane);
+        sums[row * 8 + column] = f32_from_f16((c[r][lane] >> (16 * part)) as u16);
+    });
+    add_product(a, b, &mut sums, 8, kind.k());
+    for_each(2, 1, |r, _, lane| {
+        let half = |part| {
+            let (row, column) = kind.c_index(r, part, lane);
+            u32::from(f16_from_f32(sums[row * 8 + column]))
+        };
+        d[r][lane] = half(0) | half(1) << 16;
+    });
+}
+
+/// Products of 32 bytes stay below 2^24, so f32 holds them exactly.
+fn add_integers(kind: MmaKind, a: &[f32], b: &[f32], c: &[Lanes], d: &mut [Lanes]) {
+    let mut sums = [0.0; 16 * 8];
+    add_product(a, b, &mut sums, 8, kind.k());
+    for_each(4, 1, |r, part, lane| {
+        let (row, column) = kind.c_index(r, part, lane);
+        let product = (sums[row * 8 + column] as i32).cast_unsigned();
+        d[r][lane] = c[r][lane].wrapping_add(product);
+    });
+}
+
+#[cfg(test)]
+#[path = "mma_tests.rs"]
+mod tests;

@@ -115,15 +115,55 @@ pub enum TensorMapError {
 }
 
 impl fmt::Display for TensorMapError {
-    fn fmt(&self, _f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        todo!()
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use TensorMapError as E;
+        match self {
+            E::Rank(rank) => write!(f, "a tensor map has 1 to 5 dimensions, not {rank}"),
+            E::Address(at) => write!(f, "the address {at:#x} is no multiple of 16"),
+            E::Dim { dim, size } => {
+                write!(
+                    f,
+                    "dimension {dim} has {size} elements; 1 to 2^32 are possible"
+                )
+            }
+            E::Stride { dim, bytes } => write!(
+                f,
+                "the stride of dimension {dim} is {bytes} bytes; it must be a multiple of 16 \
+                 below 2^40"
+            ),
+            E::Box { dim, size } => write!(
+                f,
+                "the box has {size} elements in dimension {dim}; 1 to 256 are possible"
+            ),
+            E::InnerBytes(bytes) => write!(
+                f,
+                "an innermost row of the box has {bytes} bytes; it must be a multiple of 16"
+            ),
+            E::InnerSpan { bytes, swizzle } => write!(
+                f,
+                "an innermost row of the box has {bytes} bytes; the swizzle allows {}",
+                swizzle.span()
+            ),
+            E::ElementStride { dim, stride } => write!(
+                f,
+                "the element stride of dimension {dim} is {stride}; 1 to 8 are possible"
+            ),
+            E::NanOfIntegers(element) => {
+                write!(f, "{element:?} has no NaN to fill with; only floats have")
+            }
+            E::NotAMap => write!(f, "these 128 bytes are no tensor map of this simulator"),
+        }
     }
 }
 
 impl std::error::Error for TensorMapError {}
 
+/// The first bytes of an encoded map.
+const MAGIC: [u8; 8] = *b"moesTMap";
+
 impl TensorMap {
     /// A dense row-major map: strides from dims, element strides 1, zero fill.
+    /// Its rank is the length of `dims`.
     pub fn dense(
         element: ElementType,
         address: u64,
@@ -131,16 +171,103 @@ impl TensorMap {
         tile: &[u32],
         swizzle: Swizzle,
     ) -> TensorMap {
-        let _ = (element, address, dims, tile, swizzle);
-        todo!()
+        let mut map = TensorMap {
+            element,
+            rank: dims.len() as u32,
+            address,
+            dims: padded(dims),
+            strides: [0; 4],
+            tile: padded(tile),
+            element_strides: [1; 5],
+            swizzle,
+            fill: OobFill::Zero,
+        };
+        let mut bytes = u64::from(element.bytes());
+        for (stride, size) in map.strides.iter_mut().zip(dims.iter().rev().skip(1).rev()) {
+            bytes = bytes.saturating_mul(*size);
+            *stride = bytes;
+        }
+        map
     }
 
-    /// Checks what `cuTensorMapEncodeTiled` checks.
+    /// Checks what `cuTensorMapEncodeTiled` checks, without interleaving. Not
+    /// checked: that a stride is a multiple of the one before, which the
+    /// driver's manual asks for and the driver does not insist on.
     ///
     /// # Errors
     /// The first rule that is broken.
     pub fn validate(&self) -> Result<(), TensorMapError> {
-        todo!()
+        if self.rank == 0 || self.rank > 5 {
+            return Err(TensorMapError::Rank(self.rank));
+        }
+        if !self.address.is_multiple_of(16) {
+            return Err(TensorMapError::Address(self.address));
+        }
+        self.check_dims()?;
+        self.check_box()?;
+        match (self.fill, self.element.is_float()) {
+            (OobFill::Nan, false) => Err(TensorMapError::NanOfIntegers(self.element)),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_dims(&self) -> Result<(), TensorMapError> {
+        let rank = self.rank as usize;
+        for (dim, &size) in self.dims[..rank].iter().enumerate() {
+            if size == 0 || size > 1 << 32 {
+                return Err(TensorMapError::Dim { dim, size });
+            }
+        }
+        for (index, &bytes) in self.strides[..rank - 1].iter().enumerate() {
+            if !bytes.is_multiple_of(16) || bytes >= 1 << 40 {
+                return Err(TensorMapError::Stride {
+                    dim: index + 1,
+                    bytes,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_box(&self) -> Result<(), TensorMapError> {
+        for dim in 0..self.rank as usize {
+            let (size, stride) = (self.tile[dim], self.element_strides[dim]);
+            if size == 0 || size > 256 {
+                return Err(TensorMapError::Box { dim, size });
+            }
+            if stride == 0 || stride > 8 {
+                return Err(TensorMapError::ElementStride { dim, stride });
+            }
+        }
+        let (bytes, swizzle) = (self.row_bytes(), self.swizzle);
+        if !bytes.is_multiple_of(16) {
+            return Err(TensorMapError::InnerBytes(bytes));
+        }
+        if swizzle != Swizzle::None && bytes > swizzle.span() {
+            return Err(TensorMapError::InnerSpan { bytes, swizzle });
+        }
+        Ok(())
+    }
+
+    /// Bytes of an innermost row of a box.
+    pub fn row_bytes(&self) -> u32 {
+        self.tile[0] * self.element.bytes()
+    }
+
+    /// Elements that a box really takes in a dimension: where the element
+    /// stride is not 1, one of so many.
+    pub fn taken(&self, dim: usize) -> u32 {
+        match dim {
+            0 => self.tile[0],
+            _ => self.tile[dim].div_ceil(self.element_strides[dim]),
+        }
+    }
+
+    /// Bytes a box takes in shared memory, and what a load counts on its
+    /// barrier: always the full box.
+    pub fn box_bytes(&self) -> u32 {
+        let outer = (1..self.rank as usize).map(|dim| self.taken(dim));
+        self.row_bytes() * outer.product::<u32>()
     }
 
     /// 128 bytes for a kernel parameter, once the map is valid. The layout is
@@ -149,26 +276,106 @@ impl TensorMap {
     /// # Errors
     /// As [`TensorMap::validate`].
     pub fn encode(&self) -> Result<[u8; 128], TensorMapError> {
-        todo!()
+        self.validate()?;
+        let mut bytes = [0; 128];
+        let mut put = Cursor {
+            bytes: &mut bytes,
+            at: 0,
+        };
+        put.write(&MAGIC);
+        put.write(&self.address.to_le_bytes());
+        let long = self.dims.iter().chain(&self.strides);
+        long.for_each(|value| put.write(&value.to_le_bytes()));
+        // A box of 256 is stored as 0 in its byte.
+        self.tile.iter().for_each(|size| put.write(&[*size as u8]));
+        let strides = self.element_strides.iter();
+        strides.for_each(|stride| put.write(&[*stride as u8]));
+        put.write(&[self.rank as u8, self.element as u8]);
+        put.write(&[self.swizzle as u8, self.fill as u8]);
+        let sum = checksum(&bytes[..CHECKED]);
+        bytes[CHECKED..].copy_from_slice(&sum.to_le_bytes());
+        Ok(bytes)
     }
 
-    /// The inverse of [`TensorMap::encode`].
+    /// The inverse of [`TensorMap::encode`]; entries beyond the rank are as
+    /// they were, except that those out of range come back reduced.
     ///
     /// # Errors
     /// [`TensorMapError::NotAMap`] for other bytes, or the rule that is broken.
     pub fn decode(bytes: &[u8; 128]) -> Result<TensorMap, TensorMapError> {
-        let _ = bytes;
-        todo!()
-    }
-
-    /// Bytes a box takes in shared memory, and what a load counts on its
-    /// barrier: always the full box.
-    pub fn box_bytes(&self) -> u32 {
-        todo!()
+        let sum = checksum(&bytes[..CHECKED]).to_le_bytes();
+        if bytes[..8] != MAGIC || bytes[CHECKED..] != sum {
+            return Err(TensorMapError::NotAMap);
+        }
+        let long = |index: usize| {
+            let at = 8 + 8 * index;
+            u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
+        };
+        let small = |index: usize| u32::from(bytes[88 + index]);
+        let size = |index| match small(index) {
+            0 => 256,
+            size => size,
+        };
+        let map = TensorMap {
+            element: *pick(&ElementType::ALL, small(11))?,
+            rank: small(10),
+            address: long(0),
+            dims: std::array::from_fn(|i| long(1 + i)),
+            strides: std::array::from_fn(|i| long(6 + i)),
+            tile: std::array::from_fn(size),
+            element_strides: std::array::from_fn(|i| small(5 + i)),
+            swizzle: *pick(&Swizzle::ALL, small(12))?,
+            fill: *pick(&[OobFill::Zero, OobFill::Nan], small(13))?,
+        };
+        map.validate().map(|()| map)
     }
 }
 
+/// Bytes of an encoded map in front of its checksum.
+const CHECKED: usize = 120;
+
+struct Cursor<'a> {
+    bytes: &'a mut [u8; 128],
+    at: usize,
+}
+
+impl Cursor<'_> {
+    fn write(&mut self, value: &[u8]) {
+        self.bytes[self.at..][..value.len()].copy_from_slice(value);
+        self.at += value.len();
+    }
+}
+
+/// FNV-1a.
+fn checksum(bytes: &[u8]) -> u64 {
+    let step = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+fn pick<T>(list: &[T], index: u32) -> Result<&T, TensorMapError> {
+    list.get(index as usize).ok_or(TensorMapError::NotAMap)
+}
+
+/// The first five of `values`, ones behind them.
+fn padded<T: Copy + From<u8>>(values: &[T]) -> [T; 5] {
+    std::array::from_fn(|i| values.get(i).copied().unwrap_or_else(|| T::from(1)))
+}
+
 impl ElementType {
+    /// All of them.
+    pub const ALL: [ElementType; 10] = [
+        ElementType::U8,
+        ElementType::U16,
+        ElementType::U32,
+        ElementType::S32,
+        ElementType::U64,
+        ElementType::S64,
+        ElementType::F16,
+        ElementType::F32,
+        ElementType::F64,
+        ElementType::Bf16,
+    ];
+
     /// Bytes of one element.
     pub const fn bytes(self) -> u32 {
         match self {
@@ -178,4 +385,14 @@ impl ElementType {
             ElementType::U64 | ElementType::S64 | ElementType::F64 => 8,
         }
     }
+
+    /// Whether it is a floating-point type.
+    pub const fn is_float(self) -> bool {
+        use ElementType as E;
+        matches!(self, E::F16 | E::F32 | E::F64 | E::Bf16)
+    }
 }
+
+#[cfg(test)]
+#[path = "tensor_map_tests.rs"]
+mod tests;

@@ -1,6 +1,13 @@
 //! The copy engine: which bytes of a box move where.
+//!
+//! A box lies in shared memory row-major without gaps, dimension 0 innermost,
+//! each 16-byte chunk at the swizzled address of its place. Element
+//! `(j0, j1, ...)` of the box is the tensor's `(c0 + j0, c1 + s1 j1, ...)`,
+//! `c` the coordinates and `s` the element strides.
 
-use crate::tensor_map::{ElementType, TensorMap};
+use crate::float::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
+use crate::swizzle::Swizzle;
+use crate::tensor_map::{ElementType, OobFill, TensorMap};
 use std::fmt;
 
 /// One piece of a box: at most 16 bytes, contiguous on both sides.
@@ -39,8 +46,22 @@ pub enum TmaError {
 }
 
 impl fmt::Display for TmaError {
-    fn fmt(&self, _f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        todo!()
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TmaError::SharedAddress(at) => write!(
+                f,
+                "a box in shared memory must be aligned to 128 bytes, not lie at {at:#x}"
+            ),
+            TmaError::Rank { asked, map } => write!(
+                f,
+                "the copy names {asked} coordinates, its tensor map has {map} dimensions"
+            ),
+            TmaError::NarrowSwizzle { bytes, span } => write!(
+                f,
+                "rows of {bytes} bytes under a swizzle of {span}: how hardware lays them out is \
+                 not confirmed; make the row as long as the span"
+            ),
+        }
     }
 }
 
@@ -56,16 +77,91 @@ pub fn box_moves(
     map: &TensorMap,
     coordinates: &[i32],
     shared: u32,
-    visit: impl FnMut(Move),
+    mut visit: impl FnMut(Move),
 ) -> Result<(), TmaError> {
-    let _ = (map, coordinates, shared, visit);
-    todo!()
+    check(map, coordinates, shared)?;
+    let rank = map.rank as usize;
+    let taken: [u32; 5] = std::array::from_fn(|dim| if dim < rank { map.taken(dim) } else { 1 });
+    let rows: u32 = taken[1..].iter().product();
+    for row in 0..rows {
+        let start = row_start(map, coordinates, &taken, row);
+        let at = shared.wrapping_add(row * map.row_bytes());
+        row_moves(map, coordinates[0], start, at, &mut visit);
+    }
+    Ok(())
+}
+
+fn check(map: &TensorMap, coordinates: &[i32], shared: u32) -> Result<(), TmaError> {
+    let (asked, rank) = (coordinates.len(), map.rank);
+    if asked != rank as usize {
+        return Err(TmaError::Rank { asked, map: rank });
+    }
+    if !shared.is_multiple_of(128) {
+        return Err(TmaError::SharedAddress(shared));
+    }
+    let (bytes, span) = (map.row_bytes(), map.swizzle.span());
+    match map.swizzle != Swizzle::None && bytes != span {
+        true => Err(TmaError::NarrowSwizzle { bytes, span }),
+        false => Ok(()),
+    }
+}
+
+/// Global address of element 0 of dimension 0 in row `row` of the box, or
+/// `None` when the row is outside the tensor.
+fn row_start(map: &TensorMap, coordinates: &[i32], taken: &[u32; 5], row: u32) -> Option<u64> {
+    let (mut rest, mut address) = (row, map.address);
+    for dim in 1..map.rank as usize {
+        let step = (rest % taken[dim]) * map.element_strides[dim];
+        rest /= taken[dim];
+        let index = u64::try_from(i64::from(coordinates[dim]) + i64::from(step)).ok()?;
+        if index >= map.dims[dim] {
+            return None;
+        }
+        address = address.wrapping_add(index.wrapping_mul(map.strides[dim - 1]));
+    }
+    Some(address)
+}
+
+/// The moves of one row: chunks of 16 bytes, cut where the tensor begins and
+/// ends.
+fn row_moves(
+    map: &TensorMap,
+    first: i32,
+    start: Option<u64>,
+    shared: u32,
+    visit: &mut impl FnMut(Move),
+) {
+    let size = i64::from(map.element.bytes());
+    let (bytes, first) = (i64::from(map.row_bytes()), i64::from(first) * size);
+    let extent = i64::try_from(map.dims[0]).unwrap_or(i64::MAX / 16) * size;
+    let inside = match start {
+        Some(_) => (-first).clamp(0, bytes)..(extent - first).clamp(0, bytes),
+        None => 0..0,
+    };
+    let mut at = 0;
+    while at < bytes {
+        let chunk_end = at / 16 * 16 + 16;
+        let edge = [inside.start, inside.end].into_iter().filter(|e| *e > at);
+        let end = edge.min().unwrap_or(chunk_end).min(chunk_end);
+        let global = start.filter(|_| inside.contains(&at));
+        visit(Move {
+            shared: map.swizzle.apply(shared.wrapping_add(at as u32)),
+            global: global.map(|start| start.wrapping_add_signed(first + at)),
+            bytes: (end - at) as u32,
+        });
+        at = end;
+    }
 }
 
 /// The 16 bytes that a load puts outside the tensor.
 pub fn fill(map: &TensorMap) -> [u8; 16] {
-    let _ = map;
-    todo!()
+    let ones = |bytes: &[u8]| std::array::from_fn(|i| bytes[i % bytes.len()]);
+    match (map.fill, map.element.bytes()) {
+        (OobFill::Zero, _) => [0; 16],
+        (OobFill::Nan, 2) => ones(&[0xff, 0x7f]),
+        (OobFill::Nan, 4) => ones(&[0xff, 0xff, 0xff, 0x7f]),
+        (OobFill::Nan, _) => ones(&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f]),
+    }
 }
 
 /// What `cp.reduce.async.bulk` does with old and new.
@@ -85,9 +181,23 @@ pub enum Reduction {
     Xor,
 }
 
+/// A two-operand integer operation by its name.
+macro_rules! integer {
+    ($op:expr) => {
+        |a, b| match $op {
+            Reduction::Add => a.wrapping_add(b),
+            Reduction::Min => a.min(b),
+            Reduction::Max => a.max(b),
+            Reduction::And => a & b,
+            Reduction::Or => a | b,
+            Reduction::Xor => a ^ b,
+        }
+    };
+}
+
 /// `memory = memory op value`, element by element; both of the same length, a
-/// multiple of the element's size. Narrow floats are added in f32 and rounded
-/// to nearest even.
+/// multiple of the element's size. Sums of floats are rounded to nearest even
+/// and keep denormals; minimum and maximum prefer a number to a NaN.
 ///
 /// # Errors
 /// [`ReduceError`] when the engine has no such operation.
@@ -97,8 +207,104 @@ pub fn reduce(
     memory: &mut [u8],
     value: &[u8],
 ) -> Result<(), ReduceError> {
-    let _ = (op, element, memory, value);
-    todo!()
+    use ElementType as E;
+    let error = ReduceError { op, element };
+    match element {
+        E::U8 | E::U16 => return Err(error),
+        E::U32 => each(
+            memory,
+            value,
+            u32::from_le_bytes,
+            u32::to_le_bytes,
+            integer!(op),
+        ),
+        E::U64 => each(
+            memory,
+            value,
+            u64::from_le_bytes,
+            u64::to_le_bytes,
+            integer!(op),
+        ),
+        E::S32 => each(
+            memory,
+            value,
+            i32::from_le_bytes,
+            i32::to_le_bytes,
+            integer!(op),
+        ),
+        E::S64 => each(
+            memory,
+            value,
+            i64::from_le_bytes,
+            i64::to_le_bytes,
+            integer!(op),
+        ),
+        E::F16 | E::Bf16 => half(error, memory, value)?,
+        E::F32 if op == Reduction::Add => {
+            each(
+                memory,
+                value,
+                f32::from_le_bytes,
+                f32::to_le_bytes,
+                |a, b| a + b,
+            );
+        }
+        E::F64 if op == Reduction::Add => {
+            each(
+                memory,
+                value,
+                f64::from_le_bytes,
+                f64::to_le_bytes,
+                |a, b| a + b,
+            );
+        }
+        E::F32 | E::F64 => return Err(error),
+    }
+    Ok(())
+}
+
+fn each<T, const N: usize>(
+    memory: &mut [u8],
+    value: &[u8],
+    read: fn([u8; N]) -> T,
+    write: fn(T) -> [u8; N],
+    op: impl Fn(T, T) -> T,
+) {
+    for (old, new) in memory.chunks_exact_mut(N).zip(value.chunks_exact(N)) {
+        let pair = (
+            std::array::from_fn(|i| old[i]),
+            std::array::from_fn(|i| new[i]),
+        );
+        old.copy_from_slice(&write(op(read(pair.0), read(pair.1))));
+    }
+}
+
+/// Reductions of the 16-bit floats, through f32.
+fn half(asked: ReduceError, memory: &mut [u8], value: &[u8]) -> Result<(), ReduceError> {
+    let op = match asked.op {
+        Reduction::Add => |a: f32, b: f32| a + b,
+        Reduction::Min => |a, b| ordered(a, b).0,
+        Reduction::Max => |a, b| ordered(a, b).1,
+        _ => return Err(asked),
+    };
+    type Halves = (fn(u16) -> f32, fn(f32) -> u16);
+    let (widen, narrow): Halves = match asked.element {
+        ElementType::F16 => (f32_from_f16, f16_from_f32),
+        _ => (f32_from_bf16, bf16_from_f32),
+    };
+    let sum = |a, b| narrow(op(widen(a), widen(b)));
+    each(memory, value, u16::from_le_bytes, u16::to_le_bytes, sum);
+    Ok(())
+}
+
+/// The smaller and the larger; -0 is below +0, and a NaN gives way.
+fn ordered(a: f32, b: f32) -> (f32, f32) {
+    match (a.is_nan(), b.is_nan()) {
+        (true, _) => (b, b),
+        (_, true) => (a, a),
+        _ if a.total_cmp(&b).is_le() => (a, b),
+        _ => (b, a),
+    }
 }
 
 /// A reduction that the engine does not have.
@@ -121,3 +327,7 @@ impl fmt::Display for ReduceError {
 }
 
 impl std::error::Error for ReduceError {}
+
+#[cfg(test)]
+#[path = "tma_tests.rs"]
+mod tests;
