@@ -76,7 +76,7 @@ fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     logits
 }
 
-fn rms_scaled(x: &[f64], scale: &[f64]) -> Vec<f64> {
+pub(crate) fn rms_scaled(x: &[f64], scale: &[f64]) -> Vec<f64> {
     let d = x.len() as f64;
     let rms = (dot(x, x) / d + 1e-6).sqrt();
     x.iter()
@@ -108,7 +108,7 @@ fn cosine_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-fn unit(v: &[f64]) -> Vec<f64> {
+pub(crate) fn unit(v: &[f64]) -> Vec<f64> {
     let norm = dot(v, v).sqrt().max(1e-12);
     v.iter().map(|x| x / norm).collect()
 }
@@ -158,7 +158,7 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
 
 /// Scores of all experts of one token; logits where the score is a matter of
 /// the selected experts only.
-fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
+pub(crate) fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
     match spec.router.score {
         Score::Softmax => softmax(logits),
         Score::Sigmoid => logits.iter().map(|&z| sigmoid(z)).collect(),
@@ -168,7 +168,7 @@ fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
 }
 
 /// Scores of the chosen experts; zero for masked slots.
-fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> {
+pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> {
     let live: Vec<f64> = ids
         .iter()
         .filter(|&&e| e >= 0)
@@ -253,6 +253,11 @@ fn group_stat(group: &[f64], stat: GroupStat) -> f64 {
     }
 }
 
+/// Whether the sparse mixer leaves out a logit.
+pub(crate) fn far_from(top: f64, z: f64, eps: f64) -> bool {
+    (top - z) / z.abs().max(top) > 2.0 * eps
+}
+
 /// Sequential argmaxes; each weight is a softmax over the logits near the
 /// maximum, with earlier choices left out.
 fn sparse_mixer(logits: &[f64], k: usize, eps: f64) -> (Vec<i32>, Vec<f64>) {
@@ -261,10 +266,15 @@ fn sparse_mixer(logits: &[f64], k: usize, eps: f64) -> (Vec<i32>, Vec<f64>) {
     for _ in 0..k {
         let best = rank(&left)[0];
         let top = left[best];
-        let far = |z: f64| (top - z) / z.abs().max(top) > 2.0 * eps;
         let near: Vec<f64> = left
             .iter()
-            .map(|&z| if far(z) { f64::NEG_INFINITY } else { z })
+            .map(|&z| {
+                if far_from(top, z, eps) {
+                    f64::NEG_INFINITY
+                } else {
+                    z
+                }
+            })
             .collect();
         weights.push(softmax(&near)[best]);
         ids.push(best as i32);

@@ -13,12 +13,14 @@
 //! The spec must be a valid one. A missing or misshapen tensor is a mistake in
 //! the test and panics with its name.
 
+mod backward;
 mod expert;
 mod gate;
 mod math;
 mod place;
 mod weights;
 
+pub use backward::{Gradients, backward};
 pub use expert::{activate, combine, expert_row, shared_row};
 pub use gate::{Decision, Gate, gate, lookup, select, select_row};
 pub use math::{descending, erf, rank, round_to, softmax};

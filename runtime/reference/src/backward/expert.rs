@@ -1,0 +1,194 @@
+//! Gradients of experts: two or three products and an activation.
+
+use super::{Pass, add, dot};
+use crate::activate;
+use crate::math::{erf, sigmoid};
+use moesaic_spec::{Activation, Experts, SharedGate};
+
+/// One set of expert weights.
+#[derive(Clone)]
+struct Set {
+    prefix: String,
+    /// Index into the first dimension of stacked tensors.
+    index: usize,
+    hidden: usize,
+}
+
+/// Where the elements of one expert lie in a stacked tensor.
+fn range(set: &Set, rows: usize, columns: usize) -> std::ops::Range<usize> {
+    let size = rows * columns;
+    set.index * size..(set.index + 1) * size
+}
+
+impl Pass<'_> {
+    /// The output of a routed expert for `x`, and the gradient of `x`;
+    /// identity experts return what they get.
+    pub(super) fn expert(
+        &mut self,
+        expert: usize,
+        x: &[f64],
+        dout: &[f64],
+    ) -> (Vec<f64>, Vec<f64>) {
+        if expert >= self.spec.shape.experts {
+            return (x.to_vec(), dout.to_vec());
+        }
+        let set = Set {
+            prefix: "experts".to_string(),
+            index: expert,
+            hidden: self.spec.shape.hidden_dim,
+        };
+        self.set(&set, x, dout)
+    }
+
+    /// Shared experts of every token.
+    pub(super) fn shared(&mut self, dy: &[f64]) {
+        let width = self.spec.output_dim();
+        for index in 0..self.spec.shared.len() {
+            for t in 0..self.input.tokens {
+                self.shared_row(index, t, &dy[t * width..(t + 1) * width]);
+            }
+        }
+    }
+
+    fn shared_row(&mut self, index: usize, t: usize, dy: &[f64]) {
+        let (shared, x) = (&self.spec.shared[index], self.token(t));
+        let set = Set {
+            prefix: format!("shared.{index}"),
+            index: 0,
+            hidden: shared.hidden_dim,
+        };
+        if shared.gate == SharedGate::None {
+            let (_, dx) = self.set(&set, x, dy);
+            return self.add_to_token(t, &dx, 1.0);
+        }
+        let name = format!("{}.router.weight", set.prefix);
+        let router = self.weights.get(&name).data.clone();
+        let factor = sigmoid(dot(&router, x));
+        let dout: Vec<f64> = dy.iter().map(|v| factor * v).collect();
+        let (out, dx) = self.set(&set, x, &dout);
+        self.add_to_token(t, &dx, 1.0);
+        let dlogit = dot(&out, dy) * factor * (1.0 - factor);
+        add(self.of(&name), x, dlogit);
+        self.add_to_token(t, &router, dlogit);
+    }
+
+    /// Forward and backward of one row: `(out, dx)`.
+    fn set(&mut self, set: &Set, x: &[f64], dout: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let experts = &self.spec.experts;
+        let up = self.project(set, "up", set.hidden, x);
+        let gate = self
+            .spec
+            .gated()
+            .then(|| self.project(set, "gate", set.hidden, x));
+        let gate_at = |i: usize| gate.as_ref().map(|g| g[i]);
+        let inner: Vec<f64> = (0..set.hidden)
+            .map(|i| activate(experts, gate_at(i), up[i]))
+            .collect();
+        let out = self.project(set, "down", dout.len(), &inner);
+        let dinner = self.project_back(set, "down", &inner, dout);
+        let slopes: Vec<Slopes> = (0..set.hidden)
+            .map(|i| slopes(experts, gate_at(i), up[i]))
+            .collect();
+        let through = |slope: fn(&Slopes) -> f64| -> Vec<f64> {
+            slopes
+                .iter()
+                .zip(&dinner)
+                .map(|(s, d)| slope(s) * d)
+                .collect()
+        };
+        let mut dx = self.project_back(set, "up", x, &through(|s| s.up));
+        if gate.is_some() {
+            let dgate = self.project_back(set, "gate", x, &through(|s| s.gate));
+            add(&mut dx, &dgate, 1.0);
+        }
+        (out, dx)
+    }
+
+    /// `W · x (+ b)`.
+    fn project(&self, set: &Set, part: &str, rows: usize, x: &[f64]) -> Vec<f64> {
+        let matrix = &self
+            .weights
+            .get(&format!("{}.{part}.weight", set.prefix))
+            .data;
+        let matrix = &matrix[range(set, rows, x.len())];
+        let mut out: Vec<f64> = matrix.chunks(x.len()).map(|row| dot(row, x)).collect();
+        if self.spec.experts.bias {
+            let bias = &self
+                .weights
+                .get(&format!("{}.{part}.bias", set.prefix))
+                .data;
+            add(&mut out, &bias[range(set, rows, 1)], 1.0);
+        }
+        out
+    }
+
+    /// Adds the gradients of W and b of `W · x + b`; returns that of x.
+    fn project_back(&mut self, set: &Set, part: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
+        let (name, at) = (
+            format!("{}.{part}.weight", set.prefix),
+            range(set, dout.len(), x.len()),
+        );
+        let matrix = self.weights.get(&name).data[at.clone()].to_vec();
+        let rows = self.of(&name)[at].chunks_mut(x.len());
+        rows.zip(dout).for_each(|(row, d)| add(row, x, *d));
+        if self.spec.experts.bias {
+            let bias = format!("{}.{part}.bias", set.prefix);
+            add(&mut self.of(&bias)[range(set, dout.len(), 1)], dout, 1.0);
+        }
+        let mut dx = vec![0.0; x.len()];
+        let rows = matrix.chunks(x.len()).zip(dout);
+        rows.for_each(|(row, d)| add(&mut dx, row, *d));
+        dx
+    }
+}
+
+/// Derivatives of the activation with respect to its inputs.
+struct Slopes {
+    gate: f64,
+    up: f64,
+}
+
+/// Of [`activate`]; a clamp that holds has slope zero.
+fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
+    let limit = experts.clamp.unwrap_or(f64::INFINITY);
+    let within = f64::from(up.abs() <= limit);
+    let up = up.clamp(-limit, limit) + experts.up_offset;
+    match gate {
+        Some(gate) => {
+            let (value, slope) = phi(experts, gate.min(limit));
+            Slopes {
+                gate: slope * up * f64::from(gate <= limit),
+                up: value * within,
+            }
+        }
+        None => Slopes {
+            gate: 0.0,
+            up: phi(experts, up).1 * within,
+        },
+    }
+}
+
+/// φ and its derivative.
+fn phi(experts: &Experts, x: f64) -> (f64, f64) {
+    let positive = f64::from(x > 0.0);
+    match experts.activation {
+        Activation::Silu => {
+            let s = sigmoid(experts.alpha * x);
+            (x * s, s + experts.alpha * x * s * (1.0 - s))
+        }
+        Activation::Gelu => {
+            let normal = 0.5 * (1.0 + erf(x / 2f64.sqrt()));
+            let density = (-0.5 * x * x).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            (x * normal, normal + x * density)
+        }
+        Activation::GeluTanh => {
+            let root = (2.0 / std::f64::consts::PI).sqrt();
+            let tanh = (root * (x + 0.044715 * x * x * x)).tanh();
+            let inner = root * (1.0 + 3.0 * 0.044715 * x * x);
+            let half = 0.5 * (1.0 + tanh);
+            (x * half, half + 0.5 * x * (1.0 - tanh * tanh) * inner)
+        }
+        Activation::Relu => (x * positive, positive),
+        Activation::Relu2 => (x * x * positive, 2.0 * x * positive),
+    }
+}

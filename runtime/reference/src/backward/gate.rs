@@ -1,0 +1,270 @@
+//! Gradients of routing weights: finish, gather, score, logits.
+
+use super::{Pass, add, dot};
+use crate::Decision;
+use crate::gate::{far_from, gather, scores_row, unit};
+use crate::math::{rank, sigmoid, softmax, softplus};
+use moesaic_spec::{Renormalize, RouterInput, RouterKind, Score, Select};
+
+impl Pass<'_> {
+    /// From the gradient of the gate's weights to the router's tensors and x.
+    pub(super) fn gate(&mut self, decision: &Decision) {
+        if !self.spec.has_logits() && !self.spec.router.expert_scale {
+            return;
+        }
+        if self.spec.router.kind == RouterKind::External {
+            return;
+        }
+        let k = self.spec.shape.top_k;
+        for t in 0..self.input.tokens {
+            let ids = &decision.ids[t * k..(t + 1) * k];
+            let dweights = self.gradients.topk_weights[t * k..(t + 1) * k].to_vec();
+            self.gate_row(t, ids, &dweights);
+        }
+    }
+
+    fn gate_row(&mut self, t: usize, ids: &[i32], dweights: &[f64]) {
+        let logits = match self.spec.has_logits() {
+            true => crate::gate::logits(self.spec, self.weights, self.token(t), 1),
+            false => vec![0.0; self.spec.routed_experts()],
+        };
+        let chosen = match self.spec.router.select {
+            Select::SparseMixer(eps) => mixer(&logits, ids, eps).0,
+            _ => gather(self.spec, &self.scores(&logits), ids),
+        };
+        let dchosen = self.finish(ids, &chosen, dweights);
+        if !self.spec.has_logits() {
+            return;
+        }
+        let dlogits = match self.spec.router.select {
+            Select::SparseMixer(eps) => mixer_back(&logits, ids, eps, &dchosen),
+            _ => self.score_back(&logits, ids, &chosen, &dchosen),
+        };
+        self.logits_back(t, &dlogits);
+    }
+
+    fn scores(&self, logits: &[f64]) -> Vec<f64> {
+        match self.spec.has_logits() {
+            true => scores_row(self.spec, logits),
+            false => vec![1.0; logits.len()],
+        }
+    }
+
+    /// Renormalisation, scale and learned factors, backward.
+    fn finish(&mut self, ids: &[i32], chosen: &[f64], dweights: &[f64]) -> Vec<f64> {
+        let (r, weights) = (&self.spec.router, self.weights);
+        let norm = Norm::of(r.renormalize, r.renormalize_eps, r.norm_order, chosen);
+        let factor = |e: i32| match r.expert_scale {
+            true => weights.get("router.expert_scale").data[e as usize],
+            false => 1.0,
+        };
+        let live = |i: &usize| ids[*i] >= 0;
+        // The gradient of score / denominator.
+        let mut dratio = vec![0.0; ids.len()];
+        for i in (0..ids.len()).filter(live) {
+            dratio[i] = dweights[i] * r.scale * factor(ids[i]);
+        }
+        if r.expert_scale {
+            for i in (0..ids.len()).filter(live) {
+                let weight = chosen[i] / norm.value * r.scale;
+                self.of("router.expert_scale")[ids[i] as usize] += dweights[i] * weight;
+            }
+        }
+        let dvalue = -dot(&dratio, chosen) / (norm.value * norm.value);
+        let pairs = dratio.iter().zip(&norm.slopes);
+        pairs
+            .map(|(d, slope)| d / norm.value + dvalue * slope)
+            .collect()
+    }
+
+    /// From chosen scores to logits.
+    fn score_back(&self, logits: &[f64], ids: &[i32], chosen: &[f64], dchosen: &[f64]) -> Vec<f64> {
+        let mut d = vec![0.0; logits.len()];
+        let live = (0..ids.len()).filter(|&i| ids[i] >= 0);
+        if self.spec.router.score == Score::SoftmaxSelected {
+            let mean = dot(chosen, dchosen);
+            live.for_each(|i| d[ids[i] as usize] += chosen[i] * (dchosen[i] - mean));
+            return d;
+        }
+        live.for_each(|i| d[ids[i] as usize] += dchosen[i]);
+        match self.spec.router.score {
+            Score::Softmax => softmax_back(&softmax(logits), &d),
+            Score::Sigmoid => zip(logits, &d, |z| sigmoid(z) * (1.0 - sigmoid(z))),
+            Score::SqrtSoftplus => zip(logits, &d, |z| sigmoid(z) / (2.0 * softplus(z).sqrt())),
+            Score::One | Score::SoftmaxSelected => vec![0.0; logits.len()],
+        }
+    }
+
+    /// From logits to the router's tensors and the token.
+    fn logits_back(&mut self, t: usize, dlogits: &[f64]) {
+        if self.spec.router.bias {
+            add(self.of("router.bias"), dlogits, 1.0);
+        }
+        let x = self.token(t);
+        let scaled = self.spec.router.input == RouterInput::RmsScaled;
+        let routed = match scaled {
+            true => rms_scaled(x, &self.weights.get("router.input_scale").data),
+            false => x.to_vec(),
+        };
+        let droute = match self.spec.router.kind {
+            RouterKind::Cosine => self.cosine_back(&routed, dlogits),
+            _ => self.linear_back("router.weight", &routed, dlogits),
+        };
+        match scaled {
+            true => self.rms_back(t, x, &droute),
+            false => self.add_to_token(t, &droute, 1.0),
+        }
+    }
+
+    /// Of `W · x`: adds the gradient of W, returns that of x.
+    fn linear_back(&mut self, name: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
+        let rows = self.of(name).chunks_mut(x.len());
+        rows.zip(dout).for_each(|(row, d)| add(row, x, *d));
+        let mut dx = vec![0.0; x.len()];
+        let rows = self.weights.get(name).data.chunks(x.len()).zip(dout);
+        rows.for_each(|(row, d)| add(&mut dx, row, *d));
+        dx
+    }
+
+    /// Of `x / rms(x) · s / √d`.
+    fn rms_back(&mut self, t: usize, x: &[f64], dout: &[f64]) {
+        let d = x.len() as f64;
+        let rms = (dot(x, x) / d + 1e-6).sqrt();
+        let scale = self.weights.get("router.input_scale").data.clone();
+        let dscale: Vec<f64> = x
+            .iter()
+            .zip(dout)
+            .map(|(v, g)| v / rms / d.sqrt() * g)
+            .collect();
+        add(self.of("router.input_scale"), &dscale, 1.0);
+        let dunit: Vec<f64> = scale
+            .iter()
+            .zip(dout)
+            .map(|(s, g)| s / d.sqrt() * g)
+            .collect();
+        self.add_to_token(t, &dunit, 1.0 / rms);
+        self.add_to_token(t, x, -dot(&dunit, x) / (d * rms * rms * rms));
+    }
+
+    /// Of `unit(P · x + p) · unit(S) · exp(min(temperature, ln 100))`.
+    fn cosine_back(&mut self, x: &[f64], dlogits: &[f64]) -> Vec<f64> {
+        let matrix = &self.weights.get("router.projector.weight").data;
+        let bias = &self.weights.get("router.projector.bias").data;
+        let similarity = &self.weights.get("router.similarity").data;
+        let temperature = self.weights.get("router.temperature").data[0];
+        let (width, experts) = (bias.len(), dlogits.len());
+        let scale = temperature.min(100f64.ln()).exp();
+        let rows = matrix.chunks(x.len()).zip(bias);
+        let projected: Vec<f64> = rows.map(|(row, b)| dot(row, x) + b).collect();
+        let direction = unit(&projected);
+        let (mut ddirection, mut dscale) = (vec![0.0; width], 0.0);
+        for (e, &dlogit) in dlogits.iter().enumerate() {
+            let column: Vec<f64> = (0..width).map(|i| similarity[i * experts + e]).collect();
+            let expert = unit(&column);
+            dscale += dlogit * dot(&direction, &expert);
+            add(&mut ddirection, &expert, dlogit * scale);
+            let dexpert: Vec<f64> = direction.iter().map(|v| dlogit * scale * v).collect();
+            let dcolumn = unit_back(&column, &dexpert);
+            let total = self.of("router.similarity");
+            (0..width).for_each(|i| total[i * experts + e] += dcolumn[i]);
+        }
+        if temperature < 100f64.ln() {
+            self.of("router.temperature")[0] += dscale * scale;
+        }
+        let dprojected = unit_back(&projected, &ddirection);
+        add(self.of("router.projector.bias"), &dprojected, 1.0);
+        self.linear_back("router.projector.weight", x, &dprojected)
+    }
+}
+
+/// The denominator of renormalisation and its derivative by each score.
+struct Norm {
+    value: f64,
+    slopes: Vec<f64>,
+}
+
+impl Norm {
+    fn of(kind: Renormalize, eps: f64, order: f64, scores: &[f64]) -> Norm {
+        let sum: f64 = scores.iter().sum();
+        let constant = |value| Norm {
+            value,
+            slopes: vec![0.0; scores.len()],
+        };
+        let linear = |value| Norm {
+            value,
+            slopes: vec![1.0; scores.len()],
+        };
+        match kind {
+            Renormalize::None => constant(1.0),
+            Renormalize::Sum => linear(sum + eps),
+            Renormalize::Clamp if sum < eps => constant(eps),
+            Renormalize::Clamp => linear(sum),
+            Renormalize::PNorm => {
+                let powers: f64 = scores.iter().map(|s| s.abs().powf(order)).sum();
+                let value = powers.powf(1.0 / order);
+                let slope = |s: &f64| (s.abs() / value).powf(order - 1.0) * s.signum();
+                Norm {
+                    value,
+                    slopes: scores.iter().map(slope).collect(),
+                }
+            }
+        }
+    }
+}
+
+fn zip(logits: &[f64], d: &[f64], slope: impl Fn(f64) -> f64) -> Vec<f64> {
+    logits.iter().zip(d).map(|(&z, d)| slope(z) * d).collect()
+}
+
+fn softmax_back(values: &[f64], d: &[f64]) -> Vec<f64> {
+    let mean = dot(values, d);
+    values.iter().zip(d).map(|(v, d)| v * (d - mean)).collect()
+}
+
+fn unit_back(v: &[f64], dunit: &[f64]) -> Vec<f64> {
+    let norm = dot(v, v).sqrt();
+    if norm <= 1e-12 {
+        return dunit.iter().map(|d| d / 1e-12).collect();
+    }
+    let along = dot(v, dunit) / (norm * norm);
+    let pairs = v.iter().zip(dunit);
+    pairs.map(|(v, d)| (d - along * v) / norm).collect()
+}
+
+fn rms_scaled(x: &[f64], scale: &[f64]) -> Vec<f64> {
+    crate::gate::rms_scaled(x, scale)
+}
+
+/// Weights of the sparse mixer's choices, and the softmax behind each.
+fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec<f64>>) {
+    let mut left = logits.to_vec();
+    let (mut weights, mut rows) = (Vec::new(), Vec::new());
+    for &id in ids {
+        let top = left[rank(&left)[0]];
+        let near: Vec<f64> = left
+            .iter()
+            .map(|&z| {
+                if far_from(top, z, eps) {
+                    f64::NEG_INFINITY
+                } else {
+                    z
+                }
+            })
+            .collect();
+        let row = softmax(&near);
+        weights.push(row[id as usize]);
+        rows.push(row);
+        left[id as usize] = f64::NEG_INFINITY;
+    }
+    (weights, rows)
+}
+
+fn mixer_back(logits: &[f64], ids: &[i32], eps: f64, dchosen: &[f64]) -> Vec<f64> {
+    let mut d = vec![0.0; logits.len()];
+    for ((row, &id), dweight) in mixer(logits, ids, eps).1.iter().zip(ids).zip(dchosen) {
+        let mut done = vec![0.0; logits.len()];
+        done[id as usize] = *dweight;
+        add(&mut d, &softmax_back(row, &done), 1.0);
+    }
+    d
+}

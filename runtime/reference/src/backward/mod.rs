@@ -1,0 +1,153 @@
+//! Gradients of the whole layer, by the chain rule over the forward's loops.
+//!
+//! The loss is `Σ y · dy`. What chooses (ids, places, drops, clamps, masks)
+//! is constant; what weighs is differentiated.
+
+mod expert;
+mod gate;
+
+use crate::place::{Placement, kept};
+use crate::{Decision, Input, Tensor, Weights, gate as decide, scan};
+use moesaic_spec::{LayerSpec, WeightSite, canonical_tensors};
+use std::collections::BTreeMap;
+
+/// What one call of the layer gives back.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gradients {
+    /// Of x `[T, d]`.
+    pub x: Vec<f64>,
+    /// Of the gate's weights `[T, K]`, before anything is dropped: what the
+    /// caller of an external router gets.
+    pub topk_weights: Vec<f64>,
+    /// Of every weight tensor of floats, by canonical name; zero where a
+    /// tensor only chooses.
+    pub weights: BTreeMap<String, Tensor>,
+}
+
+/// A pass backward while it runs.
+struct Pass<'a> {
+    spec: &'a LayerSpec,
+    weights: &'a Weights,
+    input: &'a Input,
+    gradients: Gradients,
+}
+
+/// Gradients of `Σ y · dy`; `dy` is `[T, d_out]`.
+pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) -> Gradients {
+    let decision = decide(spec, weights, input).decision;
+    let placed = scan(spec, &decision, input.tokens, input.seed);
+    let mut pass = Pass::new(spec, weights, input);
+    let mut weighed = pass.combine(&decision, &placed, dy);
+    pass.undo_dropping(&decision, &placed, &mut weighed);
+    pass.gradients.topk_weights = weighed;
+    pass.shared(dy);
+    pass.gate(&decision);
+    pass.gradients
+}
+
+impl<'a> Pass<'a> {
+    fn new(spec: &'a LayerSpec, weights: &'a Weights, input: &'a Input) -> Pass<'a> {
+        let zero = |shape: Vec<usize>| Tensor {
+            data: vec![0.0; shape.iter().product()],
+            shape,
+        };
+        let tensors = canonical_tensors(spec).into_iter();
+        let floats = tensors.filter(|tensor| tensor.dtype.is_float());
+        Pass {
+            spec,
+            weights,
+            input,
+            gradients: Gradients {
+                x: vec![0.0; input.x.len()],
+                topk_weights: Vec::new(),
+                weights: floats.map(|t| (t.name, zero(t.shape))).collect(),
+            },
+        }
+    }
+
+    /// The gradient of a tensor.
+    fn of(&mut self, name: &str) -> &mut [f64] {
+        let found = self.gradients.weights.get_mut(name);
+        &mut found.unwrap_or_else(|| panic!("no tensor `{name}`")).data
+    }
+
+    fn token(&self, t: usize) -> &'a [f64] {
+        let d = self.spec.shape.model_dim;
+        &self.input.x[t * d..(t + 1) * d]
+    }
+
+    fn add_to_token(&mut self, t: usize, row: &[f64], factor: f64) {
+        let d = self.spec.shape.model_dim;
+        add(&mut self.gradients.x[t * d..(t + 1) * d], row, factor);
+    }
+
+    /// Experts and their inputs; returns the gradient of the weights that the
+    /// combination used `[T, K]`.
+    fn combine(&mut self, decision: &Decision, placed: &Placement, dy: &[f64]) -> Vec<f64> {
+        let (k, out) = (self.spec.shape.top_k, self.spec.output_dim());
+        let mut weighed = vec![0.0; decision.ids.len()];
+        for slot in 0..decision.ids.len() {
+            let id = decision.ids[slot];
+            if id < 0 || !kept(self.spec, id, placed.locations[slot]) {
+                continue;
+            }
+            let dy = &dy[slot / k * out..(slot / k + 1) * out];
+            weighed[slot] = self.slot(slot / k, id as usize, placed.weights[slot], dy);
+        }
+        weighed
+    }
+
+    /// One assignment; returns the gradient of its weight.
+    fn slot(&mut self, t: usize, expert: usize, weight: f64, dy: &[f64]) -> f64 {
+        let x = self.token(t);
+        if self.spec.router.weight_on == WeightSite::Input {
+            let scaled: Vec<f64> = x.iter().map(|v| weight * v).collect();
+            let (_, dx) = self.expert(expert, &scaled, dy);
+            self.add_to_token(t, &dx, weight);
+            return dot(&dx, x);
+        }
+        let dout: Vec<f64> = dy.iter().map(|v| weight * v).collect();
+        let (out, dx) = self.expert(expert, x, &dout);
+        self.add_to_token(t, &dx, 1.0);
+        dot(&out, dy)
+    }
+
+    /// From weights after dropping to weights before it, in place.
+    fn undo_dropping(&self, decision: &Decision, placed: &Placement, weighed: &mut [f64]) {
+        if !self.spec.capacity.renormalize_after_drop {
+            return;
+        }
+        let k = self.spec.shape.top_k;
+        for first in (0..weighed.len()).step_by(k) {
+            let live: Vec<usize> = (first..first + k)
+                .filter(|&slot| {
+                    let id = decision.ids[slot];
+                    id >= 0 && kept(self.spec, id, placed.locations[slot])
+                })
+                .collect();
+            let sum: f64 = live.iter().map(|&slot| decision.weights[slot]).sum();
+            if sum == 0.0 {
+                continue;
+            }
+            // w' = scale · w / Σw.
+            let scale = self.spec.router.scale;
+            let mean: f64 = live
+                .iter()
+                .map(|&slot| weighed[slot] * decision.weights[slot] / sum)
+                .sum();
+            for slot in live {
+                weighed[slot] = scale / sum * (weighed[slot] - mean);
+            }
+        }
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    crate::math::dot(a, b)
+}
+
+/// `sum += factor · row`.
+fn add(sum: &mut [f64], row: &[f64], factor: f64) {
+    assert_eq!(sum.len(), row.len());
+    sum.iter_mut().zip(row).for_each(|(s, v)| *s += factor * v);
+}

@@ -1,0 +1,143 @@
+//! Every gradient against central differences of the forward.
+
+use moesaic_reference::{Gradients, Input, Random, Weights, backward, forward};
+use moesaic_spec::{LayerSpec, RouterKind, testing};
+
+const STEP: f64 = 1e-5;
+
+/// A layer at one point, and the direction that its gradients are of.
+struct Point {
+    spec: LayerSpec,
+    weights: Weights,
+    input: Input,
+    dy: Vec<f64>,
+}
+
+impl Point {
+    fn new(spec: LayerSpec, tokens: usize, seed: u64) -> Point {
+        let weights = Weights::random(&spec, seed);
+        let mut random = Random::new(seed ^ 0xbac);
+        let (experts, k) = (spec.routed_experts(), spec.shape.top_k);
+        let external = spec.router.kind == RouterKind::External;
+        let ids = |random: &mut Random| -> Vec<i32> {
+            let first = random.bits() as usize;
+            (0..k).map(|i| ((first + i) % experts) as i32).collect()
+        };
+        let routing = external.then(|| {
+            let ids = (0..tokens).flat_map(|_| ids(&mut random)).collect();
+            (ids, random.vec(tokens * k))
+        });
+        let rows = spec.router.table_rows.unwrap_or(1) as u64;
+        let input = Input {
+            tokens,
+            x: random.vec(tokens * spec.shape.model_dim),
+            token_ids: Some((0..tokens).map(|_| (random.bits() % rows) as i32).collect()),
+            routing,
+            seed: 3,
+        };
+        let dy = random.vec(tokens * spec.output_dim());
+        Point {
+            spec,
+            weights,
+            input,
+            dy,
+        }
+    }
+
+    fn loss(&self) -> f64 {
+        let y = forward(&self.spec, &self.weights, &self.input).y;
+        y.iter().zip(&self.dy).map(|(y, d)| y * d).sum()
+    }
+
+    /// What is chosen, and must not change within a step.
+    fn chosen(&self) -> (Vec<i32>, Vec<i32>) {
+        let output = forward(&self.spec, &self.weights, &self.input);
+        (output.topk_ids, output.locations)
+    }
+
+    /// The derivative along one coordinate; `None` where a choice changes.
+    fn slope(&mut self, at: impl Fn(&mut Point) -> &mut f64) -> Option<f64> {
+        let here = *at(self);
+        let chosen = self.chosen();
+        let mut side = |value: f64| {
+            *at(self) = value;
+            (self.chosen() == chosen).then(|| self.loss())
+        };
+        let ends = (side(here + STEP), side(here - STEP));
+        *at(self) = here;
+        Some((ends.0? - ends.1?) / (2.0 * STEP))
+    }
+
+    /// Some coordinates of each tensor; returns how many could be compared.
+    fn check(&mut self, what: &str) -> usize {
+        let found = backward(&self.spec, &self.weights, &self.input, &self.dy);
+        let mut compared = 0;
+        for i in picked(self.input.x.len()) {
+            let slope = self.slope(|p| &mut p.input.x[i]);
+            compared += close(&format!("{what}: x[{i}]"), found.x[i], slope);
+        }
+        let names: Vec<String> = found.weights.keys().cloned().collect();
+        for name in names {
+            let gradient = &found.weights[&name].data;
+            for i in picked(gradient.len()) {
+                let slope = self.slope(|p| {
+                    let tensor = p.weights.0.get_mut(&name);
+                    &mut tensor.expect("it has a gradient").data[i]
+                });
+                compared += close(&format!("{what}: {name}[{i}]"), gradient[i], slope);
+            }
+        }
+        compared + self.check_routing(what, &found)
+    }
+
+    fn check_routing(&mut self, what: &str, found: &Gradients) -> usize {
+        let count = self.input.routing.as_ref().map_or(0, |r| r.1.len());
+        let one = |i: usize| {
+            let slope = self.slope(|p| &mut p.input.routing.as_mut().expect("external").1[i]);
+            close(
+                &format!("{what}: topk_weights[{i}]"),
+                found.topk_weights[i],
+                slope,
+            )
+        };
+        picked(count).map(one).sum()
+    }
+}
+
+/// At most nine coordinates, spread out.
+fn picked(count: usize) -> impl Iterator<Item = usize> {
+    (0..count).step_by(count.div_ceil(9).max(1))
+}
+
+fn close(what: &str, found: f64, slope: Option<f64>) -> usize {
+    let Some(slope) = slope else { return 0 };
+    let error = (found - slope).abs() / (1.0 + slope.abs());
+    assert!(error < 2e-6, "{what} is {found}, differences give {slope}");
+    1
+}
+
+#[test]
+fn gradients_are_the_slopes_of_the_forward() {
+    let mut compared = 0;
+    for seed in 0..120 {
+        let spec = testing::sample(seed);
+        let tokens = [1, 3, 6][seed as usize % 3];
+        let what = format!("sample {seed}");
+        compared += Point::new(spec, tokens, seed).check(&what);
+    }
+    assert!(compared > 4000, "only {compared} coordinates were compared");
+}
+
+#[test]
+fn no_tokens_give_zero_gradients() {
+    let spec = testing::sample(1);
+    let point = Point::new(spec, 0, 1);
+    let found = backward(&point.spec, &point.weights, &point.input, &point.dy);
+    assert!(found.x.is_empty());
+    assert!(
+        found
+            .weights
+            .values()
+            .all(|t| t.data.iter().all(|v| *v == 0.0))
+    );
+}
