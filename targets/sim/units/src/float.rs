@@ -35,17 +35,18 @@ pub const fn bf16_from_f32_rz(value: f32) -> u16 {
 }
 
 /// The value of f16 bits.
-#[inline]
+#[inline(always)]
 pub const fn f32_from_f16(bits: u16) -> f32 {
     let sign = ((bits & 0x8000) as u32) << 16;
-    let (exponent, mantissa) = ((bits >> 10) & 31, (bits & 0x3ff) as u32);
-    let magnitude = match exponent {
-        // Subnormals are multiples of 2^-24, exact in f32.
-        0 => (mantissa as f32 * f32::from_bits(0x3380_0000)).to_bits(),
-        31 => 0x7f80_0000 | (mantissa << 13),
-        _ => ((exponent as u32 + 112) << 23) | (mantissa << 13),
+    let magnitude = ((bits & 0x7fff) as u32) << 13;
+    // The exponent's bias differs by 112; exact for subnormals as well.
+    let scaled = (f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)).to_bits();
+    let top = if magnitude >= 0x7c00 << 13 {
+        0x7f80_0000
+    } else {
+        0
     };
-    f32::from_bits(sign | magnitude)
+    f32::from_bits(sign | scaled | top)
 }
 
 /// f32 to f16; values beyond 65504 become infinity.
