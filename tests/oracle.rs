@@ -3,7 +3,9 @@
 
 use moesaic::spec::{LayerSpec, hf};
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
-use moesaic::{Engine, EngineError, EngineOptions, Input, engine_weights};
+use moesaic::{
+    Engine, EngineError, EngineOptions, Input, engine_weights, reference, reference_weights,
+};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -124,6 +126,34 @@ fn hugging_face(engine: &Engine, folder: &str, least: usize) {
 #[test]
 fn hugging_face_layers() {
     hugging_face(&engine(), "hf", 6);
+}
+
+/// The f64 reference gives the gradient of x that their autograd gives.
+#[test]
+fn hugging_face_gradients() {
+    for dir in entries("hf") {
+        let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
+        let case: Value = serde_json::from_str(&read("case.json")).unwrap();
+        let layer = case["layer"].as_u64().expect("a layer") as usize;
+        let import = hf::import(&read("config.json"), layer).unwrap();
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        let weights = load_import(&import, &checkpoint, LoadOptions::default()).unwrap();
+        let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
+        let [x, dy, dx] = ["x", "dy", "dx"].map(|name| block.read(name).unwrap());
+        let input = reference::Input {
+            tokens: x.shape[0],
+            x: x.to_f64(),
+            ..reference::Input::default()
+        };
+        let weights = reference_weights(&weights);
+        let found = reference::backward(&import.spec, &weights, &input, &dy.to_f64()).x;
+        let want = dx.to_f64();
+        let scale = want.iter().fold(0f64, |most, v| most.max(v.abs()));
+        for (i, (found, want)) in found.iter().zip(&want).enumerate() {
+            let error = (found - want).abs() / scale;
+            assert!(error < 2e-5, "{}: dx[{i}] is {found}, expected {want}", dir.display());
+        }
+    }
 }
 
 #[test]
