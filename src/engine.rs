@@ -126,20 +126,22 @@ impl Engine {
                 .or_else(|_| Engine::open("rocm", options.clone()))
                 .or_else(|_| Engine::open("cpu", options));
         }
-        // A name that is not known is worth saying before any device is tried.
-        let asked = match name {
-            "cuda" | "rocm" => None,
-            name => Some(resolve_target(name)?),
-        };
-        let device = match asked {
-            Some(Target::Sim(arch)) => simulators::device(arch)?,
-            _ => open_device(name, &options)?,
-        };
-        let target = match name.contains(':') {
-            true => asked.unwrap_or(device.info().target),
-            false => device.info().target,
-        };
-        Engine::build(device, target, options)
+        let (device, target) = open_device(name, &options)?;
+        let compiler = compiler(target, &options)?;
+        Ok(Engine::build(device, target, options, compiler))
+    }
+
+    /// [`Engine::open`] with a compiler of the caller's.
+    ///
+    /// # Errors
+    /// As [`Engine::open`].
+    pub fn open_with(
+        name: &str,
+        options: EngineOptions,
+        compiler: Arc<dyn Compiler>,
+    ) -> Result<Engine, OpenError> {
+        let (device, target) = open_device(name, &options)?;
+        Ok(Engine::build(device, target, options, Some(compiler)))
     }
 
     /// An engine on a device that the caller opened: a CUDA device on a stream
@@ -150,23 +152,24 @@ impl Engine {
     /// When no compiler for the device is found.
     pub fn on_device(device: Arc<dyn Device>, options: EngineOptions) -> Result<Engine, OpenError> {
         let target = device.info().target;
-        Engine::build(device, target, options)
+        let compiler = compiler(target, &options)?;
+        Ok(Engine::build(device, target, options, compiler))
     }
 
     fn build(
         device: Arc<dyn Device>,
         target: Target,
         options: EngineOptions,
-    ) -> Result<Engine, OpenError> {
-        runs(&*device, target)?;
+        compiler: Option<Arc<dyn Compiler>>,
+    ) -> Engine {
         let parts = EngineParts {
-            compiler: compiler(target, &options)?,
+            compiler,
             device,
             store: options.store,
             strict: options.strict,
             options: options.compile,
         };
-        Ok(Engine(moesaic_engine::Engine::for_target(parts, target)))
+        Engine(moesaic_engine::Engine::for_target(parts, target))
     }
 }
 
@@ -182,7 +185,30 @@ fn compiler(
     }
 }
 
-fn open_device(name: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
+/// The device of a target name, and the target to generate for.
+fn open_device(
+    name: &str,
+    options: &EngineOptions,
+) -> Result<(Arc<dyn Device>, Target), OpenError> {
+    // A name that is not known is worth saying before any device is tried.
+    let asked = match name {
+        "cuda" | "rocm" => None,
+        name => Some(resolve_target(name)?),
+    };
+    let device = match asked {
+        Some(Target::Sim(arch)) => simulators::device(arch)?,
+        _ => hardware_device(name, options)?,
+    };
+    let own = device.info().target;
+    let target = match name.contains(':') {
+        true => asked.unwrap_or(own),
+        false => own,
+    };
+    runs(&*device, target)?;
+    Ok((device, target))
+}
+
+fn hardware_device(name: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
     match name.split(':').next().unwrap_or(name) {
         "cuda" => cuda_device(options.ordinal),
         "rocm" => Ok(Arc::new(moesaic_rocm::HipDevice::open(options.ordinal)?)),
