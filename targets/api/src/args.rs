@@ -17,8 +17,9 @@ pub const MAP_BYTES: usize = 128;
 /// An encoded tensor map.
 pub type MapBytes = [u8; MAP_BYTES];
 
-/// Room for any argument; drivers want a tensor map at a multiple of 64 bytes.
-#[repr(align(64))]
+/// Room for any argument; drivers want a tensor map at a multiple of 64 bytes,
+/// those for CUDA 13 of 128.
+#[repr(align(128))]
 struct Value([u8; MAP_BYTES]);
 
 impl ArgBlock {

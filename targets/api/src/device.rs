@@ -1,7 +1,8 @@
 //! Loading and launching.
 
-use crate::{Artifact, DeviceError};
+use crate::{Artifact, DeviceError, StreamDevice};
 use moesaic_kernel::{Entry, Target};
+use std::any::Any;
 use std::sync::Arc;
 
 /// What a device says of itself.
@@ -21,6 +22,23 @@ pub struct DeviceInfo {
 pub trait Device: Send + Sync {
     /// What it is.
     fn info(&self) -> &DeviceInfo;
+
+    /// Streams, events and graphs, where the device has them.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] names the backend that has none.
+    fn streams(&self) -> Result<&dyn StreamDevice, DeviceError> {
+        Err(DeviceError::Unsupported {
+            backend: self.info().target.to_string(),
+            asked: "streams, events and graphs".to_string(),
+        })
+    }
+
+    /// The graph that is being captured, if any: nothing may be compiled,
+    /// loaded or allocated until its end. Those who compile ask first.
+    fn capturing(&self) -> Option<String> {
+        None
+    }
 
     /// Loads an artifact; `entries` are the symbols that will be launched.
     ///
@@ -62,7 +80,7 @@ pub trait Device: Send + Sync {
 }
 
 /// Artifacts loaded onto a device.
-pub trait Module: Send + Sync {
+pub trait Module: Any + Send + Sync {
     /// Launches `symbol`. Nothing is launched when a grid dimension is zero.
     ///
     /// # Safety

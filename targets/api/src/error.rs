@@ -113,6 +113,46 @@ pub enum DeviceError {
         /// What the driver said.
         reason: String,
     },
+    /// A kernel that was launched earlier has failed, and it is not known
+    /// which.
+    #[error("a launched kernel failed: {reason}; {suspects}")]
+    Faulted {
+        /// What the driver said, and when it came to light.
+        reason: String,
+        /// `one of: ` the launches since the last synchronise.
+        suspects: String,
+    },
+    /// The driver's context is broken by an earlier failure.
+    #[error(
+        "{operation} is not possible: the GPU is lost to this process since an earlier failure\n\
+         the failure: {cause}\n\
+         start the process again"
+    )]
+    Lost {
+        /// What was to be done.
+        operation: String,
+        /// The failure.
+        cause: String,
+    },
+    /// It cannot be part of the graph that is being captured.
+    #[error(
+        "{attempted} is not possible while graph `{graph}` is being captured: \
+         do it before the capture, or after its end"
+    )]
+    Capturing {
+        /// The graph's name.
+        graph: String,
+        /// What was attempted: `the load of kernel `combine``.
+        attempted: String,
+    },
+    /// The backend has nothing of the kind.
+    #[error("`{backend}` does not support {asked}")]
+    Unsupported {
+        /// The backend.
+        backend: String,
+        /// What was asked for.
+        asked: String,
+    },
     /// Memory ran out.
     #[error("out of device memory: {asked} bytes were asked for{free}")]
     OutOfMemory {

@@ -4,16 +4,20 @@
 //! run-time compiler and no driver, a [`Device`] needs a driver and no
 //! compiler. Neither ever sees a layer spec or a template: a
 //! [`moesaic_kernel::KernelSource`] goes in, an [`Artifact`] comes out, and
-//! an artifact is launched by its entries.
+//! an artifact is launched by its entries. A GPU is a [`StreamDevice`], too;
+//! [`gpu`] makes one of a driver.
 
 mod args;
 mod artifact;
 mod compiler;
 mod device;
 mod error;
+pub mod gpu;
+mod stream;
 
 pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};
 pub use artifact::{Artifact, KernelReport, ParamSlot, Report};
 pub use compiler::{CompileOptions, Compiler};
 pub use device::{Arg, Buffer, Device, DeviceInfo, LaunchDims, Module, Ptr};
 pub use error::{CompileError, DeviceError};
+pub use stream::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, StreamDevice};

@@ -1,0 +1,126 @@
+//! A graph that is being captured, and what it will keep.
+
+use super::journal::Launched;
+use super::lane::Lane;
+use super::memory::Block;
+use super::module::{Loaded, Orphan};
+use super::{GraphHandle, Vendor, functions};
+use crate::DeviceError;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The streams of a capture belong to this process alone and the rules of a
+/// graph are kept here, so that other threads need not be restrained.
+const RELAXED: i32 = 2;
+
+/// A capture that was begun on one stream and may have spread to others.
+pub(super) struct Capture<V: Vendor> {
+    pub name: String,
+    origin: u64,
+    open: AtomicBool,
+    kept: Mutex<Kept<V>>,
+}
+
+/// What the launches of a graph use. Fields are dropped in this order.
+pub(super) struct Kept<V: Vendor> {
+    pub launches: Vec<Launched>,
+    /// Modules that are still in use elsewhere.
+    pub modules: Vec<Arc<Loaded<V>>>,
+    /// Modules that nothing else uses.
+    pub orphans: Vec<Orphan<V>>,
+    /// Memory that nothing else uses.
+    pub blocks: Vec<Block<V>>,
+    pub lanes: Vec<Arc<Lane<V>>>,
+}
+
+impl<V: Vendor> Default for Kept<V> {
+    fn default() -> Kept<V> {
+        Kept {
+            launches: Vec::new(),
+            modules: Vec::new(),
+            orphans: Vec::new(),
+            blocks: Vec::new(),
+            lanes: Vec::new(),
+        }
+    }
+}
+
+impl<V: Vendor> Capture<V> {
+    pub fn begin(lane: &Arc<Lane<V>>, name: &str) -> Result<(), DeviceError> {
+        lane.forbid(|| format!("the beginning of graph `{name}`"))?;
+        let operation = format!("the beginning of graph `{name}`");
+        // SAFETY: the stream is live.
+        lane.gpu.call(&operation, |f| unsafe {
+            (f.capture_begin)(lane.stream, RELAXED)
+        })?;
+        lane.join(&Arc::new(Capture {
+            name: name.to_string(),
+            origin: lane.id,
+            open: AtomicBool::new(true),
+            kept: Mutex::default(),
+        }));
+        Ok(())
+    }
+
+    /// Ends the capture of `lane`, on which it must have begun. Whatever
+    /// happens it is over, and its streams are free again.
+    pub fn end(&self, lane: &Lane<V>) -> Result<(GraphHandle, Kept<V>), DeviceError> {
+        let operation = format!("the capture of graph `{}`", self.name);
+        if self.origin != lane.id {
+            return Err(DeviceError::Driver {
+                operation,
+                reason: "it was begun on another stream and must end there".to_string(),
+            });
+        }
+        let mut graph = GraphHandle(functions::NULL);
+        // SAFETY: the stream is live and capturing; the pointer is valid for
+        // a write.
+        let ended = lane.gpu.call(&operation, |f| unsafe {
+            (f.capture_end)(lane.stream, &mut graph)
+        });
+        self.open.store(false, Ordering::Release);
+        let kept = std::mem::take(&mut *self.kept());
+        ended.map(|()| (graph, kept))
+    }
+
+    pub fn begun_on(&self, lane: &Lane<V>) -> bool {
+        self.origin == lane.id
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.open.load(Ordering::Acquire)
+    }
+
+    pub fn launched(&self, module: &Arc<Loaded<V>>, launched: Launched) {
+        let mut kept = self.kept();
+        kept.launches.push(launched);
+        if !kept.modules.iter().any(|other| Arc::ptr_eq(other, module)) {
+            kept.modules.push(module.clone());
+        }
+    }
+
+    pub fn keep_lane(&self, lane: &Arc<Lane<V>>) {
+        self.kept().lanes.push(lane.clone());
+    }
+
+    pub fn keep_block(&self, block: Block<V>) {
+        self.kept().blocks.push(block);
+    }
+
+    pub fn keep_orphan(&self, orphan: Orphan<V>) {
+        self.kept().orphans.push(orphan);
+    }
+
+    /// Keeps what another graph kept, whose last launch may be running.
+    pub fn absorb(&self, other: Kept<V>) {
+        let mut kept = self.kept();
+        kept.modules.extend(other.modules);
+        kept.orphans.extend(other.orphans);
+        kept.blocks.extend(other.blocks);
+        kept.lanes.extend(other.lanes);
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept<V>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

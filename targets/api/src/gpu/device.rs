@@ -1,0 +1,275 @@
+//! A GPU as a [`Device`] with streams.
+
+use super::capture::Capture;
+use super::event::GpuEvent;
+use super::graph::GpuGraph;
+use super::lane::Lane;
+use super::module::GpuModule;
+use super::shared::Gpu;
+use super::{PoolHandle, StreamHandle, Vendor, functions, memory};
+use crate::{
+    Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, GpuInfo, Graph,
+    HostBuffer, Module, StreamDevice,
+};
+use moesaic_kernel::Entry;
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// The pool attribute for the bytes that it keeps at a synchronisation.
+const RELEASE_THRESHOLD: i32 = 4;
+
+/// A GPU and one stream on it, by a driver.
+pub struct GpuDevice<V: Vendor> {
+    lane: Arc<Lane<V>>,
+}
+
+/// What a [`GpuDevice`] starts with.
+pub struct Setup {
+    /// What the device says of itself.
+    pub info: DeviceInfo,
+    /// The same in numbers; [`GpuInfo::pools`] is whether the driver claims
+    /// to have them.
+    pub gpu_info: GpuInfo,
+    /// The stream to use, and who destroys it; a new one without.
+    pub stream: Option<(StreamHandle, Box<dyn Any + Send + Sync>)>,
+}
+
+impl<V: Vendor> GpuDevice<V> {
+    /// Covers the vendor's GPU.
+    ///
+    /// # Errors
+    /// When the driver has no stream.
+    pub fn new(vendor: V, mut setup: Setup) -> Result<GpuDevice<V>, DeviceError> {
+        setup.gpu_info.pools = setup.gpu_info.pools && keeps_memory(&vendor, &setup.gpu_info);
+        let gpu = Arc::new(Gpu::new(vendor, setup.info, setup.gpu_info));
+        let lane = match setup.stream {
+            Some((stream, owner)) => Lane::over(gpu, stream, Some(owner)),
+            None => Lane::new(&gpu)?,
+        };
+        Ok(GpuDevice {
+            lane: Arc::new(lane),
+        })
+    }
+
+    /// Free and total memory in bytes.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        memory::free_and_total(&self.lane.gpu)
+    }
+
+    fn foreign(asked: &str) -> DeviceError {
+        DeviceError::Unsupported {
+            backend: V::BACKEND.to_string(),
+            asked: asked.to_string(),
+        }
+    }
+
+    /// The module, if it is one of this GPU.
+    fn own<'a>(
+        &self,
+        module: &'a dyn Module,
+        asked: &str,
+    ) -> Result<&'a GpuModule<V>, DeviceError> {
+        let module: &dyn Any = module;
+        let own = module
+            .downcast_ref::<GpuModule<V>>()
+            .filter(|module| Arc::ptr_eq(&module.loaded.gpu, &self.lane.gpu));
+        own.ok_or_else(|| Self::foreign(&format!("{asked} a module of another device")))
+    }
+}
+
+impl<V: Vendor> Device for GpuDevice<V> {
+    fn info(&self) -> &DeviceInfo {
+        &self.lane.gpu.info
+    }
+
+    fn streams(&self) -> Result<&dyn StreamDevice, DeviceError> {
+        Ok(self)
+    }
+
+    fn capturing(&self) -> Option<String> {
+        self.lane.capturing().map(|capture| capture.name.clone())
+    }
+
+    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+        Ok(Arc::new(GpuModule::load(&self.lane, artifact, entries)?))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        memory::allocate(&self.lane, bytes)
+    }
+
+    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
+        let to = buffer.range("upload", offset, bytes.len())?;
+        let lane = &self.lane;
+        lane.forbid(|| format!("a copy of {} bytes from the host", bytes.len()))?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the range lies in the buffer, which the caller keeps.
+        // `bytes` are borrowed until the driver has read them: it says so, or
+        // it is waited for below.
+        lane.gpu.call("upload", |f| unsafe {
+            (f.upload)(to.0, bytes.as_ptr().cast(), bytes.len(), lane.stream)
+        })?;
+        match lane.gpu.vendor.reads_later(bytes) {
+            true => lane.synchronize("upload"),
+            false => Ok(()),
+        }
+    }
+
+    fn download(
+        &self,
+        buffer: &Buffer,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        let from = buffer.range("download", offset, bytes.len())?;
+        let lane = &self.lane;
+        lane.forbid(|| format!("a copy of {} bytes to the host", bytes.len()))?;
+        if !bytes.is_empty() {
+            // SAFETY: the range lies in the buffer, which the caller keeps;
+            // `bytes` is borrowed until the copy has finished, below.
+            lane.gpu.call("download", |f| unsafe {
+                (f.download)(bytes.as_mut_ptr().cast(), from.0, bytes.len(), lane.stream)
+            })?;
+        }
+        lane.synchronize("download")
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.lane.synchronize("synchronize")
+    }
+}
+
+impl<V: Vendor> StreamDevice for GpuDevice<V> {
+    fn gpu_info(&self) -> &GpuInfo {
+        &self.lane.gpu.gpu_info
+    }
+
+    fn fork(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {
+        self.lane.forbid(|| "a new stream".to_string())?;
+        Ok(Arc::new(GpuDevice {
+            lane: Arc::new(Lane::new(&self.lane.gpu)?),
+        }))
+    }
+
+    fn adopt(&self, module: &dyn Module) -> Result<Arc<dyn Module>, DeviceError> {
+        let own = self.own(module, "launching")?;
+        Ok(Arc::new(GpuModule::on(&own.loaded, &self.lane)))
+    }
+
+    fn occupancy(
+        &self,
+        module: &dyn Module,
+        symbol: &str,
+        threads: u32,
+        shared_bytes: u32,
+    ) -> Result<u32, DeviceError> {
+        let operation = format!("occupancy of kernel `{symbol}`");
+        let loaded = &self.own(module, "the occupancy of")?.loaded;
+        let function = loaded
+            .function(symbol)
+            .map_err(|reason| DeviceError::Driver {
+                operation: operation.clone(),
+                reason,
+            })?;
+        let mut blocks = 0;
+        let threads = i32::try_from(threads).unwrap_or(i32::MAX);
+        // SAFETY: the pointer is valid for a write, the module is loaded.
+        self.lane.gpu.call(&operation, |f| unsafe {
+            (f.occupancy)(&mut blocks, function.handle, threads, shared_bytes as usize)
+        })?;
+        Ok(blocks.unsigned_abs())
+    }
+
+    fn record(&self) -> Result<Arc<dyn Event>, DeviceError> {
+        Ok(Arc::new(GpuEvent::record(&self.lane)?))
+    }
+
+    fn wait(&self, event: &dyn Event) -> Result<(), DeviceError> {
+        GpuEvent::<V>::of(event, "waiting for")?.hold(&self.lane)
+    }
+
+    fn copy(&self, copy: &DeviceCopy<'_>) -> Result<(), DeviceError> {
+        let from = copy.from.range("copy", copy.from_offset, copy.bytes)?;
+        let to = copy.to.range("copy", copy.to_offset, copy.bytes)?;
+        if copy.bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: both ranges lie in buffers, which the caller keeps.
+        self.lane.gpu.call("copy", |f| unsafe {
+            (f.copy)(to.0, from.0, copy.bytes, self.lane.stream)
+        })
+    }
+
+    fn pinned(&self, bytes: usize) -> Result<HostBuffer, DeviceError> {
+        memory::pinned(&self.lane, bytes)
+    }
+
+    fn reaches(&self, peer: usize) -> Result<bool, DeviceError> {
+        let own = self.gpu_info().ordinal;
+        if own == peer {
+            return Ok(true);
+        }
+        let number = |ordinal| i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let mut reaches = 0;
+        let operation = format!("peer query for GPU {peer}");
+        // SAFETY: the pointer is valid for a write; an unknown GPU is a code.
+        self.lane.gpu.call(&operation, |f| unsafe {
+            (f.can_access_peer)(&mut reaches, number(own), number(peer))
+        })?;
+        Ok(reaches != 0)
+    }
+
+    fn begin_capture(&self, graph: &str) -> Result<(), DeviceError> {
+        Capture::begin(&self.lane, graph)
+    }
+
+    fn end_capture(&self) -> Result<Arc<dyn Graph>, DeviceError> {
+        let capture = self.lane.capturing().ok_or_else(|| DeviceError::Driver {
+            operation: "the end of a capture".to_string(),
+            reason: "no graph is being captured on this stream".to_string(),
+        })?;
+        Ok(Arc::new(GpuGraph::end(&self.lane, &capture)?))
+    }
+}
+
+impl<V: Vendor> fmt::Debug for GpuDevice<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("GpuDevice").field(self.info()).finish()
+    }
+}
+
+impl<V: Vendor> Drop for GpuDevice<V> {
+    fn drop(&mut self) {
+        // A capture that nobody can end keeps its streams and modules, which
+        // keep it.
+        let capture = self.lane.capturing();
+        if let Some(capture) = capture.filter(|capture| capture.begun_on(&self.lane)) {
+            let _ = GpuGraph::end(&self.lane, &capture);
+        }
+    }
+}
+
+/// Whether there is a pool. By default it gives freed memory back to the
+/// system at every synchronisation, and each layer would map it anew: it is
+/// told to keep it. Where that fails things are slower and no less right.
+fn keeps_memory<V: Vendor>(vendor: &V, gpu_info: &GpuInfo) -> bool {
+    let functions = vendor.functions();
+    let ordinal = i32::try_from(gpu_info.ordinal).unwrap_or(i32::MAX);
+    let mut pool = PoolHandle(functions::NULL);
+    let mut threshold = u64::MAX;
+    // SAFETY: the pointers are valid for a write and a read; the attribute is
+    // a 64-bit integer.
+    unsafe {
+        if (functions.default_pool)(&mut pool, ordinal) != 0 {
+            return false;
+        }
+        (functions.pool_set)(pool, RELEASE_THRESHOLD, (&raw mut threshold).cast());
+    }
+    true
+}

@@ -1,0 +1,137 @@
+//! Points of a stream.
+
+use super::capture::Capture;
+use super::lane::Lane;
+use super::{EventHandle, Vendor, functions};
+use crate::{DeviceError, Event};
+use std::any::Any;
+use std::sync::Arc;
+
+/// An event that takes the time.
+const WITH_TIME: u32 = 0;
+
+/// An event, destroyed on drop.
+pub(super) struct GpuEvent<V: Vendor> {
+    handle: EventHandle,
+    lane: Arc<Lane<V>>,
+    /// The capture it was recorded in.
+    capture: Option<Arc<Capture<V>>>,
+}
+
+impl<V: Vendor> GpuEvent<V> {
+    /// Records a new event.
+    pub fn record(lane: &Arc<Lane<V>>) -> Result<GpuEvent<V>, DeviceError> {
+        let mut handle = EventHandle(functions::NULL);
+        // SAFETY: the pointer is valid for a write.
+        lane.gpu.call("a new event", |f| unsafe {
+            (f.event_create)(&mut handle, WITH_TIME)
+        })?;
+        let event = GpuEvent {
+            handle,
+            lane: lane.clone(),
+            capture: lane.capturing(),
+        };
+        // SAFETY: event and stream are live.
+        lane.gpu.call("record of an event", |f| unsafe {
+            (f.event_record)(handle, lane.stream)
+        })?;
+        Ok(event)
+    }
+
+    /// Of this driver, or an error that names what was asked of it.
+    pub fn of<'a>(event: &'a dyn Event, asked: &str) -> Result<&'a GpuEvent<V>, DeviceError> {
+        let event: &dyn Any = event;
+        event
+            .downcast_ref()
+            .ok_or_else(|| DeviceError::Unsupported {
+                backend: V::BACKEND.to_string(),
+                asked: format!("{asked} an event of another kind of device"),
+            })
+    }
+
+    /// What comes later on `lane` waits for this event.
+    pub fn hold(&self, lane: &Arc<Lane<V>>) -> Result<(), DeviceError> {
+        let joins = self.joins(lane)?;
+        // SAFETY: event and stream are live; 0 is the only flag there is.
+        lane.gpu.call("wait for an event", |f| unsafe {
+            (f.stream_wait)(lane.stream, self.handle, 0)
+        })?;
+        if let Some(capture) = joins {
+            lane.join(capture);
+            capture.keep_lane(lane);
+        }
+        Ok(())
+    }
+
+    /// The capture that `lane` becomes part of when it waits for this event.
+    fn joins(&self, lane: &Lane<V>) -> Result<Option<&Arc<Capture<V>>>, DeviceError> {
+        match (&self.capture, lane.capturing()) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => {
+                let attempted = "a wait for an event from outside of it";
+                lane.forbid(|| attempted.to_string()).map(|()| None)
+            }
+            (Some(own), _) if !own.is_open() => Err(self.captured("wait for an event", own)),
+            (Some(own), None) => Ok(Some(own)),
+            (Some(own), Some(other)) if Arc::ptr_eq(own, &other) => Ok(None),
+            (Some(own), Some(_)) => {
+                let attempted = format!("a wait for an event of graph `{}`", own.name);
+                lane.forbid(|| attempted).map(|()| None)
+            }
+        }
+    }
+
+    fn check_real(&self, operation: &str) -> Result<(), DeviceError> {
+        match &self.capture {
+            None => Ok(()),
+            Some(capture) => Err(self.captured(operation, capture)),
+        }
+    }
+
+    fn captured(&self, operation: &str, capture: &Capture<V>) -> DeviceError {
+        DeviceError::Driver {
+            operation: operation.to_string(),
+            reason: format!(
+                "the event is a part of graph `{}` and never comes to pass by itself; record \
+                 events around the graph's launch",
+                capture.name
+            ),
+        }
+    }
+}
+
+impl<V: Vendor> Event for GpuEvent<V> {
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.check_real("wait on the host for an event")?;
+        self.lane
+            .forbid(|| "a wait on the host for an event".to_string())?;
+        // SAFETY: the event is live.
+        self.lane
+            .gpu
+            .call("wait on the host for an event", |f| unsafe {
+                (f.event_synchronize)(self.handle)
+            })
+    }
+
+    fn elapsed_ms(&self, start: &dyn Event) -> Result<f32, DeviceError> {
+        let start = GpuEvent::<V>::of(start, "the time from")?;
+        start.synchronize()?;
+        self.synchronize()?;
+        let mut milliseconds = 0.0;
+        // SAFETY: the pointer is valid for a write, and both events are live.
+        self.lane.gpu.call("time between events", |f| unsafe {
+            (f.event_elapsed)(&mut milliseconds, start.handle, self.handle)
+        })?;
+        Ok(milliseconds)
+    }
+}
+
+impl<V: Vendor> Drop for GpuEvent<V> {
+    fn drop(&mut self) {
+        // SAFETY: created once, destroyed once; the driver keeps what streams
+        // still wait for.
+        self.lane
+            .gpu
+            .call_quietly(|f| unsafe { (f.event_destroy)(self.handle) });
+    }
+}

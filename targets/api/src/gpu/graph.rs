@@ -1,0 +1,109 @@
+//! Captured launches, launched again.
+
+use super::capture::{Capture, Kept};
+use super::journal::Launched;
+use super::lane::Lane;
+use super::{ExecHandle, GraphHandle, Vendor, functions};
+use crate::{DeviceError, Graph};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A graph that can be launched; destroyed on drop.
+pub(super) struct GpuGraph<V: Vendor> {
+    name: String,
+    launched: Launched,
+    /// A driver wants one launch of it at a time.
+    exec: Mutex<ExecHandle>,
+    lane: Arc<Lane<V>>,
+    kept: Kept<V>,
+}
+
+impl<V: Vendor> GpuGraph<V> {
+    pub fn end(lane: &Arc<Lane<V>>, capture: &Capture<V>) -> Result<GpuGraph<V>, DeviceError> {
+        let (graph, kept) = capture.end(lane)?;
+        for module in &kept.modules {
+            module.used_on(lane);
+        }
+        let exec = instantiate(lane, &capture.name, graph);
+        // SAFETY: captured once, destroyed once; the instance is its own.
+        lane.gpu
+            .call_quietly(|f| unsafe { (f.graph_destroy)(graph) });
+        Ok(GpuGraph {
+            name: capture.name.clone(),
+            launched: described(&capture.name, &kept),
+            exec: Mutex::new(exec?),
+            lane: lane.clone(),
+            kept,
+        })
+    }
+}
+
+fn instantiate<V: Vendor>(
+    lane: &Lane<V>,
+    name: &str,
+    graph: GraphHandle,
+) -> Result<ExecHandle, DeviceError> {
+    let mut exec = ExecHandle(functions::NULL);
+    let operation = format!("instantiation of graph `{name}`");
+    // SAFETY: the pointer is valid for a write, and the graph is live.
+    lane.gpu.call(&operation, |f| unsafe {
+        (f.graph_instantiate)(&mut exec, graph, 0)
+    })?;
+    Ok(exec)
+}
+
+/// The graph as errors name it: `` `decode` with `gate_topk`, `dispatch` ``.
+fn described<V: Vendor>(name: &str, kept: &Kept<V>) -> Launched {
+    let kernels: Vec<String> = kept.launches.iter().map(Launched::to_string).collect();
+    let name = match kernels.is_empty() {
+        true => format!("`{name}` with no kernels"),
+        false => format!("`{name}` with {}", kernels.join(", ")),
+    };
+    Launched::Graph { name: name.into() }
+}
+
+impl<V: Vendor> Graph for GpuGraph<V> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn kernels(&self) -> Vec<String> {
+        let symbol = |launched: &Launched| match launched {
+            Launched::Kernel { symbol, .. } => Some(symbol.to_string()),
+            Launched::Graph { .. } => None,
+        };
+        self.kept.launches.iter().filter_map(symbol).collect()
+    }
+
+    unsafe fn launch(&self) -> Result<(), DeviceError> {
+        let operation = format!("launch of graph `{}`", self.name);
+        self.lane.forbid(|| format!("the {operation}"))?;
+        let exec = self.exec.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: graph and stream are live; the caller vouches for what the
+        // launches in it point to.
+        self.lane.gpu.call(&operation, |f| unsafe {
+            (f.graph_launch)(*exec, self.lane.stream)
+        })?;
+        self.lane.gpu.journal().note(self.lane.id, &self.launched);
+        Ok(())
+    }
+}
+
+impl<V: Vendor> Drop for GpuGraph<V> {
+    fn drop(&mut self) {
+        let kept = std::mem::take(&mut self.kept);
+        let capture = self.lane.capturing();
+        if capture.is_none() {
+            // Its last launch may still use what it keeps.
+            let _ = self.lane.synchronize("end of a graph");
+        }
+        let exec = *self.exec.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: instantiated once, destroyed once; the driver finishes a
+        // launch that is under way.
+        self.lane
+            .gpu
+            .call_quietly(|f| unsafe { (f.exec_destroy)(exec) });
+        if let Some(capture) = capture {
+            capture.absorb(kept);
+        }
+    }
+}

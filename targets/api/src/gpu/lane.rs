@@ -1,0 +1,98 @@
+//! A stream, and the capture it is part of.
+
+use super::capture::Capture;
+use super::shared::Gpu;
+use super::{StreamHandle, Vendor, functions};
+use crate::DeviceError;
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A stream that does not wait for the default one.
+const NON_BLOCKING: u32 = 1;
+
+/// A stream. It is destroyed when nothing is left that uses it.
+pub(super) struct Lane<V: Vendor> {
+    pub gpu: Arc<Gpu<V>>,
+    pub stream: StreamHandle,
+    /// Its number on this GPU.
+    pub id: u64,
+    /// Who destroys the stream, when it is not this.
+    owner: Option<Box<dyn Any + Send + Sync>>,
+    capture: Mutex<Option<Arc<Capture<V>>>>,
+}
+
+impl<V: Vendor> Lane<V> {
+    /// Covers a stream; it is destroyed on drop unless it has an owner.
+    pub fn over(
+        gpu: Arc<Gpu<V>>,
+        stream: StreamHandle,
+        owner: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Lane<V> {
+        Lane {
+            id: gpu.next_lane(),
+            gpu,
+            stream,
+            owner,
+            capture: Mutex::new(None),
+        }
+    }
+
+    pub fn new(gpu: &Arc<Gpu<V>>) -> Result<Lane<V>, DeviceError> {
+        let mut stream = StreamHandle(functions::NULL);
+        // SAFETY: the pointer is valid for a write.
+        gpu.call("a new stream", |f| unsafe {
+            (f.stream_create)(&mut stream, NON_BLOCKING)
+        })?;
+        Ok(Lane::over(gpu.clone(), stream, None))
+    }
+
+    /// Waits for all that was launched. `operation` is for the error.
+    pub fn synchronize(&self, operation: &str) -> Result<(), DeviceError> {
+        self.forbid(|| operation.to_string())?;
+        // SAFETY: the stream lives as long as this.
+        self.gpu.call(operation, |f| unsafe {
+            (f.stream_synchronize)(self.stream)
+        })?;
+        self.gpu.journal().settle(self.id);
+        Ok(())
+    }
+
+    /// The capture this stream is part of.
+    pub fn capturing(&self) -> Option<Arc<Capture<V>>> {
+        let mut capture = self.capture();
+        if capture.as_ref().is_some_and(|capture| !capture.is_open()) {
+            *capture = None;
+        }
+        capture.clone()
+    }
+
+    pub fn join(&self, capture: &Arc<Capture<V>>) {
+        *self.capture() = Some(capture.clone());
+    }
+
+    /// Refuses what cannot be part of a graph.
+    pub fn forbid(&self, attempted: impl FnOnce() -> String) -> Result<(), DeviceError> {
+        match self.capturing() {
+            None => Ok(()),
+            Some(capture) => Err(DeviceError::Capturing {
+                graph: capture.name.clone(),
+                attempted: attempted(),
+            }),
+        }
+    }
+
+    fn capture(&self) -> MutexGuard<'_, Option<Arc<Capture<V>>>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<V: Vendor> Drop for Lane<V> {
+    fn drop(&mut self) {
+        if self.owner.is_none() {
+            // SAFETY: nothing that uses the stream is left: all of it shares
+            // this. The driver finishes what is still in it.
+            self.gpu
+                .call_quietly(|f| unsafe { (f.stream_destroy)(self.stream) });
+        }
+    }
+}

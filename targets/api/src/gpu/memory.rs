@@ -1,0 +1,146 @@
+//! Memory of the device, and host memory that it reaches.
+
+use super::lane::Lane;
+use super::shared::Gpu;
+use super::{Fault, Vendor, functions};
+use crate::{Buffer, DeviceError, HostBuffer, Ptr};
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Codes of both drivers.
+const OUT_OF_MEMORY: i32 = 2;
+const NOT_SUPPORTED: i32 = 801;
+
+/// Pinned for every GPU of the process.
+const PORTABLE: u32 = 1;
+
+/// Device memory that is freed, in the order of its stream, on drop. While
+/// the stream is part of a capture the graph keeps it: a free would become
+/// part of the graph.
+pub(super) struct Block<V: Vendor> {
+    address: u64,
+    pooled: bool,
+    lane: Arc<Lane<V>>,
+}
+
+impl<V: Vendor> Drop for Block<V> {
+    fn drop(&mut self) {
+        if let Some(capture) = self.lane.capturing() {
+            return capture.keep_block(Block {
+                lane: self.lane.clone(),
+                ..*self
+            });
+        }
+        let (address, stream) = (self.address, self.lane.stream);
+        // SAFETY: allocated once, freed once; in stream order, so that
+        // earlier launches finish first, or when the device has finished.
+        self.lane.gpu.call_quietly(|f| unsafe {
+            match self.pooled {
+                true => (f.free_async)(address, stream),
+                false => (f.free)(address),
+            }
+        });
+    }
+}
+
+pub(super) fn allocate<V: Vendor>(
+    lane: &Arc<Lane<V>>,
+    bytes: usize,
+) -> Result<Buffer, DeviceError> {
+    lane.forbid(|| format!("an allocation of {bytes} bytes"))?;
+    let gpu = &lane.gpu;
+    let operation = format!("allocation of {bytes} bytes");
+    gpu.enter(&operation)?;
+    // Zero bytes get one, so that the address is always real.
+    match address(lane, bytes.max(1)) {
+        Ok((address, pooled)) => {
+            let owner = Block {
+                address,
+                pooled,
+                lane: lane.clone(),
+            };
+            Ok(Buffer::new(Ptr(address), bytes, Box::new(owner)))
+        }
+        Err(fault) if fault.code == OUT_OF_MEMORY => Err(out_of_memory(gpu, bytes)),
+        Err(fault) => Err(gpu.error(&operation, &fault)),
+    }
+}
+
+/// From the pool, and where there is none from the driver itself.
+fn address<V: Vendor>(lane: &Lane<V>, bytes: usize) -> Result<(u64, bool), Fault> {
+    let (gpu, mut address) = (&lane.gpu, 0);
+    let functions = gpu.vendor.functions();
+    if gpu.gpu_info.pools {
+        // SAFETY: the pointer is valid for a write, the stream is live.
+        let code = unsafe { (functions.alloc_async)(&mut address, bytes, lane.stream) };
+        match gpu.check(code) {
+            Err(fault) if fault.code == NOT_SUPPORTED => {}
+            outcome => return outcome.map(|()| (address, true)),
+        }
+    }
+    // SAFETY: the pointer is valid for a write.
+    let code = unsafe { (functions.alloc)(&mut address, bytes) };
+    gpu.check(code).map(|()| (address, false))
+}
+
+fn out_of_memory<V: Vendor>(gpu: &Gpu<V>, asked: usize) -> DeviceError {
+    let free = free_and_total(gpu).map_or(String::new(), |(free, _)| {
+        format!(" ({free} bytes are free)")
+    });
+    DeviceError::OutOfMemory { asked, free }
+}
+
+/// Free and total memory in bytes.
+pub(super) fn free_and_total<V: Vendor>(gpu: &Gpu<V>) -> Result<(usize, usize), DeviceError> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: both pointers are valid for a write.
+    gpu.call("memory query", |f| unsafe {
+        (f.memory_info)(&mut free, &mut total)
+    })?;
+    Ok((free, total))
+}
+
+/// Host memory that is given back on drop.
+struct Pinned<V: Vendor> {
+    start: NonNull<u8>,
+    gpu: Arc<Gpu<V>>,
+}
+
+// SAFETY: it owns the memory and does nothing but free it.
+unsafe impl<V: Vendor> Send for Pinned<V> {}
+// SAFETY: as above.
+unsafe impl<V: Vendor> Sync for Pinned<V> {}
+
+impl<V: Vendor> Drop for Pinned<V> {
+    fn drop(&mut self) {
+        let start = self.start.as_ptr().cast();
+        // SAFETY: allocated once, freed once; every copy from or to host
+        // memory is waited for while that memory is borrowed.
+        self.gpu.call_quietly(|f| unsafe { (f.host_free)(start) });
+    }
+}
+
+pub(super) fn pinned<V: Vendor>(lane: &Lane<V>, bytes: usize) -> Result<HostBuffer, DeviceError> {
+    let operation = format!("an allocation of {bytes} bytes of pinned memory");
+    lane.forbid(|| operation.clone())?;
+    let mut start: *mut c_void = functions::NULL;
+    // SAFETY: the pointer is valid for a write.
+    lane.gpu.call(&operation, |f| unsafe {
+        (f.host_alloc)(&mut start, bytes.max(1), PORTABLE)
+    })?;
+    let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| DeviceError::Driver {
+        operation,
+        reason: "the driver gave no address".to_string(),
+    })?;
+    let owner = Pinned {
+        start,
+        gpu: lane.gpu.clone(),
+    };
+    // SAFETY: the driver gave so many bytes; they are initialised first, and
+    // are nobody else's until the owner is dropped.
+    unsafe {
+        start.write_bytes(0, bytes);
+        Ok(HostBuffer::new(start, bytes, Box::new(owner)))
+    }
+}

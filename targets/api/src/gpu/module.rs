@@ -1,0 +1,285 @@
+//! Loaded modules and their launch.
+
+use super::journal::Launched;
+use super::lane::Lane;
+use super::shared::Gpu;
+use super::{FunctionHandle, ModuleHandle, Shape, Vendor, functions};
+use crate::{
+    Arg, ArgBlock, Artifact, DeviceError, KernelReport, LaunchDims, MAP_BYTES, Module, gpu_grid,
+};
+use moesaic_kernel::Entry;
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A loaded module as one stream sees it.
+pub(super) struct GpuModule<V: Vendor> {
+    pub loaded: Arc<Loaded<V>>,
+    lane: Arc<Lane<V>>,
+}
+
+/// A module that is unloaded on drop, when its launches have finished.
+pub(super) struct Loaded<V: Vendor> {
+    pub gpu: Arc<Gpu<V>>,
+    handle: ModuleHandle,
+    functions: HashMap<String, Function>,
+    /// Streams on which it may have been launched.
+    lanes: Mutex<Vec<Arc<Lane<V>>>>,
+}
+
+/// A kernel. Its handle is valid while its module is loaded.
+pub(super) struct Function {
+    pub handle: FunctionHandle,
+    symbol: Arc<str>,
+    entry: Entry,
+}
+
+/// A module that nothing but a graph uses.
+pub(super) struct Orphan<V: Vendor> {
+    gpu: Arc<Gpu<V>>,
+    handle: ModuleHandle,
+}
+
+impl<V: Vendor> Drop for Orphan<V> {
+    fn drop(&mut self) {
+        // SAFETY: loaded once and unloaded once; the graph that used it has
+        // finished.
+        self.gpu
+            .call_quietly(|f| unsafe { (f.module_unload)(self.handle) });
+    }
+}
+
+impl<V: Vendor> GpuModule<V> {
+    pub fn load(
+        lane: &Arc<Lane<V>>,
+        artifact: &Artifact,
+        entries: &[Entry],
+    ) -> Result<GpuModule<V>, DeviceError> {
+        let mut loaded = Loaded {
+            gpu: lane.gpu.clone(),
+            handle: load(lane, artifact, entries)?,
+            functions: HashMap::new(),
+            lanes: Mutex::default(),
+        };
+        for entry in entries {
+            let report = artifact.report.kernel(&entry.symbol);
+            let function = loaded.find(entry, report)?;
+            loaded.functions.insert(entry.symbol.clone(), function);
+        }
+        Ok(GpuModule::on(&Arc::new(loaded), lane))
+    }
+
+    /// The same module on another stream.
+    pub fn on(loaded: &Arc<Loaded<V>>, lane: &Arc<Lane<V>>) -> GpuModule<V> {
+        loaded.used_on(lane);
+        GpuModule {
+            loaded: loaded.clone(),
+            lane: lane.clone(),
+        }
+    }
+
+    fn refuse(symbol: &str, reason: String) -> DeviceError {
+        DeviceError::Launch {
+            kernel: symbol.to_string(),
+            reason,
+        }
+    }
+
+    fn shape(
+        &self,
+        function: &Function,
+        dims: &LaunchDims,
+        grid: [u32; 2],
+    ) -> Result<Shape, String> {
+        let allowed = function.entry.launch.shared_bytes.max(V::FREE_SHARED);
+        if dims.shared_bytes > allowed {
+            return Err(format!(
+                "it asks for {} bytes of dynamic shared memory, and was loaded for {allowed}",
+                dims.shared_bytes
+            ));
+        }
+        let shape = Shape {
+            grid,
+            threads: dims.threads,
+            shared_bytes: dims.shared_bytes,
+            cluster: dims.cluster.max(1),
+        };
+        self.loaded.gpu.vendor.check_shape(&shape)?;
+        Ok(shape)
+    }
+}
+
+impl<V: Vendor> Module for GpuModule<V> {
+    unsafe fn launch(
+        &self,
+        symbol: &str,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError> {
+        let refuse = |reason| GpuModule::<V>::refuse(symbol, reason);
+        let function = self.loaded.function(symbol).map_err(refuse)?;
+        let gpu = &self.lane.gpu;
+        let grid = gpu_grid(symbol, &dims)?;
+        let mut block =
+            ArgBlock::with_maps(&function.entry, args, |map, base, sizes| match grid {
+                Some(_) => gpu.vendor.encode(map, base, sizes).map_err(refuse),
+                None => Ok([0; MAP_BYTES]),
+            })?;
+        let Some(grid) = grid else {
+            return Ok(());
+        };
+        let shape = self.shape(function, &dims, grid).map_err(refuse)?;
+        gpu.enter(&format!("launch of kernel `{symbol}`"))?;
+        // SAFETY: the arguments are of the entry's kinds, checked above, and
+        // the binary's signature agreed when it was loaded; the driver copies
+        // them during the call. The caller vouches for what they point to.
+        let code = unsafe {
+            gpu.vendor
+                .launch(function.handle, &shape, block.pointers(), self.lane.stream)
+        };
+        match gpu.check(code) {
+            Ok(()) => self.launched(function, shape),
+            Err(fault) if fault.breaks_the_context() => return Err(gpu.error("launch", &fault)),
+            Err(fault) => return Err(refuse(format!("{}; {shape}", fault.words))),
+        }
+        Ok(())
+    }
+}
+
+impl<V: Vendor> GpuModule<V> {
+    fn launched(&self, function: &Function, shape: Shape) {
+        let launched = Launched::Kernel {
+            symbol: function.symbol.clone(),
+            shape,
+        };
+        match self.lane.capturing() {
+            Some(capture) => capture.launched(&self.loaded, launched),
+            None => self.lane.gpu.journal().note(self.lane.id, &launched),
+        }
+    }
+}
+
+impl<V: Vendor> Loaded<V> {
+    /// The kernel with this symbol, or what is wrong.
+    pub fn function(&self, symbol: &str) -> Result<&Function, String> {
+        self.functions.get(symbol).ok_or_else(|| {
+            let mut names: Vec<&str> = self.functions.keys().map(String::as_str).collect();
+            names.sort_unstable();
+            format!("it was not loaded; loaded are: {}", names.join(", "))
+        })
+    }
+
+    /// Its end has to wait for this stream, too.
+    pub fn used_on(&self, lane: &Arc<Lane<V>>) {
+        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        if !lanes.iter().any(|other| Arc::ptr_eq(other, lane)) {
+            lanes.push(lane.clone());
+        }
+    }
+
+    /// Looks a kernel up and asks for what its launches need.
+    fn find(&self, entry: &Entry, report: Option<&KernelReport>) -> Result<Function, DeviceError> {
+        let refuse = |reason| DeviceError::Load {
+            kernel: entry.symbol.clone(),
+            reason,
+        };
+        if let Some(reason) = report.and_then(|report| report.disagreement(entry)) {
+            return Err(refuse(reason));
+        }
+        let handle = self.look_up(&entry.symbol).map_err(refuse)?;
+        self.prepare(handle, entry, report).map_err(refuse)?;
+        Ok(Function {
+            handle,
+            symbol: entry.symbol.as_str().into(),
+            entry: entry.clone(),
+        })
+    }
+
+    fn look_up(&self, symbol: &str) -> Result<FunctionHandle, String> {
+        let name = CString::new(symbol).map_err(|_| "its name holds a NUL".to_string())?;
+        let mut function = FunctionHandle(functions::NULL);
+        // SAFETY: the pointer is valid for a write, the module is loaded, and
+        // the name ends in a NUL.
+        let code = unsafe {
+            (self.gpu.vendor.functions().module_function)(&mut function, self.handle, name.as_ptr())
+        };
+        self.gpu.check(code).map_err(|fault| fault.words)?;
+        Ok(function)
+    }
+
+    fn prepare(
+        &self,
+        function: FunctionHandle,
+        entry: &Entry,
+        report: Option<&KernelReport>,
+    ) -> Result<(), String> {
+        let gpu = &self.gpu;
+        // SAFETY: the module is loaded.
+        let fixed = unsafe { gpu.vendor.static_shared(function, report) };
+        let fixed = fixed.map_err(|fault| fault.words)?;
+        let (dynamic, most) = (entry.launch.shared_bytes, gpu.gpu_info.shared_bytes);
+        let bytes = u64::from(dynamic) + u64::from(fixed);
+        if bytes > u64::from(most) {
+            return Err(format!(
+                "it needs {bytes} bytes of shared memory per block ({dynamic} dynamic, {fixed} \
+                 static), {} has {most}: choose a smaller tile or fewer stages",
+                gpu.info.name
+            ));
+        }
+        // SAFETY: as above.
+        unsafe { gpu.vendor.allow(function, &entry.launch) }
+    }
+}
+
+impl<V: Vendor> Drop for Loaded<V> {
+    fn drop(&mut self) {
+        let lanes = self.lanes.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let (gpu, handle) = (self.gpu.clone(), self.handle);
+        let orphan = Orphan { gpu, handle };
+        if let Some(capture) = lanes.iter().find_map(|lane| lane.capturing()) {
+            return capture.keep_orphan(orphan);
+        }
+        // A launch of it may still be running.
+        for lane in lanes {
+            let _ = lane.synchronize("end of a module");
+        }
+    }
+}
+
+fn load<V: Vendor>(
+    lane: &Lane<V>,
+    artifact: &Artifact,
+    entries: &[Entry],
+) -> Result<ModuleHandle, DeviceError> {
+    let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
+    let refuse = |reason| DeviceError::Load {
+        kernel: kernel.to_string(),
+        reason,
+    };
+    lane.forbid(|| format!("the load of kernel `{kernel}`"))?;
+    let gpu = &lane.gpu;
+    gpu.enter(&format!("load of kernel `{kernel}`"))?;
+    // The driver finds the end of the image by itself: it must be one.
+    gpu.vendor.check_binary(&artifact.binary).map_err(refuse)?;
+    let mut module = ModuleHandle(functions::NULL);
+    let image = artifact.binary.as_ptr().cast();
+    // SAFETY: the pointer is valid for a write; the image is a complete
+    // binary, checked above, and is copied by the call.
+    let code = unsafe { (gpu.vendor.functions().module_load)(&mut module, image) };
+    match gpu.check(code) {
+        Ok(()) => Ok(module),
+        Err(fault) if fault.breaks_the_context() => Err(gpu.error("load", &fault)),
+        Err(fault) => Err(refuse(format!(
+            "{}; it was compiled by {}{}",
+            fault.words,
+            artifact.report.compiler,
+            driver(gpu)
+        ))),
+    }
+}
+
+/// For a refused module: `, and the driver is for CUDA 12.4`.
+fn driver<V: Vendor>(gpu: &Gpu<V>) -> String {
+    let driver = gpu.gpu_info.driver.as_ref();
+    driver.map_or(String::new(), |driver| format!(", and {driver}"))
+}
