@@ -21,6 +21,8 @@ pub enum Size {
     Mul(Box<Size>, Box<Size>),
     /// The quotient by a constant, rounded up.
     CeilDiv(Box<Size>, u64),
+    /// The quotient by a constant, rounded down.
+    FloorDiv(Box<Size>, u64),
     /// The smaller of both.
     Min(Box<Size>, Box<Size>),
 }
@@ -32,6 +34,15 @@ impl Size {
             _ if by == 1 => self,
             Size::Const(n) => Size::Const(n.div_ceil(by)),
             size => Size::CeilDiv(Box::new(size), by),
+        }
+    }
+
+    /// `self / by`, rounded down. `by` must not be zero.
+    pub fn floor_div(self, by: u64) -> Size {
+        match self {
+            _ if by == 1 => self,
+            Size::Const(n) => Size::Const(n / by),
+            size => Size::FloorDiv(Box::new(size), by),
         }
     }
 
@@ -48,6 +59,7 @@ impl Size {
             Size::Add(a, b) => a.eval(tokens).saturating_add(b.eval(tokens)),
             Size::Mul(a, b) => a.eval(tokens).saturating_mul(b.eval(tokens)),
             Size::CeilDiv(a, by) => a.eval(tokens).div_ceil(*by),
+            Size::FloorDiv(a, by) => a.eval(tokens) / by,
             Size::Min(a, b) => a.eval(tokens).min(b.eval(tokens)),
         }
     }
@@ -100,6 +112,7 @@ impl fmt::Display for Size {
                 group(f, b)
             }
             Size::CeilDiv(a, by) => write!(f, "ceil({a}/{by})"),
+            Size::FloorDiv(a, by) => write!(f, "floor({a}/{by})"),
             Size::Min(a, b) => write!(f, "min({a}, {b})"),
         }
     }
@@ -115,10 +128,14 @@ mod tests {
         assert_eq!(size.to_string(), "ceil(T*8/64)+128");
         assert_eq!(size.eval(0), 128);
         assert_eq!(size.eval(9), 130);
+        let size = (Size::Tokens * 8).floor_div(64) + 1;
+        assert_eq!(size.to_string(), "floor(T*8/64)+1");
+        assert_eq!((size.eval(7), size.eval(8)), (1, 2));
     }
 
     #[test]
     fn constants_fold() {
         assert_eq!((Size::Const(3) * 4 + 0).ceil_div(5), Size::Const(3));
+        assert_eq!((Size::Const(3) * 4).floor_div(5), Size::Const(2));
     }
 }

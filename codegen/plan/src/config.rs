@@ -34,6 +34,45 @@ pub struct GateTopkConfig {
     pub select_threads: u32,
     /// Tokens per block of the selection kernel.
     pub select_tile_tokens: usize,
+    /// Adjacent lanes that select for one token: a power of two.
+    pub select_lanes: u32,
+    /// What the selection kernel writes of `tile_counts`.
+    pub histogram: Histogram,
+}
+
+/// The rows of `tile_counts` that a block of the selection kernel writes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Histogram {
+    /// None: the scan counts for itself.
+    #[default]
+    None,
+    /// One, of all choices of its tokens.
+    Tokens,
+    /// One per slot, of the choices of its tokens there.
+    Slots,
+}
+
+/// The assignments that a row of `tile_counts` counts and that are placed
+/// together. Tiles follow each other in processing order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScanTile {
+    /// So many assignments.
+    Assignments(usize),
+    /// Those of so many tokens: all of them in token-major order, otherwise
+    /// those in one slot.
+    Tokens(usize),
+}
+
+/// Who counts the assignments of each tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CountedBy {
+    /// The scan, in a pass over the ids.
+    Scan,
+    /// The selection kernel, as it writes them.
+    Gate,
 }
 
 /// Tiling of `expert_scan`.
@@ -43,8 +82,15 @@ pub struct ExpertScanConfig {
     pub threads: u32,
     /// Threads of the one-block offsets kernel.
     pub scan_threads: u32,
-    /// Assignments (token, slot) per block.
-    pub tile_slots: usize,
+    /// What is counted and placed together.
+    pub tile: ScanTile,
+    /// Tiles per block of the count and place kernels.
+    pub block_tiles: usize,
+    /// Who counts it.
+    pub counted_by: CountedBy,
+    /// Tiles whose counts a block of their own sums before the one block that
+    /// sums over all; `None` where that block sees to every tile.
+    pub chunk_tiles: Option<usize>,
     /// Rows per tile of the grouped GEMM, whose tile list the scan writes.
     pub tile_rows: usize,
 }
@@ -56,6 +102,8 @@ pub struct DispatchConfig {
     pub threads: u32,
     /// Rows per block.
     pub tile_rows: usize,
+    /// Adjacent threads that copy one row.
+    pub row_threads: u32,
 }
 
 /// The unit that multiplies in a `grouped_gemm`, and with it the template.
@@ -111,4 +159,6 @@ pub struct CombineConfig {
     pub threads: u32,
     /// Tokens per block.
     pub tile_tokens: usize,
+    /// Adjacent threads that sum one token.
+    pub token_threads: u32,
 }

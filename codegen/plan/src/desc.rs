@@ -3,7 +3,8 @@
 
 use moesaic_kernel::{DType, Stem};
 use moesaic_spec::{
-    Activation, Capacity, ExpertForm, LayerSpec, Router, RouterKind, SharedGate, WeightSite,
+    Activation, Capacity, CapacityOrder, ExpertForm, LayerSpec, Router, RouterKind, SharedGate,
+    WeightSite,
 };
 use serde::{Deserialize, Serialize};
 
@@ -69,6 +70,8 @@ pub struct GateTopkDesc {
     /// Whether the best score of each token is written, for
     /// batch-prioritised capacity.
     pub best_score: bool,
+    /// The order in which the scan takes what is selected here.
+    pub order: CapacityOrder,
 }
 
 /// `expert_scan`: ids `[T, K]` to counts, offsets, locations and maps.
@@ -84,6 +87,8 @@ pub struct ExpertScanDesc {
     pub capacity: Capacity,
     /// The router's scale, which renormalisation after dropping restores.
     pub scale: f64,
+    /// Ids come from the caller, not from a `gate_topk` of the layer.
+    pub external: bool,
 }
 
 /// `dispatch`: x `[T, d]` to rows `[R, d]`, ordered by expert.
@@ -195,6 +200,7 @@ pub(crate) fn gate_topk(spec: &LayerSpec) -> Option<GateTopkDesc> {
         },
         select: true,
         best_score: needs_order(spec),
+        order: spec.capacity.order,
     })
 }
 
@@ -209,12 +215,13 @@ pub(crate) fn shared_gate(spec: &LayerSpec) -> GateTopkDesc {
         router: Router::default(),
         select: false,
         best_score: false,
+        order: CapacityOrder::SlotMajor,
     }
 }
 
 /// Whether tokens are placed in the order of their best score.
 pub(crate) fn needs_order(spec: &LayerSpec) -> bool {
-    spec.capacity.order == moesaic_spec::CapacityOrder::BatchPrioritized
+    spec.capacity.order == CapacityOrder::BatchPrioritized
 }
 
 pub(crate) fn expert_scan(spec: &LayerSpec) -> ExpertScanDesc {
@@ -224,6 +231,7 @@ pub(crate) fn expert_scan(spec: &LayerSpec) -> ExpertScanDesc {
         top_k: spec.shape.top_k,
         capacity: spec.capacity.clone(),
         scale: spec.router.scale,
+        external: spec.router.kind == RouterKind::External,
     }
 }
 

@@ -363,23 +363,24 @@ fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
     };
     let (tokens, k) = (Size::Tokens, constant(desc.top_k));
     let slots = tokens.clone() * k.clone();
-    let tiles = slots.clone().ceil_div(config.tile_slots as u64);
+    let tiles = desc.tiles(&config);
     let (routed, edges) = (constant(desc.routed_experts), constant(desc.experts + 1));
     let per_slot = [tokens.clone(), k];
+    let tile_shape = [tiles.clone(), routed.clone()];
+    let edge = std::slice::from_ref(&edges);
     let mut list = vec![
-        tensor("tile_counts", I32, &[tiles, routed.clone()], Role::Scratch),
-        tensor("counts", I64, &[routed], Role::Output),
-        tensor("offsets", I64, std::slice::from_ref(&edges), Role::Output),
-        tensor(
-            "row_tiles",
-            I32,
-            std::slice::from_ref(&edges),
-            Role::Scratch,
-        ),
+        tensor("tile_counts", I32, &tile_shape, Role::Scratch),
+        tensor("counts", I64, std::slice::from_ref(&routed), Role::Output),
+        tensor("offsets", I64, edge, Role::Output),
+        tensor("row_tiles", I32, edge, Role::Scratch),
         tensor("locations", I32, &per_slot, Role::Output),
         tensor("slot_rows", I32, &per_slot, Role::Output),
         tensor("row_slots", I32, std::slice::from_ref(&slots), Role::Output),
     ];
+    if let Some(chunk) = config.chunk_tiles {
+        let shape = [tiles.floor_div(chunk as u64) + 1, routed];
+        list.push(tensor("chunk_counts", I32, &shape, Role::Scratch));
+    }
     if desc.limited() {
         list.push(tensor("capacity", I64, &[constant(1)], Role::Output));
     }
@@ -387,13 +388,9 @@ fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
         list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
     }
     if desc.ordered() {
-        list.push(tensor(
-            "best_score",
-            F32,
-            std::slice::from_ref(&tokens),
-            Role::Scratch,
-        ));
-        list.push(tensor("token_order", I32, &[tokens], Role::Scratch));
+        let per_token = std::slice::from_ref(&tokens);
+        list.push(tensor("best_score", F32, per_token, Role::Scratch));
+        list.push(tensor("token_order", I32, per_token, Role::Scratch));
     }
     if desc.ranked() {
         list.push(tensor("bucket_offsets", I64, &[edges], Role::Scratch));

@@ -17,8 +17,8 @@ mod signature;
 mod work;
 
 pub use config::{
-    CombineConfig, DispatchConfig, ExpertScanConfig, GateTopkConfig, GemmFamily, GroupedGemmConfig,
-    KernelConfig,
+    CombineConfig, CountedBy, DispatchConfig, ExpertScanConfig, GateTopkConfig, GemmFamily,
+    GroupedGemmConfig, Histogram, KernelConfig, ScanTile,
 };
 pub use desc::{
     CombineDesc, DispatchDesc, ExpertScanDesc, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc,

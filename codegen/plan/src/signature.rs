@@ -5,14 +5,13 @@
 //! `tokens·top_k`. Offsets are 64-bit; ids of tokens, slots and rows are
 //! 32-bit, since a call takes fewer than 2³¹ assignments.
 
+mod scan;
+
 use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::DType::{F32, I32, I64};
-use moesaic_kernel::{Access, Entry, Launch, Param, Size};
-use moesaic_spec::{CapacityMode, CapacityOrder, RouterInput, RouterKind};
-
-/// Tokens or assignments per block of the small `expert_scan` helpers.
-const HELPER_TILE: u64 = 64;
+use moesaic_kernel::{Entry, Launch, Param, Size};
+use moesaic_spec::{RouterInput, RouterKind};
 
 /// The entries of a kernel, in the order they are launched.
 ///
@@ -21,7 +20,7 @@ const HELPER_TILE: u64 = 64;
 pub fn entries(desc: &KernelDesc, config: &KernelConfig) -> Vec<Entry> {
     match (desc, config) {
         (KernelDesc::GateTopk(d), KernelConfig::GateTopk(c)) => gate_topk(d, c),
-        (KernelDesc::ExpertScan(d), KernelConfig::ExpertScan(c)) => expert_scan(d, c),
+        (KernelDesc::ExpertScan(d), KernelConfig::ExpertScan(c)) => scan::entries(d, c),
         (KernelDesc::Dispatch(d), KernelConfig::Dispatch(c)) => dispatch(d, c),
         (KernelDesc::GroupedGemm(d), KernelConfig::GroupedGemm(c)) => grouped_gemm(d, c),
         (KernelDesc::Combine(d), KernelConfig::Combine(c)) => combine(d, c),
@@ -68,7 +67,7 @@ fn gate_topk(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
         list.push(entry(
             "gate_topk",
             summary,
-            select_params(d),
+            select_params(d, c),
             grid,
             c.select_threads,
         ));
@@ -145,7 +144,7 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     }
 }
 
-fn select_params(d: &GateTopkDesc) -> Vec<Param> {
+fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
     let (e, k) = (d.experts, d.top_k);
     let per_expert = format!("[{e}]");
     let table = d.router.kind == RouterKind::Table;
@@ -169,179 +168,11 @@ fn select_params(d: &GateTopkDesc) -> Vec<Param> {
         Some(Param::write("topk_ids", I32, format!("[tokens, {k}]"))),
         Some(Param::write("topk_weights", F32, format!("[tokens, {k}]"))),
         when(d.best_score, Param::write("best_score", F32, "[tokens]")),
-    ])
-}
-
-fn expert_scan(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
-    let mut list = Vec::new();
-    let slots = || slots_by(d.top_k, c.tile_slots as u64);
-    if d.ordered() {
-        let params = vec![
-            Param::read("best_score", F32, "[tokens]"),
-            Param::write("token_order", I32, "[tokens]"),
-        ];
-        let grid = [tokens_by(HELPER_TILE as usize), one()];
-        let summary = "ranks tokens by descending best score, stable";
-        list.push(entry("expert_scan_order", summary, params, grid, c.threads));
-    }
-    let summary = "counts the assignments of each expert in each tile";
-    list.push(entry(
-        "expert_scan_count",
-        summary,
-        count_params(d),
-        [slots(), one()],
-        c.threads,
-    ));
-    let summary = "sums counts to offsets, applies the capacity rule, lists row tiles";
-    let grid = [one(), one()];
-    list.push(entry(
-        "expert_scan_offsets",
-        summary,
-        offsets_params(d),
-        grid,
-        c.scan_threads,
-    ));
-    let summary = match d.ranked() {
-        true => "lists the assignments of each expert",
-        false => "gives every assignment its location and row",
-    };
-    list.push(entry(
-        "expert_scan_place",
-        summary,
-        place_params(d),
-        [slots(), one()],
-        c.threads,
-    ));
-    if d.ranked() {
-        let grid = [slots_by(d.top_k, HELPER_TILE), one()];
-        let summary = "ranks the assignments of each expert and gives them rows";
-        list.push(entry(
-            "expert_scan_rank",
-            summary,
-            rank_params(d),
-            grid,
-            c.threads,
-        ));
-    }
-    if d.capacity.renormalize_after_drop {
-        let weights = format!("[tokens, {}]", d.top_k);
-        let params = vec![
-            Param::read("topk_ids", I32, &weights),
-            Param::read("slot_rows", I32, &weights),
-            Param::tensor("topk_weights", F32, Access::ReadWrite, &weights),
-        ];
-        let grid = [tokens_by(HELPER_TILE as usize), one()];
-        let summary = "rescales weights over the assignments that got a row";
-        list.push(entry(
-            "expert_scan_renormalize",
-            summary,
-            params,
-            grid,
-            c.threads,
-        ));
-    }
-    list
-}
-
-impl ExpertScanDesc {
-    /// Tokens are placed in the order of `token_order`.
-    pub fn ordered(&self) -> bool {
-        self.capacity.order == CapacityOrder::BatchPrioritized
-    }
-
-    /// Assignments are ranked inside their expert by a key.
-    pub fn ranked(&self) -> bool {
-        matches!(
-            self.capacity.order,
-            CapacityOrder::Probability | CapacityOrder::Random
-        )
-    }
-
-    /// There is a capacity at all.
-    pub fn limited(&self) -> bool {
-        self.capacity.mode != CapacityMode::Dropless
-    }
-
-    fn ids(&self) -> Param {
-        Param::read("topk_ids", I32, format!("[tokens, {}]", self.top_k))
-    }
-
-    fn order(&self) -> Option<Param> {
-        when(self.ordered(), Param::read("token_order", I32, "[tokens]"))
-    }
-
-    fn tile_counts(&self, access: Access) -> Param {
-        Param::tensor(
-            "tile_counts",
-            I32,
-            access,
-            format!("[tiles, {}]", self.routed_experts),
-        )
-    }
-
-    fn per_expert(&self, name: &str, dtype: moesaic_kernel::DType, access: Access) -> Param {
-        Param::tensor(name, dtype, access, format!("[{}]", self.experts + 1))
-    }
-
-    /// Where the results of placement go.
-    fn placement(&self) -> [Option<Param>; 5] {
-        let per_slot = format!("[tokens, {}]", self.top_k);
-        [
-            Some(self.per_expert("offsets", I64, Access::Read)),
-            when(self.limited(), Param::read("capacity", I64, "[1]")),
-            Some(Param::write("locations", I32, &per_slot)),
-            Some(Param::write("slot_rows", I32, &per_slot)),
-            Some(Param::write("row_slots", I32, "[rows]")),
-        ]
-    }
-}
-
-fn count_params(d: &ExpertScanDesc) -> Vec<Param> {
-    some([Some(d.ids()), d.order(), Some(d.tile_counts(Access::Write))])
-}
-
-fn offsets_params(d: &ExpertScanDesc) -> Vec<Param> {
-    let bounded = d.capacity.mode == CapacityMode::Bounded;
-    some([
-        Some(d.tile_counts(Access::ReadWrite)),
-        Some(Param::write(
-            "counts",
-            I64,
-            format!("[{}]", d.routed_experts),
-        )),
-        when(d.limited(), Param::write("capacity", I64, "[1]")),
-        when(bounded, Param::write("overflow", I64, "[1]")),
-        Some(d.per_expert("offsets", I64, Access::Write)),
-        Some(d.per_expert("row_tiles", I32, Access::Write)),
         when(
-            d.ranked(),
-            d.per_expert("bucket_offsets", I64, Access::Write),
+            c.histogram != Histogram::None,
+            Param::write("tile_counts", I32, format!("[tiles, {e}]")),
         ),
     ])
-}
-
-fn place_params(d: &ExpertScanDesc) -> Vec<Param> {
-    let head = [Some(d.ids()), d.order(), Some(d.tile_counts(Access::Read))];
-    let tail = match d.ranked() {
-        true => vec![
-            Some(d.per_expert("bucket_offsets", I64, Access::Read)),
-            Some(Param::write("bucket_slots", I32, "[tokens*top_k]")),
-        ],
-        false => d.placement().to_vec(),
-    };
-    some(head.into_iter().chain(tail))
-}
-
-fn rank_params(d: &ExpertScanDesc) -> Vec<Param> {
-    let by_weight = d.capacity.order == CapacityOrder::Probability;
-    let weights = Param::read("topk_weights", F32, format!("[tokens, {}]", d.top_k));
-    let head = [
-        Some(d.ids()),
-        when(by_weight, weights),
-        Some(d.per_expert("bucket_offsets", I64, Access::Read)),
-        Some(Param::read("bucket_slots", I32, "[tokens*top_k]")),
-    ];
-    some(head.into_iter().chain(d.placement()))
 }
 
 fn dispatch(d: &DispatchDesc, c: &DispatchConfig) -> Vec<Entry> {

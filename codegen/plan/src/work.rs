@@ -111,7 +111,7 @@ impl Facts {
         match name {
             "tokens" => self.tokens,
             "rows" | "tokens*top_k" => self.slots,
-            "tiles" => 1.0,
+            "tiles" | "chunks" => 1.0,
             number => number.parse().unwrap_or(1.0),
         }
     }

@@ -22,6 +22,8 @@ pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
         logits_tile_depth: 256,
         select_threads: 1,
         select_tile_tokens: 32,
+        select_lanes: 1,
+        histogram: Histogram::None,
     }
 }
 
@@ -30,7 +32,10 @@ pub fn expert_scan(_: &ExpertScanDesc, _: CpuIsa) -> ExpertScanConfig {
     ExpertScanConfig {
         threads: 1,
         scan_threads: 1,
-        tile_slots: 4096,
+        tile: ScanTile::Assignments(4096),
+        block_tiles: 1,
+        counted_by: CountedBy::Scan,
+        chunk_tiles: None,
         tile_rows: TILE_ROWS,
     }
 }
@@ -40,6 +45,7 @@ pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
     DispatchConfig {
         threads: 1,
         tile_rows: 64,
+        row_threads: 1,
     }
 }
 
@@ -74,5 +80,6 @@ pub fn combine(_: &CombineDesc, _: CpuIsa) -> CombineConfig {
     CombineConfig {
         threads: 1,
         tile_tokens: 32,
+        token_threads: 1,
     }
 }

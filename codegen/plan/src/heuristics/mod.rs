@@ -2,6 +2,7 @@
 
 pub mod cpu;
 pub mod cuda;
+mod gpu;
 pub mod rocm;
 
 use crate::{KernelConfig, KernelDesc};

@@ -1,42 +1,24 @@
 //! Tilings for AMD GPUs. Matrix-core families will choose their own GEMM
 //! tiles by architecture; the SIMT family is the same on all of them.
 
+use super::gpu;
 use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::RocmArch;
 
-/// See [`GateTopkConfig`]. One token per warp when selecting.
+/// See [`GateTopkConfig`].
 pub fn gate_topk(d: &GateTopkDesc, arch: RocmArch) -> GateTopkConfig {
-    let columns = match d.logits {
-        Logits::Cosine(_) => 32,
-        _ => d.experts.next_power_of_two().clamp(4, 32),
-    };
-    GateTopkConfig {
-        logits_threads: 256,
-        logits_tile_tokens: 32,
-        logits_tile_experts: columns,
-        logits_tile_depth: 32,
-        select_threads: 128,
-        select_tile_tokens: 128 / arch.wave as usize,
-    }
+    gpu::gate_topk(d, arch.wave)
 }
 
 /// See [`ExpertScanConfig`].
-pub fn expert_scan(_: &ExpertScanDesc, _: RocmArch) -> ExpertScanConfig {
-    ExpertScanConfig {
-        threads: 256,
-        scan_threads: 1024,
-        tile_slots: 1024,
-        tile_rows: 64,
-    }
+pub fn expert_scan(d: &ExpertScanDesc, arch: RocmArch) -> ExpertScanConfig {
+    gpu::expert_scan(d, arch.wave)
 }
 
 /// See [`DispatchConfig`].
-pub fn dispatch(_: &DispatchDesc, _: RocmArch) -> DispatchConfig {
-    DispatchConfig {
-        threads: 128,
-        tile_rows: 4,
-    }
+pub fn dispatch(d: &DispatchDesc, arch: RocmArch) -> DispatchConfig {
+    gpu::dispatch(d, arch.wave)
 }
 
 /// See [`GroupedGemmConfig`]. Gate and up columns share a thread: eight rows by
@@ -57,10 +39,7 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, _: RocmArch) -> GroupedGemmConfig {
     }
 }
 
-/// See [`CombineConfig`]. The threads of a block share the columns of a token.
-pub fn combine(_: &CombineDesc, _: RocmArch) -> CombineConfig {
-    CombineConfig {
-        threads: 128,
-        tile_tokens: 1,
-    }
+/// See [`CombineConfig`].
+pub fn combine(d: &CombineDesc, _: RocmArch) -> CombineConfig {
+    gpu::combine(d)
 }

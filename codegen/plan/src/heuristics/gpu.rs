@@ -1,0 +1,133 @@
+//! Tilings of routing and data movement, alike for all GPUs but for the width
+//! of a warp.
+
+use crate::config::*;
+use crate::desc::*;
+use moesaic_kernel::DType;
+use moesaic_spec::CapacityOrder;
+
+/// Tokens of a tile of the scan, where their assignments are few enough.
+const TILE_TOKENS: usize = 64;
+
+/// Assignments that a warp of the scan places one after the other.
+const TILE_SLOTS: usize = 512;
+
+/// Counters that a block of the selection kernel keeps: 32 KB.
+const HISTOGRAM: usize = 8192;
+
+/// Bytes a block of a copying kernel moves at least: less does not pay for
+/// starting it.
+const BLOCK_BYTES: usize = 32 << 10;
+
+/// Slots whose sources a block of `combine` lists: 32 KB.
+const BLOCK_SOURCES: usize = 4096;
+
+/// See [`GateTopkConfig`].
+pub fn gate_topk(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
+    let columns = match d.logits {
+        Logits::Cosine(_) => 32,
+        _ => d.experts.next_power_of_two().clamp(4, 32),
+    };
+    let histogram = match d.select {
+        true => histogram(d.order, d.experts, d.top_k),
+        false => Histogram::None,
+    };
+    // Without logits only the choices of a token are dealt out over lanes.
+    let width = match d.logits {
+        Logits::None => d.top_k,
+        _ => d.experts,
+    };
+    let lanes = (width.next_power_of_two() as u32).min(wave);
+    // What a lane holds of many experts takes half the registers.
+    let most = if d.experts > 512 { 256 } else { 512 };
+    let tokens = match histogram {
+        Histogram::None => (128 / lanes) as usize,
+        _ => tile_tokens(d.order, d.top_k),
+    };
+    GateTopkConfig {
+        logits_threads: 256,
+        logits_tile_tokens: 32,
+        logits_tile_experts: columns,
+        logits_tile_depth: 32,
+        select_threads: (tokens as u32 * lanes).clamp(128, most),
+        select_tile_tokens: tokens,
+        select_lanes: lanes,
+        histogram,
+    }
+}
+
+/// See [`ExpertScanConfig`].
+pub fn expert_scan(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
+    let threads = 256;
+    let order = d.capacity.order;
+    let gate = !d.external && histogram(order, d.routed_experts, d.top_k) != Histogram::None;
+    ExpertScanConfig {
+        threads,
+        scan_threads: 1024,
+        tile: ScanTile::Tokens(tile_tokens(order, d.top_k)),
+        block_tiles: (threads / wave) as usize,
+        counted_by: if gate {
+            CountedBy::Gate
+        } else {
+            CountedBy::Scan
+        },
+        chunk_tiles: Some(64),
+        tile_rows: 64,
+    }
+}
+
+/// See [`DispatchConfig`].
+pub fn dispatch(d: &DispatchDesc, wave: u32) -> DispatchConfig {
+    let (threads, packs) = (128, packs(d.model_dim, d.activations));
+    let row_threads = (packs.next_power_of_two() as u32).min(wave);
+    let at_once = (threads / row_threads) as usize;
+    let rows = BLOCK_BYTES.div_ceil(d.model_dim * d.activations.size());
+    DispatchConfig {
+        threads,
+        tile_rows: rows.min(64).next_multiple_of(at_once),
+        row_threads,
+    }
+}
+
+/// See [`CombineConfig`].
+pub fn combine(d: &CombineDesc) -> CombineConfig {
+    let (threads, packs) = (128, packs(d.output_dim, d.activations));
+    let most = 1 << (BLOCK_SOURCES / d.top_k).clamp(1, 64).ilog2();
+    let token_threads = (packs.next_power_of_two() as u32).clamp(threads / most as u32, threads);
+    let at_once = (threads / token_threads) as usize;
+    let rows = d.top_k + 1 + d.shared.len();
+    let tokens = BLOCK_BYTES.div_ceil(rows * d.output_dim * d.activations.size());
+    CombineConfig {
+        threads,
+        tile_tokens: tokens.min(most).next_multiple_of(at_once),
+        token_threads,
+    }
+}
+
+/// Tokens of a tile: see [`ScanTile::Tokens`]. The selection kernel counts by
+/// the same tiles.
+fn tile_tokens(order: CapacityOrder, top_k: usize) -> usize {
+    match order {
+        CapacityOrder::TokenMajor => (TILE_SLOTS / top_k).clamp(1, TILE_TOKENS),
+        _ => TILE_TOKENS,
+    }
+}
+
+/// What a selection kernel counts: tiles have to be of adjacent tokens, and
+/// the counters of one block have to fit its shared memory.
+fn histogram(order: CapacityOrder, experts: usize, top_k: usize) -> Histogram {
+    match order {
+        CapacityOrder::BatchPrioritized => Histogram::None,
+        CapacityOrder::TokenMajor if experts <= HISTOGRAM => Histogram::Tokens,
+        CapacityOrder::TokenMajor => Histogram::None,
+        _ if experts * top_k <= HISTOGRAM => Histogram::Slots,
+        _ => Histogram::None,
+    }
+}
+
+/// Accesses a row takes: each of the widest pack, at most 16 bytes, that
+/// divides it.
+fn packs(width: usize, dtype: DType) -> usize {
+    let widest = 16 / dtype.size();
+    width / (1 << width.trailing_zeros()).min(widest)
+}
