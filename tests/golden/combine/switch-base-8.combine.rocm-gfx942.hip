@@ -2,10 +2,12 @@
 //
 //   y[t] = sum over slots k, ascending, of weight[t, k] * out[row of (t, k)]
 //
-// A block owns 1 token, a thread adjacent columns of one at a time. Sums are f32 and
-// rounded once. A slot without a row adds nothing.
+// A block owns 6 tokens, 128 adjacent threads one at a time, each some packs of adjacent
+// columns. Sums are f32 and rounded once. A slot without a row adds nothing.
 //
-// Shared memory: none.
+// Shared memory:
+//   sources  i32 [6][1]   the row of each slot, or that there is none
+//   weights  f32 [6][1]
 //
 // Baked in: output dim 768, top_k 1, shared experts, types. Not the tokens.
 
@@ -94,14 +96,17 @@ COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 // ---- the kernel ----
 
 constexpr int OUTPUT_DIM = 768, TOP_K = 1;
-constexpr int THREADS = 128, TILE_TOKENS = 1;
+constexpr int THREADS = 128, TILE_TOKENS = 6, TOKEN_THREADS = 128;
+// Rows of this many slots are on their way to a thread before it adds the first.
+constexpr int HELD = lesser(TOP_K, 8);
+// What a slot adds when it has no row: nothing.
+constexpr i32 NOTHING = -1;
 
 typedef f32 Activation;
 constexpr int WIDTH = pack_width<Activation>(OUTPUT_DIM), PACKS = OUTPUT_DIM / WIDTH;
 
-DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Activation *row)
+DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<Activation, WIDTH> &pack)
 {
-    Pack<Activation, WIDTH> pack = load<WIDTH>(row);
     #pragma unroll
     for (i32 j = 0; j < WIDTH; j++)
         sums[j] = fused(weight, to_f32(pack.at[j]), sums[j]);
@@ -114,16 +119,40 @@ KERNEL(THREADS) combine(
     f32 *__restrict__ y,                  // [tokens, 768]
     i64 tokens)
 {
+    __shared__ i32 sources[TILE_TOKENS * TOP_K];
+    __shared__ f32 weights[TILE_TOKENS * TOP_K];
     const i64 first = block_x() * TILE_TOKENS;
-    for (i64 token = first; token < first + TILE_TOKENS && token < tokens; token++) {
-        for (i32 i = thread_index(); i < PACKS; i += THREADS) {
+    for (i32 i = thread_index(); i < TILE_TOKENS * TOP_K; i += THREADS) {
+        const i64 slot = first * TOP_K + i;
+        if (slot >= tokens * TOP_K)
+            break;
+        const i32 row = slot_rows[slot];
+        sources[i] = row >= 0 ? row : NOTHING;
+        weights[i] = topk_weights[slot];
+    }
+    block_sync();
+
+    for (i32 turn = thread_index() / TOKEN_THREADS; turn < TILE_TOKENS && first + turn < tokens;
+         turn += THREADS / TOKEN_THREADS) {
+        const i64 token = first + turn;
+        for (i32 i = thread_index() % TOKEN_THREADS; i < PACKS; i += TOKEN_THREADS) {
             const i64 column = i * WIDTH;
             f32 sums[WIDTH] = {};
             #pragma unroll
-            for (i32 k = 0; k < TOP_K; k++) {
-                const i64 slot = token * TOP_K + k, row = slot_rows[slot];
-                if (row >= 0)
-                    add(sums, topk_weights[slot], out + row * OUTPUT_DIM + column);
+            for (i32 start = 0; start < TOP_K; start += HELD) {
+                Pack<Activation, WIDTH> held[HELD] = {};
+                #pragma unroll
+                for (i32 n = 0; n < HELD; n++) {
+                    const i32 source = start + n < TOP_K ? sources[turn * TOP_K + start + n] : NOTHING;
+                    if (source >= 0)
+                        held[n] = load<WIDTH>(out + (i64)source * OUTPUT_DIM + column);
+                }
+                #pragma unroll
+                for (i32 n = 0; n < HELD; n++) {
+                    const i32 slot = turn * TOP_K + start + n;
+                    if (start + n < TOP_K && sources[slot] != NOTHING)
+                        add(sums, weights[slot], held[n]);
+                }
             }
             Pack<Activation, WIDTH> pack;
             #pragma unroll

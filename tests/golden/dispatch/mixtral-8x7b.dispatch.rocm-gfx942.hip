@@ -2,8 +2,8 @@
 //
 //   rows[r] = x[token of r]
 //
-// A block owns 4 rows in expert order, a warp one at a time. There are at most as
-// many rows as slots; blocks and warps beyond them do nothing.
+// A block owns 4 rows in expert order, 64 adjacent threads one at a time. There are
+// at most as many rows as slots; blocks and threads beyond them do nothing.
 //
 // Shared memory: none.
 //
@@ -94,10 +94,12 @@ COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 // ---- the kernel ----
 
 constexpr int MODEL_DIM = 4096, EXPERTS = 8, TOP_K = 2;
-constexpr int THREADS = 128, TILE_ROWS = 4, WARP = 64;
+constexpr int THREADS = 128, TILE_ROWS = 4, ROW_THREADS = 64;
 
 typedef bf16 Activation;
 constexpr int WIDTH = pack_width<Activation>(MODEL_DIM), PACKS = MODEL_DIM / WIDTH;
+// A thread has up to eight packs on their way before it writes the first.
+constexpr int HELD = lesser(ceil_div(PACKS, ROW_THREADS), 8);
 
 KERNEL(THREADS) dispatch(
     const bf16 *__restrict__ x,        // [tokens, 4096]
@@ -108,15 +110,25 @@ KERNEL(THREADS) dispatch(
 {
     (void)tokens;
     const i64 first = block_x() * TILE_ROWS, kept = offsets[EXPERTS];
-    for (i64 row = first + thread_index() / WARP; row < first + TILE_ROWS && row < kept;
-         row += THREADS / WARP) {
+    for (i64 row = first + thread_index() / ROW_THREADS; row < first + TILE_ROWS && row < kept;
+         row += THREADS / ROW_THREADS) {
         const i32 slot = row_slots[row];
         const Activation *from = x + (i64)(slot / TOP_K) * MODEL_DIM;
         Activation *to = rows + row * MODEL_DIM;
-        #pragma unroll 4
-        for (i32 i = thread_index() % WARP; i < PACKS; i += WARP) {
-            Pack<Activation, WIDTH> pack = load<WIDTH>(from + i * WIDTH);
-            store(to + i * WIDTH, pack);
+        for (i32 start = thread_index() % ROW_THREADS; start < PACKS; start += ROW_THREADS * HELD) {
+            Pack<Activation, WIDTH> held[HELD] = {};
+            #pragma unroll
+            for (i32 n = 0; n < HELD; n++) {
+                const i32 i = start + n * ROW_THREADS;
+                if (i < PACKS)
+                    held[n] = load<WIDTH>(from + i * WIDTH);
+            }
+            #pragma unroll
+            for (i32 n = 0; n < HELD; n++) {
+                const i32 i = start + n * ROW_THREADS;
+                if (i < PACKS)
+                    store(to + i * WIDTH, held[n]);
+            }
         }
     }
 }

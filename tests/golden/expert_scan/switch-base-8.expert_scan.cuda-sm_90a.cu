@@ -3,13 +3,20 @@
 // Gives every assignment (token, slot) its place inside its expert, tokens ascending.
 // Nothing depends on the order in which threads happen to run.
 //
-// expert_scan_count: a block counts the experts of 1024 assignments.
-//   shared  counts  i32 [8]
-// expert_scan_offsets: one block sums the counts over the tiles, then over the experts.
-//   shared  segments  i32 [1024]   counts of each run of tiles
-//           totals    i32 [8]
-// expert_scan_place: a block places 1024 assignments, a warp a run of them in order.
-//   shared  next    i32 [warps][8]   the next place of each expert, per warp
+// A tile is the assignments of 64 tokens, token by token. A chunk is 64 tiles.
+//
+// gate_topk counted the experts of each tile.
+// expert_scan_chunks: a block owns up to 8 experts of a whole chunk, and makes each
+// tile's counts those of the tiles before it in the chunk.
+//   shared  sums      i32 [runs][8]   a run of tiles is a thread's
+// expert_scan_offsets: one block does the same to the tiles after the last whole chunk, then
+// to the chunks, then sums over the experts.
+//   shared  segments  i32 [1024]   counts of each run of rows
+//           tail      i32 [8]   of each expert after the last whole chunk
+//           totals    i32 [8]   of each expert
+// expert_scan_place: a block owns 8 tiles; a warp places one, 32 assignments at a
+// time in order.
+//   shared  counters  i32 [8][8]   the next place of each expert, per warp
 //
 // Baked in: experts 8, top_k 1, the capacity rule. Not the tokens.
 
@@ -155,76 +162,119 @@ DEVICE i32 warp_prefix(i32 value)
 // ---- assignments ----
 
 constexpr int EXPERTS = 8, ROUTED = 8, TOP_K = 1;
-constexpr int THREADS = 256, SCAN_THREADS = 1024, TILE_SLOTS = 1024;
-constexpr int WARPS = THREADS / WARP;
+constexpr int THREADS = 256, SCAN_THREADS = 1024, WARPS = THREADS / WARP;
+constexpr int TILE_TOKENS = 64, TILE_SLOTS = TILE_TOKENS * TOP_K;
+constexpr int CHUNK_TILES = 64;
+// A warp takes WARP assignments of its tile at a time.
+constexpr int STEPS = ceil_div(TILE_SLOTS, WARP);
 
 // The bits of an expert, or of NONE.
 constexpr u32 NONE = ROUTED;
 COMPILE_TIME int bits_for(u32 value) { return value == 0 ? 0 : 1 + bits_for(value / 2); }
 
-// Assignment number `i` in processing order, as token * TOP_K + slot.
-DEVICE i32 assignment(u32 i, u32 tokens)
+DEVICE i64 tiles_of(i64 tokens)
 {
-    (void)tokens;
-    return (i32)i;
+    return (tokens + TILE_TOKENS - 1) / TILE_TOKENS;
 }
 
-// The expert of an assignment; NONE when it is masked.
+// The tile of a warp.
+struct Tile {
+    i64 first;  // its first token
+
+    DEVICE Tile() : first((block_x() * WARPS + warp_index()) * TILE_TOKENS) {}
+
+    DEVICE bool exists(i64 tokens) const { return first < tokens; }
+
+    // Its row of tile_counts.
+    DEVICE i64 row(i64) const { return first / TILE_TOKENS; }
+
+    // Its i-th assignment as token * TOP_K + slot; -1 past the last.
+    DEVICE i32 assignment(i32 i, i64 tokens) const
+    {
+        const i64 slot = first * TOP_K + i;
+        return i < TILE_SLOTS && slot < tokens * TOP_K ? (i32)slot : -1;
+    }
+};
+
+// The expert of an assignment; NONE when it is masked or there is none.
 DEVICE u32 expert_of(const i32 *topk_ids, i32 slot)
 {
-    const i32 id = topk_ids[slot];
+    const i32 id = slot < 0 ? -1 : topk_ids[slot];
     return id < 0 || id >= ROUTED ? NONE : (u32)id;
 }
 
-KERNEL(THREADS) expert_scan_count(
-    const i32 *__restrict__ topk_ids, // [tokens, 1]
-    i32 *__restrict__ tile_counts,    // [tiles, 8]
+// ---- chunks ----
+
+// A block of expert_scan_chunks takes CHUNK_COLUMNS experts; the tiles of its
+// chunk are cut into runs, one per thread.
+constexpr int CHUNK_COLUMNS = lesser(ROUTED, 32), CHUNK_RUNS = 8, RUN_TILES = CHUNK_TILES / CHUNK_RUNS;
+static_assert(CHUNK_RUNS * CHUNK_COLUMNS <= THREADS, "every run has a thread");
+static_assert(CHUNK_RUNS * RUN_TILES == CHUNK_TILES, "every tile is in a run");
+
+KERNEL(THREADS) expert_scan_chunks(
+    i32 *__restrict__ tile_counts,  // [tiles, 8]
+    i32 *__restrict__ chunk_counts, // [chunks, 8]
     i64 tokens)
 {
-    __shared__ i32 counts[ROUTED];
-    for (i32 expert = thread_index(); expert < ROUTED; expert += THREADS)
-        counts[expert] = 0;
-    block_sync();
-    const i64 first = block_x() * TILE_SLOTS;
-    for (i64 i = first + thread_index(); i < first + TILE_SLOTS && i < tokens * TOP_K; i += THREADS) {
-        const u32 expert = expert_of(topk_ids, assignment((u32)i, (u32)tokens));
-        if (expert != NONE)
-            shared_add(&counts[expert], 1);
+    (void)tokens;  // the grid has whole chunks only
+    __shared__ i32 sums[CHUNK_RUNS][CHUNK_COLUMNS];
+    const i32 run = thread_index() / CHUNK_COLUMNS, column = thread_index() % CHUNK_COLUMNS;
+    const i32 expert = (i32)block_y() * CHUNK_COLUMNS + column;
+    const bool owns = run < CHUNK_RUNS && expert < ROUTED;
+    i32 *counts = tile_counts + (block_x() * CHUNK_TILES + run * RUN_TILES) * ROUTED + expert;
+    i32 held[RUN_TILES], sum = 0;
+    #pragma unroll
+    for (i32 i = 0; i < RUN_TILES; i++) {
+        held[i] = owns ? counts[i * ROUTED] : 0;
+        sum += held[i];
     }
+    if (run < CHUNK_RUNS)
+        sums[run][column] = sum;
     block_sync();
-    for (i32 expert = thread_index(); expert < ROUTED; expert += THREADS)
-        tile_counts[block_x() * ROUTED + expert] = counts[expert];
+    if (!owns)
+        return;
+    i32 before = 0;
+    for (i32 r = 0; r < run; r++)
+        before += sums[r][column];
+    #pragma unroll
+    for (i32 i = 0; i < RUN_TILES; i++) {
+        counts[i * ROUTED] = before;
+        before += held[i];
+    }
+    if (run == CHUNK_RUNS - 1)
+        chunk_counts[block_x() * ROUTED + expert] = before;
 }
 
 // ---- offsets ----
 
-// A pass takes this many experts; their tiles are cut into runs, one per thread.
+// A pass takes this many experts; rows of counts are cut into runs, one per
+// thread.
 constexpr int PASS = lesser(ROUTED, SCAN_THREADS), RUNS = SCAN_THREADS / PASS;
 
-// Makes the counts of each tile those of all tiles before it, and writes the
-// sum over all tiles.
-DEVICE void scan_tiles(i32 *tile_counts, i32 *totals, i32 *segments, i32 tiles)
+// Makes the counts of each row those of all rows before it, and writes the sum
+// over all rows.
+DEVICE void scan_rows(i32 *counts, i32 *sums, i32 *segments, i64 rows)
 {
-    const i32 run = thread_index() / PASS, length = (tiles + RUNS - 1) / RUNS;
-    const i32 first = run < RUNS ? run * length : tiles;
-    const i32 last = first + length < tiles ? first + length : tiles;
+    const i32 run = thread_index() / PASS;
+    const i64 length = (rows + RUNS - 1) / RUNS, first = run < RUNS ? run * length : rows;
+    const i64 last = first + length < rows ? first + length : rows;
     for (i32 pass = 0; pass < ROUTED; pass += PASS) {
         const i32 expert = pass + thread_index() % PASS;
-        i32 *column = tile_counts + expert;
+        i32 *column = counts + expert;
         i32 sum = 0;
         #pragma unroll 4
-        for (i32 tile = first; tile < last && expert < ROUTED; tile++)
-            sum += column[(i64)tile * ROUTED];
+        for (i64 row = first; row < last && expert < ROUTED; row++)
+            sum += column[row * ROUTED];
         segments[thread_index()] = sum;
         block_sync();
         i32 before = 0;
         for (i32 r = 0; r < run; r++)
             before += segments[r * PASS + thread_index() % PASS];
         if (run == RUNS - 1 && expert < ROUTED)
-            totals[expert] = before + sum;
-        for (i32 tile = first; tile < last && expert < ROUTED; tile++) {
-            const i32 count = column[(i64)tile * ROUTED];
-            column[(i64)tile * ROUTED] = before;
+            sums[expert] = before + sum;
+        for (i64 row = first; row < last && expert < ROUTED; row++) {
+            const i32 count = column[row * ROUTED];
+            column[row * ROUTED] = before;
             before += count;
         }
         block_sync();
@@ -253,17 +303,24 @@ DEVICE i64 capacity_rows(i32 largest)
 }
 
 KERNEL(SCAN_THREADS) expert_scan_offsets(
-    i32 *__restrict__ tile_counts, // [tiles, 8]
-    i64 *__restrict__ counts,      // [8]
-    i64 *__restrict__ capacity,    // [1]
-    i64 *__restrict__ offsets,     // [9]
-    i32 *__restrict__ row_tiles,   // [9]
+    i32 *__restrict__ tile_counts,  // [tiles, 8]
+    i32 *__restrict__ chunk_counts, // [chunks, 8]
+    i64 *__restrict__ counts,       // [8]
+    i64 *__restrict__ capacity,     // [1]
+    i64 *__restrict__ offsets,      // [9]
+    i32 *__restrict__ row_tiles,    // [9]
     i64 tokens)
 {
-    __shared__ i32 totals[ROUTED], segments[SCAN_THREADS];
-    scan_tiles(tile_counts, totals, segments, (i32)((tokens * TOP_K + TILE_SLOTS - 1) / TILE_SLOTS));
-    for (i32 expert = thread_index(); expert < ROUTED; expert += SCAN_THREADS)
+    __shared__ i32 totals[ROUTED], tail[ROUTED], segments[SCAN_THREADS];
+    const i64 tiles = tiles_of(tokens), chunks = tiles / CHUNK_TILES, whole = chunks * CHUNK_TILES;
+    scan_rows(tile_counts + whole * ROUTED, tail, segments, tiles - whole);
+    scan_rows(chunk_counts, totals, segments, chunks);
+    for (i32 expert = thread_index(); expert < ROUTED; expert += SCAN_THREADS) {
+        chunk_counts[chunks * ROUTED + expert] = totals[expert];
+        totals[expert] += tail[expert];
         counts[expert] = totals[expert];
+    }
+    block_sync();
     if (warp_index() > 0)
         return;
     u32 most = 0;
@@ -304,63 +361,45 @@ struct Placement {
 };
 
 KERNEL(THREADS) expert_scan_place(
-    const i32 *__restrict__ topk_ids,    // [tokens, 1]
-    const i32 *__restrict__ tile_counts, // [tiles, 8]
-    const i64 *__restrict__ offsets,     // [9]
-    const i64 *__restrict__ capacity,    // [1]
-    i32 *__restrict__ locations,         // [tokens, 1]
-    i32 *__restrict__ slot_rows,         // [tokens, 1]
-    i32 *__restrict__ row_slots,         // [rows]
+    const i32 *__restrict__ topk_ids,     // [tokens, 1]
+    const i32 *__restrict__ tile_counts,  // [tiles, 8]
+    const i32 *__restrict__ chunk_counts, // [chunks, 8]
+    const i64 *__restrict__ offsets,      // [9]
+    const i64 *__restrict__ capacity,     // [1]
+    i32 *__restrict__ locations,          // [tokens, 1]
+    i32 *__restrict__ slot_rows,          // [tokens, 1]
+    i32 *__restrict__ row_slots,          // [rows]
     i64 tokens)
 {
-    // A warp has STEPS * WARP assignments, taken WARP at a time.
-    constexpr int STEPS = TILE_SLOTS / THREADS;
-    __shared__ i32 next[WARPS][ROUTED];
-    i32 *own = next[warp_index()];
-    for (i32 expert = lane_index(); expert < ROUTED; expert += WARP)
-        own[expert] = 0;
-    warp_sync();
-
-    const i64 first = block_x() * TILE_SLOTS + warp_index() * (STEPS * WARP);
+    __shared__ i32 counters[WARPS][ROUTED];
+    i32 *next = counters[warp_index()];
+    const Tile tile;
+    if (!tile.exists(tokens))
+        return;
     i32 slots[STEPS];
     u32 experts[STEPS];
     #pragma unroll
     for (i32 s = 0; s < STEPS; s++) {
-        const i64 i = first + s * WARP + lane_index();
-        const bool exists = i < tokens * TOP_K;
-        slots[s] = exists ? assignment((u32)i, (u32)tokens) : -1;
-        experts[s] = exists ? expert_of(topk_ids, slots[s]) : NONE;
+        slots[s] = tile.assignment(s * WARP + lane_index(), tokens);
+        experts[s] = expert_of(topk_ids, slots[s]);
     }
-
-    // How many of each expert a warp has. One lane speaks for all of an expert.
-    #pragma unroll
-    for (i32 s = 0; s < STEPS; s++) {
-        const LaneMask same = match_any<bits_for(NONE)>(experts[s]);
-        if (experts[s] != NONE && lane_index() == first_lane(same))
-            own[experts[s]] += population(same);
-        warp_sync();
-    }
-    block_sync();
-    for (i32 expert = thread_index(); expert < ROUTED; expert += THREADS) {
-        i32 place = tile_counts[block_x() * ROUTED + expert];
-        #pragma unroll
-        for (i32 warp = 0; warp < WARPS; warp++) {
-            const i32 count = next[warp][expert];
-            next[warp][expert] = place;
-            place += count;
-        }
-    }
-    block_sync();
+    // Places start after those of the tiles and of the chunks before.
+    const i64 row = tile.row(tokens);
+    const i32 *in_chunk = tile_counts + row * ROUTED, *before_chunk = chunk_counts + row / CHUNK_TILES * ROUTED;
+    for (i32 expert = lane_index(); expert < ROUTED; expert += WARP)
+        next[expert] = in_chunk[expert] + before_chunk[expert];
+    warp_sync();
 
     const Placement placement = {offsets, capacity[0], locations, slot_rows, row_slots};
     #pragma unroll
     for (i32 s = 0; s < STEPS; s++) {
+        // Lanes with one expert follow each other; one of them speaks for all.
         const LaneMask same = match_any<bits_for(NONE)>(experts[s]);
         const bool placed = experts[s] < EXPERTS;
-        const i32 place = placed ? own[experts[s]] + population(same & lanes_below()) : 0;
+        const i32 start = placed ? next[experts[s]] : 0, place = start + population(same & lanes_below());
         warp_sync();
         if (placed && lane_index() == first_lane(same))
-            own[experts[s]] += population(same);
+            next[experts[s]] = start + population(same);
         warp_sync();
         if (placed)
             placement.place(slots[s], experts[s], place);

@@ -2,14 +2,19 @@
 //
 // gate_logits: a block owns 32 tokens by 32 experts. Groups of
 // threads sum parts of the inner dimension in f32; the parts are added in order.
-// gate_topk: a block owns 2 tokens, a warp one at a time. Lane l holds the scores
-// of experts l, l + 64, ... in registers. The best expert is found 8 times.
+// gate_topk: a block owns 64 tokens, a warp one at a time.
+// Lane l holds the scores of experts l, l + 64, ... in registers.
+// The best expert is found 8 times.
+// What each expert got in each slot is counted on the way, for expert_scan.
 //
 // Shared memory of gate_logits: two buffers of each, one filled while the other is used.
 //   left   f32 [32][32 + pad]   x, transposed
 //   right  f32 [32][32 + pad]   rows of the matrix, transposed
 // and, once:
 //   parts  f32 [slices][32][32]   what each group of threads summed
+//
+// Shared memory of gate_topk:
+//   counts  i32 [8][256]   how many tokens chose each expert, by slot
 //
 // Baked in: model dim 7168, experts 256, top_k 8, the whole rule. Not the tokens.
 
@@ -383,16 +388,24 @@ KERNEL(LOGITS_THREADS) gate_logits(
 // ---- selection ----
 
 constexpr int TOP_K = 8;
-constexpr int SELECT_THREADS = 128, SELECT_TOKENS = 2;
+constexpr int SELECT_THREADS = 512, SELECT_TOKENS = 64;
 
-// The choices of a token: choice k lies in lane k % WARP at place k / WARP.
-constexpr int PLACES = ceil_div(TOP_K, WARP);
+// A warp selects for a token.
+constexpr int LANES = 64;
+
+DEVICE i32 team_lane() { return lane_index(); }
+DEVICE u32 from_team(u32 value, i32 lane) { return shuffle(value, lane); }
+DEVICE f32 team_sum(f32 value) { return warp_sum(value); }
+DEVICE u32 team_max(u32 value) { return warp_max(value); }
+
+// The choices of a token: choice k lies in lane k % LANES at place k / LANES.
+constexpr int PLACES = ceil_div(TOP_K, LANES);
 struct Choices {
     i32 ids[PLACES];
     f32 scores[PLACES];
 };
 
-DEVICE i32 choice_at(i32 place) { return place * WARP + lane_index(); }
+DEVICE i32 choice_at(i32 place) { return place * LANES + team_lane(); }
 
 DEVICE void keep_choice(Choices &choices, i32 k, i32 id, f32 score)
 {
@@ -403,41 +416,41 @@ DEVICE void keep_choice(Choices &choices, i32 k, i32 id, f32 score)
     }
 }
 
-// Expert s * WARP + lane lies in lane `lane` at slot s.
-constexpr int SLOTS = ceil_div(EXPERTS, WARP);
+// Expert s * LANES + lane lies in lane `lane` of a team at slot s.
+constexpr int SLOTS = ceil_div(EXPERTS, LANES);
 
-DEVICE i32 expert_at(i32 slot) { return slot * WARP + lane_index(); }
+DEVICE i32 expert_at(i32 slot) { return slot * LANES + team_lane(); }
 
-// The value of expert `id`, in every lane.
+// The value of expert `id`, in every lane of the team.
 DEVICE f32 value_of(const f32 (&values)[SLOTS], i32 id)
 {
     u32 bits = 0;
     #pragma unroll
     for (i32 s = 0; s < SLOTS; s++)
         bits = expert_at(s) == id ? bits_of(values[s]) : bits;
-    return float_of(shuffle(bits, id % WARP));
+    return float_of(from_team(bits, id % LANES));
 }
 
 // The item with the largest key; of several, the first. Item i lies in lane
-// i % WARP at slot i / WARP.
+// i % LANES at slot i / LANES.
 template <int N> DEVICE i32 best_item(const u32 (&keys)[N])
 {
     u32 key = 0;
     i32 item = 0;
     #pragma unroll
     for (i32 s = 0; s < N; s++) {
-        item = keys[s] > key ? s * WARP + lane_index() : item;
+        item = keys[s] > key ? s * LANES + team_lane() : item;
         key = keys[s] > key ? keys[s] : key;
     }
-    u32 best = warp_max(key);
-    return (i32)~warp_max(key == best ? ~(u32)item : 0u);
+    u32 best = team_max(key);
+    return (i32)~team_max(key == best ? ~(u32)item : 0u);
 }
 
 template <int N> DEVICE void remove_item(u32 (&keys)[N], i32 item)
 {
     #pragma unroll
     for (i32 s = 0; s < N; s++)
-        keys[s] = s * WARP + lane_index() == item ? 0u : keys[s];
+        keys[s] = s * LANES + team_lane() == item ? 0u : keys[s];
 }
 
 DEVICE void score_experts(f32 (&values)[SLOTS])
@@ -448,7 +461,7 @@ DEVICE void score_experts(f32 (&values)[SLOTS])
 }
 
 constexpr int GROUPS = 8, GROUPS_KEPT = 4, GROUP_SIZE = EXPERTS / GROUPS;
-constexpr int GROUP_SLOTS = ceil_div(GROUPS, WARP);
+constexpr int GROUP_SLOTS = ceil_div(GROUPS, LANES);
 
 // The key of a group by the sum of its two best scores.
 DEVICE u32 group_key(const u32 (&keys)[SLOTS], i32 group)
@@ -460,9 +473,9 @@ DEVICE u32 group_key(const u32 (&keys)[SLOTS], i32 group)
         second = key > first ? first : key > second ? key : second;
         first = key > first ? key : first;
     }
-    const u32 best = warp_max(first);
+    const u32 best = team_max(first);
     const bool mine = lane_index() == first_lane(ballot(first == best));
-    const u32 next = warp_max(mine ? second : first);
+    const u32 next = team_max(mine ? second : first);
     return order_key(score_of_key(best) + score_of_key(next));
 }
 
@@ -497,7 +510,7 @@ DEVICE void weigh(Choices &choices)
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++)
         sum += choices.scores[p];
-    const f32 denominator = warp_sum(sum) + 1e-20f;
+    const f32 denominator = team_sum(sum) + 1e-20f;
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++) {
         f32 weight = choices.scores[p] / denominator * 2.5f;
@@ -505,14 +518,23 @@ DEVICE void weigh(Choices &choices)
     }
 }
 
+// Counts of a block: a row of tile_counts per slot.
+constexpr int COUNT_ROWS = TOP_K, COUNTERS = COUNT_ROWS * EXPERTS;
+
 KERNEL(SELECT_THREADS) gate_topk(
     const f32 *__restrict__ logits,      // [tokens, 256]
     const f32 *__restrict__ select_bias, // [256]
     i32 *__restrict__ topk_ids,          // [tokens, 8]
     f32 *__restrict__ topk_weights,      // [tokens, 8]
+    i32 *__restrict__ tile_counts,       // [tiles, 256]
     i64 tokens)
 {
     const i64 first = block_x() * SELECT_TOKENS;
+    __shared__ i32 counts[COUNTERS];
+    for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)
+        counts[i] = 0;
+    block_sync();
+    #pragma unroll 1
     for (i64 token = first + warp_index(); token < first + SELECT_TOKENS && token < tokens;
          token += SELECT_THREADS / WARP) {
         Choices choices;
@@ -545,7 +567,15 @@ KERNEL(SELECT_THREADS) gate_topk(
             if (choice_at(p) < TOP_K) {
                 topk_ids[token * TOP_K + choice_at(p)] = choices.ids[p];
                 topk_weights[token * TOP_K + choice_at(p)] = choices.scores[p];
+                if (choices.ids[p] >= 0)
+                    shared_add(&counts[choice_at(p) * EXPERTS + choices.ids[p]], 1);
             }
         }
     }
+
+    // Sums of integers: the order in which threads added them does not show.
+    block_sync();
+    const i64 tiles = (tokens + SELECT_TOKENS - 1) / SELECT_TOKENS;
+    for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)
+        tile_counts[(i / EXPERTS * tiles + block_x()) * EXPERTS + i % EXPERTS] = counts[i];
 }

@@ -2,14 +2,19 @@
 //
 // gate_logits: a block owns 32 tokens by 32 experts. Groups of
 // threads sum parts of the inner dimension in f32; the parts are added in order.
-// gate_topk: a block owns 2 tokens, a warp one at a time. Lane l holds the scores
-// of experts l, l + 64, ... in registers. The best expert is found 4 times.
+// gate_topk: a block owns 64 tokens, 32 adjacent lanes one at a time.
+// Lane l holds the scores of experts l, l + 32, ... in registers.
+// The best expert is found 4 times.
+// What each expert got in each slot is counted on the way, for expert_scan.
 //
 // Shared memory of gate_logits: two buffers of each, one filled while the other is used.
 //   left   f32 [32][32 + pad]   x, transposed
 //   right  f32 [32][32 + pad]   rows of the matrix, transposed
 // and, once:
 //   parts  f32 [slices][32][32]   what each group of threads summed
+//
+// Shared memory of gate_topk:
+//   counts  i32 [4][32]   how many tokens chose each expert, by slot
 //
 // Baked in: model dim 2880, experts 32, top_k 4, the whole rule. Not the tokens.
 
@@ -384,16 +389,39 @@ KERNEL(LOGITS_THREADS) gate_logits(
 // ---- selection ----
 
 constexpr int TOP_K = 4;
-constexpr int SELECT_THREADS = 128, SELECT_TOKENS = 2;
+constexpr int SELECT_THREADS = 512, SELECT_TOKENS = 64;
 
-// The choices of a token: choice k lies in lane k % WARP at place k / WARP.
-constexpr int PLACES = ceil_div(TOP_K, WARP);
+// A team of LANES adjacent lanes selects for a token.
+constexpr int LANES = 32;
+
+DEVICE i32 team_lane() { return lane_index() % LANES; }
+DEVICE LaneMask team_lanes() { return (((LaneMask)1 << LANES) - 1) << (lane_index() - team_lane()); }
+DEVICE u32 from_team(u32 value, i32 lane) { return shuffle(value, lane_index() - team_lane() + lane); }
+
+DEVICE f32 team_sum(f32 value)
+{
+    for (i32 step = LANES / 2; step > 0; step /= 2)
+        value += shuffle(value, lane_index() ^ step);
+    return value;
+}
+
+DEVICE u32 team_max(u32 value)
+{
+    for (i32 step = LANES / 2; step > 0; step /= 2) {
+        const u32 other = shuffle(value, lane_index() ^ step);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+// The choices of a token: choice k lies in lane k % LANES at place k / LANES.
+constexpr int PLACES = ceil_div(TOP_K, LANES);
 struct Choices {
     i32 ids[PLACES];
     f32 scores[PLACES];
 };
 
-DEVICE i32 choice_at(i32 place) { return place * WARP + lane_index(); }
+DEVICE i32 choice_at(i32 place) { return place * LANES + team_lane(); }
 
 DEVICE void keep_choice(Choices &choices, i32 k, i32 id, f32 score)
 {
@@ -404,41 +432,41 @@ DEVICE void keep_choice(Choices &choices, i32 k, i32 id, f32 score)
     }
 }
 
-// Expert s * WARP + lane lies in lane `lane` at slot s.
-constexpr int SLOTS = ceil_div(EXPERTS, WARP);
+// Expert s * LANES + lane lies in lane `lane` of a team at slot s.
+constexpr int SLOTS = ceil_div(EXPERTS, LANES);
 
-DEVICE i32 expert_at(i32 slot) { return slot * WARP + lane_index(); }
+DEVICE i32 expert_at(i32 slot) { return slot * LANES + team_lane(); }
 
-// The value of expert `id`, in every lane.
+// The value of expert `id`, in every lane of the team.
 DEVICE f32 value_of(const f32 (&values)[SLOTS], i32 id)
 {
     u32 bits = 0;
     #pragma unroll
     for (i32 s = 0; s < SLOTS; s++)
         bits = expert_at(s) == id ? bits_of(values[s]) : bits;
-    return float_of(shuffle(bits, id % WARP));
+    return float_of(from_team(bits, id % LANES));
 }
 
 // The item with the largest key; of several, the first. Item i lies in lane
-// i % WARP at slot i / WARP.
+// i % LANES at slot i / LANES.
 template <int N> DEVICE i32 best_item(const u32 (&keys)[N])
 {
     u32 key = 0;
     i32 item = 0;
     #pragma unroll
     for (i32 s = 0; s < N; s++) {
-        item = keys[s] > key ? s * WARP + lane_index() : item;
+        item = keys[s] > key ? s * LANES + team_lane() : item;
         key = keys[s] > key ? keys[s] : key;
     }
-    u32 best = warp_max(key);
-    return (i32)~warp_max(key == best ? ~(u32)item : 0u);
+    u32 best = team_max(key);
+    return (i32)~team_max(key == best ? ~(u32)item : 0u);
 }
 
 template <int N> DEVICE void remove_item(u32 (&keys)[N], i32 item)
 {
     #pragma unroll
     for (i32 s = 0; s < N; s++)
-        keys[s] = s * WARP + lane_index() == item ? 0u : keys[s];
+        keys[s] = s * LANES + team_lane() == item ? 0u : keys[s];
 }
 
 // From chosen scores to weights.
@@ -450,14 +478,14 @@ DEVICE void weigh(Choices &choices)
         u32 other = choices.ids[p] < 0 ? 0u : order_key(choices.scores[p]);
         key = other > key ? other : key;
     }
-    const f32 top = score_of_key(warp_max(key));
+    const f32 top = score_of_key(team_max(key));
     f32 total = 0.0f;
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++) {
         choices.scores[p] = choices.ids[p] < 0 ? 0.0f : exponential(choices.scores[p] - top);
         total += choices.scores[p];
     }
-    total = warp_sum(total);
+    total = team_sum(total);
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++)
         choices.scores[p] = choices.scores[p] / total;
@@ -468,15 +496,29 @@ DEVICE void weigh(Choices &choices)
     }
 }
 
+// Counts of a block: a row of tile_counts per slot.
+constexpr int COUNT_ROWS = TOP_K, COUNTERS = COUNT_ROWS * EXPERTS;
+
 KERNEL(SELECT_THREADS) gate_topk(
     const f32 *__restrict__ logits, // [tokens, 32]
     i32 *__restrict__ topk_ids,     // [tokens, 4]
     f32 *__restrict__ topk_weights, // [tokens, 4]
+    i32 *__restrict__ tile_counts,  // [tiles, 32]
     i64 tokens)
 {
     const i64 first = block_x() * SELECT_TOKENS;
-    for (i64 token = first + warp_index(); token < first + SELECT_TOKENS && token < tokens;
-         token += SELECT_THREADS / WARP) {
+    __shared__ i32 counts[COUNTERS];
+    for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)
+        counts[i] = 0;
+    block_sync();
+    // All teams of a warp go round together: those past the last token do as
+    // the first, and write nothing.
+    #pragma unroll 1
+    for (i32 round = warp_index() * (WARP / LANES); round < SELECT_TOKENS && first + round < tokens;
+         round += SELECT_THREADS / LANES) {
+        const i32 turn = round + lane_index() / LANES;
+        const bool exists = turn < SELECT_TOKENS && first + turn < tokens;
+        const i64 token = exists ? first + turn : first;
         Choices choices;
         #pragma unroll
         for (i32 p = 0; p < PLACES; p++) {
@@ -503,10 +545,18 @@ KERNEL(SELECT_THREADS) gate_topk(
         weigh(choices);
         #pragma unroll
         for (i32 p = 0; p < PLACES; p++) {
-            if (choice_at(p) < TOP_K) {
+            if (choice_at(p) < TOP_K && exists) {
                 topk_ids[token * TOP_K + choice_at(p)] = choices.ids[p];
                 topk_weights[token * TOP_K + choice_at(p)] = choices.scores[p];
+                if (choices.ids[p] >= 0)
+                    shared_add(&counts[choice_at(p) * EXPERTS + choices.ids[p]], 1);
             }
         }
     }
+
+    // Sums of integers: the order in which threads added them does not show.
+    block_sync();
+    const i64 tiles = (tokens + SELECT_TOKENS - 1) / SELECT_TOKENS;
+    for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)
+        tile_counts[(i / EXPERTS * tiles + block_x()) * EXPERTS + i % EXPERTS] = counts[i];
 }
