@@ -7,8 +7,8 @@ mod memory;
 
 use memory::GuardedMemory;
 use moesaic_emit::{Prelude, emit_with};
-use moesaic_kernel::{Entry, KernelSource, Target};
-use moesaic_plan::{LayerPlan, plan};
+use moesaic_kernel::{Entry, KernelSource, Stem, Target};
+use moesaic_plan::{KernelPlan, LayerPlan, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, LaunchDims, Module};
 use std::collections::BTreeMap;
@@ -29,12 +29,24 @@ struct HostModule {
     schedule: Arc<AtomicI32>,
 }
 
+/// The kernels of a source that nothing launches.
+struct Absent;
+
 /// The order in which the threads of a block run: 0 ascending, 1 descending.
 pub type Schedule = Arc<AtomicI32>;
 
 /// Emits, compiles and loads every kernel of a layer.
 pub fn modules(plan: &LayerPlan, schedule: &Schedule) -> Vec<Arc<dyn Module>> {
-    let load = |kernel| {
+    modules_of(plan, schedule, &Stem::ALL)
+}
+
+/// Emits, compiles and loads the kernels of some stems; nothing may launch the
+/// others.
+pub fn modules_of(plan: &LayerPlan, schedule: &Schedule, stems: &[Stem]) -> Vec<Arc<dyn Module>> {
+    let load = |kernel: &KernelPlan| {
+        if !stems.contains(&kernel.stem()) {
+            return Arc::new(Absent) as Arc<dyn Module>;
+        }
         let source = emit_with(kernel, plan.target, Prelude::Sim).unwrap();
         Arc::new(HostModule {
             library: Mutex::new(library(&source)),
@@ -154,6 +166,12 @@ impl Device for HostDevice {
 
     fn synchronize(&self) -> Result<(), DeviceError> {
         Ok(())
+    }
+}
+
+impl Module for Absent {
+    unsafe fn launch(&self, symbol: &str, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+        panic!("{symbol} was left out");
     }
 }
 

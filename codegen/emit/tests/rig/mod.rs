@@ -216,7 +216,7 @@ fn input_values(input: &Input, name: &str) -> Vec<f64> {
     }
 }
 
-fn to_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
+pub fn to_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
     let each = |f: &dyn Fn(f64) -> Vec<u8>| values.iter().flat_map(|&v| f(v)).collect();
     match dtype {
         DType::F32 => each(&|v| (v as f32).to_le_bytes().to_vec()),
@@ -227,7 +227,7 @@ fn to_bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
     }
 }
 
-fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let chunks = bytes.chunks_exact(dtype.size());
     match dtype {
         DType::F32 => chunks
