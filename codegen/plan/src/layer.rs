@@ -214,6 +214,11 @@ impl Builder {
             ("gate_bias", "experts.gate.bias"),
             ("up_bias", "experts.up.bias"),
             ("down_bias", "experts.down.bias"),
+            ("rows_map", "rows"),
+            ("hidden_map", "hidden"),
+            ("gate_map", "experts.gate.weight"),
+            ("up_map", "experts.up.weight"),
+            ("down_map", "experts.down.weight"),
         ];
         let up = desc::grouped_gemm(&self.plan.spec, Half::Up);
         self.launch("grouped_gemm_up", KernelDesc::GroupedGemm(up), &bind);
@@ -230,11 +235,16 @@ impl Builder {
         let (hidden, out) = (name("hidden"), name("out"));
         let bind = [
             ("rows", "x"),
+            ("rows_map", "x"),
             ("hidden", &*hidden),
+            ("hidden_map", &*hidden),
             ("out", &*out),
             ("gate", &*names[0].0),
             ("up", &*names[1].0),
             ("down", &*names[2].0),
+            ("gate_map", &*names[0].0),
+            ("up_map", &*names[1].0),
+            ("down_map", &*names[2].0),
             ("gate_bias", &*names[0].1),
             ("up_bias", &*names[1].1),
             ("down_bias", &*names[2].1),
@@ -386,6 +396,9 @@ fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
     }
     if desc.capacity.mode == moesaic_spec::CapacityMode::Bounded {
         list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
+    }
+    if let (Some(_), Some(items)) = (config.sort_run, desc.sorted_items()) {
+        list.push(tensor("sorted_keys", I64, &[items], Role::Scratch));
     }
     if desc.ordered() {
         let per_token = std::slice::from_ref(&tokens);
