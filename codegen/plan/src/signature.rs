@@ -10,7 +10,7 @@ mod scan;
 use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::DType::{F32, I32, I64};
-use moesaic_kernel::{Entry, Launch, Param, Size};
+use moesaic_kernel::{Access, DType, Entry, Launch, Param, Size, Swizzle, TensorMap};
 use moesaic_spec::{RouterInput, RouterKind};
 
 /// The entries of a kernel, in the order they are launched.
@@ -226,10 +226,13 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let count = if d.dense { "tokens" } else { "rows" };
     let matrix_shape = format!("[{e}, {}, {}]", d.outer, d.inner);
     let bias_shape = format!("[{e}, {}]", d.outer);
-    let weight = |name: &str| Param::read(name, d.weights, &matrix_shape);
+    let weight_tile = [c.tile_depth, c.tile_columns, 1];
+    let weight = |name: &str| operand(c, name, d.weights, &matrix_shape, &weight_tile);
     let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
     let per_slot = format!("[tokens, {}]", d.top_k);
-    let rows = Param::read(input, d.activations, format!("[{count}, {}]", d.inner));
+    let rows_shape = format!("[{count}, {}]", d.inner);
+    let rows_tile = [c.tile_depth, c.tile_rows];
+    let rows = operand(c, input, d.activations, &rows_shape, &rows_tile);
     let tokens = Param::read("x", d.activations, format!("[tokens, {}]", d.inner));
     let params = some([
         Some(if c.gather { tokens } else { rows }),
@@ -261,6 +264,27 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let mut entry = entry(symbol, summary, params, grid, c.threads);
     entry.launch.shared_bytes = c.shared_bytes;
     vec![entry]
+}
+
+/// What a product reads: a pointer, or a map for the copy engine, which cuts
+/// the tensor into tiles of these sizes, innermost first. A tile's rows are one
+/// line of the 128-byte swizzle each.
+fn operand(c: &GroupedGemmConfig, name: &str, dtype: DType, shape: &str, tile: &[usize]) -> Param {
+    if c.family != GemmFamily::Wgmma {
+        return Param::read(name, dtype, shape);
+    }
+    let mut sizes = [1; 5];
+    for (to, &size) in sizes.iter_mut().zip(tile) {
+        *to = size as u32;
+    }
+    let map = TensorMap {
+        dtype,
+        access: Access::Read,
+        rank: tile.len() as u8,
+        tile: sizes,
+        swizzle: Swizzle::B128,
+    };
+    Param::map(&format!("{name}_map"), map, shape)
 }
 
 /// An upper bound on the row tiles of all experts. Counts stay on the device,
