@@ -63,6 +63,7 @@ pub const GPU: &[Template] = index![
     "gpu/expert_scan.cu",
     "gpu/scan_offsets.cu",
     "gpu/scan_places.cu",
+    "gpu/scan_ranks.cu",
     "gpu/dispatch.cu",
     "gpu/grouped_gemm.cu",
     "gpu/gemm_tiles.cu",

@@ -158,3 +158,27 @@ fn who_counts_does_not_show() {
         }
     }
 }
+
+/// Orders that sort: several runs of keys, experts across their edges, ties.
+#[test]
+fn orders_that_sort() {
+    use CapacityOrder::{BatchPrioritized, Probability, Random};
+    for (order, score) in [
+        (BatchPrioritized, Score::Softmax),
+        (Probability, Score::Sigmoid),
+        (Probability, Score::One),
+        (Random, Score::Softmax),
+    ] {
+        let mut spec = spec(4, 5, 2);
+        spec.router.score = score;
+        spec.capacity.mode = CapacityMode::Factor;
+        spec.capacity.factor = 0.7;
+        spec.capacity.order = order;
+        run(&spec, &[0, 1, 33, 2100]);
+    }
+    let mut spec = spec(4, 300, 3);
+    spec.experts.identity = 20;
+    spec.capacity.mode = CapacityMode::Factor;
+    spec.capacity.order = Probability;
+    run(&spec, &[700]);
+}

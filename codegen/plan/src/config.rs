@@ -91,6 +91,9 @@ pub struct ExpertScanConfig {
     /// Tiles whose counts a block of their own sums before the one block that
     /// sums over all; `None` where that block sees to every tile.
     pub chunk_tiles: Option<usize>,
+    /// Items of a run that a block sorts before ranks are searched for in the
+    /// runs: a power of two. `None` where ranks come from counting.
+    pub sort_run: Option<usize>,
     /// Rows per tile of the grouped GEMM, whose tile list the scan writes.
     pub tile_rows: usize,
 }

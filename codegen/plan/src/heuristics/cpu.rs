@@ -36,6 +36,7 @@ pub fn expert_scan(_: &ExpertScanDesc, _: CpuIsa) -> ExpertScanConfig {
         block_tiles: 1,
         counted_by: CountedBy::Scan,
         chunk_tiles: None,
+        sort_run: None,
         tile_rows: TILE_ROWS,
     }
 }

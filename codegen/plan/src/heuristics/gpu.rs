@@ -72,6 +72,7 @@ pub fn expert_scan(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
             CountedBy::Scan
         },
         chunk_tiles: Some(64),
+        sort_run: Some(1024),
         tile_rows: 64,
     }
 }

@@ -7,8 +7,8 @@ use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
 use moesaic_spec::{CapacityMode, CapacityOrder};
 
-/// Tokens or assignments per block of the small helpers.
-const HELPER_TILE: u64 = 64;
+/// Tokens or assignments per block of the helpers that count.
+const HELPER_TILE: usize = 64;
 
 /// Experts whose counts a block of `expert_scan_chunks` sums side by side.
 const CHUNK_COLUMNS: u64 = 32;
@@ -16,23 +16,59 @@ const CHUNK_COLUMNS: u64 = 32;
 pub(super) fn entries(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
     let counts = c.counted_by == CountedBy::Scan;
     let list = [
-        d.ordered().then(|| order(c)),
+        d.ordered().then(|| sort(d, c)).flatten(),
+        d.ordered().then(|| order(d, c)),
         counts.then(|| count(d, c)),
         chunks(d, c),
         Some(offsets(d, c)),
         Some(place(d, c)),
+        d.ranked().then(|| sort(d, c)).flatten(),
         d.ranked().then(|| rank(d, c)),
         d.capacity.renormalize_after_drop.then(|| renormalize(d, c)),
     ];
     list.into_iter().flatten().collect()
 }
 
-fn order(c: &ExpertScanConfig) -> Entry {
-    let params = vec![
-        Param::read("best_score", F32, "[tokens]"),
-        Param::write("token_order", I32, "[tokens]"),
-    ];
-    let grid = [tokens_by(HELPER_TILE as usize), one()];
+/// Tokens or assignments per block of the ranking kernels: one per thread when
+/// they search in sorted runs.
+fn helper_tile(c: &ExpertScanConfig) -> usize {
+    match c.sort_run {
+        Some(_) => c.threads as usize,
+        None => HELPER_TILE,
+    }
+}
+
+fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
+    let run = c.sort_run? as u64;
+    let per_slot = format!("[tokens, {}]", d.top_k);
+    let by_weight = d.capacity.order == CapacityOrder::Probability;
+    let slots = Param::tensor("bucket_slots", I32, Access::ReadWrite, "[tokens*top_k]");
+    let params = some([
+        when(d.ordered(), Param::read("best_score", F32, "[tokens]")),
+        when(d.ranked(), d.ids()),
+        when(by_weight, Param::read("topk_weights", F32, per_slot)),
+        when(
+            d.ranked(),
+            d.per_expert("bucket_offsets", I64, Access::Read),
+        ),
+        when(d.ranked(), slots),
+        Some(d.sorted_keys(Access::Write)),
+    ]);
+    let grid = [d.sorted_items()?.ceil_div(run), one()];
+    let summary = match d.ordered() {
+        true => "sorts runs of tokens by best score",
+        false => "sorts runs of the lists by expert and key",
+    };
+    Some(entry("expert_scan_sort", summary, params, grid, c.threads))
+}
+
+fn order(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
+    let source = match c.sort_run {
+        Some(_) => d.sorted_keys(Access::Read),
+        None => Param::read("best_score", F32, "[tokens]"),
+    };
+    let params = vec![source, Param::write("token_order", I32, "[tokens]")];
+    let grid = [tokens_by(helper_tile(c)), one()];
     let summary = "ranks tokens by descending best score, stable";
     entry("expert_scan_order", summary, params, grid, c.threads)
 }
@@ -106,16 +142,18 @@ fn place(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
 }
 
 fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
-    let by_weight = d.capacity.order == CapacityOrder::Probability;
+    let counting = c.sort_run.is_none();
+    let by_weight = counting && d.capacity.order == CapacityOrder::Probability;
     let weights = Param::read("topk_weights", F32, format!("[tokens, {}]", d.top_k));
     let head = [
         Some(d.ids()),
         when(by_weight, weights),
         Some(d.per_expert("bucket_offsets", I64, Access::Read)),
         Some(Param::read("bucket_slots", I32, "[tokens*top_k]")),
+        when(!counting, d.sorted_keys(Access::Read)),
     ];
     let params = some(head.into_iter().chain(d.placement()));
-    let grid = [slots_by(d.top_k, HELPER_TILE), one()];
+    let grid = [slots_by(d.top_k, helper_tile(c) as u64), one()];
     let summary = "ranks the assignments of each expert and gives them rows";
     entry("expert_scan_rank", summary, params, grid, c.threads)
 }
@@ -127,7 +165,7 @@ fn renormalize(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
         Param::read("slot_rows", I32, &weights),
         Param::tensor("topk_weights", F32, Access::ReadWrite, &weights),
     ];
-    let grid = [tokens_by(HELPER_TILE as usize), one()];
+    let grid = [tokens_by(HELPER_TILE), one()];
     let summary = "rescales weights over the assignments that got a row";
     entry("expert_scan_renormalize", summary, params, grid, c.threads)
 }
@@ -159,6 +197,26 @@ impl ExpertScanDesc {
             ScanTile::Tokens(count) if by_token => tokens_by(count),
             ScanTile::Tokens(count) => tokens_by(count) * self.top_k as u64,
         }
+    }
+
+    /// What is sorted where an order needs keys: tokens or assignments.
+    pub fn sorted_items(&self) -> Option<Size> {
+        match self.capacity.order {
+            CapacityOrder::BatchPrioritized => Some(Size::Tokens),
+            CapacityOrder::Probability | CapacityOrder::Random => {
+                Some(Size::Tokens * self.top_k as u64)
+            }
+            CapacityOrder::SlotMajor | CapacityOrder::TokenMajor => None,
+        }
+    }
+
+    fn sorted_keys(&self, access: Access) -> Param {
+        let items = if self.ordered() {
+            "[tokens]"
+        } else {
+            "[tokens*top_k]"
+        };
+        Param::tensor("sorted_keys", I64, access, items)
     }
 
     fn blocks_of_tiles(&self, c: &ExpertScanConfig) -> [Size; 2] {
