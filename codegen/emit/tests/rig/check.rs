@@ -219,9 +219,19 @@ impl Check<'_> {
         }
     }
 
+    /// What an expert reads: a dispatched row, or a token where it lies.
+    fn input(&self, name: &str, row: usize) -> &[f64] {
+        let d = self.spec.shape.model_dim;
+        if self.t.values.contains_key(name) {
+            return self.row(name, row, d);
+        }
+        let slot = self.t.ints("row_slots")[row] as usize;
+        self.row("x", slot / self.spec.shape.top_k, d)
+    }
+
     /// One row of both halves of an expert.
     fn expert(&self, prefix: &str, index: Option<usize>, names: [&str; 3], row: usize) {
-        let x = self.row(names[0], row, self.spec.shape.model_dim);
+        let x = self.input(names[0], row);
         let part = |name: &str| self.product(prefix, name, index, x);
         let up = part("up");
         let gate = self.spec.gated().then(|| part("gate"));
