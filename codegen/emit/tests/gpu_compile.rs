@@ -2,7 +2,7 @@
 //! stack, with the signatures that the plan says.
 
 use moesaic_emit::emit_layer;
-use moesaic_kernel::{DType, Target};
+use moesaic_kernel::{DType, Stem, Target};
 use moesaic_plan::plan;
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
@@ -224,6 +224,52 @@ fn registry(kind: Kind) -> Registry {
 fn nvrtc_compiles_every_kernel() {
     let compiler = nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}"));
     compile_all(&compiler, "cuda", &CUDA, CUDA_SHARED);
+}
+
+/// Layers that bring out what differs between GEMMs on matrix units: types,
+/// rows in packs of every width, both heights of a tile, the longest epilogues.
+fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
+    let epilogue = |s: &mut LayerSpec| {
+        s.experts.bias = true;
+        s.experts.clamp = Some(7.0);
+        s.experts.up_offset = 1.0;
+        s.router.weight_on = WeightSite::Activation;
+    };
+    vec![
+        with(typed(spec(2880, 2880, 32, 4), dtype), epilogue),
+        with(typed(spec(63, 47, 60, 1), dtype), epilogue),
+        with(typed(spec(1028, 706, 60, 1), dtype), |s| {
+            s.experts.form = ExpertForm::Plain;
+            s.experts.activation = Activation::Gelu;
+        }),
+        with(typed(spec(66, 130, 4, 1), dtype), |s| {
+            s.experts.form = ExpertForm::Plain;
+            s.router.weight_on = WeightSite::Input;
+        }),
+    ]
+}
+
+#[test]
+fn clang_compiles_every_matrix_gemm() {
+    let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));
+    for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100"] {
+        let target: Target = format!("rocm:{arch}").parse().unwrap();
+        for spec in [DType::Bf16, DType::F16, DType::F32]
+            .map(gemm_layers)
+            .concat()
+        {
+            let sources = emit_layer(&plan(&spec, target).unwrap()).unwrap();
+            for source in sources.iter().filter(|s| s.stem == Stem::GroupedGemm) {
+                let artifact = compiler.compile(source, &CompileOptions::default());
+                let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+                check(
+                    &artifact,
+                    &format!("{} for {target}", source.name),
+                    ROCM_SHARED,
+                );
+            }
+        }
+    }
 }
 
 #[test]
