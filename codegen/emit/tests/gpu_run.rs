@@ -10,7 +10,7 @@ use rig::{Rig, Tensors, check};
 use std::sync::atomic::Ordering;
 
 /// A target with warps of 32 and one with waves of 64.
-const TARGETS: [&str; 2] = ["cuda:sm_80", "rocm:gfx942"];
+const TARGETS: [&str; 2] = ["cuda:sm_75", "rocm:gfx942"];
 
 fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
     let text =

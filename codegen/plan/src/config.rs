@@ -137,9 +137,11 @@ pub struct GroupedGemmConfig {
     pub tile_columns: usize,
     /// Elements of the inner dimension staged at a time.
     pub tile_depth: usize,
-    /// Rows per thread (GPU) or per register tile (CPU).
+    /// Rows per thread (GPU) or per register tile (CPU); per warp in the
+    /// families that have matrix units.
     pub thread_rows: usize,
-    /// Columns per thread (GPU) or per register tile (CPU).
+    /// Columns per thread (GPU) or per register tile (CPU); per warp in the
+    /// families that have matrix units.
     pub thread_columns: usize,
     /// Which unit multiplies.
     #[serde(default)]
@@ -153,6 +155,10 @@ pub struct GroupedGemmConfig {
     /// Dynamic shared memory of a block in bytes.
     #[serde(default)]
     pub shared_bytes: u32,
+    /// Factors of f32 are rounded to tf32. The one field that changes values:
+    /// no heuristic sets it, because no spec can ask for it yet.
+    #[serde(default)]
+    pub tf32: bool,
 }
 
 /// Tiling of `combine`.

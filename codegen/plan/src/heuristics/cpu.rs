@@ -73,6 +73,7 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
         stages: 1,
         gather: false,
         shared_bytes: 0,
+        tf32: false,
     }
 }
 

@@ -1,10 +1,12 @@
-//! Tilings for NVIDIA GPUs. Tensor-core families will choose their own GEMM
-//! tiles by architecture; the SIMT family is the same on all of them.
+//! Tilings for NVIDIA GPUs.
+
+mod mma;
+mod wgmma;
 
 use super::gpu;
 use crate::config::*;
 use crate::desc::*;
-use moesaic_kernel::CudaArch;
+use moesaic_kernel::{CudaArch, DType};
 
 /// Lanes of a warp.
 const WARP: u32 = 32;
@@ -24,14 +26,43 @@ pub fn dispatch(d: &DispatchDesc, _: CudaArch) -> DispatchConfig {
     gpu::dispatch(d, WARP)
 }
 
-/// See [`GroupedGemmConfig`]. Gate and up columns share a thread: eight rows by
-/// eight columns of sums each way.
-pub fn grouped_gemm(d: &GroupedGemmDesc, _: CudaArch) -> GroupedGemmConfig {
+/// See [`GroupedGemmConfig`].
+pub fn grouped_gemm(d: &GroupedGemmDesc, arch: CudaArch) -> GroupedGemmConfig {
+    let tile_rows = tile_rows(d, arch);
+    wgmma::grouped_gemm(d, arch, tile_rows)
+        .or_else(|| mma::grouped_gemm(d, arch, tile_rows))
+        .unwrap_or_else(|| simt(d, tile_rows))
+}
+
+/// Rows of a tile. The scan lists the tiles once for both halves of a layer, so
+/// this reads only what the two share, whichever family each of them gets.
+fn tile_rows(d: &GroupedGemmDesc, arch: CudaArch) -> usize {
+    // At 4096 tokens the mean expert then fills one tile of 128, or two.
+    let share = match arch.capability {
+        _ if wgmma::is_hopper(arch) => 32,
+        80.. => 16,
+        _ => 0,
+    };
+    if is_half(d) && share * d.top_k >= d.experts {
+        128
+    } else {
+        64
+    }
+}
+
+/// Whether rows and matrices are of one 16-bit type.
+fn is_half(d: &GroupedGemmDesc) -> bool {
+    d.weights == d.activations && matches!(d.weights, DType::F16 | DType::Bf16)
+}
+
+/// Gate and up columns share a thread: eight rows by eight columns of sums each
+/// way.
+fn simt(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
     let matrices = if d.gated { 2 } else { 1 };
     GroupedGemmConfig {
         threads: 128,
-        tile_rows: 64,
-        tile_columns: 128 / matrices,
+        tile_rows,
+        tile_columns: 64 * 128 / tile_rows / matrices,
         tile_depth: 16,
         thread_rows: 8,
         thread_columns: 8 / matrices,
@@ -39,6 +70,7 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, _: CudaArch) -> GroupedGemmConfig {
         stages: 1,
         gather: false,
         shared_bytes: 0,
+        tf32: false,
     }
 }
 

@@ -1,10 +1,9 @@
-//! Tilings for AMD GPUs. Matrix-core families will choose their own GEMM
-//! tiles by architecture; the SIMT family is the same on all of them.
+//! Tilings for AMD GPUs.
 
 use super::gpu;
 use crate::config::*;
 use crate::desc::*;
-use moesaic_kernel::RocmArch;
+use moesaic_kernel::{DType, RocmArch};
 
 /// See [`GateTopkConfig`].
 pub fn gate_topk(d: &GateTopkDesc, arch: RocmArch) -> GateTopkConfig {
@@ -21,9 +20,81 @@ pub fn dispatch(d: &DispatchDesc, arch: RocmArch) -> DispatchConfig {
     gpu::dispatch(d, arch.wave)
 }
 
-/// See [`GroupedGemmConfig`]. Gate and up columns share a thread: eight rows by
-/// eight columns of sums each way.
-pub fn grouped_gemm(d: &GroupedGemmDesc, _: RocmArch) -> GroupedGemmConfig {
+/// See [`GroupedGemmConfig`].
+pub fn grouped_gemm(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
+    match family(d, arch) {
+        GemmFamily::Mfma => mfma(d, arch),
+        GemmFamily::Wmma => wmma(d),
+        _ => simt(d),
+    }
+}
+
+/// Which unit multiplies: by types and architecture alone, so that both halves
+/// of a layer get the same one.
+fn family(d: &GroupedGemmDesc, arch: RocmArch) -> GemmFamily {
+    let half = matches!(d.weights, DType::F16 | DType::Bf16);
+    match arch.name {
+        _ if d.weights != d.activations => GemmFamily::Simt,
+        "gfx90a" | "gfx942" | "gfx950" => GemmFamily::Mfma,
+        "gfx1100" | "gfx1101" if half => GemmFamily::Wmma,
+        _ => GemmFamily::Simt,
+    }
+}
+
+/// Rows of a tile. The scan lists the tiles once for both halves of a layer, so
+/// this reads only what the two share.
+fn tile_rows(d: &GroupedGemmDesc) -> usize {
+    // At 4096 tokens the mean expert then fills a tile of 128.
+    let busy = 32 * d.top_k >= d.experts;
+    if busy { 128 } else { 64 }
+}
+
+/// Two by two waves. A row of shared memory is 128 bytes where two blocks fit
+/// on a compute unit so, or nearly; gfx950 has 160 KB, the others 64.
+fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
+    let tile_rows = tile_rows(d);
+    let row_bytes = match (arch.name, tile_rows) {
+        ("gfx950", _) | (_, 64) => 128,
+        _ => 64,
+    };
+    GroupedGemmConfig {
+        threads: 256,
+        tile_depth: row_bytes / d.weights.size(),
+        thread_rows: tile_rows / 2,
+        family: GemmFamily::Mfma,
+        ..matrix(d, tile_rows)
+    }
+}
+
+/// Waves of 32 rows, two side by side.
+fn wmma(d: &GroupedGemmDesc) -> GroupedGemmConfig {
+    let tile_rows = tile_rows(d);
+    GroupedGemmConfig {
+        threads: 2 * tile_rows as u32,
+        tile_depth: 64 / d.weights.size(),
+        thread_rows: 32,
+        family: GemmFamily::Wmma,
+        ..matrix(d, tile_rows)
+    }
+}
+
+/// What both families of matrix units share: 128 columns of a block, half of
+/// them up where there is a gate, and a wave has 64 of them.
+fn matrix(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
+    let matrices = if d.gated { 2 } else { 1 };
+    GroupedGemmConfig {
+        tile_rows,
+        tile_columns: 128 / matrices,
+        thread_columns: 64 / matrices,
+        stages: 2,
+        gather: d.plain_rows && !d.dense,
+        ..simt(d)
+    }
+}
+
+/// Gate and up columns share a thread: eight rows by eight columns of sums each
+/// way.
+fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     let matrices = if d.gated { 2 } else { 1 };
     GroupedGemmConfig {
         threads: 128,
@@ -36,6 +107,7 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, _: RocmArch) -> GroupedGemmConfig {
         stages: 1,
         gather: false,
         shared_bytes: 0,
+        tf32: false,
     }
 }
 
