@@ -1,9 +1,9 @@
 //! The GPU kernels under the vendors' compilers: clean, without spills and
 //! stack, with the signatures that the plan says.
 
-use moesaic_emit::emit_layer;
-use moesaic_kernel::{DType, Stem, Target};
-use moesaic_plan::plan;
+use moesaic_emit::{emit, emit_layer};
+use moesaic_kernel::{DType, KernelSource, Target};
+use moesaic_plan::{GemmFamily, KernelConfig, KernelPlan, LayerPlan, plan};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
@@ -250,6 +250,38 @@ fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
 }
 
 #[test]
+fn nvrtc_compiles_every_matrix_gemm() {
+    let compiler = nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}"));
+    let archs = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
+    for (arch, half) in archs.iter().zip([DType::Bf16, DType::F16].iter().cycle()) {
+        let target: Target = format!("cuda:{arch}").parse().unwrap();
+        for spec in [*half, DType::F32].map(gemm_layers).concat() {
+            for source in gemms(&plan(&spec, target).unwrap()) {
+                let artifact = compiler.compile(&source, &CompileOptions::default());
+                let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+                check(
+                    &artifact,
+                    &format!("{} for {target}, {spec:?}", source.name),
+                    CUDA_SHARED,
+                );
+            }
+        }
+    }
+}
+
+/// The sources of the GEMMs that run on matrix units.
+fn gemms(plan: &LayerPlan) -> Vec<KernelSource> {
+    let matrix = |kernel: &&KernelPlan| match &kernel.config {
+        KernelConfig::GroupedGemm(config) => config.family != GemmFamily::Simt,
+        _ => false,
+    };
+    let kernels = plan.kernels.iter().filter(matrix);
+    kernels
+        .map(|kernel| emit(kernel, plan.target).unwrap())
+        .collect()
+}
+
+#[test]
 fn clang_compiles_every_matrix_gemm() {
     let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));
     for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100"] {
@@ -258,9 +290,8 @@ fn clang_compiles_every_matrix_gemm() {
             .map(gemm_layers)
             .concat()
         {
-            let sources = emit_layer(&plan(&spec, target).unwrap()).unwrap();
-            for source in sources.iter().filter(|s| s.stem == Stem::GroupedGemm) {
-                let artifact = compiler.compile(source, &CompileOptions::default());
+            for source in gemms(&plan(&spec, target).unwrap()) {
+                let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
                 check(
                     &artifact,

@@ -75,3 +75,73 @@ fn shared_limit(arch: CudaArch) -> usize {
     };
     kilobytes << 10
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::desc::{Half, grouped_gemm as desc};
+    use crate::{GemmFamily, GroupedGemmConfig, KernelConfig, KernelDesc, heuristics};
+    use moesaic_kernel::{DType, Target};
+    use moesaic_spec::LayerSpec;
+
+    /// Both halves of a layer of these widths on an architecture.
+    fn halves(d: usize, h: usize, dtype: DType, arch: &str) -> [GroupedGemmConfig; 2] {
+        let shape =
+            format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":8,"top_k":2}}}}"#);
+        let mut spec: LayerSpec = serde_json::from_str(&shape).unwrap();
+        spec.precision.weights = dtype;
+        spec.precision.activations = dtype;
+        let target: Target = format!("cuda:{arch}").parse().unwrap();
+        [Half::Up, Half::Down].map(|half| {
+            let desc = KernelDesc::GroupedGemm(desc(&spec, half));
+            match heuristics::choose(&desc, target) {
+                KernelConfig::GroupedGemm(config) => config,
+                other => panic!("{other:?}"),
+            }
+        })
+    }
+
+    fn families(d: usize, h: usize, dtype: DType, arch: &str) -> [GemmFamily; 2] {
+        halves(d, h, dtype, arch).map(|config| config.family)
+    }
+
+    #[test]
+    fn which_products_go_to_the_matrix_units() {
+        use DType::{Bf16, F16, F32};
+        use GemmFamily::{Mma, Simt, Wgmma};
+        assert_eq!(families(64, 48, Bf16, "sm_80"), [Mma, Mma]);
+        assert_eq!(families(66, 48, F16, "sm_89"), [Mma, Mma]);
+        assert_eq!(families(66, 48, F16, "sm_90a"), [Mma, Wgmma]);
+        assert_eq!(families(64, 47, F16, "sm_120a"), [Mma, Simt]);
+        assert_eq!(families(63, 47, F32, "sm_80"), [Mma, Mma]);
+        assert_eq!(families(64, 48, F32, "sm_86"), [Simt, Simt]);
+        assert_eq!(families(64, 48, F16, "sm_75"), [Simt, Simt]);
+    }
+
+    #[test]
+    fn halves_agree_and_fit() {
+        let widths = [(4096, 14336), (66, 47), (63, 48), (8, 8), (2050, 1402)];
+        for arch in [
+            "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_100a", "sm_120a",
+        ] {
+            for (d, h) in widths {
+                for dtype in [DType::Bf16, DType::F32] {
+                    let [up, down] = halves(d, h, dtype, arch);
+                    assert_eq!(up.tile_rows, down.tile_rows, "{arch}, {d} x {h}");
+                    for config in [up, down] {
+                        check(&config, arch);
+                    }
+                }
+            }
+        }
+    }
+
+    fn check(config: &GroupedGemmConfig, arch: &str) {
+        let limit = match arch {
+            "sm_80" => 163 << 10,
+            "sm_90" | "sm_90a" | "sm_100a" => 227 << 10,
+            _ => 99 << 10,
+        };
+        assert!(config.shared_bytes <= limit, "{arch}: {config:?}");
+        assert!(config.threads.is_multiple_of(32), "{arch}: {config:?}");
+    }
+}
