@@ -181,17 +181,23 @@ pub enum Reduction {
     Xor,
 }
 
-/// A two-operand integer operation by its name.
-macro_rules! integer {
-    ($op:expr) => {
-        |a, b| match $op {
-            Reduction::Add => a.wrapping_add(b),
-            Reduction::Min => a.min(b),
-            Reduction::Max => a.max(b),
-            Reduction::And => a & b,
-            Reduction::Or => a | b,
-            Reduction::Xor => a ^ b,
-        }
+/// Carries out an integer reduction over elements of a type.
+macro_rules! integers {
+    ($type:ty, $op:expr, $memory:expr, $value:expr) => {
+        each(
+            $memory,
+            $value,
+            <$type>::from_le_bytes,
+            <$type>::to_le_bytes,
+            |a, b| match $op {
+                Reduction::Add => a.wrapping_add(b),
+                Reduction::Min => a.min(b),
+                Reduction::Max => a.max(b),
+                Reduction::And => a & b,
+                Reduction::Or => a | b,
+                Reduction::Xor => a ^ b,
+            },
+        )
     };
 }
 
@@ -210,55 +216,20 @@ pub fn reduce(
     use ElementType as E;
     let error = ReduceError { op, element };
     match element {
-        E::U8 | E::U16 => return Err(error),
-        E::U32 => each(
-            memory,
-            value,
-            u32::from_le_bytes,
-            u32::to_le_bytes,
-            integer!(op),
-        ),
-        E::U64 => each(
-            memory,
-            value,
-            u64::from_le_bytes,
-            u64::to_le_bytes,
-            integer!(op),
-        ),
-        E::S32 => each(
-            memory,
-            value,
-            i32::from_le_bytes,
-            i32::to_le_bytes,
-            integer!(op),
-        ),
-        E::S64 => each(
-            memory,
-            value,
-            i64::from_le_bytes,
-            i64::to_le_bytes,
-            integer!(op),
-        ),
+        E::U32 => integers!(u32, op, memory, value),
+        E::U64 => integers!(u64, op, memory, value),
+        E::S32 => integers!(i32, op, memory, value),
+        E::S64 => integers!(i64, op, memory, value),
         E::F16 | E::Bf16 => half(error, memory, value)?,
         E::F32 if op == Reduction::Add => {
-            each(
-                memory,
-                value,
-                f32::from_le_bytes,
-                f32::to_le_bytes,
-                |a, b| a + b,
-            );
+            let (read, write) = (f32::from_le_bytes, f32::to_le_bytes);
+            each(memory, value, read, write, |a, b| a + b);
         }
         E::F64 if op == Reduction::Add => {
-            each(
-                memory,
-                value,
-                f64::from_le_bytes,
-                f64::to_le_bytes,
-                |a, b| a + b,
-            );
+            let (read, write) = (f64::from_le_bytes, f64::to_le_bytes);
+            each(memory, value, read, write, |a, b| a + b);
         }
-        E::F32 | E::F64 => return Err(error),
+        E::U8 | E::U16 | E::F32 | E::F64 => return Err(error),
     }
     Ok(())
 }

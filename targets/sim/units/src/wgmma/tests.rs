@@ -108,10 +108,31 @@ fn check_case(case: &Case, random: &mut Random) {
     let (kind, n, k) = (case.kind, case.kind.n(), case.kind.k());
     let (a, b) = (random.matrix(64 * k, -8, 8), random.matrix(k * n, -8, 8));
     let c = random.matrix(64 * n, -50, 50);
+    let at = BASE + 1024 * random.range(0, 3) as u32;
+    let mut d = registers_of_d(kind, &c);
+    execute_case(case, at, (&a, &b), &mut d);
+    let sign = match case.negate {
+        [a, b] if a == b => 1.0,
+        _ => -1.0,
+    };
+    let signed: Vec<f32> = a.iter().map(|value| sign * value).collect();
+    let kept = if case.accumulate { 1.0 } else { 0.0 };
+    let start: Vec<f32> = c.iter().map(|value| kept * value).collect();
+    let expected = naive(&signed, &b, &start, [64, n, k]);
+    assert!(
+        d == registers_of_d(kind, &expected),
+        "{kind:?} {:?} {:?}",
+        case.a,
+        case.b
+    );
+}
+
+/// Lays out the operands from `at` on, and runs the instruction.
+fn execute_case(case: &Case, at: u32, (a, b): (&[f32], &[f32]), d: &mut [Lanes]) {
+    let (kind, n, k) = (case.kind, case.kind.n(), case.kind.k());
     let mut image = vec![0xff; 64 * 1024];
     let layout = |(major, swizzle)| (major, swizzle, kind.element());
-    let at = BASE + 1024 * random.range(0, 3) as u32;
-    let registers = registers_of_a(kind, &a);
+    let registers = registers_of_a(kind, a);
     let source = match case.a {
         None => SourceA::Registers(&registers),
         Some(form) => {
@@ -121,11 +142,10 @@ fn check_case(case: &Case, random: &mut Random) {
         }
     };
     let of_b = |column: usize, depth: usize| b[depth * n + column];
-    let b_descriptor = place(&mut image, BASE, at + 16384, layout(case.b), [n, k], of_b);
     let call = Wgmma {
         kind,
         a: source,
-        b: b_descriptor,
+        b: place(&mut image, BASE, at + 16384, layout(case.b), [n, k], of_b),
         b_major: case.b.0,
         accumulate: case.accumulate,
         negate_a: case.negate[0],
@@ -135,25 +155,7 @@ fn check_case(case: &Case, random: &mut Random) {
         base: BASE,
         bytes: &image,
     };
-    let sign = if case.negate[0] == case.negate[1] {
-        1.0
-    } else {
-        -1.0
-    };
-    let signed: Vec<f32> = a.iter().map(|value| sign * value).collect();
-    let start: Vec<f32> = c
-        .iter()
-        .map(|v| if case.accumulate { *v } else { 0.0 })
-        .collect();
-    let mut d = registers_of_d(kind, &c);
-    call.execute(shared, &mut d).unwrap();
-    let expected = naive(&signed, &b, &start, [64, n, k]);
-    assert!(
-        d == registers_of_d(kind, &expected),
-        "{kind:?} {:?} {:?}",
-        case.a,
-        case.b
-    );
+    call.execute(shared, d).unwrap();
 }
 
 #[test]
@@ -323,13 +325,31 @@ fn chunks_are_what_a_product_reads() {
     }
 }
 
-#[test]
-fn what_cannot_be_done_is_named() {
-    let bytes = vec![0; 4096];
+/// The error of a product whose B is `b`, in 4 KB of shared memory from 1024
+/// on; it has to leave D alone.
+fn refusal(n: usize, element: Element, b: Descriptor, b_major: Major) -> Option<String> {
+    let kind = kind(n, element, Accumulator::F32);
+    let call = Wgmma {
+        kind,
+        a: SourceA::Registers(&[[0; 32]; 16]),
+        b,
+        b_major,
+        accumulate: false,
+        negate_a: false,
+        negate_b: false,
+    };
     let shared = Shared {
         base: 1024,
-        bytes: &bytes,
+        bytes: &[0; 4096],
     };
+    let mut d = vec![[7; 32]; 4 * kind.d_registers()];
+    let error = call.execute(shared, &mut d).err();
+    assert!(error.is_none() || d.iter().flatten().all(|word| *word == 7));
+    error.map(|error| error.to_string())
+}
+
+#[test]
+fn what_cannot_be_done_is_named() {
     let b = Descriptor {
         start: 1024,
         leading: 16,
@@ -337,48 +357,27 @@ fn what_cannot_be_done_is_named() {
         base_offset: 0,
         swizzle: Swizzle::B128,
     };
-    let call = |n, element, b: Descriptor, b_major| {
-        let kind = kind(n, element, Accumulator::F32);
-        let registers = [[0; 32]; 16];
-        let call = Wgmma {
-            kind,
-            a: SourceA::Registers(&registers),
-            b,
-            b_major,
-            accumulate: false,
-            negate_a: false,
-            negate_b: false,
-        };
-        let mut d = vec![[7; 32]; 4 * kind.d_registers()];
-        let error = call.execute(shared, &mut d).err();
-        assert!(error.is_none() || d.iter().flatten().all(|word| *word == 7));
-        error.map(|error| error.to_string())
-    };
-    assert_eq!(call(32, Element::Bf16, b, Major::K), None);
-    let outside = call(40, Element::Bf16, b, Major::K).unwrap();
-    assert!(
-        outside.contains("operand B of wgmma reads shared memory at 0x1400"),
-        "{outside}"
-    );
+    assert_eq!(refusal(32, Element::Bf16, b, Major::K), None);
+    let outside = refusal(40, Element::Bf16, b, Major::K).unwrap();
+    let place = "operand B of wgmma reads shared memory at 0x1400";
+    assert!(outside.contains(place), "{outside}");
     let low = Descriptor { start: 0, ..b };
-    assert!(
-        call(8, Element::Bf16, low, Major::K)
-            .unwrap()
-            .contains("at 0x0")
-    );
+    let error = refusal(8, Element::Bf16, low, Major::K).unwrap();
+    assert!(error.contains("at 0x0"), "{error}");
     assert_eq!(
-        call(8, Element::Tf32, b, Major::Mn).unwrap(),
+        refusal(8, Element::Tf32, b, Major::Mn).unwrap(),
         "wgmma reads Tf32 operands K-major only, not MN-major"
     );
     let offset = Descriptor {
         base_offset: 3,
         ..b
     };
-    assert!(
-        call(8, Element::F16, offset, Major::K)
-            .unwrap()
-            .contains("is 3:")
-    );
+    let error = refusal(8, Element::F16, offset, Major::K).unwrap();
+    assert!(error.contains("is 3:"), "{error}");
+}
+
+#[test]
+fn there_are_no_other_kinds() {
     assert_eq!(WgmmaKind::new(12, Element::F16, Accumulator::F32), None);
     assert_eq!(WgmmaKind::new(264, Element::F16, Accumulator::F32), None);
     assert_eq!(WgmmaKind::new(8, Element::Bf16, Accumulator::F16), None);

@@ -1,0 +1,89 @@
+//! From a device's name to a bench.
+
+use crate::bench::Bench;
+use moesaic_cuda::NvrtcCompiler;
+use moesaic_kernel::{SimArch, Target, TargetError};
+use moesaic_target::CompileError;
+use moesaic_toolchain::{Registry, ToolchainError, nvrtc};
+
+/// Why there is no bench of a name.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Not a name of a device.
+    #[error("the probe runs on `cuda` and on simulators such as `sim:sm_90a`, not on `{0}`")]
+    Name(String),
+    /// This program was built without the CUDA device.
+    #[error("this probe was built without the CUDA device; build it with `--features cuda`")]
+    WithoutCuda,
+    /// No architecture of that name.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// A simulator that does not run PTX.
+    #[error("`{0}` runs no PTX, which is what the probe's kernels are")]
+    NoPtx(String),
+    /// The simulator is not there yet.
+    #[error("`{0}` has no simulator yet")]
+    NoSimulator(String),
+    /// Where compilers are registered.
+    #[error(transparent)]
+    Toolchain(#[from] ToolchainError),
+    /// No compiler, or not one for the target.
+    #[error(transparent)]
+    Compiler(#[from] CompileError),
+    /// No device.
+    #[error(transparent)]
+    Device(#[from] moesaic_target::DeviceError),
+}
+
+/// The bench of a device: `cuda` for the first GPU of the machine, or a
+/// simulator such as `sim:sm_90a`.
+///
+/// # Errors
+/// [`OpenError`].
+pub fn open(name: &str) -> Result<Bench, OpenError> {
+    if name == "cuda" {
+        return cuda(nvrtc(&Registry::open()?)?);
+    }
+    if !name.starts_with("sim:") {
+        return Err(OpenError::Name(name.to_string()));
+    }
+    match name.parse()? {
+        Target::Sim(SimArch::Cuda(_)) => Err(OpenError::NoSimulator(name.to_string())),
+        _ => Err(OpenError::NoPtx(name.to_string())),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn cuda(compiler: NvrtcCompiler) -> Result<Bench, OpenError> {
+    use moesaic_target::Device;
+    let device = moesaic_cuda::CudaDevice::open(0)?;
+    let target = device.info().target;
+    Ok(Bench::new(
+        target,
+        Box::new(compiler),
+        std::sync::Arc::new(device),
+    ))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda(_: NvrtcCompiler) -> Result<Bench, OpenError> {
+    Err(OpenError::WithoutCuda)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_names_are_explained() {
+        let refusal = |name: &str| match open(name) {
+            Ok(_) => panic!("{name} was opened"),
+            Err(error) => error.to_string(),
+        };
+        let cpu = "the probe runs on `cuda` and on simulators such as `sim:sm_90a`, not on `cpu`";
+        assert_eq!(refusal("cpu"), cpu);
+        assert!(refusal("sim:gfx942").contains("runs no PTX"));
+        assert!(refusal("sim:sm_1").contains("sim:sm_1"));
+    }
+}

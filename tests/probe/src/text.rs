@@ -1,0 +1,79 @@
+//! Kernel text: the probe's kernels over the prelude that real kernels use.
+
+use crate::bench::Trouble;
+use moesaic_kernel::Target;
+use serde::Serialize;
+use tera::{Context, Tera};
+
+macro_rules! kernels {
+    ($($name:literal),* $(,)?) => {
+        [$((concat!("probe/", $name), include_str!(concat!("../kernels/", $name, ".tera")))),*]
+    };
+}
+
+const KERNELS: [(&str, &str); 8] = kernels![
+    "convert.cu",
+    "copy.cu",
+    "matrix.cu",
+    "mbarrier.cu",
+    "mma.cu",
+    "tma.cu",
+    "warp.cu",
+    "wgmma.cu",
+];
+
+/// What the prelude asks of the target.
+#[derive(Serialize)]
+struct TargetText {
+    backend: &'static str,
+    dialect: &'static str,
+    arch: String,
+    wave: u32,
+    capability: u16,
+}
+
+/// What the prelude asks of a desc.
+#[derive(Serialize)]
+struct Desc<'a> {
+    activations: &'a str,
+}
+
+/// Compute capability times ten; 0 of what is no GPU of NVIDIA.
+pub fn capability(target: Target) -> u16 {
+    match target.hardware() {
+        Target::Cuda(arch) => arch.capability,
+        _ => 0,
+    }
+}
+
+/// Renders a kernel file. `activations` chooses among the prelude's products.
+///
+/// # Errors
+/// [`Trouble::Text`] when a template is wrong.
+pub fn render(
+    file: &str,
+    target: Target,
+    activations: &str,
+    mut context: Context,
+) -> Result<String, Trouble> {
+    let hardware = target.hardware();
+    let facts = TargetText {
+        backend: hardware.backend(),
+        dialect: "cuda",
+        arch: hardware.arch(),
+        wave: 32,
+        capability: capability(target),
+    };
+    context.insert("target", &facts);
+    context.insert("d", &Desc { activations });
+    let wrong = |error: tera::Error| Trouble::Text(format!("{file}: {error}"));
+    let mut tera = Tera::new();
+    tera.autoescape_on(Vec::<&'static str>::new());
+    let all = moesaic_templates::GPU.iter().copied().chain(KERNELS);
+    tera.register_filter("f32", |value: f64, _: tera::Kwargs, _: &tera::State| {
+        format!("{value:?}f")
+    });
+    tera.add_raw_templates(all).map_err(wrong)?;
+    tera.render(&format!("probe/{file}"), &context)
+        .map_err(wrong)
+}
