@@ -342,7 +342,7 @@ KERNEL(SCAN_THREADS) expert_scan_offsets(
         return;
     auto kept = [&](i32 expert) { return totals[expert]; };
     scan_experts(offsets, kept);
-    scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 64); });
+    scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
 }
 
 // ---- places ----

@@ -348,7 +348,7 @@ KERNEL(SCAN_THREADS) expert_scan_offsets(
     const i64 limit = capacity_rows((i32)warp_max(most));
     auto kept = [&](i32 expert) { return totals[expert] < limit ? totals[expert] : (i32)limit; };
     scan_experts(offsets, kept);
-    scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 64); });
+    scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
     if (lane_index() == 0) {
         capacity[0] = limit;
     }

@@ -1,14 +1,22 @@
-// grouped_gemm_up for rocm:gfx942
+// grouped_gemm_up for rocm:gfx942, on matrix cores: mfma_32x32x8
 //
-//   hidden = act(rows · gateᵀ, rows · upᵀ)
+//   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
 //
-// A block owns 64 rows of one expert by 64 columns of gate and of up; a thread owns
-// 8 x 4 of them. block_x counts row tiles, block_y column tiles.
+// A block owns 128 rows of one expert by 64 columns of gate and of up; each of its 4 waves owns
+// 64 x 32 of them. block_x counts row tiles, block_y column tiles.
 // There are at most as many row tiles as blocks; the blocks beyond them return.
+// Rows are read where the tokens lie, so nothing has to be dispatched before.
 //
-// Shared memory: two buffers of each, one filled while the other is used.
-//   left   f32 [16][64 + pad]   rows, transposed
-//   right  f32 [16][2 * 64 + pad]   rows of gate, then rows of up, transposed
+// Shared memory: two buffers of each. While one is multiplied, the next 32 elements of all rows
+// are on their way from global memory to registers, and from there they go to the other.
+//   left   bf16 [128][32]   x[token]
+//   right  bf16 [2 * 64][32]   rows of gate, then rows of up
+// A line is chunks of 16 bytes. Which lies where is XORed with the number of the line: the
+// same chunk of eight lines is on eight different groups of banks.
+//
+// Weights are the left operand of a product and rows the right one, so that a lane's sums are
+// of one row; and the lines of right are in such an order that they are of adjacent columns,
+// gate and up of the same ones.
 //
 // Baked in: inner 4096, outer 14336, experts 8, types, epilogue. Not the tokens.
 
@@ -94,6 +102,30 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
+// ---- products of a wave ----
+
+// sums + a · b on the matrix cores, EDGE x EDGE x K, by all 64 lanes. The lanes of a group, lane / EDGE,
+// bring one share of the K elements; a lane holds
+//   a       of row lane % EDGE of the left matrix, the share of its group
+//   b       of column lane % EDGE of the right one, the same
+//   sums    of that column: in register r, row r / 4 * (256 / EDGE) + lane / EDGE * 4 + r % 4
+typedef f32 f32x4 __attribute__((ext_vector_type(4)));
+typedef f32 f32x16 __attribute__((ext_vector_type(16)));
+
+typedef short bf16x4 __attribute__((ext_vector_type(4)));
+
+DEVICE bf16x4 vector_of(Pack<bf16, 4> pack) { return __builtin_bit_cast(bf16x4, pack); }
+
+DEVICE f32x16 mfma_32x32x8(Pack<bf16, 4> a, Pack<bf16, 4> b, f32x16 sums)
+{
+    return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(vector_of(a), vector_of(b), sums, 0, 0, 0);
+}
+
+DEVICE f32x4 mfma_16x16x16(Pack<bf16, 4> a, Pack<bf16, 4> b, f32x4 sums)
+{
+    return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(vector_of(a), vector_of(b), sums, 0, 0, 0);
+}
+
 // ---- functions ----
 
 DEVICE f32 power_of_two(i32 exponent) { return float_of((u32)(exponent + 127) << 23); }
@@ -117,110 +149,37 @@ DEVICE f32 exponential(f32 x)
 
 DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// ---- products of tiles ----
-
-// Rows are staged DEPTH elements at a time as f32 in shared memory, transposed
-// (tile[k][row]), so that a thread reads its operands four at a time. PAD keeps
-// that alignment and spreads the transposing stores over the banks.
-constexpr int PAD = 4;
-
-// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
-// registers of THREADS threads to shared memory.
-template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
-    static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
-    static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-
-    Pack<T, PACK> held[HELD];
-
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
-    DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
-
-    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
-    DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            i32 row = row_of(i), k = depth + depth_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (row < rows && k < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(matrix + (i64)row * WIDTH + k);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[DEPTH][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j++)
-                if (pack_of(i) < PACKS)
-                    tile[depth_of(i) + j][first + row_of(i)] = to_f32(held[i].at[j]);
-    }
-};
-
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
-template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
-}
-
-// The COUNT items of a thread, out of one row of a tile.
-template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    #pragma unroll
-    for (i32 i = 0; i < COUNT; i += GROUP) {
-        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
-        #pragma unroll
-        for (i32 j = 0; j < GROUP; j++)
-            items[i + j] = group.at[j];
-    }
-}
-
-// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
-// grid of ROW_THREADS x COLUMN_THREADS, rows first.
-template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
-DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
-                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
-{
-    #pragma unroll 4
-    for (i32 k = 0; k < STEPS; k++) {
-        f32 a[ROWS], b[COLUMNS];
-        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
-        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
-        #pragma unroll
-        for (i32 i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (i32 j = 0; j < COLUMNS; j++)
-                sums[i][j] = fused(a[i], b[j], sums[i][j]);
-    }
-}
-
 // ---- the kernel ----
 
+typedef bf16 Element;
+
 constexpr int INNER = 4096, OUTER = 14336;
-constexpr int EXPERTS = 8;
-constexpr int THREADS = 128;
-constexpr int TILE_ROWS = 64, TILE_COLUMNS = 64, TILE_DEPTH = 16;
-constexpr int THREAD_ROWS = 8, THREAD_COLUMNS = 4;
-constexpr int ROW_THREADS = TILE_ROWS / THREAD_ROWS, COLUMN_THREADS = TILE_COLUMNS / THREAD_COLUMNS;
+constexpr int EXPERTS = 8, TOP_K = 2;
+constexpr int THREADS = 256, WAVE = 64;
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_DEPTH = 32;
+constexpr int WAVE_ROWS = 64, WAVE_COLUMNS = 32;
 constexpr int MATRICES = 2;
 
-typedef bf16 Activation;
-typedef bf16 Weight;
-typedef Stage<Activation, TILE_ROWS, TILE_DEPTH, INNER, THREADS> LeftStage;
-typedef Stage<Weight, TILE_COLUMNS, TILE_DEPTH, INNER, THREADS> RightStage;
+// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each.
+constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS;
+constexpr int ROW_PARTS = WAVE_ROWS / EDGE, COLUMN_PARTS = WAVE_COLUMNS / EDGE;
+constexpr int COLUMN_WAVES = TILE_COLUMNS / WAVE_COLUMNS;
 
-// Columns stored at a time.
-constexpr int STORED = lesser(pack_width<Activation>(OUTER), lesser(THREAD_COLUMNS, 4));
+// A chunk is 16 bytes, and a line of shared memory is CHUNKS of them.
+constexpr int CHUNK = 16 / sizeof(Element), CHUNKS = TILE_DEPTH / CHUNK;
+typedef Pack<Element, CHUNK> Chunk;
 
-static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
-static_assert(MATRICES == 1 || THREAD_COLUMNS % 4 == 0, "a gate column and its up column share a thread");
+// Adjacent columns of a lane, and elements loaded and stored at a time.
+constexpr int RUN = COLUMN_PARTS * SUMS;
+constexpr int LOADED = pack_width<Element>(INNER), STORED = lesser(pack_width<Element>(OUTER), RUN);
+
+static_assert(TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wave owns a part of the tile");
+
+typedef f32x16 Sums;
+
+// A row of a product is sum sum_of(row) of the lanes of group group_of(row).
+DEVICE i32 group_of(i32 row) { return row / 4 % GROUPS; }
+DEVICE i32 sum_of(i32 row) { return row / 4 / GROUPS * 4 + row % 4; }
 
 // The rows of a block: `rows` of them from row `first` on, all of one expert.
 struct RowTile {
@@ -254,69 +213,166 @@ DEVICE f32 activated(f32 gate, f32 up)
     return phi(gate) * up;
 }
 
+// What becomes of a sum: bias, activation, weight.
+DEVICE f32 finished(f32 gate, f32 up)
+{
+    return activated(gate, up);
+}
+
+// Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide.
+DEVICE i32 place(i32 line, i32 chunk) { return line * CHUNKS + (chunk ^ line * CHUNKS / 8 % CHUNKS); }
+
+// The chunk of a row from element k on; zeros beyond INNER.
+DEVICE Chunk load_chunk(const Element *row, i32 k)
+{
+    Chunk chunk = {};
+    #pragma unroll
+    for (i32 n = 0; n < CHUNK; n += LOADED)
+        if (k + n < INNER)
+            store(chunk.at + n, load<LOADED>(row + k + n));
+    return chunk;
+}
+
+// LINES lines of a tile on their way from global memory, through registers.
+template <int LINES> struct Stage {
+    static constexpr int HELD = LINES * CHUNKS / THREADS;
+    static_assert(HELD * THREADS == LINES * CHUNKS, "every thread moves as many chunks");
+
+    const Element *rows[HELD];  // where the rows of its chunks begin; null for zeros
+    Chunk held[HELD];
+
+    DEVICE static i32 line_of(i32 i) { return (i * THREADS + thread_index()) / CHUNKS; }
+    DEVICE static i32 chunk_of() { return thread_index() % CHUNKS; }
+
+    // `begin(line)` is where the row of a line begins.
+    template <class Begin> DEVICE void aim(Begin begin)
+    {
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++)
+            rows[i] = begin(line_of(i));
+    }
+
+    // Reads from element `depth` on.
+    DEVICE void fetch(i32 depth)
+    {
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++)
+            held[i] = rows[i] ? load_chunk(rows[i], depth + chunk_of() * CHUNK) : Chunk{};
+    }
+
+    DEVICE void put(Chunk *tile) const
+    {
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++)
+            tile[place(line_of(i), chunk_of())] = held[i];
+    }
+};
+
+// A lane brings a chunk of weights and one of a row, for several products. Which elements of
+// the inner dimension meet in one does not matter, as long as both sides agree.
+DEVICE void add_product(Sums &sums, const Chunk &weights, const Chunk &row)
+{
+    #pragma unroll
+    for (i32 k = 0; k < CHUNK; k += 4)
+        sums = mfma_32x32x8(load<4>(weights.at + k), load<4>(row.at + k), sums);
+}
+
+// Adds the products of a wave over one buffer. `left` and `right` are where its lines begin,
+// those of the first matrix in `right`: multiples of eight, so that their swizzle is that of line 0.
+DEVICE void multiply(Sums (&sums)[ROW_PARTS][MATRICES][COLUMN_PARTS], const Chunk *left, const Chunk *right, i32 lane)
+{
+    #pragma unroll
+    for (i32 step = 0; step < CHUNKS; step += GROUPS) {
+        const i32 own = place(lane % EDGE, step + lane / EDGE);
+        Chunk rows[ROW_PARTS], weights[MATRICES][COLUMN_PARTS];
+        #pragma unroll
+        for (i32 i = 0; i < ROW_PARTS; i++)
+            rows[i] = left[i * EDGE * CHUNKS + own];
+        #pragma unroll
+        for (i32 m = 0; m < MATRICES; m++)
+            #pragma unroll
+            for (i32 j = 0; j < COLUMN_PARTS; j++)
+                weights[m][j] = right[(m * TILE_COLUMNS + j * EDGE) * CHUNKS + own];
+        #pragma unroll
+        for (i32 m = 0; m < MATRICES; m++)
+            #pragma unroll
+            for (i32 j = 0; j < COLUMN_PARTS; j++)
+                #pragma unroll
+                for (i32 i = 0; i < ROW_PARTS; i++)
+                    add_product(sums[i][m][j], weights[m][j], rows[i]);
+    }
+}
+
+// The column of a tile that line `line` of its matrix in shared memory has the weights of:
+// a wave has WAVE_COLUMNS lines, and of its columns a lane has RUN adjacent ones.
+DEVICE i32 column_of(i32 line)
+{
+    const i32 wave = line / WAVE_COLUMNS, part = line % WAVE_COLUMNS / EDGE, row = line % EDGE;
+    return wave * WAVE_COLUMNS + group_of(row) * RUN + part * SUMS + sum_of(row);
+}
+
 KERNEL(THREADS) grouped_gemm_up(
-    const bf16 *__restrict__ rows,     // [rows, 4096]
+    const bf16 *__restrict__ x,        // [tokens, 4096]
     const bf16 *__restrict__ gate,     // [8, 14336, 4096]
     const bf16 *__restrict__ up,       // [8, 14336, 4096]
     const i64 *__restrict__ offsets,   // [9]
     const i32 *__restrict__ row_tiles, // [9]
+    const i32 *__restrict__ row_slots, // [rows]
     bf16 *__restrict__ hidden,         // [rows, 14336]
     i64 tokens)
 {
-    alignas(16) __shared__ f32 left[2][TILE_DEPTH][TILE_ROWS + PAD];
-    alignas(16) __shared__ f32 right[2][TILE_DEPTH][MATRICES * TILE_COLUMNS + PAD];
+    __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][MATRICES * TILE_COLUMNS * CHUNKS];
 
     (void)tokens;
     const RowTile tile = row_tile(offsets, row_tiles);
     if (tile.rows <= 0)
         return;
     const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
-    const i64 first_weight = (tile.expert * OUTER + first_column) * INNER;
-    const Activation *left_rows = rows + tile.first * INNER;
+    const i64 first_weight = tile.expert * OUTER + first_column;
 
-    LeftStage left_stage;
-    RightStage up_stage, gate_stage;
-    auto fetch = [&](i32 depth) {
-        left_stage.fetch(left_rows, tile.rows, depth);
-        gate_stage.fetch(gate + first_weight, columns, depth);
-        up_stage.fetch(up + first_weight, columns, depth);
-    };
-    auto put = [&](i32 buffer) {
-        left_stage.put(left[buffer], 0);
-        gate_stage.put(right[buffer], 0);
-        up_stage.put(right[buffer], TILE_COLUMNS);
-    };
+    Stage<TILE_ROWS> left_stage;
+    left_stage.aim([&](i32 row) {
+        return row < tile.rows ? x + (i64)(row_slots[tile.first + row] / TOP_K) * INNER : nullptr;
+    });
+    Stage<MATRICES * TILE_COLUMNS> right_stage;
+    right_stage.aim([&](i32 line) {
+        const Element *matrix = line < TILE_COLUMNS ? gate : up;
+        const i32 column = column_of(line % TILE_COLUMNS);
+        return column < columns ? matrix + (first_weight + column) * INNER : nullptr;
+    });
 
-    f32 sums[THREAD_ROWS][MATRICES * THREAD_COLUMNS] = {};
-    fetch(0);
-    put(0);
-    block_sync();
-    i32 buffer = 0;
+    const i32 lane = thread_index() % WAVE, wave = thread_index() / WAVE;
+    const i32 wave_row = wave / COLUMN_WAVES * WAVE_ROWS, wave_column = wave % COLUMN_WAVES * WAVE_COLUMNS;
+    Sums sums[ROW_PARTS][MATRICES][COLUMN_PARTS] = {};
+
+    left_stage.fetch(0);
+    right_stage.fetch(0);
     #pragma unroll 1
-    for (i32 depth = TILE_DEPTH; depth < INNER; depth += TILE_DEPTH, buffer ^= 1) {
-        fetch(depth);
-        multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
-        put(buffer ^ 1);
+    for (i32 depth = 0, buffer = 0; depth < INNER; depth += TILE_DEPTH, buffer ^= 0) {
+        left_stage.put(left[buffer]);
+        right_stage.put(right[buffer]);
         block_sync();
+        left_stage.fetch(depth + TILE_DEPTH);
+        right_stage.fetch(depth + TILE_DEPTH);
+        multiply(sums, left[buffer] + wave_row * CHUNKS, right[buffer] + wave_column * CHUNKS, lane);
     }
-    multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
 
     #pragma unroll
-    for (i32 i = 0; i < THREAD_ROWS; i++) {
-        const i32 row = dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
+    for (i32 i = 0; i < ROW_PARTS; i++) {
+        const i32 row = wave_row + i * EDGE + lane % EDGE;
         if (row >= tile.rows)
             continue;
         #pragma unroll
-        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
-            const i32 column = dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
+        for (i32 j = 0; j < RUN; j += STORED) {
+            const i32 column = wave_column + lane / EDGE * RUN + j;
             if (column >= columns)
                 continue;
-            Pack<Activation, STORED> pack;
+            Pack<Element, STORED> pack;
             #pragma unroll
             for (i32 n = 0; n < STORED; n++) {
-                f32 g = sums[i][j + n], u = sums[i][THREAD_COLUMNS + j + n];
-                f32 value = activated(g, u);
-                pack.at[n] = round_to<Activation>(value);
+                const i32 part = (j + n) / SUMS, sum = (j + n) % SUMS;
+                const f32 value = finished(sums[i][0][part][sum], sums[i][1][part][sum]);
+                pack.at[n] = round_to<Element>(value);
             }
             store(hidden + (tile.first + row) * OUTER + first_column + column, pack);
         }
