@@ -1,38 +1,29 @@
-//! The CUDA driver. All use of cudarc is in this module.
+//! The CUDA driver as a [`Device`]. All use of cudarc is in this module: its
+//! contexts and streams are shared with others that use it.
 
-mod module;
-mod words;
+mod tensor_map;
+mod vendor;
 
-use crate::driver;
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{
-    self, CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute, CUresult,
-};
+use crate::driver::{self, Table};
+use cudarc::driver::result::DriverError;
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{CudaContext, CudaStream};
-use module::{CudaModule, Function, Handle};
 use moesaic_kernel::{CudaArch, Entry, Target};
-use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
-use std::sync::{Arc, Mutex, PoisonError};
-use words::{is_kernel_fault, unavailable, words};
+use moesaic_target::gpu::{GpuDevice, Setup, StreamHandle};
+use moesaic_target::{
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, StreamDevice,
+};
+use std::sync::Arc;
+use vendor::Cuda;
 
-/// Dynamic shared memory a kernel may have without asking for more, in bytes.
-const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+/// The first compute capability with clusters and tensor maps.
+const HOPPER: u16 = 90;
 
 /// An NVIDIA GPU and one stream on it.
 #[derive(Debug)]
 pub struct CudaDevice {
-    info: DeviceInfo,
-    shared: Arc<Shared>,
-    /// The most shared memory a block can have, in bytes.
-    most_shared: u32,
-}
-
-/// What the device, its modules and its buffers all need.
-#[derive(Debug)]
-struct Shared {
+    gpu: GpuDevice<Cuda>,
     stream: Arc<CudaStream>,
-    /// The kernel launched last, for errors that come to light later.
-    recent: Mutex<String>,
 }
 
 impl CudaDevice {
@@ -44,11 +35,11 @@ impl CudaDevice {
     pub fn open(ordinal: usize) -> Result<CudaDevice, DeviceError> {
         // cudarc panics without a driver, or when it is too old to have a
         // function: nothing of it may be called before this.
-        driver::probe()?;
-        check_ordinal(ordinal)?;
-        let context = CudaContext::new(ordinal).map_err(|error| unavailable(&error))?;
-        let stream = context.new_stream().map_err(|error| unavailable(&error))?;
-        CudaDevice::on(stream)
+        let table = driver::table()?;
+        check_ordinal(table, ordinal)?;
+        let context = CudaContext::new(ordinal).map_err(|error| unavailable(table, &error))?;
+        let stream = context.new_stream();
+        CudaDevice::on(stream.map_err(|error| unavailable(table, &error))?)
     }
 
     /// Uses a stream that others use too, such as candle's: launches are in
@@ -57,27 +48,34 @@ impl CudaDevice {
     /// # Errors
     /// When the device does not answer, or nothing can be compiled for it.
     pub fn on(stream: Arc<CudaStream>) -> Result<CudaDevice, DeviceError> {
-        let context = stream.context();
-        let info = info(context)?;
-        let most_shared = attribute(
-            context,
-            Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-        )?;
-        keep_freed_memory(context);
-        let shared = Arc::new(Shared {
-            stream,
-            recent: Mutex::default(),
-        });
-        Ok(CudaDevice {
+        let table = driver::table()?;
+        let context = stream.context().clone();
+        let facts = Facts {
+            table,
+            context: &context,
+        };
+        let (info, gpu_info) = (facts.info()?, facts.gpu_info()?);
+        let setup = Setup {
             info,
-            shared,
-            most_shared,
-        })
+            gpu_info,
+            stream: Some((
+                StreamHandle(stream.cu_stream().cast()),
+                Box::new(stream.clone()),
+            )),
+        };
+        let clusters = facts.capability()? >= HOPPER;
+        let vendor = Cuda {
+            table,
+            context,
+            clusters,
+        };
+        let gpu = GpuDevice::new(vendor, setup)?;
+        Ok(CudaDevice { gpu, stream })
     }
 
     /// The stream everything runs on.
     pub fn stream(&self) -> &Arc<CudaStream> {
-        &self.shared.stream
+        &self.stream
     }
 
     /// Free and total memory in bytes.
@@ -85,10 +83,7 @@ impl CudaDevice {
     /// # Errors
     /// When the driver fails.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
-        let context = self.shared.stream.context();
-        context
-            .mem_get_info()
-            .map_err(|error| self.shared.fault("memory query", &error))
+        self.gpu.memory()
     }
 
     /// How many GPUs the driver has.
@@ -96,65 +91,33 @@ impl CudaDevice {
     /// # Errors
     /// [`DeviceError::Unavailable`], as for [`CudaDevice::open`].
     pub fn count() -> Result<usize, DeviceError> {
-        driver::probe()?;
-        let count = CudaContext::device_count().map_err(|error| unavailable(&error))?;
-        Ok(usize::try_from(count).unwrap_or(0))
+        count(driver::table()?)
     }
 }
 
 impl Device for CudaDevice {
     fn info(&self) -> &DeviceInfo {
-        &self.info
+        self.gpu.info()
+    }
+
+    fn streams(&self) -> Result<&dyn StreamDevice, DeviceError> {
+        self.gpu.streams()
+    }
+
+    fn capturing(&self) -> Option<String> {
+        self.gpu.capturing()
     }
 
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
-        let module = Handle::load(&self.shared, artifact, entries)?;
-        let functions = entries
-            .iter()
-            .map(|entry| {
-                Ok((
-                    entry.symbol.clone(),
-                    self.function(&module, artifact, entry)?,
-                ))
-            })
-            .collect::<Result<_, DeviceError>>()?;
-        Ok(Arc::new(CudaModule { functions, module }))
+        self.gpu.load(artifact, entries)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        self.shared.bind("allocation")?;
-        // Zero bytes get one, so that the address is always real.
-        match allocate(&self.shared.stream, bytes.max(1)) {
-            Ok(address) => {
-                let owner = Allocation {
-                    address,
-                    shared: self.shared.clone(),
-                };
-                Ok(Buffer::new(Ptr(address), bytes, Box::new(owner)))
-            }
-            Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Err(self.out_of_memory(bytes)),
-            Err(error) => Err(self
-                .shared
-                .fault(&format!("allocation of {bytes} bytes"), &error)),
-        }
+        self.gpu.alloc(bytes)
     }
 
     fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
-        let to = buffer.range("upload", offset, bytes.len())?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        self.shared.bind("upload")?;
-        let stream = &self.shared.stream;
-        // SAFETY: the range lies in the buffer, which the caller keeps. The
-        // driver has read pageable memory when the call returns; pinned
-        // memory is waited for below.
-        unsafe { result::memcpy_htod_async(to.0, bytes, stream.cu_stream()) }
-            .map_err(|error| self.shared.fault("upload", &error))?;
-        match is_pinned(bytes) {
-            true => self.synchronize(),
-            false => Ok(()),
-        }
+        self.gpu.upload(bytes, buffer, offset)
     }
 
     fn download(
@@ -163,179 +126,26 @@ impl Device for CudaDevice {
         offset: usize,
         bytes: &mut [u8],
     ) -> Result<(), DeviceError> {
-        let from = buffer.range("download", offset, bytes.len())?;
-        if !bytes.is_empty() {
-            self.shared.bind("download")?;
-            let stream = &self.shared.stream;
-            // SAFETY: the range lies in the buffer, which the caller keeps;
-            // `bytes` is borrowed until the copy has finished, below.
-            unsafe { result::memcpy_dtoh_async(bytes, from.0, stream.cu_stream()) }
-                .map_err(|error| self.shared.fault("download", &error))?;
-        }
-        self.synchronize()
+        self.gpu.download(buffer, offset, bytes)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        let stream = &self.shared.stream;
-        stream
-            .synchronize()
-            .map_err(|error| self.shared.fault("synchronize", &error))
+        self.gpu.synchronize()
     }
 }
 
-impl CudaDevice {
-    fn function(
-        &self,
-        module: &Handle,
-        artifact: &Artifact,
-        entry: &Entry,
-    ) -> Result<Function, DeviceError> {
-        let refuse = |reason| DeviceError::Load {
-            kernel: entry.symbol.clone(),
-            reason,
-        };
-        let report = artifact.report.kernel(&entry.symbol);
-        if let Some(reason) = report.and_then(|report| report.disagreement(entry)) {
-            return Err(refuse(reason));
-        }
-        let handle = module.function(&entry.symbol).map_err(refuse)?;
-        self.allow_shared(handle, entry).map_err(refuse)?;
-        Ok(Function {
-            handle,
-            entry: entry.clone(),
-        })
-    }
-
-    /// More than 48 KiB of dynamic shared memory must be asked for.
-    fn allow_shared(&self, handle: sys::CUfunction, entry: &Entry) -> Result<(), String> {
-        let dynamic = entry.launch.shared_bytes;
-        // SAFETY: the function's module is loaded.
-        let fixed = unsafe {
-            result::function::get_function_attribute(
-                handle,
-                FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-            )
-        };
-        let fixed = fixed.map_err(|error| words(&error))?.unsigned_abs();
-        let bytes = dynamic.saturating_add(fixed);
-        if bytes > self.most_shared {
-            return Err(format!(
-                "it needs {bytes} bytes of shared memory per block, {} has {}",
-                self.info.name, self.most_shared
-            ));
-        }
-        if dynamic <= SHARED_WITHOUT_ASKING {
-            return Ok(());
-        }
-        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: as above. The value was found to be small.
-        unsafe { result::function::set_function_attribute(handle, attribute, dynamic as i32) }
-            .map_err(|error| words(&error))
-    }
-
-    fn out_of_memory(&self, asked: usize) -> DeviceError {
-        let free = self.shared.stream.context().mem_get_info();
-        let free = free.map_or(String::new(), |(free, _)| {
-            format!(" ({free} bytes are free)")
-        });
-        DeviceError::OutOfMemory { asked, free }
-    }
+fn unavailable(table: &Table, error: &DriverError) -> DeviceError {
+    driver::unavailable(table.words(error.0 as i32))
 }
 
-impl Shared {
-    /// Every driver call needs the context on its own thread.
-    fn bind(&self, operation: &str) -> Result<(), DeviceError> {
-        let bound = self.stream.context().bind_to_thread();
-        bound.map_err(|error| self.fault(operation, &error))
-    }
-
-    /// The error of a call that may also report what an earlier launch did.
-    fn fault(&self, operation: &str, error: &DriverError) -> DeviceError {
-        if !is_kernel_fault(error) {
-            return DeviceError::Driver {
-                operation: operation.to_string(),
-                reason: words(error),
-            };
-        }
-        let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        DeviceError::Launch {
-            kernel: recent.clone(),
-            reason: format!(
-                "{}; it came to light at a later {operation}, so the kernel may be one \
-                 launched before this one: set CUDA_LAUNCH_BLOCKING=1 to be told which",
-                words(error)
-            ),
-        }
-    }
+fn count(table: &Table) -> Result<usize, DeviceError> {
+    let count = CudaContext::device_count().map_err(|error| unavailable(table, &error))?;
+    Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Device memory that is freed, in stream order, on drop.
-struct Allocation {
-    address: u64,
-    shared: Arc<Shared>,
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        let stream = &self.shared.stream;
-        let context = stream.context();
-        if context.bind_to_thread().is_err() {
-            return;
-        }
-        // Errors have nowhere to go, and a broken context has lost it anyway.
-        let _ = if context.has_async_alloc() {
-            // SAFETY: allocated once, freed once; in stream order, so that
-            // earlier launches finish first.
-            unsafe { result::free_async(self.address, stream.cu_stream()) }
-        } else {
-            // SAFETY: allocated once, freed once; it waits for the device.
-            unsafe { result::free_sync(self.address) }
-        };
-    }
-}
-
-fn allocate(stream: &CudaStream, bytes: usize) -> Result<u64, DriverError> {
-    if stream.context().has_async_alloc() {
-        // SAFETY: the context is bound, and Allocation frees the memory.
-        unsafe { result::malloc_async(stream.cu_stream(), bytes) }
-    } else {
-        // SAFETY: as above.
-        unsafe { result::malloc_sync(bytes) }
-    }
-}
-
-/// By default the driver gives freed memory back to the system at every
-/// synchronisation, and each layer would map it anew. Where it cannot be set
-/// things are slower and no less right.
-fn keep_freed_memory(context: &CudaContext) {
-    if !context.has_async_alloc() {
-        return;
-    }
-    let mut threshold = u64::MAX;
-    // SAFETY: the device is open; the attribute's type is a 64-bit integer.
-    unsafe {
-        if let Ok(pool) = result::device::get_default_mem_pool(context.cu_device()) {
-            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-            let _ = result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast());
-        }
-    }
-}
-
-/// Whether a copy from `bytes` may still be reading them when it returns.
-fn is_pinned(bytes: &[u8]) -> bool {
-    let mut kind = 0u32;
-    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-    // SAFETY: the attribute's type is a 32-bit integer; the address is only
-    // looked up.
-    let found = unsafe {
-        sys::cuPointerGetAttribute((&raw mut kind).cast(), attribute, bytes.as_ptr() as u64)
-    };
-    found == CUresult::CUDA_SUCCESS && kind != 0
-}
-
-fn check_ordinal(ordinal: usize) -> Result<(), DeviceError> {
-    let count = CudaContext::device_count().map_err(|error| unavailable(&error))?;
-    if i32::try_from(ordinal).is_ok_and(|ordinal| ordinal < count) {
+fn check_ordinal(table: &Table, ordinal: usize) -> Result<(), DeviceError> {
+    let count = count(table)?;
+    if ordinal < count {
         return Ok(());
     }
     Err(driver::unavailable(format!(
@@ -343,29 +153,61 @@ fn check_ordinal(ordinal: usize) -> Result<(), DeviceError> {
     )))
 }
 
-fn info(context: &CudaContext) -> Result<DeviceInfo, DeviceError> {
-    let failed = |error| unavailable(&error);
-    let name = context.name().map_err(failed)?;
-    let (major, minor) = context.compute_capability().map_err(failed)?;
-    let capability = u16::try_from(major * 10 + minor).unwrap_or(0);
-    let target = best_target(capability).ok_or_else(|| {
-        driver::unavailable(format!(
-            "{name} has compute capability {major}.{minor}, which is not supported"
-        ))
-    })?;
-    Ok(DeviceInfo {
-        target,
-        units: attribute(context, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        memory_bytes: context.total_mem().ok().map(|bytes| bytes as u64),
-        name,
-    })
+/// What the driver says of a GPU.
+struct Facts<'a> {
+    table: &'a Table,
+    context: &'a CudaContext,
 }
 
-fn attribute(context: &CudaContext, attribute: Attribute) -> Result<u32, DeviceError> {
-    let value = context
-        .attribute(attribute)
-        .map_err(|error| unavailable(&error))?;
-    Ok(value.unsigned_abs())
+impl Facts<'_> {
+    fn info(&self) -> Result<DeviceInfo, DeviceError> {
+        let name = self.context.name();
+        let name = name.map_err(|error| unavailable(self.table, &error))?;
+        let capability = self.capability()?;
+        let target = best_target(capability).ok_or_else(|| {
+            let (major, minor) = (capability / 10, capability % 10);
+            driver::unavailable(format!(
+                "{name} has compute capability {major}.{minor}, which is not supported"
+            ))
+        })?;
+        Ok(DeviceInfo {
+            target,
+            units: self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            memory_bytes: self.context.total_mem().ok().map(|bytes| bytes as u64),
+            name,
+        })
+    }
+
+    fn gpu_info(&self) -> Result<GpuInfo, DeviceError> {
+        // Zero is how the driver says that it does not say.
+        let known = |attribute| self.attribute(attribute).ok().filter(|value| *value != 0);
+        let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        Ok(GpuInfo {
+            ordinal: self.context.ordinal(),
+            shared_bytes: self.attribute(most)?,
+            shared_bytes_per_unit: known(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+            ),
+            threads_per_unit: known(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR),
+            lanes: known(Attribute::CU_DEVICE_ATTRIBUTE_WARP_SIZE),
+            l2_bytes: known(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE).map(u64::from),
+            clock_khz: known(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE),
+            pools: self.context.has_async_alloc(),
+            driver: self.table.version(),
+        })
+    }
+
+    fn capability(&self) -> Result<u16, DeviceError> {
+        let version = self.context.compute_capability();
+        let (major, minor) = version.map_err(|error| unavailable(self.table, &error))?;
+        Ok(u16::try_from(major * 10 + minor).unwrap_or(0))
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<u32, DeviceError> {
+        let value = self.context.attribute(attribute);
+        let value = value.map_err(|error| unavailable(self.table, &error))?;
+        Ok(value.unsigned_abs())
+    }
 }
 
 /// The target that uses the most of a GPU: the architecture's own (`sm_90a`),

@@ -1,79 +1,199 @@
-//! Is there a driver? Asked by our own means: cudarc panics when there is
-//! none, and when a function is missing.
+//! The CUDA driver's functions. They are looked up here and not through
+//! cudarc, which panics where there is no driver or a function is missing,
+//! and which calls other versions of some functions than older drivers have.
 
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_target::DeviceError;
-use std::ffi::{c_int, c_uint, c_void};
+use moesaic_target::gpu::{FunctionHandle, Functions, Names, StreamHandle};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 /// The driver's names, in the order the system's loader is asked for them.
 #[cfg(not(windows))]
-const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 #[cfg(windows)]
-const NAMES: [&str; 1] = ["nvcuda.dll"];
+const LIBRARIES: [&str; 1] = ["nvcuda.dll"];
 
-/// Every driver function that the device calls through cudarc. All are in
-/// drivers for CUDA 11.2 and later.
-const FUNCTIONS: [&str; 30] = [
+/// Every function that is called through cudarc, for contexts and streams.
+const CUDARC: [&str; 12] = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
-    "cuDeviceGetDefaultMemPool",
     "cuDeviceGetName",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDeviceTotalMem_v2",
-    "cuFuncGetAttribute",
-    "cuFuncSetAttribute",
-    "cuGetErrorString",
-    "cuLaunchKernel",
-    "cuMemAllocAsync",
-    "cuMemAlloc_v2",
-    "cuMemFreeAsync",
-    "cuMemFree_v2",
-    "cuMemGetInfo_v2",
-    "cuMemPoolSetAttribute",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuModuleUnload",
-    "cuPointerGetAttribute",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
-    "cuStreamSynchronize",
 ];
 
+/// What CUDA calls the functions that GPU drivers share. All are in drivers
+/// for CUDA 11.4 and later.
+const NAMES: Names = Names {
+    memory_info: "cuMemGetInfo_v2",
+    default_pool: "cuDeviceGetDefaultMemPool",
+    pool_set: "cuMemPoolSetAttribute",
+    can_access_peer: "cuDeviceCanAccessPeer",
+    stream_create: "cuStreamCreate",
+    stream_destroy: "cuStreamDestroy_v2",
+    stream_synchronize: "cuStreamSynchronize",
+    stream_wait: "cuStreamWaitEvent",
+    alloc_async: "cuMemAllocAsync",
+    free_async: "cuMemFreeAsync",
+    alloc: "cuMemAlloc_v2",
+    free: "cuMemFree_v2",
+    host_alloc: "cuMemHostAlloc",
+    host_free: "cuMemFreeHost",
+    upload: "cuMemcpyHtoDAsync_v2",
+    download: "cuMemcpyDtoHAsync_v2",
+    copy: "cuMemcpyDtoDAsync_v2",
+    module_load: "cuModuleLoadData",
+    module_unload: "cuModuleUnload",
+    module_function: "cuModuleGetFunction",
+    launch: "cuLaunchKernel",
+    occupancy: "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+    event_create: "cuEventCreate",
+    event_record: "cuEventRecord",
+    event_synchronize: "cuEventSynchronize",
+    event_elapsed: "cuEventElapsedTime",
+    event_destroy: "cuEventDestroy_v2",
+    capture_begin: "cuStreamBeginCapture_v2",
+    capture_end: "cuStreamEndCapture",
+    graph_instantiate: "cuGraphInstantiateWithFlags",
+    graph_launch: "cuGraphLaunch",
+    graph_destroy: "cuGraphDestroy",
+    exec_destroy: "cuGraphExecDestroy",
+};
+
 dl_table! {
-    /// What is asked of a driver before cudarc is.
-    struct Functions {
+    /// What only CUDA has.
+    pub struct Own {
         init: fn(flags: c_uint) -> c_int = "cuInit";
         version: fn(version: *mut c_int) -> c_int = "cuDriverGetVersion";
+        error_name: fn(code: c_int, name: *mut *const c_char) -> c_int = "cuGetErrorName";
+        error_string: fn(code: c_int, text: *mut *const c_char) -> c_int = "cuGetErrorString";
+        function_get: fn(value: *mut c_int, attribute: c_int, function: FunctionHandle) -> c_int
+            = "cuFuncGetAttribute";
+        function_set: fn(function: FunctionHandle, attribute: c_int, value: c_int) -> c_int
+            = "cuFuncSetAttribute";
+        pointer_get: fn(value: *mut c_void, attribute: c_int, address: u64) -> c_int
+            = "cuPointerGetAttribute";
+    }
+    optional {
+        launch_ex: fn(
+            config: *const LaunchConfig,
+            function: FunctionHandle,
+            params: *mut *mut c_void,
+            extra: *mut *mut c_void,
+        ) -> c_int = "cuLaunchKernelEx";
+        encode_tiled: fn(
+            map: *mut c_void,
+            data_type: c_uint,
+            rank: c_uint,
+            address: *mut c_void,
+            sizes: *const u64,
+            strides: *const u64,
+            tile: *const c_uint,
+            element_strides: *const c_uint,
+            interleave: c_uint,
+            swizzle: c_uint,
+            l2_promotion: c_uint,
+            fill: c_uint,
+        ) -> c_int = "cuTensorMapEncodeTiled";
     }
 }
 
-/// Whether cudarc may be called.
+/// A launch with attributes, as the driver reads it.
+#[repr(C)]
+pub struct LaunchConfig {
+    pub grid: [c_uint; 3],
+    pub block: [c_uint; 3],
+    pub shared_bytes: c_uint,
+    pub stream: StreamHandle,
+    pub attributes: *const LaunchAttribute,
+    pub attribute_count: c_uint,
+}
+
+/// An attribute of a launch; its value is a union of 64 bytes.
+#[repr(C, align(8))]
+pub struct LaunchAttribute {
+    pub id: c_uint,
+    pub padding: c_uint,
+    pub value: [c_uint; 16],
+}
+
+/// The driver's functions.
+pub struct Table {
+    pub functions: Functions,
+    pub own: Own,
+}
+
+/// The driver, once it has been found to have all that is called, here or
+/// through cudarc.
 ///
 /// # Errors
 /// [`DeviceError::Unavailable`] lists the names tried, or names the function
 /// that is missing.
-pub fn probe() -> Result<(), DeviceError> {
-    static PROBED: OnceLock<Result<(), DlError>> = OnceLock::new();
-    let probed = PROBED.get_or_init(|| functions().map(|_| ()));
-    probed.clone().map_err(|error| unavailable(reason(&error)))
+pub fn table() -> Result<&'static Table, DeviceError> {
+    static TABLE: OnceLock<Result<Table, DlError>> = OnceLock::new();
+    let table = TABLE.get_or_init(load).as_ref();
+    table.map_err(|error| unavailable(reason(error)))
 }
 
-/// The CUDA version the driver is for.
-pub fn version() -> Option<(u32, u32)> {
-    let functions = functions().ok()?;
-    let mut version = 0;
-    // SAFETY: the pointer is valid for a write. It works without `cuInit`.
-    let code = unsafe { functions.version(&mut version) };
-    let version = version.unsigned_abs();
-    (code == 0).then_some((version / 1000, version % 1000 / 10))
+fn load() -> Result<Table, DlError> {
+    let library = Library::open("the CUDA driver", &LIBRARIES)?;
+    // SAFETY: the addresses are only looked at, or are of functions with
+    // these signatures in cuda.h; the library is kept loaded.
+    unsafe {
+        for name in CUDARC {
+            library.symbol::<*const c_void>(name)?;
+        }
+        let functions = Functions::load(&NAMES, |name| library.symbol(name))?;
+        let own = Own::load(library)?;
+        Ok(Table { functions, own })
+    }
+}
+
+impl Table {
+    /// For errors: `the driver is for CUDA 12.4`.
+    pub fn version(&self) -> Option<String> {
+        let mut version = 0;
+        // SAFETY: the pointer is valid for a write. It works without `cuInit`.
+        let code = unsafe { self.own.version(&mut version) };
+        let (major, minor) = (version / 1000, version % 1000 / 10);
+        (code == 0).then(|| format!("the driver is for CUDA {major}.{minor}"))
+    }
+
+    /// The driver's name and words for a code: `CUDA_ERROR_NO_DEVICE: no …`.
+    pub fn words(&self, code: c_int) -> String {
+        let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
+        // SAFETY: the pointers are valid for a write; an unknown code leaves
+        // null.
+        unsafe {
+            self.own.error_name(code, &mut name);
+            self.own.error_string(code, &mut text);
+        }
+        // SAFETY: the driver's strings are static.
+        match unsafe { (static_text(name), static_text(text)) } {
+            (Some(name), Some(text)) => format!("{name}: {text}"),
+            (Some(name), None) => name,
+            _ => format!("CUDA error {code}"),
+        }
+    }
+}
+
+/// # Safety
+/// Null, or a NUL-terminated string that is never freed.
+unsafe fn static_text(text: *const c_char) -> Option<String> {
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    let text = unsafe { CStr::from_ptr(text) };
+    Some(text.to_string_lossy().into_owned())
 }
 
 /// A [`DeviceError::Unavailable`] of this backend.
@@ -84,20 +204,26 @@ pub fn unavailable(reason: String) -> DeviceError {
     }
 }
 
-fn functions() -> Result<Functions, DlError> {
-    let library = Library::open("the CUDA driver", &NAMES)?;
-    for name in FUNCTIONS {
-        // SAFETY: the address is only looked at, by its being there.
-        unsafe { library.symbol::<*const c_void>(name)? };
-    }
-    // SAFETY: both signatures are those of cuda.h, where they have not
-    // changed since CUDA 2.
-    unsafe { Functions::load(library) }
-}
-
 fn reason(error: &DlError) -> String {
     match error {
-        DlError::MissingSymbol { .. } => format!("{error}; update the NVIDIA driver"),
+        DlError::MissingSymbol { .. } => {
+            format!("{error}; update the NVIDIA driver to one for CUDA 11.4 or later")
+        }
         _ => format!("{error}; install the NVIDIA driver"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::{offset_of, size_of};
+
+    #[test]
+    fn launch_structures_lie_as_in_the_header() {
+        assert_eq!(size_of::<LaunchAttribute>(), 72);
+        assert_eq!(offset_of!(LaunchAttribute, value), 8);
+        assert_eq!(offset_of!(LaunchConfig, stream), 32);
+        assert_eq!(offset_of!(LaunchConfig, attribute_count), 48);
+        assert_eq!(size_of::<LaunchConfig>(), 56);
     }
 }

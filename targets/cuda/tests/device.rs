@@ -1,17 +1,19 @@
-//! [`CudaDevice`] against a fake driver that the system C compiler builds.
-//!
-//! cudarc finds the driver by the loader's path, which is read when a process
-//! starts. So each case is a process of its own: this program, started over
-//! with `CASE` set.
+//! [`CudaDevice`] against a stand-in for the driver: the suite that GPU
+//! targets share, and what only CUDA has.
 
+#[path = "../../api/tests/gpu/mod.rs"]
+mod gpu;
+
+use gpu::{Case, Driver, Rig, Words, check_error, check_part, dims, entry, fail, log, nothing};
 use moesaic_cuda::CudaDevice;
 use moesaic_kernel::{
-    Access, DType, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Size, Stem,
+    Access, DType, Entry, KernelSource, Language, Param, Stem, Swizzle, TensorMap,
 };
-use moesaic_target::{Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, LaunchDims};
+use moesaic_target::{
+    Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, LaunchDims, Ptr, Report,
+};
 use moesaic_toolchain::{Kind, Registry, install, nvrtc};
-use std::path::Path;
-use std::process::Command;
+use std::sync::Arc;
 
 const TEXT: &str = r#"
 extern "C" __global__ void __launch_bounds__(256) scale(
@@ -22,107 +24,97 @@ extern "C" __global__ void __launch_bounds__(256) scale(
   __syncthreads();
   if (i < count) out[i] = tile[threadIdx.x] * factor + bias;
 }
+struct alignas(64) Map { unsigned long long words[16]; };
+extern "C" __global__ void mapped(const __grid_constant__ Map map, unsigned long long* out) {
+  out[threadIdx.x] = map.words[threadIdx.x % 16];
+}
 "#;
 
-fn main() {
-    match std::env::var("CASE") {
-        Ok(case) => run_case(&case),
-        Err(_) => run_all(),
-    }
-}
-
-fn run_all() {
-    let folder = tempfile::tempdir().unwrap();
-    build(&folder.path().join("new"), &[]);
-    build(&folder.path().join("old"), &["-DOLD"]);
-    no_driver(&folder.path().join("none"));
-    let artifact = folder.path().join("scale.cubin");
-    std::fs::write(&artifact, compile().binary).unwrap();
-    for (case, driver, fail) in CASES {
-        let log = folder.path().join(format!("{case}.log"));
-        let output = Command::new(std::env::current_exe().unwrap())
-            .env("CASE", case)
-            .env("LD_LIBRARY_PATH", folder.path().join(driver))
-            .env("FAKE_CUDA_FAIL", fail)
-            .env("FAKE_CUDA_LOG", &log)
-            .env("CUBIN", &artifact)
-            .output()
-            .unwrap();
-        let text =
-            String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success(),
-            "case {case}: {}\n{text}",
-            output.status
-        );
-        println!("test {case} ... ok");
-    }
-}
-
-/// Case, folder of the driver, the function that fails and its code.
-const CASES: [(&str, &str, &str); 12] = [
-    ("a_layer_runs", "new", ""),
-    ("without_pools", "new", ""),
-    ("no_driver", "none", ""),
-    ("old_driver", "old", ""),
-    ("no_gpu", "new", "cuInit:100"),
-    ("wrong_ordinal", "new", ""),
-    ("out_of_memory", "new", "cuMemAllocAsync:2"),
-    ("refused_binary", "new", "cuModuleLoadData:209"),
-    ("refused_launch", "new", "cuLaunchKernel:701"),
-    ("late_fault", "new", "cuStreamSynchronize:700"),
-    ("bad_requests", "new", ""),
-    ("shared_memory", "new", ""),
+const CASES: &[Case] = &[
+    Case::new("cuda_facts", cuda_facts),
+    Case::new("cuda_shares_its_stream", shares_its_stream),
+    Case::new("cuda_shared_memory", shared_memory),
+    Case::new("cuda_refused_shared_memory", refused_shared_memory).failing("function_set", 1, 0),
+    Case::new("cuda_clusters", clusters),
+    Case::new("cuda_no_clusters_by_driver", no_clusters).on(Driver::Lacks("launch_ex")),
+    Case::new("cuda_no_clusters_by_gpu", no_clusters_on_ampere),
+    Case::new("cuda_tensor_maps", tensor_maps),
+    Case::new("cuda_no_tensor_maps", no_tensor_maps).on(Driver::Lacks("encode_tiled")),
+    Case::new("cuda_refused_tensor_map", refused_tensor_map).failing("encode_tiled", 1, 0),
+    Case::new("cuda_unknown_code", unknown_code).failing("alloc_async", 9999, 0),
+    Case::new("cuda_no_context", no_context).failing("current", 201, 1),
 ];
 
-fn run_case(case: &str) {
-    match case {
-        "a_layer_runs" => a_layer_runs(),
-        "without_pools" => without_pools(),
-        "no_driver" => check_unavailable(&[
-            "the CUDA driver",
-            "`libcuda.so.1` (",
-            "`libcuda.so` (",
-            "install the NVIDIA driver",
-        ]),
-        "old_driver" => check_unavailable(&[
-            "has no symbol `cuGetErrorString`",
-            "update the NVIDIA driver",
-        ]),
-        "no_gpu" => check_unavailable(&["CUDA_ERROR_NO_DEVICE: some words"]),
-        "wrong_ordinal" => wrong_ordinal(),
-        "out_of_memory" => out_of_memory(),
-        "refused_binary" => refused_binary(),
-        "refused_launch" => refused_launch(),
-        "late_fault" => late_fault(),
-        "bad_requests" => bad_requests(),
-        "shared_memory" => shared_memory(),
-        _ => panic!("no case {case}"),
-    }
+fn main() {
+    gpu::main(&Rig {
+        backend: "cuda",
+        fake: "tests/fake_cuda.c",
+        library: "libcuda.so.1",
+        open: |ordinal| Ok(Arc::new(CudaDevice::open(ordinal)?)),
+        count: CudaDevice::count,
+        symbol,
+        compile,
+        read: |binary| Report {
+            compiler: "NVRTC 13.0".to_string(),
+            kernels: moesaic_cuda::read_cubin(binary).unwrap(),
+            ..Report::default()
+        },
+        words: Words {
+            illegal_address: "CUDA_ERROR_ILLEGAL_ADDRESS",
+            out_of_resources: "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
+            no_device: "CUDA_ERROR_NO_DEVICE",
+            no_binary: "CUDA_ERROR_NO_BINARY_FOR_GPU",
+            blocking: "CUDA_LAUNCH_BLOCKING",
+            driver: "the driver is for CUDA 12.4",
+            compiler: "NVRTC 13.0",
+            last: "release context",
+        },
+        cases: CASES,
+    });
 }
 
-fn build(folder: &Path, flags: &[&str]) {
-    std::fs::create_dir(folder).unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_cuda.c");
-    let status = Command::new("cc")
-        .args(["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o"])
-        .arg(folder.join("libcuda.so.1"))
-        .arg(source)
-        .args(flags)
-        .status()
-        .expect("the test needs a C compiler named `cc`");
-    assert!(status.success(), "cc: {status}");
-}
-
-/// Files that are no libraries hide a driver the machine may have.
-fn no_driver(folder: &Path) {
-    std::fs::create_dir(folder).unwrap();
-    for name in ["libcuda.so.1", "libcuda.so"] {
-        std::fs::write(
-            folder.join(name),
-            "no library, and long enough to hold an ELF header, which it has not",
-        )
-        .unwrap();
+/// The driver's names, apart from the code under test.
+fn symbol(function: &str) -> &'static str {
+    match function {
+        "init" => "cuInit",
+        "current" => "cuCtxSetCurrent",
+        "function_set" => "cuFuncSetAttribute",
+        "launch_ex" => "cuLaunchKernelEx",
+        "encode_tiled" => "cuTensorMapEncodeTiled",
+        "memory_info" => "cuMemGetInfo_v2",
+        "default_pool" => "cuDeviceGetDefaultMemPool",
+        "pool_set" => "cuMemPoolSetAttribute",
+        "can_access_peer" => "cuDeviceCanAccessPeer",
+        "stream_create" => "cuStreamCreate",
+        "stream_destroy" => "cuStreamDestroy_v2",
+        "stream_synchronize" => "cuStreamSynchronize",
+        "stream_wait" => "cuStreamWaitEvent",
+        "alloc_async" => "cuMemAllocAsync",
+        "free_async" => "cuMemFreeAsync",
+        "alloc" => "cuMemAlloc_v2",
+        "free" => "cuMemFree_v2",
+        "host_alloc" => "cuMemHostAlloc",
+        "host_free" => "cuMemFreeHost",
+        "upload" => "cuMemcpyHtoDAsync_v2",
+        "download" => "cuMemcpyDtoHAsync_v2",
+        "copy" => "cuMemcpyDtoDAsync_v2",
+        "module_load" => "cuModuleLoadData",
+        "module_unload" => "cuModuleUnload",
+        "module_function" => "cuModuleGetFunction",
+        "launch" => "cuLaunchKernel",
+        "occupancy" => "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+        "event_create" => "cuEventCreate",
+        "event_record" => "cuEventRecord",
+        "event_synchronize" => "cuEventSynchronize",
+        "event_elapsed" => "cuEventElapsedTime",
+        "event_destroy" => "cuEventDestroy_v2",
+        "capture_begin" => "cuStreamBeginCapture_v2",
+        "capture_end" => "cuStreamEndCapture",
+        "graph_instantiate" => "cuGraphInstantiateWithFlags",
+        "graph_launch" => "cuGraphLaunch",
+        "graph_destroy" => "cuGraphDestroy",
+        "exec_destroy" => "cuGraphExecDestroy",
+        _ => panic!("no function {function}"),
     }
 }
 
@@ -144,326 +136,223 @@ fn compile() -> Artifact {
         .unwrap()
 }
 
-fn artifact() -> Artifact {
-    let binary = std::fs::read(std::env::var("CUBIN").unwrap()).unwrap();
-    let kernels = moesaic_cuda::read_cubin(&binary).unwrap();
-    let compiler = "NVRTC 13.0".to_string();
-    Artifact {
-        binary,
-        report: moesaic_target::Report {
-            compiler,
-            kernels,
-            ..Default::default()
-        },
-    }
-}
-
-fn entry() -> Entry {
-    let float = |name: &str| Param {
-        name: name.to_string(),
-        ty: ParamType::Scalar(Scalar::F32),
-        shape: String::new(),
-    };
-    let tensor = |name: &str, access| Param::tensor(name, DType::F32, access, "[tokens]");
-    Entry {
-        symbol: "scale".to_string(),
-        summary: String::new(),
-        params: vec![
-            float("factor"),
-            tensor("in", Access::Read),
-            tensor("out", Access::Write),
-            Param::i64("count"),
-            float("bias"),
-        ],
-        launch: Launch {
-            grid: [Size::Tokens.ceil_div(256), Size::Const(1)],
-            threads: 256,
-            shared_bytes: 0,
-            cluster: 1,
-        },
-    }
-}
-
-fn dims(grid: [u64; 2]) -> LaunchDims {
-    LaunchDims {
-        grid,
-        threads: 256,
-        shared_bytes: 0,
-        cluster: 1,
-    }
-}
-
-fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values
-        .iter()
-        .flat_map(|value| value.to_le_bytes())
-        .collect()
-}
-
-fn floats_of(bytes: &[u8]) -> Vec<f32> {
-    bytes
-        .chunks_exact(4)
-        .map(|four| f32::from_le_bytes(four.try_into().unwrap()))
-        .collect()
-}
-
-fn log() -> Vec<String> {
-    let text = std::fs::read_to_string(std::env::var("FAKE_CUDA_LOG").unwrap()).unwrap_or_default();
-    text.lines().map(str::to_string).collect()
-}
-
-fn open() -> CudaDevice {
-    CudaDevice::open(0).unwrap_or_else(|error| panic!("{error}"))
-}
-
-/// 300 floats, scaled, with the buffers offset so that a wrong offset shows.
-fn scale(device: &CudaDevice) -> Result<Vec<f32>, DeviceError> {
-    let values = (0..300).map(|i| i as f32 * 0.5 - 3.0).collect::<Vec<_>>();
-    let module = device.load(&artifact(), &[entry()])?;
-    let input = device.alloc(1204)?;
-    let output = device.alloc(1200)?;
-    device.upload(&bytes_of(&values), &input, 4)?;
-    let from = Arg::Ptr(moesaic_target::Ptr(input.ptr().0 + 4));
-    let args = [
-        Arg::F32(-2.0),
-        from,
-        Arg::Ptr(output.ptr()),
-        Arg::I64(300),
-        Arg::F32(0.25),
-    ];
-    // SAFETY: the arguments are those of `entry`, and both buffers hold 300 floats.
-    unsafe { module.launch("scale", dims([2, 1]), &args) }?;
-    let mut bytes = vec![0; 1200];
-    device.download(&output, 0, &mut bytes)?;
-    let expected = values
-        .iter()
-        .map(|value| value * -2.0 + 0.25)
-        .collect::<Vec<_>>();
-    assert_eq!(floats_of(&bytes), expected);
-    let mut tail = [0; 8];
-    device.download(&output, 1192, &mut tail)?;
-    assert_eq!(floats_of(&tail), expected[298..]);
-    Ok(expected)
-}
-
-fn a_layer_runs() {
-    let device = open();
+fn cuda_facts(_: &Rig) {
+    let device = CudaDevice::open(0).unwrap();
     let info = device.info();
     assert_eq!((info.name.as_str(), info.units), ("Fake H200", 132));
     assert_eq!(info.target.to_string(), "cuda:sm_90a");
     assert_eq!(info.memory_bytes, Some(150_754_820_096));
     assert_eq!(device.memory().unwrap(), (4096, 150_754_820_096));
-    assert_eq!(CudaDevice::count().unwrap(), 2);
-    // Another thread has no context of its own.
-    std::thread::scope(|scope| scope.spawn(|| scale(&device).unwrap()).join().unwrap());
-    drop(device);
-    let expected = [
-        "pool attribute 4 = ffffffffffffffff",
-        "load an ELF file",
-        "alloc 1204",
-        "alloc 1200",
-        "upload 1200",
-        "launch scale grid 2 1 1 block 256 1 1 shared 0 stream ours extra none",
-        "download 1200",
-        "synchronize",
-        "download 8",
-        "synchronize",
-        "free",
-        "free",
-        "synchronize",
-        "unload",
-        "destroy stream",
-        "release",
-    ];
-    assert_eq!(log(), expected);
+    let facts = gpu::streams(&device).gpu_info();
+    assert_eq!(facts.shared_bytes, 232_448);
+    assert_eq!(facts.shared_bytes_per_unit, Some(233_472));
+    assert_eq!(facts.threads_per_unit, Some(2048));
+    assert_eq!((facts.lanes, facts.l2_bytes), (Some(32), Some(62_914_560)));
 }
 
-fn without_pools() {
-    // SAFETY: this process has one thread, which reads no variables now.
-    unsafe { std::env::set_var("FAKE_CUDA_NO_POOLS", "1") };
-    scale(&open()).unwrap();
+fn shares_its_stream(_: &Rig) {
+    let first = CudaDevice::open(0).unwrap();
+    let stream = first.stream().clone();
+    let second = CudaDevice::on(stream).unwrap();
+    drop(first.alloc(8).unwrap());
+    drop(first);
+    drop(second.alloc(8).unwrap());
+    assert_eq!(
+        log().last().unwrap(),
+        "free a2 on s1",
+        "one stream for both"
+    );
+}
+
+fn with_shared(rig: &Rig, device: &dyn Device, bytes: u32) -> Result<(), DeviceError> {
+    let mut entry = entry();
+    entry.launch.shared_bytes = bytes;
+    device.load(&rig.artifact(), &[entry]).map(drop)
+}
+
+fn shared_memory(rig: &Rig) {
+    let device = rig.open();
+    with_shared(rig, &*device, 48 << 10).unwrap();
+    assert!(!log().iter().any(|line| line.starts_with("attribute")));
+    with_shared(rig, &*device, 200 << 10).unwrap();
+    assert!(log().contains(&"attribute 8 of scale = 204800".to_string()));
+    check_part(
+        with_shared(rig, &*device, 232_448),
+        "it needs 233472 bytes of shared memory per block (232448 dynamic, 1024 static), Fake \
+         H200 has 232448",
+    );
+    let module = rig.load(&*device);
+    let dims = LaunchDims {
+        shared_bytes: 50_000,
+        ..dims([1, 1])
+    };
+    // SAFETY: it is refused.
+    check_part(
+        unsafe { module.launch("scale", dims, &nothing()) },
+        "it asks for 50000 bytes of dynamic shared memory, and was loaded for 49152",
+    );
+}
+
+fn refused_shared_memory(rig: &Rig) {
+    check_error(
+        with_shared(rig, &*rig.open(), 100_000),
+        "cannot load kernel `scale`: 100000 bytes of dynamic shared memory are refused: \
+         CUDA_ERROR_SOME: some words",
+    );
+}
+
+fn in_clusters(rig: &Rig, blocks: u32, x: u64) -> Result<(), DeviceError> {
+    let device = rig.open();
+    let mut entry = entry();
+    entry.launch.cluster = blocks;
+    let module = device.load(&rig.artifact(), &[entry])?;
+    let dims = LaunchDims {
+        cluster: blocks,
+        ..dims([x, 2])
+    };
+    // SAFETY: it touches nothing.
+    unsafe { module.launch("scale", dims, &nothing()) }
+}
+
+fn clusters(rig: &Rig) {
+    in_clusters(rig, 2, 6).unwrap();
+    let launch = "launch scale grid 6 2 1 block 256 1 1 shared 0 attribute 4 = 2 1 1 on s1";
+    assert!(log().iter().any(|line| line.starts_with(launch)));
+    assert!(!log().iter().any(|line| line.starts_with("attribute")));
+    in_clusters(rig, 16, 32).unwrap();
+    assert!(log().contains(&"attribute 14 of scale = 1".to_string()));
+    check_error(
+        in_clusters(rig, 4, 6),
+        "launch of kernel `scale` failed: 6 blocks in x are not whole clusters of 4; grid 6 x 2, \
+         256 threads, 0 bytes of dynamic shared memory, clusters of 4",
+    );
+    check_part(
+        in_clusters(rig, 32, 32),
+        "clusters of 32 blocks are too large; the most are 16",
+    );
+    fail(rig, "launch_ex", 701);
+    check_part(in_clusters(rig, 2, 6), "clusters of 2");
+}
+
+fn no_clusters(rig: &Rig) {
+    check_error(
+        in_clusters(rig, 2, 6),
+        "cannot load kernel `scale`: it runs in clusters of 2 blocks, which need sm_90 or later \
+         and a driver for CUDA 11.8 or later",
+    );
+}
+
+fn no_clusters_on_ampere(rig: &Rig) {
+    // SAFETY: this process has one thread now.
+    unsafe { std::env::set_var("FAKE_CUDA_MAJOR", "8") };
+    assert_eq!(rig.open().info().target.to_string(), "cuda:sm_80");
+    check_part(in_clusters(rig, 2, 6), "which need sm_90 or later");
+    check_part(map_over(rig, [128, 100, 1, 1, 1], 0), "it needs sm_90");
+    // SAFETY: as above.
+    unsafe { std::env::set_var("FAKE_CUDA_MAJOR", "6") };
+    check_part(
+        (rig.open)(0),
+        "Fake H200 has compute capability 6.0, which is not supported",
+    );
+}
+
+fn mapped() -> Entry {
+    let map = TensorMap {
+        dtype: DType::Bf16,
+        access: Access::Read,
+        rank: 2,
+        tile: [64, 8, 1, 1, 1],
+        swizzle: Swizzle::B128,
+    };
+    let mut entry = entry();
+    entry.symbol = "mapped".to_string();
+    entry.params = vec![
+        Param::map("map", map, "[rows, 128]"),
+        Param::tensor("out", DType::I64, Access::Write, "[16]"),
+    ];
+    entry
+}
+
+/// Launches `mapped` over a tensor `offset` bytes into a buffer.
+fn map_over(rig: &Rig, dims: [u64; 5], offset: u64) -> Result<(), DeviceError> {
+    let device = rig.open();
+    let module = device.load(&rig.artifact(), &[mapped()])?;
+    let (tensor, out) = (device.alloc(40_000)?, device.alloc(128)?);
+    let args = [
+        Arg::TensorMap {
+            base: Ptr(tensor.ptr().0 + offset),
+            dims,
+        },
+        Arg::Ptr(out.ptr()),
+    ];
+    let blocks = dims[1].min(1);
+    // SAFETY: the arguments are those of `mapped`.
+    unsafe { module.launch("mapped", gpu::dims([blocks, 1]), &args) }
+}
+
+fn tensor_maps(rig: &Rig) {
+    map_over(rig, [128, 100, 1, 1, 1], 256).unwrap();
     let log = log();
     assert!(
-        log.contains(&"alloc sync 1204".to_string()) && log.contains(&"free sync".to_string()),
-        "{log:?}"
-    );
-    assert!(
-        !log.iter()
-            .any(|line| line.starts_with("pool") || line == "free"),
-        "{log:?}"
-    );
-}
-
-fn check_unavailable(parts: &[&str]) {
-    let errors = [
-        CudaDevice::open(0)
-            .expect_err("there is no usable driver")
-            .to_string(),
-        CudaDevice::count()
-            .expect_err("there is no usable driver")
-            .to_string(),
-    ];
-    for error in errors {
-        assert!(
-            error.starts_with("no `cuda` device is available: "),
-            "{error}"
-        );
-        for part in parts {
-            assert!(error.contains(part), "{part:?} is not in {error}");
-        }
-    }
-}
-
-fn wrong_ordinal() {
-    let error = CudaDevice::open(2).err().unwrap().to_string();
-    assert!(
-        error.ends_with("GPU 2 was asked for; the driver has 2, counted from 0"),
-        "{error}"
-    );
-}
-
-fn out_of_memory() {
-    let error = open().alloc(1 << 40).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "out of device memory: 1099511627776 bytes were asked for (4096 bytes are free)"
-    );
-}
-
-fn refused_binary() {
-    let error = open()
-        .load(&artifact(), &[entry()])
-        .err()
-        .unwrap()
-        .to_string();
-    assert!(
-        error.starts_with("cannot load kernel `scale`: CUDA_ERROR_NO_BINARY_FOR_GPU: some words"),
-        "{error}"
-    );
-    assert!(
-        error.ends_with("compiled by NVRTC 13.0, and the driver is for CUDA 12.4"),
-        "{error}"
-    );
-}
-
-fn refused_launch() {
-    let error = scale(&open()).unwrap_err().to_string();
-    assert!(
-        error.starts_with("launch of kernel `scale` failed: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
-        "{error}"
-    );
-}
-
-fn late_fault() {
-    let error = scale(&open()).unwrap_err().to_string();
-    assert!(
-        error.starts_with(
-            "launch of kernel `scale` failed: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"
+        log.contains(
+            &"encode type 9 of a1+256 sizes 128 100 strides 256 box 64/1 8/1 interleave 0 \
+              swizzle 3 promotion 3 fill 0"
+                .to_string()
         ),
+        "{log:?}"
+    );
+    let launch = log.iter().find(|line| line.starts_with("launch")).unwrap();
+    assert!(launch.ends_with("params map 0001 a2+0"), "{launch}");
+    map_over(rig, [128, 0, 1, 1, 1], 0).unwrap();
+    let error = map_over(rig, [128, 100, 1, 1, 1], 8).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error
+            .starts_with("launch of kernel `mapped` failed: tensor map over bf16 [128, 100] at 0x")
+            && error.ends_with(
+                "in boxes of [64, 8], swizzle B128: the address is not a multiple of 16"
+            ),
         "{error}"
     );
-    assert!(error.contains("CUDA_LAUNCH_BLOCKING=1"), "{error}");
-}
-
-fn bad_requests() {
-    let device = open();
-    let module = device.load(&artifact(), &[entry()]).unwrap();
-    // SAFETY: each launch is refused, or has nothing to do.
-    let launch =
-        |symbol: &str, grid, args: &[Arg]| unsafe { module.launch(symbol, dims(grid), args) };
-    let nothing = [
-        Arg::F32(0.0),
-        Arg::Ptr(moesaic_target::Ptr(0)),
-        Arg::Ptr(moesaic_target::Ptr(0)),
-        Arg::I64(0),
-        Arg::F32(0.0),
-    ];
-    launch("scale", [0, 1], &nothing).unwrap();
-    assert!(
-        !log().iter().any(|line| line.starts_with("launch")),
-        "nothing is launched"
+    check_part(
+        map_over(rig, [100, 100, 1, 1, 1], 0),
+        "the stride of dimension 1 is 200 bytes, not a multiple of 16",
     );
-    let error = launch("gone", [1, 1], &nothing).unwrap_err().to_string();
-    assert!(
-        error.contains("it was not loaded; loaded are: scale"),
-        "{error}"
-    );
-    let error = launch("scale", [1, 1], &nothing[1..])
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("it takes 5 arguments and got 4"), "{error}");
-    let error = launch("scale", [1, 70_000], &nothing)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("a grid of 1 x 70000 blocks is too large"),
-        "{error}"
-    );
-
-    let buffer = device.alloc(0).unwrap();
-    assert_ne!(buffer.ptr().0, 0);
-    let error = device.upload(&[1, 2], &buffer, 0).unwrap_err().to_string();
+    let encodes = gpu::log()
+        .iter()
+        .filter(|line| line.starts_with("encode"))
+        .count();
     assert_eq!(
-        error,
-        "upload of 2 bytes at byte 0 failed: the buffer holds 0 bytes"
+        encodes, 1,
+        "bad maps and empty launches never reach the driver"
     );
-    let error = device
-        .download(&buffer, usize::MAX, &mut [0; 2])
-        .unwrap_err()
-        .to_string();
-    assert!(error.starts_with("download of 2 bytes at byte "), "{error}");
-
-    let mut other = entry();
-    other.params.pop();
-    let error = device
-        .load(&artifact(), &[other])
-        .err()
-        .unwrap()
-        .to_string();
-    assert!(
-        error.contains("`scale` declares 4 parameters, the binary takes 5"),
-        "{error}"
-    );
-    let mut gone = entry();
-    gone.symbol = "gone".to_string();
-    let error = device.load(&artifact(), &[gone]).err().unwrap().to_string();
-    assert!(
-        error.contains("cannot load kernel `gone`: CUDA_ERROR_NOT_FOUND"),
-        "{error}"
-    );
-    let short = Artifact {
-        binary: b"\x7fELF".to_vec(),
-        report: Default::default(),
-    };
-    let error = device.load(&short, &[entry()]).err().unwrap().to_string();
-    assert!(error.contains("not a readable ELF file"), "{error}");
 }
 
-fn shared_memory() {
-    let device = open();
-    let with = |bytes| {
-        let mut entry = entry();
-        entry.launch.shared_bytes = bytes;
-        device
-            .load(&artifact(), &[entry])
-            .map(|_| ())
-            .map_err(|error| error.to_string())
-    };
-    with(48 << 10).unwrap();
-    assert!(
-        !log()
-            .iter()
-            .any(|line| line.starts_with("function attribute"))
+fn no_tensor_maps(rig: &Rig) {
+    check_part(
+        map_over(rig, [128, 100, 1, 1, 1], 0),
+        "it needs sm_90 or later and a driver for CUDA 12.0 or later",
     );
-    with(200 << 10).unwrap();
-    assert!(
-        log().contains(&"function attribute 8 = 204800".to_string()),
-        "{:?}",
-        log()
+}
+
+fn refused_tensor_map(rig: &Rig) {
+    check_part(
+        map_over(rig, [128, 100, 1, 1, 1], 0),
+        "swizzle B128: CUDA_ERROR_SOME: some words",
     );
-    let error = with(232_448).unwrap_err();
-    assert!(
-        error.contains("it needs 233472 bytes of shared memory per block, Fake H200 has 232448"),
-        "{error}"
+}
+
+fn unknown_code(rig: &Rig) {
+    check_error(
+        rig.open().alloc(8),
+        "allocation of 8 bytes failed: CUDA error 9999",
     );
+}
+
+/// The first thread has a context; another one cannot get it.
+fn no_context(rig: &Rig) {
+    let device = rig.open();
+    let error = std::thread::scope(|scope| scope.spawn(|| device.alloc(8)).join().unwrap());
+    check_part(error, "allocation of 8 bytes failed: CUDA_ERROR_SOME");
+    drop(device.alloc(8).unwrap());
 }

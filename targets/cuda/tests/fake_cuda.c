@@ -1,124 +1,142 @@
-// A stand-in for libcuda: device memory is host memory, and the one kernel it
-// knows is computed here. Calls that matter are written to FAKE_CUDA_LOG.
-// FAKE_CUDA_FAIL="function:code" makes a function fail.
-#include <stdarg.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+// A stand-in for libcuda: see fake_gpu.h.
+#define FN_memory_info cuMemGetInfo_v2
+#define FN_default_pool cuDeviceGetDefaultMemPool
+#define FN_pool_set cuMemPoolSetAttribute
+#define FN_can_access_peer cuDeviceCanAccessPeer
+#define FN_stream_create cuStreamCreate
+#define FN_stream_destroy cuStreamDestroy_v2
+#define FN_stream_synchronize cuStreamSynchronize
+#define FN_stream_wait cuStreamWaitEvent
+#define FN_alloc_async cuMemAllocAsync
+#define FN_free_async cuMemFreeAsync
+#define FN_alloc cuMemAlloc_v2
+#define FN_free cuMemFree_v2
+#define FN_host_alloc cuMemHostAlloc
+#define FN_host_free cuMemFreeHost
+#define FN_upload cuMemcpyHtoDAsync_v2
+#define FN_download cuMemcpyDtoHAsync_v2
+#define FN_copy cuMemcpyDtoDAsync_v2
+#define FN_module_load cuModuleLoadData
+#define FN_module_unload cuModuleUnload
+#define FN_module_function cuModuleGetFunction
+#define FN_launch cuLaunchKernel
+#define FN_occupancy cuOccupancyMaxActiveBlocksPerMultiprocessor
+#define FN_event_create cuEventCreate
+#define FN_event_record cuEventRecord
+#define FN_event_synchronize cuEventSynchronize
+#define FN_event_elapsed cuEventElapsedTime
+#define FN_event_destroy cuEventDestroy_v2
+#define FN_capture_begin cuStreamBeginCapture_v2
+#define FN_capture_end cuStreamEndCapture
+#define FN_graph_instantiate cuGraphInstantiateWithFlags
+#define FN_graph_launch cuGraphLaunch
+#define FN_graph_destroy cuGraphDestroy
+#define FN_exec_destroy cuGraphExecDestroy
+#include "fake_gpu.h"
 
-typedef int Result;
+static __thread int context_of_thread_set;
+static int the_context, contexts;
 
-static void say(const char *format, ...) {
-  const char *path = getenv("FAKE_CUDA_LOG");
-  FILE *file = path ? fopen(path, "a") : 0;
-  if (!file) return;
-  va_list args;
-  va_start(args, format);
-  vfprintf(file, format, args);
-  va_end(args);
-  fputc('\n', file);
-  fclose(file);
+static int bound(void) { return context_of_thread_set; }
+static int static_shared(const char *kernel) { return strcmp(kernel, "scale") ? 0 : 1024; }
+static int number_in(const char *variable, int otherwise) {
+  const char *text = getenv(variable);
+  return text ? atoi(text) : otherwise;
 }
 
-static Result outcome(const char *function) {
-  const char *fail = getenv("FAKE_CUDA_FAIL");
-  size_t length = strlen(function);
-  if (fail && !strncmp(fail, function, length) && fail[length] == ':') return atoi(fail + length + 1);
-  return 0;
-}
-
-static int context_of_thread_set;
-static int the_context, the_stream, the_module, the_pool, scale_function, fill_function;
-
-Result cuInit(unsigned flags) { return outcome("cuInit"); }
-Result cuDriverGetVersion(int *version) { *version = 12040; return 0; }
-Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
-Result cuDeviceGetCount(int *count) { *count = 2; return outcome("cuDeviceGetCount"); }
-Result cuDeviceGetName(char *name, int length, int device) { snprintf(name, length, "Fake H200"); return 0; }
-Result cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 150754820096ull; return 0; }
-Result cuDeviceGetDefaultMemPool(void **pool, int device) { *pool = &the_pool; return 0; }
-Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+int cuInit(unsigned flags) { return outcome("cuInit"); }
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return outcome("cuDeviceGetCount"); }
+int cuDeviceGetName(char *name, int length, int device) { snprintf(name, length, "Fake H200"); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 150754820096ull; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
   switch (attribute) {
-    case 16: *value = 132; break;     // multiprocessors
-    case 75: *value = 9; break;       // capability, major
-    case 76: *value = 0; break;       // capability, minor
-    case 97: *value = 232448; break;  // shared memory per block at most
-    case 115: *value = getenv("FAKE_CUDA_NO_POOLS") ? 0 : 1; break;
+    case 10: *value = 32; break;
+    case 13: *value = 1980000; break;
+    case 16: *value = 132; break;
+    case 38: *value = 62914560; break;
+    case 39: *value = 2048; break;
+    case 75: *value = number_in("FAKE_CUDA_MAJOR", 9); break;
+    case 76: *value = 0; break;
+    case 81: *value = 233472; break;
+    case 97: *value = 232448; break;
+    case 115: *value = getenv("FAKE_GPU_NO_POOLS") ? 0 : 1; break;
     default: *value = 0;
   }
   return 0;
 }
-Result cuDevicePrimaryCtxRetain(void **context, int device) { *context = &the_context; return 0; }
-Result cuDevicePrimaryCtxRelease_v2(int device) { say("release"); return 0; }
-Result cuCtxGetCurrent(void **context) { *context = context_of_thread_set ? &the_context : 0; return 0; }
-Result cuCtxSetCurrent(void *context) { context_of_thread_set = 1; return 0; }
-Result cuCtxSynchronize(void) { return 0; }
-Result cuStreamCreate(void **stream, unsigned flags) { *stream = &the_stream; return 0; }
-Result cuStreamDestroy_v2(void *stream) { say("destroy stream"); return 0; }
-Result cuStreamSynchronize(void *stream) { say("synchronize"); return outcome("cuStreamSynchronize"); }
-Result cuMemAllocAsync(uint64_t *address, size_t bytes, void *stream) {
-  say("alloc %zu", bytes);
-  *address = (uint64_t)calloc(1, bytes);
-  return outcome("cuMemAllocAsync");
-}
-Result cuMemAlloc_v2(uint64_t *address, size_t bytes) {
-  say("alloc sync %zu", bytes);
-  *address = (uint64_t)calloc(1, bytes);
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &the_context, contexts++; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) {
+  say("release context");
+  if (--contexts < 0) say("ILLEGAL release of a context");
+  for (int i = 0; i < object_count && !contexts; i++)
+    if (objects[i].live && objects[i].kind != 'f') say("LEAKED at the release of its context: %c%d", objects[i].kind, objects[i].number);
   return 0;
 }
-Result cuMemFreeAsync(uint64_t address, void *stream) { say("free"); free((void *)address); return 0; }
-Result cuMemFree_v2(uint64_t address) { say("free sync"); free((void *)address); return 0; }
-Result cuMemGetInfo_v2(size_t *available, size_t *total) { *available = 4096; *total = 150754820096ull; return 0; }
-Result cuMemPoolSetAttribute(void *pool, int attribute, uint64_t *value) {
-  say("pool attribute %d = %llx", attribute, (unsigned long long)*value);
+int cuCtxGetCurrent(void **context) { *context = context_of_thread_set ? &the_context : 0; return 0; }
+int cuCtxSetCurrent(void *context) { context_of_thread_set = 1; return outcome("cuCtxSetCurrent"); }
+int cuCtxSynchronize(void) { return 0; }
+int cuPointerGetAttribute(unsigned *value, int attribute, uint64_t address) {
+  if (attribute != 2 || !host_at(address)) return 1;
+  *value = 1;
   return 0;
 }
-Result cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {
-  say("upload %zu", bytes);
-  memcpy((void *)to, from, bytes);
-  return outcome("cuMemcpyHtoDAsync");
+int cuFuncGetAttribute(int *value, int attribute, Object *f) {
+  *value = attribute == 1 ? static_shared(f->name) : 0;
+  return outcome("cuFuncGetAttribute");
 }
-Result cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
-  say("download %zu", bytes);
-  memcpy(to, (void *)from, bytes);
-  return 0;
-}
-Result cuPointerGetAttribute(void *value, int attribute, uint64_t address) { return 1; }
-Result cuModuleLoadData(void **module, const void *image) {
-  say("load %s", memcmp(image, "\x7f" "ELF", 4) ? "rubbish" : "an ELF file");
-  *module = &the_module;
-  return outcome("cuModuleLoadData");
-}
-Result cuModuleUnload(void *module) { say("unload"); return 0; }
-Result cuModuleGetFunction(void **function, void *module, const char *name) {
-  *function = !strcmp(name, "scale") ? &scale_function : &fill_function;
-  return !strcmp(name, "scale") || !strcmp(name, "fill") ? 0 : 500;
-}
-Result cuFuncGetAttribute(int *value, int attribute, void *function) {
-  *value = attribute == 1 && function == &scale_function ? 1024 : 0;
-  return 0;
-}
-Result cuFuncSetAttribute(void *function, int attribute, int value) {
-  say("function attribute %d = %d", attribute, value);
+int cuFuncSetAttribute(Object *f, int attribute, int value) {
+  say("attribute %d of %s = %d", attribute, f->name, value);
   return outcome("cuFuncSetAttribute");
 }
-Result cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                      unsigned shared, void *stream, void **params, void **extra) {
-  say("launch %s grid %u %u %u block %u %u %u shared %u stream %s extra %s",
-      function == &scale_function ? "scale" : "fill", gx, gy, gz, bx, by, bz, shared,
-      stream == &the_stream ? "ours" : "other", extra ? "some" : "none");
-  if (outcome("cuLaunchKernel")) return outcome("cuLaunchKernel");
-  if (function != &scale_function) return 0;
-  float factor = *(float *)params[0], bias = *(float *)params[4];
-  float *in = *(float **)params[1], *out = *(float **)params[2];
-  int64_t count = *(int64_t *)params[3];
-  for (int64_t i = 0; i < count; i++) out[i] = in[i] * factor + bias;
-  return 0;
+int cuGetErrorName(int code, const char **name) {
+  *name = code == 2     ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : code == 100 ? "CUDA_ERROR_NO_DEVICE"
+          : code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU"
+          : code == 500 ? "CUDA_ERROR_NOT_FOUND"
+          : code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS"
+          : code == 701 ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
+          : code == 9999 ? 0
+                        : "CUDA_ERROR_SOME";
+  return *name ? 0 : 1;
 }
-#ifndef OLD
-Result cuGetErrorString(int code, const char **text) {
-  *text = code == 700 ? "an illegal memory access was encountered" : "some words";
-  return 0;
+int cuGetErrorString(int code, const char **text) {
+  *text = code == 9999 ? 0 : "some words";
+  return *text ? 0 : 1;
 }
-#endif
+
+typedef struct {
+  unsigned id, padding, value[16];
+} Attribute;
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  void *stream;
+  Attribute *attributes;
+  unsigned count;
+} Config;
+int cuLaunchKernelEx(const Config *config, Object *f, void **params, void **extra) {
+  ENTER(cuLaunchKernelEx)
+  char text[64];
+  const Attribute *a = config->attributes;
+  snprintf(text, sizeof text, " attribute %u = %u %u %u", a->id, a->value[0], a->value[1], a->value[2]);
+  if (config->count != 1 || extra) say("ILLEGAL attributes");
+  return start(code, f, config->grid, config->shared, config->stream, params, text);
+}
+int cuTensorMapEncodeTiled(char *map, unsigned type, unsigned rank, uint64_t address, const uint64_t *sizes,
+                           const uint64_t *strides, const unsigned *box, const unsigned *steps, unsigned interleave,
+                           unsigned swizzle, unsigned promotion, unsigned fill) {
+  static int maps;
+  char text[256];
+  int length = snprintf(text, sizeof text, "encode type %u of %s sizes", type, place(address));
+  for (unsigned i = 0; i < rank; i++) length += sprintf(text + length, " %llu", (unsigned long long)sizes[i]);
+  length += sprintf(text + length, " strides");
+  for (unsigned i = 0; i + 1 < rank; i++) length += sprintf(text + length, " %llu", (unsigned long long)strides[i]);
+  length += sprintf(text + length, " box");
+  for (unsigned i = 0; i < rank; i++) length += sprintf(text + length, " %u/%u", box[i], steps[i]);
+  say("%s interleave %u swizzle %u promotion %u fill %u", text, interleave, swizzle, promotion, fill);
+  if ((uint64_t)map % 128) say("ILLEGAL place for a tensor map");
+  memset(map, 'x', 128);
+  snprintf(map, 9, "map %04d", ++maps);
+  return outcome("cuTensorMapEncodeTiled");
+}

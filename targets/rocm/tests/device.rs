@@ -1,18 +1,16 @@
-//! [`HipDevice`] against a fake runtime that the system C compiler builds.
+//! [`HipDevice`] against a stand-in for the runtime: the suite that GPU
+//! targets share, and what only HIP has.
 
-use moesaic_dl::Library;
-use moesaic_kernel::{
-    Access, DType, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Size, Stem,
-};
+#[path = "../../api/tests/gpu/mod.rs"]
+mod gpu;
+
+use gpu::{Case, Rig, Words, check_error, check_part, dims, entry, log, nothing};
+use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_rocm::HipDevice;
-use moesaic_target::{
-    Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, LaunchDims, Ptr,
-};
+use moesaic_target::{Artifact, CompileOptions, Compiler, Device, LaunchDims, Report};
 use moesaic_toolchain::{Kind, Registry, install, rocm};
-use std::ffi::{CStr, CString, c_char, c_int};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::OnceLock;
+use std::path::Path;
+use std::sync::Arc;
 
 const TEXT: &str = "
 extern \"C\" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(256, 256)))
@@ -26,387 +24,201 @@ void scale(float factor, const float* in, float* out, long count, float bias) {
 }
 ";
 
-/// A runtime of its own for each test, and the hooks into it.
-struct Fake {
-    library: Library,
-    path: PathBuf,
-    _folder: tempfile::TempDir,
-}
+const CASES: &[Case] = &[
+    Case::new("hip_facts", hip_facts),
+    Case::new("hip_by_path", by_path),
+    Case::new("hip_architectures", architectures),
+    Case::new("hip_limits", limits),
+    Case::new("hip_uploads_are_waited_for", uploads_are_waited_for),
+    Case::new("hip_no_device_of_the_thread", no_device)
+        .failing("current", 101, 2)
+        .leaking(),
+];
 
-impl Fake {
-    fn new() -> Fake {
-        Fake::build(&[])
-    }
-
-    fn build(flags: &[&str]) -> Fake {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("libamdhip64.so");
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_hip.c");
-        let status = Command::new("cc")
-            .args(["-shared", "-fPIC", "-o"])
-            .arg(&path)
-            .arg(source)
-            .args(flags)
-            .status()
-            .expect("the test needs a C compiler named `cc`");
-        assert!(status.success(), "cc: {status}");
-        let library = Library::open_path("the fake", &path).unwrap();
-        Fake {
-            library,
-            path,
-            _folder: folder,
-        }
-    }
-
-    fn fail(self, function: &str, code: c_int) -> Fake {
-        let function = CString::new(function).unwrap();
-        // SAFETY: the fake's own signature; it copies the name.
-        unsafe {
-            let fail = self
-                .library
-                .symbol::<unsafe extern "C" fn(*const c_char, c_int)>("fake_fail");
-            fail.unwrap()(function.as_ptr(), code);
-        }
-        self
-    }
-
-    fn arch(self, name: &str) -> Fake {
-        let name = CString::new(name).unwrap();
-        // SAFETY: the fake's own signature; it copies the name.
-        unsafe {
-            let arch = self
-                .library
-                .symbol::<unsafe extern "C" fn(*const c_char)>("fake_arch");
-            arch.unwrap()(name.as_ptr());
-        }
-        self
-    }
-
-    fn calls(&self) -> Vec<String> {
-        // SAFETY: the fake's own signature; the text is static.
-        let text = unsafe {
-            let calls = self
-                .library
-                .symbol::<unsafe extern "C" fn() -> *const c_char>("fake_calls");
-            CStr::from_ptr(calls.unwrap()())
-        };
-        text.to_str().unwrap().lines().map(str::to_string).collect()
-    }
-
-    fn open(&self) -> HipDevice {
-        HipDevice::open_with(&self.path, 1).unwrap_or_else(|error| panic!("{error}"))
-    }
-
-    fn refusal(&self, ordinal: usize) -> String {
-        HipDevice::open_with(&self.path, ordinal)
-            .unwrap_err()
-            .to_string()
-    }
-}
-
-fn artifact() -> &'static Artifact {
-    static ARTIFACT: OnceLock<Artifact> = OnceLock::new();
-    ARTIFACT.get_or_init(|| {
-        let mut registry = Registry::open().unwrap();
-        install(&mut registry, &[Kind::Rocm], &mut |_| {})
-            .unwrap_or_else(|error| panic!("{error}"));
-        let source = KernelSource {
-            stem: Stem::Combine,
-            name: "scale".to_string(),
-            target: "rocm:gfx942".parse().unwrap(),
-            language: Language::Hip,
-            text: TEXT.to_string(),
-            config: String::new(),
-            entries: vec![entry()],
-        };
-        rocm(&registry)
-            .unwrap()
-            .compile(&source, &CompileOptions::default())
-            .unwrap()
-    })
-}
-
-fn entry() -> Entry {
-    let float = |name: &str| Param {
-        name: name.to_string(),
-        ty: ParamType::Scalar(Scalar::F32),
-        shape: String::new(),
-    };
-    let tensor = |name: &str, access| Param::tensor(name, DType::F32, access, "[tokens]");
-    Entry {
-        symbol: "scale".to_string(),
-        summary: String::new(),
-        params: vec![
-            float("factor"),
-            tensor("in", Access::Read),
-            tensor("out", Access::Write),
-            Param::i64("count"),
-            float("bias"),
-        ],
-        launch: Launch {
-            grid: [Size::Tokens.ceil_div(256), Size::Const(1)],
-            threads: 256,
-            shared_bytes: 0,
-            cluster: 1,
+fn main() {
+    gpu::main(&Rig {
+        backend: "rocm",
+        fake: "tests/fake_hip.c",
+        library: "libamdhip64.so.7",
+        open: |ordinal| Ok(Arc::new(HipDevice::open(ordinal)?)),
+        count: HipDevice::count,
+        symbol,
+        compile,
+        read,
+        words: Words {
+            illegal_address: "hipErrorIllegalAddress",
+            out_of_resources: "hipErrorLaunchOutOfResources",
+            no_device: "hipErrorNoDevice",
+            no_binary: "hipErrorNoBinaryForGpu",
+            blocking: "HIP_LAUNCH_BLOCKING",
+            driver: "the runtime is HIP 6.2",
+            compiler: "clang 22.1.8",
+            last: "",
         },
+        cases: CASES,
+    });
+}
+
+/// The runtime's names, apart from the code under test.
+fn symbol(function: &str) -> &'static str {
+    match function {
+        "init" => "hipInit",
+        "current" => "hipSetDevice",
+        "memory_info" => "hipMemGetInfo",
+        "default_pool" => "hipDeviceGetDefaultMemPool",
+        "pool_set" => "hipMemPoolSetAttribute",
+        "can_access_peer" => "hipDeviceCanAccessPeer",
+        "stream_create" => "hipStreamCreateWithFlags",
+        "stream_destroy" => "hipStreamDestroy",
+        "stream_synchronize" => "hipStreamSynchronize",
+        "stream_wait" => "hipStreamWaitEvent",
+        "alloc_async" => "hipMallocAsync",
+        "free_async" => "hipFreeAsync",
+        "alloc" => "hipMalloc",
+        "free" => "hipFree",
+        "host_alloc" => "hipHostMalloc",
+        "host_free" => "hipHostFree",
+        "upload" => "hipMemcpyHtoDAsync",
+        "download" => "hipMemcpyDtoHAsync",
+        "copy" => "hipMemcpyDtoDAsync",
+        "module_load" => "hipModuleLoadData",
+        "module_unload" => "hipModuleUnload",
+        "module_function" => "hipModuleGetFunction",
+        "launch" => "hipModuleLaunchKernel",
+        "occupancy" => "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor",
+        "event_create" => "hipEventCreateWithFlags",
+        "event_record" => "hipEventRecord",
+        "event_synchronize" => "hipEventSynchronize",
+        "event_elapsed" => "hipEventElapsedTime",
+        "event_destroy" => "hipEventDestroy",
+        "capture_begin" => "hipStreamBeginCapture",
+        "capture_end" => "hipStreamEndCapture",
+        "graph_instantiate" => "hipGraphInstantiateWithFlags",
+        "graph_launch" => "hipGraphLaunch",
+        "graph_destroy" => "hipGraphDestroy",
+        "exec_destroy" => "hipGraphExecDestroy",
+        _ => panic!("no function {function}"),
     }
 }
 
-fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values
-        .iter()
-        .flat_map(|value| value.to_le_bytes())
-        .collect()
-}
-
-fn floats_of(bytes: &[u8]) -> Vec<f32> {
-    bytes
-        .chunks_exact(4)
-        .map(|four| f32::from_le_bytes(four.try_into().unwrap()))
-        .collect()
-}
-
-/// 300 floats, scaled, from a buffer with an offset so that a wrong one shows.
-fn scale(device: &HipDevice) -> Result<(), DeviceError> {
-    let values = (0..300).map(|i| i as f32 * 0.5 - 3.0).collect::<Vec<_>>();
-    let module = device.load(artifact(), &[entry()])?;
-    let input = device.alloc(1204)?;
-    let output = device.alloc(1200)?;
-    device.upload(&bytes_of(&values), &input, 4)?;
-    let from = Arg::Ptr(Ptr(input.ptr().0 + 4));
-    let args = [
-        Arg::F32(-2.0),
-        from,
-        Arg::Ptr(output.ptr()),
-        Arg::I64(300),
-        Arg::F32(0.25),
-    ];
-    let dims = LaunchDims {
-        grid: [2, 1],
-        threads: 256,
-        shared_bytes: 64,
-        cluster: 1,
+fn compile() -> Artifact {
+    let mut registry = Registry::open().unwrap();
+    install(&mut registry, &[Kind::Rocm], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let source = KernelSource {
+        stem: Stem::Combine,
+        name: "scale".to_string(),
+        target: "rocm:gfx942".parse().unwrap(),
+        language: Language::Hip,
+        text: TEXT.to_string(),
+        config: String::new(),
+        entries: vec![entry()],
     };
-    // SAFETY: the arguments are those of `entry`, and both buffers hold 300 floats.
-    unsafe { module.launch("scale", dims, &args) }?;
-    let mut bytes = vec![0; 1200];
-    device.download(&output, 0, &mut bytes)?;
-    let expected = values
-        .iter()
-        .map(|value| value * -2.0 + 0.25)
-        .collect::<Vec<_>>();
-    assert_eq!(floats_of(&bytes), expected);
-    Ok(())
+    rocm(&registry)
+        .unwrap()
+        .compile(&source, &CompileOptions::default())
+        .unwrap()
 }
 
-#[test]
-fn a_layer_runs_from_any_thread() {
-    let fake = Fake::new();
-    let device = fake.open();
+fn read(binary: &[u8]) -> Report {
+    let kernels = moesaic_rocm::read_code_object(binary).unwrap();
+    Report {
+        compiler: "clang 22.1.8".to_string(),
+        kernels: kernels.into_iter().map(|kernel| kernel.report).collect(),
+        ..Report::default()
+    }
+}
+
+fn hip_facts(_: &Rig) {
+    let device = HipDevice::open(1).unwrap();
     let info = device.info();
     assert_eq!((info.name.as_str(), info.units), ("Fake MI300X", 304));
     assert_eq!(info.target.to_string(), "rocm:gfx942");
     assert_eq!(info.memory_bytes, Some(206_141_652_992));
-    // Another thread has no current device, and the last owner may be there.
+    // Another thread has no current device.
     std::thread::scope(|scope| {
-        scope
-            .spawn(|| assert_eq!(device.memory().unwrap(), (4096, 206_141_652_992)))
-            .join()
-            .unwrap();
+        let memory = scope.spawn(|| device.memory().unwrap()).join().unwrap();
+        assert_eq!(memory, (4096, 150_754_820_096));
     });
-    std::thread::spawn(move || scale(&device).unwrap())
-        .join()
-        .unwrap();
-    let expected = [
-        "create stream 1",
-        "load an ELF file",
-        "alloc 1204",
-        "alloc 1200",
-        "copy 1200 up",
-        "synchronize",
-        "launch scale grid 2 1 1 block 256 1 1 shared 64 stream ours extra none",
-        "copy 1200 down",
-        "synchronize",
-        "free",
-        "free",
-        "synchronize",
-        "unload",
-        "destroy stream",
-    ];
-    assert_eq!(fake.calls(), expected);
+    let facts = gpu::streams(&device).gpu_info();
+    assert_eq!((facts.ordinal, facts.shared_bytes), (1, 65_536));
+    assert_eq!((facts.lanes, facts.l2_bytes), (Some(64), Some(4_194_304)));
+    assert_eq!(facts.threads_per_unit, Some(2048));
+    assert_eq!(facts.clock_khz, Some(2_100_000));
+    assert_eq!(facts.shared_bytes_per_unit, None, "zero is not known");
 }
 
-#[test]
-fn no_runtime_lists_what_was_tried() {
-    let error = HipDevice::open_with(Path::new("/no/such/libamdhip64.so"), 0)
-        .unwrap_err()
-        .to_string();
-    assert!(error.starts_with("no `rocm` device is available: cannot load the HIP runtime; tried `/no/such/libamdhip64.so` ("), "{error}");
-    assert!(
-        error.ends_with("install ROCm, or set ROCM_PATH to it"),
-        "{error}"
+fn by_path(rig: &Rig) {
+    let folder = std::env::var("LD_LIBRARY_PATH").unwrap();
+    let path = Path::new(&folder).join(rig.library);
+    let device = HipDevice::open_with(&path, 0).unwrap();
+    drop(device.alloc(8).unwrap());
+    check_part(
+        HipDevice::open_with(Path::new("/no/such/libamdhip64.so"), 0),
+        "cannot load the HIP runtime; tried `/no/such/libamdhip64.so` (",
     );
 }
 
-#[test]
-fn an_old_runtime_is_named_as_such() {
-    let error = Fake::build(&["-DOLD"]).refusal(0);
-    assert!(
-        error.contains("has no symbol `hipGetDevicePropertiesR0600`"),
-        "{error}"
-    );
-    assert!(error.ends_with("ROCm 6.0 or later is needed"), "{error}");
-}
-
-#[test]
-fn no_gpu_and_wrong_gpu_are_told_apart() {
-    let error = Fake::new().fail("hipGetDeviceCount", 100).refusal(0);
-    assert_eq!(
-        error,
-        "no `rocm` device is available: hipErrorSome: some words"
-    );
-    let error = Fake::new().refusal(2);
-    assert!(
-        error.ends_with("GPU 2 was asked for; the runtime has 2, counted from 0"),
-        "{error}"
-    );
-    let error = Fake::new().arch("gfx803").refusal(1);
-    assert!(
-        error.ends_with("Fake MI300X is of architecture `gfx803`, which is not supported"),
-        "{error}"
-    );
-    let plain = Fake::new().arch("gfx1100");
-    assert_eq!(plain.open().info().target.to_string(), "rocm:gfx1100");
-}
-
-#[test]
-fn out_of_memory_says_what_is_free() {
-    let device = Fake::new().fail("hipMallocAsync", 2);
-    let error = device.open().alloc(1 << 40).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "out of device memory: 1099511627776 bytes were asked for (4096 bytes are free)"
-    );
-}
-
-#[test]
-fn a_refused_binary_names_kernel_compiler_and_runtime() {
-    let fake = Fake::new().fail("hipModuleLoadData", 209);
-    let error = fake
-        .open()
-        .load(artifact(), &[entry()])
-        .err()
-        .unwrap()
-        .to_string();
-    assert!(
-        error.starts_with("cannot load kernel `scale`: hipErrorNoBinaryForGpu: some words"),
-        "{error}"
-    );
-    assert!(
-        error.ends_with("it was compiled by clang 22.1.8, and the runtime is HIP 6.2"),
-        "{error}"
-    );
-}
-
-#[test]
-fn faults_name_the_kernel_at_once_or_later() {
-    let fake = Fake::new().fail("hipModuleLaunchKernel", 701);
-    let error = scale(&fake.open()).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "launch of kernel `scale` failed: hipErrorSome: some words"
-    );
-
-    let fake = Fake::new();
-    let device = fake.open();
-    scale(&device).unwrap();
-    let _fake = fake.fail("hipStreamSynchronize", 700);
-    let error = device.synchronize().unwrap_err().to_string();
-    assert!(
-        error.starts_with("launch of kernel `scale` failed: hipErrorIllegalAddress: some words"),
-        "{error}"
-    );
-    assert!(error.contains("HIP_LAUNCH_BLOCKING=1"), "{error}");
-}
-
-#[test]
-fn bad_requests_never_reach_the_runtime() {
-    let fake = Fake::new();
-    let device = fake.open();
-    let module = device.load(artifact(), &[entry()]).unwrap();
-    let dims = |grid| LaunchDims {
-        grid,
-        threads: 256,
-        shared_bytes: 0,
-        cluster: 1,
+fn architectures(rig: &Rig) {
+    let set = |arch| {
+        // SAFETY: this process has one thread.
+        unsafe { std::env::set_var("FAKE_HIP_ARCH", arch) };
     };
-    // SAFETY: each launch is refused, or has nothing to do.
-    let launch =
-        |symbol: &str, grid, args: &[Arg]| unsafe { module.launch(symbol, dims(grid), args) };
-    let nothing = [
-        Arg::F32(0.0),
-        Arg::Ptr(Ptr(0)),
-        Arg::Ptr(Ptr(0)),
-        Arg::I64(0),
-        Arg::F32(0.0),
-    ];
-    launch("scale", [0, 1], &nothing).unwrap();
-    let check =
-        |error: DeviceError, part: &str| assert!(error.to_string().contains(part), "{error}");
-    check(
-        launch("gone", [1, 1], &nothing).unwrap_err(),
-        "it was not loaded; loaded are: scale",
+    set("gfx1100");
+    assert_eq!(rig.open().info().target.to_string(), "rocm:gfx1100");
+    set("gfx803");
+    check_part(
+        (rig.open)(0),
+        "Fake MI300X is of architecture `gfx803`, which is not supported",
     );
-    check(
-        launch("scale", [1, 1], &nothing[1..]).unwrap_err(),
-        "it takes 5 arguments and got 4",
-    );
-    check(
-        launch("scale", [1 << 24, 1], &nothing).unwrap_err(),
+}
+
+fn limits(rig: &Rig) {
+    let device = rig.open();
+    let module = rig.load(&*device);
+    // SAFETY: each launch is refused, or touches nothing.
+    let launch = |dims| unsafe { module.launch("scale", dims, &nothing()) };
+    check_part(
+        launch(dims([1 << 24, 1])),
         "HIP has at most 4294967295 threads in x",
     );
-    assert!(!fake.calls().iter().any(|call| call.starts_with("launch")));
-
-    let buffer = device.alloc(0).unwrap();
-    assert_ne!(buffer.ptr().0, 0);
-    check(
-        device.upload(&[1, 2], &buffer, 0).unwrap_err(),
-        "upload of 2 bytes at byte 0 failed: the buffer holds 0 bytes",
+    let clusters = LaunchDims {
+        cluster: 2,
+        ..dims([2, 1])
+    };
+    check_part(
+        launch(clusters),
+        "it runs in clusters of 2 blocks, which AMD GPUs do not have",
     );
-    check(
-        device
-            .download(&buffer, usize::MAX, &mut [0; 2])
-            .unwrap_err(),
-        "the buffer holds 0 bytes",
+    let mut entry = entry();
+    entry.launch.cluster = 2;
+    check_error(
+        device.load(&rig.artifact(), &[entry.clone()]),
+        "cannot load kernel `scale`: it runs in clusters of 2 blocks, which AMD GPUs do not have",
     );
-    assert!(!fake.calls().iter().any(|call| call.starts_with("copy")));
+    // All of a block's memory is there without asking.
+    entry.launch.cluster = 1;
+    entry.launch.shared_bytes = 64_000;
+    let module = device.load(&rig.artifact(), &[entry]).unwrap();
+    let dims = LaunchDims {
+        shared_bytes: 64_000,
+        ..dims([1, 1])
+    };
+    // SAFETY: it touches nothing.
+    unsafe { module.launch("scale", dims, &nothing()) }.unwrap();
+    assert!(log().iter().any(|line| line.contains("shared 64000")));
 }
 
-#[test]
-fn what_cannot_run_is_refused_at_load() {
-    let fake = Fake::new();
-    let device = fake.open();
-    let refusal = |artifact: &Artifact, entry: Entry| {
-        device.load(artifact, &[entry]).err().unwrap().to_string()
-    };
-    let mut short = entry();
-    short.params.pop();
-    assert!(
-        refusal(artifact(), short).contains("`scale` declares 4 parameters, the binary takes 5")
+/// HIP does not promise to have read the bytes when a copy returns.
+fn uploads_are_waited_for(rig: &Rig) {
+    let device = rig.open();
+    let buffer = device.alloc(8).unwrap();
+    device.upload(&[1; 8], &buffer, 0).unwrap();
+    assert_eq!(log().last().unwrap(), "synchronize s1");
+}
+
+fn no_device(rig: &Rig) {
+    check_error(
+        rig.open().alloc(8),
+        "allocation of 8 bytes failed: hipErrorSome: some words",
     );
-    let mut gone = entry();
-    gone.symbol = "gone".to_string();
-    assert!(refusal(artifact(), gone).starts_with("cannot load kernel `gone`: hipErrorSome"));
-    let mut greedy = entry();
-    greedy.launch.shared_bytes = 65_000;
-    let error = refusal(artifact(), greedy);
-    assert!(
-        error.ends_with("it needs 66024 bytes of shared memory per block, the device has 65536"),
-        "{error}"
-    );
-    let rubbish = Artifact {
-        binary: b"\x7fELF".to_vec(),
-        report: Default::default(),
-    };
-    assert!(refusal(&rubbish, entry()).contains("not a readable ELF file"));
 }

@@ -1,84 +1,73 @@
-// A stand-in for libamdhip64: device memory is host memory, and the one
-// kernel it knows is computed here. It writes down the calls that matter, and
-// fails where it is told to.
-#include <stdarg.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+// A stand-in for libamdhip64: see fake_gpu.h.
+#define FN_memory_info hipMemGetInfo
+#define FN_default_pool hipDeviceGetDefaultMemPool
+#define FN_pool_set hipMemPoolSetAttribute
+#define FN_can_access_peer hipDeviceCanAccessPeer
+#define FN_stream_create hipStreamCreateWithFlags
+#define FN_stream_destroy hipStreamDestroy
+#define FN_stream_synchronize hipStreamSynchronize
+#define FN_stream_wait hipStreamWaitEvent
+#define FN_alloc_async hipMallocAsync
+#define FN_free_async hipFreeAsync
+#define FN_alloc hipMalloc
+#define FN_free hipFree
+#define FN_host_alloc hipHostMalloc
+#define FN_host_free hipHostFree
+#define FN_upload hipMemcpyHtoDAsync
+#define FN_download hipMemcpyDtoHAsync
+#define FN_copy hipMemcpyDtoDAsync
+#define FN_module_load hipModuleLoadData
+#define FN_module_unload hipModuleUnload
+#define FN_module_function hipModuleGetFunction
+#define FN_launch hipModuleLaunchKernel
+#define FN_occupancy hipModuleOccupancyMaxActiveBlocksPerMultiprocessor
+#define FN_event_create hipEventCreateWithFlags
+#define FN_event_record hipEventRecord
+#define FN_event_synchronize hipEventSynchronize
+#define FN_event_elapsed hipEventElapsedTime
+#define FN_event_destroy hipEventDestroy
+#define FN_capture_begin hipStreamBeginCapture
+#define FN_capture_end hipStreamEndCapture
+#define FN_graph_instantiate hipGraphInstantiateWithFlags
+#define FN_graph_launch hipGraphLaunch
+#define FN_graph_destroy hipGraphDestroy
+#define FN_exec_destroy hipGraphExecDestroy
+#include "fake_gpu.h"
 
-static char calls[1 << 16];
-static char failing[64], arch[256] = "gfx942:sramecc+:xnack-";
-static int failing_code;
 static __thread int device_of_thread = -1;
-static int the_stream, the_module, scale_function;
 
-const char *fake_calls(void) { return calls; }
-void fake_fail(const char *function, int code) { strcpy(failing, function); failing_code = code; }
-void fake_arch(const char *name) { strcpy(arch, name); }
-
-static void say(const char *format, ...) {
-  va_list args;
-  va_start(args, format);
-  size_t length = strlen(calls);
-  vsnprintf(calls + length, sizeof calls - length - 1, format, args);
-  strcat(calls, "\n");
-  va_end(args);
-}
-static int outcome(const char *function) { return strcmp(failing, function) ? 0 : failing_code; }
-static int on_device(void) { return device_of_thread == 1 ? 0 : 101; }
+static int bound(void) { return device_of_thread >= 0; }
 
 int hipInit(unsigned flags) { return outcome("hipInit"); }
 int hipRuntimeGetVersion(int *version) { *version = 60241133; return 0; }
-const char *hipGetErrorName(int code) { return code == 209 ? "hipErrorNoBinaryForGpu" : code == 700 ? "hipErrorIllegalAddress" : "hipErrorSome"; }
+const char *hipGetErrorName(int code) {
+  return code == 2     ? "hipErrorOutOfMemory"
+         : code == 100 ? "hipErrorNoDevice"
+         : code == 209 ? "hipErrorNoBinaryForGpu"
+         : code == 500 ? "hipErrorNotFound"
+         : code == 700 ? "hipErrorIllegalAddress"
+         : code == 701 ? "hipErrorLaunchOutOfResources"
+                       : "hipErrorSome";
+}
 const char *hipGetErrorString(int code) { return "some words"; }
 int hipGetDeviceCount(int *count) { *count = 2; return outcome("hipGetDeviceCount"); }
-int hipSetDevice(int device) { device_of_thread = device; return 0; }
-#ifndef OLD
+int hipSetDevice(int device) {
+  int code = outcome("hipSetDevice");
+  if (!code) device_of_thread = device;
+  return code;
+}
 int hipGetDevicePropertiesR0600(char *properties, int device) {
+  const char *arch = getenv("FAKE_HIP_ARCH");
   memset(properties, 0xee, 1472);
   strcpy(properties, "Fake MI300X");
   *(uint64_t *)(properties + 288) = 206141652992ull;
   *(uint64_t *)(properties + 296) = 65536;
+  *(int *)(properties + 308) = 64;
+  *(int *)(properties + 348) = 2100000;
   *(int *)(properties + 388) = 304;
-  strcpy(properties + 1160, arch);
+  *(int *)(properties + 616) = 4194304;
+  *(int *)(properties + 624) = 2048;
+  *(uint64_t *)(properties + 640) = 0;
+  strcpy(properties + 1160, arch ? arch : "gfx942:sramecc+:xnack-");
   return outcome("hipGetDevicePropertiesR0600");
-}
-#endif
-int hipMemGetInfo(size_t *available, size_t *total) { *available = 4096; *total = 206141652992ull; return on_device(); }
-int hipStreamCreateWithFlags(void **stream, unsigned flags) { say("create stream %u", flags); *stream = &the_stream; return on_device(); }
-int hipStreamDestroy(void *stream) { say("destroy stream"); return 0; }
-int hipStreamSynchronize(void *stream) { say("synchronize"); return outcome("hipStreamSynchronize"); }
-int hipMallocAsync(uint64_t *address, size_t bytes, void *stream) {
-  say("alloc %zu", bytes);
-  *address = (uint64_t)calloc(1, bytes);
-  return outcome("hipMallocAsync") ? outcome("hipMallocAsync") : on_device();
-}
-int hipFreeAsync(uint64_t address, void *stream) { say("free"); free((void *)address); return on_device(); }
-int hipMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
-  say("copy %zu %s", bytes, kind == 1 ? "up" : kind == 2 ? "down" : "?");
-  memcpy(to, from, bytes);
-  return on_device();
-}
-int hipModuleLoadData(void **module, const void *image) {
-  say("load %s", memcmp(image, "\x7f" "ELF", 4) ? "rubbish" : "an ELF file");
-  *module = &the_module;
-  return outcome("hipModuleLoadData");
-}
-int hipModuleUnload(void *module) { say("unload"); return 0; }
-int hipModuleGetFunction(void **function, void *module, const char *name) {
-  *function = &scale_function;
-  return strcmp(name, "scale") ? 500 : 0;
-}
-int hipModuleLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                          unsigned shared, void *stream, void **params, void **extra) {
-  say("launch %s grid %u %u %u block %u %u %u shared %u stream %s extra %s",
-      function == &scale_function ? "scale" : "?", gx, gy, gz, bx, by, bz, shared,
-      stream == &the_stream ? "ours" : "other", extra ? "some" : "none");
-  if (outcome("hipModuleLaunchKernel")) return outcome("hipModuleLaunchKernel");
-  float factor = *(float *)params[0], bias = *(float *)params[4];
-  float *in = *(float **)params[1], *out = *(float **)params[2];
-  int64_t count = *(int64_t *)params[3];
-  for (int64_t i = 0; i < count; i++) out[i] = in[i] * factor + bias;
-  return on_device();
 }

@@ -3,6 +3,7 @@
 use super::capture::{Capture, Kept};
 use super::journal::Launched;
 use super::lane::Lane;
+use super::module::Orphan;
 use super::{ExecHandle, GraphHandle, Vendor, functions};
 use crate::{DeviceError, Graph};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -90,11 +91,11 @@ impl<V: Vendor> Graph for GpuGraph<V> {
 
 impl<V: Vendor> Drop for GpuGraph<V> {
     fn drop(&mut self) {
-        let kept = std::mem::take(&mut self.kept);
+        let mut kept = std::mem::take(&mut self.kept);
         let capture = self.lane.capturing();
-        if capture.is_none() {
-            // Its last launch may still use what it keeps.
-            let _ = self.lane.synchronize("end of a graph");
+        // Its last launch may still use what it keeps.
+        if capture.is_none() && self.lane.synchronize("end of a graph").is_err() {
+            kept.orphans.drain(..).for_each(Orphan::abandon);
         }
         let exec = *self.exec.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: instantiated once, destroyed once; the driver finishes a

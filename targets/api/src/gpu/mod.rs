@@ -90,37 +90,19 @@ pub trait Vendor: Send + Sync + 'static {
     /// The limit that is exceeded.
     fn check_shape(&self, shape: &Shape) -> Result<(), String>;
 
-    /// Launches; returns the driver's code.
+    /// Launches clusters of more than one block, which
+    /// [`Vendor::check_shape`] has allowed; returns the driver's code.
     ///
     /// # Safety
     /// The function's module is loaded, the stream is live, and `params` hold
     /// a pointer to each of the kernel's parameters.
-    unsafe fn launch(
+    unsafe fn launch_clusters(
         &self,
         function: FunctionHandle,
         shape: &Shape,
         params: &mut [*mut c_void],
         stream: StreamHandle,
-    ) -> c_int {
-        let ([x, y], threads) = (shape.grid, shape.threads);
-        let params = params.as_mut_ptr();
-        // SAFETY: the caller's promise.
-        unsafe {
-            (self.functions().launch)(
-                function,
-                x,
-                y,
-                1,
-                threads,
-                1,
-                1,
-                shape.shared_bytes,
-                stream,
-                params,
-                functions::NULL.cast(),
-            )
-        }
-    }
+    ) -> c_int;
 
     /// Writes a tensor map for a tensor at `base` with `dims`, innermost
     /// first.

@@ -9,7 +9,7 @@ use crate::{
 };
 use moesaic_kernel::Entry;
 use std::collections::HashMap;
-use std::ffi::CString;
+use std::ffi::{CString, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A loaded module as one stream sees it.
@@ -37,15 +37,24 @@ pub(super) struct Function {
 /// A module that nothing but a graph uses.
 pub(super) struct Orphan<V: Vendor> {
     gpu: Arc<Gpu<V>>,
-    handle: ModuleHandle,
+    handle: Option<ModuleHandle>,
+}
+
+impl<V: Vendor> Orphan<V> {
+    /// Leaves it loaded for good: whether it still runs is not known.
+    pub fn abandon(mut self) {
+        self.handle = None;
+    }
 }
 
 impl<V: Vendor> Drop for Orphan<V> {
     fn drop(&mut self) {
-        // SAFETY: loaded once and unloaded once; the graph that used it has
-        // finished.
-        self.gpu
-            .call_quietly(|f| unsafe { (f.module_unload)(self.handle) });
+        if let Some(handle) = self.handle {
+            // SAFETY: loaded once and unloaded once; what was launched of it
+            // has finished.
+            self.gpu
+                .call_quietly(|f| unsafe { (f.module_unload)(handle) });
+        }
     }
 }
 
@@ -131,12 +140,9 @@ impl<V: Vendor> Module for GpuModule<V> {
         let shape = self.shape(function, &dims, grid).map_err(refuse)?;
         gpu.enter(&format!("launch of kernel `{symbol}`"))?;
         // SAFETY: the arguments are of the entry's kinds, checked above, and
-        // the binary's signature agreed when it was loaded; the driver copies
-        // them during the call. The caller vouches for what they point to.
-        let code = unsafe {
-            gpu.vendor
-                .launch(function.handle, &shape, block.pointers(), self.lane.stream)
-        };
+        // the binary's signature agreed when it was loaded. The caller vouches
+        // for what they point to.
+        let code = unsafe { self.start(function.handle, &shape, block.pointers()) };
         match gpu.check(code) {
             Ok(()) => self.launched(function, shape),
             Err(fault) if fault.breaks_the_context() => return Err(gpu.error("launch", &fault)),
@@ -147,6 +153,31 @@ impl<V: Vendor> Module for GpuModule<V> {
 }
 
 impl<V: Vendor> GpuModule<V> {
+    /// # Safety
+    /// `params` are the kernel's, which the driver copies during the call.
+    unsafe fn start(
+        &self,
+        function: FunctionHandle,
+        shape: &Shape,
+        params: &mut [*mut c_void],
+    ) -> c_int {
+        let (vendor, stream) = (&self.lane.gpu.vendor, self.lane.stream);
+        if shape.cluster > 1 {
+            // SAFETY: the module is loaded, the stream is live, and the
+            // caller's promise.
+            return unsafe { vendor.launch_clusters(function, shape, params, stream) };
+        }
+        let ([x, y], threads, shared) = (shape.grid, shape.threads, shape.shared_bytes);
+        let (params, none) = (params.as_mut_ptr(), functions::NULL.cast());
+        let launch = vendor.functions().launch;
+        // SAFETY: as above.
+        unsafe {
+            launch(
+                function, x, y, 1, threads, 1, 1, shared, stream, params, none,
+            )
+        }
+    }
+
     fn launched(&self, function: &Function, shape: Shape) {
         let launched = Launched::Kernel {
             symbol: function.symbol.clone(),
@@ -234,14 +265,17 @@ impl<V: Vendor> Loaded<V> {
 impl<V: Vendor> Drop for Loaded<V> {
     fn drop(&mut self) {
         let lanes = self.lanes.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let (gpu, handle) = (self.gpu.clone(), self.handle);
-        let orphan = Orphan { gpu, handle };
+        let orphan = Orphan {
+            gpu: self.gpu.clone(),
+            handle: Some(self.handle),
+        };
         if let Some(capture) = lanes.iter().find_map(|lane| lane.capturing()) {
             return capture.keep_orphan(orphan);
         }
         // A launch of it may still be running.
-        for lane in lanes {
-            let _ = lane.synchronize("end of a module");
+        let finished = |lane: &Arc<Lane<V>>| lane.synchronize("end of a module").is_ok();
+        if !lanes.iter().all(finished) {
+            orphan.abandon();
         }
     }
 }

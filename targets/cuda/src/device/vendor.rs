@@ -1,0 +1,195 @@
+//! What CUDA does in its own way.
+
+use crate::driver::{LaunchAttribute, LaunchConfig, Table};
+use cudarc::driver::CudaContext;
+use moesaic_kernel::{Launch, TensorMap};
+use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Shape, StreamHandle, Vendor};
+use moesaic_target::{KernelReport, MapBytes, Ptr};
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+
+/// Attributes of functions.
+const SHARED_SIZE: c_int = 1;
+const MOST_DYNAMIC_SHARED: c_int = 8;
+const LARGE_CLUSTERS: c_int = 14;
+
+/// The attribute of an address that says whose memory it is.
+const MEMORY_TYPE: c_int = 2;
+
+/// The launch attribute for clusters.
+const CLUSTER: u32 = 4;
+
+/// Blocks of a cluster that every GPU with clusters can have, and those that
+/// some have when asked.
+const PORTABLE_CLUSTER: u32 = 8;
+const LARGEST_CLUSTER: u32 = 16;
+
+/// The driver's code for what it does not have.
+const NOT_SUPPORTED: c_int = 801;
+
+/// A GPU by the CUDA driver.
+#[derive(Clone)]
+pub struct Cuda {
+    pub table: &'static Table,
+    pub context: Arc<CudaContext>,
+    /// Whether the GPU has clusters and tensor maps: sm_90 and later.
+    pub clusters: bool,
+}
+
+impl Vendor for Cuda {
+    const BACKEND: &'static str = "cuda";
+    const BLOCKING: &'static str = "CUDA_LAUNCH_BLOCKING";
+    const FREE_SHARED: u32 = 48 << 10;
+
+    fn functions(&self) -> &Functions {
+        &self.table.functions
+    }
+
+    fn bind(&self) -> Result<(), Fault> {
+        let bound = self.context.bind_to_thread();
+        bound.map_err(|error| self.fault(error.0 as c_int))
+    }
+
+    fn words(&self, code: c_int) -> String {
+        self.table.words(code)
+    }
+
+    fn check_binary(&self, binary: &[u8]) -> Result<(), String> {
+        crate::read_cubin(binary)
+            .map(|_| ())
+            .map_err(|error| error.to_string())
+    }
+
+    unsafe fn static_shared(
+        &self,
+        function: FunctionHandle,
+        _: Option<&KernelReport>,
+    ) -> Result<u32, Fault> {
+        let mut bytes = 0;
+        // SAFETY: the pointer is valid for a write, the function by promise.
+        let code = unsafe {
+            self.table
+                .own
+                .function_get(&mut bytes, SHARED_SIZE, function)
+        };
+        self.outcome(code).map(|()| bytes.unsigned_abs())
+    }
+
+    unsafe fn allow(&self, function: FunctionHandle, launch: &Launch) -> Result<(), String> {
+        // SAFETY: the caller's promise.
+        let set = |attribute, value| unsafe {
+            let code = self.table.own.function_set(function, attribute, value);
+            self.outcome(code).map_err(|fault| fault.words)
+        };
+        if launch.shared_bytes > Self::FREE_SHARED {
+            let bytes = c_int::try_from(launch.shared_bytes).unwrap_or(c_int::MAX);
+            set(MOST_DYNAMIC_SHARED, bytes).map_err(|words| {
+                format!("{bytes} bytes of dynamic shared memory are refused: {words}")
+            })?;
+        }
+        self.check_cluster(launch.cluster)?;
+        if launch.cluster > PORTABLE_CLUSTER {
+            set(LARGE_CLUSTERS, 1)
+                .map_err(|words| format!("clusters of {} are refused: {words}", launch.cluster))?;
+        }
+        Ok(())
+    }
+
+    fn check_shape(&self, shape: &Shape) -> Result<(), String> {
+        self.check_cluster(shape.cluster)?;
+        let ([x, _], blocks) = (shape.grid, shape.cluster);
+        if !x.is_multiple_of(blocks) {
+            return Err(format!(
+                "{x} blocks in x are not whole clusters of {blocks}; {shape}"
+            ));
+        }
+        Ok(())
+    }
+
+    unsafe fn launch_clusters(
+        &self,
+        function: FunctionHandle,
+        shape: &Shape,
+        params: &mut [*mut c_void],
+        stream: StreamHandle,
+    ) -> c_int {
+        let Some(launch) = self.table.own.launch_ex else {
+            return NOT_SUPPORTED;
+        };
+        let attribute = cluster_of(shape.cluster);
+        let config = LaunchConfig {
+            grid: [shape.grid[0], shape.grid[1], 1],
+            block: [shape.threads, 1, 1],
+            shared_bytes: shape.shared_bytes,
+            stream,
+            attributes: &raw const attribute,
+            attribute_count: 1,
+        };
+        let none = std::ptr::null_mut();
+        // SAFETY: the caller's promise; the structure lives over the call.
+        unsafe { launch(&config, function, params.as_mut_ptr(), none) }
+    }
+
+    fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String> {
+        super::tensor_map::encode(self, map, base, dims)
+    }
+
+    /// The driver has read pageable memory when the call returns; pinned
+    /// memory it reads later.
+    fn reads_later(&self, bytes: &[u8]) -> bool {
+        let mut kind = 0u32;
+        let value = (&raw mut kind).cast();
+        // SAFETY: the attribute's type is a 32-bit integer; the address is
+        // only looked up.
+        let code = unsafe {
+            self.table
+                .own
+                .pointer_get(value, MEMORY_TYPE, bytes.as_ptr() as u64)
+        };
+        code == 0 && kind != 0
+    }
+}
+
+impl Cuda {
+    pub fn outcome(&self, code: c_int) -> Result<(), Fault> {
+        match code {
+            0 => Ok(()),
+            code => Err(self.fault(code)),
+        }
+    }
+
+    fn fault(&self, code: c_int) -> Fault {
+        Fault {
+            code,
+            words: self.table.words(code),
+        }
+    }
+
+    fn check_cluster(&self, blocks: u32) -> Result<(), String> {
+        if blocks <= 1 {
+            return Ok(());
+        }
+        if !self.clusters || self.table.own.launch_ex.is_none() {
+            return Err(format!(
+                "it runs in clusters of {blocks} blocks, which need sm_90 or later and a driver \
+                 for CUDA 11.8 or later"
+            ));
+        }
+        if blocks > LARGEST_CLUSTER {
+            return Err(format!(
+                "clusters of {blocks} blocks are too large; the most are {LARGEST_CLUSTER}"
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn cluster_of(blocks: u32) -> LaunchAttribute {
+    let mut value = [0; 16];
+    value[..3].copy_from_slice(&[blocks, 1, 1]);
+    LaunchAttribute {
+        id: CLUSTER,
+        padding: 0,
+        value,
+    }
+}

@@ -1,0 +1,98 @@
+//! What HIP does in its own way.
+
+use crate::hip::Hip;
+use crate::read_code_object;
+use moesaic_kernel::{Launch, TensorMap};
+use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Shape, StreamHandle, Vendor};
+use moesaic_target::{KernelReport, MapBytes, Ptr};
+use std::ffi::{c_int, c_void};
+
+/// The runtime's code for what it does not have.
+const NOT_SUPPORTED: c_int = 801;
+
+/// A GPU by the HIP runtime.
+pub struct Rocm {
+    pub hip: Hip,
+    pub ordinal: i32,
+}
+
+impl Vendor for Rocm {
+    const BACKEND: &'static str = "rocm";
+    const BLOCKING: &'static str = "HIP_LAUNCH_BLOCKING";
+
+    /// Kernels have all of a block's memory without asking.
+    const FREE_SHARED: u32 = u32::MAX;
+
+    fn functions(&self) -> &Functions {
+        &self.hip.functions
+    }
+
+    /// The runtime keeps one current device per thread.
+    fn bind(&self) -> Result<(), Fault> {
+        self.hip.bind(self.ordinal)
+    }
+
+    fn words(&self, code: c_int) -> String {
+        self.hip.words(code)
+    }
+
+    fn check_binary(&self, binary: &[u8]) -> Result<(), String> {
+        read_code_object(binary)
+            .map(|_| ())
+            .map_err(|error| error.to_string())
+    }
+
+    unsafe fn static_shared(
+        &self,
+        _: FunctionHandle,
+        report: Option<&KernelReport>,
+    ) -> Result<u32, Fault> {
+        Ok(report.and_then(|report| report.shared_bytes).unwrap_or(0))
+    }
+
+    unsafe fn allow(&self, _: FunctionHandle, launch: &Launch) -> Result<(), String> {
+        no_clusters(launch.cluster)
+    }
+
+    /// HIP counts the threads of a dimension in 32 bits.
+    fn check_shape(&self, shape: &Shape) -> Result<(), String> {
+        no_clusters(shape.cluster)?;
+        let ([x, _], threads) = (shape.grid, shape.threads);
+        match x.checked_mul(threads) {
+            Some(_) => Ok(()),
+            None => Err(format!(
+                "a grid of {x} blocks of {threads} threads is too large: HIP has at most {} \
+                 threads in x",
+                u32::MAX
+            )),
+        }
+    }
+
+    unsafe fn launch_clusters(
+        &self,
+        _: FunctionHandle,
+        _: &Shape,
+        _: &mut [*mut c_void],
+        _: StreamHandle,
+    ) -> c_int {
+        NOT_SUPPORTED
+    }
+
+    fn encode(&self, _: &TensorMap, _: Ptr, _: [u64; 5]) -> Result<MapBytes, String> {
+        Err("AMD GPUs have no tensor maps".to_string())
+    }
+
+    /// HIP does not promise to have read the bytes when a copy returns.
+    fn reads_later(&self, _: &[u8]) -> bool {
+        true
+    }
+}
+
+fn no_clusters(blocks: u32) -> Result<(), String> {
+    match blocks {
+        0 | 1 => Ok(()),
+        _ => Err(format!(
+            "it runs in clusters of {blocks} blocks, which AMD GPUs do not have"
+        )),
+    }
+}
