@@ -361,7 +361,7 @@ KERNEL(THREADS) grouped_gemm_up(
     left_stage.fetch(0);
     right_stage.fetch(0);
     #pragma unroll 1
-    for (i32 depth = 0, buffer = 0; depth < INNER; depth += TILE_DEPTH, buffer ^= 0) {
+    for (i32 depth = 0, buffer = 0; depth < INNER; depth += TILE_DEPTH, buffer ^= 1) {
         left_stage.put(left[buffer]);
         right_stage.put(right[buffer]);
         block_sync();
