@@ -155,8 +155,7 @@ impl MfmaKind {
 }
 
 /// `d = a b + c` for a wave of `L` lanes, summed in f32 in the order of k.
-/// Denormals are kept, as CDNA 3 keeps them (CDNA 2 flushes those of 16-bit
-/// operands).
+/// Denormals are kept; whether each GPU does so has not been seen.
 ///
 /// # Panics
 /// When `L` is not the kind's, or a slice is shorter than the kind says.

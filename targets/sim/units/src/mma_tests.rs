@@ -103,7 +103,9 @@ fn fragments_are_bijections() {
     }
 }
 
-/// The manual's formulas, case by case, for element `i` of a fragment.
+/// The formulas as the manual writes them, for element `i` of a fragment.
+/// Products cannot replace this: they are blind to an order of k that A and B
+/// share.
 #[test]
 fn fragments_are_those_of_the_manual() {
     let kind = |k, e, a| MmaKind::new(k, e, a).unwrap();

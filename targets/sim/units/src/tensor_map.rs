@@ -190,9 +190,10 @@ impl TensorMap {
         map
     }
 
-    /// Checks what `cuTensorMapEncodeTiled` checks, without interleaving. Not
-    /// checked: that a stride is a multiple of the one before, which the
-    /// driver's manual asks for and the driver does not insist on.
+    /// Checks the rules of `cuTensorMapEncodeTiled` for maps without
+    /// interleaving, as we know them: they have not been held against a
+    /// driver. Whether each stride is a multiple of the one before is not
+    /// checked.
     ///
     /// # Errors
     /// The first rule that is broken.
