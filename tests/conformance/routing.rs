@@ -2,7 +2,7 @@
 
 use super::Case;
 use super::case::{floats, ints};
-use super::layers::engines;
+use super::layers::{engine, engines};
 use moesaic::spec::LayerSpec;
 
 /// Four equal experts: every logit ties.
@@ -61,4 +61,38 @@ fn saturated_scores_rank_by_logits() {
             [2, 1, 0].repeat(5)
         );
     }
+}
+
+/// Expert counts beside and at the edges of warps, tiles and registers.
+#[test]
+fn awkward_expert_counts_agree() {
+    let shapes = [
+        (1, 1),
+        (3, 3),
+        (7, 2),
+        (60, 3),
+        (64, 64),
+        (128, 8),
+        (160, 1),
+        (256, 8),
+        (384, 8),
+        (512, 2),
+        (1000, 3),
+        (1024, 8),
+    ];
+    let engine = engine();
+    for (experts, top_k) in shapes {
+        let spec = sized(experts, top_k);
+        for tokens in [0, 1, 33, 257] {
+            Case::random(&spec, tokens, experts as u64).check(&engine);
+        }
+    }
+    Case::random(&sized(60, 2), 4096, 1).check(&engine);
+}
+
+fn sized(experts: usize, top_k: usize) -> LayerSpec {
+    LayerSpec::from_toml(&format!(
+        "shape = {{ model_dim = 5, hidden_dim = 3, experts = {experts}, top_k = {top_k} }}"
+    ))
+    .expect("it is valid")
 }
