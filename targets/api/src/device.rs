@@ -1,6 +1,6 @@
 //! Loading and launching.
 
-use crate::{Artifact, DeviceError, StreamDevice};
+use crate::{Artifact, DeviceError, KernelCounters, StreamDevice};
 use moesaic_kernel::{Entry, Target};
 use std::any::Any;
 use std::sync::Arc;
@@ -77,6 +77,12 @@ pub trait Device: Send + Sync {
     /// # Errors
     /// When a launch failed.
     fn synchronize(&self) -> Result<(), DeviceError>;
+
+    /// What a simulator has counted since the last call, by symbol in the
+    /// order of the first launch; empty on hardware.
+    fn take_counters(&self) -> Vec<KernelCounters> {
+        Vec::new()
+    }
 }
 
 /// Artifacts loaded onto a device.

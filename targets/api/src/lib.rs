@@ -10,6 +10,7 @@
 mod args;
 mod artifact;
 mod compiler;
+mod counters;
 mod device;
 mod error;
 pub mod gpu;
@@ -18,6 +19,7 @@ mod stream;
 pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};
 pub use artifact::{Artifact, KernelReport, ParamSlot, Report};
 pub use compiler::{CompileOptions, Compiler};
+pub use counters::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
 pub use device::{Arg, Buffer, Device, DeviceInfo, LaunchDims, Module, Ptr};
 pub use error::{CompileError, DeviceError};
 pub use stream::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, StreamDevice};

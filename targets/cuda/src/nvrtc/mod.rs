@@ -77,12 +77,26 @@ impl NvrtcCompiler {
     /// # Errors
     /// As [`Compiler::compile`]; spills are not known at this level.
     pub fn ptx(&self, source: &KernelSource) -> Result<String, CompileError> {
+        self.ptx_with(source, None)
+    }
+
+    fn ptx_with(&self, source: &KernelSource, flag: Option<&str>) -> Result<String, CompileError> {
         let arch = self.arch(source)?;
         let mut flags = self.flags(arch);
         flags.retain(|flag| !flag.starts_with("--ptxas"));
+        flags.extend(flag.map(str::to_string));
         self.nvrtc
             .ptx(&source.file_name(), &source.text, &flags)
             .map_err(|failure| self.error(source, failure))
+    }
+
+    /// [`NvrtcCompiler::ptx`] with directives that say which line of the
+    /// source each instruction comes from.
+    ///
+    /// # Errors
+    /// As [`NvrtcCompiler::ptx`].
+    pub fn ptx_with_lines(&self, source: &KernelSource) -> Result<String, CompileError> {
+        self.ptx_with(source, Some("--generate-line-info"))
     }
 
     fn new(nvrtc: Nvrtc) -> Result<NvrtcCompiler, CompileError> {
