@@ -115,3 +115,52 @@ fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
 pub fn combine(d: &CombineDesc, _: RocmArch) -> CombineConfig {
     gpu::combine(d)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DType::{Bf16, F16, F32};
+    use moesaic_spec::LayerSpec;
+
+    fn halves(name: &'static str, [w, a]: [DType; 2], experts: usize) -> [GroupedGemmConfig; 2] {
+        let text = format!(
+            r#"{{"shape":{{"model_dim":63,"hidden_dim":40,"experts":{experts},"top_k":1}}}}"#
+        );
+        let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
+        spec.precision.weights = w;
+        spec.precision.activations = a;
+        let arch = RocmArch { name, wave: 64 };
+        [Half::Up, Half::Down]
+            .map(|half| grouped_gemm(&crate::desc::grouped_gemm(&spec, half), arch))
+    }
+
+    #[test]
+    fn types_and_architecture_choose_the_unit() {
+        let unit = |name, types| halves(name, types, 8)[0].family;
+        for name in ["gfx90a", "gfx942", "gfx950"] {
+            for dtype in [Bf16, F16, F32] {
+                assert_eq!(unit(name, [dtype, dtype]), GemmFamily::Mfma);
+            }
+            assert_eq!(unit(name, [F32, Bf16]), GemmFamily::Simt);
+        }
+        for name in ["gfx1100", "gfx1101"] {
+            assert_eq!(unit(name, [F16, F16]), GemmFamily::Wmma);
+            assert_eq!(unit(name, [F32, F32]), GemmFamily::Simt);
+        }
+        for name in ["gfx908", "gfx1030", "gfx1200", "gfx1201"] {
+            assert_eq!(unit(name, [Bf16, Bf16]), GemmFamily::Simt);
+        }
+    }
+
+    #[test]
+    fn both_halves_have_the_same_rows() {
+        for name in ["gfx90a", "gfx950", "gfx1100", "gfx1201"] {
+            for experts in [8, 60] {
+                let [up, down] = halves(name, [F16, F16], experts);
+                assert_eq!(up.tile_rows, down.tile_rows, "{name}, {experts} experts");
+                assert_eq!(up.gather, up.family != GemmFamily::Simt, "{name}");
+                assert!(!down.gather, "{name}");
+            }
+        }
+    }
+}
