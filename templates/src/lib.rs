@@ -47,7 +47,6 @@ pub const GPU: &[Template] = index![
     "prelude/cuda/mma.cuh",
     "prelude/cuda/shared.cuh",
     "prelude/cuda/warp.cuh",
-    "prelude/cuda/store.cuh",
     "prelude/cuda/mbarrier.cuh",
     "prelude/cuda/tma.cuh",
     "prelude/cuda/tma_store.cuh",
