@@ -1,0 +1,304 @@
+//! Copies that run by themselves, and wgmma.
+
+use super::{Decoder, Result};
+use crate::code::Source;
+use crate::code::op::{
+    AsyncOp, Base, Bulk, CopyAsync, Direction, Mbarrier, MbarrierKind, NONE, Op, Reduction, Row,
+    TensorCopy, Wgmma, WgmmaA,
+};
+use crate::text::{Class, Operand, Space};
+use moesaic_units::wgmma::{Accumulator, Element, WgmmaKind};
+
+impl Decoder<'_> {
+    pub(super) fn copy(&mut self) -> Result<Op> {
+        let reduces = self.parts.flag("reduce");
+        if !self.parts.flag("async") {
+            return Err(self.unsupported("the instruction"));
+        }
+        let op = match self.parts.flag("bulk") {
+            true => self.bulk(reduces)?,
+            false if self.parts.flag("mbarrier") => return self.copy_arrive(),
+            false => self.copy_async()?,
+        };
+        Ok(Op::Async(Box::new(op)))
+    }
+
+    /// `cp.async.mbarrier.arrive[.noinc]`
+    fn copy_arrive(&mut self) -> Result<Op> {
+        self.parts.flag("arrive");
+        self.parts.flag("b64");
+        let counted = !self.parts.flag("noinc");
+        let (space, cluster) = self.space();
+        Ok(Op::Mbarrier(Box::new(Mbarrier {
+            kind: MbarrierKind::CopyArrive { counted },
+            address: self.address(0)?,
+            space,
+            cluster,
+            d: NONE,
+            a: NONE,
+            relaxed: false,
+        })))
+    }
+
+    fn copy_async(&mut self) -> Result<AsyncOp> {
+        if self.parts.flag("commit_group") {
+            return Ok(AsyncOp::CopyCommit);
+        }
+        if self.parts.flag("wait_all") {
+            return Ok(AsyncOp::CopyWait(None));
+        }
+        if self.parts.flag("wait_group") {
+            return Ok(AsyncOp::CopyWait(Some(self.literal(0)? as u32)));
+        }
+        self.parts.cache_hints();
+        let generic = !self.parts.flag("global");
+        for part in ["shared", "shared::cta"] {
+            self.parts.flag(part);
+        }
+        let bytes = self.literal(2)?;
+        if !matches!(bytes, 4 | 8 | 16) {
+            return Err(self.unsupported(format!("a copy of {bytes} bytes")));
+        }
+        let (source_bytes, ignore) = self.copy_limit(bytes)?;
+        Ok(AsyncOp::Copy(CopyAsync {
+            to: self.address(0)?,
+            from: self.address(1)?,
+            from_generic: generic,
+            bytes: bytes as u8,
+            source_bytes,
+            ignore,
+        }))
+    }
+
+    /// The fourth operand: how many bytes to read, or a predicate to read none.
+    fn copy_limit(&mut self, bytes: u64) -> Result<(Row, Option<(Row, bool)>)> {
+        let whole = self.words.row(Source::Literal(bytes));
+        match self.statement.operands.get(3) {
+            None => Ok((whole, None)),
+            Some(Operand::Not(_)) => Ok((whole, Some(self.predicate(3)?))),
+            Some(Operand::Register(r)) if r.class == Class::Predicate => {
+                Ok((whole, Some(self.predicate(3)?)))
+            }
+            // A cache policy is 64 bits and changes nothing.
+            Some(Operand::Register(r)) if r.class == Class::Double => Ok((whole, None)),
+            Some(_) => Ok((self.word(3)?, None)),
+        }
+    }
+
+    fn bulk(&mut self, reduces: bool) -> Result<AsyncOp> {
+        if self.parts.flag("commit_group") {
+            return Ok(AsyncOp::BulkCommit);
+        }
+        if self.parts.flag("wait_group") {
+            return Ok(AsyncOp::BulkWait {
+                read: self.parts.flag("read"),
+                left: self.literal(0)? as u32,
+            });
+        }
+        let prefetch = self.parts.flag("prefetch");
+        let hint = self.parts.flag("L2::cache_hint");
+        let multicast = self.parts.flag("multicast::cluster");
+        let tensor = self.parts.flag("tensor");
+        if prefetch {
+            self.parts = super::Parts::new(&[]);
+            return Ok(AsyncOp::Bulk(self.nothing()));
+        }
+        let direction = self.direction()?;
+        self.parts.flag("bulk_group");
+        self.parts.flag("mbarrier::complete_tx::bytes");
+        let reduction = match reduces {
+            true => Some(self.reduction(tensor)?),
+            false => None,
+        };
+        match tensor {
+            true => self.tensor_copy(direction, reduction, multicast, hint),
+            false => self.line_copy(direction, reduction, multicast, hint),
+        }
+    }
+
+    /// A prefetch: it moves nothing that can be seen.
+    fn nothing(&mut self) -> Bulk {
+        let fixed = crate::code::op::Address {
+            base: Base::Fixed,
+            offset: 0,
+        };
+        Bulk {
+            direction: Direction::PrefetchL2,
+            to: fixed,
+            from: fixed,
+            bytes: NONE,
+            mbarrier: None,
+            multicast: NONE,
+            reduction: None,
+        }
+    }
+
+    /// Destination and source spaces, in this order in the opcode.
+    fn direction(&mut self) -> Result<Direction> {
+        let spaces: Vec<&str> = self
+            .statement
+            .opcode
+            .iter()
+            .map(String::as_str)
+            .filter(|part| matches!(*part, "global" | "shared::cta" | "shared::cluster"))
+            .collect();
+        for space in ["global", "shared::cta", "shared::cluster"] {
+            while self.parts.flag(space) {}
+        }
+        match spaces[..] {
+            ["shared::cluster" | "shared::cta", "global"] => Ok(Direction::GlobalToShared),
+            ["global", "shared::cta"] => Ok(Direction::SharedToGlobal),
+            ["shared::cluster", "shared::cta"] => Ok(Direction::SharedToCluster),
+            _ => Err(self.unsupported("the spaces")),
+        }
+    }
+
+    fn reduction(&mut self, tensor: bool) -> Result<Reduction> {
+        self.parts.flag("noftz");
+        Ok(Reduction {
+            kind: self.atomic_kind()?,
+            ty: match tensor {
+                true => None,
+                false => Some(self.number()?),
+            },
+        })
+    }
+
+    fn line_copy(
+        &mut self,
+        direction: Direction,
+        reduction: Option<Reduction>,
+        multicast: bool,
+        hint: bool,
+    ) -> Result<AsyncOp> {
+        let signals = direction != Direction::SharedToGlobal;
+        let last = self.count() - usize::from(hint);
+        Ok(AsyncOp::Bulk(Bulk {
+            direction,
+            to: self.address(0)?,
+            from: self.address(1)?,
+            bytes: self.word(2)?,
+            mbarrier: match signals {
+                true => Some(self.address(3)?),
+                false => None,
+            },
+            multicast: match multicast {
+                true => self.word(last - 1)?,
+                false => NONE,
+            },
+            reduction,
+        }))
+    }
+
+    fn tensor_copy(
+        &mut self,
+        direction: Direction,
+        reduction: Option<Reduction>,
+        multicast: bool,
+        hint: bool,
+    ) -> Result<AsyncOp> {
+        self.parts.flag("tile");
+        for rank in ["1d", "2d", "3d", "4d", "5d"] {
+            self.parts.flag(rank);
+        }
+        let load = direction == Direction::GlobalToShared;
+        let (map, shared) = if load { (1, 0) } else { (0, 1) };
+        let coordinates = match self.address_rest(map)? {
+            [Operand::Vector(list)] => list.iter().collect::<Vec<_>>(),
+            _ => return Err(self.unsupported("the coordinates")),
+        };
+        let coordinates = coordinates.into_iter().map(|at| self.word_of(at));
+        let coordinates = coordinates.collect::<Result<Vec<Row>>>()?;
+        let last = self.count() - usize::from(hint);
+        Ok(AsyncOp::Tensor(TensorCopy {
+            direction,
+            map: self.address(map)?,
+            shared: self.address(shared)?,
+            coordinates,
+            mbarrier: match load {
+                true => Some(self.address(2)?),
+                false => None,
+            },
+            multicast: match multicast {
+                true => self.word(last - 1)?,
+                false => NONE,
+            },
+            reduction,
+        }))
+    }
+
+    pub(super) fn wgmma(&mut self) -> Result<Op> {
+        self.parts.flag("sync");
+        self.parts.flag("aligned");
+        let op = if self.parts.flag("fence") {
+            AsyncOp::WgmmaFence
+        } else if self.parts.flag("commit_group") {
+            AsyncOp::WgmmaCommit
+        } else if self.parts.flag("wait_group") {
+            AsyncOp::WgmmaWait(self.literal(0)? as u32)
+        } else if self.parts.flag("mma_async") {
+            AsyncOp::Wgmma(self.product_async()?)
+        } else {
+            return Err(self.unsupported("the operation"));
+        };
+        Ok(Op::Async(Box::new(op)))
+    }
+
+    fn product_async(&mut self) -> Result<Wgmma> {
+        let kind = self.wgmma_kind()?;
+        let d = self.word_rows(0)?;
+        let a = match self.operand(1)? {
+            Operand::Vector(_) => WgmmaA::Registers(self.word_rows(1)?),
+            _ => WgmmaA::Descriptor(self.double(1)?),
+        };
+        if d.len() != kind.d_registers() {
+            return Err(self.unsupported("another number of registers than its shape has"));
+        }
+        let registers = matches!(a, WgmmaA::Registers(_));
+        let signs = (self.literal(4)?, self.literal(5)?);
+        let mut majors = Vec::new();
+        for at in 6..self.count() {
+            majors.push(self.literal(at)? == 1);
+        }
+        let transpose_b = majors.last().copied().unwrap_or(false);
+        Ok(Wgmma {
+            kind,
+            d,
+            b: self.double(2)?,
+            scale_d: self.scale_d()?,
+            negate_a: signs.0 as i32 == -1,
+            negate_b: signs.1 as i32 == -1,
+            transpose_a: !registers && majors.first().copied().unwrap_or(false),
+            transpose_b,
+            a,
+        })
+    }
+
+    fn scale_d(&mut self) -> Result<Row> {
+        match self.operand(3)? {
+            Operand::Register(_) => Ok(self.predicate(3)?.0),
+            other => Err(self.unsupported(format!("a scale of D that is {other:?}"))),
+        }
+    }
+
+    fn wgmma_kind(&mut self) -> Result<WgmmaKind> {
+        let shape = self.parts.prefixed("m64n").unwrap_or_default();
+        let n = shape.split('k').next().and_then(|n| n.parse().ok());
+        let d = self.number()?;
+        let (a, b) = (self.number()?, self.number()?);
+        let element = super::tensor::element(a).filter(|_| a == b);
+        let accumulator = match d {
+            crate::code::op::Number::F16 => Accumulator::F16,
+            _ => Accumulator::F32,
+        };
+        let kind = n
+            .zip(element)
+            .and_then(|(n, element): (usize, Element)| WgmmaKind::new(n, element, accumulator));
+        kind.ok_or_else(|| self.unsupported("its shape and types"))
+    }
+
+    /// Whether an address without a space is generic or shared.
+    pub(super) fn shared_or_generic(&mut self) -> Space {
+        self.space().0
+    }
+}

@@ -1,0 +1,162 @@
+//! Conversions between numbers and between address spaces.
+
+use super::{Decoder, Result};
+use crate::code::op::{Convert, Half, Number, Op, Rounding, Row};
+use crate::text::{Class, Operand, Space};
+
+impl Decoder<'_> {
+    pub(super) fn convert(&mut self) -> Result<Op> {
+        match self.statement.part(0) {
+            "cvt" => self.number_conversion(),
+            "cvta" => self.address_conversion(),
+            "isspacep" => self.is_space(),
+            "mapa" => self.map_shared(),
+            _ => self.get_rank(),
+        }
+    }
+
+    fn number_conversion(&mut self) -> Result<Op> {
+        if self.parts.flag("pack") {
+            return Err(self.unsupported("`.pack`"));
+        }
+        let (rounding, integral) = self.rounding_of();
+        let (saturate, flush) = (self.parts.flag("sat"), self.parts.flag("ftz"));
+        let relu = self.parts.flag("relu");
+        for (name, half) in [("f16x2", Half::F16), ("bf16x2", Half::Bf16)] {
+            if self.parts.flag(name) {
+                self.number()?;
+                return Ok(Op::ConvertPair {
+                    half,
+                    rounding,
+                    relu,
+                    d: self.word(0)?,
+                    high: self.word(1)?,
+                    low: self.word(2)?,
+                });
+            }
+        }
+        let (to, from) = (self.number()?, self.number()?);
+        self.parts.flag("satfinite");
+        Ok(Op::Convert(Box::new(Convert {
+            to,
+            from,
+            rounding,
+            integral,
+            saturate,
+            flush,
+            relu,
+            wide_d: self.is_wide(0, to),
+            wide_a: self.is_wide(1, from),
+            d: self.sized(0, to)?,
+            a: self.sized(1, from)?,
+        })))
+    }
+
+    /// Registers may be wider than the number in them.
+    fn is_wide(&self, at: usize, ty: Number) -> bool {
+        ty.bits() == 64 || self.class(at) == Some(Class::Double)
+    }
+
+    fn sized(&mut self, at: usize, ty: Number) -> Result<Row> {
+        match self.is_wide(at, ty) {
+            true => self.double(at),
+            false => self.word(at),
+        }
+    }
+
+    fn rounding_of(&mut self) -> (Rounding, bool) {
+        let names = [
+            ("rni", (Rounding::Nearest, true)),
+            ("rzi", (Rounding::Zero, true)),
+            ("rmi", (Rounding::Down, true)),
+            ("rpi", (Rounding::Up, true)),
+            ("rna", (Rounding::NearestAway, false)),
+            ("rn", (Rounding::Nearest, false)),
+            ("rz", (Rounding::Zero, false)),
+            ("rm", (Rounding::Down, false)),
+            ("rp", (Rounding::Up, false)),
+        ];
+        self.parts
+            .one_of(&names)
+            .unwrap_or((Rounding::Nearest, false))
+    }
+
+    /// The state space among the modifiers, and whether shared means that of
+    /// the whole cluster.
+    pub(super) fn space(&mut self) -> (Space, bool) {
+        let names = [
+            ("global", (Space::Global, false)),
+            ("shared::cluster", (Space::Shared, true)),
+            ("shared::cta", (Space::Shared, false)),
+            ("shared", (Space::Shared, false)),
+            ("local", (Space::Local, false)),
+            ("const", (Space::Const, false)),
+            ("param::entry", (Space::Param, false)),
+            ("param", (Space::Param, false)),
+        ];
+        self.parts.one_of(&names).unwrap_or((Space::Generic, true))
+    }
+
+    fn address_conversion(&mut self) -> Result<Op> {
+        let back = self.parts.flag("to");
+        let (space, _) = self.space();
+        let ty = self.number()?;
+        let wide = ty.bits() == 64;
+        let (d, a) = (self.value(0, ty)?, self.value(1, ty)?);
+        Ok(match back {
+            true => Op::FromGeneric { space, wide, d, a },
+            false => Op::ToGeneric { space, wide, d, a },
+        })
+    }
+
+    fn is_space(&mut self) -> Result<Op> {
+        let (space, cluster) = self.space();
+        let wide = self.class(1) == Some(Class::Double);
+        Ok(Op::IsSpace {
+            space,
+            cluster,
+            wide,
+            d: self.predicate(0)?.0,
+            a: match wide {
+                true => self.double(1)?,
+                false => self.word(1)?,
+            },
+        })
+    }
+
+    fn map_shared(&mut self) -> Result<Op> {
+        let (space, _) = self.space();
+        let ty = self.number()?;
+        if matches!(self.operand(1)?, Operand::Sink) {
+            return Err(self.unsupported("an address that is not there"));
+        }
+        Ok(Op::MapShared {
+            generic: space == Space::Generic,
+            wide: ty.bits() == 64,
+            d: self.value(0, ty)?,
+            a: self.value(1, ty)?,
+            rank: self.word(2)?,
+        })
+    }
+
+    fn get_rank(&mut self) -> Result<Op> {
+        let (space, _) = self.space();
+        let ty = self.number()?;
+        Ok(Op::GetRank {
+            generic: space == Space::Generic,
+            wide: ty.bits() == 64,
+            d: self.word(0)?,
+            a: self.value(1, ty)?,
+        })
+    }
+}
+
+impl Half {
+    /// The number of this format.
+    pub const fn number(self) -> Number {
+        match self {
+            Half::F16 => Number::F16,
+            Half::Bf16 => Number::Bf16,
+        }
+    }
+}

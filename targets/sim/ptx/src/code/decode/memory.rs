@@ -1,0 +1,195 @@
+//! Loads, stores and atomics.
+
+use super::{Decoder, Result};
+use crate::code::op::{
+    Access, Address, Atomic, AtomicKind, AtomicType, NONE, Number, Op, Order, Row,
+};
+use crate::text::{Class, Operand, Space};
+
+impl Decoder<'_> {
+    pub(super) fn memory(&mut self) -> Result<Op> {
+        match self.statement.part(0) {
+            "ld" | "ldu" => self.load(),
+            "st" => self.store(),
+            "atom" | "red" => self.atomic(),
+            // Hints change nothing that can be seen.
+            _ => {
+                self.parts = super::Parts::new(&[]);
+                Ok(Op::Nop)
+            }
+        }
+    }
+
+    /// Ordering, scope and cache modifiers.
+    fn order(&mut self) -> Order {
+        for scope in ["cta", "cluster", "gpu", "sys"] {
+            self.parts.flag(scope);
+        }
+        let names = [
+            ("weak", Order::Weak),
+            ("volatile", Order::Relaxed),
+            ("relaxed", Order::Relaxed),
+            ("acq_rel", Order::AcquireRelease),
+            ("acquire", Order::Acquire),
+            ("release", Order::Release),
+        ];
+        let order = self.parts.one_of(&names).unwrap_or(Order::Weak);
+        self.parts.flag("mmio");
+        order
+    }
+
+    fn lanes_of_vector(&mut self) -> usize {
+        let names = [("v2", 2), ("v4", 4), ("v8", 8)];
+        self.parts.one_of(&names).unwrap_or(1)
+    }
+
+    fn access(&mut self, values: usize, address: usize) -> Result<Access> {
+        let order = self.order();
+        let (space, cluster) = self.space();
+        let constant = self.parts.flag("nc");
+        self.parts.cache_hints();
+        let count = self.lanes_of_vector();
+        let ty = self.number()?;
+        let parts = self.vector(values)?;
+        if parts.len() != count {
+            return Err(self.unsupported("a vector of another size than its type"));
+        }
+        // A register may be wider than what is moved.
+        let is_double =
+            |part: &&Operand| matches!(part, Operand::Register(r) if r.class == Class::Double);
+        let wide = ty.bits() == 64 || parts.iter().any(is_double);
+        let rows = parts.into_iter().map(|part| match wide {
+            true => self.double_of(part),
+            false => self.word_of(part),
+        });
+        Ok(Access {
+            rows: rows.collect::<Result<Vec<Row>>>()?,
+            space,
+            cluster,
+            address: self.address(address)?,
+            bytes: (ty.bits() / 8) as u8,
+            signed: ty.is_signed(),
+            wide,
+            order,
+            constant,
+        })
+    }
+
+    fn load(&mut self) -> Result<Op> {
+        self.access(0, 1).map(|access| Op::Load(Box::new(access)))
+    }
+
+    fn store(&mut self) -> Result<Op> {
+        if self.parts.flag("async") {
+            return Err(self.unsupported("`.async`"));
+        }
+        self.access(1, 0).map(|access| Op::Store(Box::new(access)))
+    }
+
+    fn atomic(&mut self) -> Result<Op> {
+        if self.parts.flag("async") {
+            return Err(self.unsupported("`.async`"));
+        }
+        let returns = self.statement.part(0) == "atom";
+        // Without an order they are relaxed.
+        let order = match self.order() {
+            Order::Weak => Order::Relaxed,
+            order => order,
+        };
+        let (space, cluster) = self.space();
+        self.parts.cache_hints();
+        self.parts.flag("noftz");
+        let kind = self.atomic_kind()?;
+        let count = self.lanes_of_vector();
+        let ty = self.atomic_type()?;
+        let bytes = ty.bytes();
+        let first = usize::from(returns);
+        let swap = kind == AtomicKind::CompareSwap;
+        let results = match returns {
+            true => self.atomic_rows(0, bytes)?,
+            false => Vec::new(),
+        };
+        let operands = self.atomic_rows(first + 1, bytes)?;
+        if operands.len() != count {
+            return Err(self.unsupported("a vector of another size than its type"));
+        }
+        Ok(Op::Atomic(Box::new(Atomic {
+            space,
+            cluster,
+            address: self.atomic_address(first)?,
+            kind,
+            ty,
+            bytes,
+            wide: bytes == 8,
+            results,
+            operands,
+            swap: match swap {
+                true => self.atomic_rows(first + 2, bytes)?[0],
+                false => NONE,
+            },
+            order,
+        })))
+    }
+
+    fn atomic_address(&mut self, at: usize) -> Result<Address> {
+        self.address(at)
+    }
+
+    fn atomic_rows(&mut self, at: usize, bytes: u8) -> Result<Vec<Row>> {
+        let parts: Vec<&Operand> = self.vector(at)?;
+        let rows = parts.into_iter().map(|part| match bytes {
+            8 => self.double_of(part),
+            _ => self.word_of(part),
+        });
+        rows.collect()
+    }
+
+    pub(super) fn atomic_kind(&mut self) -> Result<AtomicKind> {
+        let names = [
+            ("add", AtomicKind::Add),
+            ("min", AtomicKind::Min),
+            ("max", AtomicKind::Max),
+            ("and", AtomicKind::And),
+            ("or", AtomicKind::Or),
+            ("xor", AtomicKind::Xor),
+            ("exch", AtomicKind::Exchange),
+            ("cas", AtomicKind::CompareSwap),
+            ("inc", AtomicKind::Increment),
+            ("dec", AtomicKind::Decrement),
+        ];
+        let found = self.parts.one_of(&names);
+        found.ok_or_else(|| self.unsupported("the operation"))
+    }
+
+    fn atomic_type(&mut self) -> Result<AtomicType> {
+        let pairs = [("f16x2", Number::F16), ("bf16x2", Number::Bf16)];
+        match self.parts.one_of(&pairs) {
+            Some(ty) => Ok(AtomicType::Pair(ty)),
+            None => self.number().map(AtomicType::Number),
+        }
+    }
+}
+
+impl AtomicType {
+    /// Bytes of one value.
+    pub const fn bytes(self) -> u8 {
+        match self {
+            AtomicType::Number(ty) => (ty.bits() / 8) as u8,
+            AtomicType::Pair(_) => 4,
+        }
+    }
+}
+
+impl Space {
+    /// The space as people call it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Space::Generic => "generic",
+            Space::Global => "global",
+            Space::Shared => "shared",
+            Space::Local => "local",
+            Space::Param => "parameter",
+            Space::Const => "constant",
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! Moves, comparisons and selections.
+
+use super::{Decoder, Result};
+use crate::code::Source;
+use crate::code::layout::PARAM_WINDOW;
+use crate::code::op::{Compare, Comparison, Half, Logic, NONE, Number, Op, Row};
+use crate::text::{Class, Operand, Special};
+
+impl<'a> Decoder<'a> {
+    pub(super) fn mov(&mut self) -> Result<Op> {
+        if self.parts.flag("pred") {
+            return self.predicate_move();
+        }
+        let ty = self.number()?;
+        let (to, from) = (self.operand(0)?, self.operand(1)?);
+        if let Operand::Special(Special::Clock) = from {
+            return Ok(Op::Clock {
+                wide: ty.bits() == 64,
+                d: self.value(0, ty)?,
+            });
+        }
+        if let Operand::Parameter(offset) = from {
+            return self.parameter_address(*offset, ty);
+        }
+        match (to, from) {
+            (_, Operand::Vector(parts)) => self.join(ty, parts),
+            (Operand::Vector(parts), _) => self.split(ty, parts),
+            _ if ty.bits() == 64 => Ok(Op::LongMove {
+                d: self.double(0)?,
+                a: self.double(1)?,
+            }),
+            _ => Ok(Op::Move {
+                d: self.word(0)?,
+                a: self.word(1)?,
+            }),
+        }
+    }
+
+    /// The address of a parameter, as a generic one: kernels pass it on to
+    /// instructions that want a tensor map.
+    fn parameter_address(&mut self, offset: u32, ty: Number) -> Result<Op> {
+        if ty.bits() != 64 {
+            return Err(self.unsupported("a short address of a parameter"));
+        }
+        let source = Source::Literal(PARAM_WINDOW + u64::from(offset));
+        Ok(Op::LongMove {
+            d: self.double(0)?,
+            a: self.doubles.row(source),
+        })
+    }
+
+    fn predicate_move(&mut self) -> Result<Op> {
+        let (d, _) = self.predicate(0)?;
+        if let Operand::Immediate(value) = self.operand(1)? {
+            return Ok(Op::PredicateSet {
+                d,
+                value: *value != 0,
+            });
+        }
+        let (a, negate) = self.predicate(1)?;
+        Ok(Op::PredicateMove { d, a, negate })
+    }
+
+    fn join(&mut self, ty: Number, parts: &'a [Operand]) -> Result<Op> {
+        match (ty.bits(), parts) {
+            (64, [low, high]) => Ok(Op::Join {
+                d: self.double(0)?,
+                low: self.word_of(low)?,
+                high: self.word_of(high)?,
+            }),
+            (64, [a, b, c, d]) => Ok(Op::ShortJoin4 {
+                d: self.double(0)?,
+                parts: [
+                    self.word_of(a)?,
+                    self.word_of(b)?,
+                    self.word_of(c)?,
+                    self.word_of(d)?,
+                ],
+            }),
+            (32, [low, high]) => Ok(Op::ShortJoin {
+                d: self.word(0)?,
+                low: self.word_of(low)?,
+                high: self.word_of(high)?,
+            }),
+            _ => Err(self.unsupported("a vector of this size")),
+        }
+    }
+
+    fn split(&mut self, ty: Number, parts: &'a [Operand]) -> Result<Op> {
+        match (ty.bits(), parts) {
+            (64, [low, high]) => Ok(Op::Split {
+                low: self.word_of(low)?,
+                high: self.word_of(high)?,
+                a: self.double(1)?,
+            }),
+            (64, [a, b, c, d]) => Ok(Op::ShortSplit4 {
+                parts: [
+                    self.word_of(a)?,
+                    self.word_of(b)?,
+                    self.word_of(c)?,
+                    self.word_of(d)?,
+                ],
+                a: self.double(1)?,
+            }),
+            (32, [low, high]) => Ok(Op::ShortSplit {
+                low: self.word_of(low)?,
+                high: self.word_of(high)?,
+                a: self.word(1)?,
+            }),
+            _ => Err(self.unsupported("a vector of this size")),
+        }
+    }
+
+    /// `createpolicy`: caches are not modelled, so any number will do.
+    pub(super) fn policy(&mut self) -> Result<Op> {
+        self.parts = super::Parts::new(&[]);
+        let d = self.double(0)?;
+        let a = self.double_of(&Operand::Immediate(0))?;
+        Ok(Op::LongMove { d, a })
+    }
+
+    pub(super) fn choose(&mut self) -> Result<Op> {
+        match self.statement.part(0) {
+            "setp" => self.compare(),
+            "set" => self.set(),
+            "selp" => self.select(),
+            "testp" => self.float_test(),
+            _ => self.select_sign(),
+        }
+    }
+
+    fn comparison(&mut self, ty: Number) -> Result<Comparison> {
+        let names = [
+            ("eq", Comparison::Eq),
+            ("ne", Comparison::Ne),
+            ("lt", Comparison::Lt),
+            ("le", Comparison::Le),
+            ("gt", Comparison::Gt),
+            ("ge", Comparison::Ge),
+            ("lo", Comparison::Lt),
+            ("ls", Comparison::Le),
+            ("hi", Comparison::Gt),
+            ("hs", Comparison::Ge),
+            ("equ", Comparison::EqOrNan),
+            ("neu", Comparison::NeOrNan),
+            ("ltu", Comparison::LtOrNan),
+            ("leu", Comparison::LeOrNan),
+            ("gtu", Comparison::GtOrNan),
+            ("geu", Comparison::GeOrNan),
+            ("num", Comparison::Number),
+            ("nan", Comparison::Nan),
+        ];
+        let found = self.parts.one_of(&names);
+        let found = found.ok_or_else(|| self.unsupported("the comparison"))?;
+        Ok(match found {
+            // Ordinary inequality of floats is false for NaN.
+            Comparison::Ne if ty.is_float() => Comparison::Ne,
+            found => found,
+        })
+    }
+
+    fn compare(&mut self) -> Result<Op> {
+        if self.statement.has("f16x2") || self.statement.has("bf16x2") {
+            return self.compare_packed();
+        }
+        let (compare, _) = self.compare_of(1)?;
+        let (result, inverse) = self.pair(0)?;
+        let compare = Compare {
+            result: self.predicate_of(result)?.0,
+            inverse: self.predicate_of(inverse)?.0,
+            ..compare
+        };
+        Ok(Op::Compare(Box::new(compare)))
+    }
+
+    /// The comparison of the operands from `at`, results left open.
+    fn compare_of(&mut self, at: usize) -> Result<(Compare, Number)> {
+        self.parts.flag("ftz");
+        let logic = [("and", Logic::And), ("or", Logic::Or), ("xor", Logic::Xor)];
+        let logic = self.parts.one_of(&logic);
+        let ty = self.number()?;
+        let comparison = self.comparison(ty)?;
+        let (a, b) = (self.value(at, ty)?, self.value(at + 1, ty)?);
+        let (with, negate_with) = match logic {
+            Some(_) => self.predicate(at + 2)?,
+            None => (NONE, false),
+        };
+        let compare = Compare {
+            ty,
+            comparison,
+            result: NONE,
+            inverse: NONE,
+            logic: logic.unwrap_or(Logic::And),
+            with,
+            negate_with,
+            a,
+            b,
+        };
+        Ok((compare, ty))
+    }
+
+    fn compare_packed(&mut self) -> Result<Op> {
+        self.parts.flag("ftz");
+        let half = match self.parts.flag("f16x2") {
+            true => Half::F16,
+            false => {
+                self.parts.flag("bf16x2");
+                Half::Bf16
+            }
+        };
+        let comparison = self.comparison(Number::F16)?;
+        let (p, q) = self.pair(0)?;
+        Ok(Op::HalfComparePacked {
+            half,
+            comparison,
+            p: self.predicate_of(p)?.0,
+            q: self.predicate_of(q)?.0,
+            a: self.word(1)?,
+            b: self.word(2)?,
+        })
+    }
+
+    /// `set` gives all ones, or 1.0.
+    fn set(&mut self) -> Result<Op> {
+        let to = self.number()?;
+        if to.bits() != 32 {
+            return Err(self.unsupported("a result that is not 32 bits"));
+        }
+        let (compare, _) = self.compare_of(1)?;
+        Ok(Op::CompareSet {
+            compare: Box::new(compare),
+            d: self.word(0)?,
+            float: to.is_float(),
+        })
+    }
+
+    fn select(&mut self) -> Result<Op> {
+        let ty = self.number()?;
+        let (p, negate) = self.predicate(3)?;
+        let (d, a, b): (Row, Row, Row) =
+            (self.value(0, ty)?, self.value(1, ty)?, self.value(2, ty)?);
+        Ok(match ty.bits() {
+            64 => Op::LongSelect { d, a, b, p, negate },
+            _ => Op::Select { d, a, b, p, negate },
+        })
+    }
+
+    fn select_sign(&mut self) -> Result<Op> {
+        self.parts.flag("ftz");
+        let (ty, by) = (self.number()?, self.number()?);
+        if ty.bits() != 32 {
+            return Err(self.unsupported("this width"));
+        }
+        Ok(Op::SelectSign {
+            float: by.is_float(),
+            d: self.word(0)?,
+            a: self.word(1)?,
+            b: self.word(2)?,
+            c: self.word(3)?,
+        })
+    }
+
+    /// The class of operand `at`, when it is a register.
+    pub(super) fn class(&self, at: usize) -> Option<Class> {
+        match self.statement.operands.get(at) {
+            Some(Operand::Register(register)) => Some(register.class),
+            _ => None,
+        }
+    }
+}

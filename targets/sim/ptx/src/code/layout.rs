@@ -1,0 +1,103 @@
+//! Where variables lie.
+
+use crate::text::{EntryText, ModuleText, Operand, Space};
+
+/// The first shared address. What is below belongs to the system, so that a
+/// null pointer is no address.
+pub const SHARED_START: u32 = 1024;
+
+/// Windows of the generic address space.
+pub const SHARED_WINDOW: u64 = 0x7f00_0000_0000;
+/// Local memory, seen generically.
+pub const LOCAL_WINDOW: u64 = 0x7e00_0000_0000;
+/// Kernel parameters, seen generically.
+pub const PARAM_WINDOW: u64 = 0x7d00_0000_0000;
+/// Every window spans this many bytes.
+pub const WINDOW: u64 = 0x100_0000_0000;
+
+/// Shared addresses of the blocks of a cluster: the rank, plus one, above
+/// this bit. Without it an address belongs to the block that uses it.
+pub const RANK_SHIFT: u32 = 24;
+
+/// Addresses of the variables that a kernel names.
+pub struct Layout {
+    /// By the variable's place in the module.
+    pub addresses: Vec<u64>,
+    pub static_shared: u32,
+    pub dynamic_shared: u32,
+    pub local_bytes: u32,
+}
+
+impl Layout {
+    /// Lays out the shared and local variables of one kernel.
+    pub fn of(module: &ModuleText, entry: &EntryText, globals: &[u64]) -> Layout {
+        let used = used(module, entry);
+        let mut layout = Layout {
+            addresses: globals.to_vec(),
+            static_shared: SHARED_START,
+            dynamic_shared: SHARED_START,
+            local_bytes: 0,
+        };
+        layout.addresses.resize(module.variables.len(), 0);
+        let mut dynamic_align = 16;
+        for (i, variable) in module
+            .variables
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| used[*i])
+        {
+            match variable.space {
+                Space::Shared if variable.dynamic => {
+                    dynamic_align = dynamic_align.max(variable.align);
+                }
+                Space::Shared => {
+                    layout.addresses[i] =
+                        place(&mut layout.static_shared, variable.align, variable.bytes);
+                }
+                Space::Local => {
+                    layout.addresses[i] =
+                        place(&mut layout.local_bytes, variable.align, variable.bytes);
+                }
+                _ => {}
+            }
+        }
+        layout.dynamic_shared = layout.static_shared.next_multiple_of(dynamic_align);
+        for (i, variable) in module.variables.iter().enumerate() {
+            if variable.space == Space::Shared && variable.dynamic {
+                layout.addresses[i] = u64::from(layout.dynamic_shared);
+            }
+        }
+        layout
+    }
+}
+
+fn place(end: &mut u32, align: u32, bytes: u32) -> u64 {
+    let at = end.next_multiple_of(align);
+    *end = at + bytes;
+    u64::from(at)
+}
+
+/// Which variables an entry names.
+fn used(module: &ModuleText, entry: &EntryText) -> Vec<bool> {
+    let mut used = vec![false; module.variables.len()];
+    for statement in &entry.statements {
+        for operand in &statement.operands {
+            mark(operand, &mut used);
+        }
+    }
+    used
+}
+
+fn mark(operand: &Operand, used: &mut [bool]) {
+    match operand {
+        Operand::Variable(i) => used[*i] = true,
+        Operand::Vector(parts) => parts.iter().for_each(|part| mark(part, used)),
+        Operand::Memory { base, .. } => mark(base, used),
+        _ => {}
+    }
+}
+
+/// Whether any kernel of the module names variable `i`.
+pub fn is_used(module: &ModuleText, i: usize) -> bool {
+    module.entries.iter().any(|entry| used(module, entry)[i])
+}

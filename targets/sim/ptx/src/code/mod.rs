@@ -1,0 +1,166 @@
+//! From parsed text to instructions that run.
+
+pub mod decode;
+pub mod layout;
+pub mod op;
+mod registers;
+
+use crate::error::PtxError;
+use crate::text::{Class, EntryText, ModuleText, Parameter, Special};
+use decode::Decoder;
+use layout::Layout;
+use op::{Instruction, Op, Row};
+use std::collections::HashMap;
+
+/// What a row behind the registers holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    Literal(u64),
+    Special(Special),
+}
+
+/// Rows for literals and special registers, handed out on first use.
+#[derive(Default)]
+pub struct Pool {
+    first: Row,
+    pub sources: Vec<Source>,
+    known: HashMap<Source, Row>,
+}
+
+impl Pool {
+    fn new(first: Row) -> Pool {
+        Pool {
+            first,
+            ..Pool::default()
+        }
+    }
+
+    /// The row that holds `source`.
+    pub fn row(&mut self, source: Source) -> Row {
+        let next = self.first + self.sources.len() as Row;
+        *self.known.entry(source).or_insert_with(|| {
+            self.sources.push(source);
+            next
+        })
+    }
+}
+
+/// A kernel ready to run.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    pub name: String,
+    pub params: Vec<Parameter>,
+    pub param_bytes: u32,
+    pub max_threads: Option<u32>,
+    /// Blocks of a cluster, where the text fixes them.
+    pub cluster: Option<u32>,
+    pub code: Vec<Instruction>,
+    /// Registers of the 32-bit file; the literals follow.
+    pub words: Row,
+    pub word_sources: Vec<Source>,
+    pub doubles: Row,
+    pub double_sources: Vec<Source>,
+    pub predicates: Row,
+    /// End of the static shared variables, from the start of shared memory.
+    pub static_shared: u32,
+    /// Where dynamic shared memory starts.
+    pub dynamic_shared: u32,
+    pub local_bytes: u32,
+    /// Registers the text declares.
+    pub virtual_registers: u32,
+    /// Results depend on the order in which blocks touch global memory.
+    pub in_order: bool,
+    /// Blocks may order themselves by what they write and read.
+    pub synchronises: bool,
+}
+
+impl Kernel {
+    /// Decodes one kernel. `globals` are the device addresses of the module's
+    /// variables, by index.
+    ///
+    /// # Errors
+    /// [`PtxError::Unsupported`] names the first instruction that the machine
+    /// does not have.
+    pub fn decode(
+        module: &ModuleText,
+        entry: &EntryText,
+        globals: &[u64],
+    ) -> Result<Kernel, PtxError> {
+        let rows = registers::allocate(entry);
+        let layout = Layout::of(module, entry, globals);
+        let mut words = Pool::new(rows.count(Class::Word));
+        let mut doubles = Pool::new(rows.count(Class::Double));
+        let mut code = Vec::with_capacity(entry.statements.len() + 1);
+        for statement in &entry.statements {
+            let mut decoder = Decoder::new(statement, &rows, &layout, &mut words, &mut doubles);
+            code.push(decoder.instruction()?);
+        }
+        code.push(decode::end(entry));
+        let in_order = code
+            .iter()
+            .any(|instruction| orders_blocks(&instruction.op));
+        let synchronises = code.iter().any(|instruction| synchronises(&instruction.op));
+        Ok(Kernel {
+            name: entry.name.clone(),
+            params: entry.params.clone(),
+            param_bytes: entry.param_bytes,
+            max_threads: entry.max_threads,
+            cluster: entry.cluster,
+            code,
+            words: rows.count(Class::Word),
+            word_sources: words.sources,
+            doubles: rows.count(Class::Double),
+            double_sources: doubles.sources,
+            predicates: rows.count(Class::Predicate),
+            static_shared: layout.static_shared,
+            dynamic_shared: layout.dynamic_shared,
+            local_bytes: layout.local_bytes,
+            virtual_registers: entry.registers.values().sum(),
+            in_order,
+            synchronises,
+        })
+    }
+}
+
+/// Whether an instruction may order what blocks do.
+fn synchronises(op: &Op) -> bool {
+    use crate::text::Space;
+    use op::{Fence, Order};
+    match op {
+        Op::Fence(fence) => *fence == Fence::Memory,
+        Op::Load(access) | Op::Store(access) => {
+            access.order != Order::Weak && access.space != Space::Shared
+        }
+        Op::Atomic(atomic) => atomic.order != Order::Relaxed && atomic.space != Space::Shared,
+        _ => false,
+    }
+}
+
+/// Whether results may depend on which block comes first: atomics on global
+/// memory that return something or round, and loads that wait for others.
+fn orders_blocks(op: &Op) -> bool {
+    use crate::text::Space;
+    use op::{AsyncOp, AtomicKind, AtomicType, Direction, Number, Order};
+    let global = |space: Space| matches!(space, Space::Global | Space::Generic);
+    match op {
+        Op::Atomic(atomic) => {
+            let whole = match atomic.ty {
+                AtomicType::Number(ty) => {
+                    !matches!(ty, Number::F16 | Number::Bf16 | Number::F32 | Number::F64)
+                }
+                AtomicType::Pair(_) => false,
+            };
+            let commutes = !matches!(atomic.kind, AtomicKind::Exchange | AtomicKind::CompareSwap);
+            global(atomic.space) && !(atomic.results.is_empty() && whole && commutes)
+        }
+        Op::Load(access) => global(access.space) && access.order != Order::Weak,
+        Op::Async(op) => match &**op {
+            AsyncOp::Bulk(bulk) => {
+                bulk.reduction.is_some() && bulk.direction == Direction::SharedToGlobal
+            }
+            AsyncOp::Tensor(copy) => copy.reduction.is_some(),
+            _ => false,
+        },
+        _ => false,
+    }
+}

@@ -1,0 +1,131 @@
+//! NVRTC as the compiler of `sim:sm_*`.
+
+use crate::artifact::Texts;
+use crate::code::Kernel;
+use crate::code::layout::SHARED_START;
+use crate::text;
+use moesaic_cuda::NvrtcCompiler;
+use moesaic_kernel::{KernelSource, SimArch, Target};
+use moesaic_target::{
+    Artifact, CompileError, CompileOptions, Compiler, KernelReport, ParamSlot, Report,
+};
+use std::time::Instant;
+
+/// Compiles for `sim:sm_*`: NVRTC's PTX for the hardware target, and the
+/// source it came from, in one artifact. Every instruction is decoded here, so
+/// one that the machine does not have is an error of the compile.
+#[derive(Debug)]
+pub struct PtxCompiler {
+    nvrtc: NvrtcCompiler,
+}
+
+impl PtxCompiler {
+    /// A compiler over this NVRTC.
+    pub fn new(nvrtc: NvrtcCompiler) -> PtxCompiler {
+        PtxCompiler { nvrtc }
+    }
+
+    fn hardware(&self, source: &KernelSource) -> Result<KernelSource, CompileError> {
+        let own = matches!(source.target, Target::Sim(SimArch::Cuda(_)));
+        match own && self.targets().contains(&source.target) {
+            true => Ok(KernelSource {
+                target: source.target.hardware(),
+                ..source.clone()
+            }),
+            false => Err(CompileError::UnsupportedTarget {
+                compiler: self.name(),
+                target: source.target.to_string(),
+                advice: format!(
+                    "it can compile CUDA C++ for: {}",
+                    names(&self.targets()).join(", ")
+                ),
+            }),
+        }
+    }
+
+    fn reports(&self, source: &KernelSource, ptx: &str) -> Result<Vec<KernelReport>, CompileError> {
+        let bad = |reason: String| CompileError::BadBinary {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            reason,
+        };
+        let module = text::parse(ptx).map_err(|error| bad(error.to_string()))?;
+        let found = module.entries.iter().map(|entry| {
+            let kernel = Kernel::decode(&module, entry, &[]);
+            kernel.map(report).map_err(|error| bad(error.to_string()))
+        });
+        let found = found.collect::<Result<Vec<_>, _>>()?;
+        KernelReport::of_entries(source, found).map_err(bad)
+    }
+}
+
+fn names(targets: &[Target]) -> Vec<String> {
+    targets.iter().map(Target::to_string).collect()
+}
+
+/// The facts of a decoded kernel. Registers are the virtual ones that live at
+/// once, at 32 bits.
+fn report(kernel: Kernel) -> KernelReport {
+    let params = kernel.params.iter().map(|param| ParamSlot {
+        offset: param.offset,
+        size: param.bytes,
+    });
+    KernelReport {
+        symbol: kernel.name.clone(),
+        registers: Some(u32::from(kernel.words) + 2 * u32::from(kernel.doubles)),
+        spill_bytes: Some(0),
+        stack_bytes: Some(kernel.local_bytes),
+        shared_bytes: Some(kernel.static_shared - SHARED_START),
+        max_threads: kernel.max_threads,
+        code_bytes: Some(kernel.code.len() as u64),
+        params: params.collect(),
+        ..KernelReport::default()
+    }
+}
+
+impl Compiler for PtxCompiler {
+    fn backend(&self) -> &'static str {
+        "sim"
+    }
+
+    fn name(&self) -> String {
+        format!("{} (PTX)", self.nvrtc.name())
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        format!(
+            "PTX with lines, version 1; {}",
+            self.nvrtc.fingerprint(target.hardware())
+        )
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        let own = self.nvrtc.targets().into_iter();
+        own.filter_map(Target::simulated).collect()
+    }
+
+    fn compile(
+        &self,
+        source: &KernelSource,
+        _options: &CompileOptions,
+    ) -> Result<Artifact, CompileError> {
+        let hardware = self.hardware(source)?;
+        let start = Instant::now();
+        let ptx = self.nvrtc.ptx_with_lines(&hardware)?;
+        let compile_ms = start.elapsed().as_secs_f64() * 1e3;
+        let kernels = self.reports(source, &ptx)?;
+        let texts = Texts {
+            ptx,
+            source: source.text.clone(),
+        };
+        Ok(Artifact {
+            binary: texts.pack(),
+            report: Report {
+                compiler: self.name(),
+                compile_ms,
+                kernels,
+                log: String::new(),
+            },
+        })
+    }
+}

@@ -1,0 +1,303 @@
+//! The simulated GPU as a device.
+
+use crate::artifact::Texts;
+use crate::code::Kernel;
+use crate::error::PtxError;
+use crate::finding::Finding;
+use crate::launch::{Loaded, Shared, launch};
+use crate::memory::{Allocation, Heap};
+use crate::text::{self, Space};
+use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
+use moesaic_target::{
+    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, KernelCounters, KernelReport,
+    LaunchDims, Module, Ptr,
+};
+use std::collections::HashMap;
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// How the machine runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PtxOptions {
+    /// Seed of the delays of asynchronous engines and of the order of warps.
+    /// Right kernels give the same results for every seed.
+    pub seed: u64,
+    /// Threads of the host; `None`: as many as it has. Results do not depend
+    /// on it.
+    pub threads: Option<NonZeroUsize>,
+    /// What is checked beside what always is.
+    pub checks: Checks,
+}
+
+/// Which checks run. Bounds, alignment, masks, barriers and deadlocks are
+/// always checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Checks {
+    /// Nothing more: the fastest.
+    Basic,
+    /// Races, uninitialised reads and proxy fences, too.
+    Full,
+}
+
+impl Default for PtxOptions {
+    fn default() -> PtxOptions {
+        PtxOptions {
+            seed: 1,
+            threads: None,
+            checks: Checks::Full,
+        }
+    }
+}
+
+/// A simulated NVIDIA GPU. Launches run at once, on the calling thread and
+/// its helpers; a defect is the error of the launch.
+pub struct PtxDevice {
+    info: DeviceInfo,
+    shared: Arc<Shared>,
+}
+
+/// Bytes of shared memory a block can have, by architecture.
+fn shared_limit(arch: CudaArch) -> u32 {
+    match arch.capability {
+        ..75 => 96 << 10,
+        75 => 64 << 10,
+        80 | 87 => 163 << 10,
+        86 | 88 | 89 | 120.. => 99 << 10,
+        _ => 227 << 10,
+    }
+}
+
+impl PtxDevice {
+    /// A GPU of this architecture.
+    pub fn new(arch: CudaArch, options: PtxOptions) -> PtxDevice {
+        let threads = options
+            .threads
+            .or(std::thread::available_parallelism().ok())
+            .unwrap_or(NonZeroUsize::MIN);
+        PtxDevice {
+            info: DeviceInfo {
+                name: format!("PTX simulator, {arch}"),
+                target: Target::Sim(SimArch::Cuda(arch)),
+                units: threads.get() as u32,
+                memory_bytes: None,
+            },
+            shared: Arc::new(Shared {
+                options,
+                threads: threads.get(),
+                shared_limit: shared_limit(arch),
+                heap: Mutex::default(),
+                findings: Mutex::default(),
+                counters: Mutex::default(),
+            }),
+        }
+    }
+
+    /// The defects found so far, oldest first. A launch with a defect adds
+    /// one.
+    pub fn findings(&self) -> Vec<Finding> {
+        lock(&self.shared.findings).clone()
+    }
+
+    fn allocation(&self, buffer: &Buffer) -> Result<Arc<Allocation>, DeviceError> {
+        let found = lock(&self.shared.heap).at(buffer.ptr().0);
+        found.ok_or_else(|| DeviceError::Driver {
+            operation: format!("a copy with the buffer at {:#x}", buffer.ptr().0),
+            reason: "it is not of this device".to_string(),
+        })
+    }
+}
+
+impl std::fmt::Debug for PtxDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PtxDevice({})", self.info.name)
+    }
+}
+
+/// Frees an allocation on drop.
+struct Owner {
+    shared: Arc<Shared>,
+    base: u64,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        lock(&self.shared.heap).free(self.base);
+    }
+}
+
+/// Locks, whatever a panicking thread left.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+impl Device for PtxDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+        let name = entries.first().map_or("", |entry| &entry.symbol);
+        let refuse = |error: PtxError| DeviceError::Load {
+            kernel: name.to_string(),
+            reason: error.to_string(),
+        };
+        let module = PtxModule::load(&self.shared, artifact, entries).map_err(refuse)?;
+        module.check(entries)?;
+        Ok(Arc::new(module))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        let allocation = lock(&self.shared.heap).allocate(bytes.max(1));
+        let owner = Owner {
+            shared: Arc::clone(&self.shared),
+            base: allocation.base,
+        };
+        Ok(Buffer::new(Ptr(allocation.base), bytes, Box::new(owner)))
+    }
+
+    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
+        buffer.range("upload", offset, bytes.len())?;
+        let allocation = self.allocation(buffer)?;
+        allocation.copy_in(offset, bytes);
+        allocation.valid.set(offset, bytes.len());
+        Ok(())
+    }
+
+    fn download(
+        &self,
+        buffer: &Buffer,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        buffer.range("download", offset, bytes.len())?;
+        self.allocation(buffer)?.copy_out(offset, bytes);
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn take_counters(&self) -> Vec<KernelCounters> {
+        std::mem::take(&mut *lock(&self.shared.counters))
+    }
+}
+
+/// A loaded artifact.
+struct PtxModule {
+    shared: Arc<Shared>,
+    kernels: HashMap<String, Loaded>,
+    /// Memory of the module's own variables.
+    _variables: Vec<Owner>,
+}
+
+impl PtxModule {
+    fn load(
+        shared: &Arc<Shared>,
+        artifact: &Artifact,
+        entries: &[Entry],
+    ) -> Result<PtxModule, PtxError> {
+        let texts = Texts::unpack(&artifact.binary)?;
+        let module = text::parse(&texts.ptx)?;
+        let (addresses, variables) = place_variables(shared, &module);
+        let source: Arc<[String]> = texts.source.lines().map(str::to_string).collect();
+        let locations = Arc::new(module.locations.clone());
+        let mut kernels = HashMap::new();
+        for text in &module.entries {
+            let kernel = Kernel::decode(&module, text, &addresses)?;
+            let entry = entries.iter().find(|entry| entry.symbol == text.name);
+            let loaded = Loaded {
+                kernel,
+                entry: entry.cloned(),
+                source: Arc::clone(&source),
+                locations: Arc::clone(&locations),
+            };
+            kernels.insert(text.name.clone(), loaded);
+        }
+        Ok(PtxModule {
+            shared: Arc::clone(shared),
+            kernels,
+            _variables: variables,
+        })
+    }
+
+    /// The entries must be there, with the signature that they declare.
+    fn check(&self, entries: &[Entry]) -> Result<(), DeviceError> {
+        for entry in entries {
+            let refuse = |reason: String| DeviceError::Load {
+                kernel: entry.symbol.clone(),
+                reason,
+            };
+            let loaded = self.kernels.get(&entry.symbol);
+            let loaded = loaded.ok_or_else(|| refuse("the PTX has no such kernel".to_string()))?;
+            if let Some(reason) = loaded.report().disagreement(entry) {
+                return Err(refuse(reason));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Gives the global and constant variables that kernels name memory.
+fn place_variables(shared: &Arc<Shared>, module: &text::ModuleText) -> (Vec<u64>, Vec<Owner>) {
+    let mut owners = Vec::new();
+    let address = |(i, variable): (usize, &text::Variable)| {
+        let placed = matches!(variable.space, Space::Global | Space::Const);
+        if !placed || !crate::code::layout::is_used(module, i) {
+            return 0;
+        }
+        let bytes = (variable.bytes as usize).max(1);
+        let allocation = lock(&shared.heap).allocate(bytes);
+        let mut contents = variable.contents.clone();
+        contents.resize(bytes, 0);
+        allocation.copy_in(0, &contents);
+        allocation.valid.set(0, bytes);
+        owners.push(Owner {
+            shared: Arc::clone(shared),
+            base: allocation.base,
+        });
+        allocation.base
+    };
+    let addresses = module.variables.iter().enumerate().map(address).collect();
+    (addresses, owners)
+}
+
+impl Loaded {
+    /// The signature that the PTX declares.
+    pub fn report(&self) -> KernelReport {
+        let params = self
+            .kernel
+            .params
+            .iter()
+            .map(|param| moesaic_target::ParamSlot {
+                offset: param.offset,
+                size: param.bytes,
+            });
+        KernelReport {
+            symbol: self.kernel.name.clone(),
+            max_threads: self.kernel.max_threads,
+            params: params.collect(),
+            ..KernelReport::default()
+        }
+    }
+}
+
+impl Module for PtxModule {
+    unsafe fn launch(
+        &self,
+        symbol: &str,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError> {
+        let loaded = self
+            .kernels
+            .get(symbol)
+            .ok_or_else(|| DeviceError::Launch {
+                kernel: symbol.to_string(),
+                reason: "the module has no such kernel".to_string(),
+            })?;
+        launch(&self.shared, loaded, dims, args)
+    }
+}

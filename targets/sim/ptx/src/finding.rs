@@ -1,0 +1,172 @@
+//! What the machine found wrong with a kernel.
+
+use std::fmt;
+
+/// The kinds of defects that are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum FindingKind {
+    /// Two threads touch the same shared memory, one of them writes, and
+    /// nothing orders them.
+    SharedRace,
+    /// The same in global memory.
+    GlobalRace,
+    /// The copy or matrix engines touch what ordinary instructions touch,
+    /// without a proxy fence.
+    MissingProxyFence,
+    /// Shared memory is read that nothing has written.
+    UninitialisedShared,
+    /// Global memory is read that nothing has written.
+    UninitialisedGlobal,
+    /// An access outside every allocation, or outside shared memory.
+    OutOfBounds,
+    /// An address that is no multiple of what the instruction needs.
+    Misaligned,
+    /// Registers of a wgmma that is still running are touched.
+    AccumulatorInFlight,
+    /// A barrier in shared memory is misused.
+    Mbarrier,
+    /// A barrier of the block or the cluster is misused.
+    Barrier,
+    /// Some lanes of a warp came to an instruction that wants all of them.
+    PartialWarp,
+    /// A lane mask without the lane that uses it, or of lanes that never come.
+    LaneMask,
+    /// Threads wait for what never happens.
+    Deadlock,
+    /// A thread ended with copies or products of its own still under way.
+    PendingAtExit,
+    /// More shared memory than the launch asked for, or than there is.
+    SharedSize,
+    /// Operands that the hardware does not take.
+    Operand,
+    /// The kernel executed `trap`.
+    Trap,
+}
+
+/// A defect, with the place where it showed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// Which defect.
+    pub kind: FindingKind,
+    /// The kernel's symbol.
+    pub kernel: String,
+    /// The block, x, y, z.
+    pub block: [u32; 3],
+    /// Threads of the block that were at the instruction, or that wait.
+    pub threads: Vec<u32>,
+    /// Line of the PTX, from 1.
+    pub ptx_line: u32,
+    /// Line of the kernel's source, from 1, in the function at fault.
+    pub source_line: Option<u32>,
+    /// The text of that line, trimmed.
+    pub source_text: String,
+    /// Lines from which that function was inlined, innermost first.
+    pub called_from: Vec<(u32, String)>,
+    /// What happened.
+    pub message: String,
+}
+
+impl FindingKind {
+    /// The defect in two or three words.
+    pub const fn name(self) -> &'static str {
+        match self {
+            FindingKind::SharedRace => "race in shared memory",
+            FindingKind::GlobalRace => "race in global memory",
+            FindingKind::MissingProxyFence => "missing proxy fence",
+            FindingKind::UninitialisedShared => "uninitialised shared memory",
+            FindingKind::UninitialisedGlobal => "uninitialised global memory",
+            FindingKind::OutOfBounds => "out of bounds",
+            FindingKind::Misaligned => "misaligned access",
+            FindingKind::AccumulatorInFlight => "registers in flight",
+            FindingKind::Mbarrier => "mbarrier misuse",
+            FindingKind::Barrier => "barrier misuse",
+            FindingKind::PartialWarp => "partial warp",
+            FindingKind::LaneMask => "wrong lane mask",
+            FindingKind::Deadlock => "deadlock",
+            FindingKind::PendingAtExit => "exit with work under way",
+            FindingKind::SharedSize => "shared memory size",
+            FindingKind::Operand => "invalid operand",
+            FindingKind::Trap => "trap",
+        }
+    }
+}
+
+impl fmt::Display for FindingKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [x, y, z] = self.block;
+        write!(f, "{}: {}", self.kind, self.message)?;
+        write!(
+            f,
+            "\n  in block ({x}, {y}, {z}), {}",
+            threads(&self.threads)
+        )?;
+        write!(f, ", PTX line {}", self.ptx_line)?;
+        if let Some(line) = self.source_line {
+            write!(f, "\n  at line {line}: {}", self.source_text)?;
+        }
+        for (line, text) in &self.called_from {
+            write!(f, "\n  from line {line}: {text}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Thread numbers with runs in short: `threads 0-31, 64`.
+pub(crate) fn threads(list: &[u32]) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for &thread in list {
+        match runs.last_mut() {
+            Some((_, end)) if *end + 1 == thread => *end = thread,
+            _ => runs.push((thread, thread)),
+        }
+    }
+    let one = |(first, last): &(u32, u32)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    let text = runs.iter().map(one).collect::<Vec<_>>().join(", ");
+    match list.len() {
+        1 => format!("thread {text}"),
+        _ => format!("threads {text}"),
+    }
+}
+
+/// A defect before its place is known.
+#[derive(Debug)]
+pub(crate) struct Fault {
+    pub kind: FindingKind,
+    /// The lanes at fault; zero means those that were active.
+    pub lanes: u32,
+    pub message: String,
+    /// Set where the place is not that of the instruction that ran.
+    pub at: Option<FaultPlace>,
+}
+
+/// A place other than the instruction that ran.
+#[derive(Clone, Debug)]
+pub(crate) struct FaultPlace {
+    pub pc: u32,
+    /// In the cluster.
+    pub block: u32,
+    pub threads: Vec<u32>,
+}
+
+pub(crate) type Step<T> = Result<T, Box<Fault>>;
+
+impl Fault {
+    pub fn new(kind: FindingKind, lanes: u32, message: impl Into<String>) -> Box<Fault> {
+        Box::new(Fault {
+            kind,
+            lanes,
+            message: message.into(),
+            at: None,
+        })
+    }
+}

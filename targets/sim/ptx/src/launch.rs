@@ -1,0 +1,276 @@
+//! One launch: arguments, blocks over the cores of the host, the verdict.
+
+use crate::code::Kernel;
+use crate::code::layout::SHARED_START;
+use crate::device::{Checks, PtxOptions, lock};
+use crate::finding::{Finding, FindingKind};
+use crate::machine::{Failure, Launch, Machine, Tally, block_index};
+use crate::memory::{Conflict, Heap, LaunchLog, Regions};
+use crate::report::count;
+use crate::text::Locations;
+use moesaic_kernel::Entry;
+use moesaic_target::{Arg, ArgBlock, DeviceError, KernelCounters, LaunchDims, gpu_grid};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+
+/// What a device and its modules share.
+pub struct Shared {
+    pub options: PtxOptions,
+    pub threads: usize,
+    /// Bytes of shared memory a block can have.
+    pub shared_limit: u32,
+    pub heap: Mutex<Heap>,
+    pub findings: Mutex<Vec<Finding>>,
+    pub counters: Mutex<Vec<KernelCounters>>,
+}
+
+/// A kernel of a module.
+pub struct Loaded {
+    pub kernel: Kernel,
+    pub entry: Option<Entry>,
+    pub source: Arc<[String]>,
+    pub locations: Arc<Locations>,
+}
+
+/// Runs a launch to its end.
+pub fn launch(
+    shared: &Shared,
+    loaded: &Loaded,
+    dims: LaunchDims,
+    args: &[Arg],
+) -> Result<(), DeviceError> {
+    let symbol = &loaded.kernel.name;
+    let Some(grid) = gpu_grid(symbol, &dims)? else {
+        return Ok(());
+    };
+    let params = params(loaded, args)?;
+    let refuse = |reason: String| DeviceError::Launch {
+        kernel: symbol.clone(),
+        reason,
+    };
+    let cluster = cluster(loaded, &dims, grid).map_err(refuse)?;
+    let finding = match size_finding(shared, loaded, &dims) {
+        Some(finding) => Some(finding),
+        None => run(shared, loaded, &dims, grid, cluster, &params),
+    };
+    match finding {
+        None => Ok(()),
+        Some(finding) => {
+            let reason = finding.to_string();
+            lock(&shared.findings).push(finding);
+            Err(refuse(reason))
+        }
+    }
+}
+
+/// The parameter block as the kernel reads it.
+fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
+    let mut bytes = vec![0; loaded.kernel.param_bytes as usize];
+    let Some(entry) = &loaded.entry else {
+        return Err(DeviceError::Launch {
+            kernel: loaded.kernel.name.clone(),
+            reason: "its signature was not given when it was loaded".to_string(),
+        });
+    };
+    let encode = |map: &moesaic_kernel::TensorMap, base, dims| {
+        crate::tensor_map::encode(&entry.symbol, map, base, dims)
+    };
+    let mut block = ArgBlock::with_maps(entry, args, encode)?;
+    for (param, pointer) in loaded.kernel.params.iter().zip(block.pointers()) {
+        let (start, count) = (param.offset as usize, param.bytes as usize);
+        // SAFETY: every argument has room for the largest, 128 bytes, and
+        // loading has compared the sizes of the parameters.
+        let from = unsafe { std::slice::from_raw_parts(pointer.cast::<u8>(), count) };
+        bytes[start..start + count].copy_from_slice(from);
+    }
+    Ok(bytes)
+}
+
+/// Blocks of a cluster: what the text fixes, and what the launch asks for.
+fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, String> {
+    let asked = dims.cluster.max(1);
+    let cluster = match loaded.kernel.cluster {
+        Some(fixed) if asked != 1 && asked != fixed => {
+            return Err(format!(
+                "clusters of {asked} blocks, where the kernel is compiled for {fixed}"
+            ));
+        }
+        Some(fixed) => fixed.max(1),
+        None => asked,
+    };
+    match grid[0].is_multiple_of(cluster) && cluster <= 16 {
+        true => Ok(cluster),
+        false => Err(format!(
+            "{} blocks in x do not divide into clusters of {cluster} (of 16 at most)",
+            grid[0]
+        )),
+    }
+}
+
+/// A launch with more shared memory or threads than there are.
+fn size_finding(shared: &Shared, loaded: &Loaded, dims: &LaunchDims) -> Option<Finding> {
+    let kernel = &loaded.kernel;
+    let at_start = |kind, message| Failure {
+        kind,
+        block: [0; 3],
+        threads: vec![0],
+        pc: 0,
+        message,
+    };
+    let used = kernel.dynamic_shared - SHARED_START + dims.shared_bytes;
+    if used > shared.shared_limit {
+        let text = format!(
+            "a block asks for {used} bytes of shared memory; there are {}",
+            shared.shared_limit
+        );
+        return Some(loaded.finding(at_start(FindingKind::SharedSize, text)));
+    }
+    let most = kernel.max_threads.unwrap_or(1024).min(1024);
+    if dims.threads == 0 || dims.threads > most {
+        let text = format!(
+            "a block of {} threads; the kernel takes 1 to {most}",
+            dims.threads
+        );
+        return Some(loaded.finding(at_start(FindingKind::Operand, text)));
+    }
+    None
+}
+
+/// The result of the blocks that one thread of the host ran.
+struct Part {
+    executed: Vec<u64>,
+    tally: Tally,
+    failure: Option<(u64, Failure)>,
+}
+
+fn run(
+    shared: &Shared,
+    loaded: &Loaded,
+    dims: &LaunchDims,
+    grid: [u32; 2],
+    cluster: u32,
+    params: &[u8],
+) -> Option<Finding> {
+    let kernel = &loaded.kernel;
+    let regions = lock(&shared.heap).regions();
+    let log = LaunchLog::new(&regions);
+    let launch = Launch {
+        kernel,
+        params,
+        regions: &regions,
+        log: &log,
+        grid: [grid[0], grid[1], 1],
+        threads: dims.threads,
+        cluster,
+        shared_bytes: dims.shared_bytes,
+        seed: shared.options.seed,
+        in_order: kernel.in_order,
+        full: shared.options.checks == Checks::Full,
+    };
+    let clusters = u64::from(grid[0]) * u64::from(grid[1]) / u64::from(cluster);
+    let workers = match kernel.in_order {
+        true => 1,
+        false => (shared.threads as u64).min(clusters).max(1),
+    };
+    let parts = spread(&launch, clusters, workers);
+    let conflict = log.finish(&regions, kernel.synchronises);
+    let mut executed = vec![0; kernel.code.len()];
+    let mut tally = Tally::default();
+    let mut failure: Option<(u64, Failure)> = None;
+    for part in parts {
+        executed
+            .iter_mut()
+            .zip(&part.executed)
+            .for_each(|(sum, own)| *sum += own);
+        tally.add(&part.tally);
+        failure = match (failure, part.failure) {
+            (Some(a), Some(b)) => Some(if a.0 <= b.0 { a } else { b }),
+            (a, b) => a.or(b),
+        };
+    }
+    let blocks = clusters * u64::from(cluster);
+    count(
+        &mut lock(&shared.counters),
+        kernel,
+        blocks,
+        &executed,
+        &tally,
+    );
+    match failure {
+        Some((_, failure)) => Some(loaded.finding(failure)),
+        None => conflict
+            .filter(|_| launch.full)
+            .map(|conflict| loaded.finding(race(loaded, &regions, launch.grid, conflict))),
+    }
+}
+
+/// Runs the clusters on `workers` threads, each taking the next in order. A
+/// failure stops those behind it, so that the first one is always found.
+fn spread(launch: &Launch<'_>, clusters: u64, workers: u64) -> Vec<Part> {
+    let (next, stop) = (AtomicU64::new(0), AtomicU64::new(clusters));
+    let work = || {
+        let mut machine = Machine::new(launch);
+        let mut failure = None;
+        loop {
+            let number = next.fetch_add(1, Relaxed);
+            if number >= stop.load(Relaxed) {
+                break;
+            }
+            if let Err(found) = machine.run(number) {
+                stop.fetch_min(number, Relaxed);
+                failure = Some((number, found));
+                break;
+            }
+        }
+        Part {
+            executed: std::mem::take(&mut machine.executed),
+            tally: std::mem::take(&mut machine.tally),
+            failure,
+        }
+    };
+    if workers == 1 {
+        return vec![work()];
+    }
+    std::thread::scope(|scope| {
+        let helpers: Vec<_> = (1..workers).map(|_| scope.spawn(work)).collect();
+        let mut parts = vec![work()];
+        for helper in helpers {
+            match helper.join() {
+                Ok(part) => parts.push(part),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        parts
+    })
+}
+
+/// The finding of two blocks that touch the same byte.
+fn race(loaded: &Loaded, regions: &Regions, grid: [u32; 3], conflict: Conflict) -> Failure {
+    let line = |pc: u32| loaded.kernel.code[pc as usize].line;
+    let name = |block: u64| {
+        let [x, y, z] = block_index(grid, block);
+        format!("block ({x}, {y}, {z})")
+    };
+    let other = match (conflict.both_write, conflict.atomic) {
+        (true, _) => "writes",
+        (_, true) => "updates or reads",
+        _ => "reads",
+    };
+    let bytes = regions.list[conflict.region].bytes;
+    let (writer, second) = (conflict.writer, conflict.other);
+    Failure {
+        kind: FindingKind::GlobalRace,
+        block: block_index(grid, writer.0),
+        threads: Vec::new(),
+        pc: writer.1,
+        message: format!(
+            "{} writes (PTX line {}) and {} {other} (PTX line {}) byte {} of an allocation \
+             of {bytes} bytes, and nothing orders the two",
+            name(writer.0),
+            line(writer.1),
+            name(second.0),
+            line(second.1),
+            conflict.offset
+        ),
+    }
+}

@@ -1,0 +1,421 @@
+//! Loads and stores.
+
+use super::Machine;
+use super::lanes::scalar_sign;
+use super::warp::{Doubles, Warp, Words};
+use crate::code::layout::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
+use crate::code::op::{Access, Address, Base, NONE, Order};
+use crate::finding::{Fault, FindingKind, Step};
+use crate::memory::{Allocation, Touch};
+use crate::text::Space;
+use std::sync::Arc;
+
+/// The lanes of a mask.
+pub fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
+    let mut left = mask;
+    std::iter::from_fn(move || {
+        let lane = left.trailing_zeros() as usize;
+        left &= left.wrapping_sub(1);
+        (lane < 32).then_some(lane)
+    })
+}
+
+/// The addresses of an access, 64 bits.
+#[inline(always)]
+pub fn addresses(warp: &Warp, address: &Address) -> Doubles {
+    let mut out = [0; 32];
+    match address.base {
+        Base::Word(row) => {
+            let row = warp.word(row);
+            let offset = address.offset as u32;
+            for lane in 0..32 {
+                out[lane] = u64::from(row[lane].wrapping_add(offset));
+            }
+        }
+        Base::Double(row) => {
+            let row = warp.double(row);
+            let offset = address.offset.cast_unsigned();
+            for lane in 0..32 {
+                out[lane] = row[lane].wrapping_add(offset);
+            }
+        }
+        Base::Fixed => out = [address.offset.cast_unsigned(); 32],
+    }
+    out
+}
+
+/// The space that generic addresses are of, by the first active lane.
+pub fn space_of(address: u64) -> (Space, u64) {
+    match address {
+        SHARED_WINDOW.. => (Space::Shared, address - SHARED_WINDOW),
+        LOCAL_WINDOW.. => (Space::Local, address - LOCAL_WINDOW),
+        PARAM_WINDOW.. => (Space::Param, address - PARAM_WINDOW),
+        _ => (Space::Global, address),
+    }
+}
+
+impl Machine<'_> {
+    /// Resolves generic addresses to one space; splits a mask whose lanes are
+    /// in several.
+    pub fn resolve(
+        &self,
+        space: Space,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Vec<(Space, Doubles, u32)> {
+        if space != Space::Generic {
+            return vec![(space, *addresses, mask)];
+        }
+        let mut parts: Vec<(Space, Doubles, u32)> = Vec::new();
+        for lane in lanes_of(mask) {
+            let (space, address) = space_of(addresses[lane]);
+            let known = parts.iter().position(|part| part.0 == space);
+            let at = known.unwrap_or_else(|| {
+                parts.push((space, [0; 32], 0));
+                parts.len() - 1
+            });
+            parts[at].1[lane] = address;
+            parts[at].2 |= 1 << lane;
+        }
+        parts
+    }
+
+    #[inline]
+    pub fn load(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Step<()> {
+        let addresses = addresses(warp, &access.address);
+        match access.space {
+            Space::Shared => self.load_shared(warp, access, &addresses, mask),
+            Space::Global | Space::Const => self.load_global(warp, access, &addresses, mask),
+            Space::Param => self.load_param(warp, access, &addresses, mask),
+            Space::Local => self.load_local(warp, access, &addresses, mask),
+            Space::Generic => {
+                for (space, addresses, mask) in self.resolve(Space::Generic, &addresses, mask) {
+                    match space {
+                        Space::Shared => self.load_shared(warp, access, &addresses, mask)?,
+                        Space::Local => self.load_local(warp, access, &addresses, mask)?,
+                        Space::Param => self.load_param(warp, access, &addresses, mask)?,
+                        _ => self.load_global(warp, access, &addresses, mask)?,
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    #[inline]
+    pub fn store(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Step<()> {
+        self.changes += 1;
+        let addresses = addresses(warp, &access.address);
+        match access.space {
+            Space::Shared => self.store_shared(warp, access, &addresses, mask),
+            Space::Local => self.store_local(warp, access, &addresses, mask),
+            Space::Generic => {
+                for (space, addresses, mask) in self.resolve(Space::Generic, &addresses, mask) {
+                    match space {
+                        Space::Shared => self.store_shared(warp, access, &addresses, mask)?,
+                        Space::Local => self.store_local(warp, access, &addresses, mask)?,
+                        _ => self.store_global(warp, access, &addresses, mask)?,
+                    }
+                }
+                Ok(())
+            }
+            _ => self.store_global(warp, access, &addresses, mask),
+        }
+    }
+
+    /// Writes loaded bits to the registers of an access.
+    #[inline(always)]
+    pub fn deliver(&self, warp: &mut Warp, access: &Access, values: &[Doubles], mask: u32) {
+        for (row, value) in access.rows.iter().zip(values) {
+            if *row == NONE {
+                continue;
+            }
+            let extended = scalar_sign(access, value);
+            let value = extended.as_ref().unwrap_or(value);
+            if access.wide {
+                warp.put_double(*row, value, mask);
+            } else {
+                let mut words: Words = [0; 32];
+                for lane in 0..32 {
+                    words[lane] = value[lane] as u32;
+                }
+                warp.put(*row, &words, mask);
+            }
+        }
+    }
+
+    /// The bits that lane `lane` stores as element `at`.
+    #[inline(always)]
+    pub fn stored(&self, warp: &Warp, access: &Access, at: usize, lane: usize) -> u64 {
+        match access.wide {
+            true => warp.double(access.rows[at])[lane],
+            false => u64::from(warp.word(access.rows[at])[lane]),
+        }
+    }
+
+    fn load_param(
+        &mut self,
+        warp: &mut Warp,
+        access: &Access,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Step<()> {
+        let bytes = access.bytes as usize;
+        let mut values = vec![[0; 32]; access.rows.len()];
+        for lane in lanes_of(mask) {
+            let start = (addresses[lane] & (PARAM_WINDOW - 1)) as usize;
+            for (at, value) in values.iter_mut().enumerate() {
+                let from = self
+                    .launch
+                    .params
+                    .get(start + at * bytes..start + (at + 1) * bytes);
+                let from = from.ok_or_else(|| {
+                    outside(
+                        1 << lane,
+                        "reads",
+                        bytes,
+                        Space::Param,
+                        start as u64,
+                        "beyond them",
+                    )
+                })?;
+                value[lane] = little(from);
+            }
+        }
+        self.deliver(warp, access, &values, mask);
+        Ok(())
+    }
+
+    fn local_range(&self, address: u64, bytes: usize, lane: usize) -> Step<std::ops::Range<usize>> {
+        let size = self.kernel.local_bytes as usize;
+        let start = address as usize;
+        if start.checked_add(bytes).is_none_or(|end| end > size) {
+            let where_ = format!("a thread has {size}");
+            return Err(outside(
+                1 << lane,
+                "touches",
+                bytes,
+                Space::Local,
+                address,
+                &where_,
+            ));
+        }
+        Ok(lane * size + start..lane * size + start + bytes)
+    }
+
+    fn load_local(
+        &mut self,
+        warp: &mut Warp,
+        access: &Access,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Step<()> {
+        let bytes = access.bytes as usize;
+        let mut values = vec![[0; 32]; access.rows.len()];
+        for lane in lanes_of(mask) {
+            for (at, value) in values.iter_mut().enumerate() {
+                let range = self.local_range(addresses[lane] + (at * bytes) as u64, bytes, lane)?;
+                value[lane] = little(&warp.local[range]);
+            }
+        }
+        self.deliver(warp, access, &values, mask);
+        Ok(())
+    }
+
+    fn store_local(
+        &mut self,
+        warp: &mut Warp,
+        access: &Access,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Step<()> {
+        let bytes = access.bytes as usize;
+        for lane in lanes_of(mask) {
+            for at in 0..access.rows.len() {
+                let range = self.local_range(addresses[lane] + (at * bytes) as u64, bytes, lane)?;
+                let value = self.stored(warp, access, at, lane).to_le_bytes();
+                warp.local[range].copy_from_slice(&value[..bytes]);
+            }
+        }
+        Ok(())
+    }
+
+    /// The region and offset of an access to global memory.
+    #[inline(always)]
+    pub fn global(
+        &mut self,
+        verb: &str,
+        address: u64,
+        bytes: usize,
+        lane: u32,
+    ) -> Step<(usize, usize)> {
+        let Some(region) = self.launch.regions.find(address, bytes, self.hint) else {
+            return Err(self.not_global(verb, address, bytes, lane));
+        };
+        if !address.is_multiple_of(bytes as u64) {
+            return Err(misaligned(1 << lane, verb, bytes, Space::Global, address));
+        }
+        self.hint = region;
+        let offset = (address - self.launch.regions.list[region].base) as usize;
+        Ok((region, offset))
+    }
+
+    #[cold]
+    fn not_global(&self, verb: &str, address: u64, bytes: usize, lane: u32) -> Box<Fault> {
+        let place = self.launch.regions.describe(address);
+        outside(1 << lane, verb, bytes, Space::Global, address, &place)
+    }
+
+    /// Notes a read and checks that something was written there.
+    #[inline(always)]
+    pub fn note_read(
+        &mut self,
+        access_constant: bool,
+        region: usize,
+        offset: usize,
+        bytes: usize,
+        lanes: u32,
+    ) -> Step<()> {
+        let allocation = &self.launch.regions.list[region];
+        let valid = allocation.valid.all(offset, bytes);
+        if access_constant && valid {
+            self.launch
+                .log
+                .constant(self.launch.regions, region, offset, bytes);
+            return Ok(());
+        }
+        if !valid && !self.log.wrote(region, offset, &allocation.valid, bytes) {
+            return Err(unwritten(allocation, offset, bytes, lanes));
+        }
+        self.log.touch(Touch::Read, region, offset, bytes, self.pc);
+        Ok(())
+    }
+
+    fn load_global(
+        &mut self,
+        warp: &mut Warp,
+        access: &Access,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Step<()> {
+        let (element, count) = (access.bytes as usize, access.rows.len());
+        let bytes = element * count;
+        self.tally.global(false, addresses, mask, bytes as u64);
+        let mut values = [[0; 32]; 8];
+        let constant = access.constant && access.order == Order::Weak;
+        let run = contiguous(addresses, mask, bytes as u64);
+        for lane in lanes_of(mask) {
+            let (region, offset) = self.global("reads", addresses[lane], bytes, lane as u32)?;
+            match run {
+                Some(length) if lane == 0 => {
+                    self.global("reads", addresses[0], bytes, 0)?;
+                    if self.launch.regions.list[region].holds(addresses[0], length) {
+                        self.note_read(constant, region, offset, length, mask)?;
+                    }
+                }
+                Some(_) => {}
+                None => self.note_read(constant, region, offset, bytes, 1 << lane)?,
+            }
+            let allocation = &self.launch.regions.list[region];
+            for (at, value) in values[..count].iter_mut().enumerate() {
+                value[lane] = allocation.read(offset + at * element, element);
+            }
+        }
+        self.order_after(warp, access.order, mask);
+        self.deliver(warp, access, &values[..count], mask);
+        Ok(())
+    }
+
+    fn store_global(
+        &mut self,
+        warp: &mut Warp,
+        access: &Access,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Step<()> {
+        let (element, count) = (access.bytes as usize, access.rows.len());
+        let bytes = element * count;
+        self.tally.global(true, addresses, mask, bytes as u64);
+        self.order_before(warp, access.order, mask);
+        let touch = match access.order {
+            Order::Weak => Touch::Write,
+            _ => Touch::Atomic,
+        };
+        for lane in lanes_of(mask) {
+            let (region, offset) = self.global("writes", addresses[lane], bytes, lane as u32)?;
+            self.log.touch(touch, region, offset, bytes, self.pc);
+            let allocation = Arc::clone(&self.launch.regions.list[region]);
+            for at in 0..count {
+                let value = self.stored(warp, access, at, lane);
+                allocation.write(offset + at * element, element, value);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The bytes that a full warp covers without a gap, lane after lane.
+#[inline(always)]
+fn contiguous(addresses: &Doubles, mask: u32, bytes: u64) -> Option<usize> {
+    if mask != u32::MAX {
+        return None;
+    }
+    let mut same = true;
+    for lane in 1..32 {
+        same &= addresses[lane] == addresses[0].wrapping_add(lane as u64 * bytes);
+    }
+    same.then_some(32 * bytes as usize)
+}
+
+/// The integer of up to eight bytes.
+pub fn little(bytes: &[u8]) -> u64 {
+    let mut whole = [0; 8];
+    whole[..bytes.len()].copy_from_slice(bytes);
+    u64::from_le_bytes(whole)
+}
+
+#[cold]
+fn unwritten(allocation: &Allocation, offset: usize, bytes: usize, lanes: u32) -> Box<Fault> {
+    Fault::new(
+        FindingKind::UninitialisedGlobal,
+        lanes,
+        format!(
+            "reads {bytes} bytes of global memory that nothing has written, \
+             at byte {offset} of an allocation of {} bytes",
+            allocation.bytes
+        ),
+    )
+}
+
+/// An access outside of what is there.
+#[cold]
+pub fn outside(
+    lanes: u32,
+    verb: &str,
+    bytes: usize,
+    space: Space,
+    address: u64,
+    place: &str,
+) -> Box<Fault> {
+    Fault::new(
+        FindingKind::OutOfBounds,
+        lanes,
+        format!(
+            "{verb} {bytes} bytes of {} memory at {address:#x}: {place}",
+            space.name()
+        ),
+    )
+}
+
+/// An address that is no multiple.
+#[cold]
+pub fn misaligned(lanes: u32, verb: &str, bytes: usize, space: Space, address: u64) -> Box<Fault> {
+    Fault::new(
+        FindingKind::Misaligned,
+        lanes,
+        format!(
+            "{verb} {bytes} bytes of {} memory at {address:#x}, which is no multiple of {bytes}",
+            space.name()
+        ),
+    )
+}

@@ -1,0 +1,119 @@
+//! `atom` and `red`.
+
+use super::Machine;
+use super::access::{addresses, lanes_of, little};
+use super::lanes::atomic::combine;
+use super::warp::{Doubles, Warp};
+use crate::code::op::{Atomic, NONE, Order};
+use crate::finding::{Fault, FindingKind, Step};
+use crate::memory::Touch;
+use crate::text::Space;
+
+impl Machine<'_> {
+    pub fn atomic(&mut self, warp: &mut Warp, atomic: &Atomic, mask: u32) -> Step<()> {
+        self.changes += 1;
+        self.order_before(warp, atomic.order, mask);
+        let addresses = addresses(warp, &atomic.address);
+        let mut old = vec![[0; 32]; atomic.operands.len()];
+        for (space, addresses, mask) in self.resolve(atomic.space, &addresses, mask) {
+            let bytes = u64::from(atomic.bytes) * old.len() as u64;
+            match space {
+                Space::Shared => {
+                    self.tally.shared(&addresses, mask, bytes);
+                    self.atomic_shared(warp, atomic, &addresses, mask, &mut old)?;
+                }
+                Space::Global => {
+                    self.tally.global(true, &addresses, mask, bytes);
+                    self.atomic_global(warp, atomic, &addresses, mask, &mut old)?;
+                }
+                _ => {
+                    let text = format!("an atomic on {} memory", space.name());
+                    return Err(Fault::new(FindingKind::OutOfBounds, mask, text));
+                }
+            }
+        }
+        for (row, value) in atomic.results.iter().zip(&old) {
+            match atomic.wide {
+                true => warp.put_double(*row, value, mask),
+                false => warp.put(*row, &value.map(|v| v as u32), mask),
+            }
+        }
+        self.order_after(warp, atomic.order, mask);
+        Ok(())
+    }
+
+    fn operand(&self, warp: &Warp, atomic: &Atomic, row: u16, lane: usize) -> u64 {
+        match (row, atomic.wide) {
+            (NONE, _) => 0,
+            (row, true) => warp.double(row)[lane],
+            (row, false) => u64::from(warp.word(row)[lane]),
+        }
+    }
+
+    fn atomic_shared(
+        &mut self,
+        warp: &Warp,
+        atomic: &Atomic,
+        addresses: &Doubles,
+        mask: u32,
+        old: &mut [Doubles],
+    ) -> Step<()> {
+        let bytes = atomic.bytes as usize;
+        for lane in lanes_of(mask) {
+            let whole = bytes * old.len();
+            let (block, first) =
+                self.shared_at("updates", warp.block, addresses[lane], whole, lane)?;
+            self.shared_read(warp, block, first, whole, lane, Order::Relaxed)?;
+            self.shared_write(warp, block, first, whole, lane, Order::Relaxed)?;
+            for (at, old) in old.iter_mut().enumerate() {
+                let operand = self.operand(warp, atomic, atomic.operands[at], lane);
+                let swap = self.operand(warp, atomic, atomic.swap, lane);
+                let offset = first + at * bytes;
+                let cell = &mut self.blocks[block].shared[offset..offset + bytes];
+                old[lane] = little(cell);
+                let new = combine(atomic.kind, atomic.ty, old[lane], operand, swap);
+                cell.copy_from_slice(&new.to_le_bytes()[..bytes]);
+            }
+        }
+        Ok(())
+    }
+
+    fn atomic_global(
+        &mut self,
+        warp: &Warp,
+        atomic: &Atomic,
+        addresses: &Doubles,
+        mask: u32,
+        old: &mut [Doubles],
+    ) -> Step<()> {
+        let bytes = atomic.bytes as usize;
+        for lane in lanes_of(mask) {
+            let whole = bytes * old.len();
+            let (region, first) = self.global("updates", addresses[lane], whole, lane as u32)?;
+            let allocation = &self.launch.regions.list[region];
+            if !allocation.valid.all(first, whole)
+                && !self.log.wrote(region, first, &allocation.valid, whole)
+            {
+                return Err(self.unwritten_atomic(region, first, lane));
+            }
+            self.log.touch(Touch::Atomic, region, first, whole, self.pc);
+            for (at, old) in old.iter_mut().enumerate() {
+                let operand = self.operand(warp, atomic, atomic.operands[at], lane);
+                let swap = self.operand(warp, atomic, atomic.swap, lane);
+                let f = |value| combine(atomic.kind, atomic.ty, value, operand, swap);
+                old[lane] = allocation.update(first + at * bytes, bytes, f);
+            }
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn unwritten_atomic(&self, region: usize, offset: usize, lane: usize) -> Box<Fault> {
+        let bytes = self.launch.regions.list[region].bytes;
+        let text = format!(
+            "updates global memory that nothing has written, \
+             at byte {offset} of an allocation of {bytes} bytes"
+        );
+        Fault::new(FindingKind::UninitialisedGlobal, 1 << lane, text)
+    }
+}

@@ -1,0 +1,466 @@
+//! Named barriers of a block, barriers of a cluster, barriers in memory.
+
+use super::Machine;
+use super::access::{addresses, lanes_of, little};
+use super::run::Flow;
+use super::warp::{Group, Wait, Warp};
+use crate::code::op::{self, BlockBarrier, MbarrierKind, NONE, VoteKind};
+use crate::finding::{Fault, FindingKind, Step};
+use crate::text::Space;
+use moesaic_units::mbarrier::Mbarrier;
+
+/// One of the sixteen barriers of a block.
+#[derive(Clone, Debug, Default)]
+pub struct NamedBarrier {
+    /// Threads that make it complete; 0 while nobody has come.
+    pub expected: u32,
+    pub arrived: u32,
+    /// Times it has completed.
+    pub generation: u32,
+    /// Lanes that wait, by warp of the cluster.
+    pub waiting: Vec<(u32, u32)>,
+    /// A reduction under way: all, any and how many said yes.
+    pub votes: (bool, u32),
+    /// The result of the last reduction.
+    pub result: (bool, u32),
+}
+
+/// The barrier of a cluster.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterState {
+    pub arrived: u32,
+    pub generation: u32,
+    /// Lanes that arrived and have not waited, by warp.
+    pub pending: Vec<u32>,
+    /// Lanes whose wait is over and that have not noticed.
+    pub released: Vec<u32>,
+}
+
+impl Machine<'_> {
+    pub fn block_barrier(
+        &mut self,
+        warp: &mut Warp,
+        barrier: &BlockBarrier,
+        mask: u32,
+    ) -> Step<Flow> {
+        if let Some(flow) = barrier
+            .aligned
+            .then(|| self.whole_warp(warp, mask))
+            .flatten()
+        {
+            return Ok(flow);
+        }
+        let first = mask.trailing_zeros() as usize;
+        let id = warp.word(barrier.id)[first];
+        let block = warp.block as usize;
+        if id >= 16 {
+            let text = format!("barrier {id}: a block has barriers 0 to 15");
+            return Err(Fault::new(FindingKind::Barrier, mask, text));
+        }
+        if let Some(result) = self.finished_reduction(warp, barrier, mask, id) {
+            return Ok(result);
+        }
+        let count = self.barrier_count(warp, barrier, first)?;
+        // The hardware counts warps: lanes that have ended count with theirs.
+        let here = match barrier.aligned {
+            true => warp.lanes,
+            false => mask,
+        };
+        let votes = barrier.reduce.as_ref().map(|reduce| {
+            let yes = warp.predicate(reduce.p, reduce.negate) & mask;
+            (yes == mask, yes.count_ones())
+        });
+        self.changes += 1;
+        self.clock_arrive(warp, block, id, mask);
+        let own = &mut self.blocks[block].barriers[id as usize];
+        if own.expected != 0 && own.expected != count {
+            let text = format!(
+                "barrier {id} is used with {count} threads while {} have come to wait for {}",
+                own.arrived, own.expected
+            );
+            return Err(Fault::new(FindingKind::Barrier, mask, text));
+        }
+        if own.arrived == 0 {
+            own.votes = (true, 0);
+        }
+        own.expected = count;
+        own.arrived += here.count_ones();
+        if let Some((all, yes)) = votes {
+            own.votes = (own.votes.0 && all, own.votes.1 + yes);
+        }
+        if !barrier.arrive {
+            own.waiting.push((warp.number, mask));
+        }
+        let generation = own.generation;
+        if own.arrived >= own.expected {
+            own.arrived = 0;
+            own.expected = 0;
+            own.generation += 1;
+            own.result = own.votes;
+            self.clock_complete(warp, block, id);
+        }
+        if barrier.arrive {
+            return Ok(Flow::Next);
+        }
+        let wait = Wait::Barrier {
+            id,
+            count: generation,
+        };
+        let complete = self.blocks[block].barriers[id as usize].generation != generation;
+        Ok(match (barrier.reduce.is_some(), complete) {
+            (false, true) => Flow::Next,
+            (false, false) => Flow::After(wait),
+            // The result is read when the instruction is executed again.
+            (true, true) => self
+                .finished_reduction(warp, barrier, mask, id)
+                .unwrap_or(Flow::Next),
+            (true, false) => Flow::Again(wait),
+        })
+    }
+
+    fn barrier_count(&self, warp: &Warp, barrier: &BlockBarrier, lane: usize) -> Step<u32> {
+        if barrier.count == NONE {
+            return Ok(self.launch.threads);
+        }
+        let count = warp.word(barrier.count)[lane];
+        if count == 0
+            || !count.is_multiple_of(32)
+            || count > self.launch.threads.next_multiple_of(32)
+        {
+            let text = format!(
+                "a barrier for {count} threads in a block of {}: \
+                 the number must be a multiple of 32 and no larger than the block",
+                self.launch.threads
+            );
+            return Err(Fault::new(FindingKind::Barrier, 1 << lane, text));
+        }
+        Ok(count)
+    }
+
+    /// The result of a reduction this warp has waited for.
+    fn finished_reduction(
+        &mut self,
+        warp: &mut Warp,
+        barrier: &BlockBarrier,
+        mask: u32,
+        id: u32,
+    ) -> Option<Flow> {
+        let reduce = barrier.reduce.as_ref()?;
+        let own = &mut self.blocks[warp.block as usize].barriers[id as usize];
+        let done = |entry: &(u32, u32)| entry.0 == warp.number && entry.1 == mask;
+        if own.arrived != 0 && own.generation == 0 {
+            return None;
+        }
+        let at = own.waiting.iter().position(done)?;
+        own.waiting.remove(at);
+        let (all, yes) = own.result;
+        let holds = match reduce.kind {
+            VoteKind::All => all,
+            _ => yes > 0,
+        };
+        match reduce.population {
+            true => warp.put(reduce.d, &[yes; 32], mask),
+            false => warp.put_predicate(reduce.d, if holds { u32::MAX } else { 0 }, mask),
+        }
+        Some(Flow::Next)
+    }
+
+    /// Whether what a group waits for has happened.
+    pub fn has_come(&self, number: usize, group: &Group) -> bool {
+        let block = self.warps[number].block.max(self.current_block(number));
+        match group.wait {
+            Wait::Barrier { id, count } => {
+                self.blocks[block as usize].barriers[id as usize].generation != count
+            }
+            Wait::Mbarrier { address, parity } => self.phase_done(block, address, parity),
+            Wait::Cluster => true,
+            _ => self.engine_done(number, group),
+        }
+    }
+
+    /// The block of a warp, which may be out of the list while it runs.
+    fn current_block(&self, number: usize) -> u32 {
+        let owner = self
+            .blocks
+            .iter()
+            .position(|block| block.warps.contains(&number));
+        owner.unwrap_or(0) as u32
+    }
+
+    fn phase_done(&self, block: u32, address: u32, parity: bool) -> bool {
+        let at = self.shared_at("waits on", block, u64::from(address), 8, 0);
+        let Ok((block, offset)) = at else {
+            return true;
+        };
+        let word = little(&self.blocks[block].shared[offset..offset + 8]);
+        Mbarrier::load(word).map_or(true, |barrier| barrier.test_parity(parity))
+    }
+
+    pub fn barrier_state(&self, block: u32, id: u32) -> String {
+        let own = &self.blocks[block as usize].barriers[id as usize];
+        format!(
+            "wait at barrier {id}, where {} of {} threads have come",
+            own.arrived, own.expected
+        )
+    }
+
+    pub fn mbarrier_state(&self, block: u32, address: u32, parity: bool) -> String {
+        let at = self.shared_at("waits on", block, u64::from(address), 8, 0);
+        let Ok((block, offset)) = at else {
+            return format!("wait on the mbarrier at {address:#x}");
+        };
+        let word = little(&self.blocks[block].shared[offset..offset + 8]);
+        match Mbarrier::load(word) {
+            Ok(barrier) => format!(
+                "wait for the phase of parity {} of the mbarrier at {address:#x}, \
+                 which misses {} of {} arrivals and {} bytes",
+                u8::from(parity),
+                barrier.pending,
+                barrier.expected,
+                barrier.tx
+            ),
+            Err(error) => format!("wait on the mbarrier at {address:#x}: {error}"),
+        }
+    }
+
+    pub fn cluster_step(
+        &mut self,
+        warp: &mut Warp,
+        barrier: op::ClusterBarrier,
+        mask: u32,
+    ) -> Step<Flow> {
+        let (op::ClusterBarrier::Arrive { aligned, .. } | op::ClusterBarrier::Wait { aligned, .. }) =
+            barrier;
+        if let Some(flow) = aligned.then(|| self.whole_warp(warp, mask)).flatten() {
+            return Ok(flow);
+        }
+        let warps = self.warps.len();
+        let state = &mut self.cluster_barrier;
+        state.pending.resize(warps, 0);
+        let pending = &mut state.pending[warp.number as usize];
+        match barrier {
+            op::ClusterBarrier::Arrive { .. } => {
+                if *pending & mask != 0 {
+                    let text = "arrives at the cluster barrier twice without a wait";
+                    return Err(Fault::new(FindingKind::Barrier, *pending & mask, text));
+                }
+                *pending |= mask;
+                state.arrived += mask.count_ones();
+                self.changes += 1;
+                self.cluster_arrive(warp, mask);
+                Ok(Flow::Next)
+            }
+            op::ClusterBarrier::Wait { .. } => {
+                let _ = pending;
+                self.cluster_wait(warp, mask)
+            }
+        }
+    }
+
+    fn cluster_wait(&mut self, warp: &mut Warp, mask: u32) -> Step<Flow> {
+        let total: u32 = self.launch.threads * self.launch.cluster;
+        let ended: u32 = self
+            .warps
+            .iter()
+            .map(|own| (own.ended & own.lanes).count_ones())
+            .sum::<u32>()
+            + (warp.ended & warp.lanes).count_ones();
+        let state = &mut self.cluster_barrier;
+        let own = state.pending[warp.number as usize];
+        let passed = state.passed(warp.number, mask);
+        if own & mask != mask && !passed {
+            let text = "waits at the cluster barrier without having arrived";
+            return Err(Fault::new(FindingKind::Barrier, mask & !own, text));
+        }
+        if !passed && state.arrived + ended >= total {
+            state.release();
+            self.changes += 1;
+        }
+        match self.cluster_barrier.passed(warp.number, mask) {
+            true => {
+                self.cluster_barrier.take(warp.number, mask);
+                self.cluster_acquire(warp, mask);
+                Ok(Flow::Next)
+            }
+            false => Ok(Flow::Again(Wait::Cluster)),
+        }
+    }
+
+    pub fn mbarrier(&mut self, warp: &mut Warp, op: &op::Mbarrier, mask: u32) -> Step<Flow> {
+        let list = self.resolve(
+            match op.space {
+                Space::Generic => Space::Generic,
+                _ => Space::Shared,
+            },
+            &addresses(warp, &op.address),
+            mask,
+        );
+        for (space, list, mask) in list {
+            if space != Space::Shared {
+                let text = "an mbarrier has to be in shared memory";
+                return Err(Fault::new(FindingKind::Mbarrier, mask, text));
+            }
+            for lane in lanes_of(mask) {
+                let (block, offset) = self.shared_at("uses", warp.block, list[lane], 8, lane)?;
+                if let Some(wait) = self.mbarrier_lane(warp, op, (block, offset), lane)? {
+                    return Ok(Flow::Again(wait));
+                }
+            }
+        }
+        Ok(Flow::Next)
+    }
+
+    fn mbarrier_lane(
+        &mut self,
+        warp: &mut Warp,
+        op: &op::Mbarrier,
+        (block, offset): (usize, usize),
+        lane: usize,
+    ) -> Step<Option<Wait>> {
+        let a = |warp: &Warp| match op.a {
+            NONE => 1,
+            row => warp.word(row)[lane],
+        };
+        let word = little(&self.blocks[block].shared[offset..offset + 8]);
+        let fault = |error: moesaic_units::mbarrier::MbarrierError| {
+            let text = format!("mbarrier at {offset:#x}: {error}");
+            Fault::new(FindingKind::Mbarrier, 1 << lane, text)
+        };
+        match op.kind {
+            MbarrierKind::Init => {
+                // Memory that nothing has written holds no barrier.
+                let known = if self.written(block, offset) { word } else { 0 };
+                let word = Mbarrier::init(known, a(warp)).map_err(fault)?;
+                self.begin_mbarrier(warp, block, offset, lane)?;
+                self.put_mbarrier(block, offset, word);
+                return Ok(None);
+            }
+            MbarrierKind::Invalidate => {
+                let word = Mbarrier::inval(word).map_err(fault)?;
+                self.put_mbarrier(block, offset, word);
+                return Ok(None);
+            }
+            _ => {}
+        }
+        self.use_mbarrier(warp, block, offset, lane)?;
+        let mut barrier = Mbarrier::load(word).map_err(fault)?;
+        let before = barrier.phase;
+        let value = match op.kind {
+            MbarrierKind::TestParity | MbarrierKind::TryParity => {
+                return self.test(warp, op, (block, offset), barrier, a(warp) & 1 == 1, lane);
+            }
+            MbarrierKind::TestState | MbarrierKind::TryState => {
+                // Our state is the parity of the phase that was arrived at.
+                let parity = warp.double(op.a)[lane] & 1 == 1;
+                return self.test(warp, op, (block, offset), barrier, parity, lane);
+            }
+            MbarrierKind::CopyArrive { counted } => {
+                if counted {
+                    barrier.pending += 1;
+                    self.put_mbarrier(block, offset, barrier.store());
+                }
+                self.arrive_after_copies(warp, block, offset, lane)?;
+                return Ok(None);
+            }
+            MbarrierKind::Arrive => barrier.arrive(a(warp)),
+            MbarrierKind::ArriveDrop => barrier.arrive_drop(a(warp)),
+            MbarrierKind::ArriveExpect => barrier.arrive_expect_tx(a(warp)),
+            MbarrierKind::ExpectTx => barrier.expect_tx(a(warp)).map(|()| false),
+            MbarrierKind::CompleteTx => barrier.complete_tx(a(warp)),
+            _ => Ok(false),
+        };
+        let arrives = !matches!(op.kind, MbarrierKind::ExpectTx | MbarrierKind::CompleteTx);
+        if arrives && !op.relaxed {
+            self.mbarrier_release(warp, block, offset, lane);
+        }
+        let completed = value.map_err(fault)?;
+        self.put_mbarrier(block, offset, barrier.store());
+        if completed {
+            self.mbarrier_phase(block, offset);
+        }
+        if op.d != NONE {
+            warp.doubles[op.d as usize][lane] = u64::from(before);
+        }
+        Ok(None)
+    }
+
+    fn test(
+        &mut self,
+        warp: &mut Warp,
+        op: &op::Mbarrier,
+        (block, offset): (usize, usize),
+        barrier: Mbarrier,
+        parity: bool,
+        lane: usize,
+    ) -> Step<Option<Wait>> {
+        let done = barrier.test_parity(parity);
+        let tries = matches!(op.kind, MbarrierKind::TryParity | MbarrierKind::TryState);
+        if !done && tries {
+            let rank = (block as u32 + 1) << crate::code::layout::RANK_SHIFT;
+            return Ok(Some(Wait::Mbarrier {
+                address: rank | offset as u32,
+                parity,
+            }));
+        }
+        if done && !op.relaxed {
+            self.mbarrier_acquire(warp, block, offset, lane);
+        }
+        warp.put_predicate(op.d, u32::from(done) << lane, 1 << lane);
+        Ok(None)
+    }
+
+    /// One arrival, for an engine.
+    pub fn arrive_once(
+        &mut self,
+        warp: &mut Warp,
+        block: usize,
+        offset: usize,
+        lane: usize,
+    ) -> Step<()> {
+        let word = little(&self.blocks[block].shared[offset..offset + 8]);
+        let result = Mbarrier::load(word).and_then(|mut barrier| {
+            let completed = barrier.arrive(1)?;
+            Ok((barrier, completed))
+        });
+        let (barrier, completed) = result.map_err(|error| {
+            let text = format!("mbarrier at {offset:#x}: {error}");
+            Fault::new(FindingKind::Mbarrier, 1 << lane, text)
+        })?;
+        self.mbarrier_release(warp, block, offset, lane);
+        self.put_mbarrier(block, offset, barrier.store());
+        if completed {
+            self.mbarrier_phase(block, offset);
+        }
+        Ok(())
+    }
+
+    pub fn put_mbarrier(&mut self, block: usize, offset: usize, word: u64) {
+        self.changes += 1;
+        self.blocks[block].shared[offset..offset + 8].copy_from_slice(&word.to_le_bytes());
+    }
+}
+
+impl ClusterState {
+    fn passed(&self, warp: u32, mask: u32) -> bool {
+        self.released(warp) & mask == mask
+    }
+
+    fn released(&self, warp: u32) -> u32 {
+        self.released.get(warp as usize).copied().unwrap_or(0)
+    }
+
+    fn release(&mut self) {
+        self.released.resize(self.pending.len(), 0);
+        for (released, pending) in self.released.iter_mut().zip(&mut self.pending) {
+            *released |= std::mem::take(pending);
+        }
+        self.arrived = 0;
+        self.generation += 1;
+    }
+
+    fn take(&mut self, warp: u32, mask: u32) {
+        if let Some(released) = self.released.get_mut(warp as usize) {
+            *released &= !mask;
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Shuffles, votes, matches, reductions, warp barriers.
+
+use super::Machine;
+use super::access::lanes_of;
+use super::lanes::reduce2;
+use super::run::Flow;
+use super::warp::{Wait, Warp, Words};
+use crate::code::op::{NONE, Row, Shuffle, ShuffleMode, VoteKind, WarpOp};
+use crate::finding::{Fault, FindingKind, Step, threads};
+
+impl Machine<'_> {
+    pub fn collective(&mut self, warp: &mut Warp, op: &WarpOp, mask: u32) -> Step<Flow> {
+        let named = match op {
+            WarpOp::ActiveMask { d } => {
+                warp.put(*d, &[mask; 32], mask);
+                return Ok(Flow::Next);
+            }
+            WarpOp::Shuffle(shuffle) => shuffle.mask,
+            WarpOp::Vote { mask, .. }
+            | WarpOp::MatchAny { mask, .. }
+            | WarpOp::MatchAll { mask, .. }
+            | WarpOp::Reduce { mask, .. }
+            | WarpOp::Elect { mask, .. }
+            | WarpOp::Barrier { mask } => *mask,
+        };
+        let named = *warp.word(named);
+        if let Some(wait) = self.lanes_here(warp, op, &named, mask)? {
+            return Ok(Flow::Again(wait));
+        }
+        match op {
+            WarpOp::Shuffle(op) => self.shuffle(warp, op, &named, mask)?,
+            WarpOp::Vote {
+                kind, d, a, negate, ..
+            } => {
+                let yes = warp.predicate(*a, *negate);
+                vote(warp, *kind, *d, yes, &named, mask);
+            }
+            WarpOp::MatchAny { d, a, wide, .. } => match_any(warp, *d, *a, *wide, &named, mask),
+            WarpOp::MatchAll { d, p, a, wide, .. } => {
+                match_all(warp, (*d, *p), *a, *wide, &named, mask);
+            }
+            WarpOp::Reduce { op, d, a, .. } => {
+                let values = *warp.word(*a);
+                let mut out: Words = [0; 32];
+                for lane in lanes_of(mask) {
+                    let all = lanes_of(named[lane] & warp.alive()).map(|other| values[other]);
+                    out[lane] = all.reduce(|a, b| reduce2(*op, a, b)).unwrap_or(0);
+                }
+                warp.put(*d, &out, mask);
+            }
+            WarpOp::Elect { d, p, .. } => {
+                let leader = named[mask.trailing_zeros() as usize].trailing_zeros();
+                warp.put(*d, &[leader; 32], mask);
+                warp.put_predicate(*p, 1 << leader, mask);
+            }
+            WarpOp::Barrier { .. } => self.warp_barrier(warp, mask, &named),
+            WarpOp::ActiveMask { .. } => {}
+        }
+        Ok(Flow::Next)
+    }
+
+    /// Whether all lanes that the masks name are here; else what to wait for.
+    fn lanes_here(
+        &mut self,
+        warp: &mut Warp,
+        op: &WarpOp,
+        named: &Words,
+        mask: u32,
+    ) -> Step<Option<Wait>> {
+        let mut missing = 0;
+        for lane in lanes_of(mask) {
+            if named[lane] >> lane & 1 == 0 {
+                let text = format!(
+                    "thread {} uses the lane mask {:#010x}, which it is not part of",
+                    warp.first_thread + lane as u32,
+                    named[lane]
+                );
+                return Err(Fault::new(FindingKind::LaneMask, 1 << lane, text));
+            }
+            missing |= named[lane] & warp.alive() & !mask;
+        }
+        if missing == 0 {
+            return Ok(None);
+        }
+        if let WarpOp::Barrier { .. } = op
+            && self.meet_elsewhere(warp, named, mask)
+        {
+            return Ok(None);
+        }
+        let waiting = missing | mask;
+        Ok(Some(Wait::Lanes(waiting)))
+    }
+
+    /// Lanes may wait for the same warp barrier at different instructions.
+    /// When all of them do, they all go on.
+    fn meet_elsewhere(&self, warp: &mut Warp, named: &Words, mask: u32) -> bool {
+        let want = named[mask.trailing_zeros() as usize] & warp.alive();
+        let code = &self.kernel.code;
+        let at_barrier = |pc: u32| match &code[pc as usize].op {
+            crate::code::op::Op::Warp(op) => matches!(**op, WarpOp::Barrier { .. }),
+            _ => false,
+        };
+        let waits = |wait: &Wait| matches!(wait, Wait::Lanes(of) if *of == want);
+        let others = warp
+            .groups
+            .iter()
+            .filter(|group| waits(&group.wait) && at_barrier(group.pc));
+        let here = others.fold(mask, |here, group| here | group.lanes);
+        if here & want != want {
+            return false;
+        }
+        for group in &mut warp.groups {
+            if waits(&group.wait) && at_barrier(group.pc) {
+                group.wait = Wait::No;
+                group.pc += 1;
+            }
+        }
+        true
+    }
+
+    fn shuffle(&mut self, warp: &mut Warp, op: &Shuffle, named: &Words, mask: u32) -> Step<()> {
+        let (values, by, clamp) = (*warp.word(op.a), *warp.word(op.b), *warp.word(op.c));
+        let (mut out, mut inside) = (values, 0);
+        for lane in lanes_of(mask) {
+            let (source, valid) = shuffle_source(op.mode, lane as u32, by[lane], clamp[lane]);
+            inside |= u32::from(valid) << lane;
+            let there = mask & named[lane] & warp.alive();
+            if there >> source & 1 == 0 {
+                let text = format!(
+                    "{} reads the register of lane {source}, which does not take part",
+                    threads(&[warp.first_thread + lane as u32])
+                );
+                return Err(Fault::new(FindingKind::LaneMask, 1 << lane, text));
+            }
+            out[lane] = values[source as usize];
+        }
+        warp.put(op.d, &out, mask);
+        warp.put_predicate(op.p, inside, mask);
+        Ok(())
+    }
+}
+
+/// The lane a shuffle reads, and whether it is inside the segment.
+fn shuffle_source(mode: ShuffleMode, lane: u32, by: u32, clamp: u32) -> (u32, bool) {
+    let (bound, segment) = (clamp & 31, clamp >> 8 & 31);
+    let by = by & 31;
+    let most = (lane & segment) | (bound & !segment);
+    let least = lane & segment;
+    let (source, inside) = match mode {
+        ShuffleMode::Up => (
+            lane.wrapping_sub(by),
+            lane as i32 - by as i32 >= most as i32,
+        ),
+        ShuffleMode::Down => (lane + by, lane + by <= most),
+        ShuffleMode::Butterfly => (lane ^ by, lane ^ by <= most),
+        ShuffleMode::Index => {
+            let source = least | (by & !segment);
+            (source, source <= most)
+        }
+    };
+    match inside {
+        true => (source & 31, true),
+        false => (lane, false),
+    }
+}
+
+fn vote(warp: &mut Warp, kind: VoteKind, d: Row, yes: u32, named: &Words, mask: u32) {
+    let alive = warp.alive();
+    let (mut words, mut answer) = ([0; 32], 0);
+    for lane in lanes_of(mask) {
+        let all = named[lane] & alive;
+        let votes = yes & all;
+        words[lane] = votes;
+        let holds = match kind {
+            VoteKind::All => votes == all,
+            VoteKind::Any => votes != 0,
+            VoteKind::Uniform => votes == all || votes == 0,
+            VoteKind::Ballot => false,
+        };
+        answer |= u32::from(holds) << lane;
+    }
+    match kind {
+        VoteKind::Ballot => warp.put(d, &words, mask),
+        _ => warp.put_predicate(d, answer, mask),
+    }
+}
+
+fn match_any(warp: &mut Warp, d: Row, a: Row, wide: bool, named: &Words, mask: u32) {
+    let values = wide_values(warp, a, wide);
+    let alive = warp.alive();
+    let mut out = [0; 32];
+    for lane in lanes_of(mask) {
+        let same = lanes_of(named[lane] & alive).filter(|other| values[*other] == values[lane]);
+        out[lane] = same.fold(0, |all, other| all | 1 << other);
+    }
+    warp.put(d, &out, mask);
+}
+
+fn match_all(warp: &mut Warp, (d, p): (Row, Row), a: Row, wide: bool, named: &Words, mask: u32) {
+    let values = wide_values(warp, a, wide);
+    let alive = warp.alive();
+    let (mut out, mut equal) = ([0; 32], 0);
+    for lane in lanes_of(mask) {
+        let all = named[lane] & alive;
+        let same = lanes_of(all).all(|other| values[other] == values[lane]);
+        out[lane] = if same { all } else { 0 };
+        equal |= u32::from(same) << lane;
+    }
+    warp.put(d, &out, mask);
+    if p != NONE {
+        warp.put_predicate(p, equal, mask);
+    }
+}
+
+fn wide_values(warp: &Warp, a: Row, wide: bool) -> [u64; 32] {
+    match wide {
+        true => *warp.double(a),
+        false => warp.word(a).map(u64::from),
+    }
+}

@@ -1,0 +1,142 @@
+//! f16 and bf16, one or two in a register.
+//!
+//! Sums and products of two halves are exact in f64, so that one rounding
+//! gives what the hardware gives.
+
+use super::float::{finish, single};
+use crate::code::op::{Float1, Float2, Half, HalfForm, Op};
+use crate::machine::warp::Warp;
+use moesaic_units::float::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
+
+#[inline(never)]
+pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+    match *op {
+        Op::Half2 { op, form, d, a, b } => {
+            let (x, y) = (warp.word(a), warp.word(b));
+            let value = std::array::from_fn(|lane| {
+                each(form, |part| half2(op, form, part(x[lane]), part(y[lane])))
+            });
+            warp.put(d, &value, mask);
+        }
+        Op::Half1 { op, form, d, a } => {
+            let x = warp.word(a);
+            let value =
+                std::array::from_fn(|lane| each(form, |part| half1(op, form, part(x[lane]))));
+            warp.put(d, &value, mask);
+        }
+        Op::HalfFusedMulAdd { form, d, a, b, c } => {
+            let (x, y, z) = (warp.word(a), warp.word(b), warp.word(c));
+            let value = std::array::from_fn(|lane| {
+                each(form, |part| {
+                    fused(form, part(x[lane]), part(y[lane]), part(z[lane]))
+                })
+            });
+            warp.put(d, &value, mask);
+        }
+        _ => return false,
+    }
+    true
+}
+
+/// Runs `f` for each element of a register; `f` gets a function that takes
+/// its element out of an operand.
+fn each(form: HalfForm, f: impl Fn(&dyn Fn(u32) -> u16) -> u16) -> u32 {
+    let low = u32::from(f(&|v| v as u16));
+    match form.packed {
+        true => low | u32::from(f(&|v| (v >> 16) as u16)) << 16,
+        false => low,
+    }
+}
+
+/// The value of a half.
+pub fn widen(half: Half, bits: u16) -> f32 {
+    match half {
+        Half::F16 => f32_from_f16(bits),
+        Half::Bf16 => f32_from_bf16(bits),
+    }
+}
+
+/// Rounds to nearest, ties to even.
+pub fn narrow(half: Half, value: f32) -> u16 {
+    match half {
+        Half::F16 => f16_from_f32(value),
+        Half::Bf16 => bf16_from_f32(value),
+    }
+}
+
+/// Rounds an f64 once: to f32 towards odd first, so that the second rounding
+/// sees whether anything was lost.
+pub fn narrow_exact(half: Half, value: f64) -> u16 {
+    let nearest = value as f32;
+    if value.is_nan() || f64::from(nearest) == value || !nearest.is_finite() {
+        return narrow(half, nearest);
+    }
+    let bits = nearest.to_bits();
+    let past = f64::from(nearest).abs() > value.abs();
+    let truncated = if past { bits - 1 } else { bits };
+    narrow(half, f32::from_bits(truncated | 1))
+}
+
+fn half2(op: Float2, form: HalfForm, a: u16, b: u16) -> u16 {
+    let (x, y) = (widen(form.half, a), widen(form.half, b));
+    let (wide_x, wide_y) = (f64::from(x), f64::from(y));
+    match op {
+        Float2::Add => close(form, wide_x + wide_y),
+        Float2::Sub => close(form, wide_x - wide_y),
+        Float2::Mul => close(form, wide_x * wide_y),
+        Float2::Div => close(form, wide_x / wide_y),
+        Float2::CopySign => (b & 0x7fff) | (a & 0x8000),
+        _ => {
+            let rows = super::float::float2(op, &[x.to_bits(); 32], &[y.to_bits(); 32]);
+            close(form, f64::from(f32::from_bits(rows[0])))
+        }
+    }
+}
+
+fn fused(form: HalfForm, a: u16, b: u16, c: u16) -> u16 {
+    let [x, y, z] = [a, b, c].map(|v| f64::from(widen(form.half, v)));
+    // The product is exact; the sum of it and a third may not be, so it is
+    // rounded to odd.
+    let product = x * y;
+    let sum = product + z;
+    let error = {
+        let virtual_z = sum - product;
+        (product - (sum - virtual_z)) + (z - virtual_z)
+    };
+    let odd = match sum.is_finite() && error != 0.0 && sum.to_bits() & 1 == 0 {
+        true if (error > 0.0) == (sum > 0.0) => f64::from_bits(sum.to_bits() | 1),
+        true => f64::from_bits(sum.to_bits() - 1),
+        false => sum,
+    };
+    close(form, odd)
+}
+
+fn close(form: HalfForm, value: f64) -> u16 {
+    let bits = narrow_exact(form.half, value);
+    if !form.mode.saturate && !form.mode.relu && !form.mode.flush {
+        return bits;
+    }
+    let bits = match form.mode.flush && form.half == Half::F16 && bits & 0x7c00 == 0 {
+        true => bits & 0x8000,
+        false => bits,
+    };
+    let mode = crate::code::op::Mode {
+        flush: false,
+        ..form.mode
+    };
+    narrow(
+        form.half,
+        f32::from_bits(finish(mode, widen(form.half, bits).to_bits())),
+    )
+}
+
+fn half1(op: Float1, form: HalfForm, a: u16) -> u16 {
+    match op {
+        Float1::Negate => a ^ 0x8000,
+        Float1::Absolute => a & 0x7fff,
+        _ => {
+            let value = single(op, widen(form.half, a).to_bits());
+            close(form, f64::from(f32::from_bits(value)))
+        }
+    }
+}

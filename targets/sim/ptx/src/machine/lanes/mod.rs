@@ -1,0 +1,165 @@
+//! Arithmetic: the same operation on the 32 lanes of a warp.
+//!
+//! The loops are plain; the compiler makes vector code of them. The whole
+//! family is compiled twice, for any processor and for one with 256-bit
+//! vectors and fused multiply-add, and the machine picks when it starts.
+
+pub mod atomic;
+mod compare;
+mod convert;
+mod float;
+mod half;
+mod integer;
+mod long;
+mod moves;
+pub mod scalar;
+
+use super::warp::Warp;
+use crate::code::op::Op;
+
+/// Runs an arithmetic instruction for the lanes of `mask`; false when the
+/// instruction is none.
+pub type Execute = fn(&mut Warp, &Op, u32) -> bool;
+
+/// The fastest version for this processor.
+pub fn pick() -> Execute {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let wide = std::arch::is_x86_feature_detected!("avx2")
+            && std::arch::is_x86_feature_detected!("fma")
+            && std::arch::is_x86_feature_detected!("bmi2")
+            && std::arch::is_x86_feature_detected!("lzcnt")
+            && std::arch::is_x86_feature_detected!("popcnt");
+        if wide {
+            return with_vectors;
+        }
+    }
+    plain
+}
+
+#[cfg(target_arch = "x86_64")]
+fn with_vectors(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+    #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+    fn run(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+        execute(warp, op, mask)
+    }
+    // SAFETY: `pick` returns this function only when the features are there.
+    unsafe { run(warp, op, mask) }
+}
+
+fn plain(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+    execute(warp, op, mask)
+}
+
+#[inline(always)]
+fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+    match op {
+        Op::Int2 { .. }
+        | Op::Int1 { .. }
+        | Op::Int3 { .. }
+        | Op::Short2 { .. }
+        | Op::Short1 { .. }
+        | Op::ShortMulAdd { .. }
+        | Op::Insert { .. }
+        | Op::Logic3 { .. } => integer::execute(warp, op, mask),
+        Op::Float2 { .. }
+        | Op::Float1 { .. }
+        | Op::FusedMulAdd { .. }
+        | Op::FloatTest { .. }
+        | Op::Real2 { .. }
+        | Op::Real1 { .. }
+        | Op::RealFusedMulAdd { .. } => float::execute(warp, op, mask),
+        Op::Half2 { .. } | Op::Half1 { .. } | Op::HalfFusedMulAdd { .. } => {
+            half::execute(warp, op, mask)
+        }
+        Op::Long2 { .. }
+        | Op::LongShift { .. }
+        | Op::Long1 { .. }
+        | Op::LongCount { .. }
+        | Op::LongMulAdd { .. }
+        | Op::LongInsert { .. }
+        | Op::LongField { .. }
+        | Op::MulWide { .. }
+        | Op::MulWideAdd { .. }
+        | Op::Carry { .. } => long::execute(warp, op, mask),
+        Op::Compare(_)
+        | Op::CompareSet { .. }
+        | Op::HalfComparePacked { .. }
+        | Op::Select { .. }
+        | Op::LongSelect { .. }
+        | Op::SelectSign { .. }
+        | Op::Predicate2 { .. }
+        | Op::PredicateMove { .. }
+        | Op::PredicateSet { .. } => compare::execute(warp, op, mask),
+        Op::Convert(_) | Op::ConvertPair { .. } => convert::execute(warp, op, mask),
+        _ => moves::execute(warp, op, mask),
+    }
+}
+
+/// A function of one row.
+#[inline(always)]
+fn map1<A: Copy, D: Copy + Default>(a: &[A; 32], f: impl Fn(A) -> D) -> [D; 32] {
+    let mut out = [D::default(); 32];
+    for lane in 0..32 {
+        out[lane] = f(a[lane]);
+    }
+    out
+}
+
+/// A function of two rows.
+#[inline(always)]
+fn map2<A: Copy, B: Copy, D: Copy + Default>(
+    a: &[A; 32],
+    b: &[B; 32],
+    f: impl Fn(A, B) -> D,
+) -> [D; 32] {
+    let mut out = [D::default(); 32];
+    for lane in 0..32 {
+        out[lane] = f(a[lane], b[lane]);
+    }
+    out
+}
+
+/// A function of three rows.
+#[inline(always)]
+fn map3<A: Copy, B: Copy, C: Copy, D: Copy + Default>(
+    a: &[A; 32],
+    b: &[B; 32],
+    c: &[C; 32],
+    f: impl Fn(A, B, C) -> D,
+) -> [D; 32] {
+    let mut out = [D::default(); 32];
+    for lane in 0..32 {
+        out[lane] = f(a[lane], b[lane], c[lane]);
+    }
+    out
+}
+
+/// The lanes for which a question about two rows is true.
+#[inline(always)]
+fn ask2<A: Copy, B: Copy>(a: &[A; 32], b: &[B; 32], f: impl Fn(A, B) -> bool) -> u32 {
+    let mut yes = [0u32; 32];
+    for lane in 0..32 {
+        yes[lane] = u32::from(f(a[lane], b[lane])) << lane;
+    }
+    yes.iter().fold(0, |mask, bit| mask | bit)
+}
+
+/// Loaded bits with their sign extended, where the access asks for it.
+#[inline(always)]
+pub fn scalar_sign(
+    access: &crate::code::op::Access,
+    value: &super::warp::Doubles,
+) -> Option<super::warp::Doubles> {
+    if !access.signed || access.bytes == 8 {
+        return None;
+    }
+    let shift = 64 - 8 * u32::from(access.bytes);
+    let extend = |v: u64| ((v << shift).cast_signed() >> shift).cast_unsigned();
+    Some(map1(value, extend))
+}
+
+/// An integer operation on two single values.
+pub fn reduce2(op: crate::code::op::Int2, a: u32, b: u32) -> u32 {
+    integer::int2(op, &[a; 32], &[b; 32])[0]
+}

@@ -1,0 +1,212 @@
+//! The machine: blocks of a kernel, a warp at a time.
+
+mod access;
+mod atomics;
+mod barriers;
+mod clocks;
+mod collective;
+mod copies;
+mod engines;
+pub mod lanes;
+mod matrix;
+mod run;
+mod schedule;
+mod shared;
+mod tally;
+mod warp;
+
+use crate::code::Kernel;
+use crate::code::layout::SHARED_START;
+use crate::finding::{Fault, FaultPlace, FindingKind};
+use crate::memory::{BlockLog, LaunchLog, Regions};
+use barriers::NamedBarrier;
+use copies::Copies;
+use lanes::Execute;
+pub use tally::Tally;
+use warp::{Place, Warp};
+
+/// What is the same for every block of a launch.
+pub struct Launch<'a> {
+    pub kernel: &'a Kernel,
+    pub params: &'a [u8],
+    pub regions: &'a Regions,
+    pub log: &'a LaunchLog,
+    pub grid: [u32; 3],
+    pub threads: u32,
+    /// Blocks of a cluster, adjacent in x.
+    pub cluster: u32,
+    /// Dynamic shared memory of the launch.
+    pub shared_bytes: u32,
+    pub seed: u64,
+    /// Blocks run one after the other: what one wrote is there for the next.
+    pub in_order: bool,
+    /// Every check runs.
+    pub full: bool,
+}
+
+/// The state of a block.
+pub struct Block {
+    pub place: Place,
+    /// Shared memory; the index is the address.
+    pub shared: Vec<u8>,
+    pub barriers: Vec<NamedBarrier>,
+    /// Warps of the block, in the machine's list.
+    pub warps: std::ops::Range<usize>,
+}
+
+/// Runs clusters of a launch, one after the other.
+pub struct Machine<'a> {
+    launch: &'a Launch<'a>,
+    kernel: &'a Kernel,
+    execute: Execute,
+    warps: Vec<Warp>,
+    blocks: Vec<Block>,
+    copies: Vec<Copies>,
+    cluster_barrier: barriers::ClusterState,
+    log: BlockLog,
+    /// The region that was used last.
+    hint: usize,
+    random: Random,
+    /// Times each instruction was executed.
+    pub executed: Vec<u64>,
+    pub tally: Tally,
+    /// Things that others may wait for.
+    changes: u64,
+    /// Block number of the cluster's first block.
+    first_block: u64,
+    /// Where the current slice began to matter.
+    pc: u32,
+    clock: u64,
+}
+
+/// A small generator: same seed, same delays.
+pub struct Random(u64);
+
+impl Random {
+    /// A number below `end`.
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % end.max(1)
+    }
+}
+
+/// A defect with the block, the threads and the instruction.
+#[derive(Debug)]
+pub struct Failure {
+    pub kind: FindingKind,
+    pub block: [u32; 3],
+    pub threads: Vec<u32>,
+    pub pc: u32,
+    pub message: String,
+}
+
+impl<'a> Machine<'a> {
+    pub fn new(launch: &'a Launch<'a>) -> Machine<'a> {
+        let warps = launch.threads.div_ceil(32) * launch.cluster;
+        Machine {
+            launch,
+            kernel: launch.kernel,
+            execute: lanes::pick(),
+            warps: (0..warps).map(|_| Warp::default()).collect(),
+            blocks: Vec::new(),
+            copies: (0..warps).map(|_| Copies::default()).collect(),
+            cluster_barrier: barriers::ClusterState::default(),
+            log: BlockLog::default(),
+            hint: 0,
+            random: Random(1),
+            executed: vec![0; launch.kernel.code.len()],
+            tally: Tally::default(),
+            changes: 0,
+            first_block: 0,
+            pc: 0,
+            clock: 0,
+        }
+    }
+
+    /// Runs cluster `number` to its end.
+    pub fn run(&mut self, number: u64) -> Result<(), Failure> {
+        self.start(number);
+        let result = self.schedule();
+        // One log serves all blocks of a cluster: they know each other's order
+        // by clocks.
+        let visible = self.launch.in_order.then_some(self.launch.regions);
+        self.launch
+            .log
+            .merge(self.first_block, &mut self.log, visible);
+        result.map_err(|(warp, fault)| self.failure(warp, *fault))
+    }
+
+    fn start(&mut self, number: u64) {
+        let launch = self.launch;
+        let cluster = launch.cluster;
+        self.first_block = number * u64::from(cluster);
+        self.random =
+            Random((launch.seed ^ self.first_block.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
+        self.blocks.clear();
+        let per_block = launch.threads.div_ceil(32);
+        let end = self.kernel.dynamic_shared + launch.shared_bytes;
+        for rank in 0..cluster {
+            let place = Place {
+                block: block_index(launch.grid, self.first_block + u64::from(rank)),
+                grid: launch.grid,
+                threads: launch.threads,
+                rank,
+                cluster,
+                shared_bytes: end - SHARED_START,
+                dynamic_bytes: launch.shared_bytes,
+            };
+            let first = (rank * per_block) as usize;
+            for warp in 0..per_block {
+                let number = rank * per_block + warp;
+                self.warps[number as usize].reset(self.kernel, number, warp * 32, &place);
+                self.copies[number as usize].reset();
+            }
+            self.blocks.push(Block {
+                place,
+                shared: vec![0xff; end as usize],
+                barriers: (0..16).map(|_| NamedBarrier::default()).collect(),
+                warps: first..first + per_block as usize,
+            });
+        }
+        self.cluster_barrier = barriers::ClusterState::default();
+    }
+
+    /// A fault with its place.
+    fn failure(&self, warp: usize, fault: Fault) -> Failure {
+        let own = &self.warps[warp];
+        let place = fault.at.unwrap_or_else(|| FaultPlace {
+            pc: self.pc,
+            block: own.block,
+            threads: own.threads(fault.lanes),
+        });
+        Failure {
+            kind: fault.kind,
+            block: self.blocks[place.block as usize].place.block,
+            threads: place.threads,
+            pc: place.pc,
+            message: fault.message,
+        }
+    }
+}
+
+/// Block number to x, y, z.
+pub fn block_index(grid: [u32; 3], number: u64) -> [u32; 3] {
+    let (x, y) = (u64::from(grid[0]), u64::from(grid[1]));
+    [
+        (number % x) as u32,
+        (number / x % y) as u32,
+        (number / (x * y)) as u32,
+    ]
+}
+
+impl Warp {
+    /// The threads of these lanes.
+    pub fn threads(&self, lanes: u32) -> Vec<u32> {
+        (0..32)
+            .filter(|lane| lanes >> lane & 1 == 1)
+            .map(|lane| self.first_thread + lane)
+            .collect()
+    }
+}

@@ -1,0 +1,295 @@
+//! A warp: groups of threads, divergence, control flow.
+
+use super::Machine;
+use super::warp::{Group, Wait, Warp};
+use crate::code::op::{Guard, NONE, Op};
+use crate::finding::{Fault, FindingKind, Step};
+
+/// Backward branches of a turn, before other threads go first.
+const TURN: u32 = 4096;
+
+/// What an instruction does to the threads that executed it.
+pub enum Flow {
+    /// They go on.
+    Next,
+    /// They execute it again once the wait is over.
+    Again(Wait),
+    /// They go on once the wait is over.
+    After(Wait),
+}
+
+/// How a group's run ended.
+enum Leave {
+    /// At another instruction, for others to go first or to merge.
+    At(u32),
+    Wait(u32, Wait),
+    /// Every thread of the group ended, or went into the warp's groups.
+    Gone,
+    TurnOver(u32),
+}
+
+impl Machine<'_> {
+    /// Runs a warp until no group can go on; whether any did.
+    pub fn run_warp(&mut self, warp: &mut Warp) -> Step<bool> {
+        let (mut ran, mut turns) = (false, 0);
+        loop {
+            merge(&mut warp.groups);
+            let ready = warp
+                .groups
+                .iter()
+                .enumerate()
+                .filter(|(_, group)| group.wait == Wait::No);
+            let Some((at, _)) = ready.min_by_key(|(_, group)| group.pc) else {
+                return Ok(ran);
+            };
+            let mut group = warp.groups.swap_remove(at);
+            let others = !warp.groups.is_empty();
+            match self.run_group(warp, &group, others)? {
+                Leave::At(pc) => {
+                    group.pc = pc;
+                    warp.groups.push(group);
+                    ran = true;
+                }
+                Leave::Wait(pc, wait) => {
+                    // Coming to a wait is progress only when others move.
+                    ran |= group.pc != pc || matches!(wait, Wait::Barrier { .. });
+                    group.pc = pc;
+                    group.wait = wait;
+                    warp.groups.push(group);
+                }
+                Leave::Gone => ran = true,
+                Leave::TurnOver(pc) => {
+                    group.pc = pc;
+                    group.wait = Wait::Politely;
+                    warp.groups.push(group);
+                    ran = true;
+                    turns += 1;
+                    if turns > 1 {
+                        return Ok(true);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Runs one group, which is not in the warp's list meanwhile.
+    fn run_group(&mut self, warp: &mut Warp, group: &Group, others: bool) -> Step<Leave> {
+        let kernel = self.kernel;
+        let (mut pc, lanes, mut back) = (group.pc as usize, group.lanes, 0);
+        loop {
+            let instruction = &kernel.code[pc];
+            self.executed[pc] += 1;
+            let mask = guarded(warp, instruction.guard, lanes);
+            let next = if (self.execute)(warp, &instruction.op, mask) {
+                pc + 1
+            } else {
+                self.pc = pc as u32;
+                match self.step(warp, &instruction.op, pc, lanes, mask)? {
+                    Ok(next) => next,
+                    Err(leave) => return Ok(leave),
+                }
+            };
+            if next <= pc {
+                back += 1;
+                if back == TURN {
+                    return Ok(Leave::TurnOver(next as u32));
+                }
+            }
+            pc = next;
+            if others && should_stop(&warp.groups, pc as u32) {
+                return Ok(Leave::At(pc as u32));
+            }
+        }
+    }
+
+    /// Everything but arithmetic: the next instruction, or how the run ends.
+    #[inline(always)]
+    fn step(
+        &mut self,
+        warp: &mut Warp,
+        op: &Op,
+        pc: usize,
+        lanes: u32,
+        mask: u32,
+    ) -> Step<Result<usize, Leave>> {
+        match op {
+            Op::Branch { to } => Ok(branch(warp, pc, *to, lanes, mask)),
+            _ if mask == 0 => Ok(Ok(pc + 1)),
+            Op::Load(access) => self.load(warp, access, mask).map(|()| Ok(pc + 1)),
+            Op::Store(access) => self.store(warp, access, mask).map(|()| Ok(pc + 1)),
+            Op::Exit => self.exit(warp, pc, lanes, mask),
+            Op::BranchTable { index, to } => Ok(Err(table(warp, pc, *index, to, lanes, mask))),
+            _ => {
+                let flow = self.act(warp, op, lanes, mask)?;
+                Ok(match flow {
+                    Flow::Next => Ok(pc + 1),
+                    Flow::Again(wait) => Err(self.pause(warp, pc, pc, lanes, mask, wait)),
+                    Flow::After(wait) => Err(self.pause(warp, pc, pc + 1, lanes, mask, wait)),
+                })
+            }
+        }
+    }
+
+    /// Lets the lanes of `mask` wait; those the guard excluded go on alone.
+    fn pause(
+        &mut self,
+        warp: &mut Warp,
+        pc: usize,
+        resume: usize,
+        lanes: u32,
+        mask: u32,
+        wait: Wait,
+    ) -> Leave {
+        if lanes == mask {
+            return Leave::Wait(resume as u32, wait);
+        }
+        warp.groups.push(Group {
+            pc: resume as u32,
+            lanes: mask,
+            wait,
+        });
+        warp.groups.push(Group {
+            pc: pc as u32 + 1,
+            lanes: lanes & !mask,
+            wait: Wait::No,
+        });
+        Leave::Gone
+    }
+
+    #[inline(never)]
+    fn act(&mut self, warp: &mut Warp, op: &Op, lanes: u32, mask: u32) -> Step<Flow> {
+        match op {
+            Op::Atomic(atomic) => self.atomic(warp, atomic, mask).map(|()| Flow::Next),
+            Op::Warp(op) => self.collective(warp, op, mask),
+            Op::Barrier(barrier) => self.block_barrier(warp, barrier, mask),
+            Op::Cluster(barrier) => self.cluster_step(warp, *barrier, mask),
+            Op::Mbarrier(op) => self.mbarrier(warp, op, mask),
+            Op::Async(op) => self.asynchronous(warp, op, mask),
+            Op::Mma(mma) => self.mma(warp, mma, mask),
+            Op::Matrix(matrix) => self.matrix(warp, matrix, mask),
+            Op::Fence(fence) => {
+                self.fence(warp, *fence, mask);
+                Ok(Flow::Next)
+            }
+            Op::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
+            Op::Clock { d, wide } => {
+                self.clock += 100;
+                match wide {
+                    true => warp.put_double(*d, &[self.clock; 32], mask),
+                    false => warp.put(*d, &[self.clock as u32; 32], mask),
+                }
+                Ok(Flow::Next)
+            }
+            Op::Trap => Err(Fault::new(
+                FindingKind::Trap,
+                lanes & mask,
+                "the kernel gave up",
+            )),
+            _ => Ok(Flow::Next),
+        }
+    }
+
+    fn exit(
+        &mut self,
+        warp: &mut Warp,
+        pc: usize,
+        lanes: u32,
+        mask: u32,
+    ) -> Step<Result<usize, Leave>> {
+        self.changes += 1;
+        self.end_threads(warp, mask)?;
+        warp.ended |= mask;
+        let left = lanes & !mask;
+        if left != 0 {
+            warp.groups.push(Group {
+                pc: pc as u32 + 1,
+                lanes: left,
+                wait: Wait::No,
+            });
+        }
+        Ok(Err(Leave::Gone))
+    }
+
+    /// Every living lane has to be there: waits for them.
+    pub fn whole_warp(&self, warp: &Warp, mask: u32) -> Option<Flow> {
+        let all = warp.alive();
+        (mask != all).then_some(Flow::Again(Wait::Lanes(all)))
+    }
+}
+
+#[inline(always)]
+fn guarded(warp: &Warp, guard: Guard, lanes: u32) -> u32 {
+    match guard.row {
+        NONE => lanes,
+        row => lanes & warp.predicate(row, guard.negate),
+    }
+}
+
+/// Whether a group at `pc` has to let others go first, or has met some.
+fn should_stop(groups: &[Group], pc: u32) -> bool {
+    groups.iter().any(|other| match other.wait {
+        Wait::No => other.pc <= pc,
+        Wait::Lanes(_) => other.pc == pc,
+        _ => false,
+    })
+}
+
+/// Joins groups at the same instruction. Those that wait for each other may
+/// then go on.
+fn merge(groups: &mut Vec<Group>) {
+    let meets = |group: &Group| matches!(group.wait, Wait::No | Wait::Lanes(_));
+    let mut at = 0;
+    while at < groups.len() {
+        let mut other = at + 1;
+        while other < groups.len() {
+            let same = groups[at].pc == groups[other].pc;
+            if same && meets(&groups[at]) && meets(&groups[other]) {
+                groups[at].lanes |= groups[other].lanes;
+                groups[at].wait = Wait::No;
+                groups.swap_remove(other);
+            } else {
+                other += 1;
+            }
+        }
+        at += 1;
+    }
+}
+
+#[inline(always)]
+fn branch(warp: &mut Warp, pc: usize, to: u32, lanes: u32, taken: u32) -> Result<usize, Leave> {
+    if taken == lanes {
+        return Ok(to as usize);
+    }
+    if taken == 0 {
+        return Ok(pc + 1);
+    }
+    for (pc, lanes) in [(to, taken), (pc as u32 + 1, lanes & !taken)] {
+        warp.groups.push(Group {
+            pc,
+            lanes,
+            wait: Wait::No,
+        });
+    }
+    Err(Leave::Gone)
+}
+
+fn table(warp: &mut Warp, pc: usize, index: u16, to: &[u32], lanes: u32, mask: u32) -> Leave {
+    let index = *warp.word(index);
+    let mut push = |pc: u32, lanes: u32| {
+        if lanes != 0 {
+            warp.groups.push(Group {
+                pc,
+                lanes,
+                wait: Wait::No,
+            });
+        }
+    };
+    for (at, target) in to.iter().enumerate() {
+        let chosen = (0..32).fold(0, |chosen, lane| {
+            chosen | u32::from(index[lane] as usize == at) << lane
+        });
+        push(*target, chosen & mask);
+    }
+    push(pc as u32 + 1, lanes & !mask);
+    Leave::Gone
+}

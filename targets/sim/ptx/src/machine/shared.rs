@@ -1,0 +1,158 @@
+//! Shared memory of the blocks of a cluster.
+
+use super::Machine;
+use super::access::{lanes_of, little, misaligned, outside};
+use super::warp::{Doubles, Warp};
+use crate::code::layout::{RANK_SHIFT, SHARED_START};
+use crate::code::op::{Access, Fence, Order};
+use crate::finding::{Fault, FindingKind, Step};
+use crate::text::Space;
+
+impl Machine<'_> {
+    /// The block and the offset of a shared address.
+    #[inline(always)]
+    pub fn shared_at(
+        &self,
+        verb: &str,
+        own: u32,
+        address: u64,
+        bytes: usize,
+        lane: usize,
+    ) -> Step<(usize, usize)> {
+        let rank = (address >> RANK_SHIFT) as u32;
+        let offset = (address & ((1 << RANK_SHIFT) - 1)) as usize;
+        let block = if rank == 0 { own } else { rank - 1 } as usize;
+        let end = self.blocks.get(block).map_or(0, |block| block.shared.len());
+        if offset < SHARED_START as usize || offset + bytes > end || address >> 32 != 0 {
+            return Err(self.not_shared(verb, block, address, bytes, lane));
+        }
+        if !offset.is_multiple_of(bytes) {
+            return Err(misaligned(1 << lane, verb, bytes, Space::Shared, address));
+        }
+        Ok((block, offset))
+    }
+
+    #[cold]
+    fn not_shared(
+        &self,
+        verb: &str,
+        block: usize,
+        address: u64,
+        bytes: usize,
+        lane: usize,
+    ) -> Box<Fault> {
+        let count = self.blocks.len();
+        let place = match self.blocks.get(block) {
+            None => format!("the cluster has {count} blocks"),
+            Some(block) => format!(
+                "the block has {} bytes at {SHARED_START:#x}",
+                block.shared.len() - SHARED_START as usize
+            ),
+        };
+        outside(1 << lane, verb, bytes, Space::Shared, address, &place)
+    }
+
+    pub fn load_shared(
+        &mut self,
+        warp: &mut Warp,
+        access: &Access,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Step<()> {
+        let (element, count) = (access.bytes as usize, access.rows.len());
+        let bytes = element * count;
+        self.tally.shared(addresses, mask, bytes as u64);
+        let mut values = [[0; 32]; 8];
+        for lane in lanes_of(mask) {
+            let (block, offset) =
+                self.shared_at("reads", warp.block, addresses[lane], bytes, lane)?;
+            self.shared_read(warp, block, offset, bytes, lane, access.order)?;
+            let from = &self.blocks[block].shared[offset..offset + bytes];
+            for (value, part) in values.iter_mut().zip(from.chunks_exact(element)) {
+                value[lane] = match element {
+                    4 => u64::from(u32::from_le_bytes([part[0], part[1], part[2], part[3]])),
+                    _ => little(part),
+                };
+            }
+        }
+        self.order_after(warp, access.order, mask);
+        self.deliver(warp, access, &values[..count], mask);
+        Ok(())
+    }
+
+    pub fn store_shared(
+        &mut self,
+        warp: &mut Warp,
+        access: &Access,
+        addresses: &Doubles,
+        mask: u32,
+    ) -> Step<()> {
+        let (element, count) = (access.bytes as usize, access.rows.len());
+        let bytes = element * count;
+        self.tally.shared(addresses, mask, bytes as u64);
+        self.order_before(warp, access.order, mask);
+        for lane in lanes_of(mask) {
+            let (block, offset) =
+                self.shared_at("writes", warp.block, addresses[lane], bytes, lane)?;
+            self.shared_write(warp, block, offset, bytes, lane, access.order)?;
+            for at in 0..count {
+                let value = self.stored(warp, access, at, lane).to_le_bytes();
+                let to = offset + at * element;
+                self.blocks[block].shared[to..to + element].copy_from_slice(&value[..element]);
+            }
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    pub fn shared_read(
+        &mut self,
+        _warp: &Warp,
+        _block: usize,
+        _offset: usize,
+        _bytes: usize,
+        _lane: usize,
+        _order: Order,
+    ) -> Step<()> {
+        Ok(())
+    }
+
+    #[inline(always)]
+    pub fn shared_write(
+        &mut self,
+        _warp: &Warp,
+        _block: usize,
+        _offset: usize,
+        _bytes: usize,
+        _lane: usize,
+        _order: Order,
+    ) -> Step<()> {
+        Ok(())
+    }
+
+    /// What an acquiring load does after it has read.
+    pub fn order_after(&mut self, _warp: &mut Warp, _order: Order, _mask: u32) {}
+
+    /// What a releasing store does before it writes.
+    pub fn order_before(&mut self, _warp: &mut Warp, _order: Order, _mask: u32) {}
+
+    pub fn fence(&mut self, _warp: &mut Warp, _fence: Fence, _mask: u32) {}
+
+    pub fn set_registers(
+        &mut self,
+        warp: &mut Warp,
+        _grow: bool,
+        count: u32,
+        mask: u32,
+    ) -> Step<super::run::Flow> {
+        if let Some(flow) = self.whole_warp(warp, mask) {
+            return Ok(flow);
+        }
+        if !(24..=256).contains(&count) || !count.is_multiple_of(8) {
+            let text = format!("setmaxnreg to {count}: it must be a multiple of 8 from 24 to 256");
+            return Err(Fault::new(FindingKind::Operand, mask, text));
+        }
+        warp.max_registers = count;
+        Ok(super::run::Flow::Next)
+    }
+}

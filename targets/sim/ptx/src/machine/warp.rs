@@ -1,0 +1,238 @@
+//! A warp: its registers and where its threads are.
+
+use crate::code::op::{NONE, Row};
+use crate::code::{Kernel, Source};
+use crate::text::{Relation, Special};
+
+/// 32-bit values of the 32 lanes.
+pub type Words = [u32; 32];
+/// 64-bit values of the 32 lanes.
+pub type Doubles = [u64; 32];
+
+/// Why threads do not go on.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Wait {
+    /// They can.
+    No,
+    /// For the other lanes of this mask to come to the same instruction.
+    Lanes(u32),
+    /// For barrier `id` of the block.
+    Barrier { id: u32, count: u32 },
+    /// For a phase of the barrier at a shared address.
+    Mbarrier { address: u32, parity: bool },
+    /// For the products of the warpgroup, but the last so many groups.
+    Products(u32),
+    /// For the bulk copies of the thread, but the last so many groups.
+    Bulk { left: u32, read: bool },
+    /// For the other blocks of the cluster.
+    Cluster,
+    /// They asked and got no; others should go first.
+    Politely,
+}
+
+/// Threads of a warp that are at the same instruction.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Group {
+    pub pc: u32,
+    pub lanes: u32,
+    pub wait: Wait,
+}
+
+/// The register files, and the rest of a warp's own state.
+#[derive(Debug, Default)]
+pub struct Warp {
+    pub words: Vec<Words>,
+    pub doubles: Vec<Doubles>,
+    pub predicates: Vec<u32>,
+    /// The carry flag of each lane.
+    pub carry: u32,
+    /// Threads that have not ended.
+    pub groups: Vec<Group>,
+    /// Among the warps of the cluster.
+    pub number: u32,
+    /// The block, among those of the cluster.
+    pub block: u32,
+    /// The first thread, in the block.
+    pub first_thread: u32,
+    /// Lanes that are threads.
+    pub lanes: u32,
+    /// Lanes that have ended.
+    pub ended: u32,
+    /// Local memory, thread by thread.
+    pub local: Vec<u8>,
+    /// Named barriers at which the warp has arrived without waiting.
+    pub max_registers: u32,
+}
+
+/// What special registers say.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Place {
+    pub block: [u32; 3],
+    pub grid: [u32; 3],
+    pub threads: u32,
+    pub rank: u32,
+    pub cluster: u32,
+    pub shared_bytes: u32,
+    pub dynamic_bytes: u32,
+}
+
+impl Warp {
+    /// Starts the warp over, at the first instruction of `kernel`.
+    pub fn reset(&mut self, kernel: &Kernel, number: u32, first_thread: u32, place: &Place) {
+        let lanes = (place.threads - first_thread).min(32);
+        self.number = number;
+        self.block = place.rank;
+        self.first_thread = first_thread;
+        self.lanes = (u64::from(u32::MAX) >> (32 - lanes)) as u32;
+        self.ended = !self.lanes;
+        self.carry = 0;
+        self.groups.clear();
+        self.groups.push(Group {
+            pc: 0,
+            lanes: self.lanes,
+            wait: Wait::No,
+        });
+        self.max_registers = 0;
+        self.predicates.clear();
+        self.predicates.resize(kernel.predicates as usize, 0);
+        self.local.clear();
+        self.local.resize(32 * kernel.local_bytes as usize, 0xee);
+        self.words.clear();
+        self.words.resize(kernel.words as usize, [0; 32]);
+        let word = |source: &Source| value(source, first_thread, place).map(|value| value as u32);
+        self.words.extend(kernel.word_sources.iter().map(word));
+        self.doubles.clear();
+        self.doubles.resize(kernel.doubles as usize, [0; 32]);
+        let double = |source: &Source| value(source, first_thread, place);
+        self.doubles
+            .extend(kernel.double_sources.iter().map(double));
+    }
+
+    /// A row of the 32-bit file.
+    #[inline(always)]
+    pub fn word(&self, row: Row) -> &Words {
+        &self.words[row as usize]
+    }
+
+    /// A row of the 64-bit file.
+    #[inline(always)]
+    pub fn double(&self, row: Row) -> &Doubles {
+        &self.doubles[row as usize]
+    }
+
+    /// A predicate, negated or not, as a lane mask.
+    #[inline(always)]
+    pub fn predicate(&self, row: Row, negate: bool) -> u32 {
+        self.predicates[row as usize] ^ 0u32.wrapping_sub(u32::from(negate))
+    }
+
+    /// Writes the lanes of `mask`.
+    #[inline(always)]
+    pub fn put(&mut self, row: Row, value: &Words, mask: u32) {
+        if row != NONE {
+            blend(&mut self.words[row as usize], value, mask);
+        }
+    }
+
+    /// Writes the lanes of `mask`.
+    #[inline(always)]
+    pub fn put_double(&mut self, row: Row, value: &Doubles, mask: u32) {
+        if row != NONE {
+            blend_double(&mut self.doubles[row as usize], value, mask);
+        }
+    }
+
+    /// Writes the lanes of `mask`.
+    #[inline(always)]
+    pub fn put_predicate(&mut self, row: Row, value: u32, mask: u32) {
+        if row != NONE {
+            let own = &mut self.predicates[row as usize];
+            *own = (*own & !mask) | (value & mask);
+        }
+    }
+
+    /// Lanes that can still run.
+    pub fn alive(&self) -> u32 {
+        !self.ended
+    }
+
+    /// Whether every thread has ended.
+    pub fn is_done(&self) -> bool {
+        self.groups.is_empty()
+    }
+}
+
+#[inline(always)]
+fn blend(row: &mut Words, value: &Words, mask: u32) {
+    if mask == u32::MAX {
+        *row = *value;
+        return;
+    }
+    for (lane, (own, new)) in row.iter_mut().zip(value).enumerate() {
+        let take = 0u32.wrapping_sub(mask >> lane & 1);
+        *own = (*own & !take) | (new & take);
+    }
+}
+
+#[inline(always)]
+fn blend_double(row: &mut Doubles, value: &Doubles, mask: u32) {
+    if mask == u32::MAX {
+        *row = *value;
+        return;
+    }
+    for (lane, (own, new)) in row.iter_mut().zip(value).enumerate() {
+        let take = 0u64.wrapping_sub(u64::from(mask >> lane & 1));
+        *own = (*own & !take) | (new & take);
+    }
+}
+
+/// What a literal or a special register holds in each lane.
+fn value(source: &Source, first_thread: u32, place: &Place) -> Doubles {
+    let special = match source {
+        Source::Literal(value) => return [*value; 32],
+        Source::Special(special) => *special,
+    };
+    std::array::from_fn(|lane| u64::from(special_value(special, lane as u32, first_thread, place)))
+}
+
+fn special_value(special: Special, lane: u32, first_thread: u32, place: &Place) -> u32 {
+    let axis = |values: [u32; 3], axis: u8| values[axis as usize];
+    let clusters = [
+        place.grid[0] / place.cluster.max(1),
+        place.grid[1],
+        place.grid[2],
+    ];
+    match special {
+        Special::Tid(0) => first_thread + lane,
+        Special::Tid(_) => 0,
+        Special::Ntid(0) => place.threads,
+        Special::Ntid(_) => 1,
+        Special::Ctaid(at) => axis(place.block, at),
+        Special::Nctaid(at) => axis(place.grid, at),
+        Special::LaneId => lane,
+        Special::WarpId => first_thread / 32,
+        Special::LaneMask(relation) => lane_mask(relation, lane),
+        Special::ClusterCtaRank | Special::ClusterCtaId(0) => place.rank,
+        Special::ClusterCtaCount | Special::ClusterCtaShape(0) => place.cluster,
+        Special::ClusterCtaId(_) => 0,
+        Special::ClusterCtaShape(_) => 1,
+        Special::ClusterId(0) => place.block[0] / place.cluster.max(1),
+        Special::ClusterId(at) => axis(place.block, at),
+        Special::ClusterCount(at) => axis(clusters, at),
+        Special::SharedBytes => place.shared_bytes,
+        Special::DynamicSharedBytes => place.dynamic_bytes,
+        Special::SmId | Special::Clock => 0,
+        Special::SmCount => 1,
+    }
+}
+
+fn lane_mask(relation: Relation, lane: u32) -> u32 {
+    let own = 1u32 << lane;
+    match relation {
+        Relation::Below => own - 1,
+        Relation::AtMost => own | (own - 1),
+        Relation::Equal => own,
+        Relation::AtLeast => !(own - 1),
+        Relation::Above => !(own | (own - 1)),
+    }
+}

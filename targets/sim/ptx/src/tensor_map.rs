@@ -1,0 +1,53 @@
+//! Tensor maps of a launch.
+
+use moesaic_kernel::{DType, Swizzle, TensorMap};
+use moesaic_target::{DeviceError, MapBytes, Ptr};
+use moesaic_units::swizzle;
+use moesaic_units::tensor_map::{ElementType, TensorMap as Map};
+
+/// Encodes the map of a dense row-major tensor, dimensions innermost first.
+/// Those beyond the rank of the map are folded into its outermost one.
+pub fn encode(
+    kernel: &str,
+    map: &TensorMap,
+    base: Ptr,
+    dims: [u64; 5],
+) -> Result<MapBytes, DeviceError> {
+    let rank = usize::from(map.rank).clamp(1, 5);
+    let mut sizes = dims;
+    sizes[rank - 1] = dims[rank - 1..].iter().product();
+    let element = element(map.dtype);
+    let full = Map::dense(
+        element,
+        base.0,
+        &sizes[..rank],
+        &map.tile[..rank],
+        swizzle_of(map.swizzle),
+    );
+    full.encode().map_err(|error| DeviceError::Launch {
+        kernel: kernel.to_string(),
+        reason: format!(
+            "a tensor map of {:?} elements cannot be made: {error}",
+            &sizes[..rank]
+        ),
+    })
+}
+
+fn element(dtype: DType) -> ElementType {
+    match dtype {
+        DType::F32 => ElementType::F32,
+        DType::F16 => ElementType::F16,
+        DType::Bf16 => ElementType::Bf16,
+        DType::I32 => ElementType::S32,
+        DType::I64 => ElementType::S64,
+    }
+}
+
+fn swizzle_of(swizzle: Swizzle) -> swizzle::Swizzle {
+    match swizzle {
+        Swizzle::None => swizzle::Swizzle::None,
+        Swizzle::B32 => swizzle::Swizzle::B32,
+        Swizzle::B64 => swizzle::Swizzle::B64,
+        Swizzle::B128 => swizzle::Swizzle::B128,
+    }
+}

@@ -1,0 +1,332 @@
+//! The body of a kernel: registers, labels, scopes, statements.
+
+use super::operand::operand;
+use super::parser::{Cursor, variable};
+use super::{Class, EntryText, ModuleText, Operand, Statement, Virtual};
+use crate::error::PtxError;
+use std::collections::HashMap;
+
+type Result<T> = std::result::Result<T, PtxError>;
+
+/// Names of one pair of braces. Inline assembly opens its own.
+#[derive(Default)]
+struct Scope {
+    registers: HashMap<String, Virtual>,
+    /// Families `%r<n>`: every name with the prefix and a number below n.
+    families: Vec<(String, Virtual, u32)>,
+    labels: HashMap<String, usize>,
+    tables: HashMap<String, Vec<String>>,
+    variables: HashMap<String, usize>,
+    parent: usize,
+}
+
+/// A label that was used, to be resolved at the end.
+struct Use {
+    statement: usize,
+    operand: usize,
+    name: String,
+    scope: usize,
+}
+
+pub struct Body<'p, 'a> {
+    pub cursor: &'p mut Cursor<'a>,
+    module: &'p mut ModuleText,
+    entry: &'p mut EntryText,
+    params: HashMap<String, u32>,
+    scopes: Vec<Scope>,
+    /// The innermost open scope.
+    scope: usize,
+    uses: Vec<Use>,
+    last_label: String,
+}
+
+impl<'p, 'a> Body<'p, 'a> {
+    pub fn new(
+        cursor: &'p mut Cursor<'a>,
+        module: &'p mut ModuleText,
+        entry: &'p mut EntryText,
+        params: Vec<(String, u32)>,
+    ) -> Body<'p, 'a> {
+        let globals = module.variables.iter().enumerate();
+        let variables = globals.map(|(i, variable)| (variable.name.clone(), i));
+        let outer = Scope {
+            variables: variables.collect(),
+            ..Scope::default()
+        };
+        Body {
+            cursor,
+            module,
+            entry,
+            params: params.into_iter().collect(),
+            scopes: vec![outer],
+            scope: 0,
+            uses: Vec::new(),
+            last_label: String::new(),
+        }
+    }
+
+    /// Reads the body from its `{` to its `}`.
+    pub fn parse(mut self) -> Result<()> {
+        self.cursor.expect("{")?;
+        let mut depth = 1;
+        while depth > 0 {
+            match self.cursor.peek_text() {
+                "{" => {
+                    self.cursor.next()?;
+                    self.open();
+                    depth += 1;
+                }
+                "}" => {
+                    self.cursor.next()?;
+                    self.scope = self.scopes[self.scope].parent;
+                    depth -= 1;
+                }
+                ";" => self.cursor.next().map(|_| ())?,
+                text if text.starts_with('.') => self.directive()?,
+                _ if self.cursor.second_text() == ":" => self.label()?,
+                _ => self.statement()?,
+            }
+        }
+        self.resolve()
+    }
+
+    fn open(&mut self) {
+        self.scopes.push(Scope {
+            parent: self.scope,
+            ..Scope::default()
+        });
+        self.scope = self.scopes.len() - 1;
+    }
+
+    fn label(&mut self) -> Result<()> {
+        let name = self.cursor.next()?;
+        self.cursor.expect(":")?;
+        let at = self.entry.statements.len();
+        let scope = &mut self.scopes[self.scope];
+        scope.labels.insert(name.text.to_string(), at);
+        self.last_label = name.text.to_string();
+        Ok(())
+    }
+
+    fn directive(&mut self) -> Result<()> {
+        match self.cursor.peek_text() {
+            ".reg" => self.registers(),
+            ".loc" => self.loc(),
+            ".shared" | ".local" | ".global" | ".const" => self.variable(),
+            ".branchtargets" => self.table(),
+            ".pragma" => {
+                self.cursor.skip_statement();
+                Ok(())
+            }
+            other => Err(PtxError::syntax(
+                self.cursor.line(),
+                format!("`{other}` is not understood inside a kernel"),
+            )),
+        }
+    }
+
+    fn registers(&mut self) -> Result<()> {
+        self.cursor.next()?;
+        let ty = self.cursor.next()?;
+        let class = match ty.text {
+            ".pred" => Class::Predicate,
+            ".b64" | ".u64" | ".s64" | ".f64" => Class::Double,
+            ".b128" => {
+                let what = "128-bit registers are not covered by the simulator";
+                return Err(PtxError::syntax(ty.line, what));
+            }
+            _ => Class::Word,
+        };
+        loop {
+            let name = self.cursor.next()?.text.to_string();
+            let next = self.entry.registers.entry(class).or_insert(0);
+            let first = Virtual {
+                class,
+                index: *next,
+            };
+            let scope = &mut self.scopes[self.scope];
+            if self.cursor.take("<") {
+                let count = self.cursor.integer()? as u32;
+                self.cursor.expect(">")?;
+                *next += count;
+                scope.families.push((name, first, count));
+            } else {
+                *next += 1;
+                scope.registers.insert(name, first);
+            }
+            if self.cursor.take(";") {
+                return Ok(());
+            }
+            self.cursor.expect(",")?;
+        }
+    }
+
+    /// `.loc file line column [, function_name name, inlined_at file line column]`
+    fn loc(&mut self) -> Result<()> {
+        self.cursor.next()?;
+        let mut numbers = [0; 3];
+        for number in &mut numbers {
+            *number = self.cursor.integer()? as u32;
+        }
+        let mut caller = None;
+        while self.cursor.take(",") {
+            let word = self.cursor.next()?;
+            if word.text == "inlined_at" {
+                self.cursor.integer()?;
+                caller = Some((self.cursor.integer()? as u32, self.cursor.integer()? as u32));
+            } else {
+                self.cursor.next()?;
+                if self.cursor.take("+") {
+                    self.cursor.next()?;
+                }
+            }
+        }
+        let locations = &mut self.module.locations;
+        locations.enter((numbers[1], numbers[2]), caller);
+        Ok(())
+    }
+
+    fn variable(&mut self) -> Result<()> {
+        let variable = variable(self.cursor)?;
+        let at = self.module.variables.len();
+        let scope = &mut self.scopes[self.scope];
+        scope.variables.insert(variable.name.clone(), at);
+        self.module.variables.push(variable);
+        Ok(())
+    }
+
+    /// The targets of an indexed branch, named by the label before them.
+    fn table(&mut self) -> Result<()> {
+        self.cursor.next()?;
+        let mut targets = Vec::new();
+        while !self.cursor.take(";") {
+            targets.push(self.cursor.next()?.text.to_string());
+            self.cursor.take(",");
+        }
+        let name = std::mem::take(&mut self.last_label);
+        self.scopes[self.scope].tables.insert(name, targets);
+        Ok(())
+    }
+
+    fn statement(&mut self) -> Result<()> {
+        let line = self.cursor.line();
+        let guard = self.guard()?;
+        let opcode: Vec<String> = self
+            .cursor
+            .next()?
+            .text
+            .split('.')
+            .map(str::to_string)
+            .collect();
+        let mut operands = Vec::new();
+        while !self.cursor.take(";") {
+            let branch = opcode[0] == "bra" || (opcode[0] == "brx" && !operands.is_empty());
+            operands.push(match branch {
+                true => self.label_use(operands.len())?,
+                false => operand(self)?,
+            });
+            if !self.cursor.take(",") && self.cursor.peek_text() != ";" {
+                let found = self.cursor.peek_text();
+                let what = format!("`{found}` where `,` or `;` should be");
+                return Err(PtxError::syntax(self.cursor.line(), what));
+            }
+        }
+        self.entry.statements.push(Statement {
+            guard,
+            opcode,
+            operands,
+            line,
+            place: self.module.locations.current(),
+        });
+        Ok(())
+    }
+
+    fn guard(&mut self) -> Result<Option<(Virtual, bool)>> {
+        if !self.cursor.take("@") {
+            return Ok(None);
+        }
+        let negate = self.cursor.take("!");
+        let name = self.cursor.next()?;
+        match self.register(name.text) {
+            Some(register) if register.class == Class::Predicate => Ok(Some((register, negate))),
+            _ => Err(PtxError::syntax(
+                name.line,
+                format!("`{}` is no predicate", name.text),
+            )),
+        }
+    }
+
+    fn label_use(&mut self, operand: usize) -> Result<Operand> {
+        let name = self.cursor.next()?.text.to_string();
+        self.uses.push(Use {
+            statement: self.entry.statements.len(),
+            operand,
+            name,
+            scope: self.scope,
+        });
+        Ok(Operand::Label(usize::MAX))
+    }
+
+    fn enclosing<T>(&self, from: usize, find: impl Fn(&Scope) -> Option<T>) -> Option<T> {
+        let mut at = from;
+        loop {
+            let scope = &self.scopes[at];
+            if let Some(found) = find(scope) {
+                return Some(found);
+            }
+            if at == 0 {
+                return None;
+            }
+            at = scope.parent;
+        }
+    }
+
+    /// The register of this name, innermost scope first.
+    pub fn register(&self, name: &str) -> Option<Virtual> {
+        self.enclosing(self.scope, |scope| {
+            scope.registers.get(name).copied().or_else(|| {
+                scope.families.iter().find_map(|(prefix, first, count)| {
+                    let number: u32 = name.strip_prefix(prefix.as_str())?.parse().ok()?;
+                    (number < *count).then_some(Virtual {
+                        index: first.index + number,
+                        ..*first
+                    })
+                })
+            })
+        })
+    }
+
+    /// The address of a variable or a parameter.
+    pub fn symbol(&self, name: &str) -> Option<Operand> {
+        if let Some(offset) = self.params.get(name) {
+            return Some(Operand::Parameter(*offset));
+        }
+        self.enclosing(self.scope, |scope| scope.variables.get(name).copied())
+            .map(Operand::Variable)
+    }
+
+    /// The bytes a `.local` variable needs are counted by whoever lays it out;
+    /// here labels get their statements.
+    fn resolve(self) -> Result<()> {
+        for used in &self.uses {
+            let find = |name: &str| {
+                self.enclosing(used.scope, |scope| scope.labels.get(name).copied())
+                    .map(Operand::Label)
+            };
+            let table = self.enclosing(used.scope, |scope| scope.tables.get(&used.name).cloned());
+            let target = match table {
+                Some(names) => names
+                    .iter()
+                    .map(|name| find(name))
+                    .collect::<Option<Vec<_>>>()
+                    .map(Operand::Vector),
+                None => find(&used.name),
+            };
+            let statement = &mut self.entry.statements[used.statement];
+            statement.operands[used.operand] = target.ok_or_else(|| {
+                PtxError::syntax(statement.line, format!("no label `{}`", used.name))
+            })?;
+        }
+        Ok(())
+    }
+}

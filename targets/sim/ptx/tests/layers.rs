@@ -1,0 +1,87 @@
+//! The emitted kernels of whole layers, in the machine, against the reference.
+
+#[path = "../../../../codegen/emit/tests/rig/mod.rs"]
+mod rig;
+
+use moesaic_emit::emit_layer;
+use moesaic_kernel::{CudaArch, DType, SimArch, Target};
+use moesaic_plan::plan;
+use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
+use moesaic_spec::*;
+use moesaic_target::{CompileOptions, Compiler, Device};
+use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use rig::{Rig, check};
+use std::sync::OnceLock;
+
+fn compiler() -> &'static PtxCompiler {
+    static COMPILER: OnceLock<PtxCompiler> = OnceLock::new();
+    COMPILER.get_or_init(|| {
+        let mut registry = Registry::open().unwrap();
+        install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|e| panic!("{e}"));
+        PtxCompiler::new(nvrtc(&registry).unwrap_or_else(|e| panic!("{e}")))
+    })
+}
+
+fn arch(name: &str) -> CudaArch {
+    match format!("sim:{name}").parse() {
+        Ok(Target::Sim(SimArch::Cuda(arch))) => arch,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
+    let text =
+        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
+    serde_json::from_str(&text).unwrap()
+}
+
+fn typed(mut spec: LayerSpec, dtype: DType) -> LayerSpec {
+    spec.precision.weights = dtype;
+    spec.precision.activations = dtype;
+    spec
+}
+
+fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Rig {
+    spec.validate().unwrap();
+    let arch = arch(name);
+    let device = PtxDevice::new(arch, options);
+    let plan = plan(spec, Target::Sim(SimArch::Cuda(arch))).unwrap();
+    let load = |source: &moesaic_kernel::KernelSource| {
+        let artifact = compiler().compile(source, &CompileOptions::default());
+        let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+        device.load(&artifact, &source.entries).unwrap()
+    };
+    let modules = emit_layer(&plan).unwrap().iter().map(load).collect();
+    Rig::on(plan, Box::new(device), modules)
+}
+
+fn run(spec: &LayerSpec, name: &str, tokens: &[usize]) {
+    let rig = rig_of(spec, name, PtxOptions::default());
+    for &tokens in tokens {
+        let tensors = rig.run(&rig.random_input(tokens, tokens as u64));
+        check::all(
+            &rig,
+            &tensors,
+            &format!("{name}, {tokens} tokens, {spec:?}"),
+        );
+    }
+}
+
+#[test]
+fn a_layer_of_bf16() {
+    run(
+        &typed(spec(64, 48, 8, 2), DType::Bf16),
+        "sm_80",
+        &[0, 1, 37],
+    );
+}
+
+#[test]
+fn a_layer_of_f16() {
+    run(&typed(spec(72, 40, 5, 3), DType::F16), "sm_86", &[33]);
+}
+
+#[test]
+fn a_layer_of_f32_with_odd_sizes() {
+    run(&spec(31, 23, 7, 2), "sm_75", &[19]);
+}
