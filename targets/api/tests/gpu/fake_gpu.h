@@ -219,12 +219,13 @@ int FN_stream_wait(Object *s, Object *e, unsigned flags) {
 }
 
 static int allocate(uint64_t *address, size_t bytes, int code, const char *suffix) {
-  Object *made = code ? 0 : make('a');
-  if (!made) return say("alloc %zu%s fails", bytes, suffix), code;
+  void *memory = code ? 0 : aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (!memory) return say("alloc %zu%s fails", bytes, suffix), code ? code : 2;
+  Object *made = make('a');
   say("alloc a%d of %zu%s", made->number, bytes, suffix);
   made->bytes = bytes;
-  made->address = *address = (uint64_t)aligned_alloc(256, (bytes + 255) / 256 * 256);
-  memset((void *)*address, 0xa5, bytes);
+  made->address = *address = (uint64_t)memory;
+  memset(memory, 0xa5, bytes);
   return 0;
 }
 static int release(uint64_t address, int code, const char *suffix) {
@@ -337,7 +338,7 @@ int FN_module_unload(Object *m) {
   return code;
 }
 int FN_module_function(void **function, Object *m, const char *name) {
-  static const char *const known[] = {"scale", "mapped", "fill"};
+  static const char *const known[] = {"scale", "mapped", "crash"};
   ENTER(FN_module_function)
   if (!is(m, 'm')) return 400;
   if (code) return code;
