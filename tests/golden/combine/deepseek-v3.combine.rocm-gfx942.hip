@@ -81,6 +81,18 @@ template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
     *reinterpret_cast<Pack<T, N> *>(to) = pack;
 }
 
+// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
+// that the address counts whole packs.
+template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
+{
+    return reinterpret_cast<const Pack<T, N> *>(row)[i];
+}
+
+template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
+{
+    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
+}
+
 // Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
 // every row then starts at a pack and ends with one.
 template <class T> COMPILE_TIME int pack_width(i64 width)
@@ -138,7 +150,6 @@ KERNEL(THREADS) combine(
          turn += THREADS / TOKEN_THREADS) {
         const i64 token = first + turn;
         for (i32 i = thread_index() % TOKEN_THREADS; i < PACKS; i += TOKEN_THREADS) {
-            const i64 column = i * WIDTH;
             f32 sums[WIDTH] = {};
             #pragma unroll
             for (i32 start = 0; start < TOP_K; start += HELD) {
@@ -147,7 +158,7 @@ KERNEL(THREADS) combine(
                 for (i32 n = 0; n < HELD; n++) {
                     const i32 source = start + n < TOP_K ? sources[turn * TOP_K + start + n] : NOTHING;
                     if (source >= 0)
-                        held[n] = load<WIDTH>(out + (i64)source * OUTPUT_DIM + column);
+                        held[n] = load<WIDTH>(out + (i64)source * OUTPUT_DIM, i);
                 }
                 #pragma unroll
                 for (i32 n = 0; n < HELD; n++) {
@@ -156,12 +167,12 @@ KERNEL(THREADS) combine(
                         add(sums, weights[slot], held[n]);
                 }
             }
-            add(sums, 1.0f, load<WIDTH>(shared_0_out + token * OUTPUT_DIM + column));
+            add(sums, 1.0f, load<WIDTH>(shared_0_out + token * OUTPUT_DIM, i));
             Pack<Activation, WIDTH> pack;
             #pragma unroll
             for (i32 j = 0; j < WIDTH; j++)
                 pack.at[j] = round_to<Activation>(sums[j]);
-            store(y + token * OUTPUT_DIM + column, pack);
+            store(y + token * OUTPUT_DIM, i, pack);
         }
     }
 }
