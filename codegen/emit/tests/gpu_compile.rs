@@ -281,6 +281,45 @@ fn gemms(plan: &LayerPlan) -> Vec<KernelSource> {
         .collect()
 }
 
+/// Layers that bring out what differs between Hopper GEMMs: both heights of a
+/// tile, all three widths, the longest epilogues, and odd columns.
+fn hopper_layers() -> Vec<LayerSpec> {
+    let long = |s: &mut LayerSpec| {
+        s.experts.activation = Activation::Gelu;
+        s.experts.bias = true;
+        s.experts.clamp = Some(7.0);
+        s.experts.up_offset = 1.0;
+        s.router.weight_on = WeightSite::Activation;
+    };
+    let plain = |s: &mut LayerSpec| {
+        long(s);
+        s.experts.form = ExpertForm::Plain;
+        (s.experts.clamp, s.experts.up_offset) = (None, 0.0);
+        s.shape.output_dim = Some(65);
+    };
+    vec![
+        with(typed(spec(2880, 2880, 32, 4), DType::Bf16), long),
+        with(typed(spec(200, 136, 60, 1), DType::F16), long),
+        with(typed(spec(456, 1408, 8, 2), DType::F16), plain),
+        with(typed(spec(72, 40, 60, 1), DType::Bf16), plain),
+    ]
+}
+
+#[test]
+fn nvrtc_compiles_the_hopper_gemm() {
+    let compiler = nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}"));
+    let target: Target = "cuda:sm_90a".parse().unwrap();
+    for spec in hopper_layers() {
+        for source in gemms(&plan(&spec, target).unwrap()) {
+            assert!(source.text.contains("wgmma"), "{}: {spec:?}", source.name);
+            let artifact = compiler.compile(&source, &CompileOptions::default());
+            let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+            let what = format!("{} for {target}, {spec:?}", source.name);
+            check(&artifact, &what, 0);
+        }
+    }
+}
+
 #[test]
 fn clang_compiles_every_matrix_gemm() {
     let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));

@@ -69,3 +69,49 @@ fn stages(stage: usize, corners: usize, slices: usize) -> (usize, u32) {
     let bytes = stages * each + corners;
     (stages, bytes.next_multiple_of(1024) as u32)
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::desc::{Half, grouped_gemm as desc};
+    use crate::{GemmFamily, GroupedGemmConfig};
+    use moesaic_kernel::{CudaArch, DType};
+    use moesaic_spec::LayerSpec;
+
+    fn up(d: usize, h: usize, [weights, activations]: [DType; 2]) -> Option<GroupedGemmConfig> {
+        let shape =
+            format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":8,"top_k":2}}}}"#);
+        let mut spec: LayerSpec = serde_json::from_str(&shape).unwrap();
+        spec.precision.weights = weights;
+        spec.precision.activations = activations;
+        let arch = CudaArch {
+            capability: 90,
+            suffix: Some('a'),
+        };
+        super::grouped_gemm(&desc(&spec, Half::Up), arch, 128)
+    }
+
+    #[test]
+    fn what_the_family_takes() {
+        use DType::{Bf16, F16, F32};
+        let taken = up(2048, 768, [Bf16; 2]).unwrap();
+        assert_eq!(taken.family, GemmFamily::Wgmma);
+        assert_eq!(
+            (taken.threads, taken.tile_columns, taken.stages),
+            (384, 128, 4)
+        );
+        assert!(up(8, 1, [F16; 2]).is_some());
+        assert_eq!(up(2044, 768, [Bf16; 2]), None, "rows of 4088 bytes");
+        assert_eq!(up(2048, 768, [F32; 2]), None);
+        assert_eq!(up(2048, 768, [F16, Bf16]), None);
+    }
+
+    /// A ring longer than the inner dimension would only take memory.
+    #[test]
+    fn stages_are_as_many_as_slices() {
+        for (d, stages) in [(8, 1), (64, 1), (72, 2), (200, 4), (256, 4), (320, 4)] {
+            let config = up(d, 128, [DType::Bf16; 2]).unwrap();
+            assert_eq!(config.stages, stages, "{d}");
+            assert!(config.shared_bytes as usize <= super::SHARED, "{config:?}");
+        }
+    }
+}
