@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod simulated;
+
 use crate::rig;
 use moesaic_kernel::{DType, ParamType, Stem, TensorMap};
 use moesaic_plan::{GemmFamily, KernelConfig, LayerPlan, Step, plan};
