@@ -5,7 +5,7 @@ use crate::engine::{EngineParts, Stats};
 use crate::parallel::parallel;
 use moesaic_cache::{FetchError, Key, KeyParts, Origin, Request, Store, hash_source};
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_target::{Artifact, CompileOptions, Compiler, Device, Module};
+use moesaic_target::{Artifact, CompileOptions, Compiler, Device, DeviceError, Module};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -102,6 +102,10 @@ impl Jit {
         if let Some(module) = &*slot {
             self.in_memory.fetch_add(1, Ordering::Relaxed);
             return Ok(module.clone());
+        }
+        if let Some(graph) = self.device.capturing() {
+            let attempted = format!("the compile of kernel `{}`", source.name);
+            return Err(DeviceError::Capturing { graph, attempted }.into());
         }
         if self.strict {
             return Err(not_cached(source));
@@ -217,5 +221,100 @@ fn not_cached(source: &KernelSource) -> EngineError {
     EngineError::NotCached {
         kernel: source.name.clone(),
         target: source.target.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic_kernel::{Entry, Language, Stem};
+    use moesaic_target::{Buffer, CompileError, DeviceInfo};
+
+    /// A device that captures a graph, and a compiler that must not be asked.
+    struct Capturing(DeviceInfo);
+
+    impl Device for Capturing {
+        fn info(&self) -> &DeviceInfo {
+            &self.0
+        }
+
+        fn capturing(&self) -> Option<String> {
+            Some("decode".to_string())
+        }
+
+        fn load(&self, _: &Artifact, _: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+            unreachable!()
+        }
+
+        fn alloc(&self, _: usize) -> Result<Buffer, DeviceError> {
+            unreachable!()
+        }
+
+        fn upload(&self, _: &[u8], _: &Buffer, _: usize) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+
+        fn download(&self, _: &Buffer, _: usize, _: &mut [u8]) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+
+        fn synchronize(&self) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+    }
+
+    impl Compiler for Capturing {
+        fn backend(&self) -> &'static str {
+            "cuda"
+        }
+
+        fn name(&self) -> String {
+            "none".to_string()
+        }
+
+        fn fingerprint(&self, _: Target) -> String {
+            String::new()
+        }
+
+        fn targets(&self) -> Vec<Target> {
+            vec![self.0.target]
+        }
+
+        fn compile(&self, _: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
+            unreachable!("a compile while capturing")
+        }
+    }
+
+    #[test]
+    fn nothing_is_compiled_while_a_graph_is_captured() {
+        let target: Target = "cuda:sm_80".parse().unwrap();
+        let info = DeviceInfo {
+            name: String::new(),
+            target,
+            units: 1,
+            memory_bytes: None,
+        };
+        let parts = EngineParts {
+            device: Arc::new(Capturing(info.clone())),
+            compiler: Some(Arc::new(Capturing(info))),
+            store: None,
+            strict: false,
+            options: CompileOptions::default(),
+        };
+        let source = KernelSource {
+            stem: Stem::Combine,
+            name: "combine".to_string(),
+            target,
+            language: Language::Cuda,
+            text: String::new(),
+            config: String::new(),
+            entries: Vec::new(),
+        };
+        let error = Jit::new(parts, target).modules(&[source]).err().unwrap();
+        assert_eq!(
+            error.to_string(),
+            "the compile of kernel `combine` is not possible while graph `decode` is being \
+             captured: do it before the capture, or after its end"
+        );
     }
 }
