@@ -12,7 +12,9 @@ use moesaic_kernel::{CpuIsa, DType, KernelSource, Target};
 use moesaic_plan::{LayerPlan, Role, plan};
 use moesaic_reference::{Input, Random, Weights, round_to};
 use moesaic_spec::{LayerSpec, RouterKind};
-use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, LaunchDims, Module};
+use moesaic_target::{
+    Arg, Artifact, Buffer, CompileOptions, Compiler, Device, KernelCounters, LaunchDims, Module,
+};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -95,6 +97,11 @@ impl Rig {
             device,
             modules,
         }
+    }
+
+    /// What a simulated device counted since the last call.
+    pub fn take_counters(&self) -> Vec<KernelCounters> {
+        self.device.take_counters()
     }
 
     /// Random input of `tokens` tokens.
