@@ -21,7 +21,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("rocm", &["kernel", "target", "dl"]),
     ("units", &[]),
     ("ptx", &["kernel", "target", "units", "cuda"]),
-    ("fibers", &["kernel", "target", "dl", "cpu"]),
+    ("fibers", &["kernel", "target", "dl", "cpu", "units"]),
     ("cache", &["kernel", "target"]),
     (
         "engine",

@@ -56,7 +56,7 @@ pub const GPU: &[Template] = index![
     "prelude/hip/mfma.hpp",
     "prelude/hip/wmma.hpp",
     "prelude/sim/base.hpp",
-    "prelude/sim/fibers.hpp",
+    "prelude/sim/machine.hpp",
     "prelude/sim/warp.hpp",
     "prelude/sim/mfma.hpp",
     "prelude/sim/wmma.hpp",

@@ -4,7 +4,8 @@
 mod gpu_host;
 mod rig;
 
-use gpu_host::{HostDevice, Schedule, modules, planned};
+use gpu_host::{device, modules, planned};
+use moesaic_fibers::FiberDevice;
 use moesaic_kernel::{DType, Stem};
 use moesaic_plan::{GemmFamily, KernelConfig, LayerPlan, Step};
 use moesaic_reference::{Random, Weights, activate, round_to};
@@ -12,7 +13,6 @@ use moesaic_spec::*;
 use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Where the assignments go.
 #[derive(Clone, Copy, Debug)]
@@ -92,9 +92,8 @@ struct Gemms {
     plan: LayerPlan,
     tile_rows: usize,
     weights: Weights,
-    device: HostDevice,
+    device: FiberDevice,
     modules: Vec<Arc<dyn Module>>,
-    schedule: Schedule,
 }
 
 type Tensors = BTreeMap<String, Vec<f64>>;
@@ -110,32 +109,17 @@ impl Gemms {
             };
             assert_eq!(config.family, family, "{} for {target}", kernel.name);
         }
-        let schedule = Schedule::default();
+        let device = device(&plan);
         Gemms {
             tile_rows,
             weights: Weights::random(spec, 7).rounded(spec),
-            device: HostDevice::new(plan.target),
-            modules: modules(&plan, &schedule),
-            schedule,
+            modules: modules(&plan, &device),
+            device,
             plan,
         }
     }
 
-    /// Runs every kernel under both orders of threads; the bits agree.
     fn run(&self, call: &Call) -> Tensors {
-        let [first, second] = [0, 1].map(|order| {
-            self.schedule.store(order, Ordering::Relaxed);
-            self.run_once(call)
-        });
-        for (name, values) in &first {
-            let bits = |values: &[f64]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-            let same = bits(values) == bits(&second[name]);
-            assert!(same, "{name} depends on the order of threads");
-        }
-        first
-    }
-
-    fn run_once(&self, call: &Call) -> Tensors {
         let mut buffers = BTreeMap::new();
         for tensor in &self.plan.tensors {
             let count = tensor.elements(call.tokens as u64) as usize;

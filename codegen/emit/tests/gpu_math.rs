@@ -2,9 +2,9 @@
 
 mod gpu_host;
 
-use gpu_host::{library, planned};
+use gpu_host::{compiled, emitted, planned};
 use half::{bf16, f16};
-use moesaic_emit::{Prelude, emit_with};
+use moesaic_cpu::load_shared_object;
 use moesaic_reference::{Random, erf};
 use moesaic_spec::*;
 
@@ -20,15 +20,17 @@ type Function = unsafe extern "C" fn(f32) -> f32;
 
 /// A function of the prelude in `kernel`, or an expression of `x`.
 fn function(kernel: &str, expression: &str) -> impl Fn(f64) -> f64 {
-    let plan = planned(&gate_spec(), "cuda:sm_80");
+    let plan = planned(&gate_spec(), "cuda:sm_75");
     let kernel = plan.kernels.iter().find(|k| k.name == kernel).unwrap();
-    let mut source = emit_with(kernel, plan.target, Prelude::Sim).unwrap();
-    source.text += &format!("extern \"C\" f32 probe(f32 x) {{ return {expression}; }}\n");
-    let library = library(&source);
-    // SAFETY: the probe is declared so above.
-    let probe: Function = unsafe { *library.get(b"probe").unwrap() };
+    let mut source = emitted(kernel, plan.target);
+    source.text += &format!(
+        "extern \"C\" __attribute__((visibility(\"default\"))) f32 probe(f32 x) {{ return {expression}; }}\n"
+    );
+    let loaded = load_shared_object(&compiled(&source).binary).unwrap();
+    // SAFETY: the probe is declared so above; it touches no memory.
+    let probe: Function = unsafe { loaded.library.symbol("probe").unwrap() };
     move |x| {
-        let _open = &library;
+        let _open = &loaded;
         // SAFETY: any float will do, and the library is open.
         f64::from(unsafe { probe(x as f32) })
     }

@@ -4,12 +4,11 @@
 mod gpu_host;
 mod rig;
 
-use gpu_host::{HostDevice, Schedule, modules_of, planned};
+use gpu_host::{device, modules_of, planned};
 use moesaic_kernel::Stem;
 use moesaic_reference::Input;
 use moesaic_spec::*;
 use rig::{Rig, Tensors, check};
-use std::sync::atomic::Ordering;
 
 /// A target with warps of 32 and one with waves of 64.
 const TARGETS: [&str; 2] = ["cuda:sm_80", "rocm:gfx942"];
@@ -32,7 +31,6 @@ fn external(e: usize, k: usize, order: CapacityOrder) -> LayerSpec {
 /// The routing steps of a layer.
 struct Routing {
     rig: Rig,
-    schedule: Schedule,
     target: &'static str,
 }
 
@@ -42,19 +40,15 @@ impl Routing {
         let stems: Vec<Stem> = plan.kernels.iter().map(|kernel| kernel.stem()).collect();
         plan.steps
             .retain(|step| ROUTING.contains(&stems[step.kernel]));
-        let schedule = Schedule::default();
-        let modules = modules_of(&plan, &schedule, &ROUTING);
-        let device = Box::new(HostDevice::new(plan.target));
+        let device = Box::new(device(&plan));
+        let modules = modules_of(&plan, &device, &ROUTING);
         Routing {
             rig: Rig::on(plan, device, modules),
-            schedule,
             target,
         }
     }
 
-    /// Runs a call with the threads of a block in one of two orders.
-    fn run(&self, input: &Input, schedule: i32) -> Tensors {
-        self.schedule.store(schedule, Ordering::Relaxed);
+    fn run(&self, input: &Input) -> Tensors {
         let tensors = self.rig.run(input);
         let spec = &self.rig.plan.spec;
         let what = format!("{}, {} tokens, {spec:?}", self.target, input.tokens);
@@ -64,7 +58,7 @@ impl Routing {
 
     fn check(&self, tokens: usize) {
         let input = self.rig.random_input(tokens, tokens as u64);
-        self.run(&input, tokens as i32 % 2);
+        self.run(&input);
     }
 }
 
@@ -123,12 +117,12 @@ fn one_expert_takes_all() {
             let mut input = routing.rig.random_input(4100, 1);
             let ids = &mut input.routing.as_mut().unwrap().0;
             ids.fill(32);
-            let tensors = routing.run(&input, 0);
+            let tensors = routing.run(&input);
             assert_eq!(tensors.ints("counts")[32], 8200);
             let ids = &mut input.routing.as_mut().unwrap().0;
             ids.fill(-1);
             ids[4097] = 31;
-            let tensors = routing.run(&input, 1);
+            let tensors = routing.run(&input);
             assert_eq!(tensors.ints("row_slots")[0], 4097);
         }
     }
@@ -145,13 +139,13 @@ fn who_counts_does_not_show() {
         for target in TARGETS {
             let routing = Routing::new(&inside, target);
             let input = routing.rig.random_input(500, 3);
-            let first = routing.run(&input, 0);
+            let first = routing.run(&input);
             let mut spec = inside.clone();
             spec.router.kind = RouterKind::External;
             let routing = Routing::new(&spec, target);
             let mut input = routing.rig.random_input(500, 3);
             input.routing = Some((first.ids(), first.get("topk_weights").to_vec()));
-            let second = routing.run(&input, 1);
+            let second = routing.run(&input);
             for name in ["counts", "capacity", "offsets", "locations", "slot_rows"] {
                 assert_eq!(first.ints(name), second.ints(name), "{target}: {name}");
             }

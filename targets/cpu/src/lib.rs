@@ -34,3 +34,4 @@ pub use device::CpuDevice;
 pub use flags::compile_flags;
 pub use identity::Identity;
 pub use isa::{host_isa, host_runs};
+pub use library::{Loaded, load as load_shared_object};

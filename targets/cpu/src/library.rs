@@ -5,8 +5,9 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 /// A loaded shared object, and what must outlive it.
-pub(crate) struct Loaded {
-    pub(crate) library: Library,
+pub struct Loaded {
+    /// The library.
+    pub library: Library,
     /// Declared after the library, to be dropped after it: the loader knows a
     /// library by its path, and would hand out this one again if the number
     /// of a closed file came back under it.
@@ -20,8 +21,12 @@ enum Backing {
 }
 
 /// Loads `binary`, from memory if the system can, else from a temporary file:
-/// some systems forbid running code from memory files.
-pub(crate) fn load(binary: &[u8]) -> Result<Loaded, String> {
+/// some systems forbid running code from memory files. Every call loads it
+/// anew, with data of its own.
+///
+/// # Errors
+/// The loader's words.
+pub fn load(binary: &[u8]) -> Result<Loaded, String> {
     let from_memory = in_memory(binary).ok().and_then(|place| open(place).ok());
     match from_memory {
         Some(loaded) => Ok(loaded),

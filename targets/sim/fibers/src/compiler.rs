@@ -1,0 +1,266 @@
+//! The host's C++ compiler as a [`Compiler`].
+
+use crate::image;
+use crate::tool::{self, BINARY, Failure, SOURCE, Tool};
+use moesaic_kernel::{KernelSource, SimArch, Target};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::time::Instant;
+
+/// Flags of every compile; every one can change the machine code, so all of
+/// them are in the fingerprint.
+///
+/// The sanitizers' instrumentation stays, their libraries do not: the text
+/// defines the functions that are called at each access and at each defect.
+/// No contraction: `a * b + c` is fused where the text says so.
+const FLAGS: [&str; 21] = [
+    "-std=c++17",
+    "-O2",
+    "-g1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fno-stack-protector",
+    "-fsanitize=thread",
+    "-fsanitize=bounds,integer-divide-by-zero,alignment",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-psabi",
+    "-Wno-unused-const-variable",
+    "-Werror=frame-larger-than=16384",
+];
+
+/// As [`FLAGS`], for CPUs with AVX2, so that `fused` is an instruction. No
+/// vector is wider than the accesses that are announced.
+const X86: [&str; 4] = ["-mavx2", "-mfma", "-mf16c", "-mprefer-vector-width=128"];
+
+/// HIP text to a shared object of this machine, with every access of memory
+/// announced. Making one starts no process; the version is asked for when it
+/// is first needed.
+#[derive(Debug)]
+pub struct FiberCompiler {
+    tool: Tool,
+    version: OnceLock<String>,
+}
+
+impl FiberCompiler {
+    /// Finds a compiler: `MOESAIC_CXX`, `CXX` (either may hold arguments),
+    /// then `c++`, `g++`, `clang++`, `cc`, `gcc` and `clang` on `PATH`, then
+    /// `fallback`, the `zig` that `moesaic toolchain install c` registered.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] lists what was tried.
+    pub fn find(fallback: Option<&Path>) -> Result<FiberCompiler, CompileError> {
+        tool::find(|name| std::env::var_os(name), fallback).map(FiberCompiler::of)
+    }
+
+    /// Uses this program, whether or not it exists.
+    pub fn at(program: &Path) -> FiberCompiler {
+        let program = std::path::absolute(program).unwrap_or_else(|_| program.to_path_buf());
+        FiberCompiler::of(Tool::at(&program, &[]))
+    }
+
+    /// The program this compiler runs.
+    pub fn program(&self) -> &Path {
+        self.tool.program()
+    }
+
+    fn of(tool: Tool) -> FiberCompiler {
+        FiberCompiler {
+            tool,
+            version: OnceLock::new(),
+        }
+    }
+
+    fn version(&self) -> &str {
+        self.version
+            .get_or_init(|| self.tool.version().unwrap_or_else(|| UNKNOWN.to_string()))
+    }
+
+    fn failed(&self, source: &KernelSource, reason: String) -> CompileError {
+        CompileError::Failed {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            reason,
+        }
+    }
+
+    fn build(&self, source: &KernelSource) -> Result<(Vec<u8>, String), CompileError> {
+        let room = |what: &str, error: std::io::Error| {
+            let temp = std::env::temp_dir();
+            let advice = "set TMPDIR to a directory that is writable and has room";
+            let reason = format!("{what} in {} failed: {error}\n{advice}", temp.display());
+            self.failed(source, reason)
+        };
+        let dir = tempfile::Builder::new().prefix("moesaic-").tempdir();
+        let dir = dir.map_err(|error| room("making a temporary directory", error))?;
+        std::fs::write(dir.path().join(SOURCE), &source.text)
+            .map_err(|error| room("writing the source", error))?;
+        let log = self.tool.build(dir.path(), &flags());
+        let log = log.map_err(|failure| self.refusal(source, failure))?;
+        let binary = std::fs::read(dir.path().join(BINARY)).map_err(|error| {
+            let reason = format!("it reported success and left no binary: {error}");
+            self.failed(source, reason)
+        })?;
+        Ok((binary, log))
+    }
+
+    fn refusal(&self, source: &KernelSource, failure: Failure) -> CompileError {
+        use std::os::unix::process::ExitStatusExt;
+        let (status, log) = match failure {
+            Failure::NotRun(error) => {
+                return self.failed(source, format!("it cannot be run: {error}"));
+            }
+            Failure::Exited(status, log) => (status, trim(&log)),
+        };
+        let says = |words: &[&str]| words.iter().any(|word| log.contains(word));
+        if let Some(signal) = status.signal() {
+            return self.failed(source, format!("it was killed by signal {signal}\n{log}"));
+        }
+        if says(&[
+            "No space left",
+            "annot allocate memory",
+            "internal compiler error",
+        ]) {
+            return self.failed(source, log);
+        }
+        if says(&[
+            "cannot execute",
+            "error trying to exec",
+            "unrecognized command",
+            "unknown argument",
+        ]) {
+            let advice = format!("use g++ 9 or clang++ 14, or newer ones\n{log}");
+            return CompileError::UnsupportedTarget {
+                compiler: self.name(),
+                target: source.target.to_string(),
+                advice,
+            };
+        }
+        CompileError::Rejected {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            target: source.target.to_string(),
+            log,
+        }
+    }
+}
+
+/// Stands for a version that cannot be had: compiling will say why.
+const UNKNOWN: &str = "unknown version";
+
+fn flags() -> Vec<&'static str> {
+    let mut flags = FLAGS.to_vec();
+    #[cfg(target_arch = "x86_64")]
+    if std::is_x86_feature_detected!("avx2")
+        && std::is_x86_feature_detected!("fma")
+        && std::is_x86_feature_detected!("f16c")
+    {
+        flags.extend(X86);
+    }
+    flags
+}
+
+/// Enough of a log to act on.
+fn trim(log: &str) -> String {
+    const LINES: usize = 60;
+    let lines: Vec<&str> = log.trim().lines().collect();
+    match lines.len() {
+        n if n <= LINES => lines.join("\n"),
+        n => format!("{}\n… {} more lines", lines[..LINES].join("\n"), n - LINES),
+    }
+}
+
+impl Compiler for FiberCompiler {
+    fn backend(&self) -> &'static str {
+        "sim"
+    }
+
+    /// `gcc 12.2.0`; the program's path when it does not say its version.
+    fn name(&self) -> String {
+        short_name(self.version()).unwrap_or_else(|| self.program().display().to_string())
+    }
+
+    fn fingerprint(&self, _: Target) -> String {
+        let mut words = vec![format!("fibers {};", self.version())];
+        words.extend(self.tool.leading().map(str::to_string));
+        words.extend(flags().iter().map(ToString::to_string));
+        words.push(format!(
+            "{}-{}",
+            std::env::consts::ARCH,
+            std::env::consts::OS
+        ));
+        words.join(" ")
+    }
+
+    /// Every `sim:gfx*`.
+    fn targets(&self) -> Vec<Target> {
+        let all = Target::all().into_iter();
+        all.filter(|target| matches!(target, Target::Sim(SimArch::Rocm(_))))
+            .collect()
+    }
+
+    fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
+        if !self.targets().contains(&source.target) {
+            return Err(CompileError::UnsupportedTarget {
+                compiler: self.name(),
+                target: source.target.to_string(),
+                advice: "it compiles the simulated AMD GPUs: sim:gfx942 and its like".to_string(),
+            });
+        }
+        let started = Instant::now();
+        let (binary, log) = self.build(source)?;
+        let kernels = image::kernels(&binary, &source.entries);
+        let kernels = kernels.map_err(|reason| CompileError::BadBinary {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            reason,
+        })?;
+        let report = Report {
+            compiler: self.name(),
+            compile_ms: started.elapsed().as_secs_f64() * 1e3,
+            kernels,
+            log: trim(&log),
+        };
+        Ok(Artifact { binary, report })
+    }
+}
+
+/// `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
+fn short_name(version: &str) -> Option<String> {
+    if version.starts_with("zig ") {
+        return Some(version.to_string());
+    }
+    let (product, rest) = version.split_once(" version ")?;
+    let number = rest.split([' ', ',']).next()?;
+    Some(format!("{} {number}", product.rsplit(' ').next()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_short() {
+        let gcc = "gcc version 12.2.0 (Debian 12.2.0-14), x86_64-linux-gnu";
+        assert_eq!(short_name(gcc).as_deref(), Some("gcc 12.2.0"));
+        assert_eq!(short_name("zig 0.17.0").as_deref(), Some("zig 0.17.0"));
+        assert_eq!(short_name("unknown version"), None);
+    }
+
+    #[test]
+    fn no_flag_breaks_float_rules() {
+        let flags = flags().join(" ");
+        for bad in ["native", "fast-math", "associative", "contract=fast"] {
+            assert!(!flags.contains(bad), "{flags}");
+        }
+    }
+}

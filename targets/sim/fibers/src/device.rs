@@ -1,0 +1,213 @@
+//! The simulated GPU as a [`Device`].
+
+use crate::block::Order;
+use crate::memory::Memory;
+use crate::module::FiberModule;
+use crate::stamp::MOST_LAUNCHES;
+use crate::switch::HERE;
+use crate::worker::{Counts, Worker};
+use moesaic_cpu::CpuDevice;
+use moesaic_kernel::{Entry, RocmArch, SimArch, Target};
+use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, KernelCounters, Module};
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How a [`FiberDevice`] runs kernels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FiberOptions {
+    /// Cores that run blocks, at most 16; all of them when it is `None`.
+    /// Results do not depend on it.
+    pub threads: Option<NonZeroUsize>,
+    /// The orders of threads that each launch runs under. The first gives the
+    /// result; a launch whose result differs under another is an error.
+    pub orders: Vec<Order>,
+}
+
+impl Default for FiberOptions {
+    /// All cores; threads in turn, and once more in random order.
+    fn default() -> FiberOptions {
+        FiberOptions {
+            threads: None,
+            orders: vec![Order::Ascending, Order::Random(1)],
+        }
+    }
+}
+
+/// Stacks have guard pages, of which a system has a limited number.
+const MOST_CORES: usize = 16;
+
+/// A GPU of AMD, simulated: every thread of a block is a fiber on this CPU.
+///
+/// It watches every access of memory: outside of a tensor, of what nobody has
+/// written, misaligned, to what is only read, and out of order with another
+/// thread's or another block's. Such a launch is a [`DeviceError::Launch`]
+/// that names block, thread, tensor, element and the line of the text; so are
+/// deadlocks and lanes of a wave at different collectives. Launches are
+/// synchronous.
+pub struct FiberDevice {
+    info: DeviceInfo,
+    shared: Arc<Shared>,
+}
+
+/// What modules need of their device.
+pub(crate) struct Shared {
+    pub(crate) arch: RocmArch,
+    pub(crate) cores: usize,
+    pub(crate) orders: Vec<Order>,
+    pub(crate) memory: Arc<Memory>,
+    /// Held by the launch that runs.
+    pub(crate) turn: Mutex<()>,
+    launches: Mutex<u32>,
+    idle: Mutex<Vec<Worker>>,
+    counters: Mutex<Vec<KernelCounters>>,
+}
+
+impl FiberDevice {
+    /// The GPU of this architecture.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unavailable`] on CPUs that fibers are not written for.
+    pub fn new(arch: RocmArch, options: FiberOptions) -> Result<FiberDevice, DeviceError> {
+        if !HERE {
+            let reason = "fibers are written for x86-64 and aarch64".to_string();
+            let backend = "sim".to_string();
+            return Err(DeviceError::Unavailable { backend, reason });
+        }
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = options
+            .threads
+            .map_or(cores, NonZeroUsize::get)
+            .min(MOST_CORES);
+        let host = CpuDevice::new();
+        let info = DeviceInfo {
+            name: format!("{} as fibers on {}", arch.name, host.info().name),
+            target: Target::Sim(SimArch::Rocm(arch)),
+            units: cores as u32,
+            memory_bytes: host.info().memory_bytes,
+        };
+        let shared = Arc::new(Shared {
+            arch,
+            cores,
+            orders: options.orders,
+            memory: Arc::default(),
+            turn: Mutex::default(),
+            launches: Mutex::default(),
+            idle: Mutex::default(),
+            counters: Mutex::default(),
+        });
+        Ok(FiberDevice { info, shared })
+    }
+}
+
+impl Shared {
+    /// Bytes of shared memory a block may take.
+    pub(crate) fn shared_bytes(&self) -> u32 {
+        match self.arch.name {
+            "gfx950" => 160 << 10,
+            _ => 64 << 10,
+        }
+    }
+
+    /// The number of a launch, for stamps. When numbers come around, what
+    /// earlier launches did is forgotten first.
+    pub(crate) fn next_launch(&self) -> u32 {
+        let mut launches = lock(&self.launches);
+        if *launches >= MOST_LAUNCHES {
+            self.memory.forget();
+            *launches = 0;
+        }
+        *launches += 1;
+        *launches
+    }
+
+    pub(crate) fn worker(&self) -> std::io::Result<Worker> {
+        let idle = lock(&self.idle).pop();
+        idle.map_or_else(|| Worker::new(self.arch), Ok)
+    }
+
+    pub(crate) fn give_back(&self, worker: Worker) {
+        lock(&self.idle).push(worker);
+    }
+
+    /// Adds what a launch of this kernel counted.
+    pub(crate) fn count(&self, symbol: &str, counts: &Counts) {
+        let mut list = lock(&self.counters);
+        let at = list.iter().position(|c| c.symbol == symbol);
+        let at = at.unwrap_or_else(|| {
+            let symbol = symbol.to_string();
+            list.push(KernelCounters {
+                symbol,
+                ..KernelCounters::default()
+            });
+            list.len() - 1
+        });
+        let kernel = &mut list[at];
+        kernel.launches += 1;
+        kernel.blocks += counts.blocks;
+        kernel.instructions.warp += counts.collectives;
+        kernel.instructions.sync += counts.block_barriers;
+        kernel.instructions.tensor += counts.products;
+        kernel.tensor_multiply_adds += counts.multiply_adds;
+        kernel.global_loads.bytes += counts.global_read_bytes;
+        kernel.global_stores.bytes += counts.global_written_bytes;
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Device for FiberDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+        let module = FiberModule::load(artifact, entries, Arc::clone(&self.shared))?;
+        Ok(Arc::new(module))
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        CpuDevice::new().free_bytes()
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        let (ptr, owner) = self.shared.memory.alloc(bytes)?;
+        Ok(Buffer::new(ptr, bytes, Box::new(owner)))
+    }
+
+    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
+        let to = buffer.range("upload", offset, bytes.len())?;
+        let _turn = lock(&self.shared.turn);
+        // SAFETY: the range lies in the buffer, which its owner keeps; no
+        // launch runs.
+        unsafe { std::ptr::copy(bytes.as_ptr(), to.0 as *mut u8, bytes.len()) };
+        if let Some(allocation) = self.shared.memory.find(to.0 as usize) {
+            allocation.mark_written(to.0 as usize - allocation.start(), bytes.len());
+        }
+        Ok(())
+    }
+
+    fn download(
+        &self,
+        buffer: &Buffer,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        let from = buffer.range("download", offset, bytes.len())?;
+        let _turn = lock(&self.shared.turn);
+        // SAFETY: as in `upload`.
+        unsafe { std::ptr::copy(from.0 as *const u8, bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// Launches, blocks, collectives, barriers, matrix products and bytes of
+    /// global memory; what a fiber cannot know stays 0.
+    fn take_counters(&self) -> Vec<KernelCounters> {
+        std::mem::take(&mut lock(&self.shared.counters))
+    }
+}

@@ -1,0 +1,149 @@
+//! What the binary of a kernel says about itself.
+
+use crate::lines::Lines;
+use moesaic_kernel::Entry;
+use moesaic_target::KernelReport;
+use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol};
+
+const SECTION: &str = "sim_shared";
+
+/// A variable in shared memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Variable {
+    pub(crate) name: String,
+    /// The function that declares it; empty when the name does not say.
+    pub(crate) function: String,
+    /// Bytes from the start of shared memory, and how many it has.
+    pub(crate) offset: usize,
+    pub(crate) bytes: usize,
+}
+
+/// Facts for reports, by addresses in the image.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Facts {
+    pub(crate) variables: Vec<Variable>,
+    pub(crate) lines: Lines,
+    /// The address of `sim_image`, and where the image ends.
+    pub(crate) anchor: u64,
+    pub(crate) end: u64,
+}
+
+impl Facts {
+    pub(crate) fn read(binary: &[u8]) -> Result<Facts, String> {
+        let file = parse(binary)?;
+        let section = file.section_by_name(".debug_line");
+        let lines = section.and_then(|section| section.data().ok());
+        let anchor = file.dynamic_symbols().find(|s| s.name() == Ok("sim_image"));
+        let anchor =
+            anchor.ok_or("it exports no `sim_image`: it is not HIP text over prelude/sim")?;
+        let ends = file.segments().map(|s| s.address() + s.size());
+        Ok(Facts {
+            variables: variables(&file),
+            lines: lines.map(Lines::parse).unwrap_or_default(),
+            anchor: anchor.address(),
+            end: ends.max().unwrap_or(0),
+        })
+    }
+
+    /// Bytes of shared memory that `kernel` takes: its own variables, and
+    /// those of functions that are no kernel.
+    pub(crate) fn shared_bytes(&self, kernel: &str, entries: &[Entry]) -> u32 {
+        let others = |v: &&Variable| {
+            v.function == kernel || !entries.iter().any(|entry| entry.symbol == v.function)
+        };
+        let bytes = self.variables.iter().filter(others).map(|v| v.bytes as u32);
+        bytes.sum()
+    }
+
+    /// The variable at a byte of shared memory.
+    pub(crate) fn variable(&self, offset: usize) -> Option<&Variable> {
+        let holds = |v: &&Variable| offset.wrapping_sub(v.offset) < v.bytes;
+        self.variables.iter().find(holds)
+    }
+}
+
+/// One report per entry. `Err` says which is not exported, or why the file
+/// is not a shared object.
+pub(crate) fn kernels(binary: &[u8], entries: &[Entry]) -> Result<Vec<KernelReport>, String> {
+    let (file, facts) = (parse(binary)?, Facts::read(binary)?);
+    let report = |entry: &Entry| {
+        let symbol = |name: &str| {
+            file.symbols()
+                .find(|s| s.is_definition() && s.name() == Ok(name))
+        };
+        symbol(&format!("sim_{}", entry.symbol))
+            .ok_or_else(|| format!("it exports no `sim_{}`", entry.symbol))?;
+        Ok(KernelReport {
+            symbol: entry.symbol.clone(),
+            shared_bytes: Some(facts.shared_bytes(&entry.symbol, entries)),
+            code_bytes: symbol(&entry.symbol).map(|s| s.size()),
+            ..KernelReport::default()
+        })
+    };
+    entries.iter().map(report).collect()
+}
+
+fn parse(binary: &[u8]) -> Result<object::File<'_>, String> {
+    object::File::parse(binary).map_err(|error| format!("not a shared object: {error}"))
+}
+
+fn variables(file: &object::File<'_>) -> Vec<Variable> {
+    let Some(section) = file.section_by_name(SECTION) else {
+        return Vec::new();
+    };
+    let inside = file
+        .symbols()
+        .filter(|symbol| symbol.section_index() == Some(section.index()) && symbol.size() > 0);
+    let mut list: Vec<Variable> = inside
+        .map(|symbol| {
+            let (function, name) = demangle(symbol.name().unwrap_or_default());
+            Variable {
+                name,
+                function,
+                offset: (symbol.address() - section.address()) as usize,
+                bytes: symbol.size() as usize,
+            }
+        })
+        .collect();
+    list.sort_by_key(|variable| variable.offset);
+    list
+}
+
+/// Function and name of a local: `_ZZ6kernelE4tile`, or `kernel()::tile` with
+/// parameters, or `tile.3` of a function with C linkage.
+fn demangle(symbol: &str) -> (String, String) {
+    let parts = symbol.strip_prefix("_ZZ").and_then(|rest| {
+        let (function, rest) = counted(rest)?;
+        let (name, _) = counted(&rest[rest.find('E')? + 1..])?;
+        Some((function.to_string(), name.to_string()))
+    });
+    let plain = symbol.split('.').next().unwrap_or(symbol);
+    parts.unwrap_or_else(|| (String::new(), plain.to_string()))
+}
+
+/// The name behind its length, and the rest.
+fn counted(text: &str) -> Option<(&str, &str)> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let length: usize = text[..digits].parse().ok()?;
+    text[digits..].split_at_checked(length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_locals_are_read() {
+        let pair = |function: &str, name: &str| (function.to_string(), name.to_string());
+        assert_eq!(demangle("_ZZ6kernelE4tile"), pair("kernel", "tile"));
+        assert_eq!(demangle("_ZZ4scanPKfiE6totals_0"), pair("scan", "totals"));
+        assert_eq!(demangle("tile.3"), pair("", "tile"));
+        assert_eq!(demangle("_ZZ99"), pair("", "_ZZ99"));
+    }
+
+    #[test]
+    fn garbage_is_refused() {
+        let error = Facts::read(b"nothing").unwrap_err();
+        assert!(error.contains("not a shared object"), "{error}");
+    }
+}

@@ -1,0 +1,400 @@
+//! Loaded kernels and their launch.
+
+use crate::block::Order;
+use crate::device::Shared;
+use crate::fault::Fault;
+use crate::image::Facts;
+use crate::machine::{MACHINE, Machine};
+use crate::region::Region;
+use crate::words::Scene;
+use crate::worker::{Body, Counts, Image, Job, Worker};
+use moesaic_cpu::{Loaded, load_shared_object};
+use moesaic_kernel::{Access, Entry};
+use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, LaunchDims, Module, gpu_grid};
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What the text exports: `Image` of `prelude/sim/machine.hpp`.
+#[repr(C)]
+struct Header {
+    machine: *const Machine,
+    shared: usize,
+    shared_end: usize,
+    wave: i64,
+}
+
+/// A kernel's image, loaded for one core: shared memory is a part of it.
+struct Copy {
+    image: Image,
+    bodies: Vec<Body>,
+    /// Keeps the code behind `bodies` mapped.
+    _loaded: Loaded,
+}
+
+/// The kernels of one source.
+pub(crate) struct FiberModule {
+    binary: Vec<u8>,
+    entries: Vec<Entry>,
+    facts: Facts,
+    device: Arc<Shared>,
+    copies: Mutex<Vec<Arc<Copy>>>,
+}
+
+impl FiberModule {
+    pub(crate) fn load(
+        artifact: &Artifact,
+        entries: &[Entry],
+        device: Arc<Shared>,
+    ) -> Result<FiberModule, DeviceError> {
+        let refuse = |reason| DeviceError::Load {
+            kernel: entries
+                .first()
+                .map_or("(no entry)".to_string(), |e| e.symbol.clone()),
+            reason,
+        };
+        let module = FiberModule {
+            binary: artifact.binary.clone(),
+            entries: entries.to_vec(),
+            facts: Facts::read(&artifact.binary).map_err(refuse)?,
+            device,
+            copies: Mutex::default(),
+        };
+        let first = module.load_copy().map_err(refuse)?;
+        module
+            .copies
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(Arc::new(first));
+        Ok(module)
+    }
+
+    /// Another copy of the image, with shared memory of its own.
+    fn load_copy(&self) -> Result<Copy, String> {
+        let loaded = load_shared_object(&self.binary)?;
+        let words = |error: moesaic_dl::DlError| error.to_string();
+        // SAFETY: the prelude of the text declares it so; the library is kept
+        // beside what is taken from it.
+        let header = unsafe { loaded.library.symbol::<*mut Header>("sim_image") }.map_err(words)?;
+        let bodies = self.entries.iter().map(|entry| {
+            // SAFETY: as above: the text has such a function for each entry.
+            unsafe {
+                loaded
+                    .library
+                    .symbol::<Body>(&format!("sim_{}", entry.symbol))
+            }
+        });
+        let bodies = bodies.collect::<Result<Vec<Body>, _>>().map_err(words)?;
+        // SAFETY: the header lies in the image, which no kernel of runs yet.
+        let (shared, end, wave) = unsafe {
+            (*header).machine = &raw const MACHINE;
+            ((*header).shared, (*header).shared_end, (*header).wave)
+        };
+        let own = i64::from(self.device.arch.wave);
+        if wave != own {
+            let name = self.device.arch.name;
+            return Err(format!(
+                "it was written for waves of {wave} lanes, those of {name} have {own}"
+            ));
+        }
+        let image = Image {
+            start: (header as usize).wrapping_sub(self.facts.anchor as usize),
+            bytes: self.facts.end as usize,
+            shared,
+            shared_bytes: end - shared,
+        };
+        Ok(Copy {
+            image,
+            bodies,
+            _loaded: loaded,
+        })
+    }
+
+    /// The first `count` copies, loaded when they are first needed.
+    fn copies(&self, count: usize) -> Result<Vec<Arc<Copy>>, String> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        while copies.len() < count {
+            copies.push(Arc::new(self.load_copy()?));
+        }
+        Ok(copies[..count].to_vec())
+    }
+}
+
+fn refused(symbol: &str, reason: String) -> DeviceError {
+    DeviceError::Launch {
+        kernel: symbol.to_string(),
+        reason,
+    }
+}
+
+impl Module for FiberModule {
+    unsafe fn launch(
+        &self,
+        symbol: &str,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError> {
+        let Some(index) = self.entries.iter().position(|e| e.symbol == symbol) else {
+            let known: Vec<&str> = self.entries.iter().map(|e| &*e.symbol).collect();
+            let reason = format!("it was not loaded; loaded are: {}", known.join(", "));
+            return Err(refused(symbol, reason));
+        };
+        let entry = &self.entries[index];
+        let mut values = ArgBlock::new(entry, args)?;
+        let Some([x, y]) = gpu_grid(symbol, &dims)? else {
+            return Ok(());
+        };
+        self.check_block(entry, &dims)
+            .map_err(|reason| refused(symbol, reason))?;
+        let regions = self
+            .regions(entry, args)
+            .map_err(|reason| refused(symbol, reason))?;
+        let _turn = self
+            .device
+            .turn
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let launch = Launch {
+            module: self,
+            index,
+            args,
+            regions: &regions,
+            values: values.pointers().as_ptr(),
+            dims,
+            grid: [u64::from(x), u64::from(y)],
+        };
+        launch.run().map_err(|reason| refused(symbol, reason))
+    }
+}
+
+impl FiberModule {
+    /// Whether a compute unit could take such a block.
+    fn check_block(&self, entry: &Entry, dims: &LaunchDims) -> Result<(), String> {
+        let wave = self.device.arch.wave;
+        if dims.threads == 0 || dims.threads > 1024 || dims.threads % wave != 0 {
+            return Err(format!(
+                "a block of {} threads is not 1 to {} whole waves of {wave}",
+                dims.threads,
+                1024 / wave
+            ));
+        }
+        let statics = self.facts.shared_bytes(&entry.symbol, &self.entries);
+        let (asked, most) = (statics + dims.shared_bytes, self.device.shared_bytes());
+        match asked > most {
+            true => Err(format!(
+                "a block takes {asked} bytes of shared memory, {} has {most}",
+                self.device.arch.name
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// The allocations behind the arguments, by address.
+    fn regions(&self, entry: &Entry, args: &[Arg]) -> Result<Vec<Region>, String> {
+        let mut regions: Vec<Region> = Vec::new();
+        for (param, arg) in entry.params.iter().zip(args) {
+            let (Arg::Ptr(ptr), Some((_, access))) = (arg, param.ty.tensor()) else {
+                continue;
+            };
+            let allocation = self.device.memory.find(ptr.0 as usize).ok_or_else(|| {
+                format!(
+                    "`{}` points to {:#x}, where no buffer of this device is",
+                    param.name, ptr.0
+                )
+            })?;
+            let start = allocation.start();
+            let at = regions.partition_point(|region| region.start < start);
+            if regions.get(at).is_none_or(|region| region.start != start) {
+                regions.insert(at, Region::new(allocation));
+            }
+            regions[at].writable |= access != Access::Read;
+        }
+        Ok(regions)
+    }
+}
+
+/// One launch.
+struct Launch<'a> {
+    module: &'a FiberModule,
+    index: usize,
+    args: &'a [Arg],
+    regions: &'a [Region],
+    values: *const *mut c_void,
+    dims: LaunchDims,
+    grid: [u64; 2],
+}
+
+// SAFETY: the values are only read, and outlive the launch.
+unsafe impl Sync for Launch<'_> {}
+
+/// What the cores of a launch share.
+struct Progress {
+    next: AtomicU64,
+    /// The lowest block that failed; none above it starts.
+    stop: AtomicU64,
+    first: Mutex<Option<(u64, String)>>,
+    counts: Mutex<Counts>,
+}
+
+impl Launch<'_> {
+    /// Runs the grid under each of the device's orders; all give the same.
+    fn run(&self) -> Result<(), String> {
+        let orders = &self.module.device.orders;
+        let (first, others) = orders.split_first().unwrap_or((&Order::Ascending, &[]));
+        if others.is_empty() {
+            return self.run_once(*first).map(|counts| self.count(&counts));
+        }
+        let before = self.contents();
+        let counts = self.run_once(*first)?;
+        self.count(&counts);
+        let want = self.contents();
+        for order in others {
+            self.restore(&before);
+            self.run_once(*order)?;
+            self.compare(&want, [*first, *order])?;
+        }
+        Ok(())
+    }
+
+    fn count(&self, counts: &Counts) {
+        let symbol = &self.module.entries[self.index].symbol;
+        self.module.device.count(symbol, counts);
+    }
+
+    fn written(&self) -> impl Iterator<Item = &Region> {
+        self.regions.iter().filter(|region| region.writable)
+    }
+
+    /// The bytes that the kernel may change.
+    fn contents(&self) -> Vec<Vec<u8>> {
+        let bytes = |region: &Region| {
+            // SAFETY: the allocation is this long, and no kernel runs.
+            unsafe { std::slice::from_raw_parts(region.start as *const u8, region.bytes) }.to_vec()
+        };
+        self.written().map(bytes).collect()
+    }
+
+    fn restore(&self, contents: &[Vec<u8>]) {
+        for (region, bytes) in self.written().zip(contents) {
+            // SAFETY: as in `contents`.
+            unsafe { (region.start as *mut u8).copy_from(bytes.as_ptr(), bytes.len()) };
+        }
+    }
+
+    fn compare(&self, want: &[Vec<u8>], orders: [Order; 2]) -> Result<(), String> {
+        for ((region, want), got) in self.written().zip(want).zip(self.contents()) {
+            let Some(byte) = want.iter().zip(&got).position(|(a, b)| a != b) else {
+                continue;
+            };
+            let stamp = region.writer(byte);
+            let number = u64::from(stamp.of_block().unwrap_or(0));
+            let (x, y) = (number % self.grid[0], number / self.grid[0]);
+            let scene = self.scene(Image::default());
+            return Err(format!(
+                "block ({x}, {y}): the result depends on the order of threads: {} differs between {:?} and {:?}",
+                scene.place(region.start + byte),
+                orders[0],
+                orders[1]
+            ));
+        }
+        Ok(())
+    }
+
+    fn scene(&self, image: Image) -> Scene<'_> {
+        Scene {
+            arch: self.module.device.arch.name,
+            facts: &self.module.facts,
+            image,
+            entry: &self.module.entries[self.index],
+            args: self.args,
+            regions: self.regions,
+            grid_x: self.grid[0],
+        }
+    }
+
+    fn run_once(&self, order: Order) -> Result<Counts, String> {
+        let device = &self.module.device;
+        let blocks = self.grid[0] * self.grid[1];
+        let cores = (device.cores as u64).min(blocks) as usize;
+        let copies = self.module.copies(cores)?;
+        let number = device.next_launch();
+        let progress = Progress {
+            next: AtomicU64::new(0),
+            stop: AtomicU64::new(blocks),
+            first: Mutex::default(),
+            counts: Mutex::default(),
+        };
+        let core = |copy: &Copy| self.run_blocks(copy, number, order, &progress);
+        std::thread::scope(|scope| {
+            for copy in &copies[1..] {
+                scope.spawn(|| core(copy));
+            }
+            core(&copies[0]);
+        });
+        let counts = progress
+            .counts
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        let first = progress
+            .first
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        first.map_or(Ok(counts), |(_, reason)| Err(reason))
+    }
+
+    /// Runs blocks on one core until there are none, or one has failed.
+    fn run_blocks(&self, copy: &Copy, number: u32, order: Order, progress: &Progress) {
+        let job = Job {
+            body: copy.bodies[self.index],
+            image: copy.image,
+            values: self.values,
+            regions: self.regions,
+            threads: self.dims.threads as usize,
+            dynamic_bytes: self.dims.shared_bytes as usize,
+            launch: number,
+            order,
+        };
+        let device = &self.module.device;
+        let ready = device.worker().and_then(|mut worker| {
+            worker.begin(&job)?;
+            Ok(worker)
+        });
+        let mut worker = match ready {
+            Ok(worker) => worker,
+            Err(error) => return progress.fail(0, format!("no stacks for its threads: {error}")),
+        };
+        loop {
+            let block = progress.next.fetch_add(1, Relaxed);
+            if block >= progress.stop.load(Relaxed) {
+                break;
+            }
+            let at = [block % self.grid[0], block / self.grid[0]].map(|i| i as i64);
+            // SAFETY: the worker has begun this job; the values are those of
+            // the entry, as the launch's caller vouches.
+            if !unsafe { worker.run_block(&job, block as u32, at) } {
+                let fault = worker.fault.take().unwrap_or(Fault::Deadlock);
+                let reason = self.scene(copy.image).describe(&fault, &worker.block);
+                progress.fail(block, reason);
+            }
+        }
+        progress.add(&worker);
+        device.give_back(worker);
+    }
+}
+
+impl Progress {
+    /// Keeps the failure of the lowest block, which is the same however the
+    /// blocks are spread over cores.
+    fn fail(&self, block: u64, reason: String) {
+        self.stop.fetch_min(block, Relaxed);
+        let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        if first.as_ref().is_none_or(|(lowest, _)| block < *lowest) {
+            *first = Some((block, reason));
+        }
+    }
+
+    fn add(&self, worker: &Worker) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        counts.add(&worker.counts);
+    }
+}

@@ -1,0 +1,122 @@
+//! Matrix products of a wave, by the layouts of `moesaic-units`.
+
+use moesaic_kernel::RocmArch;
+use moesaic_units::mfma::{Element, MfmaKind, execute};
+
+/// The operands of one lane, on its stack.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands {
+    pub(crate) a: *const u32,
+    pub(crate) b: *const u32,
+    pub(crate) sums: *mut f32,
+}
+
+/// What the text asks for: `Shape` of `prelude/sim/machine.hpp`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    edge: i32,
+    k: i32,
+    element: i32,
+}
+
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Shape { edge, k, element } = self;
+        let element = match element {
+            0 => "f16",
+            1 => "bf16",
+            _ => "f32",
+        };
+        write!(f, "{edge}x{edge}x{k} of {element}")
+    }
+}
+
+/// An instruction.
+#[derive(Clone, Copy)]
+pub(crate) struct Product(MfmaKind);
+
+impl Shape {
+    /// The instruction, if the architecture has it.
+    pub(crate) fn on(self, arch: RocmArch) -> Option<Product> {
+        let element = match self.element {
+            0 => Element::F16,
+            1 => Element::Bf16,
+            _ => Element::F32,
+        };
+        let (edge, k) = (
+            usize::try_from(self.edge).ok()?,
+            usize::try_from(self.k).ok()?,
+        );
+        let wmma = arch.name.starts_with("gfx11") && (edge, k) == (16, 16);
+        let kind = match arch.wave {
+            64 => MfmaKind::mfma(edge, k, element),
+            _ => MfmaKind::wmma(element).filter(|_| wmma),
+        };
+        // Twice the terms came with gfx950, bf16 in this form with gfx90a.
+        let wide = edge * k > 256 && arch.name != "gfx950";
+        let old = arch.name == "gfx908" && element == Element::Bf16;
+        kind.filter(|_| !wide && !old).map(Product)
+    }
+}
+
+/// Most registers of an operand, and of the sums.
+const OPERAND: usize = 8;
+const SUMS: usize = 16;
+
+impl Product {
+    /// Multiplications of one instruction.
+    pub(crate) fn multiply_adds(self) -> u64 {
+        (self.0.edge() * self.0.edge() * self.0.k()) as u64
+    }
+
+    /// `sums += a b` for all lanes; false when lanes that have to bring the
+    /// same, those of the two halves of a WMMA, do not.
+    ///
+    /// # Safety
+    /// Each of `lanes` is the address of an [`Operands`] that leads to as many
+    /// registers as the instruction has.
+    pub(crate) unsafe fn run(self, lanes: &[u64]) -> bool {
+        // SAFETY: the caller's.
+        match lanes.len() {
+            64 => unsafe { self.of_wave::<64>(lanes) },
+            _ => unsafe { self.of_wave::<32>(lanes) },
+        }
+    }
+
+    /// # Safety
+    /// As [`Product::run`], with `L` lanes.
+    unsafe fn of_wave<const L: usize>(self, lanes: &[u64]) -> bool {
+        let (inputs, outputs) = (self.0.a_registers(), self.0.d_registers());
+        let (mut a, mut b) = ([[0; L]; OPERAND], [[0; L]; OPERAND]);
+        let (mut c, mut d) = ([[0; L]; SUMS], [[0; L]; SUMS]);
+        for (lane, &brought) in lanes.iter().enumerate() {
+            // SAFETY: the caller's: the operands and their registers are there.
+            unsafe {
+                let operands = *(brought as *const Operands);
+                (0..inputs).for_each(|r| a[r][lane] = operands.a.add(r).read());
+                (0..inputs).for_each(|r| b[r][lane] = operands.b.add(r).read());
+                (0..outputs).for_each(|r| c[r][lane] = operands.sums.add(r).read().to_bits());
+            }
+        }
+        let halves = |register: &[u32; L]| register[..16] == register[16..32];
+        if L == 32 && !a[..inputs].iter().chain(&b[..inputs]).all(halves) {
+            return false;
+        }
+        execute::<L>(
+            self.0,
+            &a[..inputs],
+            &b[..inputs],
+            &c[..outputs],
+            &mut d[..outputs],
+        );
+        for (lane, &brought) in lanes.iter().enumerate() {
+            // SAFETY: as above.
+            unsafe {
+                let sums = (*(brought as *const Operands)).sums;
+                (0..outputs).for_each(|r| sums.add(r).write(f32::from_bits(d[r][lane])));
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,97 @@
+//! The tensors of a launch, and who touched them.
+
+use crate::fault::{Access, Earlier, Fault, Kind, Problem};
+use crate::memory::{Allocation, GRAIN};
+use crate::stamp::Stamp;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// An allocation that a launch may touch.
+pub(crate) struct Region {
+    pub(crate) start: usize,
+    pub(crate) bytes: usize,
+    /// Whether a parameter that is written points into it. Nobody is noted
+    /// as a reader of the others.
+    pub(crate) writable: bool,
+    pub(crate) allocation: Arc<Allocation>,
+}
+
+impl Region {
+    pub(crate) fn new(allocation: Arc<Allocation>) -> Region {
+        Region {
+            start: allocation.start(),
+            bytes: allocation.bytes(),
+            writable: false,
+            allocation,
+        }
+    }
+
+    /// Who wrote the byte last.
+    pub(crate) fn writer(&self, byte: usize) -> Stamp {
+        load(&self.allocation.stamps()[byte / GRAIN][0])
+    }
+
+    #[inline]
+    pub(crate) fn holds(&self, address: usize) -> bool {
+        address.wrapping_sub(self.start) < self.bytes
+    }
+
+    /// Checks and notes an access that starts in the region.
+    #[inline]
+    pub(crate) fn touch(&self, access: Access, now: Stamp, shift: u32) -> Option<Fault> {
+        let first = access.address - self.start;
+        if first + access.bytes > self.bytes {
+            return Some(Fault::Memory(access, Problem::Outside));
+        }
+        let grains = first / GRAIN..(first + access.bytes).div_ceil(GRAIN);
+        if access.kind == Kind::Write {
+            if !self.writable {
+                return Some(Fault::Memory(access, Problem::ReadOnly));
+            }
+            let known = &self.allocation.known()[grains.clone()];
+            known.iter().for_each(|mark| mark.store(1, Relaxed));
+        } else {
+            let known = &self.allocation.known()[grains.clone()];
+            if known.iter().any(|mark| mark.load(Relaxed) == 0) {
+                return Some(Fault::Memory(access, Problem::Unwritten));
+            }
+        }
+        match self.writable {
+            true => self.order(access, grains, now, shift),
+            false => None,
+        }
+    }
+
+    fn order(
+        &self,
+        access: Access,
+        grains: std::ops::Range<usize>,
+        now: Stamp,
+        shift: u32,
+    ) -> Option<Fault> {
+        for pair in &self.allocation.stamps()[grains] {
+            // Blocks on other cores may change a stamp between the two steps;
+            // that misses a conflict at worst, and invents none.
+            let [writer, readers] = pair.each_ref().map(load);
+            let conflict = match access.kind {
+                Kind::Read => (!writer.before(now, shift)).then_some((writer, true)),
+                _ if !writer.before(now, shift) => Some((writer, true)),
+                _ => (!readers.before(now, shift)).then_some((readers, false)),
+            };
+            if let Some((stamp, wrote)) = conflict {
+                let from = None;
+                return Some(Fault::Conflict(access, Earlier { stamp, wrote, from }));
+            }
+            match access.kind {
+                Kind::Read => pair[1].store(readers.and(now, shift).bits(), Relaxed),
+                _ => pair[0].store(now.bits(), Relaxed),
+            }
+        }
+        None
+    }
+}
+
+#[inline]
+fn load(stamp: &AtomicU64) -> Stamp {
+    Stamp::from_bits(stamp.load(Relaxed))
+}
