@@ -217,3 +217,53 @@ impl std::fmt::Debug for HostBuffer {
         write!(f, "HostBuffer({} bytes)", self.bytes)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Artifact, DeviceInfo};
+    use moesaic_kernel::Entry;
+
+    struct Plain(DeviceInfo);
+
+    impl Device for Plain {
+        fn info(&self) -> &DeviceInfo {
+            &self.0
+        }
+
+        fn load(&self, _: &Artifact, _: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+            unreachable!()
+        }
+
+        fn alloc(&self, _: usize) -> Result<Buffer, DeviceError> {
+            unreachable!()
+        }
+
+        fn upload(&self, _: &[u8], _: &Buffer, _: usize) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+
+        fn download(&self, _: &Buffer, _: usize, _: &mut [u8]) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+
+        fn synchronize(&self) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+    }
+
+    #[test]
+    fn a_device_without_streams_names_itself() {
+        let device = Plain(DeviceInfo {
+            name: String::new(),
+            target: "sim:sm_80".parse().unwrap(),
+            units: 1,
+            memory_bytes: None,
+        });
+        assert_eq!(device.capturing(), None);
+        assert_eq!(
+            device.streams().err().unwrap().to_string(),
+            "`sim:sm_80` does not support streams, events and graphs"
+        );
+    }
+}

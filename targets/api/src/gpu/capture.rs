@@ -1,5 +1,6 @@
 //! A graph that is being captured, and what it will keep.
 
+use super::graph::Exec;
 use super::journal::Launched;
 use super::lane::Lane;
 use super::memory::Block;
@@ -24,6 +25,7 @@ pub(super) struct Capture<V: Vendor> {
 /// What the launches of a graph use. Fields are dropped in this order.
 pub(super) struct Kept<V: Vendor> {
     pub launches: Vec<Launched>,
+    pub execs: Vec<Exec<V>>,
     /// Modules that are still in use elsewhere.
     pub modules: Vec<Arc<Loaded<V>>>,
     /// Modules that nothing else uses.
@@ -37,10 +39,20 @@ impl<V: Vendor> Default for Kept<V> {
     fn default() -> Kept<V> {
         Kept {
             launches: Vec::new(),
+            execs: Vec::new(),
             modules: Vec::new(),
             orphans: Vec::new(),
             blocks: Vec::new(),
             lanes: Vec::new(),
+        }
+    }
+}
+
+impl<V: Vendor> Kept<V> {
+    /// Lets go of all of it, once the graphs launched on `lane` have finished.
+    pub fn release(mut self, lane: &Lane<V>) {
+        if lane.synchronize("end of a graph").is_err() {
+            self.orphans.drain(..).for_each(Orphan::abandon);
         }
     }
 }
@@ -80,7 +92,13 @@ impl<V: Vendor> Capture<V> {
         });
         self.open.store(false, Ordering::Release);
         let kept = std::mem::take(&mut *self.kept());
-        ended.map(|()| (graph, kept))
+        match ended {
+            Ok(()) => Ok((graph, kept)),
+            Err(error) => {
+                kept.release(lane);
+                Err(error)
+            }
+        }
     }
 
     pub fn begun_on(&self, lane: &Lane<V>) -> bool {
@@ -114,6 +132,7 @@ impl<V: Vendor> Capture<V> {
     /// Keeps what another graph kept, whose last launch may be running.
     pub fn absorb(&self, other: Kept<V>) {
         let mut kept = self.kept();
+        kept.execs.extend(other.execs);
         kept.modules.extend(other.modules);
         kept.orphans.extend(other.orphans);
         kept.blocks.extend(other.blocks);

@@ -3,35 +3,57 @@
 use super::capture::{Capture, Kept};
 use super::journal::Launched;
 use super::lane::Lane;
-use super::module::Orphan;
+use super::shared::Gpu;
 use super::{ExecHandle, GraphHandle, Vendor, functions};
 use crate::{DeviceError, Graph};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A graph that can be launched; destroyed on drop.
+/// A graph as its owner sees it.
 pub(super) struct GpuGraph<V: Vendor> {
     name: String,
     launched: Launched,
     /// A driver wants one launch of it at a time.
     exec: Mutex<ExecHandle>,
     lane: Arc<Lane<V>>,
+    /// What it uses, itself included.
     kept: Kept<V>,
+}
+
+/// A graph that can be launched; destroyed on drop.
+pub(super) struct Exec<V: Vendor> {
+    gpu: Arc<Gpu<V>>,
+    handle: ExecHandle,
+}
+
+impl<V: Vendor> Drop for Exec<V> {
+    fn drop(&mut self) {
+        // SAFETY: instantiated once, destroyed once; its launches have
+        // finished.
+        self.gpu
+            .call_quietly(|f| unsafe { (f.exec_destroy)(self.handle) });
+    }
 }
 
 impl<V: Vendor> GpuGraph<V> {
     pub fn end(lane: &Arc<Lane<V>>, capture: &Capture<V>) -> Result<GpuGraph<V>, DeviceError> {
-        let (graph, kept) = capture.end(lane)?;
-        for module in &kept.modules {
-            module.used_on(lane);
-        }
+        let (graph, mut kept) = capture.end(lane)?;
         let exec = instantiate(lane, &capture.name, graph);
         // SAFETY: captured once, destroyed once; the instance is its own.
         lane.gpu
             .call_quietly(|f| unsafe { (f.graph_destroy)(graph) });
+        let handle = match exec {
+            Ok(handle) => handle,
+            Err(error) => {
+                kept.release(lane);
+                return Err(error);
+            }
+        };
+        let gpu = lane.gpu.clone();
+        kept.execs.push(Exec { gpu, handle });
         Ok(GpuGraph {
             name: capture.name.clone(),
             launched: described(&capture.name, &kept),
-            exec: Mutex::new(exec?),
+            exec: Mutex::new(handle),
             lane: lane.clone(),
             kept,
         })
@@ -91,20 +113,10 @@ impl<V: Vendor> Graph for GpuGraph<V> {
 
 impl<V: Vendor> Drop for GpuGraph<V> {
     fn drop(&mut self) {
-        let mut kept = std::mem::take(&mut self.kept);
-        let capture = self.lane.capturing();
-        // Its last launch may still use what it keeps.
-        if capture.is_none() && self.lane.synchronize("end of a graph").is_err() {
-            kept.orphans.drain(..).for_each(Orphan::abandon);
-        }
-        let exec = *self.exec.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: instantiated once, destroyed once; the driver finishes a
-        // launch that is under way.
-        self.lane
-            .gpu
-            .call_quietly(|f| unsafe { (f.exec_destroy)(exec) });
-        if let Some(capture) = capture {
-            capture.absorb(kept);
+        let kept = std::mem::take(&mut self.kept);
+        match self.lane.capturing() {
+            Some(capture) => capture.absorb(kept),
+            None => kept.release(&self.lane),
         }
     }
 }

@@ -201,7 +201,7 @@ impl<V: Vendor> Loaded<V> {
     }
 
     /// Its end has to wait for this stream, too.
-    pub fn used_on(&self, lane: &Arc<Lane<V>>) {
+    fn used_on(&self, lane: &Arc<Lane<V>>) {
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         if !lanes.iter().any(|other| Arc::ptr_eq(other, lane)) {
             lanes.push(lane.clone());

@@ -51,7 +51,7 @@ pub struct Words {
     /// What it says of its version.
     pub driver: &'static str,
     pub compiler: &'static str,
-    /// Streams that there are before any is made, and the log of the end.
+    /// The last line of the log, after all that the suite expects; or empty.
     pub last: &'static str,
 }
 
