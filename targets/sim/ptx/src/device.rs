@@ -5,7 +5,7 @@ use crate::code::Kernel;
 use crate::error::PtxError;
 use crate::finding::Finding;
 use crate::launch::{Loaded, Shared, launch};
-use crate::memory::{Allocation, Heap};
+use crate::memory::Allocation;
 use crate::text::{self, Space};
 use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
 use moesaic_target::{

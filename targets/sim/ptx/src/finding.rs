@@ -22,6 +22,8 @@ pub enum FindingKind {
     OutOfBounds,
     /// An address that is no multiple of what the instruction needs.
     Misaligned,
+    /// Shared memory is touched that an unfinished copy writes or reads.
+    CopyInFlight,
     /// Registers of a wgmma that is still running are touched.
     AccumulatorInFlight,
     /// A barrier in shared memory is misused.
@@ -78,6 +80,7 @@ impl FindingKind {
             FindingKind::UninitialisedGlobal => "uninitialised global memory",
             FindingKind::OutOfBounds => "out of bounds",
             FindingKind::Misaligned => "misaligned access",
+            FindingKind::CopyInFlight => "copy in flight",
             FindingKind::AccumulatorInFlight => "registers in flight",
             FindingKind::Mbarrier => "mbarrier misuse",
             FindingKind::Barrier => "barrier misuse",
@@ -145,6 +148,8 @@ pub(crate) struct Fault {
     /// The lanes at fault; zero means those that were active.
     pub lanes: u32,
     pub message: String,
+    /// The instruction of the other access.
+    pub other: Option<u32>,
     /// Set where the place is not that of the instruction that ran.
     pub at: Option<FaultPlace>,
 }
@@ -166,6 +171,7 @@ impl Fault {
             kind,
             lanes,
             message: message.into(),
+            other: None,
             at: None,
         })
     }

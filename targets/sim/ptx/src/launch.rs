@@ -115,6 +115,7 @@ fn size_finding(shared: &Shared, loaded: &Loaded, dims: &LaunchDims) -> Option<F
         block: [0; 3],
         threads: vec![0],
         pc: 0,
+        other: None,
         message,
     };
     let used = kernel.dynamic_shared - SHARED_START + dims.shared_bytes;
@@ -263,6 +264,7 @@ fn race(loaded: &Loaded, regions: &Regions, grid: [u32; 3], conflict: Conflict) 
         block: block_index(grid, writer.0),
         threads: Vec::new(),
         pc: writer.1,
+        other: None,
         message: format!(
             "{} writes (PTX line {}) and {} {other} (PTX line {}) byte {} of an allocation \
              of {bytes} bytes, and nothing orders the two",

@@ -8,6 +8,23 @@ use crate::machine::{Failure, Tally};
 use moesaic_target::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
 
 impl Loaded {
+    /// An instruction's lines, in short.
+    fn place(&self, pc: u32) -> String {
+        let instruction = &self.kernel.code[pc as usize];
+        let line = self.locations.frames(instruction.place).last();
+        let text = line.and_then(|line| self.source.get((*line as usize).wrapping_sub(1)));
+        match (line, text) {
+            (Some(line), Some(text)) => {
+                format!(
+                    "PTX line {}, line {line}: {}",
+                    instruction.line,
+                    text.trim()
+                )
+            }
+            _ => format!("PTX line {}", instruction.line),
+        }
+    }
+
     /// The finding that people read.
     pub fn finding(&self, failure: Failure) -> Finding {
         let instruction = &self.kernel.code[failure.pc as usize];
@@ -29,7 +46,10 @@ impl Loaded {
                 .skip(1)
                 .map(|line| (*line, text(*line)))
                 .collect(),
-            message: failure.message,
+            message: match failure.other {
+                Some(pc) => format!("{} (the other access: {})", failure.message, self.place(pc)),
+                None => failure.message,
+            },
         }
     }
 }

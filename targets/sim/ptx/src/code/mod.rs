@@ -68,6 +68,13 @@ pub struct Kernel {
     pub local_bytes: u32,
     /// Registers the text declares.
     pub virtual_registers: u32,
+    /// The kernel uses wgmma.
+    pub has_products: bool,
+    /// Registers of wgmma that each instruction touches, and whether it
+    /// writes them; those of a wgmma itself are its D and A, and not listed.
+    pub touches: Vec<Box<[(Row, bool)]>>,
+    /// The registers of each wgmma.
+    pub products: HashMap<u32, ProductRows>,
     /// Results depend on the order in which blocks touch global memory.
     pub in_order: bool,
     /// Blocks may order themselves by what they write and read.
@@ -100,6 +107,7 @@ impl Kernel {
             .iter()
             .any(|instruction| orders_blocks(&instruction.op));
         let synchronises = code.iter().any(|instruction| synchronises(&instruction.op));
+        let products = product_rows(&code);
         Ok(Kernel {
             name: entry.name.clone(),
             params: entry.params.clone(),
@@ -116,10 +124,65 @@ impl Kernel {
             dynamic_shared: layout.dynamic_shared,
             local_bytes: layout.local_bytes,
             virtual_registers: entry.registers.values().sum(),
+            has_products: !products.is_empty(),
+            touches: touches(entry, &rows, &products),
+            products,
             in_order,
             synchronises,
         })
     }
+}
+
+/// The register operands of a wgmma.
+#[derive(Clone, Debug)]
+pub struct ProductRows {
+    pub d: Vec<Row>,
+    pub a: Vec<Row>,
+}
+
+fn product_rows(code: &[Instruction]) -> HashMap<u32, ProductRows> {
+    let rows = code.iter().enumerate().filter_map(|(pc, instruction)| {
+        let Op::Async(op) = &instruction.op else {
+            return None;
+        };
+        let op::AsyncOp::Wgmma(wgmma) = &**op else {
+            return None;
+        };
+        let a = match &wgmma.a {
+            op::WgmmaA::Registers(rows) => rows.clone(),
+            op::WgmmaA::Descriptor(_) => Vec::new(),
+        };
+        let d = wgmma.d.clone();
+        Some((pc as u32, ProductRows { d, a }))
+    });
+    rows.collect()
+}
+
+/// Which registers of wgmma each statement touches.
+fn touches(
+    entry: &EntryText,
+    rows: &registers::Rows,
+    products: &HashMap<u32, ProductRows>,
+) -> Vec<Box<[(Row, bool)]>> {
+    if products.is_empty() {
+        return Vec::new();
+    }
+    let own: std::collections::HashSet<Row> = products
+        .values()
+        .flat_map(|product| product.d.iter().chain(&product.a))
+        .copied()
+        .collect();
+    let list = entry.statements.iter().enumerate().map(|(pc, statement)| {
+        if products.contains_key(&(pc as u32)) {
+            return Box::default();
+        }
+        let touched = registers::word_rows(statement, rows);
+        touched
+            .into_iter()
+            .filter(|(row, _)| own.contains(row))
+            .collect()
+    });
+    list.chain([Box::default()]).collect()
 }
 
 /// Whether an instruction may order what blocks do.

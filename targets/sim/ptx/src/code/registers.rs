@@ -113,6 +113,23 @@ fn touch(statement: &Statement) -> Touch {
     found
 }
 
+/// The 32-bit rows that a statement touches, and whether it writes them.
+pub fn word_rows(statement: &Statement, rows: &Rows) -> Vec<(u16, bool)> {
+    let touch = touch(statement);
+    let word = |register: &&Virtual| register.class == Class::Word;
+    let reads = touch
+        .reads
+        .iter()
+        .filter(word)
+        .map(|r| (rows.row(*r), false));
+    let writes = touch
+        .writes
+        .iter()
+        .filter(word)
+        .map(|r| (rows.row(*r), true));
+    reads.chain(writes).collect()
+}
+
 /// First and last position of each register; two positions per statement, so
 /// that a result may take the row of an operand that ends there.
 type Intervals = HashMap<Virtual, (u32, u32)>;

@@ -321,7 +321,7 @@ impl Machine<'_> {
                 value[lane] = allocation.read(offset + at * element, element);
             }
         }
-        self.order_after(warp, access.order, mask);
+        self.order_after(warp, access.order, Space::Global, addresses, mask);
         self.deliver(warp, access, &values[..count], mask);
         Ok(())
     }
@@ -336,7 +336,7 @@ impl Machine<'_> {
         let (element, count) = (access.bytes as usize, access.rows.len());
         let bytes = element * count;
         self.tally.global(true, addresses, mask, bytes as u64);
-        self.order_before(warp, access.order, mask);
+        self.order_before(warp, access.order, Space::Global, addresses, mask);
         let touch = match access.order {
             Order::Weak => Touch::Write,
             _ => Touch::Atomic,

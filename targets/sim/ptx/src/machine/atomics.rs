@@ -12,11 +12,11 @@ use crate::text::Space;
 impl Machine<'_> {
     pub fn atomic(&mut self, warp: &mut Warp, atomic: &Atomic, mask: u32) -> Step<()> {
         self.changes += 1;
-        self.order_before(warp, atomic.order, mask);
         let addresses = addresses(warp, &atomic.address);
         let mut old = vec![[0; 32]; atomic.operands.len()];
         for (space, addresses, mask) in self.resolve(atomic.space, &addresses, mask) {
             let bytes = u64::from(atomic.bytes) * old.len() as u64;
+            self.order_before(warp, atomic.order, space, &addresses, mask);
             match space {
                 Space::Shared => {
                     self.tally.shared(&addresses, mask, bytes);
@@ -31,6 +31,7 @@ impl Machine<'_> {
                     return Err(Fault::new(FindingKind::OutOfBounds, mask, text));
                 }
             }
+            self.order_after(warp, atomic.order, space, &addresses, mask);
         }
         for (row, value) in atomic.results.iter().zip(&old) {
             match atomic.wide {
@@ -38,11 +39,10 @@ impl Machine<'_> {
                 false => warp.put(*row, &value.map(|v| v as u32), mask),
             }
         }
-        self.order_after(warp, atomic.order, mask);
         Ok(())
     }
 
-    fn operand(&self, warp: &Warp, atomic: &Atomic, row: u16, lane: usize) -> u64 {
+    fn atomic_operand(&self, warp: &Warp, atomic: &Atomic, row: u16, lane: usize) -> u64 {
         match (row, atomic.wide) {
             (NONE, _) => 0,
             (row, true) => warp.double(row)[lane],
@@ -63,11 +63,11 @@ impl Machine<'_> {
             let whole = bytes * old.len();
             let (block, first) =
                 self.shared_at("updates", warp.block, addresses[lane], whole, lane)?;
-            self.shared_read(warp, block, first, whole, lane, Order::Relaxed)?;
-            self.shared_write(warp, block, first, whole, lane, Order::Relaxed)?;
+            self.shared_read(warp, block, first, whole, 1 << lane, Order::Relaxed)?;
+            self.shared_mark(warp, block, first, whole, lane)?;
             for (at, old) in old.iter_mut().enumerate() {
-                let operand = self.operand(warp, atomic, atomic.operands[at], lane);
-                let swap = self.operand(warp, atomic, atomic.swap, lane);
+                let operand = self.atomic_operand(warp, atomic, atomic.operands[at], lane);
+                let swap = self.atomic_operand(warp, atomic, atomic.swap, lane);
                 let offset = first + at * bytes;
                 let cell = &mut self.blocks[block].shared[offset..offset + bytes];
                 old[lane] = little(cell);
@@ -98,8 +98,8 @@ impl Machine<'_> {
             }
             self.log.touch(Touch::Atomic, region, first, whole, self.pc);
             for (at, old) in old.iter_mut().enumerate() {
-                let operand = self.operand(warp, atomic, atomic.operands[at], lane);
-                let swap = self.operand(warp, atomic, atomic.swap, lane);
+                let operand = self.atomic_operand(warp, atomic, atomic.operands[at], lane);
+                let swap = self.atomic_operand(warp, atomic, atomic.swap, lane);
                 let f = |value| combine(atomic.kind, atomic.ty, value, operand, swap);
                 old[lane] = allocation.update(first + at * bytes, bytes, f);
             }

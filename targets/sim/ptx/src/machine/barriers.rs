@@ -2,6 +2,7 @@
 
 use super::Machine;
 use super::access::{addresses, lanes_of, little};
+use super::clock::{Gathered, Known};
 use super::run::Flow;
 use super::warp::{Group, Wait, Warp};
 use crate::code::op::{self, BlockBarrier, MbarrierKind, NONE, VoteKind};
@@ -19,6 +20,10 @@ pub struct NamedBarrier {
     pub generation: u32,
     /// Lanes that wait, by warp of the cluster.
     pub waiting: Vec<(u32, u32)>,
+    /// Those that have not read the result of a reduction.
+    pub unread: Vec<(u32, u32)>,
+    /// What those that have come know.
+    pub gathered: Gathered,
     /// A reduction under way: all, any and how many said yes.
     pub votes: (bool, u32),
     /// The result of the last reduction.
@@ -34,6 +39,10 @@ pub struct ClusterState {
     pub pending: Vec<u32>,
     /// Lanes whose wait is over and that have not noticed.
     pub released: Vec<u32>,
+    /// What those that have come know.
+    pub gathered: Gathered,
+    /// What those of the last round knew.
+    pub complete: Option<Known>,
 }
 
 impl Machine<'_> {
@@ -97,7 +106,11 @@ impl Machine<'_> {
             own.expected = 0;
             own.generation += 1;
             own.result = own.votes;
-            self.clock_complete(warp, block, id);
+            let waiting = std::mem::take(&mut own.waiting);
+            self.clock_complete(warp, block, id, &waiting);
+            if barrier.reduce.is_some() {
+                self.blocks[block].barriers[id as usize].unread = waiting;
+            }
         }
         if barrier.arrive {
             return Ok(Flow::Next);
@@ -148,11 +161,8 @@ impl Machine<'_> {
         let reduce = barrier.reduce.as_ref()?;
         let own = &mut self.blocks[warp.block as usize].barriers[id as usize];
         let done = |entry: &(u32, u32)| entry.0 == warp.number && entry.1 == mask;
-        if own.arrived != 0 && own.generation == 0 {
-            return None;
-        }
-        let at = own.waiting.iter().position(done)?;
-        own.waiting.remove(at);
+        let at = own.unread.iter().position(done)?;
+        own.unread.remove(at);
         let (all, yes) = own.result;
         let holds = match reduce.kind {
             VoteKind::All => all,
@@ -329,7 +339,11 @@ impl Machine<'_> {
         match op.kind {
             MbarrierKind::Init => {
                 // Memory that nothing has written holds no barrier.
-                let known = if self.written(block, offset) { word } else { 0 };
+                let known = if self.is_mbarrier(block, offset) {
+                    word
+                } else {
+                    0
+                };
                 let word = Mbarrier::init(known, a(warp)).map_err(fault)?;
                 self.begin_mbarrier(warp, block, offset, lane)?;
                 self.put_mbarrier(block, offset, word);
@@ -456,6 +470,7 @@ impl ClusterState {
         }
         self.arrived = 0;
         self.generation += 1;
+        self.complete = self.gathered.take();
     }
 
     fn take(&mut self, warp: u32, mask: u32) {

@@ -1,41 +1,511 @@
-//! hooks
-use super::Machine;
-use super::warp::{Warp, Words};
-use crate::finding::Step;
+//! Who knows what: every synchronising instruction moves knowledge, every
+//! access to shared memory is held against it.
+
+use super::clock::{Gathered, Known};
+use super::shadow::{Accessor, Clash};
+use super::warp::{Doubles, Warp, Words};
+use super::{Machine, access::lanes_of};
+use crate::code::op::{Fence, Order};
+use crate::finding::{Fault, FindingKind, Step};
+use crate::text::Space;
+use std::collections::HashMap;
+
+/// Barriers in memory, locations that order, components of engines.
+#[derive(Default)]
+pub struct Sync {
+    mbarriers: HashMap<(usize, usize), Phases>,
+    locations: HashMap<(Space, u64), Gathered>,
+    /// What each engine component is.
+    components: Vec<Component>,
+}
+
+/// A counter of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Component {
+    /// Phases of an mbarrier of a block, at an offset.
+    Phases { block: usize, offset: usize },
+    /// Products of a warpgroup.
+    Products { group: usize },
+    /// Bulk groups of a thread of the cluster.
+    Bulk { thread: u32 },
+}
+
+/// An mbarrier's history.
+#[derive(Default)]
+struct Phases {
+    component: u32,
+    /// Completed phases.
+    count: u32,
+    gathered: Gathered,
+    complete: Option<Known>,
+}
 
 impl Machine<'_> {
-    pub fn clock_arrive(&mut self, _warp: &mut Warp, _block: usize, _id: u32, _mask: u32) {}
-    pub fn clock_complete(&mut self, _warp: &mut Warp, _block: usize, _id: u32) {}
-    pub fn warp_barrier(&mut self, _warp: &mut Warp, _mask: u32, _named: &Words) {}
-    pub fn cluster_arrive(&mut self, _warp: &mut Warp, _mask: u32) {}
-    pub fn cluster_acquire(&mut self, _warp: &mut Warp, _mask: u32) {}
-    pub fn written(&self, _block: usize, _offset: usize) -> bool {
-        false
+    /// Forgets the last cluster.
+    pub fn begin_clocks(&mut self) {
+        self.sync = Sync::default();
+        // Far from wrapping: a block steps it a few thousand times.
+        if self.time > u32::MAX / 2 {
+            self.time = 1;
+            self.blocks.clear();
+        }
     }
+
+    /// The number of an engine component.
+    pub fn component(&mut self, component: Component) -> u32 {
+        let list = &mut self.sync.components;
+        let known = list.iter().position(|own| *own == component);
+        known.unwrap_or_else(|| {
+            list.push(component);
+            list.len() - 1
+        }) as u32
+    }
+
+    fn gather(&mut self, into: &mut Gathered, warp: &Warp, mask: u32) {
+        let whole = mask | warp.ended == u32::MAX;
+        into.add(&warp.known, warp.number, mask, whole, self.time);
+    }
+
+    /// Threads come to a barrier of the block.
+    pub fn clock_arrive(&mut self, warp: &mut Warp, block: usize, id: u32, mask: u32) {
+        if !self.launch.full {
+            return;
+        }
+        let own = &mut self.blocks[block].barriers[id as usize].gathered;
+        let mut gathered = std::mem::take(own);
+        self.gather(&mut gathered, warp, mask);
+        self.time += 1;
+        self.blocks[block].barriers[id as usize].gathered = gathered;
+    }
+
+    /// A barrier of the block is complete: those that waited learn.
+    pub fn clock_complete(
+        &mut self,
+        warp: &mut Warp,
+        block: usize,
+        id: u32,
+        waiting: &[(u32, u32)],
+    ) {
+        let gathered = self.blocks[block].barriers[id as usize].gathered.take();
+        let Some(known) = gathered else {
+            return;
+        };
+        for &(number, lanes) in waiting {
+            let own = match number == warp.number {
+                true => &mut *warp,
+                false => &mut self.warps[number as usize],
+            };
+            for lane in lanes_of(lanes) {
+                own.known[lane] = known.clone();
+            }
+        }
+    }
+
+    /// Lanes met at a warp barrier.
+    pub fn warp_barrier(&mut self, warp: &mut Warp, mask: u32, named: &Words) {
+        if !self.launch.full {
+            return;
+        }
+        let all = named[mask.trailing_zeros() as usize] & warp.alive();
+        let mut gathered = Gathered::default();
+        self.gather(&mut gathered, warp, all);
+        self.time += 1;
+        if let Some(known) = gathered.take() {
+            for lane in lanes_of(all) {
+                warp.known[lane] = known.clone();
+            }
+        }
+    }
+
+    pub fn cluster_arrive(&mut self, warp: &mut Warp, mask: u32) {
+        if !self.launch.full {
+            return;
+        }
+        let mut gathered = std::mem::take(&mut self.cluster_barrier.gathered);
+        self.gather(&mut gathered, warp, mask);
+        self.time += 1;
+        self.cluster_barrier.gathered = gathered;
+    }
+
+    pub fn cluster_acquire(&mut self, warp: &mut Warp, mask: u32) {
+        if let Some(known) = &self.cluster_barrier.complete {
+            for lane in lanes_of(mask) {
+                warp.known[lane].join(known);
+            }
+        }
+    }
+
+    /// Whether an mbarrier was initialised here.
+    pub fn is_mbarrier(&self, block: usize, offset: usize) -> bool {
+        self.sync.mbarriers.contains_key(&(block, offset))
+    }
+
+    /// `mbarrier.init`: a write, and a new history.
     pub fn begin_mbarrier(
         &mut self,
-        _w: &mut Warp,
-        _b: usize,
-        _o: usize,
-        _lane: usize,
+        warp: &mut Warp,
+        block: usize,
+        offset: usize,
+        lane: usize,
     ) -> Step<()> {
+        let component = self.component(Component::Phases { block, offset });
+        self.sync
+            .mbarriers
+            .entry((block, offset))
+            .or_insert(Phases {
+                component,
+                ..Phases::default()
+            });
+        self.shared_write(warp, block, offset, &[0; 8], lane, Order::Weak)
+    }
+
+    /// Any other use: the initialisation must be known.
+    pub fn use_mbarrier(
+        &mut self,
+        warp: &mut Warp,
+        block: usize,
+        offset: usize,
+        lane: usize,
+    ) -> Step<()> {
+        if !self.is_mbarrier(block, offset) {
+            let text = format!("uses the mbarrier at {offset:#x}, which was not initialised");
+            return Err(Fault::new(FindingKind::Mbarrier, 1 << lane, text));
+        }
+        self.shared_read(warp, block, offset, 8, 1 << lane, Order::Relaxed)
+    }
+
+    pub fn mbarrier_release(&mut self, warp: &mut Warp, block: usize, offset: usize, lane: usize) {
+        if !self.launch.full {
+            return;
+        }
+        let time = self.time;
+        if let Some(own) = self.sync.mbarriers.get_mut(&(block, offset)) {
+            own.gathered
+                .add(&warp.known, warp.number, 1 << lane, false, time);
+        }
+        self.time += 1;
+    }
+
+    pub fn mbarrier_acquire(&mut self, warp: &mut Warp, block: usize, offset: usize, lane: usize) {
+        let own = self.sync.mbarriers.get(&(block, offset));
+        if let Some(known) = own.and_then(|own| own.complete.as_ref()) {
+            warp.known[lane].join(known);
+        }
+    }
+
+    /// A phase is complete.
+    pub fn mbarrier_phase(&mut self, block: usize, offset: usize) {
+        let warps = self.warps.len();
+        let Some(own) = self.sync.mbarriers.get_mut(&(block, offset)) else {
+            return;
+        };
+        own.count += 1;
+        if !self.launch.full {
+            return;
+        }
+        let mut known = own
+            .complete
+            .take()
+            .unwrap_or_else(|| Known::start(warps, 0));
+        if let Some(gathered) = own.gathered.take() {
+            known.join(&gathered);
+        }
+        std::rc::Rc::make_mut(&mut known.seen).add_engine(own.component, own.count);
+        own.complete = Some(known);
+    }
+
+    /// The component of an mbarrier, and the phase that is under way.
+    pub fn phase_under_way(&self, block: usize, offset: usize) -> Option<(u32, u32)> {
+        let own = self.sync.mbarriers.get(&(block, offset))?;
+        Some((own.component, own.count + 1))
+    }
+
+    /// What a thread does before a store or an atomic that others may wait
+    /// for.
+    pub fn order_before(
+        &mut self,
+        warp: &mut Warp,
+        order: Order,
+        space: Space,
+        addresses: &Doubles,
+        mask: u32,
+    ) {
+        let lanes = match order {
+            Order::Weak | Order::Acquire => 0,
+            Order::Relaxed => mask & warp.fences,
+            _ => mask,
+        };
+        if lanes == 0 || !self.launch.full {
+            return;
+        }
+        for lane in lanes_of(lanes) {
+            let mut own = std::mem::take(
+                self.sync
+                    .locations
+                    .entry((space, addresses[lane]))
+                    .or_default(),
+            );
+            self.gather(&mut own, warp, 1 << lane);
+            self.sync.locations.insert((space, addresses[lane]), own);
+        }
+        self.time += 1;
+    }
+
+    /// What a thread learns from a load or an atomic.
+    pub fn order_after(
+        &mut self,
+        warp: &mut Warp,
+        order: Order,
+        space: Space,
+        addresses: &Doubles,
+        mask: u32,
+    ) {
+        if matches!(order, Order::Weak | Order::Release) || self.sync.locations.is_empty() {
+            return;
+        }
+        for lane in lanes_of(mask) {
+            let own = self.sync.locations.get(&(space, addresses[lane]));
+            if let Some(known) = own.and_then(Gathered::known) {
+                warp.known[lane].join(known);
+            }
+        }
+    }
+
+    pub fn fence(&mut self, warp: &mut Warp, fence: Fence, mask: u32) {
+        match fence {
+            Fence::Memory => warp.fences |= mask,
+            Fence::ProxyAsync | Fence::MbarrierInit if self.launch.full => {
+                for lane in lanes_of(mask) {
+                    let thread = warp.number * 32 + lane as u32;
+                    warp.known[lane].fence(thread, self.time);
+                }
+                self.time += 1;
+            }
+            _ => {}
+        }
+    }
+
+    fn accessor<'w>(&self, warp: &'w Warp, lanes: u32, order: Order) -> Accessor<'w> {
+        Accessor {
+            warp: warp.number,
+            lanes,
+            time: self.time,
+            known: &warp.known[lanes.trailing_zeros() as usize],
+            atomic: order != Order::Weak,
+            pc: self.pc,
+        }
+    }
+
+    /// Checks and notes a read of some lanes that know the same.
+    #[inline]
+    pub fn shared_read(
+        &mut self,
+        warp: &Warp,
+        block: usize,
+        offset: usize,
+        bytes: usize,
+        lanes: u32,
+        order: Order,
+    ) -> Step<()> {
+        if !self.launch.full {
+            return Ok(());
+        }
+        let by = self.accessor(warp, lanes, order);
+        let result = self.blocks[block].shadow.read(&by, offset, bytes);
+        result.map_err(|clash| self.clash(warp, lanes, "reads", block, offset, bytes, clash))
+    }
+
+    /// Checks and notes a write of these bytes.
+    #[inline]
+    pub fn shared_write(
+        &mut self,
+        warp: &Warp,
+        block: usize,
+        offset: usize,
+        new: &[u8],
+        lane: usize,
+        order: Order,
+    ) -> Step<()> {
+        if !self.launch.full {
+            return Ok(());
+        }
+        let by = self.accessor(warp, 1 << lane, order);
+        let own = &mut self.blocks[block];
+        match own.shadow.check_write(&by, offset, new.len()) {
+            Ok(()) => {}
+            // Lanes of one instruction may write the same value to one place.
+            Err(Clash::Write { thread, pc })
+                if thread / 32 == warp.number
+                    && pc == self.pc
+                    && own.shared[offset..offset + new.len()] == *new => {}
+            Err(clash) => {
+                return Err(self.clash(warp, 1 << lane, "writes", block, offset, new.len(), clash));
+            }
+        }
+        self.blocks[block].shadow.write(&by, offset, new.len());
         Ok(())
     }
-    pub fn use_mbarrier(&mut self, _w: &mut Warp, _b: usize, _o: usize, _lane: usize) -> Step<()> {
-        Ok(())
+
+    /// Checks and notes an atomic update.
+    pub fn shared_mark(
+        &mut self,
+        warp: &Warp,
+        block: usize,
+        offset: usize,
+        bytes: usize,
+        lane: usize,
+    ) -> Step<()> {
+        if !self.launch.full {
+            return Ok(());
+        }
+        let by = self.accessor(warp, 1 << lane, Order::Relaxed);
+        let shadow = &mut self.blocks[block].shadow;
+        let result = shadow.check_write(&by, offset, bytes);
+        if result.is_ok() {
+            shadow.write(&by, offset, bytes);
+        }
+        result.map_err(|clash| self.clash(warp, 1 << lane, "updates", block, offset, bytes, clash))
     }
-    pub fn mbarrier_release(&mut self, _w: &mut Warp, _b: usize, _o: usize, _lane: usize) {}
-    pub fn mbarrier_acquire(&mut self, _w: &mut Warp, _b: usize, _o: usize, _lane: usize) {}
-    pub fn mbarrier_phase(&mut self, _b: usize, _o: usize) {}
+
+    /// A `cp.async` begins to write.
     pub fn copy_starts(
         &mut self,
-        _w: &Warp,
-        _b: usize,
-        _o: usize,
-        _n: usize,
-        _lane: usize,
+        warp: &Warp,
+        block: usize,
+        offset: usize,
+        bytes: usize,
+        lane: usize,
     ) -> Step<()> {
-        Ok(())
+        if !self.launch.full {
+            return Ok(());
+        }
+        let by = self.accessor(warp, 1 << lane, Order::Weak);
+        let shadow = &mut self.blocks[block].shadow;
+        let result = shadow.check_write(&by, offset, bytes);
+        if result.is_ok() {
+            shadow.copy(&by, offset, bytes);
+        }
+        result
+            .map_err(|clash| self.clash(warp, 1 << lane, "copies to", block, offset, bytes, clash))
     }
-    pub fn copy_ends(&mut self, _w: &Warp, _b: usize, _o: usize, _n: usize, _lane: usize) {}
+
+    /// The thread knows that its `cp.async` has written.
+    pub fn copy_ends(
+        &mut self,
+        warp: &Warp,
+        block: usize,
+        offset: usize,
+        bytes: usize,
+        lane: usize,
+        pc: u32,
+    ) {
+        if !self.launch.full {
+            return;
+        }
+        let by = Accessor {
+            pc,
+            ..self.accessor(warp, 1 << lane, Order::Weak)
+        };
+        self.blocks[block].shadow.write(&by, offset, bytes);
+    }
+
+    /// The fault of two accesses that nothing orders.
+    #[cold]
+    #[expect(clippy::too_many_arguments, reason = "one access, spelled out")]
+    pub fn clash(
+        &self,
+        warp: &Warp,
+        lanes: u32,
+        verb: &str,
+        block: usize,
+        offset: usize,
+        bytes: usize,
+        clash: Clash,
+    ) -> Box<Fault> {
+        let what = format!("{verb} {bytes} bytes of shared memory at {offset:#x}");
+        let name = |thread: u32| self.thread_name(warp, thread);
+        let (kind, text, other) = match clash {
+            Clash::Write { thread, pc } => (
+                FindingKind::SharedRace,
+                format!(
+                    "{what} that {} writes, and nothing orders the two",
+                    name(thread)
+                ),
+                Some(pc),
+            ),
+            Clash::Read { thread } => (
+                FindingKind::SharedRace,
+                format!(
+                    "{what} that {} reads, and nothing orders the two",
+                    name(thread)
+                ),
+                None,
+            ),
+            Clash::Copy { thread, pc } => (
+                FindingKind::CopyInFlight,
+                format!(
+                    "{what} that a cp.async of {} writes; it has not been waited for",
+                    name(thread)
+                ),
+                Some(pc),
+            ),
+            Clash::Bulk { pc } => (
+                FindingKind::CopyInFlight,
+                format!("{what} that a bulk copy writes; its mbarrier has not been waited for"),
+                Some(pc),
+            ),
+            Clash::EngineReads { component } => (
+                FindingKind::CopyInFlight,
+                format!("{what} that {}", self.engine_name(component)),
+                None,
+            ),
+            Clash::NoFence { thread, pc } => (
+                FindingKind::MissingProxyFence,
+                format!(
+                    "{what} that {} wrote by an ordinary instruction; \
+                     no fence.proxy.async stands between",
+                    name(thread)
+                ),
+                Some(pc),
+            ),
+            Clash::Unwritten => (
+                FindingKind::UninitialisedShared,
+                format!("{what} that nothing has written"),
+                None,
+            ),
+        };
+        let _ = block;
+        let mut fault = Fault::new(kind, lanes, text);
+        fault.other = other;
+        fault
+    }
+
+    /// A thread of the cluster as people call it.
+    fn thread_name(&self, warp: &Warp, thread: u32) -> String {
+        let number = (thread / 32) as usize;
+        let owner = self
+            .blocks
+            .iter()
+            .position(|block| block.warps.contains(&number));
+        let owner = owner.unwrap_or(0);
+        let inside = thread - 32 * self.blocks[owner].warps.start as u32;
+        match owner == warp.block as usize {
+            true => format!("thread {inside}"),
+            false => format!("thread {inside} of block {owner} of the cluster"),
+        }
+    }
+
+    fn engine_name(&self, component: u32) -> String {
+        match self.sync.components.get(component as usize) {
+            Some(Component::Products { .. }) => {
+                "a wgmma may still read; its group has not been waited for".to_string()
+            }
+            Some(Component::Bulk { thread }) => format!(
+                "a bulk store of thread {} may still read; \
+                 its group has not been waited for",
+                thread % self.launch.threads.next_multiple_of(32)
+            ),
+            _ => "an engine may still read".to_string(),
+        }
+    }
 }

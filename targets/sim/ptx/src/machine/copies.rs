@@ -7,7 +7,7 @@ use super::Machine;
 use super::access::{addresses, lanes_of};
 use super::run::Flow;
 use super::warp::{Doubles, Warp, Words};
-use crate::code::op::{AsyncOp, CopyAsync, MbarrierKind};
+use crate::code::op::{AsyncOp, CopyAsync};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
 
@@ -42,15 +42,6 @@ impl Copies {
     /// Lanes with copies they have not waited for.
     pub fn pending(&self) -> u32 {
         self.jobs.iter().fold(0, |lanes, job| lanes | job.lanes)
-    }
-
-    /// Bytes that lane `lane` has under way: start and length.
-    pub fn targets(&self, lane: usize) -> impl Iterator<Item = (u64, usize, u32)> + '_ {
-        let own = self
-            .jobs
-            .iter()
-            .filter(move |job| job.lanes >> lane & 1 == 1);
-        own.map(move |job| (job.to[lane], job.bytes, job.pc))
     }
 }
 
@@ -209,6 +200,7 @@ impl Machine<'_> {
         }
     }
 
+    /// Ends the groups of the lanes of a mask, but the last `left`.
     fn copy_wait(&mut self, warp: &mut Warp, left: Option<u32>, mask: u32) -> Step<()> {
         let number = warp.number as usize;
         let mut at = 0;
@@ -233,12 +225,12 @@ impl Machine<'_> {
         }
         self.copy_move(warp, at);
         let job = &mut self.copies[warp.number as usize].jobs[at];
-        let (to, bytes) = (job.to, job.bytes);
+        let (to, bytes, pc) = (job.to, job.bytes, job.pc);
         job.lanes &= !lanes;
         let gone = job.lanes == 0;
         for lane in lanes_of(lanes) {
             if let Ok((block, offset)) = self.shared_at("", warp.block, to[lane], bytes, lane) {
-                self.copy_ends(warp, block, offset, bytes, lane);
+                self.copy_ends(warp, block, offset, bytes, lane, pc);
             }
         }
         if gone {
@@ -272,15 +264,5 @@ impl Machine<'_> {
             return Err(Fault::new(FindingKind::PendingAtExit, pending, text));
         }
         self.end_engines(warp, mask)
-    }
-}
-
-impl MbarrierKind {
-    /// Whether the operation arrives.
-    pub const fn arrives(self) -> bool {
-        matches!(
-            self,
-            MbarrierKind::Arrive | MbarrierKind::ArriveDrop | MbarrierKind::ArriveExpect
-        )
     }
 }

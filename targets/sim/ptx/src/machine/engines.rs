@@ -1,47 +1,56 @@
-//! engines
-use super::Machine;
-use super::run::Flow;
-use super::warp::{Group, Warp};
-use crate::code::op::{Bulk, TensorCopy, Wgmma};
-use crate::finding::{Fault, FindingKind, Step};
+//! When the engines do their work: late, by the seed.
 
-fn none() -> Step<Flow> {
-    Err(Fault::new(FindingKind::Operand, 0, "not built yet"))
-}
+use super::Machine;
+use super::warp::{Group, Wait, Warp};
+use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 
 impl Machine<'_> {
-    pub fn engines(&mut self, _force: bool) -> Step<bool> {
-        Ok(false)
+    /// Lets the engines go a step. With `force` something has to happen, since
+    /// no thread can go on; true when it did.
+    pub fn engines(&mut self, force: bool) -> Step<bool> {
+        if self.bulk.is_idle() && !self.kernel.has_products {
+            return Ok(false);
+        }
+        let products = self.run_products(force)?;
+        Ok(products | self.run_bulk(force && !products)?)
     }
+
+    /// Whether what a group waits for from an engine has happened.
+    pub fn engine_done(&self, number: usize, group: &Group) -> bool {
+        match group.wait {
+            Wait::Products(left) => self.products_done(number, left),
+            Wait::Bulk { left, read } => self.bulk_done(number as u32, group.lanes, left, read),
+            _ => true,
+        }
+    }
+
+    /// Threads end: no engine may still work for them.
+    pub fn end_engines(&mut self, warp: &mut Warp, mask: u32) -> Step<()> {
+        if !warp.flying.is_empty() {
+            let text = "ends with wgmma products it has not waited for";
+            return Err(Fault::new(FindingKind::PendingAtExit, mask, text));
+        }
+        self.end_bulk(warp, mask)
+    }
+
+    /// Every thread has ended: no copy may still write to the blocks.
     pub fn finish(&mut self) -> Result<(), (usize, Box<Fault>)> {
-        Ok(())
+        let Some(job) = self.bulk.first() else {
+            return Ok(());
+        };
+        let text = "every thread of the block has ended, and a bulk copy is under way";
+        let mut fault = Fault::new(FindingKind::PendingAtExit, 0, text);
+        fault.at = Some(FaultPlace {
+            pc: job.pc,
+            block: self.warps[job.thread as usize / 32].block,
+            threads: vec![self.thread_in_block(job.thread)],
+        });
+        Err((job.thread as usize / 32, fault))
     }
-    pub fn engine_done(&self, _number: usize, _group: &Group) -> bool {
-        true
-    }
-    pub fn bulk(&mut self, _w: &mut Warp, _b: &Bulk, _mask: u32) -> Step<Flow> {
-        none()
-    }
-    pub fn tensor_copy(&mut self, _w: &mut Warp, _b: &TensorCopy, _mask: u32) -> Step<Flow> {
-        none()
-    }
-    pub fn bulk_commit(&mut self, _w: &mut Warp, _mask: u32) {}
-    pub fn bulk_wait(&mut self, _w: &mut Warp, _l: u32, _r: bool, _mask: u32) -> Step<Flow> {
-        none()
-    }
-    pub fn wgmma(&mut self, _w: &mut Warp, _op: &Wgmma, _mask: u32) -> Step<Flow> {
-        none()
-    }
-    pub fn wgmma_fence(&mut self, _w: &mut Warp, _mask: u32) -> Step<Flow> {
-        none()
-    }
-    pub fn wgmma_commit(&mut self, _w: &mut Warp, _mask: u32) -> Step<Flow> {
-        none()
-    }
-    pub fn wgmma_wait(&mut self, _w: &mut Warp, _l: u32, _mask: u32) -> Step<Flow> {
-        none()
-    }
-    pub fn end_engines(&mut self, _w: &mut Warp, _mask: u32) -> Step<()> {
-        Ok(())
+
+    /// A thread of the cluster, counted in its block.
+    pub fn thread_in_block(&self, thread: u32) -> u32 {
+        let warp = &self.warps[thread as usize / 32];
+        warp.first_thread + thread % 32
     }
 }

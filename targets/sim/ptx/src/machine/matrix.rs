@@ -71,7 +71,7 @@ impl Machine<'_> {
                 let lane = matrix::address_lane(number, at);
                 let (block, offset) =
                     self.shared_at("reads", warp.block, addresses[lane], ROW, lane)?;
-                self.shared_read(warp, block, offset, ROW, lane, Order::Weak)?;
+                self.shared_read(warp, block, offset, ROW, 1 << lane, Order::Weak)?;
                 row.copy_from_slice(&self.blocks[block].shared[offset..offset + ROW]);
             }
             let value = matrix::load(&rows, op.transposed);
@@ -87,7 +87,7 @@ impl Machine<'_> {
                 let lane = matrix::address_lane(number, at);
                 let (block, offset) =
                     self.shared_at("writes", warp.block, addresses[lane], ROW, lane)?;
-                self.shared_write(warp, block, offset, ROW, lane, Order::Weak)?;
+                self.shared_write(warp, block, offset, row, lane, Order::Weak)?;
                 self.blocks[block].shared[offset..offset + ROW].copy_from_slice(row);
             }
         }

@@ -3,14 +3,18 @@
 mod access;
 mod atomics;
 mod barriers;
+mod bulk;
+mod clock;
 mod clocks;
 mod collective;
 mod copies;
 mod engines;
 pub mod lanes;
 mod matrix;
+mod products;
 mod run;
 mod schedule;
+mod shadow;
 mod shared;
 mod tally;
 mod warp;
@@ -20,8 +24,13 @@ use crate::code::layout::SHARED_START;
 use crate::finding::{Fault, FaultPlace, FindingKind};
 use crate::memory::{BlockLog, LaunchLog, Regions};
 use barriers::NamedBarrier;
+use bulk::Bulks;
+use clock::Known;
+use clocks::Sync;
 use copies::Copies;
 use lanes::Execute;
+use products::WarpGroup;
+use shadow::Shadow;
 pub use tally::Tally;
 use warp::{Place, Warp};
 
@@ -45,13 +54,36 @@ pub struct Launch<'a> {
 }
 
 /// The state of a block.
+#[derive(Default)]
 pub struct Block {
     pub place: Place,
     /// Shared memory; the index is the address.
     pub shared: Vec<u8>,
+    pub shadow: Shadow,
     pub barriers: Vec<NamedBarrier>,
     /// Warps of the block, in the machine's list.
     pub warps: std::ops::Range<usize>,
+}
+
+impl Block {
+    fn reset(
+        &mut self,
+        place: Place,
+        end: usize,
+        warps: std::ops::Range<usize>,
+        all: usize,
+        full: bool,
+    ) {
+        self.place = place;
+        self.shared.clear();
+        self.shared.resize(end, 0xff);
+        self.barriers.clear();
+        self.barriers.resize_with(16, NamedBarrier::default);
+        self.warps = warps;
+        if full {
+            self.shadow.reset(end, all);
+        }
+    }
 }
 
 /// Runs clusters of a launch, one after the other.
@@ -63,6 +95,9 @@ pub struct Machine<'a> {
     blocks: Vec<Block>,
     copies: Vec<Copies>,
     cluster_barrier: barriers::ClusterState,
+    sync: Sync,
+    bulk: Bulks,
+    products: Vec<WarpGroup>,
     log: BlockLog,
     /// The region that was used last.
     hint: usize,
@@ -77,6 +112,8 @@ pub struct Machine<'a> {
     /// Where the current slice began to matter.
     pc: u32,
     clock: u64,
+    /// Stepped whenever a thread releases what it did.
+    time: u32,
 }
 
 /// A small generator: same seed, same delays.
@@ -99,6 +136,8 @@ pub struct Failure {
     pub block: [u32; 3],
     pub threads: Vec<u32>,
     pub pc: u32,
+    /// The instruction of the other access.
+    pub other: Option<u32>,
     pub message: String,
 }
 
@@ -113,6 +152,9 @@ impl<'a> Machine<'a> {
             blocks: Vec::new(),
             copies: (0..warps).map(|_| Copies::default()).collect(),
             cluster_barrier: barriers::ClusterState::default(),
+            sync: Sync::default(),
+            bulk: Bulks::default(),
+            products: Vec::new(),
             log: BlockLog::default(),
             hint: 0,
             random: Random(1),
@@ -122,6 +164,7 @@ impl<'a> Machine<'a> {
             first_block: 0,
             pc: 0,
             clock: 0,
+            time: 1,
         }
     }
 
@@ -144,9 +187,12 @@ impl<'a> Machine<'a> {
         self.first_block = number * u64::from(cluster);
         self.random =
             Random((launch.seed ^ self.first_block.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
-        self.blocks.clear();
+        self.begin_clocks();
+        let known = Known::start(self.warps.len(), self.time);
+        self.time += 1;
         let per_block = launch.threads.div_ceil(32);
         let end = self.kernel.dynamic_shared + launch.shared_bytes;
+        self.blocks.resize_with(cluster as usize, Block::default);
         for rank in 0..cluster {
             let place = Place {
                 block: block_index(launch.grid, self.first_block + u64::from(rank)),
@@ -157,19 +203,21 @@ impl<'a> Machine<'a> {
                 shared_bytes: end - SHARED_START,
                 dynamic_bytes: launch.shared_bytes,
             };
-            let first = (rank * per_block) as usize;
             for warp in 0..per_block {
                 let number = rank * per_block + warp;
-                self.warps[number as usize].reset(self.kernel, number, warp * 32, &place);
+                let own = &mut self.warps[number as usize];
+                own.reset(self.kernel, number, warp * 32, &place, &known);
                 self.copies[number as usize].reset();
             }
-            self.blocks.push(Block {
-                place,
-                shared: vec![0xff; end as usize],
-                barriers: (0..16).map(|_| NamedBarrier::default()).collect(),
-                warps: first..first + per_block as usize,
-            });
+            let first = (rank * per_block) as usize;
+            let warps = first..first + per_block as usize;
+            let all = self.warps.len();
+            self.blocks[rank as usize].reset(place, end as usize, warps, all, launch.full);
         }
+        self.bulk = Bulks::default();
+        self.products.clear();
+        self.products
+            .resize_with(self.warps.len().div_ceil(4), WarpGroup::default);
         self.cluster_barrier = barriers::ClusterState::default();
     }
 
@@ -186,6 +234,7 @@ impl<'a> Machine<'a> {
             block: self.blocks[place.block as usize].place.block,
             threads: place.threads,
             pc: place.pc,
+            other: fault.other,
             message: fault.message,
         }
     }

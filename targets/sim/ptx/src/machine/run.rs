@@ -80,6 +80,9 @@ impl Machine<'_> {
             let instruction = &kernel.code[pc];
             self.executed[pc] += 1;
             let mask = guarded(warp, instruction.guard, lanes);
+            if kernel.has_products {
+                self.watch(warp, pc, mask)?;
+            }
             let next = if (self.execute)(warp, &instruction.op, mask) {
                 pc + 1
             } else {

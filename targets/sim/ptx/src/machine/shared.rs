@@ -4,9 +4,10 @@ use super::Machine;
 use super::access::{lanes_of, little, misaligned, outside};
 use super::warp::{Doubles, Warp};
 use crate::code::layout::{RANK_SHIFT, SHARED_START};
-use crate::code::op::{Access, Fence, Order};
+use crate::code::op::Access;
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::Space;
+use std::rc::Rc;
 
 impl Machine<'_> {
     /// The block and the offset of a shared address.
@@ -63,10 +64,15 @@ impl Machine<'_> {
         let bytes = element * count;
         self.tally.shared(addresses, mask, bytes as u64);
         let mut values = [[0; 32]; 8];
+        let mut noted = 0;
         for lane in lanes_of(mask) {
             let (block, offset) =
                 self.shared_at("reads", warp.block, addresses[lane], bytes, lane)?;
-            self.shared_read(warp, block, offset, bytes, lane, access.order)?;
+            if noted >> lane & 1 == 0 {
+                let same = same_bytes(warp, addresses, mask, lane);
+                noted |= same;
+                self.shared_read(warp, block, offset, bytes, same, access.order)?;
+            }
             let from = &self.blocks[block].shared[offset..offset + bytes];
             for (value, part) in values.iter_mut().zip(from.chunks_exact(element)) {
                 value[lane] = match element {
@@ -75,7 +81,7 @@ impl Machine<'_> {
                 };
             }
         }
-        self.order_after(warp, access.order, mask);
+        self.order_after(warp, access.order, Space::Shared, addresses, mask);
         self.deliver(warp, access, &values[..count], mask);
         Ok(())
     }
@@ -90,53 +96,20 @@ impl Machine<'_> {
         let (element, count) = (access.bytes as usize, access.rows.len());
         let bytes = element * count;
         self.tally.shared(addresses, mask, bytes as u64);
-        self.order_before(warp, access.order, mask);
+        self.order_before(warp, access.order, Space::Shared, addresses, mask);
         for lane in lanes_of(mask) {
             let (block, offset) =
                 self.shared_at("writes", warp.block, addresses[lane], bytes, lane)?;
-            self.shared_write(warp, block, offset, bytes, lane, access.order)?;
+            let value = |at: usize| self.stored(warp, access, at, lane).to_le_bytes();
+            let mut new = [0; 32];
             for at in 0..count {
-                let value = self.stored(warp, access, at, lane).to_le_bytes();
-                let to = offset + at * element;
-                self.blocks[block].shared[to..to + element].copy_from_slice(&value[..element]);
+                new[at * element..][..element].copy_from_slice(&value(at)[..element]);
             }
+            self.shared_write(warp, block, offset, &new[..bytes], lane, access.order)?;
+            self.blocks[block].shared[offset..offset + bytes].copy_from_slice(&new[..bytes]);
         }
         Ok(())
     }
-
-    #[inline(always)]
-    pub fn shared_read(
-        &mut self,
-        _warp: &Warp,
-        _block: usize,
-        _offset: usize,
-        _bytes: usize,
-        _lane: usize,
-        _order: Order,
-    ) -> Step<()> {
-        Ok(())
-    }
-
-    #[inline(always)]
-    pub fn shared_write(
-        &mut self,
-        _warp: &Warp,
-        _block: usize,
-        _offset: usize,
-        _bytes: usize,
-        _lane: usize,
-        _order: Order,
-    ) -> Step<()> {
-        Ok(())
-    }
-
-    /// What an acquiring load does after it has read.
-    pub fn order_after(&mut self, _warp: &mut Warp, _order: Order, _mask: u32) {}
-
-    /// What a releasing store does before it writes.
-    pub fn order_before(&mut self, _warp: &mut Warp, _order: Order, _mask: u32) {}
-
-    pub fn fence(&mut self, _warp: &mut Warp, _fence: Fence, _mask: u32) {}
 
     pub fn set_registers(
         &mut self,
@@ -155,4 +128,18 @@ impl Machine<'_> {
         warp.max_registers = count;
         Ok(super::run::Flow::Next)
     }
+}
+
+/// The lanes from `lane` on that read the same bytes and know the same.
+#[inline(always)]
+fn same_bytes(warp: &Warp, addresses: &Doubles, mask: u32, lane: usize) -> u32 {
+    let mut same = 1 << lane;
+    let known = &warp.known[lane].seen;
+    for other in lane + 1..32 {
+        let equal = mask >> other & 1 == 1
+            && addresses[other] == addresses[lane]
+            && Rc::ptr_eq(&warp.known[other].seen, known);
+        same |= u32::from(equal) << other;
+    }
+    same
 }

@@ -1,8 +1,10 @@
 //! A warp: its registers and where its threads are.
 
+use super::clock::Known;
 use crate::code::op::{NONE, Row};
 use crate::code::{Kernel, Source};
 use crate::text::{Relation, Special};
+use std::collections::VecDeque;
 
 /// 32-bit values of the 32 lanes.
 pub type Words = [u32; 32];
@@ -60,8 +62,17 @@ pub struct Warp {
     pub ended: u32,
     /// Local memory, thread by thread.
     pub local: Vec<u8>,
-    /// Named barriers at which the warp has arrived without waiting.
     pub max_registers: u32,
+    /// What each lane knows of what others did.
+    pub known: Vec<Known>,
+    /// Lanes that have executed a memory fence.
+    pub fences: u32,
+    /// Products of wgmma that were not waited for: number and instruction.
+    pub flying: VecDeque<(u32, u32)>,
+    /// A wgmma.fence was executed.
+    pub fenced: bool,
+    /// Registers of wgmma that were written since.
+    pub unfenced: Vec<Row>,
 }
 
 /// What special registers say.
@@ -78,7 +89,20 @@ pub struct Place {
 
 impl Warp {
     /// Starts the warp over, at the first instruction of `kernel`.
-    pub fn reset(&mut self, kernel: &Kernel, number: u32, first_thread: u32, place: &Place) {
+    pub fn reset(
+        &mut self,
+        kernel: &Kernel,
+        number: u32,
+        first_thread: u32,
+        place: &Place,
+        known: &Known,
+    ) {
+        self.known.clear();
+        self.known.resize(32, known.clone());
+        self.fences = 0;
+        self.flying.clear();
+        self.fenced = false;
+        self.unfenced.clear();
         let lanes = (place.threads - first_thread).min(32);
         self.number = number;
         self.block = place.rank;

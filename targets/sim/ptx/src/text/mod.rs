@@ -30,7 +30,7 @@ pub struct Virtual {
 }
 
 /// The state space of a variable or an access.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Space {
     Generic,
     Global,

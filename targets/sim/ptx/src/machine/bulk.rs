@@ -1,0 +1,695 @@
+//! The copy engine: bulk copies of lines and boxes.
+
+use super::access::{addresses, lanes_of, little, misaligned};
+use super::clocks::Component;
+use super::run::Flow;
+use super::shadow::Accessor;
+use super::warp::{Wait, Warp};
+use super::{Machine, access};
+use crate::code::layout::RANK_SHIFT;
+use crate::code::op::{self, Address, AtomicKind, Direction, NONE, Number, TensorCopy};
+use crate::finding::{Fault, FaultPlace, FindingKind, Step};
+use crate::memory::Touch;
+use crate::text::Space;
+use moesaic_units::mbarrier::Mbarrier;
+use moesaic_units::tensor_map::{ElementType, TensorMap};
+use moesaic_units::tma::{self, Move, Reduction};
+use std::collections::HashMap;
+
+/// Copies under way, and the groups of each thread.
+#[derive(Default)]
+pub struct Bulks {
+    jobs: Vec<Job>,
+    threads: HashMap<u32, Groups>,
+    step: u64,
+}
+
+/// The bulk groups of a thread.
+#[derive(Clone, Copy, Debug, Default)]
+struct Groups {
+    /// Copies were issued since the last commit.
+    open: bool,
+    committed: u32,
+    /// Groups the thread has waited for.
+    waited: u32,
+}
+
+/// One copy.
+pub struct Job {
+    due: u64,
+    pub pc: u32,
+    pub thread: u32,
+    moves: Vec<Move>,
+    action: Action,
+}
+
+/// What a copy does with its moves.
+enum Action {
+    /// Global memory, or another block, to these blocks; each signals the
+    /// mbarrier at this offset.
+    Load {
+        from: Option<usize>,
+        blocks: Vec<usize>,
+        mbarrier: usize,
+        phases: Vec<u32>,
+        bytes: u32,
+        fill: [u8; 16],
+    },
+    /// A block's shared memory to global memory, in this group.
+    Store {
+        block: usize,
+        group: u32,
+        reduction: Option<(Reduction, ElementType)>,
+    },
+}
+
+impl Bulks {
+    pub fn is_idle(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    pub fn first(&self) -> Option<&Job> {
+        self.jobs.first()
+    }
+}
+
+/// Where a copy goes and comes from, for one thread.
+struct Line {
+    lane: usize,
+    shared: u64,
+    bytes: u32,
+    moves: Vec<Move>,
+    fill: [u8; 16],
+}
+
+impl Machine<'_> {
+    pub fn bulk(&mut self, warp: &mut Warp, op: &op::Bulk, mask: u32) -> Step<Flow> {
+        if op.direction == Direction::PrefetchL2 {
+            return Ok(Flow::Next);
+        }
+        let (to, from) = (addresses(warp, &op.to), addresses(warp, &op.from));
+        let bytes = *warp.word(op.bytes);
+        for lane in lanes_of(mask) {
+            let (shared, other) = match op.direction {
+                Direction::GlobalToShared => (to[lane], from[lane]),
+                _ => (from[lane], to[lane]),
+            };
+            let size = bytes[lane];
+            for address in [shared, other, u64::from(size)] {
+                if !address.is_multiple_of(16) {
+                    return Err(misaligned(
+                        1 << lane,
+                        "bulk-copies",
+                        16,
+                        Space::Generic,
+                        address,
+                    ));
+                }
+            }
+            if op.direction == Direction::SharedToCluster {
+                self.send(warp, op, (to[lane], from[lane]), size, lane)?;
+                continue;
+            }
+            let moves = (0..size).step_by(16).map(|at| Move {
+                shared: (shared as u32).wrapping_add(at) & ((1 << RANK_SHIFT) - 1),
+                global: Some(other + u64::from(at)),
+                bytes: 16,
+            });
+            let line = Line {
+                lane,
+                shared,
+                bytes: size,
+                moves: moves.collect(),
+                fill: [0; 16],
+            };
+            let reduction = self.reduction(op.reduction.as_ref(), None, lane)?;
+            match op.direction {
+                Direction::GlobalToShared => {
+                    self.bulk_load(warp, line, op.mbarrier.as_ref(), op.multicast)?;
+                }
+                _ => self.bulk_store(warp, line, reduction)?,
+            }
+        }
+        Ok(Flow::Next)
+    }
+
+    pub fn tensor_copy(&mut self, warp: &mut Warp, op: &TensorCopy, mask: u32) -> Step<Flow> {
+        let (maps, shared) = (addresses(warp, &op.map), addresses(warp, &op.shared));
+        for lane in lanes_of(mask) {
+            let map = self.tensor_map(maps[lane], lane)?;
+            let list = op.coordinates.iter();
+            let coordinates: Vec<i32> = list
+                .map(|row| warp.word(*row)[lane].cast_signed())
+                .collect();
+            let invalid = |text: String| Fault::new(FindingKind::Operand, 1 << lane, text);
+            let offset = shared[lane] as u32 & ((1 << RANK_SHIFT) - 1);
+            let mut moves = Vec::new();
+            tma::box_moves(&map, &coordinates, offset, |own| moves.push(own))
+                .map_err(|error| invalid(error.to_string()))?;
+            let line = Line {
+                lane,
+                shared: shared[lane],
+                bytes: map.box_bytes(),
+                moves,
+                fill: tma::fill(&map),
+            };
+            let reduction = self.reduction(op.reduction.as_ref(), Some(map.element), lane)?;
+            match op.direction {
+                Direction::GlobalToShared => {
+                    self.bulk_load(warp, line, op.mbarrier.as_ref(), op.multicast)?;
+                }
+                _ => self.bulk_store(warp, line, reduction)?,
+            }
+        }
+        Ok(Flow::Next)
+    }
+
+    /// The tensor map at a generic address: a parameter, or global memory.
+    fn tensor_map(&mut self, address: u64, lane: usize) -> Step<TensorMap> {
+        let mut bytes = [0; 128];
+        if !address.is_multiple_of(64) {
+            let space = Space::Generic;
+            return Err(misaligned(
+                1 << lane,
+                "reads a tensor map of",
+                64,
+                space,
+                address,
+            ));
+        }
+        match access::space_of(address) {
+            (Space::Param, offset) => {
+                let offset = offset as usize;
+                let own = self
+                    .launch
+                    .params
+                    .get(offset..offset + 128)
+                    .ok_or_else(|| {
+                        let place = "beyond the parameters";
+                        access::outside(1 << lane, "reads", 128, Space::Param, address, place)
+                    })?;
+                bytes.copy_from_slice(own);
+            }
+            _ => {
+                let (region, offset) = self.global_bytes("reads", address, 128, lane as u32)?;
+                self.launch.regions.list[region].copy_out(offset, &mut bytes);
+            }
+        }
+        TensorMap::decode(&bytes).map_err(|error| {
+            Fault::new(
+                FindingKind::Operand,
+                1 << lane,
+                format!("no tensor map: {error}"),
+            )
+        })
+    }
+
+    fn reduction(
+        &self,
+        asked: Option<&op::Reduction>,
+        element: Option<ElementType>,
+        lane: usize,
+    ) -> Step<Option<(Reduction, ElementType)>> {
+        let Some(asked) = asked else {
+            return Ok(None);
+        };
+        let kind = match asked.kind {
+            AtomicKind::Add => Some(Reduction::Add),
+            AtomicKind::Min => Some(Reduction::Min),
+            AtomicKind::Max => Some(Reduction::Max),
+            AtomicKind::And => Some(Reduction::And),
+            AtomicKind::Or => Some(Reduction::Or),
+            AtomicKind::Xor => Some(Reduction::Xor),
+            _ => None,
+        };
+        let element = element.or_else(|| asked.ty.and_then(element_of));
+        match kind.zip(element) {
+            Some(pair) => Ok(Some(pair)),
+            None => {
+                let text = "a reduction the copy engine does not have";
+                Err(Fault::new(FindingKind::Operand, 1 << lane, text))
+            }
+        }
+    }
+
+    /// Blocks a load goes to: that of the address, or those of the mask.
+    fn targets(&self, warp: &Warp, shared: u64, multicast: u16, lane: usize) -> Vec<usize> {
+        if multicast == NONE {
+            let rank = (shared >> RANK_SHIFT) as usize & 0xff;
+            return vec![rank.checked_sub(1).unwrap_or(warp.block as usize)];
+        }
+        let mask = warp.word(multicast)[lane];
+        (0..16).filter(|rank| mask >> rank & 1 == 1).collect()
+    }
+
+    fn bulk_load(
+        &mut self,
+        warp: &Warp,
+        line: Line,
+        mbarrier: Option<&Address>,
+        multicast: u16,
+    ) -> Step<()> {
+        let lane = line.lane;
+        let mbarrier = mbarrier.map_or(0, |address| addresses(warp, address)[lane]);
+        let blocks = self.targets(warp, line.shared, multicast, lane);
+        let mut phases = Vec::new();
+        let offset = mbarrier & ((1 << RANK_SHIFT) - 1);
+        for block in &blocks {
+            let address = (*block as u64 + 1) << RANK_SHIFT | offset;
+            self.shared_at("signals", warp.block, address, 8, lane)?;
+            self.check_signal(warp, *block, offset as usize, lane)?;
+            let (component, phase) = self
+                .phase_under_way(*block, offset as usize)
+                .unwrap_or((0, 0));
+            phases.push(phase);
+            self.box_starts(warp, *block, &line, component, phase)?;
+        }
+        for own in &line.moves {
+            if let Some(global) = own.global {
+                let bytes = own.bytes as usize;
+                let (region, at) = self.global_bytes("copies", global, bytes, lane as u32)?;
+                self.note_read(true, region, at, bytes, 1 << lane)?;
+                self.tally.async_load_bytes += u64::from(own.bytes);
+            }
+        }
+        self.enqueue(warp, line, |line| Action::Load {
+            from: None,
+            blocks,
+            mbarrier: offset as usize,
+            phases,
+            bytes: line.bytes,
+            fill: line.fill,
+        });
+        Ok(())
+    }
+
+    /// The mbarrier must be known to the engine, too.
+    fn check_signal(&mut self, warp: &Warp, block: usize, offset: usize, lane: usize) -> Step<()> {
+        if !self.is_mbarrier(block, offset) {
+            let text = format!("signals the mbarrier at {offset:#x}, which was not initialised");
+            return Err(Fault::new(FindingKind::Mbarrier, 1 << lane, text));
+        }
+        if !self.launch.full {
+            return Ok(());
+        }
+        let known = &warp.known[lane];
+        let result = self.blocks[block]
+            .shadow
+            .check_engine_read(known, offset, 8);
+        result.map_err(|clash| {
+            self.clash(
+                warp,
+                1 << lane,
+                "lets the copy engine use",
+                block,
+                offset,
+                8,
+                clash,
+            )
+        })
+    }
+
+    /// From now on nobody but the engine may touch where the box goes.
+    fn box_starts(
+        &mut self,
+        warp: &Warp,
+        block: usize,
+        line: &Line,
+        component: u32,
+        phase: u32,
+    ) -> Step<()> {
+        let (lane, bytes) = (line.lane, line.bytes as usize);
+        let offset = (line.shared & ((1 << RANK_SHIFT) - 1)) as usize;
+        let address = (block as u64 + 1) << RANK_SHIFT | offset as u64;
+        for at in [0, bytes.saturating_sub(16)] {
+            self.shared_at("copies to", warp.block, address + at as u64, 16, lane)?;
+        }
+        if !self.launch.full {
+            return Ok(());
+        }
+        let by = Accessor {
+            warp: warp.number,
+            lanes: 1 << lane,
+            time: self.time,
+            known: &warp.known[lane],
+            atomic: false,
+            pc: self.pc,
+        };
+        let shadow = &mut self.blocks[block].shadow;
+        if let Err(clash) = shadow.check_write(&by, offset, bytes) {
+            return Err(self.clash(warp, 1 << lane, "copies to", block, offset, bytes, clash));
+        }
+        shadow.engine_write(component, phase, self.pc, offset, bytes);
+        Ok(())
+    }
+
+    /// A copy to another block of the cluster.
+    fn send(
+        &mut self,
+        warp: &Warp,
+        op: &op::Bulk,
+        (to, from): (u64, u64),
+        bytes: u32,
+        lane: usize,
+    ) -> Step<()> {
+        let low = (1 << RANK_SHIFT) - 1;
+        let (source, _) = self.shared_at("copies", warp.block, from, 16, lane)?;
+        self.engine_source(
+            warp,
+            source,
+            (from & low) as usize,
+            bytes as usize,
+            lane,
+            None,
+        )?;
+        let moves = (0..bytes).step_by(16).map(|at| Move {
+            shared: (to & low) as u32 + at,
+            global: Some((from & low) + u64::from(at)),
+            bytes: 16,
+        });
+        let line = Line {
+            lane,
+            shared: to,
+            bytes,
+            moves: moves.collect(),
+            fill: [0; 16],
+        };
+        let mbarrier = op.mbarrier.as_ref();
+        let mbarrier = mbarrier.map_or(0, |address| addresses(warp, address)[lane]);
+        let (block, offset) = self.shared_at("signals", warp.block, mbarrier, 8, lane)?;
+        self.check_signal(warp, block, offset, lane)?;
+        let (component, phase) = self.phase_under_way(block, offset).unwrap_or((0, 0));
+        self.box_starts(warp, block, &line, component, phase)?;
+        self.enqueue(warp, line, |line| Action::Load {
+            from: Some(source),
+            blocks: vec![block],
+            mbarrier: offset,
+            phases: vec![phase],
+            bytes: line.bytes,
+            fill: line.fill,
+        });
+        Ok(())
+    }
+
+    /// The engine reads shared memory: it must see what threads wrote there.
+    fn engine_source(
+        &mut self,
+        warp: &Warp,
+        block: usize,
+        offset: usize,
+        bytes: usize,
+        lane: usize,
+        step: Option<(u32, u32)>,
+    ) -> Step<()> {
+        let address = (block as u64 + 1) << RANK_SHIFT | offset as u64;
+        for at in [0, bytes.saturating_sub(16)] {
+            self.shared_at("copies", warp.block, address + at as u64, 16, lane)?;
+        }
+        if !self.launch.full {
+            return Ok(());
+        }
+        let known = &warp.known[lane];
+        let shadow = &mut self.blocks[block].shadow;
+        if let Err(clash) = shadow.check_engine_read(known, offset, bytes) {
+            return Err(self.clash(warp, 1 << lane, "copies", block, offset, bytes, clash));
+        }
+        if let Some((component, step)) = step {
+            for at in (0..bytes).step_by(16) {
+                shadow.engine_reads(component, step, offset + at);
+            }
+        }
+        Ok(())
+    }
+
+    fn bulk_store(
+        &mut self,
+        warp: &Warp,
+        line: Line,
+        reduction: Option<(Reduction, ElementType)>,
+    ) -> Step<()> {
+        let lane = line.lane;
+        let thread = warp.number * 32 + lane as u32;
+        let (block, offset) = self.shared_at("copies", warp.block, line.shared, 16, lane)?;
+        let groups = self.bulk.threads.entry(thread).or_default();
+        groups.open = true;
+        let group = groups.committed + 1;
+        let component = self.component(Component::Bulk { thread });
+        let step = Some((component, group));
+        self.engine_source(warp, block, offset, line.bytes as usize, lane, step)?;
+        for own in &line.moves {
+            let Some(global) = own.global else {
+                continue;
+            };
+            let bytes = own.bytes as usize;
+            let (region, at) = self.global_bytes("copies to", global, bytes, lane as u32)?;
+            if reduction.is_some() {
+                self.note_read(false, region, at, bytes, 1 << lane)?;
+            }
+            let touch = match reduction {
+                Some(_) => Touch::Atomic,
+                None => Touch::Write,
+            };
+            self.log.touch(touch, region, at, bytes, self.pc);
+            self.tally.async_store_bytes += u64::from(own.bytes);
+        }
+        self.enqueue(warp, line, |_| Action::Store {
+            block,
+            group,
+            reduction,
+        });
+        Ok(())
+    }
+
+    fn enqueue(&mut self, warp: &Warp, line: Line, action: impl FnOnce(&Line) -> Action) {
+        let delay = match self.launch.seed {
+            0 => 0,
+            _ => self.random.below(24),
+        };
+        let action = action(&line);
+        self.bulk.jobs.push(Job {
+            due: self.bulk.step + delay,
+            pc: self.pc,
+            thread: warp.number * 32 + line.lane as u32,
+            moves: line.moves,
+            action,
+        });
+    }
+
+    pub fn bulk_commit(&mut self, warp: &Warp, mask: u32) {
+        for lane in lanes_of(mask) {
+            let thread = warp.number * 32 + lane as u32;
+            let groups = self.bulk.threads.entry(thread).or_default();
+            groups.committed += 1;
+            groups.open = false;
+        }
+    }
+
+    pub fn bulk_wait(&mut self, warp: &mut Warp, left: u32, read: bool, mask: u32) -> Step<Flow> {
+        if !self.bulk_done(warp.number, mask, left, read) {
+            return Ok(Flow::Again(Wait::Bulk { left, read }));
+        }
+        for lane in lanes_of(mask) {
+            let thread = warp.number * 32 + lane as u32;
+            let Some(groups) = self.bulk.threads.get_mut(&thread) else {
+                continue;
+            };
+            groups.waited = groups.waited.max(groups.committed.saturating_sub(left));
+            let waited = groups.waited;
+            let component = self.component(Component::Bulk { thread });
+            let seen = &mut warp.known[lane].seen;
+            std::rc::Rc::make_mut(seen).add_engine(component, waited);
+        }
+        Ok(Flow::Next)
+    }
+
+    /// Whether all but the last `left` groups of these threads are through.
+    pub fn bulk_done(&self, warp: u32, mask: u32, left: u32, _read: bool) -> bool {
+        lanes_of(mask).all(|lane| {
+            let thread = warp * 32 + lane as u32;
+            let committed = self
+                .bulk
+                .threads
+                .get(&thread)
+                .map_or(0, |own| own.committed);
+            let due = committed.saturating_sub(left);
+            !self.bulk.jobs.iter().any(|job| match job.action {
+                Action::Store { group, .. } => job.thread == thread && group <= due,
+                Action::Load { .. } => false,
+            })
+        })
+    }
+
+    /// Threads that end must have waited for their stores.
+    pub fn end_bulk(&mut self, warp: &Warp, mask: u32) -> Step<()> {
+        for lane in lanes_of(mask) {
+            let thread = warp.number * 32 + lane as u32;
+            let own = self.bulk.threads.get(&thread).copied().unwrap_or_default();
+            if own.open || own.waited < own.committed {
+                let text = "ends with bulk stores it has not waited for";
+                return Err(Fault::new(FindingKind::PendingAtExit, 1 << lane, text));
+            }
+        }
+        Ok(())
+    }
+
+    /// Carries out what is due; with `force` the copy that is due first.
+    pub fn run_bulk(&mut self, force: bool) -> Step<bool> {
+        self.bulk.step += 1;
+        let mut done = false;
+        loop {
+            let jobs = self.bulk.jobs.iter().enumerate();
+            let Some((at, job)) = jobs.min_by_key(|(_, job)| job.due) else {
+                return Ok(done);
+            };
+            if job.due > self.bulk.step && !(force && !done) {
+                return Ok(done);
+            }
+            let job = self.bulk.jobs.remove(at);
+            self.changes += 1;
+            self.carry_out(job)?;
+            done = true;
+        }
+    }
+
+    fn carry_out(&mut self, job: Job) -> Step<()> {
+        match &job.action {
+            Action::Load {
+                from,
+                blocks,
+                mbarrier,
+                phases,
+                bytes,
+                fill,
+            } => {
+                for (block, phase) in blocks.iter().zip(phases) {
+                    for own in &job.moves {
+                        self.deliver_move(*from, *block, own, fill);
+                    }
+                    self.signal(&job, *block, *mbarrier, *phase, *bytes)?;
+                }
+            }
+            Action::Store {
+                block, reduction, ..
+            } => {
+                for own in &job.moves {
+                    self.store_move(*block, own, *reduction, &job)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn deliver_move(&mut self, from: Option<usize>, block: usize, own: &Move, fill: &[u8; 16]) {
+        let (at, bytes) = (own.shared as usize, own.bytes as usize);
+        let mut data = *fill;
+        match (own.global, from) {
+            (Some(offset), Some(source)) => {
+                let offset = offset as usize;
+                let own = self.blocks[source].shared.get(offset..offset + bytes);
+                data[..bytes].copy_from_slice(own.unwrap_or(&fill[..bytes]));
+            }
+            (Some(global), None) => {
+                if let Some(region) = self.launch.regions.find(global, bytes, self.hint) {
+                    let region = &self.launch.regions.list[region];
+                    region.copy_out((global - region.base) as usize, &mut data[..bytes]);
+                }
+            }
+            (None, _) => {}
+        }
+        if let Some(to) = self.blocks[block].shared.get_mut(at..at + bytes) {
+            to.copy_from_slice(&data[..bytes]);
+        }
+    }
+
+    /// The bytes of a copy have arrived.
+    fn signal(
+        &mut self,
+        job: &Job,
+        block: usize,
+        offset: usize,
+        phase: u32,
+        bytes: u32,
+    ) -> Step<()> {
+        let place = FaultPlace {
+            pc: job.pc,
+            block: self.warps[job.thread as usize / 32].block,
+            threads: vec![self.thread_in_block(job.thread)],
+        };
+        let fault = |text: String| {
+            let mut fault = Fault::new(FindingKind::Mbarrier, 0, text);
+            fault.at = Some(place.clone());
+            fault
+        };
+        let under_way = self.phase_under_way(block, offset).map_or(0, |own| own.1);
+        if under_way != phase {
+            return Err(fault(format!(
+                "{bytes} bytes of a bulk copy arrive at the mbarrier at {offset:#x} after its \
+                 phase is over: expect_tx announced too few bytes"
+            )));
+        }
+        let word = little(&self.blocks[block].shared[offset..offset + 8]);
+        let result = Mbarrier::load(word).and_then(|mut own| {
+            let completed = own.complete_tx(bytes)?;
+            Ok((own, completed))
+        });
+        let (own, completed) =
+            result.map_err(|error| fault(format!("mbarrier at {offset:#x}: {error}")))?;
+        self.put_mbarrier(block, offset, own.store());
+        if completed {
+            self.mbarrier_phase(block, offset);
+        }
+        Ok(())
+    }
+
+    fn store_move(
+        &mut self,
+        block: usize,
+        own: &Move,
+        reduction: Option<(Reduction, ElementType)>,
+        job: &Job,
+    ) -> Step<()> {
+        let (at, bytes) = (own.shared as usize, own.bytes as usize);
+        let Some(global) = own.global else {
+            return Ok(());
+        };
+        let Some(region) = self.launch.regions.find(global, bytes, self.hint) else {
+            return Ok(());
+        };
+        let region = &self.launch.regions.list[region];
+        let offset = (global - region.base) as usize;
+        let new = &self.blocks[block].shared[at..at + bytes];
+        let Some((kind, element)) = reduction else {
+            region.copy_in(offset, new);
+            return Ok(());
+        };
+        let mut data = [0; 16];
+        region.copy_out(offset, &mut data[..bytes]);
+        if let Err(error) = tma::reduce(kind, element, &mut data[..bytes], new) {
+            let mut fault = Fault::new(FindingKind::Operand, 0, error.to_string());
+            fault.at = Some(FaultPlace {
+                pc: job.pc,
+                block: self.warps[job.thread as usize / 32].block,
+                threads: vec![self.thread_in_block(job.thread)],
+            });
+            return Err(fault);
+        }
+        region.copy_in(offset, &data[..bytes]);
+        Ok(())
+    }
+}
+
+fn element_of(ty: Number) -> Option<ElementType> {
+    Some(match ty {
+        Number::U8 => ElementType::U8,
+        Number::U16 => ElementType::U16,
+        Number::U32 => ElementType::U32,
+        Number::S32 => ElementType::S32,
+        Number::U64 => ElementType::U64,
+        Number::S64 => ElementType::S64,
+        Number::F16 => ElementType::F16,
+        Number::Bf16 => ElementType::Bf16,
+        Number::F32 => ElementType::F32,
+        Number::F64 => ElementType::F64,
+        _ => return None,
+    })
+}

@@ -1,0 +1,341 @@
+//! wgmma: products of a warpgroup that run by themselves.
+
+use super::Machine;
+use super::access::lanes_of;
+use super::clocks::Component;
+use super::run::Flow;
+use super::warp::{Wait, Warp, Words};
+use crate::code::op::{AsyncOp, Op, Row, Wgmma, WgmmaA};
+use crate::finding::{Fault, FaultPlace, FindingKind, Step};
+use moesaic_units::wgmma::{Descriptor, Major, Shared, SourceA, Wgmma as Unit};
+use std::collections::VecDeque;
+use std::rc::Rc;
+
+/// The products of four warps.
+#[derive(Default)]
+pub struct WarpGroup {
+    queue: VecDeque<Product>,
+    /// Products each warp has issued.
+    issued: [u32; 4],
+    executed: u32,
+    /// What each warp had issued at its commits.
+    commits: [VecDeque<u32>; 4],
+}
+
+/// A product that is not done by all, or not carried out.
+struct Product {
+    pc: u32,
+    a: u64,
+    b: u64,
+    accumulate: bool,
+    issued: u32,
+}
+
+impl Machine<'_> {
+    fn group_of(&self, number: usize) -> (usize, usize) {
+        let own = self
+            .blocks
+            .iter()
+            .position(|block| block.warps.contains(&number));
+        let rank = own.unwrap_or(0);
+        let local = number - self.blocks[rank].warps.start;
+        let per_block = self.blocks[rank].warps.len().div_ceil(4);
+        (rank * per_block + local / 4, local % 4)
+    }
+
+    pub fn wgmma(&mut self, warp: &mut Warp, op: &Wgmma, mask: u32) -> Step<Flow> {
+        if let Some(flow) = self.whole_warp(warp, mask) {
+            return Ok(flow);
+        }
+        let (group, place) = self.group_of(warp.number as usize);
+        let product = self.product(warp, op, mask)?;
+        self.check_registers(warp, op, mask)?;
+        let own = &mut self.products[group];
+        let at = (own.issued[place] - own.executed) as usize;
+        own.issued[place] += 1;
+        let step = own.issued[place];
+        match own.queue.get_mut(at) {
+            None => own.queue.push_back(product),
+            Some(known) => {
+                let same = known.pc == product.pc
+                    && (known.a, known.b, known.accumulate)
+                        == (product.a, product.b, product.accumulate);
+                if !same {
+                    let text = "the warps of a warpgroup issue different products";
+                    return Err(Fault::new(FindingKind::Operand, mask, text));
+                }
+                known.issued |= product.issued;
+            }
+        }
+        self.changes += 1;
+        self.check_operands(warp, op, step)?;
+        warp.flying.push_back((step, self.pc));
+        self.tally.multiply_adds += (16 * op.kind.n() * op.kind.k()) as u64;
+        Ok(Flow::Next)
+    }
+
+    /// The operands of a product, which all lanes must agree on.
+    fn product(&self, warp: &Warp, op: &Wgmma, mask: u32) -> Step<Product> {
+        let same = |row: Row| {
+            let values = warp.double(row);
+            match lanes_of(mask).all(|lane| values[lane] == values[0]) {
+                true => Ok(values[0]),
+                false => {
+                    let text = "the lanes of a warp give wgmma different descriptors";
+                    Err(Fault::new(FindingKind::Operand, mask, text))
+                }
+            }
+        };
+        let scale = warp.predicate(op.scale_d, false);
+        if scale != 0 && scale != u32::MAX {
+            let text = "the lanes of a warp give wgmma different scale-d predicates";
+            return Err(Fault::new(FindingKind::Operand, mask, text));
+        }
+        let (_, place) = self.group_of(warp.number as usize);
+        Ok(Product {
+            pc: self.pc,
+            a: match op.a {
+                WgmmaA::Descriptor(row) => same(row)?,
+                WgmmaA::Registers(_) => 0,
+            },
+            b: same(op.b)?,
+            accumulate: scale != 0,
+            issued: 1 << place,
+        })
+    }
+
+    /// Registers must have been fenced since ordinary instructions wrote them.
+    fn check_registers(&self, warp: &Warp, op: &Wgmma, mask: u32) -> Step<()> {
+        let a: &[Row] = match &op.a {
+            WgmmaA::Registers(rows) => rows,
+            WgmmaA::Descriptor(_) => &[],
+        };
+        let dirty = |row: &Row| warp.unfenced.contains(row);
+        if !warp.fenced || op.d.iter().chain(a).any(dirty) {
+            let text = "wgmma uses registers that were written since the last wgmma.fence";
+            return Err(Fault::new(FindingKind::AccumulatorInFlight, mask, text));
+        }
+        Ok(())
+    }
+
+    /// What the engine reads of shared memory: a quarter per warp.
+    fn check_operands(&mut self, warp: &Warp, op: &Wgmma, step: u32) -> Step<()> {
+        if !self.launch.full {
+            return Ok(());
+        }
+        let (group, place) = self.group_of(warp.number as usize);
+        let component = self.component(Component::Products { group });
+        let unit = unit(
+            op,
+            self.descriptors(warp, op),
+            SourceA::Registers(&[[0; 32]; 16]),
+        );
+        let mut chunks = Vec::new();
+        if let Some(operand) = unit.operand_a() {
+            operand.chunks(64, |address| chunks.push(address as usize));
+        }
+        unit.operand_b()
+            .chunks(op.kind.n(), |address| chunks.push(address as usize));
+        let block = warp.block as usize;
+        for (_, offset) in chunks
+            .into_iter()
+            .enumerate()
+            .filter(|(i, _)| i / 4 % 4 == place)
+        {
+            self.shared_at("multiplies", warp.block, offset as u64, 16, 0)?;
+            let shadow = &mut self.blocks[block].shadow;
+            if let Err(clash) = shadow.check_engine_read(&warp.known[0], offset, 16) {
+                return Err(self.clash(warp, 0xffff_ffff, "multiplies", block, offset, 16, clash));
+            }
+            shadow.engine_reads(component, step, offset);
+        }
+        Ok(())
+    }
+
+    fn descriptors(&self, warp: &Warp, op: &Wgmma) -> (u64, u64) {
+        let a = match op.a {
+            WgmmaA::Descriptor(row) => warp.double(row)[0],
+            WgmmaA::Registers(_) => 0,
+        };
+        (a, warp.double(op.b)[0])
+    }
+
+    pub fn wgmma_fence(&mut self, warp: &mut Warp, mask: u32) -> Step<Flow> {
+        if let Some(flow) = self.whole_warp(warp, mask) {
+            return Ok(flow);
+        }
+        warp.fenced = true;
+        warp.unfenced.clear();
+        Ok(Flow::Next)
+    }
+
+    pub fn wgmma_commit(&mut self, warp: &mut Warp, mask: u32) -> Step<Flow> {
+        if let Some(flow) = self.whole_warp(warp, mask) {
+            return Ok(flow);
+        }
+        let (group, place) = self.group_of(warp.number as usize);
+        let own = &mut self.products[group];
+        let issued = own.issued[place];
+        own.commits[place].push_back(issued);
+        Ok(Flow::Next)
+    }
+
+    pub fn wgmma_wait(&mut self, warp: &mut Warp, left: u32, mask: u32) -> Step<Flow> {
+        if let Some(flow) = self.whole_warp(warp, mask) {
+            return Ok(flow);
+        }
+        if !self.products_done(warp.number as usize, left) {
+            return Ok(Flow::Again(Wait::Products(left)));
+        }
+        let (group, place) = self.group_of(warp.number as usize);
+        let commits = &mut self.products[group].commits[place];
+        let mut over = 0;
+        while commits.len() > left as usize {
+            over = commits.pop_front().unwrap_or(over);
+        }
+        if over == 0 {
+            return Ok(Flow::Next);
+        }
+        while warp.flying.front().is_some_and(|(step, _)| *step <= over) {
+            warp.flying.pop_front();
+        }
+        let component = self.component(Component::Products { group });
+        for lane in 0..32 {
+            Rc::make_mut(&mut warp.known[lane].seen).add_engine(component, over);
+        }
+        Ok(Flow::Next)
+    }
+
+    /// Whether all groups of a warp but the last `left` were carried out.
+    pub fn products_done(&self, number: usize, left: u32) -> bool {
+        let (group, place) = self.group_of(number);
+        let own = &self.products[group];
+        let commits = &own.commits[place];
+        let due = commits.len().saturating_sub(left as usize);
+        commits.iter().take(due).all(|end| *end <= own.executed)
+    }
+
+    /// Carries out products that all four warps have issued; by the seed some
+    /// of them early, all of them when threads wait.
+    pub fn run_products(&mut self, force: bool) -> Step<bool> {
+        let mut done = false;
+        for group in 0..self.products.len() {
+            loop {
+                let ready = self.products[group]
+                    .queue
+                    .front()
+                    .is_some_and(|own| own.issued == 15);
+                let now = force || (self.launch.seed != 0 && self.random.below(4) == 0);
+                if !ready || !now {
+                    break;
+                }
+                self.multiply(group)?;
+                done = true;
+            }
+        }
+        Ok(done)
+    }
+
+    fn multiply(&mut self, group: usize) -> Step<()> {
+        let own = &mut self.products[group];
+        own.executed += 1;
+        let Some(product) = own.queue.pop_front() else {
+            return Ok(());
+        };
+        self.changes += 1;
+        let kernel = self.kernel;
+        let Op::Async(instruction) = &kernel.code[product.pc as usize].op else {
+            return Ok(());
+        };
+        let AsyncOp::Wgmma(op) = &**instruction else {
+            return Ok(());
+        };
+        let first = self.first_warp(group);
+        let mut d: Vec<Words> = Vec::with_capacity(4 * op.d.len());
+        let mut a: [Words; 16] = [[0; 32]; 16];
+        for (place, warp) in self.warps[first..first + 4].iter().enumerate() {
+            d.extend(op.d.iter().map(|row| *warp.word(*row)));
+            if let WgmmaA::Registers(rows) = &op.a {
+                for (at, row) in rows.iter().enumerate() {
+                    a[4 * place + at] = *warp.word(*row);
+                }
+            }
+        }
+        let mut unit = unit(op, (product.a, product.b), SourceA::Registers(&a));
+        unit.accumulate = product.accumulate;
+        let block = self.warps[first].block as usize;
+        let shared = Shared {
+            base: 0,
+            bytes: &self.blocks[block].shared,
+        };
+        if let Err(error) = unit.execute(shared, &mut d) {
+            let mut fault = Fault::new(FindingKind::Operand, 0, error.to_string());
+            fault.at = Some(FaultPlace {
+                pc: product.pc,
+                block: block as u32,
+                threads: self.warps[first].threads(u32::MAX),
+            });
+            return Err(fault);
+        }
+        let values = d.chunks_exact(op.d.len());
+        for (warp, values) in self.warps[first..first + 4].iter_mut().zip(values) {
+            for (row, value) in op.d.iter().zip(values) {
+                warp.put(*row, value, u32::MAX);
+            }
+        }
+        Ok(())
+    }
+
+    fn first_warp(&self, group: usize) -> usize {
+        let per_block = self.blocks[0].warps.len().div_ceil(4);
+        self.blocks[group / per_block].warps.start + group % per_block * 4
+    }
+
+    /// Holds an instruction against the products under way: nobody may touch
+    /// their registers.
+    #[inline(never)]
+    pub fn watch(&self, warp: &mut Warp, pc: usize, mask: u32) -> Step<()> {
+        let touches = &self.kernel.touches[pc];
+        if mask == 0 || touches.is_empty() {
+            return Ok(());
+        }
+        for &(row, writes) in touches.iter() {
+            let clash = warp.flying.iter().find(|(_, at)| {
+                let uses = &self.kernel.products[at];
+                uses.d.contains(&row) || (writes && uses.a.contains(&row))
+            });
+            if let Some((_, at)) = clash {
+                let verb = if writes { "writes" } else { "reads" };
+                let text = format!("{verb} a register of a wgmma that has not been waited for");
+                let mut fault = Fault::new(FindingKind::AccumulatorInFlight, mask, text);
+                fault.other = Some(*at);
+                fault.at = Some(FaultPlace {
+                    pc: pc as u32,
+                    block: warp.block,
+                    threads: warp.threads(mask),
+                });
+                return Err(fault);
+            }
+            if writes && !warp.unfenced.contains(&row) {
+                warp.unfenced.push(row);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unit<'a>(op: &Wgmma, (a, b): (u64, u64), registers: SourceA<'a>) -> Unit<'a> {
+    let major = |transposed: bool| if transposed { Major::Mn } else { Major::K };
+    Unit {
+        kind: op.kind,
+        a: match op.a {
+            WgmmaA::Descriptor(_) => SourceA::Shared(Descriptor::decode(a), major(op.transpose_a)),
+            WgmmaA::Registers(_) => registers,
+        },
+        b: Descriptor::decode(b),
+        b_major: major(op.transpose_b),
+        accumulate: true,
+        negate_a: op.negate_a,
+        negate_b: op.negate_b,
+    }
+}
