@@ -32,9 +32,11 @@ impl Machine<'_> {
             if !alive {
                 return self.finish();
             }
-            idle = if self.changes == seen { idle + 1 } else { 0 };
+            // An engine may have done what warps before it in this pass wait for.
+            let still = self.changes == seen;
+            idle = if still { idle + 1 } else { 0 };
             seen = self.changes;
-            let stuck = !ran || idle > PATIENCE;
+            let stuck = (!ran && still) || idle > PATIENCE;
             if stuck && !self.engines(true).map_err(|fault| (first, fault))? {
                 return Err(self.deadlock());
             }
