@@ -196,7 +196,7 @@ fn open_device(
         name => Some(resolve_target(name)?),
     };
     let device = match asked {
-        Some(Target::Sim(arch)) => simulators::device(arch)?,
+        Some(Target::Sim(arch)) => simulators::device(arch, options.threads)?,
         _ => hardware_device(name, options)?,
     };
     let own = device.info().target;

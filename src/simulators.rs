@@ -1,16 +1,35 @@
 //! Simulators of GPUs: the targets `sim:*`, one simulator per vendor.
 
+use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::SimArch;
+use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_target::{CompileError, Compiler, Device, DeviceError};
-use moesaic_toolchain::Registry;
+use moesaic_toolchain::{Kind, Registry};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-/// A simulated GPU of this architecture.
-pub(crate) fn device(arch: SimArch) -> Result<Arc<dyn Device>, DeviceError> {
-    Err(DeviceError::Unavailable {
-        backend: "sim".to_string(),
-        reason: format!("{arch:?} has no simulator yet"),
-    })
+/// A simulated GPU of this architecture, on as many threads of the host.
+pub(crate) fn device(
+    arch: SimArch,
+    threads: Option<usize>,
+) -> Result<Arc<dyn Device>, DeviceError> {
+    let threads = threads.and_then(NonZeroUsize::new);
+    match arch {
+        SimArch::Cuda(arch) => {
+            let options = PtxOptions {
+                threads,
+                ..PtxOptions::default()
+            };
+            Ok(Arc::new(PtxDevice::new(arch, options)))
+        }
+        SimArch::Rocm(arch) => {
+            let options = FiberOptions {
+                threads,
+                ..FiberOptions::default()
+            };
+            Ok(Arc::new(FiberDevice::new(arch, options)?))
+        }
+    }
 }
 
 /// The compiler of a simulator.
@@ -19,7 +38,12 @@ pub(crate) fn compiler(
     registry: &Registry,
 ) -> Result<Arc<dyn Compiler>, CompileError> {
     match arch {
-        SimArch::Cuda(_) => Ok(Arc::new(moesaic_toolchain::nvrtc(registry)?)),
-        SimArch::Rocm(_) => Ok(Arc::new(moesaic_toolchain::rocm(registry)?)),
+        SimArch::Cuda(_) => Ok(Arc::new(PtxCompiler::new(moesaic_toolchain::nvrtc(
+            registry,
+        )?))),
+        SimArch::Rocm(_) => {
+            let zig = registry.get(Kind::C).map(|tool| registry.path(tool));
+            Ok(Arc::new(FiberCompiler::find(zig.as_deref())?))
+        }
     }
 }

@@ -15,6 +15,7 @@ mod log;
 mod machine;
 mod precompile;
 mod progress;
+mod random;
 mod run;
 mod spec;
 mod spec_source;

@@ -4,14 +4,12 @@
 //! are too large for that. Two tokens reach few experts, so only those are
 //! handed over.
 
-use super::data;
 use crate::failure::{Failure, Result};
+use crate::random;
 use crate::run::relative_error;
 use moesaic::reference::{self, Decision, Tensor, Weights};
-use moesaic::spec::RouterKind;
 use moesaic::weights::{HostTensor, HostWeights};
 use moesaic::{DType, HostTensor as Array, Input, Layer, LayerSpec};
-use std::borrow::Cow;
 
 const TOKENS: usize = 2;
 
@@ -21,7 +19,7 @@ const TOKENS: usize = 2;
 /// When the result is wrong: there is no point in timing it then.
 pub fn check(layer: &Layer, weights: &HostWeights) -> Result<f64> {
     let spec = layer.spec();
-    let call = input(spec, TOKENS);
+    let call = random::input(spec, TOKENS);
     let output = layer.forward(&call)?;
     let found: Vec<f64> = output.y().to_f32().into_iter().map(f64::from).collect();
     let error = relative_error(&found, &expected(spec, weights, &call));
@@ -42,45 +40,6 @@ fn tolerance(dtype: DType) -> f64 {
         DType::F32 => 1e-4,
         other => 8.0 * other.unit_roundoff(),
     }
-}
-
-/// Random tokens, and whatever else the router takes.
-pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
-    let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
-    let dtype = spec.precision.activations;
-    let x = data::floats(dtype, tokens * d, 1.7, 1 << 20);
-    let mut input = Input {
-        tokens,
-        tensors: Default::default(),
-    };
-    input.insert(
-        "x",
-        Array {
-            dtype,
-            shape: vec![tokens, d],
-            data: Cow::Owned(x),
-        },
-    );
-    match spec.router.kind {
-        RouterKind::Table => {
-            let rows = spec.router.table_rows.unwrap_or(1).max(1);
-            let ids = (0..tokens).map(|t| (t * 7919 % rows) as i32).collect();
-            input.insert("token_ids", Array::owned(&[tokens], ids));
-        }
-        RouterKind::External => {
-            let experts = spec.routed_experts();
-            let ids = (0..tokens * k)
-                .map(|slot| (slot % experts) as i32)
-                .collect();
-            input.insert("topk_ids", Array::owned(&[tokens, k], ids));
-            input.insert(
-                "topk_weights",
-                Array::owned(&[tokens, k], vec![1.0 / k as f32; tokens * k]),
-            );
-        }
-        RouterKind::Linear | RouterKind::Cosine => {}
-    }
-    input
 }
 
 fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>) -> Vec<f64> {

@@ -1,7 +1,7 @@
 //! Timing.
 
-use super::check::input;
 use crate::failure::Result;
+use crate::random;
 use moesaic::Layer;
 use moesaic::plan::Work;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ const MOST: usize = 1000;
 
 /// Warms up, then repeats for about `budget`; every time is a median.
 pub fn measure(layer: &Layer, tokens: usize, budget: Duration) -> Result<Run> {
-    let input = input(layer.spec(), tokens);
+    let input = random::input(layer.spec(), tokens);
     layer.forward(&input)?;
     layer.time_steps(tokens)?;
     let (mut calls, mut steps) = (Vec::new(), vec![Vec::new(); layer.plan().steps.len()]);

@@ -1,7 +1,6 @@
 //! `moesaic bench`.
 
 mod check;
-mod data;
 mod measure;
 mod report;
 
@@ -9,6 +8,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::machine::Machine;
 use crate::progress::Progress;
+use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use clap::Args;
@@ -63,7 +63,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let engine = Engine::open(&args.target, args.options(console))?;
     let progress = Progress::start("making weights");
-    let weights = data::weights(&spec);
+    let weights = random::weights(&spec);
     progress.next("getting kernels");
     let layer = engine.layer(&spec, &engine_weights(&weights))?;
     progress.next("checking");

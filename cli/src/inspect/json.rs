@@ -1,5 +1,6 @@
 //! An inspection for scripts.
 
+use super::counted::Counted;
 use super::model::{At, Inspection, Kernel, Launch};
 use crate::machine::Machine;
 use serde_json::{Value, json};
@@ -24,6 +25,7 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
         "tensors": tensors(inspection),
         "kernels": kernels,
         "launches": launches,
+        "counted": inspection.counted.as_ref().map(Counted::json),
     })
 }
 

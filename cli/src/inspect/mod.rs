@@ -1,5 +1,6 @@
 //! `moesaic inspect`.
 
+mod counted;
 mod html;
 mod json;
 mod model;
@@ -14,6 +15,7 @@ use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::{emit, highlight, targets};
 use clap::Args;
+use counted::Counted;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
@@ -28,6 +30,7 @@ Examples:
   moesaic inspect --spec layer.toml
   moesaic inspect --spec layer.toml --target cuda:sm_90a --kernel grouped_gemm --source
   moesaic inspect --spec layer.toml --target rocm:gfx942 --machine MI300X --tokens 1,128,8192
+  moesaic inspect --spec layer.toml --target cuda:sm_90a --simulate 64
   moesaic inspect --spec layer.toml --target cpu --html report.html
 
 Kernels are compiled through the cache; no GPU is needed. Limits are measured for this
@@ -52,6 +55,9 @@ pub struct InspectArgs {
     /// The GPU whose published limits are used
     #[arg(long, value_name = "NAME")]
     machine: Option<String>,
+    /// Also run N random tokens on the target's simulator, and count
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    simulate: Option<u32>,
     /// Also print the kernels' source
     #[arg(long)]
     source: bool,
@@ -82,7 +88,12 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
         machine,
         store: args.store.open(console),
     };
-    let inspection = Inspection::new(request)?;
+    let mut inspection = Inspection::new(request)?;
+    if let Some(tokens) = args.simulate {
+        progress.next("running on the simulator");
+        let store = args.store.open(console);
+        inspection.counted = Some(Counted::run(&spec, target, tokens as usize, store)?);
+    }
     drop(progress);
     if let Some(trouble) = &inspection.trouble {
         console.warn(&trouble.replace('\n', "\n  "));

@@ -1,5 +1,6 @@
 //! Everything an inspection shows, as data.
 
+use super::counted::Counted;
 use crate::failure::{Failure, Result};
 use crate::machine::Machine;
 use crate::suggest::closest;
@@ -32,6 +33,8 @@ pub struct Inspection {
     pub launches: Vec<Launch>,
     /// Why nothing was compiled.
     pub trouble: Option<String>,
+    /// What a simulator counted, when it was asked to.
+    pub counted: Option<Counted>,
 }
 
 /// A kernel source and what its binary says.
@@ -99,6 +102,7 @@ impl Inspection {
             kernels,
             launches,
             trouble,
+            counted: None,
         })
     }
 

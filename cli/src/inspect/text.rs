@@ -12,6 +12,8 @@ use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
 /// Every table.
 pub fn render(inspection: &Inspection, palette: &Palette) -> String {
     let title = format!("{} on {}", inspection.plan.spec.name, inspection.target);
+    let counted = inspection.counted.as_ref();
+    let counted = counted.map(|counted| section(&counted.title(), counted.table(), palette));
     let parts = [
         format!("{}\n{}", palette.bold(&title), indent(&summary(inspection))),
         section("plan", plan(inspection), palette),
@@ -23,6 +25,7 @@ pub fn render(inspection: &Inspection, palette: &Palette) -> String {
         ),
         section(&roofline_title(inspection), roofline(inspection), palette),
     ];
+    let parts: Vec<String> = parts.into_iter().chain(counted).collect();
     parts.join("\n")
 }
 
@@ -30,7 +33,7 @@ fn section(title: &str, table: Table, palette: &Palette) -> String {
     format!("{}\n{}", palette.bold(title), table.render(palette))
 }
 
-fn indent(lines: &[String]) -> String {
+pub fn indent(lines: &[String]) -> String {
     lines.iter().map(|line| format!("  {line}\n")).collect()
 }
 

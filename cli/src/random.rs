@@ -1,9 +1,11 @@
 //! Random weights and tokens, made on all cores: real layers are gigabytes.
 
 use moesaic::half::{bf16, f16};
+use moesaic::spec::RouterKind;
 use moesaic::spec::canonical_tensors;
 use moesaic::weights::{HostTensor, HostWeights};
-use moesaic::{DType, LayerSpec};
+use moesaic::{DType, HostTensor as CallTensor, Input, LayerSpec};
+use std::borrow::Cow;
 use std::thread;
 
 /// Every tensor of the layer, in its own type and scaled by its fan-in, so
@@ -40,6 +42,45 @@ pub fn weights(spec: &LayerSpec) -> HostWeights {
     tensors.map(one).collect()
 }
 
+/// Random tokens, and whatever else the router takes.
+pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
+    let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
+    let dtype = spec.precision.activations;
+    let x = floats(dtype, tokens * d, 1.7, 1 << 20);
+    let mut input = Input {
+        tokens,
+        tensors: Default::default(),
+    };
+    input.insert(
+        "x",
+        CallTensor {
+            dtype,
+            shape: vec![tokens, d],
+            data: Cow::Owned(x),
+        },
+    );
+    match spec.router.kind {
+        RouterKind::Table => {
+            let rows = spec.router.table_rows.unwrap_or(1).max(1);
+            let ids = (0..tokens).map(|t| (t * 7919 % rows) as i32).collect();
+            input.insert("token_ids", CallTensor::owned(&[tokens], ids));
+        }
+        RouterKind::External => {
+            let experts = spec.routed_experts();
+            let ids = (0..tokens * k)
+                .map(|slot| (slot % experts) as i32)
+                .collect();
+            input.insert("topk_ids", CallTensor::owned(&[tokens, k], ids));
+            input.insert(
+                "topk_weights",
+                CallTensor::owned(&[tokens, k], vec![1.0 / k as f32; tokens * k]),
+            );
+        }
+        RouterKind::Linear | RouterKind::Cosine => {}
+    }
+    input
+}
+
 /// Experts of token ids: each row counts on from where the last one ended.
 fn table(elements: usize, spec: &LayerSpec) -> Vec<u8> {
     let experts = spec.routed_experts().max(1);
@@ -49,7 +90,7 @@ fn table(elements: usize, spec: &LayerSpec) -> Vec<u8> {
 }
 
 /// Uniform values in `(-scale, scale)` in a float type.
-pub fn floats(dtype: DType, elements: usize, scale: f32, seed: u64) -> Vec<u8> {
+fn floats(dtype: DType, elements: usize, scale: f32, seed: u64) -> Vec<u8> {
     const CHUNK: usize = 1 << 20;
     let mut bytes = vec![0; elements * dtype.size()];
     let threads = thread::available_parallelism().map_or(1, |n| n.get());
