@@ -1,13 +1,19 @@
-// grouped_gemm_down for cuda:sm_90a
+// grouped_gemm_down for cuda:sm_90a, by wgmma and the copy engine
 //
 //   out = hidden · downᵀ
 //
-// A block owns 64 rows of all tokens by 128 columns; a thread owns
-// 8 x 8 of them. block_x counts row tiles, block_y column tiles.
+// A block owns 128 rows of all tokens by 256 columns. block_x counts row tiles,
+// block_y column tiles.
 //
-// Shared memory: two buffers of each, one filled while the other is used.
-//   left   f32 [16][64 + pad]   hidden, transposed
-//   right  f32 [16][128 + pad]   rows of down, transposed
+// Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
+// engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
+// from one to the others through its barrier `full`, and back through `empty`.
+//
+// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
+// chunks of its 128-byte rows swizzled.
+//   ring    [4] of bf16 hidden [128][64], down [256][64]
+//   corners bf16 [8][16][64]   results of a warp on their way out
+//   full, empty   barriers [4] each
 //
 // Baked in: inner 2048, outer 7168, experts 1, types, epilogue. Not the tokens.
 
@@ -83,6 +89,18 @@ template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
     *reinterpret_cast<Pack<T, N> *>(to) = pack;
 }
 
+// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
+// that the address counts whole packs.
+template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
+{
+    return reinterpret_cast<const Pack<T, N> *>(row)[i];
+}
+
+template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
+{
+    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
+}
+
 // Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
 // every row then starts at a pack and ends with one.
 template <class T> COMPILE_TIME int pack_width(i64 width)
@@ -96,109 +114,330 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
-// ---- products of tiles ----
+// ---- warps ----
 
-// Rows are staged DEPTH elements at a time as f32 in shared memory, transposed
-// (tile[k][row]), so that a thread reads its operands four at a time. PAD keeps
-// that alignment and spreads the transposing stores over the banks.
-constexpr int PAD = 4;
+constexpr i32 WARP = 32;
+typedef u32 LaneMask;
 
-// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
-// registers of THREADS threads to shared memory.
-template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
-    static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
-    static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
+// Every lane of a warp takes part in each of these.
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE u32 shuffle(u32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+DEVICE i32 population(LaneMask lanes) { return __popc(lanes); }
 
-    Pack<T, PACK> held[HELD];
-
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
-    DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
-
-    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
-    DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            i32 row = row_of(i), k = depth + depth_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (row < rows && k < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(matrix + (i64)row * WIDTH + k);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[DEPTH][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j++)
-                if (pack_of(i) < PACKS)
-                    tile[depth_of(i) + j][first + row_of(i)] = to_f32(held[i].at[j]);
-    }
-};
-
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
-template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
+// The lanes with the same value, which has at most BITS bits.
+template <int BITS> DEVICE LaneMask match_any(u32 value)
 {
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
+    return __match_any_sync(0xffffffffu, value);
 }
 
-// The COUNT items of a thread, out of one row of a tile.
-template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
+DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
+
+DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
+DEVICE i32 lane_index() { return thread_index() % WARP; }
+DEVICE i32 warp_index() { return thread_index() / WARP; }
+
+// The lanes before this one, and the first lane of a set.
+DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
+DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
+
+DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
+
+DEVICE f32 warp_sum(f32 value)
 {
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += shuffle(value, lane_index() ^ step);
+    return value;
+}
+
+DEVICE i32 warp_sum(i32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += (i32)shuffle((u32)value, lane_index() ^ step);
+    return value;
+}
+
+// The sum of `value` over this lane and those before it.
+DEVICE i32 warp_prefix(i32 value)
+{
+    for (i32 step = 1; step < WARP; step *= 2) {
+        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
+        value += lane_index() >= step ? before : 0;
+    }
+    return value;
+}
+
+// Where an object lies in shared memory, as copies, matrix loads and barriers name it.
+DEVICE u32 shared_address(const void *object) { return (u32)__cvta_generic_to_shared(object); }
+
+// ---- barriers in shared memory, and roles of warps ----
+
+// The shared memory that the launch gives a block, from a multiple of 1024 on.
+template <class T> DEVICE T &dynamic_shared()
+{
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return *reinterpret_cast<T *>(memory);
+}
+
+// Counts arrivals, and bytes that a copy engine still owes. When none are
+// missing its phase ends; phases are told apart by their parity, from 0 on.
+struct Barrier { u64 state; };
+
+DEVICE void mbarrier_init(Barrier &barrier, u32 arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the copy engine; the block still has to meet.
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void mbarrier_arrive(Barrier &barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrives, and announces `bytes` more to come before the phase can end.
+DEVICE void mbarrier_expect(Barrier &barrier, u32 bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(&barrier)), "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity has ended; sleeps for a while first.
+DEVICE bool mbarrier_try_wait(Barrier &barrier, u32 parity)
+{
+    u32 ended;
+    asm volatile("{\n"
+                 "    .reg .pred ended;\n"
+                 "    mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+                 "    selp.u32 %0, 1, 0, ended;\n"
+                 "}" : "=r"(ended) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
+    return ended != 0;
+}
+
+// Waits for the end of the phase of this parity. The phase before a barrier's
+// first one counts as ended, and its parity is 1.
+DEVICE void mbarrier_wait(Barrier &barrier, u32 parity)
+{
+    while (!mbarrier_try_wait(barrier, parity)) {}
+}
+
+// Ordinary writes to shared memory come before what the asynchronous engines
+// (copies, wgmma) do after this.
+DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// True for one lane of a warp whose lanes are all here.
+DEVICE bool elect_one()
+{
+    u32 elected;
+    asm volatile("{\n"
+                 "    .reg .pred elected;\n"
+                 "    elect.sync _|elected, 0xffffffff;\n"
+                 "    selp.u32 %0, 1, 0, elected;\n"
+                 "}" : "=r"(elected) :: "memory");
+    return elected != 0;
+}
+
+// THREADS threads, whole warps, meet at one of 16 barriers; 0 is the block's.
+template <int THREADS> DEVICE void named_sync(i32 barrier)
+{
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
+}
+
+// The four warps of a warpgroup change how many registers each thread has.
+template <int COUNT> DEVICE void shrink_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+template <int COUNT> DEVICE void grow_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// ---- the copy engine: boxes of a tensor to shared memory ----
+
+// A tensor, the shape of its boxes and their layout in shared memory, as the
+// driver encodes them. What lies outside the tensor is read as zero.
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
+DEVICE void tma_prefetch(const TensorMap &map)
+{
+    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
+
+// What the level-2 cache should do with a box.
+DEVICE u64 keep_in_cache()
+{
+    u64 hint;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(hint));
+    return hint;
+}
+
+DEVICE u64 stream_through_cache()
+{
+    u64 hint;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(hint));
+    return hint;
+}
+
+// The box from element (x, y) on, innermost index first. Returns at once; the
+// bytes of the whole box are counted off `arrived` as they come.
+DEVICE void tma_load_2d(void *to, const TensorMap &from, Barrier &arrived, u64 hint, i32 x, i32 y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, { %3, %4 }], [%2], %5;"
+                 :: "r"(shared_address(to)), "l"(&from), "r"(shared_address(&arrived)),
+                    "r"(x), "r"(y), "l"(hint) : "memory");
+}
+
+DEVICE void tma_load_3d(void *to, const TensorMap &from, Barrier &arrived, u64 hint, i32 x, i32 y, i32 z)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, { %3, %4, %5 }], [%2], %6;"
+                 :: "r"(shared_address(to)), "l"(&from), "r"(shared_address(&arrived)),
+                    "r"(x), "r"(y), "r"(z), "l"(hint) : "memory");
+}
+
+// ---- products of tiles by a warpgroup ----
+
+// How wgmma finds an operand in shared memory: rows of 64 elements of 16 bits, their
+// 16-byte chunks swizzled over 128 bytes as the copy engine leaves them, eight rows
+// 1024 bytes apart from the next eight. `tile` starts at a multiple of 1024.
+//   bits 0-13 address / 16, 16-29 leading offset (unused here), 32-45 stride / 16, 62-63 swizzle
+DEVICE u64 operand_128b(const void *tile)
+{
+    return (u64)(shared_address(tile) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// From 16 elements of each row to the next 16, which one wgmma multiplies.
+constexpr u64 NEXT_STEP = 16 * sizeof(u16) >> 4;
+
+// The four warps issue products together. They come after what was written to the
+// registers of the sums before the fence, and run while the warps go on.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most LEFT committed groups are unfinished.
+template <int LEFT> DEVICE void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+}
+
+// Keeps the compiler from reading sums before the wait above it.
+template <int COUNT> DEVICE void settle(f32 (&sums)[COUNT])
+{
     #pragma unroll
-    for (i32 i = 0; i < COUNT; i += GROUP) {
-        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
-        #pragma unroll
-        for (i32 j = 0; j < GROUP; j++)
-            items[i + j] = group.at[j];
-    }
+    for (i32 i = 0; i < COUNT; i++)
+        asm volatile("" : "+f"(sums[i]) :: "memory");
 }
 
-// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
-// grid of ROW_THREADS x COLUMN_THREADS, rows first.
-template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
-DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
-                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
+// Where sum i of a thread lies among the 16 rows that a warp has of a product: the
+// first warp of a warpgroup has the first 16, and so on.
+DEVICE i32 sum_row(i32 i) { return i / 2 % 2 * 8 + lane_index() / 4; }
+DEVICE i32 sum_column(i32 i) { return i / 4 * 8 + lane_index() % 4 * 2 + i % 2; }
+
+// sums = a · bᵀ (+ sums when told to accumulate), a [64][16], b [256][16].
+DEVICE void wgmma_m64n256k16_bf16(f32 (&sums)[128], u64 a, u64 b, bool accumulate)
 {
-    #pragma unroll 4
-    for (i32 k = 0; k < STEPS; k++) {
-        f32 a[ROWS], b[COLUMNS];
-        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
-        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
-        #pragma unroll
-        for (i32 i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (i32 j = 0; j < COLUMNS; j++)
-                sums[i][j] = fused(a[i], b[j], sums[i][j]);
-    }
+    asm volatile("{\n"
+                 "    .reg .pred accumulate;\n"
+                 "    setp.ne.b32 accumulate, %130, 0;\n"
+                 "    wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, "
+                 "%8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, "
+                 "%24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, "
+                 "%40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, "
+                 "%56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, "
+                 "%72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, "
+                 "%88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, "
+                 "%104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, "
+                 "%120, %121, %122, %123, %124, %125, %126, %127"
+                 "}, %128, %129, accumulate, 1, 1, 0, 0;\n"
+                 "}"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]),
+                   "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]),
+                   "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+                   "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]),
+                   "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
+                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
+                   "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]),
+                   "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]),
+                   "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
+                   "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]),
+                   "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]),
+                   "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
+                   "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]),
+                   "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]),
+                   "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
+                   "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]),
+                   "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]),
+                   "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]),
+                   "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]),
+                   "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79]),
+                   "+f"(sums[80]), "+f"(sums[81]), "+f"(sums[82]), "+f"(sums[83]),
+                   "+f"(sums[84]), "+f"(sums[85]), "+f"(sums[86]), "+f"(sums[87]),
+                   "+f"(sums[88]), "+f"(sums[89]), "+f"(sums[90]), "+f"(sums[91]),
+                   "+f"(sums[92]), "+f"(sums[93]), "+f"(sums[94]), "+f"(sums[95]),
+                   "+f"(sums[96]), "+f"(sums[97]), "+f"(sums[98]), "+f"(sums[99]),
+                   "+f"(sums[100]), "+f"(sums[101]), "+f"(sums[102]), "+f"(sums[103]),
+                   "+f"(sums[104]), "+f"(sums[105]), "+f"(sums[106]), "+f"(sums[107]),
+                   "+f"(sums[108]), "+f"(sums[109]), "+f"(sums[110]), "+f"(sums[111]),
+                   "+f"(sums[112]), "+f"(sums[113]), "+f"(sums[114]), "+f"(sums[115]),
+                   "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]),
+                   "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]),
+                   "+f"(sums[124]), "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])
+                 : "l"(a), "l"(b), "r"((u32)accumulate));
 }
 
 // ---- the kernel ----
 
 constexpr int INNER = 2048, OUTER = 7168;
-constexpr int THREADS = 128;
-constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, TILE_DEPTH = 16;
-constexpr int THREAD_ROWS = 8, THREAD_COLUMNS = 8;
-constexpr int ROW_THREADS = TILE_ROWS / THREAD_ROWS, COLUMN_THREADS = TILE_COLUMNS / THREAD_COLUMNS;
-constexpr int MATRICES = 1;
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
+constexpr int STAGES = 4;
+constexpr int CONSUMERS = TILE_ROWS / 64, CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr int THREADS = 128 + 128 * CONSUMERS;
+constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
 
-typedef bf16 Activation;
-typedef bf16 Weight;
-typedef Stage<Activation, TILE_ROWS, TILE_DEPTH, INNER, THREADS> LeftStage;
-typedef Stage<Weight, TILE_COLUMNS, TILE_DEPTH, INNER, THREADS> RightStage;
+typedef bf16 Element;
 
-// Columns stored at a time.
-constexpr int STORED = lesser(pack_width<Activation>(OUTER), lesser(THREAD_COLUMNS, 4));
+// A slice of the inner dimension.
+struct Stage {
+    Element hidden[TILE_ROWS][TILE_DEPTH];
+    Element down[TILE_COLUMNS][TILE_DEPTH];
+};
 
-static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
-static_assert(MATRICES == 1 || THREAD_COLUMNS % 4 == 0, "a gate column and its up column share a thread");
+struct alignas(1024) Shared {
+    Stage ring[STAGES];
+    Element corners[CONSUMER_WARPS][16][64];
+    Barrier full[STAGES], empty[STAGES];
+};
+
+static_assert(THREADS == 384 && sizeof(Shared) == 214016, "as launched");
+
+// A stage, and the parity of the round the ring is in.
+struct Turn {
+    i32 stage = 0;
+    u32 parity = 0;
+
+    DEVICE void next()
+    {
+        stage++;
+        if (stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
 
 // The rows of a block: `rows` of them from row `first` on, all of one expert.
 struct RowTile {
@@ -212,64 +451,132 @@ DEVICE RowTile row_tile(i64 tokens)
     return {0, first, (i32)(tokens - first)};
 }
 
+// What becomes of a sum: bias, activation, weight.
+DEVICE f32 finished(f32 down)
+{
+    return down;
+}
+
+// Elements stored at a time.
+constexpr int STORED = pack_width<Element>(OUTER);
+
+// Where an element of a warp's corner lies: chunks are swizzled like the tiles', so that
+// neither the writes nor the reads below meet in a bank.
+DEVICE Element *in_corner(Element (&corner)[16][64], i32 row, i32 column)
+{
+    return &corner[row][(column / 8 ^ row % 8) * 8 + column % 8];
+}
+
+// Copies what of a corner lies within `rows` and OUTER to rows of the output, from column
+// `first` on; eight lanes take a row.
+DEVICE void store_corner(Element *to, Element (&corner)[16][64], i32 rows, i32 first)
+{
+    #pragma unroll
+    for (i32 i = 0; i < 16; i += WARP / 8) {
+        const i32 row = i + lane_index() / 8, chunk = lane_index() % 8 * 8;
+        #pragma unroll
+        for (i32 column = chunk; column < chunk + 8; column += STORED)
+            if (row < rows && first + column < OUTER) {
+                const Pack<Element, STORED> pack = load<STORED>(in_corner(corner, row, column));
+                store(to + (i64)row * OUTER, (first + column) / STORED, pack);
+            }
+    }
+}
+
 KERNEL(THREADS) grouped_gemm_down(
-    const bf16 *__restrict__ hidden, // [tokens, 2048]
-    const bf16 *__restrict__ down,   // [1, 7168, 2048]
-    bf16 *__restrict__ out,          // [tokens, 7168]
+    const __grid_constant__ TensorMap hidden_map, // [tokens, 2048]
+    const __grid_constant__ TensorMap down_map,   // [1, 7168, 2048]
+    bf16 *__restrict__ out,                       // [tokens, 7168]
     i64 tokens)
 {
-    alignas(16) __shared__ f32 left[2][TILE_DEPTH][TILE_ROWS + PAD];
-    alignas(16) __shared__ f32 right[2][TILE_DEPTH][MATRICES * TILE_COLUMNS + PAD];
+    Shared &shared = dynamic_shared<Shared>();
 
     const RowTile tile = row_tile(tokens);
     if (tile.rows <= 0)
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
-    const i64 first_weight = (tile.expert * OUTER + first_column) * INNER;
-    const Activation *left_rows = hidden + tile.first * INNER;
+    const i32 first_column = (i32)block_y() * TILE_COLUMNS;
 
-    LeftStage left_stage;
-    RightStage down_stage;
-    auto fetch = [&](i32 depth) {
-        left_stage.fetch(left_rows, tile.rows, depth);
-        down_stage.fetch(down + first_weight, columns, depth);
-    };
-    auto put = [&](i32 buffer) {
-        left_stage.put(left[buffer], 0);
-        down_stage.put(right[buffer], 0);
-    };
-
-    f32 sums[THREAD_ROWS][MATRICES * THREAD_COLUMNS] = {};
-    fetch(0);
-    put(0);
-    block_sync();
-    i32 buffer = 0;
-    #pragma unroll 1
-    for (i32 depth = TILE_DEPTH; depth < INNER; depth += TILE_DEPTH, buffer ^= 1) {
-        fetch(depth);
-        multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
-        put(buffer ^ 1);
-        block_sync();
-    }
-    multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
-
-    #pragma unroll
-    for (i32 i = 0; i < THREAD_ROWS; i++) {
-        const i32 row = dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
-        if (row >= tile.rows)
-            continue;
-        #pragma unroll
-        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
-            const i32 column = dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
-            if (column >= columns)
-                continue;
-            Pack<Activation, STORED> pack;
-            #pragma unroll
-            for (i32 n = 0; n < STORED; n++) {
-                f32 value = sums[i][j + n];
-                pack.at[n] = round_to<Activation>(value);
-            }
-            store(out + (tile.first + row) * OUTER + first_column + column, pack);
+    if (thread_index() == 0) {
+        tma_prefetch(hidden_map);
+        tma_prefetch(down_map);
+        for (i32 stage = 0; stage < STAGES; stage++) {
+            mbarrier_init(shared.full[stage], 1);
+            mbarrier_init(shared.empty[stage], CONSUMER_WARPS);
         }
+        mbarrier_init_fence();
+    }
+    block_sync();
+
+    // The producer. Rows beyond the tile are another expert's, or nothing: they
+    // are multiplied like the others, and never stored.
+    if (warp_index() < 4) {
+        shrink_registers<40>();
+        if (warp_index() == 0 && elect_one()) {
+            const u64 keep = keep_in_cache(), stream = stream_through_cache();
+            Turn turn;
+            #pragma unroll 1
+            for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
+                Stage &stage = shared.ring[turn.stage];
+                Barrier &full = shared.full[turn.stage];
+                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+                mbarrier_expect(full, sizeof(Stage));
+                tma_load_2d(stage.hidden, hidden_map, full, keep, k, (i32)tile.first);
+                tma_load_3d(stage.down, down_map, full, stream, k, first_column, (i32)tile.expert);
+            }
+        }
+        return;
+    }
+
+    // The consumers. One group of products stays in flight: when it is the only
+    // one, those of the slice before are done, and its stage is free.
+    grow_registers<232>();
+    const i32 consumer = warp_index() / 4 - 1, warp = warp_index() - 4;
+    f32 down_sums[SUMS];
+    Turn turn;
+    i32 before = 0;
+    #pragma unroll 1
+    for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
+        const Stage &stage = shared.ring[turn.stage];
+        mbarrier_wait(shared.full[turn.stage], turn.parity);
+        const u64 left = operand_128b(stage.hidden[64 * consumer]);
+        const u64 down = operand_128b(stage.down);
+        wgmma_fence();
+        #pragma unroll
+        for (i32 step = 0; step < TILE_DEPTH / 16; step++) {
+            const bool accumulate = k > 0 || step > 0;
+            wgmma_m64n256k16_bf16(down_sums, left + step * NEXT_STEP, down + step * NEXT_STEP, accumulate);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k > 0 && elect_one())
+            mbarrier_arrive(shared.empty[before]);
+        before = turn.stage;
+    }
+    wgmma_wait<0>();
+    settle(down_sums);
+
+    // What a warp has, 16 rows, leaves by 64 columns.
+    Element (&corner)[16][64] = shared.corners[warp];
+    const i32 first_row = 16 * warp, rows = tile.rows - first_row;
+    #pragma unroll
+    for (i32 slab = 0; slab < TILE_COLUMNS; slab += 64) {
+        // Four sums are two columns of two rows.
+        #pragma unroll
+        for (i32 i = slab / 2; i < slab / 2 + 32; i += 4) {
+            #pragma unroll
+            for (i32 half = 0; half < 2; half++) {
+                Pack<Element, 2> pair;
+                #pragma unroll
+                for (i32 n = 0; n < 2; n++) {
+                    const i32 sum = i + 2 * half + n;
+                    const f32 value = finished(down_sums[sum]);
+                    pair.at[n] = round_to<Element>(value);
+                }
+                store(in_corner(corner, sum_row(i + 2 * half), sum_column(i) - slab), pair);
+            }
+        }
+        warp_sync();
+        store_corner(out + (tile.first + first_row) * OUTER, corner, rows, first_column + slab);
+        warp_sync();
     }
 }
