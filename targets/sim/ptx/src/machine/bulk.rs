@@ -155,7 +155,6 @@ impl Machine<'_> {
                 bytes: map.box_bytes(),
                 moves,
                 fill: tma::fill(&map),
-                tensor: true,
                 is_box: true,
             };
             let reduction = self.reduction(op.reduction.as_ref(), Some(map.element), lane)?;
