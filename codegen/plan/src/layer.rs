@@ -400,9 +400,6 @@ fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
     if let (Some(_), Some(items)) = (config.sort_run, desc.sorted_items()) {
         list.push(tensor("sorted_keys", I64, &[items], Role::Scratch));
     }
-    if let (Some(_), Some(items)) = (config.sort_run, desc.sorted_items()) {
-        list.push(tensor("sorted_keys", I64, &[items], Role::Scratch));
-    }
     if desc.ordered() {
         let per_token = std::slice::from_ref(&tokens);
         list.push(tensor("best_score", F32, per_token, Role::Scratch));
