@@ -152,3 +152,25 @@ fn a_half_that_does_not_fit_falls_back() {
         run(&gemms, 70, Spread::Random);
     }
 }
+
+/// What full tiles cost: every operand byte once for each tile, no conflict of
+/// banks, results 16 bytes at a time in whole sectors.
+#[test]
+fn full_tiles_waste_nothing() {
+    let (rows, inner, outer) = (256u64, 128u64, 256u64);
+    let spec = layer([128, 256, 256], [1, 1], DType::Bf16);
+    let gemms = hopper(&spec, 5);
+    run(&gemms, rows as usize, Spread::One);
+    let up = &gemms.take_counters()[0];
+    assert_eq!(up.symbol, "grouped_gemm_up");
+    assert_eq!(up.tensor_multiply_adds, rows * inner * 2 * outer);
+    let tiles = (rows / 128) * (outer / 128);
+    assert_eq!(up.async_load_bytes, tiles * (128 + 2 * 128) * inner * 2);
+    let stores = up.global_stores;
+    assert_eq!(stores.bytes, rows * outer * 2);
+    assert_eq!(
+        (stores.requests * 32 * 16, stores.sectors * 32),
+        (stores.bytes, stores.bytes)
+    );
+    assert_eq!(up.shared.bank_conflicts(), 0);
+}

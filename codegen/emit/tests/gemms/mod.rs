@@ -10,7 +10,7 @@ use moesaic_kernel::{DType, ParamType, Stem, TensorMap};
 use moesaic_plan::{GemmFamily, KernelConfig, LayerPlan, Step, plan};
 use moesaic_reference::{Random, Weights, activate, round_to};
 use moesaic_spec::*;
-use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
+use moesaic_target::{Arg, Buffer, Device, KernelCounters, LaunchDims, Module};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -107,6 +107,9 @@ pub struct Gemms {
 /// Results by tensor.
 pub type Tensors = BTreeMap<String, Vec<f64>>;
 
+/// Takes a row's name, its values and the reference's.
+type Show<'a> = dyn FnMut(&str, &[f64], &[f64]) + 'a;
+
 /// A tensor of a call: its type, its memory, its elements.
 type Memory = (DType, Buffer, usize);
 
@@ -166,6 +169,11 @@ impl Gemms {
         results
             .map(|(name, memory)| (name, self.read(&memory)))
             .collect()
+    }
+
+    /// What a simulated device counted since the last call.
+    pub fn take_counters(&self) -> Vec<KernelCounters> {
+        self.device.take_counters()
     }
 
     fn read(&self, (dtype, buffer, count): &Memory) -> Vec<f64> {
@@ -279,7 +287,7 @@ impl Gemms {
     }
 
     /// Shows every row of a result, by name, with the reference's.
-    fn each_row(&self, call: &Call, t: &Tensors, show: &mut dyn FnMut(&str, &[f64], &[f64])) {
+    fn each_row(&self, call: &Call, t: &Tensors, show: &mut Show<'_>) {
         let spec = &self.plan.spec;
         let (rows, d) = (self.dispatched(call), spec.shape.model_dim);
         let routed = ["hidden", "out"].map(|name| &t[name]);
@@ -326,7 +334,7 @@ impl Gemms {
         of: &RowOf,
         x: &[f64],
         [hidden, out]: [&Vec<f64>; 2],
-        show: &mut dyn FnMut(&str, &[f64], &[f64]),
+        show: &mut Show<'_>,
     ) {
         let (spec, prefix, row) = (&self.plan.spec, of.prefix, of.row);
         let part = |name: &str, x: &[f64]| self.product(&format!("{prefix}.{name}"), of.expert, x);
