@@ -329,13 +329,7 @@ impl Gemms {
     }
 
     /// One row of both halves; the down half from the hidden row it had.
-    fn show_row(
-        &self,
-        of: &RowOf,
-        x: &[f64],
-        [hidden, out]: [&Vec<f64>; 2],
-        show: &mut Show<'_>,
-    ) {
+    fn show_row(&self, of: &RowOf, x: &[f64], [hidden, out]: [&Vec<f64>; 2], show: &mut Show<'_>) {
         let (spec, prefix, row) = (&self.plan.spec, of.prefix, of.row);
         let part = |name: &str, x: &[f64]| self.product(&format!("{prefix}.{name}"), of.expert, x);
         let gate = spec.gated().then(|| part("gate", x));
