@@ -206,3 +206,33 @@ fn with_tf32(plan: &LayerPlan) -> LayerPlan {
     }
     plan
 }
+
+/// No bank conflicts; weights are read once per row tile and rows once per
+/// column tile, beside some indices; results are written in whole sectors.
+#[test]
+fn traffic_is_what_it_has_to_be() {
+    for (dtype, tile_rows) in [(Bf16, 128), (F32, 64)] {
+        let spec = layer([256, 192, 320], [2, 1], dtype);
+        let gemms = matrix(&spec);
+        run(&gemms, 100, Spread::One);
+        let counters = gemms.take_counters();
+        for (counters, [matrices, inner, outer]) in
+            counters.iter().zip([[2, 256, 192], [1, 192, 320]])
+        {
+            let what = format!("{dtype}: {counters:?}");
+            assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
+            let row_tiles = 100_u64.div_ceil(tile_rows);
+            let column_tiles = (outer as u64).div_ceil(128 / matrices);
+            let line = inner * dtype.size() as u64;
+            let loads = line * (row_tiles * matrices * outer + column_tiles * 100);
+            let got = counters.global_loads.bytes;
+            assert!(
+                (loads..loads + loads / 8).contains(&got),
+                "{loads} bytes: {what}"
+            );
+            let stores = 100 * outer * dtype.size() as u64;
+            assert_eq!(counters.global_stores.bytes, stores, "{what}");
+            assert_eq!(counters.global_stores.sectors * 32, stores, "{what}");
+        }
+    }
+}

@@ -413,13 +413,14 @@ DEVICE void multiply_stage(Sums &sums, u32 stage)
 }
 
 // Moves the tile of out from shared memory to its rows, as far as there are any.
-DEVICE void store_tile(Element *first, const Element *tile, i32 rows, i32 columns)
+DEVICE void store_tile(Element *out, const Element *tile, i64 first_row, i32 first_column, i32 rows)
 {
-    constexpr int PACKS = TILE_COLUMNS / STORED;
+    constexpr int PACKS = TILE_COLUMNS / STORED, ROW_PACKS = OUTER / STORED;
+    const i32 first_pack = first_column / STORED;
     for (i32 n = thread_index(); n < TILE_ROWS * PACKS; n += THREADS) {
-        const i32 row = n / PACKS, column = n % PACKS * STORED;
-        if (row < rows && column < columns)
-            store(first + (i64)row * OUTER + column, load<STORED>(tile + row * PITCH + column));
+        const i32 row = n / PACKS, pack = n % PACKS;
+        if (row < rows && first_pack + pack < ROW_PACKS)
+            store(out, (first_row + row) * ROW_PACKS + first_pack + pack, load<STORED>(tile + row * PITCH, pack));
     }
 }
 
@@ -483,10 +484,10 @@ KERNEL(THREADS) grouped_gemm_down(
                 const f32 value = finished(sums[i / 2][j][i % 2 * 2 + n]);
                 pair.at[n] = round_to<Element>(value);
             }
-            store(ring + row * PITCH + column, pair);
+            store(ring, (row * PITCH + column) / 2, pair);
         }
     }
     block_sync();
 
-    store_tile(out + tile.first * OUTER + first_column, ring, tile.rows, columns);
+    store_tile(out, ring, tile.first, first_column, tile.rows);
 }
