@@ -2,9 +2,11 @@
 
 use crate::bench::Bench;
 use moesaic_cuda::NvrtcCompiler;
-use moesaic_kernel::{SimArch, Target, TargetError};
-use moesaic_target::CompileError;
+use moesaic_kernel::{CudaArch, SimArch, Target, TargetError};
+use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
+use moesaic_target::{CompileError, Device};
 use moesaic_toolchain::{Registry, ToolchainError, nvrtc};
+use std::sync::Arc;
 
 /// Why there is no bench of a name.
 #[derive(Debug, thiserror::Error)]
@@ -22,9 +24,6 @@ pub enum OpenError {
     /// A simulator that does not run PTX.
     #[error("`{0}` runs no PTX, which is what the probe's kernels are")]
     NoPtx(String),
-    /// The simulator is not there yet.
-    #[error("`{0}` has no simulator yet")]
-    NoSimulator(String),
     /// Where compilers are registered.
     #[error(transparent)]
     Toolchain(#[from] ToolchainError),
@@ -49,21 +48,23 @@ pub fn open(name: &str) -> Result<Bench, OpenError> {
         return Err(OpenError::Name(name.to_string()));
     }
     match name.parse()? {
-        Target::Sim(SimArch::Cuda(_)) => Err(OpenError::NoSimulator(name.to_string())),
+        Target::Sim(SimArch::Cuda(arch)) => simulated(arch, nvrtc(&Registry::open()?)?),
         _ => Err(OpenError::NoPtx(name.to_string())),
     }
 }
 
+fn simulated(arch: CudaArch, compiler: NvrtcCompiler) -> Result<Bench, OpenError> {
+    let device = PtxDevice::new(arch, PtxOptions::default());
+    let compiler = PtxCompiler::new(compiler);
+    let target = device.info().target;
+    Ok(Bench::new(target, Box::new(compiler), Arc::new(device)))
+}
+
 #[cfg(feature = "cuda")]
 fn cuda(compiler: NvrtcCompiler) -> Result<Bench, OpenError> {
-    use moesaic_target::Device;
     let device = moesaic_cuda::CudaDevice::open(0)?;
     let target = device.info().target;
-    Ok(Bench::new(
-        target,
-        Box::new(compiler),
-        std::sync::Arc::new(device),
-    ))
+    Ok(Bench::new(target, Box::new(compiler), Arc::new(device)))
 }
 
 #[cfg(not(feature = "cuda"))]

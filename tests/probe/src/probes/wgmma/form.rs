@@ -3,8 +3,9 @@
 use moesaic_units::wgmma::{Accumulator, Element, Major, WgmmaKind};
 use serde::Serialize;
 
-/// Widths for which the prelude's functions are made; they want multiples of 16.
-pub const PRELUDE_COLUMNS: [usize; 4] = [16, 64, 128, 256];
+/// Widths for which the prelude's functions are made: both kinds of text, with
+/// and without a rest beyond eight registers a line.
+pub const PRELUDE_COLUMNS: [usize; 6] = [8, 16, 24, 64, 128, 256];
 
 /// Where A is.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,27 @@
+//! The whole kit on the simulated GPUs: kernels, machine and tables agree.
+
+use moesaic_probe::open::open;
+use moesaic_probe::report::Report;
+use moesaic_toolchain::{Kind, Registry, install};
+
+fn clean(device: &str) -> Report {
+    let mut registry = Registry::open().unwrap();
+    install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let bench = open(device).unwrap_or_else(|error| panic!("{error}"));
+    let report = moesaic_probe::run(&bench, |_| ());
+    assert!(report.is_clean(), "{report}");
+    report
+}
+
+#[test]
+fn ampere_agrees_with_the_tables() {
+    let report = clean("sim:sm_80");
+    assert!(report.rows.len() > 35, "{report}");
+}
+
+#[test]
+fn hopper_agrees_with_the_tables() {
+    let report = clean("sim:sm_90a");
+    let skipped = report.summary().ends_with(" 0 not run");
+    assert!(skipped && report.rows.len() > 150, "{report}");
+}
