@@ -14,7 +14,7 @@ use std::time::Instant;
 /// The sanitizers' instrumentation stays, their libraries do not: the text
 /// defines the functions that are called at each access and at each defect.
 /// No contraction: `a * b + c` is fused where the text says so.
-const FLAGS: [&str; 21] = [
+const FLAGS: [&str; 20] = [
     "-std=c++17",
     "-O2",
     "-g1",
@@ -35,8 +35,11 @@ const FLAGS: [&str; 21] = [
     "-Wno-unused-function",
     "-Wno-psabi",
     "-Wno-unused-const-variable",
-    "-Werror=frame-larger-than=16384",
 ];
+
+/// No frame may take more than a quarter of a fiber's stack.
+const GCC_FRAMES: [&str; 1] = ["-Werror=frame-larger-than=16384"];
+const CLANG_FRAMES: [&str; 2] = ["-Wframe-larger-than=16384", "-Werror=frame-larger-than"];
 
 /// As [`FLAGS`], for CPUs with AVX2, so that `fused` is an instruction. No
 /// vector is wider than the accesses that are announced.
@@ -104,7 +107,7 @@ impl FiberCompiler {
         let dir = dir.map_err(|error| room("making a temporary directory", error))?;
         std::fs::write(dir.path().join(SOURCE), &source.text)
             .map_err(|error| room("writing the source", error))?;
-        let log = self.tool.build(dir.path(), &flags());
+        let log = self.tool.build(dir.path(), &flags(self.version()));
         let log = log.map_err(|failure| self.refusal(source, failure))?;
         let binary = std::fs::read(dir.path().join(BINARY)).map_err(|error| {
             let reason = format!("it reported success and left no binary: {error}");
@@ -157,8 +160,12 @@ impl FiberCompiler {
 /// Stands for a version that cannot be had: compiling will say why.
 const UNKNOWN: &str = "unknown version";
 
-fn flags() -> Vec<&'static str> {
+fn flags(version: &str) -> Vec<&'static str> {
     let mut flags = FLAGS.to_vec();
+    match version.contains("clang") || version.starts_with("zig") {
+        true => flags.extend(CLANG_FRAMES),
+        false => flags.extend(GCC_FRAMES),
+    }
     #[cfg(target_arch = "x86_64")]
     if std::is_x86_feature_detected!("avx2")
         && std::is_x86_feature_detected!("fma")
@@ -192,7 +199,7 @@ impl Compiler for FiberCompiler {
     fn fingerprint(&self, _: Target) -> String {
         let mut words = vec![format!("fibers {};", self.version())];
         words.extend(self.tool.leading().map(str::to_string));
-        words.extend(flags().iter().map(ToString::to_string));
+        words.extend(flags(self.version()).iter().map(ToString::to_string));
         words.push(format!(
             "{}-{}",
             std::env::consts::ARCH,
@@ -258,7 +265,7 @@ mod tests {
 
     #[test]
     fn no_flag_breaks_float_rules() {
-        let flags = flags().join(" ");
+        let flags = flags("zig 0.17.0").join(" ");
         for bad in ["native", "fast-math", "associative", "contract=fast"] {
             assert!(!flags.contains(bad), "{flags}");
         }

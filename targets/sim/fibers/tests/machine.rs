@@ -3,7 +3,9 @@
 mod common;
 
 use common::*;
+use moesaic_fibers::Order;
 use moesaic_kernel::*;
+use moesaic_target::*;
 
 fn out(name: &str) -> Param {
     Param::write(name, DType::I32, "[n]")
@@ -54,4 +56,106 @@ fn collectives_are_of_one_wave() {
         check("warp_sum((i32)t)", &|t| (base(t)..base(t) + wave).sum());
         check("warp_prefix((i32)t)", &|t| (base(t)..=t).sum());
     }
+}
+
+/// Blocks over one core and over three, in every order of threads.
+#[test]
+fn cores_and_orders_do_not_show() {
+    let body = "KERNEL(192) k(const f32 *x, f32 *y)\n{\n\
+        \x20   __shared__ f32 sums[192 / WARP];\n\
+        \x20   const f32 own = x[(block_x() * 7 + thread_index()) % 1000];\n\
+        \x20   const f32 all = warp_sum(own);\n\
+        \x20   if (lane_index() == 0)\n        sums[warp_index()] = all;\n    block_sync();\n\
+        \x20   y[block_x() * 192 + thread_index()] = own * sums[(warp_index() + 1) % (192 / WARP)];\n}";
+    let params = || vec![Param::read("x", DType::F32, "[n]"), out("y")];
+    let x: Vec<f32> = (0..1000).map(|i| (i as f32).sin()).collect();
+    for gpu in ["gfx942", "gfx1100"] {
+        let kernel = Kernel::new(gpu, 192, params(), body);
+        let result = |threads: usize, order: Order| {
+            let mut buffers = [Data::floats(&x), Data::room(192 * 37)];
+            let device = device(kernel.arch, threads, &[order]);
+            kernel.run_on(&device, 37, &mut buffers).unwrap();
+            buffers[1].words()
+        };
+        let want = result(1, Order::Ascending);
+        for order in [Order::Ascending, Order::Descending, Order::Random(5)] {
+            assert!(result(3, order) == want, "{gpu}, {order:?}");
+        }
+    }
+}
+
+/// What no barrier orders and no race shows: the value that an atomic step
+/// returns, made here by a function that is not watched.
+#[test]
+fn a_result_that_depends_on_the_order_is_found() {
+    let body = "PLAIN i32 take(i32 *next) { return (*next)++; }\n\
+        KERNEL(64) k(i32 *y)\n{\n    __shared__ i32 next;\n\
+        \x20   if (thread_index() == 0)\n        next = 0;\n    block_sync();\n\
+        \x20   y[block_x() * 64 + thread_index()] = take(&next);\n}";
+    let kernel = Kernel::new("gfx942", 64, vec![out("y")], body);
+    let orders = [Order::Ascending, Order::Descending];
+    let error = kernel
+        .run_on(&device(kernel.arch, 2, &orders), 3, &mut [Data::room(192)])
+        .unwrap_err();
+    assert_eq!(
+        error,
+        "launch of kernel `k` failed: block (0, 0): the result depends on the order of threads: \
+         `y`[0] differs between Ascending and Descending"
+    );
+    let one = device(kernel.arch, 2, &orders[..1]);
+    kernel.run_on(&one, 3, &mut [Data::room(192)]).unwrap();
+}
+
+/// A launch that fails leaves the device and the module usable, and a repeated
+/// one starts from what was there before.
+#[test]
+fn a_device_survives_faults_and_repeats() {
+    let body = "KERNEL(64) k(const i32 *x, i32 *y)\n{\n    const i32 t = thread_index();\n\
+        \x20   y[t] = y[t] + x[t];\n    if (x[0] == 7)\n        block_sync();\n    else if (t > 9 && x[1] == 9)\n        block_sync();\n}";
+    let params = vec![
+        Param::read("x", DType::I32, "[n]"),
+        Param::tensor("y", DType::I32, Access::ReadWrite, "[n]"),
+    ];
+    let kernel = Kernel::new("gfx942", 64, params, body);
+    let device = device(kernel.arch, 2, &[Order::Ascending, Order::Random(3)]);
+    let module = device
+        .load(&kernel.compile(), &kernel.source.entries)
+        .unwrap();
+    for _ in 0..3 {
+        let mut bad = [Data::ints(&[9; 64]), Data::ints(&[1; 64])];
+        let error = launch(&device, &module, kernel.dims(1), &mut bad).unwrap_err();
+        assert!(
+            error.contains("deadlock: threads 0-9 have returned"),
+            "{error}"
+        );
+        let mut good = [Data::ints(&[7; 64]), Data::ints(&[5; 64])];
+        launch(&device, &module, kernel.dims(1), &mut good).unwrap();
+        assert_eq!(good[1].words(), [12; 64], "added once, though run twice");
+    }
+    let counters = device.take_counters();
+    assert_eq!(counters.len(), 1);
+    assert_eq!((counters[0].launches, counters[0].blocks), (3, 3));
+    assert_eq!(counters[0].instructions.sync, 3);
+    assert_eq!(counters[0].global_stores.bytes, 3 * 64 * 4);
+    assert!(device.take_counters().is_empty());
+}
+
+#[test]
+fn reports_say_what_a_block_takes() {
+    let body = "KERNEL(64) k(i32 *y)\n{\n    __shared__ f32 tile[100];\n    __shared__ i32 more[3];\n\
+        \x20   tile[thread_index()] = 1;\n    if (thread_index() < 3) more[thread_index()] = 2;\n    block_sync();\n\
+        \x20   y[thread_index()] = more[0] + (i32)tile[63 - thread_index()];\n}";
+    let kernel = Kernel::new("gfx942", 64, vec![out("y")], body);
+    let report = kernel.compile().report;
+    assert_eq!(report.kernels[0].shared_bytes, Some(412));
+    assert!(report.compile_ms > 0.0 && !report.compiler.is_empty());
+    let compiler = compiler();
+    let prints = ["sim:gfx942", "sim:gfx1100"].map(|t| compiler.fingerprint(t.parse().unwrap()));
+    assert_eq!(prints[0], prints[1], "the text says for which GPU it is");
+    assert!(
+        prints[0].contains("-ffp-contract=off") && !prints[0].contains('/'),
+        "{}",
+        prints[0]
+    );
+    assert!(compiler.targets().contains(&kernel.source.target));
 }
