@@ -222,7 +222,7 @@ fn traffic_is_what_it_has_to_be() {
             let what = format!("{dtype}: {counters:?}");
             assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
             let row_tiles = 100_u64.div_ceil(tile_rows);
-            let column_tiles = (outer as u64).div_ceil(128 / matrices);
+            let column_tiles = u64::div_ceil(outer, 128 / matrices);
             let line = inner * dtype.size() as u64;
             let loads = line * (row_tiles * matrices * outer + column_tiles * 100);
             let got = counters.global_loads.bytes;
