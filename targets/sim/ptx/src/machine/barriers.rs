@@ -80,7 +80,7 @@ impl Machine<'_> {
             (yes == mask, yes.count_ones())
         });
         self.changes += 1;
-        self.clock_arrive(warp, block, id, mask);
+        self.clock_arrive(warp, block, id, mask, barrier.arrive);
         let own = &mut self.blocks[block].barriers[id as usize];
         if own.expected != 0 && own.expected != count {
             let text = format!(

@@ -67,14 +67,23 @@ impl Machine<'_> {
     }
 
     /// Threads come to a barrier of the block.
-    pub fn clock_arrive(&mut self, warp: &mut Warp, block: usize, id: u32, mask: u32) {
+    pub fn clock_arrive(
+        &mut self,
+        warp: &mut Warp,
+        block: usize,
+        id: u32,
+        mask: u32,
+        goes_on: bool,
+    ) {
         if !self.launch.full {
             return;
         }
         let own = &mut self.blocks[block].barriers[id as usize].gathered;
         let mut gathered = std::mem::take(own);
         self.gather(&mut gathered, warp, mask);
-        self.time += 1;
+        // Those that only arrive go on at once, those that wait do nothing
+        // until the barrier is complete.
+        self.time += u32::from(goes_on);
         self.blocks[block].barriers[id as usize].gathered = gathered;
     }
 
@@ -87,9 +96,20 @@ impl Machine<'_> {
         waiting: &[(u32, u32)],
     ) {
         let gathered = self.blocks[block].barriers[id as usize].gathered.take();
-        let Some(known) = gathered else {
+        let Some(mut known) = gathered else {
             return;
         };
+        let seen = std::rc::Rc::make_mut(&mut known.seen);
+        for &(number, lanes) in waiting {
+            let ended = match number == warp.number {
+                true => warp.ended,
+                false => self.warps[number as usize].ended,
+            };
+            if lanes | ended == u32::MAX {
+                seen.add_warp(number, self.time);
+            }
+        }
+        self.time += 1;
         for &(number, lanes) in waiting {
             let own = match number == warp.number {
                 true => &mut *warp,

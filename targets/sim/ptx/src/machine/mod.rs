@@ -31,6 +31,8 @@ use copies::Copies;
 use lanes::Execute;
 use products::WarpGroup;
 use shadow::Shadow;
+use std::collections::HashMap;
+use std::rc::Rc;
 pub use tally::Tally;
 use warp::{Place, Warp};
 
@@ -98,6 +100,8 @@ pub struct Machine<'a> {
     sync: Sync,
     bulk: Bulks,
     products: Vec<WarpGroup>,
+    /// What products read, by instruction and descriptors.
+    chunks: HashMap<(u32, u64, u64), Rc<[u32]>>,
     log: BlockLog,
     /// The region that was used last.
     hint: usize,
@@ -155,6 +159,7 @@ impl<'a> Machine<'a> {
             sync: Sync::default(),
             bulk: Bulks::default(),
             products: Vec::new(),
+            chunks: HashMap::new(),
             log: BlockLog::default(),
             hint: 0,
             random: Random(1),

@@ -33,14 +33,9 @@ struct Product {
 
 impl Machine<'_> {
     fn group_of(&self, number: usize) -> (usize, usize) {
-        let own = self
-            .blocks
-            .iter()
-            .position(|block| block.warps.contains(&number));
-        let rank = own.unwrap_or(0);
-        let local = number - self.blocks[rank].warps.start;
-        let per_block = self.blocks[rank].warps.len().div_ceil(4);
-        (rank * per_block + local / 4, local % 4)
+        let warps = self.blocks[0].warps.len();
+        let (rank, local) = (number / warps, number % warps);
+        (rank * warps.div_ceil(4) + local / 4, local % 4)
     }
 
     pub fn wgmma(&mut self, warp: &mut Warp, op: &Wgmma, mask: u32) -> Step<Flow> {
@@ -125,23 +120,10 @@ impl Machine<'_> {
         }
         let (group, place) = self.group_of(warp.number as usize);
         let component = self.component(Component::Products { group });
-        let unit = unit(
-            op,
-            self.descriptors(warp, op),
-            SourceA::Registers(&[[0; 32]; 16]),
-        );
-        let mut chunks = Vec::new();
-        if let Some(operand) = unit.operand_a() {
-            operand.chunks(64, |address| chunks.push(address as usize));
-        }
-        unit.operand_b()
-            .chunks(op.kind.n(), |address| chunks.push(address as usize));
+        let chunks = self.chunks(warp, op);
         let block = warp.block as usize;
-        for (_, offset) in chunks
-            .into_iter()
-            .enumerate()
-            .filter(|(i, _)| i / 4 % 4 == place)
-        {
+        for &offset in chunks.chunks(4).skip(place).step_by(4).flatten() {
+            let offset = offset as usize;
             self.shared_at("multiplies", warp.block, offset as u64, 16, 0)?;
             let shadow = &mut self.blocks[block].shadow;
             if let Err(clash) = shadow.check_engine_read(&warp.known[0], offset, 16) {
@@ -150,6 +132,25 @@ impl Machine<'_> {
             shadow.engine_reads(component, step, offset);
         }
         Ok(())
+    }
+
+    /// Every 16 bytes of shared memory that a product reads. Kernels use few
+    /// descriptors, again and again.
+    fn chunks(&mut self, warp: &Warp, op: &Wgmma) -> Rc<[u32]> {
+        let (a, b) = self.descriptors(warp, op);
+        if let Some(known) = self.chunks.get(&(self.pc, a, b)) {
+            return Rc::clone(known);
+        }
+        let unit = unit(op, (a, b), SourceA::Registers(&[[0; 32]; 16]));
+        let mut list = Vec::new();
+        if let Some(operand) = unit.operand_a() {
+            operand.chunks(64, |address| list.push(address));
+        }
+        unit.operand_b()
+            .chunks(op.kind.n(), |address| list.push(address));
+        let list: Rc<[u32]> = list.into();
+        self.chunks.insert((self.pc, a, b), Rc::clone(&list));
+        list
     }
 
     fn descriptors(&self, warp: &Warp, op: &Wgmma) -> (u64, u64) {

@@ -34,27 +34,46 @@ struct Page {
 /// What one block has touched.
 #[derive(Default)]
 pub struct BlockLog {
-    pages: HashMap<(u32, u32), Box<Page>>,
-    spare: Vec<Box<Page>>,
+    /// By region and page: the page's place in `pages`, plus one.
+    index: Vec<Vec<u32>>,
+    pages: Vec<Box<Page>>,
+    /// Region and number of the pages in use.
+    used: Vec<(u32, u32)>,
 }
 
 impl BlockLog {
-    #[inline]
+    #[inline(always)]
+    fn place(&self, region: usize, page: usize) -> Option<usize> {
+        let place = *self.index.get(region)?.get(page)?;
+        (place as usize).checked_sub(1)
+    }
+
+    #[inline(always)]
     fn page(&mut self, region: usize, page: usize) -> &mut Page {
-        let spare = &mut self.spare;
-        self.pages
-            .entry((region as u32, page as u32))
-            .or_insert_with(|| {
-                let mut page = spare.pop().unwrap_or_else(|| {
-                    Box::new(Page {
-                        touched: [[0; PAGE_WORDS]; 3],
-                        first: [u32::MAX; 3],
-                    })
-                });
-                page.touched = [[0; PAGE_WORDS]; 3];
-                page.first = [u32::MAX; 3];
-                page
-            })
+        let place = self.place(region, page);
+        let place = place.unwrap_or_else(|| self.add(region, page));
+        &mut self.pages[place]
+    }
+
+    #[cold]
+    fn add(&mut self, region: usize, page: usize) -> usize {
+        let place = self.used.len();
+        if self.index.len() <= region {
+            self.index.resize(region + 1, Vec::new());
+        }
+        let own = &mut self.index[region];
+        if own.len() <= page {
+            own.resize(page + 1, 0);
+        }
+        own[page] = place as u32 + 1;
+        self.used.push((region as u32, page as u32));
+        if self.pages.len() <= place {
+            self.pages.push(Box::new(Page {
+                touched: [[0; PAGE_WORDS]; 3],
+                first: [u32::MAX; 3],
+            }));
+        }
+        place
     }
 
     /// Notes a touch of `count` bytes by instruction `pc`.
@@ -75,16 +94,11 @@ impl BlockLog {
     }
 
     /// Whether the block itself has written all of these bytes.
-    pub fn wrote(
-        &mut self,
-        region: usize,
-        offset: usize,
-        valid: &SharedBits,
-        count: usize,
-    ) -> bool {
+    pub fn wrote(&self, region: usize, offset: usize, valid: &SharedBits, count: usize) -> bool {
         let mut all = true;
         words(offset, count, |word, mask| {
-            let page = self.pages.get(&(region as u32, (word / PAGE_WORDS) as u32));
+            let page = self.place(region, word / PAGE_WORDS);
+            let page = page.map(|place| &self.pages[place]);
             let own = page.map_or(0, |page| {
                 let at = word % PAGE_WORDS;
                 page.touched[1][at] | page.touched[2][at]
@@ -148,14 +162,17 @@ impl LaunchLog {
     /// Takes the log of a finished block, and empties it. What the block wrote
     /// counts as written at once in the `visible` memory.
     pub fn merge(&self, block: u64, log: &mut BlockLog, visible: Option<&Regions>) {
-        for ((region, number), page) in log.pages.drain() {
+        for (place, (region, number)) in std::mem::take(&mut log.used).into_iter().enumerate() {
+            let page = &mut log.pages[place];
             if let Some(regions) = visible {
-                regions.publish(region, number, &page);
+                regions.publish(region, number, page);
             }
             let mut pages = lock(&self.pages[region as usize]);
             let sum = pages.entry(number).or_insert_with(PageSum::new);
-            sum.add(block, &page);
-            log.spare.push(page);
+            sum.add(block, page);
+            page.touched = [[0; PAGE_WORDS]; 3];
+            page.first = [u32::MAX; 3];
+            log.index[region as usize][number as usize] = 0;
         }
     }
 
