@@ -56,6 +56,8 @@ pub struct Kernel {
     pub threads: u32,
     /// Dynamic shared memory in bytes.
     pub shared_bytes: u32,
+    /// Adjacent blocks that form a cluster; 1 where there are none.
+    pub cluster: u32,
     /// Parameters in order.
     pub takes: Vec<Takes>,
 }
@@ -188,7 +190,7 @@ impl Bench {
             grid: [blocks as u64, 1],
             threads: kernel.threads,
             shared_bytes: kernel.shared_bytes,
-            cluster: 1,
+            cluster: kernel.cluster,
         };
         // SAFETY: the arguments are made from the values in their order, the
         // probes pass what their kernels take, and buffers live until the
@@ -256,7 +258,7 @@ fn entry(kernel: &Kernel) -> Entry {
             grid: [Size::Tokens, Size::Const(1)],
             threads: kernel.threads,
             shared_bytes: kernel.shared_bytes,
-            cluster: 1,
+            cluster: kernel.cluster,
         },
     }
 }

@@ -11,12 +11,15 @@ macro_rules! kernels {
     };
 }
 
-const KERNELS: [(&str, &str); 8] = kernels![
+const KERNELS: [(&str, &str); 11] = kernels![
+    "cluster.cu",
     "convert.cu",
     "copy.cu",
     "matrix.cu",
     "mbarrier.cu",
     "mma.cu",
+    "roles.cu",
+    "tile.cu",
     "tma.cu",
     "warp.cu",
     "wgmma.cu",

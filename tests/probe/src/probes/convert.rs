@@ -21,6 +21,7 @@ fn run(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
             symbol: "convert".into(),
             threads: 256,
             shared_bytes: 0,
+            cluster: 1,
             takes: vec![Takes::Words, Takes::Words, Takes::I64],
         }],
     })?;

@@ -47,6 +47,7 @@ fn kernel(bytes: usize) -> Kernel {
         symbol: format!("copy_{bytes}"),
         threads: 64,
         shared_bytes: 0,
+        cluster: 1,
         takes: vec![Takes::Words; 3],
     }
 }

@@ -21,6 +21,7 @@ fn program(bench: &Bench, functions: [&str; 2]) -> Result<Program, Trouble> {
         symbol: format!("{function}_x{count}"),
         threads: 32,
         shared_bytes: 0,
+        cluster: 1,
         takes: vec![Takes::Words; 3],
     };
     let of = |function| COUNTS.map(|count| kernel(function, count));

@@ -19,6 +19,7 @@ fn run(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
             symbol: "barrier_states".into(),
             threads: 32,
             shared_bytes: 0,
+            cluster: 1,
             takes: vec![Takes::Words; 2],
         }],
     })?;

@@ -65,6 +65,7 @@ fn run(
         symbol: form.symbol.clone(),
         threads: 32,
         shared_bytes: 0,
+        cluster: 1,
         takes: vec![Takes::Words; 4],
     });
     let program = bench.load(File {

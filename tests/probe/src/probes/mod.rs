@@ -1,10 +1,13 @@
 //! The probes, one module per part of the hardware.
 
+mod cluster;
 mod convert;
 mod copy;
 mod matrix;
 mod mbarrier;
 mod mma;
+mod roles;
+mod tile;
 mod tma;
 mod warp;
 mod wgmma;
@@ -48,8 +51,11 @@ pub fn all() -> impl Iterator<Item = &'static Probe> {
         matrix::PROBES,
         copy::PROBES,
         mbarrier::PROBES,
+        roles::PROBES,
         tma::PROBES,
+        cluster::PROBES,
         wgmma::PROBES,
+        tile::PROBES,
     ];
     groups.into_iter().flatten()
 }

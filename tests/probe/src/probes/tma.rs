@@ -1,5 +1,5 @@
 //! The copy engine: boxes of 1 to 5 dimensions under each swizzle, loaded,
-//! stored and added, across the edges of their tensors.
+//! stored and reduced, across the edges of their tensors.
 
 use super::Probe;
 use crate::bench::{Bench, File, Kernel, Program, Takes, Trouble, Value};
@@ -11,27 +11,35 @@ use moesaic_units::tma::{Reduction, box_moves, fill, reduce};
 use moesaic_units::{swizzle, tensor_map};
 use tera::Context;
 
-/// Both directions, and sums.
+/// Both directions, and reductions.
 pub const PROBES: &[Probe] = &[
     Probe::new("box loads", 90, loads),
     Probe::new("box stores", 90, stores),
-    Probe::new("box sums", 90, sums),
+    Probe::new("box reductions", 90, reductions),
 ];
 
 /// Words of shared memory that are compared: the largest box, and as much
 /// behind it.
-const WORDS: usize = 4096;
-const BYTES: usize = 4 * WORDS;
+pub(super) const WORDS: usize = 4096;
+pub(super) const BYTES: usize = 4 * WORDS;
 const LOADS: usize = 8;
 const STORES: usize = 15;
 const TYPES: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::I32, DType::I64];
+const REDUCTIONS: [(&str, Reduction); 6] = [
+    ("add", Reduction::Add),
+    ("min", Reduction::Min),
+    ("max", Reduction::Max),
+    ("and", Reduction::And),
+    ("or", Reduction::Or),
+    ("xor", Reduction::Xor),
+];
 const SWIZZLES: [Swizzle; 4] = [Swizzle::None, Swizzle::B32, Swizzle::B64, Swizzle::B128];
 
 /// A tensor with a box.
-struct Case {
-    map: TensorMap,
-    table: tensor_map::TensorMap,
-    dims: [u64; 5],
+pub(super) struct Case {
+    pub(super) map: TensorMap,
+    pub(super) table: tensor_map::TensorMap,
+    pub(super) dims: [u64; 5],
     rank: usize,
 }
 
@@ -106,30 +114,47 @@ fn store_row(
     Ok(Row::compared(name, STORES, result))
 }
 
-/// Sums of whole numbers, so that each has one right result.
-fn sums(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
+/// Of whole numbers, so that each sum has one right result.
+fn reductions(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
     let mut rows = Vec::new();
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::I32] {
-        let mut result = Ok(());
-        for rank in 1..=5 {
-            let swizzle = random.pick(&SWIZZLES);
-            let case = case(random, dtype, rank, swizzle);
-            let before = numbers(random, dtype, words_of(&case));
-            let image = numbers(random, dtype, WORDS);
-            let element = case.table.element;
-            let add = |old: &mut [u8], new: &[u8]| {
-                reduce(Reduction::Add, element, old, new).expect("the types above have sums");
-            };
-            let outcome = write_box(bench, random, &case, "add", (before, image), add)?;
-            result = result.and(outcome);
+        for (name, op) in REDUCTIONS {
+            if has(dtype, op) {
+                rows.push(reduction_row(bench, random, dtype, (name, op))?);
+            }
         }
-        rows.push(Row::compared(
-            format!("box sum of {dtype}, 1-D to 5-D"),
-            5,
-            result,
-        ));
     }
     Ok(rows)
+}
+
+/// Whether the engine has the reduction for the type.
+fn has(dtype: DType, op: Reduction) -> bool {
+    let element = table_element(dtype);
+    let (mut old, new) = ([0; 8], [0; 8]);
+    reduce(op, element, &mut old, &new).is_ok()
+}
+
+fn reduction_row(
+    bench: &Bench,
+    random: &mut Random,
+    dtype: DType,
+    (name, op): (&str, Reduction),
+) -> Result<Row, Trouble> {
+    let mut result = Ok(());
+    for rank in 1..=5 {
+        let swizzle = random.pick(&SWIZZLES);
+        let case = case(random, dtype, rank, swizzle);
+        let before = numbers(random, dtype, words_of(&case));
+        let image = numbers(random, dtype, WORDS);
+        let element = case.table.element;
+        let apply = |old: &mut [u8], new: &[u8]| {
+            reduce(op, element, old, new).expect("the engine has it for this type");
+        };
+        let outcome = write_box(bench, random, &case, name, (before, image), apply)?;
+        result = result.and(outcome);
+    }
+    let name = format!("box reduction {name} of {dtype}, 1-D to 5-D");
+    Ok(Row::compared(name, 5, result))
 }
 
 /// Runs a kernel that writes a box into a tensor, and compares all of it.
@@ -167,18 +192,23 @@ fn program(bench: &Bench, case: &Case) -> Result<Program, Trouble> {
         symbol: format!("box_{way}_{rank}"),
         threads: 128,
         shared_bytes: BYTES as u32 + 16,
+        cluster: 1,
         takes: [&[Takes::Map(case.map), Takes::Words], takes].concat(),
     };
     bench.load(File {
         name: "tma.cu",
         activations: "bf16",
         context: context(rank),
-        kernels: vec![
-            kernel("load", &[Takes::Words, Takes::I64]),
-            kernel("store", &[Takes::Words]),
-            kernel("add", &[Takes::Words]),
-        ],
+        kernels: [kernel("load", &[Takes::Words, Takes::I64])]
+            .into_iter()
+            .chain(ways().map(|way| kernel(way, &[Takes::Words])))
+            .collect(),
     })
+}
+
+/// How boxes are written.
+fn ways() -> impl Iterator<Item = &'static str> {
+    std::iter::once("store").chain(REDUCTIONS.map(|(name, _)| name))
 }
 
 /// The coordinates of a box, as the instructions name them.
@@ -188,6 +218,7 @@ fn context(rank: usize) -> Context {
     let mut context = Context::new();
     context.insert("words", &WORDS);
     context.insert("rank", &rank);
+    context.insert("ways", &ways().collect::<Vec<_>>());
     context.insert("load_at", &operands(3));
     context.insert("store_at", &operands(2));
     context.insert(
@@ -200,7 +231,7 @@ fn context(rank: usize) -> Context {
 
 /// A dense tensor whose rows are multiples of 16 bytes, and a box of at most
 /// 8 KB.
-fn case(random: &mut Random, dtype: DType, rank: usize, swizzle: Swizzle) -> Case {
+pub(super) fn case(random: &mut Random, dtype: DType, rank: usize, swizzle: Swizzle) -> Case {
     let size = dtype.size() as i64;
     let pattern = table_swizzle(swizzle);
     let row = match swizzle {
@@ -255,14 +286,14 @@ fn table_swizzle(swizzle: Swizzle) -> swizzle::Swizzle {
 }
 
 /// Words of the whole tensor.
-fn words_of(case: &Case) -> usize {
+pub(super) fn words_of(case: &Case) -> usize {
     let elements: u64 = case.dims.iter().product();
     (elements as usize * case.map.dtype.size()).div_ceil(4)
 }
 
 /// Five coordinates of a box that meets the tensor, often at its edge; one in
 /// four may miss it.
-fn coordinates(random: &mut Random, case: &Case) -> [i32; 5] {
+pub(super) fn coordinates(random: &mut Random, case: &Case) -> [i32; 5] {
     let miss = i64::from(random.range(0, 3) == 0);
     std::array::from_fn(|dim| {
         let (size, tile) = (case.dims[dim] as i64, i64::from(case.map.tile[dim]));
@@ -284,7 +315,7 @@ fn moves(case: &Case, at: &[i32], mut visit: impl FnMut(usize, Option<usize>, us
 }
 
 /// Shared memory after a load, by the table.
-fn loaded(case: &Case, at: &[i32], memory: &[u8]) -> Vec<u8> {
+pub(super) fn loaded(case: &Case, at: &[i32], memory: &[u8]) -> Vec<u8> {
     let mut image = vec![0xcc; BYTES];
     let outside = fill(&case.table);
     moves(case, at, |shared, global, count| {
@@ -294,11 +325,11 @@ fn loaded(case: &Case, at: &[i32], memory: &[u8]) -> Vec<u8> {
     image
 }
 
-fn bytes(words: &[u32]) -> Vec<u8> {
+pub(super) fn bytes(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-fn words(bytes: &[u8]) -> Vec<u32> {
+pub(super) fn words(bytes: &[u8]) -> Vec<u32> {
     let four = bytes.chunks_exact(4);
     four.map(|four| u32::from_le_bytes(std::array::from_fn(|i| four[i])))
         .collect()

@@ -21,6 +21,7 @@ fn run(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
             symbol: "warps".into(),
             threads: 32,
             shared_bytes: 0,
+            cluster: 1,
             takes: vec![Takes::Words; 3],
         }],
     })?;

@@ -123,6 +123,7 @@ fn run(
         symbol: form.symbol(),
         threads: 128,
         shared_bytes: 4 * WORDS as u32,
+        cluster: 1,
         takes: [vec![Takes::Words; 3], vec![Takes::I64; 2]].concat(),
     };
     let program = bench.load(File {
