@@ -4,7 +4,7 @@
 //! reference to the worker while another fiber may run.
 
 use crate::block::{Collective, State};
-use crate::fault::{Access, Fault, Kind};
+use crate::fault::{Access, Fault, Kind, Problem};
 use crate::product::{Operands, Shape};
 use crate::worker::{current, fail, park};
 use std::ffi::c_void;
@@ -155,9 +155,26 @@ unsafe extern "C" fn matrix_product(
     }
 }
 
-extern "C" fn access(address: *const c_void, bytes: u64, writes: i32, from: *const c_void) {
-    let kind = if writes != 0 { Kind::Write } else { Kind::Read };
-    check(address as usize, bytes as usize, kind, from as usize);
+extern "C" fn access(address: *const c_void, bytes: u64, kind: i32, from: *const c_void) {
+    let (address, bytes) = (address as usize, bytes as usize);
+    let free = kind & 2 != 0 || bytes > 16;
+    let aligned = free || address.is_multiple_of(bytes.max(1));
+    let kind = if kind & 1 != 0 {
+        Kind::Write
+    } else {
+        Kind::Read
+    };
+    if !aligned {
+        let from = from as usize;
+        let access = Access {
+            address,
+            bytes,
+            kind,
+            from,
+        };
+        fail(Fault::Memory(access, Problem::Misaligned));
+    }
+    check(address, bytes, kind, from as usize);
 }
 
 extern "C" fn defect(kind: i32, facts: *const u8, value: u64) {

@@ -171,7 +171,7 @@ impl FiberModule {
     /// Whether a compute unit could take such a block.
     fn check_block(&self, entry: &Entry, dims: &LaunchDims) -> Result<(), String> {
         let wave = self.device.arch.wave;
-        if dims.threads == 0 || dims.threads > 1024 || dims.threads % wave != 0 {
+        if dims.threads == 0 || dims.threads > 1024 || !dims.threads.is_multiple_of(wave) {
             return Err(format!(
                 "a block of {} threads is not 1 to {} whole waves of {wave}",
                 dims.threads,

@@ -77,9 +77,10 @@ impl Product {
     /// Each of `lanes` is the address of an [`Operands`] that leads to as many
     /// registers as the instruction has.
     pub(crate) unsafe fn run(self, lanes: &[u64]) -> bool {
-        // SAFETY: the caller's.
         match lanes.len() {
+            // SAFETY: the caller's.
             64 => unsafe { self.of_wave::<64>(lanes) },
+            // SAFETY: the caller's.
             _ => unsafe { self.of_wave::<32>(lanes) },
         }
     }

@@ -189,9 +189,6 @@ impl Worker {
     pub(crate) fn access(&mut self, access: Access) -> Option<Fault> {
         let Access { address, bytes, .. } = access;
         let (now, shift) = (self.block.now, self.block.shift);
-        if bytes <= 16 && bytes.is_power_of_two() && address & (bytes - 1) != 0 {
-            return Some(Fault::Memory(access, Problem::Misaligned));
-        }
         let image = self.job.image.start;
         if self.statics.holds(address) {
             return self.statics.touch(access, now, shift, image);
