@@ -4,5 +4,6 @@
 
 mod conformance;
 mod golden;
+mod mutants;
 mod oracle;
 mod tidy;

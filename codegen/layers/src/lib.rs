@@ -5,7 +5,10 @@
 //! struct per kernel entry. Every tensor's shape and element type is part of
 //! its Rust type, so that a wrong shape does not compile. What is generated
 //! uses the facade crate only, holds no `unsafe`, and is the same for all
-//! targets.
+//! targets. The argument structs are those of the kernels for CPUs: a kernel
+//! that a GPU target gives other parameters, such as tensor maps or rows it
+//! gathers itself, is refused by its launcher with both lists, and runs as a
+//! part of its layer only.
 //!
 //! The `layer!` macro, `moesaic emit --rust` and build scripts all call this
 //! one function. A build script writes the text itself:

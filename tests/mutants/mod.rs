@@ -1,0 +1,176 @@
+//! Our own kernels with one mistake each: the simulators have to catch every
+//! one. docs/SIMULATOR.md holds the table this list makes.
+
+mod list;
+
+use crate::conformance::Case;
+use list::MUTANTS;
+use moesaic::kernel::KernelSource;
+use moesaic::spec::LayerSpec;
+use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
+use moesaic::{Compilers, Engine, EngineOptions, Target};
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+/// A kernel with a planted mistake.
+pub struct Mutant {
+    /// What is wrong, as the table says it.
+    pub mistake: &'static str,
+    /// The simulator that runs it.
+    pub target: &'static str,
+    /// The kernel: `grouped_gemm_up`.
+    pub kernel: &'static str,
+    /// Text of the kernel, and what stands there instead. It occurs once.
+    pub from: &'static str,
+    /// The mistake.
+    pub to: &'static str,
+    /// The layer, as TOML.
+    pub layer: &'static str,
+    /// Tokens of the call.
+    pub tokens: usize,
+    /// Words of the report: the name of the finding, or of the stage that is
+    /// found wrong.
+    pub caught: &'static str,
+}
+
+/// Compiles one kernel with a mistake, the others as they are.
+struct Planting<'m> {
+    inner: Arc<dyn Compiler>,
+    mutant: &'m Mutant,
+}
+
+impl Planting<'_> {
+    fn mistaken(&self, source: &KernelSource) -> KernelSource {
+        let (mutant, mut source) = (self.mutant, source.clone());
+        if source.name == mutant.kernel {
+            let found = source.text.matches(mutant.from).count();
+            assert_eq!(
+                found, 1,
+                "{}: `{}` occurs {found} times in\n{}",
+                mutant.mistake, mutant.from, source.text
+            );
+            source.text = source.text.replace(mutant.from, mutant.to);
+        }
+        source
+    }
+}
+
+impl Compiler for Planting<'static> {
+    fn backend(&self) -> &'static str {
+        self.inner.backend()
+    }
+
+    fn name(&self) -> String {
+        self.inner.name()
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        self.inner.fingerprint(target)
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        self.inner.targets()
+    }
+
+    fn compile(
+        &self,
+        source: &KernelSource,
+        options: &CompileOptions,
+    ) -> Result<Artifact, CompileError> {
+        self.inner.compile(&self.mistaken(source), options)
+    }
+}
+
+fn options() -> EngineOptions {
+    EngineOptions {
+        // A mistaken kernel must not reach the user's store.
+        store: None,
+        ..EngineOptions::default()
+    }
+}
+
+/// What the simulator or the comparison says; `None` when all is well.
+fn report(case: &Case, engine: &Engine) -> Option<String> {
+    let caught = catch_unwind(AssertUnwindSafe(|| case.check(engine))).err()?;
+    let text = |payload: &dyn Any| {
+        let owned = payload.downcast_ref::<String>().cloned();
+        owned.or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
+    };
+    Some(text(&*caught).unwrap_or_default())
+}
+
+fn check(mutant: &'static Mutant) {
+    let what = format!("{} on {}", mutant.mistake, mutant.target);
+    let spec = LayerSpec::from_toml(mutant.layer)
+        .unwrap_or_else(|e| panic!("{what}: {}", e.render(mutant.layer, false)));
+    let case = Case::random(&spec, mutant.tokens, 11);
+    let target: Target = mutant.target.parse().expect("a target");
+    let inner = Compilers::default().get(target).expect("a compiler");
+    let planting = Arc::new(Planting { inner, mutant });
+    let engine = Engine::open_with(mutant.target, options(), planting).expect("a simulator");
+    let report = report(&case, &engine);
+    let report = report.unwrap_or_else(|| panic!("{what}: nobody noticed"));
+    assert!(
+        report.contains(mutant.caught),
+        "{what}: expected `{}` in\n{report}",
+        mutant.caught
+    );
+}
+
+/// Without its mistake every layer of the list passes.
+#[test]
+fn the_kernels_as_they_are_pass() {
+    let mut seen = Vec::new();
+    for mutant in MUTANTS {
+        let key = (mutant.target, mutant.layer, mutant.tokens);
+        if seen.contains(&key) {
+            continue;
+        }
+        seen.push(key);
+        let spec = LayerSpec::from_toml(mutant.layer).expect("it is valid");
+        let engine = Engine::open(mutant.target, EngineOptions::default()).expect("a simulator");
+        Case::random(&spec, mutant.tokens, 11).check(&engine);
+    }
+}
+
+/// Every mutant of one simulator.
+fn check_all(target: &str) {
+    let own: Vec<&Mutant> = MUTANTS.iter().filter(|m| m.target == target).collect();
+    assert!(!own.is_empty());
+    own.into_iter().for_each(check);
+}
+
+#[test]
+fn every_mistake_is_caught_on_sm_80() {
+    check_all("sim:sm_80");
+}
+
+#[test]
+fn every_mistake_is_caught_on_sm_90a() {
+    check_all("sim:sm_90a");
+}
+
+#[test]
+fn every_mistake_is_caught_on_gfx942() {
+    check_all("sim:gfx942");
+}
+
+/// The table of the document is that of the list.
+#[test]
+fn the_document_lists_them() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/SIMULATOR.md");
+    let text = std::fs::read_to_string(path).expect("the document");
+    for (i, m) in MUTANTS.iter().enumerate() {
+        let row = format!(
+            "| {} | {} | `{}` | {} | {} |",
+            i + 1,
+            m.mistake,
+            m.kernel,
+            m.target,
+            m.caught
+        );
+        assert!(text.contains(&row), "docs/SIMULATOR.md lacks\n{row}");
+    }
+    assert!(MUTANTS.len() >= 25);
+}
