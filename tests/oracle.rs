@@ -151,7 +151,11 @@ fn hugging_face_gradients() {
         let scale = want.iter().fold(0f64, |most, v| most.max(v.abs()));
         for (i, (found, want)) in found.iter().zip(&want).enumerate() {
             let error = (found - want).abs() / scale;
-            assert!(error < 2e-5, "{}: dx[{i}] is {found}, expected {want}", dir.display());
+            assert!(
+                error < 2e-5,
+                "{}: dx[{i}] is {found}, expected {want}",
+                dir.display()
+            );
         }
     }
 }
