@@ -8,6 +8,8 @@
 
 pub mod bench;
 pub mod date;
+pub mod idle;
+pub mod kept;
 pub mod open;
 pub mod probes;
 pub mod random;

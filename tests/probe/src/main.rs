@@ -2,7 +2,8 @@
 //! a device, and keeps what came out.
 
 use clap::Parser;
-use moesaic_probe::report::Report;
+use moesaic_probe::open::{Kernels, OpenError};
+use moesaic_probe::report::{Outcome, Report};
 use moesaic_probe::{date, open};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -10,40 +11,90 @@ use std::process::ExitCode;
 /// Runs every hardware primitive and compares bits with the tables.
 #[derive(Parser)]
 struct Arguments {
-    /// `cuda`, or a simulator such as `sim:sm_90a`.
+    /// `cuda`, or a simulator such as `sim:sm_90a`; with --compile-only what
+    /// to compile for, such as `cuda:sm_90a`.
     #[arg(long)]
     device: String,
-    /// The folder that keeps the table.
-    #[arg(long, default_value = "benches/results")]
-    results: PathBuf,
+    /// Compile every kernel into a folder, and run nothing.
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["from", "results"])]
+    compile_only: Option<PathBuf>,
+    /// Take the kernels of `cuda` from a folder that --compile-only filled.
+    #[arg(long, value_name = "FOLDER")]
+    from: Option<PathBuf>,
+    /// The folder that keeps the table: benches/results, or this one where
+    /// there is no such folder.
+    #[arg(long)]
+    results: Option<PathBuf>,
+}
+
+/// Why there is no table.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error("{path}: {error}")]
+    File {
+        path: PathBuf,
+        error: std::io::Error,
+    },
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let bench = match open::open(&arguments.device) {
-        Ok(bench) => bench,
+    let clean = match &arguments.compile_only {
+        Some(folder) => compile(&arguments.device, folder),
+        None => run(&arguments),
+    };
+    match clean {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
             eprintln!("error: {error}");
-            return ExitCode::from(2);
+            ExitCode::from(2)
         }
-    };
+    }
+}
+
+/// Whether every kernel compiled.
+fn compile(target: &str, folder: &Path) -> Result<bool, Failure> {
+    let bench = open::keeping(target, folder)?;
+    let report = moesaic_probe::run(&bench, |row| {
+        if matches!(row.outcome, Outcome::Failed(_)) {
+            println!("{row}");
+        }
+    });
+    let failed = |row: &&moesaic_probe::report::Row| matches!(row.outcome, Outcome::Failed(_));
+    let failures = report.rows.iter().filter(failed).count();
+    let folder = folder.display();
+    println!("kernels for {target} are in {folder}; {failures} primitives did not compile");
+    Ok(failures == 0)
+}
+
+/// Whether everything agreed.
+fn run(arguments: &Arguments) -> Result<bool, Failure> {
+    let kernels = arguments.from.clone();
+    let kernels = kernels.map_or(Kernels::Compiled, Kernels::Kept);
+    let bench = open::open(&arguments.device, &kernels)?;
     let description = bench.description();
     println!("{description}");
     let report = moesaic_probe::run(&bench, |row| println!("{row}"));
     println!("{}", report.summary());
-    let path = arguments.results.join(format!(
-        "probe-{}-{}.txt",
-        file_part(&arguments.device),
-        date::today()
-    ));
-    if let Err(error) = keep(&path, &description, &report) {
-        eprintln!("error: {}: {error}", path.display());
-        return ExitCode::from(2);
-    }
+    let device = file_part(&arguments.device);
+    let path = results(arguments).join(format!("probe-{device}-{}.txt", date::today()));
+    keep(&path, &description, &report).map_err(|error| Failure::File {
+        path: path.clone(),
+        error,
+    })?;
     println!("kept in {}", path.display());
-    match report.is_clean() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
+    Ok(report.is_clean())
+}
+
+fn results(arguments: &Arguments) -> PathBuf {
+    let repository = Path::new("benches/results");
+    match &arguments.results {
+        Some(folder) => folder.clone(),
+        None if repository.is_dir() => repository.to_path_buf(),
+        None => PathBuf::from("."),
     }
 }
 

@@ -1,11 +1,14 @@
 //! From a device's name to a bench.
 
 use crate::bench::Bench;
+use crate::idle::Idle;
+use crate::kept::{Keeping, Kept};
 use moesaic_cuda::NvrtcCompiler;
 use moesaic_kernel::{CudaArch, SimArch, Target, TargetError};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
-use moesaic_target::{CompileError, Device};
+use moesaic_target::{CompileError, Compiler, Device};
 use moesaic_toolchain::{Registry, ToolchainError, nvrtc};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Why there is no bench of a name.
@@ -24,25 +27,42 @@ pub enum OpenError {
     /// A simulator that does not run PTX.
     #[error("`{0}` runs no PTX, which is what the probe's kernels are")]
     NoPtx(String),
+    /// Kernels are kept for hardware alone.
+    #[error("kernels are kept for GPUs such as `cuda:sm_90a`, not for `{0}`")]
+    NotHardware(Target),
     /// Where compilers are registered.
     #[error(transparent)]
     Toolchain(#[from] ToolchainError),
     /// No compiler, or not one for the target.
-    #[error(transparent)]
+    #[error("{0}\nor compile elsewhere with `--compile-only`, and run with `--from`")]
     Compiler(#[from] CompileError),
     /// No device.
     #[error(transparent)]
     Device(#[from] moesaic_target::DeviceError),
 }
 
+/// Where kernels come from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kernels {
+    /// From NVRTC on this machine.
+    Compiled,
+    /// From a folder that [`keeping`] has filled.
+    Kept(PathBuf),
+}
+
 /// The bench of a device: `cuda` for the first GPU of the machine, or a
-/// simulator such as `sim:sm_90a`.
+/// simulator such as `sim:sm_90a`, which always compiles.
 ///
 /// # Errors
 /// [`OpenError`].
-pub fn open(name: &str) -> Result<Bench, OpenError> {
+pub fn open(name: &str, kernels: &Kernels) -> Result<Bench, OpenError> {
     if name == "cuda" {
-        return cuda(nvrtc(&Registry::open()?)?);
+        return cuda(match kernels {
+            Kernels::Compiled => Box::new(nvrtc(&Registry::open()?)?),
+            Kernels::Kept(folder) => Box::new(Kept {
+                folder: folder.clone(),
+            }),
+        });
     }
     if !name.starts_with("sim:") {
         return Err(OpenError::Name(name.to_string()));
@@ -53,6 +73,24 @@ pub fn open(name: &str) -> Result<Bench, OpenError> {
     }
 }
 
+/// A bench that compiles for a target such as `cuda:sm_90a`, keeps the
+/// binaries in `folder` and runs nothing.
+///
+/// # Errors
+/// [`OpenError`].
+pub fn keeping(target: &str, folder: &Path) -> Result<Bench, OpenError> {
+    let target: Target = target.parse()?;
+    if !matches!(target, Target::Cuda(_)) {
+        return Err(OpenError::NotHardware(target));
+    }
+    let compiler = Keeping {
+        compiler: Box::new(nvrtc(&Registry::open()?)?),
+        folder: folder.to_path_buf(),
+    };
+    let device = Idle::new(target);
+    Ok(Bench::new(target, Box::new(compiler), Arc::new(device)))
+}
+
 fn simulated(arch: CudaArch, compiler: NvrtcCompiler) -> Result<Bench, OpenError> {
     let device = PtxDevice::new(arch, PtxOptions::default());
     let compiler = PtxCompiler::new(compiler);
@@ -61,14 +99,14 @@ fn simulated(arch: CudaArch, compiler: NvrtcCompiler) -> Result<Bench, OpenError
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(compiler: NvrtcCompiler) -> Result<Bench, OpenError> {
+fn cuda(compiler: Box<dyn Compiler>) -> Result<Bench, OpenError> {
     let device = moesaic_cuda::CudaDevice::open(0)?;
     let target = device.info().target;
-    Ok(Bench::new(target, Box::new(compiler), Arc::new(device)))
+    Ok(Bench::new(target, compiler, Arc::new(device)))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: NvrtcCompiler) -> Result<Bench, OpenError> {
+fn cuda(_: Box<dyn Compiler>) -> Result<Bench, OpenError> {
     Err(OpenError::WithoutCuda)
 }
 
@@ -78,7 +116,7 @@ mod tests {
 
     #[test]
     fn wrong_names_are_explained() {
-        let refusal = |name: &str| match open(name) {
+        let refusal = |name: &str| match open(name, &Kernels::Compiled) {
             Ok(_) => panic!("{name} was opened"),
             Err(error) => error.to_string(),
         };
@@ -86,5 +124,7 @@ mod tests {
         assert_eq!(refusal("cpu"), cpu);
         assert!(refusal("sim:gfx942").contains("runs no PTX"));
         assert!(refusal("sim:sm_1").contains("sim:sm_1"));
+        let kept = keeping("sim:sm_90a", Path::new("nowhere")).err().unwrap();
+        assert!(kept.to_string().contains("not for `sim:sm_90a`"), "{kept}");
     }
 }

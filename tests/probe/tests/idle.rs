@@ -1,95 +1,45 @@
 //! The kit has to notice a device on which nothing happens. Every kernel is
 //! really compiled, so this also says that all of them assemble.
 
-use moesaic_kernel::{Entry, Target};
+use moesaic_kernel::Target;
 use moesaic_probe::bench::Bench;
-use moesaic_probe::report::Outcome;
-use moesaic_target::{
-    Arg, Artifact, Buffer, Compiler, Device, DeviceError, DeviceInfo, LaunchDims, Module, Ptr,
-};
+use moesaic_probe::idle::Idle;
+use moesaic_probe::kept::Kept;
+use moesaic_probe::open::keeping;
+use moesaic_probe::report::{Outcome, Report};
+use moesaic_target::Compiler;
 use moesaic_toolchain::{Kind, Registry, install, nvrtc};
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::path::PathBuf;
+use std::sync::Arc;
 
-/// Keeps what is uploaded, and runs nothing.
-struct Idle {
-    info: DeviceInfo,
-    memory: Mutex<HashMap<u64, Vec<u8>>>,
-}
-
-struct IdleModule;
-
-impl Module for IdleModule {
-    unsafe fn launch(&self, _: &str, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
-        Ok(())
-    }
-}
-
-impl Device for Idle {
-    fn info(&self) -> &DeviceInfo {
-        &self.info
-    }
-
-    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
-        for entry in entries {
-            assert!(
-                artifact.report.kernel(&entry.symbol).is_some(),
-                "{}",
-                entry.symbol
-            );
-        }
-        Ok(Arc::new(IdleModule))
-    }
-
-    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        let mut memory = self.memory.lock().unwrap();
-        let at = (memory.len() as u64 + 1) << 32;
-        memory.insert(at, vec![0; bytes]);
-        Ok(Buffer::new(Ptr(at), bytes, Box::new(())))
-    }
-
-    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
-        let mut memory = self.memory.lock().unwrap();
-        let all = memory.get_mut(&buffer.ptr().0).unwrap();
-        all[offset..offset + bytes.len()].copy_from_slice(bytes);
-        Ok(())
-    }
-
-    fn download(
-        &self,
-        buffer: &Buffer,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), DeviceError> {
-        let memory = self.memory.lock().unwrap();
-        bytes.copy_from_slice(&memory[&buffer.ptr().0][offset..offset + bytes.len()]);
-        Ok(())
-    }
-
-    fn synchronize(&self) -> Result<(), DeviceError> {
-        Ok(())
-    }
-}
-
-fn bench(target: &str) -> Bench {
+fn registry() -> Registry {
     let mut registry = Registry::open().unwrap();
     install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-    let compiler = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
+    registry
+}
+
+fn idle(target: &str, compiler: Box<dyn Compiler>) -> Report {
     let target: Target = target.parse().unwrap();
-    assert!(compiler.targets().contains(&target));
-    let info = DeviceInfo {
-        name: "idle".to_string(),
-        target,
-        units: 1,
-        memory_bytes: None,
-    };
-    let memory = Mutex::default();
-    Bench::new(target, Box::new(compiler), Arc::new(Idle { info, memory }))
+    let bench = Bench::new(target, compiler, Arc::new(Idle::new(target)));
+    moesaic_probe::run(&bench, |_| ())
+}
+
+fn compiled(target: &str) -> Report {
+    let compiler = nvrtc(&registry()).unwrap_or_else(|error| panic!("{error}"));
+    idle(target, Box::new(compiler))
+}
+
+fn failures(report: &Report) -> Vec<&str> {
+    let words = report.rows.iter().map(|row| match &row.outcome {
+        Outcome::Failed(words) => Some(words.as_str()),
+        _ => None,
+    });
+    words.flatten().collect()
 }
 
 #[test]
 fn a_device_that_does_nothing_is_noticed() {
-    let report = moesaic_probe::run(&bench("cuda:sm_90a"), |_| ());
+    let report = compiled("cuda:sm_90a");
     for row in &report.rows {
         assert!(matches!(row.outcome, Outcome::Differs(_)), "{row}");
     }
@@ -98,7 +48,7 @@ fn a_device_that_does_nothing_is_noticed() {
 
 #[test]
 fn what_an_older_gpu_lacks_is_said() {
-    let report = moesaic_probe::run(&bench("cuda:sm_80"), |_| ());
+    let report = compiled("cuda:sm_80");
     let skipped = report
         .rows
         .iter()
@@ -110,6 +60,33 @@ fn what_an_older_gpu_lacks_is_said() {
         "{}",
         text[0]
     );
-    let failed = |row: &&moesaic_probe::report::Row| matches!(row.outcome, Outcome::Failed(_));
-    assert!(!report.rows.iter().any(|row| failed(&row)), "{report}");
+    assert_eq!(failures(&report), [""; 0]);
+}
+
+#[test]
+fn kernels_travel_to_a_machine_without_a_compiler() {
+    registry();
+    let folder = tempfile::tempdir().unwrap();
+    let from = |folder: PathBuf| idle("cuda:sm_80", Box::new(Kept { folder }));
+    let missing = from(folder.path().join("empty"));
+    assert!(failures(&missing).len() > 3, "{missing}");
+    for words in failures(&missing) {
+        assert!(
+            words.contains("`--device cuda:sm_80 --compile-only FOLDER`"),
+            "{words}"
+        );
+    }
+    let bench = keeping("cuda:sm_80", folder.path()).unwrap_or_else(|error| panic!("{error}"));
+    let there = moesaic_probe::run(&bench, |_| ());
+    let here = from(folder.path().to_path_buf());
+    assert_eq!(failures(&here), [""; 0]);
+    assert_eq!(here.to_string(), there.to_string());
+    for file in folder.path().read_dir().unwrap() {
+        std::fs::write(file.unwrap().path(), "no binary").unwrap();
+    }
+    let broken = from(folder.path().to_path_buf());
+    assert!(
+        failures(&broken)[0].contains("made a bad binary"),
+        "{broken}"
+    );
 }

@@ -1,13 +1,13 @@
 //! The whole kit on the simulated GPUs: kernels, machine and tables agree.
 
-use moesaic_probe::open::open;
+use moesaic_probe::open::{Kernels, open};
 use moesaic_probe::report::Report;
 use moesaic_toolchain::{Kind, Registry, install};
 
 fn clean(device: &str) -> Report {
     let mut registry = Registry::open().unwrap();
     install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-    let bench = open(device).unwrap_or_else(|error| panic!("{error}"));
+    let bench = open(device, &Kernels::Compiled).unwrap_or_else(|error| panic!("{error}"));
     let report = moesaic_probe::run(&bench, |_| ());
     assert!(report.is_clean(), "{report}");
     report

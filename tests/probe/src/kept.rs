@@ -1,0 +1,119 @@
+//! Kernels that are compiled on one machine and run on another, which has a
+//! GPU and no compiler.
+
+use moesaic_cuda::read_cubin;
+use moesaic_kernel::{KernelSource, Target};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A compiler whose binaries are kept in a folder.
+pub struct Keeping {
+    /// What compiles.
+    pub compiler: Box<dyn Compiler>,
+    /// Where binaries go; made when the first comes.
+    pub folder: PathBuf,
+}
+
+/// Gives back what [`Keeping`] kept.
+pub struct Kept {
+    /// Where binaries are.
+    pub folder: PathBuf,
+}
+
+impl Compiler for Keeping {
+    fn backend(&self) -> &'static str {
+        self.compiler.backend()
+    }
+
+    fn name(&self) -> String {
+        self.compiler.name()
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        self.compiler.fingerprint(target)
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        self.compiler.targets()
+    }
+
+    fn compile(
+        &self,
+        source: &KernelSource,
+        options: &CompileOptions,
+    ) -> Result<Artifact, CompileError> {
+        let artifact = self.compiler.compile(source, options)?;
+        let path = self.folder.join(file_name(source));
+        let kept =
+            fs::create_dir_all(&self.folder).and_then(|()| fs::write(&path, &artifact.binary));
+        kept.map_err(|error| failed(self.name(), source, &path, &error))?;
+        Ok(artifact)
+    }
+}
+
+impl Compiler for Kept {
+    fn backend(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn name(&self) -> String {
+        format!("another machine, into {}", self.folder.display())
+    }
+
+    fn fingerprint(&self, _: Target) -> String {
+        self.name()
+    }
+
+    /// None that are known: the folder holds what it holds.
+    fn targets(&self) -> Vec<Target> {
+        Vec::new()
+    }
+
+    fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
+        let path = self.folder.join(file_name(source));
+        let binary = fs::read(&path).map_err(|error| failed(self.name(), source, &path, &error))?;
+        let bad = |reason| CompileError::BadBinary {
+            compiler: self.name(),
+            kernel: source.name.clone(),
+            reason,
+        };
+        let found = read_cubin(&binary).map_err(|error| bad(error.to_string()))?;
+        let report = Report {
+            compiler: self.name(),
+            kernels: KernelReport::of_entries(source, found).map_err(bad)?,
+            ..Report::default()
+        };
+        Ok(Artifact { binary, report })
+    }
+}
+
+fn failed(
+    compiler: String,
+    source: &KernelSource,
+    path: &Path,
+    error: &std::io::Error,
+) -> CompileError {
+    let path = path.display();
+    let advice = format!(
+        "make it with the same program: `--device {} --compile-only FOLDER`",
+        source.target
+    );
+    CompileError::Failed {
+        compiler,
+        kernel: source.name.clone(),
+        reason: format!("{path}: {error}; {advice}"),
+    }
+}
+
+/// By target, text and symbols, so that another build of the kit finds its own
+/// kernels or none.
+fn file_name(source: &KernelSource) -> String {
+    let symbols = source.entries.iter().map(|entry| entry.symbol.as_str());
+    let parts = [source.text.as_str()].into_iter().chain(symbols);
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    for byte in parts.flat_map(|part| part.bytes().chain([0])) {
+        hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    }
+    format!("{}-{}-{hash:016x}.cubin", source.name, source.target.arch())
+}
