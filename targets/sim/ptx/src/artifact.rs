@@ -1,9 +1,24 @@
 //! What the compiler hands to the device: PTX, and the source it came from.
 
 use crate::error::PtxError;
+use moesaic_target::{Artifact, Report};
 
 /// The first bytes of an artifact; the last one is its version.
 const MAGIC: &[u8; 8] = b"moesptx\x01";
+
+/// An artifact of PTX that was not made from a kernel source: for tests, and
+/// to look into what others compiled. `source` is the text that `.loc`
+/// directives count lines of; it may be empty.
+pub fn artifact_of_ptx(ptx: &str, source: &str) -> Artifact {
+    let texts = Texts {
+        ptx: ptx.to_string(),
+        source: source.to_string(),
+    };
+    Artifact {
+        binary: texts.pack(),
+        report: Report::default(),
+    }
+}
 
 /// The texts of an artifact.
 #[derive(Clone, Debug, PartialEq, Eq)]

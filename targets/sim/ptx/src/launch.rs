@@ -258,7 +258,11 @@ fn race(loaded: &Loaded, regions: &Regions, grid: [u32; 3], conflict: Conflict) 
         _ => "reads",
     };
     let bytes = regions.list[conflict.region].bytes;
-    let (writer, second) = (conflict.writer, conflict.other);
+    let writer = conflict.writer;
+    let second = match conflict.other {
+        Some(block) => format!("{} {other} (PTX line {})", name(block.0), line(block.1)),
+        None => "an ld.global.nc, which promises that nobody writes there, reads".to_string(),
+    };
     Failure {
         kind: FindingKind::GlobalRace,
         block: block_index(grid, writer.0),
@@ -266,12 +270,10 @@ fn race(loaded: &Loaded, regions: &Regions, grid: [u32; 3], conflict: Conflict) 
         pc: writer.1,
         other: None,
         message: format!(
-            "{} writes (PTX line {}) and {} {other} (PTX line {}) byte {} of an allocation \
-             of {bytes} bytes, and nothing orders the two",
+            "{} writes (PTX line {}) and {second} byte {} of an allocation of {bytes} bytes, \
+             and nothing orders the two",
             name(writer.0),
             line(writer.1),
-            name(second.0),
-            line(second.1),
             conflict.offset
         ),
     }

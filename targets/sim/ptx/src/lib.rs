@@ -19,6 +19,7 @@ mod report;
 mod tensor_map;
 mod text;
 
+pub use artifact::artifact_of_ptx;
 pub use compiler::PtxCompiler;
 pub use device::{Checks, PtxDevice, PtxOptions};
 pub use error::PtxError;

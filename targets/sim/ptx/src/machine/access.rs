@@ -1,6 +1,7 @@
 //! Loads and stores.
 
 use super::Machine;
+use super::global::GlobalAccess;
 use super::lanes::scalar_sign;
 use super::warp::{Doubles, Warp, Words};
 use crate::code::layout::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
@@ -304,11 +305,12 @@ impl Machine<'_> {
         let mut values = [[0; 32]; 8];
         let constant = access.constant && access.order == Order::Weak;
         let run = contiguous(addresses, mask, bytes as u64);
+        let mut places = [(0, 0); 32];
         for lane in lanes_of(mask) {
             let (region, offset) = self.global("reads", addresses[lane], bytes, lane as u32)?;
+            places[lane] = (region, offset);
             match run {
                 Some(length) if lane == 0 => {
-                    self.global("reads", addresses[0], bytes, 0)?;
                     if self.launch.regions.list[region].holds(addresses[0], length) {
                         self.note_read(constant, region, offset, length, mask)?;
                     }
@@ -320,6 +322,9 @@ impl Machine<'_> {
             for (at, value) in values[..count].iter_mut().enumerate() {
                 value[lane] = allocation.read(offset + at * element, element);
             }
+        }
+        if access.order == Order::Weak && !constant {
+            self.global_reads(warp, &places, bytes, mask)?;
         }
         self.order_after(warp, access.order, Space::Global, addresses, mask);
         self.deliver(warp, access, &values[..count], mask);
@@ -345,6 +350,20 @@ impl Machine<'_> {
             let (region, offset) = self.global("writes", addresses[lane], bytes, lane as u32)?;
             self.log.touch(touch, region, offset, bytes, self.pc);
             let allocation = Arc::clone(&self.launch.regions.list[region]);
+            let mut same = true;
+            for at in 0..count {
+                let value = self.stored(warp, access, at, lane);
+                let mask = u64::MAX >> (64 - 8 * element);
+                same &= allocation.read(offset + at * element, element) == value & mask;
+            }
+            let access_of = GlobalAccess {
+                region,
+                offset,
+                bytes,
+                lane,
+                atomic: touch == Touch::Atomic,
+            };
+            self.global_write(warp, access_of, same)?;
             for at in 0..count {
                 let value = self.stored(warp, access, at, lane);
                 allocation.write(offset + at * element, element, value);

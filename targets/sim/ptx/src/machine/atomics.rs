@@ -2,6 +2,7 @@
 
 use super::Machine;
 use super::access::{addresses, lanes_of, little};
+use super::global::GlobalAccess;
 use super::lanes::atomic::combine;
 use super::warp::{Doubles, Warp};
 use crate::code::op::{Atomic, NONE, Order};
@@ -97,6 +98,15 @@ impl Machine<'_> {
                 return Err(self.unwritten_atomic(region, first, lane));
             }
             self.log.touch(Touch::Atomic, region, first, whole, self.pc);
+            let access = GlobalAccess {
+                region,
+                offset: first,
+                bytes: whole,
+                lane,
+                atomic: true,
+            };
+            self.global_write(warp, access, false)?;
+            let allocation = &self.launch.regions.list[region];
             for (at, old) in old.iter_mut().enumerate() {
                 let operand = self.atomic_operand(warp, atomic, atomic.operands[at], lane);
                 let swap = self.atomic_operand(warp, atomic, atomic.swap, lane);

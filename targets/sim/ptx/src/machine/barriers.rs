@@ -390,7 +390,7 @@ impl Machine<'_> {
         let completed = value.map_err(fault)?;
         self.put_mbarrier(block, offset, barrier.store());
         if completed {
-            self.mbarrier_phase(block, offset);
+            self.mbarrier_phase(block, offset)?;
         }
         if op.d != NONE {
             warp.doubles[op.d as usize][lane] = u64::from(before);
@@ -443,7 +443,7 @@ impl Machine<'_> {
         self.mbarrier_release(warp, block, offset, lane);
         self.put_mbarrier(block, offset, barrier.store());
         if completed {
-            self.mbarrier_phase(block, offset);
+            self.mbarrier_phase(block, offset)?;
         }
         Ok(())
     }

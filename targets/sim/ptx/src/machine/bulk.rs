@@ -71,6 +71,33 @@ impl Bulks {
     pub fn first(&self) -> Option<&Job> {
         self.jobs.first()
     }
+
+    /// A phase is over: nothing that signals it may be under way.
+    pub fn check_phase(&self, block: usize, offset: usize, phase: u32) -> Step<()> {
+        let late = |job: &&Job| match &job.action {
+            Action::Load {
+                blocks,
+                mbarrier,
+                phases,
+                ..
+            } => {
+                *mbarrier == offset && blocks.iter().zip(phases).any(|own| own == (&block, &phase))
+            }
+            Action::Store { .. } => false,
+        };
+        match self.jobs.iter().find(late) {
+            None => Ok(()),
+            Some(job) => {
+                let text = format!(
+                    "a phase of the mbarrier at {offset:#x} is over while a bulk copy for it is \
+                     under way: expect_tx announced too few bytes"
+                );
+                let mut fault = Fault::new(FindingKind::Mbarrier, 0, text);
+                fault.other = Some(job.pc);
+                Err(fault)
+            }
+        }
+    }
 }
 
 /// Where a copy goes and comes from, for one thread.
@@ -272,7 +299,7 @@ impl Machine<'_> {
             if let Some(global) = own.global {
                 let bytes = own.bytes as usize;
                 let (region, at) = self.global_bytes("copies", global, bytes, lane as u32)?;
-                match self.note_read(true, region, at, bytes, 1 << lane) {
+                match self.note_read(false, region, at, bytes, 1 << lane) {
                     // A box may reach over rows that nobody has written. They
                     // arrive as NaN, so that what is made of them shows.
                     Err(fault) if line.is_box && fault.kind == FindingKind::UninitialisedGlobal => {
@@ -648,7 +675,10 @@ impl Machine<'_> {
             result.map_err(|error| fault(format!("mbarrier at {offset:#x}: {error}")))?;
         self.put_mbarrier(block, offset, own.store());
         if completed {
-            self.mbarrier_phase(block, offset);
+            self.mbarrier_phase(block, offset).map_err(|mut fault| {
+                fault.at = Some(place.clone());
+                fault
+            })?;
         }
         Ok(())
     }

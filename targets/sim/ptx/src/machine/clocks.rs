@@ -2,6 +2,7 @@
 //! access to shared memory is held against it.
 
 use super::clock::{Gathered, Known};
+use super::global::GlobalShadow;
 use super::shadow::{Accessor, Clash};
 use super::warp::{Doubles, Warp, Words};
 use super::{Machine, access::lanes_of};
@@ -48,6 +49,7 @@ impl Machine<'_> {
         if self.time > u32::MAX / 2 {
             self.time = 1;
             self.blocks.clear();
+            self.global = GlobalShadow::default();
         }
     }
 
@@ -214,14 +216,15 @@ impl Machine<'_> {
     }
 
     /// A phase is complete.
-    pub fn mbarrier_phase(&mut self, block: usize, offset: usize) {
+    pub fn mbarrier_phase(&mut self, block: usize, offset: usize) -> Step<()> {
         let warps = self.warps.len();
         let Some(own) = self.sync.mbarriers.get_mut(&(block, offset)) else {
-            return;
+            return Ok(());
         };
         own.count += 1;
+        self.bulk.check_phase(block, offset, own.count)?;
         if !self.launch.full {
-            return;
+            return Ok(());
         }
         let mut known = own
             .complete
@@ -232,6 +235,7 @@ impl Machine<'_> {
         }
         std::rc::Rc::make_mut(&mut known.seen).add_engine(own.component, own.count);
         own.complete = Some(known);
+        Ok(())
     }
 
     /// The component of an mbarrier, and the phase that is under way.
@@ -501,7 +505,7 @@ impl Machine<'_> {
     }
 
     /// A thread of the cluster as people call it.
-    fn thread_name(&self, warp: &Warp, thread: u32) -> String {
+    pub fn thread_name(&self, warp: &Warp, thread: u32) -> String {
         let number = (thread / 32) as usize;
         let owner = self
             .blocks

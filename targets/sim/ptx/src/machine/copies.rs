@@ -100,7 +100,7 @@ impl Machine<'_> {
             }
             if count > 0 {
                 let (region, at) = self.global_bytes("copies", from[lane], count, lane as u32)?;
-                self.note_read(true, region, at, count, 1 << lane)?;
+                self.note_read(false, region, at, count, 1 << lane)?;
             }
         }
         self.copies[warp.number as usize].jobs.push(Job {
@@ -124,10 +124,13 @@ impl Machine<'_> {
         bytes: usize,
         lane: u32,
     ) -> Step<(usize, usize)> {
-        let (region, offset) = self.global(verb, address, 1, lane)?;
-        match self.launch.regions.list[region].holds(address, bytes) {
-            true => Ok((region, offset)),
-            false => Err(super::access::outside(
+        match self.launch.regions.find(address, bytes, self.hint) {
+            Some(region) => {
+                self.hint = region;
+                let start = self.launch.regions.list[region].base;
+                Ok((region, (address - start) as usize))
+            }
+            None => Err(super::access::outside(
                 1 << lane,
                 verb,
                 bytes,

@@ -9,6 +9,7 @@ mod clocks;
 mod collective;
 mod copies;
 mod engines;
+mod global;
 pub mod lanes;
 mod matrix;
 mod products;
@@ -28,6 +29,7 @@ use bulk::Bulks;
 use clock::Known;
 use clocks::Sync;
 use copies::Copies;
+use global::GlobalShadow;
 use lanes::Execute;
 use products::WarpGroup;
 use shadow::Shadow;
@@ -103,6 +105,7 @@ pub struct Machine<'a> {
     /// What products read, by instruction and descriptors.
     chunks: HashMap<(u32, u64, u64), Rc<[u32]>>,
     log: BlockLog,
+    global: GlobalShadow,
     /// The region that was used last.
     hint: usize,
     random: Random,
@@ -161,6 +164,7 @@ impl<'a> Machine<'a> {
             products: Vec::new(),
             chunks: HashMap::new(),
             log: BlockLog::default(),
+            global: GlobalShadow::default(),
             hint: 0,
             random: Random(1),
             executed: vec![0; launch.kernel.code.len()],
@@ -193,6 +197,7 @@ impl<'a> Machine<'a> {
         self.random =
             Random((launch.seed ^ self.first_block.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
         self.begin_clocks();
+        self.global.begin();
         let known = Known::start(self.warps.len(), self.time);
         self.time += 1;
         let per_block = launch.threads.div_ceil(32);

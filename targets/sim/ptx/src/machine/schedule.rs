@@ -6,7 +6,7 @@ use crate::finding::{Fault, FaultPlace, FindingKind, Step, threads};
 
 /// Passes over all warps in which nothing that others could wait for has
 /// happened, before spinning threads are called a deadlock.
-const PATIENCE: u32 = 20_000;
+const PATIENCE: u32 = 300;
 
 impl Machine<'_> {
     /// Runs all warps of the cluster to their end. An error comes with the

@@ -181,7 +181,7 @@ impl Shadow {
             let cell = self.writes[word];
             let need = byte_mask(word, offset, count);
             let plain = cell.who.0 & (ENGINE | SPLIT) == 0;
-            if !(plain && cell.time <= floor) && cell.who.0 >> VALID != 0 {
+            if !(plain && cell.time <= floor) && cell.who.0 >> VALID & need != 0 {
                 check_write(&self.bytes, cell, self.write_pcs[word], word, need, by)?;
             }
             if self.last_reads[word] > floor {

@@ -129,8 +129,9 @@ pub struct Conflict {
     pub offset: usize,
     /// Block and instruction that wrote.
     pub writer: (u64, u32),
-    /// Block and instruction of the other touch.
-    pub other: (u64, u32),
+    /// Block and instruction of the other touch; `None` for a load of memory
+    /// that the kernel says nobody writes.
+    pub other: Option<(u64, u32)>,
     /// The other one wrote, too.
     pub both_write: bool,
     pub atomic: bool,
@@ -255,7 +256,7 @@ impl PageSum {
         constant: Option<&SharedBits>,
         ordered: bool,
     ) -> Option<Conflict> {
-        let [read, write, atomic] = [0, 1, 2];
+        let [read, write, atomic, constant_read] = [0, 1, 2, 3];
         (0..PAGE_WORDS).find_map(|word| {
             // Both kinds on a byte, and not by one block alone.
             let mixed = |a: usize, b: usize, pair: usize| {
@@ -271,16 +272,16 @@ impl PageSum {
                 (mixed(read, write, 0), write, read),
                 (mixed(write, atomic, 1), write, atomic),
                 (mixed(atomic, read, 2), atomic, read),
-                (constant, write, read),
+                (constant, write, constant_read),
             ];
             let counts = |other: usize| other == write || !ordered;
             let mut found = kinds.into_iter().filter(|kind| counts(kind.2));
             let (bits, writer, other) = found.find(|(bits, ..)| *bits != 0)?;
             let first = self.least[writer];
-            let second = match self.largest[other] {
+            let second = (other != constant_read).then(|| match self.largest[other] {
                 same if same.0 == first.0 => self.least[other],
                 another => another,
-            };
+            });
             Some(Conflict {
                 region,
                 offset: number * PAGE + 64 * word + bits.trailing_zeros() as usize,
