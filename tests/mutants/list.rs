@@ -197,8 +197,8 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         mistake: "a row beyond the tile is stored",
         kernel: "grouped_gemm_down",
-        from: "        if (row < rows && column < columns)",
-        to: "        if (row <= rows && column < columns)",
+        from: "        if (row < rows && first_pack + pack < ROW_PACKS)",
+        to: "        if (row <= rows && first_pack + pack < ROW_PACKS)",
         caught: "global memory",
         ..MUTANT
     },
@@ -396,7 +396,7 @@ pub const MUTANTS: &[Mutant] = &[
         from: "depth += TILE_DEPTH, buffer ^= 1",
         to: "depth += TILE_DEPTH, buffer ^= 0",
         layer: DEEP,
-        caught: "y of",
+        caught: "no barrier between",
         ..MUTANT
     },
     Mutant {
@@ -405,7 +405,7 @@ pub const MUTANTS: &[Mutant] = &[
         kernel: "gate_topk",
         from: "shared_add(&counts[choice_at(p) * EXPERTS + choices.ids[p]], 1);",
         to: "counts[choice_at(p) * EXPERTS + choices.ids[p]] += 1;",
-        caught: "race",
+        caught: "depends on the order",
         ..MUTANT
     },
     Mutant {
