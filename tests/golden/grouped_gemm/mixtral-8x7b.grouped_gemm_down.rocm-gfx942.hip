@@ -87,6 +87,18 @@ template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
     *reinterpret_cast<Pack<T, N> *>(to) = pack;
 }
 
+// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
+// that the address counts whole packs.
+template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
+{
+    return reinterpret_cast<const Pack<T, N> *>(row)[i];
+}
+
+template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
+{
+    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
+}
+
 // Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
 // every row then starts at a pack and ends with one.
 template <class T> COMPILE_TIME int pack_width(i64 width)
