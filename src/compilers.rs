@@ -18,12 +18,14 @@ pub enum TargetNameError {
     Unknown(#[from] TargetError),
     /// A bare backend that does not say which architecture.
     #[error(
-        "`{asked}` names no architecture, and no {asked} device is here to ask\n\
+        "`{asked}` names no architecture{missing}\n\
          write one out, such as {example}"
     )]
     NeedsArch {
         /// What was asked for.
         asked: String,
+        /// What could have said, and is not here; empty for simulators.
+        missing: &'static str,
         /// Names that would do.
         example: &'static str,
     },
@@ -35,15 +37,22 @@ pub enum TargetNameError {
 /// # Errors
 /// [`TargetNameError`] lists what is possible.
 pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
-    let needs = |example| TargetNameError::NeedsArch {
+    let needs = |missing, example| TargetNameError::NeedsArch {
         asked: name.to_string(),
+        missing,
         example,
     };
     match name {
         "cpu" => Ok(Target::Cpu(host_isa())),
-        "cuda" => Err(needs("cuda:sm_90a or cuda:sm_80")),
-        "rocm" => Err(needs("rocm:gfx942 or rocm:gfx90a")),
-        "sim" => Err(needs("sim:sm_90a or sim:gfx942")),
+        "cuda" => Err(needs(
+            ", and no cuda device is here to ask",
+            "cuda:sm_90a or cuda:sm_80",
+        )),
+        "rocm" => Err(needs(
+            ", and no rocm device is here to ask",
+            "rocm:gfx942 or rocm:gfx90a",
+        )),
+        "sim" => Err(needs("", "sim:sm_90a or sim:gfx942")),
         full => Ok(full.parse::<Target>()?),
     }
 }
