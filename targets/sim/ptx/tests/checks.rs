@@ -8,7 +8,7 @@ use moesaic_ptx::{Finding, FindingKind};
 
 fn found(run: &Run, body: &str) -> Finding {
     match run.run(body) {
-        Err(finding) => finding,
+        Err(finding) => *finding,
         Ok(_) => panic!("nothing was found in\n{body}"),
     }
 }

@@ -66,8 +66,6 @@ pub struct Kernel {
     /// Where dynamic shared memory starts.
     pub dynamic_shared: u32,
     pub local_bytes: u32,
-    /// Registers the text declares.
-    pub virtual_registers: u32,
     /// The kernel uses wgmma.
     pub has_products: bool,
     /// Registers of wgmma that each instruction touches, and whether it
@@ -123,7 +121,6 @@ impl Kernel {
             static_shared: layout.static_shared,
             dynamic_shared: layout.dynamic_shared,
             local_bytes: layout.local_bytes,
-            virtual_registers: entry.registers.values().sum(),
             has_products: !products.is_empty(),
             touches: touches(entry, &rows, &products),
             products,

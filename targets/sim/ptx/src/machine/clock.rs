@@ -104,7 +104,7 @@ impl Clock {
         let mut at = 0;
         while at + 32 <= self.threads.len() {
             let run = &self.threads[at..at + 32];
-            let whole = run[0].0 % 32 == 0 && run[31].0 == run[0].0 + 31;
+            let whole = run[0].0.is_multiple_of(32) && run[31].0 == run[0].0 + 31;
             if whole {
                 let least = run.iter().map(|entry| entry.1).min().unwrap_or(0);
                 let warp = &mut warps[run[0].0 as usize / 32];

@@ -4,6 +4,7 @@ mod access;
 mod atomics;
 mod barriers;
 mod bulk;
+mod clash;
 mod clock;
 mod clocks;
 mod collective;

@@ -126,14 +126,6 @@ impl Shadow {
         self.engine_reads.clear();
     }
 
-    /// Whether every one of these bytes has been written.
-    pub fn is_written(&self, offset: usize, count: usize) -> bool {
-        (offset / 4..(offset + count).div_ceil(4)).all(|word| {
-            let need = byte_mask(word, offset, count);
-            self.writes[word].who.0 >> VALID & need == need
-        })
-    }
-
     /// Notes a read by an ordinary instruction.
     #[inline]
     pub fn read(&mut self, by: &Accessor<'_>, offset: usize, count: usize) -> Result<(), Clash> {

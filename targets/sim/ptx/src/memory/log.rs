@@ -36,7 +36,7 @@ struct Page {
 pub struct BlockLog {
     /// By region and page: the page's place in `pages`, plus one.
     index: Vec<Vec<u32>>,
-    pages: Vec<Box<Page>>,
+    pages: Vec<Page>,
     /// Region and number of the pages in use.
     used: Vec<(u32, u32)>,
 }
@@ -68,10 +68,10 @@ impl BlockLog {
         own[page] = place as u32 + 1;
         self.used.push((region as u32, page as u32));
         if self.pages.len() <= place {
-            self.pages.push(Box::new(Page {
+            self.pages.push(Page {
                 touched: [[0; PAGE_WORDS]; 3],
                 first: [u32::MAX; 3],
-            }));
+            });
         }
         place
     }

@@ -51,9 +51,8 @@ fn memory(body: &mut Body<'_, '_>) -> Result<Operand> {
     let base = simple(body)?;
     let mut offset = 0i64;
     loop {
-        if body.cursor.take("+") {
-            offset = offset.wrapping_add(body.cursor.integer()?);
-        } else if body.cursor.peek_text() == "-" {
+        // A minus belongs to the number.
+        if body.cursor.take("+") || body.cursor.peek_text() == "-" {
             offset = offset.wrapping_add(body.cursor.integer()?);
         } else {
             break;

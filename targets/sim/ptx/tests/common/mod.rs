@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod lanes;
+
 use moesaic_kernel::{Access, DType, Entry, Launch, Param, SimArch, Size, Target};
 use moesaic_ptx::{Checks, Finding, PtxDevice, PtxOptions, artifact_of_ptx};
 use moesaic_target::{Arg, Device, KernelCounters, LaunchDims};
@@ -61,7 +63,7 @@ pub fn kernel(body: &str) -> String {
 
 impl Run {
     /// Runs `body`; a defect is the finding.
-    pub fn run(&self, body: &str) -> Result<Left, Finding> {
+    pub fn run(&self, body: &str) -> Result<Left, Box<Finding>> {
         let arch = match "sim:sm_90a".parse() {
             Ok(Target::Sim(SimArch::Cuda(arch))) => arch,
             other => panic!("{other:?}"),
@@ -99,7 +101,7 @@ impl Run {
         let result = unsafe { module.launch("k", dims, &[Arg::Ptr(buffer.ptr())]) };
         if let Err(error) = result {
             let finding = device.findings().pop();
-            return Err(finding.unwrap_or_else(|| panic!("{error}")));
+            return Err(Box::new(finding.unwrap_or_else(|| panic!("{error}"))));
         }
         let mut bytes = vec![0; 4 * self.words];
         device.download(&buffer, 0, &mut bytes).unwrap();

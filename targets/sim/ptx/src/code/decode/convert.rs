@@ -125,13 +125,12 @@ impl Decoder<'_> {
     }
 
     fn map_shared(&mut self) -> Result<Op> {
-        let (space, _) = self.space();
+        self.space();
         let ty = self.number()?;
         if matches!(self.operand(1)?, Operand::Sink) {
             return Err(self.unsupported("an address that is not there"));
         }
         Ok(Op::MapShared {
-            generic: space == Space::Generic,
             wide: ty.bits() == 64,
             d: self.value(0, ty)?,
             a: self.value(1, ty)?,
@@ -140,23 +139,12 @@ impl Decoder<'_> {
     }
 
     fn get_rank(&mut self) -> Result<Op> {
-        let (space, _) = self.space();
+        self.space();
         let ty = self.number()?;
         Ok(Op::GetRank {
-            generic: space == Space::Generic,
             wide: ty.bits() == 64,
             d: self.word(0)?,
             a: self.value(1, ty)?,
         })
-    }
-}
-
-impl Half {
-    /// The number of this format.
-    pub const fn number(self) -> Number {
-        match self {
-            Half::F16 => Number::F16,
-            Half::Bf16 => Number::Bf16,
-        }
     }
 }

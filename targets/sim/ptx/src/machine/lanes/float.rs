@@ -242,7 +242,6 @@ pub fn single(op: Float1, value: u32) -> u32 {
         Float1::Sine => bits(wide.sin() as f32),
         Float1::Cosine => bits(wide.cos() as f32),
         Float1::Tanh => bits(wide.tanh() as f32),
-        Float1::Canonical => bits(x),
     }
 }
 

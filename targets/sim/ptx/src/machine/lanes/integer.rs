@@ -193,7 +193,7 @@ fn int1(op: Int1, a: &Words) -> Words {
         Int1::Negate => map1(a, u32::wrapping_neg),
         Int1::Absolute => map1(a, |v: u32| v.cast_signed().wrapping_abs().cast_unsigned()),
         Int1::Not => map1(a, |v: u32| !v),
-        Int1::LogicalNot | Int1::CountNot => map1(a, |v: u32| u32::from(v == 0)),
+        Int1::LogicalNot => map1(a, |v: u32| u32::from(v == 0)),
         Int1::Population => map1(a, u32::count_ones),
         Int1::LeadingZeros => map1(a, u32::leading_zeros),
         Int1::Reverse => map1(a, u32::reverse_bits),

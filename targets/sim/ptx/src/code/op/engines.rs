@@ -1,0 +1,121 @@
+//! Copy and matrix instructions.
+
+use super::{Address, AtomicKind, Number, Row};
+use crate::text::Space;
+use moesaic_units::mma::MmaKind;
+use moesaic_units::wgmma::WgmmaKind;
+
+/// `cp.async` of 4, 8 or 16 bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CopyAsync {
+    pub to: Address,
+    pub from: Address,
+    pub from_generic: bool,
+    pub bytes: u8,
+    /// How many bytes come from memory; the others are zero.
+    pub source_bytes: Row,
+    pub ignore: Option<(Row, bool)>,
+}
+
+/// Arithmetic of bulk reductions.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Reduction {
+    pub kind: AtomicKind,
+    /// `None` in the form with a tensor map, which knows the type.
+    pub ty: Option<Number>,
+}
+
+/// A bulk copy in one dimension.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bulk {
+    pub direction: Direction,
+    pub to: Address,
+    pub from: Address,
+    pub bytes: Row,
+    pub mbarrier: Option<Address>,
+    pub multicast: Row,
+    pub reduction: Option<Reduction>,
+}
+
+/// Which way a bulk copy goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    GlobalToShared,
+    SharedToGlobal,
+    SharedToCluster,
+    PrefetchL2,
+}
+
+/// A bulk copy of a box.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorCopy {
+    pub direction: Direction,
+    pub map: Address,
+    pub shared: Address,
+    pub coordinates: Vec<Row>,
+    pub mbarrier: Option<Address>,
+    pub multicast: Row,
+    pub reduction: Option<Reduction>,
+}
+
+/// `mma.sync`.
+#[derive(Clone, Debug)]
+pub struct Mma {
+    pub kind: MmaKind,
+    pub d: Vec<Row>,
+    pub a: Vec<Row>,
+    pub b: Vec<Row>,
+    pub c: Vec<Row>,
+}
+
+/// `ldmatrix` and `stmatrix`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Matrix {
+    pub store: bool,
+    pub transposed: bool,
+    pub address: Address,
+    pub space: Space,
+    pub rows: Vec<Row>,
+}
+
+/// The A operand of a wgmma.
+#[derive(Clone, Debug, PartialEq)]
+pub enum WgmmaA {
+    Descriptor(Row),
+    Registers(Vec<Row>),
+}
+
+/// `wgmma.mma_async`.
+#[derive(Clone, Debug)]
+pub struct Wgmma {
+    pub kind: WgmmaKind,
+    pub d: Vec<Row>,
+    pub a: WgmmaA,
+    pub b: Row,
+    /// False: D is not added to.
+    pub scale_d: Row,
+    pub negate_a: bool,
+    pub negate_b: bool,
+    pub transpose_a: bool,
+    pub transpose_b: bool,
+}
+
+/// Instructions of the asynchronous engines and their groups.
+#[derive(Clone, Debug)]
+pub enum AsyncOp {
+    Copy(CopyAsync),
+    CopyCommit,
+    /// `None`: all.
+    CopyWait(Option<u32>),
+    Bulk(Bulk),
+    Tensor(TensorCopy),
+    BulkCommit,
+    BulkWait {
+        left: u32,
+        read: bool,
+    },
+    Wgmma(Wgmma),
+    WgmmaFence,
+    WgmmaCommit,
+    WgmmaWait(u32),
+}

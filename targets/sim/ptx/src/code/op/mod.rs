@@ -1,0 +1,415 @@
+//! Decoded instructions.
+//!
+//! Operands are rows of a warp's register file. Literals and special registers
+//! have rows of their own, behind those of the registers, so that no operand
+//! needs a case of its own when it is read.
+
+mod arithmetic;
+mod engines;
+mod memory;
+mod threads;
+
+pub use arithmetic::{
+    Compare, Comparison, Convert, Float1, Float2, FloatTest, Half, HalfForm, Int1, Int2, Int3,
+    Logic, Mode, Number, Rounding,
+};
+pub use engines::{
+    AsyncOp, Bulk, CopyAsync, Direction, Matrix, Mma, Reduction, TensorCopy, Wgmma, WgmmaA,
+};
+pub use memory::{Access, Address, Atomic, AtomicKind, AtomicType, Base, Order};
+pub use threads::{
+    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, Mbarrier, MbarrierKind, Shuffle,
+    ShuffleMode, VoteKind, WarpOp,
+};
+
+use crate::text::Space;
+
+/// A row of one of the three files.
+pub type Row = u16;
+
+/// No row: a result that is not wanted, a predicate that is not there.
+pub const NONE: Row = Row::MAX;
+
+/// The predicate before an instruction.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Guard {
+    /// [`NONE`] without one.
+    pub row: Row,
+    pub negate: bool,
+}
+
+/// An instruction ready to run.
+#[derive(Clone, Debug)]
+pub struct Instruction {
+    pub guard: Guard,
+    pub op: Op,
+    /// Line of the PTX.
+    pub line: u32,
+    /// Place in the source.
+    pub place: u32,
+    pub class: InstructionClass,
+}
+
+/// What an instruction counts as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InstructionClass {
+    Integer,
+    Float,
+    Convert,
+    Move,
+    Memory,
+    Control,
+    Warp,
+    Tensor,
+    Sync,
+    Async,
+}
+
+/// Everything a warp can do.
+#[derive(Clone, Debug)]
+pub enum Op {
+    Nop,
+    Int2 {
+        op: Int2,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    Int1 {
+        op: Int1,
+        d: Row,
+        a: Row,
+    },
+    Int3 {
+        op: Int3,
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    /// 16-bit integers in 32-bit rows.
+    Short2 {
+        op: Int2,
+        signed: bool,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    Short1 {
+        op: Int1,
+        signed: bool,
+        d: Row,
+        a: Row,
+    },
+    ShortMulAdd {
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    Insert {
+        d: Row,
+        a: Row,
+        b: Row,
+        position: Row,
+        length: Row,
+    },
+    Logic3 {
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+        table: u8,
+    },
+    Long2 {
+        op: Int2,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    /// The shift amount is a 32-bit row.
+    LongShift {
+        op: Int2,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    Long1 {
+        op: Int1,
+        d: Row,
+        a: Row,
+    },
+    /// Population count and its like: 64 bits to 32.
+    LongCount {
+        op: Int1,
+        d: Row,
+        a: Row,
+    },
+    LongMulAdd {
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    LongInsert {
+        d: Row,
+        a: Row,
+        b: Row,
+        position: Row,
+        length: Row,
+    },
+    LongField {
+        signed: bool,
+        d: Row,
+        a: Row,
+        position: Row,
+        length: Row,
+    },
+    MulWide {
+        signed: bool,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    MulWideAdd {
+        signed: bool,
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    /// Add or subtract with the carry of the thread.
+    Carry {
+        subtract: bool,
+        wide: bool,
+        take: bool,
+        give: bool,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    Float2 {
+        op: Float2,
+        mode: Mode,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    Float1 {
+        op: Float1,
+        mode: Mode,
+        d: Row,
+        a: Row,
+    },
+    FusedMulAdd {
+        mode: Mode,
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    FloatTest {
+        test: FloatTest,
+        wide: bool,
+        d: Row,
+        a: Row,
+    },
+    Real2 {
+        op: Float2,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    Real1 {
+        op: Float1,
+        d: Row,
+        a: Row,
+    },
+    RealFusedMulAdd {
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    Half2 {
+        op: Float2,
+        form: HalfForm,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    Half1 {
+        op: Float1,
+        form: HalfForm,
+        d: Row,
+        a: Row,
+    },
+    HalfFusedMulAdd {
+        form: HalfForm,
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    Compare(Box<Compare>),
+    /// A set of 32 bits instead of a predicate.
+    CompareSet {
+        compare: Box<Compare>,
+        d: Row,
+        float: bool,
+    },
+    HalfComparePacked {
+        half: Half,
+        comparison: Comparison,
+        p: Row,
+        q: Row,
+        a: Row,
+        b: Row,
+    },
+    Select {
+        d: Row,
+        a: Row,
+        b: Row,
+        p: Row,
+        negate: bool,
+    },
+    LongSelect {
+        d: Row,
+        a: Row,
+        b: Row,
+        p: Row,
+        negate: bool,
+    },
+    /// By the sign of c.
+    SelectSign {
+        float: bool,
+        d: Row,
+        a: Row,
+        b: Row,
+        c: Row,
+    },
+    Predicate2 {
+        op: Logic,
+        d: Row,
+        a: Row,
+        b: Row,
+    },
+    PredicateMove {
+        d: Row,
+        a: Row,
+        negate: bool,
+    },
+    /// Every lane the same.
+    PredicateSet {
+        d: Row,
+        value: bool,
+    },
+    Move {
+        d: Row,
+        a: Row,
+    },
+    LongMove {
+        d: Row,
+        a: Row,
+    },
+    /// Two words to 64 bits, and back.
+    Join {
+        d: Row,
+        low: Row,
+        high: Row,
+    },
+    Split {
+        low: Row,
+        high: Row,
+        a: Row,
+    },
+    /// Two halves to a word, and back.
+    ShortJoin {
+        d: Row,
+        low: Row,
+        high: Row,
+    },
+    ShortSplit {
+        low: Row,
+        high: Row,
+        a: Row,
+    },
+    /// Four halves to 64 bits, and back.
+    ShortJoin4 {
+        d: Row,
+        parts: [Row; 4],
+    },
+    ShortSplit4 {
+        parts: [Row; 4],
+        a: Row,
+    },
+    Clock {
+        d: Row,
+        wide: bool,
+    },
+    Convert(Box<Convert>),
+    /// Two floats to a packed pair: `high` from the first operand.
+    ConvertPair {
+        half: Half,
+        rounding: Rounding,
+        relu: bool,
+        d: Row,
+        high: Row,
+        low: Row,
+    },
+    /// Generic address of a space's address, and back.
+    ToGeneric {
+        space: Space,
+        wide: bool,
+        d: Row,
+        a: Row,
+    },
+    FromGeneric {
+        space: Space,
+        wide: bool,
+        d: Row,
+        a: Row,
+    },
+    IsSpace {
+        space: Space,
+        cluster: bool,
+        wide: bool,
+        d: Row,
+        a: Row,
+    },
+    MapShared {
+        wide: bool,
+        d: Row,
+        a: Row,
+        rank: Row,
+    },
+    GetRank {
+        wide: bool,
+        d: Row,
+        a: Row,
+    },
+    Branch {
+        to: u32,
+    },
+    BranchTable {
+        index: Row,
+        to: Box<[u32]>,
+    },
+    Exit,
+    Trap,
+    Load(Box<Access>),
+    Store(Box<Access>),
+    Atomic(Box<Atomic>),
+    Warp(Box<WarpOp>),
+    Barrier(Box<BlockBarrier>),
+    Cluster(ClusterBarrier),
+    Mbarrier(Box<Mbarrier>),
+    Async(Box<AsyncOp>),
+    Mma(Box<Mma>),
+    Matrix(Box<Matrix>),
+    Fence(Fence),
+    SetMaxRegisters {
+        grow: bool,
+        count: u32,
+    },
+}
