@@ -29,7 +29,7 @@ machine's limits: measured in the same run for a CPU, published for a GPU.")]
 pub struct BenchArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2
+    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2; no simulator
     #[arg(long, value_name = "T", default_value = "auto")]
     target: String,
     /// Token counts
@@ -60,8 +60,12 @@ pub struct BenchArgs {
 pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a positive number"))?;
+    refuse_simulators(&args.target)?;
     let spec = args.layer.load(console)?.spec;
     let engine = Engine::open(&args.target, args.options(console))?;
+    for &tokens in &args.tokens {
+        engine.check_tokens(&spec, tokens)?;
+    }
     let progress = Progress::start("making weights");
     let weights = random::weights(&spec);
     progress.next("getting kernels");
@@ -86,6 +90,22 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         true => console.json(&report.json()),
         false => console.print(&report.text(&console.out)),
     }
+}
+
+/// The time that a simulator takes says nothing about a GPU.
+fn refuse_simulators(target: &str) -> Result {
+    if target.split(':').next() != Some("sim") {
+        return Ok(());
+    }
+    // A name that is not known is worth saying first.
+    let target = crate::targets::resolve_one(target)?;
+    Err(Failure::input(format!(
+        "`{target}` is a simulator: it counts what kernels do, its times mean nothing"
+    ))
+    .hint(format!(
+        "`moesaic inspect --target {target} --simulate 64` counts; `--target {}` times, on a GPU",
+        target.hardware()
+    )))
 }
 
 impl BenchArgs {
