@@ -4,6 +4,7 @@ use crate::console::{Console, Palette};
 use crate::failure::Result;
 use crate::inspect::machine_json;
 use crate::machine::Machine;
+use crate::simulators::{Simulator, simulators};
 use crate::store::{StoreArgs, place};
 use crate::units;
 use clap::Args;
@@ -25,14 +26,16 @@ pub struct DoctorArgs {
 }
 
 /// Variables that change what is found.
-const VARIABLES: [&str; 12] = [
+const VARIABLES: [&str; 14] = [
     "MOESAIC_CACHE",
     "MOESAIC_CC",
+    "MOESAIC_CXX",
     "MOESAIC_NVRTC",
     "MOESAIC_CLANG",
     "MOESAIC_LOG",
     "XDG_CACHE_HOME",
     "CC",
+    "CXX",
     "CUDA_HOME",
     "CUDA_PATH",
     "ROCM_PATH",
@@ -49,6 +52,7 @@ struct Diagnosis {
     limits: std::result::Result<Machine, String>,
     cache: Cache,
     findings: Vec<Finding>,
+    simulators: [Simulator; 2],
     variables: Vec<(&'static str, String)>,
 }
 
@@ -91,6 +95,7 @@ impl Diagnosis {
             limits: Machine::measure_cpu(&device).map_err(|failure| failure.message),
             cache: Cache::of(store),
             findings: doctor(&registry),
+            simulators: simulators(),
             variables: VARIABLES.iter().filter_map(set).collect(),
         }
     }
@@ -114,6 +119,9 @@ impl Diagnosis {
         }
         for finding in &self.findings {
             text += &found(finding, palette);
+        }
+        for simulator in &self.simulators {
+            text += &simulated(simulator, palette);
         }
         for (name, value) in &self.variables {
             text += &entry(name, value, palette);
@@ -160,6 +168,10 @@ impl Diagnosis {
             let found = found.unwrap_or("none");
             lines.push(format!("{}: {found}", finding.subject));
         }
+        for simulator in &self.simulators {
+            let found = simulator.found.as_deref().unwrap_or("none");
+            lines.push(format!("{}: {found}", simulator.subject));
+        }
         let names: Vec<&str> = self.variables.iter().map(|(name, _)| *name).collect();
         lines.push(format!(
             "set: {}",
@@ -204,6 +216,7 @@ impl Diagnosis {
                 "trouble": self.cache.trouble,
             },
             "findings": findings.collect::<Vec<_>>(),
+            "simulators": self.simulators.iter().map(Simulator::json).collect::<Vec<_>>(),
             "variables": variables,
         })
     }
@@ -263,4 +276,17 @@ fn found(finding: &Finding, palette: &Palette) -> String {
         text += &more(&names(&finding.targets).join(" "));
     }
     text + &more(&finding.advice)
+}
+
+fn simulated(simulator: &Simulator, palette: &Palette) -> String {
+    let name = match &simulator.found {
+        Some(name) => name.clone(),
+        None => palette.yellow("not found"),
+    };
+    let mut text = entry(simulator.subject, &name, palette);
+    text += &more(simulator.needs);
+    if let Some(trouble) = &simulator.trouble {
+        return text + &more(&trouble[0]) + &more(&trouble[1]);
+    }
+    text + &more(&names(&simulator.targets).join(" "))
 }

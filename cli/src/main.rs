@@ -17,6 +17,7 @@ mod precompile;
 mod progress;
 mod random;
 mod run;
+mod simulators;
 mod spec;
 mod spec_source;
 mod store;
