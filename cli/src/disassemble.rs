@@ -20,6 +20,10 @@ struct Tool {
 /// When no tool for the target is found or none can read the binary; the
 /// message names each that was tried.
 pub fn disassemble(target: Target, artifact: &Artifact) -> Result<String> {
+    if let Target::Sim(_) = target {
+        let message = format!("`{target}` is a simulator: its kernels have no machine code");
+        return Err(Failure::input(message).hint(advice(target)));
+    }
     let file = write(artifact)?;
     let mut tried = Vec::new();
     for tool in tools(target) {
@@ -52,7 +56,7 @@ fn advice(target: Target) -> &'static str {
         Target::Cuda(_) => {
             "nvdisasm and cuobjdump come with the CUDA toolkit; put one on PATH or set CUDA_HOME"
         }
-        Target::Sim(_) => "a simulator runs the text that `moesaic emit` writes",
+        Target::Sim(_) => "--source shows the text that a simulator runs",
         Target::Rocm(_) => "install LLVM (llvm-objdump) with the AMDGPU target, or set ROCM_PATH",
     }
 }

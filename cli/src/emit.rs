@@ -20,7 +20,8 @@ Examples:
   moesaic emit --spec layer.toml --target cpu
   moesaic emit --spec layer.toml --target cuda:sm_80,cuda:sm_90a,rocm:gfx942 -o kernels
 
-Without -o the sources go to stdout, each below a line that names it.")]
+Without -o the sources go to stdout, each below a line that names it. The text for sim:sm_80 is
+that for cuda:sm_80 to the byte; sim:gfx942 has the text of rocm:gfx942 over another prelude.")]
 pub struct EmitArgs {
     #[command(flatten)]
     layer: LayerArgs,

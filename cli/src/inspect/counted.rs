@@ -1,14 +1,29 @@
 //! What a simulator counts while it runs the layer once on random tokens.
 
-use super::text::indent;
 use crate::failure::{Failure, Result};
 use crate::random;
 use crate::table::Table;
 use crate::units;
-use moesaic::target::KernelCounters;
+use moesaic::kernel::SimArch;
+use moesaic::target::{GlobalCounts, KernelCounters};
 use moesaic::{Engine, EngineOptions, LayerSpec, Store, Target, engine_weights};
 use serde_json::{Value, json};
 use std::sync::Arc;
+
+/// Columns; those of numbers begin with `>`. Sectors are of what lies before.
+pub const TITLES: [&str; 11] = [
+    "KERNEL",
+    ">BLOCKS",
+    ">WARP INSTRUCTIONS",
+    ">READ",
+    ">SECTORS/REQUEST",
+    ">WRITTEN",
+    ">SECTORS/REQUEST",
+    ">COPIED",
+    ">SHARED REQUESTS",
+    ">BANK CONFLICTS",
+    ">MATRIX FLOP",
+];
 
 /// One run.
 pub struct Counted {
@@ -21,22 +36,19 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// Runs `tokens` random tokens on the simulator of `target`.
+    /// Runs `tokens` random tokens on `simulator`.
     pub fn run(
         spec: &LayerSpec,
-        target: Target,
+        simulator: Target,
         tokens: usize,
         store: Arc<Store>,
     ) -> Result<Counted> {
-        let simulator = match target {
-            Target::Sim(_) => target,
-            other => other.simulated().ok_or_else(|| no_simulator(other))?,
-        };
         let options = EngineOptions {
             store: Some(store),
             ..EngineOptions::default()
         };
         let engine = Engine::open(&simulator.to_string(), options)?;
+        engine.check_tokens(spec, tokens)?;
         let weights = random::weights(spec);
         let layer = engine.layer(spec, &engine_weights(&weights))?;
         layer.forward_with(&random::input(spec, tokens), &[])?;
@@ -47,6 +59,11 @@ impl Counted {
         })
     }
 
+    /// Forgets the other kernels.
+    pub fn keep(&mut self, wanted: impl Fn(&str) -> bool) {
+        self.kernels.retain(|kernel| wanted(&kernel.symbol));
+    }
+
     /// The heading of the table.
     pub fn title(&self) -> String {
         format!("counted on {} at {} tokens", self.target, self.tokens)
@@ -54,33 +71,24 @@ impl Counted {
 
     /// One row per kernel.
     pub fn table(&self) -> Table {
-        let mut table = Table::new(&[
-            "KERNEL",
-            ">BLOCKS",
-            ">WARP INSTRUCTIONS",
-            ">READ",
-            ">SECTORS/REQUEST",
-            ">WRITTEN",
-            ">COPIED",
-            ">SHARED REQUESTS",
-            ">BANK CONFLICTS",
-            ">MATRIX FLOP",
-        ]);
-        for k in &self.kernels {
-            table.row([
-                k.symbol.clone(),
-                k.blocks.to_string(),
-                k.warp_instructions().to_string(),
-                units::bytes(k.global_loads.bytes),
-                format!("{:.1}", k.global_loads.sectors_per_request()),
-                units::bytes(k.global_stores.bytes),
-                units::bytes(k.async_load_bytes + k.async_store_bytes),
-                k.shared.requests.to_string(),
-                k.shared.bank_conflicts().to_string(),
-                (2 * k.tensor_multiply_adds).to_string(),
-            ]);
-        }
+        let mut table = Table::new(&TITLES);
+        self.rows().into_iter().for_each(|row| table.row(row));
         table
+    }
+
+    /// The cells under [`TITLES`]; `-` for what this simulator cannot know.
+    pub fn rows(&self) -> Vec<[String; TITLES.len()]> {
+        let rows = self.kernels.iter().map(|kernel| match self.sees_warps() {
+            true => seen_by_warps(kernel),
+            false => seen_by_threads(kernel),
+        });
+        rows.collect()
+    }
+
+    /// Whether the simulator runs whole warps. The one for AMD runs threads as
+    /// host code: of a request it sees the bytes, not the lanes that share it.
+    fn sees_warps(&self) -> bool {
+        !matches!(self.target, Target::Sim(SimArch::Rocm(_)))
     }
 
     /// For scripts.
@@ -88,8 +96,89 @@ impl Counted {
         json!({
             "target": self.target.to_string(),
             "tokens": self.tokens,
-            "kernels": self.kernels,
+            "kernels": self.kernels.iter().map(|k| self.kernel_json(k)).collect::<Vec<_>>(),
         })
+    }
+
+    /// The counters; null for what this simulator cannot know.
+    fn kernel_json(&self, kernel: &KernelCounters) -> Value {
+        let mut json = json!(kernel);
+        let unknown = UNKNOWN_TO_THREADS.iter().filter(|_| !self.sees_warps());
+        for place in unknown {
+            if let Some(value) = json.pointer_mut(place) {
+                *value = Value::Null;
+            }
+        }
+        json
+    }
+}
+
+/// What the simulator that runs threads leaves at 0.
+const UNKNOWN_TO_THREADS: [&str; 15] = [
+    "/instructions/integer",
+    "/instructions/float",
+    "/instructions/convert",
+    "/instructions/moves",
+    "/instructions/memory",
+    "/instructions/control",
+    "/instructions/asynchronous",
+    "/global_loads/requests",
+    "/global_loads/sectors",
+    "/global_stores/requests",
+    "/global_stores/sectors",
+    "/global_widths",
+    "/shared",
+    "/async_load_bytes",
+    "/async_store_bytes",
+];
+
+fn seen_by_warps(kernel: &KernelCounters) -> [String; TITLES.len()] {
+    let (loads, stores) = (&kernel.global_loads, &kernel.global_stores);
+    [
+        kernel.symbol.clone(),
+        kernel.blocks.to_string(),
+        kernel.warp_instructions().to_string(),
+        units::bytes(loads.bytes),
+        sectors(loads),
+        units::bytes(stores.bytes),
+        sectors(stores),
+        units::bytes(kernel.async_load_bytes + kernel.async_store_bytes),
+        kernel.shared.requests.to_string(),
+        kernel.shared.bank_conflicts().to_string(),
+        (2 * kernel.tensor_multiply_adds).to_string(),
+    ]
+}
+
+fn seen_by_threads(kernel: &KernelCounters) -> [String; TITLES.len()] {
+    let unknown = || "-".to_string();
+    [
+        kernel.symbol.clone(),
+        kernel.blocks.to_string(),
+        unknown(),
+        units::bytes(kernel.global_loads.bytes),
+        unknown(),
+        units::bytes(kernel.global_stores.bytes),
+        unknown(),
+        unknown(),
+        unknown(),
+        unknown(),
+        (2 * kernel.tensor_multiply_adds).to_string(),
+    ]
+}
+
+/// Sectors per request; `-` without a request.
+fn sectors(counts: &GlobalCounts) -> String {
+    match counts.requests {
+        0 => "-".to_string(),
+        _ => format!("{:.1}", counts.sectors_per_request()),
+    }
+}
+
+/// The simulator of a target.
+pub fn simulator(target: Target) -> Result<Target> {
+    match target {
+        Target::Sim(_) => Ok(target),
+        other => other.simulated().ok_or_else(|| no_simulator(other)),
     }
 }
 
@@ -101,7 +190,66 @@ fn no_simulator(target: Target) -> Failure {
         .collect();
     Failure::input(format!(
         "`{target}` has no simulator\nsimulators: {}",
-        indent(&known).trim()
+        known.join(" ")
     ))
     .hint("--simulate is for cuda:*, rocm:* and sim:* targets")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(target: &str) -> Counted {
+        let mut kernel = KernelCounters {
+            symbol: "combine".to_string(),
+            launches: 1,
+            blocks: 3,
+            tensor_multiply_adds: 5,
+            ..KernelCounters::default()
+        };
+        kernel.global_loads.bytes = 64;
+        kernel.instructions.sync = 2;
+        Counted {
+            target: target.parse().unwrap(),
+            tokens: 1,
+            kernels: vec![kernel],
+        }
+    }
+
+    #[test]
+    fn what_a_simulator_cannot_know_is_no_zero() {
+        let row = &counted("sim:gfx942").rows()[0];
+        let row: Vec<&str> = row.iter().map(String::as_str).collect();
+        let bytes = "64 B";
+        assert_eq!(
+            row,
+            [
+                "combine", "3", "-", bytes, "-", "0 B", "-", "-", "-", "-", "10"
+            ]
+        );
+        let json = counted("sim:gfx942").json();
+        let kernel = &json["kernels"][0];
+        assert!(kernel["shared"].is_null(), "{json}");
+        assert_eq!(kernel["instructions"]["sync"], 2);
+        assert_eq!(kernel["global_loads"]["bytes"], 64);
+    }
+
+    #[test]
+    fn every_place_that_is_unknown_exists() {
+        let json = serde_json::json!(KernelCounters::default());
+        for place in UNKNOWN_TO_THREADS {
+            assert!(json.pointer(place).is_some(), "{place}");
+        }
+    }
+
+    #[test]
+    fn warps_are_counted_whole() {
+        let row = &counted("sim:sm_80").rows()[0];
+        assert_eq!(row[2], "2");
+        assert_eq!(row[9], "0");
+        assert_eq!(
+            counted("sim:sm_80").json()["kernels"][0]["shared"]["requests"],
+            0
+        );
+    }
 }

@@ -38,7 +38,7 @@ machine's CPU and taken from data sheets for GPUs.")]
 pub struct InspectArgs {
     #[command(flatten)]
     pub layer: LayerArgs,
-    /// The target
+    /// The target: cpu, or with an architecture, as in cuda:sm_90a, rocm:gfx942, sim:sm_90a
     #[arg(long, value_name = "T", default_value = "cpu")]
     target: String,
     /// Only kernels of this stem or name, such as gate_topk or grouped_gemm_up
@@ -55,7 +55,7 @@ pub struct InspectArgs {
     /// The GPU whose published limits are used
     #[arg(long, value_name = "NAME")]
     machine: Option<String>,
-    /// Also run N random tokens on the target's simulator, and count
+    /// Also run N random tokens on the GPU's simulator, and show what it counted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     simulate: Option<u32>,
     /// Also print the kernels' source
@@ -78,6 +78,8 @@ pub struct InspectArgs {
 pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let target = targets::resolve_one(&args.target)?;
+    let simulator = args.simulate.map(|_| counted::simulator(target));
+    let simulator = simulator.transpose()?;
     let machine = args.machine(target, console)?;
     let progress = Progress::start("compiling kernels");
     let request = model::Request {
@@ -89,10 +91,12 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
         store: args.store.open(console),
     };
     let mut inspection = Inspection::new(request)?;
-    if let Some(tokens) = args.simulate {
+    if let (Some(simulator), Some(tokens)) = (simulator, args.simulate) {
         progress.next("running on the simulator");
         let store = args.store.open(console);
-        inspection.counted = Some(Counted::run(&spec, target, tokens as usize, store)?);
+        let mut counted = Counted::run(&spec, simulator, tokens as usize, store)?;
+        counted.keep(|symbol| inspection.shows(symbol));
+        inspection.counted = Some(counted);
     }
     drop(progress);
     if let Some(trouble) = &inspection.trouble {

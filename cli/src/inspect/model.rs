@@ -112,6 +112,11 @@ impl Inspection {
         artifact.report.kernel(&launch.step.symbol)
     }
 
+    /// Whether a launch of this symbol is among those asked for.
+    pub fn shows(&self, symbol: &str) -> bool {
+        self.launches.iter().any(|l| l.step.symbol == symbol)
+    }
+
     /// The entry of a launch.
     pub fn entry(&self, launch: &Launch) -> &moesaic::kernel::Entry {
         self.plan.entry(&launch.step)

@@ -33,7 +33,7 @@ fn section(title: &str, table: Table, palette: &Palette) -> String {
     format!("{}\n{}", palette.bold(title), table.render(palette))
 }
 
-pub fn indent(lines: &[String]) -> String {
+fn indent(lines: &[String]) -> String {
     lines.iter().map(|line| format!("  {line}\n")).collect()
 }
 

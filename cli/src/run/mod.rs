@@ -43,10 +43,11 @@ pub struct RunArgs {
     /// Where the results go, a safetensors file
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
-    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2
+    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2, cuda:sm_90a; a
+    /// GPU's simulator, as in sim:sm_90a, needs no GPU
     #[arg(long, value_name = "T", default_value = "auto")]
     target: String,
-    /// CPU threads; one per core if not given
+    /// Threads of the CPU or of a simulator; one per core if not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
     /// Compile nothing: a kernel that is not cached is an error

@@ -28,6 +28,10 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
         roof,
         sections::resources(inspection),
         sections::geometry(inspection),
+        inspection
+            .counted
+            .as_ref()
+            .map_or(String::new(), sections::counted),
         kernels::section(inspection, asm),
         footer(),
     ];
@@ -73,10 +77,14 @@ fn navigation(inspection: &Inspection) -> String {
         Some(_) => "<a href=\"#roofline\">Roofline</a>",
         None => "",
     };
+    let counted = match inspection.counted {
+        Some(_) => "<a href=\"#counted\">Counted</a>",
+        None => "",
+    };
     format!(
         "<nav><p class=\"brand\">moesaic <button title=\"light or dark\" onclick=\"{TOGGLE}\">◐</button></p>\
          <a href=\"#plan\">Plan</a>{roof}<a href=\"#resources\">Resources</a>\
-         <a href=\"#launches\">Launches</a><h4>Kernels</h4><div class=\"sub\">{kernels}</div></nav>\n"
+         <a href=\"#launches\">Launches</a>{counted}<h4>Kernels</h4><div class=\"sub\">{kernels}</div></nav>\n"
     )
 }
 

@@ -1,5 +1,6 @@
 //! Plan, resources and launch geometry.
 
+use super::super::counted::{Counted, TITLES};
 use super::super::model::{Inspection, Launch};
 use super::super::text::{compile_time, grid, grid_formula, registers, role_name};
 use super::escape;
@@ -193,4 +194,38 @@ fn launch_row(inspection: &Inspection, launch: &Launch) -> String {
         geometry.threads,
         geometry.shared_bytes,
     )
+}
+
+/// What a simulator counted.
+pub fn counted(counted: &Counted) -> String {
+    let titles: String = TITLES.iter().map(|title| heading(title)).collect();
+    let rows: String = counted
+        .rows()
+        .iter()
+        .map(|[symbol, numbers @ ..]| {
+            let cells = numbers.iter();
+            let cells: String = cells
+                .map(|text| format!("<td class=\"n\">{text}</td>"))
+                .collect();
+            format!("<tr><td><code>{}</code></td>{cells}</tr>", escape(symbol))
+        })
+        .collect();
+    format!(
+        "<h2 id=\"counted\">Counted</h2><p>What the kernels did on {} at {} random tokens: \
+         facts of the program, no times.</p><div class=\"card\"><table><thead><tr>{titles}</tr>\
+         </thead><tbody>{rows}</tbody></table></div>\n",
+        counted.target, counted.tokens
+    )
+}
+
+/// `>BANK CONFLICTS` as the heading of a column of numbers.
+fn heading(title: &str) -> String {
+    let words = |title: &str| match title.split_at_checked(1) {
+        Some((first, rest)) => format!("{first}{}", rest.to_lowercase().replace("flop", "FLOP")),
+        None => String::new(),
+    };
+    match title.strip_prefix('>') {
+        Some(title) => format!("<th class=\"n\">{}</th>", words(title)),
+        None => format!("<th>{}</th>", words(title)),
+    }
 }
