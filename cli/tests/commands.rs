@@ -32,7 +32,8 @@ fn emit_writes_a_folder_per_target() {
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.len() > 200 && !text.contains("#include"), "{file}");
     }
-    assert_eq!(listed.lines().count(), 18);
+    // The products of both GPUs gather their rows: no dispatch.
+    assert_eq!(listed.lines().count(), 16);
     let mut call = command();
     call.args(["emit", "--target", "cpu", "-o"])
         .arg(&small.weights)
@@ -49,7 +50,7 @@ fn emit_prints_with_headers_and_survives_a_closed_pipe() {
         "{}",
         &text[..80]
     );
-    assert_eq!(text.matches("// ===== ").count(), 6);
+    assert_eq!(text.matches("// ===== ").count(), 5);
     let mut call = command();
     call.args(["emit", "--target", "cuda:sm_80", "--spec"])
         .arg(&small.spec);
@@ -68,6 +69,27 @@ fn emit_prints_with_headers_and_survives_a_closed_pipe() {
         .unwrap();
     assert!(child.wait().unwrap().success(), "{stderr}");
     assert_eq!(stderr, "");
+}
+
+#[test]
+fn a_simulated_nvidia_gpu_gets_the_text_of_the_real_one() {
+    let small = Small::new();
+    let out = small.dir.path().join("kernels");
+    let mut call = command();
+    call.args(["emit", "--target", "sim:sm_80,cuda:sm_80", "-o"])
+        .arg(&out);
+    finish(call.arg("--spec").arg(&small.spec)).ok();
+    let files = std::fs::read_dir(out.join("cuda-sm_80")).unwrap().flatten();
+    let names: Vec<_> = files.map(|file| file.file_name()).collect();
+    assert_eq!(names.len(), 5);
+    for name in names {
+        let read = |folder: &str| std::fs::read(out.join(folder).join(&name)).unwrap();
+        assert!(
+            read("sim-sm_80") == read("cuda-sm_80"),
+            "{}",
+            name.display()
+        );
+    }
 }
 
 #[test]
@@ -365,6 +387,8 @@ fn doctor_ends_with_a_block_for_a_bug_report() {
         "C compiler",
         "CUDA compiler",
         "ROCm device",
+        "CUDA simulator",
+        "needs a C++ compiler, no GPU",
         "for a bug report\n```text\nmoesaic ",
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
@@ -375,6 +399,85 @@ fn doctor_ends_with_a_block_for_a_bug_report() {
         json["cpu"]["limits"]["f32_flops"].as_f64().unwrap() > 1e8,
         "{json}"
     );
+}
+
+#[test]
+fn a_simulator_counts_what_is_asked_for() {
+    let small = Small::new();
+    let page = small.dir.path().join("counted.html");
+    let args = [
+        "inspect",
+        "--target",
+        "rocm:gfx1100",
+        "--simulate",
+        "9",
+        "--kernel",
+        "combine",
+    ];
+    let inspect = |more: &[&str]| with_spec(&[&args[..], more].concat(), &small.spec);
+    let json = inspect(&["--json"]).json();
+    let counted = &json["counted"];
+    assert_eq!(counted["target"], "sim:gfx1100");
+    assert_eq!(counted["tokens"], 9);
+    assert_eq!(counted["kernels"].as_array().unwrap().len(), 1);
+    let combine = &counted["kernels"][0];
+    assert_eq!(combine["symbol"], "combine");
+    // 9 tokens of 20 floats are written once.
+    assert_eq!(combine["global_stores"]["bytes"], 9 * 20 * 4);
+    assert!(combine["global_stores"]["sectors"].is_null(), "{combine}");
+    inspect(&["--html", page.to_str().unwrap()]).ok();
+    let html = std::fs::read_to_string(page).unwrap();
+    for part in [
+        "id=\"counted\"",
+        "on sim:gfx1100 at 9 random tokens",
+        "Matrix FLOP",
+    ] {
+        assert!(html.contains(part), "{part}");
+    }
+}
+
+#[test]
+fn doctor_says_what_a_simulator_lacks() {
+    let nothing = scratch();
+    let mut call = command();
+    call.args(["doctor", "--json"]);
+    call.env("MOESAIC_CXX", "/no/such/g++")
+        .env("MOESAIC_NVRTC", nothing.path());
+    let json = finish(&mut call).json();
+    let lacking = |at: usize, tried: &str, advice: &str| {
+        let simulator = &json["simulators"][at];
+        assert!(simulator["found"].is_null(), "{simulator}");
+        assert_eq!(simulator["targets"], serde_json::json!([]));
+        for (key, part) in [("tried", tried), ("advice", advice)] {
+            assert!(
+                simulator[key].as_str().unwrap().contains(part),
+                "{simulator}"
+            );
+        }
+    };
+    lacking(
+        0,
+        "no libnvrtc.so in this folder",
+        "moesaic toolchain install cuda",
+    );
+    lacking(1, "MOESAIC_CXX=/no/such/g++", "moesaic toolchain install c");
+}
+
+#[test]
+fn a_simulator_is_not_timed() {
+    let small = Small::new();
+    let bench = |target: &str| with_spec(&["bench", "--target", target], &small.spec);
+    bench("sim:sm_80").fails(
+        2,
+        &[
+            "`sim:sm_80` is a simulator",
+            "times mean nothing",
+            "inspect --target sim:sm_80 --simulate",
+            "--target cuda:sm_80",
+        ],
+    );
+    bench("sim").fails(2, &["names no architecture", "sim:sm_90a"]);
+    bench("sim:sm_91").fails(2, &["unknown target `sim:sm_91`"]);
 }
 
 #[test]

@@ -86,6 +86,21 @@ fn unknown_targets_get_a_suggestion_and_the_list() {
 }
 
 #[test]
+fn only_gpus_are_simulated() {
+    let small = Small::new();
+    let inspect = |target: &str, tokens: &str| {
+        let mut call = command();
+        call.args(["inspect", "--target", target, "--simulate", tokens]);
+        finish(call.arg("--spec").arg(&small.spec))
+    };
+    inspect("cpu", "64").fails(2, &["has no simulator", "sim:sm_90a", "cuda:*, rocm:*"]);
+    inspect("sim:gfx942", "4000000000").fails(2, &["4000000000"]);
+    inspect("sim:sm_80", "0").fails(2, &["invalid value '0' for '--simulate <N>'"]);
+    inspect("sim", "1").fails(2, &["`sim` names no architecture\n", "sim:gfx942"]);
+    inspect("sim:sm_99", "1").fails(2, &["unknown target `sim:sm_99`", "did you mean `sim:sm_"]);
+}
+
+#[test]
 fn weights_of_another_shape_or_type() {
     let mut small = Small::new();
     let mut weights = small_weights();
