@@ -173,35 +173,37 @@ fn run(
         true => 1,
         false => (shared.threads as u64).min(clusters).max(1),
     };
-    let parts = spread(&launch, clusters, workers);
+    let sum = Part::sum(spread(&launch, clusters, workers), kernel.code.len());
     let conflict = log.finish(&regions, kernel.synchronises);
-    let mut executed = vec![0; kernel.code.len()];
-    let mut tally = Tally::default();
-    let mut failure: Option<(u64, Failure)> = None;
-    for part in parts {
-        executed
-            .iter_mut()
-            .zip(&part.executed)
-            .for_each(|(sum, own)| *sum += own);
-        tally.add(&part.tally);
-        failure = match (failure, part.failure) {
-            (Some(a), Some(b)) => Some(if a.0 <= b.0 { a } else { b }),
-            (a, b) => a.or(b),
-        };
-    }
     let blocks = clusters * u64::from(cluster);
-    count(
-        &mut lock(&shared.counters),
-        kernel,
-        blocks,
-        &executed,
-        &tally,
-    );
-    match failure {
+    let mut counters = lock(&shared.counters);
+    count(&mut counters, kernel, blocks, &sum.executed, &sum.tally);
+    match sum.failure {
         Some((_, failure)) => Some(loaded.finding(failure)),
         None => conflict
             .filter(|_| launch.full)
             .map(|conflict| loaded.finding(race(loaded, &regions, launch.grid, conflict))),
+    }
+}
+
+impl Part {
+    /// All parts in one, with the failure of the first block that has one.
+    fn sum(parts: Vec<Part>, instructions: usize) -> Part {
+        let mut sum = Part {
+            executed: vec![0; instructions],
+            tally: Tally::default(),
+            failure: None,
+        };
+        for part in parts {
+            let pairs = sum.executed.iter_mut().zip(&part.executed);
+            pairs.for_each(|(sum, own)| *sum += own);
+            sum.tally.add(&part.tally);
+            sum.failure = match (sum.failure, part.failure) {
+                (Some(a), Some(b)) => Some(if a.0 <= b.0 { a } else { b }),
+                (a, b) => a.or(b),
+            };
+        }
+        sum
     }
 }
 

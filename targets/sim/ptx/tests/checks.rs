@@ -295,6 +295,23 @@ fn warps_must_come_whole() {
 }
 
 #[test]
+fn lanes_that_ended_are_missing() {
+    let body = "setp.lt.u32 %p1, %r1, 16;\n@%p1 ret;\nbar.warp.sync -1;";
+    let words = "threads 0-15 ended";
+    expect(&Run::default(), body, FindingKind::PartialWarp, words);
+    let body = body.replace("bar.warp.sync -1;", "bar.sync 0;");
+    expect(&Run::default(), &body, FindingKind::PartialWarp, words);
+    let body = body.replace("bar.sync 0;", "bar.warp.sync 0xffff0000;");
+    clean(&Run::default(), &body);
+    // Lanes that the block does not have are not missed.
+    let run = Run {
+        threads: 48,
+        ..Run::default()
+    };
+    clean(&run, "bar.warp.sync -1;\nbar.sync 0;");
+}
+
+#[test]
 fn lanes_may_meet_at_different_warp_barriers() {
     let body = "setp.lt.u32 %p1, %r1, 16;\n@%p1 bra L;\nbar.warp.sync -1;\nbra M;\n\
                 L: bar.warp.sync -1;\nM: st.global.u32 [%rd1], 3;";
@@ -474,4 +491,42 @@ fn counters_see_conflicts_and_coalescing() {
     assert_eq!(counters.shared.bank_conflicts(), 31);
     assert_eq!(counters.global_stores.sectors_per_request(), 32.0);
     assert_eq!((counters.launches, counters.blocks), (1, 1));
+}
+
+/// A kernel of many blocks with divergence, shared memory and copies.
+#[test]
+fn nothing_depends_on_cores_or_delays() {
+    let body = "mov.u32 %r2, %ctaid.x;\nmad.lo.u32 %r3, %r2, 64, %r1;\nmul.wide.u32 %rd2, %r3, 4;\n\
+                add.u64 %rd3, %rd1, %rd2;\nmov.u32 %r4, st;\nshl.b32 %r5, %r1, 2;\nadd.u32 %r6, %r4, %r5;\n\
+                cp.async.ca.shared.global [%r6], [%rd3], 4;\ncp.async.wait_all;\nbar.sync 0;\n\
+                xor.b32 %r7, %r5, 132;\nadd.u32 %r7, %r4, %r7;\nld.shared.u32 %r8, [%r7];\n\
+                and.b32 %r9, %r8, 7;\nL: setp.eq.u32 %p1, %r9, 0;\n@%p1 bra D;\nadd.u32 %r8, %r8, %r9;\n\
+                sub.u32 %r9, %r9, 1;\nbra L;\nD: bar.warp.sync -1;\nst.global.u32 [%rd3+8192], %r8;";
+    let run = |seed, workers| Run {
+        threads: 64,
+        grid: [16, 2],
+        input: (0..2048).map(|i| i * 7919 % 1000).collect(),
+        seed,
+        workers,
+        ..Run::default()
+    };
+    let grid_of_one = |run: Run| Run {
+        grid: [32, 1],
+        ..run
+    };
+    let first = clean(&grid_of_one(run(1, 1)), body);
+    for (seed, workers) in [(1, 2), (1, 5), (0, 1), (9, 3)] {
+        let other = clean(&grid_of_one(run(seed, workers)), body);
+        assert_eq!(first.words, other.words, "seed {seed}, {workers} cores");
+        assert_eq!(
+            first.counters, other.counters,
+            "seed {seed}, {workers} cores"
+        );
+    }
+    // Two rows of blocks write the same words.
+    let findings: Vec<_> = [1, 2, 5]
+        .map(|workers| found(&run(1, workers), body))
+        .into();
+    assert_eq!(findings[0], findings[1]);
+    assert_eq!(findings[0], findings[2]);
 }

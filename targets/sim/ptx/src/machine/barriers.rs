@@ -1,14 +1,11 @@
 //! Named barriers of a block, barriers of a cluster, barriers in memory.
 
 use super::Machine;
-use super::access::{addresses, lanes_of, little};
 use super::clock::{Gathered, Known};
 use super::run::Flow;
 use super::warp::{Group, Wait, Warp};
-use crate::code::op::{self, BlockBarrier, MbarrierKind, NONE, VoteKind};
+use crate::code::op::{self, BlockBarrier, NONE, VoteKind};
 use crate::finding::{Fault, FindingKind, Step};
-use crate::text::Space;
-use moesaic_units::mbarrier::Mbarrier;
 
 /// One of the sixteen barriers of a block.
 #[derive(Clone, Debug, Default)]
@@ -52,16 +49,17 @@ impl Machine<'_> {
         barrier: &BlockBarrier,
         mask: u32,
     ) -> Step<Flow> {
-        if let Some(flow) = barrier
-            .aligned
-            .then(|| self.whole_warp(warp, mask))
-            .flatten()
-        {
+        let whole = |own: &Self| {
+            barrier
+                .aligned
+                .then(|| own.whole_warp(warp, mask))
+                .flatten()
+        };
+        if let Some(flow) = whole(self) {
             return Ok(flow);
         }
         let first = mask.trailing_zeros() as usize;
         let id = warp.word(barrier.id)[first];
-        let block = warp.block as usize;
         if id >= 16 {
             let text = format!("barrier {id}: a block has barriers 0 to 15");
             return Err(Fault::new(FindingKind::Barrier, mask, text));
@@ -70,15 +68,37 @@ impl Machine<'_> {
             return Ok(result);
         }
         let count = self.barrier_count(warp, barrier, first)?;
-        // The hardware counts warps: lanes that have ended count with theirs.
-        let here = match barrier.aligned {
-            true => warp.lanes,
-            false => mask,
+        let generation = self.come(warp, barrier, mask, (id, count))?;
+        if barrier.arrive {
+            return Ok(Flow::Next);
+        }
+        let wait = Wait::Barrier {
+            id,
+            count: generation,
         };
-        let votes = barrier.reduce.as_ref().map(|reduce| {
-            let yes = warp.predicate(reduce.p, reduce.negate) & mask;
-            (yes == mask, yes.count_ones())
-        });
+        let own = &self.blocks[warp.block as usize].barriers[id as usize];
+        Ok(
+            match (barrier.reduce.is_some(), own.generation != generation) {
+                (false, true) => Flow::Next,
+                (false, false) => Flow::After(wait),
+                // The result is read when the instruction is executed again.
+                (true, true) => self
+                    .finished_reduction(warp, barrier, mask, id)
+                    .unwrap_or(Flow::Next),
+                (true, false) => Flow::Again(wait),
+            },
+        )
+    }
+
+    /// Counts the threads of a mask in; returns the round they came for.
+    fn come(
+        &mut self,
+        warp: &mut Warp,
+        barrier: &BlockBarrier,
+        mask: u32,
+        (id, count): (u32, u32),
+    ) -> Step<u32> {
+        let block = warp.block as usize;
         self.changes += 1;
         self.clock_arrive(warp, block, id, mask, barrier.arrive);
         let own = &mut self.blocks[block].barriers[id as usize];
@@ -89,46 +109,25 @@ impl Machine<'_> {
             );
             return Err(Fault::new(FindingKind::Barrier, mask, text));
         }
-        if own.arrived == 0 {
-            own.votes = (true, 0);
-        }
-        own.expected = count;
-        own.arrived += here.count_ones();
-        if let Some((all, yes)) = votes {
-            own.votes = (own.votes.0 && all, own.votes.1 + yes);
-        }
+        // The hardware counts warps: lanes that have ended count with theirs.
+        let here = if barrier.aligned { warp.lanes } else { mask };
+        let votes = barrier.reduce.as_ref().map(|reduce| {
+            let yes = warp.predicate(reduce.p, reduce.negate) & mask;
+            (yes == mask, yes.count_ones())
+        });
+        own.add(count, here.count_ones(), votes);
         if !barrier.arrive {
             own.waiting.push((warp.number, mask));
         }
         let generation = own.generation;
         if own.arrived >= own.expected {
-            own.arrived = 0;
-            own.expected = 0;
-            own.generation += 1;
-            own.result = own.votes;
-            let waiting = std::mem::take(&mut own.waiting);
+            let waiting = own.complete();
             self.clock_complete(warp, block, id, &waiting);
             if barrier.reduce.is_some() {
                 self.blocks[block].barriers[id as usize].unread = waiting;
             }
         }
-        if barrier.arrive {
-            return Ok(Flow::Next);
-        }
-        let wait = Wait::Barrier {
-            id,
-            count: generation,
-        };
-        let complete = self.blocks[block].barriers[id as usize].generation != generation;
-        Ok(match (barrier.reduce.is_some(), complete) {
-            (false, true) => Flow::Next,
-            (false, false) => Flow::After(wait),
-            // The result is read when the instruction is executed again.
-            (true, true) => self
-                .finished_reduction(warp, barrier, mask, id)
-                .unwrap_or(Flow::Next),
-            (true, false) => Flow::Again(wait),
-        })
+        Ok(generation)
     }
 
     fn barrier_count(&self, warp: &Warp, barrier: &BlockBarrier, lane: usize) -> Step<u32> {
@@ -197,40 +196,12 @@ impl Machine<'_> {
         owner.unwrap_or(0) as u32
     }
 
-    fn phase_done(&self, block: u32, address: u32, parity: bool) -> bool {
-        let at = self.shared_at("waits on", block, u64::from(address), 8, 0);
-        let Ok((block, offset)) = at else {
-            return true;
-        };
-        let word = little(&self.blocks[block].shared[offset..offset + 8]);
-        Mbarrier::load(word).map_or(true, |barrier| barrier.test_parity(parity))
-    }
-
     pub fn barrier_state(&self, block: u32, id: u32) -> String {
         let own = &self.blocks[block as usize].barriers[id as usize];
         format!(
             "wait at barrier {id}, where {} of {} threads have come",
             own.arrived, own.expected
         )
-    }
-
-    pub fn mbarrier_state(&self, block: u32, address: u32, parity: bool) -> String {
-        let at = self.shared_at("waits on", block, u64::from(address), 8, 0);
-        let Ok((block, offset)) = at else {
-            return format!("wait on the mbarrier at {address:#x}");
-        };
-        let word = little(&self.blocks[block].shared[offset..offset + 8]);
-        match Mbarrier::load(word) {
-            Ok(barrier) => format!(
-                "wait for the phase of parity {} of the mbarrier at {address:#x}, \
-                 which misses {} of {} arrivals and {} bytes",
-                u8::from(parity),
-                barrier.pending,
-                barrier.expected,
-                barrier.tx
-            ),
-            Err(error) => format!("wait on the mbarrier at {address:#x}: {error}"),
-        }
     }
 
     pub fn cluster_step(
@@ -295,162 +266,27 @@ impl Machine<'_> {
             false => Ok(Flow::Again(Wait::Cluster)),
         }
     }
+}
 
-    pub fn mbarrier(&mut self, warp: &mut Warp, op: &op::Mbarrier, mask: u32) -> Step<Flow> {
-        let list = self.resolve(
-            match op.space {
-                Space::Generic => Space::Generic,
-                _ => Space::Shared,
-            },
-            &addresses(warp, &op.address),
-            mask,
-        );
-        for (space, list, mask) in list {
-            if space != Space::Shared {
-                let text = "an mbarrier has to be in shared memory";
-                return Err(Fault::new(FindingKind::Mbarrier, mask, text));
-            }
-            for lane in lanes_of(mask) {
-                let (block, offset) = self.shared_at("uses", warp.block, list[lane], 8, lane)?;
-                if let Some(wait) = self.mbarrier_lane(warp, op, (block, offset), lane)? {
-                    return Ok(Flow::Again(wait));
-                }
-            }
+impl NamedBarrier {
+    fn add(&mut self, expected: u32, threads: u32, votes: Option<(bool, u32)>) {
+        if self.arrived == 0 {
+            self.votes = (true, 0);
         }
-        Ok(Flow::Next)
+        self.expected = expected;
+        self.arrived += threads;
+        if let Some((all, yes)) = votes {
+            self.votes = (self.votes.0 && all, self.votes.1 + yes);
+        }
     }
 
-    fn mbarrier_lane(
-        &mut self,
-        warp: &mut Warp,
-        op: &op::Mbarrier,
-        (block, offset): (usize, usize),
-        lane: usize,
-    ) -> Step<Option<Wait>> {
-        let a = |warp: &Warp| match op.a {
-            NONE => 1,
-            row => warp.word(row)[lane],
-        };
-        let word = little(&self.blocks[block].shared[offset..offset + 8]);
-        let fault = |error: moesaic_units::mbarrier::MbarrierError| {
-            let text = format!("mbarrier at {offset:#x}: {error}");
-            Fault::new(FindingKind::Mbarrier, 1 << lane, text)
-        };
-        match op.kind {
-            MbarrierKind::Init => {
-                // Memory that nothing has written holds no barrier.
-                let known = if self.is_mbarrier(block, offset) {
-                    word
-                } else {
-                    0
-                };
-                let word = Mbarrier::init(known, a(warp)).map_err(fault)?;
-                self.begin_mbarrier(warp, block, offset, lane)?;
-                self.put_mbarrier(block, offset, word);
-                return Ok(None);
-            }
-            MbarrierKind::Invalidate => {
-                let word = Mbarrier::inval(word).map_err(fault)?;
-                self.put_mbarrier(block, offset, word);
-                return Ok(None);
-            }
-            _ => {}
-        }
-        self.use_mbarrier(warp, block, offset, lane)?;
-        let mut barrier = Mbarrier::load(word).map_err(fault)?;
-        let before = barrier.phase;
-        let value = match op.kind {
-            MbarrierKind::TestParity | MbarrierKind::TryParity => {
-                return self.test(warp, op, (block, offset), barrier, a(warp) & 1 == 1, lane);
-            }
-            MbarrierKind::TestState | MbarrierKind::TryState => {
-                // Our state is the parity of the phase that was arrived at.
-                let parity = warp.double(op.a)[lane] & 1 == 1;
-                return self.test(warp, op, (block, offset), barrier, parity, lane);
-            }
-            MbarrierKind::CopyArrive { counted } => {
-                if counted {
-                    barrier.pending += 1;
-                    self.put_mbarrier(block, offset, barrier.store());
-                }
-                self.arrive_after_copies(warp, block, offset, lane)?;
-                return Ok(None);
-            }
-            MbarrierKind::Arrive => barrier.arrive(a(warp)),
-            MbarrierKind::ArriveDrop => barrier.arrive_drop(a(warp)),
-            MbarrierKind::ArriveExpect => barrier.arrive_expect_tx(a(warp)),
-            MbarrierKind::ExpectTx => barrier.expect_tx(a(warp)).map(|()| false),
-            MbarrierKind::CompleteTx => barrier.complete_tx(a(warp)),
-            _ => Ok(false),
-        };
-        let arrives = !matches!(op.kind, MbarrierKind::ExpectTx | MbarrierKind::CompleteTx);
-        if arrives && !op.relaxed {
-            self.mbarrier_release(warp, block, offset, lane);
-        }
-        let completed = value.map_err(fault)?;
-        self.put_mbarrier(block, offset, barrier.store());
-        if completed {
-            self.mbarrier_phase(block, offset)?;
-        }
-        if op.d != NONE {
-            warp.doubles[op.d as usize][lane] = u64::from(before);
-        }
-        Ok(None)
-    }
-
-    fn test(
-        &mut self,
-        warp: &mut Warp,
-        op: &op::Mbarrier,
-        (block, offset): (usize, usize),
-        barrier: Mbarrier,
-        parity: bool,
-        lane: usize,
-    ) -> Step<Option<Wait>> {
-        let done = barrier.test_parity(parity);
-        let tries = matches!(op.kind, MbarrierKind::TryParity | MbarrierKind::TryState);
-        if !done && tries {
-            let rank = (block as u32 + 1) << crate::code::layout::RANK_SHIFT;
-            return Ok(Some(Wait::Mbarrier {
-                address: rank | offset as u32,
-                parity,
-            }));
-        }
-        if done && !op.relaxed {
-            self.mbarrier_acquire(warp, block, offset, lane);
-        }
-        warp.put_predicate(op.d, u32::from(done) << lane, 1 << lane);
-        Ok(None)
-    }
-
-    /// One arrival, for an engine.
-    pub fn arrive_once(
-        &mut self,
-        warp: &mut Warp,
-        block: usize,
-        offset: usize,
-        lane: usize,
-    ) -> Step<()> {
-        let word = little(&self.blocks[block].shared[offset..offset + 8]);
-        let result = Mbarrier::load(word).and_then(|mut barrier| {
-            let completed = barrier.arrive(1)?;
-            Ok((barrier, completed))
-        });
-        let (barrier, completed) = result.map_err(|error| {
-            let text = format!("mbarrier at {offset:#x}: {error}");
-            Fault::new(FindingKind::Mbarrier, 1 << lane, text)
-        })?;
-        self.mbarrier_release(warp, block, offset, lane);
-        self.put_mbarrier(block, offset, barrier.store());
-        if completed {
-            self.mbarrier_phase(block, offset)?;
-        }
-        Ok(())
-    }
-
-    pub fn put_mbarrier(&mut self, block: usize, offset: usize, word: u64) {
-        self.changes += 1;
-        self.blocks[block].shared[offset..offset + 8].copy_from_slice(&word.to_le_bytes());
+    /// Starts the next round; returns who waited.
+    fn complete(&mut self) -> Vec<(u32, u32)> {
+        self.arrived = 0;
+        self.expected = 0;
+        self.generation += 1;
+        self.result = self.votes;
+        std::mem::take(&mut self.waiting)
     }
 }
 

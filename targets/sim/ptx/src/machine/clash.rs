@@ -7,75 +7,57 @@ use super::warp::Warp;
 use crate::finding::{Fault, FindingKind};
 
 impl Machine<'_> {
-    /// The fault of two accesses that nothing orders.
+    /// The fault of two accesses that nothing orders: what was done, to which
+    /// offset, to how many bytes.
     #[cold]
-    #[expect(clippy::too_many_arguments, reason = "one access, spelled out")]
     pub fn clash(
         &self,
         warp: &Warp,
         lanes: u32,
-        verb: &str,
-        block: usize,
-        offset: usize,
-        bytes: usize,
+        (verb, offset, bytes): (&str, usize, usize),
         clash: Clash,
     ) -> Box<Fault> {
-        let what = format!("{verb} {bytes} bytes of shared memory at {offset:#x}");
-        let name = |thread: u32| self.thread_name(warp, thread);
-        let (kind, text, other) = match clash {
-            Clash::Write { thread, pc } => (
-                FindingKind::SharedRace,
-                format!(
-                    "{what} that {} writes, and nothing orders the two",
-                    name(thread)
-                ),
-                Some(pc),
-            ),
-            Clash::Read { thread } => (
-                FindingKind::SharedRace,
-                format!(
-                    "{what} that {} reads, and nothing orders the two",
-                    name(thread)
-                ),
-                None,
-            ),
-            Clash::Copy { thread, pc } => (
-                FindingKind::CopyInFlight,
-                format!(
-                    "{what} that a cp.async of {} writes; it has not been waited for",
-                    name(thread)
-                ),
-                Some(pc),
-            ),
-            Clash::Bulk { pc } => (
-                FindingKind::CopyInFlight,
-                format!("{what} that a bulk copy writes; its mbarrier has not been waited for"),
-                Some(pc),
-            ),
-            Clash::EngineReads { component } => (
-                FindingKind::CopyInFlight,
-                format!("{what} that {}", self.engine_name(component)),
-                None,
-            ),
-            Clash::NoFence { thread, pc } => (
-                FindingKind::MissingProxyFence,
-                format!(
-                    "{what} that {} wrote by an ordinary instruction; \
-                     no fence.proxy.async stands between",
-                    name(thread)
-                ),
-                Some(pc),
-            ),
-            Clash::Unwritten => (
-                FindingKind::UninitialisedShared,
-                format!("{what} that nothing has written"),
-                None,
-            ),
+        let (kind, other) = match clash {
+            Clash::Write { pc, .. } => (FindingKind::SharedRace, Some(pc)),
+            Clash::Read { .. } => (FindingKind::SharedRace, None),
+            Clash::Copy { pc, .. } | Clash::Bulk { pc } => (FindingKind::CopyInFlight, Some(pc)),
+            Clash::EngineReads { .. } => (FindingKind::CopyInFlight, None),
+            Clash::NoFence { pc, .. } => (FindingKind::MissingProxyFence, Some(pc)),
+            Clash::Unwritten => (FindingKind::UninitialisedShared, None),
         };
-        let _ = block;
+        let text = format!(
+            "{verb} {bytes} bytes of shared memory at {offset:#x} that {}",
+            self.against(warp, clash)
+        );
         let mut fault = Fault::new(kind, lanes, text);
         fault.other = other;
         fault
+    }
+
+    /// What the access stands against.
+    fn against(&self, warp: &Warp, clash: Clash) -> String {
+        let name = |thread: u32| self.thread_name(warp, thread);
+        match clash {
+            Clash::Write { thread, .. } => {
+                format!("{} writes, and nothing orders the two", name(thread))
+            }
+            Clash::Read { thread } => {
+                format!("{} reads, and nothing orders the two", name(thread))
+            }
+            Clash::Copy { thread, .. } => format!(
+                "a cp.async of {} writes; it has not been waited for",
+                name(thread)
+            ),
+            Clash::Bulk { .. } => {
+                "a bulk copy writes; its mbarrier has not been waited for".to_string()
+            }
+            Clash::EngineReads { component } => self.engine_name(component),
+            Clash::NoFence { thread, .. } => format!(
+                "{} wrote by an ordinary instruction; no fence.proxy.async stands between",
+                name(thread)
+            ),
+            Clash::Unwritten => "nothing has written".to_string(),
+        }
     }
 
     /// A thread of the cluster as people call it.

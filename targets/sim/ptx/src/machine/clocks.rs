@@ -336,7 +336,7 @@ impl Machine<'_> {
         }
         let by = self.accessor(warp, lanes, order);
         let result = self.blocks[block].shadow.read(&by, offset, bytes);
-        result.map_err(|clash| self.clash(warp, lanes, "reads", block, offset, bytes, clash))
+        result.map_err(|clash| self.clash(warp, lanes, ("reads", offset, bytes), clash))
     }
 
     /// Checks and notes a write of these bytes.
@@ -363,7 +363,7 @@ impl Machine<'_> {
                     && pc == self.pc
                     && own.shared[offset..offset + new.len()] == *new => {}
             Err(clash) => {
-                return Err(self.clash(warp, 1 << lane, "writes", block, offset, new.len(), clash));
+                return Err(self.clash(warp, 1 << lane, ("writes", offset, new.len()), clash));
             }
         }
         self.blocks[block].shadow.write(&by, offset, new.len());
@@ -388,7 +388,7 @@ impl Machine<'_> {
         if result.is_ok() {
             shadow.write(&by, offset, bytes);
         }
-        result.map_err(|clash| self.clash(warp, 1 << lane, "updates", block, offset, bytes, clash))
+        result.map_err(|clash| self.clash(warp, 1 << lane, ("updates", offset, bytes), clash))
     }
 
     /// A `cp.async` begins to write.
@@ -409,8 +409,7 @@ impl Machine<'_> {
         if result.is_ok() {
             shadow.copy(&by, offset, bytes);
         }
-        result
-            .map_err(|clash| self.clash(warp, 1 << lane, "copies to", block, offset, bytes, clash))
+        result.map_err(|clash| self.clash(warp, 1 << lane, ("copies to", offset, bytes), clash))
     }
 
     /// The thread knows that its `cp.async` has written.

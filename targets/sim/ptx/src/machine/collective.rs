@@ -77,7 +77,8 @@ impl Machine<'_> {
                 );
                 return Err(Fault::new(FindingKind::LaneMask, 1 << lane, text));
             }
-            missing |= named[lane] & warp.alive() & !mask;
+            // A lane that has ended never comes.
+            missing |= named[lane] & warp.lanes & !mask;
         }
         if missing == 0 {
             return Ok(None);
@@ -94,7 +95,7 @@ impl Machine<'_> {
     /// Lanes may wait for the same warp barrier at different instructions.
     /// When all of them do, they all go on.
     fn meet_elsewhere(&self, warp: &mut Warp, named: &Words, mask: u32) -> bool {
-        let want = named[mask.trailing_zeros() as usize] & warp.alive();
+        let want = named[mask.trailing_zeros() as usize] & warp.lanes;
         let code = &self.kernel.code;
         let at_barrier = |pc: u32| match &code[pc as usize].op {
             crate::code::op::Op::Warp(op) => matches!(**op, WarpOp::Barrier { .. }),

@@ -13,6 +13,7 @@ mod engines;
 mod global;
 pub mod lanes;
 mod matrix;
+mod mbarriers;
 mod products;
 mod run;
 mod schedule;

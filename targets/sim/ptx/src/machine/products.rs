@@ -127,7 +127,7 @@ impl Machine<'_> {
             self.shared_at("multiplies", warp.block, offset as u64, 16, 0)?;
             let shadow = &mut self.blocks[block].shadow;
             if let Err(clash) = shadow.check_engine_read(&warp.known[0], offset, 16) {
-                return Err(self.clash(warp, 0xffff_ffff, "multiplies", block, offset, 16, clash));
+                return Err(self.clash(warp, 0xffff_ffff, ("multiplies", offset, 16), clash));
             }
             shadow.engine_reads(component, step, offset);
         }

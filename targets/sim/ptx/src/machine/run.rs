@@ -126,7 +126,10 @@ impl Machine<'_> {
                 let flow = self.act(warp, op, lanes, mask)?;
                 Ok(match flow {
                     Flow::Next => Ok(pc + 1),
-                    Flow::Again(wait) => Err(self.pause(warp, pc, pc, lanes, mask, wait)),
+                    Flow::Again(wait) => {
+                        self.executed[pc] -= 1;
+                        Err(self.pause(warp, pc, pc, lanes, mask, wait))
+                    }
                     Flow::After(wait) => Err(self.pause(warp, pc, pc + 1, lanes, mask, wait)),
                 })
             }
@@ -213,9 +216,9 @@ impl Machine<'_> {
         Ok(Err(Leave::Gone))
     }
 
-    /// Every living lane has to be there: waits for them.
+    /// Every lane has to be there, and none may have ended: waits for them.
     pub fn whole_warp(&self, warp: &Warp, mask: u32) -> Option<Flow> {
-        let all = warp.alive();
+        let all = warp.lanes;
         (mask != all).then_some(Flow::Again(Wait::Lanes(all)))
     }
 }

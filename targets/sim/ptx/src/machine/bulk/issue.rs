@@ -242,10 +242,7 @@ impl Machine<'_> {
             self.clash(
                 warp,
                 1 << lane,
-                "lets the copy engine use",
-                block,
-                offset,
-                8,
+                ("lets the copy engine use", offset, 8),
                 clash,
             )
         })
@@ -279,7 +276,7 @@ impl Machine<'_> {
         };
         let shadow = &mut self.blocks[block].shadow;
         if let Err(clash) = shadow.check_write(&by, offset, bytes) {
-            return Err(self.clash(warp, 1 << lane, "copies to", block, offset, bytes, clash));
+            return Err(self.clash(warp, 1 << lane, ("copies to", offset, bytes), clash));
         }
         shadow.engine_write(component, phase, self.pc, offset, bytes);
         Ok(())
@@ -354,7 +351,7 @@ impl Machine<'_> {
         let known = &warp.known[lane];
         let shadow = &mut self.blocks[block].shadow;
         if let Err(clash) = shadow.check_engine_read(known, offset, bytes) {
-            return Err(self.clash(warp, 1 << lane, "copies", block, offset, bytes, clash));
+            return Err(self.clash(warp, 1 << lane, ("copies", offset, bytes), clash));
         }
         if let Some((component, step)) = step {
             for at in (0..bytes).step_by(16) {

@@ -1,7 +1,7 @@
 //! 32-bit integers, and 16-bit ones in 32-bit rows.
 
 use super::{map1, map2, map3};
-use crate::code::op::{Int1, Int2, Int3, Op};
+use crate::code::op::{Int1, Int2, Int3, Op, Row};
 use crate::machine::warp::{Warp, Words};
 
 #[inline(always)]
@@ -22,6 +22,16 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
         Op::Logic3 { d, a, b, c, table } => {
             let f = |a, b, c| logic3(table, a, b, c);
             let value = map3(warp.word(a), warp.word(b), warp.word(c), f);
+            warp.put(d, &value, mask);
+        }
+        Op::Insert {
+            d,
+            a,
+            b,
+            position,
+            length,
+        } => {
+            let value = inserts(warp, [a, b, position, length]);
             warp.put(d, &value, mask);
         }
         _ => short(warp, op, mask),
@@ -61,26 +71,6 @@ fn short(warp: &mut Warp, op: &Op, mask: u32) {
             let value = map3(warp.word(a), warp.word(b), warp.word(c), f);
             warp.put(d, &value, mask);
         }
-        Op::Insert {
-            d,
-            a,
-            b,
-            position,
-            length,
-        } => {
-            let mut value = [0; 32];
-            for (lane, value) in value.iter_mut().enumerate() {
-                let at = |row| warp.word(row)[lane];
-                *value = insert(
-                    u64::from(at(a)),
-                    u64::from(at(b)),
-                    at(position),
-                    at(length),
-                    32,
-                ) as u32;
-            }
-            warp.put(d, &value, mask);
-        }
         _ => {}
     }
 }
@@ -91,6 +81,12 @@ fn extend(row: &Words, signed: bool) -> Words {
         true => map1(row, |v| i32::from(v as u16 as i16).cast_unsigned()),
         false => map1(row, |v| v & 0xffff),
     }
+}
+
+#[inline(never)]
+fn inserts(warp: &Warp, rows: [Row; 4]) -> Words {
+    let [a, b, position, length] = rows.map(|row| warp.word(row));
+    std::array::from_fn(|l| insert(a[l].into(), b[l].into(), position[l], length[l], 32) as u32)
 }
 
 /// The low `length` bits of `a` at `position` of `b`, in `bits` bits.

@@ -66,6 +66,14 @@ fn rare(warp: &mut Warp, op: &Op, mask: u32) -> bool {
                 );
             }
         }
+        _ => return spaces(warp, op, mask),
+    }
+    true
+}
+
+/// Conversions between address spaces.
+fn spaces(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+    match *op {
         Op::ToGeneric { space, wide, d, a } => address(warp, wide, d, a, mask, |v| match space {
             Space::Shared => v.wrapping_add(SHARED_WINDOW),
             Space::Local => v.wrapping_add(LOCAL_WINDOW),
