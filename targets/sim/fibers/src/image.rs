@@ -76,7 +76,6 @@ pub(crate) fn kernels(binary: &[u8], entries: &[Entry]) -> Result<Vec<KernelRepo
         Ok(KernelReport {
             symbol: entry.symbol.clone(),
             shared_bytes: Some(facts.shared_bytes(&entry.symbol, entries)),
-            code_bytes: symbol(&entry.symbol).map(|s| s.size()),
             ..KernelReport::default()
         })
     };

@@ -63,8 +63,8 @@ fn names(targets: &[Target]) -> Vec<String> {
     targets.iter().map(Target::to_string).collect()
 }
 
-/// The facts of a decoded kernel. Registers are the virtual ones that live at
-/// once, at 32 bits.
+/// The facts of a decoded kernel. Registers, spills and machine code are what
+/// an assembler makes of PTX, so nobody knows them here.
 fn report(kernel: Kernel) -> KernelReport {
     let params = kernel.params.iter().map(|param| ParamSlot {
         offset: param.offset,
@@ -72,12 +72,9 @@ fn report(kernel: Kernel) -> KernelReport {
     });
     KernelReport {
         symbol: kernel.name.clone(),
-        registers: Some(u32::from(kernel.words) + 2 * u32::from(kernel.doubles)),
-        spill_bytes: Some(0),
         stack_bytes: Some(kernel.local_bytes),
         shared_bytes: Some(kernel.static_shared - SHARED_START),
         max_threads: kernel.max_threads,
-        code_bytes: Some(kernel.code.len() as u64),
         params: params.collect(),
         ..KernelReport::default()
     }
