@@ -76,6 +76,23 @@ fn crowded(target: &str) {
     }
 }
 
+/// Rounded factors only where they are asked for.
+#[test]
+fn tf32_is_for_layers_that_ask() {
+    let engine = open("sim:sm_80");
+    let mut spec = small(64, 72, 5, 2);
+    let case = Case::random(&spec, 33, 7);
+    case.check(&engine);
+    spec.precision.tf32 = true;
+    let rounded = Case::random(&spec, 33, 7);
+    rounded.check(&engine);
+    let y = |case: &Case| {
+        let output = case.layer(&engine).forward(&case.input());
+        output.expect("it runs").y().to_f32()
+    };
+    assert_ne!(y(&case), y(&rounded), "the factors were not rounded");
+}
+
 /// Integer tokens and weights make logits exact, so that every backend has
 /// the same to decide on.
 fn exact(spec: &LayerSpec, tokens: usize, seed: u64) -> Case {

@@ -23,7 +23,10 @@ pub fn check(layer: &Layer, weights: &HostWeights) -> Result<f64> {
     let output = layer.forward(&call)?;
     let found: Vec<f64> = output.y().to_f32().into_iter().map(f64::from).collect();
     let error = relative_error(&found, &expected(spec, weights, &call));
-    let allowed = tolerance(spec.precision.activations);
+    let allowed = match spec.precision.tf32 {
+        true => 8.0 * 2f64.powi(-11),
+        false => tolerance(spec.precision.activations),
+    };
     if error > allowed {
         return Err(Failure::work(format!(
             "the layer is wrong: y is off by {error:.1e} of its largest element, {allowed:.0e} is allowed"

@@ -151,6 +151,8 @@ pub struct GroupedGemmDesc {
     pub weights: DType,
     /// Element type of rows and output.
     pub activations: DType,
+    /// f32 factors may be rounded to TF32.
+    pub tf32: bool,
 }
 
 /// A shared expert as `combine` sees it.
@@ -288,6 +290,7 @@ fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
         plain_rows: false,
         weights: spec.precision.weights,
         activations: spec.precision.activations,
+        tf32: spec.precision.tf32,
     }
 }
 

@@ -108,6 +108,7 @@ static PRECISION: Section = Section {
         optional("activations", DTYPES),
         optional("router", DTYPES),
         optional("accumulate", DTYPES),
+        optional("tf32", Flag),
     ],
 };
 

@@ -68,6 +68,10 @@ pub struct Precision {
     pub router: DType,
     /// Sums of products: f32.
     pub accumulate: DType,
+    /// Whether f32 factors of the experts' products may be rounded to TF32,
+    /// 11 significant bits, where that is faster. Only with f32 weights and
+    /// activations.
+    pub tf32: bool,
 }
 
 impl Default for Precision {
@@ -77,6 +81,7 @@ impl Default for Precision {
             activations: DType::F32,
             router: DType::F32,
             accumulate: DType::F32,
+            tf32: false,
         }
     }
 }

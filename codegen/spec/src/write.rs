@@ -50,12 +50,14 @@ fn precision_lines(precision: &Precision) -> Lines {
         activations,
         router,
         accumulate,
+        tf32,
     } = precision;
     let mut lines = Lines::default();
     lines.differing("weights", weights, &default.weights);
     lines.differing("activations", activations, &default.activations);
     lines.differing("router", router, &default.router);
     lines.differing("accumulate", accumulate, &default.accumulate);
+    lines.differing("tf32", tf32, &default.tf32);
     lines
 }
 

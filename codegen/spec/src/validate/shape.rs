@@ -125,6 +125,18 @@ fn precision(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         problems,
     );
     mixed(spec, problems);
+    tf32(spec, problems);
+}
+
+fn tf32(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (weights, activations) = (spec.precision.weights, spec.precision.activations);
+    let single = weights == DType::F32 && activations == DType::F32;
+    if spec.precision.tf32 && !single {
+        let message =
+            format!("`precision.tf32` with {weights} weights and {activations} activations");
+        let problem = Problem::new("precision.tf32", message).label("it rounds f32 factors");
+        problems.push(problem.help("leave it out, or make both types \"f32\""));
+    }
 }
 
 fn float(key: &str, dtype: DType, problems: &mut Vec<Problem>) {

@@ -42,16 +42,17 @@ pub fn grouped_gemm(
         stages,
         gather: d.plain_rows && !d.dense,
         shared_bytes: (stages * stage) as u32,
-        tf32: false,
+        tf32: d.tf32,
     })
 }
 
 /// Whether the matrix units take this product: one type on both sides, and
 /// rows that 4-byte copies divide. An f32 product is three on the matrix unit,
-/// which pays only where those of tf32 are many times faster than f32.
+/// unless the spec allows one of rounded factors; three pay only where those of
+/// tf32 are many times faster than f32.
 fn takes(d: &GroupedGemmDesc, arch: CudaArch) -> bool {
     let fast = match d.weights {
-        DType::F32 => matches!(arch.capability, 80 | 90 | 100 | 103),
+        DType::F32 if !d.tf32 => matches!(arch.capability, 80 | 90 | 100 | 103),
         _ => arch.capability >= 80,
     };
     fast && d.weights == d.activations && (d.inner * d.weights.size()).is_multiple_of(4)
