@@ -7,6 +7,7 @@
 mod diagnostic;
 pub mod hf;
 mod limits;
+mod loss;
 mod schema;
 mod suggest;
 mod tensors;
@@ -19,5 +20,6 @@ mod write;
 
 pub use diagnostic::{Problem, Related, SpecError};
 pub use limits::*;
+pub use loss::*;
 pub use tensors::{TensorSpec, canonical_tensors};
 pub use types::*;

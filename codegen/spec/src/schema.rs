@@ -206,7 +206,16 @@ static LOSS: Section = Section {
     keys: &[
         required(
             "kind",
-            Choice(&["switch", "gshard", "importance-load", "z", "sequence"]),
+            Choice(&[
+                "switch",
+                "gshard",
+                "gshard-all",
+                "importance-load",
+                "importance-load-logits",
+                "z",
+                "sequence",
+                "global",
+            ]),
             "the formula: kind = \"switch\"",
         ),
         required(
@@ -214,6 +223,7 @@ static LOSS: Section = Section {
             Number,
             "the factor on it: coefficient = 0.01",
         ),
+        optional("sequence_length", Count),
     ],
 };
 

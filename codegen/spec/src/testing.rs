@@ -306,15 +306,18 @@ fn shared(rng: &mut Counter, spec: &mut LayerSpec) {
 }
 
 fn losses(rng: &mut Counter, spec: &mut LayerSpec) {
-    use LossKind::*;
     if !spec.has_logits() {
         return;
     }
-    for kind in [Switch, Gshard, ImportanceLoad, Z, Sequence] {
-        let defined = kind != ImportanceLoad || spec.router.noise > 0.0;
+    for kind in LossKind::ALL {
+        let defined = !kind.needs_noise() || spec.router.noise > 0.0;
         if defined && rng.one_in(6) {
-            let coefficient = rng.real(0.0, 0.1);
-            spec.losses.push(Loss { kind, coefficient });
+            let known = kind == LossKind::Sequence && rng.one_in(2);
+            spec.losses.push(Loss {
+                kind,
+                coefficient: rng.real(0.0, 0.1),
+                sequence_length: known.then(|| rng.between(1, 5)),
+            });
         }
     }
 }

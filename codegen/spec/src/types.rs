@@ -3,6 +3,7 @@
 //! Formulas behind the options are named after the systems that published
 //! them; docs/SEMANTICS.md gives each in full.
 
+use crate::Loss;
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
@@ -435,32 +436,6 @@ pub enum SharedGate {
     None,
     /// `σ(x · wᵀ)` with `shared.{i}.router.weight [1, d]`.
     Sigmoid,
-}
-
-/// An auxiliary loss.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Loss {
-    /// The formula.
-    pub kind: LossKind,
-    /// Its coefficient.
-    pub coefficient: f64,
-}
-
-/// The formula of an auxiliary loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum LossKind {
-    /// `E · Σ f_e P_e`, f over all choices.
-    Switch,
-    /// `E · Σ f_e P_e`, f over first choices only.
-    Gshard,
-    /// Squared coefficients of variation of importance and load.
-    ImportanceLoad,
-    /// `mean(logsumexp(z)²)`.
-    Z,
-    /// Switch within each sequence.
-    Sequence,
 }
 
 impl LayerSpec {

@@ -160,10 +160,15 @@ fn shared_lines(expert: &SharedExpert) -> Lines {
 }
 
 fn loss_lines(loss: &Loss) -> Lines {
-    let Loss { kind, coefficient } = loss;
+    let Loss {
+        kind,
+        coefficient,
+        sequence_length,
+    } = loss;
     let mut lines = Lines::default();
     lines.add("kind", kind);
     lines.add("coefficient", coefficient);
+    lines.add_some("sequence_length", sequence_length.as_ref());
     lines
 }
 

@@ -203,6 +203,7 @@ fn spoil_choice(spec: &mut LayerSpec, rng: &mut Counter) {
         1 => spec.losses.extend([Loss {
             kind: LossKind::Z,
             coefficient: rng.pick(&[0.1, f64::NAN, -1.0]),
+            sequence_length: rng.pick(&[None, Some(0), Some(usize::MAX)]),
         }]),
         2 => spec.precision.weights = rng.pick(&[DType::I32, DType::F16, DType::Bf16]),
         3 => spec.precision.router = DType::I64,

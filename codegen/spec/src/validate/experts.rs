@@ -1,16 +1,13 @@
-//! Experts, shared experts and losses.
+//! Experts and shared experts.
 
 use super::{Conflict, Range, Real, quoted};
-use crate::{
-    Activation, ExpertForm, GateLayout, LayerSpec, LossKind, MAX_SHARED, Problem, WeightSite,
-};
+use crate::{Activation, ExpertForm, GateLayout, LayerSpec, MAX_SHARED, Problem, WeightSite};
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(spec, problems);
     plain(spec, problems);
     identity(spec, problems);
     shared(spec, problems);
-    losses(spec, problems);
 }
 
 fn numbers(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -123,38 +120,5 @@ fn shared(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         let message = format!("{count} shared experts are too many");
         let problem = Problem::new("shared", message).label(format!("at most {MAX_SHARED}"));
         problems.push(problem.help("equal experts without a gate can be merged into a wider one"));
-    }
-}
-
-fn losses(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    for (index, loss) in spec.losses.iter().enumerate() {
-        let at = |part: &str| format!("losses[{index}].{part}");
-        Real::NotNegative.check(&at("coefficient"), loss.coefficient, problems);
-        let kind = quoted(&loss.kind);
-        let earlier = spec.losses[..index]
-            .iter()
-            .position(|l| l.kind == loss.kind);
-        if let Some(earlier) = earlier {
-            let problem = Problem::new(at("kind"), format!("two losses of kind {kind}"))
-                .label("second")
-                .with(format!("losses[{earlier}].kind"), "first");
-            problems.push(
-                problem.help("results are named by kind: remove one, add up the coefficients"),
-            );
-        }
-        if !spec.has_logits() {
-            let message = format!("a loss of kind {kind} needs router logits");
-            let problem = Problem::new(at("kind"), message)
-                .label("computed from the router's probabilities")
-                .with("router.kind", "no logits here")
-                .with("router.score", "no logits here");
-            problems.push(problem.help("remove the loss, or use kind = \"linear\" in [router]"));
-        } else if loss.kind == LossKind::ImportanceLoad && spec.router.noise <= 0.0 {
-            let message = "a loss of kind \"importance-load\" needs `router.noise` above 0";
-            let problem = Problem::new(at("kind"), message)
-                .label("its load is a probability under that noise")
-                .with("router.noise", "0 here");
-            problems.push(problem.help("add noise = 1.0 to [router], or use kind = \"gshard\""));
-        }
     }
 }

@@ -7,6 +7,7 @@
 
 mod capacity;
 mod experts;
+mod losses;
 mod router;
 mod shape;
 
@@ -25,6 +26,7 @@ impl LayerSpec {
         router::check(self, &mut problems);
         capacity::check(self, &mut problems);
         experts::check(self, &mut problems);
+        losses::check(self, &mut problems);
         match problems.is_empty() {
             true => Ok(()),
             false => Err(problems),
