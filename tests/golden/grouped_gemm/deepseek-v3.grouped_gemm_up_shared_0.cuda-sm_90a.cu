@@ -398,6 +398,12 @@ DEVICE f32 exponential(f32 x)
 
 DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// The activation of an expert.
+DEVICE f32 activation(f32 x)
+{
+    return x * sigmoid(x);
+}
+
 // ---- the kernel ----
 
 constexpr int INNER = 7168, OUTER = 2048;
@@ -450,14 +456,9 @@ DEVICE RowTile row_tile(i64 tokens)
     return {0, first, (i32)(tokens - first)};
 }
 
-DEVICE f32 phi(f32 x)
-{
-    return x * sigmoid(x);
-}
-
 DEVICE f32 activated(f32 gate, f32 up)
 {
-    return phi(gate) * up;
+    return activation(gate) * up;
 }
 
 // What becomes of a sum: bias, activation, weight.

@@ -274,6 +274,12 @@ DEVICE f32 exponential(f32 x)
 
 DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// The activation of an expert.
+DEVICE f32 activation(f32 x)
+{
+    return x * sigmoid(x);
+}
+
 // ---- the kernel ----
 
 typedef bf16 Element;
@@ -326,14 +332,9 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
 
-DEVICE f32 phi(f32 x)
-{
-    return x * sigmoid(x);
-}
-
 DEVICE f32 activated(f32 gate, f32 up)
 {
-    return phi(gate) * up;
+    return activation(gate) * up;
 }
 
 // What becomes of a sum: bias, activation, weight.

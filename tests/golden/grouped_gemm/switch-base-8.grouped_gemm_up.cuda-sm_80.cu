@@ -262,6 +262,12 @@ DEVICE void mma_16x8x8_tf32(f32 (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The activation of an expert.
+DEVICE f32 activation(f32 x)
+{
+    return x < 0.0f ? 0.0f : x;
+}
+
 // ---- the kernel ----
 
 typedef f32 Element;
@@ -314,14 +320,9 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
 
-DEVICE f32 phi(f32 x)
-{
-    return x < 0.0f ? 0.0f : x;
-}
-
 DEVICE f32 activated(f32 up)
 {
-    return phi(up);
+    return activation(up);
 }
 
 // What becomes of a sum: bias, activation, weight.

@@ -133,6 +133,12 @@ DEVICE f32x4 mfma_16x16x4(f32 a, f32 b, f32x4 sums)
     return __builtin_amdgcn_mfma_f32_16x16x4f32(a, b, sums, 0, 0, 0);
 }
 
+// The activation of an expert.
+DEVICE f32 activation(f32 x)
+{
+    return x < 0.0f ? 0.0f : x;
+}
+
 // ---- the kernel ----
 
 typedef f32 Element;
@@ -187,14 +193,9 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
     return {expert, first, (i32)(offsets[expert + 1] - first)};
 }
 
-DEVICE f32 phi(f32 x)
-{
-    return x < 0.0f ? 0.0f : x;
-}
-
 DEVICE f32 activated(f32 up)
 {
-    return phi(up);
+    return activation(up);
 }
 
 // What becomes of a sum: bias, activation, weight.
