@@ -142,7 +142,8 @@ fn unknown_kernel(sources: &[KernelSource], wanted: &str) -> Failure {
         "the layer has no kernel `{wanted}`\nits kernels: {}",
         names.join(", ")
     );
-    let known = names.iter().copied().chain(Stem::ALL.map(Stem::name));
+    let stems = Stem::all().map(|stem| -> &str { stem.name() });
+    let known = names.iter().copied().chain(stems);
     let failure = Failure::input(message);
     match closest(wanted, known) {
         Some(near) if near != wanted => failure.hint(format!("did you mean `{near}`?")),

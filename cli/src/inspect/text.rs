@@ -209,6 +209,9 @@ pub fn role_name(role: Role) -> &'static str {
         Role::Weight => "weight",
         Role::Output => "output",
         Role::Scratch => "scratch",
+        Role::OutputGradient => "output gradient",
+        Role::InputGradient => "input gradient",
+        Role::WeightGradient => "weight gradient",
     }
 }
 

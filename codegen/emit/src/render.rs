@@ -113,6 +113,11 @@ fn insert_desc(context: &mut Context, desc: &KernelDesc) {
         KernelDesc::Dispatch(d) => context.insert("d", d),
         KernelDesc::GroupedGemm(d) => context.insert("d", d),
         KernelDesc::Combine(d) => context.insert("d", d),
+        KernelDesc::CombineBwd(d) => context.insert("d", d),
+        KernelDesc::GroupedGemmDgrad(d) => context.insert("d", d),
+        KernelDesc::GroupedGemmWgrad(d) => context.insert("d", d),
+        KernelDesc::GateTopkBwd(d) => context.insert("d", d),
+        KernelDesc::DispatchBwd(d) => context.insert("d", d),
     }
 }
 
@@ -123,22 +128,26 @@ fn insert_config(context: &mut Context, config: &KernelConfig) {
         KernelConfig::Dispatch(c) => context.insert("c", c),
         KernelConfig::GroupedGemm(c) => context.insert("c", c),
         KernelConfig::Combine(c) => context.insert("c", c),
+        KernelConfig::CombineBwd(c) => context.insert("c", c),
+        KernelConfig::GateTopkBwd(c) => context.insert("c", c),
+        KernelConfig::DispatchBwd(c) => context.insert("c", c),
     }
 }
 
-/// The template of a kernel. Families of `grouped_gemm` that need the matrix
-/// units of one vendor lie in that vendor's folder.
+/// The template of a kernel. Families of products that need the matrix units of
+/// one vendor lie in that vendor's folder.
 fn template_name(kernel: &KernelPlan, target: Target) -> String {
     let family = match &kernel.config {
         KernelConfig::GroupedGemm(config) => config.family,
         _ => GemmFamily::Simt,
     };
+    let stem = kernel.stem();
     match family {
-        GemmFamily::Simt => plain_template(kernel.stem(), target),
-        GemmFamily::Mma => "cuda/grouped_gemm_mma.cu".to_string(),
-        GemmFamily::Wgmma => "cuda/grouped_gemm_wgmma.cu".to_string(),
-        GemmFamily::Mfma => "rocm/grouped_gemm_mfma.cu".to_string(),
-        GemmFamily::Wmma => "rocm/grouped_gemm_wmma.cu".to_string(),
+        GemmFamily::Simt => plain_template(stem, target),
+        GemmFamily::Mma => format!("cuda/{stem}_mma.cu"),
+        GemmFamily::Wgmma => format!("cuda/{stem}_wgmma.cu"),
+        GemmFamily::Mfma => format!("rocm/{stem}_mfma.cu"),
+        GemmFamily::Wmma => format!("rocm/{stem}_wmma.cu"),
     }
 }
 
@@ -179,7 +188,7 @@ fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
 pub fn template_variables(target: Target) -> Result<BTreeSet<String>, String> {
     let tera = engine(target)?;
     let mut variables = BTreeSet::new();
-    for stem in Stem::ALL {
+    for stem in Stem::FORWARD {
         let name = plain_template(stem, target);
         let used = tera
             .get_template_variables(&name)

@@ -19,17 +19,41 @@ pub enum Stem {
     GroupedGemm,
     /// Expert rows back to tokens, weighted.
     Combine,
+    /// From the output's gradient to those of expert rows and weights.
+    CombineBwd,
+    /// Gradients of what an expert's products read.
+    GroupedGemmDgrad,
+    /// Gradients of an expert's matrices and biases.
+    GroupedGemmWgrad,
+    /// From gradients of weights and losses to those of logits.
+    GateTopkBwd,
+    /// Gradients of expert rows back to tokens.
+    DispatchBwd,
 }
 
 impl Stem {
-    /// Every stem, in the order a forward pass runs them.
-    pub const ALL: [Stem; 5] = [
+    /// The stems of a forward pass, in the order it runs them.
+    pub const FORWARD: [Stem; 5] = [
         Stem::GateTopk,
         Stem::ExpertScan,
         Stem::Dispatch,
         Stem::GroupedGemm,
         Stem::Combine,
     ];
+
+    /// The stems of a backward pass, in the order it runs them.
+    pub const BACKWARD: [Stem; 5] = [
+        Stem::CombineBwd,
+        Stem::GroupedGemmDgrad,
+        Stem::GroupedGemmWgrad,
+        Stem::GateTopkBwd,
+        Stem::DispatchBwd,
+    ];
+
+    /// Every stem.
+    pub fn all() -> impl Iterator<Item = Stem> {
+        Stem::FORWARD.into_iter().chain(Stem::BACKWARD)
+    }
 
     /// The snake_case spelling.
     pub const fn name(self) -> &'static str {
@@ -39,6 +63,11 @@ impl Stem {
             Stem::Dispatch => "dispatch",
             Stem::GroupedGemm => "grouped_gemm",
             Stem::Combine => "combine",
+            Stem::CombineBwd => "combine_bwd",
+            Stem::GroupedGemmDgrad => "grouped_gemm_dgrad",
+            Stem::GroupedGemmWgrad => "grouped_gemm_wgrad",
+            Stem::GateTopkBwd => "gate_topk_bwd",
+            Stem::DispatchBwd => "dispatch_bwd",
         }
     }
 }

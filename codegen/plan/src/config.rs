@@ -13,10 +13,17 @@ pub enum KernelConfig {
     ExpertScan(ExpertScanConfig),
     /// For [`crate::DispatchDesc`].
     Dispatch(DispatchConfig),
-    /// For [`crate::GroupedGemmDesc`].
+    /// For [`crate::GroupedGemmDesc`], [`crate::GroupedGemmDgradDesc`] and
+    /// [`crate::GroupedGemmWgradDesc`].
     GroupedGemm(GroupedGemmConfig),
     /// For [`crate::CombineDesc`].
     Combine(CombineConfig),
+    /// For [`crate::CombineBwdDesc`].
+    CombineBwd(CombineBwdConfig),
+    /// For [`crate::GateTopkBwdDesc`].
+    GateTopkBwd(GateTopkBwdConfig),
+    /// For [`crate::DispatchBwdDesc`].
+    DispatchBwd(DispatchBwdConfig),
 }
 
 /// Tiling of `gate_topk`.
@@ -170,4 +177,52 @@ pub struct CombineConfig {
     pub tile_tokens: usize,
     /// Adjacent threads that sum one token.
     pub token_threads: u32,
+}
+
+/// Tiling of `combine_bwd`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CombineBwdConfig {
+    /// Threads per block.
+    pub threads: u32,
+    /// Rows per block of `combine_bwd`.
+    pub tile_rows: usize,
+    /// Adjacent threads that copy one row.
+    pub row_threads: u32,
+    /// Tokens per block of the other entries.
+    pub tile_tokens: usize,
+    /// Adjacent threads that see to one token.
+    pub token_threads: u32,
+}
+
+/// Tiling of `gate_topk_bwd`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GateTopkBwdConfig {
+    /// Threads per block.
+    pub threads: u32,
+    /// Tokens per block.
+    pub tile_tokens: usize,
+    /// Adjacent threads that see to one token: a power of two.
+    pub token_threads: u32,
+}
+
+/// Tiling of `dispatch_bwd`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DispatchBwdConfig {
+    /// Threads per block.
+    pub threads: u32,
+    /// Tokens per block.
+    pub tile_tokens: usize,
+    /// Adjacent threads that sum one token.
+    pub token_threads: u32,
+}
+
+impl GroupedGemmConfig {
+    /// Columns that a block of a bias gradient sums: one per thread, on a CPU
+    /// a few vectors.
+    pub fn bias_columns(&self) -> usize {
+        match self.threads {
+            1 => 256,
+            threads => threads as usize,
+        }
+    }
 }

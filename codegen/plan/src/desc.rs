@@ -1,6 +1,17 @@
 //! What each kernel computes. A desc holds every data-independent size and
 //! option that is baked into the text, and nothing about tiling or targets.
 
+mod backward;
+
+pub use backward::{
+    CombineBwdDesc, DispatchBwdDesc, GateTopkBwdDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc,
+    SharedBwdDesc,
+};
+pub(crate) use backward::{
+    combine_bwd, dispatch_bwd, gate_topk_bwd, grouped_gemm_dgrad, grouped_gemm_wgrad, router_dgrad,
+    router_wgrad, shared_dgrad, shared_gate_wgrad, shared_wgrad,
+};
+
 use moesaic_kernel::{DType, Stem};
 use moesaic_spec::{
     Activation, Capacity, CapacityOrder, ExpertForm, LayerSpec, Router, RouterKind, SharedGate,
@@ -22,6 +33,16 @@ pub enum KernelDesc {
     GroupedGemm(GroupedGemmDesc),
     /// Expert rows to tokens.
     Combine(CombineDesc),
+    /// The output's gradient to expert rows, and gradients of weights.
+    CombineBwd(CombineBwdDesc),
+    /// Gradients of what expert products read.
+    GroupedGemmDgrad(GroupedGemmDgradDesc),
+    /// Gradients of expert matrices and biases.
+    GroupedGemmWgrad(GroupedGemmWgradDesc),
+    /// Gradients of logits.
+    GateTopkBwd(GateTopkBwdDesc),
+    /// Gradients of expert rows to tokens.
+    DispatchBwd(DispatchBwdDesc),
 }
 
 impl KernelDesc {
@@ -33,6 +54,11 @@ impl KernelDesc {
             KernelDesc::Dispatch(_) => Stem::Dispatch,
             KernelDesc::GroupedGemm(_) => Stem::GroupedGemm,
             KernelDesc::Combine(_) => Stem::Combine,
+            KernelDesc::CombineBwd(_) => Stem::CombineBwd,
+            KernelDesc::GroupedGemmDgrad(_) => Stem::GroupedGemmDgrad,
+            KernelDesc::GroupedGemmWgrad(_) => Stem::GroupedGemmWgrad,
+            KernelDesc::GateTopkBwd(_) => Stem::GateTopkBwd,
+            KernelDesc::DispatchBwd(_) => Stem::DispatchBwd,
         }
     }
 }
@@ -72,6 +98,8 @@ pub struct GateTopkDesc {
     pub best_score: bool,
     /// The order in which the scan takes what is selected here.
     pub order: CapacityOrder,
+    /// Noise, jitter and what else only training does.
+    pub training: bool,
 }
 
 /// `expert_scan`: ids `[T, K]` to counts, offsets, locations and maps.
@@ -89,6 +117,8 @@ pub struct ExpertScanDesc {
     pub scale: f64,
     /// Ids come from the caller, not from a `gate_topk` of the layer.
     pub external: bool,
+    /// Renormalising keeps the sums that it divided by, for backward.
+    pub keep_sums: bool,
 }
 
 /// `dispatch`: x `[T, d]` to rows `[R, d]`, ordered by expert.
@@ -153,6 +183,9 @@ pub struct GroupedGemmDesc {
     pub activations: DType,
     /// f32 factors may be rounded to TF32.
     pub tf32: bool,
+    /// Up: what enters the activation is kept for backward, biases included,
+    /// before any clamp.
+    pub keep: bool,
 }
 
 /// A shared expert as `combine` sees it.
@@ -182,7 +215,7 @@ pub struct CombineDesc {
 }
 
 /// The gate of the routed experts; absent when routing comes from outside.
-pub(crate) fn gate_topk(spec: &LayerSpec) -> Option<GateTopkDesc> {
+pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc> {
     let logits = match (spec.router.kind, spec.has_logits()) {
         (RouterKind::External, _) => return None,
         (_, false) => Logits::None,
@@ -195,14 +228,18 @@ pub(crate) fn gate_topk(spec: &LayerSpec) -> Option<GateTopkDesc> {
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         logits,
-        router: Router {
-            jitter: 0.0,
-            noise: 0.0,
-            ..spec.router.clone()
+        router: match training {
+            true => spec.router.clone(),
+            false => Router {
+                jitter: 0.0,
+                noise: 0.0,
+                ..spec.router.clone()
+            },
         },
         select: true,
         best_score: needs_order(spec),
         order: spec.capacity.order,
+        training,
     })
 }
 
@@ -218,6 +255,7 @@ pub(crate) fn shared_gate(spec: &LayerSpec) -> GateTopkDesc {
         select: false,
         best_score: false,
         order: CapacityOrder::SlotMajor,
+        training: false,
     }
 }
 
@@ -226,7 +264,7 @@ pub(crate) fn needs_order(spec: &LayerSpec) -> bool {
     spec.capacity.order == CapacityOrder::BatchPrioritized
 }
 
-pub(crate) fn expert_scan(spec: &LayerSpec) -> ExpertScanDesc {
+pub(crate) fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
     ExpertScanDesc {
         experts: spec.shape.experts,
         routed_experts: spec.routed_experts(),
@@ -234,6 +272,7 @@ pub(crate) fn expert_scan(spec: &LayerSpec) -> ExpertScanDesc {
         capacity: spec.capacity.clone(),
         scale: spec.router.scale,
         external: spec.router.kind == RouterKind::External,
+        keep_sums: training && spec.capacity.renormalize_after_drop,
     }
 }
 
@@ -291,6 +330,7 @@ fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
         weights: spec.precision.weights,
         activations: spec.precision.activations,
         tf32: spec.precision.tf32,
+        keep: false,
     }
 }
 

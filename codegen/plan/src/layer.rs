@@ -1,11 +1,16 @@
-//! A whole forward pass as data: kernels, tensors, and the launches in order.
+//! A whole pass as data: kernels, tensors, and the launches in order.
 
-use crate::desc::{self, GateTopkDesc, Half, KernelDesc};
+mod backward;
+mod tensors;
+
+use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
 use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, entries, heuristics};
-use moesaic_kernel::DType::{self, F32, I32, I64};
-use moesaic_kernel::{Entry, Size, Target};
-use moesaic_spec::{LayerSpec, RouterKind, SharedGate, canonical_tensors};
+
+use moesaic_kernel::{Access, DType, Entry, Size, Target};
+use moesaic_spec::{LayerSpec, SharedGate};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use tensors::declared_tensors;
 
 /// Everything a runtime needs to run a layer forward on one target.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -20,6 +25,33 @@ pub struct LayerPlan {
     pub tensors: Vec<TensorPlan>,
     /// The launches of a forward pass, in order.
     pub steps: Vec<Step>,
+    /// What backward does again; `None` for a plan without backward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub training: Option<Training>,
+    /// The launches of a backward pass, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub backward: Vec<Step>,
+}
+
+/// How a layer is trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Training {
+    /// What is computed a second time instead of being kept.
+    pub recompute: Recompute,
+}
+
+/// What backward computes again. Kernels are reproducible to the bit, so that
+/// gradients are the same in every mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Nothing: x, the routing record and the pre-activations are kept.
+    #[default]
+    None,
+    /// The pre-activations: x and the routing record are kept.
+    Hidden,
+    /// Routing too: only the inputs are kept.
+    All,
 }
 
 /// A tensor of the layer.
@@ -47,6 +79,12 @@ pub enum Role {
     Output,
     /// The layer, for itself.
     Scratch,
+    /// The caller, at every backward pass: `dy`.
+    OutputGradient,
+    /// Backward; the caller may read it: `dx`, `grad.topk_weights`.
+    InputGradient,
+    /// Backward, which overwrites it or adds to it; the layer keeps it.
+    WeightGradient,
 }
 
 /// One launch.
@@ -71,6 +109,28 @@ impl LayerPlan {
             .iter()
             .find(|e| e.symbol == step.symbol)
             .expect("steps name entries of the plan")
+    }
+
+    /// What a forward pass leaves for backward, inputs included: the tensors
+    /// that backward reads before it writes them.
+    pub fn saved(&self) -> Vec<&TensorPlan> {
+        let mut written = BTreeSet::new();
+        let mut saved = BTreeSet::new();
+        for step in &self.backward {
+            let params = self.entry(step).params.iter();
+            let accesses = params.filter_map(|param| Some(param.ty.tensor()?.1));
+            for (name, access) in step.tensors.iter().zip(accesses) {
+                if access != Access::Write && !written.contains(name) {
+                    saved.insert(name);
+                }
+                if access != Access::Read {
+                    written.insert(name);
+                }
+            }
+        }
+        let passed = |t: &&TensorPlan| matches!(t.role, Role::Input | Role::Output | Role::Scratch);
+        let tensors = self.tensors.iter().filter(passed);
+        tensors.filter(|t| saved.contains(&t.name)).collect()
     }
 
     /// The tensor of this name.
@@ -99,65 +159,123 @@ impl TensorPlan {
 /// # Errors
 /// [`PlanError::Unsupported`] when no kernel of the target computes an option.
 pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
-    let mut builder = Builder::new(spec, target);
-    builder.routing();
-    builder.scan();
-    builder.experts();
-    for index in 0..spec.shared.len() {
-        builder.shared(index);
-    }
-    builder.combine();
-    Ok(builder.plan)
+    let mut builder = Builder::new(spec, target, None);
+    builder.forward();
+    Ok(builder.finish())
+}
+
+/// Plans a layer that can run backward. Its forward pass does what only
+/// training does (noise, losses) and leaves what backward needs.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_training(
+    spec: &LayerSpec,
+    target: Target,
+    training: Training,
+) -> Result<LayerPlan, PlanError> {
+    let mut builder = Builder::new(spec, target, Some(training));
+    builder.forward();
+    builder.backward(training.recompute);
+    Ok(builder.finish())
 }
 
 /// Collects kernels and steps while the pass is written down.
 struct Builder {
     plan: LayerPlan,
+    /// Steps go to the backward pass.
+    backwards: bool,
 }
 
+/// Renames a parameter to the tensor behind it.
+type Bind<'a> = &'a [(&'a str, &'a str)];
+
 impl Builder {
-    fn new(spec: &LayerSpec, target: Target) -> Builder {
-        let tensors = declared_tensors(spec, target);
-        let spec = spec.clone();
+    fn new(spec: &LayerSpec, target: Target, training: Option<Training>) -> Builder {
+        let mut tensors = declared_tensors(spec, target, training.is_some());
+        if training.is_some() {
+            tensors.extend(backward::tensors(spec));
+        }
         Builder {
             plan: LayerPlan {
-                spec,
+                spec: spec.clone(),
                 target,
                 kernels: vec![],
                 tensors,
                 steps: vec![],
+                training,
+                backward: vec![],
             },
+            backwards: false,
         }
+    }
+
+    fn forward(&mut self) {
+        self.routing();
+        self.scan();
+        self.experts();
+        for index in 0..self.plan.spec.shared.len() {
+            self.shared(index);
+        }
+        self.combine();
+    }
+
+    /// Drops the tensors that no step names; weights are all wanted.
+    fn finish(self) -> LayerPlan {
+        let mut plan = self.plan;
+        let steps = plan.steps.iter().chain(&plan.backward);
+        let used: BTreeSet<String> = steps.flat_map(|s| s.tensors.clone()).collect();
+        plan.tensors
+            .retain(|t| t.role == Role::Weight || used.contains(&t.name));
+        plan
+    }
+
+    /// Whether the forward pass keeps the pre-activations.
+    fn keeps_hidden(&self) -> bool {
+        let recompute = self.plan.training.map(|training| training.recompute);
+        recompute == Some(Recompute::None)
     }
 
     /// Adds a kernel and one step per entry. `bind` renames parameters to
     /// tensors; a parameter it does not name is a tensor of the same name.
-    fn launch(&mut self, name: &str, desc: KernelDesc, bind: &[(&str, &str)]) {
+    fn launch(&mut self, name: &str, desc: KernelDesc, bind: Bind) -> usize {
+        let kernel = self.kernel(name, desc);
+        for index in 0..self.plan.kernels[kernel].entries.len() {
+            self.step(kernel, index, bind);
+        }
+        kernel
+    }
+
+    /// Adds a kernel without a step.
+    fn kernel(&mut self, name: &str, desc: KernelDesc) -> usize {
         let config = self.config(&desc);
         let entries = entries(&desc, &config);
-        let kernel = self.plan.kernels.len();
-        for entry in &entries {
-            let pointers = entry.params.iter().filter(|p| p.ty.tensor().is_some());
-            let tensors = pointers
-                .map(|p| {
-                    bind.iter()
-                        .find(|(from, _)| *from == p.name)
-                        .map_or(&*p.name, |b| b.1)
-                })
-                .map(str::to_string)
-                .collect();
-            self.plan.steps.push(Step {
-                kernel,
-                symbol: entry.symbol.clone(),
-                tensors,
-            });
-        }
         self.plan.kernels.push(KernelPlan {
             name: name.to_string(),
             desc,
             config,
             entries,
         });
+        self.plan.kernels.len() - 1
+    }
+
+    /// Adds a step: the entry `index` of a kernel.
+    fn step(&mut self, kernel: usize, index: usize, bind: Bind) {
+        let entry = &self.plan.kernels[kernel].entries[index];
+        let pointers = entry.params.iter().filter(|p| p.ty.tensor().is_some());
+        let renamed = |p: &moesaic_kernel::Param| {
+            let found = bind.iter().find(|(from, _)| *from == p.name);
+            found.map_or(&*p.name, |b| b.1).to_string()
+        };
+        let step = Step {
+            kernel,
+            symbol: entry.symbol.clone(),
+            tensors: pointers.map(renamed).collect(),
+        };
+        match self.backwards {
+            true => self.plan.backward.push(step),
+            false => self.plan.steps.push(step),
+        }
     }
 
     /// The tiling of a kernel. The scan lists the row tiles of the GEMM, so
@@ -171,7 +289,7 @@ impl Builder {
     }
 
     fn routing(&mut self) {
-        let Some(desc) = desc::gate_topk(&self.plan.spec) else {
+        let Some(desc) = desc::gate_topk(&self.plan.spec, self.plan.training.is_some()) else {
             return;
         };
         let bind = [
@@ -192,7 +310,7 @@ impl Builder {
     }
 
     fn scan(&mut self) {
-        let desc = desc::expert_scan(&self.plan.spec);
+        let desc = desc::expert_scan(&self.plan.spec, self.plan.training.is_some());
         self.launch("expert_scan", KernelDesc::ExpertScan(desc), &[]);
     }
 
@@ -207,53 +325,30 @@ impl Builder {
             let dispatch = desc::dispatch(spec);
             self.launch("dispatch", KernelDesc::Dispatch(dispatch), &[]);
         }
-        let bind = [
-            ("gate", "experts.gate.weight"),
-            ("up", "experts.up.weight"),
-            ("down", "experts.down.weight"),
-            ("gate_bias", "experts.gate.bias"),
-            ("up_bias", "experts.up.bias"),
-            ("down_bias", "experts.down.bias"),
-            ("rows_map", "rows"),
-            ("hidden_map", "hidden"),
-            ("gate_map", "experts.gate.weight"),
-            ("up_map", "experts.up.weight"),
-            ("down_map", "experts.down.weight"),
-        ];
-        let up = desc::grouped_gemm(&self.plan.spec, Half::Up);
-        self.launch("grouped_gemm_up", KernelDesc::GroupedGemm(up), &bind);
-        let down = desc::grouped_gemm(&self.plan.spec, Half::Down);
-        self.launch("grouped_gemm_down", KernelDesc::GroupedGemm(down), &bind);
+        self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
+        self.product("grouped_gemm_down", Half::Down, None, false);
+    }
+
+    /// A product of the routed experts, or of a shared one.
+    fn product(&mut self, name: &str, half: Half, shared: Option<usize>, keep: bool) {
+        let spec = &self.plan.spec;
+        let desc = match shared {
+            None => desc::grouped_gemm(spec, half),
+            Some(index) => desc::shared_gemm(spec, half, spec.shared[index].hidden_dim),
+        };
+        let names = expert_names(shared);
+        let desc = GroupedGemmDesc { keep, ..desc };
+        self.launch(name, KernelDesc::GroupedGemm(desc), &borrowed(&names));
     }
 
     fn shared(&mut self, index: usize) {
         let spec = self.plan.spec.clone();
         let shared = &spec.shared[index];
         let name = |part: &str| format!("shared.{index}.{part}");
-        let names = ["gate", "up", "down"]
-            .map(|p| (name(&format!("{p}.weight")), name(&format!("{p}.bias"))));
-        let (hidden, out) = (name("hidden"), name("out"));
-        let bind = [
-            ("rows", "x"),
-            ("rows_map", "x"),
-            ("hidden", &*hidden),
-            ("hidden_map", &*hidden),
-            ("out", &*out),
-            ("gate", &*names[0].0),
-            ("up", &*names[1].0),
-            ("down", &*names[2].0),
-            ("gate_map", &*names[0].0),
-            ("up_map", &*names[1].0),
-            ("down_map", &*names[2].0),
-            ("gate_bias", &*names[0].1),
-            ("up_bias", &*names[1].1),
-            ("down_bias", &*names[2].1),
-        ];
-        for (half, part) in [(Half::Up, "up"), (Half::Down, "down")] {
-            let desc = desc::shared_gemm(&spec, half, shared.hidden_dim);
-            let kernel = format!("grouped_gemm_{part}_shared_{index}");
-            self.launch(&kernel, KernelDesc::GroupedGemm(desc), &bind);
-        }
+        let up = format!("grouped_gemm_up_shared_{index}");
+        self.product(&up, Half::Up, Some(index), self.keeps_hidden());
+        let down = format!("grouped_gemm_down_shared_{index}");
+        self.product(&down, Half::Down, Some(index), false);
         if shared.gate == SharedGate::Sigmoid {
             let desc: GateTopkDesc = desc::shared_gate(&spec);
             let (weight, logits) = (name("router.weight"), name("router.logits"));
@@ -281,6 +376,49 @@ impl Builder {
     }
 }
 
+/// The tensors behind the parameters of an expert's kernels, forward and
+/// backward: those of the routed experts, or of a shared one.
+fn expert_names(shared: Option<usize>) -> Vec<(String, String)> {
+    let mut list = Vec::new();
+    let mut add = |from: &str, to: String| list.push((from.to_string(), to));
+    let prefix = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
+    for part in ["gate", "up", "down"] {
+        add(part, format!("{prefix}.{part}.weight"));
+        add(&format!("{part}_map"), format!("{prefix}.{part}.weight"));
+        add(&format!("{part}_bias"), format!("{prefix}.{part}.bias"));
+        add(
+            &format!("grad_{part}"),
+            format!("grad.{prefix}.{part}.weight"),
+        );
+        add(
+            &format!("grad_{part}_bias"),
+            format!("grad.{prefix}.{part}.bias"),
+        );
+    }
+    let tokens = [("rows", "x"), ("dout", "dy")];
+    for name in [
+        "rows", "dout", "hidden", "out", "gate_pre", "up_pre", "dgate", "dup", "drows",
+    ] {
+        let as_token = tokens.iter().find(|(from, _)| *from == name);
+        let to = match (shared, as_token) {
+            (None, _) => name.to_string(),
+            (Some(_), Some((_, token))) => token.to_string(),
+            (Some(_), None) => format!("{prefix}.{name}"),
+        };
+        add(name, to.clone());
+        add(&format!("{name}_map"), to);
+    }
+    if shared.is_some() {
+        add("topk_weights", format!("{prefix}.weight"));
+        add("dweight_parts", format!("{prefix}.dweight_parts"));
+    }
+    list
+}
+
+fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {
+    names.iter().map(|(a, b)| (&**a, &**b)).collect()
+}
+
 /// The tiling of a routed expert's product.
 fn expert_gemm(spec: &LayerSpec, half: Half, target: Target) -> GroupedGemmConfig {
     let desc = KernelDesc::GroupedGemm(desc::grouped_gemm(spec, half));
@@ -295,218 +433,5 @@ fn gathers(spec: &LayerSpec, target: Target) -> bool {
     expert_gemm(spec, Half::Up, target).gather
 }
 
-/// Every tensor a layer can name. Those that no step uses are left out by
-/// [`declared_tensors`]' conditions, which mirror the signatures.
-fn declared_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
-    let mut list: Vec<TensorPlan> = canonical_tensors(spec)
-        .into_iter()
-        .map(|t| TensorPlan {
-            name: t.name,
-            dtype: t.dtype,
-            shape: t.shape.into_iter().map(|n| Size::Const(n as u64)).collect(),
-            role: Role::Weight,
-        })
-        .collect();
-    list.extend(routing_tensors(spec));
-    list.extend(scan_tensors(spec, target));
-    list.extend(expert_tensors(spec, target));
-    list
-}
-
-fn tensor(name: &str, dtype: DType, shape: &[Size], role: Role) -> TensorPlan {
-    TensorPlan {
-        name: name.to_string(),
-        dtype,
-        shape: shape.to_vec(),
-        role,
-    }
-}
-
-fn constant(n: usize) -> Size {
-    Size::Const(n as u64)
-}
-
-fn routing_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
-    let (tokens, k) = (Size::Tokens, constant(spec.shape.top_k));
-    let model = constant(spec.shape.model_dim);
-    let experts = constant(spec.routed_experts());
-    let kind = spec.router.kind;
-    let decided = if kind == RouterKind::External {
-        Role::Input
-    } else {
-        Role::Output
-    };
-    let mut list = vec![
-        tensor(
-            "x",
-            spec.precision.activations,
-            &[tokens.clone(), model],
-            Role::Input,
-        ),
-        tensor("topk_ids", I32, &[tokens.clone(), k.clone()], decided),
-        tensor("topk_weights", F32, &[tokens.clone(), k], decided),
-    ];
-    if spec.has_logits() {
-        list.push(tensor(
-            "router.logits",
-            F32,
-            &[tokens.clone(), experts],
-            Role::Output,
-        ));
-    }
-    if let (RouterKind::Cosine, Some(width)) = (kind, spec.router.projection_dim) {
-        let shape = [tokens.clone(), constant(width)];
-        list.push(tensor("router.projected", F32, &shape, Role::Scratch));
-    }
-    if kind == RouterKind::Table {
-        list.push(tensor("token_ids", I32, &[tokens], Role::Input));
-    }
-    list
-}
-
-fn scan_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
-    let desc = desc::expert_scan(spec);
-    let KernelConfig::ExpertScan(config) =
-        heuristics::choose(&KernelDesc::ExpertScan(desc.clone()), target)
-    else {
-        unreachable!("the scan's config is a scan config")
-    };
-    let (tokens, k) = (Size::Tokens, constant(desc.top_k));
-    let slots = tokens.clone() * k.clone();
-    let tiles = desc.tiles(&config);
-    let (routed, edges) = (constant(desc.routed_experts), constant(desc.experts + 1));
-    let per_slot = [tokens.clone(), k];
-    let tile_shape = [tiles.clone(), routed.clone()];
-    let edge = std::slice::from_ref(&edges);
-    let mut list = vec![
-        tensor("tile_counts", I32, &tile_shape, Role::Scratch),
-        tensor("counts", I64, std::slice::from_ref(&routed), Role::Output),
-        tensor("offsets", I64, edge, Role::Output),
-        tensor("row_tiles", I32, edge, Role::Scratch),
-        tensor("locations", I32, &per_slot, Role::Output),
-        tensor("slot_rows", I32, &per_slot, Role::Output),
-        tensor("row_slots", I32, std::slice::from_ref(&slots), Role::Output),
-    ];
-    if let Some(chunk) = config.chunk_tiles {
-        let shape = [tiles.floor_div(chunk as u64) + 1, routed];
-        list.push(tensor("chunk_counts", I32, &shape, Role::Scratch));
-    }
-    if desc.limited() {
-        list.push(tensor("capacity", I64, &[constant(1)], Role::Output));
-    }
-    if desc.capacity.mode == moesaic_spec::CapacityMode::Bounded {
-        list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
-    }
-    if let (Some(_), Some(items)) = (config.sort_run, desc.sorted_items()) {
-        list.push(tensor("sorted_keys", I64, &[items], Role::Scratch));
-    }
-    if desc.ordered() {
-        let per_token = std::slice::from_ref(&tokens);
-        list.push(tensor("best_score", F32, per_token, Role::Scratch));
-        list.push(tensor("token_order", I32, per_token, Role::Scratch));
-    }
-    if desc.ranked() {
-        list.push(tensor("bucket_offsets", I64, &[edges], Role::Scratch));
-        list.push(tensor("bucket_slots", I32, &[slots], Role::Scratch));
-    }
-    list
-}
-
-fn expert_tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
-    let (tokens, activations) = (Size::Tokens, spec.precision.activations);
-    let rows = tokens.clone() * spec.shape.top_k as u64;
-    let (model, output) = (constant(spec.shape.model_dim), constant(spec.output_dim()));
-    let scratch = |name: &str, rows: &Size, width: Size| {
-        tensor(name, activations, &[rows.clone(), width], Role::Scratch)
-    };
-    let mut list = vec![
-        scratch("hidden", &rows, constant(spec.shape.hidden_dim)),
-        scratch("out", &rows, output.clone()),
-    ];
-    if !gathers(spec, target) {
-        list.push(scratch("rows", &rows, model));
-    }
-    for (i, shared) in spec.shared.iter().enumerate() {
-        let hidden = constant(shared.hidden_dim);
-        list.push(scratch(&format!("shared.{i}.hidden"), &tokens, hidden));
-        list.push(scratch(&format!("shared.{i}.out"), &tokens, output.clone()));
-        if shared.gate == SharedGate::Sigmoid {
-            let name = format!("shared.{i}.router.logits");
-            list.push(tensor(
-                &name,
-                F32,
-                &[tokens.clone(), constant(1)],
-                Role::Scratch,
-            ));
-        }
-    }
-    list.push(tensor("y", activations, &[tokens, output], Role::Output));
-    list
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use moesaic_kernel::CpuIsa;
-    use moesaic_spec::{CapacityMode, CapacityOrder, SharedExpert};
-
-    fn spec() -> LayerSpec {
-        let text = r#"{"shape":{"model_dim":16,"hidden_dim":24,"experts":4,"top_k":2}}"#;
-        serde_json::from_str(text).unwrap()
-    }
-
-    fn planned(change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
-        let mut spec = spec();
-        change(&mut spec);
-        plan(&spec, Target::Cpu(CpuIsa::Avx2)).unwrap()
-    }
-
-    /// Every tensor of every step is declared, with the parameter's dtype,
-    /// and every declared tensor is used.
-    fn check(plan: &LayerPlan) {
-        for step in &plan.steps {
-            let params = plan.entry(step).params.iter();
-            let dtypes = params.filter_map(|p| p.ty.tensor().map(|(dtype, _)| dtype));
-            for (name, dtype) in step.tensors.iter().zip(dtypes) {
-                let tensor = plan
-                    .tensor(name)
-                    .unwrap_or_else(|| panic!("{name} is undeclared"));
-                assert_eq!(tensor.dtype, dtype, "{name} in {}", step.symbol);
-            }
-        }
-        for tensor in &plan.tensors {
-            let used = plan
-                .steps
-                .iter()
-                .any(|step| step.tensors.contains(&tensor.name));
-            assert!(used, "{} is never used", tensor.name);
-        }
-    }
-
-    #[test]
-    fn tensors_and_parameters_agree() {
-        check(&planned(|_| ()));
-        check(&planned(|s| {
-            s.shared.push(SharedExpert {
-                hidden_dim: 8,
-                gate: SharedGate::Sigmoid,
-            });
-            s.experts.bias = true;
-            s.experts.identity = 2;
-            s.capacity.mode = CapacityMode::Bounded;
-            s.capacity.order = CapacityOrder::BatchPrioritized;
-        }));
-        check(&planned(|s| {
-            s.router.kind = RouterKind::Cosine;
-            s.router.projection_dim = Some(8);
-            s.capacity.order = CapacityOrder::Probability;
-            s.capacity.renormalize_after_drop = true;
-        }));
-        check(&planned(|s| s.router.kind = RouterKind::External));
-    }
-
-    #[test]
-    fn a_plan_is_the_same_every_time() {
-        assert_eq!(planned(|_| ()), planned(|_| ()));
-    }
-}
+mod tests;

@@ -17,14 +17,16 @@ mod signature;
 mod work;
 
 pub use config::{
-    CombineConfig, CountedBy, DispatchConfig, ExpertScanConfig, GateTopkConfig, GemmFamily,
-    GroupedGemmConfig, Histogram, KernelConfig, ScanTile,
+    CombineBwdConfig, CombineConfig, CountedBy, DispatchBwdConfig, DispatchConfig,
+    ExpertScanConfig, GateTopkBwdConfig, GateTopkConfig, GemmFamily, GroupedGemmConfig, Histogram,
+    KernelConfig, ScanTile,
 };
 pub use desc::{
-    CombineDesc, DispatchDesc, ExpertScanDesc, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc,
-    Logits, SharedDesc,
+    CombineBwdDesc, CombineDesc, DispatchBwdDesc, DispatchDesc, ExpertScanDesc, GateTopkBwdDesc,
+    GateTopkDesc, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelDesc,
+    Logits, SharedBwdDesc, SharedDesc,
 };
-pub use layer::{LayerPlan, Role, Step, TensorPlan, plan};
+pub use layer::{LayerPlan, Recompute, Role, Step, TensorPlan, Training, plan, plan_training};
 pub use signature::entries;
 pub use work::Work;
 

@@ -5,6 +5,7 @@
 //! `tokens·top_k`. Offsets are 64-bit; ids of tokens, slots and rows are
 //! 32-bit, since a call takes fewer than 2³¹ assignments.
 
+mod backward;
 mod scan;
 
 use crate::config::*;
@@ -24,6 +25,15 @@ pub fn entries(desc: &KernelDesc, config: &KernelConfig) -> Vec<Entry> {
         (KernelDesc::Dispatch(d), KernelConfig::Dispatch(c)) => dispatch(d, c),
         (KernelDesc::GroupedGemm(d), KernelConfig::GroupedGemm(c)) => grouped_gemm(d, c),
         (KernelDesc::Combine(d), KernelConfig::Combine(c)) => combine(d, c),
+        (KernelDesc::CombineBwd(d), KernelConfig::CombineBwd(c)) => backward::combine_bwd(d, c),
+        (KernelDesc::GroupedGemmDgrad(d), KernelConfig::GroupedGemm(c)) => {
+            backward::grouped_gemm_dgrad(d, c)
+        }
+        (KernelDesc::GroupedGemmWgrad(d), KernelConfig::GroupedGemm(c)) => {
+            backward::grouped_gemm_wgrad(d, c)
+        }
+        (KernelDesc::GateTopkBwd(d), KernelConfig::GateTopkBwd(c)) => backward::gate_topk_bwd(d, c),
+        (KernelDesc::DispatchBwd(d), KernelConfig::DispatchBwd(c)) => backward::dispatch_bwd(d, c),
         _ => panic!("the config is for another stem than {}", desc.stem()),
     }
 }
@@ -234,6 +244,10 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let rows_tile = [c.tile_depth, c.tile_rows];
     let rows = operand(c, input, d.activations, &rows_shape, &rows_tile);
     let tokens = Param::read("x", d.activations, format!("[tokens, {}]", d.inner));
+    let result = |name: &str| {
+        let shape = format!("[{count}, {}]", d.outer);
+        Param::write(name, d.activations, shape)
+    };
     let params = some([
         Some(if c.gather { tokens } else { rows }),
         when(d.gated, weight("gate")),
@@ -253,14 +267,12 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
             Param::read("row_slots", I32, "[rows]"),
         ),
         when(d.weighted, Param::read("topk_weights", F32, &per_slot)),
-        Some(Param::write(
-            output,
-            d.activations,
-            format!("[{count}, {}]", d.outer),
-        )),
+        when(d.keep && d.gated, result("gate_pre")),
+        when(d.keep, result("up_pre")),
+        Some(result(output)),
     ]);
     let column_tiles = Size::Const(d.outer.div_ceil(c.tile_columns) as u64);
-    let grid = [row_tiles(d, c), column_tiles];
+    let grid = [tiles_of(d.dense, d.top_k, e, c), column_tiles];
     let mut entry = entry(symbol, summary, params, grid, c.threads);
     entry.launch.shared_bytes = c.shared_bytes;
     vec![entry]
@@ -289,12 +301,12 @@ fn operand(c: &GroupedGemmConfig, name: &str, dtype: DType, shape: &str, tile: &
 
 /// An upper bound on the row tiles of all experts. Counts stay on the device,
 /// so blocks beyond the real number find no work and return.
-fn row_tiles(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Size {
-    if d.dense {
+fn tiles_of(dense: bool, top_k: usize, experts: usize, c: &GroupedGemmConfig) -> Size {
+    if dense {
         return tokens_by(c.tile_rows);
     }
-    let rows = Size::Tokens * d.top_k as u64;
-    rows.clone().ceil_div(c.tile_rows as u64) + rows.min(d.experts as u64)
+    let rows = Size::Tokens * top_k as u64;
+    rows.clone().ceil_div(c.tile_rows as u64) + rows.min(experts as u64)
 }
 
 fn combine(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {

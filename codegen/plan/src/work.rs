@@ -54,7 +54,24 @@ fn flops(desc: &KernelDesc, entry: &Entry, tokens: f64) -> f64 {
             2.0 * matrices * tokens * (d.top_k * d.inner * d.outer) as f64
         }
         KernelDesc::Combine(d) => 2.0 * tokens * (d.top_k * d.output_dim) as f64,
-        KernelDesc::ExpertScan(_) | KernelDesc::Dispatch(_) => 0.0,
+        KernelDesc::GroupedGemmDgrad(d) => {
+            let matrices = if d.gated && d.half == Half::Up {
+                2.0
+            } else {
+                1.0
+            };
+            2.0 * matrices * tokens * (d.top_k * d.inner * d.outer) as f64
+        }
+        KernelDesc::GroupedGemmWgrad(d) if entry.symbol.ends_with("_bias") => {
+            tokens * (d.top_k * d.height) as f64
+        }
+        KernelDesc::GroupedGemmWgrad(d) => {
+            let matrices = if d.gated { 2.0 } else { 1.0 };
+            2.0 * matrices * tokens * (d.top_k * d.height * d.width) as f64
+        }
+        KernelDesc::GateTopkBwd(d) => tokens * (d.gate.experts * 4) as f64,
+        KernelDesc::DispatchBwd(d) => tokens * (d.top_k * d.model_dim) as f64,
+        KernelDesc::CombineBwd(_) | KernelDesc::ExpertScan(_) | KernelDesc::Dispatch(_) => 0.0,
     }
 }
 
@@ -84,6 +101,11 @@ impl Facts {
             KernelDesc::Dispatch(d) => (d.top_k, d.experts),
             KernelDesc::GroupedGemm(d) => (d.top_k, d.experts),
             KernelDesc::Combine(d) => (d.top_k, d.experts),
+            KernelDesc::CombineBwd(d) => (d.top_k, d.experts),
+            KernelDesc::GroupedGemmDgrad(d) => (d.top_k, d.experts),
+            KernelDesc::GroupedGemmWgrad(d) => (d.top_k, d.experts),
+            KernelDesc::GateTopkBwd(d) => (d.gate.top_k, d.gate.experts),
+            KernelDesc::DispatchBwd(d) => (d.top_k, d.experts),
         };
         let slots = tokens as f64 * top_k as f64;
         let active = (slots / experts as f64).min(1.0);

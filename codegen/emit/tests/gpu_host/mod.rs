@@ -52,7 +52,7 @@ pub fn emitted(kernel: &KernelPlan, target: Target) -> KernelSource {
 
 /// Emits, compiles and loads every kernel of a layer.
 pub fn modules(plan: &LayerPlan, device: &FiberDevice) -> Vec<Arc<dyn Module>> {
-    modules_of(plan, device, &Stem::ALL)
+    modules_of(plan, device, &Stem::FORWARD)
 }
 
 /// Emits, compiles and loads the kernels of some stems; nothing may launch the

@@ -85,3 +85,80 @@ pub fn combine(_: &CombineDesc, _: CpuIsa) -> CombineConfig {
         token_threads: 1,
     }
 }
+
+/// See [`CombineBwdConfig`].
+pub fn combine_bwd(_: &CombineBwdDesc, _: CpuIsa) -> CombineBwdConfig {
+    CombineBwdConfig {
+        threads: 1,
+        tile_rows: 64,
+        row_threads: 1,
+        tile_tokens: 32,
+        token_threads: 1,
+    }
+}
+
+/// See [`GroupedGemmConfig`].
+pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
+    let (thread_rows, thread_columns) = one_matrix(isa);
+    GroupedGemmConfig {
+        tile_columns: PANEL_COLUMNS.min(d.outer.next_multiple_of(thread_columns)),
+        thread_rows,
+        thread_columns,
+        ..plain_gemm()
+    }
+}
+
+/// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
+pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
+    let (thread_rows, thread_columns) = one_matrix(isa);
+    GroupedGemmConfig {
+        tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
+        tile_columns: PANEL_COLUMNS.min(d.width.next_multiple_of(thread_columns)),
+        thread_rows,
+        thread_columns,
+        ..plain_gemm()
+    }
+}
+
+/// Rows and columns of a register tile of one matrix.
+fn one_matrix(isa: CpuIsa) -> (usize, usize) {
+    let vectors = match isa.vector_registers() {
+        32 => 4,
+        _ => 2,
+    };
+    (6, vectors * isa.vector_bytes() / 4)
+}
+
+fn plain_gemm() -> GroupedGemmConfig {
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows: TILE_ROWS,
+        tile_columns: PANEL_COLUMNS,
+        tile_depth: 256,
+        thread_rows: 6,
+        thread_columns: 16,
+        family: GemmFamily::Simt,
+        stages: 1,
+        gather: false,
+        shared_bytes: 0,
+        tf32: false,
+    }
+}
+
+/// See [`GateTopkBwdConfig`].
+pub fn gate_topk_bwd(_: &GateTopkBwdDesc, _: CpuIsa) -> GateTopkBwdConfig {
+    GateTopkBwdConfig {
+        threads: 1,
+        tile_tokens: 32,
+        token_threads: 1,
+    }
+}
+
+/// See [`DispatchBwdConfig`].
+pub fn dispatch_bwd(_: &DispatchBwdDesc, _: CpuIsa) -> DispatchBwdConfig {
+    DispatchBwdConfig {
+        threads: 1,
+        tile_tokens: 32,
+        token_threads: 1,
+    }
+}

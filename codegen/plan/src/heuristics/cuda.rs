@@ -78,3 +78,28 @@ fn simt(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
 pub fn combine(d: &CombineDesc, _: CudaArch) -> CombineConfig {
     gpu::combine(d)
 }
+
+/// See [`CombineBwdConfig`].
+pub fn combine_bwd(d: &CombineBwdDesc, _: CudaArch) -> CombineBwdConfig {
+    gpu::combine_bwd(d, WARP)
+}
+
+/// See [`GroupedGemmConfig`]. Row tiles are those of the forward pass.
+pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: CudaArch) -> GroupedGemmConfig {
+    gpu::simt_product(grouped_gemm(&d.forward(), arch).tile_rows)
+}
+
+/// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
+pub fn grouped_gemm_wgrad(_: &GroupedGemmWgradDesc, _: CudaArch) -> GroupedGemmConfig {
+    gpu::simt_product(64)
+}
+
+/// See [`GateTopkBwdConfig`].
+pub fn gate_topk_bwd(d: &GateTopkBwdDesc, _: CudaArch) -> GateTopkBwdConfig {
+    gpu::gate_topk_bwd(d, WARP)
+}
+
+/// See [`DispatchBwdConfig`].
+pub fn dispatch_bwd(d: &DispatchBwdDesc, _: CudaArch) -> DispatchBwdConfig {
+    gpu::dispatch_bwd(d, WARP)
+}

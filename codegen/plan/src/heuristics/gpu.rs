@@ -105,6 +105,63 @@ pub fn combine(d: &CombineDesc) -> CombineConfig {
     }
 }
 
+/// See [`CombineBwdConfig`].
+pub fn combine_bwd(d: &CombineBwdDesc, wave: u32) -> CombineBwdConfig {
+    let (threads, packs) = (128, packs(d.output_dim, d.activations));
+    let row_threads = (packs.next_power_of_two() as u32).min(wave);
+    let at_once = (threads / row_threads) as usize;
+    let rows = BLOCK_BYTES.div_ceil(d.output_dim * d.activations.size());
+    CombineBwdConfig {
+        threads,
+        tile_rows: rows.min(64).next_multiple_of(at_once),
+        row_threads,
+        tile_tokens: (threads / wave) as usize,
+        token_threads: wave,
+    }
+}
+
+/// See [`GateTopkBwdConfig`].
+pub fn gate_topk_bwd(d: &GateTopkBwdDesc, wave: u32) -> GateTopkBwdConfig {
+    let lanes = (d.gate.experts.next_power_of_two() as u32).min(wave);
+    GateTopkBwdConfig {
+        threads: 128,
+        tile_tokens: (128 / lanes) as usize,
+        token_threads: lanes,
+    }
+}
+
+/// See [`DispatchBwdConfig`].
+pub fn dispatch_bwd(d: &DispatchBwdDesc, _: u32) -> DispatchBwdConfig {
+    let (threads, packs) = (128, packs(d.model_dim, d.activations));
+    let token_threads = (packs.next_power_of_two() as u32).min(threads);
+    let at_once = (threads / token_threads) as usize;
+    let rows = d.top_k + 1 + d.shared.len();
+    let tokens = BLOCK_BYTES.div_ceil(rows * d.model_dim * d.activations.size());
+    DispatchBwdConfig {
+        threads,
+        tile_tokens: tokens.min(64).next_multiple_of(at_once),
+        token_threads,
+    }
+}
+
+/// The ordinary family's tiling of one matrix's product: eight rows by eight
+/// columns of sums per thread.
+pub fn simt_product(tile_rows: usize) -> GroupedGemmConfig {
+    GroupedGemmConfig {
+        threads: 128,
+        tile_rows,
+        tile_columns: 64 * 128 / tile_rows,
+        tile_depth: 16,
+        thread_rows: 8,
+        thread_columns: 8,
+        family: GemmFamily::Simt,
+        stages: 1,
+        gather: false,
+        shared_bytes: 0,
+        tf32: false,
+    }
+}
+
 /// Tokens of a tile: see [`ScanTile::Tokens`]. The selection kernel counts by
 /// the same tiles.
 fn tile_tokens(order: CapacityOrder, top_k: usize) -> usize {

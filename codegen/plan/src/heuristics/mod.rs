@@ -1,4 +1,4 @@
-//! Which tiling to use: one file per target, the same five functions in each.
+//! Which tiling to use: one file per target, the same functions in each.
 
 pub mod cpu;
 pub mod cuda;
@@ -22,6 +22,21 @@ pub fn choose(desc: &KernelDesc, target: Target) -> KernelConfig {
                     KernelConfig::GroupedGemm($target::grouped_gemm(d, $arch))
                 }
                 KernelDesc::Combine(d) => KernelConfig::Combine($target::combine(d, $arch)),
+                KernelDesc::CombineBwd(d) => {
+                    KernelConfig::CombineBwd($target::combine_bwd(d, $arch))
+                }
+                KernelDesc::GroupedGemmDgrad(d) => {
+                    KernelConfig::GroupedGemm($target::grouped_gemm_dgrad(d, $arch))
+                }
+                KernelDesc::GroupedGemmWgrad(d) => {
+                    KernelConfig::GroupedGemm($target::grouped_gemm_wgrad(d, $arch))
+                }
+                KernelDesc::GateTopkBwd(d) => {
+                    KernelConfig::GateTopkBwd($target::gate_topk_bwd(d, $arch))
+                }
+                KernelDesc::DispatchBwd(d) => {
+                    KernelConfig::DispatchBwd($target::dispatch_bwd(d, $arch))
+                }
             }
         };
     }

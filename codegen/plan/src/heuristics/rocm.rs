@@ -116,6 +116,31 @@ pub fn combine(d: &CombineDesc, _: RocmArch) -> CombineConfig {
     gpu::combine(d)
 }
 
+/// See [`CombineBwdConfig`].
+pub fn combine_bwd(d: &CombineBwdDesc, arch: RocmArch) -> CombineBwdConfig {
+    gpu::combine_bwd(d, arch.wave)
+}
+
+/// See [`GroupedGemmConfig`]. Row tiles are those of the forward pass.
+pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
+    gpu::simt_product(grouped_gemm(&d.forward(), arch).tile_rows)
+}
+
+/// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
+pub fn grouped_gemm_wgrad(_: &GroupedGemmWgradDesc, _: RocmArch) -> GroupedGemmConfig {
+    gpu::simt_product(64)
+}
+
+/// See [`GateTopkBwdConfig`].
+pub fn gate_topk_bwd(d: &GateTopkBwdDesc, arch: RocmArch) -> GateTopkBwdConfig {
+    gpu::gate_topk_bwd(d, arch.wave)
+}
+
+/// See [`DispatchBwdConfig`].
+pub fn dispatch_bwd(d: &DispatchBwdDesc, arch: RocmArch) -> DispatchBwdConfig {
+    gpu::dispatch_bwd(d, arch.wave)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

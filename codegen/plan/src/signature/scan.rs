@@ -160,11 +160,17 @@ fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
 
 fn renormalize(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     let weights = format!("[tokens, {}]", d.top_k);
-    let params = vec![
-        Param::read("topk_ids", I32, &weights),
-        Param::read("slot_rows", I32, &weights),
-        Param::tensor("topk_weights", F32, Access::ReadWrite, &weights),
-    ];
+    let params = some([
+        Some(Param::read("topk_ids", I32, &weights)),
+        Some(Param::read("slot_rows", I32, &weights)),
+        Some(Param::tensor(
+            "topk_weights",
+            F32,
+            Access::ReadWrite,
+            &weights,
+        )),
+        when(d.keep_sums, Param::write("kept_sums", F32, "[tokens]")),
+    ]);
     let grid = [tokens_by(HELPER_TILE), one()];
     let summary = "rescales weights over the assignments that got a row";
     entry("expert_scan_renormalize", summary, params, grid, c.threads)

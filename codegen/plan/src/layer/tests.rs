@@ -1,0 +1,122 @@
+use super::*;
+use moesaic_kernel::CpuIsa;
+use moesaic_kernel::DType;
+use moesaic_spec::{CapacityMode, CapacityOrder, RouterKind, SharedExpert};
+
+fn spec() -> LayerSpec {
+    let text = r#"{"shape":{"model_dim":16,"hidden_dim":24,"experts":4,"top_k":2}}"#;
+    serde_json::from_str(text).unwrap()
+}
+
+fn planned(change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
+    let mut spec = spec();
+    change(&mut spec);
+    plan(&spec, Target::Cpu(CpuIsa::Avx2)).unwrap()
+}
+
+/// Every tensor of every step is declared, with the parameter's dtype,
+/// and every declared tensor is used.
+fn check(plan: &LayerPlan) {
+    for step in plan.steps.iter().chain(&plan.backward) {
+        let params = plan.entry(step).params.iter();
+        let dtypes = params.filter_map(|p| p.ty.tensor().map(|(dtype, _)| dtype));
+        for (name, dtype) in step.tensors.iter().zip(dtypes) {
+            let tensor = plan
+                .tensor(name)
+                .unwrap_or_else(|| panic!("{name} is undeclared"));
+            assert_eq!(tensor.dtype, dtype, "{name} in {}", step.symbol);
+        }
+    }
+    for tensor in &plan.tensors {
+        let mut steps = plan.steps.iter().chain(&plan.backward);
+        let used = steps.any(|step| step.tensors.contains(&tensor.name));
+        assert!(used, "{} is never used", tensor.name);
+    }
+}
+
+#[test]
+fn tensors_and_parameters_agree() {
+    check(&planned(|_| ()));
+    check(&planned(|s| {
+        s.shared.push(SharedExpert {
+            hidden_dim: 8,
+            gate: SharedGate::Sigmoid,
+        });
+        s.experts.bias = true;
+        s.experts.identity = 2;
+        s.capacity.mode = CapacityMode::Bounded;
+        s.capacity.order = CapacityOrder::BatchPrioritized;
+    }));
+    check(&planned(|s| {
+        s.router.kind = RouterKind::Cosine;
+        s.router.projection_dim = Some(8);
+        s.capacity.order = CapacityOrder::Probability;
+        s.capacity.renormalize_after_drop = true;
+    }));
+    check(&planned(|s| s.router.kind = RouterKind::External));
+}
+
+#[test]
+fn a_plan_is_the_same_every_time() {
+    assert_eq!(planned(|_| ()), planned(|_| ()));
+}
+
+fn trained(recompute: Recompute, change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
+    let mut spec = spec();
+    change(&mut spec);
+    plan_training(&spec, Target::Cpu(CpuIsa::Avx2), Training { recompute }).unwrap()
+}
+
+const MODES: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
+
+#[test]
+fn backward_tensors_and_parameters_agree() {
+    for recompute in MODES {
+        check(&trained(recompute, |_| ()));
+        check(&trained(recompute, |s| {
+            s.shared.push(SharedExpert {
+                hidden_dim: 8,
+                gate: SharedGate::Sigmoid,
+            });
+            s.experts.bias = true;
+            s.experts.identity = 2;
+            s.capacity.mode = CapacityMode::Bounded;
+            s.capacity.renormalize_after_drop = true;
+        }));
+        check(&trained(recompute, |s| {
+            s.router.kind = RouterKind::External
+        }));
+        check(&trained(recompute, |s| {
+            s.router.weight_on = moesaic_spec::WeightSite::Input
+        }));
+    }
+}
+
+/// What backward reads was kept, computed before, or is a weight.
+#[test]
+fn every_weight_has_its_gradient() {
+    let plan = trained(Recompute::None, |_| ());
+    for name in ["router", "experts.gate", "experts.up", "experts.down"] {
+        let name = format!("grad.{name}.weight");
+        assert_eq!(plan.tensor(&name).unwrap().role, Role::WeightGradient);
+    }
+}
+
+/// 2·T·d + 4·T·K·h bytes and the routing record, in 16-bit types.
+#[test]
+fn what_is_kept() {
+    let bf16 = |s: &mut LayerSpec| {
+        s.precision.weights = DType::Bf16;
+        s.precision.activations = DType::Bf16;
+    };
+    let (t, d, h, k, e) = (100, 16, 24, 2, 4);
+    let kept = |recompute| -> u64 {
+        let plan = trained(recompute, bf16);
+        plan.saved().iter().map(|tensor| tensor.bytes(t)).sum()
+    };
+    // Ids, weights, slot_rows and row_slots; logits; offsets and row_tiles.
+    let record = 4 * 4 * t * k + 4 * t * e + 8 * (e + 1) + 4 * (e + 1);
+    assert_eq!(kept(Recompute::None), 2 * t * d + 4 * t * k * h + record);
+    assert_eq!(kept(Recompute::Hidden), 2 * t * d + record);
+    assert_eq!(kept(Recompute::All), 2 * t * d);
+}
