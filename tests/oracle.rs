@@ -210,7 +210,8 @@ impl Tutel {
             "[shape]\nmodel_dim = {}\nhidden_dim = {}\nexperts = {}\ntop_k = {}\n\
              [router]\n{}\n{}\nweight_on = \"{}\"\n\
              [capacity]\nmode = \"factor\"\nfactor = {}\nalign = {}\norder = \"{}\"\n\
-             [experts]\nform = \"{}\"\nactivation = {}\nbias = {}\n",
+             [experts]\nform = \"{}\"\nactivation = {}\nbias = {}\n\
+             [[losses]]\nkind = \"gshard\"\ncoefficient = {}\n",
             self.size("model_dim"),
             self.size("hidden"),
             self.size("experts"),
@@ -228,11 +229,18 @@ impl Tutel {
             or(gated, "gated", "plain"),
             self.case["act"],
             !gated,
+            self.case["l_aux_wt"],
         );
         LayerSpec::from_toml(&toml).unwrap_or_else(|e| panic!("{}", e.render(&toml, false)))
     }
 
     fn weights(&self) -> HostWeights {
+        self.canonical("")
+    }
+
+    /// The layer's tensors, or their gradients by the prefix `grad.`.
+    fn canonical(&self, prefix: &str) -> HostWeights {
+        let read = |name: &str| self.read(&format!("{prefix}{name}"));
         let gate: &[[&str; 2]] = match self.is("gate", "cosine_top") {
             true => &[
                 ["router.projector.weight", "gate.cosine_projector.weight"],
@@ -243,19 +251,19 @@ impl Tutel {
             false => &[["router.weight", "wg"]],
         };
         let named = |names: &[[&str; 2]]| -> HostWeights {
-            names
-                .iter()
-                .map(|[to, from]| (to.to_string(), self.read(from)))
+            let pairs = names.iter();
+            pairs
+                .map(|[to, from]| (to.to_string(), read(from)))
                 .collect()
         };
         let mut weights = named(gate);
         let (model, hidden) = (self.size("model_dim"), self.size("hidden"));
         if self.is("expert", "llama_ffn") {
             for (part, from) in [("gate", "W_fc1"), ("up", "W_fc2")] {
-                let matrix = transposed(&self.read(from), model, hidden);
+                let matrix = transposed(&read(from), model, hidden);
                 weights.insert(format!("experts.{part}.weight"), matrix);
             }
-            let down = transposed(&self.read("W_fc3"), hidden, model);
+            let down = transposed(&read("W_fc3"), hidden, model);
             weights.insert("experts.down.weight".to_string(), down);
         } else {
             weights.extend(named(&[
@@ -263,7 +271,7 @@ impl Tutel {
                 ["experts.up.bias", "fc1_b"],
                 ["experts.down.bias", "fc2_b"],
             ]));
-            let down = transposed(&self.read("fc2_w"), hidden, model);
+            let down = transposed(&read("fc2_w"), hidden, model);
             weights.insert("experts.down.weight".to_string(), down);
         }
         weights
@@ -340,6 +348,44 @@ fn tutel(engine: &Engine) {
         ] {
             results.close(&what, name, &tutel.read(theirs), 1e-5);
         }
+    }
+}
+
+/// The f64 reference gives Tutel's loss, and the gradients of
+/// `sum(y · dy) + l_aux_wt · l_aux`.
+#[test]
+fn tutel_losses_and_gradients() {
+    for file in entries("tutel") {
+        let tutel = Tutel::open(&file);
+        let (spec, weights) = (tutel.spec(), reference_weights(&tutel.weights()));
+        let x = tutel.read("x");
+        let input = reference::Input {
+            tokens: x.shape[0],
+            x: x.to_f64(),
+            ..reference::Input::default()
+        };
+        let what = file.display();
+        let loss = reference::losses(&spec, &weights, &input)["loss.gshard"];
+        let want = tutel.read("l_aux").to_f64()[0];
+        assert!((loss / want - 1.0).abs() < 1e-6, "{what}: {loss}, {want}");
+        let dy = tutel.read("dy").to_f64();
+        let found = reference::backward(&spec, &weights, &input, &dy);
+        let theirs = tutel.read("grad.x").to_f64();
+        near(&format!("{what}: x"), &found.x, &theirs);
+        for (name, want) in tutel.canonical("grad.") {
+            let found = &found.weights[&name].data;
+            near(&format!("{what}: {name}"), found, &want.to_f64());
+        }
+    }
+}
+
+/// Within 1e-5 of the largest element.
+fn near(what: &str, found: &[f64], want: &[f64]) {
+    assert_eq!(found.len(), want.len(), "{what}");
+    let scale = want.iter().fold(0f64, |most, v| most.max(v.abs()));
+    for (i, (found, want)) in found.iter().zip(want).enumerate() {
+        let error = (found - want).abs() / scale;
+        assert!(error < 1e-5, "{what}[{i}] is {found}, expected {want}");
     }
 }
 

@@ -29,7 +29,7 @@ impl Case {
             x,
             token_ids: token_ids(spec, tokens, &mut random),
             routing: routing(spec, tokens, &mut random),
-            seed: 0,
+            ..reference::Input::default()
         };
         Case {
             spec: spec.clone(),

@@ -16,6 +16,7 @@
 mod backward;
 mod expert;
 mod gate;
+mod losses;
 mod math;
 mod place;
 mod weights;
@@ -23,6 +24,7 @@ mod weights;
 pub use backward::{Gradients, backward};
 pub use expert::{activate, combine, expert_row, shared_row};
 pub use gate::{Decision, Gate, gate, lookup, select, select_row};
+pub use losses::{LossValue, Routed, losses};
 pub use math::{descending, erf, rank, round_to, softmax};
 pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
 pub use weights::{Random, Tensor, Weights};
@@ -44,6 +46,12 @@ pub struct Input {
     pub routing: Option<(Vec<i32>, Vec<f64>)>,
     /// Seed of the random placement order.
     pub seed: u64,
+    /// `[T]` for a loss of kind `sequence`: runs of equal ids are sequences,
+    /// negative ids belong to none. Absent: all tokens are one.
+    pub sequence_ids: Option<Vec<i32>>,
+    /// For a loss of kind `global`: assignments of each expert
+    /// `[E + identity]` and tokens of the whole group. Absent: this call's.
+    pub global: Option<(Vec<i64>, u64)>,
 }
 
 /// What one call of the layer gives.

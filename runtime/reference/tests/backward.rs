@@ -1,7 +1,7 @@
 //! Every gradient against central differences of the forward.
 
-use moesaic_reference::{Gradients, Input, Random, Weights, backward, forward};
-use moesaic_spec::{LayerSpec, RouterKind, testing};
+use moesaic_reference::{Gradients, Input, Random, Weights, backward, forward, losses};
+use moesaic_spec::{LayerSpec, Loss, RouterKind, testing};
 
 const STEP: f64 = 1e-5;
 
@@ -34,6 +34,11 @@ impl Point {
             token_ids: Some((0..tokens).map(|_| (random.bits() % rows) as i32).collect()),
             routing,
             seed: 3,
+            sequence_ids: Some((0..tokens as i32).map(|t| t / 2 - t % 5 / 4 * 9).collect()),
+            global: Some((
+                (0..experts as i64).map(|e| e % 4).collect(),
+                tokens as u64 + 5,
+            )),
         };
         let dy = random.vec(tokens * spec.output_dim());
         Point {
@@ -46,7 +51,10 @@ impl Point {
 
     fn loss(&self) -> f64 {
         let y = forward(&self.spec, &self.weights, &self.input).y;
-        y.iter().zip(&self.dy).map(|(y, d)| y * d).sum()
+        let task: f64 = y.iter().zip(&self.dy).map(|(y, d)| y * d).sum();
+        let losses = losses(&self.spec, &self.weights, &self.input);
+        let weigh = |loss: &Loss| loss.coefficient * losses[&format!("loss.{}", loss.kind.name())];
+        task + self.spec.losses.iter().map(weigh).sum::<f64>()
     }
 
     /// What is chosen, and must not change within a step.

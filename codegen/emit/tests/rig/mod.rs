@@ -133,7 +133,7 @@ impl Rig {
             x,
             token_ids,
             routing,
-            seed: 0,
+            ..Input::default()
         }
     }
 

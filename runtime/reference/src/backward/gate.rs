@@ -1,9 +1,9 @@
 //! Gradients of routing weights: finish, gather, score, logits.
 
 use super::{Pass, add, dot};
-use crate::Decision;
 use crate::gate::{far_from, gather, scores_row, unit};
 use crate::math::{rank, sigmoid, softmax, softplus};
+use crate::{Decision, Routed};
 use moesaic_spec::{Renormalize, RouterInput, RouterKind, Score, Select};
 
 impl Pass<'_> {
@@ -15,15 +15,34 @@ impl Pass<'_> {
         if self.spec.router.kind == RouterKind::External {
             return;
         }
-        let k = self.spec.shape.top_k;
+        let (k, experts) = (self.spec.shape.top_k, self.spec.routed_experts());
+        let dlosses = self.losses(decision);
         for t in 0..self.input.tokens {
             let ids = &decision.ids[t * k..(t + 1) * k];
             let dweights = self.gradients.topk_weights[t * k..(t + 1) * k].to_vec();
-            self.gate_row(t, ids, &dweights);
+            let dlosses = dlosses.get(t * experts..(t + 1) * experts);
+            self.gate_row(t, ids, &dweights, dlosses.unwrap_or_default());
         }
     }
 
-    fn gate_row(&mut self, t: usize, ids: &[i32], dweights: &[f64]) {
+    /// Gradients of the auxiliary losses by the logits; empty without any.
+    fn losses(&self, decision: &Decision) -> Vec<f64> {
+        if self.spec.losses.is_empty() {
+            return Vec::new();
+        }
+        let (x, tokens) = (&self.input.x, self.input.tokens);
+        let logits = crate::gate::logits(self.spec, self.weights, x, tokens);
+        let routed = Routed {
+            spec: self.spec,
+            logits: &logits,
+            clean: &logits,
+            ids: &decision.ids,
+            input: self.input,
+        };
+        routed.dlogits()
+    }
+
+    fn gate_row(&mut self, t: usize, ids: &[i32], dweights: &[f64], dlosses: &[f64]) {
         let logits = match self.spec.has_logits() {
             true => crate::gate::logits(self.spec, self.weights, self.token(t), 1),
             false => vec![0.0; self.spec.routed_experts()],
@@ -36,10 +55,11 @@ impl Pass<'_> {
         if !self.spec.has_logits() {
             return;
         }
-        let dlogits = match self.spec.router.select {
+        let mut dlogits = match self.spec.router.select {
             Select::SparseMixer(eps) => mixer_back(&logits, ids, eps, &dchosen),
             _ => self.score_back(&logits, ids, &chosen, &dchosen),
         };
+        dlogits.iter_mut().zip(dlosses).for_each(|(d, l)| *d += l);
         self.logits_back(t, &dlogits);
     }
 

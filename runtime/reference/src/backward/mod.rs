@@ -1,6 +1,6 @@
 //! Gradients of the whole layer, by the chain rule over the forward's loops.
 //!
-//! The loss is `Σ y · dy`. What chooses (ids, places, drops, clamps, masks)
+//! The loss is `Σ y · dy + Σ coefficient · loss`. What chooses (ids, places, drops, clamps, masks)
 //! is constant; what weighs is differentiated.
 
 mod expert;
@@ -32,7 +32,8 @@ struct Pass<'a> {
     gradients: Gradients,
 }
 
-/// Gradients of `Σ y · dy`; `dy` is `[T, d_out]`.
+/// Gradients of `Σ y · dy` and of the auxiliary losses times their
+/// coefficients; `dy` is `[T, d_out]`.
 pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) -> Gradients {
     let decision = decide(spec, weights, input).decision;
     let placed = scan(spec, &decision, input.tokens, input.seed);
