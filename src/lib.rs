@@ -43,12 +43,12 @@ pub use moesaic_cache::Store;
 /// Flags the C compiler gets for an instruction set.
 pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_engine::{
-    Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome, Output,
-    RawCall, Row, Stats, StepTime, Weights, precompile, precompile_on,
+    Counters, Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome,
+    Output, RawBackward, RawCall, Row, Saved, Stats, StepTime, Weights, precompile, precompile_on,
 };
 pub use moesaic_kernel::{DType, KernelSource, SimArch, Size, Stem, Target, TargetError};
 pub use moesaic_macros::layer;
-pub use moesaic_plan::{LayerPlan, Work};
+pub use moesaic_plan::{LayerPlan, Recompute, Training, Work};
 pub use moesaic_spec::LayerSpec;
 
 /// The kernel store and its packs.

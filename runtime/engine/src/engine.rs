@@ -6,7 +6,7 @@ use crate::{EngineError, Weights};
 use moesaic_cache::Store;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{LayerPlan, plan};
+use moesaic_plan::{LayerPlan, Training, plan, plan_training};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Device, DeviceInfo, Module};
 use std::sync::Arc;
@@ -120,6 +120,34 @@ impl Engine {
         let plan = self.plan(spec)?;
         let modules = self.jit.modules(&emit_layer(&plan)?)?;
         Layer::new(plan, modules, self.device.clone(), weights)
+    }
+
+    /// Makes a layer that can run backward; see [`Layer::forward_train`].
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn training_layer(
+        &self,
+        spec: &LayerSpec,
+        weights: &Weights<'_>,
+        training: Training,
+    ) -> Result<Layer, EngineError> {
+        let plan = self.training_plan(spec, training)?;
+        let modules = self.jit.modules(&emit_layer(&plan)?)?;
+        Layer::new(plan, modules, self.device.clone(), weights)
+    }
+
+    /// The plan of a layer that can run backward.
+    ///
+    /// # Errors
+    /// As [`Engine::plan`].
+    pub fn training_plan(
+        &self,
+        spec: &LayerSpec,
+        training: Training,
+    ) -> Result<LayerPlan, EngineError> {
+        crate::layer::check_spec(spec)?;
+        Ok(plan_training(spec, self.target, training)?)
     }
 
     /// Compiles or finds every kernel of a layer and loads it, without weights.

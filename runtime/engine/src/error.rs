@@ -64,6 +64,16 @@ pub enum EngineError {
         /// Bytes there are.
         free: u64,
     },
+    /// Backward was asked of a layer that was made without it.
+    #[error(
+        "the layer was made for inference\nmake it with `Engine::training_layer` to run backward"
+    )]
+    NotTraining,
+    /// What was kept belongs to another layer or plan.
+    #[error(
+        "the saved state is of another layer; backward takes what its own `forward_train` gave"
+    )]
+    ForeignSaved,
     /// A tensor the layer does not have was asked for.
     #[error("the layer has no output `{name}`; it has: {known}")]
     NoOutput {

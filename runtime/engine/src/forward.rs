@@ -1,12 +1,12 @@
 //! One forward pass: check the input, bind every step, launch, read back.
 
+use crate::launch::Counters;
 use crate::workspace::{self, Workspace};
 use crate::{Element, EngineError, HostTensor, Layer};
-use moesaic_kernel::{ParamType, TensorMap};
-use moesaic_plan::{LayerPlan, Role, Step, TensorPlan};
-use moesaic_target::{Arg, Device, DeviceError, LaunchDims, Ptr};
+use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_target::{Device, Ptr};
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The input of a call, in host memory.
 #[derive(Clone, Debug)]
@@ -55,7 +55,7 @@ impl<'a> Input<'a> {
 /// What a call gave, in host memory.
 #[derive(Clone, Debug, Default)]
 pub struct Output {
-    tensors: BTreeMap<String, HostTensor<'static>>,
+    pub(crate) tensors: BTreeMap<String, HostTensor<'static>>,
 }
 
 impl Output {
@@ -113,6 +113,10 @@ impl Layer {
     /// # Errors
     /// As [`Layer::forward`]; [`EngineError::NoOutput`] for an unknown name.
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        if self.plan.training.is_some() {
+            let (output, _) = self.forward_train(input, names, Counters::default())?;
+            return Ok(output);
+        }
         let mut workspace = self.lock_workspace();
         self.check_size(&workspace, input.tokens)?;
         for name in names {
@@ -129,7 +133,9 @@ impl Layer {
             let host = self.checked_input(input, tensor)?;
             self.device.upload(&host.data, staged, 0)?;
         }
-        self.run(input.tokens, |name| workspace.ptr(name), None)?;
+        let counters = Counters::default();
+        let scalars = counters.scalars(input.tokens);
+        self.run(&self.plan.steps, &scalars, |name| workspace.ptr(name), None)?;
         let mut output = Output::default();
         for name in names {
             let buffer = workspace.get(name).expect("reserved above");
@@ -153,6 +159,11 @@ impl Layer {
     /// [`EngineError::Input`] when an input has no address; otherwise as
     /// [`Layer::forward`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
+        if self.plan.training.is_some() {
+            // SAFETY: what the caller vouches for is the same.
+            unsafe { self.forward_train_raw(call, Counters::default())? };
+            return Ok(());
+        }
         let mut workspace = self.lock_workspace();
         self.check_size(&workspace, call.tokens)?;
         let given = |name: &str| {
@@ -173,14 +184,16 @@ impl Layer {
         }
         workspace.reserve(&self.plan, &*self.device, call.tokens as u64)?;
         self.run(
-            call.tokens,
+            &self.plan.steps,
+            &Counters::default().scalars(call.tokens),
             |name| given(name).or_else(|| workspace.ptr(name)),
             None,
         )
     }
 
     /// Runs the steps again on the inputs of the last call, the first `tokens`
-    /// of them, and times each. For `bench` and the quickstart.
+    /// of them, and times each; with backward, where the layer has it and a call
+    /// went through it. For `bench` and the quickstart.
     ///
     /// # Errors
     /// When no call was that large, or a launch fails.
@@ -191,95 +204,15 @@ impl Layer {
                 format!("has fewer than {tokens} tokens so far; run forward on them first");
             return Err(input_error("x", problem));
         }
+        if self.plan.training.is_some() {
+            drop(workspace);
+            return self.time_training(tokens);
+        }
         let mut times = Vec::with_capacity(self.plan.steps.len());
-        self.run(tokens, |name| workspace.ptr(name), Some(&mut times))?;
+        let scalars = Counters::default().scalars(tokens);
+        let ptr = |name: &str| workspace.ptr(name);
+        self.run(&self.plan.steps, &scalars, ptr, Some(&mut times))?;
         Ok(times)
-    }
-
-    fn run(
-        &self,
-        tokens: usize,
-        ptr: impl Fn(&str) -> Option<Ptr>,
-        mut times: Option<&mut Vec<StepTime>>,
-    ) -> Result<(), EngineError> {
-        let mut args = Vec::with_capacity(16);
-        for step in &self.plan.steps {
-            let start = Instant::now();
-            self.launch(step, tokens, &ptr, &mut args)?;
-            if let Some(times) = times.as_deref_mut() {
-                self.device.synchronize()?;
-                let kernel = self.plan.kernels[step.kernel].name.clone();
-                let symbol = step.symbol.clone();
-                times.push(StepTime {
-                    kernel,
-                    symbol,
-                    time: start.elapsed(),
-                });
-            }
-        }
-        Ok(())
-    }
-
-    fn launch(
-        &self,
-        step: &Step,
-        tokens: usize,
-        ptr: impl Fn(&str) -> Option<Ptr>,
-        args: &mut Vec<Arg>,
-    ) -> Result<(), EngineError> {
-        let entry = self.plan.entry(step);
-        let launch = &entry.launch;
-        let types = entry.params.iter().map(|param| param.ty);
-        args.clear();
-        for (ty, name) in types.filter(|ty| ty.tensor().is_some()).zip(&step.tensors) {
-            let weight = || self.weights.get(name).map(|buffer| buffer.ptr());
-            let address = ptr(name)
-                .or_else(weight)
-                .ok_or_else(|| DeviceError::Launch {
-                    kernel: step.symbol.clone(),
-                    reason: format!("tensor `{name}` has no memory; run forward first"),
-                })?;
-            args.push(match ty {
-                ParamType::TensorMap(map) => Arg::TensorMap {
-                    base: address,
-                    dims: self.map_dims(&map, name, tokens),
-                },
-                _ => Arg::Ptr(address),
-            });
-        }
-        // Every signature ends with the token count.
-        args.push(Arg::I64(tokens as i64));
-        let dims = LaunchDims {
-            grid: [
-                launch.grid[0].eval(tokens as u64),
-                launch.grid[1].eval(tokens as u64),
-            ],
-            threads: launch.threads,
-            shared_bytes: launch.shared_bytes,
-            cluster: launch.cluster,
-        };
-        // SAFETY: the arguments follow the entry's own parameter list, since
-        // the step's tensors were listed from it; each address is a buffer of
-        // the tensor's size for at least `tokens` tokens, or the caller of
-        // `forward_raw` vouches for it; buffers outlive the launch because a
-        // device frees and grows them in stream order.
-        unsafe { self.modules[step.kernel].launch(&step.symbol, dims, args)? };
-        Ok(())
-    }
-
-    /// The sizes of a tensor as a tensor map names them: innermost first, those
-    /// beyond its rank folded into the outermost.
-    fn map_dims(&self, map: &TensorMap, name: &str, tokens: usize) -> [u64; 5] {
-        let mut dims = [1; 5];
-        let last = usize::from(map.rank) - 1;
-        let shape = self
-            .plan
-            .tensor(name)
-            .map_or(&[][..], |tensor| &tensor.shape);
-        for (i, size) in shape.iter().rev().enumerate() {
-            dims[i.min(last)] *= size.eval(tokens as u64);
-        }
-        dims
     }
 
     /// The most tokens of one call: assignments are counted in 31 bits.
@@ -287,14 +220,18 @@ impl Layer {
         most_tokens(&self.plan)
     }
 
-    fn check_size(&self, workspace: &Workspace, tokens: usize) -> Result<(), EngineError> {
+    pub(crate) fn check_size(
+        &self,
+        workspace: &Workspace,
+        tokens: usize,
+    ) -> Result<(), EngineError> {
         if workspace.holds(tokens as u64) {
             return Ok(());
         }
         check_size(&self.plan, &*self.device, workspace.bytes(), tokens)
     }
 
-    fn checked_input<'i, 'a>(
+    pub(crate) fn checked_input<'i, 'a>(
         &self,
         input: &'i Input<'a>,
         tensor: &TensorPlan,
@@ -331,8 +268,9 @@ impl Layer {
         }
     }
 
-    fn output(&self, name: &str) -> Result<&TensorPlan, EngineError> {
-        let readable = |t: &&TensorPlan| matches!(t.role, Role::Output | Role::Input);
+    pub(crate) fn output(&self, name: &str) -> Result<&TensorPlan, EngineError> {
+        let readable =
+            |t: &&TensorPlan| matches!(t.role, Role::Output | Role::Input | Role::InputGradient);
         let mut outputs = self.plan.tensors.iter().filter(readable);
         outputs
             .clone()
@@ -343,7 +281,11 @@ impl Layer {
             })
     }
 
-    fn empty_output(&self, name: &str, tokens: usize) -> Result<HostTensor<'static>, EngineError> {
+    pub(crate) fn empty_output(
+        &self,
+        name: &str,
+        tokens: usize,
+    ) -> Result<HostTensor<'static>, EngineError> {
         let tensor = self.output(name)?;
         let shape = shape_for(tensor, tokens);
         let bytes = shape.iter().product::<usize>() * tensor.dtype.size();
@@ -391,7 +333,7 @@ pub(crate) fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
         .collect()
 }
 
-fn input_error(name: &str, problem: String) -> EngineError {
+pub(crate) fn input_error(name: &str, problem: String) -> EngineError {
     EngineError::Input {
         name: name.to_string(),
         problem,

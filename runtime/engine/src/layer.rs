@@ -2,12 +2,12 @@
 
 use crate::forward::shape_for;
 use crate::workspace::Workspace;
-use crate::{EngineError, Weights};
+use crate::{EngineError, HostTensor, Weights};
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{Buffer, Device, Module};
+use moesaic_target::{Buffer, Device, Module, Ptr};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// A layer that can run. Calls from several threads take turns.
 pub struct Layer {
@@ -17,6 +17,12 @@ pub struct Layer {
     pub(crate) weights: HashMap<String, Buffer>,
     pub(crate) device: Arc<dyn Device>,
     workspace: Mutex<Workspace>,
+    /// What a forward pass leaves for backward.
+    pub(crate) saved: Vec<TensorPlan>,
+    /// What backward adds up, by name: `grad.<weight>`; made when first needed.
+    pub(crate) gradients: OnceLock<HashMap<String, Buffer>>,
+    /// Sets of kept tensors that no [`crate::Saved`] holds now.
+    pub(crate) idle: Arc<Mutex<Vec<Workspace>>>,
 }
 
 impl Layer {
@@ -35,15 +41,56 @@ impl Layer {
             device.upload(&host.data, &buffer, 0)?;
             uploaded.insert(tensor.name.clone(), buffer);
         }
-        check_table(&plan.spec, weights)?;
+        if let Some(table) = weights.get("router.table") {
+            check_table(&plan.spec, table)?;
+        }
         let workspace = Mutex::new(Workspace::default());
+        let saved = plan.saved().into_iter().cloned().collect();
         Ok(Layer {
+            saved,
             plan,
             modules,
             weights: uploaded,
             device,
             workspace,
+            gradients: OnceLock::new(),
+            idle: Arc::default(),
         })
+    }
+
+    /// The address of a weight or of a weight's gradient.
+    pub(crate) fn held(&self, name: &str) -> Option<Ptr> {
+        let gradient = || self.gradients.get()?.get(name);
+        let buffer = self.weights.get(name).or_else(gradient)?;
+        Some(buffer.ptr())
+    }
+
+    /// Replaces a weight. What was launched before sees the old one.
+    ///
+    /// # Errors
+    /// [`EngineError::Weight`] for an unknown name, dtype or shape.
+    pub fn set_weight(&self, name: &str, tensor: &HostTensor<'_>) -> Result<(), EngineError> {
+        let problem = |problem: String| EngineError::Weight {
+            name: name.to_string(),
+            problem,
+        };
+        let (Some(buffer), Some(plan)) = (self.weights.get(name), self.plan.tensor(name)) else {
+            let names: Vec<&str> = self.weights.keys().map(String::as_str).collect();
+            return Err(problem(format!("is none of {}", names.join(", "))));
+        };
+        tensor
+            .check(plan.dtype, &shape_for(plan, 0))
+            .map_err(problem)?;
+        if name == "router.table" {
+            check_table(&self.plan.spec, tensor)?;
+        }
+        self.device.upload(&tensor.data, buffer, 0)?;
+        Ok(())
+    }
+
+    /// The address of a weight on the device, for an optimizer that runs there.
+    pub fn weight_ptr(&self, name: &str) -> Option<Ptr> {
+        self.weights.get(name).map(Buffer::ptr)
     }
 
     /// The spec it was made from.
@@ -79,10 +126,7 @@ pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
 }
 
 /// Expert ids in a routing table index device memory.
-fn check_table(spec: &LayerSpec, weights: &Weights<'_>) -> Result<(), EngineError> {
-    let Some(table) = weights.get("router.table") else {
-        return Ok(());
-    };
+fn check_table(spec: &LayerSpec, table: &HostTensor<'_>) -> Result<(), EngineError> {
     let experts = spec.routed_experts() as i32;
     let ids: Vec<i32> = table.to_vec().unwrap_or_default();
     match ids.iter().position(|id| !(0..experts).contains(id)) {

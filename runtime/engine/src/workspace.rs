@@ -3,7 +3,7 @@
 
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_target::{Buffer, Device, DeviceError, Ptr};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 /// Device memory behind the outputs and intermediates of a layer.
 #[derive(Default)]
@@ -24,6 +24,17 @@ impl Workspace {
         device: &dyn Device,
         tokens: u64,
     ) -> Result<(), DeviceError> {
+        let tensors: Vec<&TensorPlan> = held(plan).collect();
+        self.reserve_for(&tensors, device, tokens)
+    }
+
+    /// As [`Workspace::reserve`], for these tensors only.
+    pub fn reserve_for(
+        &mut self,
+        tensors: &[&TensorPlan],
+        device: &dyn Device,
+        tokens: u64,
+    ) -> Result<(), DeviceError> {
         if self.holds(tokens) {
             return Ok(());
         }
@@ -31,7 +42,7 @@ impl Workspace {
         // Free first: the old buffers may be what leaves no room for the new.
         *self = Workspace::default();
         let mut buffers = HashMap::new();
-        for tensor in held(plan) {
+        for tensor in tensors {
             buffers.insert(tensor.name.clone(), allocate(tensor, device, tokens)?);
         }
         *self = Workspace {
@@ -65,15 +76,18 @@ impl Workspace {
     }
 }
 
-/// The tensors that live in a workspace.
+/// The tensors that live in a workspace: not those that outlive a call.
 fn held(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
+    let kept: BTreeSet<&str> = plan.saved().iter().map(|t| t.name.as_str()).collect();
+    let lasting = |role| matches!(role, Role::Weight | Role::WeightGradient);
     let tensors = plan.tensors.iter();
-    tensors.filter(|tensor| tensor.role != Role::Weight)
+    tensors.filter(move |t| !lasting(t.role) && !kept.contains(t.name.as_str()))
 }
 
-/// Bytes that a call of `tokens` tokens needs.
+/// Bytes that a call of `tokens` tokens needs, with what it leaves for backward.
 pub(crate) fn needed(plan: &LayerPlan, tokens: u64) -> u64 {
-    let bytes = held(plan).map(|tensor| tensor.bytes(tokens));
+    let kept = plan.saved();
+    let bytes = held(plan).chain(kept).map(|tensor| tensor.bytes(tokens));
     bytes.fold(0, u64::saturating_add)
 }
 

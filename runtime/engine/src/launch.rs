@@ -1,0 +1,168 @@
+//! Launching steps: addresses and scalars behind the parameters.
+
+use crate::forward::StepTime;
+use crate::{EngineError, Layer};
+use moesaic_kernel::{Param, ParamType, TensorMap};
+use moesaic_plan::Step;
+use moesaic_target::{Arg, DeviceError, LaunchDims, Ptr};
+use std::time::Instant;
+
+/// Where a training call stands, for random numbers: they depend on these, the
+/// token and the slot, and on nothing else, so that a rank that has tokens
+/// from `first_token` on draws what one process would.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// The run.
+    pub seed: u64,
+    /// The optimizer step, or micro-batch.
+    pub step: u64,
+    /// The layer in its model.
+    pub layer: u64,
+    /// The number of this call's first token in the whole batch.
+    pub first_token: u64,
+}
+
+/// The values of scalar parameters, by name.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scalars {
+    tokens: i64,
+    accumulate: bool,
+    counters: Counters,
+}
+
+impl Counters {
+    pub(crate) fn scalars(self, tokens: usize) -> Scalars {
+        Scalars {
+            tokens: tokens as i64,
+            accumulate: false,
+            counters: self,
+        }
+    }
+}
+
+impl Scalars {
+    /// Weight gradients are added to instead of overwritten.
+    pub(crate) fn accumulating(self, accumulate: bool) -> Scalars {
+        Scalars { accumulate, ..self }
+    }
+
+    fn get(&self, name: &str) -> Option<i64> {
+        let counters = &self.counters;
+        match name {
+            "tokens" => Some(self.tokens),
+            "accumulate" => Some(i64::from(self.accumulate)),
+            "seed" => Some(counters.seed as i64),
+            "step" => Some(counters.step as i64),
+            "layer" => Some(counters.layer as i64),
+            "first_token" => Some(counters.first_token as i64),
+            _ => None,
+        }
+    }
+}
+
+impl Layer {
+    /// Launches steps in order.
+    pub(crate) fn run(
+        &self,
+        steps: &[Step],
+        scalars: &Scalars,
+        ptr: impl Fn(&str) -> Option<Ptr>,
+        mut times: Option<&mut Vec<StepTime>>,
+    ) -> Result<(), EngineError> {
+        let mut args = Vec::with_capacity(16);
+        for step in steps {
+            let start = Instant::now();
+            self.launch(step, scalars, &ptr, &mut args)?;
+            if let Some(times) = times.as_deref_mut() {
+                self.device.synchronize()?;
+                let kernel = self.plan.kernels[step.kernel].name.clone();
+                let symbol = step.symbol.clone();
+                times.push(StepTime {
+                    kernel,
+                    symbol,
+                    time: start.elapsed(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(
+        &self,
+        step: &Step,
+        scalars: &Scalars,
+        ptr: impl Fn(&str) -> Option<Ptr>,
+        args: &mut Vec<Arg>,
+    ) -> Result<(), EngineError> {
+        let entry = self.plan.entry(step);
+        let tokens = scalars.tokens as u64;
+        let mut tensors = step.tensors.iter();
+        args.clear();
+        for param in &entry.params {
+            args.push(self.arg(step, param, &mut tensors, scalars, &ptr)?);
+        }
+        let launch = &entry.launch;
+        let dims = LaunchDims {
+            grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+            cluster: launch.cluster,
+        };
+        // SAFETY: the arguments follow the entry's own parameter list, since
+        // the step's tensors were listed from it; each address is a buffer of
+        // the tensor's size for at least `tokens` tokens, or the caller of
+        // a raw call vouches for it; buffers outlive the launch because a
+        // device frees and grows them in stream order.
+        unsafe { self.modules[step.kernel].launch(&step.symbol, dims, args)? };
+        Ok(())
+    }
+
+    /// The argument of one parameter; tensors are taken in order.
+    fn arg<'a>(
+        &self,
+        step: &Step,
+        param: &Param,
+        tensors: &mut impl Iterator<Item = &'a String>,
+        scalars: &Scalars,
+        ptr: impl Fn(&str) -> Option<Ptr>,
+    ) -> Result<Arg, EngineError> {
+        let failed = |reason: String| DeviceError::Launch {
+            kernel: step.symbol.clone(),
+            reason,
+        };
+        if param.ty.tensor().is_none() {
+            let value = scalars.get(&param.name);
+            let unknown = || failed(format!("nothing is known of scalar `{}`", param.name));
+            return Ok(Arg::I64(value.ok_or_else(unknown)?));
+        }
+        let name = tensors
+            .next()
+            .ok_or_else(|| failed(format!("no tensor for `{}`", param.name)))?;
+        let held = || self.held(name);
+        let address = ptr(name)
+            .or_else(held)
+            .ok_or_else(|| failed(format!("tensor `{name}` has no memory; run forward first")))?;
+        Ok(match param.ty {
+            ParamType::TensorMap(map) => Arg::TensorMap {
+                base: address,
+                dims: self.map_dims(&map, name, scalars.tokens as u64),
+            },
+            _ => Arg::Ptr(address),
+        })
+    }
+
+    /// The sizes of a tensor as a tensor map names them: innermost first, those
+    /// beyond its rank folded into the outermost.
+    fn map_dims(&self, map: &TensorMap, name: &str, tokens: u64) -> [u64; 5] {
+        let mut dims = [1; 5];
+        let last = usize::from(map.rank) - 1;
+        let shape = self
+            .plan
+            .tensor(name)
+            .map_or(&[][..], |tensor| &tensor.shape);
+        for (i, size) in shape.iter().rev().enumerate() {
+            dims[i.min(last)] *= size.eval(tokens);
+        }
+        dims
+    }
+}

@@ -1,0 +1,350 @@
+//! Forward with what backward needs kept, and backward.
+
+use crate::forward::{check_size, input_error, shape_for};
+use crate::workspace::Workspace;
+use crate::{Counters, EngineError, HostTensor, Input, Layer, Output, RawCall, StepTime};
+use moesaic_plan::{Role, TensorPlan};
+use moesaic_target::{Buffer, Ptr};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+
+/// What one forward pass left for backward: inputs, the routing record and, as
+/// the plan says, the pre-activations. Any number can be alive at a time;
+/// dropping one gives its memory to the next call.
+pub struct Saved {
+    tokens: usize,
+    counters: Counters,
+    kept: Workspace,
+    /// Tensors that lie where a raw call had them.
+    given: Vec<(String, Ptr)>,
+    idle: Arc<Mutex<Vec<Workspace>>>,
+}
+
+/// A backward pass on device memory that someone else owns.
+#[derive(Clone, Debug)]
+pub struct RawBackward<'a> {
+    /// Where `dy` lies and results go, by name: `dx`, `grad.topk_weights`,
+    /// `grad.<weight>`. Results that are not named stay in the layer's memory.
+    pub tensors: &'a [(&'a str, Ptr)],
+    /// Weight gradients are added to instead of overwritten.
+    pub accumulate: bool,
+}
+
+impl Saved {
+    /// Tokens of the call.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    fn ptr(&self, name: &str) -> Option<Ptr> {
+        let given = self.given.iter().find(|(n, _)| n == name);
+        given.map(|(_, ptr)| *ptr).or_else(|| self.kept.ptr(name))
+    }
+}
+
+impl Drop for Saved {
+    fn drop(&mut self) {
+        let kept = std::mem::take(&mut self.kept);
+        if let Ok(mut idle) = self.idle.lock() {
+            idle.push(kept);
+        }
+    }
+}
+
+impl Layer {
+    /// Runs the layer forward, reads back the named outputs, and keeps what
+    /// backward needs.
+    ///
+    /// # Errors
+    /// [`EngineError::NotTraining`]; otherwise as [`Layer::forward_with`].
+    pub fn forward_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<(Output, Saved), EngineError> {
+        let mut workspace = self.lock_workspace();
+        self.check_training()?;
+        self.check_size(&workspace, input.tokens)?;
+        for name in names {
+            self.output(name)?;
+        }
+        workspace.reserve(&self.plan, &*self.device, input.tokens as u64)?;
+        let saved = self.saved(input.tokens, counters)?;
+        let find = |name: &str| saved.kept.get(name).or_else(|| workspace.get(name));
+        for tensor in self.tensors(Role::Input) {
+            let host = self.checked_input(input, tensor)?;
+            let staged = find(&tensor.name).expect("reserved above");
+            self.device.upload(&host.data, staged, 0)?;
+        }
+        let scalars = counters.scalars(input.tokens);
+        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
+        self.run(&self.plan.steps, &scalars, ptr, None)?;
+        let output = self.read(names, input.tokens, find)?;
+        Ok((output, saved))
+    }
+
+    /// Runs the layer backward: from `dy [T, output_dim]`, in the layer's
+    /// activation dtype, to `dx [T, model_dim]` and `grad.topk_weights [T, K]`,
+    /// which are returned, and to the gradients of weights, f32, which the
+    /// layer keeps. They are overwritten, or with `accumulate` added to.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] when `dy` has another shape or dtype;
+    /// [`EngineError::ForeignSaved`]; [`EngineError::Device`].
+    pub fn backward(
+        &self,
+        saved: &Saved,
+        dy: &HostTensor<'_>,
+        accumulate: bool,
+    ) -> Result<Output, EngineError> {
+        let mut workspace = self.lock_workspace();
+        self.check_saved(saved)?;
+        self.check_dy(saved.tokens, dy)?;
+        workspace.reserve(&self.plan, &*self.device, saved.tokens as u64)?;
+        self.gradient_buffers()?;
+        let staged = workspace.get("dy").expect("reserved above");
+        self.device.upload(&dy.data, staged, 0)?;
+        let scalars = saved.counters.scalars(saved.tokens);
+        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
+        let steps = &self.plan.backward;
+        self.run(steps, &scalars.accumulating(accumulate), ptr, None)?;
+        let names: Vec<&str> = self
+            .tensors(Role::InputGradient)
+            .map(|tensor| tensor.name.as_str())
+            .collect();
+        self.read(&names, saved.tokens, |name| workspace.get(name))
+    }
+
+    /// As [`Layer::forward_train`], on memory that the caller owns, in stream
+    /// order and without waiting. Inputs stay where they are.
+    ///
+    /// # Safety
+    /// As [`Layer::forward_raw`]; inputs must stay valid and unchanged until
+    /// the stream has passed the last backward of the result.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_raw`] and [`Layer::forward_train`].
+    pub unsafe fn forward_train_raw(
+        &self,
+        call: &RawCall<'_>,
+        counters: Counters,
+    ) -> Result<Saved, EngineError> {
+        let mut workspace = self.lock_workspace();
+        self.check_training()?;
+        self.check_size(&workspace, call.tokens)?;
+        self.check_given(call)?;
+        workspace.reserve(&self.plan, &*self.device, call.tokens as u64)?;
+        let mut saved = self.saved(call.tokens, counters)?;
+        let given = call.tensors.iter();
+        saved.given = given.map(|(name, ptr)| (name.to_string(), *ptr)).collect();
+        let scalars = counters.scalars(call.tokens);
+        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
+        self.run(&self.plan.steps, &scalars, ptr, None)?;
+        Ok(saved)
+    }
+
+    /// As [`Layer::backward`], on memory that the caller owns, in stream order
+    /// and without waiting.
+    ///
+    /// # Safety
+    /// Every address must be valid on the layer's device for the tensor's size
+    /// until the stream has passed the call.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] when `dy` has no address; otherwise as
+    /// [`Layer::backward`].
+    pub unsafe fn backward_raw(
+        &self,
+        saved: &Saved,
+        call: &RawBackward<'_>,
+    ) -> Result<(), EngineError> {
+        let mut workspace = self.lock_workspace();
+        self.check_saved(saved)?;
+        let given = |name: &str| {
+            let found = call.tensors.iter().find(|(n, _)| *n == name);
+            found.map(|(_, ptr)| *ptr)
+        };
+        if given("dy").is_none() {
+            return Err(input_error("dy", "has no address".to_string()));
+        }
+        workspace.reserve(&self.plan, &*self.device, saved.tokens as u64)?;
+        self.gradient_buffers()?;
+        let scalars = saved.counters.scalars(saved.tokens);
+        let ptr = |name: &str| {
+            let kept = || saved.ptr(name).or_else(|| workspace.ptr(name));
+            given(name).or_else(kept)
+        };
+        let steps = &self.plan.backward;
+        self.run(steps, &scalars.accumulating(call.accumulate), ptr, None)
+    }
+
+    /// The gradient of a weight by its own name, such as `router.weight`, as
+    /// the last backward passes left it: f32, of the weight's shape.
+    ///
+    /// # Errors
+    /// [`EngineError::NoOutput`] for a name without gradient;
+    /// [`EngineError::NotTraining`].
+    pub fn gradient(&self, name: &str) -> Result<HostTensor<'static>, EngineError> {
+        self.check_training()?;
+        let full = format!("grad.{name}");
+        let buffers = self.gradient_buffers()?;
+        let found = self.plan.tensor(&full).zip(buffers.get(&full));
+        let (tensor, buffer) = found.ok_or_else(|| EngineError::NoOutput {
+            name: full.clone(),
+            known: buffers.keys().cloned().collect::<Vec<_>>().join(", "),
+        })?;
+        let mut data = vec![0; tensor.bytes(0) as usize];
+        self.device.download(buffer, 0, &mut data)?;
+        Ok(HostTensor {
+            dtype: tensor.dtype,
+            shape: shape_for(tensor, 0),
+            data: data.into(),
+        })
+    }
+
+    /// The gradients of all weights, by the weights' names.
+    ///
+    /// # Errors
+    /// As [`Layer::gradient`].
+    pub fn gradients(&self) -> Result<BTreeMap<String, HostTensor<'static>>, EngineError> {
+        let names = self.tensors(Role::WeightGradient);
+        let names = names.filter_map(|tensor| tensor.name.strip_prefix("grad."));
+        names
+            .map(|name| Ok((name.to_string(), self.gradient(name)?)))
+            .collect()
+    }
+
+    /// The address of a weight's gradient on the device.
+    ///
+    /// # Errors
+    /// As [`Layer::gradient`].
+    pub fn gradient_ptr(&self, name: &str) -> Result<Option<Ptr>, EngineError> {
+        self.check_training()?;
+        let buffers = self.gradient_buffers()?;
+        Ok(buffers.get(&format!("grad.{name}")).map(Buffer::ptr))
+    }
+
+    /// Sets the gradients of all weights to zero.
+    ///
+    /// # Errors
+    /// As [`Layer::gradient`].
+    pub fn zero_gradients(&self) -> Result<(), EngineError> {
+        self.check_training()?;
+        let buffers = self.gradient_buffers()?;
+        for buffer in buffers.values() {
+            self.device.upload(&vec![0; buffer.bytes()], buffer, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes that a forward pass of so many tokens keeps for backward.
+    pub fn saved_bytes(&self, tokens: usize) -> u64 {
+        self.saved.iter().map(|t| t.bytes(tokens as u64)).sum()
+    }
+
+    fn tensors(&self, role: Role) -> impl Iterator<Item = &TensorPlan> {
+        let tensors = self.plan.tensors.iter();
+        tensors.filter(move |tensor| tensor.role == role)
+    }
+
+    /// Runs the steps of both passes again on what the last call kept, the
+    /// first `tokens` of it, and times each.
+    pub(crate) fn time_training(&self, tokens: usize) -> Result<Vec<StepTime>, EngineError> {
+        let saved = self.saved(tokens, Counters::default())?;
+        self.gradient_buffers()?;
+        let workspace = self.lock_workspace();
+        let mut times = Vec::new();
+        let scalars = saved.counters.scalars(tokens);
+        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
+        for steps in [&self.plan.steps, &self.plan.backward] {
+            self.run(steps, &scalars, ptr, Some(&mut times))?;
+        }
+        Ok(times)
+    }
+
+    /// Room for what a call keeps: that of a call that is over, or new.
+    fn saved(&self, tokens: usize, counters: Counters) -> Result<Saved, EngineError> {
+        let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
+        let fits = idle.iter().position(|kept| kept.holds(tokens as u64));
+        let reused = match fits {
+            Some(at) => Some(idle.swap_remove(at)),
+            None => idle.pop(),
+        };
+        drop(idle);
+        let mut kept = reused.unwrap_or_default();
+        let tensors: Vec<&TensorPlan> = self.saved.iter().collect();
+        kept.reserve_for(&tensors, &*self.device, tokens as u64)?;
+        Ok(Saved {
+            tokens,
+            counters,
+            kept,
+            given: Vec::new(),
+            idle: self.idle.clone(),
+        })
+    }
+
+    /// The gradients of weights, zero before the first backward.
+    fn gradient_buffers(&self) -> Result<&HashMap<String, Buffer>, EngineError> {
+        if let Some(buffers) = self.gradients.get() {
+            return Ok(buffers);
+        }
+        let mut buffers = HashMap::new();
+        for tensor in self.tensors(Role::WeightGradient) {
+            let bytes = (tensor.bytes(0) as usize).max(64);
+            let buffer = self.device.alloc(bytes)?;
+            self.device.upload(&vec![0; bytes], &buffer, 0)?;
+            buffers.insert(tensor.name.clone(), buffer);
+        }
+        Ok(self.gradients.get_or_init(|| buffers))
+    }
+
+    fn read<'b>(
+        &self,
+        names: &[&str],
+        tokens: usize,
+        buffer: impl Fn(&str) -> Option<&'b Buffer>,
+    ) -> Result<Output, EngineError> {
+        let mut output = Output::default();
+        for name in names {
+            let mut host = self.empty_output(name, tokens)?;
+            let buffer = buffer(name).expect("outputs have memory");
+            self.device.download(buffer, 0, host.data.to_mut())?;
+            output.tensors.insert(name.to_string(), host);
+        }
+        Ok(output)
+    }
+
+    fn check_training(&self) -> Result<(), EngineError> {
+        match self.plan.training {
+            Some(_) => Ok(()),
+            None => Err(EngineError::NotTraining),
+        }
+    }
+
+    fn check_saved(&self, saved: &Saved) -> Result<(), EngineError> {
+        self.check_training()?;
+        match Arc::ptr_eq(&saved.idle, &self.idle) {
+            true => Ok(()),
+            false => Err(EngineError::ForeignSaved),
+        }
+    }
+
+    fn check_dy(&self, tokens: usize, dy: &HostTensor<'_>) -> Result<(), EngineError> {
+        let plan = self.plan.tensor("dy").expect("training plans have dy");
+        if tokens == 0 && dy.data.is_empty() {
+            return Ok(());
+        }
+        dy.check(plan.dtype, &shape_for(plan, tokens))
+            .map_err(|problem| input_error("dy", problem))
+    }
+
+    fn check_given(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
+        for tensor in self.tensors(Role::Input) {
+            if !call.tensors.iter().any(|(name, _)| *name == tensor.name) {
+                return Err(input_error(&tensor.name, "has no address".to_string()));
+            }
+        }
+        check_size(&self.plan, &*self.device, u64::MAX, call.tokens)
+    }
+}
