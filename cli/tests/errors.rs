@@ -277,7 +277,7 @@ fn a_cache_that_cannot_be_costs_a_warning_and_nothing_else() {
 
 #[test]
 fn what_is_not_built_yet_says_so() {
-    Small::new().refuses(&["--grad"], &["the backward pass is not built yet"]);
+    Small::new().refuses(&["--grad"], &["has no tensor `dy`"]);
 }
 
 #[test]

@@ -59,6 +59,15 @@ impl<'a> Tokens<'a> {
         Ok(tokens)
     }
 
+    /// Reads the gradient of the output as well.
+    pub fn read_dy(&mut self, file: &'a Checkpoint, spec: &LayerSpec) -> Result {
+        let dy = find(file, "dy")?;
+        let shape = [Some(self.count), Some(spec.output_dim())];
+        expect_shape(&dy, &shape, "[tokens, output_dim]")?;
+        self.insert("dy", floats(&dy, spec.precision.activations)?);
+        Ok(())
+    }
+
     fn routing(&mut self, file: &'a Checkpoint, spec: &LayerSpec) -> Result {
         let shape = [Some(self.count), Some(spec.shape.top_k)];
         let (ids, weights) = (find(file, "topk_ids")?, find(file, "topk_weights")?);

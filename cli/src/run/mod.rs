@@ -1,6 +1,7 @@
 //! `moesaic run`.
 
 mod check;
+mod grad;
 mod input;
 mod report;
 
@@ -12,6 +13,7 @@ use crate::spec_source::{LayerArgs, Source};
 use crate::store::StoreArgs;
 pub use check::relative_error;
 use clap::Args;
+use grad::GradArgs;
 use input::Tokens;
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_sources};
 use moesaic::weights::{WeightsError, load_canonical, write_safetensors};
@@ -30,7 +32,9 @@ Examples:
 The input holds `x [tokens, model_dim]` in f32, f16 or bf16, and what the router needs besides:
 `token_ids [tokens]`, or `topk_ids` and `topk_weights [tokens, top_k]`. The output holds `y` in
 the layer's activation type, `router.logits`, `topk_ids`, `topk_weights`, `counts`, and with a
-capacity `locations`, `capacity` and `overflow`. It appears whole or not at all.")]
+capacity `locations`, `capacity` and `overflow`. With --grad the input holds `dy` too, and the
+output `loss.<kind>`, `dx`, `grad.topk_weights`, `grad.router.logits`, and `grad.<name>` of every
+weight. It appears whole or not at all.")]
 pub struct RunArgs {
     #[command(flatten)]
     layer: LayerArgs,
@@ -62,9 +66,8 @@ pub struct RunArgs {
     /// Also print where kernels came from, times and how full the experts are
     #[arg(long)]
     stats: bool,
-    /// Also compute gradients (not built yet)
-    #[arg(long)]
-    grad: bool,
+    #[command(flatten)]
+    grad: GradArgs,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -74,10 +77,6 @@ pub struct RunArgs {
 
 /// Checks everything that can be checked, then compiles, runs and writes.
 pub fn execute(args: &RunArgs, console: &Console) -> Result {
-    if args.grad {
-        return Err(Failure::input("the backward pass is not built yet")
-            .hint("it comes with training; run without --grad for the forward pass"));
-    }
     check_output(&args.output)?;
     let source = args.layer.load(console)?;
     let progress = Progress::start("loading weights");
@@ -86,14 +85,24 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let file = input::open(&args.input)?;
     let engine = Engine::open(&args.target, args.options(console))?;
     engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
-    let tokens = Tokens::read(&file, &source.spec, console)?;
+    let mut tokens = Tokens::read(&file, &source.spec, console)?;
+    if args.grad.grad {
+        tokens.read_dy(&file, &source.spec)?;
+    }
     let progress = Progress::start("getting kernels");
     let started = Instant::now();
-    let layer = engine.layer(&source.spec, &engine_weights(&weights))?;
+    let host_weights = engine_weights(&weights);
+    let layer = match args.grad.grad {
+        true => engine.training_layer(&source.spec, &host_weights, args.grad.training())?,
+        false => engine.layer(&source.spec, &host_weights)?,
+    };
     let built = started.elapsed();
     progress.next("running");
     let started = Instant::now();
-    let outputs = forward(&layer, &tokens)?;
+    let outputs = match args.grad.grad {
+        true => grad::train(&layer, &tokens, &args.grad)?,
+        false => forward(&layer, &tokens)?,
+    };
     let ran = started.elapsed();
     progress.next("finishing");
     let comparison = args
@@ -175,18 +184,21 @@ const RESULTS: [&str; 5] = ["y", "router.logits", "topk_ids", "topk_weights", "c
 const PLACES: [&str; 3] = ["locations", "capacity", "overflow"];
 
 fn forward(layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
+    let output = layer.forward_with(&tokens.input(), &outputs(layer))?;
+    let tensors = output.into_tensors().into_iter();
+    Ok(tensors.map(|(name, t)| (name, host(t))).collect())
+}
+
+/// The results that a layer has.
+fn outputs(layer: &Layer) -> Vec<&str> {
     let plan = layer.plan();
     let limited = plan.tensor("capacity").is_some();
     let places = PLACES.iter().filter(|_| limited);
-    let names: Vec<&str> = RESULTS
-        .iter()
-        .chain(places)
-        .copied()
-        .filter(|name| plan.tensor(name).is_some())
-        .collect();
-    let output = layer.forward_with(&tokens.input(), &names)?;
-    let tensors = output.into_tensors().into_iter();
-    Ok(tensors.map(|(name, t)| (name, host(t))).collect())
+    let losses = plan.tensors.iter().map(|tensor| tensor.name.as_str());
+    let losses = losses.filter(|name| name.starts_with("loss."));
+    let named = RESULTS.iter().chain(places).copied();
+    let named = named.filter(|name| plan.tensor(name).is_some());
+    named.chain(losses).collect()
 }
 
 fn host(tensor: moesaic::HostTensor<'static>) -> HostTensor {
