@@ -197,12 +197,14 @@ pub struct CombineBwdConfig {
 /// Tiling of `gate_topk_bwd`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GateTopkBwdConfig {
-    /// Threads per block.
+    /// Threads per block; on a GPU a warp sees to one token at a time.
     pub threads: u32,
     /// Tokens per block.
     pub tile_tokens: usize,
-    /// Adjacent threads that see to one token: a power of two.
-    pub token_threads: u32,
+    /// Columns per block of sums over all tokens.
+    pub columns: usize,
+    /// Threads of the one block that finishes the losses.
+    pub sum_threads: u32,
 }
 
 /// Tiling of `dispatch_bwd`.

@@ -2,15 +2,17 @@
 //! option that is baked into the text, and nothing about tiling or targets.
 
 mod backward;
+mod gate_bwd;
 
 pub use backward::{
-    CombineBwdDesc, DispatchBwdDesc, GateTopkBwdDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc,
-    SharedBwdDesc,
+    CombineBwdDesc, DispatchBwdDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, SharedBwdDesc,
 };
 pub(crate) use backward::{
-    combine_bwd, dispatch_bwd, gate_topk_bwd, grouped_gemm_dgrad, grouped_gemm_wgrad, router_dgrad,
-    router_wgrad, shared_dgrad, shared_gate_wgrad, shared_wgrad,
+    combine_bwd, dispatch_bwd, grouped_gemm_dgrad, grouped_gemm_wgrad, router_dgrad, router_wgrad,
+    shared_dgrad, shared_gate_wgrad, shared_wgrad,
 };
+pub(crate) use gate_bwd::gate_topk_bwd;
+pub use gate_bwd::{GateTopkBwdDesc, LossSlope, LossSum};
 
 use moesaic_kernel::{DType, Stem};
 use moesaic_spec::{

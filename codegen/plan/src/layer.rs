@@ -1,6 +1,7 @@
 //! A whole pass as data: kernels, tensors, and the launches in order.
 
 mod backward;
+mod gate_bwd;
 mod tensors;
 
 use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
@@ -195,6 +196,7 @@ impl Builder {
         let mut tensors = declared_tensors(spec, target, training.is_some());
         if training.is_some() {
             tensors.extend(backward::tensors(spec));
+            tensors.extend(gate_bwd::tensors(spec, target));
         }
         Builder {
             plan: LayerPlan {
@@ -212,6 +214,9 @@ impl Builder {
 
     fn forward(&mut self) {
         self.routing();
+        if self.plan.training.is_some() {
+            self.losses();
+        }
         self.scan();
         self.experts();
         for index in 0..self.plan.spec.shared.len() {

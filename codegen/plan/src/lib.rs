@@ -24,7 +24,7 @@ pub use config::{
 pub use desc::{
     CombineBwdDesc, CombineDesc, DispatchBwdDesc, DispatchDesc, ExpertScanDesc, GateTopkBwdDesc,
     GateTopkDesc, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelDesc,
-    Logits, SharedBwdDesc, SharedDesc,
+    Logits, LossSlope, LossSum, SharedBwdDesc, SharedDesc,
 };
 pub use layer::{LayerPlan, Recompute, Role, Step, TensorPlan, Training, plan, plan_training};
 pub use signature::entries;

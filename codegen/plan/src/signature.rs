@@ -6,6 +6,7 @@
 //! 32-bit, since a call takes fewer than 2³¹ assignments.
 
 mod backward;
+mod gate_bwd;
 mod scan;
 
 use crate::config::*;
@@ -32,7 +33,7 @@ pub fn entries(desc: &KernelDesc, config: &KernelConfig) -> Vec<Entry> {
         (KernelDesc::GroupedGemmWgrad(d), KernelConfig::GroupedGemm(c)) => {
             backward::grouped_gemm_wgrad(d, c)
         }
-        (KernelDesc::GateTopkBwd(d), KernelConfig::GateTopkBwd(c)) => backward::gate_topk_bwd(d, c),
+        (KernelDesc::GateTopkBwd(d), KernelConfig::GateTopkBwd(c)) => gate_bwd::gate_topk_bwd(d, c),
         (KernelDesc::DispatchBwd(d), KernelConfig::DispatchBwd(c)) => backward::dispatch_bwd(d, c),
         _ => panic!("the config is for another stem than {}", desc.stem()),
     }

@@ -12,9 +12,9 @@
 //! so that an expert's output is never needed (gradient of `<dout, a · downᵀ>`
 //! moved to the left factor).
 
-use super::{GateTopkDesc, GroupedGemmDesc, Half, gate_topk, grouped_gemm, shared_gemm};
+use super::{GroupedGemmDesc, Half, grouped_gemm, shared_gemm};
 use moesaic_kernel::DType;
-use moesaic_spec::{Activation, LayerSpec, Loss, RouterKind, SharedGate, WeightSite};
+use moesaic_spec::{Activation, LayerSpec, RouterKind, SharedGate, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// `combine_bwd`: dy `[T, d_out]` to `dout [R, d_out]`, later the sums of
@@ -132,16 +132,6 @@ pub struct GroupedGemmWgradDesc {
     pub tf32: bool,
 }
 
-/// `gate_topk_bwd`: gradients of `topk_weights [T, K]` and of the losses to
-/// those of logits `[T, E]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct GateTopkBwdDesc {
-    /// The gate.
-    pub gate: GateTopkDesc,
-    /// The auxiliary losses.
-    pub losses: Vec<Loss>,
-}
-
 /// `dispatch_bwd`: gradients of rows, shared experts and router to dx `[T, d]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DispatchBwdDesc {
@@ -192,7 +182,7 @@ impl GroupedGemmDgradDesc {
 }
 
 /// Whether the gate's weights have a gradient towards the router.
-fn routed_back(spec: &LayerSpec) -> bool {
+pub(super) fn routed_back(spec: &LayerSpec) -> bool {
     spec.has_logits() && spec.router.kind != RouterKind::External
 }
 
@@ -351,16 +341,6 @@ pub(crate) fn router_wgrad(
 /// `grad W = dlogitᵀ · x` of a shared expert's gate.
 pub(crate) fn shared_gate_wgrad(spec: &LayerSpec) -> GroupedGemmWgradDesc {
     router_wgrad(spec, 1, false, spec.precision.activations)
-}
-
-/// `None` where nothing flows back into a router.
-pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
-    let gate = gate_topk(spec, true)?;
-    let needed = routed_back(spec) || spec.router.expert_scale;
-    needed.then(|| GateTopkBwdDesc {
-        gate,
-        losses: spec.losses.clone(),
-    })
 }
 
 pub(crate) fn dispatch_bwd(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {

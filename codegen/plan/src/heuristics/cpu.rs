@@ -149,8 +149,9 @@ fn plain_gemm() -> GroupedGemmConfig {
 pub fn gate_topk_bwd(_: &GateTopkBwdDesc, _: CpuIsa) -> GateTopkBwdConfig {
     GateTopkBwdConfig {
         threads: 1,
-        tile_tokens: 32,
-        token_threads: 1,
+        tile_tokens: 64,
+        columns: 128,
+        sum_threads: 1,
     }
 }
 

@@ -96,7 +96,7 @@ pub fn grouped_gemm_wgrad(_: &GroupedGemmWgradDesc, _: CudaArch) -> GroupedGemmC
 
 /// See [`GateTopkBwdConfig`].
 pub fn gate_topk_bwd(d: &GateTopkBwdDesc, _: CudaArch) -> GateTopkBwdConfig {
-    gpu::gate_topk_bwd(d, WARP)
+    gpu::gate_topk_bwd(d)
 }
 
 /// See [`DispatchBwdConfig`].

@@ -121,12 +121,12 @@ pub fn combine_bwd(d: &CombineBwdDesc, wave: u32) -> CombineBwdConfig {
 }
 
 /// See [`GateTopkBwdConfig`].
-pub fn gate_topk_bwd(d: &GateTopkBwdDesc, wave: u32) -> GateTopkBwdConfig {
-    let lanes = (d.gate.experts.next_power_of_two() as u32).min(wave);
+pub fn gate_topk_bwd(_: &GateTopkBwdDesc) -> GateTopkBwdConfig {
     GateTopkBwdConfig {
         threads: 128,
-        tile_tokens: (128 / lanes) as usize,
-        token_threads: lanes,
+        tile_tokens: 32,
+        columns: 128,
+        sum_threads: 256,
     }
 }
 

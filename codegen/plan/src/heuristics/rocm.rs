@@ -132,8 +132,8 @@ pub fn grouped_gemm_wgrad(_: &GroupedGemmWgradDesc, _: RocmArch) -> GroupedGemmC
 }
 
 /// See [`GateTopkBwdConfig`].
-pub fn gate_topk_bwd(d: &GateTopkBwdDesc, arch: RocmArch) -> GateTopkBwdConfig {
-    gpu::gate_topk_bwd(d, arch.wave)
+pub fn gate_topk_bwd(d: &GateTopkBwdDesc, _: RocmArch) -> GateTopkBwdConfig {
+    gpu::gate_topk_bwd(d)
 }
 
 /// See [`DispatchBwdConfig`].

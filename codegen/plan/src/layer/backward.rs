@@ -211,38 +211,10 @@ impl Builder {
         }
     }
 
-    fn gate_bwd(&mut self) {
-        let spec = self.plan.spec.clone();
-        let Some(gate) = desc::gate_topk_bwd(&spec) else {
-            return self.shared_gates_bwd();
-        };
-        let bind = [
-            ("logits", "router.logits"),
-            ("dlogits", "grad.router.logits"),
-            ("expert_scale", "router.expert_scale"),
-            ("grad_expert_scale", "grad.router.expert_scale"),
-            ("grad_topk_weights", "grad.topk_weights"),
-            ("projected", "router.projected"),
-            ("dprojected", "grad.router.projected"),
-            ("similarity", "router.similarity"),
-            ("temperature", "router.temperature"),
-            ("grad_similarity", "grad.router.similarity"),
-            ("grad_temperature", "grad.router.temperature"),
-            ("input_scale", "router.input_scale"),
-            ("grad_input_scale", "grad.router.input_scale"),
-            ("router_input", "router.input"),
-            ("router_dx", "router.dx"),
-        ];
-        self.launch("gate_topk_bwd", KernelDesc::GateTopkBwd(gate), &bind);
-        if spec.has_logits() {
-            self.router_products(&spec);
-        }
-        self.shared_gates_bwd();
-    }
-
     /// The projection to logits, or before the cosine: `router.dx` and the
     /// gradients of matrix and bias.
-    fn router_products(&mut self, spec: &LayerSpec) {
+    pub(super) fn router_products(&mut self) {
+        let spec = self.plan.spec.clone();
         let (matrix, rows, width) = match (spec.router.kind, spec.router.projection_dim) {
             (RouterKind::Cosine, Some(width)) => {
                 ("router.projector", "grad.router.projected", width)
@@ -267,13 +239,13 @@ impl Builder {
             ("grad_up", &grad),
             ("grad_up_bias", &grad_bias),
         ];
-        let dgrad = KernelDesc::GroupedGemmDgrad(desc::router_dgrad(spec, width));
+        let dgrad = KernelDesc::GroupedGemmDgrad(desc::router_dgrad(&spec, width));
         self.launch("grouped_gemm_dgrad_router", dgrad, bind);
-        let wgrad = KernelDesc::GroupedGemmWgrad(desc::router_wgrad(spec, width, bias, dtype));
+        let wgrad = KernelDesc::GroupedGemmWgrad(desc::router_wgrad(&spec, width, bias, dtype));
         self.launch("grouped_gemm_wgrad_router", wgrad, bind);
     }
 
-    fn shared_gates_bwd(&mut self) {
+    pub(super) fn shared_gates_bwd(&mut self) {
         let spec = self.plan.spec.clone();
         for (i, shared) in spec.shared.iter().enumerate() {
             if shared.gate != SharedGate::Sigmoid {

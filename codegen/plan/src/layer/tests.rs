@@ -92,6 +92,23 @@ fn backward_tensors_and_parameters_agree() {
     }
 }
 
+/// Routers and losses of every kind name what they need.
+#[test]
+fn gradients_of_routers_and_losses_agree() {
+    for seed in 0..400 {
+        let spec = moesaic_spec::testing::sample(seed);
+        for recompute in MODES {
+            let target = Target::Cpu(CpuIsa::Avx2);
+            let plan = plan_training(&spec, target, Training { recompute }).unwrap();
+            check(&plan);
+            for loss in &spec.losses {
+                let output = plan.tensor(&format!("loss.{}", loss.kind.name())).unwrap();
+                assert_eq!(output.role, Role::Output);
+            }
+        }
+    }
+}
+
 /// What backward reads was kept, computed before, or is a weight.
 #[test]
 fn every_weight_has_its_gradient() {

@@ -8,7 +8,7 @@ use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
 use moesaic_spec::WeightSite;
 
-fn per_slot(top_k: usize) -> String {
+pub(super) fn per_slot(top_k: usize) -> String {
     format!("[tokens, {top_k}]")
 }
 
@@ -257,30 +257,9 @@ fn wgrad_bias(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     entry(symbol, summary, params, grid, c.threads)
 }
 
-fn gradient(matrix: &str, suffix: &str, shape: &str) -> Param {
+pub(super) fn gradient(matrix: &str, suffix: &str, shape: &str) -> Param {
     let name = format!("grad_{matrix}{suffix}");
     Param::tensor(&name, F32, Access::ReadWrite, shape)
-}
-
-pub(super) fn gate_topk_bwd(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Vec<Entry> {
-    let (e, slots) = (d.gate.experts, per_slot(d.gate.top_k));
-    let logits = d.gate.logits != Logits::None;
-    let params = some([
-        when(logits, Param::read("logits", F32, format!("[tokens, {e}]"))),
-        Some(Param::read("topk_ids", I32, &slots)),
-        when(
-            d.gate.router.expert_scale,
-            Param::read("expert_scale", F32, format!("[{e}]")),
-        ),
-        Some(Param::read("grad_topk_weights", F32, &slots)),
-        when(
-            logits,
-            Param::write("dlogits", F32, format!("[tokens, {e}]")),
-        ),
-    ]);
-    let grid = [tokens_by(c.tile_tokens), one()];
-    let summary = "gradients of router logits";
-    vec![entry("gate_topk_bwd", summary, params, grid, c.threads)]
 }
 
 pub(super) fn dispatch_bwd(d: &DispatchBwdDesc, c: &DispatchBwdConfig) -> Vec<Entry> {

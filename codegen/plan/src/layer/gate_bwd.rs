@@ -1,0 +1,147 @@
+//! The losses of a forward pass, and the way back through the router.
+
+use super::tensors::{constant, tensor};
+use super::{Builder, Role, TensorPlan, borrowed};
+use crate::desc::{self, GateTopkBwdDesc, KernelDesc, Logits};
+use crate::{KernelConfig, heuristics};
+use moesaic_kernel::DType::{F32, I32, I64};
+use moesaic_kernel::{Size, Target};
+use moesaic_spec::{LayerSpec, LossKind};
+
+/// Parameters that are called otherwise than their tensors.
+const NAMES: [(&str, &str); 16] = [
+    ("logits", "router.logits"),
+    ("clean_logits", "router.logits"),
+    ("dlogits", "grad.router.logits"),
+    ("expert_scale", "router.expert_scale"),
+    ("grad_expert_scale", "grad.router.expert_scale"),
+    ("grad_topk_weights", "grad.topk_weights"),
+    ("projected", "router.projected"),
+    ("dprojected", "grad.router.projected"),
+    ("similarity", "router.similarity"),
+    ("temperature", "router.temperature"),
+    ("grad_similarity", "grad.router.similarity"),
+    ("grad_temperature", "grad.router.temperature"),
+    ("input_scale", "router.input_scale"),
+    ("grad_input_scale", "grad.router.input_scale"),
+    ("router_input", "router.input"),
+    ("router_dx", "router.dx"),
+];
+
+/// Those of the losses, and scratch of the way back.
+pub(super) fn tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
+    let Some(desc) = desc::gate_topk_bwd(spec) else {
+        return Vec::new();
+    };
+    let KernelConfig::GateTopkBwd(config) =
+        heuristics::choose(&KernelDesc::GateTopkBwd(desc.clone()), target)
+    else {
+        unreachable!("the config is of its desc's kind")
+    };
+    let experts = constant(desc.gate.experts);
+    let tiles = Size::Tokens.ceil_div(config.tile_tokens as u64);
+    let scratch = |name: &str, shape: &[Size]| tensor(name, F32, shape, Role::Scratch);
+    let per_tile = [tiles, experts.clone()];
+    let mut list = vec![
+        scratch("scale_parts", &per_tile),
+        scratch("inverse_norms", &[Size::Tokens]),
+        scratch("inverse_rms", &[Size::Tokens]),
+        scratch("temperature_parts", std::slice::from_ref(&experts)),
+    ];
+    list.extend(loss_tensors(&desc, &per_tile));
+    list
+}
+
+fn loss_tensors(desc: &GateTopkBwdDesc, [tiles, experts]: &[Size; 2]) -> Vec<TensorPlan> {
+    let sequences = match desc.sequence_length {
+        Some(length) => Size::Tokens.ceil_div(length as u64),
+        None => Size::Tokens,
+    };
+    let (sums, slopes) = (constant(desc.sums.len()), constant(desc.slopes.len()));
+    let of = |name: &str, shape: [&Size; 2], role: Role| {
+        tensor(name, F32, &shape.map(Size::clone), role)
+    };
+    let (pair, tokens) = (constant(2), Size::Tokens);
+    let mut list = vec![
+        tensor(
+            "loss_parts",
+            F32,
+            &[tiles.clone(), sums, experts.clone()],
+            Role::Scratch,
+        ),
+        of("token_parts", [tiles, &pair], Role::Scratch),
+        of("sequence_parts", [tiles, &pair], Role::Scratch),
+        of("loss_slopes", [&slopes, experts], Role::Scratch),
+        of("sequence_slopes", [&sequences, experts], Role::Scratch),
+        tensor("sequence_first", I32, &[tokens.clone()], Role::Scratch),
+        tensor("sequence_ids", I32, &[tokens], Role::Input),
+        tensor("global_counts", I64, &[experts.clone()], Role::Input),
+        tensor("global_tokens", I64, &[constant(1)], Role::Input),
+    ];
+    let outputs = desc.losses.iter().map(|loss| loss_name(loss.kind));
+    list.extend(outputs.map(|name| tensor(&name, F32, &[constant(1)], Role::Output)));
+    list
+}
+
+fn loss_name(kind: LossKind) -> String {
+    format!("loss.{}", kind.name())
+}
+
+impl Builder {
+    /// The auxiliary losses, in the forward pass.
+    pub(super) fn losses(&mut self) {
+        if self.plan.spec.losses.is_empty() {
+            return;
+        }
+        if let Some(desc) = desc::gate_topk_bwd(&self.plan.spec) {
+            let kernel = self.kernel("gate_topk_bwd", KernelDesc::GateTopkBwd(desc));
+            self.gate_steps(
+                kernel,
+                &["gate_losses", "gate_sequences", "gate_losses_sum"],
+            );
+        }
+    }
+
+    /// From the gradient of `topk_weights` to those of the router's tensors
+    /// and to its part of dx.
+    pub(super) fn gate_bwd(&mut self) {
+        if let Some(desc) = desc::gate_topk_bwd(&self.plan.spec) {
+            let logits = desc.gate.logits != Logits::None;
+            let desc = KernelDesc::GateTopkBwd(desc);
+            let known = self.plan.kernels.iter().position(|k| k.desc == desc);
+            let kernel = known.unwrap_or_else(|| self.kernel("gate_topk_bwd", desc));
+            self.gate_steps(
+                kernel,
+                &[
+                    "gate_topk_bwd",
+                    "gate_scale_bwd",
+                    "gate_cosine_bwd",
+                    "gate_similarity_bwd",
+                    "gate_temperature_bwd",
+                    "gate_input",
+                ],
+            );
+            if logits {
+                self.router_products();
+            }
+            self.gate_steps(kernel, &["gate_input_scale_bwd", "gate_rms_bwd"]);
+        }
+        self.shared_gates_bwd();
+    }
+
+    /// A step for each of these entries that the kernel has.
+    fn gate_steps(&mut self, kernel: usize, symbols: &[&str]) {
+        let renamed = NAMES.map(|(from, to)| (from.to_string(), to.to_string()));
+        let losses = self.plan.spec.losses.iter().map(|loss| {
+            let name = loss_name(loss.kind);
+            (name.replace(['.', '-'], "_"), name)
+        });
+        let names: Vec<(String, String)> = renamed.into_iter().chain(losses).collect();
+        for symbol in symbols {
+            let mut entries = self.plan.kernels[kernel].entries.iter();
+            if let Some(index) = entries.position(|entry| entry.symbol == *symbol) {
+                self.step(kernel, index, &borrowed(&names));
+            }
+        }
+    }
+}
