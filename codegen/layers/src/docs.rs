@@ -90,6 +90,10 @@ pub(crate) fn meaning(name: &str) -> &'static str {
         "row_slots" => "The assignment of each row",
         "capacity" => "Most rows an expert may take in this call",
         "overflow" => "Assignments that were dropped",
+        "dx" => "The gradient of the tokens",
+        "grad.topk_weights" => "The gradient of the experts' weights",
+        "grad.router.logits" => "The gradient of the router logits",
+        name if name.starts_with("loss.") => "An auxiliary loss, without its coefficient",
         _ => "A tensor",
     }
 }

@@ -127,7 +127,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let y = plan
         .tensor("y")
         .and_then(|y| row(y.dtype, &y.shape, facade));
-    let input = input(&inputs, names);
+    let input = input(&inputs, names, "input");
     quote! {
         /// Runs the layer, one row per token, and reads back `y`.
         ///
@@ -154,7 +154,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     }
 }
 
-fn inputs_doc(inputs: &[&TensorPlan]) -> String {
+pub(crate) fn inputs_doc(inputs: &[&TensorPlan]) -> String {
     let line = |tensor: &&TensorPlan| {
         format!(
             "* {}: {}",
@@ -166,13 +166,15 @@ fn inputs_doc(inputs: &[&TensorPlan]) -> String {
 }
 
 /// `x: &[[f32; 64]]`.
-fn param(tensor: &TensorPlan, names: &Names) -> TokenStream {
+pub(crate) fn param(tensor: &TensorPlan, names: &Names) -> TokenStream {
     let name = field(&tensor.name);
     let row = row(tensor.dtype, &tensor.shape, &names.facade);
     quote!(#name: &[#row])
 }
 
-fn input(inputs: &[&TensorPlan], names: &Names) -> TokenStream {
+/// The function that makes an engine's input of typed ones.
+pub(crate) fn input(inputs: &[&TensorPlan], names: &Names, function: &str) -> TokenStream {
+    let function = format_ident!("{function}");
     let facade = &names.facade;
     let params = inputs.iter().map(|tensor| {
         let name = field(&tensor.name);
@@ -184,7 +186,7 @@ fn input(inputs: &[&TensorPlan], names: &Names) -> TokenStream {
         quote!((#name, #facade::typed::generated::host_rows(#field)))
     });
     quote! {
-        fn input<'a>(#(#params),*) -> #facade::Input<'a> {
+        fn #function<'a>(#(#params),*) -> #facade::Input<'a> {
             #facade::typed::generated::input(x.len(), [#(#pairs),*])
         }
     }

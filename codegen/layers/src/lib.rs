@@ -2,7 +2,8 @@
 //!
 //! [`generate`] writes, for one spec: the layer type with `new` and `forward`,
 //! a weights struct with one field per tensor, an output struct, an argument
-//! struct per kernel entry. Every tensor's shape and element type is part of
+//! struct per kernel entry; and the same for training: `forward_train`,
+//! `backward`, structs of gradients. Every tensor's shape and element type is part of
 //! its Rust type, so that a wrong shape does not compile. What is generated
 //! uses the facade crate only, holds no `unsafe`, and is the same for all
 //! targets. The argument structs are those of the kernels for CPUs: a kernel
@@ -33,12 +34,13 @@ mod kernels;
 mod layer;
 mod names;
 mod tensors;
+mod training;
 mod types;
 
 pub use names::{file_name, type_name};
 
 use moesaic_kernel::{CpuIsa, Target};
-use moesaic_plan::{PlanError, plan};
+use moesaic_plan::{PlanError, Training, plan, plan_training};
 use moesaic_spec::LayerSpec;
 use names::Names;
 use proc_macro2::TokenStream;
@@ -97,7 +99,9 @@ pub fn generate(spec: &LayerSpec, options: &GenerateOptions) -> Result<TokenStre
     );
     let (output, raw) = (tensors::output(&plan, &names), tensors::raw(&plan, &names));
     let kernels = kernels::module(&plan, &names);
-    Ok(quote! { #layer #weights #output #raw #kernels })
+    let training = plan_training(spec, plan.target, Training::default())?;
+    let training = training::training(&training, &names);
+    Ok(quote! { #layer #weights #output #raw #training #kernels })
 }
 
 /// The items of a typed layer as the text of a Rust file.

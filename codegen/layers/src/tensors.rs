@@ -119,7 +119,7 @@ fn output_read(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
 }
 
 /// What a tensor is, as the doc of a field.
-fn about(tensor: &TensorPlan) -> TokenStream {
+pub(crate) fn about(tensor: &TensorPlan) -> TokenStream {
     doc(&format!(
         "{}: {}.",
         docs::meaning(&tensor.name),
@@ -129,7 +129,7 @@ fn about(tensor: &TensorPlan) -> TokenStream {
 
 /// Rows for tensors that grow with the token count; others by value, and
 /// those of one element as that element.
-fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
+pub(crate) fn output_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
     let facade = &names.facade;
     if let Some(row) = row(tensor.dtype, &tensor.shape, facade) {
         return quote!(Vec<#row>);

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use moesaic::reference::{self, Random};
 use moesaic::target::Buffer;
 use moesaic::typed::{Array, In, Launcher, Out, SignatureError, TypedLayer, rows, tensor};
-use moesaic::{Element, Engine, EngineError, EngineOptions, LayerSpec};
+use moesaic::{Counters, Element, Engine, EngineError, EngineOptions, LayerSpec, Training};
 use std::sync::LazyLock;
 
 moesaic::layer! {
@@ -140,6 +140,42 @@ fn a_linear_router_in_f32() {
     assert_close(logits, &expected.logits.unwrap(), 1e-5);
     assert_eq!(layer.forward(&x).unwrap(), output.y);
     assert_eq!(output.row_slots.len(), 37 * Odd::TOP_K);
+}
+
+#[test]
+fn forward_and_backward() {
+    let stored = Stored::new(&Odd::spec(), 3);
+    let flat = ["router.weight", "experts.gate.weight", "experts.up.weight"];
+    let [router, gate, up] = flat.map(|name| f32s(&stored, name));
+    let down = f32s(&stored, "experts.down.weight");
+    let weights = OddWeights {
+        router_weight: tensor(&router).unwrap(),
+        experts_gate_weight: tensor(&gate).unwrap(),
+        experts_up_weight: tensor(&up).unwrap(),
+        experts_down_weight: tensor(&down).unwrap(),
+    };
+    let layer = Odd::training(&ENGINE, &weights, Training::default()).unwrap();
+    let (x, input) = tokens::<[f32; 19]>(23, |v| v as f32, f64::from);
+    let dy: Vec<[f32; 9]> = x.iter().map(|row| *row.first_chunk().unwrap()).collect();
+    let flat_dy: Vec<f64> = dy.as_flattened().iter().map(|&v| v.into()).collect();
+    let expected = reference::backward(&Odd::spec(), &stored.0, &input, &flat_dy);
+    let forward = layer.forward_train(&x, Counters::default()).unwrap();
+    assert_eq!(forward.output.y, odd().0.forward(&x).unwrap());
+    let first = layer.backward(&forward.saved, &dy, false).unwrap();
+    let dx = first.dx.as_flattened().iter().map(|&v| v.into());
+    assert_close(dx, &expected.x, 1e-5);
+    let second = layer.backward(&forward.saved, &dy, true).unwrap();
+    assert_eq!(first, second, "gradients of inputs are not added up");
+    let found = layer.gradients().unwrap();
+    for (name, found) in [
+        ("router.weight", found.router_weight),
+        ("experts.gate.weight", found.experts_gate_weight),
+        ("experts.up.weight", found.experts_up_weight),
+        ("experts.down.weight", found.experts_down_weight),
+    ] {
+        let halves = found.iter().map(|&v| f64::from(v) / 2.0);
+        assert_close(halves, &expected.weights[name].data, 1e-5);
+    }
 }
 
 #[test]

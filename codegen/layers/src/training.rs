@@ -1,0 +1,225 @@
+//! Forward with what backward needs kept, and backward.
+
+use crate::docs::{self, doc};
+use crate::layer::{input, inputs_doc, param};
+use crate::names::{Names, field};
+use crate::tensors::{about, of_role, output_type};
+use crate::types::row;
+use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use proc_macro2::TokenStream;
+use quote::quote;
+
+/// Everything of a layer that only training needs. `plan` runs backward.
+pub(crate) fn training(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let structs = [
+        trained(plan, names),
+        input_gradients(plan, names),
+        weight_gradients(plan, names),
+    ];
+    let (construct, calls) = (construct(names), calls(plan, names));
+    let layer = &names.layer;
+    quote! {
+        #(#structs)*
+
+        #[allow(dead_code)]
+        impl #layer {
+            #construct
+            #calls
+        }
+    }
+}
+
+/// The losses of a plan, as named outputs.
+fn losses(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
+    of_role(plan, Role::Output).filter(|tensor| tensor.name.starts_with("loss."))
+}
+
+fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        trained,
+        output,
+        layer,
+        visibility,
+        facade,
+        ..
+    } = names;
+    let fields = losses(plan).map(|tensor| {
+        let (field, about) = (field(&tensor.name), about(tensor));
+        quote!(#about pub #field: f32,)
+    });
+    let about = doc(&format!(
+        "What a forward pass of [`{layer}`] in training gives."
+    ));
+    quote! {
+        #about
+        #[allow(dead_code)]
+        #visibility struct #trained {
+            /// What any call computes.
+            pub output: #output,
+            #(#fields)*
+            /// What backward needs.
+            pub saved: #facade::Saved,
+        }
+    }
+}
+
+fn input_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        input_gradients,
+        layer,
+        visibility,
+        facade,
+        ..
+    } = names;
+    let list: Vec<&TensorPlan> = of_role(plan, Role::InputGradient).collect();
+    let fields = list.iter().map(|tensor| {
+        let (field, ty) = (field(&tensor.name), output_type(tensor, names));
+        let about = about(tensor);
+        quote!(#about pub #field: #ty,)
+    });
+    let reads = list.iter().map(|tensor| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        quote!(#field: #facade::typed::generated::read_rows(output, #name)?,)
+    });
+    let about = doc(&format!(
+        "What a backward pass of [`{layer}`] returns; the gradients of weights stay with the layer."
+    ));
+    quote! {
+        #about
+        #[derive(Clone, Debug, PartialEq)]
+        #[allow(dead_code)]
+        #visibility struct #input_gradients { #(#fields)* }
+
+        impl #input_gradients {
+            fn read(output: &#facade::Output) -> Result<Self, #facade::EngineError> {
+                Ok(#input_gradients { #(#reads)* })
+            }
+        }
+    }
+}
+
+fn weight_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        gradients,
+        layer,
+        visibility,
+        ..
+    } = names;
+    let fields = of_role(plan, Role::WeightGradient).map(|tensor| {
+        let name = weight_name(tensor);
+        let (field, about) = (field(name), doc(&format!("{}.", docs::tensor(tensor))));
+        quote!(#about pub #field: Vec<f32>,)
+    });
+    let about = doc(&format!(
+        "Gradients of the weights of [`{layer}`], row major, as backward passes left them."
+    ));
+    quote! {
+        #about
+        #[derive(Clone, Debug, PartialEq)]
+        #[allow(dead_code)]
+        #visibility struct #gradients { #(#fields)* }
+    }
+}
+
+/// `router.weight` of `grad.router.weight`.
+fn weight_name(tensor: &TensorPlan) -> &str {
+    tensor.name.strip_prefix("grad.").unwrap_or(&tensor.name)
+}
+
+fn construct(names: &Names) -> TokenStream {
+    let Names {
+        weights, facade, ..
+    } = names;
+    quote! {
+        /// As `new`, for a layer that can run backward.
+        ///
+        /// # Errors
+        /// As `new`.
+        pub fn training(
+            engine: &#facade::Engine,
+            weights: &#weights<'_>,
+            training: #facade::Training,
+        ) -> Result<Self, #facade::EngineError> {
+            let layer = engine.training_layer(&Self::spec(), &weights.named(), training)?;
+            Ok(Self { layer })
+        }
+    }
+}
+
+fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        trained,
+        output,
+        input_gradients,
+        gradients,
+        facade,
+        ..
+    } = names;
+    let inputs: Vec<&TensorPlan> = of_role(plan, Role::Input).collect();
+    let params: Vec<TokenStream> = inputs.iter().map(|tensor| param(tensor, names)).collect();
+    let fields = inputs.iter().map(|tensor| field(&tensor.name));
+    let about = doc(&inputs_doc(&inputs));
+    let loss_names: Vec<&String> = losses(plan).map(|tensor| &tensor.name).collect();
+    let loss_reads = losses(plan).map(|tensor| {
+        let (name, field) = (&tensor.name, field(&tensor.name));
+        quote!(#field: #facade::typed::generated::read(&output, #name)?,)
+    });
+    let dy = plan.tensor("dy");
+    let dy = dy.and_then(|dy| row(dy.dtype, &dy.shape, facade));
+    let reads = of_role(plan, Role::WeightGradient).map(|tensor| {
+        let name = weight_name(tensor);
+        let field = field(name);
+        quote!(#field: self.layer.gradient(#name)?.to_f32(),)
+    });
+    let input = input(&inputs, names, "training_input");
+    quote! {
+        /// Runs the layer forward as in training, and keeps what backward
+        /// needs. `counters` are what random numbers depend on.
+        ///
+        #about
+        ///
+        /// # Errors
+        /// As `forward`; also when the layer was not made by `training`.
+        pub fn forward_train(
+            &self,
+            #(#params,)*
+            counters: #facade::Counters,
+        ) -> Result<#trained, #facade::EngineError> {
+            let names = [#output::NAMES, &[#(#loss_names),*]].concat();
+            let input = Self::training_input(#(#fields),*);
+            let (output, saved) = self.layer.forward_train(&input, &names, counters)?;
+            Ok(#trained {
+                output: #output::read(&output)?,
+                #(#loss_reads)*
+                saved,
+            })
+        }
+
+        /// Runs the layer backward from the gradient of `y`. Gradients of
+        /// weights stay with the layer: they are overwritten, or with
+        /// `accumulate` added to.
+        ///
+        /// # Errors
+        /// When `dy` has not one row per token, `saved` is of another layer,
+        /// memory runs out, or a launch fails.
+        pub fn backward(
+            &self,
+            saved: &#facade::Saved,
+            dy: &[#dy],
+            accumulate: bool,
+        ) -> Result<#input_gradients, #facade::EngineError> {
+            let dy = #facade::typed::generated::host_rows(dy);
+            #input_gradients::read(&self.layer.backward(saved, &dy, accumulate)?)
+        }
+
+        /// Reads back the gradients of all weights.
+        ///
+        /// # Errors
+        /// When the layer was not made by `training`.
+        pub fn gradients(&self) -> Result<#gradients, #facade::EngineError> {
+            Ok(#gradients { #(#reads)* })
+        }
+
+        #input
+    }
+}
