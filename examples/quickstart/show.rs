@@ -84,7 +84,7 @@ pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits)
     );
     let (mut sum, mut least) = (0.0, 0.0);
     for (step, timed) in plan.steps.iter().zip(times) {
-        let work = Work::of(&plan.kernels[step.kernel], plan.entry(step), tokens as u64);
+        let work = Work::of(plan, step, tokens as u64);
         let floor = work
             .floor(limits.f32_gflops * 1e9, limits.read_gbps * 1e9)
             .0

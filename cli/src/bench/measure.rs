@@ -43,8 +43,8 @@ const MOST: usize = 1000;
 pub fn measure(layer: &Layer, tokens: usize, budget: Duration) -> Result<Run> {
     let input = random::input(layer.spec(), tokens);
     layer.forward(&input)?;
-    layer.time_steps(tokens)?;
-    let (mut calls, mut steps) = (Vec::new(), vec![Vec::new(); layer.plan().steps.len()]);
+    let launches = layer.time_steps(tokens)?.len();
+    let (mut calls, mut steps) = (Vec::new(), vec![Vec::new(); launches]);
     let begun = Instant::now();
     while calls.len() < LEAST || (calls.len() < MOST && begun.elapsed() < budget) {
         let started = Instant::now();
@@ -71,22 +71,17 @@ pub fn measure(layer: &Layer, tokens: usize, budget: Duration) -> Result<Run> {
 
 fn launch(layer: &Layer, i: usize, tokens: usize, time: Duration) -> Launch {
     let plan = layer.plan();
-    let step = &plan.steps[i];
-    let kernel = &plan.kernels[step.kernel];
-    let label = match plan
-        .steps
-        .iter()
-        .filter(|other| other.symbol == step.symbol)
-        .count()
-    {
+    let steps = || plan.steps.iter().chain(&plan.backward);
+    let step = steps().nth(i).expect("one time per step");
+    let same = steps().filter(|other| other.symbol == step.symbol);
+    let label = match same.count() {
         1 => step.symbol.clone(),
-        _ => kernel.name.clone(),
+        _ => plan.kernels[step.kernel].name.clone(),
     };
-    let work = Work::of(kernel, plan.entry(step), tokens as u64);
     Launch {
         label,
         kernel: step.kernel,
-        work,
+        work: Work::of(plan, step, tokens as u64),
         time,
     }
 }

@@ -13,7 +13,7 @@ use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use clap::Args;
 use moesaic::cpu::CpuDevice;
-use moesaic::{Engine, EngineOptions, Target, engine_weights};
+use moesaic::{Engine, EngineOptions, Target, Training, engine_weights};
 use std::time::Duration;
 
 /// Time a layer and hold it against the machine's limits
@@ -22,6 +22,7 @@ use std::time::Duration;
 Examples:
   moesaic bench --spec layer.toml
   moesaic bench --spec layer.toml --target cuda --tokens 1,64,4096 --json
+  moesaic bench --spec layer.toml --training --tokens 4096
 
 Weights and tokens are random. The result is checked once against the f64 reference; then each
 launch is timed on its own. Least times follow from the plan's arithmetic and traffic and the
@@ -49,6 +50,9 @@ pub struct BenchArgs {
     /// The GPU whose published limits are used
     #[arg(long, value_name = "NAME")]
     machine: Option<String>,
+    /// Time forward as in training and backward
+    #[arg(long)]
+    training: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -69,7 +73,11 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let progress = Progress::start("making weights");
     let weights = random::weights(&spec);
     progress.next("getting kernels");
-    let layer = engine.layer(&spec, &engine_weights(&weights))?;
+    let host_weights = engine_weights(&weights);
+    let layer = match args.training {
+        true => engine.training_layer(&spec, &host_weights, Training::default())?,
+        false => engine.layer(&spec, &host_weights)?,
+    };
     progress.next("checking");
     let error = check::check(&layer, &weights)?;
     let machine = args.machine(&engine)?;

@@ -231,7 +231,7 @@ fn label(plan: &LayerPlan, step: &Step) -> String {
 fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> At {
     let entry = plan.entry(step);
     let kernel = &plan.kernels[step.kernel];
-    let work = Work::of(kernel, entry, tokens);
+    let work = Work::of(plan, step, tokens);
     let least = machine.map(|machine| {
         let flops = machine.flops(arithmetic(kernel, &plan.spec));
         let (seconds, compute_bound) = work.floor(flops, machine.bytes_per_second);
@@ -257,7 +257,9 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
 /// for their products, f32 for everything else.
 pub fn arithmetic(kernel: &KernelPlan, spec: &LayerSpec) -> DType {
     match kernel.desc {
-        KernelDesc::GroupedGemm(_) => spec.precision.weights,
+        KernelDesc::GroupedGemm(_)
+        | KernelDesc::GroupedGemmDgrad(_)
+        | KernelDesc::GroupedGemmWgrad(_) => spec.precision.weights,
         _ => DType::F32,
     }
 }

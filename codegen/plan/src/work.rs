@@ -1,8 +1,9 @@
 //! What a launch must at least do: arithmetic and bytes, for rooflines.
 
-use crate::KernelPlan;
 use crate::desc::*;
+use crate::{LayerPlan, Role, Step, TensorPlan};
 use moesaic_kernel::Entry;
+use std::collections::BTreeSet;
 
 /// Least arithmetic and traffic of one launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -15,11 +16,15 @@ pub struct Work {
 }
 
 impl Work {
-    /// The work of `entry` of `kernel` for `tokens` tokens, nothing dropped.
-    pub fn of(kernel: &KernelPlan, entry: &Entry, tokens: u64) -> Work {
+    /// The work of a step of `plan` for `tokens` tokens, nothing dropped.
+    ///
+    /// # Panics
+    /// When the step is not of this plan.
+    pub fn of(plan: &LayerPlan, step: &Step, tokens: u64) -> Work {
+        let desc = &plan.kernels[step.kernel].desc;
         Work {
-            flops: flops(&kernel.desc, entry, tokens as f64),
-            bytes: bytes(kernel, entry, tokens),
+            flops: flops(desc, plan.entry(step), tokens as f64),
+            bytes: bytes(plan, step, tokens),
         }
     }
 
@@ -75,66 +80,25 @@ fn flops(desc: &KernelDesc, entry: &Entry, tokens: f64) -> f64 {
     }
 }
 
-fn bytes(kernel: &KernelPlan, entry: &Entry, tokens: u64) -> f64 {
-    let facts = Facts::of(&kernel.desc, tokens);
-    let tensors = entry.params.iter().filter_map(|param| {
-        let (dtype, _) = param.ty.tensor()?;
-        Some(facts.elements(&param.shape) * dtype.size() as f64)
-    });
-    tensors.sum()
-}
-
-/// The values of the names that shapes of parameters use.
-struct Facts {
-    tokens: f64,
-    slots: f64,
-    /// Share of the experts that can have rows at all.
-    active: f64,
-    experts: f64,
-}
-
-impl Facts {
-    fn of(desc: &KernelDesc, tokens: u64) -> Facts {
-        let (top_k, experts) = match desc {
-            KernelDesc::GateTopk(d) => (d.top_k, d.experts),
-            KernelDesc::ExpertScan(d) => (d.top_k, d.experts),
-            KernelDesc::Dispatch(d) => (d.top_k, d.experts),
-            KernelDesc::GroupedGemm(d) => (d.top_k, d.experts),
-            KernelDesc::Combine(d) => (d.top_k, d.experts),
-            KernelDesc::CombineBwd(d) => (d.top_k, d.experts),
-            KernelDesc::GroupedGemmDgrad(d) => (d.top_k, d.experts),
-            KernelDesc::GroupedGemmWgrad(d) => (d.top_k, d.experts),
-            KernelDesc::GateTopkBwd(d) => (d.gate.top_k, d.gate.experts),
-            KernelDesc::DispatchBwd(d) => (d.top_k, d.experts),
-        };
-        let slots = tokens as f64 * top_k as f64;
-        let active = (slots / experts as f64).min(1.0);
-        Facts {
-            tokens: tokens as f64,
-            slots,
-            active,
-            experts: experts as f64,
-        }
-    }
-
-    /// Elements of a shape such as `[tokens, 128]`.
-    fn elements(&self, shape: &str) -> f64 {
-        let sizes = shape.trim_matches(['[', ']']).split(", ");
-        let product: f64 = sizes.clone().map(|size| self.size(size)).product();
-        // A stack of three sizes is one matrix per expert.
-        if sizes.count() == 3 && self.experts > 1.0 {
-            product * self.active
+/// Bytes of the step's tensors, each once.
+fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
+    let names: BTreeSet<&String> = step.tensors.iter().collect();
+    let tensors = names.into_iter().filter_map(|name| plan.tensor(name));
+    let bytes = tensors.map(|tensor| {
+        let stack = tensor.role == Role::Weight && tensor.shape.len() == 3;
+        let share = if stack {
+            active(plan, tensor, tokens)
         } else {
-            product
-        }
-    }
+            1.0
+        };
+        tensor.bytes(tokens) as f64 * share
+    });
+    bytes.sum()
+}
 
-    fn size(&self, name: &str) -> f64 {
-        match name {
-            "tokens" => self.tokens,
-            "rows" | "tokens*top_k" => self.slots,
-            "tiles" | "chunks" => 1.0,
-            number => number.parse().unwrap_or(1.0),
-        }
-    }
+/// The share of a stack's matrices, one per expert, that can have rows at all.
+fn active(plan: &LayerPlan, stack: &TensorPlan, tokens: u64) -> f64 {
+    let experts = stack.shape[0].eval(tokens) as f64;
+    let slots = tokens as f64 * plan.spec.shape.top_k as f64;
+    (slots / experts).min(1.0)
 }
