@@ -3,12 +3,13 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result, reason};
 use crate::spec_source::LayerArgs;
+use crate::training::TrainingArgs;
 use crate::{highlight, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
-use moesaic::plan::plan;
+use moesaic::plan::plan_for;
 use moesaic::weights::write_whole;
-use moesaic::{EngineError, KernelSource, LayerSpec, Target};
+use moesaic::{EngineError, KernelSource, LayerSpec, Target, Training};
 use moesaic_layers::{GenerateOptions, generate_source};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -39,6 +40,8 @@ pub struct EmitArgs {
     /// Also write a typed Rust API of the layer to this file
     #[arg(long, value_name = "FILE")]
     rust: Option<PathBuf>,
+    #[command(flatten)]
+    training: TrainingArgs,
 }
 
 /// Emits every kernel for every target.
@@ -46,7 +49,7 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let mut sources = Vec::new();
     for target in targets::resolve(&args.target)? {
-        sources.extend(layer_sources(&spec, target)?);
+        sources.extend(layer_sources(&spec, target, args.training.get())?);
     }
     match args.output.as_deref() {
         Some(dir) if dir.as_os_str() != "-" => write_all(dir, &sources, console)?,
@@ -59,8 +62,12 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
 }
 
 /// The kernels of a layer for a target.
-pub fn layer_sources(spec: &LayerSpec, target: Target) -> Result<Vec<KernelSource>> {
-    let plan = plan(spec, target).map_err(EngineError::from)?;
+fn layer_sources(
+    spec: &LayerSpec,
+    target: Target,
+    training: Option<Training>,
+) -> Result<Vec<KernelSource>> {
+    let plan = plan_for(spec, target, training).map_err(EngineError::from)?;
     Ok(emit_layer(&plan).map_err(EngineError::from)?)
 }
 

@@ -25,6 +25,7 @@ mod suggest;
 mod table;
 mod targets;
 mod toolchain;
+mod training;
 mod units;
 
 use args::{Cli, Command};

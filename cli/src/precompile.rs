@@ -5,6 +5,7 @@ use crate::failure::{Failure, Result};
 use crate::spec_source::{LayerArgs, read_spec};
 use crate::store::{StoreArgs, place};
 use crate::table::{Cell, Table};
+use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 #[command(after_help = "\
 Examples:
   moesaic precompile --spec layer.toml --target cpu,cuda:sm_90a
+  moesaic precompile --spec layer.toml --target cuda:sm_90a --training
   moesaic precompile --spec a.toml,b.toml --target cuda:sm_80,rocm:gfx942 -o pack.tar.gz
 
 No GPU and no driver is needed. A pack is filled into another machine's cache with
@@ -43,6 +45,8 @@ pub struct PrecompileArgs {
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
     #[arg(long, value_name = "T[,T]", value_delimiter = ',', required = true)]
     target: Vec<String>,
+    #[command(flatten)]
+    training: TrainingArgs,
     /// Also write these kernels, no others of the cache, to a pack
     #[arg(short, long, value_name = "PACK")]
     output: Option<PathBuf>,
@@ -73,7 +77,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     if let Some(dir) = &temporary {
         store = Arc::new(Store::open(dir.path()));
     }
-    let jobs = jobs(&specs, &targets, &store)?;
+    let jobs = jobs(&specs, &targets, args.training, &store)?;
     let options = CompileOptions {
         allow_spills: args.allow_spills,
         ..CompileOptions::default()
@@ -94,7 +98,12 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
 }
 
 /// Every layer for every target.
-fn jobs(specs: &[LayerSpec], targets: &[Target], store: &Arc<Store>) -> Result<Vec<Job>> {
+fn jobs(
+    specs: &[LayerSpec],
+    targets: &[Target],
+    training: TrainingArgs,
+    store: &Arc<Store>,
+) -> Result<Vec<Job>> {
     let compilers = Compilers::new(Some(store.clone()));
     let mut jobs = Vec::new();
     for spec in specs {
@@ -106,6 +115,7 @@ fn jobs(specs: &[LayerSpec], targets: &[Target], store: &Arc<Store>) -> Result<V
             jobs.push(Job {
                 spec,
                 target,
+                training: training.get(),
                 compiler,
             });
         }

@@ -46,19 +46,11 @@ pub fn weights(spec: &LayerSpec) -> HostWeights {
 pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
     let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
     let dtype = spec.precision.activations;
-    let x = floats(dtype, tokens * d, 1.7, 1 << 20);
     let mut input = Input {
         tokens,
         tensors: Default::default(),
     };
-    input.insert(
-        "x",
-        CallTensor {
-            dtype,
-            shape: vec![tokens, d],
-            data: Cow::Owned(x),
-        },
-    );
+    input.insert("x", rows(dtype, tokens, d, 1 << 20));
     match spec.router.kind {
         RouterKind::Table => {
             let rows = spec.router.table_rows.unwrap_or(1).max(1);
@@ -79,6 +71,24 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
         RouterKind::Linear | RouterKind::Cosine => {}
     }
     input
+}
+
+/// A random gradient of the output.
+pub fn output_gradient(spec: &LayerSpec, tokens: usize) -> CallTensor<'static> {
+    rows(
+        spec.precision.activations,
+        tokens,
+        spec.output_dim(),
+        1 << 21,
+    )
+}
+
+fn rows(dtype: DType, tokens: usize, width: usize, seed: u64) -> CallTensor<'static> {
+    CallTensor {
+        dtype,
+        shape: vec![tokens, width],
+        data: Cow::Owned(floats(dtype, tokens * width, 1.7, seed)),
+    }
 }
 
 /// Experts of token ids: each row counts on from where the last one ended.

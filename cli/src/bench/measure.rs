@@ -71,9 +71,8 @@ pub fn measure(layer: &Layer, tokens: usize, budget: Duration) -> Result<Run> {
 
 fn launch(layer: &Layer, i: usize, tokens: usize, time: Duration) -> Launch {
     let plan = layer.plan();
-    let steps = || plan.steps.iter().chain(&plan.backward);
-    let step = steps().nth(i).expect("one time per step");
-    let same = steps().filter(|other| other.symbol == step.symbol);
+    let step = plan.all_steps().nth(i).expect("one time per step");
+    let same = plan.all_steps().filter(|other| other.symbol == step.symbol);
     let label = match same.count() {
         1 => step.symbol.clone(),
         _ => plan.kernels[step.kernel].name.clone(),

@@ -6,7 +6,9 @@ use crate::table::Table;
 use crate::units;
 use moesaic::kernel::SimArch;
 use moesaic::target::{GlobalCounts, KernelCounters};
-use moesaic::{Engine, EngineOptions, LayerSpec, Store, Target, engine_weights};
+use moesaic::{
+    Counters, Engine, EngineOptions, LayerSpec, Store, Target, Training, engine_weights,
+};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -36,9 +38,10 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// Runs `tokens` random tokens on `simulator`.
+    /// Runs `tokens` random tokens on `simulator`, backward too where it trains.
     pub fn run(
         spec: &LayerSpec,
+        training: Option<Training>,
         simulator: Target,
         tokens: usize,
         store: Arc<Store>,
@@ -50,8 +53,19 @@ impl Counted {
         let engine = Engine::open(&simulator.to_string(), options)?;
         engine.check_tokens(spec, tokens)?;
         let weights = random::weights(spec);
-        let layer = engine.layer(spec, &engine_weights(&weights))?;
-        layer.forward_with(&random::input(spec, tokens), &[])?;
+        let (weights, input) = (engine_weights(&weights), random::input(spec, tokens));
+        match training {
+            None => {
+                let layer = engine.layer(spec, &weights)?;
+                layer.forward_with(&input, &[])?;
+            }
+            Some(training) => {
+                let layer = engine.training_layer(spec, &weights, training)?;
+                let (_, saved) = layer.forward_train(&input, &[], Counters::default())?;
+                let dy = random::output_gradient(spec, tokens);
+                layer.backward(&saved, &dy, false)?;
+            }
+        }
         Ok(Counted {
             target: simulator,
             tokens,

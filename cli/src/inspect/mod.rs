@@ -13,6 +13,7 @@ use crate::machine::{self, Machine};
 use crate::progress::Progress;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
+use crate::training::TrainingArgs;
 use crate::{emit, highlight, targets};
 use clap::Args;
 use counted::Counted;
@@ -58,6 +59,8 @@ pub struct InspectArgs {
     /// Also run N random tokens on the GPU's simulator, and show what it counted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     simulate: Option<u32>,
+    #[command(flatten)]
+    training: TrainingArgs,
     /// Also print the kernels' source
     #[arg(long)]
     source: bool,
@@ -85,6 +88,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let request = model::Request {
         spec: &spec,
         target,
+        training: args.training.get(),
         tokens: &args.tokens,
         kernel: args.kernel.as_deref(),
         machine,
@@ -94,7 +98,13 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     if let (Some(simulator), Some(tokens)) = (simulator, args.simulate) {
         progress.next("running on the simulator");
         let store = args.store.open(console);
-        let mut counted = Counted::run(&spec, simulator, tokens as usize, store)?;
+        let mut counted = Counted::run(
+            &spec,
+            args.training.get(),
+            simulator,
+            tokens as usize,
+            store,
+        )?;
         counted.keep(|symbol| inspection.shows(symbol));
         inspection.counted = Some(counted);
     }

@@ -5,11 +5,11 @@ use crate::failure::{Failure, Result};
 use crate::machine::Machine;
 use crate::suggest::closest;
 use moesaic::emit::emit_layer;
-use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, plan};
+use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, plan_for};
 use moesaic::target::{Artifact, CompileOptions, KernelReport};
 use moesaic::{
     Compilers, DType, EngineError, Job, KernelSource, LayerSpec, Outcome, Row, Stem, Store, Target,
-    Work, precompile,
+    Training, Work, precompile,
 };
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use std::sync::Arc;
 pub struct Request<'a> {
     pub spec: &'a LayerSpec,
     pub target: Target,
+    pub training: Option<Training>,
     pub tokens: &'a [u64],
     pub kernel: Option<&'a str>,
     pub machine: Option<Machine>,
@@ -84,7 +85,8 @@ pub struct Least {
 impl Inspection {
     /// Plans, emits and compiles.
     pub fn new(request: Request<'_>) -> Result<Inspection> {
-        let plan = plan(request.spec, request.target).map_err(EngineError::from)?;
+        let plan =
+            plan_for(request.spec, request.target, request.training).map_err(EngineError::from)?;
         let sources = emit_layer(&plan).map_err(EngineError::from)?;
         let chosen = choose(&sources, request.kernel)?;
         let (kernels, trouble) = compile(&request, &sources)?;
@@ -162,6 +164,7 @@ fn compile(
             let job = Job {
                 spec: request.spec.clone(),
                 target: request.target,
+                training: request.training,
                 compiler,
             };
             let rows = precompile(&[job], &request.store, &CompileOptions::default(), &|_| {})?;
@@ -214,14 +217,11 @@ fn launches(plan: &LayerPlan, chosen: &[usize], request: &Request<'_>) -> Vec<La
             at,
         })
     };
-    plan.steps.iter().enumerate().filter_map(one).collect()
+    plan.all_steps().enumerate().filter_map(one).collect()
 }
 
 fn label(plan: &LayerPlan, step: &Step) -> String {
-    let same = plan
-        .steps
-        .iter()
-        .filter(|other| other.symbol == step.symbol);
+    let same = plan.all_steps().filter(|other| other.symbol == step.symbol);
     match same.count() {
         1 => step.symbol.clone(),
         _ => plan.kernels[step.kernel].name.clone(),

@@ -52,7 +52,7 @@ pub fn summary(inspection: &Inspection) -> Vec<String> {
             "{} of weights ({}), {} in {}",
             units::bytes(bytes),
             spec.precision.weights,
-            units::count(plan.steps.len(), "launch").replace("launchs", "launches"),
+            units::count(plan.all_steps().count(), "launch").replace("launchs", "launches"),
             units::count(plan.kernels.len(), "kernel"),
         ),
     ]

@@ -3,9 +3,10 @@
 use super::input::Tokens;
 use super::{host, outputs};
 use crate::failure::Result;
-use clap::{Args, ValueEnum};
+use crate::training::RecomputeArg;
+use clap::Args;
 use moesaic::weights::HostWeights;
-use moesaic::{Counters, Layer, Recompute, Training};
+use moesaic::{Counters, Layer, Training};
 
 /// What belongs to `--grad`.
 #[derive(Args, Debug)]
@@ -24,25 +25,9 @@ pub struct GradArgs {
     step: u64,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum RecomputeArg {
-    /// Nothing
-    None,
-    /// What enters the activations
-    Hidden,
-    /// Routing too
-    All,
-}
-
 impl GradArgs {
     pub fn training(&self) -> Training {
-        Training {
-            recompute: match self.recompute {
-                RecomputeArg::None => Recompute::None,
-                RecomputeArg::Hidden => Recompute::Hidden,
-                RecomputeArg::All => Recompute::All,
-            },
-        }
+        self.recompute.training()
     }
 
     fn counters(&self) -> Counters {

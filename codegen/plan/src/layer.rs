@@ -134,6 +134,11 @@ impl LayerPlan {
         tensors.filter(|t| saved.contains(&t.name)).collect()
     }
 
+    /// The launches of a forward pass, then those of a backward pass.
+    pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
+        self.steps.iter().chain(&self.backward)
+    }
+
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorPlan> {
         self.tensors.iter().find(|tensor| tensor.name == name)
@@ -179,6 +184,21 @@ pub fn plan_training(
     builder.forward();
     builder.backward(training.recompute);
     Ok(builder.finish())
+}
+
+/// [`plan`], or with how the layer is trained [`plan_training`].
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_for(
+    spec: &LayerSpec,
+    target: Target,
+    training: Option<Training>,
+) -> Result<LayerPlan, PlanError> {
+    match training {
+        Some(training) => plan_training(spec, target, training),
+        None => plan(spec, target),
+    }
 }
 
 /// Collects kernels and steps while the pass is written down.

@@ -26,7 +26,9 @@ pub use desc::{
     GateTopkDesc, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelDesc,
     Logits, LossSlope, LossSum, SharedBwdDesc, SharedDesc,
 };
-pub use layer::{LayerPlan, Recompute, Role, Step, TensorPlan, Training, plan, plan_training};
+pub use layer::{
+    LayerPlan, Recompute, Role, Step, TensorPlan, Training, plan, plan_for, plan_training,
+};
 pub use signature::entries;
 pub use work::Work;
 

@@ -24,7 +24,7 @@ pub enum EngineError {
     /// The kernel is not cached and compiling is not allowed.
     #[error(
         "kernel `{kernel}` for `{target}` is not in the cache and compiling is off\n\
-         add it with: moesaic precompile --spec <file> --target {target}"
+         add it with: moesaic precompile --spec <file> --target {target}, and --training if it is trained"
     )]
     NotCached {
         /// The kernel's name.
