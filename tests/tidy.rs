@@ -11,7 +11,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("spec", &["kernel"]),
     ("plan", &["kernel", "spec"]),
     ("templates", &[]),
-    ("emit", &["kernel", "plan", "templates"]),
+    ("emit", &["kernel", "spec", "plan", "templates"]),
     ("layers", &["kernel", "spec", "plan"]),
     ("macros", &["spec", "layers"]),
     ("target", &["kernel"]),

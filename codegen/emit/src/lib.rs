@@ -6,12 +6,15 @@
 //! disagree with the signature it is launched by. Values go into a block of
 //! named constants; logic stays in the kernel language.
 
+mod expression;
 mod render;
 mod signature;
 
 use moesaic_kernel::{KernelSource, Language, SimArch, Target};
 use moesaic_plan::{KernelPlan, LayerPlan};
 
+#[doc(hidden)]
+pub use render::part;
 pub use render::template_variables;
 
 /// A kernel that could not be written. Always a defect of moesaic.

@@ -1,13 +1,15 @@
 //! The template engine, behind two functions.
 
+use crate::expression::{self, Notation};
 use crate::signature::EntryText;
 use crate::{Prelude, language};
 use moesaic_kernel::{Language, Stem, Target};
 use moesaic_plan::{GemmFamily, KernelConfig, KernelDesc, KernelPlan};
+use moesaic_spec::Expression;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
-use tera::{Context, Kwargs, State, Tera};
+use tera::{Context, Kwargs, State, Tera, TeraResult};
 
 /// Facts of a target that a template may use.
 #[derive(Serialize)]
@@ -93,6 +95,18 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
     Ok(tidy(&(text + &launchers(kernel, target, prelude))))
 }
 
+/// One template of a target's family over a desc alone, so that a test can
+/// call the functions of the prelude.
+///
+/// # Errors
+/// When the template needs more than `d`.
+pub fn part(name: &str, desc: &KernelDesc, target: Target) -> Result<String, String> {
+    let mut context = Context::new();
+    insert_desc(&mut context, desc);
+    let text = engine(target)?.render(name, &context);
+    text.map_err(|error| error.to_string())
+}
+
 /// On the host every kernel needs a function that runs a grid of it.
 fn launchers(kernel: &KernelPlan, target: Target, prelude: Prelude) -> String {
     match dialect(target, prelude) {
@@ -175,9 +189,33 @@ fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
     let mut tera = Tera::new();
     tera.autoescape_on(Vec::<&'static str>::new());
     tera.register_filter("f32", |value: f64, _: Kwargs, _: &State| c_float(value));
+    // Of the expression of a custom activation: its functions, and the bodies of
+    // value and derivative in C vectors (`vec_`) or scalars.
+    tera.register_filter("calls", |text: String, _: Kwargs, _: &State| {
+        parsed(&text).map(|expression| expression::calls(&expression))
+    });
+    for (name, slope, notation) in [
+        ("vec_value", false, Notation::Vector),
+        ("vec_slope", true, Notation::Vector),
+        ("value", false, Notation::Scalar),
+        ("slope", true, Notation::Scalar),
+    ] {
+        tera.register_filter(name, move |text: String, _: Kwargs, _: &State| {
+            parsed(&text).map(|expression| {
+                let (value, derivative) = (expression.value(), expression.slope());
+                let root = if slope { derivative } else { value };
+                expression::body(&expression, root, notation)
+            })
+        });
+    }
     tera.add_raw_templates(templates.iter().copied())
         .map_err(|error| error.to_string())?;
     Ok(tera)
+}
+
+/// An expression that validation has accepted.
+fn parsed(text: &str) -> TeraResult<Expression> {
+    Expression::parse(text).map_err(|error| tera::Error::message(error.to_string()))
 }
 
 /// The top-level variables a template family uses, so that a test can hold
@@ -200,7 +238,7 @@ pub fn template_variables(target: Target) -> Result<BTreeSet<String>, String> {
 
 /// A float literal of C: the shortest decimal that reads back as the same
 /// `f32`, such as `2.5f` or `1e-20f`.
-fn c_float(value: f64) -> String {
+pub(crate) fn c_float(value: f64) -> String {
     let text = format!("{:?}", value as f32);
     match text.as_str() {
         "inf" => "INFINITY".to_string(),

@@ -50,10 +50,10 @@ fn activations_are_right_everywhere() {
         (Activation::Relu2, 0.0),
     ];
     for isa in [CpuIsa::Portable, host()] {
-        for (activation, floor) in cases {
+        for (activation, floor) in cases.clone() {
             let mut spec = spec(1);
             spec.experts.form = ExpertForm::Plain;
-            spec.experts.activation = activation;
+            spec.experts.activation = activation.clone();
             let x = range(85.0);
             let hidden = run_scalar(&spec, isa, &x);
             for (&x, &got) in x.iter().zip(hidden.get("hidden")) {

@@ -410,7 +410,7 @@ fn epilogues() -> Vec<LayerSpec> {
     let specs = specs.map(|(i, (activation, form, site, dtype))| {
         let experts = if i % 2 == 0 { [3, 2] } else { [40, 1] };
         let mut spec = layer([24, 36, 20], experts, dtype);
-        spec.experts.activation = activation;
+        spec.experts.activation = activation.clone();
         spec.experts.form = form;
         spec.experts.bias = i != 4;
         spec.router.weight_on = site;

@@ -98,7 +98,7 @@ fn epilogues() -> Vec<LayerSpec> {
     let specs = specs.map(|(i, (activation, form, site, dtype))| {
         let experts = [[3, 2], [40, 1]][i / 2 % 2];
         let mut spec = layer([72, 42, 65], experts, dtype);
-        spec.experts.activation = activation;
+        spec.experts.activation = activation.clone();
         spec.experts.form = form;
         spec.experts.bias = i != 4;
         spec.router.weight_on = site;

@@ -72,7 +72,7 @@ fn epilogues() -> Vec<LayerSpec> {
     let specs = cases.into_iter().enumerate();
     let specs = specs.map(|(i, (activation, form, site, experts))| {
         let mut spec = layer([72, 40, 65], experts, [DType::Bf16, DType::F16][i / 2 % 2]);
-        spec.experts.activation = activation;
+        spec.experts.activation = activation.clone();
         spec.experts.form = form;
         spec.experts.bias = i != 4;
         spec.router.weight_on = site;

@@ -252,7 +252,7 @@ fn experts() {
     ];
     for (i, (activation, form, site)) in cases.into_iter().enumerate() {
         run_with(spec(18, 22, 3, 2), &[33], |s| {
-            s.experts.activation = activation;
+            s.experts.activation = activation.clone();
             s.experts.form = form;
             s.experts.bias = i != 4;
             s.router.weight_on = site;

@@ -322,7 +322,7 @@ fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
         inner,
         outer,
         gated: half == Half::Up && experts.form == ExpertForm::Gated,
-        activation: experts.activation,
+        activation: experts.activation.clone(),
         alpha: experts.alpha,
         clamp: experts.clamp,
         up_offset: experts.up_offset,

@@ -5,6 +5,7 @@
 //! weight tensors live beside it; nothing here touches a file or a device.
 
 mod diagnostic;
+pub mod expression;
 pub mod hf;
 mod limits;
 mod loss;
@@ -19,6 +20,7 @@ mod validate;
 mod write;
 
 pub use diagnostic::{Problem, Related, SpecError};
+pub use expression::{Expression, ExpressionError};
 pub use limits::*;
 pub use loss::*;
 pub use tensors::{TensorSpec, canonical_tensors};

@@ -31,6 +31,8 @@ pub(crate) enum Kind {
     Choice(&'static [&'static str]),
     /// `"top-k"` or `{ sparse-mixer = ε }`.
     Select,
+    /// One of [`ACTIVATIONS`] or `{ expr = "…" }`.
+    Activation,
     /// A table.
     Table(&'static Section),
     /// An array of tables.
@@ -179,13 +181,13 @@ static CAPACITY: Section = Section {
     ],
 };
 
+/// Activations that have a name.
+pub(crate) const ACTIVATIONS: &[&str] = &["silu", "gelu", "gelu-tanh", "relu", "relu2"];
+
 static EXPERTS: Section = Section {
     keys: &[
         optional("form", Choice(&["gated", "plain"])),
-        optional(
-            "activation",
-            Choice(&["silu", "gelu", "gelu-tanh", "relu", "relu2"]),
-        ),
+        optional("activation", Kind::Activation),
         optional("bias", Flag),
         optional("clamp", Number),
         optional("alpha", Number),
@@ -279,6 +281,7 @@ mod tests {
                 Kind::Table(inner) | Kind::List(inner) => check(inner, &path),
                 Kind::Choice(words) => check_words(words, &path),
                 Kind::Select => check_words(&["top-k", "sparse-mixer"], &path),
+                Kind::Activation => check_words(&[ACTIVATIONS, &["expr"]].concat(), &path),
                 Kind::Count | Kind::Number | Kind::Flag | Kind::Text => {}
             }
         }

@@ -81,7 +81,29 @@ pub fn sample(seed: u64) -> LayerSpec {
     router(rng, &mut spec);
     shared(rng, &mut spec);
     losses(rng, &mut spec);
+    expression(seed, &mut spec.experts);
     spec
+}
+
+/// One layer in ten has an activation of its own; what else it has does not
+/// depend on that.
+fn expression(seed: u64, experts: &mut Experts) {
+    let rng = &mut Counter::new(!seed);
+    let own = [
+        "x * sigmoid(1.7 * x)",
+        "max(x, 0.1 * x)",
+        "x * tanh(softplus(x))",
+        "where(x < 0, exp(x) - 1, x)",
+        "min(relu(x), 6)^2 / 6",
+        "x / (1 + abs(x)) + 0.5 * erf(x)",
+        "log(1 + x^2) + x / sqrt(x^2 + 1)",
+    ];
+    if rng.one_in(10)
+        && let Ok(expression) = Expression::parse(rng.pick(&own))
+    {
+        experts.activation = Activation::Custom(expression);
+        experts.alpha = 1.0;
+    }
 }
 
 /// Small and odd more often than large: a test runs many of these.
@@ -152,15 +174,17 @@ fn capacity(rng: &mut Counter) -> Capacity {
 fn experts(rng: &mut Counter) -> Experts {
     use Activation::*;
     let activation = rng.pick(&[Silu, Silu, Gelu, GeluTanh, Relu, Relu2]);
+    let bias = rng.one_in(3);
+    let alpha = if activation == Silu && rng.one_in(3) {
+        1.702
+    } else {
+        1.0
+    };
     let plain = Experts {
         form: ExpertForm::Plain,
         activation,
-        bias: rng.one_in(3),
-        alpha: if activation == Silu && rng.one_in(3) {
-            1.702
-        } else {
-            1.0
-        },
+        bias,
+        alpha,
         ..Experts::default()
     };
     if rng.one_in(3) {

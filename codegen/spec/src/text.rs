@@ -159,6 +159,7 @@ impl Reader {
             (kind, value) => scalar::read(kind, value, path),
         };
         read.unwrap_or_else(|problem| {
+            let span = problem.span.clone().unwrap_or(span);
             self.problems.push(problem.at(span));
             self.notes.tainted.insert(path.to_string());
             placeholder(&key.kind)
@@ -267,6 +268,7 @@ fn placeholder(kind: &Kind) -> toml::Value {
         Kind::Text => "x".into(),
         Kind::Choice(known) => known[0].into(),
         Kind::Select => "top-k".into(),
+        Kind::Activation => "silu".into(),
         Kind::Table(section) => blank(section).into(),
         Kind::List(_) => toml::Value::Array(Vec::new()),
     }

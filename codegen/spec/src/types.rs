@@ -3,7 +3,7 @@
 //! Formulas behind the options are named after the systems that published
 //! them; docs/SEMANTICS.md gives each in full.
 
-use crate::Loss;
+use crate::{Expression, Loss};
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
@@ -388,7 +388,7 @@ pub enum ExpertForm {
 }
 
 /// The non-linearity φ.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Activation {
     /// `x·σ(alpha·x)`.
@@ -401,6 +401,9 @@ pub enum Activation {
     Relu,
     /// `max(x, 0)²`.
     Relu2,
+    /// `{ expr = "x * sigmoid(1.7 * x)" }`: any function that can be written so.
+    #[serde(rename = "expr")]
+    Custom(Expression),
 }
 
 /// How gate and up lie in a weight file with canonical names.

@@ -1,6 +1,8 @@
 //! The canonical TOML of a spec.
 
-use crate::{Capacity, Experts, Groups, LayerSpec, Loss, Precision, Router, Select, SharedExpert};
+use crate::{
+    Activation, Capacity, Experts, Groups, LayerSpec, Loss, Precision, Router, Select, SharedExpert,
+};
 use serde::Serialize;
 
 impl LayerSpec {
@@ -259,6 +261,17 @@ impl Value for Select {
     }
 }
 
+impl Value for Activation {
+    fn value(&self) -> String {
+        match self {
+            Activation::Custom(expression) => {
+                format!("{{ expr = {} }}", expression.text().to_string().value())
+            }
+            named => format!("\"{}\"", word(named)),
+        }
+    }
+}
+
 macro_rules! words {
     ($($name:ty),+ $(,)?) => {
         $(impl Value for $name {
@@ -281,7 +294,6 @@ words!(
     crate::CapacityMode,
     crate::CapacityOrder,
     crate::ExpertForm,
-    crate::Activation,
     crate::GateLayout,
     crate::SharedGate,
     crate::LossKind,

@@ -1,5 +1,6 @@
 //! Stems `grouped_gemm` and `combine`: what an expert computes, and the sum.
 
+use crate::expression;
 use crate::math::{dot, erf, sigmoid};
 use crate::place::kept;
 use crate::{Input, Placement, Weights};
@@ -73,7 +74,7 @@ pub fn activate(experts: &Experts, gate: Option<f64>, up: f64) -> f64 {
 
 fn phi(experts: &Experts, x: f64) -> f64 {
     let relu = |x: f64| if x < 0.0 { 0.0 } else { x };
-    match experts.activation {
+    match &experts.activation {
         Activation::Silu => x * sigmoid(experts.alpha * x),
         Activation::Gelu => 0.5 * x * (1.0 + erf(x / 2f64.sqrt())),
         Activation::GeluTanh => {
@@ -82,6 +83,7 @@ fn phi(experts: &Experts, x: f64) -> f64 {
         }
         Activation::Relu => relu(x),
         Activation::Relu2 => relu(x) * relu(x),
+        Activation::Custom(expression) => expression::evaluate(expression, x).0,
     }
 }
 

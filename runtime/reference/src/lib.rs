@@ -15,6 +15,7 @@
 
 mod backward;
 mod expert;
+mod expression;
 mod gate;
 mod losses;
 mod math;

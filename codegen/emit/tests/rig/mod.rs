@@ -147,7 +147,7 @@ impl Rig {
             let given = match tensor.role {
                 Role::Input => Some(input_values(input, &tensor.name)),
                 Role::Weight => Some(self.weights.get(&tensor.name).data.clone()),
-                Role::Output | Role::Scratch => None,
+                _ => None,
             };
             if let Some(values) = given {
                 assert_eq!(values.len(), count, "{}", tensor.name);

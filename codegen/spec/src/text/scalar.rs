@@ -1,8 +1,9 @@
 //! Single values of the TOML: types, numbers and words.
 
 use super::join;
-use crate::schema::Kind;
-use crate::{Problem, suggest};
+use crate::schema::{ACTIVATIONS, Kind};
+use crate::{Expression, Problem, suggest};
+use toml::Spanned;
 use toml::de::{DeInteger, DeValue};
 
 /// Boxed, because a problem is much larger than a value.
@@ -23,6 +24,13 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
             }
         }
         (Kind::Select, DeValue::String(word)) => select(word, path),
+        (Kind::Activation, DeValue::Table(table)) if table.len() == 1 => {
+            match table.get("expr").map(|text| (text, text.get_ref())) {
+                Some((place, DeValue::String(text))) => expression(text, place, path),
+                _ => refuse(kind, value, path),
+            }
+        }
+        (Kind::Activation, DeValue::String(word)) => choice(word, ACTIVATIONS, path),
         _ => refuse(kind, value, path),
     }
 }
@@ -38,6 +46,10 @@ fn refuse(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
         Kind::Select => (
             "a string or { sparse-mixer = ... }",
             Some(SELECT.to_string()),
+        ),
+        Kind::Activation => (
+            "a string or { expr = \"...\" }",
+            Some(format!("{}, or {EXPRESSION}", possible(ACTIVATIONS))),
         ),
         Kind::Table(section) => (
             "a table",
@@ -123,6 +135,22 @@ fn select(word: &str, path: &str) -> Read {
 fn sparse_mixer(epsilon: &DeValue<'_>, path: &str) -> Read {
     let epsilon = number(epsilon, &join(path, "sparse-mixer"))?;
     Ok(toml::Table::from_iter([("sparse-mixer".to_string(), epsilon)]).into())
+}
+
+/// How a custom activation is written.
+const EXPRESSION: &str = "{ expr = \"x * sigmoid(1.7 * x)\" }";
+
+fn expression(text: &str, place: &Spanned<DeValue<'_>>, path: &str) -> Read {
+    if let Err(error) = Expression::parse(text) {
+        let mut problem = Problem::new(path, error.message).label(error.label);
+        problem.help = error.help;
+        // Between single quotes the text lies as it is; escapes would shift it.
+        let quoted = place.span();
+        let inside = (quoted.start + 1 + error.span.start)..(quoted.start + 1 + error.span.end);
+        let exact = quoted.len() == text.len() + 2;
+        return Err(problem.at(if exact { inside } else { quoted }).into());
+    }
+    Ok(toml::Table::from_iter([("expr".to_string(), text.into())]).into())
 }
 
 pub(super) fn mistyped(path: &str, wanted: &str, found: &DeValue<'_>) -> Problem {

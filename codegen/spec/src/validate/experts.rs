@@ -22,7 +22,10 @@ fn numbers(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             key: "experts.alpha",
             value: format!("{:?}", experts.alpha),
             with: "experts.activation",
-            with_value: quoted(&experts.activation),
+            with_value: match &experts.activation {
+                Activation::Custom(expression) => format!("{{ expr = {expression:?} }}"),
+                named => quoted(named),
+            },
             because: "the slope inside silu",
             change: "remove `alpha`, or use activation = \"silu\"".to_string(),
         };

@@ -1,8 +1,8 @@
 //! Gradients of experts: two or three products and an activation.
 
 use super::{Pass, add, dot};
-use crate::activate;
 use crate::math::{erf, sigmoid};
+use crate::{activate, expression};
 use moesaic_spec::{Activation, Experts, SharedGate};
 
 /// One set of expert weights.
@@ -171,7 +171,7 @@ fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
 /// φ and its derivative.
 fn phi(experts: &Experts, x: f64) -> (f64, f64) {
     let positive = f64::from(x > 0.0);
-    match experts.activation {
+    match &experts.activation {
         Activation::Silu => {
             let s = sigmoid(experts.alpha * x);
             (x * s, s + experts.alpha * x * s * (1.0 - s))
@@ -190,5 +190,6 @@ fn phi(experts: &Experts, x: f64) -> (f64, f64) {
         }
         Activation::Relu => (x * positive, positive),
         Activation::Relu2 => (x * x * positive, 2.0 * x * positive),
+        Activation::Custom(expression) => expression::evaluate(expression, x),
     }
 }

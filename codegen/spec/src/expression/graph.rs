@@ -1,0 +1,357 @@
+//! Operations as a graph: built through constructors that simplify, so that
+//! equal parts exist once and a derivative comes out short.
+
+use super::{Function, Id, Node};
+
+/// Largest exponent, of either sign.
+pub(super) const MAX_POWER: i32 = 64;
+
+/// Nodes in an order where operands come first.
+#[derive(Default)]
+pub(super) struct Graph {
+    nodes: Vec<Node>,
+}
+
+impl Graph {
+    pub fn into_nodes(self) -> Vec<Node> {
+        self.nodes
+    }
+
+    /// The operation behind an id.
+    pub fn node(&self, id: Id) -> Node {
+        self.nodes[id.index()]
+    }
+
+    /// The number that a node is, if it is one.
+    pub fn number(&self, id: Id) -> Option<f64> {
+        match self.node(id) {
+            Node::Constant(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    fn is(&self, id: Id, value: f64) -> bool {
+        self.number(id) == Some(value)
+    }
+
+    /// The node, which exists once. Few nodes make a search cheap.
+    fn intern(&mut self, node: Node) -> Id {
+        let known = self.nodes.iter().position(|known| *known == node);
+        let index = known.unwrap_or_else(|| {
+            self.nodes.push(node);
+            self.nodes.len() - 1
+        });
+        Id(index as u32)
+    }
+
+    pub fn x(&mut self) -> Id {
+        self.intern(Node::X)
+    }
+
+    pub fn constant(&mut self, value: f64) -> Id {
+        self.intern(Node::Constant(value))
+    }
+
+    pub fn negate(&mut self, a: Id) -> Id {
+        match self.node(a) {
+            Node::Constant(value) => self.constant(-value),
+            Node::Negate(inner) => inner,
+            Node::Subtract(left, right) => self.subtract(right, left),
+            _ => self.intern(Node::Negate(a)),
+        }
+    }
+
+    pub fn add(&mut self, a: Id, b: Id) -> Id {
+        match (self.node(a), self.node(b)) {
+            (Node::Constant(x), Node::Constant(y)) => self.constant(x + y),
+            (Node::Constant(0.0), _) => b,
+            (_, Node::Constant(0.0)) => a,
+            (_, Node::Negate(inner)) => self.subtract(a, inner),
+            (Node::Negate(inner), _) => self.subtract(b, inner),
+            _ => self.intern(Node::Add(a, b)),
+        }
+    }
+
+    pub fn subtract(&mut self, a: Id, b: Id) -> Id {
+        match (self.node(a), self.node(b)) {
+            (Node::Constant(x), Node::Constant(y)) => self.constant(x - y),
+            (Node::Constant(0.0), _) => self.negate(b),
+            (_, Node::Constant(0.0)) => a,
+            (_, Node::Negate(inner)) => self.add(a, inner),
+            _ => self.intern(Node::Subtract(a, b)),
+        }
+    }
+
+    /// Constants go to the left and are gathered there.
+    pub fn multiply(&mut self, a: Id, b: Id) -> Id {
+        match (self.node(a), self.node(b)) {
+            (Node::Constant(x), Node::Constant(y)) => self.constant(x * y),
+            (_, Node::Constant(_)) => self.multiply(b, a),
+            (Node::Constant(0.0), _) => a,
+            (Node::Constant(1.0), _) => b,
+            (Node::Constant(-1.0), _) => self.negate(b),
+            (Node::Constant(x), Node::Multiply(c, inner)) if self.number(c).is_some() => {
+                let product = self.constant(x * self.number(c).unwrap_or(1.0));
+                self.multiply(product, inner)
+            }
+            (Node::Constant(x), Node::Negate(inner)) => {
+                let negative = self.constant(-x);
+                self.multiply(negative, inner)
+            }
+            (Node::Negate(inner), _) => {
+                let product = self.multiply(inner, b);
+                self.negate(product)
+            }
+            (_, Node::Negate(inner)) => {
+                let product = self.multiply(a, inner);
+                self.negate(product)
+            }
+            _ if a == b => self.power(a, 2),
+            _ => self.intern(Node::Multiply(a, b)),
+        }
+    }
+
+    /// `a / (1 + e to the c)` is `a * sigmoid(-c)`, which has a derivative
+    /// also where the power overflows.
+    pub fn divide(&mut self, a: Id, b: Id) -> Id {
+        if let Some(exponent) = self.one_plus_exp(b) {
+            let argument = self.negate(exponent);
+            let sigmoid = self.call(Function::Sigmoid, argument);
+            return self.multiply(a, sigmoid);
+        }
+        match (self.node(a), self.node(b)) {
+            (Node::Constant(x), Node::Constant(y)) => self.constant(x / y),
+            (Node::Constant(0.0), _) => a,
+            (_, Node::Constant(1.0)) => a,
+            (Node::Negate(inner), _) => {
+                let quotient = self.divide(inner, b);
+                self.negate(quotient)
+            }
+            _ => self.intern(Node::Divide(a, b)),
+        }
+    }
+
+    /// The c of `1 + e to the c`.
+    fn one_plus_exp(&self, id: Id) -> Option<Id> {
+        let Node::Add(a, b) = self.node(id) else {
+            return None;
+        };
+        let power = match (self.is(a, 1.0), self.is(b, 1.0)) {
+            (true, _) => b,
+            (_, true) => a,
+            _ => return None,
+        };
+        match self.node(power) {
+            Node::Call(Function::Exp, exponent) => Some(exponent),
+            _ => None,
+        }
+    }
+
+    pub fn power(&mut self, a: Id, exponent: i32) -> Id {
+        match (self.node(a), exponent) {
+            (_, 0) => self.constant(1.0),
+            (_, 1) => a,
+            (Node::Constant(value), _) => self.constant(value.powi(exponent)),
+            (Node::Power(inner, first), _) if (first * exponent).abs() <= MAX_POWER => {
+                self.power(inner, first * exponent)
+            }
+            _ => self.intern(Node::Power(a, exponent)),
+        }
+    }
+
+    pub fn call(&mut self, function: Function, a: Id) -> Id {
+        match (function, self.node(a)) {
+            (_, Node::Constant(value)) => match folded(function, value) {
+                Some(value) => self.constant(value),
+                None => self.intern(Node::Call(function, a)),
+            },
+            (Function::Log, _) => match self.one_plus_exp(a) {
+                Some(exponent) => self.call(Function::Softplus, exponent),
+                None => self.intern(Node::Call(function, a)),
+            },
+            _ => self.intern(Node::Call(function, a)),
+        }
+    }
+
+    /// `then` where `left < right` (or equal), else `otherwise`.
+    pub fn choose(
+        &mut self,
+        (left, right): (Id, Id),
+        or_equal: bool,
+        then: Id,
+        otherwise: Id,
+    ) -> Id {
+        if then == otherwise {
+            return then;
+        }
+        match (self.number(left), self.number(right)) {
+            (Some(a), Some(b)) if a < b || (or_equal && a == b) => then,
+            (Some(_), Some(_)) => otherwise,
+            _ => self.intern(Node::Choose {
+                left,
+                right,
+                or_equal,
+                then,
+                otherwise,
+            }),
+        }
+    }
+
+    /// A NaN stays, and the slope at 0 is 0.
+    pub fn relu(&mut self, a: Id) -> Id {
+        let zero = self.constant(0.0);
+        self.choose((a, zero), true, zero, a)
+    }
+
+    /// 1 above 0, else 0.
+    pub fn step(&mut self, a: Id) -> Id {
+        let (zero, one) = (self.constant(0.0), self.constant(1.0));
+        self.choose((zero, a), false, one, zero)
+    }
+
+    /// A number goes second, so that a NaN of the other stays.
+    pub fn min(&mut self, a: Id, b: Id) -> Id {
+        let (a, b) = if self.number(a).is_some() {
+            (b, a)
+        } else {
+            (a, b)
+        };
+        self.choose((b, a), false, b, a)
+    }
+
+    /// As [`Graph::min`].
+    pub fn max(&mut self, a: Id, b: Id) -> Id {
+        let (a, b) = if self.number(a).is_some() {
+            (b, a)
+        } else {
+            (a, b)
+        };
+        self.choose((a, b), false, b, a)
+    }
+
+    /// Whether the value of a node depends on x.
+    pub fn uses_x(&self, id: Id) -> bool {
+        let mut uses: Vec<bool> = Vec::with_capacity(self.nodes.len());
+        for node in &self.nodes {
+            let of = |id: Id| uses[id.index()];
+            uses.push(*node == Node::X || node.operands().any(of));
+        }
+        uses[id.index()]
+    }
+
+    /// The derivative of a node with respect to x. Operands come first, so one
+    /// pass suffices, and each is differentiated once.
+    pub fn derivative(&mut self, id: Id) -> Id {
+        let mut slopes: Vec<Id> = Vec::with_capacity(id.index() + 1);
+        for index in 0..=id.0 {
+            let slope = self.slope(Id(index), &slopes);
+            slopes.push(slope);
+        }
+        slopes[id.index()]
+    }
+
+    fn slope(&mut self, id: Id, slopes: &[Id]) -> Id {
+        let of = |id: Id| slopes[id.index()];
+        match self.node(id) {
+            Node::X => self.constant(1.0),
+            Node::Constant(_) => self.constant(0.0),
+            Node::Negate(a) => self.negate(of(a)),
+            Node::Add(a, b) => self.add(of(a), of(b)),
+            Node::Subtract(a, b) => self.subtract(of(a), of(b)),
+            Node::Multiply(a, b) => {
+                let (left, right) = (self.multiply(of(a), b), self.multiply(a, of(b)));
+                self.add(left, right)
+            }
+            // (a' - (a / b) b') / b: the square of b might overflow.
+            Node::Divide(a, b) => {
+                let quotient = self.multiply(id, of(b));
+                let difference = self.subtract(of(a), quotient);
+                self.divide(difference, b)
+            }
+            Node::Power(a, exponent) => {
+                let (factor, power) = (
+                    self.constant(f64::from(exponent)),
+                    self.power(a, exponent - 1),
+                );
+                let outer = self.multiply(factor, power);
+                self.multiply(outer, of(a))
+            }
+            Node::Call(function, a) => {
+                let outer = self.function_slope(function, a, id);
+                self.multiply(outer, of(a))
+            }
+            Node::Choose {
+                left,
+                right,
+                or_equal,
+                then,
+                otherwise,
+            } => self.choose((left, right), or_equal, of(then), of(otherwise)),
+        }
+    }
+
+    /// The derivative of a function at `a`, where its value is `value`.
+    fn function_slope(&mut self, function: Function, a: Id, value: Id) -> Id {
+        let one = self.constant(1.0);
+        match function {
+            Function::Exp => value,
+            Function::Log => self.divide(one, a),
+            Function::Sqrt => {
+                let half = self.constant(0.5);
+                self.divide(half, value)
+            }
+            Function::Tanh => {
+                let square = self.power(value, 2);
+                self.subtract(one, square)
+            }
+            Function::Sigmoid => {
+                let rest = self.subtract(one, value);
+                self.multiply(value, rest)
+            }
+            Function::Softplus => self.call(Function::Sigmoid, a),
+            Function::Erf => {
+                let square = self.power(a, 2);
+                let exponent = self.negate(square);
+                let bell = self.call(Function::Exp, exponent);
+                let scale = self.constant(std::f64::consts::FRAC_2_SQRT_PI);
+                self.multiply(scale, bell)
+            }
+            Function::Abs => {
+                let (zero, minus) = (self.constant(0.0), self.constant(-1.0));
+                let above = self.choose((zero, a), false, one, zero);
+                self.choose((a, zero), false, minus, above)
+            }
+        }
+    }
+
+    /// What keeps the graph from being a kernel.
+    pub fn problem(&self) -> Option<String> {
+        let finite = |node: &Node| match node {
+            Node::Constant(value) => (*value as f32).is_finite(),
+            _ => true,
+        };
+        if self.nodes.len() > super::Expression::MAX_NODES {
+            let most = super::Expression::MAX_NODES;
+            return Some(format!(
+                "the expression and its derivative have {} operations, at most {most} are possible",
+                self.nodes.len()
+            ));
+        }
+        let all = self.nodes.iter().all(finite);
+        (!all).then(|| "the derivative has a constant beyond the range of f32".to_string())
+    }
+}
+
+/// A function of a number; the error function is left to the kernel.
+fn folded(function: Function, x: f64) -> Option<f64> {
+    Some(match function {
+        Function::Exp => x.exp(),
+        Function::Log => x.ln(),
+        Function::Sqrt => x.sqrt(),
+        Function::Tanh => x.tanh(),
+        Function::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        Function::Softplus => x.max(0.0) + (-x.abs()).exp().ln_1p(),
+        Function::Abs => x.abs(),
+        Function::Erf => return None,
+    })
+}

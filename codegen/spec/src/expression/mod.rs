@@ -1,0 +1,282 @@
+//! An activation written as an expression of `x`, and its derivative.
+//!
+//! ```text
+//! sum     = product { ("+" | "-") product }
+//! product = signed { ("*" | "/") signed }
+//! signed  = "-" signed | power
+//! power   = atom [ "^" [ "-" ] digits ]
+//! atom    = number | "x" | "pi" | "(" sum ")" | name "(" sum { "," sum } ")"
+//!         | "where" "(" sum ("<" | "<=" | ">" | ">=") sum "," sum "," sum ")"
+//! ```
+//!
+//! Functions are `exp log sqrt tanh sigmoid softplus erf abs relu step` of one
+//! argument, `min` and `max` of two. Where a function has a kink its derivative is
+//! that of the side it takes: `relu`, `step` and `abs` have slope 0 at 0.
+
+mod graph;
+mod parse;
+
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+use std::sync::Arc;
+
+use graph::Graph;
+
+/// A function of `x` with its derivative, as one graph that both share.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Expression {
+    text: String,
+    parsed: Arc<Parsed>,
+}
+
+struct Parsed {
+    nodes: Vec<Node>,
+    value: Id,
+    slope: Id,
+}
+
+/// A node by its place in [`Expression::nodes`]; its operands come before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Id(u32);
+
+impl Id {
+    /// The index into [`Expression::nodes`].
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// One operation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Node {
+    /// The argument.
+    X,
+    /// A finite number.
+    Constant(f64),
+    /// `-a`.
+    Negate(Id),
+    /// `a + b`.
+    Add(Id, Id),
+    /// `a - b`.
+    Subtract(Id, Id),
+    /// `a * b`.
+    Multiply(Id, Id),
+    /// `a / b`.
+    Divide(Id, Id),
+    /// `a` to a power that is neither 0 nor 1.
+    Power(Id, i32),
+    /// A function of one argument.
+    Call(Function, Id),
+    /// `then` where `left < right`, else `otherwise`; also where one is NaN.
+    Choose {
+        /// Of the comparison.
+        left: Id,
+        /// Of the comparison.
+        right: Id,
+        /// Whether equal operands choose `then` as well.
+        or_equal: bool,
+        /// The value where the comparison holds.
+        then: Id,
+        /// The value elsewhere.
+        otherwise: Id,
+    },
+}
+
+impl Node {
+    /// The operands, in the order of the fields.
+    pub fn operands(self) -> impl Iterator<Item = Id> {
+        let list = match self {
+            Node::X | Node::Constant(_) => [None; 4],
+            Node::Negate(a) | Node::Power(a, _) | Node::Call(_, a) => [Some(a), None, None, None],
+            Node::Add(a, b) | Node::Subtract(a, b) | Node::Multiply(a, b) | Node::Divide(a, b) => {
+                [Some(a), Some(b), None, None]
+            }
+            Node::Choose {
+                left,
+                right,
+                then,
+                otherwise,
+                ..
+            } => [left, right, then, otherwise].map(Some),
+        };
+        list.into_iter().flatten()
+    }
+}
+
+/// A function that kernels have under some name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Function {
+    /// `eˣ`.
+    Exp,
+    /// The natural logarithm.
+    Log,
+    /// The square root.
+    Sqrt,
+    /// The hyperbolic tangent.
+    Tanh,
+    /// `1 / (1 + e⁻ˣ)`.
+    Sigmoid,
+    /// `ln(1 + eˣ)`.
+    Softplus,
+    /// The error function.
+    Erf,
+    /// The absolute value.
+    Abs,
+}
+
+impl Function {
+    /// Every function.
+    pub const ALL: [Function; 8] = [
+        Function::Exp,
+        Function::Log,
+        Function::Sqrt,
+        Function::Tanh,
+        Function::Sigmoid,
+        Function::Softplus,
+        Function::Erf,
+        Function::Abs,
+    ];
+
+    /// Its name in an expression.
+    pub fn name(self) -> &'static str {
+        match self {
+            Function::Exp => "exp",
+            Function::Log => "log",
+            Function::Sqrt => "sqrt",
+            Function::Tanh => "tanh",
+            Function::Sigmoid => "sigmoid",
+            Function::Softplus => "softplus",
+            Function::Erf => "erf",
+            Function::Abs => "abs",
+        }
+    }
+}
+
+/// A text that is no expression.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct ExpressionError {
+    /// What is wrong.
+    pub message: String,
+    /// A few words to stand beside the place.
+    pub label: String,
+    /// What is possible.
+    pub help: Option<String>,
+    /// Bytes of the text at fault.
+    pub span: Range<usize>,
+}
+
+impl ExpressionError {
+    fn new(span: Range<usize>, message: impl Into<String>) -> ExpressionError {
+        ExpressionError {
+            message: message.into(),
+            label: String::new(),
+            help: None,
+            span,
+        }
+    }
+
+    fn label(mut self, label: impl Into<String>) -> ExpressionError {
+        self.label = label.into();
+        self
+    }
+
+    fn help(mut self, help: impl Into<String>) -> ExpressionError {
+        self.help = Some(help.into());
+        self
+    }
+}
+
+impl Expression {
+    /// Longest text, in bytes.
+    pub const MAX_TEXT: usize = 1000;
+
+    /// Most operations of value and derivative together.
+    pub const MAX_NODES: usize = 2000;
+
+    /// Reads an expression and differentiates it.
+    ///
+    /// ```
+    /// use moesaic_spec::Expression;
+    ///
+    /// assert!(Expression::parse("x * sigmoid(1.7 * x)").is_ok());
+    /// let error = Expression::parse("x * sigmod(x)").unwrap_err();
+    /// assert_eq!((error.span, error.label.as_str()), (4..10, "did you mean `sigmoid`?"));
+    /// ```
+    ///
+    /// # Errors
+    /// The first problem of the text.
+    pub fn parse(text: &str) -> Result<Expression, ExpressionError> {
+        let mut graph = Graph::default();
+        let value = parse::parse(text, &mut graph)?;
+        let everything = 0..text.len();
+        if !graph.uses_x(value) {
+            let error = ExpressionError::new(everything, "the expression does not use `x`");
+            return Err(error
+                .label("is the same for every x")
+                .help("such as \"x * sigmoid(x)\""));
+        }
+        let slope = graph.derivative(value);
+        if let Some(problem) = graph.problem() {
+            return Err(ExpressionError::new(everything, problem));
+        }
+        Ok(Expression {
+            text: text.to_string(),
+            parsed: Arc::new(Parsed {
+                nodes: graph.into_nodes(),
+                value,
+                slope,
+            }),
+        })
+    }
+
+    /// The text as it was written.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// All operations, operands before what uses them.
+    pub fn nodes(&self) -> &[Node] {
+        &self.parsed.nodes
+    }
+
+    /// The node that is the value.
+    pub fn value(&self) -> Id {
+        self.parsed.value
+    }
+
+    /// The node that is the derivative with respect to `x`.
+    pub fn slope(&self) -> Id {
+        self.parsed.slope
+    }
+}
+
+/// Equal texts: what is equal for other reasons is another kernel all the same.
+impl PartialEq for Expression {
+    fn eq(&self, other: &Expression) -> bool {
+        self.text == other.text
+    }
+}
+
+impl Eq for Expression {}
+
+impl std::fmt::Debug for Expression {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}", self.text)
+    }
+}
+
+impl TryFrom<String> for Expression {
+    type Error = ExpressionError;
+
+    fn try_from(text: String) -> Result<Expression, ExpressionError> {
+        Expression::parse(&text)
+    }
+}
+
+impl From<Expression> for String {
+    fn from(expression: Expression) -> String {
+        expression.text
+    }
+}
