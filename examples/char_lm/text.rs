@@ -1,0 +1,65 @@
+//! The corpus as character ids, and batches of it.
+
+use moesaic::reference::Random;
+
+/// Real English text: see examples/data/README.md.
+const BOOK: &str = include_str!("../data/moby_dick.txt");
+
+/// Text as ids below `vocabulary`.
+pub struct Text {
+    /// Different characters.
+    pub vocabulary: usize,
+    /// The first nine tenths.
+    pub train: Vec<usize>,
+    /// The last tenth.
+    pub held_out: Vec<usize>,
+}
+
+/// Windows of the text, and the character after each of theirs.
+pub struct Batch {
+    /// `[sequences, context]`.
+    pub tokens: Vec<usize>,
+    /// The same, one character later.
+    pub targets: Vec<usize>,
+}
+
+impl Text {
+    /// The book that comes with the examples.
+    pub fn book() -> Text {
+        let mut letters: Vec<char> = BOOK.chars().collect();
+        letters.sort_unstable();
+        letters.dedup();
+        let id = |c: char| letters.binary_search(&c).expect("taken from the text");
+        let mut train: Vec<usize> = BOOK.chars().map(id).collect();
+        let held_out = train.split_off(train.len() / 10 * 9);
+        Text {
+            vocabulary: letters.len(),
+            train,
+            held_out,
+        }
+    }
+
+    /// `count` windows at random places of the training text.
+    pub fn batch(&self, count: usize, context: usize, random: &mut Random) -> Batch {
+        let places = (self.train.len() - context) as u64;
+        let starts = (0..count).map(|_| (random.bits() % places) as usize);
+        Batch::at(&self.train, starts, context)
+    }
+
+    /// `count` windows spread evenly over the held-out text: always the same.
+    pub fn held_out(&self, count: usize, context: usize) -> Batch {
+        let stride = (self.held_out.len() - context - 1) / count;
+        Batch::at(&self.held_out, (0..count).map(|i| i * stride), context)
+    }
+}
+
+impl Batch {
+    fn at(text: &[usize], starts: impl Iterator<Item = usize>, context: usize) -> Batch {
+        let (mut tokens, mut targets) = (Vec::new(), Vec::new());
+        for start in starts {
+            tokens.extend(&text[start..start + context]);
+            targets.extend(&text[start + 1..start + context + 1]);
+        }
+        Batch { tokens, targets }
+    }
+}

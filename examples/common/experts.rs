@@ -1,0 +1,103 @@
+//! A Mixture-of-Experts layer of moesaic inside a model: weights live on the
+//! host for the optimizer and are given to the layer before each pass.
+
+use super::feed_forward::FeedForward;
+use super::ops::{Module, Param};
+use moesaic::reference::Random;
+use moesaic::spec::{TensorSpec, canonical_tensors};
+use moesaic::{
+    Counters, Engine, EngineError, HostTensor, Input, Layer, LayerSpec, Saved, Training, Weights,
+};
+
+/// ReLU experts behind a softmax over the selected logits, as FastMoE's
+/// Transformer-XL has them, with Switch's balancing loss on top.
+pub fn spec(width: usize, hidden: usize, experts: usize, top_k: usize) -> LayerSpec {
+    let text = format!(
+        "shape = {{ model_dim = {width}, hidden_dim = {hidden}, experts = {experts}, top_k = {top_k} }}\n\
+         router = {{ score = \"softmax-selected\" }}\n\
+         experts = {{ form = \"plain\", activation = \"relu\", bias = true }}\n\
+         [[losses]]\nkind = \"switch\"\ncoefficient = 0.01\n"
+    );
+    LayerSpec::from_toml(&text).expect("sizes are positive and top_k is at most experts")
+}
+
+/// The layer, its weights and what its last forward pass kept.
+pub struct Experts {
+    layer: Layer,
+    params: Vec<(TensorSpec, Param)>,
+    saved: Option<Saved>,
+}
+
+impl Experts {
+    /// Weights uniform in `±1/√inputs`, those of the last map times `gain`;
+    /// biases 0.
+    pub fn new(
+        engine: &Engine,
+        spec: &LayerSpec,
+        gain: f64,
+        random: &mut Random,
+    ) -> Result<Experts, EngineError> {
+        let mut start = |tensor: TensorSpec| {
+            let count = tensor.shape.iter().product();
+            let inputs = *tensor.shape.last().expect("no scalars") as f64;
+            let last = tensor.name.starts_with("experts.down");
+            let bound = if last { gain } else { 1.0 } / inputs.sqrt();
+            let param = match tensor.name.ends_with(".weight") {
+                true => Param::uniform(count, bound, random),
+                false => Param::constant(count, 0.0),
+            };
+            (tensor, param)
+        };
+        let params: Vec<_> = canonical_tensors(spec)
+            .into_iter()
+            .map(&mut start)
+            .collect();
+        let weights = params.iter().fold(Weights::new(), |weights, (tensor, p)| {
+            weights.with(&tensor.name, &tensor.shape, &p.value)
+        });
+        let layer = engine.training_layer(spec, &weights, Training::default())?;
+        Ok(Experts {
+            layer,
+            params,
+            saved: None,
+        })
+    }
+
+    fn rows(&self, x: &[f32]) -> usize {
+        x.len() / self.layer.spec().shape.model_dim
+    }
+}
+
+impl FeedForward for Experts {
+    fn forward(&mut self, x: Vec<f32>) -> Result<Vec<f32>, EngineError> {
+        for (tensor, param) in &self.params {
+            let value = HostTensor::new(&tensor.shape, &param.value);
+            self.layer.set_weight(&tensor.name, &value)?;
+        }
+        let input = Input::new(self.rows(&x), &x);
+        let (output, saved) = self
+            .layer
+            .forward_train(&input, &["y"], Counters::default())?;
+        self.saved = Some(saved);
+        Ok(output.y().to_f32())
+    }
+
+    fn backward(&mut self, dy: &[f32]) -> Result<Vec<f32>, EngineError> {
+        let saved = self.saved.take().expect("a forward pass came before");
+        let shape = [saved.tokens(), self.layer.spec().output_dim()];
+        let dy = HostTensor::new(&shape, dy);
+        let output = self.layer.backward(&saved, &dy, false)?;
+        for (tensor, param) in &mut self.params {
+            param.grad = self.layer.gradient(&tensor.name)?.to_f32();
+        }
+        Ok(output.get("dx").expect("backward gives it").to_f32())
+    }
+}
+
+impl Module for Experts {
+    fn params<'a>(&'a mut self, prefix: &str, visit: &mut dyn FnMut(String, &'a mut Param)) {
+        for (tensor, param) in &mut self.params {
+            visit(format!("{prefix}.{}", tensor.name), param);
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Parameters, linear maps, layer norm, ReLU, cross entropy.
+
+use super::gemm::{View, matmul, matmul_into};
+use moesaic::reference::Random;
+use rayon::prelude::*;
+
+/// A tensor that is learned, and its gradient.
+pub struct Param {
+    /// Row major values.
+    pub value: Vec<f32>,
+    /// The gradient of the last backward pass.
+    pub grad: Vec<f32>,
+    /// Whether weight decay applies: matrices only.
+    pub decay: bool,
+}
+
+impl Param {
+    /// A matrix with uniform values in `(-bound, bound)`.
+    pub fn uniform(count: usize, bound: f64, random: &mut Random) -> Param {
+        Param {
+            value: (0..count)
+                .map(|_| (bound * random.signed()) as f32)
+                .collect(),
+            grad: vec![0.0; count],
+            decay: true,
+        }
+    }
+
+    /// A vector of one value.
+    pub fn constant(count: usize, value: f32) -> Param {
+        Param {
+            value: vec![value; count],
+            grad: vec![0.0; count],
+            decay: false,
+        }
+    }
+}
+
+/// Visits every parameter of a module under a name.
+pub trait Module {
+    /// Calls `visit` with each parameter's name below `prefix`.
+    fn params<'a>(&'a mut self, prefix: &str, visit: &mut dyn FnMut(String, &'a mut Param));
+}
+
+/// `y = x · Wᵀ + b`.
+pub struct Linear {
+    /// `[outputs, inputs]`.
+    pub weight: Param,
+    /// `[outputs]`.
+    pub bias: Param,
+}
+
+impl Linear {
+    /// Weights uniform in `±gain/√inputs`, bias 0.
+    pub fn new(inputs: usize, outputs: usize, gain: f64, random: &mut Random) -> Linear {
+        let bound = gain / (inputs as f64).sqrt();
+        Linear {
+            weight: Param::uniform(inputs * outputs, bound, random),
+            bias: Param::constant(outputs, 0.0),
+        }
+    }
+
+    fn outputs(&self) -> usize {
+        self.bias.value.len()
+    }
+
+    fn inputs(&self) -> usize {
+        self.weight.value.len() / self.outputs()
+    }
+
+    fn weight(&self) -> View<'_> {
+        View::new(&self.weight.value, self.outputs(), self.inputs())
+    }
+
+    /// `x [T, inputs]` to `[T, outputs]`.
+    pub fn forward(&self, x: &[f32]) -> Vec<f32> {
+        let tokens = x.len() / self.inputs();
+        let mut y = self.bias.value.repeat(tokens);
+        let x = View::new(x, tokens, self.inputs());
+        matmul_into(x, self.weight().t(), 1.0, &mut y);
+        y
+    }
+
+    /// From `x` and the gradient of `y` to the gradient of `x`.
+    pub fn backward(&mut self, x: &[f32], dy: &[f32]) -> Vec<f32> {
+        let (inputs, outputs) = (self.inputs(), self.outputs());
+        let tokens = x.len() / inputs;
+        let dy = View::new(dy, tokens, outputs);
+        let x = View::new(x, tokens, inputs);
+        matmul_into(dy.t(), x, 0.0, &mut self.weight.grad);
+        let ones = vec![1.0; tokens];
+        let ones = View::new(&ones, 1, tokens);
+        matmul_into(ones, dy, 0.0, &mut self.bias.grad);
+        matmul(dy, self.weight())
+    }
+}
+
+impl Module for Linear {
+    fn params<'a>(&'a mut self, prefix: &str, visit: &mut dyn FnMut(String, &'a mut Param)) {
+        visit(format!("{prefix}.weight"), &mut self.weight);
+        visit(format!("{prefix}.bias"), &mut self.bias);
+    }
+}
+
+/// Layer norm over each row: `(x - mean)/√(variance + 1e-5) ⊙ gain + bias`.
+pub struct LayerNorm {
+    gain: Param,
+    bias: Param,
+}
+
+/// What layer norm's backward needs: rows before gain and bias, and `1/√…`.
+pub struct Normalized {
+    rows: Vec<f32>,
+    scale: Vec<f32>,
+}
+
+impl LayerNorm {
+    /// Over rows of `width`, gain 1, bias 0.
+    pub fn new(width: usize) -> LayerNorm {
+        LayerNorm {
+            gain: Param::constant(width, 1.0),
+            bias: Param::constant(width, 0.0),
+        }
+    }
+
+    /// `x [T, width]` to the same shape.
+    pub fn forward(&self, x: &[f32]) -> (Vec<f32>, Normalized) {
+        let width = self.gain.value.len();
+        let mut rows = x.to_vec();
+        let mut scale = vec![0.0; x.len() / width];
+        for (row, scale) in rows.chunks_exact_mut(width).zip(&mut scale) {
+            let mean = row.iter().sum::<f32>() / width as f32;
+            row.iter_mut().for_each(|v| *v -= mean);
+            let variance = row.iter().map(|v| v * v).sum::<f32>() / width as f32;
+            *scale = 1.0 / (variance + 1e-5).sqrt();
+            row.iter_mut().for_each(|v| *v *= *scale);
+        }
+        let mut y = rows.clone();
+        for row in y.chunks_exact_mut(width) {
+            let affine = self.gain.value.iter().zip(&self.bias.value);
+            for (v, (gain, bias)) in row.iter_mut().zip(affine) {
+                *v = *v * gain + bias;
+            }
+        }
+        (y, Normalized { rows, scale })
+    }
+
+    /// The gradient of `x`.
+    pub fn backward(&mut self, saved: &Normalized, dy: &[f32]) -> Vec<f32> {
+        let width = self.gain.value.len();
+        self.gain.grad.fill(0.0);
+        self.bias.grad.fill(0.0);
+        let mut dx = dy.to_vec();
+        let rows = saved.rows.chunks_exact(width).zip(&saved.scale);
+        for (dx, (n, scale)) in dx.chunks_exact_mut(width).zip(rows) {
+            for i in 0..width {
+                self.gain.grad[i] += dx[i] * n[i];
+                self.bias.grad[i] += dx[i];
+                dx[i] *= self.gain.value[i];
+            }
+            let mean = dx.iter().sum::<f32>() / width as f32;
+            let along = dx.iter().zip(n).map(|(d, n)| d * n).sum::<f32>() / width as f32;
+            for (d, n) in dx.iter_mut().zip(n) {
+                *d = scale * (*d - mean - along * n);
+            }
+        }
+        dx
+    }
+}
+
+impl Module for LayerNorm {
+    fn params<'a>(&'a mut self, prefix: &str, visit: &mut dyn FnMut(String, &'a mut Param)) {
+        visit(format!("{prefix}.gain"), &mut self.gain);
+        visit(format!("{prefix}.bias"), &mut self.bias);
+    }
+}
+
+/// `max(x, 0)` in place.
+pub fn relu(x: &mut [f32]) {
+    x.iter_mut().for_each(|v| *v = v.max(0.0));
+}
+
+/// From the output of [`relu`] and the gradient of it, in place.
+pub fn relu_backward(y: &[f32], dy: &mut [f32]) {
+    for (d, y) in dy.iter_mut().zip(y) {
+        if *y <= 0.0 {
+            *d = 0.0;
+        }
+    }
+}
+
+/// `a += b`.
+pub fn add(a: &mut [f32], b: &[f32]) {
+    assert_eq!(a.len(), b.len());
+    a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+}
+
+/// Mean cross entropy in nats of `logits [T, classes]` against `targets [T]`,
+/// and its gradient.
+pub fn cross_entropy(mut logits: Vec<f32>, targets: &[usize]) -> (f64, Vec<f32>) {
+    let classes = logits.len() / targets.len().max(1);
+    let share = 1.0 / targets.len() as f32;
+    let losses: Vec<f64> = logits
+        .par_chunks_exact_mut(classes)
+        .zip(targets)
+        .map(|(row, &target)| {
+            let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let hit = f64::from(row[target] - top);
+            row.iter_mut().for_each(|v| *v = (*v - top).exp());
+            let sum: f32 = row.iter().sum();
+            row.iter_mut().for_each(|v| *v *= share / sum);
+            row[target] -= share;
+            f64::from(sum).ln() - hit
+        })
+        .collect();
+    (losses.iter().sum::<f64>() / targets.len() as f64, logits)
+}
+
+/// Scales all gradients so that their joint length is at most `limit`.
+pub fn clip(module: &mut impl Module, limit: f64) {
+    let mut square = 0.0;
+    module.params("", &mut |_, param| {
+        let sum = |part: &[f32]| part.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>();
+        let parts: Vec<f64> = param.grad.par_chunks(1 << 14).map(sum).collect();
+        square += parts.iter().sum::<f64>();
+    });
+    let factor = (limit / square.sqrt()) as f32;
+    if factor < 1.0 {
+        module.params("", &mut |_, param| {
+            param.grad.par_iter_mut().for_each(|g| *g *= factor);
+        });
+    }
+}

@@ -1,0 +1,84 @@
+//! A classifier of residual expert layers: each image is one token.
+
+use super::common::feed_forward::FeedForward;
+use super::common::ops::{LayerNorm, Linear, Module, Normalized, Param, add, cross_entropy};
+use super::images::{Images, PIXELS};
+use moesaic::EngineError;
+use moesaic::reference::Random;
+
+/// Pixels to a row of `width`, residual layers, ten scores.
+pub struct Classifier<F> {
+    stem: Linear,
+    blocks: Vec<(LayerNorm, F)>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl<F: FeedForward> Classifier<F> {
+    /// With random weights around the given layers.
+    pub fn new(width: usize, layers: Vec<F>, seed: u64) -> Classifier<F> {
+        let mut random = Random::new(seed);
+        let block = |layer| (LayerNorm::new(width), layer);
+        Classifier {
+            stem: Linear::new(PIXELS, width, 1.7, &mut random),
+            blocks: layers.into_iter().map(block).collect(),
+            norm: LayerNorm::new(width),
+            head: Linear::new(width, 10, 0.5, &mut random),
+        }
+    }
+
+    /// Scores `[images, 10]`, and the state of each norm.
+    fn scores(
+        &mut self,
+        images: &Images,
+    ) -> Result<(Vec<f32>, Vec<f32>, Vec<Normalized>), EngineError> {
+        let mut x = self.stem.forward(&images.pixels);
+        let mut norms = Vec::new();
+        for (norm, layer) in &mut self.blocks {
+            let (normed, saved) = norm.forward(&x);
+            add(&mut x, &layer.forward(normed)?);
+            norms.push(saved);
+        }
+        let (normed, saved) = self.norm.forward(&x);
+        norms.push(saved);
+        Ok((self.head.forward(&normed), normed, norms))
+    }
+
+    /// Mean cross entropy in nats, with the gradient of every parameter.
+    pub fn gradients(&mut self, images: &Images) -> Result<f64, EngineError> {
+        let (scores, normed, norms) = self.scores(images)?;
+        let (loss, dscores) = cross_entropy(scores, &images.labels);
+        let (last, norms) = norms.split_last().expect("one per block, and the last");
+        let dnormed = self.head.backward(&normed, &dscores);
+        let mut dx = self.norm.backward(last, &dnormed);
+        for ((norm, layer), saved) in self.blocks.iter_mut().zip(norms).rev() {
+            let inner = layer.backward(&dx)?;
+            add(&mut dx, &norm.backward(saved, &inner));
+        }
+        self.stem.backward(&images.pixels, &dx);
+        Ok(loss)
+    }
+
+    /// The share of images whose highest score is their label's.
+    pub fn accuracy(&mut self, images: &Images) -> Result<f64, EngineError> {
+        let scores = self.scores(images)?.0;
+        let best = scores.chunks_exact(10).map(|row| {
+            let order = |a: &usize, b: &usize| row[*a].total_cmp(&row[*b]);
+            (0..10).max_by(order).expect("ten scores")
+        });
+        let hits = best.zip(&images.labels).filter(|(a, b)| a == *b).count();
+        Ok(hits as f64 / images.labels.len() as f64)
+    }
+}
+
+impl<F: FeedForward> Module for Classifier<F> {
+    fn params<'a>(&'a mut self, prefix: &str, visit: &mut dyn FnMut(String, &'a mut Param)) {
+        self.stem.params(&format!("{prefix}stem"), visit);
+        for (i, (norm, layer)) in self.blocks.iter_mut().enumerate() {
+            norm.params(&format!("{prefix}norm{i}"), visit);
+            layer.params(&format!("{prefix}layer{i}"), visit);
+        }
+        self.norm.params(&format!("{prefix}norm"), visit);
+        self.head.params(&format!("{prefix}head"), visit);
+    }
+}
