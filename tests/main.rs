@@ -7,3 +7,4 @@ mod golden;
 mod mutants;
 mod oracle;
 mod tidy;
+mod training;

@@ -1,0 +1,5 @@
+//! Training runs: published curves, and the examples' own models.
+
+mod char_lm;
+mod torch_random;
+mod tutel;

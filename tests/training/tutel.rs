@@ -1,0 +1,246 @@
+//! Tutel's own example, from the same weights and tokens, to the same losses.
+//!
+//! `helloworld` trains one layer on random tokens `x [B, N, d]`: the loss is
+//! `mean_b -log softmax_n(Σ_d y[b])[0]`, the optimizer is SGD at 1e-5. Weights
+//! and tokens come from PyTorch's generator with fixed seeds, which
+//! [`TorchRandom`] repeats.
+
+use super::torch_random::TorchRandom;
+use moesaic::spec::canonical_tensors;
+use moesaic::{Counters, Engine, HostTensor, Input, Layer, LayerSpec, Saved, Training, Weights};
+use std::collections::BTreeMap;
+
+/// Samples and tokens of each, as the recorded runs have them.
+const SAMPLES: usize = 2;
+const TOKENS: usize = 128;
+const RATE: f32 = 1e-5;
+
+/// One run of Tutel's example.
+pub struct Run {
+    pub spec: LayerSpec,
+    /// f32 weights by canonical name, as `helloworld` initialises them.
+    pub weights: BTreeMap<String, Vec<f32>>,
+    /// `[SAMPLES · TOKENS, d]`.
+    pub x: Vec<f32>,
+    /// What Tutel printed, step 0 first.
+    pub losses: Vec<f64>,
+}
+
+/// Every recorded run.
+pub fn runs() -> Vec<(&'static str, Run)> {
+    let lines = include_str!("tutel_losses.txt").lines();
+    lines
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| {
+            let (options, losses) = line.split_once(": ").expect("options: losses");
+            let losses = losses.split(' ').map(|v| v.parse().expect("a number"));
+            (options, Run::new(options, losses.collect()))
+        })
+        .collect()
+}
+
+/// The value of an option of `helloworld`.
+fn option(options: &str, name: &str) -> Option<f64> {
+    let mut words = options.split(' ').skip_while(|word| *word != name);
+    words.nth(1).map(|value| value.parse().expect("a number"))
+}
+
+impl Run {
+    fn new(options: &str, losses: Vec<f64>) -> Run {
+        let spec = spec(options);
+        let x = TorchRandom::new(0).normal(SAMPLES * TOKENS * spec.shape.model_dim);
+        Run {
+            weights: initial_weights(&spec),
+            spec,
+            x,
+            losses,
+        }
+    }
+
+    /// The loss `y [B · N, d]` has, and its gradient.
+    pub fn loss(&self, y: &[f32]) -> (f64, Vec<f32>) {
+        loss(y, SAMPLES, self.spec.output_dim())
+    }
+
+    pub fn tokens(&self) -> usize {
+        SAMPLES * TOKENS
+    }
+
+    /// One step of SGD.
+    pub fn descend(&mut self, gradient: impl Fn(&str) -> Vec<f32>) {
+        for (name, weight) in &mut self.weights {
+            let gradient = gradient(name);
+            assert_eq!(gradient.len(), weight.len(), "{name}");
+            for (w, g) in weight.iter_mut().zip(gradient) {
+                *w -= RATE * g;
+            }
+        }
+    }
+}
+
+fn spec(options: &str) -> LayerSpec {
+    let experts = option(options, "--num_local_experts").expect("always given");
+    let top_k = option(options, "--top").expect("always given");
+    let factor = option(options, "--capacity_factor").unwrap_or(1.0);
+    // f32's machine epsilon is the least denominator; one choice is not normalised.
+    let renormalize = if top_k > 1.0 {
+        "renormalize = \"clamp\"\nrenormalize_eps = 1.1920928955078125e-7"
+    } else {
+        ""
+    };
+    let losses = option(options, "--l_aux_wt").map_or(String::new(), |weight| {
+        format!("[[losses]]\nkind = \"gshard\"\ncoefficient = {weight:?}")
+    });
+    let text = format!(
+        "name = \"helloworld\"\n\
+         shape = {{ model_dim = 256, hidden_dim = 512, experts = {experts}, top_k = {top_k} }}\n\
+         experts = {{ form = \"plain\", activation = \"relu\", bias = true }}\n\
+         [capacity]\nmode = \"factor\"\nfactor = {factor:?}\norder = \"slot-major\"\n\
+         [router]\n{renormalize}\n{losses}"
+    );
+    LayerSpec::from_toml(&text).unwrap_or_else(|e| panic!("{text}\n{e}"))
+}
+
+/// As Tutel 0.3 draws them: per expert a `nn.Linear(d, h)` and a
+/// `nn.Linear(h, d)` from seed 1, then the router from seed 1 again.
+fn initial_weights(spec: &LayerSpec) -> BTreeMap<String, Vec<f32>> {
+    let (d, h, e) = (
+        spec.shape.model_dim,
+        spec.shape.hidden_dim,
+        spec.shape.experts,
+    );
+    let bound = |inputs: usize| 1.0 / (inputs as f64).sqrt();
+    let mut weights: BTreeMap<String, Vec<f32>> = BTreeMap::new();
+    let mut random = TorchRandom::new(1);
+    for _ in 0..e {
+        for (name, inputs, outputs) in [("up", d, h), ("down", h, d)] {
+            for (part, count) in [("weight", inputs * outputs), ("bias", outputs)] {
+                let values = random.uniform(count, bound(inputs));
+                let name = format!("experts.{name}.{part}");
+                weights.entry(name).or_default().extend(values);
+            }
+        }
+    }
+    let router = TorchRandom::new(1).uniform(e * d, bound(d));
+    weights.insert("router.weight".to_string(), router);
+    weights
+}
+
+fn loss(y: &[f32], samples: usize, width: usize) -> (f64, Vec<f32>) {
+    let sums: Vec<f64> = y
+        .chunks_exact(width)
+        .map(|row| row.iter().map(|v| f64::from(*v)).sum())
+        .collect();
+    let (mut total, mut dy) = (0.0, Vec::with_capacity(y.len()));
+    for logits in sums.chunks_exact(sums.len() / samples) {
+        let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = logits.iter().map(|z| (z - top).exp()).sum();
+        total += sum.ln() + top - logits[0];
+        for (i, z) in logits.iter().enumerate() {
+            let hit = if i == 0 { 1.0 } else { 0.0 };
+            let gradient = ((z - top).exp() / sum - hit) / samples as f64;
+            dy.extend(std::iter::repeat_n(gradient as f32, width));
+        }
+    }
+    (total / samples as f64, dy)
+}
+
+/// The first steps of each run by the f64 reference: that weights, tokens and
+/// loss are those of Tutel, whatever our kernels do.
+#[test]
+fn reference_starts_as_tutel_does() {
+    use moesaic::reference;
+    for (options, mut run) in runs() {
+        if !run.spec.losses.is_empty() {
+            continue; // the printed loss has another term
+        }
+        let input = reference::Input {
+            tokens: run.tokens(),
+            x: run.x.iter().map(|v| f64::from(*v)).collect(),
+            ..reference::Input::default()
+        };
+        for step in 0..2 {
+            let weights = as_reference(&run);
+            let y = reference::forward(&run.spec, &weights, &input).y;
+            let y: Vec<f32> = y.iter().map(|v| *v as f32).collect();
+            let (loss, dy) = run.loss(&y);
+            assert_printed(loss, run.losses[step], options, step);
+            let dy: Vec<f64> = dy.iter().map(|v| f64::from(*v)).collect();
+            let gradients = reference::backward(&run.spec, &weights, &input, &dy).weights;
+            run.descend(|name| gradients[name].data.iter().map(|v| *v as f32).collect());
+        }
+    }
+}
+
+fn as_reference(run: &Run) -> moesaic::reference::Weights {
+    let tensor = |t: moesaic::spec::TensorSpec| {
+        let data = run.weights[&t.name].iter().map(|v| f64::from(*v)).collect();
+        let shape = t.shape;
+        (t.name, moesaic::reference::Tensor { shape, data })
+    };
+    let list = canonical_tensors(&run.spec);
+    moesaic::reference::Weights(list.into_iter().map(tensor).collect())
+}
+
+/// A hundred steps of each run by the compiled layer.
+#[test]
+#[ignore = "until the CPU has backward kernels"]
+fn layer_prints_what_tutel_prints() {
+    let engine = Engine::cpu().expect("a C compiler");
+    for (options, mut run) in runs() {
+        let layer = run.layer(&engine);
+        for step in 0..run.losses.len() {
+            let (loss, saved, dy) = run.forward(&layer);
+            assert_printed(loss, run.losses[step], options, step);
+            let dy = HostTensor::new(&[run.tokens(), run.spec.output_dim()], &dy);
+            layer.backward(&saved, &dy, false).expect("the layer runs");
+            run.descend(|name| layer.gradient(name).expect("a weight's name").to_f32());
+        }
+    }
+}
+
+impl Run {
+    fn layer(&self, engine: &Engine) -> Layer {
+        let list = canonical_tensors(&self.spec);
+        let weights = list.iter().fold(Weights::new(), |weights, t| {
+            weights.with(&t.name, &t.shape, &self.weights[&t.name])
+        });
+        let layer = engine.training_layer(&self.spec, &weights, Training::default());
+        layer.expect("the kernels compile")
+    }
+
+    /// The loss that Tutel prints, auxiliary one included, what backward needs,
+    /// and the gradient of `y`.
+    fn forward(&self, layer: &Layer) -> (f64, Saved, Vec<f32>) {
+        for tensor in canonical_tensors(&self.spec) {
+            let value = HostTensor::new(&tensor.shape, &self.weights[&tensor.name]);
+            layer
+                .set_weight(&tensor.name, &value)
+                .expect("its own shape");
+        }
+        let auxiliary = !self.spec.losses.is_empty();
+        let names: &[&str] = if auxiliary {
+            &["y", "loss.gshard"]
+        } else {
+            &["y"]
+        };
+        let input = Input::new(self.tokens(), &self.x);
+        let (output, saved) = layer
+            .forward_train(&input, names, Counters::default())
+            .expect("the layer runs");
+        let (mut loss, dy) = self.loss(&output.y().to_f32());
+        if let Some(value) = output.get("loss.gshard") {
+            loss += f64::from(value.to_f32()[0]);
+        }
+        (loss, saved, dy)
+    }
+}
+
+/// Five digits after the point, as printed; one unit of the last one is let
+/// through, since two f32 sums of different order may round to either side.
+fn assert_printed(loss: f64, printed: f64, options: &str, step: usize) {
+    assert!(
+        (loss - printed).abs() <= 1.5e-5,
+        "{options}, step {step}: {loss:.5}, Tutel printed {printed:.5}"
+    );
+}
