@@ -20,6 +20,7 @@ mod gate;
 mod losses;
 mod math;
 mod place;
+pub mod rng;
 mod weights;
 
 pub use backward::{Gradients, backward};
