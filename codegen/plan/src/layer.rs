@@ -2,6 +2,7 @@
 
 mod backward;
 mod gate_bwd;
+mod supported;
 mod tensors;
 
 use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
@@ -165,6 +166,7 @@ impl TensorPlan {
 /// # Errors
 /// [`PlanError::Unsupported`] when no kernel of the target computes an option.
 pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
+    supported::check(spec, target)?;
     let mut builder = Builder::new(spec, target, None);
     builder.forward();
     Ok(builder.finish())
@@ -180,6 +182,7 @@ pub fn plan_training(
     target: Target,
     training: Training,
 ) -> Result<LayerPlan, PlanError> {
+    supported::check(spec, target)?;
     let mut builder = Builder::new(spec, target, Some(training));
     builder.forward();
     builder.backward(training.recompute);

@@ -31,5 +31,8 @@ pub const MAX_CAPACITY_FACTOR: f64 = MAX_EXPERTS as f64;
 /// Largest alignment of the capacity.
 pub const MAX_ALIGN: usize = 4096;
 
+/// Most rounds of `select = { sinkhorn = n }`; each is two launches.
+pub const MAX_SINKHORN_ROUNDS: usize = 64;
+
 /// Longest name in bytes.
 pub const MAX_NAME: usize = 100;

@@ -29,7 +29,7 @@ pub(crate) enum Kind {
     Text,
     /// One of these strings.
     Choice(&'static [&'static str]),
-    /// `"top-k"` or `{ sparse-mixer = ε }`.
+    /// `"top-k"`, or a table of one of [`SELECTIONS`].
     Select,
     /// One of [`ACTIVATIONS`] or `{ expr = "…" }`.
     Activation,
@@ -140,8 +140,35 @@ static ROUTER: Section = Section {
         optional("weight_on", Choice(&["output", "activation", "input"])),
         optional("table_rows", Count),
         optional("projection_dim", Count),
+        optional("token_mask", Flag),
+        optional("active_k", Flag),
+        optional("entropy", Table(&ENTROPY)),
         optional("jitter", Number),
+        optional("input_dropout", Number),
         optional("noise", Number),
+        optional(
+            "noise_kind",
+            Choice(&["gaussian", "learned", "gumbel", "gumbel-second"]),
+        ),
+        optional("random_second", Flag),
+    ],
+};
+
+/// The rules of `router.select` that have a number, and an example of it.
+pub(crate) const SELECTIONS: &[(&str, &str)] = &[
+    ("sparse-mixer", "0.01"),
+    ("expert-choice", "2.0"),
+    ("sinkhorn", "8"),
+];
+
+static ENTROPY: Section = Section {
+    keys: &[
+        required(
+            "temperature",
+            Number,
+            "how far entropy moves the temperature: temperature = 0.5",
+        ),
+        optional("load", Number),
     ],
 };
 
@@ -280,7 +307,10 @@ mod tests {
             match &key.kind {
                 Kind::Table(inner) | Kind::List(inner) => check(inner, &path),
                 Kind::Choice(words) => check_words(words, &path),
-                Kind::Select => check_words(&["top-k", "sparse-mixer"], &path),
+                Kind::Select => check_words(
+                    &["top-k", "sparse-mixer", "expert-choice", "sinkhorn"],
+                    &path,
+                ),
                 Kind::Activation => check_words(&[ACTIVATIONS, &["expr"]].concat(), &path),
                 Kind::Count | Kind::Number | Kind::Flag | Kind::Text => {}
             }

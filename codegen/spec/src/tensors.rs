@@ -1,6 +1,6 @@
 //! The weight tensors of a layer, by canonical name.
 
-use crate::{ExpertForm, LayerSpec, RouterInput, RouterKind, SharedGate};
+use crate::{ExpertForm, LayerSpec, NoiseKind, RouterInput, RouterKind, SharedGate};
 use moesaic_kernel::DType;
 
 /// A weight tensor a layer expects.
@@ -105,6 +105,22 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
             float,
             &[experts],
             "added to scores for selection only",
+        );
+    }
+    if router.noise > 0.0 && router.noise_kind == NoiseKind::Learned {
+        push(
+            "router.noise.weight",
+            float,
+            &[experts, model],
+            "projection of tokens to the scale of the noise",
+        );
+    }
+    if router.entropy.is_some() {
+        push(
+            "router.load",
+            float,
+            &[experts],
+            "share of the assignments that each expert got lately",
         );
     }
     if router.input == RouterInput::RmsScaled {

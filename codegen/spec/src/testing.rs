@@ -82,6 +82,8 @@ pub fn sample(seed: u64) -> LayerSpec {
     shared(rng, &mut spec);
     losses(rng, &mut spec);
     expression(seed, &mut spec.experts);
+    selections(rng, &mut spec);
+    draws(rng, &mut spec);
     spec
 }
 
@@ -104,6 +106,45 @@ fn expression(seed: u64, experts: &mut Experts) {
         experts.activation = Activation::Custom(expression);
         experts.alpha = 1.0;
     }
+}
+
+/// Selections other than the plain one, for layers that have it.
+fn selections(rng: &mut Counter, spec: &mut LayerSpec) {
+    let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
+    let plain = scored && spec.router.select == Select::TopK && spec.router.groups.is_none();
+    if !plain || spec.router.select_bias {
+        return;
+    }
+    if rng.one_in(6) {
+        spec.router.select = Select::Sinkhorn(rng.between(1, 12));
+    }
+}
+
+/// What only training sees.
+fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
+    let r = &spec.router;
+    let top_k = r.select == Select::TopK;
+    let scored = matches!(r.kind, RouterKind::Linear | RouterKind::Cosine);
+    let second = top_k && scored && spec.shape.top_k == 2;
+    let compared = top_k && scored && !r.select_bias && r.groups.is_none();
+    if spec.has_logits() && rng.one_in(5) {
+        spec.router.input_dropout = rng.real(0.001, 0.5);
+    }
+    spec.router.random_second = second && rng.one_in(2);
+    if spec.router.noise == 0.0 {
+        return;
+    }
+    let kinds = match (compared, spec.shape.top_k) {
+        (false, _) => &[NoiseKind::Gaussian, NoiseKind::Learned][..],
+        (true, 1) => &[NoiseKind::Gaussian, NoiseKind::Learned, NoiseKind::Gumbel],
+        (true, _) => &[
+            NoiseKind::Gaussian,
+            NoiseKind::Learned,
+            NoiseKind::Gumbel,
+            NoiseKind::GumbelSecond,
+        ],
+    };
+    spec.router.noise_kind = rng.pick(kinds);
 }
 
 /// Small and odd more often than large: a test runs many of these.

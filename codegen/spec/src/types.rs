@@ -124,10 +124,24 @@ pub struct Router {
     /// Width of the projection of `kind = "cosine"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub projection_dim: Option<usize>,
+    /// Tokens whose `token_mask` is 0 get no experts and take no capacity.
+    pub token_mask: bool,
+    /// How many of the K slots a call uses is read from `active_k`.
+    pub active_k: bool,
+    /// Experimental: entropy sets a temperature, load a bias.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub entropy: Option<Entropy>,
     /// Training only: router input times uniform(1-jitter, 1+jitter).
     pub jitter: f64,
-    /// Training only: gaussian noise on the logits, scaled by noise / E.
+    /// Training only: the share of router input channels that become zero.
+    pub input_dropout: f64,
+    /// Training only: noise on the logits, scaled as `noise_kind` says.
     pub noise: f64,
+    /// Training only: where the noise comes from and what sees it.
+    pub noise_kind: NoiseKind,
+    /// Training only: the second expert stays with probability
+    /// `min(1, 2 · its weight)` (GShard).
+    pub random_second: bool,
 }
 
 impl Default for Router {
@@ -148,8 +162,14 @@ impl Default for Router {
             weight_on: WeightSite::Output,
             table_rows: None,
             projection_dim: None,
+            token_mask: false,
+            active_k: false,
+            entropy: None,
             jitter: 0.0,
+            input_dropout: 0.0,
             noise: 0.0,
+            noise_kind: NoiseKind::Gaussian,
+            random_second: false,
         }
     }
 }
@@ -205,6 +225,41 @@ pub enum Select {
     /// Two sequential masked argmaxes, as PhiMoE evaluates (SparseMixer v2).
     /// The number is its threshold ε.
     SparseMixer(f64),
+    /// Every expert takes its best tokens, this many times T / E (Zhou et
+    /// al.): a token gets 0 to E experts, so `top_k` is E.
+    ExpertChoice(f64),
+    /// In training the K best of logits that this many rounds of Sinkhorn's
+    /// iteration balanced (Megatron); otherwise as `top-k`.
+    Sinkhorn(usize),
+}
+
+/// Logits divided by a temperature of their entropy, less a bias of the
+/// expert's load. Experimental.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entropy {
+    /// The exponent a of the temperature `exp(a (2 h - 1))`, h the entropy of
+    /// the softmax over ln E.
+    pub temperature: f64,
+    /// The factor b of the bias `-b (E · load - 1)`, load from `router.load`.
+    #[serde(default)]
+    pub load: f64,
+}
+
+/// Noise on router logits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NoiseKind {
+    /// Normal deviates times noise / E, for selection and weights (Tutel).
+    #[default]
+    Gaussian,
+    /// Normal deviates times `noise · (softplus(x · Wₙᵀ) + 1e-2)`, for selection
+    /// and weights (Shazeer et al., FastMoE).
+    Learned,
+    /// Gumbel deviates times noise, for selection only (DeepSpeed's RSample).
+    Gumbel,
+    /// As `gumbel`, but the first choice goes without (fairseq).
+    GumbelSecond,
 }
 
 /// Group-limited selection.
@@ -464,6 +519,21 @@ impl LayerSpec {
             RouterKind::Table => self.router.score != Score::One,
             RouterKind::External => false,
         }
+    }
+
+    /// Whether a training call adds noise to logits that weights see too.
+    pub fn noisy_logits(&self) -> bool {
+        let of_logits = matches!(
+            self.router.noise_kind,
+            NoiseKind::Gaussian | NoiseKind::Learned
+        );
+        self.router.noise > 0.0 && of_logits && self.has_logits()
+    }
+
+    /// Whether a training call draws random numbers in the router.
+    pub fn draws(&self) -> bool {
+        let r = &self.router;
+        r.jitter > 0.0 || r.input_dropout > 0.0 || r.noise > 0.0 || r.random_second
     }
 
     /// Whether assignments can be dropped.

@@ -1,7 +1,8 @@
 //! The canonical TOML of a spec.
 
 use crate::{
-    Activation, Capacity, Experts, Groups, LayerSpec, Loss, Precision, Router, Select, SharedExpert,
+    Activation, Capacity, Entropy, Experts, Groups, LayerSpec, Loss, Precision, Router, Select,
+    SharedExpert,
 };
 use serde::Serialize;
 
@@ -81,8 +82,14 @@ fn router_lines(router: &Router) -> Lines {
         weight_on,
         table_rows,
         projection_dim,
+        token_mask,
+        active_k,
+        entropy,
         jitter,
+        input_dropout,
         noise,
+        noise_kind,
+        random_second,
     } = router;
     let mut lines = Lines::default();
     lines.differing("kind", kind, &default.kind);
@@ -100,8 +107,14 @@ fn router_lines(router: &Router) -> Lines {
     lines.differing("scale", scale, &default.scale);
     lines.differing("expert_scale", expert_scale, &default.expert_scale);
     lines.differing("weight_on", weight_on, &default.weight_on);
+    lines.differing("token_mask", token_mask, &default.token_mask);
+    lines.differing("active_k", active_k, &default.active_k);
+    lines.add_some("entropy", entropy.as_ref());
     lines.differing("jitter", jitter, &default.jitter);
+    lines.differing("input_dropout", input_dropout, &default.input_dropout);
     lines.differing("noise", noise, &default.noise);
+    lines.differing("noise_kind", noise_kind, &default.noise_kind);
+    lines.differing("random_second", random_second, &default.random_second);
     lines
 }
 
@@ -252,11 +265,23 @@ impl Value for Groups {
     }
 }
 
+impl Value for Entropy {
+    fn value(&self) -> String {
+        let Entropy { temperature, load } = self;
+        let mut lines = Lines::default();
+        lines.add("temperature", temperature);
+        lines.differing("load", load, &0.0);
+        format!("{{ {} }}", lines.0.join(", "))
+    }
+}
+
 impl Value for Select {
     fn value(&self) -> String {
         match self {
             Select::TopK => "\"top-k\"".to_string(),
             Select::SparseMixer(epsilon) => format!("{{ sparse-mixer = {} }}", epsilon.value()),
+            Select::ExpertChoice(share) => format!("{{ expert-choice = {} }}", share.value()),
+            Select::Sinkhorn(rounds) => format!("{{ sinkhorn = {rounds} }}"),
         }
     }
 }
@@ -296,6 +321,7 @@ words!(
     crate::ExpertForm,
     crate::GateLayout,
     crate::SharedGate,
+    crate::NoiseKind,
     crate::LossKind,
 );
 

@@ -1,5 +1,6 @@
 //! The tensors of a forward pass.
 
+use super::supported::training_only;
 use super::{Role, TensorPlan};
 use crate::desc::{self, KernelDesc};
 use crate::{KernelConfig, heuristics};
@@ -15,6 +16,7 @@ pub(super) fn declared_tensors(
 ) -> Vec<TensorPlan> {
     let mut list: Vec<TensorPlan> = canonical_tensors(spec)
         .into_iter()
+        .filter(|t| !training_only(spec, &t.name))
         .map(|t| TensorPlan {
             name: t.name,
             dtype: t.dtype,

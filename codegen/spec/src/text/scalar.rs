@@ -1,7 +1,7 @@
 //! Single values of the TOML: types, numbers and words.
 
 use super::join;
-use crate::schema::{ACTIVATIONS, Kind};
+use crate::schema::{ACTIVATIONS, Kind, SELECTIONS};
 use crate::{Expression, Problem, suggest};
 use toml::Spanned;
 use toml::de::{DeInteger, DeValue};
@@ -18,8 +18,11 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
         (Kind::Text, DeValue::String(text)) => Ok(text.to_string().into()),
         (Kind::Choice(known), DeValue::String(word)) => choice(word, known, path),
         (Kind::Select, DeValue::Table(table)) if table.len() == 1 => {
-            match table.get("sparse-mixer") {
-                Some(epsilon) => sparse_mixer(epsilon.get_ref(), path),
+            let rule = SELECTIONS
+                .iter()
+                .find(|(rule, _)| table.contains_key(*rule));
+            match rule {
+                Some((rule, _)) => numbered(rule, table[*rule].get_ref(), path),
                 None => refuse(kind, value, path),
             }
         }
@@ -43,10 +46,7 @@ fn refuse(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
         Kind::Flag => ("true or false", None),
         Kind::Text => ("a string", None),
         Kind::Choice(known) => ("a string", Some(possible(known))),
-        Kind::Select => (
-            "a string or { sparse-mixer = ... }",
-            Some(SELECT.to_string()),
-        ),
+        Kind::Select => ("a string or { sparse-mixer = ... }", Some(how_to_select())),
         Kind::Activation => (
             "a string or { expr = \"...\" }",
             Some(format!("{}, or {EXPRESSION}", possible(ACTIVATIONS))),
@@ -118,23 +118,38 @@ fn unknown(word: &str, path: &str) -> Problem {
 }
 
 /// How `router.select` is written.
-const SELECT: &str = "write select = \"top-k\" or select = { sparse-mixer = 0.01 }";
+fn how_to_select() -> String {
+    let rules = SELECTIONS.iter();
+    let rules: Vec<String> = rules
+        .map(|(rule, example)| format!("select = {{ {rule} = {example} }}"))
+        .collect();
+    format!("write select = \"top-k\", or {}", rules.join(", or "))
+}
 
 fn select(word: &str, path: &str) -> Read {
     let label = match word {
         "top-k" => return Ok(word.into()),
         "sparse-mixer" => "sparse-mixer needs its threshold".to_string(),
+        "expert-choice" => "expert-choice needs its tokens per expert".to_string(),
+        "sinkhorn" => "sinkhorn needs its number of rounds".to_string(),
         _ => match suggest::value(word, &["top-k"]) {
             Some(meant) => format!("did you mean \"{meant}\"?"),
             None => "not a possible value".to_string(),
         },
     };
-    Err(unknown(word, path).label(label).help(SELECT).into())
+    let problem = unknown(word, path).label(label).help(how_to_select());
+    Err(problem.into())
 }
 
-fn sparse_mixer(epsilon: &DeValue<'_>, path: &str) -> Read {
-    let epsilon = number(epsilon, &join(path, "sparse-mixer"))?;
-    Ok(toml::Table::from_iter([("sparse-mixer".to_string(), epsilon)]).into())
+/// `{ rule = number }`.
+fn numbered(rule: &str, value: &DeValue<'_>, path: &str) -> Read {
+    let path = join(path, rule);
+    let value = match (rule, value) {
+        ("sinkhorn", DeValue::Integer(rounds)) => count(rounds, &path)?,
+        ("sinkhorn", _) => refuse(&Kind::Count, value, &path)?,
+        _ => number(value, &path)?,
+    };
+    Ok(toml::Table::from_iter([(rule.to_string(), value)]).into())
 }
 
 /// How a custom activation is written.

@@ -10,6 +10,7 @@ mod experts;
 mod losses;
 mod router;
 mod shape;
+mod training;
 
 use crate::write::word;
 use crate::{LayerSpec, Problem};
@@ -24,6 +25,7 @@ impl LayerSpec {
         let mut problems = Vec::new();
         shape::check(self, &mut problems);
         router::check(self, &mut problems);
+        training::check(self, &mut problems);
         capacity::check(self, &mut problems);
         experts::check(self, &mut problems);
         losses::check(self, &mut problems);

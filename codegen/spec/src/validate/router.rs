@@ -143,6 +143,15 @@ fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
     if router.jitter != 0.0 {
         set.push(("router.jitter", format!("{:?}", router.jitter)));
     }
+    if router.input_dropout != 0.0 {
+        set.push((
+            "router.input_dropout",
+            format!("{:?}", router.input_dropout),
+        ));
+    }
+    if router.entropy.is_some() {
+        set.push(("router.entropy", "{ ... }".to_string()));
+    }
     if router.noise != 0.0 {
         set.push(("router.noise", format!("{:?}", router.noise)));
     }
@@ -153,7 +162,10 @@ fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
 fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
     let mut set = Vec::new();
     if router.select != Select::TopK {
-        set.push(("router.select", "{ sparse-mixer }".to_string()));
+        set.push(("router.select", "{ ... }".to_string()));
+    }
+    if router.random_second {
+        set.push(("router.random_second", "true".to_string()));
     }
     if router.select_bias {
         set.push(("router.select_bias", "true".to_string()));
@@ -162,6 +174,16 @@ fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
         set.push(("router.groups", "{ ... }".to_string()));
     }
     set
+}
+
+/// The options that mask slots.
+fn mask_options(router: &Router) -> Vec<(&'static str, String)> {
+    let flags = [
+        ("router.token_mask", router.token_mask),
+        ("router.active_k", router.active_k),
+    ];
+    let set = flags.into_iter().filter(|(_, set)| *set);
+    set.map(|(key, _)| (key, "true".to_string())).collect()
 }
 
 /// The options that make weights of scores.
@@ -191,6 +213,7 @@ fn external(router: &Router, problems: &mut Vec<Problem>) {
         ),
         (selection_options(router), "the caller picks the experts"),
         (weight_options(router), "the caller passes final weights"),
+        (mask_options(router), "the caller masks slots by the id -1"),
     ];
     for (options, because) in groups {
         for (key, value) in options {
@@ -240,7 +263,7 @@ fn selection(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     if let Some(groups) = &router.groups {
         check_groups(spec, groups, problems);
     }
-    if router.select != Select::TopK {
+    if matches!(router.select, Select::SparseMixer(_)) {
         sparse_mixer(spec, problems);
     }
 }

@@ -1,0 +1,194 @@
+//! The router's rules for selection beyond top-k, and for training.
+
+use super::{Conflict, Range, Real, quoted};
+use crate::{
+    CapacityMode, LayerSpec, MAX_SINKHORN_ROUNDS, NoiseKind, Problem, Router, RouterKind, Select,
+};
+
+pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    numbers(&spec.router, problems);
+    noise(spec, problems);
+    entropy(spec, problems);
+    random_second(spec, problems);
+    match spec.router.select {
+        Select::ExpertChoice(_) => expert_choice(spec, problems),
+        Select::Sinkhorn(rounds) => sinkhorn(&spec.router, rounds, problems),
+        Select::TopK | Select::SparseMixer(_) => {}
+    }
+}
+
+fn numbers(router: &Router, problems: &mut Vec<Problem>) {
+    Real::Fraction.check("router.input_dropout", router.input_dropout, problems);
+    if let Some(entropy) = &router.entropy {
+        let temperature = entropy.temperature;
+        Real::Any.check("router.entropy.temperature", temperature, problems);
+        Real::NotNegative.check("router.entropy.load", entropy.load, problems);
+    }
+    if let Select::ExpertChoice(share) = router.select {
+        Real::Positive.check("router.select", share, problems);
+    }
+}
+
+/// The noise that only selection sees.
+fn selects_by_noise(router: &Router) -> bool {
+    matches!(
+        router.noise_kind,
+        NoiseKind::Gumbel | NoiseKind::GumbelSecond
+    )
+}
+
+/// The value of `router.select` as in TOML, without its number.
+fn select_word(select: Select) -> &'static str {
+    match select {
+        Select::TopK => "\"top-k\"",
+        Select::SparseMixer(_) => "{ sparse-mixer }",
+        Select::ExpertChoice(_) => "{ expert-choice }",
+        Select::Sinkhorn(_) => "{ sinkhorn }",
+    }
+}
+
+/// Pushes the clash of two options, the first of which can be removed.
+fn clash(
+    problems: &mut Vec<Problem>,
+    key: &str,
+    value: String,
+    with: (&str, String),
+    because: &str,
+) {
+    let name = key.rsplit('.').next().unwrap_or(key);
+    let conflict = Conflict {
+        key,
+        value,
+        with: with.0,
+        with_value: with.1,
+        because,
+        change: format!("remove one of the two: `{name}` is not needed by default"),
+    };
+    problems.push(conflict.problem());
+}
+
+fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let router = &spec.router;
+    let kind = || quoted(&router.noise_kind);
+    let key = "router.noise_kind";
+    if router.noise_kind != NoiseKind::Gaussian && router.noise == 0.0 {
+        let amount = ("router.noise", "0".to_string());
+        clash(problems, key, kind(), amount, "there is no noise");
+        return;
+    }
+    if !selects_by_noise(router) {
+        return;
+    }
+    let because = "this noise moves logits that are compared, and nothing compares them";
+    if router.kind == RouterKind::Table {
+        let with = ("router.kind", quoted(&router.kind));
+        clash(problems, key, kind(), with, because);
+    }
+    if router.select != Select::TopK {
+        let with = ("router.select", select_word(router.select).to_string());
+        clash(problems, key, kind(), with, because);
+    }
+    if router.select_bias {
+        let with = ("router.select_bias", "true".to_string());
+        clash(problems, key, kind(), with, because);
+    }
+    if router.groups.is_some() {
+        let with = ("router.groups", "{ ... }".to_string());
+        clash(problems, key, kind(), with, because);
+    }
+    if router.noise_kind == NoiseKind::GumbelSecond && spec.shape.top_k == 1 {
+        let with = ("shape.top_k", "1".to_string());
+        clash(problems, key, kind(), with, "the first choice has no noise");
+    }
+}
+
+fn entropy(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let router = &spec.router;
+    if router.entropy.is_none() {
+        return;
+    }
+    let (key, value) = ("router.entropy", "{ ... }".to_string());
+    if matches!(router.select, Select::SparseMixer(_) | Select::Sinkhorn(_)) {
+        let with = ("router.select", select_word(router.select).to_string());
+        let because = "defined for the logits of top-k and expert choice";
+        clash(problems, key, value, with, because);
+    } else if spec.scored_experts() == 1 {
+        let with = ("shape.experts", "1".to_string());
+        let because = "a choice of one has no entropy";
+        clash(problems, key, value, with, because);
+    }
+}
+
+fn random_second(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (key, value) = ("router.random_second", "true".to_string());
+    if !spec.router.random_second {
+        return;
+    }
+    if spec.shape.top_k != 2 {
+        let with = ("shape.top_k", spec.shape.top_k.to_string());
+        let because = "defined for two experts per token";
+        clash(problems, key, value, with, because);
+    } else if spec.router.select != Select::TopK {
+        let with = ("router.select", select_word(spec.router.select).to_string());
+        let because = "defined for the two best experts";
+        clash(problems, key, value, with, because);
+    }
+}
+
+fn expert_choice(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (router, experts) = (&spec.router, spec.shape.experts);
+    let select = || select_word(router.select).to_string();
+    if spec.shape.top_k != experts {
+        let message = format!(
+            "`router.select` = {} needs `shape.top_k` = {experts}, the number of experts",
+            select()
+        );
+        let problem = Problem::new("router.select", message)
+            .label("a token may be taken by every expert")
+            .with("shape.top_k", format!("{} here", spec.shape.top_k));
+        problems.push(problem.help(format!("set `top_k` to {experts}")));
+    }
+    let select = ("router.select", select());
+    let others = [
+        ("router.select_bias", router.select_bias),
+        ("router.active_k", router.active_k),
+    ];
+    let because = "experts take their best tokens by score";
+    for (key, _) in others.into_iter().filter(|(_, set)| *set) {
+        clash(problems, key, "true".to_string(), select.clone(), because);
+    }
+    if router.groups.is_some() {
+        let (key, value) = ("router.groups", "{ ... }".to_string());
+        clash(problems, key, value, select.clone(), because);
+    }
+    if spec.experts.identity > 0 {
+        let (key, value) = ("experts.identity", spec.experts.identity.to_string());
+        clash(problems, key, value, select.clone(), because);
+    }
+    if spec.capacity.mode != CapacityMode::Dropless {
+        let value = quoted(&spec.capacity.mode);
+        let because = "every expert takes the same number of tokens already";
+        clash(problems, "capacity.mode", value, select, because);
+    }
+}
+
+fn sinkhorn(router: &Router, rounds: usize, problems: &mut Vec<Problem>) {
+    Range {
+        key: "router.select",
+        value: rounds,
+        least: 1,
+        most: MAX_SINKHORN_ROUNDS,
+        because: "the most rounds that are launched",
+    }
+    .check(problems);
+    let select = ("router.select", select_word(router.select).to_string());
+    let because = "the iteration balances the logits themselves";
+    if router.select_bias {
+        let key = "router.select_bias";
+        clash(problems, key, "true".to_string(), select.clone(), because);
+    }
+    if router.groups.is_some() {
+        let key = "router.groups";
+        clash(problems, key, "{ ... }".to_string(), select, because);
+    }
+}
