@@ -127,11 +127,7 @@ impl Case {
             .has_logits()
             .then(|| floats(output, "router.logits"));
         let (spec, weights) = (&self.spec, &self.weights);
-        let mut expected = match spec.router.kind {
-            RouterKind::External => reference::gate(spec, weights, &self.input).decision,
-            RouterKind::Table => reference::lookup(spec, weights, logits.as_deref(), &self.input),
-            _ => reference::select(spec, weights, logits.as_deref().unwrap_or_default(), t),
-        };
+        let mut expected = reference::decide(spec, weights, &self.input, logits.as_deref());
         equal(
             &self.what("gate_topk: ids"),
             &ints(output, "topk_ids"),

@@ -131,7 +131,9 @@ fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
         spec.router.input_dropout = rng.real(0.001, 0.5);
     }
     spec.router.random_second = second && rng.one_in(2);
-    if spec.router.noise == 0.0 {
+    let loads = [LossKind::ImportanceLoad, LossKind::ImportanceLoadLogits];
+    let gaussian = spec.losses.iter().any(|loss| loads.contains(&loss.kind));
+    if spec.router.noise == 0.0 || gaussian {
         return;
     }
     let kinds = match (compared, spec.shape.top_k) {

@@ -1,16 +1,23 @@
 //! Stem `gate_topk`: from tokens to experts and weights.
 
+use crate::choice::{active_k, balanced, expert_choice, exponentials, guided, live};
 use crate::math::{dot, rank, sigmoid, softmax, softplus};
+use crate::noise::{input_factors, key_noise, logit_noise};
+use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
-    GroupMask, GroupStat, Groups, LayerSpec, Renormalize, RouterInput, RouterKind, Score, Select,
+    GroupMask, GroupStat, Groups, LayerSpec, NoiseKind, Renormalize, RouterInput, RouterKind,
+    Score, Select,
 };
 
 /// The gate's whole result.
 #[derive(Clone, Debug)]
 pub struct Gate {
-    /// `[T, E + identity]`, when the router has any.
+    /// `[T, E + identity]`, when the router has any; in training with the
+    /// noise that weights see too.
     pub logits: Option<Vec<f64>>,
+    /// The same without noise.
+    pub clean: Option<Vec<f64>>,
     /// Experts and weights.
     pub decision: Decision,
 }
@@ -31,41 +38,64 @@ pub struct Decision {
 
 /// Logits and decision for every token.
 pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> Gate {
-    let logits = spec
-        .has_logits()
-        .then(|| logits(spec, weights, &input.x, input.tokens));
-    let decision = match spec.router.kind {
-        RouterKind::Linear | RouterKind::Cosine => select(
-            spec,
-            weights,
-            logits.as_deref().unwrap_or_default(),
-            input.tokens,
-        ),
-        RouterKind::Table => lookup(spec, weights, logits.as_deref(), input),
-        RouterKind::External => external(spec, input),
-    };
-    Gate { logits, decision }
+    let rows = 0..input.tokens;
+    let clean = spec.has_logits().then(|| {
+        let row = |t: usize| logits_row(spec, weights, &router_input(spec, weights, input, t));
+        rows.clone().flat_map(row).collect::<Vec<f64>>()
+    });
+    let noise: Vec<f64> = rows
+        .flat_map(|t| match spec.noisy_logits() {
+            true => {
+                let x = router_input(spec, weights, input, t);
+                logit_noise(spec, weights, input, t, &x)
+            }
+            false => vec![0.0; spec.routed_experts()],
+        })
+        .collect();
+    let with_noise = |z: &Vec<f64>| z.iter().zip(&noise).map(|(z, n)| z + n).collect();
+    let logits: Option<Vec<f64>> = clean.as_ref().map(with_noise);
+    let decision = decide(spec, weights, input, logits.as_deref());
+    Gate {
+        logits,
+        clean,
+        decision,
+    }
 }
 
-/// Logits `[T, E + identity]` of a linear, table or cosine router.
-pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> Vec<f64> {
+/// What the router's projection reads of token `t`: in training jittered and
+/// with channels dropped, then scaled by its root mean square if asked.
+pub fn router_input(spec: &LayerSpec, weights: &Weights, input: &Input, t: usize) -> Vec<f64> {
     let d = spec.shape.model_dim;
+    let factors = input_factors(spec, input, t);
+    let x = input.x[t * d..(t + 1) * d].iter().zip(&factors);
+    let x: Vec<f64> = x.map(|(x, f)| x * f).collect();
+    match spec.router.input {
+        RouterInput::Token => x,
+        RouterInput::RmsScaled => rms_scaled(&x, &weights.get("router.input_scale").data),
+    }
+}
+
+/// Logits `[T, E + identity]` of a linear, table or cosine router, without
+/// what training draws.
+pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> Vec<f64> {
+    let input = Input {
+        tokens,
+        x: x.to_vec(),
+        ..Input::default()
+    };
     (0..tokens)
-        .flat_map(|t| logits_row(spec, weights, &x[t * d..(t + 1) * d]))
+        .flat_map(|t| logits_row(spec, weights, &router_input(spec, weights, &input, t)))
         .collect()
 }
 
+/// Logits of what [`router_input`] gives.
 fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
-    let x = match spec.router.input {
-        RouterInput::Token => x.to_vec(),
-        RouterInput::RmsScaled => rms_scaled(x, &weights.get("router.input_scale").data),
-    };
     let mut logits = match spec.router.kind {
-        RouterKind::Cosine => cosine_row(spec, weights, &x),
+        RouterKind::Cosine => cosine_row(spec, weights, x),
         _ => {
             let w = weights.get("router.weight");
             (0..spec.routed_experts())
-                .map(|e| dot(w.outer(e), &x))
+                .map(|e| dot(w.outer(e), x))
                 .collect()
         }
     };
@@ -113,18 +143,128 @@ pub(crate) fn unit(v: &[f64]) -> Vec<f64> {
     v.iter().map(|x| x / norm).collect()
 }
 
-/// The decision of a linear or cosine router for every token.
-pub fn select(spec: &LayerSpec, weights: &Weights, logits: &[f64], tokens: usize) -> Decision {
-    let width = spec.routed_experts();
+/// The decision for every token, given logits with their noise.
+pub fn decide(
+    spec: &LayerSpec,
+    weights: &Weights,
+    input: &Input,
+    logits: Option<&[f64]>,
+) -> Decision {
+    if spec.router.kind == RouterKind::External {
+        return external(spec, input);
+    }
+    let (k, width) = (spec.shape.top_k, spec.routed_experts());
+    let guided: Option<Vec<f64>> = logits.map(|z| {
+        z.chunks(width)
+            .flat_map(|row| guided(spec, weights, row))
+            .collect()
+    });
+    let ids = choose(spec, weights, input, guided.as_deref());
     let mut all = Decision::default();
-    for t in 0..tokens {
-        let row = &logits[t * width..(t + 1) * width];
-        let (ids, scores) = select_row(spec, weights, row);
-        all.importance.push(importance(&scores_row(spec, row)));
-        all.weights.extend(finish(spec, weights, &ids, scores));
+    for (t, ids) in ids.chunks(k).enumerate() {
+        let row = guided.as_ref().map(|z| &z[t * width..(t + 1) * width]);
+        let scores = row.map_or(vec![1.0; width], |row| scores_row(spec, row));
+        let chosen = match (spec.router.select, row) {
+            (Select::SparseMixer(eps), Some(row)) => mixer(row, ids, eps).0,
+            _ => gather(spec, &scores, ids),
+        };
+        let mut ids = ids.to_vec();
+        let mut weighed = finish(spec, weights, &ids, &chosen);
+        if spec.router.random_second {
+            maybe_drop_second(spec, input, t, &mut ids, &mut weighed, &chosen);
+        }
+        all.importance.push(importance(&scores));
+        all.weights.extend(weighed);
         all.ids.extend(ids);
     }
     all
+}
+
+/// Ids `[T, K]` by guided logits, -1 in the slots of masked tokens and in
+/// those that the call does not use.
+fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f64]>) -> Vec<i32> {
+    let (k, width) = (spec.shape.top_k, spec.routed_experts());
+    if let (Select::ExpertChoice(share), Some(logits)) = (spec.router.select, logits) {
+        return expert_choice(spec, input, logits, share);
+    }
+    let columns = match (spec.router.select, logits) {
+        (Select::Sinkhorn(rounds), Some(logits)) if input.draw.is_some() => {
+            Some(balanced(spec, input, logits, rounds))
+        }
+        _ => None,
+    };
+    let active = active_k(spec, input);
+    let mut all = Vec::new();
+    for t in 0..input.tokens {
+        let row = || &logits.expect("a router that selects has logits")[t * width..][..width];
+        let mut ids = match (spec.router.kind, &columns) {
+            (RouterKind::Table, _) => looked_up(weights, input, t),
+            (_, Some(columns)) => {
+                let keys = exponentials(row()).into_iter().zip(columns);
+                best(&keys.map(|(k, c)| k * c).collect::<Vec<f64>>(), k)
+            }
+            (_, None) => noisy_best(spec, weights, input, t, row()),
+        };
+        let masked = if live(spec, input, t) { active } else { 0 };
+        ids[masked..].fill(-1);
+        all.extend(ids);
+    }
+    all
+}
+
+/// The K best, by keys with Gumbel noise where the spec asks for it.
+fn noisy_best(
+    spec: &LayerSpec,
+    weights: &Weights,
+    input: &Input,
+    t: usize,
+    logits: &[f64],
+) -> Vec<i32> {
+    let k = spec.shape.top_k;
+    let Some(noise) = key_noise(spec, input, t) else {
+        return select_row(spec, weights, logits).0;
+    };
+    let noisy: Vec<f64> = logits.iter().zip(&noise).map(|(z, n)| z + n).collect();
+    if spec.router.noise_kind == NoiseKind::Gumbel {
+        return best(&noisy, k);
+    }
+    let first = best(logits, 1)[0];
+    let rest = best(&noisy, logits.len())
+        .into_iter()
+        .filter(|e| *e != first);
+    std::iter::once(first).chain(rest).take(k).collect()
+}
+
+fn best(keys: &[f64], k: usize) -> Vec<i32> {
+    rank(keys).into_iter().take(k).map(|e| e as i32).collect()
+}
+
+/// The expert of a slot, also where the second expert was let go.
+pub(crate) fn considered(id: i32) -> i32 {
+    if id < -1 { -2 - id } else { id }
+}
+
+/// The second expert e stays when `u < 2 · (its score / denominator)`;
+/// otherwise its id becomes -2 - e, so that backward still knows whose score
+/// the denominator has.
+fn maybe_drop_second(
+    spec: &LayerSpec,
+    input: &Input,
+    t: usize,
+    ids: &mut [i32],
+    weights: &mut [f64],
+    chosen: &[f64],
+) {
+    let Some(draw) = input.draw.filter(|_| ids[1] >= 0) else {
+        return;
+    };
+    let u = f64::from(uniform(Stream::new(draw, Purpose::Second).word(t, 1)));
+    let share = chosen[1] / denominator(spec, chosen);
+    // Written so that a NaN stays.
+    if u >= 2.0 * share {
+        ids[1] = -2 - ids[1];
+        weights[1] = 0.0;
+    }
 }
 
 /// Experts of one token, best first, with their raw scores: what
@@ -169,10 +309,11 @@ pub(crate) fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
 
 /// Scores of the chosen experts; zero for masked slots.
 pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> {
+    let ids = ids.iter().map(|&e| considered(e));
     let live: Vec<f64> = ids
-        .iter()
-        .filter(|&&e| e >= 0)
-        .map(|&e| scores[e as usize])
+        .clone()
+        .filter(|&e| e >= 0)
+        .map(|e| scores[e as usize])
         .collect();
     let values = match spec.router.score {
         Score::SoftmaxSelected => softmax(&live),
@@ -180,22 +321,21 @@ pub(crate) fn gather(spec: &LayerSpec, scores: &[f64], ids: &[i32]) -> Vec<f64> 
         _ => live,
     };
     let mut values = values.into_iter();
-    ids.iter()
-        .map(|&e| {
-            if e < 0 {
-                0.0
-            } else {
-                values.next().unwrap_or(0.0)
-            }
-        })
-        .collect()
+    ids.map(|e| {
+        if e < 0 {
+            0.0
+        } else {
+            values.next().unwrap_or(0.0)
+        }
+    })
+    .collect()
 }
 
-/// Renormalisation, scale and learned factors.
-fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: Vec<f64>) -> Vec<f64> {
+/// What renormalisation divides chosen scores by.
+fn denominator(spec: &LayerSpec, scores: &[f64]) -> f64 {
     let r = &spec.router;
     let sum: f64 = scores.iter().sum();
-    let denominator = match r.renormalize {
+    match r.renormalize {
         Renormalize::None => 1.0,
         Renormalize::Sum => sum + r.renormalize_eps,
         Renormalize::Clamp => clamp_below(sum, r.renormalize_eps),
@@ -203,12 +343,18 @@ fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: Vec<f64>) ->
             let sum: f64 = scores.iter().map(|s| s.abs().powf(r.norm_order)).sum();
             sum.powf(1.0 / r.norm_order)
         }
-    };
+    }
+}
+
+/// Renormalisation, scale and learned factors.
+fn finish(spec: &LayerSpec, weights: &Weights, ids: &[i32], scores: &[f64]) -> Vec<f64> {
+    let r = &spec.router;
+    let denominator = denominator(spec, scores);
     let factor = |e: i32| match (r.expert_scale, usize::try_from(e)) {
         (true, Ok(e)) => weights.get("router.expert_scale").data[e],
         _ => 1.0,
     };
-    let weigh = |(&e, s): (&i32, f64)| {
+    let weigh = |(&e, s): (&i32, &f64)| {
         if e < 0 {
             0.0
         } else {
@@ -262,56 +408,45 @@ pub(crate) fn far_from(top: f64, z: f64, eps: f64) -> bool {
 /// maximum, with earlier choices left out.
 fn sparse_mixer(logits: &[f64], k: usize, eps: f64) -> (Vec<i32>, Vec<f64>) {
     let mut left = logits.to_vec();
-    let (mut ids, mut weights) = (Vec::new(), Vec::new());
+    let mut ids = Vec::new();
     for _ in 0..k {
         let best = rank(&left)[0];
-        let top = left[best];
-        let near: Vec<f64> = left
-            .iter()
-            .map(|&z| {
-                if far_from(top, z, eps) {
-                    f64::NEG_INFINITY
-                } else {
-                    z
-                }
-            })
-            .collect();
-        weights.push(softmax(&near)[best]);
         ids.push(best as i32);
         left[best] = f64::NEG_INFINITY;
     }
+    let weights = mixer(logits, &ids, eps).0;
     (ids, weights)
 }
 
-/// The decision of a table router: ids by token id, in the table's order.
-pub fn lookup(
-    spec: &LayerSpec,
-    weights: &Weights,
-    logits: Option<&[f64]>,
-    input: &Input,
-) -> Decision {
-    let table = weights.get("router.table");
-    let tokens = input
-        .token_ids
-        .as_ref()
-        .expect("a table router needs token ids");
-    let width = spec.routed_experts();
-    let mut all = Decision::default();
-    for (t, &token) in tokens.iter().enumerate() {
-        let ids: Vec<i32> = table
-            .outer(token as usize)
-            .iter()
-            .map(|&e| e as i32)
-            .collect();
-        let row = logits.map_or(vec![1.0; width], |z| {
-            scores_row(spec, &z[t * width..(t + 1) * width])
-        });
-        let chosen = gather(spec, &row, &ids);
-        all.importance.push(importance(&row));
-        all.weights.extend(finish(spec, weights, &ids, chosen));
-        all.ids.extend(ids);
+/// Weights of the sparse mixer's choices, and the softmax behind each.
+pub(crate) fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec<f64>>) {
+    let mut left = logits.to_vec();
+    let (mut weights, mut rows) = (Vec::new(), Vec::new());
+    for &id in ids {
+        let Ok(chosen) = usize::try_from(id) else {
+            weights.push(0.0);
+            rows.push(vec![0.0; logits.len()]);
+            continue;
+        };
+        let top = left[rank(&left)[0]];
+        let near = |z: &f64| match far_from(top, *z, eps) {
+            true => f64::NEG_INFINITY,
+            false => *z,
+        };
+        let row = softmax(&left.iter().map(near).collect::<Vec<f64>>());
+        weights.push(row[chosen]);
+        rows.push(row);
+        left[chosen] = f64::NEG_INFINITY;
     }
-    all
+    (weights, rows)
+}
+
+/// Ids of token `t` by its token id, in the table's order.
+fn looked_up(weights: &Weights, input: &Input, t: usize) -> Vec<i32> {
+    let tokens = input.token_ids.as_ref();
+    let token = tokens.expect("a table router needs token ids")[t];
+    let row = weights.get("router.table").outer(token as usize);
+    row.iter().map(|&e| e as i32).collect()
 }
 
 /// What the caller decided, with masked slots weighing nothing.

@@ -14,20 +14,25 @@
 //! the test and panics with its name.
 
 mod backward;
+pub mod balance;
+mod choice;
 mod expert;
 mod expression;
 mod gate;
 mod losses;
 mod math;
+mod noise;
 mod place;
 pub mod rng;
 mod weights;
 
 pub use backward::{Gradients, backward};
+pub use choice::chosen_per_expert;
 pub use expert::{activate, combine, expert_row, shared_row};
-pub use gate::{Decision, Gate, gate, lookup, select, select_row};
+pub use gate::{Decision, Gate, decide, gate, router_input, select_row};
 pub use losses::{LossValue, Routed, losses};
 pub use math::{descending, erf, rank, round_to, softmax};
+pub use noise::{gaussian_scale, input_factors};
 pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
 pub use weights::{Random, Tensor, Weights};
 
@@ -48,6 +53,12 @@ pub struct Input {
     pub routing: Option<(Vec<i32>, Vec<f64>)>,
     /// Seed of the random placement order.
     pub seed: u64,
+    /// Where a training call stands; absent in inference, which draws nothing.
+    pub draw: Option<rng::Draw>,
+    /// `[T]` of a router with `token_mask`: 0 keeps a token from all experts.
+    pub token_mask: Option<Vec<i32>>,
+    /// Slots that the call uses, of a router with `active_k`.
+    pub active_k: Option<usize>,
     /// `[T]` for a loss of kind `sequence`: runs of equal ids are sequences,
     /// negative ids belong to none. Absent: all tokens are one.
     pub sequence_ids: Option<Vec<i32>>,

@@ -39,10 +39,11 @@ pub struct LossValue {
 pub fn losses(spec: &LayerSpec, weights: &Weights, input: &Input) -> BTreeMap<String, f64> {
     let gate = gate(spec, weights, input);
     let logits = gate.logits.unwrap_or_default();
+    let clean = gate.clean.unwrap_or_default();
     let routed = Routed {
         spec,
         logits: &logits,
-        clean: &logits,
+        clean: &clean,
         ids: &gate.decision.ids,
         input,
     };

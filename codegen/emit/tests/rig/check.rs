@@ -2,9 +2,9 @@
 
 use super::{Rig, Tensors};
 use moesaic_reference::{
-    Decision, activate, kept, logits, lookup, rank, round_to, scan, select, softmax,
+    Decision, activate, decide, kept, logits, round_to, scan,
 };
-use moesaic_spec::{LayerSpec, RouterKind, Score, WeightSite};
+use moesaic_spec::{LayerSpec, RouterKind, WeightSite};
 
 /// All stems of one call.
 pub fn all(rig: &Rig, tensors: &Tensors, what: &str) {
@@ -71,11 +71,10 @@ impl Check<'_> {
             }
         }
         let got = spec.has_logits().then(|| self.t.get("router.logits"));
-        let want = match spec.router.kind {
-            RouterKind::External => return,
-            RouterKind::Table => lookup(spec, weights, got, &self.t.input),
-            _ => select(spec, weights, got.unwrap_or_default(), self.tokens()),
-        };
+        if spec.router.kind == RouterKind::External {
+            return;
+        }
+        let want = decide(spec, weights, &self.t.input, got);
         assert_eq!(self.t.ids(), want.ids, "{}: topk_ids", self.what);
         if !spec.capacity.renormalize_after_drop {
             for (i, (&got, want)) in self
@@ -93,30 +92,19 @@ impl Check<'_> {
     /// The decision as the scan saw it. Renormalising overwrites the weights,
     /// so those come from the reference then.
     fn decision(&self) -> Decision {
-        let k = self.spec.shape.top_k;
-        let mut weights = self.t.get("topk_weights").to_vec();
-        if self.spec.capacity.renormalize_after_drop
-            && self.spec.router.kind != RouterKind::External
-        {
-            let z = self.t.get("router.logits");
-            weights = select(self.spec, &self.rig.weights, z, self.tokens()).weights;
-        }
-        let importance = match self.spec.has_logits() {
-            true => self
-                .t
-                .get("router.logits")
-                .chunks(self.spec.routed_experts()),
-            false => weights.chunks(k),
-        };
-        let best = |row: &[f64]| match self.spec.router.score {
-            Score::Softmax => softmax(row)[rank(row)[0]],
-            _ => row[rank(row)[0]],
-        };
-        let importance = importance.map(best).collect();
+        let logits = self
+            .spec
+            .has_logits()
+            .then(|| self.t.get("router.logits"));
+        let want = decide(self.spec, &self.rig.weights, &self.t.input, logits);
+        let renormalized = self.spec.capacity.renormalize_after_drop;
         Decision {
             ids: self.t.ids(),
-            weights,
-            importance,
+            weights: match renormalized && self.spec.router.kind != RouterKind::External {
+                true => want.weights,
+                false => self.t.get("topk_weights").to_vec(),
+            },
+            importance: want.importance,
         }
     }
 

@@ -2,7 +2,8 @@
 
 use super::{Conflict, Range, Real, quoted};
 use crate::{
-    CapacityMode, LayerSpec, MAX_SINKHORN_ROUNDS, NoiseKind, Problem, Router, RouterKind, Select,
+    CapacityMode, LayerSpec, Loss, LossKind, MAX_SINKHORN_ROUNDS, NoiseKind, Problem, Router,
+    RouterKind, Select,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -75,6 +76,19 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         let amount = ("router.noise", "0".to_string());
         clash(problems, key, kind(), amount, "there is no noise");
         return;
+    }
+    let loads = |loss: &&Loss| {
+        matches!(
+            loss.kind,
+            LossKind::ImportanceLoad | LossKind::ImportanceLoadLogits
+        )
+    };
+    if router.noise_kind != NoiseKind::Gaussian
+        && let Some(loss) = spec.losses.iter().find(loads)
+    {
+        let with = ("losses", quoted(&loss.kind));
+        let because = "that loss is about gaussian noise of one scale";
+        clash(problems, key, kind(), with, because);
     }
     if !selects_by_noise(router) {
         return;

@@ -1,14 +1,16 @@
 //! Gradients of routing weights: finish, gather, score, logits.
 
 use super::{Pass, add, dot};
-use crate::gate::{far_from, gather, scores_row, unit};
-use crate::math::{rank, sigmoid, softmax, softplus};
-use crate::{Decision, Routed};
-use moesaic_spec::{Renormalize, RouterInput, RouterKind, Score, Select};
+use crate::choice::{guided, guided_back};
+use crate::gate::{considered, gather, mixer, router_input, scores_row, unit};
+use crate::math::{sigmoid, softmax, softplus};
+use crate::noise::{deviate, input_factors, noise_logits};
+use crate::{Gate, Routed};
+use moesaic_spec::{NoiseKind, Renormalize, RouterInput, RouterKind, Score, Select};
 
 impl Pass<'_> {
     /// From the gradient of the gate's weights to the router's tensors and x.
-    pub(super) fn gate(&mut self, decision: &Decision) {
+    pub(super) fn gate(&mut self, gate: &Gate) {
         if !self.spec.has_logits() && !self.spec.router.expert_scale {
             return;
         }
@@ -16,49 +18,58 @@ impl Pass<'_> {
             return;
         }
         let (k, experts) = (self.spec.shape.top_k, self.spec.routed_experts());
-        let dlosses = self.losses(decision);
+        let dlosses = self.losses(gate);
         for t in 0..self.input.tokens {
-            let ids = &decision.ids[t * k..(t + 1) * k];
+            let ids = &gate.decision.ids[t * k..(t + 1) * k];
+            let logits = gate.logits.as_ref().map(|z| &z[t * experts..][..experts]);
             let dweights = self.gradients.topk_weights[t * k..(t + 1) * k].to_vec();
             let dlosses = dlosses.get(t * experts..(t + 1) * experts);
-            self.gate_row(t, ids, &dweights, dlosses.unwrap_or_default());
+            self.gate_row(t, ids, logits, &dweights, dlosses.unwrap_or_default());
         }
     }
 
     /// Gradients of the auxiliary losses by the logits; empty without any.
-    fn losses(&self, decision: &Decision) -> Vec<f64> {
-        if self.spec.losses.is_empty() {
+    fn losses(&self, gate: &Gate) -> Vec<f64> {
+        let (false, Some(logits), Some(clean)) =
+            (self.spec.losses.is_empty(), &gate.logits, &gate.clean)
+        else {
             return Vec::new();
-        }
-        let (x, tokens) = (&self.input.x, self.input.tokens);
-        let logits = crate::gate::logits(self.spec, self.weights, x, tokens);
+        };
         let routed = Routed {
             spec: self.spec,
-            logits: &logits,
-            clean: &logits,
-            ids: &decision.ids,
+            logits,
+            clean,
+            ids: &gate.decision.ids,
             input: self.input,
         };
         routed.dlogits()
     }
 
-    fn gate_row(&mut self, t: usize, ids: &[i32], dweights: &[f64], dlosses: &[f64]) {
-        let logits = match self.spec.has_logits() {
-            true => crate::gate::logits(self.spec, self.weights, self.token(t), 1),
-            false => vec![0.0; self.spec.routed_experts()],
+    fn gate_row(
+        &mut self,
+        t: usize,
+        ids: &[i32],
+        logits: Option<&[f64]>,
+        dweights: &[f64],
+        dlosses: &[f64],
+    ) {
+        let guided = match logits {
+            Some(logits) => guided(self.spec, self.weights, logits),
+            None => vec![0.0; self.spec.routed_experts()],
         };
         let chosen = match self.spec.router.select {
-            Select::SparseMixer(eps) => mixer(&logits, ids, eps).0,
-            _ => gather(self.spec, &self.scores(&logits), ids),
+            Select::SparseMixer(eps) => mixer(&guided, ids, eps).0,
+            _ => gather(self.spec, &self.scores(&guided), ids),
         };
         let dchosen = self.finish(ids, &chosen, dweights);
-        if !self.spec.has_logits() {
+        let Some(logits) = logits else {
             return;
-        }
-        let mut dlogits = match self.spec.router.select {
-            Select::SparseMixer(eps) => mixer_back(&logits, ids, eps, &dchosen),
-            _ => self.score_back(&logits, ids, &chosen, &dchosen),
         };
+        let dguided = match self.spec.router.select {
+            Select::SparseMixer(eps) => mixer_back(&guided, ids, eps, &dchosen),
+            _ => self.score_back(&guided, ids, &chosen, &dchosen),
+        };
+        let mut dlogits = guided_back(self.spec, logits, &dguided);
         dlogits.iter_mut().zip(dlosses).for_each(|(d, l)| *d += l);
         self.logits_back(t, &dlogits);
     }
@@ -99,6 +110,7 @@ impl Pass<'_> {
 
     /// From chosen scores to logits.
     fn score_back(&self, logits: &[f64], ids: &[i32], chosen: &[f64], dchosen: &[f64]) -> Vec<f64> {
+        let ids: Vec<i32> = ids.iter().map(|&id| considered(id)).collect();
         let mut d = vec![0.0; logits.len()];
         let live = (0..ids.len()).filter(|&i| ids[i] >= 0);
         if self.spec.router.score == Score::SoftmaxSelected {
@@ -120,20 +132,42 @@ impl Pass<'_> {
         if self.spec.router.bias {
             add(self.of("router.bias"), dlogits, 1.0);
         }
-        let x = self.token(t);
-        let scaled = self.spec.router.input == RouterInput::RmsScaled;
-        let routed = match scaled {
-            true => rms_scaled(x, &self.weights.get("router.input_scale").data),
-            false => x.to_vec(),
-        };
-        let droute = match self.spec.router.kind {
+        let routed = router_input(self.spec, self.weights, self.input, t);
+        let mut droute = match self.spec.router.kind {
             RouterKind::Cosine => self.cosine_back(&routed, dlogits),
             _ => self.linear_back("router.weight", &routed, dlogits),
         };
-        match scaled {
-            true => self.rms_back(t, x, &droute),
-            false => self.add_to_token(t, &droute, 1.0),
+        if let Some(dscales) = self.noise_back(t, &routed, dlogits) {
+            let part = self.linear_back("router.noise.weight", &routed, &dscales);
+            add(&mut droute, &part, 1.0);
         }
+        let factors = input_factors(self.spec, self.input, t);
+        let x: Vec<f64> = self
+            .token(t)
+            .iter()
+            .zip(&factors)
+            .map(|(x, f)| x * f)
+            .collect();
+        if self.spec.router.input == RouterInput::RmsScaled {
+            droute = self.rms_back(&x, &droute);
+        }
+        let dx: Vec<f64> = droute.iter().zip(&factors).map(|(d, f)| d * f).collect();
+        self.add_to_token(t, &dx, 1.0);
+    }
+
+    /// The gradient of what the learned scale of noise is a function of:
+    /// `z = clean + noise · (softplus(a) + 1e-2) · deviate`.
+    fn noise_back(&self, t: usize, x: &[f64], dlogits: &[f64]) -> Option<Vec<f64>> {
+        let learned = self.spec.router.noise_kind == NoiseKind::Learned;
+        let draw = self
+            .input
+            .draw
+            .filter(|_| learned && self.spec.noisy_logits())?;
+        let scales = noise_logits(self.spec, self.weights, x);
+        let of = |(e, (d, a)): (usize, (&f64, &f64))| {
+            d * deviate(draw, t, e) * self.spec.router.noise * sigmoid(*a)
+        };
+        Some(dlogits.iter().zip(&scales).enumerate().map(of).collect())
     }
 
     /// Of `W · x`: adds the gradient of W, returns that of x.
@@ -146,8 +180,8 @@ impl Pass<'_> {
         dx
     }
 
-    /// Of `x / rms(x) · s / √d`.
-    fn rms_back(&mut self, t: usize, x: &[f64], dout: &[f64]) {
+    /// Of `x / rms(x) · s / √d`: adds the gradient of s, returns that of x.
+    fn rms_back(&mut self, x: &[f64], dout: &[f64]) -> Vec<f64> {
         let d = x.len() as f64;
         let rms = (dot(x, x) / d + 1e-6).sqrt();
         let scale = self.weights.get("router.input_scale").data.clone();
@@ -162,8 +196,9 @@ impl Pass<'_> {
             .zip(dout)
             .map(|(s, g)| s / d.sqrt() * g)
             .collect();
-        self.add_to_token(t, &dunit, 1.0 / rms);
-        self.add_to_token(t, x, -dot(&dunit, x) / (d * rms * rms * rms));
+        let mut dx: Vec<f64> = dunit.iter().map(|g| g / rms).collect();
+        add(&mut dx, x, -dot(&dunit, x) / (d * rms * rms * rms));
+        dx
     }
 
     /// Of `unit(P · x + p) · unit(S) · exp(min(temperature, ln 100))`.
@@ -251,37 +286,15 @@ fn unit_back(v: &[f64], dunit: &[f64]) -> Vec<f64> {
     pairs.map(|(v, d)| (d - along * v) / norm).collect()
 }
 
-fn rms_scaled(x: &[f64], scale: &[f64]) -> Vec<f64> {
-    crate::gate::rms_scaled(x, scale)
-}
-
-/// Weights of the sparse mixer's choices, and the softmax behind each.
-fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec<f64>>) {
-    let mut left = logits.to_vec();
-    let (mut weights, mut rows) = (Vec::new(), Vec::new());
-    for &id in ids {
-        let top = left[rank(&left)[0]];
-        let near: Vec<f64> = left
-            .iter()
-            .map(|&z| {
-                if far_from(top, z, eps) {
-                    f64::NEG_INFINITY
-                } else {
-                    z
-                }
-            })
-            .collect();
-        let row = softmax(&near);
-        weights.push(row[id as usize]);
-        rows.push(row);
-        left[id as usize] = f64::NEG_INFINITY;
-    }
-    (weights, rows)
-}
-
 fn mixer_back(logits: &[f64], ids: &[i32], eps: f64, dchosen: &[f64]) -> Vec<f64> {
     let mut d = vec![0.0; logits.len()];
-    for ((row, &id), dweight) in mixer(logits, ids, eps).1.iter().zip(ids).zip(dchosen) {
+    let rows = mixer(logits, ids, eps).1;
+    for ((row, &id), dweight) in rows
+        .iter()
+        .zip(ids)
+        .zip(dchosen)
+        .filter(|((_, id), _)| **id >= 0)
+    {
         let mut done = vec![0.0; logits.len()];
         done[id as usize] = *dweight;
         add(&mut d, &softmax_back(row, &done), 1.0);

@@ -35,14 +35,15 @@ struct Pass<'a> {
 /// Gradients of `Σ y · dy` and of the auxiliary losses times their
 /// coefficients; `dy` is `[T, d_out]`.
 pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) -> Gradients {
-    let decision = decide(spec, weights, input).decision;
-    let placed = scan(spec, &decision, input.tokens, input.seed);
+    let gate = decide(spec, weights, input);
+    let decision = &gate.decision;
+    let placed = scan(spec, decision, input.tokens, input.seed);
     let mut pass = Pass::new(spec, weights, input);
-    let mut weighed = pass.combine(&decision, &placed, dy);
-    pass.undo_dropping(&decision, &placed, &mut weighed);
+    let mut weighed = pass.combine(decision, &placed, dy);
+    pass.undo_dropping(decision, &placed, &mut weighed);
     pass.gradients.topk_weights = weighed;
     pass.shared(dy);
-    pass.gate(&decision);
+    pass.gate(&gate);
     pass.gradients
 }
 

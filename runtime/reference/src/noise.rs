@@ -1,0 +1,90 @@
+//! What training changes at random: the router's input, and its logits.
+
+use crate::math::{dot, softplus};
+use crate::rng::{Draw, Purpose, Stream, below, gaussian, gumbel, jitter, scaled};
+use crate::{Input, Weights};
+use moesaic_spec::{LayerSpec, NoiseKind};
+
+/// Factors `[d]` on the channels of token `t` before the router reads it:
+/// uniform in `1 ± jitter`, and zero or `1 / (1 - input_dropout)`.
+pub fn input_factors(spec: &LayerSpec, input: &Input, t: usize) -> Vec<f64> {
+    let r = &spec.router;
+    let mut factors = vec![1.0; spec.shape.model_dim];
+    let Some(draw) = input.draw else {
+        return factors;
+    };
+    if r.jitter > 0.0 {
+        let stream = Stream::new(draw, Purpose::Jitter);
+        for (i, factor) in factors.iter_mut().enumerate() {
+            *factor *= f64::from(jitter(stream.word(t, i), r.jitter as f32));
+        }
+    }
+    if r.input_dropout > 0.0 {
+        let stream = Stream::new(draw, Purpose::Dropout);
+        for (i, factor) in factors.iter_mut().enumerate() {
+            *factor *= match below(stream.word(t, i), r.input_dropout as f32) {
+                true => 0.0,
+                false => 1.0 / (1.0 - r.input_dropout),
+            };
+        }
+    }
+    factors
+}
+
+/// `noise / E`, the scale of gaussian noise.
+pub fn gaussian_scale(spec: &LayerSpec) -> f32 {
+    (spec.router.noise / spec.routed_experts() as f64) as f32
+}
+
+/// A standard normal deviate for expert `e` of token `t`.
+pub(crate) fn deviate(draw: Draw, t: usize, e: usize) -> f64 {
+    let stream = Stream::new(draw, Purpose::Noise);
+    f64::from(scaled(gaussian(stream.word(t, e)), 1.0))
+}
+
+/// What the scale of learned noise is a function of: `x · Wₙᵀ` per expert, x
+/// being what the router reads.
+pub(crate) fn noise_logits(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
+    let matrix = weights.get("router.noise.weight");
+    (0..spec.routed_experts())
+        .map(|e| dot(matrix.outer(e), x))
+        .collect()
+}
+
+/// The noise on the logits of token `t`, for the kinds that weights see too.
+/// `x` is what the router reads.
+pub(crate) fn logit_noise(
+    spec: &LayerSpec,
+    weights: &Weights,
+    input: &Input,
+    t: usize,
+    x: &[f64],
+) -> Vec<f64> {
+    let experts = 0..spec.routed_experts();
+    let Some(draw) = input.draw.filter(|_| spec.noisy_logits()) else {
+        return vec![0.0; experts.len()];
+    };
+    if spec.router.noise_kind == NoiseKind::Learned {
+        let scales = noise_logits(spec, weights, x);
+        let sigma = |a: f64| spec.router.noise * (softplus(a) + 1e-2);
+        return experts
+            .map(|e| sigma(scales[e]) * deviate(draw, t, e))
+            .collect();
+    }
+    let (stream, scale) = (Stream::new(draw, Purpose::Noise), gaussian_scale(spec));
+    experts
+        .map(|e| f64::from(scaled(gaussian(stream.word(t, e)), scale)))
+        .collect()
+}
+
+/// The noise that only selection sees `[E]`, where there is any.
+pub(crate) fn key_noise(spec: &LayerSpec, input: &Input, t: usize) -> Option<Vec<f64>> {
+    let r = &spec.router;
+    let kinds = [NoiseKind::Gumbel, NoiseKind::GumbelSecond];
+    let draw = input
+        .draw
+        .filter(|_| r.noise > 0.0 && kinds.contains(&r.noise_kind))?;
+    let stream = Stream::new(draw, Purpose::Noise);
+    let noise = |e: usize| f64::from(scaled(gumbel(stream.word(t, e)), r.noise as f32));
+    Some((0..spec.routed_experts()).map(noise).collect())
+}
