@@ -121,7 +121,6 @@ impl Case {
 
     /// Ids and weights, given the logits the device computed.
     fn check_decision(&self, output: &Output) -> Decision {
-        let t = self.input.tokens;
         let logits = self
             .spec
             .has_logits()

@@ -1,9 +1,7 @@
 //! Each stem against the f64 reference, from the tensors it actually got.
 
 use super::{Rig, Tensors};
-use moesaic_reference::{
-    Decision, activate, decide, kept, logits, round_to, scan,
-};
+use moesaic_reference::{Decision, activate, decide, kept, logits, round_to, scan};
 use moesaic_spec::{LayerSpec, RouterKind, WeightSite};
 
 /// All stems of one call.
@@ -92,10 +90,7 @@ impl Check<'_> {
     /// The decision as the scan saw it. Renormalising overwrites the weights,
     /// so those come from the reference then.
     fn decision(&self) -> Decision {
-        let logits = self
-            .spec
-            .has_logits()
-            .then(|| self.t.get("router.logits"));
+        let logits = self.spec.has_logits().then(|| self.t.get("router.logits"));
         let want = decide(self.spec, &self.rig.weights, &self.t.input, logits);
         let renormalized = self.spec.capacity.renormalize_after_drop;
         Decision {
