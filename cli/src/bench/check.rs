@@ -87,8 +87,8 @@ impl Few {
         used.dedup();
         let renumber = |&id: &i32| match usize::try_from(id) {
             Err(_) => id,
-            // Identity experts come after those with weights.
-            Ok(id) if id >= experts => used.len() as i32,
+            // Experts without weights come after those that have them.
+            Ok(id) if id >= experts => (used.len() + id - experts) as i32,
             Ok(id) => used.binary_search(&id).unwrap_or(0) as i32,
         };
         let ids = decision.ids.iter().map(renumber).collect();

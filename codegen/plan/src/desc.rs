@@ -206,6 +206,8 @@ pub struct CombineDesc {
     pub experts: usize,
     /// Identity experts, which add `weight · x`.
     pub identity: usize,
+    /// Zero experts, with the ids after those.
+    pub zero: usize,
     /// K.
     pub top_k: usize,
     /// Element type of rows, x and y.
@@ -354,6 +356,7 @@ pub(crate) fn combine(spec: &LayerSpec) -> CombineDesc {
         output_dim: spec.output_dim(),
         experts: spec.shape.experts,
         identity: spec.experts.identity,
+        zero: spec.experts.zero,
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Output,

@@ -221,6 +221,7 @@ static EXPERTS: Section = Section {
         optional("up_offset", Number),
         optional("layout", Choice(&["split", "concat", "interleaved"])),
         optional("identity", Count),
+        optional("zero", Count),
     ],
 };
 

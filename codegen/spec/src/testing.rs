@@ -77,6 +77,7 @@ pub fn sample(seed: u64) -> LayerSpec {
         losses: Vec::new(),
     };
     spec.experts.identity = identity(rng, &spec);
+    spec.experts.zero = zero(&spec);
     spec.shape.top_k = top_k(rng, spec.routed_experts());
     router(rng, &mut spec);
     shared(rng, &mut spec);
@@ -252,6 +253,14 @@ fn identity(rng: &mut Counter, spec: &LayerSpec) -> usize {
         rng.between(1, 5)
     } else {
         0
+    }
+}
+
+/// From what is drawn already, so that samples stay what they were.
+fn zero(spec: &LayerSpec) -> usize {
+    match spec.shape.hidden_dim % 7 {
+        3 => spec.shape.top_k,
+        _ => 0,
     }
 }
 

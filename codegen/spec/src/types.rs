@@ -413,8 +413,11 @@ pub struct Experts {
     /// How gate and up lie in a checkpoint.
     pub layout: GateLayout,
     /// Extra experts without weights that return their input (LongCat). The
-    /// router scores `experts + identity` experts.
+    /// router scores `experts + identity + zero` experts, in this order.
     pub identity: usize,
+    /// Extra experts without weights that return zero (MoE++): a token can do
+    /// with fewer experts than K.
+    pub zero: usize,
 }
 
 impl Default for Experts {
@@ -428,6 +431,7 @@ impl Default for Experts {
             up_offset: 0.0,
             layout: GateLayout::Split,
             identity: 0,
+            zero: 0,
         }
     }
 }
@@ -502,9 +506,10 @@ impl LayerSpec {
         self.shape.output_dim.unwrap_or(self.shape.model_dim)
     }
 
-    /// Experts the router scores: those with weights, then identity experts.
+    /// Experts the router scores: those with weights, then identity experts,
+    /// then zero experts.
     pub fn routed_experts(&self) -> usize {
-        self.shape.experts + self.experts.identity
+        self.shape.experts + self.experts.identity + self.experts.zero
     }
 
     /// Whether experts have a gate projection.

@@ -153,6 +153,7 @@ fn experts_lines(experts: &Experts) -> Lines {
         up_offset,
         layout,
         identity,
+        zero,
     } = experts;
     let mut lines = Lines::default();
     lines.differing("form", form, &default.form);
@@ -163,6 +164,7 @@ fn experts_lines(experts: &Experts) -> Lines {
     lines.differing("up_offset", up_offset, &default.up_offset);
     lines.differing("layout", layout, &default.layout);
     lines.differing("identity", identity, &default.identity);
+    lines.differing("zero", zero, &default.zero);
     lines
 }
 

@@ -87,8 +87,12 @@ fn phi(experts: &Experts, x: f64) -> f64 {
     }
 }
 
-/// One row through one routed expert, unweighted; identity experts return it.
+/// One row through one routed expert, unweighted; identity experts return it,
+/// zero experts zeros.
 pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64]) -> Vec<f64> {
+    if expert >= spec.shape.experts + spec.experts.identity {
+        return vec![0.0; spec.output_dim()];
+    }
     if expert >= spec.shape.experts {
         return x.to_vec();
     }

@@ -29,6 +29,8 @@ pub struct CombineBwdDesc {
     pub experts: usize,
     /// Identity experts.
     pub identity: usize,
+    /// Zero experts, with the ids after those.
+    pub zero: usize,
     /// K.
     pub top_k: usize,
     /// Element type of x, rows and gradients of both.
@@ -141,6 +143,8 @@ pub struct DispatchBwdDesc {
     pub experts: usize,
     /// Identity experts, whose part is `weight · dy`.
     pub identity: usize,
+    /// Zero experts, with the ids after those.
+    pub zero: usize,
     /// K.
     pub top_k: usize,
     /// Element type of rows, dy and dx.
@@ -196,6 +200,7 @@ pub(crate) fn combine_bwd(
         output_dim: spec.output_dim(),
         experts: spec.shape.experts,
         identity: spec.experts.identity,
+        zero: spec.experts.zero,
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         weights: spec.precision.weights,
@@ -348,6 +353,7 @@ pub(crate) fn dispatch_bwd(spec: &LayerSpec, shared_parts: &[usize]) -> Dispatch
         model_dim: spec.shape.model_dim,
         experts: spec.shape.experts,
         identity: spec.experts.identity,
+        zero: spec.experts.zero,
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Input,

@@ -38,7 +38,21 @@ impl LayerSpec {
     /// [`LayerSpec::routed_experts`] without overflow, for specs that are not
     /// yet known to be valid.
     fn scored_experts(&self) -> usize {
-        self.shape.experts.saturating_add(self.experts.identity)
+        let without_weights = self.experts.identity.saturating_add(self.experts.zero);
+        self.shape.experts.saturating_add(without_weights)
+    }
+}
+
+/// Names the keys that the number of scored experts comes from.
+fn experts_behind(spec: &LayerSpec, problem: Problem) -> Problem {
+    let problem = problem.with("shape.experts", format!("{} experts", spec.shape.experts));
+    let problem = match spec.experts.identity {
+        0 => problem,
+        n => problem.with("experts.identity", format!("{n} identity experts")),
+    };
+    match spec.experts.zero {
+        0 => problem,
+        n => problem.with("experts.zero", format!("{n} zero experts")),
     }
 }
 

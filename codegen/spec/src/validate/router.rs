@@ -276,7 +276,7 @@ fn check_groups(spec: &LayerSpec, groups: &Groups, problems: &mut Vec<Problem>) 
         let problem = Problem::new("router.groups.count", message)
             .label("groups must be of equal size")
             .help(format!("use {}", divisors(experts)));
-        problems.push(experts_behind(spec, problem));
+        problems.push(super::experts_behind(spec, problem));
         return;
     }
     if keep == 0 || keep > count {
@@ -305,7 +305,7 @@ fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec
                 "keep {} groups or more, or lower `top_k`",
                 k.div_ceil(size.max(1))
             ));
-        problems.push(experts_behind(spec, problem));
+        problems.push(super::experts_behind(spec, problem));
     }
     if groups.stat == GroupStat::Top2Sum && size < 2 {
         let message = "`router.groups.stat` = \"top2-sum\" needs groups of two experts or more";
@@ -313,16 +313,7 @@ fn group_size(spec: &LayerSpec, groups: &Groups, size: usize, problems: &mut Vec
             .label("sums the two best experts of a group")
             .with("router.groups.count", format!("groups of {size}"))
             .help("use stat = \"max\", or fewer groups");
-        problems.push(experts_behind(spec, problem));
-    }
-}
-
-/// Names the keys that the number of scored experts comes from.
-fn experts_behind(spec: &LayerSpec, problem: Problem) -> Problem {
-    let problem = problem.with("shape.experts", format!("{} experts", spec.shape.experts));
-    match spec.experts.identity {
-        0 => problem,
-        n => problem.with("experts.identity", format!("{n} identity experts")),
+        problems.push(super::experts_behind(spec, problem));
     }
 }
 

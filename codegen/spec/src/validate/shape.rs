@@ -67,7 +67,7 @@ fn matrix(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 }
 
 fn counts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    let (experts, identity) = (spec.shape.experts, spec.experts.identity);
+    let experts = spec.shape.experts;
     let all = spec.scored_experts();
     Range {
         key: "shape.experts",
@@ -78,9 +78,14 @@ fn counts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
     .check(problems);
     if experts <= MAX_EXPERTS && all > MAX_EXPERTS {
-        let message = format!("{experts} experts and {identity} identity experts are too many");
+        let (key, kind) = match spec.experts.identity {
+            0 => ("experts.zero", "zero"),
+            _ => ("experts.identity", "identity"),
+        };
+        let others = all - experts;
+        let message = format!("{experts} experts and {others} {kind} experts are too many");
         let help = format!("a router kernel ranks at most {MAX_EXPERTS} in all");
-        let problem = Problem::new("experts.identity", message).label("identity experts count too");
+        let problem = Problem::new(key, message).label(format!("{kind} experts count too"));
         problems.push(problem.with("shape.experts", "experts").help(help));
     }
     top_k(spec, all, problems);
@@ -101,11 +106,7 @@ fn top_k(spec: &LayerSpec, all: usize, problems: &mut Vec<Problem>) {
     } else {
         return;
     };
-    let problem = problem.with("shape.experts", format!("{} experts", spec.shape.experts));
-    problems.push(match spec.experts.identity {
-        0 => problem,
-        n => problem.with("experts.identity", format!("{n} identity experts")),
-    });
+    problems.push(super::experts_behind(spec, problem));
 }
 
 fn precision(spec: &LayerSpec, problems: &mut Vec<Problem>) {

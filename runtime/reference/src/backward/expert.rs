@@ -22,13 +22,16 @@ fn range(set: &Set, rows: usize, columns: usize) -> std::ops::Range<usize> {
 
 impl Pass<'_> {
     /// The output of a routed expert for `x`, and the gradient of `x`;
-    /// identity experts return what they get.
+    /// identity experts return what they get, zero experts zeros.
     pub(super) fn expert(
         &mut self,
         expert: usize,
         x: &[f64],
         dout: &[f64],
     ) -> (Vec<f64>, Vec<f64>) {
+        if expert >= self.spec.shape.experts + self.spec.experts.identity {
+            return (vec![0.0; dout.len()], vec![0.0; x.len()]);
+        }
         if expert >= self.spec.shape.experts {
             return (x.to_vec(), dout.to_vec());
         }
