@@ -26,6 +26,7 @@ pub const CPU: &[Template] = index![
     "prelude/cpu_probability.h",
     "prelude/cpu_multiply.h",
     "prelude/cpu_functions.h",
+    "prelude/cpu_pack.h",
     "prelude/cpu_activation.h",
     "prelude/cpu_activation_slope.h",
     "cpu/gate_topk.c",
@@ -34,9 +35,16 @@ pub const CPU: &[Template] = index![
     "cpu/expert_scan.c",
     "cpu/dispatch.c",
     "cpu/grouped_gemm.c",
+    "cpu/grouped_gemm_dgrad.c",
+    "cpu/grouped_gemm_wgrad.c",
+    "cpu/gemm_block.c",
+    "cpu/gemm_slice.c",
+    "cpu/gemm_registers.c",
     "cpu/gemm_many_rows.c",
     "cpu/gemm_few_rows.c",
     "cpu/combine.c",
+    "cpu/combine_bwd.c",
+    "cpu/dispatch_bwd.c",
 ];
 
 /// Templates of GPU kernels: those for CUDA and HIP alike, then each vendor's own.

@@ -3,13 +3,14 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod backward;
 pub mod check;
 
 use half::{bf16, f16};
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
-use moesaic_kernel::{CpuIsa, DType, KernelSource, Target};
-use moesaic_plan::{LayerPlan, Role, plan};
+use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Target};
+use moesaic_plan::{LayerPlan, Role, Step, Training, plan, plan_training};
 use moesaic_reference::{Input, Random, Weights, round_to};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_target::{
@@ -75,10 +76,19 @@ impl Tensors {
 impl Rig {
     /// Plans, emits and compiles; weights are random, in the storage types.
     pub fn new(spec: &LayerSpec, isa: CpuIsa, threads: usize) -> Rig {
+        Rig::compile(spec, threads, plan(spec, Target::Cpu(isa)).unwrap())
+    }
+
+    /// As [`Rig::new`], with the kernels of a backward pass.
+    pub fn training(spec: &LayerSpec, isa: CpuIsa, threads: usize, training: Training) -> Rig {
+        let plan = plan_training(spec, Target::Cpu(isa), training).unwrap();
+        Rig::compile(spec, threads, plan)
+    }
+
+    fn compile(spec: &LayerSpec, threads: usize, plan: LayerPlan) -> Rig {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
-        let plan = plan(spec, Target::Cpu(isa)).unwrap();
         let device = CpuDevice::with_threads(threads).unwrap().poisoned();
         let modules = emit_layer(&plan)
             .unwrap()
@@ -139,15 +149,33 @@ impl Rig {
 
     /// Runs every step; nothing that a kernel should write is set before.
     pub fn run(&self, input: &Input) -> Tensors {
+        let buffers = self.buffers(input, &[]);
+        self.launch_all(&self.plan.steps, input.tokens, 0, &buffers);
+        self.read(input, buffers)
+    }
+
+    /// Forward, then backward once for each of `accumulate`.
+    pub fn run_training(&self, input: &Input, dy: &[f64], accumulate: &[i64]) -> Tensors {
+        let buffers = self.buffers(input, dy);
+        self.launch_all(&self.plan.steps, input.tokens, 0, &buffers);
+        for &accumulate in accumulate {
+            self.launch_all(&self.plan.backward, input.tokens, accumulate, &buffers);
+        }
+        self.read(input, buffers)
+    }
+
+    /// Memory for every tensor; what the caller provides is in it.
+    fn buffers(&self, input: &Input, dy: &[f64]) -> Buffers {
         let tokens = input.tokens as u64;
-        let mut buffers: BTreeMap<String, (DType, Buffer, usize)> = BTreeMap::new();
+        let mut buffers = Buffers::new();
         for tensor in &self.plan.tensors {
             let count = tensor.elements(tokens) as usize;
             let buffer = self.device.alloc(count * tensor.dtype.size()).unwrap();
             let given = match tensor.role {
                 Role::Input => Some(input_values(input, &tensor.name)),
                 Role::Weight => Some(self.weights.get(&tensor.name).data.clone()),
-                _ => None,
+                Role::OutputGradient => Some(dy.to_vec()),
+                Role::Output | Role::Scratch | Role::InputGradient | Role::WeightGradient => None,
             };
             if let Some(values) = given {
                 assert_eq!(values.len(), count, "{}", tensor.name);
@@ -157,7 +185,10 @@ impl Rig {
             }
             buffers.insert(tensor.name.clone(), (tensor.dtype, buffer, count));
         }
-        self.launch_all(tokens, &buffers);
+        buffers
+    }
+
+    fn read(&self, input: &Input, buffers: Buffers) -> Tensors {
         let values = buffers.into_iter().map(|(name, (dtype, buffer, count))| {
             let mut bytes = vec![0; count * dtype.size()];
             self.device.download(&buffer, 0, &mut bytes).unwrap();
@@ -169,14 +200,20 @@ impl Rig {
         }
     }
 
-    fn launch_all(&self, tokens: u64, buffers: &BTreeMap<String, (DType, Buffer, usize)>) {
-        for step in &self.plan.steps {
-            let launch = &self.plan.entry(step).launch;
-            let tensors = step
-                .tensors
-                .iter()
-                .map(|name| Arg::Ptr(buffers[name].1.ptr()));
-            let args: Vec<Arg> = tensors.chain([Arg::I64(tokens as i64)]).collect();
+    fn launch_all(&self, steps: &[Step], tokens: usize, accumulate: i64, buffers: &Buffers) {
+        for step in steps {
+            let entry = self.plan.entry(step);
+            let mut tensors = step.tensors.iter();
+            let args = entry.params.iter().map(|param| match param.ty {
+                ParamType::Scalar(_) => Arg::I64(match param.name.as_str() {
+                    "tokens" => tokens as i64,
+                    "accumulate" => accumulate,
+                    _ => 0,
+                }),
+                _ => Arg::Ptr(buffers[tensors.next().unwrap()].1.ptr()),
+            });
+            let args: Vec<Arg> = args.collect();
+            let (launch, tokens) = (&entry.launch, tokens as u64);
             let dims = LaunchDims {
                 grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
                 threads: launch.threads,
@@ -189,6 +226,9 @@ impl Rig {
         }
     }
 }
+
+/// Element type, memory and length of tensors by name.
+type Buffers = BTreeMap<String, (DType, Buffer, usize)>;
 
 /// Artifacts by target and text.
 type Known = Mutex<HashMap<(Target, String), Arc<Artifact>>>;
