@@ -142,7 +142,8 @@ fn experts() {
             };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
             s.experts.bias = true;
-            s.experts.identity = 3;
+            s.experts.identity = 2;
+            s.experts.zero = 1;
         },
     ]);
 }

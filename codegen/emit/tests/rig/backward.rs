@@ -139,6 +139,11 @@ impl Check<'_> {
         }
     }
 
+    fn identity(&self, id: i32) -> bool {
+        let first = self.spec.shape.experts as i32;
+        (first..first + self.spec.experts.identity as i32).contains(&id)
+    }
+
     fn row(&self, name: &str, row: usize, width: usize) -> &[f64] {
         &self.t.get(name)[row * width..(row + 1) * width]
     }
@@ -336,7 +341,7 @@ impl Check<'_> {
         let id = self.t.ids()[slot];
         let row = self.t.ints("slot_rows")[slot];
         if row < 0 {
-            let identity = id >= self.spec.shape.experts as i32;
+            let identity = self.identity(id);
             return identity.then(|| dot(self.row("dy", token, out), self.row("x", token, d)));
         }
         let row = row as usize;
@@ -459,7 +464,7 @@ impl Check<'_> {
                     self.row("drows", row as usize, d),
                     if on_input { weight } else { 1.0 },
                 );
-            } else if self.t.ids()[slot] >= self.spec.shape.experts as i32 {
+            } else if self.identity(self.t.ids()[slot]) {
                 add(self.row("dy", token, d), weight);
             }
         }
