@@ -73,6 +73,8 @@ pub use moesaic_spec as spec;
 pub use moesaic_target as target;
 /// Where compilers come from.
 pub use moesaic_toolchain as toolchain;
+/// Optimizers, and checkpoints whose number of experts changes.
+pub use moesaic_train as train;
 /// What the layers of [`layer!`] are made of.
 pub use moesaic_typed as typed;
 /// Checkpoints.

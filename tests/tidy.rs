@@ -28,6 +28,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         &["kernel", "spec", "plan", "emit", "target", "cache"],
     ),
     ("typed", &["kernel", "spec", "target", "engine"]),
+    ("train", &["kernel", "spec", "engine", "weights"]),
     ("reference", &["kernel", "spec"]),
     ("weights", &["kernel", "spec"]),
     (

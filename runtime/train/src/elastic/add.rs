@@ -1,0 +1,318 @@
+//! More experts in a trained layer.
+
+use super::slices::gather;
+use super::{Layout, check_spec, weight_of};
+use crate::{STATE_PREFIX, TrainError};
+use half::{bf16, f16};
+use moesaic_kernel::DType;
+use moesaic_spec::{
+    CapacityMode, GroupMask, LayerSpec, RouterKind, Score, Select, canonical_tensors,
+};
+use moesaic_weights::{HostTensor, HostWeights};
+
+/// Which experts are added, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Growth<'a> {
+    /// The expert each new one is a copy of.
+    pub sources: &'a [usize],
+    /// The down projections of new experts, biases included, are zero: they
+    /// add nothing until they have learned something.
+    pub zero_down: bool,
+    /// How far below its source's the logit of a new expert lies. `None` is
+    /// so far that no token ever comes: the layer computes what it did, and
+    /// new experts learn nothing until [`wake_experts`] lowers the distance.
+    pub margin: Option<f32>,
+}
+
+/// A layer with more experts.
+#[derive(Clone, Debug)]
+pub struct Grown {
+    /// Its spec: more experts, and a bias that keeps them quiet.
+    pub spec: LayerSpec,
+    /// Its tensors.
+    pub tensors: HostWeights,
+    /// Whether it computes exactly what the smaller layer did.
+    pub exact: bool,
+}
+
+/// Adds experts behind those with weights; ids of identity and zero experts
+/// move up, in a routing table too (a caller of an external router has to
+/// move them itself).
+///
+/// New experts have the weights of their sources. Of their optimizer state
+/// squares are copied, so that the next step has a size, and moments are zero.
+/// Without a margin their logits, where weights are a softmax of all logits,
+/// are so low that their share is exactly 0, and their selection keys below
+/// every other; losses that count experts still change.
+///
+/// # Errors
+/// [`TrainError::NotPreserved`] for layers whose function depends on the number
+/// of experts: expert choice, Sinkhorn, entropy, capacity by a factor, groups
+/// that the new experts do not fill, a cosine router with a softmax.
+/// [`TrainError::Tensor`] for tensors that are not the layer's.
+pub fn add_experts(
+    spec: &LayerSpec,
+    tensors: &HostWeights,
+    growth: &Growth<'_>,
+) -> Result<Grown, TrainError> {
+    check_spec(spec)?;
+    let layout = Layout::new(spec);
+    layout.check(tensors)?;
+    check_sources(spec, growth.sources)?;
+    let quiet = Quiet::of(spec, growth.margin)?;
+    let larger = larger_spec(spec, growth.sources.len(), &quiet)?;
+    let mut grown = HostWeights::new();
+    for (name, tensor) in tensors {
+        let tensor = match layout.axis(name) {
+            Some(axis) => with_copies(name, tensor, axis, spec.shape.experts, growth),
+            None if name == "router.table" => moved_ids(tensor, spec, growth.sources.len()),
+            None => tensor.clone(),
+        };
+        grown.insert(name.clone(), tensor);
+    }
+    let mut layer = Grown {
+        exact: growth.margin.is_none() || !(quiet.logits || quiet.keys),
+        spec: larger,
+        tensors: grown,
+    };
+    quiet.apply(&mut layer, growth);
+    Ok(layer)
+}
+
+/// Gives experts that were added the biases of the experts they are copies of,
+/// less `margin`, so that tokens come to them. `pairs` are new expert and
+/// source.
+///
+/// # Errors
+/// [`TrainError::Tensor`] when there is no bias, or no such expert.
+pub fn wake_experts(
+    tensors: &mut HostWeights,
+    pairs: &[(usize, usize)],
+    margin: f32,
+) -> Result<(), TrainError> {
+    let names = ["router.bias", "router.select_bias"];
+    if !names.iter().any(|name| tensors.contains_key(*name)) {
+        return Err(TrainError::tensor(names[0], "is missing"));
+    }
+    for (name, margin) in names.into_iter().zip([margin, 0.0]) {
+        let Some(bias) = tensors.get_mut(name) else {
+            continue;
+        };
+        let count = bias.shape[0];
+        for &(expert, source) in pairs {
+            if expert.max(source) >= count {
+                let problem = format!("has {count} elements, none for {expert} and {source}");
+                return Err(TrainError::tensor(name, problem));
+            }
+            let value = bias.to_f64()[source] - f64::from(margin);
+            set(bias, expert, value);
+        }
+    }
+    Ok(())
+}
+
+/// What keeps new experts from being selected and from taking a share.
+#[derive(Clone, Copy)]
+struct Quiet {
+    /// A bias on their logits.
+    logits: bool,
+    /// A bias on their selection keys.
+    keys: bool,
+}
+
+impl Quiet {
+    fn of(spec: &LayerSpec, margin: Option<f32>) -> Result<Quiet, TrainError> {
+        let router = &spec.router;
+        refuse_dependence(spec)?;
+        let (mut logits, mut keys) = (spec.has_logits(), router.select_bias);
+        match router.kind {
+            RouterKind::External => (logits, keys) = (false, false),
+            // The table selects; only a softmax over all sees the others.
+            RouterKind::Table => logits &= router.score == Score::Softmax,
+            RouterKind::Cosine => match router.score {
+                Score::Sigmoid | Score::SqrtSoftplus if margin.is_none() => {
+                    (logits, keys) = (false, true);
+                }
+                _ => {
+                    let reason = "a cosine router has no bias on its logits; experts can be \
+                                  added to one with score = \"sigmoid\" or \"sqrt-softplus\" \
+                                  and no margin";
+                    return Err(TrainError::NotPreserved(reason.to_string()));
+                }
+            },
+            RouterKind::Linear => {}
+        }
+        Ok(Quiet { logits, keys })
+    }
+
+    fn apply(&self, layer: &mut Grown, growth: &Growth<'_>) {
+        for (wanted, name) in [
+            (self.logits, "router.bias"),
+            (self.keys, "router.select_bias"),
+        ] {
+            if !wanted || !layer.tensors.contains_key(&router_tensor(&layer.spec)) {
+                continue;
+            }
+            let bias = layer
+                .tensors
+                .entry(name.to_string())
+                .or_insert_with(|| zeros(&layer.spec, name));
+            let first = layer.spec.shape.experts - growth.sources.len();
+            let values = bias.to_f64();
+            for (i, &source) in growth.sources.iter().enumerate() {
+                let value = match growth.margin {
+                    None => lowest(bias.dtype),
+                    Some(margin) if name == "router.bias" => values[source] - f64::from(margin),
+                    Some(_) => values[source],
+                };
+                set(bias, first + i, value);
+            }
+        }
+    }
+}
+
+/// A tensor that every router of this kind has, to tell weights from a set
+/// that is state alone.
+fn router_tensor(spec: &LayerSpec) -> String {
+    let cosine = spec.router.kind == RouterKind::Cosine;
+    if cosine {
+        "router.similarity"
+    } else {
+        "router.weight"
+    }
+    .to_string()
+}
+
+/// Refuses layers in which the number of experts is part of the function.
+fn refuse_dependence(spec: &LayerSpec) -> Result<(), TrainError> {
+    let by_factor = matches!(
+        spec.capacity.mode,
+        CapacityMode::Factor | CapacityMode::Bounded
+    );
+    let reason = match spec.router.select {
+        Select::ExpertChoice(_) => "experts that choose tokens share them by their number",
+        Select::Sinkhorn(_) => "Sinkhorn's iteration balances over all experts",
+        _ if spec.router.entropy.is_some() => "entropy is over all experts",
+        _ if by_factor && spec.capacity.factor != 0.0 => {
+            "capacity by a factor depends on the number of experts: use mode = \"dropless\", \
+             \"fixed\" or \"max-count\""
+        }
+        _ => return Ok(()),
+    };
+    Err(TrainError::NotPreserved(reason.to_string()))
+}
+
+fn check_sources(spec: &LayerSpec, sources: &[usize]) -> Result<(), TrainError> {
+    let experts = spec.shape.experts;
+    match sources.iter().find(|&&source| source >= experts) {
+        Some(source) => {
+            let reason = format!("there is no expert {source} to copy, there are {experts}");
+            Err(TrainError::NotPreserved(reason))
+        }
+        None => Ok(()),
+    }
+}
+
+fn larger_spec(spec: &LayerSpec, new: usize, quiet: &Quiet) -> Result<LayerSpec, TrainError> {
+    let mut larger = spec.clone();
+    larger.shape.experts += new;
+    larger.router.bias |= quiet.logits;
+    larger.router.select_bias |= quiet.keys;
+    if let Some(groups) = &mut larger.router.groups {
+        let size = spec.routed_experts() / groups.count;
+        let behind = spec.routed_experts() > spec.shape.experts;
+        if new % size != 0 || behind || groups.mask == GroupMask::Zero {
+            let reason = format!(
+                "groups of {size} experts stay as they are only when whole groups of new ones \
+                 come last, and mask = \"exclude\" leaves them out"
+            );
+            return Err(TrainError::NotPreserved(reason));
+        }
+        groups.count += new / size;
+    }
+    check_spec(&larger)?;
+    Ok(larger)
+}
+
+/// A tensor with copies of some experts behind the experts it has.
+fn with_copies(
+    name: &str,
+    tensor: &HostTensor,
+    axis: usize,
+    experts: usize,
+    growth: &Growth<'_>,
+) -> HostTensor {
+    let behind = experts..tensor.shape[axis];
+    let order: Vec<usize> = (0..experts)
+        .chain(growth.sources.iter().copied())
+        .chain(behind)
+        .collect();
+    let mut grown = gather(tensor, axis, &order);
+    let weight = weight_of(name).unwrap_or(name);
+    let state = name.strip_prefix(STATE_PREFIX);
+    let moment = state.is_some_and(|kind| !kind.starts_with("second."));
+    let down = state.is_none() && weight.starts_with("experts.down.");
+    if moment || (growth.zero_down && down) {
+        clear(&mut grown, axis, experts..experts + growth.sources.len());
+    }
+    grown
+}
+
+/// Sets slices along a dimension to zero, which is all bits zero in each type.
+fn clear(tensor: &mut HostTensor, axis: usize, slices: std::ops::Range<usize>) {
+    let inner: usize = tensor.shape[axis + 1..].iter().product();
+    let slice = inner * tensor.dtype.size();
+    let block = tensor.shape[axis] * slice;
+    for bytes in tensor.bytes.chunks_exact_mut(block.max(1)) {
+        bytes[slices.start * slice..slices.end * slice].fill(0);
+    }
+}
+
+/// A routing table in which experts without weights have moved up.
+fn moved_ids(table: &HostTensor, spec: &LayerSpec, new: usize) -> HostTensor {
+    let moved = |id: f64| {
+        let id = id as i32;
+        id + if id >= spec.shape.experts as i32 {
+            new as i32
+        } else {
+            0
+        }
+    };
+    let ids: Vec<i32> = table.to_f64().into_iter().map(moved).collect();
+    HostTensor::from_i32(&table.shape, &ids)
+}
+
+/// A tensor of the layer, all zero.
+fn zeros(spec: &LayerSpec, name: &str) -> HostTensor {
+    let all = canonical_tensors(spec);
+    let found = all.into_iter().find(|tensor| tensor.name == name);
+    let (dtype, shape) = found.map_or((DType::F32, vec![spec.routed_experts()]), |tensor| {
+        (tensor.dtype, tensor.shape)
+    });
+    let elements: usize = shape.iter().product();
+    HostTensor {
+        dtype,
+        shape,
+        bytes: vec![0; elements * dtype.size()],
+    }
+}
+
+/// A bias below every logit, whose exponential is 0 in f32.
+fn lowest(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => -6e4,
+        _ => -1e30,
+    }
+}
+
+/// One element, rounded to nearest.
+fn set(tensor: &mut HostTensor, index: usize, value: f64) {
+    let size = tensor.dtype.size();
+    let bytes = &mut tensor.bytes[index * size..(index + 1) * size];
+    match tensor.dtype {
+        DType::F32 => bytes.copy_from_slice(&(value as f32).to_le_bytes()),
+        DType::F16 => bytes.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+        DType::Bf16 => bytes.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
+        DType::I32 | DType::I64 => {}
+    }
+}

@@ -1,0 +1,86 @@
+//! Stochastic gradient descent.
+
+use crate::optimizer::{beside, check, restored, save};
+use crate::{Optimizer, Tensors, TrainError};
+use moesaic_weights::HostWeights;
+
+/// `w −= rate · (decay · w + g)`; with momentum μ `m = μ m + g` stands for g,
+/// with `nesterov` `g + μ m` does. Weight decay stays out of the momentum.
+#[derive(Clone, Debug)]
+pub struct Sgd {
+    /// The learning rate.
+    pub learning_rate: f32,
+    /// μ; 0 keeps no state.
+    pub momentum: f32,
+    /// Looks ahead by one step of the momentum.
+    pub nesterov: bool,
+    /// Shrinks weights by `learning_rate · weight_decay` of themselves.
+    pub weight_decay: f32,
+    /// m by the names of the parameters.
+    pub moments: Tensors,
+}
+
+impl Default for Sgd {
+    fn default() -> Sgd {
+        Sgd::new(1e-2)
+    }
+}
+
+impl Sgd {
+    /// Plain descent.
+    pub fn new(learning_rate: f32) -> Sgd {
+        Sgd {
+            learning_rate,
+            momentum: 0.0,
+            nesterov: false,
+            weight_decay: 0.0,
+            moments: Tensors::new(),
+        }
+    }
+
+    /// Descent with momentum.
+    pub fn with_momentum(learning_rate: f32, momentum: f32) -> Sgd {
+        Sgd {
+            momentum,
+            ..Sgd::new(learning_rate)
+        }
+    }
+}
+
+impl Optimizer for Sgd {
+    fn step(&mut self, parameters: &mut Tensors, gradients: &Tensors) -> Result<(), TrainError> {
+        check(parameters, gradients)?;
+        let (rate, momentum) = (self.learning_rate, self.momentum);
+        let kept = 1.0 - rate * self.weight_decay;
+        for (name, gradient) in gradients {
+            let Some(parameter) = parameters.get_mut(name) else {
+                continue;
+            };
+            if momentum == 0.0 {
+                for (w, g) in parameter.data.iter_mut().zip(&gradient.data) {
+                    *w = *w * kept - rate * g;
+                }
+                continue;
+            }
+            let moments = beside(&mut self.moments, name, gradient);
+            let pairs = gradient.data.iter().zip(moments);
+            for (w, (g, m)) in parameter.data.iter_mut().zip(pairs) {
+                *m = momentum * *m + g;
+                let ahead = if self.nesterov { g + momentum * *m } else { *m };
+                *w = *w * kept - rate * ahead;
+            }
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> HostWeights {
+        let mut state = HostWeights::new();
+        save("momentum", &self.moments, &mut state);
+        state
+    }
+
+    fn restore(&mut self, state: &HostWeights) -> Result<(), TrainError> {
+        self.moments = restored("momentum", state)?;
+        Ok(())
+    }
+}
