@@ -2,8 +2,10 @@
 //! stack, with the signatures that the plan says.
 
 use moesaic_emit::{emit, emit_layer};
-use moesaic_kernel::{DType, KernelSource, Target};
-use moesaic_plan::{GemmFamily, KernelConfig, KernelPlan, LayerPlan, plan};
+use moesaic_kernel::{DType, KernelSource, Stem, Target};
+use moesaic_plan::{
+    GemmFamily, KernelConfig, KernelPlan, LayerPlan, Training, plan, plan_training,
+};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
@@ -346,4 +348,86 @@ fn clang_compiles_every_matrix_gemm() {
 fn clang_compiles_every_kernel() {
     let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));
     compile_all(&compiler, "rocm", &ROCM, ROCM_SHARED);
+}
+
+/// What only training has: the kernels of backward, and products that keep
+/// what enters the activation.
+fn of_training(spec: &LayerSpec, target: Target) -> Vec<KernelSource> {
+    let plan = plan_training(spec, target, Training::default()).unwrap();
+    let wanted = |kernel: &&KernelPlan| match kernel.stem() {
+        Stem::GateTopkBwd => false,
+        Stem::GroupedGemm => true,
+        stem => Stem::BACKWARD.contains(&stem),
+    };
+    let kernels = plan.kernels.iter().filter(wanted);
+    kernels
+        .map(|kernel| emit(kernel, target).unwrap())
+        .collect()
+}
+
+/// Every option that changes a backward kernel.
+fn training_options() -> Vec<LayerSpec> {
+    let sigmoid = |hidden_dim| SharedExpert {
+        hidden_dim,
+        gate: SharedGate::Sigmoid,
+    };
+    vec![
+        with(typed(spec(2880, 2880, 32, 4), DType::Bf16), |s| {
+            s.experts.bias = true;
+            s.experts.clamp = Some(7.0);
+            s.experts.alpha = 1.702;
+            s.experts.up_offset = 1.0;
+        }),
+        with(typed(spec(2048, 1408, 60, 4), DType::F16), |s| {
+            s.shared = vec![sigmoid(5632)];
+            s.experts.bias = true;
+            s.experts.activation = Activation::Gelu;
+        }),
+        with(typed(spec(63, 47, 100, 50), DType::F16), |s| {
+            s.precision.weights = DType::F32;
+            s.experts.activation = Activation::GeluTanh;
+            s.experts.form = ExpertForm::Plain;
+            s.router.weight_on = WeightSite::Input;
+            s.experts.bias = true;
+        }),
+        with(spec(100, 50, 8, 2), |s| {
+            s.experts.identity = 4;
+            s.experts.zero = 2;
+            s.capacity.mode = CapacityMode::Factor;
+            s.capacity.renormalize_after_drop = true;
+            s.experts.activation = Activation::Relu2;
+        }),
+    ]
+}
+
+fn compile_training(compiler: &dyn Compiler, archs: &[&str], shared: u32) {
+    let mut done = BTreeSet::new();
+    for (arch, option) in archs.iter().zip(training_options().iter().cycle()) {
+        let target: Target = arch.parse().unwrap();
+        for spec in [&mixtral(), &qwen3(), option] {
+            for source in of_training(spec, target) {
+                if !done.insert(source.text.clone()) {
+                    continue;
+                }
+                let artifact = compiler.compile(&source, &CompileOptions::default());
+                let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+                let what = format!("{} for {target}, {spec:?}", source.name);
+                check(&artifact, &what, shared);
+            }
+        }
+    }
+}
+
+#[test]
+fn nvrtc_compiles_every_backward_kernel() {
+    let compiler = nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}"));
+    let archs = ["cuda:sm_75", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a"];
+    compile_training(&compiler, &archs, CUDA_SHARED);
+}
+
+#[test]
+fn clang_compiles_every_backward_kernel() {
+    let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));
+    let archs = ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950", "rocm:gfx1100"];
+    compile_training(&compiler, &archs, ROCM_SHARED);
 }

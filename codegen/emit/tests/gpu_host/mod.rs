@@ -55,6 +55,15 @@ pub fn modules(plan: &LayerPlan, device: &FiberDevice) -> Vec<Arc<dyn Module>> {
     modules_of(plan, device, &Stem::FORWARD)
 }
 
+/// Emits, compiles and loads every kernel of a plan, those of training too.
+pub fn all_modules(plan: &LayerPlan, device: &FiberDevice) -> Vec<Arc<dyn Module>> {
+    let load = |kernel: &KernelPlan| {
+        let source = emitted(kernel, plan.target);
+        device.load(&compiled(&source), &source.entries).unwrap()
+    };
+    plan.kernels.iter().map(load).collect()
+}
+
 /// Emits, compiles and loads the kernels of some stems; nothing may launch the
 /// others.
 pub fn modules_of(plan: &LayerPlan, device: &FiberDevice, stems: &[Stem]) -> Vec<Arc<dyn Module>> {

@@ -296,8 +296,13 @@ impl Check<'_> {
         }
     }
 
+    /// A row of the right operand; a product that gathers has no `rows`.
     fn right(&self, name: &str, row: usize, width: usize) -> &[f64] {
-        self.row(name, row, width)
+        if name != "rows" || self.t.has(name) {
+            return self.row(name, row, width);
+        }
+        let slot = self.t.ints("row_slots")[row] as usize;
+        self.row("x", slot / self.spec.shape.top_k, width)
     }
 
     /// An f32 sum; without terms it is exactly zero.

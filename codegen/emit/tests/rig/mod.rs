@@ -47,7 +47,7 @@ pub fn host() -> CpuIsa {
 pub struct Rig {
     pub plan: LayerPlan,
     pub weights: Weights,
-    device: Box<dyn Device>,
+    device: Arc<dyn Device>,
     modules: Vec<Arc<dyn Module>>,
 }
 
@@ -62,6 +62,10 @@ impl Tensors {
         self.values
             .get(name)
             .unwrap_or_else(|| panic!("no tensor `{name}`"))
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.values.contains_key(name)
     }
 
     pub fn ints(&self, name: &str) -> Vec<i64> {
@@ -100,6 +104,11 @@ impl Rig {
 
     /// A rig of kernels that are loaded already.
     pub fn on(plan: LayerPlan, device: Box<dyn Device>, modules: Vec<Arc<dyn Module>>) -> Rig {
+        Rig::sharing(plan, device.into(), modules)
+    }
+
+    /// As [`Rig::on`], on a device that others hold too.
+    pub fn sharing(plan: LayerPlan, device: Arc<dyn Device>, modules: Vec<Arc<dyn Module>>) -> Rig {
         let spec = &plan.spec;
         Rig {
             weights: Weights::random(spec, 7).rounded(spec),

@@ -90,8 +90,8 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: CudaArch) -> GroupedGe
 }
 
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
-pub fn grouped_gemm_wgrad(_: &GroupedGemmWgradDesc, _: CudaArch) -> GroupedGemmConfig {
-    gpu::simt_product(64)
+pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, _: CudaArch) -> GroupedGemmConfig {
+    gpu::simt_wgrad(d)
 }
 
 /// See [`GateTopkBwdConfig`].
@@ -101,5 +101,5 @@ pub fn gate_topk_bwd(d: &GateTopkBwdDesc, _: CudaArch) -> GateTopkBwdConfig {
 
 /// See [`DispatchBwdConfig`].
 pub fn dispatch_bwd(d: &DispatchBwdDesc, _: CudaArch) -> DispatchBwdConfig {
-    gpu::dispatch_bwd(d, WARP)
+    gpu::dispatch_bwd(d)
 }

@@ -131,15 +131,16 @@ pub fn gate_topk_bwd(_: &GateTopkBwdDesc) -> GateTopkBwdConfig {
 }
 
 /// See [`DispatchBwdConfig`].
-pub fn dispatch_bwd(d: &DispatchBwdDesc, _: u32) -> DispatchBwdConfig {
+pub fn dispatch_bwd(d: &DispatchBwdDesc) -> DispatchBwdConfig {
     let (threads, packs) = (128, packs(d.model_dim, d.activations));
-    let token_threads = (packs.next_power_of_two() as u32).min(threads);
+    let most = 1 << (BLOCK_SOURCES / d.top_k).clamp(1, 64).ilog2();
+    let token_threads = (packs.next_power_of_two() as u32).clamp(threads / most as u32, threads);
     let at_once = (threads / token_threads) as usize;
     let rows = d.top_k + 1 + d.shared.len();
     let tokens = BLOCK_BYTES.div_ceil(rows * d.model_dim * d.activations.size());
     DispatchBwdConfig {
         threads,
-        tile_tokens: tokens.min(64).next_multiple_of(at_once),
+        tile_tokens: tokens.min(most).next_multiple_of(at_once),
         token_threads,
     }
 }
@@ -159,6 +160,18 @@ pub fn simt_product(tile_rows: usize) -> GroupedGemmConfig {
         gather: false,
         shared_bytes: 0,
         tf32: false,
+    }
+}
+
+/// The ordinary family's tiling of a product over rows. The gradients of gate
+/// and up share a thread, each with half of its sums.
+pub fn simt_wgrad(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
+    let matrices = if d.gated { 2 } else { 1 };
+    GroupedGemmConfig {
+        tile_rows: 64 / matrices,
+        thread_rows: 8 / matrices,
+        gather: d.plain_rows && !d.dense,
+        ..simt_product(64)
     }
 }
 

@@ -127,8 +127,8 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGe
 }
 
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
-pub fn grouped_gemm_wgrad(_: &GroupedGemmWgradDesc, _: RocmArch) -> GroupedGemmConfig {
-    gpu::simt_product(64)
+pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, _: RocmArch) -> GroupedGemmConfig {
+    gpu::simt_wgrad(d)
 }
 
 /// See [`GateTopkBwdConfig`].
@@ -137,8 +137,8 @@ pub fn gate_topk_bwd(d: &GateTopkBwdDesc, _: RocmArch) -> GateTopkBwdConfig {
 }
 
 /// See [`DispatchBwdConfig`].
-pub fn dispatch_bwd(d: &DispatchBwdDesc, arch: RocmArch) -> DispatchBwdConfig {
-    gpu::dispatch_bwd(d, arch.wave)
+pub fn dispatch_bwd(d: &DispatchBwdDesc, _: RocmArch) -> DispatchBwdConfig {
+    gpu::dispatch_bwd(d)
 }
 
 #[cfg(test)]
