@@ -27,6 +27,7 @@ pub const CPU: &[Template] = index![
     "prelude/cpu_multiply.h",
     "prelude/cpu_functions.h",
     "prelude/cpu_pack.h",
+    "prelude/cpu_normal.h",
     "prelude/cpu_activation.h",
     "prelude/cpu_activation_slope.h",
     "cpu/gate_topk.c",
@@ -45,6 +46,10 @@ pub const CPU: &[Template] = index![
     "cpu/combine.c",
     "cpu/combine_bwd.c",
     "cpu/dispatch_bwd.c",
+    "cpu/gate_topk_bwd.c",
+    "cpu/gate_losses.c",
+    "cpu/gate_cosine_bwd.c",
+    "cpu/gate_rms_bwd.c",
 ];
 
 /// Templates of GPU kernels: those for CUDA and HIP alike, then each vendor's own.
@@ -84,6 +89,13 @@ pub const GPU: &[Template] = index![
     "prelude/activation_slope.hpp",
     "prelude/product.hpp",
     "prelude/slab.hpp",
+    "gpu/gate_topk_bwd.cu",
+    "gpu/gate_token.cu",
+    "gpu/gate_weights_bwd.cu",
+    "gpu/gate_losses.cu",
+    "gpu/gate_losses_sum.cu",
+    "gpu/gate_cosine_bwd.cu",
+    "gpu/gate_rms_bwd.cu",
     "gpu/gate_topk.cu",
     "gpu/gate_logits.cu",
     "gpu/gate_select.cu",

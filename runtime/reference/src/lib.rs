@@ -26,7 +26,7 @@ mod place;
 pub mod rng;
 mod weights;
 
-pub use backward::{Gradients, backward};
+pub use backward::{Gradients, backward, router_backward};
 pub use choice::chosen_per_expert;
 pub use expert::{activate, combine, expert_row, shared_row};
 pub use gate::{Decision, Gate, decide, gate, router_input, select_row};

@@ -77,6 +77,17 @@ impl GateTopkBwdDesc {
         self.has(&[LossKind::Sequence])
     }
 
+    /// Whether a loss is a sum over all tokens.
+    pub fn over_tokens(&self) -> bool {
+        !self.sums.is_empty() || self.has(&[LossKind::Z])
+    }
+
+    /// Whether a loss is divided by the tokens that have a choice.
+    pub fn counts_tokens(&self) -> bool {
+        use LossKind::{Gshard, GshardAll, Switch, Z};
+        self.has(&[Switch, Gshard, GshardAll, Z])
+    }
+
     /// Whether a loss compares logits with and without noise.
     pub fn noisy(&self) -> bool {
         self.losses.iter().any(|loss| loss.kind.needs_noise())

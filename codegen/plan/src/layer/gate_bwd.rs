@@ -9,11 +9,12 @@ use moesaic_kernel::{Size, Target};
 use moesaic_spec::{LayerSpec, LossKind};
 
 /// Parameters that are called otherwise than their tensors.
-const NAMES: [(&str, &str); 16] = [
+const NAMES: [(&str, &str); 17] = [
     ("logits", "router.logits"),
     ("clean_logits", "router.logits"),
     ("dlogits", "grad.router.logits"),
     ("expert_scale", "router.expert_scale"),
+    ("load", "router.load"),
     ("grad_expert_scale", "grad.router.expert_scale"),
     ("grad_topk_weights", "grad.topk_weights"),
     ("projected", "router.projected"),

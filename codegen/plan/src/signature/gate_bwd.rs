@@ -11,7 +11,7 @@ use moesaic_kernel::{Access, Entry, Param, Size};
 pub(super) fn gate_topk_bwd(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Vec<Entry> {
     let mut list = Vec::new();
     if !d.losses.is_empty() {
-        list.push(losses(d, c));
+        list.extend(d.over_tokens().then(|| losses(d, c)));
         list.extend(d.sequences().then(|| sequences(d, c)));
         list.push(losses_sum(d, c));
     }
@@ -100,7 +100,10 @@ fn losses_sum(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
     let global = d.losses.iter().any(|loss| loss.kind == Global);
     let mut params = some([
         when(!d.sums.is_empty(), Param::read("loss_parts", F32, parts)),
-        Some(Param::read("token_parts", F32, "[tiles, 2]")),
+        when(
+            d.counts_tokens(),
+            Param::read("token_parts", F32, "[tiles, 2]"),
+        ),
         when(
             d.sequences(),
             Param::read("sequence_parts", F32, "[tiles, 2]"),
@@ -130,6 +133,10 @@ fn logits(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
         clean,
         Some(choices(d)),
         when(scaled, Param::read("expert_scale", F32, format!("[{e}]"))),
+        when(
+            d.logits() && d.gate.router.entropy.is_some(),
+            Param::read("load", F32, format!("[{e}]")),
+        ),
         Some(Param::read("grad_topk_weights", F32, slots)),
         when(
             !d.losses.is_empty(),

@@ -71,6 +71,7 @@ impl Pass<'_> {
         };
         let mut dlogits = guided_back(self.spec, logits, &dguided);
         dlogits.iter_mut().zip(dlosses).for_each(|(d, l)| *d += l);
+        self.gradients.logits.extend(&dlogits);
         self.logits_back(t, &dlogits);
     }
 

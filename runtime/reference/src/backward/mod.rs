@@ -7,7 +7,7 @@ mod expert;
 mod gate;
 
 use crate::place::{Placement, kept};
-use crate::{Decision, Input, Tensor, Weights, gate as decide, scan};
+use crate::{Decision, Gate, Input, Tensor, Weights, gate as decide, scan};
 use moesaic_spec::{LayerSpec, WeightSite, canonical_tensors};
 use std::collections::BTreeMap;
 
@@ -19,6 +19,8 @@ pub struct Gradients {
     /// Of the gate's weights `[T, K]`, before anything is dropped: what the
     /// caller of an external router gets.
     pub topk_weights: Vec<f64>,
+    /// Of the logits `[T, E + identity]`; empty without any.
+    pub logits: Vec<f64>,
     /// Of every weight tensor of floats, by canonical name; zero where a
     /// tensor only chooses.
     pub weights: BTreeMap<String, Tensor>,
@@ -47,6 +49,21 @@ pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) 
     pass.gradients
 }
 
+/// The part of [`backward`] that flows through the router: from gradients of
+/// the weights of the gate's decision, `[T, K]`, and the auxiliary losses.
+pub fn router_backward(
+    spec: &LayerSpec,
+    weights: &Weights,
+    input: &Input,
+    gate: &Gate,
+    dweights: &[f64],
+) -> Gradients {
+    let mut pass = Pass::new(spec, weights, input);
+    pass.gradients.topk_weights = dweights.to_vec();
+    pass.gate(gate);
+    pass.gradients
+}
+
 impl<'a> Pass<'a> {
     fn new(spec: &'a LayerSpec, weights: &'a Weights, input: &'a Input) -> Pass<'a> {
         let zero = |shape: Vec<usize>| Tensor {
@@ -62,6 +79,7 @@ impl<'a> Pass<'a> {
             gradients: Gradients {
                 x: vec![0.0; input.x.len()],
                 topk_weights: Vec::new(),
+                logits: Vec::new(),
                 weights: floats.map(|t| (t.name, zero(t.shape))).collect(),
             },
         }

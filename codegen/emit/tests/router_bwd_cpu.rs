@@ -1,0 +1,59 @@
+//! Losses and gradients of routers on this CPU.
+
+mod rig;
+mod router_bwd;
+
+use moesaic_cpu::{CpuCompiler, CpuDevice};
+use moesaic_emit::emit;
+use moesaic_kernel::{CpuIsa, Stem, Target};
+use moesaic_plan::{Training, plan_training};
+use moesaic_reference::Weights;
+use moesaic_spec::LayerSpec;
+use moesaic_target::{CompileOptions, Compiler, Device, Module};
+use router_bwd::{Router, every_loss, sample};
+use std::sync::Arc;
+
+/// Loads the kernels of the stem; nothing launches the others.
+fn router(spec: &LayerSpec, isa: CpuIsa) -> Router {
+    if let Err(problems) = spec.validate() {
+        panic!("the test's spec is invalid: {problems:?}");
+    }
+    let target = Target::Cpu(isa);
+    let plan = plan_training(spec, target, Training::default()).unwrap();
+    let device = CpuDevice::with_threads(3).unwrap().poisoned();
+    let compiler = CpuCompiler::find(None).unwrap();
+    let own = plan.kernels.iter().find(|k| k.stem() == Stem::GateTopkBwd);
+    let source = emit(own.expect("a router"), target).unwrap();
+    let options = CompileOptions::default();
+    let artifact = compiler.compile(&source, &options).unwrap();
+    assert_eq!(artifact.report.log, "", "{}", spec.to_toml());
+    let module: Arc<dyn Module> = device.load(&artifact, &source.entries).unwrap();
+    Router {
+        weights: Weights::random(spec, 7).rounded(spec),
+        modules: plan.kernels.iter().map(|_| Arc::clone(&module)).collect(),
+        plan,
+        device: Box::new(device),
+    }
+}
+
+#[test]
+fn routers_of_every_kind() {
+    let isa = moesaic_cpu::host_isa();
+    for spec in (0..80).filter_map(sample) {
+        let router = router(&spec, isa);
+        for tokens in [0, 1, 70] {
+            router.check(tokens, false);
+        }
+        router.check(130, true);
+    }
+}
+
+#[test]
+fn losses_of_every_kind() {
+    for (i, spec) in every_loss().into_iter().enumerate() {
+        let isa = [CpuIsa::Portable, moesaic_cpu::host_isa()][i % 2];
+        let router = router(&spec, isa);
+        router.check(150, false);
+        router.check(37, true);
+    }
+}
