@@ -43,8 +43,9 @@ pub use moesaic_cache::Store;
 /// Flags the C compiler gets for an instruction set.
 pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_engine::{
-    Counters, Element, EngineError, Event, HostTensor, Input, Job, Layer, LoadedKernel, Outcome,
-    Output, RawBackward, RawCall, Row, Saved, Stats, StepTime, Weights, precompile, precompile_on,
+    Counters, Element, EngineError, Event, ExpertBackward, HostTensor, Input, Job, Layer,
+    LoadedKernel, MultiGate, Outcome, Output, RawBackward, RawCall, Row, Saved, Stats, StepTime,
+    UserExpert, UserLayer, UserSaved, Weights, precompile, precompile_on,
 };
 pub use moesaic_kernel::{DType, KernelSource, SimArch, Size, Stem, Target, TargetError};
 pub use moesaic_macros::layer;

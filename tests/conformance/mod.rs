@@ -10,6 +10,7 @@ mod compare;
 mod layers;
 mod routing;
 mod simulated;
+mod user;
 
 pub use case::Case;
 pub use simulated::SIMULATORS;

@@ -4,6 +4,7 @@ mod backward;
 mod gate_bwd;
 mod supported;
 mod tensors;
+mod user;
 
 use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
 use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, entries, heuristics};
@@ -13,6 +14,8 @@ use moesaic_spec::{LayerSpec, SharedGate};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use tensors::declared_tensors;
+
+pub use user::{UserPlan, plan_user_experts};
 
 /// Everything a runtime needs to run a layer forward on one target.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -29,6 +29,7 @@ pub use desc::{
 pub use layer::{
     LayerPlan, Recompute, Role, Step, TensorPlan, Training, plan, plan_for, plan_training,
 };
+pub use layer::{UserPlan, plan_user_experts};
 pub use signature::entries;
 pub use work::Work;
 

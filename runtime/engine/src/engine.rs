@@ -8,7 +8,8 @@ use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_plan::{LayerPlan, Training, plan, plan_training};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{CompileOptions, Compiler, Device, DeviceInfo, Module};
+use moesaic_target::{Buffer, CompileOptions, Compiler, Device, DeviceInfo, Module};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// What an engine is made of.
@@ -117,9 +118,27 @@ impl Engine {
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
     pub fn layer(&self, spec: &LayerSpec, weights: &Weights<'_>) -> Result<Layer, EngineError> {
-        let plan = self.plan(spec)?;
+        self.layer_of(self.plan(spec)?, weights)
+    }
+
+    /// The layer of a plan.
+    pub(crate) fn layer_of(
+        &self,
+        plan: LayerPlan,
+        weights: &Weights<'_>,
+    ) -> Result<Layer, EngineError> {
+        self.layer_with(plan, weights, HashMap::new())
+    }
+
+    /// The layer of a plan; weights that are in `shared` lie there.
+    pub(crate) fn layer_with(
+        &self,
+        plan: LayerPlan,
+        weights: &Weights<'_>,
+        shared: HashMap<String, Buffer>,
+    ) -> Result<Layer, EngineError> {
         let modules = self.jit.modules(&emit_layer(&plan)?)?;
-        Layer::new(plan, modules, self.device.clone(), weights)
+        Layer::new(plan, modules, self.device.clone(), weights, shared)
     }
 
     /// Makes a layer that can run backward; see [`Layer::forward_train`].
@@ -132,9 +151,7 @@ impl Engine {
         weights: &Weights<'_>,
         training: Training,
     ) -> Result<Layer, EngineError> {
-        let plan = self.training_plan(spec, training)?;
-        let modules = self.jit.modules(&emit_layer(&plan)?)?;
-        Layer::new(plan, modules, self.device.clone(), weights)
+        self.layer_of(self.training_plan(spec, training)?, weights)
     }
 
     /// The plan of a layer that can run backward.

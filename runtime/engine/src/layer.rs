@@ -31,15 +31,15 @@ impl Layer {
         modules: Vec<Arc<dyn Module>>,
         device: Arc<dyn Device>,
         weights: &Weights<'_>,
+        shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
         let expected = |tensor: &&TensorPlan| tensor.role == Role::Weight;
-        let mut uploaded = HashMap::new();
+        let mut held = shared;
         for tensor in plan.tensors.iter().filter(expected) {
-            let shape = shape_for(tensor, 0); // weights do not depend on tokens
-            let host = weights.expect(&tensor.name, tensor.dtype, &shape)?;
-            let buffer = device.alloc(host.data.len().max(64))?;
-            device.upload(&host.data, &buffer, 0)?;
-            uploaded.insert(tensor.name.clone(), buffer);
+            if !held.contains_key(&tensor.name) {
+                let buffer = uploaded(tensor, &*device, weights)?;
+                held.insert(tensor.name.clone(), buffer);
+            }
         }
         if let Some(table) = weights.get("router.table") {
             check_table(&plan.spec, table)?;
@@ -50,7 +50,7 @@ impl Layer {
             saved,
             plan,
             modules,
-            weights: uploaded,
+            weights: held,
             device,
             workspace,
             gradients: OnceLock::new(),
@@ -115,6 +115,19 @@ impl Layer {
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
+}
+
+/// A weight in device memory.
+pub(crate) fn uploaded(
+    tensor: &TensorPlan,
+    device: &dyn Device,
+    weights: &Weights<'_>,
+) -> Result<Buffer, EngineError> {
+    let shape = shape_for(tensor, 0); // weights do not depend on tokens
+    let host = weights.expect(&tensor.name, tensor.dtype, &shape)?;
+    let buffer = device.alloc(host.data.len().max(64))?;
+    device.upload(&host.data, &buffer, 0)?;
+    Ok(buffer)
 }
 
 /// A spec may have been built in Rust, so it is validated here as well.

@@ -157,3 +157,18 @@ impl<'a> Weights<'a> {
         Ok(tensor)
     }
 }
+
+/// The bytes of values in a float type: to nearest, ties to even.
+pub(crate) fn bytes_of(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F16 => {
+            let each = values.iter().map(|v| half::f16::from_f32(*v));
+            bytemuck::cast_slice(&each.collect::<Vec<_>>()).to_vec()
+        }
+        DType::Bf16 => {
+            let each = values.iter().map(|v| half::bf16::from_f32(*v));
+            bytemuck::cast_slice(&each.collect::<Vec<_>>()).to_vec()
+        }
+        _ => bytemuck::cast_slice(values).to_vec(),
+    }
+}

@@ -1,10 +1,11 @@
 //! Forward with what backward needs kept, and backward.
 
 use crate::forward::{check_size, input_error, shape_for};
+use crate::launch::Scalars;
 use crate::workspace::Workspace;
 use crate::{Counters, EngineError, HostTensor, Input, Layer, Output, RawCall, StepTime};
 use moesaic_plan::{Role, TensorPlan};
-use moesaic_target::{Buffer, Ptr};
+use moesaic_target::{Buffer, Device, Ptr};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +15,7 @@ use std::sync::{Arc, Mutex};
 pub struct Saved {
     tokens: usize,
     counters: Counters,
-    kept: Workspace,
+    pub(crate) kept: Workspace,
     /// Tensors that lie where a raw call had them.
     given: Vec<(String, Ptr)>,
     idle: Arc<Mutex<Vec<Workspace>>>,
@@ -34,6 +35,10 @@ impl Saved {
     /// Tokens of the call.
     pub fn tokens(&self) -> usize {
         self.tokens
+    }
+
+    pub(crate) fn scalars(&self) -> Scalars {
+        self.counters.scalars(self.tokens)
     }
 
     fn ptr(&self, name: &str) -> Option<Ptr> {
@@ -72,11 +77,7 @@ impl Layer {
         workspace.reserve(&self.plan, &*self.device, input.tokens as u64)?;
         let saved = self.saved(input.tokens, counters)?;
         let find = |name: &str| saved.kept.get(name).or_else(|| workspace.get(name));
-        for tensor in self.tensors(Role::Input) {
-            let host = self.checked_input(input, tensor)?;
-            let staged = find(&tensor.name).expect("reserved above");
-            self.device.upload(&host.data, staged, 0)?;
-        }
+        self.stage(input, find)?;
         let scalars = counters.scalars(input.tokens);
         let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
         self.run(&self.plan.steps, &scalars, ptr, None)?;
@@ -109,10 +110,7 @@ impl Layer {
         let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
         let steps = &self.plan.backward;
         self.run(steps, &scalars.accumulating(accumulate), ptr, None)?;
-        let names: Vec<&str> = self
-            .tensors(Role::InputGradient)
-            .map(|tensor| tensor.name.as_str())
-            .collect();
+        let names = self.input_gradients();
         self.read(&names, saved.tokens, |name| workspace.get(name))
     }
 
@@ -231,11 +229,37 @@ impl Layer {
     /// As [`Layer::gradient`].
     pub fn zero_gradients(&self) -> Result<(), EngineError> {
         self.check_training()?;
-        let buffers = self.gradient_buffers()?;
-        for buffer in buffers.values() {
+        self.zero_gradients_of(|_| true)
+    }
+
+    /// As [`Layer::zero_gradients`], for those whose name, with `grad.` before it,
+    /// is wanted.
+    pub(crate) fn zero_gradients_of(&self, wanted: fn(&str) -> bool) -> Result<(), EngineError> {
+        let buffers = self.gradient_buffers()?.iter();
+        for (_, buffer) in buffers.filter(|(name, _)| wanted(name)) {
             self.device.upload(&vec![0; buffer.bytes()], buffer, 0)?;
         }
         Ok(())
+    }
+
+    /// Puts inputs where the kernels read them.
+    pub(crate) fn stage<'b>(
+        &self,
+        input: &Input<'_>,
+        find: impl Fn(&str) -> Option<&'b Buffer>,
+    ) -> Result<(), EngineError> {
+        for tensor in self.tensors(Role::Input) {
+            let host = self.checked_input(input, tensor)?;
+            let staged = find(&tensor.name).expect("inputs have memory");
+            self.device.upload(&host.data, staged, 0)?;
+        }
+        Ok(())
+    }
+
+    /// The names of what backward returns.
+    pub(crate) fn input_gradients(&self) -> Vec<&str> {
+        let tensors = self.tensors(Role::InputGradient);
+        tensors.map(|tensor| tensor.name.as_str()).collect()
     }
 
     /// Bytes that a forward pass of so many tokens keeps for backward.
@@ -243,7 +267,7 @@ impl Layer {
         self.saved.iter().map(|t| t.bytes(tokens as u64)).sum()
     }
 
-    fn tensors(&self, role: Role) -> impl Iterator<Item = &TensorPlan> {
+    pub(crate) fn tensors(&self, role: Role) -> impl Iterator<Item = &TensorPlan> {
         let tensors = self.plan.tensors.iter();
         tensors.filter(move |tensor| tensor.role == role)
     }
@@ -264,7 +288,7 @@ impl Layer {
     }
 
     /// Room for what a call keeps: that of a call that is over, or new.
-    fn saved(&self, tokens: usize, counters: Counters) -> Result<Saved, EngineError> {
+    pub(crate) fn saved(&self, tokens: usize, counters: Counters) -> Result<Saved, EngineError> {
         let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
         let fits = idle.iter().position(|kept| kept.holds(tokens as u64));
         let reused = match fits {
@@ -285,21 +309,29 @@ impl Layer {
     }
 
     /// The gradients of weights, zero before the first backward.
-    fn gradient_buffers(&self) -> Result<&HashMap<String, Buffer>, EngineError> {
-        if let Some(buffers) = self.gradients.get() {
-            return Ok(buffers);
+    pub(crate) fn gradient_buffers(&self) -> Result<&HashMap<String, Buffer>, EngineError> {
+        match self.gradients.get() {
+            Some(buffers) => Ok(buffers),
+            None => self.share_gradients(HashMap::new()),
         }
-        let mut buffers = HashMap::new();
+    }
+
+    /// Makes the gradients of weights that are not in `shared`, unless there
+    /// are some already.
+    pub(crate) fn share_gradients(
+        &self,
+        shared: HashMap<String, Buffer>,
+    ) -> Result<&HashMap<String, Buffer>, EngineError> {
+        let mut buffers = shared;
         for tensor in self.tensors(Role::WeightGradient) {
-            let bytes = (tensor.bytes(0) as usize).max(64);
-            let buffer = self.device.alloc(bytes)?;
-            self.device.upload(&vec![0; bytes], &buffer, 0)?;
-            buffers.insert(tensor.name.clone(), buffer);
+            if !buffers.contains_key(&tensor.name) {
+                buffers.insert(tensor.name.clone(), zeroed(tensor, &*self.device)?);
+            }
         }
         Ok(self.gradients.get_or_init(|| buffers))
     }
 
-    fn read<'b>(
+    pub(crate) fn read<'b>(
         &self,
         names: &[&str],
         tokens: usize,
@@ -315,14 +347,14 @@ impl Layer {
         Ok(output)
     }
 
-    fn check_training(&self) -> Result<(), EngineError> {
+    pub(crate) fn check_training(&self) -> Result<(), EngineError> {
         match self.plan.training {
             Some(_) => Ok(()),
             None => Err(EngineError::NotTraining),
         }
     }
 
-    fn check_saved(&self, saved: &Saved) -> Result<(), EngineError> {
+    pub(crate) fn check_saved(&self, saved: &Saved) -> Result<(), EngineError> {
         self.check_training()?;
         match Arc::ptr_eq(&saved.idle, &self.idle) {
             true => Ok(()),
@@ -330,7 +362,7 @@ impl Layer {
         }
     }
 
-    fn check_dy(&self, tokens: usize, dy: &HostTensor<'_>) -> Result<(), EngineError> {
+    pub(crate) fn check_dy(&self, tokens: usize, dy: &HostTensor<'_>) -> Result<(), EngineError> {
         let plan = self.plan.tensor("dy").expect("training plans have dy");
         if tokens == 0 && dy.data.is_empty() {
             return Ok(());
@@ -347,4 +379,12 @@ impl Layer {
         }
         check_size(&self.plan, &*self.device, u64::MAX, call.tokens)
     }
+}
+
+/// The gradient of a weight, all zero.
+pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer, EngineError> {
+    let bytes = (tensor.bytes(0) as usize).max(64);
+    let buffer = device.alloc(bytes)?;
+    device.upload(&vec![0; bytes], &buffer, 0)?;
+    Ok(buffer)
 }

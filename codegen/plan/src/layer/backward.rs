@@ -98,6 +98,20 @@ impl Builder {
         self.dispatch_bwd();
     }
 
+    /// The backward pass without the routed experts; where they belong.
+    pub(super) fn backward_around(&mut self) -> usize {
+        self.backwards = true;
+        let combine = self.combine_bwd();
+        let at = self.plan.backward.len();
+        for index in 0..self.plan.spec.shared.len() {
+            self.expert_bwd(Some(index), &mut true);
+        }
+        self.combine_bwd_weights(combine);
+        self.gate_bwd();
+        self.dispatch_bwd();
+        at
+    }
+
     /// Does again what was not kept; says whether `rows` are in place then.
     fn recompute(&mut self, recompute: Recompute) -> bool {
         if recompute == Recompute::None {

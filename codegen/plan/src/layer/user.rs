@@ -1,0 +1,69 @@
+//! A layer whose routed experts are the caller's code: everything but their
+//! products is planned, and there are two places where the caller takes over.
+
+use super::{Builder, LayerPlan, Training, supported};
+use crate::PlanError;
+use crate::desc::{self, KernelDesc};
+use moesaic_kernel::Target;
+use moesaic_spec::LayerSpec;
+
+/// The plan of such a layer; it names no weight of a routed expert.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UserPlan {
+    /// The kernels, tensors and launches.
+    pub layer: LayerPlan,
+    /// Before this step of the forward pass the caller turns `rows` into `out`.
+    pub forward_at: usize,
+    /// Before this step of the backward pass the caller turns `dout`, the
+    /// gradient of what was added to each token, into `drows` and column 0 of
+    /// `dweight_parts`.
+    pub backward_at: usize,
+}
+
+/// Plans a layer around experts that are the caller's. `hidden_dim`, form and
+/// activation of the spec mean nothing for them, only for shared experts.
+///
+/// # Errors
+/// As [`super::plan`].
+pub fn plan_user_experts(
+    spec: &LayerSpec,
+    target: Target,
+    training: bool,
+) -> Result<UserPlan, PlanError> {
+    supported::check(spec, target)?;
+    let training = training.then(Training::default);
+    let mut builder = Builder::new(spec, target, training);
+    let forward_at = builder.forward_around();
+    let backward_at = match training {
+        Some(_) => builder.backward_around(),
+        None => 0,
+    };
+    let mut layer = builder.finish();
+    let of_expert = |name: &str| name.trim_start_matches("grad.").starts_with("experts.");
+    layer.tensors.retain(|tensor| !of_expert(&tensor.name));
+    Ok(UserPlan {
+        layer,
+        forward_at,
+        backward_at,
+    })
+}
+
+impl Builder {
+    /// The forward pass without the routed experts; where they belong. Rows
+    /// are always copied, whatever the target's own products would read.
+    fn forward_around(&mut self) -> usize {
+        self.routing();
+        if self.plan.training.is_some() {
+            self.losses();
+        }
+        self.scan();
+        let dispatch = desc::dispatch(&self.plan.spec);
+        self.launch("dispatch", KernelDesc::Dispatch(dispatch), &[]);
+        let at = self.plan.steps.len();
+        for index in 0..self.plan.spec.shared.len() {
+            self.shared(index);
+        }
+        self.combine();
+        at
+    }
+}

@@ -1,0 +1,356 @@
+//! Experts that are the caller's code, between moesaic's routing and combine.
+
+use crate::forward::shape_for;
+use crate::tensor::bytes_of;
+use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
+use moesaic_kernel::DType;
+use moesaic_spec::{LayerSpec, WeightSite};
+use moesaic_target::Buffer;
+
+/// One expert as code. Rows are f32, whatever the layer's types; experts of
+/// one layer may differ in everything but the widths of rows.
+pub trait UserExpert: Send {
+    /// Computes `out [n, output_dim]` from `rows [n, model_dim]`; `n` may be 0.
+    /// In training, what backward will want goes to `saved`.
+    fn forward(&self, rows: &[f32], out: &mut [f32], saved: Option<&mut Vec<f32>>);
+
+    /// Computes `drows [n, model_dim]` and the gradients of the expert's own
+    /// parameters, which it holds. Called for every expert in the order of
+    /// ids, without rows too: gradients are then zero, or stay when they
+    /// accumulate.
+    fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]);
+}
+
+/// What backward of an expert gets.
+pub struct ExpertBackward<'a> {
+    /// `[n, model_dim]`, as forward had them.
+    pub rows: &'a [f32],
+    /// What forward left.
+    pub saved: &'a [f32],
+    /// The gradient of `out [n, output_dim]`, the weight of each row included.
+    pub dout: &'a [f32],
+    /// Gradients of parameters are added to instead of overwritten.
+    pub accumulate: bool,
+}
+
+/// A layer whose routed experts are [`UserExpert`]s. Routing, dispatch, shared
+/// experts and combine are kernels; rows come to host memory in between.
+pub struct UserLayer {
+    layer: Layer,
+    experts: Vec<Box<dyn UserExpert>>,
+    forward_at: usize,
+    backward_at: usize,
+}
+
+/// What a forward pass of a [`UserLayer`] left for backward.
+pub struct UserSaved {
+    saved: Saved,
+    routed: Routed,
+    /// Of the experts, by id.
+    own: Vec<Vec<f32>>,
+}
+
+/// Rows of all experts, in host memory.
+struct Routed {
+    /// Where each expert's rows begin, and the number of all `[E + 1]`.
+    offsets: Vec<usize>,
+    /// `[R, d]`.
+    rows: Vec<f32>,
+    /// `[R, d_out]`.
+    out: Vec<f32>,
+    /// The factor of each row on its way to the token `[R]`.
+    weights: Vec<f32>,
+}
+
+impl Engine {
+    /// Makes a layer around `experts`, one per expert of the spec. `weights`
+    /// are those of router and shared experts; of the spec's experts only
+    /// their number counts.
+    ///
+    /// # Errors
+    /// [`EngineError::Spec`] when the number of experts differs, or the spec has
+    /// biases of experts or `weight_on = "activation"`, which are inside them;
+    /// otherwise as [`Engine::layer`].
+    pub fn user_layer(
+        &self,
+        spec: &LayerSpec,
+        weights: &Weights<'_>,
+        experts: Vec<Box<dyn UserExpert>>,
+        training: bool,
+    ) -> Result<UserLayer, EngineError> {
+        crate::layer::check_spec(spec)?;
+        check_experts(spec, experts.len())?;
+        let plan = moesaic_plan::plan_user_experts(spec, self.target(), training)?;
+        Ok(UserLayer {
+            layer: self.layer_of(plan.layer, weights)?,
+            experts,
+            forward_at: plan.forward_at,
+            backward_at: plan.backward_at,
+        })
+    }
+}
+
+fn check_experts(spec: &LayerSpec, given: usize) -> Result<(), EngineError> {
+    let problem = if given != spec.shape.experts {
+        format!(
+            "  {given} experts were given, the spec has {}",
+            spec.shape.experts
+        )
+    } else if spec.experts.bias {
+        "  experts of the caller add their biases themselves: remove `bias` from [experts]".into()
+    } else if spec.router.weight_on == WeightSite::Activation {
+        "  experts of the caller have no activation to weigh: use weight_on = \"output\"".into()
+    } else {
+        return Ok(());
+    };
+    Err(EngineError::Spec(problem))
+}
+
+impl UserLayer {
+    /// The layer without its experts: gradients and weights of the router and
+    /// of shared experts.
+    pub fn layer(&self) -> &Layer {
+        &self.layer
+    }
+
+    /// The experts, by id.
+    pub fn experts(&self) -> &[Box<dyn UserExpert>] {
+        &self.experts
+    }
+
+    /// The experts, for a step of their optimizer.
+    pub fn experts_mut(&mut self) -> &mut [Box<dyn UserExpert>] {
+        &mut self.experts
+    }
+
+    /// Runs the layer and reads back the named outputs.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_with`].
+    pub fn forward(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        let (output, _) = self.pass(input, names, Counters::default(), false)?;
+        Ok(output)
+    }
+
+    /// As [`UserLayer::forward`], keeping what backward needs.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_train`].
+    pub fn forward_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<(Output, UserSaved), EngineError> {
+        self.layer.check_training()?;
+        self.pass(input, names, counters, true)
+    }
+
+    fn pass(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+        keep: bool,
+    ) -> Result<(Output, UserSaved), EngineError> {
+        let (layer, tokens) = (&self.layer, input.tokens);
+        let mut workspace = layer.lock_workspace();
+        layer.check_size(&workspace, tokens)?;
+        for name in names {
+            layer.output(name)?;
+        }
+        workspace.reserve(&layer.plan, &*layer.device, tokens as u64)?;
+        let saved = layer.saved(tokens, counters)?;
+        let find = |name: &str| saved.kept.get(name).or_else(|| workspace.get(name));
+        layer.stage(input, find)?;
+        let scalars = counters.scalars(tokens);
+        let ptr = |name: &str| find(name).map(Buffer::ptr);
+        let (before, after) = layer.plan.steps.split_at(self.forward_at);
+        layer.run(before, &scalars, ptr, None)?;
+        let mut routed = self.routed(tokens, find)?;
+        let own = self.run_experts(&mut routed, keep);
+        self.upload("out", &routed.out, find)?;
+        layer.run(after, &scalars, ptr, None)?;
+        let output = layer.read(names, tokens, find)?;
+        let saved = UserSaved { saved, routed, own };
+        Ok((output, saved))
+    }
+
+    /// Runs the layer backward: as [`Layer::backward`], and each expert's own.
+    ///
+    /// # Errors
+    /// As [`Layer::backward`].
+    pub fn backward(
+        &mut self,
+        saved: &UserSaved,
+        dy: &HostTensor<'_>,
+        accumulate: bool,
+    ) -> Result<Output, EngineError> {
+        let (layer, tokens) = (&self.layer, saved.saved.tokens());
+        let mut workspace = layer.lock_workspace();
+        layer.check_saved(&saved.saved)?;
+        layer.check_dy(tokens, dy)?;
+        workspace.reserve(&layer.plan, &*layer.device, tokens as u64)?;
+        layer.gradient_buffers()?;
+        let kept = &saved.saved.kept;
+        let find = |name: &str| kept.get(name).or_else(|| workspace.get(name));
+        let staged = find("dy").expect("reserved above");
+        layer.device.upload(&dy.data, staged, 0)?;
+        let scalars = saved.saved.scalars().accumulating(accumulate);
+        let ptr = |name: &str| find(name).map(Buffer::ptr);
+        let (before, after) = layer.plan.backward.split_at(self.backward_at);
+        layer.run(before, &scalars, ptr, None)?;
+        let rows = saved.routed.weights.len();
+        let dout = self.download("dout", rows, find)?;
+        let drows = run_backward(&mut self.experts, saved, &dout, accumulate);
+        self.upload("drows", &drows, find)?;
+        self.upload_weight_gradients(&saved.routed, &dout, find)?;
+        layer.run(after, &scalars, ptr, None)?;
+        layer.read(&layer.input_gradients(), tokens, find)
+    }
+
+    /// What dispatch wrote, and the factors that combine will use.
+    fn routed<'b>(
+        &self,
+        tokens: usize,
+        find: impl Fn(&str) -> Option<&'b Buffer>,
+    ) -> Result<Routed, EngineError> {
+        let spec = self.layer.spec();
+        let offsets: Vec<i64> = self.read_raw("offsets", spec.shape.experts + 1, &find)?;
+        let offsets: Vec<usize> = offsets.into_iter().map(|offset| offset as usize).collect();
+        let rows = offsets.last().copied().unwrap_or(0);
+        let weights = if spec.router.weight_on == WeightSite::Output && rows > 0 {
+            let slots: Vec<i32> = self.read_raw("row_slots", rows, &find)?;
+            let all: Vec<f32> = self.read_raw("topk_weights", tokens * spec.shape.top_k, &find)?;
+            slots.into_iter().map(|slot| all[slot as usize]).collect()
+        } else {
+            vec![1.0; rows]
+        };
+        Ok(Routed {
+            rows: self.download("rows", rows, find)?,
+            out: vec![0.0; rows * spec.output_dim()],
+            weights,
+            offsets,
+        })
+    }
+
+    /// Each expert on its rows, in the order of ids.
+    fn run_experts(&self, routed: &mut Routed, keep: bool) -> Vec<Vec<f32>> {
+        let spec = self.layer.spec();
+        let (model, output) = (spec.shape.model_dim, spec.output_dim());
+        let mut own = Vec::with_capacity(self.experts.len());
+        for (expert, edges) in self.experts.iter().zip(routed.offsets.windows(2)) {
+            let (first, end) = (edges[0], edges[1]);
+            let rows = &routed.rows[first * model..end * model];
+            let out = &mut routed.out[first * output..end * output];
+            let mut saved = Vec::new();
+            expert.forward(rows, out, keep.then_some(&mut saved));
+            own.push(saved);
+        }
+        own
+    }
+
+    /// The gradient of a row's weight is `<dout, out>`: one column of the parts
+    /// that are summed later, the others zero.
+    fn upload_weight_gradients<'b>(
+        &self,
+        routed: &Routed,
+        dout: &[f32],
+        find: impl Fn(&str) -> Option<&'b Buffer>,
+    ) -> Result<(), EngineError> {
+        let Some(plan) = self.layer.plan.tensor("dweight_parts") else {
+            return Ok(());
+        };
+        let parts = shape_for(plan, 0)[1];
+        let width = self.layer.spec().output_dim();
+        let mut values = vec![0.0; routed.weights.len() * parts];
+        for (row, part) in values.chunks_exact_mut(parts.max(1)).enumerate() {
+            let range = row * width..(row + 1) * width;
+            let pairs = dout[range.clone()].iter().zip(&routed.out[range]);
+            part[0] = pairs.map(|(a, b)| a * b).sum();
+        }
+        self.upload("dweight_parts", &values, find)
+    }
+
+    /// The first rows of a tensor, as f32.
+    fn download<'b>(
+        &self,
+        name: &str,
+        rows: usize,
+        find: impl Fn(&str) -> Option<&'b Buffer>,
+    ) -> Result<Vec<f32>, EngineError> {
+        let plan = self.layer.plan.tensor(name).expect("planned");
+        let width = shape_for(plan, 0)[1];
+        let mut host = HostTensor {
+            dtype: plan.dtype,
+            shape: vec![rows, width],
+            data: vec![0; rows * width * plan.dtype.size()].into(),
+        };
+        let buffer = find(name).expect("planned tensors have memory");
+        self.layer.device.download(buffer, 0, host.data.to_mut())?;
+        Ok(host.to_f32())
+    }
+
+    /// Elements of a tensor as they are.
+    fn read_raw<'b, E: crate::Element>(
+        &self,
+        name: &str,
+        count: usize,
+        find: impl Fn(&str) -> Option<&'b Buffer>,
+    ) -> Result<Vec<E>, EngineError> {
+        let mut values = vec![E::zeroed(); count];
+        let buffer = find(name).expect("planned tensors have memory");
+        let bytes = bytemuck::cast_slice_mut(&mut values);
+        self.layer.device.download(buffer, 0, bytes)?;
+        Ok(values)
+    }
+
+    /// Rows from the first on, rounded to the tensor's type.
+    fn upload<'b>(
+        &self,
+        name: &str,
+        values: &[f32],
+        find: impl Fn(&str) -> Option<&'b Buffer>,
+    ) -> Result<(), EngineError> {
+        let dtype = self.layer.plan.tensor(name).map_or(DType::F32, |t| t.dtype);
+        let Some(buffer) = find(name) else {
+            return Ok(());
+        };
+        self.layer
+            .device
+            .upload(&bytes_of(values, dtype), buffer, 0)?;
+        Ok(())
+    }
+}
+
+/// Backward of each expert on its rows; the gradient of all rows.
+fn run_backward(
+    experts: &mut [Box<dyn UserExpert>],
+    saved: &UserSaved,
+    dout: &[f32],
+    accumulate: bool,
+) -> Vec<f32> {
+    let routed = &saved.routed;
+    let count = routed.weights.len().max(1);
+    let (model, output) = (routed.rows.len() / count, dout.len() / count);
+    let mut weighted = dout.to_vec();
+    for (row, weight) in weighted
+        .chunks_exact_mut(output.max(1))
+        .zip(&routed.weights)
+    {
+        row.iter_mut().for_each(|g| *g *= weight);
+    }
+    let mut drows = vec![0.0; routed.rows.len()];
+    let edges = routed.offsets.windows(2).zip(&saved.own);
+    for (expert, (edges, own)) in experts.iter_mut().zip(edges) {
+        let (first, end) = (edges[0], edges[1]);
+        let call = ExpertBackward {
+            rows: &routed.rows[first * model..end * model],
+            saved: own,
+            dout: &weighted[first * output..end * output],
+            accumulate,
+        };
+        expert.backward(&call, &mut drows[first * model..end * model]);
+    }
+    drows
+}
