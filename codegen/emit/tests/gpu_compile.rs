@@ -344,6 +344,26 @@ fn clang_compiles_every_matrix_gemm() {
     }
 }
 
+/// Forward with what it keeps, and backward; every type on every architecture.
+#[test]
+fn clang_compiles_every_matrix_gemm_of_training() {
+    let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));
+    let types = [DType::Bf16, DType::F16, DType::F32];
+    for (first, arch) in ["gfx90a", "gfx942", "gfx950", "gfx1100"].iter().enumerate() {
+        let target: Target = format!("rocm:{arch}").parse().unwrap();
+        for i in 0..4 {
+            let spec = gemm_layers(types[(first + i) % 3]).swap_remove(i);
+            let plan = plan_training(&spec, target, Training::default()).unwrap();
+            for source in gemms(&plan) {
+                let artifact = compiler.compile(&source, &CompileOptions::default());
+                let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+                let what = format!("{} for {target}, {spec:?}", source.name);
+                check(&artifact, &what, ROCM_SHARED);
+            }
+        }
+    }
+}
+
 #[test]
 fn clang_compiles_every_kernel() {
     let compiler = rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}"));

@@ -22,19 +22,19 @@ pub fn dispatch(d: &DispatchDesc, arch: RocmArch) -> DispatchConfig {
 
 /// See [`GroupedGemmConfig`].
 pub fn grouped_gemm(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
-    match family(d, arch) {
+    match family([d.weights, d.activations], arch) {
         GemmFamily::Mfma => mfma(d, arch),
         GemmFamily::Wmma => wmma(d),
         _ => simt(d),
     }
 }
 
-/// Which unit multiplies: by types and architecture alone, so that both halves
-/// of a layer get the same one.
-fn family(d: &GroupedGemmDesc, arch: RocmArch) -> GemmFamily {
-    let half = matches!(d.weights, DType::F16 | DType::Bf16);
+/// Which unit multiplies factors of these types: by types and architecture
+/// alone, so that both halves of a layer get the same one.
+fn family([a, b]: [DType; 2], arch: RocmArch) -> GemmFamily {
+    let half = matches!(a, DType::F16 | DType::Bf16);
     match arch.name {
-        _ if d.weights != d.activations => GemmFamily::Simt,
+        _ if a != b => GemmFamily::Simt,
         "gfx90a" | "gfx942" | "gfx950" => GemmFamily::Mfma,
         "gfx1100" | "gfx1101" if half => GemmFamily::Wmma,
         _ => GemmFamily::Simt,
@@ -121,14 +121,46 @@ pub fn combine_bwd(d: &CombineBwdDesc, arch: RocmArch) -> CombineBwdConfig {
     gpu::combine_bwd(d, arch.wave)
 }
 
-/// See [`GroupedGemmConfig`]. Row tiles are those of the forward pass.
+/// See [`GroupedGemmConfig`]. Row tiles are those of the forward pass; there is
+/// one matrix at a time, so a wave has 64 columns of it.
 pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
-    gpu::simt_product(grouped_gemm(&d.forward(), arch).tile_rows)
+    let forward = GroupedGemmDesc {
+        gated: false,
+        ..d.forward()
+    };
+    let chosen = grouped_gemm(&forward, arch);
+    match chosen.family {
+        GemmFamily::Simt => gpu::simt_product(chosen.tile_rows),
+        _ => chosen,
+    }
 }
 
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
-pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, _: RocmArch) -> GroupedGemmConfig {
-    gpu::simt_wgrad(d)
+/// With a gate it is half as high, and there are two of it.
+pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: RocmArch) -> GroupedGemmConfig {
+    let family = family([d.left, d.right], arch);
+    let row_bytes = if arch.name == "gfx950" { 128 } else { 64 };
+    let matrices = if d.gated { 2 } else { 1 };
+    let chosen = GroupedGemmConfig {
+        threads: 256,
+        tile_rows: 128 / matrices,
+        tile_columns: 128,
+        tile_depth: row_bytes / d.left.size(),
+        thread_rows: 64,
+        thread_columns: 64,
+        family,
+        stages: 2,
+        gather: d.plain_rows && !d.dense,
+        ..gpu::simt_product(64)
+    };
+    match family {
+        GemmFamily::Mfma => chosen,
+        GemmFamily::Wmma => GroupedGemmConfig {
+            thread_rows: 32,
+            ..chosen
+        },
+        _ => gpu::simt_wgrad(d),
+    }
 }
 
 /// See [`GateTopkBwdConfig`].
@@ -147,13 +179,18 @@ mod tests {
     use DType::{Bf16, F16, F32};
     use moesaic_spec::LayerSpec;
 
-    fn halves(name: &'static str, [w, a]: [DType; 2], experts: usize) -> [GroupedGemmConfig; 2] {
+    fn spec([w, a]: [DType; 2], experts: usize) -> LayerSpec {
         let text = format!(
             r#"{{"shape":{{"model_dim":63,"hidden_dim":40,"experts":{experts},"top_k":1}}}}"#
         );
         let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
         spec.precision.weights = w;
         spec.precision.activations = a;
+        spec
+    }
+
+    fn halves(name: &'static str, types: [DType; 2], experts: usize) -> [GroupedGemmConfig; 2] {
+        let spec = spec(types, experts);
         let arch = RocmArch { name, wave: 64 };
         [Half::Up, Half::Down]
             .map(|half| grouped_gemm(&crate::desc::grouped_gemm(&spec, half), arch))
@@ -187,5 +224,44 @@ mod tests {
                 assert!(!down.gather, "{name}");
             }
         }
+    }
+
+    #[test]
+    fn backward_has_the_unit_and_the_rows_of_forward() {
+        for name in ["gfx90a", "gfx950", "gfx1100", "gfx1201"] {
+            for experts in [8, 60] {
+                let [up, _] = halves(name, [F16, F16], experts);
+                let arch = RocmArch { name, wave: 64 };
+                for half in [Half::Up, Half::Down] {
+                    let spec = spec([F16, F16], experts);
+                    let d = crate::desc::grouped_gemm_dgrad(&spec, half);
+                    let dgrad = grouped_gemm_dgrad(&d, arch);
+                    assert_eq!(dgrad.family, up.family, "{name}");
+                    assert_eq!(dgrad.tile_rows, up.tile_rows, "{name}, {experts} experts");
+                    let d = crate::desc::grouped_gemm_wgrad(&spec, half);
+                    let wgrad = grouped_gemm_wgrad(&d, arch);
+                    assert_eq!(wgrad.family, up.family, "{name}");
+                    let simt = up.family == GemmFamily::Simt;
+                    assert!(simt || wgrad.gather == (half == Half::Up), "{name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn factors_of_two_types_are_for_the_ordinary_units() {
+        let spec = spec([Bf16, Bf16], 8);
+        let arch = RocmArch {
+            name: "gfx942",
+            wave: 64,
+        };
+        let unit = |right| {
+            let d = crate::desc::router_wgrad(&spec, 8, false, right);
+            grouped_gemm_wgrad(&d, arch).family
+        };
+        assert_eq!(
+            [unit(F32), unit(Bf16)],
+            [GemmFamily::Mfma, GemmFamily::Simt]
+        );
     }
 }
