@@ -5,7 +5,7 @@ use super::case::{floats, host};
 use super::compare::{close, equal};
 use super::layers::engine;
 use moesaic::reference::{self, Random};
-use moesaic::spec::{LayerSpec, RouterKind, WeightSite, canonical_tensors};
+use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
 use moesaic::{
     Counters, DType, ExpertBackward, HostTensor, Input, Training, UserExpert, UserLayer, Weights,
 };
@@ -174,12 +174,16 @@ fn external(extra: &str) -> String {
 
 #[test]
 fn user_experts_run_backward() {
-    for extra in [
-        "",
-        "weight_on = \"input\"\n",
-        "[capacity]\nmode = \"fixed\"\nrows = 6\n[[shared]]\nhidden_dim = 5\n",
+    let linear = external("").replace("external", "linear");
+    for spec in [
+        external(""),
+        external("weight_on = \"input\"\n"),
+        external("[capacity]\nmode = \"fixed\"\nrows = 6\n[[shared]]\nhidden_dim = 5\n"),
+        linear.clone() + "renormalize = \"sum\"\n",
+        linear
+            + "score = \"sigmoid\"\nbias = true\n[[shared]]\nhidden_dim = 5\ngate = \"sigmoid\"\n",
     ] {
-        let (case, experts, seen) = heterogeneous(&external(extra), 23);
+        let (case, experts, seen) = heterogeneous(&spec, 23);
         let mut layer = user_layer(&case, experts, true);
         let (dy, values) = random_dy(&case);
         let expected = reference::backward(&case.spec, &case.weights, &case.input, &values);
@@ -192,6 +196,16 @@ fn user_experts_run_backward() {
             close("dx", &floats(&back, "dx"), &expected.x, 1e-5);
             let weights = floats(&back, "grad.topk_weights");
             close("grad.topk_weights", &weights, &expected.topk_weights, 1e-5);
+        }
+        for name in ["router.weight", "router.bias", "shared.0.router.weight"] {
+            let Some(expected) = expected.weights.get(name) else {
+                continue;
+            };
+            let twice: Vec<f64> = expected.data.iter().map(|g| 2.0 * g).collect();
+            let found = layer.layer().gradient(name);
+            let found = found.unwrap_or_else(|e| panic!("{e}")).to_f32();
+            let found: Vec<f64> = found.into_iter().map(f64::from).collect();
+            close(name, &found, &twice, 1e-5);
         }
         // Two rounds, the second added to the first.
         for (name, part) in [("experts.up.weight", 0), ("experts.down.weight", 1)] {
@@ -292,47 +306,115 @@ fn gates_share_experts() {
     }
 }
 
+/// Two gates on one set of experts, and the same twice for the reference.
+fn two_gates(toml: &str) -> [Case; 2] {
+    let spec = LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{e}"));
+    let experts = reference::Weights::random(&spec, 1).rounded(&spec);
+    [1, 2].map(|seed| {
+        let mut case = Case::random(&spec, 17, seed);
+        for (name, tensor) in &experts.0 {
+            if !name.starts_with("router.") {
+                case.weights.0.insert(name.clone(), tensor.clone());
+            }
+        }
+        case
+    })
+}
+
 #[test]
 fn gradients_of_shared_experts_are_summed() {
-    let spec = LayerSpec::from_toml(&external("")).unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(spec.router.kind, RouterKind::External);
-    let cases = [1, 2].map(|seed| {
-        let mut case = Case::random(&spec, 17, seed);
-        case.weights = reference::Weights::random(&spec, 1);
-        case.weights = case.weights.rounded(&spec);
-        case
-    });
+    let mmoe = "shape = { model_dim = 9, hidden_dim = 6, experts = 3, top_k = 3 }\n\
+                router.bias = true\n[[shared]]\nhidden_dim = 4\n";
+    for toml in [external(""), mmoe.to_string()] {
+        check_gates(&two_gates(&toml));
+    }
+}
+
+fn check_gates(cases: &[Case; 2]) {
+    let spec = &cases[0].spec;
+    let routers = cases.each_ref().map(|case| weights_of(case, true));
     let shared = weights_of(&cases[0], false);
-    let none = [Weights::new(), Weights::new()];
-    let gates = engine().multi_gate(&spec, &shared, &none, Some(Training::default()));
+    let gates = engine().multi_gate(spec, &shared, &routers, Some(Training::default()));
     let gates = gates.unwrap_or_else(|e| panic!("{e}"));
     let (dy, values) = random_dy(&cases[0]);
     let expected = cases
         .each_ref()
-        .map(|case| reference::backward(&case.spec, &case.weights, &case.input, &values));
+        .map(|case| reference::backward(spec, &case.weights, &case.input, &values));
     let dy = [dy.clone(), dy];
-    for round in 0..3 {
-        let saved = gates.layers().iter().zip(&cases).map(|(layer, case)| {
+    // Overwritten, overwritten again, added to.
+    for times in [1.0, 1.0, 2.0] {
+        let saved = gates.layers().iter().zip(cases).map(|(layer, case)| {
             let input: Input = case.input();
             let forward = layer.forward_train(&input, &["y"], Counters::default());
             forward.unwrap_or_else(|e| panic!("{e}")).1
         });
         let saved: Vec<_> = saved.collect();
         let back = gates
-            .backward(&saved, &dy, round == 2)
+            .backward(&saved, &dy, times == 2.0)
             .unwrap_or_else(|e| panic!("{e}"));
         for (back, expected) in back.iter().zip(&expected) {
             close("dx", &floats(back, "dx"), &expected.x, 1e-5);
         }
-        for name in ["experts.up.weight", "experts.down.weight"] {
-            let found = gates.layers()[1]
-                .gradient(name)
-                .unwrap_or_else(|e| panic!("{e}"));
+        for name in expected[0].weights.keys() {
+            let parts = expected.each_ref().map(|e| &e.weights[name].data);
+            for (layer, own) in gates.layers().iter().zip(parts) {
+                let sum: Vec<f64> = match name.starts_with("router.") {
+                    true => own.iter().map(|g| times * g).collect(),
+                    false => {
+                        let pairs = parts[0].iter().zip(parts[1]);
+                        pairs.map(|(a, b)| times * (a + b)).collect()
+                    }
+                };
+                let found = layer.gradient(name).unwrap_or_else(|e| panic!("{e}"));
+                let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
+                close(name, &found, &sum, 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn custom_activations_are_trained() {
+    for (form, expr) in [
+        ("gated", "x * sigmoid(1.7 * x)"),
+        ("plain", "x * tanh(log(1 + exp(x)))"),
+        (
+            "gated",
+            "where(x < 0, 0.1 * (exp(x) - 1), x) + 0.3 * erf(x)",
+        ),
+    ] {
+        let toml = format!(
+            "shape = {{ model_dim = 21, hidden_dim = 18, experts = 4, top_k = 2 }}\n\
+             experts = {{ form = \"{form}\", bias = true, activation = {{ expr = \"{expr}\" }} }}\n\
+             [[shared]]\nhidden_dim = 7\n"
+        );
+        let spec = LayerSpec::from_toml(&toml).unwrap_or_else(|e| panic!("{e}"));
+        let case = Case::random(&spec, 31, 2);
+        case.check(&engine());
+        let mut weights = Weights::new();
+        for tensor in canonical_tensors(&spec) {
+            let values = &case.weights.get(&tensor.name).data;
+            weights.insert(&tensor.name, host(tensor.dtype, &tensor.shape, values));
+        }
+        let layer = engine().training_layer(&spec, &weights, Training::default());
+        let layer = layer.unwrap_or_else(|e| panic!("{e}"));
+        let forward = layer.forward_train(&case.input(), &["y"], Counters::default());
+        let (_, saved) = forward.unwrap_or_else(|e| panic!("{e}"));
+        let (dy, values) = random_dy(&case);
+        let back = layer
+            .backward(&saved, &dy, false)
+            .unwrap_or_else(|e| panic!("{e}"));
+        let expected = reference::backward(&spec, &case.weights, &case.input, &values);
+        close(expr, &floats(&back, "dx"), &expected.x, 1e-5);
+        for (name, expected) in &expected.weights {
+            let found = layer.gradient(name).unwrap_or_else(|e| panic!("{e}"));
             let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
-            let times = if round == 2 { 2.0 } else { 1.0 };
-            let [a, b] = expected.each_ref().map(|e| &e.weights[name].data);
-            let sum: Vec<f64> = a.iter().zip(b).map(|(a, b)| times * (a + b)).collect();
-            close(name, &found, &sum, 1e-5);
+            close(
+                &format!("{name} under {expr}"),
+                &found,
+                &expected.data,
+                1e-5,
+            );
         }
     }
 }
