@@ -108,12 +108,14 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmC
     }
 }
 
-/// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
+/// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts words
+/// of rows, few enough that both panels stay near.
 pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
     let (thread_rows, thread_columns) = one_matrix(isa);
     GroupedGemmConfig {
         tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
         tile_columns: PANEL_COLUMNS.min(d.width.next_multiple_of(thread_columns)),
+        tile_depth: 128,
         thread_rows,
         thread_columns,
         ..plain_gemm()
