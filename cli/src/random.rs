@@ -70,6 +70,13 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
         }
         RouterKind::Linear | RouterKind::Cosine => {}
     }
+    if spec.router.token_mask {
+        let mask = vec![1; tokens];
+        input.insert("token_mask", CallTensor::owned(&[tokens], mask));
+    }
+    if spec.router.active_k {
+        input.insert("active_k", CallTensor::owned(&[1], vec![k as i32]));
+    }
     input
 }
 

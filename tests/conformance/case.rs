@@ -29,6 +29,11 @@ impl Case {
             x,
             token_ids: token_ids(spec, tokens, &mut random),
             routing: routing(spec, tokens, &mut random),
+            token_mask: spec
+                .router
+                .token_mask
+                .then(|| (0..tokens as i32).map(|t| t * 7 % 5).collect()),
+            active_k: spec.router.active_k.then(|| spec.shape.top_k.div_ceil(2)),
             ..reference::Input::default()
         };
         Case {
@@ -38,15 +43,20 @@ impl Case {
         }
     }
 
-    /// The layer on an engine.
-    pub fn layer(&self, engine: &Engine) -> Layer {
+    /// The weights as an engine takes them.
+    pub fn host_weights(&self) -> Weights<'static> {
         let mut weights = Weights::new();
         for tensor in moesaic::spec::canonical_tensors(&self.spec) {
             let found = self.weights.get(&tensor.name);
             weights.insert(&tensor.name, host(tensor.dtype, &tensor.shape, &found.data));
         }
+        weights
+    }
+
+    /// The layer on an engine.
+    pub fn layer(&self, engine: &Engine) -> Layer {
         engine
-            .layer(&self.spec, &weights)
+            .layer(&self.spec, &self.host_weights())
             .unwrap_or_else(|e| panic!("{}: {e}", self.describe()))
     }
 
@@ -63,6 +73,12 @@ impl Case {
             &self.input.x,
         );
         input.insert("x", x);
+        if let Some(mask) = &self.input.token_mask {
+            input.insert("token_mask", HostTensor::owned(&[t], mask.clone()));
+        }
+        if let Some(active) = self.input.active_k {
+            input.insert("active_k", HostTensor::owned(&[1], vec![active as i32]));
+        }
         if let Some(ids) = &self.input.token_ids {
             input.insert("token_ids", HostTensor::owned(&[t], ids.clone()));
         }

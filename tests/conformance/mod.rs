@@ -7,6 +7,7 @@
 
 mod case;
 mod compare;
+mod drawn;
 mod layers;
 mod routing;
 mod simulated;

@@ -10,7 +10,7 @@ use moesaic::{DType, Engine, EngineOptions, Output};
 /// One of each family of kernels: `mma`, `wgmma`, matrix cores.
 pub const SIMULATORS: [&str; 3] = ["sim:sm_80", "sim:sm_90a", "sim:gfx942"];
 
-fn open(target: &str) -> Engine {
+pub fn open(target: &str) -> Engine {
     let options = EngineOptions {
         poison: true,
         ..EngineOptions::default()
@@ -18,7 +18,7 @@ fn open(target: &str) -> Engine {
     Engine::open(target, options).unwrap_or_else(|e| panic!("{target}: {e}"))
 }
 
-fn small(model_dim: usize, hidden_dim: usize, experts: usize, top_k: usize) -> LayerSpec {
+pub fn small(model_dim: usize, hidden_dim: usize, experts: usize, top_k: usize) -> LayerSpec {
     let shape = format!(
         "shape = {{ model_dim = {model_dim}, hidden_dim = {hidden_dim}, experts = {experts}, top_k = {top_k} }}"
     );
@@ -95,7 +95,7 @@ fn tf32_is_for_layers_that_ask() {
 
 /// Integer tokens and weights make logits exact, so that every backend has
 /// the same to decide on.
-fn exact(spec: &LayerSpec, tokens: usize, seed: u64) -> Case {
+pub fn exact(spec: &LayerSpec, tokens: usize, seed: u64) -> Case {
     let mut case = Case::random(spec, tokens, seed);
     let integer = |v: &mut f64| *v = (*v * 4.0).round().clamp(-8.0, 8.0);
     case.input.x.iter_mut().for_each(integer);

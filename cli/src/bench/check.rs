@@ -56,6 +56,8 @@ fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>) -> Vec<f6
         x: floats("x").unwrap_or_default(),
         token_ids: ints("token_ids"),
         routing: ints("topk_ids").zip(floats("topk_weights")),
+        token_mask: ints("token_mask"),
+        active_k: ints("active_k").map(|k| k[0].max(0) as usize),
         ..reference::Input::default()
     };
     let router = weights

@@ -52,6 +52,8 @@ fn input(tokens: &Tokens<'_>) -> reference::Input {
         x: floats("x").unwrap_or_default(),
         token_ids: ints("token_ids"),
         routing: ints("topk_ids").zip(floats("topk_weights")),
+        token_mask: ints("token_mask"),
+        active_k: ints("active_k").map(|k| k[0].max(0) as usize),
         ..reference::Input::default()
     }
 }

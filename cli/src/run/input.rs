@@ -56,6 +56,7 @@ impl<'a> Tokens<'a> {
             RouterKind::External => tokens.routing(file, spec)?,
             RouterKind::Linear | RouterKind::Cosine => {}
         }
+        tokens.masks(file, spec)?;
         Ok(tokens)
     }
 
@@ -65,6 +66,21 @@ impl<'a> Tokens<'a> {
         let shape = [Some(self.count), Some(spec.output_dim())];
         expect_shape(&dy, &shape, "[tokens, output_dim]")?;
         self.insert("dy", floats(&dy, spec.precision.activations)?);
+        Ok(())
+    }
+
+    /// Reads what masks tokens and slots.
+    fn masks(&mut self, file: &'a Checkpoint, spec: &LayerSpec) -> Result {
+        if spec.router.token_mask {
+            let mask = find(file, "token_mask")?;
+            expect_shape(&mask, &[Some(self.count)], "[tokens]")?;
+            self.insert("token_mask", integers(&mask)?);
+        }
+        if spec.router.active_k {
+            let active = find(file, "active_k")?;
+            expect_shape(&active, &[Some(1)], "[1]")?;
+            self.insert("active_k", integers(&active)?);
+        }
         Ok(())
     }
 

@@ -3,6 +3,7 @@
 
 mod backward;
 mod gate_bwd;
+mod routing;
 
 pub use backward::{
     CombineBwdDesc, DispatchBwdDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, SharedBwdDesc,
@@ -14,10 +15,12 @@ pub(crate) use backward::{
 pub(crate) use gate_bwd::gate_topk_bwd;
 pub use gate_bwd::{GateTopkBwdDesc, LossSlope, LossSum};
 
+pub(crate) use routing::noise_gate;
+
 use moesaic_kernel::{DType, Stem};
 use moesaic_spec::{
-    Activation, Capacity, CapacityOrder, ExpertForm, LayerSpec, NoiseKind, Router, RouterKind,
-    Select, SharedGate, WeightSite,
+    Activation, Capacity, CapacityOrder, ExpertForm, LayerSpec, Router, RouterKind, SharedGate,
+    WeightSite,
 };
 use serde::{Deserialize, Serialize};
 
@@ -234,29 +237,13 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         logits,
         router: match training {
             true => spec.router.clone(),
-            false => serving(&spec.router),
+            false => routing::serving(&spec.router),
         },
         select: true,
         best_score: needs_order(spec),
         order: spec.capacity.order,
         training,
     })
-}
-
-/// The router without what only training draws.
-fn serving(router: &Router) -> Router {
-    Router {
-        jitter: 0.0,
-        input_dropout: 0.0,
-        noise: 0.0,
-        noise_kind: NoiseKind::default(),
-        random_second: false,
-        select: match router.select {
-            Select::Sinkhorn(_) => Select::TopK,
-            other => other,
-        },
-        ..router.clone()
-    }
 }
 
 /// The one-logit gate of a shared expert.

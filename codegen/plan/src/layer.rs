@@ -1,6 +1,7 @@
 //! A whole pass as data: kernels, tensors, and the launches in order.
 
 mod backward;
+mod gate;
 mod gate_bwd;
 mod supported;
 mod tensors;
@@ -169,7 +170,6 @@ impl TensorPlan {
 /// # Errors
 /// [`PlanError::Unsupported`] when no kernel of the target computes an option.
 pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
-    supported::check(spec, target)?;
     let mut builder = Builder::new(spec, target, None);
     builder.forward();
     Ok(builder.finish())
@@ -185,7 +185,6 @@ pub fn plan_training(
     target: Target,
     training: Training,
 ) -> Result<LayerPlan, PlanError> {
-    supported::check(spec, target)?;
     let mut builder = Builder::new(spec, target, Some(training));
     builder.forward();
     builder.backward(training.recompute);
@@ -317,27 +316,6 @@ impl Builder {
             scan.tile_rows = expert_gemm(&self.plan.spec, Half::Up, self.plan.target).tile_rows;
         }
         config
-    }
-
-    fn routing(&mut self) {
-        let Some(desc) = desc::gate_topk(&self.plan.spec, self.plan.training.is_some()) else {
-            return;
-        };
-        let bind = [
-            ("logits", "router.logits"),
-            ("weight", "router.weight"),
-            ("bias", "router.bias"),
-            ("input_scale", "router.input_scale"),
-            ("projector_weight", "router.projector.weight"),
-            ("projector_bias", "router.projector.bias"),
-            ("projected", "router.projected"),
-            ("similarity", "router.similarity"),
-            ("temperature", "router.temperature"),
-            ("select_bias", "router.select_bias"),
-            ("expert_scale", "router.expert_scale"),
-            ("table", "router.table"),
-        ];
-        self.launch("gate_topk", KernelDesc::GateTopk(desc), &bind);
     }
 
     fn scan(&mut self) {

@@ -6,6 +6,7 @@
 //! 32-bit, since a call takes fewer than 2³¹ assignments.
 
 mod backward;
+mod gate;
 mod gate_bwd;
 mod scan;
 
@@ -13,7 +14,6 @@ use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::{Access, DType, Entry, Launch, Param, Size, Swizzle, TensorMap};
-use moesaic_spec::{RouterInput, RouterKind};
 
 /// The entries of a kernel, in the order they are launched.
 ///
@@ -21,7 +21,7 @@ use moesaic_spec::{RouterInput, RouterKind};
 /// When `config` is not of the kind of `desc`.
 pub fn entries(desc: &KernelDesc, config: &KernelConfig) -> Vec<Entry> {
     match (desc, config) {
-        (KernelDesc::GateTopk(d), KernelConfig::GateTopk(c)) => gate_topk(d, c),
+        (KernelDesc::GateTopk(d), KernelConfig::GateTopk(c)) => gate::gate_topk(d, c),
         (KernelDesc::ExpertScan(d), KernelConfig::ExpertScan(c)) => scan::entries(d, c),
         (KernelDesc::Dispatch(d), KernelConfig::Dispatch(c)) => dispatch(d, c),
         (KernelDesc::GroupedGemm(d), KernelConfig::GroupedGemm(c)) => grouped_gemm(d, c),
@@ -68,122 +68,6 @@ fn slots_by(top_k: usize, tile: u64) -> Size {
 /// `param` when `wanted`.
 fn when(wanted: bool, param: Param) -> Option<Param> {
     wanted.then_some(param)
-}
-
-fn gate_topk(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
-    let mut list = logits_entries(d, c);
-    if d.select {
-        let grid = [tokens_by(c.select_tile_tokens), one()];
-        let summary = "scores, selects and weighs the experts of each token";
-        list.push(entry(
-            "gate_topk",
-            summary,
-            select_params(d, c),
-            grid,
-            c.select_threads,
-        ));
-    }
-    list
-}
-
-fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
-    let (e, model) = (d.experts, d.model_dim);
-    let grid = |columns: usize| {
-        let column_tiles = columns.div_ceil(c.logits_tile_experts) as u64;
-        [tokens_by(c.logits_tile_tokens), Size::Const(column_tiles)]
-    };
-    let logits = Param::write("logits", F32, format!("[tokens, {e}]"));
-    let x = Param::read("x", d.activations, format!("[tokens, {model}]"));
-    let scaled = d.router.input == RouterInput::RmsScaled;
-    let input_scale = when(
-        scaled,
-        Param::read("input_scale", F32, format!("[{model}]")),
-    );
-    match d.logits {
-        Logits::None => Vec::new(),
-        Logits::Linear => {
-            let params = [
-                Some(x),
-                Some(Param::read("weight", F32, format!("[{e}, {model}]"))),
-                when(d.router.bias, Param::read("bias", F32, format!("[{e}]"))),
-                input_scale,
-                Some(logits),
-            ];
-            let summary = "projects tokens to router logits";
-            vec![entry(
-                "gate_logits",
-                summary,
-                some(params),
-                grid(e),
-                c.logits_threads,
-            )]
-        }
-        Logits::Cosine(width) => {
-            let projected = format!("[tokens, {width}]");
-            let project = some([
-                Some(x),
-                Some(Param::read(
-                    "projector_weight",
-                    F32,
-                    format!("[{width}, {model}]"),
-                )),
-                Some(Param::read("projector_bias", F32, format!("[{width}]"))),
-                input_scale,
-                Some(Param::write("projected", F32, &projected)),
-            ]);
-            let compare = vec![
-                Param::read("projected", F32, &projected),
-                Param::read("similarity", F32, format!("[{width}, {e}]")),
-                Param::read("temperature", F32, "[1]"),
-                logits,
-            ];
-            let (first, second) = (
-                "projects tokens into the space of the expert directions",
-                "compares projected tokens with the expert directions",
-            );
-            vec![
-                entry(
-                    "gate_project",
-                    first,
-                    project,
-                    grid(width),
-                    c.logits_threads,
-                ),
-                entry("gate_logits", second, compare, grid(e), c.logits_threads),
-            ]
-        }
-    }
-}
-
-fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
-    let (e, k) = (d.experts, d.top_k);
-    let per_expert = format!("[{e}]");
-    let table = d.router.kind == RouterKind::Table;
-    let rows = d.router.table_rows.unwrap_or_default();
-    let has_logits = d.logits != Logits::None;
-    some([
-        when(
-            has_logits,
-            Param::read("logits", F32, format!("[tokens, {e}]")),
-        ),
-        when(
-            d.router.select_bias,
-            Param::read("select_bias", F32, &per_expert),
-        ),
-        when(
-            d.router.expert_scale,
-            Param::read("expert_scale", F32, &per_expert),
-        ),
-        when(table, Param::read("table", I32, format!("[{rows}, {k}]"))),
-        when(table, Param::read("token_ids", I32, "[tokens]")),
-        Some(Param::write("topk_ids", I32, format!("[tokens, {k}]"))),
-        Some(Param::write("topk_weights", F32, format!("[tokens, {k}]"))),
-        when(d.best_score, Param::write("best_score", F32, "[tokens]")),
-        when(
-            c.histogram != Histogram::None,
-            Param::write("tile_counts", I32, format!("[tiles, {e}]")),
-        ),
-    ])
 }
 
 fn dispatch(d: &DispatchDesc, c: &DispatchConfig) -> Vec<Entry> {

@@ -255,13 +255,19 @@ impl Layer {
         let spec = &self.plan.spec;
         let (least, most) = match name {
             "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
-            "topk_ids" => (-1, spec.routed_experts() as i32 - 1),
+            // Below -1: a second expert that training let go.
+            "topk_ids" => (
+                -1 - spec.routed_experts() as i32,
+                spec.routed_experts() as i32 - 1,
+            ),
+            "active_k" => (0, spec.shape.top_k as i32),
             _ => return Ok(()),
         };
         let ids: Vec<i32> = host.to_vec().unwrap_or_default();
         match ids.iter().position(|id| !(least..=most).contains(id)) {
             None => Ok(()),
             Some(at) => {
+                let least = least.max(-1);
                 let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
                 Err(input_error(name, problem))
             }

@@ -68,10 +68,11 @@ pub(crate) fn guided_back(spec: &LayerSpec, logits: &[f64], dguided: &[f64]) -> 
 }
 
 /// Tokens that every expert takes: `int(share · T / E)`, but one at least and
-/// no more than there are.
+/// no more than there are. The share counts in units of 2⁻¹⁶.
 pub fn chosen_per_expert(share: f64, tokens: usize, experts: usize) -> usize {
-    let count = (share * tokens as f64 / experts as f64) as usize;
-    count.max(1).min(tokens)
+    let share = (share * 65536.0).round() as u128;
+    let count = share * tokens as u128 / (65536 * experts as u128);
+    (count as usize).max(1).min(tokens)
 }
 
 /// Expert choice: `ids [T, E]`, slot e of a token holding e if that expert

@@ -14,7 +14,6 @@
 //! the test and panics with its name.
 
 mod backward;
-pub mod balance;
 mod choice;
 mod expert;
 mod expression;

@@ -13,6 +13,7 @@
 //! ```
 
 mod adam;
+pub mod balance;
 pub mod elastic;
 mod error;
 mod optimizer;

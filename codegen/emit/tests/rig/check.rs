@@ -1,7 +1,7 @@
 //! Each stem against the f64 reference, from the tensors it actually got.
 
 use super::{Rig, Tensors};
-use moesaic_reference::{Decision, activate, decide, kept, logits, round_to, scan};
+use moesaic_reference::{Decision, activate, decide, gate, kept, round_to, scan};
 use moesaic_spec::{LayerSpec, RouterKind, WeightSite};
 
 /// All stems of one call.
@@ -62,10 +62,19 @@ impl Check<'_> {
 
     fn gate(&self) {
         let (spec, weights) = (self.spec, &self.rig.weights);
-        if spec.has_logits() {
-            let want = logits(spec, weights, &self.t.input.x, self.tokens());
-            for (i, (&got, want)) in self.t.get("router.logits").iter().zip(want).enumerate() {
-                self.near(&format!("logits[{i}]"), got, want, 4e-6, 1.0);
+        let whole = gate(spec, weights, &self.t.input);
+        // Jittered tokens are stored once more.
+        let drawn = match self.t.values.contains_key("router.x") {
+            true => 2.0 * spec.precision.activations.unit_roundoff(),
+            false => 0.0,
+        };
+        for (name, want) in [
+            ("router.logits", whole.logits),
+            ("router.clean_logits", whole.clean),
+        ] {
+            let got = self.t.values.get(name).map_or(&[][..], |v| v);
+            for (i, (&got, want)) in got.iter().zip(want.unwrap_or_default()).enumerate() {
+                self.near(&format!("{name}[{i}]"), got, want, 4e-6 + drawn, 1.0);
             }
         }
         let got = spec.has_logits().then(|| self.t.get("router.logits"));

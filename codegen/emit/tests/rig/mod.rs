@@ -9,14 +9,15 @@ pub mod check;
 use half::{bf16, f16};
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
-use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Target};
+use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Stem, Target};
 use moesaic_plan::{LayerPlan, Role, Step, Training, plan, plan_training};
+use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, round_to};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_target::{
     Arg, Artifact, Buffer, CompileOptions, Compiler, Device, KernelCounters, LaunchDims, Module,
 };
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// The instruction sets this machine runs, narrowest first.
@@ -89,7 +90,8 @@ impl Rig {
         Rig::compile(spec, threads, plan)
     }
 
-    fn compile(spec: &LayerSpec, threads: usize, plan: LayerPlan) -> Rig {
+    /// Emits and compiles a plan for a CPU.
+    pub fn compile(spec: &LayerSpec, threads: usize, plan: LayerPlan) -> Rig {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
@@ -147,11 +149,21 @@ impl Rig {
                     .collect(),
             )
         });
+        let masked = |t: usize| i32::from(t % 5 != 3);
+        let (r, k) = (&spec.router, spec.shape.top_k);
         Input {
             tokens,
             x,
             token_ids,
             routing,
+            token_mask: r.token_mask.then(|| (0..tokens).map(masked).collect()),
+            active_k: r.active_k.then(|| k.div_ceil(2)),
+            draw: self.plan.training.map(|_| Draw {
+                seed: seed | 1 << 40,
+                step: 3,
+                layer: 2,
+                first_token: 11,
+            }),
             ..Input::default()
         }
     }
@@ -159,16 +171,16 @@ impl Rig {
     /// Runs every step; nothing that a kernel should write is set before.
     pub fn run(&self, input: &Input) -> Tensors {
         let buffers = self.buffers(input, &[]);
-        self.launch_all(&self.plan.steps, input.tokens, 0, &buffers);
+        self.launch_all(&self.plan.steps, input, 0, &buffers);
         self.read(input, buffers)
     }
 
     /// Forward, then backward once for each of `accumulate`.
     pub fn run_training(&self, input: &Input, dy: &[f64], accumulate: &[i64]) -> Tensors {
         let buffers = self.buffers(input, dy);
-        self.launch_all(&self.plan.steps, input.tokens, 0, &buffers);
+        self.launch_all(&self.plan.steps, input, 0, &buffers);
         for &accumulate in accumulate {
-            self.launch_all(&self.plan.backward, input.tokens, accumulate, &buffers);
+            self.launch_all(&self.plan.backward, input, accumulate, &buffers);
         }
         self.read(input, buffers)
     }
@@ -209,7 +221,8 @@ impl Rig {
         }
     }
 
-    fn launch_all(&self, steps: &[Step], tokens: usize, accumulate: i64, buffers: &Buffers) {
+    fn launch_all(&self, steps: &[Step], input: &Input, accumulate: i64, buffers: &Buffers) {
+        let tokens = input.tokens;
         for step in steps {
             let entry = self.plan.entry(step);
             let mut tensors = step.tensors.iter();
@@ -217,7 +230,7 @@ impl Rig {
                 ParamType::Scalar(_) => Arg::I64(match param.name.as_str() {
                     "tokens" => tokens as i64,
                     "accumulate" => accumulate,
-                    _ => 0,
+                    name => counter(name, input),
                 }),
                 _ => Arg::Ptr(buffers[tensors.next().unwrap()].1.ptr()),
             });
@@ -238,6 +251,32 @@ impl Rig {
 
 /// Element type, memory and length of tensors by name.
 type Buffers = BTreeMap<String, (DType, Buffer, usize)>;
+
+/// The steps of a forward pass up to the rows of experts, and what they name.
+pub fn routing_of(mut plan: LayerPlan) -> LayerPlan {
+    let routing = [Stem::GateTopk, Stem::ExpertScan, Stem::Dispatch];
+    let stems: Vec<Stem> = plan.kernels.iter().map(|kernel| kernel.stem()).collect();
+    plan.backward.clear();
+    plan.steps
+        .retain(|step| routing.contains(&stems[step.kernel]));
+    let used: BTreeSet<String> = plan.steps.iter().flat_map(|s| s.tensors.clone()).collect();
+    plan.tensors.retain(|tensor| used.contains(&tensor.name));
+    let last = plan.steps.iter().map(|step| step.kernel).max().unwrap();
+    plan.kernels.truncate(last + 1);
+    plan
+}
+
+/// The value of a scalar that random numbers depend on.
+fn counter(name: &str, input: &Input) -> i64 {
+    let draw = input.draw.unwrap_or_default();
+    match name {
+        "seed" => draw.seed as i64,
+        "step" => draw.step as i64,
+        "layer" => i64::from(draw.layer),
+        "first_token" => draw.first_token as i64,
+        other => panic!("the rig has no scalar `{other}`"),
+    }
+}
 
 /// Artifacts by target and text.
 type Known = Mutex<HashMap<(Target, String), Arc<Artifact>>>;
@@ -265,6 +304,8 @@ fn input_values(input: &Input, name: &str) -> Vec<f64> {
     let ints = |ids: &[i32]| ids.iter().map(|&id| f64::from(id)).collect();
     match name {
         "x" => input.x.clone(),
+        "token_mask" => ints(input.token_mask.as_ref().unwrap()),
+        "active_k" => vec![input.active_k.unwrap() as f64],
         "token_ids" => ints(input.token_ids.as_ref().unwrap()),
         "topk_ids" => ints(&input.routing.as_ref().unwrap().0),
         "topk_weights" => input.routing.as_ref().unwrap().1.clone(),

@@ -40,10 +40,17 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         of("dy", activations, output, Role::OutputGradient),
         of("dx", activations, model.clone(), Role::InputGradient),
         of("grad.topk_weights", F32, k, Role::InputGradient),
-        of("grad.router.logits", F32, experts, Role::InputGradient),
+        of(
+            "grad.router.logits",
+            F32,
+            experts.clone(),
+            Role::InputGradient,
+        ),
         of("grad.router.projected", F32, projection, Role::Scratch),
         of("router.input", F32, model.clone(), Role::Scratch),
-        of("router.dx", F32, model, Role::Scratch),
+        of("router.dx", F32, model.clone(), Role::Scratch),
+        of("router.noise_dx", F32, model, Role::Scratch),
+        of("grad.router.noise_logits", F32, experts, Role::Scratch),
     ]
 }
 
@@ -236,7 +243,7 @@ impl Builder {
             _ => ("router", "grad.router.logits", spec.routed_experts()),
         };
         let (input, dtype) = match spec.router.input {
-            RouterInput::Token => ("x", spec.precision.activations),
+            RouterInput::Token => (self.routed_tokens(), spec.precision.activations),
             RouterInput::RmsScaled => ("router.input", F32),
         };
         let bias = spec.router.bias || spec.router.kind == RouterKind::Cosine;

@@ -9,9 +9,8 @@ use moesaic_kernel::{Size, Target};
 use moesaic_spec::{LayerSpec, LossKind};
 
 /// Parameters that are called otherwise than their tensors.
-const NAMES: [(&str, &str); 17] = [
+const NAMES: [(&str, &str); 16] = [
     ("logits", "router.logits"),
-    ("clean_logits", "router.logits"),
     ("dlogits", "grad.router.logits"),
     ("expert_scale", "router.expert_scale"),
     ("load", "router.load"),
@@ -124,8 +123,10 @@ impl Builder {
             );
             if logits {
                 self.router_products();
+                self.noise_bwd();
             }
             self.gate_steps(kernel, &["gate_input_scale_bwd", "gate_rms_bwd"]);
+            self.draw_bwd();
         }
         self.shared_gates_bwd();
     }
@@ -137,7 +138,13 @@ impl Builder {
             let name = loss_name(loss.kind);
             (name.replace(['.', '-'], "_"), name)
         });
-        let names: Vec<(String, String)> = renamed.into_iter().chain(losses).collect();
+        let given = [
+            ("x", self.routed_tokens()),
+            ("clean_logits", self.clean_logits()),
+        ];
+        let given = given.map(|(from, to)| (from.to_string(), to.to_string()));
+        let names = renamed.into_iter().chain(given).chain(losses);
+        let names: Vec<(String, String)> = names.collect();
         for symbol in symbols {
             let mut entries = self.plan.kernels[kernel].entries.iter();
             if let Some(index) = entries.position(|entry| entry.symbol == *symbol) {

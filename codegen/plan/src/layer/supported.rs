@@ -1,28 +1,6 @@
-//! Options that no kernel computes yet.
+//! What only a plan of training has.
 
-use crate::PlanError;
-use moesaic_kernel::Target;
-use moesaic_spec::{LayerSpec, NoiseKind, Select};
-
-/// Refuses what the target's kernels would silently leave out.
-pub(super) fn check(spec: &LayerSpec, target: Target) -> Result<(), PlanError> {
-    let r = &spec.router;
-    let choice = matches!(r.select, Select::ExpertChoice(_));
-    let missing = [
-        ("router.select = { expert-choice }", choice),
-        ("router.token_mask", r.token_mask),
-        ("router.active_k", r.active_k),
-        ("router.entropy", r.entropy.is_some()),
-    ];
-    match missing.into_iter().find(|(_, set)| *set) {
-        None => Ok(()),
-        Some((option, _)) => Err(PlanError::Unsupported {
-            option: option.to_string(),
-            target: target.to_string(),
-            advice: "the f64 reference computes it; leave it out to run the layer".to_string(),
-        }),
-    }
-}
+use moesaic_spec::{LayerSpec, NoiseKind};
 
 /// Whether only a training plan has the tensor.
 pub(super) fn training_only(spec: &LayerSpec, name: &str) -> bool {

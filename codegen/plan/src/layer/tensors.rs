@@ -16,7 +16,7 @@ pub(super) fn declared_tensors(
 ) -> Vec<TensorPlan> {
     let mut list: Vec<TensorPlan> = canonical_tensors(spec)
         .into_iter()
-        .filter(|t| !training_only(spec, &t.name))
+        .filter(|t| training || !training_only(spec, &t.name))
         .map(|t| TensorPlan {
             name: t.name,
             dtype: t.dtype,
@@ -24,7 +24,7 @@ pub(super) fn declared_tensors(
             role: Role::Weight,
         })
         .collect();
-    list.extend(routing_tensors(spec));
+    list.extend(routing_tensors(spec, target, training));
     list.extend(scan_tensors(spec, target, training));
     list.extend(expert_tensors(spec));
     list
@@ -43,7 +43,7 @@ pub(super) fn constant(n: usize) -> Size {
     Size::Const(n as u64)
 }
 
-fn routing_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
+fn routing_tensors(spec: &LayerSpec, target: Target, training: bool) -> Vec<TensorPlan> {
     let (tokens, k) = (Size::Tokens, constant(spec.shape.top_k));
     let model = constant(spec.shape.model_dim);
     let experts = constant(spec.routed_experts());
@@ -76,9 +76,53 @@ fn routing_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         list.push(tensor("router.projected", F32, &shape, Role::Scratch));
     }
     if kind == RouterKind::Table {
-        list.push(tensor("token_ids", I32, &[tokens], Role::Input));
+        let shape = std::slice::from_ref(&tokens);
+        list.push(tensor("token_ids", I32, shape, Role::Input));
+    }
+    if spec.router.token_mask {
+        let shape = std::slice::from_ref(&tokens);
+        list.push(tensor("token_mask", I32, shape, Role::Input));
+    }
+    if spec.router.active_k {
+        list.push(tensor("active_k", I32, &[constant(1)], Role::Input));
+    }
+    if let Some(gate) = desc::gate_topk(spec, training) {
+        list.extend(selection_tensors(&gate, target));
     }
     list
+}
+
+/// What selection beyond top-k, and training, put between logits and ids.
+fn selection_tensors(gate: &desc::GateTopkDesc, target: Target) -> Vec<TensorPlan> {
+    let KernelConfig::GateTopk(config) =
+        heuristics::choose(&KernelDesc::GateTopk(gate.clone()), target)
+    else {
+        unreachable!("the gate's config is a gate config")
+    };
+    let (tokens, experts) = (Size::Tokens, constant(gate.experts));
+    let per_expert = [tokens.clone(), experts.clone()];
+    let tiles = Size::Tokens.ceil_div(config.logits_tile_tokens as u64);
+    let parts = [tiles, constant(gate.experts + 1)];
+    let x = [tokens.clone(), constant(gate.model_dim)];
+    vec![
+        tensor("router.x", gate.activations, &x, Role::Scratch),
+        tensor("router.clean_logits", F32, &per_expert, Role::Output),
+        tensor("router.noise_logits", F32, &per_expert, Role::Scratch),
+        tensor(
+            "router.columns",
+            F32,
+            std::slice::from_ref(&experts),
+            Role::Scratch,
+        ),
+        tensor("column_parts", F32, &parts, Role::Scratch),
+        tensor(
+            "choice_keys",
+            I32,
+            &[experts.clone(), tokens],
+            Role::Scratch,
+        ),
+        tensor("choice_bounds", I32, &[experts, constant(2)], Role::Scratch),
+    ]
 }
 
 fn scan_tensors(spec: &LayerSpec, target: Target, training: bool) -> Vec<TensorPlan> {

@@ -1,7 +1,7 @@
 //! A layer whose routed experts are the caller's code: everything but their
 //! products is planned, and there are two places where the caller takes over.
 
-use super::{Builder, LayerPlan, Training, supported};
+use super::{Builder, LayerPlan, Training};
 use crate::PlanError;
 use crate::desc::{self, KernelDesc};
 use moesaic_kernel::Target;
@@ -30,7 +30,6 @@ pub fn plan_user_experts(
     target: Target,
     training: bool,
 ) -> Result<UserPlan, PlanError> {
-    supported::check(spec, target)?;
     let training = training.then(Training::default);
     let mut builder = Builder::new(spec, target, training);
     let forward_at = builder.forward_around();

@@ -1,0 +1,173 @@
+//! What training draws, and selections beyond top-k: the same on every target.
+
+use super::case::{Case, floats, host, ints, longs};
+use super::compare::close;
+use super::layers::engine as cpu;
+use super::simulated::{exact, open, small};
+use moesaic::reference::{self, Random, rng::Draw};
+use moesaic::spec::*;
+use moesaic::{Counters, DType, Engine, Output, Training};
+
+const COUNTERS: Counters = Counters {
+    seed: 1 << 40 | 7,
+    step: 3,
+    layer: 2,
+    first_token: 11,
+};
+
+/// The forward pass of a training call.
+fn drawn(case: &Case, engine: &Engine, names: &[&str]) -> Output {
+    let layer = engine.training_layer(&case.spec, &case.host_weights(), Training::default());
+    let layer = layer.unwrap_or_else(|e| panic!("{} on {}: {e}", case.spec.name, engine.target()));
+    let call = layer.forward_train(&case.input(), names, COUNTERS);
+    call.unwrap_or_else(|e| panic!("{} on {}: {e}", case.spec.name, engine.target()))
+        .0
+}
+
+/// Logits of integers are exact, so that noise shows its bits.
+fn same_noise(target: &str) {
+    let (cpu, engine) = (cpu(), open(target));
+    let kinds = [
+        (NoiseKind::Gaussian, 9.7),
+        (NoiseKind::Gumbel, 0.8),
+        (NoiseKind::GumbelSecond, 2.0),
+    ];
+    for (kind, noise) in kinds {
+        let mut spec = small(16, 8, 37, 2);
+        (spec.router.noise, spec.router.noise_kind) = (noise, kind);
+        spec.router.random_second = true;
+        let mut case = exact(&spec, 70, 3);
+        case.input.draw = Some(Draw {
+            seed: COUNTERS.seed,
+            step: COUNTERS.step,
+            layer: COUNTERS.layer as u32,
+            first_token: COUNTERS.first_token,
+        });
+        let names = ["router.logits", "topk_ids", "locations", "counts"];
+        let expected = reference::gate(&spec, &case.weights, &case.input);
+        let [ours, theirs] = [&cpu, &engine].map(|engine| drawn(&case, engine, &names));
+        for output in [&ours, &theirs] {
+            let what = format!("{kind:?} on {target}");
+            let logits: Vec<f64> = expected.logits.iter().flatten().copied().collect();
+            let logits: Vec<f64> = logits.iter().map(|&z| f64::from(z as f32)).collect();
+            assert_eq!(floats(output, "router.logits"), logits, "{what}");
+            assert_eq!(ints(output, "topk_ids"), expected.decision.ids, "{what}");
+        }
+        assert_eq!(ints(&ours, "locations"), ints(&theirs, "locations"));
+        assert_eq!(longs(&ours, "counts"), longs(&theirs, "counts"));
+    }
+}
+
+fn changed(change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
+    let mut spec = small(24, 12, 9, 2);
+    change(&mut spec);
+    spec
+}
+
+/// Whole layers of every selection.
+fn selections(target: &str) {
+    let engine = open(target);
+    let (temperature, load) = (0.75, 0.5);
+    let specs = [
+        changed(|s| s.router.token_mask = true),
+        changed(|s| (s.router.active_k, s.shape.top_k) = (true, 5)),
+        changed(|s| s.router.entropy = Some(Entropy { temperature, load })),
+        changed(|s| {
+            s.router.select = Select::ExpertChoice(1.5);
+            (s.router.token_mask, s.shape.top_k) = (true, 9);
+        }),
+        changed(|s| {
+            (s.router.kind, s.router.table_rows) = (RouterKind::Table, Some(11));
+            (s.router.token_mask, s.router.active_k) = (true, true);
+        }),
+    ];
+    for spec in specs {
+        for tokens in [0, 1, 45] {
+            Case::random(&spec, tokens, 5).check(&engine);
+        }
+    }
+}
+
+/// Every gradient of layers that draw, or select in their own way.
+fn gradients(target: &str) {
+    let engine = open(target);
+    let specs = [
+        changed(|s| {
+            (s.router.jitter, s.router.input_dropout) = (0.2, 0.25);
+            (s.router.input, s.router.bias) = (RouterInput::RmsScaled, true);
+        }),
+        changed(|s| (s.router.noise, s.router.noise_kind) = (0.7, NoiseKind::Learned)),
+        changed(|s| {
+            (s.router.jitter, s.router.random_second) = (0.1, true);
+            s.router.renormalize = Renormalize::Sum;
+            (s.router.noise, s.router.noise_kind) = (0.7, NoiseKind::Learned);
+        }),
+        changed(|s| (s.router.noise, s.router.select) = (3.0, Select::Sinkhorn(5))),
+        changed(|s| {
+            s.router.select = Select::ExpertChoice(1.5);
+            (s.router.token_mask, s.shape.top_k) = (true, 9);
+        }),
+    ];
+    for spec in specs {
+        let mut case = Case::random(&spec, 29, 5);
+        case.input.draw = Some(Draw {
+            seed: COUNTERS.seed,
+            step: COUNTERS.step,
+            layer: COUNTERS.layer as u32,
+            first_token: COUNTERS.first_token,
+        });
+        let layer = engine.training_layer(&spec, &case.host_weights(), Training::default());
+        let layer = layer.unwrap_or_else(|e| panic!("{} on {target}: {e}", spec.to_toml()));
+        let dy = Random::new(9).vec(29 * spec.output_dim());
+        let forward = layer.forward_train(&case.input(), &["y", "topk_ids"], COUNTERS);
+        let (output, saved) = forward.unwrap_or_else(|e| panic!("{target}: {e}"));
+        let expected = reference::gate(&spec, &case.weights, &case.input).decision;
+        assert_eq!(
+            ints(&output, "topk_ids"),
+            expected.ids,
+            "{}",
+            spec.to_toml()
+        );
+        let given = host(DType::F32, &[29, spec.output_dim()], &dy);
+        let back = layer.backward(&saved, &given, false);
+        let back = back.unwrap_or_else(|e| panic!("{target}: {e}"));
+        let expected = reference::backward(&spec, &case.weights, &case.input, &dy);
+        let what = |name: &str| format!("{name} on {target} of {}", spec.to_toml());
+        close(&what("dx"), &floats(&back, "dx"), &expected.x, 2e-5);
+        for (name, tensor) in &expected.weights {
+            let found = layer
+                .gradient(name)
+                .unwrap_or_else(|e| panic!("{name}: {e}"));
+            let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
+            close(&what(name), &found, &tensor.data, 2e-5);
+        }
+    }
+}
+
+macro_rules! on_each {
+    ($($module:ident: $target:literal),* $(,)?) => {$(
+        mod $module {
+            #[test]
+            fn noise_has_the_same_bits() {
+                super::same_noise($target);
+            }
+
+            #[test]
+            fn gradients_are_the_references() {
+                super::gradients($target);
+            }
+
+            #[test]
+            fn every_selection_agrees_with_the_reference() {
+                super::selections($target);
+            }
+        }
+    )*};
+}
+
+on_each! {
+    cpu_portable: "cpu:portable",
+    sm_80: "sim:sm_80",
+    sm_90a: "sim:sm_90a",
+    gfx942: "sim:gfx942",
+}
