@@ -91,6 +91,7 @@ pub const GPU: &[Template] = index![
     "prelude/activation.hpp",
     "prelude/activation_slope.hpp",
     "prelude/product.hpp",
+    "prelude/stage.hpp",
     "prelude/slab.hpp",
     "gpu/gate_topk_bwd.cu",
     "gpu/gate_token.cu",
@@ -99,7 +100,11 @@ pub const GPU: &[Template] = index![
     "gpu/gate_losses_sum.cu",
     "gpu/gate_cosine_bwd.cu",
     "gpu/gate_rms_bwd.cu",
+<<<<<<< HEAD
     "prelude/random.h",
+=======
+    "prelude/multiply.hpp",
+>>>>>>> 42ad121 (wip)
     "gpu/gate_topk.cu",
     "gpu/gate_logits.cu",
     "gpu/gate_select.cu",

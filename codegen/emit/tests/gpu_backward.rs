@@ -160,7 +160,6 @@ fn shared_and_identity_experts() {
         |s| {
             s.experts.identity = 1;
             s.experts.zero = 2;
-            s.router.weight_on = WeightSite::Activation;
             s.precision.activations = DType::F16;
         },
     ]);
