@@ -100,11 +100,8 @@ pub const GPU: &[Template] = index![
     "gpu/gate_losses_sum.cu",
     "gpu/gate_cosine_bwd.cu",
     "gpu/gate_rms_bwd.cu",
-<<<<<<< HEAD
     "prelude/random.h",
-=======
     "prelude/multiply.hpp",
->>>>>>> 42ad121 (wip)
     "gpu/gate_topk.cu",
     "gpu/gate_logits.cu",
     "gpu/gate_select.cu",
