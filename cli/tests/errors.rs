@@ -276,11 +276,6 @@ fn a_cache_that_cannot_be_costs_a_warning_and_nothing_else() {
 }
 
 #[test]
-fn what_is_not_built_yet_says_so() {
-    Small::new().refuses(&["--grad"], &["has no tensor `dy`"]);
-}
-
-#[test]
 fn hugging_face_directories_without_a_layer() {
     let dir = scratch();
     let run = |config: &str, layer: &str| {

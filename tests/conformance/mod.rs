@@ -10,6 +10,7 @@ mod compare;
 mod drawn;
 mod layers;
 mod routing;
+mod saved;
 mod simulated;
 mod user;
 
