@@ -11,6 +11,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+mod backward;
+
 use crate::conformance::SIMULATORS;
 
 /// Poisoned memory shows what was never written.

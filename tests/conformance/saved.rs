@@ -90,7 +90,11 @@ fn bytes_kept_are_the_formula() {
     ] {
         let training = Training { recompute };
         let layer = engine().training_layer(&spec, &case.host_weights(), training);
-        assert_eq!(layer.unwrap().saved_bytes(t as usize), expected, "{recompute:?}");
+        assert_eq!(
+            layer.unwrap().saved_bytes(t as usize),
+            expected,
+            "{recompute:?}"
+        );
     }
 }
 
@@ -120,7 +124,10 @@ fn mistakes_are_named() {
     let inference = engine().layer(&case.spec, &case.host_weights()).unwrap();
     let refused = inference.forward_train(&case.input(), &["y"], Counters::default());
     assert!(matches!(refused, Err(EngineError::NotTraining)));
-    assert!(matches!(inference.gradients(), Err(EngineError::NotTraining)));
+    assert!(matches!(
+        inference.gradients(),
+        Err(EngineError::NotTraining)
+    ));
     let saved = forward(&layer, &case);
     let (other, _) = self::layer(8);
     let error = other.backward(&saved, &dy(40, 1), false).err().unwrap();
@@ -159,7 +166,10 @@ fn raw_calls_are_host_calls() {
     let expected = layer.backward(&host_saved, &dy, false).unwrap();
     let expected_gradients = gradients(&layer);
     let x = upload(&engine, &case.input().tensors["x"].data);
-    let (dy, dx) = (upload(&engine, &dy.data), upload(&engine, &vec![0; 19 * 24 * 4]));
+    let (dy, dx) = (
+        upload(&engine, &dy.data),
+        upload(&engine, &vec![0; 19 * 24 * 4]),
+    );
     let y = upload(&engine, &vec![0; 19 * 24 * 4]);
     let call = RawCall {
         tokens: 19,

@@ -206,6 +206,7 @@ impl Layer {
     /// # Errors
     /// As [`Layer::gradient`].
     pub fn gradients(&self) -> Result<BTreeMap<String, HostTensor<'static>>, EngineError> {
+        self.check_training()?;
         let names = self.tensors(Role::WeightGradient);
         let names = names.filter_map(|tensor| tensor.name.strip_prefix("grad."));
         names
