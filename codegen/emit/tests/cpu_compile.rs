@@ -3,7 +3,7 @@
 
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, Target};
-use moesaic_plan::plan;
+use moesaic_plan::{Training, plan, plan_training};
 use moesaic_spec::LayerSpec;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -65,16 +65,21 @@ const SPECS: [&str; 3] = [
         "experts":{"form":"plain","activation":"gelu","bias":true}}"#,
 ];
 
-/// Every text of every spec, by file name.
+/// Every text of every spec, forward and in training, by file name.
 fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
     let specs = SPECS.iter().enumerate();
     let sources = specs.flat_map(|(i, text)| {
         let spec: LayerSpec = serde_json::from_str(text).unwrap();
         spec.validate().unwrap();
-        let sources = emit_layer(&plan(&spec, Target::Cpu(isa)).unwrap()).unwrap();
-        sources
+        let target = Target::Cpu(isa);
+        let forward = plan(&spec, target).unwrap();
+        let training = plan_training(&spec, target, Training::default()).unwrap();
+        [("forward", forward), ("training", training)]
             .into_iter()
-            .map(move |source| (format!("{i}_{}", source.file_name()), source.text))
+            .flat_map(move |(pass, plan)| {
+                let sources = emit_layer(&plan).unwrap().into_iter();
+                sources.map(move |s| (format!("{i}_{pass}_{}", s.file_name()), s.text))
+            })
     });
     sources.collect()
 }
