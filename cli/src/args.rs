@@ -60,6 +60,8 @@ pub enum Command {
     Toolchain(crate::toolchain::ToolchainArgs),
     /// Check a spec, or show the spec of a Hugging Face layer
     Spec(crate::spec::SpecArgs),
+    /// Add experts to a trained layer, split and merge checkpoints
+    Experts(crate::experts::ExpertsArgs),
     /// Say what this machine can compile and run
     Doctor(crate::doctor::DoctorArgs),
     /// Print shell completions

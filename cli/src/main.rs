@@ -8,6 +8,7 @@ mod console;
 mod disassemble;
 mod doctor;
 mod emit;
+mod experts;
 mod failure;
 mod highlight;
 mod inspect;
@@ -61,6 +62,7 @@ fn execute(command: &Command, console: &Console) -> Result {
         Command::Cache(args) => cache::execute(args, console),
         Command::Toolchain(args) => toolchain::execute(args, console),
         Command::Spec(args) => spec::execute(args, console),
+        Command::Experts(args) => experts::execute(args, console),
         Command::Doctor(args) => doctor::execute(args, console),
         Command::Completions(args) => completions::execute(args, console),
     }

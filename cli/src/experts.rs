@@ -1,0 +1,221 @@
+//! `moesaic experts`: checkpoints whose number of experts changes.
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::spec_source::read_spec;
+use clap::{Args, Subcommand};
+use moesaic::LayerSpec;
+use moesaic::train::TrainError;
+use moesaic::train::elastic::{self, Growth};
+use moesaic::weights::{Checkpoint, HostWeights, write_safetensors, write_whole};
+use std::path::{Path, PathBuf};
+
+/// Add experts to a trained layer, split and merge checkpoints
+///
+/// Weights are those of one layer by canonical names; optimizer state beside
+/// them, under names that begin with `optimizer.`, goes with them.
+#[derive(Args, Debug)]
+pub struct ExpertsArgs {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand, Debug)]
+enum Action {
+    /// Add copies of experts; the layer computes the same
+    Add(AddArgs),
+    /// Split a layer into layers of some of its experts each
+    Split(SplitArgs),
+    /// Merge layers into one with the experts of all
+    Merge(MergeArgs),
+    /// Cut a layer into what each rank of expert parallelism holds
+    Shard(ShardArgs),
+    /// Make the whole layer of the files of all ranks
+    Unshard(UnshardArgs),
+}
+
+#[derive(Args, Debug)]
+struct WholeArgs {
+    /// The layer spec (TOML)
+    #[arg(long, value_name = "FILE")]
+    spec: PathBuf,
+    /// Its tensors (safetensors)
+    #[arg(long, value_name = "FILE")]
+    weights: PathBuf,
+}
+
+#[derive(Args, Debug)]
+struct AddArgs {
+    #[command(flatten)]
+    whole: WholeArgs,
+    /// The expert each new one is a copy of, such as 0,3
+    #[arg(long, value_name = "IDS", value_delimiter = ',', required = true)]
+    copy: Vec<usize>,
+    /// New experts add nothing before they have learned: their down projection is zero
+    #[arg(long)]
+    zero_down: bool,
+    /// Let tokens come: new logits lie this far below those of the experts they copy
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    margin: Option<f32>,
+    /// The new tensors; the new spec is written beside them as .toml
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+}
+
+#[derive(Args, Debug)]
+struct SplitArgs {
+    #[command(flatten)]
+    whole: WholeArgs,
+    /// Experts of each part, such as 4,4
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', required = true)]
+    counts: Vec<usize>,
+    /// Where part-0.safetensors, part-0.toml and so on go
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+}
+
+#[derive(Args, Debug)]
+struct MergeArgs {
+    /// Tensors of the parts, each with its spec beside it as .toml
+    #[arg(required = true, value_name = "FILE")]
+    parts: Vec<PathBuf>,
+    /// The merged tensors; the spec is written beside them as .toml
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+}
+
+#[derive(Args, Debug)]
+struct ShardArgs {
+    #[command(flatten)]
+    whole: WholeArgs,
+    /// Ranks that share the experts
+    #[arg(long, value_name = "N")]
+    ranks: usize,
+    /// Where rank-0.safetensors and so on go
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+}
+
+#[derive(Args, Debug)]
+struct UnshardArgs {
+    /// The spec of the whole layer (TOML)
+    #[arg(long, value_name = "FILE")]
+    spec: PathBuf,
+    /// Tensors of the ranks, in their order
+    #[arg(required = true, value_name = "FILE")]
+    shards: Vec<PathBuf>,
+    /// The whole layer's tensors
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+}
+
+/// Does one of them.
+pub fn execute(args: &ExpertsArgs, console: &Console) -> Result {
+    match &args.action {
+        Action::Add(args) => add(args, console),
+        Action::Split(args) => split(args, console),
+        Action::Merge(args) => merge(args, console),
+        Action::Shard(args) => shard(args, console),
+        Action::Unshard(args) => unshard(args, console),
+    }
+}
+
+impl WholeArgs {
+    fn load(&self, console: &Console) -> Result<(LayerSpec, HostWeights)> {
+        Ok((read_spec(&self.spec, console)?, tensors(&self.weights)?))
+    }
+}
+
+fn add(args: &AddArgs, console: &Console) -> Result {
+    let (spec, weights) = args.whole.load(console)?;
+    let growth = Growth {
+        sources: &args.copy,
+        zero_down: args.zero_down,
+        margin: args.margin,
+    };
+    let grown = elastic::add_experts(&spec, &weights, &growth)?;
+    save_layer(&args.output, &grown.spec, &grown.tensors)?;
+    let same = match grown.exact {
+        true => "the layer computes the same",
+        false => "the layer is not the same: new experts take their share",
+    };
+    let experts = grown.spec.shape.experts;
+    console.print(&format!(
+        "{}: {experts} experts; {same}\n",
+        args.output.display()
+    ))
+}
+
+fn split(args: &SplitArgs, console: &Console) -> Result {
+    let (spec, weights) = args.whole.load(console)?;
+    let parts = elastic::split_experts(&spec, &weights, &args.counts)?;
+    std::fs::create_dir_all(&args.output)?;
+    for (index, (spec, tensors)) in parts.iter().enumerate() {
+        let file = args.output.join(format!("part-{index}.safetensors"));
+        save_layer(&file, spec, tensors)?;
+        let experts = spec.shape.experts;
+        console.print(&format!("{}: {experts} experts\n", file.display()))?;
+    }
+    Ok(())
+}
+
+fn merge(args: &MergeArgs, console: &Console) -> Result {
+    let part = |file: &PathBuf| {
+        let spec = read_spec(&file.with_extension("toml"), console)?;
+        Ok((spec, tensors(file)?))
+    };
+    let parts = args.parts.iter().map(part).collect::<Result<Vec<_>>>()?;
+    let (spec, whole) = elastic::merge_experts(&parts)?;
+    save_layer(&args.output, &spec, &whole)?;
+    let experts = spec.shape.experts;
+    console.print(&format!("{}: {experts} experts\n", args.output.display()))
+}
+
+fn shard(args: &ShardArgs, console: &Console) -> Result {
+    let (spec, weights) = args.whole.load(console)?;
+    let shards = elastic::shard_experts(&spec, &weights, args.ranks)?;
+    std::fs::create_dir_all(&args.output)?;
+    let experts = spec.shape.experts / args.ranks;
+    for (rank, tensors) in shards.iter().enumerate() {
+        let file = args.output.join(format!("rank-{rank}.safetensors"));
+        write_safetensors(&file, tensors)?;
+        console.print(&format!("{}: {experts} experts\n", file.display()))?;
+    }
+    Ok(())
+}
+
+fn unshard(args: &UnshardArgs, console: &Console) -> Result {
+    let spec = read_spec(&args.spec, console)?;
+    let shards = args.shards.iter().map(|file| tensors(file));
+    let whole = elastic::unshard_experts(&spec, &shards.collect::<Result<Vec<_>>>()?)?;
+    write_safetensors(&args.output, &whole)?;
+    let experts = spec.shape.experts;
+    console.print(&format!("{}: {experts} experts\n", args.output.display()))
+}
+
+/// Every tensor of a file.
+fn tensors(file: &Path) -> Result<HostWeights> {
+    let checkpoint = Checkpoint::open(file)?;
+    let names = checkpoint.names();
+    let read = |name: &str| Ok((name.to_string(), checkpoint.read(name)?));
+    names.map(read).collect()
+}
+
+/// Tensors, and the spec beside them.
+fn save_layer(file: &Path, spec: &LayerSpec, tensors: &HostWeights) -> Result {
+    let beside = file.with_extension("toml");
+    if beside == file {
+        return Err(Failure::input(
+            "the output holds tensors: name it .safetensors",
+        ));
+    }
+    write_safetensors(file, tensors)?;
+    write_whole(&beside, spec.to_toml().as_bytes())?;
+    Ok(())
+}
+
+impl From<TrainError> for Failure {
+    fn from(error: TrainError) -> Failure {
+        Failure::input(error)
+    }
+}
