@@ -28,16 +28,14 @@ impl AdamW {
     /// One step on every parameter of `module`.
     pub fn step(&mut self, module: &mut impl Module, rate: f32) {
         self.step += 1;
-        let mut index = 0;
         let mut list: Vec<&mut Param> = Vec::new();
         module.params("", &mut |_, param| list.push(param));
-        for param in list {
+        for (index, param) in list.into_iter().enumerate() {
             if self.moments.len() == index {
                 let zero = vec![0.0; param.value.len()];
                 self.moments.push((zero.clone(), zero));
             }
             self.update(index, param, rate);
-            index += 1;
         }
     }
 

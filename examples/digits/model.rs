@@ -14,6 +14,16 @@ pub struct Classifier<F> {
     head: Linear,
 }
 
+/// A forward pass.
+struct Passed {
+    /// `[images, 10]`.
+    scores: Vec<f32>,
+    /// What the head got.
+    normed: Vec<f32>,
+    /// The state of each block's norm, and of the last one.
+    norms: Vec<Normalized>,
+}
+
 impl<F: FeedForward> Classifier<F> {
     /// With random weights around the given layers.
     pub fn new(width: usize, layers: Vec<F>, seed: u64) -> Classifier<F> {
@@ -27,11 +37,7 @@ impl<F: FeedForward> Classifier<F> {
         }
     }
 
-    /// Scores `[images, 10]`, and the state of each norm.
-    fn scores(
-        &mut self,
-        images: &Images,
-    ) -> Result<(Vec<f32>, Vec<f32>, Vec<Normalized>), EngineError> {
+    fn forward(&mut self, images: &Images) -> Result<Passed, EngineError> {
         let mut x = self.stem.forward(&images.pixels);
         let mut norms = Vec::new();
         for (norm, layer) in &mut self.blocks {
@@ -41,15 +47,19 @@ impl<F: FeedForward> Classifier<F> {
         }
         let (normed, saved) = self.norm.forward(&x);
         norms.push(saved);
-        Ok((self.head.forward(&normed), normed, norms))
+        Ok(Passed {
+            scores: self.head.forward(&normed),
+            normed,
+            norms,
+        })
     }
 
     /// Mean cross entropy in nats, with the gradient of every parameter.
     pub fn gradients(&mut self, images: &Images) -> Result<f64, EngineError> {
-        let (scores, normed, norms) = self.scores(images)?;
-        let (loss, dscores) = cross_entropy(scores, &images.labels);
-        let (last, norms) = norms.split_last().expect("one per block, and the last");
-        let dnormed = self.head.backward(&normed, &dscores);
+        let passed = self.forward(images)?;
+        let (loss, dscores) = cross_entropy(passed.scores, &images.labels);
+        let (last, norms) = passed.norms.split_last().expect("one more than blocks");
+        let dnormed = self.head.backward(&passed.normed, &dscores);
         let mut dx = self.norm.backward(last, &dnormed);
         for ((norm, layer), saved) in self.blocks.iter_mut().zip(norms).rev() {
             let inner = layer.backward(&dx)?;
@@ -61,7 +71,7 @@ impl<F: FeedForward> Classifier<F> {
 
     /// The share of images whose highest score is their label's.
     pub fn accuracy(&mut self, images: &Images) -> Result<f64, EngineError> {
-        let scores = self.scores(images)?.0;
+        let scores = self.forward(images)?.scores;
         let best = scores.chunks_exact(10).map(|row| {
             let order = |a: &usize, b: &usize| row[*a].total_cmp(&row[*b]);
             (0..10).max_by(order).expect("ten scores")
