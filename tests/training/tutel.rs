@@ -212,7 +212,6 @@ fn as_reference(run: &Run) -> moesaic::reference::Weights {
 
 /// A hundred steps of each recorded run by the compiled layer.
 #[test]
-#[ignore = "until the CPU has backward kernels"]
 fn layer_prints_what_tutel_prints() {
     let engine = Engine::cpu().expect("a C compiler");
     for (options, run) in recorded() {

@@ -15,12 +15,15 @@ mod plain;
 mod text;
 
 use attention::Shape;
+use common::experts::{self, Experts};
 use common::feed_forward::FeedForward;
 use common::ops::{Module, Param};
 use dense::Dense;
 use model::Model;
+use moesaic::Engine;
 use moesaic::reference::Random;
 use plain::Plain;
+use std::collections::BTreeMap;
 use text::Batch;
 
 const SHAPE: Shape = Shape {
@@ -107,4 +110,85 @@ fn plain_experts_have_the_gradients_of_their_loss() {
         (0..2).map(layer).collect(),
         2,
     ));
+}
+
+/// The compiled layer against the same layer in plain loops.
+#[test]
+fn experts_compute_what_plain_loops_do() {
+    let (d, h, e, k, tokens) = (24, 40, 6, 2, 50);
+    let mut spec = experts::spec(d, h, e, k);
+    spec.losses.clear(); // the plain layer has none
+    let mut random = Random::new(6);
+    let engine = Engine::cpu().expect("a C compiler");
+    let mut layer = Experts::new(&engine, &spec, 1.0, &mut random).expect("it compiles");
+    let mut plain = Plain::new([d, h, e, k], 1.0, &mut random);
+    let mut values = named(&mut layer, |param| param.value.clone());
+    // Biases start at zero: no test of them.
+    let biases = values.iter_mut().filter(|(name, _)| name.ends_with("bias"));
+    biases.for_each(|(_, v)| v.iter_mut().for_each(|v| *v = random.signed() as f32));
+    layer.params("", &mut |name, param| {
+        param.value.clone_from(&values[&name])
+    });
+    plain.params("", &mut |name, param| {
+        param.value = part(&values, &name, e);
+    });
+    let mut draw = || random.vec(tokens * d).iter().map(|v| *v as f32).collect();
+    let (x, dy): (Vec<f32>, Vec<f32>) = (draw(), draw());
+    let y = layer.forward(x.clone()).expect("it runs");
+    assert_close("y", &y, &plain.forward(x).expect("it runs"));
+    let dx = layer.backward(&dy).expect("it runs");
+    assert_close("dx", &dx, &plain.backward(&dy).expect("it runs"));
+    let gradients = named(&mut layer, |param| param.grad.clone());
+    for (name, expected) in named(&mut plain, |param| param.grad.clone()) {
+        assert_close(&name, &part(&gradients, &name, e), &expected);
+    }
+}
+
+#[test]
+fn expert_model_has_the_gradients_of_its_loss() {
+    let mut spec = experts::spec(SHAPE.width, 8, 4, 2);
+    spec.losses.clear(); // the model's loss is cross entropy alone
+    let engine = Engine::cpu().expect("a C compiler");
+    let mut random = Random::new(3);
+    let layer = |_| Experts::new(&engine, &spec, 1.0, &mut random).expect("it compiles");
+    check(Model::new(
+        VOCABULARY,
+        SHAPE,
+        (0..2).map(layer).collect(),
+        3,
+    ));
+}
+
+fn named(module: &mut impl Module, take: fn(&Param) -> Vec<f32>) -> BTreeMap<String, Vec<f32>> {
+    let mut values = BTreeMap::new();
+    module.params("", &mut |name, param| {
+        values.insert(name, take(param));
+    });
+    values
+}
+
+/// The part of a tensor over all experts that the plain layer calls `name`,
+/// such as `.up3.weight`.
+fn part(all: &BTreeMap<String, Vec<f32>>, name: &str, experts: usize) -> Vec<f32> {
+    if name == ".router" {
+        return all[".router.weight"].clone();
+    }
+    let (map, kind) = name[1..].split_once('.').expect("map and kind");
+    let digits = map.trim_start_matches(char::is_alphabetic);
+    let map = map.trim_end_matches(char::is_numeric);
+    let tensor = &all[&format!(".experts.{map}.{kind}")];
+    let size = tensor.len() / experts;
+    let expert: usize = digits.parse().expect("an expert's number");
+    tensor[expert * size..][..size].to_vec()
+}
+
+fn assert_close(name: &str, got: &[f32], expected: &[f32]) {
+    assert_eq!(got.len(), expected.len(), "{name}");
+    let largest = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
+    for (i, (g, e)) in got.iter().zip(expected).enumerate() {
+        assert!(
+            (g - e).abs() <= 1e-5 * largest,
+            "{name}[{i}]: {g} instead of {e}"
+        );
+    }
 }
