@@ -1,11 +1,13 @@
 //! Training one model: pace, steps, and what is reported.
 
-use super::common::adamw::AdamW;
 use super::common::feed_forward::FeedForward;
-use super::common::ops::{Module, clip};
+use super::common::ops::Module;
+use super::common::optimizer;
 use super::model::Model;
 use super::text::Batch;
 use moesaic::EngineError;
+use moesaic::train::AdamW;
+use std::error::Error;
 use std::time::{Duration, Instant};
 
 /// How long and how much at a time.
@@ -97,7 +99,7 @@ impl<F: FeedForward> Learner<F> {
     pub fn new(model: Model<F>, pace: &Pace) -> Learner<F> {
         Learner {
             model,
-            optimizer: AdamW::new(0.01),
+            optimizer: optimizer::adamw(0.01),
             pace: pace.clone(),
             step: 0,
             sum: 0.0,
@@ -115,14 +117,13 @@ impl<F: FeedForward> Learner<F> {
     }
 
     /// One optimizer step.
-    pub fn step(&mut self, batch: &Batch) -> Result<(), EngineError> {
+    pub fn step(&mut self, batch: &Batch) -> Result<(), Box<dyn Error>> {
         let start = Instant::now();
         self.sum += self.model.gradients(batch)?;
-        clip(&mut self.model, 1.0);
         self.step += 1;
         self.since += 1;
         let rate = self.pace.rate(self.step);
-        self.optimizer.step(&mut self.model, rate);
+        optimizer::step(&mut self.optimizer, &mut self.model, rate)?;
         self.time += start.elapsed();
         Ok(())
     }

@@ -7,9 +7,9 @@
 
 #![allow(dead_code)] // each example uses its own part
 
-pub mod adamw;
 pub mod chart;
 pub mod experts;
 pub mod feed_forward;
 pub mod gemm;
 pub mod ops;
+pub mod optimizer;

@@ -10,8 +10,6 @@ pub struct Param {
     pub value: Vec<f32>,
     /// The gradient of the last backward pass.
     pub grad: Vec<f32>,
-    /// Whether weight decay applies: matrices only.
-    pub decay: bool,
 }
 
 impl Param {
@@ -22,7 +20,6 @@ impl Param {
                 .map(|_| (bound * random.signed()) as f32)
                 .collect(),
             grad: vec![0.0; count],
-            decay: true,
         }
     }
 
@@ -31,7 +28,6 @@ impl Param {
         Param {
             value: vec![value; count],
             grad: vec![0.0; count],
-            decay: false,
         }
     }
 }
@@ -214,20 +210,4 @@ pub fn cross_entropy(mut logits: Vec<f32>, targets: &[usize]) -> (f64, Vec<f32>)
         })
         .collect();
     (losses.iter().sum::<f64>() / targets.len() as f64, logits)
-}
-
-/// Scales all gradients so that their joint length is at most `limit`.
-pub fn clip(module: &mut impl Module, limit: f64) {
-    let mut square = 0.0;
-    module.params("", &mut |_, param| {
-        let sum = |part: &[f32]| part.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>();
-        let parts: Vec<f64> = param.grad.par_chunks(1 << 14).map(sum).collect();
-        square += parts.iter().sum::<f64>();
-    });
-    let factor = (limit / square.sqrt()) as f32;
-    if factor < 1.0 {
-        module.params("", &mut |_, param| {
-            param.grad.par_iter_mut().for_each(|g| *g *= factor);
-        });
-    }
 }

@@ -10,8 +10,8 @@ mod common;
 mod images;
 mod model;
 
-use common::adamw::AdamW;
 use common::experts::{Experts, spec};
+use common::optimizer;
 use images::Images;
 use model::Classifier;
 use moesaic::Engine;
@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     let start = Instant::now();
     let mut model = model(&Engine::cpu()?)?;
-    let mut optimizer = AdamW::new(0.05);
+    let mut state = optimizer::adamw(0.05);
     let mut random = Random::new(9);
     for epoch in 0..epochs {
         let turn = std::f32::consts::PI * epoch as f32 / epochs as f32;
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let mut sum = 0.0;
         for batch in &batches {
             sum += model.gradients(batch)?;
-            optimizer.step(&mut model, rate);
+            optimizer::step(&mut state, &mut model, rate)?;
         }
         if (epoch + 1) % 10 == 0 || quick {
             println!(
