@@ -30,7 +30,7 @@ pub fn step(optimizer: &mut AdamW, module: &mut impl Module, rate: f32) -> Resul
     optimizer.learning_rate = rate;
     let result = optimizer.step(&mut values, &gradients);
     module.params("", &mut |name, param| {
-        let mut back = |tensors: &mut Tensors| tensors.remove(&name).map(|t| t.data);
+        let back = |tensors: &mut Tensors| tensors.remove(&name).map(|t| t.data);
         param.value = back(&mut values).unwrap_or_default();
         param.grad = back(&mut gradients).unwrap_or_default();
     });

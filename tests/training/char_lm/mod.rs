@@ -10,7 +10,8 @@ mod dense;
 #[path = "../../../examples/char_lm/model.rs"]
 mod model;
 mod plain;
-#[allow(dead_code)] // the corpus is not needed here
+#[path = "../../../examples/char_lm/run.rs"]
+mod run;
 #[path = "../../../examples/char_lm/text.rs"]
 mod text;
 
@@ -23,8 +24,9 @@ use model::Model;
 use moesaic::Engine;
 use moesaic::reference::Random;
 use plain::Plain;
+use run::{Learner, Pace};
 use std::collections::BTreeMap;
-use text::Batch;
+use text::{Batch, Text};
 
 const SHAPE: Shape = Shape {
     context: 6,
@@ -157,6 +159,28 @@ fn expert_model_has_the_gradients_of_its_loss() {
         (0..2).map(layer).collect(),
         3,
     ));
+}
+
+/// The example in small: from guessing to better than the letters' frequencies.
+#[test]
+fn expert_model_learns() {
+    let text = Text::book();
+    let engine = Engine::cpu().expect("a C compiler");
+    let mut random = Random::new(8);
+    let spec = experts::spec(SHAPE.width, 16, 8, 2);
+    let layer = |_| Experts::new(&engine, &spec, 1.0, &mut random).expect("it compiles");
+    let model = Model::new(text.vocabulary, SHAPE, (0..2).map(layer).collect(), 4);
+    let mut learner = Learner::new(model, &Pace::quick().with_steps(200));
+    let held_out = text.held_out(64, SHAPE.context);
+    let mut batches = Random::new(9);
+    for _ in 0..200 {
+        let batch = text.batch(16, SHAPE.context, &mut batches);
+        learner.step(&batch).expect("it runs");
+    }
+    let point = learner.report(&held_out).expect("it runs");
+    assert_eq!(point.step, 200);
+    let seen = point.training.min(point.held_out);
+    assert!(point.held_out < 3.1, "held out {}, seen {seen}", point.held_out);
 }
 
 fn named(module: &mut impl Module, take: fn(&Param) -> Vec<f32>) -> BTreeMap<String, Vec<f32>> {
