@@ -275,7 +275,7 @@ impl Run {
             .expect("the layer runs");
         let (mut loss, dy) = self.loss(&output.y().to_f32());
         if let Some(value) = output.get("loss.gshard") {
-            loss += f64::from(value.to_f32()[0]);
+            loss += self.spec.losses[0].coefficient * f64::from(value.to_f32()[0]);
         }
         (loss, saved, dy)
     }

@@ -10,6 +10,7 @@ mod dense;
 #[path = "../../../examples/char_lm/model.rs"]
 mod model;
 mod plain;
+#[allow(dead_code)] // pace and reports are for the terminal
 #[path = "../../../examples/char_lm/run.rs"]
 mod run;
 #[path = "../../../examples/char_lm/text.rs"]
@@ -161,7 +162,8 @@ fn expert_model_has_the_gradients_of_its_loss() {
     ));
 }
 
-/// The example in small: from guessing to better than the letters' frequencies.
+/// The example in small: from guessing, 4.4 nats, most of the way to the
+/// letters' frequencies, 3.1.
 #[test]
 fn expert_model_learns() {
     let text = Text::book();
@@ -180,7 +182,11 @@ fn expert_model_learns() {
     let point = learner.report(&held_out).expect("it runs");
     assert_eq!(point.step, 200);
     let seen = point.training.min(point.held_out);
-    assert!(point.held_out < 3.1, "held out {}, seen {seen}", point.held_out);
+    assert!(
+        point.held_out < 3.1,
+        "held out {}, seen {seen}",
+        point.held_out
+    );
 }
 
 fn named(module: &mut impl Module, take: fn(&Param) -> Vec<f32>) -> BTreeMap<String, Vec<f32>> {
