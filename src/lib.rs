@@ -44,8 +44,8 @@ pub use moesaic_cache::Store;
 pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_engine::{
     Counters, Element, EngineError, Event, ExpertBackward, HostTensor, Input, Job, Layer,
-    LoadedKernel, MultiGate, Outcome, Output, RawBackward, RawCall, Row, Saved, Stats, StepTime,
-    UserExpert, UserLayer, UserSaved, Weights, precompile, precompile_on,
+    LoadedKernel, MultiGate, Outcome, Output, RawBackward, RawCall, Record, Row, Saved, Statistics,
+    Stats, StepTime, UserExpert, UserLayer, UserSaved, Weights, precompile, precompile_on,
 };
 pub use moesaic_kernel::{DType, KernelSource, SimArch, Size, Stem, Target, TargetError};
 pub use moesaic_macros::layer;

@@ -228,3 +228,36 @@ fn a_warm_cache_compiles_nothing_and_strict_needs_one() {
         first["kernels"]["compiled"]
     );
 }
+
+/// A record of a run, replayed, gives the same output without a router.
+#[test]
+fn a_record_replays() {
+    let small = Small::of(
+        "shape = { model_dim = 20, hidden_dim = 12, experts = 5, top_k = 2 }\n\
+         router = { score = \"sigmoid\", renormalize = \"sum\", scale = 2.5 }\n\
+         capacity = { mode = \"fixed\", rows = 2, order = \"batch-prioritized\", \
+         renormalize_after_drop = true }\n",
+    );
+    let record = small.dir.path().join("record.safetensors");
+    let path = record.to_str().unwrap();
+    let said = small.run(&["--stats", "--record", path]).ok();
+    assert!(said.contains("by slot") && said.contains("#####"), "{said}");
+    let drops = load(&record, "drops").2;
+    assert!(drops.iter().sum::<f64>() >= 4.0, "{drops:?}");
+    let once = load(&small.output, "y");
+    let said = small.run(&["--json", "--replay", path]).json();
+    assert_eq!(
+        said["routing"]["masked_slots"],
+        drops.iter().sum::<f64>() as u64
+    );
+    assert_eq!(load(&small.output, "y"), once);
+    // A record of other tokens is refused.
+    let other = tensor(&[3, 20], 5);
+    save(
+        small.dir.path(),
+        "x.safetensors",
+        &[("x".to_string(), other)].into(),
+    );
+    std::fs::remove_file(&small.output).unwrap();
+    small.refuses(&["--replay", path], &["`topk_ids`", "[3, 2]"]);
+}

@@ -47,6 +47,7 @@ fn input(tokens: &Tokens<'_>) -> reference::Input {
             .map(|t| t.to_f32().into_iter().map(f64::from).collect())
     };
     let ints = |name| tokens.get(name).and_then(|t| t.to_vec::<i32>());
+    let longs = |name| tokens.get(name).and_then(|t| t.to_vec::<i64>());
     reference::Input {
         tokens: tokens.count,
         x: floats("x").unwrap_or_default(),
@@ -54,6 +55,8 @@ fn input(tokens: &Tokens<'_>) -> reference::Input {
         routing: ints("topk_ids").zip(floats("topk_weights")),
         token_mask: ints("token_mask"),
         active_k: ints("active_k").map(|k| k[0].max(0) as usize),
+        sequence_ids: ints("sequence_ids"),
+        global: longs("global_counts").zip(longs("global_tokens").map(|n| n[0] as u64)),
         ..reference::Input::default()
     }
 }

@@ -3,7 +3,7 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use moesaic::half::{bf16, f16};
-use moesaic::spec::RouterKind;
+use moesaic::spec::{LossKind, Router, RouterKind};
 use moesaic::weights::{Checkpoint, TensorRef};
 use moesaic::{DType, HostTensor, Input, LayerSpec};
 use std::borrow::Cow;
@@ -84,6 +84,57 @@ impl<'a> Tokens<'a> {
         Ok(())
     }
 
+    /// Reads what losses need: sequences, and counts of a larger group.
+    pub fn read_groups(&mut self, file: &'a Checkpoint, spec: &LayerSpec) -> Result {
+        for loss in &spec.losses {
+            match (loss.kind, loss.sequence_length) {
+                (LossKind::Sequence, None) => {
+                    let ids = find(file, "sequence_ids")?;
+                    expect_shape(&ids, &[Some(self.count)], "[tokens]")?;
+                    self.insert("sequence_ids", integers(&ids)?);
+                }
+                (LossKind::Global, _) => {
+                    let sizes = [spec.routed_experts(), 1];
+                    for (name, size) in ["global_counts", "global_tokens"].into_iter().zip(sizes) {
+                        let tensor = find(file, name)?;
+                        expect_shape(&tensor, &[Some(size)], "all of the group")?;
+                        self.insert(name, counts(&tensor)?);
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The tokens of a file, with the choices of a routing record.
+    pub fn replay(
+        file: &'a Checkpoint,
+        record: &Path,
+        spec: &LayerSpec,
+        console: &Console,
+    ) -> Result<Tokens<'a>> {
+        let inner = LayerSpec {
+            router: Router::default(),
+            ..spec.clone()
+        };
+        let mut tokens = Tokens::read(file, &inner, console)?;
+        let (ids, weights) = super::record::choices(record, spec, tokens.count)?;
+        let shape = vec![tokens.count, spec.shape.top_k];
+        let held = |dtype, bytes: Vec<u8>| HostTensor {
+            dtype,
+            shape: shape.clone(),
+            data: Cow::Owned(bytes),
+        };
+        let ids = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        tokens.insert("topk_ids", held(DType::I32, ids));
+        tokens.insert(
+            "topk_weights",
+            held(DType::F32, store(DType::F32, &weights)),
+        );
+        Ok(tokens)
+    }
+
     fn routing(&mut self, file: &'a Checkpoint, spec: &LayerSpec) -> Result {
         let shape = [Some(self.count), Some(spec.shape.top_k)];
         let (ids, weights) = (find(file, "topk_ids")?, find(file, "topk_weights")?);
@@ -113,7 +164,7 @@ impl<'a> Tokens<'a> {
     }
 }
 
-fn find<'a>(file: &'a Checkpoint, name: &str) -> Result<TensorRef<'a>> {
+pub fn find<'a>(file: &'a Checkpoint, name: &str) -> Result<TensorRef<'a>> {
     file.tensor(name).ok_or_else(|| {
         let names: Vec<&str> = file.names().take(9).collect();
         let list = match names.len() {
@@ -129,7 +180,7 @@ fn find<'a>(file: &'a Checkpoint, name: &str) -> Result<TensorRef<'a>> {
 }
 
 /// Checks a shape and gives its first size. `None` is any size.
-fn expect_shape(tensor: &TensorRef<'_>, sizes: &[Option<usize>], words: &str) -> Result<usize> {
+pub fn expect_shape(tensor: &TensorRef<'_>, sizes: &[Option<usize>], words: &str) -> Result<usize> {
     let fits = tensor.shape.len() == sizes.len()
         && tensor
             .shape
@@ -215,6 +266,18 @@ pub fn store(dtype: DType, values: &[f32]) -> Vec<u8> {
             .flat_map(|&v| bf16::from_f32(v).to_le_bytes())
             .collect(),
         _ => values.flat_map(|v| v.to_le_bytes()).collect(),
+    }
+}
+
+/// Numbers of tokens, which are i64.
+fn counts<'a>(tensor: &TensorRef<'a>) -> Result<HostTensor<'a>> {
+    match tensor.dtype {
+        Ok(dtype @ DType::I64) => Ok(HostTensor {
+            dtype,
+            shape: tensor.shape.to_vec(),
+            data: Cow::Borrowed(tensor.bytes),
+        }),
+        _ => Err(wrong_dtype(tensor, "i64")),
     }
 }
 

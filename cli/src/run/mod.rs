@@ -3,6 +3,7 @@
 mod check;
 mod grad;
 mod input;
+mod record;
 mod report;
 
 use crate::console::Console;
@@ -18,6 +19,7 @@ use input::Tokens;
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_sources};
 use moesaic::weights::{WeightsError, load_canonical, write_safetensors};
 use moesaic::{Engine, EngineOptions, Layer, engine_weights};
+use record::Routing;
 use report::Report;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -63,9 +65,15 @@ pub struct RunArgs {
     /// Also compare with the slow f64 reference
     #[arg(long)]
     reference: bool,
-    /// Also print where kernels came from, times and how full the experts are
+    /// Also print where kernels came from, and what the router did: loads, drops, entropy
     #[arg(long)]
     stats: bool,
+    /// Also write the routing record: ids, weights, locations, counts, drops
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
+    /// Take experts and weights of every token from a routing record instead of the router
+    #[arg(long, value_name = "FILE")]
+    replay: Option<PathBuf>,
     #[command(flatten)]
     grad: GradArgs,
     /// Print JSON
@@ -77,17 +85,27 @@ pub struct RunArgs {
 
 /// Checks everything that can be checked, then compiles, runs and writes.
 pub fn execute(args: &RunArgs, console: &Console) -> Result {
-    check_output(&args.output)?;
-    let source = args.layer.load(console)?;
+    check_output("--output", &args.output)?;
+    if let Some(path) = &args.record {
+        check_output("--record", path)?;
+    }
+    let mut source = args.layer.load(console)?;
+    if args.replay.is_some() {
+        source.spec = record::replayed(&source.spec);
+    }
     let progress = Progress::start("loading weights");
     let weights = args.weights(&source)?;
     drop(progress);
     let file = input::open(&args.input)?;
     let engine = Engine::open(&args.target, args.options(console))?;
     engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
-    let mut tokens = Tokens::read(&file, &source.spec, console)?;
+    let mut tokens = match &args.replay {
+        None => Tokens::read(&file, &source.spec, console)?,
+        Some(path) => Tokens::replay(&file, path, &source.spec, console)?,
+    };
     if args.grad.grad {
         tokens.read_dy(&file, &source.spec)?;
+        tokens.read_groups(&file, &source.spec)?;
     }
     let progress = Progress::start("getting kernels");
     let started = Instant::now();
@@ -99,7 +117,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let built = started.elapsed();
     progress.next("running");
     let started = Instant::now();
-    let outputs = match args.grad.grad {
+    let mut outputs = match args.grad.grad {
         true => grad::train(&layer, &tokens, &args.grad)?,
         false => forward(&layer, &tokens)?,
     };
@@ -108,6 +126,15 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let comparison = args
         .reference
         .then(|| check::compare(&source.spec, &weights, &tokens, &outputs));
+    let limited = layer.plan().tensor("capacity").is_some();
+    let routing = Routing::of(&source.spec, &outputs, limited).map(|r| r.statistics());
+    if let (Some(path), Some(statistics)) = (&args.record, &routing) {
+        let record = record::tensors(&outputs, statistics);
+        write_safetensors(path, &record).map_err(unwritable)?;
+    }
+    if !limited {
+        outputs.remove("locations");
+    }
     write_safetensors(&args.output, &outputs).map_err(unwritable)?;
     drop(progress);
     let report = Report {
@@ -118,6 +145,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
         built,
         ran,
         comparison,
+        routing,
         path: &args.output,
     };
     match args.json {
@@ -158,18 +186,18 @@ fn unwritable(error: WeightsError) -> Failure {
 }
 
 /// Better now than after the work.
-fn check_output(path: &Path) -> Result {
+fn check_output(option: &str, path: &Path) -> Result {
     let dir = path
         .parent()
         .filter(|dir| !dir.as_os_str().is_empty())
         .unwrap_or(Path::new("."));
     match (path.is_dir(), dir.is_dir()) {
         (true, _) => Err(Failure::input(format!(
-            "--output {} is a directory, not a file",
+            "{option} {} is a directory, not a file",
             path.display()
         ))),
         (_, false) => Err(Failure::input(format!(
-            "--output {}: there is no directory {}",
+            "{option} {}: there is no directory {}",
             path.display(),
             dir.display()
         ))),
@@ -178,10 +206,17 @@ fn check_output(path: &Path) -> Result {
 }
 
 /// Results that are written when the layer has them, in this order.
-const RESULTS: [&str; 5] = ["y", "router.logits", "topk_ids", "topk_weights", "counts"];
+const RESULTS: [&str; 6] = [
+    "y",
+    "router.logits",
+    "topk_ids",
+    "topk_weights",
+    "counts",
+    "locations",
+];
 
-/// Those of a layer with a capacity.
-const PLACES: [&str; 3] = ["locations", "capacity", "overflow"];
+/// Those of a layer with a capacity. `locations` of others go into a record only.
+const PLACES: [&str; 2] = ["capacity", "overflow"];
 
 fn forward(layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
     let output = layer.forward_with(&tokens.input(), &outputs(layer))?;

@@ -4,8 +4,9 @@ use super::check::Comparison;
 use crate::console::Palette;
 use crate::units;
 use moesaic::weights::HostWeights;
-use moesaic::{Engine, Layer};
+use moesaic::{Engine, Layer, LayerSpec, Statistics};
 use serde_json::{Value, json};
+use std::io::IsTerminal;
 use std::path::Path;
 use std::time::Duration;
 
@@ -18,6 +19,7 @@ pub struct Report<'a> {
     pub built: Duration,
     pub ran: Duration,
     pub comparison: Option<Comparison>,
+    pub routing: Option<Statistics>,
     pub path: &'a Path,
 }
 
@@ -59,19 +61,10 @@ impl Report<'_> {
             units::seconds(self.built.as_secs_f64()),
             units::bytes(self.layer.workspace_bytes()),
         );
-        let counts = self.counts();
-        if let (Some(least), Some(most)) = (counts.iter().min(), counts.iter().max()) {
-            let idle = counts.iter().filter(|&&n| n == 0).count();
-            let mean = counts.iter().sum::<i64>() as f64 / counts.len() as f64;
-            text += &format!(
-                "experts: {least} to {most} tokens each, {} on average, {idle} idle\n",
-                units::short(mean)
-            );
+        if let Some(routing) = &self.routing {
+            text += &routed(routing, self.layer.spec());
         }
-        match self.dropped() {
-            Some(dropped) => text + &format!("dropped: {}\n", units::count(dropped, "assignment")),
-            None => text,
-        }
+        text
     }
 
     fn counts(&self) -> Vec<i64> {
@@ -84,18 +77,9 @@ impl Report<'_> {
     }
 
     /// Assignments without a place; absent where nothing can be dropped.
-    fn dropped(&self) -> Option<usize> {
-        let places = self.outputs.get("locations")?.to_f64();
-        let ids = self.outputs.get("topk_ids")?.to_f64();
-        let experts = self.layer.spec().shape.experts as f64;
-        let real = |id: &f64| (0.0..experts).contains(id);
-        Some(
-            places
-                .iter()
-                .zip(&ids)
-                .filter(|(place, id)| **place < 0.0 && real(id))
-                .count(),
-        )
+    fn dropped(&self) -> Option<u64> {
+        self.outputs.get("locations")?;
+        Some(self.routing.as_ref()?.overflow())
     }
 
     /// For scripts.
@@ -118,6 +102,7 @@ impl Report<'_> {
             "workspace_bytes": self.layer.workspace_bytes(),
             "counts": self.counts(),
             "dropped": self.dropped(),
+            "routing": self.routing.as_ref().map(routing_json),
             "reference": self.comparison.as_ref().map(|comparison| json!({
                 "y_error": comparison.y_error,
                 "tokens_with_other_experts": comparison.other_experts,
@@ -125,6 +110,54 @@ impl Report<'_> {
             })),
         })
     }
+}
+
+/// What the router did, with a bar for each expert.
+fn routed(found: &Statistics, spec: &LayerSpec) -> String {
+    let least = found.loads.iter().min().copied().unwrap_or(0);
+    let most = found.loads.iter().max().copied().unwrap_or(0);
+    let mean = found.total() as f64 / found.loads.len().max(1) as f64;
+    let even = (found.loads.len() as f64).ln().max(f64::MIN_POSITIVE);
+    let mut text = format!(
+        "experts: {least} to {most} tokens each, {} on average, {} idle\n\
+         balance: entropy {:.3} of {:.3}, cv {:.3}, max/mean {:.2}; largest weight {:.0} % of a token's\n",
+        units::short(mean),
+        found.idle(),
+        found.entropy,
+        if found.loads.len() > 1 { even } else { 0.0 },
+        found.variation,
+        found.peak,
+        100.0 * found.confidence,
+    );
+    if spec.may_drop() || found.overflow() > 0 {
+        let slots: Vec<String> = found.dropped.iter().map(u64::to_string).collect();
+        text += &format!(
+            "dropped: {}, by slot {}; {} without an expert\n",
+            units::count(found.overflow() as usize, "assignment"),
+            slots.join(" "),
+            units::count(found.lost_tokens as usize, "token"),
+        );
+    }
+    if found.masked > 0 {
+        text += &format!("masked: {}\n", units::count(found.masked as usize, "slot"));
+    }
+    let columns = std::env::var("COLUMNS").ok().and_then(|c| c.parse().ok());
+    let blocks = std::io::stdout().is_terminal();
+    text + &found.chart(columns.unwrap_or(80), 64, blocks)
+}
+
+fn routing_json(found: &Statistics) -> Value {
+    json!({
+        "loads": found.loads,
+        "dropped_by_slot": found.dropped,
+        "masked_slots": found.masked,
+        "tokens_without_expert": found.lost_tokens,
+        "idle_experts": found.idle(),
+        "entropy": found.entropy,
+        "cv": found.variation,
+        "max_over_mean": found.peak,
+        "largest_weight_share": found.confidence,
+    })
 }
 
 fn compared(comparison: &Comparison) -> String {

@@ -1,0 +1,112 @@
+//! Routing records: what the router of a run decided, in a file of its own.
+
+use super::input::{expect_shape, find};
+use crate::failure::{Failure, Result};
+use moesaic::spec::{Capacity, Router, RouterKind};
+use moesaic::weights::{Checkpoint, HostTensor, HostWeights};
+use moesaic::{LayerSpec, Record, Statistics};
+use std::path::Path;
+
+/// The tensors of a record that a replay reads.
+pub const CHOICES: [&str; 3] = ["topk_ids", "topk_weights", "locations"];
+
+/// The record of a call, from its results.
+pub struct Routing {
+    experts: usize,
+    with_rows: usize,
+    top_k: usize,
+    ids: Vec<i32>,
+    weights: Vec<f32>,
+    /// `None` where nothing can be dropped.
+    locations: Option<Vec<i32>>,
+}
+
+impl Routing {
+    /// `limited` says whether the layer has a capacity.
+    pub fn of(spec: &LayerSpec, results: &HostWeights, limited: bool) -> Option<Routing> {
+        let whole = |name: &str| {
+            let values = results.get(name)?.to_f64();
+            Some(values.into_iter().map(|v| v as i32).collect())
+        };
+        let weights = results.get("topk_weights")?.to_f64();
+        Some(Routing {
+            experts: spec.routed_experts(),
+            with_rows: spec.shape.experts,
+            top_k: spec.shape.top_k,
+            ids: whole("topk_ids")?,
+            weights: weights.into_iter().map(|v| v as f32).collect(),
+            locations: whole("locations").filter(|_| limited),
+        })
+    }
+
+    pub fn statistics(&self) -> Statistics {
+        Statistics::of(&Record {
+            experts: self.experts,
+            top_k: self.top_k,
+            ids: &self.ids,
+            weights: &self.weights,
+            locations: self.locations.as_deref(),
+            with_rows: self.with_rows,
+        })
+    }
+}
+
+/// What `--record` writes: ids, weights, locations, counts of the results,
+/// and how many choices of each slot were dropped.
+pub fn tensors(results: &HostWeights, statistics: &Statistics) -> HostWeights {
+    let names = CHOICES.iter().chain(&["counts"]);
+    let found = names.filter_map(|name| Some((name.to_string(), results.get(*name)?.clone())));
+    let mut record: HostWeights = found.collect();
+    let drops: Vec<i64> = statistics.dropped.iter().map(|&n| n as i64).collect();
+    record.insert(
+        "drops".to_string(),
+        HostTensor {
+            dtype: moesaic::DType::I64,
+            shape: vec![drops.len()],
+            bytes: drops.iter().flat_map(|n| n.to_le_bytes()).collect(),
+        },
+    );
+    record
+}
+
+/// The layer with decisions from outside: choices that a capacity dropped are
+/// masked slots of the record, so nothing is dropped a second time.
+pub fn replayed(spec: &LayerSpec) -> LayerSpec {
+    LayerSpec {
+        router: Router {
+            kind: RouterKind::External,
+            weight_on: spec.router.weight_on,
+            ..Router::default()
+        },
+        capacity: Capacity::default(),
+        losses: Vec::new(),
+        ..spec.clone()
+    }
+}
+
+/// Ids and weights of a record for a call of `tokens` tokens; dropped choices
+/// become masked.
+pub fn choices(path: &Path, spec: &LayerSpec, tokens: usize) -> Result<(Vec<i32>, Vec<f32>)> {
+    if path.is_dir() {
+        let message = format!("--replay {} is a directory, not a file", path.display());
+        return Err(Failure::input(message));
+    }
+    let file = Checkpoint::open(path)?;
+    let shape = [Some(tokens), Some(spec.shape.top_k)];
+    for name in CHOICES {
+        expect_shape(&find(&file, name)?, &shape, "[tokens, top_k]")?;
+    }
+    let whole = |name: &str| -> Result<Vec<i32>> {
+        let values = file.read(name)?.to_f64();
+        Ok(values.into_iter().map(|v| v as i32).collect())
+    };
+    let (mut ids, locations) = (whole("topk_ids")?, whole("locations")?);
+    let rows = spec.shape.experts as i32;
+    for (id, location) in ids.iter_mut().zip(locations) {
+        if *id < rows && location < 0 {
+            *id = -1;
+        }
+    }
+    let weights = file.read("topk_weights")?.to_f64();
+    Ok((ids, weights.into_iter().map(|v| v as f32).collect()))
+}
