@@ -376,7 +376,7 @@ fn of_training(spec: &LayerSpec, target: Target) -> Vec<KernelSource> {
     let plan = plan_training(spec, target, Training::default()).unwrap();
     let ordinary = |kernel: &KernelPlan| match &kernel.config {
         KernelConfig::GroupedGemm(config) => config.family == GemmFamily::Simt,
-        _ => kernel.stem() != Stem::GateTopkBwd && Stem::BACKWARD.contains(&kernel.stem()),
+        _ => Stem::BACKWARD.contains(&kernel.stem()),
     };
     let kernels = plan.kernels.iter().filter(|kernel| ordinary(kernel));
     kernels

@@ -1,29 +1,42 @@
 //! Losses and gradients of routers as GPUs compute them, thread by thread on
 //! this CPU.
 
+mod gemms;
 mod gpu_host;
 mod rig;
 mod router_bwd;
 
+use gemms::simulated::simulated;
 use gpu_host::{device, modules_of};
-use moesaic_kernel::Stem;
+use moesaic_kernel::{SimArch, Stem, Target};
 use moesaic_plan::{Training, plan_training};
 use moesaic_reference::Weights;
 use moesaic_spec::LayerSpec;
 use router_bwd::{Router, every_loss, sample};
+use std::sync::Arc;
 
 /// A target with warps of 32 and one with waves of 64.
 const TARGETS: [&str; 2] = ["cuda:sm_80", "rocm:gfx942"];
 
 fn router(spec: &LayerSpec, target: &str) -> Router {
     let plan = plan_training(spec, target.parse().unwrap(), Training::default()).unwrap();
+    let plan = router_bwd::alone(plan);
+    let weights = Weights::random(spec, 7).rounded(spec);
+    if let Target::Sim(SimArch::Cuda(_)) = plan.target {
+        let (device, modules) = simulated(&plan, 1);
+        return Router {
+            weights,
+            modules,
+            plan,
+            device,
+        };
+    }
     let device = device(&plan);
-    let modules = modules_of(&plan, &device, &[Stem::GateTopkBwd]);
     Router {
-        weights: Weights::random(spec, 7).rounded(spec),
-        modules,
+        weights,
+        modules: modules_of(&plan, &device, &[Stem::GateTopkBwd]),
         plan,
-        device: Box::new(device),
+        device: Arc::new(device),
     }
 }
 
@@ -35,6 +48,18 @@ fn routers_of_every_kind() {
             router.check(tokens, false);
         }
         router.check(70, i % 3 == 0);
+    }
+}
+
+/// The PTX that NVRTC makes of the text.
+#[test]
+fn on_simulated_gpus() {
+    let samples = (130..150).filter_map(sample);
+    let losses = every_loss().into_iter().step_by(5);
+    for (i, spec) in samples.chain(losses).enumerate() {
+        let router = router(&spec, ["sim:sm_80", "sim:sm_90a"][i % 2]);
+        router.check(1, false);
+        router.check(40, i % 2 == 1);
     }
 }
 

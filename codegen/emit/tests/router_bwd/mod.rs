@@ -4,7 +4,7 @@
 
 use super::rig::{from_bytes, to_bytes};
 use moesaic_kernel::{ParamType, Stem};
-use moesaic_plan::{LayerPlan, Step};
+use moesaic_plan::{KernelPlan, LayerPlan, Step};
 use moesaic_reference::{
     Decision, Gradients, Input, Random, Weights, gate, losses, router_backward,
 };
@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// A layer's kernels on a device.
 pub struct Router {
     pub plan: LayerPlan,
-    pub device: Box<dyn Device>,
+    pub device: Arc<dyn Device>,
     pub modules: Vec<Arc<dyn Module>>,
     pub weights: Weights,
 }
@@ -28,6 +28,18 @@ struct Call<'a> {
     buffers: BTreeMap<String, Buffer>,
     wanted: Gradients,
     what: String,
+}
+
+/// The plan without the kernels of other stems, and their steps.
+pub fn alone(mut plan: LayerPlan) -> LayerPlan {
+    let own = |kernel: &KernelPlan| kernel.stem() == Stem::GateTopkBwd;
+    let at = plan.kernels.iter().position(own).expect("a router");
+    for steps in [&mut plan.steps, &mut plan.backward] {
+        steps.retain(|step| step.kernel == at);
+        steps.iter_mut().for_each(|step| step.kernel = 0);
+    }
+    plan.kernels = vec![plan.kernels.swap_remove(at)];
+    plan
 }
 
 /// A sample whose losses are large, so that each shows in the gradients.
@@ -122,8 +134,7 @@ impl Router {
         call.fill(&gate.decision, &dweights);
         let backward = self.plan.backward.iter();
         let steps: Vec<Step> = self.plan.steps.iter().chain(backward).cloned().collect();
-        let own = |step: &&Step| self.plan.kernels[step.kernel].stem() == Stem::GateTopkBwd;
-        for step in steps.iter().filter(own) {
+        for step in &steps {
             if step.symbol == "gate_input_scale_bwd" {
                 call.give_router_dx();
             }
@@ -338,10 +349,7 @@ impl Call<'_> {
     fn own(&self, name: &str) -> bool {
         let plan = &self.router.plan;
         let mut steps = plan.backward.iter();
-        steps.any(|step| {
-            let own = plan.kernels[step.kernel].stem() == Stem::GateTopkBwd;
-            own && step.tensors.iter().any(|tensor| tensor == name)
-        })
+        steps.any(|step| step.tensors.iter().any(|tensor| tensor == name))
     }
 
     fn near(&self, name: &str, wanted: &[f64]) {

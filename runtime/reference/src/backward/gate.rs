@@ -103,10 +103,12 @@ impl Pass<'_> {
             }
         }
         let dvalue = -dot(&dratio, chosen) / (norm.value * norm.value);
-        let pairs = dratio.iter().zip(&norm.slopes);
-        pairs
-            .map(|(d, slope)| d / norm.value + dvalue * slope)
-            .collect()
+        // A masked slot has no score, and no part in the denominator.
+        let of = |i: usize| match considered(ids[i]) {
+            -1 => 0.0,
+            _ => dratio[i] / norm.value + dvalue * norm.slopes[i],
+        };
+        (0..ids.len()).map(of).collect()
     }
 
     /// From chosen scores to logits.
