@@ -3,7 +3,7 @@
 //! `cargo xtask bless` rewrites the files after a wanted change.
 
 use moesaic::emit::emit_layer;
-use moesaic::plan::plan;
+use moesaic::plan::{Training, plan, plan_training};
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::{Kind, Registry};
@@ -20,6 +20,10 @@ const SPECS: [&str; 4] = [
     "gpt-oss-20b",
     "switch-base-8",
 ];
+
+/// Layers whose kernels of training are kept: what backward runs, and what
+/// forward then does otherwise.
+const TRAINED: [&str; 1] = ["gpt-oss-20b"];
 
 /// Targets whose text is kept.
 const KEPT: [&str; 4] = ["cpu:avx2", "cpu:avx512bf16", "cuda:sm_90a", "rocm:gfx942"];
@@ -60,6 +64,16 @@ fn sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
     emit_layer(&plan).expect("it can be emitted")
 }
 
+/// Kernels of training whose text is of no forward pass.
+fn training_sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
+    let parsed: Target = target.parse().expect("a known target");
+    let plan = plan_training(&spec(spec_name), parsed, Training::default());
+    let mut list = emit_layer(&plan.expect("it can be planned")).expect("it can be emitted");
+    let forward = sources(spec_name, target);
+    list.retain(|source| forward.iter().all(|f| f.text != source.text));
+    list
+}
+
 /// `tests/golden/grouped_gemm/mixtral-8x7b.grouped_gemm_up.cuda-sm_90a.cu`.
 fn golden_path(spec_name: &str, source: &KernelSource) -> PathBuf {
     let (name, target) = (&source.name, source.target.file_name());
@@ -74,22 +88,33 @@ fn golden_path(spec_name: &str, source: &KernelSource) -> PathBuf {
 }
 
 fn expected() -> BTreeMap<PathBuf, String> {
-    let targets = KEPT.iter().chain(&KEPT_GEMMS);
-    let cases = SPECS
-        .iter()
-        .flat_map(|spec| targets.clone().map(move |target| (*spec, *target)));
-    let kept = |target: &str, source: &KernelSource| {
-        KEPT.contains(&target) || source.stem == Stem::GroupedGemm
+    let mut files = BTreeMap::new();
+    for target in KEPT.iter().chain(&KEPT_GEMMS) {
+        for spec in SPECS {
+            keep(&mut files, spec, target, sources(spec, target));
+        }
+        for spec in TRAINED {
+            let name = format!("{spec}.training");
+            keep(&mut files, &name, target, training_sources(spec, target));
+        }
+    }
+    files
+}
+
+fn keep(files: &mut BTreeMap<PathBuf, String>, case: &str, target: &str, list: Vec<KernelSource>) {
+    let product = |stem: Stem| {
+        [
+            Stem::GroupedGemm,
+            Stem::GroupedGemmDgrad,
+            Stem::GroupedGemmWgrad,
+        ]
+        .contains(&stem)
     };
-    cases
-        .flat_map(|(spec, target)| {
-            sources(spec, target)
-                .into_iter()
-                .map(move |s| (spec, target, s))
-        })
-        .filter(|(_, target, source)| kept(target, source))
-        .map(|(spec, _, source)| (golden_path(spec, &source), source.text))
-        .collect()
+    for source in list {
+        if KEPT.contains(&target) || product(source.stem) {
+            files.insert(golden_path(case, &source), source.text);
+        }
+    }
 }
 
 fn on_disk() -> Vec<PathBuf> {
@@ -146,7 +171,14 @@ fn gpu_text_compiles_without_spills() {
     let compilers = Compilers::new(None);
     let jobs: Vec<KernelSource> = COMPILED
         .iter()
-        .flat_map(|target| SPECS.iter().flat_map(move |spec| sources(spec, target)))
+        .flat_map(|target| {
+            let forward = SPECS.iter().flat_map(move |spec| sources(spec, target));
+            forward.chain(
+                TRAINED
+                    .iter()
+                    .flat_map(move |spec| training_sources(spec, target)),
+            )
+        })
         .collect();
     on_all_cores(&jobs, |source| {
         let compiler = compilers

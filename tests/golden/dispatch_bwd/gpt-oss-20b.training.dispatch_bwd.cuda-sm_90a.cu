@@ -1,0 +1,177 @@
+// dispatch_bwd for cuda:sm_90a
+//
+//   dx[t] = sum over slots k, ascending, of drows[row of (t, k)]
+//         + router_dx[t]
+//
+// A block owns 2 tokens, 128 adjacent threads one at a time, each some packs of adjacent
+// columns. Sums are f32 and rounded once. A slot without a row adds nothing.
+//
+// Shared memory:
+//   sources  i32 [2][4]   the row of each slot, or that there is none
+//
+// Baked in: model dim 2880, top_k 4, shared experts, types. Not the tokens.
+
+// ---- types, and the hardware as named functions ----
+
+typedef unsigned short u16;
+typedef int i32;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+typedef float f32;
+typedef double f64;
+
+struct bf16 { u16 bits; };  // the upper half of an f32
+struct f16 { u16 bits; };   // IEEE binary16
+
+#define DEVICE __device__ __forceinline__
+#define COMPILE_TIME __device__ constexpr
+// With the least wish for blocks per multiprocessor the assembler never spills
+// registers to fit more of them.
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+
+DEVICE i32 thread_index() { return threadIdx.x; }
+DEVICE i64 block_x() { return blockIdx.x; }
+DEVICE i64 block_y() { return blockIdx.y; }
+DEVICE void block_sync() { __syncthreads(); }
+
+DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
+DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
+DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
+DEVICE f32 square_root(f32 value) { return __fsqrt_rn(value); }
+
+DEVICE f32 to_f32(f16 value)
+{
+    f32 wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
+}
+
+DEVICE f16 to_f16(f32 value)
+{
+    f16 narrow;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+    return narrow;
+}
+
+DEVICE bf16 to_bf16(f32 value)
+{
+    bf16 narrow;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+    return narrow;
+}
+
+DEVICE f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
+DEVICE f32 to_f32(f32 value) { return value; }
+
+// The nearest value of a storage type; ties to even.
+template <class T> DEVICE T round_to(f32 value);
+template <> DEVICE f32 round_to<f32>(f32 value) { return value; }
+template <> DEVICE f16 round_to<f16>(f32 value) { return to_f16(value); }
+template <> DEVICE bf16 round_to<bf16>(f32 value) { return to_bf16(value); }
+
+// N adjacent elements, moved by one access.
+template <class T, int N> struct alignas(N * sizeof(T)) Pack { T at[N]; };
+
+template <int N, class T> DEVICE Pack<T, N> load(const T *from)
+{
+    return *reinterpret_cast<const Pack<T, N> *>(from);
+}
+
+template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
+{
+    *reinterpret_cast<Pack<T, N> *>(to) = pack;
+}
+
+// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
+// that the address counts whole packs.
+template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
+{
+    return reinterpret_cast<const Pack<T, N> *>(row)[i];
+}
+
+template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
+{
+    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
+}
+
+// Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
+// every row then starts at a pack and ends with one.
+template <class T> COMPILE_TIME int pack_width(i64 width)
+{
+    int count = 16 / sizeof(T);
+    while (width % count != 0)
+        count /= 2;
+    return count;
+}
+
+COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
+COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
+
+// ---- the kernel ----
+
+constexpr int MODEL_DIM = 2880, TOP_K = 4;
+constexpr int THREADS = 128, TILE_TOKENS = 2, TOKEN_THREADS = 128;
+// Rows of this many slots are on their way to a thread before it adds the first.
+constexpr int HELD = lesser(TOP_K, 8);
+// What a slot adds when it has no row: nothing.
+constexpr i32 NOTHING = -1;
+
+typedef bf16 Activation;
+constexpr int WIDTH = pack_width<Activation>(MODEL_DIM), PACKS = MODEL_DIM / WIDTH;
+
+template <class T> DEVICE void add(f32 (&sums)[WIDTH], f32 weight, const Pack<T, WIDTH> &pack)
+{
+    #pragma unroll
+    for (i32 j = 0; j < WIDTH; j++)
+        sums[j] = fused(weight, to_f32(pack.at[j]), sums[j]);
+}
+
+KERNEL(THREADS) dispatch_bwd(
+    const bf16 *__restrict__ drows,    // [rows, 2880]
+    const i32 *__restrict__ slot_rows, // [tokens, 4]
+    const f32 *__restrict__ router_dx, // [tokens, 2880]
+    bf16 *__restrict__ dx,             // [tokens, 2880]
+    i64 tokens)
+{
+    __shared__ i32 sources[TILE_TOKENS * TOP_K];
+    const i64 first = block_x() * TILE_TOKENS;
+    for (i32 i = thread_index(); i < TILE_TOKENS * TOP_K; i += THREADS) {
+        const i64 slot = first * TOP_K + i;
+        if (slot >= tokens * TOP_K)
+            break;
+        const i32 row = slot_rows[slot];
+        sources[i] = row >= 0 ? row : NOTHING;
+    }
+    block_sync();
+
+    for (i32 turn = thread_index() / TOKEN_THREADS; turn < TILE_TOKENS && first + turn < tokens;
+         turn += THREADS / TOKEN_THREADS) {
+        const i64 token = first + turn, at = token * MODEL_DIM;
+        for (i32 i = thread_index() % TOKEN_THREADS; i < PACKS; i += TOKEN_THREADS) {
+            f32 sums[WIDTH] = {};
+            #pragma unroll
+            for (i32 start = 0; start < TOP_K; start += HELD) {
+                Pack<Activation, WIDTH> held[HELD] = {};
+                #pragma unroll
+                for (i32 n = 0; n < HELD; n++) {
+                    const i32 source = start + n < TOP_K ? sources[turn * TOP_K + start + n] : NOTHING;
+                    if (source >= 0)
+                        held[n] = load<WIDTH>(drows + (i64)source * MODEL_DIM, i);
+                }
+                #pragma unroll
+                for (i32 n = 0; n < HELD; n++) {
+                    const i32 slot = turn * TOP_K + start + n;
+                    if (start + n < TOP_K && sources[slot] != NOTHING)
+                        add(sums, 1.0f, held[n]);
+                }
+            }
+            add(sums, 1.0f, load<WIDTH>(router_dx + at, i));
+            Pack<Activation, WIDTH> pack;
+            #pragma unroll
+            for (i32 j = 0; j < WIDTH; j++)
+                pack.at[j] = round_to<Activation>(sums[j]);
+            store(dx + at, i, pack);
+        }
+    }
+}

@@ -1,0 +1,401 @@
+// grouped_gemm_wgrad_up for rocm:gfx942, on matrix cores: mfma_32x32x8
+//
+//   grad_gate[e] = dgateᵀ · x[token], grad_up[e] = dupᵀ · x[token], sums over the rows of expert e
+//
+// A block owns 64 rows of both matrices by 128 columns; each of its 4 waves owns
+// 64 x 64 of them, of one matrix. block_x counts row tiles of all experts, block_y column tiles.
+// Rows are read where the tokens lie, so nothing has to be dispatched again.
+//
+// Shared memory: two buffers of each. While one is multiplied, the next 32 rows are on their way
+// from global memory to registers, and from there, turned around, they go to the other.
+//   left   bf16 [2 * 64][32]   columns of dgate, then columns of dup
+//   right  bf16 [128][32]   columns of x[token]
+//
+// The order of a sum depends on nothing but the rows of the expert. Without any it is an exact zero.
+//
+// Baked in: height 2880, width 2880, experts 32, types. Not the tokens.
+
+// ---- types, and the hardware as named functions ----
+
+typedef unsigned short u16;
+typedef int i32;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+typedef float f32;
+typedef double f64;
+
+struct bf16 { u16 bits; };  // the upper half of an f32
+struct f16 { u16 bits; };   // IEEE binary16
+
+#define __shared__ __attribute__((shared))
+#define DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#define COMPILE_TIME constexpr
+#define KERNEL(threads) \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+
+DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
+DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+
+DEVICE void block_sync()
+{
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+DEVICE u32 bits_of(f32 value) { return __builtin_bit_cast(u32, value); }
+DEVICE f32 float_of(u32 bits) { return __builtin_bit_cast(f32, bits); }
+DEVICE f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+DEVICE f32 square_root(f32 value) { return __builtin_sqrtf(value); }
+
+DEVICE f32 to_f32(f16 value) { return __builtin_bit_cast(_Float16, value.bits); }
+DEVICE f16 to_f16(f32 value) { return f16{__builtin_bit_cast(u16, (_Float16)value)}; }
+
+// No instruction here: adding just under half of the last place kept rounds to
+// the nearest, ties to even; a NaN stays one.
+DEVICE bf16 to_bf16(f32 value)
+{
+    u32 bits = bits_of(value);
+    u32 quiet = bits | 0x400000u, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    return bf16{(u16)((value != value ? quiet : rounded) >> 16)};
+}
+
+DEVICE f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
+DEVICE f32 to_f32(f32 value) { return value; }
+
+// The nearest value of a storage type; ties to even.
+template <class T> DEVICE T round_to(f32 value);
+template <> DEVICE f32 round_to<f32>(f32 value) { return value; }
+template <> DEVICE f16 round_to<f16>(f32 value) { return to_f16(value); }
+template <> DEVICE bf16 round_to<bf16>(f32 value) { return to_bf16(value); }
+
+// N adjacent elements, moved by one access.
+template <class T, int N> struct alignas(N * sizeof(T)) Pack { T at[N]; };
+
+template <int N, class T> DEVICE Pack<T, N> load(const T *from)
+{
+    return *reinterpret_cast<const Pack<T, N> *>(from);
+}
+
+template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
+{
+    *reinterpret_cast<Pack<T, N> *>(to) = pack;
+}
+
+// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
+// that the address counts whole packs.
+template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
+{
+    return reinterpret_cast<const Pack<T, N> *>(row)[i];
+}
+
+template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
+{
+    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
+}
+
+// Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
+// every row then starts at a pack and ends with one.
+template <class T> COMPILE_TIME int pack_width(i64 width)
+{
+    int count = 16 / sizeof(T);
+    while (width % count != 0)
+        count /= 2;
+    return count;
+}
+
+COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
+COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
+
+// ---- products of a wave ----
+
+// sums + a · b on the matrix cores, EDGE x EDGE x K, by all 64 lanes. The lanes of a group, lane / EDGE,
+// bring one share of the K elements; a lane holds
+//   a       of row lane % EDGE of the left matrix, the share of its group
+//   b       of column lane % EDGE of the right one, the same
+//   sums    of that column: in register r, row r / 4 * (256 / EDGE) + lane / EDGE * 4 + r % 4
+typedef f32 f32x4 __attribute__((ext_vector_type(4)));
+typedef f32 f32x16 __attribute__((ext_vector_type(16)));
+
+typedef short bf16x4 __attribute__((ext_vector_type(4)));
+
+DEVICE bf16x4 vector_of(Pack<bf16, 4> pack) { return __builtin_bit_cast(bf16x4, pack); }
+
+DEVICE f32x16 mfma_32x32x8(Pack<bf16, 4> a, Pack<bf16, 4> b, f32x16 sums)
+{
+    return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(vector_of(a), vector_of(b), sums, 0, 0, 0);
+}
+
+DEVICE f32x4 mfma_16x16x16(Pack<bf16, 4> a, Pack<bf16, 4> b, f32x4 sums)
+{
+    return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(vector_of(a), vector_of(b), sums, 0, 0, 0);
+}
+
+// ---- the kernel ----
+
+typedef bf16 Element;
+
+constexpr int HEIGHT = 2880, WIDTH = 2880, TOP_K = 4;
+constexpr int MATRICES = 2;
+constexpr int THREADS = 256, WAVE = 64;
+constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, TILE_DEPTH = 32;
+constexpr int WAVE_ROWS = 64, WAVE_COLUMNS = 64;
+
+// A product is EDGE x EDGE sums; a row's are in GROUPS lanes, SUMS in each.
+constexpr int EDGE = 32, GROUPS = WAVE / EDGE, SUMS = EDGE / GROUPS;
+constexpr int ROW_PARTS = WAVE_ROWS / EDGE, COLUMN_PARTS = WAVE_COLUMNS / EDGE;
+constexpr int COLUMN_WAVES = TILE_COLUMNS / WAVE_COLUMNS;
+
+// A chunk is 16 bytes, and a line of shared memory is CHUNKS of them.
+constexpr int CHUNK = 16 / sizeof(Element), CHUNKS = TILE_DEPTH / CHUNK;
+typedef Pack<Element, CHUNK> Chunk;
+
+// Adjacent columns of a lane.
+constexpr int RUN = COLUMN_PARTS * SUMS;
+
+constexpr int ROW_TILES = ceil_div(HEIGHT, TILE_ROWS);
+
+// Elements stored at a time.
+constexpr int STORED = lesser(pack_width<f32>(WIDTH), RUN);
+
+static_assert(MATRICES * TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wave owns a part of the tile");
+
+// Where a chunk of a line lies in a tile of shared memory. The banks are eight chunks wide, and
+// eight adjacent lanes meet in none of them: not when each writes to every second line, nor when
+// they read the lines of a product, which are runs of four or single ones, RUN lines apart.
+DEVICE i32 place(i32 line, i32 chunk)
+{
+    const i32 at = line * CHUNKS + chunk;
+    const i32 twist = line / 8 % 2 ^ (line / 16 ^ line / 32) % 2 * (CHUNKS / 2);
+    return at ^ (at / 8 ^ twist) % 8;
+}
+
+typedef Pack<Element, 2> Pair;
+
+// LINES columns of rows in memory on their way to shared memory, where a line is what the sum runs
+// over: the rows. A thread takes pairs of adjacent columns, CHUNK rows of each, and turns them around.
+// WIDTH is the distance of two rows; every SPAN lines are of one matrix.
+template <int LINES, int WIDTH, int SPAN = LINES> struct TurnedStage {
+    static constexpr int HELD = LINES / 2 * CHUNKS / THREADS;
+    static_assert(HELD * THREADS == LINES / 2 * CHUNKS, "every thread moves as many pairs of chunks");
+
+    i32 rows[HELD][CHUNK];  // the next ones
+    Pair held[HELD][CHUNK];
+
+    DEVICE static i32 line_of(i32 i) { return (i * THREADS + thread_index()) % (LINES / 2) * 2; }
+    DEVICE static i32 chunk_of(i32 i) { return (i * THREADS + thread_index()) / (LINES / 2); }
+
+    // Finds the rows from `depth` on: `row_of(k)`, which is asked for k below `end` only.
+    template <class RowOf> DEVICE void aim(i32 depth, i32 end, RowOf row_of)
+    {
+        if (depth >= end)
+            return;
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++)
+            #pragma unroll
+            for (i32 n = 0; n < CHUNK; n++)
+                rows[i][n] = row_of(lesser(depth + chunk_of(i) * CHUNK + n, end - 1));
+    }
+
+    // Reads the rows it aimed at: `begin(line, row)` is where one begins in the matrix of a line. No load
+    // depends on a condition of its own: rows beyond `end` are the last one, until `put`, and columns
+    // beyond `columns` the last ones, since nobody stores their sums.
+    template <class Begin> DEVICE void fetch(i32 depth, i32 end, i32 columns, Begin begin)
+    {
+        if (depth >= end)
+            return;
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++) {
+            const i32 line = line_of(i), column = line % SPAN;
+            #pragma unroll
+            for (i32 n = 0; n < CHUNK; n++) {
+                const Element *row = begin(line, rows[i][n]);
+                if (WIDTH % 2 == 0)
+                    held[i][n] = load<2>(row + lesser(column, columns - 2));
+                else
+                    held[i][n] = Pair{row[lesser(column, columns - 1)], row[lesser(column + 1, columns - 1)]};
+            }
+        }
+    }
+
+    // With zeros for rows beyond `end`.
+    DEVICE void put(Chunk *tile, i32 depth, i32 end) const
+    {
+        #pragma unroll
+        for (i32 i = 0; i < HELD; i++) {
+            Chunk chunks[2];
+            #pragma unroll
+            for (i32 n = 0; n < CHUNK; n++) {
+                const Pair pair = depth + chunk_of(i) * CHUNK + n < end ? held[i][n] : Pair{};
+                chunks[0].at[n] = pair.at[0];
+                chunks[1].at[n] = pair.at[1];
+            }
+            tile[place(line_of(i), chunk_of(i))] = chunks[0];
+            tile[place(line_of(i) + 1, chunk_of(i))] = chunks[1];
+        }
+    }
+};
+
+typedef f32x16 Sums;
+
+// A row of a product is sum sum_of(row) of the lanes of group group_of(row).
+DEVICE i32 group_of(i32 row) { return row / 4 % GROUPS; }
+DEVICE i32 sum_of(i32 row) { return row / 4 / GROUPS * 4 + row % 4; }
+
+// What a lane brings of a line to several products. Which elements meet in one does not matter, as long
+// as both sides agree. Groups bring adjacent chunks: STEP of them in all.
+typedef Chunk Share;
+constexpr int STEP = GROUPS;
+
+DEVICE Share share(const Chunk *tile, i32 line, i32 chunk, i32 lane)
+{
+    return tile[place(line, chunk + lane / EDGE)];
+}
+
+DEVICE void add_product(Sums &sums, const Share &column, const Share &row)
+{
+    #pragma unroll
+    for (i32 k = 0; k < CHUNK; k += 4)
+        sums = mfma_32x32x8(load<4>(column.at + k), load<4>(row.at + k), sums);
+}
+
+// The columns of a wave that the rows of its products are: a lane has RUN adjacent ones.
+DEVICE i32 column_of(i32 part, i32 row) { return group_of(row) * RUN + part * SUMS + sum_of(row); }
+
+// Adds the products of a wave over one buffer: lines of left from `row` on, of right from `column` on.
+// Columns are the left operand, so that a lane's sums are of one row.
+DEVICE void multiply(Sums (&sums)[ROW_PARTS][COLUMN_PARTS], const Chunk *left, i32 row, const Chunk *right, i32 column,
+                     i32 lane)
+{
+    #pragma unroll
+    for (i32 chunk = 0; chunk < CHUNKS; chunk += STEP) {
+        Share rows[ROW_PARTS];
+        #pragma unroll
+        for (i32 i = 0; i < ROW_PARTS; i++)
+            rows[i] = share(left, row + i * EDGE + lane % EDGE, chunk, lane);
+        #pragma unroll
+        for (i32 j = 0; j < COLUMN_PARTS; j++) {
+            const Share columns = share(right, column + column_of(j, lane % EDGE), chunk, lane);
+            #pragma unroll
+            for (i32 i = 0; i < ROW_PARTS; i++)
+                add_product(sums[i][j], columns, rows[i]);
+        }
+    }
+}
+
+KERNEL(THREADS) grouped_gemm_wgrad_up(
+    const bf16 *__restrict__ dgate,    // [rows, 2880]
+    const bf16 *__restrict__ dup,      // [rows, 2880]
+    const bf16 *__restrict__ x,        // [tokens, 2880]
+    const i64 *__restrict__ offsets,   // [33]
+    const i32 *__restrict__ row_slots, // [rows]
+    f32 *__restrict__ grad_gate,       // [32, 2880, 2880]
+    f32 *__restrict__ grad_up,         // [32, 2880, 2880]
+    i64 accumulate,
+    i64 tokens)
+{
+    __shared__ Chunk left[2][MATRICES * TILE_ROWS * CHUNKS], right[2][TILE_COLUMNS * CHUNKS];
+
+    (void)tokens;
+    const i64 expert = block_x() / ROW_TILES, first = offsets[expert];
+    const i32 count = (i32)(offsets[expert + 1] - first);
+    const i32 first_row = (i32)(block_x() % ROW_TILES) * TILE_ROWS, rows_left = HEIGHT - first_row;
+    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = WIDTH - first_column;
+
+    const auto itself = [](i32 k) { return k; };
+    const auto left_row = [&](i32 line, i32 k) {
+        return (line < TILE_ROWS ? dgate : dup) + (first + k) * HEIGHT + first_row;
+    };
+    const auto slot_of = [&](i32 k) { return row_slots[first + k]; };
+    const auto right_row = [&](i32, i32 slot) { return x + (i64)(slot / TOP_K) * WIDTH + first_column; };
+
+    const i32 lane = thread_index() % WAVE, wave = thread_index() / WAVE;
+    const i32 wave_row = wave / COLUMN_WAVES * WAVE_ROWS, wave_column = wave % COLUMN_WAVES * WAVE_COLUMNS;
+    Sums sums[ROW_PARTS][COLUMN_PARTS] = {};
+
+    TurnedStage<MATRICES * TILE_ROWS, HEIGHT, TILE_ROWS> left_stage;
+    TurnedStage<TILE_COLUMNS, WIDTH> right_stage;
+    const auto aim = [&](i32 depth) {
+        left_stage.aim(depth, count, itself);
+        right_stage.aim(depth, count, slot_of);
+    };
+    const auto fetch = [&](i32 depth) {
+        left_stage.fetch(depth, count, rows_left, left_row);
+        right_stage.fetch(depth, count, columns, right_row);
+    };
+    aim(0);
+    fetch(0);
+    aim(TILE_DEPTH);
+    #pragma unroll 1
+    for (i32 depth = 0, buffer = 0; depth < count; depth += TILE_DEPTH, buffer ^= 1) {
+        left_stage.put(left[buffer], depth, count);
+        right_stage.put(right[buffer], depth, count);
+        block_sync();
+        fetch(depth + TILE_DEPTH);
+        aim(depth + 2 * TILE_DEPTH);
+        multiply(sums, left[buffer], wave_row, right[buffer], wave_column, lane);
+    }
+
+    #pragma unroll
+    for (i32 i = 0; i < ROW_PARTS; i++) {
+        const i32 line = wave_row + i * EDGE + lane % EDGE, row = line % TILE_ROWS;
+        if (row >= rows_left)
+            continue;
+        f32 *matrix = line < TILE_ROWS ? grad_gate : grad_up;
+        f32 *result = matrix + (expert * HEIGHT + first_row + row) * WIDTH + first_column;
+        const i32 column = wave_column + lane / EDGE * RUN;
+        Pack<f32, STORED> packs[RUN / STORED] = {};
+        if (accumulate)
+            #pragma unroll
+            for (i32 j = 0; j < RUN / STORED; j++)
+                if (column + j * STORED < columns)
+                    packs[j] = load<STORED>(result + column, j);
+        #pragma unroll
+        for (i32 j = 0; j < RUN / STORED; j++) {
+            if (column + j * STORED >= columns)
+                continue;
+            #pragma unroll
+            for (i32 n = 0; n < STORED; n++)
+                packs[j].at[n] += sums[i][(j * STORED + n) / SUMS][(j * STORED + n) % SUMS];
+            store(result + column, j, packs[j]);
+        }
+    }
+}
+
+// ---- the bias ----
+
+// The sum of a column over `count` lines from `first` on.
+template <class Weight> DEVICE f32 column_sum(const bf16 *matrix, i64 first, i64 count, i32 column, Weight weight)
+{
+    f32 sum = 0.0f;
+    #pragma unroll 8
+    for (i64 row = first; row < first + count; row++)
+        sum = fused(weight(row), to_f32(matrix[row * 2880 + column]), sum);
+    return sum;
+}
+
+KERNEL(256) grouped_gemm_wgrad_up_bias(
+    const bf16 *__restrict__ dgate,   // [rows, 2880]
+    const bf16 *__restrict__ dup,     // [rows, 2880]
+    const i64 *__restrict__ offsets,  // [33]
+    f32 *__restrict__ grad_gate_bias, // [32, 2880]
+    f32 *__restrict__ grad_up_bias,   // [32, 2880]
+    i64 accumulate,
+    i64 tokens)
+{
+    constexpr int COLUMNS = 2880;
+    const i32 column = (i32)block_y() * 256 + thread_index();
+    if (column >= COLUMNS)
+        return;
+    (void)tokens;
+    const i64 expert = block_x(), first = offsets[expert], count = offsets[expert + 1] - first;
+    auto weight = [](i64) { return 1.0f; };
+    auto put = [&](f32 *bias, f32 sum) {
+        f32 *to = bias + expert * COLUMNS + column;
+        *to = accumulate != 0 ? *to + sum : sum;
+    };
+    put(grad_gate_bias, column_sum(dgate, first, count, column, weight));
+    put(grad_up_bias, column_sum(dup, first, count, column, weight));
+}
