@@ -203,7 +203,7 @@ DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + exponential(-x)); }
 
 constexpr int EXPERTS = 32, TOP_K = 4;
 constexpr int THREADS = 128, WARPS = THREADS / WARP;
-constexpr int TILE_TOKENS = 32, TILE_COLUMNS = 128;
+constexpr int TILE_TOKENS = 32;
 
 // Expert s * WARP + l lies in lane l at slot s, choice p * WARP + l at place p.
 constexpr int SLOTS = ceil_div(EXPERTS, WARP), PLACES = ceil_div(TOP_K, WARP);

@@ -112,90 +112,6 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
-// ---- products of tiles ----
-
-// Rows are staged DEPTH elements at a time as f32 in shared memory, transposed
-// (tile[k][row]), so that a thread reads its operands four at a time. PAD keeps
-// that alignment and spreads the transposing stores over the banks.
-constexpr int PAD = 4;
-
-// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
-// registers of THREADS threads to shared memory.
-template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
-    static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
-    static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-
-    Pack<T, PACK> held[HELD];
-
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
-    DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
-
-    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
-    DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            i32 row = row_of(i), k = depth + depth_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (row < rows && k < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(matrix + (i64)row * WIDTH + k);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[DEPTH][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j++)
-                if (pack_of(i) < PACKS)
-                    tile[depth_of(i) + j][first + row_of(i)] = to_f32(held[i].at[j]);
-    }
-};
-
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
-template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
-}
-
-// The COUNT items of a thread, out of one row of a tile.
-template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    #pragma unroll
-    for (i32 i = 0; i < COUNT; i += GROUP) {
-        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
-        #pragma unroll
-        for (i32 j = 0; j < GROUP; j++)
-            items[i + j] = group.at[j];
-    }
-}
-
-// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
-// grid of ROW_THREADS x COLUMN_THREADS, rows first.
-template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
-DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
-                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
-{
-    #pragma unroll 4
-    for (i32 k = 0; k < STEPS; k++) {
-        f32 a[ROWS], b[COLUMNS];
-        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
-        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
-        #pragma unroll
-        for (i32 i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (i32 j = 0; j < COLUMNS; j++)
-                sums[i][j] = fused(a[i], b[j], sums[i][j]);
-    }
-}
-
 // ---- slabs ----
 
 // LINES lines by COLUMNS columns on their way from a matrix [*, WIDTH] through the registers
@@ -242,6 +158,48 @@ template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
             }
     }
 };
+
+// ---- products of tiles ----
+
+// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
+// a tile: groups of up to four adjacent ones, dealt out in turn.
+template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
+{
+    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
+    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
+}
+
+// The COUNT items of a thread, out of one row of a tile.
+template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
+{
+    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
+    #pragma unroll
+    for (i32 i = 0; i < COUNT; i += GROUP) {
+        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
+        #pragma unroll
+        for (i32 j = 0; j < GROUP; j++)
+            items[i + j] = group.at[j];
+    }
+}
+
+// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
+// grid of ROW_THREADS x COLUMN_THREADS, rows first.
+template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
+DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
+                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
+{
+    #pragma unroll 4
+    for (i32 k = 0; k < STEPS; k++) {
+        f32 a[ROWS], b[COLUMNS];
+        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
+        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
+        #pragma unroll
+        for (i32 i = 0; i < ROWS; i++)
+            #pragma unroll
+            for (i32 j = 0; j < COLUMNS; j++)
+                sums[i][j] = fused(a[i], b[j], sums[i][j]);
+    }
+}
 
 // ---- the kernel ----
 

@@ -180,7 +180,8 @@ enum {
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     VECTORS = STRIP / LANES,
-    LEFT_STRIP = TILE_HEIGHT + LANES - TILE_HEIGHT % LANES, // whole vectors
+    // Whole vectors, also from the first of the last few columns on.
+    LEFT_STRIP = (TILE_HEIGHT + 2 * LANES - 1) / LANES * LANES,
     BIAS_COLUMNS = 256,
 };
 
