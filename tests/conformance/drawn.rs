@@ -33,7 +33,7 @@ fn same_noise(target: &str) {
         (NoiseKind::GumbelSecond, 2.0),
     ];
     for (kind, noise) in kinds {
-        let mut spec = small(16, 8, 37, 2);
+        let mut spec = small(17, 9, 37, 2);
         (spec.router.noise, spec.router.noise_kind) = (noise, kind);
         spec.router.random_second = true;
         let mut case = exact(&spec, 70, 3);
@@ -59,7 +59,7 @@ fn same_noise(target: &str) {
 }
 
 fn changed(change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
-    let mut spec = small(24, 12, 9, 2);
+    let mut spec = small(25, 13, 9, 2);
     change(&mut spec);
     spec
 }

@@ -156,3 +156,54 @@ fn waves_of_64_serve_every_selection() {
 fn waves_of_64_draw_what_the_reference_draws() {
     agree("rocm:gfx942", &TRAINED, true);
 }
+
+/// Every order in every mode, with masked tokens: who is served, and what
+/// weights are after dropping.
+fn capacities(target: &str) {
+    use CapacityMode::*;
+    use CapacityOrder::*;
+    let modes = [
+        (Factor, 1.0),
+        (Factor, 0.0),
+        (Factor, -0.5),
+        (Fixed, 1.0),
+        (MaxCount, 1.0),
+        (Bounded, 0.75),
+    ];
+    let orders = [SlotMajor, TokenMajor, BatchPrioritized, Probability, Random];
+    for (i, (mode, factor)) in modes.into_iter().enumerate() {
+        for (j, order) in orders.into_iter().enumerate() {
+            let mut spec = spec(|s| s.router.token_mask = true, 6);
+            spec.capacity = Capacity {
+                mode,
+                factor,
+                rows: (mode == Fixed).then_some(9),
+                order,
+                align: [1, 4][(i + j) % 2],
+                renormalize_after_drop: mode != MaxCount && j % 2 == 0,
+            };
+            spec.validate().unwrap();
+            let rig = rig(&spec, target, false);
+            for tokens in [1, 83] {
+                let tensors = rig.run(&rig.random_input(tokens, (i + j) as u64));
+                let what = format!("{target}, {tokens} tokens of {}", spec.to_toml());
+                check::routing(&rig, &tensors, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn cpu_keeps_every_capacity() {
+    capacities("cpu");
+}
+
+#[test]
+fn warps_of_32_keep_every_capacity() {
+    capacities("cuda:sm_75");
+}
+
+#[test]
+fn waves_of_64_keep_every_capacity() {
+    capacities("rocm:gfx942");
+}
