@@ -2,6 +2,8 @@
 //! on simulated GPUs, against the reference.
 
 mod gpu_host;
+#[path = "gemms/simulated.rs"]
+mod ptx;
 mod rig;
 
 use gpu_host::{device, modules};
@@ -35,6 +37,10 @@ fn rig(spec: &LayerSpec, target: &str, training: bool) -> Rig {
     });
     if target == "cpu" {
         return Rig::compile(spec, 2, plan);
+    }
+    if target.starts_with("sim:") {
+        let (device, modules) = ptx::simulated(&plan, 1);
+        return Rig::sharing(plan, device, modules);
     }
     let device = device(&plan);
     let modules = modules(&plan, &device);
@@ -145,6 +151,16 @@ fn warps_of_32_serve_every_selection() {
 #[test]
 fn warps_of_32_draw_what_the_reference_draws() {
     agree("cuda:sm_75", &TRAINED, true);
+}
+
+#[test]
+fn ptx_serves_every_selection() {
+    agree("sim:sm_80", &SERVED, false);
+}
+
+#[test]
+fn ptx_draws_what_the_reference_draws() {
+    agree("sim:sm_80", &TRAINED, true);
 }
 
 #[test]
