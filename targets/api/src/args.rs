@@ -39,7 +39,8 @@ impl ArgBlock {
     }
 
     /// Packs `args`; `encode` writes a tensor map from its declaration, the
-    /// address of the tensor and its sizes, innermost first.
+    /// address of the tensor and its sizes, innermost first. There is no map of
+    /// a tensor without elements: its bytes are zero, and no kernel copies by it.
     ///
     /// # Errors
     /// As [`ArgBlock::new`], and what `encode` returns.
@@ -52,6 +53,9 @@ impl ArgBlock {
         check_kinds(entry, args)?;
         let pairs = entry.params.iter().zip(args);
         let values = pairs.map(|(param, arg)| match (param.ty, arg) {
+            (ParamType::TensorMap(_), Arg::TensorMap { dims, .. }) if dims.contains(&0) => {
+                Ok(Value([0; MAP_BYTES]))
+            }
             (ParamType::TensorMap(map), Arg::TensorMap { base, dims }) => {
                 encode(&map, *base, *dims).map(Value)
             }

@@ -86,12 +86,17 @@ pub fn combine_bwd(d: &CombineBwdDesc, _: CudaArch) -> CombineBwdConfig {
 
 /// See [`GroupedGemmConfig`]. Row tiles are those of the forward pass.
 pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: CudaArch) -> GroupedGemmConfig {
-    gpu::simt_product(grouped_gemm(&d.forward(), arch).tile_rows)
+    let tile_rows = tile_rows(&d.forward(), arch);
+    wgmma::grouped_gemm_dgrad(d, arch, tile_rows)
+        .or_else(|| mma::grouped_gemm_dgrad(d, arch, tile_rows))
+        .unwrap_or_else(|| gpu::simt_product(tile_rows))
 }
 
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
-pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, _: CudaArch) -> GroupedGemmConfig {
-    gpu::simt_wgrad(d)
+pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> GroupedGemmConfig {
+    wgmma::grouped_gemm_wgrad(d, arch)
+        .or_else(|| mma::grouped_gemm_wgrad(d, arch))
+        .unwrap_or_else(|| gpu::simt_wgrad(d))
 }
 
 /// See [`GateTopkBwdConfig`].

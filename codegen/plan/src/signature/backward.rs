@@ -106,10 +106,14 @@ fn combine_weights(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
     entry("combine_bwd_weights", summary, params, grid, c.threads)
 }
 
+/// 16-bit elements of a line of the 128-byte swizzle. Operands whose lines are
+/// steps of the sum come in boxes so wide.
+const PANEL: usize = 64;
+
 pub(super) fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let (e, count) = (d.experts, if d.dense { "tokens" } else { "rows" });
     let shape = format!("[{e}, {}, {}]", d.inner, d.outer);
-    let tile = [c.tile_columns, c.tile_depth, 1];
+    let tile = [PANEL, c.tile_depth, 1];
     let weight = |name: &str| operand(c, name, d.weights, &shape, &tile);
     let (inner, outer) = (
         format!("[{count}, {}]", d.inner),
@@ -180,19 +184,19 @@ fn lefts(d: &GroupedGemmWgradDesc) -> Vec<(&'static str, &'static str)> {
 
 fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     let (e, count) = (d.experts, if d.dense { "tokens" } else { "rows" });
-    let operand = |name: &str, dtype: DType, width: usize, tile: usize| {
+    let operand = |name: &str, dtype: DType, width: usize| {
         let shape = format!("[{count}, {width}]");
-        operand(c, name, dtype, &shape, &[tile, c.tile_depth])
+        operand(c, name, dtype, &shape, &[PANEL, c.tile_depth])
     };
     let right = match (d.half, c.gather) {
-        (Half::Down, _) => operand("hidden", d.right, d.width, c.tile_columns),
-        (Half::Up, false) => operand("rows", d.right, d.width, c.tile_columns),
+        (Half::Down, _) => operand("hidden", d.right, d.width),
+        (Half::Up, false) => operand("rows", d.right, d.width),
         (Half::Up, true) => Param::read("x", d.right, format!("[tokens, {}]", d.width)),
     };
     let shape = format!("[{e}, {}, {}]", d.height, d.width);
     let left = lefts(d).into_iter();
     let mut params: Vec<Param> = left
-        .map(|(name, _)| operand(name, d.left, d.height, c.tile_rows))
+        .map(|(name, _)| operand(name, d.left, d.height))
         .collect();
     params.push(right);
     params.extend(when(!d.dense, Param::read("offsets", I64, edges(e))));

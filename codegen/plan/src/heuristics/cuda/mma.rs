@@ -1,5 +1,9 @@
 //! Tilings of the `mma.sync` family: sm_80 and later.
 
+mod backward;
+
+pub use backward::{grouped_gemm_dgrad, grouped_gemm_wgrad};
+
 use super::WARP;
 use crate::config::{GemmFamily, GroupedGemmConfig};
 use crate::desc::GroupedGemmDesc;
@@ -47,15 +51,20 @@ pub fn grouped_gemm(
 }
 
 /// Whether the matrix units take this product: one type on both sides, and
-/// rows that 4-byte copies divide. An f32 product is three on the matrix unit,
-/// unless the spec allows one of rounded factors; three pay only where those of
-/// tf32 are many times faster than f32.
+/// rows that 4-byte copies divide.
 fn takes(d: &GroupedGemmDesc, arch: CudaArch) -> bool {
-    let fast = match d.weights {
-        DType::F32 if !d.tf32 => matches!(arch.capability, 80 | 90 | 100 | 103),
+    let whole = (d.inner * d.weights.size()).is_multiple_of(4);
+    fast(d.weights, d.tf32, arch) && d.weights == d.activations && whole
+}
+
+/// Whether products of a type are faster than ordinary ones. An f32 product is
+/// three on the matrix unit, unless the spec allows one of rounded factors; three
+/// pay only where those of tf32 are many times faster than f32.
+fn fast(dtype: DType, tf32: bool, arch: CudaArch) -> bool {
+    match dtype {
+        DType::F32 if !tf32 => matches!(arch.capability, 80 | 90 | 100 | 103),
         _ => arch.capability >= 80,
-    };
-    fast && d.weights == d.activations && (d.inner * d.weights.size()).is_multiple_of(4)
+    }
 }
 
 /// As many stages, up to four, as leave room for two blocks on a

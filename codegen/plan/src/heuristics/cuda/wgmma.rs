@@ -1,5 +1,9 @@
 //! Tilings of the `wgmma` family: sm_90a.
 
+mod backward;
+
+pub use backward::{grouped_gemm_dgrad, grouped_gemm_wgrad};
+
 use super::is_half;
 use crate::config::{GemmFamily, GroupedGemmConfig};
 use crate::desc::GroupedGemmDesc;

@@ -1,0 +1,118 @@
+//! The GEMMs that only training has, on NVIDIA's matrix units, under NVRTC:
+//! without a word, spills or stack.
+
+use moesaic_emit::emit;
+use moesaic_kernel::{DType, Target};
+use moesaic_plan::{
+    GemmFamily, KernelConfig, KernelDesc, KernelPlan, Recompute, Training, plan_training,
+};
+use moesaic_spec::*;
+use moesaic_target::{Artifact, CompileOptions, Compiler};
+use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+
+fn spec([d, h]: [usize; 2], [e, k]: [usize; 2], dtype: DType) -> LayerSpec {
+    let text =
+        format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}}}}"#);
+    let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
+    spec.precision.weights = dtype;
+    spec.precision.activations = dtype;
+    spec
+}
+
+/// Layers that bring out what differs: rows in packs of every width, both
+/// heights of a tile, one matrix and two, the longest epilogues.
+fn layers(dtype: DType) -> Vec<LayerSpec> {
+    let long = |mut s: LayerSpec| {
+        s.experts.bias = true;
+        s.experts.clamp = Some(7.0);
+        s.experts.up_offset = 1.0;
+        s.experts.activation = Activation::Gelu;
+        s.router.weight_on = WeightSite::Activation;
+        s
+    };
+    let plain = |mut s: LayerSpec| {
+        s.experts.form = ExpertForm::Plain;
+        s.experts.activation = Activation::GeluTanh;
+        s
+    };
+    let input = |mut s: LayerSpec| {
+        s.router.weight_on = WeightSite::Input;
+        s
+    };
+    vec![
+        spec([4096, 14336], [8, 2], dtype),
+        long(spec([2880, 2880], [32, 4], dtype)),
+        long(spec([66, 42], [60, 1], dtype)),
+        plain(spec([1032, 712], [60, 1], dtype)),
+        plain(input(spec([72, 136], [4, 1], dtype))),
+    ]
+}
+
+/// Whether a kernel runs on matrix units and only training has it.
+fn wanted(kernel: &KernelPlan) -> bool {
+    let matrix = match &kernel.config {
+        KernelConfig::GroupedGemm(config) => config.family != GemmFamily::Simt,
+        _ => false,
+    };
+    let forward = matches!(&kernel.desc, KernelDesc::GroupedGemm(d) if !d.keep);
+    matrix && !forward
+}
+
+/// Kernels compiled for one architecture.
+fn compile(arch: &str, dtype: DType) -> usize {
+    let mut registry = Registry::open().unwrap();
+    install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let compiler = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
+    let target: Target = format!("cuda:{arch}").parse().unwrap();
+    let training = Training {
+        recompute: Recompute::None,
+    };
+    let mut compiled = 0;
+    for spec in layers(dtype) {
+        let plan = plan_training(&spec, target, training).unwrap();
+        for kernel in plan.kernels.iter().filter(|kernel| wanted(kernel)) {
+            let source = emit(kernel, target).unwrap();
+            let artifact = compiler.compile(&source, &CompileOptions::default());
+            let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+            check(
+                &artifact,
+                &format!("{} for {target}, {spec:?}", source.name),
+            );
+            compiled += 1;
+        }
+    }
+    compiled
+}
+
+fn check(artifact: &Artifact, what: &str) {
+    let report = &artifact.report;
+    assert_eq!(report.log, "", "{what} compiles without a word");
+    for kernel in &report.kernels {
+        let symbol = &kernel.symbol;
+        assert_eq!(
+            kernel.spill_bytes.unwrap_or(0),
+            0,
+            "{what}: {symbol} spills"
+        );
+        assert_eq!(
+            kernel.stack_bytes.unwrap_or(0),
+            0,
+            "{what}: {symbol} has a stack"
+        );
+    }
+}
+
+#[test]
+fn halves_on_every_architecture() {
+    let archs = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
+    for (arch, dtype) in archs.iter().zip([DType::Bf16, DType::F16].iter().cycle()) {
+        assert!(compile(arch, *dtype) >= 25, "{arch}");
+    }
+}
+
+#[test]
+fn f32_where_three_products_pay() {
+    for arch in ["sm_80", "sm_90a", "sm_100a"] {
+        assert!(compile(arch, DType::F32) >= 25, "{arch}");
+    }
+}
