@@ -155,7 +155,7 @@ fn scalar(arg: &Arg) -> MapBytes {
 mod tests {
     use super::*;
     use crate::Ptr;
-    use moesaic_kernel::{Access, DType, Launch, Size};
+    use moesaic_kernel::{Access, DType, Launch, Size, Swizzle};
 
     fn entry() -> Entry {
         let factor = Param {
@@ -195,6 +195,32 @@ mod tests {
             assert_eq!(*pointers[1].cast::<u64>(), 0xdead_beef_0010);
             assert_eq!(*pointers[2].cast::<i64>(), -7);
         }
+    }
+
+    /// Encoders refuse such sizes, and a kernel without rows asks for no box.
+    #[test]
+    fn no_elements_no_map() {
+        let map = TensorMap {
+            dtype: DType::Bf16,
+            access: Access::Read,
+            rank: 2,
+            tile: [64, 64, 1, 1, 1],
+            swizzle: Swizzle::B128,
+        };
+        let entry = Entry {
+            params: vec![Param::map("rows_map", map, "[rows, 64]")],
+            ..entry()
+        };
+        let pack = |rows| {
+            let dims = [64, rows, 1, 1, 1];
+            let arg = Arg::TensorMap { base: Ptr(0), dims };
+            let mut block = ArgBlock::with_maps(&entry, &[arg], |_, _, _| Ok([7; MAP_BYTES]))?;
+            // SAFETY: the block lives, and a map has so many bytes.
+            Ok(unsafe { *block.pointers()[0].cast::<MapBytes>() })
+        };
+        let pack = |rows| pack(rows).unwrap_or_else(|error: DeviceError| panic!("{error}"));
+        assert_eq!(pack(0), [0; MAP_BYTES]);
+        assert_eq!(pack(1), [7; MAP_BYTES]);
     }
 
     #[test]

@@ -97,3 +97,83 @@ fn warp_columns(dtype: DType, tile_columns: usize) -> usize {
         _ => tile_columns / 2,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::desc::{
+        Half, grouped_gemm, grouped_gemm_dgrad as dgrad, grouped_gemm_wgrad as wgrad,
+    };
+    use crate::{GemmFamily, GroupedGemmConfig, KernelConfig, KernelDesc, heuristics};
+    use moesaic_kernel::{DType, Target};
+    use moesaic_spec::LayerSpec;
+
+    fn spec(d: usize, h: usize, [weights, activations]: [DType; 2]) -> LayerSpec {
+        let shape =
+            format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":8,"top_k":2}}}}"#);
+        let mut spec: LayerSpec = serde_json::from_str(&shape).unwrap();
+        spec.precision.weights = weights;
+        spec.precision.activations = activations;
+        spec
+    }
+
+    fn chosen(desc: KernelDesc, arch: &str) -> GroupedGemmConfig {
+        let target: Target = format!("cuda:{arch}").parse().unwrap();
+        match heuristics::choose(&desc, target) {
+            KernelConfig::GroupedGemm(config) => config,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Families of both halves of dgrad, then of wgrad.
+    fn families(spec: &LayerSpec, arch: &str) -> [GemmFamily; 4] {
+        let halves = [Half::Down, Half::Up];
+        let [a, b] = halves.map(|half| KernelDesc::GroupedGemmDgrad(dgrad(spec, half)));
+        let [c, d] = halves.map(|half| KernelDesc::GroupedGemmWgrad(wgrad(spec, half)));
+        [a, b, c, d].map(|desc| chosen(desc, arch).family)
+    }
+
+    #[test]
+    fn which_products_go_to_the_matrix_units() {
+        use DType::{Bf16, F16, F32};
+        use GemmFamily::{Mma, Simt, Wgmma};
+        let all = |d, h, types, arch| families(&spec(d, h, types), arch);
+        assert_eq!(all(64, 48, [Bf16; 2], "sm_80"), [Mma; 4]);
+        assert_eq!(all(64, 48, [Bf16; 2], "sm_90a"), [Wgmma; 4]);
+        assert_eq!(all(66, 48, [F16; 2], "sm_90a"), [Mma; 4]);
+        assert_eq!(all(65, 48, [F16; 2], "sm_90a"), [Simt; 4]);
+        assert_eq!(all(65, 47, [F32; 2], "sm_90a"), [Mma; 4]);
+        assert_eq!(all(64, 48, [F32; 2], "sm_86"), [Simt; 4]);
+        assert_eq!(all(64, 48, [F16; 2], "sm_75"), [Simt; 4]);
+        // A weight gradient has none of the weights' type.
+        assert_eq!(all(64, 48, [F32, Bf16], "sm_80"), [Simt, Simt, Mma, Mma]);
+    }
+
+    /// The scan lists row tiles once, for both passes.
+    #[test]
+    fn tiles_are_as_high_as_forward_and_fit() {
+        let archs = [
+            ("sm_75", 48),
+            ("sm_80", 163),
+            ("sm_86", 99),
+            ("sm_90a", 227),
+            ("sm_120a", 99),
+        ];
+        for (d, h) in [(4096, 14336), (66, 47), (8, 8), (2050, 1402), (72, 264)] {
+            for dtype in [DType::Bf16, DType::F32] {
+                let spec = spec(d, h, [dtype; 2]);
+                for (arch, kilobytes) in archs {
+                    for half in [Half::Up, Half::Down] {
+                        let forward =
+                            chosen(KernelDesc::GroupedGemm(grouped_gemm(&spec, half)), arch);
+                        let dgrad = chosen(KernelDesc::GroupedGemmDgrad(dgrad(&spec, half)), arch);
+                        let wgrad = chosen(KernelDesc::GroupedGemmWgrad(wgrad(&spec, half)), arch);
+                        assert_eq!(dgrad.tile_rows, forward.tile_rows, "{arch}, {d} x {h}");
+                        for config in [dgrad, wgrad] {
+                            assert!(config.shared_bytes <= kilobytes << 10, "{arch}: {config:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
