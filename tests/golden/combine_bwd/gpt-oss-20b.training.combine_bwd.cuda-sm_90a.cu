@@ -233,7 +233,7 @@ static_assert(TILE_TOKENS == THREADS / WARP, "every warp has a token");
 KERNEL(THREADS) combine_bwd_weights(
     const i32 *__restrict__ topk_ids,      // [tokens, 4]
     const i32 *__restrict__ slot_rows,     // [tokens, 4]
-    const f32 *__restrict__ dweight_parts, // [rows, 45]
+    const f32 *__restrict__ dweight_parts, // [rows, 12]
     const bf16 *__restrict__ dout,         // [rows, 2880]
     const bf16 *__restrict__ down_bias,    // [32, 2880]
     f32 *__restrict__ grad_topk_weights,   // [tokens, 4]
@@ -247,7 +247,7 @@ KERNEL(THREADS) combine_bwd_weights(
         const i32 row = slot_rows[slot];
         f32 dweight = 0.0f;
         if (row >= 0) {
-            dweight = warp_total(dweight_parts + (i64)row * 45, 45);
+            dweight = warp_total(dweight_parts + (i64)row * 12, 12);
             dweight += warp_product<OUTPUT_DIM>(dout + (i64)row * OUTPUT_DIM, down_bias + (i64)topk_ids[slot] * OUTPUT_DIM);
         }
         if (lane_index() == k % WARP)

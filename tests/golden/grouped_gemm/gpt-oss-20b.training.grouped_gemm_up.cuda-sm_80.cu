@@ -1,6 +1,7 @@
 // grouped_gemm_up for cuda:sm_80, on the matrix units
 //
 //   hidden = act(x[token] · gateᵀ, x[token] · upᵀ)
+//   gate_pre, up_pre = what enters act, for backward
 //
 // A block owns 128 rows of one expert by 64 columns of gate and of up; a warp owns
 // 64 x 32 of them. block_x counts row tiles, block_y column tiles.
@@ -424,15 +425,29 @@ DEVICE void multiply_stage(Sums &sums, u32 stage)
     }
 }
 
-// Moves the tile of hidden from shared memory to its rows, as far as there are any.
-DEVICE void store_tile(Element *hidden, const Element *tile, i64 first_row, i32 first_column, i32 rows)
+// Puts products FIRST and on of each row into the tile, rounded.
+template <int FIRST> DEVICE void put_sums(Element *tile, const Sums &sums)
+{
+    #pragma unroll
+    for (i32 j = 0; j < COLUMN_PARTS; j++)
+        #pragma unroll
+        for (i32 i = 0; i < 2 * ROW_PARTS; i++) {
+            const i32 row = warp_row() + i * 8 + lane_index() / 4, column = warp_column() + j * 8 + lane_index() % 4 * 2;
+            const f32 (&four)[4] = sums[i / 2][FIRST + j];
+            const Pack<Element, 2> pair = {round_to<Element>(four[i % 2 * 2]), round_to<Element>(four[i % 2 * 2 + 1])};
+            store(tile, (row * PITCH + column) / 2, pair);
+        }
+}
+
+// Moves a tile from shared memory to rows of `to`, as far as there are any.
+DEVICE void store_tile(Element *to, const Element *tile, i64 first_row, i32 first_column, i32 rows)
 {
     constexpr int PACKS = TILE_COLUMNS / STORED, ROW_PACKS = OUTER / STORED;
     const i32 first_pack = first_column / STORED;
     for (i32 n = thread_index(); n < TILE_ROWS * PACKS; n += THREADS) {
         const i32 row = n / PACKS, pack = n % PACKS;
         if (row < rows && first_pack + pack < ROW_PACKS)
-            store(hidden, (first_row + row) * ROW_PACKS + first_pack + pack, load<STORED>(tile + row * PITCH, pack));
+            store(to, (first_row + row) * ROW_PACKS + first_pack + pack, load<STORED>(tile + row * PITCH, pack));
     }
 }
 
@@ -513,8 +528,8 @@ KERNEL(THREADS) grouped_gemm_up(
             Pack<Element, 2> pair;
             #pragma unroll
             for (i32 n = 0; n < 2; n++) {
-                const f32 gate_sum = sums[i / 2][j][i % 2 * 2 + n];
-                const f32 up_sum = sums[i / 2][COLUMN_PARTS + j][i % 2 * 2 + n];
+                f32 &gate_sum = sums[i / 2][j][i % 2 * 2 + n];
+                f32 &up_sum = sums[i / 2][COLUMN_PARTS + j][i % 2 * 2 + n];
                 const f32 value = finished(gate_sum, up_sum, gate_biases[n], up_biases[n]);
                 pair.at[n] = round_to<Element>(value);
             }
@@ -524,4 +539,14 @@ KERNEL(THREADS) grouped_gemm_up(
     block_sync();
 
     store_tile(hidden, ring, tile.first, first_column, tile.rows);
+
+    block_sync();
+    put_sums<0>(ring, sums);
+    block_sync();
+    store_tile(gate_pre, ring, tile.first, first_column, tile.rows);
+
+    block_sync();
+    put_sums<COLUMN_PARTS>(ring, sums);
+    block_sync();
+    store_tile(up_pre, ring, tile.first, first_column, tile.rows);
 }

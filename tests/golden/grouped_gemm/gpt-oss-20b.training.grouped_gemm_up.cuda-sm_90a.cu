@@ -1,6 +1,7 @@
 // grouped_gemm_up for cuda:sm_90a, by wgmma and the copy engine
 //
 //   hidden = act(rows · gateᵀ, rows · upᵀ)
+//   gate_pre, up_pre = what enters act, for backward
 //
 // A block owns 128 rows of one expert by 128 columns of gate and of up. block_x counts row tiles,
 // block_y column tiles. There are at most as many row tiles as blocks; the blocks beyond them
@@ -517,6 +518,17 @@ DEVICE void store_corner(Element *to, Element (&corner)[16][64], i32 rows, i32 f
     }
 }
 
+// Puts sums of 64 columns from `slab` on into a corner, rounded.
+DEVICE void put_sums(Element (&corner)[16][64], const f32 (&sums)[SUMS], i32 slab)
+{
+    #pragma unroll
+    for (i32 i = 0; i < 32; i += 2) {
+        const i32 sum = slab / 2 + i;
+        const Pack<Element, 2> pair = {round_to<Element>(sums[sum]), round_to<Element>(sums[sum + 1])};
+        store(in_corner(corner, sum_row(i), sum_column(i)), pair);
+    }
+}
+
 // Those of two columns; beyond the last there are zeros.
 DEVICE Pack<f32, 2> biases(const Element *bias, i32 column)
 {
@@ -630,9 +642,18 @@ KERNEL(THREADS) grouped_gemm_up(
                 }
                 store(in_corner(corner, sum_row(i + 2 * half), sum_column(i) - slab), pair);
             }
+            warp_sync();  // no biases are loaded ahead: sums that are kept leave no registers for them
         }
         warp_sync();
         store_corner(hidden + (tile.first + first_row) * OUTER, corner, rows, first_column + slab);
+        warp_sync();
+        put_sums(corner, gate_sums, slab);
+        warp_sync();
+        store_corner(gate_pre + (tile.first + first_row) * OUTER, corner, rows, first_column + slab);
+        warp_sync();
+        put_sums(corner, up_sums, slab);
+        warp_sync();
+        store_corner(up_pre + (tile.first + first_row) * OUTER, corner, rows, first_column + slab);
         warp_sync();
     }
 }

@@ -1,17 +1,21 @@
-// grouped_gemm_dgrad_down for cuda:sm_80
+// grouped_gemm_dgrad_down for cuda:sm_80, on the matrix units
 //
 //   P = dout · down
-//   hidden = weight * act, dgate, dup = weight * P * act'(gate_pre, up_pre)
-//   dweight_parts = sums of P * act over the columns of a tile
+//   hidden = w · act(gate_pre, up_pre), dgate, dup = act'(gate_pre, up_pre) · w · P
+//   dweight_parts = <P, act>, over the columns of a block
 //
-// A block owns 128 rows of one expert by 64 columns; a thread owns 8 x 8 of
-// them. block_x counts row tiles, those of the forward pass, block_y column tiles.
+// A block owns 128 rows of one expert by 128 columns; a warp owns 64 x 64 of them.
+// block_x counts row tiles, block_y column tiles.
 // There are at most as many row tiles as blocks; the blocks beyond them return.
 //
-// Shared memory: two buffers of each, one filled while the other is used.
-//   left   f32 [16][128 + pad]   dout, transposed
-//   right  f32 [16][64]   columns of down, as they lie
-//   parts  f32 [128][8 + 1]   what each thread has of each row
+// Shared memory: a ring of 2 stages, filled by asynchronous copies while others are
+// multiplied. A stage has 64 elements of the inner dimension:
+//   left   [128][128 bytes]          dout
+//   right  [128 columns][64]   lines of down, in panels of 128 bytes of each
+// Chunk n of 16 bytes of line r of left lies at n ^ (r % 8). At the end the ring holds
+// P, 16 rows of a warp at a time.
+//
+// Sums are f32, in ascending order of the inner dimension, 16 elements at a time.
 //
 // Baked in: inner 2880, outer 2880, experts 32, types, epilogue. Not the tokens.
 
@@ -112,6 +116,142 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
+// ---- warps ----
+
+constexpr i32 WARP = 32;
+typedef u32 LaneMask;
+
+// Every lane of a warp takes part in each of these.
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE u32 shuffle(u32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+DEVICE i32 population(LaneMask lanes) { return __popc(lanes); }
+
+// The lanes with the same value, which has at most BITS bits.
+template <int BITS> DEVICE LaneMask match_any(u32 value)
+{
+    return __match_any_sync(0xffffffffu, value);
+}
+
+DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
+
+DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
+DEVICE i32 lane_index() { return thread_index() % WARP; }
+DEVICE i32 warp_index() { return thread_index() / WARP; }
+
+// The lanes before this one, and the first lane of a set.
+DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
+DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
+
+DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
+
+DEVICE f32 warp_sum(f32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += shuffle(value, lane_index() ^ step);
+    return value;
+}
+
+DEVICE i32 warp_sum(i32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += (i32)shuffle((u32)value, lane_index() ^ step);
+    return value;
+}
+
+// The sum of `value` over this lane and those before it.
+DEVICE i32 warp_prefix(i32 value)
+{
+    for (i32 step = 1; step < WARP; step *= 2) {
+        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
+        value += lane_index() >= step ? before : 0;
+    }
+    return value;
+}
+
+// Where an object lies in shared memory, as copies, matrix loads and barriers name it.
+DEVICE u32 shared_address(const void *object) { return (u32)__cvta_generic_to_shared(object); }
+
+// ---- copies from global to shared memory that run by themselves ----
+
+// Starts to copy BYTES, 16, 8 or 4, between places aligned to as many. Where the
+// source is not `wanted` nothing is read and zeros are written.
+template <int BYTES> DEVICE void copy_async(u32 to, const void *from, bool wanted)
+{
+    const u64 source = __cvta_generic_to_global(from);
+    const i32 read = wanted ? BYTES : 0;
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(to), "l"(source), "r"(read) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     :: "r"(to), "l"(source), "n"(BYTES), "r"(read) : "memory");
+}
+
+// Ends a group: the copies this thread started since the last one.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last PENDING groups of this thread have arrived. Other
+// threads see them after the next barrier.
+template <int PENDING> DEVICE void wait_copies()
+{
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+// ---- matrices from shared memory ----
+
+// Loads as many matrices of 8 rows of 16 bytes as `to` has registers. Lane 8 m + r
+// gives the address of row r of matrix m, a multiple of 16; lane l gets, of each
+// matrix, bytes 4 (l % 4) and on of row l / 4.
+DEVICE void load_matrices(u32 (&to)[1], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 { %0 }, [%1];"
+                 : "=r"(to[0]) : "r"(row) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&to)[2], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];"
+                 : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&to)[4], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
+}
+
+// The same of 16-bit elements, transposed: lane l gets rows 2 (l % 4) and the next of
+// column l / 4.
+DEVICE void load_transposed(u32 (&to)[2], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1 }, [%2];"
+                 : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
+}
+
+DEVICE void load_transposed(u32 (&to)[4], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
+}
+
+// ---- products on the matrix unit ----
+
+// Each: sums += a · b for 16 rows and 8 columns over 32 bytes of the inner dimension.
+// With g = lane / 4 and t = lane % 4, registers hold
+//   a     rows g, g + 8, g, g + 8, 4 bytes from byte 4 t on; the last two from 16 + 4 t
+//   b     column g, 4 bytes from byte 4 t on; then from 16 + 4 t
+//   sums  row g, columns 2 t and 2 t + 1; then row g + 8, the same
+
+DEVICE void mma_16x8x16_bf16(f32 (&sums)[4], const u32 (&a)[4], const u32 (&b)[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+        " { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, { %0, %1, %2, %3 };"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // ---- functions ----
 
 DEVICE f32 power_of_two(i32 exponent) { return float_of((u32)(exponent + 127) << 23); }
@@ -148,158 +288,30 @@ DEVICE f32 activation_slope(f32 x)
     return fused(z * s, 1.0f - s, s);
 }
 
-// ---- products of tiles ----
-
-// Rows are staged DEPTH elements at a time as f32 in shared memory, transposed
-// (tile[k][row]), so that a thread reads its operands four at a time. PAD keeps
-// that alignment and spreads the transposing stores over the banks.
-constexpr int PAD = 4;
-
-// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
-// registers of THREADS threads to shared memory.
-template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
-    static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
-    static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-
-    Pack<T, PACK> held[HELD];
-
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
-    DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
-
-    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
-    DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            i32 row = row_of(i), k = depth + depth_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (row < rows && k < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(matrix + (i64)row * WIDTH + k);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[DEPTH][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j++)
-                if (pack_of(i) < PACKS)
-                    tile[depth_of(i) + j][first + row_of(i)] = to_f32(held[i].at[j]);
-    }
-};
-
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
-template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
-}
-
-// The COUNT items of a thread, out of one row of a tile.
-template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    #pragma unroll
-    for (i32 i = 0; i < COUNT; i += GROUP) {
-        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
-        #pragma unroll
-        for (i32 j = 0; j < GROUP; j++)
-            items[i + j] = group.at[j];
-    }
-}
-
-// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
-// grid of ROW_THREADS x COLUMN_THREADS, rows first.
-template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
-DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
-                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
-{
-    #pragma unroll 4
-    for (i32 k = 0; k < STEPS; k++) {
-        f32 a[ROWS], b[COLUMNS];
-        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
-        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
-        #pragma unroll
-        for (i32 i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (i32 j = 0; j < COLUMNS; j++)
-                sums[i][j] = fused(a[i], b[j], sums[i][j]);
-    }
-}
-
-// ---- slabs ----
-
-// LINES lines by COLUMNS columns on their way from a matrix [*, WIDTH] through the registers
-// of THREADS threads to shared memory. Lines are the depth of the product, so that they lie
-// there as they come (tile[line][column]).
-template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
-    static constexpr int PACK = pack_width<T>(WIDTH), GROUP = lesser(PACK, 4);
-    static constexpr int PACKS_PER_LINE = COLUMNS / PACK, PACKS = LINES * PACKS_PER_LINE;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-    static_assert(PACKS_PER_LINE * PACK == COLUMNS, "a pack is in one tile");
-
-    Pack<T, PACK> held[HELD];
-
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 line_of(i32 i) { return pack_of(i) / PACKS_PER_LINE; }
-    DEVICE static i32 column_of(i32 i) { return pack_of(i) % PACKS_PER_LINE * PACK; }
-
-    // Reads columns `first` and on. `line_at(i)` is where line i begins; beyond `lines` and
-    // WIDTH there are zeros.
-    template <class LineAt> DEVICE void fetch(i32 lines, i32 first, LineAt line_at)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            const i32 line = line_of(i), column = first + column_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (line < lines && column < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(line_at(line), column / PACK);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[LINES][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j += GROUP) {
-                Pack<f32, GROUP> group;
-                #pragma unroll
-                for (i32 n = 0; n < GROUP; n++)
-                    group.at[n] = to_f32(held[i].at[j + n]);
-                if (pack_of(i) < PACKS)
-                    store(&tile[line_of(i)][first + column_of(i) + j], group);
-            }
-    }
-};
-
 // ---- the kernel ----
+
+typedef bf16 Element;
 
 constexpr int INNER = 2880, OUTER = 2880;
 constexpr int EXPERTS = 32;
-constexpr int THREADS = 128;
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_DEPTH = 16;
-constexpr int THREAD_ROWS = 8, THREAD_COLUMNS = 8;
-constexpr int ROW_THREADS = TILE_ROWS / THREAD_ROWS, COLUMN_THREADS = TILE_COLUMNS / THREAD_COLUMNS;
-// Steps of the depth: INNER of them, TILE_DEPTH at a time.
-constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH), STEPS = DEPTHS;
-constexpr int PARTS = ceil_div(OUTER, TILE_COLUMNS);
+constexpr int THREADS = 128, STAGES = 2;
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_DEPTH = 64;
+constexpr int WARP_ROWS = 64, WARP_COLUMNS = 64;
 
-typedef bf16 Activation;
-typedef bf16 Weight;
-typedef Stage<Activation, TILE_ROWS, TILE_DEPTH, INNER, THREADS> LeftStage;
-typedef Slab<Weight, TILE_COLUMNS, TILE_DEPTH, OUTER, THREADS> RightSlab;
+constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; a product takes 32 of each line
+constexpr int LEFT = TILE_ROWS * LINE, STAGE = LEFT + TILE_COLUMNS * LINE;
+constexpr int COLUMN_WARPS = TILE_COLUMNS / WARP_COLUMNS;
+constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // products of a warp
+constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH), SLICES = DEPTHS;
 
-// Columns stored at a time.
-constexpr int STORED = lesser(pack_width<Activation>(OUTER), lesser(THREAD_COLUMNS, 4));
+// Elements of left copied at a time, threads that share a line, and lines copied at a time.
+constexpr int COPIED = pack_width<Element>(INNER);
+constexpr int LINE_THREADS = TILE_DEPTH / COPIED, COPIED_LINES = THREADS / LINE_THREADS;
 
-static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
+static_assert(TILE_DEPTH * sizeof(Element) == LINE && COPIED * sizeof(Element) >= 4, "what a copy can move");
+static_assert(TILE_ROWS / WARP_ROWS * COLUMN_WARPS * WARP == THREADS, "every warp owns a part of the tile");
+static_assert(TILE_ROWS % COPIED_LINES == 0, "all threads copy as much");
+static_assert(STAGES * STAGE == 65536, "the shared memory of the launch");
 
 // The rows of a block: `rows` of them from row `first` on, all of one expert.
 struct RowTile {
@@ -321,6 +333,123 @@ DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
     }
     i64 first = offsets[expert] + (i64)(tile - row_tiles[expert]) * TILE_ROWS;
     return {expert, first, (i32)(offsets[expert + 1] - first)};
+}
+
+// The line of a tile that a thread copies to in its turn i, and the piece of it.
+DEVICE i32 copied_row(i32 i) { return i * COPIED_LINES + thread_index() / LINE_THREADS; }
+DEVICE i32 copied_element() { return thread_index() % LINE_THREADS * COPIED; }
+
+// Copies elements `depth` and on of ROWS rows to lines of the ring; zeros for rows from
+// `rows` on and elements from INNER on. `row_at(i)` is where the row of turn i begins.
+template <int ROWS, class RowAt> DEVICE void copy_rows(u32 lines, i32 rows, i32 depth, RowAt row_at)
+{
+    const i32 k = depth + copied_element(), byte = copied_element() * (i32)sizeof(Element);
+    const i32 wanted = k < INNER ? rows - copied_row(0) : 0;
+    #pragma unroll
+    for (i32 i = 0; i < ROWS / COPIED_LINES; i++) {
+        const u32 to = lines + copied_row(i) * LINE + (byte ^ (copied_row(i) & 7) * CHUNK);
+        copy_async<COPIED * sizeof(Element)>(to, row_at(i) + k, i * COPIED_LINES < wanted);
+    }
+}
+
+// An operand whose lines are steps of the contraction lies in panels: PANEL elements of
+// TILE_DEPTH lines, 128 bytes each. A wider operand has several, one behind the other.
+constexpr int PANEL = LINE / sizeof(Element), PANEL_BYTES = TILE_DEPTH * LINE;
+
+// Where chunk n of line k of a panel lies: what a warp loads at a time, one chunk of eight
+// lines, is on different banks.
+DEVICE i32 in_panel(i32 k, i32 chunk) { return k * LINE + (chunk ^ k % 8) * CHUNK; }
+
+// Elements of a row of WIDTH copied at a time, and the line that a thread copies to in turn i.
+template <int WIDTH> struct Panels {
+    static constexpr int COPIED = pack_width<Element>(WIDTH);
+    static constexpr int LINE_THREADS = PANEL / COPIED, LINES = THREADS / LINE_THREADS;
+    static constexpr int TURNS = TILE_DEPTH / LINES;
+
+    static_assert(COPIED * sizeof(Element) >= 4, "what a copy can move");
+    static_assert(TILE_DEPTH % LINES == 0, "all threads copy as much");
+
+    static DEVICE i32 line(i32 turn) { return turn * LINES + thread_index() / LINE_THREADS; }
+
+    // Copies TILE_DEPTH lines of COLUMNS elements to panels; zeros for lines from `lines` on
+    // and elements from `columns` on. `line_at(i)` is where the line of turn i begins.
+    template <int COLUMNS, class LineAt> static DEVICE void copy(u32 to, i32 lines, i32 columns, LineAt line_at)
+    {
+        const i32 column = thread_index() % LINE_THREADS * COPIED, byte = column * (i32)sizeof(Element);
+        #pragma unroll
+        for (i32 i = 0; i < TURNS; i++) {
+            const u32 place = to + in_panel(line(i), byte / CHUNK) + byte % CHUNK;
+            #pragma unroll
+            for (i32 first = 0; first < COLUMNS; first += PANEL)
+                copy_async<COPIED * sizeof(Element)>(place + first / PANEL * PANEL_BYTES, line_at(i) + first + column,
+                                                     line(i) < lines && first + column < columns);
+        }
+    }
+};
+
+// Lines k to k + 15 of 16 columns as the left factor of a product.
+DEVICE void load_left(u32 (&to)[4], u32 panels, i32 k, i32 column)
+{
+    const i32 line = k + lane_index() / 16 * 8 + lane_index() % 8;
+    column += lane_index() / 8 % 2 * 8;
+    load_transposed(to, panels + column / PANEL * PANEL_BYTES + in_panel(line, column % PANEL / 8));
+}
+
+// The same lines of 16 columns as two right factors.
+DEVICE void load_right(u32 (&to)[4], u32 panels, i32 k, i32 column)
+{
+    const i32 line = k + lane_index() / 8 % 2 * 8 + lane_index() % 8;
+    column += lane_index() / 16 * 8;
+    load_transposed(to, panels + column / PANEL * PANEL_BYTES + in_panel(line, column % PANEL / 8));
+}
+
+// The first row and column of a warp's part of the tile.
+DEVICE i32 warp_row() { return warp_index() / COLUMN_WARPS * WARP_ROWS; }
+DEVICE i32 warp_column() { return warp_index() % COLUMN_WARPS * WARP_COLUMNS; }
+
+// The operands of one step of a warp, and its sums.
+struct Operands { u32 left[ROW_PARTS][4], right[COLUMN_PARTS][2]; };
+typedef f32 Sums[ROW_PARTS][COLUMN_PARTS][4];
+
+// Loads 16 rows by two chunks of left at a time, and the same elements of 16 columns of right.
+DEVICE void load_step(Operands &to, u32 stage, i32 step)
+{
+    const i32 lane = lane_index();
+    const i32 row = warp_row() + lane % 16, chunk = 2 * step + lane / 16;
+    const u32 left = stage + row * LINE + (chunk ^ lane % 8) * CHUNK;
+    #pragma unroll
+    for (i32 i = 0; i < ROW_PARTS; i++)
+        load_matrices(to.left[i], left + i * 16 * LINE);
+    #pragma unroll
+    for (i32 j = 0; j < COLUMN_PARTS; j += 2) {
+        u32 pair[4];
+        load_right(pair, stage + LEFT, step * (32 / sizeof(Element)), warp_column() + j * 8);
+        #pragma unroll
+        for (i32 n = 0; n < 4; n++)
+            to.right[j + n / 2][n % 2] = pair[n];
+    }
+}
+
+DEVICE void multiply(Sums &sums, const Operands &by)
+{
+    #pragma unroll
+    for (i32 j = 0; j < COLUMN_PARTS; j++)
+        #pragma unroll
+        for (i32 i = 0; i < ROW_PARTS; i++)
+            mma_16x8x16_bf16(sums[i][j], by.left[i], by.right[j]);
+}
+
+// Adds the products of a stage; a step is loaded while the one before is multiplied.
+DEVICE void multiply_stage(Sums &sums, u32 stage)
+{
+    Operands operands[2];
+    load_step(operands[0], stage, 0);
+    #pragma unroll
+    for (i32 step = 0; step < STEPS; step++) {
+        if (step + 1 < STEPS)
+            load_step(operands[(step + 1) % 2], stage, step + 1);
+        multiply(sums, operands[step % 2]);
+    }
 }
 
 constexpr f32 LIMIT = 7.0f;
@@ -351,6 +480,100 @@ DEVICE ActivationBwd activation_bwd(f32 gate_pre, f32 up_pre, f32 product, f32 w
     return {weight * value, dgate, dup, product * value};
 }
 
+// ---- from sums to rows ----
+
+// A warp has a corner of shared memory for 16 rows by SLAB columns of sums. A lane takes
+// eight elements of a row from it, in packs of as many as are moved at a time; adjacent
+// lanes take adjacent packs.
+constexpr int SLAB = 64, ROW_LANES = SLAB / 8, ROWS_AT_ONCE = WARP / ROW_LANES;
+constexpr int MOVED = pack_width<Element>(OUTER), ROW_PACKS = OUTER / MOVED;
+constexpr int CORNER_TURNS = 16 / ROWS_AT_ONCE;
+typedef f32 Corner[16][SLAB];
+
+// Where an element lies: chunks of 16 bytes change places so that neither the pairs that
+// are written nor the chunks that are read meet in a bank.
+DEVICE f32 *in_corner(Corner &corner, i32 row, i32 column)
+{
+    const i32 chunk = column / 4 ^ (row % 4 * 2 + column / 32);
+    return &corner[row][chunk * 4 + column % 4];
+}
+
+// The sums of a pack.
+DEVICE Pack<f32, MOVED> from_corner(Corner &corner, i32 row, i32 column)
+{
+    constexpr int LOADED = lesser(MOVED, 4);
+    Pack<f32, MOVED> pack;
+    #pragma unroll
+    for (i32 i = 0; i < MOVED; i += LOADED) {
+        const Pack<f32, LOADED> part = load<LOADED>(in_corner(corner, row, column + i));
+        #pragma unroll
+        for (i32 n = 0; n < LOADED; n++)
+            pack.at[i + n] = part.at[n];
+    }
+    return pack;
+}
+
+// What the down half reads and writes, from the first row of a corner on.
+struct Kept {
+    const Element *gate_pre, *up_pre;
+    Element *hidden, *dgate, *dup;
+};
+
+// Finishes what of a corner lies within `rows` and OUTER, from column `first` on. Adds
+// <P, activation> of the columns that this lane has of a row to its part of turn i.
+DEVICE void finish_corner(const Kept &kept, Corner &corner, i32 rows, i32 first, const f32 (&weights)[CORNER_TURNS], f32 (&parts)[CORNER_TURNS])
+{
+    #pragma unroll
+    for (i32 i = 0; i < CORNER_TURNS; i++) {
+        const i32 row = i * ROWS_AT_ONCE + lane_index() / ROW_LANES;
+        if (row >= rows)
+            continue;
+        #pragma unroll
+        for (i32 n = 0; n < 8 / MOVED; n++) {
+            const i32 column = (n * ROW_LANES + lane_index() % ROW_LANES) * MOVED;
+            if (first + column >= OUTER)
+                continue;
+            const i64 at = (i64)row * ROW_PACKS + (first + column) / MOVED;
+            const Pack<f32, MOVED> products = from_corner(corner, row, column);
+            const Pack<Element, MOVED> gate_pre = load<MOVED>(kept.gate_pre, at);
+            const Pack<Element, MOVED> up_pre = load<MOVED>(kept.up_pre, at);
+            Pack<Element, MOVED> hidden, dgate, dup;
+            #pragma unroll
+            for (i32 m = 0; m < MOVED; m++) {
+                const ActivationBwd back = activation_bwd(to_f32(gate_pre.at[m]), to_f32(up_pre.at[m]), products.at[m], weights[i]);
+                hidden.at[m] = round_to<Element>(back.hidden);
+                dgate.at[m] = round_to<Element>(back.dgate);
+                dup.at[m] = round_to<Element>(back.dup);
+                parts[i] += back.part;
+            }
+            store(kept.hidden, at, hidden);
+            store(kept.dgate, at, dgate);
+            store(kept.dup, at, dup);
+        }
+    }
+}
+
+// The weights of the rows that this lane takes from a corner.
+DEVICE void row_weights(f32 (&weights)[CORNER_TURNS], const f32 *topk_weights, const i32 *row_slots, i64 first_row, i32 rows)
+{
+    #pragma unroll
+    for (i32 i = 0; i < CORNER_TURNS; i++) {
+        const i32 row = i * ROWS_AT_ONCE + lane_index() / ROW_LANES;
+        weights[i] = row < rows ? topk_weights[row_slots[first_row + row]] : 0.0f;
+    }
+}
+
+// The sum over the lanes of a row, in every one of them.
+DEVICE f32 row_sum(f32 part)
+{
+    #pragma unroll
+    for (i32 step = 1; step < ROW_LANES; step *= 2)
+        part += shuffle(part, lane_index() ^ step);
+    return part;
+}
+
+static_assert(THREADS / WARP * sizeof(Corner) + COLUMN_WARPS * TILE_ROWS * sizeof(f32) <= STAGES * STAGE, "the ring can hold the corners");
+
 KERNEL(THREADS) grouped_gemm_dgrad_down(
     const bf16 *__restrict__ dout,        // [rows, 2880]
     const bf16 *__restrict__ down,        // [32, 2880, 2880]
@@ -363,84 +586,80 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     bf16 *__restrict__ hidden,            // [rows, 2880]
     bf16 *__restrict__ dgate,             // [rows, 2880]
     bf16 *__restrict__ dup,               // [rows, 2880]
-    f32 *__restrict__ dweight_parts,      // [rows, 45]
+    f32 *__restrict__ dweight_parts,      // [rows, 23]
     i64 tokens)
 {
-    alignas(16) __shared__ f32 left[2][TILE_DEPTH][TILE_ROWS + PAD];
-    alignas(16) __shared__ f32 right[2][TILE_DEPTH][TILE_COLUMNS];
-    __shared__ f32 parts[TILE_ROWS][COLUMN_THREADS + 1];
+    alignas(LINE) extern __shared__ Element ring[];
 
     (void)tokens;
     const RowTile tile = row_tile(offsets, row_tiles);
     if (tile.rows <= 0)
         return;
     const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
-    const i64 first_row = tile.first * INNER, first_weight = tile.expert * INNER * OUTER;
 
-    LeftStage left_stage;
-    RightSlab right_slab;
-    auto fetch = [&](i32 step) {
-        const i32 depth = step * TILE_DEPTH;
-        const Weight *matrix = down + first_weight;
-        left_stage.fetch(dout + first_row, tile.rows, depth);
-        right_slab.fetch(INNER - depth, first_column, [&](i32 line) { return matrix + (i64)(depth + line) * OUTER; });
-    };
-    auto put = [&](i32 buffer) {
-        left_stage.put(left[buffer], 0);
-        right_slab.put(right[buffer], 0);
-    };
-
-    f32 sums[THREAD_ROWS][THREAD_COLUMNS] = {};
-    fetch(0);
-    put(0);
-    block_sync();
-    i32 buffer = 0;
-    #pragma unroll 1
-    for (i32 step = 1; step < STEPS; step++, buffer ^= 1) {
-        fetch(step);
-        multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
-        put(buffer ^ 1);
-        block_sync();
-    }
-    multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
-
-    #pragma unroll
-    for (i32 i = 0; i < THREAD_ROWS; i++) {
-        const i32 row = dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
-        if (row >= tile.rows)
-            continue;
-        const i64 first = (tile.first + row) * OUTER;
-        const f32 weight = topk_weights[row_slots[tile.first + row]];
-        f32 part = 0.0f;
-        #pragma unroll
-        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
-            const i32 column = dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
-            if (column >= columns)
-                continue;
-            const i32 at = (first_column + column) / STORED;
-            const Pack<Activation, STORED> gate_pres = load<STORED>(gate_pre + first, at);
-            const Pack<Activation, STORED> up_pres = load<STORED>(up_pre + first, at);
-            Pack<Activation, STORED> hiddens, dgates, dups;
-            #pragma unroll
-            for (i32 n = 0; n < STORED; n++) {
-                const ActivationBwd element = activation_bwd(to_f32(gate_pres.at[n]), to_f32(up_pres.at[n]), sums[i][j + n], weight);
-                hiddens.at[n] = round_to<Activation>(element.hidden);
-                dgates.at[n] = round_to<Activation>(element.dgate);
-                dups.at[n] = round_to<Activation>(element.dup);
-                part += element.part;
-            }
-            store(hidden + first, at, hiddens);
-            store(dgate + first, at, dgates);
-            store(dup + first, at, dups);
+    // What this thread copies of a slice in its turns.
+    typedef Panels<OUTER> Right;
+    const i64 first_left = (tile.first + copied_row(0)) * INNER;
+    const i64 first_right = tile.expert * INNER * OUTER + first_column;
+    const u32 stages = shared_address(ring);
+    auto fetch = [&](i32 at) {
+        if (at < SLICES) {
+            const u32 stage = stages + at % STAGES * STAGE;
+            const i32 depth = at * TILE_DEPTH;
+            const Element *const left = dout + first_left, *const right = down + first_right;
+            copy_rows<TILE_ROWS>(stage, tile.rows, depth, [&](i32 i) { return left + (i64)i * COPIED_LINES * INNER; });
+            Right::copy<TILE_COLUMNS>(stage + LEFT, INNER - depth, columns, [&](i32 i) { return right + (i64)(depth + Right::line(i)) * OUTER; });
         }
-        parts[row][thread_index() % COLUMN_THREADS] = part;
+        commit_copies();
+    };
+
+    Sums sums = {};
+    #pragma unroll
+    for (i32 at = 0; at < STAGES - 1; at++)
+        fetch(at);
+    #pragma unroll 1
+    for (i32 at = 0; at < SLICES; at++) {
+        wait_copies<STAGES - 2>();
+        block_sync();  // this stage is here, and all have read the one before it
+        fetch(at + STAGES - 1);
+        if (warp_row() < tile.rows && warp_column() < columns)
+            multiply_stage(sums, stages + at % STAGES * STAGE);
+    }
+    wait_copies<0>();
+    block_sync();  // the ring is free
+
+    Corner &corner = reinterpret_cast<Corner *>(ring)[warp_index()];
+    f32 *const row_parts = reinterpret_cast<f32 *>(reinterpret_cast<Corner *>(ring) + THREADS / WARP);  // [COLUMN_WARPS][TILE_ROWS]
+    #pragma unroll
+    for (i32 i = 0; i < ROW_PARTS; i++) {
+        const i32 row = warp_row() + 16 * i, rows = tile.rows - row;
+        #pragma unroll
+        for (i32 j = 0; j < COLUMN_PARTS; j++)
+            #pragma unroll
+            for (i32 n = 0; n < 2; n++) {
+                const Pack<f32, 2> pair = {sums[i][j][2 * n], sums[i][j][2 * n + 1]};
+                store(in_corner(corner, 8 * n + lane_index() / 4, 8 * j + lane_index() % 4 * 2), pair);
+            }
+        warp_sync();
+        const i64 first = (tile.first + row) * OUTER;
+        const Kept kept = {gate_pre + first, up_pre + first, hidden + first, dgate + first, dup + first};
+        f32 weights[CORNER_TURNS], parts[CORNER_TURNS] = {};
+        row_weights(weights, topk_weights, row_slots, tile.first + row, rows);
+        finish_corner(kept, corner, rows, first_column + warp_column(), weights, parts);
+        #pragma unroll
+        for (i32 turn = 0; turn < CORNER_TURNS; turn++) {
+            const f32 part = row_sum(parts[turn]);
+            if (lane_index() % ROW_LANES == 0)
+                row_parts[warp_column() / WARP_COLUMNS * TILE_ROWS + row + turn * ROWS_AT_ONCE + lane_index() / ROW_LANES] = part;
+        }
+        warp_sync();
     }
     block_sync();
-
     for (i32 row = thread_index(); row < TILE_ROWS && row < tile.rows; row += THREADS) {
-        f32 part = 0.0f;
-        for (i32 n = 0; n < COLUMN_THREADS; n++)
-            part += parts[row][n];
-        dweight_parts[(tile.first + row) * PARTS + block_y()] = part;
+        f32 sum = 0.0f;
+        #pragma unroll
+        for (i32 warp = 0; warp < COLUMN_WARPS; warp++)
+            sum += row_parts[warp * TILE_ROWS + row];
+        dweight_parts[(tile.first + row) * ceil_div(OUTER, TILE_COLUMNS) + block_y()] = sum;
     }
 }

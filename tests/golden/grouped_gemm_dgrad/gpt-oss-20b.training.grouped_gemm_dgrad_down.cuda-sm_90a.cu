@@ -1,17 +1,21 @@
-// grouped_gemm_dgrad_down for cuda:sm_90a
+// grouped_gemm_dgrad_down for cuda:sm_90a, by wgmma and the copy engine
 //
 //   P = dout · down
-//   hidden = weight * act, dgate, dup = weight * P * act'(gate_pre, up_pre)
-//   dweight_parts = sums of P * act over the columns of a tile
+//   hidden = w · act(gate_pre, up_pre), dgate, dup = act'(gate_pre, up_pre) · w · P
+//   dweight_parts = <P, act>, over the columns of a block
 //
-// A block owns 128 rows of one expert by 64 columns; a thread owns 8 x 8 of
-// them. block_x counts row tiles, those of the forward pass, block_y column tiles.
+// A block owns 128 rows of one expert by 256 columns. block_x counts row tiles, block_y column tiles.
 // There are at most as many row tiles as blocks; the blocks beyond them return.
 //
-// Shared memory: two buffers of each, one filled while the other is used.
-//   left   f32 [16][128 + pad]   dout, transposed
-//   right  f32 [16][64]   columns of down, as they lie
-//   parts  f32 [128][8 + 1]   what each thread has of each row
+// Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
+// engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
+// from one to the others through its barrier `full`, and back through `empty`.
+//
+// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
+// chunks of its 128-byte rows swizzled. Lines of a matrix are steps of the sum, so it is read across them.
+//   ring    [4] of bf16 rows [128][64], matrix [4][64][64]
+//   corners f32 [8][16][64]   sums of a warp on their way out
+//   full, empty   barriers [4] each
 //
 // Baked in: inner 2880, outer 2880, experts 32, types, epilogue. Not the tokens.
 
@@ -112,6 +116,305 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
+// ---- warps ----
+
+constexpr i32 WARP = 32;
+typedef u32 LaneMask;
+
+// Every lane of a warp takes part in each of these.
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE u32 shuffle(u32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+DEVICE i32 population(LaneMask lanes) { return __popc(lanes); }
+
+// The lanes with the same value, which has at most BITS bits.
+template <int BITS> DEVICE LaneMask match_any(u32 value)
+{
+    return __match_any_sync(0xffffffffu, value);
+}
+
+DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
+
+DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
+DEVICE i32 lane_index() { return thread_index() % WARP; }
+DEVICE i32 warp_index() { return thread_index() / WARP; }
+
+// The lanes before this one, and the first lane of a set.
+DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
+DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
+
+DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
+
+DEVICE f32 warp_sum(f32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += shuffle(value, lane_index() ^ step);
+    return value;
+}
+
+DEVICE i32 warp_sum(i32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += (i32)shuffle((u32)value, lane_index() ^ step);
+    return value;
+}
+
+// The sum of `value` over this lane and those before it.
+DEVICE i32 warp_prefix(i32 value)
+{
+    for (i32 step = 1; step < WARP; step *= 2) {
+        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
+        value += lane_index() >= step ? before : 0;
+    }
+    return value;
+}
+
+// Where an object lies in shared memory, as copies, matrix loads and barriers name it.
+DEVICE u32 shared_address(const void *object) { return (u32)__cvta_generic_to_shared(object); }
+
+// ---- barriers in shared memory, and roles of warps ----
+
+// The shared memory that the launch gives a block, from a multiple of 1024 on.
+template <class T> DEVICE T &dynamic_shared()
+{
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return *reinterpret_cast<T *>(memory);
+}
+
+// Counts arrivals, and bytes that a copy engine still owes. When none are
+// missing its phase ends; phases are told apart by their parity, from 0 on.
+struct Barrier { u64 state; };
+
+DEVICE void mbarrier_init(Barrier &barrier, u32 arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the copy engine; the block still has to meet.
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void mbarrier_arrive(Barrier &barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrives, and announces `bytes` more to come before the phase can end.
+DEVICE void mbarrier_expect(Barrier &barrier, u32 bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(&barrier)), "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity has ended; sleeps for a while first.
+DEVICE bool mbarrier_try_wait(Barrier &barrier, u32 parity)
+{
+    u32 ended;
+    asm volatile("{\n"
+                 "    .reg .pred ended;\n"
+                 "    mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+                 "    selp.u32 %0, 1, 0, ended;\n"
+                 "}" : "=r"(ended) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
+    return ended != 0;
+}
+
+// Waits for the end of the phase of this parity. The phase before a barrier's
+// first one counts as ended, and its parity is 1.
+DEVICE void mbarrier_wait(Barrier &barrier, u32 parity)
+{
+    while (!mbarrier_try_wait(barrier, parity)) {}
+}
+
+// Ordinary writes to shared memory come before what the asynchronous engines
+// (copies, wgmma) do after this.
+DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// True for one lane of a warp whose lanes are all here.
+DEVICE bool elect_one()
+{
+    u32 elected;
+    asm volatile("{\n"
+                 "    .reg .pred elected;\n"
+                 "    elect.sync _|elected, 0xffffffff;\n"
+                 "    selp.u32 %0, 1, 0, elected;\n"
+                 "}" : "=r"(elected) :: "memory");
+    return elected != 0;
+}
+
+// THREADS threads, whole warps, meet at one of 16 barriers; 0 is the block's.
+template <int THREADS> DEVICE void named_sync(i32 barrier)
+{
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
+}
+
+// The four warps of a warpgroup change how many registers each thread has.
+template <int COUNT> DEVICE void shrink_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+template <int COUNT> DEVICE void grow_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// ---- the copy engine: boxes of a tensor to shared memory ----
+
+// A tensor, the shape of its boxes and their layout in shared memory, as the
+// driver encodes them. What lies outside the tensor is read as zero.
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
+DEVICE void tma_prefetch(const TensorMap &map)
+{
+    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
+
+// What the level-2 cache should do with a box.
+DEVICE u64 keep_in_cache()
+{
+    u64 hint;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(hint));
+    return hint;
+}
+
+DEVICE u64 stream_through_cache()
+{
+    u64 hint;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(hint));
+    return hint;
+}
+
+// The box from element (x, y) on, innermost index first. Returns at once; the
+// bytes of the whole box are counted off `arrived` as they come.
+DEVICE void tma_load_2d(void *to, const TensorMap &from, Barrier &arrived, u64 hint, i32 x, i32 y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, { %3, %4 }], [%2], %5;"
+                 :: "r"(shared_address(to)), "l"(&from), "r"(shared_address(&arrived)),
+                    "r"(x), "r"(y), "l"(hint) : "memory");
+}
+
+DEVICE void tma_load_3d(void *to, const TensorMap &from, Barrier &arrived, u64 hint, i32 x, i32 y, i32 z)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, { %3, %4, %5 }], [%2], %6;"
+                 :: "r"(shared_address(to)), "l"(&from), "r"(shared_address(&arrived)),
+                    "r"(x), "r"(y), "r"(z), "l"(hint) : "memory");
+}
+
+// ---- products of tiles by a warpgroup ----
+
+// How wgmma finds an operand in shared memory: rows of 64 elements of 16 bits, their
+// 16-byte chunks swizzled over 128 bytes as the copy engine leaves them, eight rows
+// 1024 bytes apart from the next eight. `tile` starts at a multiple of 1024.
+//   bits 0-13 address / 16, 16-29 leading offset (unused here), 32-45 stride / 16, 62-63 swizzle
+DEVICE u64 operand_128b(const void *tile)
+{
+    return (u64)(shared_address(tile) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// From 16 elements of each row to the next 16, which one wgmma multiplies.
+constexpr u64 NEXT_STEP = 16 * sizeof(u16) >> 4;
+
+// The four warps issue products together. They come after what was written to the
+// registers of the sums before the fence, and run while the warps go on.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most LEFT committed groups are unfinished.
+template <int LEFT> DEVICE void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+}
+
+// Keeps the compiler from reading sums before the wait above it.
+template <int COUNT> DEVICE void settle(f32 (&sums)[COUNT])
+{
+    #pragma unroll
+    for (i32 i = 0; i < COUNT; i++)
+        asm volatile("" : "+f"(sums[i]) :: "memory");
+}
+
+// Where sum i of a thread lies among the 16 rows that a warp has of a product: the
+// first warp of a warpgroup has the first 16, and so on.
+DEVICE i32 sum_row(i32 i) { return i / 2 % 2 * 8 + lane_index() / 4; }
+DEVICE i32 sum_column(i32 i) { return i / 4 * 8 + lane_index() % 4 * 2 + i % 2; }
+
+// sums = a · b (+ sums when told to accumulate), a [64][16], b [16][256] in panels.
+DEVICE void wgmma_m64n256k16_bf16(f32 (&sums)[128], u64 a, u64 b, bool accumulate)
+{
+    asm volatile("{\n"
+                 "    .reg .pred accumulate;\n"
+                 "    setp.ne.b32 accumulate, %130, 0;\n"
+                 "    wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, "
+                 "%8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, "
+                 "%24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, "
+                 "%40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, "
+                 "%56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, "
+                 "%72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, "
+                 "%88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, "
+                 "%104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, "
+                 "%120, %121, %122, %123, %124, %125, %126, %127"
+                 "}, %128, %129, accumulate, 1, 1, 0, 1;\n"
+                 "}"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]),
+                   "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]),
+                   "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+                   "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]),
+                   "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
+                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
+                   "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]),
+                   "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]),
+                   "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
+                   "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]),
+                   "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]),
+                   "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
+                   "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]),
+                   "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]),
+                   "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
+                   "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]),
+                   "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]),
+                   "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]),
+                   "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]),
+                   "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79]),
+                   "+f"(sums[80]), "+f"(sums[81]), "+f"(sums[82]), "+f"(sums[83]),
+                   "+f"(sums[84]), "+f"(sums[85]), "+f"(sums[86]), "+f"(sums[87]),
+                   "+f"(sums[88]), "+f"(sums[89]), "+f"(sums[90]), "+f"(sums[91]),
+                   "+f"(sums[92]), "+f"(sums[93]), "+f"(sums[94]), "+f"(sums[95]),
+                   "+f"(sums[96]), "+f"(sums[97]), "+f"(sums[98]), "+f"(sums[99]),
+                   "+f"(sums[100]), "+f"(sums[101]), "+f"(sums[102]), "+f"(sums[103]),
+                   "+f"(sums[104]), "+f"(sums[105]), "+f"(sums[106]), "+f"(sums[107]),
+                   "+f"(sums[108]), "+f"(sums[109]), "+f"(sums[110]), "+f"(sums[111]),
+                   "+f"(sums[112]), "+f"(sums[113]), "+f"(sums[114]), "+f"(sums[115]),
+                   "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]),
+                   "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]),
+                   "+f"(sums[124]), "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])
+                 : "l"(a), "l"(b), "r"((u32)accumulate));
+}
+
+// How wgmma finds an operand in shared memory whose lines are steps of the sum, so that it
+// is read across them: panels of LINES lines of 64 elements of 16 bits, one behind the other,
+// their 16-byte chunks swizzled over 128 bytes as the copy engine leaves them. `panels`
+// starts at a multiple of 1024.
+//   bits 0-13 address / 16, 16-29 leading offset / 16: from panel to panel, 32-45 stride / 16:
+//   from eight lines to the next eight, 62-63 swizzle
+template <int LINES> DEVICE u64 operand_across_128b(const void *panels)
+{
+    return (u64)(shared_address(panels) >> 4) | (u64)(LINES * 128 >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// From 16 lines to the next 16, which one wgmma multiplies.
+constexpr u64 NEXT_LINES = 16 * 128 >> 4;
+
 // ---- functions ----
 
 DEVICE f32 power_of_two(i32 exponent) { return float_of((u32)(exponent + 127) << 23); }
@@ -148,158 +451,18 @@ DEVICE f32 activation_slope(f32 x)
     return fused(z * s, 1.0f - s, s);
 }
 
-// ---- products of tiles ----
-
-// Rows are staged DEPTH elements at a time as f32 in shared memory, transposed
-// (tile[k][row]), so that a thread reads its operands four at a time. PAD keeps
-// that alignment and spreads the transposing stores over the banks.
-constexpr int PAD = 4;
-
-// ROWS rows of DEPTH elements on their way from a matrix [*, WIDTH] through the
-// registers of THREADS threads to shared memory.
-template <class T, int ROWS, int DEPTH, int WIDTH, int THREADS> struct Stage {
-    static constexpr int PACK = pack_width<T>(WIDTH) < DEPTH ? pack_width<T>(WIDTH) : DEPTH;
-    static constexpr int PACKS_PER_ROW = DEPTH / PACK, PACKS = ROWS * PACKS_PER_ROW;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-
-    Pack<T, PACK> held[HELD];
-
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 row_of(i32 i) { return pack_of(i) / PACKS_PER_ROW; }
-    DEVICE static i32 depth_of(i32 i) { return pack_of(i) % PACKS_PER_ROW * PACK; }
-
-    // Reads from element `depth` on; beyond `rows` and WIDTH there are zeros.
-    DEVICE void fetch(const T *matrix, i32 rows, i32 depth)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            i32 row = row_of(i), k = depth + depth_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (row < rows && k < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(matrix + (i64)row * WIDTH + k);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[DEPTH][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j++)
-                if (pack_of(i) < PACKS)
-                    tile[depth_of(i) + j][first + row_of(i)] = to_f32(held[i].at[j]);
-    }
-};
-
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
-template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
-}
-
-// The COUNT items of a thread, out of one row of a tile.
-template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
-{
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    #pragma unroll
-    for (i32 i = 0; i < COUNT; i += GROUP) {
-        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
-        #pragma unroll
-        for (i32 j = 0; j < GROUP; j++)
-            items[i + j] = group.at[j];
-    }
-}
-
-// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
-// grid of ROW_THREADS x COLUMN_THREADS, rows first.
-template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
-DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
-                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
-{
-    #pragma unroll 4
-    for (i32 k = 0; k < STEPS; k++) {
-        f32 a[ROWS], b[COLUMNS];
-        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
-        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
-        #pragma unroll
-        for (i32 i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (i32 j = 0; j < COLUMNS; j++)
-                sums[i][j] = fused(a[i], b[j], sums[i][j]);
-    }
-}
-
-// ---- slabs ----
-
-// LINES lines by COLUMNS columns on their way from a matrix [*, WIDTH] through the registers
-// of THREADS threads to shared memory. Lines are the depth of the product, so that they lie
-// there as they come (tile[line][column]).
-template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
-    static constexpr int PACK = pack_width<T>(WIDTH), GROUP = lesser(PACK, 4);
-    static constexpr int PACKS_PER_LINE = COLUMNS / PACK, PACKS = LINES * PACKS_PER_LINE;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-    static_assert(PACKS_PER_LINE * PACK == COLUMNS, "a pack is in one tile");
-
-    Pack<T, PACK> held[HELD];
-
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 line_of(i32 i) { return pack_of(i) / PACKS_PER_LINE; }
-    DEVICE static i32 column_of(i32 i) { return pack_of(i) % PACKS_PER_LINE * PACK; }
-
-    // Reads columns `first` and on. `line_at(i)` is where line i begins; beyond `lines` and
-    // WIDTH there are zeros.
-    template <class LineAt> DEVICE void fetch(i32 lines, i32 first, LineAt line_at)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            const i32 line = line_of(i), column = first + column_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (line < lines && column < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(line_at(line), column / PACK);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[LINES][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j += GROUP) {
-                Pack<f32, GROUP> group;
-                #pragma unroll
-                for (i32 n = 0; n < GROUP; n++)
-                    group.at[n] = to_f32(held[i].at[j + n]);
-                if (pack_of(i) < PACKS)
-                    store(&tile[line_of(i)][first + column_of(i) + j], group);
-            }
-    }
-};
-
 // ---- the kernel ----
 
 constexpr int INNER = 2880, OUTER = 2880;
 constexpr int EXPERTS = 32;
-constexpr int THREADS = 128;
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_DEPTH = 16;
-constexpr int THREAD_ROWS = 8, THREAD_COLUMNS = 8;
-constexpr int ROW_THREADS = TILE_ROWS / THREAD_ROWS, COLUMN_THREADS = TILE_COLUMNS / THREAD_COLUMNS;
-// Steps of the depth: INNER of them, TILE_DEPTH at a time.
-constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH), STEPS = DEPTHS;
-constexpr int PARTS = ceil_div(OUTER, TILE_COLUMNS);
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
+constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH), SLICES = DEPTHS;
+constexpr int STAGES = 4;
+constexpr int CONSUMERS = TILE_ROWS / 64, CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr int THREADS = 128 + 128 * CONSUMERS;
+constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
 
-typedef bf16 Activation;
-typedef bf16 Weight;
-typedef Stage<Activation, TILE_ROWS, TILE_DEPTH, INNER, THREADS> LeftStage;
-typedef Slab<Weight, TILE_COLUMNS, TILE_DEPTH, OUTER, THREADS> RightSlab;
-
-// Columns stored at a time.
-constexpr int STORED = lesser(pack_width<Activation>(OUTER), lesser(THREAD_COLUMNS, 4));
-
-static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
+typedef bf16 Element;
 
 // The rows of a block: `rows` of them from row `first` on, all of one expert.
 struct RowTile {
@@ -351,96 +514,235 @@ DEVICE ActivationBwd activation_bwd(f32 gate_pre, f32 up_pre, f32 product, f32 w
     return {weight * value, dgate, dup, product * value};
 }
 
+// ---- from sums to rows ----
+
+// A warp has a corner of shared memory for 16 rows by SLAB columns of sums. A lane takes
+// eight elements of a row from it, in packs of as many as are moved at a time; adjacent
+// lanes take adjacent packs.
+constexpr int SLAB = 64, ROW_LANES = SLAB / 8, ROWS_AT_ONCE = WARP / ROW_LANES;
+constexpr int MOVED = pack_width<Element>(OUTER), ROW_PACKS = OUTER / MOVED;
+constexpr int CORNER_TURNS = 16 / ROWS_AT_ONCE;
+typedef f32 Corner[16][SLAB];
+
+// Where an element lies: chunks of 16 bytes change places so that neither the pairs that
+// are written nor the chunks that are read meet in a bank.
+DEVICE f32 *in_corner(Corner &corner, i32 row, i32 column)
+{
+    const i32 chunk = column / 4 ^ (row % 4 * 2 + column / 32);
+    return &corner[row][chunk * 4 + column % 4];
+}
+
+// The sums of a pack.
+DEVICE Pack<f32, MOVED> from_corner(Corner &corner, i32 row, i32 column)
+{
+    constexpr int LOADED = lesser(MOVED, 4);
+    Pack<f32, MOVED> pack;
+    #pragma unroll
+    for (i32 i = 0; i < MOVED; i += LOADED) {
+        const Pack<f32, LOADED> part = load<LOADED>(in_corner(corner, row, column + i));
+        #pragma unroll
+        for (i32 n = 0; n < LOADED; n++)
+            pack.at[i + n] = part.at[n];
+    }
+    return pack;
+}
+
+// What the down half reads and writes, from the first row of a corner on.
+struct Kept {
+    const Element *gate_pre, *up_pre;
+    Element *hidden, *dgate, *dup;
+};
+
+// Finishes what of a corner lies within `rows` and OUTER, from column `first` on. Adds
+// <P, activation> of the columns that this lane has of a row to its part of turn i.
+DEVICE void finish_corner(const Kept &kept, Corner &corner, i32 rows, i32 first, const f32 (&weights)[CORNER_TURNS], f32 (&parts)[CORNER_TURNS])
+{
+    #pragma unroll
+    for (i32 i = 0; i < CORNER_TURNS; i++) {
+        const i32 row = i * ROWS_AT_ONCE + lane_index() / ROW_LANES;
+        if (row >= rows)
+            continue;
+        #pragma unroll
+        for (i32 n = 0; n < 8 / MOVED; n++) {
+            const i32 column = (n * ROW_LANES + lane_index() % ROW_LANES) * MOVED;
+            if (first + column >= OUTER)
+                continue;
+            const i64 at = (i64)row * ROW_PACKS + (first + column) / MOVED;
+            const Pack<f32, MOVED> products = from_corner(corner, row, column);
+            const Pack<Element, MOVED> gate_pre = load<MOVED>(kept.gate_pre, at);
+            const Pack<Element, MOVED> up_pre = load<MOVED>(kept.up_pre, at);
+            Pack<Element, MOVED> hidden, dgate, dup;
+            #pragma unroll
+            for (i32 m = 0; m < MOVED; m++) {
+                const ActivationBwd back = activation_bwd(to_f32(gate_pre.at[m]), to_f32(up_pre.at[m]), products.at[m], weights[i]);
+                hidden.at[m] = round_to<Element>(back.hidden);
+                dgate.at[m] = round_to<Element>(back.dgate);
+                dup.at[m] = round_to<Element>(back.dup);
+                parts[i] += back.part;
+            }
+            store(kept.hidden, at, hidden);
+            store(kept.dgate, at, dgate);
+            store(kept.dup, at, dup);
+        }
+    }
+}
+
+// The weights of the rows that this lane takes from a corner.
+DEVICE void row_weights(f32 (&weights)[CORNER_TURNS], const f32 *topk_weights, const i32 *row_slots, i64 first_row, i32 rows)
+{
+    #pragma unroll
+    for (i32 i = 0; i < CORNER_TURNS; i++) {
+        const i32 row = i * ROWS_AT_ONCE + lane_index() / ROW_LANES;
+        weights[i] = row < rows ? topk_weights[row_slots[first_row + row]] : 0.0f;
+    }
+}
+
+// The sum over the lanes of a row, in every one of them.
+DEVICE f32 row_sum(f32 part)
+{
+    #pragma unroll
+    for (i32 step = 1; step < ROW_LANES; step *= 2)
+        part += shuffle(part, lane_index() ^ step);
+    return part;
+}
+
+// A slice of the inner dimension.
+struct Stage {
+    Element rows[TILE_ROWS][TILE_DEPTH];
+    Element matrix[TILE_COLUMNS / 64][TILE_DEPTH][64];
+};
+
+struct alignas(1024) Shared {
+    Stage ring[STAGES];
+    Corner corners[CONSUMER_WARPS];
+    Barrier full[STAGES], empty[STAGES];
+};
+
+static_assert(THREADS == 384 && sizeof(Shared) == 230400, "as launched");
+
+// A stage, and the parity of the round the ring is in.
+struct Turn {
+    i32 stage = 0;
+    u32 parity = 0;
+
+    DEVICE void next()
+    {
+        stage++;
+        if (stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
 KERNEL(THREADS) grouped_gemm_dgrad_down(
-    const bf16 *__restrict__ dout,        // [rows, 2880]
-    const bf16 *__restrict__ down,        // [32, 2880, 2880]
-    const bf16 *__restrict__ gate_pre,    // [rows, 2880]
-    const bf16 *__restrict__ up_pre,      // [rows, 2880]
-    const i64 *__restrict__ offsets,      // [33]
-    const i32 *__restrict__ row_tiles,    // [33]
-    const i32 *__restrict__ row_slots,    // [rows]
-    const f32 *__restrict__ topk_weights, // [tokens, 4]
-    bf16 *__restrict__ hidden,            // [rows, 2880]
-    bf16 *__restrict__ dgate,             // [rows, 2880]
-    bf16 *__restrict__ dup,               // [rows, 2880]
-    f32 *__restrict__ dweight_parts,      // [rows, 45]
+    const __grid_constant__ TensorMap dout_map, // [rows, 2880]
+    const __grid_constant__ TensorMap down_map, // [32, 2880, 2880]
+    const bf16 *__restrict__ gate_pre,          // [rows, 2880]
+    const bf16 *__restrict__ up_pre,            // [rows, 2880]
+    const i64 *__restrict__ offsets,            // [33]
+    const i32 *__restrict__ row_tiles,          // [33]
+    const i32 *__restrict__ row_slots,          // [rows]
+    const f32 *__restrict__ topk_weights,       // [tokens, 4]
+    bf16 *__restrict__ hidden,                  // [rows, 2880]
+    bf16 *__restrict__ dgate,                   // [rows, 2880]
+    bf16 *__restrict__ dup,                     // [rows, 2880]
+    f32 *__restrict__ dweight_parts,            // [rows, 12]
     i64 tokens)
 {
-    alignas(16) __shared__ f32 left[2][TILE_DEPTH][TILE_ROWS + PAD];
-    alignas(16) __shared__ f32 right[2][TILE_DEPTH][TILE_COLUMNS];
-    __shared__ f32 parts[TILE_ROWS][COLUMN_THREADS + 1];
+    Shared &shared = dynamic_shared<Shared>();
 
     (void)tokens;
     const RowTile tile = row_tile(offsets, row_tiles);
     if (tile.rows <= 0)
         return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;
-    const i64 first_row = tile.first * INNER, first_weight = tile.expert * INNER * OUTER;
+    const i32 first_column = (i32)block_y() * TILE_COLUMNS;
 
-    LeftStage left_stage;
-    RightSlab right_slab;
-    auto fetch = [&](i32 step) {
-        const i32 depth = step * TILE_DEPTH;
-        const Weight *matrix = down + first_weight;
-        left_stage.fetch(dout + first_row, tile.rows, depth);
-        right_slab.fetch(INNER - depth, first_column, [&](i32 line) { return matrix + (i64)(depth + line) * OUTER; });
-    };
-    auto put = [&](i32 buffer) {
-        left_stage.put(left[buffer], 0);
-        right_slab.put(right[buffer], 0);
-    };
-
-    f32 sums[THREAD_ROWS][THREAD_COLUMNS] = {};
-    fetch(0);
-    put(0);
-    block_sync();
-    i32 buffer = 0;
-    #pragma unroll 1
-    for (i32 step = 1; step < STEPS; step++, buffer ^= 1) {
-        fetch(step);
-        multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
-        put(buffer ^ 1);
-        block_sync();
-    }
-    multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left[buffer], right[buffer], thread_index(), 0);
-
-    #pragma unroll
-    for (i32 i = 0; i < THREAD_ROWS; i++) {
-        const i32 row = dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
-        if (row >= tile.rows)
-            continue;
-        const i64 first = (tile.first + row) * OUTER;
-        const f32 weight = topk_weights[row_slots[tile.first + row]];
-        f32 part = 0.0f;
-        #pragma unroll
-        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
-            const i32 column = dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
-            if (column >= columns)
-                continue;
-            const i32 at = (first_column + column) / STORED;
-            const Pack<Activation, STORED> gate_pres = load<STORED>(gate_pre + first, at);
-            const Pack<Activation, STORED> up_pres = load<STORED>(up_pre + first, at);
-            Pack<Activation, STORED> hiddens, dgates, dups;
-            #pragma unroll
-            for (i32 n = 0; n < STORED; n++) {
-                const ActivationBwd element = activation_bwd(to_f32(gate_pres.at[n]), to_f32(up_pres.at[n]), sums[i][j + n], weight);
-                hiddens.at[n] = round_to<Activation>(element.hidden);
-                dgates.at[n] = round_to<Activation>(element.dgate);
-                dups.at[n] = round_to<Activation>(element.dup);
-                part += element.part;
-            }
-            store(hidden + first, at, hiddens);
-            store(dgate + first, at, dgates);
-            store(dup + first, at, dups);
+    if (thread_index() == 0) {
+        tma_prefetch(dout_map);
+        tma_prefetch(down_map);
+        for (i32 stage = 0; stage < STAGES; stage++) {
+            mbarrier_init(shared.full[stage], 1);
+            mbarrier_init(shared.empty[stage], CONSUMER_WARPS);
         }
-        parts[row][thread_index() % COLUMN_THREADS] = part;
+        mbarrier_init_fence();
     }
     block_sync();
 
-    for (i32 row = thread_index(); row < TILE_ROWS && row < tile.rows; row += THREADS) {
-        f32 part = 0.0f;
-        for (i32 n = 0; n < COLUMN_THREADS; n++)
-            part += parts[row][n];
-        dweight_parts[(tile.first + row) * PARTS + block_y()] = part;
+    // The producer. Rows beyond the tile are another expert's, or nothing: they
+    // are multiplied like the others, and never stored.
+    if (warp_index() < 4) {
+        shrink_registers<40>();
+        if (warp_index() == 0 && elect_one()) {
+            const u64 keep = keep_in_cache(), stream = stream_through_cache();
+            Turn turn;
+            auto fetch = [&](const TensorMap &rows, const TensorMap &matrix) {
+                #pragma unroll 1
+                for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
+                    Stage &stage = shared.ring[turn.stage];
+                    Barrier &full = shared.full[turn.stage];
+                    mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+                    mbarrier_expect(full, sizeof(Stage));
+                    tma_load_2d(stage.rows, rows, full, keep, k, (i32)tile.first);
+                    #pragma unroll
+                    for (i32 panel = 0; panel < TILE_COLUMNS / 64; panel++)
+                        tma_load_3d(stage.matrix[panel], matrix, full, stream, first_column + 64 * panel, k, (i32)tile.expert);
+                }
+            };
+            fetch(dout_map, down_map);
+        }
+        return;
+    }
+
+    // The consumers. One group of products stays in flight: when it is the only
+    // one, those of the slice before are done, and its stage is free.
+    grow_registers<232>();
+    const i32 consumer = warp_index() / 4 - 1, warp = warp_index() - 4;
+    f32 sums[SUMS];
+    Turn turn;
+    i32 before = 0;
+    #pragma unroll 1
+    for (i32 at = 0; at < SLICES; at++, turn.next()) {
+        const Stage &stage = shared.ring[turn.stage];
+        mbarrier_wait(shared.full[turn.stage], turn.parity);
+        const u64 left = operand_128b(stage.rows[64 * consumer]);
+        const u64 right = operand_across_128b<TILE_DEPTH>(stage.matrix);
+        wgmma_fence();
+        #pragma unroll
+        for (i32 step = 0; step < TILE_DEPTH / 16; step++)
+            wgmma_m64n256k16_bf16(sums, left + step * NEXT_STEP, right + step * NEXT_LINES, at > 0 || step > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (at > 0 && elect_one())
+            mbarrier_arrive(shared.empty[before]);
+        before = turn.stage;
+    }
+    wgmma_wait<0>();
+    settle(sums);
+
+    // What a warp has, 16 rows, leaves by 64 columns.
+    Corner &corner = shared.corners[warp];
+    const i32 rows = tile.rows - 16 * warp;
+    const i64 first_row = tile.first + 16 * warp, first = first_row * OUTER;
+    const Kept kept = {gate_pre + first, up_pre + first, hidden + first, dgate + first, dup + first};
+    f32 weights[CORNER_TURNS], parts[CORNER_TURNS] = {};
+    row_weights(weights, topk_weights, row_slots, first_row, rows);
+    #pragma unroll
+    for (i32 slab = 0; slab < TILE_COLUMNS; slab += SLAB) {
+        #pragma unroll
+        for (i32 i = 0; i < 32; i += 2) {
+            const Pack<f32, 2> pair = {sums[slab / 2 + i], sums[slab / 2 + i + 1]};
+            store(in_corner(corner, sum_row(i), sum_column(i)), pair);
+        }
+        warp_sync();
+        finish_corner(kept, corner, rows, first_column + slab, weights, parts);
+        warp_sync();
+    }
+    #pragma unroll
+    for (i32 turn = 0; turn < CORNER_TURNS; turn++) {
+        const f32 part = row_sum(parts[turn]);
+        const i32 row = turn * ROWS_AT_ONCE + lane_index() / ROW_LANES;
+        if (lane_index() % ROW_LANES == 0 && row < rows)
+            dweight_parts[(first_row + row) * ceil_div(OUTER, TILE_COLUMNS) + block_y()] = part;
     }
 }

@@ -1,19 +1,20 @@
-// grouped_gemm_wgrad_down for cuda:sm_80
+// grouped_gemm_wgrad_down for cuda:sm_80, on the matrix units
 //
 //   grad_down = doutᵀ · hidden, over the rows of each expert
 //
-// A block owns 64 x 128 of one expert's matrix; a thread owns 8 x 8 of
-// them. block_x counts experts, and in each tiles of matrix rows, block_y column tiles. Rows are summed in
-// ascending order. An expert without rows has zeros.
+// A block owns 128 rows by 128 columns of one expert's matrix; a warp owns
+// 64 x 64 of them. block_x counts row tiles of all experts, block_y column tiles.
+// An expert without rows gets zeros.
 //
-// Shared memory: two buffers of each, one filled while the other is used.
-//   left_tile   f32 [16][64]   columns of dout
-//   right_tile  f32 [16][128]   columns of hidden
+// Shared memory: a ring of 4 stages, filled by asynchronous copies while others are
+// multiplied. A stage has 32 rows of both factors, zeros beyond the last:
+//   left   [128 columns]   dout
+//   right  [128 columns]   hidden
+// in panels of 128 bytes of each row. Both factors are read across their rows.
 //
-// grouped_gemm_wgrad_down_bias: the sums of dout, times the row's weight, over rows. A thread has a
-// column of an expert's rows.
+// Sums are f32, in ascending order of the rows, 16 at a time.
 //
-// Baked in: matrices [2880, 2880], experts 32, types. Not the tokens.
+// Baked in: height 2880, width 2880, experts 32, types. Not the tokens.
 
 // ---- types, and the hardware as named functions ----
 
@@ -112,126 +113,277 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
-// ---- slabs ----
+// ---- warps ----
 
-// LINES lines by COLUMNS columns on their way from a matrix [*, WIDTH] through the registers
-// of THREADS threads to shared memory. Lines are the depth of the product, so that they lie
-// there as they come (tile[line][column]).
-template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
-    static constexpr int PACK = pack_width<T>(WIDTH), GROUP = lesser(PACK, 4);
-    static constexpr int PACKS_PER_LINE = COLUMNS / PACK, PACKS = LINES * PACKS_PER_LINE;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-    static_assert(PACKS_PER_LINE * PACK == COLUMNS, "a pack is in one tile");
+constexpr i32 WARP = 32;
+typedef u32 LaneMask;
 
-    Pack<T, PACK> held[HELD];
+// Every lane of a warp takes part in each of these.
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE u32 shuffle(u32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+DEVICE i32 population(LaneMask lanes) { return __popc(lanes); }
 
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 line_of(i32 i) { return pack_of(i) / PACKS_PER_LINE; }
-    DEVICE static i32 column_of(i32 i) { return pack_of(i) % PACKS_PER_LINE * PACK; }
-
-    // Reads columns `first` and on. `line_at(i)` is where line i begins; beyond `lines` and
-    // WIDTH there are zeros.
-    template <class LineAt> DEVICE void fetch(i32 lines, i32 first, LineAt line_at)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            const i32 line = line_of(i), column = first + column_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (line < lines && column < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(line_at(line), column / PACK);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[LINES][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j += GROUP) {
-                Pack<f32, GROUP> group;
-                #pragma unroll
-                for (i32 n = 0; n < GROUP; n++)
-                    group.at[n] = to_f32(held[i].at[j + n]);
-                if (pack_of(i) < PACKS)
-                    store(&tile[line_of(i)][first + column_of(i) + j], group);
-            }
-    }
-};
-
-// ---- products of tiles ----
-
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
-template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
+// The lanes with the same value, which has at most BITS bits.
+template <int BITS> DEVICE LaneMask match_any(u32 value)
 {
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
+    return __match_any_sync(0xffffffffu, value);
 }
 
-// The COUNT items of a thread, out of one row of a tile.
-template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
+DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
+
+DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
+DEVICE i32 lane_index() { return thread_index() % WARP; }
+DEVICE i32 warp_index() { return thread_index() / WARP; }
+
+// The lanes before this one, and the first lane of a set.
+DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
+DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
+
+DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
+
+DEVICE f32 warp_sum(f32 value)
 {
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    #pragma unroll
-    for (i32 i = 0; i < COUNT; i += GROUP) {
-        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
-        #pragma unroll
-        for (i32 j = 0; j < GROUP; j++)
-            items[i + j] = group.at[j];
-    }
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += shuffle(value, lane_index() ^ step);
+    return value;
 }
 
-// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
-// grid of ROW_THREADS x COLUMN_THREADS, rows first.
-template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
-DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
-                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
+DEVICE i32 warp_sum(i32 value)
 {
-    #pragma unroll 4
-    for (i32 k = 0; k < STEPS; k++) {
-        f32 a[ROWS], b[COLUMNS];
-        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
-        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
-        #pragma unroll
-        for (i32 i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (i32 j = 0; j < COLUMNS; j++)
-                sums[i][j] = fused(a[i], b[j], sums[i][j]);
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += (i32)shuffle((u32)value, lane_index() ^ step);
+    return value;
+}
+
+// The sum of `value` over this lane and those before it.
+DEVICE i32 warp_prefix(i32 value)
+{
+    for (i32 step = 1; step < WARP; step *= 2) {
+        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
+        value += lane_index() >= step ? before : 0;
     }
+    return value;
+}
+
+// Where an object lies in shared memory, as copies, matrix loads and barriers name it.
+DEVICE u32 shared_address(const void *object) { return (u32)__cvta_generic_to_shared(object); }
+
+// ---- copies from global to shared memory that run by themselves ----
+
+// Starts to copy BYTES, 16, 8 or 4, between places aligned to as many. Where the
+// source is not `wanted` nothing is read and zeros are written.
+template <int BYTES> DEVICE void copy_async(u32 to, const void *from, bool wanted)
+{
+    const u64 source = __cvta_generic_to_global(from);
+    const i32 read = wanted ? BYTES : 0;
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(to), "l"(source), "r"(read) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     :: "r"(to), "l"(source), "n"(BYTES), "r"(read) : "memory");
+}
+
+// Ends a group: the copies this thread started since the last one.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last PENDING groups of this thread have arrived. Other
+// threads see them after the next barrier.
+template <int PENDING> DEVICE void wait_copies()
+{
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+// ---- matrices from shared memory ----
+
+// Loads as many matrices of 8 rows of 16 bytes as `to` has registers. Lane 8 m + r
+// gives the address of row r of matrix m, a multiple of 16; lane l gets, of each
+// matrix, bytes 4 (l % 4) and on of row l / 4.
+DEVICE void load_matrices(u32 (&to)[1], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 { %0 }, [%1];"
+                 : "=r"(to[0]) : "r"(row) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&to)[2], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 { %0, %1 }, [%2];"
+                 : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&to)[4], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
+}
+
+// The same of 16-bit elements, transposed: lane l gets rows 2 (l % 4) and the next of
+// column l / 4.
+DEVICE void load_transposed(u32 (&to)[2], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 { %0, %1 }, [%2];"
+                 : "=r"(to[0]), "=r"(to[1]) : "r"(row) : "memory");
+}
+
+DEVICE void load_transposed(u32 (&to)[4], u32 row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
+}
+
+// ---- products on the matrix unit ----
+
+// Each: sums += a · b for 16 rows and 8 columns over 32 bytes of the inner dimension.
+// With g = lane / 4 and t = lane % 4, registers hold
+//   a     rows g, g + 8, g, g + 8, 4 bytes from byte 4 t on; the last two from 16 + 4 t
+//   b     column g, 4 bytes from byte 4 t on; then from 16 + 4 t
+//   sums  row g, columns 2 t and 2 t + 1; then row g + 8, the same
+
+DEVICE void mma_16x8x16_bf16(f32 (&sums)[4], const u32 (&a)[4], const u32 (&b)[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+        " { %0, %1, %2, %3 }, { %4, %5, %6, %7 }, { %8, %9 }, { %0, %1, %2, %3 };"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // ---- the kernel ----
 
+typedef bf16 Element;
+
 constexpr int HEIGHT = 2880, WIDTH = 2880;
-constexpr int THREADS = 128;
-constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, TILE_DEPTH = 16;
-constexpr int THREAD_ROWS = 8, THREAD_COLUMNS = 8;
-constexpr int ROW_THREADS = TILE_ROWS / THREAD_ROWS, COLUMN_THREADS = TILE_COLUMNS / THREAD_COLUMNS;
-constexpr int MATRICES = 1;
-constexpr int ROW_TILES = ceil_div(HEIGHT, TILE_ROWS);
+constexpr int THREADS = 128, STAGES = 4;
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_DEPTH = 32;
+constexpr int WARP_ROWS = 64, WARP_COLUMNS = 64;
+constexpr int MATRICES = 1, ROW_TILES = ceil_div(HEIGHT, TILE_ROWS);
 
-typedef bf16 Left;
-typedef bf16 Right;
-typedef Slab<Left, TILE_ROWS, TILE_DEPTH, HEIGHT, THREADS> LeftSlab;
-typedef Slab<Right, TILE_COLUMNS, TILE_DEPTH, WIDTH, THREADS> RightSlab;
+constexpr int LINE = 128, CHUNK = 16, STEPS = TILE_DEPTH * sizeof(Element) / 32;  // bytes; a product takes 32 of a column
+constexpr int LEFT = MATRICES * TILE_ROWS * TILE_DEPTH * sizeof(Element);
+constexpr int STAGE = LEFT + TILE_COLUMNS * TILE_DEPTH * sizeof(Element);
+constexpr int COLUMN_WARPS = TILE_COLUMNS / WARP_COLUMNS;
+constexpr int ROW_PARTS = WARP_ROWS / 16, COLUMN_PARTS = WARP_COLUMNS / 8;  // products of a warp
 
-// Columns stored at a time.
-constexpr int STORED = lesser(pack_width<f32>(WIDTH), lesser(THREAD_COLUMNS, 4));
+static_assert(MATRICES * TILE_ROWS / WARP_ROWS * COLUMN_WARPS * WARP == THREADS, "every warp owns a part of the tile");
+static_assert(TILE_ROWS % WARP_ROWS == 0, "of one matrix");
+static_assert(STAGES * STAGE == 65536, "the shared memory of the launch");
 
-static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
-static_assert(MATRICES == 1 || THREAD_ROWS % 4 == 0, "a thread has the same part of both matrices");
+// An operand whose lines are steps of the contraction lies in panels: PANEL elements of
+// TILE_DEPTH lines, 128 bytes each. A wider operand has several, one behind the other.
+constexpr int PANEL = LINE / sizeof(Element), PANEL_BYTES = TILE_DEPTH * LINE;
 
-// Overwrites elements of a gradient, or adds to them.
-DEVICE void put_sums(f32 *row, i32 at, const f32 *sums, bool accumulate)
+// Where chunk n of line k of a panel lies: what a warp loads at a time, one chunk of eight
+// lines, is on different banks.
+DEVICE i32 in_panel(i32 k, i32 chunk) { return k * LINE + (chunk ^ k % 8) * CHUNK; }
+
+// Elements of a row of WIDTH copied at a time, and the line that a thread copies to in turn i.
+template <int WIDTH> struct Panels {
+    static constexpr int COPIED = pack_width<Element>(WIDTH);
+    static constexpr int LINE_THREADS = PANEL / COPIED, LINES = THREADS / LINE_THREADS;
+    static constexpr int TURNS = TILE_DEPTH / LINES;
+
+    static_assert(COPIED * sizeof(Element) >= 4, "what a copy can move");
+    static_assert(TILE_DEPTH % LINES == 0, "all threads copy as much");
+
+    static DEVICE i32 line(i32 turn) { return turn * LINES + thread_index() / LINE_THREADS; }
+
+    // Copies TILE_DEPTH lines of COLUMNS elements to panels; zeros for lines from `lines` on
+    // and elements from `columns` on. `line_at(i)` is where the line of turn i begins.
+    template <int COLUMNS, class LineAt> static DEVICE void copy(u32 to, i32 lines, i32 columns, LineAt line_at)
+    {
+        const i32 column = thread_index() % LINE_THREADS * COPIED, byte = column * (i32)sizeof(Element);
+        #pragma unroll
+        for (i32 i = 0; i < TURNS; i++) {
+            const u32 place = to + in_panel(line(i), byte / CHUNK) + byte % CHUNK;
+            #pragma unroll
+            for (i32 first = 0; first < COLUMNS; first += PANEL)
+                copy_async<COPIED * sizeof(Element)>(place + first / PANEL * PANEL_BYTES, line_at(i) + first + column,
+                                                     line(i) < lines && first + column < columns);
+        }
+    }
+};
+
+// Lines k to k + 15 of 16 columns as the left factor of a product.
+DEVICE void load_left(u32 (&to)[4], u32 panels, i32 k, i32 column)
 {
-    Pack<f32, STORED> pack = {};
-    if (accumulate)
-        pack = load<STORED>(row, at);
+    const i32 line = k + lane_index() / 16 * 8 + lane_index() % 8;
+    column += lane_index() / 8 % 2 * 8;
+    load_transposed(to, panels + column / PANEL * PANEL_BYTES + in_panel(line, column % PANEL / 8));
+}
+
+// The same lines of 16 columns as two right factors.
+DEVICE void load_right(u32 (&to)[4], u32 panels, i32 k, i32 column)
+{
+    const i32 line = k + lane_index() / 8 % 2 * 8 + lane_index() % 8;
+    column += lane_index() / 16 * 8;
+    load_transposed(to, panels + column / PANEL * PANEL_BYTES + in_panel(line, column % PANEL / 8));
+}
+
+// The first row and column of a warp's part of the tile.
+DEVICE i32 warp_row() { return warp_index() / COLUMN_WARPS * WARP_ROWS; }
+DEVICE i32 warp_column() { return warp_index() % COLUMN_WARPS * WARP_COLUMNS; }
+
+// The operands of one step of a warp, and its sums.
+struct Operands { u32 left[ROW_PARTS][4], right[COLUMN_PARTS][2]; };
+typedef f32 Sums[ROW_PARTS][COLUMN_PARTS][4];
+
+DEVICE void load_step(Operands &to, u32 stage, i32 step)
+{
+    const i32 k = step * (32 / sizeof(Element));
     #pragma unroll
-    for (i32 n = 0; n < STORED; n++)
-        pack.at[n] += sums[n];
-    store(row, at, pack);
+    for (i32 i = 0; i < ROW_PARTS; i++)
+        load_left(to.left[i], stage, k, warp_row() + i * 16);
+    #pragma unroll
+    for (i32 j = 0; j < COLUMN_PARTS; j += 2) {
+        u32 pair[4];
+        load_right(pair, stage + LEFT, k, warp_column() + j * 8);
+        #pragma unroll
+        for (i32 n = 0; n < 4; n++)
+            to.right[j + n / 2][n % 2] = pair[n];
+    }
+}
+
+DEVICE void multiply(Sums &sums, const Operands &by)
+{
+    #pragma unroll
+    for (i32 j = 0; j < COLUMN_PARTS; j++)
+        #pragma unroll
+        for (i32 i = 0; i < ROW_PARTS; i++)
+            mma_16x8x16_bf16(sums[i][j], by.left[i], by.right[j]);
+}
+
+// Adds the products of a stage; a step is loaded while the one before is multiplied.
+DEVICE void multiply_stage(Sums &sums, u32 stage)
+{
+    Operands operands[2];
+    load_step(operands[0], stage, 0);
+    #pragma unroll
+    for (i32 step = 0; step < STEPS; step++) {
+        if (step + 1 < STEPS)
+            load_step(operands[(step + 1) % 2], stage, step + 1);
+        multiply(sums, operands[step % 2]);
+    }
+}
+
+// Stores two adjacent sums where the matrix has them, or adds them to what is there.
+DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second, bool accumulate)
+{
+    if (row >= HEIGHT || column >= WIDTH)
+        return;
+    f32 *const to = grad + (i64)row * WIDTH + column;
+    if constexpr (WIDTH % 2 == 0) {
+        Pack<f32, 2> pair = {first, second};
+        if (accumulate) {
+            const Pack<f32, 2> old = load<2>(to);
+            pair = {old.at[0] + first, old.at[1] + second};
+        }
+        store(to, pair);
+    } else {
+        to[0] = accumulate ? to[0] + first : first;
+        if (column + 1 < WIDTH)
+            to[1] = accumulate ? to[1] + second : second;
+    }
 }
 
 KERNEL(THREADS) grouped_gemm_wgrad_down(
@@ -242,56 +394,58 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     i64 accumulate,
     i64 tokens)
 {
-    alignas(16) __shared__ f32 left_tile[2][TILE_DEPTH][MATRICES * TILE_ROWS];
-    alignas(16) __shared__ f32 right_tile[2][TILE_DEPTH][TILE_COLUMNS];
+    alignas(LINE) extern __shared__ Element ring[];
 
+    const i64 expert = block_x() / ROW_TILES;
     (void)tokens;
-    const i32 expert = (i32)block_x() / ROW_TILES, first_row = (i32)block_x() % ROW_TILES * TILE_ROWS;
     const i64 first = offsets[expert];
     const i32 count = (i32)(offsets[expert + 1] - first);
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS;
+    const i32 slices = ceil_div(count, TILE_DEPTH);
+    const i32 first_row = (i32)(block_x() % ROW_TILES) * TILE_ROWS, first_column = (i32)block_y() * TILE_COLUMNS;
 
-    LeftSlab dout_slab;
-    RightSlab right_slab;
-    auto fetch = [&](i32 depth) {
-        const i64 at = first + depth;
-        dout_slab.fetch(count - depth, first_row, [&](i32 line) { return dout + (at + line) * HEIGHT; });
-        right_slab.fetch(count - depth, first_column, [&](i32 line) { return hidden + (at + line) * WIDTH; });
-    };
-    auto put = [&](i32 buffer) {
-        dout_slab.put(left_tile[buffer], 0);
-        right_slab.put(right_tile[buffer], 0);
-    };
+    // Where the rows of a slice begin that this thread copies in its turns.
+    typedef Panels<HEIGHT> Left;
+    typedef Panels<WIDTH> Right;
+    auto dout_row = [&](i32 at, i32 i) { return dout + (first + at * TILE_DEPTH + Left::line(i)) * HEIGHT + first_row; };
+    auto hidden_row = [&](i32 at, i32 i) { return hidden + (first + at * TILE_DEPTH + Right::line(i)) * WIDTH + first_column; };
 
-    f32 sums[MATRICES * THREAD_ROWS][THREAD_COLUMNS] = {};
-    fetch(0);
-    put(0);
-    block_sync();
-    i32 buffer = 0;
-    #pragma unroll 1
-    for (i32 depth = TILE_DEPTH; depth < count; depth += TILE_DEPTH, buffer ^= 1) {
-        fetch(depth);
-        multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left_tile[buffer], right_tile[buffer], thread_index(), 0);
-        put(buffer ^ 1);
-        block_sync();
-    }
-    multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left_tile[buffer], right_tile[buffer], thread_index(), 0);
-
-    #pragma unroll
-    for (i32 i = 0; i < THREAD_ROWS; i++) {
-        const i32 row = first_row + dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
-        if (row >= HEIGHT)
-            continue;
-        const i64 line = ((i64)expert * HEIGHT + row) * WIDTH;
-        #pragma unroll
-        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
-            const i32 column = first_column + dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
-            if (column >= WIDTH)
-                continue;
-            put_sums(grad_down + line, column / STORED, sums[i] + j, accumulate != 0);
+    const u32 stages = shared_address(ring);
+    auto fetch = [&](i32 at) {
+        if (at < slices) {
+            const u32 stage = stages + at % STAGES * STAGE;
+            const i32 left = count - at * TILE_DEPTH;
+            Left::copy<TILE_ROWS>(stage, left, HEIGHT - first_row, [&](i32 i) { return dout_row(at, i); });
+            Right::copy<TILE_COLUMNS>(stage + LEFT, left, WIDTH - first_column, [&](i32 i) { return hidden_row(at, i); });
         }
+        commit_copies();
+    };
+
+    Sums sums = {};
+    #pragma unroll
+    for (i32 at = 0; at < STAGES - 1; at++)
+        fetch(at);
+    #pragma unroll 1
+    for (i32 at = 0; at < slices; at++) {
+        wait_copies<STAGES - 2>();
+        block_sync();  // this stage is here, and all have read the one before it
+        fetch(at + STAGES - 1);
+        if (warp_row() % TILE_ROWS < HEIGHT - first_row && warp_column() < WIDTH - first_column)
+            multiply_stage(sums, stages + at % STAGES * STAGE);
     }
+    wait_copies<0>();
+
+    const i32 row = first_row + warp_row() % TILE_ROWS + lane_index() / 4;
+    const i32 column = first_column + warp_column() + lane_index() % 4 * 2;
+    f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
+    #pragma unroll
+    for (i32 i = 0; i < ROW_PARTS; i++)
+        #pragma unroll
+        for (i32 j = 0; j < COLUMN_PARTS; j++)
+            #pragma unroll
+            for (i32 half = 0; half < 2; half++)
+                store_pair(grad, row + 16 * i + 8 * half, column + 8 * j, sums[i][j][2 * half], sums[i][j][2 * half + 1], accumulate != 0);
 }
+
 // ---- the bias ----
 
 // The sum of a column over `count` lines from `first` on, each times its row's weight.

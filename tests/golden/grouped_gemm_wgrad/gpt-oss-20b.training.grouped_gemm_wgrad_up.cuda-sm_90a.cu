@@ -1,20 +1,23 @@
-// grouped_gemm_wgrad_up for cuda:sm_90a
+// grouped_gemm_wgrad_up for cuda:sm_90a, by wgmma and the copy engine
 //
-//   grad_gate = dgateᵀ · x[token], grad_up = dupᵀ · x[token], over the rows of each expert
+//   grad_gate = dgateᵀ · rows, over the rows of each expert
+//   grad_up = dupᵀ · rows, over the rows of each expert
 //
-// A block owns 32 x 128 of one expert's matrix and as much of the other; a thread owns 4 x 8 of
-// them. block_x counts experts, and in each tiles of matrix rows, block_y column tiles. Rows are summed in
-// ascending order. An expert without rows has zeros.
-// Rows are read where the tokens lie, so nothing has to be dispatched before.
+// A block owns 64 rows of gate and of up by 256 columns of one expert's matrix. block_x counts row
+// tiles of all experts, block_y column tiles. An expert without rows gets zeros.
 //
-// Shared memory: two buffers of each, one filled while the other is used.
-//   left_tile   f32 [16][2 * 32]   columns of dgate, then of dup
-//   right_tile  f32 [16][128]   columns of x[token]
+// Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
+// engine; of the other two one multiplies for gate, one for up, straight from shared
+// memory. A stage passes from one to the others through its barrier `full`, and back through `empty`.
 //
-// grouped_gemm_wgrad_up_bias: the sums of dgate and of dup over rows. A thread has a
-// column of an expert's rows.
+// Shared memory, from a multiple of 1024 on. Both factors lie in panels of 64 columns, as the copy engine
+// leaves them, the 16-byte chunks of their 128-byte rows swizzled; products read them across their rows.
+//   ring    [4] of bf16 left [2][64][64], right [4][64][64]
+//   full, empty   barriers [4] each
+// The last slice has rows of the next expert behind its own, or rows that nobody wrote: they are
+// overwritten with zeros before the products.
 //
-// Baked in: matrices [2880, 2880], experts 32, types. Not the tokens.
+// Baked in: height 2880, width 2880, experts 32, types. Not the tokens.
 
 // ---- types, and the hardware as named functions ----
 
@@ -113,193 +116,454 @@ template <class T> COMPILE_TIME int pack_width(i64 width)
 COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
 COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
 
-// ---- slabs ----
+// ---- warps ----
 
-// LINES lines by COLUMNS columns on their way from a matrix [*, WIDTH] through the registers
-// of THREADS threads to shared memory. Lines are the depth of the product, so that they lie
-// there as they come (tile[line][column]).
-template <class T, int COLUMNS, int LINES, int WIDTH, int THREADS> struct Slab {
-    static constexpr int PACK = pack_width<T>(WIDTH), GROUP = lesser(PACK, 4);
-    static constexpr int PACKS_PER_LINE = COLUMNS / PACK, PACKS = LINES * PACKS_PER_LINE;
-    static constexpr int HELD = ceil_div(PACKS, THREADS);
-    static_assert(PACKS_PER_LINE * PACK == COLUMNS, "a pack is in one tile");
+constexpr i32 WARP = 32;
+typedef u32 LaneMask;
 
-    Pack<T, PACK> held[HELD];
+// Every lane of a warp takes part in each of these.
+DEVICE void warp_sync() { __syncwarp(); }
+DEVICE u32 shuffle(u32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+DEVICE i32 population(LaneMask lanes) { return __popc(lanes); }
 
-    DEVICE static i32 pack_of(i32 i) { return i * THREADS + thread_index(); }
-    DEVICE static i32 line_of(i32 i) { return pack_of(i) / PACKS_PER_LINE; }
-    DEVICE static i32 column_of(i32 i) { return pack_of(i) % PACKS_PER_LINE * PACK; }
-
-    // Reads columns `first` and on. `line_at(i)` is where line i begins; beyond `lines` and
-    // WIDTH there are zeros.
-    template <class LineAt> DEVICE void fetch(i32 lines, i32 first, LineAt line_at)
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++) {
-            const i32 line = line_of(i), column = first + column_of(i);
-            held[i] = Pack<T, PACK>{};
-            if (line < lines && column < WIDTH && pack_of(i) < PACKS)
-                held[i] = load<PACK>(line_at(line), column / PACK);
-        }
-    }
-
-    // Writes to columns `first` and on of a tile.
-    template <int PITCH> DEVICE void put(f32 (&tile)[LINES][PITCH], i32 first) const
-    {
-        #pragma unroll
-        for (i32 i = 0; i < HELD; i++)
-            #pragma unroll
-            for (i32 j = 0; j < PACK; j += GROUP) {
-                Pack<f32, GROUP> group;
-                #pragma unroll
-                for (i32 n = 0; n < GROUP; n++)
-                    group.at[n] = to_f32(held[i].at[j + n]);
-                if (pack_of(i) < PACKS)
-                    store(&tile[line_of(i)][first + column_of(i) + j], group);
-            }
-    }
-};
-
-// ---- products of tiles ----
-
-// Where item `i` of COUNT of a thread lies, when THREADS threads share a side of
-// a tile: groups of up to four adjacent ones, dealt out in turn.
-template <int COUNT, int THREADS> DEVICE i32 dealt(i32 thread, i32 i)
+// The lanes with the same value, which has at most BITS bits.
+template <int BITS> DEVICE LaneMask match_any(u32 value)
 {
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
-    return (i / GROUP * THREADS + thread) * GROUP + i % GROUP;
+    return __match_any_sync(0xffffffffu, value);
 }
 
-// The COUNT items of a thread, out of one row of a tile.
-template <int COUNT, int THREADS> DEVICE void gather(f32 (&items)[COUNT], const f32 *row, i32 thread)
+DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
+
+DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
+DEVICE i32 lane_index() { return thread_index() % WARP; }
+DEVICE i32 warp_index() { return thread_index() / WARP; }
+
+// The lanes before this one, and the first lane of a set.
+DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
+DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
+
+DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
+
+DEVICE f32 warp_sum(f32 value)
 {
-    constexpr int GROUP = COUNT < 4 ? COUNT : 4;
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += shuffle(value, lane_index() ^ step);
+    return value;
+}
+
+DEVICE i32 warp_sum(i32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += (i32)shuffle((u32)value, lane_index() ^ step);
+    return value;
+}
+
+// The sum of `value` over this lane and those before it.
+DEVICE i32 warp_prefix(i32 value)
+{
+    for (i32 step = 1; step < WARP; step *= 2) {
+        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
+        value += lane_index() >= step ? before : 0;
+    }
+    return value;
+}
+
+// Where an object lies in shared memory, as copies, matrix loads and barriers name it.
+DEVICE u32 shared_address(const void *object) { return (u32)__cvta_generic_to_shared(object); }
+
+// ---- barriers in shared memory, and roles of warps ----
+
+// The shared memory that the launch gives a block, from a multiple of 1024 on.
+template <class T> DEVICE T &dynamic_shared()
+{
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return *reinterpret_cast<T *>(memory);
+}
+
+// Counts arrivals, and bytes that a copy engine still owes. When none are
+// missing its phase ends; phases are told apart by their parity, from 0 on.
+struct Barrier { u64 state; };
+
+DEVICE void mbarrier_init(Barrier &barrier, u32 arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the copy engine; the block still has to meet.
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void mbarrier_arrive(Barrier &barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(&barrier)) : "memory");
+}
+
+// Arrives, and announces `bytes` more to come before the phase can end.
+DEVICE void mbarrier_expect(Barrier &barrier, u32 bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(&barrier)), "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity has ended; sleeps for a while first.
+DEVICE bool mbarrier_try_wait(Barrier &barrier, u32 parity)
+{
+    u32 ended;
+    asm volatile("{\n"
+                 "    .reg .pred ended;\n"
+                 "    mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+                 "    selp.u32 %0, 1, 0, ended;\n"
+                 "}" : "=r"(ended) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
+    return ended != 0;
+}
+
+// Waits for the end of the phase of this parity. The phase before a barrier's
+// first one counts as ended, and its parity is 1.
+DEVICE void mbarrier_wait(Barrier &barrier, u32 parity)
+{
+    while (!mbarrier_try_wait(barrier, parity)) {}
+}
+
+// Ordinary writes to shared memory come before what the asynchronous engines
+// (copies, wgmma) do after this.
+DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// True for one lane of a warp whose lanes are all here.
+DEVICE bool elect_one()
+{
+    u32 elected;
+    asm volatile("{\n"
+                 "    .reg .pred elected;\n"
+                 "    elect.sync _|elected, 0xffffffff;\n"
+                 "    selp.u32 %0, 1, 0, elected;\n"
+                 "}" : "=r"(elected) :: "memory");
+    return elected != 0;
+}
+
+// THREADS threads, whole warps, meet at one of 16 barriers; 0 is the block's.
+template <int THREADS> DEVICE void named_sync(i32 barrier)
+{
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
+}
+
+// The four warps of a warpgroup change how many registers each thread has.
+template <int COUNT> DEVICE void shrink_registers()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+template <int COUNT> DEVICE void grow_registers()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// ---- the copy engine: boxes of a tensor to shared memory ----
+
+// A tensor, the shape of its boxes and their layout in shared memory, as the
+// driver encodes them. What lies outside the tensor is read as zero.
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
+DEVICE void tma_prefetch(const TensorMap &map)
+{
+    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
+
+// What the level-2 cache should do with a box.
+DEVICE u64 keep_in_cache()
+{
+    u64 hint;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(hint));
+    return hint;
+}
+
+DEVICE u64 stream_through_cache()
+{
+    u64 hint;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(hint));
+    return hint;
+}
+
+// The box from element (x, y) on, innermost index first. Returns at once; the
+// bytes of the whole box are counted off `arrived` as they come.
+DEVICE void tma_load_2d(void *to, const TensorMap &from, Barrier &arrived, u64 hint, i32 x, i32 y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, { %3, %4 }], [%2], %5;"
+                 :: "r"(shared_address(to)), "l"(&from), "r"(shared_address(&arrived)),
+                    "r"(x), "r"(y), "l"(hint) : "memory");
+}
+
+DEVICE void tma_load_3d(void *to, const TensorMap &from, Barrier &arrived, u64 hint, i32 x, i32 y, i32 z)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, { %3, %4, %5 }], [%2], %6;"
+                 :: "r"(shared_address(to)), "l"(&from), "r"(shared_address(&arrived)),
+                    "r"(x), "r"(y), "r"(z), "l"(hint) : "memory");
+}
+
+// ---- products of tiles by a warpgroup ----
+
+// The four warps issue products together. They come after what was written to the
+// registers of the sums before the fence, and run while the warps go on.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most LEFT committed groups are unfinished.
+template <int LEFT> DEVICE void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+}
+
+// Keeps the compiler from reading sums before the wait above it.
+template <int COUNT> DEVICE void settle(f32 (&sums)[COUNT])
+{
     #pragma unroll
-    for (i32 i = 0; i < COUNT; i += GROUP) {
-        Pack<f32, GROUP> group = load<GROUP>(row + dealt<COUNT, THREADS>(thread, i));
-        #pragma unroll
-        for (i32 j = 0; j < GROUP; j++)
-            items[i + j] = group.at[j];
-    }
+    for (i32 i = 0; i < COUNT; i++)
+        asm volatile("" : "+f"(sums[i]) :: "memory");
 }
 
-// sums += leftᵀ · right over STEPS of the depth from `first` on, for a thread of a
-// grid of ROW_THREADS x COLUMN_THREADS, rows first.
-template <int ROW_THREADS, int COLUMN_THREADS, int STEPS, int ROWS, int COLUMNS, int DEPTH, int LEFT, int RIGHT>
-DEVICE void multiply(f32 (&sums)[ROWS][COLUMNS], const f32 (&left)[DEPTH][LEFT],
-                     const f32 (&right)[DEPTH][RIGHT], i32 thread, i32 first)
+// Where sum i of a thread lies among the 16 rows that a warp has of a product: the
+// first warp of a warpgroup has the first 16, and so on.
+DEVICE i32 sum_row(i32 i) { return i / 2 % 2 * 8 + lane_index() / 4; }
+DEVICE i32 sum_column(i32 i) { return i / 4 * 8 + lane_index() % 4 * 2 + i % 2; }
+
+// sums = aᵀ · b (+ sums when told to accumulate), a [16][64], b [16][256], both in panels.
+DEVICE void wgmma_m64n256k16_bf16(f32 (&sums)[128], u64 a, u64 b, bool accumulate)
 {
-    #pragma unroll 4
-    for (i32 k = 0; k < STEPS; k++) {
-        f32 a[ROWS], b[COLUMNS];
-        gather<ROWS, ROW_THREADS>(a, left[first + k], thread / COLUMN_THREADS);
-        gather<COLUMNS, COLUMN_THREADS>(b, right[first + k], thread % COLUMN_THREADS);
-        #pragma unroll
-        for (i32 i = 0; i < ROWS; i++)
-            #pragma unroll
-            for (i32 j = 0; j < COLUMNS; j++)
-                sums[i][j] = fused(a[i], b[j], sums[i][j]);
-    }
+    asm volatile("{\n"
+                 "    .reg .pred accumulate;\n"
+                 "    setp.ne.b32 accumulate, %130, 0;\n"
+                 "    wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, "
+                 "%8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, "
+                 "%24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, "
+                 "%40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, "
+                 "%56, %57, %58, %59, %60, %61, %62, %63, "
+                 "%64, %65, %66, %67, %68, %69, %70, %71, "
+                 "%72, %73, %74, %75, %76, %77, %78, %79, "
+                 "%80, %81, %82, %83, %84, %85, %86, %87, "
+                 "%88, %89, %90, %91, %92, %93, %94, %95, "
+                 "%96, %97, %98, %99, %100, %101, %102, %103, "
+                 "%104, %105, %106, %107, %108, %109, %110, %111, "
+                 "%112, %113, %114, %115, %116, %117, %118, %119, "
+                 "%120, %121, %122, %123, %124, %125, %126, %127"
+                 "}, %128, %129, accumulate, 1, 1, 1, 1;\n"
+                 "}"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]),
+                   "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]),
+                   "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+                   "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]),
+                   "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
+                   "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
+                   "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]),
+                   "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]),
+                   "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
+                   "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]),
+                   "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]),
+                   "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
+                   "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]),
+                   "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]),
+                   "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
+                   "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]),
+                   "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]),
+                   "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]),
+                   "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]),
+                   "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79]),
+                   "+f"(sums[80]), "+f"(sums[81]), "+f"(sums[82]), "+f"(sums[83]),
+                   "+f"(sums[84]), "+f"(sums[85]), "+f"(sums[86]), "+f"(sums[87]),
+                   "+f"(sums[88]), "+f"(sums[89]), "+f"(sums[90]), "+f"(sums[91]),
+                   "+f"(sums[92]), "+f"(sums[93]), "+f"(sums[94]), "+f"(sums[95]),
+                   "+f"(sums[96]), "+f"(sums[97]), "+f"(sums[98]), "+f"(sums[99]),
+                   "+f"(sums[100]), "+f"(sums[101]), "+f"(sums[102]), "+f"(sums[103]),
+                   "+f"(sums[104]), "+f"(sums[105]), "+f"(sums[106]), "+f"(sums[107]),
+                   "+f"(sums[108]), "+f"(sums[109]), "+f"(sums[110]), "+f"(sums[111]),
+                   "+f"(sums[112]), "+f"(sums[113]), "+f"(sums[114]), "+f"(sums[115]),
+                   "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]),
+                   "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]),
+                   "+f"(sums[124]), "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])
+                 : "l"(a), "l"(b), "r"((u32)accumulate));
 }
+
+// How wgmma finds an operand in shared memory whose lines are steps of the sum, so that it
+// is read across them: panels of LINES lines of 64 elements of 16 bits, one behind the other,
+// their 16-byte chunks swizzled over 128 bytes as the copy engine leaves them. `panels`
+// starts at a multiple of 1024.
+//   bits 0-13 address / 16, 16-29 leading offset / 16: from panel to panel, 32-45 stride / 16:
+//   from eight lines to the next eight, 62-63 swizzle
+template <int LINES> DEVICE u64 operand_across_128b(const void *panels)
+{
+    return (u64)(shared_address(panels) >> 4) | (u64)(LINES * 128 >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// From 16 lines to the next 16, which one wgmma multiplies.
+constexpr u64 NEXT_LINES = 16 * 128 >> 4;
 
 // ---- the kernel ----
 
 constexpr int HEIGHT = 2880, WIDTH = 2880;
-constexpr int TOP_K = 4;
-constexpr int THREADS = 128;
-constexpr int TILE_ROWS = 32, TILE_COLUMNS = 128, TILE_DEPTH = 16;
-constexpr int THREAD_ROWS = 4, THREAD_COLUMNS = 8;
-constexpr int ROW_THREADS = TILE_ROWS / THREAD_ROWS, COLUMN_THREADS = TILE_COLUMNS / THREAD_COLUMNS;
-constexpr int MATRICES = 2;
+constexpr int TILE_ROWS = 64, TILE_COLUMNS = 256, TILE_DEPTH = 64;
 constexpr int ROW_TILES = ceil_div(HEIGHT, TILE_ROWS);
+constexpr int STAGES = 4;
+constexpr int CONSUMERS = 2, CONSUMER_WARPS = 4 * CONSUMERS;
+constexpr int THREADS = 128 + 128 * CONSUMERS;
+constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
 
-typedef bf16 Left;
-typedef bf16 Right;
-typedef Slab<Left, TILE_ROWS, TILE_DEPTH, HEIGHT, THREADS> LeftSlab;
-typedef Slab<Right, TILE_COLUMNS, TILE_DEPTH, WIDTH, THREADS> RightSlab;
+typedef bf16 Element;
+typedef Element Panel[TILE_DEPTH][64];
 
-// Columns stored at a time.
-constexpr int STORED = lesser(pack_width<f32>(WIDTH), lesser(THREAD_COLUMNS, 4));
+constexpr int PANELS = CONSUMERS + TILE_COLUMNS / 64;
 
-static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
-static_assert(MATRICES == 1 || THREAD_ROWS % 4 == 0, "a thread has the same part of both matrices");
+// A slice of rows: a panel of left for each consumer, then those of right.
+struct Stage { Panel panels[PANELS]; };
 
-// Overwrites elements of a gradient, or adds to them.
-DEVICE void put_sums(f32 *row, i32 at, const f32 *sums, bool accumulate)
+struct alignas(1024) Shared {
+    Stage ring[STAGES];
+    Barrier full[STAGES], empty[STAGES];
+};
+
+static_assert(THREADS == 384 && sizeof(Shared) == 197632, "as launched");
+
+// A stage, and the parity of the round the ring is in.
+struct Turn {
+    i32 stage = 0;
+    u32 parity = 0;
+
+    DEVICE void next()
+    {
+        stage++;
+        if (stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Stores two adjacent sums where the matrix has them, or adds them to what is there.
+DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second, bool accumulate)
 {
-    Pack<f32, STORED> pack = {};
-    if (accumulate)
-        pack = load<STORED>(row, at);
-    #pragma unroll
-    for (i32 n = 0; n < STORED; n++)
-        pack.at[n] += sums[n];
-    store(row, at, pack);
+    if (row >= HEIGHT || column >= WIDTH)
+        return;
+    f32 *const to = grad + (i64)row * WIDTH + column;
+    if constexpr (WIDTH % 2 == 0) {
+        Pack<f32, 2> pair = {first, second};
+        if (accumulate) {
+            const Pack<f32, 2> old = load<2>(to);
+            pair = {old.at[0] + first, old.at[1] + second};
+        }
+        store(to, pair);
+    } else {
+        to[0] = accumulate ? to[0] + first : first;
+        if (column + 1 < WIDTH)
+            to[1] = accumulate ? to[1] + second : second;
+    }
+}
+
+// Makes lines `rows` and on of every panel of a stage zero; all consumers take part, and
+// meet, so that products may follow.
+DEVICE void clear_tail(Stage &stage, i32 rows)
+{
+    const i32 packs = (TILE_DEPTH - rows) * 8;
+    for (i32 n = thread_index() - 128; n < packs; n += 128 * CONSUMERS)
+        #pragma unroll
+        for (i32 panel = 0; panel < PANELS; panel++)
+            store(stage.panels[panel][rows], n, Pack<Element, 8>{});
+    proxy_fence();
+    named_sync<128 * CONSUMERS>(1);
 }
 
 KERNEL(THREADS) grouped_gemm_wgrad_up(
-    const bf16 *__restrict__ dgate,    // [rows, 2880]
-    const bf16 *__restrict__ dup,      // [rows, 2880]
-    const bf16 *__restrict__ x,        // [tokens, 2880]
-    const i64 *__restrict__ offsets,   // [33]
-    const i32 *__restrict__ row_slots, // [rows]
-    f32 *__restrict__ grad_gate,       // [32, 2880, 2880]
-    f32 *__restrict__ grad_up,         // [32, 2880, 2880]
+    const __grid_constant__ TensorMap dgate_map, // [rows, 2880]
+    const __grid_constant__ TensorMap dup_map,   // [rows, 2880]
+    const __grid_constant__ TensorMap rows_map,  // [rows, 2880]
+    const i64 *__restrict__ offsets,             // [33]
+    f32 *__restrict__ grad_gate,                 // [32, 2880, 2880]
+    f32 *__restrict__ grad_up,                   // [32, 2880, 2880]
     i64 accumulate,
     i64 tokens)
 {
-    alignas(16) __shared__ f32 left_tile[2][TILE_DEPTH][MATRICES * TILE_ROWS];
-    alignas(16) __shared__ f32 right_tile[2][TILE_DEPTH][TILE_COLUMNS];
+    Shared &shared = dynamic_shared<Shared>();
 
+    const i64 expert = block_x() / ROW_TILES;
     (void)tokens;
-    const i32 expert = (i32)block_x() / ROW_TILES, first_row = (i32)block_x() % ROW_TILES * TILE_ROWS;
     const i64 first = offsets[expert];
     const i32 count = (i32)(offsets[expert + 1] - first);
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS;
+    const i32 first_row = (i32)(block_x() % ROW_TILES) * TILE_ROWS, first_column = (i32)block_y() * TILE_COLUMNS;
 
-    LeftSlab dgate_slab, dup_slab;
-    RightSlab right_slab;
-    auto fetch = [&](i32 depth) {
-        const i64 at = first + depth;
-        dgate_slab.fetch(count - depth, first_row, [&](i32 line) { return dgate + (at + line) * HEIGHT; });
-        dup_slab.fetch(count - depth, first_row, [&](i32 line) { return dup + (at + line) * HEIGHT; });
-        right_slab.fetch(count - depth, first_column, [&](i32 line) { return x + (i64)(row_slots[at + line] / TOP_K) * WIDTH; });
-    };
-    auto put = [&](i32 buffer) {
-        dgate_slab.put(left_tile[buffer], 0);
-        dup_slab.put(left_tile[buffer], TILE_ROWS);
-        right_slab.put(right_tile[buffer], 0);
-    };
-
-    f32 sums[MATRICES * THREAD_ROWS][THREAD_COLUMNS] = {};
-    fetch(0);
-    put(0);
-    block_sync();
-    i32 buffer = 0;
-    #pragma unroll 1
-    for (i32 depth = TILE_DEPTH; depth < count; depth += TILE_DEPTH, buffer ^= 1) {
-        fetch(depth);
-        multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left_tile[buffer], right_tile[buffer], thread_index(), 0);
-        put(buffer ^ 1);
-        block_sync();
-    }
-    multiply<ROW_THREADS, COLUMN_THREADS, TILE_DEPTH>(sums, left_tile[buffer], right_tile[buffer], thread_index(), 0);
-
-    #pragma unroll
-    for (i32 i = 0; i < THREAD_ROWS; i++) {
-        const i32 row = first_row + dealt<THREAD_ROWS, ROW_THREADS>(thread_index() / COLUMN_THREADS, i);
-        if (row >= HEIGHT)
-            continue;
-        const i64 line = ((i64)expert * HEIGHT + row) * WIDTH;
-        #pragma unroll
-        for (i32 j = 0; j < THREAD_COLUMNS; j += STORED) {
-            const i32 column = first_column + dealt<THREAD_COLUMNS, COLUMN_THREADS>(thread_index() % COLUMN_THREADS, j);
-            if (column >= WIDTH)
-                continue;
-            put_sums(grad_gate + line, column / STORED, sums[i] + j, accumulate != 0);
-            put_sums(grad_up + line, column / STORED, sums[THREAD_ROWS + i] + j, accumulate != 0);
+    if (thread_index() == 0) {
+        if (count > 0) {
+            tma_prefetch(dgate_map);
+            tma_prefetch(dup_map);
+            tma_prefetch(rows_map);
         }
+        for (i32 stage = 0; stage < STAGES; stage++) {
+            mbarrier_init(shared.full[stage], 1);
+            mbarrier_init(shared.empty[stage], CONSUMER_WARPS);
+        }
+        mbarrier_init_fence();
     }
+    block_sync();
+
+    // The producer. Blocks of the same expert read the same rows.
+    if (warp_index() < 4) {
+        shrink_registers<40>();
+        if (warp_index() == 0 && elect_one()) {
+            const u64 keep = keep_in_cache();
+            Turn turn;
+            #pragma unroll 1
+            for (i32 k = 0; k < count; k += TILE_DEPTH, turn.next()) {
+                Stage &stage = shared.ring[turn.stage];
+                Barrier &full = shared.full[turn.stage];
+                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+                mbarrier_expect(full, sizeof(Stage));
+                tma_load_2d(stage.panels[0], dgate_map, full, keep, first_row, (i32)first + k);
+                tma_load_2d(stage.panels[1], dup_map, full, keep, first_row, (i32)first + k);
+                #pragma unroll
+                for (i32 panel = 0; panel < TILE_COLUMNS / 64; panel++)
+                    tma_load_2d(stage.panels[CONSUMERS + panel], rows_map, full, keep, first_column + 64 * panel, (i32)first + k);
+            }
+        }
+        return;
+    }
+
+    // The consumers. One group of products stays in flight: when it is the only
+    // one, those of the slice before are done, and its stage is free.
+    grow_registers<232>();
+    const i32 consumer = warp_index() / 4 - 1;
+    f32 sums[SUMS] = {};
+    Turn turn;
+    i32 before = 0;
+    #pragma unroll 1
+    for (i32 k = 0; k < count; k += TILE_DEPTH, turn.next()) {
+        Stage &stage = shared.ring[turn.stage];
+        mbarrier_wait(shared.full[turn.stage], turn.parity);
+        if (count - k < TILE_DEPTH)
+            clear_tail(stage, count - k);
+        const u64 left = operand_across_128b<TILE_DEPTH>(stage.panels[consumer]);
+        const u64 right = operand_across_128b<TILE_DEPTH>(stage.panels[CONSUMERS]);
+        wgmma_fence();
+        #pragma unroll
+        for (i32 step = 0; step < TILE_DEPTH / 16; step++)
+            wgmma_m64n256k16_bf16(sums, left + step * NEXT_LINES, right + step * NEXT_LINES, true);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k > 0 && elect_one())
+            mbarrier_arrive(shared.empty[before]);
+        before = turn.stage;
+    }
+    wgmma_wait<0>();
+    settle(sums);
+    f32 *const grad = (consumer == 0 ? grad_gate : grad_up) + expert * HEIGHT * WIDTH;
+    const i32 row = first_row + warp_index() % 4 * 16;
+    #pragma unroll
+    for (i32 i = 0; i < SUMS; i += 2)
+        store_pair(grad, row + sum_row(i), first_column + sum_column(i), sums[i], sums[i + 1], accumulate != 0);
 }
+
 // ---- the bias ----
 
 // The sum of a column over `count` lines from `first` on.
@@ -312,7 +576,7 @@ template <class Weight> DEVICE f32 column_sum(const bf16 *matrix, i64 first, i64
     return sum;
 }
 
-KERNEL(128) grouped_gemm_wgrad_up_bias(
+KERNEL(384) grouped_gemm_wgrad_up_bias(
     const bf16 *__restrict__ dgate,   // [rows, 2880]
     const bf16 *__restrict__ dup,     // [rows, 2880]
     const i64 *__restrict__ offsets,  // [33]
@@ -322,7 +586,7 @@ KERNEL(128) grouped_gemm_wgrad_up_bias(
     i64 tokens)
 {
     constexpr int COLUMNS = 2880;
-    const i32 column = (i32)block_y() * 128 + thread_index();
+    const i32 column = (i32)block_y() * 384 + thread_index();
     if (column >= COLUMNS)
         return;
     (void)tokens;
