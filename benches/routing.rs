@@ -73,7 +73,7 @@ fn at_tutels_size() {
         let spec = LayerSpec::from_toml(&format!(
             "shape = {{ model_dim = {d}, hidden_dim = 16, experts = 256, top_k = 8 }}\n\
              capacity = {{ mode = \"factor\", factor = 1.0 }}\n\
-             router = {{ renormalize = \"clamp\" }}\n\
+             router = {{ renormalize = \"clamp\", renormalize_eps = 1e-7 }}\n\
              experts = {{ form = \"plain\", activation = \"relu\" }}\n"
         ));
         let layer = layer(&engine, &spec.expect("a valid spec"));

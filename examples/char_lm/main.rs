@@ -8,7 +8,7 @@
 //! weights and see the same batches.
 //!
 //! ```sh
-//! cargo run --release --example char_lm -- --steps 1000 --plot curves.svg
+//! cargo run --release --example char_lm -- --plot curves.svg
 //! ```
 
 #[path = "../common/mod.rs"]

@@ -32,7 +32,7 @@ impl Pace {
     /// A few minutes on two cores.
     pub fn full() -> Pace {
         Pace {
-            steps: 1000,
+            steps: 800,
             sequences: 16,
             report: 50,
             held_out: 32,
