@@ -168,10 +168,11 @@ impl Call<'_> {
         let (spec, weights) = (self.spec(), &self.router.weights);
         let whole = |values: &[i32]| values.iter().map(|&v| f64::from(v)).collect();
         Some(match name {
-            "x" => self.input.x.clone(),
+            // Nothing is drawn: no jitter, no noise.
+            "x" | "router.x" => self.input.x.clone(),
             "topk_ids" => whole(&decision.ids),
             "grad.topk_weights" => dweights.to_vec(),
-            "router.logits" => {
+            "router.logits" | "router.clean_logits" => {
                 moesaic_reference::logits(spec, weights, &self.input.x, self.input.tokens)
             }
             "router.projected" => self.projected(),
