@@ -9,7 +9,7 @@ pub mod check;
 use half::{bf16, f16};
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
-use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Stem, Target};
+use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Stem, Target, TensorMap};
 use moesaic_plan::{LayerPlan, Role, Step, Training, plan, plan_training};
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, round_to};
@@ -221,6 +221,16 @@ impl Rig {
         }
     }
 
+    /// Sizes, innermost first; those beyond the map's rank are folded.
+    fn map_dims(&self, map: &TensorMap, name: &str, tokens: u64) -> [u64; 5] {
+        let mut dims = [1; 5];
+        let shape = &self.plan.tensor(name).unwrap().shape;
+        for (i, size) in shape.iter().rev().enumerate() {
+            dims[i.min(usize::from(map.rank) - 1)] *= size.eval(tokens);
+        }
+        dims
+    }
+
     fn launch_all(&self, steps: &[Step], input: &Input, accumulate: i64, buffers: &Buffers) {
         let tokens = input.tokens;
         for step in steps {
@@ -232,7 +242,14 @@ impl Rig {
                     "accumulate" => accumulate,
                     name => counter(name, input),
                 }),
-                _ => Arg::Ptr(buffers[tensors.next().unwrap()].1.ptr()),
+                ParamType::TensorMap(map) => {
+                    let name = tensors.next().unwrap();
+                    Arg::TensorMap {
+                        base: buffers[name].1.ptr(),
+                        dims: self.map_dims(&map, name, tokens as u64),
+                    }
+                }
+                ParamType::Tensor(..) => Arg::Ptr(buffers[tensors.next().unwrap()].1.ptr()),
             });
             let args: Vec<Arg> = args.collect();
             let (launch, tokens) = (&entry.launch, tokens as u64);
