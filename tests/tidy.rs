@@ -191,7 +191,7 @@ fn files_stay_readable() {
 
 #[test]
 fn every_stem_is_everywhere() {
-    for stem in Stem::FORWARD {
+    for stem in Stem::all() {
         for path in [
             format!("templates/cpu/{stem}.c.tera"),
             format!("templates/gpu/{stem}.cu.tera"),

@@ -226,7 +226,7 @@ fn parsed(text: &str) -> TeraResult<Expression> {
 pub fn template_variables(target: Target) -> Result<BTreeSet<String>, String> {
     let tera = engine(target)?;
     let mut variables = BTreeSet::new();
-    for stem in Stem::FORWARD {
+    for stem in Stem::all() {
         let name = plain_template(stem, target);
         let used = tera
             .get_template_variables(&name)
