@@ -123,7 +123,7 @@ fn polynomial<const N: usize>(coefficients: [i64; N], t: i64) -> i64 {
     let [first, rest @ ..] = &coefficients[..] else {
         return 0;
     };
-    rest.iter().fold(*first, |sum, c| (sum * t >> 30) + c)
+    rest.iter().fold(*first, |sum, c| ((sum * t) >> 30) + c)
 }
 
 /// ln(x) of x > 0 in units of 2⁻²⁶, within 2 of them.
@@ -137,7 +137,7 @@ fn logarithm(x: u64) -> i64 {
         ],
         fraction - (1 << 29),
     );
-    (i64::from(63 - zeros) * LN_2 >> 31) + (of_fraction >> 4)
+    ((i64::from(63 - zeros) * LN_2) >> 31) + (of_fraction >> 4)
 }
 
 /// A normal deviate in units of 2⁻²⁶: the inverse of the normal distribution
@@ -147,7 +147,7 @@ fn logarithm(x: u64) -> i64 {
 pub fn gaussian(word: u32) -> i32 {
     let odd = i64::from(word | 1);
     let whole = 1i64 << 32;
-    let w = (62 * LN_2 >> 31) - logarithm((odd * (whole - odd)) as u64);
+    let w = ((62 * LN_2) >> 31) - logarithm((odd * (whole - odd)) as u64);
     let w = w.max(0);
     if w < 5 << 26 {
         let slope = polynomial(
@@ -157,7 +157,7 @@ pub fn gaussian(word: u32) -> i32 {
             ],
             (w - (5 << 25)) << 2,
         );
-        return (slope * (2 * odd - whole) >> 34) as i32;
+        return ((slope * (2 * odd - whole)) >> 34) as i32;
     }
     let size = if w < 10 << 26 {
         polynomial(
@@ -183,7 +183,7 @@ pub fn gaussian(word: u32) -> i32 {
 /// 2⁻²⁶, within 1e-7; from -3.1 to 22.2.
 pub fn gumbel(word: u32) -> i32 {
     let odd = i64::from(word | 1);
-    let whole = 32 * LN_2 >> 31;
+    let whole = (32 * LN_2) >> 31;
     if word >> 31 == 0 {
         // -ln(v) - ln(-ln(1 - v) / v), which keeps the digits of a small v.
         let ratio = polynomial(
@@ -196,5 +196,5 @@ pub fn gumbel(word: u32) -> i32 {
         return (whole - logarithm(odd as u64) - (ratio >> 4)) as i32;
     }
     let exponential = whole - logarithm(((1i64 << 32) - odd) as u64);
-    ((26 * LN_2 >> 31) - logarithm(exponential as u64)) as i32
+    (((26 * LN_2) >> 31) - logarithm(exponential as u64)) as i32
 }

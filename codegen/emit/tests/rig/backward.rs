@@ -150,8 +150,8 @@ impl Check<'_> {
 
     fn dout(&self) {
         let (width, slots) = (self.spec.output_dim(), self.t.ints("row_slots"));
-        for row in 0..self.routed().rows() {
-            let token = slots[row] as usize / self.spec.shape.top_k;
+        for (row, slot) in slots.iter().enumerate().take(self.routed().rows()) {
+            let token = *slot as usize / self.spec.shape.top_k;
             let same = self.row("dout", row, width) == self.row("dy", token, width);
             assert!(same, "{}: dout[{row}]", self.what);
         }

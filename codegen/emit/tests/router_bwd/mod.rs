@@ -55,7 +55,7 @@ pub fn sample(seed: u64) -> Option<LayerSpec> {
         spec.router.noise = spec.routed_experts() as f64 * 0.5;
     }
     for loss in &mut spec.losses {
-        loss.coefficient = 0.5 + loss.coefficient;
+        loss.coefficient += 0.5;
     }
     Some(spec)
 }

@@ -140,13 +140,13 @@ pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
         return None;
     }
     let router = &spec.router;
-    let lengths = spec.losses.iter().filter_map(|loss| loss.sequence_length);
+    let mut lengths = spec.losses.iter().filter_map(|loss| loss.sequence_length);
     let desc = GateTopkBwdDesc {
         normalized_scores: matches!(router.score, Score::Sigmoid | Score::SqrtSoftplus),
         losses: spec.losses.clone(),
         sums: Vec::new(),
         slopes: Vec::new(),
-        sequence_length: lengths.last(),
+        sequence_length: lengths.next_back(),
         sigma: router.noise / gate.experts as f64,
         gate,
     };

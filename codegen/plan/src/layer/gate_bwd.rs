@@ -7,6 +7,7 @@ use crate::{KernelConfig, heuristics};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::{Size, Target};
 use moesaic_spec::{LayerSpec, LossKind};
+use std::slice::from_ref;
 
 /// Parameters that are called otherwise than their tensors.
 const NAMES: [(&str, &str); 16] = [
@@ -73,9 +74,9 @@ fn loss_tensors(desc: &GateTopkBwdDesc, [tiles, experts]: &[Size; 2]) -> Vec<Ten
         of("sequence_parts", [tiles, &pair], Role::Scratch),
         of("loss_slopes", [&slopes, experts], Role::Scratch),
         of("sequence_slopes", [&sequences, experts], Role::Scratch),
-        tensor("sequence_first", I32, &[tokens.clone()], Role::Scratch),
-        tensor("sequence_ids", I32, &[tokens], Role::Input),
-        tensor("global_counts", I64, &[experts.clone()], Role::Input),
+        tensor("sequence_first", I32, from_ref(&tokens), Role::Scratch),
+        tensor("sequence_ids", I32, from_ref(&tokens), Role::Input),
+        tensor("global_counts", I64, from_ref(experts), Role::Input),
         tensor("global_tokens", I64, &[constant(1)], Role::Input),
     ];
     let outputs = desc.losses.iter().map(|loss| loss_name(loss.kind));

@@ -221,7 +221,7 @@ fn larger_spec(spec: &LayerSpec, new: usize, quiet: &Quiet) -> Result<LayerSpec,
     if let Some(groups) = &mut larger.router.groups {
         let size = spec.routed_experts() / groups.count;
         let behind = spec.routed_experts() > spec.shape.experts;
-        if new % size != 0 || behind || groups.mask == GroupMask::Zero {
+        if !new.is_multiple_of(size) || behind || groups.mask == GroupMask::Zero {
             let reason = format!(
                 "groups of {size} experts stay as they are only when whole groups of new ones \
                  come last, and mask = \"exclude\" leaves them out"
