@@ -243,7 +243,7 @@ impl Case {
         close(&self.what("y"), &floats(output, "y"), &expected, tolerance);
     }
 
-    fn what(&self, stage: &str) -> String {
+    pub fn what(&self, stage: &str) -> String {
         format!("{stage} of {}", self.describe())
     }
 

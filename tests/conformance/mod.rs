@@ -12,6 +12,7 @@ mod layers;
 mod routing;
 mod saved;
 mod simulated;
+mod simulated_training;
 mod user;
 
 pub use case::Case;

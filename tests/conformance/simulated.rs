@@ -25,7 +25,7 @@ pub fn small(model_dim: usize, hidden_dim: usize, experts: usize, top_k: usize) 
     LayerSpec::from_toml(&shape).unwrap_or_else(|e| panic!("{}", e.render("spec", false)))
 }
 
-fn of_type(dtype: DType, mut spec: LayerSpec) -> LayerSpec {
+pub fn of_type(dtype: DType, mut spec: LayerSpec) -> LayerSpec {
     spec.precision.weights = dtype;
     spec.precision.activations = dtype;
     spec

@@ -23,7 +23,22 @@ const MUTANT: Mutant = Mutant {
     to: "",
     layer: SHALLOW,
     tokens: 70,
+    training: false,
     caught: "",
+};
+
+/// A layer whose backward runs on the ordinary units of every GPU: no matrix
+/// unit takes factors of two types. In f32 no rounding crosses the clamp.
+const TRAINED: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5, top_k = 2 }
+router = { kind = \"external\" }
+experts = { clamp = 0.4, bias = true }
+precision = { weights = \"bf16\", activations = \"f32\" }";
+
+/// Defaults of mistakes in backward.
+const BACKWARD: Mutant = Mutant {
+    layer: TRAINED,
+    training: true,
+    ..MUTANT
 };
 
 /// The list.
@@ -416,5 +431,73 @@ pub const MUTANTS: &[Mutant] = &[
         to: "const i32 row = wave_row + i * EDGE + (lane ^ 1) % EDGE;",
         caught: "y of",
         ..MUTANT
+    },
+    Mutant {
+        mistake: "the parts of a row are summed with no barrier before",
+        kernel: "grouped_gemm_dgrad_down",
+        from: "    block_sync();\n\n    for (i32 row = thread_index(); row < TILE_ROWS",
+        to: "    for (i32 row = thread_index(); row < TILE_ROWS",
+        caught: "shared memory",
+        ..BACKWARD
+    },
+    Mutant {
+        mistake: "a clamp that holds lets gradients pass",
+        kernel: "grouped_gemm_dgrad_down",
+        from: "    dgate = gate_pre > LIMIT ? 0.0f : dgate;",
+        to: "",
+        caught: "dx of",
+        ..BACKWARD
+    },
+    Mutant {
+        mistake: "no barrier before a step of the depth is multiplied",
+        target: GFX942,
+        kernel: "grouped_gemm_dgrad_up",
+        from: "        put(buffer ^ 1);\n        block_sync();",
+        to: "        put(buffer ^ 1);",
+        caught: "nobody has written",
+        ..BACKWARD
+    },
+    Mutant {
+        mistake: "the last row of an expert is left out",
+        target: SM_90A,
+        kernel: "grouped_gemm_wgrad_down",
+        from: "const i32 count = (i32)(offsets[expert + 1] - first);",
+        to: "const i32 count = (i32)(offsets[expert + 1] - first) - 1;",
+        caught: "grad.experts.down.weight of",
+        ..BACKWARD
+    },
+    Mutant {
+        mistake: "rows are taken for the slots they came from",
+        kernel: "grouped_gemm_wgrad_down",
+        from: "return topk_weights[row_slots[row]];",
+        to: "return topk_weights[row];",
+        caught: "grad.experts.down.bias of",
+        ..BACKWARD
+    },
+    Mutant {
+        mistake: "one row too many is copied backward",
+        target: SM_90A,
+        kernel: "combine_bwd",
+        from: "row < first + TILE_ROWS && row < kept;",
+        to: "row < first + TILE_ROWS && row <= kept;",
+        caught: "global memory",
+        ..BACKWARD
+    },
+    Mutant {
+        mistake: "sources are read with no barrier before",
+        kernel: "dispatch_bwd",
+        from: "    block_sync();\n\n    for (i32 turn",
+        to: "    for (i32 turn",
+        caught: "shared memory",
+        ..BACKWARD
+    },
+    Mutant {
+        mistake: "every choice gets the gradient of the first",
+        target: GFX942,
+        kernel: "combine_bwd",
+        from: "const i32 row = slot_rows[slot];",
+        to: "const i32 row = slot_rows[token * TOP_K];",
+        caught: "outside of every tensor",
+        ..BACKWARD
     },
 ];

@@ -8,7 +8,7 @@ use list::MUTANTS;
 use moesaic::kernel::KernelSource;
 use moesaic::spec::LayerSpec;
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
-use moesaic::{Compilers, Engine, EngineOptions, Target};
+use moesaic::{Compilers, Engine, EngineOptions, Recompute, Target};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -29,6 +29,8 @@ pub struct Mutant {
     pub layer: &'static str,
     /// Tokens of the call.
     pub tokens: usize,
+    /// Whether the layer runs backward too.
+    pub training: bool,
     /// Words of the report: the name of the finding, or of the stage that is
     /// found wrong.
     pub caught: &'static str,
@@ -90,9 +92,17 @@ fn options() -> EngineOptions {
     }
 }
 
+/// Runs the layer and compares what it gives.
+fn hold(mutant: &Mutant, case: &Case, engine: &Engine) {
+    match mutant.training {
+        true => case.check_training(engine, Recompute::None),
+        false => case.check(engine),
+    }
+}
+
 /// What the simulator or the comparison says; `None` when all is well.
-fn report(case: &Case, engine: &Engine) -> Option<String> {
-    let caught = catch_unwind(AssertUnwindSafe(|| case.check(engine))).err()?;
+fn report(mutant: &Mutant, case: &Case, engine: &Engine) -> Option<String> {
+    let caught = catch_unwind(AssertUnwindSafe(|| hold(mutant, case, engine))).err()?;
     let text = |payload: &dyn Any| {
         let owned = payload.downcast_ref::<String>().cloned();
         owned.or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
@@ -109,7 +119,7 @@ fn check(mutant: &'static Mutant) {
     let inner = Compilers::default().get(target).expect("a compiler");
     let planting = Arc::new(Planting { inner, mutant });
     let engine = Engine::open_with(mutant.target, options(), planting).expect("a simulator");
-    let report = report(&case, &engine);
+    let report = report(mutant, &case, &engine);
     let report = report.unwrap_or_else(|| panic!("{what}: nobody noticed"));
     assert!(
         report.contains(mutant.caught),
@@ -130,7 +140,7 @@ fn the_kernels_as_they_are_pass() {
         seen.push(key);
         let spec = LayerSpec::from_toml(mutant.layer).expect("it is valid");
         let engine = Engine::open(mutant.target, EngineOptions::default()).expect("a simulator");
-        Case::random(&spec, mutant.tokens, 11).check(&engine);
+        hold(mutant, &Case::random(&spec, mutant.tokens, 11), &engine);
     }
 }
 

@@ -1,0 +1,182 @@
+//! Whole layers forward and backward on simulated GPUs, against the gradients
+//! of the reference.
+
+use super::Case;
+use super::case::{floats, host, ints};
+use super::compare::{close, equal};
+use super::simulated::{SIMULATORS, of_type, open, small};
+use moesaic::reference::{self, Gradients, Random};
+use moesaic::spec::{
+    Activation, CapacityMode, CapacityOrder, ExpertForm, LayerSpec, Renormalize, RouterKind,
+    SharedExpert, SharedGate, WeightSite,
+};
+use moesaic::{Counters, DType, Engine, Output, Recompute, Training};
+
+impl Case {
+    /// A gradient of the output, in its element type.
+    fn dy(&self) -> Vec<f64> {
+        let values = Random::new(0xd7).vec(self.input.tokens * self.spec.output_dim());
+        let round = |v: f64| reference::round_to(self.spec.precision.activations, v);
+        values.into_iter().map(round).collect()
+    }
+
+    /// Trains once and holds every gradient against the reference.
+    pub fn check_training(&self, engine: &Engine, recompute: Recompute) {
+        let layer = engine
+            .training_layer(&self.spec, &self.host_weights(), Training { recompute })
+            .unwrap_or_else(|e| panic!("{}: {e}", self.what("the plan")));
+        let names = ["topk_ids"];
+        let passed = layer.forward_train(&self.input(), &names, Counters::default());
+        let (output, saved) = passed.unwrap_or_else(|e| panic!("{}: {e}", self.what("forward")));
+        self.check_choices(&output);
+        let (spec, dy) = (&self.spec, self.dy());
+        let shape = [self.input.tokens, spec.output_dim()];
+        let given = host(spec.precision.activations, &shape, &dy);
+        let passed = layer.backward(&saved, &given, false);
+        let output = passed.unwrap_or_else(|e| panic!("{}: {e}", self.what("backward")));
+        let expected = reference::backward(spec, &self.weights, &self.input, &dy);
+        self.check_tokens(&output, &expected);
+        for (name, found) in layer.gradients().expect("the layer trains") {
+            let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
+            let what = self.what(&format!("grad.{name}"));
+            close(
+                &what,
+                &found,
+                &expected.weights[&name].data,
+                self.rounding(),
+            );
+        }
+    }
+
+    /// Gradients of two different choices cannot be compared.
+    fn check_choices(&self, output: &Output) {
+        let chosen = reference::gate(&self.spec, &self.weights, &self.input).decision;
+        equal(&self.what("ids"), &ints(output, "topk_ids"), &chosen.ids);
+    }
+
+    fn check_tokens(&self, output: &Output, expected: &Gradients) {
+        let of = |name: &str, expected: &[f64]| {
+            close(
+                &self.what(name),
+                &floats(output, name),
+                expected,
+                self.rounding(),
+            );
+        };
+        of("dx", &expected.x);
+        of("grad.topk_weights", &expected.topk_weights);
+    }
+
+    /// Pre-activations, hidden, their gradients, rows and dx are rounded once
+    /// each; sums of products in f32 add a little.
+    fn rounding(&self) -> f64 {
+        4e-5 + 16.0 * self.spec.precision.activations.unit_roundoff()
+    }
+}
+
+fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
+    change(&mut spec);
+    spec
+}
+
+fn external(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
+    with(small(d, h, e, k), |s| s.router.kind = RouterKind::External)
+}
+
+/// Sizes that fit no tile, and sizes that matrix units take, in every type.
+fn shapes(target: &str) {
+    let engine = open(target);
+    let shapes = [(1, 1, 1, 1), (37, 21, 5, 5), (64, 72, 7, 2)];
+    for (d, h, e, k) in shapes {
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            let spec = of_type(dtype, external(d, h, e, k));
+            for tokens in [0, 33] {
+                Case::random(&spec, tokens, 3).check_training(&engine, Recompute::None);
+            }
+        }
+    }
+}
+
+/// Everything that changes what flows back, in every recompute mode.
+fn options(target: &str) {
+    let engine = open(target);
+    let modes = [Recompute::None, Recompute::Hidden, Recompute::All];
+    for (i, spec) in changes().into_iter().enumerate() {
+        if let Err(problems) = spec.validate() {
+            panic!("{problems:?}");
+        }
+        Case::random(&spec, 33, i as u64).check_training(&engine, modes[i % 3]);
+    }
+}
+
+fn changes() -> Vec<LayerSpec> {
+    vec![
+        with(of_type(DType::Bf16, small(40, 24, 6, 2)), |s| {
+            s.router.renormalize = Renormalize::Sum;
+            s.shared = vec![SharedExpert {
+                hidden_dim: 16,
+                gate: SharedGate::None,
+            }];
+        }),
+        // In f32 no rounding crosses the clamp.
+        with(external(40, 24, 6, 2), |s| {
+            s.precision.weights = DType::Bf16;
+            s.experts.bias = true;
+            s.experts.clamp = Some(0.4);
+            s.experts.up_offset = 1.0;
+        }),
+        with(external(33, 21, 6, 2), |s| {
+            s.experts.form = ExpertForm::Plain;
+            s.experts.activation = Activation::Gelu;
+            s.experts.bias = true;
+            s.router.weight_on = WeightSite::Input;
+            s.shape.output_dim = Some(17);
+        }),
+        with(of_type(DType::F16, external(24, 16, 5, 3)), |s| {
+            s.experts.identity = 2;
+            s.capacity.mode = CapacityMode::Factor;
+            s.capacity.factor = 0.8;
+            s.capacity.order = CapacityOrder::Probability;
+            s.shared = vec![SharedExpert {
+                hidden_dim: 9,
+                gate: SharedGate::Sigmoid,
+            }];
+        }),
+        with(external(16, 24, 6, 2), |s| {
+            s.capacity.mode = CapacityMode::Fixed;
+            s.capacity.rows = Some(1);
+            s.capacity.renormalize_after_drop = true;
+            s.experts.activation = Activation::GeluTanh;
+        }),
+    ]
+}
+
+#[test]
+fn sm_80_trains_shapes() {
+    shapes(SIMULATORS[0]);
+}
+
+#[test]
+fn sm_90a_trains_shapes() {
+    shapes(SIMULATORS[1]);
+}
+
+#[test]
+fn gfx942_trains_shapes() {
+    shapes(SIMULATORS[2]);
+}
+
+#[test]
+fn sm_80_trains_options() {
+    options(SIMULATORS[0]);
+}
+
+#[test]
+fn sm_90a_trains_options() {
+    options(SIMULATORS[1]);
+}
+
+#[test]
+fn gfx942_trains_options() {
+    options(SIMULATORS[2]);
+}
