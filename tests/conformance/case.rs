@@ -247,7 +247,7 @@ impl Case {
         format!("{stage} of {}", self.describe())
     }
 
-    fn describe(&self) -> String {
+    pub fn describe(&self) -> String {
         format!("T = {} of\n{}", self.input.tokens, self.spec.to_toml())
     }
 }

@@ -13,6 +13,7 @@ mod routing;
 mod saved;
 mod simulated;
 mod simulated_training;
+mod training;
 mod user;
 
 pub use case::Case;
