@@ -9,6 +9,7 @@ mod case;
 mod compare;
 mod drawn;
 mod layers;
+mod precision;
 mod routing;
 mod saved;
 mod simulated;
