@@ -16,6 +16,7 @@ mod simulated;
 mod simulated_training;
 mod training;
 mod user;
+mod zeros;
 
 pub use case::Case;
 pub use simulated::SIMULATORS;
