@@ -4,7 +4,7 @@ use crate::GenerateOptions;
 use crate::docs::{self, doc};
 use crate::names::{Names, field};
 use crate::tensors::of_role;
-use crate::types::row;
+use crate::types::{array, constant, row};
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_spec::LayerSpec;
 use proc_macro2::{Literal, TokenStream};
@@ -167,9 +167,20 @@ pub(crate) fn inputs_doc(inputs: &[&TensorPlan]) -> String {
 
 /// `x: &[[f32; 64]]`.
 pub(crate) fn param(tensor: &TensorPlan, names: &Names) -> TokenStream {
-    let name = field(&tensor.name);
-    let row = row(tensor.dtype, &tensor.shape, &names.facade);
-    quote!(#name: &[#row])
+    let (name, ty) = (field(&tensor.name), input_type(tensor, names));
+    quote!(#name: &#ty)
+}
+
+/// Rows, or one array where the token count does not matter.
+fn input_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
+    match row(tensor.dtype, &tensor.shape, &names.facade) {
+        Some(row) => quote!([#row]),
+        None => array(
+            tensor.dtype,
+            &constant(&tensor.shape).unwrap_or_default(),
+            &names.facade,
+        ),
+    }
 }
 
 /// The function that makes an engine's input of typed ones.
@@ -177,13 +188,15 @@ pub(crate) fn input(inputs: &[&TensorPlan], names: &Names, function: &str) -> To
     let function = format_ident!("{function}");
     let facade = &names.facade;
     let params = inputs.iter().map(|tensor| {
-        let name = field(&tensor.name);
-        let row = row(tensor.dtype, &tensor.shape, facade);
-        quote!(#name: &'a [#row])
+        let (name, ty) = (field(&tensor.name), input_type(tensor, names));
+        quote!(#name: &'a #ty)
     });
     let pairs = inputs.iter().map(|tensor| {
         let (name, field) = (&tensor.name, field(&tensor.name));
-        quote!((#name, #facade::typed::generated::host_rows(#field)))
+        match row(tensor.dtype, &tensor.shape, facade) {
+            Some(_) => quote!((#name, #facade::typed::generated::host_rows(#field))),
+            None => quote!((#name, #facade::typed::generated::host_tensor(#field))),
+        }
     });
     quote! {
         fn #function<'a>(#(#params),*) -> #facade::Input<'a> {

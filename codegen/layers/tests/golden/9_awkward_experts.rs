@@ -366,6 +366,202 @@ impl ::moesaic::typed::TypedLayer for Layer9AwkwardExperts {
     }
 }
 
+/// What a forward pass of [`Layer9AwkwardExperts`] in training gives.
+#[allow(dead_code)]
+pub struct Layer9AwkwardExpertsTrained {
+    /// What any call computes.
+    pub output: Layer9AwkwardExpertsOutput,
+    /// What backward needs.
+    pub saved: ::moesaic::Saved,
+}
+
+/// What a backward pass of [`Layer9AwkwardExperts`] returns; the gradients of weights stay
+/// with the layer.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(dead_code)]
+pub struct Layer9AwkwardExpertsInputGradients {
+    /// The gradient of the tokens: `dx`, f16 `[T, 20]`.
+    pub dx: Vec<[::moesaic::half::f16; 20]>,
+    /// The gradient of the experts' weights: `grad.topk_weights`, f32 `[T, 3]`.
+    pub grad_topk_weights: Vec<[f32; 3]>,
+    /// The gradient of the router logits: `grad.router.logits`, f32 `[T, 5]`.
+    pub grad_router_logits: Vec<[f32; 5]>,
+}
+
+impl Layer9AwkwardExpertsInputGradients {
+    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+        Ok(Layer9AwkwardExpertsInputGradients {
+            dx: ::moesaic::typed::generated::read_rows(output, "dx")?,
+            grad_topk_weights: ::moesaic::typed::generated::read_rows(
+                output,
+                "grad.topk_weights",
+            )?,
+            grad_router_logits: ::moesaic::typed::generated::read_rows(
+                output,
+                "grad.router.logits",
+            )?,
+        })
+    }
+}
+
+/// Gradients of the weights of [`Layer9AwkwardExperts`], row major, as backward passes
+/// left them.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(dead_code)]
+pub struct Layer9AwkwardExpertsGradients {
+    /// `grad.router.weight`, f32 `[5, 20]`.
+    pub router_weight: Vec<f32>,
+    /// `grad.router.bias`, f32 `[5]`.
+    pub router_bias: Vec<f32>,
+    /// `grad.router.expert_scale`, f32 `[5]`.
+    pub router_expert_scale: Vec<f32>,
+    /// `grad.experts.gate.weight`, f32 `[5, 12, 20]`.
+    pub experts_gate_weight: Vec<f32>,
+    /// `grad.experts.up.weight`, f32 `[5, 12, 20]`.
+    pub experts_up_weight: Vec<f32>,
+    /// `grad.experts.down.weight`, f32 `[5, 7, 12]`.
+    pub experts_down_weight: Vec<f32>,
+    /// `grad.experts.gate.bias`, f32 `[5, 12]`.
+    pub experts_gate_bias: Vec<f32>,
+    /// `grad.experts.up.bias`, f32 `[5, 12]`.
+    pub experts_up_bias: Vec<f32>,
+    /// `grad.experts.down.bias`, f32 `[5, 7]`.
+    pub experts_down_bias: Vec<f32>,
+    /// `grad.shared.0.gate.weight`, f32 `[6, 20]`.
+    pub shared_0_gate_weight: Vec<f32>,
+    /// `grad.shared.0.up.weight`, f32 `[6, 20]`.
+    pub shared_0_up_weight: Vec<f32>,
+    /// `grad.shared.0.down.weight`, f32 `[7, 6]`.
+    pub shared_0_down_weight: Vec<f32>,
+    /// `grad.shared.0.gate.bias`, f32 `[6]`.
+    pub shared_0_gate_bias: Vec<f32>,
+    /// `grad.shared.0.up.bias`, f32 `[6]`.
+    pub shared_0_up_bias: Vec<f32>,
+    /// `grad.shared.0.down.bias`, f32 `[7]`.
+    pub shared_0_down_bias: Vec<f32>,
+    /// `grad.shared.0.router.weight`, f32 `[1, 20]`.
+    pub shared_0_router_weight: Vec<f32>,
+    /// `grad.shared.1.gate.weight`, f32 `[9, 20]`.
+    pub shared_1_gate_weight: Vec<f32>,
+    /// `grad.shared.1.up.weight`, f32 `[9, 20]`.
+    pub shared_1_up_weight: Vec<f32>,
+    /// `grad.shared.1.down.weight`, f32 `[7, 9]`.
+    pub shared_1_down_weight: Vec<f32>,
+    /// `grad.shared.1.gate.bias`, f32 `[9]`.
+    pub shared_1_gate_bias: Vec<f32>,
+    /// `grad.shared.1.up.bias`, f32 `[9]`.
+    pub shared_1_up_bias: Vec<f32>,
+    /// `grad.shared.1.down.bias`, f32 `[7]`.
+    pub shared_1_down_bias: Vec<f32>,
+}
+
+#[allow(dead_code)]
+impl Layer9AwkwardExperts {
+    /// As `new`, for a layer that can run backward.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn training(
+        engine: &::moesaic::Engine,
+        weights: &Layer9AwkwardExpertsWeights<'_>,
+        training: ::moesaic::Training,
+    ) -> Result<Self, ::moesaic::EngineError> {
+        let layer = engine.training_layer(&Self::spec(), &weights.named(), training)?;
+        Ok(Self { layer })
+    }
+
+    /// Runs the layer forward as in training, and keeps what backward
+    /// needs. `counters` are what random numbers depend on.
+    ///
+    /// * `x`, f16 `[T, 20]`: the tokens
+    /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
+    ///
+    /// # Errors
+    /// As `forward`; also when the layer was not made by `training`.
+    pub fn forward_train(
+        &self,
+        x: &[[::moesaic::half::f16; 20]],
+        token_ids: &[i32],
+        counters: ::moesaic::Counters,
+    ) -> Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
+        let names = [Layer9AwkwardExpertsOutput::NAMES, &[]].concat();
+        let input = Self::training_input(x, token_ids);
+        let (output, saved) = self.layer.forward_train(&input, &names, counters)?;
+        Ok(Layer9AwkwardExpertsTrained {
+            output: Layer9AwkwardExpertsOutput::read(&output)?,
+            saved,
+        })
+    }
+
+    /// Runs the layer backward from the gradient of `y`. Gradients of
+    /// weights stay with the layer: they are overwritten, or with
+    /// `accumulate` added to.
+    ///
+    /// # Errors
+    /// When `dy` has not one row per token, `saved` is of another layer,
+    /// memory runs out, or a launch fails.
+    pub fn backward(
+        &self,
+        saved: &::moesaic::Saved,
+        dy: &[[::moesaic::half::f16; 7]],
+        accumulate: bool,
+    ) -> Result<Layer9AwkwardExpertsInputGradients, ::moesaic::EngineError> {
+        let dy = ::moesaic::typed::generated::host_rows(dy);
+        Layer9AwkwardExpertsInputGradients::read(
+            &self.layer.backward(saved, &dy, accumulate)?,
+        )
+    }
+
+    /// Reads back the gradients of all weights.
+    ///
+    /// # Errors
+    /// When the layer was not made by `training`.
+    pub fn gradients(
+        &self,
+    ) -> Result<Layer9AwkwardExpertsGradients, ::moesaic::EngineError> {
+        Ok(Layer9AwkwardExpertsGradients {
+            router_weight: self.layer.gradient("router.weight")?.to_f32(),
+            router_bias: self.layer.gradient("router.bias")?.to_f32(),
+            router_expert_scale: self.layer.gradient("router.expert_scale")?.to_f32(),
+            experts_gate_weight: self.layer.gradient("experts.gate.weight")?.to_f32(),
+            experts_up_weight: self.layer.gradient("experts.up.weight")?.to_f32(),
+            experts_down_weight: self.layer.gradient("experts.down.weight")?.to_f32(),
+            experts_gate_bias: self.layer.gradient("experts.gate.bias")?.to_f32(),
+            experts_up_bias: self.layer.gradient("experts.up.bias")?.to_f32(),
+            experts_down_bias: self.layer.gradient("experts.down.bias")?.to_f32(),
+            shared_0_gate_weight: self.layer.gradient("shared.0.gate.weight")?.to_f32(),
+            shared_0_up_weight: self.layer.gradient("shared.0.up.weight")?.to_f32(),
+            shared_0_down_weight: self.layer.gradient("shared.0.down.weight")?.to_f32(),
+            shared_0_gate_bias: self.layer.gradient("shared.0.gate.bias")?.to_f32(),
+            shared_0_up_bias: self.layer.gradient("shared.0.up.bias")?.to_f32(),
+            shared_0_down_bias: self.layer.gradient("shared.0.down.bias")?.to_f32(),
+            shared_0_router_weight: self
+                .layer
+                .gradient("shared.0.router.weight")?
+                .to_f32(),
+            shared_1_gate_weight: self.layer.gradient("shared.1.gate.weight")?.to_f32(),
+            shared_1_up_weight: self.layer.gradient("shared.1.up.weight")?.to_f32(),
+            shared_1_down_weight: self.layer.gradient("shared.1.down.weight")?.to_f32(),
+            shared_1_gate_bias: self.layer.gradient("shared.1.gate.bias")?.to_f32(),
+            shared_1_up_bias: self.layer.gradient("shared.1.up.bias")?.to_f32(),
+            shared_1_down_bias: self.layer.gradient("shared.1.down.bias")?.to_f32(),
+        })
+    }
+
+    fn training_input<'a>(
+        x: &'a [[::moesaic::half::f16; 20]],
+        token_ids: &'a [i32],
+    ) -> ::moesaic::Input<'a> {
+        ::moesaic::typed::generated::input(
+            x.len(),
+            [
+                ("x", ::moesaic::typed::generated::host_rows(x)),
+                ("token_ids", ::moesaic::typed::generated::host_rows(token_ids)),
+            ],
+        )
+    }
+}
+
 /// The kernels of [`Layer9AwkwardExperts`](super::Layer9AwkwardExperts), to be launched
 /// one by one through `Launcher`. Launch geometry is the target's and is read from its
 /// plan.

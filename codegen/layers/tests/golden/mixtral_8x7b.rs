@@ -230,6 +230,134 @@ impl ::moesaic::typed::TypedLayer for Mixtral8x7b {
     }
 }
 
+/// What a forward pass of [`Mixtral8x7b`] in training gives.
+#[allow(dead_code)]
+pub struct Mixtral8x7bTrained {
+    /// What any call computes.
+    pub output: Mixtral8x7bOutput,
+    /// What backward needs.
+    pub saved: ::moesaic::Saved,
+}
+
+/// What a backward pass of [`Mixtral8x7b`] returns; the gradients of weights stay with the
+/// layer.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(dead_code)]
+pub struct Mixtral8x7bInputGradients {
+    /// The gradient of the tokens: `dx`, bf16 `[T, 4096]`.
+    pub dx: Vec<[::moesaic::half::bf16; 4096]>,
+    /// The gradient of the experts' weights: `grad.topk_weights`, f32 `[T, 2]`.
+    pub grad_topk_weights: Vec<[f32; 2]>,
+    /// The gradient of the router logits: `grad.router.logits`, f32 `[T, 8]`.
+    pub grad_router_logits: Vec<[f32; 8]>,
+}
+
+impl Mixtral8x7bInputGradients {
+    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+        Ok(Mixtral8x7bInputGradients {
+            dx: ::moesaic::typed::generated::read_rows(output, "dx")?,
+            grad_topk_weights: ::moesaic::typed::generated::read_rows(
+                output,
+                "grad.topk_weights",
+            )?,
+            grad_router_logits: ::moesaic::typed::generated::read_rows(
+                output,
+                "grad.router.logits",
+            )?,
+        })
+    }
+}
+
+/// Gradients of the weights of [`Mixtral8x7b`], row major, as backward passes left them.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(dead_code)]
+pub struct Mixtral8x7bGradients {
+    /// `grad.router.weight`, f32 `[8, 4096]`.
+    pub router_weight: Vec<f32>,
+    /// `grad.experts.gate.weight`, f32 `[8, 14336, 4096]`.
+    pub experts_gate_weight: Vec<f32>,
+    /// `grad.experts.up.weight`, f32 `[8, 14336, 4096]`.
+    pub experts_up_weight: Vec<f32>,
+    /// `grad.experts.down.weight`, f32 `[8, 4096, 14336]`.
+    pub experts_down_weight: Vec<f32>,
+}
+
+#[allow(dead_code)]
+impl Mixtral8x7b {
+    /// As `new`, for a layer that can run backward.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn training(
+        engine: &::moesaic::Engine,
+        weights: &Mixtral8x7bWeights<'_>,
+        training: ::moesaic::Training,
+    ) -> Result<Self, ::moesaic::EngineError> {
+        let layer = engine.training_layer(&Self::spec(), &weights.named(), training)?;
+        Ok(Self { layer })
+    }
+
+    /// Runs the layer forward as in training, and keeps what backward
+    /// needs. `counters` are what random numbers depend on.
+    ///
+    /// * `x`, bf16 `[T, 4096]`: the tokens
+    ///
+    /// # Errors
+    /// As `forward`; also when the layer was not made by `training`.
+    pub fn forward_train(
+        &self,
+        x: &[[::moesaic::half::bf16; 4096]],
+        counters: ::moesaic::Counters,
+    ) -> Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
+        let names = [Mixtral8x7bOutput::NAMES, &[]].concat();
+        let input = Self::training_input(x);
+        let (output, saved) = self.layer.forward_train(&input, &names, counters)?;
+        Ok(Mixtral8x7bTrained {
+            output: Mixtral8x7bOutput::read(&output)?,
+            saved,
+        })
+    }
+
+    /// Runs the layer backward from the gradient of `y`. Gradients of
+    /// weights stay with the layer: they are overwritten, or with
+    /// `accumulate` added to.
+    ///
+    /// # Errors
+    /// When `dy` has not one row per token, `saved` is of another layer,
+    /// memory runs out, or a launch fails.
+    pub fn backward(
+        &self,
+        saved: &::moesaic::Saved,
+        dy: &[[::moesaic::half::bf16; 4096]],
+        accumulate: bool,
+    ) -> Result<Mixtral8x7bInputGradients, ::moesaic::EngineError> {
+        let dy = ::moesaic::typed::generated::host_rows(dy);
+        Mixtral8x7bInputGradients::read(&self.layer.backward(saved, &dy, accumulate)?)
+    }
+
+    /// Reads back the gradients of all weights.
+    ///
+    /// # Errors
+    /// When the layer was not made by `training`.
+    pub fn gradients(&self) -> Result<Mixtral8x7bGradients, ::moesaic::EngineError> {
+        Ok(Mixtral8x7bGradients {
+            router_weight: self.layer.gradient("router.weight")?.to_f32(),
+            experts_gate_weight: self.layer.gradient("experts.gate.weight")?.to_f32(),
+            experts_up_weight: self.layer.gradient("experts.up.weight")?.to_f32(),
+            experts_down_weight: self.layer.gradient("experts.down.weight")?.to_f32(),
+        })
+    }
+
+    fn training_input<'a>(
+        x: &'a [[::moesaic::half::bf16; 4096]],
+    ) -> ::moesaic::Input<'a> {
+        ::moesaic::typed::generated::input(
+            x.len(),
+            [("x", ::moesaic::typed::generated::host_rows(x))],
+        )
+    }
+}
+
 /// The kernels of [`Mixtral8x7b`](super::Mixtral8x7b), to be launched one by one through
 /// `Launcher`. Launch geometry is the target's and is read from its plan.
 #[allow(dead_code)]

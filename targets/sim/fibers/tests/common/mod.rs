@@ -186,6 +186,10 @@ fn rendered(arch: RocmArch, name: &str, activations: &str) -> String {
     tera.register_filter("f32", |value: f64, _: tera::Kwargs, _: &tera::State| {
         value.to_string()
     });
+    // Those of custom activations, which no prelude of these tests has.
+    for name in ["calls", "vec_value", "vec_slope", "value", "slope"] {
+        tera.register_filter(name, |text: String, _: tera::Kwargs, _: &tera::State| text);
+    }
     tera.add_raw_templates(moesaic_templates::GPU.iter().copied())
         .unwrap();
     let mut context = tera::Context::new();
