@@ -40,7 +40,7 @@ fn test() -> Result<(), String> {
         "cuda",
         "rocm",
     ])?;
-    cargo(&["test", "--workspace"])
+    cargo(&["test", "--workspace", "--no-fail-fast"])
 }
 
 fn bless() -> Result<(), String> {

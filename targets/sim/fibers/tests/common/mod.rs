@@ -200,6 +200,8 @@ fn rendered(arch: RocmArch, name: &str, activations: &str) -> String {
     };
     context.insert("target", &target);
     context.insert("d", &DescFacts { activations });
+    // The type of a kernel's products, which its template names before it includes a prelude.
+    context.insert("element", activations);
     tera.render(name, &context).unwrap()
 }
 
