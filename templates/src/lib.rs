@@ -51,6 +51,7 @@ pub const CPU: &[Template] = index![
     "cpu/dispatch_bwd.c",
     "cpu/gate_topk_bwd.c",
     "cpu/gate_losses.c",
+    "cpu/gate_noise_scale.c",
     "cpu/gate_cosine_bwd.c",
     "cpu/gate_rms_bwd.c",
 ];
@@ -99,6 +100,7 @@ pub const GPU: &[Template] = index![
     "gpu/gate_token.cu",
     "gpu/gate_weights_bwd.cu",
     "gpu/gate_losses.cu",
+    "gpu/gate_noise_scale.cu",
     "gpu/gate_losses_sum.cu",
     "gpu/gate_cosine_bwd.cu",
     "gpu/gate_rms_bwd.cu",

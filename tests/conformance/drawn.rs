@@ -3,7 +3,7 @@
 use super::case::{Case, floats, host, ints, longs};
 use super::compare::close;
 use super::layers::engine as cpu;
-use super::simulated::{exact, open, small};
+use super::simulated::{SIMULATORS, exact, open, small};
 use moesaic::reference::{self, Random, rng::Draw};
 use moesaic::spec::*;
 use moesaic::{Counters, DType, Engine, Output, Training};
@@ -109,38 +109,64 @@ fn gradients(target: &str) {
         }),
     ];
     for spec in specs {
-        let mut case = Case::random(&spec, 29, 5);
-        case.input.draw = Some(Draw {
-            seed: COUNTERS.seed,
-            step: COUNTERS.step,
-            layer: COUNTERS.layer as u32,
-            first_token: COUNTERS.first_token,
+        gradients_of(&spec, &engine);
+    }
+}
+
+/// The load loss of learned noise, whose scale is in what it sums: where some
+/// experts are left out, and where none is.
+fn learned_load(target: &str) {
+    let engine = open(target);
+    for top_k in [2, 9] {
+        let spec = changed(|s| {
+            (s.router.noise, s.router.noise_kind) = (0.7, NoiseKind::Learned);
+            (s.router.token_mask, s.shape.top_k) = (true, top_k);
+            let loss = |kind| Loss {
+                kind,
+                coefficient: 0.5,
+                sequence_length: None,
+            };
+            s.losses = vec![loss(LossKind::ImportanceLoadLogits), loss(LossKind::Z)];
         });
-        let layer = engine.training_layer(&spec, &case.host_weights(), Training::default());
-        let layer = layer.unwrap_or_else(|e| panic!("{} on {target}: {e}", spec.to_toml()));
-        let dy = Random::new(9).vec(29 * spec.output_dim());
-        let forward = layer.forward_train(&case.input(), &["y", "topk_ids"], COUNTERS);
-        let (output, saved) = forward.unwrap_or_else(|e| panic!("{target}: {e}"));
-        let expected = reference::gate(&spec, &case.weights, &case.input).decision;
-        assert_eq!(
-            ints(&output, "topk_ids"),
-            expected.ids,
-            "{}",
-            spec.to_toml()
-        );
-        let given = host(DType::F32, &[29, spec.output_dim()], &dy);
-        let back = layer.backward(&saved, &given, false);
-        let back = back.unwrap_or_else(|e| panic!("{target}: {e}"));
-        let expected = reference::backward(&spec, &case.weights, &case.input, &dy);
-        let what = |name: &str| format!("{name} on {target} of {}", spec.to_toml());
-        close(&what("dx"), &floats(&back, "dx"), &expected.x, 2e-5);
-        for (name, tensor) in &expected.weights {
-            let found = layer
-                .gradient(name)
-                .unwrap_or_else(|e| panic!("{name}: {e}"));
-            let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
-            close(&what(name), &found, &tensor.data, 2e-5);
-        }
+        gradients_of(&spec, &engine);
+    }
+}
+
+/// Trains once with what is drawn; holds losses and gradients against the
+/// reference.
+fn gradients_of(spec: &LayerSpec, engine: &Engine) {
+    let target = engine.target();
+    let mut case = Case::random(spec, 29, 5);
+    case.input.draw = Some(Draw {
+        seed: COUNTERS.seed,
+        step: COUNTERS.step,
+        layer: COUNTERS.layer as u32,
+        first_token: COUNTERS.first_token,
+    });
+    let what = |name: &str| format!("{name} on {target} of {}", spec.to_toml());
+    let layer = engine.training_layer(spec, &case.host_weights(), Training::default());
+    let layer = layer.unwrap_or_else(|e| panic!("{}: {e}", what("the plan")));
+    let dy = Random::new(9).vec(29 * spec.output_dim());
+    let losses = reference::losses(spec, &case.weights, &case.input);
+    let names: Vec<&str> = losses.keys().map(String::as_str).collect();
+    let names = [&["y", "topk_ids"], &names[..]].concat();
+    let forward = layer.forward_train(&case.input(), &names, COUNTERS);
+    let (output, saved) = forward.unwrap_or_else(|e| panic!("{}: {e}", what("forward")));
+    let expected = reference::gate(spec, &case.weights, &case.input).decision;
+    assert_eq!(ints(&output, "topk_ids"), expected.ids, "{}", what("ids"));
+    for (name, value) in &losses {
+        close(&what(name), &floats(&output, name), &[*value], 2e-5);
+    }
+    let given = host(DType::F32, &[29, spec.output_dim()], &dy);
+    let back = layer.backward(&saved, &given, false);
+    let back = back.unwrap_or_else(|e| panic!("{}: {e}", what("backward")));
+    let expected = reference::backward(spec, &case.weights, &case.input, &dy);
+    close(&what("dx"), &floats(&back, "dx"), &expected.x, 2e-5);
+    for (name, tensor) in &expected.weights {
+        let found = layer.gradient(name);
+        let found = found.unwrap_or_else(|e| panic!("{}: {e}", what(name)));
+        let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
+        close(&what(name), &found, &tensor.data, 2e-5);
     }
 }
 
@@ -158,6 +184,14 @@ served_on! {
     sm_80_serves_every_selection: "sim:sm_80",
     sm_90a_serves_every_selection: "sim:sm_90a",
     gfx942_serves_every_selection: "sim:gfx942",
+}
+
+#[test]
+fn the_load_of_learned_noise_is_the_references() {
+    let host = cpu().target().to_string();
+    for target in [&*host, "cpu:portable"].into_iter().chain(SIMULATORS) {
+        learned_load(target);
+    }
 }
 
 macro_rules! trained_on {

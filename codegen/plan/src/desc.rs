@@ -105,6 +105,8 @@ pub struct GateTopkDesc {
     pub order: CapacityOrder,
     /// Noise, jitter and what else only training does.
     pub training: bool,
+    /// Whether a loss has a gradient by the scale of learned noise itself.
+    pub scale_loss: bool,
 }
 
 /// `expert_scan`: ids `[T, K]` to counts, offsets, locations and maps.
@@ -243,6 +245,7 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         best_score: needs_order(spec),
         order: spec.capacity.order,
         training,
+        scale_loss: training && routing::scale_loss(spec),
     })
 }
 
@@ -259,6 +262,7 @@ pub(crate) fn shared_gate(spec: &LayerSpec) -> GateTopkDesc {
         best_score: false,
         order: CapacityOrder::SlotMajor,
         training: false,
+        scale_loss: false,
     }
 }
 

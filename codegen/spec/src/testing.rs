@@ -132,11 +132,11 @@ fn draws(rng: &mut Counter, spec: &mut LayerSpec) {
         spec.router.input_dropout = rng.real(0.001, 0.5);
     }
     spec.router.random_second = second && rng.one_in(2);
-    let loads = [LossKind::ImportanceLoad, LossKind::ImportanceLoadLogits];
-    let gaussian = spec.losses.iter().any(|loss| loads.contains(&loss.kind));
-    if spec.router.noise == 0.0 || gaussian {
+    let has = |kind: LossKind| spec.losses.iter().any(|loss| loss.kind == kind);
+    if spec.router.noise == 0.0 || has(LossKind::ImportanceLoad) {
         return;
     }
+    let compared = compared && !has(LossKind::ImportanceLoadLogits);
     let kinds = match (compared, spec.shape.top_k) {
         (false, _) => &[NoiseKind::Gaussian, NoiseKind::Learned][..],
         (true, 1) => &[NoiseKind::Gaussian, NoiseKind::Learned, NoiseKind::Gumbel],

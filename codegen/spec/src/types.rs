@@ -535,6 +535,11 @@ impl LayerSpec {
         self.router.noise > 0.0 && of_logits && self.has_logits()
     }
 
+    /// Whether the scale of that noise is learned.
+    pub fn learned_noise(&self) -> bool {
+        self.noisy_logits() && self.router.noise_kind == NoiseKind::Learned
+    }
+
     /// Whether a training call draws random numbers in the router.
     pub fn draws(&self) -> bool {
         let r = &self.router;

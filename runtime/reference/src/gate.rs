@@ -2,7 +2,7 @@
 
 use crate::choice::{active_k, balanced, expert_choice, exponentials, guided, live};
 use crate::math::{dot, rank, sigmoid, softmax, softplus};
-use crate::noise::{input_factors, key_noise, logit_noise};
+use crate::noise::{input_factors, key_noise, logit_noise, noise_scale};
 use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
@@ -18,6 +18,9 @@ pub struct Gate {
     pub logits: Option<Vec<f64>>,
     /// The same without noise.
     pub clean: Option<Vec<f64>>,
+    /// The standard deviation of the noise `[T, E + identity]`, where it is
+    /// learned.
+    pub noise_scale: Option<Vec<f64>>,
     /// Experts and weights.
     pub decision: Decision,
 }
@@ -58,6 +61,7 @@ pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> Gate {
     Gate {
         logits,
         clean,
+        noise_scale: noise_scale(spec, weights, input),
         decision,
     }
 }

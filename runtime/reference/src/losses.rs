@@ -19,6 +19,9 @@ pub struct Routed<'a> {
     pub logits: &'a [f64],
     /// `[T, E + identity]` without noise.
     pub clean: &'a [f64],
+    /// The standard deviation of the noise `[T, E + identity]`, where it is
+    /// learned.
+    pub noise_scale: Option<&'a [f64]>,
     /// `[T, K]`; negative is a masked slot.
     pub ids: &'a [i32],
     /// `[T]`, sequences and the counts of a larger group.
@@ -33,6 +36,10 @@ pub struct LossValue {
     /// By the logits `[T, E + identity]`, without the coefficient. Noise is
     /// added to logits, so that it is the gradient by both kinds of them.
     pub dlogits: Vec<f64>,
+    /// The part of `dlogits` that is by the logits without noise.
+    pub dclean: Vec<f64>,
+    /// By the standard deviation of the noise, both kinds of logits given.
+    pub dscale: Vec<f64>,
 }
 
 /// Every loss of the layer, without coefficients, as `loss.<kind>`.
@@ -44,6 +51,7 @@ pub fn losses(spec: &LayerSpec, weights: &Weights, input: &Input) -> BTreeMap<St
         spec,
         logits: &logits,
         clean: &clean,
+        noise_scale: gate.noise_scale.as_deref(),
         ids: &gate.decision.ids,
         input,
     };
@@ -75,15 +83,17 @@ impl Routed<'_> {
         }
     }
 
-    /// `Σ coefficient · gradient` by the logits `[T, E + identity]`.
-    pub fn dlogits(&self) -> Vec<f64> {
-        let mut sum = vec![0.0; self.logits.len()];
+    /// `Σ coefficient · loss` and its gradients `[T, E + identity]`.
+    pub fn total(&self) -> LossValue {
+        let mut total = LossValue::zero(self.logits.len());
         for loss in &self.spec.losses {
-            let found = self.loss(loss).dlogits;
-            let pairs = sum.iter_mut().zip(found);
-            pairs.for_each(|(s, d)| *s += loss.coefficient * d);
+            let found = self.loss(loss).scaled(loss.coefficient);
+            total.value += found.value;
+            add(&mut total.dlogits, &found.dlogits);
+            add(&mut total.dclean, &found.dclean);
+            add(&mut total.dscale, &found.dscale);
         }
-        sum
+        total
     }
 
     fn k(&self) -> usize {
@@ -223,9 +233,17 @@ impl Routed<'_> {
         found.scaled(1.0 / self.live().count().max(1) as f64)
     }
 
-    /// The standard deviation of the noise on a logit.
+    /// The standard deviation of gaussian noise, the same for each logit.
     fn sigma(&self) -> f64 {
         self.spec.router.noise / self.experts() as f64
+    }
+
+    /// The standard deviation of the noise on the logit of one expert.
+    fn sigma_of(&self, t: usize, expert: usize) -> f64 {
+        match self.noise_scale {
+            Some(scales) => self.row(scales, t)[expert],
+            None => self.sigma(),
+        }
     }
 
     /// Half the sum of squared coefficients of variation of `Σ p` and of
@@ -260,7 +278,9 @@ impl Routed<'_> {
                 .zip(&dload)
                 .map(|(a, b)| a + b)
                 .collect();
-            found.add_row(t, &softmax_back(&softmax(self.row(self.clean, t)), &dp));
+            let dclean = softmax_back(&softmax(self.row(self.clean, t)), &dp);
+            found.add_row(t, &dclean);
+            add(&mut found.dclean[t * e..(t + 1) * e], &dclean);
             found.dlogits[t * e + self.smallest_chosen(t)] -= dload.iter().sum::<f64>();
         }
         found.scaled(0.5)
@@ -270,12 +290,12 @@ impl Routed<'_> {
     /// softmax over the chosen logits gives each expert, and of the chance
     /// that it is chosen again when only its noise is drawn anew.
     fn importance_load_logits(&self) -> LossValue {
-        let (e, sigma) = (self.experts(), self.sigma());
+        let e = self.experts();
         let (mut importance, mut load) = (vec![0.0; e], vec![0.0; e]);
         for t in self.live() {
             let shares = self.shares(t);
             importance.iter_mut().zip(shares).for_each(|(s, p)| *s += p);
-            for (sum, (v, _)) in load.iter_mut().zip(self.chances(t, sigma)) {
+            for (sum, (v, _)) in load.iter_mut().zip(self.chances(t)) {
                 *sum += v.map_or(1.0, normal);
             }
         }
@@ -284,10 +304,15 @@ impl Routed<'_> {
         found.value = importance.0 + load.0;
         for t in self.live() {
             found.add_row(t, &softmax_back(&self.shares(t), &importance.1));
-            for (expert, (v, against)) in self.chances(t, sigma).into_iter().enumerate() {
-                let d = v.map_or(0.0, |v| load.1[expert] * density(v) / sigma);
+            for (expert, (v, against)) in self.chances(t).into_iter().enumerate() {
+                let (Some(v), sigma) = (v, self.sigma_of(t, expert)) else {
+                    continue;
+                };
+                let d = load.1[expert] * density(v) / sigma;
                 found.dlogits[t * e + expert] += d;
+                found.dclean[t * e + expert] += d;
                 found.dlogits[t * e + against] -= d;
+                found.dscale[t * e + expert] -= d * v;
             }
         }
         found
@@ -323,12 +348,12 @@ impl Routed<'_> {
     /// For each expert `(z − threshold) / σ` and whose logit the threshold
     /// is: the best one left out for a chosen expert, the smallest chosen one
     /// for the others. `None` where nothing is left out.
-    fn chances(&self, t: usize, sigma: f64) -> Vec<(Option<f64>, usize)> {
+    fn chances(&self, t: usize) -> Vec<(Option<f64>, usize)> {
         let (last, next) = (self.smallest_chosen(t), self.largest_left(t));
         let (noisy, clean) = (self.row(self.logits, t), self.row(self.clean, t));
         let one = |e: usize| {
             let against = if self.chosen(t, e) { next } else { Some(last) };
-            let distance = against.map(|a| (clean[e] - noisy[a]) / sigma);
+            let distance = against.map(|a| (clean[e] - noisy[a]) / self.sigma_of(t, e));
             (distance, against.unwrap_or(e))
         };
         (0..noisy.len()).map(one).collect()
@@ -340,17 +365,20 @@ impl LossValue {
         LossValue {
             value: 0.0,
             dlogits: vec![0.0; len],
+            dclean: vec![0.0; len],
+            dscale: vec![0.0; len],
         }
     }
 
     fn add_row(&mut self, t: usize, row: &[f64]) {
-        let sums = &mut self.dlogits[t * row.len()..(t + 1) * row.len()];
-        sums.iter_mut().zip(row).for_each(|(s, v)| *s += v);
+        add(&mut self.dlogits[t * row.len()..(t + 1) * row.len()], row);
     }
 
     fn scaled(mut self, factor: f64) -> LossValue {
         self.value *= factor;
-        self.dlogits.iter_mut().for_each(|d| *d *= factor);
+        let gradients = [&mut self.dlogits, &mut self.dclean, &mut self.dscale];
+        let all = gradients.into_iter().flatten();
+        all.for_each(|d| *d *= factor);
         self
     }
 }
@@ -368,6 +396,10 @@ fn variation(values: &[f64]) -> (f64, Vec<f64>) {
     let value = variance / floor;
     let slope = |v: &f64| 2.0 * ((v - mean) / (count - 1.0) - value * mean / count) / floor;
     (value, values.iter().map(slope).collect())
+}
+
+fn add(sums: &mut [f64], values: &[f64]) {
+    sums.iter_mut().zip(values).for_each(|(s, v)| *s += v);
 }
 
 fn softmax_back(p: &[f64], d: &[f64]) -> Vec<f64> {

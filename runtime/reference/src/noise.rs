@@ -2,7 +2,7 @@
 
 use crate::math::{dot, softplus};
 use crate::rng::{Draw, Purpose, Stream, below, gaussian, gumbel, jitter, scaled};
-use crate::{Input, Weights};
+use crate::{Input, Weights, router_input};
 use moesaic_spec::{LayerSpec, NoiseKind};
 
 /// Factors `[d]` on the channels of token `t` before the router reads it:
@@ -51,6 +51,22 @@ pub(crate) fn noise_logits(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Ve
         .collect()
 }
 
+/// `noise · (softplus(a) + 1e-2)`, the standard deviation of learned noise.
+fn scale_of(spec: &LayerSpec, a: f64) -> f64 {
+    spec.router.noise * (softplus(a) + 1e-2)
+}
+
+/// The standard deviations of learned noise `[T, E + identity]`.
+pub(crate) fn noise_scale(spec: &LayerSpec, weights: &Weights, input: &Input) -> Option<Vec<f64>> {
+    let row = |t: usize| {
+        let x = router_input(spec, weights, input, t);
+        let scales = noise_logits(spec, weights, &x).into_iter();
+        scales.map(|a| scale_of(spec, a)).collect::<Vec<f64>>()
+    };
+    spec.learned_noise()
+        .then(|| (0..input.tokens).flat_map(row).collect())
+}
+
 /// The noise on the logits of token `t`, for the kinds that weights see too.
 /// `x` is what the router reads.
 pub(crate) fn logit_noise(
@@ -64,11 +80,10 @@ pub(crate) fn logit_noise(
     let Some(draw) = input.draw.filter(|_| spec.noisy_logits()) else {
         return vec![0.0; experts.len()];
     };
-    if spec.router.noise_kind == NoiseKind::Learned {
+    if spec.learned_noise() {
         let scales = noise_logits(spec, weights, x);
-        let sigma = |a: f64| spec.router.noise * (softplus(a) + 1e-2);
         return experts
-            .map(|e| sigma(scales[e]) * deviate(draw, t, e))
+            .map(|e| scale_of(spec, scales[e]) * deviate(draw, t, e))
             .collect();
     }
     let (stream, scale) = (Stream::new(draw, Purpose::Noise), gaussian_scale(spec));

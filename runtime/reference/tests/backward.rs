@@ -204,6 +204,25 @@ fn gradients_of_every_selection() {
     }
 }
 
+/// The load is a function of the noise's scale itself, whatever was drawn.
+#[test]
+fn gradients_through_learned_scales_of_the_load() {
+    for (experts, top_k) in [(4, 2), (5, 1), (3, 3), (6, 5)] {
+        let text = format!(
+            "shape = {{ model_dim = 6, hidden_dim = 5, experts = {experts}, top_k = {top_k} }}\n\
+             router = {{ noise = 0.7, noise_kind = \"learned\", token_mask = true }}\n\
+             losses = [{{ kind = \"importance-load-logits\", coefficient = 3.0 }},\n\
+                       {{ kind = \"z\", coefficient = 0.5 }}]"
+        );
+        let spec = LayerSpec::from_toml(&text).expect("it is valid");
+        for seed in 0..6 {
+            let what = format!("{top_k} of {experts}, seed {seed}");
+            let compared = Point::new(spec.clone(), 9, seed).check(&what);
+            assert!(compared > 20, "{what}: only {compared} were compared");
+        }
+    }
+}
+
 #[test]
 fn no_tokens_give_zero_gradients() {
     let spec = testing::sample(1);

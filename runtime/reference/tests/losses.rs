@@ -64,6 +64,7 @@ impl Call {
             spec: &self.spec,
             logits: &logits,
             clean: &self.clean,
+            noise_scale: None,
             ids: &self.ids,
             input: &self.input,
         };
@@ -182,6 +183,32 @@ fn a_collapsed_router_costs_as_many_as_there_are_experts() {
         8.0,
         1e-9,
     );
+}
+
+/// The chosen expert is a standard deviation above the next, the others half
+/// of one below it: the load is Φ(1), Φ(-½), Φ(-½), the importance 1, 0, 0.
+#[test]
+fn the_load_of_learned_noise_goes_by_each_scale() {
+    let mut call = Call::new(3, 1, 1, 1);
+    (call.clean, call.noise) = (vec![1.0, 0.0, -1.0], vec![0.0; 3]);
+    let routed = Routed {
+        spec: &call.spec,
+        logits: &call.clean,
+        clean: &call.clean,
+        noise_scale: Some(&[1.0, 2.0, 4.0]),
+        ids: &[0],
+        input: &call.input,
+    };
+    let loss = Loss {
+        kind: LossKind::ImportanceLoadLogits,
+        coefficient: 1.0,
+        sequence_length: None,
+    };
+    let (high, low) = (0.8413447460685429, 0.3085375387259869);
+    let mean = (high + 2.0 * low) / 3.0;
+    let spread = (high - mean) * (high - mean) + 2.0 * (low - mean) * (low - mean);
+    let load = spread / 2.0 / (mean * mean + 1e-10);
+    close("loss", routed.loss(&loss).value, 3.0 + load, 1e-8);
 }
 
 #[test]

@@ -6,9 +6,9 @@ use super::rig::{from_bytes, to_bytes};
 use moesaic_kernel::{ParamType, Stem};
 use moesaic_plan::{KernelPlan, LayerPlan, Step};
 use moesaic_reference::{
-    Decision, Gradients, Input, Random, Weights, gate, losses, router_backward,
+    Decision, Gate, Gradients, Input, Random, Routed, Weights, gate, losses, router_backward,
 };
-use moesaic_spec::{LayerSpec, Loss, LossKind, RouterInput, RouterKind, testing};
+use moesaic_spec::{LayerSpec, Loss, LossKind, NoiseKind, RouterInput, RouterKind, testing};
 use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,6 +27,8 @@ struct Call<'a> {
     input: &'a Input,
     buffers: BTreeMap<String, Buffer>,
     wanted: Gradients,
+    /// Of the scale of learned noise.
+    dscale: Vec<f64>,
     what: String,
 }
 
@@ -80,10 +82,18 @@ pub fn every_loss() -> Vec<LayerSpec> {
                 sequence_length: (kind == LossKind::Sequence && j % 2 == 0).then_some(9),
             };
             spec.losses = kinds.iter().map(loss).collect();
+            if kinds == [LossKind::ImportanceLoadLogits] {
+                list.push(with_learned_noise(spec.clone()));
+            }
             list.push(spec);
         }
     }
     list
+}
+
+fn with_learned_noise(mut spec: LayerSpec) -> LayerSpec {
+    (spec.router.noise, spec.router.noise_kind) = (0.8, NoiseKind::Learned);
+    spec
 }
 
 /// A random call of `tokens` tokens.
@@ -123,12 +133,14 @@ impl Router {
         }
         let dweights = Random::new(5).vec(gate.decision.ids.len());
         let wanted = router_backward(spec, &self.weights, &input, &gate, &dweights);
+        let dscale = scale_gradient(spec, &input, &gate);
         let target = self.plan.target;
         let mut call = Call {
             router: self,
             input: &input,
             buffers: BTreeMap::new(),
             wanted,
+            dscale,
             what: format!("{target}, {tokens} tokens\n{}", spec.to_toml()),
         };
         call.fill(&gate.decision, &dweights);
@@ -142,6 +154,19 @@ impl Router {
         }
         call.check(masked);
     }
+}
+
+/// What the losses give the scale of learned noise.
+fn scale_gradient(spec: &LayerSpec, input: &Input, gate: &Gate) -> Vec<f64> {
+    let routed = Routed {
+        spec,
+        logits: gate.logits.as_deref().unwrap_or_default(),
+        clean: gate.clean.as_deref().unwrap_or_default(),
+        noise_scale: gate.noise_scale.as_deref(),
+        ids: &gate.decision.ids,
+        input,
+    };
+    routed.total().dscale
 }
 
 /// Every fifth token has no choice, every seventh loses its last one, and some
@@ -176,6 +201,7 @@ impl Call<'_> {
                 moesaic_reference::logits(spec, weights, &self.input.x, self.input.tokens)
             }
             "router.projected" => self.projected(),
+            "router.noise_logits" => self.noise_logits()?,
             "sequence_ids" => whole(self.input.sequence_ids.as_ref()?),
             "global_counts" => {
                 let counts = &self.input.global.as_ref()?.0;
@@ -222,6 +248,16 @@ impl Call<'_> {
                 .collect()
         };
         routed.chunks(d).flat_map(row).collect()
+    }
+
+    /// What the scale of learned noise is a function of.
+    fn noise_logits(&self) -> Option<Vec<f64>> {
+        let matrix = &self.router.weights.0.get("router.noise.weight")?.data;
+        let d = self.spec().shape.model_dim;
+        let dot = |w: &[f64], x: &[f64]| w.iter().zip(x).map(|(w, x)| w * x).sum::<f64>();
+        let routed = self.routed();
+        let row = |x: &[f64]| matrix.chunks(d).map(|w| dot(w, x)).collect::<Vec<f64>>();
+        Some(routed.chunks(d).flat_map(row).collect())
     }
 
     fn fill(&mut self, decision: &Decision, dweights: &[f64]) {
@@ -307,6 +343,9 @@ impl Call<'_> {
         let spec = self.spec();
         if spec.has_logits() {
             self.near("grad.router.logits", &self.wanted.logits);
+        }
+        if self.router.plan.tensor("grad.router.noise_scale").is_some() {
+            self.near("grad.router.noise_scale", &self.dscale);
         }
         if !masked {
             for (name, value) in losses(spec, &self.router.weights, self.input) {

@@ -23,7 +23,7 @@ pub struct GateTopkBwdDesc {
     pub slopes: Vec<LossSlope>,
     /// Tokens of a sequence where a loss says so.
     pub sequence_length: Option<usize>,
-    /// Standard deviation of the noise on a logit.
+    /// Standard deviation of gaussian noise on a logit.
     pub sigma: f64,
 }
 

@@ -1,7 +1,7 @@
 //! What a gate does beyond projecting, selecting and weighing.
 
 use super::{GateTopkDesc, Logits};
-use moesaic_spec::{LayerSpec, NoiseKind, Router, Select};
+use moesaic_spec::{LayerSpec, Loss, LossKind, NoiseKind, Router, Select};
 
 impl GateTopkDesc {
     /// Whether the router reads tokens that were jittered or had channels
@@ -64,6 +64,13 @@ pub(super) fn serving(router: &Router) -> Router {
     }
 }
 
+/// Whether a loss is a function of the scale of learned noise: the chance to
+/// be chosen is.
+pub(super) fn scale_loss(spec: &LayerSpec) -> bool {
+    let by_chance = |loss: &Loss| loss.kind == LossKind::ImportanceLoadLogits;
+    spec.learned_noise() && spec.losses.iter().any(by_chance)
+}
+
 /// The projection behind the scale of learned noise.
 pub(crate) fn noise_gate(spec: &LayerSpec) -> Option<GateTopkDesc> {
     let gate = super::gate_topk(spec, true)?;
@@ -76,6 +83,7 @@ pub(crate) fn noise_gate(spec: &LayerSpec) -> Option<GateTopkDesc> {
         select: false,
         best_score: false,
         training: false,
+        scale_loss: false,
         ..gate
     })
 }

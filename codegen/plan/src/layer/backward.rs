@@ -50,7 +50,13 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         of("router.input", F32, model.clone(), Role::Scratch),
         of("router.dx", F32, model.clone(), Role::Scratch),
         of("router.noise_dx", F32, model, Role::Scratch),
-        of("grad.router.noise_logits", F32, experts, Role::Scratch),
+        of(
+            "grad.router.noise_logits",
+            F32,
+            experts.clone(),
+            Role::Scratch,
+        ),
+        of("grad.router.noise_scale", F32, experts, Role::Scratch),
     ]
 }
 

@@ -6,7 +6,7 @@ use moesaic_kernel::DType;
 use moesaic_spec::RouterInput;
 
 /// Parameters that are called otherwise than their tensors.
-const NAMES: [(&str, &str); 21] = [
+const NAMES: [(&str, &str); 22] = [
     ("logits", "router.logits"),
     ("clean_logits", "router.clean_logits"),
     ("noise_logits", "router.noise_logits"),
@@ -15,6 +15,7 @@ const NAMES: [(&str, &str); 21] = [
     ("noise_dx", "router.noise_dx"),
     ("dlogits", "grad.router.logits"),
     ("dnoise_logits", "grad.router.noise_logits"),
+    ("dnoise_scale", "grad.router.noise_scale"),
     ("weight", "router.weight"),
     ("bias", "router.bias"),
     ("input_scale", "router.input_scale"),

@@ -10,9 +10,11 @@ use moesaic_spec::{LayerSpec, LossKind};
 use std::slice::from_ref;
 
 /// Parameters that are called otherwise than their tensors.
-const NAMES: [(&str, &str); 16] = [
+const NAMES: [(&str, &str); 18] = [
     ("logits", "router.logits"),
     ("dlogits", "grad.router.logits"),
+    ("noise_logits", "router.noise_logits"),
+    ("dnoise_scale", "grad.router.noise_scale"),
     ("expert_scale", "router.expert_scale"),
     ("load", "router.load"),
     ("grad_expert_scale", "grad.router.expert_scale"),

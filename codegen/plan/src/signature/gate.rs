@@ -80,11 +80,12 @@ fn noise(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
 
 fn noise_bwd(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 2] {
     let of = |name: &str| Param::read(name, F32, per_expert(d));
-    let scales = [
-        of("dlogits"),
-        of("noise_logits"),
-        Param::write("dnoise_logits", F32, per_expert(d)),
-    ];
+    let scales = some([
+        Some(of("dlogits")),
+        Some(of("noise_logits")),
+        when(d.scale_loss, of("dnoise_scale")),
+        Some(Param::write("dnoise_logits", F32, per_expert(d))),
+    ]);
     let parts = vec![
         Param::read("noise_dx", F32, per_channel(d)),
         Param::tensor("router_dx", F32, Access::ReadWrite, per_channel(d)),

@@ -30,12 +30,14 @@ fn per_expert(d: &GateTopkBwdDesc) -> String {
     format!("[tokens, {}]", d.gate.experts)
 }
 
-/// Logits as the selection saw them, and without noise where losses need it.
-fn all_logits(d: &GateTopkBwdDesc) -> [Option<Param>; 2] {
+/// Logits as the selection saw them, and where losses need it without noise
+/// and what the scale of learned noise comes from.
+fn all_logits(d: &GateTopkBwdDesc) -> [Option<Param>; 3] {
     let of = |name: &str| Param::read(name, F32, per_expert(d));
     [
         when(d.logits(), of("logits")),
         when(d.noisy(), of("clean_logits")),
+        when(d.gate.scale_loss, of("noise_logits")),
     ]
 }
 
@@ -62,11 +64,12 @@ fn sequence_slopes(d: &GateTopkBwdDesc, access: Access) -> [Option<Param>; 2] {
 }
 
 fn losses(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
-    let [logits, clean] = all_logits(d);
+    let [logits, clean, noise] = all_logits(d);
     let parts = format!("[tiles, {}, {}]", d.sums.len(), d.gate.experts);
     let params = some([
         logits,
         clean,
+        noise,
         Some(choices(d)),
         when(!d.sums.is_empty(), Param::write("loss_parts", F32, parts)),
         Some(Param::write("token_parts", F32, "[tiles, 2]")),
@@ -77,7 +80,7 @@ fn losses(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
 }
 
 fn sequences(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
-    let [logits, _] = all_logits(d);
+    let [logits, ..] = all_logits(d);
     let [slopes, first] = sequence_slopes(d, Access::Write);
     let named = d.sequence_length.is_none();
     let params = some([
@@ -124,13 +127,14 @@ fn losses_sum(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
 
 fn logits(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
     let (e, slots) = (d.gate.experts, per_slot(d.gate.top_k));
-    let [logits, clean] = all_logits(d);
+    let [logits, clean, noise] = all_logits(d);
     let [sequence_slopes, sequence_first] = sequence_slopes(d, Access::Read);
     let scaled = d.gate.router.expert_scale;
     let slopes = format!("[{}, {e}]", d.slopes.len());
     let params = some([
         logits,
         clean,
+        noise,
         Some(choices(d)),
         when(scaled, Param::read("expert_scale", F32, format!("[{e}]"))),
         when(
@@ -145,6 +149,10 @@ fn logits(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
         sequence_slopes,
         sequence_first,
         when(d.logits(), Param::write("dlogits", F32, per_expert(d))),
+        when(
+            d.gate.scale_loss,
+            Param::write("dnoise_scale", F32, per_expert(d)),
+        ),
         when(
             scaled,
             Param::write("scale_parts", F32, format!("[tiles, {e}]")),

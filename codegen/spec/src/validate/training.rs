@@ -2,8 +2,8 @@
 
 use super::{Conflict, Range, Real, quoted};
 use crate::{
-    CapacityMode, LayerSpec, Loss, LossKind, MAX_SINKHORN_ROUNDS, NoiseKind, Problem, Router,
-    RouterKind, Select,
+    CapacityMode, LayerSpec, LossKind, MAX_SINKHORN_ROUNDS, NoiseKind, Problem, Router, RouterKind,
+    Select,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -77,18 +77,16 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         clash(problems, key, kind(), amount, "there is no noise");
         return;
     }
-    let loads = |loss: &&Loss| {
-        matches!(
-            loss.kind,
-            LossKind::ImportanceLoad | LossKind::ImportanceLoadLogits
-        )
-    };
-    if router.noise_kind != NoiseKind::Gaussian
-        && let Some(loss) = spec.losses.iter().find(loads)
-    {
+    for loss in spec.losses.iter().filter(|loss| loss.kind.needs_noise()) {
         let with = ("losses", quoted(&loss.kind));
-        let because = "that loss is about gaussian noise of one scale";
-        clash(problems, key, kind(), with, because);
+        if selects_by_noise(router) {
+            let because = "that loss is about normal noise on the logits";
+            clash(problems, key, kind(), with, because);
+        } else if router.noise_kind == NoiseKind::Learned && loss.kind == LossKind::ImportanceLoad {
+            let because = "that loss is about noise of one scale; importance-load-logits \
+                           takes a learned one";
+            clash(problems, key, kind(), with, because);
+        }
     }
     if !selects_by_noise(router) {
         return;

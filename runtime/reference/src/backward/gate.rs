@@ -5,8 +5,8 @@ use crate::choice::{guided, guided_back};
 use crate::gate::{considered, gather, mixer, router_input, scores_row, unit};
 use crate::math::{sigmoid, softmax, softplus};
 use crate::noise::{deviate, input_factors, noise_logits};
-use crate::{Gate, Routed};
-use moesaic_spec::{NoiseKind, Renormalize, RouterInput, RouterKind, Score, Select};
+use crate::{Gate, LossValue, Routed};
+use moesaic_spec::{Renormalize, RouterInput, RouterKind, Score, Select};
 
 impl Pass<'_> {
     /// From the gradient of the gate's weights to the router's tensors and x.
@@ -18,31 +18,31 @@ impl Pass<'_> {
             return;
         }
         let (k, experts) = (self.spec.shape.top_k, self.spec.routed_experts());
-        let dlosses = self.losses(gate);
+        let losses = self.losses(gate);
         for t in 0..self.input.tokens {
             let ids = &gate.decision.ids[t * k..(t + 1) * k];
             let logits = gate.logits.as_ref().map(|z| &z[t * experts..][..experts]);
             let dweights = self.gradients.topk_weights[t * k..(t + 1) * k].to_vec();
-            let dlosses = dlosses.get(t * experts..(t + 1) * experts);
-            self.gate_row(t, ids, logits, &dweights, dlosses.unwrap_or_default());
+            self.gate_row(t, ids, logits, &dweights, losses.as_ref());
         }
     }
 
-    /// Gradients of the auxiliary losses by the logits; empty without any.
-    fn losses(&self, gate: &Gate) -> Vec<f64> {
+    /// The auxiliary losses with their coefficients.
+    fn losses(&self, gate: &Gate) -> Option<LossValue> {
         let (false, Some(logits), Some(clean)) =
             (self.spec.losses.is_empty(), &gate.logits, &gate.clean)
         else {
-            return Vec::new();
+            return None;
         };
         let routed = Routed {
             spec: self.spec,
             logits,
             clean,
+            noise_scale: gate.noise_scale.as_deref(),
             ids: &gate.decision.ids,
             input: self.input,
         };
-        routed.dlogits()
+        Some(routed.total())
     }
 
     fn gate_row(
@@ -51,7 +51,7 @@ impl Pass<'_> {
         ids: &[i32],
         logits: Option<&[f64]>,
         dweights: &[f64],
-        dlosses: &[f64],
+        losses: Option<&LossValue>,
     ) {
         let guided = match logits {
             Some(logits) => guided(self.spec, self.weights, logits),
@@ -70,9 +70,12 @@ impl Pass<'_> {
             _ => self.score_back(&guided, ids, &chosen, &dchosen),
         };
         let mut dlogits = guided_back(self.spec, logits, &dguided);
-        dlogits.iter_mut().zip(dlosses).for_each(|(d, l)| *d += l);
+        if let Some(losses) = losses {
+            let row = t * dlogits.len()..(t + 1) * dlogits.len();
+            add(&mut dlogits, &losses.dlogits[row], 1.0);
+        }
         self.gradients.logits.extend(&dlogits);
-        self.logits_back(t, &dlogits);
+        self.logits_back(t, &dlogits, losses);
     }
 
     fn scores(&self, logits: &[f64]) -> Vec<f64> {
@@ -131,7 +134,7 @@ impl Pass<'_> {
     }
 
     /// From logits to the router's tensors and the token.
-    fn logits_back(&mut self, t: usize, dlogits: &[f64]) {
+    fn logits_back(&mut self, t: usize, dlogits: &[f64], losses: Option<&LossValue>) {
         if self.spec.router.bias {
             add(self.of("router.bias"), dlogits, 1.0);
         }
@@ -140,7 +143,7 @@ impl Pass<'_> {
             RouterKind::Cosine => self.cosine_back(&routed, dlogits),
             _ => self.linear_back("router.weight", &routed, dlogits),
         };
-        if let Some(dscales) = self.noise_back(t, &routed, dlogits) {
+        if let Some(dscales) = self.noise_back(t, &routed, dlogits, losses) {
             let part = self.linear_back("router.noise.weight", &routed, &dscales);
             add(&mut droute, &part, 1.0);
         }
@@ -159,18 +162,28 @@ impl Pass<'_> {
     }
 
     /// The gradient of what the learned scale of noise is a function of:
-    /// `z = clean + noise · (softplus(a) + 1e-2) · deviate`.
-    fn noise_back(&self, t: usize, x: &[f64], dlogits: &[f64]) -> Option<Vec<f64>> {
-        let learned = self.spec.router.noise_kind == NoiseKind::Learned;
-        let draw = self
-            .input
-            .draw
-            .filter(|_| learned && self.spec.noisy_logits())?;
-        let scales = noise_logits(self.spec, self.weights, x);
-        let of = |(e, (d, a)): (usize, (&f64, &f64))| {
-            d * deviate(draw, t, e) * self.spec.router.noise * sigmoid(*a)
+    /// `z = clean + noise · (softplus(a) + 1e-2) · deviate`. What a loss makes
+    /// of clean logits does not come through the noise, and what it makes of
+    /// the scale itself comes on top.
+    fn noise_back(
+        &self,
+        t: usize,
+        x: &[f64],
+        dlogits: &[f64],
+        losses: Option<&LossValue>,
+    ) -> Option<Vec<f64>> {
+        if !self.spec.learned_noise() {
+            return None;
+        }
+        let draw = self.input.draw;
+        let of = |(e, (d, a)): (usize, (&f64, f64))| {
+            let at = t * dlogits.len() + e;
+            let (dclean, dscale) = losses.map_or((0.0, 0.0), |l| (l.dclean[at], l.dscale[at]));
+            let deviate = draw.map_or(0.0, |draw| deviate(draw, t, e));
+            ((d - dclean) * deviate + dscale) * self.spec.router.noise * sigmoid(a)
         };
-        Some(dlogits.iter().zip(&scales).enumerate().map(of).collect())
+        let scales = noise_logits(self.spec, self.weights, x);
+        Some(dlogits.iter().zip(scales).enumerate().map(of).collect())
     }
 
     /// Of `W · x`: adds the gradient of W, returns that of x.
