@@ -1,14 +1,16 @@
-//! Simulators of GPUs: the targets `sim:*`, one simulator per vendor.
+//! Simulators: the targets `sim:*`, one simulator per vendor of GPUs and an
+//! emulator for CPUs of aarch64.
 
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::SimArch;
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
+use moesaic_qemu::{QemuCompiler, QemuDevice};
 use moesaic_target::{CompileError, Compiler, Device, DeviceError};
 use moesaic_toolchain::{Kind, Registry};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-/// A simulated GPU of this architecture, on as many threads of the host.
+/// A simulated device of this architecture, on as many threads of the host.
 pub(crate) fn device(
     arch: SimArch,
     threads: Option<usize>,
@@ -29,6 +31,7 @@ pub(crate) fn device(
             };
             Ok(Arc::new(FiberDevice::new(arch, options)?))
         }
+        SimArch::Cpu(isa) => Ok(Arc::new(QemuDevice::new(isa)?)),
     }
 }
 
@@ -44,6 +47,11 @@ pub(crate) fn compiler(
         SimArch::Rocm(_) => {
             let zig = registry.get(Kind::C).map(|tool| registry.path(tool));
             Ok(Arc::new(FiberCompiler::find(zig.as_deref())?))
+        }
+        SimArch::Cpu(_) => {
+            let zig = registry.get(Kind::C).or_else(|| registry.get(Kind::Rocm));
+            let zig = zig.map(|tool| registry.path(tool));
+            Ok(Arc::new(QemuCompiler::find(zig.as_deref())?))
         }
     }
 }

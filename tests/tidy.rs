@@ -22,6 +22,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("units", &[]),
     ("ptx", &["kernel", "target", "units", "cuda"]),
     ("fibers", &["kernel", "target", "dl", "cpu", "units"]),
+    ("qemu", &["kernel", "target", "cpu"]),
     ("cache", &["kernel", "target"]),
     (
         "engine",

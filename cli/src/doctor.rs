@@ -52,7 +52,7 @@ struct Diagnosis {
     limits: std::result::Result<Machine, String>,
     cache: Cache,
     findings: Vec<Finding>,
-    simulators: [Simulator; 2],
+    simulators: [Simulator; 3],
     variables: Vec<(&'static str, String)>,
 }
 

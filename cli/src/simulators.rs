@@ -1,7 +1,7 @@
 //! What the simulators need, for `moesaic doctor`.
 
 use moesaic::target::{CompileError, Compiler};
-use moesaic::{Compilers, Target};
+use moesaic::{Compilers, Engine, EngineOptions, OpenError, Target};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -19,13 +19,13 @@ pub struct Simulator {
     pub trouble: Option<[String; 2]>,
 }
 
-/// Looks for what both need.
-pub fn simulators() -> [Simulator; 2] {
+/// Looks for what each needs.
+pub fn simulators() -> [Simulator; 3] {
     let compilers = Compilers::new(None);
     let look = |subject, needs, example: &str| {
         let target = example.parse::<Target>();
         let compiler = target.ok().map(|target| compilers.get(target));
-        Simulator::of(subject, needs, compiler)
+        Simulator::of(subject, needs, compiler).opened(example)
     };
     [
         look(
@@ -37,6 +37,11 @@ pub fn simulators() -> [Simulator; 2] {
             "ROCm simulator",
             "runs threads as fibers; needs a C++ compiler, no GPU",
             "sim:gfx942",
+        ),
+        look(
+            "aarch64 emulator",
+            "runs NEON kernels under QEMU; needs qemu-user-static and a compiler for aarch64",
+            "sim:neon",
         ),
     ]
 }
@@ -63,6 +68,20 @@ impl Simulator {
             None => {}
         }
         simulator
+    }
+
+    /// As it is, if the device opens: an emulator is a program that may be
+    /// missing where the compiler is not.
+    fn opened(mut self, example: &str) -> Simulator {
+        let options = EngineOptions {
+            store: None,
+            ..EngineOptions::default()
+        };
+        if let Err(OpenError::Device(error)) = Engine::open(example, options) {
+            self.found = None;
+            self.trouble = Some([error.to_string(), String::new()]);
+        }
+        self
     }
 
     /// For scripts.

@@ -94,6 +94,7 @@ fn only_gpus_are_simulated() {
         finish(call.arg("--spec").arg(&small.spec))
     };
     inspect("cpu", "64").fails(2, &["has no simulator", "sim:sm_90a", "cuda:*, rocm:*"]);
+    inspect("sim:neon", "64").fails(2, &["`sim:neon` has no simulator", "cuda:*, rocm:*"]);
     inspect("sim:gfx942", "4000000000").fails(2, &["4000000000"]);
     inspect("sim:sm_80", "0").fails(2, &["invalid value '0' for '--simulate <N>'"]);
     inspect("sim", "1").fails(2, &["`sim` names no architecture\n", "sim:gfx942"]);

@@ -8,6 +8,7 @@
 mod case;
 mod compare;
 mod drawn;
+mod emulated;
 mod layers;
 mod precision;
 mod routing;

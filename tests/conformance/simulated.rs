@@ -32,7 +32,7 @@ pub fn of_type(dtype: DType, mut spec: LayerSpec) -> LayerSpec {
 }
 
 /// Random layers of every kind, the same on each simulator.
-fn random_specs(target: &str) {
+pub fn random_specs(target: &str) {
     let engine = open(target);
     for seed in 200..212 {
         let tokens = [1, 7, 33, 65][seed as usize % 4];
@@ -41,7 +41,7 @@ fn random_specs(target: &str) {
 }
 
 /// Sizes that fit no tile, and sizes that matrix units take.
-fn shapes(target: &str) {
+pub fn shapes(target: &str) {
     let engine = open(target);
     let shapes = [
         (1, 1, 1, 1),
@@ -64,7 +64,7 @@ fn shapes(target: &str) {
 }
 
 /// One expert gets everything, and more than one tile of it.
-fn crowded(target: &str) {
+pub fn crowded(target: &str) {
     let engine = open(target);
     for dtype in [DType::Bf16, DType::F32] {
         let mut spec = of_type(dtype, small(64, 72, 5, 1));
@@ -136,7 +136,7 @@ fn map(output: &Output, name: &str) -> Vec<i64> {
 }
 
 /// Every map of routing, as the CPU writes it.
-fn same_maps(target: &str) {
+pub fn same_maps(target: &str) {
     let (cpu, engine) = (cpu(), open(target));
     let orders = [
         CapacityOrder::SlotMajor,

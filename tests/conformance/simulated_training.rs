@@ -84,7 +84,7 @@ fn external(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
 }
 
 /// Sizes that fit no tile, and sizes that matrix units take, in every type.
-fn shapes(target: &str) {
+pub fn shapes(target: &str) {
     let engine = open(target);
     let shapes = [(1, 1, 1, 1), (37, 21, 5, 5), (64, 72, 7, 2)];
     for (d, h, e, k) in shapes {
@@ -98,7 +98,7 @@ fn shapes(target: &str) {
 }
 
 /// Everything that changes what flows back, in every recompute mode.
-fn options(target: &str) {
+pub fn options(target: &str) {
     let engine = open(target);
     let modes = [Recompute::None, Recompute::Hidden, Recompute::All];
     for (i, spec) in changes().into_iter().enumerate() {

@@ -188,22 +188,30 @@ fn sectors(counts: &GlobalCounts) -> String {
     }
 }
 
-/// The simulator of a target.
+/// The simulator of a target that counts.
 pub fn simulator(target: Target) -> Result<Target> {
-    match target {
-        Target::Sim(_) => Ok(target),
-        other => other.simulated().ok_or_else(|| no_simulator(other)),
-    }
+    let simulator = match target {
+        Target::Sim(_) => Some(target),
+        other => other.simulated(),
+    };
+    let counting = simulator.filter(|simulator| counts(*simulator));
+    counting.ok_or_else(|| no_simulator(target))
+}
+
+/// Those of GPUs; the emulator of CPUs runs instructions and counts none.
+fn counts(simulator: Target) -> bool {
+    simulator.hardware().backend() != "cpu"
 }
 
 fn no_simulator(target: Target) -> Failure {
     let known: Vec<String> = Target::all()
         .into_iter()
         .filter_map(Target::simulated)
+        .filter(|simulator| counts(*simulator))
         .map(|target| target.to_string())
         .collect();
     Failure::input(format!(
-        "`{target}` has no simulator\nsimulators: {}",
+        "`{target}` has no simulator that counts\nsimulators: {}",
         known.join(" ")
     ))
     .hint("--simulate is for cuda:*, rocm:* and sim:* targets")

@@ -93,7 +93,7 @@ pub fn emit_layer(plan: &LayerPlan) -> Result<Vec<KernelSource>, EmitError> {
 /// The language kernels of a target are written in.
 pub fn language(target: Target) -> Language {
     match target {
-        Target::Cpu(_) => Language::C,
+        Target::Cpu(_) | Target::Sim(SimArch::Cpu(_)) => Language::C,
         Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => Language::Cuda,
         Target::Rocm(_) | Target::Sim(SimArch::Rocm(_)) => Language::Hip,
     }

@@ -24,6 +24,8 @@ struct TargetText {
     vector_bytes: usize,
     /// Vector registers of a CPU; 0 on GPUs.
     vector_registers: usize,
+    /// Whether a CPU has a product of pairs of bf16 added to an f32.
+    bf16_pairs: bool,
     /// Lanes of a warp or wave; 1 on CPUs.
     wave: u32,
     /// Compute capability times ten; 0 elsewhere.
@@ -40,6 +42,7 @@ impl TargetText {
             arch,
             vector_bytes: 0,
             vector_registers: 0,
+            bf16_pairs: false,
             wave: 32,
             capability: 0,
         };
@@ -47,6 +50,7 @@ impl TargetText {
             Target::Cpu(isa) => TargetText {
                 vector_bytes: isa.vector_bytes(),
                 vector_registers: isa.vector_registers(),
+                bf16_pairs: isa.bf16_pairs(),
                 wave: 1,
                 ..base
             },

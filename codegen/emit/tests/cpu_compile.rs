@@ -10,6 +10,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 const GCC: [&str; 2] = ["gcc", "cc"];
+const GCC_AARCH64: [&str; 1] = ["aarch64-linux-gnu-gcc"];
 const CLANG: [&str; 8] = [
     "clang", "clang-21", "clang-20", "clang-19", "clang-18", "clang-16", "clang-15", "clang-14",
 ];
@@ -29,8 +30,8 @@ fn first(names: &[&str]) -> Option<String> {
 
 fn flags(isa: CpuIsa) -> &'static str {
     match isa {
-        CpuIsa::Portable => "",
-        CpuIsa::Neon => "--target=aarch64-linux-gnu",
+        CpuIsa::Portable | CpuIsa::Neon => "",
+        CpuIsa::NeonBf16 => "-march=armv8.2-a+bf16",
         CpuIsa::Avx2 => "-mavx2 -mfma -mf16c -mbmi2",
         CpuIsa::Avx512 => "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",
         CpuIsa::Avx512Bf16 => {
@@ -39,13 +40,23 @@ fn flags(isa: CpuIsa) -> &'static str {
     }
 }
 
-/// Whether this compiler can be asked for the instruction set.
-fn reaches(compiler: &str, isa: CpuIsa) -> bool {
-    match isa {
-        CpuIsa::Portable => true,
-        CpuIsa::Neon => compiler.starts_with("clang"),
-        _ => cfg!(target_arch = "x86_64") || compiler.starts_with("clang"),
-    }
+/// The compilers of this machine that can be asked for the instruction set,
+/// each with what chooses the machine.
+fn compilers(isa: CpuIsa) -> Vec<(String, &'static str)> {
+    let arm = matches!(isa, CpuIsa::Neon | CpuIsa::NeonBf16);
+    let own = isa == CpuIsa::Portable || arm == cfg!(target_arch = "aarch64");
+    let gcc = match (own, arm) {
+        (true, _) => first(&GCC),
+        (false, true) => first(&GCC_AARCH64),
+        (false, false) => None,
+    };
+    let machine = match (own, arm) {
+        (true, _) => "",
+        (false, true) => "--target=aarch64-linux-gnu",
+        (false, false) => "--target=x86_64-linux-gnu",
+    };
+    let clang = first(&CLANG).map(|clang| (clang, machine));
+    gcc.map(|gcc| (gcc, "")).into_iter().chain(clang).collect()
 }
 
 const SPECS: [&str; 3] = [
@@ -84,11 +95,12 @@ fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
     sources.collect()
 }
 
-fn compile(compiler: &str, isa: CpuIsa, dir: &Path, files: &[&String]) {
+fn compile((compiler, machine): &(String, &str), isa: CpuIsa, dir: &Path, files: &[&String]) {
     let mut command = Command::new(compiler);
     command.args("-std=gnu11 -O2 -fno-math-errno -ffp-contract=fast -c".split(' '));
     command
         .args(["-Wall", "-Wextra", "-Werror"])
+        .args(machine.split_whitespace())
         .args(flags(isa).split_whitespace());
     let output = command.args(files).current_dir(dir).output().unwrap();
     let log = String::from_utf8_lossy(&output.stderr);
@@ -103,12 +115,13 @@ fn check(isa: CpuIsa) {
         std::fs::write(dir.path().join(file), text).unwrap();
     }
     let files: Vec<&String> = texts.keys().collect();
-    let compilers: Vec<String> = [first(&GCC), first(&CLANG)].into_iter().flatten().collect();
+    let compilers = compilers(isa);
+    let needed = isa == CpuIsa::Portable;
     assert!(
-        !compilers.is_empty(),
+        !compilers.is_empty() || !needed,
         "the tests of CPU kernels need a C compiler"
     );
-    for compiler in compilers.iter().filter(|compiler| reaches(compiler, isa)) {
+    for compiler in &compilers {
         compile(compiler, isa, dir.path(), &files);
     }
 }
@@ -136,4 +149,9 @@ fn avx512bf16_text_is_clean() {
 #[test]
 fn neon_text_is_clean() {
     check(CpuIsa::Neon);
+}
+
+#[test]
+fn neonbf16_text_is_clean() {
+    check(CpuIsa::NeonBf16);
 }

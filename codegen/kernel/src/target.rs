@@ -13,17 +13,19 @@ pub enum Target {
     Cuda(CudaArch),
     /// HIP for clang or HIPRTC.
     Rocm(RocmArch),
-    /// The kernels of a GPU target, run by a simulator on this machine.
+    /// The kernels of another target, run by a simulator on this machine.
     Sim(SimArch),
 }
 
-/// The GPU architecture a simulator stands in for.
+/// The architecture a simulator stands in for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SimArch {
     /// PTX from NVRTC, interpreted.
     Cuda(CudaArch),
     /// HIP text as host C++.
     Rocm(RocmArch),
+    /// C for an instruction set of aarch64, under an emulator of its machine.
+    Cpu(CpuIsa),
 }
 
 /// The instruction set that CPU kernels are written for.
@@ -39,6 +41,8 @@ pub enum CpuIsa {
     Avx512Bf16,
     /// aarch64.
     Neon,
+    /// [`CpuIsa::Neon`] with the dot products of bf16 of Armv8.6.
+    NeonBf16,
 }
 
 /// An NVIDIA architecture. `sm_90a` is compute capability 9.0, suffix `a`.
@@ -71,12 +75,13 @@ pub struct TargetError {
     pub known: String,
 }
 
-const CPU: [(CpuIsa, &str); 5] = [
+const CPU: [(CpuIsa, &str); 6] = [
     (CpuIsa::Portable, "portable"),
     (CpuIsa::Avx2, "avx2"),
     (CpuIsa::Avx512, "avx512"),
     (CpuIsa::Avx512Bf16, "avx512bf16"),
     (CpuIsa::Neon, "neon"),
+    (CpuIsa::NeonBf16, "neonbf16"),
 ];
 
 const CUDA: [(u16, Option<char>); 22] = [
@@ -127,25 +132,31 @@ impl Target {
             .iter()
             .map(|&(name, wave)| Target::Rocm(RocmArch { name, wave }));
         let gpus: Vec<Target> = cuda.chain(rocm).collect();
-        let sim = gpus.clone().into_iter().filter_map(Target::simulated);
-        cpu.chain(gpus).chain(sim).collect()
+        let real: Vec<Target> = cpu.chain(gpus).collect();
+        let sim = real.clone().into_iter().filter_map(Target::simulated);
+        real.into_iter().chain(sim).collect()
     }
 
-    /// The simulator of a GPU target; `None` for CPUs and simulators.
+    /// The simulator of a GPU target, the emulator of an aarch64 one; `None`
+    /// for other CPUs and for simulators.
     pub const fn simulated(self) -> Option<Target> {
         match self {
             Target::Cuda(arch) => Some(Target::Sim(SimArch::Cuda(arch))),
             Target::Rocm(arch) => Some(Target::Sim(SimArch::Rocm(arch))),
+            Target::Cpu(isa @ (CpuIsa::Neon | CpuIsa::NeonBf16)) => {
+                Some(Target::Sim(SimArch::Cpu(isa)))
+            }
             Target::Cpu(_) | Target::Sim(_) => None,
         }
     }
 
-    /// The target whose kernels run: for a simulator the GPU it stands in
-    /// for, else the target itself.
+    /// The target whose kernels run: for a simulator what it stands in for,
+    /// else the target itself.
     pub const fn hardware(self) -> Target {
         match self {
             Target::Sim(SimArch::Cuda(arch)) => Target::Cuda(arch),
             Target::Sim(SimArch::Rocm(arch)) => Target::Rocm(arch),
+            Target::Sim(SimArch::Cpu(isa)) => Target::Cpu(isa),
             own => own,
         }
     }
@@ -163,7 +174,7 @@ impl Target {
     /// The part after the colon: `avx512`, `sm_90a`, `gfx942`.
     pub fn arch(self) -> String {
         match self {
-            Target::Cpu(isa) => isa.name().to_string(),
+            Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa)) => isa.name().to_string(),
             Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => arch.to_string(),
             Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => arch.name.to_string(),
         }
@@ -187,17 +198,23 @@ impl CpuIsa {
     /// Bytes of one vector register.
     pub const fn vector_bytes(self) -> usize {
         match self {
-            CpuIsa::Portable | CpuIsa::Neon => 16,
+            CpuIsa::Portable | CpuIsa::Neon | CpuIsa::NeonBf16 => 16,
             CpuIsa::Avx2 => 32,
             CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => 64,
         }
+    }
+
+    /// Whether one instruction multiplies two pairs of bf16 in each 32-bit
+    /// lane and adds both products to an f32.
+    pub const fn bf16_pairs(self) -> bool {
+        matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::NeonBf16)
     }
 
     /// Vector registers the instruction set has.
     pub const fn vector_registers(self) -> usize {
         match self {
             CpuIsa::Portable | CpuIsa::Avx2 => 16,
-            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Neon => 32,
+            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Neon | CpuIsa::NeonBf16 => 32,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The system C compiler as a [`Compiler`].
 
-use crate::driver::{self, Driver};
+use crate::driver::{self, Driver, Form};
 use crate::find::{self, Process};
 use crate::{Identity, flags, report};
 use moesaic_kernel::{CpuIsa, KernelSource, Target};
@@ -27,6 +27,16 @@ impl CpuCompiler {
     /// [`CompileError::NoCompiler`] lists what was tried.
     pub fn find(fallback: Option<&Path>) -> Result<CpuCompiler, CompileError> {
         find::find(&Process, fallback).map(CpuCompiler::from)
+    }
+
+    /// Finds a compiler for another machine, as Rust names it (`aarch64`):
+    /// `MOESAIC_CC_AARCH64`, the GNU cross compiler on `PATH`, then `fallback`
+    /// (a `zig` binary).
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] lists what was tried.
+    pub fn find_for(arch: &str, fallback: Option<&Path>) -> Result<CpuCompiler, CompileError> {
+        find::find_for(arch, &Process, fallback).map(CpuCompiler::from)
     }
 
     /// Uses this program, whether or not it exists.
@@ -75,8 +85,34 @@ impl CpuCompiler {
         text: &str,
         symbols: &[&str],
     ) -> Result<Artifact, CompileError> {
+        self.compile_form(kernel, isa, [text, ""], symbols, Form::Library)
+    }
+
+    /// The kernel linked with `main`, another C text, to a static program
+    /// without a C library: what is not in the one must be in the other.
+    ///
+    /// # Errors
+    /// As [`Compiler::compile`].
+    pub fn compile_program(
+        &self,
+        source: &KernelSource,
+        main: &str,
+    ) -> Result<Artifact, CompileError> {
+        let isa = self.supported(source.target)?;
+        let texts = [source.text.as_str(), main];
+        self.compile_form(&source.name, isa, texts, &symbols(source), Form::Program)
+    }
+
+    fn compile_form(
+        &self,
+        kernel: &str,
+        isa: CpuIsa,
+        texts: [&str; 2],
+        symbols: &[&str],
+        form: Form,
+    ) -> Result<Artifact, CompileError> {
         let started = Instant::now();
-        let (binary, log) = self.build(kernel, isa, text)?;
+        let (binary, log) = self.build(kernel, isa, texts, form)?;
         let kernels = report::kernels(&binary, symbols).map_err(|reason| {
             let (compiler, kernel) = (self.name(), kernel.to_string());
             CompileError::BadBinary {
@@ -99,7 +135,8 @@ impl CpuCompiler {
         &self,
         kernel: &str,
         isa: CpuIsa,
-        text: &str,
+        [text, main]: [&str; 2],
+        form: Form,
     ) -> Result<(Vec<u8>, String), CompileError> {
         let failed = |reason| {
             let (compiler, kernel) = (self.name(), kernel.to_string());
@@ -119,10 +156,11 @@ impl CpuCompiler {
         let dir = tempfile::Builder::new().prefix("moesaic-").tempdir();
         let dir = dir.map_err(|error| room("making a temporary directory", error))?;
         std::fs::write(dir.path().join(driver::SOURCE), text)
+            .and_then(|()| std::fs::write(dir.path().join(driver::MAIN), main))
             .map_err(|error| room("writing the source", error))?;
         let log = self
             .driver
-            .build(dir.path(), isa)
+            .build(dir.path(), isa, form)
             .map_err(|failure| failure.into_error(&self.name(), kernel, isa))?;
         let binary = std::fs::read(dir.path().join(driver::BINARY))
             .map_err(|error| failed(format!("it reported success and left no binary: {error}")))?;
@@ -187,15 +225,12 @@ impl Compiler for CpuCompiler {
     }
 
     fn targets(&self) -> Vec<Target> {
-        let own = flags::isas_of(std::env::consts::ARCH).iter().copied();
-        let all = ["x86_64", "aarch64"]
-            .iter()
-            .flat_map(|arch| flags::isas_of(arch))
-            .copied();
-        let mut isas: Vec<CpuIsa> = if self.driver.is_cross() {
-            all.collect()
-        } else {
-            own.collect()
+        let of = |arch| flags::isas_of(arch).iter().copied();
+        let mut isas: Vec<CpuIsa> = match self.driver.foreign_machine() {
+            _ if self.driver.is_universal() => of("x86_64").chain(of("aarch64")).collect(),
+            // The portable set is for the machine that compiles.
+            Some(arch) => of(arch).filter(|isa| *isa != CpuIsa::Portable).collect(),
+            None => of(std::env::consts::ARCH).collect(),
         };
         isas.sort();
         isas.dedup();
@@ -204,13 +239,13 @@ impl Compiler for CpuCompiler {
 
     fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
         let isa = self.supported(source.target)?;
-        let symbols: Vec<&str> = source
-            .entries
-            .iter()
-            .map(|entry| entry.symbol.as_str())
-            .collect();
-        self.compile_text(&source.name, isa, &source.text, &symbols)
+        self.compile_text(&source.name, isa, &source.text, &symbols(source))
     }
+}
+
+fn symbols(source: &KernelSource) -> Vec<&str> {
+    let entries = source.entries.iter();
+    entries.map(|entry| entry.symbol.as_str()).collect()
 }
 
 /// `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.

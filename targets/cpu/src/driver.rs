@@ -13,6 +13,8 @@ use crate::flags;
 /// nor a message holds a path of this machine.
 pub(crate) const SOURCE: &str = "kernel.c";
 const OBJECT: &str = "kernel.o";
+pub(crate) const MAIN: &str = "main.c";
+const MAIN_OBJECT: &str = "main.o";
 pub(crate) const BINARY: &str = "kernel.so";
 
 /// Variables that would change the output or write files elsewhere.
@@ -25,6 +27,15 @@ const CLEARED: [&str; 7] = [
     "CCC_OVERRIDE_OPTIONS",
     "CL",
 ];
+
+/// What a build makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// A shared object of `SOURCE`.
+    Library,
+    /// A static program of `SOURCE` and `MAIN`, without a C library.
+    Program,
+}
 
 /// A compiler program and how it wants to be called.
 #[derive(Clone, Debug)]
@@ -75,9 +86,19 @@ impl Driver {
         words.join(" ")
     }
 
-    /// Whether it compiles for machines other than this one.
-    pub(crate) fn is_cross(&self) -> bool {
+    /// Whether it compiles for every machine.
+    pub(crate) fn is_universal(&self) -> bool {
         self.kind == Kind::Zig
+    }
+
+    /// The machine it compiles for, if it is not this one, by the name that
+    /// cross compilers have: `aarch64-linux-gnu-gcc`.
+    pub(crate) fn foreign_machine(&self) -> Option<&'static str> {
+        let name = self.program.file_name()?.to_str()?;
+        let machine = ["aarch64", "x86_64"]
+            .into_iter()
+            .find(|machine| name.starts_with(&format!("{machine}-linux-")));
+        machine.filter(|machine| *machine != std::env::consts::ARCH)
     }
 
     /// Asks for product, version and machine; one line without paths.
@@ -96,10 +117,10 @@ impl Driver {
         .ok_or_else(|| io::Error::other(format!("`{}` does not say its version", self.spelling())))
     }
 
-    /// Turns `SOURCE` in `dir` into `BINARY`; returns what was said.
-    pub(crate) fn build(&self, dir: &Path, isa: CpuIsa) -> Result<String, Failure> {
+    /// Turns what is in `dir` into `BINARY`; returns what was said.
+    pub(crate) fn build(&self, dir: &Path, isa: CpuIsa, form: Form) -> Result<String, Failure> {
         let mut log = String::new();
-        for args in self.steps(isa) {
+        for args in self.steps(isa, form) {
             let output = self
                 .command(Some(dir), &args)
                 .output()
@@ -112,24 +133,11 @@ impl Driver {
         Ok(log)
     }
 
-    fn steps(&self, isa: CpuIsa) -> Vec<Vec<String>> {
+    fn steps(&self, isa: CpuIsa, form: Form) -> Vec<Vec<String>> {
         let flags = flags::compile_flags(isa);
-        let step = |args: &[&str]| args.iter().map(ToString::to_string).collect::<Vec<_>>();
         match self.kind {
-            Kind::Cc => {
-                let mut args = step(&flags);
-                args.extend(step(&["-pipe", "-shared", "-o", BINARY, SOURCE]));
-                if cfg!(target_os = "linux") {
-                    args.push("-Wl,--build-id=none".to_string());
-                }
-                vec![args]
-            }
-            Kind::Zig => {
-                let mut compile = step(&["clang", "-c", "-o", OBJECT, SOURCE]);
-                compile.extend(step(&flags));
-                compile.push(format!("--target={}-linux-gnu", flags::arch_of(isa)));
-                vec![compile, step(&["ld.lld", "-shared", "-o", BINARY, OBJECT])]
-            }
+            Kind::Cc => vec![cc_step(&flags, form)],
+            Kind::Zig => zig_steps(&flags, isa, form),
         }
     }
 
@@ -149,6 +157,44 @@ impl Driver {
             command.current_dir(dir).env("TMPDIR", dir);
         }
         command
+    }
+}
+
+fn words(args: &[&str]) -> Vec<String> {
+    args.iter().map(ToString::to_string).collect()
+}
+
+/// Compiles and links in one call.
+fn cc_step(flags: &[&str], form: Form) -> Vec<String> {
+    let mut args = words(flags);
+    args.extend(words(&["-pipe", "-o", BINARY, SOURCE]));
+    args.extend(match form {
+        Form::Library => words(&["-shared"]),
+        Form::Program => words(&[MAIN, "-static", "-nostdlib", "-fno-stack-protector"]),
+    });
+    if cfg!(target_os = "linux") {
+        args.push("-Wl,--build-id=none".to_string());
+    }
+    args
+}
+
+/// Compiles each text, then links.
+fn zig_steps(flags: &[&str], isa: CpuIsa, form: Form) -> Vec<Vec<String>> {
+    let compile = |text, object| {
+        let mut args = words(&["clang", "-c", "-o", object, text]);
+        args.extend(words(flags));
+        args.push(format!("--target={}-linux-gnu", flags::arch_of(isa)));
+        args
+    };
+    let kernel = compile(SOURCE, OBJECT);
+    let link = |args: &[&str]| words(&[&["ld.lld", "-o", BINARY, OBJECT], args].concat());
+    match form {
+        Form::Library => vec![kernel, link(&["-shared"])],
+        Form::Program => vec![
+            kernel,
+            compile(MAIN, MAIN_OBJECT),
+            link(&["-static", MAIN_OBJECT]),
+        ],
     }
 }
 

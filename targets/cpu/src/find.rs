@@ -66,6 +66,42 @@ pub(crate) fn find(
     }
 }
 
+/// Looks for a compiler for another machine of Linux: `MOESAIC_CC_AARCH64`,
+/// `aarch64-linux-gnu-gcc`, then `fallback`, if that compiles for all.
+pub(crate) fn find_for(
+    architecture: &str,
+    machine: &impl Machine,
+    fallback: Option<&Path>,
+) -> Result<Driver, CompileError> {
+    let path = machine.var("PATH").unwrap_or_default();
+    let variable = format!("MOESAIC_CC_{}", architecture.to_uppercase());
+    let program = match architecture == std::env::consts::ARCH {
+        true => "cc".to_string(),
+        false => format!("{architecture}-linux-gnu-gcc"),
+    };
+    let asked = machine.var(&variable).filter(|value| !value.is_empty());
+    let found = match &asked {
+        Some(value) => from_variable(value, &path),
+        None => on_path(Path::new(&program), &path)
+            .map(|program| Driver::new(program, Vec::new()))
+            .or_else(|| fallback.map(|zig| Driver::new(zig.to_path_buf(), Vec::new())))
+            .filter(|driver| is_program(driver.program())),
+    };
+    found.ok_or_else(|| CompileError::NoCompiler {
+        backend: architecture.to_string(),
+        tried: match asked {
+            Some(value) => format!("{variable}={} (no such program)", value.to_string_lossy()),
+            None => format!(
+                "{variable} (not set), {program} (not on PATH), moesaic's own toolchain (not installed)"
+            ),
+        },
+        advice: format!(
+            "run `moesaic toolchain install c`, or install Debian's gcc-{}-linux-gnu",
+            architecture.replace('_', "-")
+        ),
+    })
+}
+
 fn none(tried: Vec<String>) -> CompileError {
     CompileError::NoCompiler {
         backend: "cpu".to_string(),
@@ -187,6 +223,34 @@ mod tests {
             "moesaic toolchain install c",
         ] {
             assert!(error.contains(part), "{part:?} is not in {error}");
+        }
+    }
+
+    #[test]
+    fn compilers_for_other_machines_are_found_by_name() {
+        let dir = programs(&["mips-linux-gnu-gcc", "mine", "zig"]);
+        let path = ("PATH", dir.path().display().to_string());
+        let find = |architecture, vars: &[(&str, String)], zig: Option<&Path>| {
+            let found = find_for(architecture, &Fake(vars), zig);
+            let name = |driver: Driver| driver.program().file_name().map(OsString::from);
+            found.map(name).map_err(|error| error.to_string())
+        };
+        let named = |name: &str| Ok(Some(OsString::from(name)));
+        let asked = ("MOESAIC_CC_MIPS", "mine".to_string());
+        let zig = dir.path().join("zig");
+        assert_eq!(
+            find("mips", &[path.clone()], None),
+            named("mips-linux-gnu-gcc")
+        );
+        assert_eq!(find("mips", &[path.clone(), asked], None), named("mine"));
+        assert_eq!(find("riscv64", &[path.clone()], Some(&zig)), named("zig"));
+        let error = find("riscv64", &[path], None).unwrap_err();
+        for part in [
+            "MOESAIC_CC_RISCV64",
+            "riscv64-linux-gnu-gcc",
+            "toolchain install c",
+        ] {
+            assert!(error.contains(part), "{error}");
         }
     }
 

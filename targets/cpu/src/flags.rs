@@ -23,6 +23,9 @@ const COMMON: [&str; 12] = [
     "-g0",
 ];
 
+/// Armv8.6 brings these; CPUs of Armv8.2 may have them.
+const NEON_BF16: [&str; 1] = ["-march=armv8.2-a+bf16"];
+
 const AVX2: [&str; 4] = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"];
 
 /// gcc 12 copies into arrays in the red zone with aligned stores that the red
@@ -44,6 +47,7 @@ pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
         CpuIsa::Avx2 => &[&AVX2],
         CpuIsa::Avx512 => &[&AVX2, &AVX512],
         CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16"]],
+        CpuIsa::NeonBf16 => &[&NEON_BF16],
     };
     COMMON
         .iter()
@@ -61,7 +65,7 @@ pub(crate) fn isas_of(arch: &str) -> &'static [CpuIsa] {
             CpuIsa::Avx512,
             CpuIsa::Avx512Bf16,
         ],
-        "aarch64" => &[CpuIsa::Portable, CpuIsa::Neon],
+        "aarch64" => &[CpuIsa::Portable, CpuIsa::Neon, CpuIsa::NeonBf16],
         _ => &[CpuIsa::Portable],
     }
 }
@@ -71,7 +75,7 @@ pub(crate) fn isas_of(arch: &str) -> &'static [CpuIsa] {
 pub(crate) fn arch_of(isa: CpuIsa) -> &'static str {
     match isa {
         CpuIsa::Portable => std::env::consts::ARCH,
-        CpuIsa::Neon => "aarch64",
+        CpuIsa::Neon | CpuIsa::NeonBf16 => "aarch64",
         CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => "x86_64",
     }
 }
@@ -87,6 +91,7 @@ mod tests {
             CpuIsa::Avx2,
             CpuIsa::Avx512Bf16,
             CpuIsa::Neon,
+            CpuIsa::NeonBf16,
         ] {
             let flags = compile_flags(isa).join(" ");
             for bad in ["native", "fast-math", "associative", "unsafe"] {

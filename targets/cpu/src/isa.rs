@@ -32,14 +32,24 @@ pub fn host_runs(isa: CpuIsa) -> bool {
         CpuIsa::Avx2 => avx2(),
         CpuIsa::Avx512 => avx512(),
         CpuIsa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
-        CpuIsa::Neon => false,
+        CpuIsa::Neon | CpuIsa::NeonBf16 => false,
     }
 }
 
 /// Whether this CPU and its operating system run code for `isa`.
-#[cfg(not(target_arch = "x86_64"))]
+#[cfg(target_arch = "aarch64")]
 pub fn host_runs(isa: CpuIsa) -> bool {
-    isa == CpuIsa::Portable || isa == detect()
+    match isa {
+        CpuIsa::Portable | CpuIsa::Neon => true,
+        CpuIsa::NeonBf16 => std::arch::is_aarch64_feature_detected!("bf16"),
+        CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => false,
+    }
+}
+
+/// Whether this CPU and its operating system run code for `isa`.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub fn host_runs(isa: CpuIsa) -> bool {
+    isa == CpuIsa::Portable
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -65,7 +75,10 @@ fn is_intel() -> bool {
 
 #[cfg(target_arch = "aarch64")]
 fn detect() -> CpuIsa {
-    CpuIsa::Neon
+    match host_runs(CpuIsa::NeonBf16) {
+        true => CpuIsa::NeonBf16,
+        false => CpuIsa::Neon,
+    }
 }
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]

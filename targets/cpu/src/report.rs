@@ -1,4 +1,4 @@
-//! What a shared object says about its functions.
+//! What a shared object or a program says about its functions.
 
 use moesaic_target::KernelReport;
 use object::{Object, ObjectSymbol};
@@ -17,6 +17,7 @@ pub(crate) fn kernels(binary: &[u8], symbols: &[&str]) -> Result<Vec<KernelRepor
 fn kernel(file: &object::File<'_>, symbol: &str) -> Result<KernelReport, String> {
     let found = file
         .dynamic_symbols()
+        .chain(file.symbols())
         .find(|candidate| candidate.is_definition() && candidate.name() == Ok(symbol))
         .ok_or_else(|| format!("it does not export `{symbol}`; a kernel must not be `static`"))?;
     Ok(KernelReport {

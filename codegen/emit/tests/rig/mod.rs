@@ -29,6 +29,7 @@ pub fn isas() -> Vec<CpuIsa> {
         CpuIsa::Avx512Bf16 => &[CpuIsa::Portable, CpuIsa::Avx2, CpuIsa::Avx512],
         CpuIsa::Portable => &[],
         CpuIsa::Neon => &[CpuIsa::Portable],
+        CpuIsa::NeonBf16 => &[CpuIsa::Portable, CpuIsa::Neon],
     };
     let mut list = narrower.to_vec();
     list.push(host);

@@ -1,0 +1,210 @@
+//! Memory of the device: a file that emulators map, cut into allocations.
+
+use moesaic_target::DeviceError;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Where emulated programs map it, far from where they and their stack lie.
+pub(crate) const START: u64 = 0x10_0000_0000;
+
+/// How much there is. The file is sparse: what nobody writes takes no memory.
+pub(crate) const BYTES: u64 = 16 << 30;
+
+/// Every allocation starts at a multiple of this and ends with a fence of at
+/// least half as much.
+const ALIGN: u64 = 128;
+
+/// What a fence holds: as a float of any type a large negative number, so that
+/// one who reads it shows as well.
+const FENCE: u8 = 0xfb;
+
+/// The file and who has which part of it.
+pub(crate) struct Memory {
+    file: File,
+    parts: Mutex<Parts>,
+}
+
+/// By start: the bytes asked for of each allocation, the length of each gap.
+#[derive(Default)]
+struct Parts {
+    used: BTreeMap<u64, u64>,
+    free: BTreeMap<u64, u64>,
+}
+
+impl Memory {
+    pub(crate) fn new() -> io::Result<Memory> {
+        let file = anonymous_file()?;
+        file.set_len(BYTES)?;
+        let parts = Parts {
+            free: BTreeMap::from([(0, BYTES)]),
+            ..Parts::default()
+        };
+        Ok(Memory {
+            file,
+            parts: Mutex::new(parts),
+        })
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The address of `bytes` new bytes, all of them 0xFF.
+    pub(crate) fn alloc(&self, bytes: usize) -> Result<u64, DeviceError> {
+        let size = whole(bytes as u64);
+        let mut parts = self.lock();
+        let Some(start) = parts.take(bytes as u64, size) else {
+            let free = format!("; the largest gap is {} bytes", parts.largest_gap());
+            return Err(DeviceError::OutOfMemory { asked: bytes, free });
+        };
+        let mut contents = vec![FENCE; size as usize];
+        contents[..bytes].fill(0xff);
+        let written = self.file.write_all_at(&contents, start);
+        written.map_err(|error| failed("filling new memory", &error))?;
+        Ok(START + start)
+    }
+
+    pub(crate) fn free(&self, address: u64) {
+        self.lock().give_back(address - START);
+    }
+
+    pub(crate) fn write(&self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        let written = self.file.write_all_at(bytes, address - START);
+        written.map_err(|error| failed("upload", &error))
+    }
+
+    pub(crate) fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let read = self.file.read_exact_at(bytes, address - START);
+        read.map_err(|error| failed("download", &error))
+    }
+
+    /// Whether every fence stands; else which one does not.
+    pub(crate) fn check_fences(&self) -> Result<(), String> {
+        let mut fence = [0; 2 * ALIGN as usize];
+        for (start, bytes) in &self.lock().used {
+            let fence = &mut fence[..(whole(*bytes) - bytes) as usize];
+            let read = self.file.read_exact_at(fence, start + bytes);
+            read.map_err(|error| error.to_string())?;
+            if let Some(at) = fence.iter().position(|byte| *byte != FENCE) {
+                let address = START + start;
+                return Err(format!(
+                    "it wrote {at} bytes behind the end of the {bytes} bytes at {address:#x}"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Parts> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An allocation with its fence.
+const fn whole(bytes: u64) -> u64 {
+    (bytes + ALIGN / 2).next_multiple_of(ALIGN)
+}
+
+impl Parts {
+    /// The first gap that is large enough.
+    fn take(&mut self, bytes: u64, size: u64) -> Option<u64> {
+        let (&start, &length) = self.free.iter().find(|(_, length)| **length >= size)?;
+        self.free.remove(&start);
+        if length > size {
+            self.free.insert(start + size, length - size);
+        }
+        self.used.insert(start, bytes);
+        Some(start)
+    }
+
+    /// Gaps that touch become one.
+    fn give_back(&mut self, start: u64) {
+        let Some(bytes) = self.used.remove(&start) else {
+            return;
+        };
+        let (mut first, mut length) = (start, whole(bytes));
+        if let Some(next) = self.free.remove(&(first + length)) {
+            length += next;
+        }
+        let before = self.free.range(..first).next_back();
+        if let Some((&gap, &size)) = before
+            && gap + size == first
+        {
+            first = gap;
+            length += size;
+        }
+        self.free.insert(first, length);
+    }
+
+    fn largest_gap(&self) -> u64 {
+        self.free.values().max().copied().unwrap_or(0)
+    }
+}
+
+fn failed(operation: &str, error: &io::Error) -> DeviceError {
+    DeviceError::Driver {
+        operation: operation.to_string(),
+        reason: error.to_string(),
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn anonymous_file() -> io::Result<File> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: the name is a terminated string; the call has no other demands.
+    let fd = unsafe { libc::memfd_create(c"moesaic-qemu".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just made and belongs to nobody else.
+    Ok(unsafe { File::from_raw_fd(fd) })
+}
+
+#[cfg(not(target_os = "linux"))]
+fn anonymous_file() -> io::Result<File> {
+    tempfile::tempfile()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn freed_memory_is_one_gap_again() {
+        let memory = Memory::new().unwrap();
+        let addresses: Vec<u64> = [0, 1, 64, 4096, 65]
+            .iter()
+            .map(|bytes| memory.alloc(*bytes).unwrap())
+            .collect();
+        assert!(addresses.iter().all(|address| address % 64 == 0));
+        for i in [1, 3, 2, 0, 4] {
+            memory.free(addresses[i]);
+        }
+        assert_eq!(memory.lock().free, BTreeMap::from([(0, BYTES)]));
+        assert!(memory.lock().used.is_empty());
+    }
+
+    #[test]
+    fn a_byte_behind_the_end_is_seen() {
+        let memory = Memory::new().unwrap();
+        let [first, _second] = [100, 128].map(|bytes| memory.alloc(bytes).unwrap());
+        memory.write(first, &[0; 100]).unwrap();
+        assert_eq!(memory.check_fences(), Ok(()));
+        memory.write(first, &[0; 103]).unwrap();
+        let words = memory.check_fences().unwrap_err();
+        assert!(
+            words.contains("0 bytes behind the end of the 100 bytes"),
+            "{words}"
+        );
+    }
+
+    #[test]
+    fn too_much_is_refused() {
+        let memory = Memory::new().unwrap();
+        let error = memory.alloc(17 << 30).unwrap_err().to_string();
+        assert!(error.contains("17179869184"), "{error}");
+    }
+}

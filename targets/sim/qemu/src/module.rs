@@ -1,0 +1,126 @@
+//! Loaded kernels and their launch.
+
+use crate::device::Shared;
+use crate::emulator::{Emulator, Request};
+use moesaic_kernel::Entry;
+use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, LaunchDims, Module};
+use object::{Object, ObjectSymbol};
+use std::fs::Permissions;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::sync::{Arc, Mutex, PoisonError};
+use tempfile::TempPath;
+
+/// A program of kernels, started when one is first launched.
+pub(crate) struct QemuModule {
+    entries: Vec<(Entry, u64)>,
+    device: Arc<Shared>,
+    emulator: Mutex<Option<Emulator>>,
+    program: TempPath,
+}
+
+impl QemuModule {
+    pub(crate) fn load(
+        artifact: &Artifact,
+        entries: &[Entry],
+        device: Arc<Shared>,
+    ) -> Result<QemuModule, DeviceError> {
+        let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
+        let refuse = |reason: String| DeviceError::Load {
+            kernel: kernel.to_string(),
+            reason,
+        };
+        let file = object::File::parse(&*artifact.binary);
+        let file = file.map_err(|error| refuse(format!("it is not a program: {error}")))?;
+        let found = entries.iter().map(|entry| {
+            let address = address(&file, &entry.symbol)
+                .ok_or_else(|| refuse(format!("it has no `{}`", entry.symbol)))?;
+            Ok((entry.clone(), address))
+        });
+        let entries = found.collect::<Result<_, DeviceError>>()?;
+        let program = on_disk(&artifact.binary)
+            .map_err(|error| refuse(format!("no place for it: {error}")))?;
+        Ok(QemuModule {
+            entries,
+            device,
+            emulator: Mutex::default(),
+            program,
+        })
+    }
+
+    fn entry(&self, symbol: &str) -> Result<&(Entry, u64), String> {
+        let found = self.entries.iter().find(|(e, _)| e.symbol == symbol);
+        found.ok_or_else(|| {
+            let known: Vec<&str> = self.entries.iter().map(|(e, _)| &*e.symbol).collect();
+            format!("it was not loaded; loaded are: {}", known.join(", "))
+        })
+    }
+
+    /// One emulator at a time, as the launches of a stream are. One that
+    /// failed is gone, and the next launch starts another.
+    fn run(&self, request: &Request<'_>) -> Result<(), String> {
+        let mut place = self.emulator.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut emulator = match place.take() {
+            Some(emulator) => emulator,
+            None => self.device.start(&self.program)?,
+        };
+        emulator.run(request)?;
+        *place = Some(emulator);
+        self.device.memory.check_fences()
+    }
+}
+
+fn address(file: &object::File<'_>, symbol: &str) -> Option<u64> {
+    let mut symbols = file.symbols().filter(ObjectSymbol::is_definition);
+    let found = symbols.find(|candidate| candidate.name() == Ok(symbol))?;
+    Some(found.address())
+}
+
+/// A program cannot be run while it is open for writing, hence closed.
+fn on_disk(binary: &[u8]) -> std::io::Result<TempPath> {
+    let mut file = tempfile::Builder::new().prefix("moesaic-").tempfile()?;
+    file.write_all(binary)?;
+    file.as_file()
+        .set_permissions(Permissions::from_mode(0o700))?;
+    Ok(file.into_temp_path())
+}
+
+impl Module for QemuModule {
+    unsafe fn launch(
+        &self,
+        symbol: &str,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError> {
+        let refuse = |reason| DeviceError::Launch {
+            kernel: symbol.to_string(),
+            reason,
+        };
+        let (entry, address) = self.entry(symbol).map_err(refuse)?;
+        ArgBlock::new(entry, args)?;
+        let [x, y] = dims.grid;
+        let blocks = x.checked_mul(y).and_then(|n| i64::try_from(n).ok());
+        let blocks =
+            blocks.ok_or_else(|| refuse(format!("a grid of {x} x {y} blocks is too large")))?;
+        if blocks == 0 {
+            return Ok(());
+        }
+        let values: Vec<u64> = args.iter().map(value).collect();
+        let request = Request {
+            entry: *address,
+            blocks: [0, blocks],
+            grid_x: x as i64,
+            values: &values,
+        };
+        self.run(&request).map_err(refuse)
+    }
+}
+
+/// An argument as its bytes lie in memory of aarch64, which is little-endian.
+fn value(arg: &Arg) -> u64 {
+    match arg {
+        Arg::Ptr(address) | Arg::TensorMap { base: address, .. } => address.0,
+        Arg::I64(value) => value.cast_unsigned(),
+        Arg::F32(value) => u64::from(value.to_bits()),
+    }
+}
