@@ -5,7 +5,8 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
-  test    install what the tests need (NVRTC and clang, by pip), run every test
+  test    install what the tests need (NVRTC and clang by pip, an emulator of
+          aarch64 and gcc for it by apt-get), run every test
   bless   rewrite the golden files after a wanted change
   lint    formatting and clippy, warnings denied
   ci      lint, then test";
@@ -40,7 +41,43 @@ fn test() -> Result<(), String> {
         "cuda",
         "rocm",
     ])?;
+    install_emulator();
     cargo(&["test", "--workspace", "--no-fail-fast"])
+}
+
+/// QEMU and gcc for aarch64, if they are missing. Where that fails, the tests
+/// that need them will say so.
+fn install_emulator() {
+    let needed = [
+        ("qemu-aarch64-static", "qemu-user-static"),
+        ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
+    ];
+    let missing: Vec<&str> = needed
+        .iter()
+        .filter(|(program, _)| !is_there(program))
+        .map(|(_, package)| *package)
+        .collect();
+    if missing.is_empty() {
+        return;
+    }
+    let apt = |args: &[&str]| {
+        let mut command = Command::new("apt-get");
+        run(command.args(args).env("DEBIAN_FRONTEND", "noninteractive"))
+    };
+    let install = [
+        &["install", "--yes", "--no-install-recommends"],
+        &missing[..],
+    ]
+    .concat();
+    let done = apt(&["update"]).and_then(|()| apt(&install));
+    if let Err(message) = done {
+        eprintln!("{message}: tests on sim:neon* need {}", missing.join(" "));
+    }
+}
+
+fn is_there(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
 fn bless() -> Result<(), String> {
@@ -77,7 +114,9 @@ fn run(command: &mut Command) -> Result<(), String> {
         .get_args()
         .map(|a| a.to_string_lossy().into_owned())
         .collect();
-    let line = format!("cargo {}", words.join(" "));
+    let program = std::path::Path::new(command.get_program());
+    let program = program.file_name().unwrap_or_default().to_string_lossy();
+    let line = format!("{program} {}", words.join(" "));
     eprintln!("+ {line}");
     match command.status() {
         Ok(status) if status.success() => Ok(()),
