@@ -1,12 +1,12 @@
 //! The emulated CPU as a [`Device`].
 
-use crate::emulator::{self, Emulator};
+use crate::emulator::{self, Emulator, Request};
 use crate::memory::Memory;
 use crate::module::QemuModule;
 use moesaic_kernel::{CpuIsa, Entry, SimArch, Target};
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// One core of an aarch64 CPU, emulated instruction by instruction. New
 /// memory holds NaN, and a launch that wrote behind the end of a buffer is a
@@ -22,8 +22,14 @@ pub struct QemuDevice {
 pub(crate) struct Shared {
     qemu: PathBuf,
     isa: CpuIsa,
-    pub(crate) memory: Arc<Memory>,
+    memory: Arc<Memory>,
+    /// The programs that run, the one that was launched last at the end.
+    running: Mutex<Vec<(PathBuf, Emulator)>>,
 }
+
+/// Programs that wait for launches, of all that are loaded: each takes some
+/// ten megabytes and starts in some milliseconds.
+const MOST_RUNNING: usize = 12;
 
 /// An allocation, freed on drop.
 struct Owner {
@@ -57,17 +63,51 @@ impl QemuDevice {
             memory_bytes: Some(crate::memory::BYTES),
         };
         let memory = Arc::new(memory);
-        let shared = Arc::new(Shared { qemu, isa, memory });
+        let shared = Arc::new(Shared {
+            qemu,
+            isa,
+            memory,
+            running: Mutex::default(),
+        });
         Ok(QemuDevice { info, shared })
     }
 }
 
 impl Shared {
-    /// Another process that runs `program`.
-    pub(crate) fn start(&self, program: &Path) -> Result<Emulator, String> {
+    /// Launches are one after the other, as on a stream. A program that failed
+    /// is gone, and its next launch starts it again.
+    pub(crate) fn run(&self, program: &Path, request: &Request<'_>) -> Result<(), String> {
+        let mut running = self.running();
+        let mut emulator = match take(&mut running, program) {
+            Some(emulator) => emulator,
+            None => self.start(program)?,
+        };
+        emulator.run(request)?;
+        if running.len() == MOST_RUNNING {
+            running.remove(0);
+        }
+        running.push((program.to_path_buf(), emulator));
+        self.memory.check_fences()
+    }
+
+    /// Ends the program, if it runs.
+    pub(crate) fn stop(&self, program: &Path) {
+        drop(take(&mut self.running(), program));
+    }
+
+    fn start(&self, program: &Path) -> Result<Emulator, String> {
         Emulator::start(&self.qemu, self.isa, program, self.memory.file())
             .map_err(|error| format!("{} cannot be started: {error}", self.qemu.display()))
     }
+
+    fn running(&self) -> MutexGuard<'_, Vec<(PathBuf, Emulator)>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn take(running: &mut Vec<(PathBuf, Emulator)>, program: &Path) -> Option<Emulator> {
+    let at = running.iter().position(|(path, _)| path == program)?;
+    Some(running.remove(at).1)
 }
 
 impl Drop for Owner {

@@ -1,21 +1,20 @@
 //! Loaded kernels and their launch.
 
 use crate::device::Shared;
-use crate::emulator::{Emulator, Request};
+use crate::emulator::Request;
 use moesaic_kernel::Entry;
 use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, LaunchDims, Module};
 use object::{Object, ObjectSymbol};
 use std::fs::Permissions;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use tempfile::TempPath;
 
-/// A program of kernels, started when one is first launched.
+/// A program of kernels, started when one of them is launched.
 pub(crate) struct QemuModule {
     entries: Vec<(Entry, u64)>,
     device: Arc<Shared>,
-    emulator: Mutex<Option<Emulator>>,
     program: TempPath,
 }
 
@@ -43,7 +42,6 @@ impl QemuModule {
         Ok(QemuModule {
             entries,
             device,
-            emulator: Mutex::default(),
             program,
         })
     }
@@ -55,18 +53,11 @@ impl QemuModule {
             format!("it was not loaded; loaded are: {}", known.join(", "))
         })
     }
+}
 
-    /// One emulator at a time, as the launches of a stream are. One that
-    /// failed is gone, and the next launch starts another.
-    fn run(&self, request: &Request<'_>) -> Result<(), String> {
-        let mut place = self.emulator.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut emulator = match place.take() {
-            Some(emulator) => emulator,
-            None => self.device.start(&self.program)?,
-        };
-        emulator.run(request)?;
-        *place = Some(emulator);
-        self.device.memory.check_fences()
+impl Drop for QemuModule {
+    fn drop(&mut self) {
+        self.device.stop(&self.program);
     }
 }
 
@@ -112,7 +103,7 @@ impl Module for QemuModule {
             grid_x: x as i64,
             values: &values,
         };
-        self.run(&request).map_err(refuse)
+        self.device.run(&self.program, &request).map_err(refuse)
     }
 }
 

@@ -1,0 +1,191 @@
+//! Small kernels of aarch64 under the emulator: what a launch does, and what
+//! is said when a kernel is wrong.
+
+use moesaic_kernel::*;
+use moesaic_qemu::{QemuCompiler, QemuDevice};
+use moesaic_target::*;
+use std::sync::Arc;
+
+/// A kernel `k` with parameters `y` (f32), `count` and `by`.
+struct Rig {
+    device: QemuDevice,
+    module: Arc<dyn Module>,
+}
+
+fn entry() -> Entry {
+    let by = Param {
+        name: "by".to_string(),
+        ty: ParamType::Scalar(Scalar::F32),
+        shape: String::new(),
+    };
+    Entry {
+        symbol: "k".to_string(),
+        summary: String::new(),
+        params: vec![
+            Param::write("y", DType::F32, "[count]"),
+            Param::i64("count"),
+            by,
+        ],
+        launch: Launch {
+            grid: [Size::Tokens, Size::Const(1)],
+            threads: 1,
+            shared_bytes: 0,
+            cluster: 1,
+        },
+    }
+}
+
+const HEAD: &str = "
+typedef __INT64_TYPE__ i64;
+typedef float vec __attribute__((vector_size(16)));
+typedef unsigned short halves __attribute__((vector_size(16)));
+void k(void *const *args, i64 first, i64 last, i64 grid_x) {
+    float *y = *(float **)args[0];
+    i64 count = *(i64 *)args[1];
+    float by = *(float *)args[2];
+    (void)y, (void)count, (void)by, (void)first, (void)last, (void)grid_x;
+";
+
+impl Rig {
+    fn new(isa: CpuIsa, body: &str) -> Rig {
+        let source = KernelSource {
+            stem: Stem::Dispatch,
+            name: "k".to_string(),
+            target: Target::Sim(SimArch::Cpu(isa)),
+            language: Language::C,
+            text: format!("{HEAD}{body}\n}}\n"),
+            config: String::new(),
+            entries: vec![entry()],
+        };
+        let compiler = QemuCompiler::find(None)
+            .unwrap_or_else(|e| panic!("{e}\nthe tests need: gcc-aarch64-linux-gnu"));
+        let artifact = compiler.compile(&source, &CompileOptions::default());
+        let artifact = artifact.unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(artifact.report.log, "");
+        let device = QemuDevice::new(isa).unwrap_or_else(|e| panic!("{e}"));
+        let module = device.load(&artifact, &source.entries).unwrap();
+        Rig { device, module }
+    }
+
+    fn launch(&self, grid: [u64; 2], y: Ptr, count: usize, by: f32) -> Result<(), DeviceError> {
+        let dims = LaunchDims {
+            grid,
+            threads: 1,
+            shared_bytes: 0,
+            cluster: 1,
+        };
+        let args = [Arg::Ptr(y), Arg::I64(count as i64), Arg::F32(by)];
+        // SAFETY: the kernel's memory is the emulator's own.
+        unsafe { self.module.launch("k", dims, &args) }
+    }
+
+    /// `count` floats after a launch; NaN where nothing was written.
+    fn run(&self, grid: [u64; 2], count: usize, by: f32) -> Result<Vec<f32>, DeviceError> {
+        let y = self.device.alloc(count * 4)?;
+        self.launch(grid, y.ptr(), count, by)?;
+        let mut bytes = vec![0; count * 4];
+        self.device.download(&y, 0, &mut bytes)?;
+        let words = bytes.as_chunks::<4>().0.iter();
+        Ok(words.map(|word| f32::from_le_bytes(*word)).collect())
+    }
+
+    fn fails(&self, parts: &[&str]) {
+        let error = self.run([1, 1], 5, 1.0).unwrap_err().to_string();
+        for part in parts {
+            assert!(error.contains(part), "{part:?} is not in {error}");
+        }
+    }
+}
+
+#[test]
+fn every_block_of_a_grid_runs_once() {
+    let body = "
+    for (i64 b = first; b < last; b++)
+        y[b] = (float)(100 * (b / grid_x) + b % grid_x) * by;";
+    let rig = Rig::new(CpuIsa::Neon, body);
+    let y = rig.run([3, 2], 7, 0.5).unwrap();
+    assert_eq!(y[..6], [0.0, 0.5, 1.0, 50.0, 50.5, 51.0]);
+    assert!(y[6].is_nan(), "new memory is poisoned");
+    assert!(
+        rig.run([0, 2], 1, 0.5).unwrap()[0].is_nan(),
+        "no block, no launch"
+    );
+}
+
+/// What compilers call although the text does not.
+#[test]
+fn copies_need_no_library() {
+    let body = "
+    struct { float part[16]; } from, to;
+    __builtin_memset(y, 0, (unsigned long)count * 4);
+    for (int i = 0; i < 16; i++)
+        from.part[i] = (float)i * by;
+    __builtin_memcpy(&to, &from, (unsigned long)count);
+    __builtin_memcpy(y, &to, (unsigned long)count);
+    __builtin_memmove(y + 1, y, (unsigned long)count / 2);
+    __builtin_memmove(y + 8, y + 9, (unsigned long)count / 2);";
+    let y = Rig::new(CpuIsa::Neon, body).run([1, 1], 24, 1.0).unwrap();
+    let expected = [0, 0, 1, 2, 4, 5, 0, 0, 0].map(|v| v as f32);
+    assert_eq!(y[..9], expected);
+}
+
+#[test]
+fn writing_behind_the_end_is_an_error_of_the_launch() {
+    let rig = Rig::new(CpuIsa::Neon, "y[count] = by;");
+    rig.fails(&["`k`", "0 bytes behind the end of the 20 bytes"]);
+}
+
+#[test]
+fn a_wild_pointer_is_an_error_and_the_next_launch_runs() {
+    let rig = Rig::new(CpuIsa::Neon, "*(count > 4 ? (float *)8 : y) = by;");
+    rig.fails(&["`k`", "the emulated program ended", "signal 11"]);
+    assert_eq!(rig.run([1, 1], 1, 2.5).unwrap(), [2.5]);
+}
+
+const DOT: &str = "
+    halves a, b;
+    for (int i = 0; i < 8; i++) {
+        a[i] = i % 2 ? 0x4000 : 0x3f80; // 2 and 1
+        b[i] = i % 2 ? 0x4080 : 0x4040; // 4 and 3
+    }
+    vec sum = {by, by, by, by};
+    __asm__ volatile(\".arch armv8.2-a+bf16\\n bfdot %0.4s, %1.8h, %2.8h\" : \"+w\"(sum) : \"w\"(a), \"w\"(b));
+    *(vec *)y = sum;";
+
+/// The kernels of `neon` run on a CPU without what `neonbf16` adds.
+#[test]
+fn only_one_of_the_sets_has_dot_products() {
+    let y = Rig::new(CpuIsa::NeonBf16, DOT).run([1, 1], 4, 0.5).unwrap();
+    assert_eq!(y, [11.5; 4]);
+    Rig::new(CpuIsa::Neon, DOT).fails(&["the emulated program ended", "signal 4"]);
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let rig = Rig::new(CpuIsa::Neon, "y[0] = by;");
+    let dims = LaunchDims {
+        grid: [1, 1],
+        threads: 1,
+        shared_bytes: 0,
+        cluster: 1,
+    };
+    let call = |symbol: &str, args: &[Arg]| {
+        // SAFETY: nothing is launched.
+        unsafe { rig.module.launch(symbol, dims, args) }
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(call("other", &[]).contains("loaded are: k"));
+    assert!(call("k", &[]).contains("it takes 3 arguments and got 0"));
+    assert!(QemuDevice::new(CpuIsa::Avx2).is_err());
+}
+
+#[test]
+fn the_targets_are_those_of_aarch64() {
+    let compiler = QemuCompiler::find(None).unwrap();
+    let names: Vec<String> = compiler.targets().iter().map(Target::to_string).collect();
+    assert_eq!(names, ["sim:neon", "sim:neonbf16"]);
+    let [neon, bf16] =
+        ["sim:neon", "sim:neonbf16"].map(|t| compiler.fingerprint(t.parse().unwrap()));
+    assert!(bf16.contains("+bf16") && !neon.contains("+bf16") && neon.contains("launcher"));
+}
