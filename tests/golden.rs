@@ -28,6 +28,9 @@ const TRAINED: [&str; 1] = ["gpt-oss-20b"];
 /// Targets whose text is kept.
 const KEPT: [&str; 4] = ["cpu:avx2", "cpu:avx512bf16", "cuda:sm_90a", "rocm:gfx942"];
 
+/// The layer whose kernels are kept for every instruction set of CPUs.
+const KEPT_ON_CPUS: &str = "small-bf16";
+
 /// Targets whose matrix products are kept; the rest is the text of another.
 const KEPT_GEMMS: [&str; 1] = ["cuda:sm_80"];
 
@@ -44,6 +47,9 @@ const COMPILED: [&str; 7] = [
 
 /// Instruction sets of x86-64 whose text gcc and clang must take in silence.
 const X86: [&str; 4] = ["cpu:portable", "cpu:avx2", "cpu:avx512", "cpu:avx512bf16"];
+
+/// Those of aarch64, whose text cross compilers must take in silence.
+const AARCH64: [&str; 2] = ["cpu:neon", "cpu:neonbf16"];
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -98,7 +104,19 @@ fn expected() -> BTreeMap<PathBuf, String> {
             keep(&mut files, &name, target, training_sources(spec, target));
         }
     }
+    for target in cpus() {
+        for source in sources(KEPT_ON_CPUS, &target) {
+            files.insert(golden_path(KEPT_ON_CPUS, &source), source.text);
+        }
+    }
     files
+}
+
+/// Every instruction set there is.
+fn cpus() -> Vec<String> {
+    let all = Target::all().into_iter();
+    let cpus = all.filter(|target| target.backend() == "cpu");
+    cpus.map(|target| target.to_string()).collect()
 }
 
 fn keep(files: &mut BTreeMap<PathBuf, String>, case: &str, target: &str, list: Vec<KernelSource>) {
@@ -217,20 +235,33 @@ fn check_artifact(compiler: &dyn Compiler, source: &KernelSource) {
     }
 }
 
-/// Every kernel for every instruction set of this machine's family, through
-/// gcc and clang, warnings as errors.
+/// Every kernel for every instruction set of x86-64, or of aarch64 on such a
+/// machine, through gcc and clang, warnings as errors.
 #[test]
 fn c_text_compiles_without_warnings() {
     let compilers = [vec!["gcc".to_string()], clang()];
-    let isas: &[&str] = if cfg!(target_arch = "x86_64") {
-        &X86
-    } else {
-        &["cpu:neon"]
+    let isas: &[&str] = match cfg!(target_arch = "x86_64") {
+        true => &X86,
+        false => &AARCH64,
     };
+    compile_c(&compilers, isas, &SPECS);
+}
+
+/// The layer that is kept, through compilers for aarch64.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn c_text_compiles_for_aarch64() {
+    let mut clang = clang();
+    clang.push("--target=aarch64-linux-gnu".to_string());
+    let compilers = [vec!["aarch64-linux-gnu-gcc".to_string()], clang];
+    compile_c(&compilers, &AARCH64, &[KEPT_ON_CPUS]);
+}
+
+fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
     let jobs: Vec<(&Vec<String>, KernelSource)> = compilers
         .iter()
         .flat_map(|cc| isas.iter().map(move |isa| (cc, *isa)))
-        .flat_map(|(cc, isa)| SPECS.iter().map(move |spec| (cc, isa, *spec)))
+        .flat_map(|(cc, isa)| specs.iter().map(move |spec| (cc, isa, *spec)))
         .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |s| (cc, s)))
         .collect();
     on_all_cores(&jobs, |(cc, source)| check_c(cc, source));
@@ -275,7 +306,9 @@ fn check_c(cc: &[String], source: &KernelSource) {
         )
         .arg("-");
     command.stdin(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().unwrap_or_else(|e| panic!("{}: {e}", cc[0]));
+    let mut child = command
+        .spawn()
+        .unwrap_or_else(|e| panic!("{}: {e}\nthe tests need: cargo xtask test", cc[0]));
     let mut stdin = child.stdin.take().expect("it is piped");
     std::io::Write::write_all(&mut stdin, source.text.as_bytes()).expect("the compiler reads");
     drop(stdin);

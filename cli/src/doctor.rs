@@ -26,9 +26,11 @@ pub struct DoctorArgs {
 }
 
 /// Variables that change what is found.
-const VARIABLES: [&str; 14] = [
+const VARIABLES: [&str; 16] = [
     "MOESAIC_CACHE",
     "MOESAIC_CC",
+    "MOESAIC_CC_AARCH64",
+    "MOESAIC_QEMU",
     "MOESAIC_CXX",
     "MOESAIC_NVRTC",
     "MOESAIC_CLANG",

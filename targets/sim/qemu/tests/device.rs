@@ -160,6 +160,32 @@ fn only_one_of_the_sets_has_dot_products() {
     Rig::new(CpuIsa::Neon, DOT).fails(&["the emulated program ended", "signal 4"]);
 }
 
+/// `bf16_of_f32` of `prelude/cpu_bf16.h` is one instruction on `neonbf16`: to
+/// nearest, ties to even, subnormals kept, NaN quiet.
+#[test]
+fn the_conversion_to_bf16_is_that_of_the_other_sets() {
+    let body = "
+    static const unsigned bits[8] = {0x3f808000, 0x3f818000, 0x3f808001, 0x7f7fffff,
+                                     0x7f800001, 0xff800000, 0x00008001, 0x80018000};
+    for (int i = 0; i < 8; i += 4) {
+        vec wide;
+        unsigned short narrow[8];
+        halves rounded;
+        __builtin_memcpy(&wide, bits + i, 16);
+        __asm__(\"bfcvtn %0.4h, %1.4s\" : \"=w\"(rounded) : \"w\"(wide));
+        __builtin_memcpy(narrow, &rounded, 16);
+        for (int j = 0; j < 4; j++)
+            y[i + j] = (float)narrow[j];
+    }";
+    let y = Rig::new(CpuIsa::NeonBf16, body)
+        .run([1, 1], 8, 1.0)
+        .unwrap();
+    let expected = [
+        0x3f80, 0x3f82, 0x3f81, 0x7f80, 0x7fc0, 0xff80, 0x0001, 0x8002,
+    ];
+    assert_eq!(y, expected.map(|bits: u16| f32::from(bits)));
+}
+
 #[test]
 fn wrong_calls_are_refused() {
     let rig = Rig::new(CpuIsa::Neon, "y[0] = by;");
