@@ -163,7 +163,7 @@ impl Case {
 
     /// Locations, counts and maps, given the decision.
     fn check_scan(&self, output: &Output, decision: &Decision) -> reference::Placement {
-        let placed = reference::scan(&self.spec, decision, self.input.tokens, 0);
+        let placed = reference::scan(&self.spec, decision, self.input.tokens, None);
         equal(
             &self.what("expert_scan: counts"),
             &longs(output, "counts"),

@@ -15,6 +15,16 @@ const COUNTERS: Counters = Counters {
     first_token: 11,
 };
 
+/// The counters as the reference takes them.
+fn draw(counters: Counters) -> Draw {
+    Draw {
+        seed: counters.seed,
+        step: counters.step,
+        layer: counters.layer as u32,
+        first_token: counters.first_token,
+    }
+}
+
 /// The forward pass of a training call.
 fn drawn(case: &Case, engine: &Engine, names: &[&str]) -> Output {
     let layer = engine.training_layer(&case.spec, &case.host_weights(), Training::default());
@@ -37,12 +47,7 @@ fn same_noise(target: &str) {
         (spec.router.noise, spec.router.noise_kind) = (noise, kind);
         spec.router.random_second = true;
         let mut case = exact(&spec, 70, 3);
-        case.input.draw = Some(Draw {
-            seed: COUNTERS.seed,
-            step: COUNTERS.step,
-            layer: COUNTERS.layer as u32,
-            first_token: COUNTERS.first_token,
-        });
+        case.input.draw = Some(draw(COUNTERS));
         let names = ["router.logits", "topk_ids", "locations", "counts"];
         let expected = reference::gate(&spec, &case.weights, &case.input);
         let [ours, theirs] = [&cpu, &engine].map(|engine| drawn(&case, engine, &names));
@@ -137,12 +142,7 @@ fn learned_load(target: &str) {
 fn gradients_of(spec: &LayerSpec, engine: &Engine) {
     let target = engine.target();
     let mut case = Case::random(spec, 29, 5);
-    case.input.draw = Some(Draw {
-        seed: COUNTERS.seed,
-        step: COUNTERS.step,
-        layer: COUNTERS.layer as u32,
-        first_token: COUNTERS.first_token,
-    });
+    case.input.draw = Some(draw(COUNTERS));
     let what = |name: &str| format!("{name} on {target} of {}", spec.to_toml());
     let layer = engine.training_layer(spec, &case.host_weights(), Training::default());
     let layer = layer.unwrap_or_else(|e| panic!("{}: {e}", what("the plan")));
@@ -191,6 +191,40 @@ fn the_load_of_learned_noise_is_the_references() {
     let host = cpu().target().to_string();
     for target in [&*host, "cpu:portable"].into_iter().chain(SIMULATORS) {
         learned_load(target);
+    }
+}
+
+/// Tokens that find no room are others in each call, and the same everywhere.
+fn random_order(target: &str) {
+    let engine = open(target);
+    let spec = changed(|s| {
+        (s.router.kind, s.capacity.mode) = (RouterKind::External, CapacityMode::Factor);
+        (s.capacity.factor, s.capacity.order) = (0.5, CapacityOrder::Random);
+    });
+    let mut case = Case::random(&spec, 130, 5);
+    let layer = engine.training_layer(&spec, &case.host_weights(), Training::default());
+    let layer = layer.unwrap_or_else(|e| panic!("{target}: {e}"));
+    let mut seen = Vec::new();
+    for step in [3, 4] {
+        let counters = Counters { step, ..COUNTERS };
+        case.input.draw = Some(draw(counters));
+        let run = layer.forward_train(&case.input(), &["y", "locations"], counters);
+        let output = run.unwrap_or_else(|e| panic!("{target}: {e}")).0;
+        let decision = reference::gate(&spec, &case.weights, &case.input).decision;
+        let expected = reference::scan(&spec, &decision, 130, case.input.draw);
+        assert!(expected.locations.contains(&-1), "the test drops nothing");
+        assert_eq!(ints(&output, "locations"), expected.locations, "{target}");
+        seen.push(expected.locations);
+    }
+    assert_ne!(seen[0], seen[1]);
+    gradients_of(&spec, &engine);
+}
+
+#[test]
+fn random_placement_goes_by_the_counters() {
+    let host = cpu().target().to_string();
+    for target in [&*host, "cpu:portable"].into_iter().chain(SIMULATORS) {
+        random_order(target);
     }
 }
 

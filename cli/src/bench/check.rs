@@ -65,7 +65,7 @@ fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>) -> Vec<f6
         .filter(|(name, _)| name.starts_with("router."));
     let router = Weights(router.map(|(name, t)| (name.clone(), whole(t))).collect());
     let decision = reference::gate(spec, &router, &input).decision;
-    let placed = reference::scan(spec, &decision, call.tokens, input.seed);
+    let placed = reference::scan(spec, &decision, call.tokens, input.draw);
     let few = Few::of(spec, &decision);
     reference::combine(&few.spec, &few.weights(weights), &input, &few.ids, &placed)
 }

@@ -126,6 +126,8 @@ pub struct ExpertScanDesc {
     pub external: bool,
     /// Renormalising keeps the sums that it divided by, for backward.
     pub keep_sums: bool,
+    /// The random order is another in each call, as in training.
+    pub drawn: bool,
 }
 
 /// `dispatch`: x `[T, d]` to rows `[R, d]`, ordered by expert.
@@ -280,6 +282,7 @@ pub(crate) fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
         scale: spec.router.scale,
         external: spec.router.kind == RouterKind::External,
         keep_sums: training && spec.capacity.renormalize_after_drop,
+        drawn: training && spec.capacity.order == CapacityOrder::Random,
     }
 }
 

@@ -50,8 +50,6 @@ pub struct Input {
     pub token_ids: Option<Vec<i32>>,
     /// Ids and weights, both `[T, K]`, of an external router.
     pub routing: Option<(Vec<i32>, Vec<f64>)>,
-    /// Seed of the random placement order.
-    pub seed: u64,
     /// Where a training call stands; absent in inference, which draws nothing.
     pub draw: Option<rng::Draw>,
     /// `[T]` of a router with `token_mask`: 0 keeps a token from all experts.
@@ -93,7 +91,7 @@ pub struct Output {
 /// The whole layer.
 pub fn forward(spec: &LayerSpec, weights: &Weights, input: &Input) -> Output {
     let gate = gate(spec, weights, input);
-    let placed = scan(spec, &gate.decision, input.tokens, input.seed);
+    let placed = scan(spec, &gate.decision, input.tokens, input.draw);
     let y = combine(spec, weights, input, &gate.decision.ids, &placed);
     Output {
         y,

@@ -2,8 +2,9 @@
 
 use crate::Decision;
 use crate::math::{descending, rank};
-use crate::weights::splitmix64;
+use crate::rng::{Draw, Purpose, Stream};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
+use std::cmp::Reverse;
 
 /// Where every assignment goes.
 #[derive(Clone, Debug)]
@@ -23,13 +24,13 @@ pub struct Placement {
 }
 
 /// Counts, capacity and places of all assignments.
-pub fn scan(spec: &LayerSpec, decision: &Decision, tokens: usize, seed: u64) -> Placement {
+pub fn scan(spec: &LayerSpec, decision: &Decision, tokens: usize, draw: Option<Draw>) -> Placement {
     let counts = demanded(spec, &decision.ids);
     let capacity = capacity_rows(spec, tokens, &counts);
     let mut next = vec![0i64; counts.len()];
     let mut locations = vec![-1i32; decision.ids.len()];
     let mut overflow = 0;
-    for slot in processing_order(spec, decision, tokens, seed) {
+    for slot in processing_order(spec, decision, tokens, draw) {
         let Ok(expert) = usize::try_from(decision.ids[slot]) else {
             continue;
         };
@@ -89,7 +90,7 @@ pub fn processing_order(
     spec: &LayerSpec,
     decision: &Decision,
     tokens: usize,
-    seed: u64,
+    draw: Option<Draw>,
 ) -> Vec<usize> {
     let k = spec.shape.top_k;
     let slot_major = |tokens: &[usize]| -> Vec<usize> {
@@ -107,16 +108,16 @@ pub fn processing_order(
             order.sort_by(|&a, &b| descending(decision.weights[a], decision.weights[b]));
         }
         CapacityOrder::Random => {
-            order.sort_by_key(|&i| std::cmp::Reverse(random_key(seed, i / k, i % k)));
+            order.sort_by_key(|&i| Reverse(random_key(draw, i / k, i % k)));
         }
     }
     order
 }
 
-/// The key of the random order: the splitmix64 output function of
-/// `seed ^ (slot << 32 | token)`. Larger keys are served first.
-pub fn random_key(seed: u64, token: usize, slot: usize) -> u64 {
-    splitmix64(seed ^ ((slot as u64) << 32 | token as u64))
+/// The key of the random order: larger ones are served first. In inference
+/// the counters are zero.
+pub fn random_key(draw: Option<Draw>, token: usize, slot: usize) -> u64 {
+    Stream::new(draw.unwrap_or_default(), Purpose::Place).long_word(token, slot)
 }
 
 /// Whether an assignment reaches an expert: it has a row, or its expert needs

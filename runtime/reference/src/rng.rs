@@ -5,6 +5,8 @@
 //! batch over ranks draw the same. `templates/prelude/random.h.tera` is this
 //! file in C; both use integers only, so that no compiler's rounding shows.
 
+use crate::weights::splitmix64;
+
 /// Where a call stands in a training run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Draw {
@@ -29,6 +31,8 @@ pub enum Purpose {
     Noise = 3,
     /// Whether a second expert stays; index: slot.
     Second = 4,
+    /// The random order of placement, which has numbers of 64 bits.
+    Place = 5,
 }
 
 /// The numbers of one purpose in one call.
@@ -49,6 +53,14 @@ impl Stream {
             key: [a, b],
             first_token: draw.first_token,
         }
+    }
+
+    /// A number for slot `k` of token `t`, different for all of a call:
+    /// splitmix64 of both and the stream's key.
+    pub fn long_word(&self, t: usize, k: usize) -> u64 {
+        let [low, high] = self.key.map(u64::from);
+        let token = self.first_token.wrapping_add(t as u64);
+        splitmix64((high << 32 | low) ^ (k as u64) << 32 ^ token)
     }
 
     /// 32 random bits for token `t` of the call: word `index % 4` of block

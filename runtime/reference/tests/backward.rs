@@ -34,7 +34,6 @@ impl Point {
             x: random.vec(tokens * spec.shape.model_dim),
             token_ids: Some((0..tokens).map(|_| (random.bits() % rows) as i32).collect()),
             routing,
-            seed: 3,
             draw: (seed % 2 == 1).then_some(Draw {
                 seed,
                 step: 2,

@@ -1,5 +1,6 @@
 //! Hand-computed values and invariants of the reference itself.
 
+use moesaic_reference::rng::Draw;
 use moesaic_reference::{
     Decision, Input, Random, Tensor, Weights, activate, erf, forward, processing_order, random_key,
     scan, select_row,
@@ -196,19 +197,51 @@ fn decision() -> Decision {
     }
 }
 
+const DRAW: Option<Draw> = Some(Draw {
+    seed: 7,
+    step: 2,
+    layer: 3,
+    first_token: 5,
+});
+
+/// The order goes by every counter, but not by how a batch is split.
+#[test]
+fn random_keys_go_by_the_counters() {
+    let key = |change: fn(&mut Draw), token| {
+        let draw = DRAW.map(|mut draw| {
+            change(&mut draw);
+            draw
+        });
+        random_key(draw, token, 1)
+    };
+    let same = key(|_| {}, 4);
+    assert_eq!(key(|draw| draw.first_token = 3, 6), same);
+    let others: [fn(&mut Draw); 4] = [
+        |draw| draw.seed = 8,
+        |draw| draw.step = 3,
+        |draw| draw.layer = 2,
+        |draw| draw.first_token = 6,
+    ];
+    others.map(|change| assert_ne!(key(change, 4), same));
+    assert_eq!(
+        random_key(None, 4, 1),
+        random_key(Some(Draw::default()), 4, 1)
+    );
+}
+
 #[test]
 fn orders_give_out_places() {
     let mut s = spec(1, 1, 2, 2);
     let mut order = |o| {
         s.capacity.order = o;
-        processing_order(&s, &decision(), 3, 7)
+        processing_order(&s, &decision(), 3, DRAW)
     };
     assert_eq!(order(CapacityOrder::SlotMajor), [0, 2, 4, 1, 3, 5]);
     assert_eq!(order(CapacityOrder::TokenMajor), [0, 1, 2, 3, 4, 5]);
     assert_eq!(order(CapacityOrder::BatchPrioritized), [2, 0, 4, 3, 1, 5]);
     assert_eq!(order(CapacityOrder::Probability), [2, 0, 4, 5, 1, 3]);
     let random = order(CapacityOrder::Random);
-    assert!(random.is_sorted_by_key(|&i| std::cmp::Reverse(random_key(7, i / 2, i % 2))));
+    assert!(random.is_sorted_by_key(|&i| std::cmp::Reverse(random_key(DRAW, i / 2, i % 2))));
 }
 
 #[test]
@@ -217,7 +250,7 @@ fn drops_count_and_renormalize() {
     s.capacity.mode = CapacityMode::Fixed;
     s.capacity.rows = Some(2);
     s.capacity.renormalize_after_drop = true;
-    let placed = scan(&s, &decision(), 3, 0);
+    let placed = scan(&s, &decision(), 3, None);
     assert_eq!(placed.counts, [3, 3]);
     assert_eq!(placed.locations, [0, 1, 1, -1, 0, -1]);
     assert_eq!(placed.overflow, 2);
@@ -229,7 +262,7 @@ fn masked_slots_take_no_place() {
     let s = spec(1, 1, 2, 2);
     let mut d = decision();
     d.ids[2] = -1;
-    let placed = scan(&s, &d, 3, 0);
+    let placed = scan(&s, &d, 3, None);
     assert_eq!(placed.counts, [2, 3]);
     assert_eq!(placed.locations, [0, 1, -1, 2, 0, 1]);
     assert_eq!(placed.overflow, 0);

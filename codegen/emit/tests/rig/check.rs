@@ -113,7 +113,12 @@ impl Check<'_> {
     }
 
     fn scan(&self) {
-        let want = scan(self.spec, &self.decision(), self.tokens(), 0);
+        let want = scan(
+            self.spec,
+            &self.decision(),
+            self.tokens(),
+            self.t.input.draw,
+        );
         let (t, what) = (self.t, self.what);
         assert_eq!(t.ints("counts"), want.counts, "{what}: counts");
         let locations: Vec<i32> = t.ints("locations").iter().map(|&at| at as i32).collect();

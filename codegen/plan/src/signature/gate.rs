@@ -29,7 +29,7 @@ pub(super) fn gate_topk(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
 }
 
 /// The counters that random numbers depend on.
-fn counters() -> [Param; 4] {
+pub(super) fn counters() -> [Param; 4] {
     ["seed", "step", "layer", "first_token"].map(Param::i64)
 }
 

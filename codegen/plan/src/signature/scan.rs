@@ -1,5 +1,6 @@
 //! The entries of `expert_scan`.
 
+use super::gate::counters;
 use super::{entry, one, slots_by, some, tokens_by, when};
 use crate::config::{CountedBy, ExpertScanConfig, ScanTile};
 use crate::desc::ExpertScanDesc;
@@ -54,6 +55,7 @@ fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
         when(d.ranked(), slots),
         Some(d.sorted_keys(Access::Write)),
     ]);
+    let params = params.into_iter().chain(d.counters()).collect();
     let grid = [d.sorted_items()?.ceil_div(run), one()];
     let summary = match d.ordered() {
         true => "sorts runs of tokens by best score",
@@ -153,6 +155,8 @@ fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
         when(!counting, d.sorted_keys(Access::Read)),
     ];
     let params = some(head.into_iter().chain(d.placement()));
+    let drawn = counting.then(|| d.counters()).into_iter().flatten();
+    let params = params.into_iter().chain(drawn).collect();
     let grid = [slots_by(d.top_k, helper_tile(c) as u64), one()];
     let summary = "ranks the assignments of each expert and gives them rows";
     entry("expert_scan_rank", summary, params, grid, c.threads)
@@ -214,6 +218,11 @@ impl ExpertScanDesc {
             }
             CapacityOrder::SlotMajor | CapacityOrder::TokenMajor => None,
         }
+    }
+
+    /// What the random order depends on.
+    fn counters(&self) -> impl Iterator<Item = Param> {
+        self.drawn.then(counters).into_iter().flatten()
     }
 
     fn sorted_keys(&self, access: Access) -> Param {

@@ -39,7 +39,7 @@ struct Pass<'a> {
 pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) -> Gradients {
     let gate = decide(spec, weights, input);
     let decision = &gate.decision;
-    let placed = scan(spec, decision, input.tokens, input.seed);
+    let placed = scan(spec, decision, input.tokens, input.draw);
     let mut pass = Pass::new(spec, weights, input);
     let mut weighed = pass.combine(decision, &placed, dy);
     pass.undo_dropping(decision, &placed, &mut weighed);
