@@ -2,6 +2,9 @@
 
 #![deny(missing_docs, warnings)]
 
+#[path = "run/inputs.rs"]
+mod inputs;
+
 use half::{bf16, f16};
 use moesaic::reference::{self, Random};
 use moesaic::target::Buffer;

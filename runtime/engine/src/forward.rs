@@ -108,13 +108,15 @@ impl Layer {
         self.forward_with(input, &["y"])
     }
 
-    /// Runs the layer and reads back the named outputs.
+    /// Runs the layer and reads back the named outputs. A layer for training
+    /// needs what only its losses read where a loss is among them.
     ///
     /// # Errors
     /// As [`Layer::forward`]; [`EngineError::NoOutput`] for an unknown name.
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
         if self.plan.training.is_some() {
-            let (output, _) = self.forward_train(input, names, Counters::default())?;
+            let input = self.with_idle_losses(input, names);
+            let (output, _) = self.forward_train(&input, names, Counters::default())?;
             return Ok(output);
         }
         let mut workspace = self.lock_workspace();
@@ -123,28 +125,33 @@ impl Layer {
             self.output(name)?;
         }
         workspace.reserve(&self.plan, &*self.device, input.tokens as u64)?;
-        for tensor in self
-            .plan
-            .tensors
-            .iter()
-            .filter(|tensor| tensor.role == Role::Input)
-        {
-            let staged = workspace.get(&tensor.name).expect("reserved above");
-            let host = self.checked_input(input, tensor)?;
-            self.device.upload(&host.data, staged, 0)?;
-        }
+        self.stage(input, |name| workspace.get(name))?;
         let counters = Counters::default();
         let scalars = counters.scalars(input.tokens);
         self.run(&self.plan.steps, &scalars, |name| workspace.ptr(name), None)?;
-        let mut output = Output::default();
-        for name in names {
-            let buffer = workspace.get(name).expect("reserved above");
-            let host = self.empty_output(name, input.tokens)?;
-            output.tensors.insert(name.to_string(), host);
-            let host = output.tensors.get_mut(*name).expect("inserted above");
-            self.device.download(buffer, 0, host.data.to_mut())?;
+        self.read(names, input.tokens, |name| workspace.get(name))
+    }
+
+    /// The input, where nobody asks for a loss with zeros for what only losses
+    /// read.
+    fn with_idle_losses<'i>(&self, input: &'i Input<'_>, names: &[&str]) -> Input<'i> {
+        let given = |(name, host): (&String, &'i HostTensor<'_>)| (name.clone(), host.borrowed());
+        let mut input = Input {
+            tokens: input.tokens,
+            tensors: input.tensors.iter().map(given).collect(),
+        };
+        if names.iter().any(|name| name.starts_with("loss.")) {
+            return input;
         }
-        Ok(output)
+        let of_losses = |tensor: &&TensorPlan| LOSS_INPUTS.contains(&&*tensor.name);
+        for tensor in self.tensors(Role::Input).filter(of_losses) {
+            let zeros = || zeros(tensor, input.tokens);
+            input
+                .tensors
+                .entry(tensor.name.clone())
+                .or_insert_with(zeros);
+        }
+        input
     }
 
     /// Runs the layer on device memory that the caller owns, in stream order
@@ -172,16 +179,7 @@ impl Layer {
                 .find(|(n, _)| *n == name)
                 .map(|(_, p)| *p)
         };
-        for tensor in self
-            .plan
-            .tensors
-            .iter()
-            .filter(|tensor| tensor.role == Role::Input)
-        {
-            if given(&tensor.name).is_none() {
-                return Err(input_error(&tensor.name, "has no address".to_string()));
-            }
-        }
+        self.check_given(call)?;
         workspace.reserve(&self.plan, &*self.device, call.tokens as u64)?;
         self.run(
             &self.plan.steps,
@@ -292,14 +290,21 @@ impl Layer {
         name: &str,
         tokens: usize,
     ) -> Result<HostTensor<'static>, EngineError> {
-        let tensor = self.output(name)?;
-        let shape = shape_for(tensor, tokens);
-        let bytes = shape.iter().product::<usize>() * tensor.dtype.size();
-        Ok(HostTensor {
-            dtype: tensor.dtype,
-            shape,
-            data: vec![0; bytes].into(),
-        })
+        Ok(zeros(self.output(name)?, tokens))
+    }
+}
+
+/// Inputs that only auxiliary losses read.
+const LOSS_INPUTS: [&str; 3] = ["sequence_ids", "global_counts", "global_tokens"];
+
+/// The tensor for a token count, all zero.
+fn zeros(tensor: &TensorPlan, tokens: usize) -> HostTensor<'static> {
+    let shape = shape_for(tensor, tokens);
+    let bytes = shape.iter().product::<usize>() * tensor.dtype.size();
+    HostTensor {
+        dtype: tensor.dtype,
+        shape,
+        data: vec![0; bytes].into(),
     }
 }
 

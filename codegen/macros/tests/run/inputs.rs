@@ -1,0 +1,227 @@
+//! Every optional input, as the argument of a typed layer.
+
+use super::{ENGINE, Stored, assert_close, f32s, tokens, upload};
+use moesaic::reference::{self, rng::Draw};
+use moesaic::typed::{In, Out, TypedLayer, tensor};
+use moesaic::{Counters, Training};
+
+moesaic::layer! {
+    /// Everything that a caller may say about tokens, in training.
+    pub struct Told {
+        shape = { model_dim = 11, hidden_dim = 7, experts = 5, top_k = 3 }
+        router = { token_mask = true, active_k = true, noise = 0.4, noise_kind = "learned" }
+        losses = [
+            { kind = "sequence", coefficient = 0.5 },
+            { kind = "global", coefficient = 0.25 },
+            { kind = "importance-load-logits", coefficient = 0.125 },
+        ]
+    }
+
+    /// A table, whose tokens may be masked too.
+    pub struct Listed {
+        shape = { model_dim = 8, hidden_dim = 6, experts = 4, top_k = 2 }
+        router = { kind = "table", table_rows = 3, token_mask = true, active_k = true }
+    }
+
+    /// The experts come from outside, and the way back to there.
+    pub struct Replayed {
+        shape = { model_dim = 8, hidden_dim = 6, experts = 4, top_k = 2 }
+        router = { kind = "external" }
+        capacity = { mode = "fixed", rows = 4, order = "random" }
+    }
+}
+
+const TOKENS: usize = 13;
+const COUNTERS: Counters = Counters {
+    seed: 5,
+    step: 7,
+    layer: 2,
+    first_token: 31,
+};
+
+fn drawn() -> Option<Draw> {
+    Some(Draw {
+        seed: COUNTERS.seed,
+        step: COUNTERS.step,
+        layer: COUNTERS.layer as u32,
+        first_token: COUNTERS.first_token,
+    })
+}
+
+fn f64s<const N: usize>(rows: &[[f32; N]]) -> Vec<f64> {
+    rows.as_flattened().iter().map(|&v| v.into()).collect()
+}
+
+/// Every fourth token takes no part.
+fn mask() -> Vec<i32> {
+    (0..TOKENS as i32).map(|t| t % 4).collect()
+}
+
+/// The layer, for training or not.
+fn told(stored: &Stored, training: bool) -> Told {
+    let names = ["router.weight", "router.noise.weight"];
+    let [router, noise] = names.map(|name| f32s(stored, name));
+    let names = ["gate", "up", "down"];
+    let [gate, up, down] = names.map(|name| f32s(stored, &format!("experts.{name}.weight")));
+    let weights = ToldWeights {
+        router_weight: tensor(&router).unwrap(),
+        router_noise_weight: tensor(&noise).unwrap(),
+        experts_gate_weight: tensor(&gate).unwrap(),
+        experts_up_weight: tensor(&up).unwrap(),
+        experts_down_weight: tensor(&down).unwrap(),
+    };
+    match training {
+        true => Told::training(&ENGINE, &weights, Training::default()).unwrap(),
+        false => Told::new(&ENGINE, &weights).unwrap(),
+    }
+}
+
+#[test]
+fn masks_and_fewer_experts_per_call() {
+    let stored = Stored::new(&Told::spec(), 3);
+    let layer = told(&stored, false);
+    let (x, mut input) = tokens::<[f32; 11]>(TOKENS, |v| v as f32, f64::from);
+    input.token_mask = Some(mask());
+    for active in 0..=3 {
+        input.active_k = Some(active);
+        let expected = reference::forward(&Told::spec(), &stored.0, &input);
+        let output = layer.forward_all(&x, &mask(), &[active as i32]).unwrap();
+        assert_eq!(output.topk_ids.as_flattened(), expected.topk_ids);
+        assert_eq!(output.counts[..], expected.counts);
+        let y = layer.forward(&x, &mask(), &[active as i32]).unwrap();
+        assert_eq!(y, output.y);
+        match active {
+            0 => assert_eq!(f64s(&y), expected.y, "nobody is asked"),
+            _ => assert_close(f64s(&y), &expected.y, 1e-5),
+        }
+    }
+    let short = layer.forward(&x, &mask()[1..], &[1]).unwrap_err();
+    let want = "input `token_mask`: has shape [12], expected [13]";
+    assert_eq!(short.to_string(), want);
+    let many = layer.forward(&x, &mask(), &[4]).unwrap_err().to_string();
+    assert!(many.starts_with("input `active_k`: has 4"), "{many}");
+}
+
+#[test]
+fn masks_on_device_memory() {
+    let layer = told(&Stored::new(&Told::spec(), 3), false);
+    let (x, _) = tokens::<[f32; 11]>(TOKENS, |v| v as f32, f64::from);
+    let (input, mask_there, active) = (upload(&x), upload(&mask()), upload(&[2i32]));
+    let output = ENGINE.device().alloc(TOKENS * 11 * 4).unwrap();
+    let call = ToldRaw {
+        tokens: TOKENS,
+        x: In::of(&input),
+        token_mask: In::of(&mask_there),
+        active_k: In::of(&active),
+        y: Out::of(&output),
+    };
+    // SAFETY: the buffers have a value per token, one for `active_k`, and
+    // outlive the download, which waits.
+    unsafe { layer.forward_raw(&call).unwrap() };
+    let y = layer.forward(&x, &mask(), &[2]).unwrap();
+    assert_eq!(super::download(&output, TOKENS * 11), y.as_flattened());
+}
+
+#[test]
+fn sequences_and_counts_of_a_group() {
+    let (spec, stored) = (Told::spec(), Stored::new(&Told::spec(), 4));
+    let layer = told(&stored, true);
+    let (x, mut input) = tokens::<[f32; 11]>(TOKENS, |v| v as f32, f64::from);
+    let sequences: Vec<i32> = (0..TOKENS as i32)
+        .map(|t| t / 5 - (t % 7 / 6) * 9)
+        .collect();
+    input.token_mask = Some(mask());
+    input.active_k = Some(2);
+    input.sequence_ids = Some(sequences.clone());
+    input.global = Some((vec![9, 0, 4, 7, 1], 21));
+    input.draw = drawn();
+    let (counts, group) = ([9, 0, 4, 7, 1], [21]);
+    let forward = layer
+        .forward_train(&x, &mask(), &[2], &sequences, &counts, &group, COUNTERS)
+        .unwrap();
+    let losses = reference::losses(&spec, &stored.0, &input);
+    for (name, found) in [
+        ("loss.sequence", forward.loss_sequence),
+        ("loss.global", forward.loss_global),
+        (
+            "loss.importance-load-logits",
+            forward.loss_importance_load_logits,
+        ),
+    ] {
+        assert_close([f64::from(found)], &[losses[name]], 1e-5);
+    }
+    let y = layer.forward(&x, &mask(), &[2]).unwrap();
+    assert_eq!(y.len(), TOKENS, "what only losses read is not asked for");
+    let dy: Vec<[f32; 11]> = x.iter().rev().copied().collect();
+    let expected = reference::backward(&spec, &stored.0, &input, &f64s(&dy));
+    let back = layer.backward(&forward.saved, &dy, false).unwrap();
+    assert_close(f64s(&back.dx), &expected.x, 1e-5);
+    let found = layer.gradients().unwrap();
+    for (name, found) in [
+        ("router.weight", found.router_weight),
+        ("router.noise.weight", found.router_noise_weight),
+        ("experts.down.weight", found.experts_down_weight),
+    ] {
+        let found = found.iter().map(|&v| f64::from(v));
+        assert_close(found, &expected.weights[name].data, 2e-5);
+    }
+}
+
+#[test]
+fn masked_tokens_of_a_table() {
+    let mut stored = Stored::new(&Listed::spec(), 6);
+    let table = [[0, 3], [2, 1], [1, 0]];
+    let data = table.as_flattened().iter().map(|&id| f64::from(id));
+    let listed = reference::Tensor {
+        shape: vec![3, 2],
+        data: data.collect(),
+    };
+    stored.0.0.insert("router.table".into(), listed);
+    let router = f32s(&stored, "router.weight");
+    let names = ["gate", "up", "down"];
+    let [gate, up, down] = names.map(|name| f32s(&stored, &format!("experts.{name}.weight")));
+    let weights = ListedWeights {
+        router_weight: tensor(&router).unwrap(),
+        router_table: &table,
+        experts_gate_weight: tensor(&gate).unwrap(),
+        experts_up_weight: tensor(&up).unwrap(),
+        experts_down_weight: tensor(&down).unwrap(),
+    };
+    let layer = Listed::new(&ENGINE, &weights).unwrap();
+    let (x, mut input) = tokens::<[f32; 8]>(TOKENS, |v| v as f32, f64::from);
+    let ids: Vec<i32> = (0..TOKENS as i32).map(|t| t % 3).collect();
+    (input.token_ids, input.token_mask) = (Some(ids.clone()), Some(mask()));
+    input.active_k = Some(1);
+    let expected = reference::forward(&Listed::spec(), &stored.0, &input);
+    let output = layer.forward_all(&x, &ids, &mask(), &[1]).unwrap();
+    assert_eq!(output.topk_ids.as_flattened(), expected.topk_ids);
+    assert_close(f64s(&output.y), &expected.y, 1e-5);
+}
+
+#[test]
+fn gradients_of_weights_from_outside() {
+    let (spec, stored) = (Replayed::spec(), Stored::new(&Replayed::spec(), 8));
+    let names = ["gate", "up", "down"];
+    let [gate, up, down] = names.map(|name| f32s(&stored, &format!("experts.{name}.weight")));
+    let weights = ReplayedWeights {
+        experts_gate_weight: tensor(&gate).unwrap(),
+        experts_up_weight: tensor(&up).unwrap(),
+        experts_down_weight: tensor(&down).unwrap(),
+    };
+    let layer = Replayed::training(&ENGINE, &weights, Training::default()).unwrap();
+    let (x, mut input) = tokens::<[f32; 8]>(TOKENS, |v| v as f32, f64::from);
+    let ids: Vec<[i32; 2]> = (0..TOKENS as i32).map(|t| [t % 4, (t + 1) % 4]).collect();
+    let shares: Vec<[f32; 2]> = (0..TOKENS).map(|t| [0.5, t as f32 / 16.0]).collect();
+    input.routing = Some((ids.as_flattened().to_vec(), f64s(&shares)));
+    input.draw = drawn();
+    let expected = reference::forward(&spec, &stored.0, &input);
+    let forward = layer.forward_train(&x, &ids, &shares, COUNTERS).unwrap();
+    let locations = forward.output.locations.as_flattened();
+    assert!(locations.contains(&-1), "the test drops nothing");
+    assert_eq!(locations, expected.locations);
+    assert_close(f64s(&forward.output.y), &expected.y, 1e-5);
+    let expected = reference::backward(&spec, &stored.0, &input, &f64s(&x));
+    let back = layer.backward(&forward.saved, &x, false).unwrap();
+    assert_close(f64s(&back.dx), &expected.x, 1e-5);
+    assert_close(f64s(&back.grad_topk_weights), &expected.topk_weights, 1e-5);
+}
