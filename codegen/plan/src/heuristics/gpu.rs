@@ -15,6 +15,9 @@ const TILE_SLOTS: usize = 512;
 /// Counters that a block of the selection kernel keeps: 32 KB.
 const HISTOGRAM: usize = 8192;
 
+/// Threads of a block of a copying kernel.
+const COPY_THREADS: u32 = 128;
+
 /// Bytes a block of a copying kernel moves at least: less does not pay for
 /// starting it.
 const BLOCK_BYTES: usize = 32 << 10;
@@ -79,43 +82,33 @@ pub fn expert_scan(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
 
 /// See [`DispatchConfig`].
 pub fn dispatch(d: &DispatchDesc, wave: u32) -> DispatchConfig {
-    let (threads, packs) = (128, packs(d.model_dim, d.activations));
-    let row_threads = (packs.next_power_of_two() as u32).min(wave);
-    let at_once = (threads / row_threads) as usize;
-    let rows = BLOCK_BYTES.div_ceil(d.model_dim * d.activations.size());
+    let (tile_rows, row_threads) = row_tiling(d.model_dim, d.activations, wave);
     DispatchConfig {
-        threads,
-        tile_rows: rows.min(64).next_multiple_of(at_once),
+        threads: COPY_THREADS,
+        tile_rows,
         row_threads,
     }
 }
 
 /// See [`CombineConfig`].
 pub fn combine(d: &CombineDesc) -> CombineConfig {
-    let (threads, packs) = (128, packs(d.output_dim, d.activations));
-    let most = 1 << (BLOCK_SOURCES / d.top_k).clamp(1, 64).ilog2();
-    let token_threads = (packs.next_power_of_two() as u32).clamp(threads / most as u32, threads);
-    let at_once = (threads / token_threads) as usize;
     let rows = d.top_k + 1 + d.shared.len();
-    let tokens = BLOCK_BYTES.div_ceil(rows * d.output_dim * d.activations.size());
+    let (tile_tokens, token_threads) = token_tiling(d.output_dim, d.activations, d.top_k, rows);
     CombineConfig {
-        threads,
-        tile_tokens: tokens.min(most).next_multiple_of(at_once),
+        threads: COPY_THREADS,
+        tile_tokens,
         token_threads,
     }
 }
 
 /// See [`CombineBwdConfig`].
 pub fn combine_bwd(d: &CombineBwdDesc, wave: u32) -> CombineBwdConfig {
-    let (threads, packs) = (128, packs(d.output_dim, d.activations));
-    let row_threads = (packs.next_power_of_two() as u32).min(wave);
-    let at_once = (threads / row_threads) as usize;
-    let rows = BLOCK_BYTES.div_ceil(d.output_dim * d.activations.size());
+    let (tile_rows, row_threads) = row_tiling(d.output_dim, d.activations, wave);
     CombineBwdConfig {
-        threads,
-        tile_rows: rows.min(64).next_multiple_of(at_once),
+        threads: COPY_THREADS,
+        tile_rows,
         row_threads,
-        tile_tokens: (threads / wave) as usize,
+        tile_tokens: (COPY_THREADS / wave) as usize,
         token_threads: wave,
     }
 }
@@ -132,15 +125,11 @@ pub fn gate_topk_bwd(_: &GateTopkBwdDesc) -> GateTopkBwdConfig {
 
 /// See [`DispatchBwdConfig`].
 pub fn dispatch_bwd(d: &DispatchBwdDesc) -> DispatchBwdConfig {
-    let (threads, packs) = (128, packs(d.model_dim, d.activations));
-    let most = 1 << (BLOCK_SOURCES / d.top_k).clamp(1, 64).ilog2();
-    let token_threads = (packs.next_power_of_two() as u32).clamp(threads / most as u32, threads);
-    let at_once = (threads / token_threads) as usize;
     let rows = d.top_k + 1 + d.shared.len();
-    let tokens = BLOCK_BYTES.div_ceil(rows * d.model_dim * d.activations.size());
+    let (tile_tokens, token_threads) = token_tiling(d.model_dim, d.activations, d.top_k, rows);
     DispatchBwdConfig {
-        threads,
-        tile_tokens: tokens.min(most).next_multiple_of(at_once),
+        threads: COPY_THREADS,
+        tile_tokens,
         token_threads,
     }
 }
@@ -173,6 +162,24 @@ pub fn simt_wgrad(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
         gather: d.plain_rows && !d.dense,
         ..simt_product(64)
     }
+}
+
+/// Rows of a block that copies them, and threads per row.
+fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) {
+    let row_threads = (packs(width, dtype).next_power_of_two() as u32).min(wave);
+    let at_once = (COPY_THREADS / row_threads) as usize;
+    let rows = BLOCK_BYTES.div_ceil(width * dtype.size());
+    (rows.min(64).next_multiple_of(at_once), row_threads)
+}
+
+/// Tokens of a block that sums `rows` rows into each, and threads per token.
+fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> (usize, u32) {
+    let most = 1 << (BLOCK_SOURCES / top_k).clamp(1, 64).ilog2();
+    let packs = packs(width, dtype).next_power_of_two() as u32;
+    let token_threads = packs.clamp(COPY_THREADS / most as u32, COPY_THREADS);
+    let at_once = (COPY_THREADS / token_threads) as usize;
+    let tokens = BLOCK_BYTES.div_ceil(rows * width * dtype.size());
+    (tokens.min(most).next_multiple_of(at_once), token_threads)
 }
 
 /// Tokens of a tile: see [`ScanTile::Tokens`]. The selection kernel counts by

@@ -47,22 +47,45 @@ pub fn grouped_gemm(
     // 128 sums per thread are what its registers hold beside the epilogue.
     let (matrices, most) = if d.gated { (2, 128) } else { (1, 256) };
     let tile_columns = d.outer.next_power_of_two().clamp(64, most);
-    let stage = (tile_rows + matrices * tile_columns) * LINE;
-    let corners = tile_rows * LINE;
-    let (stages, shared_bytes) = stages(stage, corners, d.inner.div_ceil(TILE_DEPTH));
-    Some(GroupedGemmConfig {
-        threads: (WARPGROUP + tile_rows / WARPGROUP_ROWS * WARPGROUP) as u32,
-        tile_rows,
-        tile_columns,
-        tile_depth: TILE_DEPTH,
-        thread_rows: 16,
-        thread_columns: tile_columns,
-        family: GemmFamily::Wgmma,
-        stages,
-        gather: false,
-        shared_bytes,
-        tf32: false,
-    })
+    let ring = Ring {
+        left: tile_rows,
+        right: matrices * tile_columns,
+        corners: tile_rows * LINE,
+        slices: d.inner.div_ceil(TILE_DEPTH),
+    };
+    Some(ring.config(tile_rows, tile_columns))
+}
+
+/// What lies in shared memory.
+struct Ring {
+    /// Lines of the left factors in a stage; a warpgroup multiplies 64.
+    left: usize,
+    /// Lines of the right factors in a stage.
+    right: usize,
+    /// Bytes of what the epilogue writes through.
+    corners: usize,
+    /// Steps along the inner dimension.
+    slices: usize,
+}
+
+impl Ring {
+    fn config(&self, tile_rows: usize, tile_columns: usize) -> GroupedGemmConfig {
+        let stage = (self.left + self.right) * LINE;
+        let (stages, shared_bytes) = stages(stage, self.corners, self.slices);
+        GroupedGemmConfig {
+            threads: (WARPGROUP + self.left / WARPGROUP_ROWS * WARPGROUP) as u32,
+            tile_rows,
+            tile_columns,
+            tile_depth: TILE_DEPTH,
+            thread_rows: 16,
+            thread_columns: tile_columns,
+            family: GemmFamily::Wgmma,
+            stages,
+            gather: false,
+            shared_bytes,
+            tf32: false,
+        }
+    }
 }
 
 /// As many stages as fit and are used, and the bytes of all shared memory: a
