@@ -168,7 +168,8 @@ impl TensorPlan {
 /// Plans a layer for a target. The spec must be valid.
 ///
 /// # Errors
-/// [`PlanError::Unsupported`] when no kernel of the target computes an option.
+/// None so far: every target computes every option. [`super::plan_user_experts`]
+/// does not.
 pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
     let mut builder = Builder::new(spec, target, None);
     builder.forward();

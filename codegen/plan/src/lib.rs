@@ -56,18 +56,16 @@ impl KernelPlan {
     }
 }
 
-/// A spec that is valid and still cannot be planned for a target.
+/// A spec that is valid and still cannot be planned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// An option that no kernel of this target computes.
-    #[error("`{option}` has no kernel on `{target}`\n{advice}")]
+    /// An option of experts that are the caller's, who computes it.
+    #[error("`{option}` is inside experts, and those are the caller's\n{advice}")]
     Unsupported {
         /// The option as the spec spells it.
-        option: String,
-        /// The target.
-        target: String,
+        option: &'static str,
         /// What is possible instead.
-        advice: String,
+        advice: &'static str,
     },
 }

@@ -12,7 +12,7 @@ pub enum EngineError {
     /// The spec is not valid.
     #[error("the layer spec is not valid:\n{0}")]
     Spec(String),
-    /// No kernel computes an option on this target.
+    /// An option that cannot be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// A defect in a template.

@@ -68,9 +68,9 @@ impl Engine {
     /// their number counts.
     ///
     /// # Errors
-    /// [`EngineError::Spec`] when the number of experts differs, or the spec has
-    /// biases of experts or `weight_on = "activation"`, which are inside them;
-    /// otherwise as [`Engine::layer`].
+    /// [`EngineError::Spec`] when the number of experts differs;
+    /// [`EngineError::Plan`] when the spec has biases of experts or
+    /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer`].
     pub fn user_layer(
         &self,
         spec: &LayerSpec,
@@ -91,19 +91,14 @@ impl Engine {
 }
 
 fn check_experts(spec: &LayerSpec, given: usize) -> Result<(), EngineError> {
-    let problem = if given != spec.shape.experts {
-        format!(
-            "  {given} experts were given, the spec has {}",
-            spec.shape.experts
-        )
-    } else if spec.experts.bias {
-        "  experts of the caller add their biases themselves: remove `bias` from [experts]".into()
-    } else if spec.router.weight_on == WeightSite::Activation {
-        "  experts of the caller have no activation to weigh: use weight_on = \"output\"".into()
-    } else {
-        return Ok(());
-    };
-    Err(EngineError::Spec(problem))
+    let experts = spec.shape.experts;
+    match given == experts {
+        true => Ok(()),
+        false => {
+            let problem = format!("  {given} experts were given, the spec has {experts}");
+            Err(EngineError::Spec(problem))
+        }
+    }
 }
 
 impl UserLayer {

@@ -5,7 +5,7 @@ use super::{Builder, LayerPlan, Training};
 use crate::PlanError;
 use crate::desc::{self, KernelDesc};
 use moesaic_kernel::Target;
-use moesaic_spec::LayerSpec;
+use moesaic_spec::{LayerSpec, WeightSite};
 
 /// The plan of such a layer; it names no weight of a routed expert.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,12 +24,14 @@ pub struct UserPlan {
 /// activation of the spec mean nothing for them, only for shared experts.
 ///
 /// # Errors
-/// As [`super::plan`].
+/// [`PlanError::Unsupported`] for biases of experts and
+/// `weight_on = "activation"`, which are inside them.
 pub fn plan_user_experts(
     spec: &LayerSpec,
     target: Target,
     training: bool,
 ) -> Result<UserPlan, PlanError> {
+    check(spec)?;
     let training = training.then(Training::default);
     let mut builder = Builder::new(spec, target, training);
     let forward_at = builder.forward_around();
@@ -45,6 +47,20 @@ pub fn plan_user_experts(
         forward_at,
         backward_at,
     })
+}
+
+fn check(spec: &LayerSpec) -> Result<(), PlanError> {
+    let (option, advice) = if spec.experts.bias {
+        (
+            "experts.bias",
+            "remove it: experts add their biases themselves",
+        )
+    } else if spec.router.weight_on == WeightSite::Activation {
+        ("router.weight_on", "use weight_on = \"output\"")
+    } else {
+        return Ok(());
+    };
+    Err(PlanError::Unsupported { option, advice })
 }
 
 impl Builder {
