@@ -51,6 +51,7 @@ pub const CPU: &[Template] = index![
     "cpu/dispatch_bwd.c",
     "cpu/gate_topk_bwd.c",
     "cpu/gate_losses.c",
+    "cpu/gate_losses_sum.c",
     "cpu/gate_noise_scale.c",
     "cpu/gate_cosine_bwd.c",
     "cpu/gate_rms_bwd.c",
