@@ -1,0 +1,106 @@
+//! Whole layers of known models beside other people's implementations, on the
+//! same weights and inputs, in pairs: ours, theirs, ours, theirs.
+//!
+//! ```sh
+//! cargo bench --bench layer -- --python ~/peers/bin/python
+//! cargo bench --bench layer -- --shape qwen3 --tokens 1,8 --dtype bf16 --threads 2 --peers torch,gemm --backward
+//! ```
+//!
+//! `--help` lists the options; benches/peers/README.md says who the peers are
+//! and what is compared.
+
+#[path = "layer/compare.rs"]
+mod compare;
+#[path = "layer/data.rs"]
+mod data;
+#[path = "layer/here.rs"]
+mod here;
+#[path = "layer/peer.rs"]
+mod peer;
+#[path = "layer/routing.rs"]
+mod routing;
+#[path = "layer/select.rs"]
+mod select;
+#[path = "layer/shapes.rs"]
+mod shapes;
+#[path = "layer/table.rs"]
+mod table;
+#[path = "layer/timing.rs"]
+mod timing;
+
+use data::{Call, Folder};
+use here::Here;
+use moesaic::DType;
+use peer::{Peer, Way};
+use select::Selection;
+use shapes::Shape;
+use std::error::Error;
+use table::Table;
+use timing::{Limits, Pass, Work};
+
+type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
+
+fn main() -> Result {
+    let Some(selection) = Selection::parse(std::env::args().skip(1))? else {
+        return Ok(());
+    };
+    println!("# {}", table::machine());
+    println!("# cargo bench --bench layer -- {}", selection.command);
+    println!("{}", table::LEGEND);
+    for &threads in &selection.threads {
+        let mut peers = Peer::start_all(&selection, threads);
+        for &dtype in &selection.dtypes {
+            for shape in &selection.shapes {
+                layer(&selection, &mut peers, threads, dtype, shape)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One table: a layer in one type on so many threads.
+fn layer(
+    selection: &Selection,
+    peers: &mut [Peer],
+    threads: usize,
+    dtype: DType,
+    shape: &Shape,
+) -> Result {
+    let folder = Folder::new()?;
+    let spec = shape.spec(dtype);
+    let weights = data::weights(&spec, dtype);
+    data::write_layer(folder.path(), shape, dtype, &weights)?;
+    let here = Here::new(&spec, &weights, threads, selection.pass)?;
+    let router = data::router_rows(&weights);
+    drop(weights);
+    let mut ways: Vec<Way> = Vec::new();
+    for (index, peer) in peers.iter_mut().enumerate() {
+        ways.extend(peer.load(index, folder.path(), selection.pass));
+    }
+    let limits = Limits::measure(&here, dtype, peers)?;
+    let table = Table::new(&ways);
+    table.head(shape, dtype, threads, &limits);
+    for skew in &selection.skews {
+        for &tokens in &selection.tokens {
+            let ids = routing::choose(shape, tokens, *skew);
+            let call = Call::new(shape, dtype, tokens, &ids, &router);
+            let work = Work::of(shape, dtype, tokens, &ids, selection.pass);
+            let input = folder.input(&call, dtype, shape)?;
+            let run = here.start(&call, &ids)?;
+            let equal = compare::all(&run, peers, &ways, &input, &folder, selection.pass)?;
+            let times = timing::pairs(&run, peers, &ways, &equal, selection)?;
+            table.row(*skew, tokens, selection.pass, &work, &limits, &times);
+        }
+    }
+    println!();
+    Ok(())
+}
+
+impl std::fmt::Display for Pass {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Pass::Forward => "forward",
+            Pass::Both => "both",
+        })
+    }
+}

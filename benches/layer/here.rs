@@ -1,0 +1,210 @@
+//! Our layer, on memory that stays where it is between calls, as that of the
+//! peers does.
+
+use crate::Result;
+use crate::data::{Call, floats};
+use crate::timing::Pass;
+use moesaic::target::{Buffer, Device, Ptr};
+use moesaic::weights::HostWeights;
+use moesaic::{
+    Counters, DType, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, RawBackward,
+    RawCall, Training, engine_weights,
+};
+use rayon::prelude::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A layer with its weights.
+pub struct Here {
+    layer: Layer,
+    device: Arc<dyn Device>,
+    pub threads: usize,
+    pass: Pass,
+}
+
+impl Here {
+    /// # Errors
+    /// When there is no C compiler or no memory.
+    pub fn new(
+        spec: &LayerSpec,
+        weights: &HostWeights,
+        threads: usize,
+        pass: Pass,
+    ) -> Result<Here> {
+        let options = EngineOptions {
+            threads: Some(threads),
+            ..EngineOptions::default()
+        };
+        let engine = Engine::open("cpu", options)?;
+        let weights = engine_weights(weights);
+        let layer = match pass {
+            Pass::Forward => engine.layer(spec, &weights)?,
+            Pass::Both => engine.training_layer(spec, &weights, Training::default())?,
+        };
+        Ok(Here {
+            layer,
+            device: engine.device().clone(),
+            threads,
+            pass,
+        })
+    }
+
+    /// Puts a call's tensors in place, and sees that tokens go to the experts
+    /// `ids [T, K]`, ascending within a token, that they were made for.
+    ///
+    /// # Errors
+    /// When they do not, or the layer fails.
+    pub fn start(&self, call: &Call, ids: &[i32]) -> Result<Run<'_>> {
+        self.check_routing(call, ids)?;
+        let buffer = |bytes: &[u8]| -> Result<Buffer> {
+            let buffer = self.device.alloc(bytes.len())?;
+            self.device.upload(bytes, &buffer, 0)?;
+            Ok(buffer)
+        };
+        let empty = vec![0; call.x.len()];
+        Ok(Run {
+            here: self,
+            tokens: call.tokens,
+            x: buffer(&call.x)?,
+            y: buffer(&empty)?,
+            dy: buffer(&call.dy)?,
+            dx: buffer(&empty)?,
+        })
+    }
+
+    fn check_routing(&self, call: &Call, ids: &[i32]) -> Result {
+        let spec = self.layer.spec();
+        let (dtype, k) = (spec.precision.activations, spec.shape.top_k);
+        let mut input = Input {
+            tokens: call.tokens,
+            tensors: Default::default(),
+        };
+        let x = HostTensor {
+            dtype,
+            shape: vec![call.tokens, spec.shape.model_dim],
+            data: call.x.as_slice().into(),
+        };
+        input.insert("x", x);
+        let output = self.layer.forward_with(&input, &["topk_ids"])?;
+        let found = output.get("topk_ids").and_then(HostTensor::to_vec::<i32>);
+        let mut found = found.ok_or("no topk_ids")?;
+        found.chunks_mut(k).for_each(<[i32]>::sort_unstable);
+        match found == ids {
+            true => Ok(()),
+            false => Err("tokens do not go to the experts that they were made for".into()),
+        }
+    }
+}
+
+/// One call in place.
+pub struct Run<'a> {
+    here: &'a Here,
+    tokens: usize,
+    x: Buffer,
+    y: Buffer,
+    dy: Buffer,
+    dx: Buffer,
+}
+
+impl Run<'_> {
+    /// Runs the pass once.
+    ///
+    /// # Errors
+    /// When the layer fails.
+    pub fn once(&self) -> Result<Duration> {
+        let start = Instant::now();
+        let tensors = [("x", self.x.ptr()), ("y", self.y.ptr())];
+        let call = RawCall {
+            tokens: self.tokens,
+            tensors: &tensors,
+        };
+        match self.here.pass {
+            Pass::Forward => self.forward(&call)?,
+            Pass::Both => self.both(&call)?,
+        }
+        Ok(start.elapsed())
+    }
+
+    fn forward(&self, call: &RawCall<'_>) -> Result {
+        // SAFETY: x and y hold T x d elements, and the CPU works in order.
+        Ok(unsafe { self.here.layer.forward_raw(call)? })
+    }
+
+    fn both(&self, call: &RawCall<'_>) -> Result {
+        let layer = &self.here.layer;
+        // SAFETY: as in `forward`; x stays as it is.
+        let saved = unsafe { layer.forward_train_raw(call, Counters::default())? };
+        let tensors: [(&str, Ptr); 2] = [("dy", self.dy.ptr()), ("dx", self.dx.ptr())];
+        let call = RawBackward {
+            tensors: &tensors,
+            accumulate: false,
+        };
+        // SAFETY: dy and dx hold T x d elements.
+        Ok(unsafe { layer.backward_raw(&saved, &call)? })
+    }
+
+    /// What the last pass left: `y`, and after backward `dx`.
+    ///
+    /// # Errors
+    /// When memory cannot be read.
+    pub fn rows(&self, name: &str) -> Result<Vec<f32>> {
+        let buffer = if name == "dx" { &self.dx } else { &self.y };
+        let mut bytes = vec![0; buffer.bytes()];
+        self.here.device.download(buffer, 0, &mut bytes)?;
+        Ok(floats(&bytes, self.dtype()))
+    }
+
+    /// The gradient of a weight times a fixed vector along its last dimension,
+    /// by the name that peers have: gate and up of each expert after one another.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn gradient(&self, name: &str) -> Result<Vec<f32>> {
+        if !name.contains(".gate_up.") {
+            return Ok(self.projected(name, 0)?.1);
+        }
+        let bias = name.ends_with(".bias");
+        let (shape, gate) = self.projected(&name.replace(".gate_up.", ".gate."), 0)?;
+        // Of a bias both lie in the last dimension, of a weight before it.
+        let first = if bias { shape[shape.len() - 1] } else { 0 };
+        let (_, up) = self.projected(&name.replace(".gate_up.", ".up."), first)?;
+        if bias {
+            return Ok(gate.iter().zip(&up).map(|(g, u)| g + u).collect());
+        }
+        let part = match name.starts_with("experts.") {
+            true => gate.len() / shape[0],
+            false => gate.len(),
+        };
+        let pairs = gate.chunks(part).zip(up.chunks(part));
+        Ok(pairs.flat_map(|(g, u)| [g, u].concat()).collect())
+    }
+
+    /// With the vector from element `first` on.
+    fn projected(&self, name: &str, first: usize) -> Result<(Vec<usize>, Vec<f32>)> {
+        let tensor = self.here.layer.gradient(name)?;
+        let width = *tensor.shape.last().unwrap_or(&1);
+        let rows = tensor.data.par_chunks(width * 4);
+        let dot = |row: &[u8]| {
+            floats(row, DType::F32)
+                .iter()
+                .zip(first..)
+                .map(spread)
+                .sum()
+        };
+        Ok((tensor.shape.clone(), rows.map(dot).collect()))
+    }
+
+    /// Elements of a row of `y`.
+    pub fn width(&self) -> usize {
+        self.here.layer.spec().shape.model_dim
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.here.layer.spec().precision.activations
+    }
+}
+
+/// A value times the vector's value at its place.
+fn spread((value, at): (&f32, usize)) -> f32 {
+    value * ((at * 7919 % 1000) as f32 / 1000.0 - 0.5)
+}

@@ -1,0 +1,166 @@
+//! A peer: a child process that obeys lines. benches/peers/README.md has them.
+
+use crate::Result;
+use crate::select::Selection;
+use crate::timing::Pass;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
+
+/// A running peer.
+pub struct Peer {
+    pub name: String,
+    child: Child,
+    lines: BufReader<ChildStdout>,
+    orders: ChildStdin,
+}
+
+/// One way in which a peer can run the layer.
+#[derive(Clone)]
+pub struct Way {
+    /// Index of the peer.
+    pub peer: usize,
+    /// The peer's word for it.
+    pub name: String,
+    /// For people: `torch-eager`.
+    pub title: String,
+}
+
+impl Peer {
+    /// Those of the selection that are there; a line for each that is not.
+    pub fn start_all(selection: &Selection, threads: usize) -> Vec<Peer> {
+        let mut peers = Vec::new();
+        for name in &selection.peers {
+            match Peer::start(name, &selection.python, threads) {
+                Ok((peer, title)) => {
+                    println!("# {name}: {title}");
+                    peers.push(peer);
+                }
+                Err(problem) => println!("# {name} is skipped: {problem}"),
+            }
+        }
+        peers
+    }
+
+    fn start(name: &str, python: &str, threads: usize) -> Result<(Peer, String)> {
+        let mut command = match name {
+            "torch" => {
+                let mut command = Command::new(python);
+                command.arg(folder().join("torch_layer.py"));
+                command
+            }
+            "gemm" | "candle" => {
+                let mut command = Command::new(rust_peers()?);
+                command.arg(name);
+                command
+            }
+            _ => return Err("no such peer".into()),
+        };
+        let count = threads.to_string();
+        command.args(["--threads", &count]);
+        for variable in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"] {
+            command.env(variable, &count);
+        }
+        // Large pages, as our own memory has them.
+        command.env("THP_MEM_ALLOC_ENABLE", "1");
+        command.env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.stderr(Stdio::null()).spawn()?;
+        let lines = BufReader::new(child.stdout.take().expect("piped"));
+        let orders = child.stdin.take().expect("piped");
+        let name = name.to_string();
+        let mut peer = Peer {
+            name,
+            child,
+            lines,
+            orders,
+        };
+        let title = peer.answer("ready")?.join(" ");
+        Ok((peer, title))
+    }
+
+    /// Reads `folder`; the ways that can run the pass. A line when there is none.
+    pub fn load(&mut self, index: usize, folder: &Path, pass: Pass) -> Vec<Way> {
+        let words = match self.ask(&format!("load {}", folder.display())) {
+            Ok(words) => words,
+            Err(problem) => {
+                println!("# {} is left out: {problem}", self.name);
+                return Vec::new();
+            }
+        };
+        let can = words.iter().filter_map(|word| {
+            let (name, most) = word.split_once(':')?;
+            (pass == Pass::Forward || most == "both").then(|| name.to_string())
+        });
+        let way = |name: String| Way {
+            peer: index,
+            title: match name.as_str() {
+                "layer" => self.name.clone(),
+                _ => format!("{}-{name}", self.name),
+            },
+            name,
+        };
+        can.map(way).collect()
+    }
+
+    /// Nanoseconds of each of `count` calls.
+    pub fn run(&mut self, way: &Way, pass: Pass, count: usize) -> Result<Vec<Duration>> {
+        let words = self.ask(&format!("run {} {pass} {count}", way.name))?;
+        let time = |word: &String| Ok(Duration::from_nanos(word.parse()?));
+        words.iter().map(time).collect()
+    }
+
+    /// The words after `ok`.
+    ///
+    /// # Errors
+    /// The reason after `no`, or that the process has ended.
+    pub fn ask(&mut self, order: &str) -> Result<Vec<String>> {
+        writeln!(self.orders, "{order}")?;
+        self.orders.flush()?;
+        self.answer("ok")
+    }
+
+    fn answer(&mut self, good: &str) -> Result<Vec<String>> {
+        let mut line = String::new();
+        self.lines.read_line(&mut line)?;
+        let mut words = line.split_whitespace();
+        match words.next() {
+            Some(word) if word == good => Ok(words.map(str::to_string).collect()),
+            Some("no") => Err(words.collect::<Vec<_>>().join(" ").into()),
+            _ => Err("it ended".into()),
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/peers")
+}
+
+/// Builds the peers that are written in Rust, for this machine; quick when
+/// nothing has changed.
+fn rust_peers() -> Result<PathBuf> {
+    let folder = folder().join("rust");
+    let output = Command::new("cargo")
+        .args(["build", "--release", "--quiet", "--locked", "--target-dir"])
+        .arg(folder.join("target"))
+        .arg("--manifest-path")
+        .arg(folder.join("Cargo.toml"))
+        .env("RUSTFLAGS", "-C target-cpu=native")
+        .output()?;
+    if !output.status.success() {
+        let text = String::from_utf8_lossy(&output.stderr);
+        let reason = text.lines().find(|line| line.starts_with("error"));
+        let reason = reason.unwrap_or("cargo failed").to_string();
+        return Err(format!("cargo build in benches/peers/rust: {reason}").into());
+    }
+    Ok(folder.join("target/release/moesaic-peers"))
+}

@@ -1,0 +1,96 @@
+//! What the bench prints; benches/peers/plot.py reads it.
+
+use crate::peer::Way;
+use crate::routing::Skew;
+use crate::shapes::Shape;
+use crate::timing::{Limits, Pass, Times, Work};
+use moesaic::{DType, Engine};
+
+pub const LEGEND: &str = "\
+# ms: ours, the median; of limit: the least time of the work on this machine over ours, where the least is the longer of
+# arithmetic at the peak rate and memory at the read bandwidth; right of the bar: a peer's time over ours, median of pairs
+";
+
+/// Date and machine.
+pub fn machine() -> String {
+    let cpu = Engine::cpu().map_or("no C compiler".to_string(), |engine| {
+        format!("{}, {}", engine.device_info().name, engine.target())
+    });
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load.split(' ').next().unwrap_or("unknown").to_string();
+    format!("{}, {cpu}, load {load} at the start", date())
+}
+
+/// Year, month and day of now (UTC), from days since 1970 (the proleptic
+/// Gregorian calendar in eras of 400 years that begin in March).
+fn date() -> String {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let days = since.map_or(0, |time| time.as_secs() / 86400) + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    format!("{year}-{month:02}-{day:02}")
+}
+
+/// One layer's lines.
+pub struct Table<'a> {
+    ways: &'a [Way],
+}
+
+impl Table<'_> {
+    pub fn new(ways: &[Way]) -> Table<'_> {
+        Table { ways }
+    }
+
+    pub fn head(&self, shape: &Shape, dtype: DType, threads: usize, limits: &Limits) {
+        let scaled = match shape.scaled {
+            "" => String::new(),
+            how => format!(" ({how})"),
+        };
+        println!(
+            "{} {dtype}, {threads} threads: {} x {}, {} experts, top {}{scaled}",
+            shape.name, shape.model_dim, shape.hidden_dim, shape.experts, shape.top_k
+        );
+        let product = match limits.product {
+            Some(rate) => format!("; torch's product of 4096: {rate:.0} GFLOP/s"),
+            None => String::new(),
+        };
+        println!(
+            "at most {:.0} GFLOP/s, {:.1} GB/s{product}",
+            limits.gflops, limits.gbps
+        );
+        let titles = self.ways.iter().map(|way| format!(" {:>14}", way.title));
+        println!(
+            "routing   tokens     pass         ms   GFLOP/s  of limit |{}",
+            titles.collect::<String>()
+        );
+    }
+
+    pub fn row(
+        &self,
+        skew: Skew,
+        tokens: usize,
+        pass: Pass,
+        work: &Work,
+        limits: &Limits,
+        times: &Times,
+    ) {
+        let seconds = times.here.as_secs_f64();
+        let ratio = |ratio: &Option<f64>| match ratio {
+            Some(ratio) => format!(" {ratio:>14.2}"),
+            None => format!(" {:>14}", "-"),
+        };
+        let ratios: String = times.ratios.iter().map(ratio).collect();
+        let (skew, pass) = (skew.to_string(), pass.to_string());
+        println!(
+            "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:7.0} % |{ratios}",
+            seconds * 1e3,
+            work.flops / seconds / 1e9,
+            100.0 * limits.least(work) / seconds,
+        );
+    }
+}

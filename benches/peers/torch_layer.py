@@ -1,0 +1,322 @@
+"""PyTorch's MoE layers as a peer of `cargo bench --bench layer`.
+
+The bench starts this with `--threads N` and talks to it in lines; README.md has
+the protocol. Four ways to run the layer, all on the same weights:
+
+    eager    transformers' block of that model, its own loop over experts
+    grouped  the same block over torch's grouped matrix product
+    loop     rows sorted by expert once, one fused gate-up product per expert
+    packed   as loop, weights reordered for oneDNN beforehand; forward only
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+
+# Lines go to the bench; whatever libraries print must not get between them.
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+
+def answer(*words):
+    print(*words, file=ANSWERS, flush=True)
+
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+except ImportError as error:
+    answer("no", error)
+    sys.exit(0)
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+ALPHA, CLAMP = 1.702, 7.0  # gpt-oss
+
+
+def activate(layer, hidden):
+    """The activation between the two products; gate rows lie before up rows."""
+    if layer["activation"] == "relu":
+        return F.relu(hidden)
+    gate, up = hidden.chunk(2, dim=-1)
+    if layer["activation"] == "clamped":
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+    return F.silu(gate) * up
+
+
+def route(layer, weights, x):
+    """Ids and f32 weights, both [T, K]."""
+    logits = F.linear(x, weights["router.weight"], weights.get("router.bias")).float()
+    if layer["score"] == "softmax-selected":
+        best, ids = logits.topk(layer["top_k"], dim=-1)
+        return ids, best.softmax(-1)
+    scores = logits.sigmoid() if layer["score"] == "sigmoid" else logits.softmax(-1)
+    bias = weights.get("router.select_bias")
+    ids = (scores if bias is None else scores + bias).topk(layer["top_k"], dim=-1)[1]
+    chosen = scores.gather(1, ids)
+    if layer["renormalize"]:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    return ids, chosen * layer["scale"]
+
+
+def by_expert(layer, weights, x, up, down):
+    """The layer, with `up(e, rows)` and `down(e, rows)` for one expert's products."""
+    ids, scores = route(layer, weights, x)
+    flat, order = ids.flatten().sort(stable=True)
+    counts = torch.bincount(flat, minlength=layer["experts"]).tolist()
+    rows = x[order // layer["top_k"]].split(counts)
+    out = [down(e, activate(layer, up(e, r))) for e, r in enumerate(rows) if len(r)]
+    slots = torch.empty(len(order), x.shape[1], dtype=x.dtype).index_copy(0, order, torch.cat(out))
+    slots = slots.view(len(x), layer["top_k"], -1) * scores.unsqueeze(-1).to(x.dtype)
+    y = slots.sum(1)
+    if layer["shared_dim"]:
+        hidden = F.linear(x, weights["shared.0.gate_up.weight"])
+        y = y + F.linear(activate(layer, hidden), weights["shared.0.down.weight"])
+    return y
+
+
+def loop(layer, weights):
+    first = "up" if layer["plain"] else "gate_up"
+    names = [f"experts.{part}.{kind}" for part in (first, "down") for kind in ("weight", "bias")]
+
+    def forward(x):
+        # One unbind, because the gradient of w[e] is as large as that of w.
+        none = [None] * layer["experts"]
+        each = [weights[name].unbind() if name in weights else none for name in names]
+        up = lambda e, rows: F.linear(rows, each[0][e], each[1][e])
+        down = lambda e, rows: F.linear(rows, each[2][e], each[3][e])
+        return by_expert(layer, weights, x, up, down)
+
+    return forward
+
+
+def packed(layer, weights):
+    reorder = lambda w: [torch.ops.mkldnn._reorder_linear_weight(one.detach(), None) for one in w]
+    into = reorder(weights["experts.up.weight" if layer["plain"] else "experts.gate_up.weight"])
+    into_bias = weights.get("experts.up.bias" if layer["plain"] else "experts.gate_up.bias")
+    out, out_bias = reorder(weights["experts.down.weight"]), weights.get("experts.down.bias")
+
+    def product(rows, weight, bias, e):
+        bias = None if bias is None else bias[e]
+        return torch.ops.mkldnn._linear_pointwise(rows, weight[e], bias, "none", [], "")
+
+    up = lambda e, rows: product(rows, into, into_bias, e)
+    down = lambda e, rows: product(rows, out, out_bias, e)
+    return lambda x: by_expert(layer, weights, x, up, down)
+
+
+# Per model: transformers' module and class, and what its config calls our sizes.
+BLOCKS = {
+    "mixtral": ("mixtral", "Mixtral", "SparseMoeBlock", "intermediate_size"),
+    "qwen3": ("qwen3_moe", "Qwen3Moe", "SparseMoeBlock", "moe_intermediate_size"),
+    "olmoe": ("olmoe", "Olmoe", "SparseMoeBlock", "intermediate_size"),
+    "deepseek-v3": ("deepseek_v3", "DeepseekV3", "MoE", "moe_intermediate_size"),
+    "gpt-oss": ("gpt_oss", "GptOss", "MLP", "intermediate_size"),
+}
+
+
+def state_of(name, layer, weights):
+    """The weights under the names that transformers gives them."""
+    fused, down = weights["experts.gate_up.weight"], weights["experts.down.weight"]
+    if name == "gpt-oss":
+        # Gate and up of a channel beside each other, and inputs before outputs.
+        interleave = lambda w: torch.stack(w.chunk(2, dim=1), dim=2).flatten(1, 2)
+        return {
+            "router.weight": weights["router.weight"],
+            "router.bias": weights["router.bias"],
+            "experts.gate_up_proj": interleave(fused).transpose(1, 2).contiguous(),
+            "experts.gate_up_proj_bias": interleave(weights["experts.gate_up.bias"]),
+            "experts.down_proj": down.transpose(1, 2).contiguous(),
+            "experts.down_proj_bias": weights["experts.down.bias"],
+        }
+    state = {
+        "gate.weight": weights["router.weight"],
+        "experts.gate_up_proj": fused,
+        "experts.down_proj": down,
+    }
+    if name == "deepseek-v3":
+        gate, up = weights["shared.0.gate_up.weight"].chunk(2)
+        state["gate.e_score_correction_bias"] = weights["router.select_bias"]
+        state["shared_experts.gate_proj.weight"] = gate
+        state["shared_experts.up_proj.weight"] = up
+        state["shared_experts.down_proj.weight"] = weights["shared.0.down.weight"]
+    return state
+
+
+def config_of(kind, prefix, width, layer):
+    module = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
+    config = getattr(module, prefix + "Config")()
+    config.hidden_size = layer["model_dim"]
+    setattr(config, width, layer["hidden_dim"])
+    for experts in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if hasattr(config, experts):
+            setattr(config, experts, layer["experts"])
+    config.num_experts_per_tok = layer["top_k"]
+    config.norm_topk_prob = layer["renormalize"]
+    config.routed_scaling_factor = layer["scale"]
+    config.n_group = config.topk_group = config.n_shared_experts = 1
+    return config
+
+
+def block(name, layer, weights, implementation):
+    kind, prefix, suffix, width = BLOCKS[name]
+    config = config_of(kind, prefix, width, layer)
+    config._experts_implementation = implementation
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    with torch.device("meta"):
+        made = getattr(module, prefix + suffix)(config)
+    made.load_state_dict(state_of(name, layer, weights), assign=True)
+
+    def forward(x):
+        y = made(x.unsqueeze(0))
+        return (y[0] if isinstance(y, tuple) else y).squeeze(0)
+
+    forward.made = made
+    return forward
+
+
+class Peer:
+    """One layer, one input, and the ways to run them."""
+
+    def load(self, folder):
+        self.__dict__.clear()
+        with open(os.path.join(folder, "layer.json")) as file:
+            self.layer = json.load(file)
+        self.weights = {}
+        with safe_open(os.path.join(folder, "weights.safetensors"), "pt") as file:
+            for name in file.keys():
+                # A copy: memory of its own has large pages, a mapped file has not.
+                self.weights[name] = file.get_tensor(name).clone()
+        self.made = {}
+        blocks = self.layer["name"] in BLOCKS and transformers is not None
+        both = (["eager", "grouped"] if blocks else []) + ["loop"]
+        return [f"{name}:both" for name in both] + ["packed:forward"]
+
+    def input(self, path):
+        with safe_open(path, "pt") as file:
+            self.x, self.dy = (file.get_tensor(name).clone() for name in ("x", "dy"))
+
+    def variant(self, name):
+        if name not in self.made:
+            layer, weights = self.layer, self.weights
+            if name in ("eager", "grouped"):
+                how = "eager" if name == "eager" else "grouped_mm"
+                self.made[name] = block(layer["name"], layer, weights, how)
+            else:
+                self.made[name] = {"loop": loop, "packed": packed}[name](layer, weights)
+        return self.made[name]
+
+    def once(self, name, both):
+        forward = self.variant(name)
+        if not both:
+            with torch.inference_mode():
+                return forward(self.x)
+        self.leaves = self.leaves_of(forward)
+        for leaf in [self.x, *self.leaves.values()]:
+            leaf.requires_grad_(leaf.is_floating_point())
+            leaf.grad = None
+        y = forward(self.x)
+        y.backward(self.dy)
+        return y
+
+    def leaves_of(self, forward):
+        """What has gradients, by the names that transformers or we give them."""
+        made = getattr(forward, "made", None)
+        return dict(made.named_parameters()) if made else self.weights
+
+    def check(self, name, both, path):
+        y = self.once(name, both)
+        result = {"y": y.detach().float().contiguous()}
+        if both:
+            result["dx"] = self.x.grad.float().contiguous()
+            for leaf, gradient in self.gradients(name).items():
+                result["grad." + leaf] = (gradient.float() @ spread(gradient.shape[-1])).contiguous()
+        save_file(result, path)
+
+    def gradients(self, name):
+        """Gradients under our names and in our shapes."""
+        grads = {leaf: t.grad for leaf, t in self.leaves.items() if t.grad is not None}
+        if name == "loop":
+            return grads
+        if self.layer["name"] == "gpt-oss":
+            apart = lambda g: torch.cat([g[:, ::2], g[:, 1::2]], dim=1)
+            return {
+                "router.weight": grads["router.weight"],
+                "experts.gate_up.weight": apart(grads["experts.gate_up_proj"].transpose(1, 2)),
+                "experts.down.weight": grads["experts.down_proj"].transpose(1, 2),
+                "experts.gate_up.bias": apart(grads["experts.gate_up_proj_bias"]),
+                "experts.down.bias": grads["experts.down_proj_bias"],
+            }
+        return {
+            "router.weight": grads["gate.weight"],
+            "experts.gate_up.weight": grads["experts.gate_up_proj"],
+            "experts.down.weight": grads["experts.down_proj"],
+        }
+
+    def run(self, name, both, count):
+        times = []
+        for _ in range(count):
+            start = time.perf_counter_ns()
+            self.once(name, both)
+            times.append(time.perf_counter_ns() - start)
+        return times
+
+
+def spread(n):
+    """The vector that gradients are multiplied with before they are compared."""
+    return (torch.arange(n) * 7919 % 1000).float() / 1000 - 0.5
+
+
+def limit(dtype):
+    """GFLOP/s of one large product: oneDNN's or MKL's, whichever torch takes."""
+    n = 4096
+    kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    a, b = torch.randn(n, n).to(kind), torch.randn(n, n).to(kind)
+    best = float("inf")
+    with torch.inference_mode():
+        for _ in range(6):
+            start = time.perf_counter()
+            F.linear(a, b)
+            best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best / 1e9
+
+
+def obey(peer, words):
+    match words:
+        case ["load", folder]:
+            return peer.load(folder)
+        case ["input", path]:
+            return peer.input(path) or []
+        case ["check", name, what, path]:
+            return peer.check(name, what == "both", path) or []
+        case ["run", name, what, count]:
+            return peer.run(name, what == "both", int(count))
+        case ["limit", dtype]:
+            return [limit(dtype)]
+    raise ValueError(f"unknown command {words}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=1)
+    torch.set_num_threads(parser.parse_args().threads)
+    others = f", transformers {transformers.__version__}" if transformers else ""
+    answer("ready", f"torch {torch.__version__}{others}")
+    peer = Peer()
+    for line in sys.stdin:
+        try:
+            answer("ok", *obey(peer, line.split()))
+        except Exception as error:  # the bench decides what to do without an answer
+            answer("no", f"{type(error).__name__}:", *str(error).split()[:40])
+
+
+main()
