@@ -39,8 +39,8 @@ impl CandleBlock {
     pub fn new(layer: Layer, files: &Files<'_>) -> Result<CandleBlock> {
         let some = |name: &str| files.get(name).as_ref().map(tensor).transpose();
         let need = |name: &str| files.need(name).and_then(|view| tensor(&view));
-        let (into, out) = (need(&layer.into("weight"))?, need("experts.down.weight")?);
-        let into_bias = some(&layer.into("bias"))?;
+        let (into, out) = (need(&layer.first("weight"))?, need("experts.down.weight")?);
+        let into_bias = some(&layer.first("bias"))?;
         let out_bias = some("experts.down.bias")?;
         let one = |weights: &Tensor, bias: &Option<Tensor>, e: usize| -> Result<Linear> {
             Ok(Linear {

@@ -77,8 +77,8 @@ impl GemmLoop {
             router_bias: some("router.bias"),
             select_bias: some("router.select_bias"),
             experts: Mlp {
-                into: need(&layer.into("weight"))?,
-                into_bias: some(&layer.into("bias")),
+                into: need(&layer.first("weight"))?,
+                into_bias: some(&layer.first("bias")),
                 out: need("experts.down.weight")?,
                 out_bias: some("experts.down.bias"),
             },
@@ -104,11 +104,8 @@ impl GemmLoop {
     fn route(&mut self) -> Routing {
         let (experts, d, tokens) = (self.layer.experts, self.layer.model_dim, self.tokens());
         self.room.logits.resize(tokens * experts, 0.0);
+        let threads = self.all_threads();
         let logits = &mut self.room.logits[..tokens * experts];
-        let threads = match self.threads {
-            1 => Parallelism::None,
-            n => Parallelism::Rayon(n),
-        };
         product(&self.x, &self.router, logits, [tokens, d, experts], threads);
         let chosen: Vec<Vec<(usize, f32)>> = logits
             .par_chunks_mut(experts)
@@ -128,6 +125,7 @@ impl GemmLoop {
             self.layer.inner(),
         );
         let rows = routing.tokens.len();
+        let threads = self.all_threads();
         let room = &mut self.room;
         room.rows.resize(rows * d, 0.0);
         room.inner.resize(rows * inner, 0.0);
@@ -159,7 +157,6 @@ impl GemmLoop {
                 experts.run(layer, h, e, [x], [a, b, y], Parallelism::None);
             }),
             _ => {
-                let threads = self.all_threads();
                 for (e, x, a, b, y) in parts {
                     experts.run(layer, h, e, [x], [a, b, y], threads);
                 }

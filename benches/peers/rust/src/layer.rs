@@ -37,7 +37,7 @@ impl Layer {
     }
 
     /// The name of the first product's tensors.
-    pub fn into(&self, what: &str) -> String {
+    pub fn first(&self, what: &str) -> String {
         let name = if self.plain { "up" } else { "gate_up" };
         format!("experts.{name}.{what}")
     }
