@@ -10,6 +10,9 @@ typedef __UINT64_TYPE__ u64;
 #elif defined(__AVX__)
 #define BYTES 32
 #define CHAINS 12
+#elif defined(__aarch64__)
+#define BYTES 16
+#define CHAINS 24
 #else
 #define BYTES 16
 #define CHAINS 12
@@ -47,7 +50,11 @@ void limit_f32(void *const *args, i64 first, i64 last, i64 grid_x) {
 }
 
 /* Spelled out: gcc keeps an array in memory when a loop over it holds asm. */
+#if defined(__aarch64__)
+#define DOT(c) __asm__("bfdot %0.4s, %1.8h, %1.8h" : "+w"(chain[c]) : "w"(pair));
+#else
 #define DOT(c) __asm__("vdpbf16ps %1, %1, %0" : "+v"(chain[c]) : "v"(pair));
+#endif
 #define DOT6(c) DOT(c) DOT(c + 1) DOT(c + 2) DOT(c + 3) DOT(c + 4) DOT(c + 5)
 
 /* (out f32 [blocks], rounds i64): CHAINS * BYTES / 2 multiply-adds a round. */
@@ -58,7 +65,7 @@ void limit_bf16(void *const *args, i64 first, i64 last, i64 grid_x) {
   for (i64 b = first; b < last; ++b) {
     vec chain[CHAINS];
     for (int c = 0; c < CHAINS; ++c) chain[c] = (vec){0} + (float)c;
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     words pair = (words){0} + 0x3f803f803f803f80u;
     for (i64 r = 0; r < rounds; ++r) {
       DOT6(0) DOT6(6) DOT6(12) DOT6(18)

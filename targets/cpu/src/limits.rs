@@ -42,7 +42,7 @@ pub enum LimitsError {
 /// When the compiler or the device fails.
 pub fn measure(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Limits, LimitsError> {
     let probe = Probe::new(compiler, device)?;
-    let has_bf16 = probe.isa == CpuIsa::Avx512Bf16;
+    let has_bf16 = probe.isa.bf16_pairs();
     Ok(Limits {
         threads: probe.threads,
         f32_gflops: probe.rate("limit_f32", 2.0)?,
@@ -63,7 +63,7 @@ const SHARE: usize = 32 << 20;
 
 /// Chains of multiply-adds in `limits.c`.
 const fn chains(isa: CpuIsa) -> usize {
-    if isa.vector_bytes() == 64 { 24 } else { 12 }
+    if isa.vector_registers() == 32 { 24 } else { 12 }
 }
 
 struct Probe {

@@ -32,8 +32,8 @@ pub(crate) struct Shared {
 const MOST_RUNNING: usize = 12;
 
 /// An allocation, freed on drop.
-struct Owner {
-    address: u64,
+pub(crate) struct Owner {
+    pub(crate) address: u64,
     memory: Arc<Memory>,
 }
 
@@ -90,6 +90,24 @@ impl Shared {
         self.memory.check_fences()
     }
 
+    /// A block's own memory for a launch, if it wants any: its first line is
+    /// zero, as a thread of a real CPU finds it.
+    pub(crate) fn scratch(&self, bytes: usize) -> Result<Option<Owner>, DeviceError> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let owner = self.alloc(bytes)?;
+        self.memory
+            .write(owner.address, &[0; 64][..bytes.min(64)])?;
+        Ok(Some(owner))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Owner, DeviceError> {
+        let address = self.memory.alloc(bytes)?;
+        let memory = Arc::clone(&self.memory);
+        Ok(Owner { address, memory })
+    }
+
     /// Ends the program, if it runs.
     pub(crate) fn stop(&self, program: &Path) {
         drop(take(&mut self.running(), program));
@@ -127,10 +145,8 @@ impl Device for QemuDevice {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        let address = self.shared.memory.alloc(bytes)?;
-        let memory = Arc::clone(&self.shared.memory);
-        let owner = Owner { address, memory };
-        Ok(Buffer::new(Ptr(address), bytes, Box::new(owner)))
+        let owner = self.shared.alloc(bytes)?;
+        Ok(Buffer::new(Ptr(owner.address), bytes, Box::new(owner)))
     }
 
     fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {

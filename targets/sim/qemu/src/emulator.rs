@@ -50,11 +50,13 @@ fn cpu(isa: CpuIsa) -> &'static str {
     }
 }
 
-/// Blocks to run: the address of the entry, the range, the grid, and values.
+/// Blocks to run: the address of the entry, the range, the grid, the address of
+/// scratch memory (0: none), and values.
 pub(crate) struct Request<'a> {
     pub(crate) entry: u64,
     pub(crate) blocks: [i64; 2],
     pub(crate) grid_x: i64,
+    pub(crate) scratch: u64,
     pub(crate) values: &'a [u64],
 }
 
@@ -104,7 +106,7 @@ impl Emulator {
         let numbers = [first, last, request.grid_x].map(i64::cast_unsigned);
         let head = [request.entry].into_iter().chain(numbers);
         let words = head
-            .chain([request.values.len() as u64])
+            .chain([request.scratch, request.values.len() as u64])
             .chain(request.values.iter().copied());
         let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
         self.line.write_all(&bytes)?;

@@ -9,11 +9,13 @@ typedef __SIZE_TYPE__ size;
 
 enum { MEMORY = 0, REQUESTS = 1, MOST_ARGS = 128 };
 
-typedef void kernel_entry(void *const *args, i64 first, i64 last, i64 grid_x);
+// Entries without scratch memory do not look at it.
+typedef void kernel_entry(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch);
 
 typedef struct {
     kernel_entry *entry;
     i64 first, last, grid_x;
+    void *scratch;
     u64 count; // of argument values, which follow
 } request;
 
@@ -94,7 +96,7 @@ static void serve(void)
             leave(3);
         for (u64 i = 0; i < asked.count; i++)
             args[i] = &values[i];
-        asked.entry(args, asked.first, asked.last, asked.grid_x);
+        asked.entry(args, asked.first, asked.last, asked.grid_x, asked.scratch);
         u64 done = asked.count;
         if (system_call(WRITE, REQUESTS, (i64)&done, sizeof done, 0, 0, 0) != sizeof done)
             leave(4);

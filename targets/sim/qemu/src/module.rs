@@ -97,10 +97,12 @@ impl Module for QemuModule {
             return Ok(());
         }
         let values: Vec<u64> = args.iter().map(value).collect();
+        let scratch = self.device.scratch(dims.shared_bytes as usize)?;
         let request = Request {
             entry: *address,
             blocks: [0, blocks],
             grid_x: x as i64,
+            scratch: scratch.as_ref().map_or(0, |owner| owner.address),
             values: &values,
         };
         self.device.run(&self.program, &request).map_err(refuse)

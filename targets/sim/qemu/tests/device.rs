@@ -35,15 +35,18 @@ fn entry() -> Entry {
     }
 }
 
+/// Bytes of scratch memory of a launch.
+const SCRATCH: u32 = 128;
+
 const HEAD: &str = "
 typedef __INT64_TYPE__ i64;
 typedef float vec __attribute__((vector_size(16)));
 typedef unsigned short halves __attribute__((vector_size(16)));
-void k(void *const *args, i64 first, i64 last, i64 grid_x) {
+void k(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch) {
     float *y = *(float **)args[0];
     i64 count = *(i64 *)args[1];
     float by = *(float *)args[2];
-    (void)y, (void)count, (void)by, (void)first, (void)last, (void)grid_x;
+    (void)y, (void)count, (void)by, (void)first, (void)last, (void)grid_x, (void)scratch;
 ";
 
 impl Rig {
@@ -71,7 +74,7 @@ impl Rig {
         let dims = LaunchDims {
             grid,
             threads: 1,
-            shared_bytes: 0,
+            shared_bytes: SCRATCH,
             cluster: 1,
         };
         let args = [Arg::Ptr(y), Arg::I64(count as i64), Arg::F32(by)];
@@ -110,6 +113,23 @@ fn every_block_of_a_grid_runs_once() {
         rig.run([0, 2], 1, 0.5).unwrap()[0].is_nan(),
         "no block, no launch"
     );
+}
+
+#[test]
+fn scratch_memory_starts_with_zeros_and_ends_where_it_should() {
+    let body = "
+    float *own = scratch;
+    y[0] = own[0] + own[15];
+    y[1] = own[16];
+    own[by > 1 ? SCRATCH / 4 : 0] = by;"
+        .replace("SCRATCH", &SCRATCH.to_string());
+    let rig = Rig::new(CpuIsa::Neon, &body);
+    for _ in 0..2 {
+        let y = rig.run([1, 1], 2, 1.0).unwrap();
+        assert!(y[0] == 0.0 && y[1].is_nan(), "{y:?}");
+    }
+    let error = rig.run([1, 1], 2, 2.0).unwrap_err().to_string();
+    assert!(error.contains("behind the end of the 128 bytes"), "{error}");
 }
 
 /// What compilers call although the text does not.
