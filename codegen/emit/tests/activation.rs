@@ -2,7 +2,9 @@
 //! on this CPU and held against f64.
 
 mod gpu_host;
+mod kept;
 
+use kept::Kept;
 use moesaic_cpu::{CpuCompiler, load_shared_object};
 use moesaic_emit::{emit_layer, part};
 use moesaic_kernel::CpuIsa;
@@ -41,7 +43,7 @@ fn on_cpu(spec: &LayerSpec, isa: CpuIsa) -> Pair {
             "EXPORT f32 {probe}(f32 x)\n{{\n    vec y = {function}(broadcast(x));\n    return y[LANES - 1];\n}}\n"
         );
     }
-    let compiler = CpuCompiler::find(None).unwrap();
+    let compiler = Kept(CpuCompiler::find(None).unwrap());
     let artifact = compiler
         .compile(&source, &CompileOptions::default())
         .unwrap();

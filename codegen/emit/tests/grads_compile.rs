@@ -1,6 +1,9 @@
 //! The GEMMs that only training has, on NVIDIA's matrix units, under NVRTC:
 //! without a word, spills or stack.
 
+mod kept;
+
+use kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{
@@ -63,7 +66,7 @@ fn wanted(kernel: &KernelPlan) -> bool {
 fn compile(arch: &str, layers: &[LayerSpec]) -> usize {
     let mut registry = Registry::open().unwrap();
     install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-    let compiler = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
+    let compiler = Kept(nvrtc(&registry).unwrap_or_else(|error| panic!("{error}")));
     let target: Target = format!("cuda:{arch}").parse().unwrap();
     let training = Training {
         recompute: Recompute::None,

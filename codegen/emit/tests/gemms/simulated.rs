@@ -1,13 +1,16 @@
 //! A plan's kernels on the PTX interpreter.
 
+#[path = "../kept/mod.rs"]
+mod kept;
+
+use kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, SimArch, Target};
 use moesaic_plan::LayerPlan;
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device, Module};
 use moesaic_toolchain::{Kind, Registry, install, nvrtc};
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
 
 /// A simulated GPU whose engines are late by `seed`, and the plan's kernels on it.
 pub fn simulated(plan: &LayerPlan, seed: u64) -> (Arc<dyn Device>, Vec<Arc<dyn Module>>) {
@@ -28,25 +31,16 @@ pub fn simulated(plan: &LayerPlan, seed: u64) -> (Arc<dyn Device>, Vec<Arc<dyn M
     (Arc::new(device), modules)
 }
 
-/// The PTX of a source; compiled once per process.
-fn compiled(source: &KernelSource) -> Arc<Artifact> {
-    static KNOWN: Mutex<Option<HashMap<String, Arc<Artifact>>>> = Mutex::new(None);
-    let key = format!("{} {}", source.target, source.text);
-    if let Some(artifact) = KNOWN.lock().unwrap().as_ref().and_then(|k| k.get(&key)) {
-        return Arc::clone(artifact);
-    }
+/// The PTX of a source.
+fn compiled(source: &KernelSource) -> Artifact {
     let artifact = COMPILER.compile(source, &CompileOptions::default());
-    let artifact = Arc::new(artifact.unwrap_or_else(|error| panic!("{error}")));
-    let mut known = KNOWN.lock().unwrap();
-    known
-        .get_or_insert_default()
-        .insert(key, Arc::clone(&artifact));
-    artifact
+    artifact.unwrap_or_else(|error| panic!("{error}"))
 }
 
-static COMPILER: LazyLock<PtxCompiler> = LazyLock::new(|| {
+static COMPILER: LazyLock<Kept<PtxCompiler>> = LazyLock::new(|| {
     let mut registry = Registry::open().unwrap();
     let installed = install(&mut registry, &[Kind::Cuda], &mut |_| {});
     installed.unwrap_or_else(|error| panic!("{error}"));
-    PtxCompiler::new(nvrtc(&registry).unwrap_or_else(|error| panic!("{error}")))
+    let nvrtc = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
+    Kept(PtxCompiler::new(nvrtc))
 });

@@ -4,6 +4,10 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+#[path = "../kept/mod.rs"]
+mod kept;
+
+use kept::Kept;
 use moesaic_emit::{Prelude, emit_with};
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::{KernelSource, RocmArch, SimArch, Stem, Target};
@@ -12,8 +16,7 @@ use moesaic_spec::LayerSpec;
 use moesaic_target::{
     Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, LaunchDims, Module,
 };
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, LazyLock};
 
 /// The kernels of a source that nothing launches.
 struct Absent;
@@ -77,23 +80,18 @@ pub fn modules_of(plan: &LayerPlan, device: &FiberDevice, stems: &[Stem]) -> Vec
     plan.kernels.iter().map(load).collect()
 }
 
-/// A source, compiled once per process; no warning is accepted.
-pub fn compiled(source: &KernelSource) -> Arc<Artifact> {
-    static COMPILER: OnceLock<FiberCompiler> = OnceLock::new();
-    static KNOWN: Mutex<BTreeMap<String, Arc<Artifact>>> = Mutex::new(BTreeMap::new());
-    if let Some(known) = KNOWN.lock().unwrap().get(&source.text) {
-        return Arc::clone(known);
-    }
-    let compiler = COMPILER.get_or_init(|| FiberCompiler::find(None).unwrap());
-    let options = CompileOptions::default();
-    let artifact = Arc::new(compiler.compile(source, &options).unwrap());
+/// A compiled source; no warning is accepted.
+pub fn compiled(source: &KernelSource) -> Artifact {
+    static COMPILER: LazyLock<Kept<FiberCompiler>> =
+        LazyLock::new(|| Kept(FiberCompiler::find(None).unwrap()));
+    let artifact = COMPILER
+        .compile(source, &CompileOptions::default())
+        .unwrap();
     assert_eq!(
         artifact.report.log, "",
         "{} for {}",
         source.name, source.target
     );
-    let mut known = KNOWN.lock().unwrap();
-    known.insert(source.text.clone(), Arc::clone(&artifact));
     artifact
 }
 

@@ -5,8 +5,11 @@
 
 pub mod backward;
 pub mod check;
+#[path = "../kept/mod.rs"]
+mod kept;
 
 use half::{bf16, f16};
+use kept::Kept;
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Stem, Target, TensorMap};
@@ -17,8 +20,8 @@ use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_target::{
     Arg, Artifact, Buffer, CompileOptions, Compiler, Device, KernelCounters, LaunchDims, Module,
 };
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, LazyLock};
 
 /// The instruction sets this machine runs, narrowest first.
 pub fn isas() -> Vec<CpuIsa> {
@@ -296,26 +299,12 @@ fn counter(name: &str, input: &Input) -> i64 {
     }
 }
 
-/// Artifacts by target and text.
-type Known = Mutex<HashMap<(Target, String), Arc<Artifact>>>;
-
-/// Compiles a text once per process.
-fn compiled(source: &KernelSource) -> Arc<Artifact> {
-    static COMPILER: OnceLock<CpuCompiler> = OnceLock::new();
-    static KNOWN: OnceLock<Known> = OnceLock::new();
-    let compiler = COMPILER.get_or_init(|| CpuCompiler::find(None).unwrap());
-    let known = KNOWN.get_or_init(Mutex::default);
-    let key = (source.target, source.text.clone());
-    if let Some(artifact) = known.lock().unwrap().get(&key) {
-        return Arc::clone(artifact);
-    }
-    let artifact = Arc::new(
-        compiler
-            .compile(source, &CompileOptions::default())
-            .unwrap(),
-    );
-    known.lock().unwrap().insert(key, Arc::clone(&artifact));
-    artifact
+fn compiled(source: &KernelSource) -> Artifact {
+    static COMPILER: LazyLock<Kept<CpuCompiler>> =
+        LazyLock::new(|| Kept(CpuCompiler::find(None).unwrap()));
+    COMPILER
+        .compile(source, &CompileOptions::default())
+        .unwrap()
 }
 
 fn input_values(input: &Input, name: &str) -> Vec<f64> {
