@@ -15,6 +15,7 @@ mod routing;
 mod saved;
 mod simulated;
 mod simulated_training;
+mod trained;
 mod training;
 mod user;
 mod zeros;

@@ -2,15 +2,11 @@
 //! exact numbers is at most twice that of rounding inputs and outputs alone.
 
 use super::Case;
-use super::case::{floats, host};
 use super::layers::engine;
+use super::trained::Results;
 use moesaic::reference::{self, Random};
 use moesaic::spec::LayerSpec;
-use moesaic::{Counters, DType, Engine, Training};
-use std::collections::BTreeMap;
-
-/// Results of both passes, by name.
-type Results = BTreeMap<String, Vec<f64>>;
+use moesaic::{DType, Engine, Recompute};
 
 /// Routing is given, so that no rounding sends a token elsewhere.
 fn spec(dtype: DType, experts: &str) -> LayerSpec {
@@ -24,34 +20,14 @@ fn spec(dtype: DType, experts: &str) -> LayerSpec {
 
 /// In f64; outputs rounded as they are stored, if asked.
 fn exact(case: &Case, dy: &[f64], stored: bool) -> Results {
-    let y = reference::forward(&case.spec, &case.weights, &case.input).y;
-    let back = reference::backward(&case.spec, &case.weights, &case.input, dy);
-    let round = |v: &f64| match stored {
-        true => reference::round_to(case.spec.precision.activations, *v),
-        false => *v,
-    };
-    let mut all = Results::new();
-    all.insert("y".to_string(), y.iter().map(round).collect());
-    all.insert("dx".to_string(), back.x.iter().map(round).collect());
-    all.extend(back.weights.into_iter().map(|(name, t)| (name, t.data)));
-    all
-}
-
-fn computed(case: &Case, dy: &[f64], engine: &Engine) -> Results {
-    let weights = case.host_weights();
-    let layer = engine
-        .training_layer(&case.spec, &weights, Training::default())
-        .unwrap();
-    let passed = layer.forward_train(&case.input(), &["y"], Counters::default());
-    let (output, saved) = passed.unwrap();
+    let mut all = case.trained(dy);
+    all.remove("grad.topk_weights");
     let dtype = case.spec.precision.activations;
-    let dy = host(dtype, &[case.input.tokens, case.spec.output_dim()], dy);
-    let back = layer.backward(&saved, &dy, false).unwrap();
-    let mut all = Results::new();
-    all.insert("y".to_string(), floats(&output, "y"));
-    all.insert("dx".to_string(), floats(&back, "dx"));
-    for (name, gradient) in layer.gradients().unwrap() {
-        all.insert(name, gradient.to_f32().into_iter().map(f64::from).collect());
+    for name in ["y", "dx"].iter().filter(|_| stored) {
+        let values = all.get_mut(*name).expect("both are there");
+        values
+            .iter_mut()
+            .for_each(|v| *v = reference::round_to(dtype, *v));
     }
     all
 }
@@ -76,11 +52,10 @@ fn check(dtype: DType, experts: &str, engine: &Engine) {
     case.input.x = case.input.x.iter().map(round).collect();
     let dy: Vec<f64> = dy.iter().map(round).collect();
     let least = exact(&case, &dy, true);
-    for (name, found) in computed(&case, &dy, engine) {
-        let (error, least) = (
-            distance(&found, &truth[&name]),
-            distance(&least[&name], &truth[&name]),
-        );
+    let layer = case.training_layer(engine, Recompute::None);
+    let (found, _) = case.train(&layer, &dy, &[false]);
+    for (name, truth) in &truth {
+        let (error, least) = (distance(&found[name], truth), distance(&least[name], truth));
         assert!(least > 0.0, "{name} has no rounding to compare with");
         assert!(
             error <= 2.0 * least,

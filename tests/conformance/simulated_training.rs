@@ -2,69 +2,27 @@
 //! of the reference.
 
 use super::Case;
-use super::case::{floats, host, ints};
 use super::compare::{close, equal};
 use super::simulated::{SIMULATORS, of_type, open, small};
-use moesaic::reference::{self, Gradients, Random};
 use moesaic::spec::{
     Activation, CapacityMode, CapacityOrder, ExpertForm, LayerSpec, Renormalize, RouterKind,
     SharedExpert, SharedGate, WeightSite,
 };
-use moesaic::{Counters, DType, Engine, Output, Recompute, Training};
+use moesaic::{DType, Engine, Recompute};
 
 impl Case {
-    /// A gradient of the output, in its element type.
-    fn dy(&self) -> Vec<f64> {
-        let values = Random::new(0xd7).vec(self.input.tokens * self.spec.output_dim());
-        let round = |v: f64| reference::round_to(self.spec.precision.activations, v);
-        values.into_iter().map(round).collect()
-    }
-
     /// Trains once and holds every gradient against the reference.
     pub fn check_training(&self, engine: &Engine, recompute: Recompute) {
-        let layer = engine
-            .training_layer(&self.spec, &self.host_weights(), Training { recompute })
-            .unwrap_or_else(|e| panic!("{}: {e}", self.what("the plan")));
-        let names = ["topk_ids"];
-        let passed = layer.forward_train(&self.input(), &names, Counters::default());
-        let (output, saved) = passed.unwrap_or_else(|e| panic!("{}: {e}", self.what("forward")));
-        self.check_choices(&output);
-        let (spec, dy) = (&self.spec, self.dy());
-        let shape = [self.input.tokens, spec.output_dim()];
-        let given = host(spec.precision.activations, &shape, &dy);
-        let passed = layer.backward(&saved, &given, false);
-        let output = passed.unwrap_or_else(|e| panic!("{}: {e}", self.what("backward")));
-        let expected = reference::backward(spec, &self.weights, &self.input, &dy);
-        self.check_tokens(&output, &expected);
-        for (name, found) in layer.gradients().expect("the layer trains") {
-            let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
-            let what = self.what(&format!("grad.{name}"));
-            close(
-                &what,
-                &found,
-                &expected.weights[&name].data,
-                self.rounding(),
-            );
+        let dy = self.dy(0xd7);
+        let layer = self.training_layer(engine, recompute);
+        let (found, ids) = self.train(&layer, &dy, &[false]);
+        // Gradients of two different choices cannot be compared.
+        equal(&self.what("ids"), &ids, &self.chosen());
+        let expected = self.trained(&dy);
+        for (name, found) in found.iter().filter(|(name, _)| *name != "y") {
+            let what = self.what(&format!("gradient `{name}`"));
+            close(&what, found, &expected[name], self.rounding());
         }
-    }
-
-    /// Gradients of two different choices cannot be compared.
-    fn check_choices(&self, output: &Output) {
-        let chosen = reference::gate(&self.spec, &self.weights, &self.input).decision;
-        equal(&self.what("ids"), &ints(output, "topk_ids"), &chosen.ids);
-    }
-
-    fn check_tokens(&self, output: &Output, expected: &Gradients) {
-        let of = |name: &str, expected: &[f64]| {
-            close(
-                &self.what(name),
-                &floats(output, name),
-                expected,
-                self.rounding(),
-            );
-        };
-        of("dx", &expected.x);
-        of("grad.topk_weights", &expected.topk_weights);
     }
 
     /// Pre-activations, hidden, their gradients, rows and dx are rounded once

@@ -1,16 +1,10 @@
 //! Gradients of whole layers against the f64 reference.
 
 use super::Case;
-use super::case::{floats, host, ints};
 use super::layers::{engine, engines};
-use moesaic::plan::{Recompute, Training};
-use moesaic::reference::{self, Random};
+use super::trained::Results;
 use moesaic::spec::{LayerSpec, NoiseKind, Router, testing};
-use moesaic::{Counters, DType, Engine, EngineOptions, HostTensor, Layer};
-use std::collections::BTreeMap;
-
-/// What a call gives back: `dx`, `grad.topk_weights`, and weights by name.
-type Gradients = BTreeMap<String, Vec<f64>>;
+use moesaic::{DType, Engine, EngineOptions, Layer, Recompute};
 
 const BASE: &str = "shape = { model_dim = 37, hidden_dim = 21, experts = 5, top_k = 2 }";
 
@@ -36,65 +30,21 @@ fn quiet(mut spec: LayerSpec) -> LayerSpec {
     spec
 }
 
-fn dy(case: &Case) -> Vec<f64> {
-    let spec = &case.spec;
-    let values = Random::new(77).vec(case.input.tokens * spec.output_dim());
-    let round = |v: f64| reference::round_to(spec.precision.activations, v);
-    values.into_iter().map(round).collect()
-}
-
-fn host_dy(case: &Case) -> HostTensor<'static> {
-    let shape = [case.input.tokens, case.spec.output_dim()];
-    host(case.spec.precision.activations, &shape, &dy(case))
-}
-
-fn layer(case: &Case, engine: &Engine, recompute: Recompute) -> Layer {
-    let weights = case.host_weights();
-    engine
-        .training_layer(&case.spec, &weights, Training { recompute })
-        .unwrap_or_else(|e| panic!("{}: {e}", case.describe()))
-}
-
 /// Gradients after one backward pass per element of `accumulate`, and the ids.
-fn gradients(case: &Case, layer: &Layer, accumulate: &[bool]) -> (Gradients, Vec<i32>) {
-    let names = ["topk_ids"];
-    let run = layer.forward_train(&case.input(), &names, Counters::default());
-    let (output, saved) = run.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
-    let mut all = Gradients::new();
-    for &accumulate in accumulate {
-        let given = layer.backward(&saved, &host_dy(case), accumulate);
-        let given = given.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
-        for name in ["dx", "grad.topk_weights"] {
-            all.insert(name.to_string(), floats(&given, name));
-        }
-    }
-    for (name, gradient) in layer.gradients().expect("a training layer") {
-        all.insert(name, gradient.to_f32().into_iter().map(f64::from).collect());
-    }
-    (all, ints(&output, "topk_ids"))
-}
-
-fn expected(case: &Case) -> Gradients {
-    let found = reference::backward(&case.spec, &case.weights, &case.input, &dy(case));
-    let mut all = Gradients::new();
-    all.insert("dx".to_string(), found.x);
-    all.insert("grad.topk_weights".to_string(), found.topk_weights);
-    all.extend(found.weights.into_iter().map(|(name, t)| (name, t.data)));
-    all
+fn gradients(case: &Case, layer: &Layer, accumulate: &[bool]) -> (Results, Vec<i32>) {
+    case.train(layer, &case.dy(77), accumulate)
 }
 
 /// Holds every gradient against the reference; `false` where the router's f32
 /// scores chose another expert than f64 does, so that nothing can be compared.
 fn agrees(case: &Case, engine: &Engine) -> bool {
-    let (found, ids) = gradients(case, &layer(case, engine, Recompute::None), &[false]);
-    let want = expected(case);
-    if ids
-        != reference::gate(&case.spec, &case.weights, &case.input)
-            .decision
-            .ids
-    {
+    let layer = case.training_layer(engine, Recompute::None);
+    let (found, ids) = gradients(case, &layer, &[false]);
+    if ids != case.chosen() {
         return false;
     }
+    let mut want = case.trained(&case.dy(77));
+    want.remove("y");
     let largest = want
         .values()
         .flatten()
@@ -192,7 +142,7 @@ fn busy() -> LayerSpec {
     LayerSpec::from_toml(text).unwrap_or_else(|e| panic!("{}", e.render("spec", false)))
 }
 
-fn bits(gradients: &Gradients) -> Vec<(&String, Vec<u64>)> {
+fn bits(gradients: &Results) -> Vec<(&String, Vec<u64>)> {
     let each = |v: &Vec<f64>| v.iter().map(|v| v.to_bits()).collect();
     gradients.iter().map(|(name, v)| (name, each(v))).collect()
 }
@@ -201,7 +151,8 @@ fn bits(gradients: &Gradients) -> Vec<(&String, Vec<u64>)> {
 fn recomputing_does_not_change_gradients() {
     for engine in engines() {
         let case = Case::random(&busy(), 300, 4);
-        let run = |recompute| gradients(&case, &layer(&case, &engine, recompute), &[false]).0;
+        let run =
+            |recompute| gradients(&case, &case.training_layer(&engine, recompute), &[false]).0;
         let want = run(Recompute::None);
         assert_eq!(bits(&run(Recompute::Hidden)), bits(&want));
         assert_eq!(bits(&run(Recompute::All)), bits(&want));
@@ -218,7 +169,12 @@ fn gradients_do_not_depend_on_threads() {
             ..EngineOptions::default()
         };
         let engine = Engine::open("cpu", options).expect("a C compiler");
-        gradients(&case, &layer(&case, &engine, Recompute::None), &[false]).0
+        gradients(
+            &case,
+            &case.training_layer(&engine, Recompute::None),
+            &[false],
+        )
+        .0
     };
     let one = run(1);
     for threads in [2, 3, 8] {
@@ -231,7 +187,7 @@ fn accumulated_gradients_are_sums() {
     let engine = engine();
     for tokens in [0, 150] {
         let case = Case::random(&busy(), tokens, 8);
-        let layer = layer(&case, &engine, Recompute::None);
+        let layer = case.training_layer(&engine, Recompute::None);
         let once = gradients(&case, &layer, &[false]).0;
         let twice = gradients(&case, &layer, &[false, true]).0;
         for (name, gradient) in &once {

@@ -2,12 +2,11 @@
 //! expert, all experts, experts that nobody chose.
 
 use super::Case;
-use super::case::{floats, host};
 use super::layers::engine;
-use moesaic::reference::{self, Random};
+use super::trained::Results;
+use moesaic::reference::Random;
 use moesaic::spec::LayerSpec;
-use moesaic::{Counters, Engine, Layer, Training};
-use std::collections::BTreeMap;
+use moesaic::{Engine, Layer, Recompute};
 
 /// The last two leave no expert any row.
 const MODES: [&str; 9] = [
@@ -22,8 +21,6 @@ const MODES: [&str; 9] = [
     "mode = \"bounded\"\nfactor = 0.01\nrenormalize_after_drop = true",
 ];
 
-type Results = BTreeMap<String, Vec<f64>>;
-
 fn spec(experts: usize, top_k: usize, mode: &str) -> LayerSpec {
     let toml = format!(
         "shape = {{ model_dim = 13, hidden_dim = 11, experts = {experts}, top_k = {top_k} }}\n\
@@ -32,45 +29,15 @@ fn spec(experts: usize, top_k: usize, mode: &str) -> LayerSpec {
     LayerSpec::from_toml(&toml).unwrap_or_else(|e| panic!("{}", e.render("spec", false)))
 }
 
-fn layer(case: &Case, engine: &Engine) -> Layer {
-    let weights = case.host_weights();
-    let layer = engine.training_layer(&case.spec, &weights, Training::default());
-    layer.unwrap_or_else(|e| panic!("{}: {e}", case.describe()))
-}
-
 fn run(case: &Case, layer: &Layer, dy: &[f64]) -> Results {
-    let passed = layer.forward_train(&case.input(), &["y"], Counters::default());
-    let (output, saved) = passed.unwrap();
-    let dtype = case.spec.precision.activations;
-    let dy = host(dtype, &[case.input.tokens, 13], dy);
-    let back = layer.backward(&saved, &dy, false).unwrap();
-    let mut all = Results::new();
-    all.insert("y".to_string(), floats(&output, "y"));
-    for name in ["dx", "grad.topk_weights"] {
-        all.insert(name.to_string(), floats(&back, name));
-    }
-    for (name, gradient) in layer.gradients().unwrap() {
-        all.insert(name, gradient.to_f32().into_iter().map(f64::from).collect());
-    }
-    all
-}
-
-fn expected(case: &Case, dy: &[f64]) -> Results {
-    let y = reference::forward(&case.spec, &case.weights, &case.input).y;
-    let back = reference::backward(&case.spec, &case.weights, &case.input, dy);
-    let mut all = Results::new();
-    all.insert("y".to_string(), y);
-    all.insert("dx".to_string(), back.x);
-    all.insert("grad.topk_weights".to_string(), back.topk_weights);
-    all.extend(back.weights.into_iter().map(|(name, t)| (name, t.data)));
-    all
+    case.train(layer, dy, &[false]).0
 }
 
 fn check(case: &Case, engine: &Engine) {
     let dy = Random::new(3).vec(case.input.tokens * 13);
     let dy: Vec<f64> = dy.iter().map(|&v| f64::from(v as f32)).collect();
-    let found = run(case, &layer(case, engine), &dy);
-    for (name, want) in expected(case, &dy) {
+    let found = run(case, &case.training_layer(engine, Recompute::None), &dy);
+    for (name, want) in case.trained(&dy) {
         let found = &found[&name];
         assert_eq!(found.len(), want.len(), "{name}");
         for (i, (found, want)) in found.iter().zip(&want).enumerate() {
@@ -110,7 +77,7 @@ fn nothing_is_left_where_nobody_gets_a_row() {
     for mode in &MODES[7..] {
         let case = case(&spec(5, 1, mode), 9);
         let dy = vec![1.0; 9 * 13];
-        let all = run(&case, &layer(&case, &engine), &dy);
+        let all = run(&case, &case.training_layer(&engine, Recompute::None), &dy);
         let none = |(name, values): (&String, &Vec<f64>)| {
             assert!(values.iter().all(|v| *v == 0.0), "{name} under {mode}");
         };
@@ -127,7 +94,7 @@ fn ten_runs_give_the_same_bytes() {
         let values = all.values().flatten();
         values.map(|v| v.to_bits()).collect()
     };
-    let layer = layer(&case, &engine);
+    let layer = case.training_layer(&engine, Recompute::None);
     let first = bits(&run(&case, &layer, &dy));
     for _ in 1..10 {
         assert_eq!(bits(&run(&case, &layer, &dy)), first);
