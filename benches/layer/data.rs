@@ -12,13 +12,13 @@ use safetensors::tensor::TensorView;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Length of a row of the router. Logits of what leans nowhere are of this
-/// size, those of chosen experts [`LEAN`].
-const ROUTER_NORM: f32 = 0.25;
+/// Length of a row of the router: the size of the logits of experts that a
+/// token does not lean to.
+const ROUTER_NORM: f32 = 0.15;
 
-/// Logit of a chosen expert, before noise: 12 deviations from the others.
-/// Small, so that what bf16 makes of it changes weights by little.
-const LEAN: f32 = 12.0 * ROUTER_NORM;
+/// Logit of a chosen expert, before noise: 20 times that. Small, so that what
+/// bf16 makes of it changes weights by little.
+const LEAN: f32 = 3.0;
 
 /// A folder for the files of one layer; gone with this value.
 pub struct Folder(tempfile::TempDir);

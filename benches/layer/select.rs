@@ -21,7 +21,7 @@ cargo bench --bench layer -- [OPTIONS]
   --peers NAME,…    torch, gemm, candle; none                       [torch,gemm,candle]
   --backward        forward and backward together
   --seconds S       of pairs per line and way of a peer; three pairs at least      [0.5]
-  --shrink N        widths divided by N, to see whether all works; not a measurement  [1]
+  --shrink N        widths divided by N (2, 4), to see on few tokens whether all works  [1]
   --python PATH     a Python with torch and transformers                      [python3]
 ";
 
