@@ -127,7 +127,8 @@ impl Run<'_> {
 
     fn forward(&self, call: &RawCall<'_>) -> Result {
         // SAFETY: x and y hold T x d elements, and the CPU works in order.
-        Ok(unsafe { self.here.layer.forward_raw(call)? })
+        unsafe { self.here.layer.forward_raw(call)? };
+        Ok(())
     }
 
     fn both(&self, call: &RawCall<'_>) -> Result {
@@ -140,7 +141,8 @@ impl Run<'_> {
             accumulate: false,
         };
         // SAFETY: dy and dx hold T x d elements.
-        Ok(unsafe { layer.backward_raw(&saved, &call)? })
+        unsafe { layer.backward_raw(&saved, &call)? };
+        Ok(())
     }
 
     /// What the last pass left: `y`, and after backward `dx`.
