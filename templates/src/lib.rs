@@ -19,6 +19,8 @@ macro_rules! index {
 pub const CPU: &[Template] = index![
     "prelude/cpu.h",
     "prelude/cpu_vector.h",
+    "prelude/cpu_lanes.h",
+    "prelude/cpu_stream.h",
     "prelude/cpu_bf16.h",
     "prelude/cpu_f16.h",
     "prelude/cpu_half.h",
@@ -34,6 +36,7 @@ pub const CPU: &[Template] = index![
     "cpu/gate_topk.c",
     "cpu/gate_logits.c",
     "cpu/gate_select.c",
+    "cpu/gate_best.c",
     "cpu/gate_draw.c",
     "cpu/gate_balance.c",
     "cpu/expert_scan.c",

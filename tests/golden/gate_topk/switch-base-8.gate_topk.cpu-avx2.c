@@ -81,6 +81,59 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
             to[i] = part[i];
 }
 
+// The lanes of a vector, one by one.
+INLINE vec_i32 lane_numbers(void)
+{
+    return (vec_i32){0, 1, 2, 3, 4, 5, 6, 7};
+}
+
+INLINE f32 largest_lane(vec v)
+{
+    v = at_least(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = at_least(v, SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 0, 1));
+    v = at_least(v, SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 0));
+    return v[0];
+}
+
+// A bit per lane: whether the mask is all ones there.
+INLINE u32 lane_bits(vec_i32 mask)
+{
+    u32 bits;
+    __asm__("vmovmskps %1, %0" : "=r"(bits) : "x"(mask));
+    return bits;
+}
+
+// Writes the lanes where the mask is all ones side by side; returns how many
+// they are.
+INLINE int append_lanes(i32 *to, vec_i32 v, vec_i32 mask)
+{
+    int count = 0;
+    for (u32 bits = lane_bits(mask); bits != 0; bits &= bits - 1)
+        to[count++] = v[__builtin_ctz(bits)];
+    return count;
+}
+
+// The sums of the lanes of each of `count` vectors, in their order, LANES to a
+// vector: each is the binary tree of sum_lanes. `count` is a multiple of LANES.
+INLINE void sum_lanes_each(vec *v, int count)
+{
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15);
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15);
+}
+
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
 // x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
 // since one power of two cannot reach every result.
@@ -111,15 +164,35 @@ enum {
     TOP_K = 1,
     TILE_TOKENS = 16,
     TILE_EXPERTS = 8,
-    TILE_DEPTH = 256,
+    TILE_DEPTH = 512,
     SELECT_TILE_TOKENS = 32,
 };
 
 enum {
     COLUMNS = 8, // of the projection: rows of its matrix
+    COLUMN_TILES = (COLUMNS + TILE_EXPERTS - 1) / TILE_EXPERTS,
     REGISTER_TOKENS = 4,
-    REGISTER_COLUMNS = 4,
+    REGISTER_COLUMNS = 2,
+    REGISTER_SUMS = REGISTER_TOKENS * REGISTER_COLUMNS,
 };
+
+// The sums of a tile: register tile by register tile, a token's side by side.
+typedef f32 tile_sums[TILE_TOKENS / REGISTER_TOKENS][TILE_EXPERTS / REGISTER_COLUMNS][REGISTER_SUMS];
+
+INLINE f32 sum_at(tile_sums sums, i64 token, i64 column)
+{
+    const i64 at = token % REGISTER_TOKENS * REGISTER_COLUMNS + column % REGISTER_COLUMNS;
+    return sums[token / REGISTER_TOKENS][column / REGISTER_COLUMNS][at];
+}
+
+// First token and column of a block. Blocks that follow each other share their
+// tokens, which are then still near.
+INLINE void place_tile(i64 *token, i64 *column, i64 block_x, i64 block_y, i64 tokens)
+{
+    const i64 block = block_y * ((tokens + TILE_TOKENS - 1) / TILE_TOKENS) + block_x;
+    *token = block / COLUMN_TILES * TILE_TOKENS;
+    *column = block % COLUMN_TILES * TILE_EXPERTS;
+}
 
 // A depth slice of a tile of tokens as f32, padded with zeros.
 typedef f32 token_slice[TILE_TOKENS][TILE_DEPTH];
@@ -139,32 +212,32 @@ static void load_slice(token_slice slice, const f32 *x, i64 first, i64 tokens, i
 }
 
 // Adds the products of REGISTER_TOKENS tokens with REGISTER_COLUMNS rows of the
-// matrix over one depth slice.
-static void add_products(f32 sums[][TILE_EXPERTS], const f32 (*slice)[TILE_DEPTH],
-                         const f32 *const *rows, i64 width)
+// matrix over one depth slice, while a row of the next ones comes nearer.
+static void add_products(f32 *sums, const f32 (*slice)[TILE_DEPTH], const f32 *const *rows, const f32 *next, i64 width)
 {
-    vec sum[REGISTER_TOKENS][REGISTER_COLUMNS] = {0};
+    vec sum[REGISTER_SUMS] = {0};
     for (i64 i = 0; i < width; i += LANES) {
-        const i64 left = width - i;
+        const int whole = MODEL_DIM % LANES == 0 || width - i >= LANES;
         vec w[REGISTER_COLUMNS];
+        __builtin_prefetch(next + i);
 #pragma GCC unroll 4
         for (int c = 0; c < REGISTER_COLUMNS; c++)
-            w[c] = left >= LANES ? load_f32(rows[c] + i) : load_part_f32(rows[c] + i, left);
+            w[c] = whole ? load_f32(rows[c] + i) : load_part_f32(rows[c] + i, width - i);
 #pragma GCC unroll 4
         for (int t = 0; t < REGISTER_TOKENS; t++) {
             vec x = *(const vec *)&slice[t][i];
 #pragma GCC unroll 4
             for (int c = 0; c < REGISTER_COLUMNS; c++)
-                sum[t][c] += x * w[c];
+                sum[t * REGISTER_COLUMNS + c] += x * w[c];
         }
     }
-    for (int t = 0; t < REGISTER_TOKENS; t++)
-        for (int c = 0; c < REGISTER_COLUMNS; c++)
-            sums[t][c] += sum_lanes(sum[t][c]);
+    sum_lanes_each(sum, REGISTER_SUMS);
+    for (int i = 0; i < REGISTER_SUMS / LANES; i++)
+        *(vec *)&sums[i * LANES] += sum[i];
 }
 
 // sums = x times the transposed matrix, for one tile.
-static void project(f32 sums[TILE_TOKENS][TILE_EXPERTS], const f32 *x, const f32 *matrix,
+static void project(tile_sums sums, const f32 *x, const f32 *matrix,
                     i64 token, i64 column, i64 tokens)
 {
     token_slice slice ALIGNED;
@@ -174,11 +247,13 @@ static void project(f32 sums[TILE_TOKENS][TILE_EXPERTS], const f32 *x, const f32
         i64 width = min_i64(TILE_DEPTH, MODEL_DIM - depth);
         load_slice(slice, x, token, tokens, depth);
         for (i64 c = 0; c < column_count; c += REGISTER_COLUMNS) {
-            const f32 *rows[REGISTER_COLUMNS]; // past the end: the last one again
-            for (i64 i = 0; i < REGISTER_COLUMNS; i++)
+            const f32 *rows[2 * REGISTER_COLUMNS]; // these, the next; past the end the last one again
+            for (i64 i = 0; i < 2 * REGISTER_COLUMNS; i++)
                 rows[i] = matrix + min_i64(column + c + i, COLUMNS - 1) * MODEL_DIM + depth;
-            for (i64 t = 0; t < token_count; t += REGISTER_TOKENS)
-                add_products((f32(*)[TILE_EXPERTS])&sums[t][c], slice + t, rows, width);
+            for (i64 t = 0; t < token_count; t += REGISTER_TOKENS) {
+                const f32 *next = rows[REGISTER_COLUMNS + t / REGISTER_TOKENS % REGISTER_COLUMNS];
+                add_products(sums[t / REGISTER_TOKENS][c / REGISTER_COLUMNS], slice + t, rows, next, width);
+            }
         }
     }
 }
@@ -190,12 +265,13 @@ static void gate_logits_block(
     i64 tokens,
     i64 block_x, i64 block_y)
 {
-    i64 token = block_x * TILE_TOKENS, expert = block_y * TILE_EXPERTS;
-    f32 sums[TILE_TOKENS][TILE_EXPERTS] ALIGNED = {0};
+    i64 token, expert;
+    place_tile(&token, &expert, block_x, block_y, tokens);
+    tile_sums sums ALIGNED = {0};
     project(sums, x, weight, token, expert, tokens);
     for (i64 t = 0; t < min_i64(TILE_TOKENS, tokens - token); t++)
         for (i64 e = 0; e < min_i64(TILE_EXPERTS, EXPERTS - expert); e++)
-            logits[(token + t) * EXPERTS + expert + e] = sums[t][e];
+            logits[(token + t) * EXPERTS + expert + e] = sum_at(sums, t, e);
 }
 
 enum { PADDED_EXPERTS = (EXPERTS + LANES - 1) / LANES * LANES };
@@ -222,13 +298,79 @@ static void select_best(i32 *best, int wanted, const f32 *key, int count)
     }
 }
 
-// The largest value that is not NaN; -inf if there is none.
-INLINE f32 largest(const f32 *values, int count)
+enum {
+    BOUND_LANES = (2 * TOP_K + LANES - 1) / LANES * LANES, // parts of the keys
+    SHORT_LIST = 2 * BOUND_LANES, // keys that are ranked by comparing each with each
+};
+
+// For each of LANES values from `at` on, how many of all `count` come before
+// it: larger ones, and equal ones at an earlier place.
+INLINE vec_i32 count_ahead(const f32 *values, int count, int at)
 {
-    f32 most = -__builtin_inff();
-    for (int i = 0; i < count; i++)
-        most = values[i] > most ? values[i] : most;
-    return most;
+    const vec own = *(const vec *)&values[at];
+    const vec_i32 place = lane_numbers() + at;
+    vec_i32 ahead = {0};
+    for (int i = 0; i < count; i++) {
+        const vec other = broadcast(values[i]);
+        ahead -= (other > own) | ((other == own) & (place > i));
+    }
+    return ahead;
+}
+
+// What TOP_K keys reach and few more: the TOP_K-th among the largest keys of
+// each part. -inf if there are too few numbers for one.
+INLINE f32 bound_of_best(const f32 *key)
+{
+    f32 most[BOUND_LANES] ALIGNED;
+    for (int i = 0; i < BOUND_LANES; i += LANES) {
+        vec part = broadcast(-__builtin_inff());
+        for (int e = i; e < PADDED_EXPERTS; e += BOUND_LANES)
+            part = select(*(const vec *)&key[e] > part, *(const vec *)&key[e], part);
+        *(vec *)&most[i] = part;
+    }
+    vec least = broadcast(__builtin_inff());
+    for (int i = 0; i < BOUND_LANES; i += LANES) {
+        const vec own = *(const vec *)&most[i];
+        least = at_most(least, select(count_ahead(most, BOUND_LANES, i) < TOP_K, own, least));
+    }
+    return -largest_lane(-least);
+}
+
+// The best TOP_K of the keys of all experts, best first. Few keys reach a bound
+// that the best do; those are ranked.
+static void select_top(i32 *best, f32 *key)
+{
+    for (int e = EXPERTS; e < PADDED_EXPERTS; e++)
+        key[e] = -__builtin_inff();
+    const f32 bound = bound_of_best(key);
+    i32 id[PADDED_EXPERTS + LANES] ALIGNED;
+    int found = 0;
+    for (int e = 0; e < PADDED_EXPERTS; e += LANES)
+        found += append_lanes(id + found, lane_numbers() + e, *(const vec *)&key[e] >= bound);
+    // Too few numbers, or too many that are equal.
+    if (bound == -__builtin_inff() || found > SHORT_LIST) {
+        select_best(best, TOP_K, key, EXPERTS);
+        return;
+    }
+    f32 value[SHORT_LIST] ALIGNED = {0};
+    i32 ahead[SHORT_LIST] ALIGNED, ranked[SHORT_LIST];
+    for (int i = 0; i < found; i++)
+        value[i] = key[id[i]];
+    for (int i = 0; i < found; i += LANES)
+        *(vec_i32 *)&ahead[i] = count_ahead(value, found, i);
+    for (int i = 0; i < found; i++)
+        ranked[ahead[i]] = id[i];
+    for (int k = 0; k < TOP_K; k++)
+        best[k] = ranked[k];
+}
+
+// The largest value that is not NaN; -inf if there is none. Padding is -inf.
+INLINE f32 largest(const f32 *values, int padded)
+{
+    vec most = broadcast(-__builtin_inff());
+    for (int i = 0; i < padded; i += LANES)
+        most = select(*(const vec *)&values[i] > most, *(const vec *)&values[i], most);
+    return largest_lane(most);
 }
 
 // values = exp(values - max) / sum, over whole vectors; padding is -inf.
@@ -290,7 +432,7 @@ static void gate_topk_block(
         for (int e = 0; e < PADDED_EXPERTS; e++)
             c.score[e] = e < EXPERTS ? logits[token * EXPERTS + e] : -__builtin_inff();
         // The order of logits is the order of scores, and finer.
-        select_best(ids, TOP_K, c.score, EXPERTS);
+        select_top(ids, c.score);
         score_experts(&c);
         gather_scores(weights, ids, &c);
         finish_weights(weights, ids);

@@ -81,6 +81,59 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
             to[i] = part[i];
 }
 
+// The lanes of a vector, one by one.
+INLINE vec_i32 lane_numbers(void)
+{
+    return (vec_i32){0, 1, 2, 3, 4, 5, 6, 7};
+}
+
+INLINE f32 largest_lane(vec v)
+{
+    v = at_least(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = at_least(v, SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 0, 1));
+    v = at_least(v, SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 0));
+    return v[0];
+}
+
+// A bit per lane: whether the mask is all ones there.
+INLINE u32 lane_bits(vec_i32 mask)
+{
+    u32 bits;
+    __asm__("vmovmskps %1, %0" : "=r"(bits) : "x"(mask));
+    return bits;
+}
+
+// Writes the lanes where the mask is all ones side by side; returns how many
+// they are.
+INLINE int append_lanes(i32 *to, vec_i32 v, vec_i32 mask)
+{
+    int count = 0;
+    for (u32 bits = lane_bits(mask); bits != 0; bits &= bits - 1)
+        to[count++] = v[__builtin_ctz(bits)];
+    return count;
+}
+
+// The sums of the lanes of each of `count` vectors, in their order, LANES to a
+// vector: each is the binary tree of sum_lanes. `count` is a multiple of LANES.
+INLINE void sum_lanes_each(vec *v, int count)
+{
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15);
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15);
+}
+
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
 // x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
 // since one power of two cannot reach every result.
@@ -132,12 +185,13 @@ INLINE void load_logits(f32 *z, const f32 *logits, i64 token)
         z[e] = e < EXPERTS ? logits[token * EXPERTS + e] : -__builtin_inff();
 }
 
+// The largest value that is not NaN. Padding is -inf.
 INLINE f32 largest(const f32 *values)
 {
-    f32 most = -__builtin_inff();
-    for (int e = 0; e < EXPERTS; e++)
-        most = values[e] > most ? values[e] : most;
-    return most;
+    vec most = broadcast(-__builtin_inff());
+    for (int i = 0; i < PADDED_EXPERTS; i += LANES)
+        most = select(*(const vec *)&values[i] > most, *(const vec *)&values[i], most);
+    return largest_lane(most);
 }
 
 // to = exp(values - most) / sum; returns the sum.

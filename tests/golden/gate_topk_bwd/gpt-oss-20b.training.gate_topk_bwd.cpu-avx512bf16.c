@@ -82,6 +82,62 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
             to[i] = part[i];
 }
 
+// The lanes of a vector, one by one.
+INLINE vec_i32 lane_numbers(void)
+{
+    return (vec_i32){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+}
+
+INLINE f32 largest_lane(vec v)
+{
+    v = at_least(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = at_least(v, SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3));
+    v = at_least(v, SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1));
+    v = at_least(v, SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0));
+    return v[0];
+}
+
+// Writes the lanes where the mask is all ones side by side; the rest of a
+// vector's room is anything. Returns how many they are.
+typedef vec_i32 vec_i32_in_memory __attribute__((aligned(4)));
+INLINE int append_lanes(i32 *to, vec_i32 v, vec_i32 mask)
+{
+    vec_i32 packed;
+    u32 bits;
+    __asm__("vpmovd2m %2, %%k1\n\t"
+            "vpcompressd %3, %0 %{%%k1%}%{z%}\n\t"
+            "kmovw %%k1, %1"
+            : "=v"(packed), "=r"(bits) : "v"(mask), "v"(v) : "k1");
+    *(vec_i32_in_memory *)to = packed;
+    return __builtin_popcount(bits);
+}
+
+// The sums of the lanes of each of `count` vectors, in their order, LANES to a
+// vector: each is the binary tree of sum_lanes. `count` is a multiple of LANES.
+INLINE void sum_lanes_each(vec *v, int count)
+{
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    count /= 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++)
+        v[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+               + SHUFFLE(v[2 * i], v[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
 // x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
 // since one power of two cannot reach every result.
@@ -133,12 +189,13 @@ INLINE void load_logits(f32 *z, const f32 *logits, i64 token)
         z[e] = e < EXPERTS ? logits[token * EXPERTS + e] : -__builtin_inff();
 }
 
+// The largest value that is not NaN. Padding is -inf.
 INLINE f32 largest(const f32 *values)
 {
-    f32 most = -__builtin_inff();
-    for (int e = 0; e < EXPERTS; e++)
-        most = values[e] > most ? values[e] : most;
-    return most;
+    vec most = broadcast(-__builtin_inff());
+    for (int i = 0; i < PADDED_EXPERTS; i += LANES)
+        most = select(*(const vec *)&values[i] > most, *(const vec *)&values[i], most);
+    return largest_lane(most);
 }
 
 // to = exp(values - most) / sum; returns the sum.

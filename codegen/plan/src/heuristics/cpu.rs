@@ -19,7 +19,7 @@ pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
         logits_threads: 1,
         logits_tile_tokens: 16,
         logits_tile_experts: d.experts.next_multiple_of(isa.vector_bytes() / 4).min(64),
-        logits_tile_depth: 256,
+        logits_tile_depth: 512,
         select_threads: 1,
         select_tile_tokens: 32,
         select_lanes: 1,
