@@ -82,6 +82,32 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
             to[i] = part[i];
 }
 
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row of whole vectors, past the caches.
+INLINE void copy_far(void *to, const void *from, i64 bytes)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+}
+
 // bf16: the upper half of an f32.
 INLINE vec f32_of_bf16(vec_u16 v)
 {
@@ -142,11 +168,16 @@ static void combine_bwd_block(
     (void)tokens;
     i64 first = block_x * TILE_ROWS;
     i64 last = min_i64(first + TILE_ROWS, offsets[EXPERTS]);
+    const int far = is_far(dout, offsets[EXPERTS], sizeof(*dout) * OUTPUT_DIM);
     for (i64 row = first; row < last; row++) {
-        i64 token = row_slots[row] / TOP_K;
-        for (i64 i = 0; i < OUTPUT_DIM; i++)
-            dout[row * OUTPUT_DIM + i] = dy[token * OUTPUT_DIM + i];
+        const bf16 *from = dy + row_slots[row] / TOP_K * (i64)OUTPUT_DIM;
+        if (far)
+            copy_far(dout + row * OUTPUT_DIM, from, sizeof(*dout) * OUTPUT_DIM);
+        for (i64 i = 0; i < OUTPUT_DIM && !far; i++)
+            dout[row * OUTPUT_DIM + i] = from[i];
     }
+    if (far)
+        end_far_stores();
 }
 
 EXPORT void combine_bwd(void *const *args, i64 first, i64 last, i64 grid_x)

@@ -21,6 +21,90 @@ typedef u16 f16;  // IEEE binary16
 INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
 
+// Vectors of 32 bytes: avx2.
+enum { LANES = 8 };
+typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef vec vec_in_memory __attribute__((aligned(4)));
+typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
+
+INLINE vec broadcast(f32 value) { return value - (vec){0}; }
+
+// Per lane: where the mask is all ones `a`, where it is zero `b`.
+INLINE vec select(vec_i32 mask, vec a, vec b)
+{
+    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
+}
+
+// A comparison with NaN is false, so a NaN in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
+INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
+#endif
+
+// The sum of all lanes, as a binary tree.
+INLINE f32 sum_lanes(vec v)
+{
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 0, 1);
+    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 0);
+    return v[0];
+}
+
+INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
+INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
+
+// The first `count` elements; the other lanes are zero, or stay as they are.
+INLINE vec load_part_f32(const f32 *from, i64 count)
+{
+    f32 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return *(const vec *)part;
+}
+
+INLINE void store_part_f32(f32 *to, vec v, i64 count)
+{
+    f32 part[LANES] ALIGNED;
+    *(vec *)part = v;
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row of whole vectors, past the caches.
+INLINE void copy_far(void *to, const void *from, i64 bytes)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+}
+
 enum {
     MODEL_DIM = 4096,
     EXPERTS = 8,
@@ -28,9 +112,11 @@ enum {
     TILE_ROWS = 64,
 };
 
-static void copy_row(bf16 *restrict to, const bf16 *restrict from)
+static void copy_row(bf16 *restrict to, const bf16 *restrict from, int far)
 {
-    for (i64 i = 0; i < MODEL_DIM; i++)
+    if (far)
+        copy_far(to, from, sizeof(*to) * MODEL_DIM);
+    for (i64 i = 0; i < MODEL_DIM && !far; i++)
         to[i] = from[i];
 }
 
@@ -46,11 +132,14 @@ static void dispatch_block(
     (void)tokens;
     i64 first = block_x * TILE_ROWS;
     i64 last = min_i64(first + TILE_ROWS, offsets[EXPERTS]);
+    const int far = is_far(rows, offsets[EXPERTS], sizeof(*rows) * MODEL_DIM);
     for (i64 row = first; row < last; row++) {
         i64 slot = row_slots[row];
         const bf16 *token = x + slot / TOP_K * MODEL_DIM;
-        copy_row(rows + row * MODEL_DIM, token);
+        copy_row(rows + row * MODEL_DIM, token, far);
     }
+    if (far)
+        end_far_stores();
 }
 
 EXPORT void dispatch(void *const *args, i64 first, i64 last, i64 grid_x)
