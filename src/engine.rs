@@ -35,6 +35,8 @@ pub struct EngineOptions {
     pub strict: bool,
     /// CPU threads; `None` is one per core.
     pub threads: Option<usize>,
+    /// Each of these threads stays on one processor; see [`CpuDevice::pinned`].
+    pub pinned: bool,
     /// The number of the GPU.
     pub ordinal: usize,
     /// New CPU memory holds NaN, so that a read of unwritten memory shows.
@@ -49,6 +51,7 @@ impl Default for EngineOptions {
             store: Some(Arc::new(Store::open_default())),
             strict: false,
             threads: None,
+            pinned: false,
             ordinal: 0,
             poison: false,
             compile: CompileOptions::default(),
@@ -219,7 +222,13 @@ fn hardware_device(name: &str, options: &EngineOptions) -> Result<Arc<dyn Device
 fn cpu_device(options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
     let device = match options.threads {
         Some(threads) => CpuDevice::with_threads(threads)?,
+        None if options.pinned => CpuDevice::with_threads(CpuDevice::new().threads())?,
         None => CpuDevice::new(),
+    };
+    let device = if options.pinned {
+        device.pinned()?
+    } else {
+        device
     };
     Ok(Arc::new(if options.poison {
         device.poisoned()

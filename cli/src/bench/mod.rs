@@ -44,6 +44,9 @@ pub struct BenchArgs {
     /// CPU threads; one per core if not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
+    /// Keep each CPU thread on one processor
+    #[arg(long)]
+    pin: bool,
     /// Seconds to repeat each token count for
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     seconds: f64,
@@ -121,6 +124,7 @@ impl BenchArgs {
         EngineOptions {
             store: Some(self.store.open(console)),
             threads: self.threads.map(usize::from),
+            pinned: self.pin,
             ..EngineOptions::default()
         }
     }

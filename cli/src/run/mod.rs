@@ -56,6 +56,9 @@ pub struct RunArgs {
     /// Threads of the CPU or of a simulator; one per core if not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
+    /// Keep each CPU thread on one processor
+    #[arg(long)]
+    pin: bool,
     /// Compile nothing: a kernel that is not cached is an error
     #[arg(long)]
     strict: bool,
@@ -173,6 +176,7 @@ impl RunArgs {
             store: Some(self.store.open(console)),
             strict: self.strict,
             threads: self.threads.map(usize::from),
+            pinned: self.pin,
             ..EngineOptions::default()
         }
     }

@@ -1,5 +1,6 @@
 //! Prints this machine's limits, what a launch costs, and how evenly blocks of
-//! very different cost are spread: `cargo run --release -p moesaic-cpu --example launch`.
+//! very different cost are spread, over rayon and over the device's own threads:
+//! `cargo run --release -p moesaic-cpu --example launch`.
 
 use moesaic_cpu::{CpuCompiler, CpuDevice, host_isa, limits};
 use moesaic_kernel::{Entry, KernelSource, Language, Launch, Param, Size, Stem, Target};
@@ -30,7 +31,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let entry = spin_entry();
     let artifact = compiler.compile(&spin_source(&entry), &CompileOptions::default())?;
     let module = device.load(&artifact, std::slice::from_ref(&entry))?;
-    let alone = CpuDevice::with_threads(1)?.load(&artifact, &[entry])?;
+    let alone = CpuDevice::with_threads(1)?.load(&artifact, std::slice::from_ref(&entry))?;
+    let own = CpuDevice::with_threads(device.threads())?.load(&artifact, &[entry])?;
+    println!("best, us                1 thread      rayon        own   speedup");
     for (what, blocks, base, step) in [
         ("1 empty block", 1, 0, 0),
         ("2 empty blocks", 2, 0, 0),
@@ -42,12 +45,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("256 blocks, falling", 256, 51_200, -200),
     ] {
         let args = [Arg::I64(base), Arg::I64(step)];
-        let (one, all) = (
-            time(&*alone, blocks, &args)?,
-            time(&*module, blocks, &args)?,
+        let one = time(&*alone, blocks, &args)?;
+        let all = time(&*module, blocks, &args)?;
+        let team = time(&*own, blocks, &args)?;
+        println!(
+            "{what:20} {one:11.2} {all:10.2} {team:10.2}     x{:.2}",
+            one / team
         );
-        let speedup = one / all;
-        println!("{what:20} 1 thread {one:9.2} us, all {all:9.2} us, x{speedup:.2}");
     }
     Ok(())
 }

@@ -1,6 +1,8 @@
 //! Running the blocks of a grid on several threads.
 
-use rayon::{Scope, ThreadPool};
+use crate::team::Team;
+use rayon::Scope;
+use std::io;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 /// The threads of a device: rayon's, or its own.
@@ -10,28 +12,31 @@ pub(crate) enum Crew {
     /// Only the calling thread.
     Alone,
     /// The calling thread and these.
-    Own(ThreadPool),
+    Own(Team),
 }
 
 impl Crew {
     /// A crew of exactly `threads` threads, the caller included.
-    pub(crate) fn of(threads: usize) -> Result<Crew, rayon::ThreadPoolBuildError> {
-        if threads <= 1 {
-            return Ok(Crew::Alone);
+    pub(crate) fn of(threads: usize) -> io::Result<Crew> {
+        match threads {
+            0 | 1 => Ok(Crew::Alone),
+            _ => Team::new(threads - 1).map(Crew::Own),
         }
-        let name = |index| format!("moesaic-cpu-{index}");
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(threads - 1)
-            .thread_name(name)
-            .build()
-            .map(Crew::Own)
     }
 
     pub(crate) fn threads(&self) -> usize {
         match self {
             Crew::Shared => rayon::current_num_threads(),
             Crew::Alone => 1,
-            Crew::Own(pool) => pool.current_num_threads() + 1,
+            Crew::Own(team) => team.workers() + 1,
+        }
+    }
+
+    /// Keeps each of its own threads on a processor of its own.
+    pub(crate) fn pin(&self) -> io::Result<()> {
+        match self {
+            Crew::Own(team) => team.pin(),
+            Crew::Shared | Crew::Alone => Ok(()),
         }
     }
 
@@ -45,27 +50,19 @@ impl Crew {
             }
             return;
         }
-        let queue = Queue {
-            next: AtomicI64::new(0),
-            blocks,
-            threads,
-        };
+        let queue = Queue::new(blocks, threads);
         let drain = || {
             while let Some((first, last)) = queue.take() {
                 work(first, last);
             }
         };
-        let helpers = threads.min(blocks) - 1;
-        self.scope(|scope| {
-            (0..helpers).for_each(|_| scope.spawn(|_| drain()));
-            drain();
-        });
-    }
-
-    fn scope<'env>(&self, body: impl FnOnce(&Scope<'env>)) {
+        let helpers = (threads.min(blocks) - 1) as usize;
         match self {
-            Crew::Own(pool) => pool.in_place_scope(body),
-            Crew::Shared | Crew::Alone => rayon::in_place_scope(body),
+            Crew::Own(team) => team.run(helpers, &drain),
+            Crew::Shared | Crew::Alone => rayon::in_place_scope(|scope: &Scope<'_>| {
+                (0..helpers).for_each(|_| scope.spawn(|_| drain()));
+                drain();
+            }),
         }
     }
 }
@@ -83,11 +80,19 @@ struct Queue {
 const PARTS: i64 = 4;
 
 impl Queue {
+    fn new(blocks: i64, threads: i64) -> Queue {
+        Queue {
+            next: AtomicI64::new(0),
+            blocks,
+            threads,
+        }
+    }
+
     fn take(&self) -> Option<(i64, i64)> {
         let length = |first: i64| ((self.blocks - first) / (PARTS * self.threads)).max(1);
         let step = |first| (first < self.blocks).then(|| first + length(first));
         // Relaxed: the ranges are disjoint by the counter's own atomicity,
-        // and the end of the scope publishes the results.
+        // and the end of the run publishes the results.
         let first = self
             .next
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, step)
@@ -123,11 +128,7 @@ mod tests {
 
     #[test]
     fn calls_are_few_and_end_small() {
-        let queue = Queue {
-            next: AtomicI64::new(0),
-            blocks: 10_000,
-            threads: 8,
-        };
+        let queue = Queue::new(10_000, 8);
         let ranges: Vec<_> = std::iter::from_fn(|| queue.take()).collect();
         assert!(ranges.len() < 300, "{}", ranges.len());
         assert!(ranges[0].1 - ranges[0].0 > 100);

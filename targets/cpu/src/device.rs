@@ -34,6 +34,22 @@ impl CpuDevice {
             })
     }
 
+    /// The same device with each of its own threads kept on one processor: from
+    /// the second on that this process may use, and around. The launching
+    /// thread, for which the first is left, is the caller's to keep in place,
+    /// and so are rayon's.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unavailable`] when the system refuses, or is not Linux.
+    pub fn pinned(self) -> Result<CpuDevice, DeviceError> {
+        let refused = |error| DeviceError::Unavailable {
+            backend: "cpu".to_string(),
+            reason: format!("threads cannot be pinned: {error}"),
+        };
+        self.crew.pin().map_err(refused)?;
+        Ok(self)
+    }
+
     /// The same device, but new buffers are filled with 0xFF (NaN as floats,
     /// -1 as integers), so that reading what was never written shows.
     #[must_use]
@@ -126,9 +142,18 @@ impl Device for CpuDevice {
 
     fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
         let start = place("upload", buffer, offset, bytes.len())?;
-        // SAFETY: the range lies in the buffer, which its owner keeps alive;
-        // launches are synchronous, so no kernel of this thread is using it.
-        unsafe { std::ptr::copy(bytes.as_ptr(), start, bytes.len()) };
+        let start = Start(start);
+        self.crew.run(parts(bytes.len()), |first, last| {
+            let (from, to) = (
+                part_start(first, bytes.len()),
+                part_start(last, bytes.len()),
+            );
+            let part = &bytes[from..to];
+            // SAFETY: the range lies in the buffer, which its owner keeps alive;
+            // launches are synchronous, so no kernel of this thread is using it;
+            // parts are disjoint.
+            unsafe { std::ptr::copy(part.as_ptr(), start.at(from), part.len()) };
+        });
         Ok(())
     }
 
@@ -139,13 +164,43 @@ impl Device for CpuDevice {
         bytes: &mut [u8],
     ) -> Result<(), DeviceError> {
         let start = place("download", buffer, offset, bytes.len())?;
-        // SAFETY: as in `upload`.
+        // SAFETY: the range lies in the buffer, and as in `upload`.
         unsafe { std::ptr::copy(start, bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
         Ok(())
+    }
+}
+
+/// Bytes that one thread uploads at a time: some huge pages. A page is put on
+/// the memory node of the thread that writes it first, so that what all threads
+/// will read is spread over the nodes of all.
+const PART: usize = 8 << 20;
+
+fn parts(bytes: usize) -> i64 {
+    bytes.div_ceil(PART) as i64
+}
+
+/// Where a part of `bytes` bytes starts; the one after the last at their end.
+fn part_start(part: i64, bytes: usize) -> usize {
+    (part as usize).saturating_mul(PART).min(bytes)
+}
+
+/// Where a buffer is written by several threads.
+#[derive(Clone, Copy)]
+struct Start(*mut u8);
+
+// SAFETY: only an address; each use says why it is sound.
+unsafe impl Sync for Start {}
+
+impl Start {
+    /// # Safety
+    /// `offset` must lie within the buffer or be its end.
+    unsafe fn at(&self, offset: usize) -> *mut u8 {
+        // SAFETY: passed on.
+        unsafe { self.0.add(offset) }
     }
 }
 

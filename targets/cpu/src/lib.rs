@@ -1,4 +1,4 @@
-//! The CPU target: the system C compiler, dlopen, rayon.
+//! The CPU target: the system C compiler, dlopen, rayon or threads of its own.
 //!
 //! A kernel is C11 with GNU vector extensions and no header. Each of its
 //! entries is a function
@@ -15,6 +15,7 @@
 //! [`CpuCompiler`] compiles, [`CpuDevice`] runs, [`limits`] measures what the
 //! machine can do at best.
 
+mod affinity;
 mod compiler;
 mod crew;
 mod device;
@@ -28,6 +29,7 @@ pub mod limits;
 mod memory;
 mod module;
 mod report;
+mod team;
 
 pub use compiler::CpuCompiler;
 pub use device::CpuDevice;

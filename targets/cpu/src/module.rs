@@ -115,17 +115,33 @@ impl Module for CpuModule {
                 reason,
             });
         };
-        let values: Vec<u64> = args.iter().map(value).collect();
-        let table: Vec<Slot> = values.iter().map(Slot::new).collect();
-        self.crew.run(blocks, |first, last| {
-            // A Slot is transparent over the pointer the kernel expects.
-            let table = table.as_ptr().cast::<*const c_void>();
-            // SAFETY: the arguments are of the entry's kinds, checked above;
-            // the caller vouches for the memory behind them. Both tables
-            // outlive the call, and x fits since x * y does or y is 0.
-            unsafe { function(table, first, last, x as i64) }
+        with_table(args, |table| {
+            self.crew.run(blocks, |first, last| {
+                // A Slot is transparent over the pointer the kernel expects.
+                let table = table.as_ptr().cast::<*const c_void>();
+                // SAFETY: the arguments are of the entry's kinds, checked above;
+                // the caller vouches for the memory behind them. Both tables
+                // outlive the call, and x fits since x * y does or y is 0.
+                unsafe { function(table, first, last, x as i64) }
+            });
         });
         Ok(())
+    }
+}
+
+/// Arguments whose tables need no allocation.
+const NEAR: usize = 64;
+
+/// Calls `launch` with the addresses of the arguments' values.
+fn with_table(args: &[Arg], launch: impl FnOnce(&[Slot])) {
+    if args.len() <= NEAR {
+        let values: [u64; NEAR] = std::array::from_fn(|i| args.get(i).map_or(0, value));
+        let table: [Slot; NEAR] = std::array::from_fn(|i| Slot::new(&values[i]));
+        launch(&table[..args.len()]);
+    } else {
+        let values: Vec<u64> = args.iter().map(value).collect();
+        let table: Vec<Slot> = values.iter().map(Slot::new).collect();
+        launch(&table);
     }
 }
 

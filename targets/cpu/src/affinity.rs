@@ -1,0 +1,60 @@
+//! Which processors threads may run on.
+
+use std::io;
+use std::thread::JoinHandle;
+
+/// Keeps each thread on one processor of those that this process may use, from
+/// the second one on and around.
+#[cfg(target_os = "linux")]
+pub(crate) fn spread<'a>(threads: impl Iterator<Item = &'a JoinHandle<()>>) -> io::Result<()> {
+    let allowed = processors()?;
+    for (index, thread) in threads.enumerate() {
+        keep_on(thread, allowed[(index + 1) % allowed.len()])?;
+    }
+    Ok(())
+}
+
+/// Elsewhere threads stay where the system puts them.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn spread<'a>(_: impl Iterator<Item = &'a JoinHandle<()>>) -> io::Result<()> {
+    let reason = "threads are pinned on Linux only";
+    Err(io::Error::new(io::ErrorKind::Unsupported, reason))
+}
+
+/// The processors this process may use, ascending.
+#[cfg(target_os = "linux")]
+fn processors() -> io::Result<Vec<usize>> {
+    // SAFETY: a set of processors is plain bits, all zero is the empty one.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the set is this large; 0 is this thread.
+    let failed = unsafe { libc::sched_getaffinity(0, size_of_val(&set), &raw mut set) } != 0;
+    if failed {
+        return Err(io::Error::last_os_error());
+    }
+    let most = libc::CPU_SETSIZE as usize;
+    // SAFETY: every number is below CPU_SETSIZE.
+    let list: Vec<usize> = (0..most)
+        .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
+        .collect();
+    match list.is_empty() {
+        true => Err(io::Error::other("this process may use no processor")),
+        false => Ok(list),
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn keep_on(thread: &JoinHandle<()>, processor: usize) -> io::Result<()> {
+    use std::os::unix::thread::JoinHandleExt;
+    // SAFETY: as above.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the number came out of such a set.
+    unsafe { libc::CPU_SET(processor, &mut set) };
+    // SAFETY: the thread is not joined while its handle is borrowed.
+    let code = unsafe {
+        libc::pthread_setaffinity_np(thread.as_pthread_t(), size_of_val(&set), &raw const set)
+    };
+    match code {
+        0 => Ok(()),
+        code => Err(io::Error::from_raw_os_error(code)),
+    }
+}
