@@ -5,6 +5,7 @@ use crate::{EngineError, Layer};
 use moesaic_kernel::{Param, ParamType, TensorMap};
 use moesaic_plan::Step;
 use moesaic_target::{Arg, DeviceError, LaunchDims, Ptr};
+use std::cell::Cell;
 use std::time::Instant;
 
 /// Where a training call stands, for random numbers: they depend on these, the
@@ -60,6 +61,11 @@ impl Scalars {
     }
 }
 
+thread_local! {
+    /// Room for the arguments of a launch, kept from call to call.
+    static ARGS: Cell<Vec<Arg>> = const { Cell::new(Vec::new()) };
+}
+
 impl Layer {
     /// Launches steps in order.
     pub(crate) fn run(
@@ -69,7 +75,7 @@ impl Layer {
         ptr: impl Fn(&str) -> Option<Ptr>,
         mut times: Option<&mut Vec<StepTime>>,
     ) -> Result<(), EngineError> {
-        let mut args = Vec::with_capacity(16);
+        let mut args = ARGS.take();
         for step in steps {
             let start = Instant::now();
             self.launch(step, scalars, &ptr, &mut args)?;
@@ -84,6 +90,7 @@ impl Layer {
                 });
             }
         }
+        ARGS.set(args);
         Ok(())
     }
 

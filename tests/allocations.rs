@@ -1,0 +1,92 @@
+//! A raw call on the CPU allocates nothing once a call of its size was made:
+//! neither the calling thread nor the device's own.
+
+use moesaic::reference;
+use moesaic::target::Ptr;
+use moesaic::{Engine, EngineOptions, Layer, LayerSpec, RawCall, Weights};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The system's allocator; counts what it is asked for.
+struct Counting;
+
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        COUNT.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: passed on.
+        unsafe { System.dealloc(start, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const MODEL_DIM: usize = 64;
+
+const SPEC: &str = "
+shape = { model_dim = 64, hidden_dim = 32, experts = 8, top_k = 2 }
+capacity = { mode = \"factor\", factor = 1.0, renormalize_after_drop = true }
+router = { renormalize = \"sum\" }
+experts = { form = \"gated\", activation = \"silu\" }
+";
+
+fn layer(engine: &Engine) -> Layer {
+    let spec = LayerSpec::from_toml(SPEC).expect("a valid spec");
+    let random = reference::Weights::random(&spec, 7);
+    let stored = random.0.into_iter().map(|(name, t)| {
+        let data: Vec<f32> = t.data.iter().map(|v| *v as f32).collect();
+        (name, t.shape, data)
+    });
+    let stored: Vec<_> = stored.collect();
+    let mut weights = Weights::new();
+    for (name, shape, data) in &stored {
+        weights = weights.with(name, shape, data);
+    }
+    engine.layer(&spec, &weights).expect("the kernels compile")
+}
+
+/// Allocations of 20 calls of `tokens` tokens.
+fn count(layer: &Layer, x: &[f32], y: &mut [f32], tokens: usize) -> usize {
+    let address = |start: *const f32| Ptr(start as u64);
+    let tensors = [("x", address(x.as_ptr())), ("y", address(y.as_mut_ptr()))];
+    let call = RawCall {
+        tokens,
+        tensors: &tensors,
+    };
+    let before = COUNT.load(Ordering::Relaxed);
+    for _ in 0..20 {
+        // SAFETY: both buffers are in this machine's memory and hold `tokens`
+        // rows; a launch on the CPU has finished when it returns.
+        unsafe { layer.forward_raw(&call) }.expect("the layer runs");
+    }
+    COUNT.load(Ordering::Relaxed) - before
+}
+
+#[test]
+fn a_raw_call_allocates_nothing_after_the_first() {
+    const TOKENS: usize = 300;
+    let x = vec![0.5; TOKENS * MODEL_DIM];
+    let mut y = vec![0.0; TOKENS * MODEL_DIM];
+    for threads in [1, 2, 3] {
+        let options = EngineOptions {
+            threads: Some(threads),
+            ..EngineOptions::default()
+        };
+        let engine = Engine::open("cpu", options).expect("a C compiler");
+        let layer = layer(&engine);
+        let first = count(&layer, &x, &mut y, TOKENS);
+        assert!(first > 0, "the counter counts");
+        for tokens in [TOKENS, 8, 1, 0] {
+            let later = count(&layer, &x, &mut y, tokens);
+            assert_eq!(later, 0, "{threads} threads, {tokens} tokens");
+        }
+    }
+}
