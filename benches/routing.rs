@@ -4,10 +4,13 @@
 //!
 //! ```sh
 //! cargo bench --bench routing
+//! cargo bench --bench routing -- --share  # of a whole layer; takes 10 GB
 //! ```
 
 #[path = "routing/one_hot.rs"]
 mod one_hot;
+#[path = "routing/share.rs"]
+mod share;
 
 use moesaic::reference::{self, Random};
 use moesaic::{Counters, Engine, HostTensor, Input, Layer, LayerSpec, StepTime, Training, Weights};
@@ -24,6 +27,10 @@ fn main() {
         "routing + dispatch + combine from logits on, best of {RUNS}, experts' products apart"
     );
     println!("{} threads\n", rayon::current_num_threads());
+    if std::env::args().any(|arg| arg == "--share") {
+        share::report();
+        return;
+    }
     against_one_hot();
     at_tutels_size();
 }
