@@ -2,6 +2,7 @@
 //!
 //! `cargo xtask bless` rewrites the files after a wanted change.
 
+use crate::kept::{Kept, once};
 use moesaic::emit::emit_layer;
 use moesaic::plan::{Training, plan, plan_training};
 use moesaic::spec::LayerSpec;
@@ -202,7 +203,7 @@ fn gpu_text_compiles_without_spills() {
         let compiler = compilers
             .get(source.target)
             .unwrap_or_else(|e| panic!("{e}\nthe tests need: moesaic toolchain install cuda rocm"));
-        check_artifact(&*compiler, source);
+        check_artifact(&Kept(compiler), source);
     });
 }
 
@@ -258,13 +259,17 @@ fn c_text_compiles_for_aarch64() {
 }
 
 fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
-    let jobs: Vec<(&Vec<String>, KernelSource)> = compilers
+    let compilers: Vec<(&[String], String)> =
+        compilers.iter().map(|cc| (&cc[..], version(cc))).collect();
+    let jobs: Vec<(&(&[String], String), KernelSource)> = compilers
         .iter()
         .flat_map(|cc| isas.iter().map(move |isa| (cc, *isa)))
         .flat_map(|(cc, isa)| specs.iter().map(move |spec| (cc, isa, *spec)))
         .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |s| (cc, s)))
         .collect();
-    on_all_cores(&jobs, |(cc, source)| check_c(cc, source));
+    on_all_cores(&jobs, |((cc, version), source)| {
+        check_c(cc, version, source)
+    });
 }
 
 /// The machine's clang, or the one that `toolchain install rocm` brings.
@@ -288,7 +293,10 @@ fn clang() -> Vec<String> {
     vec![zig.display().to_string(), "clang".to_string()]
 }
 
-fn check_c(cc: &[String], source: &KernelSource) {
+/// What brings the compilers.
+const NEEDED: &str = "the tests need: cargo xtask test";
+
+fn check_c(cc: &[String], version: &str, source: &KernelSource) {
     let Target::Cpu(isa) = source.target else {
         panic!("C is for CPUs")
     };
@@ -306,15 +314,29 @@ fn check_c(cc: &[String], source: &KernelSource) {
         )
         .arg("-");
     command.stdin(Stdio::piped()).stderr(Stdio::piped());
+    let asked = format!("{version} {command:?}");
+    let what = format!("{cc:?} on {} for {}", source.name, source.target);
+    once(&[&asked, &source.text], || read_c(command, source, &what));
+}
+
+/// What a compiler says that it is.
+fn version(cc: &[String]) -> String {
+    let mut command = Command::new(&cc[0]);
+    let output = command.args(&cc[1..]).arg("--version").output();
+    let output = output.unwrap_or_else(|e| panic!("{}: {e}\n{NEEDED}", cc[0]));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The compiler takes the text from its input, without a word of warning.
+fn read_c(mut command: Command, source: &KernelSource, what: &str) {
     let mut child = command
         .spawn()
-        .unwrap_or_else(|e| panic!("{}: {e}\nthe tests need: cargo xtask test", cc[0]));
+        .unwrap_or_else(|e| panic!("{what}: {e}\n{NEEDED}"));
     let mut stdin = child.stdin.take().expect("it is piped");
     std::io::Write::write_all(&mut stdin, source.text.as_bytes()).expect("the compiler reads");
     drop(stdin);
     let output = child.wait_with_output().expect("the compiler ends");
     let log = String::from_utf8_lossy(&output.stderr);
-    let what = format!("{cc:?} on {} for {}", source.name, source.target);
     assert!(output.status.success(), "{what}\n{log}");
 }
 

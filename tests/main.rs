@@ -4,6 +4,8 @@
 
 mod conformance;
 mod golden;
+#[path = "../codegen/emit/tests/kept/mod.rs"]
+mod kept;
 mod mutants;
 mod oracle;
 mod tidy;

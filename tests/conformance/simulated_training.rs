@@ -20,7 +20,10 @@ impl Case {
         equal(&self.what("ids"), &ids, &self.chosen());
         let expected = self.trained(&dy);
         for (name, found) in found.iter().filter(|(name, _)| *name != "y") {
-            let what = self.what(&format!("gradient `{name}`"));
+            let what = match layer.gradient(name) {
+                Ok(_) => self.what(&format!("grad.{name}")),
+                Err(_) => self.what(name),
+            };
             close(&what, found, &expected[name], self.rounding());
         }
     }

@@ -4,6 +4,7 @@
 mod list;
 
 use crate::conformance::Case;
+use crate::kept::Kept;
 use list::MUTANTS;
 use moesaic::kernel::KernelSource;
 use moesaic::spec::LayerSpec;
@@ -38,7 +39,7 @@ pub struct Mutant {
 
 /// Compiles one kernel with a mistake, the others as they are.
 struct Planting<'m> {
-    inner: Arc<dyn Compiler>,
+    inner: Kept,
     mutant: &'m Mutant,
 }
 
@@ -86,7 +87,8 @@ impl Compiler for Planting<'static> {
 
 fn options() -> EngineOptions {
     EngineOptions {
-        // A mistaken kernel must not reach the user's store.
+        // A mistaken kernel must not reach the user's store, nor pass for a
+        // right one: it is kept by its own text.
         store: None,
         ..EngineOptions::default()
     }
@@ -116,7 +118,7 @@ fn check(mutant: &'static Mutant) {
         .unwrap_or_else(|e| panic!("{what}: {}", e.render(mutant.layer, false)));
     let case = Case::random(&spec, mutant.tokens, 11);
     let target: Target = mutant.target.parse().expect("a target");
-    let inner = Compilers::default().get(target).expect("a compiler");
+    let inner = Kept(Compilers::default().get(target).expect("a compiler"));
     let planting = Arc::new(Planting { inner, mutant });
     let engine = Engine::open_with(mutant.target, options(), planting).expect("a simulator");
     let report = report(mutant, &case, &engine);

@@ -43,7 +43,7 @@ fn on_cpu(spec: &LayerSpec, isa: CpuIsa) -> Pair {
             "EXPORT f32 {probe}(f32 x)\n{{\n    vec y = {function}(broadcast(x));\n    return y[LANES - 1];\n}}\n"
         );
     }
-    let compiler = Kept(CpuCompiler::find(None).unwrap());
+    let compiler = Kept::new(CpuCompiler::find(None).unwrap());
     let artifact = compiler
         .compile(&source, &CompileOptions::default())
         .unwrap();

@@ -227,7 +227,8 @@ fn registry(kind: Kind) -> Registry {
 
 #[test]
 fn nvrtc_compiles_every_kernel() {
-    let compiler = Kept(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler =
+        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
     compile_all(&compiler, "cuda", &CUDA, CUDA_SHARED);
 }
 
@@ -256,7 +257,8 @@ fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
 
 #[test]
 fn nvrtc_compiles_every_matrix_gemm() {
-    let compiler = Kept(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler =
+        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
     let archs = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
     for (arch, half) in archs.iter().zip([DType::Bf16, DType::F16].iter().cycle()) {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
@@ -312,7 +314,8 @@ fn hopper_layers() -> Vec<LayerSpec> {
 
 #[test]
 fn nvrtc_compiles_the_hopper_gemm() {
-    let compiler = Kept(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler =
+        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
     let target: Target = "cuda:sm_90a".parse().unwrap();
     for spec in hopper_layers() {
         for source in gemms(&plan(&spec, target).unwrap()) {
@@ -327,7 +330,7 @@ fn nvrtc_compiles_the_hopper_gemm() {
 
 #[test]
 fn clang_compiles_every_matrix_gemm() {
-    let compiler = Kept(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
     for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100"] {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
         for spec in [DType::Bf16, DType::F16, DType::F32]
@@ -350,7 +353,7 @@ fn clang_compiles_every_matrix_gemm() {
 /// Forward with what it keeps, and backward; every type on every architecture.
 #[test]
 fn clang_compiles_every_matrix_gemm_of_training() {
-    let compiler = Kept(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
     let types = [DType::Bf16, DType::F16, DType::F32];
     for (first, arch) in ["gfx90a", "gfx942", "gfx950", "gfx1100"].iter().enumerate() {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
@@ -369,7 +372,7 @@ fn clang_compiles_every_matrix_gemm_of_training() {
 
 #[test]
 fn clang_compiles_every_kernel() {
-    let compiler = Kept(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
     compile_all(&compiler, "rocm", &ROCM, ROCM_SHARED);
 }
 
@@ -444,14 +447,15 @@ fn compile_training(compiler: &dyn Compiler, archs: &[&str], shared: u32) {
 
 #[test]
 fn nvrtc_compiles_every_backward_kernel() {
-    let compiler = Kept(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler =
+        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
     let archs = ["cuda:sm_75", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a"];
     compile_training(&compiler, &archs, CUDA_SHARED);
 }
 
 #[test]
 fn clang_compiles_every_backward_kernel() {
-    let compiler = Kept(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
     let archs = ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950", "rocm:gfx1100"];
     compile_training(&compiler, &archs, ROCM_SHARED);
 }

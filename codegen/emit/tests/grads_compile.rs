@@ -66,7 +66,7 @@ fn wanted(kernel: &KernelPlan) -> bool {
 fn compile(arch: &str, layers: &[LayerSpec]) -> usize {
     let mut registry = Registry::open().unwrap();
     install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-    let compiler = Kept(nvrtc(&registry).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(nvrtc(&registry).unwrap_or_else(|error| panic!("{error}")));
     let target: Target = format!("cuda:{arch}").parse().unwrap();
     let training = Training {
         recompute: Recompute::None,

@@ -24,7 +24,7 @@ fn router(spec: &LayerSpec, isa: CpuIsa) -> Router {
     let plan = plan_training(spec, target, Training::default()).unwrap();
     let plan = router_bwd::alone(plan);
     let device = CpuDevice::with_threads(3).unwrap().poisoned();
-    let compiler = Kept(CpuCompiler::find(None).unwrap());
+    let compiler = Kept::new(CpuCompiler::find(None).unwrap());
     let source = emit(&plan.kernels[0], target).unwrap();
     let options = CompileOptions::default();
     let artifact = compiler.compile(&source, &options).unwrap();

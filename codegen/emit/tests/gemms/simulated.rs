@@ -37,10 +37,10 @@ fn compiled(source: &KernelSource) -> Artifact {
     artifact.unwrap_or_else(|error| panic!("{error}"))
 }
 
-static COMPILER: LazyLock<Kept<PtxCompiler>> = LazyLock::new(|| {
+static COMPILER: LazyLock<Kept> = LazyLock::new(|| {
     let mut registry = Registry::open().unwrap();
     let installed = install(&mut registry, &[Kind::Cuda], &mut |_| {});
     installed.unwrap_or_else(|error| panic!("{error}"));
     let nvrtc = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
-    Kept(PtxCompiler::new(nvrtc))
+    Kept::new(PtxCompiler::new(nvrtc))
 });

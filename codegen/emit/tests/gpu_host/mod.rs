@@ -82,8 +82,8 @@ pub fn modules_of(plan: &LayerPlan, device: &FiberDevice, stems: &[Stem]) -> Vec
 
 /// A compiled source; no warning is accepted.
 pub fn compiled(source: &KernelSource) -> Artifact {
-    static COMPILER: LazyLock<Kept<FiberCompiler>> =
-        LazyLock::new(|| Kept(FiberCompiler::find(None).unwrap()));
+    static COMPILER: LazyLock<Kept> =
+        LazyLock::new(|| Kept::new(FiberCompiler::find(None).unwrap()));
     let artifact = COMPILER
         .compile(source, &CompileOptions::default())
         .unwrap();

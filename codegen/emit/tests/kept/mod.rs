@@ -1,10 +1,12 @@
 //! A compiler whose results lie in the build folder: a suite that runs again
 //! compiles what has changed, and no kernel twice.
 
-use moesaic_cache::{Key, KeyParts, PruneRule, Request, Store};
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use moesaic_cache::{Key, KeyParts, PruneRule, Request, Store, hash_source};
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 /// Bytes that stay from one run to the next.
 const ROOM: u64 = 2 << 30;
@@ -18,10 +20,29 @@ static STORE: LazyLock<Store> = LazyLock::new(|| {
     store
 });
 
-/// The compiler behind it is asked for what is new, and for every error.
-pub struct Kept<C>(pub C);
+/// Runs a check that panics when it fails, unless one of these parts has
+/// passed before. They are everything that it depends on.
+pub fn once(parts: &[&str], check: impl FnOnce()) {
+    let whole: String = parts.iter().map(|p| format!("{}\n{p}", p.len())).collect();
+    let name = format!("passed {}", hash_source(&whole));
+    if STORE.fact(&name) == Some(true) {
+        return;
+    }
+    check();
+    // What cannot be kept is checked again.
+    let _ = STORE.remember(&name, &true);
+}
 
-impl<C: Compiler> Compiler for Kept<C> {
+/// The compiler behind it is asked for what is new, and for every error.
+pub struct Kept(pub Arc<dyn Compiler>);
+
+impl Kept {
+    pub fn new(compiler: impl Compiler + 'static) -> Kept {
+        Kept(Arc::new(compiler))
+    }
+}
+
+impl Compiler for Kept {
     fn backend(&self) -> &'static str {
         self.0.backend()
     }

@@ -300,8 +300,7 @@ fn counter(name: &str, input: &Input) -> i64 {
 }
 
 fn compiled(source: &KernelSource) -> Artifact {
-    static COMPILER: LazyLock<Kept<CpuCompiler>> =
-        LazyLock::new(|| Kept(CpuCompiler::find(None).unwrap()));
+    static COMPILER: LazyLock<Kept> = LazyLock::new(|| Kept::new(CpuCompiler::find(None).unwrap()));
     COMPILER
         .compile(source, &CompileOptions::default())
         .unwrap()
