@@ -207,6 +207,7 @@ pub fn role_name(role: Role) -> &'static str {
     match role {
         Role::Input => "input",
         Role::Weight => "weight",
+        Role::Packed => "packed",
         Role::Output => "output",
         Role::Scratch => "scratch",
         Role::OutputGradient => "output gradient",

@@ -161,7 +161,7 @@ fn template_name(kernel: &KernelPlan, target: Target) -> String {
     };
     let stem = kernel.stem();
     match family {
-        GemmFamily::Simt => plain_template(stem, target),
+        GemmFamily::Simt | GemmFamily::Tiles => plain_template(stem, target),
         GemmFamily::Mma => format!("cuda/{stem}_mma.cu"),
         GemmFamily::Wgmma => format!("cuda/{stem}_wgmma.cu"),
         GemmFamily::Mfma => format!("rocm/{stem}_mfma.cu"),

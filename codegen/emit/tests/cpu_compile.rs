@@ -37,6 +37,9 @@ fn flags(isa: CpuIsa) -> &'static str {
         CpuIsa::Avx512Bf16 => {
             "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16"
         }
+        CpuIsa::Amx => {
+            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mamx-tile -mamx-bf16"
+        }
     }
 }
 
@@ -144,6 +147,11 @@ fn avx512_text_is_clean() {
 #[test]
 fn avx512bf16_text_is_clean() {
     check(CpuIsa::Avx512Bf16);
+}
+
+#[test]
+fn amx_text_is_clean() {
+    check(CpuIsa::Amx);
 }
 
 #[test]

@@ -39,6 +39,8 @@ pub enum CpuIsa {
     Avx512,
     /// [`CpuIsa::Avx512`] with AVX512-BF16.
     Avx512Bf16,
+    /// [`CpuIsa::Avx512`] with AMX tiles of bf16.
+    Amx,
     /// aarch64.
     Neon,
     /// [`CpuIsa::Neon`] with the dot products of bf16 of Armv8.6.
@@ -75,11 +77,12 @@ pub struct TargetError {
     pub known: String,
 }
 
-const CPU: [(CpuIsa, &str); 6] = [
+const CPU: [(CpuIsa, &str); 7] = [
     (CpuIsa::Portable, "portable"),
     (CpuIsa::Avx2, "avx2"),
     (CpuIsa::Avx512, "avx512"),
     (CpuIsa::Avx512Bf16, "avx512bf16"),
+    (CpuIsa::Amx, "amx"),
     (CpuIsa::Neon, "neon"),
     (CpuIsa::NeonBf16, "neonbf16"),
 ];
@@ -200,7 +203,7 @@ impl CpuIsa {
         match self {
             CpuIsa::Portable | CpuIsa::Neon | CpuIsa::NeonBf16 => 16,
             CpuIsa::Avx2 => 32,
-            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => 64,
+            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx => 64,
         }
     }
 
@@ -214,7 +217,11 @@ impl CpuIsa {
     pub const fn vector_registers(self) -> usize {
         match self {
             CpuIsa::Portable | CpuIsa::Avx2 => 16,
-            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Neon | CpuIsa::NeonBf16 => 32,
+            CpuIsa::Avx512
+            | CpuIsa::Avx512Bf16
+            | CpuIsa::Amx
+            | CpuIsa::Neon
+            | CpuIsa::NeonBf16 => 32,
         }
     }
 }

@@ -131,6 +131,8 @@ pub enum GemmFamily {
     Mfma,
     /// Wave matrix instructions of AMD's gfx11.
     Wmma,
+    /// AMX tiles of bf16: x86-64 server CPUs.
+    Tiles,
 }
 
 /// Tiling of `grouped_gemm`.
@@ -159,6 +161,10 @@ pub struct GroupedGemmConfig {
     /// The up half reads rows straight from x, so that no step dispatches.
     #[serde(default)]
     pub gather: bool,
+    /// The kernel reads weights in an order of its own, which entries before the
+    /// product make once: `[experts, strips, depth, columns of a strip]`.
+    #[serde(default)]
+    pub packed: bool,
     /// Dynamic shared memory of a block in bytes.
     #[serde(default)]
     pub shared_bytes: u32,

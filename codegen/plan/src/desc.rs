@@ -17,6 +17,7 @@ pub use gate_bwd::{GateTopkBwdDesc, LossSlope, LossSum};
 
 pub(crate) use routing::noise_gate;
 
+use crate::config::GroupedGemmConfig;
 use moesaic_kernel::{DType, Stem};
 use moesaic_spec::{
     Activation, Capacity, CapacityOrder, ExpertForm, LayerSpec, Router, RouterKind, SharedGate,
@@ -155,6 +156,16 @@ pub enum Half {
     Down,
 }
 
+impl Half {
+    /// `up` or `down`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Half::Up => "up",
+            Half::Down => "down",
+        }
+    }
+}
+
 /// `grouped_gemm`: rows `[R, inner]` times each expert's `[outer, inner]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmDesc {
@@ -195,6 +206,24 @@ pub struct GroupedGemmDesc {
     /// Up: what enters the activation is kept for backward, biases included,
     /// before any clamp.
     pub keep: bool,
+}
+
+/// Elements that the depth of packed weights is a multiple of: what one
+/// product of tiles takes.
+const PACKED_DEPTH: usize = 32;
+
+impl GroupedGemmDesc {
+    /// The packed weights of a config: experts, strips, depth, and the columns
+    /// of a strip, those of gate before those of up.
+    pub fn packed_shape(&self, config: &GroupedGemmConfig) -> [usize; 4] {
+        let matrices = if self.gated { 2 } else { 1 };
+        [
+            self.experts,
+            self.outer.div_ceil(config.thread_columns),
+            self.inner.next_multiple_of(PACKED_DEPTH),
+            config.thread_columns * matrices,
+        ]
+    }
 }
 
 /// A shared expert as `combine` sees it.

@@ -29,6 +29,10 @@ pub struct LayerPlan {
     pub kernels: Vec<KernelPlan>,
     /// Every tensor that a step names.
     pub tensors: Vec<TensorPlan>,
+    /// The launches that make each [`Role::Packed`] tensor from a weight, once
+    /// and whenever that changes: the weight first, then the tensor.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub prepare: Vec<Step>,
     /// The launches of a forward pass, in order.
     pub steps: Vec<Step>,
     /// What backward does again; `None` for a plan without backward.
@@ -81,6 +85,8 @@ pub enum Role {
     Input,
     /// The caller, once.
     Weight,
+    /// The layer, once, from weights: see [`LayerPlan::prepare`].
+    Packed,
     /// The layer; the caller may read it after a call.
     Output,
     /// The layer, for itself.
@@ -142,6 +148,13 @@ impl LayerPlan {
     /// The launches of a forward pass, then those of a backward pass.
     pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
         self.steps.iter().chain(&self.backward)
+    }
+
+    /// Whether kernels read a weight only in its packed form, so that a runtime
+    /// need not keep it.
+    pub fn packs_away(&self, weight: &str) -> bool {
+        let named = |step: &Step| step.tensors.iter().any(|name| name == weight);
+        self.prepare.iter().any(named) && !self.all_steps().any(named)
     }
 
     /// The tensor of this name.
@@ -230,6 +243,7 @@ impl Builder {
                 target,
                 kernels: vec![],
                 tensors,
+                prepare: vec![],
                 steps: vec![],
                 training,
                 backward: vec![],
@@ -254,7 +268,7 @@ impl Builder {
     /// Drops the tensors that no step names; weights are all wanted.
     fn finish(self) -> LayerPlan {
         let mut plan = self.plan;
-        let steps = plan.steps.iter().chain(&plan.backward);
+        let steps = plan.prepare.iter().chain(plan.all_steps());
         let used: BTreeSet<String> = steps.flat_map(|s| s.tensors.clone()).collect();
         plan.tensors
             .retain(|t| t.role == Role::Weight || used.contains(&t.name));
@@ -303,18 +317,28 @@ impl Builder {
             symbol: entry.symbol.clone(),
             tensors: pointers.map(renamed).collect(),
         };
+        self.pass().push(step);
+    }
+
+    fn pass(&mut self) -> &mut Vec<Step> {
         match self.backwards {
-            true => self.plan.backward.push(step),
-            false => self.plan.steps.push(step),
+            true => &mut self.plan.backward,
+            false => &mut self.plan.steps,
         }
     }
 
     /// The tiling of a kernel. The scan lists the row tiles of the GEMM, so
-    /// their heights agree.
+    /// their heights agree. Weights that change at every step are not packed:
+    /// it would be a pass over memory for what a block does in its cache.
     fn config(&self, desc: &KernelDesc) -> KernelConfig {
         let mut config = heuristics::choose(desc, self.plan.target);
-        if let KernelConfig::ExpertScan(scan) = &mut config {
-            scan.tile_rows = expert_gemm(&self.plan.spec, Half::Up, self.plan.target).tile_rows;
+        match &mut config {
+            KernelConfig::ExpertScan(scan) => {
+                let up = expert_gemm(&self.plan.spec, Half::Up, self.plan.target);
+                scan.tile_rows = up.tile_rows;
+            }
+            KernelConfig::GroupedGemm(gemm) => gemm.packed &= self.plan.training.is_none(),
+            _ => {}
         }
         config
     }
@@ -346,9 +370,36 @@ impl Builder {
             None => desc::grouped_gemm(spec, half),
             Some(index) => desc::shared_gemm(spec, half, spec.shared[index].hidden_dim),
         };
-        let names = expert_names(shared);
+        let mut names = expert_names(shared);
+        let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
+        let packed = format!("{owner}.{}.packed", half.name());
+        names.push(("packed".to_string(), packed.clone()));
         let desc = GroupedGemmDesc { keep, ..desc };
-        self.launch(name, KernelDesc::GroupedGemm(desc), &borrowed(&names));
+        let kernel = self.launch(name, KernelDesc::GroupedGemm(desc), &borrowed(&names));
+        self.pack(kernel, &packed);
+    }
+
+    /// Declares the packed weights of a product, and moves the launches that
+    /// make them out of the pass: all but the last of the kernel's.
+    fn pack(&mut self, kernel: usize, name: &str) {
+        let plan = &self.plan.kernels[kernel];
+        let (KernelDesc::GroupedGemm(desc), KernelConfig::GroupedGemm(config)) =
+            (&plan.desc, &plan.config)
+        else {
+            unreachable!("a product's kernel is a GEMM")
+        };
+        if !config.packed {
+            return;
+        }
+        let (shape, dtype) = (desc.packed_shape(config), desc.weights);
+        let packs = plan.entries.len() - 1;
+        let shape = shape.map(tensors::constant);
+        let packed = tensors::tensor(name, dtype, &shape, Role::Packed);
+        self.plan.tensors.push(packed);
+        let pass = self.pass();
+        let first = pass.len() - 1 - packs;
+        let moved: Vec<Step> = pass.drain(first..first + packs).collect();
+        self.plan.prepare.extend(moved);
     }
 
     fn shared(&mut self, index: usize) {

@@ -123,6 +123,7 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let bias_shape = format!("[{e}, {}]", d.outer);
     let weight_tile = [c.tile_depth, c.tile_columns, 1];
     let weight = |name: &str| operand(c, name, d.weights, &matrix_shape, &weight_tile);
+    let packed = Param::read("packed", d.weights, shape_text(&d.packed_shape(c)));
     let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
     let per_slot = format!("[tokens, {}]", d.top_k);
     let rows_shape = format!("[{count}, {}]", d.inner);
@@ -135,8 +136,8 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     };
     let params = some([
         Some(if c.gather { tokens } else { rows }),
-        when(d.gated, weight("gate")),
-        Some(weight(matrix)),
+        when(d.gated && !c.packed, weight("gate")),
+        Some(if c.packed { packed } else { weight(matrix) }),
         when(d.gated && d.bias, bias("gate")),
         when(d.bias, bias(matrix)),
         when(
@@ -158,9 +159,35 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     ]);
     let column_tiles = Size::Const(d.outer.div_ceil(c.tile_columns) as u64);
     let grid = [tiles_of(d.dense, d.top_k, e, c), column_tiles];
-    let mut entry = entry(symbol, summary, params, grid, c.threads);
-    entry.launch.shared_bytes = c.shared_bytes;
-    vec![entry]
+    let mut product = entry(symbol, summary, params, grid, c.threads);
+    product.launch.shared_bytes = c.shared_bytes;
+    let mut entries = packs(d, c, symbol, matrix);
+    entries.push(product);
+    entries
+}
+
+/// The entries that put each matrix into the order of the product.
+fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str) -> Vec<Entry> {
+    let shape = d.packed_shape(c);
+    let one_of = |matrix: &str| {
+        let from = format!("[{}, {}, {}]", d.experts, d.outer, d.inner);
+        let params = vec![
+            Param::read(matrix, d.weights, from),
+            Param::write("packed", d.weights, shape_text(&shape)),
+        ];
+        let grid = [shape[1], shape[0]].map(|n| Size::Const(n as u64));
+        let symbol = format!("{symbol}_pack_{matrix}");
+        let summary = "lays a matrix out as the product reads it";
+        entry(&symbol, summary, params, grid, c.threads)
+    };
+    let gate = d.gated.then_some("gate");
+    let matrices = gate.into_iter().chain([matrix]);
+    matrices.filter(|_| c.packed).map(one_of).collect()
+}
+
+fn shape_text(shape: &[usize]) -> String {
+    let sizes: Vec<String> = shape.iter().map(usize::to_string).collect();
+    format!("[{}]", sizes.join(", "))
 }
 
 /// What a product reads: a pointer, or a map for the copy engine, which cuts

@@ -85,7 +85,8 @@ fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
     let names: BTreeSet<&String> = step.tensors.iter().collect();
     let tensors = names.into_iter().filter_map(|name| plan.tensor(name));
     let bytes = tensors.map(|tensor| {
-        let stack = tensor.role == Role::Weight && tensor.shape.len() == 3;
+        let matrices = matches!(tensor.role, Role::Weight | Role::Packed);
+        let stack = matrices && tensor.shape.len() > 2;
         let share = if stack {
             active(plan, tensor, tokens)
         } else {

@@ -137,8 +137,13 @@ impl Engine {
         weights: &Weights<'_>,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
-        let modules = self.jit.modules(&emit_layer(&plan)?)?;
+        let modules = self.modules(&plan)?;
         Layer::new(plan, modules, self.device.clone(), weights, shared)
+    }
+
+    /// The kernels of a plan, loaded.
+    pub(crate) fn modules(&self, plan: &LayerPlan) -> Result<Vec<Arc<dyn Module>>, EngineError> {
+        self.jit.modules(&emit_layer(plan)?)
     }
 
     /// Makes a layer that can run backward; see [`Layer::forward_train`].

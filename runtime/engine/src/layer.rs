@@ -1,6 +1,7 @@
 //! A layer on a device: plan, loaded kernels, weights.
 
 use crate::forward::shape_for;
+use crate::place::{Packing, placed};
 use crate::workspace::Workspace;
 use crate::{EngineError, HostTensor, Weights};
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
@@ -33,14 +34,9 @@ impl Layer {
         weights: &Weights<'_>,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
-        let expected = |tensor: &&TensorPlan| tensor.role == Role::Weight;
         let mut held = shared;
-        for tensor in plan.tensors.iter().filter(expected) {
-            if !held.contains_key(&tensor.name) {
-                let buffer = uploaded(tensor, &*device, weights)?;
-                held.insert(tensor.name.clone(), buffer);
-            }
-        }
+        let own = |name: &str| !held.contains_key(name);
+        held.extend(placed(&plan, &modules, &*device, weights, own)?);
         if let Some(table) = weights.get("router.table") {
             check_table(&plan.spec, table)?;
         }
@@ -74,8 +70,9 @@ impl Layer {
             name: name.to_string(),
             problem,
         };
-        let (Some(buffer), Some(plan)) = (self.weights.get(name), self.plan.tensor(name)) else {
-            let names: Vec<&str> = self.weights.keys().map(String::as_str).collect();
+        let weights = || self.plan.tensors.iter().filter(|t| t.role == Role::Weight);
+        let Some(plan) = weights().find(|tensor| tensor.name == name) else {
+            let names: Vec<&str> = weights().map(|tensor| tensor.name.as_str()).collect();
             return Err(problem(format!("is none of {}", names.join(", "))));
         };
         tensor
@@ -84,11 +81,21 @@ impl Layer {
         if name == "router.table" {
             check_table(&self.plan.spec, tensor)?;
         }
-        self.device.upload(&tensor.data, buffer, 0)?;
-        Ok(())
+        if let Some(buffer) = self.weights.get(name) {
+            self.device.upload(&tensor.data, buffer, 0)?;
+            return Ok(());
+        }
+        let packing = Packing {
+            plan: &self.plan,
+            modules: &self.modules,
+            device: &*self.device,
+        };
+        packing.pack(name, tensor, &self.weights)
     }
 
     /// The address of a weight on the device, for an optimizer that runs there.
+    /// `None` when the layer keeps it only as its kernels read it, which a
+    /// training layer never does.
     pub fn weight_ptr(&self, name: &str) -> Option<Ptr> {
         self.weights.get(name).map(Buffer::ptr)
     }
@@ -115,19 +122,6 @@ impl Layer {
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
-}
-
-/// A weight in device memory.
-pub(crate) fn uploaded(
-    tensor: &TensorPlan,
-    device: &dyn Device,
-    weights: &Weights<'_>,
-) -> Result<Buffer, EngineError> {
-    let shape = shape_for(tensor, 0); // weights do not depend on tokens
-    let host = weights.expect(&tensor.name, tensor.dtype, &shape)?;
-    let buffer = device.alloc(host.data.len().max(64))?;
-    device.upload(&host.data, &buffer, 0)?;
-    Ok(buffer)
 }
 
 /// A spec may have been built in Rust, so it is validated here as well.

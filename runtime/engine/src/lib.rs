@@ -22,6 +22,7 @@ mod launch;
 mod layer;
 mod multi_gate;
 mod parallel;
+mod place;
 mod precompile;
 mod statistics;
 mod tensor;

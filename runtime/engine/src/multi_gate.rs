@@ -3,7 +3,7 @@
 use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
 use moesaic_plan::{LayerPlan, Role, TensorPlan, Training};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{Buffer, Device};
+use moesaic_target::{Buffer, Device, Module};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -33,7 +33,8 @@ impl Engine {
             None => self.plan(spec)?,
         };
         let device = &**self.device();
-        let shared = Shared::new(&plan, device, weights)?;
+        let modules = self.modules(&plan)?;
+        let shared = Shared::new(&plan, &modules, device, weights)?;
         let layers = routers.iter().map(|router| {
             let layer = self.layer_with(plan.clone(), router, shared.weights())?;
             if training.is_some() {
@@ -122,26 +123,25 @@ struct Shared {
 impl Shared {
     fn new(
         plan: &LayerPlan,
+        modules: &[Arc<dyn Module>],
         device: &dyn Device,
         weights: &Weights<'_>,
     ) -> Result<Shared, EngineError> {
-        let common = |role: Role| {
-            let tensors = plan.tensors.iter();
-            tensors.filter(move |tensor: &&TensorPlan| tensor.role == role && !is_own(&tensor.name))
+        let common = |name: &str| !is_own(name);
+        let placed = crate::place::placed(plan, modules, device, weights, common)?;
+        let summed = |tensor: &&TensorPlan| {
+            tensor.role == Role::WeightGradient && common(&tensor.name)
         };
-        let mut shared = Shared {
-            weights: HashMap::new(),
-            gradients: HashMap::new(),
-        };
-        for tensor in common(Role::Weight) {
-            let buffer = Arc::new(crate::layer::uploaded(tensor, device, weights)?);
-            shared.weights.insert(tensor.name.clone(), buffer);
-        }
-        for tensor in common(Role::WeightGradient) {
+        let mut gradients = HashMap::new();
+        for tensor in plan.tensors.iter().filter(summed) {
             let buffer = Arc::new(crate::training::zeroed(tensor, device)?);
-            shared.gradients.insert(tensor.name.clone(), buffer);
+            gradients.insert(tensor.name.clone(), buffer);
         }
-        Ok(shared)
+        let weights = placed.into_iter().map(|(name, b)| (name, Arc::new(b)));
+        Ok(Shared {
+            weights: weights.collect(),
+            gradients,
+        })
     }
 
     fn weights(&self) -> HashMap<String, Buffer> {

@@ -48,6 +48,7 @@ pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
         CpuIsa::Avx512 => &[&AVX2, &AVX512],
         CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16"]],
         CpuIsa::NeonBf16 => &[&NEON_BF16],
+        CpuIsa::Amx => &[&AVX2, &AVX512, &["-mamx-tile", "-mamx-bf16"]],
     };
     COMMON
         .iter()
@@ -64,6 +65,7 @@ pub(crate) fn isas_of(arch: &str) -> &'static [CpuIsa] {
             CpuIsa::Avx2,
             CpuIsa::Avx512,
             CpuIsa::Avx512Bf16,
+            CpuIsa::Amx,
         ],
         "aarch64" => &[CpuIsa::Portable, CpuIsa::Neon, CpuIsa::NeonBf16],
         _ => &[CpuIsa::Portable],
@@ -76,7 +78,7 @@ pub(crate) fn arch_of(isa: CpuIsa) -> &'static str {
     match isa {
         CpuIsa::Portable => std::env::consts::ARCH,
         CpuIsa::Neon | CpuIsa::NeonBf16 => "aarch64",
-        CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 => "x86_64",
+        CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx => "x86_64",
     }
 }
 

@@ -57,7 +57,18 @@ void limit_f32(void *const *args, i64 first, i64 last, i64 grid_x) {
 #endif
 #define DOT6(c) DOT(c) DOT(c + 1) DOT(c + 2) DOT(c + 3) DOT(c + 4) DOT(c + 5)
 
-/* (out f32 [blocks], rounds i64): CHAINS * BYTES / 2 multiply-adds a round. */
+#if defined(__AMX_BF16__)
+typedef struct {
+  unsigned char palette, start, reserved[14];
+  unsigned short row_bytes[16];
+  unsigned char rows[16];
+} tiles_t;
+
+#define TILE(c) __asm__ volatile("tdpbf16ps %%tmm5, %%tmm4, %%tmm" #c ::)
+#endif
+
+/* (out f32 [blocks], rounds i64): CHAINS * BYTES / 2 multiply-adds a round,
+   with tiles 4 products of 16 x 32 by 32 x 16. */
 void limit_bf16(void *const *args, i64 first, i64 last, i64 grid_x) {
   float *out = ARG(float *, 0);
   i64 rounds = ARG(i64, 1);
@@ -65,7 +76,14 @@ void limit_bf16(void *const *args, i64 first, i64 last, i64 grid_x) {
   for (i64 b = first; b < last; ++b) {
     vec chain[CHAINS];
     for (int c = 0; c < CHAINS; ++c) chain[c] = (vec){0} + (float)c;
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__AMX_BF16__)
+    tiles_t tiles = {1, 0, {0}, {64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16}};
+    __asm__ volatile("ldtilecfg %0" ::"m"(tiles)); /* zeros, too */
+    for (i64 r = 0; r < rounds; ++r) {
+      TILE(0); TILE(1); TILE(2); TILE(3);
+    }
+    __asm__ volatile("tilerelease" ::);
+#elif defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     words pair = (words){0} + 0x3f803f803f803f80u;
     for (i64 r = 0; r < rounds; ++r) {
       DOT6(0) DOT6(6) DOT6(12) DOT6(18)

@@ -42,12 +42,17 @@ pub enum LimitsError {
 /// When the compiler or the device fails.
 pub fn measure(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Limits, LimitsError> {
     let probe = Probe::new(compiler, device)?;
-    let has_bf16 = probe.isa.bf16_pairs();
+    let lanes = probe.isa.vector_bytes() / 4 * chains(probe.isa);
+    let bf16_operations = match probe.isa {
+        isa if isa.bf16_pairs() => Some(4 * lanes),
+        CpuIsa::Amx => Some(4 * TILE_OPERATIONS),
+        _ => None,
+    };
     Ok(Limits {
         threads: probe.threads,
-        f32_gflops: probe.rate("limit_f32", 2.0)?,
-        bf16_gflops: has_bf16
-            .then(|| probe.rate("limit_bf16", 4.0))
+        f32_gflops: probe.rate("limit_f32", 2 * lanes)?,
+        bf16_gflops: bf16_operations
+            .map(|operations| probe.rate("limit_bf16", operations))
             .transpose()?,
         read_gbps: probe.bandwidth("limit_read")?,
         copy_gbps: probe.bandwidth("limit_copy")?,
@@ -65,6 +70,9 @@ const SHARE: usize = 32 << 20;
 const fn chains(isa: CpuIsa) -> usize {
     if isa.vector_registers() == 32 { 24 } else { 12 }
 }
+
+/// Of a product of 16 x 32 by 32 x 16 elements.
+const TILE_OPERATIONS: usize = 2 * 16 * 32 * 16;
 
 struct Probe {
     module: Arc<dyn Module>,
@@ -100,13 +108,13 @@ impl Probe {
         })
     }
 
-    /// 1e9 operations per second, at `per_lane` operations a lane and chain.
-    fn rate(&self, symbol: &str, per_lane: f64) -> Result<f64, DeviceError> {
+    /// 1e9 operations per second, at so many a round and thread.
+    fn rate(&self, symbol: &str, operations: usize) -> Result<f64, DeviceError> {
         const ROUNDS: i64 = 200_000;
-        let lanes = (self.isa.vector_bytes() / 4 * chains(self.isa) * self.threads) as f64;
+        let each_round = (operations * self.threads) as f64;
         let args = [Arg::Ptr(self.results.ptr()), Arg::I64(ROUNDS)];
         let seconds = self.best(symbol, &args)?;
-        Ok(per_lane * lanes * ROUNDS as f64 / seconds / 1e9)
+        Ok(each_round * ROUNDS as f64 / seconds / 1e9)
     }
 
     fn bandwidth(&self, symbol: &str) -> Result<f64, DeviceError> {

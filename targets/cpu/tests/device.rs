@@ -212,6 +212,7 @@ fn the_limits_of_the_machine_are_plausible() {
     assert!((0.5..1e6).contains(&limits.f32_gflops), "{limits:?}");
     assert!((0.05..1e4).contains(&limits.read_gbps), "{limits:?}");
     assert!((0.05..1e4).contains(&limits.copy_gbps), "{limits:?}");
-    let has_bf16 = host_isa() == moesaic_kernel::CpuIsa::Avx512Bf16;
+    use moesaic_kernel::CpuIsa::{Amx, Avx512Bf16};
+    let has_bf16 = matches!(host_isa(), Avx512Bf16 | Amx);
     assert_eq!(limits.bf16_gflops.is_some(), has_bf16);
 }

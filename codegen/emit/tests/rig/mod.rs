@@ -29,6 +29,7 @@ pub fn isas() -> Vec<CpuIsa> {
     let narrower = match host {
         CpuIsa::Avx2 => &[CpuIsa::Portable][..],
         CpuIsa::Avx512 => &[CpuIsa::Portable, CpuIsa::Avx2],
+        CpuIsa::Amx => &[CpuIsa::Portable, CpuIsa::Avx2, CpuIsa::Avx512],
         CpuIsa::Avx512Bf16 => &[CpuIsa::Portable, CpuIsa::Avx2, CpuIsa::Avx512],
         CpuIsa::Portable => &[],
         CpuIsa::Neon => &[CpuIsa::Portable],
@@ -37,7 +38,7 @@ pub fn isas() -> Vec<CpuIsa> {
     let mut list = narrower.to_vec();
     list.push(host);
     #[cfg(target_arch = "x86_64")]
-    if host == CpuIsa::Avx512 && std::is_x86_feature_detected!("avx512bf16") {
+    if matches!(host, CpuIsa::Avx512 | CpuIsa::Amx) && std::is_x86_feature_detected!("avx512bf16") {
         list.push(CpuIsa::Avx512Bf16);
     }
     list
@@ -175,6 +176,7 @@ impl Rig {
     /// Runs every step; nothing that a kernel should write is set before.
     pub fn run(&self, input: &Input) -> Tensors {
         let buffers = self.buffers(input, &[]);
+        self.launch_all(&self.plan.prepare, input, 0, &buffers);
         self.launch_all(&self.plan.steps, input, 0, &buffers);
         self.read(input, buffers)
     }
@@ -200,7 +202,11 @@ impl Rig {
                 Role::Input => Some(input_values(input, &tensor.name)),
                 Role::Weight => Some(self.weights.get(&tensor.name).data.clone()),
                 Role::OutputGradient => Some(dy.to_vec()),
-                Role::Output | Role::Scratch | Role::InputGradient | Role::WeightGradient => None,
+                Role::Packed
+                | Role::Output
+                | Role::Scratch
+                | Role::InputGradient
+                | Role::WeightGradient => None,
             };
             if let Some(values) = given {
                 assert_eq!(values.len(), count, "{}", tensor.name);

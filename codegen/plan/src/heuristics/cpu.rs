@@ -3,14 +3,25 @@
 
 use crate::config::*;
 use crate::desc::*;
-use moesaic_kernel::CpuIsa;
+use moesaic_kernel::{CpuIsa, DType};
 
-/// Rows of a GEMM tile: enough that packing a panel of weights once per tile
-/// costs little, few enough that eight experts still fill two dozen cores.
+/// Rows of a GEMM tile: enough that a panel of weights is read from far away
+/// seldom, few enough that eight experts still fill two dozen cores.
 const TILE_ROWS: usize = 192;
 
-/// Columns of the weight panel of a GEMM block: a multiple of every register
-/// tile, and with 256 words of depth a fraction of any second-level cache.
+/// As [`TILE_ROWS`], for AMX tiles, which multiply so fast that the weights have
+/// to be read more seldom still.
+const AMX_TILE_ROWS: usize = 320;
+
+/// Columns of a GEMM block, of gate and up together: with 256 words of depth,
+/// panel and sums are a fraction of any second-level cache.
+const BLOCK_COLUMNS: usize = 256;
+
+/// As [`BLOCK_COLUMNS`], for AMX tiles: rows are copied into a slice once per
+/// block, which costs a few per cent of so many columns.
+const AMX_BLOCK_COLUMNS: usize = 512;
+
+/// Columns of the weight panel that backward packs in a block.
 const PANEL_COLUMNS: usize = 128;
 
 /// See [`GateTopkConfig`].
@@ -52,29 +63,60 @@ pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
 
 /// See [`GroupedGemmConfig`]. Depth counts 32-bit words.
 pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
-    let lanes = isa.vector_bytes() / 4;
-    // Accumulators of a register tile are rows x vectors; some registers are
-    // left for operands. A gated product has gate and up side by side.
-    let (thread_rows, vectors) = match isa.vector_registers() {
-        32 => (6, 4),
-        _ => (6, 2),
-    };
+    let family = family(isa, d.weights, d.activations);
     let matrices = if d.gated { 2 } else { 1 };
-    let thread_columns = lanes * vectors / matrices;
-    let panel_columns = PANEL_COLUMNS / matrices;
+    let (thread_rows, strip, columns) = match family {
+        // Four tiles of sums, 16 by 16 each.
+        GemmFamily::Tiles => (32, 32, AMX_BLOCK_COLUMNS),
+        _ => {
+            let (rows, strip) = register_tile(isa);
+            (rows, strip, BLOCK_COLUMNS)
+        }
+    };
+    // A gated product has gate and up side by side in a strip.
+    let thread_columns = strip / matrices;
+    let block_columns = columns / matrices;
     GroupedGemmConfig {
         threads: 1,
-        tile_rows: TILE_ROWS,
-        tile_columns: panel_columns.min(d.outer.next_multiple_of(thread_columns)),
+        tile_rows: tile_rows(family),
+        tile_columns: block_columns.min(d.outer.next_multiple_of(thread_columns)),
         tile_depth: 256,
         thread_rows,
         thread_columns,
-        family: GemmFamily::Simt,
+        family,
         stages: 1,
-        gather: false,
+        gather: d.plain_rows && !d.dense,
+        packed: true,
         shared_bytes: 0,
         tf32: false,
     }
+}
+
+/// What multiplies factors of these types.
+fn family(isa: CpuIsa, left: DType, right: DType) -> GemmFamily {
+    match (isa, left, right) {
+        (CpuIsa::Amx, DType::Bf16, DType::Bf16) => GemmFamily::Tiles,
+        _ => GemmFamily::Simt,
+    }
+}
+
+/// The row tiles of a layer are listed once, so that every product that walks
+/// the list has tiles of this height.
+fn tile_rows(family: GemmFamily) -> usize {
+    match family {
+        GemmFamily::Tiles => AMX_TILE_ROWS,
+        _ => TILE_ROWS,
+    }
+}
+
+/// Rows and columns of the sums that vector registers hold; some are left for
+/// operands.
+fn register_tile(isa: CpuIsa) -> (usize, usize) {
+    let vectors = match isa.vector_registers() {
+        32 => 4,
+        _ => 2,
+    };
+    (6, vectors * isa.vector_bytes() / 4)
 }
 
 /// See [`CombineConfig`].
@@ -99,8 +141,9 @@ pub fn combine_bwd(_: &CombineBwdDesc, _: CpuIsa) -> CombineBwdConfig {
 
 /// See [`GroupedGemmConfig`].
 pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
-    let (thread_rows, thread_columns) = one_matrix(isa);
+    let (thread_rows, thread_columns) = register_tile(isa);
     GroupedGemmConfig {
+        tile_rows: tile_rows(family(isa, d.weights, d.activations)),
         tile_columns: PANEL_COLUMNS.min(d.outer.next_multiple_of(thread_columns)),
         thread_rows,
         thread_columns,
@@ -111,7 +154,7 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmC
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts words
 /// of rows, few enough that both panels stay near.
 pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
-    let (thread_rows, thread_columns) = one_matrix(isa);
+    let (thread_rows, thread_columns) = register_tile(isa);
     GroupedGemmConfig {
         tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
         tile_columns: PANEL_COLUMNS.min(d.width.next_multiple_of(thread_columns)),
@@ -120,15 +163,6 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmC
         thread_columns,
         ..plain_gemm()
     }
-}
-
-/// Rows and columns of a register tile of one matrix.
-fn one_matrix(isa: CpuIsa) -> (usize, usize) {
-    let vectors = match isa.vector_registers() {
-        32 => 4,
-        _ => 2,
-    };
-    (6, vectors * isa.vector_bytes() / 4)
 }
 
 fn plain_gemm() -> GroupedGemmConfig {
@@ -142,6 +176,7 @@ fn plain_gemm() -> GroupedGemmConfig {
         family: GemmFamily::Simt,
         stages: 1,
         gather: false,
+        packed: false,
         shared_bytes: 0,
         tf32: false,
     }

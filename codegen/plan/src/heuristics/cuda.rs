@@ -69,6 +69,7 @@ fn simt(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
         family: GemmFamily::Simt,
         stages: 1,
         gather: false,
+        packed: false,
         shared_bytes: 0,
         tf32: false,
     }

@@ -147,6 +147,7 @@ pub fn simt_product(tile_rows: usize) -> GroupedGemmConfig {
         family: GemmFamily::Simt,
         stages: 1,
         gather: false,
+        packed: false,
         shared_bytes: 0,
         tf32: false,
     }
@@ -160,6 +161,7 @@ pub fn simt_wgrad(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
         tile_rows: 64 / matrices,
         thread_rows: 8 / matrices,
         gather: d.plain_rows && !d.dense,
+        packed: false,
         ..simt_product(64)
     }
 }

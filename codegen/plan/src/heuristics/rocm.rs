@@ -88,6 +88,7 @@ fn matrix(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
         thread_columns: 64 / matrices,
         stages: 2,
         gather: d.plain_rows && !d.dense,
+        packed: false,
         ..simt(d)
     }
 }
@@ -106,6 +107,7 @@ fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
         family: GemmFamily::Simt,
         stages: 1,
         gather: false,
+        packed: false,
         shared_bytes: 0,
         tf32: false,
     }
@@ -151,6 +153,7 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: RocmArch) -> GroupedGe
         family,
         stages: 2,
         gather: d.plain_rows && !d.dense,
+        packed: false,
         ..gpu::simt_product(64)
     };
     match family {

@@ -45,6 +45,7 @@ pub fn grouped_gemm(
         family: GemmFamily::Mma,
         stages,
         gather: d.plain_rows && !d.dense,
+        packed: false,
         shared_bytes: (stages * stage) as u32,
         tf32: d.tf32,
     })

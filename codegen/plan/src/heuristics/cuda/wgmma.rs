@@ -82,6 +82,7 @@ impl Ring {
             family: GemmFamily::Wgmma,
             stages,
             gather: false,
+            packed: false,
             shared_bytes,
             tf32: false,
         }

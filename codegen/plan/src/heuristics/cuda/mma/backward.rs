@@ -43,6 +43,7 @@ pub fn grouped_gemm_dgrad(
         family: GemmFamily::Mma,
         stages,
         gather: false,
+        packed: false,
         shared_bytes: (stages * stage) as u32,
         tf32: d.tf32,
     })
@@ -77,6 +78,7 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<Gr
         family: GemmFamily::Mma,
         stages,
         gather: d.plain_rows && !d.dense,
+        packed: false,
         shared_bytes: (stages * stage) as u32,
         tf32: d.tf32,
     })

@@ -1,0 +1,97 @@
+//! Putting weights on the device, in the order the kernels read them.
+
+use crate::forward::shape_for;
+use crate::{EngineError, HostTensor, Weights};
+use moesaic_plan::{LayerPlan, Role, Step, TensorPlan};
+use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module, Ptr};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// The wanted weights of a plan on the device, packed ones among them. A weight
+/// that kernels read only packed is there for no longer than that takes, one at
+/// a time, so that memory holds the weights once.
+pub(crate) fn placed(
+    plan: &LayerPlan,
+    modules: &[Arc<dyn Module>],
+    device: &dyn Device,
+    weights: &Weights<'_>,
+    wanted: impl Fn(&str) -> bool,
+) -> Result<HashMap<String, Buffer>, EngineError> {
+    let mut held = HashMap::new();
+    let of = |role: Role| {
+        let tensors = plan.tensors.iter();
+        tensors.filter(move |tensor| tensor.role == role)
+    };
+    for tensor in of(Role::Packed).filter(|tensor| wanted(&tensor.name)) {
+        let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
+        held.insert(tensor.name.clone(), device.alloc(bytes)?);
+    }
+    let packing = Packing {
+        plan,
+        modules,
+        device,
+    };
+    for tensor in of(Role::Weight).filter(|tensor| wanted(&tensor.name)) {
+        let host = weights.expect(&tensor.name, tensor.dtype, &shape_for(tensor, 0))?;
+        if plan.packs_away(&tensor.name) {
+            packing.pack(&tensor.name, host, &held)?;
+        } else {
+            held.insert(tensor.name.clone(), uploaded(tensor, host, device)?);
+        }
+    }
+    Ok(held)
+}
+
+/// A weight in device memory.
+fn uploaded(
+    tensor: &TensorPlan,
+    host: &HostTensor<'_>,
+    device: &dyn Device,
+) -> Result<Buffer, EngineError> {
+    debug_assert_eq!(host.data.len() as u64, tensor.bytes(0), "{}", tensor.name);
+    let buffer = device.alloc(host.data.len().max(64))?;
+    device.upload(&host.data, &buffer, 0)?;
+    Ok(buffer)
+}
+
+/// What packs weights.
+pub(crate) struct Packing<'a> {
+    pub plan: &'a LayerPlan,
+    pub modules: &'a [Arc<dyn Module>],
+    pub device: &'a dyn Device,
+}
+
+impl Packing<'_> {
+    /// Puts one weight into the packed tensors that are made of it.
+    pub(crate) fn pack(
+        &self,
+        name: &str,
+        host: &HostTensor<'_>,
+        held: &HashMap<String, Buffer>,
+    ) -> Result<(), EngineError> {
+        let from = self.device.alloc(host.data.len().max(64))?;
+        self.device.upload(&host.data, &from, 0)?;
+        let of_this = |step: &&Step| step.tensors[0] == name;
+        for step in self.plan.prepare.iter().filter(of_this) {
+            self.launch(step, from.ptr(), held[&step.tensors[1]].ptr())?;
+        }
+        // The source is freed here, and the kernels that read it must be done.
+        Ok(self.device.synchronize()?)
+    }
+
+    fn launch(&self, step: &Step, from: Ptr, to: Ptr) -> Result<(), EngineError> {
+        let launch = &self.plan.entry(step).launch;
+        let dims = LaunchDims {
+            grid: [launch.grid[0].eval(0), launch.grid[1].eval(0)],
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+            cluster: launch.cluster,
+        };
+        let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::I64(0)];
+        // SAFETY: an entry that packs takes the weight, the packed tensor and a
+        // number of tokens; both buffers have the sizes the plan gives, and live
+        // until the device is done.
+        unsafe { self.modules[step.kernel].launch(&step.symbol, dims, &args)? };
+        Ok(())
+    }
+}
