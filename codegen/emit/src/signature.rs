@@ -83,7 +83,9 @@ fn scalar_name(scalar: Scalar) -> &'static str {
 }
 
 /// The exported function of a C entry. `args[i]` points to the value of
-/// argument i; blocks `first..last` of a grid `grid_x` wide are run.
+/// argument i; blocks `first..last` of a grid `grid_x` wide are run. An entry
+/// that asks for shared memory gets as much of the thread's own, which begins
+/// with a line of zeros.
 fn export(entry: &Entry) -> String {
     let symbol = &entry.symbol;
     let unpack: String = entry
@@ -92,10 +94,16 @@ fn export(entry: &Entry) -> String {
         .enumerate()
         .map(|(i, p)| unpack(i, p))
         .collect();
-    let names: Vec<&str> = entry.params.iter().map(|p| p.name.as_str()).collect();
+    let mut names: Vec<&str> = entry.params.iter().map(|p| p.name.as_str()).collect();
+    names.extend(["block % grid_x", "block / grid_x"]);
+    let mut scratch = "";
+    if entry.launch.shared_bytes > 0 {
+        names.push("scratch");
+        scratch = ", void *scratch";
+    }
     let call = wrap(&format!("        {symbol}_block("), &names);
     format!(
-        "EXPORT void {symbol}(void *const *args, i64 first, i64 last, i64 grid_x)\n{{\n{unpack}\
+        "EXPORT void {symbol}(void *const *args, i64 first, i64 last, i64 grid_x{scratch})\n{{\n{unpack}\
          \x20   for (i64 block = first; block < last; block++)\n{call}\n}}\n"
     )
 }
@@ -123,11 +131,7 @@ fn wrap(head: &str, names: &[&str]) -> String {
     let indent = " ".repeat(12);
     let mut text = head.to_string();
     let mut column = head.len();
-    for name in names
-        .iter()
-        .copied()
-        .chain(["block % grid_x", "block / grid_x"])
-    {
+    for name in names {
         if column + name.len() + 2 > 96 {
             text.truncate(text.trim_end().len());
             text += &format!("\n{indent}");

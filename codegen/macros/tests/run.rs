@@ -378,13 +378,13 @@ fn one_kernel_by_itself() {
 #[test]
 fn arguments_of_another_layer_are_refused() {
     let kernels = ENGINE.kernels(&Odd::spec()).unwrap();
-    let error = Launcher::<looked_kernels::dispatch::Dispatch>::new(&kernels)
+    let error = Launcher::<looked_kernels::combine::Combine>::new(&kernels)
         .err()
         .unwrap();
     assert!(matches!(error, SignatureError::Differs { .. }), "{error}");
     let text = error.to_string();
     assert!(
-        text.contains("x: In<f16>") && text.contains("now (x: In<f32>"),
+        text.contains("out: In<f16>") && text.contains("now (out: In<f32>"),
         "{text}"
     );
     let shared =

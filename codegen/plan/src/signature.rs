@@ -158,7 +158,12 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         Some(result(output)),
     ]);
     let column_tiles = Size::Const(d.outer.div_ceil(c.tile_columns) as u64);
-    let grid = [tiles_of(d.dense, d.top_k, e, c), column_tiles];
+    let row_tiles = tiles_of(d.dense, d.top_k, e, c);
+    let grid = match c.family {
+        // Blocks with the same rows follow each other.
+        GemmFamily::Tiles => [column_tiles, row_tiles],
+        _ => [row_tiles, column_tiles],
+    };
     let mut product = entry(symbol, summary, params, grid, c.threads);
     product.launch.shared_bytes = c.shared_bytes;
     let mut entries = packs(d, c, symbol, matrix);

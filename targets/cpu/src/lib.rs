@@ -29,6 +29,7 @@ pub mod limits;
 mod memory;
 mod module;
 mod report;
+mod scratch;
 mod team;
 
 pub use compiler::CpuCompiler;

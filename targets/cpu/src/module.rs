@@ -2,14 +2,16 @@
 
 use crate::crew::Crew;
 use crate::library::{self, Loaded};
+use crate::scratch;
 use moesaic_kernel::{Entry, ParamType, Scalar};
 use moesaic_target::{Arg, Artifact, DeviceError, LaunchDims, Module};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-/// An entry of a CPU kernel: argument values, first block, last block, grid x.
-type Function = unsafe extern "C" fn(*const *const c_void, i64, i64, i64);
+/// An entry of a CPU kernel: argument values, first block, last block, grid x,
+/// scratch memory. Entries without the last take it and do not look.
+type Function = unsafe extern "C" fn(*const *const c_void, i64, i64, i64, *mut c_void);
 
 /// A loaded shared object.
 pub(crate) struct CpuModule {
@@ -115,17 +117,24 @@ impl Module for CpuModule {
                 reason,
             });
         };
+        let failure = OnceLock::new();
         with_table(args, |table| {
             self.crew.run(blocks, |first, last| {
                 // A Slot is transparent over the pointer the kernel expects.
                 let table = table.as_ptr().cast::<*const c_void>();
-                // SAFETY: the arguments are of the entry's kinds, checked above;
-                // the caller vouches for the memory behind them. Both tables
-                // outlive the call, and x fits since x * y does or y is 0.
-                unsafe { function(table, first, last, x as i64) }
+                let done = scratch::with(dims.shared_bytes as usize, |own| {
+                    // SAFETY: the arguments are of the entry's kinds, checked above;
+                    // the caller vouches for the memory behind them. Both tables
+                    // outlive the call, x fits since x * y does or y is 0, and the
+                    // thread's own memory is as large as the launch asks for.
+                    unsafe { function(table, first, last, x as i64, own) }
+                });
+                if let Err(error) = done {
+                    let _ = failure.set(error); // one of them is enough
+                }
             });
         });
-        Ok(())
+        failure.into_inner().map_or(Ok(()), Err)
     }
 }
 

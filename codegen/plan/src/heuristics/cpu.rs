@@ -15,11 +15,11 @@ const AMX_TILE_ROWS: usize = 320;
 
 /// Columns of a GEMM block, of gate and up together: with 256 words of depth,
 /// panel and sums are a fraction of any second-level cache.
-const BLOCK_COLUMNS: usize = 256;
+const BLOCK_COLUMNS: usize = 512;
 
-/// As [`BLOCK_COLUMNS`], for AMX tiles: rows are copied into a slice once per
-/// block, which costs a few per cent of so many columns.
-const AMX_BLOCK_COLUMNS: usize = 512;
+/// Words of depth that a block of AMX tiles has near: with the rows of a tile
+/// about half of a second-level cache of 2 MiB.
+const AMX_DEPTH: usize = 1024;
 
 /// Columns of the weight panel that backward packs in a block.
 const PANEL_COLUMNS: usize = 128;
@@ -65,30 +65,50 @@ pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
 pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
     let family = family(isa, d.weights, d.activations);
     let matrices = if d.gated { 2 } else { 1 };
-    let (thread_rows, strip, columns) = match family {
-        // Four tiles of sums, 16 by 16 each.
-        GemmFamily::Tiles => (32, 32, AMX_BLOCK_COLUMNS),
-        _ => {
-            let (rows, strip) = register_tile(isa);
-            (rows, strip, BLOCK_COLUMNS)
-        }
-    };
+    if family == GemmFamily::Tiles {
+        return tiles(d, matrices);
+    }
+    let (thread_rows, strip) = register_tile(isa);
     // A gated product has gate and up side by side in a strip.
     let thread_columns = strip / matrices;
-    let block_columns = columns / matrices;
+    let block_columns = BLOCK_COLUMNS / matrices;
     GroupedGemmConfig {
-        threads: 1,
-        tile_rows: tile_rows(family),
         tile_columns: block_columns.min(d.outer.next_multiple_of(thread_columns)),
-        tile_depth: 256,
         thread_rows,
         thread_columns,
-        family,
-        stages: 1,
         gather: d.plain_rows && !d.dense,
         packed: true,
-        shared_bytes: 0,
-        tf32: false,
+        ..plain_gemm()
+    }
+}
+
+/// AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same rows,
+/// which stay near; where they do not fit whole, sums stay near too, and a block
+/// has more columns.
+fn tiles(d: &GroupedGemmDesc, matrices: usize) -> GroupedGemmConfig {
+    const STRIP: usize = 32;
+    let thread_columns = STRIP / matrices;
+    let words = d.inner.div_ceil(2);
+    let slices = words.div_ceil(AMX_DEPTH);
+    let tile_depth = words.div_ceil(slices).next_multiple_of(16);
+    let block_columns = if slices == 1 { 256 } else { 512 } / matrices;
+    let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
+    let (rows, panel) = (AMX_TILE_ROWS * tile_depth, tile_depth * STRIP);
+    let sums = match slices {
+        1 => 0,
+        _ => AMX_TILE_ROWS * tile_columns * matrices,
+    };
+    GroupedGemmConfig {
+        tile_rows: AMX_TILE_ROWS,
+        tile_columns,
+        tile_depth,
+        thread_rows: 32,
+        thread_columns,
+        family: GemmFamily::Tiles,
+        gather: d.plain_rows && !d.dense,
+        packed: true,
+        shared_bytes: (64 + 4 * (rows + sums + panel)) as u32,
+        ..plain_gemm()
     }
 }
 
