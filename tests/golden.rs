@@ -47,7 +47,13 @@ const COMPILED: [&str; 7] = [
 ];
 
 /// Instruction sets of x86-64 whose text gcc and clang must take in silence.
-const X86: [&str; 4] = ["cpu:portable", "cpu:avx2", "cpu:avx512", "cpu:avx512bf16"];
+const X86: [&str; 5] = [
+    "cpu:portable",
+    "cpu:avx2",
+    "cpu:avx512",
+    "cpu:avx512bf16",
+    "cpu:amx",
+];
 
 /// Those of aarch64, whose text cross compilers must take in silence.
 const AARCH64: [&str; 2] = ["cpu:neon", "cpu:neonbf16"];

@@ -16,6 +16,7 @@ pub fn engines() -> Vec<Engine> {
         "cpu:avx2",
         "cpu:avx512",
         "cpu:avx512bf16",
+        "cpu:amx",
         "cpu:neon",
     ];
     let mut engines: Vec<Engine> = isas

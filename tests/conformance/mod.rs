@@ -5,6 +5,7 @@
 //! the device computed them, so a difference names the kernel that made it,
 //! and routing, counts and locations can be compared exactly.
 
+mod batch;
 mod case;
 mod compare;
 mod drawn;

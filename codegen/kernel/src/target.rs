@@ -217,11 +217,9 @@ impl CpuIsa {
     pub const fn vector_registers(self) -> usize {
         match self {
             CpuIsa::Portable | CpuIsa::Avx2 => 16,
-            CpuIsa::Avx512
-            | CpuIsa::Avx512Bf16
-            | CpuIsa::Amx
-            | CpuIsa::Neon
-            | CpuIsa::NeonBf16 => 32,
+            CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx | CpuIsa::Neon | CpuIsa::NeonBf16 => {
+                32
+            }
         }
     }
 }

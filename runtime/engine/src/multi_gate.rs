@@ -129,9 +129,8 @@ impl Shared {
     ) -> Result<Shared, EngineError> {
         let common = |name: &str| !is_own(name);
         let placed = crate::place::placed(plan, modules, device, weights, common)?;
-        let summed = |tensor: &&TensorPlan| {
-            tensor.role == Role::WeightGradient && common(&tensor.name)
-        };
+        let summed =
+            |tensor: &&TensorPlan| tensor.role == Role::WeightGradient && common(&tensor.name);
         let mut gradients = HashMap::new();
         for tensor in plan.tensors.iter().filter(summed) {
             let buffer = Arc::new(crate::training::zeroed(tensor, device)?);

@@ -82,9 +82,7 @@ impl Workspace {
 /// The tensors that live in a workspace: not those that outlive a call.
 fn held(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
     let kept: BTreeSet<&str> = plan.saved().iter().map(|t| t.name.as_str()).collect();
-    let lasting = |role| {
-        matches!(role, Role::Weight | Role::Packed | Role::WeightGradient)
-    };
+    let lasting = |role| matches!(role, Role::Weight | Role::Packed | Role::WeightGradient);
     let tensors = plan.tensors.iter();
     tensors.filter(move |t| !lasting(t.role) && !kept.contains(t.name.as_str()))
 }

@@ -51,7 +51,8 @@ mod tests {
                 assert_eq!(start.is_null(), bytes == 0);
                 if bytes >= HEADER {
                     // SAFETY: so many bytes are this call's.
-                    let memory = unsafe { std::slice::from_raw_parts_mut(start.cast::<u8>(), bytes) };
+                    let memory =
+                        unsafe { std::slice::from_raw_parts_mut(start.cast::<u8>(), bytes) };
                     assert_eq!(memory[..HEADER], [0; HEADER]);
                     memory.fill(0xFF);
                 }

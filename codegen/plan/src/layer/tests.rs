@@ -17,7 +17,7 @@ fn planned(change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
 /// Every tensor of every step is declared, with the parameter's dtype,
 /// and every declared tensor is used.
 fn check(plan: &LayerPlan) {
-    for step in plan.steps.iter().chain(&plan.backward) {
+    for step in plan.prepare.iter().chain(plan.all_steps()) {
         let params = plan.entry(step).params.iter();
         let dtypes = params.filter_map(|p| p.ty.tensor().map(|(dtype, _)| dtype));
         for (name, dtype) in step.tensors.iter().zip(dtypes) {
@@ -28,7 +28,7 @@ fn check(plan: &LayerPlan) {
         }
     }
     for tensor in &plan.tensors {
-        let mut steps = plan.steps.iter().chain(&plan.backward);
+        let mut steps = plan.prepare.iter().chain(plan.all_steps());
         let used = steps.any(|step| step.tensors.contains(&tensor.name));
         assert!(used, "{} is never used", tensor.name);
     }
