@@ -1,14 +1,11 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
-// A block owns 192 rows of one expert and 64 columns of the output. It goes over
-// the inner dimension in slices: a slice of the weights is transposed into a
-// panel on the stack, every 6 rows are multiplied by it in registers, and the
-// sums go to a tile on the stack. A block of few rows reads the weights once,
-// as dot products. Either way a row's sums do not depend on the other rows,
-// except that the two ways add in different orders.
+// A block owns 192 rows of one expert and 256 columns of the output. It goes over
+// the inner dimension in slices: weights lie in memory as they are multiplied, every 6 rows are multiplied by them in registers, and the
+// sums go to a tile on the stack. A row's sums do not depend on the other rows
+// or on their number.
 //
-// Baked in: experts, widths, types, activation. On the stack: the panel
-// (256 words by the columns of a block), 6 rows of input, the tile.
+// Baked in: experts, widths, types, activation. On the stack: 6 rows of input, the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -126,7 +123,7 @@ INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
 }
 
 // Operands of products. A word is what one 32-bit lane multiplies: two bf16,
-// whose products are added to an f32 sum by one instruction.
+// whose products are added to an f32 sum together.
 enum { WORD = 2, STEP = WORD * LANES }; // elements per word, per vector
 
 INLINE vec multiply_add(vec sum, vec a, vec b)
@@ -207,7 +204,7 @@ enum {
     OUTER = 2880, // columns of the output, rows of a matrix
     MATRICES = 2,
     TILE_ROWS = 192,
-    TILE_COLUMNS = 64,
+    TILE_COLUMNS = 256,
     TILE_WORDS = 256, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 6,
@@ -215,11 +212,9 @@ enum {
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
     VECTORS = STRIP / LANES,
-    FEW_ROWS = 12, // up to which a block works by dot products
+    ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
+    WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
-
-// The sums of a block.
-typedef f32 tile_t[TILE_ROWS][STRIPS][STRIP];
 
 // Which rows and columns a block owns, and whose weights.
 typedef struct {
@@ -246,19 +241,20 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x,
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// A depth slice of the weights of a block, and of a few rows of input: words.
-typedef f32 panel_t[STRIPS][TILE_WORDS][STRIP];
-typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+// Sums: those of a register tile, and all of a block.
+typedef f32 sums_t[REGISTER_ROWS][STRIP];
+typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
-// Rows in memory that are wanted soon. They come from far away, so they are
-// fetched a line at a time while registers are busy.
-typedef struct {
-    const char *row[REGISTER_ROWS];
-    i64 word_bytes;
-} ahead_t;
+// A panel has the weights of a block, a depth slice at a time, in strips that
+// the sums of a register tile are as wide as: word by word all columns. They
+// lie so in memory, where they were put once.
+typedef f32 panel_word_t;
+typedef panel_word_t strip_t[WORDS][STRIP];
+INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
+INLINE void store_panel(panel_word_t *to, vec v) { *(vec *)to = v; }
 
-// Transposes a depth slice of LANES rows of a matrix into columns of the panel.
-static void pack_columns(f32 (*panel)[STRIP], const weight_t *const row[LANES], i64 width)
+// Transposes `width` elements of LANES rows of a matrix into columns of a strip.
+static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row[LANES], i64 width)
 {
     for (i64 i = 0; i < width; i += STEP) {
         vec v[LANES];
@@ -273,55 +269,84 @@ static void pack_columns(f32 (*panel)[STRIP], const weight_t *const row[LANES], 
         transpose(v);
 #pragma GCC unroll 16
         for (int lane = 0; lane < LANES; lane++)
-            *(vec *)panel[i / WORD + lane] = v[lane];
+            store_panel(strip[i / WORD + lane], v[lane]);
     }
 }
 
-static void pack_panel(panel_t panel, const weight_t *const *matrix, const block_t *block,
-                       i64 depth)
+// The columns of one matrix in a strip: the first of `count` rows of the matrix
+// and the next ones; past the end it is the last one again.
+static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64 count, i64 width)
 {
-    i64 width = min_i64(TILE_DEPTH, INNER - depth);
-    for (i64 strip = 0; strip < STRIPS; strip++)
-        for (i64 c = 0; c < STRIP; c += LANES) {
-            const weight_t *row[LANES]; // past the end: the last one again
-            i64 first = strip * REGISTER_COLUMNS + c % REGISTER_COLUMNS;
-            for (i64 i = 0; i < LANES; i++) {
-                i64 column = min_i64(first + i, block->column_count - 1);
-                row[i] = matrix[c / REGISTER_COLUMNS] + column * INNER + depth;
-            }
-            pack_columns((f32(*)[STRIP])&panel[strip][0][c], row, width);
-        }
+    for (i64 c = 0; c < REGISTER_COLUMNS; c += LANES) {
+        const weight_t *row[LANES];
+        for (i64 i = 0; i < LANES; i++)
+            row[i] = matrix + min_i64(c + i, count - 1) * INNER;
+        pack_columns((panel_word_t(*)[STRIP])&strip[0][c], row, width);
+    }
 }
 
-// Copies a depth slice of `count` rows of input.
-static void load_slice(slice_t slice, const input_t *input, i64 count, i64 width)
+// Weights that are wanted soon. They come from far away, so every group of rows
+// fetches its part of what is next, a few lines at a time, between products.
+enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+typedef struct {
+    const char *from;
+    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} ahead_t;
+
+INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 row = 0; row < count; row++)
+    for (i64 line = 0; line < ahead->lines; line++)
+        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
+    ahead->from += ahead->step;
+}
+
+// What group `group` of `groups` fetches of a slice of a strip.
+INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
+{
+    const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
+    const char *from = (const char *)slice + group * each * FETCHES * LINE;
+    return (ahead_t){from, each, LINE, each * LINE};
+}
+
+// A depth slice of a few rows of input, as words.
+typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+
+// Copies a slice of `count` rows, from a depth on.
+static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
+{
+    for (i64 r = 0; r < count; r++)
         for (i64 i = 0; i < width; i += STEP) {
-            const input_t *from = input + row * INNER + i;
+            const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
-            *(vec *)&slice[row][i / WORD] = v;
+            *(vec *)&slice[r][i / WORD] = v;
         }
 }
 
-// Adds `rows` rows of a slice times one strip of the panel to the sums.
-INLINE void multiply(const int rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
-                     f32 (*panel)[STRIP], i64 words, const ahead_t *ahead)
+// Rows that are wanted soon: some of the next slice, before a strip is multiplied.
+INLINE void fetch_rows(const input_t *const *row, i64 depth, i64 count, i64 strip, i64 strips)
+{
+    for (i64 r = strip; r < count; r += strips)
+        for (i64 i = 0; i < TILE_DEPTH; i += 64 / (i64)sizeof(input_t))
+            __builtin_prefetch(row[r] + depth + i, 0, 2);
+}
+
+// Adds `rows` rows of a slice times one strip of a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            sum[r][v] = *(const vec *)&sums[r][0][v * LANES];
+            sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
-        if (word % 16 == 0)
-            for (int r = 0; r < REGISTER_ROWS; r++)
-                __builtin_prefetch(ahead->row[r] + word * ahead->word_bytes);
+        if (word % FETCH_WORDS == 0)
+            fetch(&ahead);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            w[v] = *(const vec *)&panel[word][v * LANES];
+            w[v] = load_panel(&panel[word][v * LANES]);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             vec x = broadcast_word(&slice[r][word]);
@@ -334,139 +359,21 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            *(vec *)&sums[r][0][v * LANES] = sum[r][v];
+            *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
 // One copy of `multiply` for each number of rows.
-static void multiply_rows(i64 rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
-                          f32 (*panel)[STRIP], i64 words, const ahead_t *ahead)
+static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+                          const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     switch (rows) {
-    case 1:
-        multiply(1, sums, slice, panel, words, ahead);
-        break;
-    case 2:
-        multiply(2, sums, slice, panel, words, ahead);
-        break;
-    case 3:
-        multiply(3, sums, slice, panel, words, ahead);
-        break;
-    case 4:
-        multiply(4, sums, slice, panel, words, ahead);
-        break;
-    case 5:
-        multiply(5, sums, slice, panel, words, ahead);
-        break;
-    case 6:
-        multiply(6, sums, slice, panel, words, ahead);
-        break;
+    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
+    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
+    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
+    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
+    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
+    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
     }
-}
-
-// What to fetch while a strip is multiplied: with the first one the next rows
-// of input, with the others some rows of the next slice of the weights.
-INLINE ahead_t look_ahead(const input_t *input, const weight_t *const *matrix, i64 row, i64 strip)
-{
-    ahead_t ahead;
-    ahead.word_bytes = WORD * (strip == 0 ? sizeof(input_t) : sizeof(weight_t));
-    for (i64 r = 0; r < REGISTER_ROWS; r++) {
-        i64 turn = row * (STRIPS - 1) + (strip - 1) * REGISTER_ROWS + r;
-        i64 column = turn / MATRICES % TILE_COLUMNS;
-        ahead.row[r] = strip == 0
-            ? (const char *)(input + (row + REGISTER_ROWS + r) * INNER)
-            : (const char *)(matrix[turn % MATRICES] + column * INNER);
-    }
-    return ahead;
-}
-
-// The sums of a block of many rows.
-static void multiply_many(tile_t tile, const input_t *input, const weight_t *const *matrix,
-                          const block_t *block)
-{
-    panel_t panel ALIGNED;
-    slice_t slice ALIGNED;
-    for (i64 row = 0; row < block->row_count; row++)
-        for (i64 c = 0; c < STRIPS * STRIP; c += LANES)
-            *(vec *)&tile[row][0][c] = (vec){0};
-    for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
-        i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
-        const weight_t *next[MATRICES];
-        for (int m = 0; m < MATRICES; m++)
-            next[m] = matrix[m] + depth + TILE_DEPTH;
-        pack_panel(panel, matrix, block, depth);
-        for (i64 row = 0; row < block->row_count; row += REGISTER_ROWS) {
-            i64 count = min_i64(REGISTER_ROWS, block->row_count - row);
-            load_slice(slice, input + row * INNER + depth, count, width);
-            for (i64 strip = 0; strip < STRIPS; strip++) {
-                ahead_t ahead = look_ahead(input + depth, next, row, strip);
-                f32 (*sums)[STRIPS][STRIP] = (f32(*)[STRIPS][STRIP])tile[row][strip];
-                multiply_rows(count, sums, slice, panel[strip], words, &ahead);
-            }
-        }
-    }
-}
-
-// The products of `rows` rows of input with DOT_COLUMNS rows of a matrix.
-enum { DOT_ROWS = 4, DOT_COLUMNS = 4, AHEAD = 16 * STEP };
-INLINE void dot(const int rows, f32 (*products)[DOT_COLUMNS], const input_t *input,
-                const weight_t *const *columns)
-{
-    vec sum[DOT_ROWS][DOT_COLUMNS] = {0};
-    for (i64 i = 0; i < INNER; i += STEP) {
-        const i64 left = INNER - i;
-        vec w[DOT_COLUMNS];
-#pragma GCC unroll 4
-        for (int c = 0; c < DOT_COLUMNS; c++) {
-            const weight_t *from = columns[c] + i;
-            w[c] = left >= STEP ? load_weights(from) : load_part_weights(from, left);
-            __builtin_prefetch(from + AHEAD);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            const input_t *from = input + r * (i64)INNER + i;
-            vec x = left >= STEP ? load_input(from) : load_part_input(from, left);
-#pragma GCC unroll 4
-            for (int c = 0; c < DOT_COLUMNS; c++)
-                sum[r][c] = multiply_add(sum[r][c], x, w[c]);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < DOT_COLUMNS; c++)
-            products[r][c] = sum_lanes(sum[r][c]);
-}
-
-// One copy of `dot` for each number of rows.
-static void dot_rows(i64 rows, f32 (*products)[DOT_COLUMNS], const input_t *input,
-                     const weight_t *const *columns)
-{
-    switch (rows) {
-    case 1: dot(1, products, input, columns); break;
-    case 2: dot(2, products, input, columns); break;
-    case 3: dot(3, products, input, columns); break;
-    default: dot(4, products, input, columns);
-    }
-}
-
-// The sums of a block of few rows.
-static void multiply_few(tile_t tile, const input_t *input, const weight_t *const *matrix,
-                         const block_t *block)
-{
-    for (i64 column = 0; column < block->column_count; column += DOT_COLUMNS)
-        for (int m = 0; m < MATRICES; m++) {
-            const weight_t *columns[DOT_COLUMNS]; // past the end: the last one again
-            for (i64 c = 0; c < DOT_COLUMNS; c++)
-                columns[c] = matrix[m] + min_i64(column + c, block->column_count - 1) * INNER;
-            for (i64 row = 0; row < block->row_count; row += DOT_ROWS) {
-                f32 products[DOT_ROWS][DOT_COLUMNS];
-                i64 count = min_i64(DOT_ROWS, block->row_count - row);
-                dot_rows(count, products, input + row * INNER, columns);
-                i64 strip = column / REGISTER_COLUMNS;
-                i64 first = m * REGISTER_COLUMNS + column % REGISTER_COLUMNS;
-                for (i64 r = 0; r < count; r++)
-                    for (i64 c = 0; c < DOT_COLUMNS; c++)
-                        tile[row + r][strip][first + c] = products[r][c];
-            }
-        }
 }
 
 // One vector of a bias, of which `count` elements exist.
@@ -475,38 +382,139 @@ INLINE vec load_bias(const weight_t *bias, i64 count)
     return count >= LANES ? load_bf16(bias) : load_part_bf16(bias, count);
 }
 
-// One row of the output from its sums.
-INLINE void finish_row(input_t *restrict to, f32 (*sums)[STRIP],
-                       const weight_t *gate_bias,
-                       const weight_t *up_bias,
-                       const block_t *block)
+// Where results go and what is added on the way, from a block's first row and
+// column on.
+typedef struct {
+    input_t *hidden;
+    const weight_t *gate_bias, *up_bias;
+} results_t;
+
+// One vector of results from its sums, at an element of the outputs.
+INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 column, i64 count)
 {
-    for (i64 column = 0; column < block->column_count; column += LANES) {
-        i64 count = min_i64(LANES, block->column_count - column);
-        const f32 *sum = &sums[column / REGISTER_COLUMNS][column % REGISTER_COLUMNS];
-        vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
-        up += load_bias(up_bias + column, count);
-        up = at_least(at_most(up, broadcast(7.0f)), broadcast(-7.0f));
-        up += 1.0f;
-        vec gate = *(const vec *)sum;
-        gate += load_bias(gate_bias + column, count);
-        gate = at_most(gate, broadcast(7.0f));
-        vec result = activation(gate) * up;
-        if (count == LANES)
-            store_bf16(to + column, result);
-        else
-            store_part_bf16(to + column, result, count);
+    vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
+    up += load_bias(to->up_bias + column, count);
+    up = at_least(at_most(up, broadcast(7.0f)), broadcast(-7.0f));
+    up += 1.0f;
+    vec gate = *(const vec *)sum;
+    gate += load_bias(to->gate_bias + column, count);
+    gate = at_most(gate, broadcast(7.0f));
+    vec result = activation(gate) * up;
+    if (count == LANES)
+        store_bf16(to->hidden + at, result);
+    else
+        store_part_bf16(to->hidden + at, result, count);
+}
+
+// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// from `column` on.
+static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    for (i64 r = 0; r < rows; r++) {
+        const i64 at = (row + r) * OUTER + column;
+        for (i64 c = 0; c < columns; c += LANES)
+            finish(to, &sums[r][c], at + c, column + c, min_i64(LANES, columns - c));
     }
 }
 
+// A block: a depth slice of the weights at a time, and of that a group
+// of rows at a time, which are copied next to each other and multiplied by every
+// strip. Rows are grouped evenly; sums do not depend on how. Results are finished
+// while their sums are near.
+static void multiply_block(const input_t *const *row, const block_t *block, const results_t *to,
+                           const strip_t *panel, const strip_t *next_panel)
+{
+    tile_t tile ALIGNED;
+    slice_t slice ALIGNED;
+    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 height = (rows + groups - 1) / groups;
+    const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
+    for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
+        const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
+        const int last = depth + TILE_DEPTH >= INNER;
+        for (i64 group = 0; group < groups; group++) {
+            const i64 first = group * height, count = min_i64(height, rows - first);
+            const int wraps = group + 1 == groups;
+            const input_t *const *next = row + (wraps ? 0 : first + height);
+            const i64 next_depth = depth + (wraps ? TILE_DEPTH : 0);
+            load_slice(slice, row + first, depth, count, width);
+            for (i64 strip = 0; strip < strips; strip++) {
+                const i64 column = strip * REGISTER_COLUMNS;
+                f32 (*sums)[STRIP] = tile[group][strip];
+                fetch_rows(next, next_depth, count, strip, strips);
+                const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
+                const panel_word_t (*later)[STRIP] = last ? next_panel[strip] : weights + TILE_WORDS;
+                ahead_t ahead = part_of(later, group, groups);
+                multiply_rows(count, sums, slice, weights, words, depth == 0, ahead);
+                if (last)
+                    finish_sums(to, sums, first, count, column, min_i64(REGISTER_COLUMNS, block->column_count - column));
+            }
+        }
+    }
+}
+
+// The strips of a block's columns.
+INLINE const strip_t *panel_of(const weight_t *packed, const block_t *block)
+{
+    const i64 strip = block->expert * ALL_STRIPS + block->first_column / REGISTER_COLUMNS;
+    return (const strip_t *)packed + strip;
+}
+
+// A block packs the columns of one matrix in one strip of an expert.
+INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert, i64 first)
+{
+    const i64 column = strip * REGISTER_COLUMNS;
+    strip_t *to = (strip_t *)packed + expert * ALL_STRIPS + strip;
+    const weight_t *from = matrix + (expert * OUTER + column) * INNER;
+    pack_strip((panel_word_t(*)[STRIP])&to[0][0][first], from, OUTER - column, INNER);
+}
+
+static void grouped_gemm_up_pack_gate_block(
+    const bf16 *restrict gate, // [32, 2880, 2880]
+    bf16 *restrict packed,     // [32, 90, 2880, 64]
+    i64 tokens,
+    i64 block_x, i64 block_y)
+{
+    (void)tokens;
+    pack(gate, packed, block_x, block_y, 0);
+}
+
+EXPORT void grouped_gemm_up_pack_gate(void *const *args, i64 first, i64 last, i64 grid_x)
+{
+    const bf16 *gate = *(const bf16 *const *)args[0];
+    bf16 *packed = *(bf16 *const *)args[1];
+    i64 tokens = *(const i64 *)args[2];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_up_pack_gate_block(gate, packed, tokens, block % grid_x, block / grid_x);
+}
+
+static void grouped_gemm_up_pack_up_block(
+    const bf16 *restrict up, // [32, 2880, 2880]
+    bf16 *restrict packed,   // [32, 90, 2880, 64]
+    i64 tokens,
+    i64 block_x, i64 block_y)
+{
+    (void)tokens;
+    pack(up, packed, block_x, block_y, STRIP - REGISTER_COLUMNS);
+}
+
+EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 grid_x)
+{
+    const bf16 *up = *(const bf16 *const *)args[0];
+    bf16 *packed = *(bf16 *const *)args[1];
+    i64 tokens = *(const i64 *)args[2];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_up_pack_up_block(up, packed, tokens, block % grid_x, block / grid_x);
+}
+
 static void grouped_gemm_up_block(
-    const bf16 *restrict rows,      // [rows, 2880]
-    const bf16 *restrict gate,      // [32, 2880, 2880]
-    const bf16 *restrict up,        // [32, 2880, 2880]
+    const bf16 *restrict x,         // [tokens, 2880]
+    const bf16 *restrict packed,    // [32, 90, 2880, 64]
     const bf16 *restrict gate_bias, // [32, 2880]
     const bf16 *restrict up_bias,   // [32, 2880]
     const i64 *restrict offsets,    // [33]
     const i32 *restrict row_tiles,  // [33]
+    const i32 *restrict row_slots,  // [rows]
     bf16 *restrict hidden,          // [rows, 2880]
     i64 tokens,
     i64 block_x, i64 block_y)
@@ -515,38 +523,35 @@ static void grouped_gemm_up_block(
     const block_t block = find_block(offsets, row_tiles, block_x, block_y);
     if (block.row_count == 0)
         return;
+    const input_t *row[TILE_ROWS];
+    for (i64 r = 0; r < block.row_count; r++)
+        row[r] = x + row_slots[block.first_row + r] / TOP_K * (i64)INNER;
     const i64 column = block.expert * OUTER + block.first_column;
-    const input_t *first_row = rows + block.first_row * INNER;
-    const weight_t *const matrix[MATRICES] = {
-        gate + column * INNER,
-        up + column * INNER,
+    const i64 corner = block.first_row * OUTER + block.first_column;
+    const results_t results = {
+        .hidden = hidden + corner,
+        .gate_bias = gate_bias + column,
+        .up_bias = up_bias + column,
     };
-    tile_t tile ALIGNED;
-    if (block.row_count <= FEW_ROWS)
-        multiply_few(tile, first_row, matrix, &block);
-    else
-        multiply_many(tile, first_row, matrix, &block);
-    for (i64 row = 0; row < block.row_count; row++) {
-        i64 to = (block.first_row + row) * OUTER + block.first_column;
-        finish_row(hidden + to, tile[row],
-                   gate_bias + column,
-                   up_bias + column,
-                   &block);
-    }
+    const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
+    const block_t next = find_block(offsets, row_tiles, block_x + 1, block_y);
+    if (next.row_count > 0)
+        next_panel = panel_of(packed, &next);
+    multiply_block(row, &block, &results, panel, next_panel);
 }
 
 EXPORT void grouped_gemm_up(void *const *args, i64 first, i64 last, i64 grid_x)
 {
-    const bf16 *rows = *(const bf16 *const *)args[0];
-    const bf16 *gate = *(const bf16 *const *)args[1];
-    const bf16 *up = *(const bf16 *const *)args[2];
-    const bf16 *gate_bias = *(const bf16 *const *)args[3];
-    const bf16 *up_bias = *(const bf16 *const *)args[4];
-    const i64 *offsets = *(const i64 *const *)args[5];
-    const i32 *row_tiles = *(const i32 *const *)args[6];
+    const bf16 *x = *(const bf16 *const *)args[0];
+    const bf16 *packed = *(const bf16 *const *)args[1];
+    const bf16 *gate_bias = *(const bf16 *const *)args[2];
+    const bf16 *up_bias = *(const bf16 *const *)args[3];
+    const i64 *offsets = *(const i64 *const *)args[4];
+    const i32 *row_tiles = *(const i32 *const *)args[5];
+    const i32 *row_slots = *(const i32 *const *)args[6];
     bf16 *hidden = *(bf16 *const *)args[7];
     i64 tokens = *(const i64 *)args[8];
     for (i64 block = first; block < last; block++)
-        grouped_gemm_up_block(rows, gate, up, gate_bias, up_bias, offsets, row_tiles, hidden,
-            tokens, block % grid_x, block / grid_x);
+        grouped_gemm_up_block(x, packed, gate_bias, up_bias, offsets, row_tiles, row_slots,
+            hidden, tokens, block % grid_x, block / grid_x);
 }

@@ -175,9 +175,6 @@ INLINE void pack_f32(f32 *to, const i64 strip, const i64 columns, const f32 *fro
         }
 }
 
-// The sums of a block.
-typedef f32 tile_t[TILE_ROWS][STRIPS][STRIP];
-
 // Which rows and columns a block owns, and whose weights.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
@@ -194,6 +191,9 @@ INLINE block_t find_block(i64 tokens, i64 block_x, i64 block_y)
 // A depth slice of the weights of a block, and of a few rows of input: words.
 typedef f32 panel_t[STRIPS][TILE_WORDS][STRIP];
 typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+
+// The sums of a block.
+typedef f32 tile_t[TILE_ROWS][STRIPS][STRIP];
 
 // Copies a depth slice of `count` rows of input.
 static void load_slice(slice_t slice, const input_t *input, i64 count, i64 width)

@@ -125,7 +125,7 @@ INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
 }
 
 // Operands of products. A word is what one 32-bit lane multiplies: two bf16,
-// whose products are added to an f32 sum by one instruction.
+// whose products are added to an f32 sum together.
 enum { WORD = 2, STEP = WORD * LANES }; // elements per word, per vector
 
 INLINE vec multiply_add(vec sum, vec a, vec b)
