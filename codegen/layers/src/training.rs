@@ -21,7 +21,7 @@ pub(crate) fn training(plan: &LayerPlan, names: &Names) -> TokenStream {
     quote! {
         #(#structs)*
 
-        #[allow(dead_code)]
+        #[allow(dead_code, clippy::too_many_arguments)]
         impl #layer {
             #construct
             #calls

@@ -455,7 +455,7 @@ pub struct Layer9AwkwardExpertsGradients {
     pub shared_1_down_bias: Vec<f32>,
 }
 
-#[allow(dead_code)]
+#[allow(dead_code, clippy::too_many_arguments)]
 impl Layer9AwkwardExperts {
     /// As `new`, for a layer that can run backward.
     ///

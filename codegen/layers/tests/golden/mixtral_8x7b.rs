@@ -282,7 +282,7 @@ pub struct Mixtral8x7bGradients {
     pub experts_down_weight: Vec<f32>,
 }
 
-#[allow(dead_code)]
+#[allow(dead_code, clippy::too_many_arguments)]
 impl Mixtral8x7b {
     /// As `new`, for a layer that can run backward.
     ///
