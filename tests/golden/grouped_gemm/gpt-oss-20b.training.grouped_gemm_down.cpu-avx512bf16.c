@@ -1,6 +1,6 @@
 // grouped_gemm_down: out = hidden * down, for the rows of every expert.
 //
-// A block owns 192 rows of one expert and 512 columns of the output. It goes over
+// A block owns 192 rows of one expert and 256 columns of the output. It goes over
 // the inner dimension in slices: a slice of the weights is transposed into a
 // panel on the stack, every 6 rows are multiplied by them in registers, and the
 // sums go to a tile on the stack. A row's sums do not depend on the other rows
@@ -180,7 +180,7 @@ enum {
     OUTER = 2880, // columns of the output, rows of a matrix
     MATRICES = 1,
     TILE_ROWS = 192,
-    TILE_COLUMNS = 512,
+    TILE_COLUMNS = 256,
     TILE_WORDS = 256, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 6,
@@ -410,13 +410,13 @@ static void multiply_block(const input_t *const *row, const block_t *block, cons
         for (i64 group = 0; group < groups; group++) {
             const i64 first = group * height, count = min_i64(height, rows - first);
             const int wraps = group + 1 == groups;
-            const input_t *const *next = row + (wraps ? 0 : first + height);
+            const i64 next = wraps ? 0 : first + height, next_count = min_i64(height, rows - next);
             const i64 next_depth = depth + (wraps ? TILE_DEPTH : 0);
             load_slice(slice, row + first, depth, count, width);
             for (i64 strip = 0; strip < strips; strip++) {
                 const i64 column = strip * REGISTER_COLUMNS;
                 f32 (*sums)[STRIP] = tile[group][strip];
-                fetch_rows(next, next_depth, count, strip, strips);
+                fetch_rows(row + next, next_depth, next_count, strip, strips);
                 const panel_word_t (*weights)[STRIP] = panel[strip];
                 const i64 later = column * INNER + depth + TILE_DEPTH;
                 const weight_t *const from[MATRICES] = {matrix[0] + later};

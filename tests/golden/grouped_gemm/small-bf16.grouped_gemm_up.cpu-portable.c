@@ -409,13 +409,13 @@ static void multiply_block(const input_t *const *row, const block_t *block, cons
         for (i64 group = 0; group < groups; group++) {
             const i64 first = group * height, count = min_i64(height, rows - first);
             const int wraps = group + 1 == groups;
-            const input_t *const *next = row + (wraps ? 0 : first + height);
+            const i64 next = wraps ? 0 : first + height, next_count = min_i64(height, rows - next);
             const i64 next_depth = depth + (wraps ? TILE_DEPTH : 0);
             load_slice(slice, row + first, depth, count, width);
             for (i64 strip = 0; strip < strips; strip++) {
                 const i64 column = strip * REGISTER_COLUMNS;
                 f32 (*sums)[STRIP] = tile[group][strip];
-                fetch_rows(next, next_depth, count, strip, strips);
+                fetch_rows(row + next, next_depth, next_count, strip, strips);
                 const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
                 const panel_word_t (*later)[STRIP] = last ? next_panel[strip] : weights + TILE_WORDS;
                 ahead_t ahead = part_of(later, group, groups);

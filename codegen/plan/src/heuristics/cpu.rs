@@ -15,7 +15,7 @@ const AMX_TILE_ROWS: usize = 320;
 
 /// Columns of a GEMM block, of gate and up together: with 256 words of depth,
 /// panel and sums are a fraction of any second-level cache.
-const BLOCK_COLUMNS: usize = 512;
+const BLOCK_COLUMNS: usize = 256;
 
 /// Words of depth that a block of AMX tiles has near: with the rows of a tile
 /// about half of a second-level cache of 2 MiB.
