@@ -57,7 +57,7 @@ fn check_fields(fields: &Fields, seed: u64) {
 fn seen(plan: &LayerPlan) -> Vec<TensorPlan> {
     let tensors = plan.tensors.iter();
     tensors
-        .filter(|tensor| tensor.role != Role::Scratch)
+        .filter(|tensor| !matches!(tensor.role, Role::Scratch | Role::Packed))
         .cloned()
         .collect()
 }

@@ -123,7 +123,7 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let bias_shape = format!("[{e}, {}]", d.outer);
     let weight_tile = [c.tile_depth, c.tile_columns, 1];
     let weight = |name: &str| operand(c, name, d.weights, &matrix_shape, &weight_tile);
-    let packed = Param::read("packed", d.weights, shape_text(&d.packed_shape(c)));
+    let packed = Param::read("packed", d.weights, packed_shape(d));
     let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
     let per_slot = format!("[tokens, {}]", d.top_k);
     let rows_shape = format!("[{count}, {}]", d.inner);
@@ -178,7 +178,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
         let from = format!("[{}, {}, {}]", d.experts, d.outer, d.inner);
         let params = vec![
             Param::read(matrix, d.weights, from),
-            Param::write("packed", d.weights, shape_text(&shape)),
+            Param::write("packed", d.weights, packed_shape(d)),
         ];
         let grid = [shape[1], shape[0]].map(|n| Size::Const(n as u64));
         let symbol = format!("{symbol}_pack_{matrix}");
@@ -190,9 +190,9 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
     matrices.filter(|_| c.packed).map(one_of).collect()
 }
 
-fn shape_text(shape: &[usize]) -> String {
-    let sizes: Vec<String> = shape.iter().map(usize::to_string).collect();
-    format!("[{}]", sizes.join(", "))
+/// The same text on every CPU, whose strips differ.
+fn packed_shape(d: &GroupedGemmDesc) -> String {
+    format!("[{}, strips, depth, columns]", d.experts)
 }
 
 /// What a product reads: a pointer, or a map for the copy engine, which cuts

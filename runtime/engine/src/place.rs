@@ -31,12 +31,21 @@ pub(crate) fn placed(
         modules,
         device,
     };
-    for tensor in of(Role::Weight).filter(|tensor| wanted(&tensor.name)) {
+    for tensor in of(Role::Weight) {
+        let away = plan.packs_away(&tensor.name);
+        let here = match away {
+            true => packing
+                .steps(&tensor.name)
+                .any(|s| held.contains_key(&s.tensors[1])),
+            false => wanted(&tensor.name),
+        };
+        if !here {
+            continue;
+        }
         let host = weights.expect(&tensor.name, tensor.dtype, &shape_for(tensor, 0))?;
-        if plan.packs_away(&tensor.name) {
-            packing.pack(&tensor.name, host, &held)?;
-        } else {
-            held.insert(tensor.name.clone(), uploaded(tensor, host, device)?);
+        match away {
+            true => packing.pack(&tensor.name, host, &held)?,
+            false => drop(held.insert(tensor.name.clone(), uploaded(tensor, host, device)?)),
         }
     }
     Ok(held)
@@ -71,12 +80,17 @@ impl Packing<'_> {
     ) -> Result<(), EngineError> {
         let from = self.device.alloc(host.data.len().max(64))?;
         self.device.upload(&host.data, &from, 0)?;
-        let of_this = |step: &&Step| step.tensors[0] == name;
-        for step in self.plan.prepare.iter().filter(of_this) {
+        for step in self.steps(name) {
             self.launch(step, from.ptr(), held[&step.tensors[1]].ptr())?;
         }
         // The source is freed here, and the kernels that read it must be done.
         Ok(self.device.synchronize()?)
+    }
+
+    /// The launches that read a weight.
+    fn steps(&self, name: &str) -> impl Iterator<Item = &Step> {
+        let steps = self.plan.prepare.iter();
+        steps.filter(move |step| step.tensors[0] == name)
     }
 
     fn launch(&self, step: &Step, from: Ptr, to: Ptr) -> Result<(), EngineError> {

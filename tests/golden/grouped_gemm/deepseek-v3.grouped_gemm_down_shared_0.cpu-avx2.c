@@ -411,7 +411,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_down_pack_down_block(
     const bf16 *restrict down, // [1, 7168, 2048]
-    bf16 *restrict packed,     // [1, 448, 2048, 16]
+    bf16 *restrict packed,     // [1, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -430,7 +430,7 @@ EXPORT void grouped_gemm_down_pack_down(void *const *args, i64 first, i64 last, 
 
 static void grouped_gemm_down_block(
     const bf16 *restrict hidden, // [tokens, 2048]
-    const bf16 *restrict packed, // [1, 448, 2048, 16]
+    const bf16 *restrict packed, // [1, strips, depth, columns]
     bf16 *restrict out,          // [tokens, 7168]
     i64 tokens,
     i64 block_x, i64 block_y)

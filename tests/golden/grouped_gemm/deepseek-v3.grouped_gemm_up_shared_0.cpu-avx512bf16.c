@@ -447,7 +447,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_up_pack_gate_block(
     const bf16 *restrict gate, // [1, 2048, 7168]
-    bf16 *restrict packed,     // [1, 64, 7168, 64]
+    bf16 *restrict packed,     // [1, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -466,7 +466,7 @@ EXPORT void grouped_gemm_up_pack_gate(void *const *args, i64 first, i64 last, i6
 
 static void grouped_gemm_up_pack_up_block(
     const bf16 *restrict up, // [1, 2048, 7168]
-    bf16 *restrict packed,   // [1, 64, 7168, 64]
+    bf16 *restrict packed,   // [1, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -485,7 +485,7 @@ EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 
 
 static void grouped_gemm_up_block(
     const bf16 *restrict rows,   // [tokens, 7168]
-    const bf16 *restrict packed, // [1, 64, 7168, 64]
+    const bf16 *restrict packed, // [1, strips, depth, columns]
     bf16 *restrict hidden,       // [tokens, 2048]
     i64 tokens,
     i64 block_x, i64 block_y)

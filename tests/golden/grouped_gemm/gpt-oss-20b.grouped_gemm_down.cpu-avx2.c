@@ -431,7 +431,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_down_pack_down_block(
     const bf16 *restrict down, // [32, 2880, 2880]
-    bf16 *restrict packed,     // [32, 180, 2880, 16]
+    bf16 *restrict packed,     // [32, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -450,7 +450,7 @@ EXPORT void grouped_gemm_down_pack_down(void *const *args, i64 first, i64 last, 
 
 static void grouped_gemm_down_block(
     const bf16 *restrict hidden,    // [rows, 2880]
-    const bf16 *restrict packed,    // [32, 180, 2880, 16]
+    const bf16 *restrict packed,    // [32, strips, depth, columns]
     const bf16 *restrict down_bias, // [32, 2880]
     const i64 *restrict offsets,    // [33]
     const i32 *restrict row_tiles,  // [33]

@@ -471,7 +471,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_up_pack_gate_block(
     const bf16 *restrict gate, // [32, 2880, 2880]
-    bf16 *restrict packed,     // [32, 90, 2880, 64]
+    bf16 *restrict packed,     // [32, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -490,7 +490,7 @@ EXPORT void grouped_gemm_up_pack_gate(void *const *args, i64 first, i64 last, i6
 
 static void grouped_gemm_up_pack_up_block(
     const bf16 *restrict up, // [32, 2880, 2880]
-    bf16 *restrict packed,   // [32, 90, 2880, 64]
+    bf16 *restrict packed,   // [32, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -509,7 +509,7 @@ EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 
 
 static void grouped_gemm_up_block(
     const bf16 *restrict x,         // [tokens, 2880]
-    const bf16 *restrict packed,    // [32, 90, 2880, 64]
+    const bf16 *restrict packed,    // [32, strips, depth, columns]
     const bf16 *restrict gate_bias, // [32, 2880]
     const bf16 *restrict up_bias,   // [32, 2880]
     const i64 *restrict offsets,    // [33]

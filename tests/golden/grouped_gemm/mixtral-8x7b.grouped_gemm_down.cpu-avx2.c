@@ -423,7 +423,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_down_pack_down_block(
     const bf16 *restrict down, // [8, 4096, 14336]
-    bf16 *restrict packed,     // [8, 256, 14336, 16]
+    bf16 *restrict packed,     // [8, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -442,7 +442,7 @@ EXPORT void grouped_gemm_down_pack_down(void *const *args, i64 first, i64 last, 
 
 static void grouped_gemm_down_block(
     const bf16 *restrict hidden,   // [rows, 14336]
-    const bf16 *restrict packed,   // [8, 256, 14336, 16]
+    const bf16 *restrict packed,   // [8, strips, depth, columns]
     const i64 *restrict offsets,   // [9]
     const i32 *restrict row_tiles, // [9]
     bf16 *restrict out,            // [rows, 4096]

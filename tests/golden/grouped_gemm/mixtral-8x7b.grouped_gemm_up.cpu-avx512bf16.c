@@ -459,7 +459,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_up_pack_gate_block(
     const bf16 *restrict gate, // [8, 14336, 4096]
-    bf16 *restrict packed,     // [8, 448, 4096, 64]
+    bf16 *restrict packed,     // [8, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -478,7 +478,7 @@ EXPORT void grouped_gemm_up_pack_gate(void *const *args, i64 first, i64 last, i6
 
 static void grouped_gemm_up_pack_up_block(
     const bf16 *restrict up, // [8, 14336, 4096]
-    bf16 *restrict packed,   // [8, 448, 4096, 64]
+    bf16 *restrict packed,   // [8, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -497,7 +497,7 @@ EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 
 
 static void grouped_gemm_up_block(
     const bf16 *restrict x,        // [tokens, 4096]
-    const bf16 *restrict packed,   // [8, 448, 4096, 64]
+    const bf16 *restrict packed,   // [8, strips, depth, columns]
     const i64 *restrict offsets,   // [9]
     const i32 *restrict row_tiles, // [9]
     const i32 *restrict row_slots, // [rows]

@@ -424,7 +424,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_down_pack_down_block(
     const bf16 *restrict down, // [8, 256, 128]
-    bf16 *restrict packed,     // [8, 4, 128, 64]
+    bf16 *restrict packed,     // [8, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -443,7 +443,7 @@ EXPORT void grouped_gemm_down_pack_down(void *const *args, i64 first, i64 last, 
 
 static void grouped_gemm_down_block(
     const bf16 *restrict hidden,   // [rows, 128]
-    const bf16 *restrict packed,   // [8, 4, 128, 64]
+    const bf16 *restrict packed,   // [8, strips, depth, columns]
     const i64 *restrict offsets,   // [9]
     const i32 *restrict row_tiles, // [9]
     bf16 *restrict out,            // [rows, 256]

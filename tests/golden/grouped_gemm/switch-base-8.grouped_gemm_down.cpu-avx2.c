@@ -385,7 +385,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_down_pack_down_block(
     const f32 *restrict down, // [8, 768, 3072]
-    f32 *restrict packed,     // [8, 48, 3072, 16]
+    f32 *restrict packed,     // [8, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -404,7 +404,7 @@ EXPORT void grouped_gemm_down_pack_down(void *const *args, i64 first, i64 last, 
 
 static void grouped_gemm_down_block(
     const f32 *restrict hidden,    // [rows, 3072]
-    const f32 *restrict packed,    // [8, 48, 3072, 16]
+    const f32 *restrict packed,    // [8, strips, depth, columns]
     const i64 *restrict offsets,   // [9]
     const i32 *restrict row_tiles, // [9]
     f32 *restrict out,             // [rows, 768]

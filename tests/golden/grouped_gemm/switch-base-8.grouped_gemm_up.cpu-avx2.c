@@ -412,7 +412,7 @@ INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert
 
 static void grouped_gemm_up_pack_up_block(
     const f32 *restrict up, // [8, 3072, 768]
-    f32 *restrict packed,   // [8, 192, 768, 16]
+    f32 *restrict packed,   // [8, strips, depth, columns]
     i64 tokens,
     i64 block_x, i64 block_y)
 {
@@ -431,7 +431,7 @@ EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 
 
 static void grouped_gemm_up_block(
     const f32 *restrict x,         // [tokens, 768]
-    const f32 *restrict packed,    // [8, 192, 768, 16]
+    const f32 *restrict packed,    // [8, strips, depth, columns]
     const i64 *restrict offsets,   // [9]
     const i32 *restrict row_tiles, // [9]
     const i32 *restrict row_slots, // [rows]

@@ -844,65 +844,75 @@ pub mod layer9_awkward_experts_kernels {
         }
     }
 
-    /// The entries of kernel `dispatch`.
-    pub mod dispatch {
+    /// The entries of kernel `grouped_gemm_up`.
+    pub mod grouped_gemm_up {
         use ::moesaic::typed::generated::kernel::*;
 
-        /// `dispatch` copies token rows into expert order.
+        /// `grouped_gemm_up_pack_gate` lays a matrix out as the product reads it.
         #[derive(Clone, Copy, Debug)]
-        pub struct Dispatch {
-            /// Reads `x`, f16 `[tokens, 20]`.
-            pub x: In<f16>,
-            /// Reads `row_slots`, i32 `[rows]`.
-            pub row_slots: In<i32>,
-            /// Reads `offsets`, i64 `[6]`.
-            pub offsets: In<i64>,
-            /// Writes `rows`, f16 `[rows, 20]`.
-            pub rows: Out<f16>,
+        pub struct GroupedGemmUpPackGate {
+            /// Reads `gate`, f16 `[5, 12, 20]`.
+            pub gate: In<f16>,
+            /// Writes `packed`, f16 `[5, strips, depth, columns]`.
+            pub packed: Out<f16>,
             /// The token count.
             pub tokens: i64,
         }
 
-        impl KernelArgs for Dispatch {
-            const KERNEL: &'static str = "dispatch";
-            const SYMBOL: &'static str = "dispatch";
+        impl KernelArgs for GroupedGemmUpPackGate {
+            const KERNEL: &'static str = "grouped_gemm_up";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_gate";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
-                ("x", <In<f16>>::TYPE),
-                ("row_slots", <In<i32>>::TYPE),
-                ("offsets", <In<i64>>::TYPE),
-                ("rows", <Out<f16>>::TYPE),
+                ("gate", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
-            type Args = [Arg; 5];
+            type Args = [Arg; 3];
             fn args(&self) -> Self::Args {
-                [
-                    self.x.arg(),
-                    self.row_slots.arg(),
-                    self.offsets.arg(),
-                    self.rows.arg(),
-                    self.tokens.arg(),
-                ]
+                [self.gate.arg(), self.packed.arg(), self.tokens.arg()]
             }
 
             fn tokens(&self) -> i64 {
                 self.tokens
             }
         }
-    }
 
-    /// The entries of kernel `grouped_gemm_up`.
-    pub mod grouped_gemm_up {
-        use ::moesaic::typed::generated::kernel::*;
+        /// `grouped_gemm_up_pack_up` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmUpPackUp {
+            /// Reads `up`, f16 `[5, 12, 20]`.
+            pub up: In<f16>,
+            /// Writes `packed`, f16 `[5, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmUpPackUp {
+            const KERNEL: &'static str = "grouped_gemm_up";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_up";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("up", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.up.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
 
         /// `grouped_gemm_up` multiplies rows by the up half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmUp {
-            /// Reads `rows`, f16 `[rows, 20]`.
-            pub rows: In<f16>,
-            /// Reads `experts.gate.weight`, f16 `[5, 12, 20]`.
-            pub gate: In<f16>,
-            /// Reads `experts.up.weight`, f16 `[5, 12, 20]`.
-            pub up: In<f16>,
+            /// Reads `x`, f16 `[tokens, 20]`.
+            pub x: In<f16>,
+            /// Reads `experts.up.packed`, f16 `[5, strips, depth, columns]`.
+            pub packed: In<f16>,
             /// Reads `experts.gate.bias`, f16 `[5, 12]`.
             pub gate_bias: In<f16>,
             /// Reads `experts.up.bias`, f16 `[5, 12]`.
@@ -911,6 +921,8 @@ pub mod layer9_awkward_experts_kernels {
             pub offsets: In<i64>,
             /// Reads `row_tiles`, i32 `[6]`.
             pub row_tiles: In<i32>,
+            /// Reads `row_slots`, i32 `[rows]`.
+            pub row_slots: In<i32>,
             /// Writes `hidden`, f16 `[rows, 12]`.
             pub hidden: Out<f16>,
             /// The token count.
@@ -921,26 +933,26 @@ pub mod layer9_awkward_experts_kernels {
             const KERNEL: &'static str = "grouped_gemm_up";
             const SYMBOL: &'static str = "grouped_gemm_up";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
-                ("rows", <In<f16>>::TYPE),
-                ("gate", <In<f16>>::TYPE),
-                ("up", <In<f16>>::TYPE),
+                ("x", <In<f16>>::TYPE),
+                ("packed", <In<f16>>::TYPE),
                 ("gate_bias", <In<f16>>::TYPE),
                 ("up_bias", <In<f16>>::TYPE),
                 ("offsets", <In<i64>>::TYPE),
                 ("row_tiles", <In<i32>>::TYPE),
+                ("row_slots", <In<i32>>::TYPE),
                 ("hidden", <Out<f16>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
             type Args = [Arg; 9];
             fn args(&self) -> Self::Args {
                 [
-                    self.rows.arg(),
-                    self.gate.arg(),
-                    self.up.arg(),
+                    self.x.arg(),
+                    self.packed.arg(),
                     self.gate_bias.arg(),
                     self.up_bias.arg(),
                     self.offsets.arg(),
                     self.row_tiles.arg(),
+                    self.row_slots.arg(),
                     self.hidden.arg(),
                     self.tokens.arg(),
                 ]
@@ -956,13 +968,42 @@ pub mod layer9_awkward_experts_kernels {
     pub mod grouped_gemm_down {
         use ::moesaic::typed::generated::kernel::*;
 
+        /// `grouped_gemm_down_pack_down` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmDownPackDown {
+            /// Reads `down`, f16 `[5, 7, 12]`.
+            pub down: In<f16>,
+            /// Writes `packed`, f16 `[5, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmDownPackDown {
+            const KERNEL: &'static str = "grouped_gemm_down";
+            const SYMBOL: &'static str = "grouped_gemm_down_pack_down";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("down", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.down.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
         /// `grouped_gemm_down` multiplies by the down half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmDown {
             /// Reads `hidden`, f16 `[rows, 12]`.
             pub hidden: In<f16>,
-            /// Reads `experts.down.weight`, f16 `[5, 7, 12]`.
-            pub down: In<f16>,
+            /// Reads `experts.down.packed`, f16 `[5, strips, depth, columns]`.
+            pub packed: In<f16>,
             /// Reads `experts.down.bias`, f16 `[5, 7]`.
             pub down_bias: In<f16>,
             /// Reads `offsets`, i64 `[6]`.
@@ -980,7 +1021,7 @@ pub mod layer9_awkward_experts_kernels {
             const SYMBOL: &'static str = "grouped_gemm_down";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
                 ("hidden", <In<f16>>::TYPE),
-                ("down", <In<f16>>::TYPE),
+                ("packed", <In<f16>>::TYPE),
                 ("down_bias", <In<f16>>::TYPE),
                 ("offsets", <In<i64>>::TYPE),
                 ("row_tiles", <In<i32>>::TYPE),
@@ -991,7 +1032,7 @@ pub mod layer9_awkward_experts_kernels {
             fn args(&self) -> Self::Args {
                 [
                     self.hidden.arg(),
-                    self.down.arg(),
+                    self.packed.arg(),
                     self.down_bias.arg(),
                     self.offsets.arg(),
                     self.row_tiles.arg(),
@@ -1010,15 +1051,71 @@ pub mod layer9_awkward_experts_kernels {
     pub mod grouped_gemm_up_shared_0 {
         use ::moesaic::typed::generated::kernel::*;
 
+        /// `grouped_gemm_up_pack_gate` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmUpPackGate {
+            /// Reads `gate`, f16 `[1, 6, 20]`.
+            pub gate: In<f16>,
+            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmUpPackGate {
+            const KERNEL: &'static str = "grouped_gemm_up_shared_0";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_gate";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("gate", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.gate.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
+        /// `grouped_gemm_up_pack_up` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmUpPackUp {
+            /// Reads `up`, f16 `[1, 6, 20]`.
+            pub up: In<f16>,
+            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmUpPackUp {
+            const KERNEL: &'static str = "grouped_gemm_up_shared_0";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_up";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("up", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.up.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
         /// `grouped_gemm_up` multiplies rows by the up half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmUp {
             /// Reads `x`, f16 `[tokens, 20]`.
             pub rows: In<f16>,
-            /// Reads `shared.0.gate.weight`, f16 `[1, 6, 20]`.
-            pub gate: In<f16>,
-            /// Reads `shared.0.up.weight`, f16 `[1, 6, 20]`.
-            pub up: In<f16>,
+            /// Reads `shared.0.up.packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: In<f16>,
             /// Reads `shared.0.gate.bias`, f16 `[1, 6]`.
             pub gate_bias: In<f16>,
             /// Reads `shared.0.up.bias`, f16 `[1, 6]`.
@@ -1034,19 +1131,17 @@ pub mod layer9_awkward_experts_kernels {
             const SYMBOL: &'static str = "grouped_gemm_up";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
                 ("rows", <In<f16>>::TYPE),
-                ("gate", <In<f16>>::TYPE),
-                ("up", <In<f16>>::TYPE),
+                ("packed", <In<f16>>::TYPE),
                 ("gate_bias", <In<f16>>::TYPE),
                 ("up_bias", <In<f16>>::TYPE),
                 ("hidden", <Out<f16>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
-            type Args = [Arg; 7];
+            type Args = [Arg; 6];
             fn args(&self) -> Self::Args {
                 [
                     self.rows.arg(),
-                    self.gate.arg(),
-                    self.up.arg(),
+                    self.packed.arg(),
                     self.gate_bias.arg(),
                     self.up_bias.arg(),
                     self.hidden.arg(),
@@ -1064,13 +1159,42 @@ pub mod layer9_awkward_experts_kernels {
     pub mod grouped_gemm_down_shared_0 {
         use ::moesaic::typed::generated::kernel::*;
 
+        /// `grouped_gemm_down_pack_down` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmDownPackDown {
+            /// Reads `down`, f16 `[1, 7, 6]`.
+            pub down: In<f16>,
+            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmDownPackDown {
+            const KERNEL: &'static str = "grouped_gemm_down_shared_0";
+            const SYMBOL: &'static str = "grouped_gemm_down_pack_down";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("down", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.down.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
         /// `grouped_gemm_down` multiplies by the down half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmDown {
             /// Reads `shared.0.hidden`, f16 `[tokens, 6]`.
             pub hidden: In<f16>,
-            /// Reads `shared.0.down.weight`, f16 `[1, 7, 6]`.
-            pub down: In<f16>,
+            /// Reads `shared.0.down.packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: In<f16>,
             /// Reads `shared.0.down.bias`, f16 `[1, 7]`.
             pub down_bias: In<f16>,
             /// Writes `shared.0.out`, f16 `[tokens, 7]`.
@@ -1084,7 +1208,7 @@ pub mod layer9_awkward_experts_kernels {
             const SYMBOL: &'static str = "grouped_gemm_down";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
                 ("hidden", <In<f16>>::TYPE),
-                ("down", <In<f16>>::TYPE),
+                ("packed", <In<f16>>::TYPE),
                 ("down_bias", <In<f16>>::TYPE),
                 ("out", <Out<f16>>::TYPE),
                 ("tokens", <i64>::TYPE),
@@ -1093,7 +1217,7 @@ pub mod layer9_awkward_experts_kernels {
             fn args(&self) -> Self::Args {
                 [
                     self.hidden.arg(),
-                    self.down.arg(),
+                    self.packed.arg(),
                     self.down_bias.arg(),
                     self.out.arg(),
                     self.tokens.arg(),
@@ -1147,15 +1271,71 @@ pub mod layer9_awkward_experts_kernels {
     pub mod grouped_gemm_up_shared_1 {
         use ::moesaic::typed::generated::kernel::*;
 
+        /// `grouped_gemm_up_pack_gate` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmUpPackGate {
+            /// Reads `gate`, f16 `[1, 9, 20]`.
+            pub gate: In<f16>,
+            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmUpPackGate {
+            const KERNEL: &'static str = "grouped_gemm_up_shared_1";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_gate";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("gate", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.gate.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
+        /// `grouped_gemm_up_pack_up` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmUpPackUp {
+            /// Reads `up`, f16 `[1, 9, 20]`.
+            pub up: In<f16>,
+            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmUpPackUp {
+            const KERNEL: &'static str = "grouped_gemm_up_shared_1";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_up";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("up", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.up.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
         /// `grouped_gemm_up` multiplies rows by the up half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmUp {
             /// Reads `x`, f16 `[tokens, 20]`.
             pub rows: In<f16>,
-            /// Reads `shared.1.gate.weight`, f16 `[1, 9, 20]`.
-            pub gate: In<f16>,
-            /// Reads `shared.1.up.weight`, f16 `[1, 9, 20]`.
-            pub up: In<f16>,
+            /// Reads `shared.1.up.packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: In<f16>,
             /// Reads `shared.1.gate.bias`, f16 `[1, 9]`.
             pub gate_bias: In<f16>,
             /// Reads `shared.1.up.bias`, f16 `[1, 9]`.
@@ -1171,19 +1351,17 @@ pub mod layer9_awkward_experts_kernels {
             const SYMBOL: &'static str = "grouped_gemm_up";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
                 ("rows", <In<f16>>::TYPE),
-                ("gate", <In<f16>>::TYPE),
-                ("up", <In<f16>>::TYPE),
+                ("packed", <In<f16>>::TYPE),
                 ("gate_bias", <In<f16>>::TYPE),
                 ("up_bias", <In<f16>>::TYPE),
                 ("hidden", <Out<f16>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
-            type Args = [Arg; 7];
+            type Args = [Arg; 6];
             fn args(&self) -> Self::Args {
                 [
                     self.rows.arg(),
-                    self.gate.arg(),
-                    self.up.arg(),
+                    self.packed.arg(),
                     self.gate_bias.arg(),
                     self.up_bias.arg(),
                     self.hidden.arg(),
@@ -1201,13 +1379,42 @@ pub mod layer9_awkward_experts_kernels {
     pub mod grouped_gemm_down_shared_1 {
         use ::moesaic::typed::generated::kernel::*;
 
+        /// `grouped_gemm_down_pack_down` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmDownPackDown {
+            /// Reads `down`, f16 `[1, 7, 9]`.
+            pub down: In<f16>,
+            /// Writes `packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: Out<f16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmDownPackDown {
+            const KERNEL: &'static str = "grouped_gemm_down_shared_1";
+            const SYMBOL: &'static str = "grouped_gemm_down_pack_down";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("down", <In<f16>>::TYPE),
+                ("packed", <Out<f16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.down.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
         /// `grouped_gemm_down` multiplies by the down half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmDown {
             /// Reads `shared.1.hidden`, f16 `[tokens, 9]`.
             pub hidden: In<f16>,
-            /// Reads `shared.1.down.weight`, f16 `[1, 7, 9]`.
-            pub down: In<f16>,
+            /// Reads `shared.1.down.packed`, f16 `[1, strips, depth, columns]`.
+            pub packed: In<f16>,
             /// Reads `shared.1.down.bias`, f16 `[1, 7]`.
             pub down_bias: In<f16>,
             /// Writes `shared.1.out`, f16 `[tokens, 7]`.
@@ -1221,7 +1428,7 @@ pub mod layer9_awkward_experts_kernels {
             const SYMBOL: &'static str = "grouped_gemm_down";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
                 ("hidden", <In<f16>>::TYPE),
-                ("down", <In<f16>>::TYPE),
+                ("packed", <In<f16>>::TYPE),
                 ("down_bias", <In<f16>>::TYPE),
                 ("out", <Out<f16>>::TYPE),
                 ("tokens", <i64>::TYPE),
@@ -1230,7 +1437,7 @@ pub mod layer9_awkward_experts_kernels {
             fn args(&self) -> Self::Args {
                 [
                     self.hidden.arg(),
-                    self.down.arg(),
+                    self.packed.arg(),
                     self.down_bias.arg(),
                     self.out.arg(),
                     self.tokens.arg(),

@@ -561,69 +561,81 @@ pub mod mixtral8x7b_kernels {
         }
     }
 
-    /// The entries of kernel `dispatch`.
-    pub mod dispatch {
+    /// The entries of kernel `grouped_gemm_up`.
+    pub mod grouped_gemm_up {
         use ::moesaic::typed::generated::kernel::*;
 
-        /// `dispatch` copies token rows into expert order.
+        /// `grouped_gemm_up_pack_gate` lays a matrix out as the product reads it.
         #[derive(Clone, Copy, Debug)]
-        pub struct Dispatch {
-            /// Reads `x`, bf16 `[tokens, 4096]`.
-            pub x: In<bf16>,
-            /// Reads `row_slots`, i32 `[rows]`.
-            pub row_slots: In<i32>,
-            /// Reads `offsets`, i64 `[9]`.
-            pub offsets: In<i64>,
-            /// Writes `rows`, bf16 `[rows, 4096]`.
-            pub rows: Out<bf16>,
+        pub struct GroupedGemmUpPackGate {
+            /// Reads `gate`, bf16 `[8, 14336, 4096]`.
+            pub gate: In<bf16>,
+            /// Writes `packed`, bf16 `[8, strips, depth, columns]`.
+            pub packed: Out<bf16>,
             /// The token count.
             pub tokens: i64,
         }
 
-        impl KernelArgs for Dispatch {
-            const KERNEL: &'static str = "dispatch";
-            const SYMBOL: &'static str = "dispatch";
+        impl KernelArgs for GroupedGemmUpPackGate {
+            const KERNEL: &'static str = "grouped_gemm_up";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_gate";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
-                ("x", <In<bf16>>::TYPE),
-                ("row_slots", <In<i32>>::TYPE),
-                ("offsets", <In<i64>>::TYPE),
-                ("rows", <Out<bf16>>::TYPE),
+                ("gate", <In<bf16>>::TYPE),
+                ("packed", <Out<bf16>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
-            type Args = [Arg; 5];
+            type Args = [Arg; 3];
             fn args(&self) -> Self::Args {
-                [
-                    self.x.arg(),
-                    self.row_slots.arg(),
-                    self.offsets.arg(),
-                    self.rows.arg(),
-                    self.tokens.arg(),
-                ]
+                [self.gate.arg(), self.packed.arg(), self.tokens.arg()]
             }
 
             fn tokens(&self) -> i64 {
                 self.tokens
             }
         }
-    }
 
-    /// The entries of kernel `grouped_gemm_up`.
-    pub mod grouped_gemm_up {
-        use ::moesaic::typed::generated::kernel::*;
+        /// `grouped_gemm_up_pack_up` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmUpPackUp {
+            /// Reads `up`, bf16 `[8, 14336, 4096]`.
+            pub up: In<bf16>,
+            /// Writes `packed`, bf16 `[8, strips, depth, columns]`.
+            pub packed: Out<bf16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmUpPackUp {
+            const KERNEL: &'static str = "grouped_gemm_up";
+            const SYMBOL: &'static str = "grouped_gemm_up_pack_up";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("up", <In<bf16>>::TYPE),
+                ("packed", <Out<bf16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.up.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
 
         /// `grouped_gemm_up` multiplies rows by the up half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmUp {
-            /// Reads `rows`, bf16 `[rows, 4096]`.
-            pub rows: In<bf16>,
-            /// Reads `experts.gate.weight`, bf16 `[8, 14336, 4096]`.
-            pub gate: In<bf16>,
-            /// Reads `experts.up.weight`, bf16 `[8, 14336, 4096]`.
-            pub up: In<bf16>,
+            /// Reads `x`, bf16 `[tokens, 4096]`.
+            pub x: In<bf16>,
+            /// Reads `experts.up.packed`, bf16 `[8, strips, depth, columns]`.
+            pub packed: In<bf16>,
             /// Reads `offsets`, i64 `[9]`.
             pub offsets: In<i64>,
             /// Reads `row_tiles`, i32 `[9]`.
             pub row_tiles: In<i32>,
+            /// Reads `row_slots`, i32 `[rows]`.
+            pub row_slots: In<i32>,
             /// Writes `hidden`, bf16 `[rows, 14336]`.
             pub hidden: Out<bf16>,
             /// The token count.
@@ -634,22 +646,22 @@ pub mod mixtral8x7b_kernels {
             const KERNEL: &'static str = "grouped_gemm_up";
             const SYMBOL: &'static str = "grouped_gemm_up";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
-                ("rows", <In<bf16>>::TYPE),
-                ("gate", <In<bf16>>::TYPE),
-                ("up", <In<bf16>>::TYPE),
+                ("x", <In<bf16>>::TYPE),
+                ("packed", <In<bf16>>::TYPE),
                 ("offsets", <In<i64>>::TYPE),
                 ("row_tiles", <In<i32>>::TYPE),
+                ("row_slots", <In<i32>>::TYPE),
                 ("hidden", <Out<bf16>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
             type Args = [Arg; 7];
             fn args(&self) -> Self::Args {
                 [
-                    self.rows.arg(),
-                    self.gate.arg(),
-                    self.up.arg(),
+                    self.x.arg(),
+                    self.packed.arg(),
                     self.offsets.arg(),
                     self.row_tiles.arg(),
+                    self.row_slots.arg(),
                     self.hidden.arg(),
                     self.tokens.arg(),
                 ]
@@ -665,13 +677,42 @@ pub mod mixtral8x7b_kernels {
     pub mod grouped_gemm_down {
         use ::moesaic::typed::generated::kernel::*;
 
+        /// `grouped_gemm_down_pack_down` lays a matrix out as the product reads it.
+        #[derive(Clone, Copy, Debug)]
+        pub struct GroupedGemmDownPackDown {
+            /// Reads `down`, bf16 `[8, 4096, 14336]`.
+            pub down: In<bf16>,
+            /// Writes `packed`, bf16 `[8, strips, depth, columns]`.
+            pub packed: Out<bf16>,
+            /// The token count.
+            pub tokens: i64,
+        }
+
+        impl KernelArgs for GroupedGemmDownPackDown {
+            const KERNEL: &'static str = "grouped_gemm_down";
+            const SYMBOL: &'static str = "grouped_gemm_down_pack_down";
+            const PARAMS: &'static [(&'static str, ParamType)] = &[
+                ("down", <In<bf16>>::TYPE),
+                ("packed", <Out<bf16>>::TYPE),
+                ("tokens", <i64>::TYPE),
+            ];
+            type Args = [Arg; 3];
+            fn args(&self) -> Self::Args {
+                [self.down.arg(), self.packed.arg(), self.tokens.arg()]
+            }
+
+            fn tokens(&self) -> i64 {
+                self.tokens
+            }
+        }
+
         /// `grouped_gemm_down` multiplies by the down half.
         #[derive(Clone, Copy, Debug)]
         pub struct GroupedGemmDown {
             /// Reads `hidden`, bf16 `[rows, 14336]`.
             pub hidden: In<bf16>,
-            /// Reads `experts.down.weight`, bf16 `[8, 4096, 14336]`.
-            pub down: In<bf16>,
+            /// Reads `experts.down.packed`, bf16 `[8, strips, depth, columns]`.
+            pub packed: In<bf16>,
             /// Reads `offsets`, i64 `[9]`.
             pub offsets: In<i64>,
             /// Reads `row_tiles`, i32 `[9]`.
@@ -687,7 +728,7 @@ pub mod mixtral8x7b_kernels {
             const SYMBOL: &'static str = "grouped_gemm_down";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
                 ("hidden", <In<bf16>>::TYPE),
-                ("down", <In<bf16>>::TYPE),
+                ("packed", <In<bf16>>::TYPE),
                 ("offsets", <In<i64>>::TYPE),
                 ("row_tiles", <In<i32>>::TYPE),
                 ("out", <Out<bf16>>::TYPE),
@@ -697,7 +738,7 @@ pub mod mixtral8x7b_kernels {
             fn args(&self) -> Self::Args {
                 [
                     self.hidden.arg(),
-                    self.down.arg(),
+                    self.packed.arg(),
                     self.offsets.arg(),
                     self.row_tiles.arg(),
                     self.out.arg(),
