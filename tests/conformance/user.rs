@@ -4,10 +4,12 @@ use super::Case;
 use super::case::{floats, host};
 use super::compare::{close, equal};
 use super::layers::engine;
+use super::simulated::{SIMULATORS, open};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
 use moesaic::{
-    Counters, DType, ExpertBackward, HostTensor, Input, Training, UserExpert, UserLayer, Weights,
+    Counters, DType, Engine, ExpertBackward, HostTensor, Input, Training, UserExpert, UserLayer,
+    Weights,
 };
 use std::sync::{Arc, Mutex};
 
@@ -124,8 +126,13 @@ fn others(case: &Case) -> Weights<'static> {
     weights
 }
 
-fn user_layer(case: &Case, experts: Vec<Box<dyn UserExpert>>, training: bool) -> UserLayer {
-    let layer = engine().user_layer(&case.spec, &others(case), experts, training);
+fn user_layer(
+    engine: &Engine,
+    case: &Case,
+    experts: Vec<Box<dyn UserExpert>>,
+    training: bool,
+) -> UserLayer {
+    let layer = engine.user_layer(&case.spec, &others(case), experts, training);
     layer.unwrap_or_else(|e| panic!("{e}"))
 }
 
@@ -141,7 +148,7 @@ fn user_experts_run_in_every_routing() {
     ] {
         for tokens in [0, 1, 70] {
             let (case, experts, _) = heterogeneous(&format!("{head}{rest}"), tokens);
-            let layer = user_layer(&case, experts, false);
+            let layer = user_layer(&engine(), &case, experts, false);
             let output = layer
                 .forward(&case.input(), &["y"])
                 .unwrap_or_else(|e| panic!("{e}"));
@@ -183,48 +190,64 @@ fn user_experts_run_backward() {
         linear
             + "score = \"sigmoid\"\nbias = true\n[[shared]]\nhidden_dim = 5\ngate = \"sigmoid\"\n",
     ] {
-        let (case, experts, seen) = heterogeneous(&spec, 23);
-        let mut layer = user_layer(&case, experts, true);
-        let (dy, values) = random_dy(&case);
-        let expected = reference::backward(&case.spec, &case.weights, &case.input, &values);
-        for round in 0..2 {
-            let forward = layer.forward_train(&case.input(), &["y"], Counters::default());
-            let (_, saved) = forward.unwrap_or_else(|e| panic!("{e}"));
-            let back = layer
-                .backward(&saved, &dy, round > 0)
-                .unwrap_or_else(|e| panic!("{e}"));
-            close("dx", &floats(&back, "dx"), &expected.x, 1e-5);
-            let weights = floats(&back, "grad.topk_weights");
-            close("grad.topk_weights", &weights, &expected.topk_weights, 1e-5);
-        }
-        for name in ["router.weight", "router.bias", "shared.0.router.weight"] {
-            let Some(expected) = expected.weights.get(name) else {
-                continue;
-            };
-            let twice: Vec<f64> = expected.data.iter().map(|g| 2.0 * g).collect();
-            let found = layer.layer().gradient(name);
-            let found = found.unwrap_or_else(|e| panic!("{e}")).to_f32();
-            let found: Vec<f64> = found.into_iter().map(f64::from).collect();
-            close(name, &found, &twice, 1e-5);
-        }
-        // Two rounds, the second added to the first.
-        for (name, part) in [("experts.up.weight", 0), ("experts.down.weight", 1)] {
-            let all = &expected.weights[name];
-            for (e, gradients) in seen.iter().enumerate() {
-                let found: Vec<f64> = gradients.lock().expect("one thread")[part]
-                    .iter()
-                    .map(|g| f64::from(*g))
-                    .collect();
-                let hidden = case.spec.shape.hidden_dim - e % 3;
-                let (most, model) = (case.spec.shape.hidden_dim, case.spec.shape.model_dim);
-                let own = all.outer(e).iter().enumerate();
-                let kept = own.filter(|(i, _)| match part {
-                    0 => i / model < hidden,
-                    _ => i % most < hidden,
-                });
-                let twice: Vec<f64> = kept.map(|(_, g)| 2.0 * g).collect();
-                close(&format!("{name} of {e}"), &found, &twice, 1e-5);
-            }
+        check_backward(&engine(), &spec);
+    }
+}
+
+#[test]
+fn user_experts_and_gates_run_on_simulated_gpus() {
+    for target in SIMULATORS {
+        let engine = open(target);
+        check_backward(&engine, &external(""));
+        let linear = external("").replace("external", "linear");
+        check_backward(&engine, &(linear + "renormalize = \"sum\"\n"));
+        check_gates(&engine, &two_gates(&external("")));
+    }
+}
+
+/// Experts that are code, on an engine: two rounds of gradients.
+fn check_backward(engine: &Engine, spec: &str) {
+    let (case, experts, seen) = heterogeneous(spec, 23);
+    let mut layer = user_layer(engine, &case, experts, true);
+    let (dy, values) = random_dy(&case);
+    let expected = reference::backward(&case.spec, &case.weights, &case.input, &values);
+    for round in 0..2 {
+        let forward = layer.forward_train(&case.input(), &["y"], Counters::default());
+        let (_, saved) = forward.unwrap_or_else(|e| panic!("{e}"));
+        let back = layer
+            .backward(&saved, &dy, round > 0)
+            .unwrap_or_else(|e| panic!("{e}"));
+        close("dx", &floats(&back, "dx"), &expected.x, 1e-5);
+        let weights = floats(&back, "grad.topk_weights");
+        close("grad.topk_weights", &weights, &expected.topk_weights, 1e-5);
+    }
+    for name in ["router.weight", "router.bias", "shared.0.router.weight"] {
+        let Some(expected) = expected.weights.get(name) else {
+            continue;
+        };
+        let twice: Vec<f64> = expected.data.iter().map(|g| 2.0 * g).collect();
+        let found = layer.layer().gradient(name);
+        let found = found.unwrap_or_else(|e| panic!("{e}")).to_f32();
+        let found: Vec<f64> = found.into_iter().map(f64::from).collect();
+        close(name, &found, &twice, 1e-5);
+    }
+    // Two rounds, the second added to the first.
+    for (name, part) in [("experts.up.weight", 0), ("experts.down.weight", 1)] {
+        let all = &expected.weights[name];
+        for (e, gradients) in seen.iter().enumerate() {
+            let found: Vec<f64> = gradients.lock().expect("one thread")[part]
+                .iter()
+                .map(|g| f64::from(*g))
+                .collect();
+            let hidden = case.spec.shape.hidden_dim - e % 3;
+            let (most, model) = (case.spec.shape.hidden_dim, case.spec.shape.model_dim);
+            let own = all.outer(e).iter().enumerate();
+            let kept = own.filter(|(i, _)| match part {
+                0 => i / model < hidden,
+                _ => i % most < hidden,
+            });
+            let twice: Vec<f64> = kept.map(|(_, g)| 2.0 * g).collect();
+            close(&format!("{name} of {e}"), &found, &twice, 1e-5);
         }
     }
 }
@@ -326,15 +349,15 @@ fn gradients_of_shared_experts_are_summed() {
     let mmoe = "shape = { model_dim = 9, hidden_dim = 6, experts = 3, top_k = 3 }\n\
                 router.bias = true\n[[shared]]\nhidden_dim = 4\n";
     for toml in [external(""), mmoe.to_string()] {
-        check_gates(&two_gates(&toml));
+        check_gates(&engine(), &two_gates(&toml));
     }
 }
 
-fn check_gates(cases: &[Case; 2]) {
+fn check_gates(engine: &Engine, cases: &[Case; 2]) {
     let spec = &cases[0].spec;
     let routers = cases.each_ref().map(|case| weights_of(case, true));
     let shared = weights_of(&cases[0], false);
-    let gates = engine().multi_gate(spec, &shared, &routers, Some(Training::default()));
+    let gates = engine.multi_gate(spec, &shared, &routers, Some(Training::default()));
     let gates = gates.unwrap_or_else(|e| panic!("{e}"));
     let (dy, values) = random_dy(&cases[0]);
     let expected = cases

@@ -1,5 +1,6 @@
 //! The backward kernels for CPUs, stem by stem.
 
+mod kept;
 mod rig;
 
 use moesaic_kernel::{CpuIsa, DType};

@@ -1,5 +1,6 @@
 //! The CPU kernels, stem by stem, against the reference.
 
+mod kept;
 mod rig;
 
 use moesaic_kernel::{CpuIsa, DType};

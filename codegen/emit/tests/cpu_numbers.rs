@@ -1,6 +1,7 @@
 //! Conversions and elementary functions of the CPU kernels over their whole
 //! range.
 
+mod kept;
 mod rig;
 
 use half::{bf16, f16};

@@ -2,6 +2,7 @@
 //! reference: routing is made up here, so that rows lie as a test wants.
 
 mod gpu_host;
+mod kept;
 mod rig;
 
 use gpu_host::{device, modules, planned};

@@ -3,6 +3,7 @@
 
 mod gemms_bwd;
 mod gpu_host;
+mod kept;
 mod rig;
 
 use gemms_bwd::{Call, Products, Spread, layer};

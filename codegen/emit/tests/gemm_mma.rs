@@ -2,6 +2,7 @@
 //! arrive late there, and memory that nobody wrote is an error.
 
 mod gemms;
+mod kept;
 mod rig;
 
 use gemms::simulated::simulated;

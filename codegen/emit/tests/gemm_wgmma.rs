@@ -2,6 +2,7 @@
 //! engine and `wgmma` run late there, by delays that depend on a seed.
 
 mod gemms;
+mod kept;
 mod rig;
 
 use gemms::simulated::simulated;

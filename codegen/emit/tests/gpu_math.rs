@@ -1,6 +1,7 @@
 //! The functions of the GPU prelude, called one by one on this CPU.
 
 mod gpu_host;
+mod kept;
 
 use gpu_host::{compiled, emitted, planned};
 use half::{bf16, f16};

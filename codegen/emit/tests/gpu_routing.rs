@@ -2,6 +2,7 @@
 //! on this CPU, against the reference. The experts' products are left out.
 
 mod gpu_host;
+mod kept;
 mod rig;
 
 use gpu_host::{device, modules_of, planned};

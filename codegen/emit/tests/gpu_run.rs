@@ -1,6 +1,7 @@
 //! The GPU kernels, run on this CPU thread by thread, against the reference.
 
 mod gpu_host;
+mod kept;
 mod rig;
 
 use gpu_host::{device, modules, planned};

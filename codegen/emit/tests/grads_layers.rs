@@ -2,6 +2,7 @@
 //! interpreter: forward, backward, each stem against its formula.
 
 mod gemms;
+mod kept;
 mod rig;
 
 use gemms::simulated::simulated;

@@ -3,6 +3,7 @@
 
 mod gemms;
 mod grads;
+mod kept;
 mod rig;
 
 use gemms::layer;

@@ -3,6 +3,7 @@
 
 mod gemms;
 mod gpu_host;
+mod kept;
 mod rig;
 mod router_bwd;
 

@@ -2,6 +2,7 @@
 //! on simulated GPUs, against the reference.
 
 mod gpu_host;
+mod kept;
 #[path = "gemms/simulated.rs"]
 mod ptx;
 mod rig;

@@ -61,15 +61,14 @@ fn kernel_arguments_have_direction_and_dtype() {
     use moesaic::typed::KernelArgs;
     let args = GroupedGemmUp {
         rows: In::<f16>::new(Ptr(1)),
-        gate: In::<f16>::new(Ptr(2)),
-        up: In::<f16>::new(Ptr(3)),
+        packed: In::<f16>::new(Ptr(2)),
         gate_bias: In::<f16>::new(Ptr(4)),
         up_bias: In::<f16>::new(Ptr(5)),
         hidden: Out::<f16>::new(Ptr(6)),
         tokens: 7,
     };
     let list = args.args();
-    assert_eq!(list[5], Arg::Ptr(Ptr(6)));
-    assert_eq!(list[6], Arg::I64(7));
+    assert_eq!(list[4], Arg::Ptr(Ptr(6)));
+    assert_eq!(list[5], Arg::I64(7));
     assert_eq!(GroupedGemmUp::PARAMS.len(), list.len());
 }

@@ -239,11 +239,14 @@ mod tests {
         let asked = ("MOESAIC_CC_MIPS", "mine".to_string());
         let zig = dir.path().join("zig");
         assert_eq!(
-            find("mips", &[path.clone()], None),
+            find("mips", std::slice::from_ref(&path), None),
             named("mips-linux-gnu-gcc")
         );
         assert_eq!(find("mips", &[path.clone(), asked], None), named("mine"));
-        assert_eq!(find("riscv64", &[path.clone()], Some(&zig)), named("zig"));
+        assert_eq!(
+            find("riscv64", std::slice::from_ref(&path), Some(&zig)),
+            named("zig")
+        );
         let error = find("riscv64", &[path], None).unwrap_err();
         for part in [
             "MOESAIC_CC_RISCV64",

@@ -1,9 +1,6 @@
 //! A plan's kernels on the PTX interpreter.
 
-#[path = "../kept/mod.rs"]
-mod kept;
-
-use kept::Kept;
+use crate::kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, SimArch, Target};
 use moesaic_plan::LayerPlan;

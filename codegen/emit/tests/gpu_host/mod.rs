@@ -4,10 +4,7 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
-#[path = "../kept/mod.rs"]
-mod kept;
-
-use kept::Kept;
+use crate::kept::Kept;
 use moesaic_emit::{Prelude, emit_with};
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::{KernelSource, RocmArch, SimArch, Stem, Target};

@@ -5,11 +5,9 @@
 
 pub mod backward;
 pub mod check;
-#[path = "../kept/mod.rs"]
-mod kept;
 
+use crate::kept::Kept;
 use half::{bf16, f16};
-use kept::Kept;
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Stem, Target, TensorMap};

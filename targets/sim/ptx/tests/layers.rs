@@ -1,5 +1,7 @@
 //! The emitted kernels of whole layers, in the machine, against the reference.
 
+#[path = "../../../../codegen/emit/tests/kept/mod.rs"]
+mod kept;
 #[path = "../../../../codegen/emit/tests/rig/mod.rs"]
 mod rig;
 

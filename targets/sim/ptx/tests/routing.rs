@@ -1,5 +1,7 @@
 //! Routing and data movement in the machine, at awkward sizes, with every check.
 
+#[path = "../../../../codegen/emit/tests/kept/mod.rs"]
+mod kept;
 #[path = "../../../../codegen/emit/tests/rig/mod.rs"]
 mod rig;
 
