@@ -272,7 +272,7 @@ fn a_cache_that_cannot_be_costs_a_warning_and_nothing_else() {
     assert!(
         finished
             .stderr
-            .contains("error: 6 kernels could not be kept in")
+            .contains("error: 5 kernels could not be kept in")
     );
 }
 

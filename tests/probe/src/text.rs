@@ -76,6 +76,10 @@ pub fn render(
     tera.register_filter("f32", |value: f64, _: tera::Kwargs, _: &tera::State| {
         format!("{value:?}f")
     });
+    // Those of custom activations, which no kernel of the kit has.
+    for name in ["calls", "vec_value", "vec_slope", "value", "slope"] {
+        tera.register_filter(name, |text: String, _: tera::Kwargs, _: &tera::State| text);
+    }
     tera.add_raw_templates(all).map_err(wrong)?;
     tera.render(&format!("probe/{file}"), &context)
         .map_err(wrong)
