@@ -288,6 +288,7 @@ pub fn routing_of(mut plan: LayerPlan) -> LayerPlan {
     plan.tensors.retain(|tensor| used.contains(&tensor.name));
     let last = plan.steps.iter().map(|step| step.kernel).max().unwrap();
     plan.kernels.truncate(last + 1);
+    plan.prepare.retain(|step| step.kernel <= last);
     plan
 }
 
