@@ -216,13 +216,17 @@ impl GroupedGemmDesc {
     /// The packed weights of a config: experts, strips, depth, and the columns
     /// of a strip, those of gate before those of up.
     pub fn packed_shape(&self, config: &GroupedGemmConfig) -> [usize; 4] {
-        let matrices = if self.gated { 2 } else { 1 };
         [
             self.experts,
             self.outer.div_ceil(config.thread_columns),
             self.inner.next_multiple_of(PACKED_DEPTH),
-            config.thread_columns * matrices,
+            config.thread_columns * self.matrices(),
         ]
+    }
+
+    /// Matrices of an expert: gate and up, or one.
+    pub fn matrices(&self) -> usize {
+        if self.gated { 2 } else { 1 }
     }
 }
 

@@ -306,24 +306,25 @@ impl Builder {
 
     /// Adds a step: the entry `index` of a kernel.
     fn step(&mut self, kernel: usize, index: usize, bind: Bind) {
+        let step = self.step_of(kernel, index, bind);
+        match self.backwards {
+            true => self.plan.backward.push(step),
+            false => self.plan.steps.push(step),
+        }
+    }
+
+    /// The launch of the entry `index` of a kernel.
+    fn step_of(&self, kernel: usize, index: usize, bind: Bind) -> Step {
         let entry = &self.plan.kernels[kernel].entries[index];
         let pointers = entry.params.iter().filter(|p| p.ty.tensor().is_some());
         let renamed = |p: &moesaic_kernel::Param| {
             let found = bind.iter().find(|(from, _)| *from == p.name);
             found.map_or(&*p.name, |b| b.1).to_string()
         };
-        let step = Step {
+        Step {
             kernel,
             symbol: entry.symbol.clone(),
             tensors: pointers.map(renamed).collect(),
-        };
-        self.pass().push(step);
-    }
-
-    fn pass(&mut self) -> &mut Vec<Step> {
-        match self.backwards {
-            true => &mut self.plan.backward,
-            false => &mut self.plan.steps,
         }
     }
 
@@ -375,31 +376,30 @@ impl Builder {
         let packed = format!("{owner}.{}.packed", half.name());
         names.push(("packed".to_string(), packed.clone()));
         let desc = GroupedGemmDesc { keep, ..desc };
-        let kernel = self.launch(name, KernelDesc::GroupedGemm(desc), &borrowed(&names));
-        self.pack(kernel, &packed);
+        let kernel = self.kernel(name, KernelDesc::GroupedGemm(desc));
+        let product = self.plan.kernels[kernel].entries.len() - 1;
+        let bind = borrowed(&names);
+        for index in 0..product {
+            let pack = self.step_of(kernel, index, &bind);
+            self.plan.prepare.push(pack);
+        }
+        self.declare_packed(kernel, &packed);
+        self.step(kernel, product, &bind);
     }
 
-    /// Declares the packed weights of a product, and moves the launches that
-    /// make them out of the pass: all but the last of the kernel's.
-    fn pack(&mut self, kernel: usize, name: &str) {
+    /// Declares the packed weights of a product, if it has such.
+    fn declare_packed(&mut self, kernel: usize, name: &str) {
         let plan = &self.plan.kernels[kernel];
         let (KernelDesc::GroupedGemm(desc), KernelConfig::GroupedGemm(config)) =
             (&plan.desc, &plan.config)
         else {
             unreachable!("a product's kernel is a GEMM")
         };
-        if !config.packed {
-            return;
+        if config.packed {
+            let shape = desc.packed_shape(config).map(tensors::constant);
+            let packed = tensors::tensor(name, desc.weights, &shape, Role::Packed);
+            self.plan.tensors.push(packed);
         }
-        let (shape, dtype) = (desc.packed_shape(config), desc.weights);
-        let packs = plan.entries.len() - 1;
-        let shape = shape.map(tensors::constant);
-        let packed = tensors::tensor(name, dtype, &shape, Role::Packed);
-        self.plan.tensors.push(packed);
-        let pass = self.pass();
-        let first = pass.len() - 1 - packs;
-        let moved: Vec<Step> = pass.drain(first..first + packs).collect();
-        self.plan.prepare.extend(moved);
     }
 
     fn shared(&mut self, index: usize) {

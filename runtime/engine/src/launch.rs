@@ -2,7 +2,7 @@
 
 use crate::forward::StepTime;
 use crate::{EngineError, Layer};
-use moesaic_kernel::{Param, ParamType, TensorMap};
+use moesaic_kernel::{Launch, Param, ParamType, TensorMap};
 use moesaic_plan::Step;
 use moesaic_target::{Arg, DeviceError, LaunchDims, Ptr};
 use std::cell::Cell;
@@ -66,6 +66,16 @@ thread_local! {
     static ARGS: Cell<Vec<Arg>> = const { Cell::new(Vec::new()) };
 }
 
+/// The geometry of a launch for a token count.
+pub(crate) fn dims(launch: &Launch, tokens: u64) -> LaunchDims {
+    LaunchDims {
+        grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
+        threads: launch.threads,
+        shared_bytes: launch.shared_bytes,
+        cluster: launch.cluster,
+    }
+}
+
 impl Layer {
     /// Launches steps in order.
     pub(crate) fn run(
@@ -108,13 +118,7 @@ impl Layer {
         for param in &entry.params {
             args.push(self.arg(step, param, &mut tensors, scalars, &ptr)?);
         }
-        let launch = &entry.launch;
-        let dims = LaunchDims {
-            grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
-            threads: launch.threads,
-            shared_bytes: launch.shared_bytes,
-            cluster: launch.cluster,
-        };
+        let dims = dims(&entry.launch, tokens);
         // SAFETY: the arguments follow the entry's own parameter list, since
         // the step's tensors were listed from it; each address is a buffer of
         // the tensor's size for at least `tokens` tokens, or the caller of

@@ -1,9 +1,10 @@
 //! Putting weights on the device, in the order the kernels read them.
 
 use crate::forward::shape_for;
+use crate::launch::dims;
 use crate::{EngineError, HostTensor, Weights};
 use moesaic_plan::{LayerPlan, Role, Step, TensorPlan};
-use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module, Ptr};
+use moesaic_target::{Arg, Buffer, Device, Module, Ptr};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -94,13 +95,7 @@ impl Packing<'_> {
     }
 
     fn launch(&self, step: &Step, from: Ptr, to: Ptr) -> Result<(), EngineError> {
-        let launch = &self.plan.entry(step).launch;
-        let dims = LaunchDims {
-            grid: [launch.grid[0].eval(0), launch.grid[1].eval(0)],
-            threads: launch.threads,
-            shared_bytes: launch.shared_bytes,
-            cluster: launch.cluster,
-        };
+        let dims = dims(&self.plan.entry(step).launch, 0);
         let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::I64(0)];
         // SAFETY: an entry that packs takes the weight, the packed tensor and a
         // number of tokens; both buffers have the sizes the plan gives, and live

@@ -64,7 +64,7 @@ pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
 /// See [`GroupedGemmConfig`]. Depth counts 32-bit words.
 pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
     let family = family(isa, d.weights, d.activations);
-    let matrices = if d.gated { 2 } else { 1 };
+    let matrices = d.matrices();
     if family == GemmFamily::Tiles {
         return tiles(d, matrices);
     }
