@@ -41,6 +41,7 @@ pub const CPU: &[Template] = index![
     "cpu/gate_draw.c",
     "cpu/gate_balance.c",
     "cpu/expert_scan.c",
+    "cpu/scan_ranks.c",
     "cpu/dispatch.c",
     "cpu/grouped_gemm.c",
     "cpu/grouped_gemm_dgrad.c",

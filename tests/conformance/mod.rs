@@ -11,6 +11,7 @@ mod compare;
 mod drawn;
 mod emulated;
 mod layers;
+mod orders;
 mod precision;
 mod routing;
 mod saved;

@@ -99,7 +99,7 @@ pub struct ExpertScanConfig {
     /// sums over all; `None` where that block sees to every tile.
     pub chunk_tiles: Option<usize>,
     /// Items of a run that a block sorts before ranks are searched for in the
-    /// runs: a power of two. `None` where ranks come from counting.
+    /// runs: a power of two. `None` where a block sorts a whole list.
     pub sort_run: Option<usize>,
     /// Rows per tile of the grouped GEMM, whose tile list the scan writes.
     pub tile_rows: usize,

@@ -158,8 +158,11 @@ fn scan_tensors(spec: &LayerSpec, target: Target, training: bool) -> Vec<TensorP
     if desc.capacity.mode == moesaic_spec::CapacityMode::Bounded {
         list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
     }
-    if let (Some(_), Some(items)) = (config.sort_run, desc.sorted_items()) {
-        list.push(tensor("sorted_keys", I64, &[items], Role::Scratch));
+    if let Some(items) = desc.sorted_items() {
+        list.push(match config.sort_run {
+            Some(_) => tensor("sorted_keys", I64, &[items], Role::Scratch),
+            None => tensor("sort_items", I64, &[constant(2), items], Role::Scratch),
+        });
     }
     let per_token = std::slice::from_ref(&tokens);
     list.push(tensor("kept_sums", F32, per_token, Role::Scratch));

@@ -8,7 +8,7 @@ use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
 use moesaic_spec::{CapacityMode, CapacityOrder};
 
-/// Tokens or assignments per block of the helpers that count.
+/// Tokens per block that rescales their weights.
 const HELPER_TILE: usize = 64;
 
 /// Experts whose counts a block of `expert_scan_chunks` sums side by side.
@@ -28,15 +28,6 @@ pub(super) fn entries(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
         d.capacity.renormalize_after_drop.then(|| renormalize(d, c)),
     ];
     list.into_iter().flatten().collect()
-}
-
-/// Tokens or assignments per block of the ranking kernels: one per thread when
-/// they search in sorted runs.
-fn helper_tile(c: &ExpertScanConfig) -> usize {
-    match c.sort_run {
-        Some(_) => c.threads as usize,
-        None => HELPER_TILE,
-    }
 }
 
 fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
@@ -65,12 +56,21 @@ fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
 }
 
 fn order(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
-    let source = match c.sort_run {
-        Some(_) => d.sorted_keys(Access::Read),
-        None => Param::read("best_score", F32, "[tokens]"),
+    let order = Param::write("token_order", I32, "[tokens]");
+    let (params, grid) = match c.sort_run {
+        Some(_) => (
+            vec![d.sorted_keys(Access::Read), order],
+            [tokens_by(c.threads as usize), one()],
+        ),
+        None => (
+            vec![
+                Param::read("best_score", F32, "[tokens]"),
+                d.sort_items(),
+                order,
+            ],
+            [one(), one()],
+        ),
     };
-    let params = vec![source, Param::write("token_order", I32, "[tokens]")];
-    let grid = [tokens_by(helper_tile(c)), one()];
     let summary = "ranks tokens by descending best score, stable";
     entry("expert_scan_order", summary, params, grid, c.threads)
 }
@@ -128,10 +128,7 @@ fn place(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
         when(c.chunk_tiles.is_some(), d.chunk_counts(Access::Read)),
     ];
     let tail = match d.ranked() {
-        true => vec![
-            Some(d.per_expert("bucket_offsets", I64, Access::Read)),
-            Some(Param::write("bucket_slots", I32, "[tokens*top_k]")),
-        ],
+        true => d.listing(c),
         false => d.placement().to_vec(),
     };
     let params = some(head.into_iter().chain(tail));
@@ -143,23 +140,36 @@ fn place(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     entry("expert_scan_place", summary, params, grid, c.threads)
 }
 
+/// A thread searches in sorted runs, or a block sorts what an expert got.
 fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
-    let counting = c.sort_run.is_none();
-    let by_weight = counting && d.capacity.order == CapacityOrder::Probability;
+    let whole = c.sort_run.is_none();
+    let by_weight = whole && d.capacity.order == CapacityOrder::Probability;
     let weights = Param::read("topk_weights", F32, format!("[tokens, {}]", d.top_k));
     let head = [
-        Some(d.ids()),
+        when(!whole, d.ids()),
         when(by_weight, weights),
         Some(d.per_expert("bucket_offsets", I64, Access::Read)),
         Some(Param::read("bucket_slots", I32, "[tokens*top_k]")),
-        when(!counting, d.sorted_keys(Access::Read)),
+        Some(match whole {
+            true => d.sort_items(),
+            false => d.sorted_keys(Access::Read),
+        }),
     ];
     let params = some(head.into_iter().chain(d.placement()));
-    let drawn = counting.then(|| d.counters()).into_iter().flatten();
+    let drawn = whole.then(|| d.counters()).into_iter().flatten();
     let params = params.into_iter().chain(drawn).collect();
-    let grid = [slots_by(d.top_k, helper_tile(c) as u64), one()];
+    let blocks = match whole {
+        true => Size::Const(d.experts as u64),
+        false => slots_by(d.top_k, c.threads.into()),
+    };
     let summary = "ranks the assignments of each expert and gives them rows";
-    entry("expert_scan_rank", summary, params, grid, c.threads)
+    entry(
+        "expert_scan_rank",
+        summary,
+        params,
+        [blocks, one()],
+        c.threads,
+    )
 }
 
 fn renormalize(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
@@ -234,6 +244,15 @@ impl ExpertScanDesc {
         Param::tensor("sorted_keys", I64, access, items)
     }
 
+    /// Where a block sorts a whole list: its items, and as much room again.
+    fn sort_items(&self) -> Param {
+        let shape = match self.ordered() {
+            true => "[2, tokens]",
+            false => "[2, tokens*top_k]",
+        };
+        Param::tensor("sort_items", I64, Access::ReadWrite, shape)
+    }
+
     fn blocks_of_tiles(&self, c: &ExpertScanConfig) -> [Size; 2] {
         [self.tiles(c).ceil_div(c.block_tiles as u64), one()]
     }
@@ -258,6 +277,19 @@ impl ExpertScanDesc {
 
     fn per_expert(&self, name: &str, dtype: DType, access: Access) -> Param {
         Param::tensor(name, dtype, access, format!("[{}]", self.experts + 1))
+    }
+
+    /// Where the lists of the experts go. The kernel that ranks in sorted runs
+    /// marks what is in no list; the one that sorts a list sees only that list.
+    fn listing(&self, c: &ExpertScanConfig) -> Vec<Option<Param>> {
+        let per_slot = format!("[tokens, {}]", self.top_k);
+        let marks = c.sort_run.is_none();
+        vec![
+            Some(self.per_expert("bucket_offsets", I64, Access::Read)),
+            Some(Param::write("bucket_slots", I32, "[tokens*top_k]")),
+            when(marks, Param::write("locations", I32, &per_slot)),
+            when(marks, Param::write("slot_rows", I32, &per_slot)),
+        ]
     }
 
     /// Where the results of placement go.
