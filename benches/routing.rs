@@ -13,7 +13,10 @@ mod one_hot;
 mod share;
 
 use moesaic::reference::{self, Random};
-use moesaic::{Counters, Engine, HostTensor, Input, Layer, LayerSpec, StepTime, Training, Weights};
+use moesaic::{
+    Counters, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, StepTime, Training,
+    Weights,
+};
 use one_hot::OneHot;
 use std::time::{Duration, Instant};
 
@@ -74,22 +77,23 @@ fn against_one_hot() {
 fn at_tutels_size() {
     let (tokens, d) = (8192, 1024);
     println!("\n{tokens} tokens, d = {d}, 256 experts, top-8, capacity factor 1, one thread");
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
-    pool.expect("a thread").install(|| {
-        let engine = Engine::cpu().expect("a C compiler");
-        let spec = LayerSpec::from_toml(&format!(
-            "shape = {{ model_dim = {d}, hidden_dim = 16, experts = 256, top_k = 8 }}\n\
-             capacity = {{ mode = \"factor\", factor = 1.0 }}\n\
-             router = {{ renormalize = \"clamp\", renormalize_eps = 1e-7 }}\n\
-             experts = {{ form = \"plain\", activation = \"relu\" }}\n"
-        ));
-        let layer = layer(&engine, &spec.expect("a valid spec"));
-        let x = rows(tokens, d, 2);
-        let times = Run::new(&layer, &x, tokens).best();
-        for (stem, time) in times.by_stem() {
-            println!("  {stem:14} {:8.2} ms", ms(time));
-        }
-    });
+    let options = EngineOptions {
+        threads: Some(1),
+        ..EngineOptions::default()
+    };
+    let engine = Engine::open("cpu", options).expect("a C compiler");
+    let spec = LayerSpec::from_toml(&format!(
+        "shape = {{ model_dim = {d}, hidden_dim = 16, experts = 256, top_k = 8 }}\n\
+         capacity = {{ mode = \"factor\", factor = 1.0 }}\n\
+         router = {{ renormalize = \"clamp\", renormalize_eps = 1e-7 }}\n\
+         experts = {{ form = \"plain\", activation = \"relu\" }}\n"
+    ));
+    let layer = layer(&engine, &spec.expect("a valid spec"));
+    let x = rows(tokens, d, 2);
+    let times = Run::new(&layer, &x, tokens).best();
+    for (stem, time) in times.by_stem() {
+        println!("  {stem:14} {:8.2} ms", ms(time));
+    }
 }
 
 /// A training layer whose experts' products hardly count.

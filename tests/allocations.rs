@@ -75,9 +75,9 @@ fn a_raw_call_allocates_nothing_after_the_first() {
     const TOKENS: usize = 300;
     let x = vec![0.5; TOKENS * MODEL_DIM];
     let mut y = vec![0.0; TOKENS * MODEL_DIM];
-    for threads in [1, 2, 3] {
+    for threads in [None, Some(1), Some(2), Some(3)] {
         let options = EngineOptions {
-            threads: Some(threads),
+            threads,
             ..EngineOptions::default()
         };
         let engine = Engine::open("cpu", options).expect("a C compiler");
@@ -86,7 +86,7 @@ fn a_raw_call_allocates_nothing_after_the_first() {
         assert!(first > 0, "the counter counts");
         for tokens in [TOKENS, 8, 1, 0] {
             let later = count(&layer, &x, &mut y, tokens);
-            assert_eq!(later, 0, "{threads} threads, {tokens} tokens");
+            assert_eq!(later, 0, "{threads:?} threads, {tokens} tokens");
         }
     }
 }

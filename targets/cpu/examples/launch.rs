@@ -1,5 +1,5 @@
 //! Prints this machine's limits, what a launch costs, and how evenly blocks of
-//! very different cost are spread, over rayon and over the device's own threads:
+//! very different cost are spread, over shared threads and over the device's own:
 //! `cargo run --release -p moesaic-cpu --example launch`.
 
 use moesaic_cpu::{CpuCompiler, CpuDevice, host_isa, limits};
@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let module = device.load(&artifact, std::slice::from_ref(&entry))?;
     let alone = CpuDevice::with_threads(1)?.load(&artifact, std::slice::from_ref(&entry))?;
     let own = CpuDevice::with_threads(device.threads())?.load(&artifact, &[entry])?;
-    println!("best, us                1 thread      rayon        own   speedup");
+    println!("best, us                1 thread     shared        own   speedup");
     for (what, blocks, base, step) in [
         ("1 empty block", 1, 0, 0),
         ("2 empty blocks", 2, 0, 0),

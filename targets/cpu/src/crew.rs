@@ -1,14 +1,14 @@
 //! Running the blocks of a grid on several threads.
 
+use crate::shared::Shared;
 use crate::team::Team;
-use rayon::Scope;
 use std::io;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-/// The threads of a device: rayon's, or its own.
+/// The threads of a device.
 pub(crate) enum Crew {
-    /// The pool the caller is in, else rayon's global one.
-    Shared,
+    /// The calling thread and those that devices share.
+    Shared(Shared),
     /// Only the calling thread.
     Alone,
     /// The calling thread and these.
@@ -26,7 +26,7 @@ impl Crew {
 
     pub(crate) fn threads(&self) -> usize {
         match self {
-            Crew::Shared => rayon::current_num_threads(),
+            Crew::Shared(shared) => shared.threads(),
             Crew::Alone => 1,
             Crew::Own(team) => team.workers() + 1,
         }
@@ -36,7 +36,7 @@ impl Crew {
     pub(crate) fn pin(&self) -> io::Result<()> {
         match self {
             Crew::Own(team) => team.pin(),
-            Crew::Shared | Crew::Alone => Ok(()),
+            Crew::Shared(_) | Crew::Alone => Ok(()),
         }
     }
 
@@ -59,10 +59,8 @@ impl Crew {
         let helpers = (threads.min(blocks) - 1) as usize;
         match self {
             Crew::Own(team) => team.run(helpers, &drain),
-            Crew::Shared | Crew::Alone => rayon::in_place_scope(|scope: &Scope<'_>| {
-                (0..helpers).for_each(|_| scope.spawn(|_| drain()));
-                drain();
-            }),
+            Crew::Shared(shared) => shared.team().run(helpers, &drain),
+            Crew::Alone => drain(),
         }
     }
 }
@@ -140,12 +138,12 @@ mod tests {
     }
 
     #[test]
-    fn a_launch_inside_the_pool_finishes() {
+    fn devices_run_side_by_side() {
         let total = AtomicI64::new(0);
-        rayon::scope(|scope| {
+        std::thread::scope(|scope| {
             for _ in 0..8 {
-                scope.spawn(|_| {
-                    Crew::Shared.run(100, |first, last| {
+                scope.spawn(|| {
+                    Crew::Shared(Shared::new()).run(100, |first, last| {
                         total.fetch_add(last - first, Ordering::Relaxed);
                     });
                 });

@@ -3,6 +3,7 @@
 use crate::crew::Crew;
 use crate::memory::Memory;
 use crate::module::CpuModule;
+use crate::shared::Shared;
 use moesaic_kernel::{Entry, Target};
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
 use std::sync::Arc;
@@ -16,9 +17,12 @@ pub struct CpuDevice {
 }
 
 impl CpuDevice {
-    /// All threads of the rayon pool the caller is in, or of the global one.
+    /// A thread per processor that this process may use, the launching one
+    /// included. Such devices share their threads, which the first launch
+    /// starts; they sleep between calls and end with the last of the devices.
+    /// Launches from several threads run side by side.
     pub fn new() -> CpuDevice {
-        CpuDevice::from(Crew::Shared)
+        CpuDevice::from(Crew::Shared(Shared::new()))
     }
 
     /// Exactly `threads` threads, the launching one included; 0 counts as 1.
@@ -36,8 +40,8 @@ impl CpuDevice {
 
     /// The same device with each of its own threads kept on one processor: from
     /// the second on that this process may use, and around. The launching
-    /// thread, for which the first is left, is the caller's to keep in place,
-    /// and so are rayon's.
+    /// thread, for which the first is left, is the caller's to keep in place;
+    /// threads that devices share stay where the system puts them.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`] when the system refuses, or is not Linux.

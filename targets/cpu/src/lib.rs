@@ -1,4 +1,4 @@
-//! The CPU target: the system C compiler, dlopen, rayon or threads of its own.
+//! The CPU target: the system C compiler, dlopen, threads that wait for launches.
 //!
 //! A kernel is C11 with GNU vector extensions and no header. Each of its
 //! entries is a function
@@ -30,6 +30,7 @@ mod memory;
 mod module;
 mod report;
 mod scratch;
+mod shared;
 mod team;
 
 pub use compiler::CpuCompiler;

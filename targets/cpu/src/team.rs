@@ -3,32 +3,36 @@
 //! A run is published on a board. Workers that look at it join, work beside the
 //! caller and leave; the caller closes the board when its own share is done and
 //! waits for those that joined. A worker that was still asleep then has missed
-//! nothing, and nobody waits for it. After a run workers watch the board for a
-//! short while, since the next launch of the same pass comes within
+//! nothing, and nobody waits for it. After a run workers listen for the next one
+//! for a short while, since the next launch of the same pass comes within
 //! microseconds; then they sleep.
+//!
+//! Several callers have a board each, and no caller waits for another: workers
+//! go from board to board, also to runs that began while they were busy.
 
 use std::cell::UnsafeCell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{self, JoinHandle};
 
 /// What every thread of a run calls once.
 type Work<'a> = dyn Fn() + Sync + 'a;
 
-/// Looks at the board before a worker sleeps: tens of microseconds.
+/// How often a worker listens before it sleeps: tens of microseconds.
 const LOOKS: u32 = 1000;
+
+/// Runs at the same time that workers help; a caller beyond them works alone.
+const BOARDS: usize = 8;
 
 /// Set in `Board::gate` while workers may join; the rest counts those inside.
 const OPEN: u32 = 1 << 31;
 
-/// Workers besides the calling thread.
+/// Workers besides the calling threads.
 pub(crate) struct Team {
-    board: Arc<Board>,
+    hall: Arc<Hall>,
     workers: Vec<Worker>,
-    /// Runs of several callers take turns.
-    turn: Mutex<()>,
 }
 
 struct Worker {
@@ -37,20 +41,33 @@ struct Worker {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Where the work of a run is found.
+/// What callers and workers share.
+struct Hall {
+    boards: [Board; BOARDS],
+    /// Counts the runs of all boards, so that a worker hears of a new one.
+    bell: AtomicU64,
+    /// Workers that have started.
+    present: AtomicUsize,
+    ended: AtomicBool,
+}
+
+/// Where the work of a run is found. On lines of its own: workers of one run
+/// do not slow down those of another.
+#[repr(align(128))]
 struct Board {
+    /// Held by the caller whose run it is.
+    turn: Mutex<()>,
     /// `OPEN` and the number of workers inside.
     gate: AtomicU32,
-    /// Counts runs, so that a worker sees that there is a new one.
+    /// Counts the runs of this board, so that a worker joins each once.
     run: AtomicU64,
     /// Read only inside the gate, written only while it is shut and empty.
     work: UnsafeCell<Option<&'static Work<'static>>>,
-    ended: AtomicBool,
     panicked: AtomicBool,
 }
 
-// SAFETY: `work` is written by the one caller whose turn it is while the gate is
-// shut and empty, and read by workers that entered the gate afterwards.
+// SAFETY: `work` is written by the one caller that holds the turn while the gate
+// is shut and empty, and read by workers that entered the gate afterwards.
 unsafe impl Sync for Board {}
 // SAFETY: what `work` refers to is Sync.
 unsafe impl Send for Board {}
@@ -58,23 +75,48 @@ unsafe impl Send for Board {}
 impl Team {
     /// Starts `workers` threads.
     pub(crate) fn new(workers: usize) -> io::Result<Team> {
-        let mut team = Team {
-            board: Arc::new(Board::new()),
-            workers: Vec::with_capacity(workers),
-            turn: Mutex::new(()),
-        };
-        for index in 0..workers {
-            let asleep = Arc::new(AtomicBool::new(false));
-            let (board, flag) = (Arc::clone(&team.board), Arc::clone(&asleep));
-            let thread = thread::Builder::new()
-                .name(format!("moesaic-cpu-{index}"))
-                .spawn(move || board.serve(&flag))?;
-            team.workers.push(Worker {
-                asleep,
-                thread: Some(thread),
-            });
-        }
+        let mut team = Team::empty();
+        (0..workers).try_for_each(|_| team.hire())?;
+        team.assemble();
         Ok(team)
+    }
+
+    /// Starts `workers` threads, or as many as the system gives.
+    pub(crate) fn up_to(workers: usize) -> Team {
+        let mut team = Team::empty();
+        let _fewer_will_do = (0..workers).try_for_each(|_| team.hire());
+        team.assemble();
+        team
+    }
+
+    /// Waits until all threads run: what their start costs and allocates falls
+    /// into no launch.
+    fn assemble(&self) {
+        let mut looks = 0;
+        while self.hall.present.load(Ordering::Acquire) < self.workers.len() {
+            pause(&mut looks);
+        }
+    }
+
+    fn empty() -> Team {
+        Team {
+            hall: Arc::new(Hall::new()),
+            workers: Vec::new(),
+        }
+    }
+
+    /// Starts one more thread.
+    fn hire(&mut self) -> io::Result<()> {
+        let asleep = Arc::new(AtomicBool::new(false));
+        let (hall, flag) = (Arc::clone(&self.hall), Arc::clone(&asleep));
+        let thread = thread::Builder::new()
+            .name(format!("moesaic-cpu-{}", self.workers.len()))
+            .spawn(move || hall.serve(&flag))?;
+        self.workers.push(Worker {
+            asleep,
+            thread: Some(thread),
+        });
+        Ok(())
     }
 
     pub(crate) fn workers(&self) -> usize {
@@ -88,18 +130,21 @@ impl Team {
     /// # Panics
     /// When `work` did.
     pub(crate) fn run(&self, helpers: usize, work: &Work<'_>) {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((board, _turn)) = self.hall.free_board() else {
+            return work();
+        };
         // SAFETY: the reference is dropped from the board by `Shut`, which
         // waits for every worker that can see it, before this call returns.
         let work_for_board =
             unsafe { std::mem::transmute::<&Work<'_>, &'static Work<'static>>(work) };
-        let shut = self.board.open(work_for_board);
+        let shut = board.open(work_for_board);
+        self.hall.bell.fetch_add(1, Ordering::SeqCst);
         for worker in self.workers.iter().take(helpers) {
             worker.wake();
         }
         work();
         drop(shut);
-        if self.board.panicked.swap(false, Ordering::Relaxed) {
+        if board.panicked.swap(false, Ordering::Relaxed) {
             panic!("a block panicked on another thread");
         }
     }
@@ -117,8 +162,8 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        self.board.ended.store(true, Ordering::SeqCst);
-        self.board.run.fetch_add(1, Ordering::SeqCst);
+        self.hall.ended.store(true, Ordering::SeqCst);
+        self.hall.bell.fetch_add(1, Ordering::SeqCst);
         for worker in &mut self.workers {
             worker.wake();
             if let Some(thread) = worker.thread.take() {
@@ -130,14 +175,79 @@ impl Drop for Team {
 }
 
 impl Worker {
-    /// Wakes it if it sleeps. Sequentially consistent with `Board::rest`:
-    /// either the worker sees the new run or this sees that it is asleep.
+    /// Wakes it if it sleeps. Sequentially consistent with `Hall::rest`:
+    /// either the worker hears the bell or this sees that it is asleep.
     fn wake(&self) {
         if self.asleep.swap(false, Ordering::SeqCst)
             && let Some(thread) = &self.thread
         {
             thread.thread().unpark();
         }
+    }
+}
+
+impl Hall {
+    fn new() -> Hall {
+        Hall {
+            boards: [const { Board::new() }; BOARDS],
+            bell: AtomicU64::new(0),
+            present: AtomicUsize::new(0),
+            ended: AtomicBool::new(false),
+        }
+    }
+
+    /// A board that nobody else uses, and the right to use it.
+    fn free_board(&self) -> Option<(&Board, MutexGuard<'_, ()>)> {
+        let mut boards = self.boards.iter();
+        boards.find_map(|board| Some((board, board.try_turn()?)))
+    }
+
+    /// A worker's life.
+    fn serve(&self, asleep: &AtomicBool) {
+        self.present.fetch_add(1, Ordering::Release);
+        let mut heard = 0;
+        let mut seen = [0; BOARDS];
+        loop {
+            heard = self.rest(heard, asleep);
+            if self.ended.load(Ordering::SeqCst) {
+                return;
+            }
+            while self.join_any(&mut seen) {}
+        }
+    }
+
+    /// Waits for the bell after the `heard`-th ring; returns its number.
+    fn rest(&self, heard: u64, asleep: &AtomicBool) -> u64 {
+        for _ in 0..LOOKS {
+            let rings = self.bell.load(Ordering::Acquire);
+            if rings != heard {
+                return rings;
+            }
+            std::hint::spin_loop();
+        }
+        loop {
+            asleep.store(true, Ordering::SeqCst);
+            let rings = self.bell.load(Ordering::SeqCst);
+            if rings != heard {
+                asleep.store(false, Ordering::SeqCst);
+                return rings;
+            }
+            thread::park();
+        }
+    }
+
+    /// Joins each run that this worker has not seen; says whether there was one.
+    fn join_any(&self, seen: &mut [u64; BOARDS]) -> bool {
+        let mut some = false;
+        for (board, seen) in self.boards.iter().zip(seen) {
+            let run = board.run.load(Ordering::Acquire);
+            if run != *seen {
+                *seen = run;
+                some = true;
+                board.join();
+            }
+        }
+        some
     }
 }
 
@@ -151,62 +261,39 @@ impl Drop for Shut<'_> {
         while self.0.gate.load(Ordering::Acquire) != 0 {
             pause(&mut looks);
         }
-        // SAFETY: the gate is shut and empty, and it is this caller's turn.
+        // SAFETY: the gate is shut and empty, and this caller has the turn.
         unsafe { *self.0.work.get() = None };
     }
 }
 
 impl Board {
-    fn new() -> Board {
+    const fn new() -> Board {
         Board {
+            turn: Mutex::new(()),
             gate: AtomicU32::new(0),
             run: AtomicU64::new(0),
             work: UnsafeCell::new(None),
-            ended: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
         }
     }
 
+    fn try_turn(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.turn.try_lock() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Only for the caller that has the turn.
     fn open(&self, work: &'static Work<'static>) -> Shut<'_> {
         // SAFETY: the gate is shut and empty since the last run's `Shut`, and
-        // it is this caller's turn.
+        // this caller has the turn.
         unsafe { *self.work.get() = Some(work) };
         self.panicked.store(false, Ordering::Relaxed);
         self.gate.store(OPEN, Ordering::Release);
-        self.run.fetch_add(1, Ordering::SeqCst);
+        self.run.fetch_add(1, Ordering::Release);
         Shut(self)
-    }
-
-    /// A worker's life.
-    fn serve(&self, asleep: &AtomicBool) {
-        let mut seen = 0;
-        loop {
-            seen = self.rest(seen, asleep);
-            if self.ended.load(Ordering::SeqCst) {
-                return;
-            }
-            self.join();
-        }
-    }
-
-    /// Waits for a run after the `seen`-th; returns its number.
-    fn rest(&self, seen: u64, asleep: &AtomicBool) -> u64 {
-        for _ in 0..LOOKS {
-            let run = self.run.load(Ordering::Acquire);
-            if run != seen {
-                return run;
-            }
-            std::hint::spin_loop();
-        }
-        loop {
-            asleep.store(true, Ordering::SeqCst);
-            let run = self.run.load(Ordering::SeqCst);
-            if run != seen {
-                asleep.store(false, Ordering::SeqCst);
-                return run;
-            }
-            thread::park();
-        }
     }
 
     /// Works in the present run, if it is still open.
@@ -243,7 +330,6 @@ fn pause(looks: &mut u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicUsize;
 
     #[test]
     fn runs_follow_each_other_and_sleep_between() {
@@ -267,25 +353,76 @@ mod tests {
         }
     }
 
+    /// More callers than boards, each with work of its own.
     #[test]
-    fn several_callers_take_turns() {
+    fn several_callers_have_runs_of_their_own() {
         let team = Team::new(2).unwrap();
-        let total = AtomicUsize::new(0);
         thread::scope(|scope| {
-            for _ in 0..4 {
+            for _ in 0..BOARDS + 3 {
                 scope.spawn(|| {
                     for _ in 0..200 {
-                        let once = AtomicBool::new(false);
+                        let left = AtomicUsize::new(50);
+                        let done = AtomicUsize::new(0);
+                        let take = |left: usize| left.checked_sub(1);
                         team.run(2, &|| {
-                            if !once.swap(true, Ordering::Relaxed) {
-                                total.fetch_add(1, Ordering::Relaxed);
+                            let order = Ordering::Relaxed;
+                            while left.fetch_update(order, order, take).is_ok() {
+                                done.fetch_add(1, order);
                             }
                         });
+                        assert_eq!(done.into_inner(), 50);
                     }
                 });
             }
         });
-        assert_eq!(total.into_inner(), 800);
+    }
+
+    /// A run inside a run has a board of its own and needs no worker.
+    #[test]
+    fn runs_nest() {
+        let team = Team::new(1).unwrap();
+        let calls = AtomicUsize::new(0);
+        team.run(1, &|| {
+            team.run(1, &|| {
+                calls.fetch_add(1, Ordering::Relaxed);
+            });
+        });
+        assert!(calls.into_inner() >= 1);
+    }
+
+    /// A worker that is busy with a long run comes to another when it is free.
+    #[test]
+    fn workers_come_to_runs_that_began_while_they_were_busy() {
+        let team = Team::new(1).unwrap();
+        let (busy, free) = (AtomicBool::new(false), AtomicBool::new(false));
+        let wait_for = |flag: &AtomicBool| {
+            while !flag.load(Ordering::Relaxed) {
+                thread::yield_now();
+            }
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let caller = thread::current().id();
+                team.run(1, &|| {
+                    if thread::current().id() != caller {
+                        busy.store(true, Ordering::Relaxed);
+                        wait_for(&free);
+                    } else {
+                        wait_for(&busy);
+                    }
+                });
+            });
+            wait_for(&busy);
+            let (caller, helped) = (thread::current().id(), AtomicBool::new(false));
+            team.run(1, &|| {
+                if thread::current().id() == caller {
+                    free.store(true, Ordering::Relaxed);
+                    wait_for(&helped);
+                } else {
+                    helped.store(true, Ordering::Relaxed);
+                }
+            });
+        });
     }
 
     #[test]
