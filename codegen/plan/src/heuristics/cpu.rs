@@ -24,6 +24,12 @@ const AMX_DEPTH: usize = 1024;
 /// Columns of the weight panel that backward packs in a block.
 const PANEL_COLUMNS: usize = 128;
 
+/// As [`PANEL_COLUMNS`], where a matrix has few rows, as a small router's: twice
+/// the blocks, so that more threads share the pass over all tokens. With more
+/// rows the narrow panel costs more than that brings.
+const NARROW_COLUMNS: usize = 64;
+const FEW_ROWS: usize = 32;
+
 /// See [`GateTopkConfig`].
 pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
     GateTopkConfig {
@@ -175,9 +181,13 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmC
 /// of rows, few enough that both panels stay near.
 pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
     let (thread_rows, thread_columns) = register_tile(isa);
+    let columns = match d.dense && d.height <= FEW_ROWS {
+        true => NARROW_COLUMNS,
+        false => PANEL_COLUMNS,
+    };
     GroupedGemmConfig {
         tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
-        tile_columns: PANEL_COLUMNS.min(d.width.next_multiple_of(thread_columns)),
+        tile_columns: columns.min(d.width.next_multiple_of(thread_columns)),
         tile_depth: 128,
         thread_rows,
         thread_columns,
