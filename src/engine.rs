@@ -33,6 +33,9 @@ pub struct EngineOptions {
     pub store: Option<Arc<Store>>,
     /// A kernel that is not in the store is an error instead of a compile.
     pub strict: bool,
+    /// Layers are made with what `moesaic tune` found for this machine, if the
+    /// store has it. The default is that, unless MOESAIC_TUNING is `off`.
+    pub tuned: bool,
     /// CPU threads; `None` is one per core.
     pub threads: Option<usize>,
     /// Each of these threads stays on one processor; see [`CpuDevice::pinned`].
@@ -50,6 +53,7 @@ impl Default for EngineOptions {
         EngineOptions {
             store: Some(Arc::new(Store::open_default())),
             strict: false,
+            tuned: std::env::var_os("MOESAIC_TUNING").is_none_or(|value| value != "off"),
             threads: None,
             pinned: false,
             ordinal: 0,
@@ -170,6 +174,7 @@ impl Engine {
             device,
             store: options.store,
             strict: options.strict,
+            tuned: options.tuned,
             options: options.compile,
         };
         Engine(moesaic_engine::Engine::for_target(parts, target))

@@ -45,7 +45,8 @@ pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_engine::{
     Counters, Element, EngineError, Event, ExpertBackward, HostTensor, Input, Job, Layer,
     LoadedKernel, MultiGate, Outcome, Output, RawBackward, RawCall, Record, Row, Saved, Statistics,
-    Stats, StepTime, UserExpert, UserLayer, UserSaved, Weights, precompile, precompile_on,
+    Stats, StepTime, TunedPlan, Untuned, UserExpert, UserLayer, UserSaved, Variants, Weights,
+    precompile, precompile_on,
 };
 pub use moesaic_kernel::{DType, KernelSource, SimArch, Size, Stem, Target, TargetError};
 pub use moesaic_macros::layer;

@@ -9,10 +9,14 @@ use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use moesaic::plan::Tuning;
 use moesaic::target::{CompileOptions, Report};
-use moesaic::{Compilers, Event, Job, LayerSpec, Outcome, Row, Store, Target, precompile_on};
+use moesaic::{
+    Compilers, Event, Job, LayerSpec, Outcome, Row, Store, Target, Untuned, precompile_on,
+};
 use serde_json::{Value, json};
 use std::collections::HashSet;
+use std::iter;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -97,7 +101,8 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     outcome(&rows, &store)
 }
 
-/// Every layer for every target.
+/// Every layer for every target, also with the sizes that the cache has of any
+/// machine.
 fn jobs(
     specs: &[LayerSpec],
     targets: &[Target],
@@ -111,16 +116,31 @@ fn jobs(
             let compiler = compilers
                 .get(target)
                 .map_err(|error| Failure::from(&error))?;
-            let spec = spec.clone();
-            jobs.push(Job {
-                spec,
+            jobs.extend(tunings(spec, target, training, store)?.map(|tuning| Job {
+                spec: spec.clone(),
                 target,
                 training: training.get(),
-                compiler,
-            });
+                tuning,
+                compiler: compiler.clone(),
+            }));
         }
     }
     Ok(jobs)
+}
+
+/// No tuning, and those that the cache has of any machine.
+fn tunings(
+    spec: &LayerSpec,
+    target: Target,
+    training: TrainingArgs,
+    store: &Store,
+) -> Result<impl Iterator<Item = Tuning> + use<>> {
+    let kept = match store.has_tunings(target) {
+        true => Untuned::new(spec, target, training.get())?.everywhere(store),
+        false => Vec::new(),
+    };
+    let kept = kept.into_iter().map(|tuned| tuned.plan.tuning);
+    Ok(iter::once(Tuning::default()).chain(kept))
 }
 
 /// Writes a pack of the kernels of `rows`; what to call it.

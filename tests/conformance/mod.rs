@@ -19,6 +19,7 @@ mod simulated;
 mod simulated_training;
 mod trained;
 mod training;
+mod tuned;
 mod user;
 mod zeros;
 

@@ -22,6 +22,7 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
         "spec": inspection.plan.spec.to_toml(),
         "machine": inspection.machine.as_ref().map(machine),
         "trouble": inspection.trouble,
+        "tuned": inspection.tuned,
         "tensors": tensors(inspection),
         "kernels": kernels,
         "launches": launches,

@@ -4,12 +4,14 @@ use super::counted::Counted;
 use crate::failure::{Failure, Result};
 use crate::machine::Machine;
 use crate::suggest::closest;
+use moesaic::cache::{self, Tuned};
+use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, plan_for};
-use moesaic::target::{Artifact, CompileOptions, KernelReport};
+use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
-    Compilers, DType, EngineError, Job, KernelSource, LayerSpec, Outcome, Row, Stem, Store, Target,
-    Training, Work, precompile,
+    Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome, Row, Stem,
+    Store, Target, Training, Untuned, Work, precompile,
 };
 use std::sync::Arc;
 
@@ -34,6 +36,8 @@ pub struct Inspection {
     pub launches: Vec<Launch>,
     /// Why nothing was compiled.
     pub trouble: Option<String>,
+    /// What was measured to be best here, if it was; its sizes are in the plan.
+    pub tuned: Option<Tuned>,
     /// What a simulator counted, when it was asked to.
     pub counted: Option<Counted>,
 }
@@ -85,11 +89,10 @@ pub struct Least {
 impl Inspection {
     /// Plans, emits and compiles.
     pub fn new(request: Request<'_>) -> Result<Inspection> {
-        let plan =
-            plan_for(request.spec, request.target, request.training).map_err(EngineError::from)?;
+        let (plan, tuned) = plan(&request)?;
         let sources = emit_layer(&plan).map_err(EngineError::from)?;
         let chosen = choose(&sources, request.kernel)?;
-        let (kernels, trouble) = compile(&request, &sources)?;
+        let (kernels, trouble) = compile(&request, &plan, &sources)?;
         let kernels: Vec<Kernel> = kernels
             .into_iter()
             .enumerate()
@@ -104,6 +107,7 @@ impl Inspection {
             kernels,
             launches,
             trouble,
+            tuned,
             counted: None,
         })
     }
@@ -123,6 +127,27 @@ impl Inspection {
     pub fn entry(&self, launch: &Launch) -> &moesaic::kernel::Entry {
         self.plan.entry(&launch.step)
     }
+}
+
+/// The plan that an engine of this machine would make.
+fn plan(request: &Request<'_>) -> Result<(LayerPlan, Option<Tuned>)> {
+    let options = EngineOptions::default();
+    let here = match request.target {
+        Target::Cpu(_) if options.tuned => CpuDevice::new().info().clone(),
+        _ => {
+            let plan = plan_for(request.spec, request.target, request.training);
+            return Ok((plan.map_err(EngineError::from)?, None));
+        }
+    };
+    let machine = cache::Machine {
+        name: here.name,
+        threads: here.units,
+    };
+    let untuned = Untuned::new(request.spec, request.target, request.training)?;
+    Ok(match untuned.on(&request.store, &machine) {
+        Some(found) => (found.plan, Some(found.tuned)),
+        None => (untuned.plan, None),
+    })
 }
 
 /// Indices of the kernels that a stem or name asks for.
@@ -156,6 +181,7 @@ fn unknown_kernel(sources: &[KernelSource], wanted: &str) -> Failure {
 /// Every kernel, compiled where that is possible.
 fn compile(
     request: &Request<'_>,
+    plan: &LayerPlan,
     sources: &[KernelSource],
 ) -> Result<(Vec<Kernel>, Option<String>)> {
     let compilers = Compilers::new(Some(request.store.clone()));
@@ -165,6 +191,7 @@ fn compile(
                 spec: request.spec.clone(),
                 target: request.target,
                 training: request.training,
+                tuning: plan.tuning.clone(),
                 compiler,
             };
             let rows = precompile(&[job], &request.store, &CompileOptions::default(), &|_| {})?;

@@ -5,6 +5,7 @@ use crate::console::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::LayerSpec;
+use moesaic::cache::Tuned;
 use moesaic::kernel::Access;
 use moesaic::plan::Role;
 use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
@@ -45,7 +46,7 @@ pub fn summary(inspection: &Inspection) -> Vec<String> {
         .iter()
         .filter(|tensor| tensor.role == Role::Weight);
     let bytes = weights.map(|tensor| tensor.bytes(0)).sum();
-    vec![
+    let mut lines = vec![
         shape(spec),
         format!("router: {}", router(spec)),
         format!(
@@ -55,7 +56,21 @@ pub fn summary(inspection: &Inspection) -> Vec<String> {
             units::count(plan.all_steps().count(), "launch").replace("launchs", "launches"),
             units::count(plan.kernels.len(), "kernel"),
         ),
-    ]
+    ];
+    lines.extend(inspection.tuned.as_ref().map(tuned));
+    lines
+}
+
+/// What a tuning changes.
+fn tuned(tuned: &Tuned) -> String {
+    let sizes = tuned.sizes.iter();
+    let sizes: Vec<String> = sizes.map(|(name, size)| format!("{name} {size}")).collect();
+    let what = match sizes.is_empty() {
+        true => "the default sizes are best".to_string(),
+        false => format!("{}, {:.2}x the default", sizes.join(", "), tuned.gain),
+    };
+    let threads = units::count(tuned.machine.threads as usize, "thread");
+    format!("tuned for {threads} of {}: {what}", tuned.machine.name)
 }
 
 fn shape(spec: &LayerSpec) -> String {

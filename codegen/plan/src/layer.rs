@@ -8,7 +8,7 @@ mod tensors;
 mod user;
 
 use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
-use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, entries, heuristics};
+use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, Tuning, entries, heuristics};
 
 use moesaic_kernel::{Access, DType, Entry, Size, Target};
 use moesaic_spec::{LayerSpec, SharedGate};
@@ -25,6 +25,9 @@ pub struct LayerPlan {
     pub spec: LayerSpec,
     /// The target the configs were chosen for.
     pub target: Target,
+    /// Sizes that were chosen by measurement.
+    #[serde(default, skip_serializing_if = "Tuning::is_empty")]
+    pub tuning: Tuning,
     /// The kernel sources to emit.
     pub kernels: Vec<KernelPlan>,
     /// Every tensor that a step names.
@@ -184,9 +187,7 @@ impl TensorPlan {
 /// None so far: every target computes every option. [`super::plan_user_experts`]
 /// does not.
 pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
-    let mut builder = Builder::new(spec, target, None);
-    builder.forward();
-    Ok(builder.finish())
+    plan_for(spec, target, None)
 }
 
 /// Plans a layer that can run backward. Its forward pass does what only
@@ -199,10 +200,7 @@ pub fn plan_training(
     target: Target,
     training: Training,
 ) -> Result<LayerPlan, PlanError> {
-    let mut builder = Builder::new(spec, target, Some(training));
-    builder.forward();
-    builder.backward(training.recompute);
-    Ok(builder.finish())
+    plan_for(spec, target, Some(training))
 }
 
 /// [`plan`], or with how the layer is trained [`plan_training`].
@@ -214,10 +212,29 @@ pub fn plan_for(
     target: Target,
     training: Option<Training>,
 ) -> Result<LayerPlan, PlanError> {
-    match training {
-        Some(training) => plan_training(spec, target, training),
-        None => plan(spec, target),
+    plan_tuned(spec, target, training, &Tuning::default())
+}
+
+/// [`plan_for`] with sizes of tilings instead of those that `heuristics`
+/// chooses; on a GPU they have no effect.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_tuned(
+    spec: &LayerSpec,
+    target: Target,
+    training: Option<Training>,
+    tuning: &Tuning,
+) -> Result<LayerPlan, PlanError> {
+    let mut builder = Builder::new(spec, target, training);
+    if let Target::Cpu(_) = target.hardware() {
+        builder.plan.tuning = tuning.clone();
     }
+    builder.forward();
+    if let Some(training) = training {
+        builder.backward(training.recompute);
+    }
+    Ok(builder.finish())
 }
 
 /// Collects kernels and steps while the pass is written down.
@@ -241,6 +258,7 @@ impl Builder {
             plan: LayerPlan {
                 spec: spec.clone(),
                 target,
+                tuning: Tuning::default(),
                 kernels: vec![],
                 tensors,
                 prepare: vec![],
@@ -332,15 +350,24 @@ impl Builder {
     /// their heights agree. Weights that change at every step are not packed:
     /// it would be a pass over memory for what a block does in its cache.
     fn config(&self, desc: &KernelDesc) -> KernelConfig {
-        let mut config = heuristics::choose(desc, self.plan.target);
+        let mut config = self.tiling(desc);
         match &mut config {
             KernelConfig::ExpertScan(scan) => {
-                let up = expert_gemm(&self.plan.spec, Half::Up, self.plan.target);
-                scan.tile_rows = up.tile_rows;
+                let up = KernelDesc::GroupedGemm(desc::grouped_gemm(&self.plan.spec, Half::Up));
+                if let KernelConfig::GroupedGemm(up) = self.tiling(&up) {
+                    scan.tile_rows = up.tile_rows;
+                }
             }
             KernelConfig::GroupedGemm(gemm) => gemm.packed &= self.plan.training.is_none(),
             _ => {}
         }
+        config
+    }
+
+    /// The tiling that was measured to be best, as far as there is one.
+    fn tiling(&self, desc: &KernelDesc) -> KernelConfig {
+        let mut config = heuristics::choose(desc, self.plan.target);
+        self.plan.tuning.apply(desc, &mut config);
         config
     }
 

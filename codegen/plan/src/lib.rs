@@ -14,6 +14,7 @@ mod desc;
 pub mod heuristics;
 mod layer;
 mod signature;
+mod tuning;
 mod work;
 
 pub use config::{
@@ -28,9 +29,11 @@ pub use desc::{
 };
 pub use layer::{
     LayerPlan, Recompute, Role, Step, TensorPlan, Training, plan, plan_for, plan_training,
+    plan_tuned,
 };
 pub use layer::{UserPlan, plan_user_experts};
 pub use signature::entries;
+pub use tuning::{Choice, Knob, Tuning};
 pub use work::Work;
 
 use moesaic_kernel::{Entry, Stem};

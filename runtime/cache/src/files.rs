@@ -46,6 +46,14 @@ pub(crate) fn write(
     Ok(())
 }
 
+/// Whether a file could be written to `dir`, which is made.
+pub(crate) fn try_write(layout: &Layout, dir: &Path) -> Result<(), StoreError> {
+    make_dir(layout, dir).map_err(|error| StoreError::io("make", dir, error))?;
+    let io = |error| StoreError::io("write to", dir, error);
+    let mut file = temporary(layout, dir).map_err(io)?;
+    file.write_all(b"\n").map_err(io)
+}
+
 fn read_back(file: &mut NamedTempFile) -> std::io::Result<Vec<u8>> {
     let mut back = Vec::new();
     file.rewind()?;

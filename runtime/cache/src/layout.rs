@@ -73,6 +73,10 @@ impl Layout {
         self.version.join("facts")
     }
 
+    pub(crate) fn tuned(&self) -> PathBuf {
+        self.version.join("tuned")
+    }
+
     /// Every file of ours, in the order of their names. Whatever else lies in
     /// the directory is not mentioned, so that nobody removes it.
     pub(crate) fn scan(&self) -> Vec<Found> {

@@ -7,6 +7,7 @@
 //! ```text
 //! <cache>/v1/3f/3fa0….kernel    binary, report and entries, with a hash over all of it
 //! <cache>/v1/3f/3fa0….cu        the source, in its own language
+//! <cache>/v1/tuned/…            sizes that were measured to be best on a machine
 //! <cache>/v1/facts/…            small remembered facts, such as compiler versions
 //! <cache>/v1/locks/…            one advisory lock per kernel being compiled
 //! ```
@@ -28,6 +29,7 @@ mod lock;
 mod pack;
 mod stats;
 mod store;
+mod tuned;
 mod upkeep;
 
 pub use error::{FetchError, PackError, StoreError};
@@ -38,4 +40,5 @@ pub use key::{Key, KeyParts};
 pub use pack::{Exported, Imported};
 pub use stats::Stats;
 pub use store::Store;
+pub use tuned::{Machine, Tuned};
 pub use upkeep::{Bad, Listed, OnBad, PruneRule, Pruned, Verified};

@@ -4,6 +4,8 @@
 //! moesaic-pack.json                                  {"format":1,"kernels":2}
 //! cuda-sm_90a/grouped_gemm_up.3fa0….kernel           the store's file, byte for byte
 //! cuda-sm_90a/grouped_gemm_up.3fa0….cu               its source
+//! tuned/cpu-avx512.05c3….json                        sizes that were measured, if all kernels
+//!                                                    that they lead to are in the pack
 //! ```
 //!
 //! The same kernels give the same bytes. Names are for people: an import
@@ -11,21 +13,31 @@
 
 use crate::layout::is_language;
 use crate::upkeep::Listed;
-use crate::{FORMAT_VERSION, Key, PackError, Store, Stored, format, store};
+use crate::{FORMAT_VERSION, Key, PackError, Store, Stored, Tuned, format, store, tuned};
 use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
+use moesaic_kernel::Target;
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
 use std::path::Path;
 
 const MANIFEST: &str = "moesaic-pack.json";
+const TUNED: &str = "tuned/";
 
 #[derive(Serialize, Deserialize)]
 struct Manifest {
     format: u32,
     kernels: usize,
+    /// Members after the kernels.
+    #[serde(default, skip_serializing_if = "none")]
+    tunings: usize,
+}
+
+fn none(count: &usize) -> bool {
+    *count == 0
 }
 
 /// What went into a pack.
@@ -33,6 +45,8 @@ struct Manifest {
 pub struct Exported {
     /// Kernels.
     pub kernels: usize,
+    /// Tunings whose kernels are among them.
+    pub tunings: usize,
     /// Bytes of the pack.
     pub bytes: u64,
 }
@@ -44,11 +58,14 @@ pub struct Imported {
     pub added: usize,
     /// Kernels the store had already.
     pub present: usize,
+    /// Tunings that are new to the store; one that it has stays.
+    pub tunings: usize,
 }
 
 impl Store {
     /// Writes the kernels that `filter` chooses to the pack `path`, which
-    /// appears only when it is whole.
+    /// appears only when it is whole. A tuning goes with them when all its
+    /// kernels do.
     ///
     /// # Errors
     /// [`PackError::Io`].
@@ -73,21 +90,41 @@ impl Store {
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
         let file = tempfile::NamedTempFile::new_in(dir.unwrap_or(Path::new("."))).map_err(io)?;
         let mut tar = tar::Builder::new(GzEncoder::new(&file, Compression::default()));
-        self.fill(&mut tar, &chosen).map_err(io)?;
+        let tunings = self.tunings_among(&chosen);
+        self.fill(&mut tar, &chosen, &tunings).map_err(io)?;
         tar.into_inner().and_then(GzEncoder::finish).map_err(io)?;
         let bytes = file.as_file().metadata().map_err(io)?.len();
         share(file.as_file()).map_err(io)?;
         file.persist(path).map_err(|error| io(error.error))?;
         Ok(Exported {
             kernels: chosen.len(),
+            tunings: tunings.len(),
             bytes,
         })
     }
 
-    fn fill<W: Write>(&self, tar: &mut tar::Builder<W>, chosen: &[Listed]) -> io::Result<()> {
+    fn tunings_among(&self, chosen: &[Listed]) -> Vec<Tuned> {
+        let known: HashSet<(Target, &str)> = chosen
+            .iter()
+            .map(|item| (item.info.target, &*item.info.source_hash))
+            .collect();
+        let whole = |tuned: &Tuned| {
+            let mut kernels = tuned.kernels.iter();
+            !tuned.kernels.is_empty() && kernels.all(|k| known.contains(&(tuned.target, &**k)))
+        };
+        self.tunings().into_iter().filter(whole).collect()
+    }
+
+    fn fill<W: Write>(
+        &self,
+        tar: &mut tar::Builder<W>,
+        chosen: &[Listed],
+        tunings: &[Tuned],
+    ) -> io::Result<()> {
         let manifest = Manifest {
             format: FORMAT_VERSION,
             kernels: chosen.len(),
+            tunings: tunings.len(),
         };
         append(tar, MANIFEST, &serde_json::to_vec(&manifest)?)?;
         for item in chosen {
@@ -103,6 +140,10 @@ impl Store {
                 )?;
             }
         }
+        for tuned in tunings {
+            let bytes = serde_json::to_vec_pretty(tuned)?;
+            append(tar, &format!("{TUNED}{}", tuned.file_name()), &bytes)?;
+        }
         Ok(())
     }
 
@@ -114,26 +155,47 @@ impl Store {
     pub fn import(&self, path: &Path) -> Result<Imported, PackError> {
         // The first pass only checks, so that a bad end shows before
         // anything is stored, whatever the size of the pack.
-        read_pack(path, |_, _, _| Ok(()))?;
+        read_pack(path, |_| Ok(()))?;
         let mut added = Vec::new();
         let mut imported = Imported::default();
-        let result = read_pack(path, |key, stored, source| {
-            if self.look(&key).is_some() {
-                imported.present += 1;
-                return Ok(());
-            }
-            self.put_parts(&key, source, &stored)?;
-            imported.added += 1;
-            added.push(key);
-            Ok(())
-        });
+        let result = read_pack(path, |item| self.take(item, &mut imported, &mut added));
         if result.is_err() {
-            added.iter().for_each(|key| {
-                self.remove(key);
+            added.iter().for_each(|item| match item {
+                Added::Kernel(key) => drop(self.remove(key)),
+                Added::Tuned(tuned) => self.remove_tuned(tuned),
             });
         }
         result.map(|()| imported)
     }
+
+    fn take(
+        &self,
+        item: Item<'_>,
+        imported: &mut Imported,
+        added: &mut Vec<Added>,
+    ) -> Result<(), PackError> {
+        match item {
+            Item::Kernel(key, ..) if self.look(&key).is_some() => imported.present += 1,
+            Item::Kernel(key, stored, source) => {
+                self.put_parts(&key, source, &stored)?;
+                imported.added += 1;
+                added.push(Added::Kernel(key));
+            }
+            Item::Tuned(tuned) if self.has_tuned(&tuned) => {}
+            Item::Tuned(tuned) => {
+                self.keep_tuned(&tuned)?;
+                imported.tunings += 1;
+                added.push(Added::Tuned(tuned));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What an import put into the store.
+enum Added {
+    Kernel(Key),
+    Tuned(Box<Tuned>),
 }
 
 /// A pack is for others, unlike a temporary file.
@@ -173,13 +235,19 @@ fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::
     tar.append_data(&mut header, name, bytes)
 }
 
-/// A kernel, its key and, if the pack has it, its source.
-type Sink<'a> = dyn FnMut(Key, Stored, Option<&str>) -> Result<(), PackError> + 'a;
+/// What a pack holds.
+enum Item<'a> {
+    /// A kernel, its key and, if the pack has it, its source.
+    Kernel(Key, Stored, Option<&'a str>),
+    Tuned(Box<Tuned>),
+}
+
+type Sink<'a> = dyn FnMut(Item<'_>) -> Result<(), PackError> + 'a;
 
 /// Reads and checks a whole pack, kernel by kernel.
 fn read_pack(
     path: &Path,
-    mut sink: impl FnMut(Key, Stored, Option<&str>) -> Result<(), PackError>,
+    mut sink: impl FnMut(Item<'_>) -> Result<(), PackError>,
 ) -> Result<(), PackError> {
     let io = |source| PackError::Io {
         action: "read",
@@ -191,6 +259,7 @@ fn read_pack(
     let mut reader = Reader {
         path,
         kernels: 0,
+        tunings: 0,
         promised: None,
         pending: None,
     };
@@ -208,7 +277,9 @@ fn read_pack(
 struct Reader<'a> {
     path: &'a Path,
     kernels: usize,
-    promised: Option<usize>,
+    tunings: usize,
+    /// Kernels and tunings of the manifest.
+    promised: Option<(usize, usize)>,
     pending: Option<(Key, Stored)>,
 }
 
@@ -242,6 +313,7 @@ impl Reader<'_> {
             _ if self.promised.is_none() => Err(self.damaged("it does not begin as a pack")),
             Some(Member::Kernel(key)) => self.kernel(key, &name, bytes, sink),
             Some(Member::Source(key)) => self.source(key, &name, &bytes, sink),
+            Some(Member::Tuned) => self.tuned(&name, &bytes, sink),
             None => Err(self.damaged(format!("`{name}` is not a file of a pack"))),
         }
     }
@@ -255,7 +327,7 @@ impl Reader<'_> {
                 manifest.format
             )));
         }
-        self.promised = Some(manifest.kernels);
+        self.promised = Some((manifest.kernels, manifest.tunings));
         Ok(())
     }
 
@@ -293,22 +365,34 @@ impl Reader<'_> {
         }
     }
 
+    fn tuned(&mut self, name: &str, bytes: &[u8], sink: &mut Sink<'_>) -> Result<(), PackError> {
+        self.flush(None, sink)?;
+        let tuned =
+            tuned::decode(bytes).map_err(|reason| self.damaged(format!("`{name}`: {reason}")))?;
+        self.tunings += 1;
+        sink(Item::Tuned(Box::new(tuned)))
+    }
+
     /// Hands the kernel on that was waiting for its source.
     fn flush(&mut self, source: Option<&str>, sink: &mut Sink<'_>) -> Result<(), PackError> {
         let Some((key, stored)) = self.pending.take() else {
             return Ok(());
         };
         self.kernels += 1;
-        sink(key, stored, source)
+        sink(Item::Kernel(key, stored, source))
     }
 
     fn finish(&self) -> Result<(), PackError> {
         match self.promised {
-            Some(promised) if promised == self.kernels => Ok(()),
-            Some(promised) => {
-                let kernels = self.kernels;
-                Err(self.damaged(format!("it has {kernels} of its {promised} kernels")))
+            Some((kernels, _)) if kernels != self.kernels => {
+                let found = self.kernels;
+                Err(self.damaged(format!("it has {found} of its {kernels} kernels")))
             }
+            Some((_, tunings)) if tunings != self.tunings => {
+                let found = self.tunings;
+                Err(self.damaged(format!("it has {found} of its {tunings} tunings")))
+            }
+            Some(_) => Ok(()),
             None => Err(self.damaged("it is empty")),
         }
     }
@@ -320,6 +404,7 @@ enum Member {
     Manifest,
     Kernel(Key),
     Source(Key),
+    Tuned,
 }
 
 impl Member {
@@ -327,6 +412,9 @@ impl Member {
         let file = name.rsplit('/').next()?;
         if file == MANIFEST {
             return Some(Member::Manifest);
+        }
+        if name.starts_with(TUNED) && file.ends_with(".json") {
+            return Some(Member::Tuned);
         }
         let mut parts = file.rsplit('.');
         let (extension, hex) = (parts.next()?, parts.next()?);

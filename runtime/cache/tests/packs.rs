@@ -66,14 +66,14 @@ fn a_pack_fills_another_store_with_the_same_files() {
         to.import(&pack).unwrap(),
         Imported {
             added: 3,
-            present: 0
+            ..Imported::default()
         }
     );
     assert_eq!(
         to.import(&pack).unwrap(),
         Imported {
-            added: 0,
-            present: 3
+            present: 3,
+            ..Imported::default()
         }
     );
     let from = dir.path().join("from");

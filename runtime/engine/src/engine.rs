@@ -2,8 +2,8 @@
 
 use crate::jit::Jit;
 use crate::layer::Layer;
-use crate::{EngineError, Weights};
-use moesaic_cache::Store;
+use crate::{EngineError, Untuned, Weights};
+use moesaic_cache::{Machine, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_plan::{LayerPlan, Training, plan, plan_training};
@@ -22,6 +22,8 @@ pub struct EngineParts {
     pub store: Option<Arc<Store>>,
     /// A kernel that is not in the store is an error instead of a compile.
     pub strict: bool,
+    /// Layers are made with the tunings of this machine that the store has.
+    pub tuned: bool,
     /// What is asked of the compiler.
     pub options: CompileOptions,
 }
@@ -32,6 +34,7 @@ pub struct EngineParts {
 pub struct Engine {
     device: Arc<dyn Device>,
     target: Target,
+    tuned: bool,
     jit: Arc<Jit>,
 }
 
@@ -69,6 +72,7 @@ impl Engine {
         Engine {
             device,
             target,
+            tuned: parts.tuned,
             jit: Arc::new(Jit::new(parts, target)),
         }
     }
@@ -93,13 +97,36 @@ impl Engine {
         self.jit.stats()
     }
 
+    /// The machine, as tunings name it.
+    pub fn machine(&self) -> Machine {
+        let info = self.device.info();
+        Machine {
+            name: info.name.clone(),
+            threads: info.units,
+        }
+    }
+
     /// The plan of a layer on this engine's target.
     ///
     /// # Errors
     /// [`EngineError::Spec`] and [`EngineError::Plan`].
     pub fn plan(&self, spec: &LayerSpec) -> Result<LayerPlan, EngineError> {
         crate::layer::check_spec(spec)?;
-        Ok(plan(spec, self.target)?)
+        self.best(plan(spec, self.target)?)
+    }
+
+    /// The plan with the tuning that the store has of it for this machine. A
+    /// strict engine takes no tuning whose kernels it would have to compile.
+    fn best(&self, plan: LayerPlan) -> Result<LayerPlan, EngineError> {
+        let store = self.jit.store().filter(|_| self.tuned);
+        let Some(store) = store.filter(|store| store.has_tunings(self.target)) else {
+            return Ok(plan);
+        };
+        let untuned = Untuned::of(plan)?;
+        match untuned.on(store, &self.machine()) {
+            Some(tuned) if self.jit.may_load(&emit_layer(&tuned.plan)?) => Ok(tuned.plan),
+            _ => Ok(untuned.plan),
+        }
     }
 
     /// Whether a layer could take that many tokens in one call now, weights
@@ -169,7 +196,7 @@ impl Engine {
         training: Training,
     ) -> Result<LayerPlan, EngineError> {
         crate::layer::check_spec(spec)?;
-        Ok(plan_training(spec, self.target, training)?)
+        self.best(plan_training(spec, self.target, training)?)
     }
 
     /// Compiles or finds every kernel of a layer and loads it, without weights.

@@ -33,6 +33,7 @@ impl Jit {
             store,
             strict,
             options,
+            ..
         } = parts;
         Jit {
             target,
@@ -72,6 +73,21 @@ impl Jit {
             modules[i] = Some(module?);
         }
         Ok(modules.into_iter().flatten().collect())
+    }
+
+    pub fn store(&self) -> Option<&Store> {
+        self.builder.store.as_deref()
+    }
+
+    /// Whether modules of these can be had: always, unless nothing may be
+    /// compiled.
+    pub fn may_load(&self, sources: &[KernelSource]) -> bool {
+        let fingerprint = self.builder.fingerprint(self.target);
+        let has = |source| {
+            let key = self.builder.key(source, &fingerprint);
+            lock(&self.slot(&key)).is_some() || self.builder.stored(source, &key).is_some()
+        };
+        !self.strict || sources.iter().all(has)
     }
 
     fn slot(&self, key: &Key) -> Slot {
@@ -299,6 +315,7 @@ mod tests {
             compiler: Some(Arc::new(Capturing(info))),
             store: None,
             strict: false,
+            tuned: false,
             options: CompileOptions::default(),
         };
         let source = KernelSource {

@@ -1,11 +1,9 @@
 //! One set of experts behind several routers, as in MMoE (Ma et al. 2018).
 
+use crate::shared::Shared;
 use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
-use moesaic_plan::{LayerPlan, Role, TensorPlan, Training};
+use moesaic_plan::Training;
 use moesaic_spec::LayerSpec;
-use moesaic_target::{Buffer, Device, Module};
-use std::collections::HashMap;
-use std::sync::Arc;
 
 /// Layers that differ in their routers and share experts: the same memory
 /// holds weights and gradients of experts for all. With `top_k` as large as the
@@ -34,7 +32,7 @@ impl Engine {
         };
         let device = &**self.device();
         let modules = self.modules(&plan)?;
-        let shared = Shared::new(&plan, &modules, device, weights)?;
+        let shared = Shared::new(&plan, &modules, device, weights, |name| !is_own(name))?;
         let layers = routers.iter().map(|router| {
             let layer = self.layer_with(plan.clone(), router, shared.weights())?;
             if training.is_some() {
@@ -112,52 +110,4 @@ impl MultiGate {
 /// Whether a tensor is one router's.
 fn is_own(name: &str) -> bool {
     name.trim_start_matches("grad.").starts_with("router.")
-}
-
-/// Memory that all layers use.
-struct Shared {
-    weights: HashMap<String, Arc<Buffer>>,
-    gradients: HashMap<String, Arc<Buffer>>,
-}
-
-impl Shared {
-    fn new(
-        plan: &LayerPlan,
-        modules: &[Arc<dyn Module>],
-        device: &dyn Device,
-        weights: &Weights<'_>,
-    ) -> Result<Shared, EngineError> {
-        let common = |name: &str| !is_own(name);
-        let placed = crate::place::placed(plan, modules, device, weights, common)?;
-        let summed =
-            |tensor: &&TensorPlan| tensor.role == Role::WeightGradient && common(&tensor.name);
-        let mut gradients = HashMap::new();
-        for tensor in plan.tensors.iter().filter(summed) {
-            let buffer = Arc::new(crate::training::zeroed(tensor, device)?);
-            gradients.insert(tensor.name.clone(), buffer);
-        }
-        let weights = placed.into_iter().map(|(name, b)| (name, Arc::new(b)));
-        Ok(Shared {
-            weights: weights.collect(),
-            gradients,
-        })
-    }
-
-    fn weights(&self) -> HashMap<String, Buffer> {
-        aliases(&self.weights)
-    }
-
-    fn gradients(&self) -> HashMap<String, Buffer> {
-        aliases(&self.gradients)
-    }
-}
-
-/// Buffers on the same memory, which the last of them frees.
-fn aliases(buffers: &HashMap<String, Arc<Buffer>>) -> HashMap<String, Buffer> {
-    let each = buffers.iter();
-    each.map(|(name, buffer)| {
-        let alias = Buffer::new(buffer.ptr(), buffer.bytes(), Box::new(Arc::clone(buffer)));
-        (name.clone(), alias)
-    })
-    .collect()
 }

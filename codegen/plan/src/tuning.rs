@@ -1,0 +1,485 @@
+//! Sizes of tilings that a machine's own measurements may set.
+//!
+//! Only sizes that cut work into blocks are among them, and none by which a sum
+//! is cut: a tuned layer gives the same bytes. CPUs have choices, GPUs have none
+//! so far.
+
+use crate::config::{GroupedGemmConfig, KernelConfig};
+use crate::desc::{Half, KernelDesc};
+use crate::{LayerPlan, entries};
+use moesaic_kernel::{Stem, Target};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// A size that can be chosen, for all kernels of a layer that have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Knob {
+    /// Rows of a row tile. The scan lists these tiles, so that all products
+    /// that walk the list have the same.
+    TileRows,
+    /// Columns of a block of `grouped_gemm_up`, of gate and of up alike.
+    UpColumns,
+    /// Columns of a block of `grouped_gemm_down`.
+    DownColumns,
+    /// Tokens of a block of the router's product.
+    GateTokens,
+    /// Tokens of a block that selects experts.
+    SelectTokens,
+    /// Rows of a block of `dispatch`.
+    DispatchRows,
+    /// Tokens of a block of `combine`.
+    CombineTokens,
+    /// Columns of a block of `grouped_gemm_dgrad_up` of the routed experts. The
+    /// other half has none: its columns cut the sums of the weights' gradient.
+    DgradColumns,
+    /// Rows of a piece of the gradient of a routed expert's weight.
+    WgradRows,
+    /// Columns of a piece of the gradient of a routed expert's weight.
+    WgradColumns,
+    /// Rows of a block of `combine_bwd`.
+    CombineBwdRows,
+    /// Tokens of a block of `dispatch_bwd`.
+    DispatchBwdTokens,
+}
+
+/// What can be chosen for a knob of a layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// The size.
+    pub knob: Knob,
+    /// What `heuristics` chooses.
+    pub default: usize,
+    /// What may be better, ascending.
+    pub others: Vec<usize>,
+}
+
+/// Sizes instead of those that `heuristics` chooses; the default has none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Tuning(BTreeMap<Knob, usize>);
+
+impl Knob {
+    /// Every knob, in the order of tuning: what weighs most comes first.
+    pub const ALL: [Knob; 12] = [
+        Knob::TileRows,
+        Knob::UpColumns,
+        Knob::DownColumns,
+        Knob::DgradColumns,
+        Knob::WgradRows,
+        Knob::WgradColumns,
+        Knob::GateTokens,
+        Knob::SelectTokens,
+        Knob::DispatchRows,
+        Knob::CombineTokens,
+        Knob::CombineBwdRows,
+        Knob::DispatchBwdTokens,
+    ];
+
+    /// The name in files and tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Knob::TileRows => "tile_rows",
+            Knob::UpColumns => "up_columns",
+            Knob::DownColumns => "down_columns",
+            Knob::GateTokens => "gate_tokens",
+            Knob::SelectTokens => "select_tokens",
+            Knob::DispatchRows => "dispatch_rows",
+            Knob::CombineTokens => "combine_tokens",
+            Knob::DgradColumns => "dgrad_columns",
+            Knob::WgradRows => "wgrad_rows",
+            Knob::WgradColumns => "wgrad_columns",
+            Knob::CombineBwdRows => "combine_bwd_rows",
+            Knob::DispatchBwdTokens => "dispatch_bwd_tokens",
+        }
+    }
+
+    /// The operator whose blocks it cuts; for the row tiles the first of them.
+    pub fn stem(self) -> Stem {
+        match self {
+            Knob::TileRows | Knob::UpColumns | Knob::DownColumns => Stem::GroupedGemm,
+            Knob::GateTokens | Knob::SelectTokens => Stem::GateTopk,
+            Knob::DispatchRows => Stem::Dispatch,
+            Knob::CombineTokens => Stem::Combine,
+            Knob::DgradColumns => Stem::GroupedGemmDgrad,
+            Knob::WgradRows | Knob::WgradColumns => Stem::GroupedGemmWgrad,
+            Knob::CombineBwdRows => Stem::CombineBwd,
+            Knob::DispatchBwdTokens => Stem::DispatchBwd,
+        }
+    }
+
+    /// Candidates as parts of what `heuristics` chooses. Tiles larger than these
+    /// would be too much for the stack of a thread.
+    fn ratios(self) -> &'static [(usize, usize)] {
+        match self {
+            Knob::TileRows => &[(1, 2), (3, 4), (3, 2), (2, 1)],
+            Knob::UpColumns | Knob::DownColumns => &[(1, 2), (2, 1)],
+            Knob::DgradColumns | Knob::WgradRows | Knob::WgradColumns => &[(1, 2), (2, 1)],
+            Knob::GateTokens => &[(1, 2), (2, 1)],
+            _ => &[(1, 4), (1, 2), (2, 1)],
+        }
+    }
+
+    /// The field of a kernel's tiling that it sets.
+    fn field<'a>(self, desc: &KernelDesc, config: &'a mut KernelConfig) -> Option<Field<'a>> {
+        use KernelConfig as C;
+        match config {
+            C::GroupedGemm(c) => self.gemm_field(desc, c),
+            C::GateTopk(c) => match self {
+                Knob::GateTokens => Some(Field::of(&mut c.logits_tile_tokens)),
+                Knob::SelectTokens => Some(Field::of(&mut c.select_tile_tokens)),
+                _ => None,
+            },
+            C::Dispatch(c) => (self == Knob::DispatchRows).then(|| Field::of(&mut c.tile_rows)),
+            C::Combine(c) => (self == Knob::CombineTokens).then(|| Field::of(&mut c.tile_tokens)),
+            C::CombineBwd(c) => (self == Knob::CombineBwdRows).then(|| Field::of(&mut c.tile_rows)),
+            C::DispatchBwd(c) => {
+                (self == Knob::DispatchBwdTokens).then(|| Field::of(&mut c.tile_tokens))
+            }
+            C::ExpertScan(_) | C::GateTopkBwd(_) => None,
+        }
+    }
+
+    fn gemm_field<'a>(
+        self,
+        desc: &KernelDesc,
+        config: &'a mut GroupedGemmConfig,
+    ) -> Option<Field<'a>> {
+        use KernelDesc as D;
+        match (self, desc) {
+            (Knob::TileRows, D::GroupedGemm(_) | D::GroupedGemmDgrad(_)) => {
+                Some(Field::rows(config, None))
+            }
+            (Knob::UpColumns, D::GroupedGemm(d)) if d.half == Half::Up => {
+                Some(Field::columns(config, d.outer))
+            }
+            (Knob::DownColumns, D::GroupedGemm(d)) if d.half == Half::Down => {
+                Some(Field::columns(config, d.outer))
+            }
+            (Knob::DgradColumns, D::GroupedGemmDgrad(d)) if d.half == Half::Up && !d.dense => {
+                Some(Field::columns(config, d.outer))
+            }
+            (Knob::WgradRows, D::GroupedGemmWgrad(d)) if !d.dense => {
+                Some(Field::rows(config, Some(d.height)))
+            }
+            (Knob::WgradColumns, D::GroupedGemmWgrad(d)) if !d.dense => {
+                Some(Field::columns(config, d.width))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether a kernel has it and it cuts no sum there. Tokens of the router's
+    /// product do where columns of scores are summed.
+    fn is_of(self, desc: &KernelDesc, config: &KernelConfig) -> bool {
+        let sums_columns = || {
+            let kernel = entries(desc, config);
+            let mut params = kernel.iter().flat_map(|entry| &entry.params);
+            params.any(|param| param.name == "column_parts")
+        };
+        self.field(desc, &mut config.clone()).is_some()
+            && !(self == Knob::GateTokens && sums_columns())
+    }
+
+    fn choice(self, plan: &LayerPlan) -> Option<Choice> {
+        let mut kernels = plan.kernels.iter();
+        let kernel = kernels.find(|kernel| self.is_of(&kernel.desc, &kernel.config))?;
+        let mut config = kernel.config.clone();
+        let field = self.field(&kernel.desc, &mut config)?;
+        let default = *field.size;
+        let ratios = self.ratios().iter();
+        let mut others: Vec<usize> = ratios
+            .map(|(times, over)| field.fitted(default * times / over))
+            .filter(|size| *size != default)
+            .collect();
+        others.sort_unstable();
+        others.dedup();
+        (!others.is_empty()).then_some(Choice {
+            knob: self,
+            default,
+            others,
+        })
+    }
+}
+
+/// A size in a tiling.
+struct Field<'a> {
+    size: &'a mut usize,
+    /// It is a multiple of this.
+    step: usize,
+    /// More than this rounded up to a step is never used; `None` where all
+    /// kernels must have the very same size.
+    most: Option<usize>,
+    /// Memory of a thread that grows with it.
+    shared_bytes: Option<&'a mut u32>,
+}
+
+impl<'a> Field<'a> {
+    fn of(size: &'a mut usize) -> Field<'a> {
+        Field {
+            size,
+            step: 1,
+            most: None,
+            shared_bytes: None,
+        }
+    }
+
+    fn rows(config: &'a mut GroupedGemmConfig, most: Option<usize>) -> Field<'a> {
+        Field {
+            size: &mut config.tile_rows,
+            step: config.thread_rows,
+            most,
+            shared_bytes: Some(&mut config.shared_bytes),
+        }
+    }
+
+    fn columns(config: &'a mut GroupedGemmConfig, most: usize) -> Field<'a> {
+        Field {
+            size: &mut config.tile_columns,
+            step: config.thread_columns,
+            most: Some(most),
+            shared_bytes: Some(&mut config.shared_bytes),
+        }
+    }
+
+    /// The nearest size at or above `size` of whole steps, as far as the kernel
+    /// has use for it.
+    fn fitted(&self, size: usize) -> usize {
+        let most = self.most.unwrap_or(usize::MAX);
+        size.clamp(1, most).next_multiple_of(self.step.max(1))
+    }
+
+    /// Sets it. No buffer grows by more than the size does, so that memory that
+    /// grows by as much is enough.
+    fn set(self, size: usize) {
+        let size = match self.most {
+            Some(_) => self.fitted(size),
+            None => size,
+        };
+        if let Some(bytes) = self.shared_bytes
+            && size > *self.size
+        {
+            let more = *bytes as usize * size / *self.size;
+            *bytes = u32::try_from(more.next_multiple_of(64)).unwrap_or(u32::MAX);
+        }
+        *self.size = size;
+    }
+}
+
+impl Tuning {
+    /// What can be chosen for a layer: `plan` is its plan without a tuning.
+    pub fn choices(plan: &LayerPlan) -> Vec<Choice> {
+        match plan.target.hardware() {
+            Target::Cpu(_) => Knob::ALL.iter().filter_map(|k| k.choice(plan)).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// One size by the name of its knob.
+    pub fn named(name: &str, size: usize) -> Option<Tuning> {
+        let knob = Knob::ALL.into_iter().find(|knob| knob.name() == name)?;
+        Some(Tuning::default().with(knob, size))
+    }
+
+    /// The sizes of both; of two for the same knob the other's.
+    #[must_use]
+    pub fn and(mut self, other: Tuning) -> Tuning {
+        self.0.extend(other.0);
+        self
+    }
+
+    /// The same with a size set.
+    #[must_use]
+    pub fn with(mut self, knob: Knob, size: usize) -> Tuning {
+        self.0.insert(knob, size);
+        self
+    }
+
+    /// Whether nothing is set.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The sizes that are set.
+    pub fn sizes(&self) -> impl Iterator<Item = (Knob, usize)> {
+        self.0.iter().map(|(&knob, &size)| (knob, size))
+    }
+
+    /// Whether every size is one of [`Tuning::choices`]. Others are not known to
+    /// give kernels that work.
+    pub fn fits(&self, plan: &LayerPlan) -> bool {
+        let choices = Tuning::choices(plan);
+        self.sizes().all(|(knob, size)| {
+            let mut same = choices.iter().filter(|choice| choice.knob == knob);
+            same.any(|choice| choice.others.contains(&size))
+        })
+    }
+
+    /// Puts the sizes into the tiling of a kernel.
+    pub(crate) fn apply(&self, desc: &KernelDesc, config: &mut KernelConfig) {
+        for (knob, size) in self.sizes() {
+            if knob.is_of(desc, config)
+                && let Some(field) = knob.field(desc, config)
+            {
+                field.set(size);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Role, Training, plan_for, plan_tuned};
+    use moesaic_kernel::DType;
+    use moesaic_spec::LayerSpec;
+
+    const TARGETS: [&str; 5] = [
+        "cpu:portable",
+        "cpu:avx2",
+        "cpu:avx512bf16",
+        "cpu:amx",
+        "sim:neon",
+    ];
+
+    fn spec(dtype: DType) -> LayerSpec {
+        let text = r#"{"shape":{"model_dim":700,"hidden_dim":900,"experts":4,"top_k":2}}"#;
+        let mut spec: LayerSpec = serde_json::from_str(text).unwrap();
+        spec.precision.weights = dtype;
+        spec.precision.activations = dtype;
+        spec
+    }
+
+    fn gemm(plan: &LayerPlan, name: &str) -> GroupedGemmConfig {
+        let kernel = plan.kernels.iter().find(|kernel| kernel.name == name);
+        match kernel.map(|kernel| &kernel.config) {
+            Some(KernelConfig::GroupedGemm(config)) => config.clone(),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+
+    /// Every plan of a CPU with every candidate by itself.
+    fn each(check: impl Fn(&LayerPlan, &LayerPlan, &Choice, usize)) {
+        for target in TARGETS {
+            let target: Target = target.parse().unwrap();
+            for training in [None, Some(Training::default())] {
+                for dtype in [DType::F32, DType::Bf16] {
+                    let spec = spec(dtype);
+                    let plain = plan_for(&spec, target, training).unwrap();
+                    for choice in Tuning::choices(&plain) {
+                        for &size in &choice.others {
+                            let tuning = Tuning::default().with(choice.knob, size);
+                            assert!(tuning.fits(&plain));
+                            let tuned = plan_tuned(&spec, target, training, &tuning).unwrap();
+                            check(&plain, &tuned, &choice, size);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_size_changes_tiles_and_nothing_else() {
+        each(|plain, tuned, choice, size| {
+            let what = format!("{:?} {size} on {}", choice.knob, plain.target);
+            let mut changed = 0;
+            for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
+                assert_eq!(a.desc, b.desc, "{what}");
+                changed += usize::from(a.config != b.config);
+                let params = |kernel: &crate::KernelPlan| {
+                    let entries = kernel.entries.iter();
+                    entries
+                        .map(|e| (e.symbol.clone(), e.params.clone()))
+                        .collect::<Vec<_>>()
+                };
+                assert_eq!(params(a), params(b), "{what}");
+            }
+            assert!(changed > 0, "{what}");
+            assert_eq!(plain.steps, tuned.steps, "{what}");
+            assert_eq!(plain.backward, tuned.backward, "{what}");
+            let kept = |plan: &LayerPlan| {
+                let mut tensors = plan.tensors.clone();
+                tensors.retain(|t| t.role != Role::Scratch);
+                tensors
+            };
+            assert_eq!(kept(plain), kept(tuned), "{what}");
+        });
+    }
+
+    #[test]
+    fn all_that_walk_the_row_tiles_agree() {
+        each(|_, tuned, choice, size| {
+            if choice.knob != Knob::TileRows {
+                return;
+            }
+            for kernel in &tuned.kernels {
+                let rows = match (&kernel.desc, &kernel.config) {
+                    (KernelDesc::GroupedGemmWgrad(_), _) => size,
+                    (_, KernelConfig::GroupedGemm(c)) => c.tile_rows,
+                    (_, KernelConfig::ExpertScan(c)) => c.tile_rows,
+                    _ => size,
+                };
+                assert_eq!(rows, size, "{}", kernel.name);
+            }
+        });
+    }
+
+    #[test]
+    fn no_size_cuts_a_sum() {
+        each(|plain, tuned, choice, _| {
+            for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
+                if let (KernelConfig::GroupedGemm(a), KernelConfig::GroupedGemm(b)) =
+                    (&a.config, &b.config)
+                {
+                    let sums = |c: &GroupedGemmConfig| (c.tile_depth, c.thread_columns, c.family);
+                    assert_eq!(sums(a), sums(b), "{:?}", choice.knob);
+                }
+            }
+            if plain.training.is_some() {
+                let down = "grouped_gemm_dgrad_down";
+                let columns = |plan| gemm(plan, down).tile_columns;
+                assert_eq!(columns(plain), columns(tuned), "{:?}", choice.knob);
+            }
+        });
+    }
+
+    #[test]
+    fn memory_of_a_thread_grows_with_its_tiles() {
+        let amx = "cpu:amx".parse().unwrap();
+        let plain = plan_for(&spec(DType::Bf16), amx, None).unwrap();
+        let choices = Tuning::choices(&plain);
+        let rows = choices[0].others.iter().max().unwrap();
+        let tuning = Tuning::default().with(Knob::TileRows, *rows);
+        let tuned = plan_tuned(&plain.spec, amx, None, &tuning).unwrap();
+        let [a, b] = [&plain, &tuned].map(|plan| gemm(plan, "grouped_gemm_up"));
+        let more = (b.tile_rows - a.tile_rows) * a.tile_depth * 4;
+        assert!(b.shared_bytes as usize >= a.shared_bytes as usize + more);
+    }
+
+    #[test]
+    fn other_sizes_do_not_fit_and_gpus_have_none() {
+        let spec = spec(DType::F32);
+        let plain = plan_for(&spec, "cpu:avx2".parse().unwrap(), None).unwrap();
+        let tile_rows = |size| Tuning::default().with(Knob::TileRows, size);
+        for size in [0, 1, 191, 192, usize::MAX] {
+            assert!(!tile_rows(size).fits(&plain), "{size}");
+        }
+        assert!(!Tuning::default().with(Knob::WgradRows, 96).fits(&plain));
+        let gpu: Target = "cuda:sm_80".parse().unwrap();
+        let plan = plan_for(&spec, gpu, None).unwrap();
+        assert_eq!(Tuning::choices(&plan), []);
+        assert_eq!(plan_tuned(&spec, gpu, None, &tile_rows(96)).unwrap(), plan);
+    }
+
+    #[test]
+    fn names_read_back() {
+        for knob in Knob::ALL {
+            let tuning = Tuning::default().with(knob, 3);
+            assert_eq!(Tuning::named(knob.name(), 3), Some(tuning.clone()));
+            let text = serde_json::to_string(&tuning).unwrap();
+            assert_eq!(text, format!("{{\"{}\":3}}", knob.name()));
+        }
+        assert_eq!(Tuning::named("elephants", 3), None);
+    }
+}

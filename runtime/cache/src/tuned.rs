@@ -1,0 +1,191 @@
+//! Tunings: sizes that one machine's measurements chose for a layer.
+//!
+//! They are small files beside the kernels. What a size means is the caller's
+//! affair; a tuning names the text of the kernels that its sizes lead to, so that
+//! another version's tuning is known by that.
+
+use crate::files::{self, Care};
+use crate::{Store, StoreError, hash_source, store};
+use moesaic_kernel::Target;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// A machine as far as times depend on it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// The device's name: a CPU's model.
+    pub name: String,
+    /// Threads that run kernels.
+    pub threads: u32,
+}
+
+/// What measuring found for one layer on one machine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tuned {
+    /// The target.
+    pub target: Target,
+    /// Hash of the texts of the layer's kernels as they are without a tuning.
+    pub layer: String,
+    /// Where it was measured.
+    pub machine: Machine,
+    /// Sizes that were better than the default, by name.
+    pub sizes: BTreeMap<String, usize>,
+    /// [`hash_source`] of each kernel that has such sizes; none without sizes.
+    pub kernels: Vec<String>,
+    /// The layer's name, for people.
+    pub name: String,
+    /// Token counts it was measured with.
+    pub tokens: Vec<usize>,
+    /// The default's time over the tuned layer's: the mean over token counts.
+    pub gain: f64,
+}
+
+/// No tuning is longer.
+const LARGEST: usize = 1 << 16;
+
+impl Tuned {
+    /// The name of its file.
+    pub(crate) fn file_name(&self) -> String {
+        file_name(self.target, &self.layer, &self.machine)
+    }
+}
+
+fn prefix(target: Target, layer: &str) -> String {
+    let short = layer.get(..16).unwrap_or(layer);
+    format!("{}.{short}.", target.file_name())
+}
+
+fn file_name(target: Target, layer: &str, machine: &Machine) -> String {
+    let machine = hash_source(&format!("{} threads of {}", machine.threads, machine.name));
+    format!("{}{}.json", prefix(target, layer), &machine[..16])
+}
+
+/// The bytes as a tuning, or what is wrong with them.
+pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, String> {
+    if bytes.len() > LARGEST {
+        return Err("too long for a tuning".to_string());
+    }
+    serde_json::from_slice(bytes).map_err(|error| error.to_string())
+}
+
+impl Store {
+    /// Whether there are tunings of this target at all.
+    pub fn has_tunings(&self, target: Target) -> bool {
+        let prefix = format!("{}.", target.file_name());
+        !self.tuning_files(&prefix).is_empty()
+    }
+
+    /// The tuning of a layer, named by [`Tuned::layer`], on a machine. One that
+    /// is damaged or unreadable is told to `tracing` and not there.
+    pub fn tuned(&self, target: Target, layer: &str, machine: &Machine) -> Option<Tuned> {
+        self.off_is_none()?;
+        let path = self.tuned_dir().join(file_name(target, layer, machine));
+        let found = self.read_tuned(&path)?;
+        let asked = (target, layer, machine);
+        if asked == (found.target, &*found.layer, &found.machine) {
+            return Some(found);
+        }
+        pass_over(&path, "it is another layer's or another machine's");
+        None
+    }
+
+    /// The tunings of a layer on all machines.
+    pub fn tunings_of(&self, target: Target, layer: &str) -> Vec<Tuned> {
+        let all = self.read_all(&prefix(target, layer)).into_iter();
+        all.filter(|tuned| tuned.layer == layer).collect()
+    }
+
+    /// Every tuning that can be read.
+    pub fn tunings(&self) -> Vec<Tuned> {
+        self.read_all("")
+    }
+
+    /// Keeps a tuning in place of the one of the same layer and machine; the
+    /// file.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn keep_tuned(&self, tuned: &Tuned) -> Result<PathBuf, StoreError> {
+        if let Some(trouble) = self.trouble() {
+            return Err(trouble);
+        }
+        let path = self.tuned_dir().join(tuned.file_name());
+        let mut bytes = serde_json::to_vec_pretty(tuned)
+            .map_err(|error| StoreError::io("encode", &path, error.into()))?;
+        bytes.push(b'\n');
+        let check = |back: Vec<u8>| match back == bytes {
+            true => decode(&back).map(drop),
+            false => Err("other bytes".to_string()),
+        };
+        files::write(&self.layout, &path, &bytes, Care::Thorough(&check))?;
+        Ok(path)
+    }
+
+    /// Whether a tuning could be kept now, which is worth knowing before it is
+    /// measured.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn can_keep_tunings(&self) -> Result<(), StoreError> {
+        if let Some(trouble) = self.trouble() {
+            return Err(trouble);
+        }
+        files::try_write(&self.layout, &self.tuned_dir())
+    }
+
+    pub(crate) fn has_tuned(&self, tuned: &Tuned) -> bool {
+        self.tuned(tuned.target, &tuned.layer, &tuned.machine)
+            .is_some()
+    }
+
+    pub(crate) fn remove_tuned(&self, tuned: &Tuned) {
+        let _ = std::fs::remove_file(self.tuned_dir().join(tuned.file_name()));
+    }
+
+    fn off_is_none(&self) -> Option<()> {
+        self.trouble().is_none().then_some(())
+    }
+
+    fn tuned_dir(&self) -> PathBuf {
+        self.layout.tuned()
+    }
+
+    fn read_all(&self, prefix: &str) -> Vec<Tuned> {
+        let files = self.tuning_files(prefix);
+        let all = files.iter().filter_map(|path| self.read_tuned(path));
+        all.collect()
+    }
+
+    /// Files of tunings that begin so, in the order of their names.
+    fn tuning_files(&self, prefix: &str) -> Vec<PathBuf> {
+        if self.off_is_none().is_none() {
+            return Vec::new();
+        }
+        let entries = std::fs::read_dir(self.tuned_dir()).into_iter().flatten();
+        let mut files: Vec<PathBuf> = entries
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(|path| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                name.starts_with(prefix) && name.ends_with(".json")
+            })
+            .collect();
+        files.sort();
+        files
+    }
+
+    fn read_tuned(&self, path: &Path) -> Option<Tuned> {
+        let read = match store::peek(path) {
+            Ok(bytes) => decode(&bytes),
+            Err(error) if error.kind() == ErrorKind::NotFound => return None,
+            Err(error) => Err(error.to_string()),
+        };
+        read.map_err(|reason| pass_over(path, &reason)).ok()
+    }
+}
+
+fn pass_over(path: &Path, reason: &str) {
+    tracing::warn!(path = %path.display(), reason, "going on without a damaged tuning");
+}

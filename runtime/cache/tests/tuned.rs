@@ -1,0 +1,201 @@
+//! Tunings in a store: there and back, damaged, foreign, and in packs.
+
+mod common;
+
+use common::{key, source, stored};
+use moesaic_cache::{Machine, Store, Tuned, hash_source};
+use moesaic_kernel::Target;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+fn machine(threads: u32) -> Machine {
+    let name = "A CPU / with: odd \"names\"".to_string();
+    Machine { name, threads }
+}
+
+fn target() -> Target {
+    source("a").target
+}
+
+fn tuned(threads: u32, kernels: &[&str]) -> Tuned {
+    Tuned {
+        target: target(),
+        layer: hash_source("the layer"),
+        machine: machine(threads),
+        sizes: BTreeMap::from([("tile_rows".to_string(), 96)]),
+        kernels: kernels
+            .iter()
+            .map(|k| hash_source(&source(k).text))
+            .collect(),
+        name: "mixtral".to_string(),
+        tokens: vec![1, 64],
+        gain: 1.0 / 0.937,
+    }
+}
+
+fn find(store: &Store, threads: u32) -> Option<Tuned> {
+    store.tuned(target(), &hash_source("the layer"), &machine(threads))
+}
+
+#[test]
+fn a_tuning_is_found_by_layer_and_machine() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path());
+    assert!(!store.has_tunings(target()));
+    assert_eq!(find(&store, 2), None);
+    store.can_keep_tunings().unwrap();
+    assert!(!store.has_tunings(target()), "trying leaves nothing");
+    store.keep_tuned(&tuned(2, &[])).unwrap();
+    store.keep_tuned(&tuned(4, &[])).unwrap();
+    // JSON may lose the last bit of a number.
+    let found = find(&store, 2).unwrap();
+    assert!((found.gain - tuned(2, &[]).gain).abs() < 1e-12);
+    assert_eq!(found.sizes, tuned(2, &[]).sizes);
+    assert_eq!(find(&store, 3), None);
+    assert!(store.has_tunings(target()));
+    let layer = hash_source("the layer");
+    assert_eq!(store.tunings_of(target(), &layer).len(), 2);
+    assert_eq!(store.tunings_of(target(), &hash_source("other")), []);
+    // The last one that is kept counts.
+    let better = Tuned {
+        sizes: BTreeMap::new(),
+        ..tuned(2, &[])
+    };
+    store.keep_tuned(&better).unwrap();
+    assert!(find(&store, 2).unwrap().sizes.is_empty());
+    assert_eq!(store.tunings().len(), 2);
+}
+
+#[test]
+fn what_is_damaged_or_foreign_is_not_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path());
+    let path = store.keep_tuned(&tuned(2, &[])).unwrap();
+    let other = store.keep_tuned(&tuned(4, &[])).unwrap();
+    let good = fs::read(&path).unwrap();
+    for length in 0..good.len() - 2 {
+        fs::write(&path, &good[..length]).unwrap();
+        assert_eq!(find(&store, 2), None, "{length} bytes");
+    }
+    fs::write(&path, [0xff; 300]).unwrap();
+    assert_eq!(find(&store, 2), None);
+    fs::copy(&other, &path).unwrap();
+    assert_eq!(find(&store, 2), None, "another machine's");
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    assert_eq!(find(&store, 2), None, "a folder");
+    assert!(store.keep_tuned(&tuned(2, &[])).is_err());
+    fs::remove_dir(&path).unwrap();
+    fs::write(&path, &good).unwrap();
+    assert!(find(&store, 2).is_some());
+}
+
+#[test]
+fn a_store_that_cannot_keep_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("v1")).unwrap();
+    fs::write(dir.path().join("v1/tuned"), "a file").unwrap();
+    let store = Store::open(dir.path());
+    let said = store.can_keep_tunings().unwrap_err().to_string();
+    assert!(
+        said.contains("cannot make") && said.contains("v1/tuned"),
+        "{said}"
+    );
+    assert!(store.keep_tuned(&tuned(2, &[])).is_err());
+    assert_eq!(find(&store, 2), None);
+}
+
+#[test]
+fn writers_at_the_same_time_leave_one_whole_file() {
+    let dir = tempfile::tempdir().unwrap();
+    std::thread::scope(|scope| {
+        for writer in 0..4 {
+            let store = Store::open(dir.path());
+            scope.spawn(move || {
+                for i in 0..25 {
+                    let sizes = BTreeMap::from([("tile_rows".to_string(), writer * 100 + i)]);
+                    let one = Tuned {
+                        sizes,
+                        ..tuned(2, &[])
+                    };
+                    store.keep_tuned(&one).unwrap();
+                    assert!(find(&store, 2).is_some());
+                }
+            });
+        }
+    });
+    let files = fs::read_dir(dir.path().join("v1/tuned")).unwrap().count();
+    assert_eq!(files, 1);
+}
+
+fn put(store: &Store, names: &[&str]) {
+    for name in names {
+        let source = source(name);
+        let kernel = stored(&source, 500);
+        store.put(&key(&source), &source, &kernel).unwrap();
+    }
+}
+
+fn import(pack: &Path, dir: &Path) -> (usize, Vec<Tuned>) {
+    let store = Store::open(dir);
+    let imported = store.import(pack).unwrap();
+    (imported.tunings, store.tunings())
+}
+
+#[test]
+fn a_pack_has_the_tunings_whose_kernels_it_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, pack) = (
+        Store::open(dir.path().join("from")),
+        dir.path().join("p.tar.gz"),
+    );
+    put(&store, &["a", "b"]);
+    store.keep_tuned(&tuned(2, &["a", "b"])).unwrap();
+    store.keep_tuned(&tuned(3, &["a", "c"])).unwrap();
+    store.keep_tuned(&tuned(4, &[])).unwrap();
+    assert_eq!(store.export(&pack, |_| true).unwrap().tunings, 1);
+    let to = dir.path().join("to");
+    let (added, all) = import(&pack, &to);
+    assert_eq!((added, all.len(), all[0].machine.threads), (1, 1, 2));
+    // One's own stays.
+    let own = Tuned {
+        name: "own".to_string(),
+        ..tuned(2, &[])
+    };
+    Store::open(&to).keep_tuned(&own).unwrap();
+    let (added, all) = import(&pack, &to);
+    assert_eq!((added, all[0].name.as_str()), (0, "own"));
+    // Without all of its kernels it stays at home.
+    let only_a = |kernel: &moesaic_cache::Listed| kernel.info.name == "a";
+    assert_eq!(store.export(&pack, only_a).unwrap().tunings, 0);
+}
+
+#[test]
+fn a_failed_import_takes_tunings_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, pack) = (
+        Store::open(dir.path().join("from")),
+        dir.path().join("p.tar.gz"),
+    );
+    put(&store, &["a"]);
+    store.keep_tuned(&tuned(2, &["a"])).unwrap();
+    store.keep_tuned(&tuned(3, &["a"])).unwrap();
+    store.export(&pack, |_| true).unwrap();
+    // The second tuning's place is taken.
+    let to = Store::open(dir.path().join("to"));
+    let names = |store: &Store| {
+        let files = fs::read_dir(store.dir().join("v1/tuned"))
+            .unwrap()
+            .flatten();
+        let mut names: Vec<_> = files.map(|file| file.path()).collect();
+        names.sort();
+        names
+    };
+    let last = names(&store).pop().unwrap();
+    let taken = to.dir().join("v1/tuned").join(last.file_name().unwrap());
+    fs::create_dir_all(&taken).unwrap();
+    assert!(to.import(&pack).is_err());
+    assert_eq!(names(&to), [taken]);
+    assert!(to.list().is_empty());
+}

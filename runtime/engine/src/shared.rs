@@ -1,0 +1,56 @@
+//! Memory that several layers have in common.
+
+use crate::{EngineError, Weights};
+use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_target::{Buffer, Device, Module};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Weights and gradients of layers that use the same.
+pub(crate) struct Shared {
+    weights: HashMap<String, Arc<Buffer>>,
+    gradients: HashMap<String, Arc<Buffer>>,
+}
+
+impl Shared {
+    /// Those of a plan whose names are `common`.
+    pub fn new(
+        plan: &LayerPlan,
+        modules: &[Arc<dyn Module>],
+        device: &dyn Device,
+        weights: &Weights<'_>,
+        common: fn(&str) -> bool,
+    ) -> Result<Shared, EngineError> {
+        let placed = crate::place::placed(plan, modules, device, weights, common)?;
+        let summed =
+            |tensor: &&TensorPlan| tensor.role == Role::WeightGradient && common(&tensor.name);
+        let mut gradients = HashMap::new();
+        for tensor in plan.tensors.iter().filter(summed) {
+            let buffer = Arc::new(crate::training::zeroed(tensor, device)?);
+            gradients.insert(tensor.name.clone(), buffer);
+        }
+        let weights = placed.into_iter().map(|(name, b)| (name, Arc::new(b)));
+        Ok(Shared {
+            weights: weights.collect(),
+            gradients,
+        })
+    }
+
+    pub fn weights(&self) -> HashMap<String, Buffer> {
+        aliases(&self.weights)
+    }
+
+    pub fn gradients(&self) -> HashMap<String, Buffer> {
+        aliases(&self.gradients)
+    }
+}
+
+/// Buffers on the same memory, which the last of them frees.
+fn aliases(buffers: &HashMap<String, Arc<Buffer>>) -> HashMap<String, Buffer> {
+    let each = buffers.iter();
+    each.map(|(name, buffer)| {
+        let alias = Buffer::new(buffer.ptr(), buffer.bytes(), Box::new(Arc::clone(buffer)));
+        (name.clone(), alias)
+    })
+    .collect()
+}

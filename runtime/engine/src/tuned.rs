@@ -1,0 +1,131 @@
+//! Tunings of layers: found in the store, and used where they fit.
+
+use crate::EngineError;
+use moesaic_cache::{Machine, Store, Tuned, hash_source};
+use moesaic_emit::emit_layer;
+use moesaic_kernel::{KernelSource, Target};
+use moesaic_plan::{KernelPlan, LayerPlan, Training, Tuning, plan_for, plan_tuned};
+use moesaic_spec::LayerSpec;
+
+/// A layer on a target, as tunings know it: by the text of its kernels as they
+/// are without a tuning. Another spec, other heuristics and other templates give
+/// another text, and the tuning of the former text is not found for it.
+pub struct Untuned {
+    /// The plan without a tuning.
+    pub plan: LayerPlan,
+    digest: String,
+}
+
+/// The plan of a layer with a tuning that was kept.
+pub struct TunedPlan {
+    /// The plan.
+    pub plan: LayerPlan,
+    /// What was kept.
+    pub tuned: Tuned,
+}
+
+impl Untuned {
+    /// Plans and emits a layer.
+    ///
+    /// # Errors
+    /// When it cannot be planned or emitted.
+    pub fn new(
+        spec: &LayerSpec,
+        target: Target,
+        training: Option<Training>,
+    ) -> Result<Untuned, EngineError> {
+        Untuned::of(plan_for(spec, target, training)?)
+    }
+
+    pub(crate) fn of(plan: LayerPlan) -> Result<Untuned, EngineError> {
+        let digest = digest(&emit_layer(&plan)?);
+        Ok(Untuned { plan, digest })
+    }
+
+    /// The same layer with sizes of its own.
+    ///
+    /// # Errors
+    /// As [`Untuned::new`].
+    pub fn with(&self, tuning: &Tuning) -> Result<LayerPlan, EngineError> {
+        let LayerPlan { spec, target, .. } = &self.plan;
+        Ok(plan_tuned(spec, *target, self.plan.training, tuning)?)
+    }
+
+    /// What is to be kept of a measured tuning.
+    ///
+    /// # Errors
+    /// As [`Untuned::new`].
+    pub fn tuned(
+        &self,
+        tuning: &Tuning,
+        machine: Machine,
+        tokens: &[usize],
+        gain: f64,
+    ) -> Result<Tuned, EngineError> {
+        let sizes = tuning.sizes().map(|(k, size)| (k.name().to_string(), size));
+        Ok(Tuned {
+            target: self.plan.target,
+            layer: self.digest.clone(),
+            machine,
+            sizes: sizes.collect(),
+            kernels: self.changed(&self.with(tuning)?)?,
+            name: self.plan.spec.name.clone(),
+            tokens: tokens.to_vec(),
+            gain,
+        })
+    }
+
+    /// The tuning that was kept for a machine.
+    pub fn on(&self, store: &Store, machine: &Machine) -> Option<TunedPlan> {
+        let tuned = store.tuned(self.plan.target, &self.digest, machine)?;
+        self.fitting(tuned)
+    }
+
+    /// The tunings that were kept for any machine.
+    pub fn everywhere(&self, store: &Store) -> Vec<TunedPlan> {
+        let all = store.tunings_of(self.plan.target, &self.digest).into_iter();
+        all.filter_map(|tuned| self.fitting(tuned)).collect()
+    }
+
+    /// The plan with a tuning, which must be one that `tune` could have made
+    /// with this version: known sizes, among the candidates, and kernels of the
+    /// same text.
+    fn fitting(&self, tuned: Tuned) -> Option<TunedPlan> {
+        let plan = self.checked(&tuned);
+        if plan.is_none() {
+            let machine = &tuned.machine.name;
+            tracing::warn!(%machine, "going on without a tuning that another version made");
+        }
+        let plan = plan?;
+        Some(TunedPlan { plan, tuned })
+    }
+
+    fn checked(&self, tuned: &Tuned) -> Option<LayerPlan> {
+        let sizes = tuned.sizes.iter();
+        let tuning = sizes.map(|(name, &size)| Tuning::named(name, size));
+        let tuning = tuning.collect::<Option<Vec<Tuning>>>()?.into_iter();
+        let tuning = tuning.fold(Tuning::default(), Tuning::and);
+        if !tuning.fits(&self.plan) {
+            return None;
+        }
+        let plan = self.with(&tuning).ok()?;
+        let kernels = self.changed(&plan).ok()?;
+        (kernels == tuned.kernels).then_some(plan)
+    }
+
+    /// Hashes of the kernels that are not as without a tuning.
+    fn changed(&self, plan: &LayerPlan) -> Result<Vec<String>, EngineError> {
+        let sources = emit_layer(plan)?;
+        let pairs = plan.kernels.iter().zip(&self.plan.kernels).zip(&sources);
+        let differ = |(tuned, plain): (&KernelPlan, &KernelPlan)| tuned.config != plain.config;
+        let changed = pairs.filter(|((tuned, plain), _)| differ((tuned, plain)));
+        Ok(changed
+            .map(|(_, source)| hash_source(&source.text))
+            .collect())
+    }
+}
+
+fn digest(sources: &[KernelSource]) -> String {
+    let hashes = sources.iter().map(|source| hash_source(&source.text));
+    hash_source(&hashes.collect::<String>())
+}

@@ -1,0 +1,75 @@
+//! Layers that differ in their tiles alone, over the same memory: what a tuner
+//! measures beside each other.
+
+use crate::shared::Shared;
+use crate::{Engine, EngineError, Layer, Untuned, Weights};
+use moesaic_plan::{LayerPlan, Role, Training, Tuning};
+use moesaic_spec::LayerSpec;
+
+/// One layer in as many tilings as are asked for. Weights and their gradients
+/// are in memory once.
+pub struct Variants<'a> {
+    engine: Engine,
+    untuned: Untuned,
+    weights: &'a Weights<'a>,
+    shared: Shared,
+    training: bool,
+}
+
+impl Engine {
+    /// Makes the memory that all tilings of a layer use.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn variants<'a>(
+        &self,
+        spec: &LayerSpec,
+        weights: &'a Weights<'a>,
+        training: Option<Training>,
+    ) -> Result<Variants<'a>, EngineError> {
+        crate::layer::check_spec(spec)?;
+        let untuned = Untuned::new(spec, self.target(), training)?;
+        let plan = &untuned.plan;
+        let modules = self.modules(plan)?;
+        let shared = Shared::new(plan, &modules, &**self.device(), weights, |_| true)?;
+        Ok(Variants {
+            engine: self.clone(),
+            untuned,
+            weights,
+            shared,
+            training: training.is_some(),
+        })
+    }
+}
+
+impl Variants<'_> {
+    /// The layer as it is without a tuning.
+    pub fn untuned(&self) -> &Untuned {
+        &self.untuned
+    }
+
+    /// The layer with these sizes.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn layer(&self, tuning: &Tuning) -> Result<Layer, EngineError> {
+        let plan = self.untuned.with(tuning)?;
+        debug_assert!(same_memory(&plan, &self.untuned.plan), "{tuning:?}");
+        let shared = self.shared.weights();
+        let layer = self.engine.layer_with(plan, self.weights, shared)?;
+        if self.training {
+            layer.share_gradients(self.shared.gradients())?;
+        }
+        Ok(layer)
+    }
+}
+
+/// Whether weights lie in memory alike.
+fn same_memory(a: &LayerPlan, b: &LayerPlan) -> bool {
+    let held = |plan: &LayerPlan| {
+        let mut tensors = plan.tensors.clone();
+        tensors.retain(|t| matches!(t.role, Role::Weight | Role::Packed | Role::WeightGradient));
+        tensors
+    };
+    held(a) == held(b)
+}
