@@ -54,6 +54,8 @@ pub enum Command {
     Precompile(crate::precompile::PrecompileArgs),
     /// Time a layer and hold it against the machine's limits
     Bench(crate::bench::BenchArgs),
+    /// Measure which tiles are best for a layer on this CPU, and use them from now on
+    Tune(crate::tune::TuneArgs),
     /// List, check, prune, import or export cached kernels
     Cache(crate::cache::CacheArgs),
     /// Install or list compilers

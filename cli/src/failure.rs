@@ -1,7 +1,7 @@
 //! The one error type of the command line.
 
 use crate::console::Palette;
-use moesaic::cache::PackError;
+use moesaic::cache::{PackError, StoreError};
 use moesaic::spec::SpecError;
 use moesaic::spec::hf::HfError;
 use moesaic::target::{CompileError, DeviceError};
@@ -202,6 +202,12 @@ impl From<WeightsError> for Failure {
 impl From<HfError> for Failure {
     fn from(error: HfError) -> Failure {
         Failure::input(error)
+    }
+}
+
+impl From<StoreError> for Failure {
+    fn from(error: StoreError) -> Failure {
+        Failure::work(error)
     }
 }
 

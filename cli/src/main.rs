@@ -25,8 +25,10 @@ mod store;
 mod suggest;
 mod table;
 mod targets;
+mod timing;
 mod toolchain;
 mod training;
+mod tune;
 mod units;
 
 use args::{Cli, Command};
@@ -59,6 +61,7 @@ fn execute(command: &Command, console: &Console) -> Result {
         Command::Inspect(args) => inspect::execute(args, console),
         Command::Precompile(args) => precompile::execute(args, console),
         Command::Bench(args) => bench::execute(args, console),
+        Command::Tune(args) => tune::execute(args, console),
         Command::Cache(args) => cache::execute(args, console),
         Command::Toolchain(args) => toolchain::execute(args, console),
         Command::Spec(args) => spec::execute(args, console),

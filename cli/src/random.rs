@@ -22,12 +22,12 @@ pub fn weights(spec: &LayerSpec) -> HostWeights {
                 } else {
                     1
                 };
-                floats(
-                    dtype,
-                    elements,
-                    (3.0 / fan_in.max(1) as f32).sqrt(),
-                    i as u64,
-                )
+                let scale = match tensor.name.as_str() {
+                    // A larger one would send all tokens to the same experts.
+                    "router.select_bias" => 0.01,
+                    _ => (3.0 / fan_in.max(1) as f32).sqrt(),
+                };
+                floats(dtype, elements, scale, i as u64)
             }
         };
         (
@@ -78,6 +78,22 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
         input.insert("active_k", CallTensor::owned(&[1], vec![k as i32]));
     }
     input
+}
+
+/// The values of a tensor that are `value` of the old value and its index.
+pub fn changed(tensor: &CallTensor<'_>, value: impl Fn(usize, f32) -> f32) -> CallTensor<'static> {
+    let values: Vec<f32> = tensor
+        .to_f32()
+        .into_iter()
+        .enumerate()
+        .map(|(i, v)| value(i, v))
+        .collect();
+    let shape = tensor.shape.clone();
+    match tensor.dtype {
+        DType::F16 => CallTensor::owned(&shape, values.into_iter().map(f16::from_f32).collect()),
+        DType::Bf16 => CallTensor::owned(&shape, values.into_iter().map(bf16::from_f32).collect()),
+        _ => CallTensor::owned(&shape, values),
+    }
 }
 
 /// A random gradient of the output.

@@ -526,6 +526,7 @@ fn help_has_examples_and_exit_codes() {
         "inspect",
         "precompile",
         "bench",
+        "tune",
         "cache",
         "toolchain",
     ] {

@@ -1,9 +1,10 @@
 //! Timing.
 
+use super::lead::busiest;
 use crate::failure::Result;
-use crate::random;
-use moesaic::Layer;
+use crate::timing::{median, middle, stage};
 use moesaic::plan::Work;
+use moesaic::{Input, Layer};
 use std::time::{Duration, Instant};
 
 /// One token count, timed.
@@ -15,6 +16,8 @@ pub struct Run {
     pub call: Duration,
     /// Each launch.
     pub launches: Vec<Launch>,
+    /// Beside uniform routing, where it is skewed.
+    pub against: Option<AgainstUniform>,
 }
 
 /// One launch, timed.
@@ -36,36 +39,68 @@ impl Run {
     }
 }
 
+/// How a run with skewed routing stands to one with uniform routing.
+pub struct AgainstUniform {
+    /// All launches on tokens that are led to all experts alike.
+    pub uniform: Duration,
+    /// Time on those over time on the run's own, the median over pairs: 1 where
+    /// skew costs nothing.
+    pub ratio: f64,
+    /// Rows of the busiest expert over the mean: the run's, and the uniform.
+    pub busiest: [f64; 2],
+}
+
+/// The calls that are timed.
+pub struct Calls {
+    pub own: Input<'static>,
+    /// Timed beside it.
+    pub uniform: Option<Input<'static>>,
+}
+
 const LEAST: usize = 3;
 const MOST: usize = 1000;
 
 /// Warms up, then repeats for about `budget`; every time is a median.
-pub fn measure(layer: &Layer, tokens: usize, budget: Duration) -> Result<Run> {
-    let input = random::input(layer.spec(), tokens);
-    layer.forward(&input)?;
+pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
+    let tokens = calls.own.tokens;
+    stage(layer, &calls.own)?;
     let launches = layer.time_steps(tokens)?.len();
-    let (mut calls, mut steps) = (Vec::new(), vec![Vec::new(); launches]);
+    let (mut whole, mut steps) = (Vec::new(), vec![Vec::new(); launches]);
+    let (mut uniform, mut ratios) = (Vec::new(), Vec::new());
     let begun = Instant::now();
-    while calls.len() < LEAST || (calls.len() < MOST && begun.elapsed() < budget) {
+    while whole.len() < LEAST || (whole.len() < MOST && begun.elapsed() < budget) {
+        if let Some(input) = &calls.uniform {
+            stage(layer, input)?;
+            uniform.push(layer.time_steps(tokens)?.iter().map(|step| step.time).sum());
+            stage(layer, &calls.own)?;
+        }
         let started = Instant::now();
-        layer.forward(&input)?;
-        calls.push(started.elapsed());
+        layer.forward(&calls.own)?;
+        whole.push(started.elapsed());
         let times = layer.time_steps(tokens)?;
-        steps
-            .iter_mut()
-            .zip(times)
-            .for_each(|(all, step)| all.push(step.time));
+        let own: Duration = times.iter().map(|step| step.time).sum();
+        let beside = |uniform: &Duration| uniform.as_secs_f64() / own.as_secs_f64().max(1e-9);
+        ratios.extend(uniform.last().map(beside));
+        let all = steps.iter_mut().zip(times);
+        all.for_each(|(all, step)| all.push(step.time));
     }
-    let times = steps.into_iter().map(median);
-    let launches = times
-        .enumerate()
-        .map(|(i, time)| launch(layer, i, tokens, time))
-        .collect();
+    let against = match &calls.uniform {
+        Some(input) => Some(AgainstUniform {
+            uniform: median(uniform),
+            ratio: middle(ratios),
+            busiest: [busiest(layer, &calls.own)?, busiest(layer, input)?],
+        }),
+        None => None,
+    };
+    let times = steps.into_iter().map(median).enumerate();
     Ok(Run {
         tokens,
-        repeats: calls.len(),
-        call: median(calls),
-        launches,
+        repeats: whole.len(),
+        call: median(whole),
+        launches: times
+            .map(|(i, time)| launch(layer, i, tokens, time))
+            .collect(),
+        against,
     })
 }
 
@@ -83,9 +118,4 @@ fn launch(layer: &Layer, i: usize, tokens: usize, time: Duration) -> Launch {
         work: Work::of(plan, step, tokens as u64),
         time,
     }
-}
-
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort_unstable();
-    times.get(times.len() / 2).copied().unwrap_or_default()
 }

@@ -1,6 +1,7 @@
 //! `moesaic bench`.
 
 mod check;
+mod lead;
 mod measure;
 mod report;
 
@@ -12,8 +13,11 @@ use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use clap::Args;
+use measure::Calls;
 use moesaic::cpu::CpuDevice;
-use moesaic::{Engine, EngineOptions, Target, Training, engine_weights};
+use moesaic::reference::Skew;
+use moesaic::weights::HostWeights;
+use moesaic::{Engine, EngineOptions, LayerSpec, Target, Training, engine_weights};
 use std::time::Duration;
 
 /// Time a layer and hold it against the machine's limits
@@ -23,6 +27,7 @@ Examples:
   moesaic bench --spec layer.toml
   moesaic bench --spec layer.toml --target cuda --tokens 1,64,4096 --json
   moesaic bench --spec layer.toml --training --tokens 4096
+  moesaic bench --spec layer.toml --skew zipf:1.2
 
 Weights and tokens are random. The result is checked once against the f64 reference; then each
 launch is timed on its own. Least times follow from the plan's arithmetic and traffic and the
@@ -56,6 +61,10 @@ pub struct BenchArgs {
     /// Time forward as in training and backward
     #[arg(long)]
     training: bool,
+    /// Lead tokens to experts: uniform, or zipf:S, the n-th in rank by n^-S, which is also timed
+    /// beside uniform
+    #[arg(long, value_name = "SKEW")]
+    skew: Option<Skew>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -87,7 +96,8 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let mut runs = Vec::new();
     for &tokens in &args.tokens {
         progress.next(format!("timing {tokens} tokens"));
-        runs.push(measure::measure(&layer, tokens, budget)?);
+        let calls = args.calls(&spec, &weights, tokens)?;
+        runs.push(measure::measure(&layer, &calls, budget)?);
     }
     drop(progress);
     let report = report::Report {
@@ -95,6 +105,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         layer: &layer,
         machine,
         error,
+        skew: args.skew,
         runs,
     };
     match args.json {
@@ -127,6 +138,19 @@ impl BenchArgs {
             pinned: self.pin,
             ..EngineOptions::default()
         }
+    }
+
+    fn calls(&self, spec: &LayerSpec, weights: &HostWeights, tokens: usize) -> Result<Calls> {
+        let led = |skew| lead::input(spec, weights, tokens, skew);
+        let uniform = match self.skew {
+            Some(Skew::Zipf(_)) => Some(led(Skew::Uniform)?),
+            _ => None,
+        };
+        let own = match self.skew {
+            Some(skew) => led(skew)?,
+            None => random::input(spec, tokens),
+        };
+        Ok(Calls { own, uniform })
     }
 
     fn machine(&self, engine: &Engine) -> Result<Option<Machine>> {

@@ -1,11 +1,12 @@
 //! What `bench` says.
 
-use super::measure::{Launch, Run};
+use super::measure::{AgainstUniform, Launch, Run};
 use crate::console::Palette;
 use crate::inspect::{arithmetic, machine_json, roofs};
 use crate::machine::Machine;
 use crate::table::{Cell, Table};
 use crate::units;
+use moesaic::reference::Skew;
 use moesaic::{Engine, Layer};
 use serde_json::{Value, json};
 
@@ -16,6 +17,8 @@ pub struct Report<'a> {
     pub machine: Option<Machine>,
     /// Of `y` against the reference.
     pub error: f64,
+    /// How tokens were led to experts, if they were.
+    pub skew: Option<Skew>,
     pub runs: Vec<Run>,
 }
 
@@ -61,12 +64,25 @@ impl Report<'_> {
             table.row(self.cells(launch));
         }
         table.row(self.sum(run));
+        let against = run.against.as_ref().map(|against| self.against(against));
         format!(
-            "\n{} ({} tokens/s; a call from host memory takes {})\n{}",
+            "\n{} ({} tokens/s; a call from host memory takes {})\n{}{}",
             palette.bold(&title),
             units::short(rate),
             units::seconds(run.call.as_secs_f64()),
-            table.render(palette)
+            table.render(palette),
+            against.unwrap_or_default(),
+        )
+    }
+
+    fn against(&self, against: &AgainstUniform) -> String {
+        let skew = self.skew.map_or(String::new(), |skew| skew.to_string());
+        format!(
+            "{skew} runs at {:.2}x of uniform, which takes {}; the busiest expert has {:.1}x the mean, of uniform {:.1}x\n",
+            against.ratio,
+            units::seconds(against.uniform.as_secs_f64()),
+            against.busiest[0],
+            against.busiest[1],
         )
     }
 
@@ -123,6 +139,7 @@ impl Report<'_> {
             "units": device.units,
             "machine": self.machine.as_ref().map(machine_json),
             "y_error": self.error,
+            "skew": self.skew.map(|skew| skew.to_string()),
             "runs": self.runs.iter().map(|run| self.run_json(run)).collect::<Vec<_>>(),
         })
     }
@@ -141,6 +158,14 @@ impl Report<'_> {
             })
         };
         let (time, least) = (run.time().as_secs_f64(), self.least_of(run));
+        let against = |against: &AgainstUniform| {
+            json!({
+                "uniform_seconds": against.uniform.as_secs_f64(),
+                "of_uniform": against.ratio,
+                "busiest_of_mean": against.busiest[0],
+                "uniform_busiest_of_mean": against.busiest[1],
+            })
+        };
         json!({
             "tokens": run.tokens,
             "repeats": run.repeats,
@@ -149,6 +174,7 @@ impl Report<'_> {
             "tokens_per_second": run.tokens as f64 / time,
             "least_seconds": least,
             "of_limit": least.map(|least| least / time),
+            "against_uniform": run.against.as_ref().map(against),
             "launches": run.launches.iter().map(launch).collect::<Vec<_>>(),
         })
     }

@@ -29,6 +29,7 @@ pub fn command() -> Command {
         "MOESAIC_NVRTC",
         "MOESAIC_CLANG",
         "MOESAIC_LOG",
+        "MOESAIC_TUNING",
         "RUST_LOG",
         "NO_COLOR",
     ] {

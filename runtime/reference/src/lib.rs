@@ -23,6 +23,7 @@ mod math;
 mod noise;
 mod place;
 pub mod rng;
+mod skew;
 mod weights;
 
 pub use backward::{Gradients, backward, router_backward};
@@ -33,6 +34,7 @@ pub use losses::{LossValue, Routed, losses};
 pub use math::{descending, erf, rank, round_to, softmax};
 pub use noise::{gaussian_scale, input_factors};
 pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
+pub use skew::Skew;
 pub use weights::{Random, Tensor, Weights};
 
 pub use gate::logits;

@@ -1,0 +1,111 @@
+//! Tokens that are led to experts, so that routing is uniform or skewed as asked.
+
+use crate::failure::{Failure, Result};
+use crate::random;
+use moesaic::reference::Skew;
+use moesaic::spec::{RouterInput, RouterKind};
+use moesaic::weights::HostWeights;
+use moesaic::{HostTensor, Input, Layer, LayerSpec};
+
+/// By how much the logits of experts that a token is led to are larger; the
+/// others are of the order of one.
+const LEAN: f32 = 8.0;
+
+const SEED: u64 = 5;
+
+/// A call whose tokens want experts as often as `skew` says. What the router
+/// makes of it (groups, capacity) is its own affair: see [`busiest`].
+///
+/// # Errors
+/// For a router whose choice tokens do not determine so simply.
+pub fn input(
+    spec: &LayerSpec,
+    weights: &HostWeights,
+    tokens: usize,
+    skew: Skew,
+) -> Result<Input<'static>> {
+    let mut input = random::input(spec, tokens);
+    let (experts, k) = (spec.routed_experts(), spec.shape.top_k);
+    let ids = skew.draw(experts, k.min(experts), tokens, SEED);
+    match spec.router.kind {
+        RouterKind::Linear => {
+            let x = leaned(&input.tensors["x"], &ids, k, &directions(spec, weights));
+            input.insert("x", x);
+        }
+        RouterKind::External => input.insert("topk_ids", HostTensor::owned(&[tokens, k], ids)),
+        RouterKind::Table => {
+            let rows = rows_of(&weights["router.table"].bytes, experts, k);
+            let wanted = ids.chunks(k).map(|ids| rows[ids[0] as usize]).collect();
+            input.insert("token_ids", HostTensor::owned(&[tokens], wanted));
+        }
+        RouterKind::Cosine => {
+            return Err(Failure::input(
+                "--skew: tokens cannot be led to the experts of a cosine router",
+            ));
+        }
+    }
+    Ok(input)
+}
+
+/// For each expert, what is added to a token so that its logit grows by
+/// [`LEAN`].
+fn directions(spec: &LayerSpec, weights: &HostWeights) -> Vec<Vec<f32>> {
+    let d = spec.shape.model_dim;
+    let scale = match spec.router.input {
+        RouterInput::RmsScaled => weights.get("router.input_scale"),
+        RouterInput::Token => None,
+    };
+    let scale = scale.map_or(vec![1.0; d], |scale| scale.to_f64());
+    let router = weights["router.weight"].to_f64();
+    let one = |row: &[f64]| {
+        let row: Vec<f64> = row.iter().zip(&scale).map(|(w, s)| w * s).collect();
+        let square: f64 = row.iter().map(|w| w * w).sum();
+        let each = row.iter();
+        each.map(|w| (f64::from(LEAN) * w / square.max(1e-9)) as f32)
+            .collect()
+    };
+    router.chunks(d).map(one).collect()
+}
+
+fn leaned(
+    x: &HostTensor<'_>,
+    ids: &[i32],
+    k: usize,
+    directions: &[Vec<f32>],
+) -> HostTensor<'static> {
+    let d = x.shape[1];
+    random::changed(x, |i, value| {
+        let (token, channel) = (i / d, i % d);
+        let wanted = &ids[token * k..(token + 1) * k];
+        let lean = |id: &i32| directions[*id as usize][channel];
+        value + wanted.iter().map(lean).sum::<f32>()
+    })
+}
+
+/// For each expert a row of the table that begins with it, or has it.
+fn rows_of(table: &[u8], experts: usize, k: usize) -> Vec<i32> {
+    let mut rows = vec![0; experts];
+    let ids = table.chunks_exact(4);
+    let ids = ids.map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+    for (at, id) in ids.enumerate() {
+        if let Some(row) = usize::try_from(id).ok().and_then(|id| rows.get_mut(id)) {
+            *row = (at / k) as i32;
+        }
+    }
+    rows
+}
+
+/// Rows of the busiest expert over the mean, as the layer routes a call.
+///
+/// # Errors
+/// When a launch fails.
+pub fn busiest(layer: &Layer, input: &Input<'_>) -> Result<f64> {
+    let output = layer.forward_with(input, &["counts"])?;
+    let counts: Vec<i64> = output
+        .get("counts")
+        .and_then(|t| t.to_vec())
+        .unwrap_or_default();
+    let sum: i64 = counts.iter().sum();
+    let most = counts.iter().copied().max().unwrap_or_default();
+    Ok(most as f64 * counts.len() as f64 / sum.max(1) as f64)
+}

@@ -1,0 +1,172 @@
+//! Layers in turns.
+
+use crate::failure::{Failure, Result};
+use crate::timing::{median, middle, stage};
+use moesaic::plan::LayerPlan;
+use moesaic::{Input, Layer};
+use std::time::{Duration, Instant};
+
+/// What layers are compared on.
+pub struct Bench<'a> {
+    /// One call per token count.
+    pub inputs: &'a [Input<'static>],
+    /// For each comparison at each token count.
+    pub budget: Duration,
+}
+
+/// A candidate beside the layer as it was.
+#[derive(Clone, Copy, Debug)]
+pub struct Pairs {
+    /// The candidate's launches, the median.
+    pub seconds: f64,
+    /// Its time over the other's in the same turn, the median.
+    pub ratio: f64,
+    /// The part of the pairs in which it was faster.
+    pub agreed: f64,
+    /// The part of the whole layer before that its launches were.
+    pub share: f64,
+    /// How many there were.
+    pub pairs: usize,
+}
+
+impl Pairs {
+    /// The whole layer's time over the time before: that of the other launches
+    /// is the same.
+    pub fn whole(&self) -> f64 {
+        1.0 - self.share * (1.0 - self.ratio)
+    }
+}
+
+const LEAST: usize = 5;
+const MOST: usize = 100;
+
+/// A turn is about this long, so that a short pass is not one tick of noise.
+const TURN: Duration = Duration::from_millis(3);
+
+/// Passes of a turn at most.
+const PASSES: usize = 25;
+
+impl Bench<'_> {
+    /// Times the launches in which `others` differ from `before`, in turns: the
+    /// seconds of those of `before`, and each candidate beside them.
+    ///
+    /// # Errors
+    /// When a launch fails.
+    pub fn compare(
+        &self,
+        at: usize,
+        before: &Layer,
+        others: &[Layer],
+    ) -> Result<(f64, Vec<Pairs>)> {
+        let tokens = self.inputs[at].tokens;
+        let differ = differing(before.plan(), others);
+        for layer in others.iter().chain([before]) {
+            stage(layer, &self.inputs[at])?;
+        }
+        let passes = passes(pass(before, tokens, &differ)?[0]);
+        let mut times = vec![Vec::new(); others.len()];
+        let mut befores = Vec::new();
+        let mut whole = Vec::new();
+        let begun = Instant::now();
+        for round in 0..MOST {
+            if round >= LEAST && begun.elapsed() > self.budget {
+                break;
+            }
+            // Nobody always follows the same layer, nor is always the first.
+            for place in 0..=others.len() {
+                let turn = (place + round) % (others.len() + 1);
+                let layer = others.get(turn).unwrap_or(before);
+                let [own, all] = middle_pass(layer, tokens, &differ, passes)?;
+                times.get_mut(turn).unwrap_or(&mut befores).push(own);
+                whole.extend((turn == others.len()).then_some(all));
+            }
+        }
+        let time = median(befores.clone()).as_secs_f64();
+        let share = (time / median(whole).as_secs_f64().max(1e-9)).min(1.0);
+        let each = times.into_iter();
+        let pairs = each.map(|own| beside(own, &befores, share)).collect();
+        Ok((time, pairs))
+    }
+
+    /// # Errors
+    /// When the layers do not give the same bytes, which is a defect.
+    pub fn same_results(&self, default: &Layer, tuned: &Layer) -> Result {
+        for input in self.inputs {
+            if default.forward(input)?.y() != tuned.forward(input)?.y() {
+                return Err(Failure::work(format!(
+                    "other tiles gave another result for {} tokens; nothing was kept",
+                    input.tokens
+                ))
+                .hint("please report it with the spec and the output of `moesaic doctor`"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn beside(own: Vec<Duration>, befores: &[Duration], share: f64) -> Pairs {
+    let ratios = own.iter().zip(befores);
+    let ratios: Vec<f64> = ratios
+        .map(|(own, before)| own.as_secs_f64() / before.as_secs_f64().max(1e-9))
+        .collect();
+    let faster = ratios.iter().filter(|ratio| **ratio < 1.0).count();
+    Pairs {
+        share,
+        pairs: ratios.len(),
+        agreed: faster as f64 / ratios.len().max(1) as f64,
+        ratio: middle(ratios),
+        seconds: median(own).as_secs_f64(),
+    }
+}
+
+/// For each launch of a pass, whether a layer has another kernel there.
+fn differing(before: &LayerPlan, others: &[Layer]) -> Vec<bool> {
+    let same = |kernel: usize, other: &LayerPlan| {
+        before.kernels[kernel].config == other.kernels[kernel].config
+    };
+    let steps = before.all_steps();
+    steps
+        .map(|step| others.iter().any(|other| !same(step.kernel, other.plan())))
+        .collect()
+}
+
+/// One pass: the time of the launches that count, and of all.
+fn pass(layer: &Layer, tokens: usize, counts: &[bool]) -> Result<[Duration; 2]> {
+    let mut sums = [Duration::ZERO; 2];
+    for (step, counts) in layer.time_steps(tokens)?.iter().zip(counts) {
+        sums[0] += if *counts { step.time } else { Duration::ZERO };
+        sums[1] += step.time;
+    }
+    Ok(sums)
+}
+
+/// The medians of so many passes.
+fn middle_pass(
+    layer: &Layer,
+    tokens: usize,
+    counts: &[bool],
+    passes: usize,
+) -> Result<[Duration; 2]> {
+    let all: Result<Vec<_>> = (0..passes).map(|_| pass(layer, tokens, counts)).collect();
+    let all = all?;
+    Ok([0, 1].map(|which| median(all.iter().map(|sums| sums[which]).collect())))
+}
+
+fn passes(one: Duration) -> usize {
+    (TURN.as_nanos() / one.as_nanos().max(1)).clamp(1, PASSES as u128) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_of_the_same_turn() {
+        let times = |list: &[u64]| list.iter().map(|ms| Duration::from_millis(*ms)).collect();
+        let (own, befores): (Vec<_>, Vec<_>) = (times(&[10, 20, 90]), times(&[20, 40, 100]));
+        let pairs = beside(own, &befores, 0.5);
+        assert_eq!(pairs.whole(), 0.75);
+        assert_eq!((pairs.ratio, pairs.agreed, pairs.pairs), (0.5, 1.0, 3));
+        assert_eq!(pairs.seconds, 0.02);
+    }
+}

@@ -1,0 +1,180 @@
+//! `moesaic tune`.
+
+mod measure;
+mod report;
+mod search;
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::progress::Progress;
+use crate::random;
+use crate::spec_source::LayerArgs;
+use crate::store::StoreArgs;
+use crate::timing::mean_ratio;
+use crate::training::TrainingArgs;
+use clap::Args;
+use measure::Bench;
+use moesaic::target::CompileOptions;
+use moesaic::{
+    Compilers, Engine, EngineOptions, Job, LayerSpec, Outcome, Store, Untuned, engine_weights,
+    precompile,
+};
+use search::Found;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Measure which tiles are best for a layer on this CPU, and use them from now on
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic tune --spec layer.toml
+  moesaic tune --spec layer.toml --tokens 1,8 --threads 8 --pin
+  moesaic tune --spec layer.toml --training --tokens 4096 --seconds 2
+
+A layer has one set of tiles for all token counts: one that is better at some of --tokens and worse
+at none. What is found is kept in the cache for this CPU model, this number of threads and these
+kernels; engines use it from then on. Results are the same bytes with it and without it.
+MOESAIC_TUNING=off makes engines pass over it.")]
+pub struct TuneArgs {
+    #[command(flatten)]
+    layer: LayerArgs,
+    /// Where to measure: cpu, or with an instruction set, as in cpu:avx2
+    #[arg(long, value_name = "T", default_value = "cpu")]
+    target: String,
+    /// Token counts, all of the same weight
+    #[arg(
+        long,
+        value_name = "N[,N]",
+        value_delimiter = ',',
+        default_value = "1,64,1024"
+    )]
+    tokens: Vec<usize>,
+    /// CPU threads; one per core if not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+    /// Keep each CPU thread on one processor
+    #[arg(long)]
+    pin: bool,
+    /// Seconds for each size at each token count
+    #[arg(long, value_name = "S", default_value_t = 0.5)]
+    seconds: f64,
+    #[command(flatten)]
+    training: TrainingArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// Makes a layer of random weights, tries its sizes, keeps the best.
+pub fn execute(args: &TuneArgs, console: &Console) -> Result {
+    let budget = Duration::try_from_secs_f64(args.seconds)
+        .map_err(|_| Failure::input("--seconds must be a positive number"))?;
+    refuse_others(&args.target)?;
+    if args.tokens.contains(&0) {
+        return Err(Failure::input("--tokens: no tokens take no time"));
+    }
+    let spec = args.layer.load(console)?.spec;
+    let store = args.store.open(console);
+    store.can_keep_tunings()?;
+    let engine = Engine::open(&args.target, args.options())?;
+    for &tokens in &args.tokens {
+        engine.check_tokens(&spec, tokens)?;
+    }
+    let progress = Progress::start("making weights");
+    let weights = random::weights(&spec);
+    let weights = engine_weights(&weights);
+    progress.next("getting kernels");
+    let variants = engine.variants(&spec, &weights, args.training.get())?;
+    let input = |&tokens: &usize| random::input(&spec, tokens);
+    let inputs: Vec<_> = args.tokens.iter().map(input).collect();
+    let bench = Bench {
+        inputs: &inputs,
+        budget,
+    };
+    let found = search::search(&variants, &bench, &progress)?;
+    progress.next("compiling the best");
+    let file = args.keep(&found, &engine, variants.untuned(), &store)?;
+    drop(progress);
+    let report = report::Report {
+        engine: &engine,
+        spec: &spec,
+        tokens: &args.tokens,
+        found: &found,
+        file: &file,
+    };
+    match args.json {
+        true => console.json(&report.json()),
+        false => console.print(&report.text(&console.out)),
+    }
+}
+
+/// Only CPUs have sizes to choose so far.
+fn refuse_others(target: &str) -> Result {
+    if target.split(':').next() == Some("cpu") {
+        return Ok(());
+    }
+    if !["auto", "cuda", "rocm"].contains(&target) {
+        // A name that is not known is worth saying first.
+        crate::targets::resolve_one(target)?;
+    }
+    Err(
+        Failure::input(format!("`{target}` cannot be tuned: only CPUs can so far"))
+            .hint("--target cpu, or with an instruction set, as in cpu:avx2"),
+    )
+}
+
+impl TuneArgs {
+    /// Candidates are not for the cache, and start from the default.
+    fn options(&self) -> EngineOptions {
+        EngineOptions {
+            store: None,
+            tuned: false,
+            threads: self.threads.map(usize::from),
+            pinned: self.pin,
+            ..EngineOptions::default()
+        }
+    }
+
+    /// Puts the kernels, then the sizes, into the cache; the file of the sizes.
+    fn keep(
+        &self,
+        found: &Found,
+        engine: &Engine,
+        untuned: &Untuned,
+        store: &Arc<Store>,
+    ) -> Result<PathBuf> {
+        let gain = mean_ratio(found.gain.iter().copied());
+        let tuned = untuned.tuned(&found.tuning, engine.machine(), &self.tokens, gain)?;
+        self.compile(found, engine, &untuned.plan.spec, store)?;
+        Ok(store.keep_tuned(&tuned)?)
+    }
+
+    fn compile(
+        &self,
+        found: &Found,
+        engine: &Engine,
+        spec: &LayerSpec,
+        store: &Arc<Store>,
+    ) -> Result {
+        let target = engine.target();
+        let compiler = Compilers::new(Some(store.clone()))
+            .get(target)
+            .map_err(|error| Failure::from(&error))?;
+        let job = Job {
+            spec: spec.clone(),
+            target,
+            training: self.training.get(),
+            tuning: found.tuning.clone(),
+            compiler,
+        };
+        for row in precompile(&[job], store, &CompileOptions::default(), &|_| {})? {
+            if let Outcome::Failed(error) = row.outcome {
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+}

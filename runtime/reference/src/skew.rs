@@ -1,0 +1,123 @@
+//! Which experts the tokens of a bench are meant for.
+
+use crate::Random;
+use std::fmt;
+use std::str::FromStr;
+
+/// How often experts are wanted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Skew {
+    /// All alike.
+    Uniform,
+    /// The n-th in rank by `n^-s`; ranks are shuffled over the experts.
+    Zipf(f64),
+}
+
+impl Skew {
+    /// `[tokens, top_k]` experts, those of a token different and ascending:
+    /// drawn without replacement by the experts' shares.
+    ///
+    /// # Panics
+    /// When there are fewer experts than `top_k`.
+    pub fn draw(self, experts: usize, top_k: usize, tokens: usize, seed: u64) -> Vec<i32> {
+        assert!(top_k <= experts, "{top_k} of {experts} experts");
+        let mut random = Random::new(seed);
+        let mut ranks: Vec<usize> = (0..experts).collect();
+        for i in (1..experts).rev() {
+            ranks.swap(i, (unit(&mut random) * (i + 1) as f64) as usize);
+        }
+        let share = |rank: usize| match self {
+            Skew::Uniform => 0.0,
+            Skew::Zipf(s) => -s * ((rank + 1) as f64).ln(),
+        };
+        let mut ids = Vec::with_capacity(tokens * top_k);
+        for _ in 0..tokens {
+            // The K largest of log share plus Gumbel noise are such a draw.
+            let key = |&rank: &usize| share(rank) - (-unit(&mut random).ln()).ln();
+            let mut keys: Vec<(f64, i32)> = ranks.iter().map(key).zip(0..).collect();
+            keys.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
+            let mut chosen: Vec<i32> = keys[..top_k].iter().map(|(_, id)| *id).collect();
+            chosen.sort_unstable();
+            ids.extend(chosen);
+        }
+        ids
+    }
+}
+
+/// Uniform in `(0, 1)`.
+fn unit(random: &mut Random) -> f64 {
+    ((random.signed() + 1.0) / 2.0).clamp(1e-12, 1.0 - 1e-12)
+}
+
+impl fmt::Display for Skew {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Skew::Uniform => f.write_str("uniform"),
+            Skew::Zipf(s) => write!(f, "zipf:{s}"),
+        }
+    }
+}
+
+impl FromStr for Skew {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Skew, String> {
+        let exponent = text.strip_prefix("zipf:").and_then(|s| s.parse().ok());
+        match (text, exponent) {
+            ("uniform", _) => Ok(Skew::Uniform),
+            (_, Some(s)) if (0.0..=20.0).contains(&s) => Ok(Skew::Zipf(s)),
+            _ => Err("it is `uniform` or `zipf:S` with an exponent S of 0 to 20".to_string()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How often each expert is drawn, most often first.
+    fn counts(skew: Skew) -> Vec<usize> {
+        let mut counts = vec![0; 16];
+        let ids = skew.draw(16, 2, 8000, 5);
+        ids.iter().for_each(|id| counts[*id as usize] += 1);
+        counts.sort_unstable_by(|a, b| b.cmp(a));
+        counts
+    }
+
+    #[test]
+    fn a_token_has_different_experts_in_order() {
+        for skew in [Skew::Uniform, Skew::Zipf(1.2), Skew::Zipf(20.0)] {
+            for chosen in skew.draw(5, 3, 200, 1).chunks(3) {
+                assert!(chosen.is_sorted_by(|a, b| a < b), "{chosen:?}");
+                assert!(chosen.iter().all(|id| (0..5).contains(id)), "{chosen:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn shares_are_those_of_the_law() {
+        let uniform = counts(Skew::Uniform);
+        assert!(uniform[0] < 1150 && uniform[15] > 850, "{uniform:?}");
+        let zipf = counts(Skew::Zipf(1.0));
+        // Of single draws the ratio of the first to the eighth is 8; that the
+        // two of a token differ flattens the head.
+        let ratio = zipf[0] as f64 / zipf[7] as f64;
+        assert!((4.0..8.0).contains(&ratio), "{zipf:?}");
+        assert_eq!(
+            Skew::Zipf(0.0).draw(9, 2, 50, 3),
+            Skew::Uniform.draw(9, 2, 50, 3)
+        );
+    }
+
+    #[test]
+    fn names_read_back() {
+        for skew in [Skew::Uniform, Skew::Zipf(1.2)] {
+            assert_eq!(skew.to_string().parse(), Ok(skew));
+        }
+        for bad in [
+            "", "zipf", "zipf:", "zipf:x", "zipf:-1", "zipf:NaN", "zipf:inf",
+        ] {
+            assert!(bad.parse::<Skew>().is_err(), "{bad}");
+        }
+    }
+}
