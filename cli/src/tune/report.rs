@@ -63,6 +63,9 @@ impl Report<'_> {
             .map(|(knob, size)| format!("{} {size}", knob.name()))
             .collect();
         match sizes.is_empty() {
+            _ if self.found.dropped => {
+                "the best sizes together are not faster than the default, which stays".to_string()
+            }
             true => "no size is clearly better than the default".to_string(),
             false => format!("better than the default: {}", sizes.join(", ")),
         }

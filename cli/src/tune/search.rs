@@ -14,7 +14,8 @@ use moesaic::{Layer, Variants};
 /// A size is better whose launches take less than this part of their time ...
 const CLEAR: f64 = 0.98;
 
-/// ... at a token count where so many of the pairs say so ...
+/// ... at a token count where so many of the pairs say so, and more when they
+/// are few: two standard deviations beyond half of them ...
 const AGREED: f64 = 0.75;
 
 /// ... if the whole layer, in the mean over token counts, takes less than this
@@ -46,6 +47,8 @@ pub struct Candidate {
 pub struct Found {
     pub tried: Vec<Tried>,
     pub tuning: Tuning,
+    /// Sizes won that are not kept, because the whole layer was not faster.
+    pub dropped: bool,
     /// At each token count the default's time over the tuned layer's, whole
     /// layers; 1 where nothing was better.
     pub gain: Vec<f64>,
@@ -58,7 +61,8 @@ impl Candidate {
     }
 
     fn is_better(&self) -> bool {
-        let clear = |pairs: &Pairs| pairs.ratio < CLEAR && pairs.agreed >= AGREED;
+        let agreed = |pairs: &Pairs| AGREED.max(0.5 + (pairs.pairs as f64).sqrt().recip());
+        let clear = |pairs: &Pairs| pairs.ratio < CLEAR && pairs.agreed >= agreed(pairs);
         let worse = |pairs: &Pairs| pairs.whole() > WORSE;
         self.ratio() < WORTH && self.at.iter().any(clear) && !self.at.iter().any(worse)
     }
@@ -88,9 +92,10 @@ pub fn search(variants: &Variants<'_>, bench: &Bench<'_>, progress: &Progress) -
     progress.next("comparing with the default");
     let gain = confirm(variants, bench, &tuning)?;
     // Parts may win and the whole not: caches are shared.
-    let kept = !tuning.is_empty() && mean_ratio(gain.iter().copied()) > 1.0;
+    let kept = !tuning.is_empty() && mean_ratio(gain.iter().copied()) * WORTH > 1.0;
     Ok(Found {
         tried,
+        dropped: !kept && !tuning.is_empty(),
         gain: match kept {
             true => gain,
             false => vec![1.0; gain.len()],
@@ -164,9 +169,9 @@ mod tests {
 
     #[test]
     fn only_what_is_clearly_faster_wins() {
-        let sure = candidate(1, &[(0.95, 1.0, 0.9), (0.96, 0.8, 0.9)]);
+        let sure = candidate(1, &[(0.95, 1.0, 0.9), (0.96, 0.9, 0.9)]);
         let slight = candidate(2, &[(0.99, 1.0, 1.0), (0.985, 1.0, 1.0)]);
-        let noisy = candidate(3, &[(0.9, 0.6, 1.0), (0.9, 0.5, 1.0)]);
+        let noisy = candidate(3, &[(0.9, 0.6, 1.0), (0.9, 0.8, 1.0)]);
         let torn = candidate(4, &[(0.8, 1.0, 0.5), (1.05, 0.1, 0.5)]);
         let tiny = candidate(5, &[(0.8, 1.0, 0.01)]);
         assert!(sure.is_better());

@@ -195,7 +195,7 @@ impl Store {
 /// What an import put into the store.
 enum Added {
     Kernel(Key),
-    Tuned(Box<Tuned>),
+    Tuned(Tuned),
 }
 
 /// A pack is for others, unlike a temporary file.
@@ -239,7 +239,7 @@ fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::
 enum Item<'a> {
     /// A kernel, its key and, if the pack has it, its source.
     Kernel(Key, Stored, Option<&'a str>),
-    Tuned(Box<Tuned>),
+    Tuned(Tuned),
 }
 
 type Sink<'a> = dyn FnMut(Item<'_>) -> Result<(), PackError> + 'a;
@@ -370,7 +370,7 @@ impl Reader<'_> {
         let tuned =
             tuned::decode(bytes).map_err(|reason| self.damaged(format!("`{name}`: {reason}")))?;
         self.tunings += 1;
-        sink(Item::Tuned(Box::new(tuned)))
+        sink(Item::Tuned(tuned))
     }
 
     /// Hands the kernel on that was waiting for its source.
