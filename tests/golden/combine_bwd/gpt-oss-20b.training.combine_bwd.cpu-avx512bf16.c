@@ -101,12 +101,16 @@ INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
     return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
 }
 
-// Copies a row of whole vectors, past the caches.
-INLINE void copy_far(void *to, const void *from, i64 bytes)
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
 {
     typedef vec vec_anywhere __attribute__((aligned(1)));
-    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
-        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
 }
 
 // bf16: the upper half of an f32.
@@ -172,10 +176,7 @@ static void combine_bwd_block(
     const int far = is_far(dout, offsets[EXPERTS], sizeof(*dout) * OUTPUT_DIM);
     for (i64 row = first; row < last; row++) {
         const bf16 *from = dy + row_slots[row] / TOP_K * (i64)OUTPUT_DIM;
-        if (far)
-            copy_far(dout + row * OUTPUT_DIM, from, sizeof(*dout) * OUTPUT_DIM);
-        for (i64 i = 0; i < OUTPUT_DIM && !far; i++)
-            dout[row * OUTPUT_DIM + i] = from[i];
+        copy_row(dout + row * OUTPUT_DIM, from, sizeof(*dout) * OUTPUT_DIM, far);
     }
     if (far)
         end_far_stores();

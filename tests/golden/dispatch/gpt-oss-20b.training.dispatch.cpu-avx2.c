@@ -97,12 +97,16 @@ INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
     return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
 }
 
-// Copies a row of whole vectors, past the caches.
-INLINE void copy_far(void *to, const void *from, i64 bytes)
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
 {
     typedef vec vec_anywhere __attribute__((aligned(1)));
-    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
-        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
 }
 
 enum {
@@ -111,14 +115,6 @@ enum {
     TOP_K = 4,
     TILE_ROWS = 64,
 };
-
-static void copy_row(bf16 *restrict to, const bf16 *restrict from, int far)
-{
-    if (far)
-        copy_far(to, from, sizeof(*to) * MODEL_DIM);
-    for (i64 i = 0; i < MODEL_DIM && !far; i++)
-        to[i] = from[i];
-}
 
 static void dispatch_block(
     const bf16 *restrict x,        // [tokens, 2880]
@@ -136,7 +132,7 @@ static void dispatch_block(
     for (i64 row = first; row < last; row++) {
         i64 slot = row_slots[row];
         const bf16 *token = x + slot / TOP_K * MODEL_DIM;
-        copy_row(rows + row * MODEL_DIM, token, far);
+        copy_row(rows + row * MODEL_DIM, token, sizeof(*rows) * MODEL_DIM, far);
     }
     if (far)
         end_far_stores();
