@@ -33,7 +33,7 @@ const KEPT: [&str; 4] = ["cpu:avx2", "cpu:avx512bf16", "cuda:sm_90a", "rocm:gfx9
 const KEPT_ON_CPUS: &str = "small-bf16";
 
 /// Targets whose matrix products are kept; the rest is the text of another.
-const KEPT_GEMMS: [&str; 1] = ["cuda:sm_80"];
+const KEPT_GEMMS: [&str; 2] = ["cuda:sm_80", "cpu:amx"];
 
 /// Targets whose text must compile.
 const COMPILED: [&str; 7] = [

@@ -156,7 +156,7 @@ enum {
     OUTPUT_DIM = 2880,
     EXPERTS = 32, // ids from here on are identity experts
     TOP_K = 4,
-    PARTS = 23, // columns of dweight_parts
+    PARTS = 12, // columns of dweight_parts
     TILE_ROWS = 64,
     TILE_TOKENS = 32,
 };
@@ -217,7 +217,7 @@ static f32 dot_bias(const bf16 *row, const bf16 *bias)
 static void combine_bwd_weights_block(
     const i32 *restrict topk_ids,      // [tokens, 4]
     const i32 *restrict slot_rows,     // [tokens, 4]
-    const f32 *restrict dweight_parts, // [rows, 23]
+    const f32 *restrict dweight_parts, // [rows, 12]
     const bf16 *restrict dout,         // [rows, 2880]
     const bf16 *restrict down_bias,    // [32, 2880]
     f32 *restrict grad_topk_weights,   // [tokens, 4]

@@ -259,7 +259,7 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
     }
 }
 
-// Weights that are wanted soon. They come from far away, so every group of rows
+// Weights that are wanted soon come from far away, so every group of rows
 // fetches its part of what is next, a few lines at a time, between products.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {

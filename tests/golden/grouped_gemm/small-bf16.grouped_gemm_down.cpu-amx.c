@@ -280,7 +280,7 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
     }
 }
 
-// Weights that are wanted soon. They come from far away, so every group of rows
+// Weights that are wanted soon come from far away, so every group of rows
 // fetches its part of what is next, a few lines at a time, between products.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
@@ -328,7 +328,7 @@ static void load_rows(near_t *near, const input_t *const *row, i64 depth, i64 co
     }
 }
 
-// Adds the products of 16 * `tiles` rows with one strip of the weights to sums,
+// Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
 // `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
                      const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)

@@ -1,6 +1,6 @@
 // grouped_gemm_dgrad_up: drows = dgate * gate + dup * up, for the rows of every expert.
 //
-// A block owns 192 rows of one expert and 128 columns of the result. It goes over
+// A block owns 192 rows of one expert and 256 columns of the result. It goes over
 // the sum in slices: a slice of the weights is packed into a panel on the
 // stack, every 6 rows are multiplied by it in registers, and the sums go to a
 // tile on the stack. The weights are summed over by rows, so that they lie as
@@ -180,7 +180,7 @@ enum {
     OUTER = 2880, // columns of the result and of a matrix
     PRODUCTS = 2, // that are added
     TILE_ROWS = 192,
-    TILE_COLUMNS = 128,
+    TILE_COLUMNS = 256,
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
     TILE_WORDS = 256, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
@@ -188,7 +188,9 @@ enum {
     REGISTER_COLUMNS = 64,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
+    PANEL_STRIPS = STRIPS,
     VECTORS = STRIP / LANES,
+    ROWS_AHEAD = 0,
 };
 
 // Packing of matrices whose rows are summed over: columns lie side by side
@@ -200,23 +202,23 @@ INLINE vec load_columns_bf16(const bf16 *from, i64 count)
     return count > 0 ? load_part_bf16(from, count) : (vec){0};
 }
 
-// Words of adjacent columns: a word is two rows, the second may be missing.
+// Words of adjacent columns: a word is two rows. Of these `rows` exist; it may be none.
 INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 {
-    vec_u32 low = (vec_u32)load_columns_bf16(from, count) >> 16;
+    vec_u32 low = rows > 0 ? (vec_u32)load_columns_bf16(from, count) >> 16 : (vec_u32){0};
     vec_u32 high = rows > 1 ? (vec_u32)load_columns_bf16(from + stride, count) : (vec_u32){0};
     return (vec)(low | high);
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all; those
-// past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
+// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
 INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
-                    i64 stride, i64 depth, i64 count)
+                    i64 stride, i64 depth, i64 height, i64 count)
 {
     for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
         for (i64 c = 0; c < columns; c += LANES) {
             f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            i64 rows = min_i64(WORD, depth - row);
+            i64 rows = min_i64(WORD, height - row);
             *(vec *)place = column_words_bf16(from + c, stride, rows, count - c);
         }
 }
@@ -246,39 +248,80 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x,
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// A depth slice of the weights of a block, and of a few rows of input: words.
-typedef f32 panel_t[STRIPS][TILE_WORDS][STRIP];
+// Sums: those of a register tile, and all of a block.
+typedef f32 sums_t[REGISTER_ROWS][STRIP];
+typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
+
+// A depth slice of the weights, in strips that the sums of a register tile are
+// as wide as: word by word all columns.
+typedef f32 panel_word_t;
+typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
+
+// Weights that are wanted soon come from far away, so every group of rows
+// fetches its part of what is next, a few lines at a time, between products.
+enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+typedef struct {
+    const char *from;
+    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} ahead_t;
+
+INLINE void fetch(ahead_t *ahead)
+{
+    for (i64 line = 0; line < ahead->lines; line++)
+        for (i64 near = 0; near < STRIP * (i64)sizeof(weight_t); near += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+    ahead->from += ahead->step;
+}
+
+// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
+// together in every row.
+INLINE ahead_t part_of(const weight_t *corner, i64 group, i64 groups)
+{
+    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
+    const i64 row = OUTER * sizeof(*corner);
+    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+}
+
+// A depth slice of a few rows of input, as words.
 typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
 
-// The sums of a block.
-typedef f32 tile_t[TILE_ROWS][STRIPS][STRIP];
-
-// Copies a depth slice of `count` rows of input.
-static void load_slice(slice_t slice, const input_t *input, i64 count, i64 width)
+// Copies a slice of `count` rows, from a depth on.
+static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
 {
-    for (i64 row = 0; row < count; row++)
+    for (i64 r = 0; r < count; r++)
         for (i64 i = 0; i < width; i += STEP) {
-            const input_t *from = input + row * INNER + i;
+            const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
-            *(vec *)&slice[row][i / WORD] = v;
+            *(vec *)&slice[r][i / WORD] = v;
         }
 }
 
-// Adds `rows` rows of a slice times one strip of the panel to the sums.
-INLINE void multiply(const int rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
-                     f32 (*panel)[STRIP], i64 words)
+// Rows that are wanted soon: some of the next slice, before a strip is multiplied.
+INLINE void fetch_rows(const input_t *const *row, i64 depth, i64 count, i64 strip, i64 strips)
+{
+    for (i64 r = strip; r < count; r += strips)
+        for (i64 i = 0; i < TILE_DEPTH; i += 64 / (i64)sizeof(input_t))
+            __builtin_prefetch(row[r] + depth + i, 0, 2);
+}
+
+// Adds `rows` rows of a slice times one strip of a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            sum[r][v] = *(const vec *)&sums[r][0][v * LANES];
+            sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
+        if (word % FETCH_WORDS == 0)
+            fetch(&ahead);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            w[v] = *(const vec *)&panel[word][v * LANES];
+            w[v] = load_panel(&panel[word][v * LANES]);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             vec x = broadcast_word(&slice[r][word]);
@@ -291,67 +334,24 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            *(vec *)&sums[r][0][v * LANES] = sum[r][v];
+            *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
 // One copy of `multiply` for each number of rows.
-static void multiply_rows(i64 rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
-                          f32 (*panel)[STRIP], i64 words)
+static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+                          const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     switch (rows) {
-    case 1:
-        multiply(1, sums, slice, panel, words);
-        break;
-    case 2:
-        multiply(2, sums, slice, panel, words);
-        break;
-    case 3:
-        multiply(3, sums, slice, panel, words);
-        break;
-    case 4:
-        multiply(4, sums, slice, panel, words);
-        break;
-    case 5:
-        multiply(5, sums, slice, panel, words);
-        break;
-    case 6:
-        multiply(6, sums, slice, panel, words);
-        break;
+    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
+    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
+    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
+    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
+    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
+    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
     }
 }
 
-// The sums of a block.
-static void multiply_block(tile_t tile, const input_t *const *inputs,
-                           const weight_t *const *matrices, const block_t *block)
-{
-    panel_t panel ALIGNED;
-    slice_t slice ALIGNED;
-    for (i64 row = 0; row < block->row_count; row++)
-        for (i64 c = 0; c < STRIPS * STRIP; c += LANES)
-            *(vec *)&tile[row][0][c] = (vec){0};
-    for (int product = 0; product < PRODUCTS; product++)
-        for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
-            const input_t *input = inputs[product] + depth;
-            const weight_t *matrix = matrices[product] + depth * OUTER;
-            i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
-            pack_bf16(panel[0][0], STRIP, TILE_COLUMNS, matrix, OUTER, width,
-                 block->column_count);
-            for (i64 row = 0; row < block->row_count; row += REGISTER_ROWS) {
-                i64 count = min_i64(REGISTER_ROWS, block->row_count - row);
-                load_slice(slice, input + row * INNER, count, width);
-                for (i64 strip = 0; strip < STRIPS; strip++) {
-                    f32 (*sums)[STRIPS][STRIP] = (f32(*)[STRIPS][STRIP])tile[row][strip];
-                    multiply_rows(count, sums, slice, panel[strip], words);
-                }
-            }
-        }
-}
-
-// One vector of which `count` elements exist.
-INLINE vec load_row(const input_t *from, i64 count)
-{
-    return count >= LANES ? load_bf16(from) : load_part_bf16(from, count);
-}
+// A vector of which `count` elements exist.
 
 INLINE void store_row(input_t *to, vec v, i64 count)
 {
@@ -361,12 +361,62 @@ INLINE void store_row(input_t *to, vec v, i64 count)
         store_part_bf16(to, v, count);
 }
 
-static void finish_row(input_t *restrict drows, f32 (*sums)[STRIP], i64 columns)
+// Where results go, from a block's first row and column on.
+typedef struct {
+    input_t *drows;
+} results_t;
+
+// One vector of results from its sums, at an element of the outputs.
+INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
 {
-    for (i64 c = 0; c < columns; c += LANES) {
-        const f32 *sum = &sums[c / STRIP][c % STRIP];
-        store_row(drows + c, *(const vec *)sum, columns - c);
+    store_row(to->drows + at, *(const vec *)sum, count);
+}
+
+// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// from `column` on.
+static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    for (i64 r = 0; r < rows; r++) {
+        const i64 at = (row + r) * OUTER + column;
+        for (i64 c = 0; c < columns; c += LANES)
+            finish(to, &sums[r][c], at + c, min_i64(LANES, columns - c));
     }
+}
+
+// A block: the products one after the other, each a depth slice at a time, and of
+// that a group of rows at a time, which are copied next to each other and
+// multiplied by every strip. Results are finished while their sums are near.
+static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const weight_t *const *matrices,
+                           const block_t *block, const results_t *to)
+{
+    tile_t tile ALIGNED;
+    slice_t slice ALIGNED;
+    strip_t panel[STRIPS] ALIGNED;
+    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 height = (rows + groups - 1) / groups;
+    const i64 strips = (block->column_count + STRIP - 1) / STRIP;
+    for (int product = 0; product < PRODUCTS; product++)
+        for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
+            const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
+            const int start = product == 0 && depth == 0;
+            const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
+            const weight_t *matrix = matrices[product] + depth * OUTER;
+            pack_bf16(panel[0][0], STRIP, strips * STRIP, matrix, OUTER, width, width, block->column_count);
+            for (i64 group = 0; group < groups; group++) {
+                const i64 first = group * height, count = min_i64(height, rows - first);
+                const i64 next = group + 1 < groups ? first + height : 0;
+                load_slice(slice, row[product] + first, depth, count, width);
+                for (i64 strip = 0; strip < strips; strip++) {
+                    const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
+                    f32 (*sums)[STRIP] = tile[group][strip];
+                    fetch_rows(row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), count, strip, strips);
+                    ahead_t ahead = part_of(matrix + TILE_DEPTH * OUTER + column, group, groups);
+                    multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
+                    if (last)
+                        finish_sums(to, sums, first, count, column, columns);
+                }
+            }
+        }
 }
 
 static void grouped_gemm_dgrad_up_block(
@@ -384,16 +434,18 @@ static void grouped_gemm_dgrad_up_block(
     const block_t block = find_block(offsets, row_tiles, block_x, block_y);
     if (block.row_count == 0)
         return;
-    const i64 first = block.first_row * INNER;
+    const input_t *const inputs[PRODUCTS] = {dgate, dup};
+    const input_t *row[PRODUCTS][TILE_ROWS + ROWS_AHEAD];
+    for (int product = 0; product < PRODUCTS; product++)
+        for (i64 r = 0; r < block.row_count + ROWS_AHEAD; r++)
+            row[product][r] = inputs[product] + (block.first_row + min_i64(r, block.row_count - 1)) * INNER;
     const i64 corner = block.expert * INNER * OUTER + block.first_column;
-    const input_t *const inputs[PRODUCTS] = {dgate + first, dup + first};
     const weight_t *const matrices[PRODUCTS] = {gate + corner, up + corner};
-    tile_t tile ALIGNED;
-    multiply_block(tile, inputs, matrices, &block);
-    for (i64 i = 0; i < block.row_count; i++) {
-        i64 row = block.first_row + i, to = row * OUTER + block.first_column;
-        finish_row(drows + to, tile[i], block.column_count);
-    }
+    const i64 first = block.first_row * OUTER + block.first_column;
+    const results_t results = {
+        .drows = drows + first,
+    };
+    multiply_block(row, matrices, &block, &results);
 }
 
 EXPORT void grouped_gemm_dgrad_up(void *const *args, i64 first, i64 last, i64 grid_x)

@@ -1,12 +1,12 @@
 // grouped_gemm_wgrad_down: grad_down = transposed dout * hidden, summed over
 // the rows of every expert; biases are sums of the left factor.
 //
-// A block owns 192 by 128 elements of a matrix. It goes over the rows of its
+// A block owns 192 by 256 elements of a matrix. It goes over the rows of its
 // expert in slices: both factors are packed into panels on the stack and
 // multiplied there in registers, 6 by 64 at a time. Sums are f32, in the
 // order of the rows. An expert without rows gets zeros.
 //
-// Baked in: experts, widths, types. On the stack: two panels (128 words
+// Baked in: experts, widths, types. On the stack: two panels (256 words
 // deep) and the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
@@ -171,6 +171,32 @@ INLINE void transpose(vec v[LANES])
     }
 }
 
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row of whole vectors, past the caches.
+INLINE void copy_far(void *to, const void *from, i64 bytes)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+}
+
 typedef bf16 left_t;
 typedef bf16 right_t;
 enum {
@@ -178,10 +204,10 @@ enum {
     TOP_K = 4,
     HEIGHT = 2880, // rows of a matrix, width of the left factor
     WIDTH = 2880, // columns of a matrix, width of the right factor
-    TILE_HEIGHT = 192,
-    TILE_COLUMNS = 128,
-    TILES = (HEIGHT + TILE_HEIGHT - 1) / TILE_HEIGHT, // above each other
-    TILE_WORDS = 128, // of a slice of rows
+    TILE_ROWS = 192,
+    TILE_COLUMNS = 256,
+    TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
+    TILE_WORDS = 256, // of a slice of rows
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 6,
     REGISTER_COLUMNS = 64,
@@ -189,7 +215,7 @@ enum {
     STRIP = REGISTER_COLUMNS,
     VECTORS = STRIP / LANES,
     // Whole vectors, also from the first of the last few columns on.
-    LEFT_STRIP = (TILE_HEIGHT + 2 * LANES - 1) / LANES * LANES,
+    LEFT_STRIP = (TILE_ROWS + 2 * LANES - 1) / LANES * LANES,
     BIAS_COLUMNS = 256,
 };
 
@@ -202,34 +228,26 @@ INLINE vec load_columns_bf16(const bf16 *from, i64 count)
     return count > 0 ? load_part_bf16(from, count) : (vec){0};
 }
 
-// Words of adjacent columns: a word is two rows, the second may be missing.
+// Words of adjacent columns: a word is two rows. Of these `rows` exist; it may be none.
 INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 {
-    vec_u32 low = (vec_u32)load_columns_bf16(from, count) >> 16;
+    vec_u32 low = rows > 0 ? (vec_u32)load_columns_bf16(from, count) >> 16 : (vec_u32){0};
     vec_u32 high = rows > 1 ? (vec_u32)load_columns_bf16(from + stride, count) : (vec_u32){0};
     return (vec)(low | high);
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all; those
-// past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
+// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
 INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
-                    i64 stride, i64 depth, i64 count)
+                    i64 stride, i64 depth, i64 height, i64 count)
 {
     for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
         for (i64 c = 0; c < columns; c += LANES) {
             f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            i64 rows = min_i64(WORD, depth - row);
+            i64 rows = min_i64(WORD, height - row);
             *(vec *)place = column_words_bf16(from + c, stride, rows, count - c);
         }
 }
-
-// The sums of a block.
-typedef f32 tile_t[TILE_HEIGHT][STRIPS][STRIP];
-
-// A slice of both factors, and of a few columns of the left one: words.
-typedef f32 right_panel_t[STRIPS][TILE_WORDS][STRIP];
-typedef f32 left_panel_t[TILE_WORDS][LEFT_STRIP];
-typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
 
 // Which rows a block sums over, and which piece of the matrix it owns.
 typedef struct {
@@ -238,34 +256,112 @@ typedef struct {
 
 INLINE block_t find_block(const i64 *offsets, i64 block_x, i64 block_y)
 {
-    i64 expert = block_x / TILES, height = block_x % TILES * TILE_HEIGHT;
+    i64 expert = block_x / TILES, height = block_x % TILES * TILE_ROWS;
     i64 column = block_y * TILE_COLUMNS;
     return (block_t){
         .expert = expert,
         .first_row = offsets[expert],
         .row_count = offsets[expert + 1] - offsets[expert],
         .first_height = height,
-        .height_count = min_i64(TILE_HEIGHT, HEIGHT - height),
+        .height_count = min_i64(TILE_ROWS, HEIGHT - height),
         .first_column = column,
         .column_count = min_i64(TILE_COLUMNS, WIDTH - column),
     };
 }
 
-// Adds `rows` rows of a slice times one strip of the panel to the sums.
-INLINE void multiply(const int rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
-                     f32 (*panel)[STRIP], i64 words)
+// Sums of a register tile.
+typedef f32 sums_t[REGISTER_ROWS][STRIP];
+
+// A slice of the right factor, in strips that the sums of a register tile are as
+// wide as: word by word all columns.
+typedef f32 panel_word_t;
+typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
+
+// Columns of the right factor that are wanted soon come from far away, so every group of rows
+// fetches its part of what is next, a few lines at a time, between products.
+enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+typedef struct {
+    const char *from;
+    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} ahead_t;
+
+INLINE void fetch(ahead_t *ahead)
+{
+    for (i64 line = 0; line < ahead->lines; line++)
+        for (i64 near = 0; near < STRIP * (i64)sizeof(right_t); near += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+    ahead->from += ahead->step;
+}
+
+// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
+// together in every row.
+INLINE ahead_t part_of(const right_t *corner, i64 group, i64 groups)
+{
+    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
+    const i64 row = WIDTH * sizeof(*corner);
+    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+}
+
+// Where sums go: they are written, past the caches if those cannot hold them, or
+// added to what is there.
+typedef struct {
+    f32 *grad; // the block's first element
+    i64 far, add;
+} results_t;
+
+// One row of sums, or of their vectors.
+static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 add)
+{
+    for (i64 c = 0; c < count; c += LANES) {
+        i64 left = count - c;
+        vec sum = load_f32(sums + c);
+        if (left >= LANES) {
+            if (add)
+                sum += load_f32(to + c);
+            store_f32(to + c, sum);
+        } else {
+            if (add)
+                sum += load_part_f32(to + c, left);
+            store_part_f32(to + c, sum, left);
+        }
+    }
+}
+
+// The sums of a register tile: `rows` rows from `row` on, `columns` columns from
+// `column` on.
+static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    for (i64 r = 0; r < rows; r++) {
+        f32 *grad = to->grad + (row + r) * WIDTH + column;
+        if (to->far)
+            copy_far(grad, sums[r], columns * 4);
+        else
+            finish_row(grad, sums[r], columns, to->add);
+    }
+}
+
+// A slice of the left factor, and of a few columns of it: words.
+typedef f32 left_panel_t[TILE_WORDS][LEFT_STRIP];
+typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
+
+// Adds `rows` rows of a slice times one strip of a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            sum[r][v] = *(const vec *)&sums[r][0][v * LANES];
+            sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
+        if (word % FETCH_WORDS == 0)
+            fetch(&ahead);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            w[v] = *(const vec *)&panel[word][v * LANES];
+            w[v] = load_panel(&panel[word][v * LANES]);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             vec x = broadcast_word(&slice[word][r]);
@@ -278,34 +374,25 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            *(vec *)&sums[r][0][v * LANES] = sum[r][v];
+            *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
 // One copy of `multiply` for each number of rows.
-static void multiply_rows(i64 rows, f32 (*sums)[STRIPS][STRIP], slice_t slice,
-                          f32 (*panel)[STRIP], i64 words)
+static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+                          const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     switch (rows) {
-    case 1:
-        multiply(1, sums, slice, panel, words);
-        break;
-    case 2:
-        multiply(2, sums, slice, panel, words);
-        break;
-    case 3:
-        multiply(3, sums, slice, panel, words);
-        break;
-    case 4:
-        multiply(4, sums, slice, panel, words);
-        break;
-    case 5:
-        multiply(5, sums, slice, panel, words);
-        break;
-    case 6:
-        multiply(6, sums, slice, panel, words);
-        break;
+    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
+    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
+    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
+    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
+    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
+    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
     }
 }
+
+// The sums of a block.
+typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
 // Copies a few columns of the left panel together. A word writes whole vectors,
 // whose ends the next ones write over.
@@ -316,49 +403,37 @@ static void load_slice(slice_t slice, left_panel_t left, i64 column, i64 words)
             *(vec_in_memory *)&slice[word][r] = load_f32(&left[word][column + r]);
 }
 
-// The sums of a block.
-static void multiply_block(tile_t tile, const left_t *left, const right_t *right,
-                           const block_t *block)
+// A block: a slice of the rows at a time, of which both factors are packed. A few
+// columns of the left one are copied next to each other and multiplied by every
+// strip of the right one. Results are finished while their sums are near.
+static void multiply_block(const left_t *left, const right_t *right, const block_t *block, const results_t *to)
 {
-    right_panel_t right_panel ALIGNED;
+    tile_t tile ALIGNED;
+    strip_t panel[STRIPS] ALIGNED;
     left_panel_t left_panel ALIGNED;
     slice_t slice ALIGNED;
-    for (i64 h = 0; h < block->height_count; h++)
-        for (i64 c = 0; c < STRIPS * STRIP; c += LANES)
-            *(vec *)&tile[h][0][c] = (vec){0};
-    for (i64 row = 0; row < block->row_count; row += TILE_DEPTH) {
-        i64 depth = min_i64(TILE_DEPTH, block->row_count - row), words = (depth + WORD - 1) / WORD;
-        pack_bf16(left_panel[0], LEFT_STRIP, LEFT_STRIP, left + row * HEIGHT, HEIGHT, depth,
-             block->height_count);
-        pack_bf16(right_panel[0][0], STRIP, TILE_COLUMNS, right + row * WIDTH, WIDTH, depth,
-             block->column_count);
-        for (i64 h = 0; h < block->height_count; h += REGISTER_ROWS) {
-            i64 count = min_i64(REGISTER_ROWS, block->height_count - h);
-            load_slice(slice, left_panel, h, words);
-            for (i64 strip = 0; strip < STRIPS; strip++) {
-                f32 (*sums)[STRIPS][STRIP] = (f32(*)[STRIPS][STRIP])tile[h][strip];
-                multiply_rows(count, sums, slice, right_panel[strip], words);
+    const i64 height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 strips = (block->column_count + STRIP - 1) / STRIP;
+    i64 row = 0;
+    do {
+        const i64 depth = min_i64(TILE_DEPTH, block->row_count - row), words = (depth + WORD - 1) / WORD;
+        const int start = row == 0, last = row + TILE_DEPTH >= block->row_count;
+        pack_bf16(left_panel[0], LEFT_STRIP, LEFT_STRIP, left + row * HEIGHT, HEIGHT, depth, depth, height);
+        pack_bf16(panel[0][0], STRIP, strips * STRIP, right + row * WIDTH, WIDTH, depth, depth, block->column_count);
+        for (i64 group = 0; group < groups; group++) {
+            const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
+            load_slice(slice, left_panel, first, words);
+            for (i64 strip = 0; strip < strips; strip++) {
+                const i64 column = strip * STRIP;
+                f32 (*sums)[STRIP] = tile[group][strip];
+                ahead_t ahead = part_of(right + (row + TILE_DEPTH) * WIDTH + column, group, groups);
+                multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
+                if (last)
+                    finish_sums(to, sums, first, count, column, min_i64(STRIP, block->column_count - column));
             }
         }
-    }
-}
-
-// Writes sums, or adds them to what is there.
-static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 accumulate)
-{
-    for (i64 c = 0; c < count; c += LANES) {
-        i64 left = count - c;
-        vec sum = load_f32(sums + c);
-        if (left >= LANES) {
-            if (accumulate)
-                sum += load_f32(to + c);
-            store_f32(to + c, sum);
-        } else {
-            if (accumulate)
-                sum += load_part_f32(to + c, left);
-            store_part_f32(to + c, sum, left);
-        }
-    }
+        row += TILE_DEPTH;
+    } while (row < block->row_count);
 }
 
 static void grouped_gemm_wgrad_down_block(
@@ -376,11 +451,14 @@ static void grouped_gemm_wgrad_down_block(
         return;
     const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
     const i64 first_left = block.first_row * HEIGHT + block.first_height;
-    const i64 first_right = block.first_row * WIDTH + block.first_column;
-    tile_t tile ALIGNED;
-    multiply_block(tile, dout + first_left, hidden + first_right, &block);
-    for (i64 h = 0; h < block.height_count; h++)
-        finish_row(grad_down + corner + h * WIDTH, tile[h][0], block.column_count, accumulate);
+    const right_t *right = hidden + block.first_row * WIDTH + block.first_column;
+    const results_t dout_results = {
+        .grad = grad_down + corner,
+        .far = !accumulate && is_far(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * 4),
+        .add = accumulate,
+    };
+    multiply_block(dout + first_left, right, &block, &dout_results);
+    end_far_stores();
 }
 
 EXPORT void grouped_gemm_wgrad_down(void *const *args, i64 first, i64 last, i64 grid_x)

@@ -21,12 +21,12 @@ const BLOCK_COLUMNS: usize = 256;
 /// about half of a second-level cache of 2 MiB.
 const AMX_DEPTH: usize = 1024;
 
-/// Columns of the weight panel that backward packs in a block.
-const PANEL_COLUMNS: usize = 128;
+/// Columns of the right factor where there is one matrix only, as a router's:
+/// more blocks, so that more threads share the pass over all tokens.
+const DENSE_COLUMNS: usize = 128;
 
-/// As [`PANEL_COLUMNS`], where a matrix has few rows, as a small router's: twice
-/// the blocks, so that more threads share the pass over all tokens. With more
-/// rows the narrow panel costs more than that brings.
+/// Likewise, where the matrix has few rows. With more rows the narrow panel
+/// costs more than that brings.
 const NARROW_COLUMNS: usize = 64;
 const FEW_ROWS: usize = 32;
 
@@ -92,14 +92,13 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
 /// which stay near; where they do not fit whole, sums stay near too, and a block
 /// has more columns.
 fn tiles(d: &GroupedGemmDesc, matrices: usize) -> GroupedGemmConfig {
-    const STRIP: usize = 32;
-    let thread_columns = STRIP / matrices;
+    let thread_columns = AMX_STRIP / matrices;
     let words = d.inner.div_ceil(2);
     let slices = words.div_ceil(AMX_DEPTH);
     let tile_depth = words.div_ceil(slices).next_multiple_of(16);
     let block_columns = if slices == 1 { 256 } else { 512 } / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
-    let (rows, panel) = (AMX_TILE_ROWS * tile_depth, tile_depth * STRIP);
+    let (rows, panel) = (AMX_TILE_ROWS * tile_depth, tile_depth * AMX_STRIP);
     let sums = match slices {
         1 => 0,
         _ => AMX_TILE_ROWS * tile_columns * matrices,
@@ -108,7 +107,7 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize) -> GroupedGemmConfig {
         tile_rows: AMX_TILE_ROWS,
         tile_columns,
         tile_depth,
-        thread_rows: 32,
+        thread_rows: AMX_STRIP,
         thread_columns,
         family: GemmFamily::Tiles,
         gather: d.plain_rows && !d.dense,
@@ -123,15 +122,6 @@ fn family(isa: CpuIsa, left: DType, right: DType) -> GemmFamily {
     match (isa, left, right) {
         (CpuIsa::Amx, DType::Bf16, DType::Bf16) => GemmFamily::Tiles,
         _ => GemmFamily::Simt,
-    }
-}
-
-/// The row tiles of a layer are listed once, so that every product that walks
-/// the list has tiles of this height.
-fn tile_rows(family: GemmFamily) -> usize {
-    match family {
-        GemmFamily::Tiles => AMX_TILE_ROWS,
-        _ => TILE_ROWS,
     }
 }
 
@@ -167,12 +157,42 @@ pub fn combine_bwd(_: &CombineBwdDesc, _: CpuIsa) -> CombineBwdConfig {
 
 /// See [`GroupedGemmConfig`].
 pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
+    if family(isa, d.weights, d.activations) == GemmFamily::Tiles {
+        return dgrad_tiles(d);
+    }
     let (thread_rows, thread_columns) = register_tile(isa);
     GroupedGemmConfig {
-        tile_rows: tile_rows(family(isa, d.weights, d.activations)),
-        tile_columns: PANEL_COLUMNS.min(d.outer.next_multiple_of(thread_columns)),
+        tile_columns: BLOCK_COLUMNS.min(d.outer.next_multiple_of(thread_columns)),
         thread_rows,
         thread_columns,
+        ..plain_gemm()
+    }
+}
+
+/// A panel of this many strips is packed together: lines of memory that follow
+/// each other are read together.
+const AMX_PANEL_STRIPS: usize = 4;
+
+/// Rows and columns of the sums of four AMX tiles.
+const AMX_STRIP: usize = 32;
+
+/// A slice of the rows, a panel and all sums of a block are near.
+fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
+    const DEPTH: usize = AMX_DEPTH / 2;
+    const COLUMNS: usize = 512;
+    let words = d.inner.div_ceil(2);
+    let tile_depth = words.div_ceil(words.div_ceil(DEPTH)).next_multiple_of(16);
+    let tile_columns = COLUMNS.min(d.outer.next_multiple_of(AMX_STRIP));
+    let (rows, sums) = (AMX_TILE_ROWS * tile_depth, AMX_TILE_ROWS * tile_columns);
+    let panel = tile_depth * AMX_STRIP * AMX_PANEL_STRIPS;
+    GroupedGemmConfig {
+        tile_rows: AMX_TILE_ROWS,
+        tile_columns,
+        tile_depth,
+        thread_rows: AMX_STRIP,
+        thread_columns: AMX_STRIP,
+        family: GemmFamily::Tiles,
+        shared_bytes: (64 + 4 * (rows + sums + panel)) as u32,
         ..plain_gemm()
     }
 }
@@ -180,17 +200,37 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmC
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts words
 /// of rows, few enough that both panels stay near.
 pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
+    if family(isa, d.left, d.right) == GemmFamily::Tiles {
+        return wgrad_tiles(d);
+    }
     let (thread_rows, thread_columns) = register_tile(isa);
-    let columns = match d.dense && d.height <= FEW_ROWS {
-        true => NARROW_COLUMNS,
-        false => PANEL_COLUMNS,
+    let columns = match d.dense {
+        true if d.height <= FEW_ROWS => NARROW_COLUMNS,
+        true => DENSE_COLUMNS,
+        false => BLOCK_COLUMNS,
     };
     GroupedGemmConfig {
         tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
         tile_columns: columns.min(d.width.next_multiple_of(thread_columns)),
-        tile_depth: 128,
         thread_rows,
         thread_columns,
+        ..plain_gemm()
+    }
+}
+
+/// A slice of the left factor stays near while all columns of a block go by.
+fn wgrad_tiles(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
+    const DEPTH: usize = 256;
+    let tile_rows = 512.min(d.height.next_multiple_of(AMX_STRIP));
+    let panel = DEPTH * AMX_STRIP * AMX_PANEL_STRIPS;
+    GroupedGemmConfig {
+        tile_rows,
+        tile_columns: 1024.min(d.width.next_multiple_of(AMX_STRIP)),
+        tile_depth: DEPTH,
+        thread_rows: AMX_STRIP,
+        thread_columns: AMX_STRIP,
+        family: GemmFamily::Tiles,
+        shared_bytes: (64 + 4 * (tile_rows * DEPTH + panel)) as u32,
         ..plain_gemm()
     }
 }
@@ -199,7 +239,7 @@ fn plain_gemm() -> GroupedGemmConfig {
     GroupedGemmConfig {
         threads: 1,
         tile_rows: TILE_ROWS,
-        tile_columns: PANEL_COLUMNS,
+        tile_columns: BLOCK_COLUMNS,
         tile_depth: 256,
         thread_rows: 6,
         thread_columns: 16,

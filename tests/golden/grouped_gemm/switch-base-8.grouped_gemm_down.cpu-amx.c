@@ -1,0 +1,444 @@
+// grouped_gemm_down: out = hidden * down, for the rows of every expert.
+//
+// A block owns 192 rows of one expert and 256 columns of the output. It goes over
+// the inner dimension in slices: weights lie in memory as they are multiplied, every 6 rows are multiplied by them in registers, and the
+// sums go to a tile on the stack. A row's sums do not depend on the other rows
+// or on their number.
+//
+// Baked in: experts, widths, types, activation. On the stack: 6 rows of input, the tile.
+
+// Names for the types of tensors. No header is included: this is all there is.
+typedef __INT32_TYPE__ i32;
+typedef __INT64_TYPE__ i64;
+typedef __UINT16_TYPE__ u16;
+typedef __UINT32_TYPE__ u32;
+typedef __UINT64_TYPE__ u64;
+typedef float f32;
+typedef double f64;
+typedef u16 bf16; // the upper half of an f32
+typedef u16 f16;  // IEEE binary16
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline, unused))
+#define ALIGNED __attribute__((aligned(64)))
+
+INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
+
+// Vectors of 64 bytes: amx.
+enum { LANES = 16 };
+typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef vec vec_in_memory __attribute__((aligned(4)));
+typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
+
+INLINE vec broadcast(f32 value) { return value - (vec){0}; }
+
+// Per lane: where the mask is all ones `a`, where it is zero `b`.
+INLINE vec select(vec_i32 mask, vec a, vec b)
+{
+    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
+}
+
+// A comparison with NaN is false, so a NaN in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
+INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
+#endif
+
+// The sum of all lanes, as a binary tree.
+INLINE f32 sum_lanes(vec v)
+{
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
+    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
+    return v[0];
+}
+
+INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
+INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
+
+// The first `count` elements; the other lanes are zero, or stay as they are.
+INLINE vec load_part_f32(const f32 *from, i64 count)
+{
+    f32 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return *(const vec *)part;
+}
+
+INLINE void store_part_f32(f32 *to, vec v, i64 count)
+{
+    f32 part[LANES] ALIGNED;
+    *(vec *)part = v;
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// Operands of products. A word is what one 32-bit lane multiplies: one f32.
+enum { WORD = 1, STEP = WORD * LANES }; // elements per word, per vector
+
+INLINE vec multiply_add(vec sum, vec a, vec b) { return sum + a * b; }
+
+INLINE vec load_input(const f32 *from) { return load_f32(from); }
+INLINE vec load_weights(const f32 *from) { return load_f32(from); }
+INLINE vec load_part_input(const f32 *from, i64 count)
+{
+    return load_part_f32(from, count);
+}
+INLINE vec load_part_weights(const f32 *from, i64 count)
+{
+    return load_part_f32(from, count);
+}
+
+// The same word in every lane.
+typedef i32 word_t __attribute__((may_alias));
+INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
+
+// Turns LANES vectors, as the rows of a matrix, into its columns. A round
+// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
+INLINE void transpose(vec v[LANES])
+{
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+        vec next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            vec a = v[i], b = v[i + LANES / 2];
+            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] =
+                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            v[i] = next[i];
+    }
+}
+
+typedef f32 input_t;
+typedef f32 weight_t;
+enum {
+    EXPERTS = 8,
+    TOP_K = 1,
+    INNER = 3072, // summed over
+    OUTER = 768, // columns of the output, rows of a matrix
+    MATRICES = 1,
+    TILE_ROWS = 192,
+    TILE_COLUMNS = 256,
+    TILE_WORDS = 256, // of a depth slice
+    TILE_DEPTH = TILE_WORDS * WORD,
+    REGISTER_ROWS = 6,
+    REGISTER_COLUMNS = 64, // of each matrix
+    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
+    STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
+    VECTORS = STRIP / LANES,
+    ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
+    WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
+};
+
+// Which rows and columns a block owns, and whose weights.
+typedef struct {
+    i64 expert, first_row, row_count, first_column, column_count;
+} block_t;
+
+// Rows are cut into tiles of even size. Past the last tile there are no rows.
+INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x, i64 block_y)
+{
+    if (block_x >= row_tiles[EXPERTS])
+        return (block_t){0};
+    i64 expert = 0;
+    for (i64 past = EXPERTS; past - expert > 1;) {
+        i64 middle = (expert + past) / 2;
+        if (row_tiles[middle] <= block_x)
+            expert = middle;
+        else
+            past = middle;
+    }
+    i64 tile = block_x - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
+    i64 start = offsets[expert], rows = offsets[expert + 1] - start;
+    i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
+    i64 column = block_y * TILE_COLUMNS;
+    return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
+}
+
+// Sums: those of a register tile, and all of a block.
+typedef f32 sums_t[REGISTER_ROWS][STRIP];
+typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
+
+// A panel has the weights of a block, a depth slice at a time, in strips that
+// the sums of a register tile are as wide as: word by word all columns. They
+// lie so in memory, where they were put once.
+typedef weight_t panel_word_t;
+typedef panel_word_t strip_t[WORDS][STRIP];
+INLINE vec load_panel(const panel_word_t *from) { return load_f32(from); }
+INLINE void store_panel(panel_word_t *to, vec v) { store_f32(to, v); }
+
+// Transposes `width` elements of LANES rows of a matrix into columns of a strip.
+static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row[LANES], i64 width)
+{
+    for (i64 i = 0; i < width; i += STEP) {
+        vec v[LANES];
+        if (i + STEP <= width) {
+#pragma GCC unroll 16
+            for (int c = 0; c < LANES; c++)
+                v[c] = load_weights(row[c] + i);
+        } else {
+            for (int c = 0; c < LANES; c++)
+                v[c] = load_part_weights(row[c] + i, width - i);
+        }
+        transpose(v);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++)
+            store_panel(strip[i / WORD + lane], v[lane]);
+    }
+}
+
+// The columns of one matrix in a strip: the first of `count` rows of the matrix
+// and the next ones; past the end it is the last one again.
+static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64 count, i64 width)
+{
+    for (i64 c = 0; c < REGISTER_COLUMNS; c += LANES) {
+        const weight_t *row[LANES];
+        for (i64 i = 0; i < LANES; i++)
+            row[i] = matrix + min_i64(c + i, count - 1) * INNER;
+        pack_columns((panel_word_t(*)[STRIP])&strip[0][c], row, width);
+    }
+}
+
+// Weights that are wanted soon come from far away, so every group of rows
+// fetches its part of what is next, a few lines at a time, between products.
+enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+typedef struct {
+    const char *from;
+    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} ahead_t;
+
+INLINE void fetch(ahead_t *ahead)
+{
+    for (i64 line = 0; line < ahead->lines; line++)
+        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
+    ahead->from += ahead->step;
+}
+
+// What group `group` of `groups` fetches of a slice of a strip.
+INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
+{
+    const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
+    const char *from = (const char *)slice + group * each * FETCHES * LINE;
+    return (ahead_t){from, each, LINE, each * LINE};
+}
+
+// A depth slice of a few rows of input, as words.
+typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+
+// Copies a slice of `count` rows, from a depth on.
+static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
+{
+    for (i64 r = 0; r < count; r++)
+        for (i64 i = 0; i < width; i += STEP) {
+            const input_t *from = row[r] + depth + i;
+            vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
+            *(vec *)&slice[r][i / WORD] = v;
+        }
+}
+
+// Rows that are wanted soon: some of the next slice, before a strip is multiplied.
+INLINE void fetch_rows(const input_t *const *row, i64 depth, i64 count, i64 strip, i64 strips)
+{
+    for (i64 r = strip; r < count; r += strips)
+        for (i64 i = 0; i < TILE_DEPTH; i += 64 / (i64)sizeof(input_t))
+            __builtin_prefetch(row[r] + depth + i, 0, 2);
+}
+
+// Adds `rows` rows of a slice times one strip of a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+{
+    vec sum[REGISTER_ROWS][VECTORS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
+    for (i64 word = 0; word < words; word++) {
+        if (word % FETCH_WORDS == 0)
+            fetch(&ahead);
+        vec w[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            w[v] = load_panel(&panel[word][v * LANES]);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            vec x = broadcast_word(&slice[r][word]);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++)
+                sum[r][v] = multiply_add(sum[r][v], x, w[v]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            *(vec *)&sums[r][v * LANES] = sum[r][v];
+}
+
+// One copy of `multiply` for each number of rows.
+static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+                          const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+{
+    switch (rows) {
+    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
+    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
+    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
+    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
+    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
+    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    }
+}
+
+// Where results go and what is added on the way, from a block's first row and
+// column on.
+typedef struct {
+    input_t *out;
+} results_t;
+
+// One vector of results from its sums, at an element of the outputs.
+INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
+{
+    vec result = *(const vec *)sum;
+    if (count == LANES)
+        store_f32(to->out + at, result);
+    else
+        store_part_f32(to->out + at, result, count);
+}
+
+// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// from `column` on.
+static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    for (i64 r = 0; r < rows; r++) {
+        const i64 at = (row + r) * OUTER + column;
+        for (i64 c = 0; c < columns; c += LANES)
+            finish(to, &sums[r][c], at + c, min_i64(LANES, columns - c));
+    }
+}
+
+// A block: a depth slice of the weights at a time, and of that a group
+// of rows at a time, which are copied next to each other and multiplied by every
+// strip. Rows are grouped evenly; sums do not depend on how. Results are finished
+// while their sums are near.
+static void multiply_block(const input_t *const *row, const block_t *block, const results_t *to,
+                           const strip_t *panel, const strip_t *next_panel)
+{
+    tile_t tile ALIGNED;
+    slice_t slice ALIGNED;
+    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 height = (rows + groups - 1) / groups;
+    const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
+    for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
+        const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
+        const int last = depth + TILE_DEPTH >= INNER;
+        for (i64 group = 0; group < groups; group++) {
+            const i64 first = group * height, count = min_i64(height, rows - first);
+            const int wraps = group + 1 == groups;
+            const i64 next = wraps ? 0 : first + height, next_count = min_i64(height, rows - next);
+            const i64 next_depth = depth + (wraps ? TILE_DEPTH : 0);
+            load_slice(slice, row + first, depth, count, width);
+            for (i64 strip = 0; strip < strips; strip++) {
+                const i64 column = strip * REGISTER_COLUMNS;
+                f32 (*sums)[STRIP] = tile[group][strip];
+                fetch_rows(row + next, next_depth, next_count, strip, strips);
+                const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
+                const panel_word_t (*later)[STRIP] = last ? next_panel[strip] : weights + TILE_WORDS;
+                ahead_t ahead = part_of(later, group, groups);
+                multiply_rows(count, sums, slice, weights, words, depth == 0, ahead);
+                if (last)
+                    finish_sums(to, sums, first, count, column, min_i64(REGISTER_COLUMNS, block->column_count - column));
+            }
+        }
+    }
+}
+
+// The strips of a block's columns.
+INLINE const strip_t *panel_of(const weight_t *packed, const block_t *block)
+{
+    const i64 strip = block->expert * ALL_STRIPS + block->first_column / REGISTER_COLUMNS;
+    return (const strip_t *)packed + strip;
+}
+
+// A block packs the columns of one matrix in one strip of an expert.
+INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert, i64 first)
+{
+    const i64 column = strip * REGISTER_COLUMNS;
+    strip_t *to = (strip_t *)packed + expert * ALL_STRIPS + strip;
+    const weight_t *from = matrix + (expert * OUTER + column) * INNER;
+    pack_strip((panel_word_t(*)[STRIP])&to[0][0][first], from, OUTER - column, INNER);
+}
+
+static void grouped_gemm_down_pack_down_block(
+    const f32 *restrict down, // [8, 768, 3072]
+    f32 *restrict packed,     // [8, strips, depth, columns]
+    i64 tokens,
+    i64 block_x, i64 block_y)
+{
+    (void)tokens;
+    pack(down, packed, block_x, block_y, STRIP - REGISTER_COLUMNS);
+}
+
+EXPORT void grouped_gemm_down_pack_down(void *const *args, i64 first, i64 last, i64 grid_x)
+{
+    const f32 *down = *(const f32 *const *)args[0];
+    f32 *packed = *(f32 *const *)args[1];
+    i64 tokens = *(const i64 *)args[2];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_down_pack_down_block(down, packed, tokens, block % grid_x, block / grid_x);
+}
+
+static void grouped_gemm_down_block(
+    const f32 *restrict hidden,    // [rows, 3072]
+    const f32 *restrict packed,    // [8, strips, depth, columns]
+    const i64 *restrict offsets,   // [9]
+    const i32 *restrict row_tiles, // [9]
+    f32 *restrict out,             // [rows, 768]
+    i64 tokens,
+    i64 block_x, i64 block_y)
+{
+    (void)tokens;
+    const block_t block = find_block(offsets, row_tiles, block_x, block_y);
+    if (block.row_count == 0)
+        return;
+    const input_t *row[TILE_ROWS];
+    for (i64 r = 0; r < block.row_count; r++)
+        row[r] = hidden + (block.first_row + r) * INNER;
+    const i64 corner = block.first_row * OUTER + block.first_column;
+    const results_t results = {
+        .out = out + corner,
+    };
+    const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
+    const block_t next = find_block(offsets, row_tiles, block_x + 1, block_y);
+    if (next.row_count > 0)
+        next_panel = panel_of(packed, &next);
+    multiply_block(row, &block, &results, panel, next_panel);
+}
+
+EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x)
+{
+    const f32 *hidden = *(const f32 *const *)args[0];
+    const f32 *packed = *(const f32 *const *)args[1];
+    const i64 *offsets = *(const i64 *const *)args[2];
+    const i32 *row_tiles = *(const i32 *const *)args[3];
+    f32 *out = *(f32 *const *)args[4];
+    i64 tokens = *(const i64 *)args[5];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_down_block(hidden, packed, offsets, row_tiles, out, tokens,
+            block % grid_x, block / grid_x);
+}

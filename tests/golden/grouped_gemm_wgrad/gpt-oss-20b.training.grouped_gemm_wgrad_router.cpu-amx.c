@@ -1,0 +1,520 @@
+// grouped_gemm_wgrad_up: grad_up = transposed dup * rows, summed over
+// the rows of every expert; biases are sums of the left factor.
+//
+// A block owns 36 by 256 elements of a matrix. It goes over the rows of its
+// expert in slices: both factors are packed into panels on the stack and
+// multiplied there in registers, 6 by 64 at a time. Sums are f32, in the
+// order of the rows. An expert without rows gets zeros.
+//
+// Baked in: experts, widths, types. On the stack: two panels (256 words
+// deep) and the tile.
+
+// Names for the types of tensors. No header is included: this is all there is.
+typedef __INT32_TYPE__ i32;
+typedef __INT64_TYPE__ i64;
+typedef __UINT16_TYPE__ u16;
+typedef __UINT32_TYPE__ u32;
+typedef __UINT64_TYPE__ u64;
+typedef float f32;
+typedef double f64;
+typedef u16 bf16; // the upper half of an f32
+typedef u16 f16;  // IEEE binary16
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline, unused))
+#define ALIGNED __attribute__((aligned(64)))
+
+INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
+
+// Vectors of 64 bytes: amx.
+enum { LANES = 16 };
+typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef vec vec_in_memory __attribute__((aligned(4)));
+typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
+
+INLINE vec broadcast(f32 value) { return value - (vec){0}; }
+
+// Per lane: where the mask is all ones `a`, where it is zero `b`.
+INLINE vec select(vec_i32 mask, vec a, vec b)
+{
+    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
+}
+
+// A comparison with NaN is false, so a NaN in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
+INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
+#endif
+
+// The sum of all lanes, as a binary tree.
+INLINE f32 sum_lanes(vec v)
+{
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
+    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
+    return v[0];
+}
+
+INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
+INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
+
+// The first `count` elements; the other lanes are zero, or stay as they are.
+INLINE vec load_part_f32(const f32 *from, i64 count)
+{
+    f32 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return *(const vec *)part;
+}
+
+INLINE void store_part_f32(f32 *to, vec v, i64 count)
+{
+    f32 part[LANES] ALIGNED;
+    *(vec *)part = v;
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// bf16: the upper half of an f32.
+INLINE vec f32_of_bf16(vec_u16 v) { return (vec)(__builtin_convertvector(v, vec_u32) << 16); }
+
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
+INLINE vec_u16 bf16_of_f32(vec v)
+{
+    vec_u32 bits = (vec_u32)v;
+    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
+    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+}
+
+INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
+INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32(v); }
+
+INLINE vec load_part_bf16(const bf16 *from, i64 count)
+{
+    bf16 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return load_bf16(part);
+}
+
+INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
+{
+    bf16 part[LANES] ALIGNED;
+    store_bf16(part, v);
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// Operands of products. A word is what one 32-bit lane multiplies: one f32.
+enum { WORD = 1, STEP = WORD * LANES }; // elements per word, per vector
+
+INLINE vec multiply_add(vec sum, vec a, vec b) { return sum + a * b; }
+
+INLINE vec load_input(const f32 *from) { return load_f32(from); }
+INLINE vec load_weights(const bf16 *from) { return load_bf16(from); }
+INLINE vec load_part_input(const f32 *from, i64 count)
+{
+    return load_part_f32(from, count);
+}
+INLINE vec load_part_weights(const bf16 *from, i64 count)
+{
+    return load_part_bf16(from, count);
+}
+
+// The same word in every lane.
+typedef i32 word_t __attribute__((may_alias));
+INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
+
+// Turns LANES vectors, as the rows of a matrix, into its columns. A round
+// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
+INLINE void transpose(vec v[LANES])
+{
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+        vec next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            vec a = v[i], b = v[i + LANES / 2];
+            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] =
+                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            v[i] = next[i];
+    }
+}
+
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row of whole vectors, past the caches.
+INLINE void copy_far(void *to, const void *from, i64 bytes)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+}
+
+typedef f32 left_t;
+typedef bf16 right_t;
+enum {
+    EXPERTS = 1,
+    TOP_K = 1,
+    HEIGHT = 32, // rows of a matrix, width of the left factor
+    WIDTH = 2880, // columns of a matrix, width of the right factor
+    TILE_ROWS = 36,
+    TILE_COLUMNS = 256,
+    TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
+    TILE_WORDS = 256, // of a slice of rows
+    TILE_DEPTH = TILE_WORDS * WORD,
+    REGISTER_ROWS = 6,
+    REGISTER_COLUMNS = 64,
+    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
+    STRIP = REGISTER_COLUMNS,
+    VECTORS = STRIP / LANES,
+    // Whole vectors, also from the first of the last few columns on.
+    LEFT_STRIP = (TILE_ROWS + 2 * LANES - 1) / LANES * LANES,
+    BIAS_COLUMNS = 256,
+};
+
+// Packing of matrices whose rows are summed over: columns lie side by side
+// already, so nothing is transposed.
+INLINE vec load_columns_f32(const f32 *from, i64 count)
+{
+    if (count >= LANES)
+        return load_f32(from);
+    return count > 0 ? load_part_f32(from, count) : (vec){0};
+}
+
+// Words of adjacent columns: a word is one row. Of these `rows` exist; it may be none.
+INLINE vec column_words_f32(const f32 *from, i64 stride, i64 rows, i64 count)
+{
+    (void)stride;
+    return rows > 0 ? load_columns_f32(from, count) : (vec){0};
+}
+
+// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
+INLINE void pack_f32(f32 *to, const i64 strip, const i64 columns, const f32 *from,
+                    i64 stride, i64 depth, i64 height, i64 count)
+{
+    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
+        for (i64 c = 0; c < columns; c += LANES) {
+            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
+            i64 rows = min_i64(WORD, height - row);
+            *(vec *)place = column_words_f32(from + c, stride, rows, count - c);
+        }
+}
+INLINE vec load_columns_bf16(const bf16 *from, i64 count)
+{
+    if (count >= LANES)
+        return load_bf16(from);
+    return count > 0 ? load_part_bf16(from, count) : (vec){0};
+}
+
+// Words of adjacent columns: a word is one row. Of these `rows` exist; it may be none.
+INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
+{
+    (void)stride;
+    return rows > 0 ? load_columns_bf16(from, count) : (vec){0};
+}
+
+// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
+INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
+                    i64 stride, i64 depth, i64 height, i64 count)
+{
+    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
+        for (i64 c = 0; c < columns; c += LANES) {
+            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
+            i64 rows = min_i64(WORD, height - row);
+            *(vec *)place = column_words_bf16(from + c, stride, rows, count - c);
+        }
+}
+
+// Which rows a block sums over, and which piece of the matrix it owns.
+typedef struct {
+    i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
+} block_t;
+
+INLINE block_t find_block(i64 tokens, i64 block_x, i64 block_y)
+{
+    i64 expert = block_x / TILES, height = block_x % TILES * TILE_ROWS;
+    i64 column = block_y * TILE_COLUMNS;
+    return (block_t){
+        .expert = expert,
+        .row_count = tokens,
+        .first_height = height,
+        .height_count = min_i64(TILE_ROWS, HEIGHT - height),
+        .first_column = column,
+        .column_count = min_i64(TILE_COLUMNS, WIDTH - column),
+    };
+}
+
+// Sums of a register tile.
+typedef f32 sums_t[REGISTER_ROWS][STRIP];
+
+// A slice of the right factor, in strips that the sums of a register tile are as
+// wide as: word by word all columns.
+typedef f32 panel_word_t;
+typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
+
+// Columns of the right factor that are wanted soon come from far away, so every group of rows
+// fetches its part of what is next, a few lines at a time, between products.
+enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+typedef struct {
+    const char *from;
+    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} ahead_t;
+
+INLINE void fetch(ahead_t *ahead)
+{
+    for (i64 line = 0; line < ahead->lines; line++)
+        for (i64 near = 0; near < STRIP * (i64)sizeof(right_t); near += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+    ahead->from += ahead->step;
+}
+
+// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
+// together in every row.
+INLINE ahead_t part_of(const right_t *corner, i64 group, i64 groups)
+{
+    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
+    const i64 row = WIDTH * sizeof(*corner);
+    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+}
+
+// Where sums go: they are written, past the caches if those cannot hold them, or
+// added to what is there.
+typedef struct {
+    f32 *grad; // the block's first element
+    i64 far, add;
+} results_t;
+
+// One row of sums, or of their vectors.
+static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 add)
+{
+    for (i64 c = 0; c < count; c += LANES) {
+        i64 left = count - c;
+        vec sum = load_f32(sums + c);
+        if (left >= LANES) {
+            if (add)
+                sum += load_f32(to + c);
+            store_f32(to + c, sum);
+        } else {
+            if (add)
+                sum += load_part_f32(to + c, left);
+            store_part_f32(to + c, sum, left);
+        }
+    }
+}
+
+// The sums of a register tile: `rows` rows from `row` on, `columns` columns from
+// `column` on.
+static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    for (i64 r = 0; r < rows; r++) {
+        f32 *grad = to->grad + (row + r) * WIDTH + column;
+        if (to->far)
+            copy_far(grad, sums[r], columns * 4);
+        else
+            finish_row(grad, sums[r], columns, to->add);
+    }
+}
+
+// A slice of the left factor, and of a few columns of it: words.
+typedef f32 left_panel_t[TILE_WORDS][LEFT_STRIP];
+typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
+
+// Adds `rows` rows of a slice times one strip of a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+{
+    vec sum[REGISTER_ROWS][VECTORS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
+    for (i64 word = 0; word < words; word++) {
+        if (word % FETCH_WORDS == 0)
+            fetch(&ahead);
+        vec w[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            w[v] = load_panel(&panel[word][v * LANES]);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            vec x = broadcast_word(&slice[word][r]);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++)
+                sum[r][v] = multiply_add(sum[r][v], x, w[v]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            *(vec *)&sums[r][v * LANES] = sum[r][v];
+}
+
+// One copy of `multiply` for each number of rows.
+static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+                          const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+{
+    switch (rows) {
+    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
+    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
+    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
+    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
+    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
+    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    }
+}
+
+// The sums of a block.
+typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
+
+// Copies a few columns of the left panel together. A word writes whole vectors,
+// whose ends the next ones write over.
+static void load_slice(slice_t slice, left_panel_t left, i64 column, i64 words)
+{
+    for (i64 word = 0; word < words; word++)
+        for (i64 r = 0; r < REGISTER_ROWS; r += LANES)
+            *(vec_in_memory *)&slice[word][r] = load_f32(&left[word][column + r]);
+}
+
+// A block: a slice of the rows at a time, of which both factors are packed. A few
+// columns of the left one are copied next to each other and multiplied by every
+// strip of the right one. Results are finished while their sums are near.
+static void multiply_block(const left_t *left, const right_t *right, const block_t *block, const results_t *to)
+{
+    tile_t tile ALIGNED;
+    strip_t panel[STRIPS] ALIGNED;
+    left_panel_t left_panel ALIGNED;
+    slice_t slice ALIGNED;
+    const i64 height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 strips = (block->column_count + STRIP - 1) / STRIP;
+    i64 row = 0;
+    do {
+        const i64 depth = min_i64(TILE_DEPTH, block->row_count - row), words = (depth + WORD - 1) / WORD;
+        const int start = row == 0, last = row + TILE_DEPTH >= block->row_count;
+        pack_f32(left_panel[0], LEFT_STRIP, LEFT_STRIP, left + row * HEIGHT, HEIGHT, depth, depth, height);
+        pack_bf16(panel[0][0], STRIP, strips * STRIP, right + row * WIDTH, WIDTH, depth, depth, block->column_count);
+        for (i64 group = 0; group < groups; group++) {
+            const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
+            load_slice(slice, left_panel, first, words);
+            for (i64 strip = 0; strip < strips; strip++) {
+                const i64 column = strip * STRIP;
+                f32 (*sums)[STRIP] = tile[group][strip];
+                ahead_t ahead = part_of(right + (row + TILE_DEPTH) * WIDTH + column, group, groups);
+                multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
+                if (last)
+                    finish_sums(to, sums, first, count, column, min_i64(STRIP, block->column_count - column));
+            }
+        }
+        row += TILE_DEPTH;
+    } while (row < block->row_count);
+}
+
+static void grouped_gemm_wgrad_up_block(
+    const f32 *restrict dup,   // [tokens, 32]
+    const bf16 *restrict rows, // [tokens, 2880]
+    f32 *restrict grad_up,     // [1, 32, 2880]
+    i64 accumulate,
+    i64 tokens,
+    i64 block_x, i64 block_y)
+{
+    const block_t block = find_block(tokens, block_x, block_y);
+    if (block.row_count == 0 && accumulate)
+        return;
+    const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
+    const i64 first_left = block.first_row * HEIGHT + block.first_height;
+    const right_t *right = rows + block.first_row * WIDTH + block.first_column;
+    const results_t dup_results = {
+        .grad = grad_up + corner,
+        .far = !accumulate && is_far(grad_up, EXPERTS * (i64)HEIGHT, WIDTH * 4),
+        .add = accumulate,
+    };
+    multiply_block(dup + first_left, right, &block, &dup_results);
+    end_far_stores();
+}
+
+EXPORT void grouped_gemm_wgrad_up(void *const *args, i64 first, i64 last, i64 grid_x)
+{
+    const f32 *dup = *(const f32 *const *)args[0];
+    const bf16 *rows = *(const bf16 *const *)args[1];
+    f32 *grad_up = *(f32 *const *)args[2];
+    i64 accumulate = *(const i64 *)args[3];
+    i64 tokens = *(const i64 *)args[4];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_wgrad_up_block(dup, rows, grad_up, accumulate, tokens, block % grid_x,
+            block / grid_x);
+}
+
+// Adds one row to the sums of `count` columns.
+INLINE void add_row(f32 *sums, const left_t *row, i64 count)
+{
+    for (i64 c = 0; c < count; c += LANES)
+        *(vec *)&sums[c] += load_columns_f32(row + c, count - c);
+}
+
+static void grouped_gemm_wgrad_up_bias_block(
+    const f32 *restrict dup,    // [tokens, 32]
+    f32 *restrict grad_up_bias, // [1, 32]
+    i64 accumulate,
+    i64 tokens,
+    i64 block_x, i64 block_y)
+{
+    const i64 expert = block_x, column = block_y * BIAS_COLUMNS;
+    const i64 count = min_i64(BIAS_COLUMNS, HEIGHT - column);
+    const i64 first = 0, end = tokens;
+    if (first == end && accumulate)
+        return;
+    f32 dup_sums[BIAS_COLUMNS] ALIGNED = {0};
+    for (i64 row = first; row < end; row++)
+        add_row(dup_sums, dup + row * HEIGHT + column, count);
+    finish_row(grad_up_bias + expert * HEIGHT + column, dup_sums, count, accumulate);
+}
+
+EXPORT void grouped_gemm_wgrad_up_bias(void *const *args, i64 first, i64 last, i64 grid_x)
+{
+    const f32 *dup = *(const f32 *const *)args[0];
+    f32 *grad_up_bias = *(f32 *const *)args[1];
+    i64 accumulate = *(const i64 *)args[2];
+    i64 tokens = *(const i64 *)args[3];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_wgrad_up_bias_block(dup, grad_up_bias, accumulate, tokens, block % grid_x,
+            block / grid_x);
+}

@@ -1,0 +1,566 @@
+// grouped_gemm_wgrad_up: grad_gate = transposed dgate * rows, grad_up = transposed dup * rows, summed over
+// the rows of every expert; biases are sums of the left factor.
+//
+// A block owns 512 by 1024 elements of a matrix. It goes over the rows of its
+// expert in slices: the left factor is transposed near, and strip by strip the right
+// one is packed and multiplied. Sums are AMX tiles; those of a slice are added to
+// the slices' before. An expert without rows gets zeros.
+//
+// Baked in: experts, widths, types. A thread's scratch memory has the left slice and
+// a panel.
+
+// Names for the types of tensors. No header is included: this is all there is.
+typedef __INT32_TYPE__ i32;
+typedef __INT64_TYPE__ i64;
+typedef __UINT16_TYPE__ u16;
+typedef __UINT32_TYPE__ u32;
+typedef __UINT64_TYPE__ u64;
+typedef float f32;
+typedef double f64;
+typedef u16 bf16; // the upper half of an f32
+typedef u16 f16;  // IEEE binary16
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline, unused))
+#define ALIGNED __attribute__((aligned(64)))
+
+INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
+
+// Vectors of 64 bytes: amx.
+enum { LANES = 16 };
+typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef vec vec_in_memory __attribute__((aligned(4)));
+typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
+
+INLINE vec broadcast(f32 value) { return value - (vec){0}; }
+
+// Per lane: where the mask is all ones `a`, where it is zero `b`.
+INLINE vec select(vec_i32 mask, vec a, vec b)
+{
+    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
+}
+
+// A comparison with NaN is false, so a NaN in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
+INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
+#endif
+
+// The sum of all lanes, as a binary tree.
+INLINE f32 sum_lanes(vec v)
+{
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
+    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
+    return v[0];
+}
+
+INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
+INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
+
+// The first `count` elements; the other lanes are zero, or stay as they are.
+INLINE vec load_part_f32(const f32 *from, i64 count)
+{
+    f32 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return *(const vec *)part;
+}
+
+INLINE void store_part_f32(f32 *to, vec v, i64 count)
+{
+    f32 part[LANES] ALIGNED;
+    *(vec *)part = v;
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// bf16: the upper half of an f32.
+INLINE vec f32_of_bf16(vec_u16 v) { return (vec)(__builtin_convertvector(v, vec_u32) << 16); }
+
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
+INLINE vec_u16 bf16_of_f32(vec v)
+{
+    vec_u32 bits = (vec_u32)v;
+    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
+    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+}
+
+INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
+INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32(v); }
+
+INLINE vec load_part_bf16(const bf16 *from, i64 count)
+{
+    bf16 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return load_bf16(part);
+}
+
+INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
+{
+    bf16 part[LANES] ALIGNED;
+    store_bf16(part, v);
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// Operands of products. A word is what one 32-bit lane multiplies: two bf16,
+// whose products are added to an f32 sum together.
+enum { WORD = 2, STEP = WORD * LANES }; // elements per word, per vector
+
+typedef vec vec_pairs_in_memory __attribute__((aligned(2)));
+INLINE vec load_input(const bf16 *from) { return *(const vec_pairs_in_memory *)from; }
+INLINE vec load_weights(const bf16 *from) { return load_input(from); }
+
+INLINE vec load_part_input(const bf16 *from, i64 count)
+{
+    bf16 part[STEP] ALIGNED = {0};
+    for (i64 i = 0; i < count; i++)
+        part[i] = from[i];
+    return *(const vec *)part;
+}
+INLINE vec load_part_weights(const bf16 *from, i64 count) { return load_part_input(from, count); }
+
+// The same word in every lane.
+typedef i32 word_t __attribute__((may_alias));
+INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
+
+// Turns LANES vectors, as the rows of a matrix, into its columns. A round
+// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
+INLINE void transpose(vec v[LANES])
+{
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+        vec next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            vec a = v[i], b = v[i + LANES / 2];
+            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] =
+                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            v[i] = next[i];
+    }
+}
+
+// AMX: eight tiles of 16 rows by 64 bytes. A product adds 16 x 16 f32 sums of
+// 32 bf16 products each: rows of the left tile are rows of input, a row of the
+// right tile has one pair of every column.
+enum { TILE = 16 }; // rows, and words of a row
+
+typedef struct {
+    unsigned char palette, start_row, reserved[14];
+    u16 row_bytes[16];
+    unsigned char rows[16];
+} tile_shapes_t;
+
+// Gives the thread eight whole tiles, until they are released.
+INLINE void tiles_begin(void)
+{
+    static const tile_shapes_t shapes = {
+        .palette = 1,
+        .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+        .rows = {16, 16, 16, 16, 16, 16, 16, 16},
+    };
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
+INLINE void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
+
+// Tiles are named by number. A stride is the bytes from a row to the next.
+#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+#define TILE_LOAD(tile, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
+#define TILE_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
+#define TILE_MULTIPLY(sums, left, right) \
+    __asm__ volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sums ::)
+
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row of whole vectors, past the caches.
+INLINE void copy_far(void *to, const void *from, i64 bytes)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+}
+
+typedef bf16 left_t;
+typedef bf16 right_t;
+enum {
+    EXPERTS = 32,
+    TOP_K = 4,
+    HEIGHT = 2880, // rows of a matrix, width of the left factor
+    WIDTH = 2880, // columns of a matrix, width of the right factor
+    TILE_ROWS = 512,
+    TILE_COLUMNS = 1024,
+    TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
+    TILE_WORDS = 256, // of a slice of rows
+    TILE_DEPTH = TILE_WORDS * WORD,
+    REGISTER_ROWS = 32,
+    REGISTER_COLUMNS = 32,
+    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
+    STRIP = REGISTER_COLUMNS,
+    PANEL_STRIPS = 4, // that are packed together
+    BIAS_COLUMNS = 256,
+};
+
+// Packing of matrices whose rows are summed over: columns lie side by side
+// already, so nothing is transposed.
+INLINE vec load_columns_bf16(const bf16 *from, i64 count)
+{
+    if (count >= LANES)
+        return load_bf16(from);
+    return count > 0 ? load_part_bf16(from, count) : (vec){0};
+}
+
+// Words of adjacent columns: a word is two rows. Of these `rows` exist; it may be none.
+INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
+{
+    vec_u32 low = rows > 0 ? (vec_u32)load_columns_bf16(from, count) >> 16 : (vec_u32){0};
+    vec_u32 high = rows > 1 ? (vec_u32)load_columns_bf16(from + stride, count) : (vec_u32){0};
+    return (vec)(low | high);
+}
+
+// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
+// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
+INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
+                    i64 stride, i64 depth, i64 height, i64 count)
+{
+    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
+        for (i64 c = 0; c < columns; c += LANES) {
+            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
+            i64 rows = min_i64(WORD, height - row);
+            *(vec *)place = column_words_bf16(from + c, stride, rows, count - c);
+        }
+}
+
+// Which rows a block sums over, and which piece of the matrix it owns.
+typedef struct {
+    i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
+} block_t;
+
+INLINE block_t find_block(const i64 *offsets, i64 block_x, i64 block_y)
+{
+    i64 expert = block_x / TILES, height = block_x % TILES * TILE_ROWS;
+    i64 column = block_y * TILE_COLUMNS;
+    return (block_t){
+        .expert = expert,
+        .first_row = offsets[expert],
+        .row_count = offsets[expert + 1] - offsets[expert],
+        .first_height = height,
+        .height_count = min_i64(TILE_ROWS, HEIGHT - height),
+        .first_column = column,
+        .column_count = min_i64(TILE_COLUMNS, WIDTH - column),
+    };
+}
+
+// Sums of a register tile.
+typedef f32 sums_t[REGISTER_ROWS][STRIP];
+
+// A slice of the right factor, in strips that the sums of a register tile are as
+// wide as: word by word all columns.
+typedef f32 panel_word_t;
+typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+
+// Columns of the right factor that are wanted soon come from far away, so every group of rows
+// fetches its part of what is next, a few lines at a time, between products.
+enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+typedef struct {
+    const char *from;
+    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} ahead_t;
+
+INLINE void fetch(ahead_t *ahead)
+{
+    for (i64 line = 0; line < ahead->lines; line++)
+        for (i64 near = 0; near < STRIP * (i64)sizeof(right_t); near += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+    ahead->from += ahead->step;
+}
+
+// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
+// together in every row.
+INLINE ahead_t part_of(const right_t *corner, i64 group, i64 groups)
+{
+    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
+    const i64 row = WIDTH * sizeof(*corner);
+    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+}
+
+// Where sums go: they are written, past the caches if those cannot hold them, or
+// added to what is there.
+typedef struct {
+    f32 *grad; // the block's first element
+    i64 far, add;
+} results_t;
+
+// One row of sums, or of their vectors.
+static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 add)
+{
+    for (i64 c = 0; c < count; c += LANES) {
+        i64 left = count - c;
+        vec sum = load_f32(sums + c);
+        if (left >= LANES) {
+            if (add)
+                sum += load_f32(to + c);
+            store_f32(to + c, sum);
+        } else {
+            if (add)
+                sum += load_part_f32(to + c, left);
+            store_part_f32(to + c, sum, left);
+        }
+    }
+}
+
+// The sums of a register tile: `rows` rows from `row` on, `columns` columns from
+// `column` on.
+static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    for (i64 r = 0; r < rows; r++) {
+        f32 *grad = to->grad + (row + r) * WIDTH + column;
+        if (to->far)
+            copy_far(grad, sums[r], columns * 4);
+        else
+            finish_row(grad, sums[r], columns, to->add);
+    }
+}
+
+// What a thread keeps near while it works on a block: columns of the left factor, as tiles take
+// them, a depth slice at a time; a panel.
+enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+typedef f32 near_rows_t[REGISTER_ROWS][TILE];
+typedef struct {
+    i64 holds; // the tile whose rows are here, counted from one; zero at first
+    f32 rest_of_line[14];
+    near_rows_t rows[ROW_GROUPS][TILE_WORDS / TILE];
+    strip_t panel[PANEL_STRIPS];
+} near_t;
+_Static_assert(sizeof(near_t) <= 655424, "the launch gives a thread this much");
+
+// Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
+// `steps` tiles deep.
+INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
+                     const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
+{
+    const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
+    if (start) {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    } else {
+        TILE_LOAD(0, &sums[0][0], sums_row);
+        TILE_LOAD(1, &sums[0][TILE], sums_row);
+        if (tiles == 2) {
+            TILE_LOAD(2, &sums[TILE][0], sums_row);
+            TILE_LOAD(3, &sums[TILE][TILE], sums_row);
+        }
+    }
+    for (i64 step = 0; step < steps; step++, panel += TILE) {
+        fetch(&ahead);
+        TILE_LOAD(4, rows[step][0], rows_row);
+        TILE_LOAD(6, &panel[0][0], panel_row);
+        TILE_LOAD(7, &panel[0][TILE], panel_row);
+        if (tiles == 2)
+            TILE_LOAD(5, rows[step][TILE], rows_row);
+        TILE_MULTIPLY(0, 4, 6);
+        TILE_MULTIPLY(1, 4, 7);
+        if (tiles == 2) {
+            TILE_MULTIPLY(2, 5, 6);
+            TILE_MULTIPLY(3, 5, 7);
+        }
+    }
+    TILE_STORE(0, &sums[0][0], sums_row);
+    TILE_STORE(1, &sums[0][TILE], sums_row);
+    if (tiles == 2) {
+        TILE_STORE(2, &sums[TILE][0], sums_row);
+        TILE_STORE(3, &sums[TILE][TILE], sums_row);
+    }
+}
+
+// Tiles are multiplied whole: rows past the last are computed and not looked at.
+static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near,
+                          const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
+{
+    if (rows > TILE)
+        multiply(2, sums, near, panel, steps, start, ahead);
+    else
+        multiply(1, sums, near, panel, steps, start, ahead);
+}
+
+// Copies `height` columns of `depth` rows near, as rows of tiles: words of two rows
+// each, zeros past the last.
+static void load_columns(near_t *near, const left_t *left, i64 depth, i64 height)
+{
+    for (i64 step = 0; step * STEP < depth; step++)
+        for (i64 h = 0; h < height; h += TILE) {
+            vec v[TILE];
+            for (i64 word = 0; word < TILE; word++) {
+                const i64 row = step * STEP + word * WORD;
+                v[word] = column_words_bf16(left + row * HEIGHT + h, HEIGHT, depth - row, height - h);
+            }
+            transpose(v);
+#pragma GCC unroll 16
+            for (int r = 0; r < TILE; r++)
+                *(vec *)near->rows[h / REGISTER_ROWS][step][h % REGISTER_ROWS + r] = v[r];
+        }
+}
+
+// A block: a slice of the rows at a time. Of that the left factor is copied near
+// and multiplied by the right one, of which a few strips at a time are packed.
+static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, const results_t *to)
+{
+    const i64 height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    results_t results = *to;
+    sums_t sums ALIGNED;
+    i64 row = 0;
+    do {
+        const i64 depth = min_i64(TILE_DEPTH, block->row_count - row), steps = (depth + STEP - 1) / STEP;
+        load_columns(near, left + row * HEIGHT, depth, height);
+        for (i64 column = 0; column < block->column_count; column += STRIP) {
+            const i64 strip = column / STRIP % PANEL_STRIPS, columns = block->column_count - column;
+            const right_t *corner = right + row * WIDTH + column;
+            if (strip == 0)
+                pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, WIDTH, steps * STEP, depth, columns);
+            for (i64 group = 0; group < groups; group++) {
+                const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
+                ahead_t ahead = part_of(corner + PANEL_STRIPS * STRIP, group, groups);
+                multiply_rows(count, sums, near->rows[group], near->panel[strip], steps, 1, ahead);
+                finish_sums(&results, sums, first, count, column, min_i64(STRIP, columns));
+            }
+        }
+        results.add = 1;
+        row += TILE_DEPTH;
+    } while (row < block->row_count);
+}
+
+static void grouped_gemm_wgrad_up_block(
+    const bf16 *restrict dgate,  // [rows, 2880]
+    const bf16 *restrict dup,    // [rows, 2880]
+    const bf16 *restrict rows,   // [rows, 2880]
+    const i64 *restrict offsets, // [33]
+    f32 *restrict grad_gate,     // [32, 2880, 2880]
+    f32 *restrict grad_up,       // [32, 2880, 2880]
+    i64 accumulate,
+    i64 tokens,
+    i64 block_x, i64 block_y, void *scratch)
+{
+    (void)tokens;
+    const block_t block = find_block(offsets, block_x, block_y);
+    if (block.row_count == 0 && accumulate)
+        return;
+    const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
+    const i64 first_left = block.first_row * HEIGHT + block.first_height;
+    const right_t *right = rows + block.first_row * WIDTH + block.first_column;
+    tiles_begin();
+    const results_t dgate_results = {
+        .grad = grad_gate + corner,
+        .far = !accumulate && block.row_count <= TILE_DEPTH && is_far(grad_gate, EXPERTS * (i64)HEIGHT, WIDTH * 4),
+        .add = accumulate,
+    };
+    multiply_block(scratch, dgate + first_left, right, &block, &dgate_results);
+    const results_t dup_results = {
+        .grad = grad_up + corner,
+        .far = !accumulate && block.row_count <= TILE_DEPTH && is_far(grad_up, EXPERTS * (i64)HEIGHT, WIDTH * 4),
+        .add = accumulate,
+    };
+    multiply_block(scratch, dup + first_left, right, &block, &dup_results);
+    tiles_end();
+    end_far_stores();
+}
+
+EXPORT void grouped_gemm_wgrad_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)
+{
+    const bf16 *dgate = *(const bf16 *const *)args[0];
+    const bf16 *dup = *(const bf16 *const *)args[1];
+    const bf16 *rows = *(const bf16 *const *)args[2];
+    const i64 *offsets = *(const i64 *const *)args[3];
+    f32 *grad_gate = *(f32 *const *)args[4];
+    f32 *grad_up = *(f32 *const *)args[5];
+    i64 accumulate = *(const i64 *)args[6];
+    i64 tokens = *(const i64 *)args[7];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_wgrad_up_block(dgate, dup, rows, offsets, grad_gate, grad_up, accumulate,
+            tokens, block % grid_x, block / grid_x, scratch);
+}
+
+// Adds one row to the sums of `count` columns.
+INLINE void add_row(f32 *sums, const left_t *row, i64 count)
+{
+    for (i64 c = 0; c < count; c += LANES)
+        *(vec *)&sums[c] += load_columns_bf16(row + c, count - c);
+}
+
+static void grouped_gemm_wgrad_up_bias_block(
+    const bf16 *restrict dgate,   // [rows, 2880]
+    const bf16 *restrict dup,     // [rows, 2880]
+    const i64 *restrict offsets,  // [33]
+    f32 *restrict grad_gate_bias, // [32, 2880]
+    f32 *restrict grad_up_bias,   // [32, 2880]
+    i64 accumulate,
+    i64 tokens,
+    i64 block_x, i64 block_y)
+{
+    const i64 expert = block_x, column = block_y * BIAS_COLUMNS;
+    const i64 count = min_i64(BIAS_COLUMNS, HEIGHT - column);
+    (void)tokens;
+    const i64 first = offsets[expert], end = offsets[expert + 1];
+    if (first == end && accumulate)
+        return;
+    f32 dgate_sums[BIAS_COLUMNS] ALIGNED = {0};
+    for (i64 row = first; row < end; row++)
+        add_row(dgate_sums, dgate + row * HEIGHT + column, count);
+    finish_row(grad_gate_bias + expert * HEIGHT + column, dgate_sums, count, accumulate);
+    f32 dup_sums[BIAS_COLUMNS] ALIGNED = {0};
+    for (i64 row = first; row < end; row++)
+        add_row(dup_sums, dup + row * HEIGHT + column, count);
+    finish_row(grad_up_bias + expert * HEIGHT + column, dup_sums, count, accumulate);
+}
+
+EXPORT void grouped_gemm_wgrad_up_bias(void *const *args, i64 first, i64 last, i64 grid_x)
+{
+    const bf16 *dgate = *(const bf16 *const *)args[0];
+    const bf16 *dup = *(const bf16 *const *)args[1];
+    const i64 *offsets = *(const i64 *const *)args[2];
+    f32 *grad_gate_bias = *(f32 *const *)args[3];
+    f32 *grad_up_bias = *(f32 *const *)args[4];
+    i64 accumulate = *(const i64 *)args[5];
+    i64 tokens = *(const i64 *)args[6];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_wgrad_up_bias_block(dgate, dup, offsets, grad_gate_bias, grad_up_bias,
+            accumulate, tokens, block % grid_x, block / grid_x);
+}
