@@ -106,6 +106,17 @@ fn rows_of_one_expert_take_many_slices() {
     run(&spec(40, 24, 1, 1), CpuIsa::Portable, &[1, 6, 13, 700]);
 }
 
+/// So deep that AMX tiles need slices, and gradients that are written past the
+/// caches where rows of a matrix are whole vectors.
+#[test]
+fn deep_products_and_large_gradients() {
+    let odd = typed(spec(2101, 1063, 1, 1), DType::Bf16, DType::Bf16);
+    run(&odd, host(), &[40]);
+    let large = spec(2112, 1072, 4, 1);
+    run(&large, host(), &[33]);
+    run(&typed(large, DType::Bf16, DType::Bf16), host(), &[33]);
+}
+
 #[test]
 fn experts() {
     variants(&[

@@ -157,18 +157,23 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         when(d.keep, result("up_pre")),
         Some(result(output)),
     ]);
-    let column_tiles = Size::Const(d.outer.div_ceil(c.tile_columns) as u64);
-    let row_tiles = tiles_of(d.dense, d.top_k, e, c);
-    let grid = match c.family {
-        // Blocks with the same rows follow each other.
-        GemmFamily::Tiles => [column_tiles, row_tiles],
-        _ => [row_tiles, column_tiles],
-    };
+    let column_tiles = d.outer.div_ceil(c.tile_columns);
+    let grid = tile_grid(c, tiles_of(d.dense, d.top_k, e, c), column_tiles);
     let mut product = entry(symbol, summary, params, grid, c.threads);
     product.launch.shared_bytes = c.shared_bytes;
     let mut entries = packs(d, c, symbol, matrix);
     entries.push(product);
     entries
+}
+
+/// The blocks of a product.
+fn tile_grid(c: &GroupedGemmConfig, row_tiles: Size, column_tiles: usize) -> [Size; 2] {
+    let column_tiles = Size::Const(column_tiles as u64);
+    match c.family {
+        // Blocks with the same rows follow each other.
+        GemmFamily::Tiles => [column_tiles, row_tiles],
+        _ => [row_tiles, column_tiles],
+    }
 }
 
 /// The entries that put each matrix into the order of the product.

@@ -18,7 +18,8 @@ pub struct Limits {
     pub f32_gflops: f64,
     /// bf16 dot products with f32 sums, likewise; where the CPU has them.
     pub bf16_gflops: Option<f64>,
-    /// Memory read, in 1e9 bytes per second.
+    /// Memory read, in 1e9 bytes per second. Caches do not help: what is read is
+    /// larger than they are.
     pub read_gbps: f64,
     /// Memory copied (each byte counts once), in 1e9 bytes per second.
     pub copy_gbps: f64,
@@ -36,7 +37,8 @@ pub enum LimitsError {
     Device(#[from] DeviceError),
 }
 
-/// Measures for about 0.4 s, the compile included.
+/// Measures for about a second, the compile included, with as much memory as
+/// four last-level caches at most.
 ///
 /// # Errors
 /// When the compiler or the device fails.
@@ -62,9 +64,31 @@ pub fn measure(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Limits, Lim
 /// Time for one limit.
 const BUDGET: Duration = Duration::from_millis(40);
 
-/// Bytes a thread reads or copies: well beyond its share of the caches, as
-/// far as a short measurement allows.
-const SHARE: usize = 32 << 20;
+/// The least that a thread reads or copies, and a part of what it does: bytes.
+const PIECE: usize = 32 << 20;
+
+/// Bytes that each thread reads or copies: together twice the last-level cache,
+/// unless that is more than an eighth of the memory that is free.
+fn share(device: &CpuDevice) -> usize {
+    let threads = device.threads();
+    let wanted = 2 * last_level_cache().unwrap_or(0);
+    let most = device
+        .free_bytes()
+        .map_or(usize::MAX, |free| free as usize / 8);
+    (wanted.min(most) / threads)
+        .next_multiple_of(PIECE)
+        .max(PIECE)
+}
+
+/// Bytes, as Linux reports them.
+fn last_level_cache() -> Option<usize> {
+    let caches = (0..8).filter_map(|i| {
+        let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size");
+        let size = std::fs::read_to_string(path).ok()?;
+        size.trim().strip_suffix('K')?.parse::<usize>().ok()
+    });
+    caches.max().map(|kib| kib << 10)
+}
 
 /// Chains of multiply-adds in `limits.c`.
 const fn chains(isa: CpuIsa) -> usize {
@@ -77,6 +101,7 @@ const TILE_OPERATIONS: usize = 2 * 16 * 32 * 16;
 struct Probe {
     module: Arc<dyn Module>,
     threads: usize,
+    share: usize,
     isa: CpuIsa,
     results: Buffer,
     from: Buffer,
@@ -90,17 +115,19 @@ impl Probe {
         let symbols: Vec<&str> = entries.iter().map(|entry| entry.symbol.as_str()).collect();
         let artifact = compiler.compile_text("limits", isa, TEXT, &symbols)?;
         let threads = device.threads();
-        let [from, to] = [(); 2].map(|()| device.alloc(threads * SHARE));
+        let share = share(device);
+        let [from, to] = [(); 2].map(|()| device.alloc(threads * share));
         let (from, to) = (from?, to?);
         // Untouched memory is one shared page of zeros and would read too fast.
-        let ones = vec![1; SHARE];
-        for share in 0..threads {
-            device.upload(&ones, &from, share * SHARE)?;
+        let ones = vec![1; PIECE];
+        for piece in 0..threads * share / PIECE {
+            device.upload(&ones, &from, piece * PIECE)?;
         }
         let module = device.load(&artifact, &entries)?;
         Ok(Probe {
             module,
             threads,
+            share,
             isa,
             results: device.alloc(threads * 8)?,
             from,
@@ -126,10 +153,10 @@ impl Probe {
         let args = [
             Arg::Ptr(first.ptr()),
             Arg::Ptr(self.from.ptr()),
-            Arg::I64(SHARE as i64),
+            Arg::I64(self.share as i64),
         ];
         let seconds = self.best(symbol, &args)?;
-        Ok((self.threads * SHARE) as f64 / seconds / 1e9)
+        Ok((self.threads * self.share) as f64 / seconds / 1e9)
     }
 
     /// Seconds of the fastest of several launches, one block per thread.
@@ -153,7 +180,7 @@ impl Probe {
         };
         let started = Instant::now();
         // SAFETY: every entry of limits.c takes these arguments; results
-        // holds 8 bytes and the others SHARE bytes per block.
+        // holds 8 bytes and the others a share per block.
         unsafe { self.module.launch(symbol, dims, args)? };
         Ok(started.elapsed().as_secs_f64())
     }

@@ -32,7 +32,8 @@ enum {
     ROUTED = 8, // identity experts included
     TOP_K = 1,
     TILE_SLOTS = 4096, // assignments per block
-    TILE_ROWS = 192, // rows per tile of the grouped GEMM
+    TILE_ROWS = 384, // rows per tile of the grouped GEMM
+    HELPER_TILE = 64, // tokens or assignments per block of the helpers
 };
 
 // The slot whose turn comes `index`-th.

@@ -294,7 +294,6 @@ INLINE void fetch(ahead_t *ahead)
         __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
     ahead->from += ahead->step;
 }
-
 // What group `group` of `groups` fetches of a slice of a strip.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
@@ -315,10 +314,10 @@ typedef struct {
 _Static_assert(sizeof(near_t) <= 1441856, "the launch gives a thread this much");
 
 // Copies a slice of `count` rows, which come from anywhere.
-static void load_rows(near_t *near, const input_t *const *row, i64 depth, i64 count, i64 width)
+static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count, i64 width)
 {
     for (i64 r = 0; r < count; r++) {
-        near_rows_t *to = near->rows[r / REGISTER_ROWS];
+        near_rows_t *to = near[r / REGISTER_ROWS];
         for (i64 i = 0; i < width; i += STEP) {
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
@@ -416,7 +415,7 @@ static void multiply_block(near_t *near, i64 holds, const input_t *const *row, c
     enum { depth = 0, width = INNER, last = 1 };
     {
         if (near->holds != holds)
-            load_rows(near, row, depth, rows, width);
+            load_rows(near->rows, row, depth, rows, width);
         near->holds = holds;
         sums_t sums ALIGNED;
         const i64 steps = (width + STEP - 1) / STEP;

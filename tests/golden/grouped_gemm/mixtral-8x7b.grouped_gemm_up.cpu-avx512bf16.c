@@ -1,6 +1,6 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
-// A block owns 192 rows of one expert and 128 columns of the output. It goes over
+// A block owns 384 rows of one expert and 128 columns of the output. It goes over
 // the inner dimension in slices: weights lie in memory as they are multiplied, every 6 rows are multiplied by them in registers, and the
 // sums go to a tile on the stack. A row's sums do not depend on the other rows
 // or on their number.
@@ -203,7 +203,7 @@ enum {
     INNER = 4096, // summed over
     OUTER = 14336, // columns of the output, rows of a matrix
     MATRICES = 2,
-    TILE_ROWS = 192,
+    TILE_ROWS = 384,
     TILE_COLUMNS = 128,
     TILE_WORDS = 256, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
@@ -299,7 +299,6 @@ INLINE void fetch(ahead_t *ahead)
         __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
     ahead->from += ahead->step;
 }
-
 // What group `group` of `groups` fetches of a slice of a strip.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {

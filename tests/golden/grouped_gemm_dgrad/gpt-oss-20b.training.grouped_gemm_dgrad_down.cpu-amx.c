@@ -1,8 +1,8 @@
 // grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup, for the rows of every expert.
 //
 // A block owns 320 rows of one expert and 512 columns of the result. It goes over
-// the sum in slices: the rows' slice is copied near, and strip by strip the
-// weights' slice is packed and multiplied. Sums are AMX tiles. The weights are summed over by rows, so that they lie as
+// the sum in slices: the rows' slice is copied near and multiplied by the weights',
+// of which a few strips at a time are packed. Sums are AMX tiles. The weights are summed over by rows, so that they lie as
 // the panel wants them. A row's sums do not depend on the other rows.
 //
 // hidden = w * A for the activation A of the kept pre-activations, dgate and
@@ -246,6 +246,7 @@ enum {
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     PANEL_STRIPS = 4, // that are packed together
+    FETCH_STRIPS = PANEL_STRIPS, // and fetched
     ROWS_AHEAD = 4, // that are fetched before they are copied
 };
 
@@ -271,12 +272,14 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
                     i64 stride, i64 depth, i64 height, i64 count)
 {
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
+    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
+        const int whole = row + WORD <= height && columns <= count;
+        const i64 rows = whole ? WORD : height - row;
         for (i64 c = 0; c < columns; c += LANES) {
             f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            i64 rows = min_i64(WORD, height - row);
-            *(vec *)place = column_words_bf16(from + c, stride, rows, count - c);
+            *(vec *)place = column_words_bf16(from + c, stride, rows, whole ? LANES : count - c);
         }
+    }
 }
 
 // Which rows and columns a block owns, and whose weights.
@@ -324,18 +327,16 @@ typedef struct {
 INLINE void fetch(ahead_t *ahead)
 {
     for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 near = 0; near < STRIP * (i64)sizeof(weight_t); near += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(weight_t); next += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
     ahead->from += ahead->step;
 }
-
-// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
-// together in every row.
-INLINE ahead_t part_of(const weight_t *corner, i64 group, i64 groups)
+// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
+INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
-    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
-    const i64 row = OUTER * sizeof(*corner);
-    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+    const i64 row = OUTER * sizeof(*corner), all = max_i64(shares * calls, 1);
+    const i64 each = (rows + all - 1) / all, first = share * each * calls;
+    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
 }
 
 // What a thread keeps near while it works on a block: its rows, as tiles take
@@ -352,10 +353,10 @@ typedef struct {
 _Static_assert(sizeof(near_t) <= 1515584, "the launch gives a thread this much");
 
 // Copies a slice of `count` rows, which come from anywhere.
-static void load_rows(near_t *near, const input_t *const *row, i64 depth, i64 count, i64 width)
+static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count, i64 width)
 {
     for (i64 r = 0; r < count; r++) {
-        near_rows_t *to = near->rows[r / REGISTER_ROWS];
+        near_rows_t *to = near[r / REGISTER_ROWS];
         for (i64 i = 0; i < width; i += STEP) {
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
@@ -502,17 +503,17 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
             const i64 width = min_i64(TILE_DEPTH, INNER - depth), steps = (width + STEP - 1) / STEP;
             const int start = product == 0 && depth == 0;
             const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
-            load_rows(near, row[product], depth, rows, width);
+            load_rows(near->rows, row[product], depth, rows, width);
             for (i64 strip = 0; strip < strips; strip++) {
-                const i64 column = strip * STRIP, columns = block->column_count - column;
+                const i64 member = strip % PANEL_STRIPS, column = strip * STRIP, columns = block->column_count - column;
                 const weight_t *corner = matrices[product] + depth * OUTER + column;
-                if (strip % PANEL_STRIPS == 0)
+                if (member == 0)
                     pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, OUTER, steps * STEP, width, columns);
                 for (i64 group = 0; group < groups; group++) {
                     const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
                     f32 (*sums)[STRIP] = near->sums[group][strip];
-                    ahead_t ahead = part_of(corner + PANEL_STRIPS * STRIP, group, groups);
-                    multiply_rows(count, sums, near->rows[group], near->panel[strip % PANEL_STRIPS], steps, start, ahead);
+                    ahead_t ahead = part_of(corner + (PANEL_STRIPS - member) * STRIP, width, steps, member * groups + group, PANEL_STRIPS * groups);
+                    multiply_rows(count, sums, near->rows[group], near->panel[member], steps, start, ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, min_i64(STRIP, columns));
                 }
@@ -537,7 +538,7 @@ static void grouped_gemm_dgrad_down_block(
     i64 block_x, i64 block_y, void *scratch)
 {
     (void)tokens;
-    const block_t block = find_block(offsets, row_tiles, block_x, block_y);
+    const block_t block = find_block(offsets, row_tiles, block_y, block_x);
     if (block.row_count == 0)
         return;
     const input_t *const inputs[PRODUCTS] = {dout};
@@ -565,7 +566,7 @@ static void grouped_gemm_dgrad_down_block(
     multiply_block(scratch, row, matrices, &block, &results);
     tiles_end();
     for (i64 r = 0; r < block.row_count; r++)
-        dweight_parts[(block.first_row + r) * COLUMN_TILES + block_y] = sum_lanes(parts[r]);
+        dweight_parts[(block.first_row + r) * COLUMN_TILES + block_x] = sum_lanes(parts[r]);
 }
 
 EXPORT void grouped_gemm_dgrad_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

@@ -1,6 +1,6 @@
 // grouped_gemm_dgrad_up: drows = dup * up, for the rows of every expert.
 //
-// A block owns 192 rows of one expert and 256 columns of the result. It goes over
+// A block owns 384 rows of one expert and 256 columns of the result. It goes over
 // the sum in slices: a slice of the weights is packed into a panel on the
 // stack, every 6 rows are multiplied by it in registers, and the sums go to a
 // tile on the stack. The weights are summed over by rows, so that they lie as
@@ -133,7 +133,7 @@ enum {
     INNER = 32, // summed over, rows of a matrix
     OUTER = 2880, // columns of the result and of a matrix
     PRODUCTS = 1, // that are added
-    TILE_ROWS = 192,
+    TILE_ROWS = 384,
     TILE_COLUMNS = 256,
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
     TILE_WORDS = 256, // of a depth slice
@@ -142,7 +142,7 @@ enum {
     REGISTER_COLUMNS = 16,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
-    PANEL_STRIPS = STRIPS,
+    FETCH_STRIPS = 1, // that are fetched together
     VECTORS = STRIP / LANES,
     ROWS_AHEAD = 0,
 };
@@ -168,12 +168,14 @@ INLINE vec column_words_f32(const f32 *from, i64 stride, i64 rows, i64 count)
 INLINE void pack_f32(f32 *to, const i64 strip, const i64 columns, const f32 *from,
                     i64 stride, i64 depth, i64 height, i64 count)
 {
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
+    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
+        const int whole = row + WORD <= height && columns <= count;
+        const i64 rows = whole ? WORD : height - row;
         for (i64 c = 0; c < columns; c += LANES) {
             f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            i64 rows = min_i64(WORD, height - row);
-            *(vec *)place = column_words_f32(from + c, stride, rows, count - c);
+            *(vec *)place = column_words_f32(from + c, stride, rows, whole ? LANES : count - c);
         }
+    }
 }
 
 // Which rows and columns a block owns, and whose weights.
@@ -210,18 +212,16 @@ typedef struct {
 INLINE void fetch(ahead_t *ahead)
 {
     for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 near = 0; near < STRIP * (i64)sizeof(weight_t); near += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(weight_t); next += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
     ahead->from += ahead->step;
 }
-
-// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
-// together in every row.
-INLINE ahead_t part_of(const weight_t *corner, i64 group, i64 groups)
+// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
+INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
-    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
-    const i64 row = OUTER * sizeof(*corner);
-    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+    const i64 row = OUTER * sizeof(*corner), all = max_i64(shares * calls, 1);
+    const i64 each = (rows + all - 1) / all, first = share * each * calls;
+    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
 }
 
 // A depth slice of a few rows of input, as words.
@@ -342,6 +342,9 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
             const int start = product == 0 && depth == 0;
             const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
             const weight_t *matrix = matrices[product] + depth * OUTER;
+            // Past the last product, the next expert's weights follow in memory.
+            const weight_t *next_matrix = depth + TILE_DEPTH < INNER ? matrix + TILE_DEPTH * OUTER
+                : product + 1 < PRODUCTS ? matrices[product + 1] : matrices[0] + INNER * OUTER;
             pack_f32(panel[0][0], STRIP, strips * STRIP, matrix, OUTER, width, width, block->column_count);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
@@ -351,7 +354,7 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
                     f32 (*sums)[STRIP] = tile[group][strip];
                     fetch_rows(row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), count, strip, strips);
-                    ahead_t ahead = part_of(matrix + TILE_DEPTH * OUTER + column, group, groups);
+                    ahead_t ahead = part_of(next_matrix + column, TILE_DEPTH, (words + FETCH_WORDS - 1) / FETCH_WORDS, group, groups);
                     multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);

@@ -1,7 +1,7 @@
 // grouped_gemm_wgrad_down: grad_down = transposed dout * hidden, summed over
 // the rows of every expert; biases are sums of the left factor.
 //
-// A block owns 192 by 256 elements of a matrix. It goes over the rows of its
+// A block owns 384 by 256 elements of a matrix. It goes over the rows of its
 // expert in slices: both factors are packed into panels on the stack and
 // multiplied there in registers, 6 by 64 at a time. Sums are f32, in the
 // order of the rows. An expert without rows gets zeros.
@@ -204,7 +204,7 @@ enum {
     TOP_K = 4,
     HEIGHT = 2880, // rows of a matrix, width of the left factor
     WIDTH = 2880, // columns of a matrix, width of the right factor
-    TILE_ROWS = 192,
+    TILE_ROWS = 384,
     TILE_COLUMNS = 256,
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
     TILE_WORDS = 256, // of a slice of rows
@@ -213,6 +213,7 @@ enum {
     REGISTER_COLUMNS = 64,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
+    FETCH_STRIPS = 1, // that are fetched together
     VECTORS = STRIP / LANES,
     // Whole vectors, also from the first of the last few columns on.
     LEFT_STRIP = (TILE_ROWS + 2 * LANES - 1) / LANES * LANES,
@@ -241,12 +242,14 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
                     i64 stride, i64 depth, i64 height, i64 count)
 {
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
+    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
+        const int whole = row + WORD <= height && columns <= count;
+        const i64 rows = whole ? WORD : height - row;
         for (i64 c = 0; c < columns; c += LANES) {
             f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            i64 rows = min_i64(WORD, height - row);
-            *(vec *)place = column_words_bf16(from + c, stride, rows, count - c);
+            *(vec *)place = column_words_bf16(from + c, stride, rows, whole ? LANES : count - c);
         }
+    }
 }
 
 // Which rows a block sums over, and which piece of the matrix it owns.
@@ -289,18 +292,16 @@ typedef struct {
 INLINE void fetch(ahead_t *ahead)
 {
     for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 near = 0; near < STRIP * (i64)sizeof(right_t); near += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(right_t); next += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
     ahead->from += ahead->step;
 }
-
-// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
-// together in every row.
-INLINE ahead_t part_of(const right_t *corner, i64 group, i64 groups)
+// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
+INLINE ahead_t part_of(const right_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
-    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
-    const i64 row = WIDTH * sizeof(*corner);
-    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+    const i64 row = WIDTH * sizeof(*corner), all = max_i64(shares * calls, 1);
+    const i64 each = (rows + all - 1) / all, first = share * each * calls;
+    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -426,7 +427,7 @@ static void multiply_block(const left_t *left, const right_t *right, const block
             for (i64 strip = 0; strip < strips; strip++) {
                 const i64 column = strip * STRIP;
                 f32 (*sums)[STRIP] = tile[group][strip];
-                ahead_t ahead = part_of(right + (row + TILE_DEPTH) * WIDTH + column, group, groups);
+                ahead_t ahead = part_of(right + (row + TILE_DEPTH) * WIDTH + column, TILE_DEPTH, (words + FETCH_WORDS - 1) / FETCH_WORDS, group, groups);
                 multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
                 if (last)
                     finish_sums(to, sums, first, count, column, min_i64(STRIP, block->column_count - column));

@@ -1,7 +1,7 @@
 // grouped_gemm_wgrad_up: grad_gate = transposed dgate * rows, grad_up = transposed dup * rows, summed over
 // the rows of every expert; biases are sums of the left factor.
 //
-// A block owns 512 by 1024 elements of a matrix. It goes over the rows of its
+// A block owns 736 by 1024 elements of a matrix. It goes over the rows of its
 // expert in slices: the left factor is transposed near, and strip by strip the right
 // one is packed and multiplied. Sums are AMX tiles; those of a slice are added to
 // the slices' before. An expert without rows gets zeros.
@@ -225,7 +225,7 @@ enum {
     TOP_K = 4,
     HEIGHT = 2880, // rows of a matrix, width of the left factor
     WIDTH = 2880, // columns of a matrix, width of the right factor
-    TILE_ROWS = 512,
+    TILE_ROWS = 736,
     TILE_COLUMNS = 1024,
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
     TILE_WORDS = 256, // of a slice of rows
@@ -235,6 +235,7 @@ enum {
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     PANEL_STRIPS = 4, // that are packed together
+    FETCH_STRIPS = PANEL_STRIPS, // and fetched
     BIAS_COLUMNS = 256,
 };
 
@@ -260,12 +261,14 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
 INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
                     i64 stride, i64 depth, i64 height, i64 count)
 {
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride)
+    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
+        const int whole = row + WORD <= height && columns <= count;
+        const i64 rows = whole ? WORD : height - row;
         for (i64 c = 0; c < columns; c += LANES) {
             f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            i64 rows = min_i64(WORD, height - row);
-            *(vec *)place = column_words_bf16(from + c, stride, rows, count - c);
+            *(vec *)place = column_words_bf16(from + c, stride, rows, whole ? LANES : count - c);
         }
+    }
 }
 
 // Which rows a block sums over, and which piece of the matrix it owns.
@@ -307,18 +310,16 @@ typedef struct {
 INLINE void fetch(ahead_t *ahead)
 {
     for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 near = 0; near < STRIP * (i64)sizeof(right_t); near += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + near, 0, 2);
+        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(right_t); next += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
     ahead->from += ahead->step;
 }
-
-// What group `group` of `groups` fetches of a slice of a strip. Its columns lie
-// together in every row.
-INLINE ahead_t part_of(const right_t *corner, i64 group, i64 groups)
+// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
+INLINE ahead_t part_of(const right_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
-    const i64 rows = (TILE_DEPTH + FETCHES - 1) / FETCHES, each = (rows + groups - 1) / groups;
-    const i64 row = WIDTH * sizeof(*corner);
-    return (ahead_t){(const char *)corner + group * each * FETCHES * row, each, row, each * row};
+    const i64 row = WIDTH * sizeof(*corner), all = max_i64(shares * calls, 1);
+    const i64 each = (rows + all - 1) / all, first = share * each * calls;
+    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -369,7 +370,7 @@ typedef struct {
     near_rows_t rows[ROW_GROUPS][TILE_WORDS / TILE];
     strip_t panel[PANEL_STRIPS];
 } near_t;
-_Static_assert(sizeof(near_t) <= 655424, "the launch gives a thread this much");
+_Static_assert(sizeof(near_t) <= 884800, "the launch gives a thread this much");
 
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
 // `steps` tiles deep.
@@ -458,7 +459,7 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
                 pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, WIDTH, steps * STEP, depth, columns);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
-                ahead_t ahead = part_of(corner + PANEL_STRIPS * STRIP, group, groups);
+                ahead_t ahead = part_of(corner + (PANEL_STRIPS - strip) * STRIP, depth, steps, strip * groups + group, PANEL_STRIPS * groups);
                 multiply_rows(count, sums, near->rows[group], near->panel[strip], steps, 1, ahead);
                 finish_sums(&results, sums, first, count, column, min_i64(STRIP, columns));
             }

@@ -5,12 +5,11 @@ use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::{CpuIsa, DType};
 
-/// Rows of a GEMM tile: enough that a panel of weights is read from far away
-/// seldom, few enough that eight experts still fill two dozen cores.
-const TILE_ROWS: usize = 192;
+/// Rows of a GEMM tile: enough that a panel of weights is packed and read from
+/// far away seldom; with the panel their sums are a part of a second-level cache.
+const TILE_ROWS: usize = 384;
 
-/// As [`TILE_ROWS`], for AMX tiles, which multiply so fast that the weights have
-/// to be read more seldom still.
+/// As [`TILE_ROWS`], for AMX tiles, which have the rows near, too.
 const AMX_TILE_ROWS: usize = 320;
 
 /// Columns of a GEMM block, of gate and up together: with 256 words of depth,
@@ -176,15 +175,26 @@ const AMX_PANEL_STRIPS: usize = 4;
 /// Rows and columns of the sums of four AMX tiles.
 const AMX_STRIP: usize = 32;
 
-/// A slice of the rows, a panel and all sums of a block are near.
+/// The rows of a block stay near whole, where they fit, for all columns;
+/// otherwise a slice of them, and all sums.
 fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
-    const DEPTH: usize = AMX_DEPTH / 2;
-    const COLUMNS: usize = 512;
-    let words = d.inner.div_ceil(2);
-    let tile_depth = words.div_ceil(words.div_ceil(DEPTH)).next_multiple_of(16);
-    let tile_columns = COLUMNS.min(d.outer.next_multiple_of(AMX_STRIP));
-    let (rows, sums) = (AMX_TILE_ROWS * tile_depth, AMX_TILE_ROWS * tile_columns);
-    let panel = tile_depth * AMX_STRIP * AMX_PANEL_STRIPS;
+    let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
+    let words = d.inner.div_ceil(2).next_multiple_of(16);
+    let whole = products * words <= AMX_DEPTH;
+    let (kept, tile_depth, columns) = match whole {
+        true => (products, words, 256),
+        false => {
+            let slices = words.div_ceil(AMX_DEPTH / 2);
+            (1, words.div_ceil(slices).next_multiple_of(16), 512)
+        }
+    };
+    let tile_columns = columns.min(d.outer.next_multiple_of(AMX_STRIP));
+    let near = kept * tile_depth * (AMX_TILE_ROWS + AMX_STRIP * AMX_PANEL_STRIPS);
+    let sums = if whole {
+        0
+    } else {
+        AMX_TILE_ROWS * tile_columns
+    };
     GroupedGemmConfig {
         tile_rows: AMX_TILE_ROWS,
         tile_columns,
@@ -192,7 +202,7 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
         thread_rows: AMX_STRIP,
         thread_columns: AMX_STRIP,
         family: GemmFamily::Tiles,
-        shared_bytes: (64 + 4 * (rows + sums + panel)) as u32,
+        shared_bytes: (64 + 4 * (near + sums)) as u32,
         ..plain_gemm()
     }
 }
@@ -221,7 +231,9 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmC
 /// A slice of the left factor stays near while all columns of a block go by.
 fn wgrad_tiles(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
     const DEPTH: usize = 256;
-    let tile_rows = 512.min(d.height.next_multiple_of(AMX_STRIP));
+    const HEIGHT: usize = 768;
+    let tiles = d.height.div_ceil(HEIGHT);
+    let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_STRIP);
     let panel = DEPTH * AMX_STRIP * AMX_PANEL_STRIPS;
     GroupedGemmConfig {
         tile_rows,

@@ -158,10 +158,7 @@ pub(super) fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig
         Half::Down => ("grouped_gemm_dgrad_down", "gradients before the activation"),
         Half::Up => ("grouped_gemm_dgrad_up", "gradients of expert rows"),
     };
-    let grid = [
-        super::tiles_of(d.dense, d.top_k, e, c),
-        Size::Const(parts as u64),
-    ];
+    let grid = super::tile_grid(c, super::tiles_of(d.dense, d.top_k, e, c), parts);
     let mut entry = entry(symbol, summary, params, grid, c.threads);
     entry.launch.shared_bytes = c.shared_bytes;
     vec![entry]
