@@ -112,9 +112,10 @@ impl Knob {
     /// would be too much for the stack of a thread.
     fn ratios(self) -> &'static [(usize, usize)] {
         match self {
-            Knob::TileRows => &[(1, 2), (3, 4), (3, 2), (2, 1)],
+            Knob::TileRows => &[(1, 4), (1, 2), (3, 4)],
             Knob::UpColumns | Knob::DownColumns => &[(1, 2), (2, 1)],
-            Knob::DgradColumns | Knob::WgradRows | Knob::WgradColumns => &[(1, 2), (2, 1)],
+            Knob::DgradColumns => &[(1, 2), (2, 1)],
+            Knob::WgradRows | Knob::WgradColumns => &[(1, 2)],
             Knob::GateTokens => &[(1, 2), (2, 1)],
             _ => &[(1, 4), (1, 2), (2, 1)],
         }

@@ -33,7 +33,6 @@ enum {
     TOP_K = 2,
     TILE_SLOTS = 4096, // assignments per block
     TILE_ROWS = 384, // rows per tile of the grouped GEMM
-    HELPER_TILE = 64, // tokens or assignments per block of the helpers
 };
 
 // The slot whose turn comes `index`-th.

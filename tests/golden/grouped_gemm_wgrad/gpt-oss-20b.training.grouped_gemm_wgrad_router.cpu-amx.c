@@ -1,7 +1,7 @@
 // grouped_gemm_wgrad_up: grad_up = transposed dup * rows, summed over
 // the rows of every expert; biases are sums of the left factor.
 //
-// A block owns 36 by 256 elements of a matrix. It goes over the rows of its
+// A block owns 36 by 64 elements of a matrix. It goes over the rows of its
 // expert in slices: both factors are packed into panels on the stack and
 // multiplied there in registers, 6 by 64 at a time. Sums are f32, in the
 // order of the rows. An expert without rows gets zeros.
@@ -193,7 +193,7 @@ enum {
     HEIGHT = 32, // rows of a matrix, width of the left factor
     WIDTH = 2880, // columns of a matrix, width of the right factor
     TILE_ROWS = 36,
-    TILE_COLUMNS = 256,
+    TILE_COLUMNS = 64,
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
     TILE_WORDS = 256, // of a slice of rows
     TILE_DEPTH = TILE_WORDS * WORD,
