@@ -112,7 +112,7 @@ impl Knob {
     /// would be too much for the stack of a thread.
     fn ratios(self) -> &'static [(usize, usize)] {
         match self {
-            Knob::TileRows => &[(1, 4), (1, 2), (3, 4)],
+            Knob::TileRows => &[(1, 2), (3, 4), (3, 2)],
             Knob::UpColumns | Knob::DownColumns => &[(1, 2), (2, 1)],
             Knob::DgradColumns => &[(1, 2), (2, 1)],
             Knob::WgradRows | Knob::WgradColumns => &[(1, 2)],
@@ -463,7 +463,7 @@ mod tests {
         let spec = spec(DType::F32);
         let plain = plan_for(&spec, "cpu:avx2".parse().unwrap(), None).unwrap();
         let tile_rows = |size| Tuning::default().with(Knob::TileRows, size);
-        for size in [0, 1, 191, 192, usize::MAX] {
+        for size in [0, 1, 191, 384, usize::MAX] {
             assert!(!tile_rows(size).fits(&plain), "{size}");
         }
         assert!(!Tuning::default().with(Knob::WgradRows, 96).fits(&plain));
