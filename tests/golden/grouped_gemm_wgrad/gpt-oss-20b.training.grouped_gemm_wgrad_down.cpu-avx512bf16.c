@@ -189,12 +189,16 @@ INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
     return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
 }
 
-// Copies a row of whole vectors, past the caches.
-INLINE void copy_far(void *to, const void *from, i64 bytes)
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
 {
     typedef vec vec_anywhere __attribute__((aligned(1)));
-    for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
-        store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
 }
 
 typedef bf16 left_t;
@@ -336,7 +340,7 @@ static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64
     for (i64 r = 0; r < rows; r++) {
         f32 *grad = to->grad + (row + r) * WIDTH + column;
         if (to->far)
-            copy_far(grad, sums[r], columns * 4);
+            copy_row(grad, sums[r], columns * 4, 1);
         else
             finish_row(grad, sums[r], columns, to->add);
     }
