@@ -77,6 +77,7 @@ fn layer(
     for (index, peer) in peers.iter_mut().enumerate() {
         ways.extend(peer.load(index, folder.path(), selection.pass));
     }
+    ways.retain(|way| !selection.without.contains(&way.title));
     let limits = Limits::measure(&here, dtype, peers)?;
     let table = Table::new(&ways);
     table.head(shape, dtype, threads, &limits);

@@ -19,6 +19,7 @@ cargo bench --bench layer -- [OPTIONS]
   --threads N,…                                                          [one per core]
   --skew NAME,…     uniform, zipf:EXPONENT                           [uniform,zipf:1.2]
   --peers NAME,…    torch, gemm, candle; none                       [torch,gemm,candle]
+  --without WAY,…   ways of peers, as torch-eager, that are left out
   --backward        forward and backward together
   --seconds S       of pairs per line and way of a peer; three pairs at least      [0.5]
   --shrink N        widths divided by N (2, 4), to see on few tokens whether all works  [1]
@@ -35,6 +36,7 @@ pub struct Selection {
     pub threads: Vec<usize>,
     pub skews: Vec<Skew>,
     pub peers: Vec<String>,
+    pub without: Vec<String>,
     pub pass: Pass,
     pub budget: Duration,
     pub python: String,
@@ -85,6 +87,7 @@ impl Selection {
             threads: vec![cores],
             skews: vec![Skew::Uniform, Skew::Zipf(1.2)],
             peers: names("torch,gemm,candle"),
+            without: Vec::new(),
             pass: Pass::Forward,
             budget: Duration::from_millis(500),
             python: "python3".to_string(),
@@ -99,6 +102,7 @@ impl Selection {
             "--threads" => self.threads = list(value)?,
             "--skew" => self.skews = list(value)?,
             "--peers" => self.peers = names(value),
+            "--without" => self.without = names(value),
             "--seconds" => self.budget = Duration::try_from_secs_f64(value.parse()?)?,
             "--python" => self.python = value.to_string(),
             _ => return Err(format!("unknown option {option}\n\n{HELP}").into()),
