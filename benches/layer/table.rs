@@ -8,7 +8,8 @@ use moesaic::{DType, Engine};
 
 pub const LEGEND: &str = "\
 # ms: ours, the median; of limit: the least time of the work on this machine over ours, where the least is the longer of
-# arithmetic at the peak rate and memory at the read bandwidth; right of the bar: a peer's time over ours, median of pairs
+# arithmetic at the peak rate and memory at the read bandwidth; right of the bar: a peer's time over ours, median of pairs.
+# Memory's bandwidth is that of more than the caches hold; the few experts of one token may fit in them, and do better than it.
 ";
 
 /// Date and machine.
