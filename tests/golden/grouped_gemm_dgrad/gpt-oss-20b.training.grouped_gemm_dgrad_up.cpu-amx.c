@@ -2,8 +2,9 @@
 //
 // A block owns 320 rows of one expert and 512 columns of the result. It goes over
 // the sum in slices: the rows' slice is copied near and multiplied by the weights',
-// of which a few strips at a time are packed. Sums are AMX tiles. The weights are summed over by rows, so that they lie as
-// the panel wants them. A row's sums do not depend on the other rows.
+// of which a few strips at a time are packed. Sums are AMX tiles.
+// The weights are summed over by rows, so that they lie as the panel wants them.
+// A row's sums do not depend on the other rows.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has
 // the rows of a block, its sums and a panel.
@@ -434,7 +435,8 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
                 for (i64 group = 0; group < groups; group++) {
                     const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
                     f32 (*sums)[STRIP] = near->sums[group][strip];
-                    ahead_t ahead = part_of(corner + (PANEL_STRIPS - member) * STRIP, width, steps, member * groups + group, PANEL_STRIPS * groups);
+                    const weight_t *next = corner + (PANEL_STRIPS - member) * STRIP;
+                    ahead_t ahead = part_of(next, width, steps, member * groups + group, PANEL_STRIPS * groups);
                     multiply_rows(count, sums, near->rows[group], near->panel[member], steps, start, ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, min_i64(STRIP, columns));

@@ -3,8 +3,9 @@
 // A block owns 384 rows of one expert and 256 columns of the result. It goes over
 // the sum in slices: a slice of the weights is packed into a panel on the
 // stack, every 6 rows are multiplied by it in registers, and the sums go to a
-// tile on the stack. The weights are summed over by rows, so that they lie as
-// the panel wants them. A row's sums do not depend on the other rows.
+// tile on the stack.
+// The weights are summed over by rows, so that they lie as the panel wants them.
+// A row's sums do not depend on the other rows.
 //
 // Baked in: experts, widths, types, activation. On the stack: the panel
 // (256 words by the columns of a block), 6 rows of input, the tile.
@@ -398,13 +399,13 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
             pack_bf16(panel[0][0], STRIP, strips * STRIP, matrix, OUTER, width, width, block->column_count);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
-                const i64 next = group + 1 < groups ? first + height : 0;
+                const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
                 load_slice(slice, row[product] + first, depth, count, width);
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
                     f32 (*sums)[STRIP] = tile[group][strip];
-                    fetch_rows(row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), count, strip, strips);
-                    ahead_t ahead = part_of(next_matrix + column, TILE_DEPTH, (words + FETCH_WORDS - 1) / FETCH_WORDS, group, groups);
+                    fetch_rows(row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
+                    ahead_t ahead = part_of(next_matrix + column, TILE_DEPTH, FETCHES, group, groups);
                     multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);

@@ -463,7 +463,8 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
                 pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, WIDTH, steps * STEP, depth, columns);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
-                ahead_t ahead = part_of(corner + (PANEL_STRIPS - strip) * STRIP, depth, steps, strip * groups + group, PANEL_STRIPS * groups);
+                const right_t *next = corner + (PANEL_STRIPS - strip) * STRIP;
+                ahead_t ahead = part_of(next, depth, steps, strip * groups + group, PANEL_STRIPS * groups);
                 multiply_rows(count, sums, near->rows[group], near->panel[strip], steps, 1, ahead);
                 finish_sums(&results, sums, first, count, column, min_i64(STRIP, columns));
             }

@@ -450,7 +450,8 @@ static void multiply_block(const left_t *left, const right_t *right, const block
             for (i64 strip = 0; strip < strips; strip++) {
                 const i64 column = strip * STRIP;
                 f32 (*sums)[STRIP] = tile[group][strip];
-                ahead_t ahead = part_of(right + (row + TILE_DEPTH) * WIDTH + column, TILE_DEPTH, (words + FETCH_WORDS - 1) / FETCH_WORDS, group, groups);
+                const right_t *later = right + (row + TILE_DEPTH) * WIDTH + column;
+                ahead_t ahead = part_of(later, TILE_DEPTH, FETCHES, group, groups);
                 multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
                 if (last)
                     finish_sums(to, sums, first, count, column, min_i64(STRIP, block->column_count - column));
