@@ -675,6 +675,8 @@ pub mod layer9_awkward_experts_kernels {
         pub struct ExpertScanOrder {
             /// Reads `best_score`, f32 `[tokens]`.
             pub best_score: In<f32>,
+            /// Reads and writes `sort_items`, i64 `[2, tokens]`.
+            pub sort_items: InOut<i64>,
             /// Writes `token_order`, i32 `[tokens]`.
             pub token_order: Out<i32>,
             /// The token count.
@@ -686,12 +688,18 @@ pub mod layer9_awkward_experts_kernels {
             const SYMBOL: &'static str = "expert_scan_order";
             const PARAMS: &'static [(&'static str, ParamType)] = &[
                 ("best_score", <In<f32>>::TYPE),
+                ("sort_items", <InOut<i64>>::TYPE),
                 ("token_order", <Out<i32>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
-            type Args = [Arg; 3];
+            type Args = [Arg; 4];
             fn args(&self) -> Self::Args {
-                [self.best_score.arg(), self.token_order.arg(), self.tokens.arg()]
+                [
+                    self.best_score.arg(),
+                    self.sort_items.arg(),
+                    self.token_order.arg(),
+                    self.tokens.arg(),
+                ]
             }
 
             fn tokens(&self) -> i64 {
