@@ -17,8 +17,6 @@ mod data;
 mod here;
 #[path = "layer/peer.rs"]
 mod peer;
-#[path = "layer/routing.rs"]
-mod routing;
 #[path = "layer/select.rs"]
 mod select;
 #[path = "layer/shapes.rs"]
@@ -37,6 +35,9 @@ use shapes::Shape;
 use std::error::Error;
 use table::Table;
 use timing::{Limits, Pass, Work};
+
+/// Of the draw of experts.
+const SEED: u64 = 5;
 
 type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
 
@@ -83,7 +84,7 @@ fn layer(
     table.head(shape, dtype, threads, &limits);
     for skew in &selection.skews {
         for &tokens in &selection.tokens {
-            let ids = routing::choose(shape, tokens, *skew);
+            let ids = skew.draw(shape.experts, shape.top_k, tokens, SEED);
             let call = Call::new(shape, dtype, tokens, &ids, &router);
             let work = Work::of(shape, dtype, tokens, &ids, selection.pass);
             let input = folder.input(&call, dtype, shape)?;

@@ -1,10 +1,10 @@
 //! What a run of the bench covers.
 
 use crate::Result;
-use crate::routing::Skew;
 use crate::shapes::{SHAPES, Shape};
 use crate::timing::Pass;
 use moesaic::DType;
+use moesaic::reference::Skew;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 use std::time::Duration;

@@ -1,9 +1,9 @@
 //! What the bench prints; benches/peers/plot.py reads it.
 
 use crate::peer::Way;
-use crate::routing::Skew;
 use crate::shapes::Shape;
 use crate::timing::{Limits, Pass, Times, Work};
+use moesaic::reference::Skew;
 use moesaic::{DType, Engine};
 
 pub const LEGEND: &str = "\
