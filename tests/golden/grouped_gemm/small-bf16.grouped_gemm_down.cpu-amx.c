@@ -281,25 +281,35 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
 }
 
 // Weights that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products.
+// fetches its part of what is next, a few lines at a time, between products. Many
+// lines at once would keep the products from reading what is near.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} lines_t;
+typedef struct {
+    lines_t next;
 } ahead_t;
+
+INLINE void fetch_lines(lines_t *lines, const i64 bytes)
+{
+    for (i64 line = 0; line < lines->lines; line++)
+        for (i64 next = 0; next < bytes; next += LINE)
+            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
+    lines->from += lines->step;
+}
 
 INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
-    ahead->from += ahead->step;
+    fetch_lines(&ahead->next, LINE);
 }
 // What group `group` of `groups` fetches of a slice of a strip.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){from, each, LINE, each * LINE};
+    return (ahead_t){.next = {from, each, LINE, each * LINE}};
 }
 
 // What a thread keeps near while it works on a block: its rows, as tiles take

@@ -279,25 +279,40 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
 }
 
 // Weights that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products.
+// fetches its part of what is next, a few lines at a time, between products. Many
+// lines at once would keep the products from reading what is near.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} lines_t;
+typedef struct {
+    lines_t next;
+    const input_t *const *row; // of input, of which every `strips`th is fetched
+    i64 rows, strips, depth;
 } ahead_t;
+
+INLINE void fetch_lines(lines_t *lines, const i64 bytes)
+{
+    for (i64 line = 0; line < lines->lines; line++)
+        for (i64 next = 0; next < bytes; next += LINE)
+            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
+    lines->from += lines->step;
+}
 
 INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
-    ahead->from += ahead->step;
+    fetch_lines(&ahead->next, LINE);
+    for (i64 r = 0; r < ahead->rows; r += ahead->strips)
+        __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
+    ahead->depth += FETCH_WORDS * WORD;
 }
 // What group `group` of `groups` fetches of a slice of a strip.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){from, each, LINE, each * LINE};
+    return (ahead_t){.next = {from, each, LINE, each * LINE}};
 }
 
 // A depth slice of a few rows of input, as words.
@@ -314,12 +329,14 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
         }
 }
 
-// Rows that are wanted soon: some of the next slice, before a strip is multiplied.
-INLINE void fetch_rows(const input_t *const *row, i64 depth, i64 count, i64 strip, i64 strips)
+// Fetches the next slice's rows beside strip `strip` of `strips`: each strip
+// fetches some of them.
+INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
 {
-    for (i64 r = strip; r < count; r += strips)
-        for (i64 i = 0; i < TILE_DEPTH; i += 64 / (i64)sizeof(input_t))
-            __builtin_prefetch(row[r] + depth + i, 0, 2);
+    ahead->row = row + strip;
+    ahead->rows = rows - strip;
+    ahead->strips = strips;
+    ahead->depth = depth;
 }
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
@@ -415,16 +432,16 @@ static void multiply_block(const input_t *const *row, const block_t *block, cons
         for (i64 group = 0; group < groups; group++) {
             const i64 first = group * height, count = min_i64(height, rows - first);
             const int wraps = group + 1 == groups;
-            const i64 next = wraps ? 0 : first + height, next_count = min_i64(height, rows - next);
+            const i64 next = wraps ? 0 : first + height, next_count = wraps && last ? 0 : min_i64(height, rows - next);
             const i64 next_depth = depth + (wraps ? TILE_DEPTH : 0);
             load_slice(slice, row + first, depth, count, width);
             for (i64 strip = 0; strip < strips; strip++) {
                 const i64 column = strip * REGISTER_COLUMNS;
                 f32 (*sums)[STRIP] = tile[group][strip];
-                fetch_rows(row + next, next_depth, next_count, strip, strips);
                 const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
                 const panel_word_t (*later)[STRIP] = last ? next_panel[strip] : weights + TILE_WORDS;
                 ahead_t ahead = part_of(later, group, groups);
+                fetch_rows(&ahead, row + next, next_depth, next_count, strip, strips);
                 multiply_rows(count, sums, slice, weights, words, depth == 0, ahead);
                 if (last)
                     finish_sums(to, sums, first, count, column, min_i64(REGISTER_COLUMNS, block->column_count - column));

@@ -281,26 +281,35 @@ typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 
 // Weights that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products.
+// fetches its part of what is next, a few lines at a time, between products. Many
+// lines at once would keep the products from reading what is near.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} lines_t;
+typedef struct {
+    lines_t next;
 } ahead_t;
+
+INLINE void fetch_lines(lines_t *lines, const i64 bytes)
+{
+    for (i64 line = 0; line < lines->lines; line++)
+        for (i64 next = 0; next < bytes; next += LINE)
+            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
+    lines->from += lines->step;
+}
 
 INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(weight_t); next += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
-    ahead->from += ahead->step;
+    fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(weight_t));
 }
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
     const i64 row = OUTER * sizeof(*corner), all = max_i64(shares * calls, 1);
     const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
+    return (ahead_t){.next = {(const char *)corner + first * row, first < rows ? each : 0, row, each * row}};
 }
 
 // What a thread keeps near while it works on a block: its rows, as tiles take

@@ -253,26 +253,40 @@ typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
 // Weights that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products.
+// fetches its part of what is next, a few lines at a time, between products. Many
+// lines at once would keep the products from reading what is near.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} lines_t;
+typedef struct {
+    lines_t next;
+    const input_t *const *row; // of input, of which every `strips`th is fetched
+    i64 rows, strips, depth;
 } ahead_t;
+
+INLINE void fetch_lines(lines_t *lines, const i64 bytes)
+{
+    for (i64 line = 0; line < lines->lines; line++)
+        for (i64 next = 0; next < bytes; next += LINE)
+            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
+    lines->from += lines->step;
+}
 
 INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(weight_t); next += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
-    ahead->from += ahead->step;
+    fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(weight_t));
+    for (i64 r = 0; r < ahead->rows; r += ahead->strips)
+        __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
+    ahead->depth += FETCH_WORDS * WORD;
 }
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
     const i64 row = OUTER * sizeof(*corner), all = max_i64(shares * calls, 1);
     const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
+    return (ahead_t){.next = {(const char *)corner + first * row, first < rows ? each : 0, row, each * row}};
 }
 
 // A depth slice of a few rows of input, as words.
@@ -289,12 +303,14 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
         }
 }
 
-// Rows that are wanted soon: some of the next slice, before a strip is multiplied.
-INLINE void fetch_rows(const input_t *const *row, i64 depth, i64 count, i64 strip, i64 strips)
+// Fetches the next slice's rows beside strip `strip` of `strips`: each strip
+// fetches some of them.
+INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
 {
-    for (i64 r = strip; r < count; r += strips)
-        for (i64 i = 0; i < TILE_DEPTH; i += 64 / (i64)sizeof(input_t))
-            __builtin_prefetch(row[r] + depth + i, 0, 2);
+    ahead->row = row + strip;
+    ahead->rows = rows - strip;
+    ahead->strips = strips;
+    ahead->depth = depth;
 }
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
@@ -404,8 +420,8 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
                     f32 (*sums)[STRIP] = tile[group][strip];
-                    fetch_rows(row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
                     ahead_t ahead = part_of(next_matrix + column, TILE_DEPTH, FETCHES, group, groups);
+                    fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
                     multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);

@@ -1,13 +1,13 @@
 // grouped_gemm_wgrad_down: grad_down = transposed dout * hidden, summed over
 // the rows of every expert; biases are sums of the left factor.
 //
-// A block owns 384 by 256 elements of a matrix. It goes over the rows of its
-// expert in slices: both factors are packed into panels on the stack and
-// multiplied there in registers, 6 by 64 at a time. Sums are f32, in the
-// order of the rows. An expert without rows gets zeros.
+// A block owns 384 by 1024 elements of a matrix. It goes over the rows of its
+// expert in slices: the right factor is packed into a panel on the stack, a few
+// columns of the left one are copied together, and both are multiplied in registers,
+// 6 by 64 at a time. Sums are f32, in the order of the rows. An expert without rows gets zeros.
 //
-// Baked in: experts, widths, types. On the stack: two panels (256 words
-// deep) and the tile.
+// Baked in: experts, widths, types. On the stack: the panel (256 words
+// deep) and its sums.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -209,18 +209,17 @@ enum {
     HEIGHT = 2880, // rows of a matrix, width of the left factor
     WIDTH = 2880, // columns of a matrix, width of the right factor
     TILE_ROWS = 384,
-    TILE_COLUMNS = 256,
+    TILE_COLUMNS = 1024,
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
     TILE_WORDS = 256, // of a slice of rows
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 6,
     REGISTER_COLUMNS = 64,
-    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
+    PANEL_STRIPS = 256 / STRIP, // that are packed together
     FETCH_STRIPS = 1, // that are fetched together
+    SLICES = 8, // of the left factor that are copied together
     VECTORS = STRIP / LANES,
-    // Whole vectors, also from the first of the last few columns on.
-    LEFT_STRIP = (TILE_ROWS + 2 * LANES - 1) / LANES * LANES,
     BIAS_COLUMNS = 256,
 };
 
@@ -286,26 +285,37 @@ typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
 // Columns of the right factor that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products.
+// fetches its part of what is next, a few lines at a time, between products. Many
+// lines at once would keep the products from reading what is near.
 enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+} lines_t;
+typedef struct {
+    lines_t next;
+    lines_t left; // columns of the left factor
 } ahead_t;
+
+INLINE void fetch_lines(lines_t *lines, const i64 bytes)
+{
+    for (i64 line = 0; line < lines->lines; line++)
+        for (i64 next = 0; next < bytes; next += LINE)
+            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
+    lines->from += lines->step;
+}
 
 INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(right_t); next += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
-    ahead->from += ahead->step;
+    fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(right_t));
+    fetch_lines(&ahead->left, LINE);
 }
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const right_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
     const i64 row = WIDTH * sizeof(*corner), all = max_i64(shares * calls, 1);
     const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
+    return (ahead_t){.next = {(const char *)corner + first * row, first < rows ? each : 0, row, each * row}};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -346,8 +356,7 @@ static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64
     }
 }
 
-// A slice of the left factor, and of a few columns of it: words.
-typedef f32 left_panel_t[TILE_WORDS][LEFT_STRIP];
+// A slice of a few columns of the left factor: words.
 typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
@@ -396,50 +405,73 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
-// The sums of a block.
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
+// The sums of a panel.
+typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][PANEL_STRIPS];
 
-// Copies a few columns of the left panel together. A word writes whole vectors,
-// whose ends the next ones write over.
-static void load_slice(slice_t slice, left_panel_t left, i64 column, i64 words)
+// Copies some columns of `depth` rows of the left factor, of which `columns` are
+// left, slice by slice. A word writes whole vectors, whose ends the next ones write
+// over. Of several slices at once every line is read once: rows that are a power of
+// two apart do not stay in a cache.
+static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 columns)
 {
-    for (i64 word = 0; word < words; word++)
-        for (i64 r = 0; r < REGISTER_ROWS; r += LANES)
-            *(vec_in_memory *)&slice[word][r] = load_f32(&left[word][column + r]);
+    const i64 count = min_i64(SLICES, (columns + REGISTER_ROWS - 1) / REGISTER_ROWS);
+    for (i64 row = 0; row < depth; row += WORD)
+        for (i64 slice = 0; slice < count; slice++)
+            for (i64 r = 0; r < REGISTER_ROWS; r += LANES) {
+                const i64 column = slice * REGISTER_ROWS + r;
+                vec words = column_words_bf16(left + row * HEIGHT + column, HEIGHT, depth - row, columns - column);
+                *(vec_in_memory *)&slices[slice][row / WORD][r] = words;
+            }
 }
 
-// A block: a slice of the rows at a time, of which both factors are packed. A few
-// columns of the left one are copied next to each other and multiplied by every
-// strip of the right one. Results are finished while their sums are near.
+// Fetches the left factor's next columns beside strip `strip` of `strips`.
+INLINE void fetch_left(ahead_t *ahead, const left_t *next, i64 strip, i64 strips)
+{
+    enum { ROWS = FETCH_WORDS * WORD }; // of a fetch, of which each strip has a share
+    const i64 row = HEIGHT * sizeof(*next), share = (ROWS + strips - 1) / strips;
+    ahead->left = (lines_t){(const char *)next + strip * share * row, share, row, ROWS * row};
+}
+
+// A block: a panel of columns at a time, and a slice of the rows, for which the
+// right factor is packed. A few columns of the left one are copied next to each
+// other and multiplied by every strip of the panel; they stay in a cache for the
+// next panels. Results are finished while their sums are near.
 static void multiply_block(const left_t *left, const right_t *right, const block_t *block, const results_t *to)
 {
     tile_t tile ALIGNED;
-    strip_t panel[STRIPS] ALIGNED;
-    left_panel_t left_panel ALIGNED;
-    slice_t slice ALIGNED;
-    const i64 height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    const i64 strips = (block->column_count + STRIP - 1) / STRIP;
-    i64 row = 0;
-    do {
-        const i64 depth = min_i64(TILE_DEPTH, block->row_count - row), words = (depth + WORD - 1) / WORD;
-        const int start = row == 0, last = row + TILE_DEPTH >= block->row_count;
-        pack_bf16(left_panel[0], LEFT_STRIP, LEFT_STRIP, left + row * HEIGHT, HEIGHT, depth, depth, height);
-        pack_bf16(panel[0][0], STRIP, strips * STRIP, right + row * WIDTH, WIDTH, depth, depth, block->column_count);
-        for (i64 group = 0; group < groups; group++) {
-            const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
-            load_slice(slice, left_panel, first, words);
-            for (i64 strip = 0; strip < strips; strip++) {
-                const i64 column = strip * STRIP;
-                f32 (*sums)[STRIP] = tile[group][strip];
-                const right_t *later = right + (row + TILE_DEPTH) * WIDTH + column;
-                ahead_t ahead = part_of(later, TILE_DEPTH, FETCHES, group, groups);
-                multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
-                if (last)
-                    finish_sums(to, sums, first, count, column, min_i64(STRIP, block->column_count - column));
+    sums_t only_sums ALIGNED;
+    strip_t panel[PANEL_STRIPS] ALIGNED;
+    slice_t slices[SLICES] ALIGNED;
+    const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    for (i64 corner = 0; corner < block->column_count; corner += PANEL_STRIPS * STRIP) {
+        const i64 width = min_i64(PANEL_STRIPS * STRIP, block->column_count - corner), strips = (width + STRIP - 1) / STRIP;
+        // Past the last panel, the next expert's rows follow in memory.
+        const i64 next_panel = corner + width < block->column_count ? corner + width : rows * WIDTH;
+        i64 row = 0;
+        do {
+            const i64 depth = min_i64(TILE_DEPTH, rows - row), words = (depth + WORD - 1) / WORD;
+            const int start = row == 0, last = row + TILE_DEPTH >= rows;
+            const right_t *later = right + (last ? next_panel : (row + TILE_DEPTH) * WIDTH + corner);
+            pack_bf16(panel[0][0], STRIP, strips * STRIP, right + row * WIDTH + corner, WIDTH, depth, depth, width);
+            for (i64 group = 0; group < groups; group++) {
+                const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
+                const left_t *columns = left + row * HEIGHT + first;
+                if (group % SLICES == 0)
+                    load_slices(slices, columns, depth, HEIGHT - block->first_height - first);
+                for (i64 strip = 0; strip < strips; strip++) {
+                    const i64 column = strip * STRIP;
+                    f32 (*sums)[STRIP] = start && last ? only_sums : tile[group][strip];
+                    ahead_t ahead = part_of(later + column, TILE_DEPTH, FETCHES, group, groups);
+                    if (corner == 0)
+                        fetch_left(&ahead, columns + SLICES * REGISTER_ROWS, strip, strips);
+                    multiply_rows(count, sums, slices[group % SLICES], panel[strip], words, start, ahead);
+                    if (last)
+                        finish_sums(to, sums, first, count, corner + column, min_i64(STRIP, width - column));
+                }
             }
-        }
-        row += TILE_DEPTH;
-    } while (row < block->row_count);
+            row += TILE_DEPTH;
+        } while (row < rows);
+    }
 }
 
 static void grouped_gemm_wgrad_down_block(

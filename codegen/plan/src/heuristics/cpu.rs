@@ -20,6 +20,10 @@ const BLOCK_COLUMNS: usize = 256;
 /// about half of a second-level cache of 2 MiB.
 const AMX_DEPTH: usize = 1024;
 
+/// Columns of the right factor of a weight's gradient: a slice of the left one
+/// is read from far away once for all of them.
+const WGRAD_COLUMNS: usize = 1024;
+
 /// Columns of the right factor where there is one matrix only, as a router's:
 /// more blocks, so that more threads share the pass over all tokens.
 const DENSE_COLUMNS: usize = 128;
@@ -208,7 +212,7 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
 }
 
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts words
-/// of rows, few enough that both panels stay near.
+/// of rows, few enough that a panel of the right factor stays near.
 pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
     if family(isa, d.left, d.right) == GemmFamily::Tiles {
         return wgrad_tiles(d);
@@ -217,7 +221,7 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmC
     let columns = match d.dense {
         true if d.height <= FEW_ROWS => NARROW_COLUMNS,
         true => DENSE_COLUMNS,
-        false => BLOCK_COLUMNS,
+        false => WGRAD_COLUMNS,
     };
     GroupedGemmConfig {
         tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
