@@ -2,12 +2,12 @@
 //
 // A block owns 384 rows of one expert and 256 columns of the output. It goes over
 // the inner dimension in slices: a slice of the weights is transposed into a
-// panel on the stack, every 6 rows are multiplied by them in registers, and the
+// panel on the stack, every 12 rows are multiplied by them in registers, and the
 // sums go to a tile on the stack. A row's sums do not depend on the other rows
 // or on their number.
 //
 // Baked in: experts, widths, types, activation. On the stack: the panel
-// (256 words by the columns of a block), 6 rows of input, the tile.
+// (256 words by the columns of a block), 12 rows of input, the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -183,8 +183,8 @@ enum {
     TILE_COLUMNS = 256,
     TILE_WORDS = 256, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 6,
-    REGISTER_COLUMNS = 64, // of each matrix
+    REGISTER_ROWS = 12,
+    REGISTER_COLUMNS = 32, // of each matrix
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
     VECTORS = STRIP / LANES,
@@ -324,7 +324,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                      const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     vec sum[REGISTER_ROWS][VECTORS];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -336,7 +336,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
             w[v] = load_panel(&panel[word][v * LANES]);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             vec x = broadcast_word(&slice[r][word]);
 #pragma GCC unroll 8
@@ -344,7 +344,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                 sum[r][v] = multiply_add(sum[r][v], x, w[v]);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -362,6 +362,12 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
     case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
     case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    case 7: multiply(7, sums, slice, panel, words, start, ahead); break;
+    case 8: multiply(8, sums, slice, panel, words, start, ahead); break;
+    case 9: multiply(9, sums, slice, panel, words, start, ahead); break;
+    case 10: multiply(10, sums, slice, panel, words, start, ahead); break;
+    case 11: multiply(11, sums, slice, panel, words, start, ahead); break;
+    case 12: multiply(12, sums, slice, panel, words, start, ahead); break;
     }
 }
 

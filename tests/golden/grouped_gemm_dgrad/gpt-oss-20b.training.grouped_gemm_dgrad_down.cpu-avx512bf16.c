@@ -2,7 +2,7 @@
 //
 // A block owns 384 rows of one expert and 256 columns of the result. It goes over
 // the sum in slices: a slice of the weights is packed into a panel on the
-// stack, every 6 rows are multiplied by it in registers, and the sums go to a
+// stack, every 12 rows are multiplied by it in registers, and the sums go to a
 // tile on the stack.
 // The weights are summed over by rows, so that they lie as the panel wants them.
 // A row's sums do not depend on the other rows.
@@ -11,7 +11,7 @@
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
 // Baked in: experts, widths, types, activation. On the stack: the panel
-// (256 words by the columns of a block), 6 rows of input, the tile.
+// (256 words by the columns of a block), 12 rows of input, the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -222,8 +222,8 @@ enum {
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
     TILE_WORDS = 256, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 6,
-    REGISTER_COLUMNS = 64,
+    REGISTER_ROWS = 12,
+    REGISTER_COLUMNS = 32,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     FETCH_STRIPS = 1, // that are fetched together
@@ -364,7 +364,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                      const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     vec sum[REGISTER_ROWS][VECTORS];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -376,7 +376,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
             w[v] = load_panel(&panel[word][v * LANES]);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             vec x = broadcast_word(&slice[r][word]);
 #pragma GCC unroll 8
@@ -384,7 +384,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                 sum[r][v] = multiply_add(sum[r][v], x, w[v]);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -402,6 +402,12 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
     case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
     case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    case 7: multiply(7, sums, slice, panel, words, start, ahead); break;
+    case 8: multiply(8, sums, slice, panel, words, start, ahead); break;
+    case 9: multiply(9, sums, slice, panel, words, start, ahead); break;
+    case 10: multiply(10, sums, slice, panel, words, start, ahead); break;
+    case 11: multiply(11, sums, slice, panel, words, start, ahead); break;
+    case 12: multiply(12, sums, slice, panel, words, start, ahead); break;
     }
 }
 

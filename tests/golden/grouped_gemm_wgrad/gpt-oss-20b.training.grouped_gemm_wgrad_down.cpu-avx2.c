@@ -210,7 +210,7 @@ enum {
     STRIP = REGISTER_COLUMNS,
     PANEL_STRIPS = 256 / STRIP, // that are packed together
     FETCH_STRIPS = 1, // that are fetched together
-    SLICES = 8, // of the left factor that are copied together
+    SLICES = 48 / REGISTER_ROWS, // of the left factor that are copied together
     VECTORS = STRIP / LANES,
     BIAS_COLUMNS = 256,
 };

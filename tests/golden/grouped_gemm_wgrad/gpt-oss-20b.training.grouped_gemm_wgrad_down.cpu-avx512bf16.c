@@ -4,7 +4,7 @@
 // A block owns 384 by 1024 elements of a matrix. It goes over the rows of its
 // expert in slices: the right factor is packed into a panel on the stack, a few
 // columns of the left one are copied together, and both are multiplied in registers,
-// 6 by 64 at a time. Sums are f32, in the order of the rows. An expert without rows gets zeros.
+// 12 by 32 at a time. Sums are f32, in the order of the rows. An expert without rows gets zeros.
 //
 // Baked in: experts, widths, types. On the stack: the panel (256 words
 // deep) and its sums.
@@ -213,12 +213,12 @@ enum {
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
     TILE_WORDS = 256, // of a slice of rows
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 6,
-    REGISTER_COLUMNS = 64,
+    REGISTER_ROWS = 12,
+    REGISTER_COLUMNS = 32,
     STRIP = REGISTER_COLUMNS,
     PANEL_STRIPS = 256 / STRIP, // that are packed together
     FETCH_STRIPS = 1, // that are fetched together
-    SLICES = 8, // of the left factor that are copied together
+    SLICES = 48 / REGISTER_ROWS, // of the left factor that are copied together
     VECTORS = STRIP / LANES,
     BIAS_COLUMNS = 256,
 };
@@ -364,7 +364,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                      const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     vec sum[REGISTER_ROWS][VECTORS];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -376,7 +376,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
             w[v] = load_panel(&panel[word][v * LANES]);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             vec x = broadcast_word(&slice[word][r]);
 #pragma GCC unroll 8
@@ -384,7 +384,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                 sum[r][v] = multiply_add(sum[r][v], x, w[v]);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -402,6 +402,12 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
     case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
     case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    case 7: multiply(7, sums, slice, panel, words, start, ahead); break;
+    case 8: multiply(8, sums, slice, panel, words, start, ahead); break;
+    case 9: multiply(9, sums, slice, panel, words, start, ahead); break;
+    case 10: multiply(10, sums, slice, panel, words, start, ahead); break;
+    case 11: multiply(11, sums, slice, panel, words, start, ahead); break;
+    case 12: multiply(12, sums, slice, panel, words, start, ahead); break;
     }
 }
 

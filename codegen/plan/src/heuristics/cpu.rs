@@ -129,13 +129,15 @@ fn family(isa: CpuIsa, left: DType, right: DType) -> GemmFamily {
 }
 
 /// Rows and columns of the sums that vector registers hold; some are left for
-/// operands.
+/// operands. AVX-512 multiplies by a word that it repeats from memory, so many
+/// rows cost no registers, and the panel is read for twice as many of them.
 fn register_tile(isa: CpuIsa) -> (usize, usize) {
-    let vectors = match isa.vector_registers() {
-        32 => 4,
-        _ => 2,
+    let (rows, vectors) = match isa {
+        CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx => (12, 2),
+        CpuIsa::Neon | CpuIsa::NeonBf16 => (6, 4),
+        CpuIsa::Portable | CpuIsa::Avx2 => (6, 2),
     };
-    (6, vectors * isa.vector_bytes() / 4)
+    (rows, vectors * isa.vector_bytes() / 4)
 }
 
 /// See [`CombineConfig`].
