@@ -63,7 +63,8 @@ fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
 /// The yardstick.
 pub fn limits(spec: &LayerSpec, limits: &Limits) -> String {
     format!(
-        "\nthis machine at best: {:.0} GFLOP/s f32, {:.1} GB/s read ({} threads)\n\
+        "\nthis machine at best: {:.0} GFLOP/s f32, {:.1} GB/s read from memory ({} threads)\n\
+         (what fits in a cache is read faster, so that small steps can do better than that)\n\
          layer `{}` at {} x {} x {}, f32:\n",
         limits.f32_gflops,
         limits.read_gbps,

@@ -7,8 +7,9 @@ use moesaic_kernel::CpuIsa;
 ///
 /// No fast-math: sums keep the order they are written in. Contraction of
 /// `a * b + c` is asked for by name, since compilers differ in their default.
-/// Kernels read packed memory through vector types, hence no strict aliasing.
-const COMMON: [&str; 12] = [
+/// Kernels read packed memory through vector types, hence no strict aliasing. A
+/// function that is not there is an error here and not at the first launch.
+const COMMON: [&str; 13] = [
     "-std=gnu11",
     "-O3",
     "-fPIC",
@@ -18,6 +19,7 @@ const COMMON: [&str; 12] = [
     "-fno-strict-aliasing",
     "-Wall",
     "-Wextra",
+    "-Werror=implicit-function-declaration",
     "-Wno-unused",
     "-Wno-psabi",
     "-g0",

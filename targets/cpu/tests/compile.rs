@@ -135,6 +135,13 @@ fn a_rejected_text_comes_with_the_compilers_words() {
 }
 
 #[test]
+fn a_function_that_is_not_there_is_found_before_the_first_launch() {
+    let text = SCALE.replacen('{', "{ far_away();", 1);
+    let error = compile(&text, vec![scale_entry()]).unwrap_err();
+    contains(&error.to_string(), &["rejected kernel", "far_away"]);
+}
+
+#[test]
 fn warnings_are_kept_in_the_log() {
     let text = format!("{SCALE}\nint twice(int x) {{ if (x = 2) return 1; return 0; }}\n");
     let log = compile(&text, vec![scale_entry()]).unwrap().report.log;
