@@ -31,37 +31,29 @@ static void keep(float *out, i64 block, const vec *chain) {
   out[block] = sum[0];
 }
 
-/* Numbers as weights are, of both signs: units that multiply zeros, or the same
-   number again and again, need less power and may run faster than any product
-   of matrices can. */
-static float number(unsigned i) {
-  unsigned bits = i * 2654435761u;
-  return ((float)(bits >> 8) / (1 << 24) - 0.5f) * (bits & 128 ? 1.5f : 0.25f);
-}
-
 /* (out f32 [blocks], rounds i64): CHAINS * BYTES / 4 multiply-adds a round. */
 void limit_f32(void *const *args, i64 first, i64 last, i64 grid_x) {
   float *out = ARG(float *, 0);
   i64 rounds = ARG(i64, 1);
   (void)grid_x;
   for (i64 b = first; b < last; ++b) {
-    vec chain[CHAINS], left[2], right[2];
-    for (int c = 0; c < CHAINS; ++c) chain[c] = (vec){0} + number(c);
-    for (int lane = 0; lane < BYTES / 4; ++lane)
-      for (int i = 0; i < 2; ++i) {
-        left[i][lane] = number(4 * lane + i);
-        right[i][lane] = number(4 * lane + i + 2 + (unsigned)b);
-      }
+    vec chain[CHAINS], scale, shift;
+    for (int c = 0; c < CHAINS; ++c) chain[c] = (vec){0} + (float)c;
+    scale = (vec){0} + 0.5f;
+    shift = (vec){0} + (float)b;
     for (i64 r = 0; r < rounds; ++r) {
-      /* Products that are the same in every round would be had beforehand. */
-      vec other = left[0];
-      left[0] = left[1];
-      left[1] = other;
 #pragma GCC unroll 32
-      for (int c = 0; c < CHAINS; ++c) chain[c] += left[c % 2] * right[c / 2 % 2];
+      for (int c = 0; c < CHAINS; ++c) chain[c] = chain[c] * scale + shift;
     }
     keep(out, b, chain);
   }
+}
+
+/* Numbers as weights are, of both signs: AMX tiles of zeros need less power and
+   run faster than any product of matrices can. */
+static float number(unsigned i) {
+  unsigned bits = i * 2654435761u;
+  return ((float)(bits >> 8) / (1 << 24) - 0.5f) * (bits & 128 ? 1.5f : 0.25f);
 }
 
 /* 16 rows of 32 numbers. */
