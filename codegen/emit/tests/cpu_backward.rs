@@ -117,6 +117,13 @@ fn deep_products_and_large_gradients() {
     run(&typed(large, DType::Bf16, DType::Bf16), host(), &[33]);
 }
 
+/// Gradients of experts' rows that tiles write past the caches: 32 MiB.
+#[test]
+fn large_results() {
+    let large = typed(spec(2048, 32, 4, 4), DType::Bf16, DType::Bf16);
+    run(&large, host(), &[2800]);
+}
+
 #[test]
 fn experts() {
     variants(&[

@@ -80,6 +80,15 @@ fn rows_of_one_expert_take_many_tiles() {
     run(&narrow, CpuIsa::Portable, &[1, 6, 12, 13, 25, 700]);
 }
 
+/// Rows of experts that tiles write past the caches: 32 MiB.
+#[test]
+fn large_results() {
+    let mut spec = typed(DType::Bf16, DType::Bf16);
+    (spec.shape.model_dim, spec.shape.hidden_dim) = (2048, 32);
+    (spec.shape.experts, spec.shape.top_k) = (4, 4);
+    run(&spec, host(), &[2048]);
+}
+
 #[test]
 fn scores() {
     variants(&[

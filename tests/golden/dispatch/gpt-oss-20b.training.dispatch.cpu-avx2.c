@@ -87,6 +87,7 @@ enum { FAR_BYTES = 32 << 20 };
 // Stores past the caches, which then need not read the line first. `to` is
 // aligned to a vector.
 INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
 
 // Orders these stores before all later ones.
 INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }

@@ -182,14 +182,47 @@ INLINE void tiles_begin(void)
 }
 INLINE void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
 
-// Tiles are named by number. A stride is the bytes from a row to the next.
+// Tiles are named by number. A stride is the bytes from a row to the next. What is
+// streamed is not wanted again soon: it leaves the first-level cache to the rest.
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
+#define TILE_STREAM(tile, from, stride) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
 #define TILE_MULTIPLY(sums, left, right) \
     __asm__ volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sums ::)
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
+}
 
 typedef bf16 input_t;
 typedef bf16 weight_t;
@@ -304,6 +337,14 @@ INLINE void fetch(ahead_t *ahead)
 {
     fetch_lines(&ahead->next, LINE);
 }
+
+// What is left of it past some fetches.
+INLINE ahead_t past(i64 fetches, ahead_t ahead)
+{
+    ahead.next.from += fetches * ahead.next.step;
+    return ahead;
+}
+
 // What group `group` of `groups` fetches of a slice of a strip.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
@@ -337,10 +378,74 @@ static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *con
     }
 }
 
+// Whether results with this many rows are best written past the caches: then the
+// columns of a register tile are whole lines.
+INLINE int are_far(const input_t *results, i64 rows)
+{
+    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % 64 == 0 };
+    return WHOLE_LINES && is_far(results, rows, OUTER * sizeof(input_t));
+}
+
+// One vector of results, of which `count` elements exist; all of them, if it is far.
+INLINE void store_result(input_t *to, vec v, i64 count, int far)
+{
+    if (far)
+        store_far_half((vec_u16 *)to, bf16_of_f32(v));
+    else if (count >= LANES)
+        store_bf16(to, v);
+    else
+        store_part_bf16(to, v, count);
+}
+
+// Where results go and what is added on the way, from a block's first row and
+// column on.
+typedef struct {
+    int far; // past the caches
+    input_t *out;
+} results_t;
+
+// One vector of results from its sums, at an element of the outputs.
+INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
+{
+    vec result = *(const vec *)sum;
+    store_result(to->out + at, result, count, to->far);
+}
+
+// The results of one row, from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+{
+    const i64 at = row * OUTER + column;
+    for (i64 c = 0; c < columns; c += LANES)
+        finish(to, sums + c, at + c, min_i64(LANES, columns - c));
+}
+
+// A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
+// KB, and the sums and the rows stream by from the second.
+enum {
+    STEPS = TILE_WORDS / TILE,
+    PIECES = (STEPS + 21) / 22,
+    PIECE = (STEPS + PIECES - 1) / PIECES, // steps
+    FINISHED = (REGISTER_ROWS + PIECE - 1) / PIECE, // rows of results beside a step
+};
+
+// Sums whose results are finished beside the next products, which leave the vector
+// units idle: the rows from `row` to `end`.
+typedef struct {
+    const results_t *to;
+    f32 (*sums)[STRIP]; // of the next row
+    i64 row, end, column, columns;
+} pending_t;
+
+INLINE void finish_rows(pending_t *pending, i64 rows)
+{
+    for (; rows > 0 && pending->row < pending->end; rows--)
+        finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
+}
+
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
-// `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
-                     const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
+// `steps` tiles deep, and finishes all that is pending.
+INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
+                     i64 steps, int start, ahead_t ahead, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
     if (start) {
@@ -349,27 +454,29 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
         TILE_ZERO(2);
         TILE_ZERO(3);
     } else {
-        TILE_LOAD(0, &sums[0][0], sums_row);
-        TILE_LOAD(1, &sums[0][TILE], sums_row);
+        TILE_STREAM(0, &sums[0][0], sums_row);
+        TILE_STREAM(1, &sums[0][TILE], sums_row);
         if (tiles == 2) {
-            TILE_LOAD(2, &sums[TILE][0], sums_row);
-            TILE_LOAD(3, &sums[TILE][TILE], sums_row);
+            TILE_STREAM(2, &sums[TILE][0], sums_row);
+            TILE_STREAM(3, &sums[TILE][TILE], sums_row);
         }
     }
     for (i64 step = 0; step < steps; step++, panel += TILE) {
         fetch(&ahead);
-        TILE_LOAD(4, rows[step][0], rows_row);
+        TILE_STREAM(4, rows[step][0], rows_row);
         TILE_LOAD(6, &panel[0][0], panel_row);
         TILE_LOAD(7, &panel[0][TILE], panel_row);
         if (tiles == 2)
-            TILE_LOAD(5, rows[step][TILE], rows_row);
+            TILE_STREAM(5, rows[step][TILE], rows_row);
         TILE_MULTIPLY(0, 4, 6);
         TILE_MULTIPLY(1, 4, 7);
         if (tiles == 2) {
             TILE_MULTIPLY(2, 5, 6);
             TILE_MULTIPLY(3, 5, 7);
         }
+        finish_rows(pending, FINISHED);
     }
+    finish_rows(pending, REGISTER_ROWS);
     TILE_STORE(0, &sums[0][0], sums_row);
     TILE_STORE(1, &sums[0][TILE], sums_row);
     if (tiles == 2) {
@@ -379,44 +486,18 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near,
-                          const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
+static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near, const panel_word_t (*panel)[STRIP],
+                          i64 steps, int start, ahead_t ahead, pending_t *pending)
 {
     if (rows > TILE)
-        multiply(2, sums, near, panel, steps, start, ahead);
+        multiply(2, sums, near, panel, steps, start, ahead, pending);
     else
-        multiply(1, sums, near, panel, steps, start, ahead);
-}
-
-// Where results go and what is added on the way, from a block's first row and
-// column on.
-typedef struct {
-    input_t *out;
-} results_t;
-
-// One vector of results from its sums, at an element of the outputs.
-INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
-{
-    vec result = *(const vec *)sum;
-    if (count == LANES)
-        store_bf16(to->out + at, result);
-    else
-        store_part_bf16(to->out + at, result, count);
-}
-
-// The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on.
-static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
-{
-    for (i64 r = 0; r < rows; r++) {
-        const i64 at = (row + r) * OUTER + column;
-        for (i64 c = 0; c < columns; c += LANES)
-            finish(to, &sums[r][c], at + c, min_i64(LANES, columns - c));
-    }
+        multiply(1, sums, near, panel, steps, start, ahead, pending);
 }
 
 // A block: its rows are copied near, unless the block before left them there,
-// and multiplied by one strip of the weights after the other. Results are finished while their sums are near.
+// and multiplied by one strip of the weights after the other. Results are finished while their sums are near, beside what is
+// multiplied next.
 static void multiply_block(near_t *near, i64 holds, const input_t *const *row, const block_t *block,
                            const results_t *to, const strip_t *panel, const strip_t *next_panel)
 {
@@ -427,21 +508,26 @@ static void multiply_block(near_t *near, i64 holds, const input_t *const *row, c
         if (near->holds != holds)
             load_rows(near->rows, row, depth, rows, width);
         near->holds = holds;
-        sums_t sums ALIGNED;
+        sums_t sums[ROW_GROUPS] ALIGNED;
         const i64 steps = (width + STEP - 1) / STEP;
+        pending_t pending = {0};
         for (i64 strip = 0; strip < strips; strip++) {
             const i64 column = strip * REGISTER_COLUMNS, columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
             const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
             const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
                 : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
-            for (i64 group = 0; group < groups; group++) {
-                const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
-                ahead_t ahead = part_of(later, group, groups);
-                multiply_rows(count, sums, near->rows[group], weights, steps, depth == 0, ahead);
-                if (last)
-                    finish_sums(to, sums, first, count, column, columns);
-            }
+            for (i64 step = 0; step < steps; step += PIECE)
+                for (i64 group = 0; group < groups; group++) {
+                    const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
+                    f32 (*group_sums)[STRIP] = sums[group];
+                    ahead_t ahead = past(step, part_of(later, group, groups));
+                    multiply_rows(count, group_sums, near->rows[group] + step, weights + step * TILE,
+                                  min_i64(PIECE, steps - step), depth + step == 0, ahead, &pending);
+                    if (last && step + PIECE >= steps)
+                        pending = (pending_t){to, group_sums, first, first + count, column, columns};
+                }
         }
+        finish_rows(&pending, REGISTER_ROWS);
     }
 }
 
@@ -499,7 +585,9 @@ static void grouped_gemm_down_block(
     for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
         row[r] = row[r - 1];
     const i64 corner = block.first_row * OUTER + block.first_column;
+    const i64 all_rows = offsets[EXPERTS];
     const results_t results = {
+        .far = are_far(out, all_rows),
         .out = out + corner,
     };
     const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
@@ -508,6 +596,8 @@ static void grouped_gemm_down_block(
     tiles_begin();
     multiply_block(scratch, block_y + 1, row, &block, &results, panel, next_panel);
     tiles_end();
+    if (results.far)
+        end_far_stores();
 }
 
 EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

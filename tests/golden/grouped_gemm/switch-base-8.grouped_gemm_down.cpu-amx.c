@@ -243,6 +243,7 @@ INLINE void fetch(ahead_t *ahead)
         __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
     ahead->depth += FETCH_WORDS * WORD;
 }
+
 // What group `group` of `groups` fetches of a slice of a strip.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
@@ -327,6 +328,15 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
+// One vector of results, of which `count` elements exist.
+INLINE void store_result(input_t *to, vec v, i64 count)
+{
+    if (count >= LANES)
+        store_f32(to, v);
+    else
+        store_part_f32(to, v, count);
+}
+
 // Where results go and what is added on the way, from a block's first row and
 // column on.
 typedef struct {
@@ -337,21 +347,23 @@ typedef struct {
 INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
 {
     vec result = *(const vec *)sum;
-    if (count == LANES)
-        store_f32(to->out + at, result);
-    else
-        store_part_f32(to->out + at, result, count);
+    store_result(to->out + at, result, count);
+}
+
+// The results of one row, from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+{
+    const i64 at = row * OUTER + column;
+    for (i64 c = 0; c < columns; c += LANES)
+        finish(to, sums + c, at + c, min_i64(LANES, columns - c));
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
 // from `column` on.
 static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
-    for (i64 r = 0; r < rows; r++) {
-        const i64 at = (row + r) * OUTER + column;
-        for (i64 c = 0; c < columns; c += LANES)
-            finish(to, &sums[r][c], at + c, min_i64(LANES, columns - c));
-    }
+    for (i64 r = 0; r < rows; r++)
+        finish_row(to, sums[r], row + r, column, columns);
 }
 
 // A block: a depth slice of the weights at a time, and of that a group

@@ -186,14 +186,47 @@ INLINE void tiles_begin(void)
 }
 INLINE void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
 
-// Tiles are named by number. A stride is the bytes from a row to the next.
+// Tiles are named by number. A stride is the bytes from a row to the next. What is
+// streamed is not wanted again soon: it leaves the first-level cache to the rest.
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
+#define TILE_STREAM(tile, from, stride) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
 #define TILE_MULTIPLY(sums, left, right) \
     __asm__ volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sums ::)
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
+}
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
 // x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
@@ -341,6 +374,14 @@ INLINE void fetch(ahead_t *ahead)
 {
     fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(weight_t));
 }
+
+// What is left of it past some fetches.
+INLINE ahead_t past(i64 fetches, ahead_t ahead)
+{
+    ahead.next.from += fetches * ahead.next.step;
+    return ahead;
+}
+
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
@@ -376,66 +417,26 @@ static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *con
     }
 }
 
-// Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
-// `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
-                     const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
-{
-    const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
-    if (start) {
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        TILE_ZERO(2);
-        TILE_ZERO(3);
-    } else {
-        TILE_LOAD(0, &sums[0][0], sums_row);
-        TILE_LOAD(1, &sums[0][TILE], sums_row);
-        if (tiles == 2) {
-            TILE_LOAD(2, &sums[TILE][0], sums_row);
-            TILE_LOAD(3, &sums[TILE][TILE], sums_row);
-        }
-    }
-    for (i64 step = 0; step < steps; step++, panel += TILE) {
-        fetch(&ahead);
-        TILE_LOAD(4, rows[step][0], rows_row);
-        TILE_LOAD(6, &panel[0][0], panel_row);
-        TILE_LOAD(7, &panel[0][TILE], panel_row);
-        if (tiles == 2)
-            TILE_LOAD(5, rows[step][TILE], rows_row);
-        TILE_MULTIPLY(0, 4, 6);
-        TILE_MULTIPLY(1, 4, 7);
-        if (tiles == 2) {
-            TILE_MULTIPLY(2, 5, 6);
-            TILE_MULTIPLY(3, 5, 7);
-        }
-    }
-    TILE_STORE(0, &sums[0][0], sums_row);
-    TILE_STORE(1, &sums[0][TILE], sums_row);
-    if (tiles == 2) {
-        TILE_STORE(2, &sums[TILE][0], sums_row);
-        TILE_STORE(3, &sums[TILE][TILE], sums_row);
-    }
-}
-
-// Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near,
-                          const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
-{
-    if (rows > TILE)
-        multiply(2, sums, near, panel, steps, start, ahead);
-    else
-        multiply(1, sums, near, panel, steps, start, ahead);
-}
-
 // A vector of which `count` elements exist.
 INLINE vec load_row(const input_t *from, i64 count)
 {
     return count >= LANES ? load_bf16(from) : load_part_bf16(from, count);
 }
 
-INLINE void store_row(input_t *to, vec v, i64 count)
+// Whether results with this many rows are best written past the caches: then the
+// columns of a register tile are whole lines.
+INLINE int are_far(const input_t *results, i64 rows)
 {
-    if (count >= LANES)
+    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % 64 == 0 };
+    return WHOLE_LINES && is_far(results, rows, OUTER * sizeof(input_t));
+}
+
+// One vector of results, of which `count` elements exist; all of them, if it is far.
+INLINE void store_result(input_t *to, vec v, i64 count, int far)
+{
+    if (far)
+        store_far_half((vec_u16 *)to, bf16_of_f32(v));
+    else if (count >= LANES)
         store_bf16(to, v);
     else
         store_part_bf16(to, v, count);
@@ -467,6 +468,7 @@ INLINE slope_t slope(vec gate, vec up)
 // What is read beside the product, and written, from a block's first row and
 // column on.
 typedef struct {
+    int far; // results go past the caches
     const input_t *gate_pre, *up_pre;
     input_t *hidden, *dgate, *dup;
     const f32 *topk_weights;
@@ -483,31 +485,106 @@ INLINE void finish(const results_t *to, const f32 *sum, i64 at, f32 weight, vec 
     *part += product * by.value;
     product *= weight;
     by.value *= weight;
-    store_row(to->hidden + at, by.value, count);
-    store_row(to->dgate + at, by.by_gate * product, count);
-    store_row(to->dup + at, by.by_up * product, count);
+    store_result(to->hidden + at, by.value, count, to->far);
+    store_result(to->dgate + at, by.by_gate * product, count, to->far);
+    store_result(to->dup + at, by.by_up * product, count, to->far);
 }
 
-// The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on.
-static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// The results of one row, from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    for (i64 r = 0; r < rows; r++) {
-        const i64 at = (row + r) * OUTER + column;
-        const f32 weight = to->topk_weights[to->row_slots[row + r]];
-        for (i64 c = 0; c < columns; c += LANES)
-            finish(to, &sums[r][c], at + c, weight, &to->parts[row + r], min_i64(LANES, columns - c));
+    const i64 at = row * OUTER + column;
+    const f32 weight = to->topk_weights[to->row_slots[row]];
+    for (i64 c = 0; c < columns; c += LANES)
+        finish(to, sums + c, at + c, weight, &to->parts[row], min_i64(LANES, columns - c));
+}
+
+// A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
+// KB, and the sums and the rows stream by from the second.
+enum {
+    STEPS = TILE_WORDS / TILE,
+    PIECES = (STEPS + 21) / 22,
+    PIECE = (STEPS + PIECES - 1) / PIECES, // steps
+    FINISHED = (REGISTER_ROWS + PIECE - 1) / PIECE, // rows of results beside a step
+};
+
+// Sums whose results are finished beside the next products, which leave the vector
+// units idle: the rows from `row` to `end`.
+typedef struct {
+    const results_t *to;
+    f32 (*sums)[STRIP]; // of the next row
+    i64 row, end, column, columns;
+} pending_t;
+
+INLINE void finish_rows(pending_t *pending, i64 rows)
+{
+    for (; rows > 0 && pending->row < pending->end; rows--)
+        finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
+}
+
+// Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
+// `steps` tiles deep, and finishes all that is pending.
+INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
+                     i64 steps, int start, ahead_t ahead, pending_t *pending)
+{
+    const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
+    if (start) {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    } else {
+        TILE_STREAM(0, &sums[0][0], sums_row);
+        TILE_STREAM(1, &sums[0][TILE], sums_row);
+        if (tiles == 2) {
+            TILE_STREAM(2, &sums[TILE][0], sums_row);
+            TILE_STREAM(3, &sums[TILE][TILE], sums_row);
+        }
     }
+    for (i64 step = 0; step < steps; step++, panel += TILE) {
+        fetch(&ahead);
+        TILE_STREAM(4, rows[step][0], rows_row);
+        TILE_LOAD(6, &panel[0][0], panel_row);
+        TILE_LOAD(7, &panel[0][TILE], panel_row);
+        if (tiles == 2)
+            TILE_STREAM(5, rows[step][TILE], rows_row);
+        TILE_MULTIPLY(0, 4, 6);
+        TILE_MULTIPLY(1, 4, 7);
+        if (tiles == 2) {
+            TILE_MULTIPLY(2, 5, 6);
+            TILE_MULTIPLY(3, 5, 7);
+        }
+        finish_rows(pending, FINISHED);
+    }
+    finish_rows(pending, REGISTER_ROWS);
+    TILE_STORE(0, &sums[0][0], sums_row);
+    TILE_STORE(1, &sums[0][TILE], sums_row);
+    if (tiles == 2) {
+        TILE_STORE(2, &sums[TILE][0], sums_row);
+        TILE_STORE(3, &sums[TILE][TILE], sums_row);
+    }
+}
+
+// Tiles are multiplied whole: rows past the last are computed and not looked at.
+static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near, const panel_word_t (*panel)[STRIP],
+                          i64 steps, int start, ahead_t ahead, pending_t *pending)
+{
+    if (rows > TILE)
+        multiply(2, sums, near, panel, steps, start, ahead, pending);
+    else
+        multiply(1, sums, near, panel, steps, start, ahead, pending);
 }
 
 // A block: the products one after the other, each a depth slice at a time. The
 // slice of the rows is copied near and multiplied by the weights, of which a few
-// strips at a time are packed. Results are finished while their sums are near.
+// strips at a time are packed. Results are finished while their sums are near,
+// beside what is multiplied next.
 static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
                            const weight_t *const *matrices, const block_t *block, const results_t *to)
 {
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     const i64 strips = (block->column_count + STRIP - 1) / STRIP;
+    pending_t pending = {0};
     for (int product = 0; product < PRODUCTS; product++)
         for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
             const i64 width = min_i64(TILE_DEPTH, INNER - depth), steps = (width + STEP - 1) / STEP;
@@ -519,16 +596,19 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
                 const weight_t *corner = matrices[product] + depth * OUTER + column;
                 if (member == 0)
                     pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, OUTER, steps * STEP, width, columns);
-                for (i64 group = 0; group < groups; group++) {
-                    const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
-                    f32 (*sums)[STRIP] = near->sums[group][strip];
-                    const weight_t *next = corner + (PANEL_STRIPS - member) * STRIP;
-                    ahead_t ahead = part_of(next, width, steps, member * groups + group, PANEL_STRIPS * groups);
-                    multiply_rows(count, sums, near->rows[group], near->panel[member], steps, start, ahead);
-                    if (last)
-                        finish_sums(to, sums, first, count, column, min_i64(STRIP, columns));
-                }
+                for (i64 step = 0; step < steps; step += PIECE)
+                    for (i64 group = 0; group < groups; group++) {
+                        const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
+                        f32 (*sums)[STRIP] = near->sums[group][strip];
+                        const weight_t *next = corner + (PANEL_STRIPS - member) * STRIP;
+                        ahead_t ahead = past(step, part_of(next, width, steps, member * groups + group, PANEL_STRIPS * groups));
+                        multiply_rows(count, sums, near->rows[group] + step, near->panel[member] + step * TILE,
+                                      min_i64(PIECE, steps - step), start && step == 0, ahead, &pending);
+                        if (last && step + PIECE >= steps)
+                            pending = (pending_t){to, sums, first, first + count, column, min_i64(STRIP, columns)};
+                    }
             }
+            finish_rows(&pending, REGISTER_ROWS);
         }
 }
 
@@ -563,7 +643,9 @@ static void grouped_gemm_dgrad_down_block(
     vec parts[TILE_ROWS];
     for (i64 r = 0; r < block.row_count; r++)
         parts[r] = (vec){0};
+    const i64 all_rows = offsets[EXPERTS];
     const results_t results = {
+        .far = are_far(hidden, all_rows) && are_far(dgate, all_rows) && are_far(dup, all_rows),
         .gate_pre = gate_pre + first,
         .up_pre = up_pre + first,
         .hidden = hidden + first,
@@ -578,6 +660,8 @@ static void grouped_gemm_dgrad_down_block(
     tiles_end();
     for (i64 r = 0; r < block.row_count; r++)
         dweight_parts[(block.first_row + r) * COLUMN_TILES + block_x] = sum_lanes(parts[r]);
+    if (results.far)
+        end_far_stores();
 }
 
 EXPORT void grouped_gemm_dgrad_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

@@ -327,6 +327,7 @@ INLINE void fetch(ahead_t *ahead)
         __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
     ahead->depth += FETCH_WORDS * WORD;
 }
+
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
@@ -417,7 +418,8 @@ INLINE vec load_row(const input_t *from, i64 count)
     return count >= LANES ? load_bf16(from) : load_part_bf16(from, count);
 }
 
-INLINE void store_row(input_t *to, vec v, i64 count)
+// One vector of results, of which `count` elements exist.
+INLINE void store_result(input_t *to, vec v, i64 count)
 {
     if (count >= LANES)
         store_bf16(to, v);
@@ -467,21 +469,26 @@ INLINE void finish(const results_t *to, const f32 *sum, i64 at, f32 weight, vec 
     *part += product * by.value;
     product *= weight;
     by.value *= weight;
-    store_row(to->hidden + at, by.value, count);
-    store_row(to->dgate + at, by.by_gate * product, count);
-    store_row(to->dup + at, by.by_up * product, count);
+    store_result(to->hidden + at, by.value, count);
+    store_result(to->dgate + at, by.by_gate * product, count);
+    store_result(to->dup + at, by.by_up * product, count);
+}
+
+// The results of one row, from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+{
+    const i64 at = row * OUTER + column;
+    const f32 weight = to->topk_weights[to->row_slots[row]];
+    for (i64 c = 0; c < columns; c += LANES)
+        finish(to, sums + c, at + c, weight, &to->parts[row], min_i64(LANES, columns - c));
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
 // from `column` on.
 static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
-    for (i64 r = 0; r < rows; r++) {
-        const i64 at = (row + r) * OUTER + column;
-        const f32 weight = to->topk_weights[to->row_slots[row + r]];
-        for (i64 c = 0; c < columns; c += LANES)
-            finish(to, &sums[r][c], at + c, weight, &to->parts[row + r], min_i64(LANES, columns - c));
-    }
+    for (i64 r = 0; r < rows; r++)
+        finish_row(to, sums[r], row + r, column, columns);
 }
 
 // A block: the products one after the other, each a depth slice at a time, and of

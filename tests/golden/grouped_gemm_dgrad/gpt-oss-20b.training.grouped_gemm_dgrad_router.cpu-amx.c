@@ -232,6 +232,7 @@ INLINE void fetch(ahead_t *ahead)
         __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
     ahead->depth += FETCH_WORDS * WORD;
 }
+
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
@@ -316,9 +317,8 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
-// A vector of which `count` elements exist.
-
-INLINE void store_row(input_t *to, vec v, i64 count)
+// One vector of results, of which `count` elements exist.
+INLINE void store_result(input_t *to, vec v, i64 count)
 {
     if (count >= LANES)
         store_f32(to, v);
@@ -334,18 +334,23 @@ typedef struct {
 // One vector of results from its sums, at an element of the outputs.
 INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
 {
-    store_row(to->drows + at, *(const vec *)sum, count);
+    store_result(to->drows + at, *(const vec *)sum, count);
+}
+
+// The results of one row, from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+{
+    const i64 at = row * OUTER + column;
+    for (i64 c = 0; c < columns; c += LANES)
+        finish(to, sums + c, at + c, min_i64(LANES, columns - c));
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
 // from `column` on.
 static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
-    for (i64 r = 0; r < rows; r++) {
-        const i64 at = (row + r) * OUTER + column;
-        for (i64 c = 0; c < columns; c += LANES)
-            finish(to, &sums[r][c], at + c, min_i64(LANES, columns - c));
-    }
+    for (i64 r = 0; r < rows; r++)
+        finish_row(to, sums[r], row + r, column, columns);
 }
 
 // A block: the products one after the other, each a depth slice at a time, and of

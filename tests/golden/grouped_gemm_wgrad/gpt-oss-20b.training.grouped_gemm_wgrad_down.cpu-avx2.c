@@ -171,6 +171,7 @@ enum { FAR_BYTES = 32 << 20 };
 // Stores past the caches, which then need not read the line first. `to` is
 // aligned to a vector.
 INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
 
 // Orders these stores before all later ones.
 INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
@@ -301,6 +302,7 @@ INLINE void fetch(ahead_t *ahead)
     fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(right_t));
     fetch_lines(&ahead->left, LINE);
 }
+
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const right_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
@@ -316,8 +318,8 @@ typedef struct {
     i64 far, add;
 } results_t;
 
-// One row of sums, or of their vectors.
-static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 add)
+// Writes a row of sums, or adds it.
+static void write_sums(f32 *restrict to, const f32 *sums, i64 count, i64 add)
 {
     for (i64 c = 0; c < count; c += LANES) {
         i64 left = count - c;
@@ -334,17 +336,14 @@ static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 add)
     }
 }
 
-// The sums of a register tile: `rows` rows from `row` on, `columns` columns from
-// `column` on.
-static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// One row of sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    for (i64 r = 0; r < rows; r++) {
-        f32 *grad = to->grad + (row + r) * WIDTH + column;
-        if (to->far)
-            copy_row(grad, sums[r], columns * 4, 1);
-        else
-            finish_row(grad, sums[r], columns, to->add);
-    }
+    f32 *grad = to->grad + row * WIDTH + column;
+    if (to->far)
+        copy_row(grad, sums, columns * 4, 1);
+    else
+        write_sums(grad, sums, columns, to->add);
 }
 
 // A slice of a few columns of the left factor: words.
@@ -394,6 +393,14 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
     case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
     }
+}
+
+// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// from `column` on.
+static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    for (i64 r = 0; r < rows; r++)
+        finish_row(to, sums[r], row + r, column, columns);
 }
 
 // The sums of a panel.
@@ -529,7 +536,7 @@ static void grouped_gemm_wgrad_down_bias_block(
     f32 dout_sums[BIAS_COLUMNS] ALIGNED = {0};
     for (i64 row = first; row < end; row++)
         add_row(dout_sums, dout + row * HEIGHT + column, topk_weights[row_slots[row]], count);
-    finish_row(grad_down_bias + expert * HEIGHT + column, dout_sums, count, accumulate);
+    write_sums(grad_down_bias + expert * HEIGHT + column, dout_sums, count, accumulate);
 }
 
 EXPORT void grouped_gemm_wgrad_down_bias(void *const *args, i64 first, i64 last, i64 grid_x)

@@ -183,10 +183,13 @@ INLINE void tiles_begin(void)
 }
 INLINE void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
 
-// Tiles are named by number. A stride is the bytes from a row to the next.
+// Tiles are named by number. A stride is the bytes from a row to the next. What is
+// streamed is not wanted again soon: it leaves the first-level cache to the rest.
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
+#define TILE_STREAM(tile, from, stride) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
 #define TILE_STORE(tile, to, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
 #define TILE_MULTIPLY(sums, left, right) \
@@ -200,6 +203,7 @@ enum { FAR_BYTES = 32 << 20 };
 // Stores past the caches, which then need not read the line first. `to` is
 // aligned to a vector.
 INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
 
 // Orders these stores before all later ones.
 INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
@@ -326,6 +330,14 @@ INLINE void fetch(ahead_t *ahead)
 {
     fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(right_t));
 }
+
+// What is left of it past some fetches.
+INLINE ahead_t past(i64 fetches, ahead_t ahead)
+{
+    ahead.next.from += fetches * ahead.next.step;
+    return ahead;
+}
+
 // What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
 INLINE ahead_t part_of(const right_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
 {
@@ -341,8 +353,8 @@ typedef struct {
     i64 far, add;
 } results_t;
 
-// One row of sums, or of their vectors.
-static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 add)
+// Writes a row of sums, or adds it.
+static void write_sums(f32 *restrict to, const f32 *sums, i64 count, i64 add)
 {
     for (i64 c = 0; c < count; c += LANES) {
         i64 left = count - c;
@@ -359,17 +371,14 @@ static void finish_row(f32 *restrict to, const f32 *sums, i64 count, i64 add)
     }
 }
 
-// The sums of a register tile: `rows` rows from `row` on, `columns` columns from
-// `column` on.
-static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// One row of sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    for (i64 r = 0; r < rows; r++) {
-        f32 *grad = to->grad + (row + r) * WIDTH + column;
-        if (to->far)
-            copy_row(grad, sums[r], columns * 4, 1);
-        else
-            finish_row(grad, sums[r], columns, to->add);
-    }
+    f32 *grad = to->grad + row * WIDTH + column;
+    if (to->far)
+        copy_row(grad, sums, columns * 4, 1);
+    else
+        write_sums(grad, sums, columns, to->add);
 }
 
 // What a thread keeps near while it works on a block: columns of the left factor, as tiles take
@@ -384,10 +393,33 @@ typedef struct {
 } near_t;
 _Static_assert(sizeof(near_t) <= 884800, "the launch gives a thread this much");
 
+// A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
+// KB, and the sums and the rows stream by from the second.
+enum {
+    STEPS = TILE_WORDS / TILE,
+    PIECES = (STEPS + 21) / 22,
+    PIECE = (STEPS + PIECES - 1) / PIECES, // steps
+    FINISHED = (REGISTER_ROWS + PIECE - 1) / PIECE, // rows of results beside a step
+};
+
+// Sums whose results are finished beside the next products, which leave the vector
+// units idle: the rows from `row` to `end`.
+typedef struct {
+    const results_t *to;
+    f32 (*sums)[STRIP]; // of the next row
+    i64 row, end, column, columns;
+} pending_t;
+
+INLINE void finish_rows(pending_t *pending, i64 rows)
+{
+    for (; rows > 0 && pending->row < pending->end; rows--)
+        finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
+}
+
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
-// `steps` tiles deep.
-INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
-                     const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
+// `steps` tiles deep, and finishes all that is pending.
+INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
+                     i64 steps, int start, ahead_t ahead, pending_t *pending)
 {
     const i64 sums_row = sizeof(sums[0]), rows_row = sizeof(rows[0][0]), panel_row = sizeof(panel[0]);
     if (start) {
@@ -396,27 +428,29 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
         TILE_ZERO(2);
         TILE_ZERO(3);
     } else {
-        TILE_LOAD(0, &sums[0][0], sums_row);
-        TILE_LOAD(1, &sums[0][TILE], sums_row);
+        TILE_STREAM(0, &sums[0][0], sums_row);
+        TILE_STREAM(1, &sums[0][TILE], sums_row);
         if (tiles == 2) {
-            TILE_LOAD(2, &sums[TILE][0], sums_row);
-            TILE_LOAD(3, &sums[TILE][TILE], sums_row);
+            TILE_STREAM(2, &sums[TILE][0], sums_row);
+            TILE_STREAM(3, &sums[TILE][TILE], sums_row);
         }
     }
     for (i64 step = 0; step < steps; step++, panel += TILE) {
         fetch(&ahead);
-        TILE_LOAD(4, rows[step][0], rows_row);
+        TILE_STREAM(4, rows[step][0], rows_row);
         TILE_LOAD(6, &panel[0][0], panel_row);
         TILE_LOAD(7, &panel[0][TILE], panel_row);
         if (tiles == 2)
-            TILE_LOAD(5, rows[step][TILE], rows_row);
+            TILE_STREAM(5, rows[step][TILE], rows_row);
         TILE_MULTIPLY(0, 4, 6);
         TILE_MULTIPLY(1, 4, 7);
         if (tiles == 2) {
             TILE_MULTIPLY(2, 5, 6);
             TILE_MULTIPLY(3, 5, 7);
         }
+        finish_rows(pending, FINISHED);
     }
+    finish_rows(pending, REGISTER_ROWS);
     TILE_STORE(0, &sums[0][0], sums_row);
     TILE_STORE(1, &sums[0][TILE], sums_row);
     if (tiles == 2) {
@@ -426,13 +460,13 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows,
 }
 
 // Tiles are multiplied whole: rows past the last are computed and not looked at.
-static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near,
-                          const panel_word_t (*panel)[STRIP], i64 steps, int start, ahead_t ahead)
+static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near, const panel_word_t (*panel)[STRIP],
+                          i64 steps, int start, ahead_t ahead, pending_t *pending)
 {
     if (rows > TILE)
-        multiply(2, sums, near, panel, steps, start, ahead);
+        multiply(2, sums, near, panel, steps, start, ahead, pending);
     else
-        multiply(1, sums, near, panel, steps, start, ahead);
+        multiply(1, sums, near, panel, steps, start, ahead, pending);
 }
 
 // Copies `height` columns of `depth` rows near, as rows of tiles: words of two rows
@@ -453,13 +487,18 @@ static void load_columns(near_t *near, const left_t *left, i64 depth, i64 height
         }
 }
 
+_Static_assert(PIECES == 1, "sums of a slice are multiplied at once");
+
 // A block: a slice of the rows at a time. Of that the left factor is copied near
 // and multiplied by the right one, of which a few strips at a time are packed.
+// Results are finished beside what is multiplied next.
 static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, const results_t *to)
 {
     const i64 height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     results_t results = *to;
-    sums_t sums ALIGNED;
+    sums_t sums[2] ALIGNED; // in turn: of the products, and pending
+    pending_t pending = {0};
+    int turn = 0;
     i64 row = 0;
     do {
         const i64 depth = min_i64(TILE_DEPTH, block->row_count - row), steps = (depth + STEP - 1) / STEP;
@@ -473,10 +512,12 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
                 const right_t *next = corner + (PANEL_STRIPS - strip) * STRIP;
                 ahead_t ahead = part_of(next, depth, steps, strip * groups + group, PANEL_STRIPS * groups);
-                multiply_rows(count, sums, near->rows[group], near->panel[strip], steps, 1, ahead);
-                finish_sums(&results, sums, first, count, column, min_i64(STRIP, columns));
+                multiply_rows(count, sums[turn], near->rows[group], near->panel[strip], steps, 1, ahead, &pending);
+                pending = (pending_t){&results, sums[turn], first, first + count, column, min_i64(STRIP, columns)};
+                turn = !turn;
             }
         }
+        finish_rows(&pending, REGISTER_ROWS);
         results.add = 1;
         row += TILE_DEPTH;
     } while (row < block->row_count);
@@ -558,11 +599,11 @@ static void grouped_gemm_wgrad_up_bias_block(
     f32 dgate_sums[BIAS_COLUMNS] ALIGNED = {0};
     for (i64 row = first; row < end; row++)
         add_row(dgate_sums, dgate + row * HEIGHT + column, count);
-    finish_row(grad_gate_bias + expert * HEIGHT + column, dgate_sums, count, accumulate);
+    write_sums(grad_gate_bias + expert * HEIGHT + column, dgate_sums, count, accumulate);
     f32 dup_sums[BIAS_COLUMNS] ALIGNED = {0};
     for (i64 row = first; row < end; row++)
         add_row(dup_sums, dup + row * HEIGHT + column, count);
-    finish_row(grad_up_bias + expert * HEIGHT + column, dup_sums, count, accumulate);
+    write_sums(grad_up_bias + expert * HEIGHT + column, dup_sums, count, accumulate);
 }
 
 EXPORT void grouped_gemm_wgrad_up_bias(void *const *args, i64 first, i64 last, i64 grid_x)
