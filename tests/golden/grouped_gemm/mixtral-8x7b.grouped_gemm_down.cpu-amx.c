@@ -270,9 +270,8 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x,
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// Sums: those of a register tile, and all of a block.
+// Sums of a register tile.
 typedef f32 sums_t[REGISTER_ROWS][STRIP];
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
 // A panel has the weights of a block, a depth slice at a time, in strips that
 // the sums of a register tile are as wide as: word by word all columns. They
@@ -361,7 +360,7 @@ typedef struct {
     i64 holds; // the tile whose rows are here, counted from one; zero at first
     f32 rest_of_line[14];
     near_rows_t rows[ROW_GROUPS][TILE_WORDS / TILE];
-    tile_t sums;
+    sums_t sums[STRIPS][ROW_GROUPS];
 } near_t;
 _Static_assert(sizeof(near_t) <= 2097216, "the launch gives a thread this much");
 
@@ -426,15 +425,16 @@ enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    FINISHED = (REGISTER_ROWS + PIECE - 1) / PIECE, // rows of results beside a step
+    FINISHING = PIECE, // steps until the results of a register tile are finished
 };
 
 // Sums whose results are finished beside the next products, which leave the vector
-// units idle: the rows from `row` to `end`.
+// units idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
     f32 (*sums)[STRIP]; // of the next row
     i64 row, end, column, columns;
+    i64 due; // FINISHING times the rows that are due
 } pending_t;
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
@@ -443,8 +443,17 @@ INLINE void finish_rows(pending_t *pending, i64 rows)
         finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
 }
 
+INLINE void finish_due(pending_t *pending)
+{
+    pending->due += REGISTER_ROWS;
+    finish_rows(pending, pending->due / FINISHING);
+    pending->due %= FINISHING;
+}
+
+INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
+
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
-// `steps` tiles deep, and finishes all that is pending.
+// `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
                      i64 steps, int start, ahead_t ahead, pending_t *pending)
 {
@@ -475,9 +484,8 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
             TILE_MULTIPLY(2, 5, 6);
             TILE_MULTIPLY(3, 5, 7);
         }
-        finish_rows(pending, FINISHED);
+        finish_due(pending);
     }
-    finish_rows(pending, REGISTER_ROWS);
     TILE_STORE(0, &sums[0][0], sums_row);
     TILE_STORE(1, &sums[0][TILE], sums_row);
     if (tiles == 2) {
@@ -517,18 +525,20 @@ static void multiply_block(near_t *near, i64 holds, const input_t *const *row, c
             const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
             const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
                 : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
+            sums_t *sums = near->sums[strip];
             for (i64 step = 0; step < steps; step += PIECE)
                 for (i64 group = 0; group < groups; group++) {
                     const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
-                    f32 (*group_sums)[STRIP] = near->sums[group][strip];
                     ahead_t ahead = past(step, part_of(later, group, groups));
-                    multiply_rows(count, group_sums, near->rows[group] + step, weights + step * TILE,
+                    multiply_rows(count, sums[group], near->rows[group] + step, weights + step * TILE,
                                   min_i64(PIECE, steps - step), depth + step == 0, ahead, &pending);
-                    if (last && step + PIECE >= steps)
-                        pending = (pending_t){to, group_sums, first, first + count, column, columns};
+                    if (last && step + PIECE >= steps) {
+                        finish_rest(&pending);
+                        pending = (pending_t){to, sums[group], first, first + count, column, columns};
+                    }
                 }
         }
-        finish_rows(&pending, REGISTER_ROWS);
+        finish_rest(&pending);
     }
 }
 

@@ -341,9 +341,8 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x,
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// Sums: those of a register tile, and all of a block.
+// Sums of a register tile.
 typedef f32 sums_t[REGISTER_ROWS][STRIP];
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
 // A depth slice of the weights, in strips that the sums of a register tile are
 // as wide as: word by word all columns.
@@ -398,7 +397,7 @@ typedef struct {
     i64 holds; // the tile whose rows are here, counted from one; zero at first
     f32 rest_of_line[14];
     near_rows_t rows[ROW_GROUPS][TILE_WORDS / TILE];
-    tile_t sums;
+    sums_t sums[STRIPS][ROW_GROUPS];
     strip_t panel[PANEL_STRIPS];
 } near_t;
 _Static_assert(sizeof(near_t) <= 1515584, "the launch gives a thread this much");
@@ -505,15 +504,16 @@ enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    FINISHED = (REGISTER_ROWS + PIECE - 1) / PIECE, // rows of results beside a step
+    FINISHING = STEPS, // steps until the results of a register tile are finished
 };
 
 // Sums whose results are finished beside the next products, which leave the vector
-// units idle: the rows from `row` to `end`.
+// units idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
     f32 (*sums)[STRIP]; // of the next row
     i64 row, end, column, columns;
+    i64 due; // FINISHING times the rows that are due
 } pending_t;
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
@@ -522,8 +522,17 @@ INLINE void finish_rows(pending_t *pending, i64 rows)
         finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
 }
 
+INLINE void finish_due(pending_t *pending)
+{
+    pending->due += REGISTER_ROWS;
+    finish_rows(pending, pending->due / FINISHING);
+    pending->due %= FINISHING;
+}
+
+INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
+
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
-// `steps` tiles deep, and finishes all that is pending.
+// `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
                      i64 steps, int start, ahead_t ahead, pending_t *pending)
 {
@@ -554,9 +563,8 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
             TILE_MULTIPLY(2, 5, 6);
             TILE_MULTIPLY(3, 5, 7);
         }
-        finish_rows(pending, FINISHED);
+        finish_due(pending);
     }
-    finish_rows(pending, REGISTER_ROWS);
     TILE_STORE(0, &sums[0][0], sums_row);
     TILE_STORE(1, &sums[0][TILE], sums_row);
     if (tiles == 2) {
@@ -598,17 +606,18 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
                     pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, OUTER, steps * STEP, width, columns);
                 for (i64 step = 0; step < steps; step += PIECE)
                     for (i64 group = 0; group < groups; group++) {
-                        const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, rows - first);
-                        f32 (*sums)[STRIP] = near->sums[group][strip];
+                        const i64 count = min_i64(REGISTER_ROWS, rows - group * REGISTER_ROWS);
                         const weight_t *next = corner + (PANEL_STRIPS - member) * STRIP;
                         ahead_t ahead = past(step, part_of(next, width, steps, member * groups + group, PANEL_STRIPS * groups));
-                        multiply_rows(count, sums, near->rows[group] + step, near->panel[member] + step * TILE,
+                        multiply_rows(count, near->sums[strip][group], near->rows[group] + step, near->panel[member] + step * TILE,
                                       min_i64(PIECE, steps - step), start && step == 0, ahead, &pending);
-                        if (last && step + PIECE >= steps)
-                            pending = (pending_t){to, sums, first, first + count, column, min_i64(STRIP, columns)};
                     }
+                if (last) {
+                    finish_rest(&pending);
+                    pending = (pending_t){to, near->sums[strip][0], 0, rows, column, min_i64(STRIP, columns)};
+                }
             }
-            finish_rows(&pending, REGISTER_ROWS);
+            finish_rest(&pending);
         }
 }
 

@@ -399,15 +399,16 @@ enum {
     STEPS = TILE_WORDS / TILE,
     PIECES = (STEPS + 21) / 22,
     PIECE = (STEPS + PIECES - 1) / PIECES, // steps
-    FINISHED = (REGISTER_ROWS + PIECE - 1) / PIECE, // rows of results beside a step
+    FINISHING = PIECE, // steps until the results of a register tile are finished
 };
 
 // Sums whose results are finished beside the next products, which leave the vector
-// units idle: the rows from `row` to `end`.
+// units idle: the rows from `row` to `end`, evenly over the steps.
 typedef struct {
     const results_t *to;
     f32 (*sums)[STRIP]; // of the next row
     i64 row, end, column, columns;
+    i64 due; // FINISHING times the rows that are due
 } pending_t;
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
@@ -416,8 +417,17 @@ INLINE void finish_rows(pending_t *pending, i64 rows)
         finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
 }
 
+INLINE void finish_due(pending_t *pending)
+{
+    pending->due += REGISTER_ROWS;
+    finish_rows(pending, pending->due / FINISHING);
+    pending->due %= FINISHING;
+}
+
+INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
+
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
-// `steps` tiles deep, and finishes all that is pending.
+// `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
                      i64 steps, int start, ahead_t ahead, pending_t *pending)
 {
@@ -448,9 +458,8 @@ INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, cons
             TILE_MULTIPLY(2, 5, 6);
             TILE_MULTIPLY(3, 5, 7);
         }
-        finish_rows(pending, FINISHED);
+        finish_due(pending);
     }
-    finish_rows(pending, REGISTER_ROWS);
     TILE_STORE(0, &sums[0][0], sums_row);
     TILE_STORE(1, &sums[0][TILE], sums_row);
     if (tiles == 2) {
@@ -513,11 +522,12 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
                 const right_t *next = corner + (PANEL_STRIPS - strip) * STRIP;
                 ahead_t ahead = part_of(next, depth, steps, strip * groups + group, PANEL_STRIPS * groups);
                 multiply_rows(count, sums[turn], near->rows[group], near->panel[strip], steps, 1, ahead, &pending);
+                finish_rest(&pending);
                 pending = (pending_t){&results, sums[turn], first, first + count, column, min_i64(STRIP, columns)};
                 turn = !turn;
             }
         }
-        finish_rows(&pending, REGISTER_ROWS);
+        finish_rest(&pending);
         results.add = 1;
         row += TILE_DEPTH;
     } while (row < block->row_count);
