@@ -480,6 +480,14 @@ INLINE void finish_due(pending_t *pending)
 
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
+// Finishes what is left, and puts off the sums of `rows` rows from `row` on.
+INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP], i64 row, i64 rows,
+                    i64 column, i64 columns)
+{
+    finish_rest(pending);
+    *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
+}
+
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
 // `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
@@ -560,10 +568,8 @@ static void multiply_block(near_t *near, i64 holds, const input_t *const *row, c
                     ahead_t ahead = past(step, part_of(later, group, groups));
                     multiply_rows(count, sums[group], near->rows[group] + step, weights + step * TILE,
                                   min_i64(PIECE, steps - step), depth + step == 0, ahead, &pending);
-                    if (last && step + PIECE >= steps) {
-                        finish_rest(&pending);
-                        pending = (pending_t){to, sums[group], first, first + count, column, columns};
-                    }
+                    if (last && step + PIECE >= steps)
+                        put_off(&pending, to, sums[group], first, count, column, columns);
                 }
         }
         finish_rest(&pending);

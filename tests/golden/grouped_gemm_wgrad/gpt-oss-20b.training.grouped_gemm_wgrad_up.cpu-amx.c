@@ -426,6 +426,14 @@ INLINE void finish_due(pending_t *pending)
 
 INLINE void finish_rest(pending_t *pending) { finish_rows(pending, pending->end); }
 
+// Finishes what is left, and puts off the sums of `rows` rows from `row` on.
+INLINE void put_off(pending_t *pending, const results_t *to, f32 (*sums)[STRIP], i64 row, i64 rows,
+                    i64 column, i64 columns)
+{
+    finish_rest(pending);
+    *pending = (pending_t){to, sums, row, row + rows, column, columns, 0};
+}
+
 // Adds the products of 16 * `tiles` rows with one strip of a panel to sums,
 // `steps` tiles deep.
 INLINE void multiply(const int tiles, sums_t sums, const near_rows_t *rows, const panel_word_t (*panel)[STRIP],
@@ -522,8 +530,7 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
                 const right_t *next = corner + (PANEL_STRIPS - strip) * STRIP;
                 ahead_t ahead = part_of(next, depth, steps, strip * groups + group, PANEL_STRIPS * groups);
                 multiply_rows(count, sums[turn], near->rows[group], near->panel[strip], steps, 1, ahead, &pending);
-                finish_rest(&pending);
-                pending = (pending_t){&results, sums[turn], first, first + count, column, min_i64(STRIP, columns)};
+                put_off(&pending, &results, sums[turn], first, count, column, min_i64(STRIP, columns));
                 turn = !turn;
             }
         }
