@@ -58,6 +58,7 @@ pub const CPU: &[Template] = index![
     "cpu/gemm_multiply.c",
     "cpu/gemm_fetch.c",
     "cpu/gemm_near.c",
+    "cpu/gemm_packing.c",
     "cpu/gemm_finish.c",
     "cpu/gemm_near_rows.c",
     "cpu/gemm_store.c",

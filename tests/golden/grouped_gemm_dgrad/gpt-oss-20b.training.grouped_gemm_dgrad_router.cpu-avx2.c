@@ -143,7 +143,6 @@ enum {
     REGISTER_COLUMNS = 16,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
-    FETCH_STRIPS = 1, // that are fetched together
     VECTORS = STRIP / LANES,
     ROWS_AHEAD = 0,
 };
@@ -202,42 +201,72 @@ typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Weights that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+// Weights that are wanted soon come from far away, so the next panel is packed
+// beside products, a strip of one word after the other, and what is packed soon is
+// fetched. Many lines at once would keep the products from reading what is near.
+enum { FETCH_WORDS = 16, WORDS_AHEAD = 8, LINE = 64 };
 typedef struct {
-    const char *from;
-    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
-} lines_t;
+    strip_t *panel; // none: it is only fetched
+    const weight_t *from;
+    i64 words, strips; // of the panel, all whole
+    i64 word, strip; // that are next
+    i64 groups, due; // `groups` times what is due
+} packing_t;
+
+INLINE void pack_next(packing_t *packing)
+{
+    const weight_t *from = packing->from + packing->word * WORD * OUTER + packing->strip * STRIP;
+    if (packing->panel) {
+        f32 *to = packing->panel[packing->strip][packing->word];
+#pragma GCC unroll 8
+        for (i64 v = 0; v < VECTORS; v++)
+            *(vec *)&to[v * LANES] = column_words_f32(from + v * LANES, OUTER, WORD, LANES);
+    }
+    for (i64 row = 0; row < WORD; row++)
+        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+            __builtin_prefetch(from + (WORDS_AHEAD * WORD + row) * OUTER + c, 0, 2);
+    if (++packing->strip == packing->strips) {
+        packing->strip = 0;
+        packing->word++;
+    }
+}
+
+// The next panel: `depth` rows of `columns` columns from a corner on, packed while
+// `groups` groups are multiplied by a panel.
+INLINE packing_t packing_of(strip_t *panel, const weight_t *from, i64 depth, i64 columns, i64 groups)
+{
+    const int whole = depth % WORD == 0 && columns % STRIP == 0;
+    return (packing_t){panel, from, whole ? depth / WORD : 0, columns / STRIP, 0, 0, groups, 0};
+}
+
+// Packs what is left of a panel: all of it, if none is whole or nothing was packed.
+static void pack_rest(packing_t *packing, strip_t *panel, const weight_t *from, i64 depth, i64 columns)
+{
+    const i64 width = (columns + STRIP - 1) / STRIP * STRIP;
+    if (packing->panel != panel || packing->words == 0)
+        pack_f32(panel[0][0], STRIP, width, from, OUTER, depth, depth, columns);
+    else
+        while (packing->word < packing->words)
+            pack_next(packing);
+}
+
+// What is done beside the products of a group of rows with a strip: packing, and
+// fetching of rows of input.
 typedef struct {
-    lines_t next;
-    const input_t *const *row; // of input, of which every `strips`th is fetched
+    packing_t *packing;
+    const input_t *const *row; // of which every `strips`th is fetched
     i64 rows, strips, depth;
 } ahead_t;
 
-INLINE void fetch_lines(lines_t *lines, const i64 bytes)
-{
-    for (i64 line = 0; line < lines->lines; line++)
-        for (i64 next = 0; next < bytes; next += LINE)
-            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
-    lines->from += lines->step;
-}
-
 INLINE void fetch(ahead_t *ahead)
 {
-    fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(weight_t));
+    packing_t *packing = ahead->packing;
+    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
+        if (packing->word < packing->words)
+            pack_next(packing);
     for (i64 r = 0; r < ahead->rows; r += ahead->strips)
         __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
     ahead->depth += FETCH_WORDS * WORD;
-}
-
-// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
-INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
-{
-    const i64 row = OUTER * sizeof(*corner), all = max_i64(shares * calls, 1);
-    const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){.next = {(const char *)corner + first * row, first < rows ? each : 0, row, each * row}};
 }
 
 // A depth slice of a few rows of input, as words.
@@ -348,13 +377,16 @@ static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64
 
 // A block: the products one after the other, each a depth slice at a time, and of
 // that a group of rows at a time, which are copied next to each other and
-// multiplied by every strip. Results are finished while their sums are near.
+// multiplied by every strip. The next slice of the weights is packed meanwhile.
+// Results are finished while their sums are near.
 static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const weight_t *const *matrices,
                            const block_t *block, const results_t *to)
 {
     tile_t tile ALIGNED;
     slice_t slice ALIGNED;
-    strip_t panel[STRIPS] ALIGNED;
+    strip_t panels[2][STRIPS] ALIGNED; // in turn: of the products, and packed beside them
+    packing_t packing = {0};
+    int turn = 0;
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     const i64 height = (rows + groups - 1) / groups;
     const i64 strips = (block->column_count + STRIP - 1) / STRIP;
@@ -367,7 +399,11 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
             // Past the last product, the next expert's weights follow in memory.
             const weight_t *next_matrix = depth + TILE_DEPTH < INNER ? matrix + TILE_DEPTH * OUTER
                 : product + 1 < PRODUCTS ? matrices[product + 1] : matrices[0] + INNER * OUTER;
-            pack_f32(panel[0][0], STRIP, strips * STRIP, matrix, OUTER, width, width, block->column_count);
+            const i64 next_width = min_i64(TILE_DEPTH, depth + TILE_DEPTH < INNER ? INNER - depth - TILE_DEPTH : INNER);
+            strip_t *panel = panels[turn];
+            pack_rest(&packing, panel, matrix, width, block->column_count);
+            turn = !turn;
+            packing = packing_of(last ? 0 : panels[turn], next_matrix, next_width, block->column_count, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
@@ -375,7 +411,7 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
                     f32 (*sums)[STRIP] = tile[group][strip];
-                    ahead_t ahead = part_of(next_matrix + column, TILE_DEPTH, FETCHES, group, groups);
+                    ahead_t ahead = {.packing = &packing};
                     fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
                     multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
                     if (last)

@@ -210,7 +210,6 @@ enum {
     REGISTER_COLUMNS = 16,
     STRIP = REGISTER_COLUMNS,
     PANEL_STRIPS = 256 / STRIP, // that are packed together
-    FETCH_STRIPS = 1, // that are fetched together
     SLICES = 48 / REGISTER_ROWS, // of the left factor that are copied together
     VECTORS = STRIP / LANES,
     BIAS_COLUMNS = 256,
@@ -303,39 +302,72 @@ typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Columns of the right factor that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+// Columns of the right factor that are wanted soon come from far away, so the next panel is packed
+// beside products, a strip of one word after the other, and what is packed soon is
+// fetched. Many lines at once would keep the products from reading what is near.
+enum { FETCH_WORDS = 16, WORDS_AHEAD = 8, LINE = 64 };
 typedef struct {
-    const char *from;
-    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
-} lines_t;
-typedef struct {
-    lines_t next;
-    lines_t left; // columns of the left factor
-} ahead_t;
+    strip_t *panel; // none: it is only fetched
+    const right_t *from;
+    i64 words, strips; // of the panel, all whole
+    i64 word, strip; // that are next
+    i64 groups, due; // `groups` times what is due
+} packing_t;
 
-INLINE void fetch_lines(lines_t *lines, const i64 bytes)
+INLINE void pack_next(packing_t *packing)
 {
-    for (i64 line = 0; line < lines->lines; line++)
-        for (i64 next = 0; next < bytes; next += LINE)
-            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
-    lines->from += lines->step;
+    const right_t *from = packing->from + packing->word * WORD * WIDTH + packing->strip * STRIP;
+    if (packing->panel) {
+        f32 *to = packing->panel[packing->strip][packing->word];
+#pragma GCC unroll 8
+        for (i64 v = 0; v < VECTORS; v++)
+            *(vec *)&to[v * LANES] = column_words_bf16(from + v * LANES, WIDTH, WORD, LANES);
+    }
+    for (i64 row = 0; row < WORD; row++)
+        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+            __builtin_prefetch(from + (WORDS_AHEAD * WORD + row) * WIDTH + c, 0, 2);
+    if (++packing->strip == packing->strips) {
+        packing->strip = 0;
+        packing->word++;
+    }
 }
+
+// The next panel: `depth` rows of `columns` columns from a corner on, packed while
+// `groups` groups are multiplied by a panel.
+INLINE packing_t packing_of(strip_t *panel, const right_t *from, i64 depth, i64 columns, i64 groups)
+{
+    const int whole = depth % WORD == 0 && columns % STRIP == 0;
+    return (packing_t){panel, from, whole ? depth / WORD : 0, columns / STRIP, 0, 0, groups, 0};
+}
+
+// Packs what is left of a panel: all of it, if none is whole or nothing was packed.
+static void pack_rest(packing_t *packing, strip_t *panel, const right_t *from, i64 depth, i64 columns)
+{
+    const i64 width = (columns + STRIP - 1) / STRIP * STRIP;
+    if (packing->panel != panel || packing->words == 0)
+        pack_bf16(panel[0][0], STRIP, width, from, WIDTH, depth, depth, columns);
+    else
+        while (packing->word < packing->words)
+            pack_next(packing);
+}
+
+// What is done beside the products of a group of rows with a strip: packing, and
+// fetching of columns of the left factor.
+typedef struct {
+    packing_t *packing;
+    const left_t *left;
+    i64 left_rows;
+} ahead_t;
 
 INLINE void fetch(ahead_t *ahead)
 {
-    fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(right_t));
-    fetch_lines(&ahead->left, LINE);
-}
-
-// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
-INLINE ahead_t part_of(const right_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
-{
-    const i64 row = WIDTH * sizeof(*corner), all = max_i64(shares * calls, 1);
-    const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){.next = {(const char *)corner + first * row, first < rows ? each : 0, row, each * row}};
+    packing_t *packing = ahead->packing;
+    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
+        if (packing->word < packing->words)
+            pack_next(packing);
+    for (i64 r = 0; r < ahead->left_rows; r++)
+        __builtin_prefetch(ahead->left + r * HEIGHT, 0, 2);
+    ahead->left += FETCH_WORDS * WORD * HEIGHT;
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -453,31 +485,41 @@ static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 colu
 INLINE void fetch_left(ahead_t *ahead, const left_t *next, i64 strip, i64 strips)
 {
     enum { ROWS = FETCH_WORDS * WORD }; // of a fetch, of which each strip has a share
-    const i64 row = HEIGHT * sizeof(*next), share = (ROWS + strips - 1) / strips;
-    ahead->left = (lines_t){(const char *)next + strip * share * row, share, row, ROWS * row};
+    const i64 share = (ROWS + strips - 1) / strips;
+    ahead->left = next + strip * share * HEIGHT;
+    ahead->left_rows = share;
 }
 
 // A block: a panel of columns at a time, and a slice of the rows, for which the
 // right factor is packed. A few columns of the left one are copied next to each
 // other and multiplied by every strip of the panel; they stay in a cache for the
-// next panels. Results are finished while their sums are near.
+// next panels, of which one is packed meanwhile. Results are finished while their sums are near.
 static void multiply_block(const left_t *left, const right_t *right, const block_t *block, const results_t *to)
 {
     tile_t tile ALIGNED;
     sums_t only_sums ALIGNED;
-    strip_t panel[PANEL_STRIPS] ALIGNED;
+    strip_t panels[2][PANEL_STRIPS] ALIGNED; // in turn: of the products, and packed beside them
+    packing_t packing = {0};
+    int turn = 0;
     slice_t slices[SLICES] ALIGNED;
     const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     for (i64 corner = 0; corner < block->column_count; corner += PANEL_STRIPS * STRIP) {
         const i64 width = min_i64(PANEL_STRIPS * STRIP, block->column_count - corner), strips = (width + STRIP - 1) / STRIP;
-        // Past the last panel, the next expert's rows follow in memory.
-        const i64 next_panel = corner + width < block->column_count ? corner + width : rows * WIDTH;
+        const i64 next_corner = corner + width;
         i64 row = 0;
         do {
             const i64 depth = min_i64(TILE_DEPTH, rows - row), words = (depth + WORD - 1) / WORD;
             const int start = row == 0, last = row + TILE_DEPTH >= rows;
-            const right_t *later = right + (last ? next_panel : (row + TILE_DEPTH) * WIDTH + corner);
-            pack_bf16(panel[0][0], STRIP, strips * STRIP, right + row * WIDTH + corner, WIDTH, depth, depth, width);
+            const i64 next_row = last ? 0 : row + TILE_DEPTH;
+            const i64 next_width = last ? min_i64(PANEL_STRIPS * STRIP, block->column_count - next_corner) : width;
+            strip_t *panel = panels[turn];
+            pack_rest(&packing, panel, right + row * WIDTH + corner, depth, width);
+            turn = !turn;
+            // Past the last panel, the next expert's rows follow in memory.
+            packing = next_width > 0
+                ? packing_of(panels[turn], right + next_row * WIDTH + (last ? next_corner : corner),
+                             min_i64(TILE_DEPTH, rows - next_row), next_width, groups)
+                : packing_of(0, right + rows * WIDTH, TILE_DEPTH, PANEL_STRIPS * STRIP, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
                 const left_t *columns = left + row * HEIGHT + first;
@@ -486,7 +528,7 @@ static void multiply_block(const left_t *left, const right_t *right, const block
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP;
                     f32 (*sums)[STRIP] = start && last ? only_sums : tile[group][strip];
-                    ahead_t ahead = part_of(later + column, TILE_DEPTH, FETCHES, group, groups);
+                    ahead_t ahead = {.packing = &packing};
                     if (corner == 0)
                         fetch_left(&ahead, columns + SLICES * REGISTER_ROWS, strip, strips);
                     multiply_rows(count, sums, slices[group % SLICES], panel[strip], words, start, ahead);
