@@ -535,7 +535,7 @@ static void multiply_block(const left_t *left, const right_t *right, const block
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP;
                     f32 (*sums)[STRIP] = start && last ? only_sums : tile[group][strip];
-                    ahead_t ahead = {.packing = &packing};
+                    ahead_t ahead = {.packing = &packing, .left = columns};
                     if (corner == 0)
                         fetch_left(&ahead, columns + SLICES * REGISTER_ROWS, strip, strips);
                     multiply_rows(count, sums, slices[group % SLICES], panel[strip], words, start, ahead);
