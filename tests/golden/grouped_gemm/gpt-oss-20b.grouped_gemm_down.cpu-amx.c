@@ -319,28 +319,19 @@ enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
-} lines_t;
-typedef struct {
-    lines_t next;
 } ahead_t;
-
-INLINE void fetch_lines(lines_t *lines, const i64 bytes)
-{
-    for (i64 line = 0; line < lines->lines; line++)
-        for (i64 next = 0; next < bytes; next += LINE)
-            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
-    lines->from += lines->step;
-}
 
 INLINE void fetch(ahead_t *ahead)
 {
-    fetch_lines(&ahead->next, LINE);
+    for (i64 line = 0; line < ahead->lines; line++)
+        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
+    ahead->from += ahead->step;
 }
 
 // What is left of it past some fetches.
 INLINE ahead_t past(i64 fetches, ahead_t ahead)
 {
-    ahead.next.from += fetches * ahead.next.step;
+    ahead.from += fetches * ahead.step;
     return ahead;
 }
 
@@ -349,7 +340,7 @@ INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){.next = {from, each, LINE, each * LINE}};
+    return (ahead_t){.from = from, .lines = each, .stride = LINE, .step = each * LINE};
 }
 
 // What a thread keeps near while it works on a block: its rows, as tiles take
@@ -388,7 +379,7 @@ INLINE vec load_bias(const weight_t *bias, i64 count)
 // columns of a register tile are whole lines.
 INLINE int are_far(const input_t *results, i64 rows)
 {
-    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % 64 == 0 };
+    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % LINE == 0 };
     return WHOLE_LINES && is_far(results, rows, OUTER * sizeof(input_t));
 }
 

@@ -284,24 +284,15 @@ enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
-} lines_t;
-typedef struct {
-    lines_t next;
     const input_t *const *row; // of input, of which every `strips`th is fetched
     i64 rows, strips, depth;
 } ahead_t;
 
-INLINE void fetch_lines(lines_t *lines, const i64 bytes)
-{
-    for (i64 line = 0; line < lines->lines; line++)
-        for (i64 next = 0; next < bytes; next += LINE)
-            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
-    lines->from += lines->step;
-}
-
 INLINE void fetch(ahead_t *ahead)
 {
-    fetch_lines(&ahead->next, LINE);
+    for (i64 line = 0; line < ahead->lines; line++)
+        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
+    ahead->from += ahead->step;
     for (i64 r = 0; r < ahead->rows; r += ahead->strips)
         __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
     ahead->depth += FETCH_WORDS * WORD;
@@ -312,7 +303,7 @@ INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){.next = {from, each, LINE, each * LINE}};
+    return (ahead_t){.from = from, .lines = each, .stride = LINE, .step = each * LINE};
 }
 
 // A depth slice of a few rows of input, as words.

@@ -356,28 +356,20 @@ enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
-} lines_t;
-typedef struct {
-    lines_t next;
 } ahead_t;
-
-INLINE void fetch_lines(lines_t *lines, const i64 bytes)
-{
-    for (i64 line = 0; line < lines->lines; line++)
-        for (i64 next = 0; next < bytes; next += LINE)
-            __builtin_prefetch(lines->from + line * lines->stride + next, 0, 2);
-    lines->from += lines->step;
-}
 
 INLINE void fetch(ahead_t *ahead)
 {
-    fetch_lines(&ahead->next, FETCH_STRIPS * STRIP * sizeof(weight_t));
+    for (i64 line = 0; line < ahead->lines; line++)
+        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(weight_t); next += LINE)
+            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
+    ahead->from += ahead->step;
 }
 
 // What is left of it past some fetches.
 INLINE ahead_t past(i64 fetches, ahead_t ahead)
 {
-    ahead.next.from += fetches * ahead.next.step;
+    ahead.from += fetches * ahead.step;
     return ahead;
 }
 
@@ -386,7 +378,7 @@ INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i
 {
     const i64 row = OUTER * sizeof(*corner), all = max_i64(shares * calls, 1);
     const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){.next = {(const char *)corner + first * row, first < rows ? each : 0, row, each * row}};
+    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
 }
 
 // What a thread keeps near while it works on a block: its rows, as tiles take
@@ -426,7 +418,7 @@ INLINE vec load_row(const input_t *from, i64 count)
 // columns of a register tile are whole lines.
 INLINE int are_far(const input_t *results, i64 rows)
 {
-    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % 64 == 0 };
+    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % LINE == 0 };
     return WHOLE_LINES && is_far(results, rows, OUTER * sizeof(input_t));
 }
 

@@ -202,9 +202,10 @@ typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
 // Weights that are wanted soon come from far away, so the next panel is packed
-// beside products, a strip of one word after the other, and what is packed soon is
+// between products, a strip of one word after the other, and what is packed soon is
 // fetched. Many lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, WORDS_AHEAD = 8, LINE = 64 };
+enum { FETCH_WORDS = 16, LINE = 64 };
+enum { WORDS_AHEAD = 8 }; // of what is packed, that are fetched
 typedef struct {
     strip_t *panel; // none: it is only fetched
     const weight_t *from;
@@ -231,6 +232,13 @@ INLINE void pack_next(packing_t *packing)
     }
 }
 
+INLINE void pack_due(packing_t *packing)
+{
+    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
+        if (packing->word < packing->words)
+            pack_next(packing);
+}
+
 // The next panel: `depth` rows of `columns` columns from a corner on, packed while
 // `groups` groups are multiplied by a panel.
 INLINE packing_t packing_of(strip_t *panel, const weight_t *from, i64 depth, i64 columns, i64 groups)
@@ -250,20 +258,15 @@ static void pack_rest(packing_t *packing, strip_t *panel, const weight_t *from, 
             pack_next(packing);
 }
 
-// What is done beside the products of a group of rows with a strip: packing, and
-// fetching of rows of input.
 typedef struct {
     packing_t *packing;
-    const input_t *const *row; // of which every `strips`th is fetched
+    const input_t *const *row; // of input, of which every `strips`th is fetched
     i64 rows, strips, depth;
 } ahead_t;
 
 INLINE void fetch(ahead_t *ahead)
 {
-    packing_t *packing = ahead->packing;
-    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
-        if (packing->word < packing->words)
-            pack_next(packing);
+    pack_due(ahead->packing);
     for (i64 r = 0; r < ahead->rows; r += ahead->strips)
         __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
     ahead->depth += FETCH_WORDS * WORD;
@@ -396,14 +399,14 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
             const int start = product == 0 && depth == 0;
             const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
             const weight_t *matrix = matrices[product] + depth * OUTER;
+            const i64 next_depth = depth + TILE_DEPTH < INNER ? depth + TILE_DEPTH : 0;
             // Past the last product, the next expert's weights follow in memory.
-            const weight_t *next_matrix = depth + TILE_DEPTH < INNER ? matrix + TILE_DEPTH * OUTER
+            const weight_t *next_matrix = next_depth > 0 ? matrix + TILE_DEPTH * OUTER
                 : product + 1 < PRODUCTS ? matrices[product + 1] : matrices[0] + INNER * OUTER;
-            const i64 next_width = min_i64(TILE_DEPTH, depth + TILE_DEPTH < INNER ? INNER - depth - TILE_DEPTH : INNER);
             strip_t *panel = panels[turn];
             pack_rest(&packing, panel, matrix, width, block->column_count);
             turn = !turn;
-            packing = packing_of(last ? 0 : panels[turn], next_matrix, next_width, block->column_count, groups);
+            packing = packing_of(last ? 0 : panels[turn], next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);

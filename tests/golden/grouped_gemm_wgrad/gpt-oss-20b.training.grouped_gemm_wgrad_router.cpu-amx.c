@@ -299,9 +299,10 @@ typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
 // Columns of the right factor that are wanted soon come from far away, so the next panel is packed
-// beside products, a strip of one word after the other, and what is packed soon is
+// between products, a strip of one word after the other, and what is packed soon is
 // fetched. Many lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, WORDS_AHEAD = 8, LINE = 64 };
+enum { FETCH_WORDS = 16, LINE = 64 };
+enum { WORDS_AHEAD = 8 }; // of what is packed, that are fetched
 typedef struct {
     strip_t *panel; // none: it is only fetched
     const right_t *from;
@@ -328,6 +329,13 @@ INLINE void pack_next(packing_t *packing)
     }
 }
 
+INLINE void pack_due(packing_t *packing)
+{
+    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
+        if (packing->word < packing->words)
+            pack_next(packing);
+}
+
 // The next panel: `depth` rows of `columns` columns from a corner on, packed while
 // `groups` groups are multiplied by a panel.
 INLINE packing_t packing_of(strip_t *panel, const right_t *from, i64 depth, i64 columns, i64 groups)
@@ -347,20 +355,15 @@ static void pack_rest(packing_t *packing, strip_t *panel, const right_t *from, i
             pack_next(packing);
 }
 
-// What is done beside the products of a group of rows with a strip: packing, and
-// fetching of columns of the left factor.
 typedef struct {
     packing_t *packing;
-    const left_t *left;
+    const left_t *left; // columns of the left factor
     i64 left_rows;
 } ahead_t;
 
 INLINE void fetch(ahead_t *ahead)
 {
-    packing_t *packing = ahead->packing;
-    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
-        if (packing->word < packing->words)
-            pack_next(packing);
+    pack_due(ahead->packing);
     for (i64 r = 0; r < ahead->left_rows; r++)
         __builtin_prefetch(ahead->left + r * HEIGHT, 0, 2);
     ahead->left += FETCH_WORDS * WORD * HEIGHT;
@@ -507,19 +510,18 @@ static void multiply_block(const left_t *left, const right_t *right, const block
     const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     for (i64 corner = 0; corner < block->column_count; corner += PANEL_STRIPS * STRIP) {
         const i64 width = min_i64(PANEL_STRIPS * STRIP, block->column_count - corner), strips = (width + STRIP - 1) / STRIP;
-        const i64 next_corner = corner + width;
         i64 row = 0;
         do {
             const i64 depth = min_i64(TILE_DEPTH, rows - row), words = (depth + WORD - 1) / WORD;
             const int start = row == 0, last = row + TILE_DEPTH >= rows;
-            const i64 next_row = last ? 0 : row + TILE_DEPTH;
-            const i64 next_width = last ? min_i64(PANEL_STRIPS * STRIP, block->column_count - next_corner) : width;
+            const i64 next_row = last ? 0 : row + TILE_DEPTH, next_corner = last ? corner + width : corner;
+            const i64 next_width = min_i64(PANEL_STRIPS * STRIP, block->column_count - next_corner);
             strip_t *panel = panels[turn];
             pack_rest(&packing, panel, right + row * WIDTH + corner, depth, width);
             turn = !turn;
             // Past the last panel, the next expert's rows follow in memory.
             packing = next_width > 0
-                ? packing_of(panels[turn], right + next_row * WIDTH + (last ? next_corner : corner),
+                ? packing_of(panels[turn], right + next_row * WIDTH + next_corner,
                              min_i64(TILE_DEPTH, rows - next_row), next_width, groups)
                 : packing_of(0, right + rows * WIDTH, TILE_DEPTH, PANEL_STRIPS * STRIP, groups);
             for (i64 group = 0; group < groups; group++) {
