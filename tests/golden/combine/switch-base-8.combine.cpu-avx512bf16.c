@@ -39,9 +39,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -40,9 +40,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -177,8 +187,7 @@ INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
 }
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
-// x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
-// since one power of two cannot reach every result.
+// x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
 INLINE vec exp_f32(vec x)
 {
     x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
@@ -193,9 +202,8 @@ INLINE vec exp_f32(vec x)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r + 1.0f;
-    vec_i32 power = __builtin_convertvector(n, vec_i32);
-    vec_i32 half = power >> 1;
-    return p * (vec)((half + 127) << 23) * (vec)((power - half + 127) << 23);
+    __asm__("vscalefps %1, %0, %0" : "+v"(p) : "v"(n));
+    return p;
 }
 
 INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }

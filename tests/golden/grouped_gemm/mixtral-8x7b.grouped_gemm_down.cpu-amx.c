@@ -43,9 +43,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -86,15 +96,20 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 }
 
 // bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v) { return (vec)(__builtin_convertvector(v, vec_u32) << 16); }
+INLINE vec f32_of_bf16(vec_u16 v)
+{
+    vec_u32 wide;
+    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+    return (vec)(wide << 16);
+}
 
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. What is below
+// 2^-126 becomes zero, as it does where bf16 are multiplied.
 INLINE vec_u16 bf16_of_f32(vec v)
 {
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+    vec_u16 narrow;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(v));
+    return narrow;
 }
 
 INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
@@ -350,7 +365,7 @@ typedef f32 near_rows_t[REGISTER_ROWS][TILE];
 typedef struct {
     i64 holds; // the tile whose rows are here, counted from one; zero at first
     f32 rest_of_line[14];
-    near_rows_t rows[ROW_GROUPS][TILE_WORDS / TILE];
+    near_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
     sums_t sums[STRIPS][ROW_GROUPS];
 } near_t;
 _Static_assert(sizeof(near_t) <= 2097216, "the launch gives a thread this much");
@@ -369,45 +384,58 @@ static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *con
     }
 }
 
-// Whether results with this many rows are best written past the caches: then the
-// columns of a register tile are whole lines.
-INLINE int are_far(const input_t *results, i64 rows)
+// Where one kind of results goes, from a block's first row and column on. Memory
+// takes two lines that lie side by side twice as fast as two that do not, so results
+// that go past the caches wait near until two lines of a row are whole.
+enum { RUN = 2 * LINE / sizeof(input_t), WHOLE_RUNS = OUTER % RUN == 0 && TILE_COLUMNS % RUN == 0 };
+typedef input_t run_t[RUN];
+typedef struct {
+    input_t *to;
+    run_t *waiting; // of every row; none, if results are stored as they come
+} output_t;
+
+// The results of a block among those of `rows` rows.
+INLINE output_t output_of(input_t *results, i64 rows, const block_t *block, run_t *waiting)
 {
-    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % LINE == 0 };
-    return WHOLE_LINES && is_far(results, rows, OUTER * sizeof(input_t));
+    const int far = WHOLE_RUNS && is_far(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, far ? waiting : 0};
 }
 
-// One vector of results, of which `count` elements exist; all of them, if it is far.
-INLINE void store_result(input_t *to, vec v, i64 count, int far)
+// One vector of results: a row's from `column` on, of which `count` exist; all of
+// them, if they are to wait.
+INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
-    if (far)
-        store_far_half((vec_u16 *)to, bf16_of_f32(v));
-    else if (count >= LANES)
+    input_t *to = output.to + row * OUTER + column;
+    if (output.waiting) {
+        input_t *run = output.waiting[row], *end = run + column % RUN + LANES;
+        store_bf16(end - LANES, v);
+        if (end == run + RUN)
+            for (i64 c = 0; c < RUN; c += LANES)
+                store_far_half((vec_u16 *)(to + LANES - RUN + c), *(const vec_u16 *)(run + c));
+    } else if (count >= LANES)
         store_bf16(to, v);
     else
         store_part_bf16(to, v, count);
 }
 
-// Where results go and what is added on the way, from a block's first row and
+// The results of a block and what is added on the way, from its first row and
 // column on.
 typedef struct {
-    int far; // past the caches
-    input_t *out;
+    output_t out;
 } results_t;
 
-// One vector of results from its sums, at an element of the outputs.
-INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
+// One vector of results from its sums: a row's from `column` on.
+INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
 {
     vec result = *(const vec *)sum;
-    store_result(to->out + at, result, count, to->far);
+    store_result(to->out, result, row, column, count);
 }
 
 // The results of one row, from its sums: `columns` columns from `column` on.
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    const i64 at = row * OUTER + column;
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, at + c, min_i64(LANES, columns - c));
+        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
 }
 
 // A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
@@ -592,11 +620,10 @@ static void grouped_gemm_down_block(
         row[r] = hidden + (block.first_row + r) * INNER;
     for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
         row[r] = row[r - 1];
-    const i64 corner = block.first_row * OUTER + block.first_column;
     const i64 all_rows = offsets[EXPERTS];
+    run_t waiting[1][TILE_ROWS] ALIGNED;
     const results_t results = {
-        .far = are_far(out, all_rows),
-        .out = out + corner,
+        .out = output_of(out, all_rows, &block, waiting[0]),
     };
     const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
     // The next block has the next columns; past the last, what follows in memory.
@@ -604,8 +631,7 @@ static void grouped_gemm_down_block(
     tiles_begin();
     multiply_block(scratch, block_y + 1, row, &block, &results, panel, next_panel);
     tiles_end();
-    if (results.far)
-        end_far_stores();
+    end_far_stores();
 }
 
 EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

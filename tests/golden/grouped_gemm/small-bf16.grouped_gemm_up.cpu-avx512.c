@@ -42,9 +42,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -163,8 +173,7 @@ INLINE void transpose(vec v[LANES])
 }
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
-// x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
-// since one power of two cannot reach every result.
+// x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
 INLINE vec exp_f32(vec x)
 {
     x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
@@ -179,9 +188,8 @@ INLINE vec exp_f32(vec x)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r + 1.0f;
-    vec_i32 power = __builtin_convertvector(n, vec_i32);
-    vec_i32 half = power >> 1;
-    return p * (vec)((half + 127) << 23) * (vec)((power - half + 127) << 23);
+    __asm__("vscalefps %1, %0, %0" : "+v"(p) : "v"(n));
+    return p;
 }
 
 INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }
@@ -342,7 +350,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
         for (int v = 0; v < VECTORS; v++)
             sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
-        if (word % FETCH_WORDS == 0)
+        if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
             fetch(&ahead);
         vec w[VECTORS];
 #pragma GCC unroll 8
@@ -383,36 +391,39 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
-// One vector of results, of which `count` elements exist.
-INLINE void store_result(input_t *to, vec v, i64 count)
+// Where one kind of results goes, from a block's first row and column on.
+typedef input_t *output_t;
+
+// One vector of results: a row's from `column` on, of which `count` exist.
+INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
+    input_t *to = output + row * OUTER + column;
     if (count >= LANES)
         store_bf16(to, v);
     else
         store_part_bf16(to, v, count);
 }
 
-// Where results go and what is added on the way, from a block's first row and
+// The results of a block and what is added on the way, from its first row and
 // column on.
 typedef struct {
-    input_t *hidden;
+    output_t hidden;
 } results_t;
 
-// One vector of results from its sums, at an element of the outputs.
-INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
+// One vector of results from its sums: a row's from `column` on.
+INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
 {
     vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
     vec gate = *(const vec *)sum;
     vec result = activation(gate) * up;
-    store_result(to->hidden + at, result, count);
+    store_result(to->hidden, result, row, column, count);
 }
 
 // The results of one row, from its sums: `columns` columns from `column` on.
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    const i64 at = row * OUTER + column;
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, at + c, min_i64(LANES, columns - c));
+        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns

@@ -42,9 +42,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -278,7 +288,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
         for (int v = 0; v < VECTORS; v++)
             sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
-        if (word % FETCH_WORDS == 0)
+        if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
             fetch(&ahead);
         vec w[VECTORS];
 #pragma GCC unroll 8
@@ -319,34 +329,37 @@ static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
-// One vector of results, of which `count` elements exist.
-INLINE void store_result(input_t *to, vec v, i64 count)
+// Where one kind of results goes, from a block's first row and column on.
+typedef input_t *output_t;
+
+// One vector of results: a row's from `column` on, of which `count` exist.
+INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
+    input_t *to = output + row * OUTER + column;
     if (count >= LANES)
         store_f32(to, v);
     else
         store_part_f32(to, v, count);
 }
 
-// Where results go and what is added on the way, from a block's first row and
+// The results of a block and what is added on the way, from its first row and
 // column on.
 typedef struct {
-    input_t *out;
+    output_t out;
 } results_t;
 
-// One vector of results from its sums, at an element of the outputs.
-INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
+// One vector of results from its sums: a row's from `column` on.
+INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
 {
     vec result = *(const vec *)sum;
-    store_result(to->out + at, result, count);
+    store_result(to->out, result, row, column, count);
 }
 
 // The results of one row, from its sums: `columns` columns from `column` on.
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    const i64 at = row * OUTER + column;
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, at + c, min_i64(LANES, columns - c));
+        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns

@@ -48,9 +48,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -98,13 +108,13 @@ INLINE vec f32_of_bf16(vec_u16 v)
     return (vec)(wide << 16);
 }
 
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. What is below
+// 2^-126 becomes zero, as it does where bf16 are multiplied.
 INLINE vec_u16 bf16_of_f32(vec v)
 {
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+    vec_u16 narrow;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(v));
+    return narrow;
 }
 
 INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
@@ -176,8 +186,7 @@ INLINE void transpose(vec v[LANES])
 }
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
-// x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
-// since one power of two cannot reach every result.
+// x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
 INLINE vec exp_f32(vec x)
 {
     x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
@@ -192,9 +201,8 @@ INLINE vec exp_f32(vec x)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r + 1.0f;
-    vec_i32 power = __builtin_convertvector(n, vec_i32);
-    vec_i32 half = power >> 1;
-    return p * (vec)((half + 127) << 23) * (vec)((power - half + 127) << 23);
+    __asm__("vscalefps %1, %0, %0" : "+v"(p) : "v"(n));
+    return p;
 }
 
 INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }
@@ -297,60 +305,80 @@ typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Weights that are wanted soon come from far away, so the next panel is packed
-// between products, a strip of one word after the other, and what is packed soon is
-// fetched. Many lines at once would keep the products from reading what is near.
+// Weights that are wanted soon come from far away, so the next panel
+// is packed between products, a strip of one word after the other, and what is
+// packed soon is fetched. Many lines at once would keep the products from reading
+// what is near.
 enum { FETCH_WORDS = 16, LINE = 64 };
-enum { WORDS_AHEAD = 8 }; // of what is packed, that are fetched
+enum {
+    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    DEPTH_STEP = WORD, // rows that are multiplied together
+};
+
+// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// is no depth.
 typedef struct {
-    strip_t *panel; // none: it is only fetched
     const weight_t *from;
-    i64 words, strips; // of the panel, all whole
-    i64 word, strip; // that are next
-    i64 groups, due; // `groups` times what is due
+    i64 depth, columns;
+} source_t;
+
+typedef struct {
+    const weight_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const weight_t *from; // the next word's rows
+    f32 *to; // none: they are only fetched
+    i32 words, strips; // that are left; of a word
+    i32 strip; // that is next
+    i32 cost, due; // of a strip of a word, and what has come up
 } packing_t;
 
 INLINE void pack_next(packing_t *packing)
 {
-    const weight_t *from = packing->from + packing->word * WORD * OUTER + packing->strip * STRIP;
-    if (packing->panel) {
-        f32 *to = packing->panel[packing->strip][packing->word];
+    const weight_t *from = packing->from + packing->strip * STRIP;
+    if (packing->to) {
+        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
 #pragma GCC unroll 8
-        for (i64 v = 0; v < VECTORS; v++)
-            *(vec *)&to[v * LANES] = column_words_bf16(from + v * LANES, OUTER, WORD, LANES);
+        for (i64 c = 0; c < STRIP; c += LANES)
+            *(vec *)&to[c] = column_words_bf16(from + c, OUTER, WORD, LANES);
     }
-    for (i64 row = 0; row < WORD; row++)
+    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
         for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
-            __builtin_prefetch(from + (WORDS_AHEAD * WORD + row) * OUTER + c, 0, 2);
+            __builtin_prefetch(from + row * OUTER + c, 0, 2);
     if (++packing->strip == packing->strips) {
         packing->strip = 0;
-        packing->word++;
+        packing->from += WORD * OUTER;
+        packing->to += packing->to ? STRIP : 0;
+        packing->words--;
     }
 }
 
 INLINE void pack_due(packing_t *packing)
 {
-    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
-        if (packing->word < packing->words)
-            pack_next(packing);
+    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    packing->due += FETCH_WORDS;
+    for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
+        pack_next(packing);
 }
 
-// The next panel: `depth` rows of `columns` columns from a corner on, packed while
-// `groups` groups are multiplied by a panel.
-INLINE packing_t packing_of(strip_t *panel, const weight_t *from, i64 depth, i64 columns, i64 groups)
+// The next panel, packed while `groups` groups are multiplied by a panel; one that
+// is not whole strips and words is left for later.
+INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
 {
-    const int whole = depth % WORD == 0 && columns % STRIP == 0;
-    return (packing_t){panel, from, whole ? depth / WORD : 0, columns / STRIP, 0, 0, groups, 0};
+    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+        return (packing_t){0};
+    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
 }
 
-// Packs what is left of a panel: all of it, if none is whole or nothing was packed.
-static void pack_rest(packing_t *packing, strip_t *panel, const weight_t *from, i64 depth, i64 columns)
+// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// that are multiplied together are zero.
+static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
 {
-    const i64 width = (columns + STRIP - 1) / STRIP * STRIP;
-    if (packing->panel != panel || packing->words == 0)
-        pack_bf16(panel[0][0], STRIP, width, from, OUTER, depth, depth, columns);
+    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
+    if (!packing->source || packing->source != of.from)
+        pack_bf16(panel[0][0], STRIP, width, of.from, OUTER, depth, of.depth, of.columns);
     else
-        while (packing->word < packing->words)
+        while (packing->words > 0)
             pack_next(packing);
 }
 
@@ -403,7 +431,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
         for (int v = 0; v < VECTORS; v++)
             sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
-        if (word % FETCH_WORDS == 0)
+        if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
             fetch(&ahead);
         vec w[VECTORS];
 #pragma GCC unroll 8
@@ -450,9 +478,13 @@ INLINE vec load_row(const input_t *from, i64 count)
     return count >= LANES ? load_bf16(from) : load_part_bf16(from, count);
 }
 
-// One vector of results, of which `count` elements exist.
-INLINE void store_result(input_t *to, vec v, i64 count)
+// Where one kind of results goes, from a block's first row and column on.
+typedef input_t *output_t;
+
+// One vector of results: a row's from `column` on, of which `count` exist.
+INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
+    input_t *to = output + row * OUTER + column;
     if (count >= LANES)
         store_bf16(to, v);
     else
@@ -486,33 +518,33 @@ INLINE slope_t slope(vec gate, vec up)
 // column on.
 typedef struct {
     const input_t *gate_pre, *up_pre;
-    input_t *hidden, *dgate, *dup;
+    output_t hidden, dgate, dup;
     const f32 *topk_weights;
     const i32 *row_slots;
     vec *parts; // of every row
 } results_t;
 
-// One vector of results from its sums, at an element of the outputs; adds <P, A>
-// to a part.
-INLINE void finish(const results_t *to, const f32 *sum, i64 at, f32 weight, vec *part, i64 count)
+// One vector of results from its sums: a row's from `column` on; adds <P, A> to the
+// row's part.
+INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
+    const i64 at = row * OUTER + column;
     vec product = count == LANES ? *(const vec *)sum : load_part_f32(sum, count);
     slope_t by = slope(load_row(to->gate_pre + at, count), load_row(to->up_pre + at, count));
-    *part += product * by.value;
+    to->parts[row] += product * by.value;
     product *= weight;
     by.value *= weight;
-    store_result(to->hidden + at, by.value, count);
-    store_result(to->dgate + at, by.by_gate * product, count);
-    store_result(to->dup + at, by.by_up * product, count);
+    store_result(to->hidden, by.value, row, column, count);
+    store_result(to->dgate, by.by_gate * product, row, column, count);
+    store_result(to->dup, by.by_up * product, row, column, count);
 }
 
 // The results of one row, from its sums: `columns` columns from `column` on.
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    const i64 at = row * OUTER + column;
     const f32 weight = to->topk_weights[to->row_slots[row]];
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, at + c, weight, &to->parts[row], min_i64(LANES, columns - c));
+        finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
@@ -543,15 +575,17 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
             const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
             const int start = product == 0 && depth == 0;
             const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
-            const weight_t *matrix = matrices[product] + depth * OUTER;
+            const source_t source = {matrices[product] + depth * OUTER, width, block->column_count};
             const i64 next_depth = depth + TILE_DEPTH < INNER ? depth + TILE_DEPTH : 0;
             // Past the last product, the next expert's weights follow in memory.
-            const weight_t *next_matrix = next_depth > 0 ? matrix + TILE_DEPTH * OUTER
+            const weight_t *next_matrix = next_depth > 0 ? source.from + TILE_DEPTH * OUTER
                 : product + 1 < PRODUCTS ? matrices[product + 1] : matrices[0] + INNER * OUTER;
             strip_t *panel = panels[turn];
-            pack_rest(&packing, panel, matrix, width, block->column_count);
+            pack_rest(&packing, panel, source);
             turn = !turn;
-            packing = packing_of(last ? 0 : panels[turn], next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count, groups);
+            packing = packing_of(panels[turn], (source_t){next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count}, groups);
+            if (last)
+                packing.to = 0;
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
@@ -601,11 +635,11 @@ static void grouped_gemm_dgrad_down_block(
     for (i64 r = 0; r < block.row_count; r++)
         parts[r] = (vec){0};
     const results_t results = {
-        .gate_pre = gate_pre + first,
-        .up_pre = up_pre + first,
         .hidden = hidden + first,
         .dgate = dgate + first,
         .dup = dup + first,
+        .gate_pre = gate_pre + first,
+        .up_pre = up_pre + first,
         .topk_weights = topk_weights,
         .row_slots = row_slots + block.first_row,
         .parts = parts,

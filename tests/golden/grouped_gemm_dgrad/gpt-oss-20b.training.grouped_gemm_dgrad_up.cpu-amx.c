@@ -44,9 +44,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -87,15 +97,20 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 }
 
 // bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v) { return (vec)(__builtin_convertvector(v, vec_u32) << 16); }
+INLINE vec f32_of_bf16(vec_u16 v)
+{
+    vec_u32 wide;
+    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+    return (vec)(wide << 16);
+}
 
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. What is below
+// 2^-126 becomes zero, as it does where bf16 are multiplied.
 INLINE vec_u16 bf16_of_f32(vec v)
 {
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+    vec_u16 narrow;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(v));
+    return narrow;
 }
 
 INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
@@ -242,8 +257,8 @@ enum {
     REGISTER_COLUMNS = 32,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
-    PANEL_STRIPS = 4, // that are packed together
-    FETCH_STRIPS = PANEL_STRIPS, // and fetched
+    PANEL_STRIPS = 2, // that are packed together: as many lines of a row
+    PANEL_COLUMNS = PANEL_STRIPS * STRIP,
     ROWS_AHEAD = 4, // that are fetched before they are copied
 };
 
@@ -312,48 +327,103 @@ typedef f32 sums_t[REGISTER_ROWS][STRIP];
 typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 
-// Weights that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+// Weights that are wanted soon come from far away, so the next panel
+// is packed between products, a strip of one word after the other, and what is
+// packed soon is fetched. Many lines at once would keep the products from reading
+// what is near.
+enum { FETCH_WORDS = 16, LINE = 64 };
+enum {
+    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    DEPTH_STEP = STEP, // rows that are multiplied together
+};
+
+// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// is no depth.
 typedef struct {
-    const char *from;
-    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+    const weight_t *from;
+    i64 depth, columns;
+} source_t;
+
+typedef struct {
+    const weight_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const weight_t *from; // the next word's rows
+    f32 *to; // none: they are only fetched
+    i32 words, strips; // that are left; of a word
+    i32 strip; // that is next
+    i32 cost, due; // of a strip of a word, and what has come up
+} packing_t;
+
+INLINE void pack_next(packing_t *packing)
+{
+    const weight_t *from = packing->from + packing->strip * STRIP;
+    if (packing->to) {
+        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
+#pragma GCC unroll 8
+        for (i64 c = 0; c < STRIP; c += LANES)
+            *(vec *)&to[c] = column_words_bf16(from + c, OUTER, WORD, LANES);
+    }
+    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
+        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+            __builtin_prefetch(from + row * OUTER + c, 0, 2);
+    if (++packing->strip == packing->strips) {
+        packing->strip = 0;
+        packing->from += WORD * OUTER;
+        packing->to += packing->to ? STRIP : 0;
+        packing->words--;
+    }
+}
+
+INLINE void pack_due(packing_t *packing)
+{
+    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    packing->due += FETCH_WORDS;
+    for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
+        pack_next(packing);
+}
+
+// The next panel, packed while `groups` groups are multiplied by a panel; one that
+// is not whole strips and words is left for later.
+INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
+{
+    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+        return (packing_t){0};
+    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
+}
+
+// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// that are multiplied together are zero.
+static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
+{
+    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
+    if (!packing->source || packing->source != of.from)
+        pack_bf16(panel[0][0], STRIP, width, of.from, OUTER, depth, of.depth, of.columns);
+    else
+        while (packing->words > 0)
+            pack_next(packing);
+}
+
+typedef struct {
+    packing_t *packing;
 } ahead_t;
 
 INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(weight_t); next += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
-    ahead->from += ahead->step;
-}
-
-// What is left of it past some fetches.
-INLINE ahead_t past(i64 fetches, ahead_t ahead)
-{
-    ahead.from += fetches * ahead.step;
-    return ahead;
-}
-
-// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
-INLINE ahead_t part_of(const weight_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
-{
-    const i64 row = OUTER * sizeof(*corner), all = max_i64(shares * calls, 1);
-    const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
+    pack_due(ahead->packing);
 }
 
 // What a thread keeps near while it works on a block: its rows, as tiles take
-// them, a depth slice at a time; all sums; a panel.
+// them, a depth slice at a time; all sums; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef f32 near_rows_t[REGISTER_ROWS][TILE];
 typedef struct {
-    i64 holds; // the tile whose rows are here, counted from one; zero at first
-    f32 rest_of_line[14];
-    near_rows_t rows[ROW_GROUPS][TILE_WORDS / TILE];
+    i32 holds; // the tile whose rows are here, counted from one; zero at first
+    i32 turn; // which panel the next block begins with
+    packing_t packing; // of that panel
+    near_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
     sums_t sums[STRIPS][ROW_GROUPS];
-    strip_t panel[PANEL_STRIPS];
+    strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
 } near_t;
 _Static_assert(sizeof(near_t) <= 1515584, "the launch gives a thread this much");
 
@@ -371,43 +441,55 @@ static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *con
     }
 }
 
-// Whether results with this many rows are best written past the caches: then the
-// columns of a register tile are whole lines.
-INLINE int are_far(const input_t *results, i64 rows)
+// Where one kind of results goes, from a block's first row and column on. Memory
+// takes two lines that lie side by side twice as fast as two that do not, so results
+// that go past the caches wait near until two lines of a row are whole.
+enum { RUN = 2 * LINE / sizeof(input_t), WHOLE_RUNS = OUTER % RUN == 0 && TILE_COLUMNS % RUN == 0 };
+typedef input_t run_t[RUN];
+typedef struct {
+    input_t *to;
+    run_t *waiting; // of every row; none, if results are stored as they come
+} output_t;
+
+// The results of a block among those of `rows` rows.
+INLINE output_t output_of(input_t *results, i64 rows, const block_t *block, run_t *waiting)
 {
-    enum { WHOLE_LINES = REGISTER_COLUMNS * sizeof(input_t) % LINE == 0 };
-    return WHOLE_LINES && is_far(results, rows, OUTER * sizeof(input_t));
+    const int far = WHOLE_RUNS && is_far(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, far ? waiting : 0};
 }
 
-// One vector of results, of which `count` elements exist; all of them, if it is far.
-INLINE void store_result(input_t *to, vec v, i64 count, int far)
+// One vector of results: a row's from `column` on, of which `count` exist; all of
+// them, if they are to wait.
+INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
-    if (far)
-        store_far_half((vec_u16 *)to, bf16_of_f32(v));
-    else if (count >= LANES)
+    input_t *to = output.to + row * OUTER + column;
+    if (output.waiting) {
+        input_t *run = output.waiting[row], *end = run + column % RUN + LANES;
+        store_bf16(end - LANES, v);
+        if (end == run + RUN)
+            for (i64 c = 0; c < RUN; c += LANES)
+                store_far_half((vec_u16 *)(to + LANES - RUN + c), *(const vec_u16 *)(run + c));
+    } else if (count >= LANES)
         store_bf16(to, v);
     else
         store_part_bf16(to, v, count);
 }
 
-// Where results go, from a block's first row and column on.
 typedef struct {
-    int far; // past the caches
-    input_t *drows;
+    output_t drows;
 } results_t;
 
-// One vector of results from its sums, at an element of the outputs.
-INLINE void finish(const results_t *to, const f32 *sum, i64 at, i64 count)
+// One vector of results from its sums: a row's from `column` on.
+INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
 {
-    store_result(to->drows + at, *(const vec *)sum, count, to->far);
+    store_result(to->drows, *(const vec *)sum, row, column, count);
 }
 
 // The results of one row, from its sums: `columns` columns from `column` on.
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    const i64 at = row * OUTER + column;
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, at + c, min_i64(LANES, columns - c));
+        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
 }
 
 // A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
@@ -503,40 +585,73 @@ static void multiply_rows(i64 rows, sums_t sums, const near_rows_t *near, const 
         multiply(1, sums, near, panel, steps, start, ahead, pending);
 }
 
-// A block: the products one after the other, each a depth slice at a time. The
-// slice of the rows is copied near and multiplied by the weights, of which a few
-// strips at a time are packed. Results are finished while their sums are near,
-// beside what is multiplied next.
+// A panel of the weights: a depth slice of some columns of a product's matrix.
+typedef struct {
+    i64 product, depth, column;
+} place_t;
+
+// The panel after this one; after the last one it is past the products.
+INLINE place_t after(place_t at, const block_t *block)
+{
+    if ((at.column += PANEL_COLUMNS) < block->column_count)
+        return at;
+    at.column = 0;
+    if ((at.depth += TILE_DEPTH) < INNER)
+        return at;
+    return (place_t){.product = at.product + 1};
+}
+
+INLINE int is_in(place_t at, const block_t *block)
+{
+    (void)block;
+    return at.product < PRODUCTS;
+}
+
+INLINE source_t source_of(const weight_t *const *matrices, place_t at, const block_t *block)
+{
+    return (source_t){matrices[at.product] + at.depth * OUTER + at.column,
+                      min_i64(TILE_DEPTH, INNER - at.depth), min_i64(PANEL_COLUMNS, block->column_count - at.column)};
+}
+
+// A block: the products one after the other, each a depth slice at a time, of which the
+// rows are copied near,
+// and multiplied by the weights, a panel at a time, while the next one is packed; after
+// the last one, that is the next block's first. Results are finished while their sums
+// are near, beside what is multiplied next.
 static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
-                           const weight_t *const *matrices, const block_t *block, const results_t *to)
+                           const weight_t *const *matrices, const block_t *block, source_t next_block, const results_t *to)
 {
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    const i64 strips = (block->column_count + STRIP - 1) / STRIP;
     pending_t pending = {0};
-    for (int product = 0; product < PRODUCTS; product++)
-        for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
-            const i64 width = min_i64(TILE_DEPTH, INNER - depth), steps = (width + STEP - 1) / STEP;
-            const int start = product == 0 && depth == 0;
-            const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
-            load_rows(near->rows, row[product], depth, rows, width);
-            for (i64 strip = 0; strip < strips; strip++) {
-                const i64 member = strip % PANEL_STRIPS, column = strip * STRIP, columns = block->column_count - column;
-                const weight_t *corner = matrices[product] + depth * OUTER + column;
-                if (member == 0)
-                    pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, OUTER, steps * STEP, width, columns);
-                for (i64 step = 0; step < steps; step += PIECE)
-                    for (i64 group = 0; group < groups; group++) {
-                        const i64 count = min_i64(REGISTER_ROWS, rows - group * REGISTER_ROWS);
-                        const weight_t *next = corner + (PANEL_STRIPS - member) * STRIP;
-                        ahead_t ahead = past(step, part_of(next, width, steps, member * groups + group, PANEL_STRIPS * groups));
-                        multiply_rows(count, near->sums[strip][group], near->rows[group] + step, near->panel[member] + step * TILE,
-                                      min_i64(PIECE, steps - step), start && step == 0, ahead, &pending);
-                    }
-                if (last)
-                    put_off(&pending, to, near->sums[strip][0], 0, rows, column, min_i64(STRIP, columns));
-            }
+    for (place_t at = {0}, next; is_in(at, block); at = next) {
+        next = after(at, block);
+        const source_t source = source_of(matrices, at, block);
+        const int start = at.product == 0 && at.depth == 0;
+        const int last = at.product + 1 == PRODUCTS && at.depth + TILE_DEPTH >= INNER;
+        const i64 steps = (source.depth + STEP - 1) / STEP;
+        if (at.column == 0) {
             finish_rest(&pending);
+            load_rows(near->rows, row[at.product], at.depth, rows, source.depth);
         }
+        strip_t *panel = near->panels[near->turn];
+        pack_rest(&near->packing, panel, source);
+        near->turn = !near->turn;
+        near->packing = packing_of(near->panels[near->turn], is_in(next, block) ? source_of(matrices, next, block) : next_block, groups);
+        for (i64 column = 0; column < source.columns; column += STRIP) {
+            const i64 strip = column / STRIP;
+            sums_t *sums = near->sums[at.column / STRIP + strip];
+            for (i64 step = 0; step < steps; step += PIECE)
+                for (i64 group = 0; group < groups; group++) {
+                    const i64 count = min_i64(REGISTER_ROWS, rows - group * REGISTER_ROWS);
+                    ahead_t ahead = {.packing = &near->packing};
+                    multiply_rows(count, sums[group], near->rows[group] + step, panel[strip] + step * TILE,
+                                  min_i64(PIECE, steps - step), start && step == 0, ahead, &pending);
+                }
+            if (last)
+                put_off(&pending, to, sums[0], 0, rows, at.column + column, min_i64(STRIP, source.columns - column));
+        }
+    }
+    finish_rest(&pending);
 }
 
 static void grouped_gemm_dgrad_up_block(
@@ -561,17 +676,20 @@ static void grouped_gemm_dgrad_up_block(
             row[product][r] = inputs[product] + (block.first_row + min_i64(r, block.row_count - 1)) * INNER;
     const i64 corner = block.expert * INNER * OUTER + block.first_column;
     const weight_t *const matrices[PRODUCTS] = {gate + corner, up + corner};
-    const i64 first = block.first_row * OUTER + block.first_column;
     const i64 all_rows = offsets[EXPERTS];
+    run_t waiting[1][TILE_ROWS] ALIGNED;
     const results_t results = {
-        .far = are_far(drows, all_rows),
-        .drows = drows + first,
+        .drows = output_of(drows, all_rows, &block, waiting[0]),
     };
+    // The next block has the next columns, or those of the next rows.
+    const int wraps = block_x + 1 == COLUMN_TILES;
+    const block_t then = find_block(offsets, row_tiles, block_y + wraps, wraps ? 0 : block_x + 1);
+    const weight_t *const first_matrix[] = {gate + then.expert * INNER * OUTER + then.first_column};
+    const source_t next = then.row_count > 0 ? source_of(first_matrix, (place_t){0}, &then) : (source_t){0};
     tiles_begin();
-    multiply_block(scratch, row, matrices, &block, &results);
+    multiply_block(scratch, row, matrices, &block, next, &results);
     tiles_end();
-    if (results.far)
-        end_far_stores();
+    end_far_stores();
 }
 
 EXPORT void grouped_gemm_dgrad_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

@@ -44,9 +44,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -87,15 +97,20 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 }
 
 // bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v) { return (vec)(__builtin_convertvector(v, vec_u32) << 16); }
+INLINE vec f32_of_bf16(vec_u16 v)
+{
+    vec_u32 wide;
+    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+    return (vec)(wide << 16);
+}
 
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. What is below
+// 2^-126 becomes zero, as it does where bf16 are multiplied.
 INLINE vec_u16 bf16_of_f32(vec v)
 {
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+    vec_u16 narrow;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(v));
+    return narrow;
 }
 
 INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
@@ -298,60 +313,80 @@ typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 
-// Columns of the right factor that are wanted soon come from far away, so the next panel is packed
-// between products, a strip of one word after the other, and what is packed soon is
-// fetched. Many lines at once would keep the products from reading what is near.
+// Columns of the right factor that are wanted soon come from far away, so the next panel
+// is packed between products, a strip of one word after the other, and what is
+// packed soon is fetched. Many lines at once would keep the products from reading
+// what is near.
 enum { FETCH_WORDS = 16, LINE = 64 };
-enum { WORDS_AHEAD = 8 }; // of what is packed, that are fetched
+enum {
+    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    DEPTH_STEP = WORD, // rows that are multiplied together
+};
+
+// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// is no depth.
 typedef struct {
-    strip_t *panel; // none: it is only fetched
     const right_t *from;
-    i64 words, strips; // of the panel, all whole
-    i64 word, strip; // that are next
-    i64 groups, due; // `groups` times what is due
+    i64 depth, columns;
+} source_t;
+
+typedef struct {
+    const right_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const right_t *from; // the next word's rows
+    f32 *to; // none: they are only fetched
+    i32 words, strips; // that are left; of a word
+    i32 strip; // that is next
+    i32 cost, due; // of a strip of a word, and what has come up
 } packing_t;
 
 INLINE void pack_next(packing_t *packing)
 {
-    const right_t *from = packing->from + packing->word * WORD * WIDTH + packing->strip * STRIP;
-    if (packing->panel) {
-        f32 *to = packing->panel[packing->strip][packing->word];
+    const right_t *from = packing->from + packing->strip * STRIP;
+    if (packing->to) {
+        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
 #pragma GCC unroll 8
-        for (i64 v = 0; v < VECTORS; v++)
-            *(vec *)&to[v * LANES] = column_words_bf16(from + v * LANES, WIDTH, WORD, LANES);
+        for (i64 c = 0; c < STRIP; c += LANES)
+            *(vec *)&to[c] = column_words_bf16(from + c, WIDTH, WORD, LANES);
     }
-    for (i64 row = 0; row < WORD; row++)
+    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
         for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
-            __builtin_prefetch(from + (WORDS_AHEAD * WORD + row) * WIDTH + c, 0, 2);
+            __builtin_prefetch(from + row * WIDTH + c, 0, 2);
     if (++packing->strip == packing->strips) {
         packing->strip = 0;
-        packing->word++;
+        packing->from += WORD * WIDTH;
+        packing->to += packing->to ? STRIP : 0;
+        packing->words--;
     }
 }
 
 INLINE void pack_due(packing_t *packing)
 {
-    for (packing->due += FETCH_WORDS; packing->due >= packing->groups; packing->due -= packing->groups)
-        if (packing->word < packing->words)
-            pack_next(packing);
+    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    packing->due += FETCH_WORDS;
+    for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
+        pack_next(packing);
 }
 
-// The next panel: `depth` rows of `columns` columns from a corner on, packed while
-// `groups` groups are multiplied by a panel.
-INLINE packing_t packing_of(strip_t *panel, const right_t *from, i64 depth, i64 columns, i64 groups)
+// The next panel, packed while `groups` groups are multiplied by a panel; one that
+// is not whole strips and words is left for later.
+INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
 {
-    const int whole = depth % WORD == 0 && columns % STRIP == 0;
-    return (packing_t){panel, from, whole ? depth / WORD : 0, columns / STRIP, 0, 0, groups, 0};
+    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+        return (packing_t){0};
+    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
 }
 
-// Packs what is left of a panel: all of it, if none is whole or nothing was packed.
-static void pack_rest(packing_t *packing, strip_t *panel, const right_t *from, i64 depth, i64 columns)
+// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// that are multiplied together are zero.
+static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
 {
-    const i64 width = (columns + STRIP - 1) / STRIP * STRIP;
-    if (packing->panel != panel || packing->words == 0)
-        pack_bf16(panel[0][0], STRIP, width, from, WIDTH, depth, depth, columns);
+    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
+    if (!packing->source || packing->source != of.from)
+        pack_bf16(panel[0][0], STRIP, width, of.from, WIDTH, depth, of.depth, of.columns);
     else
-        while (packing->word < packing->words)
+        while (packing->words > 0)
             pack_next(packing);
 }
 
@@ -418,7 +453,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
         for (int v = 0; v < VECTORS; v++)
             sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
     for (i64 word = 0; word < words; word++) {
-        if (word % FETCH_WORDS == 0)
+        if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
             fetch(&ahead);
         vec w[VECTORS];
 #pragma GCC unroll 8
@@ -517,13 +552,15 @@ static void multiply_block(const left_t *left, const right_t *right, const block
             const i64 next_row = last ? 0 : row + TILE_DEPTH, next_corner = last ? corner + width : corner;
             const i64 next_width = min_i64(PANEL_STRIPS * STRIP, block->column_count - next_corner);
             strip_t *panel = panels[turn];
-            pack_rest(&packing, panel, right + row * WIDTH + corner, depth, width);
+            pack_rest(&packing, panel, (source_t){right + row * WIDTH + corner, depth, width});
             turn = !turn;
-            // Past the last panel, the next expert's rows follow in memory.
-            packing = next_width > 0
-                ? packing_of(panels[turn], right + next_row * WIDTH + next_corner,
-                             min_i64(TILE_DEPTH, rows - next_row), next_width, groups)
-                : packing_of(0, right + rows * WIDTH, TILE_DEPTH, PANEL_STRIPS * STRIP, groups);
+            if (next_width > 0) {
+                const source_t next = {right + next_row * WIDTH + next_corner, min_i64(TILE_DEPTH, rows - next_row), next_width};
+                packing = packing_of(panels[turn], next, groups);
+            } else { // the next expert's rows follow in memory
+                packing = packing_of(panels[turn], (source_t){right + rows * WIDTH, TILE_DEPTH, PANEL_STRIPS * STRIP}, groups);
+                packing.to = 0;
+            }
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
                 const left_t *columns = left + row * HEIGHT + first;

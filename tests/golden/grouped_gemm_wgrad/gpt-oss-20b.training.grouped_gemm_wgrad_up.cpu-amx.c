@@ -44,9 +44,19 @@ INLINE vec select(vec_i32 mask, vec a, vec b)
     return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
 }
 
-// A comparison with NaN is false, so a NaN in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit) { return select(v > limit, limit, v); }
-INLINE vec at_least(vec v, vec limit) { return select(v < limit, limit, v); }
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -87,15 +97,20 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 }
 
 // bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v) { return (vec)(__builtin_convertvector(v, vec_u32) << 16); }
+INLINE vec f32_of_bf16(vec_u16 v)
+{
+    vec_u32 wide;
+    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+    return (vec)(wide << 16);
+}
 
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. What is below
+// 2^-126 becomes zero, as it does where bf16 are multiplied.
 INLINE vec_u16 bf16_of_f32(vec v)
 {
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+    vec_u16 narrow;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(v));
+    return narrow;
 }
 
 INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
@@ -242,7 +257,7 @@ enum {
     REGISTER_COLUMNS = 32,
     STRIP = REGISTER_COLUMNS,
     PANEL_STRIPS = 4, // that are packed together
-    FETCH_STRIPS = PANEL_STRIPS, // and fetched
+    PANEL_COLUMNS = PANEL_STRIPS * STRIP,
     BIAS_COLUMNS = 256,
 };
 
@@ -306,36 +321,90 @@ typedef f32 sums_t[REGISTER_ROWS][STRIP];
 typedef f32 panel_word_t;
 typedef panel_word_t strip_t[TILE_WORDS][STRIP];
 
-// Columns of the right factor that are wanted soon come from far away, so every group of rows
-// fetches its part of what is next, a few lines at a time, between products. Many
-// lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+// Columns of the right factor that are wanted soon come from far away, so the next panel
+// is packed between products, a strip of one word after the other, and what is
+// packed soon is fetched. Many lines at once would keep the products from reading
+// what is near.
+enum { FETCH_WORDS = 16, LINE = 64 };
+enum {
+    WORDS_AHEAD = 8, // of what is packed, that are fetched
+    DEPTH_STEP = STEP, // rows that are multiplied together
+};
+
+// What a panel is packed from: `depth` rows of `columns` columns; nothing, if there
+// is no depth.
 typedef struct {
-    const char *from;
-    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+    const right_t *from;
+    i64 depth, columns;
+} source_t;
+
+typedef struct {
+    const right_t *source; // of the panel; none, if it is packed at once when it is wanted
+    const right_t *from; // the next word's rows
+    f32 *to; // none: they are only fetched
+    i32 words, strips; // that are left; of a word
+    i32 strip; // that is next
+    i32 cost, due; // of a strip of a word, and what has come up
+} packing_t;
+
+INLINE void pack_next(packing_t *packing)
+{
+    const right_t *from = packing->from + packing->strip * STRIP;
+    if (packing->to) {
+        f32 *to = packing->to + packing->strip * (TILE_WORDS * STRIP);
+#pragma GCC unroll 8
+        for (i64 c = 0; c < STRIP; c += LANES)
+            *(vec *)&to[c] = column_words_bf16(from + c, WIDTH, WORD, LANES);
+    }
+    for (i64 row = WORDS_AHEAD * WORD; row < (WORDS_AHEAD + 1) * WORD; row++)
+        for (i64 c = 0; c < STRIP; c += LINE / (i64)sizeof(*from))
+            __builtin_prefetch(from + row * WIDTH + c, 0, 2);
+    if (++packing->strip == packing->strips) {
+        packing->strip = 0;
+        packing->from += WORD * WIDTH;
+        packing->to += packing->to ? STRIP : 0;
+        packing->words--;
+    }
+}
+
+INLINE void pack_due(packing_t *packing)
+{
+    __asm__ volatile("" ::: "memory"); // what is due stays in memory: registers are the products'
+    packing->due += FETCH_WORDS;
+    for (; packing->words > 0 && packing->due >= packing->cost; packing->due -= packing->cost)
+        pack_next(packing);
+}
+
+// The next panel, packed while `groups` groups are multiplied by a panel; one that
+// is not whole strips and words is left for later.
+INLINE packing_t packing_of(strip_t *panel, source_t of, i64 groups)
+{
+    const i64 words = of.depth / WORD, strips = of.columns / STRIP;
+    if (of.depth % DEPTH_STEP != 0 || of.columns % STRIP != 0 || words == 0)
+        return (packing_t){0};
+    return (packing_t){of.from, of.from, panel[0][0], (i32)words, (i32)strips, 0, (i32)groups, 0};
+}
+
+// Packs what is left of a panel: all of it, if it was not begun. Rows past the last
+// that are multiplied together are zero.
+static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
+{
+    const i64 width = (of.columns + STRIP - 1) / STRIP * STRIP;
+    const i64 depth = (of.depth + DEPTH_STEP - 1) / DEPTH_STEP * DEPTH_STEP;
+    if (!packing->source || packing->source != of.from)
+        pack_bf16(panel[0][0], STRIP, width, of.from, WIDTH, depth, of.depth, of.columns);
+    else
+        while (packing->words > 0)
+            pack_next(packing);
+}
+
+typedef struct {
+    packing_t *packing;
 } ahead_t;
 
 INLINE void fetch(ahead_t *ahead)
 {
-    for (i64 line = 0; line < ahead->lines; line++)
-        for (i64 next = 0; next < FETCH_STRIPS * STRIP * (i64)sizeof(right_t); next += LINE)
-            __builtin_prefetch(ahead->from + line * ahead->stride + next, 0, 2);
-    ahead->from += ahead->step;
-}
-
-// What is left of it past some fetches.
-INLINE ahead_t past(i64 fetches, ahead_t ahead)
-{
-    ahead.from += fetches * ahead.step;
-    return ahead;
-}
-
-// What share `share` of `shares` fetches of `rows` rows of a panel, in `calls` calls.
-INLINE ahead_t part_of(const right_t *corner, i64 rows, i64 calls, i64 share, i64 shares)
-{
-    const i64 row = WIDTH * sizeof(*corner), all = max_i64(shares * calls, 1);
-    const i64 each = (rows + all - 1) / all, first = share * each * calls;
-    return (ahead_t){(const char *)corner + first * row, first < rows ? each : 0, row, each * row};
+    pack_due(ahead->packing);
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -374,16 +443,17 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 }
 
 // What a thread keeps near while it works on a block: columns of the left factor, as tiles take
-// them, a depth slice at a time; a panel.
+// them, a depth slice at a time; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef f32 near_rows_t[REGISTER_ROWS][TILE];
 typedef struct {
-    i64 holds; // the tile whose rows are here, counted from one; zero at first
-    f32 rest_of_line[14];
-    near_rows_t rows[ROW_GROUPS][TILE_WORDS / TILE];
-    strip_t panel[PANEL_STRIPS];
+    i32 holds; // the tile whose rows are here, counted from one; zero at first
+    i32 turn; // which panel the next block begins with
+    packing_t packing; // of that panel
+    near_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];
+    strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
 } near_t;
-_Static_assert(sizeof(near_t) <= 884800, "the launch gives a thread this much");
+_Static_assert(sizeof(near_t) <= 1015872, "the launch gives a thread this much");
 
 // A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
 // KB, and the sums and the rows stream by from the second.
@@ -498,38 +568,49 @@ static void load_columns(near_t *near, const left_t *left, i64 depth, i64 height
 
 _Static_assert(PIECES == 1, "sums of a slice are multiplied at once");
 
-// A block: a slice of the rows at a time. Of that the left factor is copied near
-// and multiplied by the right one, of which a few strips at a time are packed.
-// Results are finished beside what is multiplied next.
-static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, const results_t *to)
+// A panel: a slice of the rows, and some columns.
+INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
-    const i64 height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    return (source_t){right + row * WIDTH + column,
+                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
+}
+
+// A block: a slice of the rows at a time. Of that the left factor is copied near
+// and multiplied by the right one, a panel at a time, while the next one is packed;
+// after the last one, that is the next block's first. Results are finished beside
+// what is multiplied next.
+static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, source_t next_block, const results_t *to)
+{
+    const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     results_t results = *to;
     sums_t sums[2] ALIGNED; // in turn: of the products, and pending
     pending_t pending = {0};
     int turn = 0;
     i64 row = 0;
     do {
-        const i64 depth = min_i64(TILE_DEPTH, block->row_count - row), steps = (depth + STEP - 1) / STEP;
+        const i64 depth = min_i64(TILE_DEPTH, rows - row), steps = (depth + STEP - 1) / STEP;
         load_columns(near, left + row * HEIGHT, depth, height);
-        for (i64 column = 0; column < block->column_count; column += STRIP) {
-            const i64 strip = column / STRIP % PANEL_STRIPS, columns = block->column_count - column;
-            const right_t *corner = right + row * WIDTH + column;
-            if (strip == 0)
-                pack_bf16(near->panel[0][0], STRIP, PANEL_STRIPS * STRIP, corner, WIDTH, steps * STEP, depth, columns);
-            for (i64 group = 0; group < groups; group++) {
-                const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
-                const right_t *next = corner + (PANEL_STRIPS - strip) * STRIP;
-                ahead_t ahead = part_of(next, depth, steps, strip * groups + group, PANEL_STRIPS * groups);
-                multiply_rows(count, sums[turn], near->rows[group], near->panel[strip], steps, 1, ahead, &pending);
-                put_off(&pending, &results, sums[turn], first, count, column, min_i64(STRIP, columns));
-                turn = !turn;
-            }
+        for (i64 corner = 0; corner < block->column_count; corner += PANEL_COLUMNS) {
+            const source_t source = source_of(right, block, row, corner);
+            const source_t next = corner + PANEL_COLUMNS < block->column_count ? source_of(right, block, row, corner + PANEL_COLUMNS)
+                : row + TILE_DEPTH < rows ? source_of(right, block, row + TILE_DEPTH, 0) : next_block;
+            strip_t *panel = near->panels[near->turn];
+            pack_rest(&near->packing, panel, source);
+            near->turn = !near->turn;
+            near->packing = packing_of(near->panels[near->turn], next, groups);
+            for (i64 column = 0; column < source.columns; column += STRIP)
+                for (i64 group = 0; group < groups; group++) {
+                    const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
+                    ahead_t ahead = {.packing = &near->packing};
+                    multiply_rows(count, sums[turn], near->rows[group], panel[column / STRIP], steps, 1, ahead, &pending);
+                    put_off(&pending, &results, sums[turn], first, count, corner + column, min_i64(STRIP, source.columns - column));
+                    turn = !turn;
+                }
         }
         finish_rest(&pending);
         results.add = 1;
         row += TILE_DEPTH;
-    } while (row < block->row_count);
+    } while (row < rows);
 }
 
 static void grouped_gemm_wgrad_up_block(
@@ -550,19 +631,25 @@ static void grouped_gemm_wgrad_up_block(
     const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
     const i64 first_left = block.first_row * HEIGHT + block.first_height;
     const right_t *right = rows + block.first_row * WIDTH + block.first_column;
+    // The next block has the next rows of a matrix, or the next columns.
+    const int wraps = block_x + 1 == EXPERTS * TILES;
+    const block_t then = find_block(offsets, wraps ? 0 : block_x + 1, block_y + wraps);
+    const source_t own = source_of(right, &block, 0, 0);
+    const source_t next = then.column_count > 0
+        ? source_of(rows + then.first_row * WIDTH + then.first_column, &then, 0, 0) : (source_t){0};
     tiles_begin();
     const results_t dgate_results = {
         .grad = grad_gate + corner,
         .far = !accumulate && block.row_count <= TILE_DEPTH && is_far(grad_gate, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,
     };
-    multiply_block(scratch, dgate + first_left, right, &block, &dgate_results);
+    multiply_block(scratch, dgate + first_left, right, &block, own, &dgate_results);
     const results_t dup_results = {
         .grad = grad_up + corner,
         .far = !accumulate && block.row_count <= TILE_DEPTH && is_far(grad_up, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,
     };
-    multiply_block(scratch, dup + first_left, right, &block, &dup_results);
+    multiply_block(scratch, dup + first_left, right, &block, next, &dup_results);
     tiles_end();
     end_far_stores();
 }

@@ -174,9 +174,10 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmC
     }
 }
 
-/// A panel of this many strips is packed together: lines of memory that follow
-/// each other are read together.
-const AMX_PANEL_STRIPS: usize = 4;
+/// Strips of a panel of the weights, and of activations: what is packed together,
+/// since lines that lie side by side are read together. There are two panels.
+const AMX_DGRAD_STRIPS: usize = 2;
+const AMX_WGRAD_STRIPS: usize = 4;
 
 /// Rows and columns of the sums of four AMX tiles.
 const AMX_STRIP: usize = 32;
@@ -195,7 +196,7 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
         }
     };
     let tile_columns = columns.min(d.outer.next_multiple_of(AMX_STRIP));
-    let near = kept * tile_depth * (AMX_TILE_ROWS + AMX_STRIP * AMX_PANEL_STRIPS);
+    let near = tile_depth * (kept * AMX_TILE_ROWS + 2 * AMX_STRIP * AMX_DGRAD_STRIPS);
     let sums = if whole {
         0
     } else {
@@ -240,7 +241,7 @@ fn wgrad_tiles(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
     const HEIGHT: usize = 768;
     let tiles = d.height.div_ceil(HEIGHT);
     let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_STRIP);
-    let panel = DEPTH * AMX_STRIP * AMX_PANEL_STRIPS;
+    let panels = 2 * DEPTH * AMX_STRIP * AMX_WGRAD_STRIPS;
     GroupedGemmConfig {
         tile_rows,
         tile_columns: 1024.min(d.width.next_multiple_of(AMX_STRIP)),
@@ -248,7 +249,7 @@ fn wgrad_tiles(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
         thread_rows: AMX_STRIP,
         thread_columns: AMX_STRIP,
         family: GemmFamily::Tiles,
-        shared_bytes: (64 + 4 * (tile_rows * DEPTH + panel)) as u32,
+        shared_bytes: (64 + 4 * (tile_rows * DEPTH + panels)) as u32,
         ..plain_gemm()
     }
 }
