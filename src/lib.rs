@@ -44,13 +44,13 @@ pub use moesaic_cache::Store;
 pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_engine::{
     Counters, Element, EngineError, Event, ExpertBackward, HostTensor, Input, Job, Layer,
-    LoadedKernel, MultiGate, Outcome, Output, RawBackward, RawCall, Record, Row, Saved, Statistics,
-    Stats, StepTime, TunedPlan, Untuned, UserExpert, UserLayer, UserSaved, Variants, Weights,
-    precompile, precompile_on,
+    LoadedKernel, Measured, MultiGate, Outcome, Output, RawBackward, RawCall, Record, Row, Saved,
+    Statistics, Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved, Variants,
+    Weights, precompile, precompile_on,
 };
 pub use moesaic_kernel::{DType, KernelSource, SimArch, Size, Stem, Target, TargetError};
 pub use moesaic_macros::layer;
-pub use moesaic_plan::{LayerPlan, Recompute, Training, Work};
+pub use moesaic_plan::{LayerPlan, Recompute, Tilings, Training, Work};
 pub use moesaic_spec::LayerSpec;
 
 /// The kernel store and its packs.

@@ -1,10 +1,14 @@
 //! A raw call on the CPU allocates nothing once a call of its size was made:
 //! neither the calling thread nor the device's own.
 
+use moesaic::plan::Tuning;
 use moesaic::reference;
 use moesaic::target::Ptr;
-use moesaic::{Engine, EngineOptions, Layer, LayerSpec, RawCall, Weights};
+use moesaic::{
+    Engine, EngineOptions, Layer, LayerSpec, Measured, RawCall, Store, Untuned, Weights,
+};
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The system's allocator; counts what it is asked for.
@@ -72,21 +76,53 @@ fn count(layer: &Layer, x: &[f32], y: &mut [f32], tokens: usize) -> usize {
 
 #[test]
 fn a_raw_call_allocates_nothing_after_the_first() {
-    const TOKENS: usize = 300;
-    let x = vec![0.5; TOKENS * MODEL_DIM];
-    let mut y = vec![0.0; TOKENS * MODEL_DIM];
     for threads in [None, Some(1), Some(2), Some(3)] {
         let options = EngineOptions {
             threads,
             ..EngineOptions::default()
         };
         let engine = Engine::open("cpu", options).expect("a C compiler");
-        let layer = layer(&engine);
-        let first = count(&layer, &x, &mut y, TOKENS);
-        assert!(first > 0, "the counter counts");
-        for tokens in [TOKENS, 8, 1, 0] {
-            let later = count(&layer, &x, &mut y, tokens);
-            assert_eq!(later, 0, "{threads:?} threads, {tokens} tokens");
-        }
+        check(&layer(&engine), &format!("{threads:?} threads"));
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let layer = tuned(Arc::new(Store::open(dir.path())));
+    assert_eq!(layer.tilings().plans().len(), 2);
+    check(&layer, "tuned");
+}
+
+/// A layer with other tiles for few tokens.
+fn tuned(store: Arc<Store>) -> Layer {
+    let options = EngineOptions {
+        store: Some(store.clone()),
+        tuned: true,
+        threads: Some(2),
+        ..EngineOptions::default()
+    };
+    let engine = Engine::open("cpu", options).expect("a C compiler");
+    let spec = LayerSpec::from_toml(SPEC).expect("a valid spec");
+    let untuned = Untuned::new(&spec, engine.target(), None).expect("a plan");
+    let choice = &Tuning::choices(&untuned.plan)[0];
+    let found = [(8, true), (300, false)].map(|(tokens, other)| Measured {
+        tokens,
+        tuning: match other {
+            true => Tuning::default().with(choice.knob, choice.others[0]),
+            false => Tuning::default(),
+        },
+        gain: 1.1,
+    });
+    let kept = untuned.tuned(&found, engine.machine()).expect("a tuning");
+    store.keep_tuned(&kept).expect("the directory is ours");
+    layer(&engine)
+}
+
+fn check(layer: &Layer, what: &str) {
+    const TOKENS: usize = 300;
+    let x = vec![0.5; TOKENS * MODEL_DIM];
+    let mut y = vec![0.0; TOKENS * MODEL_DIM];
+    let first = count(layer, &x, &mut y, TOKENS);
+    assert!(first > 0, "the counter counts");
+    for tokens in [TOKENS, 8, 1, 0] {
+        let later = count(layer, &x, &mut y, tokens);
+        assert_eq!(later, 0, "{what}, {tokens} tokens");
     }
 }

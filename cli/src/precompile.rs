@@ -139,8 +139,10 @@ fn tunings(
         true => Untuned::new(spec, target, training.get())?.everywhere(store),
         false => Vec::new(),
     };
-    let kept = kept.into_iter().map(|tuned| tuned.plan.tuning);
-    Ok(iter::once(Tuning::default()).chain(kept))
+    let plans = kept
+        .into_iter()
+        .flat_map(|kept| kept.tilings.plans().to_vec());
+    Ok(iter::once(Tuning::default()).chain(plans.map(|plan| plan.tuning)))
 }
 
 /// Writes a pack of the kernels of `rows`; what to call it.

@@ -38,26 +38,14 @@ pub fn middle(mut ratios: Vec<f64>) -> f64 {
     }
 }
 
-/// The mean of ratios: of 2 and ½ it is 1. It is 1 of none.
-pub fn mean_ratio(ratios: impl IntoIterator<Item = f64>) -> f64 {
-    let (mut sum, mut count) = (0.0, 0);
-    for ratio in ratios {
-        sum += ratio.ln();
-        count += 1;
-    }
-    (sum / f64::from(count.max(1))).exp()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn ratios_have_a_middle_and_a_mean() {
+    fn ratios_have_a_middle() {
         assert_eq!(middle(vec![]), 1.0);
         assert_eq!(middle(vec![3.0, 1.0, 2.0]), 2.0);
         assert_eq!(middle(vec![4.0, 1.0, 2.0, 3.0]), 2.5);
-        assert!((mean_ratio([2.0, 0.5]) - 1.0).abs() < 1e-12);
-        assert_eq!(mean_ratio([]), 1.0);
     }
 }

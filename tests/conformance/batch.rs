@@ -88,6 +88,6 @@ fn a_layer_holds_its_weights_once() {
     for matrix in ["gate", "up", "down"] {
         assert!(plan.packs_away(&format!("experts.{matrix}.weight")));
     }
-    let training = engine.training_plan(&case.spec, Training::default());
-    assert!(training.unwrap().prepare.is_empty());
+    let training = engine.tilings(&case.spec, Some(Training::default()));
+    assert!(training.unwrap().first().prepare.is_empty());
 }

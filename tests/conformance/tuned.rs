@@ -2,14 +2,15 @@
 //! what was kept.
 
 use super::Case;
-use super::case::floats;
+use super::case::{floats, host};
 use super::layers::{engine, engines};
 use super::trained::Results;
 use moesaic::cache::Store;
 use moesaic::plan::{Choice, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
 use moesaic::{
-    Compilers, DType, Engine, EngineOptions, Job, Layer, Target, Training, Untuned, precompile,
+    Compilers, Counters, DType, Engine, EngineOptions, Job, Layer, Measured, Output, Target,
+    Training, Untuned, precompile,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -99,13 +100,33 @@ fn engine_of(dir: &Path, strict: bool, tuned: bool) -> Engine {
     Engine::open("cpu", options).unwrap()
 }
 
-/// Keeps the largest sizes of a layer for an engine's machine; the tuning.
-fn keep(spec: &LayerSpec, engine: &Engine, dir: &Path) -> Tuning {
-    let untuned = Untuned::new(spec, engine.target(), None).unwrap();
-    let [_, tuning] = extremes(&untuned.plan);
-    let tuned = untuned.tuned(&tuning, engine.machine(), &[1, 64], 1.25);
-    Store::open(dir).keep_tuned(&tuned.unwrap()).unwrap();
-    tuning
+fn measured(tokens: usize, tuning: Tuning) -> Measured {
+    Measured {
+        tokens,
+        tuning,
+        gain: 1.25,
+    }
+}
+
+/// Keeps sizes of a layer for an engine's machine: the least for few tokens, the
+/// largest for many; both.
+fn keep(spec: &LayerSpec, training: Option<Training>, engine: &Engine, dir: &Path) -> [Tuning; 2] {
+    let untuned = Untuned::new(spec, engine.target(), training).unwrap();
+    let [least, most] = extremes(&untuned.plan);
+    let found = [
+        measured(128, most.clone()),
+        measured(2, least.clone()),
+        measured(16, Tuning::default()),
+    ];
+    let tuned = untuned.tuned(&found, engine.machine()).unwrap();
+    Store::open(dir).keep_tuned(&tuned).unwrap();
+    [least, most]
+}
+
+/// The sizes that a call of so many tokens has.
+fn sizes(engine: &Engine, spec: &LayerSpec, tokens: usize) -> Tuning {
+    let tilings = engine.tilings(spec, None).unwrap();
+    tilings.at(tokens).tuning.clone()
 }
 
 #[test]
@@ -113,30 +134,103 @@ fn engines_use_the_tuning_of_their_machine() {
     let dir = tempfile::tempdir().unwrap();
     let spec = LayerSpec::from_toml(SMALL).unwrap();
     let engine = engine_of(dir.path(), false, true);
-    assert!(engine.plan(&spec).unwrap().tuning.is_empty());
-    let tuning = keep(&spec, &engine, dir.path());
-    assert_eq!(engine.plan(&spec).unwrap().tuning, tuning);
-    let case = Case::random(&spec, 9, 3);
-    assert_eq!(case.layer(&engine).plan().tuning, tuning);
-    case.check(&engine);
+    assert!(sizes(&engine, &spec, 2).is_empty());
+    let [least, most] = keep(&spec, None, &engine, dir.path());
+    // Boundaries are at the geometric means, 5.6 and 45.2.
+    for (tokens, expected) in [
+        (0, &least),
+        (5, &least),
+        (6, &Tuning::default()),
+        (45, &Tuning::default()),
+        (46, &most),
+        (100_000, &most),
+    ] {
+        assert_eq!(&sizes(&engine, &spec, tokens), expected, "{tokens}");
+    }
+    for tokens in [3, 9, 50] {
+        Case::random(&spec, tokens, 3).check(&engine);
+    }
     // Another layer, training, another number of threads, and an engine that
     // does not ask for it.
     let other = LayerSpec::from_toml(&SMALL.replace("24", "32")).unwrap();
-    assert!(engine.plan(&other).unwrap().tuning.is_empty());
-    let training = engine.training_plan(&spec, Training::default()).unwrap();
-    assert!(training.tuning.is_empty());
+    assert!(sizes(&engine, &other, 2).is_empty());
+    let training = engine.tilings(&spec, Some(Training::default())).unwrap();
+    assert_eq!(training.plans().len(), 1);
     let without = engine_of(dir.path(), false, false);
-    assert!(without.plan(&spec).unwrap().tuning.is_empty());
+    assert!(sizes(&without, &spec, 2).is_empty());
     let one = EngineOptions {
         store: Some(Arc::new(Store::open(dir.path()))),
         threads: Some(1),
         ..EngineOptions::default()
     };
     let one = Engine::open("cpu", one).unwrap();
-    assert!(one.plan(&spec).unwrap().tuning.is_empty());
+    assert!(sizes(&one, &spec, 2).is_empty());
     // The name of a layer is not part of it.
     let renamed = LayerSpec::from_toml(&format!("name = \"other\"\n{SMALL}")).unwrap();
-    assert_eq!(engine.plan(&renamed).unwrap().tuning, tuning);
+    assert_eq!(sizes(&engine, &renamed, 2), least);
+}
+
+/// Token counts in every bucket, the largest first and last.
+const CALLS: [usize; 7] = [500, 1, 46, 5, 6, 45, 500];
+
+/// What forward calls give, and where the layer trains what backward gives in
+/// another order, when all forward calls are over.
+fn calls(layer: &Layer, cases: &[Case]) -> Vec<Vec<u64>> {
+    let bits = |output: &Output, name| floats(output, name).iter().map(|v| v.to_bits()).collect();
+    if layer.plan().training.is_none() {
+        let forward = |case: &Case| bits(&layer.forward(&case.input()).unwrap(), "y");
+        return cases.iter().map(forward).collect();
+    }
+    let forward = |case: &Case| {
+        let (output, saved) = layer
+            .forward_train(&case.input(), &["y"], Counters::default())
+            .unwrap();
+        (bits(&output, "y"), saved)
+    };
+    let (mut all, saved): (Vec<_>, Vec<_>) = cases.iter().map(forward).unzip();
+    for (case, saved) in cases.iter().zip(&saved).rev() {
+        let shape = [case.input.tokens, case.spec.output_dim()];
+        let dy = host(case.spec.precision.activations, &shape, &case.dy(7));
+        let back = layer.backward(saved, &dy, true).unwrap();
+        all.extend(["dx", "grad.topk_weights"].map(|name| bits(&back, name)));
+    }
+    for gradient in layer.gradients().unwrap().values() {
+        all.push(
+            gradient
+                .to_f32()
+                .iter()
+                .map(|v| u64::from(v.to_bits()))
+                .collect(),
+        );
+    }
+    all
+}
+
+/// Every compile costs, so that training is tried with one type.
+#[test]
+fn calls_of_every_bucket_share_memory_and_give_the_same_bytes() {
+    for (dtype, training) in [(DType::F32, None), (DType::Bf16, Some(Training::default()))] {
+        let mut spec = LayerSpec::from_toml(SPEC).unwrap();
+        spec.precision.weights = dtype;
+        spec.precision.activations = dtype;
+        let cases = CALLS.map(|tokens| Case::random(&spec, tokens, 11));
+        let weights = cases[0].host_weights();
+        let dir = tempfile::tempdir().unwrap();
+        let engine = engine_of(dir.path(), false, true);
+        let layer = || match training {
+            Some(training) => engine.training_layer(&spec, &weights, training),
+            None => engine.layer(&spec, &weights),
+        };
+        let plain = layer().unwrap();
+        assert_eq!(plain.tilings().plans().len(), 1);
+        keep(&spec, training, &engine, dir.path());
+        let tuned = layer().unwrap();
+        assert_eq!(tuned.tilings().plans().len(), 3);
+        tuned.forward(&cases[0].input()).unwrap();
+        let bytes = tuned.workspace_bytes();
+        assert!(calls(&tuned, &cases) == calls(&plain, &cases), "{dtype}");
+        assert_eq!(tuned.workspace_bytes(), bytes);
+    }
 }
 
 #[test]
@@ -144,7 +238,7 @@ fn damaged_and_foreign_tunings_are_passed_over() {
     let dir = tempfile::tempdir().unwrap();
     let spec = LayerSpec::from_toml(SMALL).unwrap();
     let engine = engine_of(dir.path(), false, true);
-    let tuning = keep(&spec, &engine, dir.path());
+    let [tuning, _] = keep(&spec, None, &engine, dir.path());
     let entry = std::fs::read_dir(dir.path().join("v1/tuned"))
         .unwrap()
         .next();
@@ -165,16 +259,29 @@ fn damaged_and_foreign_tunings_are_passed_over() {
         changed(&size_of(size), &size_of(size + 1)),
         changed(knob.name(), "elephants"),
         changed("\"threads\": 2", "\"threads\": 3"),
-        changed("\"kernels\": [\n    \"", "\"kernels\": [\n    \"0"),
+        changed("\"kernels\": [\n        \"", "\"kernels\": [\n        \"0"),
+        changed("\"buckets\"", "\"sizes\": {}, \"buckets\""),
+        former(&text),
         "x".repeat(1 << 20),
     ];
     for bad in bad {
         std::fs::write(&path, &bad).unwrap();
-        let plan = engine.plan(&spec).unwrap();
-        assert!(plan.tuning.is_empty(), "{bad}");
+        let plans = engine.tilings(&spec, None).unwrap();
+        assert_eq!(plans.plans().len(), 1, "{bad}");
     }
     std::fs::write(&path, &text).unwrap();
-    assert_eq!(engine.plan(&spec).unwrap().tuning, tuning);
+    assert_eq!(sizes(&engine, &spec, 2), tuning);
+}
+
+/// The same file of a version that had one set of sizes.
+fn former(text: &str) -> String {
+    let mut file: serde_json::Value = serde_json::from_str(text).unwrap();
+    let fields = file.as_object_mut().unwrap();
+    let buckets = fields.remove("buckets").unwrap();
+    let bucket = buckets[0].as_object().unwrap().clone();
+    fields.extend(bucket);
+    fields["tokens"] = serde_json::json!([2]);
+    file.to_string()
 }
 
 /// Compiles a layer into a store, with these sizes.
@@ -196,12 +303,14 @@ fn strict_engines_use_a_tuning_only_with_its_kernels() {
     let spec = LayerSpec::from_toml(SMALL).unwrap();
     let engine = engine_of(dir.path(), true, true);
     let store = Arc::new(Store::open(dir.path()));
-    let tuning = keep(&spec, &engine, dir.path());
+    let tunings = keep(&spec, None, &engine, dir.path());
     let case = Case::random(&spec, 9, 4);
     compile(&spec, Tuning::default(), &store, engine.target());
-    assert!(case.layer(&engine).plan().tuning.is_empty());
-    compile(&spec, tuning.clone(), &store, engine.target());
-    assert_eq!(case.layer(&engine).plan().tuning, tuning);
+    for tuning in tunings {
+        assert_eq!(case.layer(&engine).tilings().plans().len(), 1);
+        compile(&spec, tuning, &store, engine.target());
+    }
+    assert_eq!(case.layer(&engine).tilings().plans().len(), 3);
     assert_eq!(engine.stats().compiled, 0);
 }
 
@@ -212,19 +321,19 @@ fn a_pack_brings_a_tuning_where_all_its_kernels_are() {
     let spec = LayerSpec::from_toml(SMALL).unwrap();
     let engine = engine_of(&from, false, true);
     let store = Arc::new(Store::open(&from));
-    let tuning = keep(&spec, &engine, &from);
+    let tunings = keep(&spec, None, &engine, &from);
     compile(&spec, Tuning::default(), &store, engine.target());
-    assert_eq!(store.export(&pack, |_| true).unwrap().tunings, 0);
-    compile(&spec, tuning.clone(), &store, engine.target());
+    for tuning in tunings {
+        assert_eq!(store.export(&pack, |_| true).unwrap().tunings, 0);
+        compile(&spec, tuning, &store, engine.target());
+    }
     assert_eq!(store.export(&pack, |_| true).unwrap().tunings, 1);
     let other = Store::open(&to);
     assert_eq!(other.import(&pack).unwrap().tunings, 1);
     assert_eq!(other.import(&pack).unwrap().tunings, 0);
     let strict = engine_of(&to, true, true);
-    assert_eq!(
-        Case::random(&spec, 9, 5).layer(&strict).plan().tuning,
-        tuning
-    );
+    let layer = Case::random(&spec, 9, 5).layer(&strict);
+    assert_eq!(layer.tilings().plans().len(), 3);
     let known = Untuned::new(&spec, engine.target(), None).unwrap();
     assert_eq!(known.everywhere(&other).len(), 1);
 }

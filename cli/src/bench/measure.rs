@@ -105,7 +105,7 @@ pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
 }
 
 fn launch(layer: &Layer, i: usize, tokens: usize, time: Duration) -> Launch {
-    let plan = layer.plan();
+    let plan = layer.tilings().at(tokens);
     let step = plan.all_steps().nth(i).expect("one time per step");
     let same = plan.all_steps().filter(|other| other.symbol == step.symbol);
     let label = match same.count() {

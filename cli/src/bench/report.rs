@@ -38,10 +38,19 @@ impl Report<'_> {
             device.units,
             self.error
         );
+        let tuned: Vec<String> = self.tuned().map(|tokens| tokens.to_string()).collect();
+        if !tuned.is_empty() {
+            text += &format!("  tiles tuned for T={}\n", tuned.join(","));
+        }
         for run in &self.runs {
             text += &self.run_text(run, palette);
         }
         text
+    }
+
+    /// The numbers of tokens that tiles were measured for.
+    fn tuned(&self) -> impl Iterator<Item = usize> {
+        self.layer.tilings().buckets().map(|(tokens, _)| tokens)
     }
 
     fn run_text(&self, run: &Run, palette: &Palette) -> String {
@@ -139,6 +148,7 @@ impl Report<'_> {
             "units": device.units,
             "machine": self.machine.as_ref().map(machine_json),
             "y_error": self.error,
+            "tuned_for": self.tuned().collect::<Vec<_>>(),
             "skew": self.skew.map(|skew| skew.to_string()),
             "runs": self.runs.iter().map(|run| self.run_json(run)).collect::<Vec<_>>(),
         })

@@ -57,6 +57,7 @@ fn one_kernel(kernel: &Kernel, asm: Option<&String>) -> Value {
         .map(|artifact| artifact.binary.len());
     json!({
         "name": kernel.source.name,
+        "tokens": kernel.tokens,
         "stem": kernel.source.stem.name(),
         "file": kernel.source.file_name(),
         "source": kernel.source.text,

@@ -151,10 +151,11 @@ impl InspectArgs {
         for (i, kernel) in inspection.kernels.iter().enumerate() {
             if self.source {
                 let source = highlight::terminal(kernel.source.text.trim_end(), palette);
-                text += &format!("\n{}\n{source}\n", palette.bold(&kernel.source.file_name()));
+                let title = kernel.label(&kernel.source.file_name());
+                text += &format!("\n{}\n{source}\n", palette.bold(&title));
             }
             if let Some(asm) = asm.and_then(|asm| asm.get(i)) {
-                let title = format!("{} machine code", kernel.source.name);
+                let title = format!("{} machine code", kernel.label(&kernel.source.name));
                 text += &format!("\n{}\n{asm}", palette.bold(&title));
             }
         }

@@ -7,7 +7,8 @@ use crate::suggest::closest;
 use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
-use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, plan_for};
+use moesaic::kernel::Entry;
+use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, Tilings, plan_for};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
     Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome, Row, Stem,
@@ -29,14 +30,16 @@ pub struct Request<'a> {
 /// A layer on a target.
 pub struct Inspection {
     pub target: Target,
+    /// Without sizes of a tuning.
     pub plan: LayerPlan,
     pub tokens: Vec<u64>,
     pub machine: Option<Machine>,
+    /// Those of the plan, then those that numbers of tokens have instead.
     pub kernels: Vec<Kernel>,
     pub launches: Vec<Launch>,
     /// Why nothing was compiled.
     pub trouble: Option<String>,
-    /// What was measured to be best here, if it was; its sizes are in the plan.
+    /// What was measured to be best here, if it was.
     pub tuned: Option<Tuned>,
     /// What a simulator counted, when it was asked to.
     pub counted: Option<Counted>,
@@ -44,6 +47,11 @@ pub struct Inspection {
 
 /// A kernel source and what its binary says.
 pub struct Kernel {
+    /// Index into the plan's kernels.
+    pub of: usize,
+    /// The measured numbers of tokens that it is for; none: all that have no
+    /// other.
+    pub tokens: Vec<usize>,
     pub source: KernelSource,
     /// Absent when it was not compiled.
     pub artifact: Option<Artifact>,
@@ -89,19 +97,13 @@ pub struct Least {
 impl Inspection {
     /// Plans, emits and compiles.
     pub fn new(request: Request<'_>) -> Result<Inspection> {
-        let (plan, tuned) = plan(&request)?;
-        let sources = emit_layer(&plan).map_err(EngineError::from)?;
-        let chosen = choose(&sources, request.kernel)?;
-        let (kernels, trouble) = compile(&request, &plan, &sources)?;
-        let kernels: Vec<Kernel> = kernels
-            .into_iter()
-            .enumerate()
-            .filter_map(|(i, kernel)| chosen.contains(&i).then_some(kernel))
-            .collect();
-        let launches = launches(&plan, &chosen, &request);
+        let (tilings, tuned) = tilings(&request)?;
+        let chosen = choose(&tilings.first().kernels, request.kernel)?;
+        let (kernels, trouble) = kernels(&request, &tilings, &chosen)?;
+        let launches = launches(&tilings, &chosen, &request);
         Ok(Inspection {
             target: request.target,
-            plan,
+            plan: tilings.first().clone(),
             tokens: request.tokens.to_vec(),
             machine: request.machine,
             kernels,
@@ -112,10 +114,18 @@ impl Inspection {
         })
     }
 
-    /// What the binary says about a launch's entry.
-    pub fn report(&self, launch: &Launch) -> Option<&KernelReport> {
-        let artifact = self.kernels[launch.kernel].artifact.as_ref()?;
-        artifact.report.kernel(&launch.step.symbol)
+    /// Each launch with its kernel, and with those that numbers of tokens have
+    /// instead.
+    pub fn launched(&self) -> impl Iterator<Item = (&Launch, &Kernel)> {
+        let own = |launch: &Launch, kernel: &&Kernel| kernel.of == launch.step.kernel;
+        let each = self.launches.iter();
+        each.flat_map(move |launch| {
+            let kernels = self
+                .kernels
+                .iter()
+                .filter(move |kernel| own(launch, kernel));
+            kernels.map(move |kernel| (launch, kernel))
+        })
     }
 
     /// Whether a launch of this symbol is among those asked for.
@@ -124,19 +134,49 @@ impl Inspection {
     }
 
     /// The entry of a launch.
-    pub fn entry(&self, launch: &Launch) -> &moesaic::kernel::Entry {
+    pub fn entry(&self, launch: &Launch) -> &Entry {
         self.plan.entry(&launch.step)
     }
 }
 
-/// The plan that an engine of this machine would make.
-fn plan(request: &Request<'_>) -> Result<(LayerPlan, Option<Tuned>)> {
+impl Kernel {
+    /// What the binary says about a launch's entry.
+    pub fn report(&self, launch: &Launch) -> Option<&KernelReport> {
+        let artifact = self.artifact.as_ref()?;
+        artifact.report.kernel(&launch.step.symbol)
+    }
+
+    /// The entry of a launch.
+    pub fn entry(&self, launch: &Launch) -> &Entry {
+        let mut entries = self.source.entries.iter();
+        let found = entries.find(|entry| entry.symbol == launch.step.symbol);
+        found.expect("a launch's kernel has its entry")
+    }
+
+    /// Its name in links.
+    pub fn anchor(&self) -> String {
+        let tokens = self.tokens.iter().map(|tokens| format!("-{tokens}"));
+        format!("kernel-{}{}", self.source.name, tokens.collect::<String>())
+    }
+
+    /// A name of its or a launch's, and the numbers of tokens that it is for.
+    pub fn label(&self, name: &str) -> String {
+        let tokens: Vec<String> = self.tokens.iter().map(usize::to_string).collect();
+        match tokens.is_empty() {
+            true => name.to_string(),
+            false => format!("{name}, T={}", tokens.join(",")),
+        }
+    }
+}
+
+/// The plans that an engine of this machine would make.
+fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
     let options = EngineOptions::default();
     let here = match request.target {
         Target::Cpu(_) if options.tuned => CpuDevice::new().info().clone(),
         _ => {
             let plan = plan_for(request.spec, request.target, request.training);
-            return Ok((plan.map_err(EngineError::from)?, None));
+            return Ok((plan.map_err(EngineError::from)?.into(), None));
         }
     };
     let machine = cache::Machine {
@@ -145,26 +185,26 @@ fn plan(request: &Request<'_>) -> Result<(LayerPlan, Option<Tuned>)> {
     };
     let untuned = Untuned::new(request.spec, request.target, request.training)?;
     Ok(match untuned.on(&request.store, &machine) {
-        Some(found) => (found.plan, Some(found.tuned)),
-        None => (untuned.plan, None),
+        Some(found) => (found.tilings, Some(found.tuned)),
+        None => (untuned.plan.into(), None),
     })
 }
 
 /// Indices of the kernels that a stem or name asks for.
-fn choose(sources: &[KernelSource], wanted: Option<&str>) -> Result<Vec<usize>> {
+fn choose(kernels: &[KernelPlan], wanted: Option<&str>) -> Result<Vec<usize>> {
     let Some(wanted) = wanted else {
-        return Ok((0..sources.len()).collect());
+        return Ok((0..kernels.len()).collect());
     };
-    let fits = |source: &KernelSource| source.name == wanted || source.stem.name() == wanted;
-    let chosen: Vec<usize> = (0..sources.len()).filter(|&i| fits(&sources[i])).collect();
+    let fits = |kernel: &KernelPlan| kernel.name == wanted || kernel.stem().name() == wanted;
+    let chosen: Vec<usize> = (0..kernels.len()).filter(|&i| fits(&kernels[i])).collect();
     match chosen.is_empty() {
-        true => Err(unknown_kernel(sources, wanted)),
+        true => Err(unknown_kernel(kernels, wanted)),
         false => Ok(chosen),
     }
 }
 
-fn unknown_kernel(sources: &[KernelSource], wanted: &str) -> Failure {
-    let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
+fn unknown_kernel(kernels: &[KernelPlan], wanted: &str) -> Failure {
+    let names: Vec<&str> = kernels.iter().map(|kernel| kernel.name.as_str()).collect();
     let message = format!(
         "the layer has no kernel `{wanted}`\nits kernels: {}",
         names.join(", ")
@@ -178,12 +218,41 @@ fn unknown_kernel(sources: &[KernelSource], wanted: &str) -> Failure {
     }
 }
 
-/// Every kernel, compiled where that is possible.
-fn compile(
+/// The chosen kernels of the first plan, then those that other plans have
+/// instead, and why nothing was compiled.
+fn kernels(
     request: &Request<'_>,
-    plan: &LayerPlan,
-    sources: &[KernelSource],
+    tilings: &Tilings,
+    chosen: &[usize],
 ) -> Result<(Vec<Kernel>, Option<String>)> {
+    let mut kernels: Vec<Kernel> = Vec::new();
+    let mut trouble = None;
+    for plan in tilings.plans() {
+        let (own, why) = compile(request, plan)?;
+        trouble = trouble.or(why);
+        for kernel in own.into_iter().filter(|kernel| chosen.contains(&kernel.of)) {
+            let same = |k: &&mut Kernel| k.of == kernel.of && k.source.text == kernel.source.text;
+            let tokens = tokens_of(tilings, plan);
+            match kernels.iter_mut().find(same) {
+                Some(same) if same.tokens.is_empty() => {}
+                Some(same) => same.tokens.extend(tokens),
+                None => kernels.push(Kernel { tokens, ..kernel }),
+            }
+        }
+    }
+    Ok((kernels, trouble))
+}
+
+/// The measured numbers of tokens that a plan other than the first is for.
+fn tokens_of(tilings: &Tilings, plan: &LayerPlan) -> Vec<usize> {
+    let buckets = tilings.buckets().filter(|_| plan != tilings.first());
+    let own = buckets.filter(|(_, other)| *other == plan);
+    own.map(|(tokens, _)| tokens).collect()
+}
+
+/// Every kernel, compiled where that is possible.
+fn compile(request: &Request<'_>, plan: &LayerPlan) -> Result<(Vec<Kernel>, Option<String>)> {
+    let sources = &emit_layer(plan).map_err(EngineError::from)?;
     let compilers = Compilers::new(Some(request.store.clone()));
     let (rows, trouble) = match compilers.get(request.target) {
         Ok(compiler) => {
@@ -199,17 +268,20 @@ fn compile(
         }
         Err(error) => (Vec::new(), Some(error.to_string())),
     };
-    let kernel = |source: &KernelSource| built(source, sources, &rows, &request.store);
-    Ok((sources.iter().map(kernel).collect(), trouble))
+    let kernel = |of| built(of, sources, &rows, &request.store);
+    Ok(((0..sources.len()).map(kernel).collect(), trouble))
 }
 
-fn built(source: &KernelSource, all: &[KernelSource], rows: &[Row], store: &Store) -> Kernel {
+fn built(of: usize, all: &[KernelSource], rows: &[Row], store: &Store) -> Kernel {
+    let source = &all[of];
     // Kernels of the same text are compiled once, under the first name.
     let same = all.iter().filter(|other| other.text == source.text);
     let row = same
         .filter_map(|other| rows.iter().find(|row| row.kernel == other.name))
         .next();
     let mut kernel = Kernel {
+        of,
+        tokens: Vec::new(),
         source: source.clone(),
         artifact: None,
         cached: false,
@@ -231,10 +303,14 @@ fn built(source: &KernelSource, all: &[KernelSource], rows: &[Row], store: &Stor
     kernel
 }
 
-fn launches(plan: &LayerPlan, chosen: &[usize], request: &Request<'_>) -> Vec<Launch> {
+fn launches(tilings: &Tilings, chosen: &[usize], request: &Request<'_>) -> Vec<Launch> {
+    let plan = tilings.first();
     let one = |(i, step): (usize, &Step)| {
         let kernel = chosen.iter().position(|&k| k == step.kernel)?;
-        let at = |&tokens: &u64| at(plan, step, tokens, request.machine.as_ref());
+        let at = |&tokens: &u64| {
+            let plan = tilings.at(tokens as usize);
+            at(plan, step, tokens, request.machine.as_ref())
+        };
         let at = request.tokens.iter().map(at).collect();
         Some(Launch {
             number: i + 1,

@@ -5,10 +5,11 @@ use crate::console::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::LayerSpec;
-use moesaic::cache::Tuned;
+use moesaic::cache::{Bucket, Tuned};
 use moesaic::kernel::Access;
 use moesaic::plan::Role;
 use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
+use std::iter;
 
 /// Every table.
 pub fn render(inspection: &Inspection, palette: &Palette) -> String {
@@ -57,20 +58,26 @@ pub fn summary(inspection: &Inspection) -> Vec<String> {
             units::count(plan.kernels.len(), "kernel"),
         ),
     ];
-    lines.extend(inspection.tuned.as_ref().map(tuned));
+    lines.extend(inspection.tuned.iter().flat_map(tuned));
     lines
 }
 
-/// What a tuning changes.
-fn tuned(tuned: &Tuned) -> String {
-    let sizes = tuned.sizes.iter();
+/// What a tuning changes, for each number of tokens that was measured.
+fn tuned(tuned: &Tuned) -> Vec<String> {
+    let threads = units::count(tuned.machine.threads as usize, "thread");
+    let title = format!("tuned for {threads} of {}", tuned.machine.name);
+    let buckets = tuned.buckets.iter().map(bucket);
+    iter::once(title).chain(buckets).collect()
+}
+
+fn bucket(bucket: &Bucket) -> String {
+    let sizes = bucket.sizes.iter();
     let sizes: Vec<String> = sizes.map(|(name, size)| format!("{name} {size}")).collect();
     let what = match sizes.is_empty() {
         true => "the default sizes are best".to_string(),
-        false => format!("{}, {:.2}x the default", sizes.join(", "), tuned.gain),
+        false => format!("{}, {:.2}x the default", sizes.join(", "), bucket.gain),
     };
-    let threads = units::count(tuned.machine.threads as usize, "thread");
-    format!("tuned for {threads} of {}: {what}", tuned.machine.name)
+    format!("  T={}: {what}", bucket.tokens)
 }
 
 fn shape(spec: &LayerSpec) -> String {
@@ -189,19 +196,17 @@ fn kernels(inspection: &Inspection) -> Table {
         "KERNEL", "ENTRY", ">REGS", ">SPILLS", ">STACK", ">SHARED", ">CODE", ">PARAMS", ">COMPILE",
         "CACHE",
     ]);
-    for launch in &inspection.launches {
-        let kernel = &inspection.kernels[launch.kernel];
-        let report = inspection.report(launch);
+    for (launch, kernel) in inspection.launched() {
+        let (report, entry) = (kernel.report(launch), kernel.entry(launch));
         let number = |n: Option<u64>| n.map_or("-".to_string(), |n| n.to_string());
         let spills = report.and_then(|r| r.spill_bytes);
         let spill_style = if spills.unwrap_or(0) > 0 { "31" } else { "" };
-        let dynamic = inspection.entry(launch).launch.shared_bytes;
         let shared = report
             .and_then(|r| r.shared_bytes)
-            .map(|n| u64::from(n + dynamic));
-        let params = inspection.entry(launch).params.len().to_string();
+            .map(|n| u64::from(n + entry.launch.shared_bytes));
+        let params = entry.params.len().to_string();
         let cells: Vec<Cell> = vec![
-            kernel.source.name.as_str().into(),
+            kernel.label(&kernel.source.name).into(),
             launch.label.as_str().into(),
             registers(report).into(),
             Cell::styled(&number(spills.map(u64::from)), spill_style),

@@ -7,10 +7,10 @@ use moesaic::{Input, Layer};
 use std::time::{Duration, Instant};
 
 /// What layers are compared on.
-pub struct Bench<'a> {
-    /// One call per token count.
-    pub inputs: &'a [Input<'static>],
-    /// For each comparison at each token count.
+pub struct Bench {
+    /// The call.
+    pub input: Input<'static>,
+    /// For each comparison.
     pub budget: Duration,
 }
 
@@ -46,22 +46,17 @@ const TURN: Duration = Duration::from_millis(3);
 /// Passes of a turn at most.
 const PASSES: usize = 25;
 
-impl Bench<'_> {
+impl Bench {
     /// Times the launches in which `others` differ from `before`, in turns: the
     /// seconds of those of `before`, and each candidate beside them.
     ///
     /// # Errors
     /// When a launch fails.
-    pub fn compare(
-        &self,
-        at: usize,
-        before: &Layer,
-        others: &[Layer],
-    ) -> Result<(f64, Vec<Pairs>)> {
-        let tokens = self.inputs[at].tokens;
+    pub fn compare(&self, before: &Layer, others: &[Layer]) -> Result<(f64, Vec<Pairs>)> {
+        let tokens = self.input.tokens;
         let differ = differing(before.plan(), others);
         for layer in others.iter().chain([before]) {
-            stage(layer, &self.inputs[at])?;
+            stage(layer, &self.input)?;
         }
         let passes = passes(pass(before, tokens, &differ)?[0]);
         let mut times = vec![Vec::new(); others.len()];
@@ -91,16 +86,14 @@ impl Bench<'_> {
     /// # Errors
     /// When the layers do not give the same bytes, which is a defect.
     pub fn same_results(&self, default: &Layer, tuned: &Layer) -> Result {
-        for input in self.inputs {
-            if default.forward(input)?.y() != tuned.forward(input)?.y() {
-                return Err(Failure::work(format!(
-                    "other tiles gave another result for {} tokens; nothing was kept",
-                    input.tokens
-                ))
-                .hint("please report it with the spec and the output of `moesaic doctor`"));
-            }
+        if default.forward(&self.input)?.y() == tuned.forward(&self.input)?.y() {
+            return Ok(());
         }
-        Ok(())
+        Err(Failure::work(format!(
+            "other tiles gave another result for {} tokens; nothing was kept",
+            self.input.tokens
+        ))
+        .hint("please report it with the spec and the output of `moesaic doctor`"))
     }
 }
 

@@ -10,16 +10,18 @@ use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
-use crate::timing::mean_ratio;
 use crate::training::TrainingArgs;
 use clap::Args;
 use measure::Bench;
+use moesaic::plan::Tuning;
 use moesaic::target::CompileOptions;
 use moesaic::{
-    Compilers, Engine, EngineOptions, Job, LayerSpec, Outcome, Store, Untuned, engine_weights,
-    precompile,
+    Compilers, Engine, EngineOptions, Job, LayerSpec, Measured, Outcome, Store, Untuned,
+    engine_weights, precompile,
 };
 use search::Found;
+use std::collections::BTreeSet;
+use std::iter;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,17 +34,17 @@ Examples:
   moesaic tune --spec layer.toml --tokens 1,8 --threads 8 --pin
   moesaic tune --spec layer.toml --training --tokens 4096 --seconds 2
 
-A layer has one set of tiles for all token counts: one that is better at some of --tokens and worse
-at none. What is found is kept in the cache for this CPU model, this number of threads and these
-kernels; engines use it from then on. Results are the same bytes with it and without it.
-MOESAIC_TUNING=off makes engines pass over it.")]
+Each of --tokens gets the tiles that are best for it, and a call uses those of the token count that
+is nearest by ratio. What is found is kept in the cache for this CPU model, this number of threads
+and these kernels, in place of what was kept before; engines use it from then on. Results are the
+same bytes with it and without it. MOESAIC_TUNING=off makes engines pass over it.")]
 pub struct TuneArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Where to measure: cpu, or with an instruction set, as in cpu:avx2
     #[arg(long, value_name = "T", default_value = "cpu")]
     target: String,
-    /// Token counts, all of the same weight
+    /// Token counts, each to be measured by itself
     #[arg(
         long,
         value_name = "N[,N]",
@@ -80,7 +82,8 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     let store = args.store.open(console);
     store.can_keep_tunings()?;
     let engine = Engine::open(&args.target, args.options())?;
-    for &tokens in &args.tokens {
+    let tokens: BTreeSet<usize> = args.tokens.iter().copied().collect();
+    for &tokens in &tokens {
         engine.check_tokens(&spec, tokens)?;
     }
     let progress = Progress::start("making weights");
@@ -88,20 +91,17 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     let weights = engine_weights(&weights);
     progress.next("getting kernels");
     let variants = engine.variants(&spec, &weights, args.training.get())?;
-    let input = |&tokens: &usize| random::input(&spec, tokens);
-    let inputs: Vec<_> = args.tokens.iter().map(input).collect();
-    let bench = Bench {
-        inputs: &inputs,
-        budget,
+    let search = |tokens| {
+        let input = random::input(&spec, tokens);
+        search::search(&variants, &Bench { input, budget }, &progress)
     };
-    let found = search::search(&variants, &bench, &progress)?;
+    let found: Vec<Found> = tokens.into_iter().map(search).collect::<Result<_>>()?;
     progress.next("compiling the best");
     let file = args.keep(&found, &engine, variants.untuned(), &store)?;
     drop(progress);
     let report = report::Report {
         engine: &engine,
         spec: &spec,
-        tokens: &args.tokens,
         found: &found,
         file: &file,
     };
@@ -141,20 +141,20 @@ impl TuneArgs {
     /// Puts the kernels, then the sizes, into the cache; the file of the sizes.
     fn keep(
         &self,
-        found: &Found,
+        found: &[Found],
         engine: &Engine,
         untuned: &Untuned,
         store: &Arc<Store>,
     ) -> Result<PathBuf> {
-        let gain = mean_ratio(found.gain.iter().copied());
-        let tuned = untuned.tuned(&found.tuning, engine.machine(), &self.tokens, gain)?;
-        self.compile(found, engine, &untuned.plan.spec, store)?;
+        let best: Vec<Measured> = found.iter().map(|one| one.best.clone()).collect();
+        let tuned = untuned.tuned(&best, engine.machine())?;
+        self.compile(&best, engine, &untuned.plan.spec, store)?;
         Ok(store.keep_tuned(&tuned)?)
     }
 
     fn compile(
         &self,
-        found: &Found,
+        best: &[Measured],
         engine: &Engine,
         spec: &LayerSpec,
         store: &Arc<Store>,
@@ -163,14 +163,17 @@ impl TuneArgs {
         let compiler = Compilers::new(Some(store.clone()))
             .get(target)
             .map_err(|error| Failure::from(&error))?;
-        let job = Job {
+        let job = |tuning: Tuning| Job {
             spec: spec.clone(),
             target,
             training: self.training.get(),
-            tuning: found.tuning.clone(),
-            compiler,
+            tuning,
+            compiler: compiler.clone(),
         };
-        for row in precompile(&[job], store, &CompileOptions::default(), &|_| {})? {
+        let tunings = best.iter().map(|one| one.tuning.clone());
+        let tunings = iter::once(Tuning::default()).chain(tunings);
+        let jobs: Vec<Job> = tunings.map(job).collect();
+        for row in precompile(&jobs, store, &CompileOptions::default(), &|_| {})? {
             if let Outcome::Failed(error) = row.outcome {
                 return Err(error.into());
             }

@@ -14,6 +14,7 @@ mod desc;
 pub mod heuristics;
 mod layer;
 mod signature;
+mod tilings;
 mod tuning;
 mod work;
 
@@ -33,6 +34,7 @@ pub use layer::{
 };
 pub use layer::{UserPlan, plan_user_experts};
 pub use signature::entries;
+pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
 pub use work::Work;
 

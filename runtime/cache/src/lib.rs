@@ -40,5 +40,5 @@ pub use key::{Key, KeyParts};
 pub use pack::{Exported, Imported};
 pub use stats::Stats;
 pub use store::Store;
-pub use tuned::{Machine, Tuned};
+pub use tuned::{Bucket, Machine, Tuned};
 pub use upkeep::{Bad, Listed, OnBad, PruneRule, Pruned, Verified};

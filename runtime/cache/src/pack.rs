@@ -12,8 +12,9 @@
 //! takes only the key from them and never a path.
 
 use crate::layout::is_language;
+use crate::tuned::{self, Unread};
 use crate::upkeep::Listed;
-use crate::{FORMAT_VERSION, Key, PackError, Store, Stored, Tuned, format, store, tuned};
+use crate::{FORMAT_VERSION, Key, PackError, Store, Stored, Tuned, format, store};
 use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
@@ -109,8 +110,8 @@ impl Store {
             .map(|item| (item.info.target, &*item.info.source_hash))
             .collect();
         let whole = |tuned: &Tuned| {
-            let mut kernels = tuned.kernels.iter();
-            !tuned.kernels.is_empty() && kernels.all(|k| known.contains(&(tuned.target, &**k)))
+            let here = |kernel| known.contains(&(tuned.target, kernel));
+            tuned.kernels().next().is_some() && tuned.kernels().all(here)
         };
         self.tunings().into_iter().filter(whole).collect()
     }
@@ -367,10 +368,15 @@ impl Reader<'_> {
 
     fn tuned(&mut self, name: &str, bytes: &[u8], sink: &mut Sink<'_>) -> Result<(), PackError> {
         self.flush(None, sink)?;
-        let tuned =
-            tuned::decode(bytes).map_err(|reason| self.damaged(format!("`{name}`: {reason}")))?;
         self.tunings += 1;
-        sink(Item::Tuned(tuned))
+        match tuned::decode(bytes) {
+            Ok(tuned) => sink(Item::Tuned(tuned)),
+            Err(reason @ Unread::Former) => {
+                tuned::pass_over(&self.path.join(name), &reason);
+                Ok(())
+            }
+            Err(reason) => Err(self.damaged(format!("`{name}`: {reason}"))),
+        }
     }
 
     /// Hands the kernel on that was waiting for its source.

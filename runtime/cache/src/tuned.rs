@@ -1,4 +1,5 @@
-//! Tunings: sizes that one machine's measurements chose for a layer.
+//! Tunings: sizes that one machine's measurements chose for a layer, for each
+//! number of tokens that was measured.
 //!
 //! They are small files beside the kernels. What a size means is the caller's
 //! affair; a tuning names the text of the kernels that its sizes lead to, so that
@@ -31,22 +32,54 @@ pub struct Tuned {
     pub layer: String,
     /// Where it was measured.
     pub machine: Machine,
+    /// The layer's name, for people.
+    pub name: String,
+    /// What was best for each number of tokens, ascending.
+    pub buckets: Vec<Bucket>,
+}
+
+/// What measuring found for one number of tokens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bucket {
+    /// The number of tokens.
+    pub tokens: usize,
     /// Sizes that were better than the default, by name.
     pub sizes: BTreeMap<String, usize>,
     /// [`hash_source`] of each kernel that has such sizes; none without sizes.
     pub kernels: Vec<String>,
-    /// The layer's name, for people.
-    pub name: String,
-    /// Token counts it was measured with.
-    pub tokens: Vec<usize>,
-    /// The default's time over the tuned layer's: the mean over token counts.
+    /// The default's time over the tuned layer's.
     pub gain: f64,
+}
+
+/// Bytes that are no tuning of this version.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Unread {
+    /// Those of a version that had the same sizes for all numbers of tokens.
+    #[error("it is an earlier version's; `moesaic tune` measures again")]
+    Former,
+    /// What is wrong with them.
+    #[error("{0}")]
+    Damaged(String),
+}
+
+/// A part of a tuning of that version.
+#[derive(Deserialize)]
+struct Former {
+    #[serde(rename = "sizes")]
+    _sizes: BTreeMap<String, usize>,
 }
 
 /// No tuning is longer.
 const LARGEST: usize = 1 << 16;
 
 impl Tuned {
+    /// The kernels of all buckets.
+    pub fn kernels(&self) -> impl Iterator<Item = &str> {
+        let each = self.buckets.iter();
+        each.flat_map(|bucket| bucket.kernels.iter().map(String::as_str))
+    }
+
     /// The name of its file.
     pub(crate) fn file_name(&self) -> String {
         file_name(self.target, &self.layer, &self.machine)
@@ -63,12 +96,15 @@ fn file_name(target: Target, layer: &str, machine: &Machine) -> String {
     format!("{}{}.json", prefix(target, layer), &machine[..16])
 }
 
-/// The bytes as a tuning, or what is wrong with them.
-pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, String> {
+/// The bytes as a tuning.
+pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, Unread> {
     if bytes.len() > LARGEST {
-        return Err("too long for a tuning".to_string());
+        return Err(Unread::Damaged("too long for a tuning".to_string()));
     }
-    serde_json::from_slice(bytes).map_err(|error| error.to_string())
+    serde_json::from_slice(bytes).map_err(|error| match serde_json::from_slice(bytes) {
+        Ok(Former { .. }) => Unread::Former,
+        Err(_) => Unread::Damaged(error.to_string()),
+    })
 }
 
 impl Store {
@@ -88,7 +124,8 @@ impl Store {
         if asked == (found.target, &*found.layer, &found.machine) {
             return Some(found);
         }
-        pass_over(&path, "it is another layer's or another machine's");
+        let reason = "it is another layer's or another machine's".to_string();
+        pass_over(&path, &Unread::Damaged(reason));
         None
     }
 
@@ -117,7 +154,7 @@ impl Store {
             .map_err(|error| StoreError::io("encode", &path, error.into()))?;
         bytes.push(b'\n');
         let check = |back: Vec<u8>| match back == bytes {
-            true => decode(&back).map(drop),
+            true => decode(&back).map(drop).map_err(|error| error.to_string()),
             false => Err("other bytes".to_string()),
         };
         files::write(&self.layout, &path, &bytes, Care::Thorough(&check))?;
@@ -180,12 +217,16 @@ impl Store {
         let read = match store::peek(path) {
             Ok(bytes) => decode(&bytes),
             Err(error) if error.kind() == ErrorKind::NotFound => return None,
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(Unread::Damaged(error.to_string())),
         };
         read.map_err(|reason| pass_over(path, &reason)).ok()
     }
 }
 
-fn pass_over(path: &Path, reason: &str) {
-    tracing::warn!(path = %path.display(), reason, "going on without a damaged tuning");
+pub(crate) fn pass_over(path: &Path, reason: &Unread) {
+    let path = path.display();
+    match reason {
+        Unread::Former => tracing::warn!(%path, %reason, "going on without an old tuning"),
+        Unread::Damaged(_) => tracing::warn!(%path, %reason, "going on without a damaged tuning"),
+    }
 }

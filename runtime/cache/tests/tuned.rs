@@ -3,7 +3,7 @@
 mod common;
 
 use common::{key, source, stored};
-use moesaic_cache::{Machine, Store, Tuned, hash_source};
+use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
 use moesaic_kernel::Target;
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,13 +23,17 @@ fn tuned(threads: u32, kernels: &[&str]) -> Tuned {
         target: target(),
         layer: hash_source("the layer"),
         machine: machine(threads),
-        sizes: BTreeMap::from([("tile_rows".to_string(), 96)]),
-        kernels: kernels
-            .iter()
-            .map(|k| hash_source(&source(k).text))
-            .collect(),
         name: "mixtral".to_string(),
-        tokens: vec![1, 64],
+        buckets: vec![bucket(1, 64, kernels), bucket(64, 96, &[])],
+    }
+}
+
+fn bucket(tokens: usize, rows: usize, kernels: &[&str]) -> Bucket {
+    let kernels = kernels.iter().map(|k| hash_source(&source(k).text));
+    Bucket {
+        tokens,
+        sizes: BTreeMap::from([("tile_rows".to_string(), rows)]),
+        kernels: kernels.collect(),
         gain: 1.0 / 0.937,
     }
 }
@@ -49,9 +53,12 @@ fn a_tuning_is_found_by_layer_and_machine() {
     store.keep_tuned(&tuned(2, &[])).unwrap();
     store.keep_tuned(&tuned(4, &[])).unwrap();
     // JSON may lose the last bit of a number.
-    let found = find(&store, 2).unwrap();
-    assert!((found.gain - tuned(2, &[]).gain).abs() < 1e-12);
-    assert_eq!(found.sizes, tuned(2, &[]).sizes);
+    let mut found = find(&store, 2).unwrap();
+    for bucket in &mut found.buckets {
+        assert!((bucket.gain - 1.0 / 0.937).abs() < 1e-12);
+        bucket.gain = 1.0 / 0.937;
+    }
+    assert_eq!(found, tuned(2, &[]));
     assert_eq!(find(&store, 3), None);
     assert!(store.has_tunings(target()));
     let layer = hash_source("the layer");
@@ -59,11 +66,11 @@ fn a_tuning_is_found_by_layer_and_machine() {
     assert_eq!(store.tunings_of(target(), &hash_source("other")), []);
     // The last one that is kept counts.
     let better = Tuned {
-        sizes: BTreeMap::new(),
+        buckets: Vec::new(),
         ..tuned(2, &[])
     };
     store.keep_tuned(&better).unwrap();
-    assert!(find(&store, 2).unwrap().sizes.is_empty());
+    assert!(find(&store, 2).unwrap().buckets.is_empty());
     assert_eq!(store.tunings().len(), 2);
 }
 
@@ -114,9 +121,8 @@ fn writers_at_the_same_time_leave_one_whole_file() {
             let store = Store::open(dir.path());
             scope.spawn(move || {
                 for i in 0..25 {
-                    let sizes = BTreeMap::from([("tile_rows".to_string(), writer * 100 + i)]);
                     let one = Tuned {
-                        sizes,
+                        buckets: vec![bucket(1, writer * 100 + i, &[])],
                         ..tuned(2, &[])
                     };
                     store.keep_tuned(&one).unwrap();
@@ -169,6 +175,73 @@ fn a_pack_has_the_tunings_whose_kernels_it_has() {
     // Without all of its kernels it stays at home.
     let only_a = |kernel: &moesaic_cache::Listed| kernel.info.name == "a";
     assert_eq!(store.export(&pack, only_a).unwrap().tunings, 0);
+}
+
+/// A file of a version that had the same sizes for all numbers of tokens.
+fn former() -> String {
+    let mut file = serde_json::to_value(tuned(2, &["a"])).unwrap();
+    let fields = file.as_object_mut().unwrap();
+    fields.remove("buckets");
+    fields.extend([
+        ("sizes".to_string(), serde_json::json!({ "tile_rows": 96 })),
+        ("kernels".to_string(), serde_json::json!([])),
+        ("tokens".to_string(), serde_json::json!([1, 64])),
+        ("gain".to_string(), serde_json::json!(1.25)),
+    ]);
+    file.to_string()
+}
+
+#[test]
+fn an_old_tuning_is_passed_over_and_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path().join("from"));
+    let path = store.keep_tuned(&tuned(2, &["a"])).unwrap();
+    put(&store, &["a"]);
+    let pack = dir.path().join("p.tar.gz");
+    store.export(&pack, |_| true).unwrap();
+    fs::write(&path, former()).unwrap();
+    assert_eq!(find(&store, 2), None);
+    // A pack may bring a new one.
+    assert_eq!(store.import(&pack).unwrap().tunings, 1);
+    assert!(find(&store, 2).is_some());
+}
+
+#[test]
+fn a_pack_of_an_older_version_brings_its_kernels() {
+    let dir = tempfile::tempdir().unwrap();
+    let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+    let store = Store::open(&from);
+    put(&store, &["a"]);
+    store.keep_tuned(&tuned(2, &["a"])).unwrap();
+    let pack = dir.path().join("p.tar.gz");
+    store.export(&pack, |_| true).unwrap();
+    let old = rewritten(&pack, |name, bytes| match name.starts_with("tuned/") {
+        true => former().into_bytes(),
+        false => bytes,
+    });
+    fs::write(&pack, old).unwrap();
+    let (added, all) = import(&pack, &to);
+    assert_eq!((added, all), (0, vec![]));
+    assert_eq!(Store::open(&to).list().len(), 1);
+}
+
+/// A pack whose members are changed.
+fn rewritten(pack: &Path, change: impl Fn(&str, Vec<u8>) -> Vec<u8>) -> Vec<u8> {
+    let file = fs::File::open(pack).unwrap();
+    let mut from = tar::Archive::new(flate2::read::GzDecoder::new(file));
+    let to = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    let mut to = tar::Builder::new(to);
+    for entry in from.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        let name = entry.path().unwrap().display().to_string();
+        let mut bytes = Vec::new();
+        std::io::Read::read_to_end(&mut entry, &mut bytes).unwrap();
+        let bytes = change(&name, bytes);
+        let mut header = entry.header().clone();
+        header.set_size(bytes.len() as u64);
+        to.append_data(&mut header, &name, &*bytes).unwrap();
+    }
+    to.into_inner().unwrap().finish().unwrap()
 }
 
 #[test]

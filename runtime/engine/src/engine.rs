@@ -6,7 +6,7 @@ use crate::{EngineError, Untuned, Weights};
 use moesaic_cache::{Machine, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{LayerPlan, Training, plan, plan_training};
+use moesaic_plan::{Tilings, Training, plan_for};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, CompileOptions, Compiler, Device, DeviceInfo, Module};
 use std::collections::HashMap;
@@ -106,26 +106,29 @@ impl Engine {
         }
     }
 
-    /// The plan of a layer on this engine's target.
+    /// The plans of a layer on this engine's target: without a tuning, and with
+    /// those that the store has of it for this machine. A strict engine takes no
+    /// tunings whose kernels it would have to compile.
     ///
     /// # Errors
     /// [`EngineError::Spec`] and [`EngineError::Plan`].
-    pub fn plan(&self, spec: &LayerSpec) -> Result<LayerPlan, EngineError> {
+    pub fn tilings(
+        &self,
+        spec: &LayerSpec,
+        training: Option<Training>,
+    ) -> Result<Tilings, EngineError> {
         crate::layer::check_spec(spec)?;
-        self.best(plan(spec, self.target)?)
-    }
-
-    /// The plan with the tuning that the store has of it for this machine. A
-    /// strict engine takes no tuning whose kernels it would have to compile.
-    fn best(&self, plan: LayerPlan) -> Result<LayerPlan, EngineError> {
+        let plan = plan_for(spec, self.target, training)?;
         let store = self.jit.store().filter(|_| self.tuned);
         let Some(store) = store.filter(|store| store.has_tunings(self.target)) else {
-            return Ok(plan);
+            return Ok(plan.into());
         };
         let untuned = Untuned::of(plan)?;
         match untuned.on(store, &self.machine()) {
-            Some(tuned) if self.jit.may_load(&emit_layer(&tuned.plan)?) => Ok(tuned.plan),
-            _ => Ok(untuned.plan),
+            Some(tuned) if self.jit.may_load(&sources(&tuned.tilings)?.concat()) => {
+                Ok(tuned.tilings)
+            }
+            _ => Ok(untuned.plan.into()),
         }
     }
 
@@ -134,9 +137,10 @@ impl Engine {
     ///
     /// # Errors
     /// [`EngineError::Input`] when a call never can, [`EngineError::NoRoom`]
-    /// when memory is short, and those of [`Engine::plan`].
+    /// when memory is short, and those of [`Engine::tilings`].
     pub fn check_tokens(&self, spec: &LayerSpec, tokens: usize) -> Result<(), EngineError> {
-        crate::forward::check_size(&self.plan(spec)?, &*self.device, 0, tokens)
+        let tilings = self.tilings(spec, None)?;
+        crate::forward::check_size(&tilings, &*self.device, 0, tokens)
     }
 
     /// Makes a layer: plans it, gets its kernels, puts its weights on the
@@ -145,32 +149,39 @@ impl Engine {
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
     pub fn layer(&self, spec: &LayerSpec, weights: &Weights<'_>) -> Result<Layer, EngineError> {
-        self.layer_of(self.plan(spec)?, weights)
+        self.layer_of(self.tilings(spec, None)?, weights)
     }
 
-    /// The layer of a plan.
+    /// The layer of these plans.
     pub(crate) fn layer_of(
         &self,
-        plan: LayerPlan,
+        tilings: Tilings,
         weights: &Weights<'_>,
     ) -> Result<Layer, EngineError> {
-        self.layer_with(plan, weights, HashMap::new())
+        self.layer_with(tilings, weights, HashMap::new())
     }
 
-    /// The layer of a plan; weights that are in `shared` lie there.
+    /// The layer of these plans; weights that are in `shared` lie there.
     pub(crate) fn layer_with(
         &self,
-        plan: LayerPlan,
+        tilings: Tilings,
         weights: &Weights<'_>,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
-        let modules = self.modules(&plan)?;
-        Layer::new(plan, modules, self.device.clone(), weights, shared)
+        let modules = self.modules(&tilings)?;
+        Layer::new(tilings, modules, self.device.clone(), weights, shared)
     }
 
-    /// The kernels of a plan, loaded.
-    pub(crate) fn modules(&self, plan: &LayerPlan) -> Result<Vec<Arc<dyn Module>>, EngineError> {
-        self.jit.modules(&emit_layer(plan)?)
+    /// The kernels of each plan, loaded.
+    pub(crate) fn modules(
+        &self,
+        tilings: &Tilings,
+    ) -> Result<Vec<Vec<Arc<dyn Module>>>, EngineError> {
+        let sources = sources(tilings)?;
+        let mut modules = self.jit.modules(&sources.concat())?.into_iter();
+        let each = sources.iter();
+        let own = each.map(|sources| modules.by_ref().take(sources.len()).collect());
+        Ok(own.collect())
     }
 
     /// Makes a layer that can run backward; see [`Layer::forward_train`].
@@ -183,20 +194,7 @@ impl Engine {
         weights: &Weights<'_>,
         training: Training,
     ) -> Result<Layer, EngineError> {
-        self.layer_of(self.training_plan(spec, training)?, weights)
-    }
-
-    /// The plan of a layer that can run backward.
-    ///
-    /// # Errors
-    /// As [`Engine::plan`].
-    pub fn training_plan(
-        &self,
-        spec: &LayerSpec,
-        training: Training,
-    ) -> Result<LayerPlan, EngineError> {
-        crate::layer::check_spec(spec)?;
-        self.best(plan_training(spec, self.target, training)?)
+        self.layer_of(self.tilings(spec, Some(training))?, weights)
     }
 
     /// Compiles or finds every kernel of a layer and loads it, without weights.
@@ -204,21 +202,26 @@ impl Engine {
     /// # Errors
     /// As [`Engine::layer`].
     pub fn warm_up(&self, spec: &LayerSpec) -> Result<(), EngineError> {
-        let plan = self.plan(spec)?;
-        self.jit.modules(&emit_layer(&plan)?)?;
+        self.modules(&self.tilings(spec, None)?)?;
         Ok(())
     }
 
-    /// The kernels of a layer, loaded, to be launched one by one.
+    /// The kernels of a layer without a tuning, loaded, to be launched one by one.
     ///
     /// # Errors
     /// As [`Engine::layer`].
     pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
-        let sources = emit_layer(&self.plan(spec)?)?;
+        let sources = emit_layer(self.tilings(spec, None)?.first())?;
         let modules = self.jit.modules(&sources)?;
         let pairs = sources.into_iter().zip(modules);
         Ok(pairs
             .map(|(source, module)| LoadedKernel { source, module })
             .collect())
     }
+}
+
+/// The texts of the kernels of each plan.
+fn sources(tilings: &Tilings) -> Result<Vec<Vec<KernelSource>>, EngineError> {
+    let each = tilings.plans().iter();
+    Ok(each.map(emit_layer).collect::<Result<_, _>>()?)
 }

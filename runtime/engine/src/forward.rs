@@ -3,7 +3,7 @@
 use crate::launch::Counters;
 use crate::workspace::{self, Workspace};
 use crate::{Element, EngineError, HostTensor, Layer};
-use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_plan::{LayerPlan, Role, TensorPlan, Tilings};
 use moesaic_target::{Device, Ptr};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -114,7 +114,7 @@ impl Layer {
     /// # Errors
     /// As [`Layer::forward`]; [`EngineError::NoOutput`] for an unknown name.
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        if self.plan.training.is_some() {
+        if self.plan().training.is_some() {
             let input = self.with_idle_losses(input, names);
             let (output, _) = self.forward_train(&input, names, Counters::default())?;
             return Ok(output);
@@ -124,11 +124,12 @@ impl Layer {
         for name in names {
             self.output(name)?;
         }
-        workspace.reserve(&self.plan, &*self.device, input.tokens as u64)?;
+        workspace.reserve(&self.tilings, &*self.device, input.tokens as u64)?;
         self.stage(input, |name| workspace.get(name))?;
         let counters = Counters::default();
         let scalars = counters.scalars(input.tokens);
-        self.run(&self.plan.steps, &scalars, |name| workspace.ptr(name), None)?;
+        let ptr = |name: &str| workspace.ptr(name);
+        self.run(&self.plan().steps, &scalars, ptr, None)?;
         self.read(names, input.tokens, |name| workspace.get(name))
     }
 
@@ -166,7 +167,7 @@ impl Layer {
     /// [`EngineError::Input`] when an input has no address; otherwise as
     /// [`Layer::forward`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        if self.plan.training.is_some() {
+        if self.plan().training.is_some() {
             // SAFETY: what the caller vouches for is the same.
             unsafe { self.forward_train_raw(call, Counters::default())? };
             return Ok(());
@@ -180,9 +181,9 @@ impl Layer {
                 .map(|(_, p)| *p)
         };
         self.check_given(call)?;
-        workspace.reserve(&self.plan, &*self.device, call.tokens as u64)?;
+        workspace.reserve(&self.tilings, &*self.device, call.tokens as u64)?;
         self.run(
-            &self.plan.steps,
+            &self.plan().steps,
             &Counters::default().scalars(call.tokens),
             |name| given(name).or_else(|| workspace.ptr(name)),
             None,
@@ -202,20 +203,20 @@ impl Layer {
                 format!("has fewer than {tokens} tokens so far; run forward on them first");
             return Err(input_error("x", problem));
         }
-        if self.plan.training.is_some() {
+        if self.plan().training.is_some() {
             drop(workspace);
             return self.time_training(tokens);
         }
-        let mut times = Vec::with_capacity(self.plan.steps.len());
+        let mut times = Vec::with_capacity(self.plan().steps.len());
         let scalars = Counters::default().scalars(tokens);
         let ptr = |name: &str| workspace.ptr(name);
-        self.run(&self.plan.steps, &scalars, ptr, Some(&mut times))?;
+        self.run(&self.plan().steps, &scalars, ptr, Some(&mut times))?;
         Ok(times)
     }
 
     /// The most tokens of one call: assignments are counted in 31 bits.
     pub fn max_tokens(&self) -> usize {
-        most_tokens(&self.plan)
+        most_tokens(self.plan())
     }
 
     pub(crate) fn check_size(
@@ -226,7 +227,7 @@ impl Layer {
         if workspace.holds(tokens as u64) {
             return Ok(());
         }
-        check_size(&self.plan, &*self.device, workspace.bytes(), tokens)
+        check_size(&self.tilings, &*self.device, workspace.bytes(), tokens)
     }
 
     pub(crate) fn checked_input<'i, 'a>(
@@ -250,7 +251,7 @@ impl Layer {
 
     /// Ids index device memory, so they are checked before they go there.
     fn check_range(&self, name: &str, host: &HostTensor<'_>) -> Result<(), EngineError> {
-        let spec = &self.plan.spec;
+        let spec = &self.plan().spec;
         let (least, most) = match name {
             "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
             // Below -1: a second expert that training let go.
@@ -275,7 +276,7 @@ impl Layer {
     pub(crate) fn output(&self, name: &str) -> Result<&TensorPlan, EngineError> {
         let readable =
             |t: &&TensorPlan| matches!(t.role, Role::Output | Role::Input | Role::InputGradient);
-        let mut outputs = self.plan.tensors.iter().filter(readable);
+        let mut outputs = self.plan().tensors.iter().filter(readable);
         outputs
             .clone()
             .find(|tensor| tensor.name == name)
@@ -314,17 +315,17 @@ fn most_tokens(plan: &LayerPlan) -> usize {
 
 /// Whether a call can be that large, where `held` bytes are given back first.
 pub(crate) fn check_size(
-    plan: &LayerPlan,
+    tilings: &Tilings,
     device: &dyn Device,
     held: u64,
     tokens: usize,
 ) -> Result<(), EngineError> {
-    let most = most_tokens(plan);
+    let most = most_tokens(tilings.first());
     if tokens > most {
         let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
         return Err(input_error("x", problem));
     }
-    let needed = workspace::needed(plan, tokens as u64);
+    let needed = workspace::needed(tilings, tokens as u64);
     match device.free_bytes().map(|free| free.saturating_add(held)) {
         Some(free) if needed > free => Err(EngineError::NoRoom {
             tokens,

@@ -3,9 +3,10 @@
 use crate::forward::StepTime;
 use crate::{EngineError, Layer};
 use moesaic_kernel::{Launch, Param, ParamType, TensorMap};
-use moesaic_plan::Step;
-use moesaic_target::{Arg, DeviceError, LaunchDims, Ptr};
+use moesaic_plan::{LayerPlan, Step};
+use moesaic_target::{Arg, DeviceError, LaunchDims, Module, Ptr};
 use std::cell::Cell;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Where a training call stands, for random numbers: they depend on these, the
@@ -76,8 +77,24 @@ pub(crate) fn dims(launch: &Launch, tokens: u64) -> LaunchDims {
     }
 }
 
+/// What calls of some number of tokens launch.
+struct Tiling<'a> {
+    plan: &'a LayerPlan,
+    modules: &'a [Arc<dyn Module>],
+}
+
 impl Layer {
-    /// Launches steps in order.
+    /// The tiling of a call, which its forward and backward passes have in
+    /// common: one lists row tiles, and the other walks them.
+    fn tiling(&self, tokens: usize) -> Tiling<'_> {
+        let index = self.tilings.index(tokens);
+        Tiling {
+            plan: &self.tilings.plans()[index],
+            modules: &self.modules[index],
+        }
+    }
+
+    /// Launches steps in order, which are those of every tiling.
     pub(crate) fn run(
         &self,
         steps: &[Step],
@@ -85,13 +102,14 @@ impl Layer {
         ptr: impl Fn(&str) -> Option<Ptr>,
         mut times: Option<&mut Vec<StepTime>>,
     ) -> Result<(), EngineError> {
+        let tiling = self.tiling(scalars.tokens as usize);
         let mut args = ARGS.take();
         for step in steps {
             let start = Instant::now();
-            self.launch(step, scalars, &ptr, &mut args)?;
+            self.launch(&tiling, step, scalars, &ptr, &mut args)?;
             if let Some(times) = times.as_deref_mut() {
                 self.device.synchronize()?;
-                let kernel = self.plan.kernels[step.kernel].name.clone();
+                let kernel = tiling.plan.kernels[step.kernel].name.clone();
                 let symbol = step.symbol.clone();
                 times.push(StepTime {
                     kernel,
@@ -106,12 +124,13 @@ impl Layer {
 
     fn launch(
         &self,
+        tiling: &Tiling<'_>,
         step: &Step,
         scalars: &Scalars,
         ptr: impl Fn(&str) -> Option<Ptr>,
         args: &mut Vec<Arg>,
     ) -> Result<(), EngineError> {
-        let entry = self.plan.entry(step);
+        let entry = tiling.plan.entry(step);
         let tokens = scalars.tokens as u64;
         let mut tensors = step.tensors.iter();
         args.clear();
@@ -124,7 +143,7 @@ impl Layer {
         // the tensor's size for at least `tokens` tokens, or the caller of
         // a raw call vouches for it; buffers outlive the launch because a
         // device frees and grows them in stream order.
-        unsafe { self.modules[step.kernel].launch(&step.symbol, dims, args)? };
+        unsafe { tiling.modules[step.kernel].launch(&step.symbol, dims, args)? };
         Ok(())
     }
 
@@ -167,10 +186,8 @@ impl Layer {
     fn map_dims(&self, map: &TensorMap, name: &str, tokens: u64) -> [u64; 5] {
         let mut dims = [1; 5];
         let last = usize::from(map.rank) - 1;
-        let shape = self
-            .plan
-            .tensor(name)
-            .map_or(&[][..], |tensor| &tensor.shape);
+        let tensor = self.plan().tensor(name);
+        let shape = tensor.map_or(&[][..], |tensor| &tensor.shape);
         for (i, size) in shape.iter().rev().enumerate() {
             dims[i.min(last)] *= size.eval(tokens);
         }

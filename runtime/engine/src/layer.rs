@@ -1,10 +1,10 @@
-//! A layer on a device: plan, loaded kernels, weights.
+//! A layer on a device: plans, loaded kernels, weights.
 
 use crate::forward::shape_for;
 use crate::place::{Packing, placed};
 use crate::workspace::Workspace;
 use crate::{EngineError, HostTensor, Weights};
-use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_plan::{LayerPlan, Role, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Module, Ptr};
 use std::collections::HashMap;
@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// A layer that can run. Calls from several threads take turns.
 pub struct Layer {
-    pub(crate) plan: LayerPlan,
-    /// One per kernel of the plan.
-    pub(crate) modules: Vec<Arc<dyn Module>>,
+    pub(crate) tilings: Tilings,
+    /// For each plan of the tilings one per kernel.
+    pub(crate) modules: Vec<Vec<Arc<dyn Module>>>,
     pub(crate) weights: HashMap<String, Buffer>,
     pub(crate) device: Arc<dyn Device>,
     workspace: Mutex<Workspace>,
-    /// What a forward pass leaves for backward.
-    pub(crate) saved: Vec<TensorPlan>,
+    /// The tensors that a forward pass leaves for backward.
+    pub(crate) saved: Vec<String>,
     /// What backward adds up, by name: `grad.<weight>`; made when first needed.
     pub(crate) gradients: OnceLock<HashMap<String, Buffer>>,
     /// Sets of kept tensors that no [`crate::Saved`] holds now.
@@ -28,23 +28,24 @@ pub struct Layer {
 
 impl Layer {
     pub(crate) fn new(
-        plan: LayerPlan,
-        modules: Vec<Arc<dyn Module>>,
+        tilings: Tilings,
+        modules: Vec<Vec<Arc<dyn Module>>>,
         device: Arc<dyn Device>,
         weights: &Weights<'_>,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
+        let plan = tilings.first();
         let mut held = shared;
         let own = |name: &str| !held.contains_key(name);
-        held.extend(placed(&plan, &modules, &*device, weights, own)?);
+        held.extend(placed(plan, &modules[0], &*device, weights, own)?);
         if let Some(table) = weights.get("router.table") {
             check_table(&plan.spec, table)?;
         }
         let workspace = Mutex::new(Workspace::default());
-        let saved = plan.saved().into_iter().cloned().collect();
+        let saved = plan.saved().into_iter().map(|t| t.name.clone());
         Ok(Layer {
-            saved,
-            plan,
+            saved: saved.collect(),
+            tilings,
             modules,
             weights: held,
             device,
@@ -70,7 +71,12 @@ impl Layer {
             name: name.to_string(),
             problem,
         };
-        let weights = || self.plan.tensors.iter().filter(|t| t.role == Role::Weight);
+        let weights = || {
+            self.plan()
+                .tensors
+                .iter()
+                .filter(|t| t.role == Role::Weight)
+        };
         let Some(plan) = weights().find(|tensor| tensor.name == name) else {
             let names: Vec<&str> = weights().map(|tensor| tensor.name.as_str()).collect();
             return Err(problem(format!("is none of {}", names.join(", "))));
@@ -79,15 +85,15 @@ impl Layer {
             .check(plan.dtype, &shape_for(plan, 0))
             .map_err(problem)?;
         if name == "router.table" {
-            check_table(&self.plan.spec, tensor)?;
+            check_table(&self.plan().spec, tensor)?;
         }
         if let Some(buffer) = self.weights.get(name) {
             self.device.upload(&tensor.data, buffer, 0)?;
             return Ok(());
         }
         let packing = Packing {
-            plan: &self.plan,
-            modules: &self.modules,
+            plan: self.plan(),
+            modules: &self.modules[0],
             device: &*self.device,
         };
         packing.pack(name, tensor, &self.weights)
@@ -102,12 +108,19 @@ impl Layer {
 
     /// The spec it was made from.
     pub fn spec(&self) -> &LayerSpec {
-        &self.plan.spec
+        &self.plan().spec
     }
 
-    /// Its kernels, tensors and steps.
+    /// Its kernels, tensors and steps. What `moesaic tune` found changes tiles for
+    /// some numbers of tokens, and with them sizes of scratch: see
+    /// [`Layer::tilings`].
     pub fn plan(&self) -> &LayerPlan {
-        &self.plan
+        self.tilings.first()
+    }
+
+    /// Its plans by the number of tokens of a call.
+    pub fn tilings(&self) -> &Tilings {
+        &self.tilings
     }
 
     /// Bytes of device memory its intermediates hold at present.

@@ -43,6 +43,6 @@ pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
 pub use tensor::{Element, HostTensor, Weights};
 pub use training::{RawBackward, Saved};
-pub use tuned::{TunedPlan, Untuned};
+pub use tuned::{Measured, TunedPlans, Untuned};
 pub use user::{ExpertBackward, UserExpert, UserLayer, UserSaved};
 pub use variants::Variants;

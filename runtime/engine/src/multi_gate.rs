@@ -26,15 +26,13 @@ impl Engine {
         routers: &[Weights<'_>],
         training: Option<Training>,
     ) -> Result<MultiGate, EngineError> {
-        let plan = match training {
-            Some(training) => self.training_plan(spec, training)?,
-            None => self.plan(spec)?,
-        };
+        let tilings = self.tilings(spec, training)?;
+        let plan = tilings.first();
         let device = &**self.device();
-        let modules = self.modules(&plan)?;
-        let shared = Shared::new(&plan, &modules, device, weights, |name| !is_own(name))?;
+        let modules = &self.modules(&tilings)?[0];
+        let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
         let layers = routers.iter().map(|router| {
-            let layer = self.layer_with(plan.clone(), router, shared.weights())?;
+            let layer = self.layer_with(tilings.clone(), router, shared.weights())?;
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
             }

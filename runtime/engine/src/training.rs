@@ -74,13 +74,13 @@ impl Layer {
         for name in names {
             self.output(name)?;
         }
-        workspace.reserve(&self.plan, &*self.device, input.tokens as u64)?;
+        workspace.reserve(&self.tilings, &*self.device, input.tokens as u64)?;
         let saved = self.saved(input.tokens, counters)?;
         let find = |name: &str| saved.kept.get(name).or_else(|| workspace.get(name));
         self.stage(input, find)?;
         let scalars = counters.scalars(input.tokens);
         let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
-        self.run(&self.plan.steps, &scalars, ptr, None)?;
+        self.run(&self.plan().steps, &scalars, ptr, None)?;
         let output = self.read(names, input.tokens, find)?;
         Ok((output, saved))
     }
@@ -102,13 +102,13 @@ impl Layer {
         let mut workspace = self.lock_workspace();
         self.check_saved(saved)?;
         self.check_dy(saved.tokens, dy)?;
-        workspace.reserve(&self.plan, &*self.device, saved.tokens as u64)?;
+        workspace.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
         self.gradient_buffers()?;
         let staged = workspace.get("dy").expect("reserved above");
         self.device.upload(&dy.data, staged, 0)?;
         let scalars = saved.counters.scalars(saved.tokens);
         let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
-        let steps = &self.plan.backward;
+        let steps = &self.plan().backward;
         self.run(steps, &scalars.accumulating(accumulate), ptr, None)?;
         let names = self.input_gradients();
         self.read(&names, saved.tokens, |name| workspace.get(name))
@@ -132,13 +132,13 @@ impl Layer {
         self.check_training()?;
         self.check_size(&workspace, call.tokens)?;
         self.check_given(call)?;
-        workspace.reserve(&self.plan, &*self.device, call.tokens as u64)?;
+        workspace.reserve(&self.tilings, &*self.device, call.tokens as u64)?;
         let mut saved = self.saved(call.tokens, counters)?;
         let given = call.tensors.iter();
         saved.given = given.map(|(name, ptr)| (name.to_string(), *ptr)).collect();
         let scalars = counters.scalars(call.tokens);
         let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
-        self.run(&self.plan.steps, &scalars, ptr, None)?;
+        self.run(&self.plan().steps, &scalars, ptr, None)?;
         Ok(saved)
     }
 
@@ -166,14 +166,14 @@ impl Layer {
         if given("dy").is_none() {
             return Err(input_error("dy", "has no address".to_string()));
         }
-        workspace.reserve(&self.plan, &*self.device, saved.tokens as u64)?;
+        workspace.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
         self.gradient_buffers()?;
         let scalars = saved.counters.scalars(saved.tokens);
         let ptr = |name: &str| {
             let kept = || saved.ptr(name).or_else(|| workspace.ptr(name));
             given(name).or_else(kept)
         };
-        let steps = &self.plan.backward;
+        let steps = &self.plan().backward;
         self.run(steps, &scalars.accumulating(call.accumulate), ptr, None)
     }
 
@@ -187,7 +187,7 @@ impl Layer {
         self.check_training()?;
         let full = format!("grad.{name}");
         let buffers = self.gradient_buffers()?;
-        let found = self.plan.tensor(&full).zip(buffers.get(&full));
+        let found = self.plan().tensor(&full).zip(buffers.get(&full));
         let (tensor, buffer) = found.ok_or_else(|| EngineError::NoOutput {
             name: full.clone(),
             known: buffers.keys().cloned().collect::<Vec<_>>().join(", "),
@@ -265,11 +265,12 @@ impl Layer {
 
     /// Bytes that a forward pass of so many tokens keeps for backward.
     pub fn saved_bytes(&self, tokens: usize) -> u64 {
-        self.saved.iter().map(|t| t.bytes(tokens as u64)).sum()
+        let bytes = |name: &String| self.tilings.bytes(name, tokens as u64);
+        self.saved.iter().map(bytes).sum()
     }
 
     pub(crate) fn tensors(&self, role: Role) -> impl Iterator<Item = &TensorPlan> {
-        let tensors = self.plan.tensors.iter();
+        let tensors = self.plan().tensors.iter();
         tensors.filter(move |tensor| tensor.role == role)
     }
 
@@ -282,7 +283,7 @@ impl Layer {
         let mut times = Vec::new();
         let scalars = saved.counters.scalars(tokens);
         let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
-        for steps in [&self.plan.steps, &self.plan.backward] {
+        for steps in [&self.plan().steps, &self.plan().backward] {
             self.run(steps, &scalars, ptr, Some(&mut times))?;
         }
         Ok(times)
@@ -298,8 +299,8 @@ impl Layer {
         };
         drop(idle);
         let mut kept = reused.unwrap_or_default();
-        let tensors: Vec<&TensorPlan> = self.saved.iter().collect();
-        kept.reserve_for(&tensors, &*self.device, tokens as u64)?;
+        let names = self.saved.iter().map(String::as_str);
+        kept.reserve_for(names, &self.tilings, &*self.device, tokens as u64)?;
         Ok(Saved {
             tokens,
             counters,
@@ -349,7 +350,7 @@ impl Layer {
     }
 
     pub(crate) fn check_training(&self) -> Result<(), EngineError> {
-        match self.plan.training {
+        match self.plan().training {
             Some(_) => Ok(()),
             None => Err(EngineError::NotTraining),
         }
@@ -364,7 +365,7 @@ impl Layer {
     }
 
     pub(crate) fn check_dy(&self, tokens: usize, dy: &HostTensor<'_>) -> Result<(), EngineError> {
-        let plan = self.plan.tensor("dy").expect("training plans have dy");
+        let plan = self.plan().tensor("dy").expect("training plans have dy");
         if tokens == 0 && dy.data.is_empty() {
             return Ok(());
         }

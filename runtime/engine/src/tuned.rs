@@ -1,10 +1,10 @@
 //! Tunings of layers: found in the store, and used where they fit.
 
 use crate::EngineError;
-use moesaic_cache::{Machine, Store, Tuned, hash_source};
+use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{KernelPlan, LayerPlan, Training, Tuning, plan_for, plan_tuned};
+use moesaic_plan::{KernelPlan, LayerPlan, Tilings, Training, Tuning, plan_for, plan_tuned};
 use moesaic_spec::LayerSpec;
 
 /// A layer on a target, as tunings know it: by the text of its kernels as they
@@ -16,10 +16,21 @@ pub struct Untuned {
     digest: String,
 }
 
-/// The plan of a layer with a tuning that was kept.
-pub struct TunedPlan {
-    /// The plan.
-    pub plan: LayerPlan,
+/// What measuring found for one number of tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    /// The number of tokens.
+    pub tokens: usize,
+    /// Sizes that are better than the default.
+    pub tuning: Tuning,
+    /// The default's time over the tuned layer's.
+    pub gain: f64,
+}
+
+/// The plans of a layer with a tuning that was kept.
+pub struct TunedPlans {
+    /// The plan without sizes of the tuning, and that of each bucket.
+    pub tilings: Tilings,
     /// What was kept.
     pub tuned: Tuned,
 }
@@ -51,57 +62,69 @@ impl Untuned {
         Ok(plan_tuned(spec, *target, self.plan.training, tuning)?)
     }
 
-    /// What is to be kept of a measured tuning.
+    /// What is to be kept of measurements.
     ///
     /// # Errors
     /// As [`Untuned::new`].
-    pub fn tuned(
-        &self,
-        tuning: &Tuning,
-        machine: Machine,
-        tokens: &[usize],
-        gain: f64,
-    ) -> Result<Tuned, EngineError> {
-        let sizes = tuning.sizes().map(|(k, size)| (k.name().to_string(), size));
+    pub fn tuned(&self, found: &[Measured], machine: Machine) -> Result<Tuned, EngineError> {
+        let buckets = found.iter().map(|one| self.bucket(one));
+        let mut buckets = buckets.collect::<Result<Vec<Bucket>, EngineError>>()?;
+        buckets.sort_by_key(|bucket| bucket.tokens);
         Ok(Tuned {
             target: self.plan.target,
             layer: self.digest.clone(),
             machine,
-            sizes: sizes.collect(),
-            kernels: self.changed(&self.with(tuning)?)?,
             name: self.plan.spec.name.clone(),
-            tokens: tokens.to_vec(),
-            gain,
+            buckets,
+        })
+    }
+
+    fn bucket(&self, found: &Measured) -> Result<Bucket, EngineError> {
+        let sizes = found.tuning.sizes();
+        let sizes = sizes.map(|(knob, size)| (knob.name().to_string(), size));
+        Ok(Bucket {
+            tokens: found.tokens,
+            sizes: sizes.collect(),
+            kernels: self.changed(&self.with(&found.tuning)?)?,
+            gain: found.gain,
         })
     }
 
     /// The tuning that was kept for a machine.
-    pub fn on(&self, store: &Store, machine: &Machine) -> Option<TunedPlan> {
+    pub fn on(&self, store: &Store, machine: &Machine) -> Option<TunedPlans> {
         let tuned = store.tuned(self.plan.target, &self.digest, machine)?;
         self.fitting(tuned)
     }
 
     /// The tunings that were kept for any machine.
-    pub fn everywhere(&self, store: &Store) -> Vec<TunedPlan> {
+    pub fn everywhere(&self, store: &Store) -> Vec<TunedPlans> {
         let all = store.tunings_of(self.plan.target, &self.digest).into_iter();
         all.filter_map(|tuned| self.fitting(tuned)).collect()
     }
 
-    /// The plan with a tuning, which must be one that `tune` could have made
+    /// The plans with a tuning, which must be one that `tune` could have made
     /// with this version: known sizes, among the candidates, and kernels of the
     /// same text.
-    fn fitting(&self, tuned: Tuned) -> Option<TunedPlan> {
-        let plan = self.checked(&tuned);
-        if plan.is_none() {
+    fn fitting(&self, tuned: Tuned) -> Option<TunedPlans> {
+        let tilings = self.checked(&tuned);
+        if tilings.is_none() {
             let machine = &tuned.machine.name;
             tracing::warn!(%machine, "going on without a tuning that another version made");
         }
-        let plan = plan?;
-        Some(TunedPlan { plan, tuned })
+        let tilings = tilings?;
+        Some(TunedPlans { tilings, tuned })
     }
 
-    fn checked(&self, tuned: &Tuned) -> Option<LayerPlan> {
-        let sizes = tuned.sizes.iter();
+    fn checked(&self, tuned: &Tuned) -> Option<Tilings> {
+        let mut tilings = Tilings::from(self.plan.clone());
+        for bucket in &tuned.buckets {
+            tilings = tilings.with(bucket.tokens, self.plan_of(bucket)?);
+        }
+        Some(tilings)
+    }
+
+    fn plan_of(&self, bucket: &Bucket) -> Option<LayerPlan> {
+        let sizes = bucket.sizes.iter();
         let tuning = sizes.map(|(name, &size)| Tuning::named(name, size));
         let tuning = tuning.collect::<Option<Vec<Tuning>>>()?.into_iter();
         let tuning = tuning.fold(Tuning::default(), Tuning::and);
@@ -110,7 +133,7 @@ impl Untuned {
         }
         let plan = self.with(&tuning).ok()?;
         let kernels = self.changed(&plan).ok()?;
-        (kernels == tuned.kernels).then_some(plan)
+        (kernels == bucket.kernels).then_some(plan)
     }
 
     /// Hashes of the kernels that are not as without a tuning.

@@ -82,7 +82,7 @@ impl Engine {
         check_experts(spec, experts.len())?;
         let plan = moesaic_plan::plan_user_experts(spec, self.target(), training)?;
         Ok(UserLayer {
-            layer: self.layer_of(plan.layer, weights)?,
+            layer: self.layer_of(plan.layer.into(), weights)?,
             experts,
             forward_at: plan.forward_at,
             backward_at: plan.backward_at,
@@ -154,13 +154,13 @@ impl UserLayer {
         for name in names {
             layer.output(name)?;
         }
-        workspace.reserve(&layer.plan, &*layer.device, tokens as u64)?;
+        workspace.reserve(&layer.tilings, &*layer.device, tokens as u64)?;
         let saved = layer.saved(tokens, counters)?;
         let find = |name: &str| saved.kept.get(name).or_else(|| workspace.get(name));
         layer.stage(input, find)?;
         let scalars = counters.scalars(tokens);
         let ptr = |name: &str| find(name).map(Buffer::ptr);
-        let (before, after) = layer.plan.steps.split_at(self.forward_at);
+        let (before, after) = layer.plan().steps.split_at(self.forward_at);
         layer.run(before, &scalars, ptr, None)?;
         let mut routed = self.routed(tokens, find)?;
         let own = self.run_experts(&mut routed, keep);
@@ -185,7 +185,7 @@ impl UserLayer {
         let mut workspace = layer.lock_workspace();
         layer.check_saved(&saved.saved)?;
         layer.check_dy(tokens, dy)?;
-        workspace.reserve(&layer.plan, &*layer.device, tokens as u64)?;
+        workspace.reserve(&layer.tilings, &*layer.device, tokens as u64)?;
         layer.gradient_buffers()?;
         let kept = &saved.saved.kept;
         let find = |name: &str| kept.get(name).or_else(|| workspace.get(name));
@@ -193,7 +193,7 @@ impl UserLayer {
         layer.device.upload(&dy.data, staged, 0)?;
         let scalars = saved.saved.scalars().accumulating(accumulate);
         let ptr = |name: &str| find(name).map(Buffer::ptr);
-        let (before, after) = layer.plan.backward.split_at(self.backward_at);
+        let (before, after) = layer.plan().backward.split_at(self.backward_at);
         layer.run(before, &scalars, ptr, None)?;
         let rows = saved.routed.weights.len();
         let dout = self.download("dout", rows, find)?;
@@ -253,7 +253,7 @@ impl UserLayer {
         dout: &[f32],
         find: impl Fn(&str) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
-        let Some(plan) = self.layer.plan.tensor("dweight_parts") else {
+        let Some(plan) = self.layer.plan().tensor("dweight_parts") else {
             return Ok(());
         };
         let parts = shape_for(plan, 0)[1];
@@ -274,7 +274,7 @@ impl UserLayer {
         rows: usize,
         find: impl Fn(&str) -> Option<&'b Buffer>,
     ) -> Result<Vec<f32>, EngineError> {
-        let plan = self.layer.plan.tensor(name).expect("planned");
+        let plan = self.layer.plan().tensor(name).expect("planned");
         let width = shape_for(plan, 0)[1];
         let mut host = HostTensor {
             dtype: plan.dtype,
@@ -307,7 +307,11 @@ impl UserLayer {
         values: &[f32],
         find: impl Fn(&str) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
-        let dtype = self.layer.plan.tensor(name).map_or(DType::F32, |t| t.dtype);
+        let dtype = self
+            .layer
+            .plan()
+            .tensor(name)
+            .map_or(DType::F32, |t| t.dtype);
         let Some(buffer) = find(name) else {
             return Ok(());
         };

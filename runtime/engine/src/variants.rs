@@ -30,8 +30,8 @@ impl Engine {
         crate::layer::check_spec(spec)?;
         let untuned = Untuned::new(spec, self.target(), training)?;
         let plan = &untuned.plan;
-        let modules = self.modules(plan)?;
-        let shared = Shared::new(plan, &modules, &**self.device(), weights, |_| true)?;
+        let modules = &self.modules(&plan.clone().into())?[0];
+        let shared = Shared::new(plan, modules, &**self.device(), weights, |_| true)?;
         Ok(Variants {
             engine: self.clone(),
             untuned,
@@ -56,7 +56,7 @@ impl Variants<'_> {
         let plan = self.untuned.with(tuning)?;
         debug_assert!(same_memory(&plan, &self.untuned.plan), "{tuning:?}");
         let shared = self.shared.weights();
-        let layer = self.engine.layer_with(plan, self.weights, shared)?;
+        let layer = self.engine.layer_with(plan.into(), self.weights, shared)?;
         if self.training {
             layer.share_gradients(self.shared.gradients())?;
         }

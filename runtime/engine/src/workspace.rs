@@ -1,7 +1,7 @@
 //! The intermediate tensors of a layer: allocated once, grown when a call is
 //! larger than every call before it, never shrunk.
 
-use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_plan::{LayerPlan, Role, Tilings};
 use moesaic_target::{Buffer, Device, DeviceError, Ptr};
 use std::collections::{BTreeSet, HashMap};
 
@@ -20,21 +20,22 @@ impl Workspace {
     /// still work.
     pub fn reserve(
         &mut self,
-        plan: &LayerPlan,
+        tilings: &Tilings,
         device: &dyn Device,
         tokens: u64,
     ) -> Result<(), DeviceError> {
         if self.holds(tokens) {
             return Ok(()); // without an allocation for a list
         }
-        let tensors: Vec<&TensorPlan> = held(plan).collect();
-        self.reserve_for(&tensors, device, tokens)
+        self.reserve_for(held(tilings.first()), tilings, device, tokens)
     }
 
-    /// As [`Workspace::reserve`], for these tensors only.
-    pub fn reserve_for(
+    /// As [`Workspace::reserve`], for these tensors only. One buffer is for all
+    /// tilings: as large as any needs.
+    pub fn reserve_for<'a>(
         &mut self,
-        tensors: &[&TensorPlan],
+        names: impl Iterator<Item = &'a str>,
+        tilings: &Tilings,
         device: &dyn Device,
         tokens: u64,
     ) -> Result<(), DeviceError> {
@@ -45,8 +46,9 @@ impl Workspace {
         // Free first: the old buffers may be what leaves no room for the new.
         *self = Workspace::default();
         let mut buffers = HashMap::new();
-        for tensor in tensors {
-            buffers.insert(tensor.name.clone(), allocate(tensor, device, tokens)?);
+        for name in names {
+            let bytes = usize::try_from(tilings.bytes(name, tokens)).unwrap_or(usize::MAX);
+            buffers.insert(name.to_string(), device.alloc(bytes.max(64))?);
         }
         *self = Workspace {
             buffers,
@@ -80,21 +82,20 @@ impl Workspace {
 }
 
 /// The tensors that live in a workspace: not those that outlive a call.
-fn held(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
+fn held(plan: &LayerPlan) -> impl Iterator<Item = &str> {
     let kept: BTreeSet<&str> = plan.saved().iter().map(|t| t.name.as_str()).collect();
     let lasting = |role| matches!(role, Role::Weight | Role::Packed | Role::WeightGradient);
-    let tensors = plan.tensors.iter();
-    tensors.filter(move |t| !lasting(t.role) && !kept.contains(t.name.as_str()))
+    let passing = plan.tensors.iter().filter(move |t| !lasting(t.role));
+    let names = passing.map(|t| t.name.as_str());
+    names.filter(move |name| !kept.contains(name))
 }
 
 /// Bytes that a call of `tokens` tokens needs, with what it leaves for backward.
-pub(crate) fn needed(plan: &LayerPlan, tokens: u64) -> u64 {
-    let kept = plan.saved();
-    let bytes = held(plan).chain(kept).map(|tensor| tensor.bytes(tokens));
+pub(crate) fn needed(tilings: &Tilings, tokens: u64) -> u64 {
+    let plan = tilings.first();
+    let kept = plan.saved().into_iter().map(|t| t.name.as_str());
+    let bytes = held(plan)
+        .chain(kept)
+        .map(|name| tilings.bytes(name, tokens));
     bytes.fold(0, u64::saturating_add)
-}
-
-fn allocate(tensor: &TensorPlan, device: &dyn Device, tokens: u64) -> Result<Buffer, DeviceError> {
-    let bytes = usize::try_from(tensor.bytes(tokens)).unwrap_or(usize::MAX);
-    device.alloc(bytes.max(64))
 }

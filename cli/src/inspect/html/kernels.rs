@@ -28,10 +28,11 @@ fn one(kernel: &Kernel, asm: Option<&String>, open: bool) -> String {
         binary(kernel)
     );
     format!(
-        "<details class=\"card kernel {stem}\" id=\"kernel-{name}\"{open}><summary><b>{name}</b>\
+        "<details class=\"card kernel {stem}\" id=\"{id}\"{open}><summary><b>{name}</b>\
          <span class=\"soft\">{facts}</span></summary>{entries}<pre>{code}</pre>{asm}</details>\n",
         stem = source.stem,
-        name = escape(&source.name),
+        id = escape(&kernel.anchor()),
+        name = escape(&kernel.label(&source.name)),
         open = if open { " open" } else { "" },
         facts = escape(&facts),
         code = source_lines(&source.text),

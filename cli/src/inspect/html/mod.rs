@@ -66,10 +66,11 @@ fn navigation(inspection: &Inspection) -> String {
         .kernels
         .iter()
         .map(|kernel| {
-            let name = escape(&kernel.source.name);
+            let name = escape(&kernel.label(&kernel.source.name));
             format!(
-                "<a class=\"{}\" href=\"#kernel-{name}\">{name}</a>",
-                kernel.source.stem
+                "<a class=\"{}\" href=\"#{}\">{name}</a>",
+                kernel.source.stem,
+                escape(&kernel.anchor())
             )
         })
         .collect();

@@ -1,7 +1,7 @@
 //! Plan, resources and launch geometry.
 
 use super::super::counted::{Counted, TITLES};
-use super::super::model::{Inspection, Launch};
+use super::super::model::{Inspection, Kernel, Launch};
 use super::super::text::{compile_time, grid, grid_formula, registers, role_name};
 use super::escape;
 use moesaic::plan::Role;
@@ -85,9 +85,8 @@ const FACTS: [&str; 7] = [
 /// hold are left out.
 pub fn resources(inspection: &Inspection) -> String {
     let facts: Vec<[String; 7]> = inspection
-        .launches
-        .iter()
-        .map(|launch| facts(inspection, launch))
+        .launched()
+        .map(|(launch, kernel)| facts(launch, kernel))
         .collect();
     let known = |i: &usize| facts.iter().any(|facts| facts[*i] != "–");
     let columns: Vec<usize> = (0..FACTS.len()).filter(known).collect();
@@ -95,9 +94,9 @@ pub fn resources(inspection: &Inspection) -> String {
         .iter()
         .map(|&i| format!("<th class=\"n\">{}</th>", FACTS[i]))
         .collect();
-    let rows = inspection.launches.iter().zip(&facts);
+    let rows = inspection.launched().zip(&facts);
     let rows: String = rows
-        .map(|(launch, facts)| resource(inspection, launch, facts, &columns))
+        .map(|((launch, kernel), facts)| resource(launch, kernel, facts, &columns))
         .collect();
     let mut artifacts = inspection
         .kernels
@@ -113,9 +112,8 @@ pub fn resources(inspection: &Inspection) -> String {
     )
 }
 
-fn facts(inspection: &Inspection, launch: &Launch) -> [String; 7] {
-    let report = inspection.report(launch);
-    let entry = inspection.entry(launch);
+fn facts(launch: &Launch, kernel: &Kernel) -> [String; 7] {
+    let (report, entry) = (kernel.report(launch), kernel.entry(launch));
     let bytes = |n: Option<u64>| n.map_or("–".to_string(), |n| format!("{n} B"));
     let of = |fact: fn(&KernelReport) -> Option<u32>| report.and_then(fact).map(u64::from);
     let shared = of(|r| r.shared_bytes).map(|n| n + u64::from(entry.launch.shared_bytes));
@@ -126,17 +124,11 @@ fn facts(inspection: &Inspection, launch: &Launch) -> [String; 7] {
         bytes(shared),
         bytes(report.and_then(|r| r.code_bytes)),
         entry.params.len().to_string(),
-        compile_time(&inspection.kernels[launch.kernel]).replace('-', "–"),
+        compile_time(kernel).replace('-', "–"),
     ]
 }
 
-fn resource(
-    inspection: &Inspection,
-    launch: &Launch,
-    facts: &[String; 7],
-    columns: &[usize],
-) -> String {
-    let kernel = &inspection.kernels[launch.kernel];
+fn resource(launch: &Launch, kernel: &Kernel, facts: &[String; 7], columns: &[usize]) -> String {
     let class = |i: usize| match (FACTS[i], facts[i].as_str()) {
         ("Spills", "0 B") => "n good",
         ("Spills", spills) if spills != "–" => "n bad",
@@ -155,7 +147,7 @@ fn resource(
     format!(
         "<tr class=\"{}\"><td><span class=\"dot\"></span><code>{}</code></td>{cells}<td>{state}</td></tr>",
         kernel.source.stem,
-        escape(&launch.label),
+        escape(&kernel.label(&launch.label)),
     )
 }
 
