@@ -5,7 +5,7 @@ use crate::simulators;
 use moesaic_cache::Store;
 use moesaic_cpu::CpuDevice;
 use moesaic_engine::EngineParts;
-use moesaic_kernel::Target;
+use moesaic_kernel::{CpuCaches, Target};
 use moesaic_target::{CompileError, CompileOptions, Compiler, Device, DeviceError};
 use std::ops::Deref;
 use std::sync::Arc;
@@ -36,6 +36,9 @@ pub struct EngineOptions {
     /// Layers are made with what `moesaic tune` found for this machine, if the
     /// store has it. The default is that, unless MOESAIC_TUNING is `off`.
     pub tuned: bool,
+    /// The caches of a CPU's core that sizes of blocks follow; `None` is this
+    /// machine's. Results are the same bytes.
+    pub caches: Option<CpuCaches>,
     /// CPU threads; `None` is one per core.
     pub threads: Option<usize>,
     /// Each of these threads stays on one processor; see [`CpuDevice::pinned`].
@@ -54,6 +57,7 @@ impl Default for EngineOptions {
             store: Some(Arc::new(Store::open_default())),
             strict: false,
             tuned: std::env::var_os("MOESAIC_TUNING").is_none_or(|value| value != "off"),
+            caches: None,
             threads: None,
             pinned: false,
             ordinal: 0,
@@ -175,6 +179,7 @@ impl Engine {
             store: options.store,
             strict: options.strict,
             tuned: options.tuned,
+            caches: options.caches,
             options: options.compile,
         };
         Engine(moesaic_engine::Engine::for_target(parts, target))

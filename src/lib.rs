@@ -48,9 +48,11 @@ pub use moesaic_engine::{
     Statistics, Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved, Variants,
     Weights, precompile, precompile_on,
 };
-pub use moesaic_kernel::{DType, KernelSource, SimArch, Size, Stem, Target, TargetError};
+pub use moesaic_kernel::{
+    CpuCaches, DType, KernelSource, SimArch, Size, Stem, Target, TargetError,
+};
 pub use moesaic_macros::layer;
-pub use moesaic_plan::{LayerPlan, Recompute, Tilings, Training, Work};
+pub use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Tilings, Training, Work};
 pub use moesaic_spec::LayerSpec;
 
 /// The kernel store and its packs.

@@ -9,9 +9,10 @@ use crate::store::{StoreArgs, place};
 use crate::units;
 use clap::Args;
 use moesaic::cpu::{CpuDevice, host_isa};
+use moesaic::plan::CacheClass;
 use moesaic::target::Device;
 use moesaic::toolchain::{Finding, Registry, doctor};
-use moesaic::{Store, Target};
+use moesaic::{CpuCaches, Store, Target};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -51,6 +52,7 @@ struct Diagnosis {
     cpu: String,
     cores: usize,
     target: Target,
+    caches: CpuCaches,
     limits: std::result::Result<Machine, String>,
     cache: Cache,
     findings: Vec<Finding>,
@@ -94,6 +96,7 @@ impl Diagnosis {
             cpu: device.info().name.clone(),
             cores: device.threads(),
             target: Target::Cpu(host_isa()),
+            caches: device.caches(),
             limits: Machine::measure_cpu(&device).map_err(|failure| failure.message),
             cache: Cache::of(store),
             findings: doctor(&registry),
@@ -114,6 +117,7 @@ impl Diagnosis {
             ),
             palette,
         );
+        text += &more(&self.caches_line());
         text += &more(&self.limits_line());
         text += &entry("cache", &self.cache.line(), palette);
         if let Some(trouble) = &self.cache.trouble {
@@ -129,6 +133,19 @@ impl Diagnosis {
             text += &entry(name, value, palette);
         }
         text + &format!("\n{}\n{}", palette.bold("for a bug report"), self.block())
+    }
+
+    /// What is known, and for which sizes kernels are made.
+    fn caches_line(&self) -> String {
+        let class = CacheClass::of(self.caches);
+        let known = |bytes: Option<u64>| bytes.map_or("not known".to_string(), units::bytes);
+        format!(
+            "caches of a core: level 1 {}, level 2 {}; kernels are for {} and {}",
+            known(self.caches.l1_bytes),
+            known(self.caches.l2_bytes),
+            units::bytes(class.l1_bytes() as u64),
+            units::bytes(class.l2_bytes() as u64),
+        )
     }
 
     fn limits_line(&self) -> String {
@@ -154,6 +171,7 @@ impl Diagnosis {
         let mut lines = vec![
             self.system.clone(),
             format!("cpu: {}, {} threads, {}", self.cpu, self.cores, self.target),
+            self.caches_line(),
             self.limits_line(),
             format!(
                 "cache: {}, {}",
@@ -209,6 +227,8 @@ impl Diagnosis {
                 "name": self.cpu,
                 "threads": self.cores,
                 "target": self.target.to_string(),
+                "caches": self.caches,
+                "planned_for": CacheClass::of(self.caches),
                 "limits": self.limits.as_ref().ok().map(machine_json),
             },
             "cache": {

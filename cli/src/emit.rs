@@ -1,5 +1,6 @@
 //! `moesaic emit`.
 
+use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result, reason};
 use crate::spec_source::LayerArgs;
@@ -7,9 +8,9 @@ use crate::training::TrainingArgs;
 use crate::{highlight, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
-use moesaic::plan::plan_for;
+use moesaic::plan::plan_with;
 use moesaic::weights::write_whole;
-use moesaic::{EngineError, KernelSource, LayerSpec, Target, Training};
+use moesaic::{EngineError, KernelSource, LayerSpec, PlanOptions, Target};
 use moesaic_layers::{GenerateOptions, generate_source};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,14 +43,21 @@ pub struct EmitArgs {
     rust: Option<PathBuf>,
     #[command(flatten)]
     training: TrainingArgs,
+    #[command(flatten)]
+    caches: CacheArgs,
 }
 
 /// Emits every kernel for every target.
 pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
+    let options = PlanOptions {
+        training: args.training.get(),
+        caches: args.caches.assumed(),
+        ..PlanOptions::default()
+    };
     let mut sources = Vec::new();
     for target in targets::resolve(&args.target)? {
-        sources.extend(layer_sources(&spec, target, args.training.get())?);
+        sources.extend(layer_sources(&spec, target, &options)?);
     }
     match args.output.as_deref() {
         Some(dir) if dir.as_os_str() != "-" => write_all(dir, &sources, console)?,
@@ -65,9 +73,9 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
 fn layer_sources(
     spec: &LayerSpec,
     target: Target,
-    training: Option<Training>,
+    options: &PlanOptions,
 ) -> Result<Vec<KernelSource>> {
-    let plan = plan_for(spec, target, training).map_err(EngineError::from)?;
+    let plan = plan_with(spec, target, options).map_err(EngineError::from)?;
     Ok(emit_layer(&plan).map_err(EngineError::from)?)
 }
 

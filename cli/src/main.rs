@@ -3,6 +3,7 @@
 mod args;
 mod bench;
 mod cache;
+mod caches;
 mod completions;
 mod console;
 mod disassemble;

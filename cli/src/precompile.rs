@@ -1,5 +1,6 @@
 //! `moesaic precompile`.
 
+use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::spec_source::{LayerArgs, read_spec};
@@ -9,14 +10,14 @@ use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use moesaic::plan::Tuning;
+use moesaic::plan::plan_with;
 use moesaic::target::{CompileOptions, Report};
 use moesaic::{
-    Compilers, Event, Job, LayerSpec, Outcome, Row, Store, Target, Untuned, precompile_on,
+    Compilers, EngineError, Event, Job, LayerSpec, Outcome, PlanOptions, Row, Store, Target,
+    Untuned, precompile_on,
 };
 use serde_json::{Value, json};
 use std::collections::HashSet;
-use std::iter;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,8 +29,10 @@ Examples:
   moesaic precompile --spec layer.toml --target cpu,cuda:sm_90a
   moesaic precompile --spec layer.toml --target cuda:sm_90a --training
   moesaic precompile --spec a.toml,b.toml --target cuda:sm_80,rocm:gfx942 -o pack.tar.gz
+  moesaic precompile --spec layer.toml --target cpu:avx512 --l1 32KiB --l2 1MiB -o pack.tar.gz
 
-No GPU and no driver is needed. A pack is filled into another machine's cache with
+No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: those of this machine, or
+--l1 and --l2. A pack is filled into another machine's cache with
 `moesaic cache import pack.tar.gz`.")]
 pub struct PrecompileArgs {
     /// The layer specs, TOML files
@@ -51,6 +54,8 @@ pub struct PrecompileArgs {
     target: Vec<String>,
     #[command(flatten)]
     training: TrainingArgs,
+    #[command(flatten)]
+    caches: CacheArgs,
     /// Also write these kernels, no others of the cache, to a pack
     #[arg(short, long, value_name = "PACK")]
     output: Option<PathBuf>,
@@ -81,7 +86,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     if let Some(dir) = &temporary {
         store = Arc::new(Store::open(dir.path()));
     }
-    let jobs = jobs(&specs, &targets, args.training, &store)?;
+    let jobs = args.all_jobs(&specs, &targets, &store)?;
     let options = CompileOptions {
         allow_spills: args.allow_spills,
         ..CompileOptions::default()
@@ -101,48 +106,26 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     outcome(&rows, &store)
 }
 
-/// Every layer for every target, also with the sizes that the cache has of any
-/// machine.
-fn jobs(
-    specs: &[LayerSpec],
-    targets: &[Target],
-    training: TrainingArgs,
-    store: &Arc<Store>,
-) -> Result<Vec<Job>> {
-    let compilers = Compilers::new(Some(store.clone()));
-    let mut jobs = Vec::new();
-    for spec in specs {
-        for &target in targets {
-            let compiler = compilers
-                .get(target)
-                .map_err(|error| Failure::from(&error))?;
-            jobs.extend(tunings(spec, target, training, store)?.map(|tuning| Job {
-                spec: spec.clone(),
-                target,
-                training: training.get(),
-                tuning,
-                compiler: compiler.clone(),
+/// The options of a plan, and with them the sizes that the cache has of any
+/// machine with such caches.
+fn with_tunings(
+    spec: &LayerSpec,
+    target: Target,
+    options: PlanOptions,
+    store: &Store,
+) -> Result<Vec<PlanOptions>> {
+    let mut all = vec![options.clone()];
+    if store.has_tunings(target) {
+        let plan = plan_with(spec, target, &options).map_err(EngineError::from)?;
+        for kept in Untuned::new(plan)?.everywhere(store) {
+            let others = kept.tilings.plans().iter().skip(1);
+            all.extend(others.map(|plan| PlanOptions {
+                tuning: plan.tuning.clone(),
+                ..options.clone()
             }));
         }
     }
-    Ok(jobs)
-}
-
-/// No tuning, and those that the cache has of any machine.
-fn tunings(
-    spec: &LayerSpec,
-    target: Target,
-    training: TrainingArgs,
-    store: &Store,
-) -> Result<impl Iterator<Item = Tuning> + use<>> {
-    let kept = match store.has_tunings(target) {
-        true => Untuned::new(spec, target, training.get())?.everywhere(store),
-        false => Vec::new(),
-    };
-    let plans = kept
-        .into_iter()
-        .flat_map(|kept| kept.tilings.plans().to_vec());
-    Ok(iter::once(Tuning::default()).chain(plans.map(|plan| plan.tuning)))
+    Ok(all)
 }
 
 /// Writes a pack of the kernels of `rows`; what to call it.
@@ -158,6 +141,40 @@ fn export(store: &Store, rows: &[Row], path: &Path) -> Result<String> {
 }
 
 impl PrecompileArgs {
+    /// Every layer for every target.
+    fn all_jobs(
+        &self,
+        specs: &[LayerSpec],
+        targets: &[Target],
+        store: &Arc<Store>,
+    ) -> Result<Vec<Job>> {
+        let compilers = Compilers::new(Some(store.clone()));
+        let mut jobs = Vec::new();
+        for spec in specs {
+            for &target in targets {
+                let compiler = compilers
+                    .get(target)
+                    .map_err(|error| Failure::from(&error))?;
+                let all = with_tunings(spec, target, self.plan_options(target), store)?;
+                jobs.extend(all.into_iter().map(|options| Job {
+                    spec: spec.clone(),
+                    target,
+                    options,
+                    compiler: compiler.clone(),
+                }));
+            }
+        }
+        Ok(jobs)
+    }
+
+    fn plan_options(&self, target: Target) -> PlanOptions {
+        PlanOptions {
+            training: self.training.get(),
+            caches: self.caches.here(target),
+            ..PlanOptions::default()
+        }
+    }
+
     /// Compiles at the same time.
     fn threads(&self) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());

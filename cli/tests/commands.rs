@@ -399,6 +399,37 @@ fn doctor_ends_with_a_block_for_a_bug_report() {
         json["cpu"]["limits"]["f32_flops"].as_f64().unwrap() > 1e8,
         "{json}"
     );
+    assert!(text.contains("caches of a core: level 1 "), "{text}");
+    let class = json["cpu"]["planned_for"]["l2_bytes"].as_u64().unwrap();
+    assert!(class.is_power_of_two() && class >= 256 << 10, "{json}");
+}
+
+#[test]
+fn caches_of_another_cpu_can_be_named() {
+    let small = Small::new();
+    let emit = |more: &[&str]| {
+        let args = ["emit", "--target", "cpu:avx512"];
+        with_spec(&[&args[..], more].concat(), &small.spec)
+    };
+    let assumed = emit(&[]).ok();
+    assert_eq!(emit(&["--l1", "48KiB", "--l2", "2MiB"]).ok(), assumed);
+    // Sizes between two classes are those of the smaller one.
+    assert_eq!(emit(&["--l1", "64KiB", "--l2", "3MiB"]).ok(), assumed);
+    let other = emit(&["--l1", "32KiB"]).ok();
+    assert!(assumed.contains("TILE_WORDS = 256,") && !assumed.contains("TILE_WORDS = 128,"));
+    assert!(other.contains("TILE_WORDS = 128,") && !other.contains("TILE_WORDS = 256,"));
+    emit(&["--l2", "much"]).fails(2, &["--l2", "unknown unit"]);
+    // What is precompiled for them is what inspect finds for them.
+    let cache = scratch();
+    let args = |command: &'static str| {
+        let target = ["--target", "cpu", "--l1", "32KiB", "--l2", "256KiB"];
+        let dir = ["--json", "--cache", cache.path().to_str().unwrap()];
+        with_spec(&[&[command][..], &target, &dir].concat(), &small.spec).json()
+    };
+    args("precompile");
+    let kernels = args("inspect")["kernels"].clone();
+    let cached = |kernel: &serde_json::Value| kernel["cached"] == true;
+    assert!(kernels.as_array().unwrap().iter().all(cached), "{kernels}");
 }
 
 #[test]

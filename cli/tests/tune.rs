@@ -91,7 +91,8 @@ fn pretend(cache: &Path, spec: &Path) -> (PathBuf, String) {
     use moesaic::{Engine, LayerSpec, Measured, Store, Untuned};
     let spec = LayerSpec::from_toml(&fs::read_to_string(spec).unwrap()).unwrap();
     let engine = Engine::cpu().unwrap();
-    let untuned = Untuned::new(&spec, engine.target(), None).unwrap();
+    let plan = engine.tilings(&spec, None).unwrap().first().clone();
+    let untuned = Untuned::new(plan).unwrap();
     let choices = Tuning::choices(&untuned.plan);
     let first = &choices[0];
     let tuning = Tuning::default().with(first.knob, first.others[0]);

@@ -6,6 +6,7 @@
 //! and routing, counts and locations can be compared exactly.
 
 mod batch;
+mod caches;
 mod case;
 mod compare;
 mod drawn;

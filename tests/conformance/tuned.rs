@@ -9,8 +9,8 @@ use moesaic::cache::Store;
 use moesaic::plan::{Choice, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
 use moesaic::{
-    Compilers, Counters, DType, Engine, EngineOptions, Job, Layer, Measured, Output, Target,
-    Training, Untuned, precompile,
+    Compilers, Counters, DType, Engine, EngineOptions, Job, Layer, Measured, Output, PlanOptions,
+    Target, Training, Untuned, precompile,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -108,10 +108,15 @@ fn measured(tokens: usize, tuning: Tuning) -> Measured {
     }
 }
 
+fn untuned(spec: &LayerSpec, training: Option<Training>, engine: &Engine) -> Untuned {
+    let tilings = engine.tilings(spec, training).unwrap();
+    Untuned::new(tilings.first().clone()).unwrap()
+}
+
 /// Keeps sizes of a layer for an engine's machine: the least for few tokens, the
 /// largest for many; both.
 fn keep(spec: &LayerSpec, training: Option<Training>, engine: &Engine, dir: &Path) -> [Tuning; 2] {
-    let untuned = Untuned::new(spec, engine.target(), training).unwrap();
+    let untuned = untuned(spec, training, engine);
     let [least, most] = extremes(&untuned.plan);
     let found = [
         measured(128, most.clone()),
@@ -285,13 +290,16 @@ fn former(text: &str) -> String {
 }
 
 /// Compiles a layer into a store, with these sizes.
-fn compile(spec: &LayerSpec, tuning: Tuning, store: &Arc<Store>, target: Target) {
-    let compiler = Compilers::new(None).get(target).unwrap();
+fn compile(spec: &LayerSpec, tuning: Tuning, store: &Arc<Store>, engine: &Engine) {
+    let compiler = Compilers::new(None).get(engine.target()).unwrap();
     let job = Job {
         spec: spec.clone(),
-        target,
-        training: None,
-        tuning,
+        target: engine.target(),
+        options: PlanOptions {
+            tuning,
+            caches: engine.caches(),
+            ..PlanOptions::default()
+        },
         compiler,
     };
     precompile(&[job], store, &Default::default(), &|_| {}).unwrap();
@@ -305,10 +313,10 @@ fn strict_engines_use_a_tuning_only_with_its_kernels() {
     let store = Arc::new(Store::open(dir.path()));
     let tunings = keep(&spec, None, &engine, dir.path());
     let case = Case::random(&spec, 9, 4);
-    compile(&spec, Tuning::default(), &store, engine.target());
+    compile(&spec, Tuning::default(), &store, &engine);
     for tuning in tunings {
         assert_eq!(case.layer(&engine).tilings().plans().len(), 1);
-        compile(&spec, tuning, &store, engine.target());
+        compile(&spec, tuning, &store, &engine);
     }
     assert_eq!(case.layer(&engine).tilings().plans().len(), 3);
     assert_eq!(engine.stats().compiled, 0);
@@ -322,10 +330,10 @@ fn a_pack_brings_a_tuning_where_all_its_kernels_are() {
     let engine = engine_of(&from, false, true);
     let store = Arc::new(Store::open(&from));
     let tunings = keep(&spec, None, &engine, &from);
-    compile(&spec, Tuning::default(), &store, engine.target());
+    compile(&spec, Tuning::default(), &store, &engine);
     for tuning in tunings {
         assert_eq!(store.export(&pack, |_| true).unwrap().tunings, 0);
-        compile(&spec, tuning, &store, engine.target());
+        compile(&spec, tuning, &store, &engine);
     }
     assert_eq!(store.export(&pack, |_| true).unwrap().tunings, 1);
     let other = Store::open(&to);
@@ -334,6 +342,6 @@ fn a_pack_brings_a_tuning_where_all_its_kernels_are() {
     let strict = engine_of(&to, true, true);
     let layer = Case::random(&spec, 9, 5).layer(&strict);
     assert_eq!(layer.tilings().plans().len(), 3);
-    let known = Untuned::new(&spec, engine.target(), None).unwrap();
+    let known = untuned(&spec, None, &engine);
     assert_eq!(known.everywhere(&other).len(), 1);
 }

@@ -6,6 +6,7 @@ mod json;
 mod model;
 mod text;
 
+use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
@@ -20,6 +21,7 @@ use counted::Counted;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
+use moesaic::PlanOptions;
 use moesaic::weights::write_whole;
 use std::path::{Path, PathBuf};
 pub use text::roofs;
@@ -61,6 +63,8 @@ pub struct InspectArgs {
     simulate: Option<u32>,
     #[command(flatten)]
     training: TrainingArgs,
+    #[command(flatten)]
+    caches: CacheArgs,
     /// Also print the kernels' source
     #[arg(long)]
     source: bool,
@@ -88,7 +92,11 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let request = model::Request {
         spec: &spec,
         target,
-        training: args.training.get(),
+        options: PlanOptions {
+            training: args.training.get(),
+            caches: args.caches.here(target),
+            ..PlanOptions::default()
+        },
         tokens: &args.tokens,
         kernel: args.kernel.as_deref(),
         machine,

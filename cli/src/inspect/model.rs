@@ -8,11 +8,11 @@ use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::Entry;
-use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, Tilings, plan_for};
+use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, Tilings, plan_with};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
-    Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome, Row, Stem,
-    Store, Target, Training, Untuned, Work, precompile,
+    Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome,
+    PlanOptions, Row, Stem, Store, Target, Untuned, Work, precompile,
 };
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub struct Request<'a> {
     pub spec: &'a LayerSpec,
     pub target: Target,
-    pub training: Option<Training>,
+    pub options: PlanOptions,
     pub tokens: &'a [u64],
     pub kernel: Option<&'a str>,
     pub machine: Option<Machine>,
@@ -171,19 +171,17 @@ impl Kernel {
 
 /// The plans that an engine of this machine would make.
 fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
-    let options = EngineOptions::default();
+    let plan = plan_with(request.spec, request.target, &request.options);
+    let plan = plan.map_err(EngineError::from)?;
     let here = match request.target {
-        Target::Cpu(_) if options.tuned => CpuDevice::new().info().clone(),
-        _ => {
-            let plan = plan_for(request.spec, request.target, request.training);
-            return Ok((plan.map_err(EngineError::from)?.into(), None));
-        }
+        Target::Cpu(_) if EngineOptions::default().tuned => CpuDevice::new().info().clone(),
+        _ => return Ok((plan.into(), None)),
     };
     let machine = cache::Machine {
         name: here.name,
         threads: here.units,
     };
-    let untuned = Untuned::new(request.spec, request.target, request.training)?;
+    let untuned = Untuned::new(plan)?;
     Ok(match untuned.on(&request.store, &machine) {
         Some(found) => (found.tilings, Some(found.tuned)),
         None => (untuned.plan.into(), None),
@@ -259,8 +257,10 @@ fn compile(request: &Request<'_>, plan: &LayerPlan) -> Result<(Vec<Kernel>, Opti
             let job = Job {
                 spec: request.spec.clone(),
                 target: request.target,
-                training: request.training,
-                tuning: plan.tuning.clone(),
+                options: PlanOptions {
+                    tuning: plan.tuning.clone(),
+                    ..request.options.clone()
+                },
                 compiler,
             };
             let rows = precompile(&[job], &request.store, &CompileOptions::default(), &|_| {})?;

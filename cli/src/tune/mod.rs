@@ -16,8 +16,8 @@ use measure::Bench;
 use moesaic::plan::Tuning;
 use moesaic::target::CompileOptions;
 use moesaic::{
-    Compilers, Engine, EngineOptions, Job, LayerSpec, Measured, Outcome, Store, Untuned,
-    engine_weights, precompile,
+    Compilers, Engine, EngineOptions, Job, LayerSpec, Measured, Outcome, PlanOptions, Store,
+    Untuned, engine_weights, precompile,
 };
 use search::Found;
 use std::collections::BTreeSet;
@@ -166,8 +166,11 @@ impl TuneArgs {
         let job = |tuning: Tuning| Job {
             spec: spec.clone(),
             target,
-            training: self.training.get(),
-            tuning,
+            options: PlanOptions {
+                training: self.training.get(),
+                tuning,
+                caches: engine.caches(),
+            },
             compiler: compiler.clone(),
         };
         let tunings = best.iter().map(|one| one.tuning.clone());

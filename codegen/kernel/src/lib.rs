@@ -5,11 +5,13 @@
 //! [`KernelSource`]; a target compiles it and launches it by its
 //! [`Entry`] list. Both sides need only this crate.
 
+mod caches;
 mod dtype;
 mod size;
 mod source;
 mod target;
 
+pub use caches::CpuCaches;
 pub use dtype::DType;
 pub use size::Size;
 pub use source::{

@@ -8,7 +8,9 @@ mod tensors;
 mod user;
 
 use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
-use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, Tuning, entries, heuristics};
+use crate::{
+    CacheClass, GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, Tuning, entries, heuristics,
+};
 
 use moesaic_kernel::{Access, DType, Entry, Size, Target};
 use moesaic_spec::{LayerSpec, SharedGate};
@@ -28,6 +30,9 @@ pub struct LayerPlan {
     /// Sizes that were chosen by measurement.
     #[serde(default, skip_serializing_if = "Tuning::is_empty")]
     pub tuning: Tuning,
+    /// The caches of the CPU that its tiles are for.
+    #[serde(default, skip_serializing_if = "CacheClass::is_assumed")]
+    pub caches: CacheClass,
     /// The kernel sources to emit.
     pub kernels: Vec<KernelPlan>,
     /// Every tensor that a step names.
@@ -44,6 +49,17 @@ pub struct LayerPlan {
     /// The launches of a backward pass, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub backward: Vec<Step>,
+}
+
+/// What a plan follows beside spec and target.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PlanOptions {
+    /// How the layer is trained; `None` is inference alone.
+    pub training: Option<Training>,
+    /// Sizes instead of those that `heuristics` chooses. GPUs have none.
+    pub tuning: Tuning,
+    /// The caches that `heuristics` chooses sizes for, on a CPU.
+    pub caches: CacheClass,
 }
 
 /// How a layer is trained.
@@ -212,26 +228,25 @@ pub fn plan_for(
     target: Target,
     training: Option<Training>,
 ) -> Result<LayerPlan, PlanError> {
-    plan_tuned(spec, target, training, &Tuning::default())
+    let options = PlanOptions {
+        training,
+        ..PlanOptions::default()
+    };
+    plan_with(spec, target, &options)
 }
 
-/// [`plan_for`] with sizes of tilings instead of those that `heuristics`
-/// chooses; on a GPU they have no effect.
+/// [`plan_for`] with all that can be said of tiles.
 ///
 /// # Errors
 /// As [`plan`].
-pub fn plan_tuned(
+pub fn plan_with(
     spec: &LayerSpec,
     target: Target,
-    training: Option<Training>,
-    tuning: &Tuning,
+    options: &PlanOptions,
 ) -> Result<LayerPlan, PlanError> {
-    let mut builder = Builder::new(spec, target, training);
-    if let Target::Cpu(_) = target.hardware() {
-        builder.plan.tuning = tuning.clone();
-    }
+    let mut builder = Builder::new(spec, target, options);
     builder.forward();
-    if let Some(training) = training {
+    if let Some(training) = options.training {
         builder.backward(training.recompute);
     }
     Ok(builder.finish())
@@ -248,7 +263,12 @@ struct Builder {
 type Bind<'a> = &'a [(&'a str, &'a str)];
 
 impl Builder {
-    fn new(spec: &LayerSpec, target: Target, training: Option<Training>) -> Builder {
+    fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
+        let training = options.training;
+        let (tuning, caches) = match target.hardware() {
+            Target::Cpu(_) => (options.tuning.clone(), options.caches),
+            _ => Default::default(),
+        };
         let mut tensors = declared_tensors(spec, target, training.is_some());
         if training.is_some() {
             tensors.extend(backward::tensors(spec));
@@ -258,7 +278,8 @@ impl Builder {
             plan: LayerPlan {
                 spec: spec.clone(),
                 target,
-                tuning: Tuning::default(),
+                tuning,
+                caches,
                 kernels: vec![],
                 tensors,
                 prepare: vec![],
@@ -366,9 +387,13 @@ impl Builder {
 
     /// The tiling that was measured to be best, as far as there is one.
     fn tiling(&self, desc: &KernelDesc) -> KernelConfig {
-        let mut config = heuristics::choose(desc, self.plan.target);
+        let mut config = self.heuristic(desc);
         self.plan.tuning.apply(desc, &mut config);
         config
+    }
+
+    fn heuristic(&self, desc: &KernelDesc) -> KernelConfig {
+        heuristics::choose_for(desc, self.plan.target, self.plan.caches)
     }
 
     fn scan(&mut self) {

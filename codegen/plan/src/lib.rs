@@ -9,6 +9,7 @@
 //! Everything is plain data and every function is pure: the same spec and
 //! target give the same plan.
 
+mod caches;
 mod config;
 mod desc;
 pub mod heuristics;
@@ -18,6 +19,7 @@ mod tilings;
 mod tuning;
 mod work;
 
+pub use caches::CacheClass;
 pub use config::{
     CombineBwdConfig, CombineConfig, CountedBy, DispatchBwdConfig, DispatchConfig,
     ExpertScanConfig, GateTopkBwdConfig, GateTopkConfig, GemmFamily, GroupedGemmConfig, Histogram,
@@ -29,8 +31,8 @@ pub use desc::{
     Logits, LossSlope, LossSum, SharedBwdDesc, SharedDesc,
 };
 pub use layer::{
-    LayerPlan, Recompute, Role, Step, TensorPlan, Training, plan, plan_for, plan_training,
-    plan_tuned,
+    LayerPlan, PlanOptions, Recompute, Role, Step, TensorPlan, Training, plan, plan_for,
+    plan_training, plan_with,
 };
 pub use layer::{UserPlan, plan_user_experts};
 pub use signature::entries;

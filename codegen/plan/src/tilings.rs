@@ -104,7 +104,7 @@ fn is_past(tokens: usize, fewer: usize, more: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Knob, Tuning, plan_for, plan_tuned};
+    use crate::{Knob, PlanOptions, Tuning, plan_for, plan_with};
     use moesaic_kernel::Target;
     use moesaic_spec::LayerSpec;
 
@@ -118,8 +118,11 @@ mod tests {
     }
 
     fn rows(size: usize) -> LayerPlan {
-        let tuning = Tuning::default().with(Knob::TileRows, size);
-        plan_tuned(&spec(), target(), None, &tuning).unwrap()
+        let options = PlanOptions {
+            tuning: Tuning::default().with(Knob::TileRows, size),
+            ..PlanOptions::default()
+        };
+        plan_with(&spec(), target(), &options).unwrap()
     }
 
     /// The sizes of the plan for each count; 0 is none.

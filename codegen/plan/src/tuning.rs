@@ -331,7 +331,7 @@ impl Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Role, Training, plan_for, plan_tuned};
+    use crate::{PlanError, PlanOptions, Role, Training, plan_for, plan_with};
     use moesaic_kernel::DType;
     use moesaic_spec::LayerSpec;
 
@@ -349,6 +349,20 @@ mod tests {
         spec.precision.weights = dtype;
         spec.precision.activations = dtype;
         spec
+    }
+
+    fn plan_tuned(
+        spec: &LayerSpec,
+        target: Target,
+        training: Option<Training>,
+        tuning: &Tuning,
+    ) -> Result<LayerPlan, PlanError> {
+        let options = PlanOptions {
+            training,
+            tuning: tuning.clone(),
+            ..PlanOptions::default()
+        };
+        plan_with(spec, target, &options)
     }
 
     fn gemm(plan: &LayerPlan, name: &str) -> GroupedGemmConfig {

@@ -5,8 +5,8 @@ use crate::layer::Layer;
 use crate::{EngineError, Untuned, Weights};
 use moesaic_cache::{Machine, Store};
 use moesaic_emit::emit_layer;
-use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{Tilings, Training, plan_for};
+use moesaic_kernel::{CpuCaches, KernelSource, Target};
+use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan_with};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, CompileOptions, Compiler, Device, DeviceInfo, Module};
 use std::collections::HashMap;
@@ -24,6 +24,8 @@ pub struct EngineParts {
     pub strict: bool,
     /// Layers are made with the tunings of this machine that the store has.
     pub tuned: bool,
+    /// The caches that plans for a CPU follow; `None` is the device's.
+    pub caches: Option<CpuCaches>,
     /// What is asked of the compiler.
     pub options: CompileOptions,
 }
@@ -35,6 +37,7 @@ pub struct Engine {
     device: Arc<dyn Device>,
     target: Target,
     tuned: bool,
+    caches: CacheClass,
     jit: Arc<Jit>,
 }
 
@@ -69,10 +72,15 @@ impl Engine {
     /// to run: an AVX-512 machine runs `cpu:avx2` too.
     pub fn for_target(parts: EngineParts, target: Target) -> Engine {
         let device = parts.device.clone();
+        let caches = match target.hardware() {
+            Target::Cpu(_) => parts.caches.unwrap_or_else(|| device.caches()),
+            _ => CpuCaches::default(),
+        };
         Engine {
             device,
             target,
             tuned: parts.tuned,
+            caches: CacheClass::of(caches),
             jit: Arc::new(Jit::new(parts, target)),
         }
     }
@@ -90,6 +98,11 @@ impl Engine {
     /// The device itself, for memory that raw calls use.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.device
+    }
+
+    /// The caches that plans for a CPU follow.
+    pub fn caches(&self) -> CacheClass {
+        self.caches
     }
 
     /// Where kernels came from, so far.
@@ -118,17 +131,26 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<Tilings, EngineError> {
         crate::layer::check_spec(spec)?;
-        let plan = plan_for(spec, self.target, training)?;
+        let plan = plan_with(spec, self.target, &self.plan_options(training))?;
         let store = self.jit.store().filter(|_| self.tuned);
         let Some(store) = store.filter(|store| store.has_tunings(self.target)) else {
             return Ok(plan.into());
         };
-        let untuned = Untuned::of(plan)?;
+        let untuned = Untuned::new(plan)?;
         match untuned.on(store, &self.machine()) {
             Some(tuned) if self.jit.may_load(&sources(&tuned.tilings)?.concat()) => {
                 Ok(tuned.tilings)
             }
             _ => Ok(untuned.plan.into()),
+        }
+    }
+
+    /// What plans follow without a tuning.
+    pub(crate) fn plan_options(&self, training: Option<Training>) -> PlanOptions {
+        PlanOptions {
+            training,
+            caches: self.caches,
+            ..PlanOptions::default()
         }
     }
 
@@ -178,10 +200,25 @@ impl Engine {
         tilings: &Tilings,
     ) -> Result<Vec<Vec<Arc<dyn Module>>>, EngineError> {
         let sources = sources(tilings)?;
-        let mut modules = self.jit.modules(&sources.concat())?.into_iter();
+        let mut modules = self.load(&sources.concat())?.into_iter();
         let each = sources.iter();
         let own = each.map(|sources| modules.by_ref().take(sources.len()).collect());
         Ok(own.collect())
+    }
+
+    /// A loaded module per source. An error names the caches that a kernel is for,
+    /// if those are not what is assumed.
+    fn load(&self, sources: &[KernelSource]) -> Result<Vec<Arc<dyn Module>>, EngineError> {
+        let assumed = self.caches == CacheClass::default();
+        let [l1, l2] = [self.caches.l1_bytes(), self.caches.l2_bytes()].map(|bytes| bytes >> 10);
+        self.jit.modules(sources).map_err(|error| match error {
+            EngineError::NotCached { kernel, target, .. } if !assumed => EngineError::NotCached {
+                kernel,
+                target,
+                options: format!(" --l1 {l1}KiB --l2 {l2}KiB"),
+            },
+            error => error,
+        })
     }
 
     /// Makes a layer that can run backward; see [`Layer::forward_train`].
@@ -212,7 +249,7 @@ impl Engine {
     /// As [`Engine::layer`].
     pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
         let sources = emit_layer(self.tilings(spec, None)?.first())?;
-        let modules = self.jit.modules(&sources)?;
+        let modules = self.load(&sources)?;
         let pairs = sources.into_iter().zip(modules);
         Ok(pairs
             .map(|(source, module)| LoadedKernel { source, module })

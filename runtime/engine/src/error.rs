@@ -24,13 +24,15 @@ pub enum EngineError {
     /// The kernel is not cached and compiling is not allowed.
     #[error(
         "kernel `{kernel}` for `{target}` is not in the cache and compiling is off\n\
-         add it with: moesaic precompile --spec <file> --target {target}, and --training if it is trained"
+         add it with: moesaic precompile --spec <file> --target {target}{options}, and --training if it is trained"
     )]
     NotCached {
         /// The kernel's name.
         kernel: String,
         /// The target.
         target: String,
+        /// What else the command needs.
+        options: String,
     },
     /// The device failed.
     #[error(transparent)]

@@ -237,6 +237,7 @@ fn not_cached(source: &KernelSource) -> EngineError {
     EngineError::NotCached {
         kernel: source.name.clone(),
         target: source.target.to_string(),
+        options: String::new(),
     }
 }
 
@@ -316,6 +317,7 @@ mod tests {
             store: None,
             strict: false,
             tuned: false,
+            caches: None,
             options: CompileOptions::default(),
         };
         let source = KernelSource {

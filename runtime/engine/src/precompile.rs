@@ -7,7 +7,7 @@ use crate::{EngineError, layer};
 use moesaic_cache::{Key, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{Training, Tuning, plan_tuned};
+use moesaic_plan::{PlanOptions, plan_with};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::HashSet;
@@ -19,10 +19,8 @@ pub struct Job {
     pub spec: LayerSpec,
     /// The target.
     pub target: Target,
-    /// Its kernels of training, instead of those of inference.
-    pub training: Option<Training>,
-    /// Its sizes, instead of those of the heuristics.
-    pub tuning: Tuning,
+    /// What its plan follows: training or inference, sizes, caches.
+    pub options: PlanOptions,
     /// A compiler for it.
     pub compiler: Arc<dyn Compiler>,
 }
@@ -93,7 +91,7 @@ pub fn precompile_on(
     let mut kernels: Vec<(&Job, KernelSource, Key, Builder)> = Vec::new();
     for job in jobs {
         layer::check_spec(&job.spec)?;
-        let plan = plan_tuned(&job.spec, job.target, job.training, &job.tuning)?;
+        let plan = plan_with(&job.spec, job.target, &job.options)?;
         for source in emit_layer(&plan)? {
             let compiler = Some(job.compiler.clone());
             let builder = Builder::new(compiler, Some(store.clone()), options.clone());

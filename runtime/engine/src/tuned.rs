@@ -3,9 +3,8 @@
 use crate::EngineError;
 use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
 use moesaic_emit::emit_layer;
-use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{KernelPlan, LayerPlan, Tilings, Training, Tuning, plan_for, plan_tuned};
-use moesaic_spec::LayerSpec;
+use moesaic_kernel::KernelSource;
+use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan_with};
 
 /// A layer on a target, as tunings know it: by the text of its kernels as they
 /// are without a tuning. Another spec, other heuristics and other templates give
@@ -36,19 +35,11 @@ pub struct TunedPlans {
 }
 
 impl Untuned {
-    /// Plans and emits a layer.
+    /// The layer of a plan without a tuning.
     ///
     /// # Errors
-    /// When it cannot be planned or emitted.
-    pub fn new(
-        spec: &LayerSpec,
-        target: Target,
-        training: Option<Training>,
-    ) -> Result<Untuned, EngineError> {
-        Untuned::of(plan_for(spec, target, training)?)
-    }
-
-    pub(crate) fn of(plan: LayerPlan) -> Result<Untuned, EngineError> {
+    /// When it cannot be emitted.
+    pub fn new(plan: LayerPlan) -> Result<Untuned, EngineError> {
         let digest = digest(&emit_layer(&plan)?);
         Ok(Untuned { plan, digest })
     }
@@ -56,16 +47,21 @@ impl Untuned {
     /// The same layer with sizes of its own.
     ///
     /// # Errors
-    /// As [`Untuned::new`].
+    /// When it cannot be planned.
     pub fn with(&self, tuning: &Tuning) -> Result<LayerPlan, EngineError> {
         let LayerPlan { spec, target, .. } = &self.plan;
-        Ok(plan_tuned(spec, *target, self.plan.training, tuning)?)
+        let options = PlanOptions {
+            training: self.plan.training,
+            tuning: tuning.clone(),
+            caches: self.plan.caches,
+        };
+        Ok(plan_with(spec, *target, &options)?)
     }
 
     /// What is to be kept of measurements.
     ///
     /// # Errors
-    /// As [`Untuned::new`].
+    /// When a plan of it cannot be made or emitted.
     pub fn tuned(&self, found: &[Measured], machine: Machine) -> Result<Tuned, EngineError> {
         let buckets = found.iter().map(|one| self.bucket(one));
         let mut buckets = buckets.collect::<Result<Vec<Bucket>, EngineError>>()?;

@@ -4,6 +4,7 @@ use crate::forward::shape_for;
 use crate::tensor::bytes_of;
 use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
 use moesaic_kernel::DType;
+use moesaic_plan::Training;
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
 
@@ -80,7 +81,8 @@ impl Engine {
     ) -> Result<UserLayer, EngineError> {
         crate::layer::check_spec(spec)?;
         check_experts(spec, experts.len())?;
-        let plan = moesaic_plan::plan_user_experts(spec, self.target(), training)?;
+        let options = self.plan_options(training.then(Training::default));
+        let plan = moesaic_plan::plan_user_experts(spec, self.target(), &options)?;
         Ok(UserLayer {
             layer: self.layer_of(plan.layer.into(), weights)?,
             experts,

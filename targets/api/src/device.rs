@@ -1,7 +1,7 @@
 //! Loading and launching.
 
 use crate::{Artifact, DeviceError, KernelCounters, StreamDevice};
-use moesaic_kernel::{Entry, Target};
+use moesaic_kernel::{CpuCaches, Entry, Target};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -51,6 +51,11 @@ pub trait Device: Send + Sync {
     /// has; `None` where an allocation that does not fit fails by itself.
     fn free_bytes(&self) -> Option<u64> {
         None
+    }
+
+    /// What is known of the caches of a core, where it is a CPU.
+    fn caches(&self) -> CpuCaches {
+        CpuCaches::default()
     }
 
     /// Allocates at least `bytes` bytes, aligned to 64; contents undefined.

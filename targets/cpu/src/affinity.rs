@@ -23,7 +23,7 @@ pub(crate) fn spread<'a>(_: impl Iterator<Item = &'a JoinHandle<()>>) -> io::Res
 
 /// The processors this process may use, ascending.
 #[cfg(target_os = "linux")]
-fn processors() -> io::Result<Vec<usize>> {
+pub(crate) fn processors() -> io::Result<Vec<usize>> {
     // SAFETY: a set of processors is plain bits, all zero is the empty one.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
     // SAFETY: the set is this large; 0 is this thread.
@@ -40,6 +40,12 @@ fn processors() -> io::Result<Vec<usize>> {
         true => Err(io::Error::other("this process may use no processor")),
         false => Ok(list),
     }
+}
+
+/// Elsewhere they are not known.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn processors() -> io::Result<Vec<usize>> {
+    Ok(Vec::new())
 }
 
 #[cfg(target_os = "linux")]

@@ -4,7 +4,7 @@ use crate::crew::Crew;
 use crate::memory::Memory;
 use crate::module::CpuModule;
 use crate::shared::Shared;
-use moesaic_kernel::{Entry, Target};
+use moesaic_kernel::{CpuCaches, Entry, Target};
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
 use std::sync::Arc;
 
@@ -134,6 +134,10 @@ impl Device for CpuDevice {
     fn free_bytes(&self) -> Option<u64> {
         let machine = field("/proc/meminfo", "MemAvailable").and_then(|text| kilobytes(&text));
         machine.into_iter().chain(group_bytes()).min()
+    }
+
+    fn caches(&self) -> CpuCaches {
+        crate::host_caches()
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {

@@ -16,6 +16,7 @@
 //! machine can do at best.
 
 mod affinity;
+mod caches;
 mod compiler;
 mod crew;
 mod device;
@@ -33,6 +34,7 @@ mod scratch;
 mod shared;
 mod team;
 
+pub use caches::{host_caches, read_caches};
 pub use compiler::CpuCompiler;
 pub use device::CpuDevice;
 pub use flags::compile_flags;

@@ -1,24 +1,65 @@
 //! Tilings for CPUs. A block is one call of the block function; threads are
 //! the runtime's, so every kernel has one thread per block.
 
+use crate::CacheClass;
 use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::{CpuIsa, DType};
+
+/// What tilings follow. No size of a cache changes an order of sums: it cuts work
+/// into blocks, or the depth into slices between which sums are kept as they are.
+#[derive(Clone, Copy, Debug)]
+pub struct Core {
+    /// Its instructions.
+    pub isa: CpuIsa,
+    /// Its caches.
+    pub caches: CacheClass,
+}
 
 /// Rows of a GEMM tile: enough that a panel of weights is packed and read from
 /// far away seldom; with the panel their sums are a part of a second-level cache.
 const TILE_ROWS: usize = 384;
 
-/// As [`TILE_ROWS`], for AMX tiles, which have the rows near, too.
+/// As [`TILE_ROWS`], for AMX tiles, which have the rows near, too, in a
+/// second-level cache of [`AMX_L2_BYTES`].
 const AMX_TILE_ROWS: usize = 320;
+const AMX_L2_BYTES: usize = 2 << 20;
 
 /// Columns of a GEMM block, of gate and up together: with 256 words of depth,
-/// panel and sums are a fraction of any second-level cache.
+/// panel and sums are 640 KiB.
 const BLOCK_COLUMNS: usize = 256;
+
+/// Words of depth of a panel.
+const DEPTH: usize = 256;
 
 /// Words of depth that a block of AMX tiles has near: with the rows of a tile
 /// about half of a second-level cache of 2 MiB.
 const AMX_DEPTH: usize = 1024;
+
+impl Core {
+    /// [`BLOCK_COLUMNS`], or fewer, so that panel and sums are five eighths of a
+    /// second-level cache.
+    fn block_columns(self) -> usize {
+        let column_bytes = 4 * (DEPTH + TILE_ROWS);
+        (self.caches.l2_bytes() * 5 / 8 / column_bytes).min(BLOCK_COLUMNS)
+    }
+
+    /// [`DEPTH`], or half of it, so that a strip of a panel leaves room in a
+    /// first-level cache.
+    fn depth(self) -> usize {
+        let (_, strip) = register_tile(self.isa);
+        match DEPTH * strip * 4 < self.caches.l1_bytes() {
+            true => DEPTH,
+            false => DEPTH / 2,
+        }
+    }
+
+    /// Rows that AMX tiles have near, of `rows` in a cache of [`AMX_L2_BYTES`].
+    fn near_rows(self, rows: usize) -> usize {
+        let share = rows * self.caches.l2_bytes() / AMX_L2_BYTES;
+        (share / AMX_STRIP * AMX_STRIP).clamp(AMX_STRIP, rows)
+    }
+}
 
 /// Columns of the right factor of a weight's gradient: a slice of the left one
 /// is read from far away once for all of them.
@@ -34,11 +75,14 @@ const NARROW_COLUMNS: usize = 64;
 const FEW_ROWS: usize = 32;
 
 /// See [`GateTopkConfig`].
-pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
+pub fn gate_topk(d: &GateTopkDesc, core: Core) -> GateTopkConfig {
     GateTopkConfig {
         logits_threads: 1,
         logits_tile_tokens: 16,
-        logits_tile_experts: d.experts.next_multiple_of(isa.vector_bytes() / 4).min(64),
+        logits_tile_experts: d
+            .experts
+            .next_multiple_of(core.isa.vector_bytes() / 4)
+            .min(64),
         logits_tile_depth: 512,
         select_threads: 1,
         select_tile_tokens: 32,
@@ -48,7 +92,7 @@ pub fn gate_topk(d: &GateTopkDesc, isa: CpuIsa) -> GateTopkConfig {
 }
 
 /// See [`ExpertScanConfig`].
-pub fn expert_scan(_: &ExpertScanDesc, _: CpuIsa) -> ExpertScanConfig {
+pub fn expert_scan(_: &ExpertScanDesc, _: Core) -> ExpertScanConfig {
     ExpertScanConfig {
         threads: 1,
         scan_threads: 1,
@@ -62,7 +106,7 @@ pub fn expert_scan(_: &ExpertScanDesc, _: CpuIsa) -> ExpertScanConfig {
 }
 
 /// See [`DispatchConfig`].
-pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
+pub fn dispatch(_: &DispatchDesc, _: Core) -> DispatchConfig {
     DispatchConfig {
         threads: 1,
         tile_rows: 64,
@@ -71,18 +115,18 @@ pub fn dispatch(_: &DispatchDesc, _: CpuIsa) -> DispatchConfig {
 }
 
 /// See [`GroupedGemmConfig`]. Depth counts 32-bit words.
-pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
-    let family = family(isa, d.weights, d.activations);
+pub fn grouped_gemm(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let matrices = d.matrices();
-    if family == GemmFamily::Tiles {
-        return tiles(d, matrices);
+    if family(core.isa, d.weights, d.activations) == GemmFamily::Tiles {
+        return tiles(d, matrices, core);
     }
-    let (thread_rows, strip) = register_tile(isa);
+    let (thread_rows, strip) = register_tile(core.isa);
     // A gated product has gate and up side by side in a strip.
     let thread_columns = strip / matrices;
-    let block_columns = BLOCK_COLUMNS / matrices;
+    let block_columns = core.block_columns() / matrices;
     GroupedGemmConfig {
         tile_columns: block_columns.min(d.outer.next_multiple_of(thread_columns)),
+        tile_depth: core.depth(),
         thread_rows,
         thread_columns,
         gather: d.plain_rows && !d.dense,
@@ -94,20 +138,21 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, isa: CpuIsa) -> GroupedGemmConfig {
 /// AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same rows,
 /// which stay near; where they do not fit whole, sums stay near too, and a block
 /// has more columns.
-fn tiles(d: &GroupedGemmDesc, matrices: usize) -> GroupedGemmConfig {
+fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig {
+    let tile_rows = core.near_rows(AMX_TILE_ROWS);
     let thread_columns = AMX_STRIP / matrices;
     let words = d.inner.div_ceil(2);
     let slices = words.div_ceil(AMX_DEPTH);
     let tile_depth = words.div_ceil(slices).next_multiple_of(16);
     let block_columns = if slices == 1 { 256 } else { 512 } / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
-    let (rows, panel) = (AMX_TILE_ROWS * tile_depth, tile_depth * AMX_STRIP);
+    let (rows, panel) = (tile_rows * tile_depth, tile_depth * AMX_STRIP);
     let sums = match slices {
         1 => 0,
-        _ => AMX_TILE_ROWS * tile_columns * matrices,
+        _ => tile_rows * tile_columns * matrices,
     };
     GroupedGemmConfig {
-        tile_rows: AMX_TILE_ROWS,
+        tile_rows,
         tile_columns,
         tile_depth,
         thread_rows: AMX_STRIP,
@@ -141,7 +186,7 @@ fn register_tile(isa: CpuIsa) -> (usize, usize) {
 }
 
 /// See [`CombineConfig`].
-pub fn combine(_: &CombineDesc, _: CpuIsa) -> CombineConfig {
+pub fn combine(_: &CombineDesc, _: Core) -> CombineConfig {
     CombineConfig {
         threads: 1,
         tile_tokens: 32,
@@ -150,7 +195,7 @@ pub fn combine(_: &CombineDesc, _: CpuIsa) -> CombineConfig {
 }
 
 /// See [`CombineBwdConfig`].
-pub fn combine_bwd(_: &CombineBwdDesc, _: CpuIsa) -> CombineBwdConfig {
+pub fn combine_bwd(_: &CombineBwdDesc, _: Core) -> CombineBwdConfig {
     CombineBwdConfig {
         threads: 1,
         tile_rows: 64,
@@ -161,13 +206,19 @@ pub fn combine_bwd(_: &CombineBwdDesc, _: CpuIsa) -> CombineBwdConfig {
 }
 
 /// See [`GroupedGemmConfig`].
-pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
-    if family(isa, d.weights, d.activations) == GemmFamily::Tiles {
-        return dgrad_tiles(d);
+pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
+    if family(core.isa, d.weights, d.activations) == GemmFamily::Tiles {
+        return dgrad_tiles(d, core);
     }
-    let (thread_rows, thread_columns) = register_tile(isa);
+    let (thread_rows, thread_columns) = register_tile(core.isa);
+    // Columns of the other half cut the sums of the weights' gradient.
+    let block_columns = match d.half {
+        Half::Up => core.block_columns(),
+        Half::Down => BLOCK_COLUMNS,
+    };
     GroupedGemmConfig {
-        tile_columns: BLOCK_COLUMNS.min(d.outer.next_multiple_of(thread_columns)),
+        tile_columns: block_columns.min(d.outer.next_multiple_of(thread_columns)),
+        tile_depth: core.depth(),
         thread_rows,
         thread_columns,
         ..plain_gemm()
@@ -184,7 +235,8 @@ const AMX_STRIP: usize = 32;
 
 /// The rows of a block stay near whole, where they fit, for all columns;
 /// otherwise a slice of them, and all sums.
-fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
+fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
+    let tile_rows = core.near_rows(AMX_TILE_ROWS);
     let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
     let words = d.inner.div_ceil(2).next_multiple_of(16);
     let whole = products * words <= AMX_DEPTH;
@@ -196,14 +248,10 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
         }
     };
     let tile_columns = columns.min(d.outer.next_multiple_of(AMX_STRIP));
-    let near = tile_depth * (kept * AMX_TILE_ROWS + 2 * AMX_STRIP * AMX_DGRAD_STRIPS);
-    let sums = if whole {
-        0
-    } else {
-        AMX_TILE_ROWS * tile_columns
-    };
+    let near = tile_depth * (kept * tile_rows + 2 * AMX_STRIP * AMX_DGRAD_STRIPS);
+    let sums = if whole { 0 } else { tile_rows * tile_columns };
     GroupedGemmConfig {
-        tile_rows: AMX_TILE_ROWS,
+        tile_rows,
         tile_columns,
         tile_depth,
         thread_rows: AMX_STRIP,
@@ -216,17 +264,23 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc) -> GroupedGemmConfig {
 
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts words
 /// of rows, few enough that a panel of the right factor stays near.
-pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmConfig {
-    if family(isa, d.left, d.right) == GemmFamily::Tiles {
-        return wgrad_tiles(d);
+pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
+    if family(core.isa, d.left, d.right) == GemmFamily::Tiles {
+        return wgrad_tiles(d, core);
     }
-    let (thread_rows, thread_columns) = register_tile(isa);
+    let (thread_rows, thread_columns) = register_tile(core.isa);
     let columns = match d.dense {
         true if d.height <= FEW_ROWS => NARROW_COLUMNS,
         true => DENSE_COLUMNS,
         false => WGRAD_COLUMNS,
     };
+    // A block goes over its columns in panels; a narrower one is a block.
+    let columns = match core.block_columns() {
+        BLOCK_COLUMNS => columns,
+        panel => columns.min(panel),
+    };
     GroupedGemmConfig {
+        tile_depth: core.depth(),
         tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
         tile_columns: columns.min(d.width.next_multiple_of(thread_columns)),
         thread_rows,
@@ -236,10 +290,10 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, isa: CpuIsa) -> GroupedGemmC
 }
 
 /// A slice of the left factor stays near while all columns of a block go by.
-fn wgrad_tiles(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
+fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     const DEPTH: usize = 256;
     const HEIGHT: usize = 768;
-    let tiles = d.height.div_ceil(HEIGHT);
+    let tiles = d.height.div_ceil(core.near_rows(HEIGHT));
     let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_STRIP);
     let panels = 2 * DEPTH * AMX_STRIP * AMX_WGRAD_STRIPS;
     GroupedGemmConfig {
@@ -259,7 +313,7 @@ fn plain_gemm() -> GroupedGemmConfig {
         threads: 1,
         tile_rows: TILE_ROWS,
         tile_columns: BLOCK_COLUMNS,
-        tile_depth: 256,
+        tile_depth: DEPTH,
         thread_rows: 6,
         thread_columns: 16,
         family: GemmFamily::Simt,
@@ -272,7 +326,7 @@ fn plain_gemm() -> GroupedGemmConfig {
 }
 
 /// See [`GateTopkBwdConfig`].
-pub fn gate_topk_bwd(_: &GateTopkBwdDesc, _: CpuIsa) -> GateTopkBwdConfig {
+pub fn gate_topk_bwd(_: &GateTopkBwdDesc, _: Core) -> GateTopkBwdConfig {
     GateTopkBwdConfig {
         threads: 1,
         tile_tokens: 64,
@@ -282,10 +336,187 @@ pub fn gate_topk_bwd(_: &GateTopkBwdDesc, _: CpuIsa) -> GateTopkBwdConfig {
 }
 
 /// See [`DispatchBwdConfig`].
-pub fn dispatch_bwd(_: &DispatchBwdDesc, _: CpuIsa) -> DispatchBwdConfig {
+pub fn dispatch_bwd(_: &DispatchBwdDesc, _: Core) -> DispatchBwdConfig {
     DispatchBwdConfig {
         threads: 1,
         tile_tokens: 32,
         token_threads: 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{KernelConfig, LayerPlan, PlanOptions, Training, plan_for, plan_with};
+    use moesaic_kernel::Target;
+    use moesaic_spec::LayerSpec;
+
+    const TARGETS: [&str; 5] = [
+        "cpu:portable",
+        "cpu:avx2",
+        "cpu:avx512bf16",
+        "cpu:amx",
+        "cpu:neon",
+    ];
+
+    /// Larger than any block.
+    fn spec(dtype: DType) -> LayerSpec {
+        let text = r#"{"shape":{"model_dim":4096,"hidden_dim":3072,"experts":64,"top_k":2}}"#;
+        let mut spec: LayerSpec = serde_json::from_str(text).unwrap();
+        spec.precision.weights = dtype;
+        spec.precision.activations = dtype;
+        spec
+    }
+
+    /// Every plan with its class.
+    fn each(mut check: impl FnMut(&LayerPlan)) {
+        for target in TARGETS {
+            for dtype in [DType::F32, DType::Bf16] {
+                for training in [None, Some(Training::default())] {
+                    for caches in CacheClass::all() {
+                        let options = PlanOptions {
+                            training,
+                            caches,
+                            ..PlanOptions::default()
+                        };
+                        let target = target.parse().unwrap();
+                        check(&plan_with(&spec(dtype), target, &options).unwrap());
+                    }
+                }
+            }
+        }
+    }
+
+    fn gemms(plan: &LayerPlan) -> impl Iterator<Item = (&str, &KernelDesc, &GroupedGemmConfig)> {
+        let kernels = plan.kernels.iter();
+        kernels.filter_map(|kernel| match &kernel.config {
+            KernelConfig::GroupedGemm(c) => Some((&*kernel.name, &kernel.desc, c)),
+            _ => None,
+        })
+    }
+
+    /// Columns of all matrices of a block.
+    fn columns(desc: &KernelDesc, c: &GroupedGemmConfig) -> usize {
+        match desc {
+            KernelDesc::GroupedGemm(d) => c.tile_columns * d.matrices(),
+            KernelDesc::GroupedGemmWgrad(_) => c.tile_columns.min(BLOCK_COLUMNS),
+            _ => c.tile_columns,
+        }
+    }
+
+    #[test]
+    fn panel_and_sums_are_part_of_the_second_level() {
+        each(|plan| {
+            for (name, desc, c) in gemms(plan) {
+                if c.family == GemmFamily::Tiles || name == "grouped_gemm_dgrad_down" {
+                    continue;
+                }
+                let bytes = 4 * columns(desc, c) * (c.tile_depth + c.tile_rows);
+                let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
+                assert!(bytes <= plan.caches.l2_bytes() * 5 / 8, "{what}");
+                assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_strip_leaves_room_in_the_first_level() {
+        each(|plan| {
+            for (name, _, c) in gemms(plan) {
+                let (_, strip) = register_tile(match plan.target {
+                    Target::Cpu(isa) => isa,
+                    _ => unreachable!(),
+                });
+                if c.family != GemmFamily::Tiles {
+                    let bytes = c.tile_depth * strip * 4;
+                    assert!(bytes * 3 <= plan.caches.l1_bytes() * 2, "{name}");
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn near_rows_of_tiles_are_part_of_the_second_level() {
+        let mut tiles = 0;
+        each(|plan| {
+            for (name, desc, c) in gemms(plan) {
+                if c.family != GemmFamily::Tiles {
+                    continue;
+                }
+                tiles += 1;
+                let products = match desc {
+                    KernelDesc::GroupedGemmDgrad(d) if c.tile_depth * 2 >= d.inner => 2,
+                    _ => 1,
+                };
+                let bytes = 4 * c.tile_rows * c.tile_depth * products;
+                let most = plan.caches.l2_bytes() * 5 / 8;
+                assert!(bytes <= most, "{name} for {:?}", plan.caches);
+                assert_eq!(c.tile_rows % AMX_STRIP, 0, "{name}");
+            }
+        });
+        assert!(tiles > 0);
+    }
+
+    #[test]
+    fn no_size_of_a_cache_cuts_a_sum_or_moves_a_tensor() {
+        each(|plan| {
+            let plain = plan_for(&plan.spec, plan.target, plan.training).unwrap();
+            assert_eq!(plan.tensors, plain.tensors);
+            assert_eq!(plan.steps, plain.steps);
+            assert_eq!(plan.backward, plain.backward);
+            for ((name, _, a), (_, _, b)) in gemms(plan).zip(gemms(&plain)) {
+                let sums = |c: &GroupedGemmConfig| (c.family, c.thread_columns, c.packed);
+                assert_eq!(sums(a), sums(b), "{name}");
+                if name == "grouped_gemm_dgrad_down" {
+                    assert_eq!(a.tile_columns, b.tile_columns);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn large_and_unknown_caches_have_the_plan_that_is_assumed() {
+        let known = |l1: u64, l2: u64| {
+            CacheClass::of(moesaic_kernel::CpuCaches {
+                l1_bytes: Some(l1 << 10),
+                l2_bytes: Some(l2 << 10),
+            })
+        };
+        for target in TARGETS {
+            let (spec, target) = (spec(DType::F32), target.parse().unwrap());
+            let plain = plan_for(&spec, target, None).unwrap();
+            for caches in [CacheClass::default(), known(48, 2048), known(192, 16384)] {
+                let options = PlanOptions {
+                    caches,
+                    ..PlanOptions::default()
+                };
+                assert_eq!(plan_with(&spec, target, &options).unwrap(), plain);
+            }
+            let text = serde_json::to_string(&plain).unwrap();
+            assert!(!text.contains("l2_bytes"));
+        }
+    }
+
+    #[test]
+    fn blocks_follow_the_classes() {
+        let mut seen = Vec::new();
+        for l2 in CacheClass::L2_BYTES {
+            let options = PlanOptions {
+                caches: CacheClass::of(moesaic_kernel::CpuCaches {
+                    l1_bytes: Some(32 << 10),
+                    l2_bytes: Some(l2),
+                }),
+                ..PlanOptions::default()
+            };
+            let down = |target: &str, dtype| {
+                let plan = plan_with(&spec(dtype), target.parse().unwrap(), &options).unwrap();
+                let mut all = gemms(&plan).filter(|(name, ..)| *name == "grouped_gemm_down");
+                all.next().unwrap().2.clone()
+            };
+            let (vectors, tiles) = (down("cpu:avx512", DType::F32), down("cpu:amx", DType::Bf16));
+            assert_eq!((vectors.tile_rows, vectors.tile_depth), (384, 128));
+            seen.push((vectors.tile_columns, tiles.tile_rows));
+        }
+        assert_eq!(seen, [(64, 32), (128, 64), (256, 160), (256, 320)]);
     }
 }

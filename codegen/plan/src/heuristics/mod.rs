@@ -5,11 +5,16 @@ pub mod cuda;
 mod gpu;
 pub mod rocm;
 
-use crate::{KernelConfig, KernelDesc};
+use crate::{CacheClass, KernelConfig, KernelDesc};
 use moesaic_kernel::Target;
 
-/// The tiling of `desc` on `target`.
+/// The tiling of `desc` on `target`; on a CPU with the caches that are assumed.
 pub fn choose(desc: &KernelDesc, target: Target) -> KernelConfig {
+    choose_for(desc, target, CacheClass::default())
+}
+
+/// The tiling of `desc` on `target`, of which `caches` are those of a CPU.
+pub fn choose_for(desc: &KernelDesc, target: Target, caches: CacheClass) -> KernelConfig {
     macro_rules! by_stem {
         ($target:ident, $arch:expr) => {
             match desc {
@@ -41,7 +46,7 @@ pub fn choose(desc: &KernelDesc, target: Target) -> KernelConfig {
         };
     }
     match target.hardware() {
-        Target::Cpu(isa) => by_stem!(cpu, isa),
+        Target::Cpu(isa) => by_stem!(cpu, cpu::Core { isa, caches }),
         Target::Cuda(arch) => by_stem!(cuda, arch),
         Target::Rocm(arch) => by_stem!(rocm, arch),
         Target::Sim(_) => unreachable!("a simulator stands for a GPU"),

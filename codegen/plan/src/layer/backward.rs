@@ -2,8 +2,8 @@
 
 use super::tensors::{constant, tensor};
 use super::{Bind, Builder, Recompute, Role, TensorPlan, borrowed, expert_names};
+use crate::KernelConfig;
 use crate::desc::{self, Half, KernelDesc};
-use crate::{KernelConfig, heuristics};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, RouterKind, SharedGate, canonical_tensors};
@@ -219,7 +219,7 @@ impl Builder {
     }
 
     fn gathers_rows(&self, wgrad: &KernelDesc) -> bool {
-        match heuristics::choose(wgrad, self.plan.target) {
+        match self.heuristic(wgrad) {
             KernelConfig::GroupedGemm(config) => config.gather,
             _ => false,
         }
@@ -305,11 +305,7 @@ impl Builder {
 
     /// Column tiles of a product that leaves parts of the weight's gradient.
     fn parts(&self, desc: &desc::GroupedGemmDgradDesc) -> usize {
-        let chosen = heuristics::choose(
-            &KernelDesc::GroupedGemmDgrad(desc.clone()),
-            self.plan.target,
-        );
-        match chosen {
+        match self.heuristic(&KernelDesc::GroupedGemmDgrad(desc.clone())) {
             KernelConfig::GroupedGemm(config) => desc.outer.div_ceil(config.tile_columns),
             _ => unreachable!("a GEMM's config is a GEMM config"),
         }

@@ -1,7 +1,7 @@
 //! A layer whose routed experts are the caller's code: everything but their
 //! products is planned, and there are two places where the caller takes over.
 
-use super::{Builder, LayerPlan, Training};
+use super::{Builder, LayerPlan, PlanOptions};
 use crate::PlanError;
 use crate::desc::{self, KernelDesc};
 use moesaic_kernel::Target;
@@ -29,13 +29,12 @@ pub struct UserPlan {
 pub fn plan_user_experts(
     spec: &LayerSpec,
     target: Target,
-    training: bool,
+    options: &PlanOptions,
 ) -> Result<UserPlan, PlanError> {
     check(spec)?;
-    let training = training.then(Training::default);
-    let mut builder = Builder::new(spec, target, training);
+    let mut builder = Builder::new(spec, target, options);
     let forward_at = builder.forward_around();
-    let backward_at = match training {
+    let backward_at = match options.training {
         Some(_) => builder.backward_around(),
         None => 0,
     };

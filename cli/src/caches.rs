@@ -1,0 +1,40 @@
+//! The caches of a CPU that is not this one.
+
+use crate::units;
+use clap::Args;
+use moesaic::cpu::host_caches;
+use moesaic::plan::CacheClass;
+use moesaic::{CpuCaches, Target};
+
+/// `--l1 SIZE` and `--l2 SIZE`.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct CacheArgs {
+    /// First-level data cache of a core of the CPU that runs the kernels, such as 32KiB
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
+    l1: Option<u64>,
+    /// Second-level cache of a core of the CPU that runs the kernels, such as 512KiB
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
+    l2: Option<u64>,
+}
+
+impl CacheArgs {
+    /// What was given; else what is assumed.
+    pub fn assumed(self) -> CacheClass {
+        CacheClass::of(self.given())
+    }
+
+    /// What was given; else what an engine on this machine has.
+    pub fn here(self, target: Target) -> CacheClass {
+        CacheClass::of(match target {
+            Target::Cpu(_) => self.given().or(host_caches()),
+            _ => self.given(),
+        })
+    }
+
+    fn given(self) -> CpuCaches {
+        CpuCaches {
+            l1_bytes: self.l1,
+            l2_bytes: self.l2,
+        }
+    }
+}

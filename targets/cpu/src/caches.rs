@@ -1,0 +1,139 @@
+//! What the system says of the caches of a core.
+
+use moesaic_kernel::CpuCaches;
+use std::fs;
+use std::path::Path;
+
+/// The caches of this machine's cores, as far as they are known: of all
+/// processors that this process may use the smallest.
+pub fn host_caches() -> CpuCaches {
+    let processors = crate::affinity::processors().unwrap_or_default();
+    read_caches(Path::new("/sys/devices/system/cpu"), &processors)
+}
+
+/// The same of some processors, from a folder that is made up as Linux does it:
+/// `cpu0/cache/index0/{level,type,size}`.
+pub fn read_caches(dir: &Path, processors: &[usize]) -> CpuCaches {
+    let each = processors.iter().map(|processor| {
+        let caches = dir.join(format!("cpu{processor}/cache"));
+        let entries = fs::read_dir(caches).into_iter().flatten().flatten();
+        let each = entries.filter_map(|entry| one(&entry.path()));
+        each.fold(CpuCaches::default(), CpuCaches::least)
+    });
+    each.fold(CpuCaches::default(), CpuCaches::least)
+}
+
+/// One cache, if data go through it and its level and size are known.
+fn one(dir: &Path) -> Option<CpuCaches> {
+    let read = |name: &str| Some(fs::read_to_string(dir.join(name)).ok()?.trim().to_string());
+    if !["Data", "Unified"].contains(&read("type")?.as_str()) {
+        return None;
+    }
+    let mut caches = CpuCaches::default();
+    let level = match read("level")?.as_str() {
+        "1" => &mut caches.l1_bytes,
+        "2" => &mut caches.l2_bytes,
+        _ => return None,
+    };
+    *level = Some(bytes(&read("size")?)?);
+    Some(caches)
+}
+
+/// `48K`, `2M` or `4096`.
+fn bytes(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let unit = match &text[digits.len()..] {
+        "" => 1,
+        "K" => 1 << 10,
+        "M" => 1 << 20,
+        "G" => 1 << 30,
+        _ => return None,
+    };
+    let bytes = digits.parse::<u64>().ok()?.checked_mul(unit)?;
+    (bytes > 0).then_some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A made-up tree; a cache is `cpu, index, level, type, size`.
+    fn tree(caches: &[(usize, usize, &str, &str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (cpu, index, level, kind, size) in caches {
+            let dir = root.path().join(format!("cpu{cpu}/cache/index{index}"));
+            fs::create_dir_all(&dir).unwrap();
+            for (name, text) in [("level", level), ("type", kind), ("size", size)] {
+                fs::write(dir.join(name), format!("{text}\n")).unwrap();
+            }
+        }
+        root
+    }
+
+    fn check(root: &Path, processors: &[usize], l1: Option<u64>, l2: Option<u64>) {
+        let kib = |size: Option<u64>| size.map(|size| size << 10);
+        let expected = CpuCaches {
+            l1_bytes: kib(l1),
+            l2_bytes: kib(l2),
+        };
+        assert_eq!(read_caches(root, processors), expected);
+    }
+
+    #[test]
+    fn data_caches_of_both_levels_are_read() {
+        let root = tree(&[
+            (0, 0, "1", "Data", "48K"),
+            (0, 1, "1", "Instruction", "16K"),
+            (0, 2, "2", "Unified", "2048K"),
+            (0, 3, "3", "Unified", "1K"),
+        ]);
+        check(root.path(), &[0], Some(48), Some(2048));
+    }
+
+    #[test]
+    fn the_smallest_of_the_processors_counts() {
+        let root = tree(&[
+            (0, 0, "1", "Data", "64K"),
+            (0, 1, "2", "Unified", "1M"),
+            (1, 0, "1", "Data", "32K"),
+            (1, 1, "2", "Unified", "524288"),
+            (2, 0, "1", "Data", "8K"),
+            (2, 1, "2", "Unified", "8K"),
+        ]);
+        check(root.path(), &[0], Some(64), Some(1024));
+        check(root.path(), &[0, 1], Some(32), Some(512));
+        check(root.path(), &[0, 1, 7], Some(32), Some(512));
+        check(root.path(), &[], None, None);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_known() {
+        for odd in [
+            "",
+            "K",
+            "-1K",
+            "48k",
+            "48 K",
+            "0K",
+            "1e3",
+            "K48",
+            "99999999999999999999",
+        ] {
+            let root = tree(&[
+                (0, 0, "1", "Data", odd),
+                (0, 1, "2", "Unified", "512K"),
+                (0, 2, odd, "Data", "1K"),
+                (0, 3, "1", odd, "1K"),
+            ]);
+            check(root.path(), &[0], None, Some(512));
+        }
+        let root = tree(&[(0, 0, "1", "Data", "32K"), (0, 1, "2", "Unified", "1M")]);
+        let cache = root.path().join("cpu0/cache");
+        fs::remove_file(cache.join("index1/size")).unwrap();
+        fs::create_dir(cache.join("index1/size")).unwrap();
+        fs::write(cache.join("index2"), "a file").unwrap();
+        fs::write(cache.join("index0/level"), [0xff, 0xfe]).unwrap();
+        check(root.path(), &[0], None, None);
+        check(&root.path().join("missing"), &[0], None, None);
+    }
+}

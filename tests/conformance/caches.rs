@@ -1,0 +1,127 @@
+//! Caches of a CPU: the same bytes for every class, and kernels that are made for
+//! a class are those that an engine with it asks for.
+
+use super::Case;
+use super::case::floats;
+use super::trained::Results;
+use moesaic::cache::Store;
+use moesaic::plan::CacheClass;
+use moesaic::spec::LayerSpec;
+use moesaic::{
+    Compilers, CpuCaches, DType, Engine, EngineOptions, Job, PlanOptions, Recompute, Training,
+    precompile,
+};
+use std::sync::Arc;
+
+/// More rows, columns and depth than a block has of any class, and odd.
+const SPEC: &str = "shape = { model_dim = 331, hidden_dim = 301, experts = 3, top_k = 2 }\n\
+                    experts = { bias = true }\n";
+
+fn sizes(class: CacheClass) -> CpuCaches {
+    CpuCaches {
+        l1_bytes: Some(class.l1_bytes() as u64),
+        l2_bytes: Some(class.l2_bytes() as u64),
+    }
+}
+
+fn engine(target: &str, caches: Option<CpuCaches>, options: EngineOptions) -> Option<Engine> {
+    let options = EngineOptions {
+        caches,
+        tuned: false,
+        ..options
+    };
+    Engine::open(target, options).ok()
+}
+
+/// What both passes give, and `y` of inference.
+fn results(case: &Case, engine: &Engine) -> (Results, Vec<f64>) {
+    let layer = case.training_layer(engine, Recompute::None);
+    let (trained, _) = case.train(&layer, &case.dy(7), &[false]);
+    let output = case.layer(engine).forward(&case.input()).unwrap();
+    (trained, floats(&output, "y"))
+}
+
+/// The classes that differ most from what is assumed, and one between.
+fn classes() -> [CacheClass; 3] {
+    let class = |l1: u64, l2: u64| {
+        CacheClass::of(CpuCaches {
+            l1_bytes: Some(l1 << 10),
+            l2_bytes: Some(l2 << 10),
+        })
+    };
+    [class(32, 256), class(48, 512), class(32, 1024)]
+}
+
+fn check(target: &str, dtype: DType) {
+    let mut spec = LayerSpec::from_toml(SPEC).unwrap();
+    spec.precision.weights = dtype;
+    spec.precision.activations = dtype;
+    let case = Case::random(&spec, 500, 1);
+    let options = || EngineOptions {
+        poison: true,
+        ..EngineOptions::default()
+    };
+    let of = |class| engine(target, Some(sizes(class)), options());
+    let Some(assumed) = of(CacheClass::default()) else {
+        return; // this machine does not run it
+    };
+    let expected = results(&case, &assumed);
+    for class in classes() {
+        let other = of(class).unwrap();
+        assert_eq!(other.caches(), class);
+        let same = results(&case, &other) == expected;
+        assert!(same, "{class:?} on {target} in {dtype}");
+    }
+}
+
+#[test]
+fn no_size_of_a_cache_changes_a_byte() {
+    check("cpu", DType::F32);
+    check("cpu", DType::Bf16);
+    check("cpu:avx2", DType::F16);
+    check("cpu:avx512", DType::F32);
+    check("cpu:amx", DType::Bf16);
+}
+
+#[test]
+fn kernels_that_were_made_for_a_class_are_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Arc::new(Store::open(dir.path()));
+    let spec = LayerSpec::from_toml(SPEC).unwrap();
+    let strict = |caches| {
+        let options = EngineOptions {
+            store: Some(Arc::clone(&store)),
+            strict: true,
+            ..EngineOptions::default()
+        };
+        engine("cpu", Some(caches), options).unwrap()
+    };
+    let [class, other, _] = classes();
+    let target = strict(sizes(class)).target();
+    let job = Job {
+        spec: spec.clone(),
+        target,
+        options: PlanOptions {
+            training: Some(Training::default()),
+            caches: class,
+            ..PlanOptions::default()
+        },
+        compiler: Compilers::new(None).get(target).unwrap(),
+    };
+    precompile(&[job], &store, &Default::default(), &|_| {}).unwrap();
+    let case = Case::random(&spec, 9, 4);
+    let train =
+        |engine: &Engine| engine.training_layer(&spec, &case.host_weights(), Training::default());
+    // A class stands for all CPUs with such caches.
+    let somewhat_more = CpuCaches {
+        l1_bytes: Some(40 << 10),
+        l2_bytes: Some(300 << 10),
+    };
+    for caches in [sizes(class), somewhat_more] {
+        let engine = strict(caches);
+        train(&engine).unwrap();
+        assert_eq!(engine.stats().compiled, 0);
+    }
+    let missing = train(&strict(sizes(other))).err().unwrap().to_string();
+    assert!(missing.contains("--l1 48KiB --l2 512KiB"), "{missing}");
+}
