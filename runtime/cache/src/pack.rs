@@ -239,7 +239,7 @@ fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::
 /// What a pack holds.
 enum Item<'a> {
     /// A kernel, its key and, if the pack has it, its source.
-    Kernel(Key, Stored, Option<&'a str>),
+    Kernel(Key, Box<Stored>, Option<&'a str>),
     Tuned(Tuned),
 }
 
@@ -385,7 +385,7 @@ impl Reader<'_> {
             return Ok(());
         };
         self.kernels += 1;
-        sink(Item::Kernel(key, stored, source))
+        sink(Item::Kernel(key, Box::new(stored), source))
     }
 
     fn finish(&self) -> Result<(), PackError> {
