@@ -3,7 +3,7 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::precompile::most_registers;
-use crate::store::{StoreArgs, place};
+use crate::store::{StoreArgs, place, tuning};
 use crate::table::Table;
 use crate::{targets, units};
 use clap::{Args, Subcommand};
@@ -115,10 +115,14 @@ pub fn execute(args: &CacheArgs, console: &Console) -> Result {
 
 fn list(args: &ListArgs, console: &Console) -> Result {
     let store = args.store.open(console);
-    let kernels = store.list();
+    let (kernels, tunings) = (store.list(), store.tunings());
     if args.json {
         let kernels: Vec<Value> = kernels.iter().map(as_json).collect();
-        return console.json(&json!({ "dir": place(&store), "kernels": kernels }));
+        return console.json(&json!({
+            "dir": place(&store),
+            "kernels": kernels,
+            "tunings": tunings,
+        }));
     }
     let titles = [
         "TARGET",
@@ -145,7 +149,8 @@ fn list(args: &ListArgs, console: &Console) -> Result {
     } else {
         table.render(&console.out) + "\n"
     };
-    console.print(&(table + &summary))
+    let tunings = tunings.iter().map(|tuned| tuning(tuned) + "\n");
+    console.print(&(table + &summary + &tunings.collect::<String>()))
 }
 
 fn row(kernel: &Listed) -> [String; 7] {

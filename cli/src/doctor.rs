@@ -5,9 +5,10 @@ use crate::failure::Result;
 use crate::inspect::machine_json;
 use crate::machine::Machine;
 use crate::simulators::{Simulator, simulators};
-use crate::store::{StoreArgs, place};
+use crate::store::{StoreArgs, place, tuning};
 use crate::units;
 use clap::Args;
+use moesaic::cache::Tuned;
 use moesaic::cpu::{CpuDevice, host_isa};
 use moesaic::plan::CacheClass;
 use moesaic::target::Device;
@@ -64,6 +65,7 @@ struct Cache {
     dir: String,
     kernels: usize,
     bytes: u64,
+    tunings: Vec<Tuned>,
     trouble: Option<String>,
 }
 
@@ -120,6 +122,9 @@ impl Diagnosis {
         text += &more(&self.caches_line());
         text += &more(&self.limits_line());
         text += &entry("cache", &self.cache.line(), palette);
+        for tuned in &self.cache.tunings {
+            text += &more(&tuning(tuned));
+        }
         if let Some(trouble) = &self.cache.trouble {
             text += &more(trouble);
         }
@@ -174,9 +179,10 @@ impl Diagnosis {
             self.caches_line(),
             self.limits_line(),
             format!(
-                "cache: {}, {}",
+                "cache: {}, {}, {}",
                 units::count(self.cache.kernels, "kernel"),
-                units::bytes(self.cache.bytes)
+                units::bytes(self.cache.bytes),
+                units::count(self.cache.tunings.len(), "tuning")
             ),
         ];
         for finding in &self.findings {
@@ -235,6 +241,7 @@ impl Diagnosis {
                 "dir": self.cache.dir,
                 "kernels": self.cache.kernels,
                 "bytes": self.cache.bytes,
+                "tunings": self.cache.tunings,
                 "trouble": self.cache.trouble,
             },
             "findings": findings.collect::<Vec<_>>(),
@@ -251,6 +258,7 @@ impl Cache {
             dir: place(store),
             kernels: kernels.len(),
             bytes: kernels.iter().map(|kernel| kernel.bytes).sum(),
+            tunings: store.tunings(),
             trouble: store.trouble().map(|trouble| trouble.to_string()),
         }
     }

@@ -4,17 +4,18 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::spec_source::{LayerArgs, read_spec};
-use crate::store::{StoreArgs, place};
+use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
 use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use moesaic::plan::plan_with;
+use moesaic::cache::Tuned;
+use moesaic::plan::{Tuning, plan_with};
 use moesaic::target::{CompileOptions, Report};
 use moesaic::{
     Compilers, EngineError, Event, Job, LayerSpec, Outcome, PlanOptions, Row, Store, Target,
-    Untuned, precompile_on,
+    TunedPlans, Untuned, precompile_on,
 };
 use serde_json::{Value, json};
 use std::collections::HashSet;
@@ -86,7 +87,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     if let Some(dir) = &temporary {
         store = Arc::new(Store::open(dir.path()));
     }
-    let jobs = args.all_jobs(&specs, &targets, &store)?;
+    let (jobs, tunings) = args.all_jobs(&specs, &targets, &store)?;
     let options = CompileOptions {
         allow_spills: args.allow_spills,
         ..CompileOptions::default()
@@ -100,32 +101,24 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         None => place(&store),
     };
     match args.json {
-        true => console.json(&as_json(&rows, time, &place))?,
-        false => console.print(&as_text(&rows, time, &place, console))?,
+        true => console.json(&as_json(&rows, &tunings, time, &place))?,
+        false => console.print(&as_text(&rows, &tunings, time, &place, console))?,
     }
     outcome(&rows, &store)
 }
 
-/// The options of a plan, and with them the sizes that the cache has of any
-/// machine with such caches.
-fn with_tunings(
+/// The tunings that the cache has of a layer on any machine with such caches.
+fn kept(
     spec: &LayerSpec,
     target: Target,
-    options: PlanOptions,
+    options: &PlanOptions,
     store: &Store,
-) -> Result<Vec<PlanOptions>> {
-    let mut all = vec![options.clone()];
-    if store.has_tunings(target) {
-        let plan = plan_with(spec, target, &options).map_err(EngineError::from)?;
-        for kept in Untuned::new(plan)?.everywhere(store) {
-            let others = kept.tilings.plans().iter().skip(1);
-            all.extend(others.map(|plan| PlanOptions {
-                tuning: plan.tuning.clone(),
-                ..options.clone()
-            }));
-        }
+) -> Result<Vec<TunedPlans>> {
+    if !store.has_tunings(target) {
+        return Ok(Vec::new());
     }
-    Ok(all)
+    let plan = plan_with(spec, target, options).map_err(EngineError::from)?;
+    Ok(Untuned::new(plan)?.everywhere(store))
 }
 
 /// Writes a pack of the kernels of `rows`; what to call it.
@@ -141,30 +134,41 @@ fn export(store: &Store, rows: &[Row], path: &Path) -> Result<String> {
 }
 
 impl PrecompileArgs {
-    /// Every layer for every target.
+    /// Every layer for every target, also with the sizes of the tunings that there
+    /// are; and these.
     fn all_jobs(
         &self,
         specs: &[LayerSpec],
         targets: &[Target],
         store: &Arc<Store>,
-    ) -> Result<Vec<Job>> {
+    ) -> Result<(Vec<Job>, Vec<Tuned>)> {
         let compilers = Compilers::new(Some(store.clone()));
-        let mut jobs = Vec::new();
-        for spec in specs {
-            for &target in targets {
-                let compiler = compilers
-                    .get(target)
-                    .map_err(|error| Failure::from(&error))?;
-                let all = with_tunings(spec, target, self.plan_options(target), store)?;
-                jobs.extend(all.into_iter().map(|options| Job {
-                    spec: spec.clone(),
-                    target,
-                    options,
-                    compiler: compiler.clone(),
-                }));
+        let (mut jobs, mut tunings) = (Vec::new(), Vec::new());
+        for (spec, &target) in specs
+            .iter()
+            .flat_map(|s| targets.iter().map(move |t| (s, t)))
+        {
+            let compiler = compilers
+                .get(target)
+                .map_err(|error| Failure::from(&error))?;
+            let options = self.plan_options(target);
+            let job = |tuning: Tuning| Job {
+                spec: spec.clone(),
+                target,
+                options: PlanOptions {
+                    tuning,
+                    ..options.clone()
+                },
+                compiler: compiler.clone(),
+            };
+            jobs.push(job(Tuning::default()));
+            for kept in kept(spec, target, &options, store)? {
+                let others = kept.tilings.plans().iter().skip(1);
+                jobs.extend(others.map(|plan| job(plan.tuning.clone())));
+                tunings.push(kept.tuned);
             }
         }
-        Ok(jobs)
+        Ok((jobs, tunings))
     }
 
     fn plan_options(&self, target: Target) -> PlanOptions {
@@ -282,7 +286,13 @@ pub fn most_registers(report: &Report) -> Option<u32> {
         .max()
 }
 
-fn as_text(rows: &[Row], time: Duration, place: &str, console: &Console) -> String {
+fn as_text(
+    rows: &[Row],
+    tunings: &[Tuned],
+    time: Duration,
+    place: &str,
+    console: &Console,
+) -> String {
     let titles = [
         "LAYER",
         "KERNEL",
@@ -303,7 +313,9 @@ fn as_text(rows: &[Row], time: Duration, place: &str, console: &Console) -> Stri
             text += &format!("\n{}\n", failure.render(&console.out));
         }
     }
-    text + &format!("\n{}, in {}\n", summary(rows, time), place)
+    text += &format!("\n{}, in {}\n", summary(rows, time), place);
+    let tunings = tunings.iter().map(|tuned| tuning(tuned) + "\n");
+    text + &tunings.collect::<String>()
 }
 
 fn cells(row: &Row) -> Vec<Cell> {
@@ -351,7 +363,7 @@ fn summary(rows: &[Row], time: Duration) -> String {
     )
 }
 
-fn as_json(rows: &[Row], time: Duration, place: &str) -> Value {
+fn as_json(rows: &[Row], tunings: &[Tuned], time: Duration, place: &str) -> Value {
     let row = |row: &Row| {
         let mut value = json!({
             "layer": row.layer,
@@ -380,6 +392,7 @@ fn as_json(rows: &[Row], time: Duration, place: &str) -> Value {
     };
     json!({
         "kernels": rows.iter().map(row).collect::<Vec<_>>(),
+        "tunings": tunings,
         "seconds": time.as_secs_f64(),
         "place": place,
     })

@@ -1,8 +1,10 @@
 //! Which kernel store a command works on.
 
 use crate::console::Console;
+use crate::units;
 use clap::Args;
 use moesaic::Store;
+use moesaic::cache::Tuned;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -28,6 +30,19 @@ impl StoreArgs {
         }
         Arc::new(store)
     }
+}
+
+/// What a tuning is for, in a line.
+pub fn tuning(tuned: &Tuned) -> String {
+    let tokens = tuned.buckets.iter().map(|bucket| bucket.tokens.to_string());
+    format!(
+        "{} on {} is tuned for T={}, {} of {}",
+        tuned.name,
+        tuned.target,
+        tokens.collect::<Vec<_>>().join(","),
+        units::count(tuned.machine.threads as usize, "thread"),
+        tuned.machine.name
+    )
 }
 
 /// Where a store is, for people.

@@ -147,6 +147,13 @@ fn inspect_run_and_precompile_use_what_was_kept() {
         .iter()
         .filter(|row| row["kernel"] == "grouped_gemm_up");
     assert_eq!(up.count(), 2, "{json}");
+    assert_eq!(json["tunings"][0]["buckets"][1]["tokens"], 64);
+    for command in [&["doctor"][..], &["cache", "list"]] {
+        let mut said = common::command();
+        said.args(command).arg("--cache").arg(cache.path());
+        let said = finish(&mut said).ok();
+        assert!(said.contains(" is tuned for T=8,64, "), "{said}");
+    }
     let other = scratch();
     let mut import = command();
     import.args(["cache", "import"]).arg(&pack);

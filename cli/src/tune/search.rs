@@ -53,10 +53,13 @@ impl Candidate {
     }
 
     fn is_better(&self) -> bool {
-        let Pairs { pairs, ratio, .. } = self.pairs;
-        let agreed = AGREED.max(0.5 + (pairs as f64).sqrt().recip());
-        ratio < CLEAR && self.pairs.agreed >= agreed && self.ratio() < WORTH
+        is_better(&self.pairs)
     }
+}
+
+fn is_better(pairs: &Pairs) -> bool {
+    let agreed = AGREED.max(0.5 + (pairs.pairs as f64).sqrt().recip());
+    pairs.ratio < CLEAR && pairs.agreed >= agreed && pairs.whole() < WORTH
 }
 
 /// The best of those that are better.
@@ -82,21 +85,21 @@ pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Re
         tried.push(one);
     }
     progress.next(format!("comparing with the default at T={tokens}"));
-    let gain = confirm(variants, bench, &tuning)?;
     // Parts may win and the whole not: caches are shared.
-    let kept = gain * WORTH > 1.0;
-    let dropped = !kept && !tuning.is_empty();
-    let (tuning, gain) = match kept {
-        true => (tuning, gain),
-        false => (Tuning::default(), 1.0),
+    let confirmed = confirm(variants, bench, &tuning)?;
+    let dropped = confirmed.is_none() && !tuning.is_empty();
+    let (tuning, gain) = match confirmed {
+        Some(gain) => (tuning, gain),
+        None => (Tuning::default(), 1.0),
+    };
+    let best = Measured {
+        tokens,
+        tuning,
+        gain,
     };
     Ok(Found {
         tried,
-        best: Measured {
-            tokens,
-            tuning,
-            gain,
-        },
+        best,
         dropped,
     })
 }
@@ -127,16 +130,17 @@ fn try_one(
     })
 }
 
-/// The default's time over the tuned layer's.
-fn confirm(variants: &Variants<'_>, bench: &Bench, tuning: &Tuning) -> Result<f64> {
+/// The default's time over the tuned layer's, if that is better.
+fn confirm(variants: &Variants<'_>, bench: &Bench, tuning: &Tuning) -> Result<Option<f64>> {
     if tuning.is_empty() {
-        return Ok(1.0);
+        return Ok(None);
     }
     let default = variants.layer(&Tuning::default())?;
     let tuned = [variants.layer(tuning)?];
     bench.same_results(&default, &tuned[0])?;
     let (_, pairs) = bench.compare(&default, &tuned)?;
-    Ok(1.0 / pairs[0].whole())
+    let better = pairs.iter().find(|pairs| is_better(pairs));
+    Ok(better.map(|pairs| 1.0 / pairs.whole()))
 }
 
 #[cfg(test)]
