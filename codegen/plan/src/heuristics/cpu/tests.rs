@@ -1,0 +1,175 @@
+//! Blocks for each class of caches.
+
+use super::*;
+use crate::{KernelConfig, LayerPlan, PlanOptions, Training, plan_for, plan_with};
+use moesaic_kernel::Target;
+use moesaic_spec::LayerSpec;
+
+const TARGETS: [&str; 5] = [
+    "cpu:portable",
+    "cpu:avx2",
+    "cpu:avx512bf16",
+    "cpu:amx",
+    "cpu:neon",
+];
+
+/// Larger than any block.
+fn spec(dtype: DType) -> LayerSpec {
+    let text = r#"{"shape":{"model_dim":4096,"hidden_dim":3072,"experts":64,"top_k":2}}"#;
+    let mut spec: LayerSpec = serde_json::from_str(text).unwrap();
+    spec.precision.weights = dtype;
+    spec.precision.activations = dtype;
+    spec
+}
+
+/// Every plan with its class.
+fn each(mut check: impl FnMut(&LayerPlan)) {
+    for target in TARGETS {
+        for dtype in [DType::F32, DType::Bf16] {
+            for training in [None, Some(Training::default())] {
+                for caches in CacheClass::all() {
+                    let options = PlanOptions {
+                        training,
+                        caches,
+                        ..PlanOptions::default()
+                    };
+                    let target = target.parse().unwrap();
+                    check(&plan_with(&spec(dtype), target, &options).unwrap());
+                }
+            }
+        }
+    }
+}
+
+fn gemms(plan: &LayerPlan) -> impl Iterator<Item = (&str, &KernelDesc, &GroupedGemmConfig)> {
+    let kernels = plan.kernels.iter();
+    kernels.filter_map(|kernel| match &kernel.config {
+        KernelConfig::GroupedGemm(c) => Some((&*kernel.name, &kernel.desc, c)),
+        _ => None,
+    })
+}
+
+/// Columns of all matrices of a block.
+fn columns(desc: &KernelDesc, c: &GroupedGemmConfig) -> usize {
+    match desc {
+        KernelDesc::GroupedGemm(d) => c.tile_columns * d.matrices(),
+        KernelDesc::GroupedGemmWgrad(_) => c.tile_columns.min(BLOCK_COLUMNS),
+        _ => c.tile_columns,
+    }
+}
+
+#[test]
+fn panel_and_sums_are_part_of_the_second_level() {
+    each(|plan| {
+        for (name, desc, c) in gemms(plan) {
+            if c.family == GemmFamily::Tiles || name == "grouped_gemm_dgrad_down" {
+                continue;
+            }
+            let bytes = 4 * columns(desc, c) * (c.tile_depth + c.tile_rows);
+            let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
+            assert!(bytes <= plan.caches.l2_bytes() * 5 / 8, "{what}");
+            assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
+        }
+    });
+}
+
+#[test]
+fn a_strip_leaves_room_in_the_first_level() {
+    each(|plan| {
+        for (name, _, c) in gemms(plan) {
+            let (_, strip) = register_tile(match plan.target {
+                Target::Cpu(isa) => isa,
+                _ => unreachable!(),
+            });
+            if c.family != GemmFamily::Tiles {
+                let bytes = c.tile_depth * strip * 4;
+                assert!(bytes * 3 <= plan.caches.l1_bytes() * 2, "{name}");
+            }
+        }
+    });
+}
+
+#[test]
+fn near_rows_of_tiles_are_part_of_the_second_level() {
+    let mut tiles = 0;
+    each(|plan| {
+        for (name, desc, c) in gemms(plan) {
+            if c.family != GemmFamily::Tiles {
+                continue;
+            }
+            tiles += 1;
+            let products = match desc {
+                KernelDesc::GroupedGemmDgrad(d) if c.tile_depth * 2 >= d.inner => 2,
+                _ => 1,
+            };
+            let bytes = 4 * c.tile_rows * c.tile_depth * products;
+            let most = plan.caches.l2_bytes() * 5 / 8;
+            assert!(bytes <= most, "{name} for {:?}", plan.caches);
+            assert_eq!(c.tile_rows % AMX_STRIP, 0, "{name}");
+        }
+    });
+    assert!(tiles > 0);
+}
+
+#[test]
+fn no_size_of_a_cache_cuts_a_sum_or_moves_a_tensor() {
+    each(|plan| {
+        let plain = plan_for(&plan.spec, plan.target, plan.training).unwrap();
+        assert_eq!(plan.tensors, plain.tensors);
+        assert_eq!(plan.steps, plain.steps);
+        assert_eq!(plan.backward, plain.backward);
+        for ((name, _, a), (_, _, b)) in gemms(plan).zip(gemms(&plain)) {
+            let sums = |c: &GroupedGemmConfig| (c.family, c.thread_columns, c.packed);
+            assert_eq!(sums(a), sums(b), "{name}");
+            if name == "grouped_gemm_dgrad_down" {
+                assert_eq!(a.tile_columns, b.tile_columns);
+            }
+        }
+    });
+}
+
+#[test]
+fn large_and_unknown_caches_have_the_plan_that_is_assumed() {
+    let known = |l1: u64, l2: u64| {
+        CacheClass::of(moesaic_kernel::CpuCaches {
+            l1_bytes: Some(l1 << 10),
+            l2_bytes: Some(l2 << 10),
+        })
+    };
+    for target in TARGETS {
+        let (spec, target) = (spec(DType::F32), target.parse().unwrap());
+        let plain = plan_for(&spec, target, None).unwrap();
+        for caches in [CacheClass::default(), known(48, 2048), known(192, 16384)] {
+            let options = PlanOptions {
+                caches,
+                ..PlanOptions::default()
+            };
+            assert_eq!(plan_with(&spec, target, &options).unwrap(), plain);
+        }
+        let text = serde_json::to_string(&plain).unwrap();
+        assert!(!text.contains("l2_bytes"));
+    }
+}
+
+#[test]
+fn blocks_follow_the_classes() {
+    let mut seen = Vec::new();
+    for l2 in CacheClass::L2_BYTES {
+        let options = PlanOptions {
+            caches: CacheClass::of(moesaic_kernel::CpuCaches {
+                l1_bytes: Some(32 << 10),
+                l2_bytes: Some(l2),
+            }),
+            ..PlanOptions::default()
+        };
+        let down = |target: &str, dtype| {
+            let plan = plan_with(&spec(dtype), target.parse().unwrap(), &options).unwrap();
+            let mut all = gemms(&plan).filter(|(name, ..)| *name == "grouped_gemm_down");
+            all.next().unwrap().2.clone()
+        };
+        let (vectors, tiles) = (down("cpu:avx512", DType::F32), down("cpu:amx", DType::Bf16));
+        assert_eq!((vectors.tile_rows, vectors.tile_depth), (384, 128));
+        seen.push((vectors.tile_columns, tiles.tile_rows));
+    }
+    assert_eq!(seen, [(64, 32), (128, 64), (256, 160), (256, 320)]);
+}
