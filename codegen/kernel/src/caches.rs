@@ -1,3 +1,5 @@
+//! Sizes of caches, as far as they are known.
+
 use serde::{Deserialize, Serialize};
 
 /// What is known of the caches of a CPU's core.
