@@ -687,17 +687,17 @@ INLINE int is_in(place_t at, const block_t *block)
     return at.product < PRODUCTS;
 }
 
+// Where the weights of a panel lie.
 INLINE source_t source_of(const weight_t *const *matrices, place_t at, const block_t *block)
 {
     return (source_t){matrices[at.product] + at.depth * OUTER + at.column,
                       min_i64(TILE_DEPTH, INNER - at.depth), min_i64(PANEL_COLUMNS, block->column_count - at.column)};
 }
 
-// A block: the products one after the other, each a depth slice at a time, of which the
-// rows are copied near,
-// and multiplied by the weights, a panel at a time, while the next one is packed; after
-// the last one, that is the next block's first. Results are finished while their sums
-// are near, beside what is multiplied next.
+// A block: the products one after the other, each a depth slice at a time, whose
+// rows are copied near and multiplied by the weights, a panel at a time, while the next one is
+// packed; after the last one, that is the next block's first. Results are finished
+// while their sums are near, beside what is multiplied next.
 static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
                            const weight_t *const *matrices, const block_t *block, source_t next_block, const results_t *to)
 {
