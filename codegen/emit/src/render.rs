@@ -26,8 +26,6 @@ struct TargetText {
     vector_registers: usize,
     /// Whether a CPU has a product of pairs of bf16 added to an f32.
     bf16_pairs: bool,
-    /// Whether a CPU rounds a vector of f32 to bf16 by one instruction.
-    rounds_to_bf16: bool,
     /// Whether a CPU has AVX2 at least.
     avx2: bool,
     /// Whether a CPU has AVX-512 at least.
@@ -49,7 +47,6 @@ impl TargetText {
             vector_bytes: 0,
             vector_registers: 0,
             bf16_pairs: false,
-            rounds_to_bf16: false,
             avx2: false,
             avx512: false,
             wave: 32,
@@ -60,7 +57,6 @@ impl TargetText {
                 vector_bytes: isa.vector_bytes(),
                 vector_registers: isa.vector_registers(),
                 bf16_pairs: isa.bf16_pairs(),
-                rounds_to_bf16: isa.rounds_to_bf16(),
                 avx2: isa.has_avx2(),
                 avx512: isa.has_avx512(),
                 wave: 1,

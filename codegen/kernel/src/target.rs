@@ -39,7 +39,7 @@ pub enum CpuIsa {
     Avx512,
     /// [`CpuIsa::Avx512`] with AVX512-BF16.
     Avx512Bf16,
-    /// [`CpuIsa::Avx512Bf16`] with AMX tiles of bf16.
+    /// [`CpuIsa::Avx512`] with AMX tiles of bf16.
     Amx,
     /// aarch64.
     Neon,
@@ -221,11 +221,6 @@ impl CpuIsa {
     /// Whether it is x86-64 with AVX-512 at least.
     pub const fn has_avx512(self) -> bool {
         matches!(self, CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx)
-    }
-
-    /// Whether one instruction rounds a vector of f32 to bf16.
-    pub const fn rounds_to_bf16(self) -> bool {
-        matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::Amx | CpuIsa::NeonBf16)
     }
 
     /// Vector registers the instruction set has.

@@ -41,8 +41,6 @@ const AVX512: [&str; 6] = [
     "-mprefer-vector-width=512",
 ];
 
-const AVX512_BF16: [&str; 1] = ["-mavx512bf16"];
-
 /// Flags of the compile step: never `-march=native`, so that a kernel made on
 /// a login node is the kernel a compute node would have made.
 pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
@@ -50,9 +48,9 @@ pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
         CpuIsa::Portable | CpuIsa::Neon => &[],
         CpuIsa::Avx2 => &[&AVX2],
         CpuIsa::Avx512 => &[&AVX2, &AVX512],
-        CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &AVX512_BF16],
+        CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16"]],
         CpuIsa::NeonBf16 => &[&NEON_BF16],
-        CpuIsa::Amx => &[&AVX2, &AVX512, &AVX512_BF16, &["-mamx-tile", "-mamx-bf16"]],
+        CpuIsa::Amx => &[&AVX2, &AVX512, &["-mamx-tile", "-mamx-bf16"]],
     };
     COMMON
         .iter()

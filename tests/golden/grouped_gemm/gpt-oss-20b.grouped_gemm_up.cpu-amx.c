@@ -103,13 +103,14 @@ INLINE vec f32_of_bf16(vec_u16 v)
     return (vec)(wide << 16);
 }
 
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. What is below
-// 2^-126 becomes zero, as it does where bf16 are multiplied.
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. The
+// instruction of AVX512-BF16 would make subnormals zero.
 INLINE vec_u16 bf16_of_f32(vec v)
 {
-    vec_u16 narrow;
-    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(v));
-    return narrow;
+    vec_u32 bits = (vec_u32)v;
+    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
+    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
 }
 
 INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
