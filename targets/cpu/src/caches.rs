@@ -3,12 +3,18 @@
 use moesaic_kernel::CpuCaches;
 use std::fs;
 use std::path::Path;
+use std::sync::OnceLock;
 
 /// The caches of this machine's cores, as far as they are known: of all
-/// processors that this process may use the smallest.
+/// processors that this process may use the smallest. They are read once, some
+/// files for each processor: what the first caller's thread may use counts for
+/// the process.
 pub fn host_caches() -> CpuCaches {
-    let processors = crate::affinity::processors().unwrap_or_default();
-    read_caches(Path::new("/sys/devices/system/cpu"), &processors)
+    static CACHES: OnceLock<CpuCaches> = OnceLock::new();
+    *CACHES.get_or_init(|| {
+        let processors = crate::affinity::processors().unwrap_or_default();
+        read_caches(Path::new("/sys/devices/system/cpu"), &processors)
+    })
 }
 
 /// The same of some processors, from a folder that is made up as Linux does it:
