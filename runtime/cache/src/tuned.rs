@@ -58,6 +58,9 @@ pub(crate) enum Unread {
     /// Those of a version that had the same sizes for all numbers of tokens.
     #[error("it is an earlier version's; `moesaic tune` measures again")]
     Former,
+    /// Those of another target, layer or machine.
+    #[error("it is for {found}, not for {wanted}")]
+    Foreign { found: String, wanted: String },
     /// What is wrong with them.
     #[error("{0}")]
     Damaged(String),
@@ -80,9 +83,32 @@ impl Tuned {
         each.flat_map(|bucket| bucket.kernels.iter().map(String::as_str))
     }
 
+    /// What is not as wanted, if anything is.
+    fn foreign(&self, target: Target, layer: &str, machine: &Machine) -> Option<Unread> {
+        let is = [
+            self.target.to_string(),
+            format!("layer {}", self.layer),
+            self.machine.words(),
+        ];
+        let wanted = [
+            target.to_string(),
+            format!("layer {layer}"),
+            machine.words(),
+        ];
+        let mut pairs = is.into_iter().zip(wanted);
+        let (found, wanted) = pairs.find(|(found, wanted)| found != wanted)?;
+        Some(Unread::Foreign { found, wanted })
+    }
+
     /// The name of its file.
     pub(crate) fn file_name(&self) -> String {
         file_name(self.target, &self.layer, &self.machine)
+    }
+}
+
+impl Machine {
+    fn words(&self) -> String {
+        format!("{} threads of {}", self.threads, self.name)
     }
 }
 
@@ -92,7 +118,7 @@ fn prefix(target: Target, layer: &str) -> String {
 }
 
 fn file_name(target: Target, layer: &str, machine: &Machine) -> String {
-    let machine = hash_source(&format!("{} threads of {}", machine.threads, machine.name));
+    let machine = hash_source(&machine.words());
     format!("{}{}.json", prefix(target, layer), &machine[..16])
 }
 
@@ -115,18 +141,18 @@ impl Store {
     }
 
     /// The tuning of a layer, named by [`Tuned::layer`], on a machine. One that
-    /// is damaged or unreadable is told to `tracing` and not there.
+    /// is damaged, unreadable or another's is told to `tracing` and not there.
     pub fn tuned(&self, target: Target, layer: &str, machine: &Machine) -> Option<Tuned> {
         self.off_is_none()?;
         let path = self.tuned_dir().join(file_name(target, layer, machine));
         let found = self.read_tuned(&path)?;
-        let asked = (target, layer, machine);
-        if asked == (found.target, &*found.layer, &found.machine) {
-            return Some(found);
+        match found.foreign(target, layer, machine) {
+            Some(reason) => {
+                pass_over(&path, &reason);
+                None
+            }
+            None => Some(found),
         }
-        let reason = "it is another layer's or another machine's".to_string();
-        pass_over(&path, &Unread::Damaged(reason));
-        None
     }
 
     /// The tunings of a layer on all machines.
@@ -227,6 +253,51 @@ pub(crate) fn pass_over(path: &Path, reason: &Unread) {
     let path = path.display();
     match reason {
         Unread::Former => tracing::warn!(%path, %reason, "going on without an old tuning"),
+        Unread::Foreign { .. } => {
+            tracing::warn!(%path, %reason, "going on without another's tuning");
+        }
         Unread::Damaged(_) => tracing::warn!(%path, %reason, "going on without a damaged tuning"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_foreign_tuning_says_whose_it_is() {
+        let machine = |threads| Machine {
+            name: "A CPU".to_string(),
+            threads,
+        };
+        let target = |name: &str| -> Target { name.parse().unwrap() };
+        let own = Tuned {
+            target: target("cpu:avx2"),
+            layer: "ab12".to_string(),
+            machine: machine(2),
+            name: "mixtral".to_string(),
+            buckets: Vec::new(),
+        };
+        let said = |name: &str, layer: &str, threads| {
+            let reason = own.foreign(target(name), layer, &machine(threads));
+            reason.map(|reason| reason.to_string())
+        };
+        assert_eq!(said("cpu:avx2", "ab12", 2), None);
+        for (reason, expected) in [
+            (
+                said("cpu:avx512", "ab12", 2),
+                "it is for cpu:avx2, not for cpu:avx512",
+            ),
+            (
+                said("cpu:avx2", "cd34", 2),
+                "it is for layer ab12, not for layer cd34",
+            ),
+            (
+                said("cpu:avx2", "ab12", 3),
+                "it is for 2 threads of A CPU, not for 3 threads of A CPU",
+            ),
+        ] {
+            assert_eq!(reason.as_deref(), Some(expected));
+        }
     }
 }
