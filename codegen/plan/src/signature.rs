@@ -176,7 +176,8 @@ fn tile_grid(c: &GroupedGemmConfig, row_tiles: Size, column_tiles: usize) -> [Si
     }
 }
 
-/// The entries that put each matrix into the order of the product.
+/// The entries that put each matrix into the order of the product. Blocks follow
+/// each other as the product's do, so that a thread packs what it will read.
 fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str) -> Vec<Entry> {
     let shape = d.packed_shape(c);
     let one_of = |matrix: &str| {
@@ -185,7 +186,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
             Param::read(matrix, d.weights, from),
             Param::write("packed", d.weights, packed_shape(d)),
         ];
-        let grid = [shape[1], shape[0]].map(|n| Size::Const(n as u64));
+        let grid = tile_grid(c, Size::Const(shape[0] as u64), shape[1]);
         let symbol = format!("{symbol}_pack_{matrix}");
         let summary = "lays a matrix out as the product reads it";
         entry(&symbol, summary, params, grid, c.threads)

@@ -428,7 +428,8 @@ INLINE const strip_t *panel_of(const weight_t *packed, const block_t *block)
     return (const strip_t *)packed + strip;
 }
 
-// A block packs the columns of one matrix in one strip of an expert.
+// A block packs the columns of one matrix in one strip of an expert. The same strips
+// of all experts follow each other, as their products do.
 INLINE void pack(const weight_t *matrix, weight_t *packed, i64 strip, i64 expert, i64 first)
 {
     const i64 column = strip * REGISTER_COLUMNS;
@@ -444,7 +445,7 @@ static void grouped_gemm_down_pack_down_block(
     i64 block_x, i64 block_y)
 {
     (void)tokens;
-    pack(down, packed, block_x, block_y, STRIP - REGISTER_COLUMNS);
+    pack(down, packed, block_y, block_x, STRIP - REGISTER_COLUMNS);
 }
 
 EXPORT void grouped_gemm_down_pack_down(void *const *args, i64 first, i64 last, i64 grid_x)

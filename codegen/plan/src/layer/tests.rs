@@ -56,6 +56,29 @@ fn tensors_and_parameters_agree() {
     check(&planned(|s| s.router.kind = RouterKind::External));
 }
 
+/// Blocks that pack follow each other as those of the product do: on several
+/// memory nodes each reads what it wrote.
+#[test]
+fn weights_are_packed_in_the_order_of_their_products() {
+    for (target, dtype) in [("cpu:avx2", DType::F32), ("cpu:amx", DType::Bf16)] {
+        let mut spec = spec();
+        spec.precision.weights = dtype;
+        spec.precision.activations = dtype;
+        let plan = plan(&spec, target.parse().unwrap()).unwrap();
+        assert!(!plan.prepare.is_empty());
+        let experts = Size::Const(spec.shape.experts as u64);
+        for step in &plan.prepare {
+            let packing = &plan.entry(step).launch.grid;
+            let reads = |product: &&Step| product.tensors.contains(&step.tensors[1]);
+            let product = plan.steps.iter().find(reads).unwrap();
+            let product = &plan.entry(product).launch.grid;
+            let by_tokens = |size: &Size| size.eval(9) != size.eval(9000);
+            let at = product.iter().position(by_tokens).unwrap();
+            assert_eq!(packing[at], experts, "{} on {target}", step.symbol);
+        }
+    }
+}
+
 #[test]
 fn a_plan_is_the_same_every_time() {
     assert_eq!(planned(|_| ()), planned(|_| ()));
