@@ -1,6 +1,7 @@
 //! A raw call on the CPU allocates nothing once a call of its size was made:
 //! neither the calling thread nor the device's own.
 
+use moesaic::cpu::{CpuDevice, Nodes};
 use moesaic::plan::Tuning;
 use moesaic::reference;
 use moesaic::target::Ptr;
@@ -84,6 +85,10 @@ fn a_raw_call_allocates_nothing_after_the_first() {
         let engine = Engine::open("cpu", options).expect("a C compiler");
         check(&layer(&engine), &format!("{threads:?} threads"));
     }
+    let nodes = Nodes::new([vec![0], (1..64).collect(), vec![64]]);
+    let device = CpuDevice::with_nodes(3, nodes).expect("threads");
+    let engine = Engine::on_device(Arc::new(device), EngineOptions::default());
+    check(&layer(&engine.expect("a C compiler")), "three nodes");
     let dir = tempfile::tempdir().expect("a directory");
     let layer = tuned(Arc::new(Store::open(dir.path())));
     assert_eq!(layer.tilings().plans().len(), 2);

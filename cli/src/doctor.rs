@@ -9,7 +9,7 @@ use crate::store::{StoreArgs, place, tuning};
 use crate::units;
 use clap::Args;
 use moesaic::cache::Tuned;
-use moesaic::cpu::{CpuDevice, host_isa};
+use moesaic::cpu::{CpuDevice, host_isa, host_nodes};
 use moesaic::plan::CacheClass;
 use moesaic::target::Device;
 use moesaic::toolchain::{Finding, Registry, doctor};
@@ -54,6 +54,7 @@ struct Diagnosis {
     cores: usize,
     target: Target,
     caches: CpuCaches,
+    nodes: usize,
     limits: std::result::Result<Machine, String>,
     cache: Cache,
     findings: Vec<Finding>,
@@ -99,6 +100,7 @@ impl Diagnosis {
             cores: device.threads(),
             target: Target::Cpu(host_isa()),
             caches: device.caches(),
+            nodes: host_nodes().count(),
             limits: Machine::measure_cpu(&device).map_err(|failure| failure.message),
             cache: Cache::of(store),
             findings: doctor(&registry),
@@ -120,6 +122,7 @@ impl Diagnosis {
             palette,
         );
         text += &more(&self.caches_line());
+        text += &more(&self.nodes_line());
         text += &more(&self.limits_line());
         text += &entry("cache", &self.cache.line(), palette);
         for tuned in &self.cache.tunings {
@@ -153,6 +156,10 @@ impl Diagnosis {
         )
     }
 
+    fn nodes_line(&self) -> String {
+        units::count(self.nodes, "memory node")
+    }
+
     fn limits_line(&self) -> String {
         match &self.limits {
             Ok(limits) => format!(
@@ -177,6 +184,7 @@ impl Diagnosis {
             self.system.clone(),
             format!("cpu: {}, {} threads, {}", self.cpu, self.cores, self.target),
             self.caches_line(),
+            self.nodes_line(),
             self.limits_line(),
             format!(
                 "cache: {}, {}, {}",
@@ -234,6 +242,7 @@ impl Diagnosis {
                 "threads": self.cores,
                 "target": self.target.to_string(),
                 "caches": self.caches,
+                "memory_nodes": self.nodes,
                 "planned_for": CacheClass::of(self.caches),
                 "limits": self.limits.as_ref().ok().map(machine_json),
             },

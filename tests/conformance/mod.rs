@@ -12,6 +12,7 @@ mod compare;
 mod drawn;
 mod emulated;
 mod layers;
+mod nodes;
 mod orders;
 mod precision;
 mod routing;

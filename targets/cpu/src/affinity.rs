@@ -3,20 +3,26 @@
 use std::io;
 use std::thread::JoinHandle;
 
-/// Keeps each thread on one processor of those that this process may use, from
-/// the second one on and around.
+/// Keeps each thread on one of some processors, from the second one on and
+/// around.
 #[cfg(target_os = "linux")]
-pub(crate) fn spread<'a>(threads: impl Iterator<Item = &'a JoinHandle<()>>) -> io::Result<()> {
-    let allowed = processors()?;
-    for (index, thread) in threads.enumerate() {
-        keep_on(thread, allowed[(index + 1) % allowed.len()])?;
+pub(crate) fn spread<'a>(
+    threads: impl Iterator<Item = &'a JoinHandle<()>>,
+    processors: &[usize],
+) -> io::Result<()> {
+    let places = processors.iter().cycle().skip(1);
+    for (thread, processor) in threads.zip(places) {
+        keep_on(thread, *processor)?;
     }
     Ok(())
 }
 
 /// Elsewhere threads stay where the system puts them.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn spread<'a>(_: impl Iterator<Item = &'a JoinHandle<()>>) -> io::Result<()> {
+pub(crate) fn spread<'a>(
+    _: impl Iterator<Item = &'a JoinHandle<()>>,
+    _: &[usize],
+) -> io::Result<()> {
     let reason = "threads are pinned on Linux only";
     Err(io::Error::new(io::ErrorKind::Unsupported, reason))
 }
@@ -46,6 +52,19 @@ pub(crate) fn processors() -> io::Result<Vec<usize>> {
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn processors() -> io::Result<Vec<usize>> {
     Ok(Vec::new())
+}
+
+/// The processor that the calling thread runs on now.
+#[cfg(target_os = "linux")]
+pub(crate) fn processor() -> Option<usize> {
+    // SAFETY: asks only.
+    usize::try_from(unsafe { libc::sched_getcpu() }).ok()
+}
+
+/// Elsewhere it is not known.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn processor() -> Option<usize> {
+    None
 }
 
 #[cfg(target_os = "linux")]

@@ -1,12 +1,23 @@
 //! Running the blocks of a grid on several threads.
 
+use crate::lanes::{Lane, Lanes, drain};
+use crate::nodes::{Nodes, host_nodes};
 use crate::shared::Shared;
 use crate::team::Team;
 use std::io;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::OnceLock;
 
-/// The threads of a device.
-pub(crate) enum Crew {
+/// The threads of a device, and where they are.
+pub(crate) struct Crew {
+    threads: Threads,
+    nodes: Nodes,
+    /// As long as the system moves the threads.
+    loose: Lanes,
+    /// From when on they stay on their processors.
+    pinned: OnceLock<Lanes>,
+}
+
+enum Threads {
     /// The calling thread and those that devices share.
     Shared(Shared),
     /// Only the calling thread.
@@ -16,28 +27,52 @@ pub(crate) enum Crew {
 }
 
 impl Crew {
+    /// The calling thread and those that devices share.
+    pub(crate) fn shared() -> Crew {
+        Crew::on(host_nodes().clone(), Threads::Shared(Shared::new()))
+    }
+
     /// A crew of exactly `threads` threads, the caller included.
-    pub(crate) fn of(threads: usize) -> io::Result<Crew> {
-        match threads {
-            0 | 1 => Ok(Crew::Alone),
-            _ => Team::new(threads - 1).map(Crew::Own),
+    pub(crate) fn of(threads: usize, nodes: Nodes) -> io::Result<Crew> {
+        let threads = match threads {
+            0 | 1 => Threads::Alone,
+            _ => Threads::Own(Team::new(threads - 1)?),
+        };
+        Ok(Crew::on(nodes, threads))
+    }
+
+    fn on(nodes: Nodes, threads: Threads) -> Crew {
+        Crew {
+            threads,
+            loose: Lanes::loose(&nodes),
+            nodes,
+            pinned: OnceLock::new(),
         }
     }
 
     pub(crate) fn threads(&self) -> usize {
-        match self {
-            Crew::Shared(shared) => shared.threads(),
-            Crew::Alone => 1,
-            Crew::Own(team) => team.workers() + 1,
+        match &self.threads {
+            Threads::Shared(shared) => shared.threads(),
+            Threads::Alone => 1,
+            Threads::Own(team) => team.workers() + 1,
         }
     }
 
     /// Keeps each of its own threads on a processor of its own.
     pub(crate) fn pin(&self) -> io::Result<()> {
-        match self {
-            Crew::Own(team) => team.pin(),
-            Crew::Shared(_) | Crew::Alone => Ok(()),
-        }
+        let Threads::Own(team) = &self.threads else {
+            return Ok(());
+        };
+        let order = self.nodes.in_turns(&crate::affinity::processors()?);
+        team.pin(&order)?;
+        let places = order.iter().cycle().take(self.threads());
+        self.pinned
+            .get_or_init(|| Lanes::pinned(&self.nodes, places));
+        Ok(())
+    }
+
+    fn lanes(&self) -> &Lanes {
+        self.pinned.get().unwrap_or(&self.loose)
     }
 
     /// Calls `work(first, last)` over disjoint ranges that cover `0..blocks`,
@@ -50,52 +85,27 @@ impl Crew {
             }
             return;
         }
-        let queue = Queue::new(blocks, threads);
-        let drain = || {
-            while let Some((first, last)) = queue.take() {
-                work(first, last);
+        let places = self.lanes();
+        let (one, several);
+        let lanes: &[Lane] = match places.count() {
+            1 => {
+                one = [Lane::new(0, blocks, threads)];
+                &one
+            }
+            count => {
+                several = places.cut(blocks, threads);
+                &several[..count]
             }
         };
+        // Where a thread runs is asked once a run: launches are short, and one
+        // that is moved meanwhile is slower, not wrong.
+        let share = || drain(lanes, places.here(), &work);
         let helpers = (threads.min(blocks) - 1) as usize;
-        match self {
-            Crew::Own(team) => team.run(helpers, &drain),
-            Crew::Shared(shared) => shared.team().run(helpers, &drain),
-            Crew::Alone => drain(),
+        match &self.threads {
+            Threads::Own(team) => team.run(helpers, &share),
+            Threads::Shared(shared) => shared.team().run(helpers, &share),
+            Threads::Alone => share(),
         }
-    }
-}
-
-/// Hands out ranges of blocks that shrink towards the end: long ones first,
-/// so that neighbours share a cache, single ones last, so that all threads
-/// finish together whatever a block costs.
-struct Queue {
-    next: AtomicI64,
-    blocks: i64,
-    threads: i64,
-}
-
-/// Parts each thread's fair share of the rest is cut into.
-const PARTS: i64 = 4;
-
-impl Queue {
-    fn new(blocks: i64, threads: i64) -> Queue {
-        Queue {
-            next: AtomicI64::new(0),
-            blocks,
-            threads,
-        }
-    }
-
-    fn take(&self) -> Option<(i64, i64)> {
-        let length = |first: i64| ((self.blocks - first) / (PARTS * self.threads)).max(1);
-        let step = |first| (first < self.blocks).then(|| first + length(first));
-        // Relaxed: the ranges are disjoint by the counter's own atomicity,
-        // and the end of the run publishes the results.
-        let first = self
-            .next
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, step)
-            .ok()?;
-        Some((first, first + length(first)))
     }
 }
 
@@ -103,38 +113,73 @@ impl Queue {
 mod tests {
     use super::*;
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicI64, Ordering};
+
+    /// Processors in turns on so many nodes, whatever this machine has.
+    fn nodes(count: usize) -> Nodes {
+        Nodes::new((0..count).map(|node| (node..64).step_by(count).collect()))
+    }
+
+    fn check(crew: &Crew, blocks: i64, what: &str) {
+        let seen = Mutex::new(Vec::new());
+        crew.run(blocks, |first, last| {
+            assert!(first < last);
+            seen.lock().unwrap().extend(first..last);
+        });
+        let mut seen = seen.into_inner().unwrap();
+        seen.sort_unstable();
+        assert!(seen.into_iter().eq(0..blocks), "{what}, {blocks} blocks");
+    }
 
     #[test]
     fn every_block_runs_once() {
         for threads in [1, 2, 3, 7] {
-            let crew = Crew::of(threads).unwrap();
-            for blocks in [0, 1, 2, 3, 13, 64, 1001] {
-                let seen = Mutex::new(Vec::new());
-                crew.run(blocks, |first, last| {
-                    assert!(first < last);
-                    seen.lock().unwrap().extend(first..last);
-                });
-                let mut seen = seen.into_inner().unwrap();
-                seen.sort_unstable();
-                assert!(
-                    seen.into_iter().eq(0..blocks),
-                    "{threads} threads, {blocks} blocks"
-                );
+            for count in [1, 2, 3, 20] {
+                let crew = Crew::of(threads, nodes(count)).unwrap();
+                for blocks in [0, 1, 2, 3, 13, 64, 1001] {
+                    check(&crew, blocks, &format!("{threads} threads, {count} nodes"));
+                }
             }
         }
     }
 
+    #[cfg(target_os = "linux")]
     #[test]
-    fn calls_are_few_and_end_small() {
-        let queue = Queue::new(10_000, 8);
-        let ranges: Vec<_> = std::iter::from_fn(|| queue.take()).collect();
-        assert!(ranges.len() < 300, "{}", ranges.len());
-        assert!(ranges[0].1 - ranges[0].0 > 100);
-        assert!(
-            ranges[ranges.len() - 16..]
-                .iter()
-                .all(|(first, last)| last - first == 1)
-        );
+    fn shares_follow_pinned_threads() {
+        let here = crate::affinity::processors().unwrap();
+        let odd = Nodes::new([vec![here[0]], here[1..].to_vec(), vec![9999]]);
+        let crew = Crew::of(3, odd.clone()).unwrap();
+        assert_eq!(crew.lanes(), &Lanes::loose(&odd));
+        crew.pin().unwrap();
+        let expected = Lanes::pinned(&odd, here.iter().cycle().take(3));
+        assert_eq!(crew.lanes(), &expected);
+        check(&crew, 1001, "pinned");
+        crew.pin().unwrap();
+        check(&crew, 1001, "pinned again");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_thread_begins_with_the_blocks_of_its_node() {
+        let here = crate::affinity::processors().unwrap();
+        if here.len() < 2 {
+            return; // one processor has one node
+        }
+        let two = Nodes::new([here[..1].to_vec(), here[1..].to_vec()]);
+        let crew = Crew::of(2, two).unwrap();
+        crew.pin().unwrap();
+        let caller = std::thread::current().id();
+        let begun = AtomicI64::new(-1);
+        crew.run(1000, |first, _| {
+            if std::thread::current().id() != caller {
+                let _ = begun.compare_exchange(-1, first, Ordering::Relaxed, Ordering::Relaxed);
+            }
+            // The other blocks wait for the worker.
+            while begun.load(Ordering::Relaxed) < 0 {
+                std::thread::yield_now();
+            }
+        });
+        assert!(begun.into_inner() >= 500);
     }
 
     #[test]
@@ -143,7 +188,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    Crew::Shared(Shared::new()).run(100, |first, last| {
+                    Crew::shared().run(100, |first, last| {
                         total.fetch_add(last - first, Ordering::Relaxed);
                     });
                 });

@@ -3,7 +3,7 @@
 use crate::crew::Crew;
 use crate::memory::Memory;
 use crate::module::CpuModule;
-use crate::shared::Shared;
+use crate::nodes::{Nodes, host_nodes};
 use moesaic_kernel::{CpuCaches, Entry, Target};
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ impl CpuDevice {
     /// starts; they sleep between calls and end with the last of the devices.
     /// Launches from several threads run side by side.
     pub fn new() -> CpuDevice {
-        CpuDevice::from(Crew::Shared(Shared::new()))
+        CpuDevice::from(Crew::shared())
     }
 
     /// Exactly `threads` threads, the launching one included; 0 counts as 1.
@@ -30,7 +30,17 @@ impl CpuDevice {
     /// # Errors
     /// [`DeviceError::Unavailable`] when the threads cannot be started.
     pub fn with_threads(threads: usize) -> Result<CpuDevice, DeviceError> {
-        Crew::of(threads)
+        CpuDevice::with_nodes(threads, host_nodes().clone())
+    }
+
+    /// The same on memory nodes that are not the machine's own: for tests, and
+    /// where the system does not tell the truth. Results are the same bytes for
+    /// any.
+    ///
+    /// # Errors
+    /// As [`CpuDevice::with_threads`].
+    pub fn with_nodes(threads: usize, nodes: Nodes) -> Result<CpuDevice, DeviceError> {
+        Crew::of(threads, nodes)
             .map(CpuDevice::from)
             .map_err(|error| DeviceError::Unavailable {
                 backend: "cpu".to_string(),
@@ -38,10 +48,12 @@ impl CpuDevice {
             })
     }
 
-    /// The same device with each of its own threads kept on one processor: from
-    /// the second on that this process may use, and around. The launching
-    /// thread, for which the first is left, is the caller's to keep in place;
-    /// threads that devices share stay where the system puts them.
+    /// The same device with each of its own threads kept on one processor that
+    /// this process may use. Processors are taken one of each memory node in
+    /// turn, on one node in ascending order, so that few threads are spread over
+    /// all nodes; more threads than processors go round. The launching thread,
+    /// for which the first is left, is the caller's to keep in place; threads
+    /// that devices share stay where the system puts them.
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`] when the system refuses, or is not Linux.
@@ -183,8 +195,8 @@ impl Device for CpuDevice {
 }
 
 /// Bytes that one thread uploads at a time: some huge pages. A page is put on
-/// the memory node of the thread that writes it first, so that what all threads
-/// will read is spread over the nodes of all.
+/// the memory node of the thread that writes it first. Parts are blocks of a run
+/// like others, so that each node has a share of them in one piece.
 const PART: usize = 8 << 20;
 
 fn parts(bytes: usize) -> i64 {

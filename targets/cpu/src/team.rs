@@ -149,14 +149,14 @@ impl Team {
         }
     }
 
-    /// Keeps worker `i` on the `i + 1`-th processor that this process may use;
-    /// the first is left to the caller. More workers than processors go round.
-    pub(crate) fn pin(&self) -> io::Result<()> {
+    /// Keeps worker `i` on the `i + 1`-th of these processors; the first is left
+    /// to the caller. More workers than processors go round.
+    pub(crate) fn pin(&self, processors: &[usize]) -> io::Result<()> {
         let threads = self
             .workers
             .iter()
             .filter_map(|worker| worker.thread.as_ref());
-        crate::affinity::spread(threads)
+        crate::affinity::spread(threads, processors)
     }
 }
 
@@ -453,7 +453,7 @@ mod tests {
     #[test]
     fn threads_can_be_pinned() {
         let team = Team::new(3).unwrap();
-        team.pin().unwrap();
+        team.pin(&crate::affinity::processors().unwrap()).unwrap();
         let calls = AtomicUsize::new(0);
         team.run(3, &|| {
             calls.fetch_add(1, Ordering::Relaxed);

@@ -1,0 +1,264 @@
+//! How the blocks of a run are handed out: a lane of them for each memory node.
+
+use crate::nodes::Nodes;
+use std::sync::atomic::{AtomicI64, Ordering};
+
+/// Lanes that a run has at most; more nodes share them.
+const MOST: usize = 16;
+
+/// Which threads begin with which blocks. Blocks of a launch lie in lanes one
+/// after the other, so that a lane's threads have the same part of a grid each
+/// time, and find near them what they wrote first.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Lanes {
+    /// The lane of each processor, ascending by processor.
+    of: Vec<(usize, usize)>,
+    /// What share of the blocks each lane has, not all 0.
+    weights: Vec<usize>,
+}
+
+impl Lanes {
+    /// For threads that the system moves: shares go by the processors of nodes.
+    pub(crate) fn loose(nodes: &Nodes) -> Lanes {
+        Lanes::new(nodes, nodes.processors().iter().flatten())
+    }
+
+    /// For threads that stay on these processors, one each.
+    pub(crate) fn pinned<'a>(nodes: &Nodes, threads: impl Iterator<Item = &'a usize>) -> Lanes {
+        Lanes::new(nodes, threads)
+    }
+
+    /// Shares go by how many of `counted` are on each lane.
+    fn new<'a>(nodes: &Nodes, counted: impl Iterator<Item = &'a usize>) -> Lanes {
+        let count = nodes.count().min(MOST);
+        let each = nodes.processors().iter().enumerate();
+        // Neighbours share a lane when there are more nodes than lanes.
+        let each = each.flat_map(|(node, processors)| {
+            let lane = node * count / nodes.count();
+            processors.iter().map(move |&processor| (processor, lane))
+        });
+        let mut lanes = Lanes {
+            of: each.collect(),
+            weights: vec![0; count],
+        };
+        lanes.of.sort_unstable();
+        for &processor in counted {
+            let lane = lanes.lane(processor);
+            lanes.weights[lane] += 1;
+        }
+        if lanes.weights.iter().all(|&weight| weight == 0) {
+            lanes.weights[0] = 1;
+        }
+        lanes
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.weights.len()
+    }
+
+    /// The lane of the calling thread, by where it runs now.
+    pub(crate) fn here(&self) -> usize {
+        match self.count() {
+            1 => 0,
+            _ => crate::affinity::processor().map_or(0, |processor| self.lane(processor)),
+        }
+    }
+
+    /// The lane of a processor; the first, if no node names it.
+    fn lane(&self, processor: usize) -> usize {
+        let found = self.of.binary_search_by_key(&processor, |(p, _)| *p);
+        found.map_or(0, |at| self.of[at].1)
+    }
+
+    /// The blocks `0..blocks` for `threads` threads; lanes past `count` are empty.
+    pub(crate) fn cut(&self, blocks: i64, threads: i64) -> [Lane; MOST] {
+        let total = self.weights.iter().sum::<usize>() as u128;
+        let (mut before, mut first) = (0, 0);
+        std::array::from_fn(|lane| {
+            let Some(&weight) = self.weights.get(lane) else {
+                return Lane::new(blocks, blocks, 1);
+            };
+            before += weight;
+            let last = (blocks as u128 * before as u128 / total) as i64;
+            let own = (threads as usize * weight).div_ceil(total as usize);
+            Lane::new(std::mem::replace(&mut first, last), last, own as i64)
+        })
+    }
+}
+
+/// Hands out ranges of blocks that shrink towards the end: long ones first,
+/// so that neighbours share a cache, single ones last, so that all threads
+/// finish together whatever a block costs. On lines of its own: threads of one
+/// node do not slow down those of another.
+#[repr(align(128))]
+pub(crate) struct Lane {
+    next: AtomicI64,
+    last: i64,
+    threads: i64,
+}
+
+/// Parts each thread's fair share of the rest is cut into.
+const PARTS: i64 = 4;
+
+impl Lane {
+    /// The blocks `first..last`, for so many threads of its own.
+    pub(crate) fn new(first: i64, last: i64, threads: i64) -> Lane {
+        Lane {
+            next: AtomicI64::new(first),
+            last,
+            threads: threads.max(1),
+        }
+    }
+
+    fn take(&self) -> Option<(i64, i64)> {
+        let length = |first: i64| ((self.last - first) / (PARTS * self.threads)).max(1);
+        let step = |first| (first < self.last).then(|| first + length(first));
+        // Relaxed: the ranges are disjoint by the counter's own atomicity,
+        // and the end of the run publishes the results.
+        let first = self
+            .next
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, step)
+            .ok()?;
+        Some((first, first + length(first)))
+    }
+}
+
+/// Calls `work(first, last)` with ranges of the lane `own` until it is empty,
+/// then of the lanes behind it and around: helping far away is better than
+/// waiting.
+pub(crate) fn drain(lanes: &[Lane], own: usize, work: impl Fn(i64, i64)) {
+    let (before, from) = lanes.split_at(own);
+    for lane in from.iter().chain(before) {
+        while let Some((first, last)) = lane.take() {
+            work(first, last);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    fn nodes(processors: &[&[usize]]) -> Nodes {
+        Nodes::new(processors.iter().map(|node| node.to_vec()))
+    }
+
+    /// As many nodes, of one, two and three processors in turns.
+    fn machine(count: usize) -> Nodes {
+        let mut next = 0..;
+        let mut node = |i: usize| next.by_ref().take(i % 3 + 1).collect();
+        Nodes::new((0..count).map(&mut node).collect::<Vec<_>>())
+    }
+
+    /// Lanes of a run as `first..last, threads`.
+    fn cut(lanes: &Lanes, blocks: i64, threads: i64) -> Vec<(i64, i64, i64)> {
+        let cut = lanes.cut(blocks, threads);
+        let cut = cut.into_iter().take(lanes.count());
+        cut.map(|lane| (lane.next.into_inner(), lane.last, lane.threads))
+            .collect()
+    }
+
+    fn taken(lane: &Lane) -> Vec<(i64, i64)> {
+        std::iter::from_fn(|| lane.take()).collect()
+    }
+
+    #[test]
+    fn ranges_are_few_and_end_small() {
+        let ranges = taken(&Lane::new(0, 10_000, 8));
+        assert!(ranges.len() < 300, "{}", ranges.len());
+        assert!(ranges[0].1 - ranges[0].0 > 100);
+        assert!(
+            ranges[ranges.len() - 16..]
+                .iter()
+                .all(|(first, last)| last - first == 1)
+        );
+        // The same wherever a lane begins.
+        let later = taken(&Lane::new(77, 10_077, 8)).into_iter();
+        assert!(
+            later
+                .map(|(first, last)| (first - 77, last - 77))
+                .eq(ranges)
+        );
+    }
+
+    #[test]
+    fn one_node_has_one_lane_of_everything() {
+        let lanes = Lanes::loose(&Nodes::default());
+        assert_eq!((lanes.count(), lanes.here(), lanes.lane(5)), (1, 0, 0));
+        assert_eq!(cut(&lanes, 1001, 7), [(0, 1001, 7)]);
+        let lanes = Lanes::pinned(&Nodes::default(), [3, 4].iter());
+        assert_eq!(cut(&lanes, 1001, 2), [(0, 1001, 2)]);
+    }
+
+    #[test]
+    fn shares_follow_processors_or_threads() {
+        let nodes = nodes(&[&[0, 1], &[2, 3, 4, 5, 6, 7]]);
+        let loose = Lanes::loose(&nodes);
+        assert_eq!(cut(&loose, 100, 8), [(0, 25, 2), (25, 100, 6)]);
+        assert_eq!(cut(&loose, 100, 2), [(0, 25, 1), (25, 100, 2)]);
+        assert_eq!(cut(&loose, 1, 8), [(0, 0, 2), (0, 1, 6)]);
+        let pinned = Lanes::pinned(&nodes, [0, 2, 1].iter());
+        assert_eq!(cut(&pinned, 90, 3), [(0, 60, 2), (60, 90, 1)]);
+        let alone = Lanes::pinned(&nodes, [6, 7].iter());
+        assert_eq!(cut(&alone, 90, 2), [(0, 0, 1), (0, 90, 2)]);
+        let huge = cut(&loose, i64::MAX, 8);
+        assert_eq!((huge[0].1, huge[1].1), (i64::MAX / 4, i64::MAX));
+    }
+
+    #[test]
+    fn more_nodes_than_lanes_share_them() {
+        let lanes = Lanes::loose(&machine(2 * MOST));
+        assert_eq!(lanes.count(), MOST);
+        assert_eq!((lanes.lane(0), lanes.lane(2), lanes.lane(3)), (0, 0, 1));
+        let last = 12 * MOST / 3 * 2;
+        assert_eq!((lanes.lane(last), lanes.lane(9999)), (0, 0));
+        for count in [1, 2, 3, MOST - 1, MOST, MOST + 1, 5 * MOST] {
+            let lanes = Lanes::loose(&machine(count));
+            let cut = cut(&lanes, 1_000_000, 64);
+            assert!(cut.iter().all(|(first, last, _)| first < last), "{count}");
+        }
+    }
+
+    #[test]
+    fn every_block_is_handed_out_once() {
+        for count in [1, 2, 3, 16, 17] {
+            let lanes = Lanes::loose(&machine(count));
+            for (threads, blocks) in [(1, 1), (2, 2), (3, 13), (4, 64), (3, 1001), (7, 5000)] {
+                let cut = &lanes.cut(blocks, threads)[..lanes.count()];
+                let seen = Mutex::new(Vec::new());
+                std::thread::scope(|scope| {
+                    for thread in 0..threads as usize {
+                        let seen = &seen;
+                        // With few threads some lanes have none of their own.
+                        scope.spawn(move || {
+                            drain(cut, (thread * 2 + 1) % cut.len(), |first, last| {
+                                assert!(first < last);
+                                seen.lock().unwrap().extend(first..last);
+                            });
+                        });
+                    }
+                });
+                let mut seen = seen.into_inner().unwrap();
+                seen.sort_unstable();
+                let all = seen.into_iter().eq(0..blocks);
+                assert!(all, "{count} nodes, {threads} threads, {blocks} blocks");
+            }
+        }
+    }
+
+    #[test]
+    fn a_thread_drains_its_own_lane_first_and_then_helps_the_next() {
+        let lanes = Lanes::loose(&nodes(&[&[0], &[1], &[2]]));
+        for (own, expected) in [(0, [0, 1, 2]), (1, [1, 2, 0]), (2, [2, 0, 1])] {
+            let order = Mutex::new(Vec::new());
+            drain(&lanes.cut(300, 3)[..3], own, |first, last| {
+                order.lock().unwrap().extend(first..last);
+            });
+            let wanted = expected
+                .iter()
+                .flat_map(|lane| lane * 100..lane * 100 + 100);
+            assert!(order.into_inner().unwrap().into_iter().eq(wanted));
+        }
+    }
+}
