@@ -27,21 +27,37 @@ fn bits(values: &[f64]) -> Vec<u64> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
+/// A token's output is the same bytes alone and among others.
+pub fn alone(engine: &Engine, dtype: DType) {
+    let case = Case::random(&spec(dtype), 140, 1);
+    let layer = case.layer(engine);
+    let batch = floats(&layer.forward(&case.input()).unwrap(), "y");
+    for token in [0, 77, 139] {
+        let row = token * 611..(token + 1) * 611;
+        let mut one = Case::random(&case.spec, 1, 1);
+        one.input.x = case.input.x[row.clone()].to_vec();
+        let alone = floats(&layer.forward(&one.input()).unwrap(), "y");
+        let what = case.describe();
+        assert_eq!(bits(&alone), bits(&batch[row]), "token {token}: {what}");
+    }
+}
+
+/// Packed weights give what those do that a block transposes.
+pub fn packed_as_plain(engine: &Engine, dtype: DType) {
+    let case = Case::random(&spec(dtype), 50, 2);
+    let weights = case.host_weights();
+    let trained = engine.training_layer(&case.spec, &weights, Training::default());
+    let plain = trained.unwrap().forward(&case.input()).unwrap();
+    let packed = case.layer(engine).forward(&case.input()).unwrap();
+    let [plain, packed] = [&plain, &packed].map(|output| bits(&floats(output, "y")));
+    assert_eq!(plain, packed, "{}", case.describe());
+}
+
 #[test]
 fn a_token_has_the_same_bytes_alone_and_in_a_batch() {
     for engine in cpus() {
         for dtype in [DType::F32, DType::Bf16] {
-            let case = Case::random(&spec(dtype), 140, 1);
-            let layer = case.layer(&engine);
-            let batch = floats(&layer.forward(&case.input()).unwrap(), "y");
-            for token in [0, 77, 139] {
-                let row = token * 611..(token + 1) * 611;
-                let mut one = Case::random(&case.spec, 1, 1);
-                one.input.x = case.input.x[row.clone()].to_vec();
-                let alone = floats(&layer.forward(&one.input()).unwrap(), "y");
-                let what = case.describe();
-                assert_eq!(bits(&alone), bits(&batch[row]), "token {token}: {what}");
-            }
+            alone(&engine, dtype);
         }
     }
 }
@@ -50,13 +66,7 @@ fn a_token_has_the_same_bytes_alone_and_in_a_batch() {
 fn packed_and_plain_weights_give_the_same_bytes() {
     for engine in cpus() {
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
-            let case = Case::random(&spec(dtype), 50, 2);
-            let weights = case.host_weights();
-            let trained = engine.training_layer(&case.spec, &weights, Training::default());
-            let plain = trained.unwrap().forward(&case.input()).unwrap();
-            let packed = case.layer(&engine).forward(&case.input()).unwrap();
-            let [plain, packed] = [&plain, &packed].map(|output| bits(&floats(output, "y")));
-            assert_eq!(plain, packed, "{}", case.describe());
+            packed_as_plain(&engine, dtype);
         }
     }
 }
