@@ -54,6 +54,7 @@ pub const CPU: &[Template] = index![
     "cpu/gemm_panel.c",
     "cpu/gemm_rows.c",
     "cpu/gemm_vectors.c",
+    "cpu/gemm_quads.c",
     "cpu/gemm_tiles.c",
     "cpu/gemm_multiply.c",
     "cpu/gemm_fetch.c",

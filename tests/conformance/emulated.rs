@@ -2,10 +2,12 @@
 //! reference, forward and backward, and routing to the bit as on this CPU.
 
 use super::Case;
+use super::batch::{alone, packed_as_plain};
+use super::case::floats;
 use super::simulated::{crowded, of_type, open, random_specs, same_maps, shapes, small};
 use super::simulated_training::{options, shapes as trained_shapes};
-use moesaic::DType;
 use moesaic::emit::emit_layer;
+use moesaic::{DType, Recompute};
 
 const NEON: &str = "sim:neon";
 const NEON_BF16: &str = "sim:neonbf16";
@@ -55,6 +57,41 @@ fn neonbf16_trains_shapes() {
     trained_shapes(NEON_BF16);
 }
 
+/// Rows and columns are multiplied in pairs and four deep: every rest of these,
+/// more rows than a register tile has, and more depth than a slice.
+#[test]
+fn neonbf16_takes_odd_rows_columns_and_depths() {
+    let engine = open(NEON_BF16);
+    for (d, h) in [(1, 1), (6, 11), (47, 10), (613, 7)] {
+        let spec = of_type(DType::Bf16, small(d, h, 1, 1));
+        for tokens in [1, 2, 3, 13, 25, 33] {
+            Case::random(&spec, tokens, d as u64).check(&engine);
+        }
+        // The gradients of weights sum over rows.
+        for tokens in [1, 2, 3, 5, 13] {
+            Case::random(&spec, tokens, d as u64).check_training(&engine, Recompute::None);
+        }
+    }
+}
+
+#[test]
+fn rows_of_neonbf16_do_not_depend_on_their_pair() {
+    let engine = open(NEON_BF16);
+    alone(&engine, DType::Bf16);
+    packed_as_plain(&engine, DType::Bf16);
+    let mut case = Case::random(&of_type(DType::Bf16, small(24, 16, 1, 1)), 3, 9);
+    let layer = case.layer(&engine);
+    let mut rows = || {
+        let output = layer.forward(&case.input()).expect("it runs");
+        case.input.x[24 + 5] = f64::NAN;
+        floats(&output, "y")
+    };
+    let (plain, spoiled) = (rows(), rows());
+    assert!(spoiled[24..48].iter().all(|v| v.is_nan()));
+    assert_eq!(plain[..24], spoiled[..24]);
+    assert_eq!(plain[48..], spoiled[48..]);
+}
+
 /// Without products of bf16 the two sets have one text and one result; with
 /// them, pairs are multiplied by an instruction that the other does not have.
 #[test]
@@ -64,7 +101,7 @@ fn only_products_of_bf16_differ_between_the_sets() {
         let layer = case.layer(&open(target));
         let output = layer.forward(&case.input()).expect("it runs");
         let kernels = emit_layer(layer.plan()).expect("it can be emitted");
-        let pairs = kernels.iter().filter(|k| k.text.contains("bfdot")).count();
+        let pairs = kernels.iter().filter(|k| k.text.contains("bfmmla")).count();
         (output.y().to_f32(), pairs)
     };
     let (plain, none) = layer(NEON, DType::F16);

@@ -26,6 +26,8 @@ struct TargetText {
     vector_registers: usize,
     /// Whether a CPU has a product of pairs of bf16 added to an f32.
     bf16_pairs: bool,
+    /// Whether a CPU has a product of two rows by two columns of four bf16 each.
+    bf16_quads: bool,
     /// Whether a CPU has AVX2 at least.
     avx2: bool,
     /// Whether a CPU has AVX-512 at least.
@@ -47,6 +49,7 @@ impl TargetText {
             vector_bytes: 0,
             vector_registers: 0,
             bf16_pairs: false,
+            bf16_quads: false,
             avx2: false,
             avx512: false,
             wave: 32,
@@ -57,6 +60,7 @@ impl TargetText {
                 vector_bytes: isa.vector_bytes(),
                 vector_registers: isa.vector_registers(),
                 bf16_pairs: isa.bf16_pairs(),
+                bf16_quads: isa.bf16_quads(),
                 avx2: isa.has_avx2(),
                 avx512: isa.has_avx512(),
                 wave: 1,

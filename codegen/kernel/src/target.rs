@@ -43,7 +43,7 @@ pub enum CpuIsa {
     Amx,
     /// aarch64.
     Neon,
-    /// [`CpuIsa::Neon`] with the dot products of bf16 of Armv8.6.
+    /// [`CpuIsa::Neon`] with the products of bf16 of Armv8.6.
     NeonBf16,
 }
 
@@ -211,6 +211,13 @@ impl CpuIsa {
     /// lane and adds both products to an f32.
     pub const fn bf16_pairs(self) -> bool {
         matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::NeonBf16)
+    }
+
+    /// Whether one instruction multiplies two rows by two columns of bf16, each
+    /// four deep, and adds the products to four f32: BFMMLA, which every CPU
+    /// with the dot products of Armv8.6 has.
+    pub const fn bf16_quads(self) -> bool {
+        matches!(self, CpuIsa::NeonBf16)
     }
 
     /// Whether it is x86-64 with AVX2 at least.

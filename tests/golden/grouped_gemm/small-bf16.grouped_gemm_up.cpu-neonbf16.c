@@ -1,11 +1,11 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 128 columns of the output. It goes over
-// the inner dimension in slices: weights lie in memory as they are multiplied, every 6 rows are multiplied by them in registers, and the
+// the inner dimension in slices: weights lie in memory as they are multiplied, every 12 rows are multiplied by them in registers, and the
 // sums go to a tile on the stack. A row's sums do not depend on the other rows
 // or on their number.
 //
-// Baked in: experts, widths, types, activation. On the stack: 6 rows of input, the tile.
+// Baked in: experts, widths, types, activation. On the stack: 12 rows of input, the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -114,14 +114,15 @@ INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
             to[i] = part[i];
 }
 
-// Operands of products. A word is what one 32-bit lane multiplies: two bf16,
-// whose products are added to an f32 sum together.
-enum { WORD = 2, STEP = WORD * LANES }; // elements per word, per vector
+// Operands of products. A word is four bf16 that are summed over, of a row or of a
+// column; a vector has the words of two. Two rows are multiplied by two columns at
+// once: sums are squares, a row's two before the next row's.
+enum { WORD = 4, STEP = 8, SPAN = 2 }; // elements per word, per vector; words per vector
 
-INLINE vec multiply_add(vec sum, vec a, vec b)
+INLINE vec multiply_add(vec sums, vec rows, vec columns)
 {
-    __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b));
-    return sum;
+    __asm__("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums) : "w"(rows), "w"(columns));
+    return sums;
 }
 
 typedef vec vec_pairs_in_memory __attribute__((aligned(2)));
@@ -137,28 +138,12 @@ INLINE vec load_part_input(const bf16 *from, i64 count)
 }
 INLINE vec load_part_weights(const bf16 *from, i64 count) { return load_part_input(from, count); }
 
-// The same word in every lane.
-typedef i32 word_t __attribute__((may_alias));
-INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
-
-// Turns LANES vectors, as the rows of a matrix, into its columns. A round
-// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
-INLINE void transpose(vec v[LANES])
+// Turns two vectors of two words, as the rows of a matrix, into its columns.
+INLINE void transpose(vec v[SPAN])
 {
-#pragma GCC unroll 4
-    for (int round = 1; round < LANES; round *= 2) {
-        vec next[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            vec a = v[i], b = v[i + LANES / 2];
-            next[2 * i] = SHUFFLE(a, b, 0, 4, 1, 5);
-            next[2 * i + 1] =
-                SHUFFLE(a, b, 2, 6, 3, 7);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            v[i] = next[i];
-    }
+    vec a = v[0], b = v[1];
+    v[0] = SHUFFLE(a, b, 0, 1, 4, 5);
+    v[1] = SHUFFLE(a, b, 2, 3, 6, 7);
 }
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
@@ -197,13 +182,14 @@ enum {
     MATRICES = 2,
     TILE_ROWS = 384,
     TILE_COLUMNS = 128,
-    TILE_WORDS = 256, // of a depth slice
+    TILE_WORDS = 128, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
-    REGISTER_ROWS = 6,
-    REGISTER_COLUMNS = 8, // of each matrix
+    REGISTER_ROWS = 12,
+    REGISTER_COLUMNS = 4, // of each matrix
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
-    VECTORS = STRIP / LANES,
+    ROW_PAIRS = REGISTER_ROWS / 2,
+    COLUMN_PAIRS = STRIP / 2,
     ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
@@ -240,27 +226,27 @@ typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 // A panel has the weights of a block, a depth slice at a time, in strips that
 // the sums of a register tile are as wide as: word by word all columns. They
 // lie so in memory, where they were put once.
-typedef f32 panel_word_t;
+typedef u64 panel_word_t;
 typedef panel_word_t strip_t[WORDS][STRIP];
 INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
 INLINE void store_panel(panel_word_t *to, vec v) { *(vec *)to = v; }
 
-// Transposes `width` elements of LANES rows of a matrix into columns of a strip.
-static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row[LANES], i64 width)
+// Transposes `width` elements of SPAN rows of a matrix into columns of a strip.
+static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row[SPAN], i64 width)
 {
     for (i64 i = 0; i < width; i += STEP) {
-        vec v[LANES];
+        vec v[SPAN];
         if (i + STEP <= width) {
 #pragma GCC unroll 16
-            for (int c = 0; c < LANES; c++)
+            for (int c = 0; c < SPAN; c++)
                 v[c] = load_weights(row[c] + i);
         } else {
-            for (int c = 0; c < LANES; c++)
+            for (int c = 0; c < SPAN; c++)
                 v[c] = load_part_weights(row[c] + i, width - i);
         }
         transpose(v);
 #pragma GCC unroll 16
-        for (int lane = 0; lane < LANES; lane++)
+        for (int lane = 0; lane < SPAN; lane++)
             store_panel(strip[i / WORD + lane], v[lane]);
     }
 }
@@ -269,9 +255,9 @@ static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row
 // and the next ones; past the end it is the last one again.
 static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64 count, i64 width)
 {
-    for (i64 c = 0; c < REGISTER_COLUMNS; c += LANES) {
-        const weight_t *row[LANES];
-        for (i64 i = 0; i < LANES; i++)
+    for (i64 c = 0; c < REGISTER_COLUMNS; c += SPAN) {
+        const weight_t *row[SPAN];
+        for (i64 i = 0; i < SPAN; i++)
             row[i] = matrix + min_i64(c + i, count - 1) * INNER;
         pack_columns((panel_word_t(*)[STRIP])&strip[0][c], row, width);
     }
@@ -280,7 +266,7 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
 // Weights that are wanted soon come from far away, so every group of rows
 // fetches its part of what is next, a few lines at a time, between products. Many
 // lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+enum { FETCH_WORDS = 8, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
@@ -306,17 +292,22 @@ INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups
     return (ahead_t){.from = from, .lines = each, .stride = LINE, .step = each * LINE};
 }
 
-// A depth slice of a few rows of input, as words.
-typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+// A depth slice of a few rows of input: word by word all rows.
+typedef u64 slice_t[TILE_WORDS][REGISTER_ROWS];
 
-// Copies a slice of `count` rows, from a depth on.
+// Copies a slice of `count` rows, from a depth on. A last row without another to
+// make a pair is copied twice.
 static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
 {
-    for (i64 r = 0; r < count; r++)
+    for (i64 r = 0; r < count; r += 2)
         for (i64 i = 0; i < width; i += STEP) {
-            const input_t *from = row[r] + depth + i;
-            vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
-            *(vec *)&slice[r][i / WORD] = v;
+            const input_t *from[2] = {row[r] + depth + i, row[min_i64(r + 1, count - 1)] + depth + i};
+            vec v[2];
+            for (int c = 0; c < 2; c++)
+                v[c] = i + STEP <= width ? load_input(from[c]) : load_part_input(from[c], width - i);
+            transpose(v);
+            *(vec *)&slice[i / WORD][r] = v[0];
+            *(vec *)&slice[i / WORD + 1][r] = v[1];
         }
 }
 
@@ -330,43 +321,46 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
     ahead->depth = depth;
 }
 
-// Adds `rows` rows of a slice times one strip of a panel to the sums.
-INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
+// Adds `pairs` pairs of rows of a slice times one strip of a panel to the sums,
+// which lie as squares: of a pair of rows those of all columns.
+INLINE void multiply(const int pairs, f32 (*sums)[STRIP], slice_t slice,
                      const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
-    vec sum[REGISTER_ROWS][VECTORS];
+    vec sum[ROW_PAIRS][COLUMN_PAIRS];
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < pairs; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
-            sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
+        for (int c = 0; c < COLUMN_PAIRS; c++)
+            sum[r][c] = start ? (vec){0} : ((const vec *)sums[2 * r])[c];
     for (i64 word = 0; word < words; word++) {
         if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
             fetch(&ahead);
-        vec w[VECTORS];
+        vec w[COLUMN_PAIRS];
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
-            w[v] = load_panel(&panel[word][v * LANES]);
+        for (int c = 0; c < COLUMN_PAIRS; c++)
+            w[c] = load_panel(&panel[word][2 * c]);
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            vec x = broadcast_word(&slice[r][word]);
+        for (int r = 0; r < pairs; r++) {
+            vec x = *(const vec *)&slice[word][2 * r];
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++)
-                sum[r][v] = multiply_add(sum[r][v], x, w[v]);
+            for (int c = 0; c < COLUMN_PAIRS; c++)
+                sum[r][c] = multiply_add(sum[r][c], x, w[c]);
         }
     }
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < pairs; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
-            *(vec *)&sums[r][v * LANES] = sum[r][v];
+        for (int c = 0; c < COLUMN_PAIRS; c++)
+            ((vec *)sums[2 * r])[c] = sum[r][c];
 }
 
-// One copy of `multiply` for each number of rows.
-static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+// One copy of `multiply` for each number of pairs. A lone last row is multiplied
+// with what lies beside it, whose sums nobody reads. What its caller has in vector
+// registers would cost products theirs, hence no inlining.
+static __attribute__((noinline)) void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
                           const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
-    switch (rows) {
+    switch ((rows + 1) / 2) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
     case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
     case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
@@ -411,10 +405,27 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
         finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
 }
 
+// Turns the sums of two rows, squares of two columns each, into rows.
+INLINE void unzip_rows(f32 (*rows)[STRIP])
+{
+    vec squares[COLUMN_PAIRS];
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMN_PAIRS; c++)
+        squares[c] = ((const vec *)rows)[c];
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMN_PAIRS; c += SPAN) {
+        transpose(&squares[c]);
+        *(vec *)&rows[0][2 * c] = squares[c];
+        *(vec *)&rows[1][2 * c] = squares[c + 1];
+    }
+}
+
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
 // from `column` on.
 static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
+    for (i64 r = 0; r < rows; r += 2)
+        unzip_rows(&sums[r]);
     for (i64 r = 0; r < rows; r++)
         finish_row(to, sums[r], row + r, column, columns);
 }
@@ -429,7 +440,7 @@ static void multiply_block(const input_t *const *row, const block_t *block, cons
     tile_t tile ALIGNED;
     slice_t slice ALIGNED;
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    const i64 height = (rows + groups - 1) / groups;
+    const i64 height = ((rows + groups - 1) / groups + 1) / 2 * 2; // whole pairs
     const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
     for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
         const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;

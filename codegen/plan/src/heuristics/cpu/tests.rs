@@ -2,15 +2,15 @@
 
 use super::*;
 use crate::{KernelConfig, LayerPlan, PlanOptions, Training, plan_for, plan_with};
-use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 
-const TARGETS: [&str; 5] = [
+const TARGETS: [&str; 6] = [
     "cpu:portable",
     "cpu:avx2",
     "cpu:avx512bf16",
     "cpu:amx",
     "cpu:neon",
+    "cpu:neonbf16",
 ];
 
 /// Larger than any block.
@@ -76,13 +76,13 @@ fn panel_and_sums_are_part_of_the_second_level() {
 #[test]
 fn a_strip_leaves_room_in_the_first_level() {
     each(|plan| {
-        for (name, _, c) in gemms(plan) {
-            let (_, strip) = register_tile(match plan.target {
-                Target::Cpu(isa) => isa,
-                _ => unreachable!(),
-            });
+        for (name, desc, c) in gemms(plan) {
+            let matrices = match desc {
+                KernelDesc::GroupedGemm(d) => d.matrices(),
+                _ => 1,
+            };
             if c.family != GemmFamily::Tiles {
-                let bytes = c.tile_depth * strip * 4;
+                let bytes = c.tile_depth * c.thread_columns * matrices * 4;
                 assert!(bytes * 3 <= plan.caches.l1_bytes() * 2, "{name}");
             }
         }
