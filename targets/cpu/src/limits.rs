@@ -16,7 +16,7 @@ pub struct Limits {
     pub threads: usize,
     /// f32 multiply-adds, in 1e9 floating point operations per second.
     pub f32_gflops: f64,
-    /// bf16 dot products with f32 sums, likewise; where the CPU has them.
+    /// bf16 products with f32 sums, likewise; where the CPU has them.
     pub bf16_gflops: Option<f64>,
     /// Memory read, in 1e9 bytes per second. Caches do not help: what is read is
     /// larger than they are.
@@ -46,6 +46,7 @@ pub fn measure(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Limits, Lim
     let probe = Probe::new(compiler, device)?;
     let lanes = probe.isa.vector_bytes() / 4 * chains(probe.isa);
     let bf16_operations = match probe.isa {
+        isa if isa.bf16_quads() => Some(8 * lanes),
         isa if isa.bf16_pairs() => Some(4 * lanes),
         CpuIsa::Amx => Some(4 * TILE_OPERATIONS),
         _ => None,
