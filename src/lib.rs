@@ -49,7 +49,7 @@ pub use moesaic_engine::{
     Weights, precompile, precompile_on,
 };
 pub use moesaic_kernel::{
-    CpuCaches, DType, KernelSource, SimArch, Size, Stem, Target, TargetError,
+    CpuCaches, CpuIsa, DType, KernelSource, SimArch, Size, Stem, Target, TargetError,
 };
 pub use moesaic_macros::layer;
 pub use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Tilings, Training, Work};

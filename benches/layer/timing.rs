@@ -6,7 +6,7 @@ use crate::peer::{Peer, Way};
 use crate::select::Selection;
 use crate::shapes::Shape;
 use moesaic::DType;
-use moesaic::cpu::{CpuDevice, limits};
+use moesaic::cpu::{CpuDevice, host_isa, limits};
 use moesaic::toolchain::{self, Registry};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -35,7 +35,8 @@ impl Limits {
     pub fn measure(here: &Here, dtype: DType, peers: &mut [Peer]) -> Result<Limits> {
         let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         let compiler = toolchain::c(&registry)?;
-        let found = limits::measure(&compiler, &CpuDevice::with_threads(here.threads)?)?;
+        let device = CpuDevice::with_threads(here.threads)?;
+        let found = limits::measure(&compiler, &device, host_isa())?;
         let gflops = match dtype {
             DType::F32 => found.f32_gflops,
             _ => found.bf16_gflops.unwrap_or(0.0).max(found.f32_gflops),

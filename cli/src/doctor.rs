@@ -101,7 +101,7 @@ impl Diagnosis {
             target: Target::Cpu(host_isa()),
             caches: device.caches(),
             nodes: host_nodes().count(),
-            limits: Machine::measure_cpu(&device).map_err(|failure| failure.message),
+            limits: Machine::measure_cpu(&device, host_isa()).map_err(|failure| failure.message),
             cache: Cache::of(store),
             findings: doctor(&registry),
             simulators: simulators(),
@@ -165,8 +165,8 @@ impl Diagnosis {
             Ok(limits) => format!(
                 "measured: {} f32{}, {} read",
                 units::flop_rate(limits.f32_flops),
-                limits.half_flops.map_or(String::new(), |rate| format!(
-                    ", {} bf16",
+                limits.half().map_or(String::new(), |(rate, name)| format!(
+                    ", {} {name}",
                     units::flop_rate(rate)
                 )),
                 units::byte_rate(limits.bytes_per_second)

@@ -4,7 +4,7 @@ use crate::failure::{Failure, Result};
 use moesaic::cpu::{CpuDevice, limits};
 use moesaic::target::Device;
 use moesaic::toolchain::{self, Registry};
-use moesaic::{DType, Target};
+use moesaic::{CpuIsa, DType, Target};
 use std::path::Path;
 
 /// The limits of a machine.
@@ -16,9 +16,10 @@ pub struct Machine {
     pub origin: Origin,
     /// f32 multiply-adds without tensor cores, in FLOP/s.
     pub f32_flops: f64,
-    /// Dense f16 and bf16 products with f32 sums, in FLOP/s; where there is
-    /// hardware for them.
-    pub half_flops: Option<f64>,
+    /// Dense f16 products with f32 sums, in FLOP/s; where there is hardware for them.
+    pub f16_flops: Option<f64>,
+    /// The same of bf16.
+    pub bf16_flops: Option<f64>,
     /// Memory traffic, in bytes/s.
     pub bytes_per_second: f64,
 }
@@ -101,10 +102,26 @@ const KNOWN: &[Known] = &[
 impl Machine {
     /// The rate that arithmetic on this element type can reach.
     pub fn flops(&self, dtype: DType) -> f64 {
-        match dtype {
-            DType::F16 | DType::Bf16 => self.half_flops.unwrap_or(self.f32_flops),
-            _ => self.f32_flops,
-        }
+        let own = match dtype {
+            DType::F16 => self.f16_flops,
+            DType::Bf16 => self.bf16_flops,
+            _ => None,
+        };
+        own.unwrap_or(self.f32_flops)
+    }
+
+    /// The rate of 16-bit products, and which they are; where there is hardware for
+    /// them.
+    pub fn half(&self) -> Option<(f64, &'static str)> {
+        let bf16 = self.bf16_flops?;
+        Some((
+            bf16,
+            if self.f16_flops.is_some() {
+                "16-bit"
+            } else {
+                "bf16"
+            },
+        ))
     }
 
     /// The published limits of the GPU of this name.
@@ -134,20 +151,18 @@ impl Machine {
         by_name.or_else(|| Machine::of_target(target))
     }
 
-    /// The limits of this machine's CPU, measured in half a second.
-    pub fn measure_cpu(device: &CpuDevice) -> Result<Machine> {
+    /// The limits of this machine's CPU with the instructions that kernels for `isa`
+    /// use, measured in half a second.
+    pub fn measure_cpu(device: &CpuDevice, isa: CpuIsa) -> Result<Machine> {
         let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         let compiler = toolchain::c(&registry).map_err(|error| Failure::from(&error))?;
-        let limits = limits::measure(&compiler, device).map_err(Failure::work)?;
+        let limits = limits::measure(&compiler, device, isa).map_err(Failure::work)?;
         Ok(Machine {
             name: device.info().name.clone(),
             origin: Origin::Measured,
             f32_flops: limits.f32_gflops * 1e9,
-            // Where dot products of bf16 are slower, kernels widen to f32.
-            half_flops: limits
-                .bf16_gflops
-                .filter(|&r| r > limits.f32_gflops)
-                .map(|r| r * 1e9),
+            f16_flops: None, // kernels widen f16 to f32
+            bf16_flops: limits.bf16_gflops.map(|rate| rate * 1e9),
             bytes_per_second: limits.read_gbps * 1e9,
         })
     }
@@ -169,7 +184,8 @@ fn published(known: &Known) -> Machine {
         name: known.name.to_string(),
         origin: Origin::Published,
         f32_flops: known.f32 * 1e12,
-        half_flops: Some(known.half * 1e12),
+        f16_flops: Some(known.half * 1e12),
+        bf16_flops: Some(known.half * 1e12),
         bytes_per_second: known.bandwidth * 1e9,
     }
 }

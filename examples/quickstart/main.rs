@@ -6,7 +6,7 @@
 
 mod show;
 
-use moesaic::cpu::{CpuCompiler, CpuDevice, limits};
+use moesaic::cpu::{CpuCompiler, CpuDevice, host_isa, limits};
 use moesaic::reference::{self, Random};
 use moesaic::spec::hf;
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
@@ -104,7 +104,7 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
         weights = weights.with(name, shape, data);
     }
     let layer = engine.layer(&spec, &weights)?;
-    let limits = limits::measure(&CpuCompiler::find(None)?, &CpuDevice::new())?;
+    let limits = limits::measure(&CpuCompiler::find(None)?, &CpuDevice::new(), host_isa())?;
     println!("{}", show::limits(&spec, &limits));
     for tokens in [1, 64, 2048] {
         let x: Vec<f32> = Random::new(2)

@@ -158,7 +158,7 @@ impl BenchArgs {
             return Ok(Some(crate::machine::required(name)?));
         }
         match engine.target() {
-            Target::Cpu(_) => Machine::measure_cpu(&self.cpu()?).map(Some),
+            Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa).map(Some),
             target => Ok(Machine::of_device(&engine.device_info().name, target)),
         }
     }

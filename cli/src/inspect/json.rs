@@ -44,7 +44,8 @@ pub fn machine(machine: &Machine) -> Value {
         "name": machine.name,
         "origin": machine.origin.name(),
         "f32_flops": machine.f32_flops,
-        "half_flops": machine.half_flops,
+        "f16_flops": machine.f16_flops,
+        "bf16_flops": machine.bf16_flops,
         "bytes_per_second": machine.bytes_per_second,
     })
 }

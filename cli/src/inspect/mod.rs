@@ -137,11 +137,11 @@ impl InspectArgs {
         if let Some(name) = &self.machine {
             return machine::required(name).map(Some);
         }
-        if target.backend() != "cpu" {
+        let moesaic::Target::Cpu(isa) = target else {
             return Ok(Machine::of_target(target));
-        }
+        };
         let device = moesaic::cpu::CpuDevice::new();
-        match Machine::measure_cpu(&device) {
+        match Machine::measure_cpu(&device, isa) {
             Ok(machine) => Ok(Some(machine)),
             Err(failure) => {
                 console.note(&format!(

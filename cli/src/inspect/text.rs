@@ -311,9 +311,8 @@ fn roofline_title(inspection: &Inspection) -> String {
 
 /// The machine and its limits in one line.
 pub fn roofs(machine: &crate::machine::Machine) -> String {
-    let half = machine.half_flops;
-    let half = half.map_or(String::new(), |rate| {
-        format!(", {} 16-bit", units::flop_rate(rate))
+    let half = machine.half().map_or(String::new(), |(rate, name)| {
+        format!(", {} {name}", units::flop_rate(rate))
     });
     format!(
         "{} ({}: {} f32{half}, {})",

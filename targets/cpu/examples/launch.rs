@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let device = CpuDevice::new();
     println!("{:?}", device.info());
     let started = Instant::now();
-    println!("{:?}", limits::measure(&compiler, &device)?);
+    println!("{:?}", limits::measure(&compiler, &device, host_isa())?);
     println!("measured in {:?}", started.elapsed());
 
     let entry = spin_entry();

@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 
 const TEXT: &str = include_str!("limits.c");
 
-/// The best this machine did in a few short runs over all the device's threads.
+/// The best this machine did with an instruction set, in a few short runs over all
+/// the device's threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// Threads that took part.
     pub threads: usize,
     /// f32 multiply-adds, in 1e9 floating point operations per second.
     pub f32_gflops: f64,
-    /// bf16 products with f32 sums, likewise; where the CPU has them.
+    /// bf16 products with f32 sums, likewise; where the instruction set has them.
     pub bf16_gflops: Option<f64>,
     /// Memory read, in 1e9 bytes per second. Caches do not help: what is read is
     /// larger than they are.
@@ -37,13 +38,22 @@ pub enum LimitsError {
     Device(#[from] DeviceError),
 }
 
-/// Measures for about a second, the compile included, with as much memory as
-/// four last-level caches at most.
+/// Measures what `isa` can do here for about a second, the compile included, with
+/// as much memory as four last-level caches at most. An instruction set that this
+/// CPU does not run is some other machine's: then it is [`host_isa`](crate::host_isa).
 ///
 /// # Errors
 /// When the compiler or the device fails.
-pub fn measure(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Limits, LimitsError> {
-    let probe = Probe::new(compiler, device)?;
+pub fn measure(
+    compiler: &CpuCompiler,
+    device: &CpuDevice,
+    isa: CpuIsa,
+) -> Result<Limits, LimitsError> {
+    let isa = match crate::host_runs(isa) {
+        true => isa,
+        false => crate::host_isa(),
+    };
+    let probe = Probe::new(compiler, device, isa)?;
     let lanes = probe.isa.vector_bytes() / 4 * chains(probe.isa);
     let bf16_operations = match probe.isa {
         isa if isa.bf16_quads() => Some(8 * lanes),
@@ -110,8 +120,7 @@ struct Probe {
 }
 
 impl Probe {
-    fn new(compiler: &CpuCompiler, device: &CpuDevice) -> Result<Probe, LimitsError> {
-        let isa = crate::host_isa();
+    fn new(compiler: &CpuCompiler, device: &CpuDevice, isa: CpuIsa) -> Result<Probe, LimitsError> {
         let entries = entries();
         let symbols: Vec<&str> = entries.iter().map(|entry| entry.symbol.as_str()).collect();
         let artifact = compiler.compile_text("limits", isa, TEXT, &symbols)?;

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{SCALE, compile, compiler, scale_entry};
-use moesaic_cpu::{CpuDevice, host_isa, limits};
-use moesaic_kernel::Target;
+use moesaic_cpu::{CpuDevice, host_isa, host_runs, limits};
+use moesaic_kernel::{CpuIsa, Target};
 use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
 use std::sync::Arc;
 
@@ -207,12 +207,15 @@ fn the_device_knows_itself() {
 #[test]
 fn the_limits_of_the_machine_are_plausible() {
     let started = std::time::Instant::now();
-    let limits = limits::measure(&compiler(), &CpuDevice::new()).unwrap();
-    println!("{limits:?} in {:?}", started.elapsed());
-    assert!((0.5..1e6).contains(&limits.f32_gflops), "{limits:?}");
-    assert!((0.05..1e4).contains(&limits.read_gbps), "{limits:?}");
-    assert!((0.05..1e4).contains(&limits.copy_gbps), "{limits:?}");
-    use moesaic_kernel::CpuIsa::{Amx, Avx512Bf16};
-    let has_bf16 = matches!(host_isa(), Avx512Bf16 | Amx);
-    assert_eq!(limits.bf16_gflops.is_some(), has_bf16);
+    use CpuIsa::{Amx, Avx2, Avx512, Avx512Bf16, Neon, NeonBf16, Portable};
+    for isa in [Portable, Avx2, Avx512, Avx512Bf16, Amx, Neon, NeonBf16] {
+        let limits = limits::measure(&compiler(), &CpuDevice::new(), isa).unwrap();
+        println!("{isa:?}: {limits:?} in {:?}", started.elapsed());
+        assert!((0.5..1e6).contains(&limits.f32_gflops), "{limits:?}");
+        assert!((0.05..1e4).contains(&limits.read_gbps), "{limits:?}");
+        assert!((0.05..1e4).contains(&limits.copy_gbps), "{limits:?}");
+        let measured = if host_runs(isa) { isa } else { host_isa() };
+        let has_bf16 = matches!(measured, Avx512Bf16 | Amx | NeonBf16);
+        assert_eq!(limits.bf16_gflops.is_some(), has_bf16, "{isa:?}");
+    }
 }

@@ -45,7 +45,7 @@ struct Axes {
 
 impl Axes {
     fn of(machine: &Machine, intensities: &[f64]) -> Axes {
-        let top = machine.half_flops.unwrap_or(0.0).max(machine.f32_flops);
+        let top = machine.flops(DType::Bf16).max(machine.f32_flops);
         let ridge = top / machine.bytes_per_second;
         let least = intensities.iter().copied().fold(ridge / 10.0, f64::min);
         let most = intensities.iter().copied().fold(ridge * 10.0, f64::max);
@@ -90,11 +90,11 @@ fn drawing(inspection: &Inspection, machine: &Machine) -> String {
         .map(|at| intensity(&at.work));
     let intensities: Vec<f64> = works.filter(|i| *i > 0.0).collect();
     let axes = Axes::of(machine, &intensities);
-    let half = machine.half_flops.filter(|_| half_is_used(inspection));
+    let half = machine.half().filter(|_| half_is_used(inspection, machine));
     let mut parts = vec![grid(&axes)];
     parts.push(roof(&axes, machine, machine.f32_flops, "f32", ""));
-    if let Some(half) = half {
-        parts.push(roof(&axes, machine, half, "16-bit", "half"));
+    if let Some((rate, name)) = half {
+        parts.push(roof(&axes, machine, rate, name, "half"));
     }
     parts.extend(points(&launches, inspection, machine, &axes));
     format!(
@@ -103,10 +103,13 @@ fn drawing(inspection: &Inspection, machine: &Machine) -> String {
     )
 }
 
-fn half_is_used(inspection: &Inspection) -> bool {
+fn half_is_used(inspection: &Inspection, machine: &Machine) -> bool {
     let kernels = inspection.plan.kernels.iter();
     let mut types = kernels.map(|kernel| arithmetic(kernel, &inspection.plan.spec));
-    types.any(|dtype| matches!(dtype, DType::F16 | DType::Bf16))
+    types.any(|dtype| match dtype {
+        DType::F16 => machine.f16_flops.is_some(),
+        dtype => dtype == DType::Bf16,
+    })
 }
 
 fn drawn(inspection: &Inspection) -> Vec<&Launch> {
