@@ -141,8 +141,8 @@ fn gcc(isa: CpuIsa) -> Option<&'static str> {
         .then_some(name)
 }
 
-/// At most so many vectors go to the stack in a round of a loop.
-fn check(isa: CpuIsa, most: usize) {
+/// No vector goes to the stack in a round of a loop.
+fn check(isa: CpuIsa) {
     let Some(gcc) = gcc(isa) else {
         println!("no gcc here for {isa:?}");
         return;
@@ -156,7 +156,7 @@ fn check(isa: CpuIsa, most: usize) {
             assert!(!found.is_empty(), "{dtype}, {}: no products", source.name);
             for one in found {
                 let what = format!("{isa:?}, {dtype}, {}: {one:#?}", source.name);
-                assert!(one.spills.len() <= most, "{what}");
+                assert!(one.spills.is_empty(), "{what}");
             }
         }
     }
@@ -175,28 +175,25 @@ fn a_loop_that_spills_is_found() {
 
 #[test]
 fn sums_stay_in_registers_of_avx2() {
-    check(CpuIsa::Avx2, 0);
+    check(CpuIsa::Avx2);
 }
 
 #[test]
 fn sums_stay_in_registers_of_avx512() {
-    check(CpuIsa::Avx512, 0);
+    check(CpuIsa::Avx512);
 }
 
 #[test]
 fn sums_stay_in_registers_of_avx512bf16() {
-    check(CpuIsa::Avx512Bf16, 0);
+    check(CpuIsa::Avx512Bf16);
 }
-
-/// gcc 12 has one of 24 sums on the stack, which is loaded and stored.
-const ONE_SUM: usize = 2;
 
 #[test]
 fn sums_stay_in_registers_of_neon() {
-    check(CpuIsa::Neon, ONE_SUM);
+    check(CpuIsa::Neon);
 }
 
 #[test]
 fn sums_stay_in_registers_of_neonbf16() {
-    check(CpuIsa::NeonBf16, ONE_SUM);
+    check(CpuIsa::NeonBf16);
 }

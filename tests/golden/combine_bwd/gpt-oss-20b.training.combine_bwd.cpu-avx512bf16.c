@@ -127,8 +127,12 @@ INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, in
 // bf16: the upper half of an f32.
 INLINE vec f32_of_bf16(vec_u16 v)
 {
+#ifdef __clang__
+    vec_u32 wide = __builtin_convertvector(v, vec_u32);
+#else
     vec_u32 wide;
     __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+#endif
     return (vec)(wide << 16);
 }
 

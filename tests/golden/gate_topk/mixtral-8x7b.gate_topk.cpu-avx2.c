@@ -147,8 +147,12 @@ INLINE void sum_lanes_each(vec *v, int count)
 // bf16: the upper half of an f32.
 INLINE vec f32_of_bf16(vec_u16 v)
 {
+#ifdef __clang__
+    vec_u32 wide = __builtin_convertvector(v, vec_u32);
+#else
     vec_u32 wide;
     __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+#endif
     return (vec)(wide << 16);
 }
 

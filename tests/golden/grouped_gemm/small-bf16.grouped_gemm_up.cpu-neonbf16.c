@@ -357,8 +357,9 @@ INLINE void multiply(const int pairs, f32 (*sums)[STRIP], slice_t slice,
 // One copy of `multiply` for each number of pairs. A lone last row is multiplied
 // with what lies beside it, whose sums nobody reads. What its caller has in vector
 // registers would cost products theirs, hence no inlining.
-static __attribute__((noinline)) void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-                          const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+static __attribute__((noinline)) void
+multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     switch ((rows + 1) / 2) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -421,8 +422,10 @@ INLINE void unzip_rows(f32 (*rows)[STRIP])
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on.
-static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// from `column` on. It is not inlined where products are: the constants of an
+// activation would be kept in their registers.
+static __attribute__((noinline)) void
+finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
     for (i64 r = 0; r < rows; r += 2)
         unzip_rows(&sums[r]);

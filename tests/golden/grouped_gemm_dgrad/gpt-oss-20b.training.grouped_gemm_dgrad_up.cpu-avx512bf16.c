@@ -100,8 +100,12 @@ INLINE void store_part_f32(f32 *to, vec v, i64 count)
 // bf16: the upper half of an f32.
 INLINE vec f32_of_bf16(vec_u16 v)
 {
+#ifdef __clang__
+    vec_u32 wide = __builtin_convertvector(v, vec_u32);
+#else
     vec_u32 wide;
     __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+#endif
     return (vec)(wide << 16);
 }
 
@@ -418,9 +422,11 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
             *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
-// One copy of `multiply` for each number of rows.
-static void multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-                          const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+// One copy of `multiply` for each number of rows. What its caller has in vector
+// registers would cost products theirs, hence no inlining.
+static __attribute__((noinline)) void
+multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -469,8 +475,10 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on.
-static void finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// from `column` on. It is not inlined where products are: the constants of an
+// activation would be kept in their registers.
+static __attribute__((noinline)) void
+finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
     for (i64 r = 0; r < rows; r++)
         finish_row(to, sums[r], row + r, column, columns);
