@@ -113,15 +113,11 @@ impl Machine {
     /// The rate of 16-bit products, and which they are; where there is hardware for
     /// them.
     pub fn half(&self) -> Option<(f64, &'static str)> {
-        let bf16 = self.bf16_flops?;
-        Some((
-            bf16,
-            if self.f16_flops.is_some() {
-                "16-bit"
-            } else {
-                "bf16"
-            },
-        ))
+        let name = match self.f16_flops {
+            Some(_) => "16-bit",
+            None => "bf16",
+        };
+        Some((self.bf16_flops?, name))
     }
 
     /// The published limits of the GPU of this name.
