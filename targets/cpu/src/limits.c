@@ -75,13 +75,18 @@ static pairs_t bf16_pairs(void) {
   return all;
 }
 
-/* Spelled out: gcc keeps an array in memory when a loop over it holds asm. */
+/* Chains by name: gcc stores every element of an array in every round of a loop
+   that holds asm, and some machines multiply faster than they store. */
+#define EACH(X) \
+  X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) \
+  X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23)
+#define CHAIN(c) vec chain##c = (vec){0} + (float)c;
+#define KEEP(c) chain[c] = chain##c;
 #if defined(__aarch64__)
-#define DOT(c) __asm__("bfmmla %0.4s, %1.8h, %1.8h" : "+w"(chain[c]) : "w"(pair));
+#define DOT(c) __asm__("bfmmla %0.4s, %1.8h, %1.8h" : "+w"(chain##c) : "w"(pair));
 #else
-#define DOT(c) __asm__("vdpbf16ps %1, %1, %0" : "+v"(chain[c]) : "v"(pair));
+#define DOT(c) __asm__("vdpbf16ps %1, %1, %0" : "+v"(chain##c) : "v"(pair));
 #endif
-#define DOT6(c) DOT(c) DOT(c + 1) DOT(c + 2) DOT(c + 3) DOT(c + 4) DOT(c + 5)
 
 #if defined(__AMX_BF16__)
 typedef struct {
@@ -102,8 +107,7 @@ void limit_bf16(void *const *args, i64 first, i64 last, i64 grid_x) {
   i64 rounds = ARG(i64, 1);
   (void)grid_x;
   for (i64 b = first; b < last; ++b) {
-    vec chain[CHAINS];
-    for (int c = 0; c < CHAINS; ++c) chain[c] = (vec){0} + (float)c;
+    vec chain[CHAINS] = {{0}};
 #if defined(__AMX_BF16__)
     tiles_t tiles = {1, 0, {0}, {64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16}};
     pairs_t pairs = bf16_pairs();
@@ -116,9 +120,11 @@ void limit_bf16(void *const *args, i64 first, i64 last, i64 grid_x) {
     __asm__ volatile("tilerelease" ::);
 #elif defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     words pair = bf16_pairs().vector;
+    EACH(CHAIN)
     for (i64 r = 0; r < rounds; ++r) {
-      DOT6(0) DOT6(6) DOT6(12) DOT6(18)
+      EACH(DOT)
     }
+    EACH(KEEP)
 #else
     (void)rounds;
 #endif

@@ -78,11 +78,17 @@ const BUDGET: Duration = Duration::from_millis(40);
 /// The least that a thread reads or copies, and a part of what it does: bytes.
 const PIECE: usize = 32 << 20;
 
-/// Bytes that each thread reads or copies: together twice the last-level cache,
-/// unless that is more than an eighth of the memory that is free.
+/// The most that all threads read or copy, unless a cache is as large: bytes.
+const MOST: usize = 1 << 30;
+
+/// Bytes that each thread reads or copies: eight times the last-level cache, since
+/// each may have one to itself and a cache need not drop what was read longest ago;
+/// together [`MOST`] at most, or twice that cache, and an eighth of the memory
+/// that is free.
 fn share(device: &CpuDevice) -> usize {
     let threads = device.threads();
-    let wanted = 2 * last_level_cache().unwrap_or(0);
+    let cache = last_level_cache().unwrap_or(0);
+    let wanted = (8 * cache * threads).min(MOST.max(2 * cache));
     let most = device
         .free_bytes()
         .map_or(usize::MAX, |free| free as usize / 8);
