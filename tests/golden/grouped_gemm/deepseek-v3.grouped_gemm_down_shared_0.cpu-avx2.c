@@ -1,11 +1,13 @@
 // grouped_gemm_down: out = hidden * down, for the rows of every expert.
 //
-// A block owns 384 rows of one expert and 256 columns of the output. It goes over
-// the inner dimension in slices: weights lie in memory as they are multiplied, every 6 rows are multiplied by them in registers, and the
-// sums go to a tile on the stack. A row's sums do not depend on the other rows
-// or on their number.
+// A block owns 384 rows of one expert and 512 columns of the output. It goes over
+// the inner dimension in slices, of which its rows are copied near, and over the weights strip
+// by strip. Those lie in memory as they are multiplied. 6 rows by a strip have their
+// sums in registers. A row's sums do not depend on the other rows or on their
+// number.
 //
-// Baked in: experts, widths, types, activation. On the stack: 6 rows of input, the tile.
+// Baked in: experts, widths, types, activation. A thread's scratch memory has the
+// rows of a block, its sums.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -184,13 +186,14 @@ enum {
     OUTER = 7168, // columns of the output, rows of a matrix
     MATRICES = 1,
     TILE_ROWS = 384,
-    TILE_COLUMNS = 256,
-    TILE_WORDS = 256, // of a depth slice
+    TILE_COLUMNS = 512,
+    TILE_WORDS = 512, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 6,
     REGISTER_COLUMNS = 16, // of each matrix
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
+    ROWS_AHEAD = 4, // that are fetched before they are copied
     VECTORS = STRIP / LANES,
     ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
@@ -209,9 +212,8 @@ INLINE block_t find_block(i64 tokens, i64 block_x, i64 block_y)
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// Sums: those of a register tile, and all of a block.
+// Sums of a register tile.
 typedef f32 sums_t[REGISTER_ROWS][STRIP];
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
 // A panel has the weights of a block, a depth slice at a time, in strips that
 // the sums of a register tile are as wide as: word by word all columns. They
@@ -293,6 +295,7 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
             *(vec *)&slice[r][i / WORD] = v;
+            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
         }
 }
 
@@ -306,10 +309,19 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
     ahead->depth = depth;
 }
 
+// What a thread keeps near while it works on a block: its rows, a depth slice at a time; all sums.
+enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+typedef struct {
+    slice_t ALIGNED rows[ROW_GROUPS];
+    sums_t sums[STRIPS][ROW_GROUPS];
+} near_t;
+_Static_assert(sizeof(near_t) <= 1605632, "the launch gives a thread this much");
+
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
 {
+    ahead_t ahead = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -342,7 +354,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -397,15 +409,13 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_row(to, sums[r], row + r, column, columns);
 }
 
-// A block: a depth slice of the weights at a time, and of that a group
-// of rows at a time, which are copied next to each other and multiplied by every
-// strip. Rows are grouped evenly; sums do not depend on how. Results are finished
-// while their sums are near.
-static void multiply_block(const input_t *const *row, const block_t *block, const results_t *to,
+// A block: a depth slice at a time. Its rows are copied near, and every group of
+// them is multiplied by one strip of the weights after the other: a strip comes
+// from far away once. Rows are grouped evenly; sums do not depend on how. Results
+// are finished while their sums are near.
+static void multiply_block(near_t *near, const input_t *const *row, const block_t *block, const results_t *to,
                            const strip_t *panel, const strip_t *next_panel)
 {
-    tile_t tile ALIGNED;
-    slice_t slice ALIGNED;
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     const i64 height = (rows + groups - 1) / groups;
     const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
@@ -413,21 +423,22 @@ static void multiply_block(const input_t *const *row, const block_t *block, cons
         const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
         const int last = depth + TILE_DEPTH >= INNER;
         for (i64 group = 0; group < groups; group++) {
-            const i64 first = group * height, count = min_i64(height, rows - first);
-            const int wraps = group + 1 == groups;
-            const i64 next = wraps ? 0 : first + height, next_count = wraps && last ? 0 : min_i64(height, rows - next);
-            const i64 next_depth = depth + (wraps ? TILE_DEPTH : 0);
-            load_slice(slice, row + first, depth, count, width);
-            for (i64 strip = 0; strip < strips; strip++) {
-                const i64 column = strip * REGISTER_COLUMNS;
-                f32 (*sums)[STRIP] = tile[group][strip];
-                const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
-                const panel_word_t (*later)[STRIP] = last ? next_panel[strip] : weights + TILE_WORDS;
+            const i64 first = group * height;
+            load_slice(near->rows[group], row + first, depth, min_i64(height, rows - first), width);
+        }
+        for (i64 strip = 0; strip < strips; strip++) {
+            const i64 column = strip * REGISTER_COLUMNS, columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
+            const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
+            const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
+                : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
+            for (i64 group = 0; group < groups; group++) {
+                const i64 first = group * height, count = min_i64(height, rows - first);
+                f32 (*sums)[STRIP] = near->sums[strip][group];
                 ahead_t ahead = part_of(later, group, groups);
-                fetch_rows(&ahead, row + next, next_depth, next_count, strip, strips);
-                multiply_rows(count, sums, slice, weights, words, depth == 0, ahead);
+                fetch_rows(&ahead, row + first, depth + TILE_DEPTH, last ? 0 : count, strip, strips);
+                multiply_rows(count, sums, near->rows[group], weights, words, depth == 0, &ahead);
                 if (last)
-                    finish_sums(to, sums, first, count, column, min_i64(REGISTER_COLUMNS, block->column_count - column));
+                    finish_sums(to, sums, first, count, column, columns);
             }
         }
     }
@@ -474,26 +485,30 @@ static void grouped_gemm_down_block(
     const bf16 *restrict packed, // [1, strips, depth, columns]
     bf16 *restrict out,          // [tokens, 7168]
     i64 tokens,
-    i64 block_x, i64 block_y)
+    i64 block_x, i64 block_y, void *scratch)
 {
     const block_t block = find_block(tokens, block_x, block_y);
-    const input_t *row[TILE_ROWS];
+    const input_t *row[TILE_ROWS + ROWS_AHEAD];
     for (i64 r = 0; r < block.row_count; r++)
         row[r] = hidden + (block.first_row + r) * INNER;
+
+    for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
+        row[r] = row[r - 1];
     const i64 corner = block.first_row * OUTER + block.first_column;
     const results_t results = {
         .out = out + corner,
     };
     const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
-    multiply_block(row, &block, &results, panel, next_panel);
+    multiply_block(scratch, row, &block, &results, panel, next_panel);
 }
 
-EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x)
+EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)
 {
     const bf16 *hidden = *(const bf16 *const *)args[0];
     const bf16 *packed = *(const bf16 *const *)args[1];
     bf16 *out = *(bf16 *const *)args[2];
     i64 tokens = *(const i64 *)args[3];
     for (i64 block = first; block < last; block++)
-        grouped_gemm_down_block(hidden, packed, out, tokens, block % grid_x, block / grid_x);
+        grouped_gemm_down_block(hidden, packed, out, tokens, block % grid_x, block / grid_x,
+            scratch);
 }

@@ -1,11 +1,13 @@
 // grouped_gemm_down: out = hidden * down, for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 256 columns of the output. It goes over
-// the inner dimension in slices: weights lie in memory as they are multiplied, every 12 rows are multiplied by them in registers, and the
-// sums go to a tile on the stack. A row's sums do not depend on the other rows
-// or on their number.
+// its rows once, which are copied near, and over the weights strip
+// by strip. Those lie in memory as they are multiplied. 12 rows by a strip have their
+// sums in registers. A row's sums do not depend on the other rows or on their
+// number.
 //
-// Baked in: experts, widths, types, activation. On the stack: 12 rows of input, the tile.
+// Baked in: experts, widths, types, activation. A thread's scratch memory has the
+// rows of a block.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -177,6 +179,37 @@ INLINE void transpose(vec v[LANES])
     }
 }
 
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
+}
+
 typedef bf16 input_t;
 typedef bf16 weight_t;
 enum {
@@ -187,12 +220,13 @@ enum {
     MATRICES = 1,
     TILE_ROWS = 384,
     TILE_COLUMNS = 256,
-    TILE_WORDS = 256, // of a depth slice
+    TILE_WORDS = 128, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 12,
     REGISTER_COLUMNS = 32, // of each matrix
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
+    ROWS_AHEAD = 4, // that are fetched before they are copied
     VECTORS = STRIP / LANES,
     ALL_STRIPS = (OUTER + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS,
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
@@ -223,9 +257,8 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x,
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// Sums: those of a register tile, and all of a block.
+// Sums of a register tile.
 typedef f32 sums_t[REGISTER_ROWS][STRIP];
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
 // A panel has the weights of a block, a depth slice at a time, in strips that
 // the sums of a register tile are as wide as: word by word all columns. They
@@ -307,6 +340,7 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
             *(vec *)&slice[r][i / WORD] = v;
+            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
         }
 }
 
@@ -320,10 +354,18 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
     ahead->depth = depth;
 }
 
+// What a thread keeps near while it works on a block: its rows.
+enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+typedef struct {
+    slice_t ALIGNED rows[ROW_GROUPS];
+} near_t;
+_Static_assert(sizeof(near_t) <= 212992, "the launch gives a thread this much");
+
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
 {
+    ahead_t ahead = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -356,7 +398,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -374,14 +416,28 @@ multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
-// Where one kind of results goes, from a block's first row and column on.
-typedef input_t *output_t;
+// Where one kind of results goes, from a block's first row and column on. A row's
+// part of a register tile is whole lines, so that it can go past the caches.
+typedef struct {
+    input_t *to;
+    int far;
+} output_t;
 
-// One vector of results: a row's from `column` on, of which `count` exist.
+// The results of a block among those of `rows` rows.
+INLINE output_t output_of(input_t *results, i64 rows, const block_t *block)
+{
+    const int far = is_far(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, far};
+}
+
+// One vector of results: a row's from `column` on, of which `count` exist; all of
+// them, if they are far.
 INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
-    input_t *to = output + row * OUTER + column;
-    if (count >= LANES)
+    input_t *to = output.to + row * OUTER + column;
+    if (output.far)
+        store_far_half((vec_u16 *)to, bf16_of_f32(v));
+    else if (count >= LANES)
         store_bf16(to, v);
     else
         store_part_bf16(to, v, count);
@@ -417,15 +473,14 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_row(to, sums[r], row + r, column, columns);
 }
 
-// A block: a depth slice of the weights at a time, and of that a group
-// of rows at a time, which are copied next to each other and multiplied by every
-// strip. Rows are grouped evenly; sums do not depend on how. Results are finished
-// while their sums are near.
-static void multiply_block(const input_t *const *row, const block_t *block, const results_t *to,
+// A block: a depth slice at a time. Its rows are copied near, and every group of
+// them is multiplied by one strip of the weights after the other: a strip comes
+// from far away once. Rows are grouped evenly; sums do not depend on how. Results
+// are finished while their sums are near.
+static void multiply_block(near_t *near, const input_t *const *row, const block_t *block, const results_t *to,
                            const strip_t *panel, const strip_t *next_panel)
 {
-    tile_t tile ALIGNED;
-    slice_t slice ALIGNED;
+    sums_t only_sums ALIGNED;
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     const i64 height = (rows + groups - 1) / groups;
     const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
@@ -433,21 +488,22 @@ static void multiply_block(const input_t *const *row, const block_t *block, cons
         const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
         const int last = depth + TILE_DEPTH >= INNER;
         for (i64 group = 0; group < groups; group++) {
-            const i64 first = group * height, count = min_i64(height, rows - first);
-            const int wraps = group + 1 == groups;
-            const i64 next = wraps ? 0 : first + height, next_count = wraps && last ? 0 : min_i64(height, rows - next);
-            const i64 next_depth = depth + (wraps ? TILE_DEPTH : 0);
-            load_slice(slice, row + first, depth, count, width);
-            for (i64 strip = 0; strip < strips; strip++) {
-                const i64 column = strip * REGISTER_COLUMNS;
-                f32 (*sums)[STRIP] = tile[group][strip];
-                const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
-                const panel_word_t (*later)[STRIP] = last ? next_panel[strip] : weights + TILE_WORDS;
+            const i64 first = group * height;
+            load_slice(near->rows[group], row + first, depth, min_i64(height, rows - first), width);
+        }
+        for (i64 strip = 0; strip < strips; strip++) {
+            const i64 column = strip * REGISTER_COLUMNS, columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
+            const panel_word_t (*weights)[STRIP] = panel[strip] + depth / WORD;
+            const panel_word_t (*later)[STRIP] = strip + 1 < strips ? panel[strip + 1] + depth / WORD
+                : last ? next_panel[0] : panel[0] + (depth + TILE_DEPTH) / WORD;
+            for (i64 group = 0; group < groups; group++) {
+                const i64 first = group * height, count = min_i64(height, rows - first);
+                f32 (*sums)[STRIP] = only_sums;
                 ahead_t ahead = part_of(later, group, groups);
-                fetch_rows(&ahead, row + next, next_depth, next_count, strip, strips);
-                multiply_rows(count, sums, slice, weights, words, depth == 0, ahead);
+                fetch_rows(&ahead, row + first, depth + TILE_DEPTH, last ? 0 : count, strip, strips);
+                multiply_rows(count, sums, near->rows[group], weights, words, depth == 0, &ahead);
                 if (last)
-                    finish_sums(to, sums, first, count, column, min_i64(REGISTER_COLUMNS, block->column_count - column));
+                    finish_sums(to, sums, first, count, column, columns);
             }
         }
     }
@@ -496,27 +552,31 @@ static void grouped_gemm_down_block(
     const i32 *restrict row_tiles, // [9]
     bf16 *restrict out,            // [rows, 256]
     i64 tokens,
-    i64 block_x, i64 block_y)
+    i64 block_x, i64 block_y, void *scratch)
 {
     (void)tokens;
     const block_t block = find_block(offsets, row_tiles, block_x, block_y);
     if (block.row_count == 0)
         return;
-    const input_t *row[TILE_ROWS];
+    const input_t *row[TILE_ROWS + ROWS_AHEAD];
     for (i64 r = 0; r < block.row_count; r++)
         row[r] = hidden + (block.first_row + r) * INNER;
-    const i64 corner = block.first_row * OUTER + block.first_column;
+
+    for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
+        row[r] = row[r - 1];
+    const i64 all_rows = offsets[EXPERTS];
     const results_t results = {
-        .out = out + corner,
+        .out = output_of(out, all_rows, &block),
     };
     const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
     const block_t next = find_block(offsets, row_tiles, block_x + 1, block_y);
     if (next.row_count > 0)
         next_panel = panel_of(packed, &next);
-    multiply_block(row, &block, &results, panel, next_panel);
+    multiply_block(scratch, row, &block, &results, panel, next_panel);
+    end_far_stores();
 }
 
-EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x)
+EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)
 {
     const bf16 *hidden = *(const bf16 *const *)args[0];
     const bf16 *packed = *(const bf16 *const *)args[1];
@@ -526,5 +586,5 @@ EXPORT void grouped_gemm_down(void *const *args, i64 first, i64 last, i64 grid_x
     i64 tokens = *(const i64 *)args[5];
     for (i64 block = first; block < last; block++)
         grouped_gemm_down_block(hidden, packed, offsets, row_tiles, out, tokens,
-            block % grid_x, block / grid_x);
+            block % grid_x, block / grid_x, scratch);
 }

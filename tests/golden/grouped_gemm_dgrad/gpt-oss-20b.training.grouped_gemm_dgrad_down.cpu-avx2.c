@@ -11,7 +11,7 @@
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
 // Baked in: experts, widths, types, activation. On the stack: the panel
-// (256 words by the columns of a block), 6 rows of input, the tile.
+// (240 words by the columns of a block), 6 rows of input, the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -226,14 +226,14 @@ enum {
     TILE_ROWS = 384,
     TILE_COLUMNS = 256,
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
-    TILE_WORDS = 256, // of a depth slice
+    TILE_WORDS = 240, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 6,
     REGISTER_COLUMNS = 16,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     VECTORS = STRIP / LANES,
-    ROWS_AHEAD = 0,
+    ROWS_AHEAD = 4, // that are fetched before they are copied
 };
 
 // Packing of matrices whose rows are summed over: columns lie side by side
@@ -404,6 +404,7 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
             *(vec *)&slice[r][i / WORD] = v;
+            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
         }
 }
 
@@ -419,8 +420,9 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
 {
+    ahead_t ahead = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -453,7 +455,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -590,7 +592,7 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
                     f32 (*sums)[STRIP] = tile[group][strip];
                     ahead_t ahead = {.packing = &packing};
                     fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
-                    multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
+                    multiply_rows(count, sums, slice, panel[strip], words, start, &ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);
                 }

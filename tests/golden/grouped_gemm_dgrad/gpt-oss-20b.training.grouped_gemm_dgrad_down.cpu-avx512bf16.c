@@ -11,7 +11,7 @@
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
 // Baked in: experts, widths, types, activation. On the stack: the panel
-// (256 words by the columns of a block), 12 rows of input, the tile.
+// (240 words by the columns of a block), 12 rows of input, the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -190,6 +190,37 @@ INLINE void transpose(vec v[LANES])
     }
 }
 
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
+}
+
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
 // x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
 INLINE vec exp_f32(vec x)
@@ -233,14 +264,14 @@ enum {
     TILE_ROWS = 384,
     TILE_COLUMNS = 256,
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
-    TILE_WORDS = 256, // of a depth slice
+    TILE_WORDS = 240, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 12,
     REGISTER_COLUMNS = 32,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     VECTORS = STRIP / LANES,
-    ROWS_AHEAD = 0,
+    ROWS_AHEAD = 4, // that are fetched before they are copied
 };
 
 // Packing of matrices whose rows are summed over: columns lie side by side
@@ -412,6 +443,7 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
             *(vec *)&slice[r][i / WORD] = v;
+            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
         }
 }
 
@@ -427,8 +459,9 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
 {
+    ahead_t ahead = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -461,7 +494,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -485,14 +518,28 @@ INLINE vec load_row(const input_t *from, i64 count)
     return count >= LANES ? load_bf16(from) : load_part_bf16(from, count);
 }
 
-// Where one kind of results goes, from a block's first row and column on.
-typedef input_t *output_t;
+// Where one kind of results goes, from a block's first row and column on. A row's
+// part of a register tile is whole lines, so that it can go past the caches.
+typedef struct {
+    input_t *to;
+    int far;
+} output_t;
 
-// One vector of results: a row's from `column` on, of which `count` exist.
+// The results of a block among those of `rows` rows.
+INLINE output_t output_of(input_t *results, i64 rows, const block_t *block)
+{
+    const int far = is_far(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, far};
+}
+
+// One vector of results: a row's from `column` on, of which `count` exist; all of
+// them, if they are far.
 INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
-    input_t *to = output + row * OUTER + column;
-    if (count >= LANES)
+    input_t *to = output.to + row * OUTER + column;
+    if (output.far)
+        store_far_half((vec_u16 *)to, bf16_of_f32(v));
+    else if (count >= LANES)
         store_bf16(to, v);
     else
         store_part_bf16(to, v, count);
@@ -604,7 +651,7 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
                     f32 (*sums)[STRIP] = tile[group][strip];
                     ahead_t ahead = {.packing = &packing};
                     fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
-                    multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
+                    multiply_rows(count, sums, slice, panel[strip], words, start, &ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);
                 }
@@ -643,10 +690,11 @@ static void grouped_gemm_dgrad_down_block(
     vec parts[TILE_ROWS];
     for (i64 r = 0; r < block.row_count; r++)
         parts[r] = (vec){0};
+    const i64 all_rows = offsets[EXPERTS];
     const results_t results = {
-        .hidden = hidden + first,
-        .dgate = dgate + first,
-        .dup = dup + first,
+        .hidden = output_of(hidden, all_rows, &block),
+        .dgate = output_of(dgate, all_rows, &block),
+        .dup = output_of(dup, all_rows, &block),
         .gate_pre = gate_pre + first,
         .up_pre = up_pre + first,
         .topk_weights = topk_weights,
@@ -656,6 +704,7 @@ static void grouped_gemm_dgrad_down_block(
     multiply_block(row, matrices, &block, &results);
     for (i64 r = 0; r < block.row_count; r++)
         dweight_parts[(block.first_row + r) * COLUMN_TILES + block_y] = sum_lanes(parts[r]);
+    end_far_stores();
 }
 
 EXPORT void grouped_gemm_dgrad_down(void *const *args, i64 first, i64 last, i64 grid_x)

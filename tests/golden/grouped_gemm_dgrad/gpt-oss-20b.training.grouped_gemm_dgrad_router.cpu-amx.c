@@ -8,7 +8,7 @@
 // A row's sums do not depend on the other rows.
 //
 // Baked in: experts, widths, types, activation. On the stack: the panel
-// (256 words by the columns of a block), 12 rows of input, the tile.
+// (32 words by the columns of a block), 12 rows of input, the tile.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -137,6 +137,37 @@ INLINE void transpose(vec v[LANES])
     }
 }
 
+// Rows that are written once and read much later.
+
+// A copy that is larger than this finds nothing of it in a cache afterwards.
+enum { FAR_BYTES = 32 << 20 };
+
+// Stores past the caches, which then need not read the line first. `to` is
+// aligned to a vector.
+INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
+
+// Orders these stores before all later ones.
+INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
+
+// Whether `rows` rows of `row_bytes` are best written with store_far.
+INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
+{
+    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
+}
+
+// Copies a row; one that is far has whole vectors and goes past the caches.
+INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
+{
+    typedef vec vec_anywhere __attribute__((aligned(1)));
+    if (far)
+        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
+            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
+    else
+        for (i64 i = 0; i < bytes; i++)
+            ((char *)to)[i] = ((const char *)from)[i];
+}
+
 typedef f32 input_t;
 typedef f32 weight_t;
 enum {
@@ -148,14 +179,14 @@ enum {
     TILE_ROWS = 384,
     TILE_COLUMNS = 256,
     COLUMN_TILES = (OUTER + TILE_COLUMNS - 1) / TILE_COLUMNS,
-    TILE_WORDS = 256, // of a depth slice
+    TILE_WORDS = 32, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 12,
     REGISTER_COLUMNS = 32,
     STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
     STRIP = REGISTER_COLUMNS,
     VECTORS = STRIP / LANES,
-    ROWS_AHEAD = 0,
+    ROWS_AHEAD = 4, // that are fetched before they are copied
 };
 
 // Packing of matrices whose rows are summed over: columns lie side by side
@@ -314,6 +345,7 @@ static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 
             const input_t *from = row[r] + depth + i;
             vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
             *(vec *)&slice[r][i / WORD] = v;
+            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
         }
 }
 
@@ -329,8 +361,9 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
 {
+    ahead_t ahead = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -363,7 +396,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -381,14 +414,28 @@ multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
     }
 }
 
-// Where one kind of results goes, from a block's first row and column on.
-typedef input_t *output_t;
+// Where one kind of results goes, from a block's first row and column on. A row's
+// part of a register tile is whole lines, so that it can go past the caches.
+typedef struct {
+    input_t *to;
+    int far;
+} output_t;
 
-// One vector of results: a row's from `column` on, of which `count` exist.
+// The results of a block among those of `rows` rows.
+INLINE output_t output_of(input_t *results, i64 rows, const block_t *block)
+{
+    const int far = is_far(results, rows, OUTER * sizeof(input_t));
+    return (output_t){results + block->first_row * OUTER + block->first_column, far};
+}
+
+// One vector of results: a row's from `column` on, of which `count` exist; all of
+// them, if they are far.
 INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
 {
-    input_t *to = output + row * OUTER + column;
-    if (count >= LANES)
+    input_t *to = output.to + row * OUTER + column;
+    if (output.far)
+        store_far((vec *)to, v);
+    else if (count >= LANES)
         store_f32(to, v);
     else
         store_part_f32(to, v, count);
@@ -461,7 +508,7 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
                     f32 (*sums)[STRIP] = tile[group][strip];
                     ahead_t ahead = {.packing = &packing};
                     fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
-                    multiply_rows(count, sums, slice, panel[strip], words, start, ahead);
+                    multiply_rows(count, sums, slice, panel[strip], words, start, &ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);
                 }
@@ -484,11 +531,12 @@ static void grouped_gemm_dgrad_up_block(
             row[product][r] = inputs[product] + (block.first_row + min_i64(r, block.row_count - 1)) * INNER;
     const i64 corner = block.expert * INNER * OUTER + block.first_column;
     const weight_t *const matrices[PRODUCTS] = {up + corner};
-    const i64 first = block.first_row * OUTER + block.first_column;
+    const i64 all_rows = tokens;
     const results_t results = {
-        .drows = drows + first,
+        .drows = output_of(drows, all_rows, &block),
     };
     multiply_block(row, matrices, &block, &results);
+    end_far_stores();
 }
 
 EXPORT void grouped_gemm_dgrad_up(void *const *args, i64 first, i64 last, i64 grid_x)

@@ -447,8 +447,9 @@ typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
 {
+    ahead_t ahead = *first;
     vec sum[REGISTER_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
@@ -481,7 +482,7 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, ahead_t ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
 {
     switch (rows) {
     case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
@@ -573,7 +574,7 @@ static void multiply_block(const left_t *left, const right_t *right, const block
                     ahead_t ahead = {.packing = &packing, .left = columns};
                     if (corner == 0)
                         fetch_left(&ahead, columns + SLICES * REGISTER_ROWS, strip, strips);
-                    multiply_rows(count, sums, slices[group % SLICES], panel[strip], words, start, ahead);
+                    multiply_rows(count, sums, slices[group % SLICES], panel[strip], words, start, &ahead);
                     if (last)
                         finish_sums(to, sums, first, count, corner + column, min_i64(STRIP, width - column));
                 }

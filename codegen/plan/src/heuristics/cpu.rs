@@ -25,7 +25,13 @@ const TILE_ROWS: usize = 384;
 const AMX_TILE_ROWS: usize = 320;
 const AMX_L2_BYTES: usize = 2 << 20;
 
-/// Columns of a GEMM block, of gate and up together: with 256 words of depth,
+/// Columns of a block of a forward product, of gate and up together, and words of
+/// its depth: what is as wide as this copies its rows seldom enough, and what is as
+/// deep keeps few sums.
+const FORWARD_COLUMNS: usize = 512;
+const FORWARD_DEPTH: usize = 512;
+
+/// Columns of a block of dgrad and of a panel of wgrad: with 256 words of depth,
 /// panel and sums are 640 KiB.
 const BLOCK_COLUMNS: usize = 256;
 
@@ -37,6 +43,13 @@ const DEPTH: usize = 256;
 const AMX_DEPTH: usize = 1024;
 
 impl Core {
+    /// [`FORWARD_DEPTH`] or [`FORWARD_COLUMNS`], or less, so that the rows of a
+    /// block are near, or as many of its sums: three quarters of a second-level
+    /// cache.
+    fn forward(self, most: usize) -> usize {
+        most.min(self.caches.l2_bytes() * 3 / 4 / (4 * TILE_ROWS))
+    }
+
     /// [`BLOCK_COLUMNS`], or fewer, so that panel and sums are five eighths of a
     /// second-level cache.
     fn block_columns(self) -> usize {
@@ -123,14 +136,23 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let (thread_rows, strip) = register_tile(core.isa, d.weights, d.activations);
     // A gated product has gate and up side by side in a strip.
     let thread_columns = strip / matrices;
-    let block_columns = core.block_columns() / matrices;
+    let block_columns = core.forward(FORWARD_COLUMNS) / matrices;
+    let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
+    let words = words(core.isa, d.inner, d.weights, d.activations);
+    let (slices, tile_depth) = even_slices(words, core.forward(FORWARD_DEPTH));
+    let (rows, panel) = (TILE_ROWS * tile_depth, tile_depth * strip);
+    let sums = match slices {
+        1 => 0,
+        _ => TILE_ROWS * tile_columns * matrices,
+    };
     GroupedGemmConfig {
-        tile_columns: block_columns.min(d.outer.next_multiple_of(thread_columns)),
-        tile_depth: core.depth(d.weights, d.activations),
+        tile_columns,
+        tile_depth,
         thread_rows,
         thread_columns,
         gather: d.plain_rows && !d.dense,
         packed: true,
+        shared_bytes: (4 * (rows + sums + panel)) as u32,
         ..plain_gemm()
     }
 }
@@ -163,6 +185,23 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         shared_bytes: (64 + 4 * (rows + sums + panel)) as u32,
         ..plain_gemm()
     }
+}
+
+/// Words of depth are a multiple of this: whole vectors of every width.
+const DEPTH_STEP: usize = 16;
+
+/// 32-bit words that a sum of `inner` products goes over.
+fn words(isa: CpuIsa, inner: usize, left: DType, right: DType) -> usize {
+    let pairs = isa.bf16_pairs() && (left, right) == (DType::Bf16, DType::Bf16);
+    if pairs { inner.div_ceil(2) } else { inner }
+}
+
+/// How many slices of a depth of so many words, each of at most so many, and the
+/// words of one; all but the last are equal, and that is nearly as deep.
+fn even_slices(words: usize, most: usize) -> (usize, usize) {
+    let slices = words.div_ceil(most);
+    let each = words.div_ceil(slices).next_multiple_of(DEPTH_STEP);
+    (slices, each)
 }
 
 /// What multiplies factors of these types.
@@ -223,9 +262,11 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmCo
         Half::Up => core.block_columns(),
         Half::Down => BLOCK_COLUMNS,
     };
+    let words = words(core.isa, d.inner, d.weights, d.activations);
+    let (_, tile_depth) = even_slices(words, core.depth(d.weights, d.activations));
     GroupedGemmConfig {
         tile_columns: block_columns.min(d.outer.next_multiple_of(thread_columns)),
-        tile_depth: core.depth(d.weights, d.activations),
+        tile_depth,
         thread_rows,
         thread_columns,
         ..plain_gemm()

@@ -65,6 +65,9 @@ fn panel_and_sums_are_part_of_the_second_level() {
             if c.family == GemmFamily::Tiles || name == "grouped_gemm_dgrad_down" {
                 continue;
             }
+            if matches!(desc, KernelDesc::GroupedGemm(_)) {
+                continue; // rows are near, and its strips are never there together
+            }
             let bytes = 4 * columns(desc, c) * (c.tile_depth + c.tile_rows);
             let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
             assert!(bytes <= plan.caches.l2_bytes() * 5 / 8, "{what}");
@@ -74,19 +77,48 @@ fn panel_and_sums_are_part_of_the_second_level() {
 }
 
 #[test]
+fn near_rows_of_vectors_are_part_of_the_second_level() {
+    each(|plan| {
+        for (name, desc, c) in gemms(plan) {
+            let KernelDesc::GroupedGemm(d) = desc else {
+                continue;
+            };
+            if c.family != GemmFamily::Tiles {
+                let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
+                let most = plan.caches.l2_bytes() * 3 / 4;
+                assert!(4 * c.tile_rows * c.tile_depth <= most, "{what}");
+                assert!(4 * c.tile_rows * columns(desc, c) <= most, "{what}");
+                assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
+                assert_eq!(c.tile_depth % 16, 0, "{what}");
+                let near = c.tile_rows * (c.tile_depth + columns(desc, c));
+                let strip = c.tile_depth * c.thread_columns * d.matrices();
+                let bytes = 4 * (near + strip);
+                assert!(c.shared_bytes as usize <= bytes, "{what}");
+            }
+        }
+    });
+}
+
+#[test]
 fn a_strip_leaves_room_in_the_first_level() {
     each(|plan| {
         for (name, desc, c) in gemms(plan) {
-            let matrices = match desc {
-                KernelDesc::GroupedGemm(d) => d.matrices(),
-                _ => 1,
-            };
-            if c.family != GemmFamily::Tiles {
-                let bytes = c.tile_depth * c.thread_columns * matrices * 4;
+            let is_forward = matches!(desc, KernelDesc::GroupedGemm(_));
+            if c.family != GemmFamily::Tiles && !is_forward {
+                let bytes = c.tile_depth * c.thread_columns * 4;
                 assert!(bytes * 3 <= plan.caches.l1_bytes() * 2, "{name}");
             }
         }
     });
+}
+
+#[test]
+fn slices_are_even() {
+    assert_eq!(even_slices(512, 512), (1, 512));
+    assert_eq!(even_slices(513, 512), (2, 272));
+    assert_eq!(even_slices(768, 512), (2, 384));
+    assert_eq!(even_slices(384, 256), (2, 192));
+    assert_eq!(even_slices(1, 256), (1, 16));
 }
 
 #[test]
@@ -168,8 +200,14 @@ fn blocks_follow_the_classes() {
             all.next().unwrap().2.clone()
         };
         let (vectors, tiles) = (down("cpu:avx512", DType::F32), down("cpu:amx", DType::Bf16));
-        assert_eq!((vectors.tile_rows, vectors.tile_depth), (384, 128));
-        seen.push((vectors.tile_columns, tiles.tile_rows));
+        assert_eq!(vectors.tile_rows, 384);
+        seen.push((vectors.tile_columns, vectors.tile_depth, tiles.tile_rows));
     }
-    assert_eq!(seen, [(64, 32), (128, 64), (256, 160), (256, 320)]);
+    let expected = [
+        (128, 128, 32),
+        (256, 256, 64),
+        (512, 512, 160),
+        (512, 512, 320),
+    ];
+    assert_eq!(seen, expected);
 }
