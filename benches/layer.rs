@@ -79,9 +79,10 @@ fn layer(
         ways.extend(peer.load(index, folder.path(), selection.pass));
     }
     ways.retain(|way| !selection.without.contains(&way.title));
-    let limits = Limits::measure(&here, dtype, peers)?;
+    let product = timing::torch_product(dtype, peers);
+    let mut before = Limits::measure(&here, dtype)?;
     let table = Table::new(&ways);
-    table.head(shape, dtype, threads, &limits);
+    table.head(shape, dtype, threads, product);
     for skew in &selection.skews {
         for &tokens in &selection.tokens {
             let ids = skew.draw(shape.experts, shape.top_k, tokens, SEED);
@@ -91,6 +92,10 @@ fn layer(
             let run = here.start(&call, &ids)?;
             let equal = compare::all(&run, peers, &ways, &input, &folder, selection.pass)?;
             let times = timing::pairs(&run, peers, &ways, &equal, selection)?;
+            // Other machines' work on the same host changes what there is to be had.
+            let after = Limits::measure(&here, dtype)?;
+            let limits = before.mean(after);
+            before = after;
             table.row(*skew, tokens, selection.pass, &work, &limits, &times);
         }
     }

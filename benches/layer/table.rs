@@ -8,7 +8,8 @@ use moesaic::{DType, Engine};
 
 pub const LEGEND: &str = "\
 # ms: ours, the median; of limit: the least time of the work on this machine over ours, where the least is the longer of
-# arithmetic at the peak rate and memory at the read bandwidth; right of the bar: a peer's time over ours, median of pairs.
+# arithmetic at the peak rate and memory at the read bandwidth, each the mean of what was measured right before and right
+# after (columns `at most` and `GB/s`); right of the bar: a peer's time over ours, median of pairs.
 # Memory's bandwidth is that of more than the caches hold; the few experts of one token may fit in them, and do better than it.
 ";
 
@@ -47,7 +48,7 @@ impl Table<'_> {
         Table { ways }
     }
 
-    pub fn head(&self, shape: &Shape, dtype: DType, threads: usize, limits: &Limits) {
+    pub fn head(&self, shape: &Shape, dtype: DType, threads: usize, product: Option<f64>) {
         let scaled = match shape.scaled {
             "" => String::new(),
             how => format!(" ({how})"),
@@ -56,17 +57,12 @@ impl Table<'_> {
             "{} {dtype}, {threads} threads: {} x {}, {} experts, top {}{scaled}",
             shape.name, shape.model_dim, shape.hidden_dim, shape.experts, shape.top_k
         );
-        let product = match limits.product {
-            Some(rate) => format!("; torch's product of 4096: {rate:.0} GFLOP/s"),
-            None => String::new(),
-        };
-        println!(
-            "at most {:.0} GFLOP/s, {:.1} GB/s{product}",
-            limits.gflops, limits.gbps
-        );
+        if let Some(rate) = product {
+            println!("torch's product of 4096: {rate:.0} GFLOP/s");
+        }
         let titles = self.ways.iter().map(|way| format!(" {:>14}", way.title));
         println!(
-            "routing   tokens     pass         ms   GFLOP/s  of limit |{}",
+            "routing   tokens     pass         ms   GFLOP/s  at most   GB/s  of limit |{}",
             titles.collect::<String>()
         );
     }
@@ -88,9 +84,11 @@ impl Table<'_> {
         let ratios: String = times.ratios.iter().map(ratio).collect();
         let (skew, pass) = (skew.to_string(), pass.to_string());
         println!(
-            "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:7.0} % |{ratios}",
+            "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:8.0} {:6.1} {:7.0} % |{ratios}",
             seconds * 1e3,
             work.flops / seconds / 1e9,
+            limits.gflops,
+            limits.gbps,
             100.0 * limits.least(work) / seconds,
         );
     }

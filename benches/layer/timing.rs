@@ -22,17 +22,23 @@ pub enum Pass {
 }
 
 /// What the machine can do, measured now.
+#[derive(Clone, Copy)]
 pub struct Limits {
     pub gflops: f64,
     pub gbps: f64,
-    /// PyTorch's large product of this type, where there is PyTorch.
-    pub product: Option<f64>,
+}
+
+/// GFLOP/s of PyTorch's large product of this type, where there is PyTorch.
+pub fn torch_product(dtype: DType, peers: &mut [Peer]) -> Option<f64> {
+    let torch = peers.iter_mut().find(|peer| peer.name == "torch")?;
+    let words = torch.ask(&format!("limit {dtype}")).ok()?;
+    words.first()?.parse().ok()
 }
 
 impl Limits {
     /// # Errors
     /// When the probe does not compile or run.
-    pub fn measure(here: &Here, dtype: DType, peers: &mut [Peer]) -> Result<Limits> {
+    pub fn measure(here: &Here, dtype: DType) -> Result<Limits> {
         let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         let compiler = toolchain::c(&registry)?;
         let device = CpuDevice::with_threads(here.threads)?;
@@ -41,13 +47,19 @@ impl Limits {
             DType::F32 => found.f32_gflops,
             _ => found.bf16_gflops.unwrap_or(0.0).max(found.f32_gflops),
         };
-        let torch = peers.iter_mut().find(|peer| peer.name == "torch");
-        let product = torch.and_then(|peer| peer.ask(&format!("limit {dtype}")).ok());
         Ok(Limits {
             gflops,
             gbps: found.read_gbps,
-            product: product.and_then(|words| words.first()?.parse().ok()),
         })
+    }
+
+    /// Of what was measured before and after some work: the means.
+    #[must_use]
+    pub fn mean(self, after: Limits) -> Limits {
+        Limits {
+            gflops: (self.gflops + after.gflops) / 2.0,
+            gbps: (self.gbps + after.gbps) / 2.0,
+        }
     }
 
     /// The least seconds of the work: arithmetic or memory, whichever takes

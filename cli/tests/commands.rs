@@ -410,16 +410,17 @@ fn doctor_ends_with_a_block_for_a_bug_report() {
 fn caches_of_another_cpu_can_be_named() {
     let small = Small::new();
     let emit = |more: &[&str]| {
+        let deep = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/specs/mixtral-8x7b.toml");
         let args = ["emit", "--target", "cpu:avx512"];
-        with_spec(&[&args[..], more].concat(), &small.spec)
+        with_spec(&[&args[..], more].concat(), &deep)
     };
     let assumed = emit(&[]).ok();
     assert_eq!(emit(&["--l1", "48KiB", "--l2", "2MiB"]).ok(), assumed);
     // Sizes between two classes are those of the smaller one.
     assert_eq!(emit(&["--l1", "64KiB", "--l2", "3MiB"]).ok(), assumed);
-    let other = emit(&["--l1", "32KiB"]).ok();
-    assert!(assumed.contains("TILE_WORDS = 256,") && !assumed.contains("TILE_WORDS = 128,"));
-    assert!(other.contains("TILE_WORDS = 128,") && !other.contains("TILE_WORDS = 256,"));
+    let other = emit(&["--l2", "256KiB"]).ok();
+    assert!(assumed.contains("TILE_WORDS = 512,") && !assumed.contains("TILE_WORDS = 128,"));
+    assert!(other.contains("TILE_WORDS = 128,") && !other.contains("TILE_WORDS = 512,"));
     emit(&["--l2", "much"]).fails(2, &["--l2", "unknown unit"]);
     // What is precompiled for them is what inspect finds for them.
     let cache = scratch();
