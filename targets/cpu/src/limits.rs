@@ -39,7 +39,7 @@ pub enum LimitsError {
 }
 
 /// Measures what `isa` can do here for about a second, the compile included, with
-/// as much memory as four last-level caches at most. An instruction set that this
+/// 2 GiB of memory at most, or four last-level caches. An instruction set that this
 /// CPU does not run is some other machine's: then it is [`host_isa`](crate::host_isa).
 ///
 /// # Errors

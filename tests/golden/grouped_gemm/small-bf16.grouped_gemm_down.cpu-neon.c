@@ -1,10 +1,10 @@
 // grouped_gemm_down: out = hidden * down, for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 256 columns of the output. It goes over
-// its rows once, which are copied near, and over the weights strip
-// by strip. Those lie in memory as they are multiplied. 6 rows by a strip have their
-// sums in registers. A row's sums do not depend on the other rows or on their
-// number.
+// the inner dimension at once: its rows are copied near and multiplied by the
+// weights strip by strip. Those lie in memory as they are multiplied.
+// 6 rows by a strip have their sums in registers. A row's sums do not depend on
+// the other rows or on their number.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has the
 // rows of a block.

@@ -1,13 +1,13 @@
 // grouped_gemm_up: hidden = relu(rows * up), for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 512 columns of the output. It goes over
-// the inner dimension in slices, of which its rows are copied near, and over the weights strip
-// by strip. Those lie in memory as they are multiplied. 12 rows by a strip have their
-// sums in registers. A row's sums do not depend on the other rows or on their
-// number.
+// the inner dimension in slices. Of a slice its rows are copied near and multiplied by the
+// weights strip by strip. Those lie in memory as they are multiplied.
+// 12 rows by a strip have their sums in registers. A row's sums do not depend on
+// the other rows or on their number.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has the
-// rows of a block, its sums.
+// rows of a block and its sums.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
