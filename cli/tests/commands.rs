@@ -410,7 +410,8 @@ fn doctor_ends_with_a_block_for_a_bug_report() {
 fn caches_of_another_cpu_can_be_named() {
     let small = Small::new();
     let emit = |more: &[&str]| {
-        let deep = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/specs/mixtral-8x7b.toml");
+        let deep =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/specs/mixtral-8x7b.toml");
         let args = ["emit", "--target", "cpu:avx512"];
         with_spec(&[&args[..], more].concat(), &deep)
     };
