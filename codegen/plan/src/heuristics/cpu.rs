@@ -164,8 +164,7 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
     let tile_rows = core.near_rows(AMX_TILE_ROWS);
     let thread_columns = AMX_STRIP / matrices;
     let words = d.inner.div_ceil(2);
-    let slices = words.div_ceil(AMX_DEPTH);
-    let tile_depth = words.div_ceil(slices).next_multiple_of(16);
+    let (slices, tile_depth) = even_slices(words, AMX_DEPTH);
     let block_columns = if slices == 1 { 256 } else { 512 } / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
     let (rows, panel) = (tile_rows * tile_depth, tile_depth * AMX_STRIP);
@@ -291,8 +290,8 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     let (kept, tile_depth, columns) = match whole {
         true => (products, words, 256),
         false => {
-            let slices = words.div_ceil(AMX_DEPTH / 2);
-            (1, words.div_ceil(slices).next_multiple_of(16), 512)
+            let (_, tile_depth) = even_slices(words, AMX_DEPTH / 2);
+            (1, tile_depth, 512)
         }
     };
     let tile_columns = columns.min(d.outer.next_multiple_of(AMX_STRIP));
