@@ -568,7 +568,6 @@ static void grouped_gemm_down_block(
     const input_t *row[TILE_ROWS + ROWS_AHEAD];
     for (i64 r = 0; r < block.row_count; r++)
         row[r] = hidden + (block.first_row + r) * INNER;
-
     for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
         row[r] = row[r - 1];
     const i64 all_rows = offsets[EXPERTS];

@@ -551,7 +551,6 @@ static void grouped_gemm_up_block(
     const input_t *row[TILE_ROWS + ROWS_AHEAD];
     for (i64 r = 0; r < block.row_count; r++)
         row[r] = x + row_slots[block.first_row + r] / TOP_K * (i64)INNER;
-
     for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
         row[r] = row[r - 1];
     const i64 corner = block.first_row * OUTER + block.first_column;
