@@ -4,6 +4,7 @@ use crate::lanes::{Lane, Lanes, drain};
 use crate::nodes::{Nodes, host_nodes};
 use crate::shared::Shared;
 use crate::team::Team;
+use moesaic_target::DeviceError;
 use std::io;
 use std::sync::OnceLock;
 
@@ -73,6 +74,16 @@ impl Crew {
 
     fn lanes(&self) -> &Lanes {
         self.pinned.get().unwrap_or(&self.loose)
+    }
+
+    /// Has `bytes` bytes of scratch memory ready for each thread but the caller,
+    /// which takes its own in its first run.
+    pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
+        match &self.threads {
+            Threads::Own(team) => team.provide(bytes),
+            Threads::Shared(shared) if bytes > 0 => shared.team().provide(bytes),
+            Threads::Shared(_) | Threads::Alone => Ok(()),
+        }
     }
 
     /// Calls `work(first, last)` over disjoint ranges that cover `0..blocks`,

@@ -117,12 +117,14 @@ impl Module for CpuModule {
                 reason,
             });
         };
+        let scratch_bytes = dims.shared_bytes as usize;
+        self.crew.provide(scratch_bytes)?;
         let failure = OnceLock::new();
         with_table(args, |table| {
             self.crew.run(blocks, |first, last| {
                 // A Slot is transparent over the pointer the kernel expects.
                 let table = table.as_ptr().cast::<*const c_void>();
-                let done = scratch::with(dims.shared_bytes as usize, |own| {
+                let done = scratch::with(scratch_bytes, |own| {
                     // SAFETY: the arguments are of the entry's kinds, checked above;
                     // the caller vouches for the memory behind them. Both tables
                     // outlive the call, x fits since x * y does or y is 0, and the

@@ -10,6 +10,8 @@
 //! Several callers have a board each, and no caller waits for another: workers
 //! go from board to board, also to runs that began while they were busy.
 
+use crate::scratch::{self, Supply};
+use moesaic_target::DeviceError;
 use std::cell::UnsafeCell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -49,6 +51,8 @@ struct Hall {
     /// Workers that have started.
     present: AtomicUsize,
     ended: AtomicBool,
+    /// Scratch memory of the workers.
+    supply: Arc<Supply>,
 }
 
 /// Where the work of a run is found. On lines of its own: workers of one run
@@ -123,6 +127,12 @@ impl Team {
         self.workers.len()
     }
 
+    /// Makes sure that runs with `bytes` bytes of scratch memory allocate nothing
+    /// on a worker, whenever it first joins one.
+    pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
+        self.hall.supply.provide(self.workers(), bytes)
+    }
+
     /// Calls `work` on this thread while `helpers` others are woken to do the
     /// same; returns when all calls have. One that comes late does not call it,
     /// and one that comes twice calls it twice: `work` asks what is left to do.
@@ -193,6 +203,7 @@ impl Hall {
             bell: AtomicU64::new(0),
             present: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
+            supply: Arc::default(),
         }
     }
 
@@ -204,6 +215,7 @@ impl Hall {
 
     /// A worker's life.
     fn serve(&self, asleep: &AtomicBool) {
+        scratch::live_on(Arc::clone(&self.supply));
         self.present.fetch_add(1, Ordering::Release);
         let mut heard = 0;
         let mut seen = [0; BOARDS];
