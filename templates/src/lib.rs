@@ -61,6 +61,7 @@ pub const CPU: &[Template] = index![
     "cpu/gemm_near.c",
     "cpu/gemm_packing.c",
     "cpu/gemm_finish.c",
+    "cpu/gemm_finish_row.c",
     "cpu/gemm_near_rows.c",
     "cpu/gemm_store.c",
     "cpu/gemm_multiply_tiles.c",

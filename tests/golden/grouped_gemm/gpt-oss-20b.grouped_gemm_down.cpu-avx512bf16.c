@@ -365,7 +365,7 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef struct {
     slice_t ALIGNED rows[ROW_GROUPS];
-    sums_t sums[STRIPS][ROW_GROUPS];
+    sums_t ALIGNED sums[STRIPS][ROW_GROUPS];
 } near_t;
 _Static_assert(sizeof(near_t) <= 1585152, "the launch gives a thread this much");
 

@@ -460,9 +460,15 @@ typedef struct {
     const weight_t *gate_bias, *up_bias;
 } results_t;
 
+// One vector of each kind of results, not rounded yet.
+typedef struct {
+    vec hidden;
+} finished_t;
+
 // One vector of results from its sums: a row's from `column` on.
-INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
+INLINE finished_t finish(const results_t *to, const f32 *sum, i64 column, i64 count)
 {
+    finished_t finished;
     vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
     up += load_bias(to->up_bias + column, count);
     up = at_least(at_most(up, broadcast(7.0f)), broadcast(-7.0f));
@@ -470,15 +476,25 @@ INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64
     vec gate = *(const vec *)sum;
     gate += load_bias(to->gate_bias + column, count);
     gate = at_most(gate, broadcast(7.0f));
-    vec result = activation(gate) * up;
-    store_result(to->hidden, result, row, column, count);
+    finished.hidden = activation(gate) * up;
+    return finished;
 }
 
-// The results of one row, from its sums: `columns` columns from `column` on.
-INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+// The results of one row from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 column, i64 columns, finished_t *finished)
 {
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
+        finished[c / LANES] = finish(to, sums + c, column + c, min_i64(LANES, columns - c));
+}
+
+// Rounds and stores them.
+INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, i64 column, i64 columns)
+{
+    for (i64 c = 0; c < columns; c += LANES) {
+        const finished_t *from = &finished[c / LANES];
+        const i64 count = min_i64(LANES, columns - c);
+        store_result(to->hidden, from->hidden, row, column + c, count);
+    }
 }
 
 // A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
@@ -501,8 +517,11 @@ typedef struct {
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
 {
-    for (; rows > 0 && pending->row < pending->end; rows--)
-        finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
+    finished_t finished[REGISTER_COLUMNS / LANES];
+    for (; rows > 0 && pending->row < pending->end; rows--, pending->sums++, pending->row++) {
+        finish_row(pending->to, *pending->sums, pending->column, pending->columns, finished);
+        store_row(pending->to, finished, pending->row, pending->column, pending->columns);
+    }
 }
 
 INLINE void finish_due(pending_t *pending)

@@ -453,20 +453,36 @@ typedef struct {
     output_t hidden;
 } results_t;
 
-// One vector of results from its sums: a row's from `column` on.
-INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
+// One vector of each kind of results, not rounded yet.
+typedef struct {
+    vec hidden;
+} finished_t;
+
+// One vector of results from its sums.
+INLINE finished_t finish(const f32 *sum)
 {
+    finished_t finished;
     vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
     vec gate = *(const vec *)sum;
-    vec result = activation(gate) * up;
-    store_result(to->hidden, result, row, column, count);
+    finished.hidden = activation(gate) * up;
+    return finished;
 }
 
-// The results of one row, from its sums: `columns` columns from `column` on.
-INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+// The results of one row from its sums: `columns` columns.
+INLINE void finish_row(const f32 *sums, i64 columns, finished_t *finished)
 {
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
+        finished[c / LANES] = finish(sums + c);
+}
+
+// Rounds and stores them.
+INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, i64 column, i64 columns)
+{
+    for (i64 c = 0; c < columns; c += LANES) {
+        const finished_t *from = &finished[c / LANES];
+        const i64 count = min_i64(LANES, columns - c);
+        store_result(to->hidden, from->hidden, row, column + c, count);
+    }
 }
 
 // A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
@@ -489,8 +505,11 @@ typedef struct {
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
 {
-    for (; rows > 0 && pending->row < pending->end; rows--)
-        finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
+    finished_t finished[REGISTER_COLUMNS / LANES];
+    for (; rows > 0 && pending->row < pending->end; rows--, pending->sums++, pending->row++) {
+        finish_row(*pending->sums, pending->columns, finished);
+        store_row(pending->to, finished, pending->row, pending->column, pending->columns);
+    }
 }
 
 INLINE void finish_due(pending_t *pending)

@@ -340,7 +340,7 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef struct {
     slice_t ALIGNED rows[ROW_GROUPS];
-    sums_t sums[STRIPS][ROW_GROUPS];
+    sums_t ALIGNED sums[STRIPS][ROW_GROUPS];
 } near_t;
 _Static_assert(sizeof(near_t) <= 1400832, "the launch gives a thread this much");
 
@@ -426,29 +426,50 @@ typedef struct {
     output_t hidden;
 } results_t;
 
-// One vector of results from its sums: a row's from `column` on.
-INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, i64 count)
+// One vector of each kind of results, not rounded yet.
+typedef struct {
+    vec hidden;
+} finished_t;
+
+// One vector of results from its sums.
+INLINE finished_t finish(const f32 *sum)
 {
+    finished_t finished;
     vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
-    vec result = activation(up);
-    store_result(to->hidden, result, row, column, count);
+    finished.hidden = activation(up);
+    return finished;
 }
 
-// The results of one row, from its sums: `columns` columns from `column` on.
-INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+// The results of one row from its sums: `columns` columns.
+INLINE void finish_row(const f32 *sums, i64 columns, finished_t *finished)
 {
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, row, column + c, min_i64(LANES, columns - c));
+        finished[c / LANES] = finish(sums + c);
+}
+
+// Rounds and stores them.
+INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, i64 column, i64 columns)
+{
+    for (i64 c = 0; c < columns; c += LANES) {
+        const finished_t *from = &finished[c / LANES];
+        const i64 count = min_i64(LANES, columns - c);
+        store_result(to->hidden, from->hidden, row, column + c, count);
+    }
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
 // from `column` on. It is not inlined where products are: the constants of an
-// activation would be kept in their registers.
+// activation would be kept in their registers. An activation is a long chain of
+// operations; those of several vectors go side by side if nothing else waits for
+// them, so all are finished before the first is stored.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
+    finished_t finished[REGISTER_ROWS][REGISTER_COLUMNS / LANES];
     for (i64 r = 0; r < rows; r++)
-        finish_row(to, sums[r], row + r, column, columns);
+        finish_row(sums[r], columns, finished[r]);
+    for (i64 r = 0; r < rows; r++)
+        store_row(to, finished[r], row + r, column, columns);
 }
 
 // A block: a depth slice at a time. Its rows are copied near, and every group of

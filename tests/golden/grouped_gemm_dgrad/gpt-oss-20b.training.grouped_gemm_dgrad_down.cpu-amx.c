@@ -554,9 +554,14 @@ typedef struct {
     vec *parts; // of every row
 } results_t;
 
+// One vector of each kind of results, not rounded yet.
+typedef struct {
+    vec hidden, dgate, dup;
+} finished_t;
+
 // One vector of results from its sums: a row's from `column` on; adds <P, A> to the
 // row's part.
-INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
+INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
     const i64 at = row * OUTER + column;
     vec product = count == LANES ? *(const vec *)sum : load_part_f32(sum, count);
@@ -564,17 +569,31 @@ INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32
     to->parts[row] += product * by.value;
     product *= weight;
     by.value *= weight;
-    store_result(to->hidden, by.value, row, column, count);
-    store_result(to->dgate, by.by_gate * product, row, column, count);
-    store_result(to->dup, by.by_up * product, row, column, count);
+    return (finished_t){
+        .hidden = by.value,
+        .dgate = by.by_gate * product,
+        .dup = by.by_up * product,
+    };
 }
 
-// The results of one row, from its sums: `columns` columns from `column` on.
-INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+// The results of one row from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns, finished_t *finished)
 {
     const f32 weight = to->topk_weights[to->row_slots[row]];
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
+        finished[c / LANES] = finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
+}
+
+// Rounds and stores them.
+INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, i64 column, i64 columns)
+{
+    for (i64 c = 0; c < columns; c += LANES) {
+        const finished_t *from = &finished[c / LANES];
+        const i64 count = min_i64(LANES, columns - c);
+        store_result(to->hidden, from->hidden, row, column + c, count);
+        store_result(to->dgate, from->dgate, row, column + c, count);
+        store_result(to->dup, from->dup, row, column + c, count);
+    }
 }
 
 // A strip is multiplied piece by piece: the first-level cache holds 22 steps of two
@@ -597,8 +616,11 @@ typedef struct {
 
 INLINE void finish_rows(pending_t *pending, i64 rows)
 {
-    for (; rows > 0 && pending->row < pending->end; rows--)
-        finish_row(pending->to, *pending->sums++, pending->row++, pending->column, pending->columns);
+    finished_t finished[REGISTER_COLUMNS / LANES];
+    for (; rows > 0 && pending->row < pending->end; rows--, pending->sums++, pending->row++) {
+        finish_row(pending->to, *pending->sums, pending->row, pending->column, pending->columns, finished);
+        store_row(pending->to, finished, pending->row, pending->column, pending->columns);
+    }
 }
 
 INLINE void finish_due(pending_t *pending)

@@ -1,17 +1,16 @@
 // grouped_gemm_dgrad_down: P = dout * down, and from it hidden, dgate and dup, for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 256 columns of the result. It goes over
-// the sum in slices: a slice of the weights is packed into a panel on the
-// stack, every 12 rows are multiplied by it in registers, and the sums go to a
-// tile on the stack.
+// the sum in slices: a slice of the weights is packed into a panel, and every 12
+// rows are multiplied by it in registers.
 // The weights are summed over by rows, so that they lie as the panel wants them.
 // A row's sums do not depend on the other rows.
 //
 // hidden = w * A for the activation A of the kept pre-activations, dgate and
 // dup = act' * w * P; a column of dweight_parts is <P, A> over the columns of a block.
 //
-// Baked in: experts, widths, types, activation. On the stack: the panel
-// (240 words by the columns of a block), 12 rows of input, the tile.
+// Baked in: experts, widths, types, activation. A thread's scratch memory has
+// two panels, 12 rows and the sums of a block.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -331,9 +330,8 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x,
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// Sums: those of a register tile, and all of a block.
+// Sums of a register tile.
 typedef f32 sums_t[REGISTER_ROWS][STRIP];
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
 // A depth slice of the weights, in strips that the sums of a register tile are
 // as wide as: word by word all columns.
@@ -457,6 +455,15 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
     ahead->depth = depth;
 }
 
+// What a thread keeps near while it works on a block: a group of its rows, a depth slice at a time; all sums; two panels.
+enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+typedef struct {
+    slice_t ALIGNED rows;
+    sums_t ALIGNED sums[ROW_GROUPS][STRIPS];
+    strip_t panels[2][STRIPS]; // in turn: of the products, and packed beside them
+} near_t;
+_Static_assert(sizeof(near_t) <= 896256, "the launch gives a thread this much");
+
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                      const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
@@ -578,9 +585,14 @@ typedef struct {
     vec *parts; // of every row
 } results_t;
 
+// One vector of each kind of results, not rounded yet.
+typedef struct {
+    vec hidden, dgate, dup;
+} finished_t;
+
 // One vector of results from its sums: a row's from `column` on; adds <P, A> to the
 // row's part.
-INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
+INLINE finished_t finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32 weight, i64 count)
 {
     const i64 at = row * OUTER + column;
     vec product = count == LANES ? *(const vec *)sum : load_part_f32(sum, count);
@@ -588,39 +600,61 @@ INLINE void finish(const results_t *to, const f32 *sum, i64 row, i64 column, f32
     to->parts[row] += product * by.value;
     product *= weight;
     by.value *= weight;
-    store_result(to->hidden, by.value, row, column, count);
-    store_result(to->dgate, by.by_gate * product, row, column, count);
-    store_result(to->dup, by.by_up * product, row, column, count);
+    return (finished_t){
+        .hidden = by.value,
+        .dgate = by.by_gate * product,
+        .dup = by.by_up * product,
+    };
 }
 
-// The results of one row, from its sums: `columns` columns from `column` on.
-INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
+// The results of one row from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns, finished_t *finished)
 {
     const f32 weight = to->topk_weights[to->row_slots[row]];
     for (i64 c = 0; c < columns; c += LANES)
-        finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
+        finished[c / LANES] = finish(to, sums + c, row, column + c, weight, min_i64(LANES, columns - c));
+}
+
+// Rounds and stores them.
+INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, i64 column, i64 columns)
+{
+    for (i64 c = 0; c < columns; c += LANES) {
+        const finished_t *from = &finished[c / LANES];
+        const i64 count = min_i64(LANES, columns - c);
+        store_result(to->hidden, from->hidden, row, column + c, count);
+        store_result(to->dgate, from->dgate, row, column + c, count);
+        store_result(to->dup, from->dup, row, column + c, count);
+    }
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
 // from `column` on. It is not inlined where products are: the constants of an
-// activation would be kept in their registers.
+// activation would be kept in their registers. An activation is a long chain of
+// operations; those of several vectors go side by side if nothing else waits for
+// them, so all are finished before the first is stored. What the next strip will
+// read beside its sums comes meanwhile.
 static __attribute__((noinline)) void
 finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
+    for (i64 r = 0; r < rows; r++) {
+        const i64 next = (row + r) * OUTER + column + STRIP;
+        __builtin_prefetch(to->gate_pre + next);
+        __builtin_prefetch(to->up_pre + next);
+    }
+    finished_t finished[REGISTER_ROWS][REGISTER_COLUMNS / LANES];
     for (i64 r = 0; r < rows; r++)
-        finish_row(to, sums[r], row + r, column, columns);
+        finish_row(to, sums[r], row + r, column, columns, finished[r]);
+    for (i64 r = 0; r < rows; r++)
+        store_row(to, finished[r], row + r, column, columns);
 }
 
 // A block: the products one after the other, each a depth slice at a time, and of
 // that a group of rows at a time, which are copied next to each other and
 // multiplied by every strip. The next slice of the weights is packed meanwhile.
 // Results are finished while their sums are near.
-static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const weight_t *const *matrices,
-                           const block_t *block, const results_t *to)
+static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
+                           const weight_t *const *matrices, const block_t *block, const results_t *to)
 {
-    tile_t tile ALIGNED;
-    slice_t slice ALIGNED;
-    strip_t panels[2][STRIPS] ALIGNED; // in turn: of the products, and packed beside them
     packing_t packing = {0};
     int turn = 0;
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
@@ -636,22 +670,22 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
             // Past the last product, the next expert's weights follow in memory.
             const weight_t *next_matrix = next_depth > 0 ? source.from + TILE_DEPTH * OUTER
                 : product + 1 < PRODUCTS ? matrices[product + 1] : matrices[0] + INNER * OUTER;
-            strip_t *panel = panels[turn];
+            strip_t *panel = near->panels[turn];
             pack_rest(&packing, panel, source);
             turn = !turn;
-            packing = packing_of(panels[turn], (source_t){next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count}, groups);
+            packing = packing_of(near->panels[turn], (source_t){next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count}, groups);
             if (last)
                 packing.to = 0;
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
-                load_slice(slice, row[product] + first, depth, count, width);
+                load_slice(near->rows, row[product] + first, depth, count, width);
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
-                    f32 (*sums)[STRIP] = tile[group][strip];
+                    f32 (*sums)[STRIP] = near->sums[group][strip];
                     ahead_t ahead = {.packing = &packing};
                     fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
-                    multiply_rows(count, sums, slice, panel[strip], words, start, &ahead);
+                    multiply_rows(count, sums, near->rows, panel[strip], words, start, &ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);
                 }
@@ -673,7 +707,7 @@ static void grouped_gemm_dgrad_down_block(
     bf16 *restrict dup,               // [rows, 2880]
     f32 *restrict dweight_parts,      // [rows, 12]
     i64 tokens,
-    i64 block_x, i64 block_y)
+    i64 block_x, i64 block_y, void *scratch)
 {
     (void)tokens;
     const block_t block = find_block(offsets, row_tiles, block_x, block_y);
@@ -701,13 +735,13 @@ static void grouped_gemm_dgrad_down_block(
         .row_slots = row_slots + block.first_row,
         .parts = parts,
     };
-    multiply_block(row, matrices, &block, &results);
+    multiply_block(scratch, row, matrices, &block, &results);
     for (i64 r = 0; r < block.row_count; r++)
         dweight_parts[(block.first_row + r) * COLUMN_TILES + block_y] = sum_lanes(parts[r]);
     end_far_stores();
 }
 
-EXPORT void grouped_gemm_dgrad_down(void *const *args, i64 first, i64 last, i64 grid_x)
+EXPORT void grouped_gemm_dgrad_down(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)
 {
     const bf16 *dout = *(const bf16 *const *)args[0];
     const bf16 *down = *(const bf16 *const *)args[1];
@@ -725,5 +759,5 @@ EXPORT void grouped_gemm_dgrad_down(void *const *args, i64 first, i64 last, i64 
     for (i64 block = first; block < last; block++)
         grouped_gemm_dgrad_down_block(dout, down, gate_pre, up_pre, offsets, row_tiles,
             row_slots, topk_weights, hidden, dgate, dup, dweight_parts, tokens, block % grid_x,
-            block / grid_x);
+            block / grid_x, scratch);
 }

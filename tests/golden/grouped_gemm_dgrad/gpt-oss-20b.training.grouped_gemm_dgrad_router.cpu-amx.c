@@ -1,14 +1,13 @@
 // grouped_gemm_dgrad_up: drows = dup * up, for the rows of every expert.
 //
 // A block owns 384 rows of one expert and 256 columns of the result. It goes over
-// the sum in slices: a slice of the weights is packed into a panel on the
-// stack, every 12 rows are multiplied by it in registers, and the sums go to a
-// tile on the stack.
+// the sum in slices: a slice of the weights is packed into a panel, and every 12
+// rows are multiplied by it in registers.
 // The weights are summed over by rows, so that they lie as the panel wants them.
 // A row's sums do not depend on the other rows.
 //
-// Baked in: experts, widths, types, activation. On the stack: the panel
-// (32 words by the columns of a block), 12 rows of input, the tile.
+// Baked in: experts, widths, types, activation. A thread's scratch memory has
+// two panels, 12 rows and the sums of a block.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -233,9 +232,8 @@ INLINE block_t find_block(i64 tokens, i64 block_x, i64 block_y)
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 
-// Sums: those of a register tile, and all of a block.
+// Sums of a register tile.
 typedef f32 sums_t[REGISTER_ROWS][STRIP];
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][STRIPS];
 
 // A depth slice of the weights, in strips that the sums of a register tile are
 // as wide as: word by word all columns.
@@ -359,6 +357,15 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
     ahead->depth = depth;
 }
 
+// What a thread keeps near while it works on a block: a group of its rows, a depth slice at a time; all sums; two panels.
+enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+typedef struct {
+    slice_t ALIGNED rows;
+    sums_t ALIGNED sums[ROW_GROUPS][STRIPS];
+    strip_t panels[2][STRIPS]; // in turn: of the products, and packed beside them
+} near_t;
+_Static_assert(sizeof(near_t) <= 460288, "the launch gives a thread this much");
+
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                      const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
@@ -472,12 +479,9 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
 // that a group of rows at a time, which are copied next to each other and
 // multiplied by every strip. The next slice of the weights is packed meanwhile.
 // Results are finished while their sums are near.
-static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const weight_t *const *matrices,
-                           const block_t *block, const results_t *to)
+static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
+                           const weight_t *const *matrices, const block_t *block, const results_t *to)
 {
-    tile_t tile ALIGNED;
-    slice_t slice ALIGNED;
-    strip_t panels[2][STRIPS] ALIGNED; // in turn: of the products, and packed beside them
     packing_t packing = {0};
     int turn = 0;
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
@@ -493,22 +497,22 @@ static void multiply_block(const input_t *(*row)[TILE_ROWS + ROWS_AHEAD], const 
             // Past the last product, the next expert's weights follow in memory.
             const weight_t *next_matrix = next_depth > 0 ? source.from + TILE_DEPTH * OUTER
                 : product + 1 < PRODUCTS ? matrices[product + 1] : matrices[0] + INNER * OUTER;
-            strip_t *panel = panels[turn];
+            strip_t *panel = near->panels[turn];
             pack_rest(&packing, panel, source);
             turn = !turn;
-            packing = packing_of(panels[turn], (source_t){next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count}, groups);
+            packing = packing_of(near->panels[turn], (source_t){next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count}, groups);
             if (last)
                 packing.to = 0;
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
-                load_slice(slice, row[product] + first, depth, count, width);
+                load_slice(near->rows, row[product] + first, depth, count, width);
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
-                    f32 (*sums)[STRIP] = tile[group][strip];
+                    f32 (*sums)[STRIP] = near->sums[group][strip];
                     ahead_t ahead = {.packing = &packing};
                     fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
-                    multiply_rows(count, sums, slice, panel[strip], words, start, &ahead);
+                    multiply_rows(count, sums, near->rows, panel[strip], words, start, &ahead);
                     if (last)
                         finish_sums(to, sums, first, count, column, columns);
                 }
@@ -521,7 +525,7 @@ static void grouped_gemm_dgrad_up_block(
     const f32 *restrict up,  // [1, 32, 2880]
     f32 *restrict drows,     // [tokens, 2880]
     i64 tokens,
-    i64 block_x, i64 block_y)
+    i64 block_x, i64 block_y, void *scratch)
 {
     const block_t block = find_block(tokens, block_x, block_y);
     const input_t *const inputs[PRODUCTS] = {dup};
@@ -535,16 +539,17 @@ static void grouped_gemm_dgrad_up_block(
     const results_t results = {
         .drows = output_of(drows, all_rows, &block),
     };
-    multiply_block(row, matrices, &block, &results);
+    multiply_block(scratch, row, matrices, &block, &results);
     end_far_stores();
 }
 
-EXPORT void grouped_gemm_dgrad_up(void *const *args, i64 first, i64 last, i64 grid_x)
+EXPORT void grouped_gemm_dgrad_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)
 {
     const f32 *dup = *(const f32 *const *)args[0];
     const f32 *up = *(const f32 *const *)args[1];
     f32 *drows = *(f32 *const *)args[2];
     i64 tokens = *(const i64 *)args[3];
     for (i64 block = first; block < last; block++)
-        grouped_gemm_dgrad_up_block(dup, up, drows, tokens, block % grid_x, block / grid_x);
+        grouped_gemm_dgrad_up_block(dup, up, drows, tokens, block % grid_x, block / grid_x,
+            scratch);
 }

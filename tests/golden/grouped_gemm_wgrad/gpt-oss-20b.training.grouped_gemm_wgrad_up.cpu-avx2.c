@@ -2,12 +2,12 @@
 // the rows of every expert; biases are sums of the left factor.
 //
 // A block owns 384 by 1024 elements of a matrix. It goes over the rows of its
-// expert in slices: the right factor is packed into a panel on the stack, a few
-// columns of the left one are copied together, and both are multiplied in registers,
+// expert in slices: the right factor is packed into a panel, a few columns of the
+// left one are copied together, and both are multiplied in registers,
 // 6 by 16 at a time. Sums are f32, in the order of the rows. An expert without rows gets zeros.
 //
-// Baked in: experts, widths, types. On the stack: the panel (256 words
-// deep) and its sums.
+// Baked in: experts, widths, types. A thread's scratch memory has two
+// panels, a few columns and the sums of a panel.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -418,6 +418,15 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 // A slice of a few columns of the left factor: words.
 typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
 
+// What a thread keeps near while it works on a block: a few columns of the left factor, a depth slice at a time; all sums; two panels.
+enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+typedef struct {
+    slice_t ALIGNED rows[SLICES];
+    sums_t ALIGNED sums[ROW_GROUPS][PANEL_STRIPS];
+    strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
+} near_t;
+_Static_assert(sizeof(near_t) <= 969728, "the launch gives a thread this much");
+
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
                      const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
@@ -477,9 +486,6 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_row(to, sums[r], row + r, column, columns);
 }
 
-// The sums of a panel.
-typedef sums_t tile_t[(TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS][PANEL_STRIPS];
-
 // Copies some columns of `depth` rows of the left factor, of which `columns` are
 // left, slice by slice. A word writes whole vectors, whose ends the next ones write
 // over. Of several slices at once every line is read once: rows that are a power of
@@ -509,14 +515,11 @@ INLINE void fetch_left(ahead_t *ahead, const left_t *next, i64 strip, i64 strips
 // right factor is packed. A few columns of the left one are copied next to each
 // other and multiplied by every strip of the panel; they stay in a cache for the
 // next panels, of which one is packed meanwhile. Results are finished while their sums are near.
-static void multiply_block(const left_t *left, const right_t *right, const block_t *block, const results_t *to)
+static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, const results_t *to)
 {
-    tile_t tile ALIGNED;
     sums_t only_sums ALIGNED;
-    strip_t panels[2][PANEL_STRIPS] ALIGNED; // in turn: of the products, and packed beside them
     packing_t packing = {0};
     int turn = 0;
-    slice_t slices[SLICES] ALIGNED;
     const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     for (i64 corner = 0; corner < block->column_count; corner += PANEL_STRIPS * STRIP) {
         const i64 width = min_i64(PANEL_STRIPS * STRIP, block->column_count - corner), strips = (width + STRIP - 1) / STRIP;
@@ -526,28 +529,28 @@ static void multiply_block(const left_t *left, const right_t *right, const block
             const int start = row == 0, last = row + TILE_DEPTH >= rows;
             const i64 next_row = last ? 0 : row + TILE_DEPTH, next_corner = last ? corner + width : corner;
             const i64 next_width = min_i64(PANEL_STRIPS * STRIP, block->column_count - next_corner);
-            strip_t *panel = panels[turn];
+            strip_t *panel = near->panels[turn];
             pack_rest(&packing, panel, (source_t){right + row * WIDTH + corner, depth, width});
             turn = !turn;
             if (next_width > 0) {
                 const source_t next = {right + next_row * WIDTH + next_corner, min_i64(TILE_DEPTH, rows - next_row), next_width};
-                packing = packing_of(panels[turn], next, groups);
+                packing = packing_of(near->panels[turn], next, groups);
             } else { // the next expert's rows follow in memory
-                packing = packing_of(panels[turn], (source_t){right + rows * WIDTH, TILE_DEPTH, PANEL_STRIPS * STRIP}, groups);
+                packing = packing_of(near->panels[turn], (source_t){right + rows * WIDTH, TILE_DEPTH, PANEL_STRIPS * STRIP}, groups);
                 packing.to = 0;
             }
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
                 const left_t *columns = left + row * HEIGHT + first;
                 if (group % SLICES == 0)
-                    load_slices(slices, columns, depth, HEIGHT - block->first_height - first);
+                    load_slices(near->rows, columns, depth, HEIGHT - block->first_height - first);
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP;
-                    f32 (*sums)[STRIP] = start && last ? only_sums : tile[group][strip];
+                    f32 (*sums)[STRIP] = start && last ? only_sums : near->sums[group][strip];
                     ahead_t ahead = {.packing = &packing, .left = columns};
                     if (corner == 0)
                         fetch_left(&ahead, columns + SLICES * REGISTER_ROWS, strip, strips);
-                    multiply_rows(count, sums, slices[group % SLICES], panel[strip], words, start, &ahead);
+                    multiply_rows(count, sums, near->rows[group % SLICES], panel[strip], words, start, &ahead);
                     if (last)
                         finish_sums(to, sums, first, count, corner + column, min_i64(STRIP, width - column));
                 }
@@ -566,7 +569,7 @@ static void grouped_gemm_wgrad_up_block(
     f32 *restrict grad_up,       // [32, 2880, 2880]
     i64 accumulate,
     i64 tokens,
-    i64 block_x, i64 block_y)
+    i64 block_x, i64 block_y, void *scratch)
 {
     (void)tokens;
     const block_t block = find_block(offsets, block_x, block_y);
@@ -580,17 +583,17 @@ static void grouped_gemm_wgrad_up_block(
         .far = !accumulate && is_far(grad_gate, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,
     };
-    multiply_block(dgate + first_left, right, &block, &dgate_results);
+    multiply_block(scratch, dgate + first_left, right, &block, &dgate_results);
     const results_t dup_results = {
         .grad = grad_up + corner,
         .far = !accumulate && is_far(grad_up, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,
     };
-    multiply_block(dup + first_left, right, &block, &dup_results);
+    multiply_block(scratch, dup + first_left, right, &block, &dup_results);
     end_far_stores();
 }
 
-EXPORT void grouped_gemm_wgrad_up(void *const *args, i64 first, i64 last, i64 grid_x)
+EXPORT void grouped_gemm_wgrad_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)
 {
     const bf16 *dgate = *(const bf16 *const *)args[0];
     const bf16 *dup = *(const bf16 *const *)args[1];
@@ -602,7 +605,7 @@ EXPORT void grouped_gemm_wgrad_up(void *const *args, i64 first, i64 last, i64 gr
     i64 tokens = *(const i64 *)args[7];
     for (i64 block = first; block < last; block++)
         grouped_gemm_wgrad_up_block(dgate, dup, rows, offsets, grad_gate, grad_up, accumulate,
-            tokens, block % grid_x, block / grid_x);
+            tokens, block % grid_x, block / grid_x, scratch);
 }
 
 // Adds one row to the sums of `count` columns.

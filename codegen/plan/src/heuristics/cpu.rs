@@ -31,12 +31,15 @@ const AMX_L2_BYTES: usize = 2 << 20;
 const FORWARD_COLUMNS: usize = 512;
 const FORWARD_DEPTH: usize = 512;
 
-/// Columns of a block of dgrad and of a panel of wgrad: with 256 words of depth,
-/// panel and sums are 640 KiB.
+/// Columns of a block of dgrad and of a panel of wgrad.
 const BLOCK_COLUMNS: usize = 256;
 
-/// Words of depth of a panel.
-const DEPTH: usize = 256;
+/// Columns of such a block are a multiple of this: of every strip.
+const COLUMN_STEP: usize = 64;
+
+/// Words of depth of a panel: the first of them that fits. With the sums of a block,
+/// two panels of all columns are 896 or 768 KiB.
+const DEPTHS: [usize; 2] = [256, 192];
 
 /// Words of depth that a block of AMX tiles has near: with the rows of a tile
 /// about half of a second-level cache of 2 MiB.
@@ -50,21 +53,45 @@ impl Core {
         most.min(self.caches.l2_bytes() * 3 / 4 / (4 * TILE_ROWS))
     }
 
-    /// [`BLOCK_COLUMNS`], or fewer, so that panel and sums are five eighths of a
-    /// second-level cache.
-    fn block_columns(self) -> usize {
-        let column_bytes = 4 * (DEPTH + TILE_ROWS);
-        (self.caches.l2_bytes() * 5 / 8 / column_bytes).min(BLOCK_COLUMNS)
+    /// [`BLOCK_COLUMNS`], or fewer, so that two panels and their sums are three
+    /// quarters of a second-level cache.
+    fn block_columns(self, depth: usize) -> usize {
+        let column_bytes = 4 * (TILE_ROWS + 2 * depth);
+        let columns = self.caches.l2_bytes() * 3 / 4 / column_bytes;
+        (columns / COLUMN_STEP * COLUMN_STEP).min(BLOCK_COLUMNS)
     }
 
-    /// [`DEPTH`], or half of it, so that a strip of a panel leaves room in a
-    /// first-level cache.
+    /// One of [`DEPTHS`], so that a strip of a panel leaves room in a first-level
+    /// cache, and panels of all columns in a second-level cache.
     fn depth(self, left: DType, right: DType) -> usize {
-        let (_, strip) = register_tile(self.isa, left, right);
-        match DEPTH * strip * 4 < self.caches.l1_bytes() {
-            true => DEPTH,
-            false => DEPTH / 2,
+        let [deep, shallow] = DEPTHS;
+        let room = self.block_columns(deep) == BLOCK_COLUMNS;
+        match room && self.strip_fits(deep, left, right) {
+            true => deep,
+            false => shallow,
         }
+    }
+
+    /// Whether a strip so deep leaves room in a first-level cache.
+    fn strip_fits(self, depth: usize, left: DType, right: DType) -> bool {
+        let (_, strip) = register_tile(self.isa, left, right);
+        depth * strip * 4 < self.caches.l1_bytes()
+    }
+
+    /// Words of a slice of rows of wgrad: [`WGRAD_DEPTH`], or half of it.
+    fn wgrad_depth(self, left: DType, right: DType) -> usize {
+        match self.strip_fits(WGRAD_DEPTH, left, right) {
+            true => WGRAD_DEPTH,
+            false => WGRAD_DEPTH / 2,
+        }
+    }
+
+    /// Columns of a panel of wgrad, so that two of them are five eighths of a
+    /// second-level cache; rows of most experts are one slice, which keeps no sums.
+    fn wgrad_columns(self) -> usize {
+        let column_bytes = 4 * 2 * WGRAD_DEPTH;
+        let columns = self.caches.l2_bytes() * 5 / 8 / column_bytes;
+        (columns / COLUMN_STEP * COLUMN_STEP).min(BLOCK_COLUMNS)
     }
 
     /// Rows that AMX tiles have near, of `rows` in a cache of [`AMX_L2_BYTES`].
@@ -77,6 +104,13 @@ impl Core {
 /// Columns of the right factor of a weight's gradient: a slice of the left one
 /// is read from far away once for all of them.
 const WGRAD_COLUMNS: usize = 1024;
+
+/// Words of a slice of an expert's rows. Sums of several slices go through memory
+/// between them: of 256 rows, give or take a few, f32 has one.
+const WGRAD_DEPTH: usize = 288;
+
+/// Columns of the left factor that are copied together: lines of each row.
+const WGRAD_SLICES: usize = 48;
 
 /// Columns of the right factor where there is one matrix only, as a router's:
 /// more blocks, so that more threads share the pass over all tokens.
@@ -257,17 +291,21 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmCo
     }
     let (thread_rows, thread_columns) = register_tile(core.isa, d.weights, d.activations);
     // Columns of the other half cut the sums of the weights' gradient.
+    let depth = core.depth(d.weights, d.activations);
     let block_columns = match d.half {
-        Half::Up => core.block_columns(),
+        Half::Up => core.block_columns(depth),
         Half::Down => BLOCK_COLUMNS,
     };
+    let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
     let words = words(core.isa, d.inner, d.weights, d.activations);
-    let (_, tile_depth) = even_slices(words, core.depth(d.weights, d.activations));
+    let (_, tile_depth) = even_slices(words, depth);
+    let sums_and_panels = tile_columns * (TILE_ROWS + 2 * tile_depth);
     GroupedGemmConfig {
-        tile_columns: block_columns.min(d.outer.next_multiple_of(thread_columns)),
+        tile_columns,
         tile_depth,
         thread_rows,
         thread_columns,
+        shared_bytes: (4 * (sums_and_panels + thread_rows * tile_depth)) as u32,
         ..plain_gemm()
     }
 }
@@ -322,16 +360,23 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmCo
         false => WGRAD_COLUMNS,
     };
     // A block goes over its columns in panels; a narrower one is a block.
-    let columns = match core.block_columns() {
+    let columns = match core.wgrad_columns() {
         BLOCK_COLUMNS => columns,
         panel => columns.min(panel),
     };
+    let tile_depth = core.wgrad_depth(d.left, d.right);
+    let tile_rows = TILE_ROWS.min(d.height.next_multiple_of(thread_rows));
+    let tile_columns = columns.min(d.width.next_multiple_of(thread_columns));
+    let sums_and_panels = BLOCK_COLUMNS.min(tile_columns) * (tile_rows + 2 * tile_depth);
+    // Columns of the left factor are copied a vector at a time, or two of pairs.
+    let slices = WGRAD_SLICES * (tile_depth + core.isa.vector_bytes() / 2);
     GroupedGemmConfig {
-        tile_depth: core.depth(d.left, d.right),
-        tile_rows: TILE_ROWS.min(d.height.next_multiple_of(thread_rows)),
-        tile_columns: columns.min(d.width.next_multiple_of(thread_columns)),
+        tile_depth,
+        tile_rows,
+        tile_columns,
         thread_rows,
         thread_columns,
+        shared_bytes: (4 * (sums_and_panels + slices)) as u32,
         ..plain_gemm()
     }
 }
@@ -360,7 +405,7 @@ fn plain_gemm() -> GroupedGemmConfig {
         threads: 1,
         tile_rows: TILE_ROWS,
         tile_columns: BLOCK_COLUMNS,
-        tile_depth: DEPTH,
+        tile_depth: DEPTHS[0],
         thread_rows: 6,
         thread_columns: 16,
         family: GemmFamily::Simt,

@@ -59,7 +59,7 @@ fn columns(desc: &KernelDesc, c: &GroupedGemmConfig) -> usize {
 }
 
 #[test]
-fn panel_and_sums_are_part_of_the_second_level() {
+fn panels_and_sums_are_part_of_the_second_level() {
     each(|plan| {
         for (name, desc, c) in gemms(plan) {
             if c.family == GemmFamily::Tiles || name == "grouped_gemm_dgrad_down" {
@@ -68,9 +68,13 @@ fn panel_and_sums_are_part_of_the_second_level() {
             if matches!(desc, KernelDesc::GroupedGemm(_)) {
                 continue; // rows are near, and its strips are never there together
             }
-            let bytes = 4 * columns(desc, c) * (c.tile_depth + c.tile_rows);
+            let sums = match desc {
+                KernelDesc::GroupedGemmWgrad(_) => 0, // most experts' rows are one slice
+                _ => c.tile_rows,
+            };
+            let bytes = 4 * columns(desc, c) * (2 * c.tile_depth + sums);
             let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
-            assert!(bytes <= plan.caches.l2_bytes() * 5 / 8, "{what}");
+            assert!(bytes <= plan.caches.l2_bytes() * 3 / 4, "{what}");
             assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
         }
     });
@@ -103,11 +107,12 @@ fn near_rows_of_vectors_are_part_of_the_second_level() {
 fn a_strip_leaves_room_in_the_first_level() {
     each(|plan| {
         for (name, desc, c) in gemms(plan) {
-            let is_forward = matches!(desc, KernelDesc::GroupedGemm(_));
-            if c.family != GemmFamily::Tiles && !is_forward {
-                let bytes = c.tile_depth * c.thread_columns * 4;
-                assert!(bytes * 3 <= plan.caches.l1_bytes() * 2, "{name}");
-            }
+            let bytes = c.tile_depth * c.thread_columns * 4;
+            let most = match desc {
+                KernelDesc::GroupedGemm(_) => continue,
+                _ => plan.caches.l1_bytes() * 3 / 4,
+            };
+            assert!(c.family == GemmFamily::Tiles || bytes <= most, "{name}");
         }
     });
 }
