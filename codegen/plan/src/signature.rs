@@ -158,7 +158,7 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         Some(result(output)),
     ]);
     let column_tiles = d.outer.div_ceil(c.tile_columns);
-    let grid = tile_grid(c, tiles_of(d.dense, d.top_k, e, c), column_tiles);
+    let grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles);
     let mut product = entry(symbol, summary, params, grid, c.threads);
     product.launch.shared_bytes = c.shared_bytes;
     let mut entries = packs(d, c, symbol, matrix);
@@ -166,13 +166,48 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     entries
 }
 
-/// The blocks of a product.
-fn tile_grid(c: &GroupedGemmConfig, row_tiles: Size, column_tiles: usize) -> [Size; 2] {
-    let column_tiles = Size::Const(column_tiles as u64);
-    match c.family {
-        // Blocks with the same rows follow each other.
-        GemmFamily::Tiles => [column_tiles, row_tiles],
-        _ => [row_tiles, column_tiles],
+/// Which blocks of a product follow each other.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Follow {
+    /// Those with the same rows.
+    Columns,
+    /// Those with the same columns.
+    Rows,
+}
+
+impl Follow {
+    /// Of a forward product: where tiles keep their rows near for the next block.
+    fn forward(c: &GroupedGemmConfig) -> Follow {
+        match c.family {
+            GemmFamily::Tiles => Follow::Columns,
+            _ => Follow::Rows,
+        }
+    }
+
+    /// Of dgrad: on a CPU, which has one thread a block, rows that one block read
+    /// are in a cache for the next.
+    fn dgrad(c: &GroupedGemmConfig) -> Follow {
+        match c.threads {
+            1 => Follow::Columns,
+            _ => Follow::Rows,
+        }
+    }
+
+    /// Of wgrad, whose rows are those of a matrix: likewise, if no tiles keep a slice
+    /// of the left factor near.
+    fn wgrad(c: &GroupedGemmConfig) -> Follow {
+        match c.family {
+            GemmFamily::Tiles => Follow::Rows,
+            _ => Follow::dgrad(c),
+        }
+    }
+
+    fn grid(self, row_tiles: Size, column_tiles: usize) -> [Size; 2] {
+        let column_tiles = Size::Const(column_tiles as u64);
+        match self {
+            Follow::Columns => [column_tiles, row_tiles],
+            Follow::Rows => [row_tiles, column_tiles],
+        }
     }
 }
 
@@ -186,7 +221,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
             Param::read(matrix, d.weights, from),
             Param::write("packed", d.weights, packed_shape(d)),
         ];
-        let grid = tile_grid(c, Size::Const(shape[0] as u64), shape[1]);
+        let grid = Follow::forward(c).grid(Size::Const(shape[0] as u64), shape[1]);
         let symbol = format!("{symbol}_pack_{matrix}");
         let summary = "lays a matrix out as the product reads it";
         entry(&symbol, summary, params, grid, c.threads)

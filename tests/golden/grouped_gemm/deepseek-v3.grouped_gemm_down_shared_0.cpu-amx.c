@@ -270,11 +270,11 @@ typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-INLINE block_t find_block(i64 tokens, i64 block_x, i64 block_y)
+INLINE block_t find_block(i64 tokens, i64 row_tile, i64 column_tile)
 {
     i64 tiles = (tokens + TILE_ROWS - 1) / TILE_ROWS, expert = 0;
-    i64 first = tokens * block_x / tiles, end = tokens * (block_x + 1) / tiles;
-    i64 column = block_y * TILE_COLUMNS;
+    i64 first = tokens * row_tile / tiles, end = tokens * (row_tile + 1) / tiles;
+    i64 column = column_tile * TILE_COLUMNS;
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 

@@ -238,22 +238,22 @@ typedef struct {
 } block_t;
 
 // Rows are cut into tiles of even size. Past the last tile there are no rows.
-INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 block_x, i64 block_y)
+INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile)
 {
-    if (block_x >= row_tiles[EXPERTS])
+    if (row_tile >= row_tiles[EXPERTS])
         return (block_t){0};
     i64 expert = 0;
     for (i64 past = EXPERTS; past - expert > 1;) {
         i64 middle = (expert + past) / 2;
-        if (row_tiles[middle] <= block_x)
+        if (row_tiles[middle] <= row_tile)
             expert = middle;
         else
             past = middle;
     }
-    i64 tile = block_x - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
+    i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
     i64 start = offsets[expert], rows = offsets[expert + 1] - start;
     i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
-    i64 column = block_y * TILE_COLUMNS;
+    i64 column = column_tile * TILE_COLUMNS;
     return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
 }
 

@@ -303,10 +303,10 @@ typedef struct {
     i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
 } block_t;
 
-INLINE block_t find_block(const i64 *offsets, i64 block_x, i64 block_y)
+INLINE block_t find_block(const i64 *offsets, i64 row_tile, i64 column_tile)
 {
-    i64 expert = block_x / TILES, height = block_x % TILES * TILE_ROWS;
-    i64 column = block_y * TILE_COLUMNS;
+    i64 expert = row_tile / TILES, height = row_tile % TILES * TILE_ROWS;
+    i64 column = column_tile * TILE_COLUMNS;
     return (block_t){
         .expert = expert,
         .first_row = offsets[expert],

@@ -220,7 +220,7 @@ enum {
     TILE_ROWS = 36,
     TILE_COLUMNS = 64,
     TILES = (HEIGHT + TILE_ROWS - 1) / TILE_ROWS, // above each other
-    TILE_WORDS = 256, // of a slice of rows
+    TILE_WORDS = 288, // of a slice of rows
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 12,
     REGISTER_COLUMNS = 32,
@@ -295,10 +295,10 @@ typedef struct {
     i64 expert, first_row, row_count, first_height, height_count, first_column, column_count;
 } block_t;
 
-INLINE block_t find_block(i64 tokens, i64 block_x, i64 block_y)
+INLINE block_t find_block(i64 tokens, i64 row_tile, i64 column_tile)
 {
-    i64 expert = block_x / TILES, height = block_x % TILES * TILE_ROWS;
-    i64 column = block_y * TILE_COLUMNS;
+    i64 expert = row_tile / TILES, height = row_tile % TILES * TILE_ROWS;
+    i64 column = column_tile * TILE_COLUMNS;
     return (block_t){
         .expert = expert,
         .row_count = tokens,
@@ -454,7 +454,7 @@ typedef struct {
     sums_t ALIGNED sums[ROW_GROUPS][PANEL_STRIPS];
     strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
 } near_t;
-_Static_assert(sizeof(near_t) <= 195584, "the launch gives a thread this much");
+_Static_assert(sizeof(near_t) <= 218112, "the launch gives a thread this much");
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
@@ -603,7 +603,7 @@ static void grouped_gemm_wgrad_up_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    const block_t block = find_block(tokens, block_x, block_y);
+    const block_t block = find_block(tokens, block_y, block_x);
     if (block.row_count == 0 && accumulate)
         return;
     const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;

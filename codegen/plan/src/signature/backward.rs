@@ -1,7 +1,7 @@
 //! The entries of a backward pass. Gradients of weights are f32 and take the
 //! scalar `accumulate`: 0 overwrites them, 1 adds to them in place.
 
-use super::{entry, one, operand, some, tokens_by, when};
+use super::{Follow, entry, one, operand, some, tokens_by, when};
 use crate::config::*;
 use crate::desc::*;
 use moesaic_kernel::DType::{self, F32, I32, I64};
@@ -158,7 +158,7 @@ pub(super) fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig
         Half::Down => ("grouped_gemm_dgrad_down", "gradients before the activation"),
         Half::Up => ("grouped_gemm_dgrad_up", "gradients of expert rows"),
     };
-    let grid = super::tile_grid(c, super::tiles_of(d.dense, d.top_k, e, c), parts);
+    let grid = Follow::dgrad(c).grid(super::tiles_of(d.dense, d.top_k, e, c), parts);
     let mut entry = entry(symbol, summary, params, grid, c.threads);
     entry.launch.shared_bytes = c.shared_bytes;
     vec![entry]
@@ -206,7 +206,7 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     params.push(Param::i64("accumulate"));
     let tiles = e * d.height.div_ceil(c.tile_rows);
     let columns = d.width.div_ceil(c.tile_columns);
-    let grid = [Size::Const(tiles as u64), Size::Const(columns as u64)];
+    let grid = Follow::wgrad(c).grid(Size::Const(tiles as u64), columns);
     let (symbol, summary) = match d.half {
         Half::Down => ("grouped_gemm_wgrad_down", "gradients of the down matrices"),
         Half::Up => (
