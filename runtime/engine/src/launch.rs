@@ -4,7 +4,7 @@ use crate::forward::StepTime;
 use crate::{EngineError, Layer};
 use moesaic_kernel::{Launch, Param, ParamType, TensorMap};
 use moesaic_plan::{LayerPlan, Step};
-use moesaic_target::{Arg, DeviceError, LaunchDims, Module, Ptr};
+use moesaic_target::{Arg, Device, DeviceError, LaunchDims, Module, Ptr};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
@@ -77,6 +77,22 @@ pub(crate) fn dims(launch: &Launch, tokens: u64) -> LaunchDims {
     }
 }
 
+/// The launches of one pass; ended when dropped, also by an error.
+struct Pass<'a>(&'a dyn Device);
+
+impl<'a> Pass<'a> {
+    fn begin(device: &'a dyn Device) -> Pass<'a> {
+        device.begin_pass();
+        Pass(device)
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        self.0.end_pass();
+    }
+}
+
 /// What calls of some number of tokens launch.
 struct Tiling<'a> {
     plan: &'a LayerPlan,
@@ -103,6 +119,7 @@ impl Layer {
         mut times: Option<&mut Vec<StepTime>>,
     ) -> Result<(), EngineError> {
         let tiling = self.tiling(scalars.tokens as usize);
+        let _pass = Pass::begin(&*self.device);
         let mut args = ARGS.take();
         for step in steps {
             let start = Instant::now();

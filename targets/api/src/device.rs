@@ -58,6 +58,13 @@ pub trait Device: Send + Sync {
         CpuCaches::default()
     }
 
+    /// Launches of one pass follow, until [`Device::end_pass`]: a CPU's threads stay
+    /// awake between them. Passes of several callers may overlap.
+    fn begin_pass(&self) {}
+
+    /// Ends what [`Device::begin_pass`] began.
+    fn end_pass(&self) {}
+
     /// Allocates at least `bytes` bytes, aligned to 64; contents undefined.
     ///
     /// # Errors

@@ -79,10 +79,30 @@ impl Crew {
     /// Has `bytes` bytes of scratch memory ready for each thread but the caller,
     /// which takes its own in its first run.
     pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
+        match self.team() {
+            Some(team) => team.provide(bytes),
+            None => Ok(()),
+        }
+    }
+
+    /// From here to [`Crew::end_pass`] its threads do not sleep, once they are awake.
+    pub(crate) fn begin_pass(&self) {
+        if let Some(team) = self.team() {
+            team.begin_pass();
+        }
+    }
+
+    pub(crate) fn end_pass(&self) {
+        if let Some(team) = self.team() {
+            team.end_pass();
+        }
+    }
+
+    fn team(&self) -> Option<&Team> {
         match &self.threads {
-            Threads::Own(team) => team.provide(bytes),
-            Threads::Shared(shared) if bytes > 0 => shared.team().provide(bytes),
-            Threads::Shared(_) | Threads::Alone => Ok(()),
+            Threads::Own(team) => Some(team),
+            Threads::Shared(shared) => Some(shared.team()),
+            Threads::Alone => None,
         }
     }
 
@@ -112,10 +132,9 @@ impl Crew {
         // that is moved meanwhile is slower, not wrong.
         let share = || drain(lanes, places.here(), &work);
         let helpers = (threads.min(blocks) - 1) as usize;
-        match &self.threads {
-            Threads::Own(team) => team.run(helpers, &share),
-            Threads::Shared(shared) => shared.team().run(helpers, &share),
-            Threads::Alone => share(),
+        match self.team() {
+            Some(team) => team.run(helpers, &share),
+            None => share(),
         }
     }
 }

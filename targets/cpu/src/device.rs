@@ -152,6 +152,14 @@ impl Device for CpuDevice {
         crate::host_caches()
     }
 
+    fn begin_pass(&self) {
+        self.crew.begin_pass();
+    }
+
+    fn end_pass(&self) {
+        self.crew.end_pass();
+    }
+
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         let memory = Memory::new(bytes)?;
         if self.poisoned {

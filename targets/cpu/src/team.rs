@@ -4,8 +4,8 @@
 //! caller and leave; the caller closes the board when its own share is done and
 //! waits for those that joined. A worker that was still asleep then has missed
 //! nothing, and nobody waits for it. After a run workers listen for the next one
-//! for a short while, since the next launch of the same pass comes within
-//! microseconds; then they sleep.
+//! for a short while, and as long as a pass lasts whose next launch may come any
+//! moment; then they sleep.
 //!
 //! Several callers have a board each, and no caller waits for another: workers
 //! go from board to board, also to runs that began while they were busy.
@@ -50,6 +50,8 @@ struct Hall {
     bell: AtomicU64,
     /// Workers that have started.
     present: AtomicUsize,
+    /// Passes whose launches are not over: nobody goes to sleep meanwhile.
+    passes: AtomicUsize,
     ended: AtomicBool,
     /// Scratch memory of the workers.
     supply: Arc<Supply>,
@@ -127,6 +129,16 @@ impl Team {
         self.workers.len()
     }
 
+    /// Keeps workers awake until [`Team::end_pass`].
+    pub(crate) fn begin_pass(&self) {
+        self.hall.passes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// To be called once for each [`Team::begin_pass`].
+    pub(crate) fn end_pass(&self) {
+        self.hall.passes.fetch_sub(1, Ordering::Relaxed);
+    }
+
     /// Makes sure that runs with `bytes` bytes of scratch memory allocate nothing
     /// on a worker, whenever it first joins one.
     pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
@@ -202,6 +214,7 @@ impl Hall {
             boards: [const { Board::new() }; BOARDS],
             bell: AtomicU64::new(0),
             present: AtomicUsize::new(0),
+            passes: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
             supply: Arc::default(),
         }
@@ -230,12 +243,17 @@ impl Hall {
 
     /// Waits for the bell after the `heard`-th ring; returns its number.
     fn rest(&self, heard: u64, asleep: &AtomicBool) -> u64 {
-        for _ in 0..LOOKS {
+        let (mut idle, mut looks) = (0, 0);
+        while idle < LOOKS {
             let rings = self.bell.load(Ordering::Acquire);
             if rings != heard {
                 return rings;
             }
-            std::hint::spin_loop();
+            idle = match self.passes.load(Ordering::Relaxed) {
+                0 => idle + 1,
+                _ => 0,
+            };
+            pause(&mut looks);
         }
         loop {
             asleep.store(true, Ordering::SeqCst);
@@ -342,6 +360,23 @@ fn pause(looks: &mut u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn workers_stay_awake_during_a_pass() {
+        let team = Team::new(2).unwrap();
+        team.begin_pass();
+        team.run(2, &|| {});
+        let asleep = || team.workers.iter().all(|w| w.asleep.load(Ordering::SeqCst));
+        for worker in &team.workers {
+            worker.wake();
+        }
+        thread::sleep(std::time::Duration::from_millis(20));
+        assert!(!asleep(), "a pass is not over");
+        team.end_pass();
+        while !asleep() {
+            thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
 
     #[test]
     fn runs_follow_each_other_and_sleep_between() {

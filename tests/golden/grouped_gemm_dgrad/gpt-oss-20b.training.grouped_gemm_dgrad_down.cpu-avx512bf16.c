@@ -660,6 +660,9 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     const i64 height = (rows + groups - 1) / groups;
     const i64 strips = (block->column_count + STRIP - 1) / STRIP;
+    // The next block has the next columns, or the first ones of the next expert.
+    const i64 next_columns = block->first_column + TILE_COLUMNS < OUTER ? TILE_COLUMNS : INNER * OUTER - block->first_column;
+    const weight_t *const next_block = matrices[0] + next_columns;
     for (int product = 0; product < PRODUCTS; product++)
         for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
             const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
@@ -667,9 +670,8 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
             const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
             const source_t source = {matrices[product] + depth * OUTER, width, block->column_count};
             const i64 next_depth = depth + TILE_DEPTH < INNER ? depth + TILE_DEPTH : 0;
-            // Past the last product, the next expert's weights follow in memory.
             const weight_t *next_matrix = next_depth > 0 ? source.from + TILE_DEPTH * OUTER
-                : product + 1 < PRODUCTS ? matrices[product + 1] : matrices[0] + INNER * OUTER;
+                : product + 1 < PRODUCTS ? matrices[product + 1] : next_block;
             strip_t *panel = near->panels[turn];
             pack_rest(&packing, panel, source);
             turn = !turn;
