@@ -366,14 +366,11 @@ mod tests {
         let team = Team::new(2).unwrap();
         team.begin_pass();
         team.run(2, &|| {});
-        let asleep = || team.workers.iter().all(|w| w.asleep.load(Ordering::SeqCst));
-        for worker in &team.workers {
-            worker.wake();
-        }
+        let asleep = |w: &Worker| w.asleep.load(Ordering::SeqCst);
         thread::sleep(std::time::Duration::from_millis(20));
-        assert!(!asleep(), "a pass is not over");
+        assert!(!team.workers.iter().any(asleep), "a pass is not over");
         team.end_pass();
-        while !asleep() {
+        while !team.workers.iter().all(asleep) {
             thread::sleep(std::time::Duration::from_millis(1));
         }
     }
