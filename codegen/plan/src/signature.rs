@@ -167,7 +167,6 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
 }
 
 /// Which blocks of a product follow each other.
-#[derive(Clone, Copy, PartialEq, Eq)]
 enum Follow {
     /// Those with the same rows.
     Columns,

@@ -56,9 +56,7 @@ impl Core {
     /// [`BLOCK_COLUMNS`], or fewer, so that two panels and their sums are three
     /// quarters of a second-level cache.
     fn block_columns(self, depth: usize) -> usize {
-        let column_bytes = 4 * (TILE_ROWS + 2 * depth);
-        let columns = self.caches.l2_bytes() * 3 / 4 / column_bytes;
-        (columns / COLUMN_STEP * COLUMN_STEP).min(BLOCK_COLUMNS)
+        columns_in(self.caches.l2_bytes() * 3 / 4, TILE_ROWS + 2 * depth)
     }
 
     /// One of [`DEPTHS`], so that a strip of a panel leaves room in a first-level
@@ -89,9 +87,7 @@ impl Core {
     /// Columns of a panel of wgrad, so that two of them are five eighths of a
     /// second-level cache; rows of most experts are one slice, which keeps no sums.
     fn wgrad_columns(self) -> usize {
-        let column_bytes = 4 * 2 * WGRAD_DEPTH;
-        let columns = self.caches.l2_bytes() * 5 / 8 / column_bytes;
-        (columns / COLUMN_STEP * COLUMN_STEP).min(BLOCK_COLUMNS)
+        columns_in(self.caches.l2_bytes() * 5 / 8, 2 * WGRAD_DEPTH)
     }
 
     /// Rows that AMX tiles have near, of `rows` in a cache of [`AMX_L2_BYTES`].
@@ -229,6 +225,12 @@ fn words(isa: CpuIsa, inner: usize, left: DType, right: DType) -> usize {
     if pairs { inner.div_ceil(2) } else { inner }
 }
 
+/// Columns of so many words each that fit into so many bytes, up to [`BLOCK_COLUMNS`].
+fn columns_in(bytes: usize, words: usize) -> usize {
+    let columns = bytes / (4 * words);
+    (columns / COLUMN_STEP * COLUMN_STEP).min(BLOCK_COLUMNS)
+}
+
 /// How many slices of a depth of so many words, each of at most so many, and the
 /// words of one; all but the last are equal, and that is nearly as deep.
 fn even_slices(words: usize, most: usize) -> (usize, usize) {
@@ -290,8 +292,8 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmCo
         return dgrad_tiles(d, core);
     }
     let (thread_rows, thread_columns) = register_tile(core.isa, d.weights, d.activations);
-    // Columns of the other half cut the sums of the weights' gradient.
     let depth = core.depth(d.weights, d.activations);
+    // Columns of the other half cut the sums of the weights' gradient.
     let block_columns = match d.half {
         Half::Up => core.block_columns(depth),
         Half::Down => BLOCK_COLUMNS,

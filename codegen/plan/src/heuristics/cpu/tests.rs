@@ -68,13 +68,14 @@ fn panels_and_sums_are_part_of_the_second_level() {
             if matches!(desc, KernelDesc::GroupedGemm(_)) {
                 continue; // rows are near, and its strips are never there together
             }
-            let sums = match desc {
-                KernelDesc::GroupedGemmWgrad(_) => 0, // most experts' rows are one slice
-                _ => c.tile_rows,
+            let l2 = plan.caches.l2_bytes();
+            let (sums, most) = match desc {
+                KernelDesc::GroupedGemmWgrad(_) => (0, l2 * 5 / 8), // most experts' rows are one slice
+                _ => (c.tile_rows, l2 * 3 / 4),
             };
             let bytes = 4 * columns(desc, c) * (2 * c.tile_depth + sums);
             let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
-            assert!(bytes <= plan.caches.l2_bytes() * 3 / 4, "{what}");
+            assert!(bytes <= most, "{what}");
             assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
         }
     });
@@ -107,12 +108,11 @@ fn near_rows_of_vectors_are_part_of_the_second_level() {
 fn a_strip_leaves_room_in_the_first_level() {
     each(|plan| {
         for (name, desc, c) in gemms(plan) {
-            let bytes = c.tile_depth * c.thread_columns * 4;
-            let most = match desc {
-                KernelDesc::GroupedGemm(_) => continue,
-                _ => plan.caches.l1_bytes() * 3 / 4,
-            };
-            assert!(c.family == GemmFamily::Tiles || bytes <= most, "{name}");
+            let is_forward = matches!(desc, KernelDesc::GroupedGemm(_));
+            if c.family != GemmFamily::Tiles && !is_forward {
+                let bytes = c.tile_depth * c.thread_columns * 4;
+                assert!(bytes * 4 <= plan.caches.l1_bytes() * 3, "{name}");
+            }
         }
     });
 }
