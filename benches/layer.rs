@@ -4,6 +4,7 @@
 //! ```sh
 //! cargo bench --bench layer -- --python ~/peers/bin/python
 //! cargo bench --bench layer -- --shape qwen3 --tokens 1,8 --dtype bf16 --threads 2 --peers torch,gemm --backward
+//! cargo bench --bench layer -- --shape qwen3 --tokens 4096 --skew uniform --threads 1,2 --products
 //! ```
 //!
 //! `--help` lists the options; benches/peers/README.md says who the peers are
@@ -17,6 +18,8 @@ mod data;
 mod here;
 #[path = "layer/peer.rs"]
 mod peer;
+#[path = "layer/products.rs"]
+mod products;
 #[path = "layer/select.rs"]
 mod select;
 #[path = "layer/shapes.rs"]
@@ -47,12 +50,22 @@ fn main() -> Result {
     };
     println!("# {}", table::machine());
     println!("# cargo bench --bench layer -- {}", selection.command);
-    println!("{}", table::LEGEND);
+    match selection.products {
+        true => println!("{}", products::LEGEND),
+        false => println!("{}", table::LEGEND),
+    }
     for &threads in &selection.threads {
-        let mut peers = Peer::start_all(&selection, threads);
+        let mut peers = match selection.products {
+            true => Vec::new(),
+            false => Peer::start_all(&selection, threads),
+        };
         for &dtype in &selection.dtypes {
             for shape in &selection.shapes {
-                layer(&selection, &mut peers, threads, dtype, shape)?;
+                match selection.products {
+                    true => products::report(&selection, threads, dtype, shape)?,
+                    false => layer(&selection, &mut peers, threads, dtype, shape)?,
+                }
+                println!();
             }
         }
     }
@@ -80,9 +93,10 @@ fn layer(
     }
     ways.retain(|way| !selection.without.contains(&way.title));
     let product = timing::torch_product(dtype, peers);
+    table::head(shape, dtype, threads, product);
     let mut before = Limits::measure(&here, dtype)?;
     let table = Table::new(&ways);
-    table.head(shape, dtype, threads, product);
+    table.titles();
     for skew in &selection.skews {
         for &tokens in &selection.tokens {
             let ids = skew.draw(shape.experts, shape.top_k, tokens, SEED);
@@ -99,7 +113,6 @@ fn layer(
             table.row(*skew, tokens, selection.pass, &work, &limits, &times);
         }
     }
-    println!();
     Ok(())
 }
 

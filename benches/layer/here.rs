@@ -4,11 +4,12 @@
 use crate::Result;
 use crate::data::{Call, floats};
 use crate::timing::Pass;
+use moesaic::plan::{KernelDesc, Step, Work};
 use moesaic::target::{Buffer, Device, Ptr};
 use moesaic::weights::HostWeights;
 use moesaic::{
     Counters, DType, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, RawBackward,
-    RawCall, Training, engine_weights,
+    RawCall, StepTime, Training, engine_weights,
 };
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -72,20 +73,13 @@ impl Here {
         })
     }
 
-    fn check_routing(&self, call: &Call, ids: &[i32]) -> Result {
-        let spec = self.layer.spec();
-        let (dtype, k) = (spec.precision.activations, spec.shape.top_k);
-        let mut input = Input {
-            tokens: call.tokens,
-            tensors: Default::default(),
-        };
-        let x = HostTensor {
-            dtype,
-            shape: vec![call.tokens, spec.shape.model_dim],
-            data: call.x.as_slice().into(),
-        };
-        input.insert("x", x);
-        let output = self.layer.forward_with(&input, &["topk_ids"])?;
+    /// Sees that tokens go to the experts `ids [T, K]`, ascending within a token.
+    ///
+    /// # Errors
+    /// When they do not, or the layer fails.
+    pub fn check_routing(&self, call: &Call, ids: &[i32]) -> Result {
+        let k = self.layer.spec().shape.top_k;
+        let output = self.layer.forward_with(&self.input(call), &["topk_ids"])?;
         let found = output.get("topk_ids").and_then(HostTensor::to_vec::<i32>);
         let mut found = found.ok_or("no topk_ids")?;
         found.chunks_mut(k).for_each(<[i32]>::sort_unstable);
@@ -93,6 +87,69 @@ impl Here {
             true => Ok(()),
             false => Err("tokens do not go to the experts that they were made for".into()),
         }
+    }
+
+    fn input<'a>(&self, call: &'a Call) -> Input<'a> {
+        let mut input = Input {
+            tokens: call.tokens,
+            tensors: Default::default(),
+        };
+        input.insert("x", self.rows(call.tokens, &call.x));
+        input
+    }
+
+    fn rows<'a>(&self, tokens: usize, data: &'a [u8]) -> HostTensor<'a> {
+        let spec = self.layer.spec();
+        HostTensor {
+            dtype: spec.precision.activations,
+            shape: vec![tokens, spec.shape.model_dim],
+            data: data.into(),
+        }
+    }
+
+    /// Runs the layer once, so that [`Here::time_steps`] runs its launches on the
+    /// same tensors.
+    ///
+    /// # Errors
+    /// When the layer fails.
+    pub fn stage(&self, call: &Call) -> Result {
+        let input = self.input(call);
+        match self.pass {
+            Pass::Forward => {
+                self.layer.forward(&input)?;
+            }
+            Pass::Both => {
+                let (_, saved) = self.layer.forward_train(&input, &[], Counters::default())?;
+                let dy = self.rows(call.tokens, &call.dy);
+                self.layer.backward(&saved, &dy, false)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Every launch of the pass, timed on its own.
+    ///
+    /// # Errors
+    /// When a launch fails.
+    pub fn time_steps(&self, tokens: usize) -> Result<Vec<StepTime>> {
+        Ok(self.layer.time_steps(tokens)?)
+    }
+
+    /// Floating point operations of each step of the pass, where it is a product
+    /// of experts' weights or of their gradients.
+    #[must_use]
+    pub fn products(&self, tokens: usize) -> Vec<Option<f64>> {
+        let plan = self.layer.tilings().at(tokens);
+        let product = |step: &Step| {
+            let dense = match &plan.kernels[step.kernel].desc {
+                KernelDesc::GroupedGemm(d) => d.dense,
+                KernelDesc::GroupedGemmDgrad(d) => d.dense,
+                KernelDesc::GroupedGemmWgrad(d) => d.dense,
+                _ => true,
+            };
+            (!dense).then(|| Work::of(plan, step, tokens as u64).flops)
+        };
+        plan.all_steps().map(product).collect()
     }
 }
 

@@ -21,6 +21,7 @@ cargo bench --bench layer -- [OPTIONS]
   --peers NAME,…    torch, gemm, candle; none                       [torch,gemm,candle]
   --without WAY,…   ways of peers, as torch-eager, that are left out
   --backward        forward and backward together
+  --products        no peers: products of experts beside the peak of arithmetic
   --seconds S       of pairs per line and way of a peer; three pairs at least      [0.5]
   --shrink N        widths divided by N (2, 4), to see on few tokens whether all works  [1]
   --python PATH     a Python with torch and transformers                      [python3]
@@ -38,6 +39,8 @@ pub struct Selection {
     pub peers: Vec<String>,
     pub without: Vec<String>,
     pub pass: Pass,
+    /// Products alone, instead of layers beside peers.
+    pub products: bool,
     pub budget: Duration,
     pub python: String,
 }
@@ -61,6 +64,7 @@ impl Selection {
                     return Ok(None);
                 }
                 "--backward" => selection.pass = Pass::Both,
+                "--products" => selection.products = true,
                 _ => {
                     let value = args.next().ok_or(format!("{option} takes a value"))?;
                     match option.as_str() {
@@ -89,6 +93,7 @@ impl Selection {
             peers: names("torch,gemm,candle"),
             without: Vec::new(),
             pass: Pass::Forward,
+            products: false,
             budget: Duration::from_millis(500),
             python: "python3".to_string(),
         }

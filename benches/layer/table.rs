@@ -38,6 +38,21 @@ fn date() -> String {
     format!("{year}-{month:02}-{day:02}")
 }
 
+/// The layer that lines follow of.
+pub fn head(shape: &Shape, dtype: DType, threads: usize, product: Option<f64>) {
+    let scaled = match shape.scaled {
+        "" => String::new(),
+        how => format!(" ({how})"),
+    };
+    println!(
+        "{} {dtype}, {threads} threads: {} x {}, {} experts, top {}{scaled}",
+        shape.name, shape.model_dim, shape.hidden_dim, shape.experts, shape.top_k
+    );
+    if let Some(rate) = product {
+        println!("torch's product of 4096: {rate:.0} GFLOP/s");
+    }
+}
+
 /// One layer's lines.
 pub struct Table<'a> {
     ways: &'a [Way],
@@ -48,18 +63,7 @@ impl Table<'_> {
         Table { ways }
     }
 
-    pub fn head(&self, shape: &Shape, dtype: DType, threads: usize, product: Option<f64>) {
-        let scaled = match shape.scaled {
-            "" => String::new(),
-            how => format!(" ({how})"),
-        };
-        println!(
-            "{} {dtype}, {threads} threads: {} x {}, {} experts, top {}{scaled}",
-            shape.name, shape.model_dim, shape.hidden_dim, shape.experts, shape.top_k
-        );
-        if let Some(rate) = product {
-            println!("torch's product of 4096: {rate:.0} GFLOP/s");
-        }
+    pub fn titles(&self) {
         let titles = self.ways.iter().map(|way| format!(" {:>14}", way.title));
         println!(
             "routing   tokens     pass         ms   GFLOP/s  at most   GB/s  of limit |{}",

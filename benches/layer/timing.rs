@@ -215,12 +215,14 @@ fn settled(mut times: Vec<Duration>) -> Duration {
     median(times)
 }
 
-fn median(mut times: Vec<Duration>) -> Duration {
+/// The middle one, the later of two.
+pub fn median(mut times: Vec<Duration>) -> Duration {
     times.sort_unstable();
     times[times.len() / 2]
 }
 
-fn middle(mut ratios: Vec<f64>) -> Option<f64> {
+/// Likewise; `None` of none.
+pub fn middle(mut ratios: Vec<f64>) -> Option<f64> {
     ratios.sort_unstable_by(f64::total_cmp);
     ratios.get(ratios.len() / 2).copied()
 }

@@ -49,26 +49,17 @@ pub fn measure(
     device: &CpuDevice,
     isa: CpuIsa,
 ) -> Result<Limits, LimitsError> {
-    let isa = match crate::host_runs(isa) {
-        true => isa,
-        false => crate::host_isa(),
-    };
     let probe = Probe::new(compiler, device, isa)?;
-    let lanes = probe.isa.vector_bytes() / 4 * chains(probe.isa);
-    let bf16_operations = match probe.isa {
-        isa if isa.bf16_quads() => Some(8 * lanes),
-        isa if isa.bf16_pairs() => Some(4 * lanes),
-        CpuIsa::Amx => Some(4 * TILE_OPERATIONS),
-        _ => None,
-    };
+    let memory = Memory::new(device)?;
     Ok(Limits {
         threads: probe.threads,
-        f32_gflops: probe.rate("limit_f32", 2 * lanes)?,
-        bf16_gflops: bf16_operations
-            .map(|operations| probe.rate("limit_bf16", operations))
+        f32_gflops: probe.best_rate(probe.f32_rate())?,
+        bf16_gflops: probe
+            .bf16_rate()
+            .map(|rate| probe.best_rate(rate))
             .transpose()?,
-        read_gbps: probe.bandwidth("limit_read")?,
-        copy_gbps: probe.bandwidth("limit_copy")?,
+        read_gbps: memory.bandwidth(&probe, "limit_read", &probe.results)?,
+        copy_gbps: memory.bandwidth(&probe, "limit_copy", &memory.to)?,
     })
 }
 
@@ -115,91 +106,171 @@ const fn chains(isa: CpuIsa) -> usize {
 /// Of a product of 16 x 32 by 32 x 16 elements.
 const TILE_OPERATIONS: usize = 2 * 16 * 32 * 16;
 
-struct Probe {
+/// The probes, compiled: for who measures a rate beside something else, in turns.
+pub struct Probe {
     module: Arc<dyn Module>,
     threads: usize,
-    share: usize,
     isa: CpuIsa,
     results: Buffer,
-    from: Buffer,
-    to: Buffer,
+}
+
+/// A loop of arithmetic: its symbol, and operations a round and thread.
+#[derive(Clone, Copy)]
+struct Rate {
+    symbol: &'static str,
+    operations: usize,
+}
+
+impl Rate {
+    /// Short beside what a host does to a machine, long beside a launch.
+    const ROUNDS: i64 = 200_000;
 }
 
 impl Probe {
-    fn new(compiler: &CpuCompiler, device: &CpuDevice, isa: CpuIsa) -> Result<Probe, LimitsError> {
+    /// An instruction set that this CPU does not run becomes
+    /// [`host_isa`](crate::host_isa), as in [`measure`].
+    ///
+    /// # Errors
+    /// When the compiler or the device fails.
+    pub fn new(
+        compiler: &CpuCompiler,
+        device: &CpuDevice,
+        isa: CpuIsa,
+    ) -> Result<Probe, LimitsError> {
+        let isa = match crate::host_runs(isa) {
+            true => isa,
+            false => crate::host_isa(),
+        };
         let entries = entries();
         let symbols: Vec<&str> = entries.iter().map(|entry| entry.symbol.as_str()).collect();
         let artifact = compiler.compile_text("limits", isa, TEXT, &symbols)?;
         let threads = device.threads();
-        let share = share(device);
-        let [from, to] = [(); 2].map(|()| device.alloc(threads * share));
-        let (from, to) = (from?, to?);
-        // Untouched memory is one shared page of zeros and would read too fast.
-        let ones = vec![1; PIECE];
-        for piece in 0..threads * share / PIECE {
-            device.upload(&ones, &from, piece * PIECE)?;
-        }
-        let module = device.load(&artifact, &entries)?;
         Ok(Probe {
-            module,
+            module: device.load(&artifact, &entries)?,
             threads,
-            share,
             isa,
             results: device.alloc(threads * 8)?,
-            from,
-            to,
         })
     }
 
-    /// 1e9 operations per second, at so many a round and thread.
-    fn rate(&self, symbol: &str, operations: usize) -> Result<f64, DeviceError> {
-        const ROUNDS: i64 = 200_000;
-        let each_round = (operations * self.threads) as f64;
-        let args = [Arg::Ptr(self.results.ptr()), Arg::I64(ROUNDS)];
-        let seconds = self.best(symbol, &args)?;
-        Ok(each_round * ROUNDS as f64 / seconds / 1e9)
-    }
-
-    fn bandwidth(&self, symbol: &str) -> Result<f64, DeviceError> {
-        let first = if symbol == "limit_read" {
-            &self.results
-        } else {
-            &self.to
+    /// Multiply-adds with f32 sums for about `time`, of bf16 pairs where `dtype` is
+    /// bf16 and the instruction set has them: 1e9 operations per second, whatever
+    /// happened meanwhile. [`Limits`] have the best of a few moments instead.
+    ///
+    /// # Errors
+    /// When a launch fails.
+    pub fn sustained(&self, dtype: DType, time: Duration) -> Result<f64, LimitsError> {
+        let rate = match dtype {
+            DType::Bf16 => self.bf16_rate().unwrap_or(self.f32_rate()),
+            _ => self.f32_rate(),
         };
-        let args = [
-            Arg::Ptr(first.ptr()),
-            Arg::Ptr(self.from.ptr()),
-            Arg::I64(self.share as i64),
-        ];
-        let seconds = self.best(symbol, &args)?;
-        Ok((self.threads * self.share) as f64 / seconds / 1e9)
-    }
-
-    /// Seconds of the fastest of several launches, one block per thread.
-    fn best(&self, symbol: &str, args: &[Arg]) -> Result<f64, DeviceError> {
-        // The first launch wakes threads and touches pages; it does not count.
-        self.time(symbol, args)?;
         let begun = Instant::now();
-        let mut best = self.time(symbol, args)?;
-        while begun.elapsed() < BUDGET {
-            best = best.min(self.time(symbol, args)?);
+        let mut launches = 0;
+        while launches == 0 || begun.elapsed() < time {
+            self.launch(rate)?;
+            launches += 1;
         }
-        Ok(best)
+        let seconds = begun.elapsed().as_secs_f64();
+        Ok(f64::from(launches) * self.giga_operations(rate) / seconds)
     }
 
-    fn time(&self, symbol: &str, args: &[Arg]) -> Result<f64, DeviceError> {
+    fn f32_rate(&self) -> Rate {
+        let symbol = "limit_f32";
+        let operations = 2 * self.lanes();
+        Rate { symbol, operations }
+    }
+
+    fn bf16_rate(&self) -> Option<Rate> {
+        let operations = match self.isa {
+            isa if isa.bf16_quads() => 8 * self.lanes(),
+            isa if isa.bf16_pairs() => 4 * self.lanes(),
+            CpuIsa::Amx => 4 * TILE_OPERATIONS,
+            _ => return None,
+        };
+        let symbol = "limit_bf16";
+        Some(Rate { symbol, operations })
+    }
+
+    /// 32-bit lanes of all chains.
+    fn lanes(&self) -> usize {
+        self.isa.vector_bytes() / 4 * chains(self.isa)
+    }
+
+    /// Of a launch.
+    fn giga_operations(&self, rate: Rate) -> f64 {
+        (rate.operations * self.threads) as f64 * Rate::ROUNDS as f64 / 1e9
+    }
+
+    fn best_rate(&self, rate: Rate) -> Result<f64, DeviceError> {
+        let seconds = best(|| self.launch(rate))?;
+        Ok(self.giga_operations(rate) / seconds)
+    }
+
+    fn launch(&self, rate: Rate) -> Result<(), DeviceError> {
+        let args = [Arg::Ptr(self.results.ptr()), Arg::I64(Rate::ROUNDS)];
+        self.run(rate.symbol, &args)
+    }
+
+    /// One block per thread.
+    fn run(&self, symbol: &str, args: &[Arg]) -> Result<(), DeviceError> {
         let dims = LaunchDims {
             grid: [self.threads as u64, 1],
             threads: 1,
             shared_bytes: 0,
             cluster: 1,
         };
-        let started = Instant::now();
         // SAFETY: every entry of limits.c takes these arguments; results
         // holds 8 bytes and the others a share per block.
-        unsafe { self.module.launch(symbol, dims, args)? };
-        Ok(started.elapsed().as_secs_f64())
+        unsafe { self.module.launch(symbol, dims, args) }
     }
+}
+
+/// What is read and written to see how fast memory is: a share per thread of each.
+struct Memory {
+    share: usize,
+    from: Buffer,
+    to: Buffer,
+}
+
+impl Memory {
+    fn new(device: &CpuDevice) -> Result<Memory, DeviceError> {
+        let share = share(device);
+        let all = device.threads() * share;
+        let (from, to) = (device.alloc(all)?, device.alloc(all)?);
+        // Untouched memory is one shared page of zeros and would read too fast.
+        let ones = vec![1; PIECE];
+        for piece in 0..all / PIECE {
+            device.upload(&ones, &from, piece * PIECE)?;
+        }
+        Ok(Memory { share, from, to })
+    }
+
+    fn bandwidth(&self, probe: &Probe, symbol: &str, to: &Buffer) -> Result<f64, DeviceError> {
+        let args = [
+            Arg::Ptr(to.ptr()),
+            Arg::Ptr(self.from.ptr()),
+            Arg::I64(self.share as i64),
+        ];
+        let seconds = best(|| probe.run(symbol, &args))?;
+        Ok((probe.threads * self.share) as f64 / seconds / 1e9)
+    }
+}
+
+/// Seconds of the fastest of several launches.
+fn best(launch: impl Fn() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
+    let time = || -> Result<f64, DeviceError> {
+        let started = Instant::now();
+        launch()?;
+        Ok(started.elapsed().as_secs_f64())
+    };
+    // The first launch wakes threads and touches pages; it does not count.
+    time()?;
+    let begun = Instant::now();
+    let mut best = time()?;
+    while begun.elapsed() < BUDGET {
+        best = best.min(time()?);
+    }
+    Ok(best)
 }
 
 fn entries() -> Vec<Entry> {
