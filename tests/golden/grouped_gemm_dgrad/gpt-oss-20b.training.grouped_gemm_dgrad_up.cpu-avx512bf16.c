@@ -423,11 +423,13 @@ INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64
 // What a thread keeps near while it works on a block: a group of its rows, a depth slice at a time; all sums; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef struct {
+    i32 turn; // which panel the next block begins with
+    packing_t packing; // of that panel
     slice_t ALIGNED rows;
     sums_t ALIGNED sums[ROW_GROUPS][STRIPS];
     strip_t panels[2][STRIPS]; // in turn: of the products, and packed beside them
 } near_t;
-_Static_assert(sizeof(near_t) <= 896256, "the launch gives a thread this much");
+_Static_assert(sizeof(near_t) <= 896320, "the launch gives a thread this much");
 
 // Adds `rows` rows of a slice times one strip of a panel to the sums.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
@@ -538,36 +540,33 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_row(to, sums[r], row + r, column, columns);
 }
 
+// A panel: a depth slice of a matrix, from a block's first column on.
+INLINE source_t source_of(const weight_t *matrix, const block_t *block, i64 depth)
+{
+    return (source_t){matrix + depth * OUTER, min_i64(TILE_DEPTH, INNER - depth), block->column_count};
+}
+
 // A block: the products one after the other, each a depth slice at a time, and of
 // that a group of rows at a time, which are copied next to each other and
-// multiplied by every strip. The next slice of the weights is packed meanwhile.
-// Results are finished while their sums are near.
+// multiplied by every strip. The next slice of the weights is packed meanwhile,
+// after the last one the next block's first. Results are finished while their sums are near.
 static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
-                           const weight_t *const *matrices, const block_t *block, const results_t *to)
+                           const weight_t *const *matrices, const block_t *block, source_t next_block, const results_t *to)
 {
-    packing_t packing = {0};
-    int turn = 0;
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     const i64 height = (rows + groups - 1) / groups;
     const i64 strips = (block->column_count + STRIP - 1) / STRIP;
-    // The next block has the next columns, or the first ones of the next expert.
-    const i64 next_columns = block->first_column + TILE_COLUMNS < OUTER ? TILE_COLUMNS : INNER * OUTER - block->first_column;
-    const weight_t *const next_block = matrices[0] + next_columns;
     for (int product = 0; product < PRODUCTS; product++)
         for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
             const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
             const int start = product == 0 && depth == 0;
             const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
-            const source_t source = {matrices[product] + depth * OUTER, width, block->column_count};
-            const i64 next_depth = depth + TILE_DEPTH < INNER ? depth + TILE_DEPTH : 0;
-            const weight_t *next_matrix = next_depth > 0 ? source.from + TILE_DEPTH * OUTER
-                : product + 1 < PRODUCTS ? matrices[product + 1] : next_block;
-            strip_t *panel = near->panels[turn];
-            pack_rest(&packing, panel, source);
-            turn = !turn;
-            packing = packing_of(near->panels[turn], (source_t){next_matrix, min_i64(TILE_DEPTH, INNER - next_depth), block->column_count}, groups);
-            if (last)
-                packing.to = 0;
+            const source_t next_slice = depth + TILE_DEPTH < INNER ? source_of(matrices[product], block, depth + TILE_DEPTH)
+                : product + 1 < PRODUCTS ? source_of(matrices[product + 1], block, 0) : next_block;
+            strip_t *panel = near->panels[near->turn];
+            pack_rest(&near->packing, panel, source_of(matrices[product], block, depth));
+            near->turn = !near->turn;
+            near->packing = packing_of(near->panels[near->turn], next_slice, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * height, count = min_i64(height, rows - first);
                 const i64 next = group + 1 < groups ? first + height : 0, next_count = min_i64(height, rows - next);
@@ -575,7 +574,7 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
                 for (i64 strip = 0; strip < strips; strip++) {
                     const i64 column = strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
                     f32 (*sums)[STRIP] = near->sums[group][strip];
-                    ahead_t ahead = {.packing = &packing};
+                    ahead_t ahead = {.packing = &near->packing};
                     fetch_rows(&ahead, row[product] + next, depth + (next == 0 ? TILE_DEPTH : 0), next_count, strip, strips);
                     multiply_rows(count, sums, near->rows, panel[strip], words, start, &ahead);
                     if (last)
@@ -611,7 +610,12 @@ static void grouped_gemm_dgrad_up_block(
     const results_t results = {
         .drows = output_of(drows, all_rows, &block),
     };
-    multiply_block(scratch, row, matrices, &block, &results);
+    // The next block has the next columns, or those of the next rows.
+    const int wraps = block_x + 1 == COLUMN_TILES;
+    const block_t then = find_block(offsets, row_tiles, block_y + wraps, wraps ? 0 : block_x + 1);
+    const weight_t *const first_matrix = gate + then.expert * INNER * OUTER + then.first_column;
+    const source_t next = then.row_count > 0 ? source_of(first_matrix, &then, 0) : (source_t){0};
+    multiply_block(scratch, row, matrices, &block, next, &results);
     end_far_stores();
 }
 

@@ -2,12 +2,12 @@
 // the rows of every expert; biases are sums of the left factor.
 //
 // A block owns 384 by 1024 elements of a matrix. It goes over the rows of its
-// expert in slices: the right factor is packed into a panel, a few columns of the
-// left one are copied together, and both are multiplied in registers,
+// expert in slices: the right factor is packed into a panel, columns of the left
+// one are copied together, and both are multiplied in registers,
 // 6 by 16 at a time. Sums are f32, in the order of the rows. An expert without rows gets zeros.
 //
 // Baked in: experts, widths, types. A thread's scratch memory has two
-// panels, a few columns and the sums of a panel.
+// panels, the left slice and the sums of a panel.
 
 // Names for the types of tensors. No header is included: this is all there is.
 typedef __INT32_TYPE__ i32;
@@ -223,9 +223,10 @@ enum {
     REGISTER_ROWS = 6,
     REGISTER_COLUMNS = 16,
     STRIP = REGISTER_COLUMNS,
+    COLUMN_TILES = (WIDTH + TILE_COLUMNS - 1) / TILE_COLUMNS,
     PANEL_STRIPS = 256 / STRIP, // that are packed together
-    SLICES = 48 / REGISTER_ROWS, // of the left factor that are copied together
     VECTORS = STRIP / LANES,
+    PANEL_COLUMNS = PANEL_STRIPS * STRIP,
     BIAS_COLUMNS = 256,
 };
 
@@ -368,16 +369,11 @@ static void pack_rest(packing_t *packing, strip_t *panel, source_t of)
 
 typedef struct {
     packing_t *packing;
-    const left_t *left; // columns of the left factor
-    i64 left_rows;
 } ahead_t;
 
 INLINE void fetch(ahead_t *ahead)
 {
     pack_due(ahead->packing);
-    for (i64 r = 0; r < ahead->left_rows; r++)
-        __builtin_prefetch(ahead->left + r * HEIGHT, 0, 2);
-    ahead->left += FETCH_WORDS * WORD * HEIGHT;
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -418,18 +414,21 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 // A slice of a few columns of the left factor: words.
 typedef f32 slice_t[TILE_WORDS + LANES][REGISTER_ROWS];
 
-// What a thread keeps near while it works on a block: a few columns of the left factor, a depth slice at a time; all sums; two panels.
+// What a thread keeps near while it works on a block: columns of the left factor, a depth slice at a time; all sums; two panels.
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef struct {
-    slice_t ALIGNED rows[SLICES];
+    i32 turn; // which panel the next block begins with
+    packing_t packing; // of that panel
+    slice_t ALIGNED rows[ROW_GROUPS];
     sums_t ALIGNED sums[ROW_GROUPS][PANEL_STRIPS];
     strip_t panels[2][PANEL_STRIPS]; // in turn: of the products, and packed beside them
 } near_t;
-_Static_assert(sizeof(near_t) <= 1041408, "the launch gives a thread this much");
+_Static_assert(sizeof(near_t) <= 1450048, "the launch gives a thread this much");
 
-// Adds `rows` rows of a slice times one strip of a panel to the sums.
+// Adds `rows` rows of a slice times one strip of a panel to the sums. Those that
+// go past the caches are stored there, if it is known where.
 INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
-                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first, f32 *far)
 {
     ahead_t ahead = *first;
     vec sum[REGISTER_ROWS][VECTORS];
@@ -457,22 +456,25 @@ INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
-            *(vec *)&sums[r][v * LANES] = sum[r][v];
+            if (far)
+                store_far((vec *)&far[r * WIDTH + v * LANES], sum[r][v]);
+            else
+                *(vec *)&sums[r][v * LANES] = sum[r][v];
 }
 
 // One copy of `multiply` for each number of rows. What its caller has in vector
 // registers would cost products theirs, hence no inlining.
 static __attribute__((noinline)) void
 multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
-              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead, f32 *far)
 {
     switch (rows) {
-    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
-    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
-    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
-    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
-    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
-    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    case 1: multiply(1, sums, slice, panel, words, start, ahead, far); break;
+    case 2: multiply(2, sums, slice, panel, words, start, ahead, far); break;
+    case 3: multiply(3, sums, slice, panel, words, start, ahead, far); break;
+    case 4: multiply(4, sums, slice, panel, words, start, ahead, far); break;
+    case 5: multiply(5, sums, slice, panel, words, start, ahead, far); break;
+    case 6: multiply(6, sums, slice, panel, words, start, ahead, far); break;
     }
 }
 
@@ -486,73 +488,67 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_row(to, sums[r], row + r, column, columns);
 }
 
-// Copies some columns of `depth` rows of the left factor, of which `columns` are
-// left, slice by slice. A word writes whole vectors, whose ends the next ones write
-// over. Of several slices at once every line is read once: rows that are a power of
-// two apart do not stay in a cache.
-static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 columns)
+// Copies `groups` groups of columns of `depth` rows of the left factor, of which
+// `columns` are left. A word writes whole vectors, whose ends the next ones write
+// over. Rows are read whole, one after the other: those that are a power of two
+// apart do not stay in a cache.
+static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 columns, i64 groups)
 {
-    const i64 count = min_i64(SLICES, (columns + REGISTER_ROWS - 1) / REGISTER_ROWS);
-    for (i64 row = 0; row < depth; row += WORD)
-        for (i64 slice = 0; slice < count; slice++)
+    enum { ROWS_AHEAD = 16, LINE_COLUMNS = LINE / sizeof(left_t) };
+    const i64 width = groups * REGISTER_ROWS;
+    for (i64 row = 0; row < depth; row += WORD) {
+        for (i64 r = row + ROWS_AHEAD; r < row + ROWS_AHEAD + WORD; r++)
+            for (i64 c = 0; c < width; c += LINE_COLUMNS)
+                __builtin_prefetch(left + r * HEIGHT + c);
+        for (i64 group = 0; group < groups; group++)
             for (i64 r = 0; r < REGISTER_ROWS; r += LANES) {
-                const i64 column = slice * REGISTER_ROWS + r;
+                const i64 column = group * REGISTER_ROWS + r;
                 vec words = column_words_bf16(left + row * HEIGHT + column, HEIGHT, depth - row, columns - column);
-                *(vec_in_memory *)&slices[slice][row / WORD][r] = words;
+                *(vec_in_memory *)&slices[group][row / WORD][r] = words;
             }
+    }
 }
 
-// Fetches the left factor's next columns beside strip `strip` of `strips`.
-INLINE void fetch_left(ahead_t *ahead, const left_t *next, i64 strip, i64 strips)
+// A panel: a slice of the rows, and some columns.
+INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
-    enum { ROWS = FETCH_WORDS * WORD }; // of a fetch, of which each strip has a share
-    const i64 share = (ROWS + strips - 1) / strips;
-    ahead->left = next + strip * share * HEIGHT;
-    ahead->left_rows = share;
+    return (source_t){right + row * WIDTH + column,
+                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
 }
 
 // A block: a panel of columns at a time, and a slice of the rows, for which the
-// right factor is packed. A few columns of the left one are copied next to each
-// other and multiplied by every strip of the panel; they stay in a cache for the
-// next panels, of which one is packed meanwhile. Results are finished while their sums are near.
-static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, const results_t *to)
+// right factor is packed: the next panel beside the products of this one, after the
+// last one the next block's first. Columns of the left factor are copied next to
+// each other and multiplied by every strip of the panel; if there is one slice, they
+// stay near for all panels. Results are finished while their sums are near.
+static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, source_t next_block, const results_t *to)
 {
     sums_t only_sums ALIGNED;
-    packing_t packing = {0};
-    int turn = 0;
     const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    for (i64 corner = 0; corner < block->column_count; corner += PANEL_STRIPS * STRIP) {
-        const i64 width = min_i64(PANEL_STRIPS * STRIP, block->column_count - corner), strips = (width + STRIP - 1) / STRIP;
+    for (i64 corner = 0; corner < block->column_count; corner += PANEL_COLUMNS) {
         i64 row = 0;
         do {
-            const i64 depth = min_i64(TILE_DEPTH, rows - row), words = (depth + WORD - 1) / WORD;
             const int start = row == 0, last = row + TILE_DEPTH >= rows;
-            const i64 next_row = last ? 0 : row + TILE_DEPTH, next_corner = last ? corner + width : corner;
-            const i64 next_width = min_i64(PANEL_STRIPS * STRIP, block->column_count - next_corner);
-            strip_t *panel = near->panels[turn];
-            pack_rest(&packing, panel, (source_t){right + row * WIDTH + corner, depth, width});
-            turn = !turn;
-            if (next_width > 0) {
-                const source_t next = {right + next_row * WIDTH + next_corner, min_i64(TILE_DEPTH, rows - next_row), next_width};
-                packing = packing_of(near->panels[turn], next, groups);
-            } else { // the next expert's rows follow in memory
-                packing = packing_of(near->panels[turn], (source_t){right + rows * WIDTH, TILE_DEPTH, PANEL_STRIPS * STRIP}, groups);
-                packing.to = 0;
-            }
+            const source_t source = source_of(right, block, row, corner);
+            const i64 words = (source.depth + WORD - 1) / WORD, strips = (source.columns + STRIP - 1) / STRIP;
+            const source_t next = !last ? source_of(right, block, row + TILE_DEPTH, corner)
+                : corner + PANEL_COLUMNS < block->column_count ? source_of(right, block, 0, corner + PANEL_COLUMNS) : next_block;
+            strip_t *panel = near->panels[near->turn];
+            pack_rest(&near->packing, panel, source);
+            near->turn = !near->turn;
+            near->packing = packing_of(near->panels[near->turn], next, groups);
+            if (corner == 0 || !start || !last)
+                load_slices(near->rows, left + row * HEIGHT, source.depth, HEIGHT - block->first_height, groups);
             for (i64 group = 0; group < groups; group++) {
                 const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
-                const left_t *columns = left + row * HEIGHT + first;
-                if (group % SLICES == 0)
-                    load_slices(near->rows, columns, depth, HEIGHT - block->first_height - first);
                 for (i64 strip = 0; strip < strips; strip++) {
-                    const i64 column = strip * STRIP;
+                    const i64 column = corner + strip * STRIP, columns = min_i64(STRIP, block->column_count - column);
                     f32 (*sums)[STRIP] = start && last ? only_sums : near->sums[group][strip];
-                    ahead_t ahead = {.packing = &packing, .left = columns};
-                    if (corner == 0)
-                        fetch_left(&ahead, columns + SLICES * REGISTER_ROWS, strip, strips);
-                    multiply_rows(count, sums, near->rows[group % SLICES], panel[strip], words, start, &ahead);
-                    if (last)
-                        finish_sums(to, sums, first, count, corner + column, min_i64(STRIP, width - column));
+                    ahead_t ahead = {.packing = &near->packing};
+                    f32 *far = start && last && to->far && columns == STRIP ? to->grad + first * WIDTH + column : 0;
+                    multiply_rows(count, sums, near->rows[group], panel[strip], words, start, &ahead, far);
+                    if (last && !far)
+                        finish_sums(to, sums, first, count, column, columns);
                 }
             }
             row += TILE_DEPTH;
@@ -576,12 +572,17 @@ static void grouped_gemm_wgrad_down_block(
     const i64 corner = (block.expert * HEIGHT + block.first_height) * WIDTH + block.first_column;
     const i64 first_left = block.first_row * HEIGHT + block.first_height;
     const right_t *right = hidden + block.first_row * WIDTH + block.first_column;
+    // The next block has the next columns of a matrix, or the next rows.
+    const int wraps = block_x + 1 == COLUMN_TILES, ends = wraps && block_y + 1 == EXPERTS * TILES;
+    const block_t then = ends ? (block_t){0} : find_block(offsets, block_y + wraps, wraps ? 0 : block_x + 1);
+    const source_t next = then.column_count > 0
+        ? source_of(hidden + then.first_row * WIDTH + then.first_column, &then, 0, 0) : (source_t){0};
     const results_t dout_results = {
         .grad = grad_down + corner,
         .far = !accumulate && is_far(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * 4),
         .add = accumulate,
     };
-    multiply_block(scratch, dout + first_left, right, &block, &dout_results);
+    multiply_block(scratch, dout + first_left, right, &block, next, &dout_results);
     end_far_stores();
 }
 

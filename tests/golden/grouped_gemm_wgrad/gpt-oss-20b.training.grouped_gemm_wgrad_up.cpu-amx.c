@@ -452,7 +452,6 @@ INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column
 enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
 typedef f32 near_rows_t[REGISTER_ROWS][TILE];
 typedef struct {
-    i32 holds; // the tile whose rows are here, counted from one; zero at first
     i32 turn; // which panel the next block begins with
     packing_t packing; // of that panel
     near_rows_t ALIGNED rows[ROW_GROUPS][TILE_WORDS / TILE];

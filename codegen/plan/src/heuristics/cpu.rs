@@ -105,8 +105,8 @@ const WGRAD_COLUMNS: usize = 1024;
 /// between them: of 256 rows, give or take a few, f32 has one.
 const WGRAD_DEPTH: usize = 288;
 
-/// Columns of the left factor that are copied together: lines of each row.
-const WGRAD_SLICES: usize = 48;
+/// Bytes at the start of a thread's scratch memory: what is packed for its next block.
+const NEAR_HEAD: usize = 64;
 
 /// Columns of the right factor where there is one matrix only, as a router's:
 /// more blocks, so that more threads share the pass over all tokens.
@@ -211,7 +211,7 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         family: GemmFamily::Tiles,
         gather: d.plain_rows && !d.dense,
         packed: true,
-        shared_bytes: (64 + 4 * (rows + sums + panel)) as u32,
+        shared_bytes: (NEAR_HEAD + 4 * (rows + sums + panel)) as u32,
         ..plain_gemm()
     }
 }
@@ -307,7 +307,7 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmCo
         tile_depth,
         thread_rows,
         thread_columns,
-        shared_bytes: (4 * (sums_and_panels + thread_rows * tile_depth)) as u32,
+        shared_bytes: (NEAR_HEAD + 4 * (sums_and_panels + thread_rows * tile_depth)) as u32,
         ..plain_gemm()
     }
 }
@@ -344,7 +344,7 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
         thread_rows: AMX_STRIP,
         thread_columns: AMX_STRIP,
         family: GemmFamily::Tiles,
-        shared_bytes: (64 + 4 * (near + sums)) as u32,
+        shared_bytes: (NEAR_HEAD + 4 * (near + sums)) as u32,
         ..plain_gemm()
     }
 }
@@ -371,14 +371,14 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmCo
     let tile_columns = columns.min(d.width.next_multiple_of(thread_columns));
     let sums_and_panels = BLOCK_COLUMNS.min(tile_columns) * (tile_rows + 2 * tile_depth);
     // Columns of the left factor are copied a vector at a time, or two of pairs.
-    let slices = WGRAD_SLICES * (tile_depth + core.isa.vector_bytes() / 2);
+    let left = tile_rows.next_multiple_of(thread_rows) * (tile_depth + core.isa.vector_bytes() / 2);
     GroupedGemmConfig {
         tile_depth,
         tile_rows,
         tile_columns,
         thread_rows,
         thread_columns,
-        shared_bytes: (4 * (sums_and_panels + slices)) as u32,
+        shared_bytes: (NEAR_HEAD + 4 * (sums_and_panels + left)) as u32,
         ..plain_gemm()
     }
 }
@@ -397,7 +397,7 @@ fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
         thread_rows: AMX_STRIP,
         thread_columns: AMX_STRIP,
         family: GemmFamily::Tiles,
-        shared_bytes: (64 + 4 * (tile_rows * DEPTH + panels)) as u32,
+        shared_bytes: (NEAR_HEAD + 4 * (tile_rows * DEPTH + panels)) as u32,
         ..plain_gemm()
     }
 }
