@@ -14,6 +14,8 @@
 mod compare;
 #[path = "layer/data.rs"]
 mod data;
+#[path = "layer/gauge.rs"]
+mod gauge;
 #[path = "layer/here.rs"]
 mod here;
 #[path = "layer/peer.rs"]
@@ -30,6 +32,7 @@ mod table;
 mod timing;
 
 use data::{Call, Folder};
+use gauge::Gauge;
 use here::Here;
 use moesaic::DType;
 use peer::{Peer, Way};
@@ -37,7 +40,7 @@ use select::Selection;
 use shapes::Shape;
 use std::error::Error;
 use table::Table;
-use timing::{Limits, Pass, Work};
+use timing::{Pass, Work};
 
 /// Of the draw of experts.
 const SEED: u64 = 5;
@@ -94,7 +97,7 @@ fn layer(
     ways.retain(|way| !selection.without.contains(&way.title));
     let product = timing::torch_product(dtype, peers);
     table::head(shape, dtype, threads, product);
-    let mut before = Limits::measure(&here, dtype)?;
+    let gauge = Gauge::new(threads, dtype)?;
     let table = Table::new(&ways);
     table.titles();
     for skew in &selection.skews {
@@ -105,12 +108,8 @@ fn layer(
             let input = folder.input(&call, dtype, shape)?;
             let run = here.start(&call, &ids)?;
             let equal = compare::all(&run, peers, &ways, &input, &folder, selection.pass)?;
-            let times = timing::pairs(&run, peers, &ways, &equal, selection)?;
-            // Other machines' work on the same host changes what there is to be had.
-            let after = Limits::measure(&here, dtype)?;
-            let limits = before.mean(after);
-            before = after;
-            table.row(*skew, tokens, selection.pass, &work, &limits, &times);
+            let times = timing::pairs(&run, &work, &gauge, peers, &ways, &equal, selection)?;
+            table.row(*skew, tokens, selection.pass, &work, &times);
         }
     }
     Ok(())

@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 pub struct Here {
     layer: Layer,
     device: Arc<dyn Device>,
-    pub threads: usize,
     pass: Pass,
 }
 
@@ -45,7 +44,6 @@ impl Here {
         Ok(Here {
             layer,
             device: engine.device().clone(),
-            threads,
             pass,
         })
     }

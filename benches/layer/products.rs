@@ -2,16 +2,14 @@
 //! turns: the peak, all products, the peak, all products.
 
 use crate::data::{self, Call};
+use crate::gauge::Gauge;
 use crate::here::Here;
 use crate::select::Selection;
 use crate::shapes::Shape;
 use crate::timing::{median, middle};
 use crate::{Result, SEED, table};
-use moesaic::cpu::{CpuDevice, host_isa, limits};
 use moesaic::reference::Skew;
-use moesaic::toolchain::{self, Registry};
 use moesaic::{DType, StepTime};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 pub const LEGEND: &str = "\
@@ -36,7 +34,7 @@ pub fn report(selection: &Selection, threads: usize, dtype: DType, shape: &Shape
     let router = data::router_rows(&weights);
     drop(weights);
     table::head(shape, dtype, threads, None);
-    let peak = Peak::new(threads, dtype)?;
+    let gauge = Gauge::new(threads, dtype)?;
     for &skew in &selection.skews {
         for &tokens in &selection.tokens {
             let ids = skew.draw(shape.experts, shape.top_k, tokens, SEED);
@@ -44,7 +42,7 @@ pub fn report(selection: &Selection, threads: usize, dtype: DType, shape: &Shape
             here.check_routing(&call, &ids)?;
             here.stage(&call)?;
             head(skew, tokens, shape);
-            passes(&here, tokens, &peak, selection.budget)?.print();
+            passes(&here, tokens, &gauge, selection.budget)?.print();
         }
     }
     Ok(())
@@ -54,27 +52,6 @@ fn head(skew: Skew, tokens: usize, shape: &Shape) {
     let rows = (tokens * shape.top_k) as f64 / shape.experts as f64;
     println!("{tokens} tokens, {skew}: {rows:.1} rows an expert on average");
     println!("product                           ms   GFLOP/s      peak  of peak");
-}
-
-/// What multiply-adds reach.
-struct Peak {
-    probe: limits::Probe,
-    dtype: DType,
-}
-
-impl Peak {
-    fn new(threads: usize, dtype: DType) -> Result<Peak> {
-        let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
-        let compiler = toolchain::c(&registry)?;
-        let device = CpuDevice::with_threads(threads)?;
-        let probe = limits::Probe::new(&compiler, &device, host_isa())?;
-        Ok(Peak { probe, dtype })
-    }
-
-    /// GFLOP/s now.
-    fn rate(&self) -> Result<f64> {
-        Ok(self.probe.sustained(self.dtype, PEAK)?)
-    }
 }
 
 /// One product in all passes, or all products.
@@ -94,17 +71,17 @@ struct Pass {
 #[derive(Default)]
 struct Lines(Vec<Line>);
 
-fn passes(here: &Here, tokens: usize, peak: &Peak, budget: Duration) -> Result<Lines> {
+fn passes(here: &Here, tokens: usize, gauge: &Gauge, budget: Duration) -> Result<Lines> {
     let work = here.products(tokens);
     let mut lines = Lines::default();
     let begun = Instant::now();
-    let mut before = peak.rate()?;
+    let mut before = gauge.arithmetic(PEAK)?;
     for pass in 0.. {
         if pass >= LEAST && begun.elapsed() > budget {
             break;
         }
         let times = here.time_steps(tokens)?;
-        let after = peak.rate()?;
+        let after = gauge.arithmetic(PEAK)?;
         lines.add(&times, &work, (before + after) / 2.0);
         before = after;
     }

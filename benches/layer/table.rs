@@ -2,15 +2,15 @@
 
 use crate::peer::Way;
 use crate::shapes::Shape;
-use crate::timing::{Limits, Pass, Times, Work};
+use crate::timing::{Pass, Times, Work};
 use moesaic::reference::Skew;
 use moesaic::{DType, Engine};
 
 pub const LEGEND: &str = "\
 # ms: ours, the median; of limit: the least time of the work on this machine over ours, where the least is the longer of
-# arithmetic at the peak rate and memory at the read bandwidth, each the mean of what was measured right before and right
-# after (columns `at most` and `GB/s`); right of the bar: a peer's time over ours, median of pairs.
-# Memory's bandwidth is that of more than the caches hold; the few experts of one token may fit in them, and do better than it.
+# arithmetic at the rate of multiply-adds alone and memory at the rate of reading alone (columns `at most` and `GB/s`), each for 20 ms
+# before and 20 ms after our turn, as long as they take and not at best; median of pairs. Right of the bar: a peer's time over ours, likewise.
+# Memory's rate is that of more than the caches hold; the few experts of one token may fit in them, and do better than it.
 ";
 
 /// Date and machine.
@@ -71,15 +71,7 @@ impl Table<'_> {
         );
     }
 
-    pub fn row(
-        &self,
-        skew: Skew,
-        tokens: usize,
-        pass: Pass,
-        work: &Work,
-        limits: &Limits,
-        times: &Times,
-    ) {
+    pub fn row(&self, skew: Skew, tokens: usize, pass: Pass, work: &Work, times: &Times) {
         let seconds = times.here.as_secs_f64();
         let ratio = |ratio: &Option<f64>| match ratio {
             Some(ratio) => format!(" {ratio:>14.2}"),
@@ -91,9 +83,9 @@ impl Table<'_> {
             "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:8.0} {:6.1} {:7.0} % |{ratios}",
             seconds * 1e3,
             work.flops / seconds / 1e9,
-            limits.gflops,
-            limits.gbps,
-            100.0 * limits.least(work) / seconds,
+            times.limits.gflops,
+            times.limits.gbps,
+            100.0 * times.of_limit,
         );
     }
 }

@@ -1,15 +1,13 @@
-//! Limits of the machine, least work of a layer, and pairs of times.
+//! The least work of a layer, and pairs of times.
 
 use crate::Result;
-use crate::here::{Here, Run};
+use crate::gauge::{Gauge, Limits};
+use crate::here::Run;
 use crate::peer::{Peer, Way};
 use crate::select::Selection;
 use crate::shapes::Shape;
 use moesaic::DType;
-use moesaic::cpu::{CpuDevice, host_isa, limits};
-use moesaic::toolchain::{self, Registry};
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -21,52 +19,11 @@ pub enum Pass {
     Both,
 }
 
-/// What the machine can do, measured now.
-#[derive(Clone, Copy)]
-pub struct Limits {
-    pub gflops: f64,
-    pub gbps: f64,
-}
-
 /// GFLOP/s of PyTorch's large product of this type, where there is PyTorch.
 pub fn torch_product(dtype: DType, peers: &mut [Peer]) -> Option<f64> {
     let torch = peers.iter_mut().find(|peer| peer.name == "torch")?;
     let words = torch.ask(&format!("limit {dtype}")).ok()?;
     words.first()?.parse().ok()
-}
-
-impl Limits {
-    /// # Errors
-    /// When the probe does not compile or run.
-    pub fn measure(here: &Here, dtype: DType) -> Result<Limits> {
-        let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
-        let compiler = toolchain::c(&registry)?;
-        let device = CpuDevice::with_threads(here.threads)?;
-        let found = limits::measure(&compiler, &device, host_isa())?;
-        let gflops = match dtype {
-            DType::F32 => found.f32_gflops,
-            _ => found.bf16_gflops.unwrap_or(0.0).max(found.f32_gflops),
-        };
-        Ok(Limits {
-            gflops,
-            gbps: found.read_gbps,
-        })
-    }
-
-    /// Of what was measured before and after some work: the means.
-    #[must_use]
-    pub fn mean(self, after: Limits) -> Limits {
-        Limits {
-            gflops: (self.gflops + after.gflops) / 2.0,
-            gbps: (self.gbps + after.gbps) / 2.0,
-        }
-    }
-
-    /// The least seconds of the work: arithmetic or memory, whichever takes
-    /// longer, each at its best.
-    pub fn least(&self, work: &Work) -> f64 {
-        (work.flops / self.gflops).max(work.bytes / self.gbps) / 1e9
-    }
 }
 
 /// What a layer must do, whoever does it. Intermediate tensors are no part of it.
@@ -103,8 +60,48 @@ impl Work {
 /// Medians of one line.
 pub struct Times {
     pub here: Duration,
+    /// What the machine could do meanwhile.
+    pub limits: Limits,
+    /// The least time of the work over ours, over pairs of a turn and what the
+    /// machine could do before and after it.
+    pub of_limit: f64,
     /// For each way their time over ours, the median over pairs.
     pub ratios: Vec<Option<f64>>,
+}
+
+/// Our turns and the machine's: limits of round `i` were measured before it, and one
+/// more after the last.
+#[derive(Default)]
+struct Held {
+    turns: Vec<(usize, Duration)>,
+    limits: Vec<Limits>,
+}
+
+impl Held {
+    fn turn(&mut self, time: Duration) {
+        self.turns.push((self.limits.len() - 1, time));
+    }
+
+    fn of_limit(&self, work: &Work) -> f64 {
+        let shares = self.turns.iter().map(|&(round, time)| {
+            let limits = self.limits[round].mean(self.limits[round + 1]);
+            limits.least(work) / time.as_secs_f64()
+        });
+        middle(shares.collect()).unwrap_or(f64::NAN)
+    }
+
+    fn times(&self, work: &Work, ratios: Vec<Vec<f64>>) -> Times {
+        let of = |f: fn(&Limits) -> f64| middle(self.limits.iter().map(f).collect());
+        Times {
+            here: median(self.turns.iter().map(|turn| turn.1).collect()),
+            limits: Limits {
+                gflops: of(|limits| limits.gflops).unwrap_or(f64::NAN),
+                gbps: of(|limits| limits.gbps).unwrap_or(f64::NAN),
+            },
+            of_limit: self.of_limit(work),
+            ratios: ratios.into_iter().map(middle).collect(),
+        }
+    }
 }
 
 /// A turn is at least this long, if that takes more than one call.
@@ -119,22 +116,25 @@ const LONG: Duration = Duration::from_secs(15);
 const LEAST: usize = 3;
 const MOST: usize = 25;
 
-/// Times ours beside each way in `equal`, in turns.
+/// Times ours beside each way in `equal` and beside what the machine can do, in turns.
 ///
 /// # Errors
-/// When our layer fails.
+/// When our layer or a probe fails.
 pub fn pairs(
     run: &Run<'_>,
+    work: &Work,
+    gauge: &Gauge,
     peers: &mut [Peer],
     ways: &[Way],
     equal: &[bool],
     selection: &Selection,
 ) -> Result<Times> {
-    let mut here = Vec::new();
+    let mut held = Held::default();
     let mut ratios = vec![Vec::new(); ways.len()];
     let mut lost: Vec<bool> = equal.iter().map(|equal| !equal).collect();
     let counts = counts(run, peers, ways, &mut lost, selection.pass)?;
     let mut spent = vec![Duration::ZERO; ways.len()];
+    let begun = Instant::now();
     for round in 0..MOST {
         let enough = |spent: Duration| match round {
             0 => false,
@@ -143,16 +143,18 @@ pub fn pairs(
         };
         let open = |i: &usize| !lost[*i] && !enough(spent[*i]);
         let open: Vec<usize> = (0..ways.len()).filter(open).collect();
-        if open.is_empty() && round >= LEAST {
+        if open.is_empty() && round >= LEAST && begun.elapsed() > selection.budget {
             break;
         }
+        sleep(PAUSE);
+        held.limits.push(gauge.measure()?);
         if open.is_empty() {
-            here.push(turn(run, counts.0)?);
+            held.turn(turn(run, counts.0)?);
         }
         for i in open {
             let began = Instant::now();
             let ours = turn(run, counts.0)?;
-            here.push(ours);
+            held.turn(ours);
             sleep(PAUSE);
             let peer = &mut peers[ways[i].peer];
             if let Ok(times) = peer.run(&ways[i], selection.pass, counts.1[i]) {
@@ -161,10 +163,9 @@ pub fn pairs(
             spent[i] += began.elapsed();
         }
     }
-    Ok(Times {
-        here: median(here),
-        ratios: ratios.into_iter().map(middle).collect(),
-    })
+    sleep(PAUSE);
+    held.limits.push(gauge.measure()?);
+    Ok(held.times(work, ratios))
 }
 
 /// Calls a turn, ours and everyone's; who fails here is lost.

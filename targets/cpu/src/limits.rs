@@ -164,14 +164,19 @@ impl Probe {
             DType::Bf16 => self.bf16_rate().unwrap_or(self.f32_rate()),
             _ => self.f32_rate(),
         };
-        let begun = Instant::now();
-        let mut launches = 0;
-        while launches == 0 || begun.elapsed() < time {
-            self.launch(rate)?;
-            launches += 1;
-        }
-        let seconds = begun.elapsed().as_secs_f64();
-        Ok(f64::from(launches) * self.giga_operations(rate) / seconds)
+        let (launches, seconds) = repeat(time, || self.launch(rate))?;
+        Ok(launches * self.giga_operations(rate) / seconds)
+    }
+
+    /// Memory read, once and for about `time`: 1e9 bytes per second, whatever
+    /// happened meanwhile.
+    ///
+    /// # Errors
+    /// When a launch fails.
+    pub fn sustained_read(&self, memory: &Memory, time: Duration) -> Result<f64, LimitsError> {
+        let args = memory.args(&self.results);
+        let (launches, seconds) = repeat(time, || self.run("limit_read", &args))?;
+        Ok(launches * memory.giga_bytes(self.threads) / seconds)
     }
 
     fn f32_rate(&self) -> Rate {
@@ -226,14 +231,18 @@ impl Probe {
 }
 
 /// What is read and written to see how fast memory is: a share per thread of each.
-struct Memory {
+pub struct Memory {
     share: usize,
     from: Buffer,
     to: Buffer,
 }
 
 impl Memory {
-    fn new(device: &CpuDevice) -> Result<Memory, DeviceError> {
+    /// More than caches hold: see [`measure`].
+    ///
+    /// # Errors
+    /// When there is no room.
+    pub fn new(device: &CpuDevice) -> Result<Memory, DeviceError> {
         let share = share(device);
         let all = device.threads() * share;
         let (from, to) = (device.alloc(all)?, device.alloc(all)?);
@@ -246,14 +255,37 @@ impl Memory {
     }
 
     fn bandwidth(&self, probe: &Probe, symbol: &str, to: &Buffer) -> Result<f64, DeviceError> {
-        let args = [
+        let args = self.args(to);
+        let seconds = best(|| probe.run(symbol, &args))?;
+        Ok(self.giga_bytes(probe.threads) / seconds)
+    }
+
+    fn args(&self, to: &Buffer) -> [Arg; 3] {
+        [
             Arg::Ptr(to.ptr()),
             Arg::Ptr(self.from.ptr()),
             Arg::I64(self.share as i64),
-        ];
-        let seconds = best(|| probe.run(symbol, &args))?;
-        Ok((probe.threads * self.share) as f64 / seconds / 1e9)
+        ]
     }
+
+    /// Of a launch.
+    fn giga_bytes(&self, threads: usize) -> f64 {
+        (threads * self.share) as f64 / 1e9
+    }
+}
+
+/// Launches for about `time`, at least one: how many, and the seconds they took.
+fn repeat(
+    time: Duration,
+    launch: impl Fn() -> Result<(), DeviceError>,
+) -> Result<(f64, f64), DeviceError> {
+    let begun = Instant::now();
+    let mut launches = 0;
+    while launches == 0 || begun.elapsed() < time {
+        launch()?;
+        launches += 1;
+    }
+    Ok((f64::from(launches), begun.elapsed().as_secs_f64()))
 }
 
 /// Seconds of the fastest of several launches.
