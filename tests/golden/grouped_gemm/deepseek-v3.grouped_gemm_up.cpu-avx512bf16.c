@@ -335,13 +335,16 @@ typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
 // Copies a slice of `count` rows, from a depth on.
 static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
 {
-    for (i64 r = 0; r < count; r++)
-        for (i64 i = 0; i < width; i += STEP) {
-            const input_t *from = row[r] + depth + i;
-            vec v = i + STEP <= width ? load_input(from) : load_part_input(from, width - i);
-            *(vec *)&slice[r][i / WORD] = v;
-            __builtin_prefetch(row[r + ROWS_AHEAD] + depth + i);
+    const i64 whole = width / STEP * STEP;
+    for (i64 r = 0; r < count; r++) {
+        const input_t *from = row[r] + depth, *soon = row[r + ROWS_AHEAD] + depth;
+        for (i64 i = 0; i < whole; i += STEP) {
+            *(vec *)&slice[r][i / WORD] = load_input(from + i);
+            __builtin_prefetch(soon + i);
         }
+        if (whole < width)
+            *(vec *)&slice[r][whole / WORD] = load_part_input(from + whole, width - whole);
+    }
 }
 
 // Fetches the next slice's rows beside strip `strip` of `strips`: each strip
@@ -469,18 +472,27 @@ INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, 
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on. It is not inlined where products are: the constants of an
-// activation would be kept in their registers. An activation is a long chain of
-// operations; those of several vectors go side by side if nothing else waits for
-// them, so all are finished before the first is stored.
-static __attribute__((noinline)) void
-finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// from `column` on. An activation is a long chain of operations; those of several
+// vectors go side by side if nothing else waits for them, so all are finished
+// before the first is stored.
+INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
     finished_t finished[REGISTER_ROWS][REGISTER_COLUMNS / LANES];
     for (i64 r = 0; r < rows; r++)
         finish_row(sums[r], columns, finished[r]);
     for (i64 r = 0; r < rows; r++)
         store_row(to, finished[r], row + r, column, columns);
+}
+
+// One copy for whole strips. It is not inlined where products are: the constants of
+// an activation would be kept in their registers.
+static __attribute__((noinline)) void
+finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    if (columns == REGISTER_COLUMNS)
+        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    else
+        finish_tile(to, sums, row, rows, column, columns);
 }
 
 // A block: a depth slice at a time. Its rows are copied near, and every group of

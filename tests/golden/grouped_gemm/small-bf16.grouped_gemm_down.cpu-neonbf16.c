@@ -404,15 +404,24 @@ INLINE void unzip_rows(f32 (*rows)[STRIP])
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on. It is not inlined where products are: the constants of an
-// activation would be kept in their registers.
-static __attribute__((noinline)) void
-finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// from `column` on.
+INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
     for (i64 r = 0; r < rows; r += 2)
         unzip_rows(&sums[r]);
     for (i64 r = 0; r < rows; r++)
         finish_row(to, sums[r], row + r, column, columns);
+}
+
+// One copy for whole strips. It is not inlined where products are: the constants of
+// an activation would be kept in their registers.
+static __attribute__((noinline)) void
+finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    if (columns == REGISTER_COLUMNS)
+        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    else
+        finish_tile(to, sums, row, rows, column, columns);
 }
 
 // A block: a depth slice at a time. Its rows are copied near, and every group of

@@ -448,12 +448,10 @@ INLINE void unzip_rows(f32 (*rows)[STRIP])
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on. It is not inlined where products are: the constants of an
-// activation would be kept in their registers. An activation is a long chain of
-// operations; those of several vectors go side by side if nothing else waits for
-// them, so all are finished before the first is stored.
-static __attribute__((noinline)) void
-finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// from `column` on. An activation is a long chain of operations; those of several
+// vectors go side by side if nothing else waits for them, so all are finished
+// before the first is stored.
+INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
     for (i64 r = 0; r < rows; r += 2)
         unzip_rows(&sums[r]);
@@ -462,6 +460,17 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_row(sums[r], columns, finished[r]);
     for (i64 r = 0; r < rows; r++)
         store_row(to, finished[r], row + r, column, columns);
+}
+
+// One copy for whole strips. It is not inlined where products are: the constants of
+// an activation would be kept in their registers.
+static __attribute__((noinline)) void
+finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    if (columns == REGISTER_COLUMNS)
+        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    else
+        finish_tile(to, sums, row, rows, column, columns);
 }
 
 // A block: a depth slice at a time. Its rows are copied near, and every group of

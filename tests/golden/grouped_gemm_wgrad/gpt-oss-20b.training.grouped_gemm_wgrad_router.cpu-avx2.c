@@ -506,13 +506,22 @@ multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
 }
 
 // The results of a register tile: `rows` rows from `row` on, `columns` columns
-// from `column` on. It is not inlined where products are: the constants of an
-// activation would be kept in their registers.
-static __attribute__((noinline)) void
-finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+// from `column` on.
+INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
 {
     for (i64 r = 0; r < rows; r++)
         finish_row(to, sums[r], row + r, column, columns);
+}
+
+// One copy for whole strips. It is not inlined where products are: the constants of
+// an activation would be kept in their registers.
+static __attribute__((noinline)) void
+finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    if (columns == REGISTER_COLUMNS)
+        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    else
+        finish_tile(to, sums, row, rows, column, columns);
 }
 
 // Copies `groups` groups of columns of `depth` rows of the left factor, of which

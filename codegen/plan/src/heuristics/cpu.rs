@@ -90,6 +90,14 @@ impl Core {
         columns_in(self.caches.l2_bytes() * 5 / 8, 2 * WGRAD_DEPTH)
     }
 
+    /// Rows of a matrix in a block of wgrad: as many columns of the left factor stay
+    /// near for all panels. [`TILE_ROWS`], or their share of a smaller second-level
+    /// cache than [`WGRAD_L2_BYTES`].
+    fn wgrad_rows(self) -> usize {
+        let l2 = self.caches.l2_bytes().min(WGRAD_L2_BYTES);
+        TILE_ROWS * l2 / WGRAD_L2_BYTES
+    }
+
     /// Rows that AMX tiles have near, of `rows` in a cache of [`AMX_L2_BYTES`].
     fn near_rows(self, rows: usize) -> usize {
         let share = rows * self.caches.l2_bytes() / AMX_L2_BYTES;
@@ -104,6 +112,10 @@ const WGRAD_COLUMNS: usize = 1024;
 /// Words of a slice of an expert's rows. Sums of several slices go through memory
 /// between them: of 256 rows, give or take a few, f32 has one.
 const WGRAD_DEPTH: usize = 288;
+
+/// A second-level cache that has [`TILE_ROWS`] columns of the left factor beside two
+/// panels, of as many rows as an expert mostly has.
+const WGRAD_L2_BYTES: usize = 1 << 20;
 
 /// Bytes at the start of a thread's scratch memory: what is packed for its next block.
 const NEAR_HEAD: usize = 64;
@@ -367,7 +379,8 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmCo
         panel => columns.min(panel),
     };
     let tile_depth = core.wgrad_depth(d.left, d.right);
-    let tile_rows = TILE_ROWS.min(d.height.next_multiple_of(thread_rows));
+    let rows = core.wgrad_rows();
+    let tile_rows = rows.min(d.height.next_multiple_of(thread_rows));
     let tile_columns = columns.min(d.width.next_multiple_of(thread_columns));
     let sums_and_panels = BLOCK_COLUMNS.min(tile_columns) * (tile_rows + 2 * tile_depth);
     // Columns of the left factor are copied a vector at a time, or two of pairs.

@@ -82,6 +82,23 @@ fn panels_and_sums_are_part_of_the_second_level() {
 }
 
 #[test]
+fn left_columns_of_wgrad_are_half_of_the_second_level() {
+    each(|plan| {
+        for (name, desc, c) in gemms(plan) {
+            let KernelDesc::GroupedGemmWgrad(_) = desc else {
+                continue;
+            };
+            if c.family != GemmFamily::Tiles {
+                let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
+                let bytes = 4 * c.tile_rows * c.tile_depth;
+                assert!(bytes <= plan.caches.l2_bytes() / 2, "{what}");
+                assert_eq!(c.tile_rows % c.thread_rows, 0, "{what}");
+            }
+        }
+    });
+}
+
+#[test]
 fn near_rows_of_vectors_are_part_of_the_second_level() {
     each(|plan| {
         for (name, desc, c) in gemms(plan) {
