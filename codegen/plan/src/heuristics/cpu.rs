@@ -38,8 +38,10 @@ const BLOCK_COLUMNS: usize = 256;
 const COLUMN_STEP: usize = 64;
 
 /// Words of depth of a panel: the first of them that fits. With the sums of a block,
-/// two panels of all columns are 896 or 768 KiB.
-const DEPTHS: [usize; 2] = [256, 192];
+/// two panels of all columns are 896 or 576 KiB. A cache that is nearly full is at the
+/// mercy of where the pages lie: 192 words, 768 of 1024 KiB, were as fast as 96 at best
+/// and up to a tenth slower otherwise.
+const DEPTHS: [usize; 2] = [256, 96];
 
 /// Words of depth that a block of AMX tiles has near: with the rows of a tile
 /// about half of a second-level cache of 2 MiB.
