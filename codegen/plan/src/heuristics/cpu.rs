@@ -39,8 +39,7 @@ const COLUMN_STEP: usize = 64;
 
 /// Words of depth of a panel: the first of them that fits. With the sums of a block,
 /// two panels of all columns are 896 or 576 KiB. A cache that is nearly full is at the
-/// mercy of where the pages lie: 192 words, 768 of 1024 KiB, were as fast as 96 at best
-/// and up to a tenth slower otherwise.
+/// mercy of where the pages lie: 192 words, 768 of 1024 KiB, were as fast as 96 at best.
 const DEPTHS: [usize; 2] = [256, 96];
 
 /// Words of depth that a block of AMX tiles has near: with the rows of a tile
