@@ -38,7 +38,7 @@ fn date() -> String {
     format!("{year}-{month:02}-{day:02}")
 }
 
-/// The layer that lines follow of.
+/// Says whose the lines below are.
 pub fn head(shape: &Shape, dtype: DType, threads: usize, product: Option<f64>) {
     let scaled = match shape.scaled {
         "" => String::new(),

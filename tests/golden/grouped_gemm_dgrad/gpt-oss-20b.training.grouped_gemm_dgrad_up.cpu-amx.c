@@ -688,8 +688,8 @@ static void grouped_gemm_dgrad_up_block(
     // The next block has the next columns, or those of the next rows.
     const int wraps = block_x + 1 == COLUMN_TILES;
     const block_t then = find_block(offsets, row_tiles, block_y + wraps, wraps ? 0 : block_x + 1);
-    const weight_t *const first_matrix[] = {gate + then.expert * INNER * OUTER + then.first_column};
-    const source_t next = then.row_count > 0 ? source_of(first_matrix, (place_t){0}, &then) : (source_t){0};
+    const weight_t *const first_matrix = gate + then.expert * INNER * OUTER + then.first_column;
+    const source_t next = then.row_count > 0 ? source_of(&first_matrix, (place_t){0}, &then) : (source_t){0};
     tiles_begin();
     multiply_block(scratch, row, matrices, &block, next, &results);
     tiles_end();

@@ -376,6 +376,13 @@ INLINE void fetch(ahead_t *ahead)
     pack_due(ahead->packing);
 }
 
+// A panel: a slice of the rows, and some columns.
+INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
+{
+    return (source_t){right + row * WIDTH + column,
+                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
+}
+
 // Where sums go: they are written, past the caches if those cannot hold them, or
 // added to what is there.
 typedef struct {
@@ -516,13 +523,6 @@ static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 colu
                 *(vec_in_memory *)&slices[group][row / WORD][r] = words;
             }
     }
-}
-
-// A panel: a slice of the rows, and some columns.
-INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
-{
-    return (source_t){right + row * WIDTH + column,
-                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
 }
 
 // A block: a panel of columns at a time, and a slice of the rows, for which the

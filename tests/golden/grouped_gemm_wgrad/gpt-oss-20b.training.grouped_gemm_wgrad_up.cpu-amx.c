@@ -412,6 +412,13 @@ INLINE void fetch(ahead_t *ahead)
     pack_due(ahead->packing);
 }
 
+// A panel: a slice of the rows, and some columns.
+INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
+{
+    return (source_t){right + row * WIDTH + column,
+                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
+}
+
 // Where sums go: they are written, past the caches if those cannot hold them, or
 // added to what is there.
 typedef struct {
@@ -571,13 +578,6 @@ static void load_columns(near_t *near, const left_t *left, i64 depth, i64 height
 }
 
 _Static_assert(PIECES == 1, "sums of a slice are multiplied at once");
-
-// A panel: a slice of the rows, and some columns.
-INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
-{
-    return (source_t){right + row * WIDTH + column,
-                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
-}
 
 // A block: a slice of the rows at a time. Of that the left factor is copied near
 // and multiplied by the right one, a panel at a time, while the next one is packed;

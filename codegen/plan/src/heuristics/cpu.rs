@@ -380,12 +380,12 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmCo
         panel => columns.min(panel),
     };
     let tile_depth = core.wgrad_depth(d.left, d.right);
-    let rows = core.wgrad_rows();
-    let tile_rows = rows.min(d.height.next_multiple_of(thread_rows));
+    let height = d.height.next_multiple_of(thread_rows);
+    let tile_rows = core.wgrad_rows().min(height);
     let tile_columns = columns.min(d.width.next_multiple_of(thread_columns));
     let sums_and_panels = BLOCK_COLUMNS.min(tile_columns) * (tile_rows + 2 * tile_depth);
     // Columns of the left factor are copied a vector at a time, or two of pairs.
-    let left = tile_rows.next_multiple_of(thread_rows) * (tile_depth + core.isa.vector_bytes() / 2);
+    let left = tile_rows * (tile_depth + core.isa.vector_bytes() / 2);
     GroupedGemmConfig {
         tile_depth,
         tile_rows,
