@@ -1,10 +1,10 @@
-//! Simulators: the targets `sim:*`, one simulator per vendor of GPUs and an
-//! emulator for CPUs of aarch64.
+//! Simulators: the targets `sim:*`, one simulator per vendor of GPUs and one
+//! for instruction sets of other CPUs.
 
+use moesaic_emulated::{EmulatedCompiler, EmulatedDevice};
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::SimArch;
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
-use moesaic_qemu::{QemuCompiler, QemuDevice};
 use moesaic_target::{CompileError, Compiler, Device, DeviceError};
 use moesaic_toolchain::{Kind, Registry};
 use std::num::NonZeroUsize;
@@ -31,7 +31,7 @@ pub(crate) fn device(
             };
             Ok(Arc::new(FiberDevice::new(arch, options)?))
         }
-        SimArch::Cpu(isa) => Ok(Arc::new(QemuDevice::new(isa)?)),
+        SimArch::Cpu(isa) => Ok(Arc::new(EmulatedDevice::new(isa)?)),
     }
 }
 
@@ -48,10 +48,10 @@ pub(crate) fn compiler(
             let zig = registry.get(Kind::C).map(|tool| registry.path(tool));
             Ok(Arc::new(FiberCompiler::find(zig.as_deref())?))
         }
-        SimArch::Cpu(_) => {
+        SimArch::Cpu(isa) => {
             let zig = registry.get(Kind::C).or_else(|| registry.get(Kind::Rocm));
             let zig = zig.map(|tool| registry.path(tool));
-            Ok(Arc::new(QemuCompiler::find(zig.as_deref())?))
+            Ok(Arc::new(EmulatedCompiler::find(isa, zig.as_deref())?))
         }
     }
 }

@@ -22,7 +22,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("units", &[]),
     ("ptx", &["kernel", "target", "units", "cuda"]),
     ("fibers", &["kernel", "target", "dl", "cpu", "units"]),
-    ("qemu", &["kernel", "target", "cpu"]),
+    ("emulated", &["kernel", "target", "cpu"]),
     ("cache", &["kernel", "target"]),
     (
         "engine",

@@ -20,7 +20,7 @@ pub struct Simulator {
 }
 
 /// Looks for what each needs.
-pub fn simulators() -> [Simulator; 3] {
+pub fn simulators() -> [Simulator; 4] {
     let compilers = Compilers::new(None);
     let look = |subject, needs, example: &str| {
         let target = example.parse::<Target>();
@@ -42,6 +42,11 @@ pub fn simulators() -> [Simulator; 3] {
             "aarch64 emulator",
             "runs NEON kernels under QEMU; needs qemu-user-static and a compiler for aarch64",
             "sim:neon",
+        ),
+        look(
+            "AMX emulator",
+            "runs AMX tiles on a CPU without; needs AVX-512 and a C compiler",
+            "sim:amx",
         ),
     ]
 }

@@ -81,6 +81,7 @@ fn no_size_of_a_cache_changes_a_byte() {
     check("cpu:avx2", DType::F16);
     check("cpu:avx512", DType::F32);
     check("cpu:amx", DType::Bf16);
+    check("sim:amx", DType::Bf16);
 }
 
 #[test]

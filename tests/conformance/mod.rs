@@ -19,6 +19,7 @@ mod routing;
 mod saved;
 mod simulated;
 mod simulated_training;
+mod tiles;
 mod trained;
 mod training;
 mod tuned;

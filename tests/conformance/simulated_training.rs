@@ -70,7 +70,8 @@ pub fn options(target: &str) {
     }
 }
 
-fn changes() -> Vec<LayerSpec> {
+/// Layers that differ in what flows back through them.
+pub fn changes() -> Vec<LayerSpec> {
     vec![
         with(of_type(DType::Bf16, small(40, 24, 6, 2)), |s| {
             s.router.renormalize = Renormalize::Sum;

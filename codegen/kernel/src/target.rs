@@ -24,7 +24,7 @@ pub enum SimArch {
     Cuda(CudaArch),
     /// HIP text as host C++.
     Rocm(RocmArch),
-    /// C for an instruction set of aarch64, under an emulator of its machine.
+    /// C for an instruction set of another CPU, emulated.
     Cpu(CpuIsa),
 }
 
@@ -140,13 +140,13 @@ impl Target {
         real.into_iter().chain(sim).collect()
     }
 
-    /// The simulator of a GPU target, the emulator of an aarch64 one; `None`
-    /// for other CPUs and for simulators.
+    /// The simulator of a GPU target, of an aarch64 one and of AMX; `None` for
+    /// other CPUs and for simulators.
     pub const fn simulated(self) -> Option<Target> {
         match self {
             Target::Cuda(arch) => Some(Target::Sim(SimArch::Cuda(arch))),
             Target::Rocm(arch) => Some(Target::Sim(SimArch::Rocm(arch))),
-            Target::Cpu(isa @ (CpuIsa::Neon | CpuIsa::NeonBf16)) => {
+            Target::Cpu(isa @ (CpuIsa::Neon | CpuIsa::NeonBf16 | CpuIsa::Amx)) => {
                 Some(Target::Sim(SimArch::Cpu(isa)))
             }
             Target::Cpu(_) | Target::Sim(_) => None,

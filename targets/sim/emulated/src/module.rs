@@ -1,7 +1,7 @@
 //! Loaded kernels and their launch.
 
 use crate::device::Shared;
-use crate::emulator::Request;
+use crate::program::Request;
 use moesaic_kernel::Entry;
 use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, LaunchDims, Module};
 use object::{Object, ObjectSymbol};
@@ -12,18 +12,18 @@ use std::sync::Arc;
 use tempfile::TempPath;
 
 /// A program of kernels, started when one of them is launched.
-pub(crate) struct QemuModule {
+pub(crate) struct EmulatedModule {
     entries: Vec<(Entry, u64)>,
     device: Arc<Shared>,
     program: TempPath,
 }
 
-impl QemuModule {
+impl EmulatedModule {
     pub(crate) fn load(
         artifact: &Artifact,
         entries: &[Entry],
         device: Arc<Shared>,
-    ) -> Result<QemuModule, DeviceError> {
+    ) -> Result<EmulatedModule, DeviceError> {
         let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
         let refuse = |reason: String| DeviceError::Load {
             kernel: kernel.to_string(),
@@ -39,7 +39,7 @@ impl QemuModule {
         let entries = found.collect::<Result<_, DeviceError>>()?;
         let program = on_disk(&artifact.binary)
             .map_err(|error| refuse(format!("no place for it: {error}")))?;
-        Ok(QemuModule {
+        Ok(EmulatedModule {
             entries,
             device,
             program,
@@ -55,7 +55,7 @@ impl QemuModule {
     }
 }
 
-impl Drop for QemuModule {
+impl Drop for EmulatedModule {
     fn drop(&mut self) {
         self.device.stop(&self.program);
     }
@@ -76,7 +76,7 @@ fn on_disk(binary: &[u8]) -> std::io::Result<TempPath> {
     Ok(file.into_temp_path())
 }
 
-impl Module for QemuModule {
+impl Module for EmulatedModule {
     unsafe fn launch(
         &self,
         symbol: &str,
@@ -109,7 +109,7 @@ impl Module for QemuModule {
     }
 }
 
-/// An argument as its bytes lie in memory of aarch64, which is little-endian.
+/// An argument as its bytes lie in memory, little-endian on every machine here.
 fn value(arg: &Arg) -> u64 {
     match arg {
         Arg::Ptr(address) | Arg::TensorMap { base: address, .. } => address.0,

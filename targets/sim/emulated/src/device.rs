@@ -1,30 +1,30 @@
-//! The emulated CPU as a [`Device`].
+//! An emulated CPU as a [`Device`].
 
-use crate::emulator::{self, Emulator, Request};
+use crate::machine::Machine;
 use crate::memory::Memory;
-use crate::module::QemuModule;
+use crate::module::EmulatedModule;
+use crate::program::{Program, Request};
 use moesaic_kernel::{CpuIsa, Entry, SimArch, Target};
 use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// One core of an aarch64 CPU, emulated instruction by instruction. New
+/// One core of a CPU that has an instruction set which this machine lacks. New
 /// memory holds NaN, and a launch that wrote behind the end of a buffer is a
 /// [`DeviceError::Launch`]; so is one that ended the program, by reading what
 /// is not mapped or by an instruction that the CPU does not have. Launches
 /// are synchronous.
-pub struct QemuDevice {
+pub struct EmulatedDevice {
     info: DeviceInfo,
     shared: Arc<Shared>,
 }
 
 /// What modules need of their device.
 pub(crate) struct Shared {
-    qemu: PathBuf,
-    isa: CpuIsa,
+    machine: Machine,
     memory: Arc<Memory>,
     /// The programs that run, the one that was launched last at the end.
-    running: Mutex<Vec<(PathBuf, Emulator)>>,
+    running: Mutex<Vec<(PathBuf, Program)>>,
 }
 
 /// Programs that wait for launches, of all that are loaded: each takes some
@@ -37,56 +37,50 @@ pub(crate) struct Owner {
     memory: Arc<Memory>,
 }
 
-impl QemuDevice {
-    /// A CPU with this instruction set: [`CpuIsa::Neon`] or
-    /// [`CpuIsa::NeonBf16`].
+impl EmulatedDevice {
+    /// A CPU with this instruction set: [`CpuIsa::Neon`],
+    /// [`CpuIsa::NeonBf16`] or [`CpuIsa::Amx`].
     ///
     /// # Errors
     /// [`DeviceError::Unavailable`] names what to install where there is no
-    /// emulator.
-    pub fn new(isa: CpuIsa) -> Result<QemuDevice, DeviceError> {
+    /// emulator, or what this CPU lacks.
+    pub fn new(isa: CpuIsa) -> Result<EmulatedDevice, DeviceError> {
         let unavailable = |reason| DeviceError::Unavailable {
             backend: "sim".to_string(),
             reason,
         };
-        if Target::Cpu(isa).simulated().is_none() {
-            let reason = format!("`{}` is of no emulated machine", isa.name());
-            return Err(unavailable(reason));
-        }
-        let qemu = emulator::find().map_err(unavailable)?;
+        let machine = Machine::find(isa).map_err(unavailable)?;
         let memory = Memory::new().map_err(|error| unavailable(error.to_string()))?;
-        let program = qemu.file_name().unwrap_or(qemu.as_os_str());
         let info = DeviceInfo {
-            name: format!("aarch64 under {}", program.to_string_lossy()),
+            name: machine.name(),
             target: Target::Sim(SimArch::Cpu(isa)),
             units: 1,
             memory_bytes: Some(crate::memory::BYTES),
         };
         let memory = Arc::new(memory);
         let shared = Arc::new(Shared {
-            qemu,
-            isa,
+            machine,
             memory,
             running: Mutex::default(),
         });
-        Ok(QemuDevice { info, shared })
+        Ok(EmulatedDevice { info, shared })
     }
 }
 
 impl Shared {
     /// Launches are one after the other, as on a stream. A program that failed
     /// is gone, and its next launch starts it again.
-    pub(crate) fn run(&self, program: &Path, request: &Request<'_>) -> Result<(), String> {
+    pub(crate) fn run(&self, file: &Path, request: &Request<'_>) -> Result<(), String> {
         let mut running = self.running();
-        let mut emulator = match take(&mut running, program) {
-            Some(emulator) => emulator,
-            None => self.start(program)?,
+        let mut program = match take(&mut running, file) {
+            Some(program) => program,
+            None => self.start(file)?,
         };
-        emulator.run(request)?;
+        program.run(request)?;
         if running.len() == MOST_RUNNING {
             running.remove(0);
         }
-        running.push((program.to_path_buf(), emulator));
+        running.push((file.to_path_buf(), program));
         self.memory.check_fences()
     }
 
@@ -109,22 +103,22 @@ impl Shared {
     }
 
     /// Ends the program, if it runs.
-    pub(crate) fn stop(&self, program: &Path) {
-        drop(take(&mut self.running(), program));
+    pub(crate) fn stop(&self, file: &Path) {
+        drop(take(&mut self.running(), file));
     }
 
-    fn start(&self, program: &Path) -> Result<Emulator, String> {
-        Emulator::start(&self.qemu, self.isa, program, self.memory.file())
-            .map_err(|error| format!("{} cannot be started: {error}", self.qemu.display()))
+    fn start(&self, file: &Path) -> Result<Program, String> {
+        Program::start(&self.machine, file, self.memory.file())
+            .map_err(|error| format!("{} cannot be started: {error}", self.machine.name()))
     }
 
-    fn running(&self) -> MutexGuard<'_, Vec<(PathBuf, Emulator)>> {
+    fn running(&self) -> MutexGuard<'_, Vec<(PathBuf, Program)>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn take(running: &mut Vec<(PathBuf, Emulator)>, program: &Path) -> Option<Emulator> {
-    let at = running.iter().position(|(path, _)| path == program)?;
+fn take(running: &mut Vec<(PathBuf, Program)>, file: &Path) -> Option<Program> {
+    let at = running.iter().position(|(path, _)| path == file)?;
     Some(running.remove(at).1)
 }
 
@@ -134,13 +128,13 @@ impl Drop for Owner {
     }
 }
 
-impl Device for QemuDevice {
+impl Device for EmulatedDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
-        let module = QemuModule::load(artifact, entries, Arc::clone(&self.shared))?;
+        let module = EmulatedModule::load(artifact, entries, Arc::clone(&self.shared))?;
         Ok(Arc::new(module))
     }
 

@@ -1,4 +1,4 @@
-//! Memory of the device: a file that emulators map, cut into allocations.
+//! Memory of the device: a file that programs map, cut into allocations.
 
 use moesaic_target::DeviceError;
 use std::collections::BTreeMap;
@@ -156,7 +156,7 @@ fn failed(operation: &str, error: &io::Error) -> DeviceError {
 fn anonymous_file() -> io::Result<File> {
     use std::os::fd::FromRawFd;
     // SAFETY: the name is a terminated string; the call has no other demands.
-    let fd = unsafe { libc::memfd_create(c"moesaic-qemu".as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe { libc::memfd_create(c"moesaic-emulated".as_ptr(), libc::MFD_CLOEXEC) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -1,13 +1,13 @@
-// Runs blocks of a kernel on request: what each kernel of `sim:neon*` is
-// linked to, a program of Linux without a C library. File 0 is the memory of
-// the device, file 1 the socket of requests. MEMORY_START and MEMORY_BYTES are
-// defined above this text.
+// Runs blocks of a kernel on request: what each kernel of `sim:neon*` and
+// `sim:amx` is linked to, a program of Linux without a C library. File 0 is the
+// memory of the device, file 1 the socket of requests. MEMORY_START and
+// MEMORY_BYTES are defined above this text.
 
 typedef __INT64_TYPE__ i64;
 typedef __UINT64_TYPE__ u64;
 typedef __SIZE_TYPE__ size;
 
-enum { MEMORY = 0, REQUESTS = 1, MOST_ARGS = 128 };
+enum { MEMORY = 0, REQUESTS = 1, ERRORS = 2, MOST_ARGS = 128 };
 
 // Entries without scratch memory do not look at it.
 typedef void kernel_entry(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch);
@@ -50,6 +50,8 @@ void *memset(void *to, int value, size bytes)
     return to;
 }
 
+#if defined __aarch64__
+
 enum { READ = 63, WRITE = 64, EXIT = 93, MMAP = 222 };
 
 static i64 system_call(i64 number, i64 a, i64 b, i64 c, i64 d, i64 e, i64 f)
@@ -67,6 +69,36 @@ static i64 system_call(i64 number, i64 a, i64 b, i64 c, i64 d, i64 e, i64 f)
                      : "memory");
     return x0;
 }
+
+__asm__(".globl _start\n"
+        "_start:\n"
+        "    mov x29, #0\n"
+        "    mov x30, #0\n"
+        "    bl launcher\n");
+
+#elif defined __x86_64__
+
+enum { READ = 0, WRITE = 1, EXIT = 60, MMAP = 9 };
+
+static i64 system_call(i64 number, i64 a, i64 b, i64 c, i64 d, i64 e, i64 f)
+{
+    register i64 r10 __asm__("r10") = d;
+    register i64 r8 __asm__("r8") = e;
+    register i64 r9 __asm__("r9") = f;
+    __asm__ volatile("syscall"
+                     : "+a"(number)
+                     : "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
+                     : "rcx", "r11", "memory");
+    return number;
+}
+
+__asm__(".globl _start\n"
+        "_start:\n"
+        "    xor %ebp, %ebp\n"
+        "    and $-64, %rsp\n"
+        "    call launcher\n");
+
+#endif
 
 static void leave(int status)
 {
@@ -86,6 +118,10 @@ static int receive(void *to, u64 bytes)
     return 1;
 }
 
+// What an emulated instruction set needs, in a text of its own or not at all.
+static void begin(void);
+static void end_of_launch(void);
+
 static void serve(void)
 {
     request asked;
@@ -97,6 +133,7 @@ static void serve(void)
         for (u64 i = 0; i < asked.count; i++)
             args[i] = &values[i];
         asked.entry(args, asked.first, asked.last, asked.grid_x, asked.scratch);
+        end_of_launch();
         u64 done = asked.count;
         if (system_call(WRITE, REQUESTS, (i64)&done, sizeof done, 0, 0, 0) != sizeof done)
             leave(4);
@@ -109,12 +146,7 @@ __attribute__((used)) void launcher(void)
     i64 start = MEMORY_START;
     if (system_call(MMAP, start, MEMORY_BYTES, read_write, shared_fixed, MEMORY, 0) != start)
         leave(2);
+    begin();
     serve();
     leave(0);
 }
-
-__asm__(".globl _start\n"
-        "_start:\n"
-        "    mov x29, #0\n"
-        "    mov x30, #0\n"
-        "    bl launcher\n");

@@ -1,0 +1,98 @@
+//! A C compiler as a [`Compiler`] of programs that run blocks on request.
+
+use crate::memory;
+use moesaic_cpu::CpuCompiler;
+use moesaic_kernel::{CpuIsa, KernelSource, SimArch, Target};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
+use std::path::Path;
+
+/// What each kernel is linked to.
+const LAUNCHER: &str = include_str!("launcher.c");
+
+/// What follows it: AMX on a CPU without, or nothing.
+const TILES: &str = include_str!("tiles.c");
+const NOTHING: &str = "static void begin(void) {}\nstatic void end_of_launch(void) {}\n";
+
+/// C text to a program of aarch64 or x86-64 that runs blocks on request.
+#[derive(Debug)]
+pub struct EmulatedCompiler {
+    cross: CpuCompiler,
+}
+
+impl EmulatedCompiler {
+    /// Finds a compiler for the machine that has `isa`, say aarch64:
+    /// `MOESAIC_CC_AARCH64`, `aarch64-linux-gnu-gcc` (`cc` if it is this
+    /// machine), then `fallback`, the `zig` that `moesaic toolchain install`
+    /// registered.
+    ///
+    /// # Errors
+    /// [`CompileError::NoCompiler`] lists what was tried.
+    pub fn find(isa: CpuIsa, fallback: Option<&Path>) -> Result<EmulatedCompiler, CompileError> {
+        let architecture = match isa {
+            CpuIsa::Amx => "x86_64",
+            _ => "aarch64",
+        };
+        CpuCompiler::find_for(architecture, fallback).map(EmulatedCompiler::of)
+    }
+
+    /// Uses this compiler.
+    pub fn of(cross: CpuCompiler) -> EmulatedCompiler {
+        EmulatedCompiler { cross }
+    }
+}
+
+/// The launcher with its constants, and what the instruction set needs.
+fn launcher(target: Target) -> String {
+    let rest = match target.hardware() {
+        Target::Cpu(CpuIsa::Amx) => TILES,
+        _ => NOTHING,
+    };
+    format!(
+        "#define MEMORY_START {:#x}\n#define MEMORY_BYTES {:#x}\n{LAUNCHER}\n{rest}",
+        memory::START,
+        memory::BYTES
+    )
+}
+
+/// A number that tells launchers apart: FNV-1a.
+fn hash(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+impl Compiler for EmulatedCompiler {
+    fn backend(&self) -> &'static str {
+        "sim"
+    }
+
+    fn name(&self) -> String {
+        self.cross.name()
+    }
+
+    fn fingerprint(&self, target: Target) -> String {
+        let compiler = self.cross.fingerprint(target.hardware());
+        format!("{compiler}; launcher {:016x}", hash(&launcher(target)))
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        let all = self.cross.targets().into_iter();
+        all.filter_map(Target::simulated).collect()
+    }
+
+    fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
+        if !matches!(source.target, Target::Sim(SimArch::Cpu(_))) {
+            return Err(CompileError::UnsupportedTarget {
+                compiler: self.name(),
+                target: source.target.to_string(),
+                advice: "it compiles for sim:neon, sim:neonbf16 and sim:amx".to_string(),
+            });
+        }
+        let launcher = launcher(source.target);
+        let source = KernelSource {
+            target: source.target.hardware(),
+            ..source.clone()
+        };
+        self.cross.compile_program(&source, &launcher)
+    }
+}

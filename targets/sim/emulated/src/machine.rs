@@ -1,0 +1,117 @@
+//! What runs a program: an emulator of its CPU, or this CPU.
+
+use moesaic_cpu::host_runs;
+use moesaic_kernel::{CpuIsa, Target};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A CPU that runs programs of an instruction set.
+#[derive(Debug)]
+pub(crate) enum Machine {
+    /// QEMU as this CPU of aarch64.
+    Qemu(PathBuf, &'static str),
+    /// This CPU; a program answers for the instructions that it lacks.
+    Own,
+}
+
+impl Machine {
+    /// The machine for an instruction set.
+    ///
+    /// # Errors
+    /// What is missing and what to do about it.
+    pub(crate) fn find(isa: CpuIsa) -> Result<Machine, String> {
+        match isa {
+            CpuIsa::Neon | CpuIsa::NeonBf16 => Ok(Machine::Qemu(find_qemu()?, cpu(isa))),
+            CpuIsa::Amx if host_runs(CpuIsa::Avx512) => Ok(Machine::Own),
+            CpuIsa::Amx => Err(
+                "`sim:amx` runs all but the tiles on this CPU itself, which has no AVX-512 (F, BW, DQ, VL)\n\
+                 use a machine that has it"
+                    .to_string(),
+            ),
+            _ => Err(format!("`{}` is not emulated", Target::Cpu(isa))),
+        }
+    }
+
+    /// The command that starts `program`.
+    pub(crate) fn command(&self, program: &Path) -> Command {
+        match self {
+            Machine::Qemu(qemu, cpu) => {
+                let mut command = Command::new(qemu);
+                command.args(["-cpu", cpu]).arg(program);
+                command
+            }
+            Machine::Own => Command::new(program),
+        }
+    }
+
+    /// For people: `aarch64 under qemu-aarch64-static`.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Machine::Qemu(qemu, _) => {
+                let program = qemu.file_name().unwrap_or(qemu.as_os_str());
+                format!("aarch64 under {}", program.to_string_lossy())
+            }
+            Machine::Own => "this CPU with emulated tiles".to_string(),
+        }
+    }
+}
+
+/// The program that emulates: `MOESAIC_QEMU`, then Debian's names on `PATH`.
+///
+/// # Errors
+/// What was tried and what to install.
+fn find_qemu() -> Result<PathBuf, String> {
+    find_with(|name| std::env::var_os(name))
+}
+
+fn find_with(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, String> {
+    if let Some(asked) = variable("MOESAIC_QEMU").filter(|value| !value.is_empty()) {
+        let program = PathBuf::from(asked);
+        return match program.is_file() {
+            true => Ok(program),
+            false => Err(format!("MOESAIC_QEMU={} is no program", program.display())),
+        };
+    }
+    let path = variable("PATH").unwrap_or_default();
+    let names = ["qemu-aarch64-static", "qemu-aarch64"];
+    let places = std::env::split_paths(&path).flat_map(|dir| names.map(|name| dir.join(name)));
+    places.into_iter().find(|place| place.is_file()).ok_or_else(|| {
+        format!(
+            "no emulator of aarch64 was found\ntried: MOESAIC_QEMU (not set), {} (not on PATH)\n\
+             install Debian's qemu-user-static, or set MOESAIC_QEMU to a qemu-aarch64",
+            names.join(", ")
+        )
+    })
+}
+
+/// The CPU to be: one that has the instruction set and little more, so that
+/// an instruction too many shows.
+fn cpu(isa: CpuIsa) -> &'static str {
+    match isa {
+        CpuIsa::NeonBf16 => "max",
+        _ => "cortex-a72",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let error = find_with(|_| None).unwrap_err();
+        for part in [
+            "MOESAIC_QEMU (not set)",
+            "qemu-aarch64-static",
+            "qemu-user-static",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+        let wrong = |name: &str| (name == "MOESAIC_QEMU").then(|| "/no/qemu".into());
+        assert_eq!(
+            find_with(wrong).unwrap_err(),
+            "MOESAIC_QEMU=/no/qemu is no program"
+        );
+    }
+}
