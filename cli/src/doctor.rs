@@ -58,7 +58,7 @@ struct Diagnosis {
     limits: std::result::Result<Machine, String>,
     cache: Cache,
     findings: Vec<Finding>,
-    simulators: [Simulator; 3],
+    simulators: [Simulator; 4],
     variables: Vec<(&'static str, String)>,
 }
 

@@ -25,6 +25,8 @@ pub enum Size {
     FloorDiv(Box<Size>, u64),
     /// The smaller of both.
     Min(Box<Size>, Box<Size>),
+    /// The first for up to so many tokens, the second for more.
+    UpTo(u64, Box<Size>, Box<Size>),
 }
 
 impl Size {
@@ -51,6 +53,14 @@ impl Size {
         Size::Min(Box::new(self), Box::new(rhs.into()))
     }
 
+    /// `few` for up to `limit` tokens, `many` for more.
+    pub fn up_to(limit: u64, few: Size, many: Size) -> Size {
+        match few == many {
+            true => many,
+            false => Size::UpTo(limit, Box::new(few), Box::new(many)),
+        }
+    }
+
     /// The size for `tokens` tokens. Saturates instead of wrapping.
     pub fn eval(&self, tokens: u64) -> u64 {
         match self {
@@ -61,6 +71,8 @@ impl Size {
             Size::CeilDiv(a, by) => a.eval(tokens).div_ceil(*by),
             Size::FloorDiv(a, by) => a.eval(tokens) / by,
             Size::Min(a, b) => a.eval(tokens).min(b.eval(tokens)),
+            Size::UpTo(limit, few, _) if tokens <= *limit => few.eval(tokens),
+            Size::UpTo(_, _, many) => many.eval(tokens),
         }
     }
 }
@@ -114,6 +126,7 @@ impl fmt::Display for Size {
             Size::CeilDiv(a, by) => write!(f, "ceil({a}/{by})"),
             Size::FloorDiv(a, by) => write!(f, "floor({a}/{by})"),
             Size::Min(a, b) => write!(f, "min({a}, {b})"),
+            Size::UpTo(limit, few, many) => write!(f, "(T<={limit} ? {few} : {many})"),
         }
     }
 }
@@ -131,11 +144,15 @@ mod tests {
         let size = (Size::Tokens * 8).floor_div(64) + 1;
         assert_eq!(size.to_string(), "floor(T*8/64)+1");
         assert_eq!((size.eval(7), size.eval(8)), (1, 2));
+        let size = Size::up_to(8, Size::Const(12), Size::Const(4));
+        assert_eq!(size.to_string(), "(T<=8 ? 12 : 4)");
+        assert_eq!((size.eval(0), size.eval(8), size.eval(9)), (12, 12, 4));
     }
 
     #[test]
     fn constants_fold() {
         assert_eq!((Size::Const(3) * 4 + 0).ceil_div(5), Size::Const(3));
         assert_eq!((Size::Const(3) * 4).floor_div(5), Size::Const(2));
+        assert_eq!(Size::up_to(8, Size::Tokens, Size::Tokens), Size::Tokens);
     }
 }

@@ -144,6 +144,13 @@ pub struct GroupedGemmConfig {
     pub tile_rows: usize,
     /// Output columns per block (of gate and of up alike).
     pub tile_columns: usize,
+    /// Calls of up to so many tokens have blocks of `few_columns` columns instead,
+    /// so that there are enough of them for many threads; 0 where none have.
+    #[serde(default)]
+    pub few_tokens: usize,
+    /// At most `tile_columns`.
+    #[serde(default)]
+    pub few_columns: usize,
     /// Elements of the inner dimension staged at a time.
     pub tile_depth: usize,
     /// Rows per thread (GPU) or per register tile (CPU); per warp in the

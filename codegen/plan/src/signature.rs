@@ -157,8 +157,7 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         when(d.keep, result("up_pre")),
         Some(result(output)),
     ]);
-    let column_tiles = d.outer.div_ceil(c.tile_columns);
-    let grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles);
+    let grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles(d, c));
     let mut product = entry(symbol, summary, params, grid, c.threads);
     product.launch.shared_bytes = c.shared_bytes;
     let mut entries = packs(d, c, symbol, matrix);
@@ -201,12 +200,20 @@ impl Follow {
         }
     }
 
-    fn grid(self, row_tiles: Size, column_tiles: usize) -> [Size; 2] {
-        let column_tiles = Size::Const(column_tiles as u64);
+    fn grid(self, row_tiles: Size, column_tiles: Size) -> [Size; 2] {
         match self {
             Follow::Columns => [column_tiles, row_tiles],
             Follow::Rows => [row_tiles, column_tiles],
         }
+    }
+}
+
+/// Blocks next to each other, narrower ones in a call of few tokens.
+fn column_tiles(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Size {
+    let of = |columns: usize| Size::Const(d.outer.div_ceil(columns) as u64);
+    match c.few_tokens {
+        0 => of(c.tile_columns),
+        limit => Size::up_to(limit as u64, of(c.few_columns), of(c.tile_columns)),
     }
 }
 
@@ -220,7 +227,8 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
             Param::read(matrix, d.weights, from),
             Param::write("packed", d.weights, packed_shape(d)),
         ];
-        let grid = Follow::forward(c).grid(Size::Const(shape[0] as u64), shape[1]);
+        let [experts, strips] = [shape[0], shape[1]].map(|n| Size::Const(n as u64));
+        let grid = Follow::forward(c).grid(experts, strips);
         let symbol = format!("{symbol}_pack_{matrix}");
         let summary = "lays a matrix out as the product reads it";
         entry(&symbol, summary, params, grid, c.threads)

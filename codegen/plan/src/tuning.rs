@@ -325,6 +325,9 @@ impl Tuning {
                 field.set(size);
             }
         }
+        if let KernelConfig::GroupedGemm(config) = config {
+            config.few_columns = config.few_columns.min(config.tile_columns);
+        }
     }
 }
 

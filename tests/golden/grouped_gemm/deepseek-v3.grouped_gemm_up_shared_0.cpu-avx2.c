@@ -1,6 +1,7 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
-// A block owns 384 rows of one expert and 256 columns of the output. It goes over
+// A block owns 384 rows of one expert and 256 columns of the output, or 64 in a
+// call of few tokens. It goes over
 // the inner dimension in slices. Of a slice its rows are copied near and multiplied by the
 // weights strip by strip. Those lie in memory as they are multiplied.
 // 6 rows by a strip have their sums in registers. A row's sums do not depend on
@@ -213,6 +214,8 @@ enum {
     MATRICES = 2,
     TILE_ROWS = 384,
     TILE_COLUMNS = 256,
+    FEW_TOKENS = 64, // a call of so many or less has blocks of
+    FEW_COLUMNS = 64,
     TILE_WORDS = 512, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 6,
@@ -225,17 +228,20 @@ enum {
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
 
+// Columns of a block: narrower ones, and more of them, where few tokens have few.
+INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
+
 // Which rows and columns a block owns, and whose weights.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
-INLINE block_t find_block(i64 tokens, i64 row_tile, i64 column_tile)
+INLINE block_t find_block(i64 tokens, i64 row_tile, i64 column_tile, i64 columns)
 {
     i64 tiles = (tokens + TILE_ROWS - 1) / TILE_ROWS, expert = 0;
     i64 first = tokens * row_tile / tiles, end = tokens * (row_tile + 1) / tiles;
-    i64 column = column_tile * TILE_COLUMNS;
-    return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
+    i64 column = column_tile * columns;
+    return (block_t){expert, first, end - first, column, min_i64(columns, OUTER - column)};
 }
 
 // Sums of a register tile.
@@ -567,7 +573,8 @@ static void grouped_gemm_up_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    const block_t block = find_block(tokens, block_x, block_y);
+    const i64 columns = block_columns(tokens);
+    const block_t block = find_block(tokens, block_x, block_y, columns);
     const input_t *row[TILE_ROWS + ROWS_AHEAD];
     for (i64 r = 0; r < block.row_count; r++)
         row[r] = rows + (block.first_row + r) * INNER;

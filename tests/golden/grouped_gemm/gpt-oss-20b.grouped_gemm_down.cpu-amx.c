@@ -1,6 +1,7 @@
 // grouped_gemm_down: out = hidden * down, for the rows of every expert.
 //
-// A block owns 320 rows of one expert and 512 columns of the output. It goes over
+// A block owns 320 rows of one expert and 512 columns of the output, or 128 in a
+// call of few tokens. It goes over
 // its rows once, which are copied near, and over the weights strip by strip. Those lie in
 // memory as they are multiplied. Sums are AMX tiles; a row's sums do not
 // depend on the other rows or on their number.
@@ -254,6 +255,8 @@ enum {
     MATRICES = 1,
     TILE_ROWS = 320,
     TILE_COLUMNS = 512,
+    FEW_TOKENS = 64, // a call of so many or less has blocks of
+    FEW_COLUMNS = 128,
     TILE_WORDS = 720, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 32,
@@ -265,13 +268,16 @@ enum {
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
 
+// Columns of a block: narrower ones, and more of them, where few tokens have few.
+INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
+
 // Which rows and columns a block owns, and whose weights.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
 // Rows are cut into tiles of even size. Past the last tile there are no rows.
-INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile)
+INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile, i64 columns)
 {
     if (row_tile >= row_tiles[EXPERTS])
         return (block_t){0};
@@ -286,8 +292,8 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile
     i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
     i64 start = offsets[expert], rows = offsets[expert + 1] - start;
     i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
-    i64 column = column_tile * TILE_COLUMNS;
-    return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
+    i64 column = column_tile * columns;
+    return (block_t){expert, first, end - first, column, min_i64(columns, OUTER - column)};
 }
 
 // Sums of a register tile.
@@ -625,8 +631,8 @@ static void grouped_gemm_down_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    (void)tokens;
-    const block_t block = find_block(offsets, row_tiles, block_y, block_x);
+    const i64 columns = block_columns(tokens);
+    const block_t block = find_block(offsets, row_tiles, block_y, block_x, columns);
     if (block.row_count == 0)
         return;
     const input_t *row[TILE_ROWS + ROWS_AHEAD];

@@ -1,6 +1,7 @@
 // grouped_gemm_down: out = hidden * down, for the rows of every expert.
 //
-// A block owns 384 rows of one expert and 512 columns of the output. It goes over
+// A block owns 384 rows of one expert and 512 columns of the output, or 128 in a
+// call of few tokens. It goes over
 // the inner dimension in slices. Of a slice its rows are copied near and multiplied by the
 // weights strip by strip. Those lie in memory as they are multiplied.
 // 12 rows by a strip have their sums in registers. A row's sums do not depend on
@@ -227,6 +228,8 @@ enum {
     MATRICES = 1,
     TILE_ROWS = 384,
     TILE_COLUMNS = 512,
+    FEW_TOKENS = 64, // a call of so many or less has blocks of
+    FEW_COLUMNS = 128,
     TILE_WORDS = 480, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
     REGISTER_ROWS = 12,
@@ -239,13 +242,16 @@ enum {
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
 
+// Columns of a block: narrower ones, and more of them, where few tokens have few.
+INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
+
 // Which rows and columns a block owns, and whose weights.
 typedef struct {
     i64 expert, first_row, row_count, first_column, column_count;
 } block_t;
 
 // Rows are cut into tiles of even size. Past the last tile there are no rows.
-INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile)
+INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile, i64 columns)
 {
     if (row_tile >= row_tiles[EXPERTS])
         return (block_t){0};
@@ -260,8 +266,8 @@ INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile
     i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
     i64 start = offsets[expert], rows = offsets[expert + 1] - start;
     i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
-    i64 column = column_tile * TILE_COLUMNS;
-    return (block_t){expert, first, end - first, column, min_i64(TILE_COLUMNS, OUTER - column)};
+    i64 column = column_tile * columns;
+    return (block_t){expert, first, end - first, column, min_i64(columns, OUTER - column)};
 }
 
 // Sums of a register tile.
@@ -582,8 +588,8 @@ static void grouped_gemm_down_block(
     i64 tokens,
     i64 block_x, i64 block_y, void *scratch)
 {
-    (void)tokens;
-    const block_t block = find_block(offsets, row_tiles, block_x, block_y);
+    const i64 columns = block_columns(tokens);
+    const block_t block = find_block(offsets, row_tiles, block_x, block_y, columns);
     if (block.row_count == 0)
         return;
     const input_t *row[TILE_ROWS + ROWS_AHEAD];
@@ -598,7 +604,7 @@ static void grouped_gemm_down_block(
         .down_bias = down_bias + column,
     };
     const strip_t *panel = panel_of(packed, &block), *next_panel = panel;
-    const block_t next = find_block(offsets, row_tiles, block_x + 1, block_y);
+    const block_t next = find_block(offsets, row_tiles, block_x + 1, block_y, columns);
     if (next.row_count > 0)
         next_panel = panel_of(packed, &next);
     multiply_block(scratch, row, &block, &results, panel, next_panel);

@@ -31,6 +31,15 @@ const AMX_L2_BYTES: usize = 2 << 20;
 const FORWARD_COLUMNS: usize = 512;
 const FORWARD_DEPTH: usize = 512;
 
+/// A call of few tokens has fewer columns a block, of gate and up together, as long
+/// as there would be fewer blocks than this: a thread each, and some to even out, on
+/// the CPUs with most cores. A block reads its weights once, whatever its width.
+const FEW_COLUMNS: usize = 128;
+const ENOUGH_BLOCKS: usize = 256;
+
+/// The most tokens that are few: with more, rows are copied for each block.
+const MOST_FEW: usize = 64;
+
 /// Columns of a block of dgrad and of a panel of wgrad.
 const BLOCK_COLUMNS: usize = 256;
 
@@ -188,7 +197,7 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
     };
-    GroupedGemmConfig {
+    let config = GroupedGemmConfig {
         tile_columns,
         tile_depth,
         thread_rows,
@@ -197,7 +206,24 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         packed: true,
         shared_bytes: (4 * (rows + sums + panel)) as u32,
         ..plain_gemm()
+    };
+    narrow_for_few(d, config)
+}
+
+/// Sets the columns of a block in calls of few tokens, if those have too few blocks.
+fn narrow_for_few(d: &GroupedGemmDesc, mut config: GroupedGemmConfig) -> GroupedGemmConfig {
+    let few_columns = (FEW_COLUMNS / d.matrices()).next_multiple_of(config.thread_columns);
+    let column_tiles = d.outer.div_ceil(config.tile_columns);
+    let row_tiles = |tokens: usize| match d.dense {
+        true => 1,
+        false => d.experts.min(tokens * d.top_k),
+    };
+    let lacks = |tokens: &usize| row_tiles(*tokens) * column_tiles < ENOUGH_BLOCKS;
+    if few_columns < config.tile_columns {
+        config.few_tokens = (1..=MOST_FEW).take_while(lacks).count();
+        config.few_columns = few_columns;
     }
+    config
 }
 
 /// AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same rows,
@@ -215,7 +241,7 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         1 => 0,
         _ => tile_rows * tile_columns * matrices,
     };
-    GroupedGemmConfig {
+    let config = GroupedGemmConfig {
         tile_rows,
         tile_columns,
         tile_depth,
@@ -226,7 +252,8 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         packed: true,
         shared_bytes: (NEAR_HEAD + 4 * (rows + sums + panel)) as u32,
         ..plain_gemm()
-    }
+    };
+    narrow_for_few(d, config)
 }
 
 /// Words of depth are a multiple of this: whole vectors of every width.
@@ -430,6 +457,8 @@ fn plain_gemm() -> GroupedGemmConfig {
         packed: false,
         shared_bytes: 0,
         tf32: false,
+        few_tokens: 0,
+        few_columns: 0,
     }
 }
 

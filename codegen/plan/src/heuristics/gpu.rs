@@ -150,6 +150,8 @@ pub fn simt_product(tile_rows: usize) -> GroupedGemmConfig {
         packed: false,
         shared_bytes: 0,
         tf32: false,
+        few_tokens: 0,
+        few_columns: 0,
     }
 }
 

@@ -110,6 +110,8 @@ fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
         packed: false,
         shared_bytes: 0,
         tf32: false,
+        few_tokens: 0,
+        few_columns: 0,
     }
 }
 

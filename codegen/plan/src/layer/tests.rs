@@ -72,7 +72,7 @@ fn weights_are_packed_in_the_order_of_their_products() {
             let reads = |product: &&Step| product.tensors.contains(&step.tensors[1]);
             let product = plan.steps.iter().find(reads).unwrap();
             let product = &plan.entry(product).launch.grid;
-            let by_tokens = |size: &Size| size.eval(9) != size.eval(9000);
+            let by_tokens = |size: &Size| size.eval(9000) != size.eval(90000);
             let at = product.iter().position(by_tokens).unwrap();
             assert_eq!(packing[at], experts, "{} on {target}", step.symbol);
         }

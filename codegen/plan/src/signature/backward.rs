@@ -158,7 +158,10 @@ pub(super) fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig
         Half::Down => ("grouped_gemm_dgrad_down", "gradients before the activation"),
         Half::Up => ("grouped_gemm_dgrad_up", "gradients of expert rows"),
     };
-    let grid = Follow::dgrad(c).grid(super::tiles_of(d.dense, d.top_k, e, c), parts);
+    let grid = Follow::dgrad(c).grid(
+        super::tiles_of(d.dense, d.top_k, e, c),
+        Size::Const(parts as u64),
+    );
     let mut entry = entry(symbol, summary, params, grid, c.threads);
     entry.launch.shared_bytes = c.shared_bytes;
     vec![entry]
@@ -206,7 +209,7 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     params.push(Param::i64("accumulate"));
     let tiles = e * d.height.div_ceil(c.tile_rows);
     let columns = d.width.div_ceil(c.tile_columns);
-    let grid = Follow::wgrad(c).grid(Size::Const(tiles as u64), columns);
+    let grid = Follow::wgrad(c).grid(Size::Const(tiles as u64), Size::Const(columns as u64));
     let (symbol, summary) = match d.half {
         Half::Down => ("grouped_gemm_wgrad_down", "gradients of the down matrices"),
         Half::Up => (

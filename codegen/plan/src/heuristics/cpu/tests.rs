@@ -81,6 +81,32 @@ fn panels_and_sums_are_part_of_the_second_level() {
     });
 }
 
+/// One token goes to two experts; what is left after that is columns.
+#[test]
+fn few_tokens_have_blocks_for_many_threads() {
+    each(|plan| {
+        for (name, desc, c) in gemms(plan) {
+            let KernelDesc::GroupedGemm(_) = desc else {
+                continue;
+            };
+            let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
+            let step = plan.steps.iter().find(|step| step.symbol == name);
+            let grid = &plan.entry(step.unwrap()).launch.grid;
+            let blocks = |tokens: usize| -> u64 {
+                let sizes = grid.iter().map(|size| size.eval(tokens as u64));
+                sizes.product()
+            };
+            assert!(blocks(1) >= 64, "{what}");
+            // Small caches have narrow blocks for any number of tokens.
+            if c.few_tokens > 0 {
+                assert!(c.few_columns < c.tile_columns, "{what}");
+                assert_eq!(c.few_columns % c.thread_columns, 0, "{what}");
+                assert!(blocks(c.few_tokens) > blocks(c.few_tokens + 1), "{what}");
+            }
+        }
+    });
+}
+
 #[test]
 fn left_columns_of_wgrad_are_half_of_the_second_level() {
     each(|plan| {

@@ -48,6 +48,8 @@ pub fn grouped_gemm(
         packed: false,
         shared_bytes: (stages * stage) as u32,
         tf32: d.tf32,
+        few_tokens: 0,
+        few_columns: 0,
     })
 }
 

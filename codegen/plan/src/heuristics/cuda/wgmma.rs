@@ -85,6 +85,8 @@ impl Ring {
             packed: false,
             shared_bytes,
             tf32: false,
+            few_tokens: 0,
+            few_columns: 0,
         }
     }
 }

@@ -46,6 +46,8 @@ pub fn grouped_gemm_dgrad(
         packed: false,
         shared_bytes: (stages * stage) as u32,
         tf32: d.tf32,
+        few_tokens: 0,
+        few_columns: 0,
     })
 }
 
@@ -81,6 +83,8 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<Gr
         packed: false,
         shared_bytes: (stages * stage) as u32,
         tf32: d.tf32,
+        few_tokens: 0,
+        few_columns: 0,
     })
 }
 
