@@ -54,13 +54,17 @@ impl Memory {
         unsafe { self.start.as_ptr().write_bytes(0xFF, self.layout.size()) };
     }
 
+    /// Pages that an allocator kept from before lie on the memory node of who
+    /// wrote them then: they are given back, so that the next to write decides.
     #[cfg(target_os = "linux")]
     fn advise(&self) {
         if self.layout.align() == HUGE {
             let whole = self.layout.size() / HUGE * HUGE;
-            // SAFETY: the range lies within the allocation; the advice does
-            // not change contents, and a refusal changes nothing.
-            unsafe { libc::madvise(self.start.as_ptr().cast(), whole, libc::MADV_HUGEPAGE) };
+            for advice in [libc::MADV_DONTNEED, libc::MADV_HUGEPAGE] {
+                // SAFETY: the range lies within the allocation, whose contents are
+                // not defined yet; a refusal changes nothing.
+                unsafe { libc::madvise(self.start.as_ptr().cast(), whole, advice) };
+            }
         }
     }
 
