@@ -1,0 +1,105 @@
+//! Which node reads each part of some memory first.
+//!
+//! The parts are made unreadable. A thread that reads one is stopped by the system,
+//! and a signal handler notes the thread's node and makes the part readable again.
+
+use crate::pages::{Node, Range, node_here};
+use std::io;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+
+/// A huge page, so that watching splits none.
+pub const PART: usize = 2 << 20;
+
+/// Parts that can be watched: 16 GB.
+const MOST: usize = 8192;
+
+const NOBODY: Node = -1;
+
+// What the handler sees; one range is watched at a time.
+static START: AtomicUsize = AtomicUsize::new(0);
+static END: AtomicUsize = AtomicUsize::new(0);
+static READERS: [AtomicI32; MOST] = [const { AtomicI32::new(NOBODY) }; MOST];
+
+/// Calls `work` and says for each whole part of the range which node read it
+/// first; a part that nobody read has none.
+pub fn readers<E: From<io::Error>>(
+    range: Range,
+    work: impl FnOnce() -> Result<(), E>,
+) -> Result<Vec<Option<Node>>, E> {
+    let parts = (range.bytes / PART).min(MOST);
+    for reader in &READERS[..parts] {
+        reader.store(NOBODY, Ordering::SeqCst);
+    }
+    let watch = Watch::new(range.start, parts)?;
+    let done = work();
+    drop(watch);
+    done?;
+    let readers = READERS[..parts].iter();
+    let readers = readers.map(|reader| reader.load(Ordering::SeqCst));
+    Ok(readers
+        .map(|node| (node != NOBODY).then_some(node))
+        .collect())
+}
+
+/// While it lives, reads of the range are noted.
+struct Watch {
+    before: libc::sigaction,
+}
+
+impl Watch {
+    fn new(start: usize, parts: usize) -> io::Result<Watch> {
+        END.store(start + parts * PART, Ordering::SeqCst);
+        START.store(start, Ordering::SeqCst);
+        // SAFETY: all-zero bytes are a valid sigaction.
+        let [mut before, mut ours]: [libc::sigaction; 2] = unsafe { std::mem::zeroed() };
+        ours.sa_sigaction = note as *const () as usize;
+        ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // SAFETY: the handler has the signature that SA_SIGINFO asks for, and calls
+        // nothing that a signal handler may not.
+        if unsafe { libc::sigaction(libc::SIGSEGV, &raw const ours, &raw mut before) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let watch = Watch { before };
+        match allow(start, parts * PART, libc::PROT_NONE) {
+            true => Ok(watch),
+            false => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let start = START.load(Ordering::SeqCst);
+        let bytes = END.load(Ordering::SeqCst) - start;
+        allow(start, bytes, libc::PROT_READ | libc::PROT_WRITE);
+        // SAFETY: what was there before.
+        unsafe { libc::sigaction(libc::SIGSEGV, &raw const self.before, std::ptr::null_mut()) };
+    }
+}
+
+fn allow(start: usize, bytes: usize, what: libc::c_int) -> bool {
+    // SAFETY: the range is whole pages of a buffer that its layer keeps; who reads
+    // what is not allowed comes to the handler, which allows it.
+    unsafe { libc::mprotect(start as *mut libc::c_void, bytes, what) == 0 }
+}
+
+/// Called by the system on the thread that read what it must not.
+extern "C" fn note(_: libc::c_int, info: *const libc::siginfo_t, _: *const libc::c_void) {
+    // SAFETY: the system passes what happened.
+    let address = unsafe { (*info).si_addr() } as usize;
+    let start = START.load(Ordering::SeqCst);
+    let ours = (start..END.load(Ordering::SeqCst)).contains(&address);
+    let part = address.wrapping_sub(start) / PART;
+    let allowed = ours && {
+        let node = node_here().unwrap_or(NOBODY);
+        let order = Ordering::SeqCst;
+        let _another_was_first = READERS[part].compare_exchange(NOBODY, node, order, order);
+        let both = libc::PROT_READ | libc::PROT_WRITE;
+        allow(start + part * PART, PART, both)
+    };
+    if !allowed {
+        // A defect of the program: the same read ends it as ever.
+        // SAFETY: the default is no handler.
+        unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };
+    }
+}
