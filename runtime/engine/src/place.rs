@@ -18,6 +18,7 @@ pub(crate) fn placed(
     weights: &Weights<'_>,
     wanted: impl Fn(&str) -> bool,
 ) -> Result<HashMap<String, Buffer>, EngineError> {
+    let _placing = Placing::begin(device);
     let mut held = HashMap::new();
     let of = |role: Role| {
         let tensors = plan.tensors.iter();
@@ -50,6 +51,22 @@ pub(crate) fn placed(
         }
     }
     Ok(held)
+}
+
+/// Weights stay where they are written first; ended when dropped, also by an error.
+struct Placing<'a>(&'a dyn Device);
+
+impl<'a> Placing<'a> {
+    fn begin(device: &'a dyn Device) -> Placing<'a> {
+        device.begin_placing();
+        Placing(device)
+    }
+}
+
+impl Drop for Placing<'_> {
+    fn drop(&mut self) {
+        self.0.end_placing();
+    }
 }
 
 /// A weight in device memory.

@@ -65,6 +65,14 @@ pub trait Device: Send + Sync {
     /// Ends what [`Device::begin_pass`] began.
     fn end_pass(&self) {}
 
+    /// Memory that is written until [`Device::end_placing`] is read again and again
+    /// by the blocks that follow each other as those that write it do: on a CPU
+    /// with several memory nodes it should lie near their threads.
+    fn begin_placing(&self) {}
+
+    /// Ends what [`Device::begin_placing`] began.
+    fn end_placing(&self) {}
+
     /// Allocates at least `bytes` bytes, aligned to 64; contents undefined.
     ///
     /// # Errors

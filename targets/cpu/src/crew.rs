@@ -1,12 +1,13 @@
 //! Running the blocks of a grid on several threads.
 
-use crate::lanes::{Lane, Lanes, drain};
+use crate::lanes::{Help, Lane, Lanes, drain};
 use crate::nodes::{Nodes, host_nodes};
 use crate::shared::Shared;
 use crate::team::Team;
 use moesaic_target::DeviceError;
 use std::io;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The threads of a device, and where they are.
 pub(crate) struct Crew {
@@ -16,6 +17,8 @@ pub(crate) struct Crew {
     loose: Lanes,
     /// From when on they stay on their processors.
     pinned: OnceLock<Lanes>,
+    /// Callers whose runs write what stays where it is written.
+    placing: AtomicUsize,
 }
 
 enum Threads {
@@ -48,6 +51,7 @@ impl Crew {
             loose: Lanes::loose(&nodes),
             nodes,
             pinned: OnceLock::new(),
+            placing: AtomicUsize::new(0),
         }
     }
 
@@ -98,6 +102,22 @@ impl Crew {
         }
     }
 
+    /// From here to [`Crew::end_placing`] threads leave a lane to its own threads.
+    pub(crate) fn begin_placing(&self) {
+        self.placing.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn end_placing(&self) {
+        self.placing.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn help(&self) -> Help {
+        match self.placing.load(Ordering::Relaxed) {
+            0 => Help::AtOnce,
+            _ => Help::IfNobodyComes,
+        }
+    }
+
     fn team(&self) -> Option<&Team> {
         match &self.threads {
             Threads::Own(team) => Some(team),
@@ -130,7 +150,8 @@ impl Crew {
         };
         // Where a thread runs is asked once a run: launches are short, and one
         // that is moved meanwhile is slower, not wrong.
-        let share = || drain(lanes, places.here(), &work);
+        let help = self.help();
+        let share = || drain(lanes, places.here(), help, &work);
         let helpers = (threads.min(blocks) - 1) as usize;
         match self.team() {
             Some(team) => team.run(helpers, &share),
@@ -143,7 +164,7 @@ impl Crew {
 mod tests {
     use super::*;
     use std::sync::Mutex;
-    use std::sync::atomic::{AtomicI64, Ordering};
+    use std::sync::atomic::AtomicI64;
 
     /// Processors in turns on so many nodes, whatever this machine has.
     fn nodes(count: usize) -> Nodes {

@@ -160,6 +160,14 @@ impl Device for CpuDevice {
         self.crew.end_pass();
     }
 
+    fn begin_placing(&self) {
+        self.crew.begin_placing();
+    }
+
+    fn end_placing(&self) {
+        self.crew.end_placing();
+    }
+
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         let memory = Memory::new(bytes)?;
         if self.poisoned {

@@ -1,7 +1,8 @@
 //! How the blocks of a run are handed out: a lane of them for each memory node.
 
 use crate::nodes::Nodes;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::time::{Duration, Instant};
 
 /// Lanes that a run has at most; more nodes share them.
 const MOST: usize = 16;
@@ -97,6 +98,8 @@ pub(crate) struct Lane {
     /// Behind the last block that is left.
     end: AtomicI64,
     threads: i64,
+    /// Whether a thread of its own has begun.
+    visited: AtomicBool,
 }
 
 /// Parts each thread's fair share of the rest is cut into.
@@ -109,6 +112,7 @@ impl Lane {
             first,
             end: AtomicI64::new(last),
             threads: threads.max(1),
+            visited: AtomicBool::new(false),
         }
     }
 
@@ -123,14 +127,45 @@ impl Lane {
             .ok()?;
         Some((end - length(end), end))
     }
+
+    /// Whether its own threads will empty it: one has begun, or does so soon.
+    fn is_served(&self) -> bool {
+        let since = Instant::now();
+        loop {
+            if self.visited.load(Ordering::Relaxed) {
+                return true;
+            }
+            let is_empty = self.end.load(Ordering::Relaxed) <= self.first;
+            if is_empty || since.elapsed() > PATIENCE {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// How long a lane's own threads may take to begin: some wake-ups of a thread.
+const PATIENCE: Duration = Duration::from_millis(20);
+
+/// When a thread whose lane is empty works for another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Help {
+    /// At once: helping far away is better than waiting.
+    AtOnce,
+    /// When that lane has no thread of its own: what is written stays where it is
+    /// written, and a helper would leave it far from those who read it later.
+    IfNobodyComes,
 }
 
 /// Calls `work(first, last)` with ranges of the lane `own` until it is empty,
-/// then of the lanes behind it and around: helping far away is better than
-/// waiting.
-pub(crate) fn drain(lanes: &[Lane], own: usize, work: impl Fn(i64, i64)) {
+/// then of the lanes behind it and around, as far as they want help.
+pub(crate) fn drain(lanes: &[Lane], own: usize, help: Help, work: impl Fn(i64, i64)) {
+    lanes[own].visited.store(true, Ordering::Relaxed);
     let (before, from) = lanes.split_at(own);
-    for lane in from.iter().chain(before) {
+    for (distance, lane) in from.iter().chain(before).enumerate() {
+        if distance > 0 && help == Help::IfNobodyComes && lane.is_served() {
+            continue;
+        }
         while let Some((first, last)) = lane.take() {
             work(first, last);
         }
@@ -236,7 +271,8 @@ mod tests {
                         let seen = &seen;
                         // With few threads some lanes have none of their own.
                         scope.spawn(move || {
-                            drain(cut, (thread * 2 + 1) % cut.len(), |first, last| {
+                            let help = [Help::AtOnce, Help::IfNobodyComes][thread % 2];
+                            drain(cut, (thread * 2 + 1) % cut.len(), help, |first, last| {
                                 assert!(first < last);
                                 seen.lock().unwrap().extend(first..last);
                             });
@@ -256,7 +292,7 @@ mod tests {
         let lanes = Lanes::loose(&nodes(&[&[0], &[1], &[2]]));
         for (own, expected) in [(0, [0, 1, 2]), (1, [1, 2, 0]), (2, [2, 0, 1])] {
             let order = Mutex::new(Vec::new());
-            drain(&lanes.cut(300, 3)[..3], own, |first, last| {
+            drain(&lanes.cut(300, 3)[..3], own, Help::AtOnce, |first, last| {
                 order.lock().unwrap().extend(first..last);
             });
             let order = order.into_inner().unwrap();
@@ -265,5 +301,49 @@ mod tests {
             visited.dedup();
             assert_eq!(visited, expected);
         }
+    }
+
+    /// The thread of lane 1 is at its first block until the other one is done.
+    #[test]
+    fn what_is_placed_is_left_to_the_threads_of_its_lane() {
+        let lanes = Lanes::loose(&nodes(&[&[0], &[1]]));
+        let cut = &lanes.cut(100, 2)[..2];
+        let (begun, done) = (AtomicBool::new(false), AtomicBool::new(false));
+        let wait_for = |flag: &AtomicBool| {
+            while !flag.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                drain(cut, 1, Help::IfNobodyComes, |first, _| {
+                    assert!(first >= 50);
+                    begun.store(true, Ordering::Release);
+                    wait_for(&done);
+                });
+            });
+            wait_for(&begun);
+            let most = AtomicI64::new(0);
+            drain(cut, 0, Help::IfNobodyComes, |_, last| {
+                most.fetch_max(last, Ordering::Relaxed);
+            });
+            assert_eq!(most.into_inner(), 50);
+            done.store(true, Ordering::Release);
+        });
+    }
+
+    #[test]
+    fn a_lane_without_threads_is_not_left_alone() {
+        let lanes = Lanes::loose(&nodes(&[&[0], &[1], &[2]]));
+        let count = AtomicI64::new(0);
+        drain(
+            &lanes.cut(99, 1)[..3],
+            1,
+            Help::IfNobodyComes,
+            |first, last| {
+                count.fetch_add(last - first, Ordering::Relaxed);
+            },
+        );
+        assert_eq!(count.into_inner(), 99);
     }
 }

@@ -55,17 +55,23 @@ impl Memory {
     }
 
     /// Pages that an allocator kept from before lie on the memory node of who
-    /// wrote them then: they are given back, so that the next to write decides.
+    /// wrote them then: where there are several, they are given back, so that the
+    /// next to write decides.
     #[cfg(target_os = "linux")]
     fn advise(&self) {
-        if self.layout.align() == HUGE {
-            let whole = self.layout.size() / HUGE * HUGE;
-            for advice in [libc::MADV_DONTNEED, libc::MADV_HUGEPAGE] {
-                // SAFETY: the range lies within the allocation, whose contents are
-                // not defined yet; a refusal changes nothing.
-                unsafe { libc::madvise(self.start.as_ptr().cast(), whole, advice) };
-            }
+        if self.layout.align() < HUGE {
+            return;
         }
+        let whole = self.layout.size() / HUGE * HUGE;
+        let advise = |advice| {
+            // SAFETY: the range lies within the allocation, whose contents are not
+            // defined yet; a refusal changes nothing.
+            unsafe { libc::madvise(self.start.as_ptr().cast(), whole, advice) };
+        };
+        if crate::host_nodes().count() > 1 {
+            advise(libc::MADV_DONTNEED);
+        }
+        advise(libc::MADV_HUGEPAGE);
     }
 
     #[cfg(not(target_os = "linux"))]
