@@ -157,6 +157,15 @@ compare() {
     fi
 }
 
+# Whether all that was to run did, and ended well.
+ended() {
+    well=$(grep -c '^status 0$' "$temp/inside" || true)
+    if [ "$well" -ne "$1" ] || grep '^status [1-9]' "$temp/inside" >/dev/null; then
+        echo "$well of $1 ended well"
+        return 1
+    fi
+}
+
 mkdir -p "$root/bin" "$root/proc" "$root/sys" "$root/tmp" "$root/dev"
 linux
 case $what in
@@ -183,4 +192,7 @@ chmod +x "$root/init"
 
 echo "nodes: $nodes, processors of each: $each"
 machine | tee "$temp/inside"
-case $what in example) compare ;; esac
+case $what in
+example) ended 7 && compare ;;
+tests) ended 5 ;;
+esac

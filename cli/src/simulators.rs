@@ -45,7 +45,7 @@ pub fn simulators() -> [Simulator; 4] {
         ),
         look(
             "AMX emulator",
-            "runs AMX tiles on a CPU without; needs AVX-512 and a C compiler",
+            "runs AMX tiles on a CPU without; needs Linux, AVX-512 and a C compiler",
             "sim:amx",
         ),
     ]

@@ -9,7 +9,8 @@ use moesaic::{DType, Engine, Target, Training};
 
 /// Wide enough for several slices, strips and row groups, and odd.
 const SPEC: &str = "shape = { model_dim = 611, hidden_dim = 75, experts = 3, top_k = 2 }\n\
-                    experts = { bias = true, clamp = 3.0 }\n";
+                    experts = { bias = true, clamp = 3.0 }\n\
+                    shared = [{ hidden_dim = 300 }]\n";
 
 fn spec(dtype: DType) -> LayerSpec {
     let mut spec = LayerSpec::from_toml(SPEC).unwrap();

@@ -126,7 +126,7 @@ fn check(isa: CpuIsa) {
     let compilers = compilers(isa);
     assert!(
         !compilers.is_empty() || is_foreign_x86(isa),
-        "no gcc or clang for {isa:?}: the tests need: cargo xtask test"
+        "no gcc or clang for {isa:?}; `cargo xtask test` installs gcc for aarch64"
     );
     for compiler in &compilers {
         compile(compiler, isa, dir.path(), &files);

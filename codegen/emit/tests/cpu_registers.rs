@@ -137,7 +137,10 @@ fn gcc(isa: CpuIsa) -> Option<&'static str> {
         .stdout(Stdio::null())
         .stderr(Stdio::null());
     let works = command.status().is_ok_and(|status| status.success());
-    assert!(works, "no {name}: the tests need: cargo xtask test");
+    assert!(
+        works,
+        "no {name}; `cargo xtask test` installs that for aarch64"
+    );
     Some(name)
 }
 

@@ -65,9 +65,10 @@ pub trait Device: Send + Sync {
     /// Ends what [`Device::begin_pass`] began.
     fn end_pass(&self) {}
 
-    /// Memory that is written until [`Device::end_placing`] is read again and again
-    /// by the blocks that follow each other as those that write it do: on a CPU
-    /// with several memory nodes it should lie near their threads.
+    /// What this thread's launches and uploads write until [`Device::end_placing`]
+    /// stays for later launches, which read a part of it with the same share of
+    /// their blocks. On a CPU with several memory nodes the threads of each write
+    /// their own share.
     fn begin_placing(&self) {}
 
     /// Ends what [`Device::begin_placing`] began.

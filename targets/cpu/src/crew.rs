@@ -5,9 +5,9 @@ use crate::nodes::{Nodes, host_nodes};
 use crate::shared::Shared;
 use crate::team::Team;
 use moesaic_target::DeviceError;
+use std::cell::Cell;
 use std::io;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The threads of a device, and where they are.
 pub(crate) struct Crew {
@@ -17,8 +17,28 @@ pub(crate) struct Crew {
     loose: Lanes,
     /// From when on they stay on their processors.
     pinned: OnceLock<Lanes>,
-    /// Callers whose runs write what stays where it is written.
-    placing: AtomicUsize,
+}
+
+thread_local! {
+    /// How often this thread began to place what stays where it is written.
+    static PLACING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// From here to [`end_placing`] this thread's runs leave a lane to its own threads.
+pub(crate) fn begin_placing() {
+    PLACING.set(PLACING.get() + 1);
+}
+
+/// To be called once for each [`begin_placing`].
+pub(crate) fn end_placing() {
+    PLACING.set(PLACING.get() - 1);
+}
+
+fn help() -> Help {
+    match PLACING.get() {
+        0 => Help::AtOnce,
+        _ => Help::IfNobodyComes,
+    }
 }
 
 enum Threads {
@@ -51,7 +71,6 @@ impl Crew {
             loose: Lanes::loose(&nodes),
             nodes,
             pinned: OnceLock::new(),
-            placing: AtomicUsize::new(0),
         }
     }
 
@@ -102,22 +121,6 @@ impl Crew {
         }
     }
 
-    /// From here to [`Crew::end_placing`] threads leave a lane to its own threads.
-    pub(crate) fn begin_placing(&self) {
-        self.placing.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(crate) fn end_placing(&self) {
-        self.placing.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    fn help(&self) -> Help {
-        match self.placing.load(Ordering::Relaxed) {
-            0 => Help::AtOnce,
-            _ => Help::IfNobodyComes,
-        }
-    }
-
     fn team(&self) -> Option<&Team> {
         match &self.threads {
             Threads::Own(team) => Some(team),
@@ -150,7 +153,7 @@ impl Crew {
         };
         // Where a thread runs is asked once a run: launches are short, and one
         // that is moved meanwhile is slower, not wrong.
-        let help = self.help();
+        let help = help();
         let share = || drain(lanes, places.here(), help, &work);
         let helpers = (threads.min(blocks) - 1) as usize;
         match self.team() {
@@ -164,7 +167,7 @@ impl Crew {
 mod tests {
     use super::*;
     use std::sync::Mutex;
-    use std::sync::atomic::AtomicI64;
+    use std::sync::atomic::{AtomicI64, Ordering};
 
     /// Processors in turns on so many nodes, whatever this machine has.
     fn nodes(count: usize) -> Nodes {

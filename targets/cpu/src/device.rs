@@ -161,11 +161,11 @@ impl Device for CpuDevice {
     }
 
     fn begin_placing(&self) {
-        self.crew.begin_placing();
+        crate::crew::begin_placing();
     }
 
     fn end_placing(&self) {
-        self.crew.end_placing();
+        crate::crew::end_placing();
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {

@@ -128,15 +128,14 @@ impl Lane {
         Some((end - length(end), end))
     }
 
-    /// Whether its own threads will empty it: one has begun, or does so soon.
-    fn is_served(&self) -> bool {
-        let since = Instant::now();
+    /// Whether its own threads will empty it: one has begun, or does so until then.
+    fn is_served(&self, until: Instant) -> bool {
         loop {
             if self.visited.load(Ordering::Relaxed) {
                 return true;
             }
             let is_empty = self.end.load(Ordering::Relaxed) <= self.first;
-            if is_empty || since.elapsed() > PATIENCE {
+            if is_empty || Instant::now() > until {
                 return false;
             }
             std::thread::yield_now();
@@ -144,7 +143,7 @@ impl Lane {
     }
 }
 
-/// How long a lane's own threads may take to begin: some wake-ups of a thread.
+/// How long the threads of all other lanes may take to begin: some wake-ups of one.
 const PATIENCE: Duration = Duration::from_millis(20);
 
 /// When a thread whose lane is empty works for another.
@@ -161,10 +160,14 @@ pub(crate) enum Help {
 /// then of the lanes behind it and around, as far as they want help.
 pub(crate) fn drain(lanes: &[Lane], own: usize, help: Help, work: impl Fn(i64, i64)) {
     lanes[own].visited.store(true, Ordering::Relaxed);
+    let mut until = None;
     let (before, from) = lanes.split_at(own);
     for (distance, lane) in from.iter().chain(before).enumerate() {
-        if distance > 0 && help == Help::IfNobodyComes && lane.is_served() {
-            continue;
+        if distance > 0 && help == Help::IfNobodyComes {
+            let until = *until.get_or_insert_with(|| Instant::now() + PATIENCE);
+            if lane.is_served(until) {
+                continue;
+            }
         }
         while let Some((first, last)) = lane.take() {
             work(first, last);

@@ -10,6 +10,10 @@ const ALIGN: usize = 64;
 /// expert weights are read in strides that miss a TLB of small pages.
 const HUGE: usize = 2 << 20;
 
+/// Ordinary pages are this large at most, on any CPU of Linux.
+#[cfg(target_os = "linux")]
+const LARGEST_PAGE: usize = 64 << 10;
+
 /// Memory that is freed on drop.
 pub(crate) struct Memory {
     start: NonNull<u8>,
@@ -62,16 +66,16 @@ impl Memory {
         if self.layout.align() < HUGE {
             return;
         }
-        let whole = self.layout.size() / HUGE * HUGE;
-        let advise = |advice| {
+        let advise = |unit, advice| {
+            let whole = self.layout.size() / unit * unit;
             // SAFETY: the range lies within the allocation, whose contents are not
             // defined yet; a refusal changes nothing.
             unsafe { libc::madvise(self.start.as_ptr().cast(), whole, advice) };
         };
         if crate::host_nodes().count() > 1 {
-            advise(libc::MADV_DONTNEED);
+            advise(LARGEST_PAGE, libc::MADV_DONTNEED);
         }
-        advise(libc::MADV_HUGEPAGE);
+        advise(HUGE, libc::MADV_HUGEPAGE);
     }
 
     #[cfg(not(target_os = "linux"))]

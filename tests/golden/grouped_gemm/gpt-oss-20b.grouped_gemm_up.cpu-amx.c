@@ -1,10 +1,10 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
-// A block owns 320 rows of one expert and 256 columns of the output, or 64 in a
-// call of few tokens. It goes over
+// A block owns 320 rows of one expert and 256 columns of the output. It goes over
 // its rows once, which are copied near, and over the weights strip by strip. Those lie in
 // memory as they are multiplied. Sums are AMX tiles; a row's sums do not
-// depend on the other rows or on their number.
+// depend on the other rows or on their number. Blocks of a call of few tokens
+// have 64 columns.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has the
 // rows of a block.
@@ -279,7 +279,7 @@ enum {
     MATRICES = 2,
     TILE_ROWS = 320,
     TILE_COLUMNS = 256,
-    FEW_TOKENS = 5, // a call of so many or less has blocks of
+    FEW_TOKENS = 5, // at most, of a call whose blocks are narrower:
     FEW_COLUMNS = 64,
     TILE_WORDS = 720, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
@@ -292,7 +292,7 @@ enum {
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
 
-// Columns of a block: narrower ones, and more of them, where few tokens have few.
+// Columns of a block. Few tokens would have few blocks: theirs are narrower.
 INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
 
 // Which rows and columns a block owns, and whose weights.

@@ -1,9 +1,9 @@
 // grouped_gemm_down: out = hidden * down, for the rows of every expert.
 //
-// A block owns 320 rows of one expert and 512 columns of the output, or 128 in a
-// call of few tokens. It goes over
+// A block owns 320 rows of one expert and 512 columns of the output. It goes over
 // its rows once, which are copied near, and over the weights strip by strip. A strip is transposed first. Sums are AMX tiles; a row's sums do not
-// depend on the other rows or on their number.
+// depend on the other rows or on their number. Blocks of a call of few tokens
+// have 128 columns.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has the
 // rows of a block and a strip of weights.
@@ -254,7 +254,7 @@ enum {
     MATRICES = 1,
     TILE_ROWS = 320,
     TILE_COLUMNS = 512,
-    FEW_TOKENS = 64, // a call of so many or less has blocks of
+    FEW_TOKENS = 64, // at most, of a call whose blocks are narrower:
     FEW_COLUMNS = 128,
     TILE_WORDS = 720, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
@@ -265,7 +265,7 @@ enum {
     ROWS_AHEAD = 4, // that are fetched before they are copied
 };
 
-// Columns of a block: narrower ones, and more of them, where few tokens have few.
+// Columns of a block. Few tokens would have few blocks: theirs are narrower.
 INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
 
 // Which rows and columns a block owns, and whose weights.

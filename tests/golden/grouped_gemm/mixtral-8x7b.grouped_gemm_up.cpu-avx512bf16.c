@@ -1,11 +1,11 @@
 // grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
 //
-// A block owns 384 rows of one expert and 256 columns of the output, or 64 in a
-// call of few tokens. It goes over
+// A block owns 384 rows of one expert and 256 columns of the output. It goes over
 // the inner dimension in slices. Of a slice its rows are copied near and multiplied by the
 // weights strip by strip. Those lie in memory as they are multiplied.
 // 12 rows by a strip have their sums in registers. A row's sums do not depend on
-// the other rows or on their number.
+// the other rows or on their number. Blocks of a call of few tokens
+// have 64 columns.
 //
 // Baked in: experts, widths, types, activation. A thread's scratch memory has the
 // rows of a block and its sums.
@@ -221,7 +221,7 @@ enum {
     MATRICES = 2,
     TILE_ROWS = 384,
     TILE_COLUMNS = 256,
-    FEW_TOKENS = 2, // a call of so many or less has blocks of
+    FEW_TOKENS = 2, // at most, of a call whose blocks are narrower:
     FEW_COLUMNS = 64,
     TILE_WORDS = 512, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,
@@ -235,7 +235,7 @@ enum {
     WORDS = (INNER + 31) / 32 * 32 / WORD, // of a packed strip
 };
 
-// Columns of a block: narrower ones, and more of them, where few tokens have few.
+// Columns of a block. Few tokens would have few blocks: theirs are narrower.
 INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
 
 // Which rows and columns a block owns, and whose weights.

@@ -37,7 +37,7 @@ const FORWARD_DEPTH: usize = 512;
 const FEW_COLUMNS: usize = 128;
 const ENOUGH_BLOCKS: usize = 256;
 
-/// The most tokens that are few: with more, rows are copied for each block.
+/// The most tokens that are few: with more, copying the rows for each block counts.
 const MOST_FEW: usize = 64;
 
 /// Columns of a block of dgrad and of a panel of wgrad.
@@ -219,9 +219,9 @@ fn narrow_for_few(d: &GroupedGemmDesc, mut config: GroupedGemmConfig) -> Grouped
         false => d.experts.min(tokens * d.top_k),
     };
     let lacks = |tokens: &usize| row_tiles(*tokens) * column_tiles < ENOUGH_BLOCKS;
-    if few_columns < config.tile_columns {
-        config.few_tokens = (1..=MOST_FEW).take_while(lacks).count();
-        config.few_columns = few_columns;
+    let few_tokens = (1..=MOST_FEW).take_while(lacks).count();
+    if few_columns < config.tile_columns && few_tokens > 0 {
+        (config.few_tokens, config.few_columns) = (few_tokens, few_columns);
     }
     config
 }

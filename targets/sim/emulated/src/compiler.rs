@@ -20,19 +20,18 @@ pub struct EmulatedCompiler {
 }
 
 impl EmulatedCompiler {
-    /// Finds a compiler for the machine that has `isa`, say aarch64:
-    /// `MOESAIC_CC_AARCH64`, `aarch64-linux-gnu-gcc` (`cc` if it is this
-    /// machine), then `fallback`, the `zig` that `moesaic toolchain install`
-    /// registered.
+    /// Finds a compiler for the machine that has `isa`. For AMX it is that of
+    /// `cpu:amx`, for NEON `MOESAIC_CC_AARCH64`, `aarch64-linux-gnu-gcc`, then
+    /// `fallback`, the `zig` that `moesaic toolchain install` registered.
     ///
     /// # Errors
     /// [`CompileError::NoCompiler`] lists what was tried.
     pub fn find(isa: CpuIsa, fallback: Option<&Path>) -> Result<EmulatedCompiler, CompileError> {
-        let architecture = match isa {
-            CpuIsa::Amx => "x86_64",
-            _ => "aarch64",
+        let found = match isa {
+            CpuIsa::Amx => CpuCompiler::find(fallback),
+            _ => CpuCompiler::find_for("aarch64", fallback),
         };
-        CpuCompiler::find_for(architecture, fallback).map(EmulatedCompiler::of)
+        found.map(EmulatedCompiler::of)
     }
 
     /// Uses this compiler.

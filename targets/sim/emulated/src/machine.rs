@@ -23,12 +23,7 @@ impl Machine {
     pub(crate) fn find(isa: CpuIsa) -> Result<Machine, String> {
         match isa {
             CpuIsa::Neon | CpuIsa::NeonBf16 => Ok(Machine::Qemu(find_qemu()?, cpu(isa))),
-            CpuIsa::Amx if host_runs(CpuIsa::Avx512) => Ok(Machine::Own),
-            CpuIsa::Amx => Err(
-                "`sim:amx` runs all but the tiles on this CPU itself, which has no AVX-512 (F, BW, DQ, VL)\n\
-                 use a machine that has it"
-                    .to_string(),
-            ),
+            CpuIsa::Amx => own().map(|()| Machine::Own),
             _ => Err(format!("`{}` is not emulated", Target::Cpu(isa))),
         }
     }
@@ -55,6 +50,43 @@ impl Machine {
             Machine::Own => "this CPU with emulated tiles".to_string(),
         }
     }
+}
+
+/// Whether this machine runs all of a program but its tiles, and ends each of
+/// their instructions with a signal. Where Linux has enabled tiles, some of them
+/// work, and what they do would not be seen.
+fn own() -> Result<(), String> {
+    let reason = if !cfg!(target_os = "linux") {
+        "this is not Linux"
+    } else if !host_runs(CpuIsa::Avx512) {
+        "this CPU does not run `cpu:avx512`"
+    } else if has_tiles() {
+        "this CPU has tiles: use `cpu:amx`"
+    } else {
+        return Ok(());
+    };
+    Err(format!(
+        "`sim:amx` runs all but the tiles of a program on this CPU itself, on Linux with AVX-512\n{reason}"
+    ))
+}
+
+/// Whether the system keeps tiles for threads. Only for CPUs with AVX-512, which
+/// have the instruction that tells.
+#[cfg(target_arch = "x86_64")]
+fn has_tiles() -> bool {
+    const TILES: u64 = 0b11 << 17;
+    #[target_feature(enable = "xsave")]
+    fn kept() -> u64 {
+        // SAFETY: register 0 is there where the instruction is.
+        unsafe { std::arch::x86_64::_xgetbv(0) }
+    }
+    // SAFETY: as the caller has seen.
+    unsafe { kept() & TILES == TILES }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_tiles() -> bool {
+    false
 }
 
 /// The program that emulates: `MOESAIC_QEMU`, then Debian's names on `PATH`.

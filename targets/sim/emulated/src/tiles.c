@@ -1,7 +1,7 @@
-// AMX for programs of `sim:amx`: a CPU without tiles, or that lets this process
-// have none, ends each of their instructions with a signal. What answers it here
-// does what the manual says of the instruction and goes on behind it. Every
-// other instruction is the CPU's own. This text follows `launcher.c`.
+// AMX for programs of `sim:amx`: a CPU without tiles ends each of their
+// instructions with a signal. What answers it here does what the manual says of
+// the instruction and goes on behind it. Every other instruction is the CPU's
+// own. This text follows `launcher.c`.
 
 typedef float v16 __attribute__((vector_size(64), may_alias, aligned(4)));
 typedef unsigned w16 __attribute__((vector_size(64), may_alias, aligned(4)));
@@ -30,8 +30,13 @@ static void refuse(const char *what, size bytes)
 static void configure(const shapes *asked)
 {
     memset(&amx, 0, sizeof amx);
-    if (asked->palette > 1 || asked->start_row)
-        REFUSE("ldtilecfg of another palette than 0 and 1, or that starts behind row 0");
+    if (asked->palette == 0)
+        return;
+    int others = asked->start_row;
+    for (int i = 0; i < 14; i++)
+        others |= asked->reserved[i];
+    if (asked->palette > 1 || others)
+        REFUSE("ldtilecfg of another palette than 0 and 1, or of more than shapes");
     for (int i = 0; i < 16; i++) {
         int there = asked->row_bytes[i] && asked->rows[i], none = !asked->row_bytes[i] && !asked->rows[i];
         if (asked->row_bytes[i] > ROW_BYTES || asked->rows[i] > ROWS || (there && i >= TILES) || !(there || none))
@@ -77,7 +82,7 @@ static void multiply(int sums, int left, int right)
     if (sums == left || sums == right || left == right)
         REFUSE("tdpbf16ps of a tile with itself");
     if (s->row_bytes[sums] != s->row_bytes[right] || s->rows[sums] != s->rows[left] ||
-        s->row_bytes[left] != 4 * s->rows[right])
+        s->row_bytes[left] != 4 * s->rows[right] || s->row_bytes[sums] % 4)
         REFUSE("tdpbf16ps of tiles whose shapes do not fit");
     for (int row = 0; row < s->rows[sums]; row++) {
         v16 even = {0}, odd = {0};
@@ -220,12 +225,9 @@ static void begin(void)
     system_call(SET_ACTION, SIGNAL_ILLEGAL, (i64)&ours, 0, sizeof ours.mask, 0, 0);
 }
 
-// A thread that keeps its tiles makes every later switch of threads dearer. A
-// CPU that has tiles releases them without a signal.
+// A thread that keeps its tiles makes every later switch of threads dearer.
 static void end_of_launch(void)
 {
-    unsigned a = 7, b, c = 0, d;
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    if (amx.shapes.palette && !(d >> 24 & 1))
+    if (amx.shapes.palette)
         REFUSE("the launch ended without tilerelease");
 }

@@ -135,7 +135,7 @@ fn wrong_calls_are_refused() {
 }
 
 #[test]
-fn the_targets_are_those_of_aarch64() {
+fn the_targets_of_aarch64_are_among_those_of_the_compiler() {
     let compiler = EmulatedCompiler::find(CpuIsa::Neon, None).unwrap();
     let names: Vec<String> = compiler.targets().iter().map(Target::to_string).collect();
     for name in ["sim:neon", "sim:neonbf16"] {
