@@ -188,7 +188,7 @@ enum {
     MATRICES = 1,
     TILE_ROWS = 384,
     TILE_COLUMNS = 512,
-    FEW_TOKENS = 64, // at most, of a call whose blocks are narrower:
+    FEW_TOKENS = 16, // at most, of a call whose blocks are narrower:
     FEW_COLUMNS = 128,
     TILE_WORDS = 512, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,

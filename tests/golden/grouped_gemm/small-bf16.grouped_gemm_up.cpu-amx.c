@@ -279,7 +279,7 @@ enum {
     MATRICES = 2,
     TILE_ROWS = 320,
     TILE_COLUMNS = 128,
-    FEW_TOKENS = 64, // at most, of a call whose blocks are narrower:
+    FEW_TOKENS = 16, // at most, of a call whose blocks are narrower:
     FEW_COLUMNS = 64,
     TILE_WORDS = 128, // of a depth slice
     TILE_DEPTH = TILE_WORDS * WORD,

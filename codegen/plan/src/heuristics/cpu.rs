@@ -38,7 +38,7 @@ const FEW_COLUMNS: usize = 128;
 const ENOUGH_BLOCKS: usize = 256;
 
 /// The most tokens that are few: with more, copying the rows for each block counts.
-const MOST_FEW: usize = 64;
+const MOST_FEW: usize = 16;
 
 /// Columns of a block of dgrad and of a panel of wgrad.
 const BLOCK_COLUMNS: usize = 256;
