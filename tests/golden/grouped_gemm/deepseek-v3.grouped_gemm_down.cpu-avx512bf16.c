@@ -316,7 +316,7 @@ static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64
 // Weights that are wanted soon come from far away, so every group of rows
 // fetches its part of what is next, a few lines at a time, between products. Many
 // lines at once would keep the products from reading what is near.
-enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+enum { FETCH_WORDS = 8, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
 typedef struct {
     const char *from;
     i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
@@ -334,12 +334,13 @@ INLINE void fetch(ahead_t *ahead)
     ahead->depth += FETCH_WORDS * WORD;
 }
 
-// What group `group` of `groups` fetches of a slice of a strip.
+// What group `group` of `groups` fetches of a slice of a strip: nothing, where those
+// before it fetch all.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){.from = from, .lines = each, .stride = LINE, .step = each * LINE};
+    return (ahead_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
 }
 
 // A depth slice of a few rows of input, as words.

@@ -361,12 +361,13 @@ INLINE ahead_t past(i64 fetches, ahead_t ahead)
     return ahead;
 }
 
-// What group `group` of `groups` fetches of a slice of a strip.
+// What group `group` of `groups` fetches of a slice of a strip: nothing, where those
+// before it fetch all.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){.from = from, .lines = each, .stride = LINE, .step = each * LINE};
+    return (ahead_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
 }
 
 // What a thread keeps near while it works on a block: its rows, as tiles take

@@ -292,12 +292,13 @@ INLINE void fetch(ahead_t *ahead)
     ahead->depth += FETCH_WORDS * WORD;
 }
 
-// What group `group` of `groups` fetches of a slice of a strip.
+// What group `group` of `groups` fetches of a slice of a strip: nothing, where those
+// before it fetch all.
 INLINE ahead_t part_of(const panel_word_t (*slice)[STRIP], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (ahead_t){.from = from, .lines = each, .stride = LINE, .step = each * LINE};
+    return (ahead_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
 }
 
 // A depth slice of a few rows of input: word by word all rows.
