@@ -44,9 +44,9 @@ pub use moesaic_cache::Store;
 pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_engine::{
     Counters, Element, EngineError, Event, ExpertBackward, HostTensor, Input, Job, Layer,
-    LoadedKernel, Measured, MultiGate, Outcome, Output, RawBackward, RawCall, Record, Row, Saved,
-    Statistics, Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved, Variants,
-    Weights, precompile, precompile_on,
+    LoadedKernel, Measured, MultiGate, MultiSaved, Outcome, Output, RawBackward, RawCall, Record,
+    Row, Saved, Statistics, Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved,
+    Variants, Weights, precompile, precompile_on,
 };
 pub use moesaic_kernel::{
     CpuCaches, CpuIsa, DType, KernelSource, SimArch, Size, Stem, Target, TargetError,

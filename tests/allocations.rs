@@ -65,6 +65,7 @@ fn count(layer: &Layer, x: &[f32], y: &mut [f32], tokens: usize) -> usize {
     let call = RawCall {
         tokens,
         tensors: &tensors,
+        ..RawCall::default()
     };
     let before = COUNT.load(Ordering::Relaxed);
     for _ in 0..20 {

@@ -7,6 +7,7 @@ use moesaic::emit::emit_layer;
 use moesaic::plan::{Training, plan, plan_training};
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
+use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::toolchain::{Kind, Registry};
 use moesaic::{Compilers, KernelSource, Stem, Target};
 use std::collections::{BTreeMap, BTreeSet};
@@ -206,9 +207,7 @@ fn gpu_text_compiles_without_spills() {
         })
         .collect();
     on_all_cores(&jobs, |source| {
-        let compiler = compilers
-            .get(source.target)
-            .unwrap_or_else(|e| panic!("{e}\nthe tests need: moesaic toolchain install cuda rocm"));
+        let compiler = needed(Tool::of(source.target), compilers.get(source.target));
         check_artifact(&Kept(compiler), source);
     });
 }
@@ -295,7 +294,7 @@ fn clang() -> Vec<String> {
         .get(Kind::Rocm)
         .or_else(|| registry.get(Kind::C))
         .map(|t| registry.path(t));
-    let zig = zig.expect("clang, or: moesaic toolchain install rocm");
+    let zig = needed(Tool::Clang, zig.ok_or("there is no clang"));
     vec![zig.display().to_string(), "clang".to_string()]
 }
 
@@ -371,15 +370,16 @@ fn templates_use_only_what_is_offered() {
     for target in KEPT {
         let target: Target = target.parse().expect("a known target");
         let used = moesaic::emit::template_variables(target).expect("templates parse");
-        let known =
-            |name: &str| ["d", "c", "entry", "target"].contains(&name) || set.contains(name);
+        let offered = ["d", "c", "entry", "exports", "target"];
+        let known = |name: &str| offered.contains(&name) || set.contains(name);
         let unknown: Vec<_> = used.iter().filter(|name| !known(name)).collect();
         assert!(unknown.is_empty(), "{target}: {unknown:?}");
     }
 }
 
 fn names_set_in_templates() -> BTreeSet<String> {
-    let folders = ["cpu", "gpu", "prelude"].map(|folder| root().join("templates").join(folder));
+    let folders = ["cpu", "gpu", "cuda", "rocm", "prelude"];
+    let folders = folders.map(|folder| root().join("templates").join(folder));
     let texts = folders
         .iter()
         .flat_map(|folder| crate::tidy::files(folder, &[".tera"]));

@@ -1,10 +1,14 @@
 //! Layers as other projects compute them: files of their results, run here
 //! on the CPU through the library. `tests/oracle` says where they are from.
 
+use moesaic::spec::keys::Library;
 use moesaic::spec::{LayerSpec, hf};
+use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
+use moesaic::weights::{KeyOptions, load_keys, write_safetensors};
 use moesaic::{
-    Engine, EngineError, EngineOptions, Input, engine_weights, reference, reference_weights,
+    DType, Engine, EngineError, EngineOptions, Input, engine_weights, reference, reference_weights,
+    resolve_target,
 };
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -12,6 +16,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 mod backward;
+mod families;
 
 use crate::conformance::SIMULATORS;
 
@@ -25,7 +30,8 @@ fn open(target: &str) -> Engine {
         poison: true,
         ..EngineOptions::default()
     };
-    Engine::open(target, options).unwrap_or_else(|e| panic!("{target}: {e}"))
+    let tool = Tool::of(resolve_target(target).expect("a target"));
+    needed(tool, Engine::open(target, options))
 }
 
 /// The entries of a folder of `tests/oracle`, in order.
@@ -46,7 +52,7 @@ impl Results {
         let layer = engine.layer(spec, &engine_weights(weights)).unwrap();
         let mut input = Input {
             tokens: inputs["x"].shape[0],
-            tensors: BTreeMap::new(),
+            ..Input::default()
         };
         for (name, tensor) in engine_weights(&inputs).iter() {
             input.insert(name, tensor.clone());
@@ -172,6 +178,11 @@ fn hugging_face_layers_on_simulated_gpus() {
 #[test]
 fn layers_of_more_hugging_face_families() {
     hugging_face(&engine(), "hf_more", 30);
+}
+
+#[test]
+fn layers_of_every_other_family() {
+    hugging_face(&engine(), "families", 40);
 }
 
 /// A Tutel case: its settings and tensors.
@@ -304,6 +315,59 @@ fn transposed(tensor: &HostTensor, rows: usize, columns: usize) -> HostTensor {
     let turned = matrices
         .flat_map(|m| (0..columns).flat_map(move |c| (0..rows).map(move |r| m[r * columns + c])));
     HostTensor::from_f32(&shape, &turned.collect::<Vec<_>>())
+}
+
+impl Tutel {
+    /// The layer as Tutel's own state dict has it.
+    fn state_dict(&self, prefix: &str) -> HostWeights {
+        let mut dict = HostWeights::new();
+        let mut put = |name: String, tensor| dict.insert(format!("{prefix}{name}"), tensor);
+        for name in self.tensors.names() {
+            let theirs = match name {
+                "wg" => "gates.0.wg.weight".to_string(),
+                "fc1_w" => "experts.batched_fc1_w".to_string(),
+                "fc1_b" => "experts.batched_fc1_bias".to_string(),
+                "fc2_w" => "experts.batched_fc2_w".to_string(),
+                "fc2_b" => "experts.batched_fc2_bias".to_string(),
+                "W_fc1" | "W_fc2" | "W_fc3" => format!("experts.{name}"),
+                _ => match name.strip_prefix("gate.") {
+                    Some(name) => format!("gates.0.{name}"),
+                    None => continue,
+                },
+            };
+            put(theirs, self.read(name));
+        }
+        let experts = self.size("experts") as i64;
+        let count = HostTensor {
+            dtype: DType::I64,
+            shape: Vec::new(),
+            bytes: experts.to_le_bytes().to_vec(),
+        };
+        put("_num_global_experts".to_string(), count);
+        dict
+    }
+}
+
+#[test]
+fn tutel_state_dicts_are_the_same_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let chosen = KeyOptions {
+        library: Library::Tutel,
+        prefix: None,
+        gate: None,
+    };
+    for file in entries("tutel") {
+        let tutel = Tutel::open(&file);
+        let (spec, path) = (tutel.spec(), dir.path().join("dict.safetensors"));
+        for prefix in ["", "blocks.3.moe."] {
+            write_safetensors(&path, &tutel.state_dict(prefix)).unwrap();
+            let dict = Checkpoint::open(&path).unwrap();
+            let (all, options) = (spec.shape.experts, LoadOptions::default());
+            let found = load_keys(&spec, all, &chosen, &dict, options);
+            let found = found.unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+            assert!(found == tutel.weights(), "{}", file.display());
+        }
+    }
 }
 
 #[test]

@@ -90,7 +90,7 @@ impl Here {
     fn input<'a>(&self, call: &'a Call) -> Input<'a> {
         let mut input = Input {
             tokens: call.tokens,
-            tensors: Default::default(),
+            ..Input::default()
         };
         input.insert("x", self.rows(call.tokens, &call.x));
         input
@@ -172,6 +172,7 @@ impl Run<'_> {
         let call = RawCall {
             tokens: self.tokens,
             tensors: &tensors,
+            ..RawCall::default()
         };
         match self.here.pass {
             Pass::Forward => self.forward(&call)?,

@@ -13,7 +13,8 @@ use std::time::Duration;
 pub const HELP: &str = "\
 cargo bench --bench layer -- [OPTIONS]
 
-  --shape NAME,…    qwen3, mixtral, deepseek-v3, gpt-oss, olmoe, tutel; all      [qwen3,tutel]
+  --shape NAME,…    qwen3, mixtral, deepseek-v3, gpt-oss, olmoe, olmoe-half,
+                    tutel; all                                            [qwen3,tutel]
   --tokens N,…                                                         [1,8,64,512,4096]
   --dtype NAME,…    f32, bf16                                                 [f32,bf16]
   --threads N,…                                                          [one per core]

@@ -142,6 +142,16 @@ pub const SHAPES: &[Shape] = &[
         ..GATED
     },
     Shape {
+        name: "olmoe-half",
+        scaled: "both widths halved",
+        model_dim: 1024,
+        hidden_dim: 512,
+        experts: 64,
+        top_k: 8,
+        renormalize: false,
+        ..GATED
+    },
+    Shape {
         name: "tutel",
         model_dim: 2048,
         hidden_dim: 2048,

@@ -5,11 +5,13 @@ use crate::shapes::Shape;
 use crate::timing::{Pass, Times, Work};
 use moesaic::reference::Skew;
 use moesaic::{DType, Engine};
+use std::collections::BTreeMap;
 
 pub const LEGEND: &str = "\
 # ms: ours, the median; of limit: the least time of the work on this machine over ours, where the least is the longer of
 # arithmetic at the rate of multiply-adds alone and memory at the rate of reading alone (columns `at most` and `GB/s`), each for 20 ms
-# before and 20 ms after our turn, as long as they take and not at best; median of pairs. Right of the bar: a peer's time over ours, likewise.
+# before and 20 ms after our turn, as long as they take and not at best; median of pairs. Right of the bar: a peer's time over ours, likewise;
+# behind it the fastest way of each peer on this line, which is what a claim goes by.
 # Memory's rate is that of more than the caches hold; the few experts of one token may fit in them, and do better than it.
 ";
 
@@ -66,7 +68,7 @@ impl Table<'_> {
     pub fn titles(&self) {
         let titles = self.ways.iter().map(|way| format!(" {:>14}", way.title));
         println!(
-            "routing   tokens     pass         ms   GFLOP/s  at most   GB/s  of limit |{}",
+            "routing   tokens     pass         ms   GFLOP/s  at most   GB/s  of limit |{} | fastest",
             titles.collect::<String>()
         );
     }
@@ -80,12 +82,29 @@ impl Table<'_> {
         let ratios: String = times.ratios.iter().map(ratio).collect();
         let (skew, pass) = (skew.to_string(), pass.to_string());
         println!(
-            "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:8.0} {:6.1} {:7.0} % |{ratios}",
+            "{skew:8} {tokens:7} {pass:>8} {:10.3} {:9.1} {:8.0} {:6.1} {:7.0} % |{ratios} | {}",
             seconds * 1e3,
             work.flops / seconds / 1e9,
             times.limits.gflops,
             times.limits.gbps,
             100.0 * times.of_limit,
+            self.fastest(times),
         );
+    }
+
+    /// The quickest way of each peer, by name, and its ratio.
+    fn fastest(&self, times: &Times) -> String {
+        let mut best: BTreeMap<usize, (&str, f64)> = BTreeMap::new();
+        for (way, ratio) in self.ways.iter().zip(&times.ratios) {
+            let Some(ratio) = *ratio else { continue };
+            let held = best.entry(way.peer).or_insert((&way.title, ratio));
+            if ratio < held.1 {
+                *held = (&way.title, ratio);
+            }
+        }
+        let words = best
+            .values()
+            .map(|(title, ratio)| format!("{title} {ratio:.2}"));
+        words.collect::<Vec<_>>().join(", ")
     }
 }

@@ -10,6 +10,7 @@ import sys
 COLOURS = {
     "torch-eager": "#d9a441",
     "torch-grouped": "#c8553d",
+    "torch-compiled": "#d98880",
     "torch-loop": "#8c4f9f",
     "torch-packed": "#3d6cb9",
     "gemm-inner": "#4f9d69",

@@ -1,10 +1,11 @@
 """PyTorch's MoE layers as a peer of `cargo bench --bench layer`.
 
 The bench starts this with `--threads N` and talks to it in lines; README.md has
-the protocol. Four ways to run the layer, all on the same weights:
+the protocol. Five ways to run the layer, all on the same weights:
 
     eager    transformers' block of that model, its own loop over experts
     grouped  the same block over torch's grouped matrix product
+    compiled the same as torch.compile makes it
     loop     rows sorted by expert once, one fused gate-up product per expert
     packed   as loop, weights reordered for oneDNN beforehand; forward only
 """
@@ -119,6 +120,7 @@ BLOCKS = {
     "mixtral": ("mixtral", "Mixtral", "SparseMoeBlock", "intermediate_size"),
     "qwen3": ("qwen3_moe", "Qwen3Moe", "SparseMoeBlock", "moe_intermediate_size"),
     "olmoe": ("olmoe", "Olmoe", "SparseMoeBlock", "intermediate_size"),
+    "olmoe-half": ("olmoe", "Olmoe", "SparseMoeBlock", "intermediate_size"),
     "deepseek-v3": ("deepseek_v3", "DeepseekV3", "MoE", "moe_intermediate_size"),
     "gpt-oss": ("gpt_oss", "GptOss", "MLP", "intermediate_size"),
 }
@@ -167,17 +169,24 @@ def config_of(kind, prefix, width, layer):
     return config
 
 
-def block(name, layer, weights, implementation):
+# Ways of transformers' block, and what transformers calls them. Its third, `batched_mm`, copies
+# the weights of every choice: it was the slowest at every number of tokens, and is left out.
+IMPLEMENTATIONS = {"eager": "eager", "grouped": "grouped_mm", "compiled": "grouped_mm"}
+
+
+def block(name, layer, weights, way):
     kind, prefix, suffix, width = BLOCKS[name]
     config = config_of(kind, prefix, width, layer)
-    config._experts_implementation = implementation
+    config._experts_implementation = IMPLEMENTATIONS[way]
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     with torch.device("meta"):
         made = getattr(module, prefix + suffix)(config)
     made.load_state_dict(state_of(name, layer, weights), assign=True)
 
+    called = torch.compile(made) if way == "compiled" else made
+
     def forward(x):
-        y = made(x.unsqueeze(0))
+        y = called(x.unsqueeze(0))
         return (y[0] if isinstance(y, tuple) else y).squeeze(0)
 
     forward.made = made
@@ -198,7 +207,7 @@ class Peer:
                 self.weights[name] = file.get_tensor(name).clone()
         self.made = {}
         blocks = self.layer["name"] in BLOCKS and transformers is not None
-        both = (["eager", "grouped"] if blocks else []) + ["loop"]
+        both = (list(IMPLEMENTATIONS) if blocks else []) + ["loop"]
         return [f"{name}:both" for name in both] + ["packed:forward"]
 
     def input(self, path):
@@ -208,9 +217,8 @@ class Peer:
     def variant(self, name):
         if name not in self.made:
             layer, weights = self.layer, self.weights
-            if name in ("eager", "grouped"):
-                how = "eager" if name == "eager" else "grouped_mm"
-                self.made[name] = block(layer["name"], layer, weights, how)
+            if name in IMPLEMENTATIONS:
+                self.made[name] = block(layer["name"], layer, weights, name)
             else:
                 self.made[name] = {"loop": loop, "packed": packed}[name](layer, weights)
         return self.made[name]

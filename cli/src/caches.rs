@@ -1,5 +1,6 @@
 //! The caches of a CPU that is not this one.
 
+use crate::failure::{Failure, Result};
 use crate::units;
 use clap::Args;
 use moesaic::cpu::host_caches;
@@ -18,6 +19,25 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
+    /// Refuses sizes when none of the targets is a CPU, which alone has kernels that
+    /// follow them.
+    pub fn check(self, targets: &[Target]) -> Result {
+        let is_cpu = |target: &Target| matches!(target.hardware(), Target::Cpu(_));
+        let Some(option) = self.option().filter(|_| !targets.iter().any(is_cpu)) else {
+            return Ok(());
+        };
+        let names: Vec<String> = targets.iter().map(Target::to_string).collect();
+        let names = names.join("`, `");
+        let message = format!("{option} does nothing for `{names}`: it is the cache of a CPU");
+        Err(Failure::input(message).hint("leave it out, or name a target such as cpu:avx512"))
+    }
+
+    /// The option that was given.
+    pub fn option(self) -> Option<&'static str> {
+        let l1 = self.l1.map(|_| "--l1");
+        l1.or(self.l2.map(|_| "--l2"))
+    }
+
     /// What was given; else what is assumed.
     pub fn assumed(self) -> CacheClass {
         CacheClass::of(self.given())

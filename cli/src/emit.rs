@@ -49,6 +49,11 @@ pub struct EmitArgs {
 
 /// Emits every kernel for every target.
 pub fn execute(args: &EmitArgs, console: &Console) -> Result {
+    let targets = targets::resolve(&args.target)?;
+    match targets.is_empty() {
+        true => args.only_rust()?,
+        false => args.caches.check(&targets)?,
+    }
     let spec = args.layer.load(console)?.spec;
     let options = PlanOptions {
         training: args.training.get(),
@@ -56,7 +61,7 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
         ..PlanOptions::default()
     };
     let mut sources = Vec::new();
-    for target in targets::resolve(&args.target)? {
+    for target in targets {
         sources.extend(layer_sources(&spec, target, &options)?);
     }
     match args.output.as_deref() {
@@ -66,6 +71,25 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     match &args.rust {
         Some(file) => write_rust(&spec, file, console),
         None => Ok(()),
+    }
+}
+
+impl EmitArgs {
+    /// Refuses what is about kernels where none are written.
+    fn only_rust(&self) -> Result {
+        let given = [
+            self.output.is_some().then_some("--output"),
+            self.training.get().map(|_| "--training"),
+            self.caches.option(),
+        ];
+        let Some(option) = given.into_iter().flatten().next() else {
+            return Ok(());
+        };
+        let message = format!(
+            "{option} does nothing without --target: it is about kernels, and a typed layer is one \
+             text for every target, for inference and training"
+        );
+        Err(Failure::input(message).hint("leave it out, or say --target for kernels beside it"))
     }
 }
 

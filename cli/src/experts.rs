@@ -2,12 +2,14 @@
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::keys::KeysArgs;
 use crate::spec_source::read_spec;
 use clap::{Args, Subcommand};
 use moesaic::LayerSpec;
 use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
-use moesaic::weights::{Checkpoint, HostWeights, write_safetensors, write_whole};
+use moesaic::weights::{Checkpoint, HostWeights, LoadOptions};
+use moesaic::weights::{load_keys, write_safetensors, write_whole};
 use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints
@@ -32,6 +34,8 @@ enum Action {
     Shard(ShardArgs),
     /// Make the whole layer of the files of all ranks
     Unshard(UnshardArgs),
+    /// Make the whole layer of the state dicts of another library's ranks
+    Import(ImportArgs),
 }
 
 #[derive(Args, Debug)]
@@ -57,6 +61,9 @@ struct AddArgs {
     /// Let tokens come: new logits lie this far below those of the experts they copy
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     margin: Option<f32>,
+    /// Tokens of a call for which a capacity by a factor is kept; no factor keeps it for all
+    #[arg(long, value_name = "N")]
+    tokens: Option<usize>,
     /// The new tensors; the new spec is written beside them as .toml
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -109,6 +116,24 @@ struct UnshardArgs {
     output: PathBuf,
 }
 
+#[derive(Args, Debug)]
+struct ImportArgs {
+    /// The spec of the whole layer (TOML)
+    #[arg(long, value_name = "FILE")]
+    spec: PathBuf,
+    #[command(flatten)]
+    keys: KeysArgs,
+    /// State dicts of the ranks as safetensors, in their order; one if it has all experts
+    #[arg(required = true, value_name = "FILE")]
+    ranks: Vec<PathBuf>,
+    /// The whole layer's tensors, by canonical names
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Round weights that the layer's precision cannot hold exactly
+    #[arg(long)]
+    narrow: bool,
+}
+
 /// Does one of them.
 pub fn execute(args: &ExpertsArgs, console: &Console) -> Result {
     match &args.action {
@@ -117,6 +142,7 @@ pub fn execute(args: &ExpertsArgs, console: &Console) -> Result {
         Action::Merge(args) => merge(args, console),
         Action::Shard(args) => shard(args, console),
         Action::Unshard(args) => unshard(args, console),
+        Action::Import(args) => import(args, console),
     }
 }
 
@@ -132,12 +158,18 @@ fn add(args: &AddArgs, console: &Console) -> Result {
         sources: &args.copy,
         zero_down: args.zero_down,
         margin: args.margin,
+        tokens: args.tokens,
     };
     let grown = elastic::add_experts(&spec, &weights, &growth)?;
     save_layer(&args.output, &grown.spec, &grown.tensors)?;
-    let same = match grown.exact {
-        true => "the layer computes the same",
-        false => "the layer is not the same: new experts take their share",
+    let same = match (grown.exact, &grown.tokens) {
+        (true, None) => "the layer computes the same".to_string(),
+        (true, Some(tokens)) => format!(
+            "the layer computes the same in calls of {} to {} tokens",
+            tokens.start(),
+            tokens.end()
+        ),
+        (false, _) => "the layer is not the same: new experts take their share".to_string(),
     };
     let experts = grown.spec.shape.experts;
     console.print(&format!(
@@ -190,6 +222,26 @@ fn unshard(args: &UnshardArgs, console: &Console) -> Result {
     let whole = elastic::unshard_experts(&spec, &shards.collect::<Result<Vec<_>>>()?)?;
     write_safetensors(&args.output, &whole)?;
     let experts = spec.shape.experts;
+    console.print(&format!("{}: {experts} experts\n", args.output.display()))
+}
+
+fn import(args: &ImportArgs, console: &Console) -> Result {
+    let keys = args.keys.required()?;
+    let spec = read_spec(&args.spec, console)?;
+    let (experts, ranks) = (spec.shape.experts, args.ranks.len());
+    if experts % ranks != 0 {
+        let message = format!("{experts} experts cannot lie evenly in {ranks} files");
+        return Err(Failure::input(message));
+    }
+    let narrow = args.narrow;
+    let load = |file: &PathBuf| {
+        let (share, options) = (experts / ranks, LoadOptions { narrow });
+        let file = Checkpoint::open(file)?;
+        Ok(load_keys(&spec, share, &keys, &file, options)?)
+    };
+    let shards = args.ranks.iter().map(load);
+    let whole = elastic::unshard_experts(&spec, &shards.collect::<Result<Vec<_>>>()?)?;
+    write_safetensors(&args.output, &whole)?;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
 }
 

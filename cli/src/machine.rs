@@ -120,15 +120,6 @@ impl Machine {
         Some((self.bf16_flops?, name))
     }
 
-    /// The published limits of the GPU of this name.
-    pub fn named(name: &str) -> Option<Machine> {
-        let plain = |text: &str| text.replace([' ', '-', '_'], "").to_lowercase();
-        KNOWN
-            .iter()
-            .find(|known| plain(known.name) == plain(name))
-            .map(published)
-    }
-
     /// The published limits of a GPU that runs this target.
     pub fn of_target(target: Target) -> Option<Machine> {
         let arch = target.arch();
@@ -164,15 +155,49 @@ impl Machine {
     }
 }
 
-/// The machine that `--machine` names.
-pub fn required(name: &str) -> Result<Machine> {
-    Machine::named(name).ok_or_else(|| {
-        let known: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
-        Failure::input(format!(
+/// The machine that `--machine` names, which has to be one that runs the target.
+pub fn required(name: &str, target: Target) -> Result<Machine> {
+    let Some(known) = find(name) else {
+        return Err(Failure::input(format!(
             "unknown machine `{name}`\nknown machines: {}",
-            known.join(", ")
-        ))
-    })
+            names(|_| true)
+        )));
+    };
+    if known.runs(target) {
+        return Ok(published(known));
+    }
+    let fitting = match target.hardware() {
+        Target::Cpu(_) => "limits of a CPU are measured: leave --machine out".to_string(),
+        _ => format!("machines that do: {}", names(|known| known.runs(target))),
+    };
+    Err(Failure::input(format!(
+        "--machine {}: it does not run kernels for `{target}`\n{fitting}",
+        known.name
+    )))
+}
+
+fn find(name: &str) -> Option<&'static Known> {
+    let plain = |text: &str| text.replace([' ', '-', '_'], "").to_lowercase();
+    KNOWN.iter().find(|known| plain(known.name) == plain(name))
+}
+
+fn names(fits: impl Fn(&Known) -> bool) -> String {
+    let fitting = KNOWN.iter().filter(|known| fits(known));
+    let names: Vec<&str> = fitting.map(|known| known.name).collect();
+    names.join(", ")
+}
+
+impl Known {
+    /// Whether binaries for `target` run here.
+    fn runs(&self, target: Target) -> bool {
+        let hardware = target.hardware();
+        let all = Target::all().into_iter();
+        let mut own = all.filter(|target| self.archs.contains(&&*target.arch()));
+        own.any(|own| match (own, hardware) {
+            (Target::Cuda(own), Target::Cuda(asked)) => own.runs(asked),
+            (own, asked) => own == asked,
+        })
+    }
 }
 
 fn published(known: &Known) -> Machine {
@@ -208,7 +233,17 @@ mod tests {
             Machine::of_device("NVIDIA H200", target).unwrap().name,
             "H200"
         );
-        assert_eq!(Machine::named("rtx-4090").unwrap().name, "RTX 4090");
-        assert_eq!(Machine::named("abacus"), None);
+        assert_eq!(find("rtx-4090").unwrap().name, "RTX 4090");
+        assert!(find("abacus").is_none());
+    }
+
+    #[test]
+    fn a_machine_is_refused_for_targets_that_it_does_not_run() {
+        let why = |name, target: &str| required(name, target.parse().unwrap()).unwrap_err().message;
+        assert!(required("A40", "cuda:sm_80".parse().unwrap()).is_ok());
+        assert!(required("H100", "sim:sm_90a".parse().unwrap()).is_ok());
+        assert!(why("A100", "cuda:sm_90a").ends_with("machines that do: H100, H200"));
+        assert!(why("H100", "sim:gfx942").ends_with("machines that do: MI300X"));
+        assert!(why("H100", "cpu:avx2").ends_with("are measured: leave --machine out"));
     }
 }

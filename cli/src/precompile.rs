@@ -3,7 +3,7 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
-use crate::spec_source::{LayerArgs, read_spec};
+use crate::spec_source::{LayerArgs, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
 use crate::training::TrainingArgs;
@@ -30,6 +30,7 @@ Examples:
   moesaic precompile --spec layer.toml --target cpu,cuda:sm_90a
   moesaic precompile --spec layer.toml --target cuda:sm_90a --training
   moesaic precompile --spec a.toml,b.toml --target cuda:sm_80,rocm:gfx942 -o pack.tar.gz
+  moesaic precompile --hf ~/models/qwen3-30b-a3b --target cuda:sm_90a -o pack.tar.gz
   moesaic precompile --spec layer.toml --target cpu:avx512 --l1 32KiB --l2 1MiB -o pack.tar.gz
 
 No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: those of this machine, or
@@ -47,7 +48,7 @@ pub struct PrecompileArgs {
     /// A Hugging Face model directory with a config.json
     #[arg(long, value_name = "DIR")]
     hf: Option<PathBuf>,
-    /// Which layer of the model; the first with experts if not given
+    /// Which layer of the model; all with experts if not given
     #[arg(long, value_name = "N", requires = "hf")]
     layer: Option<usize>,
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
@@ -65,9 +66,6 @@ pub struct PrecompileArgs {
     /// Kernels compiled at the same time; all cores if not given
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
-    /// Accept kernels that spill registers
-    #[arg(long)]
-    allow_spills: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -77,6 +75,7 @@ pub struct PrecompileArgs {
 pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     let specs = args.specs(console)?;
     let targets = targets::resolve(&args.target)?;
+    args.caches.check(&targets)?;
     if let Some(pack) = &args.output {
         check_pack(pack)?;
     }
@@ -88,10 +87,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         store = Arc::new(Store::open(dir.path()));
     }
     let (jobs, tunings) = args.all_jobs(&specs, &targets, &store)?;
-    let options = CompileOptions {
-        allow_spills: args.allow_spills,
-        ..CompileOptions::default()
-    };
+    let options = CompileOptions::default();
     let started = Instant::now();
     let rows =
         with_progress(|progress| precompile_on(args.threads(), &jobs, &store, &options, progress))?;
@@ -191,7 +187,9 @@ impl PrecompileArgs {
             .iter()
             .map(|path| read_spec(path, console))
             .collect::<Result<_>>()?;
-        if let Some(dir) = &self.hf {
+        if let (Some(dir), None) = (&self.hf, self.layer) {
+            specs.extend(read_model(dir, console)?);
+        } else if let Some(dir) = &self.hf {
             let layer = LayerArgs {
                 spec: None,
                 hf: Some(dir.clone()),

@@ -1,8 +1,7 @@
 //! Random weights and tokens, made on all cores: real layers are gigabytes.
 
 use moesaic::half::{bf16, f16};
-use moesaic::spec::RouterKind;
-use moesaic::spec::canonical_tensors;
+use moesaic::spec::{LossKind, RouterKind, canonical_tensors};
 use moesaic::weights::{HostTensor, HostWeights};
 use moesaic::{DType, HostTensor as CallTensor, Input, LayerSpec};
 use std::borrow::Cow;
@@ -42,13 +41,13 @@ pub fn weights(spec: &LayerSpec) -> HostWeights {
     tensors.map(one).collect()
 }
 
-/// Random tokens, and whatever else the router takes.
+/// Random tokens, and whatever else the router and, in training, the losses take.
 pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
     let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
     let dtype = spec.precision.activations;
     let mut input = Input {
         tokens,
-        tensors: Default::default(),
+        ..Input::default()
     };
     input.insert("x", rows(dtype, tokens, d, 1 << 20));
     match spec.router.kind {
@@ -77,7 +76,31 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
     if spec.router.active_k {
         input.insert("active_k", CallTensor::owned(&[1], vec![k as i32]));
     }
+    groups(spec, &mut input);
     input
+}
+
+/// What losses over sequences and over larger groups take: a few sequences, and
+/// counts of a group of these tokens alone that is balanced.
+fn groups(spec: &LayerSpec, input: &mut Input<'_>) {
+    let (tokens, experts) = (input.tokens, spec.routed_experts());
+    for loss in &spec.losses {
+        match (loss.kind, loss.sequence_length) {
+            (LossKind::Sequence, None) => {
+                let ids = (0..tokens).map(|t| (t * 4 / tokens) as i32).collect();
+                input.insert("sequence_ids", CallTensor::owned(&[tokens], ids));
+            }
+            (LossKind::Global, _) => {
+                let slots = (tokens * spec.shape.top_k) as i64;
+                let share = |e: i64| (slots + e) / experts as i64;
+                let counts = (0..experts as i64).map(share).collect();
+                input.insert("global_counts", CallTensor::owned(&[experts], counts));
+                let tokens = CallTensor::owned(&[1], vec![tokens as i64]);
+                input.insert("global_tokens", tokens);
+            }
+            _ => {}
+        }
+    }
 }
 
 /// The values of a tensor that are `value` of the old value and its index.
@@ -161,6 +184,69 @@ fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moesaic::plan::{Role, plan_training};
+    use moesaic::spec::testing;
+    use moesaic::{CpuIsa, Target, Training};
+    use std::collections::BTreeSet;
+
+    /// Layers that between them take everything that a layer can take.
+    fn layers() -> Vec<LayerSpec> {
+        let shape = "shape = { model_dim = 8, hidden_dim = 8, experts = 4, top_k = 2 }\n";
+        let texts = [
+            "router = { token_mask = true, active_k = true }",
+            "losses = [{ kind = \"sequence\", coefficient = 1 }]",
+            "losses = [{ kind = \"global\", coefficient = 1 }]",
+        ];
+        let parsed = texts.map(|text| LayerSpec::from_toml(&format!("{shape}{text}")).unwrap());
+        let samples = (0..200).map(testing::sample);
+        parsed.into_iter().chain(samples).collect()
+    }
+
+    /// Every input of every plan is there, as the plan wants it.
+    #[test]
+    fn calls_have_all_that_layers_take() {
+        let mut seen = BTreeSet::new();
+        for spec in layers() {
+            let target = Target::Cpu(CpuIsa::Portable);
+            let plan = plan_training(&spec, target, Training::default()).unwrap();
+            for tokens in [0, 5] {
+                let call = input(&spec, tokens);
+                let wanted = plan.tensors.iter().filter(|t| t.role == Role::Input);
+                for tensor in wanted {
+                    let what = format!("{} of {}", tensor.name, spec.to_toml());
+                    let found = call.tensors.get(&tensor.name);
+                    let found = found.unwrap_or_else(|| panic!("no {what}"));
+                    assert_eq!(found.dtype, tensor.dtype, "{what}");
+                    let shape = tensor.shape.iter();
+                    let shape: Vec<usize> = shape
+                        .map(|size| size.eval(tokens as u64) as usize)
+                        .collect();
+                    assert_eq!(found.shape, shape, "{what}");
+                    assert_eq!(
+                        found.data.len() as u64,
+                        tensor.bytes(tokens as u64),
+                        "{what}"
+                    );
+                    seen.insert(tensor.name.clone());
+                }
+            }
+        }
+        let known = [
+            "active_k",
+            "global_counts",
+            "global_tokens",
+            "sequence_ids",
+            "token_ids",
+            "token_mask",
+            "topk_ids",
+            "topk_weights",
+            "x",
+        ];
+        assert_eq!(
+            seen.iter().collect::<Vec<_>>(),
+            known.iter().collect::<Vec<_>>()
+        );
+    }
 
     #[test]
     fn values_are_spread_and_the_same_every_time() {

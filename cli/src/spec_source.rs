@@ -2,6 +2,7 @@
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::units;
 use clap::{Args, ValueEnum};
 use moesaic::spec::hf::{self, Import, TensorSource};
 use moesaic::{DType, LayerSpec};
@@ -24,7 +25,7 @@ pub struct LayerArgs {
     #[arg(long, value_name = "DIR")]
     pub hf: Option<PathBuf>,
     /// Which layer of the model; the first with experts if not given
-    #[arg(long, value_name = "N", requires = "hf")]
+    #[arg(long, value_name = "N", requires = "hf", conflicts_with = "spec")]
     pub layer: Option<usize>,
     /// Element type of weights and activations, instead of the spec's
     #[arg(long, value_name = "DTYPE")]
@@ -117,6 +118,40 @@ fn first_layer(config: &str, console: &Console) -> Result<usize> {
         ));
     }
     Ok(first)
+}
+
+/// The layers with experts of a Hugging Face model. Those that differ in nothing
+/// but their number are one, by the name of the first.
+pub fn read_model(path: &Path, console: &Console) -> Result<Vec<LayerSpec>> {
+    let (_, text) = read_config(path)?;
+    let layers = hf::moe_layers(&text)?;
+    if layers.is_empty() {
+        hf::import(&text, 0)?;
+    }
+    let mut specs: Vec<LayerSpec> = Vec::new();
+    let mut said: Vec<String> = Vec::new();
+    for &layer in &layers {
+        let import = hf::import(&text, layer)
+            .map_err(|error| Failure::from(error).hint("--layer N compiles one layer"))?;
+        let alike = |spec: &LayerSpec| LayerSpec {
+            name: spec.name.clone(),
+            ..import.spec.clone()
+        };
+        if specs.iter().all(|spec| *spec != alike(spec)) {
+            check(&import.spec)?;
+            specs.push(import.spec);
+        }
+        said.extend(import.notes);
+    }
+    said.sort();
+    said.dedup();
+    said.iter().for_each(|note| console.note(note));
+    console.note(&format!(
+        "{} with experts, {} of them different",
+        units::count(layers.len(), "layer"),
+        specs.len()
+    ));
+    Ok(specs)
 }
 
 /// The directory, and the text of its config.json. The file itself will do.

@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::suggest::closest;
-use moesaic::{Target, TargetError, resolve_target};
+use moesaic::{Engine, EngineOptions, Target, TargetError, resolve_target};
 
 /// Names that stand for what this machine has.
 const SHORT: [&str; 4] = ["auto", "cpu", "cuda", "rocm"];
@@ -24,6 +24,43 @@ pub fn resolve(names: &[String]) -> Result<Vec<Target>> {
 pub fn resolve_one(name: &str) -> Result<Target> {
     let name = if name == "auto" { "cpu" } else { name };
     Ok(resolve_target(name.trim())?)
+}
+
+/// A target by the name that was asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    name: &'a str,
+    /// What it stands for.
+    pub target: Target,
+}
+
+impl Asked<'_> {
+    /// The failure of an option that would change nothing.
+    pub fn idle(&self, option: &str, why: &str) -> Failure {
+        let here = match self.name {
+            "auto" => format!(", which is `{}` here", self.target),
+            _ => String::new(),
+        };
+        let name = self.name;
+        Failure::input(format!("{option} does nothing on `{name}`{here}: {why}"))
+    }
+}
+
+/// Opens the engine of a target name. `check` says whether the options go with
+/// the target: before a device is looked for, unless only that says which it is.
+pub fn open(
+    name: &str,
+    options: EngineOptions,
+    check: impl Fn(&Asked<'_>) -> Result,
+) -> Result<Engine> {
+    if !["auto", "cuda", "rocm"].contains(&name) {
+        let target = resolve_one(name)?;
+        check(&Asked { name, target })?;
+    }
+    let engine = Engine::open(name, options)?;
+    let target = engine.target();
+    check(&Asked { name, target })?;
+    Ok(engine)
 }
 
 /// The failure of a name that is not known.

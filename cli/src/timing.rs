@@ -2,23 +2,55 @@
 
 use crate::failure::Result;
 use crate::random;
-use moesaic::{Counters, Input, Layer};
+use moesaic::{Counters, HostTensor, Input, Layer};
 use std::time::Duration;
 
-/// Runs a layer on `input`, so that [`Layer::time_steps`] runs its launches on
-/// the same: backward too where the layer is trained.
+/// A call that a layer is timed on.
+pub struct Call {
+    pub input: Input<'static>,
+    /// Where the layer trains.
+    dy: Option<HostTensor<'static>>,
+}
+
+impl Call {
+    pub fn new(layer: &Layer, input: Input<'static>) -> Call {
+        let trains = layer.plan().training.is_some();
+        let dy = || random::output_gradient(layer.spec(), input.tokens);
+        Call {
+            dy: trains.then(dy),
+            input,
+        }
+    }
+
+    /// Runs the layer from host memory to host memory, forward and backward
+    /// where it trains. [`Layer::time_steps`] then runs the same launches.
+    ///
+    /// # Errors
+    /// When a launch fails.
+    pub fn run(&self, layer: &Layer) -> Result {
+        match &self.dy {
+            None => drop(layer.forward(&self.input)?),
+            Some(dy) => {
+                let counters = Counters::default();
+                let (_, saved) = layer.forward_train(&self.input, &["y"], counters)?;
+                layer.backward(&saved, dy, false)?;
+                // Its memory, x in it, is what a timed pass keeps things in.
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a layer gives for tokens in the pass that is timed.
 ///
 /// # Errors
 /// When a launch fails.
-pub fn stage(layer: &Layer, input: &Input<'_>) -> Result {
-    layer.forward(input)?;
-    if layer.plan().training.is_some() {
-        let (_, saved) = layer.forward_train(input, &[], Counters::default())?;
-        let dy = random::output_gradient(layer.spec(), input.tokens);
-        layer.backward(&saved, &dy, false)?;
-        // Its memory, x in it, is what the timed pass keeps things in.
-    }
-    Ok(())
+pub fn y(layer: &Layer, input: &Input<'_>) -> Result<HostTensor<'static>> {
+    let output = match layer.plan().training {
+        None => layer.forward(input)?,
+        Some(_) => layer.forward_train(input, &["y"], Counters::default())?.0,
+    };
+    Ok(output.y().clone())
 }
 
 /// The middle one, the later of two; zero of none.

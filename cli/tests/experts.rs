@@ -2,8 +2,10 @@
 
 mod common;
 
-use common::{Finished, Small, load, moesaic};
+use common::{Finished, Small, load, moesaic, save, tensor, write};
+use moesaic::weights::{Checkpoint, HostWeights};
 use std::ffi::OsStr;
+use std::fs;
 use std::path::Path;
 
 fn experts<A: AsRef<OsStr>>(args: &[A]) -> Finished {
@@ -74,6 +76,149 @@ fn a_layer_with_more_experts_runs_the_same() {
         &more,
     ];
     experts(&wrong).fails(2, &["no expert 5 to copy, there are 5"]);
+}
+
+/// The weights of the small layer as two ranks of Tutel hold them.
+fn tutel_ranks(dir: &Path) -> (String, [String; 2]) {
+    let spec = "\
+name = \"tutel\"
+shape = { model_dim = 20, hidden_dim = 12, experts = 6, top_k = 2 }
+experts = { form = \"plain\", activation = \"gelu\" }
+";
+    let spec = write(dir, "tutel.toml", spec);
+    let rank = |seed| {
+        let tensors = HostWeights::from([
+            ("moe.gates.0.wg.weight".to_string(), tensor(&[6, 20], 1)),
+            (
+                "moe.experts.batched_fc1_w".to_string(),
+                tensor(&[3, 12, 20], seed),
+            ),
+            (
+                "moe.experts.batched_fc2_w".to_string(),
+                tensor(&[3, 12, 20], seed + 1),
+            ),
+        ]);
+        let file = save(dir, &format!("rank{seed}.safetensors"), &tensors);
+        file.to_str().expect("a UTF-8 path").to_string()
+    };
+    let spec = spec.to_str().expect("a UTF-8 path").to_string();
+    (spec, [rank(2), rank(4)])
+}
+
+#[test]
+fn ranks_of_another_library_become_one_layer() {
+    let small = Small::new();
+    let dir = small.dir.path();
+    let (spec, [first, second]) = tutel_ranks(dir);
+    let whole = path(dir, "whole.safetensors");
+    let import = |more: &[&str]| {
+        let args = ["import", "--spec", &spec, "-o", &whole];
+        experts(&[&args[..], more].concat())
+    };
+    let made = import(&["--keys", "tutel", &first, &second]).ok();
+    assert!(made.contains("whole.safetensors: 6 experts"), "{made}");
+    let (_, shape, down) = load(Path::new(&whole), "experts.down.weight");
+    assert_eq!(shape, [6, 20, 12]);
+    // The last expert's rows and columns are those of the second rank, swapped.
+    let (_, _, theirs) = load(Path::new(&second), "moe.experts.batched_fc2_w");
+    assert_eq!(down[5 * 240 + 7 * 12 + 3], theirs[2 * 240 + 3 * 20 + 7]);
+    import(&[&first, &second]).fails(2, &["--keys tutel or fastmoe"]);
+    import(&["--keys", "tutel", &first, &second, &first, &second])
+        .fails(2, &["6 experts cannot lie evenly in 4 files"]);
+    let text = fs::read_to_string(&spec).expect("the spec");
+    fs::write(&spec, format!("{text}\nprecision.weights = \"bf16\"\n")).expect("a spec");
+    let ranks = ["--keys", "tutel", &first, &second];
+    import(&ranks).fails(2, &["--narrow"]);
+    import(&[&ranks[..], &["--narrow"]].concat()).ok();
+    import(&["--keys", "fastmoe", &first]).fails(2, &["read as fastmoe's: no name ends with"]);
+}
+
+#[test]
+fn a_layer_runs_with_the_names_of_another_library() {
+    let small = Small::new();
+    let dir = small.dir.path();
+    let (spec, [first, second]) = tutel_ranks(dir);
+    let (whole, ours) = (
+        path(dir, "whole.safetensors"),
+        path(dir, "ours.safetensors"),
+    );
+    let import = ["import", "--spec", &spec, "--keys", "tutel", "-o", &whole];
+    experts(&[&import[..], &[&first, &second]].concat()).ok();
+    // All six experts in one file, by Tutel's names.
+    let mut dict = HostWeights::new();
+    for name in [
+        "gates.0.wg.weight",
+        "experts.batched_fc1_w",
+        "experts.batched_fc2_w",
+    ] {
+        let [first, second] = [&first, &second].map(|file| {
+            let file = Checkpoint::open(file).expect("a file");
+            file.read(&format!("moe.{name}")).expect("a tensor")
+        });
+        let mut joined = first;
+        if name.starts_with("experts") {
+            joined.shape[0] = 6;
+            joined.bytes.extend(second.bytes);
+        }
+        dict.insert(format!("blocks.1.{name}"), joined);
+    }
+    let theirs = save(dir, "theirs.safetensors", &dict);
+    let theirs = theirs.to_str().expect("a UTF-8 path");
+    let run = |weights: &str, more: &[&str]| {
+        let input = path(dir, "x.safetensors");
+        let args = [
+            "run",
+            "--target",
+            "cpu",
+            "--spec",
+            &spec,
+            "--weights",
+            weights,
+        ];
+        let files = ["--input", &input, "--output", &ours];
+        moesaic([&args[..], &files, more].concat()).ok();
+        load(Path::new(&ours), "y").2
+    };
+    let expected = run(&whole, &[]);
+    assert_eq!(run(theirs, &["--keys", "tutel"]), expected);
+    assert_eq!(
+        run(
+            theirs,
+            &["--keys", "tutel", "--prefix", "blocks.1", "--gate", "0"]
+        ),
+        expected
+    );
+}
+
+#[test]
+fn a_capacity_by_a_factor_is_kept_for_calls_of_one_size() {
+    let small = Small::of(&format!(
+        "{}capacity = {{ mode = \"factor\", factor = 1.25 }}\n",
+        common::SMALL
+    ));
+    let dir = small.dir.path();
+    let (spec, weights) = (path(dir, "small.toml"), path(dir, "w.safetensors"));
+    let more = path(dir, "more.safetensors");
+    let add = |tokens: &[&str]| {
+        let args = [
+            "add",
+            "--spec",
+            &spec,
+            "--weights",
+            &weights,
+            "--copy",
+            "1",
+            "-o",
+            &more,
+        ];
+        experts(&[&args[..], tokens].concat())
+    };
+    add(&[]).fails(2, &["say for how many tokens a call it is to be kept"]);
+    let made = add(&["--tokens", "7"]).ok();
+    assert!(
+        made.contains("6 experts; the layer computes the same in calls of 7 to 10 tokens"),
+        "{made}"
+    );
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Finished, Small, command, finish, scratch, write};
+use common::{EVERY_INPUT, Finished, Small, command, finish, scratch, write};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -53,7 +53,7 @@ fn tune_prints_what_it_tried_and_keeps_what_it_found() {
 
 #[test]
 fn training_has_sizes_of_its_own() {
-    let small = Small::new();
+    let small = Small::of(EVERY_INPUT);
     let cache = scratch();
     let args = [&TUNE[..], &["--training", "--json"]].concat();
     let json = on(cache.path(), &args, &small.spec).json();

@@ -7,7 +7,6 @@ use moesaic::cpu::host_nodes;
 use moesaic::half::bf16;
 use moesaic::plan::{Role, TensorPlan};
 use moesaic::{DType, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, Weights};
-use std::collections::BTreeMap;
 use std::error::Error;
 
 const LAYER: &str = include_str!("layer.toml");
@@ -121,7 +120,7 @@ fn read(layer: &Layer, range: Range, tokens: usize) -> Result<String, Box<dyn Er
     let dim = layer.plan().spec.shape.model_dim;
     let mut input = Input {
         tokens,
-        tensors: BTreeMap::new(),
+        ..Input::default()
     };
     input.insert("x", numbers(dtype, &[tokens, dim], 1.0));
     let mut y = 0;

@@ -118,6 +118,7 @@ pub const GPU: &[Template] = index![
     "prelude/slab.hpp",
     "gpu/gate_topk_bwd.cu",
     "gpu/gate_token.cu",
+    "gpu/gate_whole_team.cu",
     "gpu/gate_weights_bwd.cu",
     "gpu/gate_losses.cu",
     "gpu/gate_noise_scale.cu",

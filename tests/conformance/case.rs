@@ -4,7 +4,6 @@ use super::compare::{close, equal};
 use moesaic::reference::{self, Decision, Random};
 use moesaic::spec::{LayerSpec, RouterKind};
 use moesaic::{DType, Engine, HostTensor, Input, Layer, Output, Weights};
-use std::collections::BTreeMap;
 
 /// One layer with one input.
 pub struct Case {
@@ -65,7 +64,8 @@ impl Case {
         let (t, k) = (self.input.tokens, self.spec.shape.top_k);
         let mut input = Input {
             tokens: t,
-            tensors: BTreeMap::new(),
+            capacity_factor: self.input.capacity_factor,
+            ..Input::default()
         };
         let x = host(
             self.spec.precision.activations,
@@ -78,6 +78,15 @@ impl Case {
         }
         if let Some(active) = self.input.active_k {
             input.insert("active_k", HostTensor::owned(&[1], vec![active as i32]));
+        }
+        if let Some(ids) = &self.input.sequence_ids {
+            input.insert("sequence_ids", HostTensor::owned(&[t], ids.clone()));
+        }
+        if let Some((counts, tokens)) = &self.input.global {
+            let counts = HostTensor::owned(&[counts.len()], counts.clone());
+            input.insert("global_counts", counts);
+            let tokens = HostTensor::owned(&[1], vec![*tokens as i64]);
+            input.insert("global_tokens", tokens);
         }
         if let Some(ids) = &self.input.token_ids {
             input.insert("token_ids", HostTensor::owned(&[t], ids.clone()));
@@ -92,7 +101,12 @@ impl Case {
 
     /// Runs the layer and holds every stage against the reference.
     pub fn check(&self, engine: &Engine) {
-        let layer = self.layer(engine);
+        self.check_layer(&self.layer(engine));
+    }
+
+    /// Evaluates a layer that was made of this case, and holds every stage
+    /// against the reference.
+    pub fn check_layer(&self, layer: &Layer) {
         let names = self.outputs();
         let output = layer
             .forward_with(&self.input(), &names)
@@ -163,7 +177,7 @@ impl Case {
 
     /// Locations, counts and maps, given the decision.
     fn check_scan(&self, output: &Output, decision: &Decision) -> reference::Placement {
-        let placed = reference::scan(&self.spec, decision, self.input.tokens, None);
+        let placed = reference::scan(&self.spec, decision, &self.input);
         equal(
             &self.what("expert_scan: counts"),
             &longs(output, "counts"),

@@ -8,7 +8,7 @@ use moesaic::reference::{self, Random, rng::Draw};
 use moesaic::spec::*;
 use moesaic::{Counters, DType, Engine, Output, Training};
 
-const COUNTERS: Counters = Counters {
+pub const COUNTERS: Counters = Counters {
     seed: 1 << 40 | 7,
     step: 3,
     layer: 2,
@@ -16,7 +16,7 @@ const COUNTERS: Counters = Counters {
 };
 
 /// The counters as the reference takes them.
-fn draw(counters: Counters) -> Draw {
+pub fn draw(counters: Counters) -> Draw {
     Draw {
         seed: counters.seed,
         step: counters.step,
@@ -211,7 +211,7 @@ fn random_order(target: &str) {
         let run = layer.forward_train(&case.input(), &["y", "locations"], counters);
         let output = run.unwrap_or_else(|e| panic!("{target}: {e}")).0;
         let decision = reference::gate(&spec, &case.weights, &case.input).decision;
-        let expected = reference::scan(&spec, &decision, 130, case.input.draw);
+        let expected = reference::scan(&spec, &decision, &case.input);
         assert!(expected.locations.contains(&-1), "the test drops nothing");
         assert_eq!(ints(&output, "locations"), expected.locations, "{target}");
         seen.push(expected.locations);

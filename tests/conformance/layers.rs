@@ -2,7 +2,7 @@
 
 use super::Case;
 use moesaic::spec::{LayerSpec, testing};
-use moesaic::{DType, Engine, EngineOptions, Input};
+use moesaic::{Counters, DType, Engine, EngineOptions, Input, Recompute};
 
 /// The engines to check: every instruction set this CPU runs, with poisoned
 /// memory, and the GPU if there is one.
@@ -216,4 +216,19 @@ fn timing_needs_a_call_of_that_size() {
         .expect_err("no call was that large")
         .to_string();
     assert!(error.contains("fewer than 11 tokens"), "{error}");
+}
+
+/// An evaluation leaves nothing that both passes of training could run on again.
+#[test]
+fn timing_training_needs_a_training_call() {
+    let case = Case::random(&small(BASE), 10, 1);
+    let layer = case.training_layer(&engine(), Recompute::None);
+    layer.forward(&case.input()).expect("it runs");
+    let error = layer.time_steps(10).expect_err("nothing was trained");
+    assert!(error.to_string().contains("run forward_train"), "{error}");
+    let trained = layer.forward_train(&case.input(), &["y"], Counters::default());
+    drop(trained.expect("it runs"));
+    let times = layer.time_steps(10).expect("it runs");
+    assert_eq!(times.len(), layer.plan().all_steps().count());
+    assert!(layer.time_steps(11).is_err());
 }

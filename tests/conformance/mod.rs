@@ -5,16 +5,22 @@
 //! the device computed them, so a difference names the kernel that made it,
 //! and routing, counts and locations can be compared exactly.
 
+mod addresses;
 mod batch;
 mod caches;
 mod case;
 mod compare;
 mod drawn;
 mod emulated;
+mod evaluation;
+mod gates;
+mod global_loss;
 mod layers;
 mod nodes;
+mod options;
 mod orders;
 mod precision;
+mod random;
 mod routing;
 mod saved;
 mod simulated;

@@ -60,7 +60,7 @@ fn check(engine: &Engine, case: &Case) {
     let decision = reference::gate(spec, &case.weights, &case.input).decision;
     assert_eq!(ids, decision.ids, "{}", case.describe());
     let counts = reference::demanded(spec, &ids);
-    let room = reference::capacity_rows(spec, tokens, &counts).unwrap_or(i64::MAX);
+    let room = reference::capacity_rows(spec, &case.input, &counts).unwrap_or(i64::MAX);
     let draws: Vec<u64> = (0..tokens * TOP_K)
         .map(|slot| reference::random_key(None, slot / TOP_K, slot % TOP_K))
         .collect();

@@ -174,6 +174,7 @@ fn raw_calls_are_host_calls() {
     let call = RawCall {
         tokens: 19,
         tensors: &[("x", x.ptr()), ("y", y.ptr())],
+        ..RawCall::default()
     };
     let back = RawBackward {
         tensors: &[("dy", dy.ptr()), ("dx", dx.ptr())],

@@ -5,7 +5,8 @@ use super::Case;
 use super::case::{ints, longs};
 use super::layers::engine as cpu;
 use moesaic::spec::{CapacityMode, CapacityOrder, LayerSpec, testing};
-use moesaic::{DType, Engine, EngineOptions, Output};
+use moesaic::toolchain::testing::{Tool, needed};
+use moesaic::{DType, Engine, EngineOptions, Output, resolve_target};
 
 /// One of each family of kernels: `mma`, `wgmma`, matrix cores.
 pub const SIMULATORS: [&str; 3] = ["sim:sm_80", "sim:sm_90a", "sim:gfx942"];
@@ -15,7 +16,8 @@ pub fn open(target: &str) -> Engine {
         poison: true,
         ..EngineOptions::default()
     };
-    Engine::open(target, options).unwrap_or_else(|e| panic!("{target}: {e}"))
+    let tool = Tool::of(resolve_target(target).expect("a target"));
+    needed(tool, Engine::open(target, options))
 }
 
 pub fn small(model_dim: usize, hidden_dim: usize, experts: usize, top_k: usize) -> LayerSpec {

@@ -8,14 +8,18 @@ use moesaic::spec::{
     Activation, CapacityMode, CapacityOrder, ExpertForm, LayerSpec, Renormalize, RouterKind,
     SharedExpert, SharedGate, WeightSite,
 };
-use moesaic::{DType, Engine, Recompute};
+use moesaic::{DType, Engine, Layer, Recompute};
 
 impl Case {
     /// Trains once and holds every gradient against the reference.
     pub fn check_training(&self, engine: &Engine, recompute: Recompute) {
+        self.check_gradients(&self.training_layer(engine, recompute));
+    }
+
+    /// The same with a layer that was made of this case.
+    pub fn check_gradients(&self, layer: &Layer) {
         let dy = self.dy(0xd7);
-        let layer = self.training_layer(engine, recompute);
-        let (found, ids) = self.train(&layer, &dy, &[false]);
+        let (found, ids) = self.train(layer, &dy, &[false]);
         // Gradients of two different choices cannot be compared.
         equal(&self.what("ids"), &ids, &self.chosen());
         let expected = self.trained(&dy);
@@ -78,19 +82,20 @@ pub fn changes() -> Vec<LayerSpec> {
             s.shared = vec![SharedExpert {
                 hidden_dim: 16,
                 gate: SharedGate::None,
+                bias: None,
             }];
         }),
         // In f32 no rounding crosses the clamp.
         with(external(40, 24, 6, 2), |s| {
             s.precision.weights = DType::Bf16;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.clamp = Some(0.4);
             s.experts.up_offset = 1.0;
         }),
         with(external(33, 21, 6, 2), |s| {
             s.experts.form = ExpertForm::Plain;
             s.experts.activation = Activation::Gelu;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.router.weight_on = WeightSite::Input;
             s.shape.output_dim = Some(17);
         }),
@@ -102,6 +107,7 @@ pub fn changes() -> Vec<LayerSpec> {
             s.shared = vec![SharedExpert {
                 hidden_dim: 9,
                 gate: SharedGate::Sigmoid,
+                bias: None,
             }];
         }),
         with(external(16, 24, 6, 2), |s| {

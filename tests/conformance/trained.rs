@@ -46,10 +46,19 @@ impl Case {
         (all, ints(&output, "topk_ids"))
     }
 
+    /// The input of a training call with counters of zero, where it has none.
+    pub fn drawing(&self) -> reference::Input {
+        reference::Input {
+            draw: Some(self.input.draw.unwrap_or_default()),
+            ..self.input.clone()
+        }
+    }
+
     /// The same in f64.
     pub fn trained(&self, dy: &[f64]) -> Results {
-        let y = reference::forward(&self.spec, &self.weights, &self.input).y;
-        let back = reference::backward(&self.spec, &self.weights, &self.input, dy);
+        let input = self.drawing();
+        let y = reference::forward(&self.spec, &self.weights, &input).y;
+        let back = reference::backward(&self.spec, &self.weights, &input, dy);
         let named = [
             ("y", y),
             ("dx", back.x),
@@ -62,7 +71,7 @@ impl Case {
 
     /// The experts that the reference chooses.
     pub fn chosen(&self) -> Vec<i32> {
-        let gate = reference::gate(&self.spec, &self.weights, &self.input);
+        let gate = reference::gate(&self.spec, &self.weights, &self.drawing());
         gate.decision.ids
     }
 }

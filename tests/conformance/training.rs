@@ -16,7 +16,7 @@ fn base(change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
 
 /// Without losses and without what draws random numbers, which have tests of
 /// their own.
-fn quiet(mut spec: LayerSpec) -> LayerSpec {
+pub fn quiet(mut spec: LayerSpec) -> LayerSpec {
     let router = Router {
         jitter: 0.0,
         input_dropout: 0.0,
@@ -37,7 +37,7 @@ fn gradients(case: &Case, layer: &Layer, accumulate: &[bool]) -> (Results, Vec<i
 
 /// Holds every gradient against the reference; `false` where the router's f32
 /// scores chose another expert than f64 does, so that nothing can be compared.
-fn agrees(case: &Case, engine: &Engine) -> bool {
+pub fn agrees(case: &Case, engine: &Engine) -> bool {
     let layer = case.training_layer(engine, Recompute::None);
     let (found, ids) = gradients(case, &layer, &[false]);
     if ids != case.chosen() {
@@ -62,14 +62,18 @@ fn agrees(case: &Case, engine: &Engine) -> bool {
 /// Errors in root mean square, relative to the tensor's. Pre-activations,
 /// hidden, dout, dgate, dup and drows are each rounded once to storage; a sum
 /// that cancels keeps the errors of its terms.
-fn near(what: &str, spec: &LayerSpec, found: &[f64], want: &[f64], largest: f64) {
+pub fn near(what: &str, spec: &LayerSpec, found: &[f64], want: &[f64], largest: f64) {
     assert_eq!(found.len(), want.len(), "{what}: length");
     let rms = |values: &mut dyn Iterator<Item = f64>| {
         (values.map(|v| v * v).sum::<f64>() / want.len().max(1) as f64).sqrt()
     };
     let error = rms(&mut found.iter().zip(want).map(|(f, w)| f - w));
     let size = rms(&mut want.iter().copied());
-    let rounding = spec.precision.activations.unit_roundoff();
+    let rounding = match spec.precision.tf32 {
+        // The factors' own rounding.
+        true => 2f64.powi(-11),
+        false => spec.precision.activations.unit_roundoff(),
+    };
     let tolerance = (5e-5 + 8.0 * rounding) * size + (1e-6 + rounding) * largest;
     assert!(
         error <= tolerance,

@@ -1,15 +1,15 @@
-//! Experts that are the caller's code, and experts behind several routers.
+//! Experts that are the caller's code, as a whole or in part.
 
 use super::Case;
-use super::case::{floats, host};
-use super::compare::{close, equal};
+use super::case::{floats, host, longs};
+use super::compare::close;
+use super::drawn::{COUNTERS, draw};
 use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
 use moesaic::{
-    Counters, DType, Engine, ExpertBackward, HostTensor, Input, Training, UserExpert, UserLayer,
-    Weights,
+    Counters, DType, Engine, ExpertBackward, HostTensor, Training, UserExpert, UserLayer, Weights,
 };
 use std::sync::{Arc, Mutex};
 
@@ -80,9 +80,9 @@ fn heterogeneous(toml: &str, tokens: usize) -> (Case, Vec<Box<dyn UserExpert>>, 
     let spec = LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{e}"));
     let mut case = Case::random(&spec, tokens, 5);
     let (model, most, output) = (
-        spec.shape.model_dim,
+        spec.expert_input_dim(),
         spec.shape.hidden_dim,
-        spec.output_dim(),
+        spec.expert_output_dim(),
     );
     let mut experts: Vec<Box<dyn UserExpert>> = Vec::new();
     let mut seen = Vec::new();
@@ -164,14 +164,46 @@ fn user_experts_run_in_every_routing() {
     }
 }
 
+/// Around experts that are code, too, training draws and evaluation does not.
+#[test]
+fn user_experts_evaluate_and_train() {
+    let toml = "shape = { model_dim = 9, hidden_dim = 6, experts = 5, top_k = 2 }\n\
+                experts = { form = \"plain\", activation = \"relu\" }\n\
+                router = { noise = 4.0, jitter = 0.5 }\n\
+                capacity = { mode = \"factor\", factor = 0.7, eval_factor = 1.1 }\n";
+    let layer = |training| {
+        let (case, experts, _) = heterogeneous(toml, 31);
+        let layer = user_layer(&engine(), &case, experts, training);
+        (case, layer)
+    };
+    let (mut case, trains) = layer(true);
+    let names = ["y", "topk_ids", "counts", "locations", "capacity"];
+    let found = trains.forward(&case.input(), &names).unwrap();
+    let only_evaluates = layer(false).1.forward(&case.input(), &names).unwrap();
+    let expected = reference::forward(&case.spec, &case.weights, &case.input);
+    close("y", &floats(&found, "y"), &expected.y, 1e-5);
+    assert_eq!(found.into_tensors(), only_evaluates.into_tensors());
+    case.input.draw = Some(draw(COUNTERS));
+    let trained = trains.forward_train(&case.input(), &["y"], COUNTERS);
+    let expected = reference::forward(&case.spec, &case.weights, &case.input);
+    close("y", &floats(&trained.unwrap().0, "y"), &expected.y, 1e-5);
+    case.input.capacity_factor = Some(2.0);
+    let roomy = trains.forward_train(&case.input(), &["capacity"], COUNTERS);
+    let expected = reference::forward(&case.spec, &case.weights, &case.input);
+    assert_eq!(
+        longs(&roomy.unwrap().0, "capacity"),
+        [expected.capacity.unwrap()]
+    );
+}
+
 /// Random gradients of y, as the engine and as the reference take them.
-fn random_dy(case: &Case) -> (HostTensor<'static>, Vec<f64>) {
+pub fn random_dy(case: &Case) -> (HostTensor<'static>, Vec<f64>) {
     let shape = [case.input.tokens, case.spec.output_dim()];
     let values = Random::new(8).vec(shape[0] * shape[1]);
     (host(DType::F32, &shape, &values), values)
 }
 
-fn external(extra: &str) -> String {
+pub fn external(extra: &str) -> String {
     format!(
         "shape = {{ model_dim = 9, hidden_dim = 6, experts = 5, top_k = 2 }}\n\
          experts = {{ form = \"plain\", activation = \"relu\" }}\n\
@@ -187,6 +219,8 @@ fn user_experts_run_backward() {
         external("weight_on = \"input\"\n"),
         external("[capacity]\nmode = \"fixed\"\nrows = 6\n[[shared]]\nhidden_dim = 5\n"),
         linear.clone() + "renormalize = \"sum\"\n",
+        linear.clone()
+            + "[latent]\ndim = 7\nbias = true\n[[shared]]\nhidden_dim = 5\ngate = \"sigmoid\"\n",
         linear
             + "score = \"sigmoid\"\nbias = true\n[[shared]]\nhidden_dim = 5\ngate = \"sigmoid\"\n",
     ] {
@@ -195,13 +229,12 @@ fn user_experts_run_backward() {
 }
 
 #[test]
-fn user_experts_and_gates_run_on_simulated_gpus() {
+fn user_experts_run_on_simulated_gpus() {
     for target in SIMULATORS {
         let engine = open(target);
         check_backward(&engine, &external(""));
         let linear = external("").replace("external", "linear");
         check_backward(&engine, &(linear + "renormalize = \"sum\"\n"));
-        check_gates(&engine, &two_gates(&external("")));
     }
 }
 
@@ -221,7 +254,13 @@ fn check_backward(engine: &Engine, spec: &str) {
         let weights = floats(&back, "grad.topk_weights");
         close("grad.topk_weights", &weights, &expected.topk_weights, 1e-5);
     }
-    for name in ["router.weight", "router.bias", "shared.0.router.weight"] {
+    for name in [
+        "router.weight",
+        "router.bias",
+        "shared.0.router.weight",
+        "latent.down.weight",
+        "latent.up.bias",
+    ] {
         let Some(expected) = expected.weights.get(name) else {
             continue;
         };
@@ -240,7 +279,7 @@ fn check_backward(engine: &Engine, spec: &str) {
                 .map(|g| f64::from(*g))
                 .collect();
             let hidden = case.spec.shape.hidden_dim - e % 3;
-            let (most, model) = (case.spec.shape.hidden_dim, case.spec.shape.model_dim);
+            let (most, model) = (case.spec.shape.hidden_dim, case.spec.expert_input_dim());
             let own = all.outer(e).iter().enumerate();
             let kept = own.filter(|(i, _)| match part {
                 0 => i / model < hidden,
@@ -264,7 +303,7 @@ fn user_experts_that_do_not_fit_are_refused() {
     );
     for change in [
         |spec: &mut LayerSpec| spec.router.weight_on = WeightSite::Activation,
-        |spec: &mut LayerSpec| spec.experts.bias = true,
+        |spec: &mut LayerSpec| spec.experts.bias = true.into(),
     ] {
         let (case, experts, _) = heterogeneous(&external(""), 1);
         let mut spec = case.spec.clone();
@@ -274,125 +313,6 @@ fn user_experts_that_do_not_fit_are_refused() {
                 .user_layer(&spec, &others(&case), experts, false)
                 .is_err()
         );
-    }
-}
-
-/// The weights of a case whose names begin with `router.`, or the others.
-fn weights_of(case: &Case, router: bool) -> Weights<'static> {
-    let mut weights = Weights::new();
-    for tensor in canonical_tensors(&case.spec) {
-        if tensor.name.starts_with("router.") == router {
-            let values = &case.weights.get(&tensor.name).data;
-            weights.insert(&tensor.name, host(tensor.dtype, &tensor.shape, values));
-        }
-    }
-    weights
-}
-
-#[test]
-fn gates_share_experts() {
-    let toml = "shape = { model_dim = 12, hidden_dim = 10, experts = 4, top_k = 4 }";
-    let spec = LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{e}"));
-    let case = Case::random(&spec, 9, 1);
-    let cases = [3, 4].map(|seed| {
-        let mut other = Case::random(&spec, 9, seed);
-        other.input = case.input.clone();
-        for (name, tensor) in &case.weights.0 {
-            if !name.starts_with("router.") {
-                other.weights.0.insert(name.clone(), tensor.clone());
-            }
-        }
-        other
-    });
-    let routers = [weights_of(&cases[0], true), weights_of(&cases[1], true)];
-    let gates = engine().multi_gate(&spec, &weights_of(&case, false), &routers, None);
-    let gates = gates.unwrap_or_else(|e| panic!("{e}"));
-    let outputs = gates
-        .forward(&case.input(), &["y"])
-        .unwrap_or_else(|e| panic!("{e}"));
-    for (case, output) in cases.iter().zip(&outputs) {
-        let alone = case.layer(&engine()).forward(&case.input());
-        let alone = alone.unwrap_or_else(|e| panic!("{e}"));
-        equal("y", &output.y().data, &alone.y().data);
-    }
-    // A new weight of an expert is every gate's.
-    let name = "experts.down.weight";
-    let zeros = HostTensor::owned(&[4, 12, 10], vec![0.0f32; 480]);
-    gates.layers()[0]
-        .set_weight(name, &zeros)
-        .unwrap_or_else(|e| panic!("{e}"));
-    for output in gates
-        .forward(&case.input(), &["y"])
-        .unwrap_or_else(|e| panic!("{e}"))
-    {
-        assert!(output.y().to_f32().iter().all(|y| *y == 0.0));
-    }
-}
-
-/// Two gates on one set of experts, and the same twice for the reference.
-fn two_gates(toml: &str) -> [Case; 2] {
-    let spec = LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{e}"));
-    let experts = reference::Weights::random(&spec, 1).rounded(&spec);
-    [1, 2].map(|seed| {
-        let mut case = Case::random(&spec, 17, seed);
-        for (name, tensor) in &experts.0 {
-            if !name.starts_with("router.") {
-                case.weights.0.insert(name.clone(), tensor.clone());
-            }
-        }
-        case
-    })
-}
-
-#[test]
-fn gradients_of_shared_experts_are_summed() {
-    let mmoe = "shape = { model_dim = 9, hidden_dim = 6, experts = 3, top_k = 3 }\n\
-                router.bias = true\n[[shared]]\nhidden_dim = 4\n";
-    for toml in [external(""), mmoe.to_string()] {
-        check_gates(&engine(), &two_gates(&toml));
-    }
-}
-
-fn check_gates(engine: &Engine, cases: &[Case; 2]) {
-    let spec = &cases[0].spec;
-    let routers = cases.each_ref().map(|case| weights_of(case, true));
-    let shared = weights_of(&cases[0], false);
-    let gates = engine.multi_gate(spec, &shared, &routers, Some(Training::default()));
-    let gates = gates.unwrap_or_else(|e| panic!("{e}"));
-    let (dy, values) = random_dy(&cases[0]);
-    let expected = cases
-        .each_ref()
-        .map(|case| reference::backward(spec, &case.weights, &case.input, &values));
-    let dy = [dy.clone(), dy];
-    // Overwritten, overwritten again, added to.
-    for times in [1.0, 1.0, 2.0] {
-        let saved = gates.layers().iter().zip(cases).map(|(layer, case)| {
-            let input: Input = case.input();
-            let forward = layer.forward_train(&input, &["y"], Counters::default());
-            forward.unwrap_or_else(|e| panic!("{e}")).1
-        });
-        let saved: Vec<_> = saved.collect();
-        let back = gates
-            .backward(&saved, &dy, times == 2.0)
-            .unwrap_or_else(|e| panic!("{e}"));
-        for (back, expected) in back.iter().zip(&expected) {
-            close("dx", &floats(back, "dx"), &expected.x, 1e-5);
-        }
-        for name in expected[0].weights.keys() {
-            let parts = expected.each_ref().map(|e| &e.weights[name].data);
-            for (layer, own) in gates.layers().iter().zip(parts) {
-                let sum: Vec<f64> = match name.starts_with("router.") {
-                    true => own.iter().map(|g| times * g).collect(),
-                    false => {
-                        let pairs = parts[0].iter().zip(parts[1]);
-                        pairs.map(|(a, b)| times * (a + b)).collect()
-                    }
-                };
-                let found = layer.gradient(name).unwrap_or_else(|e| panic!("{e}"));
-                let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
-                close(name, &found, &sum, 1e-5);
-            }
-        }
     }
 }
 

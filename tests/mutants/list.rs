@@ -102,8 +102,8 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         mistake: "counters of a warp are read and written with no warp barrier between",
         kernel: "expert_scan",
-        from: "        warp_sync();\n        if (placed && lane_index() == first_lane(same))",
-        to: "        if (placed && lane_index() == first_lane(same))",
+        from: "            warp_sync();\n            if (placed && lane_index() == first_lane(same))",
+        to: "            if (placed && lane_index() == first_lane(same))",
         caught: "race in shared memory",
         ..MUTANT
     },

@@ -9,6 +9,7 @@ use list::MUTANTS;
 use moesaic::kernel::KernelSource;
 use moesaic::spec::LayerSpec;
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
+use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::{Compilers, Engine, EngineOptions, Recompute, Target};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -118,7 +119,7 @@ fn check(mutant: &'static Mutant) {
         .unwrap_or_else(|e| panic!("{what}: {}", e.render(mutant.layer, false)));
     let case = Case::random(&spec, mutant.tokens, 11);
     let target: Target = mutant.target.parse().expect("a target");
-    let inner = Kept(Compilers::default().get(target).expect("a compiler"));
+    let inner = Kept(needed(Tool::of(target), Compilers::default().get(target)));
     let planting = Arc::new(Planting { inner, mutant });
     let engine = Engine::open_with(mutant.target, options(), planting).expect("a simulator");
     let report = report(mutant, &case, &engine);

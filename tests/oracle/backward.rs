@@ -2,7 +2,8 @@
 
 use super::{Tutel, engine, entries, open};
 use crate::conformance::SIMULATORS;
-use moesaic::spec::{LayerSpec, Loss, hf};
+use moesaic::spec::hf::{self, Parts};
+use moesaic::spec::{LayerSpec, Loss};
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
 use moesaic::{Counters, Engine, Recompute, Training, engine_weights};
 use serde_json::Value;
@@ -32,7 +33,7 @@ impl Trained {
         let call = engine_weights(&call);
         let mut input = moesaic::Input {
             tokens: x.shape[0],
-            tensors: BTreeMap::new(),
+            ..moesaic::Input::default()
         };
         input.insert("x", call.get("x").unwrap().clone());
         let losses = spec.losses.iter().map(loss_name);
@@ -55,17 +56,23 @@ impl Trained {
 
     /// Within `tolerance` of `want`, relative to its largest element.
     fn close(&self, name: &str, want: &[f64], tolerance: f64) {
+        self.sum_close(name, 1, want, tolerance);
+    }
+
+    /// As `close`, of the sum of `count` stacked tensors.
+    fn sum_close(&self, name: &str, count: usize, want: &[f64], tolerance: f64) {
         let what = &self.what;
         let found = self.found.get(name);
         let found = found
             .unwrap_or_else(|| panic!("{what}: no {name}"))
             .to_f32();
-        assert_eq!(found.len(), want.len(), "{what}: length of {name}");
+        assert_eq!(found.len(), want.len() * count, "{what}: length of {name}");
         let scale = want.iter().fold(0f64, |most, v| most.max(v.abs()));
-        for (i, (&found, want)) in found.iter().zip(want).enumerate() {
-            let error = (f64::from(found) - want).abs();
+        for (i, want) in want.iter().enumerate() {
+            let stack = found.iter().skip(i).step_by(found.len() / count);
+            let found: f64 = stack.map(|&v| f64::from(v)).sum();
             assert!(
-                error <= tolerance * scale,
+                (found - want).abs() <= tolerance * scale,
                 "{what}: {name}[{i}] is {found}, expected {want}"
             );
         }
@@ -175,6 +182,62 @@ fn hugging_face(engine: &Engine) {
             }
         }
         assert!(checked >= 4, "{what}: {checked} gradients");
+    }
+}
+
+/// Gradients of the fixtures of `families`: a file of them has the names and
+/// shapes of the checkpoint, so the recipe of a tensor is that of its gradient.
+fn families(engine: &Engine, wanted: impl Fn(&str) -> bool) -> usize {
+    let dirs = entries("families").into_iter();
+    let dirs: Vec<_> = dirs.filter(|d| wanted(&d.to_string_lossy())).collect();
+    for dir in &dirs {
+        let what = format!("{} on {}", dir.display(), engine.target());
+        let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
+        let case: Value = serde_json::from_str(&read("case.json")).unwrap();
+        let layer = case["layer"].as_u64().expect("a layer") as usize;
+        let import = hf::import(&read("config.json"), layer).unwrap();
+        let load = |file: &str| {
+            let checkpoint = Checkpoint::open(dir.join(file)).unwrap();
+            load_import(&import, &checkpoint, LoadOptions::default()).unwrap()
+        };
+        let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
+        let [x, dy, dx] = ["x", "dy", "dx"].map(|name| block.read(name).unwrap());
+        let weights = load("model.safetensors");
+        let trained = Trained::run(what.clone(), engine, &import.spec, &weights, [&x, &dy]);
+        trained.close("dx", &dx.to_f64(), 2e-5);
+        let gradients = load("gradients.safetensors");
+        let mut checked = 0;
+        for source in &import.sources {
+            let want = gradients[&source.name].to_f64();
+            let name = format!("grad.{}", source.name);
+            match &source.alternatives[0].parts {
+                _ if source.name == "router.select_bias" => continue,
+                Parts::Repeated { count, .. } => {
+                    let one = want.len() / count;
+                    trained.sum_close(&name, *count, &want[..one], 2e-5);
+                }
+                _ => trained.close(&name, &want, 2e-5),
+            }
+            checked += 1;
+        }
+        assert!(checked >= 4, "{what}: {checked} gradients");
+    }
+    dirs.len()
+}
+
+#[test]
+fn gradients_of_every_family() {
+    let count = families(&engine(), |_| true);
+    assert!(count >= 40, "{count} cases");
+}
+
+/// Those that combine options as no other fixture does.
+#[test]
+fn gradients_of_families_on_simulated_gpus() {
+    let wanted = ["jetmoe", "axk2", "cohere2_moe_sigmoid", "openai_privacy"];
+    for target in SIMULATORS {
+        let is = |dir: &str| wanted.iter().any(|name| dir.contains(name));
+        assert_eq!(families(&open(target), is), wanted.len());
     }
 }
 

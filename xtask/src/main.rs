@@ -5,17 +5,26 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
-  test    install what the tests need (NVRTC and clang by pip, an emulator of
-          aarch64 and gcc for it by apt-get), run every test
+  test    install what the tests need (NVRTC and clang by pip; an emulator of
+          aarch64 and gcc for it by apt-get, which needs root), run every test,
+          also those of interop, which is no part of the workspace
   bless   rewrite the golden files after a wanted change
-  lint    formatting and clippy, warnings denied
+  fuzz    broken inputs into everything that reads
+  sweep   compile random layers, forward and training, for every GPU
+          (options of both follow; `cargo xtask sweep --help` lists them)
+  lint    formatting and clippy, warnings denied, lock files up to date
   ci      lint, then test";
+
+/// Outside the workspace: candle brings a hundred crates that nothing else needs.
+const CANDLE: &str = "interop/candle/Cargo.toml";
 
 fn main() -> ExitCode {
     let command = std::env::args().nth(1).unwrap_or_default();
     let done = match command.as_str() {
         "test" => test(),
         "bless" => bless(),
+        "fuzz" => program(&["--package", "moesaic-fuzz"]),
+        "sweep" => program(&["--release", "--package", "moesaic-sweep"]),
         "lint" => lint(),
         "ci" => lint().and_then(|()| test()),
         _ => Err(USAGE.to_string()),
@@ -42,7 +51,8 @@ fn test() -> Result<(), String> {
         "rocm",
     ])?;
     install_emulator();
-    cargo(&["test", "--workspace", "--no-fail-fast"])
+    cargo(&["test", "--workspace", "--no-fail-fast"])?;
+    cargo(&["test", "--locked", "--manifest-path", CANDLE])
 }
 
 /// QEMU and gcc for aarch64, if they are missing. Where that fails, the tests
@@ -93,16 +103,27 @@ fn bless() -> Result<(), String> {
         .env("BLESS", "1"))
 }
 
+/// Runs a program of the workspace, which takes the options that follow.
+fn program(which: &[&str]) -> Result<(), String> {
+    let options: Vec<String> = std::env::args().skip(2).collect();
+    let options = options.iter().map(String::as_str);
+    let words = ["run", "--quiet"].into_iter().chain(which.iter().copied());
+    cargo(&words.chain(["--"]).chain(options).collect::<Vec<_>>())
+}
+
+/// `--locked` fails where a lock file does not say what would be built.
 fn lint() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
-    cargo(&[
-        "clippy",
-        "--workspace",
-        "--all-targets",
-        "--",
-        "--deny",
-        "warnings",
-    ])
+    clippy(&["--workspace"])?;
+    cargo(&["fmt", "--manifest-path", CANDLE, "--check"])?;
+    clippy(&["--manifest-path", CANDLE])
+}
+
+fn clippy(what: &[&str]) -> Result<(), String> {
+    let mut words = vec!["clippy", "--locked"];
+    words.extend(what);
+    words.extend(["--all-targets", "--", "--deny", "warnings"]);
+    cargo(&words)
 }
 
 fn cargo(args: &[&str]) -> Result<(), String> {

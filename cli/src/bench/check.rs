@@ -7,6 +7,8 @@
 use crate::failure::{Failure, Result};
 use crate::random;
 use crate::run::relative_error;
+use crate::timing;
+use moesaic::reference::rng::Draw;
 use moesaic::reference::{self, Decision, Tensor, Weights};
 use moesaic::weights::{HostTensor, HostWeights};
 use moesaic::{DType, HostTensor as Array, Input, Layer, LayerSpec};
@@ -20,9 +22,13 @@ const TOKENS: usize = 2;
 pub fn check(layer: &Layer, weights: &HostWeights) -> Result<f64> {
     let spec = layer.spec();
     let call = random::input(spec, TOKENS);
-    let output = layer.forward(&call)?;
-    let found: Vec<f64> = output.y().to_f32().into_iter().map(f64::from).collect();
-    let error = relative_error(&found, &expected(spec, weights, &call));
+    let found: Vec<f64> = timing::y(layer, &call)?
+        .to_f32()
+        .into_iter()
+        .map(f64::from)
+        .collect();
+    let trains = layer.plan().training.is_some();
+    let error = relative_error(&found, &expected(spec, weights, &call, trains));
     let allowed = match spec.precision.tf32 {
         true => 8.0 * 2f64.powi(-11),
         false => tolerance(spec.precision.activations),
@@ -45,7 +51,8 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>) -> Vec<f64> {
+/// The reference's `y`, with the random numbers of training if it trains.
+fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>, trains: bool) -> Vec<f64> {
     let floats = |name| {
         let tensor: Option<&Array<'_>> = call.tensors.get(name);
         tensor.map(|t| t.to_f32().into_iter().map(f64::from).collect::<Vec<f64>>())
@@ -58,6 +65,7 @@ fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>) -> Vec<f6
         routing: ints("topk_ids").zip(floats("topk_weights")),
         token_mask: ints("token_mask"),
         active_k: ints("active_k").map(|k| k[0].max(0) as usize),
+        draw: trains.then(Draw::default),
         ..reference::Input::default()
     };
     let router = weights
@@ -65,7 +73,7 @@ fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>) -> Vec<f6
         .filter(|(name, _)| name.starts_with("router."));
     let router = Weights(router.map(|(name, t)| (name.clone(), whole(t))).collect());
     let decision = reference::gate(spec, &router, &input).decision;
-    let placed = reference::scan(spec, &decision, call.tokens, input.draw);
+    let placed = reference::scan(spec, &decision, &input);
     let few = Few::of(spec, &decision);
     reference::combine(&few.spec, &few.weights(weights), &input, &few.ids, &placed)
 }

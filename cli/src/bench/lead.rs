@@ -100,7 +100,7 @@ fn rows_of(table: &[u8], experts: usize, k: usize) -> Vec<i32> {
 /// # Errors
 /// When a launch fails.
 pub fn busiest(layer: &Layer, input: &Input<'_>) -> Result<f64> {
-    let output = layer.forward_with(input, &["counts"])?;
+    let output = layer.route(input, &["counts"])?;
     let counts: Vec<i64> = output
         .get("counts")
         .and_then(|t| t.to_vec())

@@ -2,9 +2,9 @@
 
 use super::lead::busiest;
 use crate::failure::Result;
-use crate::timing::{median, middle, stage};
+use crate::timing::{Call, median, middle};
+use moesaic::Layer;
 use moesaic::plan::Work;
-use moesaic::{Input, Layer};
 use std::time::{Duration, Instant};
 
 /// One token count, timed.
@@ -12,7 +12,7 @@ pub struct Run {
     pub tokens: usize,
     /// How often it ran.
     pub repeats: usize,
-    /// A call from host memory to host memory.
+    /// A call from host memory to host memory, forward and backward in training.
     pub call: Duration,
     /// Each launch.
     pub launches: Vec<Launch>,
@@ -52,9 +52,9 @@ pub struct AgainstUniform {
 
 /// The calls that are timed.
 pub struct Calls {
-    pub own: Input<'static>,
+    pub own: Call,
     /// Timed beside it.
-    pub uniform: Option<Input<'static>>,
+    pub uniform: Option<Call>,
 }
 
 const LEAST: usize = 3;
@@ -62,20 +62,19 @@ const MOST: usize = 1000;
 
 /// Warms up, then repeats for about `budget`; every time is a median.
 pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
-    let tokens = calls.own.tokens;
-    stage(layer, &calls.own)?;
+    let tokens = calls.own.input.tokens;
+    calls.own.run(layer)?;
     let launches = layer.time_steps(tokens)?.len();
     let (mut whole, mut steps) = (Vec::new(), vec![Vec::new(); launches]);
     let (mut uniform, mut ratios) = (Vec::new(), Vec::new());
     let begun = Instant::now();
     while whole.len() < LEAST || (whole.len() < MOST && begun.elapsed() < budget) {
-        if let Some(input) = &calls.uniform {
-            stage(layer, input)?;
+        if let Some(call) = &calls.uniform {
+            call.run(layer)?;
             uniform.push(layer.time_steps(tokens)?.iter().map(|step| step.time).sum());
-            stage(layer, &calls.own)?;
         }
         let started = Instant::now();
-        layer.forward(&calls.own)?;
+        calls.own.run(layer)?;
         whole.push(started.elapsed());
         let times = layer.time_steps(tokens)?;
         let own: Duration = times.iter().map(|step| step.time).sum();
@@ -85,10 +84,13 @@ pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
         all.for_each(|(all, step)| all.push(step.time));
     }
     let against = match &calls.uniform {
-        Some(input) => Some(AgainstUniform {
+        Some(call) => Some(AgainstUniform {
             uniform: median(uniform),
             ratio: middle(ratios),
-            busiest: [busiest(layer, &calls.own)?, busiest(layer, input)?],
+            busiest: [
+                busiest(layer, &calls.own.input)?,
+                busiest(layer, &call.input)?,
+            ],
         }),
         None => None,
     };

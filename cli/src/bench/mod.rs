@@ -7,17 +7,20 @@ mod report;
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
-use crate::machine::Machine;
+use crate::machine::{self, Machine};
 use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
+use crate::targets::{self, Asked};
+use crate::threads::ThreadArgs;
+use crate::timing::Call;
 use clap::Args;
 use measure::Calls;
 use moesaic::cpu::CpuDevice;
 use moesaic::reference::Skew;
 use moesaic::weights::HostWeights;
-use moesaic::{Engine, EngineOptions, LayerSpec, Target, Training, engine_weights};
+use moesaic::{Engine, EngineOptions, Layer, Target, Training, engine_weights};
 use std::time::Duration;
 
 /// Time a layer and hold it against the machine's limits
@@ -46,12 +49,8 @@ pub struct BenchArgs {
         default_value = "1,64,1024"
     )]
     tokens: Vec<usize>,
-    /// CPU threads; one per core if not given
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    threads: Option<u16>,
-    /// Keep each CPU thread on one processor
-    #[arg(long)]
-    pin: bool,
+    #[command(flatten)]
+    threads: ThreadArgs,
     /// Seconds to repeat each token count for
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     seconds: f64,
@@ -75,10 +74,11 @@ pub struct BenchArgs {
 /// Makes a layer of random weights, checks it, times it.
 pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
-        .map_err(|_| Failure::input("--seconds must be a positive number"))?;
+        .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
     refuse_simulators(&args.target)?;
     let spec = args.layer.load(console)?.spec;
-    let engine = Engine::open(&args.target, args.options(console))?;
+    let options = args.options(console);
+    let engine = targets::open(&args.target, options, |asked| args.fits(asked))?;
     for &tokens in &args.tokens {
         engine.check_tokens(&spec, tokens)?;
     }
@@ -96,7 +96,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let mut runs = Vec::new();
     for &tokens in &args.tokens {
         progress.next(format!("timing {tokens} tokens"));
-        let calls = args.calls(&spec, &weights, tokens)?;
+        let calls = args.calls(&layer, &weights, tokens)?;
         runs.push(measure::measure(&layer, &calls, budget)?);
     }
     drop(progress);
@@ -132,30 +132,39 @@ fn refuse_simulators(target: &str) -> Result {
 
 impl BenchArgs {
     fn options(&self, console: &Console) -> EngineOptions {
-        EngineOptions {
+        self.threads.of(EngineOptions {
             store: Some(self.store.open(console)),
-            threads: self.threads.map(usize::from),
-            pinned: self.pin,
             ..EngineOptions::default()
+        })
+    }
+
+    /// Whether the options go with the target.
+    fn fits(&self, asked: &Asked<'_>) -> Result {
+        self.threads.check(asked)?;
+        match &self.machine {
+            Some(name) => machine::required(name, asked.target).map(drop),
+            None => Ok(()),
         }
     }
 
-    fn calls(&self, spec: &LayerSpec, weights: &HostWeights, tokens: usize) -> Result<Calls> {
-        let led = |skew| lead::input(spec, weights, tokens, skew);
+    fn calls(&self, layer: &Layer, weights: &HostWeights, tokens: usize) -> Result<Calls> {
+        let spec = layer.spec();
+        let call = |input| Call::new(layer, input);
+        let led = |skew| lead::input(spec, weights, tokens, skew).map(call);
         let uniform = match self.skew {
             Some(Skew::Zipf(_)) => Some(led(Skew::Uniform)?),
             _ => None,
         };
         let own = match self.skew {
             Some(skew) => led(skew)?,
-            None => random::input(spec, tokens),
+            None => call(random::input(spec, tokens)),
         };
         Ok(Calls { own, uniform })
     }
 
     fn machine(&self, engine: &Engine) -> Result<Option<Machine>> {
         if let Some(name) = &self.machine {
-            return Ok(Some(crate::machine::required(name)?));
+            return machine::required(name, engine.target()).map(Some);
         }
         match engine.target() {
             Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa).map(Some),
@@ -164,8 +173,8 @@ impl BenchArgs {
     }
 
     fn cpu(&self) -> Result<CpuDevice> {
-        match self.threads {
-            Some(threads) => CpuDevice::with_threads(threads.into()).map_err(|e| Failure::from(&e)),
+        match self.threads.count() {
+            Some(threads) => CpuDevice::with_threads(threads).map_err(|e| Failure::from(&e)),
             None => Ok(CpuDevice::new()),
         }
     }

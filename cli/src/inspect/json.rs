@@ -26,8 +26,16 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
         "tensors": tensors(inspection),
         "kernels": kernels,
         "launches": launches,
+        "evaluation": evaluation(inspection),
         "counted": inspection.counted.as_ref().map(Counted::json),
     })
+}
+
+/// The launches of an evaluation by a layer that trains.
+fn evaluation(inspection: &Inspection) -> Vec<Value> {
+    let plan = &inspection.plan;
+    let one = |step: &moesaic::plan::Step| json!({ "kernel": plan.kernels[step.kernel].name, "symbol": step.symbol });
+    plan.evaluation.iter().map(one).collect()
 }
 
 fn tensors(inspection: &Inspection) -> Vec<Value> {

@@ -85,6 +85,7 @@ pub struct InspectArgs {
 pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let target = targets::resolve_one(&args.target)?;
+    args.caches.check(&[target])?;
     let simulator = args.simulate.map(|_| counted::simulator(target));
     let simulator = simulator.transpose()?;
     let machine = args.machine(target, console)?;
@@ -135,7 +136,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
 impl InspectArgs {
     fn machine(&self, target: moesaic::Target, console: &Console) -> Result<Option<Machine>> {
         if let Some(name) = &self.machine {
-            return machine::required(name).map(Some);
+            return machine::required(name, target).map(Some);
         }
         let moesaic::Target::Cpu(isa) = target else {
             return Ok(Machine::of_target(target));

@@ -7,7 +7,7 @@ use crate::units;
 use moesaic::LayerSpec;
 use moesaic::cache::{Bucket, Tuned};
 use moesaic::kernel::Access;
-use moesaic::plan::Role;
+use moesaic::plan::{LayerPlan, Role};
 use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
 use std::iter;
 
@@ -54,12 +54,22 @@ pub fn summary(inspection: &Inspection) -> Vec<String> {
             "{} of weights ({}), {} in {}",
             units::bytes(bytes),
             spec.precision.weights,
-            units::count(plan.all_steps().count(), "launch").replace("launchs", "launches"),
+            launches(plan),
             units::count(plan.kernels.len(), "kernel"),
         ),
     ];
     lines.extend(inspection.tuned.iter().flat_map(tuned));
     lines
+}
+
+/// How many there are, and of a layer that trains how many to evaluate.
+fn launches(plan: &LayerPlan) -> String {
+    let all = plan.all_steps().count();
+    let all = units::count(all, "launch").replace("launchs", "launches");
+    match plan.training {
+        None => all,
+        Some(_) => format!("{all} to train and {} to evaluate", plan.evaluation.len()),
+    }
 }
 
 /// What a tuning changes, for each number of tokens that was measured.

@@ -1,46 +1,68 @@
 //! Results against the f64 reference.
 
 use super::input::Tokens;
-use moesaic::reference;
-use moesaic::weights::HostWeights;
+use moesaic::reference::rng::Draw;
+use moesaic::reference::{self, Gradients};
+use moesaic::weights::{HostTensor, HostWeights};
 use moesaic::{LayerSpec, reference_weights};
 use std::time::{Duration, Instant};
 
 /// How far results are from the reference.
 pub struct Comparison {
-    /// The largest difference in `y`, relative to the largest expected element.
-    pub y_error: f64,
+    /// The largest difference in `y`, relative to the largest expected element;
+    /// `None` where only routing ran.
+    pub y_error: Option<f64>,
+    /// The same of the gradient that is furthest off, where there are any.
+    pub gradient_error: Option<f64>,
     /// Tokens whose experts, in order, are others.
     pub other_experts: usize,
     /// How long the reference took.
     pub time: Duration,
 }
 
-/// Runs the reference on what the layer got.
+/// Runs the reference on what the layer got; with the random numbers of `draw`
+/// as in training.
 pub fn compare(
     spec: &LayerSpec,
     weights: &HostWeights,
     tokens: &Tokens<'_>,
+    draw: Option<Draw>,
     outputs: &HostWeights,
 ) -> Comparison {
     let started = Instant::now();
-    let expected = reference::forward(spec, &reference_weights(weights), &input(tokens));
-    let y = outputs.get("y").map(|y| y.to_f64()).unwrap_or_default();
-    let ids: Vec<f64> = outputs
-        .get("topk_ids")
-        .map(|ids| ids.to_f64())
-        .unwrap_or_default();
+    let (weights, input) = (reference_weights(weights), input(tokens, draw));
+    let expected = reference::forward(spec, &weights, &input);
+    let of = |name: &str| outputs.get(name).map(HostTensor::to_f64);
+    let ids = of("topk_ids").unwrap_or_default();
     let expected_ids: Vec<f64> = expected.topk_ids.iter().map(|&id| f64::from(id)).collect();
     let top_k = spec.shape.top_k.max(1);
     let pairs = ids.chunks(top_k).zip(expected_ids.chunks(top_k));
+    let other_experts = pairs.filter(|(found, expected)| found != expected).count();
+    let gradients = tokens.get("dy").map(|dy| {
+        let dy: Vec<f64> = dy.to_f32().into_iter().map(f64::from).collect();
+        gradient_error(&reference::backward(spec, &weights, &input, &dy), of)
+    });
     Comparison {
-        y_error: relative_error(&y, &expected.y),
-        other_experts: pairs.filter(|(found, expected)| found != expected).count(),
+        y_error: of("y").map(|y| relative_error(&y, &expected.y)),
+        gradient_error: gradients,
+        other_experts,
         time: started.elapsed(),
     }
 }
 
-fn input(tokens: &Tokens<'_>) -> reference::Input {
+/// The largest error of a gradient, relative to its largest element.
+fn gradient_error(expected: &Gradients, found: impl Fn(&str) -> Option<Vec<f64>>) -> f64 {
+    let weights = expected.weights.iter();
+    let weights = weights.map(|(name, tensor)| (format!("grad.{name}"), &tensor.data));
+    let all = weights.chain([("dx".to_string(), &expected.x)]);
+    let error = |(name, expected): (String, &Vec<f64>)| {
+        let found = found(&name).unwrap_or(vec![0.0; expected.len()]);
+        relative_error(&found, expected)
+    };
+    all.map(error).fold(0.0, f64::max)
+}
+
+fn input(tokens: &Tokens<'_>, draw: Option<Draw>) -> reference::Input {
     let floats = |name| {
         tokens
             .get(name)
@@ -57,7 +79,8 @@ fn input(tokens: &Tokens<'_>) -> reference::Input {
         active_k: ints("active_k").map(|k| k[0].max(0) as usize),
         sequence_ids: ints("sequence_ids"),
         global: longs("global_counts").zip(longs("global_tokens").map(|n| n[0] as u64)),
-        ..reference::Input::default()
+        draw,
+        capacity_factor: tokens.capacity_factor,
     }
 }
 

@@ -14,6 +14,8 @@ use std::path::Path;
 pub struct Tokens<'a> {
     /// Tokens.
     pub count: usize,
+    /// The capacity factor of the call instead of the spec's.
+    pub capacity_factor: Option<f64>,
     tensors: BTreeMap<String, HostTensor<'a>>,
 }
 
@@ -44,6 +46,7 @@ impl<'a> Tokens<'a> {
         }
         let mut tokens = Tokens {
             count,
+            capacity_factor: None,
             tensors: BTreeMap::new(),
         };
         tokens.insert("x", floats(&x, wanted)?);
@@ -160,6 +163,7 @@ impl<'a> Tokens<'a> {
         Input {
             tokens: self.count,
             tensors: self.tensors.clone(),
+            capacity_factor: self.capacity_factor,
         }
     }
 }

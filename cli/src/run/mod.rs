@@ -1,24 +1,27 @@
 //! `moesaic run`.
 
 mod check;
-mod grad;
 mod input;
+mod pass;
 mod record;
 mod report;
 
 use crate::console::Console;
 use crate::emit;
 use crate::failure::{Failure, Result};
+use crate::keys::KeysArgs;
 use crate::progress::Progress;
 use crate::spec_source::{LayerArgs, Source};
 use crate::store::StoreArgs;
+use crate::targets;
+use crate::threads::ThreadArgs;
 pub use check::relative_error;
 use clap::Args;
-use grad::GradArgs;
 use input::Tokens;
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_sources};
-use moesaic::weights::{WeightsError, load_canonical, write_safetensors};
-use moesaic::{Engine, EngineOptions, Layer, engine_weights};
+use moesaic::weights::{WeightsError, load_canonical, load_keys, write_safetensors};
+use moesaic::{EngineOptions, engine_weights};
+use pass::PassArgs;
 use record::Routing;
 use report::Report;
 use std::path::{Path, PathBuf};
@@ -34,15 +37,18 @@ Examples:
 The input holds `x [tokens, model_dim]` in f32, f16 or bf16, and what the router needs besides:
 `token_ids [tokens]`, or `topk_ids` and `topk_weights [tokens, top_k]`. The output holds `y` in
 the layer's activation type, `router.logits`, `topk_ids`, `topk_weights`, `counts`, and with a
-capacity `locations`, `capacity` and `overflow`. With --grad the input holds `dy` too, and the
-output `loss.<kind>`, `dx`, `grad.topk_weights`, `grad.router.logits`, and `grad.<name>` of every
-weight. It appears whole or not at all.")]
+capacity `locations`, `capacity` and `overflow`. The layer evaluates: nothing is drawn. With
+--training it draws the numbers of --seed and --step, and the output holds `loss.<kind>` too. With
+--grad the input also holds `dy`, and the output `dx`, `grad.topk_weights`, `grad.router.logits`,
+and `grad.<name>` of every weight. The output appears whole or not at all.")]
 pub struct RunArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// The weights, a safetensors file or a directory; with --hf the model's own if not given
     #[arg(long, value_name = "PATH", required_unless_present = "hf")]
     weights: Option<PathBuf>,
+    #[command(flatten)]
+    keys: KeysArgs,
     /// The tokens, a safetensors file
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
@@ -53,12 +59,8 @@ pub struct RunArgs {
     /// GPU's simulator, as in sim:sm_90a, needs no GPU
     #[arg(long, value_name = "T", default_value = "auto")]
     target: String,
-    /// Threads of the CPU or of a simulator; one per core if not given
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    threads: Option<u16>,
-    /// Keep each CPU thread on one processor
-    #[arg(long)]
-    pin: bool,
+    #[command(flatten)]
+    threads: ThreadArgs,
     /// Compile nothing: a kernel that is not cached is an error
     #[arg(long)]
     strict: bool,
@@ -78,7 +80,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
     #[command(flatten)]
-    grad: GradArgs,
+    pass: PassArgs,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -86,49 +88,57 @@ pub struct RunArgs {
     store: StoreArgs,
 }
 
-/// Checks everything that can be checked, then compiles, runs and writes.
+/// Checks everything that can be checked, weights last since they may be large;
+/// then compiles, runs and writes.
 pub fn execute(args: &RunArgs, console: &Console) -> Result {
     check_output("--output", &args.output)?;
     if let Some(path) = &args.record {
         check_output("--record", path)?;
     }
     let mut source = args.layer.load(console)?;
-    if args.replay.is_some() {
-        source.spec = record::replayed(&source.spec);
+    if source.recipes.is_some() && args.keys.get().is_some() {
+        let message = "--keys does nothing with --hf: the model's own names are read";
+        return Err(Failure::input(message).hint("leave it out, or take --spec"));
     }
+    if args.replay.is_some() {
+        // What a capacity dropped is masked in the record, and not dropped again.
+        source.spec = source.spec.decided_elsewhere();
+    }
+    args.pass.check_factor(&source.spec.capacity)?;
+    let options = args.options(console);
+    let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
+    let file = input::open(&args.input)?;
+    engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
     let progress = Progress::start("loading weights");
     let weights = args.weights(&source)?;
     drop(progress);
-    let file = input::open(&args.input)?;
-    let engine = Engine::open(&args.target, args.options(console))?;
-    engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
     let mut tokens = match &args.replay {
         None => Tokens::read(&file, &source.spec, console)?,
         Some(path) => Tokens::replay(&file, path, &source.spec, console)?,
     };
-    if args.grad.grad {
-        tokens.read_dy(&file, &source.spec)?;
+    tokens.capacity_factor = args.pass.capacity_factor;
+    if args.pass.has_losses() {
         tokens.read_groups(&file, &source.spec)?;
+    }
+    if args.pass.grad {
+        tokens.read_dy(&file, &source.spec)?;
     }
     let progress = Progress::start("getting kernels");
     let started = Instant::now();
     let host_weights = engine_weights(&weights);
-    let layer = match args.grad.grad {
-        true => engine.training_layer(&source.spec, &host_weights, args.grad.training())?,
-        false => engine.layer(&source.spec, &host_weights)?,
+    let layer = match args.pass.training() {
+        Some(training) => engine.training_layer(&source.spec, &host_weights, training)?,
+        None => engine.layer(&source.spec, &host_weights)?,
     };
     let built = started.elapsed();
     progress.next("running");
     let started = Instant::now();
-    let mut outputs = match args.grad.grad {
-        true => grad::train(&layer, &tokens, &args.grad)?,
-        false => forward(&layer, &tokens)?,
-    };
+    let mut outputs = args.pass.run(&layer, &tokens)?;
     let ran = started.elapsed();
     progress.next("finishing");
     let comparison = args
         .reference
-        .then(|| check::compare(&source.spec, &weights, &tokens, &outputs));
+        .then(|| check::compare(&source.spec, &weights, &tokens, args.pass.draw(), &outputs));
     let limited = layer.plan().tensor("capacity").is_some();
     let routing = Routing::of(&source.spec, &outputs, limited).map(|r| r.statistics());
     if let (Some(path), Some(statistics)) = (&args.record, &routing) {
@@ -165,20 +175,20 @@ impl RunArgs {
         let options = LoadOptions {
             narrow: self.narrow,
         };
-        Ok(match &source.recipes {
-            Some(recipes) => load_sources(&source.spec, recipes, &checkpoint, options)?,
-            None => load_canonical(&source.spec, &checkpoint, options)?,
+        let (spec, all) = (&source.spec, source.spec.shape.experts);
+        Ok(match (&source.recipes, self.keys.get()) {
+            (Some(recipes), _) => load_sources(spec, recipes, &checkpoint, options)?,
+            (None, Some(keys)) => load_keys(spec, all, &keys, &checkpoint, options)?,
+            (None, None) => load_canonical(spec, &checkpoint, options)?,
         })
     }
 
     fn options(&self, console: &Console) -> EngineOptions {
-        EngineOptions {
+        self.threads.of(EngineOptions {
             store: Some(self.store.open(console)),
             strict: self.strict,
-            threads: self.threads.map(usize::from),
-            pinned: self.pin,
             ..EngineOptions::default()
-        }
+        })
     }
 }
 
@@ -207,37 +217,6 @@ fn check_output(option: &str, path: &Path) -> Result {
         ))),
         _ => Ok(()),
     }
-}
-
-/// Results that are written when the layer has them, in this order.
-const RESULTS: [&str; 6] = [
-    "y",
-    "router.logits",
-    "topk_ids",
-    "topk_weights",
-    "counts",
-    "locations",
-];
-
-/// Those of a layer with a capacity. `locations` of others go into a record only.
-const PLACES: [&str; 2] = ["capacity", "overflow"];
-
-fn forward(layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
-    let output = layer.forward_with(&tokens.input(), &outputs(layer))?;
-    let tensors = output.into_tensors().into_iter();
-    Ok(tensors.map(|(name, t)| (name, host(t))).collect())
-}
-
-/// The results that a layer has.
-fn outputs(layer: &Layer) -> Vec<&str> {
-    let plan = layer.plan();
-    let limited = plan.tensor("capacity").is_some();
-    let places = PLACES.iter().filter(|_| limited);
-    let losses = plan.tensors.iter().map(|tensor| tensor.name.as_str());
-    let losses = losses.filter(|name| name.starts_with("loss."));
-    let named = RESULTS.iter().chain(places).copied();
-    let named = named.filter(|name| plan.tensor(name).is_some());
-    named.chain(losses).collect()
 }
 
 fn host(tensor: moesaic::HostTensor<'static>) -> HostTensor {

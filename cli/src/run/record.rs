@@ -2,7 +2,6 @@
 
 use super::input::{expect_shape, find};
 use crate::failure::{Failure, Result};
-use moesaic::spec::{Capacity, Router, RouterKind};
 use moesaic::weights::{Checkpoint, HostTensor, HostWeights};
 use moesaic::{LayerSpec, Record, Statistics};
 use std::path::Path;
@@ -67,21 +66,6 @@ pub fn tensors(results: &HostWeights, statistics: &Statistics) -> HostWeights {
         },
     );
     record
-}
-
-/// The layer with decisions from outside: choices that a capacity dropped are
-/// masked slots of the record, so nothing is dropped a second time.
-pub fn replayed(spec: &LayerSpec) -> LayerSpec {
-    LayerSpec {
-        router: Router {
-            kind: RouterKind::External,
-            weight_on: spec.router.weight_on,
-            ..Router::default()
-        },
-        capacity: Capacity::default(),
-        losses: Vec::new(),
-        ..spec.clone()
-    }
 }
 
 /// Ids and weights of a record for a call of `tokens` tokens; dropped choices

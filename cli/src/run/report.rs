@@ -105,6 +105,7 @@ impl Report<'_> {
             "routing": self.routing.as_ref().map(routing_json),
             "reference": self.comparison.as_ref().map(|comparison| json!({
                 "y_error": comparison.y_error,
+                "gradient_error": comparison.gradient_error,
                 "tokens_with_other_experts": comparison.other_experts,
                 "seconds": comparison.time.as_secs_f64(),
             })),
@@ -168,9 +169,15 @@ fn compared(comparison: &Comparison) -> String {
             units::count(n, "token") + if n == 1 { " has" } else { " have" }
         ),
     };
+    let error = |what: &str, error: Option<f64>| {
+        let error = error
+            .map(|error| format!("largest error of {what} {error:.1e} of its largest element; "));
+        error.unwrap_or_default()
+    };
     format!(
-        "reference: largest error of y {:.1e} of its largest element; {experts} ({})\n",
-        comparison.y_error,
+        "reference: {}{}{experts} ({})\n",
+        error("y", comparison.y_error),
+        error("a gradient", comparison.gradient_error),
         units::seconds(comparison.time.as_secs_f64())
     )
 }

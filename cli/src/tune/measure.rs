@@ -1,7 +1,7 @@
 //! Layers in turns.
 
 use crate::failure::{Failure, Result};
-use crate::timing::{median, middle, stage};
+use crate::timing::{self, Call, median, middle};
 use moesaic::plan::LayerPlan;
 use moesaic::{Input, Layer};
 use std::time::{Duration, Instant};
@@ -55,8 +55,9 @@ impl Bench {
     pub fn compare(&self, before: &Layer, others: &[Layer]) -> Result<(f64, Vec<Pairs>)> {
         let tokens = self.input.tokens;
         let differ = differing(before.plan(), others);
+        let call = Call::new(before, self.input.clone());
         for layer in others.iter().chain([before]) {
-            stage(layer, &self.input)?;
+            call.run(layer)?;
         }
         let passes = passes(pass(before, tokens, &differ)?[0]);
         let mut times = vec![Vec::new(); others.len()];
@@ -86,7 +87,8 @@ impl Bench {
     /// # Errors
     /// When the layers do not give the same bytes, which is a defect.
     pub fn same_results(&self, default: &Layer, tuned: &Layer) -> Result {
-        if default.forward(&self.input)?.y() == tuned.forward(&self.input)?.y() {
+        let y = |layer: &Layer| timing::y(layer, &self.input);
+        if y(default)? == y(tuned)? {
             return Ok(());
         }
         Err(Failure::work(format!(

@@ -10,6 +10,7 @@ use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
+use crate::threads::ThreadArgs;
 use crate::training::TrainingArgs;
 use clap::Args;
 use measure::Bench;
@@ -52,12 +53,8 @@ pub struct TuneArgs {
         default_value = "1,64,1024"
     )]
     tokens: Vec<usize>,
-    /// CPU threads; one per core if not given
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    threads: Option<u16>,
-    /// Keep each CPU thread on one processor
-    #[arg(long)]
-    pin: bool,
+    #[command(flatten)]
+    threads: ThreadArgs,
     /// Seconds for each size at each token count
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     seconds: f64,
@@ -73,7 +70,7 @@ pub struct TuneArgs {
 /// Makes a layer of random weights, tries its sizes, keeps the best.
 pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
-        .map_err(|_| Failure::input("--seconds must be a positive number"))?;
+        .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
     refuse_others(&args.target)?;
     if args.tokens.contains(&0) {
         return Err(Failure::input("--tokens: no tokens take no time"));
@@ -129,13 +126,11 @@ fn refuse_others(target: &str) -> Result {
 impl TuneArgs {
     /// Candidates are not for the cache, and start from the default.
     fn options(&self) -> EngineOptions {
-        EngineOptions {
+        self.threads.of(EngineOptions {
             store: None,
             tuned: false,
-            threads: self.threads.map(usize::from),
-            pinned: self.pin,
             ..EngineOptions::default()
-        }
+        })
     }
 
     /// Puts the kernels, then the sizes, into the cache; the file of the sizes.

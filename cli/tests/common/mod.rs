@@ -119,6 +119,19 @@ name = \"small\"
 shape = { model_dim = 20, hidden_dim = 12, experts = 5, top_k = 2 }
 ";
 
+/// The small layer with noise, and with losses and masks that take inputs of
+/// their own.
+pub const EVERY_INPUT: &str = "\
+name = \"small\"
+shape = { model_dim = 20, hidden_dim = 12, experts = 5, top_k = 2 }
+router = { jitter = 0.3, noise = 2.0, token_mask = true, active_k = true }
+capacity = { mode = \"factor\", factor = 1.2, eval_factor = 2.4 }
+losses = [
+    { kind = \"sequence\", coefficient = 0.01 },
+    { kind = \"global\", coefficient = 0.01 },
+]
+";
+
 /// Writes a text file.
 pub fn write(dir: &Path, name: &str, text: &str) -> PathBuf {
     let path = dir.join(name);

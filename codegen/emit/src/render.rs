@@ -105,6 +105,10 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
     insert_config(&mut context, &kernel.config);
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
+    // In the order of the kernel: the engine walks a map in another one every time.
+    let exports = kernel.entries.iter();
+    let exports = exports.map(|entry| &entries[entry.symbol.as_str()].export);
+    context.insert("exports", &exports.collect::<Vec<_>>());
     let text = engine(target)?
         .render(&template_name(kernel, target), &context)
         .map_err(|error| error.to_string())?;

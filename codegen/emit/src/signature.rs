@@ -15,7 +15,7 @@ pub struct EntryText {
     /// The parameter list, one per line, with shapes as comments.
     params: String,
     /// C only: the exported function that unpacks arguments and runs blocks.
-    export: String,
+    pub export: String,
 }
 
 impl EntryText {

@@ -27,7 +27,7 @@ fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
     with(spec, |s| {
         s.precision.weights = weights;
         s.precision.activations = activations;
-        s.experts.bias = true;
+        s.experts.bias = true.into();
     })
 }
 
@@ -128,7 +128,7 @@ fn large_results() {
 fn experts() {
     variants(&[
         |s| {
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.clamp = Some(0.7);
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
@@ -136,7 +136,7 @@ fn experts() {
         |s| {
             s.experts.form = ExpertForm::Plain;
             s.experts.activation = Activation::Gelu;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.shape.output_dim = Some(40);
         },
         |s| {
@@ -146,21 +146,22 @@ fn experts() {
         |s| s.experts.activation = Activation::GeluTanh,
         |s| {
             s.experts.activation = Activation::Relu;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.router.weight_on = WeightSite::Activation;
         },
         |s| {
             s.router.weight_on = WeightSite::Input;
             s.precision.activations = DType::Bf16;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
         },
         |s| {
             let shared = |gate| SharedExpert {
                 hidden_dim: 9,
                 gate,
+                bias: None,
             };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.identity = 2;
             s.experts.zero = 1;
         },
@@ -173,7 +174,7 @@ fn capacities() {
         |s| {
             s.capacity.mode = CapacityMode::Factor;
             s.capacity.factor = 0.7;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
         },
         |s| {
             s.capacity.mode = CapacityMode::Factor;
@@ -206,6 +207,7 @@ fn busy() -> LayerSpec {
         s.shared = vec![SharedExpert {
             hidden_dim: 40,
             gate: SharedGate::Sigmoid,
+            bias: None,
         }];
     })
 }

@@ -41,7 +41,7 @@ fn typed(weights: DType, activations: DType) -> LayerSpec {
     with(spec(70, 45, 3, 2), |s| {
         s.precision.weights = weights;
         s.precision.activations = activations;
-        s.experts.bias = true;
+        s.experts.bias = true.into();
     })
 }
 
@@ -102,6 +102,7 @@ fn scores() {
             s.shared = vec![SharedExpert {
                 hidden_dim: 50,
                 gate: SharedGate::None,
+                bias: None,
             }];
         },
         |s| {
@@ -167,7 +168,7 @@ fn routers() {
 fn experts() {
     variants(&[
         |s| {
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.clamp = Some(0.7);
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
@@ -175,7 +176,7 @@ fn experts() {
         |s| {
             s.experts.form = ExpertForm::Plain;
             s.experts.activation = Activation::Gelu;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.shape.output_dim = Some(40);
         },
         |s| {
@@ -184,7 +185,7 @@ fn experts() {
         },
         |s| {
             s.experts.activation = Activation::Relu;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.router.weight_on = WeightSite::Activation;
         },
         |s| {
@@ -195,6 +196,7 @@ fn experts() {
             let shared = |gate| SharedExpert {
                 hidden_dim: 9,
                 gate,
+                bias: None,
             };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
             s.experts.identity = 3;

@@ -281,7 +281,8 @@ impl Gemms {
             let tensor = self.weights.get(&format!("{name}.{what}"));
             expert.map_or(&*tensor.data, |e| tensor.outer(e))
         };
-        let bias = self.plan.spec.experts.bias.then(|| slice("bias"));
+        let biased = self.weights.0.contains_key(&format!("{name}.bias"));
+        let bias = biased.then(|| slice("bias"));
         let dot = |row: &[f64]| row.iter().zip(x).map(|(w, v)| w * v).sum();
         let lines = slice("weight").chunks(x.len()).enumerate();
         lines
@@ -413,7 +414,7 @@ fn epilogues() -> Vec<LayerSpec> {
         let mut spec = layer([24, 36, 20], experts, dtype);
         spec.experts.activation = activation.clone();
         spec.experts.form = form;
-        spec.experts.bias = i != 4;
+        spec.experts.bias = (i != 4).into();
         spec.router.weight_on = site;
         if i % 2 == 0 {
             spec.experts.clamp = Some(0.4);
@@ -445,10 +446,11 @@ fn epilogues_of_wmma() {
 fn shared_experts_are_dense() {
     for (target, dtype) in [("rocm:gfx942", DType::F16), ("rocm:gfx1100", DType::Bf16)] {
         let mut spec = layer([40, 16, 40], [3, 2], dtype);
-        spec.experts.bias = true;
+        spec.experts.bias = true.into();
         spec.shared = vec![SharedExpert {
             hidden_dim: 65,
             gate: SharedGate::None,
+            bias: None,
         }];
         run(
             &spec,

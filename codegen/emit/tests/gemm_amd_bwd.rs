@@ -121,7 +121,7 @@ fn epilogues() -> Vec<LayerSpec> {
         }
         spec.experts.activation = activation;
         spec.experts.form = form;
-        spec.experts.bias = i != 4;
+        spec.experts.bias = (i != 4).into();
         spec.router.weight_on = site;
         if i % 2 == 0 {
             spec.experts.clamp = Some(0.4);
@@ -150,11 +150,12 @@ fn epilogues_of_wmma() {
 fn shared_experts_are_dense() {
     for (target, dtype) in [("rocm:gfx942", DType::F16), ("rocm:gfx1100", DType::Bf16)] {
         let mut spec = layer([40, 16, 40], [3, 2], dtype);
-        spec.experts.bias = true;
+        spec.experts.bias = true.into();
         spec.shared = [SharedGate::None, SharedGate::Sigmoid]
             .map(|gate| SharedExpert {
                 hidden_dim: 65,
                 gate,
+                bias: None,
             })
             .to_vec();
         run(

@@ -101,7 +101,7 @@ fn epilogues() -> Vec<LayerSpec> {
         let mut spec = layer([72, 42, 65], experts, dtype);
         spec.experts.activation = activation.clone();
         spec.experts.form = form;
-        spec.experts.bias = i != 4;
+        spec.experts.bias = (i != 4).into();
         spec.router.weight_on = site;
         if i % 2 == 0 {
             spec.experts.clamp = Some(0.4);
@@ -126,10 +126,11 @@ fn epilogues_are_the_reference_s() {
 fn shared_experts_are_dense() {
     for dtype in [Bf16, F32] {
         let mut spec = layer([72, 16, 72], [3, 2], dtype);
-        spec.experts.bias = true;
+        spec.experts.bias = true.into();
         spec.shared = vec![SharedExpert {
             hidden_dim: 136,
             gate: SharedGate::None,
+            bias: None,
         }];
         let gemms = matrix(&spec);
         for tokens in [0, 1, 150] {

@@ -75,7 +75,7 @@ fn epilogues() -> Vec<LayerSpec> {
         let mut spec = layer([72, 40, 65], experts, [DType::Bf16, DType::F16][i / 2 % 2]);
         spec.experts.activation = activation.clone();
         spec.experts.form = form;
-        spec.experts.bias = i != 4;
+        spec.experts.bias = (i != 4).into();
         spec.router.weight_on = site;
         if i % 2 == 0 {
             spec.experts.clamp = Some(0.4);
@@ -99,10 +99,11 @@ fn epilogues_are_the_reference_s() {
 #[test]
 fn shared_experts_are_dense() {
     let mut spec = layer([72, 16, 72], [3, 2], DType::Bf16);
-    spec.experts.bias = true;
+    spec.experts.bias = true.into();
     spec.shared = vec![SharedExpert {
         hidden_dim: 136,
         gate: SharedGate::None,
+        bias: None,
     }];
     let gemms = hopper(&spec, 2);
     for tokens in [0, 1, 200] {

@@ -35,7 +35,7 @@ fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
     with(spec, |s| {
         s.precision.weights = weights;
         s.precision.activations = activations;
-        s.experts.bias = true;
+        s.experts.bias = true.into();
     })
 }
 
@@ -117,7 +117,7 @@ fn any_number_of_experts_and_choices() {
 fn experts() {
     variants(&[
         |s| {
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.clamp = Some(0.4);
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
@@ -125,7 +125,7 @@ fn experts() {
         |s| {
             s.experts.form = ExpertForm::Plain;
             s.experts.activation = Activation::Gelu;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.shape.output_dim = Some(40);
         },
         |s| {
@@ -135,13 +135,13 @@ fn experts() {
         |s| s.experts.activation = Activation::GeluTanh,
         |s| {
             s.experts.activation = Activation::Relu;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.router.weight_on = WeightSite::Activation;
         },
         |s| {
             s.router.weight_on = WeightSite::Input;
             s.precision.activations = DType::Bf16;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
         },
     ]);
 }
@@ -150,12 +150,16 @@ fn experts() {
 fn shared_and_identity_experts() {
     variants(&[
         |s| {
-            let shared = |hidden_dim, gate| SharedExpert { hidden_dim, gate };
+            let shared = |hidden_dim, gate| SharedExpert {
+                hidden_dim,
+                gate,
+                bias: None,
+            };
             s.shared = vec![
                 shared(9, SharedGate::Sigmoid),
                 shared(140, SharedGate::None),
             ];
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.identity = 3;
         },
         |s| {
@@ -172,7 +176,7 @@ fn capacities() {
         |s| {
             s.capacity.mode = CapacityMode::Factor;
             s.capacity.factor = 0.7;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
         },
         |s| {
             s.capacity.mode = CapacityMode::Factor;
@@ -197,6 +201,7 @@ fn busy() -> LayerSpec {
         s.shared = vec![SharedExpert {
             hidden_dim: 40,
             gate: SharedGate::Sigmoid,
+            bias: None,
         }];
     })
 }

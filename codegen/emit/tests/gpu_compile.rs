@@ -11,7 +11,7 @@ use moesaic_plan::{
 };
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
-use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
+use moesaic_toolchain::testing;
 use std::collections::BTreeSet;
 
 const CUDA: [&str; 5] = ["sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120a"];
@@ -67,6 +67,7 @@ fn deepseek_v3() -> LayerSpec {
         s.shared = vec![SharedExpert {
             hidden_dim: 2048,
             gate: SharedGate::None,
+            bias: None,
         }];
     })
 }
@@ -83,7 +84,7 @@ fn options() -> Vec<LayerSpec> {
         with(typed(spec(2880, 2880, 32, 4), DType::Bf16), |s| {
             s.router.bias = true;
             s.router.score = Score::SoftmaxSelected;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.clamp = Some(7.0);
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
@@ -112,7 +113,7 @@ fn options() -> Vec<LayerSpec> {
             s.router.select = Select::SparseMixer(0.01);
             s.experts.activation = Activation::GeluTanh;
             s.router.weight_on = WeightSite::Activation;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             factor(s, CapacityOrder::BatchPrioritized);
         }),
         with(spec(100, 50, 8, 2), |s| {
@@ -139,6 +140,7 @@ fn options() -> Vec<LayerSpec> {
             s.shared = vec![SharedExpert {
                 hidden_dim: 5632,
                 gate: SharedGate::Sigmoid,
+                bias: None,
             }];
             s.capacity.mode = CapacityMode::MaxCount;
             s.router.groups = Some(Groups {
@@ -219,16 +221,9 @@ fn compile_all(compiler: &dyn Compiler, backend: &str, archs: &[&str], shared: u
     }
 }
 
-fn registry(kind: Kind) -> Registry {
-    let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[kind], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-    registry
-}
-
 #[test]
 fn nvrtc_compiles_every_kernel() {
-    let compiler =
-        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::nvrtc());
     compile_all(&compiler, "cuda", &CUDA, CUDA_SHARED);
 }
 
@@ -236,7 +231,7 @@ fn nvrtc_compiles_every_kernel() {
 /// rows in packs of every width, both heights of a tile, the longest epilogues.
 fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
     let epilogue = |s: &mut LayerSpec| {
-        s.experts.bias = true;
+        s.experts.bias = true.into();
         s.experts.clamp = Some(7.0);
         s.experts.up_offset = 1.0;
         s.router.weight_on = WeightSite::Activation;
@@ -257,8 +252,7 @@ fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
 
 #[test]
 fn nvrtc_compiles_every_matrix_gemm() {
-    let compiler =
-        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::nvrtc());
     let archs = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
     for (arch, half) in archs.iter().zip([DType::Bf16, DType::F16].iter().cycle()) {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
@@ -293,7 +287,7 @@ fn gemms(plan: &LayerPlan) -> Vec<KernelSource> {
 fn hopper_layers() -> Vec<LayerSpec> {
     let long = |s: &mut LayerSpec| {
         s.experts.activation = Activation::Gelu;
-        s.experts.bias = true;
+        s.experts.bias = true.into();
         s.experts.clamp = Some(7.0);
         s.experts.up_offset = 1.0;
         s.router.weight_on = WeightSite::Activation;
@@ -314,8 +308,7 @@ fn hopper_layers() -> Vec<LayerSpec> {
 
 #[test]
 fn nvrtc_compiles_the_hopper_gemm() {
-    let compiler =
-        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::nvrtc());
     let target: Target = "cuda:sm_90a".parse().unwrap();
     for spec in hopper_layers() {
         for source in gemms(&plan(&spec, target).unwrap()) {
@@ -330,7 +323,7 @@ fn nvrtc_compiles_the_hopper_gemm() {
 
 #[test]
 fn clang_compiles_every_matrix_gemm() {
-    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::rocm());
     for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100"] {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
         for spec in [DType::Bf16, DType::F16, DType::F32]
@@ -353,7 +346,7 @@ fn clang_compiles_every_matrix_gemm() {
 /// Forward with what it keeps, and backward; every type on every architecture.
 #[test]
 fn clang_compiles_every_matrix_gemm_of_training() {
-    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::rocm());
     let types = [DType::Bf16, DType::F16, DType::F32];
     for (first, arch) in ["gfx90a", "gfx942", "gfx950", "gfx1100"].iter().enumerate() {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
@@ -372,7 +365,7 @@ fn clang_compiles_every_matrix_gemm_of_training() {
 
 #[test]
 fn clang_compiles_every_kernel() {
-    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::rocm());
     compile_all(&compiler, "rocm", &ROCM, ROCM_SHARED);
 }
 
@@ -395,17 +388,18 @@ fn training_options() -> Vec<LayerSpec> {
     let sigmoid = |hidden_dim| SharedExpert {
         hidden_dim,
         gate: SharedGate::Sigmoid,
+        bias: None,
     };
     vec![
         with(typed(spec(2880, 2880, 32, 4), DType::Bf16), |s| {
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.clamp = Some(7.0);
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
         }),
         with(typed(spec(2048, 1408, 60, 4), DType::F16), |s| {
             s.shared = vec![sigmoid(5632)];
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.activation = Activation::Gelu;
         }),
         with(typed(spec(63, 47, 100, 50), DType::F16), |s| {
@@ -413,7 +407,7 @@ fn training_options() -> Vec<LayerSpec> {
             s.experts.activation = Activation::GeluTanh;
             s.experts.form = ExpertForm::Plain;
             s.router.weight_on = WeightSite::Input;
-            s.experts.bias = true;
+            s.experts.bias = true.into();
         }),
         with(spec(100, 50, 8, 2), |s| {
             s.experts.identity = 4;
@@ -447,15 +441,14 @@ fn compile_training(compiler: &dyn Compiler, archs: &[&str], shared: u32) {
 
 #[test]
 fn nvrtc_compiles_every_backward_kernel() {
-    let compiler =
-        Kept::new(nvrtc(&registry(Kind::Cuda)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::nvrtc());
     let archs = ["cuda:sm_75", "cuda:sm_80", "cuda:sm_90a", "cuda:sm_100a"];
     compile_training(&compiler, &archs, CUDA_SHARED);
 }
 
 #[test]
 fn clang_compiles_every_backward_kernel() {
-    let compiler = Kept::new(rocm(&registry(Kind::Rocm)).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::rocm());
     let archs = ["rocm:gfx90a", "rocm:gfx942", "rocm:gfx950", "rocm:gfx1100"];
     compile_training(&compiler, &archs, ROCM_SHARED);
 }

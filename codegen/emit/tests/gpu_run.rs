@@ -255,7 +255,7 @@ fn experts() {
         run_with(spec(18, 22, 3, 2), &[33], |s| {
             s.experts.activation = activation.clone();
             s.experts.form = form;
-            s.experts.bias = i != 4;
+            s.experts.bias = (i != 4).into();
             s.router.weight_on = site;
             if i % 2 == 0 {
                 s.experts.clamp = Some(0.4);
@@ -274,13 +274,15 @@ fn shared_experts() {
             SharedExpert {
                 hidden_dim: 13,
                 gate: SharedGate::Sigmoid,
+                bias: None,
             },
             SharedExpert {
                 hidden_dim: 140,
                 gate: SharedGate::None,
+                bias: None,
             },
         ];
-        s.experts.bias = true;
+        s.experts.bias = true.into();
         s.precision.activations = DType::Bf16;
     });
 }

@@ -11,7 +11,7 @@ use moesaic_plan::{
 };
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
-use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use moesaic_toolchain::testing;
 use std::collections::BTreeSet;
 
 fn spec([d, h]: [usize; 2], [e, k]: [usize; 2], dtype: DType) -> LayerSpec {
@@ -27,7 +27,7 @@ fn spec([d, h]: [usize; 2], [e, k]: [usize; 2], dtype: DType) -> LayerSpec {
 /// heights of a tile, one matrix and two, the longest epilogues.
 fn layers(dtype: DType) -> Vec<LayerSpec> {
     let long = |mut s: LayerSpec| {
-        s.experts.bias = true;
+        s.experts.bias = true.into();
         s.experts.clamp = Some(7.0);
         s.experts.up_offset = 1.0;
         s.experts.activation = Activation::Gelu;
@@ -64,9 +64,7 @@ fn wanted(kernel: &KernelPlan) -> bool {
 
 /// Kernels of some layers compiled for one architecture; each text once.
 fn compile(arch: &str, layers: &[LayerSpec]) -> usize {
-    let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-    let compiler = Kept::new(nvrtc(&registry).unwrap_or_else(|error| panic!("{error}")));
+    let compiler = Kept::new(testing::nvrtc());
     let target: Target = format!("cuda:{arch}").parse().unwrap();
     let training = Training {
         recompute: Recompute::None,

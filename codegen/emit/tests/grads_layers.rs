@@ -66,7 +66,7 @@ fn rows_are_gathered_or_dispatched() {
     for site in [WeightSite::Output, WeightSite::Input] {
         let mut spec = spec(40, 72, [5, 2], DType::Bf16);
         spec.router.weight_on = site;
-        spec.experts.bias = true;
+        spec.experts.bias = true.into();
         run("sim:sm_80", GemmFamily::Mma, &spec, &[0, 1, 60]);
         run("sim:sm_90a", GemmFamily::Wgmma, &spec, &[0, 1, 60]);
     }
@@ -85,6 +85,7 @@ fn shared_experts() {
     spec.shared = vec![SharedExpert {
         hidden_dim: 40,
         gate: SharedGate::None,
+        bias: None,
     }];
     run("sim:sm_80", GemmFamily::Mma, &spec, &[0, 60]);
     run("sim:sm_90a", GemmFamily::Wgmma, &spec, &[0, 60]);

@@ -83,7 +83,7 @@ fn epilogues() -> Vec<LayerSpec> {
         let mut spec = layer([72, 42, 66], experts, dtype);
         spec.experts.activation = activation.clone();
         spec.experts.form = form;
-        spec.experts.bias = i != 4;
+        spec.experts.bias = (i != 4).into();
         spec.router.weight_on = site;
         if i % 2 == 0 {
             spec.experts.clamp = Some(0.4);
@@ -108,10 +108,11 @@ fn epilogues_are_those_of_f64() {
 fn shared_experts_are_dense() {
     for gate in [SharedGate::None, SharedGate::Sigmoid] {
         let mut spec = layer([72, 16, 72], [3, 2], Bf16);
-        spec.experts.bias = true;
+        spec.experts.bias = true.into();
         spec.shared = vec![SharedExpert {
             hidden_dim: 136,
             gate,
+            bias: None,
         }];
         let grads = matrix(&spec);
         assert!(grads.families().len() >= 8, "{:?}", grads.families());

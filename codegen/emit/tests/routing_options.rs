@@ -194,6 +194,7 @@ fn capacities(target: &str) {
             spec.capacity = Capacity {
                 mode,
                 factor,
+                eval_factor: (j == 0 && mode != Fixed && mode != MaxCount).then_some(0.6),
                 rows: (mode == Fixed).then_some(9),
                 order,
                 align: [1, 4][(i + j) % 2],

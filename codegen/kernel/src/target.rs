@@ -61,7 +61,8 @@ pub struct CudaArch {
 pub struct RocmArch {
     /// The LLVM processor name: `gfx942`.
     pub name: &'static str,
-    /// Lanes per wave in the mode our kernels use.
+    /// Lanes per wave in the mode our kernels use: 64 on gfx9 (CDNA), 32 on
+    /// gfx10, gfx11 and gfx12 (RDNA).
     pub wave: u32,
 }
 
@@ -317,6 +318,20 @@ mod tests {
     fn every_name_reads_back() {
         for target in Target::all() {
             assert_eq!(target.to_string().parse(), Ok(target));
+        }
+    }
+
+    #[test]
+    fn waves_are_those_of_the_family() {
+        for target in Target::all() {
+            if let Target::Rocm(arch) = target {
+                let lanes = if arch.name.starts_with("gfx9") {
+                    64
+                } else {
+                    32
+                };
+                assert_eq!(arch.wave, lanes, "{}", arch.name);
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::GenerateOptions;
 use crate::docs::{self, doc};
 use crate::names::{Names, field};
-use crate::tensors::of_role;
+use crate::tensors::{of_role, routed};
 use crate::types::{array, constant, row};
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_spec::LayerSpec;
@@ -121,15 +121,33 @@ fn construct(names: &Names) -> TokenStream {
 fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names { output, facade, .. } = names;
     let inputs: Vec<&TensorPlan> = of_role(plan, Role::Input).collect();
-    let params: Vec<TokenStream> = inputs.iter().map(|tensor| param(tensor, names)).collect();
-    let fields = inputs.iter().map(|tensor| field(&tensor.name));
-    let (fields, about) = (quote!(#(#fields),*), doc(&inputs_doc(&inputs)));
+    let Arguments { params, fields } = arguments(&inputs, names);
+    let about = doc(&inputs_doc(&inputs));
+    let at_factor = plan.spec.capacity.has_factor().then(|| {
+        quote! {
+            /// As `forward_all`, with a capacity factor of this call's own.
+            ///
+            /// # Errors
+            /// As `forward`; also for a factor that is no number or too large.
+            pub fn forward_at(
+                &self,
+                capacity_factor: f64,
+                #(#params),*
+            ) -> Result<#output, #facade::EngineError> {
+                let input = Self::input(#fields).with_capacity_factor(capacity_factor);
+                let output = self.layer.forward_with(&input, #output::NAMES)?;
+                #output::read(&output)
+            }
+        }
+    });
+    let route = route(plan, names);
     let y = plan
         .tensor("y")
         .and_then(|y| row(y.dtype, &y.shape, facade));
     let input = input(&inputs, names, "input");
     quote! {
-        /// Runs the layer, one row per token, and reads back `y`.
+        /// Evaluates the layer, one row per token, and reads back `y`. Nothing
+        /// is drawn, also where the layer was made by `training`.
         ///
         #about
         ///
@@ -150,7 +168,62 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             #output::read(&output)
         }
 
+        #at_factor
+        #route
         #input
+    }
+}
+
+/// The calls that only decide where tokens go.
+fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let Names {
+        routing, facade, ..
+    } = names;
+    let inputs: Vec<&TensorPlan> = routed(plan, Role::Input).collect();
+    let Arguments { params, fields } = arguments(&inputs, names);
+    let about = doc(&inputs_doc(&inputs));
+    let input = input(&inputs, names, "routing_input");
+    quote! {
+        /// Decides where tokens go as `forward` does, and nothing else.
+        ///
+        #about
+        ///
+        /// # Errors
+        /// As `forward`.
+        pub fn route(&self, #(#params),*) -> Result<#routing, #facade::EngineError> {
+            let input = Self::routing_input(#fields);
+            #routing::read(&self.layer.route(&input, #routing::NAMES)?)
+        }
+
+        /// Decides where tokens go as `forward_train` does with the same
+        /// counters, and nothing else.
+        ///
+        /// # Errors
+        /// As `forward`; also when the layer was not made by `training`.
+        pub fn route_train(
+            &self,
+            #(#params,)*
+            counters: #facade::Counters,
+        ) -> Result<#routing, #facade::EngineError> {
+            let input = Self::routing_input(#fields);
+            #routing::read(&self.layer.route_train(&input, #routing::NAMES, counters)?)
+        }
+
+        #input
+    }
+}
+
+/// Inputs as the parameters of a call, and as what it hands on.
+struct Arguments {
+    params: Vec<TokenStream>,
+    fields: TokenStream,
+}
+
+fn arguments(inputs: &[&TensorPlan], names: &Names) -> Arguments {
+    let fields = inputs.iter().map(|tensor| field(&tensor.name));
+    Arguments {
+        params: inputs.iter().map(|tensor| param(tensor, names)).collect(),
+        fields: quote!(#(#fields),*),
     }
 }
 
@@ -187,6 +260,9 @@ fn input_type(tensor: &TensorPlan, names: &Names) -> TokenStream {
 pub(crate) fn input(inputs: &[&TensorPlan], names: &Names, function: &str) -> TokenStream {
     let function = format_ident!("{function}");
     let facade = &names.facade;
+    let by_token = |tensor: &&&TensorPlan| row(tensor.dtype, &tensor.shape, facade).is_some();
+    let first = inputs.iter().find(by_token).expect("a call has tokens");
+    let tokens = field(&first.name);
     let params = inputs.iter().map(|tensor| {
         let (name, ty) = (field(&tensor.name), input_type(tensor, names));
         quote!(#name: &'a #ty)
@@ -200,7 +276,7 @@ pub(crate) fn input(inputs: &[&TensorPlan], names: &Names, function: &str) -> To
     });
     quote! {
         fn #function<'a>(#(#params),*) -> #facade::Input<'a> {
-            #facade::typed::generated::input(x.len(), [#(#pairs),*])
+            #facade::typed::generated::input(#tokens.len(), [#(#pairs),*])
         }
     }
 }

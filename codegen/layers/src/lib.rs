@@ -2,8 +2,8 @@
 //!
 //! [`generate`] writes, for one spec: the layer type with `new` and `forward`,
 //! a weights struct with one field per tensor, an output struct, an argument
-//! struct per kernel entry; and the same for training: `forward_train`,
-//! `backward`, structs of gradients. Every tensor's shape and element type is part of
+//! struct per kernel entry; `route` and a struct of what it decides; and the same
+//! for training: `forward_train`, `backward`, structs of gradients. Every tensor's shape and element type is part of
 //! its Rust type, so that a wrong shape does not compile. What is generated
 //! uses the facade crate only, holds no `unsafe`, and is the same for all
 //! targets. The argument structs are those of the kernels for CPUs: a kernel
@@ -98,10 +98,11 @@ pub fn generate(spec: &LayerSpec, options: &GenerateOptions) -> Result<TokenStre
         tensors::weights(&plan, &names),
     );
     let (output, raw) = (tensors::output(&plan, &names), tensors::raw(&plan, &names));
+    let routing = tensors::routing(&plan, &names);
     let kernels = kernels::module(&plan, &names);
     let training = plan_training(spec, plan.target, Training::default())?;
     let training = training::training(&training, &names);
-    Ok(quote! { #layer #weights #output #raw #training #kernels })
+    Ok(quote! { #layer #weights #output #routing #raw #training #kernels })
 }
 
 /// The items of a typed layer as the text of a Rust file.

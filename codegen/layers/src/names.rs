@@ -11,6 +11,7 @@ pub(crate) struct Names {
     pub layer: Ident,
     pub weights: Ident,
     pub output: Ident,
+    pub routing: Ident,
     pub raw: Ident,
     pub trained: Ident,
     pub input_gradients: Ident,
@@ -30,6 +31,7 @@ impl Names {
         Names {
             weights: format_ident!("{layer}Weights"),
             output: format_ident!("{layer}Output"),
+            routing: format_ident!("{layer}Routing"),
             raw: format_ident!("{layer}Raw"),
             trained: format_ident!("{layer}Trained"),
             input_gradients: format_ident!("{layer}InputGradients"),

@@ -5,7 +5,7 @@ use crate::names::{Names, field};
 use crate::types::{array, constant, row, scalar};
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_spec::{TensorSpec, canonical_tensors};
-use proc_macro2::{Literal, TokenStream};
+use proc_macro2::{Ident, Literal, TokenStream};
 use quote::quote;
 
 /// The tensors of a role, in the order of the plan.
@@ -66,36 +66,45 @@ fn weight_field(tensor: &TensorSpec, names: &Names) -> TokenStream {
 
 /// The struct of everything that can be read after a call, `y` first.
 pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
-    let Names {
-        output,
-        layer,
-        visibility,
-        ..
-    } = names;
     let mut tensors: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
     tensors.sort_by_key(|tensor| tensor.name != "y");
+    let about = format!(
+        "What a call of [`{}`] computes; `T` is its token count.",
+        names.layer
+    );
+    readable(&names.output, &about, &tensors, names)
+}
+
+/// The struct of what routing alone decides.
+pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
+    let tensors: Vec<&TensorPlan> = routed(plan, Role::Output).collect();
+    let about = format!(
+        "Where tokens of a call of [`{}`] go; `T` is its token count.",
+        names.layer
+    );
+    readable(&names.routing, &about, &tensors, names)
+}
+
+/// The tensors of a role that routing alone reads or writes.
+pub(crate) fn routed(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
+    let steps = plan.routing_of(plan.evaluation_steps());
+    let named = move |tensor: &&TensorPlan| {
+        let mut names = steps.iter().flat_map(|step| &step.tensors);
+        names.any(|name| *name == tensor.name)
+    };
+    of_role(plan, role).filter(named)
+}
+
+/// A struct of outputs, with what asks for them and makes it.
+fn readable(name: &Ident, about: &str, tensors: &[&TensorPlan], names: &Names) -> TokenStream {
+    let Names {
+        visibility, facade, ..
+    } = names;
     let fields = tensors.iter().map(|tensor| {
-        let (about, ty) = (about(tensor), output_type(tensor, names));
+        let (about, ty) = (self::about(tensor), output_type(tensor, names));
         let field = field(&tensor.name);
         quote!(#about pub #field: #ty,)
     });
-    let read = output_read(&tensors, names);
-    let about = doc(&format!(
-        "What a call of [`{layer}`] computes; `T` is its token count."
-    ));
-    quote! {
-        #about
-        #[derive(Clone, Debug, PartialEq)]
-        #[allow(dead_code)]
-        #visibility struct #output { #(#fields)* }
-
-        #read
-    }
-}
-
-/// What asks for the outputs and makes the struct of them.
-fn output_read(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
-    let Names { output, facade, .. } = names;
     let list = tensors.iter().map(|tensor| &tensor.name);
     let reads = tensors.iter().map(|tensor| {
         let (name, field) = (&tensor.name, field(&tensor.name));
@@ -105,14 +114,20 @@ fn output_read(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
         };
         quote!(#field: #facade::typed::generated::#read(output, #name)?,)
     });
+    let about = doc(about);
     quote! {
+        #about
+        #[derive(Clone, Debug, PartialEq)]
         #[allow(dead_code)]
-        impl #output {
+        #visibility struct #name { #(#fields)* }
+
+        #[allow(dead_code)]
+        impl #name {
             /// The tensors, by the names of the layer.
             pub const NAMES: &'static [&'static str] = &[#(#list),*];
 
             fn read(output: &#facade::Output) -> Result<Self, #facade::EngineError> {
-                Ok(#output { #(#reads)* })
+                Ok(#name { #(#reads)* })
             }
         }
     }

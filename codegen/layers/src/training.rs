@@ -158,7 +158,25 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let inputs: Vec<&TensorPlan> = of_role(plan, Role::Input).collect();
     let params: Vec<TokenStream> = inputs.iter().map(|tensor| param(tensor, names)).collect();
     let fields = inputs.iter().map(|tensor| field(&tensor.name));
+    let fields = quote!(#(#fields),*);
     let about = doc(&inputs_doc(&inputs));
+    let at_factor = plan.spec.capacity.has_factor().then(|| {
+        quote! {
+            /// As `forward_train`, with a capacity factor of this call's own.
+            ///
+            /// # Errors
+            /// As `forward_train`; also for a factor that is no number or too large.
+            pub fn forward_train_at(
+                &self,
+                capacity_factor: f64,
+                #(#params,)*
+                counters: #facade::Counters,
+            ) -> Result<#trained, #facade::EngineError> {
+                let input = Self::training_input(#fields);
+                self.train(&input.with_capacity_factor(capacity_factor), counters)
+            }
+        }
+    });
     let loss_names: Vec<&String> = losses(plan).map(|tensor| &tensor.name).collect();
     let loss_reads = losses(plan).map(|tensor| {
         let (name, field) = (&tensor.name, field(&tensor.name));
@@ -185,9 +203,18 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             #(#params,)*
             counters: #facade::Counters,
         ) -> Result<#trained, #facade::EngineError> {
+            self.train(&Self::training_input(#fields), counters)
+        }
+
+        #at_factor
+
+        fn train(
+            &self,
+            input: &#facade::Input<'_>,
+            counters: #facade::Counters,
+        ) -> Result<#trained, #facade::EngineError> {
             let names = [#output::NAMES, &[#(#loss_names),*]].concat();
-            let input = Self::training_input(#(#fields),*);
-            let (output, saved) = self.layer.forward_train(&input, &names, counters)?;
+            let (output, saved) = self.layer.forward_train(input, &names, counters)?;
             Ok(#trained {
                 output: #output::read(&output)?,
                 #(#loss_reads)*

@@ -275,6 +275,14 @@ fn looked_up_experts_with_a_capacity_in_f16() {
     assert_eq!(Some(output.capacity), expected.capacity);
     assert_eq!(output.overflow, expected.overflow);
     assert!(output.overflow > 0, "the test drops nothing");
+    let routed = layer.route(&x, &ids).unwrap();
+    assert_eq!(routed.locations, output.locations);
+    input.capacity_factor = Some(2.0);
+    let expected = reference::forward(&spec, &stored.0, &input);
+    let roomy = layer.forward_at(2.0, &x, &ids).unwrap();
+    assert_eq!(Some(roomy.capacity), expected.capacity);
+    assert_ne!(roomy.capacity, output.capacity);
+    assert_eq!(roomy.locations.as_flattened(), expected.locations);
 }
 
 #[test]

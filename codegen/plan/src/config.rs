@@ -41,7 +41,8 @@ pub struct GateTopkConfig {
     pub select_threads: u32,
     /// Tokens per block of the selection kernel.
     pub select_tile_tokens: usize,
-    /// Adjacent lanes that select for one token: a power of two.
+    /// Adjacent lanes that select for one token: a power of two. More than a warp
+    /// has are all threads of the block.
     pub select_lanes: u32,
     /// What the selection kernel writes of `tile_counts`.
     pub histogram: Histogram,
@@ -210,8 +211,11 @@ pub struct CombineBwdConfig {
 /// Tiling of `gate_topk_bwd`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GateTopkBwdConfig {
-    /// Threads per block; on a GPU a warp sees to one token at a time.
+    /// Threads per block.
     pub threads: u32,
+    /// Threads that see to one token at a time: a warp, or of many experts the
+    /// block; 1 on a CPU.
+    pub token_threads: u32,
     /// Tokens per block.
     pub tile_tokens: usize,
     /// Columns per block of sums over all tokens.
@@ -219,6 +223,10 @@ pub struct GateTopkBwdConfig {
     /// Threads of the one block that finishes the losses.
     pub sum_threads: u32,
 }
+
+/// Most experts of which the lanes of a warp hold a token's scores, 32 each. Of
+/// more, a block does, and what it sums over tokens goes to memory.
+pub const WARP_EXPERTS: usize = 1024;
 
 /// Tiling of `dispatch_bwd`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

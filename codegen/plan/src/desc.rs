@@ -9,8 +9,9 @@ pub use backward::{
     CombineBwdDesc, DispatchBwdDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, SharedBwdDesc,
 };
 pub(crate) use backward::{
-    combine_bwd, dispatch_bwd, grouped_gemm_dgrad, grouped_gemm_wgrad, router_dgrad, router_wgrad,
-    shared_dgrad, shared_gate_wgrad, shared_wgrad,
+    combine_bwd, combine_bwd_later, dispatch_bwd, dispatch_bwd_later, grouped_gemm_dgrad,
+    grouped_gemm_wgrad, latent_dgrad, latent_wgrad, router_dgrad, router_wgrad, shared_dgrad,
+    shared_gate_wgrad, shared_wgrad,
 };
 pub(crate) use gate_bwd::gate_topk_bwd;
 pub use gate_bwd::{GateTopkBwdDesc, LossSlope, LossSum};
@@ -20,8 +21,8 @@ pub(crate) use routing::noise_gate;
 use crate::config::GroupedGemmConfig;
 use moesaic_kernel::{DType, Stem};
 use moesaic_spec::{
-    Activation, Capacity, CapacityOrder, ExpertForm, LayerSpec, Router, RouterKind, SharedGate,
-    WeightSite,
+    Activation, Biases, Capacity, CapacityOrder, ExpertForm, LayerSpec, Router, RouterKind,
+    SharedExpert, SharedGate, WeightSite,
 };
 use serde::{Deserialize, Serialize};
 
@@ -235,6 +236,9 @@ impl GroupedGemmDesc {
 pub struct SharedDesc {
     /// Its output is multiplied by σ of its logit.
     pub gated: bool,
+    /// With a gate: there are two logits, this one's is that with this index,
+    /// and the weight is the softmax of both.
+    pub of_pair: Option<usize>,
 }
 
 /// `combine`: expert rows `[R, d_out]` to y `[T, d_out]`.
@@ -248,7 +252,7 @@ pub struct CombineDesc {
     pub identity: usize,
     /// Zero experts, with the ids after those.
     pub zero: usize,
-    /// K.
+    /// K; 0 where only shared experts are added.
     pub top_k: usize,
     /// Element type of rows, x and y.
     pub activations: DType,
@@ -266,6 +270,9 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         (RouterKind::Cosine, _) => Logits::Cosine(spec.router.projection_dim.unwrap_or(1)),
         _ => Logits::Linear,
     };
+    // Where training does nothing more, its gate is that of evaluation.
+    let serving = routing::serving(&spec.router);
+    let training = training && serving != spec.router;
     Some(GateTopkDesc {
         model_dim: spec.shape.model_dim,
         experts: spec.routed_experts(),
@@ -274,7 +281,7 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         logits,
         router: match training {
             true => spec.router.clone(),
-            false => routing::serving(&spec.router),
+            false => serving,
         },
         select: true,
         best_score: needs_order(spec),
@@ -284,15 +291,19 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
     })
 }
 
-/// The one-logit gate of a shared expert.
-pub(crate) fn shared_gate(spec: &LayerSpec) -> GateTopkDesc {
+/// The gate of a shared expert: one logit, or two and a bias.
+pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
+    let pair = spec.shared[index].gate == SharedGate::Residual;
     GateTopkDesc {
         model_dim: spec.shape.model_dim,
-        experts: 1,
+        experts: spec.shared[index].gate.logits(),
         top_k: 1,
         activations: spec.precision.activations,
         logits: Logits::Linear,
-        router: Router::default(),
+        router: Router {
+            bias: pair,
+            ..Router::default()
+        },
         select: false,
         best_score: false,
         order: CapacityOrder::SlotMajor,
@@ -311,7 +322,12 @@ pub(crate) fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
         experts: spec.shape.experts,
         routed_experts: spec.routed_experts(),
         top_k: spec.shape.top_k,
-        capacity: spec.capacity.clone(),
+        capacity: Capacity {
+            // An argument of each call: see `row_limit`.
+            factor: 1.0,
+            eval_factor: None,
+            ..spec.capacity.clone()
+        },
         scale: spec.router.scale,
         external: spec.router.kind == RouterKind::External,
         keep_sums: training && spec.capacity.renormalize_after_drop,
@@ -321,7 +337,7 @@ pub(crate) fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
 
 pub(crate) fn dispatch(spec: &LayerSpec) -> DispatchDesc {
     DispatchDesc {
-        model_dim: spec.shape.model_dim,
+        model_dim: spec.expert_input_dim(),
         experts: spec.shape.experts,
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
@@ -338,22 +354,42 @@ pub(crate) fn grouped_gemm(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
         experts: shape.experts,
         dense: false,
         top_k: shape.top_k,
-        weighted: weighted && (half == Half::Up || spec.experts.bias),
+        weighted: weighted && (half == Half::Up || spec.experts.bias.down()),
         plain_rows: half == Half::Up && spec.router.weight_on != WeightSite::Input,
-        ..expert_half(spec, half, shape.hidden_dim)
+        ..expert_half(spec, half, &routed_widths(spec), spec.experts.bias)
     }
 }
 
-/// Both products of a shared expert of inner width `hidden`.
-pub(crate) fn shared_gemm(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
-    expert_half(spec, half, hidden)
+/// Widths of an expert.
+struct Widths {
+    input: usize,
+    hidden: usize,
+    output: usize,
 }
 
-fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
+fn routed_widths(spec: &LayerSpec) -> Widths {
+    Widths {
+        input: spec.expert_input_dim(),
+        hidden: spec.shape.hidden_dim,
+        output: spec.expert_output_dim(),
+    }
+}
+
+/// Both products of a shared expert.
+pub(crate) fn shared_gemm(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDesc {
+    let widths = Widths {
+        input: spec.shape.model_dim,
+        hidden: spec.shared[index].hidden_dim,
+        output: spec.output_dim(),
+    };
+    expert_half(spec, half, &widths, spec.shared_bias(index))
+}
+
+fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) -> GroupedGemmDesc {
     let experts = &spec.experts;
     let (inner, outer) = match half {
-        Half::Up => (spec.shape.model_dim, hidden),
-        Half::Down => (hidden, spec.output_dim()),
+        Half::Up => (widths.input, widths.hidden),
+        Half::Down => (widths.hidden, widths.output),
     };
     GroupedGemmDesc {
         half,
@@ -367,7 +403,10 @@ fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
         alpha: experts.alpha,
         clamp: experts.clamp,
         up_offset: experts.up_offset,
-        bias: experts.bias,
+        bias: match half {
+            Half::Up => biases.up(),
+            Half::Down => biases.down(),
+        },
         weighted: false,
         plain_rows: false,
         weights: spec.precision.weights,
@@ -377,20 +416,74 @@ fn expert_half(spec: &LayerSpec, half: Half, hidden: usize) -> GroupedGemmDesc {
     }
 }
 
+/// A projection around the routed experts: the down half of an expert, which
+/// has no activation, whatever its direction.
+pub(crate) fn latent_gemm(spec: &LayerSpec, way: Half) -> GroupedGemmDesc {
+    let (inner, outer) = match way {
+        Half::Down => (spec.shape.model_dim, spec.expert_input_dim()),
+        Half::Up => (spec.expert_output_dim(), spec.output_dim()),
+    };
+    let widths = Widths {
+        input: 0,
+        hidden: inner,
+        output: outer,
+    };
+    let biases = spec.latent.as_ref().is_some_and(|latent| latent.bias);
+    expert_half(spec, Half::Down, &widths, biases.into())
+}
+
+/// Whether a projection or a weight comes between the sum of the routed experts
+/// and the shared ones.
+fn apart(spec: &LayerSpec) -> bool {
+    spec.latent.is_some() || spec.residual().is_some()
+}
+
+/// Whether what the routed experts add up to is a tensor of its own, to which
+/// shared experts are added by another `combine`.
+pub(crate) fn adds_later(spec: &LayerSpec) -> bool {
+    apart(spec) && !spec.shared.is_empty()
+}
+
+/// The sum over the routed experts, and the shared ones unless a projection or
+/// a weight comes between.
 pub(crate) fn combine(spec: &LayerSpec) -> CombineDesc {
-    let shared = spec.shared.iter();
+    let shared = if apart(spec) { &[] } else { &*spec.shared };
     CombineDesc {
-        output_dim: spec.output_dim(),
+        output_dim: spec.expert_output_dim(),
         experts: spec.shape.experts,
         identity: spec.experts.identity,
         zero: spec.experts.zero,
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Output,
-        shared: shared
-            .map(|s| SharedDesc {
-                gated: s.gate == SharedGate::Sigmoid,
-            })
-            .collect(),
+        shared: shared_descs(shared),
+    }
+}
+
+fn shared_descs(shared: &[SharedExpert]) -> Vec<SharedDesc> {
+    let of = |shared: &SharedExpert| SharedDesc {
+        gated: shared.gate != SharedGate::None,
+        of_pair: (shared.gate == SharedGate::Residual).then_some(1),
+    };
+    shared.iter().map(of).collect()
+}
+
+/// Where that [is so](adds_later): what the routed experts add up to as the
+/// first shared expert, then the others.
+pub(crate) fn combine_later(spec: &LayerSpec) -> CombineDesc {
+    let weighted = spec.residual().is_some();
+    let routed = SharedDesc {
+        gated: weighted,
+        of_pair: weighted.then_some(0),
+    };
+    CombineDesc {
+        output_dim: spec.output_dim(),
+        experts: 0,
+        identity: 0,
+        zero: 0,
+        top_k: 0,
+        activations: spec.precision.activations,
+        weighted: false,
+        shared: [vec![routed], shared_descs(&spec.shared)].concat(),
     }
 }

@@ -1,201 +1,26 @@
-//! A whole pass as data: kernels, tensors, and the launches in order.
+//! A whole pass, written down: kernels, tensors, and the launches in order.
 
 mod backward;
+mod data;
 mod gate;
 mod gate_bwd;
+mod latent;
+mod stack;
 mod supported;
 mod tensors;
 mod user;
 
 use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
-use crate::{
-    CacheClass, GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, Tuning, entries, heuristics,
-};
+use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, entries, heuristics};
 
-use moesaic_kernel::{Access, DType, Entry, Size, Target};
+use moesaic_kernel::Target;
 use moesaic_spec::{LayerSpec, SharedGate};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use tensors::declared_tensors;
 
+pub use data::{LayerPlan, PlanOptions, Recompute, Role, Step, TensorPlan, Training};
+pub use stack::stacked;
 pub use user::{UserPlan, plan_user_experts};
-
-/// Everything a runtime needs to run a layer forward on one target.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct LayerPlan {
-    /// The layer.
-    pub spec: LayerSpec,
-    /// The target the configs were chosen for.
-    pub target: Target,
-    /// Sizes that were chosen by measurement.
-    #[serde(default, skip_serializing_if = "Tuning::is_empty")]
-    pub tuning: Tuning,
-    /// The caches of the CPU that its tiles are for.
-    #[serde(default, skip_serializing_if = "CacheClass::is_assumed")]
-    pub caches: CacheClass,
-    /// The kernel sources to emit.
-    pub kernels: Vec<KernelPlan>,
-    /// Every tensor that a step names.
-    pub tensors: Vec<TensorPlan>,
-    /// The launches that make each [`Role::Packed`] tensor from a weight, once
-    /// and whenever that changes: the weight first, then the tensor.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub prepare: Vec<Step>,
-    /// The launches of a forward pass, in order.
-    pub steps: Vec<Step>,
-    /// What backward does again; `None` for a plan without backward.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub training: Option<Training>,
-    /// The launches of a backward pass, in order.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub backward: Vec<Step>,
-}
-
-/// What a plan follows beside spec and target.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PlanOptions {
-    /// How the layer is trained; `None` is inference alone.
-    pub training: Option<Training>,
-    /// Sizes instead of those that `heuristics` chooses. GPUs have none.
-    pub tuning: Tuning,
-    /// The caches that `heuristics` chooses sizes for, on a CPU.
-    pub caches: CacheClass,
-}
-
-/// How a layer is trained.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Training {
-    /// What is computed a second time instead of being kept.
-    pub recompute: Recompute,
-}
-
-/// What backward computes again. Kernels are reproducible to the bit, so that
-/// gradients are the same in every mode.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Recompute {
-    /// Nothing: x, the routing record and the pre-activations are kept.
-    #[default]
-    None,
-    /// The pre-activations: x and the routing record are kept.
-    Hidden,
-    /// Routing too: only the inputs are kept.
-    All,
-}
-
-/// A tensor of the layer.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TensorPlan {
-    /// The canonical name, or that of an intermediate.
-    pub name: String,
-    /// Element type.
-    pub dtype: DType,
-    /// Sizes, outermost first; row major.
-    pub shape: Vec<Size>,
-    /// Who provides it.
-    pub role: Role,
-}
-
-/// Who provides a tensor, and who sees it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// The caller, at every call.
-    Input,
-    /// The caller, once.
-    Weight,
-    /// The layer, once, from weights: see [`LayerPlan::prepare`].
-    Packed,
-    /// The layer; the caller may read it after a call.
-    Output,
-    /// The layer, for itself.
-    Scratch,
-    /// The caller, at every backward pass: `dy`.
-    OutputGradient,
-    /// Backward; the caller may read it: `dx`, `grad.topk_weights`.
-    InputGradient,
-    /// Backward, which overwrites it or adds to it; the layer keeps it.
-    WeightGradient,
-}
-
-/// One launch.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Step {
-    /// Index into [`LayerPlan::kernels`].
-    pub kernel: usize,
-    /// The symbol to launch.
-    pub symbol: String,
-    /// The tensor behind each pointer parameter, in order of the parameters.
-    pub tensors: Vec<String>,
-}
-
-impl LayerPlan {
-    /// The entry a step launches.
-    ///
-    /// # Panics
-    /// When the step is not of this plan.
-    pub fn entry(&self, step: &Step) -> &Entry {
-        let entries = &self.kernels[step.kernel].entries;
-        entries
-            .iter()
-            .find(|e| e.symbol == step.symbol)
-            .expect("steps name entries of the plan")
-    }
-
-    /// What a forward pass leaves for backward, inputs included: the tensors
-    /// that backward reads before it writes them.
-    pub fn saved(&self) -> Vec<&TensorPlan> {
-        let mut written = BTreeSet::new();
-        let mut saved = BTreeSet::new();
-        for step in &self.backward {
-            let params = self.entry(step).params.iter();
-            let accesses = params.filter_map(|param| Some(param.ty.tensor()?.1));
-            for (name, access) in step.tensors.iter().zip(accesses) {
-                if access != Access::Write && !written.contains(name) {
-                    saved.insert(name);
-                }
-                if access != Access::Read {
-                    written.insert(name);
-                }
-            }
-        }
-        let passed = |t: &&TensorPlan| matches!(t.role, Role::Input | Role::Output | Role::Scratch);
-        let tensors = self.tensors.iter().filter(passed);
-        tensors.filter(|t| saved.contains(&t.name)).collect()
-    }
-
-    /// The launches of a forward pass, then those of a backward pass.
-    pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
-        self.steps.iter().chain(&self.backward)
-    }
-
-    /// Whether kernels read a weight only in its packed form, so that a runtime
-    /// need not keep it.
-    pub fn packs_away(&self, weight: &str) -> bool {
-        let named = |step: &Step| step.tensors.iter().any(|name| name == weight);
-        self.prepare.iter().any(named) && !self.all_steps().any(named)
-    }
-
-    /// The tensor of this name.
-    pub fn tensor(&self, name: &str) -> Option<&TensorPlan> {
-        self.tensors.iter().find(|tensor| tensor.name == name)
-    }
-}
-
-impl TensorPlan {
-    /// Elements for a token count.
-    pub fn elements(&self, tokens: u64) -> u64 {
-        self.shape
-            .iter()
-            .fold(1, |product, size| product.saturating_mul(size.eval(tokens)))
-    }
-
-    /// Bytes for a token count.
-    pub fn bytes(&self, tokens: u64) -> u64 {
-        self.elements(tokens)
-            .saturating_mul(self.dtype.size() as u64)
-    }
-}
 
 /// Plans a layer for a target. The spec must be valid.
 ///
@@ -206,8 +31,8 @@ pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
     plan_for(spec, target, None)
 }
 
-/// Plans a layer that can run backward. Its forward pass does what only
-/// training does (noise, losses) and leaves what backward needs.
+/// Plans a layer that can run backward. Its steps do what only training does
+/// (noise, losses) and leave what backward needs; it evaluates by others.
 ///
 /// # Errors
 /// As [`plan`].
@@ -248,6 +73,7 @@ pub fn plan_with(
     builder.forward();
     if let Some(training) = options.training {
         builder.backward(training.recompute);
+        builder.evaluation();
     }
     Ok(builder.finish())
 }
@@ -255,8 +81,18 @@ pub fn plan_with(
 /// Collects kernels and steps while the pass is written down.
 struct Builder {
     plan: LayerPlan,
-    /// Steps go to the backward pass.
-    backwards: bool,
+    /// Where steps go.
+    pass: Pass,
+}
+
+/// What is being written down.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    /// A forward pass: one that trains, where there is a backward pass.
+    Forward,
+    Backward,
+    /// The forward pass of a layer that trains when it does not.
+    Evaluation,
 }
 
 /// Renames a parameter to the tensor behind it.
@@ -284,19 +120,17 @@ impl Builder {
                 tensors,
                 prepare: vec![],
                 steps: vec![],
+                evaluation: vec![],
                 training,
                 backward: vec![],
             },
-            backwards: false,
+            pass: Pass::Forward,
         }
     }
 
+    /// A forward pass with the layer's own experts.
     fn forward(&mut self) {
         self.routing();
-        if self.plan.training.is_some() {
-            self.losses();
-        }
-        self.scan();
         self.experts();
         for index in 0..self.plan.spec.shared.len() {
             self.shared(index);
@@ -304,10 +138,31 @@ impl Builder {
         self.combine();
     }
 
+    /// The forward pass once more, without what only training does. Kernels
+    /// that are the same are shared.
+    fn evaluation(&mut self) {
+        self.pass = Pass::Evaluation;
+        self.forward();
+    }
+
+    /// Gate, scan, and losses: what comes before the experts.
+    fn routing(&mut self) {
+        self.gate();
+        self.scan();
+        if self.trains() {
+            self.losses();
+        }
+    }
+
+    /// Whether the pass draws random numbers and keeps what backward needs.
+    fn trains(&self) -> bool {
+        self.plan.training.is_some() && self.pass != Pass::Evaluation
+    }
+
     /// Drops the tensors that no step names; weights are all wanted.
     fn finish(self) -> LayerPlan {
         let mut plan = self.plan;
-        let steps = plan.prepare.iter().chain(plan.all_steps());
+        let steps = plan.prepare.iter().chain(plan.call_steps());
         let used: BTreeSet<String> = steps.flat_map(|s| s.tensors.clone()).collect();
         plan.tensors
             .retain(|t| t.role == Role::Weight || used.contains(&t.name));
@@ -317,7 +172,7 @@ impl Builder {
     /// Whether the forward pass keeps the pre-activations.
     fn keeps_hidden(&self) -> bool {
         let recompute = self.plan.training.map(|training| training.recompute);
-        recompute == Some(Recompute::None)
+        self.trains() && recompute == Some(Recompute::None)
     }
 
     /// Adds a kernel and one step per entry. `bind` renames parameters to
@@ -330,12 +185,21 @@ impl Builder {
         kernel
     }
 
-    /// Adds a kernel without a step.
+    /// Adds a kernel without a step; for an evaluation only if training has no
+    /// such kernel.
     fn kernel(&mut self, name: &str, desc: KernelDesc) -> usize {
         let config = self.config(&desc);
+        let mut name = name.to_string();
+        if self.pass == Pass::Evaluation {
+            let same = |known: &KernelPlan| known.desc == desc && known.config == config;
+            if let Some(known) = self.plan.kernels.iter().position(same) {
+                return known;
+            }
+            name += "_eval";
+        }
         let entries = entries(&desc, &config);
         self.plan.kernels.push(KernelPlan {
-            name: name.to_string(),
+            name,
             desc,
             config,
             entries,
@@ -346,9 +210,10 @@ impl Builder {
     /// Adds a step: the entry `index` of a kernel.
     fn step(&mut self, kernel: usize, index: usize, bind: Bind) {
         let step = self.step_of(kernel, index, bind);
-        match self.backwards {
-            true => self.plan.backward.push(step),
-            false => self.plan.steps.push(step),
+        match self.pass {
+            Pass::Forward => self.plan.steps.push(step),
+            Pass::Backward => self.plan.backward.push(step),
+            Pass::Evaluation => self.plan.evaluation.push(step),
         }
     }
 
@@ -397,20 +262,21 @@ impl Builder {
     }
 
     fn scan(&mut self) {
-        let desc = desc::expert_scan(&self.plan.spec, self.plan.training.is_some());
+        let desc = desc::expert_scan(&self.plan.spec, self.trains());
         self.launch("expert_scan", KernelDesc::ExpertScan(desc), &[]);
     }
 
     fn experts(&mut self) {
-        let (spec, target) = (&self.plan.spec, self.plan.target);
-        let halves = [Half::Up, Half::Down].map(|half| expert_gemm(spec, half, target));
+        let (spec, target) = (self.plan.spec.clone(), self.plan.target);
+        let halves = [Half::Up, Half::Down].map(|half| expert_gemm(&spec, half, target));
         debug_assert_eq!(
             halves[0].tile_rows, halves[1].tile_rows,
             "one list of row tiles"
         );
-        if !gathers(spec, target) {
-            let dispatch = desc::dispatch(spec);
-            self.launch("dispatch", KernelDesc::Dispatch(dispatch), &[]);
+        self.latent_down();
+        if !gathers(&spec, target) {
+            let dispatch = desc::dispatch(&spec);
+            self.launch("dispatch", KernelDesc::Dispatch(dispatch), &self.around());
         }
         self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
         self.product("grouped_gemm_down", Half::Down, None, false);
@@ -421,13 +287,23 @@ impl Builder {
         let spec = &self.plan.spec;
         let desc = match shared {
             None => desc::grouped_gemm(spec, half),
-            Some(index) => desc::shared_gemm(spec, half, spec.shared[index].hidden_dim),
+            Some(index) => desc::shared_gemm(spec, half, index),
         };
-        let mut names = expert_names(shared);
         let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
         let packed = format!("{owner}.{}.packed", half.name());
+        let names = self.expert_names(shared);
+        self.gemm(name, GroupedGemmDesc { keep, ..desc }, names, packed);
+    }
+
+    /// A product whose matrices may be packed.
+    fn gemm(
+        &mut self,
+        name: &str,
+        desc: GroupedGemmDesc,
+        mut names: Vec<(String, String)>,
+        packed: String,
+    ) {
         names.push(("packed".to_string(), packed.clone()));
-        let desc = GroupedGemmDesc { keep, ..desc };
         let kernel = self.kernel(name, KernelDesc::GroupedGemm(desc));
         let product = self.plan.kernels[kernel].entries.len() - 1;
         let bind = borrowed(&names);
@@ -462,30 +338,55 @@ impl Builder {
         self.product(&up, Half::Up, Some(index), self.keeps_hidden());
         let down = format!("grouped_gemm_down_shared_{index}");
         self.product(&down, Half::Down, Some(index), false);
-        if shared.gate == SharedGate::Sigmoid {
-            let desc: GateTopkDesc = desc::shared_gate(&spec);
+        if shared.gate != SharedGate::None {
+            let desc: GateTopkDesc = desc::shared_gate(&spec, index);
             let (weight, logits) = (name("router.weight"), name("router.logits"));
-            let bind = [("weight", &*weight), ("logits", &*logits)];
+            let bias = name("router.bias");
+            let bind = [("weight", &*weight), ("bias", &*bias), ("logits", &*logits)];
             let kernel = format!("gate_topk_shared_{index}");
             self.launch(&kernel, KernelDesc::GateTopk(desc), &bind);
         }
     }
 
+    /// The sum of routed and shared experts, in one step or around a projection.
     fn combine(&mut self) {
-        let desc = desc::combine(&self.plan.spec);
-        let renamed: Vec<[String; 2]> = (0..desc.shared.len())
-            .flat_map(|i| {
-                [
-                    [format!("shared_{i}_out"), format!("shared.{i}.out")],
-                    [
-                        format!("shared_{i}_logit"),
-                        format!("shared.{i}.router.logits"),
-                    ],
-                ]
-            })
-            .collect();
-        let bind: Vec<(&str, &str)> = renamed.iter().map(|[a, b]| (&**a, &**b)).collect();
-        self.launch("combine", KernelDesc::Combine(desc), &bind);
+        let desc = KernelDesc::Combine(desc::combine(&self.plan.spec));
+        let mut bind = self.shared_outputs(0);
+        bind.extend(owned(&self.around()));
+        self.launch("combine", desc, &borrowed(&bind));
+        self.latent_up();
+        if desc::adds_later(&self.plan.spec) {
+            let desc = KernelDesc::Combine(desc::combine_later(&self.plan.spec));
+            let mut bind = self.shared_outputs(1);
+            bind.push(("shared_0_out".to_string(), "routed".to_string()));
+            if let Some(index) = self.plan.spec.residual() {
+                let logits = format!("shared.{index}.router.logits");
+                bind.push(("shared_0_logit".to_string(), logits));
+            }
+            self.launch("combine_later", desc, &borrowed(&bind));
+        }
+    }
+
+    /// Parameters of `combine` that belong to shared experts, the first of which
+    /// is the parameters' `first`.
+    fn shared_outputs(&self, first: usize) -> Vec<(String, String)> {
+        let parts = [("out", "out"), ("logit", "router.logits")];
+        let indices = 0..self.plan.spec.shared.len();
+        let names = indices.flat_map(|i| {
+            let at = first + i;
+            parts.map(|(from, to)| (format!("shared_{at}_{from}"), format!("shared.{i}.{to}")))
+        });
+        names.collect()
+    }
+
+    /// As [`expert_names`], with the tensors that routed experts begin and end
+    /// with.
+    fn expert_names(&self, shared: Option<usize>) -> Vec<(String, String)> {
+        let mut names = expert_names(shared);
+        if shared.is_none() {
+            names.extend(owned(&self.around()));
+        }
+        names
     }
 }
 
@@ -526,6 +427,11 @@ fn expert_names(shared: Option<usize>) -> Vec<(String, String)> {
         add("dweight_parts", format!("{prefix}.dweight_parts"));
     }
     list
+}
+
+fn owned(names: Bind) -> Vec<(String, String)> {
+    let owned = |(from, to): &(&str, &str)| (from.to_string(), to.to_string());
+    names.iter().map(owned).collect()
 }
 
 fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {

@@ -10,6 +10,7 @@
 //! target give the same plan.
 
 mod caches;
+mod capacity;
 mod config;
 mod desc;
 pub mod heuristics;
@@ -20,6 +21,8 @@ mod tuning;
 mod work;
 
 pub use caches::CacheClass;
+pub use capacity::row_limit;
+pub use config::WARP_EXPERTS;
 pub use config::{
     CombineBwdConfig, CombineConfig, CountedBy, DispatchBwdConfig, DispatchConfig,
     ExpertScanConfig, GateTopkBwdConfig, GateTopkConfig, GemmFamily, GroupedGemmConfig, Histogram,
@@ -34,7 +37,7 @@ pub use layer::{
     LayerPlan, PlanOptions, Recompute, Role, Step, TensorPlan, Training, plan, plan_for,
     plan_training, plan_with,
 };
-pub use layer::{UserPlan, plan_user_experts};
+pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use signature::entries;
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};

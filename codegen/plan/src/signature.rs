@@ -278,14 +278,13 @@ fn combine(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
     let (k, width) = (d.top_k, d.output_dim);
     let per_slot = format!("[tokens, {k}]");
     let per_token = format!("[tokens, {width}]");
-    let identity = d.identity > 0;
+    let (identity, routed) = (d.identity > 0, k > 0);
     let mut params = some([
-        Some(Param::read(
-            "out",
-            d.activations,
-            format!("[rows, {width}]"),
-        )),
-        Some(Param::read("slot_rows", I32, &per_slot)),
+        when(
+            routed,
+            Param::read("out", d.activations, format!("[rows, {width}]")),
+        ),
+        when(routed, Param::read("slot_rows", I32, &per_slot)),
         when(identity, Param::read("topk_ids", I32, &per_slot)),
         when(
             d.weighted || identity,
@@ -299,7 +298,9 @@ fn combine(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
             d.activations,
             &per_token,
         ));
-        let logit = Param::read(&format!("shared_{i}_logit"), F32, "[tokens, 1]");
+        let logits = if shared.of_pair.is_some() { 2 } else { 1 };
+        let shape = format!("[tokens, {logits}]");
+        let logit = Param::read(&format!("shared_{i}_logit"), F32, shape);
         params.extend(when(shared.gated, logit));
     }
     params.push(Param::write("y", d.activations, &per_token));

@@ -91,7 +91,7 @@ impl LayerPlan {
     /// Whether another plan has the same launches on the same tensors.
     fn launches_as(&self, other: &LayerPlan) -> bool {
         let same = self.prepare == other.prepare && self.steps == other.steps;
-        same && self.backward == other.backward
+        same && self.backward == other.backward && self.evaluation == other.evaluation
     }
 }
 

@@ -149,13 +149,16 @@ fn within(source: &str, span: &Range<usize>) -> Range<usize> {
 /// A TOML text that is not a valid spec: all its problems, in the order of the
 /// text.
 ///
-/// `Display` shows them without colours and without a file name.
+/// `Display` shows the first 20 without colours and without a file name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.show(None, Renderer::plain()))]
 pub struct SpecError {
     source_text: String,
     problems: Vec<Problem>,
 }
+
+/// Nobody reads more at a time, and one slip can make thousands.
+const MOST_SHOWN: usize = 20;
 
 impl SpecError {
     pub(crate) fn new(source: &str, mut problems: Vec<Problem>) -> SpecError {
@@ -180,7 +183,8 @@ impl SpecError {
             .map(move |p| (p.span.clone().unwrap_or(whole.clone()), p.message.as_str()))
     }
 
-    /// All problems as a compiler shows them, with the lines of the TOML.
+    /// The first 20 problems as a compiler shows them, with the lines of the
+    /// TOML, and how many there are.
     /// `color` adds ANSI escapes. There is no newline at the end.
     pub fn render(&self, file_name: &str, color: bool) -> String {
         let renderer = if color {
@@ -193,10 +197,15 @@ impl SpecError {
 
     fn show(&self, file: Option<&str>, renderer: Renderer) -> String {
         let show = |p: &Problem| renderer.render(&[p.group(&self.source_text, file)]);
-        let mut parts: Vec<String> = self.problems.iter().map(show).collect();
-        if let count @ 2.. = parts.len() {
+        let shown = self.problems.iter().take(MOST_SHOWN);
+        let mut parts: Vec<String> = shown.map(show).collect();
+        if let count @ 2.. = self.problems.len() {
             let place = file.map_or(String::new(), |file| format!(" in {file}"));
-            let total = format!("{count} problems{place}");
+            let rest = match count > MOST_SHOWN {
+                true => format!("; the first {MOST_SHOWN} are shown"),
+                false => String::new(),
+            };
+            let total = format!("{count} problems{place}{rest}");
             let group = Group::with_title(Level::ERROR.primary_title(total));
             parts.push(renderer.render(&[group]));
         }

@@ -4,9 +4,13 @@
 //! Reading TOML and Hugging Face configurations, validation and the list of
 //! weight tensors live beside it; nothing here touches a file or a device.
 
+mod around;
+mod biases;
+mod capacity;
 mod diagnostic;
 pub mod expression;
 pub mod hf;
+pub mod keys;
 mod limits;
 mod loss;
 mod schema;
@@ -19,6 +23,9 @@ mod types;
 mod validate;
 mod write;
 
+pub use around::{Latent, SharedExpert, SharedGate};
+pub use biases::Biases;
+pub use capacity::{Capacity, CapacityMode, CapacityOrder};
 pub use diagnostic::{Problem, Related, SpecError};
 pub use expression::{Expression, ExpressionError};
 pub use limits::*;

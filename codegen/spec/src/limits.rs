@@ -11,9 +11,13 @@ pub const MAX_DIM: usize = 65_536;
 /// offsets inside it fit an `i32`.
 pub const MAX_MATRIX: usize = i32::MAX as usize;
 
-/// Most experts a router scores, identity experts included. `top_k` may be
+/// Most experts a router scores, identity experts included: a scan keeps a
+/// counter of each in a block's 48 KB of shared memory, twice. `top_k` may be
 /// anything from 1 to their number.
-pub const MAX_EXPERTS: usize = 1024;
+pub const MAX_EXPERTS: usize = 4096;
+
+/// Most experts of `select = { expert-choice = c }` and `{ sinkhorn = n }`.
+pub const MAX_BALANCED_EXPERTS: usize = 1024;
 
 /// Most shared experts.
 pub const MAX_SHARED: usize = 16;

@@ -31,6 +31,8 @@ pub(crate) enum Kind {
     Choice(&'static [&'static str]),
     /// `"top-k"`, or a table of one of [`SELECTIONS`].
     Select,
+    /// `true`, `false` or one of [`BIASES`](crate::biases::BIASES).
+    Biases,
     /// One of [`ACTIVATIONS`] or `{ expr = "…" }`.
     Activation,
     /// A table.
@@ -83,6 +85,7 @@ pub(crate) static ROOT: Section = Section {
         optional("router", Table(&ROUTER)),
         optional("capacity", Table(&CAPACITY)),
         optional("experts", Table(&EXPERTS)),
+        optional("latent", Table(&LATENT)),
         optional("shared", List(&SHARED)),
         optional("losses", List(&LOSS)),
     ],
@@ -192,6 +195,7 @@ static CAPACITY: Section = Section {
             Choice(&["dropless", "factor", "fixed", "max-count", "bounded"]),
         ),
         optional("factor", Number),
+        optional("eval_factor", Number),
         optional("rows", Count),
         optional(
             "order",
@@ -215,7 +219,7 @@ static EXPERTS: Section = Section {
     keys: &[
         optional("form", Choice(&["gated", "plain"])),
         optional("activation", Kind::Activation),
-        optional("bias", Flag),
+        optional("bias", Kind::Biases),
         optional("clamp", Number),
         optional("alpha", Number),
         optional("up_offset", Number),
@@ -225,10 +229,18 @@ static EXPERTS: Section = Section {
     ],
 };
 
+static LATENT: Section = Section {
+    keys: &[
+        required("dim", Count, "the width of routed experts: dim = 1024"),
+        optional("bias", Flag),
+    ],
+};
+
 static SHARED: Section = Section {
     keys: &[
         required("hidden_dim", Count, "its inner width: hidden_dim = 2048"),
-        optional("gate", Choice(&["none", "sigmoid"])),
+        optional("gate", Choice(&["none", "sigmoid", "residual"])),
+        optional("bias", Kind::Biases),
     ],
 };
 
@@ -256,6 +268,9 @@ static LOSS: Section = Section {
         optional("sequence_length", Count),
     ],
 };
+
+#[cfg(test)]
+mod reached;
 
 #[cfg(test)]
 mod tests {
@@ -312,6 +327,7 @@ mod tests {
                     &["top-k", "sparse-mixer", "expert-choice", "sinkhorn"],
                     &path,
                 ),
+                Kind::Biases => check_words(crate::biases::BIASES, &path),
                 Kind::Activation => check_words(&[ACTIVATIONS, &["expr"]].concat(), &path),
                 Kind::Count | Kind::Number | Kind::Flag | Kind::Text => {}
             }

@@ -3,9 +3,14 @@
 /// The closest of `known`, if it is close enough to be what was meant.
 pub(crate) fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let word = plain(word);
-    let scored = known.map(|candidate| (distance(&word, &plain(candidate)), candidate));
+    let letters = word.chars().count();
+    let allowed = allowed(letters);
+    // Words of other lengths are far away, whatever their letters.
+    let near = |candidate: &&str| plain(candidate).chars().count().abs_diff(letters) <= allowed;
+    let near = known.filter(near);
+    let scored = near.map(|candidate| (distance(&word, &plain(candidate)), candidate));
     let (best, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
-    (best <= allowed(word.chars().count())).then_some(candidate)
+    (best <= allowed).then_some(candidate)
 }
 
 /// Typing errors tolerated in a word of that many letters.
@@ -86,6 +91,11 @@ const KEY_ALIASES: &[(&str, &str, &str)] = &[
     ),
     ("router_aux_loss_coef", "losses", "[[losses]] coefficient"),
     ("capacity_factor", "capacity.factor", "factor"),
+    (
+        "eval_capacity_factor",
+        "capacity.eval_factor",
+        "eval_factor",
+    ),
     ("expert_capacity", "capacity.rows", "rows"),
     ("dtype", "precision.weights", "weights"),
     ("torch_dtype", "precision.weights", "weights"),

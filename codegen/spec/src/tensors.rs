@@ -1,6 +1,6 @@
 //! The weight tensors of a layer, by canonical name.
 
-use crate::{ExpertForm, LayerSpec, NoiseKind, RouterInput, RouterKind, SharedGate};
+use crate::{Biases, ExpertForm, LayerSpec, NoiseKind, RouterInput, RouterKind, SharedGate};
 use moesaic_kernel::DType;
 
 /// A weight tensor a layer expects.
@@ -25,27 +25,23 @@ pub fn canonical_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     let shape = &spec.shape;
     let sizes = ExpertSizes {
         experts: Some(shape.experts),
-        model: shape.model_dim,
+        model: spec.expert_input_dim(),
         hidden: shape.hidden_dim,
-        output: spec.output_dim(),
+        output: spec.expert_output_dim(),
     };
-    list.extend(expert_tensors(spec, "experts", &sizes));
+    list.extend(expert_tensors(spec, "experts", &sizes, spec.experts.bias));
+    list.extend(latent_tensors(spec));
     for (index, shared) in spec.shared.iter().enumerate() {
         let sizes = ExpertSizes {
             experts: None,
+            model: shape.model_dim,
             hidden: shared.hidden_dim,
-            ..sizes
+            output: spec.output_dim(),
         };
         let prefix = format!("shared.{index}");
-        list.extend(expert_tensors(spec, &prefix, &sizes));
-        if shared.gate == SharedGate::Sigmoid {
-            list.push(TensorSpec {
-                name: format!("{prefix}.router.weight"),
-                dtype: spec.precision.router,
-                shape: vec![1, shape.model_dim],
-                meaning: "projection of the shared expert's own gate",
-            });
-        }
+        let biases = spec.shared_bias(index);
+        list.extend(expert_tensors(spec, &prefix, &sizes, biases));
+        list.extend(shared_gate_tensors(spec, shared.gate, &prefix));
     }
     list
 }
@@ -151,6 +147,50 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     list
 }
 
+fn shared_gate_tensors(spec: &LayerSpec, gate: SharedGate, prefix: &str) -> Vec<TensorSpec> {
+    let of = |part: &str, shape: Vec<usize>, meaning| TensorSpec {
+        name: format!("{prefix}.router.{part}"),
+        dtype: spec.precision.router,
+        shape,
+        meaning,
+    };
+    let model = spec.shape.model_dim;
+    let own = "projection of the shared expert's own gate";
+    let pair = "projection to the weights of routed experts and of this one";
+    match gate {
+        SharedGate::None => vec![],
+        SharedGate::Sigmoid => vec![of("weight", vec![1, model], own)],
+        SharedGate::Residual => vec![
+            of("weight", vec![2, model], pair),
+            of("bias", vec![2], "bias of both"),
+        ],
+    }
+}
+
+fn latent_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
+    let Some(latent) = &spec.latent else {
+        return Vec::new();
+    };
+    let of = |name: &str, shape: &[usize], meaning| TensorSpec {
+        name: format!("latent.{name}"),
+        dtype: spec.precision.weights,
+        shape: shape.to_vec(),
+        meaning,
+    };
+    let (model, output) = (spec.shape.model_dim, spec.output_dim());
+    let down = "projection of tokens to the width of routed experts";
+    let up = "projection of their sum to the width of the output";
+    let mut list = vec![
+        of("down.weight", &[latent.dim, model], down),
+        of("up.weight", &[output, latent.dim], up),
+    ];
+    if latent.bias {
+        list.push(of("down.bias", &[latent.dim], "bias of the way down"));
+        list.push(of("up.bias", &[output], "bias of the way up"));
+    }
+    list
+}
+
 /// Sizes of one set of experts; `experts` is absent for a shared expert.
 struct ExpertSizes {
     experts: Option<usize>,
@@ -159,7 +199,12 @@ struct ExpertSizes {
     output: usize,
 }
 
-fn expert_tensors(spec: &LayerSpec, prefix: &str, sizes: &ExpertSizes) -> Vec<TensorSpec> {
+fn expert_tensors(
+    spec: &LayerSpec,
+    prefix: &str,
+    sizes: &ExpertSizes,
+    biases: Biases,
+) -> Vec<TensorSpec> {
     let matrix = |part: &str, rows: usize, columns: usize, meaning| TensorSpec {
         name: format!("{prefix}.{part}.weight"),
         dtype: spec.precision.weights,
@@ -184,11 +229,13 @@ fn expert_tensors(spec: &LayerSpec, prefix: &str, sizes: &ExpertSizes) -> Vec<Te
         sizes.hidden,
         "down projection",
     ));
-    if spec.experts.bias {
-        if gated {
-            list.push(bias("gate", sizes.hidden, "bias of the gate projection"));
-        }
+    if biases.up() && gated {
+        list.push(bias("gate", sizes.hidden, "bias of the gate projection"));
+    }
+    if biases.up() {
         list.push(bias("up", sizes.hidden, "bias of the up projection"));
+    }
+    if biases.down() {
         list.push(bias("down", sizes.output, "bias of the down projection"));
     }
     list

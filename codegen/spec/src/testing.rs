@@ -61,8 +61,9 @@ fn mix(mut z: u64) -> u64 {
 /// A random valid spec, the same for the same seed.
 ///
 /// Widths are 1 to 97, experts 1 to 64 and `top_k` anything from 1 to all of
-/// them; seeds together reach every option. One spec in eight has different
-/// types for weights and activations.
+/// them. Seeds together reach every key and every word of the schema, and the
+/// pairs of them that go together (`schema/reached.rs`). One spec in eight has
+/// different types for weights and activations.
 pub fn sample(seed: u64) -> LayerSpec {
     let mut rng = Counter::new(seed);
     let rng = &mut rng;
@@ -73,6 +74,7 @@ pub fn sample(seed: u64) -> LayerSpec {
         router: Router::default(),
         capacity: capacity(rng),
         experts: experts(rng),
+        latent: None,
         shared: Vec::new(),
         losses: Vec::new(),
     };
@@ -83,9 +85,52 @@ pub fn sample(seed: u64) -> LayerSpec {
     shared(rng, &mut spec);
     losses(rng, &mut spec);
     expression(seed, &mut spec.experts);
+    eval_factor(seed, &mut spec.capacity);
     selections(rng, &mut spec);
+    guidance(seed, &mut spec);
     draws(rng, &mut spec);
+    biases(seed, &mut spec);
+    latent(seed, &mut spec);
+    residual(seed, &mut spec);
     spec
+}
+
+/// What a call says beside its tokens, and what looks at more than a token's
+/// own order of logits. What else a layer has does not depend on that, but for
+/// what expert choice excludes.
+fn guidance(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut Counter::new(seed ^ 0x9d1d_a9ce);
+    let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
+    if scored && rng.one_in(8) {
+        expert_choice(rng, spec);
+    }
+    let (experts, r) = (spec.routed_experts(), &mut spec.router);
+    if r.kind != RouterKind::External {
+        r.token_mask = rng.one_in(4);
+        r.active_k = !matches!(r.select, Select::ExpertChoice(_)) && rng.one_in(4);
+    }
+    let own = matches!(r.select, Select::SparseMixer(_) | Select::Sinkhorn(_));
+    if spec.has_logits() && !own && experts > 1 && rng.one_in(6) {
+        spec.router.entropy = Some(Entropy {
+            temperature: rng.real(-1.5, 1.5),
+            load: rng.pick(&[0.0, 0.25, 1.0]),
+        });
+    }
+    let single = [spec.precision.weights, spec.precision.activations] == [DType::F32; 2];
+    spec.precision.tf32 = single && rng.one_in(3);
+}
+
+/// Every expert with weights takes its tokens, as many as any other.
+fn expert_choice(rng: &mut Counter, spec: &mut LayerSpec) {
+    let order = spec.capacity.order;
+    spec.capacity = Capacity::default();
+    if order == CapacityOrder::TokenMajor {
+        spec.capacity.order = order;
+    }
+    (spec.experts.identity, spec.experts.zero) = (0, 0);
+    spec.shape.top_k = spec.shape.experts;
+    (spec.router.groups, spec.router.select_bias) = (None, false);
+    spec.router.select = Select::ExpertChoice(rng.pick(&[1.0, 2.0, 0.3, 1.5]));
 }
 
 /// One layer in ten has an activation of its own; what else it has does not
@@ -106,6 +151,38 @@ fn expression(seed: u64, experts: &mut Experts) {
     {
         experts.activation = Activation::Custom(expression);
         experts.alpha = 1.0;
+    }
+}
+
+/// One layer in four with shared experts has a residual one.
+fn residual(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut Counter::new(seed.rotate_left(48));
+    if let Some(last) = spec.shared.last_mut()
+        && rng.one_in(4)
+    {
+        last.gate = SharedGate::Residual;
+    }
+}
+
+/// One layer in eight has projections around its routed experts.
+fn latent(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut Counter::new(seed.rotate_left(16));
+    spec.latent = rng.one_in(8).then(|| Latent {
+        dim: width(rng),
+        bias: rng.one_in(2),
+    });
+}
+
+/// Some projections have biases and others have none; what else a layer has
+/// does not depend on that.
+fn biases(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut Counter::new(seed.rotate_left(32));
+    let all = [Biases::None, Biases::Up, Biases::Down, Biases::All];
+    if spec.experts.bias == Biases::All && rng.one_in(2) {
+        spec.experts.bias = rng.pick(&all[1..3]);
+    }
+    for shared in &mut spec.shared {
+        shared.bias = rng.one_in(2).then(|| rng.pick(&all));
     }
 }
 
@@ -204,6 +281,7 @@ fn capacity(rng: &mut Counter) -> Capacity {
             Factor | Bounded => rng.pick(&[1.0, 1.25, 0.3, 0.0, -1.5, 2.0]),
             _ => 1.0,
         },
+        eval_factor: None,
         rows: (mode == Fixed).then(|| rng.between(1, 12)),
         order,
         align: if mode == Dropless {
@@ -215,10 +293,19 @@ fn capacity(rng: &mut Counter) -> Capacity {
     }
 }
 
+/// Half of the layers with a factor have one of their own in evaluation; what
+/// else they have does not depend on that.
+fn eval_factor(seed: u64, capacity: &mut Capacity) {
+    let rng = &mut Counter::new(!seed ^ 1 << 32);
+    if capacity.has_factor() && rng.one_in(2) {
+        capacity.eval_factor = Some(rng.pick(&[2.4, 0.5, 0.0, -0.8]));
+    }
+}
+
 fn experts(rng: &mut Counter) -> Experts {
     use Activation::*;
     let activation = rng.pick(&[Silu, Silu, Gelu, GeluTanh, Relu, Relu2]);
-    let bias = rng.one_in(3);
+    let bias = rng.one_in(3).into();
     let alpha = if activation == Silu && rng.one_in(3) {
         1.702
     } else {
@@ -259,7 +346,7 @@ fn identity(rng: &mut Counter, spec: &LayerSpec) -> usize {
 /// From what is drawn already, so that samples stay what they were.
 fn zero(spec: &LayerSpec) -> usize {
     match spec.shape.hidden_dim % 7 {
-        3 => spec.shape.top_k,
+        3 => 1 + spec.shape.model_dim % 3,
         _ => 0,
     }
 }
@@ -377,6 +464,7 @@ fn shared(rng: &mut Counter, spec: &mut LayerSpec) {
         spec.shared.push(SharedExpert {
             hidden_dim: width(rng),
             gate: rng.pick(&[SharedGate::None, SharedGate::Sigmoid]),
+            bias: None,
         });
     }
 }

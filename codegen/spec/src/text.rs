@@ -264,7 +264,7 @@ fn placeholder(kind: &Kind) -> toml::Value {
     match kind {
         Kind::Count => 1.into(),
         Kind::Number => 1.0.into(),
-        Kind::Flag => false.into(),
+        Kind::Flag | Kind::Biases => false.into(),
         Kind::Text => "x".into(),
         Kind::Choice(known) => known[0].into(),
         Kind::Select => "top-k".into(),

@@ -3,7 +3,7 @@
 //! Formulas behind the options are named after the systems that published
 //! them; docs/SEMANTICS.md gives each in full.
 
-use crate::{Expression, Loss};
+use crate::{Biases, Capacity, CapacityMode, Expression, Latent, Loss, SharedExpert, SharedGate};
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +28,9 @@ pub struct LayerSpec {
     /// What an expert computes.
     #[serde(default)]
     pub experts: Experts,
+    /// Projections around the routed experts, which then work in another width.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub latent: Option<Latent>,
     /// Experts that every token visits.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shared: Vec<SharedExpert>,
@@ -326,73 +329,6 @@ pub enum WeightSite {
     Input,
 }
 
-/// How many rows an expert may take.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Capacity {
-    /// The rule.
-    pub mode: CapacityMode,
-    /// For `factor` and `bounded`. Tutel's formula: positive f gives
-    /// `K·int(f·ceil(T/E))`, zero the largest count, negative the smaller of
-    /// both with |f|.
-    pub factor: f64,
-    /// For `fixed`: rows per expert.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub rows: Option<usize>,
-    /// Who is served first when rows run out.
-    pub order: CapacityOrder,
-    /// Capacity is rounded up to a multiple of this.
-    pub align: usize,
-    /// Renormalise a token's weights over its surviving experts.
-    pub renormalize_after_drop: bool,
-}
-
-impl Default for Capacity {
-    fn default() -> Self {
-        Capacity {
-            mode: CapacityMode::Dropless,
-            factor: 1.0,
-            rows: None,
-            order: CapacityOrder::SlotMajor,
-            align: 1,
-            renormalize_after_drop: false,
-        }
-    }
-}
-
-/// The capacity rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum CapacityMode {
-    /// Every assignment gets a row.
-    Dropless,
-    /// By the load factor.
-    Factor,
-    /// A constant number of rows.
-    Fixed,
-    /// The largest count of this call, so nothing is dropped.
-    MaxCount,
-    /// As `factor`, with the number of dropped assignments reported in
-    /// `overflow` so that the caller can run again.
-    Bounded,
-}
-
-/// Placement order inside an expert, hence who is dropped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum CapacityOrder {
-    /// All first choices before all second choices; tokens ascending.
-    SlotMajor,
-    /// Tokens ascending; the choices of a token together.
-    TokenMajor,
-    /// Slot-major over tokens by descending best score (stable).
-    BatchPrioritized,
-    /// Descending weight, then slot-major.
-    Probability,
-    /// By a counter-based random key, then slot-major.
-    Random,
-}
-
 /// What an expert computes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -401,8 +337,8 @@ pub struct Experts {
     pub form: ExpertForm,
     /// The non-linearity φ.
     pub activation: Activation,
-    /// Biases on every projection.
-    pub bias: bool,
+    /// Which projections have biases.
+    pub bias: Biases,
     /// Clamp before the activation: gate ≤ clamp, up within ±clamp.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clamp: Option<f64>,
@@ -425,7 +361,7 @@ impl Default for Experts {
         Experts {
             form: ExpertForm::Gated,
             activation: Activation::Silu,
-            bias: false,
+            bias: Biases::None,
             clamp: None,
             alpha: 1.0,
             up_offset: 0.0,
@@ -477,39 +413,57 @@ pub enum GateLayout {
     Interleaved,
 }
 
-/// An expert that every token visits. It has the form, activation, clamp,
-/// alpha and offset of the routed experts.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SharedExpert {
-    /// Its inner width.
-    pub hidden_dim: usize,
-    /// A learned weight per token.
-    #[serde(default)]
-    pub gate: SharedGate,
-}
-
-/// The weight of a shared expert's output.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SharedGate {
-    /// One.
-    #[default]
-    None,
-    /// `σ(x · wᵀ)` with `shared.{i}.router.weight [1, d]`.
-    Sigmoid,
-}
-
 impl LayerSpec {
+    /// The layer whose router is the caller: the same experts, without a capacity
+    /// and without losses.
+    pub fn decided_elsewhere(&self) -> LayerSpec {
+        LayerSpec {
+            router: Router {
+                kind: RouterKind::External,
+                weight_on: self.router.weight_on,
+                ..Router::default()
+            },
+            capacity: Capacity::default(),
+            losses: Vec::new(),
+            ..self.clone()
+        }
+    }
+
     /// Width of the output.
     pub fn output_dim(&self) -> usize {
         self.shape.output_dim.unwrap_or(self.shape.model_dim)
+    }
+
+    /// Width of what a routed expert reads.
+    pub fn expert_input_dim(&self) -> usize {
+        let latent = self.latent.as_ref();
+        latent.map_or(self.shape.model_dim, |latent| latent.dim)
+    }
+
+    /// Width of what a routed expert returns.
+    pub fn expert_output_dim(&self) -> usize {
+        let latent = self.latent.as_ref();
+        latent.map_or(self.output_dim(), |latent| latent.dim)
     }
 
     /// Experts the router scores: those with weights, then identity experts,
     /// then zero experts.
     pub fn routed_experts(&self) -> usize {
         self.shape.experts + self.experts.identity + self.experts.zero
+    }
+
+    /// Which projections of a shared expert have biases.
+    ///
+    /// # Panics
+    /// When there is no such shared expert.
+    pub fn shared_bias(&self, index: usize) -> Biases {
+        self.shared[index].bias.unwrap_or(self.experts.bias)
+    }
+
+    /// The shared expert that shares its weight with the routed ones.
+    pub fn residual(&self) -> Option<usize> {
+        let mut gates = self.shared.iter().map(|shared| shared.gate);
+        gates.position(|gate| gate == SharedGate::Residual)
     }
 
     /// Whether experts have a gate projection.

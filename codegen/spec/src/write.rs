@@ -1,8 +1,8 @@
 //! The canonical TOML of a spec.
 
 use crate::{
-    Activation, Capacity, Entropy, Experts, Groups, LayerSpec, Loss, Precision, Router, Select,
-    SharedExpert,
+    Activation, Biases, Capacity, Entropy, Experts, Groups, Latent, LayerSpec, Loss, Precision,
+    Router, Select, SharedExpert,
 };
 use serde::Serialize;
 
@@ -21,6 +21,7 @@ impl LayerSpec {
             router,
             capacity,
             experts,
+            latent,
             shared,
             losses,
         } = self;
@@ -36,6 +37,12 @@ impl LayerSpec {
         router_lines(router).under("[router]", &mut text);
         capacity_lines(capacity).under("[capacity]", &mut text);
         experts_lines(experts).under("[experts]", &mut text);
+        if let Some(Latent { dim, bias }) = latent {
+            let mut lines = Lines::default();
+            lines.add("dim", dim);
+            lines.differing("bias", bias, &false);
+            lines.under("[latent]", &mut text);
+        }
         for expert in shared {
             shared_lines(expert).under("[[shared]]", &mut text);
         }
@@ -123,6 +130,7 @@ fn capacity_lines(capacity: &Capacity) -> Lines {
     let Capacity {
         mode,
         factor,
+        eval_factor,
         rows,
         order,
         align,
@@ -131,6 +139,7 @@ fn capacity_lines(capacity: &Capacity) -> Lines {
     let mut lines = Lines::default();
     lines.differing("mode", mode, &default.mode);
     lines.differing("factor", factor, &default.factor);
+    lines.add_some("eval_factor", eval_factor.as_ref());
     lines.add_some("rows", rows.as_ref());
     lines.differing("order", order, &default.order);
     lines.differing("align", align, &default.align);
@@ -169,10 +178,15 @@ fn experts_lines(experts: &Experts) -> Lines {
 }
 
 fn shared_lines(expert: &SharedExpert) -> Lines {
-    let SharedExpert { hidden_dim, gate } = expert;
+    let SharedExpert {
+        hidden_dim,
+        gate,
+        bias,
+    } = expert;
     let mut lines = Lines::default();
     lines.add("hidden_dim", hidden_dim);
     lines.differing("gate", gate, &Default::default());
+    lines.add_some("bias", bias.as_ref());
     lines
 }
 
@@ -247,6 +261,17 @@ impl Value for String {
     fn value(&self) -> String {
         // Every JSON string is a TOML basic string.
         serde_json::Value::String(self.clone()).to_string()
+    }
+}
+
+impl Value for Biases {
+    fn value(&self) -> String {
+        match self {
+            Biases::None => "false".to_string(),
+            Biases::Up => "\"up\"".to_string(),
+            Biases::Down => "\"down\"".to_string(),
+            Biases::All => "true".to_string(),
+        }
     }
 }
 

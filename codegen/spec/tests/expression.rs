@@ -159,6 +159,8 @@ fn errors_name_the_place() {
         ("x ^ 2.5", "whole number", 4..5),
         ("x ^ y", "whole number", 4..5),
         ("x ^ 1000", "whole number", 4..8),
+        ("x ^ é", "whole number", 4..6),
+        ("x ^", "whole number", 3..3),
         ("min(x)", "`)` cannot stand here", 5..6),
         ("where(x, 1, 2)", "`,` cannot stand here", 7..8),
         ("x + log(0)", "this is -inf", 4..10),

@@ -1,6 +1,8 @@
 //! Import of Hugging Face configurations.
 
-use moesaic_spec::hf::{HfError, Parts, Step, import, moe_layers, supported_models};
+use moesaic_spec::hf::{
+    HfError, Parts, Step, import, moe_layers, refused_models, supported_models,
+};
 use moesaic_spec::*;
 
 fn error(config: &str, layer: usize) -> String {
@@ -14,7 +16,8 @@ fn every_family_builds_every_canonical_tensor() {
         let config = format!(
             r#"{{"model_type": "{model}", "num_experts_per_tok": 2, "num_experts": 16,
                  "moe_topk": 2, "top_k_experts": 2, "moe_intermediate_size": 24,
-                 "enable_moe_block": true}}"#
+                 "enable_moe_block": true, "shared_expert_intermediate_size": 40,
+                 "talker_config": {{"text_config": {{"shared_expert_intermediate_size": 40}}}}}}"#
         );
         let layers = moe_layers(&config).unwrap_or_else(|e| panic!("{model}: {e}"));
         assert!(!layers.is_empty(), "{model}");
@@ -54,6 +57,7 @@ fn published_mixtral_spelling() {
     let stacked = |before: &str, after: &str| Parts::PerExpert {
         before: before.to_string(),
         after: after.to_string(),
+        first: 0,
         count: 8,
     };
     let hub = stacked("model.layers.31.block_sparse_moe.experts.", ".w1.weight");
@@ -100,7 +104,8 @@ fn published_deepseek_v3_router() {
         got.spec.shared,
         [SharedExpert {
             hidden_dim: 2048,
-            gate: SharedGate::None
+            gate: SharedGate::None,
+            bias: None,
         }]
     );
     assert_eq!(got.spec.shape.experts, 256);
@@ -204,13 +209,8 @@ fn bad_configurations() {
     );
     assert_eq!(
         error(r#"{"model_type": "deepseek_v2"}"#, 0),
-        "deepseek_v2: the configuration has no `num_experts_per_tok` or `moe_topk` or `moe_k` \
-         or `top_k_experts` or `moe_top_k`"
-    );
-    assert_eq!(
-        error(r#"{"model_type": "nemotron_h", "moe_latent_size": 64}"#, 1),
-        "nemotron_h: `moe_latent_size` = 64 cannot be expressed: the spec has no axis for a latent \
-         projection around the routed experts; only models without it can be read"
+        "deepseek_v2: the configuration has no `num_experts_per_tok` or \
+         `num_experts_per_token` or `moe_topk` or `moe_k` or `top_k_experts` or `moe_top_k`"
     );
     let text = error(r#"{"model_type": "mixtral", "num_experts_per_tok": 9}"#, 0);
     assert!(
@@ -254,12 +254,159 @@ fn nothing_in_a_configuration_can_make_it_panic() {
                 "num_sparse_encoder_layers",
                 "expert_layer_period",
                 "ffn_config",
+                "mlp_only_layers",
+                "moe_layers_enum",
+                "num_local_experts",
+                "num_shared_experts",
+                "per_layer_config",
+                "pyramid_num_routed",
+                "shared_expert_intermediate_size",
+                "swiglu_limit",
+                "swiglu_limits",
+                "talker_config",
+                "thinker_config",
+                "vision_config",
             ] {
                 let config = format!(
                     r#"{{"model_type": "{model}", "moe_topk": 2, "num_hidden_layers": 5, "{key}": {value}}}"#
                 );
-                let _ = import(&config, 3);
+                let _ = (import(&config, 3), import(&config, 8));
             }
         }
     }
+}
+
+#[test]
+fn refused_families_name_what_they_do() {
+    for (model, does) in refused_models() {
+        let found = import(&format!(r#"{{"model_type": "{model}"}}"#), 0).unwrap_err();
+        let said = found.to_string();
+        assert!(matches!(found, HfError::Family { .. }), "{said}");
+        let start = format!("{model}: the layer cannot be expressed: {does}; the spec has ");
+        assert!(said.starts_with(&start), "{said}");
+    }
+    assert_eq!(
+        error(r#"{"model_type": "kolibri1"}"#, 0),
+        "kolibri1: the layer cannot be expressed: the bias for selection is added to logits; \
+         the spec has a bias for selection on scores"
+    );
+}
+
+#[test]
+fn refused_values_of_families_that_are_read() {
+    let cannot = |key: &str, value: &str, axis: &str, remedy: &str| {
+        format!("`{key}` = {value} cannot be expressed: the spec has no axis for {axis}; {remedy}")
+    };
+    let laguna = r#"{"model_type": "laguna", "moe_router_logit_softcapping": 30.0}"#;
+    let key = "moe_router_logit_softcapping";
+    let said = cannot(
+        key,
+        "30.0",
+        "a soft cap on logits",
+        "only 0, none, can be read",
+    );
+    assert_eq!(error(laguna, 1), format!("laguna: {said}"));
+    let aria = r#"{"model_type": "aria_text", "hidden_act": "gelu"}"#;
+    let axis = "an activation of shared experts alone";
+    let said = cannot("hidden_act", "\"gelu\"", axis, "only silu can be read");
+    assert_eq!(error(aria, 0), format!("aria_text: {said}"));
+    let step = |layer: usize| {
+        let config = r#"{"model_type": "step3p7", "text_config": {"model_type": "step3p5",
+            "num_hidden_layers": 5, "swiglu_limits": [0, 0, 0, null, 7.0],
+            "swiglu_limits_shared": [0, 0, 0, 0.0, 16]}}"#;
+        import(config, layer).map(|got| got.spec.name)
+    };
+    assert_eq!(step(3).unwrap(), "step3p5-layer3");
+    let said = step(4).unwrap_err().to_string();
+    assert!(said.starts_with("step3p5: `swiglu_limits` = "), "{said}");
+    assert!(
+        said.contains("no axis for a clamp behind the activation"),
+        "{said}"
+    );
+    let laguna = r#"{"model_type": "laguna", "moe_apply_router_weight_on_input": true}"#;
+    assert!(error(laguna, 1).contains("expected false: transformers computes nothing else"));
+}
+
+#[test]
+fn spellings_of_published_configurations() {
+    let kimi = r#"{"model_type": "kimi_linear", "num_hidden_layers": 27, "num_experts": 256,
+        "num_experts_per_token": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024,
+        "moe_renormalize": true, "num_expert_group": 1, "topk_group": 1, "moe_layer_freq": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "hidden_size": 2304}"#;
+    assert_eq!(moe_layers(kimi).unwrap(), (1..27).collect::<Vec<_>>());
+    let got = import(kimi, 26).unwrap().spec;
+    assert_eq!((got.shape.experts, got.shape.top_k), (256, 8));
+    assert_eq!((got.router.scale, &got.router.groups), (2.446, &None));
+    assert_eq!(got.shared[0].hidden_dim, 1024);
+
+    let mimo = r#"{"model_type": "mimo_v2_flash", "num_hidden_layers": 4,
+        "moe_layer_freq": [0, 1, 0, 1], "routed_scaling_factor": null, "n_shared_experts": null}"#;
+    assert_eq!(moe_layers(mimo).unwrap(), [1, 3]);
+    let got = import(mimo, 3).unwrap().spec;
+    assert_eq!((got.router.scale, got.shared.len()), (1.0, 0));
+
+    for listed in [r#""3,4, 6""#, "[3, 4, 6]"] {
+        let step = format!(
+            r#"{{"model_type": "step3p7", "text_config": {{"num_hidden_layers": 7,
+                 "moe_layers_enum": {listed}, "moe_num_experts": 288, "moe_top_k": 8}}}}"#
+        );
+        assert_eq!(moe_layers(&step).unwrap(), [3, 4, 6]);
+        assert_eq!(import(&step, 4).unwrap().spec.shape.experts, 288);
+    }
+    let wrong = r#"{"model_type": "step3p7", "moe_layers_enum": "3,x"}"#;
+    assert_eq!(
+        error(wrong, 3),
+        "step3p7: `moe_layers_enum` is \"3,x\", expected whole numbers divided by commas"
+    );
+    let flint = r#"{"model_type": "flint", "num_hidden_layers": 5}"#;
+    assert_eq!(moe_layers(flint).unwrap(), [2, 3, 4]);
+}
+
+/// Text keys are at the top, the tower lists its experts.
+#[test]
+fn two_stacks_are_numbered_through() {
+    let dots = r#"{"model_type": "dots3_note", "num_hidden_layers": 3, "vision_config":
+        {"model_type": "dots3_note_vision_encoder", "pyramid_num_routed": [-1, 4, 2],
+         "capacity_factor": 3, "embed_dim": 48, "moe_intermediate_size": 16}}"#;
+    assert_eq!(moe_layers(dots).unwrap(), [1, 2, 4, 5]);
+    let shape = |layer: usize| import(dots, layer).unwrap().spec.shape;
+    assert_eq!((shape(1).experts, shape(1).model_dim), (256, 5120));
+    assert_eq!(
+        (shape(4).experts, shape(4).top_k, shape(4).model_dim),
+        (4, 3, 48)
+    );
+    assert_eq!((shape(5).experts, shape(5).top_k), (2, 2));
+    // Its published tower: 25 dense blocks, then 4 to 64 experts and 64 again.
+    let published = r#"{"model_type": "dots3_note", "num_hidden_layers": 1,
+        "vision_config": {"num_experts_per_tok": null}}"#;
+    assert_eq!(moe_layers(published).unwrap(), (26..43).collect::<Vec<_>>());
+    assert_eq!(import(published, 26).unwrap().spec.shape.top_k, 2);
+    let alone = r#"{"model_type": "dots3_note_text", "num_hidden_layers": 3}"#;
+    assert_eq!(moe_layers(alone).unwrap(), [1, 2]);
+
+    let ernie = r#"{"model_type": "ernie4_5_vl_moe", "text_config": {"num_hidden_layers": 3}}"#;
+    assert_eq!(moe_layers(ernie).unwrap(), [1, 2, 4, 5]);
+    let got = import(ernie, 5).unwrap();
+    assert_eq!(
+        (got.spec.shape.hidden_dim, got.spec.shared[0].hidden_dim),
+        (512, 3072)
+    );
+    let vision = Parts::PerExpert {
+        before: "model.layers.2.mlp.experts.".to_string(),
+        after: ".gate_proj.weight".to_string(),
+        first: 64,
+        count: 64,
+    };
+    let gate = &got.sources[2];
+    assert_eq!(gate.name, "experts.gate.weight");
+    assert!(gate.alternatives.iter().any(|way| way.parts == vision));
+}
+
+/// A name of any length is compared and shown in no more than its length.
+#[test]
+fn a_long_model_type_is_cut() {
+    let model = "mixtral(".repeat(4_000);
+    let said = error(&format!("{{\"model_type\": \"{model}\"}}"), 0);
+    assert!(said.contains("`mixtral(mixtral("), "{said}");
+    assert!(said.contains('…') && said.len() < 3_000, "{said}");
 }

@@ -199,6 +199,7 @@ fn spoil_choice(spec: &mut LayerSpec, rng: &mut Counter) {
         0 => spec.shared.extend([SharedExpert {
             hidden_dim: rng.pick(&[0, 3, usize::MAX]),
             gate: SharedGate::None,
+            bias: None,
         }]),
         1 => spec.losses.extend([Loss {
             kind: LossKind::Z,
@@ -245,4 +246,18 @@ fn spoilt_specs() {
         valid > 1_000 && invalid > 1_000,
         "{valid} valid, {invalid} invalid"
     );
+}
+
+/// One slip can make thousands of problems; nobody reads them all.
+#[test]
+fn an_error_shows_twenty_problems() {
+    let text = format!("name = \"a\"\nexp{}\n", "^2/x".repeat(6_000));
+    let error = LayerSpec::from_toml(&text).expect_err("it is no TOML");
+    assert!(error.problems().len() > 1_000);
+    let said = error.render("layer.toml", false);
+    assert!(said.len() < 20_000, "{} bytes", said.len());
+    let count = error.problems().len();
+    let end = format!("error: {count} problems in layer.toml; the first 20 are shown");
+    assert!(said.ends_with(&end), "{said}");
+    assert_eq!(said.matches("\nerror").count(), 20);
 }

@@ -1,33 +1,55 @@
 //! A moesaic layer as a differentiable operation of candle.
 //!
+//! A [`MoeLayer`] has two calls. [`MoeLayer::forward`] evaluates: no noise, no
+//! losses, nothing kept, and its result is detached from the graph.
+//! [`MoeLayer::forward_train`] draws what the spec draws in training, from the
+//! [`Counters`] of the call, and takes part in candle's autograd. They give
+//! different types, so that one is not taken for the other.
+//!
+//! # Losses
+//! The auxiliary losses of a spec are part of what the layer differentiates:
+//! `coefficient · loss` is added on the way back, once per call that `backward`
+//! reaches. [`Trained::losses`] are their values, detached: to log them, or to
+//! add them to a total that is logged. Adding them changes no gradient. Where
+//! the total is scaled before `backward`, as for micro-batches that are averaged,
+//! the coefficients in the spec are to be scaled alike.
+//!
+//! # In the graph
 //! candle's custom operations take at most three inputs, an expert layer has
-//! more weights than that. So each weight is handed over by an operation of
-//! its own: its inputs are the weight and a *link*, a tensor of one number
-//! that ties the operations together, and it gives the next link. Forward
-//! copies the weight to the layer; backward gives the gradient that the layer
-//! found. The layer itself is an operation of two inputs, `x` and the last
-//! link. Nothing is concatenated or kept twice, and candle's own autograd
-//! orders it all.
+//! more weights than that. So each weight is tied to the layer by an operation
+//! of its own: its inputs are the weight and a *link*, a tensor of one number, and
+//! it gives the next link. Its backward gives the gradient that the layer found.
+//! The layer itself is an operation of two inputs, `x` and the last link. Nothing
+//! is concatenated or kept twice, and candle's own autograd orders it all.
 //!
 //! ```text
-//! link ──hand(router)──> link ──hand(up)──> link ──hand(down)──> link ─┐
-//! x ──────────────────────────────────────────────────────────────── layer ──> y
+//! link ──tie(router)──> link ──tie(up)──> link ──tie(down)──> link ─┐
+//! x ────────────────────────────────────────────────────────────── layer ──> y
 //! ```
 //!
 //! Tensors lie on candle's CPU device; the layer may run on any target.
 
-use candle_core::{
-    CpuStorage, CustomOp2, DType, Device, Error, Layout, Result, Shape, Tensor, Var,
-};
-use moesaic::spec::canonical_tensors;
-use moesaic::{Counters, Engine, HostTensor, Input, Layer, LayerSpec, Saved, Training, Weights};
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+mod graph;
+mod host;
+mod inputs;
 
-/// A Mixture-of-Experts layer with its weights as candle variables.
+pub use inputs::Inputs;
+pub use moesaic::Counters;
+
+use candle_core::{DType, Device, Error, Result, Tensor};
+use graph::{Call, Tie, Whole, lock};
+use host::{candle_type, lend, named};
+use moesaic::spec::canonical_tensors;
+use moesaic::{
+    Engine, EngineError, HostTensor, Input, Layer, LayerSpec, Output, Saved, Training, Weights,
+};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+/// A Mixture-of-Experts layer with its weights as candle tensors.
 pub struct MoeLayer {
     inner: Arc<Inner>,
-    weights: Vec<(String, Var)>,
+    weights: Vec<Held>,
 }
 
 /// The compiled layer; weights and their gradients lie in it, so that one
@@ -37,221 +59,245 @@ struct Inner {
     turn: Mutex<()>,
 }
 
-/// One forward pass, for the backward passes that belong to it.
-#[derive(Default)]
-struct Call {
-    saved: Mutex<Option<Saved>>,
-    gradients: Mutex<BTreeMap<String, HostTensor<'static>>>,
+/// A weight, and the type in which the layer has it.
+struct Held {
+    name: String,
+    tensor: Tensor,
+    dtype: moesaic::DType,
+}
+
+impl Held {
+    fn lend<R>(&self, read: impl FnOnce(HostTensor<'_>) -> Result<R>) -> Result<R> {
+        let shown = lend(&self.tensor, self.dtype, self.tensor.dims(), read);
+        shown.map_err(|error| named(&self.name, error))
+    }
+}
+
+/// The decision of a call, detached.
+#[derive(Clone, Debug)]
+pub struct Routing {
+    /// The experts of each token `[.., K]`, i32; negative where a slot is masked.
+    pub ids: Tensor,
+    /// Their weights `[.., K]`, f32.
+    pub weights: Tensor,
+    /// How often each expert was chosen `[E]`, i64, dropped choices included:
+    /// what balancing without a loss and a `global` loss count.
+    pub counts: Tensor,
+}
+
+/// What evaluation gave; nothing of it is in the graph.
+#[derive(Clone, Debug)]
+pub struct Evaluated {
+    /// `[.., d_out]`.
+    pub y: Tensor,
+    /// Who went where.
+    pub routing: Routing,
+}
+
+/// What a training call gave.
+#[derive(Clone, Debug)]
+pub struct Trained {
+    /// `[.., d_out]`, differentiable.
+    pub y: Tensor,
+    /// The auxiliary losses by kind, such as `switch`, without coefficients:
+    /// detached numbers, since the layer adds their gradients itself.
+    pub losses: BTreeMap<String, Tensor>,
+    /// Who went where.
+    pub routing: Routing,
 }
 
 impl MoeLayer {
-    /// The layer of `spec`; `weights` are by canonical name, of the spec's
-    /// shapes and dtypes, for every tensor of floats.
+    /// The layer of `spec` with its weights by canonical name, which each call reads
+    /// anew. Variables are trained; others stay as they are, such as a `router.table`
+    /// of integers. Floats may be of another type than the spec's and are rounded
+    /// to it: f32 masters of a layer in bf16 get f32 gradients.
     ///
     /// # Errors
     /// When a weight is missing or misshapen, or the kernels do not compile.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,
-        weights: BTreeMap<String, Var>,
+        weights: &BTreeMap<String, Tensor>,
     ) -> Result<MoeLayer> {
-        let mut list = Vec::new();
+        let mut held = Vec::new();
         for tensor in canonical_tensors(spec) {
-            let var = weights.get(&tensor.name);
             let missing = || Error::Msg(format!("no weight `{}`", tensor.name));
-            list.push((tensor.name.clone(), var.cloned().ok_or_else(missing)?));
+            held.push(Held {
+                tensor: weights.get(&tensor.name).ok_or_else(missing)?.clone(),
+                name: tensor.name,
+                dtype: tensor.dtype,
+            });
         }
-        let hosts: Result<Vec<HostTensor>> = list.iter().map(|(_, var)| to_host(var)).collect();
         let mut given = Weights::new();
-        for ((name, _), host) in list.iter().zip(hosts?) {
-            given.insert(name, host);
+        for weight in &held {
+            given.insert(&weight.name, weight.lend(|host| Ok(host::owned(host)))?);
         }
-        let layer = engine
-            .training_layer(spec, &given, Training::default())
-            .map_err(Error::wrap)?;
-        let turn = Mutex::default();
+        let layer = engine.training_layer(spec, &given, Training::default());
         Ok(MoeLayer {
-            inner: Arc::new(Inner { layer, turn }),
-            weights: list,
+            inner: Arc::new(Inner {
+                layer: layer.map_err(Error::wrap)?,
+                turn: Mutex::default(),
+            }),
+            weights: held,
         })
     }
 
-    /// The variables by canonical name, for an optimizer.
-    pub fn weights(&self) -> impl Iterator<Item = (&str, &Var)> {
-        self.weights.iter().map(|(name, var)| (&**name, var))
+    /// The weights by canonical name.
+    pub fn weights(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.weights.iter().map(|held| (&*held.name, &held.tensor))
     }
 
-    /// `x [.., d]` to `[.., d_out]`, differentiable in `x` and in the weights.
-    /// The gradients of the spec's auxiliary losses, times their coefficients,
-    /// are added on the way back.
+    /// Evaluates: `x [.., d]` to `y [.., d_out]`, without noise, jitter, dropout and
+    /// losses. It is not differentiable, whatever its inputs are: nothing is kept,
+    /// and gradients end here.
     ///
     /// # Errors
-    /// When `x` has another width or dtype than the layer.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let call = Arc::new(Call::default());
+    /// When an input is missing, misshapen, of another type, or one that the
+    /// layer does not read.
+    pub fn forward(&self, inputs: &Inputs) -> Result<Evaluated> {
         let _turn = lock(&self.inner.turn);
-        let mut link = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
-        for (name, weight) in &self.weights {
-            let hand = Hand {
-                inner: self.inner.clone(),
-                call: call.clone(),
-                name: name.clone(),
-            };
-            link = link.apply_op2(&weight.as_tensor().contiguous()?, hand)?;
-        }
-        let mut shape = x.dims().to_vec();
-        let width = shape.pop().unwrap_or(0);
-        let rows = x.reshape(((), width))?.contiguous()?;
-        let inner = self.inner.clone();
-        let y = rows.apply_op2(&link, Whole { inner, call })?;
-        shape.push(y.dim(1)?);
-        y.reshape(shape)
-    }
-}
-
-/// Hands one weight to the layer, and its gradient back.
-struct Hand {
-    inner: Arc<Inner>,
-    call: Arc<Call>,
-    name: String,
-}
-
-impl CustomOp2 for Hand {
-    fn name(&self) -> &'static str {
-        "moesaic-weight"
-    }
-
-    fn cpu_fwd(
-        &self,
-        _link: &CpuStorage,
-        _: &Layout,
-        weight: &CpuStorage,
-        layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let host = view(weight, layout)?;
-        self.inner
-            .layer
-            .set_weight(&self.name, &host)
-            .map_err(Error::wrap)?;
-        Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
-    }
-
-    fn bwd(
-        &self,
-        link: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradients = lock(&self.call.gradients);
-        let gradient = gradients
-            .get(&self.name)
-            .map(|g| Tensor::from_vec(g.to_f32(), weight.shape(), weight.device()))
-            .transpose()?
-            .map(|g| g.to_dtype(weight.dtype()))
-            .transpose()?;
-        Ok((Some(link.zeros_like()?), gradient))
-    }
-}
-
-/// The layer, from rows `[T, d]` to rows `[T, d_out]`.
-struct Whole {
-    inner: Arc<Inner>,
-    call: Arc<Call>,
-}
-
-impl CustomOp2 for Whole {
-    fn name(&self) -> &'static str {
-        "moesaic-layer"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        layout: &Layout,
-        _link: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let x = view(x, layout)?;
-        let mut input = Input {
-            tokens: layout.dims()[0],
-            tensors: BTreeMap::new(),
-        };
-        input.insert("x", x);
-        let (output, saved) = self
-            .inner
-            .layer
-            .forward_train(&input, &["y"], Counters::default())
-            .map_err(Error::wrap)?;
-        *lock(&self.call.saved) = Some(saved);
-        let y = output.y();
-        Ok((to_storage(y)?, Shape::from(y.shape.as_slice())))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        link: &Tensor,
-        _: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let _turn = lock(&self.inner.turn);
-        let saved = lock(&self.call.saved);
-        let none = || Error::Msg("backward came before forward".to_string());
+        self.hand_over_weights()?;
         let layer = &self.inner.layer;
-        let back = layer.backward(saved.as_ref().ok_or_else(none)?, &to_host(dy)?, false);
-        let output = back.map_err(Error::wrap)?;
-        *lock(&self.call.gradients) = layer.gradients().map_err(Error::wrap)?;
-        let dx = output.get("dx").ok_or_else(none)?;
-        let dx = Tensor::from_vec(dx.to_f32(), x.shape(), x.device())?.to_dtype(x.dtype())?;
-        Ok((Some(dx), Some(link.zeros_like()?)))
+        let names = [&["y"], &ROUTING[..]].concat();
+        let output = self.with_input(inputs, |input| layer.forward_with(input, &names))?;
+        let y = output.y();
+        Ok(Evaluated {
+            y: host::tensor(y, &shape_of(y, inputs)),
+            routing: routing(&output, inputs),
+        })
+    }
+
+    /// One training call: `x [.., d]` to `y [.., d_out]`, differentiable in `x`, in
+    /// the weights and in the weights of an external decision. Random numbers
+    /// follow from `counters` alone: a call with other counters draws others, so
+    /// each step and each layer has its own.
+    ///
+    /// # Errors
+    /// As [`MoeLayer::forward`].
+    pub fn forward_train(&self, inputs: &Inputs, counters: Counters) -> Result<Trained> {
+        let _turn = lock(&self.inner.turn);
+        self.hand_over_weights()?;
+        let layer = &self.inner.layer;
+        let kinds = layer.spec().losses.iter().map(|loss| loss.kind.name());
+        let losses: Vec<(&str, String)> = kinds.map(|k| (k, format!("loss.{k}"))).collect();
+        let mut names = [&["y"], &ROUTING[..]].concat();
+        names.extend(losses.iter().map(|(_, name)| name.as_str()));
+        let run = |input: &Input<'_>| layer.forward_train(input, &names, counters);
+        let (output, saved) = self.with_input(inputs, run)?;
+        let values = losses.iter().map(|(kind, name)| {
+            let value = output.get(name).expect("it was asked for");
+            (kind.to_string(), host::tensor(value, &[]))
+        });
+        Ok(Trained {
+            losses: values.collect(),
+            routing: routing(&output, inputs),
+            y: self.tie(inputs, output.y(), saved)?,
+        })
+    }
+
+    /// Decides where tokens go as [`MoeLayer::forward`] does, and nothing else.
+    ///
+    /// # Errors
+    /// As [`MoeLayer::forward`].
+    pub fn route(&self, inputs: &Inputs) -> Result<Routing> {
+        let _turn = lock(&self.inner.turn);
+        self.hand_over_weights()?;
+        let layer = &self.inner.layer;
+        let output = self.with_input(inputs, |input| layer.route(input, &ROUTING))?;
+        Ok(routing(&output, inputs))
+    }
+
+    /// Decides where tokens go as [`MoeLayer::forward_train`] does with the same
+    /// counters, and nothing else: the counts that a `global` loss sums over ranks
+    /// and micro-batches.
+    ///
+    /// # Errors
+    /// As [`MoeLayer::forward`].
+    pub fn route_train(&self, inputs: &Inputs, counters: Counters) -> Result<Routing> {
+        let _turn = lock(&self.inner.turn);
+        self.hand_over_weights()?;
+        let layer = &self.inner.layer;
+        let route = |input: &Input<'_>| layer.route_train(input, &ROUTING, counters);
+        Ok(routing(&self.with_input(inputs, route)?, inputs))
+    }
+
+    /// Gives the layer its weights as they are now.
+    fn hand_over_weights(&self) -> Result<()> {
+        for weight in &self.weights {
+            weight.lend(|host| {
+                let layer = &self.inner.layer;
+                layer.set_weight(&weight.name, &host).map_err(Error::wrap)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Runs the layer on the inputs of a call.
+    fn with_input<R>(
+        &self,
+        inputs: &Inputs,
+        run: impl FnOnce(&Input<'_>) -> std::result::Result<R, EngineError>,
+    ) -> Result<R> {
+        let layer = &self.inner.layer;
+        let (given, wanted) = (inputs.x.dtype(), layer.spec().precision.activations);
+        if given != candle_type(wanted) {
+            candle_core::bail!("`x` is {given:?}, the layer computes in {wanted}: convert it");
+        }
+        let tensors = inputs.hosts(layer)?;
+        let shape = [inputs.tokens(), inputs.width()];
+        lend(&inputs.x, wanted, &shape, |x| {
+            let mut input = Input {
+                tokens: inputs.tokens(),
+                tensors,
+                capacity_factor: inputs.capacity_factor,
+            };
+            input.insert("x", x);
+            run(&input).map_err(Error::wrap)
+        })
+    }
+
+    /// Puts a call into the graph: its `y`.
+    fn tie(&self, inputs: &Inputs, y: &HostTensor<'static>, saved: Saved) -> Result<Tensor> {
+        let plan = self.inner.layer.plan();
+        let decided = inputs.others.get_key_value("topk_weights");
+        let all = self
+            .weights()
+            .chain(decided.map(|(name, tensor)| (*name, tensor)));
+        let learns = |(name, tensor): &(&str, &Tensor)| {
+            tensor.track_op() && plan.tensor(&format!("grad.{name}")).is_some()
+        };
+        let tied: Vec<(&str, &Tensor)> = all.filter(learns).collect();
+        let call = Arc::new(Call {
+            inner: self.inner.clone(),
+            saved: Mutex::new(saved),
+            tied: tied.iter().map(|(name, _)| name.to_string()).collect(),
+            gradients: Mutex::default(),
+        });
+        let mut link = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+        for (name, tensor) in tied {
+            let (call, name) = (call.clone(), name.to_string());
+            link = link.apply_op2(tensor, Tie { call, name })?;
+        }
+        let shape = shape_of(y, inputs);
+        let y = Mutex::new(Some(y.clone()));
+        let rows = inputs.x.reshape((inputs.tokens(), inputs.width()))?;
+        rows.apply_op2(&link, Whole { call, y })?.reshape(shape)
     }
 }
 
-/// A panic elsewhere leaves values that the next call replaces.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-}
+/// The outputs behind [`Routing`].
+const ROUTING: [&str; 3] = ["topk_ids", "topk_weights", "counts"];
 
-/// The elements of a contiguous tensor, where they lie.
-fn view<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<HostTensor<'a>> {
-    let contiguous = layout.contiguous_offsets();
-    let (start, end) = contiguous.ok_or_else(|| Error::Msg("not contiguous".to_string()))?;
-    let shape = layout.dims();
-    match storage {
-        CpuStorage::F32(data) => Ok(HostTensor::new(shape, &data[start..end])),
-        CpuStorage::F16(data) => Ok(HostTensor::new(shape, &data[start..end])),
-        CpuStorage::BF16(data) => Ok(HostTensor::new(shape, &data[start..end])),
-        _ => candle_core::bail!("a layer takes f32, f16 or bf16"),
+fn routing(output: &Output, inputs: &Inputs) -> Routing {
+    let [ids, weights, counts] = ROUTING.map(|name| output.get(name).expect("it was asked for"));
+    Routing {
+        ids: host::tensor(ids, &shape_of(ids, inputs)),
+        weights: host::tensor(weights, &shape_of(weights, inputs)),
+        counts: host::tensor(counts, &counts.shape),
     }
 }
 
-/// The elements of a tensor, copied.
-fn to_host(tensor: &Tensor) -> Result<HostTensor<'static>> {
-    let (shape, flat) = (tensor.dims(), tensor.flatten_all()?);
-    match tensor.dtype() {
-        DType::F32 => Ok(HostTensor::owned(shape, flat.to_vec1::<f32>()?)),
-        DType::F16 => Ok(HostTensor::owned(
-            shape,
-            flat.to_vec1::<moesaic::half::f16>()?,
-        )),
-        DType::BF16 => Ok(HostTensor::owned(
-            shape,
-            flat.to_vec1::<moesaic::half::bf16>()?,
-        )),
-        other => candle_core::bail!("a layer takes f32, f16 or bf16, not {other:?}"),
-    }
-}
-
-fn to_storage(host: &HostTensor<'_>) -> Result<CpuStorage> {
-    let none = || Error::Msg("the layer gave integers".to_string());
-    match host.dtype {
-        moesaic::DType::F32 => host.to_vec().map(CpuStorage::F32),
-        moesaic::DType::F16 => host.to_vec().map(CpuStorage::F16),
-        moesaic::DType::Bf16 => host.to_vec().map(CpuStorage::BF16),
-        _ => None,
-    }
-    .ok_or_else(none)
+/// The shape of what has a row per token, as `x` has tokens.
+fn shape_of(rows: &HostTensor<'_>, inputs: &Inputs) -> Vec<usize> {
+    [inputs.leading(), &rows.shape[1..]].concat()
 }

@@ -263,8 +263,11 @@ fn read_pack(
         tunings: 0,
         promised: None,
         pending: None,
+        long_name: None,
     };
-    for entry in tar.entries().map_err(|error| reader.damaged(error))? {
+    // Raw, since the library reads names of any length into memory.
+    let entries = tar.entries().map_err(|error| reader.damaged(error))?;
+    for entry in entries.raw(true) {
         let entry = entry.map_err(|error| reader.damaged(error))?;
         reader.take(entry, &mut sink)?;
     }
@@ -282,7 +285,12 @@ struct Reader<'a> {
     /// Kernels and tunings of the manifest.
     promised: Option<(usize, usize)>,
     pending: Option<(Key, Stored)>,
+    /// The name of the next member, where a header has no room for it.
+    long_name: Option<Vec<u8>>,
 }
+
+/// No name of a member is longer.
+const LONGEST_NAME: u64 = 1 << 12;
 
 impl Reader<'_> {
     fn damaged(&self, reason: impl ToString) -> PackError {
@@ -297,8 +305,13 @@ impl Reader<'_> {
         mut entry: tar::Entry<'_, R>,
         sink: &mut Sink<'_>,
     ) -> Result<(), PackError> {
-        let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
         let kind = entry.header().entry_type();
+        if kind.is_gnu_longname() {
+            return self.name(entry);
+        }
+        let name = self.long_name.take();
+        let name = name.unwrap_or_else(|| entry.path_bytes().into_owned());
+        let name = String::from_utf8_lossy(&name).into_owned();
         if kind.is_dir() {
             return Ok(());
         }
@@ -317,6 +330,20 @@ impl Reader<'_> {
             Some(Member::Tuned) => self.tuned(&name, &bytes, sink),
             None => Err(self.damaged(format!("`{name}` is not a file of a pack"))),
         }
+    }
+
+    /// A member that is the name of the next.
+    fn name<R: Read>(&mut self, mut entry: tar::Entry<'_, R>) -> Result<(), PackError> {
+        if entry.size() > LONGEST_NAME {
+            let size = entry.size();
+            return Err(self.damaged(format!("a name of {size} bytes")));
+        }
+        let mut bytes = Vec::new();
+        let read = entry.read_to_end(&mut bytes);
+        read.map_err(|error| self.damaged(error))?;
+        bytes.truncate(bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len()));
+        self.long_name = Some(bytes);
+        Ok(())
     }
 
     fn manifest(&mut self, bytes: &[u8]) -> Result<(), PackError> {

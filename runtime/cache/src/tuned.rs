@@ -10,7 +10,7 @@ use crate::{Store, StoreError, hash_source, store};
 use moesaic_kernel::Target;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
+use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// A machine as far as times depend on it.
@@ -127,10 +127,22 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, Unread> {
     if bytes.len() > LARGEST {
         return Err(Unread::Damaged("too long for a tuning".to_string()));
     }
-    serde_json::from_slice(bytes).map_err(|error| match serde_json::from_slice(bytes) {
-        Ok(Former { .. }) => Unread::Former,
-        Err(_) => Unread::Damaged(error.to_string()),
-    })
+    let tuned: Tuned =
+        serde_json::from_slice(bytes).map_err(|error| match serde_json::from_slice(bytes) {
+            Ok(Former { .. }) => Unread::Former,
+            Err(_) => Unread::Damaged(error.to_string()),
+        })?;
+    match is_hash(&tuned.layer) {
+        true => Ok(tuned),
+        false => Err(Unread::Damaged("its layer is not a hash".to_string())),
+    }
+}
+
+/// Whether the text is hexadecimal digits: files are named after it, so a path
+/// in its place would lead out of the store.
+fn is_hash(text: &str) -> bool {
+    let digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    !text.is_empty() && text.bytes().all(digit)
 }
 
 impl Store {
@@ -174,6 +186,15 @@ impl Store {
     pub fn keep_tuned(&self, tuned: &Tuned) -> Result<PathBuf, StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
+        }
+        if !is_hash(&tuned.layer) {
+            let reason = "the layer of a tuning is a hash";
+            let error = Error::new(ErrorKind::InvalidInput, reason);
+            return Err(StoreError::io(
+                "write a tuning to",
+                &self.tuned_dir(),
+                error,
+            ));
         }
         let path = self.tuned_dir().join(tuned.file_name());
         let mut bytes = serde_json::to_vec_pretty(tuned)

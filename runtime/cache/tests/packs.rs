@@ -286,3 +286,51 @@ fn a_store_that_cannot_write_imports_nothing() {
     );
     assert_eq!(Store::open(&to).list(), []);
 }
+
+/// Names of members are read before anything else is known of them.
+#[test]
+fn a_name_without_end_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let pack = dir.path().join("pack.tar.gz");
+    let name = vec![b'a'; 5000];
+    let long = tar::EntryType::GNULongName;
+    let manifest = &br#"{"format":1,"kernels":0}"#[..];
+    let file = tar::EntryType::Regular;
+    forge(
+        &pack,
+        &[
+            ("././@LongLink", long, &name),
+            ("moesaic-pack.json", file, manifest),
+        ],
+    );
+    let error = refused(dir.path(), &pack);
+    assert!(error.contains("a name of 5000 bytes"), "{error}");
+    let pax = ("x", tar::EntryType::XHeader, &b"11 size=99\n"[..]);
+    forge(&pack, &[("moesaic-pack.json", file, manifest), pax]);
+    let error = refused(dir.path(), &pack);
+    assert!(error.contains("`x` is not a file of a pack"), "{error}");
+}
+
+/// A tuning's file is named after its layer, which a pack's author chooses.
+#[test]
+fn a_tuning_whose_layer_is_a_path_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let pack = dir.path().join("pack.tar.gz");
+    let manifest = &br#"{"format":1,"kernels":0,"tunings":1}"#[..];
+    let file = tar::EntryType::Regular;
+    for layer in ["/../../../../x", "..", "", "AB", "a/b"] {
+        let tuning = format!(
+            "{{\"target\": \"cpu:avx2\", \"layer\": \"{layer}\", \"name\": \"x\", \
+             \"machine\": {{\"name\": \"A\", \"threads\": 1}}, \"buckets\": []}}"
+        );
+        let members = [
+            ("moesaic-pack.json", file, manifest),
+            ("tuned/x.json", file, tuning.as_bytes()),
+        ];
+        forge(&pack, &members);
+        let error = refused(dir.path(), &pack);
+        assert!(error.contains("its layer is not a hash"), "{error}");
+    }
+    let all = files(dir.path());
+    assert_eq!(all, ["pack.tar.gz"], "something else was written");
+}

@@ -138,11 +138,14 @@ impl Engine {
         };
         let untuned = Untuned::new(plan)?;
         match untuned.on(store, &self.machine()) {
-            Some(tuned) if self.jit.may_load(&sources(&tuned.tilings)?.concat()) => {
-                Ok(tuned.tilings)
-            }
+            Some(tuned) if self.may_load(&tuned.tilings)? => Ok(tuned.tilings),
             _ => Ok(untuned.plan.into()),
         }
+    }
+
+    /// Whether the kernels of these plans can be had.
+    pub(crate) fn may_load(&self, tilings: &Tilings) -> Result<bool, EngineError> {
+        Ok(self.jit.may_load(&sources(tilings)?.concat()))
     }
 
     /// What plans follow without a tuning.
@@ -162,7 +165,7 @@ impl Engine {
     /// when memory is short, and those of [`Engine::tilings`].
     pub fn check_tokens(&self, spec: &LayerSpec, tokens: usize) -> Result<(), EngineError> {
         let tilings = self.tilings(spec, None)?;
-        crate::forward::check_size(&tilings, &*self.device, 0, tokens)
+        crate::forward::check_size(&tilings, std::iter::empty(), &*self.device, 0, tokens)
     }
 
     /// Makes a layer: plans it, gets its kernels, puts its weights on the

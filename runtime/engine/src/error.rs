@@ -53,6 +53,19 @@ pub enum EngineError {
         /// What was found and what is expected.
         problem: String,
     },
+    /// An address of a raw call at which kernels cannot access their tensor.
+    #[error(
+        "tensor `{name}` lies at {address:#x}, which is no multiple of {alignment} bytes; its \
+         kernels take {alignment} bytes at a time, so allocate it aligned or copy it"
+    )]
+    Misaligned {
+        /// The tensor's name.
+        name: String,
+        /// Where it lies.
+        address: u64,
+        /// What the address has to be a multiple of.
+        alignment: u64,
+    },
     /// A call is too large for the memory of the device.
     #[error(
         "{tokens} tokens need {} of memory, {} are free; run fewer tokens per call",
@@ -76,6 +89,20 @@ pub enum EngineError {
         "the saved state is of another layer; backward takes what its own `forward_train` gave"
     )]
     ForeignSaved,
+    /// A call's capacity factor cannot be.
+    #[error("capacity factor {factor:?}: {problem}")]
+    Capacity {
+        /// What was asked.
+        factor: f64,
+        /// Why not, and what is possible.
+        problem: String,
+    },
+    /// An evaluation was asked for what only training computes.
+    #[error("`{name}` is what training computes; ask `forward_train` for it")]
+    TrainingOutput {
+        /// What was asked.
+        name: String,
+    },
     /// A tensor the layer does not have was asked for.
     #[error("the layer has no output `{name}`; it has: {known}")]
     NoOutput {

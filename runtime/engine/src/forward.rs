@@ -1,21 +1,25 @@
 //! One forward pass: check the input, bind every step, launch, read back.
 
 use crate::launch::Counters;
-use crate::workspace::{self, Workspace};
+use crate::pass::Pass;
+use crate::workspace;
 use crate::{Element, EngineError, HostTensor, Layer};
-use moesaic_plan::{LayerPlan, Role, TensorPlan, Tilings};
+use moesaic_plan::{LayerPlan, TensorPlan, Tilings};
 use moesaic_target::{Device, Ptr};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// The input of a call, in host memory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Input<'a> {
     /// Tokens of this call.
     pub tokens: usize,
     /// The tensors: `x [T, d]`; `token_ids [T]` i32 for a table router;
     /// `topk_ids [T, K]` i32 and `topk_weights [T, K]` f32 for an external one.
     pub tensors: BTreeMap<String, HostTensor<'a>>,
+    /// The capacity factor of this call instead of the spec's, by the same
+    /// formula; for modes `factor` and `bounded`.
+    pub capacity_factor: Option<f64>,
 }
 
 impl<'a> Input<'a> {
@@ -24,7 +28,7 @@ impl<'a> Input<'a> {
         let width = x.len().checked_div(tokens).unwrap_or(0);
         let mut input = Input {
             tokens,
-            tensors: BTreeMap::new(),
+            ..Input::default()
         };
         input.insert("x", HostTensor::new(&[tokens, width], x));
         input
@@ -43,6 +47,12 @@ impl<'a> Input<'a> {
             "topk_weights",
             HostTensor::new(&[self.tokens, top_k], weights),
         );
+        self
+    }
+
+    /// This input with a capacity factor of its own.
+    pub fn with_capacity_factor(mut self, factor: f64) -> Input<'a> {
+        self.capacity_factor = Some(factor);
         self
     }
 
@@ -76,7 +86,7 @@ impl Output {
 }
 
 /// A call on device memory that someone else owns.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct RawCall<'a> {
     /// Tokens of this call.
     pub tokens: usize,
@@ -85,6 +95,16 @@ pub struct RawCall<'a> {
     /// an external router and `renormalize_after_drop` the layer rescales
     /// `topk_weights` where they lie.
     pub tensors: &'a [(&'a str, Ptr)],
+    /// As [`Input::capacity_factor`].
+    pub capacity_factor: Option<f64>,
+}
+
+impl RawCall<'_> {
+    /// Where the caller has a tensor.
+    pub(crate) fn given(&self, name: &str) -> Option<Ptr> {
+        let found = self.tensors.iter().find(|(given, _)| *given == name);
+        found.map(|(_, ptr)| *ptr)
+    }
 }
 
 /// How long one step took.
@@ -99,64 +119,62 @@ pub struct StepTime {
 }
 
 impl Layer {
-    /// Runs the layer and reads back `y`.
+    /// Evaluates the layer and reads back `y`.
     ///
     /// # Errors
-    /// [`EngineError::Input`] when a tensor is missing or has the wrong shape
-    /// or dtype; [`EngineError::Device`] when memory runs out or a launch fails.
+    /// As [`Layer::forward_with`].
     pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
         self.forward_with(input, &["y"])
     }
 
-    /// Runs the layer and reads back the named outputs. A layer for training
-    /// needs what only its losses read where a loss is among them.
+    /// Evaluates the layer and reads back the named outputs. Nothing is drawn
+    /// and nothing kept, also where the layer trains: it then gives what a layer
+    /// for inference gives, to the bit. See [`Layer::forward_train`] for the
+    /// other call.
     ///
     /// # Errors
-    /// As [`Layer::forward`]; [`EngineError::NoOutput`] for an unknown name.
+    /// [`EngineError::Input`] when a tensor is missing or has the wrong shape
+    /// or dtype; [`EngineError::Capacity`]; [`EngineError::NoOutput`] for an
+    /// unknown name, [`EngineError::TrainingOutput`] for one that only training
+    /// has, such as a loss; [`EngineError::Device`] when memory runs out or a
+    /// launch fails.
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        if self.plan().training.is_some() {
-            let input = self.with_idle_losses(input, names);
-            let (output, _) = self.forward_train(&input, names, Counters::default())?;
-            return Ok(output);
-        }
-        let mut workspace = self.lock_workspace();
-        self.check_size(&workspace, input.tokens)?;
-        for name in names {
-            self.output(name)?;
-        }
-        workspace.reserve(&self.tilings, &*self.device, input.tokens as u64)?;
-        self.stage(input, |name| workspace.get(name))?;
-        let counters = Counters::default();
-        let scalars = counters.scalars(input.tokens);
-        let ptr = |name: &str| workspace.ptr(name);
-        self.run(&self.plan().steps, &scalars, ptr, None)?;
-        self.read(names, input.tokens, |name| workspace.get(name))
+        self.pass(Pass::Evaluate, input, names, Counters::default())
     }
 
-    /// The input, where nobody asks for a loss with zeros for what only losses
-    /// read.
-    fn with_idle_losses<'i>(&self, input: &'i Input<'_>, names: &[&str]) -> Input<'i> {
-        let given = |(name, host): (&String, &'i HostTensor<'_>)| (name.clone(), host.borrowed());
-        let mut input = Input {
-            tokens: input.tokens,
-            tensors: input.tensors.iter().map(given).collect(),
-        };
-        if names.iter().any(|name| name.starts_with("loss.")) {
-            return input;
-        }
-        let of_losses = |tensor: &&TensorPlan| LOSS_INPUTS.contains(&&*tensor.name);
-        for tensor in self.tensors(Role::Input).filter(of_losses) {
-            let zeros = || zeros(tensor, input.tokens);
-            input
-                .tensors
-                .entry(tensor.name.clone())
-                .or_insert_with(zeros);
-        }
-        input
+    /// Decides where tokens go as [`Layer::forward_with`] does, and nothing
+    /// else: `topk_ids`, `topk_weights`, `counts`, `locations`, `offsets`, and
+    /// with a capacity `capacity` and `overflow`.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_with`].
+    pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        self.pass(Pass::Route, input, names, Counters::default())
     }
 
-    /// Runs the layer on device memory that the caller owns, in stream order
-    /// and without waiting.
+    /// A pass that keeps nothing.
+    pub(crate) fn pass(
+        &self,
+        pass: Pass,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<Output, EngineError> {
+        let mut workspaces = self.lock_workspaces();
+        let scalars = self.scalars(pass, counters, input.tokens, input.capacity_factor)?;
+        self.check_outputs(pass, names)?;
+        self.reserve(&mut workspaces, input.tokens)?;
+        self.stage(pass, input, |name| workspaces.get(name))?;
+        if pass == Pass::Evaluate && self.plan().training.is_none() {
+            workspaces.every.stage(input.tokens);
+        }
+        let ptr = |name: &str| workspaces.ptr(name);
+        self.run(pass.steps(self.plan()), &scalars, ptr, None)?;
+        self.read(names, input.tokens, |name| workspaces.get(name))
+    }
+
+    /// As [`Layer::forward_with`], on device memory that the caller owns, in
+    /// stream order and without waiting.
     ///
     /// # Safety
     /// Every address must be valid on the layer's device for the tensor's
@@ -164,53 +182,64 @@ impl Layer {
     /// ids of experts or tokens in inputs must be in range.
     ///
     /// # Errors
-    /// [`EngineError::Input`] when an input has no address; otherwise as
+    /// [`EngineError::Input`] when an input has no address,
+    /// [`EngineError::Misaligned`] when kernels cannot use one; otherwise as
     /// [`Layer::forward`].
     pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        if self.plan().training.is_some() {
-            // SAFETY: what the caller vouches for is the same.
-            unsafe { self.forward_train_raw(call, Counters::default())? };
-            return Ok(());
-        }
-        let mut workspace = self.lock_workspace();
-        self.check_size(&workspace, call.tokens)?;
-        let given = |name: &str| {
-            call.tensors
-                .iter()
-                .find(|(n, _)| *n == name)
-                .map(|(_, p)| *p)
-        };
-        self.check_given(call)?;
-        workspace.reserve(&self.tilings, &*self.device, call.tokens as u64)?;
-        self.run(
-            &self.plan().steps,
-            &Counters::default().scalars(call.tokens),
-            |name| given(name).or_else(|| workspace.ptr(name)),
-            None,
-        )
+        // SAFETY: what the caller vouches for is the same.
+        unsafe { self.pass_raw(Pass::Evaluate, call, Counters::default()) }
+    }
+
+    /// As [`Layer::route`], on device memory that the caller owns, in stream
+    /// order and without waiting. Results go where `call` says.
+    ///
+    /// # Safety
+    /// As [`Layer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`Layer::forward_raw`].
+    pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
+        // SAFETY: what the caller vouches for is the same.
+        unsafe { self.pass_raw(Pass::Route, call, Counters::default()) }
+    }
+
+    /// A pass that keeps nothing, on the caller's memory.
+    ///
+    /// # Safety
+    /// As [`Layer::forward_raw`].
+    pub(crate) unsafe fn pass_raw(
+        &self,
+        pass: Pass,
+        call: &RawCall<'_>,
+        counters: Counters,
+    ) -> Result<(), EngineError> {
+        let mut workspaces = self.lock_workspaces();
+        let scalars = self.scalars(pass, counters, call.tokens, call.capacity_factor)?;
+        self.check_given(pass, call)?;
+        self.reserve(&mut workspaces, call.tokens)?;
+        let ptr = |name: &str| call.given(name).or_else(|| workspaces.ptr(name));
+        self.run(pass.steps(self.plan()), &scalars, ptr, None)
     }
 
     /// Runs the steps again on the inputs of the last call, the first `tokens`
-    /// of them, and times each; with backward, where the layer has it and a call
-    /// went through it. For `bench` and the quickstart.
+    /// of them, and times each: those of an evaluation, or where the layer
+    /// trains of a call that did, backward too. For `bench` and the quickstart.
     ///
     /// # Errors
     /// When no call was that large, or a launch fails.
     pub fn time_steps(&self, tokens: usize) -> Result<Vec<StepTime>, EngineError> {
-        let workspace = self.lock_workspace();
-        if !workspace.holds(tokens as u64) {
-            let problem =
-                format!("has fewer than {tokens} tokens so far; run forward on them first");
-            return Err(input_error("x", problem));
-        }
+        let workspaces = self.lock_workspaces();
         if self.plan().training.is_some() {
-            drop(workspace);
-            return self.time_training(tokens);
+            return self.time_training(tokens, &workspaces.every);
         }
-        let mut times = Vec::with_capacity(self.plan().steps.len());
-        let scalars = Counters::default().scalars(tokens);
-        let ptr = |name: &str| workspace.ptr(name);
-        self.run(&self.plan().steps, &scalars, ptr, Some(&mut times))?;
+        if !workspaces.every.has_staged(tokens) {
+            return Err(untimed(tokens, "forward"));
+        }
+        let steps = Pass::Evaluate.steps(self.plan());
+        let mut times = Vec::with_capacity(steps.len());
+        let scalars = self.scalars(Pass::Evaluate, Counters::default(), tokens, None)?;
+        let ptr = |name: &str| workspaces.ptr(name);
+        self.run(steps, &scalars, ptr, Some(&mut times))?;
         Ok(times)
     }
 
@@ -219,15 +248,16 @@ impl Layer {
         most_tokens(self.plan())
     }
 
+    /// Whether a call can be that large, with memory for the tensors of the
+    /// workspace and for `others`; `held` bytes are given back first.
     pub(crate) fn check_size(
         &self,
-        workspace: &Workspace,
+        held: u64,
+        others: &[String],
         tokens: usize,
     ) -> Result<(), EngineError> {
-        if workspace.holds(tokens as u64) {
-            return Ok(());
-        }
-        check_size(&self.tilings, &*self.device, workspace.bytes(), tokens)
+        let others = others.iter().map(String::as_str);
+        check_size(&self.tilings, others, &*self.device, held, tokens)
     }
 
     pub(crate) fn checked_input<'i, 'a>(
@@ -272,41 +302,12 @@ impl Layer {
             }
         }
     }
-
-    pub(crate) fn output(&self, name: &str) -> Result<&TensorPlan, EngineError> {
-        let readable =
-            |t: &&TensorPlan| matches!(t.role, Role::Output | Role::Input | Role::InputGradient);
-        let mut outputs = self.plan().tensors.iter().filter(readable);
-        outputs
-            .clone()
-            .find(|tensor| tensor.name == name)
-            .ok_or_else(|| EngineError::NoOutput {
-                name: name.to_string(),
-                known: join(&mut outputs),
-            })
-    }
-
-    pub(crate) fn empty_output(
-        &self,
-        name: &str,
-        tokens: usize,
-    ) -> Result<HostTensor<'static>, EngineError> {
-        Ok(zeros(self.output(name)?, tokens))
-    }
 }
 
-/// Inputs that only auxiliary losses read.
-const LOSS_INPUTS: [&str; 3] = ["sequence_ids", "global_counts", "global_tokens"];
-
-/// The tensor for a token count, all zero.
-fn zeros(tensor: &TensorPlan, tokens: usize) -> HostTensor<'static> {
-    let shape = shape_for(tensor, tokens);
-    let bytes = shape.iter().product::<usize>() * tensor.dtype.size();
-    HostTensor {
-        dtype: tensor.dtype,
-        shape,
-        data: vec![0; bytes].into(),
-    }
+/// Nothing can be timed on inputs that no call had.
+pub(crate) fn untimed(tokens: usize, call: &str) -> EngineError {
+    let problem = format!("has fewer than {tokens} tokens so far; run {call} on them first");
+    input_error("x", problem)
 }
 
 fn most_tokens(plan: &LayerPlan) -> usize {
@@ -314,8 +315,9 @@ fn most_tokens(plan: &LayerPlan) -> usize {
 }
 
 /// Whether a call can be that large, where `held` bytes are given back first.
-pub(crate) fn check_size(
-    tilings: &Tilings,
+pub(crate) fn check_size<'a>(
+    tilings: &'a Tilings,
+    others: impl Iterator<Item = &'a str>,
     device: &dyn Device,
     held: u64,
     tokens: usize,
@@ -325,7 +327,7 @@ pub(crate) fn check_size(
         let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
         return Err(input_error("x", problem));
     }
-    let needed = workspace::needed(tilings, tokens as u64);
+    let needed = workspace::needed(tilings, others, tokens as u64);
     match device.free_bytes().map(|free| free.saturating_add(held)) {
         Some(free) if needed > free => Err(EngineError::NoRoom {
             tokens,
@@ -350,11 +352,4 @@ pub(crate) fn input_error(name: &str, problem: String) -> EngineError {
         name: name.to_string(),
         problem,
     }
-}
-
-fn join(tensors: &mut dyn Iterator<Item = &TensorPlan>) -> String {
-    tensors
-        .map(|tensor| tensor.name.as_str())
-        .collect::<Vec<_>>()
-        .join(", ")
 }

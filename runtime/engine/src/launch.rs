@@ -30,19 +30,24 @@ pub(crate) struct Scalars {
     tokens: i64,
     accumulate: bool,
     counters: Counters,
-}
-
-impl Counters {
-    pub(crate) fn scalars(self, tokens: usize) -> Scalars {
-        Scalars {
-            tokens: tokens as i64,
-            accumulate: false,
-            counters: self,
-        }
-    }
+    /// See [`moesaic_plan::row_limit`].
+    row_limit: i64,
 }
 
 impl Scalars {
+    pub(crate) fn new(tokens: usize, counters: Counters, row_limit: i64) -> Scalars {
+        Scalars {
+            tokens: tokens as i64,
+            accumulate: false,
+            counters,
+            row_limit,
+        }
+    }
+
+    pub(crate) fn tokens(&self) -> usize {
+        self.tokens as usize
+    }
+
     /// Weight gradients are added to instead of overwritten.
     pub(crate) fn accumulating(self, accumulate: bool) -> Scalars {
         Scalars { accumulate, ..self }
@@ -53,6 +58,7 @@ impl Scalars {
         match name {
             "tokens" => Some(self.tokens),
             "accumulate" => Some(i64::from(self.accumulate)),
+            "row_limit" => Some(self.row_limit),
             "seed" => Some(counters.seed as i64),
             "step" => Some(counters.step as i64),
             "layer" => Some(counters.layer as i64),
@@ -118,7 +124,7 @@ impl Layer {
         ptr: impl Fn(&str) -> Option<Ptr>,
         mut times: Option<&mut Vec<StepTime>>,
     ) -> Result<(), EngineError> {
-        let tiling = self.tiling(scalars.tokens as usize);
+        let tiling = self.tiling(scalars.tokens());
         let _pass = Pass::begin(&*self.device);
         let mut args = ARGS.take();
         for step in steps {

@@ -1,8 +1,9 @@
 //! A layer on a device: plans, loaded kernels, weights.
 
 use crate::forward::shape_for;
+use crate::pass::{AllPorts, passing, ports};
 use crate::place::{Packing, placed};
-use crate::workspace::Workspace;
+use crate::workspace::{Workspace, Workspaces};
 use crate::{EngineError, HostTensor, Weights};
 use moesaic_plan::{LayerPlan, Role, Tilings};
 use moesaic_spec::LayerSpec;
@@ -17,9 +18,13 @@ pub struct Layer {
     pub(crate) modules: Vec<Vec<Arc<dyn Module>>>,
     pub(crate) weights: HashMap<String, Buffer>,
     pub(crate) device: Arc<dyn Device>,
-    workspace: Mutex<Workspace>,
-    /// The tensors that a forward pass leaves for backward.
+    workspaces: Mutex<Workspaces>,
+    /// What each pass takes and gives.
+    pub(crate) ports: AllPorts,
+    /// The tensors that a training call leaves for backward.
     pub(crate) saved: Vec<String>,
+    /// Those of them that other calls need for themselves.
+    pub(crate) passing: Vec<String>,
     /// What backward adds up, by name: `grad.<weight>`; made when first needed.
     pub(crate) gradients: OnceLock<HashMap<String, Buffer>>,
     /// Sets of kept tensors that no [`crate::Saved`] holds now.
@@ -41,15 +46,16 @@ impl Layer {
         if let Some(table) = weights.get("router.table") {
             check_table(&plan.spec, table)?;
         }
-        let workspace = Mutex::new(Workspace::default());
         let saved = plan.saved().into_iter().map(|t| t.name.clone());
         Ok(Layer {
+            ports: ports(plan),
             saved: saved.collect(),
+            passing: passing(plan),
             tilings,
             modules,
             weights: held,
             device,
-            workspace,
+            workspaces: Mutex::default(),
             gradients: OnceLock::new(),
             idle: Arc::default(),
         })
@@ -125,15 +131,45 @@ impl Layer {
 
     /// Bytes of device memory its intermediates hold at present.
     pub fn workspace_bytes(&self) -> u64 {
-        self.lock_workspace().bytes()
+        self.lock_workspaces().bytes()
     }
 
     /// A panic while the lock was held can only have left a workspace that
     /// `reserve` replaces, so poisoning carries no information.
-    pub(crate) fn lock_workspace(&self) -> MutexGuard<'_, Workspace> {
-        self.workspace
+    pub(crate) fn lock_workspaces(&self) -> MutexGuard<'_, Workspaces> {
+        self.workspaces
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Makes room for a call of so many tokens that keeps nothing.
+    pub(crate) fn reserve(
+        &self,
+        workspaces: &mut Workspaces,
+        tokens: usize,
+    ) -> Result<(), EngineError> {
+        if workspaces.hold(tokens as u64) {
+            return Ok(()); // without an allocation for a list
+        }
+        let Workspaces { every, passing } = workspaces;
+        self.check_size(every.bytes() + passing.bytes(), &self.passing, tokens)?;
+        every.reserve(&self.tilings, &*self.device, tokens as u64)?;
+        let names = self.passing.iter().map(String::as_str);
+        passing.reserve_for(names, &self.tilings, &*self.device, tokens as u64)?;
+        Ok(())
+    }
+
+    /// Makes room for a training call of so many tokens, but for what it keeps.
+    pub(crate) fn reserve_training(
+        &self,
+        every: &mut Workspace,
+        tokens: usize,
+    ) -> Result<(), EngineError> {
+        if !every.holds(tokens as u64) {
+            self.check_size(every.bytes(), &self.saved, tokens)?;
+            every.reserve(&self.tilings, &*self.device, tokens as u64)?;
+        }
+        Ok(())
     }
 }
 

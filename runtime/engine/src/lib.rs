@@ -14,6 +14,7 @@
 //! [`Device`]: moesaic_target::Device
 //! [`Compiler`]: moesaic_target::Compiler
 
+mod addresses;
 mod engine;
 mod error;
 mod forward;
@@ -22,9 +23,11 @@ mod launch;
 mod layer;
 mod multi_gate;
 mod parallel;
+mod pass;
 mod place;
 mod precompile;
 mod shared;
+mod stack;
 mod statistics;
 mod tensor;
 mod training;
@@ -38,7 +41,7 @@ pub use error::EngineError;
 pub use forward::{Input, Output, RawCall, StepTime};
 pub use launch::Counters;
 pub use layer::Layer;
-pub use multi_gate::MultiGate;
+pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
 pub use tensor::{Element, HostTensor, Weights};

@@ -1,15 +1,36 @@
 //! One set of experts behind several routers, as in MMoE (Ma et al. 2018).
 
 use crate::shared::Shared;
+use crate::stack::{Stack, StackSaved};
 use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
-use moesaic_plan::Training;
+use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
 
 /// Layers that differ in their routers and share experts: the same memory
 /// holds weights and gradients of experts for all. With `top_k` as large as the
 /// number of experts it is the published MMoE.
+///
+/// A call runs all of them in one pass over the experts, whose weights are read
+/// once. Where experts have a capacity, which is that of each layer, or where
+/// routing is `external`, it runs them one by one.
 pub struct MultiGate {
     layers: Vec<Layer>,
+    stack: Option<Stack>,
+}
+
+/// What a forward pass of a [`MultiGate`] left for backward. It can be put
+/// together from what its layers left when they ran by themselves, in order.
+pub struct MultiSaved(Kept);
+
+enum Kept {
+    Together(StackSaved),
+    Each(Vec<Saved>),
+}
+
+impl From<Vec<Saved>> for MultiSaved {
+    fn from(each: Vec<Saved>) -> MultiSaved {
+        MultiSaved(Kept::Each(each))
+    }
 }
 
 impl Engine {
@@ -31,15 +52,27 @@ impl Engine {
         let device = &**self.device();
         let modules = &self.modules(&tilings)?[0];
         let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
-        let layers = routers.iter().map(|router| {
-            let layer = self.layer_with(tilings.clone(), router, shared.weights())?;
+        let layer = |tilings, router: &Weights<'_>| {
+            let layer = self.layer_with(tilings, router, shared.weights())?;
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
             }
             Ok(layer)
-        });
+        };
+        let layers = routers.iter().map(|router| layer(tilings.clone(), router));
         let layers = layers.collect::<Result<Vec<Layer>, EngineError>>()?;
-        Ok(MultiGate { layers })
+        let stack = match (stacked(spec), &*layers) {
+            (Some(experts), [first, _, ..]) => {
+                let tilings = self.tilings(&experts, training)?;
+                // Its kernels are not those of the spec: a pack may lack them.
+                match self.may_load(&tilings)? {
+                    true => Some(Stack::new(first, layer(tilings, &Weights::new())?)),
+                    false => None,
+                }
+            }
+            _ => None,
+        };
+        Ok(MultiGate { layers, stack })
     }
 }
 
@@ -50,16 +83,21 @@ impl MultiGate {
         &self.layers
     }
 
-    /// Runs every layer on the same tokens.
+    /// Evaluates every layer on the same tokens; `y` has the bytes that the layer
+    /// gives by itself.
     ///
     /// # Errors
     /// As [`Layer::forward_with`].
     pub fn forward(&self, input: &Input<'_>, names: &[&str]) -> Result<Vec<Output>, EngineError> {
+        if let Some(stack) = &self.stack {
+            return stack.forward(&self.layers, input, names);
+        }
         let each = self.layers.iter();
         each.map(|layer| layer.forward_with(input, names)).collect()
     }
 
-    /// As [`MultiGate::forward`], keeping what backward needs.
+    /// Runs every layer as in training on the same tokens, keeping what backward
+    /// needs. Layers with the same counters draw the same numbers.
     ///
     /// # Errors
     /// As [`Layer::forward_train`].
@@ -68,13 +106,20 @@ impl MultiGate {
         input: &Input<'_>,
         names: &[&str],
         counters: Counters,
-    ) -> Result<Vec<(Output, Saved)>, EngineError> {
+    ) -> Result<(Vec<Output>, MultiSaved), EngineError> {
+        if let Some(stack) = &self.stack {
+            self.layers[0].check_training()?;
+            let (outputs, saved) = stack.forward_train(&self.layers, input, names, counters)?;
+            return Ok((outputs, MultiSaved(Kept::Together(saved))));
+        }
         let each = self.layers.iter();
-        each.map(|layer| layer.forward_train(input, names, counters))
-            .collect()
+        let calls = each.map(|layer| layer.forward_train(input, names, counters));
+        let calls = calls.collect::<Result<Vec<_>, _>>()?;
+        let (outputs, saved): (Vec<Output>, Vec<Saved>) = calls.into_iter().unzip();
+        Ok((outputs, saved.into()))
     }
 
-    /// Runs every layer backward, in order, each from its own `dy`. Gradients of
+    /// Runs every layer backward, each from its own `dy`. Gradients of
     /// experts are the sum over the layers, those of a router its own. Each
     /// layer's `dx` is its part: the gradient of tokens that all read is their
     /// sum.
@@ -83,15 +128,31 @@ impl MultiGate {
     /// As [`Layer::backward`].
     ///
     /// # Panics
-    /// When there is not one saved state and one `dy` per layer.
+    /// When there is not one `dy`, and one saved state if they are of layers by
+    /// themselves, per layer.
     pub fn backward(
+        &self,
+        saved: &MultiSaved,
+        dy: &[HostTensor<'_>],
+        accumulate: bool,
+    ) -> Result<Vec<Output>, EngineError> {
+        assert_eq!(dy.len(), self.layers.len(), "one dy per layer");
+        match (&saved.0, &self.stack) {
+            (Kept::Each(saved), _) => self.backward_each(saved, dy, accumulate),
+            (Kept::Together(saved), Some(stack)) => {
+                stack.backward(&self.layers, saved, dy, accumulate)
+            }
+            (Kept::Together(_), None) => Err(EngineError::ForeignSaved),
+        }
+    }
+
+    fn backward_each(
         &self,
         saved: &[Saved],
         dy: &[HostTensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
-        let counts = [saved.len(), dy.len()];
-        assert_eq!(counts, [self.layers.len(); 2], "saved states and dy");
+        assert_eq!(saved.len(), self.layers.len(), "one saved state per layer");
         let calls = self.layers.iter().zip(saved).zip(dy).enumerate();
         calls
             .map(|(index, ((layer, saved), dy))| {

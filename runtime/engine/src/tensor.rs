@@ -60,15 +60,6 @@ impl<'a> HostTensor<'a> {
         }
     }
 
-    /// The same tensor, its data behind a reference.
-    pub(crate) fn borrowed(&self) -> HostTensor<'_> {
-        HostTensor {
-            dtype: self.dtype,
-            shape: self.shape.clone(),
-            data: Cow::Borrowed(&self.data),
-        }
-    }
-
     /// The number of elements its shape has.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()

@@ -1,7 +1,8 @@
 //! Forward with what backward needs kept, and backward.
 
-use crate::forward::{input_error, shape_for};
+use crate::forward::{input_error, shape_for, untimed};
 use crate::launch::Scalars;
+use crate::pass::Pass;
 use crate::workspace::Workspace;
 use crate::{Counters, EngineError, HostTensor, Input, Layer, Output, RawCall, StepTime};
 use moesaic_plan::{Role, TensorPlan};
@@ -14,7 +15,8 @@ use std::sync::{Arc, Mutex};
 /// dropping one gives its memory to the next call.
 pub struct Saved {
     tokens: usize,
-    counters: Counters,
+    /// Those of the call: backward may route again.
+    scalars: Scalars,
     pub(crate) kept: Workspace,
     /// Tensors that lie where a raw call had them.
     given: Vec<(String, Ptr)>,
@@ -38,7 +40,7 @@ impl Saved {
     }
 
     pub(crate) fn scalars(&self) -> Scalars {
-        self.counters.scalars(self.tokens)
+        self.scalars
     }
 
     fn ptr(&self, name: &str) -> Option<Ptr> {
@@ -57,8 +59,9 @@ impl Drop for Saved {
 }
 
 impl Layer {
-    /// Runs the layer forward, reads back the named outputs, and keeps what
-    /// backward needs.
+    /// Runs the layer forward as in training, reads back the named outputs,
+    /// and keeps what backward needs. See [`Layer::forward_with`] for the call
+    /// that draws and keeps nothing.
     ///
     /// # Errors
     /// [`EngineError::NotTraining`]; otherwise as [`Layer::forward_with`].
@@ -68,21 +71,56 @@ impl Layer {
         names: &[&str],
         counters: Counters,
     ) -> Result<(Output, Saved), EngineError> {
-        let mut workspace = self.lock_workspace();
+        let mut workspaces = self.lock_workspaces();
         self.check_training()?;
-        self.check_size(&workspace, input.tokens)?;
-        for name in names {
-            self.output(name)?;
-        }
-        workspace.reserve(&self.tilings, &*self.device, input.tokens as u64)?;
-        let saved = self.saved(input.tokens, counters)?;
-        let find = |name: &str| saved.kept.get(name).or_else(|| workspace.get(name));
-        self.stage(input, find)?;
-        let scalars = counters.scalars(input.tokens);
-        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
+        let factor = input.capacity_factor;
+        let scalars = self.scalars(Pass::Train, counters, input.tokens, factor)?;
+        self.check_outputs(Pass::Train, names)?;
+        self.reserve_training(&mut workspaces.every, input.tokens)?;
+        let mut saved = self.saved(input.tokens, scalars)?;
+        let find = |name: &str| saved.kept.get(name).or_else(|| workspaces.every.get(name));
+        self.stage(Pass::Train, input, find)?;
+        saved.kept.stage(input.tokens);
+        workspaces.every.stage(input.tokens);
+        let find = |name: &str| saved.kept.get(name).or_else(|| workspaces.every.get(name));
+        let ptr = |name: &str| saved.ptr(name).or_else(|| workspaces.every.ptr(name));
         self.run(&self.plan().steps, &scalars, ptr, None)?;
         let output = self.read(names, input.tokens, find)?;
         Ok((output, saved))
+    }
+
+    /// Decides where tokens go as [`Layer::forward_train`] does with the same
+    /// counters, and nothing else: see [`Layer::route`]. What a loss of kind
+    /// `global` counts over ranks and micro-batches comes from here.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_train`].
+    pub fn route_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<Output, EngineError> {
+        self.check_training()?;
+        self.pass(Pass::RouteTrain, input, names, counters)
+    }
+
+    /// As [`Layer::route_train`], on memory that the caller owns, in stream
+    /// order and without waiting.
+    ///
+    /// # Safety
+    /// As [`Layer::forward_raw`].
+    ///
+    /// # Errors
+    /// As [`Layer::forward_raw`] and [`Layer::forward_train`].
+    pub unsafe fn route_train_raw(
+        &self,
+        call: &RawCall<'_>,
+        counters: Counters,
+    ) -> Result<(), EngineError> {
+        self.check_training()?;
+        // SAFETY: what the caller vouches for is the same.
+        unsafe { self.pass_raw(Pass::RouteTrain, call, counters) }
     }
 
     /// Runs the layer backward: from `dy [T, output_dim]`, in the layer's
@@ -99,19 +137,18 @@ impl Layer {
         dy: &HostTensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
-        let mut workspace = self.lock_workspace();
+        let every = &mut self.lock_workspaces().every;
         self.check_saved(saved)?;
         self.check_dy(saved.tokens, dy)?;
-        workspace.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
+        every.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
         self.gradient_buffers()?;
-        let staged = workspace.get("dy").expect("reserved above");
+        let staged = every.get("dy").expect("reserved above");
         self.device.upload(&dy.data, staged, 0)?;
-        let scalars = saved.counters.scalars(saved.tokens);
-        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
-        let steps = &self.plan().backward;
-        self.run(steps, &scalars.accumulating(accumulate), ptr, None)?;
+        let scalars = saved.scalars.accumulating(accumulate);
+        let ptr = |name: &str| saved.ptr(name).or_else(|| every.ptr(name));
+        self.run(&self.plan().backward, &scalars, ptr, None)?;
         let names = self.input_gradients();
-        self.read(&names, saved.tokens, |name| workspace.get(name))
+        self.read(&names, saved.tokens, |name| every.get(name))
     }
 
     /// As [`Layer::forward_train`], on memory that the caller owns, in stream
@@ -128,16 +165,15 @@ impl Layer {
         call: &RawCall<'_>,
         counters: Counters,
     ) -> Result<Saved, EngineError> {
-        let mut workspace = self.lock_workspace();
+        let every = &mut self.lock_workspaces().every;
         self.check_training()?;
-        self.check_size(&workspace, call.tokens)?;
-        self.check_given(call)?;
-        workspace.reserve(&self.tilings, &*self.device, call.tokens as u64)?;
-        let mut saved = self.saved(call.tokens, counters)?;
+        let scalars = self.scalars(Pass::Train, counters, call.tokens, call.capacity_factor)?;
+        self.check_given(Pass::Train, call)?;
+        self.reserve_training(every, call.tokens)?;
+        let mut saved = self.saved(call.tokens, scalars)?;
         let given = call.tensors.iter();
         saved.given = given.map(|(name, ptr)| (name.to_string(), *ptr)).collect();
-        let scalars = counters.scalars(call.tokens);
-        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
+        let ptr = |name: &str| saved.ptr(name).or_else(|| every.ptr(name));
         self.run(&self.plan().steps, &scalars, ptr, None)?;
         Ok(saved)
     }
@@ -150,14 +186,14 @@ impl Layer {
     /// until the stream has passed the call.
     ///
     /// # Errors
-    /// [`EngineError::Input`] when `dy` has no address; otherwise as
-    /// [`Layer::backward`].
+    /// [`EngineError::Input`] when `dy` has no address,
+    /// [`EngineError::Misaligned`]; otherwise as [`Layer::backward`].
     pub unsafe fn backward_raw(
         &self,
         saved: &Saved,
         call: &RawBackward<'_>,
     ) -> Result<(), EngineError> {
-        let mut workspace = self.lock_workspace();
+        let every = &mut self.lock_workspaces().every;
         self.check_saved(saved)?;
         let given = |name: &str| {
             let found = call.tensors.iter().find(|(n, _)| *n == name);
@@ -166,15 +202,15 @@ impl Layer {
         if given("dy").is_none() {
             return Err(input_error("dy", "has no address".to_string()));
         }
-        workspace.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
+        self.check_addresses(call.tensors)?;
+        every.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
         self.gradient_buffers()?;
-        let scalars = saved.counters.scalars(saved.tokens);
+        let scalars = saved.scalars.accumulating(call.accumulate);
         let ptr = |name: &str| {
-            let kept = || saved.ptr(name).or_else(|| workspace.ptr(name));
+            let kept = || saved.ptr(name).or_else(|| every.ptr(name));
             given(name).or_else(kept)
         };
-        let steps = &self.plan().backward;
-        self.run(steps, &scalars.accumulating(call.accumulate), ptr, None)
+        self.run(&self.plan().backward, &scalars, ptr, None)
     }
 
     /// The gradient of a weight by its own name, such as `router.weight`, as
@@ -243,20 +279,6 @@ impl Layer {
         Ok(())
     }
 
-    /// Puts inputs where the kernels read them.
-    pub(crate) fn stage<'b>(
-        &self,
-        input: &Input<'_>,
-        find: impl Fn(&str) -> Option<&'b Buffer>,
-    ) -> Result<(), EngineError> {
-        for tensor in self.tensors(Role::Input) {
-            let host = self.checked_input(input, tensor)?;
-            let staged = find(&tensor.name).expect("inputs have memory");
-            self.device.upload(&host.data, staged, 0)?;
-        }
-        Ok(())
-    }
-
     /// The names of what backward returns.
     pub(crate) fn input_gradients(&self) -> Vec<&str> {
         let tensors = self.tensors(Role::InputGradient);
@@ -276,13 +298,22 @@ impl Layer {
 
     /// Runs the steps of both passes again on what the last call kept, the
     /// first `tokens` of it, and times each.
-    pub(crate) fn time_training(&self, tokens: usize) -> Result<Vec<StepTime>, EngineError> {
-        let saved = self.saved(tokens, Counters::default())?;
+    pub(crate) fn time_training(
+        &self,
+        tokens: usize,
+        every: &Workspace,
+    ) -> Result<Vec<StepTime>, EngineError> {
+        let scalars = self.scalars(Pass::Train, Counters::default(), tokens, None)?;
+        let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
+        let last = idle.iter().position(|kept| kept.has_staged(tokens));
+        let kept = last.filter(|_| every.has_staged(tokens));
+        let kept = kept.map(|at| idle.swap_remove(at));
+        drop(idle);
+        let kept = kept.ok_or_else(|| untimed(tokens, "forward_train"))?;
+        let saved = self.saved_in(kept, tokens, scalars);
         self.gradient_buffers()?;
-        let workspace = self.lock_workspace();
         let mut times = Vec::new();
-        let scalars = saved.counters.scalars(tokens);
-        let ptr = |name: &str| saved.ptr(name).or_else(|| workspace.ptr(name));
+        let ptr = |name: &str| saved.ptr(name).or_else(|| every.ptr(name));
         for steps in [&self.plan().steps, &self.plan().backward] {
             self.run(steps, &scalars, ptr, Some(&mut times))?;
         }
@@ -290,7 +321,7 @@ impl Layer {
     }
 
     /// Room for what a call keeps: that of a call that is over, or new.
-    pub(crate) fn saved(&self, tokens: usize, counters: Counters) -> Result<Saved, EngineError> {
+    pub(crate) fn saved(&self, tokens: usize, scalars: Scalars) -> Result<Saved, EngineError> {
         let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
         let fits = idle.iter().position(|kept| kept.holds(tokens as u64));
         let reused = match fits {
@@ -301,13 +332,17 @@ impl Layer {
         let mut kept = reused.unwrap_or_default();
         let names = self.saved.iter().map(String::as_str);
         kept.reserve_for(names, &self.tilings, &*self.device, tokens as u64)?;
-        Ok(Saved {
+        Ok(self.saved_in(kept, tokens, scalars))
+    }
+
+    fn saved_in(&self, kept: Workspace, tokens: usize, scalars: Scalars) -> Saved {
+        Saved {
             tokens,
-            counters,
+            scalars,
             kept,
             given: Vec::new(),
             idle: self.idle.clone(),
-        })
+        }
     }
 
     /// The gradients of weights, zero before the first backward.
@@ -333,22 +368,6 @@ impl Layer {
         Ok(self.gradients.get_or_init(|| buffers))
     }
 
-    pub(crate) fn read<'b>(
-        &self,
-        names: &[&str],
-        tokens: usize,
-        buffer: impl Fn(&str) -> Option<&'b Buffer>,
-    ) -> Result<Output, EngineError> {
-        let mut output = Output::default();
-        for name in names {
-            let mut host = self.empty_output(name, tokens)?;
-            let buffer = buffer(name).expect("outputs have memory");
-            self.device.download(buffer, 0, host.data.to_mut())?;
-            output.tensors.insert(name.to_string(), host);
-        }
-        Ok(output)
-    }
-
     pub(crate) fn check_training(&self) -> Result<(), EngineError> {
         match self.plan().training {
             Some(_) => Ok(()),
@@ -371,16 +390,6 @@ impl Layer {
         }
         dy.check(plan.dtype, &shape_for(plan, tokens))
             .map_err(|problem| input_error("dy", problem))
-    }
-
-    /// Whether every input has an address.
-    pub(crate) fn check_given(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        for tensor in self.tensors(Role::Input) {
-            if !call.tensors.iter().any(|(name, _)| *name == tensor.name) {
-                return Err(input_error(&tensor.name, "has no address".to_string()));
-            }
-        }
-        Ok(())
     }
 }
 

@@ -1,6 +1,8 @@
 //! Experts that are the caller's code, between moesaic's routing and combine.
 
 use crate::forward::shape_for;
+use crate::launch::Scalars;
+use crate::pass::Pass;
 use crate::tensor::bytes_of;
 use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
 use moesaic_kernel::DType;
@@ -40,6 +42,7 @@ pub struct UserLayer {
     layer: Layer,
     experts: Vec<Box<dyn UserExpert>>,
     forward_at: usize,
+    evaluation_at: usize,
     backward_at: usize,
 }
 
@@ -87,6 +90,7 @@ impl Engine {
             layer: self.layer_of(plan.layer.into(), weights)?,
             experts,
             forward_at: plan.forward_at,
+            evaluation_at: plan.evaluation_at,
             backward_at: plan.backward_at,
         })
     }
@@ -120,16 +124,25 @@ impl UserLayer {
         &mut self.experts
     }
 
-    /// Runs the layer and reads back the named outputs.
+    /// Evaluates the layer and reads back the named outputs.
     ///
     /// # Errors
     /// As [`Layer::forward_with`].
     pub fn forward(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        let (output, _) = self.pass(input, names, Counters::default(), false)?;
-        Ok(output)
+        let (layer, pass) = (&self.layer, Pass::Evaluate);
+        let mut workspaces = layer.lock_workspaces();
+        let factor = input.capacity_factor;
+        let scalars = layer.scalars(pass, Counters::default(), input.tokens, factor)?;
+        layer.check_outputs(pass, names)?;
+        layer.reserve(&mut workspaces, input.tokens)?;
+        let find = |name: &str| workspaces.get(name);
+        layer.stage(pass, input, find)?;
+        self.run(pass, self.evaluation_at, &scalars, find)?;
+        layer.read(names, input.tokens, find)
     }
 
-    /// As [`UserLayer::forward`], keeping what backward needs.
+    /// As [`UserLayer::forward`], as in training and keeping what backward
+    /// needs.
     ///
     /// # Errors
     /// As [`Layer::forward_train`].
@@ -139,38 +152,39 @@ impl UserLayer {
         names: &[&str],
         counters: Counters,
     ) -> Result<(Output, UserSaved), EngineError> {
-        self.layer.check_training()?;
-        self.pass(input, names, counters, true)
-    }
-
-    fn pass(
-        &self,
-        input: &Input<'_>,
-        names: &[&str],
-        counters: Counters,
-        keep: bool,
-    ) -> Result<(Output, UserSaved), EngineError> {
-        let (layer, tokens) = (&self.layer, input.tokens);
-        let mut workspace = layer.lock_workspace();
-        layer.check_size(&workspace, tokens)?;
-        for name in names {
-            layer.output(name)?;
-        }
-        workspace.reserve(&layer.tilings, &*layer.device, tokens as u64)?;
-        let saved = layer.saved(tokens, counters)?;
-        let find = |name: &str| saved.kept.get(name).or_else(|| workspace.get(name));
-        layer.stage(input, find)?;
-        let scalars = counters.scalars(tokens);
-        let ptr = |name: &str| find(name).map(Buffer::ptr);
-        let (before, after) = layer.plan().steps.split_at(self.forward_at);
-        layer.run(before, &scalars, ptr, None)?;
-        let mut routed = self.routed(tokens, find)?;
-        let own = self.run_experts(&mut routed, keep);
-        self.upload("out", &routed.out, find)?;
-        layer.run(after, &scalars, ptr, None)?;
-        let output = layer.read(names, tokens, find)?;
+        let (layer, pass) = (&self.layer, Pass::Train);
+        layer.check_training()?;
+        let every = &mut layer.lock_workspaces().every;
+        let factor = input.capacity_factor;
+        let scalars = layer.scalars(pass, counters, input.tokens, factor)?;
+        layer.check_outputs(pass, names)?;
+        layer.reserve_training(every, input.tokens)?;
+        let saved = layer.saved(input.tokens, scalars)?;
+        let find = |name: &str| saved.kept.get(name).or_else(|| every.get(name));
+        layer.stage(pass, input, find)?;
+        let (routed, own) = self.run(pass, self.forward_at, &scalars, find)?;
+        let output = layer.read(names, input.tokens, find)?;
         let saved = UserSaved { saved, routed, own };
         Ok((output, saved))
+    }
+
+    /// The steps of a pass, with the experts before step `at`; what those left.
+    fn run<'b>(
+        &self,
+        pass: Pass,
+        at: usize,
+        scalars: &Scalars,
+        find: impl Fn(&str) -> Option<&'b Buffer> + Copy,
+    ) -> Result<(Routed, Vec<Vec<f32>>), EngineError> {
+        let layer = &self.layer;
+        let ptr = |name: &str| find(name).map(Buffer::ptr);
+        let (before, after) = pass.steps(layer.plan()).split_at(at);
+        layer.run(before, scalars, ptr, None)?;
+        let mut routed = self.routed(scalars.tokens(), find)?;
+        let own = self.run_experts(&mut routed, pass.trains());
+        self.upload("out", &routed.out, find)?;
+        layer.run(after, scalars, ptr, None)?;
+        Ok((routed, own))
     }
 
     /// Runs the layer backward: as [`Layer::backward`], and each expert's own.
@@ -184,13 +198,13 @@ impl UserLayer {
         accumulate: bool,
     ) -> Result<Output, EngineError> {
         let (layer, tokens) = (&self.layer, saved.saved.tokens());
-        let mut workspace = layer.lock_workspace();
+        let every = &mut layer.lock_workspaces().every;
         layer.check_saved(&saved.saved)?;
         layer.check_dy(tokens, dy)?;
-        workspace.reserve(&layer.tilings, &*layer.device, tokens as u64)?;
+        every.reserve(&layer.tilings, &*layer.device, tokens as u64)?;
         layer.gradient_buffers()?;
         let kept = &saved.saved.kept;
-        let find = |name: &str| kept.get(name).or_else(|| workspace.get(name));
+        let find = |name: &str| kept.get(name).or_else(|| every.get(name));
         let staged = find("dy").expect("reserved above");
         layer.device.upload(&dy.data, staged, 0)?;
         let scalars = saved.saved.scalars().accumulating(accumulate);
@@ -225,7 +239,7 @@ impl UserLayer {
         };
         Ok(Routed {
             rows: self.download("rows", rows, find)?,
-            out: vec![0.0; rows * spec.output_dim()],
+            out: vec![0.0; rows * spec.expert_output_dim()],
             weights,
             offsets,
         })
@@ -234,7 +248,7 @@ impl UserLayer {
     /// Each expert on its rows, in the order of ids.
     fn run_experts(&self, routed: &mut Routed, keep: bool) -> Vec<Vec<f32>> {
         let spec = self.layer.spec();
-        let (model, output) = (spec.shape.model_dim, spec.output_dim());
+        let (model, output) = (spec.expert_input_dim(), spec.expert_output_dim());
         let mut own = Vec::with_capacity(self.experts.len());
         for (expert, edges) in self.experts.iter().zip(routed.offsets.windows(2)) {
             let (first, end) = (edges[0], edges[1]);
@@ -259,7 +273,7 @@ impl UserLayer {
             return Ok(());
         };
         let parts = shape_for(plan, 0)[1];
-        let width = self.layer.spec().output_dim();
+        let width = self.layer.spec().expert_output_dim();
         let mut values = vec![0.0; routed.weights.len() * parts];
         for (row, part) in values.chunks_exact_mut(parts.max(1)).enumerate() {
             let range = row * width..(row + 1) * width;

@@ -10,6 +10,8 @@ use std::collections::{BTreeSet, HashMap};
 pub(crate) struct Workspace {
     buffers: HashMap<String, Buffer>,
     tokens: Option<u64>,
+    /// The tokens of the last call whose inputs were put here.
+    staged: Option<u64>,
 }
 
 impl Workspace {
@@ -53,6 +55,7 @@ impl Workspace {
         *self = Workspace {
             buffers,
             tokens: Some(tokens),
+            staged: None,
         };
         Ok(())
     }
@@ -60,6 +63,16 @@ impl Workspace {
     /// Whether there is room for a call of `tokens` tokens.
     pub fn holds(&self, tokens: u64) -> bool {
         self.tokens.is_some_and(|have| have >= tokens)
+    }
+
+    /// Notes that the inputs of a call are here.
+    pub fn stage(&mut self, tokens: usize) {
+        self.staged = Some(tokens as u64);
+    }
+
+    /// Whether inputs of so many tokens are here.
+    pub fn has_staged(&self, tokens: usize) -> bool {
+        self.staged.is_some_and(|have| have >= tokens as u64)
     }
 
     /// The buffer of a tensor, once reserved.
@@ -81,6 +94,37 @@ impl Workspace {
     }
 }
 
+/// Device memory of a layer's calls, which nothing is left in.
+#[derive(Default)]
+pub(crate) struct Workspaces {
+    /// What no call keeps for backward.
+    pub every: Workspace,
+    /// What training keeps, for calls that keep nothing.
+    pub passing: Workspace,
+}
+
+impl Workspaces {
+    /// The buffer of a tensor in a call that keeps nothing, once reserved.
+    pub fn get(&self, name: &str) -> Option<&Buffer> {
+        self.passing.get(name).or_else(|| self.every.get(name))
+    }
+
+    /// The address of a tensor in a call that keeps nothing, once reserved.
+    pub fn ptr(&self, name: &str) -> Option<Ptr> {
+        self.get(name).map(Buffer::ptr)
+    }
+
+    /// Whether there is room for a call of `tokens` tokens that keeps nothing.
+    pub fn hold(&self, tokens: u64) -> bool {
+        self.every.holds(tokens) && self.passing.holds(tokens)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> u64 {
+        self.every.bytes() + self.passing.bytes()
+    }
+}
+
 /// The tensors that live in a workspace: not those that outlive a call.
 fn held(plan: &LayerPlan) -> impl Iterator<Item = &str> {
     let kept: BTreeSet<&str> = plan.saved().iter().map(|t| t.name.as_str()).collect();
@@ -90,12 +134,13 @@ fn held(plan: &LayerPlan) -> impl Iterator<Item = &str> {
     names.filter(move |name| !kept.contains(name))
 }
 
-/// Bytes that a call of `tokens` tokens needs, with what it leaves for backward.
-pub(crate) fn needed(tilings: &Tilings, tokens: u64) -> u64 {
-    let plan = tilings.first();
-    let kept = plan.saved().into_iter().map(|t| t.name.as_str());
-    let bytes = held(plan)
-        .chain(kept)
-        .map(|name| tilings.bytes(name, tokens));
+/// Bytes that a call of `tokens` tokens needs in the workspace and for `others`.
+pub(crate) fn needed<'a>(
+    tilings: &'a Tilings,
+    others: impl Iterator<Item = &'a str>,
+    tokens: u64,
+) -> u64 {
+    let names = held(tilings.first()).chain(others);
+    let bytes = names.map(|name| tilings.bytes(name, tokens));
     bytes.fold(0, u64::saturating_add)
 }

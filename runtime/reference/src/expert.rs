@@ -4,7 +4,7 @@ use crate::expression;
 use crate::math::{dot, erf, sigmoid};
 use crate::place::kept;
 use crate::{Input, Placement, Weights};
-use moesaic_spec::{Activation, Experts, LayerSpec, SharedGate, WeightSite};
+use moesaic_spec::{Activation, Biases, Experts, LayerSpec, SharedGate, WeightSite};
 
 /// One set of expert weights: a routed expert or a shared one.
 struct Parts<'a> {
@@ -12,11 +12,12 @@ struct Parts<'a> {
     prefix: String,
     /// Index into the first dimension of stacked tensors.
     index: Option<usize>,
+    biases: Biases,
 }
 
 impl Parts<'_> {
     /// `W · x (+ b)` of one projection.
-    fn project(&self, spec: &LayerSpec, part: &str, rows: usize, x: &[f64]) -> Vec<f64> {
+    fn project(&self, part: &str, rows: usize, x: &[f64]) -> Vec<f64> {
         let matrix = self.slice(part, "weight");
         assert_eq!(
             matrix.len(),
@@ -25,7 +26,7 @@ impl Parts<'_> {
             self.prefix
         );
         let mut out: Vec<f64> = matrix.chunks(x.len()).map(|row| dot(row, x)).collect();
-        if spec.experts.bias {
+        if biased(self.biases, part) {
             out.iter_mut()
                 .zip(self.slice(part, "bias"))
                 .for_each(|(o, b)| *o += b);
@@ -41,10 +42,10 @@ impl Parts<'_> {
         }
     }
 
-    fn run(&self, spec: &LayerSpec, hidden: usize, x: &[f64]) -> Vec<f64> {
-        let up = self.project(spec, "up", hidden, x);
+    fn run(&self, spec: &LayerSpec, hidden: usize, output: usize, x: &[f64]) -> Vec<f64> {
+        let up = self.project("up", hidden, x);
         let inner: Vec<f64> = if spec.gated() {
-            let gate = self.project(spec, "gate", hidden, x);
+            let gate = self.project("gate", hidden, x);
             gate.iter()
                 .zip(&up)
                 .map(|(&g, &u)| activate(&spec.experts, Some(g), u))
@@ -54,7 +55,15 @@ impl Parts<'_> {
                 .map(|&u| activate(&spec.experts, None, u))
                 .collect()
         };
-        self.project(spec, "down", spec.output_dim(), &inner)
+        self.project("down", output, &inner)
+    }
+}
+
+/// Whether the projection `part` has a bias.
+pub fn biased(biases: Biases, part: &str) -> bool {
+    match part {
+        "down" => biases.down(),
+        _ => biases.up(),
     }
 }
 
@@ -91,7 +100,7 @@ fn phi(experts: &Experts, x: f64) -> f64 {
 /// zero experts zeros.
 pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64]) -> Vec<f64> {
     if expert >= spec.shape.experts + spec.experts.identity {
-        return vec![0.0; spec.output_dim()];
+        return vec![0.0; spec.expert_output_dim()];
     }
     if expert >= spec.shape.experts {
         return x.to_vec();
@@ -100,8 +109,9 @@ pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64])
         weights,
         prefix: "experts".to_string(),
         index: Some(expert),
+        biases: spec.experts.bias,
     };
-    parts.run(spec, spec.shape.hidden_dim, x)
+    parts.run(spec, spec.shape.hidden_dim, spec.expert_output_dim(), x)
 }
 
 /// One row through one shared expert, with its gate.
@@ -110,6 +120,7 @@ pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) 
     let prefix = format!("shared.{index}");
     let factor = match shared.gate {
         SharedGate::None => 1.0,
+        SharedGate::Residual => residual_weights(spec, weights, x)[1],
         SharedGate::Sigmoid => sigmoid(dot(
             &weights.get(&format!("{prefix}.router.weight")).data,
             x,
@@ -119,9 +130,57 @@ pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) 
         weights,
         prefix,
         index: None,
+        biases: spec.shared_bias(index),
     };
-    let out = parts.run(spec, shared.hidden_dim, x);
+    let out = parts.run(spec, shared.hidden_dim, spec.output_dim(), x);
     out.iter().map(|v| factor * v).collect()
+}
+
+/// The weights of the routed experts' sum and of the residual shared expert:
+/// the softmax of its two logits; 1 and 0 without one.
+pub(crate) fn residual_weights(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> [f64; 2] {
+    let Some(index) = spec.residual() else {
+        return [1.0, 0.0];
+    };
+    let prefix = format!("shared.{index}.router");
+    let bias = &weights.get(&format!("{prefix}.bias")).data;
+    let rows = weights.get(&format!("{prefix}.weight"));
+    let [first, second] = [0, 1].map(|i| dot(rows.outer(i), x) + bias[i]);
+    [sigmoid(first - second), sigmoid(second - first)]
+}
+
+/// `W · x (+ b)` of the projection before (`down`) or after (`up`) the routed
+/// experts; x itself where there is none.
+pub(crate) fn project_latent(
+    spec: &LayerSpec,
+    weights: &Weights,
+    part: &str,
+    x: &[f64],
+) -> Vec<f64> {
+    let Some(latent) = &spec.latent else {
+        return x.to_vec();
+    };
+    let matrix = &weights.get(&format!("latent.{part}.weight")).data;
+    let mut out: Vec<f64> = matrix.chunks(x.len()).map(|row| dot(row, x)).collect();
+    if latent.bias {
+        add(&mut out, &weights.get(&format!("latent.{part}.bias")).data);
+    }
+    out
+}
+
+/// The gradient of what the projection after the routed experts reads.
+pub(crate) fn transposed_latent(spec: &LayerSpec, weights: &Weights, dy: &[f64]) -> Vec<f64> {
+    let Some(latent) = &spec.latent else {
+        return dy.to_vec();
+    };
+    let matrix = &weights.get("latent.up.weight").data;
+    let of = |i: usize| {
+        dy.iter()
+            .enumerate()
+            .map(|(o, d)| matrix[o * latent.dim + i] * d)
+            .sum()
+    };
+    (0..latent.dim).map(of).collect()
 }
 
 /// The output `[T, d_out]`: weighted expert outputs in slot order, then the
@@ -138,15 +197,19 @@ pub fn combine(
     let mut y = Vec::with_capacity(input.tokens * spec.output_dim());
     for t in 0..input.tokens {
         let x = &input.x[t * d..(t + 1) * d];
-        let mut sum = vec![0.0; spec.output_dim()];
+        let routed = project_latent(spec, weights, "down", x);
+        let mut sum = vec![0.0; spec.expert_output_dim()];
         let reaches = |&slot: &usize| kept(spec, topk_ids[slot], placed.locations[slot]);
         for slot in (t * k..(t + 1) * k).filter(reaches) {
             let expert = topk_ids[slot] as usize;
             add(
                 &mut sum,
-                &weighted_row(spec, weights, expert, placed.weights[slot], x),
+                &weighted_row(spec, weights, expert, placed.weights[slot], &routed),
             );
         }
+        let mut sum = project_latent(spec, weights, "up", &sum);
+        let factor = residual_weights(spec, weights, x)[0];
+        sum.iter_mut().for_each(|v| *v *= factor);
         for index in 0..spec.shared.len() {
             add(&mut sum, &shared_row(spec, weights, index, x));
         }

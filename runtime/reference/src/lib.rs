@@ -52,8 +52,11 @@ pub struct Input {
     pub token_ids: Option<Vec<i32>>,
     /// Ids and weights, both `[T, K]`, of an external router.
     pub routing: Option<(Vec<i32>, Vec<f64>)>,
-    /// Where a training call stands; absent in inference, which draws nothing.
+    /// Where a training call stands; absent in evaluation, which draws nothing
+    /// and has a capacity of its own.
     pub draw: Option<rng::Draw>,
+    /// The capacity factor of this call instead of the spec's.
+    pub capacity_factor: Option<f64>,
     /// `[T]` of a router with `token_mask`: 0 keeps a token from all experts.
     pub token_mask: Option<Vec<i32>>,
     /// Slots that the call uses, of a router with `active_k`.
@@ -93,7 +96,7 @@ pub struct Output {
 /// The whole layer.
 pub fn forward(spec: &LayerSpec, weights: &Weights, input: &Input) -> Output {
     let gate = gate(spec, weights, input);
-    let placed = scan(spec, &gate.decision, input.tokens, input.draw);
+    let placed = scan(spec, &gate.decision, input);
     let y = combine(spec, weights, input, &gate.decision.ids, &placed);
     Output {
         y,

@@ -1,8 +1,8 @@
 //! Stem `expert_scan`: counts, capacity, and the place of every assignment.
 
-use crate::Decision;
 use crate::math::{descending, rank};
 use crate::rng::{Draw, Purpose, Stream};
+use crate::{Decision, Input};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::cmp::Reverse;
 
@@ -24,13 +24,13 @@ pub struct Placement {
 }
 
 /// Counts, capacity and places of all assignments.
-pub fn scan(spec: &LayerSpec, decision: &Decision, tokens: usize, draw: Option<Draw>) -> Placement {
+pub fn scan(spec: &LayerSpec, decision: &Decision, input: &Input) -> Placement {
     let counts = demanded(spec, &decision.ids);
-    let capacity = capacity_rows(spec, tokens, &counts);
+    let capacity = capacity_rows(spec, input, &counts);
     let mut next = vec![0i64; counts.len()];
     let mut locations = vec![-1i32; decision.ids.len()];
     let mut overflow = 0;
-    for slot in processing_order(spec, decision, tokens, draw) {
+    for slot in processing_order(spec, decision, input.tokens, input.draw) {
         let Ok(expert) = usize::try_from(decision.ids[slot]) else {
             continue;
         };
@@ -67,22 +67,34 @@ pub fn demanded(spec: &LayerSpec, ids: &[i32]) -> Vec<i64> {
 ///
 /// The factor's formula is Tutel's: `K·int(f·ceil(T/E))`. Identity experts
 /// have no rows and do not count.
-pub fn capacity_rows(spec: &LayerSpec, tokens: usize, counts: &[i64]) -> Option<i64> {
+pub fn capacity_rows(spec: &LayerSpec, input: &Input, counts: &[i64]) -> Option<i64> {
     let c = &spec.capacity;
     let experts = spec.shape.experts;
+    let factor = capacity_factor(spec, input);
     let largest = counts[..experts].iter().copied().max().unwrap_or(0);
-    let share = tokens.div_ceil(experts) as f64;
-    let by_factor = spec.shape.top_k as i64 * (c.factor.abs() * share) as i64;
+    let share = input.tokens.div_ceil(experts) as f64;
+    let by_factor = spec.shape.top_k as i64 * (factor.abs() * share) as i64;
     let rows = match c.mode {
         CapacityMode::Dropless => return None,
         CapacityMode::MaxCount => largest,
         CapacityMode::Fixed => c.rows.unwrap_or(0) as i64,
-        CapacityMode::Factor | CapacityMode::Bounded if c.factor > 0.0 => by_factor,
-        CapacityMode::Factor | CapacityMode::Bounded if c.factor < 0.0 => largest.min(by_factor),
+        CapacityMode::Factor | CapacityMode::Bounded if factor > 0.0 => by_factor,
+        CapacityMode::Factor | CapacityMode::Bounded if factor < 0.0 => largest.min(by_factor),
         CapacityMode::Factor | CapacityMode::Bounded => largest,
     };
     let align = c.align.max(1) as i64;
     Some((rows + align - 1) / align * align)
+}
+
+/// The call's own factor, or the spec's: that of evaluation where nothing is
+/// drawn.
+fn capacity_factor(spec: &LayerSpec, input: &Input) -> f64 {
+    let c = &spec.capacity;
+    let of_pass = match input.draw {
+        Some(_) => c.factor,
+        None => c.eval_factor.unwrap_or(c.factor),
+    };
+    input.capacity_factor.unwrap_or(of_pass)
 }
 
 /// Indices into `[T, K]` in the order in which places are given out.

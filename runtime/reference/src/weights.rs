@@ -76,10 +76,18 @@ fn random_tensor(tensor: &TensorSpec, spec: &LayerSpec, random: &mut Random) -> 
         1
     };
     let scale = (3.0 / fan_in.max(1) as f64).sqrt();
-    Tensor {
-        shape,
-        data: (0..count).map(|_| scale * random.signed()).collect(),
-    }
+    let data: Vec<f64> = (0..count).map(|_| scale * random.signed()).collect();
+    let data = match tensor.name == "router.load" {
+        true => shares(&data),
+        false => data,
+    };
+    Tensor { shape, data }
+}
+
+/// Of assignments: none is negative, and together they are one.
+fn shares(values: &[f64]) -> Vec<f64> {
+    let sum: f64 = values.iter().map(|v| v.abs()).sum();
+    values.iter().map(|v| v.abs() / sum).collect()
 }
 
 /// Rows of distinct experts, in no order.

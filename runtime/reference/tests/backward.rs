@@ -47,6 +47,7 @@ impl Point {
                 (0..experts as i64).map(|e| e % 4).collect(),
                 tokens as u64 + 5,
             )),
+            ..Input::default()
         };
         let dy = random.vec(tokens * spec.output_dim());
         Point {

@@ -21,6 +21,7 @@ fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
         router: Router::default(),
         capacity: Capacity::default(),
         experts: Experts::default(),
+        latent: None,
         shared: Vec::new(),
         losses: Vec::new(),
     }
@@ -61,7 +62,7 @@ fn two_experts_by_hand() {
     let mut s = spec(1, 1, 2, 2);
     s.experts.form = ExpertForm::Plain;
     s.experts.activation = Activation::Relu;
-    s.experts.bias = true;
+    s.experts.bias = true.into();
     let weights = Weights(
         [
             ("router.weight", tensor(&[2, 1], &[0.0, 3f64.ln()])),
@@ -166,6 +167,14 @@ fn sparse_mixer_masks_far_logits() {
     close(weights[1], 1.0 / (1.0 + (-0.2f64).exp()));
 }
 
+/// A call of so many tokens, as far as capacity knows it.
+fn tokens(tokens: usize) -> Input {
+    Input {
+        tokens,
+        ..Input::default()
+    }
+}
+
 #[test]
 fn capacity_is_tutels() {
     let mut s = spec(1, 1, 8, 2);
@@ -175,7 +184,7 @@ fn capacity_is_tutels() {
         s.shape.top_k = k;
         s.capacity.factor = factor;
         s.capacity.align = align;
-        moesaic_reference::capacity_rows(&s, tokens, &vec![20; experts]).unwrap()
+        moesaic_reference::capacity_rows(&s, &self::tokens(tokens), &vec![20; experts]).unwrap()
     };
     assert_eq!(capacity(8, 2, 100, 1.0, 1), 26);
     assert_eq!(capacity(8, 2, 100, 1.25, 1), 32);
@@ -252,7 +261,7 @@ fn drops_count_and_renormalize() {
     s.capacity.mode = CapacityMode::Fixed;
     s.capacity.rows = Some(2);
     s.capacity.renormalize_after_drop = true;
-    let placed = scan(&s, &decision(), 3, None);
+    let placed = scan(&s, &decision(), &tokens(3));
     assert_eq!(placed.counts, [3, 3]);
     assert_eq!(placed.locations, [0, 1, 1, -1, 0, -1]);
     assert_eq!(placed.overflow, 2);
@@ -264,7 +273,7 @@ fn masked_slots_take_no_place() {
     let s = spec(1, 1, 2, 2);
     let mut d = decision();
     d.ids[2] = -1;
-    let placed = scan(&s, &d, 3, None);
+    let placed = scan(&s, &d, &tokens(3));
     assert_eq!(placed.counts, [2, 3]);
     assert_eq!(placed.locations, [0, 1, -1, 2, 0, 1]);
     assert_eq!(placed.overflow, 0);
@@ -303,6 +312,7 @@ fn identity_shared_and_scales_add_up() {
     s.shared = vec![SharedExpert {
         hidden_dim: 4,
         gate: SharedGate::Sigmoid,
+        bias: None,
     }];
     let weights = Weights::random(&s, 3);
     let input = Input {

@@ -14,6 +14,8 @@ mod open;
 mod package;
 mod pip;
 mod registry;
+#[doc(hidden)]
+pub mod testing;
 
 pub use doctor::{Finding, doctor};
 pub use error::ToolchainError;

@@ -1,6 +1,7 @@
 //! Checkpoints whose number of experts changes, against the reference.
 
 use moesaic_kernel::DType;
+use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Tensor, Weights, forward};
 use moesaic_spec::testing::{Counter, sample};
 use moesaic_spec::*;
@@ -111,6 +112,7 @@ fn added_experts_change_nothing() {
             sources: &sources,
             zero_down: seed % 2 == 0,
             margin: None,
+            tokens: Some(13),
         };
         let grown = match add_experts(&spec, &set, &growth) {
             Ok(grown) => grown,
@@ -141,6 +143,7 @@ fn state_of_added_experts() {
         sources: &[2, 0],
         zero_down: true,
         margin: None,
+        tokens: None,
     };
     let grown = add_experts(&spec, &set, &growth).expect("it grows").tensors;
     let rows = |name: &str| {
@@ -173,6 +176,7 @@ fn a_margin_lets_new_experts_in() {
         sources: &[1],
         zero_down: false,
         margin,
+        tokens: None,
     };
     let near = add_experts(&spec, &set, &growth(Some(2.0))).expect("it grows");
     assert!(!near.exact);
@@ -189,6 +193,55 @@ fn a_margin_lets_new_experts_in() {
     assert!(wake_experts(&mut woken.tensors, &[(9, 1)], 2.0).is_err());
 }
 
+#[test]
+fn a_capacity_by_a_factor_is_kept_for_the_calls_that_are_named() {
+    let factors = [0.3, 1.0, 1.25, -0.75, 2.0];
+    for (tokens, factor, new) in [7, 16, 33, 64]
+        .into_iter()
+        .flat_map(|t| factors.map(|f| (t, f)))
+        .flat_map(|(t, f)| [1, 2, 5].map(|n| (t, f, n)))
+    {
+        let mut spec = dense(4, 2);
+        spec.capacity.mode = CapacityMode::Factor;
+        spec.capacity.factor = factor;
+        spec.capacity.eval_factor = [None, Some(0.7), Some(0.0)][(tokens + new) % 3];
+        let set = checkpoint(&spec, 3);
+        let growth = Growth {
+            sources: &vec![1; new],
+            zero_down: false,
+            margin: None,
+            tokens: Some(tokens),
+        };
+        let grown = add_experts(&spec, &set, &growth).expect("it grows");
+        let kept = grown.tokens.clone().expect("a range");
+        assert!(grown.exact && kept.contains(&tokens), "{kept:?}");
+        for t in kept {
+            for draw in [None, Some(Draw::default())] {
+                let call = Input {
+                    draw,
+                    ..input(&spec, t, 5)
+                };
+                let before = forward(&spec, &reference(&set), &call);
+                let after = forward(&grown.spec, &reference(&grown.tensors), &call);
+                let what = format!("{tokens} tokens, factor {factor}, {new} more, {t}, {draw:?}");
+                assert_eq!(after.locations, before.locations, "{what}");
+                assert_eq!(after.capacity, before.capacity, "{what}");
+            }
+        }
+    }
+    let mut spec = dense(4, 2);
+    spec.capacity.mode = CapacityMode::Factor;
+    spec.capacity.factor = 0.0;
+    let growth = Growth {
+        sources: &[1],
+        zero_down: false,
+        margin: None,
+        tokens: None,
+    };
+    let grown = add_experts(&spec, &checkpoint(&spec, 3), &growth).expect("it grows");
+    assert_eq!((grown.exact, grown.tokens), (true, None));
+}
+
 fn dense(experts: usize, k: usize) -> LayerSpec {
     let text =
         format!("shape = {{ model_dim = 6, hidden_dim = 5, experts = {experts}, top_k = {k} }}");
@@ -201,6 +254,7 @@ fn what_depends_on_the_number_of_experts_is_refused() {
         sources: &[0],
         zero_down: false,
         margin: None,
+        tokens: None,
     };
     let changes: [fn(&mut LayerSpec); 5] = [
         |s| s.capacity.mode = CapacityMode::Factor,

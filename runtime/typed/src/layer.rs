@@ -30,6 +30,7 @@ pub trait TypedLayer {
         let call = RawCall {
             tokens: args.tokens(),
             tensors: tensors.as_ref(),
+            ..RawCall::default()
         };
         // SAFETY: the tensors are named after the same plan; the caller
         // vouches for the memory behind them.
@@ -76,6 +77,7 @@ pub fn input<'a, const N: usize>(tokens: usize, tensors: [(&str, HostTensor<'a>)
     Input {
         tokens,
         tensors: named.collect(),
+        ..Input::default()
     }
 }
 

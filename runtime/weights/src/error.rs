@@ -55,6 +55,17 @@ pub enum WeightsError {
         near: String,
     },
 
+    /// A state dictionary of another library is not the layer.
+    #[error("{path}, read as {library}'s: {problem}", path = .path.display())]
+    Keys {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The library.
+        library: &'static str,
+        /// What does not fit.
+        problem: String,
+    },
+
     /// A tensor has another shape.
     #[error("`{tensor}` in {file} has shape {found:?}, expected {expected}", file = .file.display())]
     WrongShape {

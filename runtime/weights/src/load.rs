@@ -60,15 +60,26 @@ pub fn load_sources(
     checkpoint: &Checkpoint,
     options: LoadOptions,
 ) -> Result<HostWeights, WeightsError> {
+    load_tensors(spec, &canonical_tensors(spec), sources, checkpoint, options)
+}
+
+/// These tensors of a layer.
+pub(crate) fn load_tensors(
+    spec: &LayerSpec,
+    tensors: &[TensorSpec],
+    sources: &[TensorSource],
+    checkpoint: &Checkpoint,
+    options: LoadOptions,
+) -> Result<HostWeights, WeightsError> {
     let mut weights = HostWeights::new();
-    for tensor in canonical_tensors(spec) {
+    for tensor in tensors {
         let source = sources.iter().find(|source| source.name == tensor.name);
         let alternatives = source.map_or(&[][..], |source| &source.alternatives);
         let loader = Loader {
             spec,
             checkpoint,
             options,
-            tensor: &tensor,
+            tensor,
         };
         let loaded = loader.load(alternatives)?;
         weights.insert(tensor.name.clone(), loaded);
@@ -82,6 +93,13 @@ struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     options: LoadOptions,
     tensor: &'a TensorSpec,
+}
+
+/// A tensor of the file as a recipe wants it.
+struct Part<'a> {
+    from: TensorRef<'a>,
+    found: DType,
+    layout: Layout,
 }
 
 impl Loader<'_> {
@@ -108,22 +126,20 @@ impl Loader<'_> {
 
     fn carry_out(&self, alternative: &Alternative) -> Result<HostTensor, WeightsError> {
         let (dtype, shape) = (self.tensor.dtype, &self.tensor.shape);
-        let count = shape.iter().product::<usize>();
-        let mut bytes = vec![0u8; count * dtype.size()];
-        match &alternative.parts {
-            Parts::Zeros => {}
-            Parts::One(name) => self.part(name, &alternative.steps, shape, &mut bytes)?,
-            Parts::PerExpert {
-                before,
-                after,
-                count,
-            } => {
-                let size = bytes.len() / (*count).max(1);
-                for (e, out) in bytes.chunks_mut(size.max(1)).enumerate() {
-                    let name = format!("{before}{e}{after}");
-                    self.part(&name, &alternative.steps, &shape[1..], out)?;
-                }
+        let steps = &alternative.steps;
+        let parts = match &alternative.parts {
+            Parts::One(name) => vec![self.part(name, steps, shape)?],
+            Parts::PerExpert { .. } | Parts::Repeated { .. } => {
+                let names = alternative.parts.names();
+                let parts = names.iter().map(|name| self.part(name, steps, &shape[1..]));
+                parts.collect::<Result<_, _>>()?
             }
+        };
+        // Only now: a spec can promise more than a file has and memory holds.
+        let mut bytes = vec![0u8; shape.iter().product::<usize>() * dtype.size()];
+        let size = bytes.len() / parts.len().max(1);
+        for (part, out) in parts.iter().zip(bytes.chunks_mut(size.max(1))) {
+            self.fill(part, steps, out)?;
         }
         Ok(HostTensor {
             dtype,
@@ -132,14 +148,8 @@ impl Loader<'_> {
         })
     }
 
-    /// One tensor of the file, after the steps, into its place.
-    fn part(
-        &self,
-        name: &str,
-        steps: &[Step],
-        shape: &[usize],
-        out: &mut [u8],
-    ) -> Result<(), WeightsError> {
+    /// One tensor of the file, after the steps; it has the shape.
+    fn part(&self, name: &str, steps: &[Step], shape: &[usize]) -> Result<Part<'_>, WeightsError> {
         let from = self.find(name)?;
         let found = self.convertible(&from)?;
         let wrong = |expected: String| WeightsError::WrongShape {
@@ -160,12 +170,26 @@ impl Loader<'_> {
             };
             return Err(wrong(format!("{shape:?}{after}")));
         }
-        let columns = self.columns(steps, shape)?;
-        if found == self.tensor.dtype && columns.is_none() {
-            copy(&layout, from.bytes, found.size(), out);
-            return self.check_table(&from, out);
+        Ok(Part {
+            from,
+            found,
+            layout,
+        })
+    }
+
+    /// Writes a part to its place.
+    fn fill(&self, part: &Part<'_>, steps: &[Step], out: &mut [u8]) -> Result<(), WeightsError> {
+        let Part {
+            from,
+            found,
+            layout,
+        } = part;
+        let columns = self.columns(steps, &layout.shape)?;
+        if *found == self.tensor.dtype && columns.is_none() {
+            copy(layout, from.bytes, found.size(), out);
+            return self.check_table(from, out);
         }
-        self.convert(&from, found, &layout, columns.as_deref(), out)
+        self.convert(from, *found, layout, columns.as_deref(), out)
     }
 
     fn find(&self, name: &str) -> Result<TensorRef<'_>, WeightsError> {

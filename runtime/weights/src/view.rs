@@ -25,7 +25,11 @@ impl Layout {
     pub fn apply(mut self, step: &Step) -> Result<Layout, String> {
         match step {
             Step::Reshape(shape) => {
-                let same = shape.iter().product::<usize>() == self.shape.iter().product::<usize>();
+                let count = |shape: &[usize]| {
+                    let sizes = shape.iter();
+                    sizes.fold(1usize, |count, size| count.saturating_mul(*size))
+                };
+                let same = count(shape) == count(&self.shape);
                 let moved = self.strides != dense_strides(&self.shape);
                 if !same || moved {
                     return Err(format!("one of as many elements as {shape:?}"));
@@ -90,9 +94,10 @@ impl Layout {
 }
 
 fn dense_strides(shape: &[usize]) -> Vec<usize> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides = vec![1usize; shape.len()];
     for i in (1..shape.len()).rev() {
-        strides[i - 1] = strides[i] * shape[i];
+        // Sizes beside a zero may be anything; nothing is there to step over.
+        strides[i - 1] = strides[i].saturating_mul(shape[i]);
     }
     strides
 }

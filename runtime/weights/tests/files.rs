@@ -341,3 +341,56 @@ fn writing_follows_links_and_replaces_only_files() {
     );
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
 }
+
+/// A safetensors file of this header and nothing else.
+fn header_only(path: &Path, header: &str) {
+    let length = (header.len() as u64).to_le_bytes();
+    fs::write(path, [&length[..], header.as_bytes()].concat()).unwrap();
+}
+
+/// Sizes beside a zero may be anything: there are no elements.
+#[test]
+fn huge_sizes_of_empty_tensors_are_a_wrong_shape() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("w.safetensors");
+    let shape = "[0,9223372036854775808,9223372036854775808]";
+    let tensor = format!(r#"{{"dtype":"F32","shape":{shape},"data_offsets":[0,0]}}"#);
+    header_only(&path, &format!(r#"{{"router.weight":{tensor}}}"#));
+    let said = refusal(&spec(GateLayout::Split), &path);
+    assert!(said.contains("[3, 6]"), "{said}");
+    // Rearranged, as layers of models are.
+    let config = r#"{"model_type": "gpt_oss", "hidden_size": 8, "intermediate_size": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}"#;
+    let import = hf::import(config, 0).unwrap();
+    let names = import
+        .sources
+        .iter()
+        .flat_map(|source| &source.alternatives);
+    let names: std::collections::BTreeSet<String> = names.flat_map(|a| a.names()).collect();
+    let all: Vec<String> = names.iter().map(|n| format!(r#""{n}":{tensor}"#)).collect();
+    header_only(&path, &format!("{{{}}}", all.join(",")));
+    let file = Checkpoint::open(&path).unwrap();
+    let error = load_import(&import, &file, LoadOptions::default()).unwrap_err();
+    assert!(matches!(error, WeightsError::WrongShape { .. }), "{error}");
+}
+
+/// Nothing is allocated for tensors that the file does not have: these would
+/// be eight terabytes.
+#[test]
+fn a_spec_larger_than_memory_is_refused_by_a_small_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("w.safetensors");
+    let mut spec = LayerSpec::from_toml(
+        "shape = { model_dim = 32768, hidden_dim = 65535, experts = 1024, top_k = 1 }",
+    )
+    .unwrap();
+    write_safetensors(&path, &numbered(&self::spec(GateLayout::Split))).unwrap();
+    let said = refusal(&spec, &path);
+    assert!(said.contains("[1024, 32768]"), "{said}");
+    // The router fits, the experts do not.
+    spec.shape.model_dim = 6;
+    spec.shape.experts = 3;
+    assert_eq!(spec.validate(), Ok(()));
+    let said = refusal(&spec, &path);
+    assert!(said.contains("[3, 65535, 6]"), "{said}");
+}

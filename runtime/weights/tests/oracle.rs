@@ -2,6 +2,10 @@
 
 mod support;
 
+use moesaic_spec::hf;
+use moesaic_weights::{
+    Checkpoint, HostTensor, HostWeights, LoadOptions, load_import, write_safetensors,
+};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -40,4 +44,38 @@ fn published_families() {
 #[test]
 fn more_families() {
     check_all("hf_more", 30);
+}
+
+#[test]
+fn every_other_family() {
+    check_all("families", 40);
+}
+
+/// What transformers has in memory may be stored, too: `case.json` lists it.
+#[test]
+fn tensors_of_the_model_in_memory() {
+    for dir in cases("families") {
+        let what = dir.display().to_string();
+        let case = fs::read(dir.join("case.json")).unwrap();
+        let case: serde_json::Value = serde_json::from_slice(&case).unwrap();
+        let layer = case["layer"].as_u64().unwrap() as usize;
+        let config = fs::read_to_string(dir.join("config.json")).unwrap();
+        let import = hf::import(&config, layer).unwrap();
+        let mut ones = HostWeights::new();
+        for (name, shape) in case["memory"].as_object().unwrap() {
+            let shape: Vec<usize> = serde_json::from_value(shape.clone()).unwrap();
+            let values = vec![1.0; shape.iter().product()];
+            ones.insert(name.clone(), HostTensor::from_f32(&shape, &values));
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.safetensors");
+        write_safetensors(&file, &ones).unwrap();
+        let checkpoint = Checkpoint::open(&file).unwrap();
+        let loaded = load_import(&import, &checkpoint, LoadOptions::default());
+        let loaded = loaded.unwrap_or_else(|e| panic!("{what}: {e}"));
+        for source in &import.sources {
+            let values = loaded[&source.name].to_f64();
+            assert!(values.iter().all(|v| *v != 0.0), "{what}: {}", source.name);
+        }
+    }
 }

@@ -9,10 +9,10 @@ pub struct CompileOptions {
     /// Accept kernels that spill registers to local memory. Without it a
     /// spill is a [`CompileError::Spills`].
     pub allow_spills: bool,
-    /// Accept kernels whose wgmma instructions the assembler serialised: they
-    /// are right and several times slower than they look. Without it they are
-    /// a [`CompileError::SerializedWgmma`].
-    pub allow_serialized_wgmma: bool,
+    /// Accept kernels whose wgmma instructions the assembler serialises, or
+    /// whose `setmaxnreg` it ignores: they are right and several times slower
+    /// than they look. Without it they are a [`CompileError::PerformanceLoss`].
+    pub allow_performance_loss: bool,
 }
 
 /// A run-time compiler for one backend. Needs no device and no driver.

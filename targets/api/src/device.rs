@@ -80,7 +80,8 @@ pub trait Device: Send + Sync {
     /// [`DeviceError::OutOfMemory`].
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError>;
 
-    /// Copies host bytes to `buffer` at `offset` bytes, in stream order.
+    /// Copies host bytes to `buffer` at `offset` bytes, in stream order. The
+    /// bytes may change or go when it returns.
     ///
     /// # Errors
     /// When the range does not fit, or the driver fails.

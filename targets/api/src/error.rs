@@ -38,24 +38,31 @@ pub enum CompileError {
     },
     /// The kernel spills registers to local memory.
     #[error(
-        "kernel `{kernel}` for `{target}` spills {bytes} bytes of registers per thread\n\
-         choose a smaller tile, or allow spills"
+        "kernel `{kernel}` for `{target}` does not fit its {}registers: \
+         {bytes} bytes per thread are spilled to memory\n\
+         kernels of a spec are meant to fit: please report it with the spec; \
+         in a kernel of your own take a smaller tile",
+        .registers.map(|count| format!("{count} ")).unwrap_or_default()
     )]
     Spills {
-        /// The entry's symbol.
+        /// The symbol of the entry, or of a function that was not inlined.
         kernel: String,
         /// The target.
         target: String,
+        /// Registers that a thread has, where the binary says so.
+        registers: Option<u32>,
         /// Bytes per thread.
         bytes: u32,
     },
-    /// The assembler serialised the kernel's wgmma instructions, so that
-    /// nothing overlaps with them.
+    /// The assembler does not do what the kernel's speed rests on: it
+    /// serialises the wgmma instructions, so that nothing overlaps with them,
+    /// or leaves every warp its registers where they should change hands.
     #[error(
-        "kernel `{kernel}` for `{target}` has serialised wgmma instructions: {reason}\n\
-         wait for the products before touching their registers, or allow serialised wgmma"
+        "kernel `{kernel}` for `{target}` is slower than its text says: {reason}\n\
+         wait for products before touching their registers, say in the launch bounds how many \
+         blocks there are at least where registers change hands, or allow the loss"
     )]
-    SerializedWgmma {
+    PerformanceLoss {
         /// The kernel's name.
         kernel: String,
         /// The target.

@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let options = CompileOptions {
         allow_spills: true,
-        allow_serialized_wgmma: true,
+        allow_performance_loss: true,
     };
     let artifact = nvrtc(&Registry::open()?)?.compile(&source, &options)?;
     println!("{} bytes\n{:#?}", artifact.binary.len(), artifact.report);

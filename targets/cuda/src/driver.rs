@@ -79,8 +79,6 @@ dl_table! {
             = "cuFuncGetAttribute";
         function_set: fn(function: FunctionHandle, attribute: c_int, value: c_int) -> c_int
             = "cuFuncSetAttribute";
-        pointer_get: fn(value: *mut c_void, attribute: c_int, address: u64) -> c_int
-            = "cuPointerGetAttribute";
     }
     optional {
         launch_ex: fn(

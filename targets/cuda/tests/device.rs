@@ -12,7 +12,7 @@ use moesaic_kernel::{
 use moesaic_target::{
     Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, LaunchDims, Ptr, Report,
 };
-use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use moesaic_toolchain::testing;
 use std::sync::Arc;
 
 const TEXT: &str = r#"
@@ -119,8 +119,6 @@ fn symbol(function: &str) -> &'static str {
 }
 
 fn compile() -> Artifact {
-    let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
     let source = KernelSource {
         stem: Stem::Combine,
         name: "scale".to_string(),
@@ -130,8 +128,7 @@ fn compile() -> Artifact {
         config: String::new(),
         entries: vec![entry()],
     };
-    nvrtc(&registry)
-        .unwrap()
+    testing::nvrtc()
         .compile(&source, &CompileOptions::default())
         .unwrap()
 }
@@ -167,13 +164,22 @@ fn shares_its_stream(_: &Rig) {
 fn with_shared(rig: &Rig, device: &dyn Device, bytes: u32) -> Result<(), DeviceError> {
     let mut entry = entry();
     entry.launch.shared_bytes = bytes;
-    device.load(&rig.artifact(), &[entry]).map(drop)
+    let module = device.load(&rig.artifact(), &[entry])?;
+    let dims = LaunchDims {
+        shared_bytes: bytes,
+        ..dims([1, 1])
+    };
+    // SAFETY: it touches nothing.
+    unsafe { module.launch("scale", dims, &nothing()) }
 }
 
 fn shared_memory(rig: &Rig) {
     let device = rig.open();
-    with_shared(rig, &*device, 48 << 10).unwrap();
+    // 1024 bytes are static: both count.
+    with_shared(rig, &*device, 47 << 10).unwrap();
     assert!(!log().iter().any(|line| line.starts_with("attribute")));
+    with_shared(rig, &*device, (47 << 10) + 1).unwrap();
+    assert!(log().contains(&"attribute 8 of scale = 48129".to_string()));
     with_shared(rig, &*device, 200 << 10).unwrap();
     assert!(log().contains(&"attribute 8 of scale = 204800".to_string()));
     check_part(
@@ -183,13 +189,13 @@ fn shared_memory(rig: &Rig) {
     );
     let module = rig.load(&*device);
     let dims = LaunchDims {
-        shared_bytes: 50_000,
+        shared_bytes: 48_129,
         ..dims([1, 1])
     };
     // SAFETY: it is refused.
     check_part(
         unsafe { module.launch("scale", dims, &nothing()) },
-        "it asks for 50000 bytes of dynamic shared memory, and was loaded for 49152",
+        "it asks for 48129 bytes of dynamic shared memory, and was loaded for 48128",
     );
 }
 

@@ -32,6 +32,8 @@
 #define FN_graph_launch cuGraphLaunch
 #define FN_graph_destroy cuGraphDestroy
 #define FN_exec_destroy cuGraphExecDestroy
+// The driver makes a copy of an image.
+#define IMAGE_IS_KEPT 0
 #include "fake_gpu.h"
 
 static __thread int context_of_thread_set;
@@ -39,6 +41,10 @@ static int the_context, contexts;
 
 static int bound(void) { return context_of_thread_set; }
 static int static_shared(const char *kernel) { return strcmp(kernel, "scale") ? 0 : 1024; }
+static int has_shared(const Object *f, unsigned dynamic) {
+  unsigned fixed = static_shared(f->name);
+  return f->dynamic ? dynamic <= f->dynamic : dynamic + fixed <= 48 << 10;
+}
 static int number_in(const char *variable, int otherwise) {
   const char *text = getenv(variable);
   return text ? atoi(text) : otherwise;
@@ -77,17 +83,13 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
 int cuCtxGetCurrent(void **context) { *context = context_of_thread_set ? &the_context : 0; return 0; }
 int cuCtxSetCurrent(void *context) { context_of_thread_set = 1; return outcome("cuCtxSetCurrent"); }
 int cuCtxSynchronize(void) { return 0; }
-int cuPointerGetAttribute(unsigned *value, int attribute, uint64_t address) {
-  if (attribute != 2 || !host_at(address)) return 1;
-  *value = 1;
-  return 0;
-}
 int cuFuncGetAttribute(int *value, int attribute, Object *f) {
   *value = attribute == 1 ? static_shared(f->name) : 0;
   return outcome("cuFuncGetAttribute");
 }
 int cuFuncSetAttribute(Object *f, int attribute, int value) {
   say("attribute %d of %s = %d", attribute, f->name, value);
+  if (attribute == 8) f->dynamic = value;
   return outcome("cuFuncSetAttribute");
 }
 int cuGetErrorName(int code, const char **name) {

@@ -6,7 +6,7 @@ use moesaic_kernel::{
     Target,
 };
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport};
-use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use moesaic_toolchain::testing;
 use std::sync::OnceLock;
 
 /// Two kernels; the second takes every kind of parameter in an awkward order
@@ -42,6 +42,14 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spilly(float* y, const flo
 }
 "#;
 
+/// Gives registers away that the assembler has not counted.
+const UNBOUND: &str = r#"
+extern "C" __global__ void unbound(float* y) {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+  y[threadIdx.x] = 1;
+}
+"#;
+
 /// Reads the accumulator while the product is still under way.
 const HASTY: &str = r#"
 extern "C" __global__ void __launch_bounds__(128) hasty(float* y, unsigned long long a, unsigned long long b) {
@@ -60,12 +68,7 @@ extern "C" __global__ void __launch_bounds__(128) hasty(float* y, unsigned long 
 
 fn compiler() -> &'static NvrtcCompiler {
     static COMPILER: OnceLock<NvrtcCompiler> = OnceLock::new();
-    COMPILER.get_or_init(|| {
-        let mut registry = Registry::open().unwrap();
-        install(&mut registry, &[Kind::Cuda], &mut |_| {})
-            .unwrap_or_else(|error| panic!("{error}"));
-        nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"))
-    })
+    COMPILER.get_or_init(testing::nvrtc)
 }
 
 fn source(target: &str, text: &str, entries: Vec<Entry>) -> KernelSource {
@@ -219,12 +222,13 @@ fn spills_are_refused_unless_allowed() {
     };
     assert_eq!(kernel, "spilly");
     assert!(*bytes > 200, "{bytes}");
-    assert!(
-        error
-            .to_string()
-            .contains("choose a smaller tile, or allow spills"),
-        "{error}"
+    let text = format!(
+        "kernel `spilly` for `cuda:sm_80` does not fit its 32 registers: \
+         {bytes} bytes per thread are spilled to memory\n\
+         kernels of a spec are meant to fit: please report it with the spec; \
+         in a kernel of your own take a smaller tile"
     );
+    assert_eq!(error.to_string(), text);
     let options = CompileOptions {
         allow_spills: true,
         ..CompileOptions::default()
@@ -241,24 +245,30 @@ fn spills_are_refused_unless_allowed() {
 
 #[test]
 fn serialised_wgmma_is_refused_unless_allowed() {
-    let source = source("cuda:sm_90a", HASTY, Vec::new());
+    is_refused_unless_allowed(HASTY, "wgmma.mma_async instructions are serialized");
+}
+
+#[test]
+fn ignored_register_counts_are_refused_unless_allowed() {
+    is_refused_unless_allowed(UNBOUND, "(C7508) Potential Performance Loss: 'setmaxnreg'");
+    let bound = UNBOUND.replace("void unbound", "void __launch_bounds__(384, 1) unbound");
+    compile(&source("cuda:sm_90a", &bound, Vec::new())).unwrap();
+}
+
+fn is_refused_unless_allowed(text: &str, reason: &str) {
+    let source = source("cuda:sm_90a", text, Vec::new());
     let error = compile(&source).unwrap_err();
     assert!(
-        matches!(error, CompileError::SerializedWgmma { .. }),
+        matches!(error, CompileError::PerformanceLoss { .. }),
         "{error}"
     );
-    assert!(
-        error
-            .to_string()
-            .contains("wgmma.mma_async instructions are serialized"),
-        "{error}"
-    );
+    assert!(error.to_string().contains(reason), "{error}");
     let options = CompileOptions {
-        allow_serialized_wgmma: true,
+        allow_performance_loss: true,
         ..CompileOptions::default()
     };
     let log = compiler().compile(&source, &options).unwrap().report.log;
-    assert!(log.contains("serialized"), "{log}");
+    assert!(log.contains(reason), "{log}");
 }
 
 #[test]

@@ -275,6 +275,7 @@ fn refuse_scratch(
         Some(kernel) if !options.allow_spills => Err(CompileError::Spills {
             kernel: kernel.symbol.clone(),
             target: source.target.to_string(),
+            registers: kernel.registers,
             bytes: kernel.stack_bytes.unwrap_or_default(),
         }),
         _ => Ok(()),

@@ -8,7 +8,8 @@ use crate::child;
 use crate::clang::{COMMON, OUTPUT};
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_kernel::RocmArch;
-use std::ffi::{CString, OsString, c_char, c_int, c_void};
+use object::{Object, ObjectSection};
+use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::process::Command;
 use std::ptr;
@@ -30,8 +31,13 @@ const NAMES: [&str; 5] = [
     "libamdhip64.so",
 ];
 
-/// Before the version in a child's output.
+/// Before the name of the clang inside in a child's output.
 const MARK: &str = "moesaic-hiprtc ";
+
+/// What is compiled to learn that name, and for what: the first architecture
+/// that every HIPRTC in question knows.
+const NOTHING: &CStr = c"extern \"C\" __attribute__((global)) void nothing() {}\n";
+const FIRST: &str = "gfx90a";
 
 /// HIPRTC's code for a program that does not compile.
 const COMPILATION: c_int = 6;
@@ -40,7 +46,7 @@ const COMPILATION: c_int = 6;
 const REJECTED: i32 = 1;
 const BROKEN: i32 = 3;
 
-/// How long the question for the version may take.
+/// How long the question for the name may take.
 const ASK: Duration = Duration::from_secs(20);
 
 static HOOKED: AtomicBool = AtomicBool::new(false);
@@ -50,7 +56,6 @@ type Program = *mut c_void;
 dl_table! {
     /// HIPRTC, as its header declares it.
     struct Functions {
-        version: fn(major: *mut c_int, minor: *mut c_int) -> c_int = "hiprtcVersion";
         create: fn(
             program: *mut Program,
             text: *const c_char,
@@ -68,11 +73,16 @@ dl_table! {
     }
 }
 
-/// A HIPRTC that has said its version.
+/// A HIPRTC, and which clang it is. `hiprtcVersion` is 9.0 in every ROCm, so
+/// the code objects that it makes are asked: their `.comment` names vendor,
+/// release and revision.
 #[derive(Clone, Debug)]
 pub struct Hiprtc {
     program: PathBuf,
-    version: (u32, u32),
+    /// `AMD clang version 17.0.0 roc-6.0.2 24012 af27734ed982`.
+    clang: String,
+    /// Its first number.
+    release: u32,
 }
 
 /// Does a child's work and ends the process, if this process was started as
@@ -88,7 +98,7 @@ pub fn maybe_run_child() {
     };
     let args = std::env::args_os().skip(1).collect::<Vec<_>>();
     let done = match role.to_str() {
-        Some("version") => print_version(),
+        Some("name") => print_name(),
         Some("compile") => compile(&args),
         _ => Err((BROKEN, format!("{ROLE} has an unknown value"))),
     };
@@ -100,18 +110,14 @@ pub fn maybe_run_child() {
 }
 
 impl Hiprtc {
-    /// Starts a child to ask for the version.
+    /// Starts a child to ask which clang it is.
     pub fn ask() -> Result<Hiprtc, String> {
         if !HOOKED.load(Ordering::Relaxed) {
             return Err("this program does not call `maybe_run_child` first".to_string());
         }
         let program = std::env::current_exe().map_err(|error| error.to_string())?;
         let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-        let done = child::run(
-            Command::new(&program).env(ROLE, "version"),
-            folder.path(),
-            ASK,
-        )?;
+        let done = child::run(Command::new(&program).env(ROLE, "name"), folder.path(), ASK)?;
         if !done.status.success() {
             return Err(format!(
                 "the child {}: {}",
@@ -119,8 +125,13 @@ impl Hiprtc {
                 done.stderr.trim()
             ));
         }
-        let version = read_version(&done.stdout).ok_or("it does not say its version")?;
-        Ok(Hiprtc { program, version })
+        let clang = read_name(&done.stdout).ok_or("the child does not say which clang it is")?;
+        let release = release(&clang).ok_or_else(|| format!("`{clang}` has no release"))?;
+        Ok(Hiprtc {
+            program,
+            clang,
+            release,
+        })
     }
 
     /// The program that is started over.
@@ -128,44 +139,70 @@ impl Hiprtc {
         &self.program
     }
 
+    /// The version as people write it: `HIPRTC of AMD clang 17.0.0`.
     pub fn name(&self) -> String {
-        format!("HIPRTC {}.{}", self.version.0, self.version.1)
+        let (vendor, version) = self.clang.split_once("clang version ").unwrap_or_default();
+        let version = version.split(' ').next().unwrap_or_default();
+        format!("HIPRTC of {vendor}clang {version}")
     }
 
-    /// The list is of what each release was made for: HIPRTC has no list.
+    /// The list is of the clang in the ROCm that was made for each (7.0, 6.4,
+    /// 6.0, and 5.0 for the others): HIPRTC has no list.
     pub fn knows(&self, arch: RocmArch) -> bool {
         let since = match arch.name {
-            "gfx950" => (7, 0),
-            "gfx1200" | "gfx1201" => (6, 4),
-            "gfx942" | "gfx1100" | "gfx1101" => (6, 0),
-            _ => (5, 0),
+            "gfx950" => 20,
+            "gfx1200" | "gfx1201" => 19,
+            "gfx942" | "gfx1100" | "gfx1101" => 17,
+            _ => 14,
         };
-        self.version >= since
+        self.release >= since
     }
 
     pub fn fingerprint(&self, arch: RocmArch) -> String {
-        format!("{} {}", self.name(), flags(arch).join(" "))
+        format!("HIPRTC of {} {}", self.clang, flags(arch.name).join(" "))
     }
 
     /// The command that compiles `file` of its working folder to [`OUTPUT`].
     pub fn command(&self, arch: RocmArch, file: &str) -> Command {
         let mut command = Command::new(&self.program);
-        command.env(ROLE, "compile").arg(file).args(flags(arch));
+        command
+            .env(ROLE, "compile")
+            .arg(file)
+            .args(flags(arch.name));
         command
     }
 }
 
-fn flags(arch: RocmArch) -> Vec<String> {
-    std::iter::once(format!("--offload-arch={}", arch.name))
+fn flags(arch: &str) -> Vec<String> {
+    std::iter::once(format!("--offload-arch={arch}"))
         .chain(COMMON.map(str::to_string))
         .collect()
 }
 
 /// The run time may talk on the same stream, so the line is marked.
-fn read_version(text: &str) -> Option<(u32, u32)> {
-    let version = text.lines().find_map(|line| line.strip_prefix(MARK))?;
-    let (major, minor) = version.split_once('.')?;
-    Some((major.parse().ok()?, minor.parse().ok()?))
+fn read_name(text: &str) -> Option<String> {
+    let name = text.lines().find_map(|line| line.strip_prefix(MARK))?;
+    Some(name.to_string())
+}
+
+/// 17 of `AMD clang version 17.0.0 …`.
+fn release(clang: &str) -> Option<u32> {
+    let (_, version) = clang.split_once("clang version ")?;
+    version.split('.').next()?.parse().ok()
+}
+
+/// The clang that made a code object, in its own words, but without the place
+/// that its source came from: paths have no place in a key of a cache.
+fn maker(code_object: &[u8]) -> Option<String> {
+    let elf = object::File::parse(code_object).ok()?;
+    let comment = elf.section_by_name(".comment")?.data().ok()?;
+    let mut lines = comment
+        .split(|byte| *byte == 0)
+        .map(String::from_utf8_lossy);
+    let line = lines.find(|line| line.contains("clang version "))?;
+    let words = line.split_whitespace().filter(|word| !word.contains('/'));
+    let words = words.map(|word| word.trim_matches(['(', ')']));
+    Some(words.collect::<Vec<_>>().join(" "))
 }
 
 /// What a child could not do: its exit code, and words for its parent.
@@ -198,14 +235,14 @@ fn candidates() -> Vec<OsString> {
     NAMES.map(OsString::from).into_iter().chain(files).collect()
 }
 
-fn print_version() -> Result<(), Failure> {
-    let functions = functions()?;
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: both pointers are valid for a write.
-    check("hiprtcVersion", unsafe {
-        functions.version(&mut major, &mut minor)
-    })?;
-    println!("{MARK}{major}.{minor}");
+fn print_name() -> Result<(), Failure> {
+    let flags = flags(FIRST).into_iter().map(OsString::from);
+    let flags = flags
+        .map(|flag| c_string(&flag))
+        .collect::<Result<Vec<_>, _>>()?;
+    let binary = build(&functions()?, NOTHING, c"nothing.hip", &flags)?;
+    let maker = maker(&binary).ok_or_else(|| broken("its code objects do not name their clang"))?;
+    println!("{MARK}{maker}");
     Ok(())
 }
 
@@ -225,7 +262,17 @@ fn compile(args: &[OsString]) -> Result<(), Failure> {
     let text = CString::new(text).map_err(broken)?;
     let name = c_string(file)?;
     let flags = flags.iter().map(c_string).collect::<Result<Vec<_>, _>>()?;
-    let functions = functions()?;
+    let binary = build(&functions()?, &text, &name, &flags)?;
+    std::fs::write(OUTPUT, binary).map_err(broken)
+}
+
+/// A code object; what the compiler says goes to the error stream.
+fn build(
+    functions: &Functions,
+    text: &CStr,
+    name: &CStr,
+    flags: &[CString],
+) -> Result<Vec<u8>, Failure> {
     let mut program = ptr::null_mut();
     // SAFETY: both strings live through the call; there are no headers.
     let code = unsafe {
@@ -243,7 +290,7 @@ fn compile(args: &[OsString]) -> Result<(), Failure> {
     let count = c_int::try_from(pointers.len()).unwrap_or(c_int::MAX);
     // SAFETY: the program is live, and the flags live through the call.
     let code = unsafe { functions.compile(program, count, pointers.as_ptr()) };
-    let log = read(&functions, program, Functions::log_size, Functions::log)?;
+    let log = read(functions, program, Functions::log_size, Functions::log)?;
     let log = String::from_utf8_lossy(&log)
         .trim_end_matches('\0')
         .to_string();
@@ -256,9 +303,8 @@ fn compile(args: &[OsString]) -> Result<(), Failure> {
             )));
         }
     }
-    let binary = read(&functions, program, Functions::code_size, Functions::code)?;
-    // The program is not destroyed: the process ends now.
-    std::fs::write(OUTPUT, binary).map_err(broken)
+    // The program is not destroyed: the process ends soon.
+    read(functions, program, Functions::code_size, Functions::code)
 }
 
 fn c_string(text: &OsString) -> Result<CString, Failure> {
@@ -285,4 +331,26 @@ fn read(
         })?;
     }
     Ok(buffer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_has_a_release_and_no_place() {
+        let named = |clang: &str| Hiprtc {
+            program: PathBuf::new(),
+            clang: clang.to_string(),
+            release: release(clang).unwrap(),
+        };
+        let amd = named("AMD clang version 18.0.0git roc-6.3.1 24491 1e0fda770a2079fb");
+        assert_eq!(amd.name(), "HIPRTC of AMD clang 18.0.0git");
+        assert_eq!(
+            named("clang version 19.1.7").name(),
+            "HIPRTC of clang 19.1.7"
+        );
+        assert_eq!(release("gcc 12"), None);
+        assert_eq!(maker(b"no ELF file"), None);
+    }
 }

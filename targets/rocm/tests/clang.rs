@@ -7,7 +7,7 @@ use moesaic_kernel::{
 };
 use moesaic_rocm::{ClangTool, RocmCompiler, read_code_object};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport};
-use moesaic_toolchain::{Kind, Registry, install, rocm};
+use moesaic_toolchain::testing;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -51,12 +51,7 @@ GLOBAL THREADS(1024) spilly(float* y, const float* x, long n) {
 
 fn compiler() -> &'static RocmCompiler {
     static COMPILER: OnceLock<RocmCompiler> = OnceLock::new();
-    COMPILER.get_or_init(|| {
-        let mut registry = Registry::open().unwrap();
-        install(&mut registry, &[Kind::Rocm], &mut |_| {})
-            .unwrap_or_else(|error| panic!("{error}"));
-        rocm(&registry).unwrap_or_else(|error| panic!("{error}"))
-    })
+    COMPILER.get_or_init(testing::rocm)
 }
 
 fn source(target: &str, text: &str, entries: Vec<Entry>) -> KernelSource {
@@ -222,6 +217,10 @@ fn scratch_is_refused_unless_allowed() {
         };
         assert_eq!(kernel, "spilly");
         assert!(*bytes >= 2048, "{bytes}");
+        let words = [" registers: ", "take a smaller tile"];
+        for word in words {
+            assert!(error.to_string().contains(word), "{word}: {error}");
+        }
         let options = CompileOptions {
             allow_spills: true,
             ..CompileOptions::default()

@@ -8,7 +8,7 @@ use gpu::{Case, Rig, Words, check_error, check_part, dims, entry, log, nothing};
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_rocm::HipDevice;
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device, LaunchDims, Report};
-use moesaic_toolchain::{Kind, Registry, install, rocm};
+use moesaic_toolchain::testing;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -29,7 +29,6 @@ const CASES: &[Case] = &[
     Case::new("hip_by_path", by_path),
     Case::new("hip_architectures", architectures),
     Case::new("hip_limits", limits),
-    Case::new("hip_uploads_are_waited_for", uploads_are_waited_for),
     Case::new("hip_no_device_of_the_thread", no_device)
         .failing("current", 101, 2)
         .leaking(),
@@ -102,8 +101,6 @@ fn symbol(function: &str) -> &'static str {
 }
 
 fn compile() -> Artifact {
-    let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[Kind::Rocm], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
     let source = KernelSource {
         stem: Stem::Combine,
         name: "scale".to_string(),
@@ -113,8 +110,7 @@ fn compile() -> Artifact {
         config: String::new(),
         entries: vec![entry()],
     };
-    rocm(&registry)
-        .unwrap()
+    testing::rocm()
         .compile(&source, &CompileOptions::default())
         .unwrap()
 }
@@ -206,14 +202,15 @@ fn limits(rig: &Rig) {
     // SAFETY: it touches nothing.
     unsafe { module.launch("scale", dims, &nothing()) }.unwrap();
     assert!(log().iter().any(|line| line.contains("shared 64000")));
-}
-
-/// HIP does not promise to have read the bytes when a copy returns.
-fn uploads_are_waited_for(rig: &Rig) {
-    let device = rig.open();
-    let buffer = device.alloc(8).unwrap();
-    device.upload(&[1; 8], &buffer, 0).unwrap();
-    assert_eq!(log().last().unwrap(), "synchronize s1");
+    let dims = LaunchDims {
+        shared_bytes: 65_000,
+        ..dims
+    };
+    // SAFETY: it is refused.
+    check_part(
+        unsafe { module.launch("scale", dims, &nothing()) },
+        "it asks for 65000 bytes of dynamic shared memory, and was loaded for 64512",
+    );
 }
 
 fn no_device(rig: &Rig) {

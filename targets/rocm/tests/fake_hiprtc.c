@@ -7,13 +7,14 @@
 static char log_text[4096], name_text[256];
 static char *source;
 
+// As in every ROCm.
 int hiprtcVersion(int *major, int *minor) {
-  *major = 6;
-  *minor = 2;
-  puts("chatter of a run time");
+  *major = 9;
+  *minor = 0;
   return 0;
 }
 int hiprtcCreateProgram(void **program, const char *text, const char *name, int n, const char **h, const char **i) {
+  puts("chatter of a run time");
   source = strdup(text);
   strcpy(name_text, name);
   *program = source;
@@ -22,7 +23,8 @@ int hiprtcCreateProgram(void **program, const char *text, const char *name, int 
 int hiprtcCompileProgram(void *program, int count, const char **options) {
   for (int i = 0; i < count; i++)
     if (!strcmp(options[i], "--offload-arch=gfx1100")) abort();
-  if (count < 6 || strcmp(options[0], "--offload-arch=gfx942")) return 5;
+  if (count < 6) return 5;
+  if (strcmp(options[0], "--offload-arch=gfx942") && strcmp(options[0], "--offload-arch=gfx90a")) return 5;
   if (strstr(source, "nope")) {
     snprintf(log_text, sizeof log_text, "%s:2: error: nope", name_text);
     return 6;

@@ -2,14 +2,18 @@
 //! built by the system C compiler, does what the real one does too rarely.
 
 use moesaic_kernel::{KernelSource, Language, Stem};
-use moesaic_rocm::{ClangTool, RocmCompiler, maybe_run_child};
+use moesaic_rocm::{RocmCompiler, maybe_run_child};
 use moesaic_target::{CompileError, CompileOptions, Compiler};
-use moesaic_toolchain::{Kind, Registry, install};
+use moesaic_toolchain::{Kind, testing};
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 const TEXT: &str = "extern \"C\" __attribute__((global)) void probe(float* y) { *y = 1; }\n";
+
+const NAME: &str = "HIPRTC of clang 22.1.8";
 
 fn main() {
     let folder = tempfile::tempdir().unwrap();
@@ -24,13 +28,21 @@ fn main() {
     }
 }
 
-const TESTS: [(&str, fn()); 5] = [
+const TESTS: [(&str, fn()); 7] = [
     ("a_kernel_compiles", a_kernel_compiles),
+    (
+        "every_release_has_its_fingerprint",
+        every_release_has_its_fingerprint,
+    ),
+    ("a_nameless_clang_is_not_used", a_nameless_clang_is_not_used),
     ("a_rejected_text_has_the_log", a_rejected_text_has_the_log),
     ("an_abort_is_an_error", an_abort_is_an_error),
     ("a_hang_is_stopped", a_hang_is_stopped),
     ("a_missing_library_is_named", a_missing_library_is_named),
 ];
+
+/// Where the C compiler is, for those who come after [`prepare`].
+static SYSTEM_PATH: OnceLock<OsString> = OnceLock::new();
 
 /// No clang is found from here on, and HIPRTC is the fake.
 fn prepare(folder: &Path) {
@@ -47,7 +59,8 @@ fn prepare(folder: &Path) {
             .success()
     );
     let code_object = folder.join("probe.co");
-    std::fs::write(&code_object, compile_with_clang()).unwrap();
+    std::fs::write(&code_object, compile_with_clang(folder)).unwrap();
+    SYSTEM_PATH.get_or_init(|| std::env::var_os("PATH").unwrap_or_default());
     set(&[
         ("PATH", folder),
         ("ROCM_PATH", folder),
@@ -63,15 +76,30 @@ fn set(variables: &[(&str, &Path)]) {
     }
 }
 
-fn compile_with_clang() -> Vec<u8> {
-    let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[Kind::Rocm], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+/// As HIPRTC compiles, with the name of the clang: our own flags leave it out.
+fn compile_with_clang(folder: &Path) -> Vec<u8> {
+    let registry = testing::installed(Kind::Rocm);
     let zig = registry.path(registry.get(Kind::Rocm).unwrap());
-    let clang = RocmCompiler::open(ClangTool::zig(zig.parent().unwrap())).unwrap();
-    clang
-        .compile(&source("rocm:gfx942", TEXT), &CompileOptions::default())
-        .unwrap()
-        .binary
+    let path = std::env::var("PATH").unwrap_or_default();
+    std::fs::write(folder.join("probe.hip"), TEXT).unwrap();
+    let built = Command::new(&zig)
+        .args([
+            "clang",
+            "--offload-arch=gfx942",
+            "-O3",
+            "-mcode-object-version=5",
+        ])
+        .args(["--no-default-config", "-x", "hip", "--cuda-device-only"])
+        .args(["--no-gpu-bundle-output", "-nogpulib", "-nogpuinc"])
+        .args(["-o", "built.co", "probe.hip"])
+        .env(
+            "PATH",
+            format!("{}/bin:{path}", zig.parent().unwrap().display()),
+        )
+        .current_dir(folder)
+        .status();
+    assert!(built.unwrap().success());
+    std::fs::read(folder.join("built.co")).unwrap()
 }
 
 fn source(target: &str, text: &str) -> KernelSource {
@@ -112,26 +140,73 @@ fn without_the_hook() {
 
 fn a_kernel_compiles() {
     let compiler = compiler();
-    assert_eq!(compiler.name(), "HIPRTC 6.2");
+    assert_eq!(compiler.name(), NAME);
     let names = compiler
         .targets()
         .iter()
         .map(ToString::to_string)
         .collect::<Vec<_>>();
-    assert!(
-        names.contains(&"rocm:gfx942".to_string()) && !names.contains(&"rocm:gfx950".to_string()),
-        "{names:?}"
-    );
+    assert!(names.contains(&"rocm:gfx950".to_string()), "{names:?}");
     let artifact = compiler
         .compile(&source("rocm:gfx942", TEXT), &CompileOptions::default())
         .unwrap();
     assert_eq!(artifact.report.kernels[0].symbol, "probe");
-    assert_eq!(artifact.report.compiler, "HIPRTC 6.2");
-    let print = compiler.fingerprint("rocm:gfx942".parse().unwrap());
+    assert_eq!(artifact.report.compiler, NAME);
+    let print = fingerprint(&compiler);
     assert!(
-        print.starts_with("HIPRTC 6.2 --offload-arch=gfx942 ") && !print.contains('/'),
+        print.starts_with("HIPRTC of clang version 22.1.8 --offload-arch=gfx942 "),
         "{print}"
     );
+}
+
+fn fingerprint(compiler: &RocmCompiler) -> String {
+    compiler.fingerprint("rocm:gfx942".parse().unwrap())
+}
+
+/// The library says the same of all; its code objects do not.
+fn every_release_has_its_fingerprint() {
+    let compiler = with_maker("AMD clang version 17.0.0 (https://x/y roc-6.0.2 24012 af27)");
+    assert_eq!(compiler.name(), "HIPRTC of AMD clang 17.0.0");
+    let older = fingerprint(&compiler);
+    assert!(
+        older.starts_with("HIPRTC of AMD clang version 17.0.0 roc-6.0.2 24012 af27 --offload"),
+        "{older}"
+    );
+    let knows = |name: &str| compiler.targets().contains(&name.parse().unwrap());
+    assert!(knows("rocm:gfx942") && !knows("rocm:gfx950") && !knows("rocm:gfx1201"));
+    let newer = with_maker("AMD clang version 17.0.0 (https://x/y roc-6.0.3 24013 bf27)");
+    assert_ne!(fingerprint(&newer), older);
+}
+
+fn a_nameless_clang_is_not_used() {
+    let error = found_with_maker("").err().unwrap().to_string();
+    assert!(
+        error.contains("its code objects do not name their clang"),
+        "{error}"
+    );
+}
+
+fn with_maker(maker: &str) -> RocmCompiler {
+    found_with_maker(maker).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// What is found when the code objects say that this made them. The system's
+/// C compiler makes files that say so.
+fn found_with_maker(maker: &str) -> Result<RocmCompiler, CompileError> {
+    let real = std::env::var_os("CODE_OBJECT").unwrap();
+    let folder = Path::new(&real).parent().unwrap();
+    let text = format!("__asm__(\".section .comment\\n.string \\\"{maker}\\\"\");");
+    std::fs::write(folder.join("made.c"), text).unwrap();
+    let built = Command::new("cc")
+        .args(["-c", "-fno-ident", "-o", "made.co", "made.c"])
+        .current_dir(folder)
+        .env("PATH", SYSTEM_PATH.get().unwrap())
+        .status();
+    assert!(built.unwrap().success());
+    set(&[("CODE_OBJECT", &folder.join("made.co"))]);
+    let found = RocmCompiler::find(None);
+    set(&[("CODE_OBJECT", Path::new(&real))]);
+    found
 }
 
 fn a_rejected_text_has_the_log() {
@@ -146,7 +221,9 @@ fn a_rejected_text_has_the_log() {
 fn an_abort_is_an_error() {
     let error = refusal("rocm:gfx1100", TEXT).to_string();
     assert!(
-        error.contains("HIPRTC 6.2 failed on kernel `probe`: the compiler crashed with signal 6"),
+        error.contains(
+            "HIPRTC of clang 22.1.8 failed on kernel `probe`: the compiler crashed with signal 6"
+        ),
         "{error}"
     );
 }

@@ -226,7 +226,7 @@ DEVICE u32 expert_of(const i32 *topk_ids, i32 slot)
 
 // A block of expert_scan_chunks takes CHUNK_COLUMNS experts; the tiles of its
 // chunk are cut into runs, one per thread.
-constexpr int CHUNK_COLUMNS = lesser(ROUTED, 32), CHUNK_RUNS = 8, RUN_TILES = CHUNK_TILES / CHUNK_RUNS;
+constexpr int CHUNK_RUNS = 8, CHUNK_COLUMNS = lesser(ROUTED, THREADS / CHUNK_RUNS), RUN_TILES = CHUNK_TILES / CHUNK_RUNS;
 static_assert(CHUNK_RUNS * CHUNK_COLUMNS <= THREADS, "every run has a thread");
 static_assert(CHUNK_RUNS * RUN_TILES == CHUNK_TILES, "every tile is in a run");
 
@@ -363,6 +363,9 @@ struct Placement {
     }
 };
 
+// Assignments of a lane whose loads overlap; those of a long tile do not fit its registers.
+constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
+
 KERNEL(THREADS) expert_scan_place(
     const i32 *__restrict__ topk_ids,     // [tokens, 2]
     const i32 *__restrict__ tile_counts,  // [tiles, 8]
@@ -378,13 +381,6 @@ KERNEL(THREADS) expert_scan_place(
     const Tile tile;
     if (!tile.exists(tokens))
         return;
-    i32 slots[STEPS];
-    u32 experts[STEPS];
-    #pragma unroll
-    for (i32 s = 0; s < STEPS; s++) {
-        slots[s] = tile.assignment(s * WARP + lane_index(), tokens);
-        experts[s] = expert_of(topk_ids, slots[s]);
-    }
     // Places start after those of the tiles and of the chunks before.
     const i64 row = tile.row(tokens);
     const i32 *in_chunk = tile_counts + row * ROUTED, *before_chunk = chunk_counts + row / CHUNK_TILES * ROUTED;
@@ -393,19 +389,29 @@ KERNEL(THREADS) expert_scan_place(
     warp_sync();
 
     const Placement placement = {offsets, 0x7fffffff, locations, slot_rows, row_slots};
-    #pragma unroll
-    for (i32 s = 0; s < STEPS; s++) {
-        // Lanes with one expert follow each other; one of them speaks for all.
-        const LaneMask same = match_any<bits_for(NONE)>(experts[s]);
-        const bool placed = experts[s] < EXPERTS;
-        const i32 start = placed ? next[experts[s]] : 0, place = start + population(same & lanes_below());
-        warp_sync();
-        if (placed && lane_index() == first_lane(same))
-            next[experts[s]] = start + population(same);
-        warp_sync();
-        if (placed)
-            placement.place(slots[s], experts[s], place);
-        else if (slots[s] >= 0)
-            placement.none(slots[s]);
+    #pragma unroll 1
+    for (i32 first = 0; first < STEPS; first += HELD) {
+        i32 slots[HELD];
+        u32 experts[HELD];
+        #pragma unroll
+        for (i32 s = 0; s < HELD; s++) {
+            slots[s] = tile.assignment((first + s) * WARP + lane_index(), tokens);
+            experts[s] = expert_of(topk_ids, slots[s]);
+        }
+        #pragma unroll
+        for (i32 s = 0; s < HELD; s++) {
+            // Lanes with one expert follow each other; one of them speaks for all.
+            const LaneMask same = match_any<bits_for(NONE)>(experts[s]);
+            const bool placed = experts[s] < EXPERTS;
+            const i32 start = placed ? next[experts[s]] : 0, place = start + population(same & lanes_below());
+            warp_sync();
+            if (placed && lane_index() == first_lane(same))
+                next[experts[s]] = start + population(same);
+            warp_sync();
+            if (placed)
+                placement.place(slots[s], experts[s], place);
+            else if (slots[s] >= 0)
+                placement.none(slots[s]);
+        }
     }
 }

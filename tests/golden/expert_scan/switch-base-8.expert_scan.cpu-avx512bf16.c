@@ -58,14 +58,9 @@ static void expert_scan_count_block(
 }
 
 // Rows per expert.
-INLINE i64 capacity_rows(const i64 *counts, i64 tokens)
+INLINE i64 capacity_rows(void)
 {
-    i64 largest = 0;
-    for (int e = 0; e < EXPERTS; e++)
-        largest = max_i64(largest, counts[e]);
     i64 rows = 64;
-    (void)tokens;
-    (void)largest;
     const i64 align = 1;
     return (rows + align - 1) / align * align;
 }
@@ -97,7 +92,7 @@ static void expert_scan_offsets_block(
     (void)block_x;
     (void)block_y;
     sum_tiles(tile_counts, counts, tokens);
-    i64 most = capacity_rows(counts, tokens);
+    i64 most = capacity_rows();
     *capacity = most;
     i64 rows = 0;
     i32 tiles = 0;

@@ -202,17 +202,25 @@ DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + exponential(-x)); }
 // ---- one token ----
 
 constexpr int EXPERTS = 32, TOP_K = 4;
-constexpr int THREADS = 128, WARPS = THREADS / WARP;
+constexpr int THREADS = 128;
+constexpr int LANES = 32, TEAMS = THREADS / LANES;
 constexpr int TILE_TOKENS = 32;
 
-// Expert s * WARP + l lies in lane l at slot s, choice p * WARP + l at place p.
-constexpr int SLOTS = ceil_div(EXPERTS, WARP), PLACES = ceil_div(TOP_K, WARP);
+// The team of a token is a warp.
+DEVICE i32 team_lane() { return lane_index(); }
+DEVICE i32 team_index() { return warp_index(); }
+DEVICE u32 from_team(u32 value, i32 lane) { return shuffle(value, lane); }
+DEVICE f32 team_sum(f32 value) { return warp_sum(value); }
+DEVICE u32 team_max(u32 value) { return warp_max(value); }
+
+// Expert s * LANES + l lies in lane l at slot s, choice p * LANES + l at place p.
+constexpr int SLOTS = ceil_div(EXPERTS, LANES), PLACES = ceil_div(TOP_K, LANES);
 typedef f32 PerExpert[SLOTS];
 typedef f32 PerChoice[PLACES];
 typedef i32 Ids[PLACES];
 
-DEVICE i32 expert_at(i32 slot) { return slot * WARP + lane_index(); }
-DEVICE i32 choice_at(i32 place) { return place * WARP + lane_index(); }
+DEVICE i32 expert_at(i32 slot) { return slot * LANES + team_lane(); }
+DEVICE i32 choice_at(i32 place) { return place * LANES + team_lane(); }
 
 DEVICE void clear(PerExpert &values)
 {
@@ -230,7 +238,7 @@ DEVICE bool load_ids(Ids &ids, const i32 *topk_ids, i64 token)
         ids[p] = choice_at(p) < TOP_K ? topk_ids[token * TOP_K + choice_at(p)] : -1;
         some = some || ids[p] >= 0;
     }
-    return ballot(some) != 0;
+    return team_max(some) != 0;
 }
 
 // The expert of a slot that was drawn out by chance, -2 - id, still has its
@@ -249,7 +257,7 @@ DEVICE u32 of_choice(const u32 (&values)[PLACES], i32 k)
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++)
         value = choice_at(p) == k ? values[p] : value;
-    return shuffle(value, k % WARP);
+    return from_team(value, k % LANES);
 }
 
 DEVICE i32 id_of(const Ids &ids, i32 k)
@@ -284,7 +292,7 @@ DEVICE f32 value_of(const PerExpert &values, i32 id)
     #pragma unroll
     for (i32 s = 0; s < SLOTS; s++)
         bits = expert_at(s) == id ? bits_of(values[s]) : bits;
-    return float_of(shuffle(bits, id % WARP));
+    return float_of(from_team(bits, id % LANES));
 }
 
 DEVICE void add_to(PerExpert &values, i32 id, f32 value)
@@ -309,7 +317,7 @@ DEVICE f32 largest(const PerExpert &values)
         const u32 other = expert_at(s) < EXPERTS ? order_key(values[s]) : 0u;
         key = other > key ? other : key;
     }
-    return score_of_key(warp_max(key));
+    return score_of_key(team_max(key));
 }
 
 DEVICE f32 dot(const PerExpert &a, const PerExpert &b)
@@ -318,7 +326,7 @@ DEVICE f32 dot(const PerExpert &a, const PerExpert &b)
     #pragma unroll
     for (i32 s = 0; s < SLOTS; s++)
         sum = fused(a[s], b[s], sum);
-    return warp_sum(sum);
+    return team_sum(sum);
 }
 
 // to = exp(values - most) / sum; returns the sum.
@@ -331,7 +339,7 @@ DEVICE f32 softmax(PerExpert &to, const PerExpert &values, f32 most)
         to[s] = counts ? exponential(values[s] - most) : 0.0f;
         sum += to[s];
     }
-    sum = warp_sum(sum);
+    sum = team_sum(sum);
     #pragma unroll
     for (i32 s = 0; s < SLOTS; s++)
         to[s] = to[s] / sum;
@@ -367,14 +375,14 @@ DEVICE void gather_scores(PerChoice &chosen, const Ids &ids, const PerExpert &va
         const u32 other = ids[p] < 0 ? 0u : order_key(chosen[p]);
         key = other > key ? other : key;
     }
-    const f32 most = score_of_key(warp_max(key));
+    const f32 most = score_of_key(team_max(key));
     f32 sum = 0.0f;
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++) {
         chosen[p] = ids[p] < 0 ? 0.0f : exponential(chosen[p] - most);
         sum += chosen[p];
     }
-    sum = warp_sum(sum);
+    sum = team_sum(sum);
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++)
         chosen[p] = chosen[p] / sum;
@@ -391,7 +399,7 @@ DEVICE void weigh_back(PerChoice &dchosen, const PerChoice &chosen, const Ids &i
         dchosen[p] = ids[p] < 0 ? 0.0f : dweights[choice_at(p)] * 1.0f;
         along += ids[p] < 0 ? 0.0f : dchosen[p] * ratio;
     }
-    along = warp_sum(along);
+    along = team_sum(along);
     #pragma unroll
     for (i32 p = 0; p < PLACES; p++) {
         dchosen[p] = ids[p] == -1 ? 0.0f : (dchosen[p] - slope * along) / whole;
@@ -410,7 +418,7 @@ DEVICE void weights_back(PerExpert &d, const PerExpert &z, const Ids &ids, const
     #pragma unroll
     for (i32 place = 0; place < PLACES; place++)
         mean = fused(chosen[place], dchosen[place], mean);
-    mean = warp_sum(mean);
+    mean = team_sum(mean);
     #pragma unroll
     for (i32 place = 0; place < PLACES; place++)
         dchosen[place] = chosen[place] * (dchosen[place] - mean);
@@ -431,7 +439,7 @@ KERNEL(THREADS) gate_topk_bwd(
 {
     const i64 first = block_x() * TILE_TOKENS;
     #pragma unroll 1
-    for (i64 token = first + warp_index(); token < first + TILE_TOKENS && token < tokens; token += WARPS) {
+    for (i64 token = first + team_index(); token < first + TILE_TOKENS && token < tokens; token += TEAMS) {
         Ids ids;
         const bool live = load_ids(ids, topk_ids, token);
         const f32 *dweights = grad_topk_weights + token * TOP_K;

@@ -3,19 +3,19 @@
 //   hidden = act(rows · gateᵀ, rows · upᵀ)
 //   gate_pre, up_pre = what enters act, for backward
 //
-// A block owns 128 rows of one expert by 128 columns of gate and of up. block_x counts row tiles,
+// A block owns 128 rows of one expert by 64 columns of gate and of up. block_x counts row tiles,
 // block_y column tiles. There are at most as many row tiles as blocks; the blocks beyond them
 // return.
 //
-// Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
+// Warps have roles. One thread of the first warpgroup fills a ring of 6 stages through the copy
 // engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
 // from one to the others through its barrier `full`, and back through `empty`.
 //
 // Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
 // chunks of its 128-byte rows swizzled.
-//   ring    [4] of bf16 rows [128][64], gate [128][64], up [128][64]
+//   ring    [6] of bf16 rows [128][64], gate [64][64], up [64][64]
 //   corners bf16 [8][16][64]   results of a warp on their way out
-//   full, empty   barriers [4] each
+//   full, empty   barriers [6] each
 //
 // Baked in: inner 2880, outer 2880, experts 32, types, epilogue. Not the tokens.
 
@@ -341,22 +341,18 @@ template <int COUNT> DEVICE void settle(f32 (&sums)[COUNT])
 DEVICE i32 sum_row(i32 i) { return i / 2 % 2 * 8 + lane_index() / 4; }
 DEVICE i32 sum_column(i32 i) { return i / 4 * 8 + lane_index() % 4 * 2 + i % 2; }
 
-// sums = a · bᵀ (+ sums when told to accumulate), a [64][16], b [128][16].
-DEVICE void wgmma_m64n128k16_bf16(f32 (&sums)[64], u64 a, u64 b, bool accumulate)
+// sums = a · bᵀ (+ sums when told to accumulate), a [64][16], b [64][16].
+DEVICE void wgmma_m64n64k16_bf16(f32 (&sums)[32], u64 a, u64 b, bool accumulate)
 {
     asm volatile("{\n"
                  "    .reg .pred accumulate;\n"
-                 "    setp.ne.b32 accumulate, %66, 0;\n"
-                 "    wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                 "    setp.ne.b32 accumulate, %34, 0;\n"
+                 "    wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, "
                  "%8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, "
-                 "%24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, "
-                 "%40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, "
-                 "%56, %57, %58, %59, %60, %61, %62, %63"
-                 "}, %64, %65, accumulate, 1, 1, 0, 0;\n"
+                 "%24, %25, %26, %27, %28, %29, %30, %31"
+                 "}, %32, %33, accumulate, 1, 1, 0, 0;\n"
                  "}"
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]),
                    "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]),
@@ -365,15 +361,7 @@ DEVICE void wgmma_m64n128k16_bf16(f32 (&sums)[64], u64 a, u64 b, bool accumulate
                    "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
                    "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
                    "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]),
-                   "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]),
-                   "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
-                   "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]),
-                   "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]),
-                   "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
-                   "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]),
-                   "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]),
-                   "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
-                   "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
+                   "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31])
                  : "l"(a), "l"(b), "r"((u32)accumulate));
 }
 
@@ -410,8 +398,8 @@ DEVICE f32 activation(f32 x)
 
 constexpr int INNER = 2880, OUTER = 2880;
 constexpr int EXPERTS = 32;
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_DEPTH = 64;
-constexpr int STAGES = 4;
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_DEPTH = 64;
+constexpr int STAGES = 6;
 constexpr int CONSUMERS = TILE_ROWS / 64, CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
 constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
@@ -607,8 +595,8 @@ KERNEL(THREADS) grouped_gemm_up(
         #pragma unroll
         for (i32 step = 0; step < TILE_DEPTH / 16; step++) {
             const bool accumulate = k > 0 || step > 0;
-            wgmma_m64n128k16_bf16(gate_sums, left + step * NEXT_STEP, gate + step * NEXT_STEP, accumulate);
-            wgmma_m64n128k16_bf16(up_sums, left + step * NEXT_STEP, up + step * NEXT_STEP, accumulate);
+            wgmma_m64n64k16_bf16(gate_sums, left + step * NEXT_STEP, gate + step * NEXT_STEP, accumulate);
+            wgmma_m64n64k16_bf16(up_sums, left + step * NEXT_STEP, up + step * NEXT_STEP, accumulate);
         }
         wgmma_commit();
         wgmma_wait<1>();

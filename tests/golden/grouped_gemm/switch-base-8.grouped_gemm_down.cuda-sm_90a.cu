@@ -399,16 +399,15 @@ DEVICE void multiply(Sums &sums, const Operands &by)
     }
 }
 
-// Adds the products of a stage; a step is loaded while the one before is multiplied.
+// Adds the products of a stage. The loop stays one: left to itself the assembler loads
+// the operands of every step at once, until registers spill.
 DEVICE void multiply_stage(Sums &sums, u32 stage)
 {
-    Operands operands[2];
-    load_step(operands[0], stage, 0);
-    #pragma unroll
+    #pragma unroll 1
     for (i32 step = 0; step < STEPS; step++) {
-        if (step + 1 < STEPS)
-            load_step(operands[(step + 1) % 2], stage, step + 1);
-        multiply(sums, operands[step % 2]);
+        Operands operands;
+        load_step(operands, stage, step);
+        multiply(sums, operands);
     }
 }
 

@@ -147,7 +147,7 @@ impl Bench {
     fn compile(&self, source: &KernelSource) -> Result<Artifact, Trouble> {
         let options = CompileOptions {
             allow_spills: true,
-            allow_serialized_wgmma: true,
+            allow_performance_loss: true,
         };
         let artifacts = || {
             self.artifacts

@@ -8,15 +8,9 @@ use moesaic_probe::kept::Kept;
 use moesaic_probe::open::keeping;
 use moesaic_probe::report::{Outcome, Report};
 use moesaic_target::Compiler;
-use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use moesaic_toolchain::testing;
 use std::path::PathBuf;
 use std::sync::Arc;
-
-fn registry() -> Registry {
-    let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
-    registry
-}
 
 fn idle(target: &str, compiler: Box<dyn Compiler>) -> Report {
     let target: Target = target.parse().unwrap();
@@ -25,7 +19,7 @@ fn idle(target: &str, compiler: Box<dyn Compiler>) -> Report {
 }
 
 fn compiled(target: &str) -> Report {
-    let compiler = nvrtc(&registry()).unwrap_or_else(|error| panic!("{error}"));
+    let compiler = testing::nvrtc();
     idle(target, Box::new(compiler))
 }
 
@@ -65,7 +59,7 @@ fn what_an_older_gpu_lacks_is_said() {
 
 #[test]
 fn kernels_travel_to_a_machine_without_a_compiler() {
-    registry();
+    testing::nvrtc();
     let folder = tempfile::tempdir().unwrap();
     let from = |folder: PathBuf| idle("cuda:sm_80", Box::new(Kept { folder }));
     let missing = from(folder.path().join("empty"));

@@ -2,11 +2,10 @@
 
 use moesaic_probe::open::{Kernels, open};
 use moesaic_probe::report::Report;
-use moesaic_toolchain::{Kind, Registry, install};
+use moesaic_toolchain::{Kind, testing};
 
 fn clean(device: &str) -> Report {
-    let mut registry = Registry::open().unwrap();
-    install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|error| panic!("{error}"));
+    testing::installed(Kind::Cuda);
     let bench = open(device, &Kernels::Compiled).unwrap_or_else(|error| panic!("{error}"));
     let report = moesaic_probe::run(&bench, |_| ());
     assert!(report.is_clean(), "{report}");

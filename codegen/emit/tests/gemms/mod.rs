@@ -355,7 +355,8 @@ impl Gemms {
             let tensor = self.weights.get(&format!("{name}.{what}"));
             expert.map_or(&*tensor.data, |e| tensor.outer(e))
         };
-        let bias = self.plan.spec.experts.bias.then(|| slice("bias"));
+        let biased = self.weights.0.contains_key(&format!("{name}.bias"));
+        let bias = biased.then(|| slice("bias"));
         let dot = |row: &[f64]| row.iter().zip(x).map(|(w, v)| w * v).sum();
         let lines = slice("weight").chunks(x.len()).enumerate();
         lines

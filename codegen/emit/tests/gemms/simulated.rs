@@ -6,7 +6,7 @@ use moesaic_kernel::{KernelSource, SimArch, Target};
 use moesaic_plan::LayerPlan;
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device, Module};
-use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use moesaic_toolchain::testing;
 use std::sync::{Arc, LazyLock};
 
 /// A simulated GPU whose engines are late by `seed`, and the plan's kernels on it.
@@ -34,10 +34,4 @@ fn compiled(source: &KernelSource) -> Artifact {
     artifact.unwrap_or_else(|error| panic!("{error}"))
 }
 
-static COMPILER: LazyLock<Kept> = LazyLock::new(|| {
-    let mut registry = Registry::open().unwrap();
-    let installed = install(&mut registry, &[Kind::Cuda], &mut |_| {});
-    installed.unwrap_or_else(|error| panic!("{error}"));
-    let nvrtc = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
-    Kept::new(PtxCompiler::new(nvrtc))
-});
+static COMPILER: LazyLock<Kept> = LazyLock::new(|| Kept::new(PtxCompiler::new(testing::nvrtc())));

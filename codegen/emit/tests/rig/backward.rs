@@ -279,7 +279,12 @@ impl Check<'_> {
                         rows.clone().map(term),
                     );
                 }
-                if self.spec.experts.bias {
+                if self
+                    .rig
+                    .weights
+                    .0
+                    .contains_key(&format!("{}.{part}.bias", set.prefix))
+                {
                     let weight = |row: usize| match (&set.weights, part) {
                         (Some(weights), "down") => weights[row],
                         _ => 1.0,
@@ -357,11 +362,7 @@ impl Check<'_> {
         let parts = self.t.get("dweight_parts").len() / slots;
         let parts = self.row("dweight_parts", row, parts);
         let ones = vec![1.0; parts.len()];
-        let bias = self
-            .spec
-            .experts
-            .bias
-            .then(|| self.rig.weights.get("experts.down.bias"));
+        let bias = self.rig.weights.0.get("experts.down.bias");
         let bias = bias.map_or((0.0, 0.0), |b| {
             dot(self.row("dout", row, out), b.outer(id as usize))
         });
@@ -404,11 +405,7 @@ impl Check<'_> {
                 self.row(&set.name("dweight_parts"), token, ones.len()),
                 &ones,
             );
-            let bias = self
-                .spec
-                .experts
-                .bias
-                .then(|| self.rig.weights.get(&format!("{}.down.bias", set.prefix)));
+            let bias = self.rig.weights.0.get(&format!("{}.down.bias", set.prefix));
             let bias = bias.map_or((0.0, 0.0), |b| dot(self.row("dy", token, out), &b.data));
             let factor = weights[token] * (1.0 - weights[token]);
             let (want, size) = ((sum.0 + bias.0) * factor, (sum.1 + bias.1) * factor);

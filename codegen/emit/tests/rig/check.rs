@@ -113,12 +113,7 @@ impl Check<'_> {
     }
 
     fn scan(&self) {
-        let want = scan(
-            self.spec,
-            &self.decision(),
-            self.tokens(),
-            self.t.input.draw,
-        );
+        let want = scan(self.spec, &self.decision(), &self.t.input);
         let (t, what) = (self.t, self.what);
         assert_eq!(t.ints("counts"), want.counts, "{what}: counts");
         let locations: Vec<i32> = t.ints("locations").iter().map(|&at| at as i32).collect();
@@ -274,7 +269,12 @@ impl Check<'_> {
             None => tensor(what).data.clone(),
         };
         let matrix = slice("weight");
-        let bias = self.spec.experts.bias.then(|| slice("bias"));
+        let biased = self
+            .rig
+            .weights
+            .0
+            .contains_key(&format!("{prefix}.{part}.bias"));
+        let bias = biased.then(|| slice("bias"));
         let dot = |row: &[f64]| row.iter().zip(x).map(|(w, v)| w * v).sum();
         let bias = |i: usize| bias.as_ref().map_or(0.0, |b| b[i]);
         matrix
@@ -327,6 +327,7 @@ impl Check<'_> {
     fn add_shared(&self, sum: &mut [f64], token: usize) {
         for (i, shared) in self.spec.shared.iter().enumerate() {
             let factor = match shared.gate {
+                moesaic_spec::SharedGate::Residual => panic!("no layer of this rig has one"),
                 moesaic_spec::SharedGate::None => 1.0,
                 moesaic_spec::SharedGate::Sigmoid => {
                     let z = self.t.get(&format!("shared.{i}.router.logits"))[token];

@@ -239,6 +239,13 @@ impl Rig {
         dims
     }
 
+    fn row_limit(&self, input: &Input) -> i64 {
+        let spec = &self.plan.spec;
+        let of_pass = spec.capacity.factor_of(input.draw.is_some());
+        let factor = input.capacity_factor.unwrap_or(of_pass);
+        moesaic_plan::row_limit(spec, factor, input.tokens as u64)
+    }
+
     fn launch_all(&self, steps: &[Step], input: &Input, accumulate: i64, buffers: &Buffers) {
         let tokens = input.tokens;
         for step in steps {
@@ -248,6 +255,7 @@ impl Rig {
                 ParamType::Scalar(_) => Arg::I64(match param.name.as_str() {
                     "tokens" => tokens as i64,
                     "accumulate" => accumulate,
+                    "row_limit" => self.row_limit(input),
                     name => counter(name, input),
                 }),
                 ParamType::TensorMap(map) => {

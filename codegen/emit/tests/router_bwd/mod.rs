@@ -108,6 +108,8 @@ pub fn random_input(spec: &LayerSpec, tokens: usize, seed: u64) -> Input {
         tokens,
         x: x.collect(),
         token_ids: Some((0..tokens).map(|_| (random.bits() % rows) as i32).collect()),
+        token_mask: Some((0..tokens as i32).map(|t| t * 7 % 5).collect()),
+        active_k: Some(spec.shape.top_k.div_ceil(2)),
         sequence_ids: Some(
             (0..tokens as i32)
                 .map(|t| t / 7 * 3 % 100 - t / 20 % 2 * 200)
@@ -203,6 +205,8 @@ impl Call<'_> {
             "router.projected" => self.projected(),
             "router.noise_logits" => self.noise_logits()?,
             "sequence_ids" => whole(self.input.sequence_ids.as_ref()?),
+            "token_mask" => whole(self.input.token_mask.as_ref()?),
+            "active_k" => vec![self.input.active_k? as f64],
             "global_counts" => {
                 let counts = &self.input.global.as_ref()?.0;
                 counts.iter().map(|&n| n as f64).collect()

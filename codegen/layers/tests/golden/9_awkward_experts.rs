@@ -66,7 +66,8 @@ impl Layer9AwkwardExperts {
         Ok(Self { layer })
     }
 
-    /// Runs the layer, one row per token, and reads back `y`.
+    /// Evaluates the layer, one row per token, and reads back `y`. Nothing
+    /// is drawn, also where the layer was made by `training`.
     ///
     /// * `x`, f16 `[T, 20]`: the tokens
     /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
@@ -99,6 +100,71 @@ impl Layer9AwkwardExperts {
                 Layer9AwkwardExpertsOutput::NAMES,
             )?;
         Layer9AwkwardExpertsOutput::read(&output)
+    }
+
+    /// As `forward_all`, with a capacity factor of this call's own.
+    ///
+    /// # Errors
+    /// As `forward`; also for a factor that is no number or too large.
+    pub fn forward_at(
+        &self,
+        capacity_factor: f64,
+        x: &[[::moesaic::half::f16; 20]],
+        token_ids: &[i32],
+    ) -> Result<Layer9AwkwardExpertsOutput, ::moesaic::EngineError> {
+        let input = Self::input(x, token_ids).with_capacity_factor(capacity_factor);
+        let output = self.layer.forward_with(&input, Layer9AwkwardExpertsOutput::NAMES)?;
+        Layer9AwkwardExpertsOutput::read(&output)
+    }
+
+    /// Decides where tokens go as `forward` does, and nothing else.
+    ///
+    /// * `x`, f16 `[T, 20]`: the tokens
+    /// * `token_ids`, i32 `[T]`: the vocabulary id of each token
+    ///
+    /// # Errors
+    /// As `forward`.
+    pub fn route(
+        &self,
+        x: &[[::moesaic::half::f16; 20]],
+        token_ids: &[i32],
+    ) -> Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
+        let input = Self::routing_input(x, token_ids);
+        Layer9AwkwardExpertsRouting::read(
+            &self.layer.route(&input, Layer9AwkwardExpertsRouting::NAMES)?,
+        )
+    }
+
+    /// Decides where tokens go as `forward_train` does with the same
+    /// counters, and nothing else.
+    ///
+    /// # Errors
+    /// As `forward`; also when the layer was not made by `training`.
+    pub fn route_train(
+        &self,
+        x: &[[::moesaic::half::f16; 20]],
+        token_ids: &[i32],
+        counters: ::moesaic::Counters,
+    ) -> Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
+        let input = Self::routing_input(x, token_ids);
+        Layer9AwkwardExpertsRouting::read(
+            &self
+                .layer
+                .route_train(&input, Layer9AwkwardExpertsRouting::NAMES, counters)?,
+        )
+    }
+
+    fn routing_input<'a>(
+        x: &'a [[::moesaic::half::f16; 20]],
+        token_ids: &'a [i32],
+    ) -> ::moesaic::Input<'a> {
+        ::moesaic::typed::generated::input(
+            x.len(),
+            [
+                ("x", ::moesaic::typed::generated::host_rows(x)),
+                ("token_ids", ::moesaic::typed::generated::host_rows(token_ids)),
+            ],
+        )
     }
 
     fn input<'a>(
@@ -334,6 +400,70 @@ impl Layer9AwkwardExpertsOutput {
     }
 }
 
+/// Where tokens of a call of [`Layer9AwkwardExperts`] go; `T` is its token count.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(dead_code)]
+pub struct Layer9AwkwardExpertsRouting {
+    /// The experts of each token, best first: `topk_ids`, i32 `[T, 3]`.
+    pub topk_ids: Vec<[i32; 3]>,
+    /// The weight of each of them: `topk_weights`, f32 `[T, 3]`.
+    pub topk_weights: Vec<[f32; 3]>,
+    /// Router logits: `router.logits`, f32 `[T, 5]`.
+    pub router_logits: Vec<[f32; 5]>,
+    /// Assignments per expert, before dropping: `counts`, i64 `[5]`.
+    pub counts: [i64; 5],
+    /// The first row of each expert, and the number of rows: `offsets`, i64 `[6]`.
+    pub offsets: [i64; 6],
+    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
+    /// 3]`.
+    pub locations: Vec<[i32; 3]>,
+    /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 3]`.
+    pub slot_rows: Vec<[i32; 3]>,
+    /// The assignment of each row: `row_slots`, i32 `[T*3]`.
+    pub row_slots: Vec<i32>,
+    /// Most rows an expert may take in this call: `capacity`, i64 `[1]`.
+    pub capacity: i64,
+    /// Assignments that were dropped: `overflow`, i64 `[1]`.
+    pub overflow: i64,
+}
+
+#[allow(dead_code)]
+impl Layer9AwkwardExpertsRouting {
+    /// The tensors, by the names of the layer.
+    pub const NAMES: &'static [&'static str] = &[
+        "topk_ids",
+        "topk_weights",
+        "router.logits",
+        "counts",
+        "offsets",
+        "locations",
+        "slot_rows",
+        "row_slots",
+        "capacity",
+        "overflow",
+    ];
+    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+        Ok(Layer9AwkwardExpertsRouting {
+            topk_ids: ::moesaic::typed::generated::read_rows(output, "topk_ids")?,
+            topk_weights: ::moesaic::typed::generated::read_rows(
+                output,
+                "topk_weights",
+            )?,
+            router_logits: ::moesaic::typed::generated::read_rows(
+                output,
+                "router.logits",
+            )?,
+            counts: ::moesaic::typed::generated::read(output, "counts")?,
+            offsets: ::moesaic::typed::generated::read(output, "offsets")?,
+            locations: ::moesaic::typed::generated::read_rows(output, "locations")?,
+            slot_rows: ::moesaic::typed::generated::read_rows(output, "slot_rows")?,
+            row_slots: ::moesaic::typed::generated::read_rows(output, "row_slots")?,
+            capacity: ::moesaic::typed::generated::read(output, "capacity")?,
+            overflow: ::moesaic::typed::generated::read(output, "overflow")?,
+        })
+    }
+}
+
 /// Addresses of a call of [`Layer9AwkwardExperts`] on device memory.
 #[derive(Clone, Copy, Debug)]
 #[allow(dead_code)]
@@ -484,9 +614,31 @@ impl Layer9AwkwardExperts {
         token_ids: &[i32],
         counters: ::moesaic::Counters,
     ) -> Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
-        let names = [Layer9AwkwardExpertsOutput::NAMES, &[]].concat();
+        self.train(&Self::training_input(x, token_ids), counters)
+    }
+
+    /// As `forward_train`, with a capacity factor of this call's own.
+    ///
+    /// # Errors
+    /// As `forward_train`; also for a factor that is no number or too large.
+    pub fn forward_train_at(
+        &self,
+        capacity_factor: f64,
+        x: &[[::moesaic::half::f16; 20]],
+        token_ids: &[i32],
+        counters: ::moesaic::Counters,
+    ) -> Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
         let input = Self::training_input(x, token_ids);
-        let (output, saved) = self.layer.forward_train(&input, &names, counters)?;
+        self.train(&input.with_capacity_factor(capacity_factor), counters)
+    }
+
+    fn train(
+        &self,
+        input: &::moesaic::Input<'_>,
+        counters: ::moesaic::Counters,
+    ) -> Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
+        let names = [Layer9AwkwardExpertsOutput::NAMES, &[]].concat();
+        let (output, saved) = self.layer.forward_train(input, &names, counters)?;
         Ok(Layer9AwkwardExpertsTrained {
             output: Layer9AwkwardExpertsOutput::read(&output)?,
             saved,
@@ -760,6 +912,8 @@ pub mod layer9_awkward_experts_kernels {
             pub offsets: Out<i64>,
             /// Writes `row_tiles`, i32 `[6]`.
             pub row_tiles: Out<i32>,
+            /// `row_limit`.
+            pub row_limit: i64,
             /// The token count.
             pub tokens: i64,
         }
@@ -774,9 +928,10 @@ pub mod layer9_awkward_experts_kernels {
                 ("overflow", <Out<i64>>::TYPE),
                 ("offsets", <Out<i64>>::TYPE),
                 ("row_tiles", <Out<i32>>::TYPE),
+                ("row_limit", <i64>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
-            type Args = [Arg; 7];
+            type Args = [Arg; 8];
             fn args(&self) -> Self::Args {
                 [
                     self.tile_counts.arg(),
@@ -785,6 +940,7 @@ pub mod layer9_awkward_experts_kernels {
                     self.overflow.arg(),
                     self.offsets.arg(),
                     self.row_tiles.arg(),
+                    self.row_limit.arg(),
                     self.tokens.arg(),
                 ]
             }

@@ -65,7 +65,8 @@ impl Mixtral8x7b {
         Ok(Self { layer })
     }
 
-    /// Runs the layer, one row per token, and reads back `y`.
+    /// Evaluates the layer, one row per token, and reads back `y`. Nothing
+    /// is drawn, also where the layer was made by `training`.
     ///
     /// * `x`, bf16 `[T, 4096]`: the tokens
     ///
@@ -90,6 +91,45 @@ impl Mixtral8x7b {
     ) -> Result<Mixtral8x7bOutput, ::moesaic::EngineError> {
         let output = self.layer.forward_with(&Self::input(x), Mixtral8x7bOutput::NAMES)?;
         Mixtral8x7bOutput::read(&output)
+    }
+
+    /// Decides where tokens go as `forward` does, and nothing else.
+    ///
+    /// * `x`, bf16 `[T, 4096]`: the tokens
+    ///
+    /// # Errors
+    /// As `forward`.
+    pub fn route(
+        &self,
+        x: &[[::moesaic::half::bf16; 4096]],
+    ) -> Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
+        let input = Self::routing_input(x);
+        Mixtral8x7bRouting::read(&self.layer.route(&input, Mixtral8x7bRouting::NAMES)?)
+    }
+
+    /// Decides where tokens go as `forward_train` does with the same
+    /// counters, and nothing else.
+    ///
+    /// # Errors
+    /// As `forward`; also when the layer was not made by `training`.
+    pub fn route_train(
+        &self,
+        x: &[[::moesaic::half::bf16; 4096]],
+        counters: ::moesaic::Counters,
+    ) -> Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
+        let input = Self::routing_input(x);
+        Mixtral8x7bRouting::read(
+            &self.layer.route_train(&input, Mixtral8x7bRouting::NAMES, counters)?,
+        )
+    }
+
+    fn routing_input<'a>(
+        x: &'a [[::moesaic::half::bf16; 4096]],
+    ) -> ::moesaic::Input<'a> {
+        ::moesaic::typed::generated::input(
+            x.len(),
+            [("x", ::moesaic::typed::generated::host_rows(x))],
+        )
     }
 
     fn input<'a>(x: &'a [[::moesaic::half::bf16; 4096]]) -> ::moesaic::Input<'a> {
@@ -182,6 +222,62 @@ impl Mixtral8x7bOutput {
     fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
         Ok(Mixtral8x7bOutput {
             y: ::moesaic::typed::generated::read_rows(output, "y")?,
+            topk_ids: ::moesaic::typed::generated::read_rows(output, "topk_ids")?,
+            topk_weights: ::moesaic::typed::generated::read_rows(
+                output,
+                "topk_weights",
+            )?,
+            router_logits: ::moesaic::typed::generated::read_rows(
+                output,
+                "router.logits",
+            )?,
+            counts: ::moesaic::typed::generated::read(output, "counts")?,
+            offsets: ::moesaic::typed::generated::read(output, "offsets")?,
+            locations: ::moesaic::typed::generated::read_rows(output, "locations")?,
+            slot_rows: ::moesaic::typed::generated::read_rows(output, "slot_rows")?,
+            row_slots: ::moesaic::typed::generated::read_rows(output, "row_slots")?,
+        })
+    }
+}
+
+/// Where tokens of a call of [`Mixtral8x7b`] go; `T` is its token count.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(dead_code)]
+pub struct Mixtral8x7bRouting {
+    /// The experts of each token, best first: `topk_ids`, i32 `[T, 2]`.
+    pub topk_ids: Vec<[i32; 2]>,
+    /// The weight of each of them: `topk_weights`, f32 `[T, 2]`.
+    pub topk_weights: Vec<[f32; 2]>,
+    /// Router logits: `router.logits`, f32 `[T, 8]`.
+    pub router_logits: Vec<[f32; 8]>,
+    /// Assignments per expert, before dropping: `counts`, i64 `[8]`.
+    pub counts: [i64; 8],
+    /// The first row of each expert, and the number of rows: `offsets`, i64 `[9]`.
+    pub offsets: [i64; 9],
+    /// The place of each assignment inside its expert; -1 when dropped: `locations`, i32 `[T,
+    /// 2]`.
+    pub locations: Vec<[i32; 2]>,
+    /// The row of each assignment; -1 when dropped: `slot_rows`, i32 `[T, 2]`.
+    pub slot_rows: Vec<[i32; 2]>,
+    /// The assignment of each row: `row_slots`, i32 `[T*2]`.
+    pub row_slots: Vec<i32>,
+}
+
+#[allow(dead_code)]
+impl Mixtral8x7bRouting {
+    /// The tensors, by the names of the layer.
+    pub const NAMES: &'static [&'static str] = &[
+        "topk_ids",
+        "topk_weights",
+        "router.logits",
+        "counts",
+        "offsets",
+        "locations",
+        "slot_rows",
+        "row_slots",
+    ];
+    fn read(output: &::moesaic::Output) -> Result<Self, ::moesaic::EngineError> {
+        Ok(Mixtral8x7bRouting {
             topk_ids: ::moesaic::typed::generated::read_rows(output, "topk_ids")?,
             topk_weights: ::moesaic::typed::generated::read_rows(
                 output,
@@ -309,9 +405,16 @@ impl Mixtral8x7b {
         x: &[[::moesaic::half::bf16; 4096]],
         counters: ::moesaic::Counters,
     ) -> Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
+        self.train(&Self::training_input(x), counters)
+    }
+
+    fn train(
+        &self,
+        input: &::moesaic::Input<'_>,
+        counters: ::moesaic::Counters,
+    ) -> Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
         let names = [Mixtral8x7bOutput::NAMES, &[]].concat();
-        let input = Self::training_input(x);
-        let (output, saved) = self.layer.forward_train(&input, &names, counters)?;
+        let (output, saved) = self.layer.forward_train(input, &names, counters)?;
         Ok(Mixtral8x7bTrained {
             output: Mixtral8x7bOutput::read(&output)?,
             saved,

@@ -151,7 +151,12 @@ fn sequences_and_counts_of_a_group() {
         assert_close([f64::from(found)], &[losses[name]], 1e-5);
     }
     let y = layer.forward(&x, &mask(), &[2]).unwrap();
-    assert_eq!(y.len(), TOKENS, "what only losses read is not asked for");
+    let for_inference = told(&stored, false).forward(&x, &mask(), &[2]);
+    assert_eq!(y, for_inference.unwrap(), "an evaluation, without noise");
+    assert_ne!(y, forward.output.y);
+    let routed = layer.route_train(&x, &mask(), &[2], COUNTERS).unwrap();
+    assert_eq!(routed.topk_ids, forward.output.topk_ids);
+    assert_eq!(routed.counts, forward.output.counts);
     let dy: Vec<[f32; 11]> = x.iter().rev().copied().collect();
     let expected = reference::backward(&spec, &stored.0, &input, &f64s(&dy));
     let back = layer.backward(&forward.saved, &dy, false).unwrap();
@@ -220,6 +225,8 @@ fn gradients_of_weights_from_outside() {
     assert!(locations.contains(&-1), "the test drops nothing");
     assert_eq!(locations, expected.locations);
     assert_close(f64s(&forward.output.y), &expected.y, 1e-5);
+    let routed = layer.route_train(&ids, COUNTERS).unwrap();
+    assert_eq!(routed.locations, forward.output.locations);
     let expected = reference::backward(&spec, &stored.0, &input, &f64s(&x));
     let back = layer.backward(&forward.saved, &x, false).unwrap();
     assert_close(f64s(&back.dx), &expected.x, 1e-5);

@@ -12,7 +12,7 @@
 //! so that an expert's output is never needed (gradient of `<dout, a · downᵀ>`
 //! moved to the left factor).
 
-use super::{GroupedGemmDesc, Half, grouped_gemm, shared_gemm};
+use super::{GroupedGemmDesc, Half, apart, grouped_gemm, latent_gemm, shared_gemm};
 use moesaic_kernel::DType;
 use moesaic_spec::{Activation, LayerSpec, RouterKind, SharedGate, WeightSite};
 use serde::{Deserialize, Serialize};
@@ -39,8 +39,6 @@ pub struct CombineBwdDesc {
     pub weights: DType,
     /// Where the weight acts: at `Input` its gradient is `<drows, x>`.
     pub weight_on: WeightSite,
-    /// Experts have biases; those of gated shared experts are weighted always.
-    pub expert_bias: bool,
     /// The down bias is weighted, so it has a part in the weight's gradient.
     pub bias: bool,
     /// Columns of `dweight_parts`: the column tiles of `grouped_gemm_dgrad`.
@@ -56,8 +54,20 @@ pub struct CombineBwdDesc {
 pub struct SharedBwdDesc {
     /// Its output is multiplied by σ of its logit.
     pub gated: bool,
+    /// With a gate: by the second of the softmax of two logits, and what the
+    /// routed experts add up to by the first.
+    pub residual: bool,
+    /// Its output has a bias, which is weighted where there is a gate.
+    pub bias: bool,
     /// Columns of its parts of the weight's gradient.
     pub parts: usize,
+}
+
+impl SharedBwdDesc {
+    /// Logits of a token, where there is a gate.
+    pub fn logits(&self) -> usize {
+        if self.residual { 2 } else { 1 }
+    }
 }
 
 /// `grouped_gemm_dgrad`: gradients of what a half reads.
@@ -190,14 +200,16 @@ pub(super) fn routed_back(spec: &LayerSpec) -> bool {
     spec.has_logits() && spec.router.kind != RouterKind::External
 }
 
+/// Backward of `combine`, of as many experts as that adds up.
 pub(crate) fn combine_bwd(
     spec: &LayerSpec,
     parts: usize,
     shared_parts: &[usize],
 ) -> CombineBwdDesc {
+    let shared_parts = if apart(spec) { &[] } else { shared_parts };
     CombineBwdDesc {
-        model_dim: spec.shape.model_dim,
-        output_dim: spec.output_dim(),
+        model_dim: spec.expert_input_dim(),
+        output_dim: spec.expert_output_dim(),
         experts: spec.shape.experts,
         identity: spec.experts.identity,
         zero: spec.experts.zero,
@@ -205,8 +217,7 @@ pub(crate) fn combine_bwd(
         activations: spec.precision.activations,
         weights: spec.precision.weights,
         weight_on: spec.router.weight_on,
-        expert_bias: spec.experts.bias,
-        bias: spec.experts.bias && spec.router.weight_on != WeightSite::Input,
+        bias: spec.experts.bias.down() && spec.router.weight_on != WeightSite::Input,
         parts,
         renormalized: spec
             .capacity
@@ -216,10 +227,31 @@ pub(crate) fn combine_bwd(
     }
 }
 
+/// Backward of `combine_later`, where a shared expert has a gate.
+pub(crate) fn combine_bwd_later(spec: &LayerSpec, shared_parts: &[usize]) -> CombineBwdDesc {
+    CombineBwdDesc {
+        model_dim: spec.shape.model_dim,
+        output_dim: spec.output_dim(),
+        experts: 0,
+        identity: 0,
+        zero: 0,
+        top_k: 0,
+        activations: spec.precision.activations,
+        weights: spec.precision.weights,
+        weight_on: WeightSite::Output,
+        bias: false,
+        parts: 0,
+        renormalized: None,
+        shared: shared(spec, shared_parts),
+    }
+}
+
 fn shared(spec: &LayerSpec, parts: &[usize]) -> Vec<SharedBwdDesc> {
-    let list = spec.shared.iter().zip(parts);
-    list.map(|(shared, &parts)| SharedBwdDesc {
-        gated: shared.gate == SharedGate::Sigmoid,
+    let list = spec.shared.iter().zip(parts).enumerate();
+    list.map(|(index, (shared, &parts))| SharedBwdDesc {
+        gated: shared.gate != SharedGate::None,
+        residual: shared.gate == SharedGate::Residual,
+        bias: spec.shared_bias(index).down(),
         parts,
     })
     .collect()
@@ -234,8 +266,8 @@ pub(crate) fn grouped_gemm_dgrad(spec: &LayerSpec, half: Half) -> GroupedGemmDgr
 /// Backward of a shared expert's half.
 pub(crate) fn shared_dgrad(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDgradDesc {
     let shared = &spec.shared[index];
-    let weighted = half == Half::Down && shared.gate == SharedGate::Sigmoid;
-    dgrad(&shared_gemm(spec, half, shared.hidden_dim), spec, weighted)
+    let weighted = half == Half::Down && shared.gate != SharedGate::None;
+    dgrad(&shared_gemm(spec, half, index), spec, weighted)
 }
 
 fn dgrad(forward: &GroupedGemmDesc, spec: &LayerSpec, weighted: bool) -> GroupedGemmDgradDesc {
@@ -279,13 +311,31 @@ pub(crate) fn router_dgrad(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDe
     }
 }
 
+/// Backward of a projection around the routed experts: as of the up half of a
+/// plain expert, whose input's gradient is a product alone.
+pub(crate) fn latent_dgrad(spec: &LayerSpec, way: Half) -> GroupedGemmDgradDesc {
+    GroupedGemmDgradDesc {
+        half: Half::Up,
+        gated: false,
+        ..dgrad(&latent_gemm(spec, way), spec, false)
+    }
+}
+
+/// Gradients of its matrix and bias.
+pub(crate) fn latent_wgrad(spec: &LayerSpec, way: Half) -> GroupedGemmWgradDesc {
+    GroupedGemmWgradDesc {
+        half: Half::Up,
+        ..wgrad(&latent_gemm(spec, way), spec)
+    }
+}
+
 /// Gradients of a routed half's matrices.
 pub(crate) fn grouped_gemm_wgrad(spec: &LayerSpec, half: Half) -> GroupedGemmWgradDesc {
     let plain = half == Half::Up && spec.router.weight_on != WeightSite::Input;
     let weighted = half == Half::Down && spec.router.weight_on != WeightSite::Input;
     GroupedGemmWgradDesc {
         plain_rows: plain,
-        weighted_bias: weighted && spec.experts.bias,
+        weighted_bias: weighted && spec.experts.bias.down(),
         ..wgrad(&grouped_gemm(spec, half), spec)
     }
 }
@@ -293,10 +343,10 @@ pub(crate) fn grouped_gemm_wgrad(spec: &LayerSpec, half: Half) -> GroupedGemmWgr
 /// Gradients of a shared half's matrices.
 pub(crate) fn shared_wgrad(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmWgradDesc {
     let shared = &spec.shared[index];
-    let weighted = half == Half::Down && shared.gate == SharedGate::Sigmoid;
+    let weighted = half == Half::Down && shared.gate != SharedGate::None;
     GroupedGemmWgradDesc {
-        weighted_bias: weighted && spec.experts.bias,
-        ..wgrad(&shared_gemm(spec, half, shared.hidden_dim), spec)
+        weighted_bias: weighted && spec.shared_bias(index).down(),
+        ..wgrad(&shared_gemm(spec, half, index), spec)
     }
 }
 
@@ -343,14 +393,20 @@ pub(crate) fn router_wgrad(
     }
 }
 
-/// `grad W = dlogitᵀ · x` of a shared expert's gate.
-pub(crate) fn shared_gate_wgrad(spec: &LayerSpec) -> GroupedGemmWgradDesc {
-    router_wgrad(spec, 1, false, spec.precision.activations)
+/// `grad W = dlogitsᵀ · x` of a shared expert's gate.
+pub(crate) fn shared_gate_wgrad(spec: &LayerSpec, index: usize) -> GroupedGemmWgradDesc {
+    let gate = spec.shared[index].gate;
+    let bias = gate == SharedGate::Residual;
+    router_wgrad(spec, gate.logits(), bias, spec.precision.activations)
 }
 
+/// Gradients of what the routed experts read; with a projection before them
+/// that is not yet the token.
 pub(crate) fn dispatch_bwd(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
+    let latent = spec.latent.is_some();
+    let shared_parts = if latent { &[] } else { shared_parts };
     DispatchBwdDesc {
-        model_dim: spec.shape.model_dim,
+        model_dim: spec.expert_input_dim(),
         experts: spec.shape.experts,
         identity: spec.experts.identity,
         zero: spec.experts.zero,
@@ -358,6 +414,28 @@ pub(crate) fn dispatch_bwd(spec: &LayerSpec, shared_parts: &[usize]) -> Dispatch
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Input,
         shared: shared(spec, shared_parts),
+        router: routed_back(spec) && !latent,
+    }
+}
+
+/// Gradients of tokens before a projection: its input's as if it were a shared
+/// expert's, those of the others, and the router's.
+pub(crate) fn dispatch_bwd_later(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
+    let projected = SharedBwdDesc {
+        gated: false,
+        residual: false,
+        bias: false,
+        parts: 0,
+    };
+    DispatchBwdDesc {
+        model_dim: spec.shape.model_dim,
+        experts: 0,
+        identity: 0,
+        zero: 0,
+        top_k: 0,
+        activations: spec.precision.activations,
+        weighted: false,
+        shared: [vec![projected], shared(spec, shared_parts)].concat(),
         router: routed_back(spec),
     }
 }

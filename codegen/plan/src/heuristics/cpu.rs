@@ -466,6 +466,7 @@ fn plain_gemm() -> GroupedGemmConfig {
 pub fn gate_topk_bwd(_: &GateTopkBwdDesc, _: Core) -> GateTopkBwdConfig {
     GateTopkBwdConfig {
         threads: 1,
+        token_threads: 1,
         tile_tokens: 64,
         columns: 128,
         sum_threads: 1,

@@ -104,7 +104,7 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> GroupedGe
 
 /// See [`GateTopkBwdConfig`].
 pub fn gate_topk_bwd(d: &GateTopkBwdDesc, _: CudaArch) -> GateTopkBwdConfig {
-    gpu::gate_topk_bwd(d)
+    gpu::gate_topk_bwd(d, WARP)
 }
 
 /// See [`DispatchBwdConfig`].

@@ -15,6 +15,9 @@ const TILE_SLOTS: usize = 512;
 /// Counters that a block of the selection kernel keeps: 32 KB.
 const HISTOGRAM: usize = 8192;
 
+/// Counters that a block of the scan keeps: 32 KB.
+const SCAN_COUNTERS: usize = 8192;
+
 /// Threads of a block of a copying kernel.
 const COPY_THREADS: u32 = 128;
 
@@ -24,6 +27,12 @@ const BLOCK_BYTES: usize = 32 << 10;
 
 /// Slots whose sources a block of `combine` lists: 32 KB.
 const BLOCK_SOURCES: usize = 4096;
+
+/// Threads of the block that sees to one token of a layer with so many experts
+/// that the registers of a warp do not hold them: eight experts each.
+fn team(experts: usize) -> Option<u32> {
+    (experts > WARP_EXPERTS).then(|| experts.next_power_of_two() as u32 / 8)
+}
 
 /// See [`GateTopkConfig`].
 pub fn gate_topk(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
@@ -40,11 +49,12 @@ pub fn gate_topk(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
         Logits::None => d.top_k,
         _ => d.experts,
     };
-    let lanes = (width.next_power_of_two() as u32).min(wave);
+    let few = (width.next_power_of_two() as u32).min(wave);
+    let lanes = team(width).unwrap_or(few);
     // What a lane holds of many experts takes half the registers.
     let most = if d.experts > 512 { 256 } else { 512 };
     let tokens = match histogram {
-        Histogram::None => (128 / lanes) as usize,
+        Histogram::None => (128 / lanes).max(1) as usize,
         _ => tile_tokens(d.order, d.top_k),
     };
     GateTopkConfig {
@@ -52,7 +62,10 @@ pub fn gate_topk(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
         logits_tile_tokens: 32,
         logits_tile_experts: columns,
         logits_tile_depth: 32,
-        select_threads: (tokens as u32 * lanes).clamp(128, most),
+        select_threads: match lanes > wave {
+            true => lanes,
+            false => (tokens as u32 * lanes).clamp(128, most),
+        },
         select_tile_tokens: tokens,
         select_lanes: lanes,
         histogram,
@@ -61,14 +74,16 @@ pub fn gate_topk(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
 
 /// See [`ExpertScanConfig`].
 pub fn expert_scan(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
-    let threads = 256;
+    // A warp has a counter for every expert in shared memory.
+    let warps = (SCAN_COUNTERS / d.routed_experts.next_power_of_two()).min(256 / wave as usize);
+    let threads = warps as u32 * wave;
     let order = d.capacity.order;
     let gate = !d.external && histogram(order, d.routed_experts, d.top_k) != Histogram::None;
     ExpertScanConfig {
         threads,
         scan_threads: 1024,
         tile: ScanTile::Tokens(tile_tokens(order, d.top_k)),
-        block_tiles: (threads / wave) as usize,
+        block_tiles: warps,
         counted_by: if gate {
             CountedBy::Gate
         } else {
@@ -114,9 +129,14 @@ pub fn combine_bwd(d: &CombineBwdDesc, wave: u32) -> CombineBwdConfig {
 }
 
 /// See [`GateTopkBwdConfig`].
-pub fn gate_topk_bwd(_: &GateTopkBwdDesc) -> GateTopkBwdConfig {
+pub fn gate_topk_bwd(d: &GateTopkBwdDesc, wave: u32) -> GateTopkBwdConfig {
+    let (threads, token_threads) = match team(d.gate.experts) {
+        Some(block) => (block, block),
+        None => (128, wave),
+    };
     GateTopkBwdConfig {
-        threads: 128,
+        threads,
+        token_threads,
         tile_tokens: 32,
         columns: 128,
         sum_threads: 256,
@@ -178,7 +198,7 @@ fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) {
 
 /// Tokens of a block that sums `rows` rows into each, and threads per token.
 fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> (usize, u32) {
-    let most = 1 << (BLOCK_SOURCES / top_k).clamp(1, 64).ilog2();
+    let most = 1 << (BLOCK_SOURCES / top_k.max(1)).clamp(1, 64).ilog2();
     let packs = packs(width, dtype).next_power_of_two() as u32;
     let token_threads = packs.clamp(COPY_THREADS / most as u32, COPY_THREADS);
     let at_once = (COPY_THREADS / token_threads) as usize;

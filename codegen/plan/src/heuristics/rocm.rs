@@ -169,8 +169,8 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: RocmArch) -> GroupedGe
 }
 
 /// See [`GateTopkBwdConfig`].
-pub fn gate_topk_bwd(d: &GateTopkBwdDesc, _: RocmArch) -> GateTopkBwdConfig {
-    gpu::gate_topk_bwd(d)
+pub fn gate_topk_bwd(d: &GateTopkBwdDesc, arch: RocmArch) -> GateTopkBwdConfig {
+    gpu::gate_topk_bwd(d, arch.wave)
 }
 
 /// See [`DispatchBwdConfig`].

@@ -1,7 +1,7 @@
 //! The backward pass, written down.
 
 use super::tensors::{constant, tensor};
-use super::{Bind, Builder, Recompute, Role, TensorPlan, borrowed, expert_names};
+use super::{Bind, Builder, Pass, Recompute, Role, TensorPlan, borrowed, latent, owned};
 use crate::KernelConfig;
 use crate::desc::{self, Half, KernelDesc};
 use moesaic_kernel::DType::{self, F32};
@@ -20,6 +20,7 @@ pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         })
         .collect();
     list.extend(token_tensors(spec));
+    list.extend(latent_tensors(spec));
     list.extend(row_tensors(spec));
     for index in 0..spec.shared.len() {
         list.extend(shared_tensors(spec, index));
@@ -60,6 +61,19 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     ]
 }
 
+fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 4] {
+    [
+        ("drouted", spec.output_dim()),
+        ("latent.dsum", spec.expert_output_dim()),
+        ("latent.dx", spec.expert_input_dim()),
+        ("latent.drows", spec.shape.model_dim),
+    ]
+    .map(|(name, width)| {
+        let shape = [Size::Tokens, constant(width)];
+        tensor(name, spec.precision.activations, &shape, Role::Scratch)
+    })
+}
+
 fn row_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let rows = Size::Tokens * spec.shape.top_k as u64;
     let shape = &spec.shape;
@@ -68,10 +82,10 @@ fn row_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     };
     let activations = spec.precision.activations;
     vec![
-        of("dout", activations, spec.output_dim()),
+        of("dout", activations, spec.expert_output_dim()),
         of("dgate", activations, shape.hidden_dim),
         of("dup", activations, shape.hidden_dim),
-        of("drows", activations, shape.model_dim),
+        of("drows", activations, spec.expert_input_dim()),
     ]
 }
 
@@ -92,37 +106,49 @@ fn shared_tensors(spec: &LayerSpec, index: usize) -> Vec<TensorPlan> {
         of("dup", activations, hidden),
         of("drows", activations, spec.shape.model_dim),
         of("weight", F32, 1),
-        of("dlogit", F32, 1),
+        of("dlogit", F32, spec.shared[index].gate.logits()),
     ]
+}
+
+/// The kernels behind the sums of a forward pass.
+struct CombineBwd {
+    routed: usize,
+    /// Of shared experts with gates that are added later.
+    later: Option<usize>,
 }
 
 impl Builder {
     /// Writes down the backward pass of what the forward pass did.
     pub(super) fn backward(&mut self, recompute: Recompute) {
-        self.backwards = true;
+        self.pass = Pass::Backward;
         let mut has_rows = self.recompute(recompute);
         let combine = self.combine_bwd();
         self.expert_bwd(None, &mut has_rows);
-        for index in 0..self.plan.spec.shared.len() {
-            self.expert_bwd(Some(index), &mut has_rows);
-        }
-        self.combine_bwd_weights(combine);
+        self.shared_bwd(&combine);
         self.gate_bwd();
         self.dispatch_bwd();
     }
 
     /// The backward pass without the routed experts; where they belong.
     pub(super) fn backward_around(&mut self) -> usize {
-        self.backwards = true;
+        self.pass = Pass::Backward;
         let combine = self.combine_bwd();
         let at = self.plan.backward.len();
-        for index in 0..self.plan.spec.shared.len() {
-            self.expert_bwd(Some(index), &mut true);
-        }
-        self.combine_bwd_weights(combine);
+        self.shared_bwd(&combine);
         self.gate_bwd();
         self.dispatch_bwd();
         at
+    }
+
+    /// Shared experts, and then the weights of all.
+    fn shared_bwd(&mut self, combine: &CombineBwd) {
+        for index in 0..self.plan.spec.shared.len() {
+            self.expert_bwd(Some(index), &mut true);
+        }
+        self.combine_bwd_weights(combine.routed);
+        if let Some(kernel) = combine.later {
+            self.combine_bwd_weights(kernel);
+        }
     }
 
     /// Does again what was not kept; says whether `rows` are in place then.
@@ -143,7 +169,7 @@ impl Builder {
                     has_rows = true;
                     true
                 }
-                _ => false,
+                _ => self.plan.kernels[step.kernel].name == latent::DOWN,
             };
             if again {
                 self.plan.backward.push(step);
@@ -157,12 +183,18 @@ impl Builder {
         has_rows
     }
 
-    fn combine_bwd(&mut self) -> usize {
+    fn combine_bwd(&mut self) -> CombineBwd {
         let spec = &self.plan.spec;
         let shared = self.shared_parts();
         let desc = desc::grouped_gemm_dgrad(spec, Half::Down);
         let parts = self.parts(&desc);
-        let desc = desc::combine_bwd(spec, parts, &shared);
+        let routed = desc::combine_bwd(spec, parts, &shared);
+        let gated = spec
+            .shared
+            .iter()
+            .any(|shared| shared.gate != SharedGate::None);
+        let later =
+            (gated && desc::adds_later(spec)).then(|| desc::combine_bwd_later(spec, &shared));
         let rows = Size::Tokens * spec.shape.top_k as u64;
         let mut columns = vec![("dweight_parts".to_string(), rows, parts)];
         for (i, &parts) in shared.iter().enumerate() {
@@ -174,17 +206,36 @@ impl Builder {
                 .tensors
                 .push(tensor(&name, F32, &shape, Role::Scratch));
         }
-        let kernel = self.kernel("combine_bwd", KernelDesc::CombineBwd(desc));
-        let first = self.plan.kernels[kernel].entries.len() - 1;
-        let bind = self.shared_names();
-        for index in 0..first {
+        let later = later.map(|desc| self.combine_bwd_first("combine_bwd_later", desc));
+        self.latent_up_bwd();
+        CombineBwd {
+            routed: self.combine_bwd_first("combine_bwd", routed),
+            later,
+        }
+    }
+
+    /// All entries but the last, which needs what experts leave.
+    fn combine_bwd_first(&mut self, name: &str, desc: desc::CombineBwdDesc) -> usize {
+        let kernel = self.kernel(name, KernelDesc::CombineBwd(desc));
+        let bind = self.combine_bwd_names(kernel);
+        for index in 0..self.plan.kernels[kernel].entries.len() - 1 {
             self.step(kernel, index, &borrowed(&bind));
         }
         kernel
     }
 
+    /// Parameters of `combine_bwd`. Where shared experts are added later, the
+    /// kernel of the routed ones has no other tokens than theirs.
+    fn combine_bwd_names(&self, kernel: usize) -> Vec<(String, String)> {
+        let mut names = self.shared_names(0);
+        if self.plan.kernels[kernel].name == "combine_bwd" {
+            names.extend(owned(&self.around()));
+        }
+        names
+    }
+
     fn combine_bwd_weights(&mut self, kernel: usize) {
-        let mut bind = self.shared_names();
+        let mut bind = self.combine_bwd_names(kernel);
         let mut add = |from: &str, to: &str| bind.push((from.to_string(), to.to_string()));
         add("down_bias", "experts.down.bias");
         add("grad_topk_weights", "grad.topk_weights");
@@ -196,7 +247,7 @@ impl Builder {
     fn expert_bwd(&mut self, shared: Option<usize>, has_rows: &mut bool) {
         let spec = self.plan.spec.clone();
         let suffix = shared.map_or(String::new(), |i| format!("_shared_{i}"));
-        let names = expert_names(shared);
+        let names = self.expert_names(shared);
         let bind = borrowed(&names);
         let dgrad = |half| match shared {
             None => KernelDesc::GroupedGemmDgrad(desc::grouped_gemm_dgrad(&spec, half)),
@@ -230,10 +281,10 @@ impl Builder {
         let is_dispatch =
             |kernel: &crate::KernelPlan| matches!(kernel.desc, KernelDesc::Dispatch(_));
         match self.plan.kernels.iter().position(is_dispatch) {
-            Some(kernel) => self.step(kernel, 0, &[]),
+            Some(kernel) => self.step(kernel, 0, &self.around()),
             None => {
                 let desc = KernelDesc::Dispatch(desc::dispatch(&self.plan.spec));
-                self.launch("dispatch", desc, &[]);
+                self.launch("dispatch", desc, &self.around());
             }
         }
     }
@@ -275,32 +326,38 @@ impl Builder {
     pub(super) fn shared_gates_bwd(&mut self) {
         let spec = self.plan.spec.clone();
         for (i, shared) in spec.shared.iter().enumerate() {
-            if shared.gate != SharedGate::Sigmoid {
+            if shared.gate == SharedGate::None {
                 continue;
             }
             let dlogit = format!("shared.{i}.dlogit");
             let grad = format!("grad.shared.{i}.router.weight");
+            let grad_bias = format!("grad.shared.{i}.router.bias");
             let bind: Bind = &[
                 ("dup", &dlogit),
                 ("dup_map", &dlogit),
                 ("rows", "x"),
                 ("rows_map", "x"),
                 ("grad_up", &grad),
+                ("grad_up_bias", &grad_bias),
             ];
-            let desc = KernelDesc::GroupedGemmWgrad(desc::shared_gate_wgrad(&spec));
+            let desc = KernelDesc::GroupedGemmWgrad(desc::shared_gate_wgrad(&spec, i));
             self.launch(&format!("grouped_gemm_wgrad_gate_shared_{i}"), desc, bind);
         }
     }
 
     fn dispatch_bwd(&mut self) {
-        let desc = desc::dispatch_bwd(&self.plan.spec, &self.shared_parts());
-        let mut bind = self.shared_names();
+        let parts = self.shared_parts();
+        let desc = desc::dispatch_bwd(&self.plan.spec, &parts);
+        let mut bind = self.shared_names(0);
         bind.push(("router_dx".to_string(), "router.dx".to_string()));
+        bind.extend(owned(&self.around()));
         self.launch(
             "dispatch_bwd",
             KernelDesc::DispatchBwd(desc),
             &borrowed(&bind),
         );
+        self.latent_down_bwd();
+        self.dispatch_bwd_later(&parts);
     }
 
     /// Column tiles of a product that leaves parts of the weight's gradient.
@@ -320,8 +377,8 @@ impl Builder {
     }
 
     /// Parameters of `combine_bwd` and `dispatch_bwd` that belong to shared
-    /// experts.
-    fn shared_names(&self) -> Vec<(String, String)> {
+    /// experts, the first of which is the parameters' `first`.
+    pub(super) fn shared_names(&self, first: usize) -> Vec<(String, String)> {
         let parts = [
             ("logit", "router.logits"),
             ("weight", "weight"),
@@ -333,7 +390,8 @@ impl Builder {
         ];
         let indices = 0..self.plan.spec.shared.len();
         let names = indices.flat_map(|i| {
-            parts.map(|(from, to)| (format!("shared_{i}_{from}"), format!("shared.{i}.{to}")))
+            let at = first + i;
+            parts.map(|(from, to)| (format!("shared_{at}_{from}"), format!("shared.{i}.{to}")))
         });
         names.collect()
     }

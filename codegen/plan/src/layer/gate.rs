@@ -32,8 +32,8 @@ const NAMES: [(&str, &str); 22] = [
 ];
 
 impl Builder {
-    pub(super) fn routing(&mut self) {
-        let Some(desc) = desc::gate_topk(&self.plan.spec, self.plan.training.is_some()) else {
+    pub(super) fn gate(&mut self) {
+        let Some(desc) = self.gate_desc() else {
             return;
         };
         let rounds = desc.sinkhorn().unwrap_or(0);
@@ -61,7 +61,7 @@ impl Builder {
 
     /// The tensor that the router reads.
     pub(super) fn routed_tokens(&self) -> &'static str {
-        match self.training_gate().is_some_and(|gate| gate.draws_input()) {
+        match self.gate_desc().is_some_and(|gate| gate.draws_input()) {
             true => "router.x",
             false => "x",
         }
@@ -69,15 +69,15 @@ impl Builder {
 
     /// The tensor that losses take as logits without noise.
     pub(super) fn clean_logits(&self) -> &'static str {
-        match self.training_gate().is_some_and(|gate| gate.noisy()) {
+        match self.gate_desc().is_some_and(|gate| gate.noisy()) {
             true => "router.clean_logits",
             false => "router.logits",
         }
     }
 
-    fn training_gate(&self) -> Option<GateTopkDesc> {
-        self.plan.training?;
-        desc::gate_topk(&self.plan.spec, true)
+    /// The gate of this pass.
+    fn gate_desc(&self) -> Option<GateTopkDesc> {
+        desc::gate_topk(&self.plan.spec, self.trains())
     }
 
     /// A step of this entry, if the kernel has it; `first` wins over the names.
@@ -91,8 +91,8 @@ impl Builder {
 
     /// The projection behind the scale of learned noise.
     fn noise_logits(&mut self, x: &str) {
-        let training = self.plan.training.is_some();
-        if let Some(desc) = desc::noise_gate(&self.plan.spec).filter(|_| training) {
+        let trains = self.trains();
+        if let Some(desc) = desc::noise_gate(&self.plan.spec).filter(|_| trains) {
             let kernel = self.kernel("gate_topk_noise", KernelDesc::GateTopk(desc));
             let bind = [
                 ("x", x),

@@ -3,7 +3,7 @@
 use super::tensors::{constant, tensor};
 use super::{Builder, Role, TensorPlan, borrowed};
 use crate::desc::{self, GateTopkBwdDesc, KernelDesc, Logits};
-use crate::{KernelConfig, heuristics};
+use crate::{KernelConfig, WARP_EXPERTS, heuristics};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::{Size, Target};
 use moesaic_spec::{LayerSpec, LossKind};
@@ -64,12 +64,13 @@ fn loss_tensors(desc: &GateTopkBwdDesc, [tiles, experts]: &[Size; 2]) -> Vec<Ten
     let of = |name: &str, shape: [&Size; 2], role: Role| {
         tensor(name, F32, &shape.map(Size::clone), role)
     };
+    let spare = u64::from(desc.gate.experts > WARP_EXPERTS);
     let (pair, tokens) = (constant(2), Size::Tokens);
     let mut list = vec![
         tensor(
             "loss_parts",
             F32,
-            &[tiles.clone(), sums, experts.clone()],
+            &[tiles.clone() + spare, sums, experts.clone()],
             Role::Scratch,
         ),
         of("token_parts", [tiles, &pair], Role::Scratch),

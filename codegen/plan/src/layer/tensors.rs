@@ -180,14 +180,17 @@ fn scan_tensors(spec: &LayerSpec, target: Target, training: bool) -> Vec<TensorP
 fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let (tokens, activations) = (Size::Tokens, spec.precision.activations);
     let rows = tokens.clone() * spec.shape.top_k as u64;
-    let (model, output) = (constant(spec.shape.model_dim), constant(spec.output_dim()));
+    let output = constant(spec.output_dim());
     let scratch = |name: &str, rows: &Size, width: Size| {
         tensor(name, activations, &[rows.clone(), width], Role::Scratch)
     };
     let mut list = vec![
         scratch("hidden", &rows, constant(spec.shape.hidden_dim)),
-        scratch("out", &rows, output.clone()),
-        scratch("rows", &rows, model),
+        scratch("out", &rows, constant(spec.expert_output_dim())),
+        scratch("rows", &rows, constant(spec.expert_input_dim())),
+        scratch("latent.x", &tokens, constant(spec.expert_input_dim())),
+        scratch("latent.sum", &tokens, constant(spec.expert_output_dim())),
+        scratch("routed", &tokens, output.clone()),
         scratch("gate_pre", &rows, constant(spec.shape.hidden_dim)),
         scratch("up_pre", &rows, constant(spec.shape.hidden_dim)),
     ];
@@ -198,12 +201,12 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
             list.push(scratch(&name, &tokens, hidden.clone()));
         }
         list.push(scratch(&format!("shared.{i}.out"), &tokens, output.clone()));
-        if shared.gate == SharedGate::Sigmoid {
+        if shared.gate != SharedGate::None {
             let name = format!("shared.{i}.router.logits");
             list.push(tensor(
                 &name,
                 F32,
-                &[tokens.clone(), constant(1)],
+                &[tokens.clone(), constant(shared.gate.logits())],
                 Role::Scratch,
             ));
         }

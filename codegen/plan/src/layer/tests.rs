@@ -1,6 +1,5 @@
 use super::*;
-use moesaic_kernel::CpuIsa;
-use moesaic_kernel::DType;
+use moesaic_kernel::{CpuIsa, DType, Size};
 use moesaic_spec::{CapacityMode, CapacityOrder, RouterKind, SharedExpert};
 
 fn spec() -> LayerSpec {
@@ -17,7 +16,7 @@ fn planned(change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
 /// Every tensor of every step is declared, with the parameter's dtype,
 /// and every declared tensor is used.
 fn check(plan: &LayerPlan) {
-    for step in plan.prepare.iter().chain(plan.all_steps()) {
+    for step in plan.prepare.iter().chain(plan.call_steps()) {
         let params = plan.entry(step).params.iter();
         let dtypes = params.filter_map(|p| p.ty.tensor().map(|(dtype, _)| dtype));
         for (name, dtype) in step.tensors.iter().zip(dtypes) {
@@ -28,7 +27,7 @@ fn check(plan: &LayerPlan) {
         }
     }
     for tensor in &plan.tensors {
-        let mut steps = plan.prepare.iter().chain(plan.all_steps());
+        let mut steps = plan.prepare.iter().chain(plan.call_steps());
         let used = steps.any(|step| step.tensors.contains(&tensor.name));
         assert!(used, "{} is never used", tensor.name);
     }
@@ -41,8 +40,9 @@ fn tensors_and_parameters_agree() {
         s.shared.push(SharedExpert {
             hidden_dim: 8,
             gate: SharedGate::Sigmoid,
+            bias: None,
         });
-        s.experts.bias = true;
+        s.experts.bias = true.into();
         s.experts.identity = 2;
         s.capacity.mode = CapacityMode::Bounded;
         s.capacity.order = CapacityOrder::BatchPrioritized;
@@ -100,8 +100,9 @@ fn backward_tensors_and_parameters_agree() {
             s.shared.push(SharedExpert {
                 hidden_dim: 8,
                 gate: SharedGate::Sigmoid,
+                bias: None,
             });
-            s.experts.bias = true;
+            s.experts.bias = true.into();
             s.experts.identity = 2;
             s.capacity.mode = CapacityMode::Bounded;
             s.capacity.renormalize_after_drop = true;

@@ -1,11 +1,11 @@
 //! A layer whose routed experts are the caller's code: everything but their
 //! products is planned, and there are two places where the caller takes over.
 
-use super::{Builder, LayerPlan, PlanOptions};
+use super::{Builder, LayerPlan, Pass, PlanOptions};
 use crate::PlanError;
 use crate::desc::{self, KernelDesc};
 use moesaic_kernel::Target;
-use moesaic_spec::{LayerSpec, WeightSite};
+use moesaic_spec::{Biases, LayerSpec, WeightSite};
 
 /// The plan of such a layer; it names no weight of a routed expert.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,6 +14,8 @@ pub struct UserPlan {
     pub layer: LayerPlan,
     /// Before this step of the forward pass the caller turns `rows` into `out`.
     pub forward_at: usize,
+    /// The same of [`LayerPlan::evaluation_steps`].
+    pub evaluation_at: usize,
     /// Before this step of the backward pass the caller turns `dout`, the
     /// gradient of what was added to each token, into `drows` and column 0 of
     /// `dweight_parts`.
@@ -34,22 +36,25 @@ pub fn plan_user_experts(
     check(spec)?;
     let mut builder = Builder::new(spec, target, options);
     let forward_at = builder.forward_around();
-    let backward_at = match options.training {
-        Some(_) => builder.backward_around(),
-        None => 0,
-    };
+    let (mut evaluation_at, mut backward_at) = (forward_at, 0);
+    if options.training.is_some() {
+        backward_at = builder.backward_around();
+        builder.pass = Pass::Evaluation;
+        evaluation_at = builder.forward_around();
+    }
     let mut layer = builder.finish();
     let of_expert = |name: &str| name.trim_start_matches("grad.").starts_with("experts.");
     layer.tensors.retain(|tensor| !of_expert(&tensor.name));
     Ok(UserPlan {
         layer,
         forward_at,
+        evaluation_at,
         backward_at,
     })
 }
 
 fn check(spec: &LayerSpec) -> Result<(), PlanError> {
-    let (option, advice) = if spec.experts.bias {
+    let (option, advice) = if spec.experts.bias != Biases::None {
         (
             "experts.bias",
             "remove it: experts add their biases themselves",
@@ -67,13 +72,13 @@ impl Builder {
     /// are always copied, whatever the target's own products would read.
     fn forward_around(&mut self) -> usize {
         self.routing();
-        if self.plan.training.is_some() {
-            self.losses();
-        }
-        self.scan();
+        self.latent_down();
         let dispatch = desc::dispatch(&self.plan.spec);
-        self.launch("dispatch", KernelDesc::Dispatch(dispatch), &[]);
-        let at = self.plan.steps.len();
+        self.launch("dispatch", KernelDesc::Dispatch(dispatch), &self.around());
+        let at = match self.pass {
+            Pass::Evaluation => self.plan.evaluation.len(),
+            _ => self.plan.steps.len(),
+        };
         for index in 0..self.plan.spec.shared.len() {
             self.shared(index);
         }

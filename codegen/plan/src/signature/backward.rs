@@ -21,8 +21,9 @@ fn edges(experts: usize) -> String {
 pub(super) fn combine_bwd(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Vec<Entry> {
     let shared = d.shared.iter().any(|shared| shared.gated);
     let list = [
-        Some(combine_rows(d, c)),
+        (d.top_k > 0).then(|| combine_rows(d, c)),
         shared.then(|| combine_shared(d, c)),
+        combine_routed(d, c),
         Some(combine_weights(d, c)),
     ];
     list.into_iter().flatten().collect()
@@ -45,7 +46,8 @@ fn combine_rows(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
 fn combine_shared(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
     let gated = (0..d.shared.len()).filter(|&i| d.shared[i].gated);
     let params = gated.flat_map(|i| {
-        let logit = Param::read(&format!("shared_{i}_logit"), F32, "[tokens, 1]");
+        let shape = format!("[tokens, {}]", d.shared[i].logits());
+        let logit = Param::read(&format!("shared_{i}_logit"), F32, shape);
         let weight = Param::write(&format!("shared_{i}_weight"), F32, "[tokens, 1]");
         [logit, weight]
     });
@@ -55,10 +57,26 @@ fn combine_shared(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
     entry(symbol, summary, params.collect(), grid, c.threads)
 }
 
+/// The gradient of what routed experts add up to, where that has a weight.
+fn combine_routed(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Option<Entry> {
+    let index = d.shared.iter().position(|shared| shared.residual)?;
+    let width = format!("[tokens, {}]", d.output_dim);
+    let params = vec![
+        Param::read("dy", d.activations, &width),
+        Param::read(&format!("shared_{index}_weight"), F32, "[tokens, 1]"),
+        Param::write("drouted", d.activations, &width),
+    ];
+    let grid = [tokens_by(c.tile_rows), one()];
+    let summary = "multiplies the output's gradient by the weight of the routed experts";
+    let symbol = "combine_bwd_routed";
+    Some(entry(symbol, summary, params, grid, c.threads))
+}
+
 fn combine_weights(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
     let (slots, identity) = (per_slot(d.top_k), d.identity > 0);
-    let input = d.weight_on == WeightSite::Input;
-    let shared_bias = d.shared.iter().any(|shared| shared.gated) && d.expert_bias;
+    let residual = d.shared.iter().any(|shared| shared.residual);
+    let (input, routed) = (d.weight_on == WeightSite::Input, d.top_k > 0);
+    let shared_bias = d.shared.iter().any(|shared| shared.gated && shared.bias);
     let token =
         |name: &str, width: usize| Param::read(name, d.activations, format!("[tokens, {width}]"));
     let row =
@@ -66,17 +84,21 @@ fn combine_weights(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
     let renormalized = d.renormalized.is_some();
     let bias_shape = format!("[{}, {}]", d.experts, d.output_dim);
     let mut params = some([
-        Some(Param::read("topk_ids", I32, &slots)),
-        Some(Param::read("slot_rows", I32, &slots)),
+        when(routed, Param::read("topk_ids", I32, &slots)),
+        when(routed, Param::read("slot_rows", I32, &slots)),
         when(
-            !input,
+            routed && !input,
             Param::read("dweight_parts", F32, format!("[rows, {}]", d.parts)),
         ),
         when(d.bias, row("dout", d.output_dim)),
         when(d.bias, Param::read("down_bias", d.weights, bias_shape)),
         when(input, row("drows", d.model_dim)),
         when(input || identity, token("x", d.model_dim)),
-        when(identity || shared_bias, token("dy", d.output_dim)),
+        when(
+            identity || shared_bias || residual,
+            token("dy", d.output_dim),
+        ),
+        when(residual, token("routed", d.output_dim)),
         when(renormalized, Param::read("topk_weights", F32, &slots)),
         when(renormalized, Param::read("kept_sums", F32, "[tokens]")),
     ]);
@@ -88,7 +110,7 @@ fn combine_weights(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
             format!("[1, {}]", d.output_dim),
         );
         params.push(Param::read(&format!("shared_{i}_parts"), F32, parts));
-        params.extend(when(d.expert_bias, bias));
+        params.extend(when(shared.bias, bias));
         params.push(Param::read(
             &format!("shared_{i}_weight"),
             F32,
@@ -97,10 +119,10 @@ fn combine_weights(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
         params.push(Param::write(
             &format!("shared_{i}_dlogit"),
             F32,
-            "[tokens, 1]",
+            format!("[tokens, {}]", shared.logits()),
         ));
     }
-    params.push(Param::write("grad_topk_weights", F32, &slots));
+    params.extend(when(routed, Param::write("grad_topk_weights", F32, &slots)));
     let grid = [tokens_by(c.tile_tokens), one()];
     let summary = "gradients of the weights of each token's choices";
     entry("combine_bwd_weights", summary, params, grid, c.threads)
@@ -267,13 +289,13 @@ pub(super) fn gradient(matrix: &str, suffix: &str, shape: &str) -> Param {
 }
 
 pub(super) fn dispatch_bwd(d: &DispatchBwdDesc, c: &DispatchBwdConfig) -> Vec<Entry> {
-    let (slots, identity) = (per_slot(d.top_k), d.identity > 0);
+    let (slots, identity, routed) = (per_slot(d.top_k), d.identity > 0, d.top_k > 0);
     let token =
         |name: &str, dtype: DType| Param::read(name, dtype, format!("[tokens, {}]", d.model_dim));
     let rows = format!("[rows, {}]", d.model_dim);
     let mut params = some([
-        Some(Param::read("drows", d.activations, rows)),
-        Some(Param::read("slot_rows", I32, &slots)),
+        when(routed, Param::read("drows", d.activations, rows)),
+        when(routed, Param::read("slot_rows", I32, &slots)),
         when(identity, Param::read("topk_ids", I32, &slots)),
         when(
             d.weighted || identity,
@@ -285,11 +307,12 @@ pub(super) fn dispatch_bwd(d: &DispatchBwdDesc, c: &DispatchBwdConfig) -> Vec<En
     for (i, shared) in d.shared.iter().enumerate() {
         params.push(token(&format!("shared_{i}_drows"), d.activations));
         if shared.gated {
-            let weight = format!("[1, {}]", d.model_dim);
+            let logits = shared.logits();
+            let weight = format!("[{logits}, {}]", d.model_dim);
             params.push(Param::read(
                 &format!("shared_{i}_dlogit"),
                 F32,
-                "[tokens, 1]",
+                format!("[tokens, {logits}]"),
             ));
             params.push(Param::read(&format!("shared_{i}_router"), F32, weight));
         }

@@ -3,7 +3,7 @@
 
 use super::backward::{gradient, per_slot};
 use super::{entry, one, some, tokens_by, when};
-use crate::config::GateTopkBwdConfig;
+use crate::config::{GateTopkBwdConfig, WARP_EXPERTS};
 use crate::desc::{GateTopkBwdDesc, Logits};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
@@ -99,10 +99,18 @@ fn sequences(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
 fn losses_sum(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
     use moesaic_spec::LossKind::Global;
     let e = d.gate.experts;
-    let parts = format!("[tiles, {}, {e}]", d.sums.len());
+    // The last row is for the sums, where shared memory has no room for them.
+    let (access, tiles) = match e > WARP_EXPERTS {
+        true => (Access::ReadWrite, "tiles + 1"),
+        false => (Access::Read, "tiles"),
+    };
+    let parts = format!("[{tiles}, {}, {e}]", d.sums.len());
     let global = d.losses.iter().any(|loss| loss.kind == Global);
     let mut params = some([
-        when(!d.sums.is_empty(), Param::read("loss_parts", F32, parts)),
+        when(
+            !d.sums.is_empty(),
+            Param::tensor("loss_parts", F32, access, parts),
+        ),
         when(
             d.counts_tokens(),
             Param::read("token_parts", F32, "[tiles, 2]"),

@@ -11,8 +11,8 @@ use moesaic_spec::{CapacityMode, CapacityOrder};
 /// Tokens per block that rescales their weights.
 const HELPER_TILE: usize = 64;
 
-/// Experts whose counts a block of `expert_scan_chunks` sums side by side.
-const CHUNK_COLUMNS: u64 = 32;
+/// Threads of `expert_scan_chunks` that share the counts of an expert.
+const CHUNK_RUNS: u64 = 8;
 
 pub(super) fn entries(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
     let counts = c.counted_by == CountedBy::Scan;
@@ -88,7 +88,7 @@ fn chunks(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
         d.tile_counts(Access::ReadWrite),
         d.chunk_counts(Access::Write),
     ];
-    let columns = (d.routed_experts as u64).div_ceil(CHUNK_COLUMNS);
+    let columns = (d.routed_experts as u64).div_ceil(u64::from(c.threads) / CHUNK_RUNS);
     let grid = [whole, Size::Const(columns)];
     let summary = "sums the counts of each whole chunk of tiles";
     let symbol = "expert_scan_chunks";
@@ -114,6 +114,7 @@ fn offsets(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
             d.ranked(),
             d.per_expert("bucket_offsets", I64, Access::Write),
         ),
+        when(d.capacity.has_factor(), Param::i64("row_limit")),
     ]);
     let summary = "sums counts to offsets, applies the capacity rule, lists row tiles";
     let grid = [one(), one()];

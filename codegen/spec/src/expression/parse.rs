@@ -109,9 +109,11 @@ impl Parser<'_> {
                 Ok(power)
             }
             None => {
-                let end = digits.end.max(exponent_start + 1).min(self.text.len());
+                let next = self.text[exponent_start..].chars().next();
+                let least = exponent_start + next.map_or(0, char::len_utf8);
+                let end = digits.end.max(least);
                 let message = "an exponent must be a whole number";
-                let error = ExpressionError::new(exponent_start.min(end)..end, message)
+                let error = ExpressionError::new(exponent_start..end, message)
                     .label(format!("from -{MAX_POWER} to {MAX_POWER}"))
                     .help("for other powers write exp(p * log(x)) or sqrt(x)");
                 Err(Box::new(error))

@@ -9,6 +9,8 @@ pub(super) struct Config {
     /// `model_type`, for messages.
     pub model: String,
     values: Map<String, Value>,
+    /// What stood around a nested configuration.
+    around: Map<String, Value>,
     /// Element type of the checkpoint.
     pub dtype: DType,
 }
@@ -30,13 +32,14 @@ impl Config {
         let mut config = Config {
             model: named(&outer).unwrap_or_default(),
             values: outer,
+            around: Map::new(),
             dtype: DType::F32,
         };
         config.read_dtype()?;
         config.refuse_quantized()?;
         if let Some(Value::Object(inner)) = config.values.remove(NESTED) {
             config.model = named(&inner).unwrap_or(config.model);
-            config.values = inner;
+            config.around = std::mem::replace(&mut config.values, inner);
             config.read_dtype()?;
             config.refuse_quantized()?;
         }
@@ -181,6 +184,45 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a list of whole numbers"))
     }
 
+    /// A list of whole numbers, or of the same in text, divided by commas.
+    pub fn numbers(&self, key: &str) -> Result<Option<Vec<usize>>, HfError> {
+        let Some((_, Value::String(text))) = self.find(&[key]) else {
+            return self.sizes(key);
+        };
+        let parts = text
+            .split(',')
+            .map(str::trim)
+            .filter(|part| !part.is_empty());
+        let list = parts.map(|part| part.parse().ok()).collect::<Option<_>>();
+        let value = Value::String(text.clone());
+        list.map(Some)
+            .ok_or_else(|| self.bad(key, &value, "whole numbers divided by commas"))
+    }
+
+    /// A list of whole numbers, some negative.
+    pub fn signed_list(&self, key: &str) -> Result<Option<Vec<i64>>, HfError> {
+        let Some((_, value)) = self.find(&[key]) else {
+            return Ok(None);
+        };
+        let list = value
+            .as_array()
+            .and_then(|list| list.iter().map(Value::as_i64).collect());
+        list.map(Some)
+            .ok_or_else(|| self.bad(key, value, "a list of whole numbers"))
+    }
+
+    /// The number of a layer in a list; null and no list are 0.
+    pub fn number_at(&self, key: &str, at: usize) -> Result<f64, HfError> {
+        let Some((_, value)) = self.find(&[key]) else {
+            return Ok(0.0);
+        };
+        let number = |value: &Value| value.as_f64().or(value.is_null().then_some(0.0));
+        let entry = value.as_array().and_then(|list| list.get(at));
+        entry
+            .and_then(number)
+            .ok_or_else(|| self.bad(key, value, "a number for each layer"))
+    }
+
     /// A list of words.
     pub fn words(&self, keys: &[&str]) -> Result<Option<Vec<String>>, HfError> {
         let Some((key, value)) = self.find(keys) else {
@@ -201,11 +243,31 @@ impl Config {
             Some((_, Value::Object(inner))) => inner.clone(),
             Some((_, value)) => return Err(self.bad(key, value, "an object")),
         };
-        Ok(Config {
+        let mut nested = Config {
             model: self.model.clone(),
             values,
+            around: Map::new(),
             dtype: self.dtype,
-        })
+        };
+        nested.read_dtype()?;
+        nested.refuse_quantized()?;
+        Ok(nested)
+    }
+
+    /// The object under `key` beside this configuration, if there is one: in
+    /// it, or where it is nested itself, in the one around it.
+    pub fn beside(&self, key: &str) -> Result<Option<Config>, HfError> {
+        if self.find(&[key]).is_some() {
+            return self.nested(key).map(Some);
+        }
+        let around = Config {
+            model: self.model.clone(),
+            values: self.around.clone(),
+            around: Map::new(),
+            dtype: self.dtype,
+        };
+        let there = around.find(&[key]).is_some();
+        there.then(|| around.nested(key)).transpose()
     }
 
     /// The error for a value of the wrong type or out of range.
@@ -256,9 +318,13 @@ fn kind(value: &Value) -> &'static str {
 
 /// A value for a message, cut when long.
 fn short(value: &Value) -> String {
-    let text = value.to_string();
+    shortened(&value.to_string())
+}
+
+/// Text for a message, cut when long.
+pub(super) fn shortened(text: &str) -> String {
     match text.char_indices().nth(60) {
         Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
+        None => text.to_string(),
     }
 }

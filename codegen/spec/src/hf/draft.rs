@@ -33,6 +33,16 @@ const GATE: [&str; 2] = ["gate_proj", "w1"];
 const UP: [&str; 2] = ["up_proj", "w3"];
 const DOWN: [&str; 2] = ["down_proj", "w2"];
 
+/// What comes before the number of a decoder's layer, without and with the
+/// prefixes that checkpoints of a larger model add.
+pub(super) const DECODER: &[&str] = &[
+    "model.layers.",
+    "layers.",
+    "model.language_model.layers.",
+    "language_model.model.layers.",
+    "language_model.layers.",
+];
+
 /// A spec and its recipes in the making.
 pub(super) struct Draft {
     pub spec: LayerSpec,
@@ -44,14 +54,14 @@ pub(super) struct Draft {
 
 impl Draft {
     /// A dropless layer with a linear softmax router and gated silu experts.
-    pub fn new(config: &Config, layer: usize, sizes: Sizes) -> Draft {
+    pub fn new(config: &Config, sizes: Sizes) -> Draft {
         let precision = Precision {
             weights: config.dtype,
             activations: config.dtype,
             ..Precision::default()
         };
         let spec = LayerSpec {
-            name: format!("{}-layer{layer}", config.model.replace('_', "-")),
+            name: config.model.replace('_', "-"),
             shape: Shape {
                 model_dim: sizes.model,
                 hidden_dim: sizes.hidden,
@@ -63,6 +73,7 @@ impl Draft {
             router: Router::default(),
             capacity: Capacity::default(),
             experts: Experts::default(),
+            latent: None,
             shared: Vec::new(),
             losses: Vec::new(),
         };
@@ -74,20 +85,9 @@ impl Draft {
         }
     }
 
-    /// Sets the roots of a decoder layer: `model.layers.{layer}.{block}.` with
-    /// and without the prefixes that checkpoints of a larger model add.
+    /// Sets the roots of a decoder layer.
     pub fn decoder(&mut self, layer: usize, blocks: &[&str]) {
-        self.rooted(
-            &[
-                "model.layers.",
-                "layers.",
-                "model.language_model.layers.",
-                "language_model.model.layers.",
-                "language_model.layers.",
-            ],
-            layer,
-            blocks,
-        );
+        self.rooted(DECODER, layer, blocks);
     }
 
     /// Sets the roots `{prefix}{layer}.{block}`.
@@ -135,10 +135,22 @@ impl Draft {
 
     /// A tensor stacked from `experts.{e}.{name}` for any of `names`.
     pub fn per_expert(&mut self, canonical: &str, before: &str, names: &[String]) {
+        self.per_expert_from(0, canonical, before, names);
+    }
+
+    /// As `per_expert`, with the number of the first expert.
+    pub fn per_expert_from(
+        &mut self,
+        first: usize,
+        canonical: &str,
+        before: &str,
+        names: &[String],
+    ) {
         let count = self.spec.shape.experts;
         let part = |root: &String, name: &String| Parts::PerExpert {
             before: format!("{root}{before}"),
             after: format!(".{name}"),
+            first,
             count,
         };
         let roots = self.roots.iter();
@@ -158,11 +170,16 @@ impl Draft {
     /// Gated experts as most families hold them: one tensor per expert, or
     /// `experts.gate_up_proj` and `experts.down_proj` fused as `fused` says.
     pub fn gated_experts(&mut self, fused: Fused) {
+        self.single_experts(0);
+        self.fused_experts(fused, "experts.gate_up_proj", "experts.down_proj");
+    }
+
+    /// Gated experts in tensors of their own, counted from `first`.
+    pub fn single_experts(&mut self, first: usize) {
         for (part, names) in [("gate", GATE), ("up", UP), ("down", DOWN)] {
             let names = names.map(|n| format!("{n}.weight"));
-            self.per_expert(&format!("experts.{part}.weight"), "experts.", &names);
+            self.per_expert_from(first, &format!("experts.{part}.weight"), "experts.", &names);
         }
-        self.fused_experts(fused, "experts.gate_up_proj", "experts.down_proj");
     }
 
     /// Gated experts in two tensors.
@@ -182,39 +199,40 @@ impl Draft {
         self.stepped("experts.down.weight", &[down], &flip);
     }
 
-    /// Adds a shared expert whose tensors are under `{root}{module}.`.
-    pub fn shared(&mut self, module: &str, hidden_dim: usize, gate: SharedGate) {
+    /// Adds a shared expert whose tensors are under `{root}{module}.` of one of
+    /// `modules`.
+    pub fn shared(&mut self, modules: &[&str], hidden_dim: usize, gate: SharedGate) {
         let index = self.spec.shared.len();
-        self.spec.shared.push(SharedExpert { hidden_dim, gate });
+        self.spec.shared.push(SharedExpert {
+            hidden_dim,
+            gate,
+            bias: None,
+        });
         let mut parts = vec![("up", UP), ("down", DOWN)];
         if self.spec.gated() {
             parts.push(("gate", GATE));
         }
         for (part, names) in parts {
             for kind in ["weight", "bias"] {
-                let names = names.map(|n| format!("{module}.{n}.{kind}"));
-                let names = names.each_ref().map(String::as_str);
+                let under = |module: &&str| names.map(|n| format!("{module}.{n}.{kind}"));
+                let names: Vec<String> = modules.iter().flat_map(under).collect();
+                let names: Vec<&str> = names.iter().map(String::as_str).collect();
                 self.plain(&format!("shared.{index}.{part}.{kind}"), &names);
             }
         }
     }
 
-    /// Gives every expert biases because some have them: those that a
-    /// checkpoint does not have are zero.
+    /// Gives the shared experts biases, which the routed ones do not have.
     pub fn biased(&mut self) {
-        self.spec.experts.bias = true;
-        for (part, names) in [("gate", GATE), ("up", UP), ("down", DOWN)] {
-            let canonical = format!("experts.{part}.bias");
-            let names = names.map(|n| format!("{n}.bias"));
-            self.per_expert(&canonical, "experts.", &names);
-            self.push(
-                &canonical,
-                vec![Alternative {
-                    parts: Parts::Zeros,
-                    steps: Vec::new(),
-                }],
-            );
-        }
+        let shared = self.spec.shared.iter_mut();
+        shared.for_each(|expert| expert.bias = Some(true.into()));
+    }
+
+    /// Adds a step to every way a tensor is held.
+    pub fn then(&mut self, canonical: &str, step: Step) {
+        let sources = self.sources.iter_mut().filter(|s| s.name == canonical);
+        let alternatives = sources.flat_map(|source| &mut source.alternatives);
+        alternatives.for_each(|alternative| alternative.steps.push(step.clone()));
     }
 
     /// Divides by the sum of the selected scores when the flag is set.
@@ -244,6 +262,15 @@ impl Draft {
         if groups.count > 1 && groups.keep < groups.count {
             self.spec.router.groups = Some(groups);
         }
+    }
+
+    /// gpt-oss's gated activation: clamped, `x·σ(alpha·x)`, one added to up.
+    pub fn swiglu_oai(&mut self, config: &Config) -> Result<(), HfError> {
+        let experts = &mut self.spec.experts;
+        experts.alpha = config.number(&["swiglu_alpha"], 1.702)?;
+        experts.clamp = Some(config.number(&["swiglu_limit"], 7.0)?);
+        experts.up_offset = 1.0;
+        Ok(())
     }
 
     /// The non-linearity by its name in transformers.

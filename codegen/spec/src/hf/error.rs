@@ -99,6 +99,17 @@ pub enum HfError {
         remedy: String,
     },
 
+    /// The spec has no axis for what every model of the family does.
+    #[error("{model}: the layer cannot be expressed: {does}; the spec has {has}")]
+    Family {
+        /// The model type.
+        model: String,
+        /// What its block does.
+        does: String,
+        /// What the spec has in its place.
+        has: String,
+    },
+
     /// The numbers make no valid layer.
     #[error("{model}: the configuration describes no valid layer: {problems}")]
     Invalid {

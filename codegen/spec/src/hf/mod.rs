@@ -48,7 +48,8 @@ pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
     let family = families::find(&config)?;
     let layers = (family.layers)(&config)?;
     layers.check(&config, layer)?;
-    let draft = (family.build)(&config, layer)?;
+    let mut draft = (family.build)(&config, layer)?;
+    draft.spec.name += &format!("-layer{layer}");
     if let Err(problems) = draft.spec.validate() {
         let problems: Vec<String> = problems.iter().map(|p| p.to_string()).collect();
         return Err(HfError::Invalid {
@@ -67,6 +68,11 @@ pub fn import(config_json: &str, layer: usize) -> Result<Import, HfError> {
 pub fn moe_layers(config_json: &str) -> Result<Vec<usize>, HfError> {
     let config = Config::parse(config_json)?;
     Ok((families::find(&config)?.layers)(&config)?.moe)
+}
+
+/// Every `model_type` that [`import`] refuses for what its block does, with that.
+pub fn refused_models() -> Vec<(&'static str, &'static str)> {
+    families::refused().collect()
 }
 
 /// Every `model_type` that [`import`] reads.

@@ -26,18 +26,25 @@ pub struct Alternative {
 pub enum Parts {
     /// One tensor.
     One(String),
-    /// `{before}{e}{after}` for each expert `e` below `count`, stacked along a
-    /// new first dimension.
+    /// `{before}{first + e}{after}` for each expert `e` below `count`, stacked
+    /// along a new first dimension.
     PerExpert {
         /// The name up to the number.
         before: String,
         /// The name after the number.
         after: String,
+        /// The number of the first.
+        first: usize,
         /// How many.
         count: usize,
     },
-    /// No tensor: zeros of the canonical shape.
-    Zeros,
+    /// One tensor for every expert, repeated along a new first dimension.
+    Repeated {
+        /// Its name.
+        name: String,
+        /// How often.
+        count: usize,
+    },
 }
 
 /// What is done to a tensor.
@@ -69,6 +76,24 @@ pub enum Step {
     DivColumns(String),
 }
 
+impl Parts {
+    /// The tensor of each part, in order.
+    pub fn names(&self) -> Vec<String> {
+        match self {
+            Parts::One(name) => vec![name.clone()],
+            Parts::PerExpert {
+                before,
+                after,
+                first,
+                count,
+            } => (*first..first + count)
+                .map(|e| format!("{before}{e}{after}"))
+                .collect(),
+            Parts::Repeated { name, count } => vec![name.clone(); *count],
+        }
+    }
+}
+
 impl Alternative {
     /// One tensor as it is.
     pub fn plain(name: impl Into<String>) -> Alternative {
@@ -80,15 +105,8 @@ impl Alternative {
 
     /// Every tensor name that this way reads.
     pub fn names(&self) -> Vec<String> {
-        let mut names = match &self.parts {
-            Parts::One(name) => vec![name.clone()],
-            Parts::PerExpert {
-                before,
-                after,
-                count,
-            } => (0..*count).map(|e| format!("{before}{e}{after}")).collect(),
-            Parts::Zeros => Vec::new(),
-        };
+        let mut names = self.parts.names();
+        names.dedup();
         names.extend(self.steps.iter().filter_map(|step| match step {
             Step::MulColumns(name) | Step::DivColumns(name) => Some(name.clone()),
             _ => None,

@@ -1,6 +1,7 @@
 //! Single values of the TOML: types, numbers and words.
 
 use super::join;
+use crate::biases::BIASES;
 use crate::schema::{ACTIVATIONS, Kind, SELECTIONS};
 use crate::{Expression, Problem, suggest};
 use toml::Spanned;
@@ -14,7 +15,7 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
     match (kind, value) {
         (Kind::Count, DeValue::Integer(number)) => count(number, path),
         (Kind::Number, value) => number(value, path),
-        (Kind::Flag, DeValue::Boolean(flag)) => Ok((*flag).into()),
+        (Kind::Flag | Kind::Biases, DeValue::Boolean(flag)) => Ok((*flag).into()),
         (Kind::Text, DeValue::String(text)) => Ok(text.to_string().into()),
         (Kind::Choice(known), DeValue::String(word)) => choice(word, known, path),
         (Kind::Select, DeValue::Table(table)) if table.len() == 1 => {
@@ -33,6 +34,12 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
                 _ => refuse(kind, value, path),
             }
         }
+        (Kind::Biases, DeValue::String(word)) => {
+            choice(word, BIASES, path).map_err(|mut problem| {
+                problem.help = Some(HOW_TO_BIAS.to_string());
+                problem
+            })
+        }
         (Kind::Activation, DeValue::String(word)) => choice(word, ACTIVATIONS, path),
         _ => refuse(kind, value, path),
     }
@@ -45,6 +52,7 @@ fn refuse(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
         Kind::Number => ("a number", None),
         Kind::Flag => ("true or false", None),
         Kind::Text => ("a string", None),
+        Kind::Biases => ("true, false or a string", Some(HOW_TO_BIAS.to_string())),
         Kind::Choice(known) => ("a string", Some(possible(known))),
         Kind::Select => ("a string or { sparse-mixer = ... }", Some(how_to_select())),
         Kind::Activation => (
@@ -151,6 +159,9 @@ fn numbered(rule: &str, value: &DeValue<'_>, path: &str) -> Read {
     };
     Ok(toml::Table::from_iter([(rule.to_string(), value)]).into())
 }
+
+/// How the biases of experts are written.
+const HOW_TO_BIAS: &str = "possible values: true, false, \"up\" (gate and up), \"down\"";
 
 /// How a custom activation is written.
 const EXPRESSION: &str = "{ expr = \"x * sigmoid(1.7 * x)\" }";

@@ -7,7 +7,16 @@ use crate::{
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    factor(&spec.capacity, problems);
+    let capacity = &spec.capacity;
+    let given = capacity.has_factor() || capacity.factor != 1.0;
+    let given = given.then_some(capacity.factor);
+    factor(capacity, "capacity.factor", given, problems);
+    factor(
+        capacity,
+        "capacity.eval_factor",
+        capacity.eval_factor,
+        problems,
+    );
     rows(&spec.capacity, problems);
     order(&spec.capacity, problems);
     importance(spec, problems);
@@ -37,10 +46,11 @@ fn idle(capacity: &Capacity, key: &str, value: String, because: &str, instead: &
     conflict.problem()
 }
 
-fn factor(capacity: &Capacity, problems: &mut Vec<Problem>) {
-    let (key, value) = ("capacity.factor", capacity.factor);
-    let used = matches!(capacity.mode, CapacityMode::Factor | CapacityMode::Bounded);
-    if !used && value != 1.0 {
+fn factor(capacity: &Capacity, key: &str, value: Option<f64>, problems: &mut Vec<Problem>) {
+    let Some(value) = value else {
+        return;
+    };
+    if !capacity.has_factor() {
         let because = "used by modes \"factor\" and \"bounded\" only";
         let instead = "set mode = \"factor\" or \"bounded\"";
         problems.push(idle(capacity, key, format!("{value:?}"), because, instead));

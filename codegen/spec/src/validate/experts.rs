@@ -1,7 +1,9 @@
 //! Experts and shared experts.
 
 use super::{Conflict, Range, Real, quoted};
-use crate::{Activation, ExpertForm, GateLayout, LayerSpec, MAX_SHARED, Problem, WeightSite};
+use crate::{
+    Activation, ExpertForm, GateLayout, LayerSpec, MAX_SHARED, Problem, SharedGate, WeightSite,
+};
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(spec, problems);
@@ -75,7 +77,7 @@ fn identity(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         return;
     }
     let output = spec.output_dim();
-    if output != model {
+    if output != model && spec.latent.is_none() {
         let message = format!("identity experts cannot turn width {model} into {output}");
         let problem = Problem::new("experts.identity", message)
             .label("return their input")
@@ -118,10 +120,27 @@ fn shared(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             problems.push(problem.help(help));
         }
     }
+    one_residual(spec, problems);
     let count = spec.shared.len();
     if count > MAX_SHARED {
         let message = format!("{count} shared experts are too many");
         let problem = Problem::new("shared", message).label(format!("at most {MAX_SHARED}"));
         problems.push(problem.help("equal experts without a gate can be merged into a wider one"));
+    }
+}
+
+/// The weight of the routed experts comes from one pair of logits.
+fn one_residual(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let gates = spec.shared.iter().map(|shared| shared.gate).enumerate();
+    let mut residual = gates.filter(|(_, gate)| *gate == SharedGate::Residual);
+    let Some((first, _)) = residual.next() else {
+        return;
+    };
+    for (index, _) in residual {
+        let message = format!("`shared[{index}]` is a second shared expert with a residual gate");
+        let problem = Problem::new(format!("shared[{index}].gate"), message)
+            .label("the routed experts have one weight")
+            .with(format!("shared[{first}].gate"), "which this one gives");
+        problems.push(problem.help("use gate = \"sigmoid\" or \"none\" for the others"));
     }
 }

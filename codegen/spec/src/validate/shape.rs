@@ -48,8 +48,9 @@ fn sizes(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 }
 
 fn matrix(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    let (model, output) = (spec.shape.model_dim, spec.output_dim());
+    let (model, output) = (spec.expert_input_dim(), spec.expert_output_dim());
     let (wide, key) = match output > model {
+        _ if spec.latent.is_some() => (model, "latent.dim"),
         true => (output, "shape.output_dim"),
         false => (model, "shape.model_dim"),
     };
@@ -63,6 +64,25 @@ fn matrix(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         );
         let problem = Problem::new("shape.hidden_dim", message).label("rows");
         problems.push(problem.with(key, "columns").help(help));
+    }
+    latent(spec, problems);
+}
+
+/// Both matrices around the routed experts.
+fn latent(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let Some(latent) = &spec.latent else { return };
+    Range::dim("latent.dim", latent.dim).check(problems);
+    let wide = spec.shape.model_dim.max(spec.output_dim());
+    let sane = wide <= crate::MAX_DIM && latent.dim <= crate::MAX_DIM;
+    if sane && latent.dim.saturating_mul(wide) > MAX_MATRIX {
+        let dim = latent.dim;
+        let message = format!("a projection of {dim} x {wide} elements is too large");
+        let help = format!(
+            "offsets inside a matrix are 32-bit: keep it at {MAX_MATRIX} elements or below"
+        );
+        let problem = Problem::new("latent.dim", message).label("one side");
+        let problem = problem.with("shape.model_dim", "the other");
+        problems.push(problem.with("shape.output_dim", "the other").help(help));
     }
 }
 

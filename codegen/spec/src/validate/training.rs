@@ -2,8 +2,8 @@
 
 use super::{Conflict, Range, Real, quoted};
 use crate::{
-    CapacityMode, LayerSpec, LossKind, MAX_SINKHORN_ROUNDS, NoiseKind, Problem, Router, RouterKind,
-    Select,
+    CapacityMode, LayerSpec, LossKind, MAX_BALANCED_EXPERTS, MAX_SINKHORN_ROUNDS, NoiseKind,
+    Problem, Router, RouterKind, Select,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -12,9 +12,30 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     entropy(spec, problems);
     random_second(spec, problems);
     match spec.router.select {
-        Select::ExpertChoice(_) => expert_choice(spec, problems),
-        Select::Sinkhorn(rounds) => sinkhorn(&spec.router, rounds, problems),
+        Select::ExpertChoice(_) => {
+            few_experts(spec, problems);
+            expert_choice(spec, problems);
+        }
+        Select::Sinkhorn(rounds) => {
+            few_experts(spec, problems);
+            sinkhorn(&spec.router, rounds, problems);
+        }
         Select::TopK | Select::SparseMixer(_) => {}
+    }
+}
+
+/// What looks at all tokens at once has a warp to a token.
+fn few_experts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let because = "the most experts of which expert choice and Sinkhorn choose";
+    let range = Range {
+        key: "shape.experts",
+        value: spec.scored_experts(),
+        least: 1,
+        most: MAX_BALANCED_EXPERTS,
+        because,
+    };
+    if spec.scored_experts() <= crate::MAX_EXPERTS {
+        range.check(problems);
     }
 }
 
@@ -173,9 +194,13 @@ fn expert_choice(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         let (key, value) = ("router.groups", "{ ... }".to_string());
         clash(problems, key, value, select.clone(), because);
     }
-    if spec.experts.identity > 0 {
-        let (key, value) = ("experts.identity", spec.experts.identity.to_string());
-        clash(problems, key, value, select.clone(), because);
+    let others = [
+        ("experts.identity", spec.experts.identity),
+        ("experts.zero", spec.experts.zero),
+    ];
+    for (key, count) in others.into_iter().filter(|(_, count)| *count > 0) {
+        let because = "only experts with weights take tokens";
+        clash(problems, key, count.to_string(), select.clone(), because);
     }
     if spec.capacity.mode != CapacityMode::Dropless {
         let value = quoted(&spec.capacity.mode);

@@ -1,9 +1,10 @@
 //! Gradients of experts: two or three products and an activation.
 
 use super::{Pass, add, dot};
+use crate::expert::{biased, residual_weights};
 use crate::math::{erf, sigmoid};
 use crate::{activate, expression};
-use moesaic_spec::{Activation, Experts, SharedGate};
+use moesaic_spec::{Activation, Biases, Experts, SharedGate};
 
 /// One set of expert weights.
 #[derive(Clone)]
@@ -12,6 +13,7 @@ struct Set {
     /// Index into the first dimension of stacked tensors.
     index: usize,
     hidden: usize,
+    biases: Biases,
 }
 
 /// Where the elements of one expert lie in a stacked tensor.
@@ -39,6 +41,7 @@ impl Pass<'_> {
             prefix: "experts".to_string(),
             index: expert,
             hidden: self.spec.shape.hidden_dim,
+            biases: self.spec.experts.bias,
         };
         self.set(&set, x, dout)
     }
@@ -59,10 +62,18 @@ impl Pass<'_> {
             prefix: format!("shared.{index}"),
             index: 0,
             hidden: shared.hidden_dim,
+            biases: self.spec.shared_bias(index),
         };
         if shared.gate == SharedGate::None {
             let (_, dx) = self.set(&set, x, dy);
             return self.add_to_token(t, &dx, 1.0);
+        }
+        if shared.gate == SharedGate::Residual {
+            let [rest, factor] = residual_weights(self.spec, self.weights, x);
+            let dout: Vec<f64> = dy.iter().map(|v| factor * v).collect();
+            let (out, dx) = self.set(&set, x, &dout);
+            self.add_to_token(t, &dx, 1.0);
+            return self.lean(t, dot(&out, dy) * factor * rest);
         }
         let name = format!("{}.router.weight", set.prefix);
         let router = self.weights.get(&name).data.clone();
@@ -73,6 +84,22 @@ impl Pass<'_> {
         let dlogit = dot(&out, dy) * factor * (1.0 - factor);
         add(self.of(&name), x, dlogit);
         self.add_to_token(t, &router, dlogit);
+    }
+
+    /// Adds the gradients that come with `d` for the second logit of the
+    /// residual gate, and so with -d for the first.
+    pub(super) fn lean(&mut self, t: usize, d: f64) {
+        let Some(index) = self.spec.residual() else {
+            return;
+        };
+        let (x, prefix) = (self.token(t), format!("shared.{index}.router"));
+        let name = format!("{prefix}.weight");
+        let rows = self.weights.get(&name).data.chunks(x.len());
+        for (i, (row, d)) in rows.zip([-d, d]).enumerate() {
+            add(&mut self.of(&name)[i * x.len()..(i + 1) * x.len()], x, d);
+            self.of(&format!("{prefix}.bias"))[i] += d;
+            self.add_to_token(t, row, d);
+        }
     }
 
     /// Forward and backward of one row: `(out, dx)`.
@@ -107,6 +134,18 @@ impl Pass<'_> {
         (out, dx)
     }
 
+    /// Backward of the projection before or after the routed experts: adds the
+    /// gradients of W and b, returns that of x.
+    pub(super) fn project_latent_back(&mut self, part: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
+        let Some(latent) = &self.spec.latent else {
+            return dout.to_vec();
+        };
+        if latent.bias {
+            add(self.of(&format!("latent.{part}.bias")), dout, 1.0);
+        }
+        self.linear_back(&format!("latent.{part}.weight"), x, dout)
+    }
+
     /// `W · x (+ b)`.
     fn project(&self, set: &Set, part: &str, rows: usize, x: &[f64]) -> Vec<f64> {
         let matrix = &self
@@ -115,7 +154,7 @@ impl Pass<'_> {
             .data;
         let matrix = &matrix[range(set, rows, x.len())];
         let mut out: Vec<f64> = matrix.chunks(x.len()).map(|row| dot(row, x)).collect();
-        if self.spec.experts.bias {
+        if biased(set.biases, part) {
             let bias = &self
                 .weights
                 .get(&format!("{}.{part}.bias", set.prefix))
@@ -134,7 +173,7 @@ impl Pass<'_> {
         let matrix = self.weights.get(&name).data[at.clone()].to_vec();
         let rows = self.of(&name)[at].chunks_mut(x.len());
         rows.zip(dout).for_each(|(row, d)| add(row, x, *d));
-        if self.spec.experts.bias {
+        if biased(set.biases, part) {
             let bias = format!("{}.{part}.bias", set.prefix);
             add(&mut self.of(&bias)[range(set, dout.len(), 1)], dout, 1.0);
         }

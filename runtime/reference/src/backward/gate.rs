@@ -187,7 +187,7 @@ impl Pass<'_> {
     }
 
     /// Of `W · x`: adds the gradient of W, returns that of x.
-    fn linear_back(&mut self, name: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
+    pub(super) fn linear_back(&mut self, name: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
         let rows = self.of(name).chunks_mut(x.len());
         rows.zip(dout).for_each(|(row, d)| add(row, x, *d));
         let mut dx = vec![0.0; x.len()];

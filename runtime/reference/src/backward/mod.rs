@@ -6,6 +6,7 @@
 mod expert;
 mod gate;
 
+use crate::expert::{project_latent, residual_weights, transposed_latent};
 use crate::place::{Placement, kept};
 use crate::{Decision, Gate, Input, Tensor, Weights, gate as decide, scan};
 use moesaic_spec::{LayerSpec, WeightSite, canonical_tensors};
@@ -39,7 +40,7 @@ struct Pass<'a> {
 pub fn backward(spec: &LayerSpec, weights: &Weights, input: &Input, dy: &[f64]) -> Gradients {
     let gate = decide(spec, weights, input);
     let decision = &gate.decision;
-    let placed = scan(spec, decision, input.tokens, input.draw);
+    let placed = scan(spec, decision, input);
     let mut pass = Pass::new(spec, weights, input);
     let mut weighed = pass.combine(decision, &placed, dy);
     pass.undo_dropping(decision, &placed, &mut weighed);
@@ -106,30 +107,61 @@ impl<'a> Pass<'a> {
     fn combine(&mut self, decision: &Decision, placed: &Placement, dy: &[f64]) -> Vec<f64> {
         let (k, out) = (self.spec.shape.top_k, self.spec.output_dim());
         let mut weighed = vec![0.0; decision.ids.len()];
-        for slot in 0..decision.ids.len() {
-            let id = decision.ids[slot];
-            if id < 0 || !kept(self.spec, id, placed.locations[slot]) {
-                continue;
-            }
-            let dy = &dy[slot / k * out..(slot / k + 1) * out];
-            weighed[slot] = self.slot(slot / k, id as usize, placed.weights[slot], dy);
+        for t in 0..self.input.tokens {
+            let routed = Routed {
+                ids: &decision.ids[t * k..(t + 1) * k],
+                locations: &placed.locations[t * k..(t + 1) * k],
+                weights: &placed.weights[t * k..(t + 1) * k],
+            };
+            let dweights = self.routed(t, &routed, &dy[t * out..(t + 1) * out]);
+            weighed[t * k..(t + 1) * k].copy_from_slice(&dweights);
         }
         weighed
     }
 
-    /// One assignment; returns the gradient of its weight.
-    fn slot(&mut self, t: usize, expert: usize, weight: f64, dy: &[f64]) -> f64 {
-        let x = self.token(t);
-        if self.spec.router.weight_on == WeightSite::Input {
-            let scaled: Vec<f64> = x.iter().map(|v| weight * v).collect();
-            let (_, dx) = self.expert(expert, &scaled, dy);
-            self.add_to_token(t, &dx, weight);
-            return dot(&dx, x);
-        }
-        let dout: Vec<f64> = dy.iter().map(|v| weight * v).collect();
-        let (out, dx) = self.expert(expert, x, &dout);
+    /// The routed experts of a token, and the projections around them; returns
+    /// the gradients of their weights.
+    fn routed(&mut self, t: usize, routed: &Routed<'_>, dy: &[f64]) -> Vec<f64> {
+        let (spec, weights, x) = (self.spec, self.weights, self.token(t));
+        let shares = residual_weights(spec, weights, x);
+        let whole = dy;
+        let dy: Vec<f64> = dy.iter().map(|v| shares[0] * v).collect();
+        let mut row = Row {
+            x: project_latent(spec, weights, "down", x),
+            dx: vec![0.0; spec.expert_input_dim()],
+            sum: vec![0.0; spec.expert_output_dim()],
+            dsum: transposed_latent(spec, weights, &dy),
+        };
+        let slots = 0..routed.ids.len();
+        let of = |slot: usize| match routed.ids[slot] {
+            id if id >= 0 && kept(spec, id, routed.locations[slot]) => {
+                self.slot(id as usize, routed.weights[slot], &mut row)
+            }
+            _ => 0.0,
+        };
+        let dweights = slots.map(of).collect();
+        let sum = project_latent(spec, weights, "up", &row.sum);
+        self.lean(t, -dot(&sum, whole) * shares[0] * shares[1]);
+        self.project_latent_back("up", &row.sum, &dy);
+        let dx = self.project_latent_back("down", x, &row.dx);
         self.add_to_token(t, &dx, 1.0);
-        dot(&out, dy)
+        dweights
+    }
+
+    /// One assignment; returns the gradient of its weight.
+    fn slot(&mut self, expert: usize, weight: f64, row: &mut Row) -> f64 {
+        if self.spec.router.weight_on == WeightSite::Input {
+            let scaled: Vec<f64> = row.x.iter().map(|v| weight * v).collect();
+            let (out, dx) = self.expert(expert, &scaled, &row.dsum);
+            add(&mut row.sum, &out, 1.0);
+            add(&mut row.dx, &dx, weight);
+            return dot(&dx, &row.x);
+        }
+        let dout: Vec<f64> = row.dsum.iter().map(|v| weight * v).collect();
+        let (out, dx) = self.expert(expert, &row.x, &dout);
+        add(&mut row.sum, &out, weight);
+        add(&mut row.dx, &dx, 1.0);
+        dot(&out, &row.dsum)
     }
 
     /// From weights after dropping to weights before it, in place.
@@ -160,6 +192,21 @@ impl<'a> Pass<'a> {
             }
         }
     }
+}
+
+/// What became of a token's choices.
+struct Routed<'a> {
+    ids: &'a [i32],
+    locations: &'a [i32],
+    weights: &'a [f64],
+}
+
+/// What the experts of a token read, what they add up to, and the gradients.
+struct Row {
+    x: Vec<f64>,
+    dx: Vec<f64>,
+    sum: Vec<f64>,
+    dsum: Vec<f64>,
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {

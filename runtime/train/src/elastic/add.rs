@@ -5,10 +5,9 @@ use super::{Layout, check_spec, weight_of};
 use crate::{STATE_PREFIX, TrainError};
 use half::{bf16, f16};
 use moesaic_kernel::DType;
-use moesaic_spec::{
-    CapacityMode, GroupMask, LayerSpec, RouterKind, Score, Select, canonical_tensors,
-};
+use moesaic_spec::{GroupMask, LayerSpec, RouterKind, Score, Select, canonical_tensors};
 use moesaic_weights::{HostTensor, HostWeights};
+use std::ops::RangeInclusive;
 
 /// Which experts are added, and how.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +21,10 @@ pub struct Growth<'a> {
     /// so far that no token ever comes: the layer computes what it did, and
     /// new experts learn nothing until [`wake_experts`] lowers the distance.
     pub margin: Option<f32>,
+    /// The tokens of a call for which a capacity by a factor is kept: no factor
+    /// keeps it for all, since `ceil(T/E)` rises at other T with another E.
+    /// Other capacities do not need it.
+    pub tokens: Option<usize>,
 }
 
 /// A layer with more experts.
@@ -33,6 +36,9 @@ pub struct Grown {
     pub tensors: HostWeights,
     /// Whether it computes exactly what the smaller layer did.
     pub exact: bool,
+    /// The numbers of tokens of a call for which it does, where a capacity by a
+    /// factor limits that; `None` is all.
+    pub tokens: Option<RangeInclusive<usize>>,
 }
 
 /// Adds experts behind those with weights; ids of identity and zero experts
@@ -47,8 +53,9 @@ pub struct Grown {
 ///
 /// # Errors
 /// [`TrainError::NotPreserved`] for layers whose function depends on the number
-/// of experts: expert choice, Sinkhorn, entropy, capacity by a factor, groups
-/// that the new experts do not fill, a cosine router with a softmax.
+/// of experts: expert choice, Sinkhorn, entropy, groups that the new experts do
+/// not fill, a cosine router with a softmax, and capacity by a factor without
+/// [`Growth::tokens`].
 /// [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn add_experts(
     spec: &LayerSpec,
@@ -60,7 +67,9 @@ pub fn add_experts(
     layout.check(tensors)?;
     check_sources(spec, growth.sources)?;
     let quiet = Quiet::of(spec, growth.margin)?;
-    let larger = larger_spec(spec, growth.sources.len(), &quiet)?;
+    let mut larger = larger_spec(spec, growth.sources.len(), &quiet)?;
+    let tokens = keep_capacity(spec, &mut larger, growth.tokens)?;
+    check_spec(&larger)?;
     let mut grown = HostWeights::new();
     for (name, tensor) in tensors {
         let tensor = match layout.axis(name) {
@@ -74,6 +83,7 @@ pub fn add_experts(
         exact: growth.margin.is_none() || !(quiet.logits || quiet.keys),
         spec: larger,
         tensors: grown,
+        tokens,
     };
     quiet.apply(&mut layer, growth);
     Ok(layer)
@@ -185,21 +195,57 @@ fn router_tensor(spec: &LayerSpec) -> String {
 
 /// Refuses layers in which the number of experts is part of the function.
 fn refuse_dependence(spec: &LayerSpec) -> Result<(), TrainError> {
-    let by_factor = matches!(
-        spec.capacity.mode,
-        CapacityMode::Factor | CapacityMode::Bounded
-    );
     let reason = match spec.router.select {
         Select::ExpertChoice(_) => "experts that choose tokens share them by their number",
         Select::Sinkhorn(_) => "Sinkhorn's iteration balances over all experts",
         _ if spec.router.entropy.is_some() => "entropy is over all experts",
-        _ if by_factor && spec.capacity.factor != 0.0 => {
-            "capacity by a factor depends on the number of experts: use mode = \"dropless\", \
-             \"fixed\" or \"max-count\""
-        }
         _ => return Ok(()),
     };
     Err(TrainError::NotPreserved(reason.to_string()))
+}
+
+/// Gives the larger layer a factor with which its capacity is that of the smaller
+/// one, `K·int(f·ceil(T/E))`, in calls of `tokens` tokens; for how many it is.
+fn keep_capacity(
+    spec: &LayerSpec,
+    larger: &mut LayerSpec,
+    tokens: Option<usize>,
+) -> Result<Option<RangeInclusive<usize>>, TrainError> {
+    let capacity = &spec.capacity;
+    let factors = [Some(capacity.factor), capacity.eval_factor];
+    // Zero is the largest count, which new experts do not change.
+    let counts_tokens = factors.iter().flatten().any(|factor| *factor != 0.0);
+    let same = larger.shape.experts == spec.shape.experts;
+    if !capacity.has_factor() || !counts_tokens || same {
+        return Ok(None);
+    }
+    let Some(tokens) = tokens.filter(|&tokens| tokens > 0) else {
+        let reason = "a capacity by a factor steps at other numbers of tokens when there are \
+                      more experts: say for how many tokens a call it is to be kept, or use \
+                      mode = \"dropless\", \"fixed\" or \"max-count\"";
+        return Err(TrainError::NotPreserved(reason.to_string()));
+    };
+    let (old, new) = (spec.shape.experts, larger.shape.experts);
+    let (old_share, new_share) = (tokens.div_ceil(old), tokens.div_ceil(new));
+    let kept = &mut larger.capacity;
+    let factors = [Some(&mut kept.factor), kept.eval_factor.as_mut()];
+    for factor in factors.into_iter().flatten() {
+        *factor = kept_factor(*factor, old_share as f64, new_share as f64);
+    }
+    let first = ((old_share - 1) * old).max((new_share - 1) * new) + 1;
+    let last = (old_share * old).min(new_share * new);
+    Ok(Some(first..=last))
+}
+
+/// The factor with which `share` tokens an expert get the rows that `factor` gives
+/// `old_share`.
+fn kept_factor(factor: f64, old_share: f64, share: f64) -> f64 {
+    let rows = (factor.abs() * old_share).floor();
+    match factor {
+        0.0 => factor,
+        // In the middle, so that no rounding of the product changes its whole part.
+        _ => ((rows + 0.5) / share).copysign(factor),
+    }
 }
 
 fn check_sources(spec: &LayerSpec, sources: &[usize]) -> Result<(), TrainError> {

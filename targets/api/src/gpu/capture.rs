@@ -50,8 +50,12 @@ impl<V: Vendor> Default for Kept<V> {
 
 impl<V: Vendor> Kept<V> {
     /// Lets go of all of it, once the graphs launched on `lane` have finished.
+    /// Before an orphan goes, what other streams of the capture had to do before
+    /// they became part of it has finished, too.
     pub fn release(mut self, lane: &Lane<V>) {
-        if lane.synchronize("end of a graph").is_err() {
+        let finished = |lane: &Lane<V>| lane.synchronize("end of a graph").is_ok();
+        let others = || self.orphans.is_empty() || self.lanes.iter().all(|lane| finished(lane));
+        if !(finished(lane) && others()) {
             self.orphans.drain(..).for_each(Orphan::abandon);
         }
     }

@@ -6,7 +6,7 @@ use super::graph::GpuGraph;
 use super::lane::Lane;
 use super::module::GpuModule;
 use super::shared::Gpu;
-use super::{PoolHandle, StreamHandle, Vendor, functions, memory};
+use super::{PoolHandle, StreamHandle, Vendor, functions, memory, staging};
 use crate::{
     Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, GpuInfo, Graph,
     HostBuffer, Module, StreamDevice,
@@ -106,18 +106,9 @@ impl<V: Vendor> Device for GpuDevice<V> {
         let to = buffer.range("upload", offset, bytes.len())?;
         let lane = &self.lane;
         lane.forbid(|| format!("a copy of {} bytes from the host", bytes.len()))?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the range lies in the buffer, which the caller keeps.
-        // `bytes` are borrowed until the driver has read them: it says so, or
-        // it is waited for below.
-        lane.gpu.call("upload", |f| unsafe {
-            (f.upload)(to.0, bytes.as_ptr().cast(), bytes.len(), lane.stream)
-        })?;
-        match lane.gpu.vendor.reads_later(bytes) {
-            true => lane.synchronize("upload"),
-            false => Ok(()),
+        match bytes.is_empty() {
+            true => Ok(()),
+            false => staging::upload(lane, bytes, to),
         }
     }
 
@@ -252,6 +243,8 @@ impl<V: Vendor> Drop for GpuDevice<V> {
         if let Some(capture) = capture.filter(|capture| capture.begun_on(&self.lane)) {
             let _ = GpuGraph::end(&self.lane, &capture);
         }
+        // A module that ran here keeps the stream, which takes no upload any more.
+        drop(self.lane.staging().take());
     }
 }
 

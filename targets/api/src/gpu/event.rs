@@ -2,6 +2,7 @@
 
 use super::capture::Capture;
 use super::lane::Lane;
+use super::shared::Gpu;
 use super::{EventHandle, Vendor, functions};
 use crate::{DeviceError, Event};
 use std::any::Any;
@@ -10,9 +11,54 @@ use std::sync::Arc;
 /// An event that takes the time.
 const WITH_TIME: u32 = 0;
 
-/// An event, destroyed on drop.
-pub(super) struct GpuEvent<V: Vendor> {
+/// An event of the driver, destroyed on drop.
+pub(super) struct Mark<V: Vendor> {
     handle: EventHandle,
+    gpu: Arc<Gpu<V>>,
+}
+
+impl<V: Vendor> Mark<V> {
+    /// A new event, recorded.
+    pub fn recorded(lane: &Lane<V>, flags: u32) -> Result<Mark<V>, DeviceError> {
+        let mut handle = EventHandle(functions::NULL);
+        // SAFETY: the pointer is valid for a write.
+        lane.gpu.call("a new event", |f| unsafe {
+            (f.event_create)(&mut handle, flags)
+        })?;
+        let gpu = lane.gpu.clone();
+        let mark = Mark { handle, gpu };
+        mark.record(lane)?;
+        Ok(mark)
+    }
+
+    /// Comes to pass after all that is in the stream now.
+    pub fn record(&self, lane: &Lane<V>) -> Result<(), DeviceError> {
+        // SAFETY: event and stream are live.
+        lane.gpu.call("record of an event", |f| unsafe {
+            (f.event_record)(self.handle, lane.stream)
+        })
+    }
+
+    /// Waits on the host. `operation` is for the error.
+    pub fn wait(&self, operation: &str) -> Result<(), DeviceError> {
+        // SAFETY: the event is live.
+        self.gpu
+            .call(operation, |f| unsafe { (f.event_synchronize)(self.handle) })
+    }
+}
+
+impl<V: Vendor> Drop for Mark<V> {
+    fn drop(&mut self) {
+        // SAFETY: created once, destroyed once; the driver keeps what streams
+        // still wait for.
+        self.gpu
+            .call_quietly(|f| unsafe { (f.event_destroy)(self.handle) });
+    }
+}
+
+/// A point of a stream, and of the capture that the stream was part of.
+pub(super) struct GpuEvent<V: Vendor> {
+    mark: Mark<V>,
     lane: Arc<Lane<V>>,
     /// The capture it was recorded in.
     capture: Option<Arc<Capture<V>>>,
@@ -21,21 +67,13 @@ pub(super) struct GpuEvent<V: Vendor> {
 impl<V: Vendor> GpuEvent<V> {
     /// Records a new event.
     pub fn record(lane: &Arc<Lane<V>>) -> Result<GpuEvent<V>, DeviceError> {
-        let mut handle = EventHandle(functions::NULL);
-        // SAFETY: the pointer is valid for a write.
-        lane.gpu.call("a new event", |f| unsafe {
-            (f.event_create)(&mut handle, WITH_TIME)
-        })?;
-        let event = GpuEvent {
-            handle,
+        // Before it is recorded: the capture may end meanwhile.
+        let capture = lane.capturing();
+        Ok(GpuEvent {
+            mark: Mark::recorded(lane, WITH_TIME)?,
             lane: lane.clone(),
-            capture: lane.capturing(),
-        };
-        // SAFETY: event and stream are live.
-        lane.gpu.call("record of an event", |f| unsafe {
-            (f.event_record)(handle, lane.stream)
-        })?;
-        Ok(event)
+            capture,
+        })
     }
 
     /// Of this driver, or an error that names what was asked of it.
@@ -54,7 +92,7 @@ impl<V: Vendor> GpuEvent<V> {
         let joins = self.joins(lane)?;
         // SAFETY: event and stream are live; 0 is the only flag there is.
         lane.gpu.call("wait for an event", |f| unsafe {
-            (f.stream_wait)(lane.stream, self.handle, 0)
+            (f.stream_wait)(lane.stream, self.mark.handle, 0)
         })?;
         if let Some(capture) = joins {
             lane.join(capture);
@@ -105,12 +143,7 @@ impl<V: Vendor> Event for GpuEvent<V> {
         self.check_real("wait on the host for an event")?;
         self.lane
             .forbid(|| "a wait on the host for an event".to_string())?;
-        // SAFETY: the event is live.
-        self.lane
-            .gpu
-            .call("wait on the host for an event", |f| unsafe {
-                (f.event_synchronize)(self.handle)
-            })
+        self.mark.wait("wait on the host for an event")
     }
 
     fn elapsed_ms(&self, start: &dyn Event) -> Result<f32, DeviceError> {
@@ -120,18 +153,8 @@ impl<V: Vendor> Event for GpuEvent<V> {
         let mut milliseconds = 0.0;
         // SAFETY: the pointer is valid for a write, and both events are live.
         self.lane.gpu.call("time between events", |f| unsafe {
-            (f.event_elapsed)(&mut milliseconds, start.handle, self.handle)
+            (f.event_elapsed)(&mut milliseconds, start.mark.handle, self.mark.handle)
         })?;
         Ok(milliseconds)
-    }
-}
-
-impl<V: Vendor> Drop for GpuEvent<V> {
-    fn drop(&mut self) {
-        // SAFETY: created once, destroyed once; the driver keeps what streams
-        // still wait for.
-        self.lane
-            .gpu
-            .call_quietly(|f| unsafe { (f.event_destroy)(self.handle) });
     }
 }

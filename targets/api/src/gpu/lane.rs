@@ -2,6 +2,7 @@
 
 use super::capture::Capture;
 use super::shared::Gpu;
+use super::staging::Staging;
 use super::{StreamHandle, Vendor, functions};
 use crate::DeviceError;
 use std::any::Any;
@@ -19,6 +20,8 @@ pub(super) struct Lane<V: Vendor> {
     /// Who destroys the stream, when it is not this.
     owner: Option<Box<dyn Any + Send + Sync>>,
     capture: Mutex<Option<Arc<Capture<V>>>>,
+    /// For small uploads, once there was one.
+    staging: Mutex<Option<Staging<V>>>,
 }
 
 impl<V: Vendor> Lane<V> {
@@ -34,6 +37,7 @@ impl<V: Vendor> Lane<V> {
             stream,
             owner,
             capture: Mutex::new(None),
+            staging: Mutex::new(None),
         }
     }
 
@@ -81,6 +85,10 @@ impl<V: Vendor> Lane<V> {
         }
     }
 
+    pub fn staging(&self) -> MutexGuard<'_, Option<Staging<V>>> {
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn capture(&self) -> MutexGuard<'_, Option<Arc<Capture<V>>>> {
         self.capture.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -88,6 +96,8 @@ impl<V: Vendor> Lane<V> {
 
 impl<V: Vendor> Drop for Lane<V> {
     fn drop(&mut self) {
+        // It waits for its uploads.
+        drop(self.staging().take());
         if self.owner.is_none() {
             // SAFETY: nothing that uses the stream is left: all of it shares
             // this. The driver finishes what is still in it.

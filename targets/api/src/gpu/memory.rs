@@ -101,8 +101,8 @@ pub(super) fn free_and_total<V: Vendor>(gpu: &Gpu<V>) -> Result<(usize, usize), 
     Ok((free, total))
 }
 
-/// Host memory that is given back on drop.
-struct Pinned<V: Vendor> {
+/// Host memory that is given back on drop: copies from and to it have ended.
+pub(super) struct Pinned<V: Vendor> {
     start: NonNull<u8>,
     gpu: Arc<Gpu<V>>,
 }
@@ -115,28 +115,39 @@ unsafe impl<V: Vendor> Sync for Pinned<V> {}
 impl<V: Vendor> Drop for Pinned<V> {
     fn drop(&mut self) {
         let start = self.start.as_ptr().cast();
-        // SAFETY: allocated once, freed once; every copy from or to host
-        // memory is waited for while that memory is borrowed.
+        // SAFETY: allocated once, freed once; copies of borrowed memory are
+        // waited for, and so does [`Staging`](super::staging::Staging).
         self.gpu.call_quietly(|f| unsafe { (f.host_free)(start) });
+    }
+}
+
+impl<V: Vendor> Pinned<V> {
+    /// At least one byte, so that the address is always real; contents
+    /// undefined.
+    pub fn new(gpu: &Arc<Gpu<V>>, bytes: usize, operation: &str) -> Result<Pinned<V>, DeviceError> {
+        let mut start: *mut c_void = functions::NULL;
+        // SAFETY: the pointer is valid for a write.
+        gpu.call(operation, |f| unsafe {
+            (f.host_alloc)(&mut start, bytes.max(1), PORTABLE)
+        })?;
+        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| DeviceError::Driver {
+            operation: operation.to_string(),
+            reason: "the driver gave no address".to_string(),
+        })?;
+        let gpu = gpu.clone();
+        Ok(Pinned { start, gpu })
+    }
+
+    pub fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
     }
 }
 
 pub(super) fn pinned<V: Vendor>(lane: &Lane<V>, bytes: usize) -> Result<HostBuffer, DeviceError> {
     let operation = format!("an allocation of {bytes} bytes of pinned memory");
     lane.forbid(|| operation.clone())?;
-    let mut start: *mut c_void = functions::NULL;
-    // SAFETY: the pointer is valid for a write.
-    lane.gpu.call(&operation, |f| unsafe {
-        (f.host_alloc)(&mut start, bytes.max(1), PORTABLE)
-    })?;
-    let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| DeviceError::Driver {
-        operation,
-        reason: "the driver gave no address".to_string(),
-    })?;
-    let owner = Pinned {
-        start,
-        gpu: lane.gpu.clone(),
-    };
+    let owner = Pinned::new(&lane.gpu, bytes, &operation)?;
+    let start = owner.start;
     // SAFETY: the driver gave so many bytes; they are initialised first, and
     // are nobody else's until the owner is dropped.
     unsafe {

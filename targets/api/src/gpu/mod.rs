@@ -22,6 +22,7 @@ mod lane;
 mod memory;
 mod module;
 mod shared;
+mod staging;
 
 use crate::{KernelReport, MapBytes, Ptr};
 pub use device::{GpuDevice, Setup};
@@ -41,7 +42,8 @@ pub trait Vendor: Send + Sync + 'static {
     /// The variable that makes launches wait for their end.
     const BLOCKING: &'static str;
 
-    /// Bytes of dynamic shared memory that need no [`Vendor::allow`].
+    /// Bytes of shared memory, static and dynamic, that need no
+    /// [`Vendor::allow`].
     const FREE_SHARED: u32;
 
     /// The driver's functions.
@@ -75,14 +77,20 @@ pub trait Vendor: Send + Sync + 'static {
         report: Option<&KernelReport>,
     ) -> Result<u32, Fault>;
 
-    /// Asks for what the kernel's launches will need.
+    /// Asks for what the launches of a kernel will need that has `fixed` bytes
+    /// of static shared memory.
     ///
     /// # Safety
     /// The function's module is loaded.
     ///
     /// # Errors
     /// What cannot be had.
-    unsafe fn allow(&self, function: FunctionHandle, launch: &Launch) -> Result<(), String>;
+    unsafe fn allow(
+        &self,
+        function: FunctionHandle,
+        launch: &Launch,
+        fixed: u32,
+    ) -> Result<(), String>;
 
     /// Whether the driver can launch this shape at all.
     ///
@@ -110,10 +118,6 @@ pub trait Vendor: Send + Sync + 'static {
     /// # Errors
     /// The rule that is broken, with what was asked for.
     fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String>;
-
-    /// Whether the driver may go on reading `bytes` after an upload of them
-    /// has returned.
-    fn reads_later(&self, bytes: &[u8]) -> bool;
 }
 
 /// A driver's code, in its own words.

@@ -22,6 +22,10 @@ pub(super) struct GpuModule<V: Vendor> {
 pub(super) struct Loaded<V: Vendor> {
     pub gpu: Arc<Gpu<V>>,
     handle: ModuleHandle,
+    /// What it was loaded from: HIP makes no copy of a code object, and reads
+    /// it where it lies as long as it is loaded. CUDA does make one, and
+    /// the CUBIN that stays with it is small.
+    image: Box<[u8]>,
     functions: HashMap<String, Function>,
     /// Streams on which it may have been launched.
     lanes: Mutex<Vec<Arc<Lane<V>>>>,
@@ -32,18 +36,22 @@ pub(super) struct Function {
     pub handle: FunctionHandle,
     symbol: Arc<str>,
     entry: Entry,
+    /// The most dynamic shared memory that a launch may ask for.
+    most_dynamic: u32,
 }
 
 /// A module that nothing but a graph uses.
 pub(super) struct Orphan<V: Vendor> {
     gpu: Arc<Gpu<V>>,
     handle: Option<ModuleHandle>,
+    image: Box<[u8]>,
 }
 
 impl<V: Vendor> Orphan<V> {
     /// Leaves it loaded for good: whether it still runs is not known.
     pub fn abandon(mut self) {
         self.handle = None;
+        std::mem::forget(std::mem::take(&mut self.image));
     }
 }
 
@@ -64,9 +72,11 @@ impl<V: Vendor> GpuModule<V> {
         artifact: &Artifact,
         entries: &[Entry],
     ) -> Result<GpuModule<V>, DeviceError> {
+        let image = artifact.binary.clone().into_boxed_slice();
         let mut loaded = Loaded {
             gpu: lane.gpu.clone(),
-            handle: load(lane, artifact, entries)?,
+            handle: load(lane, &image, artifact, entries)?,
+            image,
             functions: HashMap::new(),
             lanes: Mutex::default(),
         };
@@ -100,7 +110,7 @@ impl<V: Vendor> GpuModule<V> {
         dims: &LaunchDims,
         grid: [u32; 2],
     ) -> Result<Shape, String> {
-        let allowed = function.entry.launch.shared_bytes.max(V::FREE_SHARED);
+        let allowed = function.most_dynamic;
         if dims.shared_bytes > allowed {
             return Err(format!(
                 "it asks for {} bytes of dynamic shared memory, and was loaded for {allowed}",
@@ -218,11 +228,12 @@ impl<V: Vendor> Loaded<V> {
             return Err(refuse(reason));
         }
         let handle = self.look_up(&entry.symbol).map_err(refuse)?;
-        self.prepare(handle, entry, report).map_err(refuse)?;
+        let most_dynamic = self.prepare(handle, entry, report).map_err(refuse)?;
         Ok(Function {
             handle,
             symbol: entry.symbol.as_str().into(),
             entry: entry.clone(),
+            most_dynamic,
         })
     }
 
@@ -238,12 +249,14 @@ impl<V: Vendor> Loaded<V> {
         Ok(function)
     }
 
+    /// Asks for what the kernel needs; returns the dynamic shared memory that
+    /// its launches may have.
     fn prepare(
         &self,
         function: FunctionHandle,
         entry: &Entry,
         report: Option<&KernelReport>,
-    ) -> Result<(), String> {
+    ) -> Result<u32, String> {
         let gpu = &self.gpu;
         // SAFETY: the module is loaded.
         let fixed = unsafe { gpu.vendor.static_shared(function, report) };
@@ -258,7 +271,9 @@ impl<V: Vendor> Loaded<V> {
             ));
         }
         // SAFETY: as above.
-        unsafe { gpu.vendor.allow(function, &entry.launch) }
+        unsafe { gpu.vendor.allow(function, &entry.launch, fixed) }?;
+        let free = V::FREE_SHARED.min(most).saturating_sub(fixed);
+        Ok(dynamic.max(free))
     }
 }
 
@@ -268,20 +283,32 @@ impl<V: Vendor> Drop for Loaded<V> {
         let orphan = Orphan {
             gpu: self.gpu.clone(),
             handle: Some(self.handle),
+            image: std::mem::take(&mut self.image),
         };
-        if let Some(capture) = lanes.iter().find_map(|lane| lane.capturing()) {
-            return capture.keep_orphan(orphan);
+        // A launch of it may still be running. Streams of a capture cannot be
+        // waited for now; its end does, and then lets go of the module.
+        let mut captures = Vec::new();
+        for lane in lanes.iter() {
+            match lane.capturing() {
+                Some(capture) => captures.push(capture),
+                None if lane.synchronize("end of a module").is_ok() => {}
+                None => return orphan.abandon(),
+            }
         }
-        // A launch of it may still be running.
-        let finished = |lane: &Arc<Lane<V>>| lane.synchronize("end of a module").is_ok();
-        if !lanes.iter().all(finished) {
-            orphan.abandon();
+        let Some(first) = captures.first() else {
+            return;
+        };
+        // Of several captures none knows when the others' streams are done.
+        match captures.iter().all(|other| Arc::ptr_eq(first, other)) {
+            true => first.keep_orphan(orphan),
+            false => orphan.abandon(),
         }
     }
 }
 
 fn load<V: Vendor>(
     lane: &Lane<V>,
+    image: &[u8],
     artifact: &Artifact,
     entries: &[Entry],
 ) -> Result<ModuleHandle, DeviceError> {
@@ -294,12 +321,11 @@ fn load<V: Vendor>(
     let gpu = &lane.gpu;
     gpu.enter(&format!("load of kernel `{kernel}`"))?;
     // The driver finds the end of the image by itself: it must be one.
-    gpu.vendor.check_binary(&artifact.binary).map_err(refuse)?;
+    gpu.vendor.check_binary(image).map_err(refuse)?;
     let mut module = ModuleHandle(functions::NULL);
-    let image = artifact.binary.as_ptr().cast();
     // SAFETY: the pointer is valid for a write; the image is a complete
-    // binary, checked above, and is copied by the call.
-    let code = unsafe { (gpu.vendor.functions().module_load)(&mut module, image) };
+    // binary, checked above, and stays until the module is unloaded.
+    let code = unsafe { (gpu.vendor.functions().module_load)(&mut module, image.as_ptr().cast()) };
     match gpu.check(code) {
         Ok(()) => Ok(module),
         Err(fault) if fault.breaks_the_context() => Err(gpu.error("load", &fault)),

@@ -92,9 +92,21 @@ impl<V: Vendor> Gpu<V> {
     }
 
     fn lose(&self, operation: &str, fault: &Fault) -> DeviceError {
+        let error = match fault.is_a_kernels() {
+            true => self.accuse(operation, fault),
+            false => DeviceError::Driver {
+                operation: operation.to_string(),
+                reason: format!("{}; the GPU is lost to this process", fault.words),
+            },
+        };
+        self.lost.get_or_init(|| error.to_string());
+        error
+    }
+
+    fn accuse(&self, operation: &str, fault: &Fault) -> DeviceError {
         let journal = self.journal();
         let light = format!("it came to light at a later {operation}");
-        let error = match journal.suspects().as_slice() {
+        match journal.suspects().as_slice() {
             [Launched::Kernel { symbol, shape }] => DeviceError::Launch {
                 kernel: symbol.to_string(),
                 reason: format!("{}; {light}; {shape}", fault.words),
@@ -103,16 +115,39 @@ impl<V: Vendor> Gpu<V> {
                 reason: format!("{}; {light}", fault.words),
                 suspects: journal.words(V::BLOCKING),
             },
-        };
-        self.lost.get_or_init(|| error.to_string());
-        error
+        }
     }
 }
 
 impl Fault {
-    /// Errors of a kernel's own doing, after which the driver refuses all
-    /// that follows.
+    /// Whether the driver refuses all that follows. Of these codes cuda.h
+    /// (13.2) says that the process or the context has to be started again;
+    /// after uncorrectable errors of memory (214) or NVLink (220), and in
+    /// a context that somebody has destroyed (709), nothing can be relied on.
     pub(super) fn breaks_the_context(&self) -> bool {
-        matches!(self.code, 700 | 702 | 710 | 714..=719)
+        self.is_a_kernels() || matches!(self.code, 214 | 220 | 709 | 810)
+    }
+
+    /// Whether what a kernel did may be the reason.
+    fn is_a_kernels(&self) -> bool {
+        matches!(self.code, 226 | 700 | 702 | 710 | 714..=719 | 721)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_that_break_the_context() {
+        let broken = |code: &c_int| {
+            let words = String::new();
+            Fault { code: *code, words }.breaks_the_context()
+        };
+        let found: Vec<c_int> = (0..2000).filter(broken).collect();
+        let expected = [
+            214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810,
+        ];
+        assert_eq!(found, expected);
     }
 }

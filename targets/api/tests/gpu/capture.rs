@@ -16,6 +16,7 @@ pub const CASES: &[Case] = &[
         901,
         1,
     ),
+    Case::new("a_module_of_other_streams", a_module_of_other_streams),
     Case::new("an_abandoned_capture", an_abandoned_capture),
     Case::new("a_refused_graph", a_refused_graph).failing("graph_instantiate", 1, 0),
     Case::new("a_broken_capture", a_broken_capture).failing("capture_end", 901, 0),
@@ -318,6 +319,28 @@ fn dropped_in_a_broken_capture(rig: &Rig) {
         "unload m1",
     ];
     assert_eq!(log()[start..][..5], expected);
+}
+
+/// While a graph is captured a module goes that still runs on a stream outside
+/// of it, and on one that became part of it later.
+fn a_module_of_other_streams(rig: &Rig) {
+    let device = rig.open();
+    let gpu = streams(&*device);
+    let (outside, joined) = (gpu.fork().unwrap(), gpu.fork().unwrap());
+    let module = rig.load(&*device);
+    for stream in [&outside, &joined] {
+        let module = stream.adopt(&*module).unwrap();
+        // SAFETY: it touches nothing.
+        unsafe { module.launch("scale", dims([1, 1]), &nothing()) }.unwrap();
+    }
+    gpu.begin_capture("graph").unwrap();
+    joined.wait(&*gpu.record().unwrap()).unwrap();
+    gpu.wait(&*joined.record().unwrap()).unwrap();
+    drop(module);
+    let graph = gpu.end_capture().unwrap();
+    assert!(!log().contains(&"unload m1".to_string()));
+    drop(graph);
+    assert!(log().contains(&"unload m1".to_string()));
 }
 
 fn an_abandoned_capture(rig: &Rig) {

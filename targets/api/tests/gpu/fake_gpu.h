@@ -1,12 +1,18 @@
 // What the stand-ins for libcuda and libamdhip64 share: a driver whose device
-// memory is host memory, whose streams run at once, and which knows three
-// kernels. The including file names the functions (FN_*) and says whether a
-// thread has a device (`bound`).
+// memory is host memory, and which knows three kernels. The including file names
+// the functions (FN_*), says whether a thread has a device (`bound`), and whether
+// a module is the caller's image or a copy of it (`IMAGE_IS_KEPT`).
+//
+// Streams are as late as a driver may be: nothing of their work is done before
+// somebody waits for it. Until then copies have not read or written the host's
+// memory, and nothing is freed.
 //
 // Every call goes to the file FAKE_GPU_LOG. What a driver would refuse, or
 // what would be undefined, is a line that starts with ILLEGAL; what is left
 // over when the process ends is a line that starts with LEAKED.
 // FAKE_GPU_FAIL="function:code:skip" makes a function fail, after `skip` calls.
+#define _GNU_SOURCE
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -41,11 +47,16 @@ static int outcome(const char *function) {
 
 // Streams, modules, functions, events, graphs, instances and memory.
 typedef struct Object Object;
+typedef enum { KERNEL, COPY, UPLOAD, DOWNLOAD, FREE, RECORD, WAIT } Work;
 typedef struct {
+  Work work;
   const char *kernel;
   char params[5][PARAM_BYTES];
   uint64_t to, from;
   size_t bytes;
+  char *seen;           // of an upload: the bytes when it was asked for
+  Object *object;       // what is freed, recorded, or waited for
+  int position;         // of a wait: how far the other stream has to be
 } Node;
 struct Object {
   char kind;
@@ -53,21 +64,28 @@ struct Object {
   Object *origin;       // of a stream: who began the capture it is part of
   int unjoined;         // of a stream: launched since the origin last waited
   int pending[MOST];    // of a stream: modules whose launches may be running
+  Node *queue;          // of a stream: all of its work, done or not
+  int queued, done;
   Object *stream;       // of an event: where it was recorded
+  int position;         // of an event: the length of that queue
   Object *captured;     // of an event: the origin of the capture it is part of
-  float time;           // of an event
+  float time;           // of an event, once it has come to pass
   Object *module;       // of a function
   const char *name;     // of a function
+  int dynamic;          // of a function: the shared memory asked for it
   Node *nodes;          // of a stream, a graph and an instance
   int count;
-  uint64_t address;     // of memory
+  uint64_t address;     // of memory, and of a module's image
   size_t bytes;
+  int freed;            // of memory: its free is in a queue
+  unsigned sum;         // of a module: of its image
 };
 static Object objects[MOST];
 static int object_count;
 static float now;
 
 static int bound(void);
+static int has_shared(const Object *function, unsigned dynamic);
 
 static Object *make(char kind) {
   int number = 1;
@@ -119,21 +137,26 @@ static int capturing(const char *function) {
   return 0;
 }
 
-static void append(Object *stream, Node node) {
+static Node *grow(Node **nodes, int *count, Node node) {
+  *nodes = realloc(*nodes, (*count + 1) * sizeof node);
+  (*nodes)[(*count)++] = node;
+  return *nodes;
+}
+
+// To the graph that is being captured, or to the end of the stream.
+static void enqueue(Object *stream, Node node) {
   Object *origin = stream->origin;
-  origin->nodes = realloc(origin->nodes, (origin->count + 1) * sizeof node);
-  origin->nodes[origin->count++] = node;
+  if (!origin) {
+    grow(&stream->queue, &stream->queued, node);
+    return;
+  }
+  grow(&origin->nodes, &origin->count, node);
   stream->unjoined = stream != origin;
 }
 
-static void run(const Node *node) {
-  now += 0.25f;
-  if (node->bytes) {
-    if (within(node->to, node->bytes) && within(node->from, node->bytes))
-      memmove((void *)node->to, (void *)node->from, node->bytes);
-    return;
-  }
-  if (strcmp(node->kernel, "scale")) return;
+static void drop(Object *object);
+
+static void scale(const Node *node) {
   float factor = *(float *)node->params[0], bias = *(float *)node->params[4];
   uint64_t from = *(uint64_t *)node->params[1], to = *(uint64_t *)node->params[2];
   int64_t count = *(int64_t *)node->params[3];
@@ -142,9 +165,62 @@ static void run(const Node *node) {
   for (int64_t i = 0; i < count; i++) out[i] = in[i] * factor + bias;
 }
 
+// All work of a stream up to a position of its queue.
+static void advance(Object *stream, int position) {
+  while (stream->done < position) {
+    Node node = stream->queue[stream->done++];
+    switch (node.work) {
+      case KERNEL:
+        now += 0.25f;
+        if (!strcmp(node.kernel, "scale")) scale(&node);
+        break;
+      case COPY:
+        now += 0.25f;
+        if (within(node.to, node.bytes) && within(node.from, node.bytes))
+          memmove((void *)node.to, (void *)node.from, node.bytes);
+        break;
+      case UPLOAD:
+        if (memcmp(node.seen, (void *)node.from, node.bytes))
+          say("ILLEGAL change of %zu bytes between their upload and its end", node.bytes);
+        free(node.seen);
+        if (within(node.to, node.bytes)) memcpy((void *)node.to, (void *)node.from, node.bytes);
+        break;
+      case DOWNLOAD:
+        if (within(node.from, node.bytes)) memcpy((void *)node.to, (void *)node.from, node.bytes);
+        break;
+      case FREE:
+        free((void *)node.object->address);
+        drop(node.object);
+        break;
+      case RECORD:
+        node.object->time = now;
+        break;
+      case WAIT:
+        advance(node.object, node.position);
+    }
+  }
+}
+
+static void advance_all(void) {
+  for (int i = 0; i < object_count; i++)
+    if (objects[i].kind == 's') advance(&objects[i], objects[i].queued);
+}
+
+// Whether the stream's work from some position on reads or writes this memory
+// of the host.
+static int in_flight(uint64_t address, size_t bytes) {
+  for (int i = 0; i < object_count; i++)
+    for (int n = objects[i].done; objects[i].kind == 's' && n < objects[i].queued; n++) {
+      const Node *node = &objects[i].queue[n];
+      uint64_t host = node->work == UPLOAD ? node->from : node->work == DOWNLOAD ? node->to : 0;
+      if (host >= address && host < address + bytes) return 1;
+    }
+  return 0;
+}
+
 static void drop(Object *object) {
   object->live = 0;
-  if (object->kind == 's' || object->kind == 'g' || object->kind == 'x') free(object->nodes);
+  free(object->nodes), object->nodes = 0;
 }
 
 __attribute__((destructor)) static void end(void) {
@@ -152,13 +228,18 @@ __attribute__((destructor)) static void end(void) {
     if (objects[i].live && objects[i].kind != 'f') say("LEAKED %c%d", objects[i].kind, objects[i].number);
 }
 
+// One call at a time: the driver's own state is not the test.
+static pthread_mutex_t turn = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+static void end_turn(void *unused) { pthread_mutex_unlock(&turn); }
+
 // First lines of every function.
-#define ENTER(function)                                    \
-  const char *self = TEXT(function);                       \
-  if (!bound()) {                                          \
-    say("ILLEGAL %s on a thread without a device", self);  \
-    return 201;                                            \
-  }                                                        \
+#define ENTER(function)                                                      \
+  const char *self = TEXT(function);                                         \
+  __attribute__((cleanup(end_turn))) int locked = pthread_mutex_lock(&turn); \
+  if (!bound()) {                                                            \
+    say("ILLEGAL %s on a thread without a device", self);                    \
+    return 201;                                                              \
+  }                                                                          \
   int code = outcome(self);
 
 int FN_memory_info(size_t *available, size_t *total) {
@@ -195,6 +276,7 @@ int FN_stream_destroy(Object *s) {
   if (!is(s, 's')) return 400;
   say("destroy s%d", s->number);
   if (s->origin) say("ILLEGAL destruction of a stream that captures");
+  advance(s, s->queued);
   if (!code) drop(s);
   return code;
 }
@@ -203,6 +285,8 @@ int FN_stream_synchronize(Object *s) {
   if (!is(s, 's')) return 400;
   say("synchronize s%d", s->number);
   if (s->origin) return say("ILLEGAL synchronize of a stream that captures"), 900;
+  // A wait that fails says that work has failed: it is over all the same.
+  advance(s, s->queued);
   if (!code) memset(s->pending, 0, sizeof s->pending);
   return code;
 }
@@ -215,6 +299,7 @@ int FN_stream_wait(Object *s, Object *e, unsigned flags) {
   if (!!s->origin > !!e->captured) return say("ILLEGAL dependency on work outside of the capture"), 905;
   if (e->captured && !s->origin) s->origin = e->captured;
   if (s->origin == s) e->stream->unjoined = 0;
+  if (!s->origin) enqueue(s, (Node){.work = WAIT, .object = e->stream, .position = e->position});
   return 0;
 }
 
@@ -228,13 +313,19 @@ static int allocate(uint64_t *address, size_t bytes, int code, const char *suffi
   memset(memory, 0xa5, bytes);
   return 0;
 }
-static int release(uint64_t address, int code, const char *suffix) {
+// On a stream, or once all streams have finished.
+static int release(uint64_t address, int code, Object *s) {
   Object *o = memory_at(address);
-  if (!o || o->address != address) return say("ILLEGAL free of what is not allocated"), 400;
+  char suffix[16] = "";
+  if (!o || o->address != address || o->freed) return say("ILLEGAL free of what is not allocated"), 400;
+  if (s) snprintf(suffix, 16, " on s%d", s->number);
   say("free a%d%s", o->number, suffix);
   if (code) return code;
-  o->live = 0;
+  o->freed = 1;
+  if (s) return enqueue(s, (Node){.work = FREE, .object = o}), 0;
+  advance_all();
   free((void *)address);
+  drop(o);
   return 0;
 }
 int FN_alloc_async(uint64_t *address, size_t bytes, Object *s) {
@@ -248,10 +339,8 @@ int FN_alloc_async(uint64_t *address, size_t bytes, Object *s) {
 int FN_free_async(uint64_t address, Object *s) {
   ENTER(FN_free_async)
   if (!is(s, 's')) return 400;
-  if (s->origin) say("ILLEGAL free while capturing");
-  char suffix[16];
-  snprintf(suffix, 16, " on s%d", s->number);
-  return release(address, code, suffix);
+  if (s->origin) return say("ILLEGAL free while capturing"), 900;
+  return release(address, code, s);
 }
 int FN_alloc(uint64_t *address, size_t bytes) {
   ENTER(FN_alloc)
@@ -261,7 +350,7 @@ int FN_alloc(uint64_t *address, size_t bytes) {
 int FN_free(uint64_t address) {
   ENTER(FN_free)
   capturing(self);
-  return release(address, code, "");
+  return release(address, code, 0);
 }
 int FN_host_alloc(void **address, size_t bytes, unsigned flags) {
   ENTER(FN_host_alloc)
@@ -286,6 +375,7 @@ int FN_host_free(void *address) {
   Object *o = host_at((uint64_t)address);
   if (!o) return say("ILLEGAL free of what is not pinned"), 400;
   say("unpin %zu", o->bytes);
+  if (in_flight(o->address, o->bytes)) say("ILLEGAL free of memory that a copy may be using");
   if (code) return code;
   o->live = 0;
   free(address);
@@ -296,33 +386,45 @@ int FN_upload(uint64_t to, const void *from, size_t bytes, Object *s) {
   if (!is(s, 's')) return 400;
   say("upload %zu to %s on s%d", bytes, place(to), s->number);
   if (s->origin) return say("ILLEGAL upload while capturing"), 900;
-  if (!code && within(to, bytes)) memcpy((void *)to, from, bytes);
-  return code;
+  if (code) return code;
+  Node node = {.work = UPLOAD, .to = to, .from = (uint64_t)from, .bytes = bytes, .seen = malloc(bytes)};
+  memcpy(node.seen, from, bytes);
+  enqueue(s, node);
+  return 0;
 }
 int FN_download(void *to, uint64_t from, size_t bytes, Object *s) {
   ENTER(FN_download)
   if (!is(s, 's')) return 400;
   say("download %zu from %s on s%d", bytes, place(from), s->number);
   if (s->origin) return say("ILLEGAL download while capturing"), 900;
-  if (!code && within(from, bytes)) memcpy(to, (void *)from, bytes);
-  return code;
+  if (code) return code;
+  enqueue(s, (Node){.work = DOWNLOAD, .to = (uint64_t)to, .from = from, .bytes = bytes});
+  return 0;
 }
 int FN_copy(uint64_t to, uint64_t from, size_t bytes, Object *s) {
   ENTER(FN_copy)
   if (!is(s, 's')) return 400;
   say("copy %zu from %s to %s on s%d", bytes, place(from), place(to), s->number);
   if (code) return code;
-  Node node = {.to = to, .from = from, .bytes = bytes};
-  if (s->origin) append(s, node);
-  else run(&node);
+  enqueue(s, (Node){.work = COPY, .to = to, .from = from, .bytes = bytes});
   return 0;
 }
 
+// Enough of an image to see that it is another: its header.
+static unsigned sum_of(const void *image) {
+  unsigned sum = 1;
+  for (int i = 0; i < 64; i++) sum = sum * 31 + ((const unsigned char *)image)[i];
+  return sum;
+}
+static void check_image(const Object *m) {
+  if (IMAGE_IS_KEPT && sum_of((void *)m->address) != m->sum) say("ILLEGAL change of the image of m%d", m->number);
+}
 int FN_module_load(void **module, const void *image) {
   ENTER(FN_module_load)
   capturing(self);
   Object *made = code ? 0 : make('m');
   say("load m%d, %s", made ? made->number : 0, memcmp(image, "\x7f" "ELF", 4) ? "rubbish" : "an ELF file");
+  if (made) made->address = (uint64_t)image, made->sum = sum_of(image);
   *module = made;
   return code;
 }
@@ -330,6 +432,7 @@ int FN_module_unload(Object *m) {
   ENTER(FN_module_unload)
   if (!is(m, 'm')) return 400;
   say("unload m%d", m->number);
+  check_image(m);
   capturing(self);
   for (int i = 0; i < object_count; i++)
     if (objects[i].kind == 's' && objects[i].live && objects[i].pending[m->number])
@@ -341,6 +444,7 @@ int FN_module_function(void **function, Object *m, const char *name) {
   static const char *const known[] = {"scale", "mapped", "crash"};
   ENTER(FN_module_function)
   if (!is(m, 'm')) return 400;
+  check_image(m);
   if (code) return code;
   for (int i = 0; i < 3; i++) {
     if (strcmp(known[i], name)) continue;
@@ -366,15 +470,16 @@ static const char *list(const char *kernel, void **params) {
 }
 static int start(int code, Object *f, const unsigned *shape, unsigned shared, Object *s, void **params, const char *extra) {
   if (!is(f, 'f') || !is(f->module, 'm') || !is(s, 's')) return 400;
+  check_image(f->module);
   say("launch %s grid %u %u %u block %u %u %u shared %u%s on s%d params %s", f->name, shape[0], shape[1], shape[2],
       shape[3], shape[4], shape[5], shared, extra, s->number, list(f->name, params));
   if (code) return code;
-  Node node = {.kernel = f->name};
+  if (!has_shared(f, shared)) return say("ILLEGAL amount of shared memory"), 1;
+  Node node = {.work = KERNEL, .kernel = f->name};
   int count = !strcmp(f->name, "scale") ? 5 : !strcmp(f->name, "mapped") ? 2 : 0;
   for (int i = 0; i < count; i++) memcpy(node.params[i], params[i], PARAM_BYTES);
-  if (s->origin) return append(s, node), 0;
-  s->pending[f->module->number] = 1;
-  run(&node);
+  if (!s->origin) s->pending[f->module->number] = 1;
+  enqueue(s, node);
   return 0;
 }
 int FN_launch(Object *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
@@ -405,7 +510,9 @@ int FN_event_record(Object *e, Object *s) {
   if (!is(e, 'e') || !is(s, 's')) return 400;
   say("record e%d on s%d", e->number, s->number);
   if (code) return code;
-  e->stream = s, e->captured = s->origin, e->time = now;
+  e->stream = s, e->captured = s->origin;
+  if (!s->origin) enqueue(s, (Node){.work = RECORD, .object = e});
+  e->position = s->queued;
   return 0;
 }
 int FN_event_synchronize(Object *e) {
@@ -413,12 +520,15 @@ int FN_event_synchronize(Object *e) {
   if (!is(e, 'e')) return 400;
   say("synchronize e%d", e->number);
   if (!e->stream || e->captured) return say("ILLEGAL synchronize of an event that never happens"), 907;
+  if (!code) advance(e->stream, e->position);
   return code;
 }
 int FN_event_elapsed(float *milliseconds, Object *start, Object *end) {
   ENTER(FN_event_elapsed)
   if (!is(start, 'e') || !is(end, 'e')) return 400;
   say("elapsed e%d to e%d", start->number, end->number);
+  if (start->stream->done < start->position || end->stream->done < end->position)
+    return say("ILLEGAL time between events that have not come to pass"), 600;
   *milliseconds = end->time - start->time;
   return code;
 }
@@ -476,7 +586,7 @@ int FN_graph_launch(Object *x, Object *s) {
   if (code) return code;
   for (int i = 0; i < object_count; i++)
     if (objects[i].kind == 'm' && objects[i].live) s->pending[objects[i].number] = 1;
-  for (int i = 0; i < x->count; i++) run(&x->nodes[i]);
+  for (int i = 0; i < x->count; i++) enqueue(s, x->nodes[i]);
   return 0;
 }
 int FN_graph_destroy(Object *g) {

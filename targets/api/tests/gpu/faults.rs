@@ -9,6 +9,7 @@ pub const CASES: &[Case] = &[
     Case::new("nothing_launched", nothing_launched).leaking(),
     Case::new("a_fault_in_a_graph", a_fault_in_a_graph).leaking(),
     Case::new("a_fault_at_a_launch", a_fault_at_a_launch).leaking(),
+    Case::new("a_fault_of_the_hardware", a_fault_of_the_hardware).leaking(),
 ];
 
 /// Functions that fail, one at a time, in a whole life of a device.
@@ -224,4 +225,20 @@ fn a_fault_at_a_launch(rig: &Rig) {
     let error = unsafe { module.launch("scale", dims([6, 1]), &nothing()) };
     let expected = format!("it came to light at a later launch; {}", shape(5));
     check_part(error, &expected);
+}
+
+/// No kernel is accused of it.
+fn a_fault_of_the_hardware(rig: &Rig) {
+    let device = rig.open();
+    let module = rig.load(&*device);
+    let buffer = device.alloc(4).unwrap();
+    launch(&*module, [1, 1]);
+    fail(rig, "stream_synchronize", 220);
+    let error = device.synchronize().unwrap_err().to_string();
+    assert!(error.starts_with("synchronize failed: "), "{error}");
+    assert!(
+        error.ends_with(": some words; the GPU is lost to this process"),
+        "{error}"
+    );
+    every_later_call_says_so(rig, &*device, &buffer, &error);
 }

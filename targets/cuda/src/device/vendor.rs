@@ -13,9 +13,6 @@ const SHARED_SIZE: c_int = 1;
 const MOST_DYNAMIC_SHARED: c_int = 8;
 const LARGE_CLUSTERS: c_int = 14;
 
-/// The attribute of an address that says whose memory it is.
-const MEMORY_TYPE: c_int = 2;
-
 /// The launch attribute for clusters.
 const CLUSTER: u32 = 4;
 
@@ -75,13 +72,18 @@ impl Vendor for Cuda {
         self.outcome(code).map(|()| bytes.unsigned_abs())
     }
 
-    unsafe fn allow(&self, function: FunctionHandle, launch: &Launch) -> Result<(), String> {
+    unsafe fn allow(
+        &self,
+        function: FunctionHandle,
+        launch: &Launch,
+        fixed: u32,
+    ) -> Result<(), String> {
         // SAFETY: the caller's promise.
         let set = |attribute, value| unsafe {
             let code = self.table.own.function_set(function, attribute, value);
             self.outcome(code).map_err(|fault| fault.words)
         };
-        if launch.shared_bytes > Self::FREE_SHARED {
+        if launch.shared_bytes.saturating_add(fixed) > Self::FREE_SHARED {
             let bytes = c_int::try_from(launch.shared_bytes).unwrap_or(c_int::MAX);
             set(MOST_DYNAMIC_SHARED, bytes).map_err(|words| {
                 format!("{bytes} bytes of dynamic shared memory are refused: {words}")
@@ -132,21 +134,6 @@ impl Vendor for Cuda {
 
     fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String> {
         super::tensor_map::encode(self, map, base, dims)
-    }
-
-    /// The driver has read pageable memory when the call returns; pinned
-    /// memory it reads later.
-    fn reads_later(&self, bytes: &[u8]) -> bool {
-        let mut kind = 0u32;
-        let value = (&raw mut kind).cast();
-        // SAFETY: the attribute's type is a 32-bit integer; the address is
-        // only looked up.
-        let code = unsafe {
-            self.table
-                .own
-                .pointer_get(value, MEMORY_TYPE, bytes.as_ptr() as u64)
-        };
-        code == 0 && kind != 0
     }
 }
 

@@ -35,11 +35,13 @@ fn spill_stores(line: &str) -> Option<u32> {
     before.rsplit([' ', ',']).next()?.parse().ok()
 }
 
-/// The first note that wgmma instructions were serialised.
-pub fn serialized_wgmma(log: &str) -> Option<String> {
-    let line = log
-        .lines()
-        .find(|line| line.contains("wgmma") && line.contains("serialized"))?;
+/// Before what ptxas says of a text that it cannot follow: C7504 to C7508 that
+/// `setmaxnreg` is ignored, the codes after them that wgmma is serialised.
+const LOSS: &str = "Potential Performance Loss";
+
+/// The first of those lines.
+pub fn performance_loss(log: &str) -> Option<String> {
+    let line = log.lines().find(|line| line.contains(LOSS))?;
     Some(line.trim().to_string())
 }
 
@@ -56,7 +58,7 @@ pub fn worth_reading(log: &str) -> String {
 
 fn is_routine(line: &str) -> bool {
     let continued = line.contains(" bytes stack frame, ");
-    let info = line.starts_with("ptxas info") && !line.contains("Potential Performance Loss");
+    let info = line.starts_with("ptxas info") && !line.contains(LOSS);
     continued || info
 }
 
@@ -96,9 +98,20 @@ ptxas info    : Compile time = 46.444 ms
     }
 
     #[test]
-    fn serialisation_is_found() {
-        let note = serialized_wgmma(LOG).unwrap();
+    fn losses_are_found() {
+        let note = performance_loss(LOG).unwrap();
         assert!(note.ends_with("ill formed pipeline stage in the function 'spilly'"));
-        assert_eq!(serialized_wgmma("ptxas info : 0 bytes gmem"), None);
+        assert_eq!(performance_loss("ptxas info : 0 bytes gmem"), None);
+        // Of a call into another unit, and of a kernel without launch bounds.
+        for line in [
+            "ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain \
+             compatibility across compilation units.",
+            "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to \
+             determine register count at entry.",
+        ] {
+            let log = format!("ptxas info    : 0 bytes gmem\n{line}\n");
+            assert_eq!(performance_loss(&log).as_deref(), Some(line));
+            assert_eq!(worth_reading(&log), line);
+        }
     }
 }

@@ -227,8 +227,8 @@ impl Compiler for NvrtcCompiler {
             .map_err(|failure| self.error(source, failure))?;
         let compile_ms = start.elapsed().as_secs_f64() * 1e3;
         let kernels = self.kernels(source, &compiled)?;
-        refuse_spills(source, options, &compiled.log)?;
-        refuse_serialized(source, options, &compiled.log)?;
+        refuse_spills(source, options, &compiled.log, &kernels)?;
+        refuse_losses(source, options, &compiled.log)?;
         let log = log::worth_reading(&compiled.log);
         let report = Report {
             compiler: self.name(),
@@ -271,10 +271,13 @@ fn refuse_spills(
     source: &KernelSource,
     options: &CompileOptions,
     log: &str,
+    kernels: &[KernelReport],
 ) -> Result<(), CompileError> {
     let spill = log::spills(log).into_iter().find(|spill| spill.bytes > 0);
+    let registers = |function: &str| kernels.iter().find(|k| k.symbol == function)?.registers;
     match spill {
         Some(spill) if !options.allow_spills => Err(CompileError::Spills {
+            registers: registers(&spill.function),
             kernel: spill.function,
             target: source.target.to_string(),
             bytes: spill.bytes,
@@ -283,13 +286,13 @@ fn refuse_spills(
     }
 }
 
-fn refuse_serialized(
+fn refuse_losses(
     source: &KernelSource,
     options: &CompileOptions,
     log: &str,
 ) -> Result<(), CompileError> {
-    match log::serialized_wgmma(log) {
-        Some(reason) if !options.allow_serialized_wgmma => Err(CompileError::SerializedWgmma {
+    match log::performance_loss(log) {
+        Some(reason) if !options.allow_performance_loss => Err(CompileError::PerformanceLoss {
             kernel: source.name.clone(),
             target: source.target.to_string(),
             reason,

@@ -50,7 +50,7 @@ impl Vendor for Rocm {
         Ok(report.and_then(|report| report.shared_bytes).unwrap_or(0))
     }
 
-    unsafe fn allow(&self, _: FunctionHandle, launch: &Launch) -> Result<(), String> {
+    unsafe fn allow(&self, _: FunctionHandle, launch: &Launch, _: u32) -> Result<(), String> {
         no_clusters(launch.cluster)
     }
 
@@ -80,11 +80,6 @@ impl Vendor for Rocm {
 
     fn encode(&self, _: &TensorMap, _: Ptr, _: [u64; 5]) -> Result<MapBytes, String> {
         Err("AMD GPUs have no tensor maps".to_string())
-    }
-
-    /// HIP does not promise to have read the bytes when a copy returns.
-    fn reads_later(&self, _: &[u8]) -> bool {
-        true
     }
 }
 

@@ -260,3 +260,42 @@ fn local_memory_and_loops() {
         |a, b, _| b.wrapping_mul(a & 31),
     );
 }
+
+/// Compilers write constants where a predicate is read, -1 for true.
+#[test]
+fn predicates_and_constants() {
+    let less = |a: u32, b: u32| s(a) < s(b);
+    let asked =
+        |logic: &str| format!("setp.lt.s32 %p1, %r11, %r12;\n{logic}\nselp.b32 %r20, 1, 0, %p2;");
+    check(&asked("xor.pred %p2, %p1, -1;"), move |a, b, _| {
+        (!less(a, b)).into()
+    });
+    check(&asked("xor.pred %p2, %p1, 0;"), move |a, b, _| {
+        less(a, b).into()
+    });
+    check(&asked("and.pred %p2, %p1, 0;"), |_, _, _| 0);
+    check(&asked("and.pred %p2, -1, %p1;"), move |a, b, _| {
+        less(a, b).into()
+    });
+    check(&asked("or.pred %p2, %p1, -1;"), |_, _, _| 1);
+    check(&asked("or.pred %p2, %p1, 0;"), move |a, b, _| {
+        less(a, b).into()
+    });
+    check(&asked("not.pred %p2, %p1;"), move |a, b, _| {
+        (!less(a, b)).into()
+    });
+    check(&asked("not.pred %p2, 0;"), |_, _, _| 1);
+    check(&asked("mov.pred %p2, -1;"), |_, _, _| 1);
+    check(&asked("mov.pred %p2, 0;"), |_, _, _| 0);
+    check(&asked("setp.eq.and.s32 %p2, %r11, %r11, -1;"), |_, _, _| 1);
+    check(
+        &asked("setp.eq.and.s32 %p2, %r11, %r11, !%p1;"),
+        move |a, b, _| (!less(a, b)).into(),
+    );
+    check(
+        &asked("setp.ne.or.s32 %p2|%p3, %r11, %r11, %p1;"),
+        move |a, b, _| less(a, b).into(),
+    );
+    check("selp.b32 %r20, %r11, %r12, -1;", |a, _, _| a);
+    check("selp.b32 %r20, %r11, %r12, 0;", |_, b, _| b);
+}

@@ -11,17 +11,13 @@ use moesaic_plan::plan;
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler, Device};
-use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use moesaic_toolchain::testing;
 use rig::{Rig, check};
 use std::sync::OnceLock;
 
 fn compiler() -> &'static PtxCompiler {
     static COMPILER: OnceLock<PtxCompiler> = OnceLock::new();
-    COMPILER.get_or_init(|| {
-        let mut registry = Registry::open().unwrap();
-        install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|e| panic!("{e}"));
-        PtxCompiler::new(nvrtc(&registry).unwrap_or_else(|e| panic!("{e}")))
-    })
+    COMPILER.get_or_init(|| PtxCompiler::new(testing::nvrtc()))
 }
 
 fn arch(name: &str) -> CudaArch {

@@ -13,7 +13,7 @@ use moesaic_spec::*;
 use moesaic_target::{
     Arg, CompileOptions, Compiler, Device, DeviceError, KernelCounters, LaunchDims, Module,
 };
-use moesaic_toolchain::{Kind, Registry, install, nvrtc};
+use moesaic_toolchain::testing;
 use rig::{Rig, Tensors, check};
 use std::sync::{Arc, OnceLock};
 
@@ -30,11 +30,7 @@ impl Module for Absent {
 
 fn compiler() -> &'static PtxCompiler {
     static COMPILER: OnceLock<PtxCompiler> = OnceLock::new();
-    COMPILER.get_or_init(|| {
-        let mut registry = Registry::open().unwrap();
-        install(&mut registry, &[Kind::Cuda], &mut |_| {}).unwrap_or_else(|e| panic!("{e}"));
-        PtxCompiler::new(nvrtc(&registry).unwrap_or_else(|e| panic!("{e}")))
-    })
+    COMPILER.get_or_init(|| PtxCompiler::new(testing::nvrtc()))
 }
 
 fn arch(name: &str) -> CudaArch {

@@ -1,11 +1,12 @@
 //! Conversions between f32 and the narrow formats, as the hardware rounds.
 //!
 //! Rounding is to nearest, ties to even, unless the name says otherwise. A
-//! NaN becomes the canonical NaN that PTX names, all ones below the sign.
+//! NaN becomes the canonical NaN that PTX names, all ones below the sign; but
+//! [`tf32_from_f32_rna`] keeps its upper bits.
 
 /// The NaN that conversions to f16 and bf16 give.
 pub const NAN16: u16 = 0x7fff;
-/// The NaN that conversions to tf32 give.
+/// The NaN that conversions to tf32 by an instruction of the GPU give.
 pub const NAN32: u32 = 0x7fff_ffff;
 
 /// The value of bf16 bits.
@@ -85,14 +86,17 @@ const fn round_shift(bits: u32, shift: u32) -> u32 {
 }
 
 /// f32 to tf32: to nearest, ties away from zero (`cvt.rna`). The low 13 bits
-/// of the result are zero.
+/// of the result are zero, which splitting an f32 into two tf32 relies on.
+///
+/// GPUs have no instruction for it. ptxas makes an addition for all that is
+/// finite and clears the low bits of everything, so that a NaN keeps its upper
+/// bits, and one that has no others becomes infinity.
 #[inline]
 pub const fn tf32_from_f32_rna(value: f32) -> u32 {
     let bits = value.to_bits();
-    match value.is_nan() {
-        true => NAN32,
-        false if value.is_infinite() => bits,
-        false => (bits + 0x1000) & !0x1fff,
+    match value.is_finite() {
+        true => (bits + 0x1000) & !0x1fff,
+        false => bits & !0x1fff,
     }
 }
 

@@ -78,8 +78,13 @@ fn inputs(random: &mut Random) -> Vec<u32> {
         1 << 31,
         0x7f80_0000,
         0xff80_0000,
-        0x7fc0_0000,
         0x7f7f_ffff,
+        // NaNs: of all bits, of high and of low ones alone, and negative.
+        0x7fff_ffff,
+        0x7fc0_0000,
+        0x7fa0_1fff,
+        0x7f80_0001,
+        0xff80_1fff,
     ]);
     list
 }

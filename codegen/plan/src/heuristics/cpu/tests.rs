@@ -90,7 +90,8 @@ fn few_tokens_have_blocks_for_many_threads() {
                 continue;
             };
             let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
-            let step = plan.steps.iter().find(|step| step.symbol == name);
+            let mut steps = plan.call_steps();
+            let step = steps.find(|step| plan.kernels[step.kernel].name == name);
             let grid = &plan.entry(step.unwrap()).launch.grid;
             let blocks = |tokens: usize| -> u64 {
                 let sizes = grid.iter().map(|size| size.eval(tokens as u64));

@@ -44,8 +44,8 @@ pub fn grouped_gemm(
     if !is_hopper(arch) || !is_half(d) || !d.inner.is_multiple_of(8) {
         return None;
     }
-    // 128 sums per thread are what its registers hold beside the epilogue.
-    let (matrices, most) = if d.gated { (2, 128) } else { (1, 256) };
+    let matrices = if d.gated { 2 } else { 1 };
+    let most = most_sums(d) * WARPGROUP / WARPGROUP_ROWS / matrices;
     let tile_columns = d.outer.next_power_of_two().clamp(64, most);
     let ring = Ring {
         left: tile_rows,
@@ -54,6 +54,12 @@ pub fn grouped_gemm(
         slices: d.inner.div_ceil(TILE_DEPTH),
     };
     Some(ring.config(tile_rows, tile_columns))
+}
+
+/// Sums of a thread, which has 168 registers: 128 leave room for an epilogue,
+/// 64 also for one that adds biases and keeps what it adds them to.
+fn most_sums(d: &GroupedGemmDesc) -> usize {
+    if d.keep && d.bias { 64 } else { 128 }
 }
 
 /// What lies in shared memory.
@@ -133,6 +139,31 @@ mod tests {
         assert_eq!(up(2044, 768, [Bf16; 2]), None, "rows of 4088 bytes");
         assert_eq!(up(2048, 768, [F32; 2]), None);
         assert_eq!(up(2048, 768, [F16, Bf16]), None);
+    }
+
+    /// Half as many columns where pre-activations with biases are kept.
+    #[test]
+    fn long_epilogues_have_room() {
+        let shape = r#"{"shape":{"model_dim":2048,"hidden_dim":768,"experts":8,"top_k":2}}"#;
+        let spec: LayerSpec = serde_json::from_str(shape).unwrap();
+        let arch = CudaArch {
+            capability: 90,
+            suffix: Some('a'),
+        };
+        let columns = |keep, bias, gated| {
+            let mut d = desc(&spec, Half::Up);
+            (d.weights, d.activations) = (DType::Bf16, DType::Bf16);
+            (d.keep, d.bias, d.gated) = (keep, bias, gated);
+            super::grouped_gemm(&d, arch, 128).unwrap().tile_columns
+        };
+        assert_eq!(
+            [columns(true, true, true), columns(true, true, false)],
+            [64, 128]
+        );
+        assert_eq!(
+            [columns(false, true, true), columns(true, false, false)],
+            [128, 256]
+        );
     }
 
     /// A ring longer than the inner dimension would only take memory.

@@ -2,13 +2,12 @@
 
 use super::super::HfError;
 use super::super::config::Config;
-use super::super::draft::{Draft, Fused};
+use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::source::half_of;
 use super::super::{Alternative, Parts, Step};
 use super::layers::{self, Layers, depth};
 use super::softmax::{plain, sizes};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K};
-use crate::hf::draft::Sizes;
 use crate::{Renormalize, RouterKind, Score, SharedGate};
 
 /// The families of this file.
@@ -31,7 +30,13 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         names: &["gemma4", "gemma4_text"],
         layers: gemma4_layers,
-        build: gemma4,
+        build: |c, layer| gemma4(c, layer, DECODER),
+    },
+    // Its encoder is its decoder: they share the tensors.
+    Family {
+        names: &["diffusion_gemma", "diffusion_gemma_text"],
+        layers: |c| layers::every(c, 30),
+        build: |c, layer| gemma4(c, layer, DIFFUSION_GEMMA),
     },
 ];
 
@@ -40,14 +45,12 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, NARROW, [2560, 1536, 64, 6])?;
     let hidden = sizes.hidden;
     let mut d = plain(c, layer, sizes)?;
-    d.spec.router.renormalize = Renormalize::Clamp;
-    d.spec.router.renormalize_eps = c.number(&["moe_norm_min"], 1e-12)?;
     let bias = "moe_statics.e_score_correction_bias";
-    d.select_bias(&[bias, &format!("gate.{bias}")]);
+    clamped_router(c, &mut d, &[bias, &format!("gate.{bias}")])?;
     let count = c.size(&["moe_num_shared_experts"], 2)?;
     if count > 0 {
         d.shared(
-            "shared_experts",
+            &["shared_experts"],
             count.saturating_mul(hidden),
             SharedGate::None,
         );
@@ -56,6 +59,14 @@ fn ernie(c: &Config, layer: usize) -> Result<Draft, HfError> {
         d.biased();
     }
     Ok(d)
+}
+
+/// ERNIE's bias for selection and least denominator.
+pub(super) fn clamped_router(c: &Config, d: &mut Draft, bias: &[&str]) -> Result<(), HfError> {
+    d.spec.router.renormalize = Renormalize::Clamp;
+    d.spec.router.renormalize_eps = c.number(&["moe_norm_min"], 1e-12)?;
+    d.select_bias(bias);
+    Ok(())
 }
 
 /// Every `moe_layer_interval`-th layer between two bounds.
@@ -75,7 +86,7 @@ fn ernie_layers(c: &Config) -> Result<Layers, HfError> {
 fn longcat(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, NARROW, [6144, 2048, 512, 12])?;
     let (experts, hidden) = (sizes.experts, sizes.hidden);
-    let mut d = Draft::new(c, layer, sizes);
+    let mut d = Draft::new(c, sizes);
     d.activation(c, &["hidden_act"], "silu")?;
     d.spec.experts.identity = c.size(&["zero_expert_num"], 256)?;
     d.spec.router.scale = c.number(&["routed_scaling_factor"], 6.0)?;
@@ -134,7 +145,7 @@ fn deepseek_v4(c: &Config, layer: usize) -> Result<Draft, HfError> {
     } else {
         d.select_bias(&["gate.e_score_correction_bias", "gate.bias"]);
     }
-    d.shared("shared_experts", hidden, SharedGate::None);
+    d.shared(&["shared_experts"], hidden, SharedGate::None);
     if c.flag(&["mlp_bias"], false)? {
         d.biased();
     }
@@ -149,10 +160,17 @@ fn hashed(c: &Config, layer: usize) -> Result<bool, HfError> {
     }
 }
 
+/// Where DiffusionGemma's layers are.
+const DIFFUSION_GEMMA: &[&str] = &[
+    "model.decoder.layers.",
+    "decoder.layers.",
+    "model.encoder.language_model.layers.",
+];
+
 /// Gemma 4: `x` is what the experts see, `pre_feedforward_layernorm_2` of the
 /// residual `r`. The router sees `norm(r)·s·d^-½`, and `norm(r) = x / w` with
 /// the weight `w` of that layer norm: a plain projection with `W·s/w·d^-½`.
-fn gemma4(c: &Config, layer: usize) -> Result<Draft, HfError> {
+fn gemma4(c: &Config, layer: usize, prefixes: &[&str]) -> Result<Draft, HfError> {
     let sizes = Sizes {
         model: c.size(MODEL, 2304)?,
         hidden: c.need(NARROW)?,
@@ -160,11 +178,11 @@ fn gemma4(c: &Config, layer: usize) -> Result<Draft, HfError> {
         top_k: c.need(TOP_K)?,
     };
     let factor = 1.0 / (sizes.model as f64).sqrt();
-    let mut d = Draft::new(c, layer, sizes);
+    let mut d = Draft::new(c, sizes);
     d.activation(c, &["hidden_activation", "hidden_act"], "gelu_pytorch_tanh")?;
     d.renormalize(true, 0.0);
     d.spec.router.expert_scale = true;
-    d.decoder(layer, &[""]);
+    d.rooted(prefixes, layer, &[""]);
     let folded = |root: &String| Alternative {
         parts: Parts::One(format!("{root}router.proj.weight")),
         steps: vec![

@@ -83,7 +83,7 @@ fn switch(c: &Config, layer: usize) -> Result<Draft, HfError> {
         experts: c.size(EXPERTS, 8)?,
         top_k: 1,
     };
-    let mut d = Draft::new(c, layer, sizes);
+    let mut d = Draft::new(c, sizes);
     d.spec.experts.form = ExpertForm::Plain;
     d.activation(c, &["dense_act_fn"], "relu")?;
     d.spec.router.jitter = c.number(&["router_jitter_noise"], 0.01)?;
@@ -144,9 +144,9 @@ fn nllb(c: &Config, layer: usize) -> Result<Draft, HfError> {
         let axis = "a random choice of the second expert";
         return Err(c.unsupported("second_expert_policy", axis, "set it to `all`"));
     }
-    let mut d = Draft::new(c, layer, sizes);
+    let mut d = Draft::new(c, sizes);
     d.spec.experts.form = ExpertForm::Plain;
-    d.spec.experts.bias = true;
+    d.spec.experts.bias = true.into();
     d.activation(c, &["activation_function"], "relu")?;
     d.spec.router.scale = 1.0 - c.number(&["moe_token_dropout"], 0.2)?;
     nllb_capacity(c, &mut d)?;

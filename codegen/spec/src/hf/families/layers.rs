@@ -24,6 +24,13 @@ impl Layers {
         }
     }
 
+    /// These, then those of another stack, numbered through.
+    pub fn then(mut self, next: Layers) -> Layers {
+        self.moe.extend(next.moe.iter().map(|i| self.total + i));
+        self.total += next.total;
+        self
+    }
+
     /// Whether `layer` is one with experts.
     pub fn check(&self, config: &Config, layer: usize) -> Result<(), HfError> {
         let (model, moe) = (config.model.clone(), ranges(&self.moe));
@@ -83,8 +90,13 @@ pub fn every(c: &Config, total: usize) -> Result<Layers, HfError> {
 
 /// Qwen's rule: `decoder_sparse_step`, except `mlp_only_layers`.
 pub fn stepped(c: &Config, total: usize) -> Result<Layers, HfError> {
+    stepped_except(c, &[], total)
+}
+
+/// As `stepped`, with what `mlp_only_layers` is when absent.
+pub fn stepped_except(c: &Config, dense: &[usize], total: usize) -> Result<Layers, HfError> {
     let step = c.size(&["decoder_sparse_step"], 1)?;
-    let dense = c.sizes("mlp_only_layers")?.unwrap_or_default();
+    let dense = c.sizes("mlp_only_layers")?.unwrap_or(dense.to_vec());
     let why = "decoder_sparse_step and mlp_only_layers leave none";
     let moe = |i: usize| !dense.contains(&i) && step > 0 && (i + 1).is_multiple_of(step);
     Ok(Layers::filtered(depth(c, total)?, why, moe))

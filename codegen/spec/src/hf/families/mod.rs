@@ -1,8 +1,11 @@
 //! One function per family: which layers have experts, and what they compute.
 
 mod biased;
+mod deepseek;
 mod encoder_decoder;
 mod layers;
+mod refused;
+mod several;
 mod shared;
 mod sigmoid;
 mod softmax;
@@ -23,11 +26,13 @@ pub(super) struct Family {
     pub build: fn(&Config, usize) -> Result<Draft, HfError>,
 }
 
-const TABLES: [&[Family]; 5] = [
+const TABLES: [&[Family]; 7] = [
     softmax::FAMILIES,
     shared::FAMILIES,
+    deepseek::FAMILIES,
     sigmoid::FAMILIES,
     biased::FAMILIES,
+    several::FAMILIES,
     encoder_decoder::FAMILIES,
 ];
 
@@ -41,6 +46,7 @@ const EXPERTS: &[&str] = &[
 ];
 const TOP_K: &[&str] = &[
     "num_experts_per_tok",
+    "num_experts_per_token",
     "moe_topk",
     "moe_k",
     "top_k_experts",
@@ -54,7 +60,13 @@ const DEPTH: &[&str] = &["num_hidden_layers", "n_layers", "num_layers"];
 /// The family of a configuration.
 pub(super) fn find(config: &Config) -> Result<&'static Family, HfError> {
     let named = |family: &&Family| family.names.contains(&config.model.as_str());
-    all().find(named).ok_or_else(|| unknown(&config.model))
+    let known = all().find(named);
+    known.ok_or_else(|| refused::error(&config.model).unwrap_or_else(|| unknown(&config.model)))
+}
+
+/// Every `model_type` that is known and refused, and what its block does.
+pub(super) fn refused() -> impl Iterator<Item = (&'static str, &'static str)> {
+    refused::names()
 }
 
 /// Every supported `model_type`, sorted.
@@ -72,7 +84,7 @@ fn all() -> impl Iterator<Item = &'static Family> {
 
 fn unknown(model: &str) -> HfError {
     HfError::UnknownModel {
-        model_type: model.to_string(),
+        model_type: super::config::shortened(model),
         suggestion: closest(model, names()).map(str::to_string),
         supported: names().map(str::to_string).collect(),
     }

@@ -1,14 +1,13 @@
 //! Softmax routers beside shared experts.
 
-use super::super::HfError;
 use super::super::config::Config;
-use super::super::draft::Draft;
+use super::super::draft::{Draft, Fused, Sizes};
 use super::super::source::half_of;
+use super::super::{HfError, Step};
 use super::layers::{self, Layers};
 use super::softmax::{granite, plain, sizes};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
-use crate::hf::draft::Sizes;
-use crate::{GroupMask, GroupStat, Groups, SharedExpert, SharedGate};
+use crate::{GroupMask, GroupStat, Groups, Score, SharedExpert, SharedGate};
 
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
@@ -28,12 +27,37 @@ pub(super) const FAMILIES: &[Family] = &[
         build: qwen3_5,
     },
     Family {
-        names: &["deepseek_v2"],
-        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 32),
-        build: deepseek_v2,
+        names: &["qwen4_exp", "qwen4_exp_text"],
+        layers: |c| layers::every(c, 40),
+        build: qwen3_next,
     },
     Family {
-        names: &["granitemoeshared"],
+        names: &["deepseek_v2"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 32),
+        build: |c, layer| deepseek_v2(c, layer, [4096, 1407, 64, 0]),
+    },
+    Family {
+        names: &["deepseek_ocr2", "deepseek_ocr2_text"],
+        layers: |c| layers::typed(c, 1, 32),
+        build: |c, layer| deepseek_v2(c, layer, [4096, 1407, 64, 0]),
+    },
+    Family {
+        names: &["unlimited_ocr", "unlimited_ocr_text"],
+        layers: |c| layers::typed(c, 1, 12),
+        build: |c, layer| deepseek_v2(c, layer, [1280, 896, 64, 6]),
+    },
+    Family {
+        names: &["aria", "aria_text"],
+        layers: |c| layers::every(c, 32),
+        build: aria,
+    },
+    Family {
+        names: &["cohere2_moe"],
+        layers: |c| layers::typed(c, 0, 40),
+        build: cohere,
+    },
+    Family {
+        names: &["granitemoeshared", "granitemoe_swa"],
         layers: |c| layers::every(c, 32),
         build: |c, layer| granite_shared(c, layer, 0),
     },
@@ -68,17 +92,19 @@ fn qwen3_5(c: &Config, layer: usize) -> Result<Draft, HfError> {
 }
 
 /// Qwen's shared expert, which weighs `σ(x · w)`.
-fn gated_shared(c: &Config, mut d: Draft, default: usize) -> Result<Draft, HfError> {
+pub(super) fn gated_shared(c: &Config, mut d: Draft, default: usize) -> Result<Draft, HfError> {
     let hidden = c.size(&["shared_expert_intermediate_size"], default)?;
-    d.shared("shared_expert", hidden, SharedGate::Sigmoid);
+    d.shared(&["shared_expert"], hidden, SharedGate::Sigmoid);
     d.plain("shared.0.router.weight", &["shared_expert_gate.weight"]);
     Ok(d)
 }
 
 /// DeepSeek-V2 as transformers computes it: `norm_topk_prob` is not read.
-fn deepseek_v2(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    let mut sizes = sizes(c, NARROW, [4096, 1407, 64, 0])?;
-    sizes.top_k = c.need(TOP_K)?;
+fn deepseek_v2(c: &Config, layer: usize, defaults: [usize; 4]) -> Result<Draft, HfError> {
+    let mut sizes = sizes(c, NARROW, defaults)?;
+    if sizes.top_k == 0 {
+        sizes.top_k = c.need(TOP_K)?;
+    }
     let hidden = sizes.hidden;
     let mut d = plain(c, layer, sizes)?;
     d.spec.router.scale = c.number(&["routed_scaling_factor"], 1.0)?;
@@ -99,23 +125,30 @@ fn deepseek_v2(c: &Config, layer: usize) -> Result<Draft, HfError> {
         let note = "norm_topk_prob is set, but transformers does not read it for deepseek_v2";
         d.notes.push(note.to_string());
     }
-    merged_shared(c, &mut d, "n_shared_experts", 2, hidden)?;
+    merged_shared(c, &mut d, SHARED, 2, hidden)?;
     Ok(d)
 }
+
+/// Spellings of the number of shared experts.
+pub(super) const SHARED: &[&str] = &[
+    "n_shared_experts",
+    "num_shared_experts",
+    "moe_num_shared_experts",
+];
 
 /// DeepSeek's shared experts: several merged into one wide one, with biases
 /// when `mlp_bias` says so.
 pub(super) fn merged_shared(
     c: &Config,
     d: &mut Draft,
-    key: &str,
+    keys: &[&str],
     default: usize,
     hidden: usize,
 ) -> Result<(), HfError> {
-    let count = c.size(&[key], default)?;
+    let count = c.size(keys, default)?;
     if count > 0 {
         d.shared(
-            "shared_experts",
+            &["shared_experts", "shared_mlp"],
             count.saturating_mul(hidden),
             SharedGate::None,
         );
@@ -134,6 +167,7 @@ fn granite_shared(c: &Config, layer: usize, default: usize) -> Result<Draft, HfE
         d.spec.shared.push(SharedExpert {
             hidden_dim: hidden,
             gate: SharedGate::None,
+            bias: None,
         });
         d.decoder(layer, &["shared_mlp."]);
         for (half, part) in ["gate", "up"].into_iter().enumerate() {
@@ -172,7 +206,60 @@ fn hunyuan(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.plain("router.weight", &["gate.wg.weight"]);
     let count = c.size_at(&["num_shared_expert"], layer, 1)?;
     if count > 0 {
-        d.shared("shared_mlp", wide.saturating_mul(count), SharedGate::None);
+        d.shared(
+            &["shared_mlp"],
+            wide.saturating_mul(count),
+            SharedGate::None,
+        );
+    }
+    Ok(d)
+}
+
+/// Aria: the routed experts are always silu, whatever the shared ones are.
+fn aria(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = sizes(c, WIDE, [4096, 4096, 8, 2])?;
+    let hidden = sizes.hidden;
+    if c.text(&["hidden_act"], "silu")? != "silu" {
+        let axis = "an activation of shared experts alone";
+        return Err(c.unsupported("hidden_act", axis, "only silu can be read"));
+    }
+    let mut d = plain(c, layer, sizes)?;
+    d.spec.router.score = Score::SoftmaxSelected;
+    d.fused_experts(Fused::Columns, "experts.fc1.weight", "experts.fc2.weight");
+    d.fused_experts(Fused::Columns, "experts.gate_up_proj", "experts.down_proj");
+    merged_shared(c, &mut d, SHARED, 2, hidden)?;
+    Ok(d)
+}
+
+/// Cohere 2: the top k of the logits, then softmax or sigmoid of them. The
+/// average of routed and shared experts is half of each.
+fn cohere(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = sizes(c, WIDE, [8192, 22528, 8, 2])?;
+    let hidden = sizes.hidden;
+    let mut d = plain(c, layer, sizes)?;
+    match c.text(&["expert_selection_fn"], "softmax")?.as_str() {
+        "softmax" => d.spec.router.score = Score::SoftmaxSelected,
+        "sigmoid" => {
+            d.spec.router.score = Score::Sigmoid;
+            d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+        }
+        _ => {
+            let remedy = "known are softmax and sigmoid";
+            return Err(c.unsupported("expert_selection_fn", "this score", remedy));
+        }
+    }
+    merged_shared(c, &mut d, SHARED, 0, hidden)?;
+    let key = "shared_expert_combination_strategy";
+    match c.text(&[key], "average")?.as_str() {
+        "average" if !d.spec.shared.is_empty() => {
+            d.spec.router.scale = 0.5;
+            d.then("shared.0.down.weight", Step::Factor(0.5));
+        }
+        "average" | "sum" => {}
+        _ => {
+            let remedy = "known are average and sum";
+            return Err(c.unsupported(key, "this way to add shared experts", remedy));
+        }
     }
     Ok(d)
 }

@@ -1,56 +1,19 @@
-//! Sigmoid routers: DeepSeek-V3 and those after it, Llama 4.
+//! Sigmoid routers that are not DeepSeek-V3's, and Nemotron-H.
 
 use super::super::HfError;
 use super::super::config::Config;
-use super::super::draft::{Draft, Fused};
+use super::super::draft::{DECODER, Draft, Fused};
+use super::super::source::half_of;
+use super::deepseek::{self, BIAS, GLM4};
 use super::layers::{self, Layers, depth};
-use super::shared::merged_shared;
-use super::softmax::{plain, sizes};
-use super::{EXPERTS, Family, NARROW, TOP_K, WIDE};
-use crate::{ExpertForm, GroupMask, GroupStat, Groups, Score, SharedGate, WeightSite};
+use super::shared::{SHARED, merged_shared};
+use super::softmax::{gated, plain, sizes};
+use super::{Family, NARROW, WIDE};
+use crate::{ExpertForm, Latent, Score, SharedGate, WeightSite};
+use serde_json::Value;
 
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
-    Family {
-        names: &["deepseek_v3", "kimi_k2"],
-        layers: |c| layers::after_dense(c, "first_k_dense_replace", 3, 61),
-        build: |c, layer| deepseek(c, layer, &V3),
-    },
-    Family {
-        names: &["deepseek_v32"],
-        layers: |c| layers::typed(c, 3, 61),
-        build: |c, layer| deepseek(c, layer, &V3),
-    },
-    Family {
-        names: &["glm_moe_dsa"],
-        layers: |c| layers::typed(c, 3, 78),
-        build: |c, layer| deepseek(c, layer, &GLM_DSA),
-    },
-    Family {
-        names: &["glm4_moe", "glm4v_moe", "glm4v_moe_text"],
-        layers: |c| layers::after_dense(c, "first_k_dense_replace", 1, 46),
-        build: |c, layer| deepseek(c, layer, &GLM4),
-    },
-    Family {
-        names: &["glm4_moe_lite"],
-        layers: |c| layers::typed(c, 1, 47),
-        build: |c, layer| deepseek(c, layer, &GLM4_LITE),
-    },
-    Family {
-        names: &["solar_open"],
-        layers: |c| layers::every(c, 48),
-        build: |c, layer| deepseek(c, layer, &SOLAR),
-    },
-    Family {
-        names: &["dots1"],
-        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 62),
-        build: |c, layer| deepseek(c, layer, &DOTS1),
-    },
-    Family {
-        names: &["exaone_moe"],
-        layers: |c| layers::typed(c, 1, 32),
-        build: |c, layer| deepseek(c, layer, &EXAONE),
-    },
     Family {
         names: &["nemotron_h"],
         layers: nemotron_layers,
@@ -76,107 +39,32 @@ pub(super) const FAMILIES: &[Family] = &[
         layers: llama4_layers,
         build: llama4,
     },
+    Family {
+        names: &["flint"],
+        layers: |c| layers::stepped_except(c, &[0, 1], 49),
+        build: flint,
+    },
+    Family {
+        names: &["laguna"],
+        layers: |c| layers::typed(c, 1, 40),
+        build: laguna,
+    },
+    Family {
+        names: &["minimax_m3_vl", "minimax_m3_vl_text"],
+        layers: |c| layers::typed(c, 0, 60),
+        build: minimax_m3,
+    },
+    Family {
+        names: &["step3p7", "step3p5"],
+        layers: step_layers,
+        build: step,
+    },
 ];
 
-/// Where the DeepSeek-V3 block keeps its selection bias.
-const BIAS: &[&str] = &["gate.e_score_correction_bias", "e_score_correction_bias"];
-
-/// What transformers assumes for the keys of a DeepSeek-V3 block.
-struct Defaults {
-    /// Width, experts' width, experts, K.
-    sizes: [usize; 4],
-    scale: f64,
-    /// Groups and how many are kept.
-    groups: [usize; 2],
-    renormalize: bool,
-    shared: usize,
-}
-
-const V3: Defaults = Defaults {
-    sizes: [7168, 2048, 256, 8],
-    scale: 2.5,
-    groups: [8, 4],
-    renormalize: true,
-    shared: 1,
-};
-const GLM_DSA: Defaults = Defaults {
-    sizes: [6144, 2048, 256, 8],
-    groups: [1, 1],
-    ..V3
-};
-const GLM4: Defaults = Defaults {
-    sizes: [4096, 1408, 128, 8],
-    scale: 1.0,
-    groups: [1, 1],
-    ..V3
-};
-const GLM4_LITE: Defaults = Defaults {
-    sizes: [2048, 1536, 64, 4],
-    scale: 1.8,
-    ..GLM4
-};
-const SOLAR: Defaults = Defaults {
-    sizes: [4096, 1280, 128, 8],
-    ..GLM4
-};
-const EXAONE: Defaults = Defaults {
-    sizes: [4096, 1024, 64, 8],
-    scale: 2.5,
-    ..GLM4
-};
-/// Zeros stand for keys without a default.
-const DOTS1: Defaults = Defaults {
-    sizes: [4608, 1408, 0, 0],
-    renormalize: false,
-    shared: 0,
-    ..GLM4
-};
-
-fn deepseek(c: &Config, layer: usize, defaults: &Defaults) -> Result<Draft, HfError> {
-    let mut sizes = sizes(c, NARROW, defaults.sizes)?;
-    if sizes.experts == 0 {
-        sizes.experts = c.need(EXPERTS)?;
-    }
-    if sizes.top_k == 0 {
-        sizes.top_k = c.need(TOP_K)?;
-    }
-    let hidden = sizes.hidden;
-    let mut d = plain(c, layer, sizes)?;
-    sigmoid_router(c, &mut d, defaults)?;
-    let key = if c.model == "exaone_moe" {
-        "num_shared_experts"
-    } else {
-        "n_shared_experts"
-    };
-    merged_shared(c, &mut d, key, defaults.shared, hidden)?;
-    Ok(d)
-}
-
-/// Biased sigmoid scores, groups by their two best, unbiased weights.
-fn sigmoid_router(c: &Config, d: &mut Draft, defaults: &Defaults) -> Result<(), HfError> {
-    d.sigmoid(BIAS);
-    d.spec.router.scale = c.number(&["routed_scaling_factor"], defaults.scale)?;
-    d.renormalize(c.flag(&["norm_topk_prob"], defaults.renormalize)?, 1e-20);
-    d.groups(Groups {
-        count: c.size(&["n_group"], defaults.groups[0])?,
-        keep: c.size(&["topk_group"], defaults.groups[1])?,
-        stat: GroupStat::Top2Sum,
-        mask: GroupMask::Exclude,
-    });
-    Ok(())
-}
-
-/// Nemotron-H: DeepSeek-V3's router, plain experts.
+/// Nemotron-H: DeepSeek-V3's router, plain experts, in some models of a narrower
+/// width than the model's.
 fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    if c.size_opt(&["moe_latent_size"])?.is_some() {
-        let axis = "a latent projection around the routed experts";
-        return Err(c.unsupported(
-            "moe_latent_size",
-            axis,
-            "only models without it can be read",
-        ));
-    }
-    let mut d = Draft::new(c, layer, sizes(c, NARROW, [4096, 7688, 8, 2])?);
+    let mut d = Draft::new(c, sizes(c, NARROW, [4096, 7688, 8, 2])?);
     d.spec.experts.form = ExpertForm::Plain;
     d.activation(c, &["mlp_hidden_act"], "relu2")?;
     d.rooted(
@@ -184,7 +72,7 @@ fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
         layer,
         &["mixer."],
     );
-    sigmoid_router(c, &mut d, &GLM4)?;
+    deepseek::router(c, &mut d, &GLM4)?;
     d.plain("router.weight", &["gate.weight"]);
     for (part, leaf) in [("up", "up_proj"), ("down", "down_proj")] {
         let name = format!("experts.{part}.weight");
@@ -192,9 +80,21 @@ fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
         d.plain(&name, &[&format!("experts.{leaf}")]);
     }
     let hidden = c.size(&["moe_shared_expert_intermediate_size"], 7688)?;
-    d.shared("shared_experts", hidden, SharedGate::None);
-    if c.flag(&["mlp_bias"], false)? {
+    d.shared(&["shared_experts"], hidden, SharedGate::None);
+    let bias = c.flag(&["mlp_bias"], false)?;
+    if bias {
         d.biased();
+    }
+    if let Some(dim) = c.size_opt(&["moe_latent_size"])? {
+        d.spec.latent = Some(Latent { dim, bias });
+        for (part, leaf) in [("down", "fc1_latent_proj"), ("up", "fc2_latent_proj")] {
+            for kind in ["weight", "bias"] {
+                d.plain(
+                    &format!("latent.{part}.{kind}"),
+                    &[&format!("{leaf}.{kind}")],
+                );
+            }
+        }
     }
     Ok(d)
 }
@@ -224,7 +124,7 @@ fn minimax_m2(c: &Config, layer: usize) -> Result<Draft, HfError> {
 }
 
 fn lfm2(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    let mut d = Draft::new(c, layer, sizes(c, NARROW, [2048, 1792, 32, 4])?);
+    let mut d = Draft::new(c, sizes(c, NARROW, [2048, 1792, 32, 4])?);
     d.decoder(layer, &["feed_forward."]);
     d.plain("router.weight", &["gate.weight"]);
     d.gated_experts(Fused::Rows);
@@ -241,11 +141,10 @@ fn afmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, NARROW, [2048, 1408, 64, 6])?;
     let hidden = sizes.hidden;
     let mut d = plain(c, layer, sizes)?;
-    d.plain("router.weight", &["router.gate.weight"]);
-    d.sigmoid(&["expert_bias"]);
+    d.sigmoid(BIAS);
     d.spec.router.scale = c.number(&["route_scale"], 1.0)?;
     d.renormalize(true, 1e-20);
-    merged_shared(c, &mut d, "num_shared_experts", 2, hidden)?;
+    merged_shared(c, &mut d, SHARED, 2, hidden)?;
     Ok(d)
 }
 
@@ -253,14 +152,14 @@ fn afmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
 fn llama4(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let sizes = sizes(c, WIDE, [5120, 8192, 16, 1])?;
     let hidden = sizes.hidden;
-    let mut d = Draft::new(c, layer, sizes);
+    let mut d = Draft::new(c, sizes);
     d.activation(c, &["hidden_act"], "silu")?;
     d.spec.router.score = Score::Sigmoid;
     d.spec.router.weight_on = WeightSite::Input;
     d.decoder(layer, &["feed_forward."]);
     d.plain("router.weight", &["router.weight"]);
     d.gated_experts(Fused::Columns);
-    d.shared("shared_expert", hidden, SharedGate::None);
+    d.shared(&["shared_expert"], hidden, SharedGate::None);
     Ok(d)
 }
 
@@ -275,4 +174,104 @@ fn llama4_layers(c: &Config) -> Result<Layers, HfError> {
     Ok(Layers::filtered(total, why, |i| {
         step > 0 && (i + 1).is_multiple_of(step)
     }))
+}
+
+/// Flint: sigmoid scores without a bias, Qwen's shared expert without its gate.
+fn flint(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2048, 512, 256, 6])?)?;
+    d.spec.router.score = Score::Sigmoid;
+    d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+    let hidden = c.size(&["shared_expert_intermediate_size"], 1024)?;
+    d.shared(&["shared_expert"], hidden, SharedGate::None);
+    Ok(d)
+}
+
+fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    if c.number(&["moe_router_logit_softcapping"], 0.0)? > 0.0 {
+        let key = "moe_router_logit_softcapping";
+        return Err(c.unsupported(key, "a soft cap on logits", "only 0, none, can be read"));
+    }
+    let key = "moe_apply_router_weight_on_input";
+    if let Some((key, value @ Value::Bool(true))) = c.find(&[key]) {
+        return Err(c.bad(key, value, "false: transformers computes nothing else"));
+    }
+    let mut d = plain(c, layer, sizes(c, NARROW, [2048, 512, 256, 8])?)?;
+    d.sigmoid(&[BIAS, &["experts.e_score_correction_bias"]].concat());
+    d.renormalize(true, 0.0);
+    d.spec.router.scale = c.number(&["moe_routed_scaling_factor"], 1.0)?;
+    let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
+    d.shared(
+        &["shared_expert", "shared_experts"],
+        hidden,
+        SharedGate::None,
+    );
+    Ok(d)
+}
+
+/// MiniMax-M3: M2's router, gpt-oss's activation.
+fn minimax_m3(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let sizes = sizes(c, WIDE, [6144, 3072, 128, 4])?;
+    // `hidden_act` names an activation that transformers writes out, as here.
+    let mut d = Draft::new(c, sizes);
+    d.decoder(layer, &["mlp.", "block_sparse_moe."]);
+    d.plain("router.weight", &["gate.weight"]);
+    d.gated_experts(Fused::Rows);
+    d.sigmoid(BIAS);
+    d.renormalize(true, 0.0);
+    d.spec.router.scale = c.number(&["routed_scaling_factor"], 2.0)?;
+    d.swiglu_oai(c)?;
+    let hidden = c.size(&["shared_intermediate_size"], 3072)?;
+    d.shared(&["shared_experts"], hidden, SharedGate::None);
+    for (half, part) in ["gate", "up"].into_iter().enumerate() {
+        let name = format!("shared.0.{part}.weight");
+        let half = half_of(0, half, hidden, false);
+        d.stepped(&name, &["shared_experts.gate_up_proj.weight"], &[half]);
+    }
+    Ok(d)
+}
+
+/// Step 3.7: published checkpoints stack the experts, gate and up apart.
+fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    for key in ["swiglu_limits", "swiglu_limits_shared"] {
+        if c.number_at(key, layer)? != 0.0 {
+            let axis = "a clamp behind the activation";
+            let remedy = "only layers whose entry is 0 or null can be read";
+            return Err(c.unsupported(key, axis, remedy));
+        }
+    }
+    // transformers reads n_routed_experts, whatever num_local_experts says.
+    let experts = c.size(&["n_routed_experts", "moe_num_experts"], 288)?;
+    let mut sizes = sizes(c, NARROW, [4096, 1280, experts, 8])?;
+    sizes.experts = experts;
+    let mut d = gated(c, layer, sizes, DECODER, &["mlp.", "moe."])?;
+    for part in ["gate", "up", "down"] {
+        let name = format!("{part}_proj.weight");
+        d.plain(&format!("experts.{part}.weight"), &[&name]);
+    }
+    d.sigmoid(&[BIAS, &["router_bias"]].concat());
+    d.renormalize(true, 0.0);
+    d.spec.router.scale = c.number(&["moe_router_scaling_factor"], 1.0)?;
+    let hidden = c.size(&["share_expert_dim", "share_expert_dims"], 1280)?;
+    d.decoder(layer, &["", "mlp."]);
+    d.shared(
+        &["share_expert", "shared_experts"],
+        hidden,
+        SharedGate::None,
+    );
+    if c.flag(&["mlp_bias"], false)? {
+        d.biased();
+    }
+    Ok(d)
+}
+
+/// `mlp_layer_types`, or the list `moe_layers_enum`; otherwise the first three
+/// are dense.
+fn step_layers(c: &Config) -> Result<Layers, HfError> {
+    match c.numbers("moe_layers_enum")? {
+        Some(list) if c.words(&["mlp_layer_types"])?.is_none() => {
+            let why = "moe_layers_enum names none";
+            Ok(Layers::filtered(depth(c, 45)?, why, |i| list.contains(&i)))
+        }
+        _ => layers::typed(c, 3, 45),
+    }
 }

@@ -1,12 +1,12 @@
 //! Softmax routers without shared experts, and gpt-oss and PhiMoE.
 
-use super::super::HfError;
 use super::super::config::Config;
-use super::super::draft::{Draft, Fused, Sizes};
+use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::source::half_of;
+use super::super::{Alternative, HfError, Parts, Step};
 use super::layers::{self, Layers, depth};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
-use crate::{Renormalize, Score, Select};
+use crate::{Biases, Renormalize, Score, Select};
 
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
@@ -51,9 +51,25 @@ pub(super) const FAMILIES: &[Family] = &[
         build: granite,
     },
     Family {
+        names: &["jetmoe"],
+        layers: |c| layers::every(c, 12),
+        build: jetmoe,
+    },
+    Family {
         names: &["gpt_oss"],
         layers: |c| layers::every(c, 36),
-        build: gpt_oss,
+        build: |c, layer| {
+            let sizes = sizes(c, WIDE, [2880, 2880, 128, 4])?;
+            gpt_oss(c, layer, sizes, Fused::InterleavedColumns)
+        },
+    },
+    Family {
+        names: &["openai_privacy_filter"],
+        layers: |c| layers::every(c, 8),
+        build: |c, layer| {
+            let sizes = sizes(c, WIDE, [640, 640, 128, 4])?;
+            gpt_oss(c, layer, sizes, Fused::Columns)
+        },
     },
     Family {
         names: &["phimoe"],
@@ -84,13 +100,22 @@ pub(super) fn sizes(
 
 /// A softmax router and gated experts under `mlp.` or `block_sparse_moe.`.
 pub(super) fn plain(c: &Config, layer: usize, sizes: Sizes) -> Result<Draft, HfError> {
-    let mut d = Draft::new(c, layer, sizes);
-    d.activation(c, &["hidden_act"], "silu")?;
-    d.decoder(layer, &["mlp.", "block_sparse_moe."]);
-    d.plain(
-        "router.weight",
-        &["gate.weight", "router.weight", "router.layer.weight"],
-    );
+    gated(c, layer, sizes, DECODER, &["mlp.", "block_sparse_moe."])
+}
+
+/// A softmax router and gated experts under `{prefix}{layer}.{block}`.
+pub(super) fn gated(
+    c: &Config,
+    layer: usize,
+    sizes: Sizes,
+    prefixes: &[&str],
+    blocks: &[&str],
+) -> Result<Draft, HfError> {
+    let mut d = Draft::new(c, sizes);
+    d.activation(c, &["hidden_act", "activation_function"], "silu")?;
+    d.rooted(prefixes, layer, blocks);
+    let names = ["gate", "router", "router.layer", "router.gate"].map(|n| format!("{n}.weight"));
+    d.plain("router.weight", &names.each_ref().map(String::as_str));
     d.gated_experts(Fused::Rows);
     Ok(d)
 }
@@ -142,8 +167,8 @@ fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
         experts: ffn.size(&["moe_num_experts"], 4)?,
         top_k: ffn.size(&["moe_top_k"], 1)?,
     };
-    let stacked = super::super::Step::Reshape(vec![sizes.experts, sizes.hidden, sizes.model]);
-    let mut d = Draft::new(c, layer, sizes);
+    let stacked = Step::Reshape(vec![sizes.experts, sizes.hidden, sizes.model]);
+    let mut d = Draft::new(c, sizes);
     d.activation(&ffn.nested("ffn_act_fn")?, &["name"], "silu")?;
     if !ffn.is_null("moe_normalize_expert_weights") {
         d.spec.router.renormalize = Renormalize::PNorm;
@@ -161,7 +186,7 @@ fn dbrx(c: &Config, layer: usize) -> Result<Draft, HfError> {
         &["experts.mlp.v1"],
         std::slice::from_ref(&stacked),
     );
-    let down = [stacked, super::super::Step::Transpose];
+    let down = [stacked, Step::Transpose];
     d.stepped("experts.down.weight", &["experts.mlp.w2"], &down);
     Ok(d)
 }
@@ -174,32 +199,42 @@ pub(super) fn granite(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
-fn gpt_oss(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    let sizes = sizes(c, WIDE, [2880, 2880, 128, 4])?;
+/// JetMoE: Granite's router, and one bias on the sum. The weights of a token
+/// sum to 1, so every expert can have it.
+fn jetmoe(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [2048, 5632, 8, 2])?)?;
+    d.spec.router.score = Score::SoftmaxSelected;
+    d.fused_experts(Fused::Rows, "input_linear.weight", "output_linear.weight");
+    d.spec.experts.bias = Biases::Down;
+    let count = d.spec.shape.experts;
+    let repeated = |root: &String| Alternative {
+        parts: Parts::Repeated {
+            name: format!("{root}bias"),
+            count,
+        },
+        steps: Vec::new(),
+    };
+    let alternatives = d.roots.iter().map(repeated).collect();
+    d.push("experts.down.bias", alternatives);
+    Ok(d)
+}
+
+/// gpt-oss: biases everywhere, a clamped activation, the layout of `fused`.
+fn gpt_oss(c: &Config, layer: usize, sizes: Sizes, fused: Fused) -> Result<Draft, HfError> {
     let hidden = sizes.hidden;
-    let mut d = Draft::new(c, layer, sizes);
+    let mut d = Draft::new(c, sizes);
     d.spec.router.bias = true;
     d.spec.router.score = Score::SoftmaxSelected;
-    let experts = &mut d.spec.experts;
-    experts.bias = true;
-    experts.alpha = c.number(&["swiglu_alpha"], 1.702)?;
-    experts.clamp = Some(c.number(&["swiglu_limit"], 7.0)?);
-    experts.up_offset = 1.0;
+    d.spec.experts.bias = true.into();
+    d.swiglu_oai(c)?;
     d.decoder(layer, &["mlp."]);
     d.plain("router.weight", &["router.weight"]);
     d.plain("router.bias", &["router.bias"]);
-    d.fused_experts(
-        Fused::InterleavedColumns,
-        "experts.gate_up_proj",
-        "experts.down_proj",
-    );
+    d.fused_experts(fused, "experts.gate_up_proj", "experts.down_proj");
     for (half, part) in ["gate", "up"].into_iter().enumerate() {
         let name = format!("experts.{part}.bias");
-        d.stepped(
-            &name,
-            &["experts.gate_up_proj_bias"],
-            &[half_of(1, half, hidden, true)],
-        );
+        let half = half_of(1, half, hidden, fused == Fused::InterleavedColumns);
+        d.stepped(&name, &["experts.gate_up_proj_bias"], &[half]);
     }
     d.plain("experts.down.bias", &["experts.down_proj_bias"]);
     Ok(d)

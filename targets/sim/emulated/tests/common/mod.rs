@@ -53,6 +53,16 @@ void k(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch) {
     (void)y, (void)count, (void)by, (void)first, (void)last, (void)grid_x, (void)scratch;
 ";
 
+/// What was found; else one line that says what to install.
+fn needed<T>(found: Result<T, impl std::fmt::Display>) -> T {
+    found.unwrap_or_else(|error| {
+        let why = error.to_string();
+        let why = why.lines().next().unwrap_or_default();
+        let packages = "gcc qemu-user-static gcc-aarch64-linux-gnu";
+        panic!("this test needs C compilers and an emulator: apt-get install {packages}; {why}")
+    })
+}
+
 impl Rig {
     pub fn new(isa: CpuIsa, body: &str) -> Rig {
         Rig::with(isa, "", body)
@@ -69,12 +79,11 @@ impl Rig {
             config: String::new(),
             entries: vec![entry()],
         };
-        let compiler = EmulatedCompiler::find(isa, None)
-            .unwrap_or_else(|e| panic!("{e}\nthe tests need: cc, gcc-aarch64-linux-gnu"));
+        let compiler = needed(EmulatedCompiler::find(isa, None));
         let artifact = compiler.compile(&source, &CompileOptions::default());
         let artifact = artifact.unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(artifact.report.log, "");
-        let device = EmulatedDevice::new(isa).unwrap_or_else(|e| panic!("{e}"));
+        let device = needed(EmulatedDevice::new(isa));
         let module = device.load(&artifact, &source.entries).unwrap();
         Rig { device, module }
     }

@@ -16,7 +16,13 @@ pub fn arch(name: &str) -> RocmArch {
 
 pub fn compiler() -> &'static FiberCompiler {
     static COMPILER: OnceLock<FiberCompiler> = OnceLock::new();
-    COMPILER.get_or_init(|| FiberCompiler::find(None).unwrap())
+    COMPILER.get_or_init(|| {
+        FiberCompiler::find(None).unwrap_or_else(|error| {
+            let why = error.to_string();
+            let why = why.lines().next().unwrap_or_default();
+            panic!("this test needs a C++ compiler: apt-get install g++; {why}")
+        })
+    })
 }
 
 pub fn device(arch: RocmArch, threads: usize, orders: &[Order]) -> FiberDevice {

@@ -22,6 +22,11 @@ impl Rows {
         self.rows.get(&register).copied().unwrap_or(0)
     }
 
+    /// The predicate behind those of registers, which is always true.
+    pub fn truth(&self) -> u16 {
+        self.count(Class::Predicate)
+    }
+
     /// Rows of a class.
     pub fn count(&self, class: Class) -> u16 {
         self.counts.get(&class).copied().unwrap_or(0)

@@ -119,6 +119,8 @@ impl Warp {
         self.max_registers = 0;
         self.predicates.clear();
         self.predicates.resize(kernel.predicates as usize, 0);
+        // What an immediate predicate reads: `Rows::truth`.
+        self.predicates.push(u32::MAX);
         self.local.clear();
         self.local.resize(32 * kernel.local_bytes as usize, 0xee);
         self.words.clear();

@@ -219,8 +219,14 @@ impl Decoder<'_> {
                 });
             }
         };
-        let (b, _) = self.predicate(2)?;
-        Ok(Op::Predicate2 { op, d, a, b })
+        let (b, negate_b) = self.predicate(2)?;
+        Ok(Op::Predicate2 {
+            op,
+            d,
+            a,
+            b,
+            negate: [negate, negate_b],
+        })
     }
 
     fn logic3(&mut self) -> Result<Op> {

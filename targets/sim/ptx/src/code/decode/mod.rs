@@ -227,6 +227,7 @@ impl<'a> Decoder<'a> {
                 Ok((row(register), false))
             }
             Operand::Not(register) => Ok((row(register), true)),
+            Operand::Immediate(value) => Ok((self.rows.truth(), *value == 0)),
             Operand::Sink => Ok((NONE, false)),
             other => Err(self.unsupported(format!("a predicate that is {other:?}"))),
         }

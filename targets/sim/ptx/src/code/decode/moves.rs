@@ -51,12 +51,6 @@ impl<'a> Decoder<'a> {
 
     fn predicate_move(&mut self) -> Result<Op> {
         let (d, _) = self.predicate(0)?;
-        if let Operand::Immediate(value) = self.operand(1)? {
-            return Ok(Op::PredicateSet {
-                d,
-                value: *value != 0,
-            });
-        }
         let (a, negate) = self.predicate(1)?;
         Ok(Op::PredicateMove { d, a, negate })
     }

@@ -293,16 +293,13 @@ pub enum Op {
         d: Row,
         a: Row,
         b: Row,
+        /// Of `a` and of `b`.
+        negate: [bool; 2],
     },
     PredicateMove {
         d: Row,
         a: Row,
         negate: bool,
-    },
-    /// Every lane the same.
-    PredicateSet {
-        d: Row,
-        value: bool,
     },
     Move {
         d: Row,

@@ -41,16 +41,19 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
 #[inline(always)]
 fn rest(warp: &mut Warp, op: &Op, mask: u32) {
     match *op {
-        Op::Predicate2 { op, d, a, b } => {
-            let value = op.apply(warp.predicate(a, false), warp.predicate(b, false));
+        Op::Predicate2 {
+            op,
+            d,
+            a,
+            b,
+            negate: [not_a, not_b],
+        } => {
+            let value = op.apply(warp.predicate(a, not_a), warp.predicate(b, not_b));
             warp.put_predicate(d, value, mask);
         }
         Op::PredicateMove { d, a, negate } => {
             let value = warp.predicate(a, negate);
             warp.put_predicate(d, value, mask);
-        }
-        Op::PredicateSet { d, value } => {
-            warp.put_predicate(d, if value { u32::MAX } else { 0 }, mask);
         }
         Op::CompareSet {
             ref compare,

@@ -73,6 +73,12 @@ fn one(warp: &mut Warp, convert: &Convert, mask: u32) {
             });
             warp.put(convert.d, &value, mask);
         }
+        // Of a NaN the very bits matter, which f64 in between would quieten.
+        (Number::Tf32, Number::F32) if plain => {
+            let f = |v: u32| tf32(convert.rounding, f32::from_bits(v));
+            let value = map1(warp.word(convert.a), f);
+            warp.put(convert.d, &value, mask);
+        }
         (Number::Bf16, Number::F32) if plain && convert.rounding == Rounding::Nearest => {
             let f = |v: u32| u32::from(bf16_from_f32(f32::from_bits(v)));
             let value = map1(warp.word(convert.a), f);

@@ -89,8 +89,7 @@ fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
         | Op::LongSelect { .. }
         | Op::SelectSign { .. }
         | Op::Predicate2 { .. }
-        | Op::PredicateMove { .. }
-        | Op::PredicateSet { .. } => compare::execute(warp, op, mask),
+        | Op::PredicateMove { .. } => compare::execute(warp, op, mask),
         Op::Convert(_) | Op::ConvertPair { .. } => convert::execute(warp, op, mask),
         _ => moves::execute(warp, op, mask),
     }

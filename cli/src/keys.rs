@@ -1,0 +1,48 @@
+//! Weights by the names of another library.
+
+use crate::failure::{Failure, Result};
+use clap::{Args, ValueEnum};
+use moesaic::spec::keys::Library;
+use moesaic::weights::KeyOptions;
+
+/// `--keys`, and which layer and gate of the file.
+#[derive(Args, Clone, Debug)]
+pub struct KeysArgs {
+    /// The weights have the names of a state dict of this library, instead of canonical ones
+    #[arg(long, value_name = "LIBRARY")]
+    keys: Option<LibraryArg>,
+    /// The layer's name in the state dict, such as blocks.3.moe, where there are several
+    #[arg(long, value_name = "NAME", requires = "keys")]
+    prefix: Option<String>,
+    /// Which gate of a Tutel layer that has several
+    #[arg(long, value_name = "N", requires = "keys")]
+    gate: Option<usize>,
+}
+
+/// Libraries whose names are read.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum LibraryArg {
+    Tutel,
+    Fastmoe,
+}
+
+impl KeysArgs {
+    /// What was asked for, if it was.
+    pub fn get(&self) -> Option<KeyOptions> {
+        Some(KeyOptions {
+            library: match self.keys? {
+                LibraryArg::Tutel => Library::Tutel,
+                LibraryArg::Fastmoe => Library::FastMoe,
+            },
+            prefix: self.prefix.clone(),
+            gate: self.gate,
+        })
+    }
+
+    /// What was asked for.
+    pub fn required(&self) -> Result<KeyOptions> {
+        let names = Library::ALL.map(Library::name).join(" or ");
+        self.get()
+            .ok_or_else(|| Failure::input(format!("whose names are they? --keys {names}")))
+    }
+}

@@ -1,0 +1,142 @@
+//! What `run` does of a layer: evaluates, trains, or only decides where tokens go.
+
+use super::host;
+use super::input::Tokens;
+use crate::failure::Result;
+use crate::training::RecomputeArg;
+use clap::Args;
+use moesaic::reference::rng::Draw;
+use moesaic::spec::Capacity;
+use moesaic::weights::HostWeights;
+use moesaic::{Counters, HostTensor, Input, Layer, Training};
+
+/// Which pass, and what it depends on besides tokens.
+#[derive(Args, Debug)]
+pub struct PassArgs {
+    /// Run forward as in training: noise is drawn, and losses are computed
+    #[arg(long, group = "trains")]
+    training: bool,
+    /// As --training, and also compute gradients: the input holds `dy [tokens, output_dim]` too
+    #[arg(long, group = "trains")]
+    pub grad: bool,
+    /// What backward computes again instead of keeping it; gradients are the same
+    #[arg(long, value_name = "WHAT", default_value = "none", requires = "grad")]
+    recompute: RecomputeArg,
+    /// Key of the random numbers of noise and jitter
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "trains")]
+    seed: u64,
+    /// The training step, for the random numbers
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "trains")]
+    step: u64,
+    /// Decide where tokens go, and stop: the output holds no `y` and no losses
+    #[arg(long, conflicts_with = "grad")]
+    routing_only: bool,
+    /// The capacity factor of this run instead of the spec's, for modes factor and bounded
+    #[arg(long, value_name = "F", allow_negative_numbers = true)]
+    pub capacity_factor: Option<f64>,
+}
+
+/// Results that are written when the pass gives them.
+const RESULTS: [&str; 6] = [
+    "y",
+    "router.logits",
+    "topk_ids",
+    "topk_weights",
+    "counts",
+    "locations",
+];
+
+/// Those of a layer with a capacity. `locations` of others go into a record only.
+const PLACES: [&str; 2] = ["capacity", "overflow"];
+
+impl PassArgs {
+    /// How the layer is trained, if it is.
+    pub fn training(&self) -> Option<Training> {
+        let trains = self.training || self.grad;
+        trains.then(|| self.recompute.training())
+    }
+
+    /// Whether losses are computed, and so what they are made of is read.
+    pub fn has_losses(&self) -> bool {
+        self.training().is_some() && !self.routing_only
+    }
+
+    /// Whether the layer can have the capacity factor.
+    pub fn check_factor(&self, capacity: &Capacity) -> Result {
+        let Some(factor) = self.capacity_factor else {
+            return Ok(());
+        };
+        let checked = capacity.check_factor(factor);
+        Ok(checked.map_err(|problem| moesaic::EngineError::Capacity { factor, problem })?)
+    }
+
+    fn counters(&self) -> Counters {
+        Counters {
+            seed: self.seed,
+            step: self.step,
+            ..Counters::default()
+        }
+    }
+
+    /// The random numbers of the reference, where any are drawn.
+    pub fn draw(&self) -> Option<Draw> {
+        let Counters { seed, step, .. } = self.counters();
+        self.training().map(|_| Draw {
+            seed,
+            step,
+            ..Draw::default()
+        })
+    }
+
+    /// Runs the pass; results by name.
+    pub fn run(&self, layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
+        let (input, names) = (tokens.input(), self.outputs(layer));
+        if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
+            return gradients(layer, &input, &names, self.counters(), dy);
+        }
+        let output = match (self.training().is_some(), self.routing_only) {
+            (false, false) => layer.forward_with(&input, &names)?,
+            (false, true) => layer.route(&input, &names)?,
+            (true, false) => layer.forward_train(&input, &names, self.counters())?.0,
+            (true, true) => layer.route_train(&input, &names, self.counters())?,
+        };
+        let tensors = output.into_tensors().into_iter();
+        Ok(tensors.map(|(name, t)| (name, host(t))).collect())
+    }
+
+    /// The results that the pass gives.
+    fn outputs<'l>(&self, layer: &'l Layer) -> Vec<&'l str> {
+        let plan = layer.plan();
+        let limited = plan.tensor("capacity").is_some();
+        let places = PLACES.into_iter().filter(|_| limited);
+        let named = RESULTS
+            .into_iter()
+            .filter(|name| *name != "y" || !self.routing_only);
+        let named = named
+            .chain(places)
+            .filter(|name| plan.tensor(name).is_some());
+        let losses = plan.tensors.iter().map(|tensor| tensor.name.as_str());
+        let losses = losses.filter(|name| name.starts_with("loss.") && !self.routing_only);
+        named.chain(losses).collect()
+    }
+}
+
+/// Results of both passes: those of forward, `dx`, and `grad.<name>` of every
+/// weight, in f32.
+fn gradients(
+    layer: &Layer,
+    input: &Input<'_>,
+    names: &[&str],
+    counters: Counters,
+    dy: &HostTensor<'_>,
+) -> Result<HostWeights> {
+    let (output, saved) = layer.forward_train(input, names, counters)?;
+    let gradients = layer.backward(&saved, dy, false)?;
+    let both = output.into_tensors().into_iter();
+    let both = both.chain(gradients.into_tensors());
+    let mut results: HostWeights = both.map(|(name, t)| (name, host(t))).collect();
+    for (name, gradient) in layer.gradients()? {
+        results.insert(format!("grad.{name}"), host(gradient));
+    }
+    Ok(results)
+}

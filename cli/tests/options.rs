@@ -1,0 +1,478 @@
+//! No option is accepted and does nothing: every option of every command, and
+//! where it has no use.
+
+mod common;
+
+use common::*;
+use std::collections::BTreeSet;
+
+/// One target of each kind.
+const TARGETS: [&str; 7] = [
+    "cpu",
+    "cuda:sm_80",
+    "rocm:gfx942",
+    "sim:sm_80",
+    "sim:gfx942",
+    "sim:neon",
+    "sim:amx",
+];
+
+/// Where an option has a use.
+enum Use {
+    /// Wherever the command runs. That includes options that permit something
+    /// (`--strict`, `--narrow`), that name a value which a layer may not need
+    /// (`--seed`), and those whose outcome is there anyway (`--stats` beside
+    /// `--json`).
+    Always,
+    /// On these of [`TARGETS`]; refused on the others that the command takes.
+    On(&'static [&'static str]),
+    /// Not beside these arguments, which are refused with a message that has this
+    /// part.
+    NotWith(&'static [&'static str], &'static str),
+}
+
+use Use::{Always, NotWith, On};
+
+const CPU: Use = On(&["cpu"]);
+const CPU_TEXT: Use = On(&["cpu", "sim:neon", "sim:amx"]);
+const WITH_SPEC: Use = NotWith(&["--layer", "1"], "cannot be used with '--layer");
+const NO_GRAD: &str = "--grad";
+
+type Row = (&'static str, Use);
+
+/// The command, its options, and for those with a value of their own that value.
+const TABLE: &[(&str, &[Row])] = &[
+    (
+        "run",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", WITH_SPEC),
+            ("precision", Always),
+            ("weights", Always),
+            ("keys", Always),
+            ("prefix", NotWith(&["--prefix", "a"], "--keys")),
+            ("gate", NotWith(&["--gate", "0"], "--keys")),
+            ("input", Always),
+            ("output", Always),
+            ("target", Always),
+            ("threads", On(&["cpu", "sim:sm_80", "sim:gfx942"])),
+            ("pin", CPU),
+            ("strict", Always),
+            ("narrow", Always),
+            ("reference", Always),
+            ("stats", Always),
+            ("record", Always),
+            ("replay", Always),
+            ("training", Always),
+            ("grad", Always),
+            (
+                "routing-only",
+                NotWith(&["--routing-only", "--grad"], "cannot be used with '--"),
+            ),
+            ("capacity-factor", Always),
+            ("recompute", NotWith(&["--recompute", "all"], NO_GRAD)),
+            ("seed", NotWith(&["--seed", "1"], NO_GRAD)),
+            ("step", NotWith(&["--step", "1"], NO_GRAD)),
+            ("json", Always),
+            ("cache", Always),
+        ],
+    ),
+    (
+        "emit",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", WITH_SPEC),
+            ("precision", Always),
+            ("target", Always),
+            (
+                "output",
+                NotWith(&["--rust=x", "-o=d"], "--output does nothing"),
+            ),
+            ("rust", Always),
+            (
+                "training",
+                NotWith(&["--rust=x", "--training"], "--training does nothing"),
+            ),
+            ("l1", CPU_TEXT),
+            ("l2", CPU_TEXT),
+            (
+                "l1",
+                NotWith(&["--rust=x", "--l1=32KiB"], "--l1 does nothing"),
+            ),
+            (
+                "l2",
+                NotWith(&["--rust=x", "--l2=1MiB"], "--l2 does nothing"),
+            ),
+        ],
+    ),
+    (
+        "inspect",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", WITH_SPEC),
+            ("precision", Always),
+            ("target", Always),
+            ("kernel", Always),
+            ("tokens", Always),
+            (
+                "machine",
+                NotWith(&["--machine=H100"], "limits of a CPU are measured"),
+            ),
+            (
+                "machine",
+                NotWith(
+                    &["--machine=h100", "--target=rocm:gfx942"],
+                    "--machine H100: it does not run kernels for `rocm:gfx942`\n  \
+                     machines that do: MI300X",
+                ),
+            ),
+            ("simulate", NotWith(&["--simulate=1"], "has no simulator")),
+            ("training", Always),
+            ("l1", CPU_TEXT),
+            ("l2", CPU_TEXT),
+            ("source", Always),
+            ("asm", Always),
+            ("html", Always),
+            (
+                "json",
+                NotWith(&["--json", "--html=page"], "cannot be used with '--html"),
+            ),
+            ("cache", Always),
+        ],
+    ),
+    (
+        "precompile",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", NotWith(&["--layer=1", "--target=cpu"], "--hf")),
+            ("target", Always),
+            ("training", Always),
+            ("l1", CPU_TEXT),
+            ("l2", CPU_TEXT),
+            ("output", Always),
+            ("cache", Always),
+            ("jobs", Always),
+            ("json", Always),
+        ],
+    ),
+    (
+        "bench",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", WITH_SPEC),
+            ("precision", Always),
+            (
+                "target",
+                NotWith(&["--target=sim:sm_80"], "its times mean nothing"),
+            ),
+            ("tokens", Always),
+            ("threads", CPU),
+            ("pin", CPU),
+            ("seconds", Always),
+            (
+                "machine",
+                NotWith(
+                    &["--machine=H100", "--target=cpu"],
+                    "limits of a CPU are measured",
+                ),
+            ),
+            (
+                "machine",
+                NotWith(
+                    &["--machine=H100", "--target=cuda:sm_80"],
+                    "machines that do: A100",
+                ),
+            ),
+            ("training", Always),
+            ("skew", Always),
+            ("json", Always),
+            ("cache", Always),
+        ],
+    ),
+    (
+        "tune",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", WITH_SPEC),
+            ("precision", Always),
+            (
+                "target",
+                NotWith(&["--target=cuda:sm_80"], "only CPUs can so far"),
+            ),
+            ("tokens", Always),
+            ("threads", Always),
+            ("pin", Always),
+            ("seconds", Always),
+            ("training", Always),
+            ("json", Always),
+            ("cache", Always),
+        ],
+    ),
+    ("cache list", &[("cache", Always), ("json", Always)]),
+    (
+        "cache verify",
+        &[("remove", Always), ("cache", Always), ("json", Always)],
+    ),
+    (
+        "cache prune",
+        &[
+            ("max-bytes", Always),
+            ("older-than", Always),
+            ("cache", Always),
+            ("json", Always),
+        ],
+    ),
+    ("cache import", &[("cache", Always), ("json", Always)]),
+    (
+        "cache export",
+        &[("target", Always), ("cache", Always), ("json", Always)],
+    ),
+    ("toolchain install", &[]),
+    ("toolchain list", &[("json", Always)]),
+    ("spec check", &[]),
+    (
+        "spec show",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", WITH_SPEC),
+            ("precision", Always),
+            ("json", Always),
+        ],
+    ),
+    (
+        "experts add",
+        &[
+            ("spec", Always),
+            ("weights", Always),
+            ("copy", Always),
+            ("zero-down", Always),
+            ("margin", Always),
+            ("tokens", Always),
+            ("output", Always),
+        ],
+    ),
+    (
+        "experts split",
+        &[
+            ("spec", Always),
+            ("weights", Always),
+            ("counts", Always),
+            ("output", Always),
+        ],
+    ),
+    ("experts merge", &[("output", Always)]),
+    (
+        "experts shard",
+        &[
+            ("spec", Always),
+            ("weights", Always),
+            ("ranks", Always),
+            ("output", Always),
+        ],
+    ),
+    ("experts unshard", &[("spec", Always), ("output", Always)]),
+    (
+        "experts import",
+        &[
+            ("spec", Always),
+            ("keys", Always),
+            ("prefix", Always),
+            ("gate", Always),
+            ("output", Always),
+            ("narrow", Always),
+        ],
+    ),
+    ("doctor", &[("cache", Always), ("json", Always)]),
+    ("completions", &[]),
+];
+
+/// What `--help` of a command lists between this heading and the next empty line.
+fn listed(command: &str, heading: &str) -> Vec<String> {
+    let help = moesaic(
+        command
+            .split(' ')
+            .filter(|w| !w.is_empty())
+            .chain(["--help"]),
+    )
+    .ok();
+    let section = help.split_once(heading).map_or("", |(_, rest)| rest);
+    let lines = section.lines().skip(1);
+    let lines = lines.take_while(|line| line.is_empty() || line.starts_with(' '));
+    lines.map(|line| line.trim().to_string()).collect()
+}
+
+/// The commands below this one that have no commands of their own.
+fn commands(above: &str) -> Vec<String> {
+    let names = listed(above, "Commands:");
+    let names = names.iter().filter_map(|line| line.split(' ').next());
+    let names: Vec<&str> = names.filter(|name| !["", "help"].contains(name)).collect();
+    match names.is_empty() {
+        true => vec![above.trim().to_string()],
+        false => {
+            let below = names
+                .iter()
+                .flat_map(|name| commands(&format!("{above} {name}")));
+            below.collect()
+        }
+    }
+}
+
+/// The long options of a command that others do not share.
+fn options(command: &str) -> BTreeSet<String> {
+    let lines = listed(command, "Options:");
+    let names = lines.iter().filter_map(|line| {
+        let long = line.strip_prefix("--").or_else(|| {
+            let (short, long) = line.split_once(", --")?;
+            (short.len() == 2).then_some(long)
+        })?;
+        long.split(|c: char| !c.is_alphanumeric() && c != '-')
+            .next()
+    });
+    let shared = ["color", "help", "version"];
+    names
+        .filter(|name| !shared.contains(name))
+        .map(str::to_string)
+        .collect()
+}
+
+#[test]
+fn the_table_has_every_option_of_every_command() {
+    let in_table: Vec<&str> = TABLE.iter().map(|(command, _)| *command).collect();
+    assert_eq!(commands(""), in_table);
+    for (command, rows) in TABLE {
+        let rows: BTreeSet<String> = rows.iter().map(|(name, _)| name.to_string()).collect();
+        assert_eq!(options(command), rows, "{command}");
+    }
+}
+
+/// A call that is refused, if for nothing else, right after its options were
+/// checked: no kernel is compiled.
+fn base(command: &str, small: &Small) -> std::process::Command {
+    let mut call = common::command();
+    call.current_dir(small.dir.path()).args(command.split(' '));
+    call.arg("--spec").arg(&small.spec);
+    match command {
+        "run" => call.args(["--weights=none", "--input=none", "--output=y"]),
+        "bench" => call.arg("--tokens=9999999999"),
+        "inspect" => call.arg("--kernel=none"),
+        "precompile" => call.arg("--output=none/pack"),
+        _ => &mut call,
+    };
+    call
+}
+
+fn value(option: &str) -> &str {
+    match option {
+        "threads" => "--threads=1",
+        "pin" => "--pin",
+        "l1" => "--l1=32KiB",
+        "l2" => "--l2=1MiB",
+        other => panic!("no value for --{other}"),
+    }
+}
+
+#[test]
+fn options_without_a_use_are_refused() {
+    let small = Small::new();
+    for (command, rows) in TABLE {
+        for (option, wanted) in *rows {
+            match wanted {
+                Always => {}
+                NotWith(args, part) => {
+                    let finished = finish(base(command, &small).args(*args));
+                    finished.fails(2, &[part]);
+                }
+                On(targets) => on_targets(command, option, targets, &small),
+            }
+        }
+    }
+}
+
+fn on_targets(command: &str, option: &str, targets: &[&str], small: &Small) {
+    for target in TARGETS {
+        // A benchmark refuses simulators whatever the options.
+        if command == "bench" && target.starts_with("sim") {
+            continue;
+        }
+        let mut call = base(command, small);
+        call.arg(format!("--target={target}")).arg(value(option));
+        let finished = finish(&mut call);
+        let refusal = format!("error: --{option} does nothing ");
+        match targets.contains(&target) {
+            true => assert!(!finished.stderr.contains(&refusal), "{}", finished.stderr),
+            false => finished.fails(2, &[&refusal, target, "hint: leave it out"]),
+        }
+    }
+}
+
+#[test]
+fn caches_are_for_the_cpus_of_a_list() {
+    let small = Small::new();
+    let mut call = common::command();
+    call.args(["emit", "--target=cuda:sm_80,cpu:avx2", "--l2=256KiB"]);
+    finish(call.arg("--spec").arg(&small.spec)).ok();
+}
+
+#[test]
+fn what_json_has_anyway_is_there() {
+    let small = Small::new();
+    let both = small.run(&["--stats", "--json"]).json();
+    assert!(both["routing"].is_object(), "{both}");
+    let mut call = common::command();
+    call.args(["inspect", "--source", "--json"]);
+    let shown = finish(call.arg("--spec").arg(&small.spec)).json();
+    assert!(shown["kernels"][0]["source"].as_str().unwrap().len() > 200);
+}
+
+#[test]
+fn a_target_is_refused_before_weights_are_read() {
+    let mut small = Small::new();
+    small.weights = small.dir.path().join("none.safetensors");
+    let run = |target: &str| {
+        let mut call = common::command();
+        call.args(["run", "--target", target, "--spec"])
+            .arg(&small.spec);
+        call.arg("--weights").arg(&small.weights);
+        call.arg("--input").arg(&small.input);
+        finish(call.arg("--output").arg(&small.output))
+    };
+    run("cuda:sm90a").fails(
+        2,
+        &["unknown target `cuda:sm90a`", "did you mean `cuda:sm_90a`?"],
+    );
+    run("rocm").fails(2, &["no `rocm` device is available"]);
+    run("cpu").fails(2, &["none.safetensors"]);
+}
+
+#[test]
+fn a_model_directory_has_names_of_its_own() {
+    let mut call = common::command();
+    call.args(["run", "--hf"])
+        .arg(repository("tests/oracle/hf/mixtral"));
+    call.args(["--input=none", "--output=y", "--keys=tutel"]);
+    let finished = finish(&mut call);
+    assert_eq!(finished.code, 2);
+    assert!(
+        finished
+            .stderr
+            .contains("error: --keys does nothing with --hf"),
+        "{}",
+        finished.stderr
+    );
+}
+
+#[test]
+fn nothing_accepts_spills() {
+    let small = Small::new();
+    for command in ["run", "emit", "inspect", "precompile", "bench", "tune"] {
+        let finished = finish(base(command, &small).arg("--allow-spills"));
+        finished.fails(2, &["unexpected argument '--allow-spills'"]);
+    }
+}

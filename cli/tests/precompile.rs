@@ -1,0 +1,128 @@
+//! `moesaic precompile`: caches and packs.
+
+mod common;
+
+use common::*;
+use std::path::Path;
+
+fn with_spec(args: &[&str], spec: &Path) -> Finished {
+    finish(command().args(args).arg("--spec").arg(spec))
+}
+
+#[test]
+fn precompile_fills_a_cache_and_a_pack_fills_another() {
+    let small = Small::new();
+    let path = |name: &str| small.dir.path().join(name).display().to_string();
+    let (first, second, pack) = (path("first"), path("second"), path("pack.tar.gz"));
+    let targets = ["precompile", "--target", "cpu,cpu:portable", "--json"];
+    let into = |more: &[&str]| with_spec(&[&targets, more].concat(), &small.spec).json();
+    let states = |json: &serde_json::Value, state: &str| {
+        json["kernels"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|k| k["state"] == state)
+            .count()
+    };
+    let cold = into(&["--cache", &first]);
+    let kernels = states(&cold, "miss");
+    assert!(kernels >= 5 && states(&cold, "hit") == 0, "{cold}");
+    assert_eq!(states(&into(&["--cache", &first]), "hit"), kernels);
+
+    let exported = moesaic(["cache", "export", &pack, "--cache", &first, "--json"]).json();
+    assert_eq!(exported["kernels"], kernels);
+    let imported = moesaic(["cache", "import", &pack, "--cache", &second, "--json"]).json();
+    assert_eq!(imported["added"], kernels);
+    let again = moesaic(["cache", "import", &pack, "--cache", &second, "--json"]).json();
+    assert_eq!(
+        (&again["added"], &again["present"]),
+        (&0.into(), &kernels.into())
+    );
+    small.run(&["--strict", "--cache", &second]).ok();
+}
+
+#[test]
+fn precompile_makes_a_pack_and_shows_a_table() {
+    let small = Small::new();
+    let path = |name: &str| small.dir.path().join(name).display().to_string();
+    let (pack, cache) = (path("pack.tar.gz"), path("cache"));
+    let precompile = |more: &[&str]| {
+        with_spec(
+            &[&["precompile", "--cache", &cache, "--target"], more].concat(),
+            &small.spec,
+        )
+        .ok()
+    };
+    precompile(&["cpu:portable"]);
+    let text = precompile(&["cpu", "-o", &pack]);
+    for part in [
+        "LAYER",
+        "KERNEL",
+        "TARGET",
+        "BYTES",
+        "grouped_gemm_up",
+        "miss",
+        "5 kernels: 5 compiled",
+        "(5 kernels, ",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    let again = precompile(&["cpu", "-o", &pack]);
+    assert!(again.contains("0 compiled, 5 from the cache"), "{again}");
+    assert_eq!(&std::fs::read(&pack).unwrap()[..2], [0x1f, 0x8b]);
+    let cut = write(small.dir.path(), "cut.tar.gz", "no pack");
+    let cache = path("c");
+    moesaic(["cache", "import", cut.to_str().unwrap(), "--cache", &cache])
+        .fails(2, &["is truncated or damaged"]);
+    moesaic(["cache", "import", "/no/pack", "--cache", &cache]).fails(2, &["cannot read the pack"]);
+}
+
+/// Without `--layer` every layer with experts, alike ones once.
+#[test]
+fn precompile_covers_the_layers_of_a_model() {
+    let cache = scratch();
+    let precompile = |model: &str, more: &[&str]| {
+        let mut call = command();
+        call.args(["precompile", "--target", "cpu", "--json", "--cache"]);
+        call.arg(cache.path()).arg("--hf");
+        finish(call.arg(repository("tests/oracle").join(model)).args(more))
+    };
+    let listed = |json: &serde_json::Value, key: &str| {
+        let kernels = json["kernels"].as_array().unwrap().iter();
+        let values = kernels.map(|kernel| kernel[key].as_str().unwrap().to_string());
+        values.collect::<std::collections::BTreeSet<_>>()
+    };
+    // Text and vision experts of two layers, of which the first is dense.
+    let all = precompile("families/ernie4_5_vl_moe", &[]);
+    assert!(
+        all.stderr
+            .contains("2 layers with experts, 2 of them different")
+    );
+    assert!(all.stderr.contains("the experts of text tokens"));
+    let all = all.json();
+    let layers = ["ernie4-5-vl-moe-text-layer1", "ernie4-5-vl-moe-text-layer3"];
+    assert_eq!(listed(&all, "layer"), layers.map(str::to_string).into());
+    for layer in ["--layer=1", "--layer=3"] {
+        let one = precompile("families/ernie4_5_vl_moe", &[layer]).json();
+        assert_eq!(listed(&one, "state"), ["hit".to_string()].into());
+        assert!(listed(&one, "key").is_subset(&listed(&all, "key")));
+        assert!(
+            one["kernels"].as_array().unwrap().len() < all["kernels"].as_array().unwrap().len()
+        );
+    }
+    let alike = precompile("hf/qwen3_moe", &[]);
+    let said = "2 layers with experts, 1 of them different";
+    assert!(alike.stderr.contains(said), "{}", alike.stderr);
+    let name = "qwen3-moe-layer0".to_string();
+    assert_eq!(listed(&alike.json(), "layer"), [name].into());
+
+    let config = |text: &str| {
+        let file = write(cache.path(), "config.json", text);
+        precompile(file.to_str().unwrap(), &[])
+    };
+    config(r#"{"model_type": "gemma4_text"}"#).fails(2, &["enable_moe_block is false"]);
+    let step =
+        r#"{"model_type": "step3p7", "num_hidden_layers": 5, "swiglu_limits": [0, 0, 0, 0, 7]}"#;
+    let hint = "--layer N compiles one layer";
+    config(step).fails(2, &["a clamp behind the activation", hint]);
+}

@@ -1,0 +1,214 @@
+//! What a plan is: kernels, tensors, and the launches in order.
+
+use crate::{CacheClass, KernelDesc, KernelPlan, Tuning};
+use moesaic_kernel::{Access, DType, Entry, Size, Target};
+use moesaic_spec::LayerSpec;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+/// Everything a runtime needs to run a layer forward on one target.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LayerPlan {
+    /// The layer.
+    pub spec: LayerSpec,
+    /// The target the configs were chosen for.
+    pub target: Target,
+    /// Sizes that were chosen by measurement.
+    #[serde(default, skip_serializing_if = "Tuning::is_empty")]
+    pub tuning: Tuning,
+    /// The caches of the CPU that its tiles are for.
+    #[serde(default, skip_serializing_if = "CacheClass::is_assumed")]
+    pub caches: CacheClass,
+    /// The kernel sources to emit.
+    pub kernels: Vec<KernelPlan>,
+    /// Every tensor that a step names.
+    pub tensors: Vec<TensorPlan>,
+    /// The launches that make each [`Role::Packed`] tensor from a weight, once
+    /// and whenever that changes: the weight first, then the tensor.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub prepare: Vec<Step>,
+    /// The launches of a forward pass, in order: of one that trains, where the
+    /// plan has a backward pass.
+    pub steps: Vec<Step>,
+    /// The launches of an evaluation, where `steps` trains: see
+    /// [`LayerPlan::evaluation_steps`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub evaluation: Vec<Step>,
+    /// What backward does again; `None` for a plan without backward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub training: Option<Training>,
+    /// The launches of a backward pass, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub backward: Vec<Step>,
+}
+
+/// What a plan follows beside spec and target.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PlanOptions {
+    /// How the layer is trained; `None` is inference alone.
+    pub training: Option<Training>,
+    /// Sizes instead of those that `heuristics` chooses. GPUs have none.
+    pub tuning: Tuning,
+    /// The caches that `heuristics` chooses sizes for, on a CPU.
+    pub caches: CacheClass,
+}
+
+/// How a layer is trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Training {
+    /// What is computed a second time instead of being kept.
+    pub recompute: Recompute,
+}
+
+/// What backward computes again. Kernels are reproducible to the bit, so that
+/// gradients are the same in every mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Nothing: x, the routing record and the pre-activations are kept.
+    #[default]
+    None,
+    /// The pre-activations: x and the routing record are kept.
+    Hidden,
+    /// Routing too: the inputs are kept, and of a layer with projections around
+    /// its experts their sum.
+    All,
+}
+
+/// A tensor of the layer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorPlan {
+    /// The canonical name, or that of an intermediate.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes, outermost first; row major.
+    pub shape: Vec<Size>,
+    /// Who provides it.
+    pub role: Role,
+}
+
+/// Who provides a tensor, and who sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// The caller, at every call.
+    Input,
+    /// The caller, once.
+    Weight,
+    /// The layer, once, from weights: see [`LayerPlan::prepare`].
+    Packed,
+    /// The layer; the caller may read it after a call.
+    Output,
+    /// The layer, for itself.
+    Scratch,
+    /// The caller, at every backward pass: `dy`.
+    OutputGradient,
+    /// Backward; the caller may read it: `dx`, `grad.topk_weights`.
+    InputGradient,
+    /// Backward, which overwrites it or adds to it; the layer keeps it.
+    WeightGradient,
+}
+
+/// One launch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    /// Index into [`LayerPlan::kernels`].
+    pub kernel: usize,
+    /// The symbol to launch.
+    pub symbol: String,
+    /// The tensor behind each pointer parameter, in order of the parameters.
+    pub tensors: Vec<String>,
+}
+
+impl LayerPlan {
+    /// The entry a step launches.
+    ///
+    /// # Panics
+    /// When the step is not of this plan.
+    pub fn entry(&self, step: &Step) -> &Entry {
+        let entries = &self.kernels[step.kernel].entries;
+        entries
+            .iter()
+            .find(|e| e.symbol == step.symbol)
+            .expect("steps name entries of the plan")
+    }
+
+    /// What a forward pass leaves for backward, inputs included: the tensors
+    /// that backward reads before it writes them.
+    pub fn saved(&self) -> Vec<&TensorPlan> {
+        let mut written = BTreeSet::new();
+        let mut saved = BTreeSet::new();
+        for step in &self.backward {
+            let params = self.entry(step).params.iter();
+            let accesses = params.filter_map(|param| Some(param.ty.tensor()?.1));
+            for (name, access) in step.tensors.iter().zip(accesses) {
+                if access != Access::Write && !written.contains(name) {
+                    saved.insert(name);
+                }
+                if access != Access::Read {
+                    written.insert(name);
+                }
+            }
+        }
+        let passed = |t: &&TensorPlan| matches!(t.role, Role::Input | Role::Output | Role::Scratch);
+        let tensors = self.tensors.iter().filter(passed);
+        tensors.filter(|t| saved.contains(&t.name)).collect()
+    }
+
+    /// The launches of a forward pass, then those of a backward pass.
+    pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
+        self.steps.iter().chain(&self.backward)
+    }
+
+    /// The launches of a forward pass that draws nothing and keeps nothing.
+    pub fn evaluation_steps(&self) -> &[Step] {
+        match self.training {
+            Some(_) => &self.evaluation,
+            None => &self.steps,
+        }
+    }
+
+    /// Of a forward pass's steps the first, which decide where tokens go.
+    pub fn routing_of<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
+        let routes = |step: &Step| {
+            let desc = &self.kernels[step.kernel].desc;
+            matches!(desc, KernelDesc::GateTopk(_) | KernelDesc::ExpertScan(_))
+        };
+        let count = steps.iter().take_while(|step| routes(step)).count();
+        &steps[..count]
+    }
+
+    /// Every launch of a call: [`LayerPlan::all_steps`], then an evaluation's
+    /// where it has its own.
+    pub(crate) fn call_steps(&self) -> impl Iterator<Item = &Step> {
+        self.all_steps().chain(&self.evaluation)
+    }
+
+    /// Whether kernels read a weight only in its packed form, so that a runtime
+    /// need not keep it.
+    pub fn packs_away(&self, weight: &str) -> bool {
+        let named = |step: &Step| step.tensors.iter().any(|name| name == weight);
+        self.prepare.iter().any(named) && !self.call_steps().any(named)
+    }
+
+    /// The tensor of this name.
+    pub fn tensor(&self, name: &str) -> Option<&TensorPlan> {
+        self.tensors.iter().find(|tensor| tensor.name == name)
+    }
+}
+
+impl TensorPlan {
+    /// Elements for a token count.
+    pub fn elements(&self, tokens: u64) -> u64 {
+        self.shape
+            .iter()
+            .fold(1, |product, size| product.saturating_mul(size.eval(tokens)))
+    }
+
+    /// Bytes for a token count.
+    pub fn bytes(&self, tokens: u64) -> u64 {
+        self.elements(tokens)
+            .saturating_mul(self.dtype.size() as u64)
+    }
+}

@@ -1,0 +1,64 @@
+//! Several routers over one set of experts in one pass over these: what of
+//! a plan is a router's own, and the layer that takes the tokens of all.
+
+use super::{LayerPlan, Step};
+use crate::desc::KernelDesc;
+use moesaic_spec::{CapacityMode, LayerSpec, RouterKind};
+
+/// The experts of a spec as a layer that is told where tokens go: its tokens are
+/// those of one router, then those of the next. `None` where a call of all routers
+/// is not the same as a call of each, since experts have so much room in each,
+/// where the decisions are the caller's, and with a latent projection.
+pub fn stacked(spec: &LayerSpec) -> Option<LayerSpec> {
+    let mode = spec.capacity.mode;
+    let drops = !matches!(mode, CapacityMode::Dropless | CapacityMode::MaxCount);
+    let rescales = spec.capacity.renormalize_after_drop;
+    let external = spec.router.kind == RouterKind::External;
+    if drops || rescales || external || spec.latent.is_some() {
+        return None;
+    }
+    Some(spec.decided_elsewhere())
+}
+
+impl LayerPlan {
+    /// Of a forward pass's steps those of the router: where tokens go, and losses.
+    pub fn router_steps<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
+        let own = |step: &Step| {
+            matches!(
+                self.desc(step),
+                KernelDesc::GateTopk(_) | KernelDesc::ExpertScan(_) | KernelDesc::GateTopkBwd(_)
+            )
+        };
+        let count = steps.iter().take_while(|step| own(step)).count();
+        &steps[..count]
+    }
+
+    /// Of a forward pass's steps those from what experts gave to `y`, or all others.
+    pub fn combine_steps(&self, steps: &[Step], combine: bool) -> Vec<Step> {
+        let wanted = |step: &&Step| matches!(self.desc(step), KernelDesc::Combine(_)) == combine;
+        steps.iter().filter(wanted).cloned().collect()
+    }
+
+    /// The launches of a backward pass from the gradients of a router's weights
+    /// and of expert rows to those of the router and of tokens.
+    pub fn router_backward(&self) -> Vec<Step> {
+        let of_router = |name: &String| name.trim_start_matches("grad.").starts_with("router.");
+        let own = |step: &&Step| self.sums_tokens(step) || step.tensors.iter().any(of_router);
+        self.backward.iter().filter(own).cloned().collect()
+    }
+
+    /// The launches of a backward pass up to the gradients of expert rows, where
+    /// the router is the caller's.
+    pub fn experts_backward(&self) -> Vec<Step> {
+        let own = |step: &&Step| !self.sums_tokens(step);
+        self.backward.iter().filter(own).cloned().collect()
+    }
+
+    fn sums_tokens(&self, step: &Step) -> bool {
+        matches!(self.desc(step), KernelDesc::DispatchBwd(_))
+    }
+
+    fn desc(&self, step: &Step) -> &KernelDesc {
+        &self.kernels[step.kernel].desc
+    }
+}

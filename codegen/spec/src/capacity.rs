@@ -1,0 +1,109 @@
+//! How many rows an expert may take, and who gets them.
+
+use crate::MAX_CAPACITY_FACTOR;
+use serde::{Deserialize, Serialize};
+
+/// How many rows an expert may take.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Capacity {
+    /// The rule.
+    pub mode: CapacityMode,
+    /// For `factor` and `bounded`. Tutel's formula: positive f gives
+    /// `K·int(f·ceil(T/E))`, zero the largest count, negative the smaller of
+    /// both with |f|.
+    pub factor: f64,
+    /// The factor of evaluation, where it is another than that of training.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub eval_factor: Option<f64>,
+    /// For `fixed`: rows per expert.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rows: Option<usize>,
+    /// Who is served first when rows run out.
+    pub order: CapacityOrder,
+    /// Capacity is rounded up to a multiple of this.
+    pub align: usize,
+    /// Renormalise a token's weights over its surviving experts.
+    pub renormalize_after_drop: bool,
+}
+
+impl Default for Capacity {
+    fn default() -> Self {
+        Capacity {
+            mode: CapacityMode::Dropless,
+            factor: 1.0,
+            eval_factor: None,
+            rows: None,
+            order: CapacityOrder::SlotMajor,
+            align: 1,
+            renormalize_after_drop: false,
+        }
+    }
+}
+
+impl Capacity {
+    /// Whether the rule has a factor, which a call may change.
+    pub fn has_factor(&self) -> bool {
+        matches!(self.mode, CapacityMode::Factor | CapacityMode::Bounded)
+    }
+
+    /// Whether a call may have this factor; `Err` holds a sentence for people.
+    ///
+    /// # Errors
+    /// Where the rule has no factor, and for a number that is none or too large.
+    pub fn check_factor(&self, factor: f64) -> Result<(), String> {
+        if !self.has_factor() {
+            let mode = crate::write::word(&self.mode);
+            return Err(format!(
+                "mode = \"{mode}\" has no factor; modes \"factor\" and \"bounded\" have one"
+            ));
+        }
+        match factor.abs() <= MAX_CAPACITY_FACTOR {
+            true => Ok(()),
+            false => Err(format!(
+                "it must be between -{MAX_CAPACITY_FACTOR} and {MAX_CAPACITY_FACTOR}"
+            )),
+        }
+    }
+
+    /// The factor of calls that say none: of evaluation, or of training.
+    pub fn factor_of(&self, training: bool) -> f64 {
+        match self.eval_factor {
+            Some(factor) if !training => factor,
+            _ => self.factor,
+        }
+    }
+}
+
+/// The capacity rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CapacityMode {
+    /// Every assignment gets a row.
+    Dropless,
+    /// By the load factor.
+    Factor,
+    /// A constant number of rows.
+    Fixed,
+    /// The largest count of this call, so nothing is dropped.
+    MaxCount,
+    /// As `factor`, with the number of dropped assignments reported in
+    /// `overflow` so that the caller can run again.
+    Bounded,
+}
+
+/// Placement order inside an expert, hence who is dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CapacityOrder {
+    /// All first choices before all second choices; tokens ascending.
+    SlotMajor,
+    /// Tokens ascending; the choices of a token together.
+    TokenMajor,
+    /// Slot-major over tokens by descending best score (stable).
+    BatchPrioritized,
+    /// Descending weight, then slot-major.
+    Probability,
+    /// By a counter-based random key, then slot-major.
+    Random,
+}

@@ -1,0 +1,305 @@
+//! DeepSeek-V3's block and those after it: biased sigmoid scores or plain
+//! softmax, groups by their two best, merged shared experts.
+
+use super::super::HfError;
+use super::super::config::Config;
+use super::super::draft::{DECODER, Draft};
+use super::layers;
+use super::shared::{SHARED, merged_shared};
+use super::softmax::{gated, sizes};
+use super::{EXPERTS, Family, NARROW, TOP_K};
+use crate::{GroupMask, GroupStat, Groups, Score, SharedGate};
+
+/// The families of this file.
+pub(super) const FAMILIES: &[Family] = &[
+    Family {
+        names: &["deepseek_v3", "kimi_k2"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 3, 61),
+        build: |c, layer| deepseek(c, layer, &V3),
+    },
+    Family {
+        names: &["deepseek_v32"],
+        layers: |c| layers::typed(c, 3, 61),
+        build: |c, layer| deepseek(c, layer, &V3),
+    },
+    Family {
+        names: &["glm_moe_dsa"],
+        layers: |c| layers::typed(c, 3, 78),
+        build: |c, layer| deepseek(c, layer, &GLM_DSA),
+    },
+    Family {
+        names: &["glm4_moe", "glm4v_moe", "glm4v_moe_text"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 1, 46),
+        build: |c, layer| deepseek(c, layer, &GLM4),
+    },
+    Family {
+        names: &["glm4_moe_lite"],
+        layers: |c| layers::typed(c, 1, 47),
+        build: |c, layer| deepseek(c, layer, &GLM4_LITE),
+    },
+    Family {
+        names: &["glm5_next", "glm5_next_text"],
+        layers: |c| layers::typed(c, 3, 45),
+        build: glm5,
+    },
+    Family {
+        names: &["solar_open"],
+        layers: |c| layers::every(c, 48),
+        build: |c, layer| deepseek(c, layer, &SOLAR),
+    },
+    Family {
+        names: &["dots1"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 62),
+        build: |c, layer| deepseek(c, layer, &DOTS1),
+    },
+    Family {
+        names: &["exaone_moe"],
+        layers: |c| layers::typed(c, 1, 32),
+        build: |c, layer| deepseek(c, layer, &EXAONE),
+    },
+    Family {
+        names: &["axk1"],
+        layers: |c| layers::typed(c, 1, 61),
+        build: axk1,
+    },
+    Family {
+        names: &["axk2"],
+        layers: |c| layers::typed(c, 1, 48),
+        build: |c, layer| deepseek(c, layer, &AXK2),
+    },
+    Family {
+        names: &["bailing_hybrid"],
+        layers: |c| layers::typed(c, 2, 42),
+        build: |c, layer| deepseek(c, layer, &BAILING),
+    },
+    Family {
+        names: &["beam"],
+        layers: |c| layers::typed(c, 3, 52),
+        build: |c, layer| deepseek(c, layer, &BEAM),
+    },
+    Family {
+        names: &["hy_v3"],
+        layers: |c| layers::typed(c, 1, 80),
+        build: |c, layer| deepseek(c, layer, &HUNYUAN_V3),
+    },
+    Family {
+        names: &["kimi_linear"],
+        layers: |c| layers::typed(c, 1, 27),
+        build: |c, layer| deepseek(c, layer, &KIMI_LINEAR),
+    },
+    Family {
+        names: &["mimo_v2_flash"],
+        layers: |c| layers::typed(c, 1, 48),
+        build: |c, layer| deepseek(c, layer, &MIMO_V2),
+    },
+    Family {
+        names: &["mistral4"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 36),
+        build: |c, layer| deepseek(c, layer, &MISTRAL4),
+    },
+    Family {
+        names: &["mistral_large4", "mistral_large4_text"],
+        layers: |c| layers::typed(c, 1, 72),
+        build: |c, layer| deepseek(c, layer, &MISTRAL_LARGE4),
+    },
+];
+
+/// Where such a block keeps its selection bias.
+pub(super) const BIAS: &[&str] = &[
+    "gate.e_score_correction_bias",
+    "e_score_correction_bias",
+    "gate.expert_bias",
+    "expert_bias",
+];
+
+/// Spellings of the factor on weights, of renormalisation and of groups.
+const SCALE: &[&str] = &["routed_scaling_factor", "router_scaling_factor"];
+const RENORMALIZE: &[&str] = &["norm_topk_prob", "moe_renormalize"];
+const GROUPS: &[&str] = &["n_group", "num_expert_group"];
+
+/// What such a block adds to the sum of the chosen scores.
+pub(super) const EPS: f64 = 1e-20;
+
+/// What transformers assumes for the keys of such a block, and what no key says.
+pub(super) struct Defaults {
+    /// Width, experts' width, experts, K.
+    pub sizes: [usize; 4],
+    pub scale: f64,
+    /// Groups and how many are kept.
+    pub groups: [usize; 2],
+    pub renormalize: bool,
+    pub shared: usize,
+    /// Sigmoid scores have a selection bias, softmax scores have none.
+    pub score: Score,
+    /// What the experts of dropped groups count as.
+    pub mask: GroupMask,
+    /// Where the block is in a layer.
+    pub blocks: &'static [&'static str],
+}
+
+const V3: Defaults = Defaults {
+    sizes: [7168, 2048, 256, 8],
+    scale: 2.5,
+    groups: [8, 4],
+    renormalize: true,
+    shared: 1,
+    score: Score::Sigmoid,
+    mask: GroupMask::Exclude,
+    blocks: &["mlp.", "block_sparse_moe."],
+};
+const GLM_DSA: Defaults = Defaults {
+    sizes: [6144, 2048, 256, 8],
+    groups: [1, 1],
+    ..V3
+};
+pub(super) const GLM4: Defaults = Defaults {
+    sizes: [4096, 1408, 128, 8],
+    scale: 1.0,
+    groups: [1, 1],
+    ..V3
+};
+const GLM4_LITE: Defaults = Defaults {
+    sizes: [2048, 1536, 64, 4],
+    scale: 1.8,
+    ..GLM4
+};
+const GLM5: Defaults = Defaults {
+    sizes: [4096, 2048, 288, 8],
+    scale: 2.5,
+    ..GLM4
+};
+const SOLAR: Defaults = Defaults {
+    sizes: [4096, 1280, 128, 8],
+    ..GLM4
+};
+const EXAONE: Defaults = Defaults {
+    sizes: [4096, 1024, 64, 8],
+    scale: 2.5,
+    ..GLM4
+};
+/// Zeros stand for keys without a default.
+const DOTS1: Defaults = Defaults {
+    sizes: [4608, 1408, 0, 0],
+    renormalize: false,
+    shared: 0,
+    ..GLM4
+};
+const AXK1: Defaults = Defaults {
+    sizes: [7168, 2048, 192, 8],
+    ..V3
+};
+const AXK2: Defaults = Defaults {
+    sizes: [2048, 512, 128, 8],
+    groups: [1, 1],
+    mask: GroupMask::Zero,
+    ..V3
+};
+const BAILING: Defaults = Defaults {
+    sizes: [2560, 768, 512, 8],
+    ..V3
+};
+const BEAM: Defaults = Defaults {
+    sizes: [5120, 2560, 256, 8],
+    shared: 0,
+    ..V3
+};
+const HUNYUAN_V3: Defaults = Defaults {
+    sizes: [4096, 1536, 192, 8],
+    scale: 2.826,
+    ..GLM4
+};
+const KIMI_LINEAR: Defaults = Defaults {
+    sizes: [2304, 1024, 256, 8],
+    scale: 2.446,
+    ..GLM4
+};
+const MIMO_V2: Defaults = Defaults {
+    sizes: [4096, 2048, 256, 8],
+    shared: 0,
+    ..GLM4
+};
+const MISTRAL4: Defaults = Defaults {
+    sizes: [4096, 2048, 128, 4],
+    score: Score::Softmax,
+    mask: GroupMask::Zero,
+    ..GLM4
+};
+/// Published checkpoints have the block's tensors right under the layer.
+const MISTRAL_LARGE4: Defaults = Defaults {
+    sizes: [6144, 6144, 128, 4],
+    blocks: &["mlp.", ""],
+    ..MISTRAL4
+};
+
+/// The block with shared experts as wide as their number times one expert.
+fn deepseek(c: &Config, layer: usize, defaults: &Defaults) -> Result<Draft, HfError> {
+    let mut d = routed(c, layer, defaults)?;
+    let hidden = d.spec.shape.hidden_dim;
+    merged_shared(c, &mut d, SHARED, defaults.shared, hidden)?;
+    Ok(d)
+}
+
+/// The block without shared experts.
+pub(super) fn routed(c: &Config, layer: usize, defaults: &Defaults) -> Result<Draft, HfError> {
+    let mut sizes = sizes(c, NARROW, defaults.sizes)?;
+    if sizes.experts == 0 {
+        sizes.experts = c.need(EXPERTS)?;
+    }
+    if sizes.top_k == 0 {
+        sizes.top_k = c.need(TOP_K)?;
+    }
+    let mut d = gated(c, layer, sizes, DECODER, defaults.blocks)?;
+    router(c, &mut d, defaults)?;
+    Ok(d)
+}
+
+/// Scores, groups by their two best, unbiased weights.
+pub(super) fn router(c: &Config, d: &mut Draft, defaults: &Defaults) -> Result<(), HfError> {
+    if defaults.score == Score::Sigmoid {
+        d.sigmoid(BIAS);
+    }
+    d.spec.router.scale = c.number(SCALE, defaults.scale)?;
+    d.renormalize(c.flag(RENORMALIZE, defaults.renormalize)?, EPS);
+    d.groups(Groups {
+        count: c.size(GROUPS, defaults.groups[0])?,
+        keep: c.size(&["topk_group"], defaults.groups[1])?,
+        stat: GroupStat::Top2Sum,
+        mask: defaults.mask,
+    });
+    Ok(())
+}
+
+/// GLM-5: clamped activations, in shared experts too.
+fn glm5(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = deepseek(c, layer, &GLM5)?;
+    d.spec.experts.clamp = Some(c.number(&["swiglu_limit"], 10.0)?);
+    Ok(d)
+}
+
+/// A.X-K1 has a norm behind the block, which checkpoints keep in the layer.
+fn axk1(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = deepseek(c, layer, &AXK1)?;
+    let note = "y is the input of post_mlp_layernorm, which transformers counts to the block";
+    d.notes.push(note.to_string());
+    Ok(d)
+}
+
+/// Dots 3's language model: shared experts with a width of their own.
+pub(super) fn dots3_text(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    const DOTS3: Defaults = Defaults {
+        sizes: [5120, 1536, 256, 8],
+        ..GLM4
+    };
+    let mut d = routed(c, layer, &DOTS3)?;
+    let keys = [
+        "moe_shared_expert_intermediate_size",
+        "shared_experts_intermediate_size",
+    ];
+    let (width, count) = (c.size(&keys, 1536)?, c.size(SHARED, DOTS3.shared)?);
+    d.shared(
+        &["shared_experts"],
+        width.saturating_mul(count),
+        SharedGate::None,
+    );
+    Ok(d)
+}

@@ -1,0 +1,77 @@
+//! Families that transformers has and the spec cannot express.
+
+use super::super::HfError;
+
+/// A block that the spec has no axis for.
+struct Refused {
+    /// Values of `model_type`.
+    names: &'static [&'static str],
+    /// What the block does.
+    does: &'static str,
+    /// What the spec has in its place.
+    has: &'static str,
+}
+
+const FAMILIES: &[Refused] = &[
+    Refused {
+        names: &["doge"],
+        does: "product keys, two lists of keys whose scores add up, choose single neurons of \
+               an embedding table",
+        has: "one score per expert, and experts of matrices",
+    },
+    Refused {
+        names: &["hy_v4"],
+        does: "the activation is clamped in routed experts and not in shared ones",
+        has: "one clamp for both",
+    },
+    Refused {
+        names: &["inkling_mm_model", "inkling_text"],
+        does: "the router scores shared experts too and normalises their weights together with \
+               those of the chosen ones",
+        has: "shared experts of weight 1 or of a sigmoid gate of their own",
+    },
+    Refused {
+        names: &["inkling2", "inkling2_text"],
+        does: "a soft cap bounds the up projection",
+        has: "a clamp of the up projection, and free choice of the activation of the gate alone",
+    },
+    Refused {
+        names: &["kolibri1"],
+        does: "the bias for selection is added to logits",
+        has: "a bias for selection on scores",
+    },
+    Refused {
+        names: &["muse_spark", "muse_spark_text"],
+        does: "each expert's output is normalised before its weight, between projections to and \
+               from a narrower width with a norm",
+        has: "experts without norms",
+    },
+    Refused {
+        names: &["vitpose", "vitpose_backbone"],
+        does: "experts are a part of the second projection of a dense block, chosen by the data \
+               set of an image",
+        has: "experts of two or three projections, chosen by a router",
+    },
+    Refused {
+        names: &["zaya"],
+        does: "the router is a network of three layers with a state that it hands to the next \
+               layer's",
+        has: "routers of one projection of the token",
+    },
+];
+
+/// The error for a refused `model_type`.
+pub(super) fn error(model: &str) -> Option<HfError> {
+    let family = FAMILIES.iter().find(|f| f.names.contains(&model))?;
+    Some(HfError::Family {
+        model: model.to_string(),
+        does: family.does.to_string(),
+        has: family.has.to_string(),
+    })
+}
+
+/// Every refused `model_type` and what its block does.
+pub(super) fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let of = |f: &'static Refused| f.names.iter().map(|name| (*name, f.does));
+    FAMILIES.iter().flat_map(of)
+}

@@ -1,0 +1,199 @@
+//! State dictionaries of other libraries: where a layer's tensors lie in them.
+//!
+//! | canonical | Tutel | FastMoE |
+//! |---|---|---|
+//! | `router.weight` | `gates.G.wg.weight` | `gate.gate.weight`; `gate.w_gate`, transposed |
+//! | `router.bias` | – | `gate.gate.bias` |
+//! | `router.noise.weight` | – | `gate.w_noise`, transposed |
+//! | `router.projector.*`, `similarity`, `temperature` | `gates.G.cosine_projector.*`, `sim_matrix`, `temperature` | – |
+//! | `experts.up.weight`, `bias` | `experts.batched_fc1_w`, `batched_fc1_bias` | `experts.htoh4.*`, `experts.N.htoh4.*` |
+//! | `experts.down.weight`, `bias` | `experts.batched_fc2_w`, transposed, `batched_fc2_bias` | `experts.h4toh.*`, `experts.N.h4toh.*` |
+//! | gated `gate`, `up`, `down` | `experts.W_fc1`, `W_fc2`, `W_fc3`, flat or not, transposed | – |
+
+use crate::hf::{Alternative, Parts, Step, TensorSource};
+use crate::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
+
+/// A library whose layers are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Library {
+    /// microsoft/Tutel, `MOELayer` with experts `ffn` or `llama_ffn`.
+    Tutel,
+    /// laekov/fastmoe, `FMoETransformerMLP`, and experts of an `FMoELinear` pair.
+    FastMoe,
+}
+
+/// A layer inside a state dictionary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Keys {
+    /// Whose names they are.
+    pub library: Library,
+    /// What comes before the layer's own names, its dot included: `blocks.3.moe.`.
+    pub prefix: String,
+    /// Which of Tutel's gates; FastMoE has one.
+    pub gate: usize,
+}
+
+/// The tensors of a layer of which a rank holds `share` experts, and all of the
+/// router.
+pub fn rank_tensors(spec: &LayerSpec, share: usize) -> Vec<TensorSpec> {
+    let mut tensors = canonical_tensors(spec);
+    let experts = tensors
+        .iter_mut()
+        .filter(|t| t.name.starts_with("experts."));
+    experts.for_each(|tensor| tensor.shape[0] = share);
+    tensors
+}
+
+impl Library {
+    /// Both.
+    pub const ALL: [Library; 2] = [Library::Tutel, Library::FastMoe];
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Library::Tutel => "tutel",
+            Library::FastMoe => "fastmoe",
+        }
+    }
+
+    /// Names that every layer has one of, without a prefix.
+    pub fn marks(self) -> &'static [&'static str] {
+        match self {
+            Library::Tutel => &["experts.batched_fc1_w", "experts.W_fc1"],
+            Library::FastMoe => &["experts.htoh4.weight", "experts.0.htoh4.weight"],
+        }
+    }
+
+    /// What comes before each layer of a dictionary with these names, in their
+    /// order.
+    pub fn prefixes<'a>(self, names: impl IntoIterator<Item = &'a str>) -> Vec<String> {
+        let prefix = |name: &'a str| {
+            let mut marks = self.marks().iter();
+            let before = marks.find_map(|mark| name.strip_suffix(mark))?;
+            (before.is_empty() || before.ends_with('.')).then(|| before.to_string())
+        };
+        names.into_iter().filter_map(prefix).collect()
+    }
+}
+
+impl Keys {
+    /// A recipe for each of these tensors of the layer; one that the library has no
+    /// name for has no alternative.
+    pub fn sources(&self, spec: &LayerSpec, tensors: &[TensorSpec]) -> Vec<TensorSource> {
+        let source = |tensor: &TensorSpec| TensorSource {
+            name: tensor.name.clone(),
+            alternatives: match self.library {
+                Library::Tutel => self.tutel(tensor, spec),
+                Library::FastMoe => self.fastmoe(tensor, spec),
+            },
+        };
+        tensors.iter().map(source).collect()
+    }
+
+    /// What all names of the layer's parts begin with, as far as the spec has use
+    /// for them: experts always, the gate if the router has weights.
+    pub fn owned(&self, spec: &LayerSpec) -> Vec<String> {
+        let mut parts = vec![format!("{}experts.", self.prefix)];
+        if spec.router.kind != RouterKind::External {
+            parts.push(self.gate_prefix());
+        }
+        parts
+    }
+
+    /// Where Tutel says how many experts all ranks have together.
+    pub fn count(&self) -> Option<String> {
+        let tutel = self.library == Library::Tutel;
+        tutel.then(|| format!("{}_num_global_experts", self.prefix))
+    }
+
+    /// The numbers of the gates among these names.
+    pub fn gates<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Vec<usize> {
+        let before = format!("{}gates.", self.prefix);
+        let number = |name: &'a str| {
+            let (number, _) = name.strip_prefix(before.as_str())?.split_once('.')?;
+            number.parse().ok()
+        };
+        let mut gates: Vec<usize> = names.into_iter().filter_map(number).collect();
+        gates.sort_unstable();
+        gates.dedup();
+        gates
+    }
+
+    fn gate_prefix(&self) -> String {
+        match self.library {
+            Library::Tutel => format!("{}gates.{}.", self.prefix, self.gate),
+            Library::FastMoe => format!("{}gate.", self.prefix),
+        }
+    }
+
+    fn named(&self, name: &str, steps: Vec<Step>) -> Alternative {
+        Alternative {
+            parts: Parts::One(format!("{}{name}", self.prefix)),
+            steps,
+        }
+    }
+
+    fn of_gate(&self, name: &str, steps: Vec<Step>) -> Alternative {
+        Alternative {
+            parts: Parts::One(self.gate_prefix() + name),
+            steps,
+        }
+    }
+
+    fn tutel(&self, tensor: &TensorSpec, spec: &LayerSpec) -> Vec<Alternative> {
+        let gated = spec.gated();
+        let swapped = || vec![Step::Transpose];
+        // Parameters of llama_ffn are flat where ranks may share them.
+        let turned = || {
+            let [experts, columns, rows] = [0, 1, 2].map(|axis| tensor.shape[axis]);
+            vec![Step::Reshape(vec![experts, rows, columns]), Step::Transpose]
+        };
+        vec![match (tensor.name.as_str(), gated) {
+            ("router.weight", _) => self.of_gate("wg.weight", vec![]),
+            ("router.projector.weight", _) => self.of_gate("cosine_projector.weight", vec![]),
+            ("router.projector.bias", _) => self.of_gate("cosine_projector.bias", vec![]),
+            ("router.similarity", _) => self.of_gate("sim_matrix", vec![]),
+            ("router.temperature", _) => self.of_gate("temperature", vec![]),
+            ("experts.gate.weight", true) => self.named("experts.W_fc1", turned()),
+            ("experts.up.weight", true) => self.named("experts.W_fc2", turned()),
+            ("experts.down.weight", true) => self.named("experts.W_fc3", turned()),
+            ("experts.up.weight", false) => self.named("experts.batched_fc1_w", vec![]),
+            ("experts.up.bias", false) => self.named("experts.batched_fc1_bias", vec![]),
+            ("experts.down.weight", false) => self.named("experts.batched_fc2_w", swapped()),
+            ("experts.down.bias", false) => self.named("experts.batched_fc2_bias", vec![]),
+            _ => return Vec::new(),
+        }]
+    }
+
+    fn fastmoe(&self, tensor: &TensorSpec, spec: &LayerSpec) -> Vec<Alternative> {
+        let swapped = || vec![Step::Transpose];
+        match tensor.name.as_str() {
+            "router.weight" => vec![
+                self.of_gate("gate.weight", vec![]),
+                self.of_gate("w_gate", swapped()),
+            ],
+            "router.bias" => vec![self.of_gate("gate.bias", vec![])],
+            "router.noise.weight" => vec![self.of_gate("w_noise", swapped())],
+            _ if spec.gated() => Vec::new(),
+            "experts.up.weight" => self.fastmoe_expert("htoh4.weight", tensor),
+            "experts.up.bias" => self.fastmoe_expert("htoh4.bias", tensor),
+            "experts.down.weight" => self.fastmoe_expert("h4toh.weight", tensor),
+            "experts.down.bias" => self.fastmoe_expert("h4toh.bias", tensor),
+            _ => Vec::new(),
+        }
+    }
+
+    /// All experts in one tensor, or a module each, whose tensors are of one expert.
+    fn fastmoe_expert(&self, name: &str, tensor: &TensorSpec) -> Vec<Alternative> {
+        let each = Alternative {
+            parts: Parts::PerExpert {
+                before: format!("{}experts.", self.prefix),
+                after: format!(".{name}"),
+                first: 0,
+                count: tensor.shape[0],
+            },
+            steps: vec![Step::Reshape(tensor.shape[1..].to_vec())],
+        };
+        vec![self.named(&format!("experts.{name}"), vec![]), each]
+    }
+}

@@ -1,0 +1,230 @@
+//! Random specs reach the whole schema: a key that `testing::sample` never
+//! sets is a key that no test of kernels sees.
+
+use super::*;
+use crate::LayerSpec;
+use crate::testing::sample;
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+
+const SEEDS: u64 = 6_000;
+
+/// Keys of which only the default is valid.
+const FIXED: [&str; 2] = ["precision.router", "precision.accumulate"];
+
+/// The values of keys by path, `absent` among them.
+type Seen = BTreeMap<String, BTreeSet<String>>;
+
+fn path_of(path: &str, key: &Key) -> String {
+    match path {
+        "" => key.name.to_string(),
+        _ => format!("{path}.{}", key.name),
+    }
+}
+
+/// The only key of a table such as `{ sinkhorn = 8 }`, or the word itself.
+fn word_of(value: &toml::Value) -> String {
+    match value {
+        toml::Value::Table(table) => table.keys().next().cloned().unwrap_or_default(),
+        toml::Value::String(word) => word.clone(),
+        number => format!("{number:?}"),
+    }
+}
+
+/// Notes every value of a table.
+fn note(section: &'static Section, table: &toml::Table, path: &str, seen: &mut Seen) {
+    for key in section.keys {
+        let path = path_of(path, key);
+        let mut add = |text: String| {
+            seen.entry(path.clone()).or_default().insert(text);
+        };
+        match (&key.kind, table.get(key.name)) {
+            (_, None) => add("absent".to_string()),
+            (Kind::Table(inner), Some(toml::Value::Table(table))) => {
+                add("present".to_string());
+                note(inner, table, &path, seen);
+            }
+            (Kind::List(inner), Some(toml::Value::Array(list))) => {
+                add(format!("{} of them", list.len()));
+                let tables = list.iter().filter_map(|value| value.as_table());
+                tables.for_each(|table| note(inner, table, &path, seen));
+            }
+            (_, Some(toml::Value::Boolean(flag))) => add(flag.to_string()),
+            (_, Some(value)) => add(word_of(value)),
+        }
+    }
+}
+
+/// What of a table no sample has.
+fn missing(section: &'static Section, path: &str, seen: &Seen) -> Vec<String> {
+    let mut list = Vec::new();
+    for key in section.keys {
+        let path = path_of(path, key);
+        if FIXED.contains(&path.as_str()) {
+            continue;
+        }
+        let none = BTreeSet::new();
+        let values = seen.get(&path).unwrap_or(&none);
+        let mut want = |words: &[&str]| {
+            let lacking = words.iter().filter(|word| !values.contains(**word));
+            list.extend(lacking.map(|word| format!("{path} = {word}")));
+        };
+        match &key.kind {
+            Flag => want(&["true", "false"]),
+            Kind::Biases => want(&["true", "false", "up", "down"]),
+            Choice(words) => want(words),
+            Kind::Select => {
+                want(&["top-k"]);
+                SELECTIONS.iter().for_each(|(rule, _)| want(&[*rule]));
+            }
+            Kind::Activation => want(&[ACTIVATIONS, &["expr"]].concat()),
+            Count | Number | Text if values.len() < 2 => list.push(format!("two of {path}")),
+            Count | Number | Text => {}
+            Table(inner) => {
+                want(&["present"]);
+                list.extend(missing(inner, &path, seen));
+            }
+            List(inner) => {
+                want(&["absent", "1 of them", "2 of them"]);
+                list.extend(missing(inner, &path, seen));
+            }
+        }
+    }
+    list
+}
+
+/// With its defaults, unlike the canonical text.
+fn table_of(spec: &LayerSpec) -> toml::Table {
+    toml::Table::try_from(spec).expect("a spec is a table")
+}
+
+fn seen_in(specs: impl Iterator<Item = LayerSpec>) -> Seen {
+    let mut seen = Seen::new();
+    specs.for_each(|spec| note(&ROOT, &table_of(&spec), "", &mut seen));
+    seen
+}
+
+#[test]
+fn samples_reach_every_key_and_every_word() {
+    let lacking = missing(&ROOT, "", &seen_in((0..SEEDS).map(sample)));
+    assert!(lacking.is_empty(), "no sample has {lacking:#?}");
+}
+
+#[test]
+fn a_key_that_no_sample_sets_is_named() {
+    static EMPTY: Section = Section {
+        keys: &[optional("count", Count)],
+    };
+    static NEW: Section = Section {
+        keys: &[
+            optional("name", Text),
+            optional("flag", Flag),
+            optional("word", Choice(&["a", "b"])),
+            optional("table", Table(&EMPTY)),
+            optional("list", List(&EMPTY)),
+        ],
+    };
+    let mut seen = Seen::new();
+    let text = "name = \"a\"\nflag = true\nword = \"b\"\nlist = [{ count = 1 }]";
+    note(&NEW, &text.parse().expect("it is TOML"), "", &mut seen);
+    let lacking = missing(&NEW, "", &seen);
+    let expected = [
+        "two of name",
+        "flag = false",
+        "word = a",
+        "table = present",
+        "two of table.count",
+        "list = absent",
+        "list = 2 of them",
+        "two of list.count",
+    ];
+    assert_eq!(lacking, expected);
+}
+
+#[test]
+fn fixed_keys_are_refused_other_words() {
+    for path in FIXED {
+        let (section, name) = path.split_once('.').expect("a key of a table");
+        for word in ["f16", "bf16"] {
+            let mut table = table_of(&sample(1));
+            table[section][name] = word.into();
+            let spec = LayerSpec::deserialize(table).expect("the word is one of the schema");
+            let problems = spec.validate().expect_err("it is fixed");
+            assert_eq!(problems[0].key, path);
+        }
+    }
+}
+
+/// What a sample has that is not the default: `router.bias = true`, or
+/// `shape.output_dim` for numbers.
+fn features(spec: &LayerSpec) -> BTreeSet<String> {
+    let canonical: toml::Table = spec.to_toml().parse().expect("it is TOML");
+    let mut seen = Seen::new();
+    note(&ROOT, &canonical, "", &mut seen);
+    let mut list = BTreeSet::new();
+    for (path, values) in seen {
+        let varied =
+            path.contains('.') && !path.starts_with("shape.") || path.ends_with("output_dim");
+        for value in values.iter().filter(|value| varied && *value != "absent") {
+            let word = value.starts_with(|c: char| c.is_ascii_lowercase());
+            list.insert(match word {
+                true => format!("{path} = {value}"),
+                false => path.clone(),
+            });
+        }
+    }
+    list
+}
+
+/// The spec with a key of another, `router.groups` for `router.groups.keep`.
+fn with_key_of(spec: &LayerSpec, other: &LayerSpec, feature: &str) -> Option<LayerSpec> {
+    let mut table: toml::Table = spec.to_toml().parse().ok()?;
+    let other: toml::Table = other.to_toml().parse().ok()?;
+    let mut path = feature.split([' ', '.']);
+    let (section, key) = (path.next()?, path.next()?);
+    match &other[section] {
+        toml::Value::Table(from) => {
+            let to = table.entry(section).or_insert(toml::Table::new().into());
+            to.as_table_mut()?
+                .insert(key.to_string(), from.get(key)?.clone());
+        }
+        list => drop(table.insert(section.to_string(), list.clone())),
+    }
+    let spec = LayerSpec::deserialize(table).ok()?;
+    spec.validate().is_ok().then_some(spec)
+}
+
+/// Two features that no sample has together cannot be had together by setting
+/// one key of a sample either.
+#[test]
+fn samples_reach_every_pair_that_goes_together() {
+    let specs: Vec<LayerSpec> = (0..SEEDS).map(sample).collect();
+    let mut having: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    let mut pairs = BTreeSet::new();
+    for (i, spec) in specs.iter().enumerate() {
+        let list: Vec<String> = features(spec).into_iter().collect();
+        for (at, a) in list.iter().enumerate() {
+            having.entry(a.clone()).or_default().push(i);
+            pairs.extend(list[at + 1..].iter().map(|b| (a.clone(), b.clone())));
+        }
+    }
+    let names: Vec<&String> = having.keys().collect();
+    let mut unreached = Vec::new();
+    for (at, &a) in names.iter().enumerate() {
+        for &b in &names[at + 1..] {
+            if pairs.contains(&(a.clone(), b.clone())) {
+                continue;
+            }
+            let mut tries = having[a].iter().zip(&having[b]).take(40);
+            let both = tries.find_map(|(&i, &j)| {
+                let joined = with_key_of(&specs[i], &specs[j], b)?;
+                let has = features(&joined);
+                (has.contains(a) && has.contains(b)).then_some(joined)
+            });
+            unreached.extend(both.map(|spec| format!("{a}, {b}:\n{}", spec.to_toml())));
+        }
+    }
+    let count = unreached.len();
+    let list = unreached.join("\n");
+    assert!(count == 0, "{count} pairs that no sample has:\n{list}");
+}

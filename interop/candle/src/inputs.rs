@@ -1,0 +1,127 @@
+//! What a call is given.
+
+use crate::host::{copied, named};
+use candle_core::{Device, Error, Result, Tensor};
+use moesaic::plan::{Role, TensorPlan};
+use moesaic::{HostTensor, Layer};
+use std::collections::BTreeMap;
+
+/// The tokens of a call and what else its layer's spec asks for. Tensors with a
+/// value per token have the leading sizes of `x`, or `[T]` in their place;
+/// integers may be of any of candle's types.
+#[derive(Clone, Debug)]
+pub struct Inputs {
+    pub(crate) x: Tensor,
+    pub(crate) others: BTreeMap<&'static str, Tensor>,
+    pub(crate) capacity_factor: Option<f64>,
+}
+
+impl Inputs {
+    /// The tokens `[.., d]`, in the layer's activation type.
+    pub fn new(x: &Tensor) -> Inputs {
+        Inputs {
+            x: x.clone(),
+            others: BTreeMap::new(),
+            capacity_factor: None,
+        }
+    }
+
+    /// The ids `[..]` that a table router looks up.
+    pub fn token_ids(self, ids: &Tensor) -> Inputs {
+        self.with("token_ids", ids)
+    }
+
+    /// The decision `[.., K]` of a router that is not the layer's
+    /// (`kind = "external"`). The gradient of `weights` flows back to where
+    /// they come from.
+    pub fn routing(self, ids: &Tensor, weights: &Tensor) -> Inputs {
+        self.with("topk_ids", ids).with("topk_weights", weights)
+    }
+
+    /// Which tokens `[..]` count, where the spec has `token_mask`: 0 is padding.
+    pub fn token_mask(self, mask: &Tensor) -> Inputs {
+        self.with("token_mask", mask)
+    }
+
+    /// How many of the K slots this call uses, where the spec has `active_k`.
+    ///
+    /// # Errors
+    /// None that a CPU has.
+    pub fn active_k(self, active: u32) -> Result<Inputs> {
+        Ok(self.with("active_k", &Tensor::new(&[active], &Device::Cpu)?))
+    }
+
+    /// The sequence `[..]` of each token, for a `sequence` loss.
+    pub fn sequence_ids(self, ids: &Tensor) -> Inputs {
+        self.with("sequence_ids", ids)
+    }
+
+    /// Choices of each expert `[E]` and the number of tokens over the group that
+    /// a `global` loss is meant for, such as all ranks.
+    ///
+    /// # Errors
+    /// None that a CPU has.
+    pub fn global(self, counts: &Tensor, tokens: i64) -> Result<Inputs> {
+        let tokens = Tensor::new(&[tokens], &Device::Cpu)?;
+        let given = self.with("global_counts", counts);
+        Ok(given.with("global_tokens", &tokens))
+    }
+
+    /// A capacity factor for this call instead of the spec's.
+    pub fn capacity_factor(mut self, factor: f64) -> Inputs {
+        self.capacity_factor = Some(factor);
+        self
+    }
+
+    fn with(mut self, name: &'static str, tensor: &Tensor) -> Inputs {
+        self.others.insert(name, tensor.clone());
+        self
+    }
+
+    /// The sizes of `x` before its width.
+    pub(crate) fn leading(&self) -> &[usize] {
+        let dims = self.x.dims();
+        &dims[..dims.len().saturating_sub(1)]
+    }
+
+    pub(crate) fn width(&self) -> usize {
+        self.x.dims().last().copied().unwrap_or(0)
+    }
+
+    pub(crate) fn tokens(&self) -> usize {
+        self.leading().iter().product()
+    }
+
+    /// All but `x` as the engine takes it. What the layer would not read is an
+    /// error: its spec lacks the option that reads it.
+    pub(crate) fn hosts(&self, layer: &Layer) -> Result<BTreeMap<String, HostTensor<'static>>> {
+        let tensors = layer.plan().tensors.iter();
+        let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == Role::Input).collect();
+        let host = |(name, tensor): (&&'static str, &Tensor)| {
+            let Some(plan) = inputs.iter().find(|plan| plan.name == **name) else {
+                let known: Vec<&str> = inputs.iter().map(|plan| plan.name.as_str()).collect();
+                candle_core::bail!("the layer reads no `{name}`, only {}", known.join(", "))
+            };
+            let host = self.host(tensor, plan).map_err(|e| named(name, e))?;
+            Ok((name.to_string(), host))
+        };
+        self.others.iter().map(host).collect()
+    }
+
+    fn host(&self, tensor: &Tensor, plan: &TensorPlan) -> Result<HostTensor<'static>> {
+        let sizes = plan.shape.iter();
+        let shape: Vec<usize> = sizes
+            .map(|size| size.eval(self.tokens() as u64) as usize)
+            .collect();
+        let per_token = plan.shape.first() == Some(&moesaic::Size::Tokens);
+        let leading = per_token.then(|| [self.leading(), &shape[1..]].concat());
+        match tensor.dims() == shape || Some(tensor.dims()) == leading.as_deref() {
+            true => copied(tensor, plan.dtype, &shape),
+            false => {
+                let wanted = leading.unwrap_or(shape);
+                let problem = format!("has shape {:?}, expected {wanted:?}", tensor.dims());
+                Err(Error::Msg(problem))
+            }
+        }
+    }
+}

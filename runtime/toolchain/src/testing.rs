@@ -1,0 +1,120 @@
+//! Tools that tests need: a test without its tool fails, in one line that says
+//! what to install.
+
+use crate::{Kind, Registry, install};
+use moesaic_kernel::{SimArch, Target};
+use std::fmt::Display;
+
+/// A tool that is not part of the repository.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tool {
+    /// NVIDIA's run-time compiler.
+    Nvrtc,
+    /// A clang for AMD GPUs.
+    Clang,
+    /// The C compiler of this machine.
+    C,
+    /// The C++ compiler of this machine.
+    Cxx,
+    /// QEMU's emulator of aarch64 and a compiler for it.
+    Aarch64,
+}
+
+impl Tool {
+    /// What kernels for a target need before they run or compile in a test.
+    pub fn of(target: Target) -> Tool {
+        match target {
+            Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => Tool::Nvrtc,
+            Target::Rocm(_) => Tool::Clang,
+            Target::Sim(SimArch::Rocm(_)) => Tool::Cxx,
+            Target::Sim(SimArch::Cpu(isa)) if isa.name().contains("neon") => Tool::Aarch64,
+            Target::Cpu(_) | Target::Sim(SimArch::Cpu(_)) => Tool::C,
+        }
+    }
+
+    fn advice(self) -> &'static str {
+        match self {
+            Tool::Nvrtc => "NVRTC: cargo run -p moesaic-cli -- toolchain install cuda",
+            Tool::Clang => "clang for AMD GPUs: cargo run -p moesaic-cli -- toolchain install rocm",
+            Tool::C => "a C compiler: apt-get install gcc",
+            Tool::Cxx => "a C++ compiler: apt-get install g++",
+            Tool::Aarch64 => {
+                "an emulator of aarch64: apt-get install qemu-user-static gcc-aarch64-linux-gnu"
+            }
+        }
+    }
+}
+
+/// What was found; else the end of the test.
+///
+/// # Panics
+/// In one line: what to install, and why what is there does not do.
+#[track_caller]
+pub fn needed<T>(tool: Tool, found: Result<T, impl Display>) -> T {
+    found.unwrap_or_else(|error| panic!("{}", lacking(tool, &error.to_string())))
+}
+
+fn lacking(tool: Tool, error: &str) -> String {
+    let why = error.lines().next().unwrap_or_default();
+    let advice = tool.advice();
+    format!("this test needs {advice} (or `cargo xtask test`, which installs all); {why}")
+}
+
+/// A registry in which a compiler is installed: by pip, if it was not yet.
+///
+/// # Panics
+/// As [`needed`].
+#[track_caller]
+pub fn installed(kind: Kind) -> Registry {
+    let tool = match kind {
+        Kind::Cuda => Tool::Nvrtc,
+        Kind::Rocm => Tool::Clang,
+        Kind::C => Tool::C,
+    };
+    let mut registry = needed(tool, Registry::open());
+    needed(tool, install(&mut registry, &[kind], &mut |_| {}));
+    registry
+}
+
+/// NVRTC.
+///
+/// # Panics
+/// As [`needed`].
+#[track_caller]
+pub fn nvrtc() -> moesaic_cuda::NvrtcCompiler {
+    needed(Tool::Nvrtc, crate::nvrtc(&installed(Kind::Cuda)))
+}
+
+/// The compiler for AMD GPUs.
+///
+/// # Panics
+/// As [`needed`].
+#[track_caller]
+pub fn rocm() -> moesaic_rocm::RocmCompiler {
+    needed(Tool::Clang, crate::rocm(&installed(Kind::Rocm)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_tool_is_one_line() {
+        let line = lacking(Tool::Aarch64, "no emulator was found\ntried: nothing");
+        assert_eq!(
+            line,
+            "this test needs an emulator of aarch64: apt-get install qemu-user-static \
+             gcc-aarch64-linux-gnu (or `cargo xtask test`, which installs all); \
+             no emulator was found"
+        );
+        for target in Target::all() {
+            assert!(Tool::of(target).advice().contains("install"), "{target}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "this test needs NVRTC: cargo run")]
+    fn a_missing_tool_is_no_success() {
+        needed::<()>(Tool::Nvrtc, Err("it is not here"));
+    }
+}

@@ -1,0 +1,163 @@
+//! Layers of other libraries.
+
+use crate::load::{LoadOptions, load_tensors};
+use crate::{Checkpoint, HostWeights, WeightsError};
+use moesaic_spec::hf::TensorSource;
+use moesaic_spec::keys::{Keys, Library, rank_tensors};
+use moesaic_spec::{LayerSpec, RouterKind};
+use std::collections::HashSet;
+
+/// Which layer of a state dictionary. What is `None` is found, when there is only
+/// one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyOptions {
+    /// Whose names they are.
+    pub library: Library,
+    /// What comes before the layer's own names: `blocks.3.moe`.
+    pub prefix: Option<String>,
+    /// Which of Tutel's gates.
+    pub gate: Option<usize>,
+}
+
+/// All tensors of one layer of a state dictionary of another library, which has
+/// `share` of the spec's experts: all, or those of one rank.
+///
+/// # Errors
+///
+/// As [`load_canonical`](crate::load_canonical), and [`WeightsError::Keys`] when
+/// the layer is not there or one of several, when the library has no name for a
+/// tensor of the spec, and when the layer has a tensor that the spec does not
+/// know, which would be another function.
+pub fn load_keys(
+    spec: &LayerSpec,
+    share: usize,
+    chosen: &KeyOptions,
+    checkpoint: &Checkpoint,
+    options: LoadOptions,
+) -> Result<HostWeights, WeightsError> {
+    let finder = Finder {
+        library: chosen.library,
+        checkpoint,
+    };
+    let mut keys = Keys {
+        library: chosen.library,
+        prefix: finder.prefix(chosen.prefix.as_deref())?,
+        gate: 0,
+    };
+    keys.gate = finder.gate(&keys, chosen.gate, spec)?;
+    let tensors = rank_tensors(spec, share);
+    let sources = keys.sources(spec, &tensors);
+    finder.check_names(&sources)?;
+    finder.check_count(&keys, spec.shape.experts)?;
+    let weights = load_tensors(spec, &tensors, &sources, checkpoint, options)?;
+    let read = sources.iter().flat_map(|source| &source.alternatives);
+    finder.check_all_read(&keys, spec, read.flat_map(|a| a.names()).collect())?;
+    Ok(weights)
+}
+
+/// Looks for a library's layer in a checkpoint.
+struct Finder<'a> {
+    library: Library,
+    checkpoint: &'a Checkpoint,
+}
+
+impl Finder<'_> {
+    fn error(&self, problem: String) -> WeightsError {
+        WeightsError::Keys {
+            path: self.checkpoint.path().to_path_buf(),
+            library: self.library.name(),
+            problem,
+        }
+    }
+
+    fn prefix(&self, asked: Option<&str>) -> Result<String, WeightsError> {
+        let found = self.library.prefixes(self.checkpoint.names());
+        let shown: Vec<&str> = found.iter().map(|p| p.trim_end_matches('.')).collect();
+        let shown = shown.join("`, `");
+        match (asked, found.as_slice()) {
+            (_, []) => {
+                let marks = self.library.marks().join("` or `");
+                Err(self.error(format!("no name ends with `{marks}`")))
+            }
+            (None, [only]) => Ok(only.clone()),
+            (None, _) => Err(self.error(format!("there are several layers, name one: `{shown}`"))),
+            (Some(asked), found) => {
+                let asked = asked.trim_end_matches('.');
+                let mut same = found.iter().filter(|p| p.trim_end_matches('.') == asked);
+                let same = same.next().cloned();
+                same.ok_or_else(|| self.error(format!("no layer `{asked}`, there are: `{shown}`")))
+            }
+        }
+    }
+
+    fn gate(
+        &self,
+        keys: &Keys,
+        asked: Option<usize>,
+        spec: &LayerSpec,
+    ) -> Result<usize, WeightsError> {
+        if self.library != Library::Tutel || spec.router.kind == RouterKind::External {
+            return match asked {
+                Some(_) => Err(self.error("there is no gate to choose here".to_string())),
+                None => Ok(0),
+            };
+        }
+        let gates = keys.gates(self.checkpoint.names());
+        match (asked, gates.as_slice()) {
+            (Some(gate), gates) if gates.contains(&gate) => Ok(gate),
+            (None, [only]) => Ok(*only),
+            (_, []) => Err(self.error("the layer has no gate with weights".to_string())),
+            (_, gates) => Err(self.error(format!("the layer has gates {gates:?}, name one"))),
+        }
+    }
+
+    /// Whether the library has a name for every tensor of the spec.
+    fn check_names(&self, sources: &[TensorSource]) -> Result<(), WeightsError> {
+        let mut sources = sources.iter();
+        match sources.find(|source| source.alternatives.is_empty()) {
+            None => Ok(()),
+            Some(source) => {
+                let problem = format!(
+                    "such layers have no tensor for the spec's `{}`",
+                    source.name
+                );
+                Err(self.error(problem))
+            }
+        }
+    }
+
+    /// Whether the layer has as many experts as the spec says.
+    fn check_count(&self, keys: &Keys, whole: usize) -> Result<(), WeightsError> {
+        let name = keys
+            .count()
+            .filter(|name| self.checkpoint.tensor(name).is_some());
+        let Some(name) = name else { return Ok(()) };
+        let found = self.checkpoint.read(&name)?.to_f64();
+        match found.as_slice() {
+            [count] if *count == whole as f64 => Ok(()),
+            other => Err(self.error(format!(
+                "`{name}` is {other:?}, the spec has {whole} experts"
+            ))),
+        }
+    }
+
+    /// Whether every tensor of the layer has been read: one that was not, such as
+    /// a bias that the spec does not have, is part of what the layer computes.
+    fn check_all_read(
+        &self,
+        keys: &Keys,
+        spec: &LayerSpec,
+        read: HashSet<String>,
+    ) -> Result<(), WeightsError> {
+        let owned = keys.owned(spec);
+        let own = |name: &&str| owned.iter().any(|part| name.starts_with(part.as_str()));
+        let mut names = self.checkpoint.names().filter(own);
+        match names.find(|name| !read.contains(*name)) {
+            None => Ok(()),
+            Some(name) => {
+                let problem = format!("the layer has `{name}`, the spec has no such tensor");
+                Err(self.error(problem))
+            }
+        }
+    }
+}

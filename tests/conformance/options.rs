@@ -1,0 +1,190 @@
+//! Options of experts and around them, each forward and backward on a CPU and
+//! on a simulator of each family of GPUs, in every recompute mode.
+
+use super::Case;
+use super::layers::engine as cpu;
+use super::simulated::{SIMULATORS, of_type, open, small};
+use moesaic::spec::{
+    Biases, CapacityMode, CapacityOrder, ExpertForm, GroupMask, GroupStat, Groups, Latent,
+    LayerSpec, Loss, LossKind, Renormalize, RouterKind, Score, Select, SharedExpert, SharedGate,
+    WeightSite,
+};
+use moesaic::{DType, Engine, Recompute};
+
+const MODES: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
+
+/// Every stage of the forward pass, then every gradient.
+fn check(specs: &[LayerSpec], engine: &Engine) {
+    for (i, spec) in specs.iter().enumerate() {
+        if let Err(problems) = spec.validate() {
+            panic!("{problems:?}");
+        }
+        let case = Case::random(spec, 33, i as u64);
+        case.check(engine);
+        case.check_training(engine, MODES[i % 3]);
+    }
+}
+
+fn shared(hidden_dim: usize, gate: SharedGate, bias: Option<Biases>) -> SharedExpert {
+    SharedExpert {
+        hidden_dim,
+        gate,
+        bias,
+    }
+}
+
+/// Biases of some projections, of routed and shared experts alike or not.
+fn biases() -> Vec<LayerSpec> {
+    let sites = [
+        WeightSite::Output,
+        WeightSite::Activation,
+        WeightSite::Input,
+    ];
+    let dtypes = [DType::F32, DType::Bf16, DType::F16];
+    let kinds = [Biases::Up, Biases::Down, Biases::None];
+    let of = |i: usize| {
+        let mut spec = of_type(dtypes[i], small(24, 40, 6, 2));
+        spec.name = format!("biases-{i}");
+        spec.experts.bias = kinds[i];
+        spec.router.weight_on = sites[(i + 1) % 3];
+        if i == 1 {
+            spec.experts.form = ExpertForm::Plain;
+        }
+        spec.shared = vec![
+            shared(16, SharedGate::Sigmoid, Some(kinds[(i + 1) % 3])),
+            shared(9, SharedGate::Sigmoid, Some(Biases::All)),
+            shared(8, SharedGate::None, None),
+        ];
+        spec
+    };
+    (0..3).map(of).collect()
+}
+
+/// Projections around the routed experts: alone, and with what reads the token
+/// beside them.
+fn latents() -> Vec<LayerSpec> {
+    let latent = |dim, bias| Some(Latent { dim, bias });
+    let mut alone = small(24, 40, 6, 2);
+    alone.latent = latent(16, false);
+    alone.shape.output_dim = Some(17);
+    let mut gated = of_type(DType::Bf16, small(40, 24, 6, 2));
+    gated.latent = latent(72, true);
+    gated.experts.bias = Biases::Down;
+    gated.shared = vec![
+        shared(16, SharedGate::Sigmoid, Some(Biases::All)),
+        shared(8, SharedGate::None, None),
+    ];
+    let mut input = of_type(DType::F16, small(64, 64, 6, 2));
+    input.latent = latent(32, true);
+    input.router.weight_on = WeightSite::Input;
+    input.shared = vec![shared(16, SharedGate::None, None)];
+    let mut identity = small(24, 16, 5, 3);
+    identity.latent = latent(9, false);
+    identity.shape.output_dim = Some(31);
+    identity.experts.identity = 2;
+    identity.capacity.mode = CapacityMode::Fixed;
+    identity.capacity.rows = Some(9);
+    identity.capacity.renormalize_after_drop = true;
+    identity.shared = vec![shared(8, SharedGate::Sigmoid, None)];
+    vec![alone, gated, input, identity]
+}
+
+/// PR-MoE: a shared expert whose weight the routed ones do not have.
+fn residuals() -> Vec<LayerSpec> {
+    let mut plain = small(24, 40, 6, 1);
+    plain.shared = vec![shared(16, SharedGate::Residual, Some(Biases::All))];
+    plain.shape.output_dim = Some(17);
+    let mut several = of_type(DType::Bf16, small(40, 24, 6, 2));
+    several.router.weight_on = WeightSite::Input;
+    several.experts.bias = Biases::All;
+    several.shared = vec![
+        shared(8, SharedGate::None, None),
+        shared(16, SharedGate::Residual, None),
+        shared(9, SharedGate::Sigmoid, Some(Biases::None)),
+    ];
+    let mut latent = of_type(DType::F16, small(40, 24, 5, 3));
+    latent.latent = Some(Latent {
+        dim: 16,
+        bias: true,
+    });
+    latent.experts.identity = 2;
+    latent.shared = vec![shared(16, SharedGate::Residual, None)];
+    let mut dropping = small(24, 16, 5, 2);
+    dropping.experts.identity = 2;
+    dropping.capacity.mode = CapacityMode::Fixed;
+    dropping.capacity.rows = Some(5);
+    dropping.capacity.renormalize_after_drop = true;
+    dropping.shared = vec![shared(16, SharedGate::Residual, None)];
+    vec![plain, several, latent, dropping]
+}
+
+/// More experts than the lanes of a warp hold scores of, with everything that
+/// goes over all experts of a token.
+fn many_experts() -> Vec<LayerSpec> {
+    let of = |experts, top_k| small(8, 4, experts, top_k);
+    let loss = |kind| Loss {
+        kind,
+        coefficient: 0.05,
+        sequence_length: (kind == LossKind::Sequence).then_some(7),
+    };
+    let mut switch = of(2048, 1);
+    switch.capacity.mode = CapacityMode::Factor;
+    switch.losses = vec![loss(LossKind::Switch), loss(LossKind::Z)];
+    let mut grouped = of(1025, 6);
+    grouped.router.score = Score::Sigmoid;
+    grouped.router.select_bias = true;
+    grouped.router.expert_scale = true;
+    grouped.router.renormalize = Renormalize::Sum;
+    grouped.router.groups = Some(Groups {
+        count: 5,
+        keep: 2,
+        stat: GroupStat::Top2Sum,
+        mask: GroupMask::Exclude,
+    });
+    grouped.capacity.mode = CapacityMode::Fixed;
+    grouped.capacity.rows = Some(2);
+    grouped.capacity.order = CapacityOrder::Probability;
+    let mut most = of(4000, 10);
+    most.experts.zero = 96;
+    most.router.score = Score::SoftmaxSelected;
+    most.capacity.order = CapacityOrder::TokenMajor;
+    most.losses = vec![loss(LossKind::GshardAll), loss(LossKind::Sequence)];
+    let mut mixer = of(1500, 2);
+    mixer.router.select = Select::SparseMixer(0.1);
+    mixer.capacity.mode = CapacityMode::MaxCount;
+    mixer.capacity.order = CapacityOrder::BatchPrioritized;
+    let mut cosine = of(2000, 3);
+    cosine.router.kind = RouterKind::Cosine;
+    cosine.router.projection_dim = Some(6);
+    vec![switch, grouped, most, mixer, cosine]
+}
+
+macro_rules! on_each {
+    ($($specs:ident),* $(,)?) => {$(
+        mod $specs {
+            use super::*;
+
+            #[test]
+            fn cpu_agrees() {
+                check(&super::$specs(), &cpu());
+            }
+
+            #[test]
+            fn sm_80_agrees() {
+                check(&super::$specs(), &open(SIMULATORS[0]));
+            }
+
+            #[test]
+            fn sm_90a_agrees() {
+                check(&super::$specs(), &open(SIMULATORS[1]));
+            }
+
+            #[test]
+            fn gfx942_agrees() {
+                check(&super::$specs(), &open(SIMULATORS[2]));
+            }
+        }
+    )*};
+}
+
+on_each!(biases, latents, residuals, many_experts);

@@ -1,0 +1,605 @@
+// grouped_gemm_up: hidden = silu(rows * gate) * (rows * up), for the rows of every expert.
+//
+// A block owns 384 rows of one expert and 256 columns of the output. It goes over
+// the inner dimension in slices. Of a slice its rows are copied near and multiplied by the
+// weights strip by strip. A strip is transposed first.
+// 12 rows by a strip have their sums in registers. A row's sums do not depend on
+// the other rows or on their number. Blocks of a call of few tokens
+// have 64 columns.
+//
+// Baked in: experts, widths, types, activation. A thread's scratch memory has the
+// rows of a block and its sums, and a strip of weights.
+
+// Names for the types of tensors. No header is included: this is all there is.
+typedef __INT32_TYPE__ i32;
+typedef __INT64_TYPE__ i64;
+typedef __UINT16_TYPE__ u16;
+typedef __UINT32_TYPE__ u32;
+typedef __UINT64_TYPE__ u64;
+typedef float f32;
+typedef double f64;
+typedef u16 bf16; // the upper half of an f32
+typedef u16 f16;  // IEEE binary16
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline, unused))
+#define ALIGNED __attribute__((aligned(64)))
+
+INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
+
+// Vectors of 64 bytes: avx512bf16.
+enum { LANES = 16 };
+typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef vec vec_in_memory __attribute__((aligned(4)));
+typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
+
+INLINE vec broadcast(f32 value) { return value - (vec){0}; }
+
+// Per lane: where the mask is all ones `a`, where it is zero `b`.
+INLINE vec select(vec_i32 mask, vec a, vec b)
+{
+    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
+}
+
+// Of a NaN and a number these instructions give their second operand, so a NaN
+// in `v` passes both of these.
+INLINE vec at_most(vec v, vec limit)
+{
+    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+INLINE vec at_least(vec v, vec limit)
+{
+    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
+    return v;
+}
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
+#endif
+
+// The sum of all lanes, as a binary tree.
+INLINE f32 sum_lanes(vec v)
+{
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
+    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
+    return v[0];
+}
+
+INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
+INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
+
+// The first `count` elements; the other lanes are zero, or stay as they are.
+INLINE vec load_part_f32(const f32 *from, i64 count)
+{
+    f32 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return *(const vec *)part;
+}
+
+INLINE void store_part_f32(f32 *to, vec v, i64 count)
+{
+    f32 part[LANES] ALIGNED;
+    *(vec *)part = v;
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// bf16: the upper half of an f32.
+INLINE vec f32_of_bf16(vec_u16 v)
+{
+#ifdef __clang__
+    vec_u32 wide = __builtin_convertvector(v, vec_u32);
+#else
+    vec_u32 wide;
+    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
+#endif
+    return (vec)(wide << 16);
+}
+
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. The
+// instruction of AVX512-BF16 would make subnormals zero.
+INLINE vec_u16 bf16_of_f32(vec v)
+{
+    vec_u32 bits = (vec_u32)v;
+    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
+    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+}
+
+INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
+INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32(v); }
+
+INLINE vec load_part_bf16(const bf16 *from, i64 count)
+{
+    bf16 part[LANES] ALIGNED = {0};
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            part[i] = from[i];
+    return load_bf16(part);
+}
+
+INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
+{
+    bf16 part[LANES] ALIGNED;
+    store_bf16(part, v);
+    for (int i = 0; i < LANES; i++)
+        if (i < count)
+            to[i] = part[i];
+}
+
+// Operands of products. A word is what one 32-bit lane multiplies: two bf16,
+// whose products are added to an f32 sum together.
+enum { WORD = 2, STEP = WORD * LANES }; // elements per word, per vector
+
+INLINE vec multiply_add(vec sum, vec a, vec b)
+{
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+
+typedef vec vec_pairs_in_memory __attribute__((aligned(2)));
+INLINE vec load_input(const bf16 *from) { return *(const vec_pairs_in_memory *)from; }
+INLINE vec load_weights(const bf16 *from) { return load_input(from); }
+
+INLINE vec load_part_input(const bf16 *from, i64 count)
+{
+    bf16 part[STEP] ALIGNED = {0};
+    for (i64 i = 0; i < count; i++)
+        part[i] = from[i];
+    return *(const vec *)part;
+}
+INLINE vec load_part_weights(const bf16 *from, i64 count) { return load_part_input(from, count); }
+
+// The same word in every lane.
+typedef i32 word_t __attribute__((may_alias));
+INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
+
+// Turns LANES vectors, as the rows of a matrix, into its columns. A round
+// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
+INLINE void transpose(vec v[LANES])
+{
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+        vec next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            vec a = v[i], b = v[i + LANES / 2];
+            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] =
+                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            v[i] = next[i];
+    }
+}
+
+// e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
+// x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
+INLINE vec exp_f32(vec x)
+{
+    x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
+    const f32 to_integer = 0x1.8p23f; // adding it leaves no bits for a fraction
+    vec n = (x * 0x1.715476p0f + to_integer) - to_integer;
+    vec r = x - n * 0x1.62e4p-1f; // ln 2 in two parts; the first product is exact
+    r = r - n * 0x1.7f7d1cp-20f;
+    vec p = broadcast(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = (p * r) * r + r + 1.0f;
+    __asm__("vscalefps %1, %0, %0" : "+v"(p) : "v"(n));
+    return p;
+}
+
+INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }
+// The activation of an expert.
+INLINE vec activation(vec x) { return x * sigmoid_f32(1.702f * x); }
+
+typedef bf16 input_t;
+typedef bf16 weight_t;
+enum {
+    EXPERTS = 32,
+    TOP_K = 4,
+    INNER = 2880, // summed over
+    OUTER = 2880, // columns of the output, rows of a matrix
+    MATRICES = 2,
+    TILE_ROWS = 384,
+    TILE_COLUMNS = 256,
+    FEW_TOKENS = 5, // at most, of a call whose blocks are narrower:
+    FEW_COLUMNS = 64,
+    TILE_WORDS = 480, // of a depth slice
+    TILE_DEPTH = TILE_WORDS * WORD,
+    REGISTER_ROWS = 12,
+    REGISTER_COLUMNS = 16, // of each matrix
+    STRIPS = TILE_COLUMNS / REGISTER_COLUMNS,
+    STRIP = MATRICES * REGISTER_COLUMNS, // gate columns, then up columns
+    ROWS_AHEAD = 4, // that are fetched before they are copied
+    VECTORS = STRIP / LANES,
+};
+
+// Columns of a block. Few tokens would have few blocks: theirs are narrower.
+INLINE i64 block_columns(i64 tokens) { return tokens <= FEW_TOKENS ? FEW_COLUMNS : TILE_COLUMNS; }
+
+// Which rows and columns a block owns, and whose weights.
+typedef struct {
+    i64 expert, first_row, row_count, first_column, column_count;
+} block_t;
+
+// Rows are cut into tiles of even size. Past the last tile there are no rows.
+INLINE block_t find_block(const i64 *offsets, const i32 *row_tiles, i64 row_tile, i64 column_tile, i64 columns)
+{
+    if (row_tile >= row_tiles[EXPERTS])
+        return (block_t){0};
+    i64 expert = 0;
+    for (i64 past = EXPERTS; past - expert > 1;) {
+        i64 middle = (expert + past) / 2;
+        if (row_tiles[middle] <= row_tile)
+            expert = middle;
+        else
+            past = middle;
+    }
+    i64 tile = row_tile - row_tiles[expert], tiles = row_tiles[expert + 1] - row_tiles[expert];
+    i64 start = offsets[expert], rows = offsets[expert + 1] - start;
+    i64 first = start + rows * tile / tiles, end = start + rows * (tile + 1) / tiles;
+    i64 column = column_tile * columns;
+    return (block_t){expert, first, end - first, column, min_i64(columns, OUTER - column)};
+}
+
+// Sums of a register tile.
+typedef f32 sums_t[REGISTER_ROWS][STRIP];
+
+// A panel has the weights of a block, a depth slice at a time, in strips that
+// the sums of a register tile are as wide as: word by word all columns.
+typedef f32 panel_word_t;
+typedef panel_word_t strip_t[TILE_WORDS][STRIP];
+INLINE vec load_panel(const panel_word_t *from) { return *(const vec *)from; }
+INLINE void store_panel(panel_word_t *to, vec v) { *(vec *)to = v; }
+
+// Transposes `width` elements of LANES rows of a matrix into columns of a strip.
+static void pack_columns(panel_word_t (*strip)[STRIP], const weight_t *const row[LANES], i64 width)
+{
+    for (i64 i = 0; i < width; i += STEP) {
+        vec v[LANES];
+        if (i + STEP <= width) {
+#pragma GCC unroll 16
+            for (int c = 0; c < LANES; c++)
+                v[c] = load_weights(row[c] + i);
+        } else {
+            for (int c = 0; c < LANES; c++)
+                v[c] = load_part_weights(row[c] + i, width - i);
+        }
+        transpose(v);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++)
+            store_panel(strip[i / WORD + lane], v[lane]);
+    }
+}
+
+// The columns of one matrix in a strip: the first of `count` rows of the matrix
+// and the next ones; past the end it is the last one again.
+static void pack_strip(panel_word_t (*strip)[STRIP], const weight_t *matrix, i64 count, i64 width)
+{
+    for (i64 c = 0; c < REGISTER_COLUMNS; c += LANES) {
+        const weight_t *row[LANES];
+        for (i64 i = 0; i < LANES; i++)
+            row[i] = matrix + min_i64(c + i, count - 1) * INNER;
+        pack_columns((panel_word_t(*)[STRIP])&strip[0][c], row, width);
+    }
+}
+
+// Weights that are wanted soon come from far away, so every group of rows
+// fetches its part of what is next, a few lines at a time, between products. Many
+// lines at once would keep the products from reading what is near.
+enum { FETCH_WORDS = 16, FETCHES = TILE_WORDS / FETCH_WORDS, LINE = 64 };
+typedef struct {
+    const char *from;
+    i64 lines, stride, step; // of a fetch; between its lines; to the next fetch
+    const input_t *const *row; // of input, of which every `strips`th is fetched
+    i64 rows, strips, depth;
+} ahead_t;
+
+INLINE void fetch(ahead_t *ahead)
+{
+    for (i64 line = 0; line < ahead->lines; line++)
+        __builtin_prefetch(ahead->from + line * ahead->stride, 0, 2);
+    ahead->from += ahead->step;
+    for (i64 r = 0; r < ahead->rows; r += ahead->strips)
+        __builtin_prefetch(ahead->row[r] + ahead->depth, 0, 2);
+    ahead->depth += FETCH_WORDS * WORD;
+}
+
+// What group `group` of `groups` fetches of a slice of a strip.
+INLINE ahead_t part_of(const weight_t *const *matrix, i64 group, i64 groups)
+{
+    const i64 shares = (groups + MATRICES - 1) / MATRICES, each = (REGISTER_COLUMNS + shares - 1) / shares;
+    const weight_t *from = matrix[group % MATRICES] + group / MATRICES * each * INNER;
+    return (ahead_t){.from = (const char *)from, .lines = each, .stride = INNER * sizeof(weight_t), .step = LINE};
+}
+
+// A depth slice of a few rows of input, as words.
+typedef f32 slice_t[REGISTER_ROWS][TILE_WORDS];
+
+// Copies a slice of `count` rows, from a depth on.
+static void load_slice(slice_t slice, const input_t *const *row, i64 depth, i64 count, i64 width)
+{
+    const i64 whole = width / STEP * STEP;
+    for (i64 r = 0; r < count; r++) {
+        const input_t *from = row[r] + depth, *soon = row[r + ROWS_AHEAD] + depth;
+        for (i64 i = 0; i < whole; i += STEP) {
+            *(vec *)&slice[r][i / WORD] = load_input(from + i);
+            __builtin_prefetch(soon + i);
+        }
+        if (whole < width)
+            *(vec *)&slice[r][whole / WORD] = load_part_input(from + whole, width - whole);
+    }
+}
+
+// Fetches the next slice's rows beside strip `strip` of `strips`: each strip
+// fetches some of them.
+INLINE void fetch_rows(ahead_t *ahead, const input_t *const *row, i64 depth, i64 rows, i64 strip, i64 strips)
+{
+    ahead->row = row + strip;
+    ahead->rows = rows - strip;
+    ahead->strips = strips;
+    ahead->depth = depth;
+}
+
+// What a thread keeps near while it works on a block: its rows, a depth slice at a time; all sums; a strip of the weights.
+enum { ROW_GROUPS = (TILE_ROWS + REGISTER_ROWS - 1) / REGISTER_ROWS };
+typedef struct {
+    slice_t ALIGNED rows[ROW_GROUPS];
+    sums_t ALIGNED sums[STRIPS][ROW_GROUPS];
+    strip_t panel[1];
+} near_t;
+_Static_assert(sizeof(near_t) <= 1585152, "the launch gives a thread this much");
+
+// Adds `rows` rows of a slice times one strip of a panel to the sums.
+INLINE void multiply(const int rows, f32 (*sums)[STRIP], slice_t slice,
+                     const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *first)
+{
+    ahead_t ahead = *first;
+    vec sum[REGISTER_ROWS][VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            sum[r][v] = start ? (vec){0} : *(const vec *)&sums[r][v * LANES];
+    for (i64 word = 0; word < words; word++) {
+        if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
+            fetch(&ahead);
+        vec w[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            w[v] = load_panel(&panel[word][v * LANES]);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            vec x = broadcast_word(&slice[r][word]);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++)
+                sum[r][v] = multiply_add(sum[r][v], x, w[v]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            *(vec *)&sums[r][v * LANES] = sum[r][v];
+}
+
+// One copy of `multiply` for each number of rows. What its caller has in vector
+// registers would cost products theirs, hence no inlining.
+static __attribute__((noinline)) void
+multiply_rows(i64 rows, f32 (*sums)[STRIP], slice_t slice,
+              const panel_word_t (*panel)[STRIP], i64 words, int start, const ahead_t *ahead)
+{
+    switch (rows) {
+    case 1: multiply(1, sums, slice, panel, words, start, ahead); break;
+    case 2: multiply(2, sums, slice, panel, words, start, ahead); break;
+    case 3: multiply(3, sums, slice, panel, words, start, ahead); break;
+    case 4: multiply(4, sums, slice, panel, words, start, ahead); break;
+    case 5: multiply(5, sums, slice, panel, words, start, ahead); break;
+    case 6: multiply(6, sums, slice, panel, words, start, ahead); break;
+    case 7: multiply(7, sums, slice, panel, words, start, ahead); break;
+    case 8: multiply(8, sums, slice, panel, words, start, ahead); break;
+    case 9: multiply(9, sums, slice, panel, words, start, ahead); break;
+    case 10: multiply(10, sums, slice, panel, words, start, ahead); break;
+    case 11: multiply(11, sums, slice, panel, words, start, ahead); break;
+    case 12: multiply(12, sums, slice, panel, words, start, ahead); break;
+    }
+}
+
+// One vector of a bias, of which `count` elements exist.
+INLINE vec load_bias(const weight_t *bias, i64 count)
+{
+    return count >= LANES ? load_bf16(bias) : load_part_bf16(bias, count);
+}
+
+// Where one kind of results goes, from a block's first row and column on.
+typedef input_t *output_t;
+
+// One vector of results: a row's from `column` on, of which `count` exist.
+INLINE void store_result(output_t output, vec v, i64 row, i64 column, i64 count)
+{
+    input_t *to = output + row * OUTER + column;
+    if (count >= LANES)
+        store_bf16(to, v);
+    else
+        store_part_bf16(to, v, count);
+}
+
+// The results of a block and what is added on the way, from its first row and
+// column on.
+typedef struct {
+    output_t hidden;
+    const weight_t *gate_bias, *up_bias;
+} results_t;
+
+// One vector of each kind of results, not rounded yet.
+typedef struct {
+    vec hidden;
+} finished_t;
+
+// One vector of results from its sums: a row's from `column` on.
+INLINE finished_t finish(const results_t *to, const f32 *sum, i64 column, i64 count)
+{
+    finished_t finished;
+    vec up = *(const vec *)(sum + (MATRICES - 1) * REGISTER_COLUMNS);
+    up += load_bias(to->up_bias + column, count);
+    up = at_least(at_most(up, broadcast(7.0f)), broadcast(-7.0f));
+    up += 1.0f;
+    vec gate = *(const vec *)sum;
+    gate += load_bias(to->gate_bias + column, count);
+    gate = at_most(gate, broadcast(7.0f));
+    finished.hidden = activation(gate) * up;
+    return finished;
+}
+
+// The results of one row from its sums: `columns` columns from `column` on.
+INLINE void finish_row(const results_t *to, const f32 *sums, i64 column, i64 columns, finished_t *finished)
+{
+    for (i64 c = 0; c < columns; c += LANES)
+        finished[c / LANES] = finish(to, sums + c, column + c, min_i64(LANES, columns - c));
+}
+
+// Rounds and stores them.
+INLINE void store_row(const results_t *to, const finished_t *finished, i64 row, i64 column, i64 columns)
+{
+    for (i64 c = 0; c < columns; c += LANES) {
+        const finished_t *from = &finished[c / LANES];
+        const i64 count = min_i64(LANES, columns - c);
+        store_result(to->hidden, from->hidden, row, column + c, count);
+    }
+}
+
+// The results of a register tile: `rows` rows from `row` on, `columns` columns
+// from `column` on. An activation is a long chain of operations; those of several
+// vectors go side by side if nothing else waits for them, so all are finished
+// before the first is stored.
+INLINE void finish_tile(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    finished_t finished[REGISTER_ROWS][REGISTER_COLUMNS / LANES];
+    for (i64 r = 0; r < rows; r++)
+        finish_row(to, sums[r], column, columns, finished[r]);
+    for (i64 r = 0; r < rows; r++)
+        store_row(to, finished[r], row + r, column, columns);
+}
+
+// One copy for whole strips. It is not inlined where products are: the constants of
+// an activation would be kept in their registers.
+static __attribute__((noinline)) void
+finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64 columns)
+{
+    if (columns == REGISTER_COLUMNS)
+        finish_tile(to, sums, row, rows, column, REGISTER_COLUMNS);
+    else
+        finish_tile(to, sums, row, rows, column, columns);
+}
+
+// A block: a depth slice at a time. Its rows are copied near, and every group of
+// them is multiplied by one strip of the weights after the other: a strip comes
+// from far away once. Rows are grouped evenly; sums do not depend on how. Results
+// are finished while their sums are near.
+static void multiply_block(near_t *near, const input_t *const *row, const block_t *block, const results_t *to,
+                           const weight_t *const *matrix)
+{
+    const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const i64 height = (rows + groups - 1) / groups;
+    const i64 strips = (block->column_count + REGISTER_COLUMNS - 1) / REGISTER_COLUMNS;
+    for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
+        const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
+        const int last = depth + TILE_DEPTH >= INNER;
+        for (i64 group = 0; group < groups; group++) {
+            const i64 first = group * height;
+            load_slice(near->rows[group], row + first, depth, min_i64(height, rows - first), width);
+        }
+        for (i64 strip = 0; strip < strips; strip++) {
+            const i64 column = strip * REGISTER_COLUMNS, columns = min_i64(REGISTER_COLUMNS, block->column_count - column);
+            for (int m = 0; m < MATRICES; m++) {
+                panel_word_t *first = &near->panel[0][0][m * REGISTER_COLUMNS];
+                const weight_t *corner = matrix[m] + column * INNER + depth;
+                pack_strip((panel_word_t(*)[STRIP])first, corner, block->column_count - column, width);
+            }
+            const panel_word_t (*weights)[STRIP] = near->panel[0];
+            const i64 after = strip + 1 < strips ? (column + REGISTER_COLUMNS) * INNER + depth : depth + TILE_DEPTH;
+            const weight_t *const later[MATRICES] = {matrix[0] + after, matrix[1] + after};
+            for (i64 group = 0; group < groups; group++) {
+                const i64 first = group * height, count = min_i64(height, rows - first);
+                f32 (*sums)[STRIP] = near->sums[strip][group];
+                ahead_t ahead = part_of(later, group, groups);
+                fetch_rows(&ahead, row + first, depth + TILE_DEPTH, last ? 0 : count, strip, strips);
+                multiply_rows(count, sums, near->rows[group], weights, words, depth == 0, &ahead);
+                if (last)
+                    finish_sums(to, sums, first, count, column, columns);
+            }
+        }
+    }
+}
+
+static void grouped_gemm_up_block(
+    const bf16 *restrict x,         // [tokens, 2880]
+    const bf16 *restrict gate,      // [32, 2880, 2880]
+    const bf16 *restrict up,        // [32, 2880, 2880]
+    const bf16 *restrict gate_bias, // [32, 2880]
+    const bf16 *restrict up_bias,   // [32, 2880]
+    const i64 *restrict offsets,    // [33]
+    const i32 *restrict row_tiles,  // [33]
+    const i32 *restrict row_slots,  // [rows]
+    bf16 *restrict hidden,          // [rows, 2880]
+    i64 tokens,
+    i64 block_x, i64 block_y, void *scratch)
+{
+    const i64 columns = block_columns(tokens);
+    const block_t block = find_block(offsets, row_tiles, block_x, block_y, columns);
+    if (block.row_count == 0)
+        return;
+    const input_t *row[TILE_ROWS + ROWS_AHEAD];
+    for (i64 r = 0; r < block.row_count; r++)
+        row[r] = x + row_slots[block.first_row + r] / TOP_K * (i64)INNER;
+    for (i64 r = block.row_count; r < block.row_count + ROWS_AHEAD; r++)
+        row[r] = row[r - 1];
+    const i64 column = block.expert * OUTER + block.first_column;
+    const i64 corner = block.first_row * OUTER + block.first_column;
+    const results_t results = {
+        .hidden = hidden + corner,
+        .gate_bias = gate_bias + column,
+        .up_bias = up_bias + column,
+    };
+    const weight_t *const matrix[MATRICES] = {
+        gate + column * INNER,
+        up + column * INNER,
+    };
+    multiply_block(scratch, row, &block, &results, matrix);
+}
+
+EXPORT void grouped_gemm_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)
+{
+    const bf16 *x = *(const bf16 *const *)args[0];
+    const bf16 *gate = *(const bf16 *const *)args[1];
+    const bf16 *up = *(const bf16 *const *)args[2];
+    const bf16 *gate_bias = *(const bf16 *const *)args[3];
+    const bf16 *up_bias = *(const bf16 *const *)args[4];
+    const i64 *offsets = *(const i64 *const *)args[5];
+    const i32 *row_tiles = *(const i32 *const *)args[6];
+    const i32 *row_slots = *(const i32 *const *)args[7];
+    bf16 *hidden = *(bf16 *const *)args[8];
+    i64 tokens = *(const i64 *)args[9];
+    for (i64 block = first; block < last; block++)
+        grouped_gemm_up_block(x, gate, up, gate_bias, up_bias, offsets, row_tiles, row_slots,
+            hidden, tokens, block % grid_x, block / grid_x, scratch);
+}

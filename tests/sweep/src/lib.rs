@@ -1,0 +1,191 @@
+//! Compiles random layers, forward and training, to binaries for GPUs: every
+//! valid layer compiles for every target, and no kernel spills.
+
+mod draw;
+mod table;
+
+pub use draw::layer;
+pub use table::Table;
+
+use moesaic_emit::emit;
+use moesaic_kernel::{KernelSource, Target};
+use moesaic_plan::{GemmFamily, KernelConfig, KernelPlan, Training, plan, plan_training};
+use moesaic_target::{CompileOptions, Compiler, Report};
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// What is drawn, and how long.
+#[derive(Clone, Debug)]
+pub struct Sweep {
+    /// The first seed; the others follow it.
+    pub seed: u64,
+    /// Layers at most.
+    pub specs: u64,
+    /// What to compile for.
+    pub targets: Vec<Target>,
+    /// Targets of each layer, drawn from these.
+    pub each: usize,
+    /// Only kernels whose name begins so.
+    pub only: String,
+    /// No layer is begun later.
+    pub limit: Option<Duration>,
+    /// Compiles at a time.
+    pub threads: usize,
+}
+
+/// A kernel that does not compile, or says something when it does.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// Draws the layer again.
+    pub seed: u64,
+    /// What for.
+    pub target: Target,
+    /// What is wrong.
+    pub reason: String,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Failure {
+            seed,
+            target,
+            reason,
+        } = self;
+        write!(f, "--seed {seed} --specs 1 --target {target}: {reason}")
+    }
+}
+
+/// What is shared between threads.
+struct State<'a> {
+    next: u64,
+    seen: BTreeSet<(Target, String)>,
+    table: Table,
+    failed: &'a mut (dyn FnMut(&Failure) + Send),
+}
+
+impl Sweep {
+    /// Compiles; calls `failed` for each failure as it happens.
+    pub fn run(
+        &self,
+        compilers: &[&dyn Compiler],
+        failed: &mut (dyn FnMut(&Failure) + Send),
+    ) -> Table {
+        let started = Instant::now();
+        let state = Mutex::new(State {
+            next: 0,
+            seen: BTreeSet::new(),
+            table: Table::default(),
+            failed,
+        });
+        std::thread::scope(|scope| {
+            for _ in 0..self.threads.max(1) {
+                scope.spawn(|| {
+                    while let Some(seed) = self.next(&state, started) {
+                        self.layer(seed, compilers, &state);
+                    }
+                });
+            }
+        });
+        let state = state.into_inner().unwrap_or_else(|e| e.into_inner());
+        state.table
+    }
+
+    fn next(&self, state: &Mutex<State>, started: Instant) -> Option<u64> {
+        let late = self.limit.is_some_and(|limit| started.elapsed() > limit);
+        let mut state = lock(state);
+        if late || state.next == self.specs {
+            return None;
+        }
+        state.next += 1;
+        state.table.layers += 1;
+        Some(self.seed + state.next - 1)
+    }
+
+    fn layer(&self, seed: u64, compilers: &[&dyn Compiler], state: &Mutex<State>) {
+        for target in draw::targets(seed, &self.targets, self.each) {
+            let compiler = compilers.iter().find(|c| c.targets().contains(&target));
+            let compiler = compiler.expect("targets are those of the compilers");
+            for kernel in kernels(seed, target) {
+                let outcome = kernel.and_then(|(family, source)| {
+                    let text = (target, source.text.clone());
+                    let wanted = source.name.starts_with(&self.only);
+                    if !wanted || !lock(state).seen.insert(text) {
+                        return Ok(None);
+                    }
+                    let report = compile(*compiler, &source)?;
+                    Ok(Some((family, source, report)))
+                });
+                let mut state = lock(state);
+                match outcome {
+                    Ok(None) => {}
+                    Ok(Some((family, source, report))) => {
+                        state.table.add(target, &family, &source, &report);
+                    }
+                    Err(reason) => {
+                        state.table.failures += 1;
+                        (state.failed)(&Failure {
+                            seed,
+                            target,
+                            reason,
+                        });
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn lock<'a, 'b>(state: &'a Mutex<State<'b>>) -> std::sync::MutexGuard<'a, State<'b>> {
+    state.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Every kernel of a layer's inference and of its training, with its family.
+fn kernels(seed: u64, target: Target) -> Vec<Result<(String, KernelSource), String>> {
+    let spec = layer(seed);
+    let plans = [
+        plan(&spec, target),
+        plan_training(&spec, target, Training::default()),
+    ];
+    let mut all = Vec::new();
+    for plan in plans {
+        match plan {
+            Ok(plan) => all.extend(plan.kernels.iter().map(|kernel| {
+                let source = emit(kernel, target).map_err(|error| error.to_string())?;
+                Ok((family(kernel), source))
+            })),
+            Err(error) => all.push(Err(format!("the plan: {error}"))),
+        }
+    }
+    all
+}
+
+/// The stem, and of products the unit that multiplies.
+fn family(kernel: &KernelPlan) -> String {
+    match &kernel.config {
+        KernelConfig::GroupedGemm(config) if config.family != GemmFamily::Simt => {
+            format!("{} {:?}", kernel.stem(), config.family).to_lowercase()
+        }
+        _ => kernel.stem().to_string(),
+    }
+}
+
+/// Without a word of the compiler.
+fn compile(compiler: &dyn Compiler, source: &KernelSource) -> Result<Report, String> {
+    let artifact = compiler.compile(source, &CompileOptions::default());
+    let report = artifact.map_err(|error| describe(source, &error))?.report;
+    let stack = |k: &&moesaic_target::KernelReport| k.stack_bytes.unwrap_or(0) > 0;
+    match report.kernels.iter().find(stack) {
+        Some(kernel) => Err(format!("`{}` has a stack", kernel.symbol)),
+        None if report.log.is_empty() => Ok(report),
+        None => Err(format!("`{}`: {}", source.name, report.log)),
+    }
+}
+
+/// The error, and of a product how it is tiled.
+fn describe(source: &KernelSource, error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string().replace('\n', " ");
+    let _ = write!(text, " [{}]", source.config);
+    text
+}

@@ -1,0 +1,99 @@
+//! `cargo xtask sweep`: compiles random layers for every GPU.
+
+use clap::Parser;
+use moesaic_kernel::Target;
+use moesaic_sweep::Sweep;
+use moesaic_target::{CompileError, Compiler};
+use moesaic_toolchain::{Registry, ToolchainError, nvrtc, rocm};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// Compiles random layers, forward and training, for GPUs: every one has to
+/// compile without spills.
+#[derive(Parser)]
+struct Arguments {
+    /// The first seed; the others follow it.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// How many layers.
+    #[arg(long, default_value_t = 200)]
+    specs: u64,
+    /// Targets, such as cuda:sm_90a,rocm:gfx942; every GPU if not given.
+    #[arg(long, value_delimiter = ',')]
+    target: Vec<Target>,
+    /// How many of the targets each layer is compiled for, others each time;
+    /// all of them if not given.
+    #[arg(long, value_name = "N")]
+    each: Option<usize>,
+    /// Only kernels whose name begins so, such as grouped_gemm.
+    #[arg(long, value_name = "NAME", default_value = "")]
+    only: String,
+    /// Begins no layer after so many seconds.
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// Compiles at a time; one per processor if not given.
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Also writes the table to a file.
+    #[arg(long, value_name = "FILE")]
+    results: Option<PathBuf>,
+}
+
+/// Why there is no sweep.
+#[derive(Debug, thiserror::Error)]
+enum Failed {
+    #[error(transparent)]
+    Toolchain(#[from] ToolchainError),
+    #[error(transparent)]
+    Compiler(#[from] CompileError),
+    #[error("no compiler here takes `{0}`")]
+    Target(Target),
+    #[error("{0}: {1}")]
+    File(PathBuf, std::io::Error),
+}
+
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Whether every kernel compiled.
+fn run(arguments: &Arguments) -> Result<bool, Failed> {
+    let registry = Registry::open()?;
+    let (cuda, rocm) = (nvrtc(&registry)?, rocm(&registry)?);
+    let compilers: [&dyn Compiler; 2] = [&cuda, &rocm];
+    let all: Vec<Target> = compilers.iter().flat_map(|c| c.targets()).collect();
+    let targets = match arguments.target.is_empty() {
+        true => all.clone(),
+        false => arguments.target.clone(),
+    };
+    if let Some(unknown) = targets.iter().find(|target| !all.contains(target)) {
+        return Err(Failed::Target(*unknown));
+    }
+    let sweep = Sweep {
+        seed: arguments.seed,
+        specs: arguments.specs,
+        each: arguments.each.unwrap_or(targets.len()),
+        targets,
+        only: arguments.only.clone(),
+        limit: arguments.seconds.map(Duration::from_secs),
+        threads: arguments.threads.unwrap_or_else(processors),
+    };
+    let table = sweep.run(&compilers, &mut |failure| println!("{failure}"));
+    println!("{table}");
+    if let Some(path) = &arguments.results {
+        std::fs::write(path, table.to_string()).map_err(|e| Failed::File(path.clone(), e))?;
+    }
+    Ok(table.failures == 0)
+}
+
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, Into::into)
+}

@@ -1,0 +1,33 @@
+//! As much of the sweep as fits in a minute; `cargo xtask sweep` has the rest.
+
+use moesaic_kernel::Target;
+use moesaic_sweep::Sweep;
+use moesaic_target::Compiler;
+use moesaic_toolchain::{Kind, Registry, install, nvrtc, rocm};
+use std::time::Duration;
+
+#[test]
+fn random_layers_compile_for_every_gpu_without_spills() {
+    let mut registry = Registry::open().unwrap();
+    install(&mut registry, &[Kind::Cuda, Kind::Rocm], &mut |_| {})
+        .unwrap_or_else(|error| panic!("{error}"));
+    let cuda = nvrtc(&registry).unwrap_or_else(|error| panic!("{error}"));
+    let rocm = rocm(&registry).unwrap_or_else(|error| panic!("{error}"));
+    let compilers: [&dyn Compiler; 2] = [&cuda, &rocm];
+    let targets: Vec<Target> = compilers.iter().flat_map(|c| c.targets()).collect();
+    let sweep = Sweep {
+        seed: 1 << 20,
+        specs: 300,
+        targets,
+        each: 1,
+        only: String::new(),
+        limit: Some(Duration::from_secs(60)),
+        threads: std::thread::available_parallelism().map_or(1, Into::into),
+    };
+    let mut failures = Vec::new();
+    let table = sweep.run(&compilers, &mut |failure| {
+        failures.push(format!("cargo xtask sweep {failure}"));
+    });
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert!(table.kernels() > 0, "no layer was compiled");
+}
