@@ -415,4 +415,13 @@ fn routing_of_an_external_router_has_its_weights() {
         let given = &case.input().tensors[*name];
         assert_eq!(routed.get(name).unwrap().data, given.data, "{name}");
     }
+    let mut ids_alone = case.input();
+    ids_alone.tensors.remove("topk_weights");
+    let of_ids = layer.route(&ids_alone, &["counts"]).unwrap();
+    assert_eq!(of_ids.get("counts"), routed.get("counts"));
+    let error = layer.route(&ids_alone, &names).map(drop).unwrap_err();
+    assert!(
+        error.to_string().contains("`topk_weights`: is missing"),
+        "{error}"
+    );
 }

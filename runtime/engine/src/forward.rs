@@ -164,7 +164,7 @@ impl Layer {
         let scalars = self.scalars(pass, counters, input.tokens, input.capacity_factor)?;
         self.check_outputs(pass, names)?;
         self.reserve(&mut workspaces, input.tokens)?;
-        self.stage(pass, input, |name| workspaces.get(name))?;
+        self.stage(pass, input, names, |name| workspaces.get(name))?;
         if pass == Pass::Evaluate && self.plan().training.is_none() {
             workspaces.every.stage(input.tokens);
         }

@@ -49,23 +49,23 @@ impl Pass {
 
     fn ports(self, plan: &LayerPlan) -> Ports {
         let mut named = names(self.steps(plan));
-        match self {
-            Pass::Train => named.extend(names(&plan.backward)),
-            // A routing call gives the weights of the caller's own decision, too.
-            Pass::Route | Pass::RouteTrain => drop(named.insert("topk_weights")),
-            Pass::Evaluate => {}
+        if self == Pass::Train {
+            named.extend(names(&plan.backward));
         }
-        let of = |wanted: &[Role]| {
-            let tensors = plan.tensors.iter().enumerate();
-            let found =
-                tensors.filter(|(_, t)| wanted.contains(&t.role) && named.contains(&*t.name));
-            found.map(|(index, _)| index).collect()
-        };
-        Ports {
-            inputs: of(&[Role::Input]),
-            outputs: of(&[Role::Input, Role::Output]),
-        }
+        let inputs = of_role(plan, &named, &[Role::Input]);
+        // A routing call gives the weights of the caller's own decision, too,
+        // if it is asked for them.
+        named.insert("topk_weights");
+        let outputs = of_role(plan, &named, &[Role::Input, Role::Output]);
+        Ports { inputs, outputs }
     }
+}
+
+/// The named tensors that have one of these roles.
+fn of_role(plan: &LayerPlan, named: &BTreeSet<&str>, roles: &[Role]) -> Vec<usize> {
+    let tensors = plan.tensors.iter().enumerate();
+    let found = tensors.filter(|(_, t)| roles.contains(&t.role) && named.contains(&*t.name));
+    found.map(|(index, _)| index).collect()
 }
 
 fn names(steps: &[Step]) -> BTreeSet<&str> {
@@ -141,14 +141,29 @@ impl Layer {
         Ok(Scalars::new(tokens, counters, limit))
     }
 
-    /// Puts inputs where the kernels of a pass read them.
+    /// What a caller gives to a pass, and those of its own tensors that it asks for.
+    pub(crate) fn inputs_or_named<'l>(
+        &'l self,
+        pass: Pass,
+        names: &'l [&str],
+    ) -> impl Iterator<Item = &'l TensorPlan> {
+        let asked = self.outputs(pass).filter(move |tensor| {
+            let read = self.inputs(pass).any(|read| read.name == tensor.name);
+            tensor.role == Role::Input && !read && names.contains(&&*tensor.name)
+        });
+        self.inputs(pass).chain(asked)
+    }
+
+    /// Puts inputs where the kernels of a pass read them, or the caller its
+    /// outputs by `names`.
     pub(crate) fn stage<'b>(
         &self,
         pass: Pass,
         input: &Input<'_>,
+        names: &[&str],
         find: impl Fn(&str) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
-        for tensor in self.inputs(pass) {
+        for tensor in self.inputs_or_named(pass, names) {
             let host = self.checked_input(input, tensor)?;
             let staged = find(&tensor.name).expect("inputs have memory");
             self.device.upload(&host.data, staged, 0)?;

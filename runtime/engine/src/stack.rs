@@ -390,7 +390,10 @@ fn decide<'b>(
 ) -> Result<(Output, Scalars), EngineError> {
     let tokens = input.tokens;
     let scalars = router.scalars(pass, counters, tokens, input.capacity_factor)?;
-    for tensor in router.inputs(pass).filter(|tensor| tensor.name != "x") {
+    for tensor in router
+        .inputs_or_named(pass, names)
+        .filter(|tensor| tensor.name != "x")
+    {
         let host = router.checked_input(input, tensor)?;
         let (buffer, first) = place(&tensor.name).expect("inputs have memory");
         router.device.upload(&host.data, buffer, first)?;

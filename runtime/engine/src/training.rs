@@ -79,7 +79,7 @@ impl Layer {
         self.reserve_training(&mut workspaces.every, input.tokens)?;
         let mut saved = self.saved(input.tokens, scalars)?;
         let find = |name: &str| saved.kept.get(name).or_else(|| workspaces.every.get(name));
-        self.stage(Pass::Train, input, find)?;
+        self.stage(Pass::Train, input, names, find)?;
         saved.kept.stage(input.tokens);
         workspaces.every.stage(input.tokens);
         let find = |name: &str| saved.kept.get(name).or_else(|| workspaces.every.get(name));

@@ -136,7 +136,7 @@ impl UserLayer {
         layer.check_outputs(pass, names)?;
         layer.reserve(&mut workspaces, input.tokens)?;
         let find = |name: &str| workspaces.get(name);
-        layer.stage(pass, input, find)?;
+        layer.stage(pass, input, names, find)?;
         self.run(pass, self.evaluation_at, &scalars, find)?;
         layer.read(names, input.tokens, find)
     }
@@ -161,7 +161,7 @@ impl UserLayer {
         layer.reserve_training(every, input.tokens)?;
         let saved = layer.saved(input.tokens, scalars)?;
         let find = |name: &str| saved.kept.get(name).or_else(|| every.get(name));
-        layer.stage(pass, input, find)?;
+        layer.stage(pass, input, names, find)?;
         let (routed, own) = self.run(pass, self.forward_at, &scalars, find)?;
         let output = layer.read(names, input.tokens, find)?;
         let saved = UserSaved { saved, routed, own };

@@ -11,7 +11,7 @@ const WIDTHS: [usize; 24] = [
 ];
 
 /// Numbers of experts of published layers.
-const EXPERTS: [usize; 12] = [1, 2, 4, 8, 16, 32, 60, 64, 128, 160, 256, 512];
+const EXPERTS: [usize; 14] = [1, 2, 4, 8, 16, 32, 60, 64, 128, 160, 256, 512, 1025, 2048];
 
 /// The layer of a seed: in turn a small odd one, and one of widths that layers
 /// have, with options that are as random.
