@@ -11,7 +11,9 @@ usage: cargo xtask <command>
   bless   rewrite the golden files after a wanted change
   fuzz    broken inputs into everything that reads
   sweep   compile random layers, forward and training, for every GPU
-          (options of both follow; `cargo xtask sweep --help` lists them)
+  same    BEFORE AFTER, two builds of the command line: the text of kernels
+          and the results of passes are the same bytes
+          (options of these follow; `cargo xtask sweep --help` lists them)
   lint    formatting and clippy, warnings denied, lock files up to date
   ci      lint, then test";
 
@@ -24,6 +26,7 @@ fn main() -> ExitCode {
         "test" => test(),
         "bless" => bless(),
         "fuzz" => program(&["--package", "moesaic-fuzz"]),
+        "same" => program(&["--package", "moesaic-same"]),
         "sweep" => program(&["--release", "--package", "moesaic-sweep"]),
         "lint" => lint(),
         "ci" => lint().and_then(|()| test()),
