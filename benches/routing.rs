@@ -13,9 +13,9 @@ mod one_hot;
 mod share;
 
 use moesaic::reference::{self, Random};
+use moesaic::tools::StepTime;
 use moesaic::{
-    Counters, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, StepTime, Training,
-    Weights,
+    Counters, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, Training, Weights,
 };
 use one_hot::OneHot;
 use std::time::{Duration, Instant};

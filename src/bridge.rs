@@ -2,6 +2,7 @@
 //! engine's weights, or the reference's.
 
 use moesaic_engine::{HostTensor, Weights};
+#[cfg(feature = "reference")]
 use moesaic_reference as reference;
 use moesaic_weights::HostWeights;
 use std::borrow::Cow;
@@ -24,6 +25,7 @@ pub fn engine_weights(loaded: &HostWeights) -> Weights<'_> {
     weights
 }
 
+#[cfg(feature = "reference")]
 /// The tensors of a checkpoint as the f64 reference takes them.
 pub fn reference_weights(loaded: &HostWeights) -> reference::Weights {
     let tensors = loaded.iter().map(|(name, tensor)| {

@@ -224,7 +224,7 @@ fn open_device(
 fn hardware_device(name: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
     match name.split(':').next().unwrap_or(name) {
         "cuda" => cuda_device(options.ordinal),
-        "rocm" => Ok(Arc::new(moesaic_rocm::HipDevice::open(options.ordinal)?)),
+        "rocm" => rocm_device(options.ordinal),
         _ => cpu_device(options),
     }
 }
@@ -254,10 +254,17 @@ fn cuda_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
 
 #[cfg(not(feature = "cuda"))]
 fn cuda_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
-    Err(DeviceError::Unavailable {
-        backend: "cuda".to_string(),
-        reason: "moesaic was built without its `cuda` feature".to_string(),
-    })
+    Err(crate::missing::device("cuda"))
+}
+
+#[cfg(feature = "rocm")]
+fn rocm_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    Ok(Arc::new(moesaic_rocm::HipDevice::open(ordinal)?))
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    Err(crate::missing::device("rocm"))
 }
 
 /// Whether the device can run code for a target.

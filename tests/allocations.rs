@@ -5,9 +5,8 @@ use moesaic::cpu::{CpuDevice, Nodes};
 use moesaic::plan::Tuning;
 use moesaic::reference;
 use moesaic::target::Ptr;
-use moesaic::{
-    Engine, EngineOptions, Layer, LayerSpec, Measured, RawCall, Store, Untuned, Weights,
-};
+use moesaic::tools::{Measured, Untuned};
+use moesaic::{Engine, EngineOptions, Layer, LayerSpec, RawCall, Store, Weights};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

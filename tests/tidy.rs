@@ -1,6 +1,6 @@
 //! The rules of the house, as docs/ARCHITECTURE.md states them.
 
-use moesaic::Stem;
+use moesaic::kernel::Stem;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};

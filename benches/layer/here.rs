@@ -6,10 +6,11 @@ use crate::data::{Call, floats};
 use crate::timing::Pass;
 use moesaic::plan::{KernelDesc, Step, Work};
 use moesaic::target::{Buffer, Device, Ptr};
+use moesaic::tools::StepTime;
 use moesaic::weights::HostWeights;
 use moesaic::{
     Counters, DType, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, RawBackward,
-    RawCall, StepTime, Training, engine_weights,
+    RawCall, Training, engine_weights,
 };
 use rayon::prelude::*;
 use std::sync::Arc;

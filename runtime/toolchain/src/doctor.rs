@@ -3,8 +3,9 @@
 use crate::pip::Python;
 use crate::{Registry, open};
 use moesaic_kernel::Target;
-use moesaic_rocm::HipDevice;
-use moesaic_target::{CompileError, Compiler, Device, DeviceError};
+use moesaic_target::{CompileError, Compiler};
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+use moesaic_target::{Device, DeviceError};
 
 /// One thing that was looked for.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,7 +37,7 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
             clang.program().display().to_string()
         }),
         cuda_device(),
-        device("ROCm device", HipDevice::count(), HipDevice::open),
+        rocm_device(),
         pip(),
     ]
 }
@@ -55,7 +56,22 @@ fn cuda_device() -> Finding {
     }
 }
 
+#[cfg(feature = "rocm")]
+fn rocm_device() -> Finding {
+    use moesaic_rocm::HipDevice;
+    device("ROCm device", HipDevice::count(), HipDevice::open)
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm_device() -> Finding {
+    Finding {
+        tried: "moesaic was built without its `rocm` feature".to_string(),
+        ..Finding::of("ROCm device")
+    }
+}
+
 /// The first GPU, and how many there are.
+#[cfg(any(feature = "cuda", feature = "rocm"))]
 fn device<D: Device>(
     subject: &'static str,
     count: Result<usize, DeviceError>,

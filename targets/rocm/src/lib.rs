@@ -9,8 +9,10 @@ mod child;
 mod clang;
 mod code_object;
 mod compiler;
+#[cfg(feature = "driver")]
 mod device;
 mod find;
+#[cfg(feature = "driver")]
 mod hip;
 mod hiprtc;
 mod msgpack;
@@ -19,5 +21,6 @@ mod tool;
 pub use clang::{ClangFacts, ClangTool};
 pub use code_object::{CodeObjectError, CodeObjectKernel, read_code_object};
 pub use compiler::RocmCompiler;
+#[cfg(feature = "driver")]
 pub use device::HipDevice;
 pub use hiprtc::maybe_run_child;
