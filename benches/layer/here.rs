@@ -140,7 +140,8 @@ impl Here {
     pub fn products(&self, tokens: usize) -> Vec<Option<f64>> {
         let plan = self.layer.tilings().at(tokens);
         let product = |step: &Step| {
-            let dense = match &plan.kernels[step.kernel].desc {
+            let Step::Launch(launch) = step;
+            let dense = match &plan.kernels[launch.entry.kernel].desc {
                 KernelDesc::GroupedGemm(d) => d.dense,
                 KernelDesc::GroupedGemmDgrad(d) => d.dense,
                 KernelDesc::GroupedGemmWgrad(d) => d.dense,

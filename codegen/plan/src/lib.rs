@@ -34,8 +34,8 @@ pub use desc::{
     Logits, LossSlope, LossSum, SharedBwdDesc, SharedDesc,
 };
 pub use layer::{
-    LayerPlan, PlanOptions, Recompute, Role, Step, TensorPlan, Training, plan, plan_for,
-    plan_training, plan_with,
+    EntryId, LaunchStep, LayerPlan, PlanOptions, Recompute, Role, Step, TensorId, TensorPlan,
+    Training, plan, plan_for, plan_training, plan_with,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use signature::entries;

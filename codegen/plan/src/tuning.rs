@@ -2,11 +2,12 @@
 //!
 //! Only sizes that cut work into blocks are among them, and none by which a sum
 //! is cut: a tuned layer gives the same bytes. CPUs have choices, GPUs have none
-//! so far.
+//! so far. Only products have any: no size of another kernel's blocks made a
+//! layer faster by more than 0.1 % (benches/results/tune.txt).
 
+use crate::LayerPlan;
 use crate::config::{GroupedGemmConfig, KernelConfig};
 use crate::desc::{Half, KernelDesc};
-use crate::{LayerPlan, entries};
 use moesaic_kernel::{Stem, Target};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,14 +23,6 @@ pub enum Knob {
     UpColumns,
     /// Columns of a block of `grouped_gemm_down`.
     DownColumns,
-    /// Tokens of a block of the router's product.
-    GateTokens,
-    /// Tokens of a block that selects experts.
-    SelectTokens,
-    /// Rows of a block of `dispatch`.
-    DispatchRows,
-    /// Tokens of a block of `combine`.
-    CombineTokens,
     /// Columns of a block of `grouped_gemm_dgrad_up` of the routed experts. The
     /// other half has none: its columns cut the sums of the weights' gradient.
     DgradColumns,
@@ -37,10 +30,6 @@ pub enum Knob {
     WgradRows,
     /// Columns of a piece of the gradient of a routed expert's weight.
     WgradColumns,
-    /// Rows of a block of `combine_bwd`.
-    CombineBwdRows,
-    /// Tokens of a block of `dispatch_bwd`.
-    DispatchBwdTokens,
 }
 
 /// What can be chosen for a knob of a layer.
@@ -61,19 +50,13 @@ pub struct Tuning(BTreeMap<Knob, usize>);
 
 impl Knob {
     /// Every knob, in the order of tuning: what weighs most comes first.
-    pub const ALL: [Knob; 12] = [
+    pub const ALL: [Knob; 6] = [
         Knob::TileRows,
         Knob::UpColumns,
         Knob::DownColumns,
         Knob::DgradColumns,
         Knob::WgradRows,
         Knob::WgradColumns,
-        Knob::GateTokens,
-        Knob::SelectTokens,
-        Knob::DispatchRows,
-        Knob::CombineTokens,
-        Knob::CombineBwdRows,
-        Knob::DispatchBwdTokens,
     ];
 
     /// The name in files and tables.
@@ -82,15 +65,9 @@ impl Knob {
             Knob::TileRows => "tile_rows",
             Knob::UpColumns => "up_columns",
             Knob::DownColumns => "down_columns",
-            Knob::GateTokens => "gate_tokens",
-            Knob::SelectTokens => "select_tokens",
-            Knob::DispatchRows => "dispatch_rows",
-            Knob::CombineTokens => "combine_tokens",
             Knob::DgradColumns => "dgrad_columns",
             Knob::WgradRows => "wgrad_rows",
             Knob::WgradColumns => "wgrad_columns",
-            Knob::CombineBwdRows => "combine_bwd_rows",
-            Knob::DispatchBwdTokens => "dispatch_bwd_tokens",
         }
     }
 
@@ -98,13 +75,8 @@ impl Knob {
     pub fn stem(self) -> Stem {
         match self {
             Knob::TileRows | Knob::UpColumns | Knob::DownColumns => Stem::GroupedGemm,
-            Knob::GateTokens | Knob::SelectTokens => Stem::GateTopk,
-            Knob::DispatchRows => Stem::Dispatch,
-            Knob::CombineTokens => Stem::Combine,
             Knob::DgradColumns => Stem::GroupedGemmDgrad,
             Knob::WgradRows | Knob::WgradColumns => Stem::GroupedGemmWgrad,
-            Knob::CombineBwdRows => Stem::CombineBwd,
-            Knob::DispatchBwdTokens => Stem::DispatchBwd,
         }
     }
 
@@ -116,28 +88,14 @@ impl Knob {
             Knob::UpColumns | Knob::DownColumns => &[(1, 2), (2, 1)],
             Knob::DgradColumns => &[(1, 2), (2, 1)],
             Knob::WgradRows | Knob::WgradColumns => &[(1, 2)],
-            Knob::GateTokens => &[(1, 2), (2, 1)],
-            _ => &[(1, 4), (1, 2), (2, 1)],
         }
     }
 
     /// The field of a kernel's tiling that it sets.
     fn field<'a>(self, desc: &KernelDesc, config: &'a mut KernelConfig) -> Option<Field<'a>> {
-        use KernelConfig as C;
         match config {
-            C::GroupedGemm(c) => self.gemm_field(desc, c),
-            C::GateTopk(c) => match self {
-                Knob::GateTokens => Some(Field::of(&mut c.logits_tile_tokens)),
-                Knob::SelectTokens => Some(Field::of(&mut c.select_tile_tokens)),
-                _ => None,
-            },
-            C::Dispatch(c) => (self == Knob::DispatchRows).then(|| Field::of(&mut c.tile_rows)),
-            C::Combine(c) => (self == Knob::CombineTokens).then(|| Field::of(&mut c.tile_tokens)),
-            C::CombineBwd(c) => (self == Knob::CombineBwdRows).then(|| Field::of(&mut c.tile_rows)),
-            C::DispatchBwd(c) => {
-                (self == Knob::DispatchBwdTokens).then(|| Field::of(&mut c.tile_tokens))
-            }
-            C::ExpertScan(_) | C::GateTopkBwd(_) => None,
+            KernelConfig::GroupedGemm(config) => self.gemm_field(desc, config),
+            _ => None,
         }
     }
 
@@ -170,23 +128,11 @@ impl Knob {
         }
     }
 
-    /// Whether a kernel has it and it cuts no sum there. Tokens of the router's
-    /// product do where columns of scores are summed.
-    fn is_of(self, desc: &KernelDesc, config: &KernelConfig) -> bool {
-        let sums_columns = || {
-            let kernel = entries(desc, config);
-            let mut params = kernel.iter().flat_map(|entry| &entry.params);
-            params.any(|param| param.name == "column_parts")
-        };
-        self.field(desc, &mut config.clone()).is_some()
-            && !(self == Knob::GateTokens && sums_columns())
-    }
-
     fn choice(self, plan: &LayerPlan) -> Option<Choice> {
-        let mut kernels = plan.kernels.iter();
-        let kernel = kernels.find(|kernel| self.is_of(&kernel.desc, &kernel.config))?;
-        let mut config = kernel.config.clone();
-        let field = self.field(&kernel.desc, &mut config)?;
+        let mut kernels = plan.kernels.clone();
+        let field = kernels
+            .iter_mut()
+            .find_map(|kernel| self.field(&kernel.desc, &mut kernel.config))?;
         let default = *field.size;
         let ratios = self.ratios().iter();
         let mut others: Vec<usize> = ratios
@@ -212,25 +158,16 @@ struct Field<'a> {
     /// kernels must have the very same size.
     most: Option<usize>,
     /// Memory of a thread that grows with it.
-    shared_bytes: Option<&'a mut u32>,
+    shared_bytes: &'a mut u32,
 }
 
 impl<'a> Field<'a> {
-    fn of(size: &'a mut usize) -> Field<'a> {
-        Field {
-            size,
-            step: 1,
-            most: None,
-            shared_bytes: None,
-        }
-    }
-
     fn rows(config: &'a mut GroupedGemmConfig, most: Option<usize>) -> Field<'a> {
         Field {
             size: &mut config.tile_rows,
             step: config.thread_rows,
             most,
-            shared_bytes: Some(&mut config.shared_bytes),
+            shared_bytes: &mut config.shared_bytes,
         }
     }
 
@@ -239,7 +176,7 @@ impl<'a> Field<'a> {
             size: &mut config.tile_columns,
             step: config.thread_columns,
             most: Some(most),
-            shared_bytes: Some(&mut config.shared_bytes),
+            shared_bytes: &mut config.shared_bytes,
         }
     }
 
@@ -257,11 +194,9 @@ impl<'a> Field<'a> {
             Some(_) => self.fitted(size),
             None => size,
         };
-        if let Some(bytes) = self.shared_bytes
-            && size > *self.size
-        {
-            let more = *bytes as usize * size / *self.size;
-            *bytes = u32::try_from(more.next_multiple_of(64)).unwrap_or(u32::MAX);
+        if size > *self.size {
+            let more = *self.shared_bytes as usize * size / *self.size;
+            *self.shared_bytes = u32::try_from(more.next_multiple_of(64)).unwrap_or(u32::MAX);
         }
         *self.size = size;
     }
@@ -319,9 +254,7 @@ impl Tuning {
     /// Puts the sizes into the tiling of a kernel.
     pub(crate) fn apply(&self, desc: &KernelDesc, config: &mut KernelConfig) {
         for (knob, size) in self.sizes() {
-            if knob.is_of(desc, config)
-                && let Some(field) = knob.field(desc, config)
-            {
+            if let Some(field) = knob.field(desc, config) {
                 field.set(size);
             }
         }

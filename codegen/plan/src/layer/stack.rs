@@ -26,7 +26,11 @@ impl LayerPlan {
         let own = |step: &Step| {
             matches!(
                 self.desc(step),
-                KernelDesc::GateTopk(_) | KernelDesc::ExpertScan(_) | KernelDesc::GateTopkBwd(_)
+                Some(
+                    KernelDesc::GateTopk(_)
+                        | KernelDesc::ExpertScan(_)
+                        | KernelDesc::GateTopkBwd(_)
+                )
             )
         };
         let count = steps.iter().take_while(|step| own(step)).count();
@@ -35,19 +39,20 @@ impl LayerPlan {
 
     /// Of a forward pass's steps those from what experts gave to `y`, or all others.
     pub fn combine_steps(&self, steps: &[Step], combine: bool) -> Vec<Step> {
-        let wanted = |step: &&Step| matches!(self.desc(step), KernelDesc::Combine(_)) == combine;
+        let wanted =
+            |step: &&Step| matches!(self.desc(step), Some(KernelDesc::Combine(_))) == combine;
         steps.iter().filter(wanted).cloned().collect()
     }
 
-    /// The launches of a backward pass from the gradients of a router's weights
+    /// The steps of a backward pass from the gradients of a router's weights
     /// and of expert rows to those of the router and of tokens.
     pub fn router_backward(&self) -> Vec<Step> {
-        let of_router = |name: &String| name.trim_start_matches("grad.").starts_with("router.");
-        let own = |step: &&Step| self.sums_tokens(step) || step.tensors.iter().any(of_router);
+        let of_router = |name: &str| name.trim_start_matches("grad.").starts_with("router.");
+        let own = |step: &&Step| self.sums_tokens(step) || self.names(step).any(of_router);
         self.backward.iter().filter(own).cloned().collect()
     }
 
-    /// The launches of a backward pass up to the gradients of expert rows, where
+    /// The steps of a backward pass up to the gradients of expert rows, where
     /// the router is the caller's.
     pub fn experts_backward(&self) -> Vec<Step> {
         let own = |step: &&Step| !self.sums_tokens(step);
@@ -55,10 +60,6 @@ impl LayerPlan {
     }
 
     fn sums_tokens(&self, step: &Step) -> bool {
-        matches!(self.desc(step), KernelDesc::DispatchBwd(_))
-    }
-
-    fn desc(&self, step: &Step) -> &KernelDesc {
-        &self.kernels[step.kernel].desc
+        matches!(self.desc(step), Some(KernelDesc::DispatchBwd(_)))
     }
 }
