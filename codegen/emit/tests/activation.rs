@@ -33,8 +33,8 @@ fn on_cpu(spec: &LayerSpec, isa: CpuIsa) -> Pair {
         .iter()
         .position(|k| k.name == "grouped_gemm_up");
     let mut source = emit_layer(&plan).unwrap().remove(at.unwrap());
-    let desc = &plan.kernels[at.unwrap()].desc;
-    source.text += &part("prelude/cpu_activation_slope.h", desc, target).unwrap();
+    let op = &plan.kernels[at.unwrap()].op;
+    source.text += &part("prelude/cpu_activation_slope.h", op, target).unwrap();
     for (probe, function) in [
         ("probe_value", "activation"),
         ("probe_slope", "activation_slope"),
@@ -60,7 +60,7 @@ fn on_gpu(spec: &LayerSpec) -> Pair {
         .find(|k| k.name == "grouped_gemm_up")
         .unwrap();
     let mut source = gpu_host::emitted(kernel, plan.target);
-    source.text += &part("prelude/activation_slope.hpp", &kernel.desc, plan.target).unwrap();
+    source.text += &part("prelude/activation_slope.hpp", &kernel.op, plan.target).unwrap();
     for (probe, function) in [
         ("probe_value", "activation"),
         ("probe_slope", "activation_slope"),

@@ -6,9 +6,7 @@ mod kept;
 use kept::Kept;
 use moesaic_emit::{emit, emit_layer};
 use moesaic_kernel::{DType, KernelSource, Stem, Target};
-use moesaic_plan::{
-    GemmFamily, KernelConfig, KernelPlan, LayerPlan, Training, plan, plan_training,
-};
+use moesaic_plan::{KernelPlan, LayerPlan, Training, plan, plan_training};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;
@@ -272,10 +270,7 @@ fn nvrtc_compiles_every_matrix_gemm() {
 
 /// The sources of the GEMMs that run on matrix units.
 fn gemms(plan: &LayerPlan) -> Vec<KernelSource> {
-    let matrix = |kernel: &&KernelPlan| match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family != GemmFamily::Simt,
-        _ => false,
-    };
+    let matrix = |kernel: &&KernelPlan| kernel.family().is_some_and(|family| family != "simt");
     let kernels = plan.kernels.iter().filter(matrix);
     kernels
         .map(|kernel| emit(kernel, plan.target).unwrap())
@@ -373,9 +368,9 @@ fn clang_compiles_every_kernel() {
 /// products that keep what enters the activation.
 fn of_training(spec: &LayerSpec, target: Target) -> Vec<KernelSource> {
     let plan = plan_training(spec, target, Training::default()).unwrap();
-    let ordinary = |kernel: &KernelPlan| match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family == GemmFamily::Simt,
-        _ => Stem::BACKWARD.contains(&kernel.stem()),
+    let ordinary = |kernel: &KernelPlan| match kernel.family() {
+        Some(family) => family == "simt",
+        None => Stem::BACKWARD.contains(&kernel.stem()),
     };
     let kernels = plan.kernels.iter().filter(|kernel| ordinary(kernel));
     kernels

@@ -4,9 +4,9 @@
 //! is cut: a tuned layer gives the same bytes. CPUs have choices, GPUs have none
 //! so far.
 
-use crate::config::{GroupedGemmConfig, KernelConfig};
-use crate::desc::{Half, KernelDesc};
-use crate::{LayerPlan, entries};
+use crate::config::GroupedGemmConfig;
+use crate::desc::Half;
+use crate::{LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -122,49 +122,43 @@ impl Knob {
     }
 
     /// The field of a kernel's tiling that it sets.
-    fn field<'a>(self, desc: &KernelDesc, config: &'a mut KernelConfig) -> Option<Field<'a>> {
-        use KernelConfig as C;
-        match config {
-            C::GroupedGemm(c) => self.gemm_field(desc, c),
-            C::GateTopk(c) => match self {
-                Knob::GateTokens => Some(Field::of(&mut c.logits_tile_tokens)),
-                Knob::SelectTokens => Some(Field::of(&mut c.select_tile_tokens)),
+    fn field(self, op: &mut Op) -> Option<Field<'_>> {
+        match op {
+            Op::GroupedGemm { desc, config } => match (self, desc.half) {
+                (Knob::TileRows, _) => Some(Field::rows(config, None)),
+                (Knob::UpColumns, Half::Up) | (Knob::DownColumns, Half::Down) => {
+                    Some(Field::columns(config, desc.outer))
+                }
                 _ => None,
             },
-            C::Dispatch(c) => (self == Knob::DispatchRows).then(|| Field::of(&mut c.tile_rows)),
-            C::Combine(c) => (self == Knob::CombineTokens).then(|| Field::of(&mut c.tile_tokens)),
-            C::CombineBwd(c) => (self == Knob::CombineBwdRows).then(|| Field::of(&mut c.tile_rows)),
-            C::DispatchBwd(c) => {
-                (self == Knob::DispatchBwdTokens).then(|| Field::of(&mut c.tile_tokens))
+            Op::GroupedGemmDgrad { desc, config } => match (self, desc.half) {
+                (Knob::TileRows, _) => Some(Field::rows(config, None)),
+                (Knob::DgradColumns, Half::Up) if !desc.dense => {
+                    Some(Field::columns(config, desc.outer))
+                }
+                _ => None,
+            },
+            Op::GroupedGemmWgrad { desc, config } if !desc.dense => match self {
+                Knob::WgradRows => Some(Field::rows(config, Some(desc.height))),
+                Knob::WgradColumns => Some(Field::columns(config, desc.width)),
+                _ => None,
+            },
+            Op::GateTopk { config, .. } => match self {
+                Knob::GateTokens => Some(Field::of(&mut config.logits_tile_tokens)),
+                Knob::SelectTokens => Some(Field::of(&mut config.select_tile_tokens)),
+                _ => None,
+            },
+            Op::Dispatch { config, .. } if self == Knob::DispatchRows => {
+                Some(Field::of(&mut config.tile_rows))
             }
-            C::ExpertScan(_) | C::GateTopkBwd(_) => None,
-        }
-    }
-
-    fn gemm_field<'a>(
-        self,
-        desc: &KernelDesc,
-        config: &'a mut GroupedGemmConfig,
-    ) -> Option<Field<'a>> {
-        use KernelDesc as D;
-        match (self, desc) {
-            (Knob::TileRows, D::GroupedGemm(_) | D::GroupedGemmDgrad(_)) => {
-                Some(Field::rows(config, None))
+            Op::Combine { config, .. } if self == Knob::CombineTokens => {
+                Some(Field::of(&mut config.tile_tokens))
             }
-            (Knob::UpColumns, D::GroupedGemm(d)) if d.half == Half::Up => {
-                Some(Field::columns(config, d.outer))
+            Op::CombineBwd { config, .. } if self == Knob::CombineBwdRows => {
+                Some(Field::of(&mut config.tile_rows))
             }
-            (Knob::DownColumns, D::GroupedGemm(d)) if d.half == Half::Down => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::DgradColumns, D::GroupedGemmDgrad(d)) if d.half == Half::Up && !d.dense => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::WgradRows, D::GroupedGemmWgrad(d)) if !d.dense => {
-                Some(Field::rows(config, Some(d.height)))
-            }
-            (Knob::WgradColumns, D::GroupedGemmWgrad(d)) if !d.dense => {
-                Some(Field::columns(config, d.width))
+            Op::DispatchBwd { config, .. } if self == Knob::DispatchBwdTokens => {
+                Some(Field::of(&mut config.tile_tokens))
             }
             _ => None,
         }
@@ -172,21 +166,20 @@ impl Knob {
 
     /// Whether a kernel has it and it cuts no sum there. Tokens of the router's
     /// product do where columns of scores are summed.
-    fn is_of(self, desc: &KernelDesc, config: &KernelConfig) -> bool {
+    fn is_of(self, op: &Op) -> bool {
         let sums_columns = || {
-            let kernel = entries(desc, config);
-            let mut params = kernel.iter().flat_map(|entry| &entry.params);
+            let entries = op.entries();
+            let mut params = entries.iter().flat_map(|entry| &entry.params);
             params.any(|param| param.name == "column_parts")
         };
-        self.field(desc, &mut config.clone()).is_some()
-            && !(self == Knob::GateTokens && sums_columns())
+        self.field(&mut op.clone()).is_some() && !(self == Knob::GateTokens && sums_columns())
     }
 
     fn choice(self, plan: &LayerPlan) -> Option<Choice> {
         let mut kernels = plan.kernels.iter();
-        let kernel = kernels.find(|kernel| self.is_of(&kernel.desc, &kernel.config))?;
-        let mut config = kernel.config.clone();
-        let field = self.field(&kernel.desc, &mut config)?;
+        let kernel = kernels.find(|kernel| self.is_of(&kernel.op))?;
+        let mut op = kernel.op.clone();
+        let field = self.field(&mut op)?;
         let default = *field.size;
         let ratios = self.ratios().iter();
         let mut others: Vec<usize> = ratios
@@ -230,7 +223,7 @@ impl<'a> Field<'a> {
             size: &mut config.tile_rows,
             step: config.thread_rows,
             most,
-            shared_bytes: Some(&mut config.shared_bytes),
+            shared_bytes: config.family.cpu_mut().map(|cpu| &mut cpu.shared_bytes),
         }
     }
 
@@ -239,7 +232,7 @@ impl<'a> Field<'a> {
             size: &mut config.tile_columns,
             step: config.thread_columns,
             most: Some(most),
-            shared_bytes: Some(&mut config.shared_bytes),
+            shared_bytes: config.family.cpu_mut().map(|cpu| &mut cpu.shared_bytes),
         }
     }
 
@@ -316,17 +309,24 @@ impl Tuning {
         })
     }
 
+    /// The size that is set for a knob.
+    pub(crate) fn size(&self, knob: Knob) -> Option<usize> {
+        self.0.get(&knob).copied()
+    }
+
     /// Puts the sizes into the tiling of a kernel.
-    pub(crate) fn apply(&self, desc: &KernelDesc, config: &mut KernelConfig) {
+    pub(crate) fn apply(&self, op: &mut Op) {
         for (knob, size) in self.sizes() {
-            if knob.is_of(desc, config)
-                && let Some(field) = knob.field(desc, config)
+            if knob.is_of(op)
+                && let Some(field) = knob.field(op)
             {
                 field.set(size);
             }
         }
-        if let KernelConfig::GroupedGemm(config) = config {
-            config.few_columns = config.few_columns.min(config.tile_columns);
+        if let Some(config) = op.gemm_mut()
+            && let Some(cpu) = config.family.cpu_mut()
+        {
+            cpu.few_columns = cpu.few_columns.min(config.tile_columns);
         }
     }
 }
@@ -370,10 +370,7 @@ mod tests {
 
     fn gemm(plan: &LayerPlan, name: &str) -> GroupedGemmConfig {
         let kernel = plan.kernels.iter().find(|kernel| kernel.name == name);
-        match kernel.map(|kernel| &kernel.config) {
-            Some(KernelConfig::GroupedGemm(config)) => config.clone(),
-            other => panic!("{name}: {other:?}"),
-        }
+        kernel.and_then(|kernel| kernel.op.gemm()).unwrap().clone()
     }
 
     /// Every plan of a CPU with every candidate by itself.
@@ -403,8 +400,8 @@ mod tests {
             let what = format!("{:?} {size} on {}", choice.knob, plain.target);
             let mut changed = 0;
             for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
-                assert_eq!(a.desc, b.desc, "{what}");
-                changed += usize::from(a.config != b.config);
+                assert_eq!(a.stem(), b.stem(), "{what}");
+                changed += usize::from(a.op != b.op);
                 let params = |kernel: &crate::KernelPlan| {
                     let entries = kernel.entries.iter();
                     entries
@@ -432,10 +429,11 @@ mod tests {
                 return;
             }
             for kernel in &tuned.kernels {
-                let rows = match (&kernel.desc, &kernel.config) {
-                    (KernelDesc::GroupedGemmWgrad(_), _) => size,
-                    (_, KernelConfig::GroupedGemm(c)) => c.tile_rows,
-                    (_, KernelConfig::ExpertScan(c)) => c.tile_rows,
+                let rows = match &kernel.op {
+                    Op::GroupedGemm { config, .. } | Op::GroupedGemmDgrad { config, .. } => {
+                        config.tile_rows
+                    }
+                    Op::ExpertScan { config, .. } => config.tile_rows,
                     _ => size,
                 };
                 assert_eq!(rows, size, "{}", kernel.name);
@@ -447,10 +445,9 @@ mod tests {
     fn no_size_cuts_a_sum() {
         each(|plain, tuned, choice, _| {
             for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
-                if let (KernelConfig::GroupedGemm(a), KernelConfig::GroupedGemm(b)) =
-                    (&a.config, &b.config)
-                {
-                    let sums = |c: &GroupedGemmConfig| (c.tile_depth, c.thread_columns, c.family);
+                if let (Some(a), Some(b)) = (a.op.gemm(), b.op.gemm()) {
+                    let sums =
+                        |c: &GroupedGemmConfig| (c.tile_depth, c.thread_columns, c.family.name());
                     assert_eq!(sums(a), sums(b), "{:?}", choice.knob);
                 }
             }
@@ -472,7 +469,7 @@ mod tests {
         let tuned = plan_tuned(&plain.spec, amx, None, &tuning).unwrap();
         let [a, b] = [&plain, &tuned].map(|plan| gemm(plan, "grouped_gemm_up"));
         let more = (b.tile_rows - a.tile_rows) * a.tile_depth * 4;
-        assert!(b.shared_bytes as usize >= a.shared_bytes as usize + more);
+        assert!(b.shared_bytes() as usize >= a.shared_bytes() as usize + more);
     }
 
     #[test]

@@ -136,7 +136,7 @@ impl Untuned {
     fn changed(&self, plan: &LayerPlan) -> Result<Vec<String>, EngineError> {
         let sources = emit_layer(plan)?;
         let pairs = plan.kernels.iter().zip(&self.plan.kernels).zip(&sources);
-        let differ = |(tuned, plain): (&KernelPlan, &KernelPlan)| tuned.config != plain.config;
+        let differ = |(tuned, plain): (&KernelPlan, &KernelPlan)| tuned.op != plain.op;
         let changed = pairs.filter(|((tuned, plain), _)| differ((tuned, plain)));
         Ok(changed
             .map(|(_, source)| hash_source(&source.text))

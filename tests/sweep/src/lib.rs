@@ -9,7 +9,7 @@ pub use table::Table;
 
 use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{GemmFamily, KernelConfig, KernelPlan, Training, plan, plan_training};
+use moesaic_plan::{KernelPlan, Training, plan, plan_training};
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -163,10 +163,8 @@ fn kernels(seed: u64, target: Target) -> Vec<Result<(String, KernelSource), Stri
 
 /// The stem, and of products the unit that multiplies.
 fn family(kernel: &KernelPlan) -> String {
-    match &kernel.config {
-        KernelConfig::GroupedGemm(config) if config.family != GemmFamily::Simt => {
-            format!("{} {:?}", kernel.stem(), config.family).to_lowercase()
-        }
+    match kernel.family() {
+        Some(family) if family != "simt" => format!("{} {family}", kernel.stem()),
         _ => kernel.stem().to_string(),
     }
 }

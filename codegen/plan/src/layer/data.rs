@@ -1,6 +1,6 @@
 //! What a plan is: kernels, tensors, and the launches in order.
 
-use crate::{CacheClass, KernelDesc, KernelPlan, Tuning};
+use crate::{CacheClass, KernelPlan, Tuning};
 use moesaic_kernel::{Access, DType, Entry, Size, Target};
 use moesaic_spec::LayerSpec;
 use serde::{Deserialize, Serialize};
@@ -171,10 +171,7 @@ impl LayerPlan {
 
     /// Of a forward pass's steps the first, which decide where tokens go.
     pub fn routing_of<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
-        let routes = |step: &Step| {
-            let desc = &self.kernels[step.kernel].desc;
-            matches!(desc, KernelDesc::GateTopk(_) | KernelDesc::ExpertScan(_))
-        };
+        let routes = |step: &Step| self.kernels[step.kernel].op.routes();
         let count = steps.iter().take_while(|step| routes(step)).count();
         &steps[..count]
     }
