@@ -8,7 +8,7 @@ use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::Entry;
-use moesaic::plan::{KernelPlan, LayerPlan, Step, Tilings, plan_with};
+use moesaic::plan::{KernelPlan, LayerPlan, Step, Tilings, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
     Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome,
@@ -171,7 +171,7 @@ impl Kernel {
 
 /// The plans that an engine of this machine would make.
 fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
-    let plan = plan_with(request.spec, request.target, &request.options);
+    let plan = plan(request.spec, request.target, &request.options);
     let plan = plan.map_err(EngineError::from)?;
     let here = match request.target {
         Target::Cpu(_) if EngineOptions::default().tuned => CpuDevice::new().info().clone(),

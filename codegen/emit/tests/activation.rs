@@ -8,6 +8,7 @@ use kept::Kept;
 use moesaic_cpu::{CpuCompiler, load_shared_object};
 use moesaic_emit::{emit_layer, part};
 use moesaic_kernel::CpuIsa;
+use moesaic_plan::{PlanOptions, plan};
 use moesaic_reference::activate;
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};
@@ -27,7 +28,7 @@ type Pair = (Box<dyn Fn(f64) -> f64>, Box<dyn Fn(f64) -> f64>);
 /// As the CPU computes them, in every lane of a vector.
 fn on_cpu(spec: &LayerSpec, isa: CpuIsa) -> Pair {
     let target = moesaic_kernel::Target::Cpu(isa);
-    let plan = moesaic_plan::plan(spec, target).unwrap();
+    let plan = plan(spec, target, &PlanOptions::default()).unwrap();
     let at = plan
         .kernels
         .iter()

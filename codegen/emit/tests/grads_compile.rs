@@ -6,7 +6,7 @@ mod kept;
 use kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Target};
-use moesaic_plan::{KernelPlan, Op, Recompute, Training, plan_training};
+use moesaic_plan::{KernelPlan, Op, PlanOptions, Recompute, Training, plan};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;
@@ -66,7 +66,7 @@ fn compile(arch: &str, layers: &[LayerSpec]) -> usize {
     };
     let (mut compiled, mut problems) = (BTreeSet::new(), Vec::new());
     for spec in layers {
-        let plan = plan_training(spec, target, training).unwrap();
+        let plan = plan(spec, target, &PlanOptions::training(training)).unwrap();
         for kernel in plan.kernels.iter().filter(|kernel| wanted(kernel)) {
             let source = emit(kernel, target).unwrap();
             if !compiled.insert(source.text.clone()) {

@@ -7,7 +7,7 @@ mod rig;
 
 use gemms::simulated::simulated;
 use moesaic_kernel::DType;
-use moesaic_plan::{LayerPlan, Op, Training, plan_training};
+use moesaic_plan::{LayerPlan, Op, PlanOptions, Training, plan};
 use moesaic_reference::{Random, round_to};
 use moesaic_spec::*;
 use rig::{Rig, backward};
@@ -34,7 +34,12 @@ fn check_family(plan: &LayerPlan, family: &str) {
 }
 
 fn run(target: &str, family: &str, spec: &LayerSpec, tokens: &[usize]) {
-    let plan = plan_training(spec, target.parse().unwrap(), Training::default()).unwrap();
+    let plan = plan(
+        spec,
+        target.parse().unwrap(),
+        &PlanOptions::training(Training::default()),
+    )
+    .unwrap();
     check_family(&plan, family);
     let (device, modules) = simulated(&plan, 1);
     let rig = Rig::sharing(plan, device, modules);

@@ -22,49 +22,14 @@ pub use data::{LayerPlan, PlanOptions, Recompute, Role, Step, TensorPlan, Traini
 pub use stack::stacked;
 pub use user::{UserPlan, plan_user_experts};
 
-/// Plans a layer for a target. The spec must be valid.
+/// Plans a layer for a target. The spec must be valid. Where the options say how
+/// it is trained, its steps do what only training does (noise, losses) and leave
+/// what backward needs; it evaluates by others.
 ///
 /// # Errors
 /// None so far: every target computes every option. [`super::plan_user_experts`]
 /// does not.
-pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
-    plan_for(spec, target, None)
-}
-
-/// Plans a layer that can run backward. Its steps do what only training does
-/// (noise, losses) and leave what backward needs; it evaluates by others.
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_training(
-    spec: &LayerSpec,
-    target: Target,
-    training: Training,
-) -> Result<LayerPlan, PlanError> {
-    plan_for(spec, target, Some(training))
-}
-
-/// [`plan`], or with how the layer is trained [`plan_training`].
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_for(
-    spec: &LayerSpec,
-    target: Target,
-    training: Option<Training>,
-) -> Result<LayerPlan, PlanError> {
-    let options = PlanOptions {
-        training,
-        ..PlanOptions::default()
-    };
-    plan_with(spec, target, &options)
-}
-
-/// [`plan_for`] with all that can be said of tiles.
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_with(
+pub fn plan(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,

@@ -334,7 +334,7 @@ impl Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{PlanError, PlanOptions, Role, Training, plan_for, plan_with};
+    use crate::{PlanError, PlanOptions, Role, Training, plan};
     use moesaic_kernel::DType;
     use moesaic_spec::LayerSpec;
 
@@ -365,7 +365,7 @@ mod tests {
             tuning: tuning.clone(),
             ..PlanOptions::default()
         };
-        plan_with(spec, target, &options)
+        plan(spec, target, &options)
     }
 
     fn gemm(plan: &LayerPlan, name: &str) -> GroupedGemmConfig {
@@ -380,7 +380,7 @@ mod tests {
             for training in [None, Some(Training::default())] {
                 for dtype in [DType::F32, DType::Bf16] {
                     let spec = spec(dtype);
-                    let plain = plan_for(&spec, target, training).unwrap();
+                    let plain = plan(&spec, target, &PlanOptions::training(training)).unwrap();
                     for choice in Tuning::choices(&plain) {
                         for &size in &choice.others {
                             let tuning = Tuning::default().with(choice.knob, size);
@@ -462,7 +462,7 @@ mod tests {
     #[test]
     fn memory_of_a_thread_grows_with_its_tiles() {
         let amx = "cpu:amx".parse().unwrap();
-        let plain = plan_for(&spec(DType::Bf16), amx, None).unwrap();
+        let plain = plan(&spec(DType::Bf16), amx, &PlanOptions::default()).unwrap();
         let choices = Tuning::choices(&plain);
         let rows = choices[0].others.iter().max().unwrap();
         let tuning = Tuning::default().with(Knob::TileRows, *rows);
@@ -475,14 +475,14 @@ mod tests {
     #[test]
     fn other_sizes_do_not_fit_and_gpus_have_none() {
         let spec = spec(DType::F32);
-        let plain = plan_for(&spec, "cpu:avx2".parse().unwrap(), None).unwrap();
+        let plain = plan(&spec, "cpu:avx2".parse().unwrap(), &PlanOptions::default()).unwrap();
         let tile_rows = |size| Tuning::default().with(Knob::TileRows, size);
         for size in [0, 1, 191, 384, usize::MAX] {
             assert!(!tile_rows(size).fits(&plain), "{size}");
         }
         assert!(!Tuning::default().with(Knob::WgradRows, 96).fits(&plain));
         let gpu: Target = "cuda:sm_80".parse().unwrap();
-        let plan = plan_for(&spec, gpu, None).unwrap();
+        let plan = plan(&spec, gpu, &PlanOptions::default()).unwrap();
         assert_eq!(Tuning::choices(&plan), []);
         assert_eq!(plan_tuned(&spec, gpu, None, &tile_rows(96)).unwrap(), plan);
     }

@@ -4,7 +4,7 @@ use crate::EngineError;
 use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::KernelSource;
-use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan_with};
+use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};
 
 /// A layer on a target, as tunings know it: by the text of its kernels as they
 /// are without a tuning. Another spec, other heuristics and other templates give
@@ -55,7 +55,7 @@ impl Untuned {
             tuning: tuning.clone(),
             caches: self.plan.caches,
         };
-        Ok(plan_with(spec, *target, &options)?)
+        Ok(plan(spec, *target, &options)?)
     }
 
     /// What is to be kept of measurements.

@@ -9,7 +9,7 @@ pub use table::Table;
 
 use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{KernelPlan, Training, plan, plan_training};
+use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -145,8 +145,8 @@ fn lock<'a, 'b>(state: &'a Mutex<State<'b>>) -> std::sync::MutexGuard<'a, State<
 fn kernels(seed: u64, target: Target) -> Vec<Result<(String, KernelSource), String>> {
     let spec = layer(seed);
     let plans = [
-        plan(&spec, target),
-        plan_training(&spec, target, Training::default()),
+        plan(&spec, target, &PlanOptions::default()),
+        plan(&spec, target, &PlanOptions::training(Training::default())),
     ];
     let mut all = Vec::new();
     for plan in plans {

@@ -7,7 +7,7 @@ pub mod simulated;
 
 use crate::rig;
 use moesaic_kernel::{DType, ParamType, Stem, TensorMap};
-use moesaic_plan::{LayerPlan, Op, Step, plan};
+use moesaic_plan::{LayerPlan, Op, PlanOptions, Step, plan};
 use moesaic_reference::{Random, Weights, activate, round_to};
 use moesaic_spec::*;
 use moesaic_target::{Arg, Buffer, Device, KernelCounters, LaunchDims, Module};
@@ -123,7 +123,7 @@ impl Gemms {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
-        let mut plan = plan(spec, target.parse().unwrap()).unwrap();
+        let mut plan = plan(spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
         let tile_rows = scan_tile_rows(&plan);
         only_gemms(&mut plan);
         let (device, modules) = load(&plan);

@@ -8,7 +8,7 @@ mod check;
 
 use crate::rig;
 use moesaic_kernel::{Access, DType, ParamType, Stem, TensorMap};
-use moesaic_plan::{KernelPlan, LayerPlan, Op, Step, Training};
+use moesaic_plan::{KernelPlan, LayerPlan, Op, PlanOptions, Step, Training};
 use moesaic_reference::{Random, Weights, round_to};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
@@ -101,8 +101,8 @@ impl Products {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
-        let training = Training::default();
-        let plan = moesaic_plan::plan_training(spec, target.parse().unwrap(), training);
+        let training = PlanOptions::training(Training::default());
+        let plan = moesaic_plan::plan(spec, target.parse().unwrap(), &training);
         let mut plan = plan.unwrap();
         let tile_rows = scan_tile_rows(&plan);
         only_products(&mut plan, wanted);

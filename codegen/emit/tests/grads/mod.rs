@@ -9,7 +9,7 @@ use crate::gemms::simulated::simulated;
 use crate::rig;
 use moesaic_kernel::{Access, DType, Entry, Param, ParamType};
 use moesaic_plan::{
-    GroupedGemmConfig, KernelPlan, LayerPlan, Op, Recompute, Training, plan_training,
+    GroupedGemmConfig, KernelPlan, LayerPlan, Op, PlanOptions, Recompute, Training, plan,
 };
 use moesaic_reference::{Random, round_to};
 use moesaic_spec::LayerSpec;
@@ -83,7 +83,12 @@ impl Grads {
         let training = Training {
             recompute: Recompute::None,
         };
-        let mut plan = plan_training(spec, target.parse().unwrap(), training).unwrap();
+        let mut plan = plan(
+            spec,
+            target.parse().unwrap(),
+            &PlanOptions::training(training),
+        )
+        .unwrap();
         plan.kernels
             .retain(|kernel| is_backward(&kernel.op) && families.contains(&family(kernel)));
         let (device, modules) = simulated(&plan, seed);

@@ -53,6 +53,16 @@ pub struct PlanOptions {
     pub caches: CacheClass,
 }
 
+impl PlanOptions {
+    /// How the layer is trained, or with `None` that it is not, and nothing else.
+    pub fn training(training: impl Into<Option<Training>>) -> PlanOptions {
+        PlanOptions {
+            training: training.into(),
+            ..PlanOptions::default()
+        }
+    }
+}
+
 /// How a layer is trained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Training {

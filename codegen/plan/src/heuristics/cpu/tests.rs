@@ -1,7 +1,7 @@
 //! Blocks for each class of caches.
 
 use super::*;
-use crate::{CacheClass, LayerPlan, Op, PlanOptions, Training, plan_for, plan_with};
+use crate::{CacheClass, LayerPlan, Op, PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
 
 const TARGETS: [&str; 6] = [
@@ -34,7 +34,7 @@ fn each(mut check: impl FnMut(&LayerPlan)) {
                         ..PlanOptions::default()
                     };
                     let target = target.parse().unwrap();
-                    check(&plan_with(&spec(dtype), target, &options).unwrap());
+                    check(&plan(&spec(dtype), target, &options).unwrap());
                 }
             }
         }
@@ -200,7 +200,8 @@ fn near_rows_of_tiles_are_part_of_the_second_level() {
 #[test]
 fn no_size_of_a_cache_cuts_a_sum_or_moves_a_tensor() {
     each(|plan| {
-        let plain = plan_for(&plan.spec, plan.target, plan.training).unwrap();
+        let options = PlanOptions::training(plan.training);
+        let plain = crate::plan(&plan.spec, plan.target, &options).unwrap();
         assert_eq!(plan.tensors, plain.tensors);
         assert_eq!(plan.steps, plain.steps);
         assert_eq!(plan.backward, plain.backward);
@@ -224,13 +225,13 @@ fn large_and_unknown_caches_have_the_plan_that_is_assumed() {
     };
     for target in TARGETS {
         let (spec, target) = (spec(DType::F32), target.parse().unwrap());
-        let plain = plan_for(&spec, target, None).unwrap();
+        let plain = plan(&spec, target, &PlanOptions::default()).unwrap();
         for caches in [CacheClass::default(), known(48, 2048), known(192, 16384)] {
             let options = PlanOptions {
                 caches,
                 ..PlanOptions::default()
             };
-            assert_eq!(plan_with(&spec, target, &options).unwrap(), plain);
+            assert_eq!(plan(&spec, target, &options).unwrap(), plain);
         }
         let text = serde_json::to_string(&plain).unwrap();
         assert!(!text.contains("l2_bytes"));
@@ -249,7 +250,7 @@ fn blocks_follow_the_classes() {
             ..PlanOptions::default()
         };
         let down = |target: &str, dtype| {
-            let plan = plan_with(&spec(dtype), target.parse().unwrap(), &options).unwrap();
+            let plan = plan(&spec(dtype), target.parse().unwrap(), &options).unwrap();
             let mut all = gemms(&plan).filter(|(name, ..)| *name == "grouped_gemm_down");
             all.next().unwrap().2.clone()
         };
