@@ -9,7 +9,7 @@ use crate::{highlight, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::KernelSource;
-use moesaic::plan::plan_with;
+use moesaic::plan::plan;
 use moesaic::weights::write_whole;
 use moesaic::{EngineError, LayerSpec, PlanOptions, Target};
 use moesaic_layers::{GenerateOptions, generate_source};
@@ -100,7 +100,7 @@ fn layer_sources(
     target: Target,
     options: &PlanOptions,
 ) -> Result<Vec<KernelSource>> {
-    let plan = plan_with(spec, target, options).map_err(EngineError::from)?;
+    let plan = plan(spec, target, options).map_err(EngineError::from)?;
     Ok(emit_layer(&plan).map_err(EngineError::from)?)
 }
 

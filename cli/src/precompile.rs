@@ -11,7 +11,7 @@ use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::cache::Tuned;
-use moesaic::plan::{Tuning, plan_with};
+use moesaic::plan::{Tuning, plan};
 use moesaic::target::{CompileOptions, Report};
 use moesaic::tools::{TunedPlans, Untuned, precompile_on};
 use moesaic::{
@@ -113,7 +113,7 @@ fn kept(
     if !store.has_tunings(target) {
         return Ok(Vec::new());
     }
-    let plan = plan_with(spec, target, options).map_err(EngineError::from)?;
+    let plan = plan(spec, target, options).map_err(EngineError::from)?;
     Ok(Untuned::new(plan).everywhere(store))
 }
 

@@ -8,7 +8,7 @@ use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::{Entry, KernelSource, Stem};
-use moesaic::plan::{EntryId, KernelDesc, KernelPlan, LayerPlan, Step, Tilings, Work, plan_with};
+use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::tools::Untuned;
 use moesaic::{
@@ -172,7 +172,7 @@ impl Kernel {
 
 /// The plans that an engine of this machine would make.
 fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
-    let plan = plan_with(request.spec, request.target, &request.options);
+    let plan = plan(request.spec, request.target, &request.options);
     let plan = plan.map_err(EngineError::from)?;
     let here = match request.target {
         Target::Cpu(_) if EngineOptions::default().tuned => CpuDevice::new().info().clone(),
@@ -354,10 +354,8 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
 /// The element type whose rate bounds a kernel: that of the expert weights
 /// for their products, f32 for everything else.
 pub fn arithmetic(kernel: &KernelPlan, spec: &LayerSpec) -> DType {
-    match kernel.desc {
-        KernelDesc::GroupedGemm(_)
-        | KernelDesc::GroupedGemmDgrad(_)
-        | KernelDesc::GroupedGemmWgrad(_) => spec.precision.weights,
-        _ => DType::F32,
+    match kernel.op.gemm() {
+        Some(_) => spec.precision.weights,
+        None => DType::F32,
     }
 }

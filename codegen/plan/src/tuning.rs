@@ -5,9 +5,9 @@
 //! so far. Only products have any: no size of another kernel's blocks made a
 //! layer faster by more than 0.1 % (benches/results/tune.txt).
 
-use crate::LayerPlan;
-use crate::config::{GroupedGemmConfig, KernelConfig};
-use crate::desc::{Half, KernelDesc};
+use crate::config::GroupedGemmConfig;
+use crate::desc::Half;
+use crate::{LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -92,47 +92,35 @@ impl Knob {
     }
 
     /// The field of a kernel's tiling that it sets.
-    fn field<'a>(self, desc: &KernelDesc, config: &'a mut KernelConfig) -> Option<Field<'a>> {
-        match config {
-            KernelConfig::GroupedGemm(config) => self.gemm_field(desc, config),
-            _ => None,
-        }
-    }
-
-    fn gemm_field<'a>(
-        self,
-        desc: &KernelDesc,
-        config: &'a mut GroupedGemmConfig,
-    ) -> Option<Field<'a>> {
-        use KernelDesc as D;
-        match (self, desc) {
-            (Knob::TileRows, D::GroupedGemm(_) | D::GroupedGemmDgrad(_)) => {
-                Some(Field::rows(config, None))
-            }
-            (Knob::UpColumns, D::GroupedGemm(d)) if d.half == Half::Up => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::DownColumns, D::GroupedGemm(d)) if d.half == Half::Down => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::DgradColumns, D::GroupedGemmDgrad(d)) if d.half == Half::Up && !d.dense => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::WgradRows, D::GroupedGemmWgrad(d)) if !d.dense => {
-                Some(Field::rows(config, Some(d.height)))
-            }
-            (Knob::WgradColumns, D::GroupedGemmWgrad(d)) if !d.dense => {
-                Some(Field::columns(config, d.width))
-            }
+    fn field(self, op: &mut Op) -> Option<Field<'_>> {
+        match op {
+            Op::GroupedGemm { desc, config } => match (self, desc.half) {
+                (Knob::TileRows, _) => Some(Field::rows(config, None)),
+                (Knob::UpColumns, Half::Up) | (Knob::DownColumns, Half::Down) => {
+                    Some(Field::columns(config, desc.outer))
+                }
+                _ => None,
+            },
+            Op::GroupedGemmDgrad { desc, config } => match (self, desc.half) {
+                (Knob::TileRows, _) => Some(Field::rows(config, None)),
+                (Knob::DgradColumns, Half::Up) if !desc.dense => {
+                    Some(Field::columns(config, desc.outer))
+                }
+                _ => None,
+            },
+            Op::GroupedGemmWgrad { desc, config } if !desc.dense => match self {
+                Knob::WgradRows => Some(Field::rows(config, Some(desc.height))),
+                Knob::WgradColumns => Some(Field::columns(config, desc.width)),
+                _ => None,
+            },
             _ => None,
         }
     }
 
     fn choice(self, plan: &LayerPlan) -> Option<Choice> {
         let mut kernels = plan.kernels.clone();
-        let field = kernels
-            .iter_mut()
-            .find_map(|kernel| self.field(&kernel.desc, &mut kernel.config))?;
+        let mut ops = kernels.iter_mut().map(|kernel| &mut kernel.op);
+        let field = ops.find_map(|op| self.field(op))?;
         let default = *field.size;
         let ratios = self.ratios().iter();
         let mut others: Vec<usize> = ratios
@@ -158,7 +146,7 @@ struct Field<'a> {
     /// kernels must have the very same size.
     most: Option<usize>,
     /// Memory of a thread that grows with it.
-    shared_bytes: &'a mut u32,
+    shared_bytes: Option<&'a mut u32>,
 }
 
 impl<'a> Field<'a> {
@@ -167,7 +155,7 @@ impl<'a> Field<'a> {
             size: &mut config.tile_rows,
             step: config.thread_rows,
             most,
-            shared_bytes: &mut config.shared_bytes,
+            shared_bytes: config.family.cpu_mut().map(|cpu| &mut cpu.shared_bytes),
         }
     }
 
@@ -176,7 +164,7 @@ impl<'a> Field<'a> {
             size: &mut config.tile_columns,
             step: config.thread_columns,
             most: Some(most),
-            shared_bytes: &mut config.shared_bytes,
+            shared_bytes: config.family.cpu_mut().map(|cpu| &mut cpu.shared_bytes),
         }
     }
 
@@ -194,9 +182,11 @@ impl<'a> Field<'a> {
             Some(_) => self.fitted(size),
             None => size,
         };
-        if size > *self.size {
-            let more = *self.shared_bytes as usize * size / *self.size;
-            *self.shared_bytes = u32::try_from(more.next_multiple_of(64)).unwrap_or(u32::MAX);
+        if let Some(bytes) = self.shared_bytes
+            && size > *self.size
+        {
+            let more = *bytes as usize * size / *self.size;
+            *bytes = u32::try_from(more.next_multiple_of(64)).unwrap_or(u32::MAX);
         }
         *self.size = size;
     }
@@ -251,15 +241,22 @@ impl Tuning {
         })
     }
 
+    /// The size that is set for a knob.
+    pub(crate) fn size(&self, knob: Knob) -> Option<usize> {
+        self.0.get(&knob).copied()
+    }
+
     /// Puts the sizes into the tiling of a kernel.
-    pub(crate) fn apply(&self, desc: &KernelDesc, config: &mut KernelConfig) {
+    pub(crate) fn apply(&self, op: &mut Op) {
         for (knob, size) in self.sizes() {
-            if let Some(field) = knob.field(desc, config) {
+            if let Some(field) = knob.field(op) {
                 field.set(size);
             }
         }
-        if let KernelConfig::GroupedGemm(config) = config {
-            config.few_columns = config.few_columns.min(config.tile_columns);
+        if let Some(config) = op.gemm_mut()
+            && let Some(cpu) = config.family.cpu_mut()
+        {
+            cpu.few_columns = cpu.few_columns.min(config.tile_columns);
         }
     }
 }
@@ -267,7 +264,7 @@ impl Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{PlanError, PlanOptions, Role, Training, plan_for, plan_with};
+    use crate::{PlanError, PlanOptions, Role, Training, plan};
     use moesaic_kernel::DType;
     use moesaic_spec::LayerSpec;
 
@@ -298,15 +295,12 @@ mod tests {
             tuning: tuning.clone(),
             ..PlanOptions::default()
         };
-        plan_with(spec, target, &options)
+        plan(spec, target, &options)
     }
 
     fn gemm(plan: &LayerPlan, name: &str) -> GroupedGemmConfig {
         let kernel = plan.kernels.iter().find(|kernel| kernel.name == name);
-        match kernel.map(|kernel| &kernel.config) {
-            Some(KernelConfig::GroupedGemm(config)) => config.clone(),
-            other => panic!("{name}: {other:?}"),
-        }
+        kernel.and_then(|kernel| kernel.op.gemm()).unwrap().clone()
     }
 
     /// Every plan of a CPU with every candidate by itself.
@@ -316,7 +310,7 @@ mod tests {
             for training in [None, Some(Training::default())] {
                 for dtype in [DType::F32, DType::Bf16] {
                     let spec = spec(dtype);
-                    let plain = plan_for(&spec, target, training).unwrap();
+                    let plain = plan(&spec, target, &PlanOptions::training(training)).unwrap();
                     for choice in Tuning::choices(&plain) {
                         for &size in &choice.others {
                             let tuning = Tuning::default().with(choice.knob, size);
@@ -336,8 +330,8 @@ mod tests {
             let what = format!("{:?} {size} on {}", choice.knob, plain.target);
             let mut changed = 0;
             for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
-                assert_eq!(a.desc, b.desc, "{what}");
-                changed += usize::from(a.config != b.config);
+                assert_eq!(a.stem(), b.stem(), "{what}");
+                changed += usize::from(a.op != b.op);
                 let params = |kernel: &crate::KernelPlan| {
                     let entries = kernel.entries.iter();
                     entries
@@ -365,10 +359,11 @@ mod tests {
                 return;
             }
             for kernel in &tuned.kernels {
-                let rows = match (&kernel.desc, &kernel.config) {
-                    (KernelDesc::GroupedGemmWgrad(_), _) => size,
-                    (_, KernelConfig::GroupedGemm(c)) => c.tile_rows,
-                    (_, KernelConfig::ExpertScan(c)) => c.tile_rows,
+                let rows = match &kernel.op {
+                    Op::GroupedGemm { config, .. } | Op::GroupedGemmDgrad { config, .. } => {
+                        config.tile_rows
+                    }
+                    Op::ExpertScan { config, .. } => config.tile_rows,
                     _ => size,
                 };
                 assert_eq!(rows, size, "{}", kernel.name);
@@ -380,10 +375,9 @@ mod tests {
     fn no_size_cuts_a_sum() {
         each(|plain, tuned, choice, _| {
             for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
-                if let (KernelConfig::GroupedGemm(a), KernelConfig::GroupedGemm(b)) =
-                    (&a.config, &b.config)
-                {
-                    let sums = |c: &GroupedGemmConfig| (c.tile_depth, c.thread_columns, c.family);
+                if let (Some(a), Some(b)) = (a.op.gemm(), b.op.gemm()) {
+                    let sums =
+                        |c: &GroupedGemmConfig| (c.tile_depth, c.thread_columns, c.family.name());
                     assert_eq!(sums(a), sums(b), "{:?}", choice.knob);
                 }
             }
@@ -398,27 +392,27 @@ mod tests {
     #[test]
     fn memory_of_a_thread_grows_with_its_tiles() {
         let amx = "cpu:amx".parse().unwrap();
-        let plain = plan_for(&spec(DType::Bf16), amx, None).unwrap();
+        let plain = plan(&spec(DType::Bf16), amx, &PlanOptions::default()).unwrap();
         let choices = Tuning::choices(&plain);
         let rows = choices[0].others.iter().max().unwrap();
         let tuning = Tuning::default().with(Knob::TileRows, *rows);
         let tuned = plan_tuned(&plain.spec, amx, None, &tuning).unwrap();
         let [a, b] = [&plain, &tuned].map(|plan| gemm(plan, "grouped_gemm_up"));
         let more = (b.tile_rows - a.tile_rows) * a.tile_depth * 4;
-        assert!(b.shared_bytes as usize >= a.shared_bytes as usize + more);
+        assert!(b.shared_bytes() as usize >= a.shared_bytes() as usize + more);
     }
 
     #[test]
     fn other_sizes_do_not_fit_and_gpus_have_none() {
         let spec = spec(DType::F32);
-        let plain = plan_for(&spec, "cpu:avx2".parse().unwrap(), None).unwrap();
+        let plain = plan(&spec, "cpu:avx2".parse().unwrap(), &PlanOptions::default()).unwrap();
         let tile_rows = |size| Tuning::default().with(Knob::TileRows, size);
         for size in [0, 1, 191, 384, usize::MAX] {
             assert!(!tile_rows(size).fits(&plain), "{size}");
         }
         assert!(!Tuning::default().with(Knob::WgradRows, 96).fits(&plain));
         let gpu: Target = "cuda:sm_80".parse().unwrap();
-        let plan = plan_for(&spec, gpu, None).unwrap();
+        let plan = plan(&spec, gpu, &PlanOptions::default()).unwrap();
         assert_eq!(Tuning::choices(&plan), []);
         assert_eq!(plan_tuned(&spec, gpu, None, &tile_rows(96)).unwrap(), plan);
     }

@@ -7,7 +7,7 @@ use crate::{EngineError, Untuned, Weights};
 use moesaic_cache::{Machine, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
-use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan_with};
+use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, CompileOptions, Compiler, Device, DeviceInfo, Module};
 use std::collections::HashMap;
@@ -131,7 +131,7 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<Tilings, EngineError> {
         crate::layer::check_spec(spec)?;
-        let plan = plan_with(spec, self.target, &self.plan_options(training))?;
+        let plan = plan(spec, self.target, &self.plan_options(training))?;
         let store = self.jit.store().filter(|_| self.tuned);
         let Some(store) = store.filter(|store| store.has_tunings(self.target)) else {
             return Ok(plan.into());

@@ -51,7 +51,7 @@ fn changed(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moesaic_plan::{PlanOptions, Tuning, plan_with};
+    use moesaic_plan::{PlanOptions, Tuning};
     use moesaic_spec::testing::sample;
 
     #[test]
@@ -62,7 +62,7 @@ mod tests {
                 tuning,
                 ..PlanOptions::default()
             };
-            plan_with(&sample(1), target, &options).unwrap()
+            moesaic_plan::plan(&sample(1), target, &options).unwrap()
         };
         let plain = plan(Tuning::default());
         let choice = Tuning::choices(&plain).remove(0);

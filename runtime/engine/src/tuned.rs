@@ -3,7 +3,7 @@
 use crate::EngineError;
 use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
 use moesaic_emit::emit;
-use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan_with};
+use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};
 use std::sync::OnceLock;
 
 /// A layer on a target, as tunings know it: by what its kernels are made from
@@ -52,7 +52,7 @@ impl Untuned {
             tuning: tuning.clone(),
             caches: self.plan.caches,
         };
-        Ok(plan_with(spec, *target, &options)?)
+        Ok(plan(spec, *target, &options)?)
     }
 
     /// What is to be kept of measurements.

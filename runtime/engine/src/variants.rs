@@ -4,7 +4,7 @@
 use crate::shared::Shared;
 use crate::texts::Texts;
 use crate::{Engine, EngineError, Layer, Untuned, Weights};
-use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan_with};
+use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
 
 /// One layer in as many tilings as are asked for. Weights and their gradients
@@ -29,7 +29,7 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<Variants<'a>, EngineError> {
         crate::layer::check_spec(spec)?;
-        let plan = plan_with(spec, self.target(), &self.plan_options(training))?;
+        let plan = plan(spec, self.target(), &self.plan_options(training))?;
         let untuned = Untuned::new(plan);
         let plan = &untuned.plan;
         let modules = &self.modules(&Texts::of(plan.clone().into())?)?[0];
