@@ -6,6 +6,9 @@
 //! import, [`load_keys`] those of other libraries; all give [`HostWeights`], every tensor in canonical shape and in
 //! the element type of the spec. [`write_safetensors`] writes results in one
 //! piece or not at all.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod checkpoint;
 mod error;

@@ -6,6 +6,9 @@
 //! [`moesaic_kernel::KernelSource`] goes in, an [`Artifact`] comes out, and
 //! an artifact is launched by its entries. A GPU is a [`StreamDevice`], too;
 //! `gpu`, a feature, makes one of a driver.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod args;
 mod artifact;

@@ -4,6 +4,9 @@
 //! object and needs no ROCm, [`HipDevice`] loads code objects and launches
 //! them and needs no compiler. Neither links a vendor library, and compilers
 //! only ever run in child processes: some abort on targets they do not know.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod child;
 mod clang;
