@@ -2,13 +2,14 @@
 
 use crate::jit::Jit;
 use crate::layer::Layer;
-use crate::{EngineError, Untuned, Weights};
+use crate::{EngineError, Untuned};
 use moesaic_cache::{Machine, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
 use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan_with};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, CompileOptions, Compiler, Device, DeviceInfo, Module};
+use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -173,7 +174,11 @@ impl Engine {
     ///
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
-    pub fn layer(&self, spec: &LayerSpec, weights: &Weights<'_>) -> Result<Layer, EngineError> {
+    pub fn layer(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<Layer, EngineError> {
         self.layer_of(self.tilings(spec, None)?, weights)
     }
 
@@ -181,7 +186,7 @@ impl Engine {
     pub(crate) fn layer_of(
         &self,
         tilings: Tilings,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
     ) -> Result<Layer, EngineError> {
         self.layer_with(tilings, weights, HashMap::new())
     }
@@ -190,7 +195,7 @@ impl Engine {
     pub(crate) fn layer_with(
         &self,
         tilings: Tilings,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
         let modules = self.modules(&tilings)?;
@@ -231,7 +236,7 @@ impl Engine {
     pub fn training_layer(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         training: Training,
     ) -> Result<Layer, EngineError> {
         self.layer_of(self.tilings(spec, Some(training))?, weights)

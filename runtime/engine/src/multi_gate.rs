@@ -2,9 +2,10 @@
 
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
-use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
+use crate::{Counters, Engine, EngineError, Input, Layer, Output, Saved};
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
+use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
 /// Layers that differ in their routers and share experts: the same memory
 /// holds weights and gradients of experts for all. With `top_k` as large as the
@@ -43,8 +44,8 @@ impl Engine {
     pub fn multi_gate(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
-        routers: &[Weights<'_>],
+        weights: &dyn WeightSource,
+        routers: &[Tensors<'_>],
         training: Option<Training>,
     ) -> Result<MultiGate, EngineError> {
         let tilings = self.tilings(spec, training)?;
@@ -52,7 +53,7 @@ impl Engine {
         let device = &**self.device();
         let modules = &self.modules(&tilings)?[0];
         let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
-        let layer = |tilings, router: &Weights<'_>| {
+        let layer = |tilings, router: &Tensors<'_>| {
             let layer = self.layer_with(tilings, router, shared.weights())?;
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
@@ -66,7 +67,7 @@ impl Engine {
                 let tilings = self.tilings(&experts, training)?;
                 // Its kernels are not those of the spec: a pack may lack them.
                 match self.may_load(&tilings)? {
-                    true => Some(Stack::new(first, layer(tilings, &Weights::new())?)),
+                    true => Some(Stack::new(first, layer(tilings, &Tensors::new())?)),
                     false => None,
                 }
             }
@@ -133,7 +134,7 @@ impl MultiGate {
     pub fn backward(
         &self,
         saved: &MultiSaved,
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         assert_eq!(dy.len(), self.layers.len(), "one dy per layer");
@@ -149,7 +150,7 @@ impl MultiGate {
     fn backward_each(
         &self,
         saved: &[Saved],
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         assert_eq!(saved.len(), self.layers.len(), "one saved state per layer");

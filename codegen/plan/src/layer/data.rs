@@ -1,6 +1,6 @@
 //! What a plan is: kernels, tensors, and the launches in order.
 
-use crate::{CacheClass, KernelDesc, KernelPlan, Tuning};
+use crate::{CacheClass, KernelConfig, KernelDesc, KernelPlan, Tuning};
 use moesaic_kernel::{Access, DType, Entry, Size, Target};
 use moesaic_spec::LayerSpec;
 use serde::{Deserialize, Serialize};
@@ -190,6 +190,15 @@ impl LayerPlan {
     pub fn packs_away(&self, weight: &str) -> bool {
         let named = |step: &Step| step.tensors.iter().any(|name| name == weight);
         self.prepare.iter().any(named) && !self.call_steps().any(named)
+    }
+
+    /// Which dimension of the grid of a step of `prepare` counts experts, so that a
+    /// launch can pack some of them.
+    pub fn expert_axis(&self, step: &Step) -> usize {
+        match &self.kernels[step.kernel].config {
+            KernelConfig::GroupedGemm(config) => crate::signature::expert_axis(config),
+            _ => 0,
+        }
     }
 
     /// The tensor of this name.
