@@ -6,7 +6,7 @@ use moesaic::plan::Tuning;
 use moesaic::reference;
 use moesaic::target::Ptr;
 use moesaic::{
-    Engine, EngineOptions, Layer, LayerSpec, Measured, RawCall, Store, Untuned, Weights,
+    Engine, EngineOptions, Layer, LayerSpec, Measured, RawCall, Store, Tensors, Untuned,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ fn layer(engine: &Engine) -> Layer {
         (name, t.shape, data)
     });
     let stored: Vec<_> = stored.collect();
-    let mut weights = Weights::new();
+    let mut weights = Tensors::new();
     for (name, shape, data) in &stored {
         weights = weights.with(name, shape, data);
     }
