@@ -1,6 +1,6 @@
 //! The layer that the examples of these pages use.
 
-use crate::{Engine, HostTensor, LayerSpec, Weights};
+use crate::{Engine, LayerSpec, Tensor, Tensors};
 use moesaic_spec::canonical_tensors;
 
 /// Two of four experts, tokens of eight numbers.
@@ -12,11 +12,11 @@ pub fn spec() -> LayerSpec {
 }
 
 /// Some weights for the layer.
-pub fn weights() -> Weights<'static> {
-    let mut weights = Weights::new();
+pub fn weights() -> Tensors<'static> {
+    let mut weights = Tensors::new();
     for tensor in canonical_tensors(&spec()) {
         let values = wave(tensor.shape.iter().product());
-        weights.insert(&tensor.name, HostTensor::owned(&tensor.shape, values));
+        weights.insert(tensor.name, Tensor::owned(&tensor.shape, values));
     }
     weights
 }

@@ -6,7 +6,7 @@
 //! layer.
 //!
 //! ```no_run
-//! use moesaic::{Engine, Input, LayerSpec, Weights};
+//! use moesaic::{Engine, Input, LayerSpec, Tensors};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let spec = LayerSpec::from_toml(
@@ -14,7 +14,7 @@
 //! )?;
 //! let (router, gate) = (vec![0.1f32; 8 * 64], vec![0.2f32; 8 * 128 * 64]);
 //! let (up, down) = (gate.clone(), vec![0.3f32; 8 * 64 * 128]);
-//! let weights = Weights::new()
+//! let weights = Tensors::new()
 //!     .with("router.weight", &[8, 64], &router)
 //!     .with("experts.gate.weight", &[8, 128, 64], &gate)
 //!     .with("experts.up.weight", &[8, 128, 64], &up)
@@ -29,7 +29,7 @@
 //!
 //! | to | start at |
 //! |---|---|
-//! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Weights`], [`Layer`], [`Input`] |
+//! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
 //! | have shapes checked by rustc | [`layer!`], [`typed`] |
 //! | load a checkpoint | [`weights`] |
 //! | train | [`Training`], [`Counters`], [`train`] |
@@ -47,7 +47,6 @@
 //! This crate is the only one to depend on. Those named `moesaic-*` are its
 //! parts; they change without notice.
 
-mod bridge;
 mod compilers;
 mod engine;
 mod face;
@@ -79,11 +78,6 @@ pub use moesaic_weights as weights;
 
 // The parts that the command line and tests are made of. They change without notice.
 #[doc(hidden)]
-pub use bridge::engine_weights;
-#[cfg(feature = "reference")]
-#[doc(hidden)]
-pub use bridge::reference_weights;
-#[doc(hidden)]
 pub use moesaic_cache as cache;
 #[doc(hidden)]
 pub use moesaic_cpu as cpu;
@@ -101,6 +95,8 @@ pub use moesaic_plan as plan;
 pub use moesaic_rocm as rocm;
 #[doc(hidden)]
 pub use moesaic_target as target;
+#[doc(hidden)]
+pub use moesaic_tensor as tensor;
 #[doc(hidden)]
 pub use moesaic_toolchain as toolchain;
 

@@ -6,7 +6,7 @@ use moesaic::plan::Tuning;
 use moesaic::reference;
 use moesaic::target::Ptr;
 use moesaic::tools::{Measured, Untuned};
-use moesaic::{Engine, EngineOptions, Layer, LayerSpec, RawCall, Store, Weights};
+use moesaic::{Engine, EngineOptions, Layer, LayerSpec, RawCall, Store, Tensors};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -50,7 +50,7 @@ fn layer(engine: &Engine) -> Layer {
         (name, t.shape, data)
     });
     let stored: Vec<_> = stored.collect();
-    let mut weights = Weights::new();
+    let mut weights = Tensors::new();
     for (name, shape, data) in &stored {
         weights = weights.with(name, shape, data);
     }

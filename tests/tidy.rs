@@ -26,12 +26,15 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cache", &["kernel", "target"]),
     (
         "engine",
-        &["kernel", "spec", "plan", "emit", "target", "cache"],
+        &[
+            "kernel", "spec", "plan", "emit", "target", "cache", "tensor",
+        ],
     ),
-    ("typed", &["kernel", "spec", "target", "engine"]),
-    ("train", &["kernel", "spec", "engine", "weights"]),
-    ("reference", &["kernel", "spec"]),
-    ("weights", &["kernel", "spec"]),
+    ("tensor", &["kernel"]),
+    ("typed", &["kernel", "spec", "target", "tensor", "engine"]),
+    ("train", &["kernel", "spec", "tensor", "engine"]),
+    ("reference", &["kernel", "spec", "tensor"]),
+    ("weights", &["kernel", "spec", "tensor"]),
     (
         "toolchain",
         &["kernel", "target", "cache", "cpu", "cuda", "rocm"],

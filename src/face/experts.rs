@@ -75,11 +75,11 @@ pub use moesaic_engine::UserLayer;
 /// What a training call of a [`UserLayer`] leaves for backward.
 ///
 /// ```
-/// use moesaic::{EngineError, HostTensor, Input, Output, UserLayer, UserSaved};
+/// use moesaic::{EngineError, Tensor, Input, Output, UserLayer, UserSaved};
 ///
 /// /// Both passes of a step.
 /// fn step(
-///     layer: &mut UserLayer, input: &Input<'_>, dy: &HostTensor<'_>,
+///     layer: &mut UserLayer, input: &Input<'_>, dy: &Tensor<'_>,
 /// ) -> Result<Output, EngineError> {
 ///     let (_, saved): (_, UserSaved) = layer.forward_train(input, &[], Default::default())?;
 ///     layer.backward(&saved, dy, false)
@@ -91,14 +91,14 @@ pub use moesaic_engine::UserSaved;
 /// One set of experts behind several routers, as in MMoE.
 ///
 /// ```
-/// use moesaic::{Input, Weights};
+/// use moesaic::{Input, Tensors};
 ///
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let (one, other) = (wave(32), vec![0.5f32; 32]);
-/// let routers = [&one, &other].map(|w| Weights::new().with("router.weight", &[4, 8], w));
+/// let routers = [&one, &other].map(|w| Tensors::new().with("router.weight", &[4, 8], w));
 /// # let all = weights();
-/// # let mut experts = Weights::new();
+/// # let mut experts = Tensors::new();
 /// # for (name, tensor) in all.iter().filter(|(name, _)| name.starts_with("experts.")) {
 /// #     experts.insert(name, tensor.clone());
 /// # }

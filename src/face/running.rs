@@ -20,29 +20,56 @@
 #[doc(inline)]
 pub use moesaic_spec::LayerSpec;
 
-/// A layer's tensors by canonical name, lent or owned.
+/// Tensors by name: weights, results, gradients, the state of an optimizer.
 ///
 /// ```
-/// use moesaic::Weights;
+/// use moesaic::{Tensor, Tensors};
 ///
-/// let router = vec![0.5f32; 4 * 8];
-/// let weights = Weights::new().with("router.weight", &[4, 8], &router);
-/// assert_eq!(weights.get("router.weight").unwrap().shape, [4, 8]);
+/// let router = vec![0.5f32; 4 * 8]; // lent, not copied
+/// let mut weights = Tensors::new().with("router.weight", &[4, 8], &router);
+/// weights.insert("router.bias", Tensor::owned(&[4], vec![0.0f32; 4]));
+/// assert_eq!(weights["router.weight"].shape, [4, 8]);
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Weights;
+pub use moesaic_tensor::Tensors;
 
 /// A tensor in host memory: type, shape, bytes.
 ///
 /// ```
-/// use moesaic::{DType, HostTensor, half::bf16};
+/// use moesaic::{DType, Tensor, half::bf16};
 ///
-/// let tensor = HostTensor::owned(&[2, 2], vec![bf16::from_f32(1.5); 4]);
+/// let tensor = Tensor::owned(&[2, 2], vec![bf16::from_f32(1.5); 4]);
 /// assert_eq!((tensor.dtype, tensor.elements()), (DType::Bf16, 4));
 /// assert_eq!(tensor.to_f32(), [1.5; 4]);
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::HostTensor;
+pub use moesaic_tensor::Tensor;
+
+/// A tensor's bytes: owned, lent, or mapped from a file.
+///
+/// ```
+/// use moesaic::{Bytes, DType, Tensor};
+///
+/// let bytes = Bytes::copied(&1.5f32.to_le_bytes());
+/// let tensor = Tensor { dtype: DType::F32, shape: vec![1], data: bytes };
+/// assert_eq!(tensor.to_f32(), [1.5]);
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::Bytes;
+
+/// What gives a layer its weights, a piece at a time.
+///
+/// ```
+/// use moesaic::{Tensors, WeightSource};
+///
+/// let router = [0.5f32; 32];
+/// let weights = Tensors::new().with("router.weight", &[4, 8], &router);
+/// // An engine asks for rows; of a weight of experts a row is an expert.
+/// assert_eq!(weights.rows("router.weight", 1..3)?.shape, [2, 8]);
+/// # Ok::<(), moesaic::tensor::SourceError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::WeightSource;
 
 /// The element type of a tensor.
 ///
@@ -83,11 +110,11 @@ pub use moesaic_engine::Layer;
 /// What a layer is called with: tokens, and what its spec asks for beside them.
 ///
 /// ```
-/// use moesaic::{HostTensor, Input};
+/// use moesaic::{Input, Tensor};
 ///
 /// let (x, mask) = (vec![0.5f32; 2 * 8], vec![1, 0]);
 /// let mut input = Input::new(2, &x).with_capacity_factor(1.25);
-/// input.insert("token_mask", HostTensor::owned(&[2], mask)); // router.token_mask
+/// input.insert("token_mask", Tensor::owned(&[2], mask)); // router.token_mask
 /// assert_eq!(input.tokens, 2);
 /// ```
 #[doc(inline)]

@@ -8,7 +8,7 @@
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = engine().training_layer(&spec(), &weights(), Training::default())?;
-/// let (x, dy) = (wave(24), moesaic::HostTensor::owned(&[3, 8], wave(24)));
+/// let (x, dy) = (wave(24), moesaic::Tensor::owned(&[3, 8], wave(24)));
 /// let (output, saved) = layer.forward_train(&Input::new(3, &x), &["y"], Counters::default())?;
 /// let back = layer.backward(&saved, &dy, false)?;
 /// assert_eq!(back.get("dx").unwrap().shape, [3, 8]);

@@ -236,6 +236,14 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
     matrices.filter(|_| c.packed()).map(one_of).collect()
 }
 
+/// Which dimension of the grids of [`packs`] counts experts.
+pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
+    match Follow::forward(c) {
+        Follow::Columns => 1,
+        Follow::Rows => 0,
+    }
+}
+
 /// The same text on every CPU, whose strips differ.
 fn packed_shape(d: &GroupedGemmDesc) -> String {
     format!("[{}, strips, depth, columns]", d.experts)

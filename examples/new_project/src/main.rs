@@ -9,9 +9,9 @@
 //! cargo run
 //! ```
 
-use moesaic::train::{self, AdamW, Tensor, Tensors};
+use moesaic::train::{self, AdamW};
 use moesaic::typed::{TypedLayer, tensor};
-use moesaic::{Counters, Engine, EngineOptions, Store, Training};
+use moesaic::{Counters, Engine, EngineOptions, Store, Tensor, Tensors, Training};
 use std::error::Error;
 use std::sync::Arc;
 
@@ -52,28 +52,34 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let (x, goal) = batch(STEPS);
     let (unseen, _) = squared_error(&layer.forward(&x)?, &goal);
-    println!("loss {:.4} in the first step, {unseen:.4} on tokens not seen", losses[0]);
+    println!(
+        "loss {:.4} in the first step, {unseen:.4} on tokens not seen",
+        losses[0]
+    );
     println!("kernels compiled while it ran: {}", engine.stats().compiled);
     Ok(())
 }
 
-fn made(engine: &Engine, masters: &Tensors) -> Result<Experts, Box<dyn Error>> {
+fn made(engine: &Engine, masters: &Tensors<'_>) -> Result<Experts, Box<dyn Error>> {
+    let values = |name: &str| masters[name].values().expect("masters are f32");
+    let router = values("router.weight");
+    let [gate, up, down] = ["gate", "up", "down"].map(|m| values(&format!("experts.{m}.weight")));
     let weights = ExpertsWeights {
-        router_weight: tensor(&masters["router.weight"].data)?,
-        experts_gate_weight: tensor(&masters["experts.gate.weight"].data)?,
-        experts_up_weight: tensor(&masters["experts.up.weight"].data)?,
-        experts_down_weight: tensor(&masters["experts.down.weight"].data)?,
+        router_weight: tensor(&router)?,
+        experts_gate_weight: tensor(&gate)?,
+        experts_up_weight: tensor(&up)?,
+        experts_down_weight: tensor(&down)?,
     };
     Ok(Experts::training(engine, &weights, Training::default())?)
 }
 
 /// Weights to start from, in f32 by name.
-fn first_weights() -> Tensors {
+fn first_weights() -> Tensors<'static> {
     let tensors = moesaic::spec::canonical_tensors(&Experts::spec()).into_iter();
     let drawn = tensors.enumerate().map(|(i, tensor)| {
         let elements = tensor.shape.iter().product();
         let values = (0..elements).map(|j| 0.3 * noise(1000 + i as u64, j as u64));
-        (tensor.name, Tensor::new(&tensor.shape, values.collect()))
+        (tensor.name, Tensor::owned(&tensor.shape, values.collect()))
     });
     drawn.collect()
 }

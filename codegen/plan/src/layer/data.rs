@@ -181,6 +181,13 @@ impl LayerPlan {
                 .any(|step| step.tensors().contains(&weight))
     }
 
+    /// Which dimension of the grid of a step of `prepare` counts experts, so that a
+    /// launch can pack some of them.
+    pub fn expert_axis(&self, step: &LaunchStep) -> usize {
+        let config = self.kernels[step.entry.kernel].op.gemm();
+        config.map_or(0, crate::signature::expert_axis)
+    }
+
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorPlan> {
         self.tensors.iter().find(|tensor| tensor.name == name)
