@@ -32,6 +32,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("train", &["kernel", "spec", "engine", "weights"]),
     ("reference", &["kernel", "spec"]),
     ("weights", &["kernel", "spec"]),
+    ("collectives", &["kernel", "target", "dl"]),
     (
         "toolchain",
         &["kernel", "target", "cache", "cpu", "cuda", "rocm"],
