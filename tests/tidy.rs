@@ -35,7 +35,15 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("collectives", &["kernel", "target", "dl"]),
     (
         "toolchain",
-        &["kernel", "target", "cache", "cpu", "cuda", "rocm"],
+        &[
+            "kernel",
+            "target",
+            "cache",
+            "collectives",
+            "cpu",
+            "cuda",
+            "rocm",
+        ],
     ),
 ];
 

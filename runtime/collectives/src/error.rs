@@ -6,7 +6,7 @@ use std::time::Duration;
 /// An operation, as errors name it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct At {
-    /// Its kind: `all_to_all`.
+    /// Its kind: `all_to_all`; empty between operations.
     pub operation: &'static str,
     /// Its number within the group, from 0.
     pub sequence: u64,
@@ -18,8 +18,24 @@ pub struct At {
     pub rank: usize,
 }
 
+impl At {
+    /// A rank that is in no operation.
+    pub(crate) fn outside(rank: usize) -> At {
+        At {
+            operation: "",
+            sequence: 0,
+            label: String::new(),
+            phase: "between operations",
+            rank,
+        }
+    }
+}
+
 impl fmt::Display for At {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.operation.is_empty() {
+            return write!(f, "rank {}, {}", self.rank, self.phase);
+        }
         write!(
             f,
             "rank {}, operation {} `{}`",

@@ -7,7 +7,8 @@
 //!
 //! An operation is a [`plan`]: messages and copies as data, a pure function of ranks and
 //! sizes. [`Communicator`] runs plans over any [`Engine`], which has to do no more than
-//! carry letters and parcels: [`threads`] are ranks of one process.
+//! carry letters and parcels: [`threads`] are ranks of one process, [`mpi`] processes
+//! under anybody's `mpirun`.
 
 mod api;
 mod checks;
@@ -19,12 +20,15 @@ mod handle;
 mod hash;
 mod letter;
 mod memory;
+pub mod mpi;
 mod operation;
 pub mod plan;
 mod reduce;
 mod shape;
 mod slice;
 pub mod threads;
+pub mod topology;
+mod world;
 
 pub use api::{Algorithm, Call, Collectives, Transfer};
 pub use communicator::{Communicator, DEADLINE};
@@ -34,3 +38,5 @@ pub use handle::Handle;
 pub use reduce::Reduction;
 pub use shape::NodeShape;
 pub use slice::{Element, Slice};
+pub use topology::{Topology, agree};
+pub use world::{Launcher, World};
