@@ -19,24 +19,37 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// How ranks under MPI begin.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Options {
     /// The library. `None`: `MOESAIC_MPI`, else that of the launcher, else any.
     pub library: Option<PathBuf>,
     /// A library that is tried after those of the machine.
     pub installed: Option<PathBuf>,
-    /// How long ranks may take to come together, and the deadline of operations.
-    pub deadline: Duration,
+    /// How long ranks may take to come together, and the deadline of operations. `None`:
+    /// `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`].
+    pub deadline: Option<Duration>,
 }
 
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            library: None,
-            installed: None,
-            deadline: DEADLINE,
+impl Options {
+    fn deadline(&self) -> Result<Duration, CollectiveError> {
+        match self.deadline {
+            Some(deadline) => Ok(deadline),
+            None => seconds(std::env::var("MOESAIC_DEADLINE").ok().as_deref()),
         }
     }
+}
+
+fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
+    let Some(text) = text else {
+        return Ok(DEADLINE);
+    };
+    let seconds = text.trim().parse::<f64>().ok();
+    let seconds = seconds.filter(|seconds| *seconds > 0.0 && *seconds < 1e9);
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| CollectiveError::Setup {
+            reason: format!("MOESAIC_DEADLINE is `{text}`; it must be a number of seconds above 0"),
+        })
 }
 
 /// The ranks that the launcher has started, this process one of them. A process that was
@@ -50,12 +63,13 @@ impl Default for Options {
 /// when ranks do not come together in time.
 pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator, CollectiveError> {
     let launched = World::from_environment()?;
+    let deadline = options.deadline()?;
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
     let path = calls.library().to_string();
     let setup = |reason| CollectiveError::Setup { reason };
-    let mpi = engine::Mpi::start(calls, abi, options.deadline).map_err(setup)?;
-    let communicator = Communicator::new(Box::new(mpi), device).with_deadline(options.deadline);
+    let mpi = engine::Mpi::start(calls, abi, deadline).map_err(setup)?;
+    let communicator = Communicator::new(Box::new(mpi), device).with_deadline(deadline);
     match launched {
         Some(world) => world.must_be(&communicator, &path).map(|()| communicator),
         None => Ok(communicator),
@@ -90,4 +104,22 @@ pub struct Found {
     pub library: String,
     /// Whether a message may have more than 2^31 bytes; else larger ones go in parts.
     pub large_messages: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_is_a_number_of_seconds() {
+        assert_eq!(seconds(None), Ok(DEADLINE));
+        assert_eq!(seconds(Some("2.5")), Ok(Duration::from_millis(2500)));
+        for wrong in ["", "soon", "0", "-1", "inf", "NaN"] {
+            let error = seconds(Some(wrong)).unwrap_err().to_string();
+            assert!(
+                error.contains("must be a number of seconds above 0"),
+                "{error}"
+            );
+        }
+    }
 }

@@ -147,11 +147,8 @@ fn large(mut world: Communicator) {
         }
     }
     let data = Slice::whole(&buffer, Element::U8);
-    world
-        .broadcast(&data, 0, &call("large"))
-        .unwrap()
-        .wait()
-        .unwrap();
+    let patient = Call::new("large").within(Duration::from_secs(45));
+    world.broadcast(&data, 0, &patient).unwrap().wait().unwrap();
     for place in places {
         assert!(
             read(&device, &ends(place)) == part(0, place % 97, 1000),
