@@ -146,8 +146,7 @@ fn digest(plan: &LayerPlan) -> String {
 fn templates() -> &'static str {
     static HASH: OnceLock<String> = OnceLock::new();
     HASH.get_or_init(|| {
-        let all = moesaic_templates::CPU.iter().chain(moesaic_templates::GPU);
-        let texts = all.map(|(name, text)| format!("{name}\n{text}\n"));
+        let texts = moesaic_emit::templates().map(|(name, text)| format!("{name}\n{text}\n"));
         hash_source(&texts.collect::<String>())
     })
 }
