@@ -139,7 +139,8 @@ impl Here {
     pub fn products(&self, tokens: usize) -> Vec<Option<f64>> {
         let plan = self.layer.tilings().at(tokens);
         let product = |step: &Step| {
-            let dense = match &plan.kernels[step.kernel].op {
+            let Step::Launch(launch) = step;
+            let dense = match &plan.kernels[launch.entry.kernel].op {
                 Op::GroupedGemm { desc: d, .. } => d.dense,
                 Op::GroupedGemmDgrad { desc: d, .. } => d.dense,
                 Op::GroupedGemmWgrad { desc: d, .. } => d.dense,

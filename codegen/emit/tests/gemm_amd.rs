@@ -182,8 +182,9 @@ impl Gemms {
     }
 
     fn launch(&self, step: &Step, tokens: u64, buffers: &BTreeMap<String, (DType, Buffer, usize)>) {
-        let entry = &self.plan.kernels[step.kernel].entries[0];
-        let pointers = step.tensors.iter();
+        let Step::Launch(launched) = step;
+        let entry = &self.plan[launched.entry];
+        let pointers = self.plan.names(step);
         let pointers = pointers.map(|name| Arg::Ptr(buffers[name].1.ptr()));
         let args: Vec<Arg> = pointers.chain([Arg::I64(tokens as i64)]).collect();
         let dims = LaunchDims {
@@ -194,7 +195,7 @@ impl Gemms {
         };
         // SAFETY: every buffer has the size the plan gives its tensor for
         // this token count, and lives until the launch has ended.
-        unsafe { self.modules[step.kernel].launch(&entry.symbol, dims, &args) }.unwrap();
+        unsafe { self.modules[launched.entry.kernel].launch(&entry.symbol, dims, &args) }.unwrap();
     }
 
     /// Every row against the reference; what no row has stays as it was.
@@ -310,9 +311,9 @@ impl Gemms {
 fn only_gemms(plan: &mut LayerPlan) {
     let gemm = |kernel: usize| plan.kernels[kernel].stem() == Stem::GroupedGemm;
     let mut steps = plan.steps.clone();
-    steps.retain(|step| gemm(step.kernel));
-    for (i, step) in steps.iter_mut().enumerate() {
-        step.kernel = i; // a GEMM has one entry
+    steps.retain(|Step::Launch(launch)| gemm(launch.entry.kernel));
+    for (i, Step::Launch(launch)) in steps.iter_mut().enumerate() {
+        launch.entry.kernel = i; // a GEMM has one entry
     }
     plan.steps = steps;
     plan.kernels.retain(|k| k.stem() == Stem::GroupedGemm);

@@ -69,7 +69,11 @@ fn signatures(plan: &LayerPlan) -> impl PartialEq + use<> {
         let entries = kernel.entries.iter();
         entries.map(move |e| (name.clone(), e.symbol.clone(), e.params.clone()))
     });
-    (entries.collect::<Vec<_>>(), plan.steps.clone())
+    let steps = plan.steps.iter().map(|step| {
+        let names = plan.names(step).map(str::to_string);
+        (plan.symbol(step).to_string(), names.collect::<Vec<_>>())
+    });
+    (entries.collect::<Vec<_>>(), steps.collect::<Vec<_>>())
 }
 
 #[test]

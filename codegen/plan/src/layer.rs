@@ -1,4 +1,4 @@
-//! A whole pass, written down: kernels, tensors, and the launches in order.
+//! A whole pass, written down: kernels, tensors, and the steps in order.
 
 mod backward;
 mod data;
@@ -6,6 +6,7 @@ mod gate;
 mod gate_bwd;
 mod latent;
 mod stack;
+mod step;
 mod supported;
 mod tensors;
 mod user;
@@ -15,11 +16,12 @@ use crate::{KernelPlan, Knob, Machine, Op, Operator, PlanError};
 
 use moesaic_kernel::Target;
 use moesaic_spec::{LayerSpec, SharedGate};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use tensors::declared_tensors;
 
-pub use data::{LayerPlan, PlanOptions, Recompute, Role, Step, TensorPlan, Training};
+pub use data::{LayerPlan, PlanOptions, Recompute, Role, TensorPlan, Training};
 pub use stack::stacked;
+pub use step::{EntryId, LaunchStep, Step, TensorId};
 pub use user::{UserPlan, plan_user_experts};
 
 /// Plans a layer for a target. The spec must be valid. Where the options say how
@@ -48,6 +50,9 @@ struct Builder {
     plan: LayerPlan,
     /// What kernels are tiled for.
     machine: Machine,
+    /// The tensors that steps name so far. Until the plan is finished, a step has
+    /// their numbers in here.
+    named: BTreeMap<String, TensorId>,
     /// Where steps go.
     pass: Pass,
 }
@@ -93,6 +98,7 @@ impl Builder {
                 backward: vec![],
             },
             machine,
+            named: BTreeMap::new(),
             pass: Pass::Forward,
         }
     }
@@ -128,13 +134,38 @@ impl Builder {
         self.plan.training.is_some() && self.pass != Pass::Evaluation
     }
 
-    /// Drops the tensors that no step names; weights are all wanted.
+    /// Drops the tensors that no step names; weights are all wanted. Steps get
+    /// the numbers of those that are left.
     fn finish(self) -> LayerPlan {
-        let mut plan = self.plan;
-        let steps = plan.prepare.iter().chain(plan.call_steps());
-        let used: BTreeSet<String> = steps.flat_map(|s| s.tensors.clone()).collect();
+        let Builder {
+            mut plan, named, ..
+        } = self;
+        let used: BTreeSet<TensorId> = plan.launches().flat_map(|s| s.tensors.clone()).collect();
+        let used = |name: &str| named.get(name).is_some_and(|id| used.contains(id));
         plan.tensors
-            .retain(|t| t.role == Role::Weight || used.contains(&t.name));
+            .retain(|t| t.role == Role::Weight || used(&t.name));
+        let mut places = vec![None; named.len()];
+        for (at, tensor) in plan.tensors.iter().enumerate() {
+            if let Some(id) = named.get(&tensor.name) {
+                places[id.0] = Some(TensorId(at));
+            }
+        }
+        let LayerPlan {
+            prepare,
+            steps,
+            evaluation,
+            backward,
+            ..
+        } = &mut plan;
+        let called = steps.iter_mut().chain(evaluation).chain(backward);
+        let called = called.map(|Step::Launch(launch)| launch);
+        for tensor in prepare
+            .iter_mut()
+            .chain(called)
+            .flat_map(|s| &mut s.tensors)
+        {
+            *tensor = places[tensor.0].expect("steps name declared tensors");
+        }
         plan
     }
 
@@ -173,7 +204,7 @@ impl Builder {
 
     /// Adds a step: the entry `index` of a kernel.
     fn step(&mut self, kernel: usize, index: usize, bind: Bind) {
-        let step = self.step_of(kernel, index, bind);
+        let step = Step::Launch(self.step_of(kernel, index, bind));
         match self.pass {
             Pass::Forward => self.plan.steps.push(step),
             Pass::Backward => self.plan.backward.push(step),
@@ -182,17 +213,21 @@ impl Builder {
     }
 
     /// The launch of the entry `index` of a kernel.
-    fn step_of(&self, kernel: usize, index: usize, bind: Bind) -> Step {
-        let entry = &self.plan.kernels[kernel].entries[index];
-        let pointers = entry.params.iter().filter(|p| p.ty.tensor().is_some());
-        let renamed = |p: &moesaic_kernel::Param| {
-            let found = bind.iter().find(|(from, _)| *from == p.name);
-            found.map_or(&*p.name, |b| b.1).to_string()
-        };
-        Step {
-            kernel,
-            symbol: entry.symbol.clone(),
-            tensors: pointers.map(renamed).collect(),
+    fn step_of(&mut self, kernel: usize, index: usize, bind: Bind) -> LaunchStep {
+        let params = self.plan.kernels[kernel].entries[index].params.iter();
+        let pointers = params.filter(|param| param.ty.tensor().is_some());
+        let tensors = pointers.map(|param| {
+            let renamed = bind.iter().find(|(from, _)| *from == param.name);
+            let name = renamed.map_or(&*param.name, |(_, to)| to);
+            let next = TensorId(self.named.len());
+            *self.named.entry(name.to_string()).or_insert(next)
+        });
+        LaunchStep {
+            tensors: tensors.collect(),
+            entry: EntryId {
+                kernel,
+                entry: index,
+            },
         }
     }
 

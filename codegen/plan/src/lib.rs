@@ -34,7 +34,10 @@ pub use desc::{
     GateTopkDesc, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Logits,
     LossSlope, LossSum, SharedBwdDesc, SharedDesc,
 };
-pub use layer::{LayerPlan, PlanOptions, Recompute, Role, Step, TensorPlan, Training, plan};
+pub use layer::{
+    EntryId, LaunchStep, LayerPlan, PlanOptions, Recompute, Role, Step, TensorId, TensorPlan,
+    Training, plan,
+};
 pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use ops::{Core, Machine, Op, Operator};
 pub use tilings::Tilings;

@@ -88,10 +88,17 @@ impl Tilings {
 }
 
 impl LayerPlan {
-    /// Whether another plan has the same launches on the same tensors.
+    /// Whether another plan has the same steps on the same tensors.
     fn launches_as(&self, other: &LayerPlan) -> bool {
+        let names = |plan: &LayerPlan| -> Vec<String> {
+            plan.tensors
+                .iter()
+                .map(|tensor| tensor.name.clone())
+                .collect()
+        };
         let same = self.prepare == other.prepare && self.steps == other.steps;
-        same && self.backward == other.backward && self.evaluation == other.evaluation
+        let same = same && self.backward == other.backward && self.evaluation == other.evaluation;
+        same && names(self) == names(other)
     }
 }
 

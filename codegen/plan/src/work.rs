@@ -5,7 +5,7 @@ use crate::{LayerPlan, Op, Role, Step, TensorPlan};
 use moesaic_kernel::Entry;
 use std::collections::BTreeSet;
 
-/// Least arithmetic and traffic of one launch.
+/// Least arithmetic and traffic of one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Work {
     /// Floating-point operations; a multiply-add counts two.
@@ -21,9 +21,10 @@ impl Work {
     /// # Panics
     /// When the step is not of this plan.
     pub fn of(plan: &LayerPlan, step: &Step, tokens: u64) -> Work {
-        let op = &plan.kernels[step.kernel].op;
+        let Step::Launch(launch) = step;
+        let op = &plan.kernels[launch.entry.kernel].op;
         Work {
-            flops: flops(op, plan.entry(step), tokens as f64),
+            flops: flops(op, &plan[launch.entry], tokens as f64),
             bytes: bytes(plan, step, tokens),
         }
     }
@@ -82,7 +83,7 @@ fn flops(op: &Op, entry: &Entry, tokens: f64) -> f64 {
 
 /// Bytes of the step's tensors, each once.
 fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
-    let names: BTreeSet<&String> = step.tensors.iter().collect();
+    let names: BTreeSet<&str> = plan.names(step).collect();
     let tensors = names.into_iter().filter_map(|name| plan.tensor(name));
     let bytes = tensors.map(|tensor| {
         let matrices = matches!(tensor.role, Role::Weight | Role::Packed);

@@ -46,7 +46,7 @@ impl Layer {
         if let Some(table) = weights.get("router.table") {
             check_table(&plan.spec, table)?;
         }
-        let saved = plan.saved().into_iter().map(|t| t.name.clone());
+        let saved = plan.saved().into_iter().map(|t| plan[t].name.clone());
         Ok(Layer {
             ports: ports(plan),
             saved: saved.collect(),

@@ -3,7 +3,7 @@
 use crate::forward::shape_for;
 use crate::launch::dims;
 use crate::{EngineError, HostTensor, Weights};
-use moesaic_plan::{LayerPlan, Role, Step, TensorPlan};
+use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
 use moesaic_target::{Arg, Buffer, Device, Module, Ptr};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,10 +21,10 @@ pub(crate) fn placed(
     let _placing = Placing::begin(device);
     let mut held = HashMap::new();
     let of = |role: Role| {
-        let tensors = plan.tensors.iter();
-        tensors.filter(move |tensor| tensor.role == role)
+        let tensors = plan.tensors.iter().enumerate();
+        tensors.filter(move |(_, tensor)| tensor.role == role)
     };
-    for tensor in of(Role::Packed).filter(|tensor| wanted(&tensor.name)) {
+    for (_, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
         let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
         held.insert(tensor.name.clone(), device.alloc(bytes)?);
     }
@@ -33,12 +33,12 @@ pub(crate) fn placed(
         modules,
         device,
     };
-    for tensor in of(Role::Weight) {
-        let away = plan.packs_away(&tensor.name);
+    for (at, tensor) in of(Role::Weight) {
+        let away = plan.packs_away(TensorId(at));
         let here = match away {
             true => packing
                 .steps(&tensor.name)
-                .any(|s| held.contains_key(&s.tensors[1])),
+                .any(|s| held.contains_key(&plan[s.tensors[1]].name)),
             false => wanted(&tensor.name),
         };
         if !here {
@@ -99,25 +99,30 @@ impl Packing<'_> {
         let from = self.device.alloc(host.data.len().max(64))?;
         self.device.upload(&host.data, &from, 0)?;
         for step in self.steps(name) {
-            self.launch(step, from.ptr(), held[&step.tensors[1]].ptr())?;
+            self.launch(
+                step,
+                from.ptr(),
+                held[&self.plan[step.tensors[1]].name].ptr(),
+            )?;
         }
         // The source is freed here, and the kernels that read it must be done.
         Ok(self.device.synchronize()?)
     }
 
     /// The launches that read a weight.
-    fn steps(&self, name: &str) -> impl Iterator<Item = &Step> {
+    fn steps(&self, name: &str) -> impl Iterator<Item = &LaunchStep> {
         let steps = self.plan.prepare.iter();
-        steps.filter(move |step| step.tensors[0] == name)
+        steps.filter(move |step| self.plan[step.tensors[0]].name == name)
     }
 
-    fn launch(&self, step: &Step, from: Ptr, to: Ptr) -> Result<(), EngineError> {
-        let dims = dims(&self.plan.entry(step).launch, 0);
+    fn launch(&self, step: &LaunchStep, from: Ptr, to: Ptr) -> Result<(), EngineError> {
+        let entry = &self.plan[step.entry];
+        let dims = dims(&entry.launch, 0);
         let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::I64(0)];
         // SAFETY: an entry that packs takes the weight, the packed tensor and a
         // number of tokens; both buffers have the sizes the plan gives, and live
         // until the device is done.
-        unsafe { self.modules[step.kernel].launch(&step.symbol, dims, &args)? };
+        unsafe { self.modules[step.entry.kernel].launch(&entry.symbol, dims, &args)? };
         Ok(())
     }
 }

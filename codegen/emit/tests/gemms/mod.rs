@@ -194,8 +194,9 @@ impl Gemms {
     }
 
     fn launch(&self, step: &Step, tokens: u64, memory: &BTreeMap<String, Memory>) {
-        let entry = &self.plan.kernels[step.kernel].entries[0];
-        let mut tensors = step.tensors.iter();
+        let Step::Launch(launched) = step;
+        let entry = &self.plan[launched.entry];
+        let mut tensors = self.plan.names(step);
         let args: Vec<Arg> = entry
             .params
             .iter()
@@ -212,7 +213,7 @@ impl Gemms {
         };
         // SAFETY: every buffer has the size the plan gives its tensor for
         // this token count, and lives until the launch has ended.
-        unsafe { self.modules[step.kernel].launch(&entry.symbol, dims, &args) }
+        unsafe { self.modules[launched.entry.kernel].launch(&entry.symbol, dims, &args) }
             .unwrap_or_else(|error| panic!("{}: {error}", self.plan.target));
     }
 
@@ -382,9 +383,9 @@ fn is_result(name: &str) -> bool {
 fn only_gemms(plan: &mut LayerPlan) {
     let gemm = |kernel: usize| plan.kernels[kernel].stem() == Stem::GroupedGemm;
     let mut steps = plan.steps.clone();
-    steps.retain(|step| gemm(step.kernel));
-    for (i, step) in steps.iter_mut().enumerate() {
-        step.kernel = i; // a GEMM has one entry
+    steps.retain(|Step::Launch(launch)| gemm(launch.entry.kernel));
+    for (i, Step::Launch(launch)) in steps.iter_mut().enumerate() {
+        launch.entry.kernel = i; // a GEMM has one entry
     }
     plan.steps = steps;
     plan.kernels.retain(|k| k.stem() == Stem::GroupedGemm);

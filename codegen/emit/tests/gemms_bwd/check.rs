@@ -2,7 +2,9 @@
 
 use super::{Call, Products, Tensors};
 use moesaic_kernel::DType;
-use moesaic_plan::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Op, Step};
+use moesaic_plan::{
+    EntryId, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Op, Step,
+};
 use moesaic_reference::activate;
 use moesaic_spec::Experts;
 use std::collections::BTreeMap;
@@ -33,7 +35,7 @@ impl Sum {
 struct Launched<'a> {
     products: &'a Products,
     call: &'a Call,
-    step: &'a Step,
+    entry: EntryId,
     tensors: BTreeMap<String, &'a str>,
     values: &'a Tensors,
     dense: bool,
@@ -43,23 +45,25 @@ impl Products {
     /// Every result of every kernel; what no row has stays as it was.
     pub fn check(&self, call: &Call, values: &Tensors) {
         for step in self.plan.steps.iter().chain(&self.plan.backward) {
-            let params = self.plan.entry(step).params.iter();
+            let Step::Launch(launch) = step;
+            let entry = &self.plan[launch.entry];
+            let params = entry.params.iter();
             let params = params.filter(|param| param.ty.tensor().is_some());
             let tensors = params
                 .map(|param| param.name.trim_end_matches("_map").to_string())
-                .zip(step.tensors.iter().map(String::as_str));
+                .zip(self.plan.names(step));
             let mut launched = Launched {
                 products: self,
                 call,
-                step,
+                entry: launch.entry,
                 tensors: tensors.collect(),
                 values,
                 dense: false,
             };
-            match &self.plan.kernels[step.kernel].op {
+            match &self.plan.kernels[launch.entry.kernel].op {
                 Op::GroupedGemm { desc: d, .. } => launched.of(d.dense).kept(d),
                 Op::GroupedGemmDgrad { desc: d, .. } => launched.of(d.dense).dgrad(d),
-                Op::GroupedGemmWgrad { desc: d, .. } if step.symbol.ends_with("_bias") => {
+                Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => {
                     launched.of(d.dense).wgrad_bias(d)
                 }
                 Op::GroupedGemmWgrad { desc: d, .. } => launched.of(d.dense).wgrad(d),
@@ -127,7 +131,7 @@ impl Launched<'_> {
             "{}: {} of {} [{at}] is {got}, not {}; {:?}",
             self.products.plan.target,
             self.tensors[param],
-            self.step.symbol,
+            self.products.plan[self.entry].symbol,
             want.value,
             self.products.plan.spec,
         );
@@ -204,7 +208,7 @@ impl Launched<'_> {
 
     fn down(&self, d: &GroupedGemmDgradDesc, row: usize, products: &[Sum]) {
         let weight = self.weight(row);
-        let op = &self.products.plan.kernels[self.step.kernel].op;
+        let op = &self.products.plan.kernels[self.entry.kernel].op;
         let config = op.gemm().expect("a product");
         let mut parts = vec![Sum::default(); d.outer.div_ceil(config.tile_columns)];
         for (column, &product) in products.iter().enumerate() {

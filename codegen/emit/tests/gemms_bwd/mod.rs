@@ -152,10 +152,8 @@ impl Products {
     fn reads(&self) -> BTreeMap<String, Access> {
         let mut first = BTreeMap::new();
         for step in self.plan.steps.iter().chain(&self.plan.backward) {
-            let params = self.plan.entry(step).params.iter();
-            let accesses = params.filter_map(|param| Some(param.ty.tensor()?.1));
-            for (name, access) in step.tensors.iter().zip(accesses) {
-                first.entry(name.clone()).or_insert(access);
+            for (id, access) in self.plan.accesses(step) {
+                first.entry(self.plan[id].name.clone()).or_insert(access);
             }
         }
         first
@@ -195,8 +193,9 @@ impl Products {
     }
 
     fn launch(&self, step: &Step, call: &Call, memory: &BTreeMap<String, Memory>) {
-        let (entry, tokens) = (self.plan.entry(step), call.tokens as u64);
-        let mut tensors = step.tensors.iter();
+        let Step::Launch(launched) = step;
+        let (entry, tokens) = (&self.plan[launched.entry], call.tokens as u64);
+        let mut tensors = self.plan.names(step);
         let argument = |param: &moesaic_kernel::Param| match (param.ty, &*param.name) {
             (ParamType::Scalar(_), "accumulate") => Arg::I64(call.accumulate.into()),
             (ParamType::Scalar(_), _) => Arg::I64(tokens as i64),
@@ -218,7 +217,7 @@ impl Products {
         };
         // SAFETY: every buffer has the size the plan gives its tensor for
         // this token count, and lives until the launch has ended.
-        unsafe { self.modules[step.kernel].launch(&entry.symbol, dims, &args) }
+        unsafe { self.modules[launched.entry.kernel].launch(&entry.symbol, dims, &args) }
             .unwrap_or_else(|error| panic!("{}: {error}", self.plan.target));
     }
 
@@ -243,9 +242,9 @@ fn only_products(plan: &mut LayerPlan, wanted: impl Fn(&KernelPlan) -> bool) {
         .filter(|&kernel| is_product(&plan.kernels[kernel]) && wanted(&plan.kernels[kernel]))
         .collect();
     for steps in [&mut plan.steps, &mut plan.backward] {
-        steps.retain(|step| kept.contains(&step.kernel));
-        for step in steps {
-            step.kernel = kept.range(..step.kernel).count();
+        steps.retain(|Step::Launch(launch)| kept.contains(&launch.entry.kernel));
+        for Step::Launch(launch) in steps {
+            launch.entry.kernel = kept.range(..launch.entry.kernel).count();
         }
     }
     let mut kernel = 0..;

@@ -1,7 +1,7 @@
 //! The backward pass, written down.
 
 use super::tensors::{constant, tensor};
-use super::{Bind, Builder, Pass, Recompute, Role, TensorPlan, borrowed, latent, owned};
+use super::{Bind, Builder, Pass, Recompute, Role, Step, TensorPlan, borrowed, latent, owned};
 use crate::desc::{self, Half};
 use crate::{Op, Operator};
 use moesaic_kernel::DType::{self, F32};
@@ -163,13 +163,15 @@ impl Builder {
         let mut has_rows = false;
         for index in 0..self.plan.steps.len() {
             let step = self.plan.steps[index].clone();
-            let again = match &self.plan.kernels[step.kernel].op {
+            let Step::Launch(launch) = &step;
+            let kernel = &self.plan.kernels[launch.entry.kernel];
+            let again = match &kernel.op {
                 op if op.routes() => routing,
                 Op::Dispatch { .. } => {
                     has_rows = true;
                     true
                 }
-                _ => self.plan.kernels[step.kernel].name == latent::DOWN,
+                _ => kernel.name == latent::DOWN,
             };
             if again {
                 self.plan.backward.push(step);

@@ -16,19 +16,23 @@ fn planned(change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
 /// Every tensor of every step is declared, with the parameter's dtype,
 /// and every declared tensor is used.
 fn check(plan: &LayerPlan) {
-    for step in plan.prepare.iter().chain(plan.call_steps()) {
-        let params = plan.entry(step).params.iter();
-        let dtypes = params.filter_map(|p| p.ty.tensor().map(|(dtype, _)| dtype));
-        for (name, dtype) in step.tensors.iter().zip(dtypes) {
-            let tensor = plan
-                .tensor(name)
-                .unwrap_or_else(|| panic!("{name} is undeclared"));
-            assert_eq!(tensor.dtype, dtype, "{name} in {}", step.symbol);
+    for step in plan.launches() {
+        let entry = &plan[step.entry];
+        let params = entry.params.iter();
+        let pointers: Vec<_> = params.filter(|p| p.ty.tensor().is_some()).collect();
+        assert_eq!(step.tensors.len(), pointers.len(), "{}", entry.symbol);
+        for (&id, param) in step.tensors.iter().zip(pointers) {
+            let tensor = plan.tensors.get(id.0);
+            let tensor = tensor.unwrap_or_else(|| panic!("{} is undeclared", param.name));
+            let (dtype, _) = param.ty.tensor().unwrap();
+            assert_eq!(tensor.dtype, dtype, "{} in {}", tensor.name, entry.symbol);
+            assert_eq!(plan.id(&tensor.name), Some(id), "{}", tensor.name);
         }
     }
-    for tensor in &plan.tensors {
-        let mut steps = plan.prepare.iter().chain(plan.call_steps());
-        let used = steps.any(|step| step.tensors.contains(&tensor.name));
+    for (at, tensor) in plan.tensors.iter().enumerate() {
+        let used = plan
+            .launches()
+            .any(|step| step.tensors.contains(&TensorId(at)));
         assert!(used, "{} is never used", tensor.name);
     }
 }
@@ -68,13 +72,17 @@ fn weights_are_packed_in_the_order_of_their_products() {
         assert!(!plan.prepare.is_empty());
         let experts = Size::Const(spec.shape.experts as u64);
         for step in &plan.prepare {
-            let packing = &plan.entry(step).launch.grid;
-            let reads = |product: &&Step| product.tensors.contains(&step.tensors[1]);
-            let product = plan.steps.iter().find(reads).unwrap();
-            let product = &plan.entry(product).launch.grid;
+            let packing = &plan[step.entry].launch.grid;
+            let reads = |product: &&LaunchStep| product.tensors.contains(&step.tensors[1]);
+            let mut products = plan.steps.iter().filter_map(Step::launch);
+            let product = &plan[products.find(reads).unwrap().entry].launch.grid;
             let by_tokens = |size: &Size| size.eval(9000) != size.eval(90000);
             let at = product.iter().position(by_tokens).unwrap();
-            assert_eq!(packing[at], experts, "{} on {target}", step.symbol);
+            assert_eq!(
+                packing[at], experts,
+                "{} on {target}",
+                plan[step.entry].symbol
+            );
         }
     }
 }
@@ -163,7 +171,8 @@ fn what_is_kept() {
     let (t, d, h, k, e) = (100, 16, 24, 2, 4);
     let kept = |recompute| -> u64 {
         let plan = trained(recompute, bf16);
-        plan.saved().iter().map(|tensor| tensor.bytes(t)).sum()
+        let saved = plan.saved().into_iter();
+        saved.map(|id| plan[id].bytes(t)).sum()
     };
     // Ids, weights, slot_rows and row_slots; logits; offsets and row_tiles.
     let record = 4 * 4 * t * k + 4 * t * e + 8 * (e + 1) + 4 * (e + 1);

@@ -42,11 +42,11 @@ pub fn plan_user_experts(
         builder.pass = Pass::Evaluation;
         evaluation_at = builder.forward_around();
     }
-    let mut layer = builder.finish();
     let of_expert = |name: &str| name.trim_start_matches("grad.").starts_with("experts.");
-    layer.tensors.retain(|tensor| !of_expert(&tensor.name));
+    let tensors = &mut builder.plan.tensors;
+    tensors.retain(|tensor| !of_expert(&tensor.name));
     Ok(UserPlan {
-        layer,
+        layer: builder.finish(),
         forward_at,
         evaluation_at,
         backward_at,

@@ -7,7 +7,7 @@ mod rig;
 
 use moesaic_emit::emit;
 use moesaic_kernel::{CudaArch, DType, SimArch, Stem, Target};
-use moesaic_plan::{PlanOptions, plan};
+use moesaic_plan::{PlanOptions, Step, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_spec::*;
 use moesaic_target::{
@@ -63,7 +63,8 @@ fn rig_of(spec: &LayerSpec, name: &str, stems: &[Stem], seed: u64) -> Rig {
     let launched: Vec<bool> = (plan.kernels.iter())
         .map(|kernel| stems.contains(&kernel.stem()))
         .collect();
-    plan.steps.retain(|step| launched[step.kernel]);
+    plan.steps
+        .retain(|Step::Launch(launch)| launched[launch.entry.kernel]);
     let load = |kernel: &moesaic_plan::KernelPlan| {
         if !stems.contains(&kernel.stem()) {
             return Arc::new(Absent) as Arc<dyn Module>;

@@ -1,7 +1,7 @@
 //! Blocks for each class of caches.
 
 use super::*;
-use crate::{CacheClass, LayerPlan, Op, PlanOptions, Training, plan};
+use crate::{CacheClass, LayerPlan, Op, PlanOptions, Step, Training, plan};
 use moesaic_spec::LayerSpec;
 
 const TARGETS: [&str; 6] = [
@@ -91,9 +91,9 @@ fn few_tokens_have_blocks_for_many_threads() {
                 continue;
             };
             let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
-            let mut steps = plan.call_steps();
-            let step = steps.find(|step| plan.kernels[step.kernel].name == name);
-            let grid = &plan.entry(step.unwrap()).launch.grid;
+            let mut launches = plan.call_steps().filter_map(Step::launch);
+            let launch = launches.find(|step| plan.kernels[step.entry.kernel].name == name);
+            let grid = &plan[launch.unwrap().entry].launch.grid;
             let blocks = |tokens: usize| -> u64 {
                 let sizes = grid.iter().map(|size| size.eval(tokens as u64));
                 sizes.product()
