@@ -10,7 +10,6 @@
 //! target give the same plan.
 
 mod caches;
-mod capacity;
 mod layer;
 mod ops;
 mod tilings;
@@ -18,7 +17,6 @@ mod tuning;
 mod work;
 
 pub use caches::CacheClass;
-pub use capacity::row_limit;
 pub use layer::{
     EntryId, LaunchStep, LayerPlan, PlanOptions, Recompute, Role, Step, TensorId, TensorPlan,
     Training, plan,

@@ -110,18 +110,27 @@ impl Builder {
 
     /// Adds a kernel and one step per entry. `bind` renames parameters to
     /// tensors; a parameter it does not name is a tensor of the same name.
-    pub(crate) fn launch(&mut self, name: &str, desc: impl Operator, bind: Bind) -> usize {
+    pub(crate) fn launch(&mut self, name: &str, desc: impl Operator, bind: Bind) {
         let kernel = self.kernel(name, desc);
+        self.launch_all(kernel, bind);
+    }
+
+    /// Adds one step per entry of a kernel.
+    pub(crate) fn launch_all(&mut self, kernel: usize, bind: Bind) {
         for index in 0..self.plan.kernels[kernel].entries.len() {
             self.step(kernel, index, bind);
         }
-        kernel
     }
 
-    /// Adds a kernel without a step; for an evaluation only if training has no
-    /// such kernel.
+    /// Adds a kernel without a step.
     pub(crate) fn kernel(&mut self, name: &str, desc: impl Operator) -> usize {
         let op = self.tiled(desc);
+        self.kernel_of(name, op)
+    }
+
+    /// Adds a kernel that is tiled already; for an evaluation only if training has
+    /// no such kernel.
+    pub(crate) fn kernel_of(&mut self, name: &str, op: Op) -> usize {
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
             let same = |known: &KernelPlan| known.op == op;
@@ -165,15 +174,11 @@ impl Builder {
     }
 
     /// A kernel's tiling: what was measured to be best, as far as there is that.
-    /// The scan lists the row tiles of the GEMM, so their heights agree. Weights
-    /// that change at every step are not packed: it would be a pass over memory
-    /// for what a block does in its cache.
-    pub(crate) fn tiled(&self, desc: impl Operator) -> Op {
+    /// Weights that change at every step are not packed: it would be a pass over
+    /// memory for what a block does in its cache.
+    fn tiled(&self, desc: impl Operator) -> Op {
         let mut op = desc.on(self.machine);
         self.plan.tuning.apply(&mut op);
-        if let Op::ExpertScan { config, .. } = &mut op {
-            config.tile_rows = self.tile_rows();
-        }
         if let Some(cpu) = op.gemm_mut().and_then(|gemm| gemm.family.cpu_mut()) {
             cpu.packed &= self.plan.training.is_none();
         }

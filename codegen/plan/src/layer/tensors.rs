@@ -3,7 +3,7 @@
 use super::supported::training_only;
 use super::{Role, TensorPlan};
 use crate::Machine;
-use crate::ops::gate::{gate_topk, selection_tensors};
+use crate::ops::gate::selection_tensors;
 use crate::ops::scan::scan_tensors;
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
@@ -87,9 +87,7 @@ fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<Te
     if spec.router.active_k {
         list.push(tensor("active_k", I32, &[constant(1)], Role::Input));
     }
-    if let Some(gate) = gate_topk(spec, training) {
-        list.extend(selection_tensors(&gate, machine));
-    }
+    list.extend(selection_tensors(spec, machine, training));
     list
 }
 

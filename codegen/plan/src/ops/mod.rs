@@ -16,12 +16,12 @@ pub(crate) mod scan;
 pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc};
 pub use combine::{SharedBwdDesc, SharedDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
-pub use gate::{GateTopkBwdConfig, GateTopkBwdDesc, GateTopkConfig, GateTopkDesc, Histogram};
-pub use gate::{Logits, LossSlope, LossSum, WARP_EXPERTS};
+pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
+pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
 pub use gemm::{CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
 pub use machine::{Core, Gpu, Machine};
-pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
+pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, row_limit};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};

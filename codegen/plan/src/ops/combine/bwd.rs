@@ -43,7 +43,7 @@ pub struct CombineBwdDesc {
     pub shared: Vec<SharedBwdDesc>,
 }
 
-/// A shared expert as `combine_bwd` and `dispatch_bwd` see it.
+/// A shared expert as the first and the last kernels of a backward pass see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedBwdDesc {
     /// Its output is multiplied by σ of its logit.
@@ -121,7 +121,6 @@ fn later_desc(spec: &LayerSpec, shared_parts: &[usize]) -> CombineBwdDesc {
     }
 }
 
-/// Shared experts as `combine_bwd` and `dispatch_bwd` see them.
 pub(crate) fn shared_bwd(spec: &LayerSpec, parts: &[usize]) -> Vec<SharedBwdDesc> {
     let list = spec.shared.iter().zip(parts).enumerate();
     list.map(|(index, (shared, &parts))| SharedBwdDesc {
@@ -351,5 +350,25 @@ impl Builder {
         add("grad_topk_weights", "grad.topk_weights");
         let last = self.plan.kernels[kernel].entries.len() - 1;
         self.step(kernel, last, &borrowed(&bind));
+    }
+
+    /// Parameters of [these kernels](SharedBwdDesc) that belong to shared experts,
+    /// the first of which is the parameters' `first`.
+    pub(crate) fn shared_names(&self, first: usize) -> Vec<(String, String)> {
+        let parts = [
+            ("logit", "router.logits"),
+            ("weight", "weight"),
+            ("parts", "dweight_parts"),
+            ("down_bias", "down.bias"),
+            ("dlogit", "dlogit"),
+            ("drows", "drows"),
+            ("router", "router.weight"),
+        ];
+        let indices = 0..self.plan.spec.shared.len();
+        let names = indices.flat_map(|i| {
+            let at = first + i;
+            parts.map(|(from, to)| (format!("shared_{at}_{from}"), format!("shared.{i}.{to}")))
+        });
+        names.collect()
     }
 }

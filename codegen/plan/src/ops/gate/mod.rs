@@ -6,7 +6,6 @@ mod entries;
 mod steps;
 mod tiles;
 
-pub use bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use desc::{GateTopkDesc, Logits};
 pub(crate) use desc::{gate_topk, noise_gate, shared_gate};
 pub(in crate::ops) use entries::counters;

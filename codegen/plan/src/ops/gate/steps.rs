@@ -6,7 +6,7 @@ use crate::ops::gemm::{dgrad, wgrad};
 use crate::ops::{Machine, Operator};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
-use moesaic_spec::{RouterInput, SharedGate};
+use moesaic_spec::{LayerSpec, RouterInput, SharedGate};
 
 /// Parameters that are called otherwise than their tensors.
 const NAMES: [(&str, &str); 22] = [
@@ -35,7 +35,14 @@ const NAMES: [(&str, &str); 22] = [
 ];
 
 /// What selection beyond top-k, and training, put between logits and ids.
-pub(crate) fn selection_tensors(gate: &GateTopkDesc, machine: Machine) -> Vec<TensorPlan> {
+pub(crate) fn selection_tensors(
+    spec: &LayerSpec,
+    machine: Machine,
+    training: bool,
+) -> Vec<TensorPlan> {
+    let Some(gate) = gate_topk(spec, training) else {
+        return Vec::new();
+    };
     let config = gate.tiling(machine);
     let (tokens, experts) = (Size::Tokens, constant(gate.experts));
     let per_expert = [tokens.clone(), experts.clone()];

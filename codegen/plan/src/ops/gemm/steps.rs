@@ -128,26 +128,6 @@ impl Builder {
         }
         names
     }
-
-    /// Parameters of `combine_bwd` and `dispatch_bwd` that belong to shared
-    /// experts, the first of which is the parameters' `first`.
-    pub(crate) fn shared_names(&self, first: usize) -> Vec<(String, String)> {
-        let parts = [
-            ("logit", "router.logits"),
-            ("weight", "weight"),
-            ("parts", "dweight_parts"),
-            ("down_bias", "down.bias"),
-            ("dlogit", "dlogit"),
-            ("drows", "drows"),
-            ("router", "router.weight"),
-        ];
-        let indices = 0..self.plan.spec.shared.len();
-        let names = indices.flat_map(|i| {
-            let at = first + i;
-            parts.map(|(from, to)| (format!("shared_{at}_{from}"), format!("shared.{i}.{to}")))
-        });
-        names.collect()
-    }
 }
 
 /// The tensors behind the parameters of an expert's kernels, forward and

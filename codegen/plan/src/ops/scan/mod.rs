@@ -24,7 +24,7 @@ pub struct ExpertScanDesc {
     pub capacity: Capacity,
     /// The router's scale, which renormalisation after dropping restores.
     pub scale: f64,
-    /// Ids come from the caller, not from a `gate_topk` of the layer.
+    /// Ids come from the caller, not from a gate of the layer.
     pub external: bool,
     /// Renormalising keeps the sums that it divided by, for backward.
     pub keep_sums: bool,
@@ -115,7 +115,7 @@ impl Operator for ExpertScanDesc {
     }
 }
 
-/// Rows of a tile of products; a plan puts in those of its own.
+/// Rows of a tile of products, until a plan puts in those of its own.
 const TILE_ROWS: usize = 64;
 
 /// Counters that a block of the scan keeps: 32 KB.
@@ -153,5 +153,36 @@ fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
         chunk_tiles: Some(64),
         sort_run: Some(1024),
         tile_rows: TILE_ROWS,
+    }
+}
+
+/// The scalar `row_limit` of `expert_scan_offsets`, for a factor by Tutel's
+/// formula. From zero on it is the rows of an expert, `K·int(f·ceil(T/E))`; below
+/// zero `!limit` are the most, and an expert has the largest count where that is
+/// less. `align` is applied to both on the device.
+pub fn row_limit(spec: &LayerSpec, factor: f64, tokens: u64) -> i64 {
+    let share = tokens.div_ceil(spec.shape.experts as u64) as f64;
+    let rows = spec.shape.top_k as i64 * (factor.abs() * share) as i64;
+    match factor {
+        0.0 => i64::MIN,
+        f if f < 0.0 => !rows,
+        _ => rows,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_tutels() {
+        let text = r#"{"shape":{"model_dim":8,"hidden_dim":8,"experts":8,"top_k":2}}"#;
+        let spec: LayerSpec = serde_json::from_str(text).unwrap();
+        let limit = |factor| row_limit(&spec, factor, 100);
+        assert_eq!([1.0, 1.25, 0.3].map(limit), [26, 32, 6]);
+        assert_eq!([-1.0, -1.25].map(limit), [!26, !32]);
+        assert_eq!([0.0, -0.0].map(limit), [i64::MIN; 2]);
+        assert_eq!(!limit(0.0), i64::MAX);
+        assert_eq!(row_limit(&spec, 1.0, 0), 0);
     }
 }

@@ -1,6 +1,6 @@
 //! The tensors and launches of `expert_scan`.
 
-use super::expert_scan;
+use super::{ExpertScanConfig, expert_scan};
 use crate::layer::{Builder, Role, TensorPlan, constant, tensor};
 use crate::ops::{Machine, Operator};
 use moesaic_kernel::DType::{F32, I32, I64};
@@ -56,9 +56,15 @@ pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -
 }
 
 impl Builder {
-    /// Where every assignment goes.
+    /// Where every assignment goes. The scan lists the row tiles of the routed
+    /// experts' products, so their heights agree.
     pub(crate) fn scan(&mut self) {
         let desc = expert_scan(&self.plan.spec, self.trains());
-        self.launch("expert_scan", desc, &[]);
+        let config = ExpertScanConfig {
+            tile_rows: self.tile_rows(),
+            ..desc.tiling(self.machine)
+        };
+        let kernel = self.kernel_of("expert_scan", desc.with(config));
+        self.launch_all(kernel, &[]);
     }
 }
