@@ -114,7 +114,7 @@ fn kept(
         return Ok(Vec::new());
     }
     let plan = plan(spec, target, options).map_err(EngineError::from)?;
-    Ok(Untuned::new(plan)?.everywhere(store))
+    Ok(Untuned::new(plan).everywhere(store))
 }
 
 /// Writes a pack of the kernels of `rows`; what to call it.

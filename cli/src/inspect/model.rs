@@ -181,7 +181,7 @@ fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
         name: here.name,
         threads: here.units,
     };
-    let untuned = Untuned::new(plan)?;
+    let untuned = Untuned::new(plan);
     Ok(match untuned.on(&request.store, &machine) {
         Some(found) => (found.tilings, Some(found.tuned)),
         None => (untuned.plan.into(), None),

@@ -2,7 +2,8 @@
 //!
 //! Only sizes that cut work into blocks are among them, and none by which a sum
 //! is cut: a tuned layer gives the same bytes. CPUs have choices, GPUs have none
-//! so far.
+//! so far. Only products have any: no size of another kernel's blocks made a
+//! layer faster by more than 0.1 % (benches/results/tune.txt).
 
 use crate::{GroupedGemmConfig, Half, LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
@@ -20,14 +21,6 @@ pub enum Knob {
     UpColumns,
     /// Columns of a block of `grouped_gemm_down`.
     DownColumns,
-    /// Tokens of a block of the router's product.
-    GateTokens,
-    /// Tokens of a block that selects experts.
-    SelectTokens,
-    /// Rows of a block of `dispatch`.
-    DispatchRows,
-    /// Tokens of a block of `combine`.
-    CombineTokens,
     /// Columns of a block of `grouped_gemm_dgrad_up` of the routed experts. The
     /// other half has none: its columns cut the sums of the weights' gradient.
     DgradColumns,
@@ -35,10 +28,6 @@ pub enum Knob {
     WgradRows,
     /// Columns of a piece of the gradient of a routed expert's weight.
     WgradColumns,
-    /// Rows of a block of `combine_bwd`.
-    CombineBwdRows,
-    /// Tokens of a block of `dispatch_bwd`.
-    DispatchBwdTokens,
 }
 
 /// What can be chosen for a knob of a layer.
@@ -59,19 +48,13 @@ pub struct Tuning(BTreeMap<Knob, usize>);
 
 impl Knob {
     /// Every knob, in the order of tuning: what weighs most comes first.
-    pub const ALL: [Knob; 12] = [
+    pub const ALL: [Knob; 6] = [
         Knob::TileRows,
         Knob::UpColumns,
         Knob::DownColumns,
         Knob::DgradColumns,
         Knob::WgradRows,
         Knob::WgradColumns,
-        Knob::GateTokens,
-        Knob::SelectTokens,
-        Knob::DispatchRows,
-        Knob::CombineTokens,
-        Knob::CombineBwdRows,
-        Knob::DispatchBwdTokens,
     ];
 
     /// The name in files and tables.
@@ -80,15 +63,9 @@ impl Knob {
             Knob::TileRows => "tile_rows",
             Knob::UpColumns => "up_columns",
             Knob::DownColumns => "down_columns",
-            Knob::GateTokens => "gate_tokens",
-            Knob::SelectTokens => "select_tokens",
-            Knob::DispatchRows => "dispatch_rows",
-            Knob::CombineTokens => "combine_tokens",
             Knob::DgradColumns => "dgrad_columns",
             Knob::WgradRows => "wgrad_rows",
             Knob::WgradColumns => "wgrad_columns",
-            Knob::CombineBwdRows => "combine_bwd_rows",
-            Knob::DispatchBwdTokens => "dispatch_bwd_tokens",
         }
     }
 
@@ -96,13 +73,8 @@ impl Knob {
     pub fn stem(self) -> Stem {
         match self {
             Knob::TileRows | Knob::UpColumns | Knob::DownColumns => Stem::GroupedGemm,
-            Knob::GateTokens | Knob::SelectTokens => Stem::GateTopk,
-            Knob::DispatchRows => Stem::Dispatch,
-            Knob::CombineTokens => Stem::Combine,
             Knob::DgradColumns => Stem::GroupedGemmDgrad,
             Knob::WgradRows | Knob::WgradColumns => Stem::GroupedGemmWgrad,
-            Knob::CombineBwdRows => Stem::CombineBwd,
-            Knob::DispatchBwdTokens => Stem::DispatchBwd,
         }
     }
 
@@ -114,8 +86,6 @@ impl Knob {
             Knob::UpColumns | Knob::DownColumns => &[(1, 2), (2, 1)],
             Knob::DgradColumns => &[(1, 2), (2, 1)],
             Knob::WgradRows | Knob::WgradColumns => &[(1, 2)],
-            Knob::GateTokens => &[(1, 2), (2, 1)],
-            _ => &[(1, 4), (1, 2), (2, 1)],
         }
     }
 
@@ -141,43 +111,14 @@ impl Knob {
                 Knob::WgradColumns => Some(Field::columns(config, desc.width)),
                 _ => None,
             },
-            Op::GateTopk { config, .. } => match self {
-                Knob::GateTokens => Some(Field::of(&mut config.logits_tile_tokens)),
-                Knob::SelectTokens => Some(Field::of(&mut config.select_tile_tokens)),
-                _ => None,
-            },
-            Op::Dispatch { config, .. } if self == Knob::DispatchRows => {
-                Some(Field::of(&mut config.tile_rows))
-            }
-            Op::Combine { config, .. } if self == Knob::CombineTokens => {
-                Some(Field::of(&mut config.tile_tokens))
-            }
-            Op::CombineBwd { config, .. } if self == Knob::CombineBwdRows => {
-                Some(Field::of(&mut config.tile_rows))
-            }
-            Op::DispatchBwd { config, .. } if self == Knob::DispatchBwdTokens => {
-                Some(Field::of(&mut config.tile_tokens))
-            }
             _ => None,
         }
     }
 
-    /// Whether a kernel has it and it cuts no sum there. Tokens of the router's
-    /// product do where columns of scores are summed.
-    fn is_of(self, op: &Op) -> bool {
-        let sums_columns = || {
-            let entries = op.entries();
-            let mut params = entries.iter().flat_map(|entry| &entry.params);
-            params.any(|param| param.name == "column_parts")
-        };
-        self.field(&mut op.clone()).is_some() && !(self == Knob::GateTokens && sums_columns())
-    }
-
     fn choice(self, plan: &LayerPlan) -> Option<Choice> {
-        let mut kernels = plan.kernels.iter();
-        let kernel = kernels.find(|kernel| self.is_of(&kernel.op))?;
-        let mut op = kernel.op.clone();
-        let field = self.field(&mut op)?;
+        let mut kernels = plan.kernels.clone();
+        let mut ops = kernels.iter_mut().map(|kernel| &mut kernel.op);
+        let field = ops.find_map(|op| self.field(op))?;
         let default = *field.size;
         let ratios = self.ratios().iter();
         let mut others: Vec<usize> = ratios
@@ -207,15 +148,6 @@ struct Field<'a> {
 }
 
 impl<'a> Field<'a> {
-    fn of(size: &'a mut usize) -> Field<'a> {
-        Field {
-            size,
-            step: 1,
-            most: None,
-            shared_bytes: None,
-        }
-    }
-
     fn rows(config: &'a mut GroupedGemmConfig, most: Option<usize>) -> Field<'a> {
         Field {
             size: &mut config.tile_rows,
@@ -315,9 +247,7 @@ impl Tuning {
     /// Puts the sizes into the tiling of a kernel.
     pub(crate) fn apply(&self, op: &mut Op) {
         for (knob, size) in self.sizes() {
-            if knob.is_of(op)
-                && let Some(field) = knob.field(op)
-            {
+            if let Some(field) = knob.field(op) {
                 field.set(size);
             }
         }

@@ -30,6 +30,7 @@ mod shared;
 mod stack;
 mod statistics;
 mod tensor;
+mod texts;
 mod training;
 mod tuned;
 mod user;
