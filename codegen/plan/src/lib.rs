@@ -2,8 +2,8 @@
 //! is called with, and the order in which a forward pass launches them.
 //!
 //! ```text
-//! LayerSpec ──desc──> Desc ──tiling on a Machine──> Op { desc, config } ──> [Entry]
-//!      └──────────────layer──> [TensorPlan] + [Step]
+//! LayerSpec ──ops──> desc ──tiling on a Machine──> Op { desc, config } ──> [Entry]
+//!      └─────────────layer──> [TensorPlan] + [Step]
 //! ```
 //!
 //! Everything is plain data and every function is pure: the same spec and

@@ -29,8 +29,8 @@ impl LayerPlan {
     }
 
     /// Of a forward pass's steps those from what experts gave to `y`, or all others.
-    pub fn combine_steps(&self, steps: &[Step], combine: bool) -> Vec<Step> {
-        let wanted = |step: &&Step| self.sums_tokens(step) == combine;
+    pub fn combine_steps(&self, steps: &[Step], sums: bool) -> Vec<Step> {
+        let wanted = |step: &&Step| self.sums_tokens(step) == sums;
         steps.iter().filter(wanted).cloned().collect()
     }
 

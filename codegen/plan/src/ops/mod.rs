@@ -1,8 +1,8 @@
 //! The operators of a layer, a folder each, backward beside forward. In it lie the
 //! desc (what a kernel computes), the config (how it is tiled) and the choice of it
 //! for every machine, the entries (what is launched with what), and the steps that
-//! it adds to a pass. A large operator has a file for each: `desc`, `tiles`,
-//! `entries`, `steps`; a small one has all in its `mod.rs`, in this order.
+//! it adds to a pass. All are in the operator's `mod.rs`, in this order, or in files
+//! called `desc`, `config`, `tiles`, `entries` and `steps`.
 
 pub(crate) mod combine;
 mod copies;
@@ -12,9 +12,9 @@ pub(crate) mod gemm;
 mod machine;
 mod params;
 pub(crate) mod scan;
+mod shared;
 
 pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc};
-pub use combine::{SharedBwdDesc, SharedDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
@@ -22,6 +22,7 @@ pub use gemm::{CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
 pub use machine::{Core, Gpu, Machine};
 pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, row_limit};
+pub use shared::{SharedBwdDesc, SharedDesc};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};

@@ -1,10 +1,10 @@
 //! `combine_bwd`: the output's gradient to expert rows, and gradients of weights.
 
-use super::{adds_later, apart};
 use crate::layer::{Builder, Role, borrowed, constant, owned, tensor};
 use crate::ops::copies::{COPY_THREADS, row_tiling};
 use crate::ops::gemm::{self, Half};
 use crate::ops::params::{edges, entry, one, per_slot, some, tokens_by, when};
+use crate::ops::shared::{SharedBwdDesc, adds_later, apart, shared_bwd};
 use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
@@ -41,27 +41,6 @@ pub struct CombineBwdDesc {
     pub renormalized: Option<f64>,
     /// Shared experts, in order.
     pub shared: Vec<SharedBwdDesc>,
-}
-
-/// A shared expert as the first and the last kernels of a backward pass see it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SharedBwdDesc {
-    /// Its output is multiplied by σ of its logit.
-    pub gated: bool,
-    /// With a gate: by the second of the softmax of two logits, and what the
-    /// routed experts add up to by the first.
-    pub residual: bool,
-    /// Its output has a bias, which is weighted where there is a gate.
-    pub bias: bool,
-    /// Columns of its parts of the weight's gradient.
-    pub parts: usize,
-}
-
-impl SharedBwdDesc {
-    /// Logits of a token, where there is a gate.
-    pub fn logits(&self) -> usize {
-        if self.residual { 2 } else { 1 }
-    }
 }
 
 /// Tiling of `combine_bwd`.
@@ -119,17 +98,6 @@ fn later_desc(spec: &LayerSpec, shared_parts: &[usize]) -> CombineBwdDesc {
         renormalized: None,
         shared: shared_bwd(spec, shared_parts),
     }
-}
-
-pub(crate) fn shared_bwd(spec: &LayerSpec, parts: &[usize]) -> Vec<SharedBwdDesc> {
-    let list = spec.shared.iter().zip(parts).enumerate();
-    list.map(|(index, (shared, &parts))| SharedBwdDesc {
-        gated: shared.gate != SharedGate::None,
-        residual: shared.gate == SharedGate::Residual,
-        bias: spec.shared_bias(index).down(),
-        parts,
-    })
-    .collect()
 }
 
 impl Operator for CombineBwdDesc {
@@ -350,25 +318,5 @@ impl Builder {
         add("grad_topk_weights", "grad.topk_weights");
         let last = self.plan.kernels[kernel].entries.len() - 1;
         self.step(kernel, last, &borrowed(&bind));
-    }
-
-    /// Parameters of [these kernels](SharedBwdDesc) that belong to shared experts,
-    /// the first of which is the parameters' `first`.
-    pub(crate) fn shared_names(&self, first: usize) -> Vec<(String, String)> {
-        let parts = [
-            ("logit", "router.logits"),
-            ("weight", "weight"),
-            ("parts", "dweight_parts"),
-            ("down_bias", "down.bias"),
-            ("dlogit", "dlogit"),
-            ("drows", "drows"),
-            ("router", "router.weight"),
-        ];
-        let indices = 0..self.plan.spec.shared.len();
-        let names = indices.flat_map(|i| {
-            let at = first + i;
-            parts.map(|(from, to)| (format!("shared_{at}_{from}"), format!("shared.{i}.{to}")))
-        });
-        names.collect()
     }
 }

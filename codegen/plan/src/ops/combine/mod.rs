@@ -2,27 +2,18 @@
 
 mod bwd;
 
-pub(crate) use bwd::{CombineBwd, shared_bwd};
-pub use bwd::{CombineBwdConfig, CombineBwdDesc, SharedBwdDesc};
+pub(crate) use bwd::CombineBwd;
+pub use bwd::{CombineBwdConfig, CombineBwdDesc};
 
 use super::copies::{COPY_THREADS, token_tiling};
 use super::params::{entry, one, some, tokens_by, when};
+use super::shared::{SharedDesc, adds_later, apart, shared};
 use super::{Machine, Op, Operator};
 use crate::layer::{Builder, borrowed, owned};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::{Entry, Param};
-use moesaic_spec::{LayerSpec, SharedExpert, SharedGate, WeightSite};
+use moesaic_spec::{LayerSpec, WeightSite};
 use serde::{Deserialize, Serialize};
-
-/// A shared expert as `combine` sees it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SharedDesc {
-    /// Its output is multiplied by σ of its logit.
-    pub gated: bool,
-    /// With a gate: there are two logits, this one's is that with this index,
-    /// and the weight is the softmax of both.
-    pub of_pair: Option<usize>,
-}
 
 /// `combine`: expert rows `[R, d_out]` to y `[T, d_out]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -56,22 +47,10 @@ pub struct CombineConfig {
     pub token_threads: u32,
 }
 
-/// Whether a projection or a weight comes between the sum of the routed experts
-/// and the shared ones.
-fn apart(spec: &LayerSpec) -> bool {
-    spec.latent.is_some() || spec.residual().is_some()
-}
-
-/// Whether what the routed experts add up to is a tensor of its own, to which
-/// shared experts are added by another `combine`.
-pub(crate) fn adds_later(spec: &LayerSpec) -> bool {
-    apart(spec) && !spec.shared.is_empty()
-}
-
 /// The sum over the routed experts, and the shared ones unless a projection or
 /// a weight comes between.
 fn desc(spec: &LayerSpec) -> CombineDesc {
-    let shared = if apart(spec) { &[] } else { &*spec.shared };
+    let experts = if apart(spec) { &[] } else { &*spec.shared };
     CombineDesc {
         output_dim: spec.expert_output_dim(),
         experts: spec.shape.experts,
@@ -80,16 +59,8 @@ fn desc(spec: &LayerSpec) -> CombineDesc {
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Output,
-        shared: shared_descs(shared),
+        shared: shared(experts),
     }
-}
-
-fn shared_descs(shared: &[SharedExpert]) -> Vec<SharedDesc> {
-    let of = |shared: &SharedExpert| SharedDesc {
-        gated: shared.gate != SharedGate::None,
-        of_pair: (shared.gate == SharedGate::Residual).then_some(1),
-    };
-    shared.iter().map(of).collect()
 }
 
 /// Where that [is so](adds_later): what the routed experts add up to as the
@@ -108,7 +79,7 @@ fn later(spec: &LayerSpec) -> CombineDesc {
         top_k: 0,
         activations: spec.precision.activations,
         weighted: false,
-        shared: [vec![routed], shared_descs(&spec.shared)].concat(),
+        shared: [vec![routed], shared(&spec.shared)].concat(),
     }
 }
 
@@ -211,17 +182,5 @@ impl Builder {
             }
             self.launch("combine_later", desc, &borrowed(&bind));
         }
-    }
-
-    /// Parameters of `combine` that belong to shared experts, the first of which
-    /// is the parameters' `first`.
-    fn shared_outputs(&self, first: usize) -> Vec<(String, String)> {
-        let parts = [("out", "out"), ("logit", "router.logits")];
-        let indices = 0..self.plan.spec.shared.len();
-        let names = indices.flat_map(|i| {
-            let at = first + i;
-            parts.map(|(from, to)| (format!("shared_{at}_{from}"), format!("shared.{i}.{to}")))
-        });
-        names.collect()
     }
 }

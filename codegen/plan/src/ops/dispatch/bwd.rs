@@ -1,10 +1,10 @@
 //! `dispatch_bwd`: gradients of expert rows to tokens.
 
 use crate::layer::{Builder, borrowed, owned};
-use crate::ops::combine::{SharedBwdDesc, shared_bwd};
 use crate::ops::copies::{COPY_THREADS, token_tiling};
 use crate::ops::gate::bwd::routed_back;
 use crate::ops::params::{entry, one, per_slot, some, tokens_by, when};
+use crate::ops::shared::{SharedBwdDesc, shared_bwd};
 use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::{Entry, Param};

@@ -7,7 +7,7 @@
 
 use super::{Half, desc, dgrad, wgrad};
 use crate::layer::{Bind, Builder, owned};
-use crate::ops::combine::adds_later;
+use crate::ops::shared::adds_later;
 
 /// The name of the kernel of the way down.
 pub(crate) const DOWN: &str = "grouped_gemm_latent_down";

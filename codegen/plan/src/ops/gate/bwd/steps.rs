@@ -1,12 +1,11 @@
 //! The losses of a forward pass, and the way back through the router.
 
-use super::desc::gate_topk_bwd;
-use super::{GateTopkBwdDesc, Op};
+use super::{GateTopkBwdDesc, gate_topk_bwd};
 use crate::KernelPlan;
 use crate::layer::{Bind, Builder, Role, TensorPlan, borrowed, constant, tensor};
 use crate::ops::gate::{Logits, WARP_EXPERTS};
 use crate::ops::gemm::{dgrad, wgrad};
-use crate::ops::{Machine, Operator};
+use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, LossKind, RouterInput, RouterKind, SharedGate};
