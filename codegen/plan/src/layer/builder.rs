@@ -38,11 +38,11 @@ impl Builder {
     /// With every tensor that a step may name.
     pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
         let training = options.training;
-        let (tuning, caches) = match target.hardware() {
-            Target::Cpu(_) => (options.tuning.clone(), options.caches),
-            _ => Default::default(),
+        let machine = Machine::of(target, options.caches);
+        let (tuning, caches) = match machine {
+            Machine::Cpu(core) => (options.tuning.clone(), core.caches),
+            Machine::Gpu(_) => Default::default(),
         };
-        let machine = Machine::of(target, caches);
         let mut tensors = declared_tensors(spec, machine, training.is_some());
         if training.is_some() {
             tensors.extend(backward::tensors(spec));
