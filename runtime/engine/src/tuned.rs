@@ -7,7 +7,7 @@ use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};
 use std::sync::OnceLock;
 
 /// A layer on a target, as tunings know it: by what its kernels are made from
-/// without a tuning. Another spec, other heuristics and other templates make
+/// without a tuning. Another spec, other tilings and other templates make
 /// another layer, and the tuning of the former is not found for it.
 pub struct Untuned {
     /// The plan without a tuning.
