@@ -125,7 +125,7 @@ fn tuned(store: Arc<Store>) -> Layer {
     let engine = Engine::open("cpu", options).expect("a C compiler");
     let spec = LayerSpec::from_toml(SPEC).expect("a valid spec");
     let plans = engine.tilings(&spec, None).expect("a plan");
-    let untuned = Untuned::new(plans.first().clone()).expect("kernels");
+    let untuned = Untuned::new(plans.first().clone());
     let choice = &Tuning::choices(&untuned.plan)[0];
     let found = [(8, true), (300, false)].map(|(tokens, other)| Measured {
         tokens,

@@ -4,7 +4,7 @@
 use crate::Result;
 use crate::data::{Call, floats};
 use crate::timing::Pass;
-use moesaic::plan::{KernelDesc, Step, Work};
+use moesaic::plan::{Op, Step, Work};
 use moesaic::target::{Buffer, Device, Ptr};
 use moesaic::{
     Counters, DType, Engine, EngineOptions, Input, Layer, LayerSpec, RawBackward, RawCall,
@@ -137,10 +137,11 @@ impl Here {
     pub fn products(&self, tokens: usize) -> Vec<Option<f64>> {
         let plan = self.layer.tilings().at(tokens);
         let product = |step: &Step| {
-            let dense = match &plan.kernels[step.kernel].desc {
-                KernelDesc::GroupedGemm(d) => d.dense,
-                KernelDesc::GroupedGemmDgrad(d) => d.dense,
-                KernelDesc::GroupedGemmWgrad(d) => d.dense,
+            let Step::Launch(launch) = step;
+            let dense = match &plan.kernels[launch.entry.kernel].op {
+                Op::GroupedGemm { desc: d, .. } => d.dense,
+                Op::GroupedGemmDgrad { desc: d, .. } => d.dense,
+                Op::GroupedGemmWgrad { desc: d, .. } => d.dense,
                 _ => true,
             };
             (!dense).then(|| Work::of(plan, step, tokens as u64).flops)

@@ -163,7 +163,7 @@ fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moesaic::plan::{Role, plan_training};
+    use moesaic::plan::{PlanOptions, Role, plan};
     use moesaic::spec::testing;
     use moesaic::{CpuIsa, Target, Training};
     use std::collections::BTreeSet;
@@ -187,7 +187,7 @@ mod tests {
         let mut seen = BTreeSet::new();
         for spec in layers() {
             let target = Target::Cpu(CpuIsa::Portable);
-            let plan = plan_training(&spec, target, Training::default()).unwrap();
+            let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
             for tokens in [0, 5] {
                 let call = input(&spec, tokens);
                 let wanted = plan.tensors.iter().filter(|t| t.role == Role::Input);

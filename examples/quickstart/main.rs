@@ -10,7 +10,7 @@ use moesaic::cpu::{CpuCompiler, CpuDevice, host_isa, limits};
 use moesaic::reference::{self, Random};
 use moesaic::spec::hf;
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
-use moesaic::{Engine, Input, LayerSpec, Tensors};
+use moesaic::{Engine, Input, LayerSpec, PlanOptions, Tensors};
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -135,7 +135,8 @@ fn emit(engine: &Engine) -> Result<PathBuf, Box<dyn Error>> {
     for target in targets {
         let into = folder.join(target.file_name());
         std::fs::create_dir_all(&into)?;
-        for source in moesaic::emit::emit_layer(&moesaic::plan::plan(&spec, target)?)? {
+        let plan = moesaic::plan::plan(&spec, target, &PlanOptions::default())?;
+        for source in moesaic::emit::emit_layer(&plan)? {
             std::fs::write(into.join(source.file_name()), &source.text)?;
         }
     }

@@ -37,12 +37,12 @@ pub fn built(engine: &Engine, layer: &Layer, time: Duration) -> String {
 pub fn plan(plan: &LayerPlan) -> String {
     let mut text = String::from("\nplan\n");
     for (i, step) in plan.steps.iter().enumerate() {
-        let made = step.tensors.iter().filter(|name| made_by(plan, i, name));
-        let made: Vec<&str> = made.map(String::as_str).collect();
+        let made = plan.names(step).filter(|name| made_by(plan, i, name));
+        let made: Vec<&str> = made.collect();
         text += &format!(
             "  {:>2} {:<22} -> {}\n",
             i + 1,
-            step.symbol,
+            plan.symbol(step),
             made.join(", ")
         );
     }
@@ -57,7 +57,7 @@ fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
     filled
         && !plan.steps[..i]
             .iter()
-            .any(|step| step.tensors.iter().any(|other| other == name))
+            .any(|step| plan.names(step).any(|other| other == name))
 }
 
 /// The yardstick.

@@ -97,7 +97,8 @@ fn a_layer_holds_its_weights_once() {
     let case = Case::random(&spec(DType::F32), 1, 5);
     let plan = case.layer(&engine).plan().clone();
     for matrix in ["gate", "up", "down"] {
-        assert!(plan.packs_away(&format!("experts.{matrix}.weight")));
+        let weight = plan.id(&format!("experts.{matrix}.weight"));
+        assert!(plan.packs_away(weight.expect("a weight")));
     }
     let training = engine.tilings(&case.spec, Some(Training::default()));
     assert!(training.unwrap().first().prepare.is_empty());

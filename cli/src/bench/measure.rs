@@ -4,7 +4,7 @@ use super::lead::busiest;
 use crate::failure::Result;
 use crate::timing::{Call, median, middle};
 use moesaic::Layer;
-use moesaic::plan::Work;
+use moesaic::plan::{Step, Work};
 use std::time::{Duration, Instant};
 
 /// One token count, timed.
@@ -109,14 +109,10 @@ pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
 fn launch(layer: &Layer, i: usize, tokens: usize, time: Duration) -> Launch {
     let plan = layer.tilings().at(tokens);
     let step = plan.all_steps().nth(i).expect("one time per step");
-    let same = plan.all_steps().filter(|other| other.symbol == step.symbol);
-    let label = match same.count() {
-        1 => step.symbol.clone(),
-        _ => plan.kernels[step.kernel].name.clone(),
-    };
+    let Step::Launch(launched) = step;
     Launch {
-        label,
-        kernel: step.kernel,
+        label: plan.label(step).to_string(),
+        kernel: launched.entry.kernel,
         work: Work::of(plan, step, tokens as u64),
         time,
     }

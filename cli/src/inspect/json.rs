@@ -3,6 +3,7 @@
 use super::counted::Counted;
 use super::model::{At, Inspection, Kernel, Launch};
 use crate::machine::Machine;
+use moesaic::plan::Step;
 use serde_json::{Value, json};
 
 /// One document.
@@ -34,7 +35,11 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
 /// The launches of an evaluation by a layer that trains.
 fn evaluation(inspection: &Inspection) -> Vec<Value> {
     let plan = &inspection.plan;
-    let one = |step: &moesaic::plan::Step| json!({ "kernel": plan.kernels[step.kernel].name, "symbol": step.symbol });
+    let one = |step: &Step| {
+        let Step::Launch(launch) = step;
+        let kernel = &plan.kernels[launch.entry.kernel].name;
+        json!({ "kernel": kernel, "symbol": plan.symbol(step) })
+    };
     plan.evaluation.iter().map(one).collect()
 }
 
@@ -84,7 +89,7 @@ fn one_launch(inspection: &Inspection, launch: &Launch) -> Value {
     json!({
         "number": launch.number,
         "kernel": inspection.kernels[launch.kernel].source.name,
-        "symbol": launch.step.symbol,
+        "symbol": entry.symbol,
         "summary": entry.summary,
         "reads": inspection.reads(launch),
         "writes": inspection.writes(launch),

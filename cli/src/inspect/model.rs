@@ -8,7 +8,7 @@ use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::Entry;
-use moesaic::plan::{KernelDesc, KernelPlan, LayerPlan, Step, Tilings, plan_with};
+use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
     Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome,
@@ -70,6 +70,8 @@ pub struct Launch {
     /// The symbol, or the kernel's name where several kernels have the symbol.
     pub label: String,
     pub step: Step,
+    /// What it launches.
+    pub entry: EntryId,
     /// At each token count asked for.
     pub at: Vec<At>,
 }
@@ -117,7 +119,7 @@ impl Inspection {
     /// Each launch with its kernel, and with those that numbers of tokens have
     /// instead.
     pub fn launched(&self) -> impl Iterator<Item = (&Launch, &Kernel)> {
-        let own = |launch: &Launch, kernel: &&Kernel| kernel.of == launch.step.kernel;
+        let own = |launch: &Launch, kernel: &&Kernel| kernel.of == launch.entry.kernel;
         let each = self.launches.iter();
         each.flat_map(move |launch| {
             let kernels = self
@@ -130,12 +132,12 @@ impl Inspection {
 
     /// Whether a launch of this symbol is among those asked for.
     pub fn shows(&self, symbol: &str) -> bool {
-        self.launches.iter().any(|l| l.step.symbol == symbol)
+        self.launches.iter().any(|l| self.entry(l).symbol == symbol)
     }
 
     /// The entry of a launch.
     pub fn entry(&self, launch: &Launch) -> &Entry {
-        self.plan.entry(&launch.step)
+        &self.plan[launch.entry]
     }
 }
 
@@ -143,14 +145,12 @@ impl Kernel {
     /// What the binary says about a launch's entry.
     pub fn report(&self, launch: &Launch) -> Option<&KernelReport> {
         let artifact = self.artifact.as_ref()?;
-        artifact.report.kernel(&launch.step.symbol)
+        artifact.report.kernel(&self.entry(launch).symbol)
     }
 
     /// The entry of a launch.
     pub fn entry(&self, launch: &Launch) -> &Entry {
-        let mut entries = self.source.entries.iter();
-        let found = entries.find(|entry| entry.symbol == launch.step.symbol);
-        found.expect("a launch's kernel has its entry")
+        &self.source.entries[launch.entry.entry]
     }
 
     /// Its name in links.
@@ -171,7 +171,7 @@ impl Kernel {
 
 /// The plans that an engine of this machine would make.
 fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
-    let plan = plan_with(request.spec, request.target, &request.options);
+    let plan = plan(request.spec, request.target, &request.options);
     let plan = plan.map_err(EngineError::from)?;
     let here = match request.target {
         Target::Cpu(_) if EngineOptions::default().tuned => CpuDevice::new().info().clone(),
@@ -181,7 +181,7 @@ fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
         name: here.name,
         threads: here.units,
     };
-    let untuned = Untuned::new(plan)?;
+    let untuned = Untuned::new(plan);
     Ok(match untuned.on(&request.store, &machine) {
         Some(found) => (found.tilings, Some(found.tuned)),
         None => (untuned.plan.into(), None),
@@ -306,7 +306,8 @@ fn built(of: usize, all: &[KernelSource], rows: &[Row], store: &Store) -> Kernel
 fn launches(tilings: &Tilings, chosen: &[usize], request: &Request<'_>) -> Vec<Launch> {
     let plan = tilings.first();
     let one = |(i, step): (usize, &Step)| {
-        let kernel = chosen.iter().position(|&k| k == step.kernel)?;
+        let Step::Launch(launch) = step;
+        let kernel = chosen.iter().position(|&k| k == launch.entry.kernel)?;
         let at = |&tokens: &u64| {
             let plan = tilings.at(tokens as usize);
             at(plan, step, tokens, request.machine.as_ref())
@@ -315,25 +316,18 @@ fn launches(tilings: &Tilings, chosen: &[usize], request: &Request<'_>) -> Vec<L
         Some(Launch {
             number: i + 1,
             kernel,
-            label: label(plan, step),
+            label: plan.label(step).to_string(),
             step: step.clone(),
+            entry: launch.entry,
             at,
         })
     };
     plan.all_steps().enumerate().filter_map(one).collect()
 }
 
-fn label(plan: &LayerPlan, step: &Step) -> String {
-    let same = plan.all_steps().filter(|other| other.symbol == step.symbol);
-    match same.count() {
-        1 => step.symbol.clone(),
-        _ => plan.kernels[step.kernel].name.clone(),
-    }
-}
-
 fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> At {
-    let entry = plan.entry(step);
-    let kernel = &plan.kernels[step.kernel];
+    let Step::Launch(launch) = step;
+    let (entry, kernel) = (&plan[launch.entry], &plan.kernels[launch.entry.kernel]);
     let work = Work::of(plan, step, tokens);
     let least = machine.map(|machine| {
         let flops = machine.flops(arithmetic(kernel, &plan.spec));
@@ -359,10 +353,8 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
 /// The element type whose rate bounds a kernel: that of the expert weights
 /// for their products, f32 for everything else.
 pub fn arithmetic(kernel: &KernelPlan, spec: &LayerSpec) -> DType {
-    match kernel.desc {
-        KernelDesc::GroupedGemm(_)
-        | KernelDesc::GroupedGemmDgrad(_)
-        | KernelDesc::GroupedGemmWgrad(_) => spec.precision.weights,
-        _ => DType::F32,
+    match kernel.op.gemm() {
+        Some(_) => spec.precision.weights,
+        None => DType::F32,
     }
 }

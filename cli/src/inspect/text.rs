@@ -169,26 +169,19 @@ fn plan(inspection: &Inspection) -> Table {
 
 impl Inspection {
     /// Tensors a launch writes.
-    pub fn writes<'l>(&self, launch: &'l Launch) -> Vec<&'l str> {
+    pub fn writes<'s>(&'s self, launch: &'s Launch) -> Vec<&'s str> {
         self.bound(launch, |access| access != Access::Read)
     }
 
     /// Tensors a launch reads.
-    pub fn reads<'l>(&self, launch: &'l Launch) -> Vec<&'l str> {
+    pub fn reads<'s>(&'s self, launch: &'s Launch) -> Vec<&'s str> {
         self.bound(launch, |access| access != Access::Write)
     }
 
-    fn bound<'l>(&self, launch: &'l Launch, is: fn(Access) -> bool) -> Vec<&'l str> {
-        let params = self
-            .entry(launch)
-            .params
-            .iter()
-            .filter_map(|param| param.ty.tensor().map(|(_, access)| access));
-        let pairs = params.zip(&launch.step.tensors);
-        pairs
-            .filter(|(access, _)| is(*access))
-            .map(|(_, name)| name.as_str())
-            .collect()
+    fn bound<'s>(&'s self, launch: &'s Launch, is: fn(Access) -> bool) -> Vec<&'s str> {
+        let accesses = self.plan.accesses(&launch.step);
+        let bound = accesses.filter(|(_, access)| is(*access));
+        bound.map(|(tensor, _)| &*self.plan[tensor].name).collect()
     }
 
     /// `y [T, 64]`.

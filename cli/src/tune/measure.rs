@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::timing::{self, Call, median, middle};
-use moesaic::plan::LayerPlan;
+use moesaic::plan::{LayerPlan, Step};
 use moesaic::{Input, Layer};
 use std::time::{Duration, Instant};
 
@@ -116,13 +116,14 @@ fn beside(own: Vec<Duration>, befores: &[Duration], share: f64) -> Pairs {
 
 /// For each launch of a pass, whether a layer has another kernel there.
 fn differing(before: &LayerPlan, others: &[Layer]) -> Vec<bool> {
-    let same = |kernel: usize, other: &LayerPlan| {
-        before.kernels[kernel].config == other.kernels[kernel].config
+    let same =
+        |kernel: usize, other: &LayerPlan| before.kernels[kernel].op == other.kernels[kernel].op;
+    let differ = |step: &Step| {
+        let Step::Launch(launch) = step;
+        let mut others = others.iter();
+        others.any(|other| !same(launch.entry.kernel, other.plan()))
     };
-    let steps = before.all_steps();
-    steps
-        .map(|step| others.iter().any(|other| !same(step.kernel, other.plan())))
-        .collect()
+    before.all_steps().map(differ).collect()
 }
 
 /// One pass: the time of the launches that count, and of all.

@@ -7,6 +7,7 @@ mod rig;
 
 use gpu_host::{device, modules_of, planned};
 use moesaic_kernel::Stem;
+use moesaic_plan::Step;
 use moesaic_reference::Input;
 use moesaic_spec::*;
 use rig::{Rig, Tensors, check};
@@ -40,7 +41,7 @@ impl Routing {
         let mut plan = planned(spec, target);
         let stems: Vec<Stem> = plan.kernels.iter().map(|kernel| kernel.stem()).collect();
         plan.steps
-            .retain(|step| ROUTING.contains(&stems[step.kernel]));
+            .retain(|Step::Launch(launch)| ROUTING.contains(&stems[launch.entry.kernel]));
         let device = Box::new(device(&plan));
         let modules = modules_of(&plan, &device, &ROUTING);
         Routing {

@@ -3,7 +3,7 @@
 use crate::docs::doc;
 use crate::names::{Names, camel, field};
 use moesaic_kernel::{Access, Entry, Param, ParamType, Scalar};
-use moesaic_plan::LayerPlan;
+use moesaic_plan::{EntryId, LayerPlan, Step};
 use proc_macro2::{Literal, TokenStream};
 use quote::{format_ident, quote};
 use syn::Path;
@@ -33,10 +33,16 @@ fn kernel_module(plan: &LayerPlan, index: usize, facade: &Path) -> TokenStream {
     let kernel = &plan.kernels[index];
     let (name, module) = (&kernel.name, field(&kernel.name));
     let about = doc(&format!("The entries of kernel `{name}`."));
-    let entries = kernel.entries.iter().map(|entry| {
-        let mut steps = plan.steps.iter();
-        let step = steps.find(|step| step.kernel == index && step.symbol == entry.symbol);
-        entry_args(name, entry, step.map_or(&[], |step| &step.tensors))
+    let entries = kernel.entries.iter().enumerate().map(|(at, entry)| {
+        let id = EntryId {
+            kernel: index,
+            entry: at,
+        };
+        let mut launches = plan.steps.iter().filter_map(Step::launch);
+        let tensors = launches.find(|launch| launch.entry == id);
+        let tensors = tensors.map_or(&[][..], |launch| &launch.tensors);
+        let names: Vec<&str> = tensors.iter().map(|&id| &*plan[id].name).collect();
+        entry_args(name, entry, &names)
     });
     quote! {
         #about
@@ -48,7 +54,7 @@ fn kernel_module(plan: &LayerPlan, index: usize, facade: &Path) -> TokenStream {
 }
 
 /// `tensors` are those that a forward pass binds to the pointers, in order.
-fn entry_args(kernel: &str, entry: &Entry, tensors: &[String]) -> TokenStream {
+fn entry_args(kernel: &str, entry: &Entry, tensors: &[&str]) -> TokenStream {
     let (name, symbol, params) = (camel(&entry.symbol), &entry.symbol, &entry.params);
     let about = doc(&format!(
         "`{symbol}` {}.",
@@ -56,7 +62,7 @@ fn entry_args(kernel: &str, entry: &Entry, tensors: &[String]) -> TokenStream {
     ));
     let mut tensors = tensors.iter();
     let fields = params.iter().map(|param| match param.ty.tensor() {
-        Some(_) => param_field(param, tensors.next()),
+        Some(_) => param_field(param, tensors.next().copied()),
         None => param_field(param, None),
     });
     let types = params.iter().map(|param| {
@@ -87,7 +93,7 @@ fn entry_args(kernel: &str, entry: &Entry, tensors: &[String]) -> TokenStream {
     }
 }
 
-fn param_field(param: &Param, tensor: Option<&String>) -> TokenStream {
+fn param_field(param: &Param, tensor: Option<&str>) -> TokenStream {
     let about = match param.ty.tensor() {
         Some((dtype, access)) => {
             let verb = match access {

@@ -89,8 +89,8 @@ pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
 pub(crate) fn routed(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
     let steps = plan.routing_of(plan.evaluation_steps());
     let named = move |tensor: &&TensorPlan| {
-        let mut names = steps.iter().flat_map(|step| &step.tensors);
-        names.any(|name| *name == tensor.name)
+        let mut names = steps.iter().flat_map(|step| plan.names(step));
+        names.any(|name| name == tensor.name)
     };
     of_role(plan, role).filter(named)
 }

@@ -88,10 +88,17 @@ impl Tilings {
 }
 
 impl LayerPlan {
-    /// Whether another plan has the same launches on the same tensors.
+    /// Whether another plan has the same steps on the same tensors.
     fn launches_as(&self, other: &LayerPlan) -> bool {
+        let names = |plan: &LayerPlan| -> Vec<String> {
+            plan.tensors
+                .iter()
+                .map(|tensor| tensor.name.clone())
+                .collect()
+        };
         let same = self.prepare == other.prepare && self.steps == other.steps;
-        same && self.backward == other.backward && self.evaluation == other.evaluation
+        let same = same && self.backward == other.backward && self.evaluation == other.evaluation;
+        same && names(self) == names(other)
     }
 }
 
@@ -104,7 +111,7 @@ fn is_past(tokens: usize, fewer: usize, more: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Knob, PlanOptions, Tuning, plan_for, plan_with};
+    use crate::{Knob, PlanOptions, Tuning, plan};
     use moesaic_kernel::Target;
     use moesaic_spec::LayerSpec;
 
@@ -122,7 +129,7 @@ mod tests {
             tuning: Tuning::default().with(Knob::TileRows, size),
             ..PlanOptions::default()
         };
-        plan_with(&spec(), target(), &options).unwrap()
+        plan(&spec(), target(), &options).unwrap()
     }
 
     /// The sizes of the plan for each count; 0 is none.
@@ -142,7 +149,7 @@ mod tests {
 
     #[test]
     fn a_count_has_the_plan_of_the_nearest_by_ratio() {
-        let plain = plan_for(&spec(), target(), None).unwrap();
+        let plain = plan(&spec(), target(), &PlanOptions::default()).unwrap();
         let tilings = Tilings::from(plain.clone())
             .with(1024, rows(192))
             .with(1, rows(96))
@@ -156,7 +163,7 @@ mod tests {
 
     #[test]
     fn equal_plans_are_there_once() {
-        let plain = plan_for(&spec(), target(), None).unwrap();
+        let plain = plan(&spec(), target(), &PlanOptions::default()).unwrap();
         let tilings = Tilings::from(plain)
             .with(1, rows(96))
             .with(8, rows(96))

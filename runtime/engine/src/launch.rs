@@ -3,7 +3,7 @@
 use crate::forward::StepTime;
 use crate::{EngineError, Layer};
 use moesaic_kernel::{Launch, Param, ParamType, TensorMap};
-use moesaic_plan::{LayerPlan, Step};
+use moesaic_plan::{LaunchStep, LayerPlan, Step, TensorId};
 use moesaic_target::{Arg, Device, DeviceError, LaunchDims, Module, Ptr};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -129,11 +129,12 @@ impl Layer {
         let mut args = ARGS.take();
         for step in steps {
             let start = Instant::now();
-            self.launch(&tiling, step, scalars, &ptr, &mut args)?;
+            let Step::Launch(launch) = step;
+            self.launch(&tiling, launch, scalars, &ptr, &mut args)?;
             if let Some(times) = times.as_deref_mut() {
                 self.device.synchronize()?;
-                let kernel = tiling.plan.kernels[step.kernel].name.clone();
-                let symbol = step.symbol.clone();
+                let kernel = tiling.plan.kernels[launch.entry.kernel].name.clone();
+                let symbol = tiling.plan.symbol(step).to_string();
                 times.push(StepTime {
                     kernel,
                     symbol,
@@ -148,17 +149,17 @@ impl Layer {
     fn launch(
         &self,
         tiling: &Tiling<'_>,
-        step: &Step,
+        step: &LaunchStep,
         scalars: &Scalars,
         ptr: impl Fn(&str) -> Option<Ptr>,
         args: &mut Vec<Arg>,
     ) -> Result<(), EngineError> {
-        let entry = tiling.plan.entry(step);
+        let entry = &tiling.plan[step.entry];
         let tokens = scalars.tokens as u64;
         let mut tensors = step.tensors.iter();
         args.clear();
         for param in &entry.params {
-            args.push(self.arg(step, param, &mut tensors, scalars, &ptr)?);
+            args.push(self.arg(&entry.symbol, param, &mut tensors, scalars, &ptr)?);
         }
         let dims = dims(&entry.launch, tokens);
         // SAFETY: the arguments follow the entry's own parameter list, since
@@ -166,21 +167,21 @@ impl Layer {
         // the tensor's size for at least `tokens` tokens, or the caller of
         // a raw call vouches for it; buffers outlive the launch because a
         // device frees and grows them in stream order.
-        unsafe { tiling.modules[step.kernel].launch(&step.symbol, dims, args)? };
+        unsafe { tiling.modules[step.entry.kernel].launch(&entry.symbol, dims, args)? };
         Ok(())
     }
 
     /// The argument of one parameter; tensors are taken in order.
     fn arg<'a>(
         &self,
-        step: &Step,
+        symbol: &str,
         param: &Param,
-        tensors: &mut impl Iterator<Item = &'a String>,
+        tensors: &mut impl Iterator<Item = &'a TensorId>,
         scalars: &Scalars,
         ptr: impl Fn(&str) -> Option<Ptr>,
     ) -> Result<Arg, EngineError> {
         let failed = |reason: String| DeviceError::Launch {
-            kernel: step.symbol.clone(),
+            kernel: symbol.to_string(),
             reason,
         };
         if param.ty.tensor().is_none() {
@@ -191,6 +192,7 @@ impl Layer {
         let name = tensors
             .next()
             .ok_or_else(|| failed(format!("no tensor for `{}`", param.name)))?;
+        let name = &*self.plan()[*name].name;
         let held = || self.held(name);
         let address = ptr(name)
             .or_else(held)

@@ -44,7 +44,7 @@ impl Layer {
         let mut held = shared;
         let own = |name: &str| !held.contains_key(name);
         held.extend(placed(plan, &modules[0], &*device, weights, own)?);
-        let saved = plan.saved().into_iter().map(|t| t.name.clone());
+        let saved = plan.saved().into_iter().map(|t| plan[t].name.clone());
         Ok(Layer {
             ports: ports(plan),
             saved: saved.collect(),

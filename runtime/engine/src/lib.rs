@@ -29,6 +29,7 @@ mod precompile;
 mod shared;
 mod stack;
 mod statistics;
+mod texts;
 mod training;
 mod tuned;
 mod user;

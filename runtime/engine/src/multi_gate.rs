@@ -2,6 +2,7 @@
 
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
+use crate::texts::Texts;
 use crate::{Counters, Engine, EngineError, Input, Layer, Output, Saved};
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
@@ -48,26 +49,26 @@ impl Engine {
         routers: &[Tensors<'_>],
         training: Option<Training>,
     ) -> Result<MultiGate, EngineError> {
-        let tilings = self.tilings(spec, training)?;
-        let plan = tilings.first();
+        let texts = self.texts(spec, training)?;
+        let plan = texts.tilings.first();
         let device = &**self.device();
-        let modules = &self.modules(&tilings)?[0];
+        let modules = &self.modules(&texts)?[0];
         let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
-        let layer = |tilings, router: &Tensors<'_>| {
-            let layer = self.layer_with(tilings, router, shared.weights())?;
+        let layer = |texts: &Texts, router: &Tensors<'_>| {
+            let layer = self.layer_with(texts, router, shared.weights())?;
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
             }
             Ok(layer)
         };
-        let layers = routers.iter().map(|router| layer(tilings.clone(), router));
+        let layers = routers.iter().map(|router| layer(&texts, router));
         let layers = layers.collect::<Result<Vec<Layer>, EngineError>>()?;
         let stack = match (stacked(spec), &*layers) {
             (Some(experts), [first, _, ..]) => {
-                let tilings = self.tilings(&experts, training)?;
+                let texts = self.texts(&experts, training)?;
                 // Its kernels are not those of the spec: a pack may lack them.
-                match self.may_load(&tilings)? {
-                    true => Some(Stack::new(first, layer(tilings, &Tensors::new())?)),
+                match self.may_load(&texts) {
+                    true => Some(Stack::new(first, layer(&texts, &Tensors::new())?)),
                     false => None,
                 }
             }

@@ -49,9 +49,9 @@ impl Pass {
     }
 
     fn ports(self, plan: &LayerPlan) -> Ports {
-        let mut named = names(self.steps(plan));
+        let mut named = names(plan, self.steps(plan));
         if self == Pass::Train {
-            named.extend(names(&plan.backward));
+            named.extend(names(plan, &plan.backward));
         }
         let inputs = of_role(plan, &named, &[Role::Input]);
         // A routing call gives the weights of the caller's own decision, too,
@@ -69,9 +69,8 @@ fn of_role(plan: &LayerPlan, named: &BTreeSet<&str>, roles: &[Role]) -> Vec<usiz
     found.map(|(index, _)| index).collect()
 }
 
-fn names(steps: &[Step]) -> BTreeSet<&str> {
-    let tensors = steps.iter().flat_map(|step| &step.tensors);
-    tensors.map(String::as_str).collect()
+fn names<'p>(plan: &'p LayerPlan, steps: &'p [Step]) -> BTreeSet<&'p str> {
+    steps.iter().flat_map(|step| plan.names(step)).collect()
 }
 
 /// The ports of a plan's passes.
@@ -81,9 +80,9 @@ pub(crate) fn ports(plan: &LayerPlan) -> AllPorts {
 
 /// The tensors that training keeps and that other passes need for themselves.
 pub(crate) fn passing(plan: &LayerPlan) -> Vec<String> {
-    let mut named = names(plan.evaluation_steps());
-    named.extend(names(Pass::RouteTrain.steps(plan)));
-    let kept = plan.saved().into_iter().map(|t| t.name.clone());
+    let mut named = names(plan, plan.evaluation_steps());
+    named.extend(names(plan, Pass::RouteTrain.steps(plan)));
+    let kept = plan.saved().into_iter().map(|t| plan[t].name.clone());
     kept.filter(|name| named.contains(&**name)).collect()
 }
 

@@ -5,7 +5,7 @@ use crate::EngineError;
 use crate::forward::shape_for;
 use crate::launch::dims;
 use crate::layer::check_table;
-use moesaic_plan::{LayerPlan, Role, Step, TensorPlan};
+use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
 use moesaic_target::{Arg, Buffer, Device, Module, Ptr};
 use moesaic_tensor::{Tensor, WeightSource, check_kind};
 use std::collections::HashMap;
@@ -29,10 +29,10 @@ pub(crate) fn placed(
     let _placing = Placing::begin(device);
     let mut held = HashMap::new();
     let of = |role: Role| {
-        let tensors = plan.tensors.iter();
-        tensors.filter(move |tensor| tensor.role == role)
+        let tensors = plan.tensors.iter().enumerate();
+        tensors.filter(move |(_, tensor)| tensor.role == role)
     };
-    for tensor in of(Role::Packed).filter(|tensor| wanted(&tensor.name)) {
+    for (_, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
         let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
         held.insert(tensor.name.clone(), device.alloc(bytes)?);
     }
@@ -41,12 +41,12 @@ pub(crate) fn placed(
         modules,
         device,
     };
-    for tensor in of(Role::Weight) {
-        let away = plan.packs_away(&tensor.name);
+    for (at, tensor) in of(Role::Weight) {
+        let away = plan.packs_away(TensorId(at));
         let here = match away {
             true => packing
                 .steps(&tensor.name)
-                .any(|s| held.contains_key(&s.tensors[1])),
+                .any(|s| held.contains_key(&plan[s.tensors[1]].name)),
             false => wanted(&tensor.name),
         };
         if !here {
@@ -244,7 +244,7 @@ impl Packing<'_> {
         for step in self.steps(name) {
             let experts = self.experts(step);
             let some = first..experts.min(first + piece.shape[0]);
-            let packed = &held[&step.tensors[1]];
+            let packed = &held[&self.plan[step.tensors[1]].name];
             let to = Ptr(packed.ptr().0 + (packed.bytes() / experts * first) as u64);
             self.launch(step, from, to, (some.len() < experts).then_some(some.len()))?;
         }
@@ -261,26 +261,26 @@ impl Packing<'_> {
     }
 
     /// The launches that read a weight.
-    fn steps(&self, name: &str) -> impl Iterator<Item = &Step> {
+    fn steps(&self, name: &str) -> impl Iterator<Item = &LaunchStep> {
         let steps = self.plan.prepare.iter();
-        steps.filter(move |step| step.tensors[0] == name)
+        steps.filter(move |step| self.plan[step.tensors[0]].name == name)
     }
 
     /// Experts of what a step packs.
-    fn experts(&self, step: &Step) -> usize {
-        let packed = self.plan.tensor(&step.tensors[1]);
-        packed.map_or(1, |tensor| shape_for(tensor, 0)[0])
+    fn experts(&self, step: &LaunchStep) -> usize {
+        shape_for(&self.plan[step.tensors[1]], 0)[0]
     }
 
     /// Packs all experts, or only so many.
     fn launch(
         &self,
-        step: &Step,
+        step: &LaunchStep,
         from: Ptr,
         to: Ptr,
         experts: Option<usize>,
     ) -> Result<(), EngineError> {
-        let mut dims = dims(&self.plan.entry(step).launch, 0);
+        let entry = &self.plan[step.entry];
+        let mut dims = dims(&entry.launch, 0);
         if let Some(experts) = experts {
             dims.grid[self.plan.expert_axis(step)] = experts as u64;
         }
@@ -290,7 +290,7 @@ impl Packing<'_> {
         // experts are packed, begin with the first of them and have as many: an
         // expert's blocks touch its own elements only. Both stay until the device
         // is done.
-        unsafe { self.modules[step.kernel].launch(&step.symbol, dims, &args)? };
+        unsafe { self.modules[step.entry.kernel].launch(&entry.symbol, dims, &args)? };
         Ok(())
     }
 }

@@ -420,11 +420,7 @@ fn reserve(
     elsewhere: impl Fn(&str) -> bool,
 ) -> Result<(), EngineError> {
     let plan = router.plan();
-    let named: BTreeSet<&str> = steps
-        .iter()
-        .flat_map(|s| &s.tensors)
-        .map(|n| &**n)
-        .collect();
+    let named: BTreeSet<&str> = steps.iter().flat_map(|step| plan.names(step)).collect();
     let passes = |name: &&str| {
         let role = plan.tensor(name).map(|tensor| tensor.role);
         !matches!(

@@ -3,6 +3,7 @@
 use crate::forward::shape_for;
 use crate::launch::Scalars;
 use crate::pass::Pass;
+use crate::texts::Texts;
 use crate::{Counters, Engine, EngineError, Input, Layer, Output, Saved};
 use moesaic_kernel::DType;
 use moesaic_plan::Training;
@@ -87,7 +88,7 @@ impl Engine {
         let options = self.plan_options(training.then(Training::default));
         let plan = moesaic_plan::plan_user_experts(spec, self.target(), &options)?;
         Ok(UserLayer {
-            layer: self.layer_of(plan.layer.into(), weights)?,
+            layer: self.layer_of(&Texts::of(plan.layer.into())?, weights)?,
             experts,
             forward_at: plan.forward_at,
             evaluation_at: plan.evaluation_at,

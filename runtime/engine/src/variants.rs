@@ -2,8 +2,9 @@
 //! measures beside each other.
 
 use crate::shared::Shared;
+use crate::texts::Texts;
 use crate::{Engine, EngineError, Layer, Untuned};
-use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan_with};
+use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
 
@@ -29,10 +30,10 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<Variants<'a>, EngineError> {
         crate::layer::check_spec(spec)?;
-        let plan = plan_with(spec, self.target(), &self.plan_options(training))?;
-        let untuned = Untuned::new(plan)?;
+        let plan = plan(spec, self.target(), &self.plan_options(training))?;
+        let untuned = Untuned::new(plan);
         let plan = &untuned.plan;
-        let modules = &self.modules(&plan.clone().into())?[0];
+        let modules = &self.modules(&Texts::of(plan.clone().into())?)?[0];
         let shared = Shared::new(plan, modules, &**self.device(), weights, |_| true)?;
         Ok(Variants {
             engine: self.clone(),
@@ -58,7 +59,9 @@ impl Variants<'_> {
         let plan = self.untuned.with(tuning)?;
         debug_assert!(same_memory(&plan, &self.untuned.plan), "{tuning:?}");
         let shared = self.shared.weights();
-        let layer = self.engine.layer_with(plan.into(), self.weights, shared)?;
+        let layer = self
+            .engine
+            .layer_with(&Texts::of(plan.into())?, self.weights, shared)?;
         if self.training {
             layer.share_gradients(self.shared.gradients())?;
         }

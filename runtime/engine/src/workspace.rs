@@ -127,7 +127,7 @@ impl Workspaces {
 
 /// The tensors that live in a workspace: not those that outlive a call.
 fn held(plan: &LayerPlan) -> impl Iterator<Item = &str> {
-    let kept: BTreeSet<&str> = plan.saved().iter().map(|t| t.name.as_str()).collect();
+    let kept: BTreeSet<&str> = plan.saved().iter().map(|t| &*plan[*t].name).collect();
     let lasting = |role| matches!(role, Role::Weight | Role::Packed | Role::WeightGradient);
     let passing = plan.tensors.iter().filter(move |t| !lasting(t.role));
     let names = passing.map(|t| t.name.as_str());

@@ -3,8 +3,7 @@
 use super::{Call, Products, Tensors};
 use moesaic_kernel::DType;
 use moesaic_plan::{
-    GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelConfig, KernelDesc,
-    Step,
+    EntryId, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Op, Step,
 };
 use moesaic_reference::activate;
 use moesaic_spec::Experts;
@@ -36,7 +35,7 @@ impl Sum {
 struct Launched<'a> {
     products: &'a Products,
     call: &'a Call,
-    step: &'a Step,
+    entry: EntryId,
     tensors: BTreeMap<String, &'a str>,
     values: &'a Tensors,
     dense: bool,
@@ -46,26 +45,28 @@ impl Products {
     /// Every result of every kernel; what no row has stays as it was.
     pub fn check(&self, call: &Call, values: &Tensors) {
         for step in self.plan.steps.iter().chain(&self.plan.backward) {
-            let params = self.plan.entry(step).params.iter();
+            let Step::Launch(launch) = step;
+            let entry = &self.plan[launch.entry];
+            let params = entry.params.iter();
             let params = params.filter(|param| param.ty.tensor().is_some());
             let tensors = params
                 .map(|param| param.name.trim_end_matches("_map").to_string())
-                .zip(step.tensors.iter().map(String::as_str));
+                .zip(self.plan.names(step));
             let mut launched = Launched {
                 products: self,
                 call,
-                step,
+                entry: launch.entry,
                 tensors: tensors.collect(),
                 values,
                 dense: false,
             };
-            match &self.plan.kernels[step.kernel].desc {
-                KernelDesc::GroupedGemm(d) => launched.of(d.dense).kept(d),
-                KernelDesc::GroupedGemmDgrad(d) => launched.of(d.dense).dgrad(d),
-                KernelDesc::GroupedGemmWgrad(d) if step.symbol.ends_with("_bias") => {
+            match &self.plan.kernels[launch.entry.kernel].op {
+                Op::GroupedGemm { desc: d, .. } => launched.of(d.dense).kept(d),
+                Op::GroupedGemmDgrad { desc: d, .. } => launched.of(d.dense).dgrad(d),
+                Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => {
                     launched.of(d.dense).wgrad_bias(d)
                 }
-                KernelDesc::GroupedGemmWgrad(d) => launched.of(d.dense).wgrad(d),
+                Op::GroupedGemmWgrad { desc: d, .. } => launched.of(d.dense).wgrad(d),
                 _ => unreachable!("only products are left"),
             }
         }
@@ -130,7 +131,7 @@ impl Launched<'_> {
             "{}: {} of {} [{at}] is {got}, not {}; {:?}",
             self.products.plan.target,
             self.tensors[param],
-            self.step.symbol,
+            self.products.plan[self.entry].symbol,
             want.value,
             self.products.plan.spec,
         );
@@ -207,11 +208,8 @@ impl Launched<'_> {
 
     fn down(&self, d: &GroupedGemmDgradDesc, row: usize, products: &[Sum]) {
         let weight = self.weight(row);
-        let KernelConfig::GroupedGemm(config) =
-            &self.products.plan.kernels[self.step.kernel].config
-        else {
-            panic!("a product has the config of one");
-        };
+        let op = &self.products.plan.kernels[self.entry.kernel].op;
+        let config = op.gemm().expect("a product");
         let mut parts = vec![Sum::default(); d.outer.div_ceil(config.tile_columns)];
         for (column, &product) in products.iter().enumerate() {
             let at = row * d.outer + column;

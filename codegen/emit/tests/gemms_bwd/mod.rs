@@ -8,7 +8,7 @@ mod check;
 
 use crate::rig;
 use moesaic_kernel::{Access, DType, ParamType, Stem, TensorMap};
-use moesaic_plan::{KernelConfig, KernelDesc, KernelPlan, LayerPlan, Step, Training};
+use moesaic_plan::{KernelPlan, LayerPlan, Op, PlanOptions, Step, Training};
 use moesaic_reference::{Random, Weights, round_to};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
@@ -101,8 +101,8 @@ impl Products {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
-        let training = Training::default();
-        let plan = moesaic_plan::plan_training(spec, target.parse().unwrap(), training);
+        let training = PlanOptions::training(Training::default());
+        let plan = moesaic_plan::plan(spec, target.parse().unwrap(), &training);
         let mut plan = plan.unwrap();
         let tile_rows = scan_tile_rows(&plan);
         only_products(&mut plan, wanted);
@@ -152,10 +152,8 @@ impl Products {
     fn reads(&self) -> BTreeMap<String, Access> {
         let mut first = BTreeMap::new();
         for step in self.plan.steps.iter().chain(&self.plan.backward) {
-            let params = self.plan.entry(step).params.iter();
-            let accesses = params.filter_map(|param| Some(param.ty.tensor()?.1));
-            for (name, access) in step.tensors.iter().zip(accesses) {
-                first.entry(name.clone()).or_insert(access);
+            for (id, access) in self.plan.accesses(step) {
+                first.entry(self.plan[id].name.clone()).or_insert(access);
             }
         }
         first
@@ -195,8 +193,9 @@ impl Products {
     }
 
     fn launch(&self, step: &Step, call: &Call, memory: &BTreeMap<String, Memory>) {
-        let (entry, tokens) = (self.plan.entry(step), call.tokens as u64);
-        let mut tensors = step.tensors.iter();
+        let Step::Launch(launched) = step;
+        let (entry, tokens) = (&self.plan[launched.entry], call.tokens as u64);
+        let mut tensors = self.plan.names(step);
         let argument = |param: &moesaic_kernel::Param| match (param.ty, &*param.name) {
             (ParamType::Scalar(_), "accumulate") => Arg::I64(call.accumulate.into()),
             (ParamType::Scalar(_), _) => Arg::I64(tokens as i64),
@@ -218,7 +217,7 @@ impl Products {
         };
         // SAFETY: every buffer has the size the plan gives its tensor for
         // this token count, and lives until the launch has ended.
-        unsafe { self.modules[step.kernel].launch(&entry.symbol, dims, &args) }
+        unsafe { self.modules[launched.entry.kernel].launch(&entry.symbol, dims, &args) }
             .unwrap_or_else(|error| panic!("{}: {error}", self.plan.target));
     }
 
@@ -235,17 +234,17 @@ impl Products {
 
 /// Leaves out what is no product, and of the forward pass what keeps nothing.
 fn only_products(plan: &mut LayerPlan, wanted: impl Fn(&KernelPlan) -> bool) {
-    let is_product = |kernel: &KernelPlan| match &kernel.desc {
-        KernelDesc::GroupedGemm(d) => d.keep,
+    let is_product = |kernel: &KernelPlan| match &kernel.op {
+        Op::GroupedGemm { desc, .. } => desc.keep,
         other => [Stem::GroupedGemmDgrad, Stem::GroupedGemmWgrad].contains(&other.stem()),
     };
     let kept: BTreeSet<usize> = (0..plan.kernels.len())
         .filter(|&kernel| is_product(&plan.kernels[kernel]) && wanted(&plan.kernels[kernel]))
         .collect();
     for steps in [&mut plan.steps, &mut plan.backward] {
-        steps.retain(|step| kept.contains(&step.kernel));
-        for step in steps {
-            step.kernel = kept.range(..step.kernel).count();
+        steps.retain(|Step::Launch(launch)| kept.contains(&launch.entry.kernel));
+        for Step::Launch(launch) in steps {
+            launch.entry.kernel = kept.range(..launch.entry.kernel).count();
         }
     }
     let mut kernel = 0..;
@@ -255,9 +254,8 @@ fn only_products(plan: &mut LayerPlan, wanted: impl Fn(&KernelPlan) -> bool) {
 
 /// The rows of the tiles that the scan lists.
 fn scan_tile_rows(plan: &LayerPlan) -> usize {
-    let configs = plan.kernels.iter().map(|k| &k.config);
-    let mut rows = configs.filter_map(|config| match config {
-        KernelConfig::ExpertScan(scan) => Some(scan.tile_rows),
+    let mut rows = plan.kernels.iter().filter_map(|kernel| match &kernel.op {
+        Op::ExpertScan { config, .. } => Some(config.tile_rows),
         _ => None,
     });
     rows.next().unwrap()

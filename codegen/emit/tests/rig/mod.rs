@@ -11,7 +11,9 @@ use half::{bf16, f16};
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Stem, Target, TensorMap};
-use moesaic_plan::{LayerPlan, Role, Step, Training, plan, plan_training};
+use moesaic_plan::{
+    LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, TensorPlan, Training, plan,
+};
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, round_to};
 use moesaic_spec::{LayerSpec, RouterKind};
@@ -84,12 +86,16 @@ impl Tensors {
 impl Rig {
     /// Plans, emits and compiles; weights are random, in the storage types.
     pub fn new(spec: &LayerSpec, isa: CpuIsa, threads: usize) -> Rig {
-        Rig::compile(spec, threads, plan(spec, Target::Cpu(isa)).unwrap())
+        Rig::compile(
+            spec,
+            threads,
+            plan(spec, Target::Cpu(isa), &PlanOptions::default()).unwrap(),
+        )
     }
 
     /// As [`Rig::new`], with the kernels of a backward pass.
     pub fn training(spec: &LayerSpec, isa: CpuIsa, threads: usize, training: Training) -> Rig {
-        let plan = plan_training(spec, Target::Cpu(isa), training).unwrap();
+        let plan = plan(spec, Target::Cpu(isa), &PlanOptions::training(training)).unwrap();
         Rig::compile(spec, threads, plan)
     }
 
@@ -174,7 +180,9 @@ impl Rig {
     /// Runs every step; nothing that a kernel should write is set before.
     pub fn run(&self, input: &Input) -> Tensors {
         let buffers = self.buffers(input, &[]);
-        self.launch_all(&self.plan.prepare, input, 0, &buffers);
+        for launch in &self.plan.prepare {
+            self.launch(launch, input, 0, &buffers);
+        }
         self.launch_all(&self.plan.steps, input, 0, &buffers);
         self.read(input, buffers)
     }
@@ -247,38 +255,42 @@ impl Rig {
     }
 
     fn launch_all(&self, steps: &[Step], input: &Input, accumulate: i64, buffers: &Buffers) {
-        let tokens = input.tokens;
-        for step in steps {
-            let entry = self.plan.entry(step);
-            let mut tensors = step.tensors.iter();
-            let args = entry.params.iter().map(|param| match param.ty {
-                ParamType::Scalar(_) => Arg::I64(match param.name.as_str() {
-                    "tokens" => tokens as i64,
-                    "accumulate" => accumulate,
-                    "row_limit" => self.row_limit(input),
-                    name => counter(name, input),
-                }),
-                ParamType::TensorMap(map) => {
-                    let name = tensors.next().unwrap();
-                    Arg::TensorMap {
-                        base: buffers[name].1.ptr(),
-                        dims: self.map_dims(&map, name, tokens as u64),
-                    }
-                }
-                ParamType::Tensor(..) => Arg::Ptr(buffers[tensors.next().unwrap()].1.ptr()),
-            });
-            let args: Vec<Arg> = args.collect();
-            let (launch, tokens) = (&entry.launch, tokens as u64);
-            let dims = LaunchDims {
-                grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
-                threads: launch.threads,
-                shared_bytes: launch.shared_bytes,
-                cluster: launch.cluster,
-            };
-            // SAFETY: every buffer has the size the plan gives its tensor for
-            // this token count, and lives until all steps have run.
-            unsafe { self.modules[step.kernel].launch(&step.symbol, dims, &args) }.unwrap();
+        for Step::Launch(launch) in steps {
+            self.launch(launch, input, accumulate, buffers);
         }
+    }
+
+    fn launch(&self, step: &LaunchStep, input: &Input, accumulate: i64, buffers: &Buffers) {
+        let tokens = input.tokens;
+        let entry = &self.plan[step.entry];
+        let mut tensors = step.tensors.iter().map(|&id| &*self.plan[id].name);
+        let args = entry.params.iter().map(|param| match param.ty {
+            ParamType::Scalar(_) => Arg::I64(match param.name.as_str() {
+                "tokens" => tokens as i64,
+                "accumulate" => accumulate,
+                "row_limit" => self.row_limit(input),
+                name => counter(name, input),
+            }),
+            ParamType::TensorMap(map) => {
+                let name = tensors.next().unwrap();
+                Arg::TensorMap {
+                    base: buffers[name].1.ptr(),
+                    dims: self.map_dims(&map, name, tokens as u64),
+                }
+            }
+            ParamType::Tensor(..) => Arg::Ptr(buffers[tensors.next().unwrap()].1.ptr()),
+        });
+        let args: Vec<Arg> = args.collect();
+        let (launch, tokens) = (&entry.launch, tokens as u64);
+        let dims = LaunchDims {
+            grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
+            threads: launch.threads,
+            shared_bytes: launch.shared_bytes,
+            cluster: launch.cluster,
+        };
+        // SAFETY: every buffer has the size the plan gives its tensor for
+        // this token count, and lives until all steps have run.
+        unsafe { self.modules[step.entry.kernel].launch(&entry.symbol, dims, &args) }.unwrap();
     }
 }
 
@@ -291,13 +303,29 @@ pub fn routing_of(mut plan: LayerPlan) -> LayerPlan {
     let stems: Vec<Stem> = plan.kernels.iter().map(|kernel| kernel.stem()).collect();
     plan.backward.clear();
     plan.steps
-        .retain(|step| routing.contains(&stems[step.kernel]));
-    let used: BTreeSet<String> = plan.steps.iter().flat_map(|s| s.tensors.clone()).collect();
-    plan.tensors.retain(|tensor| used.contains(&tensor.name));
-    let last = plan.steps.iter().map(|step| step.kernel).max().unwrap();
+        .retain(|Step::Launch(launch)| routing.contains(&stems[launch.entry.kernel]));
+    let kernels = plan
+        .steps
+        .iter()
+        .map(|Step::Launch(launch)| launch.entry.kernel);
+    let last = kernels.max().unwrap();
     plan.kernels.truncate(last + 1);
-    plan.prepare.retain(|step| step.kernel <= last);
+    plan.prepare.retain(|step| step.entry.kernel <= last);
+    let called = plan.steps.iter_mut().map(|Step::Launch(launch)| launch);
+    let launches = plan.prepare.iter_mut().chain(called);
+    let named = launches.flat_map(|launch| &mut launch.tensors);
+    keep_named(&mut plan.tensors, named.collect());
     plan
+}
+
+/// Leaves only the tensors of these numbers, which become those they then have.
+fn keep_named(tensors: &mut Vec<TensorPlan>, named: Vec<&mut TensorId>) {
+    let used: BTreeSet<TensorId> = named.iter().map(|id| **id).collect();
+    let mut at = (0..).map(TensorId);
+    tensors.retain(|_| used.contains(&at.next().unwrap()));
+    for id in named {
+        *id = TensorId(used.range(..*id).count());
+    }
 }
 
 /// The value of a scalar that random numbers depend on.

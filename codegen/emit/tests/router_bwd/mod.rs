@@ -37,8 +37,10 @@ pub fn alone(mut plan: LayerPlan) -> LayerPlan {
     let own = |kernel: &KernelPlan| kernel.stem() == Stem::GateTopkBwd;
     let at = plan.kernels.iter().position(own).expect("a router");
     for steps in [&mut plan.steps, &mut plan.backward] {
-        steps.retain(|step| step.kernel == at);
-        steps.iter_mut().for_each(|step| step.kernel = 0);
+        steps.retain(|Step::Launch(launch)| launch.entry.kernel == at);
+        for Step::Launch(launch) in steps {
+            launch.entry.kernel = 0;
+        }
     }
     plan.kernels = vec![plan.kernels.swap_remove(at)];
     plan
@@ -149,7 +151,7 @@ impl Router {
         let backward = self.plan.backward.iter();
         let steps: Vec<Step> = self.plan.steps.iter().chain(backward).cloned().collect();
         for step in &steps {
-            if step.symbol == "gate_input_scale_bwd" {
+            if self.plan.symbol(step) == "gate_input_scale_bwd" {
                 call.give_router_dx();
             }
             call.launch(step);
@@ -279,9 +281,10 @@ impl Call<'_> {
     }
 
     fn launch(&self, step: &Step) {
-        let entry = self.router.plan.entry(step);
+        let Step::Launch(launched) = step;
+        let entry = &self.router.plan[launched.entry];
         let tokens = self.input.tokens as u64;
-        let mut tensors = step.tensors.iter();
+        let mut tensors = self.router.plan.names(step);
         let args: Vec<Arg> = entry
             .params
             .iter()
@@ -301,10 +304,10 @@ impl Call<'_> {
         if dims.grid.contains(&0) {
             return;
         }
-        let module = &self.router.modules[step.kernel];
+        let module = &self.router.modules[launched.entry.kernel];
         // SAFETY: every buffer has the size the plan gives its tensor for
         // this token count, and lives until all steps have run.
-        let done = unsafe { module.launch(&step.symbol, dims, &args) };
+        let done = unsafe { module.launch(&entry.symbol, dims, &args) };
         done.unwrap_or_else(|e| panic!("{}: {e}", self.what));
     }
 
@@ -393,7 +396,7 @@ impl Call<'_> {
     fn own(&self, name: &str) -> bool {
         let plan = &self.router.plan;
         let mut steps = plan.backward.iter();
-        steps.any(|step| step.tensors.iter().any(|tensor| tensor == name))
+        steps.any(|step| plan.names(step).any(|tensor| tensor == name))
     }
 
     fn near(&self, name: &str, wanted: &[f64]) {

@@ -1,7 +1,8 @@
-//! What a plan is: kernels, tensors, and the launches in order.
+//! What a plan is: kernels, tensors, and the steps in order.
 
-use crate::{CacheClass, KernelConfig, KernelDesc, KernelPlan, Tuning};
-use moesaic_kernel::{Access, DType, Entry, Size, Target};
+use super::{LaunchStep, Step, TensorId};
+use crate::{CacheClass, KernelPlan, Op, Tuning};
+use moesaic_kernel::{Access, DType, Size, Target};
 use moesaic_spec::LayerSpec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -26,18 +27,18 @@ pub struct LayerPlan {
     /// The launches that make each [`Role::Packed`] tensor from a weight, once
     /// and whenever that changes: the weight first, then the tensor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub prepare: Vec<Step>,
-    /// The launches of a forward pass, in order: of one that trains, where the
+    pub prepare: Vec<LaunchStep>,
+    /// The steps of a forward pass, in order: of one that trains, where the
     /// plan has a backward pass.
     pub steps: Vec<Step>,
-    /// The launches of an evaluation, where `steps` trains: see
+    /// The steps of an evaluation, where `steps` trains: see
     /// [`LayerPlan::evaluation_steps`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub evaluation: Vec<Step>,
     /// What backward does again; `None` for a plan without backward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub training: Option<Training>,
-    /// The launches of a backward pass, in order.
+    /// The steps of a backward pass, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub backward: Vec<Step>,
 }
@@ -51,6 +52,16 @@ pub struct PlanOptions {
     pub tuning: Tuning,
     /// The caches that `heuristics` chooses sizes for, on a CPU.
     pub caches: CacheClass,
+}
+
+impl PlanOptions {
+    /// How the layer is trained, or with `None` that it is not, and nothing else.
+    pub fn training(training: impl Into<Option<Training>>) -> PlanOptions {
+        PlanOptions {
+            training: training.into(),
+            ..PlanOptions::default()
+        }
+    }
 }
 
 /// How a layer is trained.
@@ -110,58 +121,33 @@ pub enum Role {
     WeightGradient,
 }
 
-/// One launch.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Step {
-    /// Index into [`LayerPlan::kernels`].
-    pub kernel: usize,
-    /// The symbol to launch.
-    pub symbol: String,
-    /// The tensor behind each pointer parameter, in order of the parameters.
-    pub tensors: Vec<String>,
-}
-
 impl LayerPlan {
-    /// The entry a step launches.
-    ///
-    /// # Panics
-    /// When the step is not of this plan.
-    pub fn entry(&self, step: &Step) -> &Entry {
-        let entries = &self.kernels[step.kernel].entries;
-        entries
-            .iter()
-            .find(|e| e.symbol == step.symbol)
-            .expect("steps name entries of the plan")
-    }
-
     /// What a forward pass leaves for backward, inputs included: the tensors
     /// that backward reads before it writes them.
-    pub fn saved(&self) -> Vec<&TensorPlan> {
+    pub fn saved(&self) -> Vec<TensorId> {
         let mut written = BTreeSet::new();
         let mut saved = BTreeSet::new();
         for step in &self.backward {
-            let params = self.entry(step).params.iter();
-            let accesses = params.filter_map(|param| Some(param.ty.tensor()?.1));
-            for (name, access) in step.tensors.iter().zip(accesses) {
-                if access != Access::Write && !written.contains(name) {
-                    saved.insert(name);
+            for (tensor, access) in self.accesses(step) {
+                if access != Access::Write && !written.contains(&tensor) {
+                    saved.insert(tensor);
                 }
                 if access != Access::Read {
-                    written.insert(name);
+                    written.insert(tensor);
                 }
             }
         }
-        let passed = |t: &&TensorPlan| matches!(t.role, Role::Input | Role::Output | Role::Scratch);
-        let tensors = self.tensors.iter().filter(passed);
-        tensors.filter(|t| saved.contains(&t.name)).collect()
+        let passed =
+            |id: &TensorId| matches!(self[*id].role, Role::Input | Role::Output | Role::Scratch);
+        saved.into_iter().filter(passed).collect()
     }
 
-    /// The launches of a forward pass, then those of a backward pass.
+    /// The steps of a forward pass, then those of a backward pass.
     pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
         self.steps.iter().chain(&self.backward)
     }
 
-    /// The launches of a forward pass that draws nothing and keeps nothing.
+    /// The steps of a forward pass that draws nothing and keeps nothing.
     pub fn evaluation_steps(&self) -> &[Step] {
         match self.training {
             Some(_) => &self.evaluation,
@@ -171,15 +157,12 @@ impl LayerPlan {
 
     /// Of a forward pass's steps the first, which decide where tokens go.
     pub fn routing_of<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
-        let routes = |step: &Step| {
-            let desc = &self.kernels[step.kernel].desc;
-            matches!(desc, KernelDesc::GateTopk(_) | KernelDesc::ExpertScan(_))
-        };
+        let routes = |step: &Step| self.op(step).is_some_and(Op::routes);
         let count = steps.iter().take_while(|step| routes(step)).count();
         &steps[..count]
     }
 
-    /// Every launch of a call: [`LayerPlan::all_steps`], then an evaluation's
+    /// Every step of a call: [`LayerPlan::all_steps`], then an evaluation's
     /// where it has its own.
     pub(crate) fn call_steps(&self) -> impl Iterator<Item = &Step> {
         self.all_steps().chain(&self.evaluation)
@@ -187,18 +170,22 @@ impl LayerPlan {
 
     /// Whether kernels read a weight only in its packed form, so that a runtime
     /// need not keep it.
-    pub fn packs_away(&self, weight: &str) -> bool {
-        let named = |step: &Step| step.tensors.iter().any(|name| name == weight);
-        self.prepare.iter().any(named) && !self.call_steps().any(named)
+    pub fn packs_away(&self, weight: TensorId) -> bool {
+        let packed = self
+            .prepare
+            .iter()
+            .any(|step| step.tensors.contains(&weight));
+        packed
+            && !self
+                .call_steps()
+                .any(|step| step.tensors().contains(&weight))
     }
 
     /// Which dimension of the grid of a step of `prepare` counts experts, so that a
     /// launch can pack some of them.
-    pub fn expert_axis(&self, step: &Step) -> usize {
-        match &self.kernels[step.kernel].config {
-            KernelConfig::GroupedGemm(config) => crate::signature::expert_axis(config),
-            _ => 0,
-        }
+    pub fn expert_axis(&self, step: &LaunchStep) -> usize {
+        let config = self.kernels[step.entry.kernel].op.gemm();
+        config.map_or(0, crate::signature::expert_axis)
     }
 
     /// The tensor of this name.

@@ -2,7 +2,7 @@
 //! a plan is a router's own, and the layer that takes the tokens of all.
 
 use super::{LayerPlan, Step};
-use crate::desc::KernelDesc;
+use crate::Op;
 use moesaic_spec::{CapacityMode, LayerSpec, RouterKind};
 
 /// The experts of a spec as a layer that is told where tokens go: its tokens are
@@ -24,10 +24,8 @@ impl LayerPlan {
     /// Of a forward pass's steps those of the router: where tokens go, and losses.
     pub fn router_steps<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
         let own = |step: &Step| {
-            matches!(
-                self.desc(step),
-                KernelDesc::GateTopk(_) | KernelDesc::ExpertScan(_) | KernelDesc::GateTopkBwd(_)
-            )
+            let of_router = |op: &Op| op.routes() || matches!(op, Op::GateTopkBwd { .. });
+            self.op(step).is_some_and(of_router)
         };
         let count = steps.iter().take_while(|step| own(step)).count();
         &steps[..count]
@@ -35,19 +33,19 @@ impl LayerPlan {
 
     /// Of a forward pass's steps those from what experts gave to `y`, or all others.
     pub fn combine_steps(&self, steps: &[Step], combine: bool) -> Vec<Step> {
-        let wanted = |step: &&Step| matches!(self.desc(step), KernelDesc::Combine(_)) == combine;
+        let wanted = |step: &&Step| matches!(self.op(step), Some(Op::Combine { .. })) == combine;
         steps.iter().filter(wanted).cloned().collect()
     }
 
-    /// The launches of a backward pass from the gradients of a router's weights
+    /// The steps of a backward pass from the gradients of a router's weights
     /// and of expert rows to those of the router and of tokens.
     pub fn router_backward(&self) -> Vec<Step> {
-        let of_router = |name: &String| name.trim_start_matches("grad.").starts_with("router.");
-        let own = |step: &&Step| self.sums_tokens(step) || step.tensors.iter().any(of_router);
+        let of_router = |name: &str| name.trim_start_matches("grad.").starts_with("router.");
+        let own = |step: &&Step| self.sums_tokens(step) || self.names(step).any(of_router);
         self.backward.iter().filter(own).cloned().collect()
     }
 
-    /// The launches of a backward pass up to the gradients of expert rows, where
+    /// The steps of a backward pass up to the gradients of expert rows, where
     /// the router is the caller's.
     pub fn experts_backward(&self) -> Vec<Step> {
         let own = |step: &&Step| !self.sums_tokens(step);
@@ -55,10 +53,6 @@ impl LayerPlan {
     }
 
     fn sums_tokens(&self, step: &Step) -> bool {
-        matches!(self.desc(step), KernelDesc::DispatchBwd(_))
-    }
-
-    fn desc(&self, step: &Step) -> &KernelDesc {
-        &self.kernels[step.kernel].desc
+        matches!(self.op(step), Some(Op::DispatchBwd { .. }))
     }
 }

@@ -10,25 +10,29 @@ fn spec() -> LayerSpec {
 fn planned(change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
     let mut spec = spec();
     change(&mut spec);
-    plan(&spec, Target::Cpu(CpuIsa::Avx2)).unwrap()
+    plan(&spec, Target::Cpu(CpuIsa::Avx2), &PlanOptions::default()).unwrap()
 }
 
 /// Every tensor of every step is declared, with the parameter's dtype,
 /// and every declared tensor is used.
 fn check(plan: &LayerPlan) {
-    for step in plan.prepare.iter().chain(plan.call_steps()) {
-        let params = plan.entry(step).params.iter();
-        let dtypes = params.filter_map(|p| p.ty.tensor().map(|(dtype, _)| dtype));
-        for (name, dtype) in step.tensors.iter().zip(dtypes) {
-            let tensor = plan
-                .tensor(name)
-                .unwrap_or_else(|| panic!("{name} is undeclared"));
-            assert_eq!(tensor.dtype, dtype, "{name} in {}", step.symbol);
+    for step in plan.launches() {
+        let entry = &plan[step.entry];
+        let params = entry.params.iter();
+        let pointers: Vec<_> = params.filter(|p| p.ty.tensor().is_some()).collect();
+        assert_eq!(step.tensors.len(), pointers.len(), "{}", entry.symbol);
+        for (&id, param) in step.tensors.iter().zip(pointers) {
+            let tensor = plan.tensors.get(id.0);
+            let tensor = tensor.unwrap_or_else(|| panic!("{} is undeclared", param.name));
+            let (dtype, _) = param.ty.tensor().unwrap();
+            assert_eq!(tensor.dtype, dtype, "{} in {}", tensor.name, entry.symbol);
+            assert_eq!(plan.id(&tensor.name), Some(id), "{}", tensor.name);
         }
     }
-    for tensor in &plan.tensors {
-        let mut steps = plan.prepare.iter().chain(plan.call_steps());
-        let used = steps.any(|step| step.tensors.contains(&tensor.name));
+    for (at, tensor) in plan.tensors.iter().enumerate() {
+        let used = plan
+            .launches()
+            .any(|step| step.tensors.contains(&TensorId(at)));
         assert!(used, "{} is never used", tensor.name);
     }
 }
@@ -64,17 +68,21 @@ fn weights_are_packed_in_the_order_of_their_products() {
         let mut spec = spec();
         spec.precision.weights = dtype;
         spec.precision.activations = dtype;
-        let plan = plan(&spec, target.parse().unwrap()).unwrap();
+        let plan = plan(&spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
         assert!(!plan.prepare.is_empty());
         let experts = Size::Const(spec.shape.experts as u64);
         for step in &plan.prepare {
-            let packing = &plan.entry(step).launch.grid;
-            let reads = |product: &&Step| product.tensors.contains(&step.tensors[1]);
-            let product = plan.steps.iter().find(reads).unwrap();
-            let product = &plan.entry(product).launch.grid;
+            let packing = &plan[step.entry].launch.grid;
+            let reads = |product: &&LaunchStep| product.tensors.contains(&step.tensors[1]);
+            let mut products = plan.steps.iter().filter_map(Step::launch);
+            let product = &plan[products.find(reads).unwrap().entry].launch.grid;
             let by_tokens = |size: &Size| size.eval(9000) != size.eval(90000);
             let at = product.iter().position(by_tokens).unwrap();
-            assert_eq!(packing[at], experts, "{} on {target}", step.symbol);
+            assert_eq!(
+                packing[at], experts,
+                "{} on {target}",
+                plan[step.entry].symbol
+            );
         }
     }
 }
@@ -87,7 +95,12 @@ fn a_plan_is_the_same_every_time() {
 fn trained(recompute: Recompute, change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
     let mut spec = spec();
     change(&mut spec);
-    plan_training(&spec, Target::Cpu(CpuIsa::Avx2), Training { recompute }).unwrap()
+    plan(
+        &spec,
+        Target::Cpu(CpuIsa::Avx2),
+        &PlanOptions::training(Training { recompute }),
+    )
+    .unwrap()
 }
 
 const MODES: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
@@ -123,7 +136,12 @@ fn gradients_of_routers_and_losses_agree() {
         let spec = moesaic_spec::testing::sample(seed);
         for recompute in MODES {
             let target = Target::Cpu(CpuIsa::Avx2);
-            let plan = plan_training(&spec, target, Training { recompute }).unwrap();
+            let plan = plan(
+                &spec,
+                target,
+                &PlanOptions::training(Training { recompute }),
+            )
+            .unwrap();
             check(&plan);
             for loss in &spec.losses {
                 let output = plan.tensor(&format!("loss.{}", loss.kind.name())).unwrap();
@@ -153,7 +171,8 @@ fn what_is_kept() {
     let (t, d, h, k, e) = (100, 16, 24, 2, 4);
     let kept = |recompute| -> u64 {
         let plan = trained(recompute, bf16);
-        plan.saved().iter().map(|tensor| tensor.bytes(t)).sum()
+        let saved = plan.saved().into_iter();
+        saved.map(|id| plan[id].bytes(t)).sum()
     };
     // Ids, weights, slot_rows and row_slots; logits; offsets and row_tiles.
     let record = 4 * 4 * t * k + 4 * t * e + 8 * (e + 1) + 4 * (e + 1);

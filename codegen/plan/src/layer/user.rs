@@ -3,7 +3,7 @@
 
 use super::{Builder, LayerPlan, Pass, PlanOptions};
 use crate::PlanError;
-use crate::desc::{self, KernelDesc};
+use crate::desc;
 use moesaic_kernel::Target;
 use moesaic_spec::{Biases, LayerSpec, WeightSite};
 
@@ -42,11 +42,11 @@ pub fn plan_user_experts(
         builder.pass = Pass::Evaluation;
         evaluation_at = builder.forward_around();
     }
-    let mut layer = builder.finish();
     let of_expert = |name: &str| name.trim_start_matches("grad.").starts_with("experts.");
-    layer.tensors.retain(|tensor| !of_expert(&tensor.name));
+    let tensors = &mut builder.plan.tensors;
+    tensors.retain(|tensor| !of_expert(&tensor.name));
     Ok(UserPlan {
-        layer,
+        layer: builder.finish(),
         forward_at,
         evaluation_at,
         backward_at,
@@ -74,7 +74,7 @@ impl Builder {
         self.routing();
         self.latent_down();
         let dispatch = desc::dispatch(&self.plan.spec);
-        self.launch("dispatch", KernelDesc::Dispatch(dispatch), &self.around());
+        self.launch("dispatch", dispatch, &self.around());
         let at = match self.pass {
             Pass::Evaluation => self.plan.evaluation.len(),
             _ => self.plan.steps.len(),

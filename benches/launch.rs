@@ -1,0 +1,196 @@
+//! What the host does for a launch and for a call of a layer, on a device that
+//! does nothing.
+//!
+//! ```sh
+//! cargo bench --bench launch
+//! ```
+
+use moesaic::kernel::KernelSource;
+use moesaic::plan::Role;
+use moesaic::target::{
+    Artifact, CompileError, CompileOptions, Compiler, KernelReport, Ptr, Report,
+};
+use moesaic::{
+    Counters, Layer, LayerPlan, LayerSpec, RawBackward, RawCall, Target, Tensor, Tensors, Training,
+};
+use moesaic_engine::{Engine, EngineParts};
+use moesaic_probe::idle::Idle;
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Samples of each number; the least is reported, since other work on the
+/// machine only adds.
+const SAMPLES: usize = 40;
+const CALLS: u32 = 500;
+
+const TARGETS: [&str; 2] = ["cpu:avx512", "cuda:sm_90a"];
+
+const SPECS: [(&str, &str); 2] = [
+    (
+        "gated, top 2 of 8",
+        "shape = { model_dim = 64, hidden_dim = 64, experts = 8, top_k = 2 }
+         precision = { weights = \"bf16\", activations = \"bf16\" }
+         router = { renormalize = \"sum\" }
+         experts = { form = \"gated\", activation = \"silu\" }",
+    ),
+    (
+        "capacity, shared expert, losses",
+        "shape = { model_dim = 64, hidden_dim = 64, experts = 16, top_k = 4 }
+         precision = { weights = \"bf16\", activations = \"bf16\" }
+         router = { score = \"sigmoid\", select_bias = true, renormalize = \"sum\" }
+         capacity = { mode = \"factor\", factor = 1.25 }
+         experts = { form = \"gated\", activation = \"silu\" }
+         shared = [{ hidden_dim = 64 }]
+         losses = [{ kind = \"z\", coefficient = 0.001 }]",
+    ),
+];
+
+fn main() {
+    if std::env::args().any(|arg| arg == "--list") {
+        return;
+    }
+    println!("host's time on a device that does nothing, the least of {SAMPLES} samples");
+    println!("target       tokens  pass                launches  ns a call  ns a launch");
+    for (name, text) in SPECS {
+        println!("# {name}");
+        let spec = LayerSpec::from_toml(text).expect("a valid spec");
+        for target in TARGETS {
+            let target: Target = target.parse().expect("a target");
+            for tokens in [1, 4096] {
+                bench(&spec, target, tokens);
+            }
+        }
+    }
+}
+
+fn bench(spec: &LayerSpec, target: Target, tokens: usize) {
+    let engine = engine(target);
+    let weights = weights(engine.tilings(spec, None).expect("a plan").first());
+    let report = |pass: &str, launches: usize, ns: f64| {
+        let each = ns / launches as f64;
+        println!("{target:<12} {tokens:6}  {pass:<18} {launches:9} {ns:10.0} {each:12.0}");
+    };
+
+    let layer = engine.layer(spec, &weights).expect("a layer");
+    let launches = layer.plan().evaluation_steps().len();
+    report("forward", launches, forward(&layer, tokens));
+
+    let layer = training_layer(&engine, spec, &weights);
+    let launches = layer.plan().all_steps().count();
+    report("forward + backward", launches, training(&layer, tokens));
+}
+
+fn engine(target: Target) -> Engine {
+    Engine::new(EngineParts {
+        device: Arc::new(Idle::new(target)),
+        compiler: Some(Arc::new(Nothing)),
+        store: None,
+        strict: false,
+        tuned: false,
+        caches: None,
+        options: CompileOptions::default(),
+    })
+}
+
+/// Zeros.
+fn weights(plan: &LayerPlan) -> Tensors<'static> {
+    let mut weights = Tensors::new();
+    for tensor in plan.tensors.iter().filter(|t| t.role == Role::Weight) {
+        let shape = tensor.shape.iter().map(|size| size.eval(0) as usize);
+        let zeros = Tensor {
+            dtype: tensor.dtype,
+            shape: shape.collect(),
+            data: vec![0; tensor.bytes(0) as usize].into(),
+        };
+        weights.insert(&tensor.name, zeros);
+    }
+    weights
+}
+
+fn training_layer(engine: &Engine, spec: &LayerSpec, weights: &Tensors<'_>) -> Layer {
+    let layer = engine.training_layer(spec, weights, Training::default());
+    layer.expect("a layer")
+}
+
+/// Nanoseconds of an evaluation.
+fn forward(layer: &Layer, tokens: usize) -> f64 {
+    let tensors = addresses(&["x", "y"]);
+    let call = RawCall {
+        tokens,
+        tensors: &tensors,
+        ..RawCall::default()
+    };
+    // SAFETY: nothing reads or writes at the addresses.
+    least(|| unsafe { layer.forward_raw(black_box(&call)) }.expect("it runs"))
+}
+
+/// Nanoseconds of a training call and its backward pass.
+fn training(layer: &Layer, tokens: usize) -> f64 {
+    let (forward, backward) = (addresses(&["x", "y"]), addresses(&["dy", "dx"]));
+    let call = RawCall {
+        tokens,
+        tensors: &forward,
+        ..RawCall::default()
+    };
+    let back = RawBackward {
+        tensors: &backward,
+        accumulate: true,
+    };
+    least(|| {
+        let counters = Counters::default();
+        // SAFETY: nothing reads or writes at the addresses.
+        let saved = unsafe { layer.forward_train_raw(black_box(&call), counters) };
+        let saved = saved.expect("it runs");
+        // SAFETY: as above.
+        unsafe { layer.backward_raw(&saved, black_box(&back)) }.expect("it runs");
+    })
+}
+
+fn addresses<'a>(names: &[&'a str]) -> Vec<(&'a str, Ptr)> {
+    let numbered = names.iter().zip(1..);
+    numbered.map(|(name, i)| (*name, Ptr(i << 40))).collect()
+}
+
+fn least(mut call: impl FnMut()) -> f64 {
+    let mut sample = || {
+        let start = Instant::now();
+        (0..CALLS).for_each(|_| call());
+        start.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS)
+    };
+    (0..SAMPLES).map(|_| sample()).fold(f64::MAX, f64::min)
+}
+
+/// Compiles any source to no bytes, with a report that names its entries.
+struct Nothing;
+
+impl Compiler for Nothing {
+    fn backend(&self) -> &'static str {
+        "any"
+    }
+
+    fn name(&self) -> String {
+        "nothing".to_string()
+    }
+
+    fn fingerprint(&self, _: Target) -> String {
+        self.name()
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        Vec::new()
+    }
+
+    fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
+        let named = source.entries.iter().map(|entry| KernelReport {
+            symbol: entry.symbol.clone(),
+            ..KernelReport::default()
+        });
+        let report = Report {
+            kernels: named.collect(),
+            ..Report::default()
+        };
+        let binary = Vec::new();
+        Ok(Artifact { binary, report })
+    }
+}
