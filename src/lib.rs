@@ -52,7 +52,7 @@ pub use moesaic_kernel::{
 pub use moesaic_macros::layer;
 pub use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Tilings, Training, Work};
 pub use moesaic_spec::LayerSpec;
-pub use moesaic_tensor::{Bytes, Element, Tensor, Tensors, WeightSource};
+pub use moesaic_tensor::{Bytes, Element, SourceError, Tensor, Tensors, WeightSource};
 
 /// The kernel store and its packs.
 pub use moesaic_cache as cache;
