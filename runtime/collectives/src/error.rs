@@ -20,14 +20,14 @@ pub struct At {
 
 impl At {
     /// A rank that is in no operation.
-    pub(crate) fn outside(rank: usize) -> At {
-        At {
+    pub(crate) fn outside(rank: usize) -> Box<At> {
+        Box::new(At {
             operation: "",
             sequence: 0,
             label: String::new(),
             phase: "between operations",
             rank,
-        }
+        })
     }
 }
 
@@ -87,7 +87,7 @@ pub enum CollectiveError {
     )]
     Deadline {
         /// Which operation.
-        at: At,
+        at: Box<At>,
         /// Since its start.
         waited: Duration,
         /// Who is waited for.
@@ -100,7 +100,7 @@ pub enum CollectiveError {
     )]
     Mismatch {
         /// Which operation.
-        at: At,
+        at: Box<At>,
         /// The other rank, in the world.
         peer: usize,
         /// What differs: `the number of elements`.
@@ -114,7 +114,7 @@ pub enum CollectiveError {
     #[error("{at}: rank {peer} {cause}")]
     Peer {
         /// Which operation.
-        at: At,
+        at: Box<At>,
         /// The rank that failed, in the world.
         peer: usize,
         /// `has panicked`, `gave up: ...`.
@@ -124,7 +124,7 @@ pub enum CollectiveError {
     #[error("{at}: {engine} failed: {reason}")]
     Engine {
         /// Which operation.
-        at: At,
+        at: Box<At>,
         /// What carries the messages: `MPI (Open MPI 4.1.4)`.
         engine: String,
         /// What it said.
@@ -134,7 +134,7 @@ pub enum CollectiveError {
     #[error("{at}: {reason}")]
     Device {
         /// Which operation.
-        at: At,
+        at: Box<At>,
         /// What it said.
         reason: String,
     },

@@ -91,25 +91,30 @@ impl Signature {
 
     /// The first thing that differs: what it is, here and there.
     pub fn difference(&self, other: &Signature) -> Option<(&'static str, String, String)> {
-        let element = |s: &Signature| s.element.map_or("none", Element::name).to_string();
-        let reduction = |s: &Signature| s.reduction.map_or("none", Reduction::name).to_string();
-        let algorithm = |s: &Signature| match s.per_node {
+        if self == other {
+            return None;
+        }
+        let both = self.fields().into_iter().zip(other.fields());
+        both.map(|((what, ours), (_, theirs))| (what, ours, theirs))
+            .find(|(_, ours, theirs)| ours != theirs)
+    }
+
+    fn fields(&self) -> [(&'static str, String); 7] {
+        let element = self.element.map_or("none", Element::name);
+        let reduction = self.reduction.map_or("none", Reduction::name);
+        let algorithm = match self.per_node {
             0 => "direct".to_string(),
             m => format!("hierarchical with {m} ranks per node"),
         };
-        let fields: [(&'static str, &dyn Fn(&Signature) -> String); 7] = [
-            ("the operation", &|s| format!("`{}`", s.kind.name())),
-            ("the label", &|s| format!("`{}`", s.label)),
-            ("the element type", &element),
-            ("the reduction", &reduction),
-            ("the number of elements", &|s| s.elements.to_string()),
-            ("the root", &|s| s.root.to_string()),
-            ("the algorithm", &algorithm),
-        ];
-        fields
-            .into_iter()
-            .map(|(what, text)| (what, text(self), text(other)))
-            .find(|(_, ours, theirs)| ours != theirs)
+        [
+            ("the operation", format!("`{}`", self.kind.name())),
+            ("the label", format!("`{}`", self.label)),
+            ("the element type", element.to_string()),
+            ("the reduction", reduction.to_string()),
+            ("the number of elements", self.elements.to_string()),
+            ("the root", self.root.to_string()),
+            ("the algorithm", algorithm),
+        ]
     }
 }
 

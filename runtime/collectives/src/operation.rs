@@ -122,14 +122,14 @@ impl Operation {
         }
     }
 
-    pub fn at(&self) -> At {
-        At {
+    pub fn at(&self) -> Box<At> {
+        Box::new(At {
             operation: self.signature.kind.name(),
             sequence: self.sequence,
             label: self.label.clone(),
             phase: self.phase_name,
             rank: self.group.members[self.group.rank],
-        }
+        })
     }
 
     pub fn key(&self, from: usize, index: u32) -> Key {

@@ -112,14 +112,14 @@ fn whole<T: Number<N>, const N: usize>(reduction: Reduction, first: &mut [u8], r
 }
 
 /// Halves whose sums are f32 in a block of the stack.
-fn halves<T: Copy>(
+fn halves<T>(
     reduction: Reduction,
     first: &mut [u8],
     rest: &[u8],
     widen: fn(T) -> f32,
     narrow: fn(f32) -> T,
 ) where
-    T: HalfBits,
+    T: Copy + HalfBits,
 {
     const BLOCK: usize = 512;
     let row_bytes = first.len();

@@ -114,7 +114,7 @@ impl Core {
         }
     }
 
-    pub(super) fn engine_error(&self, at: At, reason: String) -> CollectiveError {
+    pub(super) fn engine_error(&self, at: Box<At>, reason: String) -> CollectiveError {
         CollectiveError::Engine {
             at,
             engine: self.engine.name(),
@@ -123,7 +123,7 @@ impl Core {
     }
 
     /// Outside of any operation: the first one under way, if there is one.
-    pub(super) fn nowhere(&self) -> At {
+    pub(super) fn nowhere(&self) -> Box<At> {
         let first = self.operations.values().next().map(Operation::at);
         first.unwrap_or_else(|| At::outside(self.engine.rank()))
     }

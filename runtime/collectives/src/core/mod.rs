@@ -342,10 +342,8 @@ impl Core {
         let same = |key: &Key| {
             key.context == operation.group.context && key.sequence == operation.sequence
         };
-        let early = self.arrived.iter().filter(|(key, _)| same(key));
-        early
-            .map(|(key, (signature, _))| compare(operation, key.from as usize, signature))
-            .collect()
+        let mut early = self.arrived.iter().filter(|(key, _)| same(key));
+        early.try_for_each(|(key, (signature, _))| compare(operation, key.from as usize, signature))
     }
 
     /// Letters that nobody has asked for.
@@ -361,12 +359,12 @@ impl Core {
 
     fn surplus(&self, key: &Key, signature: &Signature) -> CollectiveError {
         CollectiveError::Mismatch {
-            at: At {
+            at: Box::new(At {
                 operation: signature.kind.name(),
                 sequence: key.sequence,
                 label: signature.label.clone(),
-                ..self.nowhere()
-            },
+                ..*self.nowhere()
+            }),
             peer: key.from as usize,
             what: "the number of messages",
             ours: "no more are received".to_string(),

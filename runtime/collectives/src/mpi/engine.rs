@@ -85,8 +85,8 @@ impl Mpi {
         self.check("MPI_Initialized", code)?;
         let wanted = self.abi.thread_serialized;
         self.owner = flag == 0;
-        // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
         let code = match self.owner {
+            // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
             true => unsafe { self.calls.init_thread(wanted, &mut provided) },
             // SAFETY: MPI is initialised.
             false => unsafe { self.calls.query_thread(&mut provided) },

@@ -171,9 +171,11 @@ fn value(rank: usize, i: usize) -> f32 {
     sign * (1.0 + i as f32 / 7.0) * 10f32.powi((rank * 3 + i) as i32 % 9 - 3)
 }
 
+type Join = fn(f32, f32) -> f32;
+
 fn reductions(world: &mut Communicator, device: &Arc<dyn Device>, elements: usize) {
     let (rank, ranks) = (world.rank(), world.size());
-    let join: [(Reduction, fn(f32, f32) -> f32); 3] = [
+    let join: [(Reduction, Join); 3] = [
         (Reduction::Sum, |a, b| a + b),
         (Reduction::Max, f32::max),
         (Reduction::Min, f32::min),
@@ -208,7 +210,7 @@ fn reductions(world: &mut Communicator, device: &Arc<dyn Device>, elements: usiz
 
 fn integers(world: &mut Communicator, device: &Arc<dyn Device>, elements: usize) {
     let (rank, ranks) = (world.rank(), world.size());
-    let value = |rank: usize, i: usize| (i as i64 - 3) * (rank as i64 + 1) << 33;
+    let value = |rank: usize, i: usize| ((i as i64 - 3) * (rank as i64 + 1)) << 33;
     let input: Vec<u8> = (0..elements)
         .flat_map(|i| value(rank, i).to_ne_bytes())
         .collect();
