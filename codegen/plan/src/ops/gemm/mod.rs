@@ -24,6 +24,7 @@ pub(crate) mod wgrad;
 pub use config::{CpuGemm, GemmFamily, GroupedGemmConfig};
 pub use desc::{GroupedGemmDesc, Half};
 pub use dgrad::GroupedGemmDgradDesc;
+pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;
 pub use wgrad::GroupedGemmWgradDesc;
 
