@@ -35,9 +35,18 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("train", &["kernel", "spec", "tensor", "engine"]),
     ("reference", &["kernel", "spec", "tensor"]),
     ("weights", &["kernel", "spec", "tensor"]),
+    ("collectives", &["kernel", "target", "dl"]),
     (
         "toolchain",
-        &["kernel", "target", "cache", "cpu", "cuda", "rocm"],
+        &[
+            "kernel",
+            "target",
+            "cache",
+            "collectives",
+            "cpu",
+            "cuda",
+            "rocm",
+        ],
     ),
 ];
 

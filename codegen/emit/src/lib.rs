@@ -101,3 +101,9 @@ pub fn language(target: Target) -> Language {
         Target::Rocm(_) | Target::Sim(SimArch::Rocm(_)) => Language::Hip,
     }
 }
+
+/// Every template by name: with a plan, all that a text is made from.
+pub fn templates() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let all = moesaic_templates::CPU.iter().chain(moesaic_templates::GPU);
+    all.copied()
+}

@@ -2,6 +2,7 @@
 
 use crate::pip::Python;
 use crate::{Registry, open};
+use moesaic_collectives::mpi::{Options, probe};
 use moesaic_kernel::Target;
 use moesaic_target::{CompileError, Compiler};
 #[cfg(any(feature = "cuda", feature = "rocm"))]
@@ -36,6 +37,7 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
         compiler("ROCm compiler", open::rocm(registry), |clang| {
             clang.program().display().to_string()
         }),
+        mpi(registry),
         cuda_device(),
         rocm_device(),
         pip(),
@@ -92,6 +94,30 @@ fn device<D: Device>(
             Finding {
                 tried,
                 ..Finding::of(subject)
+            }
+        }
+    }
+}
+
+fn mpi(registry: &Registry) -> Finding {
+    let options = Options {
+        installed: open::mpi(registry).map(|installed| installed.library),
+        ..Options::default()
+    };
+    match probe(&options) {
+        Ok(found) => Finding {
+            found: Some(format!("{}, by {}", found.version, found.interface)),
+            place: Some(found.library),
+            ..Finding::of("MPI library")
+        },
+        Err(error) => {
+            let text = error.to_string();
+            let tried = text.lines().next().unwrap_or_default().to_string();
+            Finding {
+                tried,
+                advice: "for ranks in several processes: `moesaic toolchain install mpi`"
+                    .to_string(),
+                ..Finding::of("MPI library")
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Where compilers come from.
+//! Where compilers and MPI come from.
 //!
 //! A machine's own compilers are used when it has them. Where it has none,
 //! [`install`] fetches vendor wheels with pip into the cache directory,
@@ -23,6 +23,6 @@ pub mod testing;
 pub use doctor::{Finding, doctor};
 pub use error::ToolchainError;
 pub use install::{Step, install};
-pub use open::{c, nvrtc, rocm};
+pub use open::{InstalledMpi, c, mpi, nvrtc, rocm};
 pub use package::{Kind, KindError};
 pub use registry::{Registered, Registry};
