@@ -7,10 +7,10 @@ use moesaic::plan::{Role, Tuning};
 use moesaic::reference;
 use moesaic::spec::hf;
 use moesaic::target::Ptr;
+use moesaic::tools::{Measured, Untuned};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
-    DType, Engine, EngineOptions, Layer, LayerSpec, Measured, RawCall, Store, Tensor, Tensors,
-    Training, Untuned,
+    DType, Engine, EngineOptions, Layer, LayerSpec, RawCall, Store, Tensor, Tensors, Training,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;

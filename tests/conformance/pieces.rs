@@ -141,7 +141,7 @@ fn sources_that_do_not_fit_are_errors() {
             &self,
             _: &str,
             _: std::ops::Range<usize>,
-        ) -> Result<Tensor<'_>, moesaic::SourceError> {
+        ) -> Result<Tensor<'_>, moesaic::tensor::SourceError> {
             Err("the disk is gone".into())
         }
     }

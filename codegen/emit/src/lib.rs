@@ -5,6 +5,9 @@
 //! list already written in the target's language, so that a template cannot
 //! disagree with the signature it is launched by. Values go into a block of
 //! named constants; logic stays in the kernel language.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod expression;
 mod render;

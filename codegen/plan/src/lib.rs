@@ -8,6 +8,9 @@
 //!
 //! Everything is plain data and every function is pure: the same spec and
 //! target give the same plan.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod caches;
 mod layer;

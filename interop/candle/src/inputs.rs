@@ -113,7 +113,7 @@ impl Inputs {
         let shape: Vec<usize> = sizes
             .map(|size| size.eval(self.tokens() as u64) as usize)
             .collect();
-        let per_token = plan.shape.first() == Some(&moesaic::Size::Tokens);
+        let per_token = plan.shape.first() == Some(&moesaic::kernel::Size::Tokens);
         let leading = per_token.then(|| [self.leading(), &shape[1..]].concat());
         match tensor.dims() == shape || Some(tensor.dims()) == leading.as_deref() {
             true => copied(tensor, plan.dtype, &shape),
