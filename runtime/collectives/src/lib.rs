@@ -9,6 +9,9 @@
 //! sizes. [`Communicator`] runs plans over any [`Engine`], which has to do no more than
 //! carry letters and parcels: [`threads`] are ranks of one process, [`mpi`] processes
 //! under anybody's `mpirun`.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod api;
 mod checks;
