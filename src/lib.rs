@@ -6,7 +6,7 @@
 //! layer.
 //!
 //! ```no_run
-//! use moesaic::{Engine, Input, LayerSpec, Weights};
+//! use moesaic::{Engine, Input, LayerSpec, Tensors};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let spec = LayerSpec::from_toml(
@@ -14,7 +14,7 @@
 //! )?;
 //! let (router, gate) = (vec![0.1f32; 8 * 64], vec![0.2f32; 8 * 128 * 64]);
 //! let (up, down) = (gate.clone(), vec![0.3f32; 8 * 64 * 128]);
-//! let weights = Weights::new()
+//! let weights = Tensors::new()
 //!     .with("router.weight", &[8, 64], &router)
 //!     .with("experts.gate.weight", &[8, 128, 64], &gate)
 //!     .with("experts.up.weight", &[8, 128, 64], &up)
@@ -27,62 +27,81 @@
 //! # }
 //! ```
 //!
-//! This crate is the facade: it joins the parts and names the targets.
-//! docs/ARCHITECTURE.md says where each part lives.
+//! | to | start at |
+//! |---|---|
+//! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
+//! | have shapes checked by rustc | [`layer!`], [`typed`] |
+//! | load a checkpoint | [`weights`] |
+//! | train | [`Training`], [`Counters`], [`train`] |
+//! | bring experts of your own | [`UserExpert`], [`MultiGate`] |
+//! | compile before it runs | [`precompile`], [`Store`], [`Compilers`] |
+//!
+//! # Features
+//! None is on by default; each adds and changes no result.
+//!
+//! * `cuda`, `rocm`: devices of this machine. Compiling for them needs no feature.
+//! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs here.
+//! * `reference`: the whole layer in f64 as plain loops, to hold results against.
+//!
+//! # Other crates
+//! This crate is the only one to depend on. Those named `moesaic-*` are its
+//! parts; they change without notice.
 
-mod bridge;
 mod compilers;
 mod engine;
+mod face;
+#[cfg(not(all(feature = "cuda", feature = "rocm", feature = "sim")))]
+mod missing;
+#[cfg(feature = "sim")]
 mod simulators;
 
-pub use bridge::{engine_weights, reference_weights};
+#[cfg(not(feature = "sim"))]
+use missing::simulators;
+
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use engine::{Engine, EngineOptions, OpenError};
-pub use half;
-pub use moesaic_cache::Store;
-/// Flags the C compiler gets for an instruction set.
-pub use moesaic_cpu::compile_flags as cpu_flags;
-pub use moesaic_engine::{
-    Counters, Element, EngineError, Event, ExpertBackward, HostTensor, Input, Job, Layer,
-    LoadedKernel, Measured, MultiGate, MultiSaved, Outcome, Output, RawBackward, RawCall, Record,
-    Row, Saved, Statistics, Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved,
-    Variants, Weights, precompile, precompile_on,
-};
-pub use moesaic_kernel::{
-    CpuCaches, CpuIsa, DType, KernelSource, SimArch, Size, Stem, Target, TargetError,
-};
+pub use face::*;
+#[doc(inline)]
 pub use moesaic_macros::layer;
-pub use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Tilings, Training, Work};
-pub use moesaic_spec::LayerSpec;
 
-/// The kernel store and its packs.
-pub use moesaic_cache as cache;
-/// The CPU target, for its limits.
-pub use moesaic_cpu as cpu;
-/// The CUDA target; its device needs the feature `cuda`.
-pub use moesaic_cuda as cuda;
-/// From plan to text.
-pub use moesaic_emit as emit;
-/// Plain data of the pipeline: sources, entries, sizes.
-pub use moesaic_kernel as kernel;
-/// From spec to plan.
-pub use moesaic_plan as plan;
-/// The f64 reference.
+#[doc(inline)]
+#[cfg(feature = "reference")]
 pub use moesaic_reference as reference;
-/// The ROCm target.
-pub use moesaic_rocm as rocm;
-/// The layer spec: types, TOML, validation, Hugging Face import.
+#[doc(inline)]
 pub use moesaic_spec as spec;
-/// The target interface: compilers, devices, artifacts.
-pub use moesaic_target as target;
-/// Where compilers come from.
-pub use moesaic_toolchain as toolchain;
-/// Optimizers, and checkpoints whose number of experts changes.
+#[doc(inline)]
 pub use moesaic_train as train;
-/// What the layers of [`layer!`] are made of.
+#[doc(inline)]
 pub use moesaic_typed as typed;
-/// Checkpoints.
+#[doc(inline)]
 pub use moesaic_weights as weights;
+
+// The parts that the command line and tests are made of. They change without notice.
+#[doc(hidden)]
+pub use moesaic_cache as cache;
+#[doc(hidden)]
+pub use moesaic_cpu as cpu;
+#[doc(hidden)]
+pub use moesaic_cuda as cuda;
+#[doc(hidden)]
+pub use moesaic_emit as emit;
+#[doc(hidden)]
+pub use moesaic_engine as tools;
+#[doc(hidden)]
+pub use moesaic_kernel as kernel;
+#[doc(hidden)]
+pub use moesaic_plan as plan;
+#[doc(hidden)]
+pub use moesaic_rocm as rocm;
+#[doc(hidden)]
+pub use moesaic_target as target;
+#[doc(hidden)]
+pub use moesaic_tensor as tensor;
+#[doc(hidden)]
+pub use moesaic_toolchain as toolchain;
+
+#[doc(hidden)]
+pub mod example;
 
 /// The README's example, so that it keeps compiling.
 #[cfg(doctest)]

@@ -3,7 +3,7 @@
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, Error, Result, Storage, Tensor};
 use moesaic::half::{bf16, f16};
-use moesaic::{DType, HostTensor};
+use moesaic::{DType, Tensor as HostTensor};
 
 /// Shows a tensor's elements, as `dtype` and under a shape of as many elements:
 /// where they lie, or a converted copy.
@@ -38,16 +38,7 @@ pub fn lend<R>(
 
 /// As [`lend`], a copy that stays.
 pub fn copied(tensor: &Tensor, dtype: DType, shape: &[usize]) -> Result<HostTensor<'static>> {
-    lend(tensor, dtype, shape, |host| Ok(owned(host)))
-}
-
-/// A copy of what was lent.
-pub fn owned(host: HostTensor<'_>) -> HostTensor<'static> {
-    HostTensor {
-        dtype: host.dtype,
-        shape: host.shape,
-        data: host.data.into_owned().into(),
-    }
+    lend(tensor, dtype, shape, |host| Ok(host.into_static()))
 }
 
 /// The tensor in another type, outside the graph. Floats are rounded; integers,

@@ -3,13 +3,14 @@
 use crate::jit::Jit;
 use crate::layer::Layer;
 use crate::texts::Texts;
-use crate::{EngineError, Untuned, Weights};
+use crate::{EngineError, Untuned};
 use moesaic_cache::{Machine, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
 use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, CompileOptions, Compiler, Device, DeviceInfo, Module};
+use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -187,7 +188,11 @@ impl Engine {
     ///
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
-    pub fn layer(&self, spec: &LayerSpec, weights: &Weights<'_>) -> Result<Layer, EngineError> {
+    pub fn layer(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<Layer, EngineError> {
         self.layer_of(&self.texts(spec, None)?, weights)
     }
 
@@ -195,7 +200,7 @@ impl Engine {
     pub(crate) fn layer_of(
         &self,
         texts: &Texts,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
     ) -> Result<Layer, EngineError> {
         self.layer_with(texts, weights, HashMap::new())
     }
@@ -204,7 +209,7 @@ impl Engine {
     pub(crate) fn layer_with(
         &self,
         texts: &Texts,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
         let (tilings, modules) = (texts.tilings.clone(), self.modules(texts)?);
@@ -242,7 +247,7 @@ impl Engine {
     pub fn training_layer(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         training: Training,
     ) -> Result<Layer, EngineError> {
         self.layer_of(&self.texts(spec, Some(training))?, weights)

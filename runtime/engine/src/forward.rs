@@ -3,10 +3,10 @@
 use crate::launch::Counters;
 use crate::pass::Pass;
 use crate::workspace;
-use crate::{Element, EngineError, HostTensor, Layer};
+use crate::{EngineError, Layer};
 use moesaic_plan::{LayerPlan, TensorPlan, Tilings};
 use moesaic_target::{Device, Ptr};
-use std::collections::BTreeMap;
+use moesaic_tensor::{Element, Tensor, Tensors};
 use std::time::Duration;
 
 /// The input of a call, in host memory.
@@ -16,7 +16,7 @@ pub struct Input<'a> {
     pub tokens: usize,
     /// The tensors: `x [T, d]`; `token_ids [T]` i32 for a table router;
     /// `topk_ids [T, K]` i32 and `topk_weights [T, K]` f32 for an external one.
-    pub tensors: BTreeMap<String, HostTensor<'a>>,
+    pub tensors: Tensors<'a>,
     /// The capacity factor of this call instead of the spec's, by the same
     /// formula; for modes `factor` and `bounded`.
     pub capacity_factor: Option<f64>,
@@ -30,23 +30,20 @@ impl<'a> Input<'a> {
             tokens,
             ..Input::default()
         };
-        input.insert("x", HostTensor::new(&[tokens, width], x));
+        input.insert("x", Tensor::new(&[tokens, width], x));
         input
     }
 
     /// This input with the ids that a table router looks up.
     pub fn with_token_ids(mut self, token_ids: &'a [i32]) -> Input<'a> {
-        self.insert("token_ids", HostTensor::new(&[token_ids.len()], token_ids));
+        self.insert("token_ids", Tensor::new(&[token_ids.len()], token_ids));
         self
     }
 
     /// This input with the decision that an external router made.
     pub fn with_routing(mut self, top_k: usize, ids: &'a [i32], weights: &'a [f32]) -> Input<'a> {
-        self.insert("topk_ids", HostTensor::new(&[self.tokens, top_k], ids));
-        self.insert(
-            "topk_weights",
-            HostTensor::new(&[self.tokens, top_k], weights),
-        );
+        self.insert("topk_ids", Tensor::new(&[self.tokens, top_k], ids));
+        self.insert("topk_weights", Tensor::new(&[self.tokens, top_k], weights));
         self
     }
 
@@ -57,7 +54,7 @@ impl<'a> Input<'a> {
     }
 
     /// Adds or replaces a tensor.
-    pub fn insert(&mut self, name: &str, tensor: HostTensor<'a>) {
+    pub fn insert(&mut self, name: &str, tensor: Tensor<'a>) {
         self.tensors.insert(name.to_string(), tensor);
     }
 }
@@ -65,22 +62,22 @@ impl<'a> Input<'a> {
 /// What a call gave, in host memory.
 #[derive(Clone, Debug, Default)]
 pub struct Output {
-    pub(crate) tensors: BTreeMap<String, HostTensor<'static>>,
+    pub(crate) tensors: Tensors<'static>,
 }
 
 impl Output {
     /// The tensor of this name, if it was asked for.
-    pub fn get(&self, name: &str) -> Option<&HostTensor<'static>> {
+    pub fn get(&self, name: &str) -> Option<&Tensor<'static>> {
         self.tensors.get(name)
     }
 
     /// `y [T, output_dim]`, in the layer's activation dtype.
-    pub fn y(&self) -> &HostTensor<'static> {
+    pub fn y(&self) -> &Tensor<'static> {
         &self.tensors["y"]
     }
 
     /// Every tensor that was asked for, by name.
-    pub fn into_tensors(self) -> BTreeMap<String, HostTensor<'static>> {
+    pub fn into_tensors(self) -> Tensors<'static> {
         self.tensors
     }
 }
@@ -264,7 +261,7 @@ impl Layer {
         &self,
         input: &'i Input<'a>,
         tensor: &TensorPlan,
-    ) -> Result<&'i HostTensor<'a>, EngineError> {
+    ) -> Result<&'i Tensor<'a>, EngineError> {
         let shape = shape_for(tensor, input.tokens);
         let host = input.tensors.get(&tensor.name).ok_or_else(|| {
             let problem = format!("is missing, expected {} of shape {shape:?}", tensor.dtype);
@@ -280,7 +277,7 @@ impl Layer {
     }
 
     /// Ids index device memory, so they are checked before they go there.
-    fn check_range(&self, name: &str, host: &HostTensor<'_>) -> Result<(), EngineError> {
+    fn check_range(&self, name: &str, host: &Tensor<'_>) -> Result<(), EngineError> {
         let spec = &self.plan().spec;
         let (least, most) = match name {
             "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),

@@ -1,13 +1,14 @@
 //! A layer on a device: plans, loaded kernels, weights.
 
+use crate::EngineError;
 use crate::forward::shape_for;
 use crate::pass::{AllPorts, passing, ports};
 use crate::place::{Packing, placed};
 use crate::workspace::{Workspace, Workspaces};
-use crate::{EngineError, HostTensor, Weights};
 use moesaic_plan::{LayerPlan, Role, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Module, Ptr};
+use moesaic_tensor::{Tensor, WeightSource};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -36,16 +37,13 @@ impl Layer {
         tilings: Tilings,
         modules: Vec<Vec<Arc<dyn Module>>>,
         device: Arc<dyn Device>,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
         let plan = tilings.first();
         let mut held = shared;
         let own = |name: &str| !held.contains_key(name);
         held.extend(placed(plan, &modules[0], &*device, weights, own)?);
-        if let Some(table) = weights.get("router.table") {
-            check_table(&plan.spec, table)?;
-        }
         let saved = plan.saved().into_iter().map(|t| plan[t].name.clone());
         Ok(Layer {
             ports: ports(plan),
@@ -72,7 +70,7 @@ impl Layer {
     ///
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
-    pub fn set_weight(&self, name: &str, tensor: &HostTensor<'_>) -> Result<(), EngineError> {
+    pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
         let problem = |problem: String| EngineError::Weight {
             name: name.to_string(),
             problem,
@@ -91,7 +89,7 @@ impl Layer {
             .check(plan.dtype, &shape_for(plan, 0))
             .map_err(problem)?;
         if name == "router.table" {
-            check_table(&self.plan().spec, tensor)?;
+            check_table(&self.plan().spec, tensor, 0)?;
         }
         if let Some(buffer) = self.weights.get(name) {
             self.device.upload(&tensor.data, buffer, 0)?;
@@ -102,7 +100,7 @@ impl Layer {
             modules: &self.modules[0],
             device: &*self.device,
         };
-        packing.pack(name, tensor, &self.weights)
+        packing.pack(name, tensor, 0, &self.weights)
     }
 
     /// The address of a weight on the device, for an optimizer that runs there.
@@ -181,17 +179,23 @@ pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
     })
 }
 
-/// Expert ids in a routing table index device memory.
-fn check_table(spec: &LayerSpec, table: &HostTensor<'_>) -> Result<(), EngineError> {
+/// Expert ids in a routing table index device memory. The tensor is the table's rows
+/// from the first on.
+pub(crate) fn check_table(
+    spec: &LayerSpec,
+    rows: &Tensor<'_>,
+    first: usize,
+) -> Result<(), EngineError> {
     let experts = spec.routed_experts() as i32;
-    let ids: Vec<i32> = table.to_vec().unwrap_or_default();
+    let ids = rows.values::<i32>().unwrap_or_default();
     match ids.iter().position(|id| !(0..experts).contains(id)) {
         None => Ok(()),
         Some(at) => Err(EngineError::Weight {
             name: "router.table".to_string(),
             problem: format!(
-                "names expert {} at element {at}, there are {experts}",
-                ids[at]
+                "names expert {} at element {}, there are {experts}",
+                ids[at],
+                first * (ids.len() / rows.shape[0].max(1)) + at
             ),
         }),
     }

@@ -3,7 +3,7 @@
 //! ```text
 //! Engine::layer(spec, weights)
 //!   plan ─> emit ─> key ─> in memory? ─> in the store? ─> compile ─> load
-//!   weights ─> checked against the spec ─> device memory, once
+//!   weights ─> a piece at a time: checked, and put on the device
 //! Layer::forward(input)
 //!   for step in plan.steps: bind tensors to addresses, launch
 //! ```
@@ -13,6 +13,9 @@
 //!
 //! [`Device`]: moesaic_target::Device
 //! [`Compiler`]: moesaic_target::Compiler
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod addresses;
 mod engine;
@@ -29,7 +32,6 @@ mod precompile;
 mod shared;
 mod stack;
 mod statistics;
-mod tensor;
 mod texts;
 mod training;
 mod tuned;
@@ -45,7 +47,6 @@ pub use layer::Layer;
 pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
-pub use tensor::{Element, HostTensor, Weights};
 pub use training::{RawBackward, Saved};
 pub use tuned::{Measured, TunedPlans, Untuned};
 pub use user::{ExpertBackward, UserExpert, UserLayer, UserSaved};

@@ -3,9 +3,10 @@
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
 use crate::texts::Texts;
-use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
+use crate::{Counters, Engine, EngineError, Input, Layer, Output, Saved};
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
+use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
 /// Layers that differ in their routers and share experts: the same memory
 /// holds weights and gradients of experts for all. With `top_k` as large as the
@@ -44,8 +45,8 @@ impl Engine {
     pub fn multi_gate(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
-        routers: &[Weights<'_>],
+        weights: &dyn WeightSource,
+        routers: &[Tensors<'_>],
         training: Option<Training>,
     ) -> Result<MultiGate, EngineError> {
         let texts = self.texts(spec, training)?;
@@ -53,7 +54,7 @@ impl Engine {
         let device = &**self.device();
         let modules = &self.modules(&texts)?[0];
         let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
-        let layer = |texts: &Texts, router: &Weights<'_>| {
+        let layer = |texts: &Texts, router: &Tensors<'_>| {
             let layer = self.layer_with(texts, router, shared.weights())?;
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
@@ -67,7 +68,7 @@ impl Engine {
                 let texts = self.texts(&experts, training)?;
                 // Its kernels are not those of the spec: a pack may lack them.
                 match self.may_load(&texts) {
-                    true => Some(Stack::new(first, layer(&texts, &Weights::new())?)),
+                    true => Some(Stack::new(first, layer(&texts, &Tensors::new())?)),
                     false => None,
                 }
             }
@@ -134,7 +135,7 @@ impl MultiGate {
     pub fn backward(
         &self,
         saved: &MultiSaved,
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         assert_eq!(dy.len(), self.layers.len(), "one dy per layer");
@@ -150,7 +151,7 @@ impl MultiGate {
     fn backward_each(
         &self,
         saved: &[Saved],
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         assert_eq!(saved.len(), self.layers.len(), "one saved state per layer");

@@ -3,9 +3,10 @@
 
 use crate::forward::{input_error, shape_for};
 use crate::launch::{Counters, Scalars};
-use crate::{EngineError, HostTensor, Input, Layer, Output, RawCall};
+use crate::{EngineError, Input, Layer, Output, RawCall};
 use moesaic_plan::{LayerPlan, Role, Step, TensorPlan, row_limit};
 use moesaic_target::Buffer;
+use moesaic_tensor::Tensor;
 use std::collections::BTreeSet;
 
 /// What a call does of a forward pass, and how.
@@ -202,15 +203,11 @@ impl Layer {
         name: &str,
         tokens: usize,
         (buffer, first): (&Buffer, usize),
-    ) -> Result<HostTensor<'static>, EngineError> {
+    ) -> Result<Tensor<'static>, EngineError> {
         let tensor = self.plan().tensor(name).expect("checked before");
-        let mut data = vec![0; tensor.bytes(tokens as u64) as usize];
-        self.device.download(buffer, first, &mut data)?;
-        Ok(HostTensor {
-            dtype: tensor.dtype,
-            shape: shape_for(tensor, tokens),
-            data: data.into(),
-        })
+        let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, tokens));
+        self.device.download(buffer, first, host.data.to_mut())?;
+        Ok(host)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Memory that several layers have in common.
 
-use crate::{EngineError, Weights};
+use crate::EngineError;
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_target::{Buffer, Device, Module};
+use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ impl Shared {
         plan: &LayerPlan,
         modules: &[Arc<dyn Module>],
         device: &dyn Device,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         common: fn(&str) -> bool,
     ) -> Result<Shared, EngineError> {
         let placed = crate::place::placed(plan, modules, device, weights, common)?;

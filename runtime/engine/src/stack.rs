@@ -12,11 +12,12 @@
 use crate::launch::Scalars;
 use crate::pass::Pass;
 use crate::workspace::Workspace;
-use crate::{Counters, EngineError, HostTensor, Input, Layer, Output, Saved};
+use crate::{Counters, EngineError, Input, Layer, Output, Saved};
 use moesaic_kernel::Size;
 use moesaic_plan::{Role, Step};
 use moesaic_spec::{LayerSpec, Select, WeightSite};
 use moesaic_target::{Buffer, Ptr};
+use moesaic_tensor::Tensor;
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard};
 
@@ -239,7 +240,7 @@ impl Stack {
         &self,
         routers: &[Layer],
         saved: &StackSaved,
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         self.experts.check_saved(&saved.experts)?;

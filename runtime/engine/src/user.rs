@@ -3,13 +3,13 @@
 use crate::forward::shape_for;
 use crate::launch::Scalars;
 use crate::pass::Pass;
-use crate::tensor::bytes_of;
 use crate::texts::Texts;
-use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
+use crate::{Counters, Engine, EngineError, Input, Layer, Output, Saved};
 use moesaic_kernel::DType;
 use moesaic_plan::Training;
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
+use moesaic_tensor::{Tensor, WeightSource};
 
 /// One expert as code. Rows are f32, whatever the layer's types; experts of
 /// one layer may differ in everything but the widths of rows.
@@ -79,7 +79,7 @@ impl Engine {
     pub fn user_layer(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         experts: Vec<Box<dyn UserExpert>>,
         training: bool,
     ) -> Result<UserLayer, EngineError> {
@@ -195,7 +195,7 @@ impl UserLayer {
     pub fn backward(
         &mut self,
         saved: &UserSaved,
-        dy: &HostTensor<'_>,
+        dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
         let (layer, tokens) = (&self.layer, saved.saved.tokens());
@@ -293,18 +293,14 @@ impl UserLayer {
     ) -> Result<Vec<f32>, EngineError> {
         let plan = self.layer.plan().tensor(name).expect("planned");
         let width = shape_for(plan, 0)[1];
-        let mut host = HostTensor {
-            dtype: plan.dtype,
-            shape: vec![rows, width],
-            data: vec![0; rows * width * plan.dtype.size()].into(),
-        };
+        let mut host = Tensor::zeros(plan.dtype, &[rows, width]);
         let buffer = find(name).expect("planned tensors have memory");
         self.layer.device.download(buffer, 0, host.data.to_mut())?;
         Ok(host.to_f32())
     }
 
     /// Elements of a tensor as they are.
-    fn read_raw<'b, E: crate::Element>(
+    fn read_raw<'b, E: moesaic_tensor::Element>(
         &self,
         name: &str,
         count: usize,
@@ -332,9 +328,8 @@ impl UserLayer {
         let Some(buffer) = find(name) else {
             return Ok(());
         };
-        self.layer
-            .device
-            .upload(&bytes_of(values, dtype), buffer, 0)?;
+        let host = Tensor::rounded(dtype, &[values.len()], values);
+        self.layer.device.upload(&host.data, buffer, 0)?;
         Ok(())
     }
 }

@@ -3,16 +3,17 @@
 
 use crate::shared::Shared;
 use crate::texts::Texts;
-use crate::{Engine, EngineError, Layer, Untuned, Weights};
+use crate::{Engine, EngineError, Layer, Untuned};
 use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
+use moesaic_tensor::WeightSource;
 
 /// One layer in as many tilings as are asked for. Weights and their gradients
 /// are in memory once.
 pub struct Variants<'a> {
     engine: Engine,
     untuned: Untuned,
-    weights: &'a Weights<'a>,
+    weights: &'a dyn WeightSource,
     shared: Shared,
     training: bool,
 }
@@ -25,7 +26,7 @@ impl Engine {
     pub fn variants<'a>(
         &self,
         spec: &LayerSpec,
-        weights: &'a Weights<'a>,
+        weights: &'a dyn WeightSource,
         training: Option<Training>,
     ) -> Result<Variants<'a>, EngineError> {
         crate::layer::check_spec(spec)?;

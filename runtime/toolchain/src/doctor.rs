@@ -4,8 +4,9 @@ use crate::pip::Python;
 use crate::{Registry, open};
 use moesaic_collectives::mpi::{Options, probe};
 use moesaic_kernel::Target;
-use moesaic_rocm::HipDevice;
-use moesaic_target::{CompileError, Compiler, Device, DeviceError};
+use moesaic_target::{CompileError, Compiler};
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+use moesaic_target::{Device, DeviceError};
 
 /// One thing that was looked for.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,7 +39,7 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
         }),
         mpi(registry),
         cuda_device(),
-        device("ROCm device", HipDevice::count(), HipDevice::open),
+        rocm_device(),
         pip(),
     ]
 }
@@ -57,7 +58,22 @@ fn cuda_device() -> Finding {
     }
 }
 
+#[cfg(feature = "rocm")]
+fn rocm_device() -> Finding {
+    use moesaic_rocm::HipDevice;
+    device("ROCm device", HipDevice::count(), HipDevice::open)
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm_device() -> Finding {
+    Finding {
+        tried: "moesaic was built without its `rocm` feature".to_string(),
+        ..Finding::of("ROCm device")
+    }
+}
+
 /// The first GPU, and how many there are.
+#[cfg(any(feature = "cuda", feature = "rocm"))]
 fn device<D: Device>(
     subject: &'static str,
     count: Result<usize, DeviceError>,

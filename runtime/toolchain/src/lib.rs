@@ -5,6 +5,9 @@
 //! checks that they work, and registers them. [`nvrtc`], [`rocm`] and
 //! [`c`] open a compiler by what the registry and the machine offer, and
 //! [`doctor`] says what was found and what can be done about the rest.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod check;
 mod doctor;

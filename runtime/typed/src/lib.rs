@@ -11,6 +11,9 @@
 //! * [`KernelArgs`] and [`Launcher`]: one kernel entry with the argument list
 //!   it was generated for, checked against the loaded kernel.
 //! * [`TypedLayer`]: calls on device memory.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod array;
 mod kernel;
@@ -38,7 +41,7 @@ pub mod generated {
 
     /// What generated code and this crate have agreed on. Raised when either
     /// changes so that the other must.
-    pub const FORMAT: u32 = 1;
+    pub const FORMAT: u32 = 2;
 
     /// Makes code that was generated for another format fail to compile.
     pub const fn check_format(format: u32) {
