@@ -58,15 +58,15 @@ impl Communicator {
         &self.device
     }
 
-    /// Ends the world in good order, when all ranks have come to it. Groups that were
-    /// split off must not be used any more.
+    /// Ends the world in good order, when all ranks have come to it and nothing is under
+    /// way. Groups that were split off can do nothing after it.
     ///
     /// # Errors
-    /// As a barrier; and when the engine cannot be closed.
+    /// As a barrier; [`CollectiveError::Invalid`] when operations of a group are still
+    /// under way; [`CollectiveError::Setup`] when the engine cannot be closed.
     pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
         self.barrier(call)?.wait()?;
-        let closed = lock(&self.core).engine().close();
-        closed.map_err(|reason| CollectiveError::Setup { reason })
+        lock(&self.core).close()
     }
 
     fn start(&mut self, kind: Kind, call: &Call, job: Job) -> Result<Handle, CollectiveError> {

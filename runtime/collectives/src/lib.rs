@@ -10,6 +10,29 @@
 //! carry letters and parcels: [`threads`] are ranks of one process, [`mpi`] processes
 //! under anybody's `mpirun`.
 //!
+//! ```
+//! use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice, threads};
+//! use moesaic_cpu::CpuDevice;
+//! use std::sync::Arc;
+//!
+//! let results = threads::run(3, |_| Ok(Arc::new(CpuDevice::new())), |mut world| {
+//!     let device = Arc::clone(world.device());
+//!     let buffer = Arc::new(device.alloc(4)?);
+//!     device.upload(&[world.rank() as u8 + 1; 4], &buffer, 0)?;
+//!     let data = Slice::whole(&buffer, Element::U8);
+//!     let call = Call::new("load of experts");
+//!     world.all_reduce(&data, &data, Reduction::Sum, &call)?.wait()?;
+//!     let mut sums = [0; 4];
+//!     device.download(&buffer, 0, &mut sums)?;
+//!     world.finish(&Call::new("end"))?;
+//!     Ok::<_, Box<dyn std::error::Error + Send + Sync>>(sums)
+//! })?;
+//! for result in results {
+//!     assert_eq!(result.unwrap().unwrap(), [6; 4]);
+//! }
+//! # Ok::<(), moesaic_collectives::CollectiveError>(())
+//! ```
+//!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 

@@ -425,6 +425,31 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
 }
 
 #[test]
+fn a_world_is_ended_once_and_only_when_nothing_is_under_way() {
+    let results = run(2, |mut world| {
+        let mut group = world.split(Some(0), 0, &call("split")).unwrap().unwrap();
+        let other = world.split(Some(0), 0, &call("other")).unwrap().unwrap();
+        let mut late = other;
+        // Rank 1 never calls it on its side of the group, so it cannot end on rank 0.
+        let pending = (world.rank() == 0).then(|| late.barrier(&call("alone")).unwrap());
+        let ended = world.finish(&call("finish"));
+        let after = group.barrier(&call("after"));
+        let after = after.and_then(|handle| handle.wait());
+        drop(pending);
+        (
+            ended.err().map(|e| e.to_string()),
+            after.err().map(|e| e.to_string()),
+        )
+    });
+    let (ended, _) = results[0].clone().unwrap();
+    let words = "finish: rank 0, operation 0 `barrier` (alone), phase `round` is still under way";
+    assert!(ended.unwrap().starts_with(words));
+    let (ended, after) = results[1].clone().unwrap();
+    assert_eq!(ended, None);
+    assert!(after.unwrap().contains("the world was ended by `finish`"));
+}
+
+#[test]
 fn a_dropped_handle_ends_nothing() {
     let results = run(2, |mut world| {
         let device = Arc::clone(world.device());

@@ -76,6 +76,19 @@ impl Core {
         Ok(id)
     }
 
+    /// Ends the engine in good order.
+    pub fn close(&mut self) -> Result<(), CollectiveError> {
+        if let Some(operation) = self.operations.values().next() {
+            return Err(CollectiveError::Invalid {
+                operation: "finish".to_string(),
+                reason: format!("{} is still under way; wait for it first", operation.at()),
+            });
+        }
+        let ended = |reason: String| CollectiveError::Setup { reason };
+        self.failure = Some(ended("the world was ended by `finish`".to_string()));
+        self.engine.close().map_err(ended)
+    }
+
     /// The outcome, if there is one.
     pub fn take(&mut self, id: u64) -> Option<Outcome> {
         self.outcomes.remove(&id)

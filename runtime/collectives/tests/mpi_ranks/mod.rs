@@ -97,6 +97,8 @@ fn signal(name: &str, world: &mut Communicator) -> Result<(), CollectiveError> {
         .args([&format!("-{name}"), &own])
         .status();
     assert!(sent.unwrap().success());
+    // The signal is taken by another thread of this process; by then nothing may be sent.
+    std::thread::sleep(Duration::from_secs(4));
     dispatch(world)
 }
 
