@@ -1,8 +1,13 @@
 //! One set of experts behind several routers, as in MMoE (Ma et al. 2018).
 
+use crate::call::{Counters, Input, Output};
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::layer::Layer;
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
-use crate::{Counters, Engine, EngineError, HostTensor, Input, Layer, Output, Saved, Weights};
+use crate::tensor::{HostTensor, Weights};
+use crate::training::Saved;
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
 
@@ -66,7 +71,7 @@ impl Engine {
                 let tilings = self.tilings(&experts, training)?;
                 // Its kernels are not those of the spec: a pack may lack them.
                 match self.may_load(&tilings)? {
-                    true => Some(Stack::new(first, layer(tilings, &Weights::new())?)),
+                    true => Some(Stack::new(first, layer(tilings, &Weights::new())?)?),
                     false => None,
                 }
             }

@@ -1,44 +1,45 @@
 //! Putting weights on the device, in the order the kernels read them.
 
-use crate::forward::shape_for;
-use crate::launch::dims;
-use crate::{EngineError, HostTensor, Weights};
+use crate::call::{Counters, shape_for};
+use crate::error::EngineError;
+use crate::launch::{BoundStep, Modules, Scalars};
+use crate::memory::{Addresses, Buffers};
+use crate::tensor::{HostTensor, Weights};
 use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
-use moesaic_target::{Arg, Buffer, Device, Module, Ptr};
-use std::collections::HashMap;
-use std::sync::Arc;
+use moesaic_target::{Buffer, Device, Ptr};
 
 /// The wanted weights of a plan on the device, packed ones among them. A weight
 /// that kernels read only packed is there for no longer than that takes, one at
 /// a time, so that memory holds the weights once.
 pub(crate) fn placed(
     plan: &LayerPlan,
-    modules: &[Arc<dyn Module>],
+    modules: &Modules,
     device: &dyn Device,
     weights: &Weights<'_>,
     wanted: impl Fn(&str) -> bool,
-) -> Result<HashMap<String, Buffer>, EngineError> {
+) -> Result<Buffers, EngineError> {
     let _placing = Placing::begin(device);
-    let mut held = HashMap::new();
+    let mut held = Buffers::default();
     let of = |role: Role| {
         let tensors = plan.tensors.iter().enumerate();
+        let tensors = tensors.map(|(at, tensor)| (TensorId(at), tensor));
         tensors.filter(move |(_, tensor)| tensor.role == role)
     };
-    for (_, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
+    for (id, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
         let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
-        held.insert(tensor.name.clone(), device.alloc(bytes)?);
+        held.push(id, device.alloc(bytes)?);
     }
     let packing = Packing {
         plan,
         modules,
         device,
     };
-    for (at, tensor) in of(Role::Weight) {
-        let away = plan.packs_away(TensorId(at));
+    for (id, tensor) in of(Role::Weight) {
+        let away = plan.packs_away(id);
         let here = match away {
             true => packing
-                .steps(&tensor.name)
-                .any(|s| held.contains_key(&plan[s.tensors[1]].name)),
+                .steps(id)
+                .any(|step| held.get(step.tensors[1]).is_some()),
             false => wanted(&tensor.name),
         };
         if !here {
@@ -46,8 +47,8 @@ pub(crate) fn placed(
         }
         let host = weights.expect(&tensor.name, tensor.dtype, &shape_for(tensor, 0))?;
         match away {
-            true => packing.pack(&tensor.name, host, &held)?,
-            false => drop(held.insert(tensor.name.clone(), uploaded(tensor, host, device)?)),
+            true => packing.pack(id, host, &held)?,
+            false => held.push(id, uploaded(tensor, host, device)?),
         }
     }
     Ok(held)
@@ -81,10 +82,18 @@ fn uploaded(
     Ok(buffer)
 }
 
+/// The gradient of a weight, all zero.
+pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer, EngineError> {
+    let bytes = (tensor.bytes(0) as usize).max(64);
+    let buffer = device.alloc(bytes)?;
+    device.upload(&vec![0; bytes], &buffer, 0)?;
+    Ok(buffer)
+}
+
 /// What packs weights.
 pub(crate) struct Packing<'a> {
     pub plan: &'a LayerPlan,
-    pub modules: &'a [Arc<dyn Module>],
+    pub modules: &'a Modules,
     pub device: &'a dyn Device,
 }
 
@@ -92,37 +101,32 @@ impl Packing<'_> {
     /// Puts one weight into the packed tensors that are made of it.
     pub(crate) fn pack(
         &self,
-        name: &str,
+        weight: TensorId,
         host: &HostTensor<'_>,
-        held: &HashMap<String, Buffer>,
+        held: &Buffers,
     ) -> Result<(), EngineError> {
         let from = self.device.alloc(host.data.len().max(64))?;
         self.device.upload(&host.data, &from, 0)?;
-        for step in self.steps(name) {
-            self.launch(
-                step,
-                from.ptr(),
-                held[&self.plan[step.tensors[1]].name].ptr(),
-            )?;
+        for step in self.steps(weight) {
+            self.launch(step, from.ptr(), held)?;
         }
         // The source is freed here, and the kernels that read it must be done.
         Ok(self.device.synchronize()?)
     }
 
     /// The launches that read a weight.
-    fn steps(&self, name: &str) -> impl Iterator<Item = &LaunchStep> {
+    fn steps(&self, weight: TensorId) -> impl Iterator<Item = &LaunchStep> {
         let steps = self.plan.prepare.iter();
-        steps.filter(move |step| self.plan[step.tensors[0]].name == name)
+        steps.filter(move |step| step.tensors[0] == weight)
     }
 
-    fn launch(&self, step: &LaunchStep, from: Ptr, to: Ptr) -> Result<(), EngineError> {
-        let entry = &self.plan[step.entry];
-        let dims = dims(&entry.launch, 0);
-        let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::I64(0)];
-        // SAFETY: an entry that packs takes the weight, the packed tensor and a
-        // number of tokens; both buffers have the sizes the plan gives, and live
-        // until the device is done.
-        unsafe { self.modules[step.entry.kernel].launch(&entry.symbol, dims, &args)? };
-        Ok(())
+    fn launch(&self, step: &LaunchStep, from: Ptr, held: &Buffers) -> Result<(), EngineError> {
+        let mut addresses = Addresses::default();
+        addresses.clear(self.plan.tensors.len());
+        addresses.lay(held);
+        addresses.set(step.tensors[0], from);
+        let scalars = Scalars::new(0, Counters::default(), 0);
+        let bound = BoundStep::new(self.plan, self.modules, step)?;
+        Ok(bound.launch(&scalars, &addresses, &mut Vec::new())?)
     }
 }

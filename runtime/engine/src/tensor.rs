@@ -1,6 +1,6 @@
 //! Tensors in host memory.
 
-use crate::EngineError;
+use crate::error::EngineError;
 use moesaic_kernel::DType;
 use std::borrow::Cow;
 use std::collections::BTreeMap;

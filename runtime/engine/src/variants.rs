@@ -1,8 +1,12 @@
 //! Layers that differ in their tiles alone, over the same memory: what a tuner
 //! measures beside each other.
 
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::layer::{Layer, check_spec};
 use crate::shared::Shared;
-use crate::{Engine, EngineError, Layer, Untuned, Weights};
+use crate::tensor::Weights;
+use crate::tuned::Untuned;
 use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan_with};
 use moesaic_spec::LayerSpec;
 
@@ -27,7 +31,7 @@ impl Engine {
         weights: &'a Weights<'a>,
         training: Option<Training>,
     ) -> Result<Variants<'a>, EngineError> {
-        crate::layer::check_spec(spec)?;
+        check_spec(spec)?;
         let plan = plan_with(spec, self.target(), &self.plan_options(training))?;
         let untuned = Untuned::new(plan)?;
         let plan = &untuned.plan;
