@@ -11,8 +11,7 @@ use moesaic::target::{
     Artifact, CompileError, CompileOptions, Compiler, KernelReport, Ptr, Report,
 };
 use moesaic::{
-    Counters, HostTensor, Layer, LayerPlan, LayerSpec, RawBackward, RawCall, Target, Training,
-    Weights,
+    Counters, Layer, LayerPlan, LayerSpec, RawBackward, RawCall, Target, Tensor, Tensors, Training,
 };
 use moesaic_engine::{Engine, EngineParts};
 use moesaic_probe::idle::Idle;
@@ -95,11 +94,11 @@ fn engine(target: Target) -> Engine {
 }
 
 /// Zeros.
-fn weights(plan: &LayerPlan) -> Weights<'static> {
-    let mut weights = Weights::new();
+fn weights(plan: &LayerPlan) -> Tensors<'static> {
+    let mut weights = Tensors::new();
     for tensor in plan.tensors.iter().filter(|t| t.role == Role::Weight) {
         let shape = tensor.shape.iter().map(|size| size.eval(0) as usize);
-        let zeros = HostTensor {
+        let zeros = Tensor {
             dtype: tensor.dtype,
             shape: shape.collect(),
             data: vec![0; tensor.bytes(0) as usize].into(),
@@ -109,7 +108,7 @@ fn weights(plan: &LayerPlan) -> Weights<'static> {
     weights
 }
 
-fn training_layer(engine: &Engine, spec: &LayerSpec, weights: &Weights<'_>) -> Layer {
+fn training_layer(engine: &Engine, spec: &LayerSpec, weights: &Tensors<'_>) -> Layer {
     let layer = engine.training_layer(spec, weights, Training::default());
     layer.expect("a layer")
 }

@@ -14,8 +14,7 @@ mod share;
 
 use moesaic::reference::{self, Random};
 use moesaic::{
-    Counters, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, StepTime, Training,
-    Weights,
+    Counters, Engine, EngineOptions, Input, Layer, LayerSpec, StepTime, Tensor, Tensors, Training,
 };
 use one_hot::OneHot;
 use std::time::{Duration, Instant};
@@ -104,7 +103,7 @@ fn layer(engine: &Engine, spec: &LayerSpec) -> Layer {
         .into_iter()
         .map(|(name, t)| (name, t.shape, t.data.iter().map(|v| *v as f32).collect()))
         .collect();
-    let mut weights = Weights::new();
+    let mut weights = Tensors::new();
     for (name, shape, data) in &stored {
         weights = weights.with(name, shape, data);
     }
@@ -132,7 +131,7 @@ impl<'a> Run<'a> {
         let (output, saved) = layer
             .forward_train(&input, &names, Counters::default())
             .expect("the layer runs");
-        let dy = HostTensor::new(&[tokens, x.len() / tokens], x);
+        let dy = Tensor::new(&[tokens, x.len() / tokens], x);
         layer.backward(&saved, &dy, false).expect("the layer runs");
         let get = |name: &str| output.get(name).expect("asked for").to_f32();
         Run {

@@ -5,7 +5,7 @@
 
 use moesaic::reference::Random;
 use moesaic::spec::canonical_tensors;
-use moesaic::{Counters, Engine, EngineError, HostTensor, Input, LayerSpec, Training, Weights};
+use moesaic::{Counters, Engine, EngineError, Input, LayerSpec, Tensor, Tensors, Training};
 use std::error::Error;
 use std::time::{Duration, Instant};
 
@@ -44,12 +44,12 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError> {
     let mut random = Random::new(1);
     let experts = weights(spec, &mut random, false);
-    let routers: Vec<Weights<'_>> = (0..GATES)
+    let routers: Vec<Tensors<'_>> = (0..GATES)
         .map(|_| weights(spec, &mut random, true))
         .collect();
     let x = floats(&mut random, tokens * spec.shape.model_dim);
     let input = Input::new(tokens, &x);
-    let dy = HostTensor::new(&[tokens, spec.output_dim()], &x);
+    let dy = Tensor::new(&[tokens, spec.output_dim()], &x);
     let dy = vec![dy; GATES];
 
     let engine = Engine::cpu().map_err(|e| EngineError::Spec(e.to_string()))?;
@@ -89,12 +89,12 @@ fn best(mut run: impl FnMut() -> Result<(), EngineError>) -> Result<Duration, En
 }
 
 /// The weights of a router, or of what all routers share.
-fn weights(spec: &LayerSpec, random: &mut Random, router: bool) -> Weights<'static> {
-    let mut weights = Weights::new();
+fn weights(spec: &LayerSpec, random: &mut Random, router: bool) -> Tensors<'static> {
+    let mut weights = Tensors::new();
     let tensors = canonical_tensors(spec).into_iter();
     for tensor in tensors.filter(|tensor| tensor.name.starts_with("router.") == router) {
         let values = floats(random, tensor.shape.iter().product());
-        weights.insert(&tensor.name, HostTensor::owned(&tensor.shape, values));
+        weights.insert(&tensor.name, Tensor::owned(&tensor.shape, values));
     }
     weights
 }

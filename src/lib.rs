@@ -6,7 +6,7 @@
 //! layer.
 //!
 //! ```no_run
-//! use moesaic::{Engine, Input, LayerSpec, Weights};
+//! use moesaic::{Engine, Input, LayerSpec, Tensors};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let spec = LayerSpec::from_toml(
@@ -14,7 +14,7 @@
 //! )?;
 //! let (router, gate) = (vec![0.1f32; 8 * 64], vec![0.2f32; 8 * 128 * 64]);
 //! let (up, down) = (gate.clone(), vec![0.3f32; 8 * 64 * 128]);
-//! let weights = Weights::new()
+//! let weights = Tensors::new()
 //!     .with("router.weight", &[8, 64], &router)
 //!     .with("experts.gate.weight", &[8, 128, 64], &gate)
 //!     .with("experts.up.weight", &[8, 128, 64], &up)
@@ -30,12 +30,10 @@
 //! This crate is the facade: it joins the parts and names the targets.
 //! docs/ARCHITECTURE.md says where each part lives.
 
-mod bridge;
 mod compilers;
 mod engine;
 mod simulators;
 
-pub use bridge::{engine_weights, reference_weights};
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use engine::{Engine, EngineOptions, OpenError};
 pub use half;
@@ -43,10 +41,10 @@ pub use moesaic_cache::Store;
 /// Flags the C compiler gets for an instruction set.
 pub use moesaic_cpu::compile_flags as cpu_flags;
 pub use moesaic_engine::{
-    Counters, Element, EngineError, Event, ExpertBackward, HostTensor, Input, Job, Layer,
-    LoadedKernel, Measured, MultiGate, MultiSaved, Outcome, Output, RawBackward, RawCall, Record,
-    Row, Saved, Statistics, Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved,
-    Variants, Weights, precompile, precompile_on,
+    Counters, EngineError, Event, ExpertBackward, Input, Job, Layer, LoadedKernel, Measured,
+    MultiGate, MultiSaved, Outcome, Output, RawBackward, RawCall, Record, Row, Saved, Statistics,
+    Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved, Variants, precompile,
+    precompile_on,
 };
 pub use moesaic_kernel::{
     CpuCaches, CpuIsa, DType, KernelSource, SimArch, Size, Stem, Target, TargetError,
@@ -54,6 +52,7 @@ pub use moesaic_kernel::{
 pub use moesaic_macros::layer;
 pub use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Tilings, Training, Work};
 pub use moesaic_spec::LayerSpec;
+pub use moesaic_tensor::{Bytes, Element, Tensor, Tensors, WeightSource};
 
 /// The kernel store and its packs.
 pub use moesaic_cache as cache;

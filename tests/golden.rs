@@ -4,7 +4,7 @@
 
 use crate::kept::{Kept, once};
 use moesaic::emit::emit_layer;
-use moesaic::plan::{Training, plan, plan_training};
+use moesaic::plan::{PlanOptions, Training, plan};
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
@@ -74,14 +74,18 @@ fn spec(name: &str) -> LayerSpec {
 
 fn sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
     let target: Target = target.parse().expect("a known target");
-    let plan = plan(&spec(spec_name), target).expect("it can be planned");
+    let plan = plan(&spec(spec_name), target, &PlanOptions::default()).expect("it can be planned");
     emit_layer(&plan).expect("it can be emitted")
 }
 
 /// Kernels of training whose text is of no forward pass.
 fn training_sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
     let parsed: Target = target.parse().expect("a known target");
-    let plan = plan_training(&spec(spec_name), parsed, Training::default());
+    let plan = plan(
+        &spec(spec_name),
+        parsed,
+        &PlanOptions::training(Training::default()),
+    );
     let mut list = emit_layer(&plan.expect("it can be planned")).expect("it can be emitted");
     let forward = sources(spec_name, target);
     list.retain(|source| forward.iter().all(|f| f.text != source.text));

@@ -4,14 +4,12 @@
 use moesaic::spec::keys::Library;
 use moesaic::spec::{LayerSpec, hf};
 use moesaic::toolchain::testing::{Tool, needed};
-use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
+use moesaic::weights::{Checkpoint, LoadOptions, load_import};
 use moesaic::weights::{KeyOptions, load_keys, write_safetensors};
 use moesaic::{
-    DType, Engine, EngineError, EngineOptions, Input, engine_weights, reference, reference_weights,
-    resolve_target,
+    Engine, EngineError, EngineOptions, Input, Tensor, Tensors, reference, resolve_target,
 };
 use serde_json::Value;
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -45,16 +43,21 @@ fn entries(folder: &str) -> Vec<PathBuf> {
 }
 
 /// The results of one call, by name.
-struct Results(BTreeMap<String, moesaic::HostTensor<'static>>);
+struct Results(Tensors<'static>);
 
 impl Results {
-    fn of(engine: &Engine, spec: &LayerSpec, weights: &HostWeights, inputs: HostWeights) -> Self {
-        let layer = engine.layer(spec, &engine_weights(weights)).unwrap();
+    fn of(
+        engine: &Engine,
+        spec: &LayerSpec,
+        weights: &Tensors<'_>,
+        inputs: Tensors<'static>,
+    ) -> Self {
+        let layer = engine.layer(spec, weights).unwrap();
         let mut input = Input {
             tokens: inputs["x"].shape[0],
             ..Input::default()
         };
-        for (name, tensor) in engine_weights(&inputs).iter() {
+        for (name, tensor) in &inputs {
             input.insert(name, tensor.clone());
         }
         let known = |name: &&str| layer.plan().tensor(name).is_some();
@@ -84,7 +87,7 @@ impl Results {
     }
 
     /// Within `tolerance` of what the file says, relative to its largest element.
-    fn close(&self, what: &str, name: &str, want: &HostTensor, tolerance: f64) {
+    fn close(&self, what: &str, name: &str, want: &Tensor<'_>, tolerance: f64) {
         let (found, want) = (self.floats(name), want.to_f64());
         assert_eq!(found.len(), want.len(), "{what}: length of {name}");
         let scale = want.iter().fold(0f64, |most, v| most.max(v.abs()));
@@ -98,7 +101,7 @@ impl Results {
     }
 }
 
-fn ints(tensor: &HostTensor) -> Vec<i64> {
+fn ints(tensor: &Tensor<'_>) -> Vec<i64> {
     tensor.to_f64().iter().map(|&v| v as i64).collect()
 }
 
@@ -153,7 +156,7 @@ fn hugging_face_gradients() {
             x: x.to_f64(),
             ..reference::Input::default()
         };
-        let weights = reference_weights(&weights);
+        let weights = reference::Weights::from(&weights);
         let found = reference::backward(&import.spec, &weights, &input, &dy.to_f64()).x;
         let want = dx.to_f64();
         let scale = want.iter().fold(0f64, |most, v| most.max(v.abs()));
@@ -210,7 +213,7 @@ impl Tutel {
         self.case[key] == value.into()
     }
 
-    fn read(&self, name: &str) -> HostTensor {
+    fn read(&self, name: &str) -> Tensor<'static> {
         self.tensors.read(name).unwrap()
     }
 
@@ -247,12 +250,12 @@ impl Tutel {
         LayerSpec::from_toml(&toml).unwrap_or_else(|e| panic!("{}", e.render(&toml, false)))
     }
 
-    fn weights(&self) -> HostWeights {
+    fn weights(&self) -> Tensors<'static> {
         self.canonical("")
     }
 
     /// The layer's tensors, or their gradients by the prefix `grad.`.
-    fn canonical(&self, prefix: &str) -> HostWeights {
+    fn canonical(&self, prefix: &str) -> Tensors<'static> {
         let read = |name: &str| self.read(&format!("{prefix}{name}"));
         let gate: &[[&str; 2]] = match self.is("gate", "cosine_top") {
             true => &[
@@ -263,7 +266,7 @@ impl Tutel {
             ],
             false => &[["router.weight", "wg"]],
         };
-        let named = |names: &[[&str; 2]]| -> HostWeights {
+        let named = |names: &[[&str; 2]]| -> Tensors<'static> {
             let pairs = names.iter();
             pairs
                 .map(|[to, from]| (to.to_string(), read(from)))
@@ -308,19 +311,19 @@ impl Tutel {
 }
 
 /// Stacked matrices `[rows, columns]` turned to `[columns, rows]`.
-fn transposed(tensor: &HostTensor, rows: usize, columns: usize) -> HostTensor {
+fn transposed(tensor: &Tensor<'_>, rows: usize, columns: usize) -> Tensor<'static> {
     let values: Vec<f32> = tensor.to_f64().iter().map(|&v| v as f32).collect();
     let matrices = values.chunks(rows * columns);
     let shape = [matrices.len(), columns, rows];
     let turned = matrices
         .flat_map(|m| (0..columns).flat_map(move |c| (0..rows).map(move |r| m[r * columns + c])));
-    HostTensor::from_f32(&shape, &turned.collect::<Vec<_>>())
+    Tensor::copied(&shape, &turned.collect::<Vec<_>>())
 }
 
 impl Tutel {
     /// The layer as Tutel's own state dict has it.
-    fn state_dict(&self, prefix: &str) -> HostWeights {
-        let mut dict = HostWeights::new();
+    fn state_dict(&self, prefix: &str) -> Tensors<'static> {
+        let mut dict = Tensors::new();
         let mut put = |name: String, tensor| dict.insert(format!("{prefix}{name}"), tensor);
         for name in self.tensors.names() {
             let theirs = match name {
@@ -338,11 +341,7 @@ impl Tutel {
             put(theirs, self.read(name));
         }
         let experts = self.size("experts") as i64;
-        let count = HostTensor {
-            dtype: DType::I64,
-            shape: Vec::new(),
-            bytes: experts.to_le_bytes().to_vec(),
-        };
+        let count = Tensor::owned(&[], vec![experts]);
         put("_num_global_experts".to_string(), count);
         dict
     }
@@ -388,7 +387,7 @@ fn tutel(engine: &Engine) {
     for file in files {
         let what = format!("{} on {}", file.display(), engine.target());
         let tutel = Tutel::open(&file);
-        let inputs = HostWeights::from([("x".to_string(), tutel.read("x"))]);
+        let inputs = Tensors::from([("x".to_string(), tutel.read("x"))]);
         let results = Results::of(engine, &tutel.spec(), &tutel.weights(), inputs);
         let ids = ints(&tutel.read("topk_idx"));
         assert_eq!(results.ints("topk_ids"), ids, "{what}");
@@ -423,7 +422,7 @@ fn tutel(engine: &Engine) {
 fn tutel_losses_and_gradients() {
     for file in entries("tutel") {
         let tutel = Tutel::open(&file);
-        let (spec, weights) = (tutel.spec(), reference_weights(&tutel.weights()));
+        let (spec, weights) = (tutel.spec(), reference::Weights::from(&tutel.weights()));
         let x = tutel.read("x");
         let input = reference::Input {
             tokens: x.shape[0],

@@ -5,8 +5,7 @@ use crate::shapes::Shape;
 use moesaic::half::bf16;
 use moesaic::reference::Random;
 use moesaic::spec::{TensorSpec, canonical_tensors};
-use moesaic::weights::{HostTensor, HostWeights};
-use moesaic::{DType, LayerSpec};
+use moesaic::{DType, LayerSpec, Tensor, Tensors};
 use rayon::prelude::*;
 use safetensors::tensor::TensorView;
 use std::fs;
@@ -88,7 +87,7 @@ impl Call {
 
 /// The canonical tensors of the layer, scaled so that outputs are of the order
 /// of one; all values are ones that `dtype` has.
-pub fn weights(spec: &LayerSpec, dtype: DType) -> HostWeights {
+pub fn weights(spec: &LayerSpec, dtype: DType) -> Tensors<'static> {
     let tensors = canonical_tensors(spec).into_iter().zip(0..);
     tensors
         .map(|(tensor, seed): (TensorSpec, u64)| {
@@ -98,8 +97,8 @@ pub fn weights(spec: &LayerSpec, dtype: DType) -> HostWeights {
                 (DType::F32, DType::Bf16) => rounded(),
                 _ => values,
             };
-            let made = HostTensor {
-                bytes: bytes_of(&values, tensor.dtype),
+            let made = Tensor {
+                data: bytes_of(&values, tensor.dtype).into(),
                 dtype: tensor.dtype,
                 shape: tensor.shape,
             };
@@ -119,9 +118,9 @@ fn scale(tensor: &TensorSpec) -> f32 {
 }
 
 /// The rows of the router.
-pub fn router_rows(weights: &HostWeights) -> Vec<Vec<f32>> {
+pub fn router_rows(weights: &Tensors<'_>) -> Vec<Vec<f32>> {
     let router = &weights["router.weight"];
-    let values = floats(&router.bytes, router.dtype);
+    let values = router.to_f32();
     values
         .chunks(router.shape[1])
         .map(<[f32]>::to_vec)
@@ -130,9 +129,9 @@ pub fn router_rows(weights: &HostWeights) -> Vec<Vec<f32>> {
 
 /// Writes `layer.json` and `weights.safetensors`: canonical names, but gate
 /// and up of an expert in one tensor, gate rows first, and all in `dtype`.
-pub fn write_layer(folder: &Path, shape: &Shape, dtype: DType, weights: &HostWeights) -> Result {
+pub fn write_layer(folder: &Path, shape: &Shape, dtype: DType, weights: &Tensors<'_>) -> Result {
     fs::write(folder.join("layer.json"), shape.json(dtype).to_string())?;
-    let files: Vec<(String, HostTensor)> = weights
+    let files: Vec<(String, Tensor<'static>)> = weights
         .iter()
         .filter(|(name, _)| !name.contains(".up.") || !shape.gated())
         .map(|(name, tensor)| match name.contains(".gate.") {
@@ -143,7 +142,7 @@ pub fn write_layer(folder: &Path, shape: &Shape, dtype: DType, weights: &HostWei
     let views: std::result::Result<Vec<_>, _> = files
         .iter()
         .map(|(name, t)| {
-            let view = TensorView::new(stored(t.dtype), t.shape.clone(), &t.bytes);
+            let view = TensorView::new(stored(t.dtype), t.shape.clone(), &t.data);
             view.map(|view| (name.as_str(), view))
         })
         .collect();
@@ -152,33 +151,33 @@ pub fn write_layer(folder: &Path, shape: &Shape, dtype: DType, weights: &HostWei
 }
 
 /// Gate and up of every expert, one after the other.
-fn fused(name: &str, gate: &HostTensor, weights: &HostWeights) -> (String, HostTensor) {
+fn fused(name: &str, gate: &Tensor<'_>, weights: &Tensors<'_>) -> (String, Tensor<'static>) {
     let up = &weights[&name.replace(".gate.", ".up.")];
     let stacked = name.starts_with("experts.");
     let experts = if stacked { gate.shape[0] } else { 1 };
-    let part = gate.bytes.len() / experts;
-    let mut bytes = Vec::with_capacity(2 * gate.bytes.len());
-    for (gate, up) in gate.bytes.chunks(part).zip(up.bytes.chunks(part)) {
+    let part = gate.data.len() / experts;
+    let mut bytes = Vec::with_capacity(2 * gate.data.len());
+    for (gate, up) in gate.data.chunks(part).zip(up.data.chunks(part)) {
         bytes.extend_from_slice(gate);
         bytes.extend_from_slice(up);
     }
     let mut shape = gate.shape.clone();
     shape[usize::from(stacked)] *= 2;
-    let fused = HostTensor {
+    let fused = Tensor {
         dtype: gate.dtype,
         shape,
-        bytes,
+        data: bytes.into(),
     };
     (name.replace(".gate.", ".gate_up."), fused)
 }
 
-fn in_type(tensor: &HostTensor, dtype: DType) -> HostTensor {
+fn in_type(tensor: &Tensor<'_>, dtype: DType) -> Tensor<'static> {
     match tensor.dtype == dtype {
-        true => tensor.clone(),
-        false => HostTensor {
+        true => tensor.clone().into_static(),
+        false => Tensor {
             dtype,
             shape: tensor.shape.clone(),
-            bytes: bytes_of(&floats(&tensor.bytes, tensor.dtype), dtype),
+            data: bytes_of(&tensor.to_f32(), dtype).into(),
         },
     }
 }

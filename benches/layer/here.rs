@@ -4,12 +4,11 @@
 use crate::Result;
 use crate::data::{Call, floats};
 use crate::timing::Pass;
-use moesaic::plan::{KernelDesc, Step, Work};
+use moesaic::plan::{Op, Step, Work};
 use moesaic::target::{Buffer, Device, Ptr};
-use moesaic::weights::HostWeights;
 use moesaic::{
-    Counters, DType, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, RawBackward,
-    RawCall, StepTime, Training, engine_weights,
+    Counters, DType, Engine, EngineOptions, Input, Layer, LayerSpec, RawBackward, RawCall,
+    StepTime, Tensor, Tensors, Training,
 };
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -27,7 +26,7 @@ impl Here {
     /// When there is no C compiler or no memory.
     pub fn new(
         spec: &LayerSpec,
-        weights: &HostWeights,
+        weights: &Tensors<'_>,
         threads: usize,
         pass: Pass,
     ) -> Result<Here> {
@@ -36,10 +35,9 @@ impl Here {
             ..EngineOptions::default()
         };
         let engine = Engine::open("cpu", options)?;
-        let weights = engine_weights(weights);
         let layer = match pass {
-            Pass::Forward => engine.layer(spec, &weights)?,
-            Pass::Both => engine.training_layer(spec, &weights, Training::default())?,
+            Pass::Forward => engine.layer(spec, weights)?,
+            Pass::Both => engine.training_layer(spec, weights, Training::default())?,
         };
         Ok(Here {
             layer,
@@ -78,7 +76,7 @@ impl Here {
     pub fn check_routing(&self, call: &Call, ids: &[i32]) -> Result {
         let k = self.layer.spec().shape.top_k;
         let output = self.layer.forward_with(&self.input(call), &["topk_ids"])?;
-        let found = output.get("topk_ids").and_then(HostTensor::to_vec::<i32>);
+        let found = output.get("topk_ids").and_then(Tensor::to_vec::<i32>);
         let mut found = found.ok_or("no topk_ids")?;
         found.chunks_mut(k).for_each(<[i32]>::sort_unstable);
         match found == ids {
@@ -96,9 +94,9 @@ impl Here {
         input
     }
 
-    fn rows<'a>(&self, tokens: usize, data: &'a [u8]) -> HostTensor<'a> {
+    fn rows<'a>(&self, tokens: usize, data: &'a [u8]) -> Tensor<'a> {
         let spec = self.layer.spec();
-        HostTensor {
+        Tensor {
             dtype: spec.precision.activations,
             shape: vec![tokens, spec.shape.model_dim],
             data: data.into(),
@@ -140,10 +138,10 @@ impl Here {
         let plan = self.layer.tilings().at(tokens);
         let product = |step: &Step| {
             let Step::Launch(launch) = step;
-            let dense = match &plan.kernels[launch.entry.kernel].desc {
-                KernelDesc::GroupedGemm(d) => d.dense,
-                KernelDesc::GroupedGemmDgrad(d) => d.dense,
-                KernelDesc::GroupedGemmWgrad(d) => d.dense,
+            let dense = match &plan.kernels[launch.entry.kernel].op {
+                Op::GroupedGemm { desc: d, .. } => d.dense,
+                Op::GroupedGemmDgrad { desc: d, .. } => d.dense,
+                Op::GroupedGemmWgrad { desc: d, .. } => d.dense,
                 _ => true,
             };
             (!dense).then(|| Work::of(plan, step, tokens as u64).flops)

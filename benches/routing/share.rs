@@ -5,7 +5,7 @@ use crate::{ms, rows};
 use moesaic::kernel::DType;
 use moesaic::reference::Random;
 use moesaic::spec::canonical_tensors;
-use moesaic::{Engine, HostTensor, Input, Layer, LayerSpec, StepTime, Weights};
+use moesaic::{Engine, Input, Layer, LayerSpec, StepTime, Tensor, Tensors};
 use std::time::Duration;
 
 const TOKENS: usize = 8192;
@@ -83,7 +83,7 @@ fn layer(engine: &Engine, spec: &LayerSpec) -> Layer {
     for i in period..most.unwrap_or(0) {
         values.push(values[i - period]);
     }
-    let mut weights = Weights::new();
+    let mut weights = Tensors::new();
     for tensor in &tensors {
         assert_eq!(tensor.dtype, DType::F32);
         let count = tensor.shape.iter().product();
@@ -97,7 +97,7 @@ fn best(layer: &Layer, x: &[f32], bias: impl Fn(usize) -> f32) -> Vec<StepTime> 
     // Neighbouring ranks lie apart, as in a model.
     let bias: Vec<f32> = (0..EXPERTS).map(|e| bias(e * 97 % EXPERTS)).collect();
     layer
-        .set_weight("router.bias", &HostTensor::new(&[EXPERTS], &bias))
+        .set_weight("router.bias", &Tensor::new(&[EXPERTS], &bias))
         .expect("a router with a bias");
     layer
         .forward(&Input::new(TOKENS, x))

@@ -8,7 +8,7 @@ use crate::training::TrainingArgs;
 use crate::{highlight, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
-use moesaic::plan::plan_with;
+use moesaic::plan::plan;
 use moesaic::weights::write_whole;
 use moesaic::{EngineError, KernelSource, LayerSpec, PlanOptions, Target};
 use moesaic_layers::{GenerateOptions, generate_source};
@@ -99,7 +99,7 @@ fn layer_sources(
     target: Target,
     options: &PlanOptions,
 ) -> Result<Vec<KernelSource>> {
-    let plan = plan_with(spec, target, options).map_err(EngineError::from)?;
+    let plan = plan(spec, target, options).map_err(EngineError::from)?;
     Ok(emit_layer(&plan).map_err(EngineError::from)?)
 }
 

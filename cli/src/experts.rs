@@ -5,11 +5,11 @@ use crate::failure::{Failure, Result};
 use crate::keys::KeysArgs;
 use crate::spec_source::read_spec;
 use clap::{Args, Subcommand};
-use moesaic::LayerSpec;
 use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
-use moesaic::weights::{Checkpoint, HostWeights, LoadOptions};
+use moesaic::weights::{Checkpoint, LoadOptions};
 use moesaic::weights::{load_keys, write_safetensors, write_whole};
+use moesaic::{LayerSpec, Tensors};
 use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints
@@ -147,7 +147,7 @@ pub fn execute(args: &ExpertsArgs, console: &Console) -> Result {
 }
 
 impl WholeArgs {
-    fn load(&self, console: &Console) -> Result<(LayerSpec, HostWeights)> {
+    fn load(&self, console: &Console) -> Result<(LayerSpec, Tensors<'static>)> {
         Ok((read_spec(&self.spec, console)?, tensors(&self.weights)?))
     }
 }
@@ -246,7 +246,7 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
 }
 
 /// Every tensor of a file.
-fn tensors(file: &Path) -> Result<HostWeights> {
+fn tensors(file: &Path) -> Result<Tensors<'static>> {
     let checkpoint = Checkpoint::open(file)?;
     let names = checkpoint.names();
     let read = |name: &str| Ok((name.to_string(), checkpoint.read(name)?));
@@ -254,7 +254,7 @@ fn tensors(file: &Path) -> Result<HostWeights> {
 }
 
 /// Tensors, and the spec beside them.
-fn save_layer(file: &Path, spec: &LayerSpec, tensors: &HostWeights) -> Result {
+fn save_layer(file: &Path, spec: &LayerSpec, tensors: &Tensors<'_>) -> Result {
     let beside = file.with_extension("toml");
     if beside == file {
         return Err(Failure::input(

@@ -11,7 +11,7 @@ use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::cache::Tuned;
-use moesaic::plan::{Tuning, plan_with};
+use moesaic::plan::{Tuning, plan};
 use moesaic::target::{CompileOptions, Report};
 use moesaic::{
     Compilers, EngineError, Event, Job, LayerSpec, Outcome, PlanOptions, Row, Store, Target,
@@ -113,8 +113,8 @@ fn kept(
     if !store.has_tunings(target) {
         return Ok(Vec::new());
     }
-    let plan = plan_with(spec, target, options).map_err(EngineError::from)?;
-    Ok(Untuned::new(plan)?.everywhere(store))
+    let plan = plan(spec, target, options).map_err(EngineError::from)?;
+    Ok(Untuned::new(plan).everywhere(store))
 }
 
 /// Writes a pack of the kernels of `rows`; what to call it.

@@ -2,19 +2,16 @@
 
 use moesaic::half::{bf16, f16};
 use moesaic::spec::{LossKind, RouterKind, canonical_tensors};
-use moesaic::weights::{HostTensor, HostWeights};
-use moesaic::{DType, HostTensor as CallTensor, Input, LayerSpec};
-use std::borrow::Cow;
+use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::thread;
 
 /// Every tensor of the layer, in its own type and scaled by its fan-in, so
 /// that outputs are of the order of one.
-pub fn weights(spec: &LayerSpec) -> HostWeights {
+pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
     let tensors = canonical_tensors(spec).into_iter().enumerate();
     let one = |(i, tensor): (usize, moesaic::spec::TensorSpec)| {
-        let elements = tensor.shape.iter().product();
-        let bytes = match tensor.dtype {
-            DType::I32 => table(elements, spec),
+        let made = match tensor.dtype {
+            DType::I32 => table(&tensor.shape, spec),
             dtype => {
                 let fan_in = if tensor.shape.len() > 1 {
                     tensor.shape[tensor.shape.len() - 1]
@@ -26,17 +23,10 @@ pub fn weights(spec: &LayerSpec) -> HostWeights {
                     "router.select_bias" => 0.01,
                     _ => (3.0 / fan_in.max(1) as f32).sqrt(),
                 };
-                floats(dtype, elements, scale, i as u64)
+                floats(dtype, &tensor.shape, scale, i as u64)
             }
         };
-        (
-            tensor.name,
-            HostTensor {
-                dtype: tensor.dtype,
-                shape: tensor.shape,
-                bytes,
-            },
-        )
+        (tensor.name, made)
     };
     tensors.map(one).collect()
 }
@@ -54,27 +44,27 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
         RouterKind::Table => {
             let rows = spec.router.table_rows.unwrap_or(1).max(1);
             let ids = (0..tokens).map(|t| (t * 7919 % rows) as i32).collect();
-            input.insert("token_ids", CallTensor::owned(&[tokens], ids));
+            input.insert("token_ids", Tensor::owned(&[tokens], ids));
         }
         RouterKind::External => {
             let experts = spec.routed_experts();
             let ids = (0..tokens * k)
                 .map(|slot| (slot % experts) as i32)
                 .collect();
-            input.insert("topk_ids", CallTensor::owned(&[tokens, k], ids));
+            input.insert("topk_ids", Tensor::owned(&[tokens, k], ids));
             input.insert(
                 "topk_weights",
-                CallTensor::owned(&[tokens, k], vec![1.0 / k as f32; tokens * k]),
+                Tensor::owned(&[tokens, k], vec![1.0 / k as f32; tokens * k]),
             );
         }
         RouterKind::Linear | RouterKind::Cosine => {}
     }
     if spec.router.token_mask {
         let mask = vec![1; tokens];
-        input.insert("token_mask", CallTensor::owned(&[tokens], mask));
+        input.insert("token_mask", Tensor::owned(&[tokens], mask));
     }
     if spec.router.active_k {
-        input.insert("active_k", CallTensor::owned(&[1], vec![k as i32]));
+        input.insert("active_k", Tensor::owned(&[1], vec![k as i32]));
     }
     groups(spec, &mut input);
     input
@@ -88,14 +78,14 @@ fn groups(spec: &LayerSpec, input: &mut Input<'_>) {
         match (loss.kind, loss.sequence_length) {
             (LossKind::Sequence, None) => {
                 let ids = (0..tokens).map(|t| (t * 4 / tokens) as i32).collect();
-                input.insert("sequence_ids", CallTensor::owned(&[tokens], ids));
+                input.insert("sequence_ids", Tensor::owned(&[tokens], ids));
             }
             (LossKind::Global, _) => {
                 let slots = (tokens * spec.shape.top_k) as i64;
                 let share = |e: i64| (slots + e) / experts as i64;
                 let counts = (0..experts as i64).map(share).collect();
-                input.insert("global_counts", CallTensor::owned(&[experts], counts));
-                let tokens = CallTensor::owned(&[1], vec![tokens as i64]);
+                input.insert("global_counts", Tensor::owned(&[experts], counts));
+                let tokens = Tensor::owned(&[1], vec![tokens as i64]);
                 input.insert("global_tokens", tokens);
             }
             _ => {}
@@ -104,23 +94,14 @@ fn groups(spec: &LayerSpec, input: &mut Input<'_>) {
 }
 
 /// The values of a tensor that are `value` of the old value and its index.
-pub fn changed(tensor: &CallTensor<'_>, value: impl Fn(usize, f32) -> f32) -> CallTensor<'static> {
-    let values: Vec<f32> = tensor
-        .to_f32()
-        .into_iter()
-        .enumerate()
-        .map(|(i, v)| value(i, v))
-        .collect();
-    let shape = tensor.shape.clone();
-    match tensor.dtype {
-        DType::F16 => CallTensor::owned(&shape, values.into_iter().map(f16::from_f32).collect()),
-        DType::Bf16 => CallTensor::owned(&shape, values.into_iter().map(bf16::from_f32).collect()),
-        _ => CallTensor::owned(&shape, values),
-    }
+pub fn changed(tensor: &Tensor<'_>, value: impl Fn(usize, f32) -> f32) -> Tensor<'static> {
+    let values = tensor.to_f32().into_iter().enumerate();
+    let values: Vec<f32> = values.map(|(i, v)| value(i, v)).collect();
+    Tensor::rounded(tensor.dtype, &tensor.shape, &values).into_static()
 }
 
 /// A random gradient of the output.
-pub fn output_gradient(spec: &LayerSpec, tokens: usize) -> CallTensor<'static> {
+pub fn output_gradient(spec: &LayerSpec, tokens: usize) -> Tensor<'static> {
     rows(
         spec.precision.activations,
         tokens,
@@ -129,26 +110,24 @@ pub fn output_gradient(spec: &LayerSpec, tokens: usize) -> CallTensor<'static> {
     )
 }
 
-fn rows(dtype: DType, tokens: usize, width: usize, seed: u64) -> CallTensor<'static> {
-    CallTensor {
-        dtype,
-        shape: vec![tokens, width],
-        data: Cow::Owned(floats(dtype, tokens * width, 1.7, seed)),
-    }
+fn rows(dtype: DType, tokens: usize, width: usize, seed: u64) -> Tensor<'static> {
+    floats(dtype, &[tokens, width], 1.7, seed)
 }
 
 /// Experts of token ids: each row counts on from where the last one ended.
-fn table(elements: usize, spec: &LayerSpec) -> Vec<u8> {
-    let experts = spec.routed_experts().max(1);
-    (0..elements)
-        .flat_map(|i| ((i % experts) as i32).to_le_bytes())
-        .collect()
+fn table(shape: &[usize], spec: &LayerSpec) -> Tensor<'static> {
+    let (elements, experts) = (
+        shape.iter().product::<usize>(),
+        spec.routed_experts().max(1),
+    );
+    Tensor::owned(shape, (0..elements).map(|i| (i % experts) as i32).collect())
 }
 
 /// Uniform values in `(-scale, scale)` in a float type.
-fn floats(dtype: DType, elements: usize, scale: f32, seed: u64) -> Vec<u8> {
+fn floats(dtype: DType, shape: &[usize], scale: f32, seed: u64) -> Tensor<'static> {
     const CHUNK: usize = 1 << 20;
-    let mut bytes = vec![0; elements * dtype.size()];
+    let mut made = Tensor::zeros(dtype, shape);
+    let bytes = made.data.to_mut();
     let threads = thread::available_parallelism().map_or(1, |n| n.get());
     let mut chunks: Vec<(u64, &mut [u8])> = (seed << 32..)
         .zip(bytes.chunks_mut(CHUNK * dtype.size()))
@@ -162,7 +141,7 @@ fn floats(dtype: DType, elements: usize, scale: f32, seed: u64) -> Vec<u8> {
             });
         }
     });
-    bytes
+    made
 }
 
 fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
@@ -184,7 +163,7 @@ fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moesaic::plan::{Role, plan_training};
+    use moesaic::plan::{PlanOptions, Role, plan};
     use moesaic::spec::testing;
     use moesaic::{CpuIsa, Target, Training};
     use std::collections::BTreeSet;
@@ -208,7 +187,7 @@ mod tests {
         let mut seen = BTreeSet::new();
         for spec in layers() {
             let target = Target::Cpu(CpuIsa::Portable);
-            let plan = plan_training(&spec, target, Training::default()).unwrap();
+            let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
             for tokens in [0, 5] {
                 let call = input(&spec, tokens);
                 let wanted = plan.tensors.iter().filter(|t| t.role == Role::Input);
@@ -250,14 +229,9 @@ mod tests {
 
     #[test]
     fn values_are_spread_and_the_same_every_time() {
-        let bytes = floats(DType::F32, 10_000, 2.0, 3);
-        assert_eq!(bytes, floats(DType::F32, 10_000, 2.0, 3));
-        let values = HostTensor {
-            dtype: DType::F32,
-            shape: vec![10_000],
-            bytes,
-        }
-        .to_f64();
+        let made = floats(DType::F32, &[10_000], 2.0, 3);
+        assert_eq!(made, floats(DType::F32, &[10_000], 2.0, 3));
+        let values = made.to_f64();
         let mean = values.iter().sum::<f64>() / 1e4;
         let square = values.iter().map(|v| v * v).sum::<f64>() / 1e4;
         assert!(mean.abs() < 0.05, "{mean}");

@@ -2,14 +2,14 @@
 
 use crate::failure::Result;
 use crate::random;
-use moesaic::{Counters, HostTensor, Input, Layer};
+use moesaic::{Counters, Input, Layer, Tensor};
 use std::time::Duration;
 
 /// A call that a layer is timed on.
 pub struct Call {
     pub input: Input<'static>,
     /// Where the layer trains.
-    dy: Option<HostTensor<'static>>,
+    dy: Option<Tensor<'static>>,
 }
 
 impl Call {
@@ -45,7 +45,7 @@ impl Call {
 ///
 /// # Errors
 /// When a launch fails.
-pub fn y(layer: &Layer, input: &Input<'_>) -> Result<HostTensor<'static>> {
+pub fn y(layer: &Layer, input: &Input<'_>) -> Result<Tensor<'static>> {
     let output = match layer.plan().training {
         None => layer.forward(input)?,
         Some(_) => layer.forward_train(input, &["y"], Counters::default())?.0,

@@ -3,8 +3,7 @@
 mod common;
 
 use common::*;
-use moesaic::DType;
-use moesaic::weights::HostTensor;
+use moesaic::{DType, Tensor};
 use std::path::Path;
 
 #[test]
@@ -114,7 +113,7 @@ fn weights_of_another_shape_or_type() {
             "has shape [5, 20, 12], expected [5, 12, 20]",
         ],
     );
-    let ints = HostTensor::from_i32(&[5, 20], &[1; 100]);
+    let ints = Tensor::copied(&[5, 20], &[1; 100]);
     weights.insert("experts.up.weight".to_string(), tensor(&[5, 12, 20], 3));
     weights.insert("router.weight".to_string(), ints);
     small.weights = save(small.dir.path(), "type.safetensors", &weights);
@@ -149,7 +148,7 @@ fn files_that_are_cut_short_or_no_safetensors() {
 #[test]
 fn inputs_that_do_not_fit() {
     let mut small = Small::new();
-    let mut try_with = |name: &str, tensor: HostTensor, parts: &[&str]| {
+    let mut try_with = |name: &str, tensor: Tensor<'static>, parts: &[&str]| {
         small.input = save(
             small.dir.path(),
             "bad.safetensors",
@@ -171,13 +170,13 @@ fn inputs_that_do_not_fit() {
     );
     try_with(
         "x",
-        HostTensor::from_i32(&[1, 20], &[0; 20]),
+        Tensor::copied(&[1, 20], &[0; 20]),
         &["is i32, expected f32, f16 or bf16"],
     );
-    let wide = HostTensor {
+    let wide = Tensor {
         dtype: DType::I64,
         shape: vec![1, 20],
-        bytes: vec![0; 160],
+        data: vec![0; 160].into(),
     };
     try_with("x", wide, &["is i64, expected f32, f16 or bf16"]);
     small.input = small.dir.path().to_path_buf();

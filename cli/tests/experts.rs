@@ -3,7 +3,8 @@
 mod common;
 
 use common::{Finished, Small, load, moesaic, save, tensor, write};
-use moesaic::weights::{Checkpoint, HostWeights};
+use moesaic::Tensors;
+use moesaic::weights::Checkpoint;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
@@ -87,7 +88,7 @@ experts = { form = \"plain\", activation = \"gelu\" }
 ";
     let spec = write(dir, "tutel.toml", spec);
     let rank = |seed| {
-        let tensors = HostWeights::from([
+        let tensors = Tensors::from([
             ("moe.gates.0.wg.weight".to_string(), tensor(&[6, 20], 1)),
             (
                 "moe.experts.batched_fc1_w".to_string(),
@@ -145,7 +146,7 @@ fn a_layer_runs_with_the_names_of_another_library() {
     let import = ["import", "--spec", &spec, "--keys", "tutel", "-o", &whole];
     experts(&[&import[..], &[&first, &second]].concat()).ok();
     // All six experts in one file, by Tutel's names.
-    let mut dict = HostWeights::new();
+    let mut dict = Tensors::new();
     for name in [
         "gates.0.wg.weight",
         "experts.batched_fc1_w",
@@ -158,7 +159,7 @@ fn a_layer_runs_with_the_names_of_another_library() {
         let mut joined = first;
         if name.starts_with("experts") {
             joined.shape[0] = 6;
-            joined.bytes.extend(second.bytes);
+            joined.data = [&*joined.data, &second.data].concat().into();
         }
         dict.insert(format!("blocks.1.{name}"), joined);
     }

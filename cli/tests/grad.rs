@@ -4,8 +4,7 @@ mod common;
 
 use common::*;
 use moesaic::reference::{self, Input};
-use moesaic::weights::HostWeights;
-use moesaic::{DType, LayerSpec, reference_weights};
+use moesaic::{DType, LayerSpec, Tensors};
 
 /// The small layer with a loss.
 const LOSSES: &str = "\
@@ -18,7 +17,7 @@ coefficient = 0.01
 ";
 
 /// The small layer's input with the gradient of its output.
-fn input() -> HostWeights {
+fn input() -> Tensors<'static> {
     let mut tensors = small_input();
     tensors.insert("dy".to_string(), tensor(&[7, 20], 6));
     tensors
@@ -43,7 +42,7 @@ fn gradients_are_written() {
         x: tensors["x"].to_f64(),
         ..Input::default()
     };
-    let weights = reference_weights(&small_weights());
+    let weights = reference::Weights::from(&small_weights());
     let wanted = reference::backward(&spec, &weights, &call, &tensors["dy"].to_f64());
     let (dtype, shape, dx) = load(&small.output, "dx");
     assert_eq!((dtype, shape), (DType::F32, vec![7, 20]));

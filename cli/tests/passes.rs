@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use moesaic::weights::{HostTensor, HostWeights};
+use moesaic::{Tensor, Tensors};
 
 /// The small layer with noise in training, and with a capacity.
 const NOISY: &str = "\
@@ -16,8 +16,8 @@ kind = \"global\"
 coefficient = 0.1
 ";
 
-fn ints(shape: &[usize], values: &[i64]) -> HostTensor {
-    HostTensor::from_i64(shape, values)
+fn ints(shape: &[usize], values: &[i64]) -> Tensor<'static> {
+    Tensor::copied(shape, values)
 }
 
 /// The noisy layer with all that training takes; the counts are made up.
@@ -30,7 +30,7 @@ fn noisy() -> Small {
     small
 }
 
-fn group(input: &mut HostWeights, counts: &[i64], tokens: i64) {
+fn group(input: &mut Tensors<'_>, counts: &[i64], tokens: i64) {
     input.insert("global_counts".to_string(), ints(&[5], counts));
     input.insert("global_tokens".to_string(), ints(&[1], &[tokens]));
 }

@@ -3,8 +3,7 @@
 mod common;
 
 use common::*;
-use moesaic::DType;
-use moesaic::weights::HostTensor;
+use moesaic::{DType, Tensor};
 
 /// A case of tests/oracle/hf: y within 2e-5 of the largest element, and the
 /// same experts. The oracle lists the experts of a token in ascending order.
@@ -144,10 +143,10 @@ fn a_capacity_adds_places() {
 #[test]
 fn no_tokens_are_no_problem() {
     let mut small = Small::new();
-    let empty = HostTensor {
+    let empty = Tensor {
         dtype: DType::F32,
         shape: vec![0, 20],
-        bytes: Vec::new(),
+        data: Vec::new().into(),
     };
     small.input = save(
         small.dir.path(),
@@ -164,7 +163,7 @@ fn a_nan_stays_with_its_token() {
     let mut small = Small::new();
     let mut x = values(7 * 20, 5);
     x[3 * 20 + 4] = f32::NAN;
-    let input = [("x".to_string(), HostTensor::from_f32(&[7, 20], &x))].into();
+    let input = [("x".to_string(), Tensor::copied(&[7, 20], &x))].into();
     small.run(&[]).ok();
     let clean = load(&small.output, "y").2;
     small.input = save(small.dir.path(), "nan.safetensors", &input);
@@ -186,7 +185,7 @@ fn routers_that_take_more_than_tokens() {
     small.refuses(&[], &["has no tensor `topk_ids`; it has x"]);
     let mut input = small_input();
     let ids: Vec<i64> = (0..14).map(|i| i * 3 % 5).collect();
-    input.insert("topk_ids".to_string(), HostTensor::from_i64(&[7, 2], &ids));
+    input.insert("topk_ids".to_string(), Tensor::copied(&[7, 2], &ids));
     input.insert("topk_weights".to_string(), tensor(&[7, 2], 9));
     small.input = save(small.dir.path(), "routed.safetensors", &input);
     let report = small.run(&["--reference", "--json"]).json();
@@ -196,7 +195,7 @@ fn routers_that_take_more_than_tokens() {
     );
     input.insert(
         "topk_ids".to_string(),
-        HostTensor::from_i64(&[7, 2], &[1 << 40; 14]),
+        Tensor::copied(&[7, 2], &[1 << 40; 14]),
     );
     small.input = save(small.dir.path(), "far.safetensors", &input);
     std::fs::remove_file(&small.output).unwrap();

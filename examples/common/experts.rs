@@ -6,7 +6,7 @@ use super::ops::{Module, Param};
 use moesaic::reference::Random;
 use moesaic::spec::{TensorSpec, canonical_tensors};
 use moesaic::{
-    Counters, Engine, EngineError, HostTensor, Input, Layer, LayerSpec, Saved, Training, Weights,
+    Counters, Engine, EngineError, Input, Layer, LayerSpec, Saved, Tensor, Tensors, Training,
 };
 
 /// ReLU experts behind a softmax over the selected logits, as FastMoE's
@@ -52,7 +52,7 @@ impl Experts {
             .into_iter()
             .map(&mut start)
             .collect();
-        let weights = params.iter().fold(Weights::new(), |weights, (tensor, p)| {
+        let weights = params.iter().fold(Tensors::new(), |weights, (tensor, p)| {
             weights.with(&tensor.name, &tensor.shape, &p.value)
         });
         let layer = engine.training_layer(spec, &weights, Training::default())?;
@@ -71,7 +71,7 @@ impl Experts {
 impl FeedForward for Experts {
     fn forward(&mut self, x: Vec<f32>) -> Result<Vec<f32>, EngineError> {
         for (tensor, param) in &self.params {
-            let value = HostTensor::new(&tensor.shape, &param.value);
+            let value = Tensor::new(&tensor.shape, &param.value);
             self.layer.set_weight(&tensor.name, &value)?;
         }
         let input = Input::new(self.rows(&x), &x);
@@ -85,7 +85,7 @@ impl FeedForward for Experts {
     fn backward(&mut self, dy: &[f32]) -> Result<Vec<f32>, EngineError> {
         let saved = self.saved.take().expect("a forward pass came before");
         let shape = [saved.tokens(), self.layer.spec().output_dim()];
-        let dy = HostTensor::new(&shape, dy);
+        let dy = Tensor::new(&shape, dy);
         let output = self.layer.backward(&saved, &dy, false)?;
         for (tensor, param) in &mut self.params {
             param.grad = self.layer.gradient(&tensor.name)?.to_f32();

@@ -6,7 +6,7 @@ use crate::watch::{self, PART};
 use moesaic::cpu::host_nodes;
 use moesaic::half::bf16;
 use moesaic::plan::{Role, TensorPlan};
-use moesaic::{DType, Engine, EngineOptions, HostTensor, Input, Layer, LayerSpec, Weights};
+use moesaic::{DType, Engine, EngineOptions, Input, Layer, LayerSpec, Tensor, Tensors};
 use std::error::Error;
 
 const LAYER: &str = include_str!("layer.toml");
@@ -143,8 +143,8 @@ fn read(layer: &Layer, range: Range, tokens: usize) -> Result<String, Box<dyn Er
 }
 
 /// Weights of some tensors' shapes, small enough that outputs are of the order of one.
-fn weights(tensors: &[TensorPlan]) -> Weights<'static> {
-    let mut weights = Weights::new();
+fn weights(tensors: &[TensorPlan]) -> Tensors<'static> {
+    let mut weights = Tensors::new();
     for tensor in tensors.iter().filter(|t| t.role == Role::Weight) {
         let sizes = tensor.shape.iter().map(|size| size.eval(0) as usize);
         let shape: Vec<usize> = sizes.collect();
@@ -154,7 +154,7 @@ fn weights(tensors: &[TensorPlan]) -> Weights<'static> {
 }
 
 /// Numbers between -`most` and `most` that look random and are always the same.
-fn numbers(dtype: DType, shape: &[usize], most: f32) -> HostTensor<'static> {
+fn numbers(dtype: DType, shape: &[usize], most: f32) -> Tensor<'static> {
     let one = |i: usize| {
         let mixed = (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -162,8 +162,8 @@ fn numbers(dtype: DType, shape: &[usize], most: f32) -> HostTensor<'static> {
     };
     let all = 0..shape.iter().product();
     match dtype {
-        DType::Bf16 => HostTensor::owned(shape, all.map(|i| bf16::from_f32(one(i))).collect()),
-        _ => HostTensor::owned(shape, all.map(one).collect()),
+        DType::Bf16 => Tensor::owned(shape, all.map(|i| bf16::from_f32(one(i))).collect()),
+        _ => Tensor::owned(shape, all.map(one).collect()),
     }
 }
 

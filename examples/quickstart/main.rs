@@ -10,7 +10,7 @@ use moesaic::cpu::{CpuCompiler, CpuDevice, host_isa, limits};
 use moesaic::reference::{self, Random};
 use moesaic::spec::hf;
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
-use moesaic::{Engine, Input, LayerSpec, Weights, engine_weights, reference_weights};
+use moesaic::{Engine, Input, LayerSpec, PlanOptions, Tensors};
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// The layer of the checkpoint in this repository.
-fn load() -> Result<(LayerSpec, moesaic::weights::HostWeights), Box<dyn Error>> {
+fn load() -> Result<(LayerSpec, moesaic::Tensors<'static>), Box<dyn Error>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/checkpoint");
     let config = std::fs::read_to_string(folder.join("config.json"))?;
     let import = hf::import(&config, 1)?;
@@ -48,7 +48,7 @@ fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     let (spec, weights) = load()?;
     println!("{}", show::spec(&spec));
     let start = Instant::now();
-    let layer = engine.layer(&spec, &engine_weights(&weights))?;
+    let layer = engine.layer(&spec, &weights)?;
     println!("{}", show::built(engine, &layer, start.elapsed()));
     println!("{}", show::plan(layer.plan()));
 
@@ -61,7 +61,7 @@ fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     let y = layer.forward(&Input::new(tokens, &x))?.y().to_f32();
     let expected = reference::forward(
         &spec,
-        &reference_weights(&weights),
+        &reference::Weights::from(&weights),
         &reference::Input {
             tokens,
             x: x.iter().map(|v| v.to_f64()).collect(),
@@ -99,7 +99,7 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
             )
         })
         .collect();
-    let mut weights = Weights::new();
+    let mut weights = Tensors::new();
     for (name, shape, data) in &stored {
         weights = weights.with(name, shape, data);
     }
@@ -135,7 +135,8 @@ fn emit(engine: &Engine) -> Result<PathBuf, Box<dyn Error>> {
     for target in targets {
         let into = folder.join(target.file_name());
         std::fs::create_dir_all(&into)?;
-        for source in moesaic::emit::emit_layer(&moesaic::plan::plan(&spec, target)?)? {
+        let plan = moesaic::plan::plan(&spec, target, &PlanOptions::default())?;
+        for source in moesaic::emit::emit_layer(&plan)? {
             std::fs::write(into.join(source.file_name()), &source.text)?;
         }
     }

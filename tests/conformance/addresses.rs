@@ -6,7 +6,7 @@ use super::layers::engines;
 use super::simulated::{SIMULATORS, of_type, open, small};
 use moesaic::target::{Buffer, Device, Ptr};
 use moesaic::{
-    Counters, DType, Engine, EngineError, HostTensor, Layer, RawBackward, RawCall, Training,
+    Counters, DType, Engine, EngineError, Layer, RawBackward, RawCall, Tensor, Training,
 };
 
 const TOKENS: usize = 9;
@@ -108,7 +108,7 @@ fn backward() {
         .unwrap();
     let passed = layer.forward_train(&case.input(), &["y"], Counters::default());
     let saved = passed.unwrap().1;
-    let dy = HostTensor::owned(&[TOKENS, 24], vec![1.0f32; TOKENS * 24]);
+    let dy = Tensor::owned(&[TOKENS, 24], vec![1.0f32; TOKENS * 24]);
     let expected = layer.backward(&saved, &dy, false).unwrap();
     let device = &**engine.device();
     let run = |shifts: [usize; 2]| {

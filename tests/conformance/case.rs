@@ -3,7 +3,7 @@
 use super::compare::{close, equal};
 use moesaic::reference::{self, Decision, Random};
 use moesaic::spec::{LayerSpec, RouterKind};
-use moesaic::{DType, Engine, HostTensor, Input, Layer, Output, Weights};
+use moesaic::{DType, Engine, Input, Layer, Output, Tensor, Tensors};
 
 /// One layer with one input.
 pub struct Case {
@@ -43,8 +43,8 @@ impl Case {
     }
 
     /// The weights as an engine takes them.
-    pub fn host_weights(&self) -> Weights<'static> {
-        let mut weights = Weights::new();
+    pub fn host_weights(&self) -> Tensors<'static> {
+        let mut weights = Tensors::new();
         for tensor in moesaic::spec::canonical_tensors(&self.spec) {
             let found = self.weights.get(&tensor.name);
             weights.insert(&tensor.name, host(tensor.dtype, &tensor.shape, &found.data));
@@ -74,27 +74,27 @@ impl Case {
         );
         input.insert("x", x);
         if let Some(mask) = &self.input.token_mask {
-            input.insert("token_mask", HostTensor::owned(&[t], mask.clone()));
+            input.insert("token_mask", Tensor::owned(&[t], mask.clone()));
         }
         if let Some(active) = self.input.active_k {
-            input.insert("active_k", HostTensor::owned(&[1], vec![active as i32]));
+            input.insert("active_k", Tensor::owned(&[1], vec![active as i32]));
         }
         if let Some(ids) = &self.input.sequence_ids {
-            input.insert("sequence_ids", HostTensor::owned(&[t], ids.clone()));
+            input.insert("sequence_ids", Tensor::owned(&[t], ids.clone()));
         }
         if let Some((counts, tokens)) = &self.input.global {
-            let counts = HostTensor::owned(&[counts.len()], counts.clone());
+            let counts = Tensor::owned(&[counts.len()], counts.clone());
             input.insert("global_counts", counts);
-            let tokens = HostTensor::owned(&[1], vec![*tokens as i64]);
+            let tokens = Tensor::owned(&[1], vec![*tokens as i64]);
             input.insert("global_tokens", tokens);
         }
         if let Some(ids) = &self.input.token_ids {
-            input.insert("token_ids", HostTensor::owned(&[t], ids.clone()));
+            input.insert("token_ids", Tensor::owned(&[t], ids.clone()));
         }
         if let Some((ids, weights)) = &self.input.routing {
             let weights: Vec<f32> = weights.iter().map(|&w| w as f32).collect();
-            input.insert("topk_ids", HostTensor::owned(&[t, k], ids.clone()));
-            input.insert("topk_weights", HostTensor::owned(&[t, k], weights));
+            input.insert("topk_ids", Tensor::owned(&[t, k], ids.clone()));
+            input.insert("topk_weights", Tensor::owned(&[t, k], weights));
         }
         input
     }
@@ -301,24 +301,24 @@ fn routing(spec: &LayerSpec, tokens: usize, random: &mut Random) -> Option<(Vec<
 }
 
 /// Values as a tensor of the given type; they are representable in it.
-pub fn host(dtype: DType, shape: &[usize], values: &[f64]) -> HostTensor<'static> {
+pub fn host(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor<'static> {
     let values = values.iter();
     match dtype {
-        DType::F32 => HostTensor::owned(shape, values.map(|&v| v as f32).collect()),
-        DType::F16 => HostTensor::owned(
+        DType::F32 => Tensor::owned(shape, values.map(|&v| v as f32).collect()),
+        DType::F16 => Tensor::owned(
             shape,
             values.map(|&v| moesaic::half::f16::from_f64(v)).collect(),
         ),
-        DType::Bf16 => HostTensor::owned(
+        DType::Bf16 => Tensor::owned(
             shape,
             values.map(|&v| moesaic::half::bf16::from_f64(v)).collect(),
         ),
-        DType::I32 => HostTensor::owned(shape, values.map(|&v| v as i32).collect()),
-        DType::I64 => HostTensor::owned(shape, values.map(|&v| v as i64).collect()),
+        DType::I32 => Tensor::owned(shape, values.map(|&v| v as i32).collect()),
+        DType::I64 => Tensor::owned(shape, values.map(|&v| v as i64).collect()),
     }
 }
 
-fn tensor<'o>(output: &'o Output, name: &str) -> &'o HostTensor<'static> {
+fn tensor<'o>(output: &'o Output, name: &str) -> &'o Tensor<'static> {
     output
         .get(name)
         .unwrap_or_else(|| panic!("no output {name}"))

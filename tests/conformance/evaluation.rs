@@ -7,7 +7,7 @@ use super::layers::{engine as cpu, engines};
 use super::simulated::{open, small};
 use moesaic::spec::*;
 use moesaic::{
-    Counters, DType, Engine, EngineError, HostTensor, Input, Layer, Output, RawCall, Recompute,
+    Counters, DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, Tensor,
 };
 use std::collections::BTreeSet;
 
@@ -118,9 +118,9 @@ fn training_does_something_else() {
 
 /// What a loss of kind `global` takes.
 fn global_inputs(input: &mut Input<'_>, counts: &[i64], tokens: i64) {
-    let counts = HostTensor::owned(&[counts.len()], counts.to_vec());
+    let counts = Tensor::owned(&[counts.len()], counts.to_vec());
     input.insert("global_counts", counts);
-    input.insert("global_tokens", HostTensor::owned(&[1], vec![tokens]));
+    input.insert("global_tokens", Tensor::owned(&[1], vec![tokens]));
 }
 
 macro_rules! on {

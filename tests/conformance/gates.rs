@@ -9,13 +9,11 @@ use super::simulated::{SIMULATORS, open};
 use super::user::{external, random_dy};
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
-use moesaic::{
-    Counters, Engine, HostTensor, Input, MultiGate, Output, Recompute, Training, Weights,
-};
+use moesaic::{Counters, Engine, Input, MultiGate, Output, Recompute, Tensor, Tensors, Training};
 
 /// The weights of a case whose names begin with `router.`, or the others.
-fn weights_of(case: &Case, router: bool) -> Weights<'static> {
-    let mut weights = Weights::new();
+fn weights_of(case: &Case, router: bool) -> Tensors<'static> {
+    let mut weights = Tensors::new();
     for tensor in canonical_tensors(&case.spec) {
         if tensor.name.starts_with("router.") == router {
             let values = &case.weights.get(&tensor.name).data;
@@ -53,7 +51,7 @@ fn gates_share_experts() {
     }
     // A new weight of an expert is every gate's.
     let name = "experts.down.weight";
-    let zeros = HostTensor::owned(&[4, 12, 10], vec![0.0f32; 480]);
+    let zeros = Tensor::owned(&[4, 12, 10], vec![0.0f32; 480]);
     gates.layers()[0]
         .set_weight(name, &zeros)
         .unwrap_or_else(|e| panic!("{e}"));
@@ -194,7 +192,7 @@ fn specs() -> Vec<String> {
 fn same(what: &str, together: &[Output], each: &[Output]) {
     for (gate, (one, alone)) in together.iter().zip(each).enumerate() {
         let names = |output: &Output| -> Vec<String> {
-            output.clone().into_tensors().into_keys().collect()
+            output.clone().into_tensors().keys().cloned().collect()
         };
         assert_eq!(names(one), names(alone), "{what}");
         for name in names(alone) {
@@ -314,7 +312,7 @@ fn check_training(engine: &Engine, toml: &str, recompute: Recompute) {
                 gradients.unwrap_or_else(|e| panic!("{what}: {e}"))
             });
             for (name, expected) in &alone {
-                let values = |host: &HostTensor<'_>| -> Vec<f64> {
+                let values = |host: &Tensor<'_>| -> Vec<f64> {
                     host.to_f32().into_iter().map(f64::from).collect()
                 };
                 let what = format!("{what}: gradient of {name}");
@@ -324,7 +322,7 @@ fn check_training(engine: &Engine, toml: &str, recompute: Recompute) {
     }
 }
 
-fn random_dy_of(case: &Case, seed: u64) -> HostTensor<'static> {
+fn random_dy_of(case: &Case, seed: u64) -> Tensor<'static> {
     let shape = [case.input.tokens, case.spec.output_dim()];
     let values = reference::Random::new(seed).vec(shape[0] * shape[1]);
     host(case.spec.precision.activations, &shape, &values)

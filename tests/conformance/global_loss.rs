@@ -8,7 +8,7 @@ use super::layers::engine as cpu;
 use super::simulated::{SIMULATORS, open, small};
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, Loss, LossKind, NoiseKind, Score};
-use moesaic::{Counters, DType, HostTensor, Layer, Recompute};
+use moesaic::{Counters, DType, Layer, Recompute, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -77,9 +77,9 @@ fn trained(
 ) -> BTreeMap<String, Vec<f64>> {
     let mut input = case.input();
     let (counts, tokens) = group;
-    let counts = HostTensor::owned(&[counts.len()], counts.clone());
+    let counts = Tensor::owned(&[counts.len()], counts.clone());
     input.insert("global_counts", counts);
-    input.insert("global_tokens", HostTensor::owned(&[1], vec![*tokens]));
+    input.insert("global_tokens", Tensor::owned(&[1], vec![*tokens]));
     let (output, saved) = layer
         .forward_train(&input, &["y", "loss.global"], counters)
         .unwrap_or_else(|e| panic!("{}: {e}", case.what("forward")));

@@ -7,8 +7,7 @@ use moesaic::reference::Random;
 use moesaic::spec::LayerSpec;
 use moesaic::target::Buffer;
 use moesaic::{
-    Counters, DType, EngineError, HostTensor, Layer, RawBackward, RawCall, Recompute, Saved,
-    Training,
+    Counters, DType, EngineError, Layer, RawBackward, RawCall, Recompute, Saved, Tensor, Training,
 };
 use std::collections::BTreeMap;
 
@@ -29,9 +28,9 @@ fn layer(seed: u64) -> (Layer, Case) {
     (layer, case)
 }
 
-fn dy(tokens: usize, seed: u64) -> HostTensor<'static> {
+fn dy(tokens: usize, seed: u64) -> Tensor<'static> {
     let values = Random::new(seed).vec(tokens * 24);
-    HostTensor::owned(&[tokens, 24], values.iter().map(|&v| v as f32).collect())
+    Tensor::owned(&[tokens, 24], values.iter().map(|&v| v as f32).collect())
 }
 
 fn forward(layer: &Layer, case: &Case) -> Saved {
@@ -108,7 +107,7 @@ fn weights_can_be_replaced() {
     let replaced = layer.forward(&case.input()).unwrap();
     let made = engine().layer(&case.spec, &other.host_weights()).unwrap();
     assert_eq!(replaced.y(), made.forward(&case.input()).unwrap().y());
-    let router = HostTensor::owned(&[24, 5], vec![0f32; 120]);
+    let router = Tensor::owned(&[24, 5], vec![0f32; 120]);
     let error = layer.set_weight("router.weight", &router).unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -137,7 +136,7 @@ fn mistakes_are_named() {
         error.to_string(),
         "input `dy`: has shape [39, 24], expected [40, 24]"
     );
-    let wide = HostTensor {
+    let wide = Tensor {
         dtype: DType::F16,
         ..dy(40, 1)
     };

@@ -9,7 +9,7 @@ use super::simulated::{SIMULATORS, open};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
 use moesaic::{
-    Counters, DType, Engine, ExpertBackward, HostTensor, Training, UserExpert, UserLayer, Weights,
+    Counters, DType, Engine, ExpertBackward, Tensor, Tensors, Training, UserExpert, UserLayer,
 };
 use std::sync::{Arc, Mutex};
 
@@ -116,8 +116,8 @@ fn heterogeneous(toml: &str, tokens: usize) -> (Case, Vec<Box<dyn UserExpert>>, 
 }
 
 /// Weights of everything but the experts.
-fn others(case: &Case) -> Weights<'static> {
-    let mut weights = Weights::new();
+fn others(case: &Case) -> Tensors<'static> {
+    let mut weights = Tensors::new();
     let tensors = canonical_tensors(&case.spec).into_iter();
     for tensor in tensors.filter(|tensor| !tensor.name.starts_with("experts.")) {
         let values = &case.weights.get(&tensor.name).data;
@@ -197,7 +197,7 @@ fn user_experts_evaluate_and_train() {
 }
 
 /// Random gradients of y, as the engine and as the reference take them.
-pub fn random_dy(case: &Case) -> (HostTensor<'static>, Vec<f64>) {
+pub fn random_dy(case: &Case) -> (Tensor<'static>, Vec<f64>) {
     let shape = [case.input.tokens, case.spec.output_dim()];
     let values = Random::new(8).vec(shape[0] * shape[1]);
     (host(DType::F32, &shape, &values), values)
@@ -334,7 +334,7 @@ fn custom_activations_are_trained() {
         let spec = LayerSpec::from_toml(&toml).unwrap_or_else(|e| panic!("{e}"));
         let case = Case::random(&spec, 31, 2);
         case.check(&engine());
-        let mut weights = Weights::new();
+        let mut weights = Tensors::new();
         for tensor in canonical_tensors(&spec) {
             let values = &case.weights.get(&tensor.name).data;
             weights.insert(&tensor.name, host(tensor.dtype, &tensor.shape, values));

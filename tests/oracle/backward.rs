@@ -4,16 +4,15 @@ use super::{Tutel, engine, entries, open};
 use crate::conformance::SIMULATORS;
 use moesaic::spec::hf::{self, Parts};
 use moesaic::spec::{LayerSpec, Loss};
-use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
-use moesaic::{Counters, Engine, Recompute, Training, engine_weights};
+use moesaic::weights::{Checkpoint, LoadOptions, load_import};
+use moesaic::{Counters, Engine, Recompute, Tensor, Tensors, Training};
 use serde_json::Value;
-use std::collections::BTreeMap;
 use std::fs;
 
 /// Everything that a forward and a backward pass give, by name.
 struct Trained {
     what: String,
-    found: BTreeMap<String, moesaic::HostTensor<'static>>,
+    found: Tensors<'static>,
 }
 
 impl Trained {
@@ -21,21 +20,18 @@ impl Trained {
         what: String,
         engine: &Engine,
         spec: &LayerSpec,
-        weights: &HostWeights,
-        [x, dy]: [&HostTensor; 2],
+        weights: &Tensors<'_>,
+        [x, dy]: [&Tensor<'_>; 2],
     ) -> Trained {
         let training = Training {
             recompute: Recompute::None,
         };
-        let weights = engine_weights(weights);
-        let layer = engine.training_layer(spec, &weights, training).unwrap();
-        let call = HostWeights::from([("x".into(), x.clone()), ("dy".into(), dy.clone())]);
-        let call = engine_weights(&call);
+        let layer = engine.training_layer(spec, weights, training).unwrap();
         let mut input = moesaic::Input {
             tokens: x.shape[0],
             ..moesaic::Input::default()
         };
-        input.insert("x", call.get("x").unwrap().clone());
+        input.insert("x", x.clone());
         let losses = spec.losses.iter().map(loss_name);
         let losses: Vec<String> = losses.collect();
         let names: Vec<&str> = ["y"]
@@ -45,7 +41,6 @@ impl Trained {
         let (output, saved) = layer
             .forward_train(&input, &names, Counters::default())
             .unwrap();
-        let dy = call.get("dy").unwrap();
         let gradients = layer.backward(&saved, dy, false).unwrap();
         let mut found = output.into_tensors();
         found.extend(gradients.into_tensors());
@@ -84,7 +79,7 @@ fn loss_name(loss: &Loss) -> String {
 }
 
 /// A tensor of a block as transformers holds it in memory, under our names.
-fn canonical(name: &str, tensor: &HostTensor) -> Vec<(String, Vec<f64>)> {
+fn canonical(name: &str, tensor: &Tensor<'_>) -> Vec<(String, Vec<f64>)> {
     let values = tensor.to_f64();
     let one = |to: &str| vec![(to.to_string(), values.clone())];
     // gpt_oss multiplies from the other side and interleaves gate and up.
@@ -174,7 +169,7 @@ fn hugging_face(engine: &Engine) {
                 let (rows, columns) = (tensor.shape[1], tensor.shape[2]);
                 let values = turned(&tensor.to_f64(), rows, columns);
                 let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
-                tensor = HostTensor::from_f32(&[tensor.shape[0], columns, rows], &values);
+                tensor = Tensor::copied(&[tensor.shape[0], columns, rows], &values);
             }
             for (ours, want) in canonical(name, &tensor) {
                 trained.close(&format!("grad.{ours}"), &want, 2e-5);

@@ -7,7 +7,7 @@
 
 use super::torch_random::TorchRandom;
 use moesaic::spec::canonical_tensors;
-use moesaic::{Counters, Engine, HostTensor, Input, Layer, LayerSpec, Saved, Training, Weights};
+use moesaic::{Counters, Engine, Input, Layer, LayerSpec, Saved, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
 const RATE: f32 = 1e-5;
@@ -240,7 +240,7 @@ impl Run {
             let (loss, saved, dy) = self.forward(&layer);
             eprintln!("{options}, step {step}: {loss:.6}, {}", self.losses[step]);
             tally.compare(step, loss, self.losses[step]);
-            let dy = HostTensor::new(&[self.tokens(), self.spec.output_dim()], &dy);
+            let dy = Tensor::new(&[self.tokens(), self.spec.output_dim()], &dy);
             layer.backward(&saved, &dy, false).expect("the layer runs");
             self.descend(|name| layer.gradient(name).expect("a weight's name").to_f32());
         }
@@ -249,7 +249,7 @@ impl Run {
 
     fn layer(&self, engine: &Engine) -> Layer {
         let list = canonical_tensors(&self.spec);
-        let weights = list.iter().fold(Weights::new(), |weights, t| {
+        let weights = list.iter().fold(Tensors::new(), |weights, t| {
             weights.with(&t.name, &t.shape, &self.weights[&t.name])
         });
         let layer = engine.training_layer(&self.spec, &weights, Training::default());
@@ -260,7 +260,7 @@ impl Run {
     /// and the gradient of `y`.
     fn forward(&self, layer: &Layer) -> (f64, Saved, Vec<f32>) {
         for tensor in canonical_tensors(&self.spec) {
-            let value = HostTensor::new(&tensor.shape, &self.weights[&tensor.name]);
+            let value = Tensor::new(&tensor.shape, &self.weights[&tensor.name]);
             layer
                 .set_weight(&tensor.name, &value)
                 .expect("its own shape");

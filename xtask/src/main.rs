@@ -1,5 +1,8 @@
 //! Project automation. `cargo xtask` lists the commands.
 
+mod counts;
+
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 const USAGE: &str = "\
@@ -11,7 +14,11 @@ usage: cargo xtask <command>
   bless   rewrite the golden files after a wanted change
   fuzz    broken inputs into everything that reads
   sweep   compile random layers, forward and training, for every GPU
-          (options of both follow; `cargo xtask sweep --help` lists them)
+  same    BEFORE AFTER, two builds of the command line: the text of kernels
+          and the results of passes are the same bytes
+          (options of these follow; `cargo xtask sweep --help` lists them)
+  counts  files that name an operator, an option, a backend; public names;
+          circles in the engine
   lint    formatting and clippy, warnings denied, lock files up to date
   ci      lint, then test";
 
@@ -24,6 +31,12 @@ fn main() -> ExitCode {
         "test" => test(),
         "bless" => bless(),
         "fuzz" => program(&["--package", "moesaic-fuzz"]),
+        "counts" => {
+            let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+            print!("{}", counts::counts(&root));
+            Ok(())
+        }
+        "same" => program(&["--package", "moesaic-same"]),
         "sweep" => program(&["--release", "--package", "moesaic-sweep"]),
         "lint" => lint(),
         "ci" => lint().and_then(|()| test()),

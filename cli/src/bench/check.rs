@@ -9,9 +9,8 @@ use crate::random;
 use crate::run::relative_error;
 use crate::timing;
 use moesaic::reference::rng::Draw;
-use moesaic::reference::{self, Decision, Tensor, Weights};
-use moesaic::weights::{HostTensor, HostWeights};
-use moesaic::{DType, HostTensor as Array, Input, Layer, LayerSpec};
+use moesaic::reference::{self, Decision, Weights};
+use moesaic::{DType, Input, Layer, LayerSpec, Tensor, Tensors};
 
 const TOKENS: usize = 2;
 
@@ -19,7 +18,7 @@ const TOKENS: usize = 2;
 ///
 /// # Errors
 /// When the result is wrong: there is no point in timing it then.
-pub fn check(layer: &Layer, weights: &HostWeights) -> Result<f64> {
+pub fn check(layer: &Layer, weights: &Tensors<'_>) -> Result<f64> {
     let spec = layer.spec();
     let call = random::input(spec, TOKENS);
     let found: Vec<f64> = timing::y(layer, &call)?
@@ -52,11 +51,8 @@ fn tolerance(dtype: DType) -> f64 {
 }
 
 /// The reference's `y`, with the random numbers of training if it trains.
-fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>, trains: bool) -> Vec<f64> {
-    let floats = |name| {
-        let tensor: Option<&Array<'_>> = call.tensors.get(name);
-        tensor.map(|t| t.to_f32().into_iter().map(f64::from).collect::<Vec<f64>>())
-    };
+fn expected(spec: &LayerSpec, weights: &Tensors<'_>, call: &Input<'_>, trains: bool) -> Vec<f64> {
+    let floats = |name| call.tensors.get(name).map(Tensor::to_f64);
     let ints = |name| call.tensors.get(name).and_then(|t| t.to_vec::<i32>());
     let input = reference::Input {
         tokens: call.tokens,
@@ -71,7 +67,7 @@ fn expected(spec: &LayerSpec, weights: &HostWeights, call: &Input<'_>, trains: b
     let router = weights
         .iter()
         .filter(|(name, _)| name.starts_with("router."));
-    let router = Weights(router.map(|(name, t)| (name.clone(), whole(t))).collect());
+    let router = Weights(router.map(|(name, t)| (name.clone(), t.into())).collect());
     let decision = reference::gate(spec, &router, &input).decision;
     let placed = reference::scan(spec, &decision, &input);
     let few = Few::of(spec, &decision);
@@ -107,11 +103,11 @@ impl Few {
         Few { spec, used, ids }
     }
 
-    fn weights(&self, all: &HostWeights) -> Weights {
+    fn weights(&self, all: &Tensors<'_>) -> Weights {
         let needed = all.iter().filter(|(name, _)| !name.starts_with("router."));
-        let tensor = |name: &str, t: &HostTensor| match name.starts_with("experts.") {
+        let tensor = |name: &str, t: &Tensor<'_>| match name.starts_with("experts.") {
             true => self.some(t),
-            false => whole(t),
+            false => t.into(),
         };
         Weights(
             needed
@@ -121,29 +117,13 @@ impl Few {
     }
 
     /// The used rows of the first dimension.
-    fn some(&self, tensor: &HostTensor) -> Tensor {
-        let bytes = tensor.bytes.len() / tensor.shape[0].max(1);
-        let row = |&e: &usize| {
-            let bytes = tensor.bytes[e * bytes..(e + 1) * bytes].to_vec();
-            HostTensor {
-                dtype: tensor.dtype,
-                shape: tensor.shape[1..].to_vec(),
-                bytes,
-            }
-            .to_f64()
-        };
+    fn some(&self, tensor: &Tensor<'_>) -> reference::Tensor {
+        let row = |&e: &usize| tensor.rows(e..e + 1).map_or(vec![], |row| row.to_f64());
         let mut shape = tensor.shape.clone();
         shape[0] = self.used.len();
-        Tensor {
+        reference::Tensor {
             shape,
             data: self.used.iter().flat_map(row).collect(),
         }
-    }
-}
-
-fn whole(tensor: &HostTensor) -> Tensor {
-    Tensor {
-        shape: tensor.shape.clone(),
-        data: tensor.to_f64(),
     }
 }

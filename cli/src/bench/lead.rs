@@ -4,8 +4,7 @@ use crate::failure::{Failure, Result};
 use crate::random;
 use moesaic::reference::Skew;
 use moesaic::spec::{RouterInput, RouterKind};
-use moesaic::weights::HostWeights;
-use moesaic::{HostTensor, Input, Layer, LayerSpec};
+use moesaic::{Input, Layer, LayerSpec, Tensor, Tensors};
 
 /// By how much the logits of experts that a token is led to are larger; the
 /// others are of the order of one.
@@ -20,7 +19,7 @@ const SEED: u64 = 5;
 /// For a router whose choice tokens do not determine so simply.
 pub fn input(
     spec: &LayerSpec,
-    weights: &HostWeights,
+    weights: &Tensors<'_>,
     tokens: usize,
     skew: Skew,
 ) -> Result<Input<'static>> {
@@ -32,11 +31,11 @@ pub fn input(
             let x = leaned(&input.tensors["x"], &ids, k, &directions(spec, weights));
             input.insert("x", x);
         }
-        RouterKind::External => input.insert("topk_ids", HostTensor::owned(&[tokens, k], ids)),
+        RouterKind::External => input.insert("topk_ids", Tensor::owned(&[tokens, k], ids)),
         RouterKind::Table => {
-            let rows = rows_of(&weights["router.table"].bytes, experts, k);
+            let rows = rows_of(&weights["router.table"], experts, k);
             let wanted = ids.chunks(k).map(|ids| rows[ids[0] as usize]).collect();
-            input.insert("token_ids", HostTensor::owned(&[tokens], wanted));
+            input.insert("token_ids", Tensor::owned(&[tokens], wanted));
         }
         RouterKind::Cosine => {
             return Err(Failure::input(
@@ -49,7 +48,7 @@ pub fn input(
 
 /// For each expert, what is added to a token so that its logit grows by
 /// [`LEAN`].
-fn directions(spec: &LayerSpec, weights: &HostWeights) -> Vec<Vec<f32>> {
+fn directions(spec: &LayerSpec, weights: &Tensors<'_>) -> Vec<Vec<f32>> {
     let d = spec.shape.model_dim;
     let scale = match spec.router.input {
         RouterInput::RmsScaled => weights.get("router.input_scale"),
@@ -67,12 +66,7 @@ fn directions(spec: &LayerSpec, weights: &HostWeights) -> Vec<Vec<f32>> {
     router.chunks(d).map(one).collect()
 }
 
-fn leaned(
-    x: &HostTensor<'_>,
-    ids: &[i32],
-    k: usize,
-    directions: &[Vec<f32>],
-) -> HostTensor<'static> {
+fn leaned(x: &Tensor<'_>, ids: &[i32], k: usize, directions: &[Vec<f32>]) -> Tensor<'static> {
     let d = x.shape[1];
     random::changed(x, |i, value| {
         let (token, channel) = (i / d, i % d);
@@ -83,11 +77,10 @@ fn leaned(
 }
 
 /// For each expert a row of the table that begins with it, or has it.
-fn rows_of(table: &[u8], experts: usize, k: usize) -> Vec<i32> {
+fn rows_of(table: &Tensor<'_>, experts: usize, k: usize) -> Vec<i32> {
     let mut rows = vec![0; experts];
-    let ids = table.chunks_exact(4);
-    let ids = ids.map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    for (at, id) in ids.enumerate() {
+    let ids = table.to_vec::<i32>().unwrap_or_default();
+    for (at, id) in ids.into_iter().enumerate() {
         if let Some(row) = usize::try_from(id).ok().and_then(|id| rows.get_mut(id)) {
             *row = (at / k) as i32;
         }

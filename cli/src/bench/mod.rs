@@ -19,8 +19,7 @@ use clap::Args;
 use measure::Calls;
 use moesaic::cpu::CpuDevice;
 use moesaic::reference::Skew;
-use moesaic::weights::HostWeights;
-use moesaic::{Engine, EngineOptions, Layer, Target, Training, engine_weights};
+use moesaic::{Engine, EngineOptions, Layer, Target, Tensors, Training};
 use std::time::Duration;
 
 /// Time a layer and hold it against the machine's limits
@@ -85,10 +84,9 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let progress = Progress::start("making weights");
     let weights = random::weights(&spec);
     progress.next("getting kernels");
-    let host_weights = engine_weights(&weights);
     let layer = match args.training {
-        true => engine.training_layer(&spec, &host_weights, Training::default())?,
-        false => engine.layer(&spec, &host_weights)?,
+        true => engine.training_layer(&spec, &weights, Training::default())?,
+        false => engine.layer(&spec, &weights)?,
     };
     progress.next("checking");
     let error = check::check(&layer, &weights)?;
@@ -147,7 +145,7 @@ impl BenchArgs {
         }
     }
 
-    fn calls(&self, layer: &Layer, weights: &HostWeights, tokens: usize) -> Result<Calls> {
+    fn calls(&self, layer: &Layer, weights: &Tensors<'_>, tokens: usize) -> Result<Calls> {
         let spec = layer.spec();
         let call = |input| Call::new(layer, input);
         let led = |skew| lead::input(spec, weights, tokens, skew).map(call);

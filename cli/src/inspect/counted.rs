@@ -6,9 +6,7 @@ use crate::table::Table;
 use crate::units;
 use moesaic::kernel::SimArch;
 use moesaic::target::{GlobalCounts, KernelCounters};
-use moesaic::{
-    Counters, Engine, EngineOptions, LayerSpec, Store, Target, Training, engine_weights,
-};
+use moesaic::{Counters, Engine, EngineOptions, LayerSpec, Store, Target, Training};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -53,7 +51,7 @@ impl Counted {
         let engine = Engine::open(&simulator.to_string(), options)?;
         engine.check_tokens(spec, tokens)?;
         let weights = random::weights(spec);
-        let (weights, input) = (engine_weights(&weights), random::input(spec, tokens));
+        let input = random::input(spec, tokens);
         match training {
             None => {
                 let layer = engine.layer(spec, &weights)?;

@@ -8,7 +8,7 @@ use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::Entry;
-use moesaic::plan::{EntryId, KernelDesc, KernelPlan, LayerPlan, Step, Tilings, plan_with};
+use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
     Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome,
@@ -171,7 +171,7 @@ impl Kernel {
 
 /// The plans that an engine of this machine would make.
 fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
-    let plan = plan_with(request.spec, request.target, &request.options);
+    let plan = plan(request.spec, request.target, &request.options);
     let plan = plan.map_err(EngineError::from)?;
     let here = match request.target {
         Target::Cpu(_) if EngineOptions::default().tuned => CpuDevice::new().info().clone(),
@@ -181,7 +181,7 @@ fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
         name: here.name,
         threads: here.units,
     };
-    let untuned = Untuned::new(plan)?;
+    let untuned = Untuned::new(plan);
     Ok(match untuned.on(&request.store, &machine) {
         Some(found) => (found.tilings, Some(found.tuned)),
         None => (untuned.plan.into(), None),
@@ -353,10 +353,8 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
 /// The element type whose rate bounds a kernel: that of the expert weights
 /// for their products, f32 for everything else.
 pub fn arithmetic(kernel: &KernelPlan, spec: &LayerSpec) -> DType {
-    match kernel.desc {
-        KernelDesc::GroupedGemm(_)
-        | KernelDesc::GroupedGemmDgrad(_)
-        | KernelDesc::GroupedGemmWgrad(_) => spec.precision.weights,
-        _ => DType::F32,
+    match kernel.op.gemm() {
+        Some(_) => spec.precision.weights,
+        None => DType::F32,
     }
 }

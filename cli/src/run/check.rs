@@ -3,8 +3,7 @@
 use super::input::Tokens;
 use moesaic::reference::rng::Draw;
 use moesaic::reference::{self, Gradients};
-use moesaic::weights::{HostTensor, HostWeights};
-use moesaic::{LayerSpec, reference_weights};
+use moesaic::{LayerSpec, Tensor, Tensors};
 use std::time::{Duration, Instant};
 
 /// How far results are from the reference.
@@ -24,23 +23,25 @@ pub struct Comparison {
 /// as in training.
 pub fn compare(
     spec: &LayerSpec,
-    weights: &HostWeights,
+    weights: &Tensors<'_>,
     tokens: &Tokens<'_>,
     draw: Option<Draw>,
-    outputs: &HostWeights,
+    outputs: &Tensors<'_>,
 ) -> Comparison {
     let started = Instant::now();
-    let (weights, input) = (reference_weights(weights), input(tokens, draw));
+    let (weights, input) = (reference::Weights::from(weights), input(tokens, draw));
     let expected = reference::forward(spec, &weights, &input);
-    let of = |name: &str| outputs.get(name).map(HostTensor::to_f64);
+    let of = |name: &str| outputs.get(name).map(Tensor::to_f64);
     let ids = of("topk_ids").unwrap_or_default();
     let expected_ids: Vec<f64> = expected.topk_ids.iter().map(|&id| f64::from(id)).collect();
     let top_k = spec.shape.top_k.max(1);
     let pairs = ids.chunks(top_k).zip(expected_ids.chunks(top_k));
     let other_experts = pairs.filter(|(found, expected)| found != expected).count();
     let gradients = tokens.get("dy").map(|dy| {
-        let dy: Vec<f64> = dy.to_f32().into_iter().map(f64::from).collect();
-        gradient_error(&reference::backward(spec, &weights, &input, &dy), of)
+        gradient_error(
+            &reference::backward(spec, &weights, &input, &dy.to_f64()),
+            of,
+        )
     });
     Comparison {
         y_error: of("y").map(|y| relative_error(&y, &expected.y)),
@@ -63,11 +64,7 @@ fn gradient_error(expected: &Gradients, found: impl Fn(&str) -> Option<Vec<f64>>
 }
 
 fn input(tokens: &Tokens<'_>, draw: Option<Draw>) -> reference::Input {
-    let floats = |name| {
-        tokens
-            .get(name)
-            .map(|t| t.to_f32().into_iter().map(f64::from).collect())
-    };
+    let floats = |name| tokens.get(name).map(Tensor::to_f64);
     let ints = |name| tokens.get(name).and_then(|t| t.to_vec::<i32>());
     let longs = |name| tokens.get(name).and_then(|t| t.to_vec::<i64>());
     reference::Input {

@@ -2,12 +2,9 @@
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
-use moesaic::half::{bf16, f16};
 use moesaic::spec::{LossKind, Router, RouterKind};
 use moesaic::weights::{Checkpoint, TensorRef};
-use moesaic::{DType, HostTensor, Input, LayerSpec};
-use std::borrow::Cow;
-use std::collections::BTreeMap;
+use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::path::Path;
 
 /// What a layer is called with.
@@ -16,7 +13,7 @@ pub struct Tokens<'a> {
     pub count: usize,
     /// The capacity factor of the call instead of the spec's.
     pub capacity_factor: Option<f64>,
-    tensors: BTreeMap<String, HostTensor<'a>>,
+    tensors: Tensors<'a>,
 }
 
 /// Opens an input file.
@@ -47,7 +44,7 @@ impl<'a> Tokens<'a> {
         let mut tokens = Tokens {
             count,
             capacity_factor: None,
-            tensors: BTreeMap::new(),
+            tensors: Tensors::new(),
         };
         tokens.insert("x", floats(&x, wanted)?);
         match spec.router.kind {
@@ -123,18 +120,9 @@ impl<'a> Tokens<'a> {
         };
         let mut tokens = Tokens::read(file, &inner, console)?;
         let (ids, weights) = super::record::choices(record, spec, tokens.count)?;
-        let shape = vec![tokens.count, spec.shape.top_k];
-        let held = |dtype, bytes: Vec<u8>| HostTensor {
-            dtype,
-            shape: shape.clone(),
-            data: Cow::Owned(bytes),
-        };
-        let ids = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-        tokens.insert("topk_ids", held(DType::I32, ids));
-        tokens.insert(
-            "topk_weights",
-            held(DType::F32, store(DType::F32, &weights)),
-        );
+        let shape = [tokens.count, spec.shape.top_k];
+        tokens.insert("topk_ids", Tensor::owned(&shape, ids));
+        tokens.insert("topk_weights", Tensor::owned(&shape, weights));
         Ok(tokens)
     }
 
@@ -149,12 +137,12 @@ impl<'a> Tokens<'a> {
         Ok(())
     }
 
-    fn insert(&mut self, name: &str, tensor: HostTensor<'a>) {
-        self.tensors.insert(name.to_string(), tensor);
+    fn insert(&mut self, name: &str, tensor: Tensor<'a>) {
+        self.tensors.insert(name, tensor);
     }
 
     /// The tensor of this name.
-    pub fn get(&self, name: &str) -> Option<&HostTensor<'a>> {
+    pub fn get(&self, name: &str) -> Option<&Tensor<'a>> {
         self.tensors.get(name)
     }
 
@@ -162,7 +150,7 @@ impl<'a> Tokens<'a> {
     pub fn input(&self) -> Input<'_> {
         Input {
             tokens: self.count,
-            tensors: self.tensors.clone(),
+            tensors: self.tensors.lend(),
             capacity_factor: self.capacity_factor,
         }
     }
@@ -226,86 +214,51 @@ fn wrong_dtype(tensor: &TensorRef<'_>, expected: &str) -> Failure {
 }
 
 /// Floats in the wanted type; without a copy when they are.
-fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<HostTensor<'a>> {
+fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<Tensor<'a>> {
     let wrong = || wrong_dtype(tensor, "f32, f16 or bf16");
-    let dtype = tensor.dtype.map_err(|_| wrong())?;
-    let held = HostTensor {
-        dtype,
-        shape: tensor.shape.to_vec(),
-        data: Cow::Borrowed(tensor.bytes),
-    };
-    match dtype {
+    let held = tensor.tensor().map_err(|_| wrong())?;
+    match held.dtype {
         DType::I32 | DType::I64 => Err(wrong()),
-        _ if dtype == wanted => Ok(held),
-        _ => Ok(HostTensor {
-            dtype: wanted,
-            data: Cow::Owned(convert(&held, wanted)),
-            ..held
-        }),
+        dtype if dtype == wanted => Ok(held),
+        _ => Ok(convert(&held, wanted)),
     }
 }
 
 /// In pieces: a file may be much larger than the memory to spare.
-fn convert(tensor: &HostTensor<'_>, wanted: DType) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(tensor.elements() * wanted.size());
-    for piece in tensor.data.chunks(1 << 20) {
-        let piece = HostTensor {
+fn convert(tensor: &Tensor<'_>, wanted: DType) -> Tensor<'static> {
+    const PIECE: usize = 1 << 20;
+    let mut converted = Tensor::zeros(wanted, &tensor.shape);
+    let from = tensor.data.chunks(PIECE * tensor.dtype.size());
+    let to = converted.data.to_mut().chunks_mut(PIECE * wanted.size());
+    for (from, to) in from.zip(to) {
+        let piece = Tensor {
             dtype: tensor.dtype,
-            shape: vec![piece.len() / tensor.dtype.size()],
-            data: Cow::Borrowed(piece),
+            shape: vec![from.len() / tensor.dtype.size()],
+            data: from.into(),
         };
-        bytes.extend(store(wanted, &piece.to_f32()));
+        to.copy_from_slice(&Tensor::rounded(wanted, &piece.shape, &piece.to_f32()).data);
     }
-    bytes
-}
-
-/// The bytes of values in a float type, rounded to nearest.
-pub fn store(dtype: DType, values: &[f32]) -> Vec<u8> {
-    let values = values.iter();
-    match dtype {
-        DType::F16 => values
-            .flat_map(|&v| f16::from_f32(v).to_le_bytes())
-            .collect(),
-        DType::Bf16 => values
-            .flat_map(|&v| bf16::from_f32(v).to_le_bytes())
-            .collect(),
-        _ => values.flat_map(|v| v.to_le_bytes()).collect(),
-    }
+    converted
 }
 
 /// Numbers of tokens, which are i64.
-fn counts<'a>(tensor: &TensorRef<'a>) -> Result<HostTensor<'a>> {
-    match tensor.dtype {
-        Ok(dtype @ DType::I64) => Ok(HostTensor {
-            dtype,
-            shape: tensor.shape.to_vec(),
-            data: Cow::Borrowed(tensor.bytes),
-        }),
+fn counts<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
+    match tensor.tensor() {
+        Ok(held) if held.dtype == DType::I64 => Ok(held),
         _ => Err(wrong_dtype(tensor, "i64")),
     }
 }
 
 /// Integers as i32; a larger one is out of every range of ids.
-fn integers<'a>(tensor: &TensorRef<'a>) -> Result<HostTensor<'a>> {
+fn integers<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     let wrong = || wrong_dtype(tensor, "i32 or i64");
-    let dtype = tensor.dtype.map_err(|_| wrong())?;
-    let shape = tensor.shape.to_vec();
-    let held = HostTensor {
-        dtype,
-        shape,
-        data: Cow::Borrowed(tensor.bytes),
-    };
-    match dtype {
-        DType::I32 => Ok(held),
-        DType::I64 => {
-            let narrow = |v: &i64| i32::try_from(*v).unwrap_or(i32::MAX).to_le_bytes();
-            let values: Vec<i64> = held.to_vec().unwrap_or_default();
-            let data = Cow::Owned(values.iter().flat_map(narrow).collect());
-            Ok(HostTensor {
-                dtype: DType::I32,
-                data,
-                ..held
-            })
+    let held = tensor.tensor().map_err(|_| wrong())?;
+    match (held.dtype, held.values::<i64>()) {
+        (DType::I32, _) => Ok(held),
+        (_, Some(values)) => {
+            let narrow = |v: &i64| i32::try_from(*v).unwrap_or(i32::MAX);
+            let values = values.iter().map(narrow).collect();
+            Ok(Tensor::owned(&held.shape, values))
         }
         _ => Err(wrong()),
     }

@@ -18,9 +18,9 @@ use crate::threads::ThreadArgs;
 pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
-use moesaic::weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_sources};
-use moesaic::weights::{WeightsError, load_canonical, load_keys, write_safetensors};
-use moesaic::{EngineOptions, engine_weights};
+use moesaic::EngineOptions;
+use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
+use moesaic::weights::{WeightsError, write_safetensors};
 use pass::PassArgs;
 use record::Routing;
 use report::Report;
@@ -109,9 +109,8 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
     let file = input::open(&args.input)?;
     engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
-    let progress = Progress::start("loading weights");
-    let weights = args.weights(&source)?;
-    drop(progress);
+    let checkpoint = args.checkpoint(&source)?;
+    let weights = args.weights(&source, &checkpoint)?;
     let mut tokens = match &args.replay {
         None => Tokens::read(&file, &source.spec, console)?,
         Some(path) => Tokens::replay(&file, path, &source.spec, console)?,
@@ -123,12 +122,11 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     if args.pass.grad {
         tokens.read_dy(&file, &source.spec)?;
     }
-    let progress = Progress::start("getting kernels");
+    let progress = Progress::start("getting kernels, loading weights");
     let started = Instant::now();
-    let host_weights = engine_weights(&weights);
     let layer = match args.pass.training() {
-        Some(training) => engine.training_layer(&source.spec, &host_weights, training)?,
-        None => engine.layer(&source.spec, &host_weights)?,
+        Some(training) => engine.training_layer(&source.spec, &weights, training)?,
+        None => engine.layer(&source.spec, &weights)?,
     };
     let built = started.elapsed();
     progress.next("running");
@@ -136,9 +134,13 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let mut outputs = args.pass.run(&layer, &tokens)?;
     let ran = started.elapsed();
     progress.next("finishing");
-    let comparison = args
-        .reference
-        .then(|| check::compare(&source.spec, &weights, &tokens, args.pass.draw(), &outputs));
+    let comparison = match args.reference {
+        true => {
+            let (spec, draw, weights) = (&source.spec, args.pass.draw(), weights.load()?);
+            Some(check::compare(spec, &weights, &tokens, draw, &outputs))
+        }
+        false => None,
+    };
     let limited = layer.plan().tensor("capacity").is_some();
     let routing = Routing::of(&source.spec, &outputs, limited).map(|r| r.statistics());
     if let (Some(path), Some(statistics)) = (&args.record, &routing) {
@@ -168,18 +170,22 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
 }
 
 impl RunArgs {
-    fn weights(&self, source: &Source) -> Result<HostWeights> {
+    fn checkpoint(&self, source: &Source) -> Result<Checkpoint> {
         let path = self.weights.as_deref().or(source.directory.as_deref());
         let path = path.ok_or_else(|| Failure::input("weights are needed: --weights FILE"))?;
-        let checkpoint = Checkpoint::open(path)?;
+        Ok(Checkpoint::open(path)?)
+    }
+
+    /// The layer's weights, of which names, types and shapes are read here.
+    fn weights<'c>(&self, source: &Source, file: &'c Checkpoint) -> Result<LayerReader<'c>> {
         let options = LoadOptions {
             narrow: self.narrow,
         };
         let (spec, all) = (&source.spec, source.spec.shape.experts);
         Ok(match (&source.recipes, self.keys.get()) {
-            (Some(recipes), _) => load_sources(spec, recipes, &checkpoint, options)?,
-            (None, Some(keys)) => load_keys(spec, all, &keys, &checkpoint, options)?,
-            (None, None) => load_canonical(spec, &checkpoint, options)?,
+            (Some(recipes), _) => LayerReader::of_sources(spec, recipes, file, options)?,
+            (None, Some(keys)) => LayerReader::of_keys(spec, all, &keys, file, options)?,
+            (None, None) => LayerReader::canonical(spec, file, options)?,
         })
     }
 
@@ -216,14 +222,5 @@ fn check_output(option: &str, path: &Path) -> Result {
             dir.display()
         ))),
         _ => Ok(()),
-    }
-}
-
-fn host(tensor: moesaic::HostTensor<'static>) -> HostTensor {
-    let moesaic::HostTensor { dtype, shape, data } = tensor;
-    HostTensor {
-        dtype,
-        shape,
-        bytes: data.into_owned(),
     }
 }

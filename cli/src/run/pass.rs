@@ -1,14 +1,12 @@
 //! What `run` does of a layer: evaluates, trains, or only decides where tokens go.
 
-use super::host;
 use super::input::Tokens;
 use crate::failure::Result;
 use crate::training::RecomputeArg;
 use clap::Args;
 use moesaic::reference::rng::Draw;
 use moesaic::spec::Capacity;
-use moesaic::weights::HostWeights;
-use moesaic::{Counters, HostTensor, Input, Layer, Training};
+use moesaic::{Counters, Input, Layer, Tensor, Tensors, Training};
 
 /// Which pass, and what it depends on besides tokens.
 #[derive(Args, Debug)]
@@ -89,7 +87,7 @@ impl PassArgs {
     }
 
     /// Runs the pass; results by name.
-    pub fn run(&self, layer: &Layer, tokens: &Tokens<'_>) -> Result<HostWeights> {
+    pub fn run(&self, layer: &Layer, tokens: &Tokens<'_>) -> Result<Tensors<'static>> {
         let (input, names) = (tokens.input(), self.outputs(layer));
         if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
             return gradients(layer, &input, &names, self.counters(), dy);
@@ -100,8 +98,7 @@ impl PassArgs {
             (true, false) => layer.forward_train(&input, &names, self.counters())?.0,
             (true, true) => layer.route_train(&input, &names, self.counters())?,
         };
-        let tensors = output.into_tensors().into_iter();
-        Ok(tensors.map(|(name, t)| (name, host(t))).collect())
+        Ok(output.into_tensors())
     }
 
     /// The results that the pass gives.
@@ -128,15 +125,14 @@ fn gradients(
     input: &Input<'_>,
     names: &[&str],
     counters: Counters,
-    dy: &HostTensor<'_>,
-) -> Result<HostWeights> {
+    dy: &Tensor<'_>,
+) -> Result<Tensors<'static>> {
     let (output, saved) = layer.forward_train(input, names, counters)?;
     let gradients = layer.backward(&saved, dy, false)?;
-    let both = output.into_tensors().into_iter();
-    let both = both.chain(gradients.into_tensors());
-    let mut results: HostWeights = both.map(|(name, t)| (name, host(t))).collect();
+    let mut results = output.into_tensors();
+    results.extend(gradients.into_tensors());
     for (name, gradient) in layer.gradients()? {
-        results.insert(format!("grad.{name}"), host(gradient));
+        results.insert(format!("grad.{name}"), gradient);
     }
     Ok(results)
 }

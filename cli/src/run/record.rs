@@ -2,8 +2,8 @@
 
 use super::input::{expect_shape, find};
 use crate::failure::{Failure, Result};
-use moesaic::weights::{Checkpoint, HostTensor, HostWeights};
-use moesaic::{LayerSpec, Record, Statistics};
+use moesaic::weights::Checkpoint;
+use moesaic::{LayerSpec, Record, Statistics, Tensor, Tensors};
 use std::path::Path;
 
 /// The tensors of a record that a replay reads.
@@ -22,7 +22,7 @@ pub struct Routing {
 
 impl Routing {
     /// `limited` says whether the layer has a capacity.
-    pub fn of(spec: &LayerSpec, results: &HostWeights, limited: bool) -> Option<Routing> {
+    pub fn of(spec: &LayerSpec, results: &Tensors<'_>, limited: bool) -> Option<Routing> {
         let whole = |name: &str| {
             let values = results.get(name)?.to_f64();
             Some(values.into_iter().map(|v| v as i32).collect())
@@ -52,19 +52,12 @@ impl Routing {
 
 /// What `--record` writes: ids, weights, locations, counts of the results,
 /// and how many choices of each slot were dropped.
-pub fn tensors(results: &HostWeights, statistics: &Statistics) -> HostWeights {
+pub fn tensors<'r>(results: &'r Tensors<'_>, statistics: &Statistics) -> Tensors<'r> {
     let names = CHOICES.iter().chain(&["counts"]);
-    let found = names.filter_map(|name| Some((name.to_string(), results.get(*name)?.clone())));
-    let mut record: HostWeights = found.collect();
+    let found = names.filter_map(|name| Some((*name, results.get(*name)?.lend())));
+    let mut record: Tensors<'_> = found.collect();
     let drops: Vec<i64> = statistics.dropped.iter().map(|&n| n as i64).collect();
-    record.insert(
-        "drops".to_string(),
-        HostTensor {
-            dtype: moesaic::DType::I64,
-            shape: vec![drops.len()],
-            bytes: drops.iter().flat_map(|n| n.to_le_bytes()).collect(),
-        },
-    );
+    record.insert("drops", Tensor::owned(&[drops.len()], drops));
     record
 }
 

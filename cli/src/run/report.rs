@@ -3,8 +3,7 @@
 use super::check::Comparison;
 use crate::console::Palette;
 use crate::units;
-use moesaic::weights::HostWeights;
-use moesaic::{Engine, Layer, LayerSpec, Statistics};
+use moesaic::{Engine, Layer, LayerSpec, Statistics, Tensor, Tensors};
 use serde_json::{Value, json};
 use std::io::IsTerminal;
 use std::path::Path;
@@ -15,7 +14,7 @@ pub struct Report<'a> {
     pub engine: &'a Engine,
     pub layer: &'a Layer,
     pub tokens: usize,
-    pub outputs: &'a HostWeights,
+    pub outputs: &'a Tensors<'static>,
     pub built: Duration,
     pub ran: Duration,
     pub comparison: Option<Comparison>,
@@ -44,9 +43,7 @@ impl Report<'_> {
     }
 
     fn tensors(&self) -> Vec<String> {
-        let one = |(name, t): (&String, &moesaic::weights::HostTensor)| {
-            format!("{name} {:?} {}", t.shape, t.dtype)
-        };
+        let one = |(name, t): (&String, &Tensor<'_>)| format!("{name} {:?} {}", t.shape, t.dtype);
         self.outputs.iter().map(one).collect()
     }
 

@@ -116,9 +116,8 @@ fn beside(own: Vec<Duration>, befores: &[Duration], share: f64) -> Pairs {
 
 /// For each launch of a pass, whether a layer has another kernel there.
 fn differing(before: &LayerPlan, others: &[Layer]) -> Vec<bool> {
-    let same = |kernel: usize, other: &LayerPlan| {
-        before.kernels[kernel].config == other.kernels[kernel].config
-    };
+    let same =
+        |kernel: usize, other: &LayerPlan| before.kernels[kernel].op == other.kernels[kernel].op;
     let differ = |step: &Step| {
         let Step::Launch(launch) = step;
         let mut others = others.iter();

@@ -18,7 +18,7 @@ use moesaic::plan::Tuning;
 use moesaic::target::CompileOptions;
 use moesaic::{
     Compilers, Engine, EngineOptions, Job, LayerSpec, Measured, Outcome, PlanOptions, Store,
-    Untuned, engine_weights, precompile,
+    Untuned, precompile,
 };
 use search::Found;
 use std::collections::BTreeSet;
@@ -85,7 +85,6 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     }
     let progress = Progress::start("making weights");
     let weights = random::weights(&spec);
-    let weights = engine_weights(&weights);
     progress.next("getting kernels");
     let variants = engine.variants(&spec, &weights, args.training.get())?;
     let search = |tokens| {

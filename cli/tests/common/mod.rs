@@ -3,8 +3,8 @@
 // Each test file uses a part of this.
 #![allow(dead_code)]
 
-use moesaic::DType;
-use moesaic::weights::{Checkpoint, HostTensor, HostWeights, write_safetensors};
+use moesaic::weights::{Checkpoint, write_safetensors};
+use moesaic::{DType, Tensor, Tensors};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -152,13 +152,13 @@ pub fn values(count: usize, seed: u32) -> Vec<f32> {
 }
 
 /// A random f32 tensor.
-pub fn tensor(shape: &[usize], seed: u32) -> HostTensor {
-    HostTensor::from_f32(shape, &values(shape.iter().product(), seed))
+pub fn tensor(shape: &[usize], seed: u32) -> Tensor<'static> {
+    Tensor::copied(shape, &values(shape.iter().product(), seed))
 }
 
 /// The weights of [`SMALL`].
-pub fn small_weights() -> HostWeights {
-    HostWeights::from([
+pub fn small_weights() -> Tensors<'static> {
+    Tensors::from([
         ("router.weight".to_string(), tensor(&[5, 20], 1)),
         ("experts.gate.weight".to_string(), tensor(&[5, 12, 20], 2)),
         ("experts.up.weight".to_string(), tensor(&[5, 12, 20], 3)),
@@ -167,12 +167,12 @@ pub fn small_weights() -> HostWeights {
 }
 
 /// A file with an `x` of 7 tokens.
-pub fn small_input() -> HostWeights {
-    HostWeights::from([("x".to_string(), tensor(&[7, 20], 5))])
+pub fn small_input() -> Tensors<'static> {
+    Tensors::from([("x".to_string(), tensor(&[7, 20], 5))])
 }
 
 /// Writes tensors.
-pub fn save(dir: &Path, name: &str, tensors: &HostWeights) -> PathBuf {
+pub fn save(dir: &Path, name: &str, tensors: &Tensors<'_>) -> PathBuf {
     let path = dir.join(name);
     write_safetensors(&path, tensors).expect("a temporary file");
     path
@@ -184,13 +184,8 @@ pub fn load(path: &Path, name: &str) -> (DType, Vec<usize>, Vec<f64>) {
     let tensor = file
         .tensor(name)
         .unwrap_or_else(|| panic!("{name} is not there"));
-    let dtype = tensor.dtype.expect("a known type");
-    let held = HostTensor {
-        dtype,
-        shape: tensor.shape.to_vec(),
-        bytes: tensor.bytes.to_vec(),
-    };
-    (dtype, held.shape.clone(), held.to_f64())
+    let held = tensor.tensor().expect("a known type");
+    (held.dtype, held.shape.clone(), held.to_f64())
 }
 
 /// A directory with a spec, weights and input of the small layer.

@@ -74,7 +74,7 @@ pub fn emit_with(
         target,
         language: language(target),
         text,
-        config: format!("{:?} {:?}", kernel.desc, kernel.config),
+        config: format!("{:?}", kernel.op),
         entries: kernel.entries.clone(),
     })
 }

@@ -4,12 +4,12 @@ use crate::expression::{self, Notation};
 use crate::signature::EntryText;
 use crate::{Prelude, language};
 use moesaic_kernel::{Language, Stem, Target};
-use moesaic_plan::{GemmFamily, KernelConfig, KernelDesc, KernelPlan};
+use moesaic_plan::{GemmFamily, KernelPlan, Op};
 use moesaic_spec::Expression;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
-use tera::{Context, Kwargs, State, Tera, TeraResult};
+use tera::{Context, Kwargs, State, Tera, TeraResult, Value};
 
 /// Facts of a target that a template may use.
 #[derive(Serialize)]
@@ -100,9 +100,7 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
             )
         })
         .collect();
-    let mut context = Context::new();
-    insert_desc(&mut context, &kernel.desc);
-    insert_config(&mut context, &kernel.config);
+    let mut context = context(&kernel.op);
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
     // In the order of the kernel: the engine walks a map in another one every time.
@@ -115,15 +113,13 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
     Ok(tidy(&(text + &launchers(kernel, target, prelude))))
 }
 
-/// One template of a target's family over a desc alone, so that a test can
+/// One template of a target's family over an operator alone, so that a test can
 /// call the functions of the prelude.
 ///
 /// # Errors
-/// When the template needs more than `d`.
-pub fn part(name: &str, desc: &KernelDesc, target: Target) -> Result<String, String> {
-    let mut context = Context::new();
-    insert_desc(&mut context, desc);
-    let text = engine(target)?.render(name, &context);
+/// When the template needs more than `d` and `c`.
+pub fn part(name: &str, op: &Op, target: Target) -> Result<String, String> {
+    let text = engine(target)?.render(name, &context(op));
     text.map_err(|error| error.to_string())
 }
 
@@ -140,49 +136,28 @@ fn launchers(kernel: &KernelPlan, target: Target, prelude: Prelude) -> String {
     }
 }
 
-fn insert_desc(context: &mut Context, desc: &KernelDesc) {
-    match desc {
-        KernelDesc::GateTopk(d) => context.insert("d", d),
-        KernelDesc::ExpertScan(d) => context.insert("d", d),
-        KernelDesc::Dispatch(d) => context.insert("d", d),
-        KernelDesc::GroupedGemm(d) => context.insert("d", d),
-        KernelDesc::Combine(d) => context.insert("d", d),
-        KernelDesc::CombineBwd(d) => context.insert("d", d),
-        KernelDesc::GroupedGemmDgrad(d) => context.insert("d", d),
-        KernelDesc::GroupedGemmWgrad(d) => context.insert("d", d),
-        KernelDesc::GateTopkBwd(d) => context.insert("d", d),
-        KernelDesc::DispatchBwd(d) => context.insert("d", d),
+/// `d`, the desc, and `c`, the config.
+fn context(op: &Op) -> Context {
+    let op = Value::from_serializable(op);
+    let mut context = Context::new();
+    for (name, field) in [("d", "desc"), ("c", "config")] {
+        let value = op.get_from_path(field).cloned();
+        context.insert_value(name, value.unwrap_or_else(Value::none));
     }
-}
-
-fn insert_config(context: &mut Context, config: &KernelConfig) {
-    match config {
-        KernelConfig::GateTopk(c) => context.insert("c", c),
-        KernelConfig::ExpertScan(c) => context.insert("c", c),
-        KernelConfig::Dispatch(c) => context.insert("c", c),
-        KernelConfig::GroupedGemm(c) => context.insert("c", c),
-        KernelConfig::Combine(c) => context.insert("c", c),
-        KernelConfig::CombineBwd(c) => context.insert("c", c),
-        KernelConfig::GateTopkBwd(c) => context.insert("c", c),
-        KernelConfig::DispatchBwd(c) => context.insert("c", c),
-    }
+    context
 }
 
 /// The template of a kernel. Families of products that need the matrix units of
 /// one vendor lie in that vendor's folder.
 fn template_name(kernel: &KernelPlan, target: Target) -> String {
-    let family = match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family,
-        _ => GemmFamily::Simt,
-    };
     let stem = kernel.stem();
-    match family {
-        GemmFamily::Simt | GemmFamily::Tiles => plain_template(stem, target),
-        GemmFamily::Mma => format!("cuda/{stem}_mma.cu"),
-        GemmFamily::Wgmma => format!("cuda/{stem}_wgmma.cu"),
-        GemmFamily::Mfma => format!("rocm/{stem}_mfma.cu"),
-        GemmFamily::Wmma => format!("rocm/{stem}_wmma.cu"),
-    }
+    let vendor = match kernel.op.gemm().map(|config| &config.family) {
+        Some(GemmFamily::Mma { .. } | GemmFamily::Wgmma { .. }) => "cuda",
+        Some(GemmFamily::Mfma { .. } | GemmFamily::Wmma { .. }) => "rocm",
+        _ => return plain_template(stem, target),
+    };
+    let family = kernel.family().unwrap_or_default();
+    format!("{vendor}/{stem}_{family}.cu")
 }
 
 fn plain_template(stem: Stem, target: Target) -> String {

@@ -8,6 +8,7 @@ use kept::Kept;
 use moesaic_cpu::{CpuCompiler, load_shared_object};
 use moesaic_emit::{emit_layer, part};
 use moesaic_kernel::CpuIsa;
+use moesaic_plan::{PlanOptions, plan};
 use moesaic_reference::activate;
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};
@@ -27,14 +28,14 @@ type Pair = (Box<dyn Fn(f64) -> f64>, Box<dyn Fn(f64) -> f64>);
 /// As the CPU computes them, in every lane of a vector.
 fn on_cpu(spec: &LayerSpec, isa: CpuIsa) -> Pair {
     let target = moesaic_kernel::Target::Cpu(isa);
-    let plan = moesaic_plan::plan(spec, target).unwrap();
+    let plan = plan(spec, target, &PlanOptions::default()).unwrap();
     let at = plan
         .kernels
         .iter()
         .position(|k| k.name == "grouped_gemm_up");
     let mut source = emit_layer(&plan).unwrap().remove(at.unwrap());
-    let desc = &plan.kernels[at.unwrap()].desc;
-    source.text += &part("prelude/cpu_activation_slope.h", desc, target).unwrap();
+    let op = &plan.kernels[at.unwrap()].op;
+    source.text += &part("prelude/cpu_activation_slope.h", op, target).unwrap();
     for (probe, function) in [
         ("probe_value", "activation"),
         ("probe_slope", "activation_slope"),
@@ -60,7 +61,7 @@ fn on_gpu(spec: &LayerSpec) -> Pair {
         .find(|k| k.name == "grouped_gemm_up")
         .unwrap();
     let mut source = gpu_host::emitted(kernel, plan.target);
-    source.text += &part("prelude/activation_slope.hpp", &kernel.desc, plan.target).unwrap();
+    source.text += &part("prelude/activation_slope.hpp", &kernel.op, plan.target).unwrap();
     for (probe, function) in [
         ("probe_value", "activation"),
         ("probe_slope", "activation_slope"),

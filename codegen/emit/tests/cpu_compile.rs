@@ -3,7 +3,7 @@
 
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, Target};
-use moesaic_plan::{Training, plan, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -91,8 +91,8 @@ fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
         let spec: LayerSpec = serde_json::from_str(text).unwrap();
         spec.validate().unwrap();
         let target = Target::Cpu(isa);
-        let forward = plan(&spec, target).unwrap();
-        let training = plan_training(&spec, target, Training::default()).unwrap();
+        let forward = plan(&spec, target, &PlanOptions::default()).unwrap();
+        let training = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
         [("forward", forward), ("training", training)]
             .into_iter()
             .flat_map(move |(pass, plan)| {

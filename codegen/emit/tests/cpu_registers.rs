@@ -5,7 +5,7 @@
 use moesaic_cpu::compile_flags;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, DType, KernelSource, Target};
-use moesaic_plan::{Training, plan, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
 use std::ops::Range;
 use std::process::{Command, Stdio};
@@ -101,8 +101,13 @@ fn products(isa: CpuIsa, dtype: DType) -> Vec<KernelSource> {
             "precision":{{"weights":"{dtype}","activations":"{dtype}"}}}}"#
     ))
     .unwrap();
-    let forward = plan(&spec, Target::Cpu(isa)).unwrap();
-    let training = plan_training(&spec, Target::Cpu(isa), Training::default()).unwrap();
+    let forward = plan(&spec, Target::Cpu(isa), &PlanOptions::default()).unwrap();
+    let training = plan(
+        &spec,
+        Target::Cpu(isa),
+        &PlanOptions::training(Training::default()),
+    )
+    .unwrap();
     let sources = [forward, training].map(|plan| emit_layer(&plan).unwrap());
     let is_product = |source: &KernelSource| source.name.starts_with("grouped_gemm");
     sources.into_iter().flatten().filter(is_product).collect()

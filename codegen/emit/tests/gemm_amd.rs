@@ -8,7 +8,7 @@ mod rig;
 use gpu_host::{device, modules, planned};
 use moesaic_fibers::FiberDevice;
 use moesaic_kernel::{DType, Stem};
-use moesaic_plan::{GemmFamily, KernelConfig, LayerPlan, Step};
+use moesaic_plan::{LayerPlan, Op, Step};
 use moesaic_reference::{Random, Weights, activate, round_to};
 use moesaic_spec::*;
 use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
@@ -100,15 +100,17 @@ struct Gemms {
 type Tensors = BTreeMap<String, Vec<f64>>;
 
 impl Gemms {
-    fn new(spec: &LayerSpec, target: &str, family: GemmFamily) -> Gemms {
+    fn new(spec: &LayerSpec, target: &str, family: &str) -> Gemms {
         let mut plan = planned(spec, target);
         let tile_rows = scan_tile_rows(&plan);
         only_gemms(&mut plan);
         for kernel in &plan.kernels {
-            let KernelConfig::GroupedGemm(config) = &kernel.config else {
-                panic!("{} is a GEMM", kernel.name);
-            };
-            assert_eq!(config.family, family, "{} for {target}", kernel.name);
+            assert_eq!(
+                kernel.family(),
+                Some(family),
+                "{} for {target}",
+                kernel.name
+            );
         }
         let device = device(&plan);
         Gemms {
@@ -319,9 +321,8 @@ fn only_gemms(plan: &mut LayerPlan) {
 
 /// The rows of the tiles that the scan lists.
 fn scan_tile_rows(plan: &LayerPlan) -> usize {
-    let configs = plan.kernels.iter().map(|k| &k.config);
-    let mut rows = configs.filter_map(|config| match config {
-        KernelConfig::ExpertScan(scan) => Some(scan.tile_rows),
+    let mut rows = plan.kernels.iter().filter_map(|kernel| match &kernel.op {
+        Op::ExpertScan { config, .. } => Some(config.tile_rows),
         _ => None,
     });
     rows.next().unwrap()
@@ -340,11 +341,11 @@ fn layer([d, h, out]: [usize; 3], [e, k]: [usize; 2], dtype: DType) -> LayerSpec
     spec
 }
 
-fn family(target: &str) -> GemmFamily {
+fn family(target: &str) -> &'static str {
     if MFMA.contains(&target) {
-        GemmFamily::Mfma
+        "mfma"
     } else {
-        GemmFamily::Wmma
+        "wmma"
     }
 }
 

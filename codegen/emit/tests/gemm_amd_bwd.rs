@@ -8,7 +8,7 @@ mod rig;
 
 use gemms_bwd::{Call, Products, Spread, layer};
 use moesaic_kernel::{DType, Stem};
-use moesaic_plan::{GemmFamily, KernelConfig, KernelPlan, LayerPlan};
+use moesaic_plan::{KernelPlan, LayerPlan};
 use moesaic_spec::*;
 use moesaic_target::{Device, Module};
 use std::sync::Arc;
@@ -30,25 +30,18 @@ fn load(plan: &LayerPlan) -> (Arc<dyn Device>, Vec<Arc<dyn Module>>) {
 /// All products of experts, and of routers those whose types the unit takes.
 fn products(spec: &LayerSpec, target: &str) -> Products {
     let unit = match MFMA.contains(&target) {
-        true => GemmFamily::Mfma,
-        false => GemmFamily::Wmma,
+        true => Some("mfma"),
+        false => Some("wmma"),
     };
     let wanted = |kernel: &KernelPlan| {
         let of_router = kernel.name.contains("router") || kernel.name.contains("gate_shared");
-        !of_router || family(kernel) == unit
+        !of_router || kernel.family() == unit
     };
     let products = Products::new(spec, target, wanted, load);
     for kernel in &products.plan.kernels {
-        assert_eq!(family(kernel), unit, "{} for {target}", kernel.name);
+        assert_eq!(kernel.family(), unit, "{} for {target}", kernel.name);
     }
     products
-}
-
-fn family(kernel: &KernelPlan) -> GemmFamily {
-    match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family,
-        _ => GemmFamily::Simt,
-    }
 }
 
 fn run(spec: &LayerSpec, target: &str, calls: &[(usize, Spread)]) {

@@ -8,7 +8,7 @@ mod rig;
 use gemms::simulated::simulated;
 use gemms::{Call, Gemms, Spread, Tensors, layer, reversed, same_rows};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
-use moesaic_plan::{GemmFamily, KernelConfig, LayerPlan};
+use moesaic_plan::{GemmFamily, LayerPlan};
 use moesaic_spec::*;
 
 /// The GEMMs of a layer on a simulated A100.
@@ -21,7 +21,7 @@ fn matrix(spec: &LayerSpec) -> Gemms {
     let gemms = gemms(spec);
     let families = gemms.families();
     assert!(
-        families.iter().all(|f| *f == GemmFamily::Mma),
+        families.iter().all(|f| *f == "mma"),
         "{families:?} of {spec:?}"
     );
     gemms
@@ -172,7 +172,7 @@ fn a_half_of_odd_width_falls_back() {
     for (shape, experts) in [([72, 65, 40], [3, 2]), ([65, 72, 40], [60, 1])] {
         let gemms = gemms(&layer(shape, experts, F16));
         let families = gemms.families();
-        let matrix = families.iter().filter(|f| **f == GemmFamily::Mma);
+        let matrix = families.iter().filter(|f| **f == "mma");
         assert_eq!(matrix.count(), 1, "{families:?}");
         run(&gemms, 70, Spread::Random);
     }
@@ -202,8 +202,10 @@ fn tf32_rounds_factors() {
 fn with_tf32(plan: &LayerPlan) -> LayerPlan {
     let mut plan = plan.clone();
     for kernel in &mut plan.kernels {
-        if let KernelConfig::GroupedGemm(config) = &mut kernel.config {
-            config.tf32 = true;
+        if let Some(config) = kernel.op.gemm_mut()
+            && let GemmFamily::Mma { tf32, .. } = &mut config.family
+        {
+            *tf32 = true;
         }
     }
     plan

@@ -8,7 +8,7 @@ mod rig;
 
 use gemms::simulated::simulated;
 use moesaic_kernel::{DType, SimArch, Target};
-use moesaic_plan::{LayerPlan, Recompute, Training, plan_training};
+use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Training, plan};
 use moesaic_reference::{Random, round_to};
 use moesaic_spec::*;
 use rig::{Rig, Tensors, backward};
@@ -43,7 +43,12 @@ fn rig(spec: &LayerSpec, target: &str, training: Training) -> Rig {
     if let Err(problems) = spec.validate() {
         panic!("the test's spec is invalid: {problems:?}");
     }
-    let plan = plan_training(spec, target.parse().unwrap(), training).unwrap();
+    let plan = plan(
+        spec,
+        target.parse().unwrap(),
+        &PlanOptions::training(training),
+    )
+    .unwrap();
     match plan.target {
         Target::Sim(SimArch::Cuda(_)) => on_ptx(plan),
         _ => {

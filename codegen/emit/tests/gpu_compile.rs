@@ -6,9 +6,7 @@ mod kept;
 use kept::Kept;
 use moesaic_emit::{emit, emit_layer};
 use moesaic_kernel::{DType, KernelSource, Stem, Target};
-use moesaic_plan::{
-    GemmFamily, KernelConfig, KernelPlan, LayerPlan, Training, plan, plan_training,
-};
+use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Training, plan};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;
@@ -169,7 +167,7 @@ fn compile(
     done: &mut BTreeSet<String>,
 ) {
     let target: Target = target.parse().unwrap();
-    for source in emit_layer(&plan(spec, target).unwrap()).unwrap() {
+    for source in emit_layer(&plan(spec, target, &PlanOptions::default()).unwrap()).unwrap() {
         if done.insert(source.text.clone()) {
             let artifact = compiler
                 .compile(&source, &CompileOptions::default())
@@ -257,7 +255,7 @@ fn nvrtc_compiles_every_matrix_gemm() {
     for (arch, half) in archs.iter().zip([DType::Bf16, DType::F16].iter().cycle()) {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
         for spec in [*half, DType::F32].map(gemm_layers).concat() {
-            for source in gemms(&plan(&spec, target).unwrap()) {
+            for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
                 let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
                 check(
@@ -272,10 +270,7 @@ fn nvrtc_compiles_every_matrix_gemm() {
 
 /// The sources of the GEMMs that run on matrix units.
 fn gemms(plan: &LayerPlan) -> Vec<KernelSource> {
-    let matrix = |kernel: &&KernelPlan| match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family != GemmFamily::Simt,
-        _ => false,
-    };
+    let matrix = |kernel: &&KernelPlan| kernel.family().is_some_and(|family| family != "simt");
     let kernels = plan.kernels.iter().filter(matrix);
     kernels
         .map(|kernel| emit(kernel, plan.target).unwrap())
@@ -311,7 +306,7 @@ fn nvrtc_compiles_the_hopper_gemm() {
     let compiler = Kept::new(testing::nvrtc());
     let target: Target = "cuda:sm_90a".parse().unwrap();
     for spec in hopper_layers() {
-        for source in gemms(&plan(&spec, target).unwrap()) {
+        for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
             assert!(source.text.contains("wgmma"), "{}: {spec:?}", source.name);
             let artifact = compiler.compile(&source, &CompileOptions::default());
             let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
@@ -330,7 +325,7 @@ fn clang_compiles_every_matrix_gemm() {
             .map(gemm_layers)
             .concat()
         {
-            for source in gemms(&plan(&spec, target).unwrap()) {
+            for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
                 let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
                 check(
@@ -352,7 +347,7 @@ fn clang_compiles_every_matrix_gemm_of_training() {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
         for i in 0..4 {
             let spec = gemm_layers(types[(first + i) % 3]).swap_remove(i);
-            let plan = plan_training(&spec, target, Training::default()).unwrap();
+            let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
             for source in gemms(&plan) {
                 let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
@@ -372,10 +367,10 @@ fn clang_compiles_every_kernel() {
 /// What only training has, on the ordinary units: the kernels of backward, and
 /// products that keep what enters the activation.
 fn of_training(spec: &LayerSpec, target: Target) -> Vec<KernelSource> {
-    let plan = plan_training(spec, target, Training::default()).unwrap();
-    let ordinary = |kernel: &KernelPlan| match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family == GemmFamily::Simt,
-        _ => Stem::BACKWARD.contains(&kernel.stem()),
+    let plan = plan(spec, target, &PlanOptions::training(Training::default())).unwrap();
+    let ordinary = |kernel: &KernelPlan| match kernel.family() {
+        Some(family) => family == "simt",
+        None => Stem::BACKWARD.contains(&kernel.stem()),
     };
     let kernels = plan.kernels.iter().filter(|kernel| ordinary(kernel));
     kernels

@@ -6,9 +6,7 @@ mod kept;
 use kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Target};
-use moesaic_plan::{
-    GemmFamily, KernelConfig, KernelDesc, KernelPlan, Recompute, Training, plan_training,
-};
+use moesaic_plan::{KernelPlan, Op, PlanOptions, Recompute, Training, plan};
 use moesaic_spec::*;
 use moesaic_target::{Artifact, CompileOptions, Compiler};
 use moesaic_toolchain::testing;
@@ -54,11 +52,8 @@ fn layers(dtype: DType) -> Vec<LayerSpec> {
 
 /// Whether a kernel runs on matrix units and only training has it.
 fn wanted(kernel: &KernelPlan) -> bool {
-    let matrix = match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family != GemmFamily::Simt,
-        _ => false,
-    };
-    let forward = matches!(&kernel.desc, KernelDesc::GroupedGemm(d) if !d.keep);
+    let matrix = kernel.family().is_some_and(|family| family != "simt");
+    let forward = matches!(&kernel.op, Op::GroupedGemm { desc, .. } if !desc.keep);
     matrix && !forward
 }
 
@@ -71,13 +66,13 @@ fn compile(arch: &str, layers: &[LayerSpec]) -> usize {
     };
     let (mut compiled, mut problems) = (BTreeSet::new(), Vec::new());
     for spec in layers {
-        let plan = plan_training(spec, target, training).unwrap();
+        let plan = plan(spec, target, &PlanOptions::training(training)).unwrap();
         for kernel in plan.kernels.iter().filter(|kernel| wanted(kernel)) {
             let source = emit(kernel, target).unwrap();
             if !compiled.insert(source.text.clone()) {
                 continue;
             }
-            let what = format!("{} for {target}, {:?}", source.name, kernel.desc);
+            let what = format!("{} for {target}, {:?}", source.name, kernel.op);
             match compiler.compile(&source, &CompileOptions::default()) {
                 Ok(artifact) => check(&artifact, &what),
                 Err(error) => problems.push(format!("{what}: {error}")),

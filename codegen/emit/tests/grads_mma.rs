@@ -9,13 +9,12 @@ mod rig;
 use gemms::layer;
 use grads::{Grads, Rows};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
-use moesaic_plan::GemmFamily;
 use moesaic_spec::*;
 
 /// The backward GEMMs of a layer on a simulated A100 that are of this family:
 /// four of them at least.
 fn matrix(spec: &LayerSpec) -> Grads {
-    let grads = Grads::new(spec, "sim:sm_80", &[GemmFamily::Mma], 1);
+    let grads = Grads::new(spec, "sim:sm_80", &["mma"], 1);
     let families = grads.families();
     assert!(families.len() >= 4, "{families:?} of {spec:?}");
     grads

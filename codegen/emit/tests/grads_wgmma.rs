@@ -9,13 +9,12 @@ mod rig;
 use gemms::layer;
 use grads::{Grads, Rows};
 use moesaic_kernel::DType::{self, Bf16, F16};
-use moesaic_plan::GemmFamily;
 use moesaic_spec::*;
 
 /// The backward GEMMs of a layer on a simulated H100 that are of this family:
 /// four of them at least.
 fn hopper(spec: &LayerSpec, seed: u64) -> Grads {
-    let grads = Grads::new(spec, "sim:sm_90a", &[GemmFamily::Wgmma], seed);
+    let grads = Grads::new(spec, "sim:sm_90a", &["wgmma"], seed);
     let families = grads.families();
     assert!(families.len() >= 4, "{families:?} of {spec:?}");
     grads

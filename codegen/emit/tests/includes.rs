@@ -3,7 +3,7 @@
 
 use moesaic_emit::emit_layer;
 use moesaic_kernel::Target;
-use moesaic_plan::{Training, plan, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_spec::testing::sample;
 use std::collections::{BTreeMap, BTreeSet};
@@ -105,8 +105,8 @@ fn check(target: &str, known: &BTreeSet<&str>, seeds: std::ops::Range<u64>) {
     let mut seen = BTreeSet::new();
     for spec in seeds.map(sample).chain([p_norm_alone()]) {
         let plans = [
-            plan(&spec, target),
-            plan_training(&spec, target, Training::default()),
+            plan(&spec, target, &PlanOptions::default()),
+            plan(&spec, target, &PlanOptions::training(Training::default())),
         ];
         for plan in plans {
             for source in emit_layer(&plan.unwrap()).unwrap() {

@@ -6,7 +6,7 @@ mod kept;
 use kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{Stem, Target};
-use moesaic_plan::{Training, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler};
 use moesaic_toolchain::testing;
@@ -65,7 +65,7 @@ fn check(compiler: &dyn Compiler, targets: &[&str], shared: u32) {
     for target in targets {
         let target: Target = target.parse().unwrap();
         for spec in layers() {
-            let plan = plan_training(&spec, target, Training::default()).unwrap();
+            let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
             let routing = |kernel: &&moesaic_plan::KernelPlan| ROUTING.contains(&kernel.stem());
             for kernel in plan.kernels.iter().filter(routing) {
                 let source = emit(kernel, target).unwrap();

@@ -8,7 +8,7 @@ use kept::Kept;
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit;
 use moesaic_kernel::{CpuIsa, Target};
-use moesaic_plan::{Training, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_reference::Weights;
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Device, Module};
@@ -21,7 +21,7 @@ fn router(spec: &LayerSpec, isa: CpuIsa) -> Router {
         panic!("the test's spec is invalid: {problems:?}");
     }
     let target = Target::Cpu(isa);
-    let plan = plan_training(spec, target, Training::default()).unwrap();
+    let plan = plan(spec, target, &PlanOptions::training(Training::default())).unwrap();
     let plan = router_bwd::alone(plan);
     let device = CpuDevice::with_threads(3).unwrap().poisoned();
     let compiler = Kept::new(CpuCompiler::find(None).unwrap());

@@ -10,7 +10,7 @@ mod router_bwd;
 use gemms::simulated::simulated;
 use gpu_host::{device, modules_of};
 use moesaic_kernel::{SimArch, Stem, Target};
-use moesaic_plan::{Training, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_reference::Weights;
 use moesaic_spec::LayerSpec;
 use router_bwd::{Router, every_loss, sample};
@@ -20,7 +20,12 @@ use std::sync::Arc;
 const TARGETS: [&str; 2] = ["cuda:sm_80", "rocm:gfx942"];
 
 fn router(spec: &LayerSpec, target: &str) -> Router {
-    let plan = plan_training(spec, target.parse().unwrap(), Training::default()).unwrap();
+    let plan = plan(
+        spec,
+        target.parse().unwrap(),
+        &PlanOptions::training(Training::default()),
+    )
+    .unwrap();
     let plan = router_bwd::alone(plan);
     let weights = Weights::random(spec, 7).rounded(spec);
     if let Target::Sim(SimArch::Cuda(_)) = plan.target {

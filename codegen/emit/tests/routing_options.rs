@@ -9,7 +9,7 @@ mod rig;
 
 use gpu_host::{device, modules};
 use moesaic_kernel::{DType, Target};
-use moesaic_plan::{Training, plan, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::*;
 use rig::{Rig, check, host, routing_of};
 
@@ -33,8 +33,8 @@ fn rig(spec: &LayerSpec, target: &str, training: bool) -> Rig {
         gpu => gpu.parse().unwrap(),
     };
     let plan = routing_of(match training {
-        true => plan_training(spec, to, Training::default()).unwrap(),
-        false => plan(spec, to).unwrap(),
+        true => plan(spec, to, &PlanOptions::training(Training::default())).unwrap(),
+        false => plan(spec, to, &PlanOptions::default()).unwrap(),
     });
     if target == "cpu" {
         return Rig::compile(spec, 2, plan);

@@ -2,7 +2,7 @@
 
 use moesaic_emit::emit_layer;
 use moesaic_kernel::Target;
-use moesaic_plan::{Training, plan_training};
+use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::testing::sample;
 
 #[test]
@@ -11,7 +11,8 @@ fn a_layer_has_one_text() {
         let target: Target = target.parse().expect("a target");
         for seed in 0..40 {
             let spec = sample(seed);
-            let plan = plan_training(&spec, target, Training::default()).expect("a plan");
+            let plan =
+                plan(&spec, target, &PlanOptions::training(Training::default())).expect("a plan");
             let texts = || emit_layer(&plan).expect("sources");
             for (first, again) in texts().iter().zip(&texts()) {
                 assert_eq!(first.text, again.text, "{} of seed {seed}", first.name);

@@ -37,7 +37,7 @@ pub(crate) fn layer(plan: &LayerPlan, names: &Names, options: &GenerateOptions) 
             layer: #facade::Layer,
         }
 
-        const _: () = #facade::typed::generated::check_format(1);
+        const _: () = #facade::typed::generated::check_format(2);
 
         #[allow(dead_code)]
         impl #layer {
@@ -110,7 +110,7 @@ fn construct(names: &Names) -> TokenStream {
         /// As `new`; also when a tensor is missing or is not as the spec says.
         pub fn from_named(
             engine: &#facade::Engine,
-            weights: &#facade::Weights<'_>,
+            weights: &dyn #facade::WeightSource,
         ) -> Result<Self, #facade::EngineError> {
             let layer = engine.layer(&Self::spec(), weights)?;
             Ok(Self { layer })

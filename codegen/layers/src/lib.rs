@@ -40,7 +40,7 @@ mod types;
 pub use names::{file_name, type_name};
 
 use moesaic_kernel::{CpuIsa, Target};
-use moesaic_plan::{PlanError, Training, plan, plan_training};
+use moesaic_plan::{PlanError, PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
 use names::Names;
 use proc_macro2::TokenStream;
@@ -91,7 +91,9 @@ pub fn generate(spec: &LayerSpec, options: &GenerateOptions) -> Result<TokenStre
     check(spec)?;
     // Tensors and signatures are the same for every target; only tiles and
     // launch geometry differ, and those are read from the plan at run time.
-    let plan = plan(spec, Target::Cpu(CpuIsa::Portable))?;
+    let target = Target::Cpu(CpuIsa::Portable);
+    let training = plan(spec, target, &PlanOptions::training(Training::default()))?;
+    let plan = plan(spec, target, &PlanOptions::default())?;
     let names = Names::new(spec, options);
     let (layer, weights) = (
         layer::layer(&plan, &names, options),
@@ -100,7 +102,6 @@ pub fn generate(spec: &LayerSpec, options: &GenerateOptions) -> Result<TokenStre
     let (output, raw) = (tensors::output(&plan, &names), tensors::raw(&plan, &names));
     let routing = tensors::routing(&plan, &names);
     let kernels = kernels::module(&plan, &names);
-    let training = plan_training(spec, plan.target, Training::default())?;
     let training = training::training(&training, &names);
     Ok(quote! { #layer #weights #output #routing #raw #training #kernels })
 }

@@ -44,7 +44,7 @@ pub(crate) fn weights(plan: &LayerPlan, names: &Names) -> TokenStream {
         #[allow(dead_code)]
         impl<'a> #weights<'a> {
             /// The weights by canonical name, with shapes as data.
-            pub fn named(&self) -> #facade::Weights<'a> {
+            pub fn named(&self) -> #facade::Tensors<'a> {
                 #facade::typed::generated::weights([#(#pairs),*])
             }
         }

@@ -3,7 +3,7 @@
 
 use moesaic_kernel::Target;
 use moesaic_layers::{GenerateOptions, generate_source};
-use moesaic_plan::{LayerPlan, Role, TensorPlan, plan};
+use moesaic_plan::{LayerPlan, PlanOptions, Role, TensorPlan, plan};
 use moesaic_spec::testing::sample;
 use std::collections::BTreeSet;
 use syn::{Fields, File, Item};
@@ -80,7 +80,9 @@ fn signatures(plan: &LayerPlan) -> impl PartialEq + use<> {
 fn every_target_has_the_same_tensors() {
     for seed in 0..SPECS {
         let spec = sample(seed);
-        let plans = Target::all().into_iter().map(|t| plan(&spec, t).unwrap());
+        let plans = Target::all()
+            .into_iter()
+            .map(|t| plan(&spec, t, &PlanOptions::default()).unwrap());
         let mut plans = plans.map(|plan| (plan.target, seen(&plan)));
         let (_, first) = plans.next().unwrap();
         for (target, other) in plans {
@@ -94,7 +96,7 @@ fn every_cpu_has_the_same_signatures() {
     for seed in 0..SPECS {
         let spec = sample(seed);
         let cpus = Target::all().into_iter().filter(|t| t.backend() == "cpu");
-        let mut plans = cpus.map(|target| plan(&spec, target).unwrap());
+        let mut plans = cpus.map(|target| plan(&spec, target, &PlanOptions::default()).unwrap());
         let first = signatures(&plans.next().unwrap());
         for other in plans {
             let same = signatures(&other) == first;

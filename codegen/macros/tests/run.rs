@@ -306,7 +306,7 @@ fn weights_by_name_are_checked() {
         error,
         "weight `experts.up.weight`: has shape [5, 19, 13], expected [5, 13, 19]"
     );
-    let empty = moesaic::Weights::new();
+    let empty = moesaic::Tensors::new();
     assert!(matches!(
         Odd::from_named(&ENGINE, &empty),
         Err(EngineError::Weight { .. })
@@ -325,9 +325,9 @@ fn upload<A: Array>(values: &[A]) -> Buffer {
 }
 
 fn bytes_of<E: Element>(value: &E) -> Vec<u8> {
-    moesaic::HostTensor::new(&[1], std::slice::from_ref(value))
+    moesaic::Tensor::new(&[1], std::slice::from_ref(value))
         .data
-        .into_owned()
+        .to_vec()
 }
 
 fn download(buffer: &Buffer, count: usize) -> Vec<f32> {

@@ -19,56 +19,12 @@ pub use gate_bwd::{GateTopkBwdDesc, LossSlope, LossSum};
 pub(crate) use routing::noise_gate;
 
 use crate::config::GroupedGemmConfig;
-use moesaic_kernel::{DType, Stem};
+use moesaic_kernel::DType;
 use moesaic_spec::{
     Activation, Biases, Capacity, CapacityOrder, ExpertForm, LayerSpec, Router, RouterKind,
     SharedExpert, SharedGate, WeightSite,
 };
 use serde::{Deserialize, Serialize};
-
-/// The computation of one kernel source.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum KernelDesc {
-    /// Router projection, score, selection.
-    GateTopk(GateTopkDesc),
-    /// Counts, capacity, locations, maps.
-    ExpertScan(ExpertScanDesc),
-    /// Token rows to expert rows.
-    Dispatch(DispatchDesc),
-    /// Expert matrix products.
-    GroupedGemm(GroupedGemmDesc),
-    /// Expert rows to tokens.
-    Combine(CombineDesc),
-    /// The output's gradient to expert rows, and gradients of weights.
-    CombineBwd(CombineBwdDesc),
-    /// Gradients of what expert products read.
-    GroupedGemmDgrad(GroupedGemmDgradDesc),
-    /// Gradients of expert matrices and biases.
-    GroupedGemmWgrad(GroupedGemmWgradDesc),
-    /// Gradients of logits.
-    GateTopkBwd(GateTopkBwdDesc),
-    /// Gradients of expert rows to tokens.
-    DispatchBwd(DispatchBwdDesc),
-}
-
-impl KernelDesc {
-    /// The operator.
-    pub fn stem(&self) -> Stem {
-        match self {
-            KernelDesc::GateTopk(_) => Stem::GateTopk,
-            KernelDesc::ExpertScan(_) => Stem::ExpertScan,
-            KernelDesc::Dispatch(_) => Stem::Dispatch,
-            KernelDesc::GroupedGemm(_) => Stem::GroupedGemm,
-            KernelDesc::Combine(_) => Stem::Combine,
-            KernelDesc::CombineBwd(_) => Stem::CombineBwd,
-            KernelDesc::GroupedGemmDgrad(_) => Stem::GroupedGemmDgrad,
-            KernelDesc::GroupedGemmWgrad(_) => Stem::GroupedGemmWgrad,
-            KernelDesc::GateTopkBwd(_) => Stem::GateTopkBwd,
-            KernelDesc::DispatchBwd(_) => Stem::DispatchBwd,
-        }
-    }
-}
 
 /// How logits come about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -11,8 +11,8 @@ mod supported;
 mod tensors;
 mod user;
 
-use crate::desc::{self, GateTopkDesc, GroupedGemmDesc, Half, KernelDesc};
-use crate::{GroupedGemmConfig, KernelConfig, KernelPlan, PlanError, entries, heuristics};
+use crate::desc::{self, GroupedGemmDesc, Half};
+use crate::{KernelPlan, Knob, Machine, Op, Operator, PlanError};
 
 use moesaic_kernel::Target;
 use moesaic_spec::{LayerSpec, SharedGate};
@@ -24,49 +24,14 @@ pub use stack::stacked;
 pub use step::{EntryId, LaunchStep, Step, TensorId};
 pub use user::{UserPlan, plan_user_experts};
 
-/// Plans a layer for a target. The spec must be valid.
+/// Plans a layer for a target. The spec must be valid. Where the options say how
+/// it is trained, its steps do what only training does (noise, losses) and leave
+/// what backward needs; it evaluates by others.
 ///
 /// # Errors
 /// None so far: every target computes every option. [`super::plan_user_experts`]
 /// does not.
-pub fn plan(spec: &LayerSpec, target: Target) -> Result<LayerPlan, PlanError> {
-    plan_for(spec, target, None)
-}
-
-/// Plans a layer that can run backward. Its steps do what only training does
-/// (noise, losses) and leave what backward needs; it evaluates by others.
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_training(
-    spec: &LayerSpec,
-    target: Target,
-    training: Training,
-) -> Result<LayerPlan, PlanError> {
-    plan_for(spec, target, Some(training))
-}
-
-/// [`plan`], or with how the layer is trained [`plan_training`].
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_for(
-    spec: &LayerSpec,
-    target: Target,
-    training: Option<Training>,
-) -> Result<LayerPlan, PlanError> {
-    let options = PlanOptions {
-        training,
-        ..PlanOptions::default()
-    };
-    plan_with(spec, target, &options)
-}
-
-/// [`plan_for`] with all that can be said of tiles.
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_with(
+pub fn plan(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
@@ -86,6 +51,8 @@ struct Builder {
     /// The tensors that steps name so far. Until the plan is finished, a step has
     /// their numbers in here.
     named: BTreeMap<String, TensorId>,
+    /// What kernels are tiled for.
+    machine: Machine,
     /// Where steps go.
     pass: Pass,
 }
@@ -110,10 +77,11 @@ impl Builder {
             Target::Cpu(_) => (options.tuning.clone(), options.caches),
             _ => Default::default(),
         };
-        let mut tensors = declared_tensors(spec, target, training.is_some());
+        let machine = Machine::of(target, caches);
+        let mut tensors = declared_tensors(spec, machine, training.is_some());
         if training.is_some() {
             tensors.extend(backward::tensors(spec));
-            tensors.extend(gate_bwd::tensors(spec, target));
+            tensors.extend(gate_bwd::tensors(spec, machine));
         }
         Builder {
             plan: LayerPlan {
@@ -130,6 +98,7 @@ impl Builder {
                 backward: vec![],
             },
             named: BTreeMap::new(),
+            machine,
             pass: Pass::Forward,
         }
     }
@@ -208,7 +177,7 @@ impl Builder {
 
     /// Adds a kernel and one step per entry. `bind` renames parameters to
     /// tensors; a parameter it does not name is a tensor of the same name.
-    fn launch(&mut self, name: &str, desc: KernelDesc, bind: Bind) -> usize {
+    fn launch(&mut self, name: &str, desc: impl Operator, bind: Bind) -> usize {
         let kernel = self.kernel(name, desc);
         for index in 0..self.plan.kernels[kernel].entries.len() {
             self.step(kernel, index, bind);
@@ -218,23 +187,18 @@ impl Builder {
 
     /// Adds a kernel without a step; for an evaluation only if training has no
     /// such kernel.
-    fn kernel(&mut self, name: &str, desc: KernelDesc) -> usize {
-        let config = self.config(&desc);
+    fn kernel(&mut self, name: &str, desc: impl Operator) -> usize {
+        let op = self.tiled(desc);
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
-            let same = |known: &KernelPlan| known.desc == desc && known.config == config;
+            let same = |known: &KernelPlan| known.op == op;
             if let Some(known) = self.plan.kernels.iter().position(same) {
                 return known;
             }
             name += "_eval";
         }
-        let entries = entries(&desc, &config);
-        self.plan.kernels.push(KernelPlan {
-            name,
-            desc,
-            config,
-            entries,
-        });
+        let entries = op.entries();
+        self.plan.kernels.push(KernelPlan { name, op, entries });
         self.plan.kernels.len() - 1
     }
 
@@ -267,51 +231,42 @@ impl Builder {
         }
     }
 
-    /// The tiling of a kernel. The scan lists the row tiles of the GEMM, so
-    /// their heights agree. Weights that change at every step are not packed:
-    /// it would be a pass over memory for what a block does in its cache.
-    fn config(&self, desc: &KernelDesc) -> KernelConfig {
-        let mut config = self.tiling(desc);
-        match &mut config {
-            KernelConfig::ExpertScan(scan) => {
-                let up = KernelDesc::GroupedGemm(desc::grouped_gemm(&self.plan.spec, Half::Up));
-                if let KernelConfig::GroupedGemm(up) = self.tiling(&up) {
-                    scan.tile_rows = up.tile_rows;
-                }
-            }
-            KernelConfig::GroupedGemm(gemm) => gemm.packed &= self.plan.training.is_none(),
-            _ => {}
+    /// A kernel's tiling: what was measured to be best, as far as there is that.
+    /// The scan lists the row tiles of the GEMM, so their heights agree. Weights
+    /// that change at every step are not packed: it would be a pass over memory
+    /// for what a block does in its cache.
+    fn tiled(&self, desc: impl Operator) -> Op {
+        let mut op = desc.on(self.machine);
+        self.plan.tuning.apply(&mut op);
+        if let Op::ExpertScan { config, .. } = &mut op {
+            config.tile_rows = self.tile_rows();
         }
-        config
+        if let Some(cpu) = op.gemm_mut().and_then(|gemm| gemm.family.cpu_mut()) {
+            cpu.packed &= self.plan.training.is_none();
+        }
+        op
     }
 
-    /// The tiling that was measured to be best, as far as there is one.
-    fn tiling(&self, desc: &KernelDesc) -> KernelConfig {
-        let mut config = self.heuristic(desc);
-        self.plan.tuning.apply(desc, &mut config);
-        config
-    }
-
-    fn heuristic(&self, desc: &KernelDesc) -> KernelConfig {
-        heuristics::choose_for(desc, self.plan.target, self.plan.caches)
+    /// Rows of a tile of the routed experts' products.
+    fn tile_rows(&self) -> usize {
+        let up = desc::grouped_gemm(&self.plan.spec, Half::Up);
+        let measured = self.plan.tuning.size(Knob::TileRows);
+        measured.unwrap_or_else(|| up.tiling(self.machine).tile_rows)
     }
 
     fn scan(&mut self) {
         let desc = desc::expert_scan(&self.plan.spec, self.trains());
-        self.launch("expert_scan", KernelDesc::ExpertScan(desc), &[]);
+        self.launch("expert_scan", desc, &[]);
     }
 
     fn experts(&mut self) {
-        let (spec, target) = (self.plan.spec.clone(), self.plan.target);
-        let halves = [Half::Up, Half::Down].map(|half| expert_gemm(&spec, half, target));
-        debug_assert_eq!(
-            halves[0].tile_rows, halves[1].tile_rows,
-            "one list of row tiles"
-        );
+        let spec = self.plan.spec.clone();
+        let [up, down] =
+            [Half::Up, Half::Down].map(|half| desc::grouped_gemm(&spec, half).tiling(self.machine));
+        debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
         self.latent_down();
-        if !gathers(&spec, target) {
-            let dispatch = desc::dispatch(&spec);
-            self.launch("dispatch", KernelDesc::Dispatch(dispatch), &self.around());
+        if !up.gather() {
+            self.launch("dispatch", desc::dispatch(&spec), &self.around());
         }
         self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
         self.product("grouped_gemm_down", Half::Down, None, false);
@@ -339,7 +294,7 @@ impl Builder {
         packed: String,
     ) {
         names.push(("packed".to_string(), packed.clone()));
-        let kernel = self.kernel(name, KernelDesc::GroupedGemm(desc));
+        let kernel = self.kernel(name, desc);
         let product = self.plan.kernels[kernel].entries.len() - 1;
         let bind = borrowed(&names);
         for index in 0..product {
@@ -352,13 +307,9 @@ impl Builder {
 
     /// Declares the packed weights of a product, if it has such.
     fn declare_packed(&mut self, kernel: usize, name: &str) {
-        let plan = &self.plan.kernels[kernel];
-        let (KernelDesc::GroupedGemm(desc), KernelConfig::GroupedGemm(config)) =
-            (&plan.desc, &plan.config)
-        else {
-            unreachable!("a product's kernel is a GEMM")
-        };
-        if config.packed {
+        if let Op::GroupedGemm { desc, config } = &self.plan.kernels[kernel].op
+            && config.packed()
+        {
             let shape = desc.packed_shape(config).map(tensors::constant);
             let packed = tensors::tensor(name, desc.weights, &shape, Role::Packed);
             self.plan.tensors.push(packed);
@@ -374,24 +325,24 @@ impl Builder {
         let down = format!("grouped_gemm_down_shared_{index}");
         self.product(&down, Half::Down, Some(index), false);
         if shared.gate != SharedGate::None {
-            let desc: GateTopkDesc = desc::shared_gate(&spec, index);
+            let desc = desc::shared_gate(&spec, index);
             let (weight, logits) = (name("router.weight"), name("router.logits"));
             let bias = name("router.bias");
             let bind = [("weight", &*weight), ("bias", &*bias), ("logits", &*logits)];
             let kernel = format!("gate_topk_shared_{index}");
-            self.launch(&kernel, KernelDesc::GateTopk(desc), &bind);
+            self.launch(&kernel, desc, &bind);
         }
     }
 
     /// The sum of routed and shared experts, in one step or around a projection.
     fn combine(&mut self) {
-        let desc = KernelDesc::Combine(desc::combine(&self.plan.spec));
+        let desc = desc::combine(&self.plan.spec);
         let mut bind = self.shared_outputs(0);
         bind.extend(owned(&self.around()));
         self.launch("combine", desc, &borrowed(&bind));
         self.latent_up();
         if desc::adds_later(&self.plan.spec) {
-            let desc = KernelDesc::Combine(desc::combine_later(&self.plan.spec));
+            let desc = desc::combine_later(&self.plan.spec);
             let mut bind = self.shared_outputs(1);
             bind.push(("shared_0_out".to_string(), "routed".to_string()));
             if let Some(index) = self.plan.spec.residual() {
@@ -471,20 +422,6 @@ fn owned(names: Bind) -> Vec<(String, String)> {
 
 fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {
     names.iter().map(|(a, b)| (&**a, &**b)).collect()
-}
-
-/// The tiling of a routed expert's product.
-fn expert_gemm(spec: &LayerSpec, half: Half, target: Target) -> GroupedGemmConfig {
-    let desc = KernelDesc::GroupedGemm(desc::grouped_gemm(spec, half));
-    match heuristics::choose(&desc, target) {
-        KernelConfig::GroupedGemm(config) => config,
-        _ => unreachable!("a GEMM's config is a GEMM config"),
-    }
-}
-
-/// Whether the up half reads tokens itself, and nothing is dispatched.
-fn gathers(spec: &LayerSpec, target: Target) -> bool {
-    expert_gemm(spec, Half::Up, target).gather
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //! is called with, and the order in which a forward pass launches them.
 //!
 //! ```text
-//! LayerSpec ──desc──> KernelDesc ──heuristics──> KernelConfig ──signature──> [Entry]
+//! LayerSpec ──desc──> Desc ──tiling on a Machine──> Op { desc, config } ──> [Entry]
 //!      └──────────────layer──> [TensorPlan] + [Step]
 //! ```
 //!
@@ -13,8 +13,9 @@ mod caches;
 mod capacity;
 mod config;
 mod desc;
-pub mod heuristics;
+mod heuristics;
 mod layer;
+mod ops;
 mod signature;
 mod tilings;
 mod tuning;
@@ -24,21 +25,21 @@ pub use caches::CacheClass;
 pub use capacity::row_limit;
 pub use config::WARP_EXPERTS;
 pub use config::{
-    CombineBwdConfig, CombineConfig, CountedBy, DispatchBwdConfig, DispatchConfig,
+    CombineBwdConfig, CombineConfig, CountedBy, CpuGemm, DispatchBwdConfig, DispatchConfig,
     ExpertScanConfig, GateTopkBwdConfig, GateTopkConfig, GemmFamily, GroupedGemmConfig, Histogram,
-    KernelConfig, ScanTile,
+    ScanTile,
 };
 pub use desc::{
     CombineBwdDesc, CombineDesc, DispatchBwdDesc, DispatchDesc, ExpertScanDesc, GateTopkBwdDesc,
-    GateTopkDesc, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelDesc,
-    Logits, LossSlope, LossSum, SharedBwdDesc, SharedDesc,
+    GateTopkDesc, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Logits,
+    LossSlope, LossSum, SharedBwdDesc, SharedDesc,
 };
 pub use layer::{
     EntryId, LaunchStep, LayerPlan, PlanOptions, Recompute, Role, Step, TensorId, TensorPlan,
-    Training, plan, plan_for, plan_training, plan_with,
+    Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
-pub use signature::entries;
+pub use ops::{Core, Machine, Op, Operator};
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
 pub use work::Work;
@@ -51,10 +52,9 @@ use serde::{Deserialize, Serialize};
 pub struct KernelPlan {
     /// A readable name, unique within the layer: `grouped_gemm_up`.
     pub name: String,
-    /// What to compute.
-    pub desc: KernelDesc,
-    /// How to compute it.
-    pub config: KernelConfig,
+    /// What to compute, and how.
+    #[serde(flatten)]
+    pub op: Op,
     /// The functions it exports and how each is launched.
     pub entries: Vec<Entry>,
 }
@@ -62,7 +62,12 @@ pub struct KernelPlan {
 impl KernelPlan {
     /// The operator it belongs to.
     pub fn stem(&self) -> Stem {
-        self.desc.stem()
+        self.op.stem()
+    }
+
+    /// Of a product the unit that multiplies: `mma`.
+    pub fn family(&self) -> Option<&'static str> {
+        Some(self.op.gemm()?.family.name())
     }
 }
 

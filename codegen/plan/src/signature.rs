@@ -12,30 +12,25 @@ mod scan;
 
 use crate::config::*;
 use crate::desc::*;
+use crate::ops::Op;
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::{Access, DType, Entry, Launch, Param, Size, Swizzle, TensorMap};
 
-/// The entries of a kernel, in the order they are launched.
-///
-/// # Panics
-/// When `config` is not of the kind of `desc`.
-pub fn entries(desc: &KernelDesc, config: &KernelConfig) -> Vec<Entry> {
-    match (desc, config) {
-        (KernelDesc::GateTopk(d), KernelConfig::GateTopk(c)) => gate::gate_topk(d, c),
-        (KernelDesc::ExpertScan(d), KernelConfig::ExpertScan(c)) => scan::entries(d, c),
-        (KernelDesc::Dispatch(d), KernelConfig::Dispatch(c)) => dispatch(d, c),
-        (KernelDesc::GroupedGemm(d), KernelConfig::GroupedGemm(c)) => grouped_gemm(d, c),
-        (KernelDesc::Combine(d), KernelConfig::Combine(c)) => combine(d, c),
-        (KernelDesc::CombineBwd(d), KernelConfig::CombineBwd(c)) => backward::combine_bwd(d, c),
-        (KernelDesc::GroupedGemmDgrad(d), KernelConfig::GroupedGemm(c)) => {
-            backward::grouped_gemm_dgrad(d, c)
+impl Op {
+    /// What the kernel exports, in the order it is launched.
+    pub fn entries(&self) -> Vec<Entry> {
+        match self {
+            Op::GateTopk { desc, config } => gate::gate_topk(desc, config),
+            Op::ExpertScan { desc, config } => scan::entries(desc, config),
+            Op::Dispatch { desc, config } => dispatch(desc, config),
+            Op::GroupedGemm { desc, config } => grouped_gemm(desc, config),
+            Op::Combine { desc, config } => combine(desc, config),
+            Op::CombineBwd { desc, config } => backward::combine_bwd(desc, config),
+            Op::GroupedGemmDgrad { desc, config } => backward::grouped_gemm_dgrad(desc, config),
+            Op::GroupedGemmWgrad { desc, config } => backward::grouped_gemm_wgrad(desc, config),
+            Op::GateTopkBwd { desc, config } => gate_bwd::gate_topk_bwd(desc, config),
+            Op::DispatchBwd { desc, config } => backward::dispatch_bwd(desc, config),
         }
-        (KernelDesc::GroupedGemmWgrad(d), KernelConfig::GroupedGemm(c)) => {
-            backward::grouped_gemm_wgrad(d, c)
-        }
-        (KernelDesc::GateTopkBwd(d), KernelConfig::GateTopkBwd(c)) => gate_bwd::gate_topk_bwd(d, c),
-        (KernelDesc::DispatchBwd(d), KernelConfig::DispatchBwd(c)) => backward::dispatch_bwd(d, c),
-        _ => panic!("the config is for another stem than {}", desc.stem()),
     }
 }
 
@@ -135,9 +130,9 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         Param::write(name, d.activations, shape)
     };
     let params = some([
-        Some(if c.gather { tokens } else { rows }),
-        when(d.gated && !c.packed, weight("gate")),
-        Some(if c.packed { packed } else { weight(matrix) }),
+        Some(if c.gather() { tokens } else { rows }),
+        when(d.gated && !c.packed(), weight("gate")),
+        Some(if c.packed() { packed } else { weight(matrix) }),
         when(d.gated && d.bias, bias("gate")),
         when(d.bias, bias(matrix)),
         when(
@@ -149,7 +144,7 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
             Param::read("row_tiles", I32, format!("[{}]", e + 1)),
         ),
         when(
-            d.weighted || c.gather,
+            d.weighted || c.gather(),
             Param::read("row_slots", I32, "[rows]"),
         ),
         when(d.weighted, Param::read("topk_weights", F32, &per_slot)),
@@ -159,7 +154,7 @@ fn grouped_gemm(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     ]);
     let grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles(d, c));
     let mut product = entry(symbol, summary, params, grid, c.threads);
-    product.launch.shared_bytes = c.shared_bytes;
+    product.launch.shared_bytes = c.shared_bytes();
     let mut entries = packs(d, c, symbol, matrix);
     entries.push(product);
     entries
@@ -177,7 +172,7 @@ impl Follow {
     /// Of a forward product: where tiles keep their rows near for the next block.
     fn forward(c: &GroupedGemmConfig) -> Follow {
         match c.family {
-            GemmFamily::Tiles => Follow::Columns,
+            GemmFamily::Tiles(_) => Follow::Columns,
             _ => Follow::Rows,
         }
     }
@@ -195,7 +190,7 @@ impl Follow {
     /// of the left factor near.
     fn wgrad(c: &GroupedGemmConfig) -> Follow {
         match c.family {
-            GemmFamily::Tiles => Follow::Rows,
+            GemmFamily::Tiles(_) => Follow::Rows,
             _ => Follow::dgrad(c),
         }
     }
@@ -211,9 +206,12 @@ impl Follow {
 /// Blocks next to each other, narrower ones in a call of few tokens.
 fn column_tiles(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Size {
     let of = |columns: usize| Size::Const(d.outer.div_ceil(columns) as u64);
-    match c.few_tokens {
-        0 => of(c.tile_columns),
-        limit => Size::up_to(limit as u64, of(c.few_columns), of(c.tile_columns)),
+    match c.family.cpu() {
+        Some(cpu) if cpu.few_tokens > 0 => {
+            let few = of(cpu.few_columns);
+            Size::up_to(cpu.few_tokens as u64, few, of(c.tile_columns))
+        }
+        _ => of(c.tile_columns),
     }
 }
 
@@ -235,7 +233,15 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
     };
     let gate = d.gated.then_some("gate");
     let matrices = gate.into_iter().chain([matrix]);
-    matrices.filter(|_| c.packed).map(one_of).collect()
+    matrices.filter(|_| c.packed()).map(one_of).collect()
+}
+
+/// Which dimension of the grids of [`packs`] counts experts.
+pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
+    match Follow::forward(c) {
+        Follow::Columns => 1,
+        Follow::Rows => 0,
+    }
 }
 
 /// The same text on every CPU, whose strips differ.
@@ -247,7 +253,7 @@ fn packed_shape(d: &GroupedGemmDesc) -> String {
 /// the tensor into tiles of these sizes, innermost first. A tile's rows are one
 /// line of the 128-byte swizzle each.
 fn operand(c: &GroupedGemmConfig, name: &str, dtype: DType, shape: &str, tile: &[usize]) -> Param {
-    if c.family != GemmFamily::Wgmma {
+    if !matches!(c.family, GemmFamily::Wgmma { .. }) {
         return Param::read(name, dtype, shape);
     }
     let mut sizes = [1; 5];

@@ -111,7 +111,7 @@ fn is_past(tokens: usize, fewer: usize, more: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Knob, PlanOptions, Tuning, plan_for, plan_with};
+    use crate::{Knob, PlanOptions, Tuning, plan};
     use moesaic_kernel::Target;
     use moesaic_spec::LayerSpec;
 
@@ -129,7 +129,7 @@ mod tests {
             tuning: Tuning::default().with(Knob::TileRows, size),
             ..PlanOptions::default()
         };
-        plan_with(&spec(), target(), &options).unwrap()
+        plan(&spec(), target(), &options).unwrap()
     }
 
     /// The sizes of the plan for each count; 0 is none.
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn a_count_has_the_plan_of_the_nearest_by_ratio() {
-        let plain = plan_for(&spec(), target(), None).unwrap();
+        let plain = plan(&spec(), target(), &PlanOptions::default()).unwrap();
         let tilings = Tilings::from(plain.clone())
             .with(1024, rows(192))
             .with(1, rows(96))
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn equal_plans_are_there_once() {
-        let plain = plan_for(&spec(), target(), None).unwrap();
+        let plain = plan(&spec(), target(), &PlanOptions::default()).unwrap();
         let tilings = Tilings::from(plain)
             .with(1, rows(96))
             .with(8, rows(96))

@@ -2,11 +2,12 @@
 //!
 //! Only sizes that cut work into blocks are among them, and none by which a sum
 //! is cut: a tuned layer gives the same bytes. CPUs have choices, GPUs have none
-//! so far.
+//! so far. Only products have any: no size of another kernel's blocks made a
+//! layer faster by more than 0.1 % (benches/results/tune.txt).
 
-use crate::config::{GroupedGemmConfig, KernelConfig};
-use crate::desc::{Half, KernelDesc};
-use crate::{LayerPlan, entries};
+use crate::config::GroupedGemmConfig;
+use crate::desc::Half;
+use crate::{LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -22,14 +23,6 @@ pub enum Knob {
     UpColumns,
     /// Columns of a block of `grouped_gemm_down`.
     DownColumns,
-    /// Tokens of a block of the router's product.
-    GateTokens,
-    /// Tokens of a block that selects experts.
-    SelectTokens,
-    /// Rows of a block of `dispatch`.
-    DispatchRows,
-    /// Tokens of a block of `combine`.
-    CombineTokens,
     /// Columns of a block of `grouped_gemm_dgrad_up` of the routed experts. The
     /// other half has none: its columns cut the sums of the weights' gradient.
     DgradColumns,
@@ -37,10 +30,6 @@ pub enum Knob {
     WgradRows,
     /// Columns of a piece of the gradient of a routed expert's weight.
     WgradColumns,
-    /// Rows of a block of `combine_bwd`.
-    CombineBwdRows,
-    /// Tokens of a block of `dispatch_bwd`.
-    DispatchBwdTokens,
 }
 
 /// What can be chosen for a knob of a layer.
@@ -61,19 +50,13 @@ pub struct Tuning(BTreeMap<Knob, usize>);
 
 impl Knob {
     /// Every knob, in the order of tuning: what weighs most comes first.
-    pub const ALL: [Knob; 12] = [
+    pub const ALL: [Knob; 6] = [
         Knob::TileRows,
         Knob::UpColumns,
         Knob::DownColumns,
         Knob::DgradColumns,
         Knob::WgradRows,
         Knob::WgradColumns,
-        Knob::GateTokens,
-        Knob::SelectTokens,
-        Knob::DispatchRows,
-        Knob::CombineTokens,
-        Knob::CombineBwdRows,
-        Knob::DispatchBwdTokens,
     ];
 
     /// The name in files and tables.
@@ -82,15 +65,9 @@ impl Knob {
             Knob::TileRows => "tile_rows",
             Knob::UpColumns => "up_columns",
             Knob::DownColumns => "down_columns",
-            Knob::GateTokens => "gate_tokens",
-            Knob::SelectTokens => "select_tokens",
-            Knob::DispatchRows => "dispatch_rows",
-            Knob::CombineTokens => "combine_tokens",
             Knob::DgradColumns => "dgrad_columns",
             Knob::WgradRows => "wgrad_rows",
             Knob::WgradColumns => "wgrad_columns",
-            Knob::CombineBwdRows => "combine_bwd_rows",
-            Knob::DispatchBwdTokens => "dispatch_bwd_tokens",
         }
     }
 
@@ -98,13 +75,8 @@ impl Knob {
     pub fn stem(self) -> Stem {
         match self {
             Knob::TileRows | Knob::UpColumns | Knob::DownColumns => Stem::GroupedGemm,
-            Knob::GateTokens | Knob::SelectTokens => Stem::GateTopk,
-            Knob::DispatchRows => Stem::Dispatch,
-            Knob::CombineTokens => Stem::Combine,
             Knob::DgradColumns => Stem::GroupedGemmDgrad,
             Knob::WgradRows | Knob::WgradColumns => Stem::GroupedGemmWgrad,
-            Knob::CombineBwdRows => Stem::CombineBwd,
-            Knob::DispatchBwdTokens => Stem::DispatchBwd,
         }
     }
 
@@ -116,77 +88,39 @@ impl Knob {
             Knob::UpColumns | Knob::DownColumns => &[(1, 2), (2, 1)],
             Knob::DgradColumns => &[(1, 2), (2, 1)],
             Knob::WgradRows | Knob::WgradColumns => &[(1, 2)],
-            Knob::GateTokens => &[(1, 2), (2, 1)],
-            _ => &[(1, 4), (1, 2), (2, 1)],
         }
     }
 
     /// The field of a kernel's tiling that it sets.
-    fn field<'a>(self, desc: &KernelDesc, config: &'a mut KernelConfig) -> Option<Field<'a>> {
-        use KernelConfig as C;
-        match config {
-            C::GroupedGemm(c) => self.gemm_field(desc, c),
-            C::GateTopk(c) => match self {
-                Knob::GateTokens => Some(Field::of(&mut c.logits_tile_tokens)),
-                Knob::SelectTokens => Some(Field::of(&mut c.select_tile_tokens)),
+    fn field(self, op: &mut Op) -> Option<Field<'_>> {
+        match op {
+            Op::GroupedGemm { desc, config } => match (self, desc.half) {
+                (Knob::TileRows, _) => Some(Field::rows(config, None)),
+                (Knob::UpColumns, Half::Up) | (Knob::DownColumns, Half::Down) => {
+                    Some(Field::columns(config, desc.outer))
+                }
                 _ => None,
             },
-            C::Dispatch(c) => (self == Knob::DispatchRows).then(|| Field::of(&mut c.tile_rows)),
-            C::Combine(c) => (self == Knob::CombineTokens).then(|| Field::of(&mut c.tile_tokens)),
-            C::CombineBwd(c) => (self == Knob::CombineBwdRows).then(|| Field::of(&mut c.tile_rows)),
-            C::DispatchBwd(c) => {
-                (self == Knob::DispatchBwdTokens).then(|| Field::of(&mut c.tile_tokens))
-            }
-            C::ExpertScan(_) | C::GateTopkBwd(_) => None,
-        }
-    }
-
-    fn gemm_field<'a>(
-        self,
-        desc: &KernelDesc,
-        config: &'a mut GroupedGemmConfig,
-    ) -> Option<Field<'a>> {
-        use KernelDesc as D;
-        match (self, desc) {
-            (Knob::TileRows, D::GroupedGemm(_) | D::GroupedGemmDgrad(_)) => {
-                Some(Field::rows(config, None))
-            }
-            (Knob::UpColumns, D::GroupedGemm(d)) if d.half == Half::Up => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::DownColumns, D::GroupedGemm(d)) if d.half == Half::Down => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::DgradColumns, D::GroupedGemmDgrad(d)) if d.half == Half::Up && !d.dense => {
-                Some(Field::columns(config, d.outer))
-            }
-            (Knob::WgradRows, D::GroupedGemmWgrad(d)) if !d.dense => {
-                Some(Field::rows(config, Some(d.height)))
-            }
-            (Knob::WgradColumns, D::GroupedGemmWgrad(d)) if !d.dense => {
-                Some(Field::columns(config, d.width))
-            }
+            Op::GroupedGemmDgrad { desc, config } => match (self, desc.half) {
+                (Knob::TileRows, _) => Some(Field::rows(config, None)),
+                (Knob::DgradColumns, Half::Up) if !desc.dense => {
+                    Some(Field::columns(config, desc.outer))
+                }
+                _ => None,
+            },
+            Op::GroupedGemmWgrad { desc, config } if !desc.dense => match self {
+                Knob::WgradRows => Some(Field::rows(config, Some(desc.height))),
+                Knob::WgradColumns => Some(Field::columns(config, desc.width)),
+                _ => None,
+            },
             _ => None,
         }
     }
 
-    /// Whether a kernel has it and it cuts no sum there. Tokens of the router's
-    /// product do where columns of scores are summed.
-    fn is_of(self, desc: &KernelDesc, config: &KernelConfig) -> bool {
-        let sums_columns = || {
-            let kernel = entries(desc, config);
-            let mut params = kernel.iter().flat_map(|entry| &entry.params);
-            params.any(|param| param.name == "column_parts")
-        };
-        self.field(desc, &mut config.clone()).is_some()
-            && !(self == Knob::GateTokens && sums_columns())
-    }
-
     fn choice(self, plan: &LayerPlan) -> Option<Choice> {
-        let mut kernels = plan.kernels.iter();
-        let kernel = kernels.find(|kernel| self.is_of(&kernel.desc, &kernel.config))?;
-        let mut config = kernel.config.clone();
-        let field = self.field(&kernel.desc, &mut config)?;
+        let mut kernels = plan.kernels.clone();
+        let mut ops = kernels.iter_mut().map(|kernel| &mut kernel.op);
+        let field = ops.find_map(|op| self.field(op))?;
         let default = *field.size;
         let ratios = self.ratios().iter();
         let mut others: Vec<usize> = ratios
@@ -216,21 +150,12 @@ struct Field<'a> {
 }
 
 impl<'a> Field<'a> {
-    fn of(size: &'a mut usize) -> Field<'a> {
-        Field {
-            size,
-            step: 1,
-            most: None,
-            shared_bytes: None,
-        }
-    }
-
     fn rows(config: &'a mut GroupedGemmConfig, most: Option<usize>) -> Field<'a> {
         Field {
             size: &mut config.tile_rows,
             step: config.thread_rows,
             most,
-            shared_bytes: Some(&mut config.shared_bytes),
+            shared_bytes: config.family.cpu_mut().map(|cpu| &mut cpu.shared_bytes),
         }
     }
 
@@ -239,7 +164,7 @@ impl<'a> Field<'a> {
             size: &mut config.tile_columns,
             step: config.thread_columns,
             most: Some(most),
-            shared_bytes: Some(&mut config.shared_bytes),
+            shared_bytes: config.family.cpu_mut().map(|cpu| &mut cpu.shared_bytes),
         }
     }
 
@@ -316,17 +241,22 @@ impl Tuning {
         })
     }
 
+    /// The size that is set for a knob.
+    pub(crate) fn size(&self, knob: Knob) -> Option<usize> {
+        self.0.get(&knob).copied()
+    }
+
     /// Puts the sizes into the tiling of a kernel.
-    pub(crate) fn apply(&self, desc: &KernelDesc, config: &mut KernelConfig) {
+    pub(crate) fn apply(&self, op: &mut Op) {
         for (knob, size) in self.sizes() {
-            if knob.is_of(desc, config)
-                && let Some(field) = knob.field(desc, config)
-            {
+            if let Some(field) = knob.field(op) {
                 field.set(size);
             }
         }
-        if let KernelConfig::GroupedGemm(config) = config {
-            config.few_columns = config.few_columns.min(config.tile_columns);
+        if let Some(config) = op.gemm_mut()
+            && let Some(cpu) = config.family.cpu_mut()
+        {
+            cpu.few_columns = cpu.few_columns.min(config.tile_columns);
         }
     }
 }
@@ -334,7 +264,7 @@ impl Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{PlanError, PlanOptions, Role, Training, plan_for, plan_with};
+    use crate::{PlanError, PlanOptions, Role, Training, plan};
     use moesaic_kernel::DType;
     use moesaic_spec::LayerSpec;
 
@@ -365,15 +295,12 @@ mod tests {
             tuning: tuning.clone(),
             ..PlanOptions::default()
         };
-        plan_with(spec, target, &options)
+        plan(spec, target, &options)
     }
 
     fn gemm(plan: &LayerPlan, name: &str) -> GroupedGemmConfig {
         let kernel = plan.kernels.iter().find(|kernel| kernel.name == name);
-        match kernel.map(|kernel| &kernel.config) {
-            Some(KernelConfig::GroupedGemm(config)) => config.clone(),
-            other => panic!("{name}: {other:?}"),
-        }
+        kernel.and_then(|kernel| kernel.op.gemm()).unwrap().clone()
     }
 
     /// Every plan of a CPU with every candidate by itself.
@@ -383,7 +310,7 @@ mod tests {
             for training in [None, Some(Training::default())] {
                 for dtype in [DType::F32, DType::Bf16] {
                     let spec = spec(dtype);
-                    let plain = plan_for(&spec, target, training).unwrap();
+                    let plain = plan(&spec, target, &PlanOptions::training(training)).unwrap();
                     for choice in Tuning::choices(&plain) {
                         for &size in &choice.others {
                             let tuning = Tuning::default().with(choice.knob, size);
@@ -403,8 +330,8 @@ mod tests {
             let what = format!("{:?} {size} on {}", choice.knob, plain.target);
             let mut changed = 0;
             for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
-                assert_eq!(a.desc, b.desc, "{what}");
-                changed += usize::from(a.config != b.config);
+                assert_eq!(a.stem(), b.stem(), "{what}");
+                changed += usize::from(a.op != b.op);
                 let params = |kernel: &crate::KernelPlan| {
                     let entries = kernel.entries.iter();
                     entries
@@ -432,10 +359,11 @@ mod tests {
                 return;
             }
             for kernel in &tuned.kernels {
-                let rows = match (&kernel.desc, &kernel.config) {
-                    (KernelDesc::GroupedGemmWgrad(_), _) => size,
-                    (_, KernelConfig::GroupedGemm(c)) => c.tile_rows,
-                    (_, KernelConfig::ExpertScan(c)) => c.tile_rows,
+                let rows = match &kernel.op {
+                    Op::GroupedGemm { config, .. } | Op::GroupedGemmDgrad { config, .. } => {
+                        config.tile_rows
+                    }
+                    Op::ExpertScan { config, .. } => config.tile_rows,
                     _ => size,
                 };
                 assert_eq!(rows, size, "{}", kernel.name);
@@ -447,10 +375,9 @@ mod tests {
     fn no_size_cuts_a_sum() {
         each(|plain, tuned, choice, _| {
             for (a, b) in plain.kernels.iter().zip(&tuned.kernels) {
-                if let (KernelConfig::GroupedGemm(a), KernelConfig::GroupedGemm(b)) =
-                    (&a.config, &b.config)
-                {
-                    let sums = |c: &GroupedGemmConfig| (c.tile_depth, c.thread_columns, c.family);
+                if let (Some(a), Some(b)) = (a.op.gemm(), b.op.gemm()) {
+                    let sums =
+                        |c: &GroupedGemmConfig| (c.tile_depth, c.thread_columns, c.family.name());
                     assert_eq!(sums(a), sums(b), "{:?}", choice.knob);
                 }
             }
@@ -465,27 +392,27 @@ mod tests {
     #[test]
     fn memory_of_a_thread_grows_with_its_tiles() {
         let amx = "cpu:amx".parse().unwrap();
-        let plain = plan_for(&spec(DType::Bf16), amx, None).unwrap();
+        let plain = plan(&spec(DType::Bf16), amx, &PlanOptions::default()).unwrap();
         let choices = Tuning::choices(&plain);
         let rows = choices[0].others.iter().max().unwrap();
         let tuning = Tuning::default().with(Knob::TileRows, *rows);
         let tuned = plan_tuned(&plain.spec, amx, None, &tuning).unwrap();
         let [a, b] = [&plain, &tuned].map(|plan| gemm(plan, "grouped_gemm_up"));
         let more = (b.tile_rows - a.tile_rows) * a.tile_depth * 4;
-        assert!(b.shared_bytes as usize >= a.shared_bytes as usize + more);
+        assert!(b.shared_bytes() as usize >= a.shared_bytes() as usize + more);
     }
 
     #[test]
     fn other_sizes_do_not_fit_and_gpus_have_none() {
         let spec = spec(DType::F32);
-        let plain = plan_for(&spec, "cpu:avx2".parse().unwrap(), None).unwrap();
+        let plain = plan(&spec, "cpu:avx2".parse().unwrap(), &PlanOptions::default()).unwrap();
         let tile_rows = |size| Tuning::default().with(Knob::TileRows, size);
         for size in [0, 1, 191, 384, usize::MAX] {
             assert!(!tile_rows(size).fits(&plain), "{size}");
         }
         assert!(!Tuning::default().with(Knob::WgradRows, 96).fits(&plain));
         let gpu: Target = "cuda:sm_80".parse().unwrap();
-        let plan = plan_for(&spec, gpu, None).unwrap();
+        let plan = plan(&spec, gpu, &PlanOptions::default()).unwrap();
         assert_eq!(Tuning::choices(&plan), []);
         assert_eq!(plan_tuned(&spec, gpu, None, &tile_rows(96)).unwrap(), plan);
     }

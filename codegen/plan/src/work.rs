@@ -1,7 +1,7 @@
 //! What a launch must at least do: arithmetic and bytes, for rooflines.
 
-use crate::desc::*;
-use crate::{LayerPlan, Role, Step, TensorPlan};
+use crate::desc::{Half, Logits};
+use crate::{LayerPlan, Op, Role, Step, TensorPlan};
 use moesaic_kernel::Entry;
 use std::collections::BTreeSet;
 
@@ -22,9 +22,9 @@ impl Work {
     /// When the step is not of this plan.
     pub fn of(plan: &LayerPlan, step: &Step, tokens: u64) -> Work {
         let Step::Launch(launch) = step;
-        let desc = &plan.kernels[launch.entry.kernel].desc;
+        let op = &plan.kernels[launch.entry.kernel].op;
         Work {
-            flops: flops(desc, &plan[launch.entry], tokens as f64),
+            flops: flops(op, &plan[launch.entry], tokens as f64),
             bytes: bytes(plan, step, tokens),
         }
     }
@@ -47,20 +47,20 @@ impl std::ops::Add for Work {
     }
 }
 
-fn flops(desc: &KernelDesc, entry: &Entry, tokens: f64) -> f64 {
-    match desc {
-        KernelDesc::GateTopk(d) => match (entry.symbol.as_str(), d.logits) {
+fn flops(op: &Op, entry: &Entry, tokens: f64) -> f64 {
+    match op {
+        Op::GateTopk { desc: d, .. } => match (entry.symbol.as_str(), d.logits) {
             ("gate_project", Logits::Cosine(p)) => 2.0 * tokens * (p * d.model_dim) as f64,
             ("gate_logits", Logits::Cosine(p)) => 2.0 * tokens * (p * d.experts) as f64,
             ("gate_logits", _) => 2.0 * tokens * (d.model_dim * d.experts) as f64,
             _ => tokens * (d.experts * 4) as f64,
         },
-        KernelDesc::GroupedGemm(d) => {
+        Op::GroupedGemm { desc: d, .. } => {
             let matrices = if d.gated { 2.0 } else { 1.0 };
             2.0 * matrices * tokens * (d.top_k * d.inner * d.outer) as f64
         }
-        KernelDesc::Combine(d) => 2.0 * tokens * (d.top_k * d.output_dim) as f64,
-        KernelDesc::GroupedGemmDgrad(d) => {
+        Op::Combine { desc: d, .. } => 2.0 * tokens * (d.top_k * d.output_dim) as f64,
+        Op::GroupedGemmDgrad { desc: d, .. } => {
             let matrices = if d.gated && d.half == Half::Up {
                 2.0
             } else {
@@ -68,16 +68,16 @@ fn flops(desc: &KernelDesc, entry: &Entry, tokens: f64) -> f64 {
             };
             2.0 * matrices * tokens * (d.top_k * d.inner * d.outer) as f64
         }
-        KernelDesc::GroupedGemmWgrad(d) if entry.symbol.ends_with("_bias") => {
+        Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => {
             tokens * (d.top_k * d.height) as f64
         }
-        KernelDesc::GroupedGemmWgrad(d) => {
+        Op::GroupedGemmWgrad { desc: d, .. } => {
             let matrices = if d.gated { 2.0 } else { 1.0 };
             2.0 * matrices * tokens * (d.top_k * d.height * d.width) as f64
         }
-        KernelDesc::GateTopkBwd(d) => tokens * (d.gate.experts * 4) as f64,
-        KernelDesc::DispatchBwd(d) => tokens * (d.top_k * d.model_dim) as f64,
-        KernelDesc::CombineBwd(_) | KernelDesc::ExpertScan(_) | KernelDesc::Dispatch(_) => 0.0,
+        Op::GateTopkBwd { desc: d, .. } => tokens * (d.gate.experts * 4) as f64,
+        Op::DispatchBwd { desc: d, .. } => tokens * (d.top_k * d.model_dim) as f64,
+        Op::CombineBwd { .. } | Op::ExpertScan { .. } | Op::Dispatch { .. } => 0.0,
     }
 }
 

@@ -3,7 +3,7 @@
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, Error, Result, Storage, Tensor};
 use moesaic::half::{bf16, f16};
-use moesaic::{DType, HostTensor};
+use moesaic::{DType, Tensor as HostTensor};
 
 /// Shows a tensor's elements, as `dtype` and under a shape of as many elements:
 /// where they lie, or a converted copy.

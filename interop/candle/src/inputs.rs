@@ -3,7 +3,7 @@
 use crate::host::{copied, named};
 use candle_core::{Device, Error, Result, Tensor};
 use moesaic::plan::{Role, TensorPlan};
-use moesaic::{HostTensor, Layer};
+use moesaic::{Tensor as HostTensor, Layer};
 use std::collections::BTreeMap;
 
 /// The tokens of a call and what else its layer's spec asks for. Tensors with a

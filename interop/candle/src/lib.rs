@@ -41,7 +41,7 @@ use graph::{Call, Tie, Whole, lock};
 use host::{candle_type, lend, named};
 use moesaic::spec::canonical_tensors;
 use moesaic::{
-    Engine, EngineError, HostTensor, Input, Layer, LayerSpec, Output, Saved, Training, Weights,
+    Engine, EngineError, Tensor as HostTensor, Input, Layer, LayerSpec, Output, Saved, Training, Tensors,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -128,7 +128,7 @@ impl MoeLayer {
                 dtype: tensor.dtype,
             });
         }
-        let mut given = Weights::new();
+        let mut given = Tensors::new();
         for weight in &held {
             given.insert(&weight.name, weight.lend(|host| Ok(host::owned(host)))?);
         }

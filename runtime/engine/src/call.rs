@@ -1,10 +1,9 @@
 //! What a call takes and gives.
 
 use crate::error::EngineError;
-use crate::tensor::{Element, HostTensor};
 use moesaic_plan::TensorPlan;
 use moesaic_target::Ptr;
-use std::collections::BTreeMap;
+use moesaic_tensor::{Element, Tensor, Tensors};
 use std::time::Duration;
 
 /// The input of a call, in host memory.
@@ -14,7 +13,7 @@ pub struct Input<'a> {
     pub tokens: usize,
     /// The tensors: `x [T, d]`; `token_ids [T]` i32 for a table router;
     /// `topk_ids [T, K]` i32 and `topk_weights [T, K]` f32 for an external one.
-    pub tensors: BTreeMap<String, HostTensor<'a>>,
+    pub tensors: Tensors<'a>,
     /// The capacity factor of this call instead of the spec's, by the same
     /// formula; for modes `factor` and `bounded`.
     pub capacity_factor: Option<f64>,
@@ -28,23 +27,20 @@ impl<'a> Input<'a> {
             tokens,
             ..Input::default()
         };
-        input.insert("x", HostTensor::new(&[tokens, width], x));
+        input.insert("x", Tensor::new(&[tokens, width], x));
         input
     }
 
     /// This input with the ids that a table router looks up.
     pub fn with_token_ids(mut self, token_ids: &'a [i32]) -> Input<'a> {
-        self.insert("token_ids", HostTensor::new(&[token_ids.len()], token_ids));
+        self.insert("token_ids", Tensor::new(&[token_ids.len()], token_ids));
         self
     }
 
     /// This input with the decision that an external router made.
     pub fn with_routing(mut self, top_k: usize, ids: &'a [i32], weights: &'a [f32]) -> Input<'a> {
-        self.insert("topk_ids", HostTensor::new(&[self.tokens, top_k], ids));
-        self.insert(
-            "topk_weights",
-            HostTensor::new(&[self.tokens, top_k], weights),
-        );
+        self.insert("topk_ids", Tensor::new(&[self.tokens, top_k], ids));
+        self.insert("topk_weights", Tensor::new(&[self.tokens, top_k], weights));
         self
     }
 
@@ -55,7 +51,7 @@ impl<'a> Input<'a> {
     }
 
     /// Adds or replaces a tensor.
-    pub fn insert(&mut self, name: &str, tensor: HostTensor<'a>) {
+    pub fn insert(&mut self, name: &str, tensor: Tensor<'a>) {
         self.tensors.insert(name.to_string(), tensor);
     }
 }
@@ -63,22 +59,22 @@ impl<'a> Input<'a> {
 /// What a call gave, in host memory.
 #[derive(Clone, Debug, Default)]
 pub struct Output {
-    pub(crate) tensors: BTreeMap<String, HostTensor<'static>>,
+    pub(crate) tensors: Tensors<'static>,
 }
 
 impl Output {
     /// The tensor of this name, if it was asked for.
-    pub fn get(&self, name: &str) -> Option<&HostTensor<'static>> {
+    pub fn get(&self, name: &str) -> Option<&Tensor<'static>> {
         self.tensors.get(name)
     }
 
     /// `y [T, output_dim]`, in the layer's activation dtype.
-    pub fn y(&self) -> &HostTensor<'static> {
+    pub fn y(&self) -> &Tensor<'static> {
         &self.tensors["y"]
     }
 
     /// Every tensor that was asked for, by name.
-    pub fn into_tensors(self) -> BTreeMap<String, HostTensor<'static>> {
+    pub fn into_tensors(self) -> Tensors<'static> {
         self.tensors
     }
 }

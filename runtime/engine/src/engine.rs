@@ -5,14 +5,15 @@ use crate::jit::{EngineParts, Jit, Stats};
 use crate::launch::Modules;
 use crate::layer::{Layer, check_size, check_spec};
 use crate::memory::passing_tensors;
-use crate::tensor::Weights;
+use crate::texts::Texts;
 use crate::tuned::Untuned;
 use moesaic_cache::Machine;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
-use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan_with};
+use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, DeviceInfo, Module};
+use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -95,8 +96,7 @@ impl Engine {
     }
 
     /// The plans of a layer on this engine's target: without a tuning, and with
-    /// those that the store has of it for this machine. A strict engine takes no
-    /// tunings whose kernels it would have to compile.
+    /// those that the store has of it for this machine.
     ///
     /// # Errors
     /// [`EngineError::Spec`] and [`EngineError::Plan`].
@@ -106,21 +106,35 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<Tilings, EngineError> {
         check_spec(spec)?;
-        let plan = plan_with(spec, self.target, &self.plan_options(training))?;
+        let plan = plan(spec, self.target, &self.plan_options(training))?;
         let store = self.jit.store().filter(|_| self.tuned);
         let Some(store) = store.filter(|store| store.has_tunings(self.target)) else {
             return Ok(plan.into());
         };
-        let untuned = Untuned::new(plan)?;
+        let untuned = Untuned::new(plan);
         match untuned.on(store, &self.machine()) {
-            Some(tuned) if self.may_load(&tuned.tilings)? => Ok(tuned.tilings),
-            _ => Ok(untuned.plan.into()),
+            Some(tuned) => Ok(tuned.tilings),
+            None => Ok(untuned.plan.into()),
+        }
+    }
+
+    /// [`Engine::tilings`] with their texts. A strict engine takes no tunings
+    /// whose kernels it would have to compile.
+    pub(crate) fn texts(
+        &self,
+        spec: &LayerSpec,
+        training: Option<Training>,
+    ) -> Result<Texts, EngineError> {
+        let texts = Texts::of(self.tilings(spec, training)?)?;
+        match texts.tilings.plans().len() == 1 || self.may_load(&texts) {
+            true => Ok(texts),
+            false => Ok(texts.untuned()),
         }
     }
 
     /// Whether the kernels of these plans can be had.
-    pub(crate) fn may_load(&self, tilings: &Tilings) -> Result<bool, EngineError> {
-        Ok(self.jit.may_load(&sources(tilings)?.concat()))
+    pub(crate) fn may_load(&self, texts: &Texts) -> bool {
+        self.jit.may_load(texts.each.iter().flatten())
     }
 
     /// What plans follow without a tuning.
@@ -149,42 +163,46 @@ impl Engine {
     ///
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
-    pub fn layer(&self, spec: &LayerSpec, weights: &Weights<'_>) -> Result<Layer, EngineError> {
-        self.layer_of(self.tilings(spec, None)?, weights)
+    pub fn layer(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<Layer, EngineError> {
+        self.layer_of(&self.texts(spec, None)?, weights)
     }
 
     /// The layer of these plans.
     pub(crate) fn layer_of(
         &self,
-        tilings: Tilings,
-        weights: &Weights<'_>,
+        texts: &Texts,
+        weights: &dyn WeightSource,
     ) -> Result<Layer, EngineError> {
-        self.layer_with(tilings, weights, HashMap::new())
+        self.layer_with(texts, weights, HashMap::new())
     }
 
     /// The layer of these plans; weights that are in `shared` lie there.
     pub(crate) fn layer_with(
         &self,
-        tilings: Tilings,
-        weights: &Weights<'_>,
+        texts: &Texts,
+        weights: &dyn WeightSource,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
-        let modules = self.modules(&tilings)?;
+        let (tilings, modules) = (texts.tilings.clone(), self.modules(texts)?);
         Layer::new(tilings, modules, self.device.clone(), weights, shared)
     }
 
     /// The kernels of each plan, loaded.
-    pub(crate) fn modules(&self, tilings: &Tilings) -> Result<Vec<Modules>, EngineError> {
-        let sources = sources(tilings)?;
-        let mut modules = self.load(&sources.concat())?.into_iter();
-        let each = sources.iter();
+    pub(crate) fn modules(&self, texts: &Texts) -> Result<Vec<Modules>, EngineError> {
+        let sources: Vec<&KernelSource> = texts.each.iter().flatten().map(|s| &**s).collect();
+        let mut modules = self.load(&sources)?.into_iter();
+        let each = texts.each.iter();
         let own = each.map(|sources| modules.by_ref().take(sources.len()).collect());
         Ok(own.collect())
     }
 
     /// A loaded module per source. An error names the caches that a kernel is for,
     /// if those are not what is assumed.
-    fn load(&self, sources: &[KernelSource]) -> Result<Modules, EngineError> {
+    fn load(&self, sources: &[&KernelSource]) -> Result<Modules, EngineError> {
         let assumed = self.caches == CacheClass::default();
         let [l1, l2] = [self.caches.l1_bytes(), self.caches.l2_bytes()].map(|bytes| bytes >> 10);
         self.jit.modules(sources).map_err(|error| match error {
@@ -204,10 +222,10 @@ impl Engine {
     pub fn training_layer(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         training: Training,
     ) -> Result<Layer, EngineError> {
-        self.layer_of(self.tilings(spec, Some(training))?, weights)
+        self.layer_of(&self.texts(spec, Some(training))?, weights)
     }
 
     /// Compiles or finds every kernel of a layer and loads it, without weights.
@@ -215,7 +233,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::layer`].
     pub fn warm_up(&self, spec: &LayerSpec) -> Result<(), EngineError> {
-        self.modules(&self.tilings(spec, None)?)?;
+        self.modules(&self.texts(spec, None)?)?;
         Ok(())
     }
 
@@ -225,16 +243,10 @@ impl Engine {
     /// As [`Engine::layer`].
     pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
         let sources = emit_layer(self.tilings(spec, None)?.first())?;
-        let modules = self.load(&sources)?;
+        let modules = self.load(&sources.iter().collect::<Vec<_>>())?;
         let pairs = sources.into_iter().zip(modules);
         Ok(pairs
             .map(|(source, module)| LoadedKernel { source, module })
             .collect())
     }
-}
-
-/// The texts of the kernels of each plan.
-fn sources(tilings: &Tilings) -> Result<Vec<Vec<KernelSource>>, EngineError> {
-    let each = tilings.plans().iter();
-    Ok(each.map(emit_layer).collect::<Result<_, _>>()?)
 }

@@ -3,6 +3,7 @@
 use moesaic_emit::EmitError;
 use moesaic_plan::PlanError;
 use moesaic_target::{CompileError, DeviceError};
+use moesaic_tensor::SourceError;
 use std::sync::Arc;
 
 /// An engine operation that failed.
@@ -44,6 +45,14 @@ pub enum EngineError {
         name: String,
         /// What was found and what is expected.
         problem: String,
+    },
+    /// A weight that its source cannot give.
+    #[error("weight `{name}`: {source}")]
+    Source {
+        /// The canonical name.
+        name: String,
+        /// The source's reason.
+        source: SourceError,
     },
     /// An input is missing or not as the spec says.
     #[error("input `{name}`: {problem}")]

@@ -5,9 +5,9 @@ use crate::error::EngineError;
 use crate::launch::Scalars;
 use crate::layer::Layer;
 use crate::pass::Pass;
-use crate::tensor::HostTensor;
 use moesaic_plan::{Role, TensorId, TensorPlan, row_limit};
 use moesaic_target::Buffer;
+use moesaic_tensor::Tensor;
 
 impl Layer {
     /// What a caller gives to a pass.
@@ -119,22 +119,18 @@ impl Layer {
         tensor: TensorId,
         tokens: usize,
         (buffer, first): (&Buffer, usize),
-    ) -> Result<HostTensor<'static>, EngineError> {
+    ) -> Result<Tensor<'static>, EngineError> {
         let tensor = &self.plan()[tensor];
-        let mut data = vec![0; tensor.bytes(tokens as u64) as usize];
-        self.device.download(buffer, first, &mut data)?;
-        Ok(HostTensor {
-            dtype: tensor.dtype,
-            shape: shape_for(tensor, tokens),
-            data: data.into(),
-        })
+        let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, tokens));
+        self.device.download(buffer, first, host.data.to_mut())?;
+        Ok(host)
     }
 
     pub(crate) fn checked_input<'i, 'a>(
         &self,
         input: &'i Input<'a>,
         tensor: &TensorPlan,
-    ) -> Result<&'i HostTensor<'a>, EngineError> {
+    ) -> Result<&'i Tensor<'a>, EngineError> {
         let shape = shape_for(tensor, input.tokens);
         let host = input.tensors.get(&tensor.name).ok_or_else(|| {
             let problem = format!("is missing, expected {} of shape {shape:?}", tensor.dtype);
@@ -150,7 +146,7 @@ impl Layer {
     }
 
     /// Ids index device memory, so they are checked before they go there.
-    fn check_range(&self, name: &str, host: &HostTensor<'_>) -> Result<(), EngineError> {
+    fn check_range(&self, name: &str, host: &Tensor<'_>) -> Result<(), EngineError> {
         let spec = &self.plan().spec;
         let (least, most) = match name {
             "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),

@@ -85,11 +85,11 @@ impl Jit {
 
     /// A loaded module per source, in the order of the sources. Only what is
     /// neither loaded nor stored is compiled, on all cores.
-    pub fn modules(&self, sources: &[KernelSource]) -> Result<Vec<Arc<dyn Module>>, EngineError> {
+    pub fn modules(&self, sources: &[&KernelSource]) -> Result<Vec<Arc<dyn Module>>, EngineError> {
         let fingerprint = self.builder.fingerprint(self.target);
         let jobs: Vec<(&KernelSource, Key)> = sources
             .iter()
-            .map(|source| (source, self.builder.key(source, &fingerprint)))
+            .map(|source| (*source, self.builder.key(source, &fingerprint)))
             .collect();
         let mut modules: Vec<Option<Arc<dyn Module>>> = Vec::with_capacity(jobs.len());
         for (source, key) in &jobs {
@@ -109,13 +109,16 @@ impl Jit {
 
     /// Whether modules of these can be had: always, unless nothing may be
     /// compiled.
-    pub fn may_load(&self, sources: &[KernelSource]) -> bool {
+    pub fn may_load<'s>(&self, sources: impl Iterator<Item = &'s Arc<KernelSource>>) -> bool {
+        if !self.strict {
+            return true;
+        }
         let fingerprint = self.builder.fingerprint(self.target);
-        let has = |source| {
+        let has = |source: &Arc<KernelSource>| {
             let key = self.builder.key(source, &fingerprint);
             lock(&self.slot(&key)).is_some() || self.builder.stored(source, &key).is_some()
         };
-        !self.strict || sources.iter().all(has)
+        sources.into_iter().all(|source| has(source))
     }
 
     fn slot(&self, key: &Key) -> Slot {
@@ -357,7 +360,7 @@ mod tests {
             config: String::new(),
             entries: Vec::new(),
         };
-        let error = Jit::new(parts, target).modules(&[source]).err().unwrap();
+        let error = Jit::new(parts, target).modules(&[&source]).err().unwrap();
         assert_eq!(
             error.to_string(),
             "the compile of kernel `combine` is not possible while graph `decode` is being \

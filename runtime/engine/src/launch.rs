@@ -116,8 +116,18 @@ fn map_dims(shape: &[Size], rank: u8, tokens: u64) -> [u64; 5] {
     dims
 }
 
+/// The geometry of a launch for a token count.
+pub(crate) fn dims(launch: &Launch, tokens: u64) -> LaunchDims {
+    LaunchDims {
+        grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
+        threads: launch.threads,
+        shared_bytes: launch.shared_bytes,
+        cluster: launch.cluster,
+    }
+}
+
 /// A launch with everything found that it needs from call to call.
-pub(crate) struct BoundStep {
+struct BoundStep {
     kernel: String,
     symbol: String,
     module: Arc<dyn Module>,
@@ -131,7 +141,7 @@ impl BoundStep {
     ///
     /// # Errors
     /// [`EngineError::Unbound`] for a plan that does not fit its kernels.
-    pub fn new(
+    fn new(
         plan: &LayerPlan,
         modules: &Modules,
         step: &LaunchStep,
@@ -174,7 +184,7 @@ impl BoundStep {
     }
 
     /// Launches it; `args` is room for its arguments.
-    pub fn launch(
+    fn launch(
         &self,
         scalars: &Scalars,
         addresses: &Addresses,
@@ -183,14 +193,7 @@ impl BoundStep {
         args.clear();
         let bound = self.args.iter();
         args.extend(bound.map(|arg| arg.value(scalars, addresses)));
-        let tokens = scalars.tokens as u64;
-        let [x, y] = &self.launch.grid;
-        let dims = LaunchDims {
-            grid: [x.eval(tokens), y.eval(tokens)],
-            threads: self.launch.threads,
-            shared_bytes: self.launch.shared_bytes,
-            cluster: self.launch.cluster,
-        };
+        let dims = dims(&self.launch, scalars.tokens as u64);
         // SAFETY: the function is the module's, and the arguments were bound to
         // its entry's own parameter list; each address is a buffer of the tensor's
         // size for at least `tokens` tokens, or the caller of a raw call vouches

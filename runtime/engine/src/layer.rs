@@ -7,11 +7,11 @@ use crate::memory::{
     Addresses, Buffers, Kept, Workspace, Workspaces, needed, outlives_calls, passing_tensors,
 };
 use crate::pass::{Pass, Ports, passing, tensors};
-use crate::place::{Packing, placed};
-use crate::tensor::{HostTensor, Weights};
+use crate::place::{Packing, check_table, placed};
 use moesaic_plan::{LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Ptr};
+use moesaic_tensor::{Tensor, WeightSource};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -47,7 +47,7 @@ impl Layer {
         tilings: Tilings,
         modules: Vec<Modules>,
         device: Arc<dyn Device>,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
         let plan = tilings.first();
@@ -59,9 +59,6 @@ impl Layer {
             }
         }
         check_held(plan, &held)?;
-        if let Some(table) = weights.get("router.table") {
-            check_table(&plan.spec, table)?;
-        }
         let bind = |steps| Bound::new(&tilings, &modules, steps);
         let passes = Pass::ALL.iter().map(|pass| bind(pass.steps(plan)));
         let mut by_name: Vec<TensorId> = (0..plan.tensors.len()).map(TensorId).collect();
@@ -134,7 +131,7 @@ impl Layer {
     ///
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
-    pub fn set_weight(&self, name: &str, tensor: &HostTensor<'_>) -> Result<(), EngineError> {
+    pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
         let problem = |problem: String| EngineError::Weight {
             name: name.to_string(),
             problem,
@@ -153,7 +150,7 @@ impl Layer {
             .check(plan.dtype, &shape_for(plan, 0))
             .map_err(problem)?;
         if name == "router.table" {
-            check_table(&self.plan().spec, tensor)?;
+            check_table(&self.plan().spec, tensor, 0)?;
         }
         let id = self.id(name).expect("found above");
         if let Some(buffer) = self.weights.get(id) {
@@ -165,7 +162,7 @@ impl Layer {
             modules: &self.modules[0],
             device: &*self.device,
         };
-        packing.pack(id, tensor, &self.weights)
+        packing.pack(id, tensor, 0, &self.weights)
     }
 
     /// The address of a weight on the device, for an optimizer that runs there.
@@ -315,20 +312,4 @@ pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
         let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
         EngineError::Spec(lines.join("\n"))
     })
-}
-
-/// Expert ids in a routing table index device memory.
-fn check_table(spec: &LayerSpec, table: &HostTensor<'_>) -> Result<(), EngineError> {
-    let experts = spec.routed_experts() as i32;
-    let ids: Vec<i32> = table.to_vec().unwrap_or_default();
-    match ids.iter().position(|id| !(0..experts).contains(id)) {
-        None => Ok(()),
-        Some(at) => Err(EngineError::Weight {
-            name: "router.table".to_string(),
-            problem: format!(
-                "names expert {} at element {at}, there are {experts}",
-                ids[at]
-            ),
-        }),
-    }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! Engine::layer(spec, weights)
 //!   plan ─> emit ─> key ─> in memory? ─> in the store? ─> compile ─> load
-//!   weights ─> checked against the spec ─> device memory, once
+//!   weights ─> a piece at a time: checked, and put on the device
 //!   steps   ─> functions, tensors by number, scalars: bound once
 //! Layer::forward(input)
 //!   every tensor gets an address, every step is launched
@@ -34,7 +34,7 @@ mod router;
 mod shared;
 mod stack;
 mod statistics;
-mod tensor;
+mod texts;
 mod training;
 mod tuned;
 mod user;
@@ -48,7 +48,6 @@ pub use layer::Layer;
 pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
-pub use tensor::{Element, HostTensor, Weights};
 pub use training::Saved;
 pub use tuned::{Measured, TunedPlans, Untuned};
 pub use user::{ExpertBackward, UserExpert, UserLayer, UserSaved};

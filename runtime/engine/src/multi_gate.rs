@@ -6,10 +6,11 @@ use crate::error::EngineError;
 use crate::layer::Layer;
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
-use crate::tensor::{HostTensor, Weights};
+use crate::texts::Texts;
 use crate::training::Saved;
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
+use moesaic_tensor::{Tensor, Tensors, WeightSource};
 
 /// Layers that differ in their routers and share experts: the same memory
 /// holds weights and gradients of experts for all. With `top_k` as large as the
@@ -48,30 +49,30 @@ impl Engine {
     pub fn multi_gate(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
-        routers: &[Weights<'_>],
+        weights: &dyn WeightSource,
+        routers: &[Tensors<'_>],
         training: Option<Training>,
     ) -> Result<MultiGate, EngineError> {
-        let tilings = self.tilings(spec, training)?;
-        let plan = tilings.first();
+        let texts = self.texts(spec, training)?;
+        let plan = texts.tilings.first();
         let device = &**self.device();
-        let modules = &self.modules(&tilings)?[0];
+        let modules = &self.modules(&texts)?[0];
         let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
-        let layer = |tilings, router: &Weights<'_>| {
-            let layer = self.layer_with(tilings, router, shared.weights())?;
+        let layer = |texts: &Texts, router: &Tensors<'_>| {
+            let layer = self.layer_with(texts, router, shared.weights())?;
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
             }
             Ok(layer)
         };
-        let layers = routers.iter().map(|router| layer(tilings.clone(), router));
+        let layers = routers.iter().map(|router| layer(&texts, router));
         let layers = layers.collect::<Result<Vec<Layer>, EngineError>>()?;
         let stack = match (stacked(spec), &*layers) {
             (Some(experts), [first, _, ..]) => {
-                let tilings = self.tilings(&experts, training)?;
+                let texts = self.texts(&experts, training)?;
                 // Its kernels are not those of the spec: a pack may lack them.
-                match self.may_load(&tilings)? {
-                    true => Some(Stack::new(first, layer(tilings, &Weights::new())?)?),
+                match self.may_load(&texts) {
+                    true => Some(Stack::new(first, layer(&texts, &Tensors::new())?)?),
                     false => None,
                 }
             }
@@ -138,7 +139,7 @@ impl MultiGate {
     pub fn backward(
         &self,
         saved: &MultiSaved,
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         assert_eq!(dy.len(), self.layers.len(), "one dy per layer");
@@ -154,7 +155,7 @@ impl MultiGate {
     fn backward_each(
         &self,
         saved: &[Saved],
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         assert_eq!(saved.len(), self.layers.len(), "one saved state per layer");

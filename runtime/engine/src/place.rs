@@ -1,21 +1,28 @@
-//! Putting weights on the device, in the order the kernels read them.
+//! Putting weights on the device, in the order the kernels read them: a piece at a
+//! time, so that memory holds a layer once.
 
-use crate::call::{Counters, shape_for};
+use crate::call::shape_for;
 use crate::error::EngineError;
-use crate::launch::{BoundStep, Modules, Scalars};
-use crate::memory::{Addresses, Buffers};
-use crate::tensor::{HostTensor, Weights};
+use crate::launch::{Modules, dims};
+use crate::memory::Buffers;
 use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
-use moesaic_target::{Buffer, Device, Ptr};
+use moesaic_spec::LayerSpec;
+use moesaic_target::{Arg, Buffer, Device, Ptr};
+use moesaic_tensor::{Tensor, WeightSource, check_kind};
+use std::ops::Range;
 
-/// The wanted weights of a plan on the device, packed ones among them. A weight
-/// that kernels read only packed is there for no longer than that takes, one at
-/// a time, so that memory holds the weights once.
+/// Bytes of a weight that are read together: work for all threads, and little beside
+/// a layer.
+const PIECE: usize = 16 << 20;
+
+/// The wanted weights of a plan on the device, packed ones among them. A piece of a
+/// weight is asked of its source when it is uploaded or packed, and let go of before
+/// the next.
 pub(crate) fn placed(
     plan: &LayerPlan,
     modules: &Modules,
     device: &dyn Device,
-    weights: &Weights<'_>,
+    weights: &dyn WeightSource,
     wanted: impl Fn(&str) -> bool,
 ) -> Result<Buffers, EngineError> {
     let _placing = Placing::begin(device);
@@ -45,10 +52,10 @@ pub(crate) fn placed(
         if !here {
             continue;
         }
-        let host = weights.expect(&tensor.name, tensor.dtype, &shape_for(tensor, 0))?;
+        let weight = Weight::find(weights, tensor)?;
         match away {
-            true => packing.pack(id, host, &held)?,
-            false => held.push(id, uploaded(tensor, host, device)?),
+            true => packing.pack_all(id, &weight, &held)?,
+            false => held.push(id, packing.upload(&weight)?),
         }
     }
     Ok(held)
@@ -70,16 +77,224 @@ impl Drop for Placing<'_> {
     }
 }
 
-/// A weight in device memory.
-fn uploaded(
-    tensor: &TensorPlan,
-    host: &HostTensor<'_>,
-    device: &dyn Device,
-) -> Result<Buffer, EngineError> {
-    debug_assert_eq!(host.data.len() as u64, tensor.bytes(0), "{}", tensor.name);
-    let buffer = device.alloc(host.data.len().max(64))?;
-    device.upload(&host.data, &buffer, 0)?;
-    Ok(buffer)
+/// A weight of a plan in its source, which has one of this type and shape.
+struct Weight<'a> {
+    source: &'a dyn WeightSource,
+    tensor: &'a TensorPlan,
+    shape: Vec<usize>,
+}
+
+impl<'a> Weight<'a> {
+    fn find(source: &'a dyn WeightSource, tensor: &'a TensorPlan) -> Result<Self, EngineError> {
+        let shape = shape_for(tensor, 0);
+        let weight = Weight {
+            source,
+            tensor,
+            shape,
+        };
+        let (dtype, shape) = (tensor.dtype, &weight.shape);
+        let (found, sizes) = source.describe(&tensor.name).ok_or_else(|| {
+            weight.problem(format!("is missing, expected {dtype} of shape {shape:?}"))
+        })?;
+        let same = check_kind((found, &sizes), (dtype, shape));
+        same.map_err(|problem| weight.problem(problem))?;
+        Ok(weight)
+    }
+
+    fn problem(&self, problem: String) -> EngineError {
+        EngineError::Weight {
+            name: self.tensor.name.clone(),
+            problem,
+        }
+    }
+
+    fn count(&self) -> usize {
+        self.shape.first().copied().unwrap_or(1)
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.shape.iter().skip(1).product::<usize>() * self.tensor.dtype.size()
+    }
+
+    /// Takes its rows, so many at a time or fewer, with the number of the first; in
+    /// one piece whatever the source gives at a time, if they are all to be together.
+    fn each_piece(
+        &self,
+        most: usize,
+        mut take: impl FnMut(usize, &Tensor<'_>) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let mut first = 0;
+        while first < self.count() {
+            let rows = first..self.count().min(first + most);
+            let mut piece = self.rows(rows.clone())?;
+            if most >= self.count() && piece.shape != self.shape {
+                piece = self.joined(piece)?;
+            }
+            take(first, &piece)?;
+            piece.data.release();
+            first += piece.shape.first().copied().unwrap_or(1);
+        }
+        Ok(())
+    }
+
+    /// At most these rows, at least one.
+    fn rows(&self, rows: Range<usize>) -> Result<Tensor<'a>, EngineError> {
+        let name = &self.tensor.name;
+        let read = self.source.rows(name, rows.clone());
+        let piece = read.map_err(|source| EngineError::Source {
+            name: name.clone(),
+            source,
+        })?;
+        let mut shape = self.shape.clone();
+        if let Some(count) = shape.first_mut() {
+            let given = piece.shape.first().copied().unwrap_or(0);
+            *count = given.clamp(1, rows.len());
+        }
+        let checked = piece.check(self.tensor.dtype, &shape);
+        checked.map_err(|problem| self.problem(problem))?;
+        Ok(piece)
+    }
+
+    /// All rows, of which these are the first.
+    fn joined(&self, first: Tensor<'_>) -> Result<Tensor<'static>, EngineError> {
+        let mut whole = Tensor::zeros(self.tensor.dtype, &self.shape);
+        let mut to = whole.data.to_mut();
+        let mut next = 0;
+        let mut piece = first;
+        loop {
+            let (own, rest) = to.split_at_mut(piece.data.len());
+            own.copy_from_slice(&piece.data);
+            piece.data.release();
+            next += piece.shape[0];
+            if next == self.count() {
+                return Ok(whole);
+            }
+            to = rest;
+            piece = self.rows(next..self.count())?;
+        }
+    }
+}
+
+/// What packs weights, and uploads those that are not packed.
+pub(crate) struct Packing<'a> {
+    pub plan: &'a LayerPlan,
+    pub modules: &'a Modules,
+    pub device: &'a dyn Device,
+}
+
+impl Packing<'_> {
+    /// A weight in device memory.
+    fn upload(&self, weight: &Weight<'_>) -> Result<Buffer, EngineError> {
+        let bytes = usize::try_from(weight.tensor.bytes(0)).unwrap_or(usize::MAX);
+        let buffer = self.device.alloc(bytes.max(64))?;
+        weight.each_piece(self.most(weight), |first, piece| {
+            if weight.tensor.name == "router.table" {
+                check_table(&self.plan.spec, piece, first)?;
+            }
+            let at = first * weight.row_bytes();
+            Ok(self.device.upload(&piece.data, &buffer, at)?)
+        })?;
+        Ok(buffer)
+    }
+
+    /// Puts a weight into the packed tensors that are made of it.
+    fn pack_all(
+        &self,
+        id: TensorId,
+        weight: &Weight<'_>,
+        held: &Buffers,
+    ) -> Result<(), EngineError> {
+        let by_expert = self.steps(id).all(|step| {
+            let experts = self.experts(step);
+            weight.shape.len() == 3 && weight.shape[0] == experts
+        });
+        let most = match by_expert {
+            true => self.most(weight),
+            false => weight.count(),
+        };
+        weight.each_piece(most, |first, piece| self.pack(id, piece, first, held))
+    }
+
+    /// Rows of a piece.
+    fn most(&self, weight: &Weight<'_>) -> usize {
+        match self.device.places_whole() {
+            true => weight.count(),
+            false => (PIECE / weight.row_bytes().max(1)).max(1),
+        }
+    }
+
+    /// Puts experts of a weight, from the first on, into the packed tensors that are
+    /// made of it; or all of it, with `first` 0.
+    pub(crate) fn pack(
+        &self,
+        weight: TensorId,
+        piece: &Tensor<'_>,
+        first: usize,
+        held: &Buffers,
+    ) -> Result<(), EngineError> {
+        let staged;
+        let from = match self.where_it_is(piece) {
+            Some(address) => address,
+            None => {
+                staged = self.device.alloc(piece.data.len().max(64))?;
+                self.device.upload(&piece.data, &staged, 0)?;
+                staged.ptr()
+            }
+        };
+        for step in self.steps(weight) {
+            let experts = self.experts(step);
+            let some = first..experts.min(first + piece.shape[0]);
+            let packed = held
+                .get(step.tensors[1])
+                .expect("packed weights have memory");
+            let to = Ptr(packed.ptr().0 + (packed.bytes() / experts * first) as u64);
+            self.launch(step, from, to, (some.len() < experts).then_some(some.len()))?;
+        }
+        // The source goes now, and the kernels that read it must be done.
+        Ok(self.device.synchronize()?)
+    }
+
+    /// The address of a piece that kernels can read where it is: kernels take
+    /// elements that lie as their type does.
+    fn where_it_is(&self, piece: &Tensor<'_>) -> Option<Ptr> {
+        let address = self.device.host_ptr(&piece.data)?;
+        let aligned = address.0.is_multiple_of(piece.dtype.size() as u64);
+        aligned.then_some(address)
+    }
+
+    /// The launches that read a weight.
+    fn steps(&self, weight: TensorId) -> impl Iterator<Item = &LaunchStep> {
+        let steps = self.plan.prepare.iter();
+        steps.filter(move |step| step.tensors[0] == weight)
+    }
+
+    /// Experts of what a step packs.
+    fn experts(&self, step: &LaunchStep) -> usize {
+        shape_for(&self.plan[step.tensors[1]], 0)[0]
+    }
+
+    /// Packs all experts, or only so many.
+    fn launch(
+        &self,
+        step: &LaunchStep,
+        from: Ptr,
+        to: Ptr,
+        experts: Option<usize>,
+    ) -> Result<(), EngineError> {
+        let entry = &self.plan[step.entry];
+        let mut dims = dims(&entry.launch, 0);
+        if let Some(experts) = experts {
+            dims.grid[self.plan.expert_axis(step)] = experts as u64;
+        }
+        let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::I64(0)];
+        // SAFETY: an entry that packs takes the weight, the packed tensor and a
+        // number of tokens. Both have the sizes the plan gives, or, where fewer
+        // experts are packed, begin with the first of them and have as many: an
+        // expert's blocks touch its own elements only. Both stay until the device
+        // is done.
+        unsafe { self.modules[step.entry.kernel].launch(&entry.symbol, dims, &args)? };
+        Ok(())
+    }
 }
 
 /// The gradient of a weight, all zero.
@@ -90,43 +305,24 @@ pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer,
     Ok(buffer)
 }
 
-/// What packs weights.
-pub(crate) struct Packing<'a> {
-    pub plan: &'a LayerPlan,
-    pub modules: &'a Modules,
-    pub device: &'a dyn Device,
-}
-
-impl Packing<'_> {
-    /// Puts one weight into the packed tensors that are made of it.
-    pub(crate) fn pack(
-        &self,
-        weight: TensorId,
-        host: &HostTensor<'_>,
-        held: &Buffers,
-    ) -> Result<(), EngineError> {
-        let from = self.device.alloc(host.data.len().max(64))?;
-        self.device.upload(&host.data, &from, 0)?;
-        for step in self.steps(weight) {
-            self.launch(step, from.ptr(), held)?;
-        }
-        // The source is freed here, and the kernels that read it must be done.
-        Ok(self.device.synchronize()?)
-    }
-
-    /// The launches that read a weight.
-    fn steps(&self, weight: TensorId) -> impl Iterator<Item = &LaunchStep> {
-        let steps = self.plan.prepare.iter();
-        steps.filter(move |step| step.tensors[0] == weight)
-    }
-
-    fn launch(&self, step: &LaunchStep, from: Ptr, held: &Buffers) -> Result<(), EngineError> {
-        let mut addresses = Addresses::default();
-        addresses.clear(self.plan.tensors.len());
-        addresses.lay(held);
-        addresses.set(step.tensors[0], from);
-        let scalars = Scalars::new(0, Counters::default(), 0);
-        let bound = BoundStep::new(self.plan, self.modules, step)?;
-        Ok(bound.launch(&scalars, &addresses, &mut Vec::new())?)
+/// Expert ids in a routing table index device memory. The tensor is the table's rows
+/// from the first on.
+pub(crate) fn check_table(
+    spec: &LayerSpec,
+    rows: &Tensor<'_>,
+    first: usize,
+) -> Result<(), EngineError> {
+    let experts = spec.routed_experts() as i32;
+    let ids = rows.values::<i32>().unwrap_or_default();
+    match ids.iter().position(|id| !(0..experts).contains(id)) {
+        None => Ok(()),
+        Some(at) => Err(EngineError::Weight {
+            name: "router.table".to_string(),
+            problem: format!(
+                "names expert {} at element {}, there are {experts}",
+                ids[at],
+                first * (ids.len() / rows.shape[0].max(1)) + at
+            ),
+        }),
     }
 }

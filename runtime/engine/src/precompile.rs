@@ -8,7 +8,7 @@ use crate::parallel::{cores, parallel_on};
 use moesaic_cache::{Key, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{PlanOptions, plan_with};
+use moesaic_plan::{PlanOptions, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::HashSet;
@@ -92,7 +92,7 @@ pub fn precompile_on(
     let mut kernels: Vec<(&Job, KernelSource, Key, Builder)> = Vec::new();
     for job in jobs {
         check_spec(&job.spec)?;
-        let plan = plan_with(&job.spec, job.target, &job.options)?;
+        let plan = plan(&job.spec, job.target, &job.options)?;
         for source in emit_layer(&plan)? {
             let compiler = Some(job.compiler.clone());
             let builder = Builder::new(compiler, Some(store.clone()), options.clone());

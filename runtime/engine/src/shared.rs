@@ -3,9 +3,9 @@
 use crate::error::EngineError;
 use crate::launch::Modules;
 use crate::place::{placed, zeroed};
-use crate::tensor::Weights;
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_target::{Buffer, Device};
+use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ impl Shared {
         plan: &LayerPlan,
         modules: &Modules,
         device: &dyn Device,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         common: fn(&str) -> bool,
     ) -> Result<Shared, EngineError> {
         let placed = placed(plan, modules, device, weights, common)?;

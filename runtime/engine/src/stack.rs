@@ -16,12 +16,12 @@ use crate::layer::Layer;
 use crate::memory::Workspace;
 use crate::pass::Pass;
 use crate::router::{Place, RouterSteps, addresses, decide};
-use crate::tensor::HostTensor;
 use crate::training::Saved;
 use moesaic_kernel::Size;
 use moesaic_plan::TensorId;
 use moesaic_spec::{LayerSpec, Select, WeightSite};
 use moesaic_target::Buffer;
+use moesaic_tensor::Tensor;
 use std::sync::{Mutex, MutexGuard};
 
 /// What a router has in the stack before the experts run.
@@ -240,7 +240,7 @@ impl Stack {
         &self,
         routers: &[Layer],
         saved: &StackSaved,
-        dy: &[HostTensor<'_>],
+        dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         let layer = &self.experts;

@@ -9,10 +9,10 @@ use crate::layer::{Layer, untimed};
 use crate::memory::{Buffers, Kept, Workspaces};
 use crate::pass::Pass;
 use crate::place::zeroed;
-use crate::tensor::HostTensor;
 use moesaic_plan::{Role, TensorId, TensorPlan};
 use moesaic_target::{Buffer, Ptr};
-use std::collections::{BTreeMap, HashMap};
+use moesaic_tensor::{Tensor, Tensors};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 /// What one forward pass left for backward: inputs, the routing record and, as
@@ -130,7 +130,7 @@ impl Layer {
     pub fn backward(
         &self,
         saved: &Saved,
-        dy: &HostTensor<'_>,
+        dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
         let workspaces = &mut *self.lock_workspaces();
@@ -226,7 +226,7 @@ impl Layer {
     /// # Errors
     /// [`EngineError::NoOutput`] for a name without gradient;
     /// [`EngineError::NotTraining`].
-    pub fn gradient(&self, name: &str) -> Result<HostTensor<'static>, EngineError> {
+    pub fn gradient(&self, name: &str) -> Result<Tensor<'static>, EngineError> {
         self.check_training()?;
         let full = format!("grad.{name}");
         let buffers = self.gradient_buffers()?;
@@ -240,20 +240,16 @@ impl Layer {
             name: full.clone(),
             known: names(),
         })?;
-        let mut data = vec![0; tensor.bytes(0) as usize];
-        self.device.download(buffer, 0, &mut data)?;
-        Ok(HostTensor {
-            dtype: tensor.dtype,
-            shape: shape_for(tensor, 0),
-            data: data.into(),
-        })
+        let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, 0));
+        self.device.download(buffer, 0, host.data.to_mut())?;
+        Ok(host)
     }
 
     /// The gradients of all weights, by the weights' names.
     ///
     /// # Errors
     /// As [`Layer::gradient`].
-    pub fn gradients(&self) -> Result<BTreeMap<String, HostTensor<'static>>, EngineError> {
+    pub fn gradients(&self) -> Result<Tensors<'static>, EngineError> {
         self.check_training()?;
         let names = self.tensors(Role::WeightGradient);
         let names = names.filter_map(|tensor| tensor.name.strip_prefix("grad."));
@@ -397,7 +393,7 @@ impl Layer {
         }
     }
 
-    pub(crate) fn check_dy(&self, tokens: usize, dy: &HostTensor<'_>) -> Result<(), EngineError> {
+    pub(crate) fn check_dy(&self, tokens: usize, dy: &Tensor<'_>) -> Result<(), EngineError> {
         let plan = self.plan().tensor("dy").expect("training plans have dy");
         if tokens == 0 && dy.data.is_empty() {
             return Ok(());

@@ -2,13 +2,13 @@
 
 use crate::error::EngineError;
 use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
-use moesaic_emit::emit_layer;
-use moesaic_kernel::KernelSource;
-use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan_with};
+use moesaic_emit::emit;
+use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};
+use std::sync::OnceLock;
 
-/// A layer on a target, as tunings know it: by the text of its kernels as they
-/// are without a tuning. Another spec, other heuristics and other templates give
-/// another text, and the tuning of the former text is not found for it.
+/// A layer on a target, as tunings know it: by what its kernels are made from
+/// without a tuning. Another spec, other heuristics and other templates make
+/// another layer, and the tuning of the former is not found for it.
 pub struct Untuned {
     /// The plan without a tuning.
     pub plan: LayerPlan,
@@ -36,12 +36,9 @@ pub struct TunedPlans {
 
 impl Untuned {
     /// The layer of a plan without a tuning.
-    ///
-    /// # Errors
-    /// When it cannot be emitted.
-    pub fn new(plan: LayerPlan) -> Result<Untuned, EngineError> {
-        let digest = digest(&emit_layer(&plan)?);
-        Ok(Untuned { plan, digest })
+    pub fn new(plan: LayerPlan) -> Untuned {
+        let digest = digest(&plan);
+        Untuned { plan, digest }
     }
 
     /// The same layer with sizes of its own.
@@ -55,7 +52,7 @@ impl Untuned {
             tuning: tuning.clone(),
             caches: self.plan.caches,
         };
-        Ok(plan_with(spec, *target, &options)?)
+        Ok(plan(spec, *target, &options)?)
     }
 
     /// What is to be kept of measurements.
@@ -99,8 +96,7 @@ impl Untuned {
     }
 
     /// The plans with a tuning, which must be one that `tune` could have made
-    /// with this version: known sizes, among the candidates, and kernels of the
-    /// same text.
+    /// with this version: known sizes, among the candidates.
     fn fitting(&self, tuned: Tuned) -> Option<TunedPlans> {
         let tilings = self.checked(&tuned);
         if tilings.is_none() {
@@ -124,27 +120,34 @@ impl Untuned {
         let tuning = sizes.map(|(name, &size)| Tuning::named(name, size));
         let tuning = tuning.collect::<Option<Vec<Tuning>>>()?.into_iter();
         let tuning = tuning.fold(Tuning::default(), Tuning::and);
-        if !tuning.fits(&self.plan) {
-            return None;
+        match tuning.fits(&self.plan) {
+            true => self.with(&tuning).ok(),
+            false => None,
         }
-        let plan = self.with(&tuning).ok()?;
-        let kernels = self.changed(&plan).ok()?;
-        (kernels == bucket.kernels).then_some(plan)
     }
 
-    /// Hashes of the kernels that are not as without a tuning.
+    /// Hashes of the kernels that are not as without a tuning: a pack has a
+    /// tuning if it has these.
     fn changed(&self, plan: &LayerPlan) -> Result<Vec<String>, EngineError> {
-        let sources = emit_layer(plan)?;
-        let pairs = plan.kernels.iter().zip(&self.plan.kernels).zip(&sources);
-        let differ = |(tuned, plain): (&KernelPlan, &KernelPlan)| tuned.config != plain.config;
-        let changed = pairs.filter(|((tuned, plain), _)| differ((tuned, plain)));
-        Ok(changed
-            .map(|(_, source)| hash_source(&source.text))
-            .collect())
+        let pairs = plan.kernels.iter().zip(&self.plan.kernels);
+        let changed = pairs.filter(|(tuned, plain)| tuned != plain);
+        let hash = |kernel: &KernelPlan| Ok(hash_source(&emit(kernel, plan.target)?.text));
+        changed.map(|(tuned, _)| hash(tuned)).collect()
     }
 }
 
-fn digest(sources: &[KernelSource]) -> String {
-    let hashes = sources.iter().map(|source| hash_source(&source.text));
-    hash_source(&hashes.collect::<String>())
+/// A hash of everything that kernel texts are made from.
+fn digest(plan: &LayerPlan) -> String {
+    let (version, target, kernels) = (env!("CARGO_PKG_VERSION"), plan.target, &plan.kernels);
+    hash_source(&format!("{version} {target} {} {kernels:?}", templates()))
+}
+
+/// A hash of the templates.
+fn templates() -> &'static str {
+    static HASH: OnceLock<String> = OnceLock::new();
+    HASH.get_or_init(|| {
+        let all = moesaic_templates::CPU.iter().chain(moesaic_templates::GPU);
+        let texts = all.map(|(name, text)| format!("{name}\n{text}\n"));
+        hash_source(&texts.collect::<String>())
+    })
 }

@@ -7,11 +7,12 @@ use crate::launch::{Bound, Scalars};
 use crate::layer::{Layer, check_spec};
 use crate::memory::Addresses;
 use crate::pass::Pass;
-use crate::tensor::{Element, HostTensor, Weights, bytes_of};
+use crate::texts::Texts;
 use crate::training::Saved;
 use moesaic_plan::{Step, TensorId, Training};
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
+use moesaic_tensor::{Element, Tensor, WeightSource};
 
 /// One expert as code. Rows are f32, whatever the layer's types; experts of
 /// one layer may differ in everything but the widths of rows.
@@ -97,7 +98,7 @@ impl Engine {
     pub fn user_layer(
         &self,
         spec: &LayerSpec,
-        weights: &Weights<'_>,
+        weights: &dyn WeightSource,
         experts: Vec<Box<dyn UserExpert>>,
         training: bool,
     ) -> Result<UserLayer, EngineError> {
@@ -105,7 +106,7 @@ impl Engine {
         check_experts(spec, experts.len())?;
         let options = self.plan_options(training.then(Training::default));
         let plan = moesaic_plan::plan_user_experts(spec, self.target(), &options)?;
-        let layer = self.layer_of(plan.layer.into(), weights)?;
+        let layer = self.layer_of(&Texts::of(plan.layer.into())?, weights)?;
         let around = |steps, at| Around::new(&layer, steps, at);
         let steps = layer.plan();
         Ok(UserLayer {
@@ -219,7 +220,7 @@ impl UserLayer {
     pub fn backward(
         &mut self,
         saved: &UserSaved,
-        dy: &HostTensor<'_>,
+        dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
         let (layer, tokens) = (&self.layer, saved.saved.tokens());
@@ -318,11 +319,7 @@ impl UserLayer {
         let id = self.layer.id(name).expect("planned");
         let plan = &self.layer.plan()[id];
         let width = shape_for(plan, 0)[1];
-        let mut host = HostTensor {
-            dtype: plan.dtype,
-            shape: vec![rows, width],
-            data: vec![0; rows * width * plan.dtype.size()].into(),
-        };
+        let mut host = Tensor::zeros(plan.dtype, &[rows, width]);
         let buffer = find(id).expect("planned tensors have memory");
         self.layer.device.download(buffer, 0, host.data.to_mut())?;
         Ok(host.to_f32())
@@ -354,8 +351,9 @@ impl UserLayer {
         let Some((tensor, buffer)) = id.and_then(|id| Some((id, find(id)?))) else {
             return Ok(());
         };
-        let bytes = bytes_of(values, self.layer.plan()[tensor].dtype);
-        self.layer.device.upload(&bytes, buffer, 0)?;
+        let dtype = self.layer.plan()[tensor].dtype;
+        let host = Tensor::rounded(dtype, &[values.len()], values);
+        self.layer.device.upload(&host.data, buffer, 0)?;
         Ok(())
     }
 }

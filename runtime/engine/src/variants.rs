@@ -5,17 +5,18 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
 use crate::shared::Shared;
-use crate::tensor::Weights;
+use crate::texts::Texts;
 use crate::tuned::Untuned;
-use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan_with};
+use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
+use moesaic_tensor::WeightSource;
 
 /// One layer in as many tilings as are asked for. Weights and their gradients
 /// are in memory once.
 pub struct Variants<'a> {
     engine: Engine,
     untuned: Untuned,
-    weights: &'a Weights<'a>,
+    weights: &'a dyn WeightSource,
     shared: Shared,
     training: bool,
 }
@@ -28,14 +29,14 @@ impl Engine {
     pub fn variants<'a>(
         &self,
         spec: &LayerSpec,
-        weights: &'a Weights<'a>,
+        weights: &'a dyn WeightSource,
         training: Option<Training>,
     ) -> Result<Variants<'a>, EngineError> {
         check_spec(spec)?;
-        let plan = plan_with(spec, self.target(), &self.plan_options(training))?;
-        let untuned = Untuned::new(plan)?;
+        let plan = plan(spec, self.target(), &self.plan_options(training))?;
+        let untuned = Untuned::new(plan);
         let plan = &untuned.plan;
-        let modules = &self.modules(&plan.clone().into())?[0];
+        let modules = &self.modules(&Texts::of(plan.clone().into())?)?[0];
         let shared = Shared::new(plan, modules, &**self.device(), weights, |_| true)?;
         Ok(Variants {
             engine: self.clone(),
@@ -61,7 +62,8 @@ impl Variants<'_> {
         let plan = self.untuned.with(tuning)?;
         debug_assert!(same_memory(&plan, &self.untuned.plan), "{tuning:?}");
         let shared = self.shared.weights();
-        let layer = self.engine.layer_with(plan.into(), self.weights, shared)?;
+        let texts = Texts::of(plan.into())?;
+        let layer = self.engine.layer_with(&texts, self.weights, shared)?;
         if self.training {
             layer.share_gradients(self.shared.gradients())?;
         }

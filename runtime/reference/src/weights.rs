@@ -26,6 +26,25 @@ impl Tensor {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Weights(pub BTreeMap<String, Tensor>);
 
+impl From<&moesaic_tensor::Tensor<'_>> for Tensor {
+    fn from(stored: &moesaic_tensor::Tensor<'_>) -> Tensor {
+        Tensor {
+            shape: stored.shape.clone(),
+            data: stored.to_f64(),
+        }
+    }
+}
+
+impl From<&moesaic_tensor::Tensors<'_>> for Weights {
+    fn from(stored: &moesaic_tensor::Tensors<'_>) -> Weights {
+        let each = stored.iter();
+        Weights(
+            each.map(|(name, tensor)| (name.clone(), tensor.into()))
+                .collect(),
+        )
+    }
+}
+
 impl Weights {
     /// The tensor of that name. Panics when it is missing.
     pub fn get(&self, name: &str) -> &Tensor {

@@ -1,9 +1,8 @@
 //! AdamW.
 
-use crate::optimizer::{STATE_PREFIX, beside, check, restored, save};
-use crate::{Optimizer, Tensors, TrainError};
-use moesaic_kernel::DType;
-use moesaic_weights::{HostTensor, HostWeights};
+use crate::optimizer::{STATE_PREFIX, beside, check, floats, floats_mut, restored, save};
+use crate::{Optimizer, TrainError};
+use moesaic_tensor::{Tensor, Tensors};
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2,
 /// with the decay times the learning rate, as PyTorch has it):
@@ -25,9 +24,9 @@ pub struct AdamW {
     /// Steps taken.
     pub steps: u32,
     /// m by the names of the parameters.
-    pub first: Tensors,
+    pub first: Tensors<'static>,
     /// v by the names of the parameters.
-    pub second: Tensors,
+    pub second: Tensors<'static>,
 }
 
 impl Default for AdamW {
@@ -57,7 +56,11 @@ impl AdamW {
 }
 
 impl Optimizer for AdamW {
-    fn step(&mut self, parameters: &mut Tensors, gradients: &Tensors) -> Result<(), TrainError> {
+    fn step(
+        &mut self,
+        parameters: &mut Tensors<'_>,
+        gradients: &Tensors<'_>,
+    ) -> Result<(), TrainError> {
         check(parameters, gradients)?;
         self.steps += 1;
         let [first, second] = self.betas;
@@ -77,8 +80,9 @@ impl Optimizer for AdamW {
             let means = beside(&mut self.first, name, gradient);
             let squares = beside(&mut self.second, name, gradient);
             let state = means.iter_mut().zip(squares);
-            let pairs = gradient.data.iter().zip(state);
-            for (w, (g, (m, v))) in parameter.data.iter_mut().zip(pairs) {
+            let (values, steps) = (floats_mut(parameter), floats(name, gradient)?);
+            let pairs = steps.iter().zip(state);
+            for (w, (g, (m, v))) in values.iter_mut().zip(pairs) {
                 *m = first * *m + (1.0 - first) * g;
                 *v = second * *v + (1.0 - second) * g * g;
                 *w = *w * kept - rate * (*m / (v.sqrt() / root + self.epsilon));
@@ -87,24 +91,24 @@ impl Optimizer for AdamW {
         Ok(())
     }
 
-    fn state(&self) -> HostWeights {
-        let mut state = HostWeights::new();
+    fn state(&self) -> Tensors<'_> {
+        let mut state = Tensors::new();
         state.insert(
             self.step_of(),
-            HostTensor::from_i64(&[1], &[i64::from(self.steps)]),
+            Tensor::owned(&[1], vec![i64::from(self.steps)]),
         );
         save("first", &self.first, &mut state);
         save("second", &self.second, &mut state);
         state
     }
 
-    fn restore(&mut self, state: &HostWeights) -> Result<(), TrainError> {
+    fn restore(&mut self, state: &Tensors<'_>) -> Result<(), TrainError> {
         let name = self.step_of();
         let step = state
             .get(&name)
             .ok_or_else(|| TrainError::tensor(&name, "is missing"))?;
-        let read = match (step.dtype, step.bytes.as_slice().try_into()) {
-            (DType::I64, Ok(bytes)) => u32::try_from(i64::from_le_bytes(bytes)).ok(),
+        let read = match step.values::<i64>().as_deref() {
+            Some([count]) => u32::try_from(*count).ok(),
             _ => None,
         };
         let Some(read) = read else {

@@ -2,13 +2,14 @@
 //! state as a checkpoint, and checkpoints whose number of experts changes.
 //!
 //! ```
-//! use moesaic_train::{AdamW, Optimizer, Tensor, Tensors};
+//! use moesaic_tensor::{Tensor, Tensors};
+//! use moesaic_train::{AdamW, Optimizer};
 //!
-//! let mut weights = Tensors::from([("w".to_string(), Tensor::new(&[2], vec![1.0, -1.0]))]);
-//! let gradients = Tensors::from([("w".to_string(), Tensor::new(&[2], vec![0.5, 0.0]))]);
+//! let mut weights = Tensors::from([("w", Tensor::owned(&[2], vec![1.0f32, -1.0]))]);
+//! let gradients = Tensors::new().with("w", &[2], &[0.5f32, 0.0]);
 //! let mut adam = AdamW { learning_rate: 0.1, ..AdamW::default() };
 //! adam.step(&mut weights, &gradients)?;
-//! assert!(weights["w"].data[0] < 1.0);
+//! assert!(weights["w"].to_f32()[0] < 1.0);
 //! # Ok::<(), moesaic_train::TrainError>(())
 //! ```
 
@@ -18,10 +19,8 @@ pub mod elastic;
 mod error;
 mod optimizer;
 mod sgd;
-mod tensor;
 
 pub use adam::AdamW;
 pub use error::TrainError;
-pub use optimizer::{Optimizer, STATE_PREFIX, clip_norm, update};
+pub use optimizer::{Optimizer, STATE_PREFIX, clip_norm, masters, update};
 pub use sgd::Sgd;
-pub use tensor::{Tensor, Tensors, load, store};

@@ -1,10 +1,10 @@
 //! What optimizers have in common.
 
-use crate::{Tensor, Tensors, TrainError};
-use half::{bf16, f16};
-use moesaic_engine::{HostTensor, Layer};
+use crate::TrainError;
+use moesaic_engine::Layer;
 use moesaic_kernel::DType;
-use moesaic_weights::{HostTensor as Stored, HostWeights};
+use moesaic_tensor::{Tensor, Tensors};
+use std::borrow::Cow;
 
 /// What the names of optimizer state begin with, so that it can lie beside the
 /// weights: `optimizer.first.experts.up.weight`.
@@ -15,14 +15,19 @@ pub const STATE_PREFIX: &str = "optimizer.";
 /// sum depends on a number of threads.
 pub trait Optimizer {
     /// Moves every parameter that has a gradient of its name; the others stay.
+    /// Both are f32.
     ///
     /// # Errors
-    /// [`TrainError::Tensor`] for a gradient without parameter or of another
-    /// shape; nothing has then changed.
-    fn step(&mut self, parameters: &mut Tensors, gradients: &Tensors) -> Result<(), TrainError>;
+    /// [`TrainError::Tensor`] for a gradient without parameter, of another shape or
+    /// type; nothing has then changed.
+    fn step(
+        &mut self,
+        parameters: &mut Tensors<'_>,
+        gradients: &Tensors<'_>,
+    ) -> Result<(), TrainError>;
 
     /// All state, by names that begin with [`STATE_PREFIX`].
-    fn state(&self) -> HostWeights;
+    fn state(&self) -> Tensors<'_>;
 
     /// Takes the state back from tensors that [`Optimizer::state`] gave;
     /// others among them are ignored.
@@ -30,7 +35,16 @@ pub trait Optimizer {
     /// # Errors
     /// [`TrainError::Tensor`] when a tensor of the state is missing or has
     /// another dtype.
-    fn restore(&mut self, state: &HostWeights) -> Result<(), TrainError>;
+    fn restore(&mut self, state: &Tensors<'_>) -> Result<(), TrainError>;
+}
+
+/// The floating-point tensors of a checkpoint as f32 master copies; integer
+/// tensors, such as a routing table, are not trained and left out.
+pub fn masters(weights: &Tensors<'_>) -> Tensors<'static> {
+    let floats = weights.iter().filter(|(_, tensor)| tensor.dtype.is_float());
+    floats
+        .map(|(name, tensor)| (name.clone(), Tensor::owned(&tensor.shape, tensor.to_f32())))
+        .collect()
 }
 
 /// Takes an optimizer's step with the gradients that a layer holds, and gives
@@ -42,51 +56,55 @@ pub trait Optimizer {
 pub fn update(
     layer: &Layer,
     optimizer: &mut impl Optimizer,
-    parameters: &mut Tensors,
+    parameters: &mut Tensors<'_>,
 ) -> Result<(), TrainError> {
-    let held = layer.gradients()?;
-    let gradients = held.into_iter().map(|(name, gradient)| {
-        let tensor = Tensor::new(&gradient.shape, gradient.to_f32());
-        (name, tensor)
-    });
-    let gradients: Tensors = gradients.collect();
+    let gradients = layer.gradients()?;
     optimizer.step(parameters, &gradients)?;
     for name in gradients.keys() {
         let dtype = layer.plan().tensor(name).map_or(DType::F32, |t| t.dtype);
-        layer.set_weight(name, &rounded(&parameters[name], dtype))?;
+        let values = floats(name, &parameters[name])?;
+        let shape = &parameters[name].shape;
+        layer.set_weight(name, &Tensor::rounded(dtype, shape, &values))?;
     }
     Ok(())
 }
 
-/// The values in a layer's type: to nearest, ties to even.
-fn rounded(tensor: &Tensor, dtype: DType) -> HostTensor<'_> {
-    let data = tensor.data.iter();
-    match dtype {
-        DType::F16 => HostTensor::owned(&tensor.shape, data.map(|v| f16::from_f32(*v)).collect()),
-        DType::Bf16 => HostTensor::owned(&tensor.shape, data.map(|v| bf16::from_f32(*v)).collect()),
-        _ => HostTensor::new(&tensor.shape, &tensor.data),
-    }
-}
-
 /// Scales all gradients so that their norm together is at most `most`, and
 /// returns the norm they had. Summed in f64, by name.
-pub fn clip_norm(gradients: &mut Tensors, most: f32) -> f64 {
-    let squares = |tensor: &Tensor| {
-        let each = tensor.data.iter().map(|g| f64::from(*g) * f64::from(*g));
-        each.sum::<f64>()
-    };
-    let norm = gradients.values().map(squares).sum::<f64>().sqrt();
+///
+/// # Errors
+/// [`TrainError::Tensor`] for a gradient that is not f32.
+pub fn clip_norm(gradients: &mut Tensors<'_>, most: f32) -> Result<f64, TrainError> {
+    let mut sum = 0.0;
+    for (name, gradient) in &*gradients {
+        let values = floats(name, gradient)?;
+        let squares = values.iter().map(|g| f64::from(*g) * f64::from(*g));
+        sum += squares.sum::<f64>();
+    }
+    let norm = sum.sqrt();
     if norm > f64::from(most) {
         let factor = (f64::from(most) / norm) as f32;
-        for tensor in gradients.values_mut() {
-            tensor.data.iter_mut().for_each(|g| *g *= factor);
+        for gradient in gradients.values_mut() {
+            floats_mut(gradient).iter_mut().for_each(|g| *g *= factor);
         }
     }
-    norm
+    Ok(norm)
+}
+
+/// The elements of a tensor that has to be f32.
+pub(crate) fn floats<'t>(name: &str, tensor: &'t Tensor<'_>) -> Result<Cow<'t, [f32]>, TrainError> {
+    let checked = tensor.check(DType::F32, &tensor.shape);
+    checked.map_err(|problem| TrainError::tensor(name, problem))?;
+    Ok(tensor.values().unwrap_or_default())
+}
+
+/// The elements of a tensor that was checked to be f32.
+pub(crate) fn floats_mut<'t>(tensor: &'t mut Tensor<'_>) -> &'t mut [f32] {
+    tensor.values_mut().unwrap_or_default()
 }
 
 /// Refuses gradients that do not belong to the parameters.
-pub(crate) fn check(parameters: &Tensors, gradients: &Tensors) -> Result<(), TrainError> {
+pub(crate) fn check(parameters: &Tensors<'_>, gradients: &Tensors<'_>) -> Result<(), TrainError> {
     for (name, gradient) in gradients {
         let parameter = parameters
             .get(name)
@@ -96,44 +114,44 @@ pub(crate) fn check(parameters: &Tensors, gradients: &Tensors) -> Result<(), Tra
             let problem = format!("has shape {own:?}, its gradient {other:?}");
             return Err(TrainError::tensor(name, problem));
         }
+        floats(name, parameter)?;
+        floats(name, gradient)?;
     }
     Ok(())
 }
 
-/// The state tensors of one kind, as a checkpoint names them.
-pub(crate) fn save(kind: &str, tensors: &Tensors, into: &mut HostWeights) {
+/// Adds the state tensors of one kind, as a checkpoint names them.
+pub(crate) fn save<'s>(kind: &str, tensors: &'s Tensors<'_>, into: &mut Tensors<'s>) {
     for (name, tensor) in tensors {
-        let stored = Stored::from_f32(&tensor.shape, &tensor.data);
-        into.insert(format!("{STATE_PREFIX}{kind}.{name}"), stored);
+        into.insert(format!("{STATE_PREFIX}{kind}.{name}"), tensor.lend());
     }
 }
 
 /// The state tensors of one kind out of a checkpoint.
-pub(crate) fn restored(kind: &str, from: &HostWeights) -> Result<Tensors, TrainError> {
+pub(crate) fn restored(kind: &str, from: &Tensors<'_>) -> Result<Tensors<'static>, TrainError> {
     let prefix = format!("{STATE_PREFIX}{kind}.");
     let mut tensors = Tensors::new();
     for (full, stored) in from {
         let Some(name) = full.strip_prefix(&prefix) else {
             continue;
         };
-        if stored.dtype != DType::F32 {
-            let problem = format!("is {}, optimizer state is f32", stored.dtype);
-            return Err(TrainError::tensor(full, problem));
-        }
-        let data = stored.to_f64().iter().map(|v| *v as f32).collect();
-        tensors.insert(name.to_string(), Tensor::new(&stored.shape, data));
+        let values = floats(full, stored)?;
+        tensors.insert(name, Tensor::copied(&stored.shape, &values));
     }
     Ok(tensors)
 }
 
 /// State beside a parameter: zeros before its first step, and again when the
 /// parameter has got another shape.
-pub(crate) fn beside<'a>(state: &'a mut Tensors, name: &str, like: &Tensor) -> &'a mut [f32] {
-    let tensor = state
-        .entry(name.to_string())
-        .or_insert_with(|| Tensor::zeros(&like.shape));
+pub(crate) fn beside<'a>(
+    state: &'a mut Tensors<'static>,
+    name: &str,
+    like: &Tensor<'_>,
+) -> &'a mut [f32] {
+    let zeros = || Tensor::zeros(DType::F32, &like.shape);
+    let tensor = state.entry(name.to_string()).or_insert_with(zeros);
     if tensor.shape != like.shape {
-        *tensor = Tensor::zeros(&like.shape);
+        *tensor = zeros();
     }
-    &mut tensor.data
+    floats_mut(tensor)
 }

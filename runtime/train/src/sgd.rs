@@ -1,8 +1,8 @@
 //! Stochastic gradient descent.
 
-use crate::optimizer::{beside, check, restored, save};
-use crate::{Optimizer, Tensors, TrainError};
-use moesaic_weights::HostWeights;
+use crate::optimizer::{beside, check, floats, floats_mut, restored, save};
+use crate::{Optimizer, TrainError};
+use moesaic_tensor::Tensors;
 
 /// `w −= rate · (decay · w + g)`; with momentum μ `m = μ m + g` stands for g,
 /// with `nesterov` `g + μ m` does. Weight decay stays out of the momentum.
@@ -17,7 +17,7 @@ pub struct Sgd {
     /// Shrinks weights by `learning_rate · weight_decay` of themselves.
     pub weight_decay: f32,
     /// m by the names of the parameters.
-    pub moments: Tensors,
+    pub moments: Tensors<'static>,
 }
 
 impl Default for Sgd {
@@ -48,7 +48,11 @@ impl Sgd {
 }
 
 impl Optimizer for Sgd {
-    fn step(&mut self, parameters: &mut Tensors, gradients: &Tensors) -> Result<(), TrainError> {
+    fn step(
+        &mut self,
+        parameters: &mut Tensors<'_>,
+        gradients: &Tensors<'_>,
+    ) -> Result<(), TrainError> {
         check(parameters, gradients)?;
         let (rate, momentum) = (self.learning_rate, self.momentum);
         let kept = 1.0 - rate * self.weight_decay;
@@ -56,15 +60,16 @@ impl Optimizer for Sgd {
             let Some(parameter) = parameters.get_mut(name) else {
                 continue;
             };
+            let (values, steps) = (floats_mut(parameter), floats(name, gradient)?);
             if momentum == 0.0 {
-                for (w, g) in parameter.data.iter_mut().zip(&gradient.data) {
+                for (w, g) in values.iter_mut().zip(&*steps) {
                     *w = *w * kept - rate * g;
                 }
                 continue;
             }
             let moments = beside(&mut self.moments, name, gradient);
-            let pairs = gradient.data.iter().zip(moments);
-            for (w, (g, m)) in parameter.data.iter_mut().zip(pairs) {
+            let pairs = steps.iter().zip(moments);
+            for (w, (g, m)) in values.iter_mut().zip(pairs) {
                 *m = momentum * *m + g;
                 let ahead = if self.nesterov { g + momentum * *m } else { *m };
                 *w = *w * kept - rate * ahead;
@@ -73,13 +78,13 @@ impl Optimizer for Sgd {
         Ok(())
     }
 
-    fn state(&self) -> HostWeights {
-        let mut state = HostWeights::new();
+    fn state(&self) -> Tensors<'_> {
+        let mut state = Tensors::new();
         save("momentum", &self.moments, &mut state);
         state
     }
 
-    fn restore(&mut self, state: &HostWeights) -> Result<(), TrainError> {
+    fn restore(&mut self, state: &Tensors<'_>) -> Result<(), TrainError> {
         self.moments = restored("momentum", state)?;
         Ok(())
     }

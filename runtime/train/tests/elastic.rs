@@ -2,15 +2,15 @@
 
 use moesaic_kernel::DType;
 use moesaic_reference::rng::Draw;
-use moesaic_reference::{Input, Random, Tensor, Weights, forward};
+use moesaic_reference::{Input, Random, Weights, forward};
 use moesaic_spec::testing::{Counter, sample};
 use moesaic_spec::*;
+use moesaic_tensor::{Tensor, Tensors};
 use moesaic_train::TrainError;
 use moesaic_train::elastic::*;
-use moesaic_weights::{HostTensor, HostWeights};
 
 /// Values as a checkpoint holds them.
-fn stored(dtype: DType, shape: &[usize], values: &[f64]) -> HostTensor {
+fn stored(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor<'static> {
     let bytes = values.iter().flat_map(|&v| match dtype {
         DType::F32 => (v as f32).to_le_bytes().to_vec(),
         DType::F16 => half::f16::from_f64(v).to_le_bytes().to_vec(),
@@ -18,18 +18,18 @@ fn stored(dtype: DType, shape: &[usize], values: &[f64]) -> HostTensor {
         DType::I32 => (v as i32).to_le_bytes().to_vec(),
         DType::I64 => (v as i64).to_le_bytes().to_vec(),
     });
-    HostTensor {
+    Tensor {
         dtype,
         shape: shape.to_vec(),
-        bytes: bytes.collect(),
+        data: bytes.collect::<Vec<u8>>().into(),
     }
 }
 
 /// Random weights of a layer and, beside each, two moments of an optimizer.
-fn checkpoint(spec: &LayerSpec, seed: u64) -> HostWeights {
+fn checkpoint(spec: &LayerSpec, seed: u64) -> Tensors<'static> {
     let weights = Weights::random(spec, seed);
     let mut random = Random::new(seed + 1);
-    let mut set = HostWeights::new();
+    let mut set = Tensors::new();
     for tensor in canonical_tensors(spec) {
         let (name, shape) = (&tensor.name, &tensor.shape);
         let values = &weights.get(name).data;
@@ -41,22 +41,15 @@ fn checkpoint(spec: &LayerSpec, seed: u64) -> HostWeights {
             }
         }
     }
-    set.insert(
-        "optimizer.step".to_string(),
-        HostTensor::from_i64(&[1], &[17]),
-    );
+    set.insert("optimizer.step".to_string(), Tensor::copied(&[1], &[17]));
     set
 }
 
-fn reference(set: &HostWeights) -> Weights {
+fn reference(set: &Tensors<'_>) -> Weights {
     let weights = set
         .iter()
         .filter(|(name, _)| !name.starts_with("optimizer."));
-    let tensors = weights.map(|(name, tensor)| {
-        let (shape, data) = (tensor.shape.clone(), tensor.to_f64());
-        (name.clone(), Tensor { shape, data })
-    });
-    Weights(tensors.collect())
+    Weights(weights.map(|(name, t)| (name.clone(), t.into())).collect())
 }
 
 /// A call that every router understands.
@@ -277,7 +270,7 @@ fn what_depends_on_the_number_of_experts_is_refused() {
     for change in changes {
         let mut spec = dense(4, 2);
         change(&mut spec);
-        let error = add_experts(&spec, &HostWeights::new(), &growth).expect_err("refused");
+        let error = add_experts(&spec, &Tensors::new(), &growth).expect_err("refused");
         assert!(matches!(error, TrainError::NotPreserved(_)), "{error}");
     }
     let spec = dense(4, 2);
@@ -285,9 +278,9 @@ fn what_depends_on_the_number_of_experts_is_refused() {
         sources: &[4],
         ..growth
     };
-    assert!(add_experts(&spec, &HostWeights::new(), &missing).is_err());
+    assert!(add_experts(&spec, &Tensors::new(), &missing).is_err());
     let mut foreign = checkpoint(&spec, 1);
-    foreign.insert("other".to_string(), HostTensor::from_f32(&[1], &[0.0]));
+    foreign.insert("other".to_string(), Tensor::copied(&[1], &[0.0]));
     assert!(matches!(
         add_experts(&spec, &foreign, &growth),
         Err(TrainError::Tensor { name, .. }) if name == "other"
@@ -359,10 +352,7 @@ fn parts_that_do_not_fit_are_refused() {
         Err(TrainError::Tensor { name, .. }) if name == "experts.up.weight"
     ));
     shards[1] = first;
-    shards[2].insert(
-        "optimizer.step".to_string(),
-        HostTensor::from_i64(&[1], &[18]),
-    );
+    shards[2].insert("optimizer.step".to_string(), Tensor::copied(&[1], &[18]));
     assert!(matches!(
         unshard_experts(&spec, &shards),
         Err(TrainError::Tensor { name, .. }) if name == "optimizer.step"

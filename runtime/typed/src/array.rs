@@ -2,7 +2,7 @@
 //! shape `[8, 64]`, and another shape is another type.
 
 use half::{bf16, f16};
-use moesaic_engine::Element;
+use moesaic_tensor::Element;
 use std::panic::Location;
 
 /// A tensor whose shape and element type are its Rust type: an [`Element`],

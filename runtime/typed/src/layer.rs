@@ -2,9 +2,10 @@
 //! instead of types.
 
 use crate::Array;
-use moesaic_engine::{EngineError, HostTensor, Input, Layer, Output, RawCall, Weights};
+use moesaic_engine::{EngineError, Input, Layer, Output, RawCall};
 use moesaic_spec::LayerSpec;
 use moesaic_target::Ptr;
+use moesaic_tensor::{Tensor, Tensors};
 use std::borrow::Cow;
 
 /// A generated layer.
@@ -60,34 +61,27 @@ pub fn spec(toml: &str) -> LayerSpec {
 }
 
 /// One tensor with its shape as data.
-pub fn host_tensor<A: Array>(array: &A) -> HostTensor<'_> {
-    HostTensor::new(&A::shape(), A::flatten(std::slice::from_ref(array)))
+pub fn host_tensor<A: Array>(array: &A) -> Tensor<'_> {
+    Tensor::new(&A::shape(), A::flatten(std::slice::from_ref(array)))
 }
 
 /// One row per token, with its shape as data.
-pub fn host_rows<A: Array>(rows: &[A]) -> HostTensor<'_> {
-    HostTensor::new(&[vec![rows.len()], A::shape()].concat(), A::flatten(rows))
+pub fn host_rows<A: Array>(rows: &[A]) -> Tensor<'_> {
+    Tensor::new(&[vec![rows.len()], A::shape()].concat(), A::flatten(rows))
 }
 
 /// The input of a call.
-pub fn input<'a, const N: usize>(tokens: usize, tensors: [(&str, HostTensor<'a>); N]) -> Input<'a> {
-    let named = tensors
-        .into_iter()
-        .map(|(name, tensor)| (name.to_string(), tensor));
+pub fn input<'a, const N: usize>(tokens: usize, tensors: [(&str, Tensor<'a>); N]) -> Input<'a> {
     Input {
         tokens,
-        tensors: named.collect(),
+        tensors: tensors.into(),
         ..Input::default()
     }
 }
 
 /// The weights of a layer.
-pub fn weights<'a, const N: usize>(tensors: [(&str, HostTensor<'a>); N]) -> Weights<'a> {
-    let mut weights = Weights::new();
-    tensors
-        .into_iter()
-        .for_each(|(name, tensor)| weights.insert(name, tensor));
-    weights
+pub fn weights<'a, const N: usize>(tensors: [(&str, Tensor<'a>); N]) -> Tensors<'a> {
+    tensors.into()
 }
 
 /// An output with as many rows as the call had tokens.
@@ -117,19 +111,11 @@ fn elements<'o, A: Array>(
     name: &str,
 ) -> Result<Cow<'o, [A::Element]>, EngineError> {
     let tensor = output.get(name).ok_or_else(|| no_output(output, name))?;
-    let right_type = tensor.dtype == <A::Element as moesaic_engine::Element>::DTYPE;
-    match bytemuck::try_cast_slice(&tensor.data) {
-        Ok(elements) if right_type => Ok(Cow::Borrowed(elements)),
-        // Bytes need not lie as the elements would.
-        _ => tensor
-            .to_vec()
-            .map(Cow::Owned)
-            .ok_or_else(|| no_output(output, name)),
-    }
+    tensor.values().ok_or_else(|| no_output(output, name))
 }
 
 fn no_output(output: &Output, name: &str) -> EngineError {
-    let described = |(name, tensor): (&String, &HostTensor<'_>)| {
+    let described = |(name, tensor): (&String, &Tensor<'_>)| {
         format!("{name} ({} of shape {:?})", tensor.dtype, tensor.shape)
     };
     let known: Vec<String> = output

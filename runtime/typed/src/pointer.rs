@@ -1,8 +1,8 @@
 //! Addresses in device memory with an element type and a direction.
 
-use moesaic_engine::Element;
 use moesaic_kernel::{Access, ParamType, Scalar};
 use moesaic_target::{Arg, Buffer, Ptr};
+use moesaic_tensor::Element;
 use std::fmt;
 use std::marker::PhantomData;
 

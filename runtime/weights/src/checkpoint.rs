@@ -1,12 +1,14 @@
 //! Safetensors files mapped into memory.
 
-use crate::{HostTensor, WeightsError};
-use memmap2::Mmap;
+use crate::WeightsError;
 use moesaic_kernel::DType;
+use moesaic_tensor::{Bytes, Map, Tensor};
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -14,7 +16,8 @@ const INDEX: &str = "model.safetensors.index.json";
 /// The tensors of a file or a model directory, mapped into memory.
 ///
 /// Opening reads headers only. The files must not be cut short while a
-/// checkpoint is open: the system would end the process on the next access.
+/// checkpoint is open, or a tensor that it lent is there: the system would end the
+/// process on the next access. A file that is replaced by another of its name stays.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -26,7 +29,7 @@ pub struct Checkpoint {
 #[derive(Debug)]
 struct Shard {
     file: PathBuf,
-    map: Mmap,
+    map: Arc<Map>,
     metadata: Metadata,
     /// Where the elements begin.
     data: usize,
@@ -45,6 +48,29 @@ pub struct TensorRef<'a> {
     pub shape: &'a [usize],
     /// Elements, little endian; of any alignment.
     pub bytes: &'a [u8],
+    map: &'a Arc<Map>,
+    /// Where the elements begin in the file.
+    start: usize,
+}
+
+impl TensorRef<'_> {
+    /// The tensor itself, whose bytes stay in the file.
+    ///
+    /// # Errors
+    ///
+    /// The name of its element type, when that is none of ours.
+    pub fn tensor(&self) -> Result<Tensor<'static>, safetensors::Dtype> {
+        Ok(Tensor {
+            dtype: self.dtype?,
+            shape: self.shape.to_vec(),
+            data: self.data(0..self.bytes.len()),
+        })
+    }
+
+    /// Some of its bytes, which stay in the file.
+    pub(crate) fn data(&self, part: Range<usize>) -> Bytes<'static> {
+        Bytes::mapped(self.map, self.start + part.start..self.start + part.end)
+    }
 }
 
 impl Checkpoint {
@@ -92,22 +118,25 @@ impl Checkpoint {
         let shard = &self.shards[*shard];
         let info = shard.metadata.info(name)?;
         let (start, end) = info.data_offsets;
+        let (start, end) = (shard.data + start, shard.data + end);
         Some(TensorRef {
             name,
             file: &shard.file,
             dtype: ours(info),
             shape: &info.shape,
-            bytes: &shard.map[shard.data + start..shard.data + end],
+            bytes: &shard.map[start..end],
+            map: &shard.map,
+            start,
         })
     }
 
-    /// A copy of the tensor of that name.
+    /// The tensor of that name, whose bytes stay in the file.
     ///
     /// # Errors
     ///
     /// [`WeightsError::MissingTensor`], and [`WeightsError::WrongDType`] for an
     /// element type that is none of ours.
-    pub fn read(&self, name: &str) -> Result<HostTensor, WeightsError> {
+    pub fn read(&self, name: &str) -> Result<Tensor<'static>, WeightsError> {
         let from = self
             .tensor(name)
             .ok_or_else(|| WeightsError::MissingTensor {
@@ -116,17 +145,11 @@ impl Checkpoint {
                 tried: format!("`{name}`"),
                 near: String::new(),
             })?;
-        let dtype = from.dtype.map_err(|found| WeightsError::WrongDType {
+        from.tensor().map_err(|found| WeightsError::WrongDType {
             tensor: name.to_string(),
             file: from.file.to_path_buf(),
             found: format!("{found:?}").to_lowercase(),
             expected: "f32, f16, bf16, i32 or i64".to_string(),
-        })?;
-        let (shape, bytes) = (from.shape.to_vec(), from.bytes.to_vec());
-        Ok(HostTensor {
-            dtype,
-            shape,
-            bytes,
         })
     }
 
@@ -178,11 +201,7 @@ impl Shard {
             let reason = format!("{length} bytes are too few for a safetensors file");
             return Err(WeightsError::Corrupt { file, reason });
         }
-        // SAFETY: the mapping is private and read-only, and its bytes are only
-        // ever read as plain integers, so another process that writes to the
-        // file can change values but cannot break an invariant. Cutting the
-        // file short ends the process; the type's documentation says so.
-        let map = unsafe { Mmap::map(&handle) }.map_err(WeightsError::io(&file))?;
+        let map = Map::new(&handle).map_err(WeightsError::io(&file))?;
         let read = SafeTensors::read_metadata(&map);
         let (header, metadata) = match read {
             Ok(read) => read,
@@ -193,7 +212,7 @@ impl Shard {
         };
         Ok(Shard {
             file,
-            map,
+            map: Arc::new(map),
             metadata,
             data: header + 8,
         })

@@ -1,10 +1,10 @@
 //! Layers of other libraries.
 
-use crate::load::{LoadOptions, load_tensors};
-use crate::{Checkpoint, HostWeights, WeightsError};
+use crate::{Checkpoint, LayerReader, LoadOptions, WeightsError};
 use moesaic_spec::hf::TensorSource;
 use moesaic_spec::keys::{Keys, Library, rank_tensors};
 use moesaic_spec::{LayerSpec, RouterKind};
+use moesaic_tensor::Tensors;
 use std::collections::HashSet;
 
 /// Which layer of a state dictionary. What is `None` is found, when there is only
@@ -19,40 +19,57 @@ pub struct KeyOptions {
     pub gate: Option<usize>,
 }
 
-/// All tensors of one layer of a state dictionary of another library, which has
-/// `share` of the spec's experts: all, or those of one rank.
+/// All tensors of one layer of a state dictionary: [`LayerReader::of_keys`], loaded.
 ///
 /// # Errors
 ///
-/// As [`load_canonical`](crate::load_canonical), and [`WeightsError::Keys`] when
-/// the layer is not there or one of several, when the library has no name for a
-/// tensor of the spec, and when the layer has a tensor that the spec does not
-/// know, which would be another function.
+/// As there.
 pub fn load_keys(
     spec: &LayerSpec,
     share: usize,
     chosen: &KeyOptions,
     checkpoint: &Checkpoint,
     options: LoadOptions,
-) -> Result<HostWeights, WeightsError> {
-    let finder = Finder {
-        library: chosen.library,
-        checkpoint,
-    };
-    let mut keys = Keys {
-        library: chosen.library,
-        prefix: finder.prefix(chosen.prefix.as_deref())?,
-        gate: 0,
-    };
-    keys.gate = finder.gate(&keys, chosen.gate, spec)?;
-    let tensors = rank_tensors(spec, share);
-    let sources = keys.sources(spec, &tensors);
-    finder.check_names(&sources)?;
-    finder.check_count(&keys, spec.shape.experts)?;
-    let weights = load_tensors(spec, &tensors, &sources, checkpoint, options)?;
-    let read = sources.iter().flat_map(|source| &source.alternatives);
-    finder.check_all_read(&keys, spec, read.flat_map(|a| a.names()).collect())?;
-    Ok(weights)
+) -> Result<Tensors<'static>, WeightsError> {
+    LayerReader::of_keys(spec, share, chosen, checkpoint, options)?.load()
+}
+
+impl<'a> LayerReader<'a> {
+    /// One layer of a state dictionary of another library, which has `share` of the
+    /// spec's experts: all, or those of one rank.
+    ///
+    /// # Errors
+    ///
+    /// As [`LayerReader::canonical`], and [`WeightsError::Keys`] when the layer is not
+    /// there or one of several, when the library has no name for a tensor of the
+    /// spec, and when the layer has a tensor that the spec does not know, which would
+    /// be another function.
+    pub fn of_keys(
+        spec: &LayerSpec,
+        share: usize,
+        chosen: &KeyOptions,
+        checkpoint: &'a Checkpoint,
+        options: LoadOptions,
+    ) -> Result<LayerReader<'a>, WeightsError> {
+        let finder = Finder {
+            library: chosen.library,
+            checkpoint,
+        };
+        let mut keys = Keys {
+            library: chosen.library,
+            prefix: finder.prefix(chosen.prefix.as_deref())?,
+            gate: 0,
+        };
+        keys.gate = finder.gate(&keys, chosen.gate, spec)?;
+        let tensors = rank_tensors(spec, share);
+        let sources = keys.sources(spec, &tensors);
+        finder.check_names(&sources)?;
+        finder.check_count(&keys, spec.shape.experts)?;
+        let layer = LayerReader::of_tensors(spec, &tensors, &sources, checkpoint, options)?;
+        let read = sources.iter().flat_map(|source| &source.alternatives);
+        finder.check_all_read(&keys, spec, read.flat_map(|a| a.names()).collect())?;
+        Ok(layer)
+    }
 }
 
 /// Looks for a library's layer in a checkpoint.

@@ -1,23 +1,27 @@
 //! Checkpoints in, canonical tensors out.
 //!
 //! [`Checkpoint`] maps safetensors files into memory: one file, or a model
-//! directory with or without an index. [`load_canonical`] reads a file with
-//! canonical names, [`load_import`] carries out the recipes of a Hugging Face
-//! import, [`load_keys`] those of other libraries; all give [`HostWeights`], every tensor in canonical shape and in
-//! the element type of the spec. [`write_safetensors`] writes results in one
-//! piece or not at all.
+//! directory with or without an index. [`LayerReader`] is one layer of it, by
+//! canonical names, by the recipes of a Hugging Face import, or by those of other
+//! libraries, every tensor in canonical shape and in the element type of the spec.
+//! An engine reads a weight of it when it puts it on the device; [`load_canonical`],
+//! [`load_import`] and [`load_keys`] read all. [`write_safetensors`] writes results
+//! in one piece or not at all.
 
 mod checkpoint;
+mod copy;
 mod error;
-mod host;
 mod keys;
 mod load;
+mod reader;
+mod recipe;
 mod view;
+mod weight;
 mod write;
 
 pub use checkpoint::{Checkpoint, TensorRef};
 pub use error::WeightsError;
-pub use host::{HostTensor, HostWeights};
 pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
+pub use reader::LayerReader;
 pub use write::{write_safetensors, write_whole};

@@ -1,6 +1,7 @@
 //! Strided views: steps of a recipe that move nothing.
 
 use moesaic_spec::hf::Step;
+use std::ops::Range;
 
 /// Where the elements of a tensor are, in elements from its beginning.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,6 +66,38 @@ impl Layout {
             }
             Step::Factor(_) | Step::MulColumns(_) | Step::DivColumns(_) => Ok(self),
         }
+    }
+
+    /// Some rows of the first dimension.
+    pub fn rows(&self, rows: Range<usize>) -> Layout {
+        let mut part = self.clone();
+        if let (Some(size), Some(stride)) = (part.shape.first_mut(), self.strides.first()) {
+            *size = rows.len();
+            part.start += rows.start * stride;
+        }
+        part
+    }
+
+    /// Where the elements are, if they follow each other in row-major order.
+    pub fn contiguous(&self) -> Option<Range<usize>> {
+        let mut dense = 1;
+        for (size, stride) in self.shape.iter().zip(&self.strides).rev() {
+            if *size != 1 && *stride != dense {
+                return None;
+            }
+            dense *= size;
+        }
+        Some(self.start..self.start + dense)
+    }
+
+    /// From the first element to the last.
+    pub fn span(&self) -> Range<usize> {
+        let each = self.shape.iter().zip(&self.strides);
+        let last: usize = each
+            .map(|(size, stride)| size.saturating_sub(1) * stride)
+            .sum();
+        let empty = self.shape.contains(&0);
+        self.start..self.start + if empty { 0 } else { last + 1 }
     }
 
     /// Sizes and strides of the two inner dimensions, with ones in front where

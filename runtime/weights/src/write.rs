@@ -1,7 +1,8 @@
 //! Results written in one piece.
 
-use crate::{HostWeights, WeightsError};
+use crate::WeightsError;
 use moesaic_kernel::DType;
+use moesaic_tensor::Tensors;
 use safetensors::tensor::TensorView;
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
@@ -15,7 +16,7 @@ use std::path::Path;
 /// [`WeightsError::Corrupt`] for a tensor whose bytes do not fit its shape.
 pub fn write_safetensors(
     path: impl AsRef<Path>,
-    tensors: &HostWeights,
+    tensors: &Tensors<'_>,
 ) -> Result<(), WeightsError> {
     let path = path.as_ref();
     let bytes = serialized(path, tensors)?;
@@ -59,14 +60,14 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-fn serialized(path: &Path, tensors: &HostWeights) -> Result<Vec<u8>, WeightsError> {
+fn serialized(path: &Path, tensors: &Tensors<'_>) -> Result<Vec<u8>, WeightsError> {
     let invalid = |name: &str, error: safetensors::SafeTensorError| WeightsError::Corrupt {
         file: path.to_path_buf(),
         reason: format!("`{name}` cannot be written ({error})"),
     };
     let mut views = Vec::with_capacity(tensors.len());
     for (name, tensor) in tensors {
-        let view = TensorView::new(theirs(tensor.dtype), tensor.shape.clone(), &tensor.bytes);
+        let view = TensorView::new(theirs(tensor.dtype), tensor.shape.clone(), &tensor.data);
         views.push((name.as_str(), view.map_err(|e| invalid(name, e))?));
     }
     safetensors::serialize(views, None).map_err(|e| WeightsError::Io {

@@ -3,6 +3,7 @@
 use half::bf16;
 use moesaic_kernel::DType;
 use moesaic_spec::{GateLayout, LayerSpec, canonical_tensors, hf};
+use moesaic_tensor::{Tensor, Tensors};
 use moesaic_weights::*;
 use std::fs;
 use std::path::Path;
@@ -18,23 +19,20 @@ fn spec(layout: GateLayout) -> LayerSpec {
 }
 
 /// Canonical tensors whose elements number all tensors through: 0, 1, 2, …
-fn numbered(spec: &LayerSpec) -> HostWeights {
+fn numbered(spec: &LayerSpec) -> Tensors<'static> {
     let mut next = 0f32;
-    let mut weights = HostWeights::new();
+    let mut weights = Tensors::new();
     for tensor in canonical_tensors(spec) {
         let count: usize = tensor.shape.iter().product();
         let values: Vec<f32> = (0..count).map(|i| next + i as f32).collect();
         next += count as f32;
-        weights.insert(
-            tensor.name.clone(),
-            HostTensor::from_f32(&tensor.shape, &values),
-        );
+        weights.insert(tensor.name.clone(), Tensor::copied(&tensor.shape, &values));
     }
     weights
 }
 
 /// Replaces gate and up of every set of experts by one fused tensor.
-fn fuse(weights: &HostWeights, interleaved: bool) -> HostWeights {
+fn fuse(weights: &Tensors<'static>, interleaved: bool) -> Tensors<'static> {
     let mut fused = weights.clone();
     for (name, gate) in weights {
         let Some(at) = name.find(".gate.") else {
@@ -51,21 +49,21 @@ fn fuse(weights: &HostWeights, interleaved: bool) -> HostWeights {
         } else {
             row * gate.shape[axis]
         };
-        let pieces = gate.bytes.chunks(rows).zip(up.bytes.chunks(rows));
-        let bytes = pieces.flat_map(|(g, u)| [g, u].concat()).collect();
+        let pieces = gate.data.chunks(rows).zip(up.data.chunks(rows));
+        let bytes: Vec<u8> = pieces.flat_map(|(g, u)| [g, u].concat()).collect();
         fused.remove(name);
         fused.remove(&format!("{set}.up.{kind}"));
-        let tensor = HostTensor {
+        let tensor = Tensor {
             dtype: DType::F32,
             shape,
-            bytes,
+            data: bytes.into(),
         };
         fused.insert(format!("{set}.gate_up.{kind}"), tensor);
     }
     fused
 }
 
-fn load(spec: &LayerSpec, path: &Path) -> Result<HostWeights, WeightsError> {
+fn load(spec: &LayerSpec, path: &Path) -> Result<Tensors<'static>, WeightsError> {
     load_canonical(spec, &Checkpoint::open(path)?, LoadOptions::default())
 }
 
@@ -112,8 +110,7 @@ fn widening_is_exact_and_narrowing_is_asked_for() {
         .iter()
         .map(|v| bf16::from_f64(v / 3.0))
         .collect();
-    up.dtype = DType::Bf16;
-    up.bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    *up = Tensor::copied(&up.shape, &values);
     write_safetensors(&path, &weights).unwrap();
     let wide = load(&spec, &path).unwrap();
     assert_eq!(wide["experts.up.weight"].dtype, DType::F32);
@@ -138,7 +135,7 @@ fn errors_name_tensor_and_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("w.safetensors");
     let spec = spec(GateLayout::Split);
-    let write = |change: &dyn Fn(&mut HostWeights)| {
+    let write = |change: &dyn Fn(&mut Tensors<'_>)| {
         let mut weights = numbered(&spec);
         change(&mut weights);
         write_safetensors(&path, &weights).unwrap();
@@ -248,13 +245,13 @@ fn tables_name_existing_experts() {
     spec.router.kind = moesaic_spec::RouterKind::Table;
     spec.router.table_rows = Some(2);
     let mut weights = numbered(&spec);
-    let table = |values: [i64; 4]| HostTensor::from_i64(&[2, 2], &values);
+    let table = |values: [i64; 4]| Tensor::copied(&[2, 2], &values);
     weights.insert("router.table".to_string(), table([2, 0, 1, 2]));
     write_safetensors(&path, &weights).unwrap();
     let loaded = load(&spec, &path).unwrap();
     assert_eq!(
         loaded["router.table"],
-        HostTensor::from_i32(&[2, 2], &[2, 0, 1, 2])
+        Tensor::copied(&[2, 2], &[2, 0, 1, 2])
     );
     for bad in [3, -1, 1 << 40] {
         weights.insert("router.table".to_string(), table([2, 0, bad, 2]));
@@ -270,16 +267,16 @@ fn a_missing_expert_is_named() {
     let config = r#"{"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 3,
                      "num_local_experts": 3, "num_experts_per_tok": 1}"#;
     let import = hf::import(config, 0).unwrap();
-    let mut weights = HostWeights::new();
+    let mut weights = Tensors::new();
     let root = "model.layers.0.block_sparse_moe";
     weights.insert(
         format!("{root}.gate.weight"),
-        HostTensor::from_f32(&[3, 4], &[0.0; 12]),
+        Tensor::copied(&[3, 4], &[0.0; 12]),
     );
     for e in 0..3 {
         for (leaf, shape) in [("w1", [3, 4]), ("w2", [4, 3]), ("w3", [3, 4])] {
             let name = format!("{root}.experts.{e}.{leaf}.weight");
-            weights.insert(name, HostTensor::from_f32(&shape, &[e as f32; 12]));
+            weights.insert(name, Tensor::copied(&shape, &[e as f32; 12]));
         }
     }
     let path = dir.path().join("model.safetensors");
@@ -301,21 +298,21 @@ fn a_missing_expert_is_named() {
 fn writing_leaves_nothing_behind() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("y.safetensors");
-    let tensor = HostTensor::from_f32(&[0, 4], &[]);
-    write_safetensors(&path, &HostWeights::from([("y".to_string(), tensor)])).unwrap();
+    let tensor = Tensor::copied::<f32>(&[0, 4], &[]);
+    write_safetensors(&path, &Tensors::from([("y".to_string(), tensor)])).unwrap();
     let checkpoint = Checkpoint::open(&path).unwrap();
     assert_eq!(checkpoint.tensor("y").unwrap().shape, [0, 4]);
     let before = fs::read(&path).unwrap();
-    let wrong = HostTensor {
+    let wrong = Tensor {
         dtype: DType::F32,
         shape: vec![2],
-        bytes: vec![0; 7],
+        data: vec![0; 7].into(),
     };
-    let error = write_safetensors(&path, &HostWeights::from([("y".to_string(), wrong)]));
+    let error = write_safetensors(&path, &Tensors::from([("y".to_string(), wrong)]));
     assert!(matches!(error, Err(WeightsError::Corrupt { .. })));
     assert_eq!(fs::read(&path).unwrap(), before);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-    let nowhere = write_safetensors(dir.path().join("no/y"), &HostWeights::new());
+    let nowhere = write_safetensors(dir.path().join("no/y"), &Tensors::new());
     assert!(matches!(nowhere, Err(WeightsError::Io { .. })));
 }
 

@@ -1,8 +1,8 @@
 //! State dictionaries of Tutel and FastMoE.
 
-use moesaic_kernel::DType;
 use moesaic_spec::keys::Library;
 use moesaic_spec::{LayerSpec, canonical_tensors};
+use moesaic_tensor::{Tensor, Tensors};
 use moesaic_weights::*;
 use std::path::Path;
 
@@ -17,19 +17,19 @@ fn spec(router: &str, experts: &str) -> LayerSpec {
 }
 
 /// Canonical tensors, all elements of which differ.
-fn numbered(spec: &LayerSpec) -> HostWeights {
+fn numbered(spec: &LayerSpec) -> Tensors<'static> {
     let mut next = 0;
     let tensors = canonical_tensors(spec).into_iter().map(|tensor| {
         let count: usize = tensor.shape.iter().product();
         let values: Vec<f32> = (next..next + count).map(|i| i as f32).collect();
         next += count;
-        (tensor.name, HostTensor::from_f32(&tensor.shape, &values))
+        (tensor.name, Tensor::copied(&tensor.shape, &values))
     });
     tensors.collect()
 }
 
 /// The last two dimensions swapped.
-fn swapped(tensor: &HostTensor) -> HostTensor {
+fn swapped(tensor: &Tensor<'_>) -> Tensor<'static> {
     let mut shape = tensor.shape.clone();
     let rank = shape.len();
     shape.swap(rank - 2, rank - 1);
@@ -38,39 +38,37 @@ fn swapped(tensor: &HostTensor) -> HostTensor {
     let matrices = values.chunks(rows * columns);
     let turned = matrices
         .flat_map(|m| (0..columns).flat_map(move |c| (0..rows).map(move |r| m[r * columns + c])));
-    HostTensor::from_f32(&shape, &turned.collect::<Vec<_>>())
+    Tensor::copied(&shape, &turned.collect::<Vec<_>>())
 }
 
 /// The same elements in one dimension.
-fn flat(tensor: &HostTensor) -> HostTensor {
-    HostTensor {
+fn flat(tensor: &Tensor<'_>) -> Tensor<'static> {
+    Tensor {
         shape: vec![tensor.shape.iter().product()],
-        ..tensor.clone()
+        ..tensor.clone().into_static()
     }
 }
 
 /// Experts of a tensor, as many as asked for from `first` on.
-fn some(tensor: &HostTensor, first: usize, count: usize) -> HostTensor {
-    let size = tensor.bytes.len() / tensor.shape[0];
+fn some(tensor: &Tensor<'_>, first: usize, count: usize) -> Tensor<'static> {
+    let size = tensor.data.len() / tensor.shape[0];
     let mut shape = tensor.shape.clone();
     shape[0] = count;
-    HostTensor {
+    Tensor {
         dtype: tensor.dtype,
         shape,
-        bytes: tensor.bytes[first * size..(first + count) * size].to_vec(),
+        data: tensor.data[first * size..(first + count) * size]
+            .to_vec()
+            .into(),
     }
 }
 
-fn count(experts: i64) -> HostTensor {
-    HostTensor {
-        dtype: DType::I64,
-        shape: Vec::new(),
-        bytes: experts.to_le_bytes().to_vec(),
-    }
+fn count(experts: i64) -> Tensor<'static> {
+    Tensor::owned(&[], vec![experts])
 }
 
 /// A plain layer as Tutel names it.
-fn tutel(weights: &HostWeights, prefix: &str) -> HostWeights {
+fn tutel(weights: &Tensors<'static>, prefix: &str) -> Tensors<'static> {
     let w = |name: &str| weights[name].clone();
     let named = [
         ("gates.0.wg.weight", w("router.weight")),
@@ -87,8 +85,8 @@ fn tutel(weights: &HostWeights, prefix: &str) -> HostWeights {
 }
 
 /// A plain layer as FastMoE names it, a module for each expert.
-fn fastmoe(weights: &HostWeights) -> HostWeights {
-    let mut dict = HostWeights::from([
+fn fastmoe(weights: &Tensors<'static>) -> Tensors<'static> {
+    let mut dict = Tensors::from([
         (
             "gate.gate.weight".to_string(),
             weights["router.weight"].clone(),
@@ -126,7 +124,7 @@ const FASTMOE: Call<'_> = Call {
 };
 
 impl Call<'_> {
-    fn load(&self, spec: &LayerSpec, dict: &HostWeights) -> Result<HostWeights, String> {
+    fn load(&self, spec: &LayerSpec, dict: &Tensors<'_>) -> Result<Tensors<'static>, String> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("dict.safetensors");
         write_safetensors(&path, dict).unwrap();
@@ -140,7 +138,7 @@ impl Call<'_> {
         loaded.map_err(|e| e.to_string())
     }
 
-    fn refuses(&self, spec: &LayerSpec, dict: &HostWeights, part: &str) {
+    fn refuses(&self, spec: &LayerSpec, dict: &Tensors<'_>, part: &str) {
         let error = self.load(spec, dict).unwrap_err();
         assert!(error.contains(part), "{error}");
     }
@@ -167,7 +165,7 @@ fn tutel_cosine_gates_and_gated_experts() {
     let spec = spec("kind = \"cosine\"\nprojection_dim = 3", "");
     let weights = numbered(&spec);
     let w = |name: &str| weights[name].clone();
-    let mut dict = HostWeights::new();
+    let mut dict = Tensors::new();
     for (theirs, tensor) in [
         (
             "gates.0.cosine_projector.weight",
@@ -206,10 +204,7 @@ fn fastmoe_noisy_gates_are_columns() {
     let spec = spec("noise = 1.0\nnoise_kind = \"learned\"", PLAIN);
     let weights = numbered(&spec);
     let mut with_bias = weights.clone();
-    with_bias.insert(
-        "router.bias".to_string(),
-        HostTensor::from_f32(&[4], &[0.0; 4]),
-    );
+    with_bias.insert("router.bias".to_string(), Tensor::copied(&[4], &[0.0; 4]));
     let mut dict = fastmoe(&with_bias);
     dict.retain(|name, _| name.starts_with("experts."));
     dict.insert(
@@ -255,7 +250,7 @@ fn which_layer_and_gate_has_to_be_clear() {
     assert_eq!(named("b.").load(&spec, &two).unwrap(), weights);
     named("c").refuses(&spec, &two, "no layer `c`, there are: `a`, `b`");
     let mut gates = tutel(&weights, "");
-    let other = HostTensor::from_f32(&[4, 6], &[0.5; 24]);
+    let other = Tensor::copied(&[4, 6], &[0.5; 24]);
     gates.insert("gates.1.wg.weight".to_string(), other.clone());
     TUTEL.refuses(&spec, &gates, "the layer has gates [0, 1], name one");
     let second = Call {
@@ -270,7 +265,7 @@ fn which_layer_and_gate_has_to_be_clear() {
     );
 }
 
-fn fastmoe_plain() -> HostWeights {
+fn fastmoe_plain() -> Tensors<'static> {
     fastmoe(&numbered(&spec("bias = true", PLAIN)))
 }
 

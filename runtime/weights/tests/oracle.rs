@@ -3,9 +3,8 @@
 mod support;
 
 use moesaic_spec::hf;
-use moesaic_weights::{
-    Checkpoint, HostTensor, HostWeights, LoadOptions, load_import, write_safetensors,
-};
+use moesaic_tensor::{Tensor, Tensors};
+use moesaic_weights::{Checkpoint, LoadOptions, load_import, write_safetensors};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -61,11 +60,11 @@ fn tensors_of_the_model_in_memory() {
         let layer = case["layer"].as_u64().unwrap() as usize;
         let config = fs::read_to_string(dir.join("config.json")).unwrap();
         let import = hf::import(&config, layer).unwrap();
-        let mut ones = HostWeights::new();
+        let mut ones = Tensors::new();
         for (name, shape) in case["memory"].as_object().unwrap() {
             let shape: Vec<usize> = serde_json::from_value(shape.clone()).unwrap();
             let values = vec![1.0; shape.iter().product()];
-            ones.insert(name.clone(), HostTensor::from_f32(&shape, &values));
+            ones.insert(name.clone(), Tensor::copied(&shape, &values));
         }
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("model.safetensors");

@@ -74,6 +74,19 @@ pub trait Device: Send + Sync {
     /// Ends what [`Device::begin_placing`] began.
     fn end_placing(&self) {}
 
+    /// Whether placing needs a tensor written by one launch or upload: where there
+    /// are several memory nodes, each gets its share of the whole.
+    fn places_whole(&self) -> bool {
+        false
+    }
+
+    /// Where kernels find bytes of the host, if they read them where they are. A
+    /// kernel may do so as long as they stay there.
+    fn host_ptr(&self, bytes: &[u8]) -> Option<Ptr> {
+        let _ = bytes;
+        None
+    }
+
     /// Allocates at least `bytes` bytes, aligned to 64; contents undefined.
     ///
     /// # Errors

@@ -74,6 +74,10 @@ impl Crew {
         }
     }
 
+    pub(crate) fn nodes(&self) -> &Nodes {
+        &self.nodes
+    }
+
     pub(crate) fn threads(&self) -> usize {
         match &self.threads {
             Threads::Shared(shared) => shared.threads(),

@@ -168,6 +168,14 @@ impl Device for CpuDevice {
         crate::crew::end_placing();
     }
 
+    fn places_whole(&self) -> bool {
+        self.crew.nodes().count() > 1
+    }
+
+    fn host_ptr(&self, bytes: &[u8]) -> Option<Ptr> {
+        Some(Ptr(bytes.as_ptr() as u64))
+    }
+
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         let memory = Memory::new(bytes)?;
         if self.poisoned {

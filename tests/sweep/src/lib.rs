@@ -9,7 +9,7 @@ pub use table::Table;
 
 use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{GemmFamily, KernelConfig, KernelPlan, Training, plan, plan_training};
+use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -145,8 +145,8 @@ fn lock<'a, 'b>(state: &'a Mutex<State<'b>>) -> std::sync::MutexGuard<'a, State<
 fn kernels(seed: u64, target: Target) -> Vec<Result<(String, KernelSource), String>> {
     let spec = layer(seed);
     let plans = [
-        plan(&spec, target),
-        plan_training(&spec, target, Training::default()),
+        plan(&spec, target, &PlanOptions::default()),
+        plan(&spec, target, &PlanOptions::training(Training::default())),
     ];
     let mut all = Vec::new();
     for plan in plans {
@@ -163,10 +163,8 @@ fn kernels(seed: u64, target: Target) -> Vec<Result<(String, KernelSource), Stri
 
 /// The stem, and of products the unit that multiplies.
 fn family(kernel: &KernelPlan) -> String {
-    match &kernel.config {
-        KernelConfig::GroupedGemm(config) if config.family != GemmFamily::Simt => {
-            format!("{} {:?}", kernel.stem(), config.family).to_lowercase()
-        }
+    match kernel.family() {
+        Some(family) if family != "simt" => format!("{} {family}", kernel.stem()),
         _ => kernel.stem().to_string(),
     }
 }

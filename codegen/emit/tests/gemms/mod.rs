@@ -7,7 +7,7 @@ pub mod simulated;
 
 use crate::rig;
 use moesaic_kernel::{DType, ParamType, Stem, TensorMap};
-use moesaic_plan::{GemmFamily, KernelConfig, LayerPlan, Step, plan};
+use moesaic_plan::{LayerPlan, Op, PlanOptions, Step, plan};
 use moesaic_reference::{Random, Weights, activate, round_to};
 use moesaic_spec::*;
 use moesaic_target::{Arg, Buffer, Device, KernelCounters, LaunchDims, Module};
@@ -123,7 +123,7 @@ impl Gemms {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
-        let mut plan = plan(spec, target.parse().unwrap()).unwrap();
+        let mut plan = plan(spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
         let tile_rows = scan_tile_rows(&plan);
         only_gemms(&mut plan);
         let (device, modules) = load(&plan);
@@ -137,13 +137,9 @@ impl Gemms {
     }
 
     /// The family of every GEMM.
-    pub fn families(&self) -> Vec<GemmFamily> {
-        let configs = self.plan.kernels.iter().map(|kernel| &kernel.config);
-        let gemms = configs.filter_map(|config| match config {
-            KernelConfig::GroupedGemm(config) => Some(config.family),
-            _ => None,
-        });
-        gemms.collect()
+    pub fn families(&self) -> Vec<&'static str> {
+        let kernels = self.plan.kernels.iter();
+        kernels.filter_map(|kernel| kernel.family()).collect()
     }
 
     /// Runs every kernel. What they write was full of NaN before; what they
@@ -397,9 +393,8 @@ fn only_gemms(plan: &mut LayerPlan) {
 
 /// The rows of the tiles that the scan lists.
 fn scan_tile_rows(plan: &LayerPlan) -> usize {
-    let configs = plan.kernels.iter().map(|k| &k.config);
-    let mut rows = configs.filter_map(|config| match config {
-        KernelConfig::ExpertScan(scan) => Some(scan.tile_rows),
+    let mut rows = plan.kernels.iter().filter_map(|kernel| match &kernel.op {
+        Op::ExpertScan { config, .. } => Some(config.tile_rows),
         _ => None,
     });
     rows.next().unwrap()

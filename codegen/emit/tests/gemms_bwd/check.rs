@@ -3,8 +3,7 @@
 use super::{Call, Products, Tensors};
 use moesaic_kernel::DType;
 use moesaic_plan::{
-    EntryId, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelConfig,
-    KernelDesc, Step,
+    EntryId, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Op, Step,
 };
 use moesaic_reference::activate;
 use moesaic_spec::Experts;
@@ -61,13 +60,13 @@ impl Products {
                 values,
                 dense: false,
             };
-            match &self.plan.kernels[launch.entry.kernel].desc {
-                KernelDesc::GroupedGemm(d) => launched.of(d.dense).kept(d),
-                KernelDesc::GroupedGemmDgrad(d) => launched.of(d.dense).dgrad(d),
-                KernelDesc::GroupedGemmWgrad(d) if entry.symbol.ends_with("_bias") => {
+            match &self.plan.kernels[launch.entry.kernel].op {
+                Op::GroupedGemm { desc: d, .. } => launched.of(d.dense).kept(d),
+                Op::GroupedGemmDgrad { desc: d, .. } => launched.of(d.dense).dgrad(d),
+                Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => {
                     launched.of(d.dense).wgrad_bias(d)
                 }
-                KernelDesc::GroupedGemmWgrad(d) => launched.of(d.dense).wgrad(d),
+                Op::GroupedGemmWgrad { desc: d, .. } => launched.of(d.dense).wgrad(d),
                 _ => unreachable!("only products are left"),
             }
         }
@@ -209,11 +208,8 @@ impl Launched<'_> {
 
     fn down(&self, d: &GroupedGemmDgradDesc, row: usize, products: &[Sum]) {
         let weight = self.weight(row);
-        let KernelConfig::GroupedGemm(config) =
-            &self.products.plan.kernels[self.entry.kernel].config
-        else {
-            panic!("a product has the config of one");
-        };
+        let op = &self.products.plan.kernels[self.entry.kernel].op;
+        let config = op.gemm().expect("a product");
         let mut parts = vec![Sum::default(); d.outer.div_ceil(config.tile_columns)];
         for (column, &product) in products.iter().enumerate() {
             let at = row * d.outer + column;

@@ -8,7 +8,7 @@ mod check;
 
 use crate::rig;
 use moesaic_kernel::{Access, DType, ParamType, Stem, TensorMap};
-use moesaic_plan::{KernelConfig, KernelDesc, KernelPlan, LayerPlan, Step, Training};
+use moesaic_plan::{KernelPlan, LayerPlan, Op, PlanOptions, Step, Training};
 use moesaic_reference::{Random, Weights, round_to};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
@@ -101,8 +101,8 @@ impl Products {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
-        let training = Training::default();
-        let plan = moesaic_plan::plan_training(spec, target.parse().unwrap(), training);
+        let training = PlanOptions::training(Training::default());
+        let plan = moesaic_plan::plan(spec, target.parse().unwrap(), &training);
         let mut plan = plan.unwrap();
         let tile_rows = scan_tile_rows(&plan);
         only_products(&mut plan, wanted);
@@ -234,8 +234,8 @@ impl Products {
 
 /// Leaves out what is no product, and of the forward pass what keeps nothing.
 fn only_products(plan: &mut LayerPlan, wanted: impl Fn(&KernelPlan) -> bool) {
-    let is_product = |kernel: &KernelPlan| match &kernel.desc {
-        KernelDesc::GroupedGemm(d) => d.keep,
+    let is_product = |kernel: &KernelPlan| match &kernel.op {
+        Op::GroupedGemm { desc, .. } => desc.keep,
         other => [Stem::GroupedGemmDgrad, Stem::GroupedGemmWgrad].contains(&other.stem()),
     };
     let kept: BTreeSet<usize> = (0..plan.kernels.len())
@@ -254,9 +254,8 @@ fn only_products(plan: &mut LayerPlan, wanted: impl Fn(&KernelPlan) -> bool) {
 
 /// The rows of the tiles that the scan lists.
 fn scan_tile_rows(plan: &LayerPlan) -> usize {
-    let configs = plan.kernels.iter().map(|k| &k.config);
-    let mut rows = configs.filter_map(|config| match config {
-        KernelConfig::ExpertScan(scan) => Some(scan.tile_rows),
+    let mut rows = plan.kernels.iter().filter_map(|kernel| match &kernel.op {
+        Op::ExpertScan { config, .. } => Some(config.tile_rows),
         _ => None,
     });
     rows.next().unwrap()

@@ -8,7 +8,7 @@ use crate::kept::Kept;
 use moesaic_emit::{Prelude, emit_with};
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
 use moesaic_kernel::{KernelSource, RocmArch, SimArch, Stem, Target};
-use moesaic_plan::{KernelPlan, LayerPlan, plan};
+use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{
     Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, FunctionId, LaunchDims, Module,
@@ -23,7 +23,7 @@ pub fn planned(spec: &LayerSpec, gpu: &str) -> LayerPlan {
     if let Err(problems) = spec.validate() {
         panic!("the test's spec is invalid: {problems:?}");
     }
-    plan(spec, gpu.parse().unwrap()).unwrap()
+    plan(spec, gpu.parse().unwrap(), &PlanOptions::default()).unwrap()
 }
 
 /// The GPU that is simulated for a target: itself, or one with warps as wide.

@@ -3,7 +3,7 @@
 use super::{Rows, Values, config};
 use moesaic_kernel::Entry;
 use moesaic_plan::{
-    GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelDesc, KernelPlan,
+    GemmFamily, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, KernelPlan, Op,
 };
 use moesaic_reference::activate;
 use moesaic_spec::LayerSpec;
@@ -49,28 +49,29 @@ pub fn check(
     got: &Values,
     what: &str,
 ) {
-    let dense = match &kernel.desc {
-        KernelDesc::GroupedGemmDgrad(d) => d.dense,
-        KernelDesc::GroupedGemmWgrad(d) => d.dense,
-        KernelDesc::GroupedGemm(d) => d.dense,
+    let dense = match &kernel.op {
+        Op::GroupedGemmDgrad { desc: d, .. } => d.dense,
+        Op::GroupedGemmWgrad { desc: d, .. } => d.dense,
+        Op::GroupedGemm { desc: d, .. } => d.dense,
         other => panic!("{other:?} is no backward GEMM"),
     };
+    let tf32 = matches!(config(kernel).family, GemmFamily::Mma { tf32: true, .. });
     let check = Check {
         spec,
         given,
         got,
         offsets: rows.offsets(dense),
-        arithmetic: if config(kernel).tf32 { 2e-3 } else { 3e-6 },
+        arithmetic: if tf32 { 2e-3 } else { 3e-6 },
         what,
     };
-    match &kernel.desc {
-        KernelDesc::GroupedGemmDgrad(d) if d.half == Half::Down => {
+    match &kernel.op {
+        Op::GroupedGemmDgrad { desc: d, .. } if d.half == Half::Down => {
             check.down(d, config(kernel).tile_columns);
         }
-        KernelDesc::GroupedGemmDgrad(d) => check.up(d),
-        KernelDesc::GroupedGemmWgrad(d) if entry.symbol.ends_with("_bias") => check.bias(d),
-        KernelDesc::GroupedGemmWgrad(d) => check.wgrad(d),
-        KernelDesc::GroupedGemm(d) => check.kept(d),
+        Op::GroupedGemmDgrad { desc: d, .. } => check.up(d),
+        Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => check.bias(d),
+        Op::GroupedGemmWgrad { desc: d, .. } => check.wgrad(d),
+        Op::GroupedGemm { desc: d, .. } => check.kept(d),
         _ => {}
     }
 }

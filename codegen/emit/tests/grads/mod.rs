@@ -9,7 +9,7 @@ use crate::gemms::simulated::simulated;
 use crate::rig;
 use moesaic_kernel::{Access, DType, Entry, Param, ParamType};
 use moesaic_plan::{
-    GemmFamily, KernelConfig, KernelDesc, KernelPlan, LayerPlan, Recompute, Training, plan_training,
+    GroupedGemmConfig, KernelPlan, LayerPlan, Op, PlanOptions, Recompute, Training, plan,
 };
 use moesaic_reference::{Random, round_to};
 use moesaic_spec::LayerSpec;
@@ -76,16 +76,21 @@ pub struct Grads {
 
 impl Grads {
     /// The backward GEMMs that are of these families.
-    pub fn new(spec: &LayerSpec, target: &str, families: &[GemmFamily], seed: u64) -> Grads {
+    pub fn new(spec: &LayerSpec, target: &str, families: &[&str], seed: u64) -> Grads {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
         let training = Training {
             recompute: Recompute::None,
         };
-        let mut plan = plan_training(spec, target.parse().unwrap(), training).unwrap();
+        let mut plan = plan(
+            spec,
+            target.parse().unwrap(),
+            &PlanOptions::training(training),
+        )
+        .unwrap();
         plan.kernels
-            .retain(|kernel| is_backward(&kernel.desc) && families.contains(&family(kernel)));
+            .retain(|kernel| is_backward(&kernel.op) && families.contains(&family(kernel)));
         let (device, modules) = simulated(&plan, seed);
         Grads {
             plan,
@@ -95,7 +100,7 @@ impl Grads {
     }
 
     /// Names and families, in the order of the plan.
-    pub fn families(&self) -> Vec<(&str, GemmFamily)> {
+    pub fn families(&self) -> Vec<(&str, &'static str)> {
         let kernels = self.plan.kernels.iter();
         kernels.map(|k| (k.name.as_str(), family(k))).collect()
     }
@@ -116,8 +121,8 @@ impl Grads {
             let given = given(kernel, entry, rows, accumulate != 0);
             let got = self.launch(index, entry, rows, &given, accumulate);
             let what = format!(
-                "{} on {}, {} tokens, {:?}, {:?}",
-                kernel.name, self.plan.target, rows.tokens, kernel.desc, kernel.config
+                "{} on {}, {} tokens, {:?}",
+                kernel.name, self.plan.target, rows.tokens, kernel.op
             );
             expected::check(&self.plan.spec, kernel, entry, rows, &given, &got, &what);
             all.extend(got);
@@ -200,26 +205,20 @@ impl Grads {
 }
 
 /// Backward products, and those whose pre-activations they start from.
-fn is_backward(desc: &KernelDesc) -> bool {
-    match desc {
-        KernelDesc::GroupedGemmDgrad(_) | KernelDesc::GroupedGemmWgrad(_) => true,
-        KernelDesc::GroupedGemm(d) => d.keep,
+fn is_backward(op: &Op) -> bool {
+    match op {
+        Op::GroupedGemmDgrad { .. } | Op::GroupedGemmWgrad { .. } => true,
+        Op::GroupedGemm { desc, .. } => desc.keep,
         _ => false,
     }
 }
 
-fn config(kernel: &KernelPlan) -> &moesaic_plan::GroupedGemmConfig {
-    match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config,
-        other => panic!("{other:?} is no GEMM's"),
-    }
+fn config(kernel: &KernelPlan) -> &GroupedGemmConfig {
+    kernel.op.gemm().expect("a GEMM")
 }
 
-fn family(kernel: &KernelPlan) -> GemmFamily {
-    match &kernel.config {
-        KernelConfig::GroupedGemm(config) => config.family,
-        _ => GemmFamily::Simt,
-    }
+fn family(kernel: &KernelPlan) -> &'static str {
+    config(kernel).family.name()
 }
 
 fn tensor_name(param: &Param) -> &str {
@@ -253,10 +252,10 @@ fn dims(shape: &[usize], rank: usize) -> [u64; 5] {
 
 /// Values of all that an entry reads: rows that exist, all of the rest.
 fn given(kernel: &KernelPlan, entry: &Entry, rows: &Rows, accumulate: bool) -> Values {
-    let (dense, inner) = match &kernel.desc {
-        KernelDesc::GroupedGemmDgrad(d) => (d.dense, d.inner),
-        KernelDesc::GroupedGemmWgrad(d) => (d.dense, 1),
-        KernelDesc::GroupedGemm(d) => (d.dense, d.inner),
+    let (dense, inner) = match &kernel.op {
+        Op::GroupedGemmDgrad { desc: d, .. } => (d.dense, d.inner),
+        Op::GroupedGemmWgrad { desc: d, .. } => (d.dense, 1),
+        Op::GroupedGemm { desc: d, .. } => (d.dense, d.inner),
         other => panic!("{other:?} is no backward GEMM"),
     };
     let offsets = rows.offsets(dense);

@@ -12,7 +12,7 @@ use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, DType, KernelSource, ParamType, Stem, Target, TensorMap};
 use moesaic_plan::{
-    LaunchStep, LayerPlan, Role, Step, TensorId, TensorPlan, Training, plan, plan_training,
+    LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, TensorPlan, Training, plan,
 };
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, round_to};
@@ -86,12 +86,16 @@ impl Tensors {
 impl Rig {
     /// Plans, emits and compiles; weights are random, in the storage types.
     pub fn new(spec: &LayerSpec, isa: CpuIsa, threads: usize) -> Rig {
-        Rig::compile(spec, threads, plan(spec, Target::Cpu(isa)).unwrap())
+        Rig::compile(
+            spec,
+            threads,
+            plan(spec, Target::Cpu(isa), &PlanOptions::default()).unwrap(),
+        )
     }
 
     /// As [`Rig::new`], with the kernels of a backward pass.
     pub fn training(spec: &LayerSpec, isa: CpuIsa, threads: usize, training: Training) -> Rig {
-        let plan = plan_training(spec, Target::Cpu(isa), training).unwrap();
+        let plan = plan(spec, Target::Cpu(isa), &PlanOptions::training(training)).unwrap();
         Rig::compile(spec, threads, plan)
     }
 

@@ -9,7 +9,7 @@ pub struct Layer9AwkwardExperts {
     layer: ::moesaic::Layer,
 }
 
-const _: () = ::moesaic::typed::generated::check_format(1);
+const _: () = ::moesaic::typed::generated::check_format(2);
 #[allow(dead_code)]
 impl Layer9AwkwardExperts {
     /// Width of a token.
@@ -60,7 +60,7 @@ impl Layer9AwkwardExperts {
     /// As `new`; also when a tensor is missing or is not as the spec says.
     pub fn from_named(
         engine: &::moesaic::Engine,
-        weights: &::moesaic::Weights<'_>,
+        weights: &dyn ::moesaic::WeightSource,
     ) -> Result<Self, ::moesaic::EngineError> {
         let layer = engine.layer(&Self::spec(), weights)?;
         Ok(Self { layer })
@@ -237,7 +237,7 @@ pub struct Layer9AwkwardExpertsWeights<'a> {
 #[allow(dead_code)]
 impl<'a> Layer9AwkwardExpertsWeights<'a> {
     /// The weights by canonical name, with shapes as data.
-    pub fn named(&self) -> ::moesaic::Weights<'a> {
+    pub fn named(&self) -> ::moesaic::Tensors<'a> {
         ::moesaic::typed::generated::weights([
             (
                 "router.weight",

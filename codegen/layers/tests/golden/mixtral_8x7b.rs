@@ -8,7 +8,7 @@ pub struct Mixtral8x7b {
     layer: ::moesaic::Layer,
 }
 
-const _: () = ::moesaic::typed::generated::check_format(1);
+const _: () = ::moesaic::typed::generated::check_format(2);
 #[allow(dead_code)]
 impl Mixtral8x7b {
     /// Width of a token.
@@ -59,7 +59,7 @@ impl Mixtral8x7b {
     /// As `new`; also when a tensor is missing or is not as the spec says.
     pub fn from_named(
         engine: &::moesaic::Engine,
-        weights: &::moesaic::Weights<'_>,
+        weights: &dyn ::moesaic::WeightSource,
     ) -> Result<Self, ::moesaic::EngineError> {
         let layer = engine.layer(&Self::spec(), weights)?;
         Ok(Self { layer })
@@ -158,7 +158,7 @@ pub struct Mixtral8x7bWeights<'a> {
 #[allow(dead_code)]
 impl<'a> Mixtral8x7bWeights<'a> {
     /// The weights by canonical name, with shapes as data.
-    pub fn named(&self) -> ::moesaic::Weights<'a> {
+    pub fn named(&self) -> ::moesaic::Tensors<'a> {
         ::moesaic::typed::generated::weights([
             (
                 "router.weight",

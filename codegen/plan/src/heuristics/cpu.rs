@@ -1,20 +1,10 @@
 //! Tilings for CPUs. A block is one call of the block function; threads are
 //! the runtime's, so every kernel has one thread per block.
 
-use crate::CacheClass;
 use crate::config::*;
 use crate::desc::*;
+use crate::ops::Core;
 use moesaic_kernel::{CpuIsa, DType};
-
-/// What tilings follow. No size of a cache changes an order of sums: it cuts work
-/// into blocks, or the depth into slices between which sums are kept as they are.
-#[derive(Clone, Copy, Debug)]
-pub struct Core {
-    /// Its instructions.
-    pub isa: CpuIsa,
-    /// Its caches.
-    pub caches: CacheClass,
-}
 
 /// Rows of a GEMM tile: enough that a panel of weights is packed and read from
 /// far away seldom; with the panel their sums are a part of a second-level cache.
@@ -182,7 +172,7 @@ pub fn dispatch(_: &DispatchDesc, _: Core) -> DispatchConfig {
 /// See [`GroupedGemmConfig`]. Depth counts 32-bit words.
 pub fn grouped_gemm(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let matrices = d.matrices();
-    if family(core.isa, d.weights, d.activations) == GemmFamily::Tiles {
+    if has_tiles(core.isa, d.weights, d.activations) {
         return tiles(d, matrices, core);
     }
     let (thread_rows, strip) = register_tile(core.isa, d.weights, d.activations);
@@ -197,33 +187,39 @@ pub fn grouped_gemm(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
     };
-    let config = GroupedGemmConfig {
+    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows: TILE_ROWS,
         tile_columns,
         tile_depth,
         thread_rows,
         thread_columns,
-        gather: d.plain_rows && !d.dense,
-        packed: true,
-        shared_bytes: (4 * (rows + sums + panel)) as u32,
-        ..plain_gemm()
-    };
-    narrow_for_few(d, config)
+        family: GemmFamily::Vectors(CpuGemm {
+            gather: d.plain_rows && !d.dense,
+            packed: true,
+            few_tokens,
+            few_columns,
+            shared_bytes: (4 * (rows + sums + panel)) as u32,
+        }),
+    }
 }
 
-/// Sets the columns of a block in calls of few tokens, if those have too few blocks.
-fn narrow_for_few(d: &GroupedGemmDesc, mut config: GroupedGemmConfig) -> GroupedGemmConfig {
-    let few_columns = (FEW_COLUMNS / d.matrices()).next_multiple_of(config.thread_columns);
-    let column_tiles = d.outer.div_ceil(config.tile_columns);
+/// How many tokens are few, and the columns of a block then; zeros where blocks are
+/// enough or narrow as they are.
+fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usize, usize) {
+    let few_columns = (FEW_COLUMNS / d.matrices()).next_multiple_of(thread_columns);
+    let column_tiles = d.outer.div_ceil(tile_columns);
     let row_tiles = |tokens: usize| match d.dense {
         true => 1,
         false => d.experts.min(tokens * d.top_k),
     };
     let lacks = |tokens: &usize| row_tiles(*tokens) * column_tiles < ENOUGH_BLOCKS;
     let few_tokens = (1..=MOST_FEW).take_while(lacks).count();
-    if few_columns < config.tile_columns && few_tokens > 0 {
-        (config.few_tokens, config.few_columns) = (few_tokens, few_columns);
+    match few_columns < tile_columns && few_tokens > 0 {
+        true => (few_tokens, few_columns),
+        false => (0, 0),
     }
-    config
 }
 
 /// AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same rows,
@@ -241,19 +237,22 @@ fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig 
         1 => 0,
         _ => tile_rows * tile_columns * matrices,
     };
-    let config = GroupedGemmConfig {
+    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    GroupedGemmConfig {
+        threads: 1,
         tile_rows,
         tile_columns,
         tile_depth,
         thread_rows: AMX_STRIP,
         thread_columns,
-        family: GemmFamily::Tiles,
-        gather: d.plain_rows && !d.dense,
-        packed: true,
-        shared_bytes: (NEAR_HEAD + 4 * (rows + sums + panel)) as u32,
-        ..plain_gemm()
-    };
-    narrow_for_few(d, config)
+        family: GemmFamily::Tiles(CpuGemm {
+            gather: d.plain_rows && !d.dense,
+            packed: true,
+            few_tokens,
+            few_columns,
+            shared_bytes: (NEAR_HEAD + 4 * (rows + sums + panel)) as u32,
+        }),
+    }
 }
 
 /// Words of depth are a multiple of this: whole vectors of every width.
@@ -279,12 +278,9 @@ fn even_slices(words: usize, most: usize) -> (usize, usize) {
     (slices, each)
 }
 
-/// What multiplies factors of these types.
-fn family(isa: CpuIsa, left: DType, right: DType) -> GemmFamily {
-    match (isa, left, right) {
-        (CpuIsa::Amx, DType::Bf16, DType::Bf16) => GemmFamily::Tiles,
-        _ => GemmFamily::Simt,
-    }
+/// Whether AMX tiles multiply factors of these types.
+fn has_tiles(isa: CpuIsa, left: DType, right: DType) -> bool {
+    (isa, left, right) == (CpuIsa::Amx, DType::Bf16, DType::Bf16)
 }
 
 /// Rows and columns of the sums that vector registers hold; some are left for
@@ -328,7 +324,7 @@ pub fn combine_bwd(_: &CombineBwdDesc, _: Core) -> CombineBwdConfig {
 
 /// See [`GroupedGemmConfig`].
 pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
-    if family(core.isa, d.weights, d.activations) == GemmFamily::Tiles {
+    if has_tiles(core.isa, d.weights, d.activations) {
         return dgrad_tiles(d, core);
     }
     let (thread_rows, thread_columns) = register_tile(core.isa, d.weights, d.activations);
@@ -342,13 +338,15 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmCo
     let words = words(core.isa, d.inner, d.weights, d.activations);
     let (_, tile_depth) = even_slices(words, depth);
     let sums_and_panels = tile_columns * (TILE_ROWS + 2 * tile_depth);
+    let words = sums_and_panels + thread_rows * tile_depth;
     GroupedGemmConfig {
+        threads: 1,
+        tile_rows: TILE_ROWS,
         tile_columns,
         tile_depth,
         thread_rows,
         thread_columns,
-        shared_bytes: (NEAR_HEAD + 4 * (sums_and_panels + thread_rows * tile_depth)) as u32,
-        ..plain_gemm()
+        family: GemmFamily::Vectors(scratch(words)),
     }
 }
 
@@ -378,21 +376,20 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     let near = tile_depth * (kept * tile_rows + 2 * AMX_STRIP * AMX_DGRAD_STRIPS);
     let sums = if whole { 0 } else { tile_rows * tile_columns };
     GroupedGemmConfig {
+        threads: 1,
         tile_rows,
         tile_columns,
         tile_depth,
         thread_rows: AMX_STRIP,
         thread_columns: AMX_STRIP,
-        family: GemmFamily::Tiles,
-        shared_bytes: (NEAR_HEAD + 4 * (near + sums)) as u32,
-        ..plain_gemm()
+        family: GemmFamily::Tiles(scratch(near + sums)),
     }
 }
 
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts words
 /// of rows, few enough that a panel of the right factor stays near.
 pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
-    if family(core.isa, d.left, d.right) == GemmFamily::Tiles {
+    if has_tiles(core.isa, d.left, d.right) {
         return wgrad_tiles(d, core);
     }
     let (thread_rows, thread_columns) = register_tile(core.isa, d.left, d.right);
@@ -414,13 +411,13 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmCo
     // Columns of the left factor are copied a vector at a time, or two of pairs.
     let left = tile_rows * (tile_depth + core.isa.vector_bytes() / 2);
     GroupedGemmConfig {
-        tile_depth,
+        threads: 1,
         tile_rows,
         tile_columns,
+        tile_depth,
         thread_rows,
         thread_columns,
-        shared_bytes: (NEAR_HEAD + 4 * (sums_and_panels + left)) as u32,
-        ..plain_gemm()
+        family: GemmFamily::Vectors(scratch(sums_and_panels + left)),
     }
 }
 
@@ -432,33 +429,21 @@ fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_STRIP);
     let panels = 2 * DEPTH * AMX_STRIP * AMX_WGRAD_STRIPS;
     GroupedGemmConfig {
+        threads: 1,
         tile_rows,
         tile_columns: 1024.min(d.width.next_multiple_of(AMX_STRIP)),
         tile_depth: DEPTH,
         thread_rows: AMX_STRIP,
         thread_columns: AMX_STRIP,
-        family: GemmFamily::Tiles,
-        shared_bytes: (NEAR_HEAD + 4 * (tile_rows * DEPTH + panels)) as u32,
-        ..plain_gemm()
+        family: GemmFamily::Tiles(scratch(tile_rows * DEPTH + panels)),
     }
 }
 
-fn plain_gemm() -> GroupedGemmConfig {
-    GroupedGemmConfig {
-        threads: 1,
-        tile_rows: TILE_ROWS,
-        tile_columns: BLOCK_COLUMNS,
-        tile_depth: DEPTHS[0],
-        thread_rows: 6,
-        thread_columns: 16,
-        family: GemmFamily::Simt,
-        stages: 1,
-        gather: false,
-        packed: false,
-        shared_bytes: 0,
-        tf32: false,
-        few_tokens: 0,
-        few_columns: 0,
+/// A backward product with so many words in memory of the thread's own.
+fn scratch(words: usize) -> CpuGemm {
+    CpuGemm {
+        shared_bytes: (NEAR_HEAD + 4 * words) as u32,
+        ..CpuGemm::default()
     }
 }
 

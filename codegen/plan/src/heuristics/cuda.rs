@@ -66,14 +66,7 @@ fn simt(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
         tile_depth: 16,
         thread_rows: 8,
         thread_columns: 8 / matrices,
-        family: GemmFamily::Simt,
-        stages: 1,
-        gather: false,
-        packed: false,
-        shared_bytes: 0,
-        tf32: false,
-        few_tokens: 0,
-        few_columns: 0,
+        family: GemmFamily::Simt { gather: false },
     }
 }
 

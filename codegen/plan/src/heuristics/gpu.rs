@@ -164,14 +164,7 @@ pub fn simt_product(tile_rows: usize) -> GroupedGemmConfig {
         tile_depth: 16,
         thread_rows: 8,
         thread_columns: 8,
-        family: GemmFamily::Simt,
-        stages: 1,
-        gather: false,
-        packed: false,
-        shared_bytes: 0,
-        tf32: false,
-        few_tokens: 0,
-        few_columns: 0,
+        family: GemmFamily::Simt { gather: false },
     }
 }
 
@@ -182,8 +175,9 @@ pub fn simt_wgrad(d: &GroupedGemmWgradDesc) -> GroupedGemmConfig {
     GroupedGemmConfig {
         tile_rows: 64 / matrices,
         thread_rows: 8 / matrices,
-        gather: d.plain_rows && !d.dense,
-        packed: false,
+        family: GemmFamily::Simt {
+            gather: d.plain_rows && !d.dense,
+        },
         ..simt_product(64)
     }
 }

@@ -22,22 +22,29 @@ pub fn dispatch(d: &DispatchDesc, arch: RocmArch) -> DispatchConfig {
 
 /// See [`GroupedGemmConfig`].
 pub fn grouped_gemm(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
-    match family([d.weights, d.activations], arch) {
-        GemmFamily::Mfma => mfma(d, arch),
-        GemmFamily::Wmma => wmma(d),
-        _ => simt(d),
+    match unit([d.weights, d.activations], arch) {
+        Unit::Mfma => mfma(d, arch),
+        Unit::Wmma => wmma(d),
+        Unit::Simt => simt(d),
     }
+}
+
+/// What multiplies.
+enum Unit {
+    Simt,
+    Mfma,
+    Wmma,
 }
 
 /// Which unit multiplies factors of these types: by types and architecture
 /// alone, so that both halves of a layer get the same one.
-fn family([a, b]: [DType; 2], arch: RocmArch) -> GemmFamily {
+fn unit([a, b]: [DType; 2], arch: RocmArch) -> Unit {
     let half = matches!(a, DType::F16 | DType::Bf16);
     match arch.name {
-        _ if a != b => GemmFamily::Simt,
-        "gfx90a" | "gfx942" | "gfx950" => GemmFamily::Mfma,
-        "gfx1100" | "gfx1101" if half => GemmFamily::Wmma,
-        _ => GemmFamily::Simt,
+        _ if a != b => Unit::Simt,
+        "gfx90a" | "gfx942" | "gfx950" => Unit::Mfma,
+        "gfx1100" | "gfx1101" if half => Unit::Wmma,
+        _ => Unit::Simt,
     }
 }
 
@@ -57,38 +64,37 @@ fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
         ("gfx950", _) | (_, 64) => 128,
         _ => 64,
     };
+    let gather = d.plain_rows && !d.dense;
     GroupedGemmConfig {
         threads: 256,
+        tile_rows,
         tile_depth: row_bytes / d.weights.size(),
         thread_rows: tile_rows / 2,
-        family: GemmFamily::Mfma,
-        ..matrix(d, tile_rows)
+        family: GemmFamily::Mfma { gather },
+        ..matrix(d)
     }
 }
 
 /// Waves of 32 rows, two side by side.
 fn wmma(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     let tile_rows = tile_rows(d);
+    let gather = d.plain_rows && !d.dense;
     GroupedGemmConfig {
         threads: 2 * tile_rows as u32,
+        tile_rows,
         tile_depth: 64 / d.weights.size(),
         thread_rows: 32,
-        family: GemmFamily::Wmma,
-        ..matrix(d, tile_rows)
+        family: GemmFamily::Wmma { gather },
+        ..matrix(d)
     }
 }
 
 /// What both families of matrix units share: 128 columns of a block, half of
 /// them up where there is a gate, and a wave has 64 of them.
-fn matrix(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
-    let matrices = if d.gated { 2 } else { 1 };
+fn matrix(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     GroupedGemmConfig {
-        tile_rows,
-        tile_columns: 128 / matrices,
-        thread_columns: 64 / matrices,
-        stages: 2,
-        gather: d.plain_rows && !d.dense,
-        packed: false,
+        tile_columns: 128 / d.matrices(),
+        thread_columns: 64 / d.matrices(),
         ..simt(d)
     }
 }
@@ -96,22 +102,14 @@ fn matrix(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
 /// Gate and up columns share a thread: eight rows by eight columns of sums each
 /// way.
 fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
-    let matrices = if d.gated { 2 } else { 1 };
     GroupedGemmConfig {
         threads: 128,
         tile_rows: 64,
-        tile_columns: 128 / matrices,
+        tile_columns: 128 / d.matrices(),
         tile_depth: 16,
         thread_rows: 8,
-        thread_columns: 8 / matrices,
-        family: GemmFamily::Simt,
-        stages: 1,
-        gather: false,
-        packed: false,
-        shared_bytes: 0,
-        tf32: false,
-        few_tokens: 0,
-        few_columns: 0,
+        thread_columns: 8 / d.matrices(),
+        family: GemmFamily::Simt { gather: false },
     }
 }
 
@@ -134,7 +132,7 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGe
     };
     let chosen = grouped_gemm(&forward, arch);
     match chosen.family {
-        GemmFamily::Simt => gpu::simt_product(chosen.tile_rows),
+        GemmFamily::Simt { .. } => gpu::simt_product(chosen.tile_rows),
         _ => chosen,
     }
 }
@@ -142,29 +140,22 @@ pub fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGe
 /// See [`GroupedGemmConfig`]. A tile is a piece of a matrix; depth counts rows.
 /// With a gate it is half as high, and there are two of it.
 pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: RocmArch) -> GroupedGemmConfig {
-    let family = family([d.left, d.right], arch);
+    let gather = d.plain_rows && !d.dense;
+    let (thread_rows, family) = match unit([d.left, d.right], arch) {
+        Unit::Mfma => (64, GemmFamily::Mfma { gather }),
+        Unit::Wmma => (32, GemmFamily::Wmma { gather }),
+        Unit::Simt => return gpu::simt_wgrad(d),
+    };
     let row_bytes = if arch.name == "gfx950" { 128 } else { 64 };
     let matrices = if d.gated { 2 } else { 1 };
-    let chosen = GroupedGemmConfig {
+    GroupedGemmConfig {
         threads: 256,
         tile_rows: 128 / matrices,
         tile_columns: 128,
         tile_depth: row_bytes / d.left.size(),
-        thread_rows: 64,
+        thread_rows,
         thread_columns: 64,
         family,
-        stages: 2,
-        gather: d.plain_rows && !d.dense,
-        packed: false,
-        ..gpu::simt_product(64)
-    };
-    match family {
-        GemmFamily::Mfma => chosen,
-        GemmFamily::Wmma => GroupedGemmConfig {
-            thread_rows: 32,
-            ..chosen
-        },
-        _ => gpu::simt_wgrad(d),
     }
 }
 
@@ -203,19 +194,19 @@ mod tests {
 
     #[test]
     fn types_and_architecture_choose_the_unit() {
-        let unit = |name, types| halves(name, types, 8)[0].family;
+        let unit = |name, types| halves(name, types, 8)[0].family.name();
         for name in ["gfx90a", "gfx942", "gfx950"] {
             for dtype in [Bf16, F16, F32] {
-                assert_eq!(unit(name, [dtype, dtype]), GemmFamily::Mfma);
+                assert_eq!(unit(name, [dtype, dtype]), "mfma");
             }
-            assert_eq!(unit(name, [F32, Bf16]), GemmFamily::Simt);
+            assert_eq!(unit(name, [F32, Bf16]), "simt");
         }
         for name in ["gfx1100", "gfx1101"] {
-            assert_eq!(unit(name, [F16, F16]), GemmFamily::Wmma);
-            assert_eq!(unit(name, [F32, F32]), GemmFamily::Simt);
+            assert_eq!(unit(name, [F16, F16]), "wmma");
+            assert_eq!(unit(name, [F32, F32]), "simt");
         }
         for name in ["gfx908", "gfx1030", "gfx1200", "gfx1201"] {
-            assert_eq!(unit(name, [Bf16, Bf16]), GemmFamily::Simt);
+            assert_eq!(unit(name, [Bf16, Bf16]), "simt");
         }
     }
 
@@ -225,8 +216,8 @@ mod tests {
             for experts in [8, 60] {
                 let [up, down] = halves(name, [F16, F16], experts);
                 assert_eq!(up.tile_rows, down.tile_rows, "{name}, {experts} experts");
-                assert_eq!(up.gather, up.family != GemmFamily::Simt, "{name}");
-                assert!(!down.gather, "{name}");
+                assert_eq!(up.gather(), up.family.name() != "simt", "{name}");
+                assert!(!down.gather(), "{name}");
             }
         }
     }
@@ -241,13 +232,13 @@ mod tests {
                     let spec = spec([F16, F16], experts);
                     let d = crate::desc::grouped_gemm_dgrad(&spec, half);
                     let dgrad = grouped_gemm_dgrad(&d, arch);
-                    assert_eq!(dgrad.family, up.family, "{name}");
+                    assert_eq!(dgrad.family.name(), up.family.name(), "{name}");
                     assert_eq!(dgrad.tile_rows, up.tile_rows, "{name}, {experts} experts");
                     let d = crate::desc::grouped_gemm_wgrad(&spec, half);
                     let wgrad = grouped_gemm_wgrad(&d, arch);
-                    assert_eq!(wgrad.family, up.family, "{name}");
-                    let simt = up.family == GemmFamily::Simt;
-                    assert!(simt || wgrad.gather == (half == Half::Up), "{name}");
+                    assert_eq!(wgrad.family.name(), up.family.name(), "{name}");
+                    let simt = up.family.name() == "simt";
+                    assert!(simt || wgrad.gather() == (half == Half::Up), "{name}");
                 }
             }
         }
@@ -262,11 +253,8 @@ mod tests {
         };
         let unit = |right| {
             let d = crate::desc::router_wgrad(&spec, 8, false, right);
-            grouped_gemm_wgrad(&d, arch).family
+            grouped_gemm_wgrad(&d, arch).family.name()
         };
-        assert_eq!(
-            [unit(F32), unit(Bf16)],
-            [GemmFamily::Mfma, GemmFamily::Simt]
-        );
+        assert_eq!([unit(F32), unit(Bf16)], ["mfma", "simt"]);
     }
 }

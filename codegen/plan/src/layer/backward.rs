@@ -2,8 +2,8 @@
 
 use super::tensors::{constant, tensor};
 use super::{Bind, Builder, Pass, Recompute, Role, Step, TensorPlan, borrowed, latent, owned};
-use crate::KernelConfig;
-use crate::desc::{self, Half, KernelDesc};
+use crate::desc::{self, Half};
+use crate::{Op, Operator};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, RouterKind, SharedGate, canonical_tensors};
@@ -165,9 +165,9 @@ impl Builder {
             let step = self.plan.steps[index].clone();
             let Step::Launch(launch) = &step;
             let kernel = &self.plan.kernels[launch.entry.kernel];
-            let again = match &kernel.desc {
-                KernelDesc::GateTopk(_) | KernelDesc::ExpertScan(_) => routing,
-                KernelDesc::Dispatch(_) => {
+            let again = match &kernel.op {
+                op if op.routes() => routing,
+                Op::Dispatch { .. } => {
                     has_rows = true;
                     true
                 }
@@ -218,7 +218,7 @@ impl Builder {
 
     /// All entries but the last, which needs what experts leave.
     fn combine_bwd_first(&mut self, name: &str, desc: desc::CombineBwdDesc) -> usize {
-        let kernel = self.kernel(name, KernelDesc::CombineBwd(desc));
+        let kernel = self.kernel(name, desc);
         let bind = self.combine_bwd_names(kernel);
         for index in 0..self.plan.kernels[kernel].entries.len() - 1 {
             self.step(kernel, index, &borrowed(&bind));
@@ -252,40 +252,32 @@ impl Builder {
         let names = self.expert_names(shared);
         let bind = borrowed(&names);
         let dgrad = |half| match shared {
-            None => KernelDesc::GroupedGemmDgrad(desc::grouped_gemm_dgrad(&spec, half)),
-            Some(i) => KernelDesc::GroupedGemmDgrad(desc::shared_dgrad(&spec, half, i)),
+            None => desc::grouped_gemm_dgrad(&spec, half),
+            Some(i) => desc::shared_dgrad(&spec, half, i),
         };
         let wgrad = |half| match shared {
-            None => KernelDesc::GroupedGemmWgrad(desc::grouped_gemm_wgrad(&spec, half)),
-            Some(i) => KernelDesc::GroupedGemmWgrad(desc::shared_wgrad(&spec, half, i)),
+            None => desc::grouped_gemm_wgrad(&spec, half),
+            Some(i) => desc::shared_wgrad(&spec, half, i),
         };
         let name = |stem: &str| format!("grouped_gemm_{stem}{suffix}");
         self.launch(&name("dgrad_down"), dgrad(Half::Down), &bind);
         self.launch(&name("wgrad_down"), wgrad(Half::Down), &bind);
         self.launch(&name("dgrad_up"), dgrad(Half::Up), &bind);
         let up = wgrad(Half::Up);
-        if shared.is_none() && !self.gathers_rows(&up) && !*has_rows {
+        if shared.is_none() && !up.tiling(self.machine).gather() && !*has_rows {
             self.dispatch_again();
             *has_rows = true;
         }
         self.launch(&name("wgrad_up"), up, &bind);
     }
 
-    fn gathers_rows(&self, wgrad: &KernelDesc) -> bool {
-        match self.heuristic(wgrad) {
-            KernelConfig::GroupedGemm(config) => config.gather,
-            _ => false,
-        }
-    }
-
     /// Rows were the forward pass's own: they are copied once more.
     fn dispatch_again(&mut self) {
-        let is_dispatch =
-            |kernel: &crate::KernelPlan| matches!(kernel.desc, KernelDesc::Dispatch(_));
+        let is_dispatch = |kernel: &crate::KernelPlan| matches!(kernel.op, Op::Dispatch { .. });
         match self.plan.kernels.iter().position(is_dispatch) {
             Some(kernel) => self.step(kernel, 0, &self.around()),
             None => {
-                let desc = KernelDesc::Dispatch(desc::dispatch(&self.plan.spec));
+                let desc = desc::dispatch(&self.plan.spec);
                 self.launch("dispatch", desc, &self.around());
             }
         }
@@ -319,9 +311,9 @@ impl Builder {
             ("grad_up", &grad),
             ("grad_up_bias", &grad_bias),
         ];
-        let dgrad = KernelDesc::GroupedGemmDgrad(desc::router_dgrad(&spec, width));
+        let dgrad = desc::router_dgrad(&spec, width);
         self.launch("grouped_gemm_dgrad_router", dgrad, bind);
-        let wgrad = KernelDesc::GroupedGemmWgrad(desc::router_wgrad(&spec, width, bias, dtype));
+        let wgrad = desc::router_wgrad(&spec, width, bias, dtype);
         self.launch("grouped_gemm_wgrad_router", wgrad, bind);
     }
 
@@ -342,7 +334,7 @@ impl Builder {
                 ("grad_up", &grad),
                 ("grad_up_bias", &grad_bias),
             ];
-            let desc = KernelDesc::GroupedGemmWgrad(desc::shared_gate_wgrad(&spec, i));
+            let desc = desc::shared_gate_wgrad(&spec, i);
             self.launch(&format!("grouped_gemm_wgrad_gate_shared_{i}"), desc, bind);
         }
     }
@@ -353,21 +345,14 @@ impl Builder {
         let mut bind = self.shared_names(0);
         bind.push(("router_dx".to_string(), "router.dx".to_string()));
         bind.extend(owned(&self.around()));
-        self.launch(
-            "dispatch_bwd",
-            KernelDesc::DispatchBwd(desc),
-            &borrowed(&bind),
-        );
+        self.launch("dispatch_bwd", desc, &borrowed(&bind));
         self.latent_down_bwd();
         self.dispatch_bwd_later(&parts);
     }
 
     /// Column tiles of a product that leaves parts of the weight's gradient.
     fn parts(&self, desc: &desc::GroupedGemmDgradDesc) -> usize {
-        match self.heuristic(&KernelDesc::GroupedGemmDgrad(desc.clone())) {
-            KernelConfig::GroupedGemm(config) => desc.outer.div_ceil(config.tile_columns),
-            _ => unreachable!("a GEMM's config is a GEMM config"),
-        }
+        desc.outer.div_ceil(desc.tiling(self.machine).tile_columns)
     }
 
     fn shared_parts(&self) -> Vec<usize> {

@@ -1,7 +1,7 @@
 //! What a plan is: kernels, tensors, and the steps in order.
 
 use super::{LaunchStep, Step, TensorId};
-use crate::{CacheClass, KernelDesc, KernelPlan, Tuning};
+use crate::{CacheClass, KernelPlan, Op, Tuning};
 use moesaic_kernel::{Access, DType, Size, Target};
 use moesaic_spec::LayerSpec;
 use serde::{Deserialize, Serialize};
@@ -52,6 +52,16 @@ pub struct PlanOptions {
     pub tuning: Tuning,
     /// The caches that `heuristics` chooses sizes for, on a CPU.
     pub caches: CacheClass,
+}
+
+impl PlanOptions {
+    /// How the layer is trained, or with `None` that it is not, and nothing else.
+    pub fn training(training: impl Into<Option<Training>>) -> PlanOptions {
+        PlanOptions {
+            training: training.into(),
+            ..PlanOptions::default()
+        }
+    }
 }
 
 /// How a layer is trained.
@@ -147,11 +157,7 @@ impl LayerPlan {
 
     /// Of a forward pass's steps the first, which decide where tokens go.
     pub fn routing_of<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
-        let routes = |step: &Step| {
-            let routing =
-                |desc| matches!(desc, &KernelDesc::GateTopk(_) | &KernelDesc::ExpertScan(_));
-            self.desc(step).is_some_and(routing)
-        };
+        let routes = |step: &Step| self.op(step).is_some_and(Op::routes);
         let count = steps.iter().take_while(|step| routes(step)).count();
         &steps[..count]
     }
@@ -173,6 +179,13 @@ impl LayerPlan {
             && !self
                 .call_steps()
                 .any(|step| step.tensors().contains(&weight))
+    }
+
+    /// Which dimension of the grid of a step of `prepare` counts experts, so that a
+    /// launch can pack some of them.
+    pub fn expert_axis(&self, step: &LaunchStep) -> usize {
+        let config = self.kernels[step.entry.kernel].op.gemm();
+        config.map_or(0, crate::signature::expert_axis)
     }
 
     /// The tensor of this name.

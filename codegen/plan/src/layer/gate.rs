@@ -1,7 +1,7 @@
 //! From tokens to experts and weights, and what training draws on the way.
 
 use super::{Bind, Builder};
-use crate::desc::{self, GateTopkDesc, KernelDesc};
+use crate::desc::{self, GateTopkDesc};
 use moesaic_kernel::DType;
 use moesaic_spec::RouterInput;
 
@@ -37,7 +37,7 @@ impl Builder {
             return;
         };
         let rounds = desc.sinkhorn().unwrap_or(0);
-        let kernel = self.kernel("gate_topk", KernelDesc::GateTopk(desc.clone()));
+        let kernel = self.kernel("gate_topk", desc.clone());
         self.gate_step(kernel, "gate_draw", &[]);
         let x = self.routed_tokens();
         let logits = match desc.noisy() {
@@ -93,7 +93,7 @@ impl Builder {
     fn noise_logits(&mut self, x: &str) {
         let trains = self.trains();
         if let Some(desc) = desc::noise_gate(&self.plan.spec).filter(|_| trains) {
-            let kernel = self.kernel("gate_topk_noise", KernelDesc::GateTopk(desc));
+            let kernel = self.kernel("gate_topk_noise", desc);
             let bind = [
                 ("x", x),
                 ("weight", "router.noise.weight"),
@@ -125,10 +125,9 @@ impl Builder {
             ("grad_up", "grad.router.noise.weight"),
         ];
         let (spec, experts) = (self.plan.spec.clone(), desc.experts);
-        let dgrad = KernelDesc::GroupedGemmDgrad(desc::router_dgrad(&spec, experts));
+        let dgrad = desc::router_dgrad(&spec, experts);
         self.launch("grouped_gemm_dgrad_noise", dgrad, bind);
         let wgrad = desc::router_wgrad(&spec, experts, false, dtype);
-        let wgrad = KernelDesc::GroupedGemmWgrad(wgrad);
         self.launch("grouped_gemm_wgrad_noise", wgrad, bind);
         self.gate_step(kernel, "gate_noise_add", &[]);
     }

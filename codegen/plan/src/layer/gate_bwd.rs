@@ -2,10 +2,10 @@
 
 use super::tensors::{constant, tensor};
 use super::{Builder, Role, TensorPlan, borrowed};
-use crate::desc::{self, GateTopkBwdDesc, KernelDesc, Logits};
-use crate::{KernelConfig, WARP_EXPERTS, heuristics};
+use crate::desc::{self, GateTopkBwdDesc, Logits};
+use crate::{KernelPlan, Machine, Op, Operator, WARP_EXPERTS};
 use moesaic_kernel::DType::{F32, I32, I64};
-use moesaic_kernel::{Size, Target};
+use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, LossKind};
 use std::slice::from_ref;
 
@@ -32,15 +32,11 @@ const NAMES: [(&str, &str); 18] = [
 ];
 
 /// Those of the losses, and scratch of the way back.
-pub(super) fn tensors(spec: &LayerSpec, target: Target) -> Vec<TensorPlan> {
+pub(super) fn tensors(spec: &LayerSpec, machine: Machine) -> Vec<TensorPlan> {
     let Some(desc) = desc::gate_topk_bwd(spec) else {
         return Vec::new();
     };
-    let KernelConfig::GateTopkBwd(config) =
-        heuristics::choose(&KernelDesc::GateTopkBwd(desc.clone()), target)
-    else {
-        unreachable!("the config is of its desc's kind")
-    };
+    let config = desc.tiling(machine);
     let experts = constant(desc.gate.experts);
     let tiles = Size::Tokens.ceil_div(config.tile_tokens as u64);
     let scratch = |name: &str, shape: &[Size]| tensor(name, F32, shape, Role::Scratch);
@@ -98,7 +94,7 @@ impl Builder {
             return;
         }
         if let Some(desc) = desc::gate_topk_bwd(&self.plan.spec) {
-            let kernel = self.kernel("gate_topk_bwd", KernelDesc::GateTopkBwd(desc));
+            let kernel = self.kernel("gate_topk_bwd", desc);
             self.gate_steps(
                 kernel,
                 &["gate_losses", "gate_sequences", "gate_losses_sum"],
@@ -111,8 +107,8 @@ impl Builder {
     pub(super) fn gate_bwd(&mut self) {
         if let Some(desc) = desc::gate_topk_bwd(&self.plan.spec) {
             let logits = desc.gate.logits != Logits::None;
-            let desc = KernelDesc::GateTopkBwd(desc);
-            let known = self.plan.kernels.iter().position(|k| k.desc == desc);
+            let is_bwd = |kernel: &KernelPlan| matches!(kernel.op, Op::GateTopkBwd { .. });
+            let known = self.plan.kernels.iter().position(is_bwd);
             let kernel = known.unwrap_or_else(|| self.kernel("gate_topk_bwd", desc));
             self.gate_steps(
                 kernel,

@@ -6,7 +6,7 @@
 //! whose routed experts have a weight, with `routed` for y and `drouted` for dy.
 
 use super::{Bind, Builder, borrowed};
-use crate::desc::{self, Half, KernelDesc};
+use crate::desc::{self, Half};
 
 /// The name of the kernel of the way down.
 pub(super) const DOWN: &str = "grouped_gemm_latent_down";
@@ -94,8 +94,8 @@ impl Builder {
         let dgrad = desc::latent_dgrad(&self.plan.spec, way);
         let wgrad = desc::latent_wgrad(&self.plan.spec, way);
         let kernel = |pass: &str| format!("grouped_gemm_{pass}_latent_{name}");
-        self.launch(&kernel("dgrad"), KernelDesc::GroupedGemmDgrad(dgrad), bind);
-        self.launch(&kernel("wgrad"), KernelDesc::GroupedGemmWgrad(wgrad), bind);
+        self.launch(&kernel("dgrad"), dgrad, bind);
+        self.launch(&kernel("wgrad"), wgrad, bind);
     }
 
     /// The gradient of tokens from the way down, shared experts and the router.
@@ -108,7 +108,6 @@ impl Builder {
         let mut add = |from: &str, to: &str| bind.push((from.to_string(), to.to_string()));
         add("shared_0_drows", "latent.drows");
         add("router_dx", "router.dx");
-        let desc = KernelDesc::DispatchBwd(desc);
         self.launch("dispatch_bwd_later", desc, &borrowed(&bind));
     }
 }

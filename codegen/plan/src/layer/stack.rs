@@ -2,7 +2,7 @@
 //! a plan is a router's own, and the layer that takes the tokens of all.
 
 use super::{LayerPlan, Step};
-use crate::desc::KernelDesc;
+use crate::Op;
 use moesaic_spec::{CapacityMode, LayerSpec, RouterKind};
 
 /// The experts of a spec as a layer that is told where tokens go: its tokens are
@@ -24,14 +24,8 @@ impl LayerPlan {
     /// Of a forward pass's steps those of the router: where tokens go, and losses.
     pub fn router_steps<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
         let own = |step: &Step| {
-            matches!(
-                self.desc(step),
-                Some(
-                    KernelDesc::GateTopk(_)
-                        | KernelDesc::ExpertScan(_)
-                        | KernelDesc::GateTopkBwd(_)
-                )
-            )
+            let of_router = |op: &Op| op.routes() || matches!(op, Op::GateTopkBwd { .. });
+            self.op(step).is_some_and(of_router)
         };
         let count = steps.iter().take_while(|step| own(step)).count();
         &steps[..count]
@@ -39,8 +33,7 @@ impl LayerPlan {
 
     /// Of a forward pass's steps those from what experts gave to `y`, or all others.
     pub fn combine_steps(&self, steps: &[Step], combine: bool) -> Vec<Step> {
-        let wanted =
-            |step: &&Step| matches!(self.desc(step), Some(KernelDesc::Combine(_))) == combine;
+        let wanted = |step: &&Step| matches!(self.op(step), Some(Op::Combine { .. })) == combine;
         steps.iter().filter(wanted).cloned().collect()
     }
 
@@ -60,6 +53,6 @@ impl LayerPlan {
     }
 
     fn sums_tokens(&self, step: &Step) -> bool {
-        matches!(self.desc(step), Some(KernelDesc::DispatchBwd(_)))
+        matches!(self.op(step), Some(Op::DispatchBwd { .. }))
     }
 }

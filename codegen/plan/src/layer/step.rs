@@ -2,7 +2,7 @@
 //! tensors and entries.
 
 use super::{LayerPlan, TensorPlan};
-use crate::KernelDesc;
+use crate::Op;
 use moesaic_kernel::{Access, Entry};
 use serde::{Deserialize, Serialize};
 use std::ops::Index;
@@ -106,9 +106,9 @@ impl LayerPlan {
     }
 
     /// What the kernel of a step computes; `None` where no kernel is launched.
-    pub(crate) fn desc(&self, step: &Step) -> Option<&KernelDesc> {
+    pub(crate) fn op(&self, step: &Step) -> Option<&Op> {
         let kernel = step.launch()?.entry.kernel;
-        Some(&self.kernels[kernel].desc)
+        Some(&self.kernels[kernel].op)
     }
 
     /// Every launch there is, those of [`LayerPlan::prepare`] first.

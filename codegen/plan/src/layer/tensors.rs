@@ -2,16 +2,16 @@
 
 use super::supported::training_only;
 use super::{Role, TensorPlan};
-use crate::desc::{self, KernelDesc};
-use crate::{KernelConfig, heuristics};
+use crate::desc;
+use crate::{Machine, Operator};
 use moesaic_kernel::DType::{self, F32, I32, I64};
-use moesaic_kernel::{Size, Target};
+use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterKind, SharedGate, canonical_tensors};
 
 /// Every tensor a forward pass can name.
 pub(super) fn declared_tensors(
     spec: &LayerSpec,
-    target: Target,
+    machine: Machine,
     training: bool,
 ) -> Vec<TensorPlan> {
     let mut list: Vec<TensorPlan> = canonical_tensors(spec)
@@ -24,8 +24,8 @@ pub(super) fn declared_tensors(
             role: Role::Weight,
         })
         .collect();
-    list.extend(routing_tensors(spec, target, training));
-    list.extend(scan_tensors(spec, target, training));
+    list.extend(routing_tensors(spec, machine, training));
+    list.extend(scan_tensors(spec, machine, training));
     list.extend(expert_tensors(spec));
     list
 }
@@ -43,7 +43,7 @@ pub(super) fn constant(n: usize) -> Size {
     Size::Const(n as u64)
 }
 
-fn routing_tensors(spec: &LayerSpec, target: Target, training: bool) -> Vec<TensorPlan> {
+fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<TensorPlan> {
     let (tokens, k) = (Size::Tokens, constant(spec.shape.top_k));
     let model = constant(spec.shape.model_dim);
     let experts = constant(spec.routed_experts());
@@ -87,18 +87,14 @@ fn routing_tensors(spec: &LayerSpec, target: Target, training: bool) -> Vec<Tens
         list.push(tensor("active_k", I32, &[constant(1)], Role::Input));
     }
     if let Some(gate) = desc::gate_topk(spec, training) {
-        list.extend(selection_tensors(&gate, target));
+        list.extend(selection_tensors(&gate, machine));
     }
     list
 }
 
 /// What selection beyond top-k, and training, put between logits and ids.
-fn selection_tensors(gate: &desc::GateTopkDesc, target: Target) -> Vec<TensorPlan> {
-    let KernelConfig::GateTopk(config) =
-        heuristics::choose(&KernelDesc::GateTopk(gate.clone()), target)
-    else {
-        unreachable!("the gate's config is a gate config")
-    };
+fn selection_tensors(gate: &desc::GateTopkDesc, machine: Machine) -> Vec<TensorPlan> {
+    let config = gate.tiling(machine);
     let (tokens, experts) = (Size::Tokens, constant(gate.experts));
     let per_expert = [tokens.clone(), experts.clone()];
     let tiles = Size::Tokens.ceil_div(config.logits_tile_tokens as u64);
@@ -125,13 +121,9 @@ fn selection_tensors(gate: &desc::GateTopkDesc, target: Target) -> Vec<TensorPla
     ]
 }
 
-fn scan_tensors(spec: &LayerSpec, target: Target, training: bool) -> Vec<TensorPlan> {
+fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<TensorPlan> {
     let desc = desc::expert_scan(spec, training);
-    let KernelConfig::ExpertScan(config) =
-        heuristics::choose(&KernelDesc::ExpertScan(desc.clone()), target)
-    else {
-        unreachable!("the scan's config is a scan config")
-    };
+    let config = desc.tiling(machine);
     let (tokens, k) = (Size::Tokens, constant(desc.top_k));
     let slots = tokens.clone() * k.clone();
     let tiles = desc.tiles(&config);

@@ -10,7 +10,7 @@ fn spec() -> LayerSpec {
 fn planned(change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
     let mut spec = spec();
     change(&mut spec);
-    plan(&spec, Target::Cpu(CpuIsa::Avx2)).unwrap()
+    plan(&spec, Target::Cpu(CpuIsa::Avx2), &PlanOptions::default()).unwrap()
 }
 
 /// Every tensor of every step is declared, with the parameter's dtype,
@@ -68,7 +68,7 @@ fn weights_are_packed_in_the_order_of_their_products() {
         let mut spec = spec();
         spec.precision.weights = dtype;
         spec.precision.activations = dtype;
-        let plan = plan(&spec, target.parse().unwrap()).unwrap();
+        let plan = plan(&spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
         assert!(!plan.prepare.is_empty());
         let experts = Size::Const(spec.shape.experts as u64);
         for step in &plan.prepare {
@@ -95,7 +95,12 @@ fn a_plan_is_the_same_every_time() {
 fn trained(recompute: Recompute, change: impl FnOnce(&mut LayerSpec)) -> LayerPlan {
     let mut spec = spec();
     change(&mut spec);
-    plan_training(&spec, Target::Cpu(CpuIsa::Avx2), Training { recompute }).unwrap()
+    plan(
+        &spec,
+        Target::Cpu(CpuIsa::Avx2),
+        &PlanOptions::training(Training { recompute }),
+    )
+    .unwrap()
 }
 
 const MODES: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
@@ -131,7 +136,12 @@ fn gradients_of_routers_and_losses_agree() {
         let spec = moesaic_spec::testing::sample(seed);
         for recompute in MODES {
             let target = Target::Cpu(CpuIsa::Avx2);
-            let plan = plan_training(&spec, target, Training { recompute }).unwrap();
+            let plan = plan(
+                &spec,
+                target,
+                &PlanOptions::training(Training { recompute }),
+            )
+            .unwrap();
             check(&plan);
             for loss in &spec.losses {
                 let output = plan.tensor(&format!("loss.{}", loss.kind.name())).unwrap();

@@ -3,7 +3,7 @@
 
 use super::{Builder, LayerPlan, Pass, PlanOptions};
 use crate::PlanError;
-use crate::desc::{self, KernelDesc};
+use crate::desc;
 use moesaic_kernel::Target;
 use moesaic_spec::{Biases, LayerSpec, WeightSite};
 
@@ -74,7 +74,7 @@ impl Builder {
         self.routing();
         self.latent_down();
         let dispatch = desc::dispatch(&self.plan.spec);
-        self.launch("dispatch", KernelDesc::Dispatch(dispatch), &self.around());
+        self.launch("dispatch", dispatch, &self.around());
         let at = match self.pass {
             Pass::Evaluation => self.plan.evaluation.len(),
             _ => self.plan.steps.len(),

@@ -185,7 +185,7 @@ pub(super) fn grouped_gemm_dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig
         Size::Const(parts as u64),
     );
     let mut entry = entry(symbol, summary, params, grid, c.threads);
-    entry.launch.shared_bytes = c.shared_bytes;
+    entry.launch.shared_bytes = c.shared_bytes();
     vec![entry]
 }
 
@@ -210,7 +210,7 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
         let shape = format!("[{count}, {width}]");
         operand(c, name, dtype, &shape, &[PANEL, c.tile_depth])
     };
-    let right = match (d.half, c.gather) {
+    let right = match (d.half, c.gather()) {
         (Half::Down, _) => operand("hidden", d.right, d.width),
         (Half::Up, false) => operand("rows", d.right, d.width),
         (Half::Up, true) => Param::read("x", d.right, format!("[tokens, {}]", d.width)),
@@ -222,7 +222,7 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
         .collect();
     params.push(right);
     params.extend(when(!d.dense, Param::read("offsets", I64, edges(e))));
-    params.extend(when(c.gather, Param::read("row_slots", I32, "[rows]")));
+    params.extend(when(c.gather(), Param::read("row_slots", I32, "[rows]")));
     params.extend(
         lefts(d)
             .iter()
@@ -240,7 +240,7 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
         ),
     };
     let mut entry = entry(symbol, summary, params, grid, c.threads);
-    entry.launch.shared_bytes = c.shared_bytes;
+    entry.launch.shared_bytes = c.shared_bytes();
     entry
 }
 

@@ -3,10 +3,9 @@
 use super::slices::gather;
 use super::{Layout, check_spec, weight_of};
 use crate::{STATE_PREFIX, TrainError};
-use half::{bf16, f16};
 use moesaic_kernel::DType;
 use moesaic_spec::{GroupMask, LayerSpec, RouterKind, Score, Select, canonical_tensors};
-use moesaic_weights::{HostTensor, HostWeights};
+use moesaic_tensor::{Tensor, Tensors, write_float};
 use std::ops::RangeInclusive;
 
 /// Which experts are added, and how.
@@ -33,7 +32,7 @@ pub struct Grown {
     /// Its spec: more experts, and a bias that keeps them quiet.
     pub spec: LayerSpec,
     /// Its tensors.
-    pub tensors: HostWeights,
+    pub tensors: Tensors<'static>,
     /// Whether it computes exactly what the smaller layer did.
     pub exact: bool,
     /// The numbers of tokens of a call for which it does, where a capacity by a
@@ -59,7 +58,7 @@ pub struct Grown {
 /// [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn add_experts(
     spec: &LayerSpec,
-    tensors: &HostWeights,
+    tensors: &Tensors<'_>,
     growth: &Growth<'_>,
 ) -> Result<Grown, TrainError> {
     check_spec(spec)?;
@@ -70,12 +69,12 @@ pub fn add_experts(
     let mut larger = larger_spec(spec, growth.sources.len(), &quiet)?;
     let tokens = keep_capacity(spec, &mut larger, growth.tokens)?;
     check_spec(&larger)?;
-    let mut grown = HostWeights::new();
+    let mut grown = Tensors::new();
     for (name, tensor) in tensors {
         let tensor = match layout.axis(name) {
             Some(axis) => with_copies(name, tensor, axis, spec.shape.experts, growth),
             None if name == "router.table" => moved_ids(tensor, spec, growth.sources.len()),
-            None => tensor.clone(),
+            None => tensor.clone().into_static(),
         };
         grown.insert(name.clone(), tensor);
     }
@@ -96,7 +95,7 @@ pub fn add_experts(
 /// # Errors
 /// [`TrainError::Tensor`] when there is no bias, or no such expert.
 pub fn wake_experts(
-    tensors: &mut HostWeights,
+    tensors: &mut Tensors<'_>,
     pairs: &[(usize, usize)],
     margin: f32,
 ) -> Result<(), TrainError> {
@@ -283,11 +282,11 @@ fn larger_spec(spec: &LayerSpec, new: usize, quiet: &Quiet) -> Result<LayerSpec,
 /// A tensor with copies of some experts behind the experts it has.
 fn with_copies(
     name: &str,
-    tensor: &HostTensor,
+    tensor: &Tensor<'_>,
     axis: usize,
     experts: usize,
     growth: &Growth<'_>,
-) -> HostTensor {
+) -> Tensor<'static> {
     let behind = experts..tensor.shape[axis];
     let order: Vec<usize> = (0..experts)
         .chain(growth.sources.iter().copied())
@@ -305,17 +304,17 @@ fn with_copies(
 }
 
 /// Sets slices along a dimension to zero, which is all bits zero in each type.
-fn clear(tensor: &mut HostTensor, axis: usize, slices: std::ops::Range<usize>) {
+fn clear(tensor: &mut Tensor<'_>, axis: usize, slices: std::ops::Range<usize>) {
     let inner: usize = tensor.shape[axis + 1..].iter().product();
     let slice = inner * tensor.dtype.size();
     let block = tensor.shape[axis] * slice;
-    for bytes in tensor.bytes.chunks_exact_mut(block.max(1)) {
+    for bytes in tensor.data.to_mut().chunks_exact_mut(block.max(1)) {
         bytes[slices.start * slice..slices.end * slice].fill(0);
     }
 }
 
 /// A routing table in which experts without weights have moved up.
-fn moved_ids(table: &HostTensor, spec: &LayerSpec, new: usize) -> HostTensor {
+fn moved_ids(table: &Tensor<'_>, spec: &LayerSpec, new: usize) -> Tensor<'static> {
     let moved = |id: f64| {
         let id = id as i32;
         id + if id >= spec.shape.experts as i32 {
@@ -325,22 +324,17 @@ fn moved_ids(table: &HostTensor, spec: &LayerSpec, new: usize) -> HostTensor {
         }
     };
     let ids: Vec<i32> = table.to_f64().into_iter().map(moved).collect();
-    HostTensor::from_i32(&table.shape, &ids)
+    Tensor::copied(&table.shape, &ids)
 }
 
 /// A tensor of the layer, all zero.
-fn zeros(spec: &LayerSpec, name: &str) -> HostTensor {
+fn zeros(spec: &LayerSpec, name: &str) -> Tensor<'static> {
     let all = canonical_tensors(spec);
     let found = all.into_iter().find(|tensor| tensor.name == name);
     let (dtype, shape) = found.map_or((DType::F32, vec![spec.routed_experts()]), |tensor| {
         (tensor.dtype, tensor.shape)
     });
-    let elements: usize = shape.iter().product();
-    HostTensor {
-        dtype,
-        shape,
-        bytes: vec![0; elements * dtype.size()],
-    }
+    Tensor::zeros(dtype, &shape)
 }
 
 /// A bias below every logit, whose exponential is 0 in f32.
@@ -352,13 +346,10 @@ fn lowest(dtype: DType) -> f64 {
 }
 
 /// One element, rounded to nearest.
-fn set(tensor: &mut HostTensor, index: usize, value: f64) {
-    let size = tensor.dtype.size();
-    let bytes = &mut tensor.bytes[index * size..(index + 1) * size];
-    match tensor.dtype {
-        DType::F32 => bytes.copy_from_slice(&(value as f32).to_le_bytes()),
-        DType::F16 => bytes.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
-        DType::Bf16 => bytes.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
-        DType::I32 | DType::I64 => {}
+fn set(tensor: &mut Tensor<'_>, index: usize, value: f64) {
+    let (dtype, size) = (tensor.dtype, tensor.dtype.size());
+    if dtype.is_float() {
+        let bytes = &mut tensor.data.to_mut()[index * size..(index + 1) * size];
+        write_float(dtype, value, bytes);
     }
 }

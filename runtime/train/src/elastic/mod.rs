@@ -18,7 +18,7 @@ pub use split::{merge_experts, shard_experts, split_experts, unshard_experts};
 
 use crate::{STATE_PREFIX, TrainError};
 use moesaic_spec::{LayerSpec, canonical_tensors};
-use moesaic_weights::HostWeights;
+use moesaic_tensor::Tensors;
 use std::collections::BTreeMap;
 
 /// The tensors of a layer as far as experts are concerned.
@@ -67,7 +67,7 @@ impl Layout {
     }
 
     /// Refuses tensors that are not the layer's.
-    fn check(&self, tensors: &HostWeights) -> Result<(), TrainError> {
+    fn check(&self, tensors: &Tensors<'_>) -> Result<(), TrainError> {
         for (name, tensor) in tensors {
             if weight_of(name).is_none() {
                 continue;

@@ -4,7 +4,7 @@ use super::slices::{concat, gather};
 use super::{Layout, check_spec};
 use crate::TrainError;
 use moesaic_spec::{LayerSpec, RouterKind};
-use moesaic_weights::{HostTensor, HostWeights};
+use moesaic_tensor::{Tensor, Tensors};
 
 /// Splits a layer into layers of its experts, `counts` of them each, with their
 /// rows of the router. What all experts share is in every part.
@@ -15,9 +15,9 @@ use moesaic_weights::{HostTensor, HostWeights};
 /// groups or a table; [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn split_experts(
     spec: &LayerSpec,
-    tensors: &HostWeights,
+    tensors: &Tensors<'_>,
     counts: &[usize],
-) -> Result<Vec<(LayerSpec, HostWeights)>, TrainError> {
+) -> Result<Vec<(LayerSpec, Tensors<'static>)>, TrainError> {
     check_spec(spec)?;
     check_separable(spec)?;
     let layout = Layout::new(spec);
@@ -41,7 +41,7 @@ pub fn split_experts(
                     let slices: Vec<usize> = own.clone().chain(behind).collect();
                     gather(tensor, axis, &slices)
                 }
-                None => tensor.clone(),
+                None => tensor.clone().into_static(),
             };
             (name.clone(), tensor)
         });
@@ -59,8 +59,8 @@ pub fn split_experts(
 /// experts; [`TrainError::Tensor`] when a tensor is missing in a part, or one
 /// that all experts share is not the same in all.
 pub fn merge_experts(
-    parts: &[(LayerSpec, HostWeights)],
-) -> Result<(LayerSpec, HostWeights), TrainError> {
+    parts: &[(LayerSpec, Tensors<'static>)],
+) -> Result<(LayerSpec, Tensors<'static>), TrainError> {
     let (first, rest) = parts
         .split_first()
         .ok_or_else(|| TrainError::NotPreserved("there is nothing to merge".to_string()))?;
@@ -80,7 +80,7 @@ pub fn merge_experts(
     for (layout, (_, tensors)) in layouts.iter().zip(parts) {
         layout.check(tensors)?;
     }
-    let sets: Vec<&HostWeights> = parts.iter().map(|(_, tensors)| tensors).collect();
+    let sets: Vec<&Tensors<'_>> = parts.iter().map(|(_, tensors)| tensors).collect();
     let joined = each_name(&sets, |name, list| match layouts[0].axis(name) {
         Some(axis) => {
             let experts = layouts.iter().map(|layout| layout.experts);
@@ -99,9 +99,9 @@ pub fn merge_experts(
 /// [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn shard_experts(
     spec: &LayerSpec,
-    tensors: &HostWeights,
+    tensors: &Tensors<'_>,
     ranks: usize,
-) -> Result<Vec<HostWeights>, TrainError> {
+) -> Result<Vec<Tensors<'static>>, TrainError> {
     check_spec(spec)?;
     let layout = Layout::new(spec);
     layout.check(tensors)?;
@@ -111,7 +111,7 @@ pub fn shard_experts(
         let each = tensors.iter().map(|(name, tensor)| {
             let tensor = match held_by_rank(&layout, name) {
                 Some(axis) => gather(tensor, axis, &own),
-                None => tensor.clone(),
+                None => tensor.clone().into_static(),
             };
             (name.clone(), tensor)
         });
@@ -127,12 +127,12 @@ pub fn shard_experts(
 /// As [`merge_experts`].
 pub fn unshard_experts(
     spec: &LayerSpec,
-    shards: &[HostWeights],
-) -> Result<HostWeights, TrainError> {
+    shards: &[Tensors<'_>],
+) -> Result<Tensors<'static>, TrainError> {
     check_spec(spec)?;
     let layout = Layout::new(spec);
     let share = share(spec, shards.len())?;
-    let sets: Vec<&HostWeights> = shards.iter().collect();
+    let sets: Vec<&Tensors<'_>> = shards.iter().collect();
     let whole = each_name(&sets, |name, list| match held_by_rank(&layout, name) {
         Some(axis) => match list
             .iter()
@@ -181,14 +181,14 @@ fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
 
 /// Makes one tensor of those that all sets have under a name.
 fn each_name(
-    sets: &[&HostWeights],
-    make: impl Fn(&str, &[&HostTensor]) -> Result<HostTensor, TrainError>,
-) -> Result<HostWeights, TrainError> {
-    let mut made = HostWeights::new();
+    sets: &[&Tensors<'_>],
+    make: impl Fn(&str, &[&Tensor<'_>]) -> Result<Tensor<'static>, TrainError>,
+) -> Result<Tensors<'static>, TrainError> {
+    let mut made = Tensors::new();
     let names: std::collections::BTreeSet<&String> =
         sets.iter().flat_map(|set| set.keys()).collect();
     for name in names {
-        let list: Option<Vec<&HostTensor>> = sets.iter().map(|set| set.get(name)).collect();
+        let list: Option<Vec<&Tensor<'_>>> = sets.iter().map(|set| set.get(name)).collect();
         let list = list.ok_or_else(|| TrainError::tensor(name, "is missing in some parts"))?;
         made.insert(name.clone(), make(name, &list)?);
     }
@@ -199,11 +199,11 @@ fn each_name(
 /// in all.
 fn join(
     name: &str,
-    list: &[&HostTensor],
+    list: &[&Tensor<'_>],
     axis: usize,
     experts: &[usize],
-) -> Result<HostTensor, TrainError> {
-    let alike = |tensor: &&HostTensor| {
+) -> Result<Tensor<'static>, TrainError> {
+    let alike = |tensor: &&Tensor<'_>| {
         let mut shape = tensor.shape.clone();
         shape[axis] = list[0].shape[axis];
         tensor.dtype == list[0].dtype && shape == list[0].shape
@@ -214,26 +214,26 @@ fn join(
             "has another type or shape in some parts",
         ));
     }
-    let behind = |tensor: &HostTensor, count: usize| {
+    let behind = |tensor: &Tensor<'_>, count: usize| {
         let indices: Vec<usize> = (count..tensor.shape[axis]).collect();
         gather(tensor, axis, &indices)
     };
     let pairs = || list.iter().zip(experts);
-    let tails: Vec<HostTensor> = pairs().map(|(t, &count)| behind(t, count)).collect();
+    let tails: Vec<Tensor<'static>> = pairs().map(|(t, &count)| behind(t, count)).collect();
     let tail = same(name, &tails.iter().collect::<Vec<_>>())?;
-    let own = |tensor: &HostTensor, count: usize| {
+    let own = |tensor: &Tensor<'_>, count: usize| {
         let indices: Vec<usize> = (0..count).collect();
         gather(tensor, axis, &indices)
     };
-    let mut all: Vec<HostTensor> = pairs().map(|(t, &count)| own(t, count)).collect();
+    let mut all: Vec<Tensor<'static>> = pairs().map(|(t, &count)| own(t, count)).collect();
     all.push(tail);
     Ok(concat(&all, axis))
 }
 
 /// The tensor that all parts have.
-fn same(name: &str, list: &[&HostTensor]) -> Result<HostTensor, TrainError> {
+fn same(name: &str, list: &[&Tensor<'_>]) -> Result<Tensor<'static>, TrainError> {
     match list.iter().all(|tensor| *tensor == list[0]) {
-        true => Ok(list[0].clone()),
+        true => Ok(list[0].clone().into_static()),
         false => Err(TrainError::tensor(name, "is not the same in all parts")),
     }
 }

@@ -1,9 +1,10 @@
 //! Checks of a directory with config.json, model.safetensors, case.json and
 //! block.safetensors against the reference.
 
-use moesaic_reference::{Input, Output, Tensor, Weights, forward};
+use moesaic_reference::{Input, Output, Weights, forward};
 use moesaic_spec::{LayerSpec, hf};
-use moesaic_weights::{Checkpoint, HostTensor, HostWeights, LoadOptions, load_import};
+use moesaic_tensor::Tensor;
+use moesaic_weights::{Checkpoint, LoadOptions, load_import};
 use std::error::Error;
 use std::path::Path;
 
@@ -13,20 +14,6 @@ pub struct Report {
     pub error: f64,
     /// Rows whose chosen experts differ.
     pub wrong_rows: usize,
-}
-
-/// Values of every weight as f64.
-pub fn reference_weights(weights: &HostWeights) -> Weights {
-    let tensor = |t: &HostTensor| Tensor {
-        shape: t.shape.clone(),
-        data: t.to_f64(),
-    };
-    Weights(
-        weights
-            .iter()
-            .map(|(name, t)| (name.clone(), tensor(t)))
-            .collect(),
-    )
 }
 
 /// Imports the case, runs it through the reference and compares.
@@ -43,7 +30,7 @@ pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
         token_ids: block.read("token_ids").ok().map(|t| ints(&t)),
         ..Input::default()
     };
-    let output = forward(&import.spec, &reference_weights(&weights), &input);
+    let output = forward(&import.spec, &Weights::from(&weights), &input);
     let want = block.read("y")?.to_f64();
     let ids = ints(&block.read("topk_ids")?);
     Ok(Report {
@@ -52,7 +39,7 @@ pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
     })
 }
 
-fn ints(tensor: &HostTensor) -> Vec<i32> {
+fn ints(tensor: &Tensor<'_>) -> Vec<i32> {
     tensor.to_f64().iter().map(|v| *v as i32).collect()
 }
 

@@ -7,7 +7,7 @@ mod rig;
 
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CudaArch, DType, SimArch, Target};
-use moesaic_plan::plan;
+use moesaic_plan::{PlanOptions, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler, Device};
@@ -43,7 +43,12 @@ fn rig_of(spec: &LayerSpec, name: &str, options: PtxOptions) -> Rig {
     spec.validate().unwrap();
     let arch = arch(name);
     let device = PtxDevice::new(arch, options);
-    let plan = plan(spec, Target::Sim(SimArch::Cuda(arch))).unwrap();
+    let plan = plan(
+        spec,
+        Target::Sim(SimArch::Cuda(arch)),
+        &PlanOptions::default(),
+    )
+    .unwrap();
     let load = |source: &moesaic_kernel::KernelSource| {
         let artifact = compiler().compile(source, &CompileOptions::default());
         let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));

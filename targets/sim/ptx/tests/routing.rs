@@ -7,7 +7,7 @@ mod rig;
 
 use moesaic_emit::emit;
 use moesaic_kernel::{CudaArch, DType, SimArch, Stem, Target};
-use moesaic_plan::{Step, plan};
+use moesaic_plan::{PlanOptions, Step, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_spec::*;
 use moesaic_target::{
@@ -59,7 +59,12 @@ fn rig_of(spec: &LayerSpec, name: &str, stems: &[Stem], seed: u64) -> Rig {
         ..PtxOptions::default()
     };
     let device = PtxDevice::new(arch, options);
-    let mut plan = plan(spec, Target::Sim(SimArch::Cuda(arch))).unwrap();
+    let mut plan = plan(
+        spec,
+        Target::Sim(SimArch::Cuda(arch)),
+        &PlanOptions::default(),
+    )
+    .unwrap();
     let launched: Vec<bool> = (plan.kernels.iter())
         .map(|kernel| stems.contains(&kernel.stem()))
         .collect();

@@ -63,7 +63,7 @@ pub(super) fn tuning() -> Tuned {
     let (_, source, _) = kernel("dispatch");
     let bucket = |tokens| Bucket {
         tokens,
-        sizes: [("dispatch_rows".to_string(), 64)].into(),
+        sizes: [("tile_rows".to_string(), 64)].into(),
         kernels: vec![moesaic_cache::hash_source(&source.text)],
         gain: 1.25,
     };

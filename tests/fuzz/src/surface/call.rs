@@ -4,9 +4,8 @@
 use super::{Surface, folder, promise, weights};
 use moesaic::spec::LayerSpec;
 use moesaic::weights::Checkpoint;
-use moesaic::{Engine, EngineOptions, HostTensor, Input, Layer, Weights, reference};
+use moesaic::{Engine, EngineOptions, Input, Layer, Tensor, Tensors, reference};
 use moesaic_spec::testing::Counter;
-use std::borrow::Cow;
 use std::fs;
 use tempfile::TempDir;
 
@@ -46,17 +45,17 @@ fn layer(text: &str) -> Layer {
     let spec = LayerSpec::from_toml(text).expect("it is valid");
     let engine = Engine::open("cpu", EngineOptions::default()).expect("a C compiler");
     let values = reference::Weights::random(&spec, 1);
-    let mut weights = Weights::new();
+    let mut weights = Tensors::new();
     for tensor in moesaic::spec::canonical_tensors(&spec) {
         let data = values.get(&tensor.name).data.iter();
         let tensor = match tensor.dtype {
             moesaic::DType::I32 => (
                 tensor.name,
-                HostTensor::owned(&tensor.shape, data.map(|v| *v as i32).collect()),
+                Tensor::owned(&tensor.shape, data.map(|v| *v as i32).collect()),
             ),
             _ => (
                 tensor.name,
-                HostTensor::owned(&tensor.shape, data.map(|v| *v as f32).collect()),
+                Tensor::owned(&tensor.shape, data.map(|v| *v as f32).collect()),
             ),
         };
         weights.insert(&tensor.0, tensor.1);
@@ -103,13 +102,11 @@ impl Surface for Call {
         let mut call = Input::default();
         for name in file.names() {
             let tensor = file.tensor(name).ok_or("a name without a tensor")?;
-            let Ok(dtype) = tensor.dtype else { continue };
+            let Ok(held) = tensor.tensor() else { continue };
             if name == "x" {
                 call.tokens = tensor.shape.first().copied().unwrap_or_default();
             }
-            let (shape, data) = (tensor.shape.to_vec(), Cow::Borrowed(tensor.bytes));
-            call.tensors
-                .insert(name.to_string(), HostTensor { dtype, shape, data });
+            call.insert(name, held);
         }
         let layers = self.layers.as_ref().ok_or("there are no layers")?;
         let mut accepted = false;

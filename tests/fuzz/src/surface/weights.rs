@@ -130,7 +130,7 @@ fn pieces(checkpoint: &Checkpoint, length: usize) -> Result<(), String> {
                 )
             })?;
             let copy = checkpoint.read(name).map_err(|error| error.to_string())?;
-            promise(copy.bytes == tensor.bytes, || {
+            promise(*copy.data == *tensor.bytes, || {
                 format!("`{name}` is read as something else")
             })?;
         } else {
@@ -205,7 +205,7 @@ impl Surface for File {
                 for tensor in moesaic_spec::canonical_tensors(spec) {
                     let found = loaded.get(&tensor.name).ok_or("a tensor is missing")?;
                     let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.size();
-                    let fits = found.shape == tensor.shape && found.bytes.len() == bytes;
+                    let fits = found.shape == tensor.shape && found.data.len() == bytes;
                     promise(fits, || {
                         format!("`{}` is loaded as {:?}", tensor.name, found.shape)
                     })?;

@@ -1,7 +1,7 @@
 //! Blocks for each class of caches.
 
 use super::*;
-use crate::{KernelConfig, LayerPlan, PlanOptions, Step, Training, plan_for, plan_with};
+use crate::{CacheClass, LayerPlan, Op, PlanOptions, Step, Training, plan};
 use moesaic_spec::LayerSpec;
 
 const TARGETS: [&str; 6] = [
@@ -34,26 +34,27 @@ fn each(mut check: impl FnMut(&LayerPlan)) {
                         ..PlanOptions::default()
                     };
                     let target = target.parse().unwrap();
-                    check(&plan_with(&spec(dtype), target, &options).unwrap());
+                    check(&plan(&spec(dtype), target, &options).unwrap());
                 }
             }
         }
     }
 }
 
-fn gemms(plan: &LayerPlan) -> impl Iterator<Item = (&str, &KernelDesc, &GroupedGemmConfig)> {
+fn gemms(plan: &LayerPlan) -> impl Iterator<Item = (&str, &Op, &GroupedGemmConfig)> {
     let kernels = plan.kernels.iter();
-    kernels.filter_map(|kernel| match &kernel.config {
-        KernelConfig::GroupedGemm(c) => Some((&*kernel.name, &kernel.desc, c)),
-        _ => None,
-    })
+    kernels.filter_map(|kernel| Some((&*kernel.name, &kernel.op, kernel.op.gemm()?)))
+}
+
+fn has_tiles(c: &GroupedGemmConfig) -> bool {
+    matches!(c.family, GemmFamily::Tiles(_))
 }
 
 /// Columns of all matrices of a block.
-fn columns(desc: &KernelDesc, c: &GroupedGemmConfig) -> usize {
-    match desc {
-        KernelDesc::GroupedGemm(d) => c.tile_columns * d.matrices(),
-        KernelDesc::GroupedGemmWgrad(_) => c.tile_columns.min(BLOCK_COLUMNS),
+fn columns(op: &Op, c: &GroupedGemmConfig) -> usize {
+    match op {
+        Op::GroupedGemm { desc: d, .. } => c.tile_columns * d.matrices(),
+        Op::GroupedGemmWgrad { .. } => c.tile_columns.min(BLOCK_COLUMNS),
         _ => c.tile_columns,
     }
 }
@@ -61,19 +62,19 @@ fn columns(desc: &KernelDesc, c: &GroupedGemmConfig) -> usize {
 #[test]
 fn panels_and_sums_are_part_of_the_second_level() {
     each(|plan| {
-        for (name, desc, c) in gemms(plan) {
-            if c.family == GemmFamily::Tiles || name == "grouped_gemm_dgrad_down" {
+        for (name, op, c) in gemms(plan) {
+            if has_tiles(c) || name == "grouped_gemm_dgrad_down" {
                 continue;
             }
-            if matches!(desc, KernelDesc::GroupedGemm(_)) {
+            if matches!(op, Op::GroupedGemm { .. }) {
                 continue; // rows are near, and its strips are never there together
             }
             let l2 = plan.caches.l2_bytes();
-            let (sums, most) = match desc {
-                KernelDesc::GroupedGemmWgrad(_) => (0, l2 * 5 / 8), // most experts' rows are one slice
+            let (sums, most) = match op {
+                Op::GroupedGemmWgrad { .. } => (0, l2 * 5 / 8), // most experts' rows are one slice
                 _ => (c.tile_rows, l2 * 3 / 4),
             };
-            let bytes = 4 * columns(desc, c) * (2 * c.tile_depth + sums);
+            let bytes = 4 * columns(op, c) * (2 * c.tile_depth + sums);
             let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
             assert!(bytes <= most, "{what}");
             assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
@@ -85,8 +86,8 @@ fn panels_and_sums_are_part_of_the_second_level() {
 #[test]
 fn few_tokens_have_blocks_for_many_threads() {
     each(|plan| {
-        for (name, desc, c) in gemms(plan) {
-            let KernelDesc::GroupedGemm(_) = desc else {
+        for (name, op, c) in gemms(plan) {
+            let Op::GroupedGemm { .. } = op else {
                 continue;
             };
             let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
@@ -98,11 +99,15 @@ fn few_tokens_have_blocks_for_many_threads() {
                 sizes.product()
             };
             assert!(blocks(1) >= 64, "{what}");
+            let cpu = c.family.cpu().unwrap();
             // Small caches have narrow blocks for any number of tokens.
-            if c.few_tokens > 0 {
-                assert!(c.few_columns < c.tile_columns, "{what}");
-                assert_eq!(c.few_columns % c.thread_columns, 0, "{what}");
-                assert!(blocks(c.few_tokens) > blocks(c.few_tokens + 1), "{what}");
+            if cpu.few_tokens > 0 {
+                assert!(cpu.few_columns < c.tile_columns, "{what}");
+                assert_eq!(cpu.few_columns % c.thread_columns, 0, "{what}");
+                assert!(
+                    blocks(cpu.few_tokens) > blocks(cpu.few_tokens + 1),
+                    "{what}"
+                );
             }
         }
     });
@@ -111,11 +116,11 @@ fn few_tokens_have_blocks_for_many_threads() {
 #[test]
 fn left_columns_of_wgrad_are_half_of_the_second_level() {
     each(|plan| {
-        for (name, desc, c) in gemms(plan) {
-            let KernelDesc::GroupedGemmWgrad(_) = desc else {
+        for (name, op, c) in gemms(plan) {
+            let Op::GroupedGemmWgrad { .. } = op else {
                 continue;
             };
-            if c.family != GemmFamily::Tiles {
+            if !has_tiles(c) {
                 let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
                 let bytes = 4 * c.tile_rows * c.tile_depth;
                 assert!(bytes <= plan.caches.l2_bytes() / 2, "{what}");
@@ -128,21 +133,21 @@ fn left_columns_of_wgrad_are_half_of_the_second_level() {
 #[test]
 fn near_rows_of_vectors_are_part_of_the_second_level() {
     each(|plan| {
-        for (name, desc, c) in gemms(plan) {
-            let KernelDesc::GroupedGemm(d) = desc else {
+        for (name, op, c) in gemms(plan) {
+            let Op::GroupedGemm { desc: d, .. } = op else {
                 continue;
             };
-            if c.family != GemmFamily::Tiles {
+            if !has_tiles(c) {
                 let what = format!("{name} of {} for {:?}", plan.target, plan.caches);
                 let most = plan.caches.l2_bytes() * 3 / 4;
                 assert!(4 * c.tile_rows * c.tile_depth <= most, "{what}");
-                assert!(4 * c.tile_rows * columns(desc, c) <= most, "{what}");
+                assert!(4 * c.tile_rows * columns(op, c) <= most, "{what}");
                 assert_eq!(c.tile_columns % c.thread_columns, 0, "{what}");
                 assert_eq!(c.tile_depth % 16, 0, "{what}");
-                let near = c.tile_rows * (c.tile_depth + columns(desc, c));
+                let near = c.tile_rows * (c.tile_depth + columns(op, c));
                 let strip = c.tile_depth * c.thread_columns * d.matrices();
                 let bytes = 4 * (near + strip);
-                assert!(c.shared_bytes as usize <= bytes, "{what}");
+                assert!(c.shared_bytes() as usize <= bytes, "{what}");
             }
         }
     });
@@ -151,9 +156,9 @@ fn near_rows_of_vectors_are_part_of_the_second_level() {
 #[test]
 fn a_strip_leaves_room_in_the_first_level() {
     each(|plan| {
-        for (name, desc, c) in gemms(plan) {
-            let is_forward = matches!(desc, KernelDesc::GroupedGemm(_));
-            if c.family != GemmFamily::Tiles && !is_forward {
+        for (name, op, c) in gemms(plan) {
+            let is_forward = matches!(op, Op::GroupedGemm { .. });
+            if !has_tiles(c) && !is_forward {
                 let bytes = c.tile_depth * c.thread_columns * 4;
                 assert!(bytes * 4 <= plan.caches.l1_bytes() * 3, "{name}");
             }
@@ -174,13 +179,13 @@ fn slices_are_even() {
 fn near_rows_of_tiles_are_part_of_the_second_level() {
     let mut tiles = 0;
     each(|plan| {
-        for (name, desc, c) in gemms(plan) {
-            if c.family != GemmFamily::Tiles {
+        for (name, op, c) in gemms(plan) {
+            if !has_tiles(c) {
                 continue;
             }
             tiles += 1;
-            let products = match desc {
-                KernelDesc::GroupedGemmDgrad(d) if c.tile_depth * 2 >= d.inner => 2,
+            let products = match op {
+                Op::GroupedGemmDgrad { desc: d, .. } if c.tile_depth * 2 >= d.inner => 2,
                 _ => 1,
             };
             let bytes = 4 * c.tile_rows * c.tile_depth * products;
@@ -195,12 +200,13 @@ fn near_rows_of_tiles_are_part_of_the_second_level() {
 #[test]
 fn no_size_of_a_cache_cuts_a_sum_or_moves_a_tensor() {
     each(|plan| {
-        let plain = plan_for(&plan.spec, plan.target, plan.training).unwrap();
+        let options = PlanOptions::training(plan.training);
+        let plain = crate::plan(&plan.spec, plan.target, &options).unwrap();
         assert_eq!(plan.tensors, plain.tensors);
         assert_eq!(plan.steps, plain.steps);
         assert_eq!(plan.backward, plain.backward);
         for ((name, _, a), (_, _, b)) in gemms(plan).zip(gemms(&plain)) {
-            let sums = |c: &GroupedGemmConfig| (c.family, c.thread_columns, c.packed);
+            let sums = |c: &GroupedGemmConfig| (c.family.name(), c.thread_columns, c.packed());
             assert_eq!(sums(a), sums(b), "{name}");
             if name == "grouped_gemm_dgrad_down" {
                 assert_eq!(a.tile_columns, b.tile_columns);
@@ -219,13 +225,13 @@ fn large_and_unknown_caches_have_the_plan_that_is_assumed() {
     };
     for target in TARGETS {
         let (spec, target) = (spec(DType::F32), target.parse().unwrap());
-        let plain = plan_for(&spec, target, None).unwrap();
+        let plain = plan(&spec, target, &PlanOptions::default()).unwrap();
         for caches in [CacheClass::default(), known(48, 2048), known(192, 16384)] {
             let options = PlanOptions {
                 caches,
                 ..PlanOptions::default()
             };
-            assert_eq!(plan_with(&spec, target, &options).unwrap(), plain);
+            assert_eq!(plan(&spec, target, &options).unwrap(), plain);
         }
         let text = serde_json::to_string(&plain).unwrap();
         assert!(!text.contains("l2_bytes"));
@@ -244,7 +250,7 @@ fn blocks_follow_the_classes() {
             ..PlanOptions::default()
         };
         let down = |target: &str, dtype| {
-            let plan = plan_with(&spec(dtype), target.parse().unwrap(), &options).unwrap();
+            let plan = plan(&spec(dtype), target.parse().unwrap(), &options).unwrap();
             let mut all = gemms(&plan).filter(|(name, ..)| *name == "grouped_gemm_down");
             all.next().unwrap().2.clone()
         };

@@ -42,14 +42,12 @@ pub fn grouped_gemm(
         tile_depth: LINE / d.weights.size(),
         thread_rows: tile_rows / 2,
         thread_columns: tile_columns / column_warps,
-        family: GemmFamily::Mma,
-        stages,
-        gather: d.plain_rows && !d.dense,
-        packed: false,
-        shared_bytes: (stages * stage) as u32,
-        tf32: d.tf32,
-        few_tokens: 0,
-        few_columns: 0,
+        family: GemmFamily::Mma {
+            stages,
+            gather: d.plain_rows && !d.dense,
+            shared_bytes: (stages * stage) as u32,
+            tf32: d.tf32,
+        },
     })
 }
 
@@ -92,7 +90,7 @@ fn shared_limit(arch: CudaArch) -> usize {
 #[cfg(test)]
 mod tests {
     use crate::desc::{Half, grouped_gemm as desc};
-    use crate::{GemmFamily, GroupedGemmConfig, KernelConfig, KernelDesc, heuristics};
+    use crate::{CacheClass, GroupedGemmConfig, Machine, Operator};
     use moesaic_kernel::{DType, Target};
     use moesaic_spec::LayerSpec;
 
@@ -104,30 +102,24 @@ mod tests {
         spec.precision.weights = dtype;
         spec.precision.activations = dtype;
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        [Half::Up, Half::Down].map(|half| {
-            let desc = KernelDesc::GroupedGemm(desc(&spec, half));
-            match heuristics::choose(&desc, target) {
-                KernelConfig::GroupedGemm(config) => config,
-                other => panic!("{other:?}"),
-            }
-        })
+        let machine = Machine::of(target, CacheClass::default());
+        [Half::Up, Half::Down].map(|half| desc(&spec, half).tiling(machine))
     }
 
-    fn families(d: usize, h: usize, dtype: DType, arch: &str) -> [GemmFamily; 2] {
-        halves(d, h, dtype, arch).map(|config| config.family)
+    fn families(d: usize, h: usize, dtype: DType, arch: &str) -> [&'static str; 2] {
+        halves(d, h, dtype, arch).map(|config| config.family.name())
     }
 
     #[test]
     fn which_products_go_to_the_matrix_units() {
         use DType::{Bf16, F16, F32};
-        use GemmFamily::{Mma, Simt, Wgmma};
-        assert_eq!(families(64, 48, Bf16, "sm_80"), [Mma, Mma]);
-        assert_eq!(families(66, 48, F16, "sm_89"), [Mma, Mma]);
-        assert_eq!(families(66, 48, F16, "sm_90a"), [Mma, Wgmma]);
-        assert_eq!(families(64, 47, F16, "sm_120a"), [Mma, Simt]);
-        assert_eq!(families(63, 47, F32, "sm_80"), [Mma, Mma]);
-        assert_eq!(families(64, 48, F32, "sm_86"), [Simt, Simt]);
-        assert_eq!(families(64, 48, F16, "sm_75"), [Simt, Simt]);
+        assert_eq!(families(64, 48, Bf16, "sm_80"), ["mma", "mma"]);
+        assert_eq!(families(66, 48, F16, "sm_89"), ["mma", "mma"]);
+        assert_eq!(families(66, 48, F16, "sm_90a"), ["mma", "wgmma"]);
+        assert_eq!(families(64, 47, F16, "sm_120a"), ["mma", "simt"]);
+        assert_eq!(families(63, 47, F32, "sm_80"), ["mma", "mma"]);
+        assert_eq!(families(64, 48, F32, "sm_86"), ["simt", "simt"]);
+        assert_eq!(families(64, 48, F16, "sm_75"), ["simt", "simt"]);
     }
 
     #[test]
@@ -154,7 +146,7 @@ mod tests {
             "sm_90" | "sm_90a" | "sm_100a" => 227 << 10,
             _ => 99 << 10,
         };
-        assert!(config.shared_bytes <= limit, "{arch}: {config:?}");
+        assert!(config.shared_bytes() <= limit, "{arch}: {config:?}");
         assert!(config.threads.is_multiple_of(32), "{arch}: {config:?}");
     }
 }

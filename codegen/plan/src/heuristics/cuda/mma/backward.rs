@@ -40,14 +40,12 @@ pub fn grouped_gemm_dgrad(
         tile_depth: panel,
         thread_rows: tile_rows / 2,
         thread_columns,
-        family: GemmFamily::Mma,
-        stages,
-        gather: false,
-        packed: false,
-        shared_bytes: (stages * stage) as u32,
-        tf32: d.tf32,
-        few_tokens: 0,
-        few_columns: 0,
+        family: GemmFamily::Mma {
+            stages,
+            gather: false,
+            shared_bytes: (stages * stage) as u32,
+            tf32: d.tf32,
+        },
     })
 }
 
@@ -77,14 +75,12 @@ pub fn grouped_gemm_wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<Gr
         tile_depth: DEPTH,
         thread_rows: matrices * tile_rows / 2,
         thread_columns,
-        family: GemmFamily::Mma,
-        stages,
-        gather: d.plain_rows && !d.dense,
-        packed: false,
-        shared_bytes: (stages * stage) as u32,
-        tf32: d.tf32,
-        few_tokens: 0,
-        few_columns: 0,
+        family: GemmFamily::Mma {
+            stages,
+            gather: d.plain_rows && !d.dense,
+            shared_bytes: (stages * stage) as u32,
+            tf32: d.tf32,
+        },
     })
 }
 
@@ -109,7 +105,7 @@ mod tests {
     use crate::desc::{
         Half, grouped_gemm, grouped_gemm_dgrad as dgrad, grouped_gemm_wgrad as wgrad,
     };
-    use crate::{GemmFamily, GroupedGemmConfig, KernelConfig, KernelDesc, heuristics};
+    use crate::{CacheClass, GroupedGemmConfig, Machine, Operator};
     use moesaic_kernel::{DType, Target};
     use moesaic_spec::LayerSpec;
 
@@ -122,36 +118,35 @@ mod tests {
         spec
     }
 
-    fn chosen(desc: KernelDesc, arch: &str) -> GroupedGemmConfig {
+    fn chosen(desc: impl Operator<Config = GroupedGemmConfig>, arch: &str) -> GroupedGemmConfig {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        match heuristics::choose(&desc, target) {
-            KernelConfig::GroupedGemm(config) => config,
-            other => panic!("{other:?}"),
-        }
+        desc.tiling(Machine::of(target, CacheClass::default()))
     }
 
     /// Families of both halves of dgrad, then of wgrad.
-    fn families(spec: &LayerSpec, arch: &str) -> [GemmFamily; 4] {
+    fn families(spec: &LayerSpec, arch: &str) -> [&'static str; 4] {
         let halves = [Half::Down, Half::Up];
-        let [a, b] = halves.map(|half| KernelDesc::GroupedGemmDgrad(dgrad(spec, half)));
-        let [c, d] = halves.map(|half| KernelDesc::GroupedGemmWgrad(wgrad(spec, half)));
-        [a, b, c, d].map(|desc| chosen(desc, arch).family)
+        let [a, b] = halves.map(|half| chosen(dgrad(spec, half), arch).family.name());
+        let [c, d] = halves.map(|half| chosen(wgrad(spec, half), arch).family.name());
+        [a, b, c, d]
     }
 
     #[test]
     fn which_products_go_to_the_matrix_units() {
         use DType::{Bf16, F16, F32};
-        use GemmFamily::{Mma, Simt, Wgmma};
         let all = |d, h, types, arch| families(&spec(d, h, types), arch);
-        assert_eq!(all(64, 48, [Bf16; 2], "sm_80"), [Mma; 4]);
-        assert_eq!(all(64, 48, [Bf16; 2], "sm_90a"), [Wgmma; 4]);
-        assert_eq!(all(66, 48, [F16; 2], "sm_90a"), [Mma; 4]);
-        assert_eq!(all(65, 48, [F16; 2], "sm_90a"), [Simt; 4]);
-        assert_eq!(all(65, 47, [F32; 2], "sm_90a"), [Mma; 4]);
-        assert_eq!(all(64, 48, [F32; 2], "sm_86"), [Simt; 4]);
-        assert_eq!(all(64, 48, [F16; 2], "sm_75"), [Simt; 4]);
+        assert_eq!(all(64, 48, [Bf16; 2], "sm_80"), ["mma"; 4]);
+        assert_eq!(all(64, 48, [Bf16; 2], "sm_90a"), ["wgmma"; 4]);
+        assert_eq!(all(66, 48, [F16; 2], "sm_90a"), ["mma"; 4]);
+        assert_eq!(all(65, 48, [F16; 2], "sm_90a"), ["simt"; 4]);
+        assert_eq!(all(65, 47, [F32; 2], "sm_90a"), ["mma"; 4]);
+        assert_eq!(all(64, 48, [F32; 2], "sm_86"), ["simt"; 4]);
+        assert_eq!(all(64, 48, [F16; 2], "sm_75"), ["simt"; 4]);
         // A weight gradient has none of the weights' type.
-        assert_eq!(all(64, 48, [F32, Bf16], "sm_80"), [Simt, Simt, Mma, Mma]);
+        assert_eq!(
+            all(64, 48, [F32, Bf16], "sm_80"),
+            ["simt", "simt", "mma", "mma"]
+        );
     }
 
     /// The scan lists row tiles once, for both passes.
@@ -169,13 +164,15 @@ mod tests {
                 let spec = spec(d, h, [dtype; 2]);
                 for (arch, kilobytes) in archs {
                     for half in [Half::Up, Half::Down] {
-                        let forward =
-                            chosen(KernelDesc::GroupedGemm(grouped_gemm(&spec, half)), arch);
-                        let dgrad = chosen(KernelDesc::GroupedGemmDgrad(dgrad(&spec, half)), arch);
-                        let wgrad = chosen(KernelDesc::GroupedGemmWgrad(wgrad(&spec, half)), arch);
+                        let forward = chosen(grouped_gemm(&spec, half), arch);
+                        let dgrad = chosen(dgrad(&spec, half), arch);
+                        let wgrad = chosen(wgrad(&spec, half), arch);
                         assert_eq!(dgrad.tile_rows, forward.tile_rows, "{arch}, {d} x {h}");
                         for config in [dgrad, wgrad] {
-                            assert!(config.shared_bytes <= kilobytes << 10, "{arch}: {config:?}");
+                            assert!(
+                                config.shared_bytes() <= kilobytes << 10,
+                                "{arch}: {config:?}"
+                            );
                         }
                     }
                 }

@@ -1,0 +1,147 @@
+//! Bytes of tensors, wherever they lie.
+
+use crate::Map;
+use std::fmt;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+/// Bytes that are owned, borrowed, or mapped from a file. Those that are owned lie
+/// where an element of any type may; the others anywhere.
+#[derive(Clone)]
+pub struct Bytes<'a>(Held<'a>);
+
+#[derive(Clone)]
+enum Held<'a> {
+    Owned { words: Vec<u64>, length: usize },
+    Borrowed(&'a [u8]),
+    Mapped(Arc<Map>, Range<usize>),
+}
+
+impl<'a> Bytes<'a> {
+    /// Zeros.
+    pub fn zeros(length: usize) -> Bytes<'static> {
+        let words = vec![0; length.div_ceil(size_of::<u64>())];
+        Bytes(Held::Owned { words, length })
+    }
+
+    /// A copy.
+    pub fn copied(bytes: &[u8]) -> Bytes<'static> {
+        let mut owned = Bytes::zeros(bytes.len());
+        owned.to_mut().copy_from_slice(bytes);
+        owned
+    }
+
+    /// A part of a file.
+    ///
+    /// # Panics
+    /// When the file is shorter.
+    pub fn mapped(map: &Arc<Map>, range: Range<usize>) -> Bytes<'static> {
+        assert!(range.start <= range.end && range.end <= map.len());
+        Bytes(Held::Mapped(Arc::clone(map), range))
+    }
+
+    /// The same bytes for as long as these are there, without a copy.
+    pub fn lend(&self) -> Bytes<'_> {
+        match &self.0 {
+            Held::Mapped(map, range) => Bytes::mapped(map, range.clone()),
+            _ => Bytes::from(&**self),
+        }
+    }
+
+    /// Some of the bytes, without a copy; `None` if there are not as many.
+    pub fn part(&self, part: Range<usize>) -> Option<Bytes<'_>> {
+        self.get(part.clone())?;
+        Some(match &self.0 {
+            Held::Mapped(map, range) => {
+                Bytes::mapped(map, range.start + part.start..range.start + part.end)
+            }
+            _ => Bytes::from(&self[part]),
+        })
+    }
+
+    /// The bytes to be written to, copied before if they are not owned.
+    pub fn to_mut(&mut self) -> &mut [u8] {
+        if !matches!(self.0, Held::Owned { .. }) {
+            self.0 = Bytes::copied(self).0;
+        }
+        match &mut self.0 {
+            Held::Owned { words, length } => &mut bytemuck::cast_slice_mut(words)[..*length],
+            // Made to be owned above.
+            Held::Borrowed(_) | Held::Mapped(..) => &mut [],
+        }
+    }
+
+    /// Bytes that borrow nothing: a copy of what was borrowed. What is mapped
+    /// stays so.
+    pub fn into_static(self) -> Bytes<'static> {
+        match self.0 {
+            Held::Owned { words, length } => Bytes(Held::Owned { words, length }),
+            Held::Mapped(map, range) => Bytes(Held::Mapped(map, range)),
+            Held::Borrowed(bytes) => Bytes::copied(bytes),
+        }
+    }
+
+    /// Whether they are in a file that is mapped.
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.0, Held::Mapped(..))
+    }
+
+    /// Says that the bytes will not be read soon: the memory of those that are
+    /// mapped is given back. They are read from the file again when they are
+    /// looked at again.
+    pub fn release(&self) {
+        if let Held::Mapped(map, range) = &self.0 {
+            map.release(range);
+        }
+    }
+}
+
+impl Deref for Bytes<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.0 {
+            Held::Owned { words, length } => &bytemuck::cast_slice(words)[..*length],
+            Held::Borrowed(bytes) => bytes,
+            Held::Mapped(map, range) => &map[range.clone()],
+        }
+    }
+}
+
+impl Default for Bytes<'_> {
+    fn default() -> Self {
+        Bytes::zeros(0)
+    }
+}
+
+impl<'a> From<&'a [u8]> for Bytes<'a> {
+    fn from(bytes: &'a [u8]) -> Bytes<'a> {
+        Bytes(Held::Borrowed(bytes))
+    }
+}
+
+impl From<Vec<u8>> for Bytes<'static> {
+    /// A copy: bytes of a vector may lie where no element may.
+    fn from(bytes: Vec<u8>) -> Bytes<'static> {
+        Bytes::copied(&bytes)
+    }
+}
+
+impl PartialEq for Bytes<'_> {
+    fn eq(&self, other: &Bytes<'_>) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Bytes<'_> {}
+
+impl fmt::Debug for Bytes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = match &self.0 {
+            Held::Owned { .. } => "owned",
+            Held::Borrowed(_) => "borrowed",
+            Held::Mapped(..) => "mapped",
+        };
+        write!(f, "{} bytes, {how}: {:?}", self.len(), &**self)
+    }
+}

@@ -1,0 +1,57 @@
+//! Elements: the Rust types that have a dtype, and values of any dtype.
+
+use half::{bf16, f16};
+use moesaic_kernel::DType;
+
+/// A Rust type that has a [`DType`].
+pub trait Element: bytemuck::Pod {
+    /// The element type in kernels and files.
+    const DTYPE: DType;
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+}
+impl Element for f16 {
+    const DTYPE: DType = DType::F16;
+}
+impl Element for bf16 {
+    const DTYPE: DType = DType::Bf16;
+}
+impl Element for i32 {
+    const DTYPE: DType = DType::I32;
+}
+impl Element for i64 {
+    const DTYPE: DType = DType::I64;
+}
+
+/// The value of one element, of exactly `dtype.size()` bytes: exact for floats,
+/// exact below 2⁵³ for integers.
+pub fn read_float(dtype: DType, b: &[u8]) -> f64 {
+    match dtype {
+        DType::F32 => f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+        DType::F16 => f16::from_le_bytes([b[0], b[1]]).to_f64(),
+        DType::Bf16 => bf16::from_le_bytes([b[0], b[1]]).to_f64(),
+        DType::I32 | DType::I64 => read_int(dtype, b) as f64,
+    }
+}
+
+/// The value of one integer element; zero for floats.
+pub fn read_int(dtype: DType, b: &[u8]) -> i64 {
+    match dtype {
+        DType::I32 => i64::from(i32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+        DType::I64 => i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]),
+        DType::F32 | DType::F16 | DType::Bf16 => 0,
+    }
+}
+
+/// Stores a value in `dtype.size()` bytes: floats to nearest, ties to even.
+pub fn write_float(dtype: DType, value: f64, out: &mut [u8]) {
+    match dtype {
+        DType::F32 => out.copy_from_slice(&(value as f32).to_le_bytes()),
+        DType::F16 => out.copy_from_slice(&f16::from_f64(value).to_le_bytes()),
+        DType::Bf16 => out.copy_from_slice(&bf16::from_f64(value).to_le_bytes()),
+        DType::I32 => out.copy_from_slice(&(value as i32).to_le_bytes()),
+        DType::I64 => out.copy_from_slice(&(value as i64).to_le_bytes()),
+    }
+}

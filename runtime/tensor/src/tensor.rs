@@ -1,0 +1,200 @@
+//! One tensor.
+
+use crate::{Bytes, Element};
+use half::{bf16, f16};
+use moesaic_kernel::DType;
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// A row-major tensor in host memory, little endian.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// The elements' bytes. That they are as many as the shape needs is the
+    /// caller's claim until the tensor is used: then it is checked.
+    pub data: Bytes<'a>,
+}
+
+impl<'a> Tensor<'a> {
+    /// A view of `data`.
+    pub fn new<E: Element>(shape: &[usize], data: &'a [E]) -> Tensor<'a> {
+        Tensor {
+            dtype: E::DTYPE,
+            shape: shape.to_vec(),
+            data: Bytes::from(bytemuck::cast_slice(data)),
+        }
+    }
+
+    /// A tensor that owns its bytes.
+    pub fn owned<E: Element>(shape: &[usize], data: Vec<E>) -> Tensor<'static> {
+        Tensor::copied(shape, &data)
+    }
+
+    /// A tensor that owns a copy of `data`.
+    pub fn copied<E: Element>(shape: &[usize], data: &[E]) -> Tensor<'static> {
+        Tensor {
+            dtype: E::DTYPE,
+            shape: shape.to_vec(),
+            data: Bytes::copied(bytemuck::cast_slice(data)),
+        }
+    }
+
+    /// A tensor of zeros.
+    pub fn zeros(dtype: DType, shape: &[usize]) -> Tensor<'static> {
+        let elements: usize = shape.iter().product();
+        Tensor {
+            dtype,
+            shape: shape.to_vec(),
+            data: Bytes::zeros(elements * dtype.size()),
+        }
+    }
+
+    /// `values` in a float type: to nearest, ties to even. Those that stay f32 are
+    /// borrowed.
+    pub fn rounded(dtype: DType, shape: &[usize], values: &'a [f32]) -> Tensor<'a> {
+        let each = values.iter();
+        match dtype {
+            DType::F16 => Tensor::owned(shape, each.map(|v| f16::from_f32(*v)).collect()),
+            DType::Bf16 => Tensor::owned(shape, each.map(|v| bf16::from_f32(*v)).collect()),
+            _ => Tensor::new(shape, values),
+        }
+    }
+
+    /// The same tensor for as long as this one is there, without a copy.
+    pub fn lend(&self) -> Tensor<'_> {
+        Tensor {
+            dtype: self.dtype,
+            shape: self.shape.clone(),
+            data: self.data.lend(),
+        }
+    }
+
+    /// A tensor that borrows nothing; see [`Bytes::into_static`].
+    pub fn into_static(self) -> Tensor<'static> {
+        Tensor {
+            dtype: self.dtype,
+            shape: self.shape,
+            data: self.data.into_static(),
+        }
+    }
+
+    /// The number of elements its shape has.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Rows of the first dimension, without a copy: of a weight of experts, some
+    /// experts. A tensor without dimensions is one row.
+    ///
+    /// # Errors
+    /// A sentence for people, when it has fewer rows, or bytes that do not fit
+    /// its shape.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Tensor<'_>, String> {
+        self.check_length()?;
+        let count = self.shape.first().copied().unwrap_or(1);
+        if rows.start > rows.end || rows.end > count {
+            return Err(format!("has {count} rows, not those of {rows:?}"));
+        }
+        let row = self.shape.iter().skip(1).product::<usize>() * self.dtype.size();
+        let mut shape = self.shape.clone();
+        if let Some(first) = shape.first_mut() {
+            *first = rows.len();
+        }
+        let data = self.data.part(rows.start * row..rows.end * row);
+        Ok(Tensor {
+            dtype: self.dtype,
+            shape,
+            data: data.unwrap_or_default(),
+        })
+    }
+
+    /// The elements, when they are of type `E`: where they lie, or a copy if they
+    /// lie where none may.
+    pub fn values<E: Element>(&self) -> Option<Cow<'_, [E]>> {
+        if self.dtype != E::DTYPE {
+            return None;
+        }
+        Some(match bytemuck::try_cast_slice(&self.data) {
+            Ok(values) => Cow::Borrowed(values),
+            Err(_) => Cow::Owned(self.map(|value: E| value)),
+        })
+    }
+
+    /// The elements to be written to, when they are of type `E`; copied before if
+    /// they are not owned.
+    pub fn values_mut<E: Element>(&mut self) -> Option<&mut [E]> {
+        if self.dtype != E::DTYPE {
+            return None;
+        }
+        bytemuck::try_cast_slice_mut(self.data.to_mut()).ok()
+    }
+
+    /// The elements, when they are of type `E`.
+    pub fn to_vec<E: Element>(&self) -> Option<Vec<E>> {
+        self.values().map(Cow::into_owned)
+    }
+
+    /// The elements as `f32`: exact for f32, f16 and bf16; rounded for wide
+    /// integers.
+    pub fn to_f32(&self) -> Vec<f32> {
+        match self.dtype {
+            DType::F32 => self.map(|v: f32| v),
+            DType::F16 => self.map(|v: f16| v.to_f32()),
+            DType::Bf16 => self.map(|v: bf16| v.to_f32()),
+            DType::I32 => self.map(|v: i32| v as f32),
+            DType::I64 => self.map(|v: i64| v as f32),
+        }
+    }
+
+    /// The elements as `f64`: exact for floats, exact below 2⁵³ for integers.
+    pub fn to_f64(&self) -> Vec<f64> {
+        match self.dtype {
+            DType::F32 => self.map(|v: f32| f64::from(v)),
+            DType::F16 => self.map(|v: f16| v.to_f64()),
+            DType::Bf16 => self.map(|v: bf16| v.to_f64()),
+            DType::I32 => self.map(|v: i32| f64::from(v)),
+            DType::I64 => self.map(|v: i64| v as f64),
+        }
+    }
+
+    fn map<E: Element, R>(&self, convert: impl Fn(E) -> R) -> Vec<R> {
+        self.data
+            .chunks_exact(size_of::<E>())
+            .map(|bytes| convert(bytemuck::pod_read_unaligned(bytes)))
+            .collect()
+    }
+
+    /// Checks dtype, shape and length.
+    ///
+    /// # Errors
+    /// A sentence for people: what it is and what was expected.
+    pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), String> {
+        check_kind((self.dtype, &self.shape), (dtype, shape))?;
+        self.check_length()
+    }
+
+    fn check_length(&self) -> Result<(), String> {
+        let (found, needed) = (self.data.len(), self.elements() * self.dtype.size());
+        match found == needed {
+            true => Ok(()),
+            false => Err(format!("has {found} bytes, its shape needs {needed}")),
+        }
+    }
+}
+
+/// Checks an element type and a shape against those that are wanted.
+///
+/// # Errors
+/// A sentence for people, to be read after a tensor's name.
+pub fn check_kind(found: (DType, &[usize]), wanted: (DType, &[usize])) -> Result<(), String> {
+    if found.0 != wanted.0 {
+        return Err(format!("is {}, expected {}", found.0, wanted.0));
+    }
+    if found.1 != wanted.1 {
+        return Err(format!("has shape {:?}, expected {:?}", found.1, wanted.1));
+    }
+    Ok(())
+}

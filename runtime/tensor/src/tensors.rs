@@ -1,0 +1,89 @@
+//! Tensors by name.
+
+use crate::{Element, Tensor};
+use std::collections::BTreeMap;
+use std::collections::btree_map::{IntoIter, Iter, IterMut};
+use std::ops::{Deref, DerefMut};
+
+/// Tensors by name: a sorted map, and what makes one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tensors<'a>(BTreeMap<String, Tensor<'a>>);
+
+impl<'a> Tensors<'a> {
+    /// None yet.
+    pub fn new() -> Tensors<'a> {
+        Tensors::default()
+    }
+
+    /// These and one more, which borrows `data`.
+    pub fn with<E: Element>(mut self, name: &str, shape: &[usize], data: &'a [E]) -> Tensors<'a> {
+        self.insert(name, Tensor::new(shape, data));
+        self
+    }
+
+    /// Adds or replaces a tensor; gives what it was before.
+    pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor<'a>) -> Option<Tensor<'a>> {
+        self.0.insert(name.into(), tensor)
+    }
+
+    /// The same for as long as these are there, without a copy.
+    pub fn lend(&self) -> Tensors<'_> {
+        let each = self.iter();
+        each.map(|(name, tensor)| (name.clone(), tensor.lend()))
+            .collect()
+    }
+}
+
+impl<'a> Deref for Tensors<'a> {
+    type Target = BTreeMap<String, Tensor<'a>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl DerefMut for Tensors<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
+    }
+}
+
+impl<'a, N: Into<String>> FromIterator<(N, Tensor<'a>)> for Tensors<'a> {
+    fn from_iter<I: IntoIterator<Item = (N, Tensor<'a>)>>(list: I) -> Tensors<'a> {
+        let named = list.into_iter().map(|(name, tensor)| (name.into(), tensor));
+        Tensors(named.collect())
+    }
+}
+
+impl<'a, N: Into<String>, const COUNT: usize> From<[(N, Tensor<'a>); COUNT]> for Tensors<'a> {
+    fn from(list: [(N, Tensor<'a>); COUNT]) -> Tensors<'a> {
+        list.into_iter().collect()
+    }
+}
+
+impl<'a> IntoIterator for Tensors<'a> {
+    type Item = (String, Tensor<'a>);
+    type IntoIter = IntoIter<String, Tensor<'a>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<'t, 'a> IntoIterator for &'t Tensors<'a> {
+    type Item = (&'t String, &'t Tensor<'a>);
+    type IntoIter = Iter<'t, String, Tensor<'a>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.iter()
+    }
+}
+
+impl<'t, 'a> IntoIterator for &'t mut Tensors<'a> {
+    type Item = (&'t String, &'t mut Tensor<'a>);
+    type IntoIter = IterMut<'t, String, Tensor<'a>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.iter_mut()
+    }
+}

@@ -1,0 +1,266 @@
+//! Recipes looked up in a checkpoint: which of its tensors make a weight, and how.
+
+use crate::checkpoint::{Checkpoint, TensorRef};
+use crate::view::Layout;
+use crate::weight::{Part, Weight};
+use crate::{LoadOptions, WeightsError};
+use moesaic_kernel::DType;
+use moesaic_spec::hf::{Alternative, Parts, Step};
+use moesaic_spec::{LayerSpec, RouterKind, TensorSpec};
+use moesaic_tensor::read_float;
+
+/// What is needed to find one weight.
+pub(crate) struct Finder<'a, 's> {
+    pub spec: &'s LayerSpec,
+    pub checkpoint: &'a Checkpoint,
+    pub options: LoadOptions,
+    pub tensor: &'s TensorSpec,
+}
+
+impl<'a> Finder<'a, '_> {
+    /// The first alternative that is there and whose shape fits.
+    pub fn weight(&self, alternatives: &[Alternative]) -> Result<Weight<'a>, WeightsError> {
+        let mut misfit = None;
+        for alternative in alternatives.iter().filter(|a| self.present(a)) {
+            match self.look_up(alternative) {
+                Err(error @ WeightsError::WrongShape { .. }) => misfit = misfit.or(Some(error)),
+                done => return done,
+            }
+        }
+        Err(misfit.unwrap_or_else(|| self.missing(alternatives)))
+    }
+
+    /// Whether the checkpoint has the alternative's first tensor. One that
+    /// lacks a later one is damaged, which reading it will say.
+    fn present(&self, alternative: &Alternative) -> bool {
+        let names = alternative.names();
+        names
+            .first()
+            .is_none_or(|name| self.checkpoint.tensor(name).is_some())
+    }
+
+    fn look_up(&self, alternative: &Alternative) -> Result<Weight<'a>, WeightsError> {
+        let (shape, steps) = (&self.tensor.shape, &alternative.steps);
+        let (parts, stacked) = match &alternative.parts {
+            Parts::One(name) => (vec![self.part(name, steps, shape)?], false),
+            Parts::PerExpert { .. } | Parts::Repeated { .. } => {
+                let names = alternative.parts.names();
+                let parts = names.iter().map(|name| self.part(name, steps, &shape[1..]));
+                (parts.collect::<Result<_, _>>()?, true)
+            }
+        };
+        let table = self.spec.router.kind == RouterKind::Table && self.tensor.dtype == DType::I32;
+        Ok(Weight {
+            dtype: self.tensor.dtype,
+            shape: shape.clone(),
+            parts,
+            stacked,
+            columns: self.columns(steps, shape)?,
+            experts: table.then(|| self.spec.routed_experts()),
+        })
+    }
+
+    /// One tensor of the file, after the steps; it has the shape.
+    fn part(&self, name: &str, steps: &[Step], shape: &[usize]) -> Result<Part<'a>, WeightsError> {
+        let from = self.find(name)?;
+        let found = self.convertible(&from)?;
+        let wrong = |expected: String| WeightsError::WrongShape {
+            tensor: name.to_string(),
+            file: from.file.to_path_buf(),
+            found: from.shape.to_vec(),
+            expected,
+        };
+        let mut layout = Layout::dense(from.shape);
+        for step in steps {
+            layout = layout.apply(step).map_err(&wrong)?;
+        }
+        if layout.shape != shape {
+            let after = if steps.is_empty() {
+                ""
+            } else {
+                " after rearranging"
+            };
+            return Err(wrong(format!("{shape:?}{after}")));
+        }
+        Ok(Part {
+            from,
+            found,
+            layout,
+        })
+    }
+
+    fn find(&self, name: &str) -> Result<TensorRef<'a>, WeightsError> {
+        self.checkpoint
+            .tensor(name)
+            .ok_or_else(|| WeightsError::MissingTensor {
+                tensor: self.tensor.name.clone(),
+                path: self.checkpoint.path().to_path_buf(),
+                tried: format!("; looked for `{name}`"),
+                near: String::new(),
+            })
+    }
+
+    /// The element type of the file, if it can become the spec's.
+    fn convertible(&self, from: &TensorRef<'_>) -> Result<DType, WeightsError> {
+        let wanted = self.tensor.dtype;
+        let file = from.file.to_path_buf();
+        let tensor = from.name.to_string();
+        let expected = if wanted.is_float() {
+            "f32, f16 or bf16"
+        } else {
+            "i32 or i64"
+        };
+        let found = match from.dtype {
+            Ok(found) if found.is_float() == wanted.is_float() => found,
+            Ok(other) => {
+                let found = other.to_string();
+                return Err(WeightsError::WrongDType {
+                    tensor,
+                    file,
+                    found,
+                    expected: expected.into(),
+                });
+            }
+            Err(other) => {
+                let found = format!("{other:?}").to_lowercase();
+                return Err(WeightsError::WrongDType {
+                    tensor,
+                    file,
+                    found,
+                    expected: expected.into(),
+                });
+            }
+        };
+        let exact = found == wanted || wanted == DType::F32 || !wanted.is_float();
+        if exact || self.options.narrow {
+            return Ok(found);
+        }
+        let (found, wanted) = (found.to_string(), wanted.to_string());
+        Err(WeightsError::Narrowing {
+            tensor,
+            file,
+            found,
+            wanted,
+        })
+    }
+
+    /// The product of all factors on each column, when there are any.
+    fn columns(&self, steps: &[Step], shape: &[usize]) -> Result<Option<Vec<f64>>, WeightsError> {
+        let width = shape.last().copied().unwrap_or(1);
+        let mut columns: Option<Vec<f64>> = None;
+        for step in steps {
+            let factors = match step {
+                Step::Factor(factor) => vec![*factor; width],
+                Step::MulColumns(name) => self.vector(name, width)?,
+                Step::DivColumns(name) => {
+                    self.nonzero(name, width)?.iter().map(|v| 1.0 / v).collect()
+                }
+                Step::Reshape(_) | Step::Transpose | Step::Take { .. } => continue,
+            };
+            let product = columns.get_or_insert_with(|| vec![1.0; width]);
+            product.iter_mut().zip(factors).for_each(|(p, f)| *p *= f);
+        }
+        Ok(columns)
+    }
+
+    /// A vector that scales columns.
+    fn vector(&self, name: &str, width: usize) -> Result<Vec<f64>, WeightsError> {
+        let from = self.find(name)?;
+        let found = self.convertible(&from)?;
+        if from.shape != [width] {
+            return Err(WeightsError::WrongShape {
+                tensor: name.to_string(),
+                file: from.file.to_path_buf(),
+                found: from.shape.to_vec(),
+                expected: format!("{:?}", [width]),
+            });
+        }
+        Ok(from
+            .bytes
+            .chunks_exact(found.size())
+            .map(|b| read_float(found, b))
+            .collect())
+    }
+
+    /// A vector that divides columns.
+    fn nonzero(&self, name: &str, width: usize) -> Result<Vec<f64>, WeightsError> {
+        let vector = self.vector(name, width)?;
+        if vector.iter().all(|v| *v != 0.0) {
+            return Ok(vector);
+        }
+        let file = self.find(name)?.file.to_path_buf();
+        let expected = "no zeros: columns are divided by it".to_string();
+        Err(WeightsError::BadValue {
+            tensor: name.to_string(),
+            file,
+            value: 0,
+            expected,
+        })
+    }
+
+    /// The error that lists what was looked for and what is near it.
+    fn missing(&self, alternatives: &[Alternative]) -> WeightsError {
+        let mut tried: Vec<String> = alternatives
+            .iter()
+            .filter_map(|a| a.names().into_iter().next())
+            .collect();
+        tried.dedup();
+        WeightsError::MissingTensor {
+            tensor: self.tensor.name.clone(),
+            path: self.checkpoint.path().to_path_buf(),
+            near: self.near(&tried),
+            tried: match tried.iter().all(|name| *name == self.tensor.name) {
+                true => String::new(),
+                false => format!("; looked for {}", listed(&tried)),
+            },
+        }
+    }
+
+    /// Names of the checkpoint that end like those looked for.
+    fn near(&self, tried: &[String]) -> String {
+        if let Some(fused) = self.fused(tried) {
+            return format!(
+                "; it has `{fused}`: say layout = \"concat\" or \"interleaved\" under [experts]"
+            );
+        }
+        let end = |name: &str| {
+            let parts: Vec<&str> = name.rsplit('.').take(2).collect();
+            parts.join(".")
+        };
+        let ends: Vec<String> = tried.iter().map(|name| end(name)).collect();
+        let similar: Vec<String> = self
+            .checkpoint
+            .names()
+            .filter(|name| ends.contains(&end(name)))
+            .map(str::to_string)
+            .collect();
+        if similar.is_empty() {
+            String::new()
+        } else {
+            format!("; it has {}", listed(&similar))
+        }
+    }
+
+    /// The fused tensor of the checkpoint that holds the one looked for, where
+    /// the spec says that gate and up are apart.
+    fn fused(&self, tried: &[String]) -> Option<String> {
+        let [name] = tried else { return None };
+        [".gate.", ".up."]
+            .iter()
+            .filter(|part| name.contains(*part))
+            .map(|part| name.replacen(part, ".gate_up.", 1))
+            .find(|fused| self.checkpoint.tensor(fused).is_some())
+    }
+}
+
+/// The first few, and how many more.
+fn listed(names: &[String]) -> String {
+    let shown: Vec<String> = names.iter().take(4).map(|n| format!("`{n}`")).collect();
+    let more = names.len().saturating_sub(4);
+    let tail = if more > 0 {
+        format!(" and {more} more")
+    } else {
+        String::new()
+    };
+    format!("{}{tail}", shown.join(", "))
+}

@@ -1,0 +1,371 @@
+//! How far one change reaches: counts of files, of public names and of circles.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const OPERATORS: [&str; 10] = [
+    "gate_topk",
+    "expert_scan",
+    "dispatch",
+    "grouped_gemm",
+    "combine",
+    "gate_topk_bwd",
+    "dispatch_bwd",
+    "grouped_gemm_dgrad",
+    "grouped_gemm_wgrad",
+    "combine_bwd",
+];
+
+/// Options that one operator alone reads.
+const OPTIONS: [&str; 5] = [
+    "random_second",
+    "norm_order",
+    "input_dropout",
+    "up_offset",
+    "expert_scale",
+];
+
+const BACKENDS: [&str; 3] = ["cpu", "cuda", "rocm"];
+
+/// A source file, tests aside.
+struct File {
+    /// From the root: `codegen/plan/src/work.rs`.
+    path: String,
+    /// Without comments and unit tests.
+    code: String,
+}
+
+/// Counts the checkout at `root`.
+pub fn counts(root: &Path) -> String {
+    let folders = ["codegen", "runtime", "targets", "templates", "src", "cli"];
+    let files: Vec<File> = folders.iter().flat_map(|f| sources(root, f)).collect();
+    let mut text = String::new();
+    operators(&files, &mut text);
+    options(&files, &mut text);
+    backends(&files, &mut text);
+    facade(&files, &mut text);
+    circles(&files, &mut text);
+    text
+}
+
+/// The `.rs` and `.tera` files below a folder, but those of tests and build output.
+fn sources(root: &Path, folder: &str) -> Vec<File> {
+    let mut list = Vec::new();
+    let mut folders = vec![PathBuf::from(folder)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(root.join(&folder))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let path = folder.join(&name);
+            let is_test = ["tests", "tests.rs", "testing.rs", "target", "examples"];
+            if is_test.contains(&&*name) {
+                continue;
+            }
+            if entry.path().is_dir() {
+                folders.push(path);
+            } else if name.ends_with(".rs") || name.ends_with(".tera") {
+                let text = fs::read_to_string(entry.path()).unwrap_or_default();
+                let path = path.display().to_string();
+                list.push(File {
+                    path,
+                    code: code(&text),
+                });
+            }
+        }
+    }
+    list.sort_by(|a, b| a.path.cmp(&b.path));
+    list
+}
+
+/// The text before unit tests, without lines that are comments.
+fn code(text: &str) -> String {
+    let text = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+    let lines = text
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"));
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// Whether `word` is in the text between characters that are of no name.
+fn has_word(text: &str, word: &str) -> bool {
+    let of_name = |c: char| c.is_alphanumeric() || c == '_';
+    text.match_indices(word).any(|(at, _)| {
+        let (before, after) = (&text[..at], &text[at + word.len()..]);
+        !before.ends_with(of_name) && !after.starts_with(of_name)
+    })
+}
+
+fn camel(stem: &str) -> String {
+    let word = |word: &str| word[..1].to_uppercase() + &word[1..];
+    stem.split('_').map(word).collect()
+}
+
+fn operators(files: &[File], text: &mut String) {
+    *text += "files of codegen/plan/src that name an operator: dispatch_bwd, DispatchBwd, DispatchBwdDesc \
+              or DispatchBwdConfig, or have it in their path\n";
+    let plan = files
+        .iter()
+        .filter(|f| f.path.starts_with("codegen/plan/src"));
+    let plan: Vec<&File> = plan.collect();
+    for stem in OPERATORS {
+        let camel = camel(stem);
+        let words = ["", "Desc", "Config"].map(|end| format!("{camel}{end}"));
+        let names = |file: &&&File| {
+            let part = |part: &str| part.trim_end_matches(".rs") == stem;
+            file.path.split('/').any(part)
+                || has_word(&file.code, stem)
+                || words.iter().any(|word| has_word(&file.code, word))
+        };
+        line(text, stem, plan.iter().filter(names).count());
+    }
+    line(text, "of", plan.len());
+}
+
+fn options(files: &[File], text: &mut String) {
+    *text += "\nfiles that name an option of the spec (code and templates, reference and command line too)\n";
+    for option in OPTIONS {
+        let names = files.iter().filter(|file| has_word(&file.code, option));
+        line(text, option, names.count());
+    }
+}
+
+fn backends(files: &[File], text: &mut String) {
+    *text += "\nfiles that name a backend in code, outside those that are its own \
+              (targets/X, templates/X, heuristics/X)\n";
+    for backend in BACKENDS {
+        let kind = camel(backend);
+        let words = [
+            format!("Target::{kind}"),
+            format!("SimArch::{kind}"),
+            format!("moesaic_{backend}"),
+            format!("mod {backend}"),
+            format!("{backend}::"),
+        ];
+        let own = |path: &str| {
+            let parts: Vec<&str> = path.split(['/', '.']).collect();
+            let homes = ["targets", "templates", "heuristics"];
+            parts
+                .windows(2)
+                .any(|w| homes.contains(&w[0]) && w[1] == backend)
+        };
+        let names = |file: &&File| {
+            !own(&file.path) && words.iter().any(|word| file.code.contains(word.as_str()))
+        };
+        let found: Vec<&File> = files.iter().filter(names).collect();
+        let mut folders: BTreeMap<&str, usize> = BTreeMap::new();
+        for file in &found {
+            let folder = file.path.split("/src").next().unwrap_or_default();
+            let folder = folder.split_once("src/").map_or(folder, |_| "src");
+            *folders.entry(folder).or_default() += 1;
+        }
+        let folders: Vec<String> = folders
+            .iter()
+            .map(|(folder, n)| {
+                format!(
+                    "{n} {}",
+                    if folder.contains(".rs") {
+                        "src"
+                    } else {
+                        folder
+                    }
+                )
+            })
+            .collect();
+        line(text, backend, found.len());
+        let _ = writeln!(text, "    {}", folders.join(", "));
+    }
+}
+
+fn facade(files: &[File], text: &mut String) {
+    let lib = files.iter().find(|file| file.path == "src/lib.rs");
+    let names = lib.map(|lib| exported(&lib.code)).unwrap_or_default();
+    let (hidden, shown): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| name.hidden);
+    *text += "\nnames at the root of the facade\n";
+    line(text, "documented", shown.len());
+    line(text, "hidden", hidden.len());
+}
+
+/// A name that a file exports.
+struct Exported {
+    hidden: bool,
+}
+
+/// The names of `pub use`, `pub mod` and items at the left margin.
+fn exported(code: &str) -> Vec<Exported> {
+    let mut names = Vec::new();
+    let mut hidden = false;
+    let mut lines = code.lines();
+    while let Some(line) = lines.next() {
+        if line.starts_with("#[") {
+            hidden |= line.contains("doc(hidden)") || line.contains("cfg(doctest)");
+            continue;
+        }
+        if let Some(rest) = line.strip_prefix("pub ") {
+            let mut item = rest.to_string();
+            while rest.starts_with("use ") && !item.contains(';') {
+                let Some(next) = lines.next() else { break };
+                item += next.trim();
+            }
+            let list = item.split_once('{').filter(|_| item.starts_with("use "));
+            let count = list.map_or(1, |(_, list)| {
+                let list = list.split('}').next().unwrap_or_default();
+                list.split(',')
+                    .filter(|name| !name.trim().is_empty())
+                    .count()
+            });
+            names.extend((0..count).map(|_| Exported { hidden }));
+        }
+        hidden = false;
+    }
+    names
+}
+
+/// Modules of the engine that use each other, directly or through others.
+fn circles(files: &[File], text: &mut String) {
+    let inner = |file: &File| Some(file.path.strip_prefix("runtime/engine/src/")?.to_string());
+    let engine = files
+        .iter()
+        .filter_map(|file| Some((inner(file)?, &*file.code)));
+    let (lib, own): (Vec<_>, Vec<_>) = engine.partition(|(path, _)| path == "lib.rs");
+    let homes = lib.iter().flat_map(|(_, code)| homes(code)).collect();
+    let mut uses: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for (path, _) in &own {
+        let module = path.split(['/', '.']).next().unwrap_or_default();
+        uses.entry(module).or_default();
+    }
+    let modules: Vec<&str> = uses.keys().copied().collect();
+    for (path, code) in &own {
+        let module = path.split(['/', '.']).next().unwrap_or_default();
+        let used = from_crate(code).into_iter();
+        let used = used.map(|name| BTreeMap::get(&homes, name).copied().unwrap_or(name));
+        let used = used.filter_map(|name| modules.iter().find(|m| **m == name && name != module));
+        uses.entry(module).or_default().extend(used);
+    }
+    let mutual = |(name, used): (&&str, &BTreeSet<&str>)| {
+        let back = used
+            .iter()
+            .filter(|other| uses[**other].contains(*name) && *other > name);
+        back.count()
+    };
+    *text += "\nmodules of runtime/engine\n";
+    line(text, "modules", uses.len());
+    line(
+        text,
+        "uses of another",
+        uses.values().map(BTreeSet::len).sum(),
+    );
+    let in_circles = uses.keys().filter(|name| reaches(&uses, name));
+    line(text, "in circles", in_circles.count());
+    line(
+        text,
+        "pairs that use each other",
+        uses.iter().map(mutual).sum(),
+    );
+}
+
+/// The module of each name that the crate's root has from one.
+fn homes(lib: &str) -> Vec<(&str, &str)> {
+    let uses = lib.split("use ").skip(1);
+    let uses = uses.filter_map(|rest| rest.split(';').next()?.split_once("::"));
+    uses.flat_map(|(module, list)| identifiers(list).map(move |name| (name, module)))
+        .collect()
+}
+
+/// What follows `crate::` in a text, of a list in braces each name.
+fn from_crate(code: &str) -> Vec<&str> {
+    let mut names = Vec::new();
+    for rest in code.split("crate::").skip(1) {
+        match rest.strip_prefix('{') {
+            Some(list) => {
+                let list = list.split(';').next().unwrap_or_default();
+                names.extend(identifiers(list));
+            }
+            None => names.extend(identifiers(rest).next()),
+        }
+    }
+    names
+}
+
+fn identifiers(text: &str) -> impl Iterator<Item = &str> {
+    let of_name = |c: char| c.is_alphanumeric() || c == '_';
+    text.split(move |c| !of_name(c))
+        .filter(|name| !name.is_empty())
+}
+
+/// Whether a module uses itself, through others.
+fn reaches(uses: &BTreeMap<&str, BTreeSet<&str>>, itself: &str) -> bool {
+    let mut seen = BTreeSet::new();
+    let mut open = vec![itself];
+    while let Some(name) = open.pop() {
+        for next in &uses[name] {
+            if *next == itself {
+                return true;
+            }
+            if seen.insert(*next) {
+                open.push(next);
+            }
+        }
+    }
+    false
+}
+
+fn line(text: &mut String, name: &str, count: usize) {
+    let _ = writeln!(text, "  {name:28}{count:>4}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(path: &str, text: &str) -> File {
+        File {
+            path: path.to_string(),
+            code: code(text),
+        }
+    }
+
+    #[test]
+    fn names_are_words_of_code() {
+        assert!(has_word("a.norm_order = 2", "norm_order"));
+        assert!(!has_word("norm_orders, my_norm_order", "norm_order"));
+        let text = code("// norm_order\nlet a;\n#[cfg(test)]\nmod tests { norm_order }\n");
+        assert_eq!(text, "let a;\n");
+    }
+
+    #[test]
+    fn exported_names_are_counted_one_by_one() {
+        let lib =
+            "pub use half;\npub use a::{\n    B, C,\n};\n#[doc(hidden)]\npub use d as e;\nmod f;\n";
+        let names = exported(lib);
+        assert_eq!(names.iter().filter(|n| !n.hidden).count(), 3);
+        assert_eq!(names.iter().filter(|n| n.hidden).count(), 1);
+    }
+
+    #[test]
+    fn circles_are_found_through_others() {
+        let home = |name: &str| format!("runtime/engine/src/{name}.rs");
+        let files = [
+            file(&home("a"), "use crate::b::B;"),
+            file(&home("b"), "use crate::{D, C};"),
+            file(&home("lib"), "pub use c::{B, C};\npub use d::D;"),
+            file(&home("c"), "use crate::a::A;\nuse crate::b::B;"),
+            file(&home("d"), "use crate::a::A;"),
+        ];
+        let mut text = String::new();
+        circles(&files, &mut text);
+        let words: Vec<&str> = text.split_whitespace().collect();
+        assert!(
+            words.windows(3).any(|w| w == ["in", "circles", "4"]),
+            "{text}"
+        );
+        assert!(
+            words.windows(3).any(|w| w == ["each", "other", "1"]),
+            "{text}"
+        );
+    }
+}
