@@ -6,12 +6,12 @@
 //! ```
 
 use moesaic::kernel::KernelSource;
-use moesaic::plan::Role;
+use moesaic::plan::{LayerPlan, Role};
 use moesaic::target::{
     Artifact, CompileError, CompileOptions, Compiler, KernelReport, Ptr, Report,
 };
 use moesaic::{
-    Counters, Layer, LayerPlan, LayerSpec, RawBackward, RawCall, Target, Tensor, Tensors, Training,
+    Counters, Layer, LayerSpec, RawBackward, RawCall, Target, Tensor, Tensors, Training,
 };
 use moesaic_engine::{Engine, EngineParts};
 use moesaic_probe::idle::Idle;

@@ -13,8 +13,9 @@ mod one_hot;
 mod share;
 
 use moesaic::reference::{self, Random};
+use moesaic::tools::StepTime;
 use moesaic::{
-    Counters, Engine, EngineOptions, Input, Layer, LayerSpec, StepTime, Tensor, Tensors, Training,
+    Counters, Engine, EngineOptions, Input, Layer, LayerSpec, Tensor, Tensors, Training,
 };
 use one_hot::OneHot;
 use std::time::{Duration, Instant};

@@ -3,13 +3,23 @@
 use crate::simulators;
 use moesaic_cache::Store;
 use moesaic_cpu::{CpuCompiler, Identity, host_isa};
-use moesaic_kernel::{Target, TargetError};
+use moesaic_engine::Job;
+use moesaic_kernel::{CpuCaches, Target, TargetError};
+use moesaic_plan::{CacheClass, PlanOptions, Training};
+use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileError, Compiler};
 use moesaic_toolchain::Registry;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 /// A target name that cannot be resolved.
+///
+/// ```
+/// use moesaic::{TargetNameError, resolve_target};
+///
+/// let error = resolve_target("cuda").unwrap_err(); // which one?
+/// assert!(matches!(error, TargetNameError::NeedsArch { .. }), "{error}");
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TargetNameError {
@@ -33,6 +43,14 @@ pub enum TargetNameError {
 
 /// The target of a name: `cpu` is this machine's instruction set; anything
 /// else is written out, as in `cuda:sm_90a`.
+///
+/// ```
+/// use moesaic::resolve_target;
+///
+/// assert_eq!(resolve_target("cpu")?.backend(), "cpu");
+/// assert_eq!(resolve_target("rocm:gfx942")?.arch(), "gfx942");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 ///
 /// # Errors
 /// [`TargetNameError`] lists what is possible.
@@ -59,6 +77,19 @@ pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
 
 /// The compilers of this machine and of `moesaic toolchain install`. Each is
 /// looked for once, when first needed.
+///
+/// ```
+/// use moesaic::{Compilers, Training, resolve_target};
+///
+/// # use moesaic::example::spec;
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let (compilers, target) = (Compilers::default(), resolve_target("cpu")?);
+/// println!("{}", compilers.get(target)?.name()); // gcc 12.2.0
+/// let job = compilers.job(&spec(), target, Some(Training::default()))?;
+/// assert_eq!(job.target, target);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Default)]
 pub struct Compilers {
     store: Option<Arc<Store>>,
@@ -99,6 +130,35 @@ impl Compilers {
             true => Ok(compiler),
             false => Err(unsupported(&*compiler, target)),
         }
+    }
+
+    /// A job for [`precompile`](crate::precompile): the kernels that an engine of
+    /// this machine asks for, for inference or for training. On a CPU they follow
+    /// the caches of this one.
+    ///
+    /// # Errors
+    /// As [`Compilers::get`].
+    pub fn job(
+        &self,
+        spec: &LayerSpec,
+        target: Target,
+        training: Option<Training>,
+    ) -> Result<Job, CompileError> {
+        let caches = match target {
+            Target::Cpu(_) => moesaic_cpu::host_caches(),
+            _ => CpuCaches::default(),
+        };
+        let options = PlanOptions {
+            training,
+            caches: CacheClass::of(caches),
+            ..PlanOptions::default()
+        };
+        Ok(Job {
+            spec: spec.clone(),
+            target,
+            options,
+            compiler: self.get(target)?,
+        })
     }
 
     fn find(&self, target: Target) -> Result<Arc<dyn Compiler>, CompileError> {

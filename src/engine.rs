@@ -11,6 +11,13 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 /// An engine that could not be opened.
+///
+/// ```
+/// use moesaic::{Engine, EngineOptions, OpenError};
+///
+/// let Err(error) = Engine::open("quantum", EngineOptions::default()) else { panic!() };
+/// assert!(matches!(error, OpenError::Target(_)), "{error}");
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
@@ -27,6 +34,17 @@ pub enum OpenError {
 
 /// How to open an engine. The default keeps kernels in the user's cache
 /// directory and compiles what is not there.
+///
+/// ```
+/// use moesaic::{Engine, EngineOptions};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let options = EngineOptions { threads: Some(2), pinned: true, ..EngineOptions::default() };
+/// let engine = Engine::open("cpu:portable", options)?;
+/// assert_eq!(engine.target().to_string(), "cpu:portable");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
     /// Where kernels are kept; `None` keeps none on disk.
@@ -69,6 +87,19 @@ impl Default for EngineOptions {
 
 /// A device with a compiler and a kernel store: what layers are made with.
 /// It is a [`moesaic_engine::Engine`] that knows how to open itself.
+///
+/// ```
+/// use moesaic::{Engine, Input};
+///
+/// # use moesaic::example::{spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let engine = Engine::auto()?; // a GPU where there is one, else the CPU
+/// let layer = engine.layer(&spec(), &weights())?;
+/// layer.forward(&Input::new(3, &wave(24)))?;
+/// println!("{} on {}", engine.target(), engine.device_info().name);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone)]
 pub struct Engine(moesaic_engine::Engine);
 
@@ -224,7 +255,7 @@ fn open_device(
 fn hardware_device(name: &str, options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
     match name.split(':').next().unwrap_or(name) {
         "cuda" => cuda_device(options.ordinal),
-        "rocm" => Ok(Arc::new(moesaic_rocm::HipDevice::open(options.ordinal)?)),
+        "rocm" => rocm_device(options.ordinal),
         _ => cpu_device(options),
     }
 }
@@ -254,10 +285,17 @@ fn cuda_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
 
 #[cfg(not(feature = "cuda"))]
 fn cuda_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
-    Err(DeviceError::Unavailable {
-        backend: "cuda".to_string(),
-        reason: "moesaic was built without its `cuda` feature".to_string(),
-    })
+    Err(crate::missing::device("cuda"))
+}
+
+#[cfg(feature = "rocm")]
+fn rocm_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    Ok(Arc::new(moesaic_rocm::HipDevice::open(ordinal)?))
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    Err(crate::missing::device("rocm"))
 }
 
 /// Whether the device can run code for a target.

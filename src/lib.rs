@@ -27,61 +27,81 @@
 //! # }
 //! ```
 //!
-//! This crate is the facade: it joins the parts and names the targets.
-//! docs/ARCHITECTURE.md says where each part lives.
+//! | to | start at |
+//! |---|---|
+//! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
+//! | have shapes checked by rustc | [`layer!`], [`typed`] |
+//! | load a checkpoint | [`weights`] |
+//! | train | [`Training`], [`Counters`], [`train`] |
+//! | bring experts of your own | [`UserExpert`], [`MultiGate`] |
+//! | compile before it runs | [`precompile`], [`Store`], [`Compilers`] |
+//!
+//! # Features
+//! None is on by default; each adds and changes no result.
+//!
+//! * `cuda`, `rocm`: devices of this machine. Compiling for them needs no feature.
+//! * `sim`: the targets `sim:*`, which run kernels of GPUs and of other CPUs here.
+//! * `reference`: the whole layer in f64 as plain loops, to hold results against.
+//!
+//! # Other crates
+//! This crate is the only one to depend on. Those named `moesaic-*` are its
+//! parts; they change without notice.
 
 mod compilers;
 mod engine;
+mod face;
+#[cfg(not(all(feature = "cuda", feature = "rocm", feature = "sim")))]
+mod missing;
+#[cfg(feature = "sim")]
 mod simulators;
+
+#[cfg(not(feature = "sim"))]
+use missing::simulators;
 
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use engine::{Engine, EngineOptions, OpenError};
-pub use half;
-pub use moesaic_cache::Store;
-/// Flags the C compiler gets for an instruction set.
-pub use moesaic_cpu::compile_flags as cpu_flags;
-pub use moesaic_engine::{
-    Counters, EngineError, Event, ExpertBackward, Input, Job, Layer, LoadedKernel, Measured,
-    MultiGate, MultiSaved, Outcome, Output, RawBackward, RawCall, Record, Row, Saved, Statistics,
-    Stats, StepTime, TunedPlans, Untuned, UserExpert, UserLayer, UserSaved, Variants, precompile,
-    precompile_on,
-};
-pub use moesaic_kernel::{
-    CpuCaches, CpuIsa, DType, KernelSource, SimArch, Size, Stem, Target, TargetError,
-};
+pub use face::*;
+#[doc(inline)]
 pub use moesaic_macros::layer;
-pub use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Tilings, Training, Work};
-pub use moesaic_spec::LayerSpec;
-pub use moesaic_tensor::{Bytes, Element, Tensor, Tensors, WeightSource};
 
-/// The kernel store and its packs.
-pub use moesaic_cache as cache;
-/// The CPU target, for its limits.
-pub use moesaic_cpu as cpu;
-/// The CUDA target; its device needs the feature `cuda`.
-pub use moesaic_cuda as cuda;
-/// From plan to text.
-pub use moesaic_emit as emit;
-/// Plain data of the pipeline: sources, entries, sizes.
-pub use moesaic_kernel as kernel;
-/// From spec to plan.
-pub use moesaic_plan as plan;
-/// The f64 reference.
+#[doc(inline)]
+#[cfg(feature = "reference")]
 pub use moesaic_reference as reference;
-/// The ROCm target.
-pub use moesaic_rocm as rocm;
-/// The layer spec: types, TOML, validation, Hugging Face import.
+#[doc(inline)]
 pub use moesaic_spec as spec;
-/// The target interface: compilers, devices, artifacts.
-pub use moesaic_target as target;
-/// Where compilers come from.
-pub use moesaic_toolchain as toolchain;
-/// Optimizers, and checkpoints whose number of experts changes.
+#[doc(inline)]
 pub use moesaic_train as train;
-/// What the layers of [`layer!`] are made of.
+#[doc(inline)]
 pub use moesaic_typed as typed;
-/// Checkpoints.
+#[doc(inline)]
 pub use moesaic_weights as weights;
+
+// The parts that the command line and tests are made of. They change without notice.
+#[doc(hidden)]
+pub use moesaic_cache as cache;
+#[doc(hidden)]
+pub use moesaic_cpu as cpu;
+#[doc(hidden)]
+pub use moesaic_cuda as cuda;
+#[doc(hidden)]
+pub use moesaic_emit as emit;
+#[doc(hidden)]
+pub use moesaic_engine as tools;
+#[doc(hidden)]
+pub use moesaic_kernel as kernel;
+#[doc(hidden)]
+pub use moesaic_plan as plan;
+#[doc(hidden)]
+pub use moesaic_rocm as rocm;
+#[doc(hidden)]
+pub use moesaic_target as target;
+#[doc(hidden)]
+pub use moesaic_tensor as tensor;
+#[doc(hidden)]
+pub use moesaic_toolchain as toolchain;
+
+#[doc(hidden)]
+pub mod example;
 
 /// The README's example, so that it keeps compiling.
 #[cfg(doctest)]

@@ -1,32 +1,49 @@
 //! A raw call on the CPU allocates nothing once a call of its size was made:
-//! neither the calling thread nor the device's own.
+//! neither the calling thread nor the device's own. A layer that is made of a
+//! checkpoint is in memory once.
 
 use moesaic::cpu::{CpuDevice, Nodes};
-use moesaic::plan::Tuning;
+use moesaic::plan::{Role, Tuning};
 use moesaic::reference;
+use moesaic::spec::hf;
 use moesaic::target::Ptr;
+use moesaic::tools::{Measured, Untuned};
+use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
-    Counters, Engine, EngineOptions, Layer, LayerSpec, Measured, RawBackward, RawCall, Store,
-    Tensors, Training, Untuned,
+    Counters, DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, Store, Tensor,
+    Tensors, Training,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Arc;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The system's allocator; counts what it is asked for.
+/// The system's allocator; counts what it is asked for, and what is held.
 struct Counting;
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+/// Counts are of one test at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
+fn turn() -> MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 // SAFETY: passes everything on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.fetch_add(1, Ordering::Relaxed);
+        let held = HELD.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(held, Ordering::Relaxed);
         // SAFETY: passed on.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        HELD.fetch_sub(layout.size(), Ordering::Relaxed);
         // SAFETY: passed on.
         unsafe { System.dealloc(start, layout) }
     }
@@ -112,8 +129,9 @@ fn count_training(layer: &Layer, rows: &mut [Vec<f32>; 4], tokens: usize) -> usi
     COUNT.load(Ordering::Relaxed) - before
 }
 
-/// In the test below, since tests of one program run side by side.
-fn check_training() {
+#[test]
+fn training_allocates_nothing_after_the_first() {
+    let _turn = turn();
     const TOKENS: usize = 300;
     let options = EngineOptions {
         threads: Some(2),
@@ -132,6 +150,7 @@ fn check_training() {
 
 #[test]
 fn a_raw_call_allocates_nothing_after_the_first() {
+    let _turn = turn();
     for threads in [None, Some(1), Some(2), Some(3)] {
         let options = EngineOptions {
             threads,
@@ -148,7 +167,6 @@ fn a_raw_call_allocates_nothing_after_the_first() {
     let layer = tuned(Arc::new(Store::open(dir.path())));
     assert_eq!(layer.tilings().plans().len(), 2);
     check(&layer, "tuned");
-    check_training();
 }
 
 /// A layer with other tiles for few tokens.
@@ -186,5 +204,79 @@ fn check(layer: &Layer, what: &str) {
     for tokens in [TOKENS, 8, 1, 0] {
         let later = count(layer, &x, &mut y, tokens);
         assert_eq!(later, 0, "{what}, {tokens} tokens");
+    }
+}
+
+/// A checkpoint of a layer whose weights are large, 96 MiB in bf16, as Qwen3's, and
+/// what imports it.
+fn checkpoint(dir: &Path, dtype: DType) -> (Checkpoint, hf::Import) {
+    let config = r#"{ "model_type": "qwen3_moe", "hidden_size": 512, "moe_intermediate_size": 512,
+        "num_experts": 64, "num_experts_per_tok": 2, "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16" }"#;
+    let mlp = "model.layers.0.mlp";
+    let matrix = Tensor::zeros(dtype, &[512, 512]);
+    let mut tensors = Tensors::new();
+    tensors.insert(
+        format!("{mlp}.gate.weight"),
+        Tensor::zeros(dtype, &[64, 512]),
+    );
+    for expert in 0..64 {
+        for name in ["gate_proj", "up_proj", "down_proj"] {
+            let name = format!("{mlp}.experts.{expert}.{name}.weight");
+            tensors.insert(name, matrix.lend());
+        }
+    }
+    let path = dir.join("model.safetensors");
+    write_safetensors(&path, &tensors).expect("a file");
+    let import = hf::import(config, 0).expect("a model");
+    (Checkpoint::open(&path).expect("a checkpoint"), import)
+}
+
+/// The most that is held while a layer is made, over the bytes of its weights, and
+/// what is left then.
+fn peak(make: impl FnOnce() -> Layer) -> [f64; 2] {
+    let before = HELD.load(Ordering::Relaxed);
+    MOST.store(before, Ordering::Relaxed);
+    let layer = make();
+    let weights = layer
+        .plan()
+        .tensors
+        .iter()
+        .filter(|t| t.role == Role::Weight);
+    let bytes: u64 = weights.map(|tensor| tensor.bytes(0)).sum();
+    let now = HELD.load(Ordering::Relaxed);
+    let most = MOST.load(Ordering::Relaxed);
+    [most, now].map(|held| held.saturating_sub(before) as f64 / bytes as f64)
+}
+
+/// Each of three weights is a third of the layer, so one more of them would show.
+#[test]
+fn a_layer_is_in_memory_once_while_it_is_made() {
+    let _turn = turn();
+    let engine = Engine::cpu().expect("a C compiler");
+    let dir = tempfile::tempdir().expect("a directory");
+    for (stored, wanted) in [
+        (DType::Bf16, DType::Bf16),
+        (DType::F32, DType::Bf16),
+        (DType::Bf16, DType::F32),
+    ] {
+        let (file, mut import) = checkpoint(dir.path(), stored);
+        import.spec.precision.weights = wanted;
+        import.spec.precision.activations = wanted;
+        let options = LoadOptions { narrow: true };
+        let reader = LayerReader::of_import(&import, &file, options).expect("its weights");
+        let layers: [&dyn Fn() -> Layer; 2] = [
+            &|| engine.layer(&import.spec, &reader).expect("a layer"),
+            &|| {
+                let training = Training::default();
+                let layer = engine.training_layer(&import.spec, &reader, training);
+                layer.expect("a layer")
+            },
+        ];
+        for (make, what) in layers.iter().zip(["evaluates", "trains"]) {
+            let [most, left] = peak(make);
+            let what = format!("{stored} to {wanted}, {what}: {most:.3} at most, {left:.3} left");
+            assert!(left >= 1.0 && most <= 1.15, "{what}");
+        }
     }
 }

@@ -4,12 +4,13 @@
 
 use crate::kept::{Kept, once};
 use moesaic::emit::emit_layer;
+use moesaic::kernel::{KernelSource, Stem};
 use moesaic::plan::{PlanOptions, Training, plan};
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::toolchain::{Kind, Registry};
-use moesaic::{Compilers, KernelSource, Stem, Target};
+use moesaic::{Compilers, Target};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
@@ -317,7 +318,7 @@ fn check_c(cc: &[String], version: &str, source: &KernelSource) {
     // The runtime's flags, without those that would hide a warning.
     command
         .args(
-            moesaic::cpu_flags(isa)
+            moesaic::cpu::compile_flags(isa)
                 .into_iter()
                 .filter(|flag| *flag != "-Wno-unused"),
         )

@@ -7,6 +7,7 @@ mod golden;
 #[path = "../codegen/emit/tests/kept/mod.rs"]
 mod kept;
 mod mutants;
+mod new_project;
 mod oracle;
 mod tidy;
 mod training;

@@ -6,9 +6,10 @@ use crate::data::{Call, floats};
 use crate::timing::Pass;
 use moesaic::plan::{Op, Step, Work};
 use moesaic::target::{Buffer, Device, Ptr};
+use moesaic::tools::StepTime;
 use moesaic::{
-    Counters, DType, Engine, EngineOptions, Input, Layer, LayerSpec, RawBackward, RawCall,
-    StepTime, Tensor, Tensors, Training,
+    Counters, DType, Engine, EngineOptions, Input, Layer, LayerSpec, RawBackward, RawCall, Tensor,
+    Tensors, Training,
 };
 use rayon::prelude::*;
 use std::sync::Arc;

@@ -8,8 +8,9 @@ use crate::select::Selection;
 use crate::shapes::Shape;
 use crate::timing::{median, middle};
 use crate::{Result, SEED, table};
+use moesaic::DType;
 use moesaic::reference::Skew;
-use moesaic::{DType, StepTime};
+use moesaic::tools::StepTime;
 use std::time::{Duration, Instant};
 
 pub const LEGEND: &str = "\

@@ -5,7 +5,8 @@ use crate::{ms, rows};
 use moesaic::kernel::DType;
 use moesaic::reference::Random;
 use moesaic::spec::canonical_tensors;
-use moesaic::{Engine, Input, Layer, LayerSpec, StepTime, Tensor, Tensors};
+use moesaic::tools::StepTime;
+use moesaic::{Engine, Input, Layer, LayerSpec, Tensor, Tensors};
 use std::time::Duration;
 
 const TOKENS: usize = 8192;

@@ -3,9 +3,10 @@
 use crate::failure::{Failure, Result};
 use crate::units;
 use clap::Args;
+use moesaic::Target;
 use moesaic::cpu::host_caches;
+use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;
-use moesaic::{CpuCaches, Target};
 
 /// `--l1 SIZE` and `--l2 SIZE`.
 #[derive(Args, Clone, Copy, Debug)]

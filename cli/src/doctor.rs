@@ -10,10 +10,11 @@ use crate::units;
 use clap::Args;
 use moesaic::cache::Tuned;
 use moesaic::cpu::{CpuDevice, host_isa, host_nodes};
+use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;
 use moesaic::target::Device;
 use moesaic::toolchain::{Finding, Registry, doctor};
-use moesaic::{CpuCaches, Store, Target};
+use moesaic::{Store, Target};
 use serde_json::{Value, json};
 use std::path::Path;
 

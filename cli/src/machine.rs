@@ -2,9 +2,10 @@
 
 use crate::failure::{Failure, Result};
 use moesaic::cpu::{CpuDevice, limits};
+use moesaic::kernel::CpuIsa;
 use moesaic::target::Device;
 use moesaic::toolchain::{self, Registry};
-use moesaic::{CpuIsa, DType, Target};
+use moesaic::{DType, Target};
 use std::path::Path;
 
 /// The limits of a machine.

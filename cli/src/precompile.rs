@@ -13,9 +13,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::cache::Tuned;
 use moesaic::plan::{Tuning, plan};
 use moesaic::target::{CompileOptions, Report};
+use moesaic::tools::{TunedPlans, Untuned, precompile_on};
 use moesaic::{
     Compilers, EngineError, Event, Job, LayerSpec, Outcome, PlanOptions, Row, Store, Target,
-    TunedPlans, Untuned, precompile_on,
 };
 use serde_json::{Value, json};
 use std::collections::HashSet;

@@ -163,9 +163,10 @@ fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moesaic::kernel::CpuIsa;
     use moesaic::plan::{PlanOptions, Role, plan};
     use moesaic::spec::testing;
-    use moesaic::{CpuIsa, Target, Training};
+    use moesaic::{Target, Training};
     use std::collections::BTreeSet;
 
     /// Layers that between them take everything that a layer can take.

@@ -2,7 +2,8 @@
 
 use crate::failure::{Failure, Result};
 use crate::suggest::closest;
-use moesaic::{Engine, EngineOptions, Target, TargetError, resolve_target};
+use moesaic::kernel::TargetError;
+use moesaic::{Engine, EngineOptions, Target, resolve_target};
 
 /// Names that stand for what this machine has.
 const SHORT: [&str; 4] = ["auto", "cpu", "cuda", "rocm"];

@@ -9,7 +9,7 @@ use moesaic::toolchain::{Finding, Kind, Registered, Registry, Step, doctor, inst
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Install or list compilers
+/// Install or list compilers and MPI
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -26,9 +26,10 @@ pub struct ToolchainArgs {
 
 #[derive(Subcommand, Debug)]
 enum Action {
-    /// Install compilers; those that the machine lacks if none is named
+    /// Install what is named; the compilers that the machine lacks if nothing is
     Install {
-        /// cuda (NVRTC), rocm (clang for AMD GPUs), c (clang for the CPU)
+        /// cuda (NVRTC), rocm (clang for AMD GPUs), c (clang for the CPU), mpi (MPICH, for ranks
+        /// in several processes)
         #[arg(value_name = "KIND")]
         kinds: Vec<Kind>,
     },

@@ -87,7 +87,8 @@ fn check_tried(tried: &[serde_json::Value]) {
 /// as many threads as this machine has; for 64 tokens none are better.
 fn pretend(cache: &Path, spec: &Path) -> (PathBuf, String) {
     use moesaic::plan::Tuning;
-    use moesaic::{Engine, LayerSpec, Measured, Store, Untuned};
+    use moesaic::tools::{Measured, Untuned};
+    use moesaic::{Engine, LayerSpec, Store};
     let spec = LayerSpec::from_toml(&fs::read_to_string(spec).unwrap()).unwrap();
     let engine = Engine::cpu().unwrap();
     let plan = engine.tilings(&spec, None).unwrap().first().clone();

@@ -2,7 +2,8 @@
 
 use moesaic::cpu::limits::Limits;
 use moesaic::plan::{LayerPlan, Role, Work};
-use moesaic::{Engine, EngineError, Layer, LayerSpec, StepTime};
+use moesaic::tools::StepTime;
+use moesaic::{Engine, EngineError, Layer, LayerSpec};
 use std::time::Duration;
 
 /// The layer in one line.

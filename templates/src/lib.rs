@@ -5,6 +5,9 @@
 //! has types, conversions and hardware primitives as named functions: those of
 //! a dialect in `prelude/{cuda,hip,sim}`, what is built on them beside. The code
 //! of this crate is only the index below.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 /// A template: its name, which is its path in this folder, and its text.
 pub type Template = (&'static str, &'static str);

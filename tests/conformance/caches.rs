@@ -5,11 +5,11 @@ use super::Case;
 use super::case::floats;
 use super::trained::Results;
 use moesaic::cache::Store;
+use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;
 use moesaic::spec::LayerSpec;
 use moesaic::{
-    Compilers, CpuCaches, DType, Engine, EngineOptions, Job, PlanOptions, Recompute, Training,
-    precompile,
+    Compilers, DType, Engine, EngineOptions, Job, PlanOptions, Recompute, Training, precompile,
 };
 use std::sync::Arc;
 

@@ -19,6 +19,7 @@ mod layers;
 mod nodes;
 mod options;
 mod orders;
+mod pieces;
 mod precision;
 mod random;
 mod routing;

@@ -8,9 +8,10 @@ use super::trained::Results;
 use moesaic::cache::Store;
 use moesaic::plan::{Choice, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
+use moesaic::tools::{Measured, Untuned};
 use moesaic::{
-    Compilers, Counters, DType, Engine, EngineOptions, Job, Layer, Measured, Output, PlanOptions,
-    Target, Training, Untuned, precompile,
+    Compilers, Counters, DType, Engine, EngineOptions, Job, Layer, Output, PlanOptions, Target,
+    Training, precompile,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ fn cpus() -> impl Iterator<Item = Engine> {
 }
 
 /// The tunings with the least and with the largest of all candidates.
-fn extremes(plan: &moesaic::LayerPlan) -> [Tuning; 2] {
+fn extremes(plan: &moesaic::plan::LayerPlan) -> [Tuning; 2] {
     let choices = Tuning::choices(plan);
     assert!(!choices.is_empty());
     let all = |pick: fn(&Choice) -> usize| {

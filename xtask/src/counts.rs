@@ -136,7 +136,7 @@ fn options(files: &[File], text: &mut String) {
 
 fn backends(files: &[File], text: &mut String) {
     *text += "\nfiles that name a backend in code, outside those that are its own \
-              (targets/X, templates/X, heuristics/X)\n";
+              (targets/X, templates/X, tiles/X)\n";
     for backend in BACKENDS {
         let kind = camel(backend);
         let words = [
@@ -148,7 +148,7 @@ fn backends(files: &[File], text: &mut String) {
         ];
         let own = |path: &str| {
             let parts: Vec<&str> = path.split(['/', '.']).collect();
-            let homes = ["targets", "templates", "heuristics"];
+            let homes = ["targets", "templates", "tiles"];
             parts
                 .windows(2)
                 .any(|w| homes.contains(&w[0]) && w[1] == backend)

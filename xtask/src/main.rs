@@ -8,8 +8,8 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
-  test    install what the tests need (NVRTC and clang by pip; an emulator of
-          aarch64 and gcc for it by apt-get, which needs root), run every test,
+  test    install what the tests need (NVRTC, clang and MPICH by pip; an emulator of
+          aarch64, gcc for it and Open MPI by apt-get, which needs root), run every test,
           also those of interop, which is no part of the workspace
   bless   rewrite the golden files after a wanted change
   fuzz    broken inputs into everything that reads
@@ -62,18 +62,20 @@ fn test() -> Result<(), String> {
         "install",
         "cuda",
         "rocm",
+        "mpi",
     ])?;
-    install_emulator();
+    install_packages();
     cargo(&["test", "--workspace", "--no-fail-fast"])?;
     cargo(&["test", "--locked", "--manifest-path", CANDLE])
 }
 
-/// QEMU and gcc for aarch64, if they are missing. Where that fails, the tests
-/// that need them will say so.
-fn install_emulator() {
+/// QEMU and gcc for aarch64, and Open MPI, if they are missing. Where that fails,
+/// the tests that need them will say so.
+fn install_packages() {
     let needed = [
         ("qemu-aarch64-static", "qemu-user-static"),
         ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
+        ("mpirun.openmpi", "openmpi-bin"),
     ];
     let missing: Vec<&str> = needed
         .iter()
@@ -94,7 +96,7 @@ fn install_emulator() {
     .concat();
     let done = apt(&["update"]).and_then(|()| apt(&install));
     if let Err(message) = done {
-        eprintln!("{message}: tests on sim:neon* need {}", missing.join(" "));
+        eprintln!("{message}: some tests need {}", missing.join(" "));
     }
 }
 

@@ -113,7 +113,7 @@ impl Report<'_> {
         let work = run
             .launches
             .iter()
-            .fold(moesaic::Work::default(), |sum, l| sum + l.work);
+            .fold(moesaic::plan::Work::default(), |sum, l| sum + l.work);
         let least = self.least_of(run);
         let bold = |text: String| Cell::styled(&text, "1");
         vec![

@@ -7,12 +7,13 @@ use crate::suggest::closest;
 use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
-use moesaic::kernel::Entry;
-use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, plan};
+use moesaic::kernel::{Entry, KernelSource, Stem};
+use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
+use moesaic::tools::Untuned;
 use moesaic::{
-    Compilers, DType, EngineError, EngineOptions, Job, KernelSource, LayerSpec, Outcome,
-    PlanOptions, Row, Stem, Store, Target, Untuned, Work, precompile,
+    Compilers, DType, EngineError, EngineOptions, Job, LayerSpec, Outcome, PlanOptions, Row, Store,
+    Target, precompile,
 };
 use std::sync::Arc;
 

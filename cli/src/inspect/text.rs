@@ -381,7 +381,7 @@ pub fn bound(at: &At) -> &'static str {
 }
 
 /// Operations per byte.
-pub fn intensity(work: &moesaic::Work) -> f64 {
+pub fn intensity(work: &moesaic::plan::Work) -> f64 {
     if work.bytes > 0.0 {
         work.flops / work.bytes
     } else {
@@ -392,14 +392,14 @@ pub fn intensity(work: &moesaic::Work) -> f64 {
 impl Inspection {
     /// The work of all launches shown, and their least time, at the i-th
     /// token count.
-    pub fn total(&self, i: usize) -> (moesaic::Work, Option<f64>) {
-        let add = |(work, time): (moesaic::Work, Option<f64>), launch: &Launch| {
+    pub fn total(&self, i: usize) -> (moesaic::plan::Work, Option<f64>) {
+        let add = |(work, time): (moesaic::plan::Work, Option<f64>), launch: &Launch| {
             let at = launch.at[i];
             let time = time.zip(at.least).map(|(sum, least)| sum + least.seconds);
             (work + at.work, time)
         };
         self.launches
             .iter()
-            .fold((moesaic::Work::default(), Some(0.0)), add)
+            .fold((moesaic::plan::Work::default(), Some(0.0)), add)
     }
 }

@@ -16,9 +16,9 @@ use clap::Args;
 use measure::Bench;
 use moesaic::plan::Tuning;
 use moesaic::target::CompileOptions;
+use moesaic::tools::{Measured, Untuned};
 use moesaic::{
-    Compilers, Engine, EngineOptions, Job, LayerSpec, Measured, Outcome, PlanOptions, Store,
-    Untuned, precompile,
+    Compilers, Engine, EngineOptions, Job, LayerSpec, Outcome, PlanOptions, Store, precompile,
 };
 use search::Found;
 use std::collections::BTreeSet;

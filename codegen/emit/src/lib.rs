@@ -5,6 +5,9 @@
 //! list already written in the target's language, so that a template cannot
 //! disagree with the signature it is launched by. Values go into a block of
 //! named constants; logic stays in the kernel language.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod expression;
 mod render;
@@ -97,4 +100,10 @@ pub fn language(target: Target) -> Language {
         Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => Language::Cuda,
         Target::Rocm(_) | Target::Sim(SimArch::Rocm(_)) => Language::Hip,
     }
+}
+
+/// Every template by name: with a plan, all that a text is made from.
+pub fn templates() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let all = moesaic_templates::CPU.iter().chain(moesaic_templates::GPU);
+    all.copied()
 }

@@ -4,6 +4,9 @@
 //! Nothing here computes, opens a file or knows a device. `codegen` fills a
 //! [`KernelSource`]; a target compiles it and launches it by its
 //! [`Entry`] list. Both sides need only this crate.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod caches;
 mod dtype;

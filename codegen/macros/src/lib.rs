@@ -3,6 +3,9 @@
 //!
 //! This is the one crate of `codegen` that reads a file, since the compiler
 //! runs it: the file named in the macro.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod expand;
 mod layer;

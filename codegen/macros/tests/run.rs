@@ -8,8 +8,9 @@ mod inputs;
 use half::{bf16, f16};
 use moesaic::reference::{self, Random};
 use moesaic::target::Buffer;
+use moesaic::tensor::Element;
 use moesaic::typed::{Array, In, Launcher, Out, SignatureError, TypedLayer, rows, tensor};
-use moesaic::{Counters, Element, Engine, EngineError, EngineOptions, LayerSpec, Training};
+use moesaic::{Counters, Engine, EngineError, EngineOptions, LayerSpec, Training};
 use std::sync::LazyLock;
 
 moesaic::layer! {

@@ -2,44 +2,30 @@
 //! is called with, and the order in which a forward pass launches them.
 //!
 //! ```text
-//! LayerSpec ──desc──> Desc ──tiling on a Machine──> Op { desc, config } ──> [Entry]
-//!      └──────────────layer──> [TensorPlan] + [Step]
+//! LayerSpec ──ops──> desc ──tiling on a Machine──> Op { desc, config } ──> [Entry]
+//!      └─────────────layer──> [TensorPlan] + [Step]
 //! ```
 //!
 //! Everything is plain data and every function is pure: the same spec and
 //! target give the same plan.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod caches;
-mod capacity;
-mod config;
-mod desc;
-mod heuristics;
 mod layer;
 mod ops;
-mod signature;
 mod tilings;
 mod tuning;
 mod work;
 
 pub use caches::CacheClass;
-pub use capacity::row_limit;
-pub use config::WARP_EXPERTS;
-pub use config::{
-    CombineBwdConfig, CombineConfig, CountedBy, CpuGemm, DispatchBwdConfig, DispatchConfig,
-    ExpertScanConfig, GateTopkBwdConfig, GateTopkConfig, GemmFamily, GroupedGemmConfig, Histogram,
-    ScanTile,
-};
-pub use desc::{
-    CombineBwdDesc, CombineDesc, DispatchBwdDesc, DispatchDesc, ExpertScanDesc, GateTopkBwdDesc,
-    GateTopkDesc, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Logits,
-    LossSlope, LossSum, SharedBwdDesc, SharedDesc,
-};
 pub use layer::{
     EntryId, LaunchStep, LayerPlan, PlanOptions, Recompute, Role, Step, TensorId, TensorPlan,
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
-pub use ops::{Core, Machine, Op, Operator};
+pub use ops::*;
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
 pub use work::Work;

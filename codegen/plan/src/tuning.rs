@@ -5,9 +5,7 @@
 //! so far. Only products have any: no size of another kernel's blocks made a
 //! layer faster by more than 0.1 % (benches/results/tune.txt).
 
-use crate::config::GroupedGemmConfig;
-use crate::desc::Half;
-use crate::{LayerPlan, Op};
+use crate::{GroupedGemmConfig, Half, LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -37,13 +35,13 @@ pub enum Knob {
 pub struct Choice {
     /// The size.
     pub knob: Knob,
-    /// What `heuristics` chooses.
+    /// The size without a tuning.
     pub default: usize,
     /// What may be better, ascending.
     pub others: Vec<usize>,
 }
 
-/// Sizes instead of those that `heuristics` chooses; the default has none.
+/// Sizes instead of those that operators choose; the default has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Tuning(BTreeMap<Knob, usize>);
@@ -80,7 +78,7 @@ impl Knob {
         }
     }
 
-    /// Candidates as parts of what `heuristics` chooses. Tiles larger than these
+    /// Candidates as parts of the size without a tuning. Tiles larger than these
     /// would be too much for the stack of a thread.
     fn ratios(self) -> &'static [(usize, usize)] {
         match self {

@@ -1,8 +1,6 @@
 //! What a launch must at least do: arithmetic and bytes, for rooflines.
 
-use crate::desc::{Half, Logits};
-use crate::{LayerPlan, Op, Role, Step, TensorPlan};
-use moesaic_kernel::Entry;
+use crate::{LayerPlan, Role, Step, TensorPlan};
 use std::collections::BTreeSet;
 
 /// Least arithmetic and traffic of one step.
@@ -24,7 +22,7 @@ impl Work {
         let Step::Launch(launch) = step;
         let op = &plan.kernels[launch.entry.kernel].op;
         Work {
-            flops: flops(op, &plan[launch.entry], tokens as f64),
+            flops: op.flops(plan.symbol(step), tokens as f64),
             bytes: bytes(plan, step, tokens),
         }
     }
@@ -44,40 +42,6 @@ impl std::ops::Add for Work {
             flops: self.flops + rhs.flops,
             bytes: self.bytes + rhs.bytes,
         }
-    }
-}
-
-fn flops(op: &Op, entry: &Entry, tokens: f64) -> f64 {
-    match op {
-        Op::GateTopk { desc: d, .. } => match (entry.symbol.as_str(), d.logits) {
-            ("gate_project", Logits::Cosine(p)) => 2.0 * tokens * (p * d.model_dim) as f64,
-            ("gate_logits", Logits::Cosine(p)) => 2.0 * tokens * (p * d.experts) as f64,
-            ("gate_logits", _) => 2.0 * tokens * (d.model_dim * d.experts) as f64,
-            _ => tokens * (d.experts * 4) as f64,
-        },
-        Op::GroupedGemm { desc: d, .. } => {
-            let matrices = if d.gated { 2.0 } else { 1.0 };
-            2.0 * matrices * tokens * (d.top_k * d.inner * d.outer) as f64
-        }
-        Op::Combine { desc: d, .. } => 2.0 * tokens * (d.top_k * d.output_dim) as f64,
-        Op::GroupedGemmDgrad { desc: d, .. } => {
-            let matrices = if d.gated && d.half == Half::Up {
-                2.0
-            } else {
-                1.0
-            };
-            2.0 * matrices * tokens * (d.top_k * d.inner * d.outer) as f64
-        }
-        Op::GroupedGemmWgrad { desc: d, .. } if entry.symbol.ends_with("_bias") => {
-            tokens * (d.top_k * d.height) as f64
-        }
-        Op::GroupedGemmWgrad { desc: d, .. } => {
-            let matrices = if d.gated { 2.0 } else { 1.0 };
-            2.0 * matrices * tokens * (d.top_k * d.height * d.width) as f64
-        }
-        Op::GateTopkBwd { desc: d, .. } => tokens * (d.gate.experts * 4) as f64,
-        Op::DispatchBwd { desc: d, .. } => tokens * (d.top_k * d.model_dim) as f64,
-        Op::CombineBwd { .. } | Op::ExpertScan { .. } | Op::Dispatch { .. } => 0.0,
     }
 }
 

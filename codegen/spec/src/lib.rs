@@ -3,6 +3,9 @@
 //! [`LayerSpec`] is plain data with every axis of a published MoE layer.
 //! Reading TOML and Hugging Face configurations, validation and the list of
 //! weight tensors live beside it; nothing here touches a file or a device.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod around;
 mod biases;

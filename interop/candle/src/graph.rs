@@ -3,7 +3,7 @@
 use crate::Inner;
 use crate::host::{lend, storage, tensor};
 use candle_core::{CpuStorage, CustomOp2, Error, Layout, Result, Shape, Tensor};
-use moesaic::{Tensor as HostTensor, Saved};
+use moesaic::{Saved, Tensor as HostTensor};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 

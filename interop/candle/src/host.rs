@@ -38,16 +38,7 @@ pub fn lend<R>(
 
 /// As [`lend`], a copy that stays.
 pub fn copied(tensor: &Tensor, dtype: DType, shape: &[usize]) -> Result<HostTensor<'static>> {
-    lend(tensor, dtype, shape, |host| Ok(owned(host)))
-}
-
-/// A copy of what was lent.
-pub fn owned(host: HostTensor<'_>) -> HostTensor<'static> {
-    HostTensor {
-        dtype: host.dtype,
-        shape: host.shape,
-        data: host.data.into_owned().into(),
-    }
+    lend(tensor, dtype, shape, |host| Ok(host.into_static()))
 }
 
 /// The tensor in another type, outside the graph. Floats are rounded; integers,

@@ -3,7 +3,7 @@
 use crate::host::{copied, named};
 use candle_core::{Device, Error, Result, Tensor};
 use moesaic::plan::{Role, TensorPlan};
-use moesaic::{Tensor as HostTensor, Layer};
+use moesaic::{Layer, Tensor as HostTensor, Tensors};
 use std::collections::BTreeMap;
 
 /// The tokens of a call and what else its layer's spec asks for. Tensors with a
@@ -94,7 +94,7 @@ impl Inputs {
 
     /// All but `x` as the engine takes it. What the layer would not read is an
     /// error: its spec lacks the option that reads it.
-    pub(crate) fn hosts(&self, layer: &Layer) -> Result<BTreeMap<String, HostTensor<'static>>> {
+    pub(crate) fn hosts(&self, layer: &Layer) -> Result<Tensors<'static>> {
         let tensors = layer.plan().tensors.iter();
         let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == Role::Input).collect();
         let host = |(name, tensor): (&&'static str, &Tensor)| {
@@ -113,7 +113,7 @@ impl Inputs {
         let shape: Vec<usize> = sizes
             .map(|size| size.eval(self.tokens() as u64) as usize)
             .collect();
-        let per_token = plan.shape.first() == Some(&moesaic::Size::Tokens);
+        let per_token = plan.shape.first() == Some(&moesaic::kernel::Size::Tokens);
         let leading = per_token.then(|| [self.leading(), &shape[1..]].concat());
         match tensor.dims() == shape || Some(tensor.dims()) == leading.as_deref() {
             true => copied(tensor, plan.dtype, &shape),

@@ -41,7 +41,8 @@ use graph::{Call, Tie, Whole, lock};
 use host::{candle_type, lend, named};
 use moesaic::spec::canonical_tensors;
 use moesaic::{
-    Engine, EngineError, Tensor as HostTensor, Input, Layer, LayerSpec, Output, Saved, Training, Tensors,
+    Engine, EngineError, Input, Layer, LayerSpec, Output, Saved, Tensor as HostTensor, Tensors,
+    Training,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -130,7 +131,7 @@ impl MoeLayer {
         }
         let mut given = Tensors::new();
         for weight in &held {
-            given.insert(&weight.name, weight.lend(|host| Ok(host::owned(host)))?);
+            given.insert(&weight.name, weight.lend(|host| Ok(host.into_static()))?);
         }
         let layer = engine.training_layer(spec, &given, Training::default());
         Ok(MoeLayer {

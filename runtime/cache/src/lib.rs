@@ -16,6 +16,9 @@
 //! unreadable entry is a miss, and a store that cannot write is reported and
 //! otherwise ignored. It must be writable by its user only, since a hit is
 //! loaded as code: the hash tells damage, not forgery.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod error;
 mod facts;

@@ -14,6 +14,9 @@
 //!
 //! [`Device`]: moesaic_target::Device
 //! [`Compiler`]: moesaic_target::Compiler
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod addresses;
 mod call;

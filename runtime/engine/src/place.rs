@@ -13,7 +13,7 @@ use std::ops::Range;
 
 /// Bytes of a weight that are read together: work for all threads, and little beside
 /// a layer.
-const PIECE: usize = 16 << 20;
+const PIECE: usize = 8 << 20;
 
 /// The wanted weights of a plan on the device, packed ones among them. A piece of a
 /// weight is asked of its source when it is uploaded or packed, and let go of before

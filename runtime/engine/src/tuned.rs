@@ -7,7 +7,7 @@ use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};
 use std::sync::OnceLock;
 
 /// A layer on a target, as tunings know it: by what its kernels are made from
-/// without a tuning. Another spec, other heuristics and other templates make
+/// without a tuning. Another spec, other tilings and other templates make
 /// another layer, and the tuning of the former is not found for it.
 pub struct Untuned {
     /// The plan without a tuning.
@@ -146,8 +146,7 @@ fn digest(plan: &LayerPlan) -> String {
 fn templates() -> &'static str {
     static HASH: OnceLock<String> = OnceLock::new();
     HASH.get_or_init(|| {
-        let all = moesaic_templates::CPU.iter().chain(moesaic_templates::GPU);
-        let texts = all.map(|(name, text)| format!("{name}\n{text}\n"));
+        let texts = moesaic_emit::templates().map(|(name, text)| format!("{name}\n{text}\n"));
         hash_source(&texts.collect::<String>())
     })
 }

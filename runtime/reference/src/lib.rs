@@ -12,6 +12,9 @@
 //!
 //! The spec must be a valid one. A missing or misshapen tensor is a mistake in
 //! the test and panics with its name.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod backward;
 mod choice;

@@ -142,6 +142,7 @@ impl fmt::Debug for Bytes<'_> {
             Held::Borrowed(_) => "borrowed",
             Held::Mapped(..) => "mapped",
         };
-        write!(f, "{} bytes, {how}: {:?}", self.len(), &**self)
+        let first = &self[..self.len().min(16)];
+        write!(f, "{} bytes, {how}, from {first:?} on", self.len())
     }
 }

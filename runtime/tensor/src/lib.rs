@@ -13,6 +13,9 @@
 //! assert_eq!(weights["router.weight"].shape, [8, 64]);
 //! assert_eq!(Tensor::owned(&[2], vec![1i32, 2]).to_f64(), [1.0, 2.0]);
 //! ```
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod bytes;
 mod element;

@@ -1,12 +1,14 @@
-//! Does an installed compiler work on this machine?
+//! Does what was installed work on this machine?
 
 use crate::Kind;
+use moesaic_collectives::mpi;
 use moesaic_cpu::CpuCompiler;
 use moesaic_cuda::NvrtcCompiler;
 use moesaic_kernel::{KernelSource, Language, Stem, Target};
 use moesaic_rocm::{ClangFacts, ClangTool, RocmCompiler};
 use moesaic_target::{CompileError, CompileOptions, Compiler};
 use std::path::Path;
+use std::process::Command;
 
 const CUDA: (&str, &str) = (
     "cuda:sm_80",
@@ -21,7 +23,7 @@ const HIP: (&str, &str) = (
 
 const C: (&str, &str) = ("cpu:portable", "float probe(float x) { return x + 1; }\n");
 
-/// A compiler that works.
+/// A compiler or an MPI that works.
 pub struct Working {
     /// What it calls itself.
     pub name: String,
@@ -29,8 +31,8 @@ pub struct Working {
     pub clang: Option<ClangFacts>,
 }
 
-/// Compiles a trivial kernel with the compiler in `folder`, or says why it
-/// cannot be used.
+/// Compiles a trivial kernel with the compiler in `folder`, or starts two processes with
+/// the MPI there; or says why it cannot be used.
 pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
     let words = |error: CompileError| error.to_string();
     match kind {
@@ -48,7 +50,28 @@ pub fn check(kind: Kind, folder: &Path) -> Result<Working, String> {
             })
         }
         Kind::C => compile(&CpuCompiler::at(&folder.join("zig")), Language::C, C),
+        Kind::Mpi => mpi(folder),
     }
+}
+
+/// The library is opened, and the launcher starts programs that do nothing.
+fn mpi(folder: &Path) -> Result<Working, String> {
+    let options = mpi::Options {
+        library: Some(folder.join("libmpi_abi.so.1")),
+        ..mpi::Options::default()
+    };
+    let found = mpi::probe(&options).map_err(|error| error.to_string())?;
+    let launcher = folder.join("mpiexec");
+    let output = Command::new(&launcher).args(["-n", "2", "true"]).output();
+    let output = output.map_err(|error| format!("{}: {error}", launcher.display()))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{}: {}", output.status, said.trim()));
+    }
+    Ok(Working {
+        name: found.version,
+        clang: None,
+    })
 }
 
 fn compile(

@@ -2,9 +2,11 @@
 
 use crate::pip::Python;
 use crate::{Registry, open};
+use moesaic_collectives::mpi::{Options, probe};
 use moesaic_kernel::Target;
-use moesaic_rocm::HipDevice;
-use moesaic_target::{CompileError, Compiler, Device, DeviceError};
+use moesaic_target::{CompileError, Compiler};
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+use moesaic_target::{Device, DeviceError};
 
 /// One thing that was looked for.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,8 +37,9 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
         compiler("ROCm compiler", open::rocm(registry), |clang| {
             clang.program().display().to_string()
         }),
+        mpi(registry),
         cuda_device(),
-        device("ROCm device", HipDevice::count(), HipDevice::open),
+        rocm_device(),
         pip(),
     ]
 }
@@ -55,7 +58,22 @@ fn cuda_device() -> Finding {
     }
 }
 
+#[cfg(feature = "rocm")]
+fn rocm_device() -> Finding {
+    use moesaic_rocm::HipDevice;
+    device("ROCm device", HipDevice::count(), HipDevice::open)
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm_device() -> Finding {
+    Finding {
+        tried: "moesaic was built without its `rocm` feature".to_string(),
+        ..Finding::of("ROCm device")
+    }
+}
+
 /// The first GPU, and how many there are.
+#[cfg(any(feature = "cuda", feature = "rocm"))]
 fn device<D: Device>(
     subject: &'static str,
     count: Result<usize, DeviceError>,
@@ -76,6 +94,30 @@ fn device<D: Device>(
             Finding {
                 tried,
                 ..Finding::of(subject)
+            }
+        }
+    }
+}
+
+fn mpi(registry: &Registry) -> Finding {
+    let options = Options {
+        installed: open::mpi(registry).map(|installed| installed.library),
+        ..Options::default()
+    };
+    match probe(&options) {
+        Ok(found) => Finding {
+            found: Some(format!("{}, by {}", found.version, found.interface)),
+            place: Some(found.library),
+            ..Finding::of("MPI library")
+        },
+        Err(error) => {
+            let text = error.to_string();
+            let tried = text.lines().next().unwrap_or_default().to_string();
+            Finding {
+                tried,
+                advice: "for ranks in several processes: `moesaic toolchain install mpi`"
+                    .to_string(),
+                ..Finding::of("MPI library")
             }
         }
     }

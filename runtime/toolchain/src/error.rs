@@ -24,7 +24,7 @@ pub enum ToolchainError {
     /// Python or its pip is missing.
     #[error(
         "cannot fetch `{package}`: {reason}\n\
-         install Python 3 with pip, or give moesaic a compiler of your own: {own}"
+         install Python 3 with pip, or {own}"
     )]
     NoPip {
         /// The wheel that was wanted.
@@ -39,7 +39,7 @@ pub enum ToolchainError {
         "pip could not fetch `{package}`:\n{log}\n\
          check the network and pip's index; on a machine without either, download the wheel \
          elsewhere and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to its folder, \
-         or give moesaic a compiler of your own: {own}"
+         or {own}"
     )]
     Download {
         /// The wheel that was wanted.
@@ -57,7 +57,7 @@ pub enum ToolchainError {
         /// What is wrong.
         reason: String,
     },
-    /// The compiler was fetched and does not work here.
+    /// It was fetched and does not work here.
     #[error("`{package}` was fetched and does not work on this machine: {reason}")]
     Check {
         /// The wheel.
@@ -84,5 +84,6 @@ pub(crate) const fn own_compiler(kind: Kind) -> &'static str {
         Kind::Cuda => "set MOESAIC_NVRTC to a folder that holds libnvrtc.so",
         Kind::Rocm => "set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld",
         Kind::C => "put `cc` on PATH, or set MOESAIC_CC",
+        Kind::Mpi => "install an MPI of your own, or set MOESAIC_MPI to its library",
     }
 }

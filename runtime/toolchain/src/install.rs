@@ -1,4 +1,4 @@
-//! Installing compilers from vendor wheels.
+//! Installing compilers and MPI from wheels.
 
 use crate::check::{Working, check};
 use crate::package::Package;
@@ -23,7 +23,7 @@ pub enum Step {
     Downloading(String),
     /// The needed files of the wheel are unpacked.
     Unpacking(String),
-    /// A trivial kernel is compiled.
+    /// A trivial kernel is compiled, or two processes are started.
     Checking(Kind),
     /// The compiler can be used.
     Installed(Registered),
@@ -35,6 +35,7 @@ impl fmt::Display for Step {
             Step::AlreadyThere(tool) => write!(f, "{}: {} is installed", tool.kind, tool.name),
             Step::Downloading(what) => write!(f, "downloading {what}"),
             Step::Unpacking(what) => write!(f, "unpacking {what}"),
+            Step::Checking(Kind::Mpi) => write!(f, "mpi: starting two processes"),
             Step::Checking(kind) => write!(f, "{kind}: compiling a test kernel"),
             Step::Installed(tool) => write!(f, "{}: {} installed", tool.kind, tool.name),
         }
@@ -168,10 +169,12 @@ fn lock(folder: &Path) -> Result<File, ToolchainError> {
 /// name `lld`, which zig does not answer to.
 fn finish_tree(package: &Package, tree: &Path) -> Result<(), ToolchainError> {
     main_file(package, tree)?;
-    if !package.executable {
+    for program in package.programs {
+        make_executable(&tree.join(program))?;
+    }
+    if package.main != "zig" {
         return Ok(());
     }
-    make_executable(&tree.join(package.main))?;
     let bin = tree.join("bin");
     std::fs::create_dir(&bin).map_err(ToolchainError::io("create", &bin))?;
     let lld = bin.join("lld");

@@ -1,4 +1,4 @@
-//! Compilers, from the registry or from the machine.
+//! Compilers, from the registry or from the machine; and the installed MPI.
 
 use crate::{Kind, Registry};
 use moesaic_cpu::CpuCompiler;
@@ -36,6 +36,24 @@ pub fn rocm(registry: &Registry) -> Result<RocmCompiler, CompileError> {
 /// [`CompileError::NoCompiler`] lists what was tried.
 pub fn c(registry: &Registry) -> Result<CpuCompiler, CompileError> {
     CpuCompiler::find(file(registry, Kind::C).as_deref())
+}
+
+/// An MPI that was installed: the machine's own are found by name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InstalledMpi {
+    /// `mpiexec`.
+    pub launcher: PathBuf,
+    /// `libmpi_abi.so.1`, with the standard ABI of MPI 5.
+    pub library: PathBuf,
+}
+
+/// The registry's MPI, if there is one.
+pub fn mpi(registry: &Registry) -> Option<InstalledMpi> {
+    let library = file(registry, Kind::Mpi)?;
+    Some(InstalledMpi {
+        launcher: library.parent()?.join("mpiexec"),
+        library,
+    })
 }
 
 fn file(registry: &Registry, kind: Kind) -> Option<PathBuf> {

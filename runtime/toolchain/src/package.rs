@@ -1,10 +1,10 @@
-//! The compilers that can be installed, and the wheels they come in.
+//! What can be installed, and the wheels it comes in.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// A compiler that can be installed.
+/// What can be installed: a compiler, or an MPI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -14,11 +14,13 @@ pub enum Kind {
     Rocm,
     /// Clang for the CPU, where there is no C compiler.
     C,
+    /// MPICH and its launcher, for ranks that are processes.
+    Mpi,
 }
 
 /// A kind that is not known.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown toolchain `{0}`; choose from cuda, rocm, c")]
+#[error("unknown toolchain `{0}`; choose from cuda, rocm, c, mpi")]
 pub struct KindError(String);
 
 /// A wheel, and what is kept of it.
@@ -32,8 +34,8 @@ pub(crate) struct Package {
     pub members: &'static [&'static str],
     /// The start of the name of the file that matters.
     pub main: &'static str,
-    /// Whether the main file is a program.
-    pub executable: bool,
+    /// Files that are programs.
+    pub programs: &'static [&'static str],
 }
 
 const NVRTC: Package = Package {
@@ -45,7 +47,7 @@ const NVRTC: Package = Package {
         "*/License.txt",
     ],
     main: "libnvrtc.so",
-    executable: false,
+    programs: &[],
 };
 
 const ZIG: Package = Package {
@@ -53,19 +55,36 @@ const ZIG: Package = Package {
     version: "0.17.0",
     members: &["ziglang/zig", "ziglang/LICENSE"],
     main: "zig",
-    executable: true,
+    programs: &["zig"],
+};
+
+/// Its library looks for others in its own folder first.
+const MPICH: Package = Package {
+    name: "mpich",
+    version: "5.0.2",
+    members: &[
+        "*/bin/mpiexec",
+        "*/bin/hydra_pmi_proxy",
+        "*/lib/libmpi_abi.so.1",
+        "*/lib/libmpi.so.12",
+        "*/lib/mpich/*.so*",
+        "*/licenses/LICENSE*",
+    ],
+    main: "libmpi_abi.so",
+    programs: &["mpiexec", "hydra_pmi_proxy"],
 };
 
 impl Kind {
     /// Every kind.
-    pub const ALL: [Kind; 3] = [Kind::Cuda, Kind::Rocm, Kind::C];
+    pub const ALL: [Kind; 4] = [Kind::Cuda, Kind::Rocm, Kind::C, Kind::Mpi];
 
-    /// The word on the command line: `cuda`, `rocm`, `c`.
+    /// The word on the command line: `cuda`, `rocm`, `c`, `mpi`.
     pub const fn name(self) -> &'static str {
         match self {
             Kind::Cuda => "cuda",
             Kind::Rocm => "rocm",
             Kind::C => "c",
+            Kind::Mpi => "mpi",
         }
     }
 
@@ -74,6 +93,7 @@ impl Kind {
         match self {
             Kind::Cuda => NVRTC,
             Kind::Rocm | Kind::C => ZIG,
+            Kind::Mpi => MPICH,
         }
     }
 }
@@ -117,7 +137,7 @@ mod tests {
         let error = "nvcc".parse::<Kind>().unwrap_err();
         assert_eq!(
             error.to_string(),
-            "unknown toolchain `nvcc`; choose from cuda, rocm, c"
+            "unknown toolchain `nvcc`; choose from cuda, rocm, c, mpi"
         );
     }
 }

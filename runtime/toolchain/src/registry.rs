@@ -42,9 +42,9 @@ pub struct Registry {
 }
 
 #[derive(Serialize, Deserialize)]
-struct OnDisk {
+struct OnDisk<Tool> {
     format: u32,
-    tools: Vec<Registered>,
+    tools: Vec<Tool>,
 }
 
 impl Registry {
@@ -125,9 +125,12 @@ impl Registry {
     }
 }
 
+/// What a later version has added is passed over.
 fn read(path: &Path) -> Option<Vec<Registered>> {
-    let on_disk: OnDisk = serde_json::from_reader(File::open(path).ok()?).ok()?;
-    (on_disk.format == FORMAT).then_some(on_disk.tools)
+    let on_disk: OnDisk<serde_json::Value> =
+        serde_json::from_reader(File::open(path).ok()?).ok()?;
+    let known = |tool| serde_json::from_value(tool).ok();
+    (on_disk.format == FORMAT).then(|| on_disk.tools.into_iter().filter_map(known).collect())
 }
 
 /// Seconds of Unix time; zero where the system does not say.
@@ -135,4 +138,32 @@ pub(crate) fn modified(metadata: &Metadata) -> u64 {
     let time = metadata.modified().ok();
     let since = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     since.map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tools_of_a_later_version_are_passed_over() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().join("toolchain");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join("mpiexec"), "x").unwrap();
+        let tool = |kind: &str| {
+            format!(
+                "{{\"kind\": \"{kind}\", \"package\": \"p\", \"version\": \"1\", \"name\": \"n\", \
+                 \"file\": \"mpiexec\", \"bytes\": 1, \"modified\": 0}}"
+            )
+        };
+        let text = format!(
+            "{{\"format\": 1, \"tools\": [{}, {}]}}",
+            tool("later"),
+            tool("mpi")
+        );
+        std::fs::write(folder.join("registry.json"), text).unwrap();
+        let registry = Registry::at(home.path());
+        assert_eq!(registry.list().len(), 1);
+        assert!(registry.get(Kind::Mpi).is_some());
+    }
 }

@@ -18,6 +18,10 @@ pub enum Tool {
     Cxx,
     /// QEMU's emulator of aarch64 and a compiler for it.
     Aarch64,
+    /// MPICH of the standard ABI, and its launcher.
+    Mpi,
+    /// The machine's Open MPI.
+    OpenMpi,
 }
 
 impl Tool {
@@ -41,6 +45,8 @@ impl Tool {
             Tool::Aarch64 => {
                 "an emulator of aarch64: apt-get install qemu-user-static gcc-aarch64-linux-gnu"
             }
+            Tool::Mpi => "MPICH: cargo run -p moesaic-cli -- toolchain install mpi",
+            Tool::OpenMpi => "Open MPI: apt-get install openmpi-bin",
         }
     }
 }
@@ -60,7 +66,7 @@ fn lacking(tool: Tool, error: &str) -> String {
     format!("this test needs {advice} (or `cargo xtask test`, which installs all); {why}")
 }
 
-/// A registry in which a compiler is installed: by pip, if it was not yet.
+/// A registry in which a kind is installed: by pip, if it was not yet.
 ///
 /// # Panics
 /// As [`needed`].
@@ -70,6 +76,7 @@ pub fn installed(kind: Kind) -> Registry {
         Kind::Cuda => Tool::Nvrtc,
         Kind::Rocm => Tool::Clang,
         Kind::C => Tool::C,
+        Kind::Mpi => Tool::Mpi,
     };
     let mut registry = needed(tool, Registry::open());
     needed(tool, install(&mut registry, &[kind], &mut |_| {}));

@@ -44,7 +44,7 @@ fn a_second_install_is_quick_and_says_so() {
     })
     .unwrap();
     assert!(start.elapsed().as_millis() < 500, "{:?}", start.elapsed());
-    assert_eq!(steps.len(), 3);
+    assert_eq!(steps.len(), Kind::ALL.len());
     assert!(
         steps
             .iter()
@@ -73,6 +73,19 @@ fn the_constructors_give_working_compilers() {
         );
     }
     assert_eq!(moesaic_toolchain::c(&registry).unwrap().backend(), "cpu");
+}
+
+#[test]
+fn the_installed_mpi_is_found_by_the_doctor_where_the_machine_has_none() {
+    let registry = installed();
+    let mpi = moesaic_toolchain::mpi(&registry).unwrap();
+    assert!(mpi.launcher.is_file() && mpi.library.is_file(), "{mpi:?}");
+    let findings = doctor(&registry);
+    let finding = findings.iter().find(|f| f.subject == "MPI library");
+    let finding = finding.unwrap();
+    let found = finding.found.as_deref().unwrap();
+    assert!(found.contains(", by "), "{finding:?}");
+    assert!(finding.place.is_some() && finding.advice.is_empty());
 }
 
 #[test]
@@ -131,7 +144,7 @@ fn a_lost_or_damaged_registry_is_rebuilt_without_a_download() {
         steps.iter().all(|step| !step.contains("downloading")),
         "{steps:?}"
     );
-    assert_eq!(Registry::at(home.path()).list().len(), 3);
+    assert_eq!(Registry::at(home.path()).list().len(), Kind::ALL.len());
 }
 
 #[test]

@@ -12,6 +12,9 @@
 //! assert!(weights["w"].to_f32()[0] < 1.0);
 //! # Ok::<(), moesaic_train::TrainError>(())
 //! ```
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod adam;
 pub mod balance;

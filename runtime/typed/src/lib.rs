@@ -11,6 +11,9 @@
 //! * [`KernelArgs`] and [`Launcher`]: one kernel entry with the argument list
 //!   it was generated for, checked against the loaded kernel.
 //! * [`TypedLayer`]: calls on device memory.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod array;
 mod kernel;

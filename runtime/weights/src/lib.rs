@@ -7,6 +7,9 @@
 //! An engine reads a weight of it when it puts it on the device; [`load_canonical`],
 //! [`load_import`] and [`load_keys`] read all. [`write_safetensors`] writes results
 //! in one piece or not at all.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod checkpoint;
 mod copy;

@@ -5,7 +5,10 @@
 //! compiler. Neither ever sees a layer spec or a template: a
 //! [`moesaic_kernel::KernelSource`] goes in, an [`Artifact`] comes out, and
 //! an artifact is launched by its entries. A GPU is a [`StreamDevice`], too;
-//! [`gpu`] makes one of a driver.
+//! `gpu`, a feature, makes one of a driver.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod args;
 mod artifact;
@@ -13,6 +16,7 @@ mod compiler;
 mod counters;
 mod device;
 mod error;
+#[cfg(feature = "gpu")]
 pub mod gpu;
 mod stream;
 

@@ -14,6 +14,9 @@
 //!
 //! [`CpuCompiler`] compiles, [`CpuDevice`] runs, [`limits`] measures what the
 //! machine can do at best.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod affinity;
 mod caches;

@@ -48,9 +48,9 @@ pub struct LayerPlan {
 pub struct PlanOptions {
     /// How the layer is trained; `None` is inference alone.
     pub training: Option<Training>,
-    /// Sizes instead of those that `heuristics` chooses. GPUs have none.
+    /// Sizes instead of those that operators choose. GPUs have none.
     pub tuning: Tuning,
-    /// The caches that `heuristics` chooses sizes for, on a CPU.
+    /// The caches that sizes are chosen for, on a CPU.
     pub caches: CacheClass,
 }
 
@@ -185,7 +185,7 @@ impl LayerPlan {
     /// launch can pack some of them.
     pub fn expert_axis(&self, step: &LaunchStep) -> usize {
         let config = self.kernels[step.entry.kernel].op.gemm();
-        config.map_or(0, crate::signature::expert_axis)
+        config.map_or(0, crate::ops::gemm::expert_axis)
     }
 
     /// The tensor of this name.

@@ -23,17 +23,14 @@ pub fn stacked(spec: &LayerSpec) -> Option<LayerSpec> {
 impl LayerPlan {
     /// Of a forward pass's steps those of the router: where tokens go, and losses.
     pub fn router_steps<'s>(&self, steps: &'s [Step]) -> &'s [Step] {
-        let own = |step: &Step| {
-            let of_router = |op: &Op| op.routes() || matches!(op, Op::GateTopkBwd { .. });
-            self.op(step).is_some_and(of_router)
-        };
+        let own = |step: &Step| self.op(step).is_some_and(Op::of_router);
         let count = steps.iter().take_while(|step| own(step)).count();
         &steps[..count]
     }
 
     /// Of a forward pass's steps those from what experts gave to `y`, or all others.
-    pub fn combine_steps(&self, steps: &[Step], combine: bool) -> Vec<Step> {
-        let wanted = |step: &&Step| matches!(self.op(step), Some(Op::Combine { .. })) == combine;
+    pub fn combine_steps(&self, steps: &[Step], sums: bool) -> Vec<Step> {
+        let wanted = |step: &&Step| self.sums_tokens(step) == sums;
         steps.iter().filter(wanted).cloned().collect()
     }
 
@@ -53,6 +50,6 @@ impl LayerPlan {
     }
 
     fn sums_tokens(&self, step: &Step) -> bool {
-        matches!(self.op(step), Some(Op::DispatchBwd { .. }))
+        self.op(step).is_some_and(Op::sums_tokens)
     }
 }

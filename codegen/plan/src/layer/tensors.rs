@@ -2,9 +2,10 @@
 
 use super::supported::training_only;
 use super::{Role, TensorPlan};
-use crate::desc;
-use crate::{Machine, Operator};
-use moesaic_kernel::DType::{self, F32, I32, I64};
+use crate::Machine;
+use crate::ops::gate::selection_tensors;
+use crate::ops::scan::scan_tensors;
+use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterKind, SharedGate, canonical_tensors};
 
@@ -30,7 +31,7 @@ pub(super) fn declared_tensors(
     list
 }
 
-pub(super) fn tensor(name: &str, dtype: DType, shape: &[Size], role: Role) -> TensorPlan {
+pub(crate) fn tensor(name: &str, dtype: DType, shape: &[Size], role: Role) -> TensorPlan {
     TensorPlan {
         name: name.to_string(),
         dtype,
@@ -39,7 +40,7 @@ pub(super) fn tensor(name: &str, dtype: DType, shape: &[Size], role: Role) -> Te
     }
 }
 
-pub(super) fn constant(n: usize) -> Size {
+pub(crate) fn constant(n: usize) -> Size {
     Size::Const(n as u64)
 }
 
@@ -86,86 +87,7 @@ fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<Te
     if spec.router.active_k {
         list.push(tensor("active_k", I32, &[constant(1)], Role::Input));
     }
-    if let Some(gate) = desc::gate_topk(spec, training) {
-        list.extend(selection_tensors(&gate, machine));
-    }
-    list
-}
-
-/// What selection beyond top-k, and training, put between logits and ids.
-fn selection_tensors(gate: &desc::GateTopkDesc, machine: Machine) -> Vec<TensorPlan> {
-    let config = gate.tiling(machine);
-    let (tokens, experts) = (Size::Tokens, constant(gate.experts));
-    let per_expert = [tokens.clone(), experts.clone()];
-    let tiles = Size::Tokens.ceil_div(config.logits_tile_tokens as u64);
-    let parts = [tiles, constant(gate.experts + 1)];
-    let x = [tokens.clone(), constant(gate.model_dim)];
-    vec![
-        tensor("router.x", gate.activations, &x, Role::Scratch),
-        tensor("router.clean_logits", F32, &per_expert, Role::Output),
-        tensor("router.noise_logits", F32, &per_expert, Role::Scratch),
-        tensor(
-            "router.columns",
-            F32,
-            std::slice::from_ref(&experts),
-            Role::Scratch,
-        ),
-        tensor("column_parts", F32, &parts, Role::Scratch),
-        tensor(
-            "choice_keys",
-            I32,
-            &[experts.clone(), tokens],
-            Role::Scratch,
-        ),
-        tensor("choice_bounds", I32, &[experts, constant(2)], Role::Scratch),
-    ]
-}
-
-fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<TensorPlan> {
-    let desc = desc::expert_scan(spec, training);
-    let config = desc.tiling(machine);
-    let (tokens, k) = (Size::Tokens, constant(desc.top_k));
-    let slots = tokens.clone() * k.clone();
-    let tiles = desc.tiles(&config);
-    let (routed, edges) = (constant(desc.routed_experts), constant(desc.experts + 1));
-    let per_slot = [tokens.clone(), k];
-    let tile_shape = [tiles.clone(), routed.clone()];
-    let edge = std::slice::from_ref(&edges);
-    let mut list = vec![
-        tensor("tile_counts", I32, &tile_shape, Role::Scratch),
-        tensor("counts", I64, std::slice::from_ref(&routed), Role::Output),
-        tensor("offsets", I64, edge, Role::Output),
-        tensor("row_tiles", I32, edge, Role::Scratch),
-        tensor("locations", I32, &per_slot, Role::Output),
-        tensor("slot_rows", I32, &per_slot, Role::Output),
-        tensor("row_slots", I32, std::slice::from_ref(&slots), Role::Output),
-    ];
-    if let Some(chunk) = config.chunk_tiles {
-        let shape = [tiles.floor_div(chunk as u64) + 1, routed];
-        list.push(tensor("chunk_counts", I32, &shape, Role::Scratch));
-    }
-    if desc.limited() {
-        list.push(tensor("capacity", I64, &[constant(1)], Role::Output));
-    }
-    if desc.capacity.mode == moesaic_spec::CapacityMode::Bounded {
-        list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
-    }
-    if let Some(items) = desc.sorted_items() {
-        list.push(match config.sort_run {
-            Some(_) => tensor("sorted_keys", I64, &[items], Role::Scratch),
-            None => tensor("sort_items", I64, &[constant(2), items], Role::Scratch),
-        });
-    }
-    let per_token = std::slice::from_ref(&tokens);
-    list.push(tensor("kept_sums", F32, per_token, Role::Scratch));
-    if desc.ordered() {
-        list.push(tensor("best_score", F32, per_token, Role::Scratch));
-        list.push(tensor("token_order", I32, per_token, Role::Scratch));
-    }
-    if desc.ranked() {
-        list.push(tensor("bucket_offsets", I64, &[edges], Role::Scratch));
-        list.push(tensor("bucket_slots", I32, &[slots], Role::Scratch));
-    }
+    list.extend(selection_tensors(spec, machine, training));
     list
 }
 

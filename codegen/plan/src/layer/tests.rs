@@ -1,6 +1,6 @@
 use super::*;
 use moesaic_kernel::{CpuIsa, DType, Size};
-use moesaic_spec::{CapacityMode, CapacityOrder, RouterKind, SharedExpert};
+use moesaic_spec::{CapacityMode, CapacityOrder, RouterKind, SharedExpert, SharedGate};
 
 fn spec() -> LayerSpec {
     let text = r#"{"shape":{"model_dim":16,"hidden_dim":24,"experts":4,"top_k":2}}"#;

@@ -1,9 +1,9 @@
 //! A layer whose routed experts are the caller's code: everything but their
 //! products is planned, and there are two places where the caller takes over.
 
-use super::{Builder, LayerPlan, Pass, PlanOptions};
+use super::builder::Pass;
+use super::{Builder, LayerPlan, PlanOptions};
 use crate::PlanError;
-use crate::desc;
 use moesaic_kernel::Target;
 use moesaic_spec::{Biases, LayerSpec, WeightSite};
 
@@ -73,8 +73,7 @@ impl Builder {
     fn forward_around(&mut self) -> usize {
         self.routing();
         self.latent_down();
-        let dispatch = desc::dispatch(&self.plan.spec);
-        self.launch("dispatch", dispatch, &self.around());
+        self.dispatch();
         let at = match self.pass {
             Pass::Evaluation => self.plan.evaluation.len(),
             _ => self.plan.steps.len(),

@@ -9,10 +9,9 @@ pub enum Machine {
     /// A CPU. A block is one call of the block function; threads are the
     /// runtime's, so every kernel has one thread per block.
     Cpu(Core),
-    /// An NVIDIA GPU.
-    Cuda(CudaArch),
-    /// An AMD GPU.
-    Rocm(RocmArch),
+    /// A GPU. Routing and data movement are tiled alike for all of them but for
+    /// the width of a warp.
+    Gpu(Gpu),
 }
 
 /// What tilings of a CPU follow. No size of a cache changes an order of sums: it
@@ -26,23 +25,32 @@ pub struct Core {
     pub caches: CacheClass,
 }
 
+/// What tilings of a GPU follow.
+#[derive(Clone, Copy, Debug)]
+pub enum Gpu {
+    /// NVIDIA's.
+    Cuda(CudaArch),
+    /// AMD's.
+    Rocm(RocmArch),
+}
+
 impl Machine {
     /// What a target's kernels run on, of which `caches` are those of a CPU.
     pub fn of(target: Target, caches: CacheClass) -> Machine {
         match target {
             Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa)) => Machine::Cpu(Core { isa, caches }),
-            Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => Machine::Cuda(arch),
-            Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => Machine::Rocm(arch),
+            Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => Machine::Gpu(Gpu::Cuda(arch)),
+            Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => Machine::Gpu(Gpu::Rocm(arch)),
         }
     }
+}
 
-    /// Lanes of a warp; `None` on a CPU. Routing and data movement are tiled alike
-    /// for all GPUs but for these.
-    pub fn wave(self) -> Option<u32> {
+impl Gpu {
+    /// Lanes of a warp.
+    pub fn wave(self) -> u32 {
         match self {
-            Machine::Cpu(_) => None,
-            Machine::Cuda(_) => Some(32),
-            Machine::Rocm(arch) => Some(arch.wave),
+            Gpu::Cuda(_) => 32,
+            Gpu::Rocm(arch) => arch.wave,
         }
     }
 }

@@ -1,15 +1,30 @@
-//! The operators of a layer. Each has its desc (what a kernel computes), its
-//! config (how it is tiled), the tilings for every machine, the entries (what
-//! is launched with what) and the steps of a pass side by side; backward beside
-//! forward.
+//! The operators of a layer, a folder each, backward beside forward. In it lie the
+//! desc (what a kernel computes), the config (how it is tiled) and the choice of it
+//! for every machine, the entries (what is launched with what), and the steps that
+//! it adds to a pass. All are in the operator's `mod.rs`, in this order, or in files
+//! called `desc`, `config`, `tiles`, `entries` and `steps`.
 
+pub(crate) mod combine;
+mod copies;
+mod dispatch;
+pub(crate) mod gate;
+pub(crate) mod gemm;
 mod machine;
+mod params;
+pub(crate) mod scan;
+mod shared;
 
-pub use machine::{Core, Machine};
+pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc};
+pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
+pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
+pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
+pub use gemm::{CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
+pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
+pub use machine::{Core, Gpu, Machine};
+pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, row_limit};
+pub use shared::{SharedBwdDesc, SharedDesc};
 
-use crate::config::*;
-use crate::desc::*;
-use moesaic_kernel::Stem;
+use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};
 
 /// What one kernel source computes, and how. Desc and config are of one kind.
@@ -69,9 +84,11 @@ pub enum Op {
     },
 }
 
-/// A desc: every machine has a tiling for it.
+/// A desc: what a kernel computes, with every data-independent size and option
+/// that is baked into its text, and nothing about tiling or targets.
 pub trait Operator: Sized {
-    /// Its tiling.
+    /// How it is tiled. A config never changes what is computed, only how work is
+    /// cut into blocks.
     type Config;
 
     /// The tiling on a machine.
@@ -79,6 +96,15 @@ pub trait Operator: Sized {
 
     /// It with a tiling.
     fn with(self, config: Self::Config) -> Op;
+
+    /// What its kernel exports, in the order it is launched.
+    fn entries(&self, config: &Self::Config) -> Vec<Entry>;
+
+    /// The least arithmetic of the entry with this symbol; a multiply-add counts two.
+    fn flops(&self, symbol: &str, tokens: f64) -> f64 {
+        let _ = (symbol, tokens);
+        0.0
+    }
 
     /// It with the tiling on a machine.
     fn on(self, machine: Machine) -> Op {
@@ -103,9 +129,39 @@ impl Op {
             Op::DispatchBwd { .. } => Stem::DispatchBwd,
         }
     }
-}
 
-impl Op {
+    /// What the kernel exports, in the order it is launched.
+    pub fn entries(&self) -> Vec<Entry> {
+        match self {
+            Op::GateTopk { desc, config } => desc.entries(config),
+            Op::ExpertScan { desc, config } => desc.entries(config),
+            Op::Dispatch { desc, config } => desc.entries(config),
+            Op::GroupedGemm { desc, config } => desc.entries(config),
+            Op::Combine { desc, config } => desc.entries(config),
+            Op::CombineBwd { desc, config } => desc.entries(config),
+            Op::GroupedGemmDgrad { desc, config } => desc.entries(config),
+            Op::GroupedGemmWgrad { desc, config } => desc.entries(config),
+            Op::GateTopkBwd { desc, config } => desc.entries(config),
+            Op::DispatchBwd { desc, config } => desc.entries(config),
+        }
+    }
+
+    /// See [`Operator::flops`].
+    pub fn flops(&self, symbol: &str, tokens: f64) -> f64 {
+        match self {
+            Op::GateTopk { desc, .. } => desc.flops(symbol, tokens),
+            Op::ExpertScan { desc, .. } => desc.flops(symbol, tokens),
+            Op::Dispatch { desc, .. } => desc.flops(symbol, tokens),
+            Op::GroupedGemm { desc, .. } => desc.flops(symbol, tokens),
+            Op::Combine { desc, .. } => desc.flops(symbol, tokens),
+            Op::CombineBwd { desc, .. } => desc.flops(symbol, tokens),
+            Op::GroupedGemmDgrad { desc, .. } => desc.flops(symbol, tokens),
+            Op::GroupedGemmWgrad { desc, .. } => desc.flops(symbol, tokens),
+            Op::GateTopkBwd { desc, .. } => desc.flops(symbol, tokens),
+            Op::DispatchBwd { desc, .. } => desc.flops(symbol, tokens),
+        }
+    }
+
     /// The tiling of a product.
     pub fn gemm(&self) -> Option<&GroupedGemmConfig> {
         match self {
@@ -129,5 +185,15 @@ impl Op {
     /// Whether it is the gate or the scan: what decides where tokens go.
     pub fn routes(&self) -> bool {
         matches!(self, Op::GateTopk { .. } | Op::ExpertScan { .. })
+    }
+
+    /// Whether it is the router's: see [`Op::routes`], or its losses and way back.
+    pub fn of_router(&self) -> bool {
+        self.routes() || matches!(self, Op::GateTopkBwd { .. })
+    }
+
+    /// Whether it sums what reaches a token: expert rows, or their gradients.
+    pub fn sums_tokens(&self) -> bool {
+        matches!(self, Op::Combine { .. } | Op::DispatchBwd { .. })
     }
 }

@@ -17,6 +17,9 @@
 //! | `machine` | what runs programs: QEMU, or this CPU |
 //! | `program` | a process of one and what is said to it |
 //! | `memory` | the file, its allocations and their fences |
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod compiler;
 mod device;

@@ -15,6 +15,9 @@
 //! | `machine`, `product` | what the text calls: barriers, collectives, matrix products |
 //! | `memory`, `region`, `shared`, `stamp` | watching memory |
 //! | `fault`, `words`, `image`, `lines` | errors, and their names and lines |
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod block;
 mod compiler;

@@ -5,6 +5,9 @@
 //! and checks every step: bounds, alignment, races, fences, what is read
 //! before it is written. A defect is a [`Finding`] with kernel, block, thread
 //! and line, and the error of the launch.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod artifact;
 mod code;

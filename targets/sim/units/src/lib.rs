@@ -15,6 +15,9 @@
 //! | [`wgmma`] | descriptors, operands and products of a warpgroup |
 //! | [`mbarrier`] | the state machine of a barrier in shared memory |
 //! | [`mfma`] | the matrix instructions of AMD: MFMA and WMMA |
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 pub mod float;
 pub mod matrix;

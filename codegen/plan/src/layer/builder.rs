@@ -1,0 +1,196 @@
+//! What writes a plan down: kernels once each, steps in order. The operators add
+//! their own steps to it.
+
+use super::tensors::declared_tensors;
+use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
+use crate::ops::gate;
+use crate::{KernelPlan, Machine, Op, Operator};
+use moesaic_kernel::Target;
+use moesaic_spec::LayerSpec;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Collects kernels and steps while the pass is written down.
+pub(crate) struct Builder {
+    pub(crate) plan: LayerPlan,
+    /// What kernels are tiled for.
+    pub(crate) machine: Machine,
+    /// The tensors that steps name so far. Until the plan is finished, a step has
+    /// their numbers in here.
+    named: BTreeMap<String, TensorId>,
+    /// Where steps go.
+    pub(crate) pass: Pass,
+}
+
+/// What is being written down.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// A forward pass: one that trains, where there is a backward pass.
+    Forward,
+    Backward,
+    /// The forward pass of a layer that trains when it does not.
+    Evaluation,
+}
+
+/// Renames a parameter to the tensor behind it.
+pub(crate) type Bind<'a> = &'a [(&'a str, &'a str)];
+
+impl Builder {
+    /// With every tensor that a step may name.
+    pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
+        let training = options.training;
+        let machine = Machine::of(target, options.caches);
+        let (tuning, caches) = match machine {
+            Machine::Cpu(core) => (options.tuning.clone(), core.caches),
+            Machine::Gpu(_) => Default::default(),
+        };
+        let mut tensors = declared_tensors(spec, machine, training.is_some());
+        if training.is_some() {
+            tensors.extend(backward::tensors(spec));
+            tensors.extend(gate::bwd::tensors(spec, machine));
+        }
+        Builder {
+            plan: LayerPlan {
+                spec: spec.clone(),
+                target,
+                tuning,
+                caches,
+                kernels: vec![],
+                tensors,
+                prepare: vec![],
+                steps: vec![],
+                evaluation: vec![],
+                training,
+                backward: vec![],
+            },
+            machine,
+            named: BTreeMap::new(),
+            pass: Pass::Forward,
+        }
+    }
+
+    /// Drops the tensors that no step names; weights are all wanted. Steps get
+    /// the numbers of those that are left.
+    pub(crate) fn finish(self) -> LayerPlan {
+        let Builder {
+            mut plan, named, ..
+        } = self;
+        let used: BTreeSet<TensorId> = plan.launches().flat_map(|s| s.tensors.clone()).collect();
+        let used = |name: &str| named.get(name).is_some_and(|id| used.contains(id));
+        plan.tensors
+            .retain(|t| t.role == Role::Weight || used(&t.name));
+        let mut places = vec![None; named.len()];
+        for (at, tensor) in plan.tensors.iter().enumerate() {
+            if let Some(id) = named.get(&tensor.name) {
+                places[id.0] = Some(TensorId(at));
+            }
+        }
+        let LayerPlan {
+            prepare,
+            steps,
+            evaluation,
+            backward,
+            ..
+        } = &mut plan;
+        let called = steps.iter_mut().chain(evaluation).chain(backward);
+        let called = called.map(|Step::Launch(launch)| launch);
+        for tensor in prepare
+            .iter_mut()
+            .chain(called)
+            .flat_map(|s| &mut s.tensors)
+        {
+            *tensor = places[tensor.0].expect("steps name declared tensors");
+        }
+        plan
+    }
+
+    /// Whether the pass draws random numbers and keeps what backward needs.
+    pub(crate) fn trains(&self) -> bool {
+        self.plan.training.is_some() && self.pass != Pass::Evaluation
+    }
+
+    /// Adds a kernel and one step per entry. `bind` renames parameters to
+    /// tensors; a parameter it does not name is a tensor of the same name.
+    pub(crate) fn launch(&mut self, name: &str, desc: impl Operator, bind: Bind) {
+        let kernel = self.kernel(name, desc);
+        self.launch_all(kernel, bind);
+    }
+
+    /// Adds one step per entry of a kernel.
+    pub(crate) fn launch_all(&mut self, kernel: usize, bind: Bind) {
+        for index in 0..self.plan.kernels[kernel].entries.len() {
+            self.step(kernel, index, bind);
+        }
+    }
+
+    /// Adds a kernel without a step.
+    pub(crate) fn kernel(&mut self, name: &str, desc: impl Operator) -> usize {
+        let op = self.tiled(desc);
+        self.kernel_of(name, op)
+    }
+
+    /// Adds a kernel that is tiled already; for an evaluation only if training has
+    /// no such kernel.
+    pub(crate) fn kernel_of(&mut self, name: &str, op: Op) -> usize {
+        let mut name = name.to_string();
+        if self.pass == Pass::Evaluation {
+            let same = |known: &KernelPlan| known.op == op;
+            if let Some(known) = self.plan.kernels.iter().position(same) {
+                return known;
+            }
+            name += "_eval";
+        }
+        let entries = op.entries();
+        self.plan.kernels.push(KernelPlan { name, op, entries });
+        self.plan.kernels.len() - 1
+    }
+
+    /// Adds a step: the entry `index` of a kernel.
+    pub(crate) fn step(&mut self, kernel: usize, index: usize, bind: Bind) {
+        let step = Step::Launch(self.step_of(kernel, index, bind));
+        match self.pass {
+            Pass::Forward => self.plan.steps.push(step),
+            Pass::Backward => self.plan.backward.push(step),
+            Pass::Evaluation => self.plan.evaluation.push(step),
+        }
+    }
+
+    /// The launch of the entry `index` of a kernel.
+    pub(crate) fn step_of(&mut self, kernel: usize, index: usize, bind: Bind) -> LaunchStep {
+        let params = self.plan.kernels[kernel].entries[index].params.iter();
+        let pointers = params.filter(|param| param.ty.tensor().is_some());
+        let tensors = pointers.map(|param| {
+            let renamed = bind.iter().find(|(from, _)| *from == param.name);
+            let name = renamed.map_or(&*param.name, |(_, to)| to);
+            let next = TensorId(self.named.len());
+            *self.named.entry(name.to_string()).or_insert(next)
+        });
+        LaunchStep {
+            tensors: tensors.collect(),
+            entry: EntryId {
+                kernel,
+                entry: index,
+            },
+        }
+    }
+
+    /// A kernel's tiling: what was measured to be best, as far as there is that.
+    /// Weights that change at every step are not packed: it would be a pass over
+    /// memory for what a block does in its cache.
+    fn tiled(&self, desc: impl Operator) -> Op {
+        let mut op = desc.on(self.machine);
+        self.plan.tuning.apply(&mut op);
+        if let Some(cpu) = op.gemm_mut().and_then(|gemm| gemm.family.cpu_mut()) {
+            cpu.packed &= self.plan.training.is_none();
+        }
+        op
+    }
+}
+
+pub(crate) fn owned(names: Bind) -> Vec<(String, String)> {
+    let owned = |(from, to): &(&str, &str)| (from.to_string(), to.to_string());
+    names.iter().map(owned).collect()
+}
+
+pub(crate) fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {
+    names.iter().map(|(a, b)| (&**a, &**b)).collect()
+}

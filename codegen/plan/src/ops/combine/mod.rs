@@ -1,0 +1,186 @@
+//! `combine`: expert rows to tokens.
+
+mod bwd;
+
+pub(crate) use bwd::CombineBwd;
+pub use bwd::{CombineBwdConfig, CombineBwdDesc};
+
+use super::copies::{COPY_THREADS, token_tiling};
+use super::params::{entry, one, some, tokens_by, when};
+use super::shared::{SharedDesc, adds_later, apart, shared};
+use super::{Machine, Op, Operator};
+use crate::layer::{Builder, borrowed, owned};
+use moesaic_kernel::DType::{self, F32, I32};
+use moesaic_kernel::{Entry, Param};
+use moesaic_spec::{LayerSpec, WeightSite};
+use serde::{Deserialize, Serialize};
+
+/// `combine`: expert rows `[R, d_out]` to y `[T, d_out]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CombineDesc {
+    /// d_out.
+    pub output_dim: usize,
+    /// Experts with rows; ids from here on are identity experts.
+    pub experts: usize,
+    /// Identity experts, which add `weight · x`.
+    pub identity: usize,
+    /// Zero experts, with the ids after those.
+    pub zero: usize,
+    /// K; 0 where only shared experts are added.
+    pub top_k: usize,
+    /// Element type of rows, x and y.
+    pub activations: DType,
+    /// Whether rows are multiplied by their weight here.
+    pub weighted: bool,
+    /// Shared experts, added with f32 weights.
+    pub shared: Vec<SharedDesc>,
+}
+
+/// Tiling of `combine`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CombineConfig {
+    /// Threads per block.
+    pub threads: u32,
+    /// Tokens per block.
+    pub tile_tokens: usize,
+    /// Adjacent threads that sum one token.
+    pub token_threads: u32,
+}
+
+/// The sum over the routed experts, and the shared ones unless a projection or
+/// a weight comes between.
+fn desc(spec: &LayerSpec) -> CombineDesc {
+    let experts = if apart(spec) { &[] } else { &*spec.shared };
+    CombineDesc {
+        output_dim: spec.expert_output_dim(),
+        experts: spec.shape.experts,
+        identity: spec.experts.identity,
+        zero: spec.experts.zero,
+        top_k: spec.shape.top_k,
+        activations: spec.precision.activations,
+        weighted: spec.router.weight_on == WeightSite::Output,
+        shared: shared(experts),
+    }
+}
+
+/// Where that [is so](adds_later): what the routed experts add up to as the
+/// first shared expert, then the others.
+fn later(spec: &LayerSpec) -> CombineDesc {
+    let weighted = spec.residual().is_some();
+    let routed = SharedDesc {
+        gated: weighted,
+        of_pair: weighted.then_some(0),
+    };
+    CombineDesc {
+        output_dim: spec.output_dim(),
+        experts: 0,
+        identity: 0,
+        zero: 0,
+        top_k: 0,
+        activations: spec.precision.activations,
+        weighted: false,
+        shared: [vec![routed], shared(&spec.shared)].concat(),
+    }
+}
+
+impl Operator for CombineDesc {
+    type Config = CombineConfig;
+
+    fn tiling(&self, machine: Machine) -> CombineConfig {
+        match machine {
+            Machine::Cpu(_) => on_cpu(),
+            Machine::Gpu(_) => on_gpu(self),
+        }
+    }
+
+    fn with(self, config: CombineConfig) -> Op {
+        Op::Combine { desc: self, config }
+    }
+
+    fn entries(&self, config: &CombineConfig) -> Vec<Entry> {
+        entries(self, config)
+    }
+
+    fn flops(&self, _: &str, tokens: f64) -> f64 {
+        2.0 * tokens * (self.top_k * self.output_dim) as f64
+    }
+}
+
+fn on_cpu() -> CombineConfig {
+    CombineConfig {
+        threads: 1,
+        tile_tokens: 32,
+        token_threads: 1,
+    }
+}
+
+fn on_gpu(d: &CombineDesc) -> CombineConfig {
+    let rows = d.top_k + 1 + d.shared.len();
+    let (tile_tokens, token_threads) = token_tiling(d.output_dim, d.activations, d.top_k, rows);
+    CombineConfig {
+        threads: COPY_THREADS,
+        tile_tokens,
+        token_threads,
+    }
+}
+
+fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
+    let (k, width) = (d.top_k, d.output_dim);
+    let per_slot = format!("[tokens, {k}]");
+    let per_token = format!("[tokens, {width}]");
+    let (identity, routed) = (d.identity > 0, k > 0);
+    let mut params = some([
+        when(
+            routed,
+            Param::read("out", d.activations, format!("[rows, {width}]")),
+        ),
+        when(routed, Param::read("slot_rows", I32, &per_slot)),
+        when(identity, Param::read("topk_ids", I32, &per_slot)),
+        when(
+            d.weighted || identity,
+            Param::read("topk_weights", F32, &per_slot),
+        ),
+        when(identity, Param::read("x", d.activations, &per_token)),
+    ]);
+    for (i, shared) in d.shared.iter().enumerate() {
+        params.push(Param::read(
+            &format!("shared_{i}_out"),
+            d.activations,
+            &per_token,
+        ));
+        let logits = if shared.of_pair.is_some() { 2 } else { 1 };
+        let shape = format!("[tokens, {logits}]");
+        let logit = Param::read(&format!("shared_{i}_logit"), F32, shape);
+        params.extend(when(shared.gated, logit));
+    }
+    params.push(Param::write("y", d.activations, &per_token));
+    let grid = [tokens_by(c.tile_tokens), one()];
+    vec![entry(
+        "combine",
+        "sums the weighted expert rows of each token",
+        params,
+        grid,
+        c.threads,
+    )]
+}
+
+impl Builder {
+    /// The sum of routed and shared experts, in one step or around a projection.
+    pub(crate) fn combine(&mut self) {
+        let desc = desc(&self.plan.spec);
+        let mut bind = self.shared_outputs(0);
+        bind.extend(owned(&self.around()));
+        self.launch("combine", desc, &borrowed(&bind));
+        self.latent_up();
+        if adds_later(&self.plan.spec) {
+            let desc = later(&self.plan.spec);
+            let mut bind = self.shared_outputs(1);
+            bind.push(("shared_0_out".to_string(), "routed".to_string()));
+            if let Some(index) = self.plan.spec.residual() {
+                let logits = format!("shared.{index}.router.logits");
+                bind.push(("shared_0_logit".to_string(), logits));
+            }
+            self.launch("combine_later", desc, &borrowed(&bind));
+        }
+    }
+}

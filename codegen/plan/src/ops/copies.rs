@@ -1,0 +1,38 @@
+//! Tilings of the kernels that move rows, on GPUs.
+
+use moesaic_kernel::DType;
+
+/// Threads of a block of a copying kernel.
+pub(crate) const COPY_THREADS: u32 = 128;
+
+/// Bytes a block of a copying kernel moves at least: less does not pay for
+/// starting it.
+const BLOCK_BYTES: usize = 32 << 10;
+
+/// Slots whose sources a block of `combine` lists: 32 KB.
+const BLOCK_SOURCES: usize = 4096;
+
+/// Rows of a block that copies them, and threads per row.
+pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) {
+    let row_threads = (packs(width, dtype).next_power_of_two() as u32).min(wave);
+    let at_once = (COPY_THREADS / row_threads) as usize;
+    let rows = BLOCK_BYTES.div_ceil(width * dtype.size());
+    (rows.min(64).next_multiple_of(at_once), row_threads)
+}
+
+/// Tokens of a block that sums `rows` rows into each, and threads per token.
+pub(crate) fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> (usize, u32) {
+    let most = 1 << (BLOCK_SOURCES / top_k.max(1)).clamp(1, 64).ilog2();
+    let packs = packs(width, dtype).next_power_of_two() as u32;
+    let token_threads = packs.clamp(COPY_THREADS / most as u32, COPY_THREADS);
+    let at_once = (COPY_THREADS / token_threads) as usize;
+    let tokens = BLOCK_BYTES.div_ceil(rows * width * dtype.size());
+    (tokens.min(most).next_multiple_of(at_once), token_threads)
+}
+
+/// Accesses a row takes: each of the widest pack, at most 16 bytes, that
+/// divides it.
+fn packs(width: usize, dtype: DType) -> usize {
+    let widest = 16 / dtype.size();
+    width / (1 << width.trailing_zeros()).min(widest)
+}

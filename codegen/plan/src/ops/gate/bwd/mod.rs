@@ -1,0 +1,228 @@
+//! `gate_topk_bwd`: auxiliary losses, and the gradients of logits, of scales and of
+//! what comes before the router's product.
+
+mod entries;
+mod steps;
+
+pub(crate) use steps::tensors;
+
+use super::{GateTopkDesc, Logits, gate_topk, team};
+use crate::ops::{Machine, Op, Operator};
+use moesaic_kernel::Entry;
+use moesaic_spec::{LayerSpec, Loss, LossKind, RouterInput, RouterKind, Score};
+use serde::{Deserialize, Serialize};
+
+/// `gate_topk_bwd`: gradients of `topk_weights [T, K]` and of the losses to
+/// those of logits `[T, E]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GateTopkBwdDesc {
+    /// The gate.
+    pub gate: GateTopkDesc,
+    /// The auxiliary losses.
+    pub losses: Vec<Loss>,
+    /// The probabilities of losses are the scores divided by their sum, not a
+    /// softmax of the logits.
+    pub normalized_scores: bool,
+    /// What the losses sum over tokens, a row `[E]` each.
+    pub sums: Vec<LossSum>,
+    /// What the losses leave for backward, a row `[E]` each.
+    pub slopes: Vec<LossSlope>,
+    /// Tokens of a sequence where a loss says so.
+    pub sequence_length: Option<usize>,
+    /// Standard deviation of gaussian noise on a logit.
+    pub sigma: f64,
+}
+
+/// A sum over tokens, for each expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossSum {
+    /// Of probabilities.
+    Probability,
+    /// First choices.
+    First,
+    /// All choices.
+    Chosen,
+    /// Of the softmax of logits without noise.
+    Importance,
+    /// Of the chance that this softmax passes the smallest chosen logit.
+    Load,
+    /// Of the softmax over the chosen logits.
+    Share,
+    /// Of the chance to be chosen with noise drawn anew.
+    Chance,
+}
+
+/// A factor of the losses' gradient, for each expert; coefficients included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossSlope {
+    /// By a token's probability.
+    Probability,
+    /// On `sequence_slopes`; the same for each expert.
+    Sequence,
+    /// On `logsumexp · softmax`; the same for each expert.
+    Z,
+    /// By what [`LossSum::Importance`] sums.
+    Importance,
+    /// By what [`LossSum::Load`] sums.
+    Load,
+    /// By what [`LossSum::Share`] sums.
+    Share,
+    /// By what [`LossSum::Chance`] sums.
+    Chance,
+}
+
+/// Tiling of `gate_topk_bwd`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GateTopkBwdConfig {
+    /// Threads per block.
+    pub threads: u32,
+    /// Threads that see to one token at a time: a warp, or of many experts the
+    /// block; 1 on a CPU.
+    pub token_threads: u32,
+    /// Tokens per block.
+    pub tile_tokens: usize,
+    /// Columns per block of sums over all tokens.
+    pub columns: usize,
+    /// Threads of the one block that finishes the losses.
+    pub sum_threads: u32,
+}
+
+impl GateTopkBwdDesc {
+    fn has(&self, kinds: &[LossKind]) -> bool {
+        self.losses.iter().any(|loss| kinds.contains(&loss.kind))
+    }
+
+    /// Whether a loss is over sequences.
+    pub fn sequences(&self) -> bool {
+        self.has(&[LossKind::Sequence])
+    }
+
+    /// Whether a loss is a sum over all tokens.
+    pub fn over_tokens(&self) -> bool {
+        !self.sums.is_empty() || self.has(&[LossKind::Z])
+    }
+
+    /// Whether a loss is divided by the tokens that have a choice.
+    pub fn counts_tokens(&self) -> bool {
+        use LossKind::{Gshard, GshardAll, Switch, Z};
+        self.has(&[Switch, Gshard, GshardAll, Z])
+    }
+
+    /// Whether a loss compares logits with and without noise.
+    pub fn noisy(&self) -> bool {
+        self.losses.iter().any(|loss| loss.kind.needs_noise())
+    }
+
+    /// Whether there are logits, hence `dlogits`.
+    pub fn logits(&self) -> bool {
+        self.gate.logits != Logits::None
+    }
+
+    /// Whether the router reads tokens divided by their root mean square.
+    pub fn rms_scaled(&self) -> bool {
+        self.logits() && self.gate.router.input == RouterInput::RmsScaled
+    }
+
+    fn with_rows(mut self) -> GateTopkBwdDesc {
+        use LossKind::*;
+        let balanced = [Switch, Gshard, GshardAll, Global];
+        let sums = [
+            (LossSum::Probability, &balanced[..]),
+            (LossSum::First, &[Gshard]),
+            (LossSum::Chosen, &[Switch, GshardAll]),
+            (LossSum::Importance, &[ImportanceLoad]),
+            (LossSum::Load, &[ImportanceLoad]),
+            (LossSum::Share, &[ImportanceLoadLogits]),
+            (LossSum::Chance, &[ImportanceLoadLogits]),
+        ];
+        let slopes = [
+            (LossSlope::Probability, &balanced[..]),
+            (LossSlope::Sequence, &[Sequence]),
+            (LossSlope::Z, &[Z]),
+            (LossSlope::Importance, &[ImportanceLoad]),
+            (LossSlope::Load, &[ImportanceLoad]),
+            (LossSlope::Share, &[ImportanceLoadLogits]),
+            (LossSlope::Chance, &[ImportanceLoadLogits]),
+        ];
+        let sums = sums.iter().filter(|(_, kinds)| self.has(kinds));
+        let sums = sums.map(|(sum, _)| *sum).collect();
+        let slopes = slopes.iter().filter(|(_, kinds)| self.has(kinds));
+        self.slopes = slopes.map(|(slope, _)| *slope).collect();
+        self.sums = sums;
+        self
+    }
+}
+
+/// `None` where nothing flows back into a router.
+pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
+    let gate = gate_topk(spec, true)?;
+    if !routed_back(spec) && !spec.router.expert_scale {
+        return None;
+    }
+    let router = &spec.router;
+    let mut lengths = spec.losses.iter().filter_map(|loss| loss.sequence_length);
+    let desc = GateTopkBwdDesc {
+        normalized_scores: matches!(router.score, Score::Sigmoid | Score::SqrtSoftplus),
+        losses: spec.losses.clone(),
+        sums: Vec::new(),
+        slopes: Vec::new(),
+        sequence_length: lengths.next_back(),
+        sigma: router.noise / gate.experts as f64,
+        gate,
+    };
+    Some(desc.with_rows())
+}
+
+/// Whether the gate's weights have a gradient towards the router.
+pub(crate) fn routed_back(spec: &LayerSpec) -> bool {
+    spec.has_logits() && spec.router.kind != RouterKind::External
+}
+
+impl Operator for GateTopkBwdDesc {
+    type Config = GateTopkBwdConfig;
+
+    fn tiling(&self, machine: Machine) -> GateTopkBwdConfig {
+        match machine {
+            Machine::Cpu(_) => on_cpu(),
+            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+        }
+    }
+
+    fn with(self, config: GateTopkBwdConfig) -> Op {
+        Op::GateTopkBwd { desc: self, config }
+    }
+
+    fn entries(&self, config: &GateTopkBwdConfig) -> Vec<Entry> {
+        entries::entries(self, config)
+    }
+
+    fn flops(&self, _: &str, tokens: f64) -> f64 {
+        tokens * (self.gate.experts * 4) as f64
+    }
+}
+
+fn on_cpu() -> GateTopkBwdConfig {
+    GateTopkBwdConfig {
+        threads: 1,
+        token_threads: 1,
+        tile_tokens: 64,
+        columns: 128,
+        sum_threads: 1,
+    }
+}
+
+fn on_gpu(d: &GateTopkBwdDesc, wave: u32) -> GateTopkBwdConfig {
+    let (threads, token_threads) = match team(d.gate.experts) {
+        Some(block) => (block, block),
+        None => (128, wave),
+    };
+    GateTopkBwdConfig {
+        threads,
+        token_threads,
+        tile_tokens: 32,
+        columns: 128,
+        sum_threads: 256,
+    }
+}

@@ -1,0 +1,352 @@
+//! `gate_topk`: from tokens to experts and weights; what training does on the way.
+
+pub(crate) mod bwd;
+mod entries;
+mod steps;
+
+pub(in crate::ops) use entries::counters;
+pub(crate) use steps::selection_tensors;
+
+use super::{Core, Machine, Op, Operator};
+use moesaic_kernel::{DType, Entry};
+use moesaic_spec::{
+    CapacityOrder, LayerSpec, Loss, LossKind, NoiseKind, Router, RouterKind, Select, SharedGate,
+};
+use serde::{Deserialize, Serialize};
+
+/// How logits come about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Logits {
+    /// There are none: the table decides and every weight is one.
+    None,
+    /// `x · Wᵀ (+ b)`.
+    Linear,
+    /// Cosine similarity after a projection of this width.
+    Cosine(usize),
+}
+
+/// `gate_topk`: x `[T, d]` to ids and weights `[T, K]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GateTopkDesc {
+    /// d.
+    pub model_dim: usize,
+    /// Experts the router scores, identity experts included.
+    pub experts: usize,
+    /// K.
+    pub top_k: usize,
+    /// Element type of x.
+    pub activations: DType,
+    /// Where logits come from.
+    pub logits: Logits,
+    /// The router as the spec says it, training noise removed.
+    pub router: Router,
+    /// Whether ids and weights are computed; a shared expert's gate needs
+    /// only logits.
+    pub select: bool,
+    /// Whether the best score of each token is written, for
+    /// batch-prioritised capacity.
+    pub best_score: bool,
+    /// The order in which the scan takes what is selected here.
+    pub order: CapacityOrder,
+    /// Noise, jitter and what else only training does.
+    pub training: bool,
+    /// Whether a loss has a gradient by the scale of learned noise itself.
+    pub scale_loss: bool,
+}
+
+/// Tiling of `gate_topk`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GateTopkConfig {
+    /// Threads per block of the logits kernels.
+    pub logits_threads: u32,
+    /// Tokens per block of the logits kernels.
+    pub logits_tile_tokens: usize,
+    /// Experts per block of the logits kernels.
+    pub logits_tile_experts: usize,
+    /// Elements of the model dimension staged at a time.
+    pub logits_tile_depth: usize,
+    /// Threads per block of the selection kernel.
+    pub select_threads: u32,
+    /// Tokens per block of the selection kernel.
+    pub select_tile_tokens: usize,
+    /// Adjacent lanes that select for one token: a power of two. More than a warp
+    /// has are all threads of the block.
+    pub select_lanes: u32,
+    /// What the selection kernel writes of `tile_counts`.
+    pub histogram: Histogram,
+}
+
+/// The rows of `tile_counts` that a block of the selection kernel writes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Histogram {
+    /// None: the scan counts for itself.
+    #[default]
+    None,
+    /// One, of all choices of its tokens.
+    Tokens,
+    /// One per slot, of the choices of its tokens there.
+    Slots,
+}
+
+/// Most experts of which the lanes of a warp hold a token's scores, 32 each. Of
+/// more, a block does, and what it sums over tokens goes to memory.
+pub const WARP_EXPERTS: usize = 1024;
+
+/// The gate of the routed experts; absent when routing comes from outside.
+pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc> {
+    let logits = match (spec.router.kind, spec.has_logits()) {
+        (RouterKind::External, _) => return None,
+        (_, false) => Logits::None,
+        (RouterKind::Cosine, _) => Logits::Cosine(spec.router.projection_dim.unwrap_or(1)),
+        _ => Logits::Linear,
+    };
+    // Where training does nothing more, its gate is that of evaluation.
+    let serving = serving(&spec.router);
+    let training = training && serving != spec.router;
+    Some(GateTopkDesc {
+        model_dim: spec.shape.model_dim,
+        experts: spec.routed_experts(),
+        top_k: spec.shape.top_k,
+        activations: spec.precision.activations,
+        logits,
+        router: match training {
+            true => spec.router.clone(),
+            false => serving,
+        },
+        select: true,
+        best_score: needs_order(spec),
+        order: spec.capacity.order,
+        training,
+        scale_loss: training && scale_loss(spec),
+    })
+}
+
+/// The gate of a shared expert: one logit, or two and a bias.
+pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
+    let pair = spec.shared[index].gate == SharedGate::Residual;
+    GateTopkDesc {
+        model_dim: spec.shape.model_dim,
+        experts: spec.shared[index].gate.logits(),
+        top_k: 1,
+        activations: spec.precision.activations,
+        logits: Logits::Linear,
+        router: Router {
+            bias: pair,
+            ..Router::default()
+        },
+        select: false,
+        best_score: false,
+        order: CapacityOrder::SlotMajor,
+        training: false,
+        scale_loss: false,
+    }
+}
+
+/// Whether tokens are placed in the order of their best score.
+fn needs_order(spec: &LayerSpec) -> bool {
+    spec.capacity.order == CapacityOrder::BatchPrioritized
+}
+
+impl GateTopkDesc {
+    /// Whether the router reads tokens that were jittered or had channels
+    /// dropped.
+    pub fn draws_input(&self) -> bool {
+        let r = &self.router;
+        self.training && self.logits != Logits::None && (r.jitter > 0.0 || r.input_dropout > 0.0)
+    }
+
+    /// Whether noise is added to the logits themselves.
+    pub fn noisy(&self) -> bool {
+        use NoiseKind::{Gaussian, Learned};
+        let r = &self.router;
+        let kind = matches!(r.noise_kind, Gaussian | Learned);
+        self.training && self.logits != Logits::None && r.noise > 0.0 && kind
+    }
+
+    /// Whether the scale of that noise is learned.
+    pub fn learned_noise(&self) -> bool {
+        self.noisy() && self.router.noise_kind == NoiseKind::Learned
+    }
+
+    /// Whether selection draws random numbers.
+    pub fn draws_selection(&self) -> bool {
+        let r = &self.router;
+        let keys = r.noise > 0.0 && !self.noisy() && self.logits != Logits::None;
+        self.training && self.select && (keys || r.random_second)
+    }
+
+    /// The tokens per expert, times T / E, of an expert choice.
+    pub fn expert_choice(&self) -> Option<f64> {
+        match self.router.select {
+            Select::ExpertChoice(share) if self.select => Some(share),
+            _ => None,
+        }
+    }
+
+    /// The rounds of Sinkhorn's iteration.
+    pub fn sinkhorn(&self) -> Option<usize> {
+        match self.router.select {
+            Select::Sinkhorn(rounds) if self.select && self.training => Some(rounds),
+            _ => None,
+        }
+    }
+}
+
+/// The router without what only training does.
+fn serving(router: &Router) -> Router {
+    Router {
+        jitter: 0.0,
+        input_dropout: 0.0,
+        noise: 0.0,
+        noise_kind: NoiseKind::default(),
+        random_second: false,
+        select: match router.select {
+            Select::Sinkhorn(_) => Select::TopK,
+            other => other,
+        },
+        ..router.clone()
+    }
+}
+
+/// Whether a loss is a function of the scale of learned noise: the chance to
+/// be chosen is.
+fn scale_loss(spec: &LayerSpec) -> bool {
+    let by_chance = |loss: &Loss| loss.kind == LossKind::ImportanceLoadLogits;
+    spec.learned_noise() && spec.losses.iter().any(by_chance)
+}
+
+/// The projection behind the scale of learned noise.
+pub(crate) fn noise_gate(spec: &LayerSpec) -> Option<GateTopkDesc> {
+    let gate = gate_topk(spec, true)?;
+    gate.learned_noise().then(|| GateTopkDesc {
+        logits: Logits::Linear,
+        router: Router {
+            input: spec.router.input,
+            ..Router::default()
+        },
+        select: false,
+        best_score: false,
+        training: false,
+        scale_loss: false,
+        ..gate
+    })
+}
+
+impl Operator for GateTopkDesc {
+    type Config = GateTopkConfig;
+
+    fn tiling(&self, machine: Machine) -> GateTopkConfig {
+        match machine {
+            Machine::Cpu(core) => on_cpu(self, core),
+            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+        }
+    }
+
+    fn with(self, config: GateTopkConfig) -> Op {
+        Op::GateTopk { desc: self, config }
+    }
+
+    fn entries(&self, config: &GateTopkConfig) -> Vec<Entry> {
+        entries::entries(self, config)
+    }
+
+    fn flops(&self, symbol: &str, tokens: f64) -> f64 {
+        match (symbol, self.logits) {
+            ("gate_project", Logits::Cosine(p)) => 2.0 * tokens * (p * self.model_dim) as f64,
+            ("gate_logits", Logits::Cosine(p)) => 2.0 * tokens * (p * self.experts) as f64,
+            ("gate_logits", _) => 2.0 * tokens * (self.model_dim * self.experts) as f64,
+            _ => tokens * (self.experts * 4) as f64,
+        }
+    }
+}
+
+/// Tokens of a tile of the scan, where their assignments are few enough.
+const TILE_TOKENS: usize = 64;
+
+/// Assignments that a warp of the scan places one after the other.
+const TILE_SLOTS: usize = 512;
+
+/// Counters that a block of the selection kernel keeps: 32 KB.
+const HISTOGRAM: usize = 8192;
+
+fn on_cpu(d: &GateTopkDesc, core: Core) -> GateTopkConfig {
+    GateTopkConfig {
+        logits_threads: 1,
+        logits_tile_tokens: 16,
+        logits_tile_experts: d
+            .experts
+            .next_multiple_of(core.isa.vector_bytes() / 4)
+            .min(64),
+        logits_tile_depth: 512,
+        select_threads: 1,
+        select_tile_tokens: 32,
+        select_lanes: 1,
+        histogram: Histogram::None,
+    }
+}
+
+fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
+    let columns = match d.logits {
+        Logits::Cosine(_) => 32,
+        _ => d.experts.next_power_of_two().clamp(4, 32),
+    };
+    let histogram = match d.select {
+        true => histogram(d.order, d.experts, d.top_k),
+        false => Histogram::None,
+    };
+    // Without logits only the choices of a token are dealt out over lanes.
+    let width = match d.logits {
+        Logits::None => d.top_k,
+        _ => d.experts,
+    };
+    let few = (width.next_power_of_two() as u32).min(wave);
+    let lanes = team(width).unwrap_or(few);
+    // What a lane holds of many experts takes half the registers.
+    let most = if d.experts > 512 { 256 } else { 512 };
+    let tokens = match histogram {
+        Histogram::None => (128 / lanes).max(1) as usize,
+        _ => tile_tokens(d.order, d.top_k),
+    };
+    GateTopkConfig {
+        logits_threads: 256,
+        logits_tile_tokens: 32,
+        logits_tile_experts: columns,
+        logits_tile_depth: 32,
+        select_threads: match lanes > wave {
+            true => lanes,
+            false => (tokens as u32 * lanes).clamp(128, most),
+        },
+        select_tile_tokens: tokens,
+        select_lanes: lanes,
+        histogram,
+    }
+}
+
+/// Threads of the block that sees to one token of a layer with so many experts
+/// that the registers of a warp do not hold them: eight experts each.
+pub(in crate::ops) fn team(experts: usize) -> Option<u32> {
+    (experts > WARP_EXPERTS).then(|| experts.next_power_of_two() as u32 / 8)
+}
+
+/// Tokens of a tile: see [`crate::ScanTile::Tokens`]. The selection kernel counts by
+/// the same tiles.
+pub(in crate::ops) fn tile_tokens(order: CapacityOrder, top_k: usize) -> usize {
+    match order {
+        CapacityOrder::TokenMajor => (TILE_SLOTS / top_k).clamp(1, TILE_TOKENS),
+        _ => TILE_TOKENS,
+    }
+}
+
+/// What a selection kernel counts: tiles have to be of adjacent tokens, and
+/// the counters of one block have to fit its shared memory.
+pub(in crate::ops) fn histogram(order: CapacityOrder, experts: usize, top_k: usize) -> Histogram {
+    match order {
+        CapacityOrder::BatchPrioritized => Histogram::None,
+        CapacityOrder::TokenMajor if experts <= HISTOGRAM => Histogram::Tokens,
+        CapacityOrder::TokenMajor => Histogram::None,
+        _ if experts * top_k <= HISTOGRAM => Histogram::Slots,
+        _ => Histogram::None,
+    }
+}

@@ -1,0 +1,200 @@
+//! From tokens to experts and weights, and what training draws on the way.
+
+use super::{GateTopkDesc, gate_topk, noise_gate, shared_gate};
+use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
+use crate::ops::gemm::{dgrad, wgrad};
+use crate::ops::{Machine, Operator};
+use moesaic_kernel::DType::{self, F32, I32};
+use moesaic_kernel::Size;
+use moesaic_spec::{LayerSpec, RouterInput, SharedGate};
+
+/// Parameters that are called otherwise than their tensors.
+const NAMES: [(&str, &str); 22] = [
+    ("logits", "router.logits"),
+    ("clean_logits", "router.clean_logits"),
+    ("noise_logits", "router.noise_logits"),
+    ("router_x", "router.x"),
+    ("router_dx", "router.dx"),
+    ("noise_dx", "router.noise_dx"),
+    ("dlogits", "grad.router.logits"),
+    ("dnoise_logits", "grad.router.noise_logits"),
+    ("dnoise_scale", "grad.router.noise_scale"),
+    ("weight", "router.weight"),
+    ("bias", "router.bias"),
+    ("input_scale", "router.input_scale"),
+    ("projector_weight", "router.projector.weight"),
+    ("projector_bias", "router.projector.bias"),
+    ("projected", "router.projected"),
+    ("similarity", "router.similarity"),
+    ("temperature", "router.temperature"),
+    ("select_bias", "router.select_bias"),
+    ("expert_scale", "router.expert_scale"),
+    ("table", "router.table"),
+    ("load", "router.load"),
+    ("columns", "router.columns"),
+];
+
+/// What selection beyond top-k, and training, put between logits and ids.
+pub(crate) fn selection_tensors(
+    spec: &LayerSpec,
+    machine: Machine,
+    training: bool,
+) -> Vec<TensorPlan> {
+    let Some(gate) = gate_topk(spec, training) else {
+        return Vec::new();
+    };
+    let config = gate.tiling(machine);
+    let (tokens, experts) = (Size::Tokens, constant(gate.experts));
+    let per_expert = [tokens.clone(), experts.clone()];
+    let tiles = Size::Tokens.ceil_div(config.logits_tile_tokens as u64);
+    let parts = [tiles, constant(gate.experts + 1)];
+    let x = [tokens.clone(), constant(gate.model_dim)];
+    vec![
+        tensor("router.x", gate.activations, &x, Role::Scratch),
+        tensor("router.clean_logits", F32, &per_expert, Role::Output),
+        tensor("router.noise_logits", F32, &per_expert, Role::Scratch),
+        tensor(
+            "router.columns",
+            F32,
+            std::slice::from_ref(&experts),
+            Role::Scratch,
+        ),
+        tensor("column_parts", F32, &parts, Role::Scratch),
+        tensor(
+            "choice_keys",
+            I32,
+            &[experts.clone(), tokens],
+            Role::Scratch,
+        ),
+        tensor("choice_bounds", I32, &[experts, constant(2)], Role::Scratch),
+    ]
+}
+
+impl Builder {
+    pub(crate) fn gate(&mut self) {
+        let Some(desc) = self.gate_desc() else {
+            return;
+        };
+        let rounds = desc.sinkhorn().unwrap_or(0);
+        let kernel = self.kernel("gate_topk", desc.clone());
+        self.gate_step(kernel, "gate_draw", &[]);
+        let x = self.routed_tokens();
+        let logits = match desc.noisy() {
+            true => "router.clean_logits",
+            false => "router.logits",
+        };
+        let projection = [("x", x), ("logits", logits)];
+        self.gate_step(kernel, "gate_project", &projection);
+        self.gate_step(kernel, "gate_logits", &projection);
+        self.noise_logits(x);
+        self.gate_step(kernel, "gate_noise", &[]);
+        self.gate_step(kernel, "gate_sinkhorn_start", &[]);
+        for _ in 0..rounds {
+            self.gate_step(kernel, "gate_sinkhorn_rows", &[]);
+            self.gate_step(kernel, "gate_sinkhorn_columns", &[]);
+        }
+        for symbol in ["gate_scores", "gate_choose", "gate_topk"] {
+            self.gate_step(kernel, symbol, &[]);
+        }
+    }
+
+    /// The gate of a shared expert, where it has one.
+    pub(crate) fn shared_gate(&mut self, index: usize) {
+        let spec = &self.plan.spec;
+        if spec.shared[index].gate == SharedGate::None {
+            return;
+        }
+        let desc = shared_gate(spec, index);
+        let name = |part: &str| format!("shared.{index}.router.{part}");
+        let (weight, bias, logits) = (name("weight"), name("bias"), name("logits"));
+        let bind = [("weight", &*weight), ("bias", &*bias), ("logits", &*logits)];
+        self.launch(&format!("gate_topk_shared_{index}"), desc, &bind);
+    }
+
+    /// The tensor that the router reads.
+    pub(crate) fn routed_tokens(&self) -> &'static str {
+        match self.gate_desc().is_some_and(|gate| gate.draws_input()) {
+            true => "router.x",
+            false => "x",
+        }
+    }
+
+    /// The tensor that losses take as logits without noise.
+    pub(crate) fn clean_logits(&self) -> &'static str {
+        match self.gate_desc().is_some_and(|gate| gate.noisy()) {
+            true => "router.clean_logits",
+            false => "router.logits",
+        }
+    }
+
+    /// The gate of this pass.
+    fn gate_desc(&self) -> Option<GateTopkDesc> {
+        gate_topk(&self.plan.spec, self.trains())
+    }
+
+    /// A step of this entry, if the kernel has it; `first` wins over the names.
+    fn gate_step(&mut self, kernel: usize, symbol: &str, first: Bind) {
+        let mut entries = self.plan.kernels[kernel].entries.iter();
+        if let Some(index) = entries.position(|entry| entry.symbol == symbol) {
+            let bind: Vec<(&str, &str)> = first.iter().chain(&NAMES).copied().collect();
+            self.step(kernel, index, &bind);
+        }
+    }
+
+    /// The projection behind the scale of learned noise.
+    fn noise_logits(&mut self, x: &str) {
+        let trains = self.trains();
+        if let Some(desc) = noise_gate(&self.plan.spec).filter(|_| trains) {
+            let kernel = self.kernel("gate_topk_noise", desc);
+            let bind = [
+                ("x", x),
+                ("weight", "router.noise.weight"),
+                ("logits", "router.noise_logits"),
+            ];
+            self.gate_step(kernel, "gate_logits", &bind);
+        }
+    }
+
+    /// Adds the part of learned noise to `router.dx`.
+    pub(crate) fn noise_bwd(&mut self) {
+        let Some(desc) = noise_gate(&self.plan.spec) else {
+            return;
+        };
+        let kernel = self.gate_kernel();
+        self.gate_step(kernel, "gate_noise_bwd", &[]);
+        let (input, dtype) = match desc.router.input {
+            RouterInput::Token => (self.routed_tokens(), desc.activations),
+            RouterInput::RmsScaled => ("router.input", DType::F32),
+        };
+        let bind: Bind = &[
+            ("dup", "grad.router.noise_logits"),
+            ("dup_map", "grad.router.noise_logits"),
+            ("up", "router.noise.weight"),
+            ("up_map", "router.noise.weight"),
+            ("drows", "router.noise_dx"),
+            ("rows", input),
+            ("rows_map", input),
+            ("grad_up", "grad.router.noise.weight"),
+        ];
+        let (spec, experts) = (self.plan.spec.clone(), desc.experts);
+        let dgrad = dgrad::router(&spec, experts);
+        self.launch("grouped_gemm_dgrad_noise", dgrad, bind);
+        let wgrad = wgrad::router(&spec, experts, false, dtype);
+        self.launch("grouped_gemm_wgrad_noise", wgrad, bind);
+        self.gate_step(kernel, "gate_noise_add", &[]);
+    }
+
+    /// Multiplies `router.dx` by the factors that tokens were multiplied by.
+    pub(crate) fn draw_bwd(&mut self) {
+        if self.routed_tokens() != "x" {
+            let kernel = self.gate_kernel();
+            self.gate_step(kernel, "gate_draw_bwd", &[]);
+        }
+    }
+
+    fn gate_kernel(&self) -> usize {
+        let mut kernels = self.plan.kernels.iter();
+        let found = kernels.position(|kernel| kernel.name == "gate_topk");
+        found.expect("the forward pass has a gate")
+    }
+}

@@ -1,0 +1,177 @@
+//! What `grouped_gemm` computes.
+
+use super::GroupedGemmConfig;
+use moesaic_kernel::DType;
+use moesaic_spec::{Activation, Biases, ExpertForm, LayerSpec, WeightSite};
+use serde::{Deserialize, Serialize};
+
+/// Which product of an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Half {
+    /// `a = φ(rows · gateᵀ) ⊙ (rows · upᵀ)`, or `φ(rows · upᵀ)`.
+    Up,
+    /// `a · downᵀ`.
+    Down,
+}
+
+impl Half {
+    /// `up` or `down`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Half::Up => "up",
+            Half::Down => "down",
+        }
+    }
+}
+
+/// `grouped_gemm`: rows `[R, inner]` times each expert's `[outer, inner]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupedGemmDesc {
+    /// Which product.
+    pub half: Half,
+    /// Groups of rows, each with its own matrix.
+    pub experts: usize,
+    /// Rows are all tokens and there is one matrix: a shared expert.
+    pub dense: bool,
+    /// K; 1 when dense.
+    pub top_k: usize,
+    /// Width of a row, summed over.
+    pub inner: usize,
+    /// Width of an output row.
+    pub outer: usize,
+    /// Two matrices, gate and up.
+    pub gated: bool,
+    /// φ of the up half.
+    pub activation: Activation,
+    /// See [`moesaic_spec::Experts`].
+    pub alpha: f64,
+    /// See [`moesaic_spec::Experts`].
+    pub clamp: Option<f64>,
+    /// See [`moesaic_spec::Experts`].
+    pub up_offset: f64,
+    /// Whether biases are added.
+    pub bias: bool,
+    /// Up: the activation is multiplied by the row's weight. Down: the bias is.
+    pub weighted: bool,
+    /// Up: rows are tokens as they are, so that they can be read from x.
+    pub plain_rows: bool,
+    /// Element type of the matrices and biases.
+    pub weights: DType,
+    /// Element type of rows and output.
+    pub activations: DType,
+    /// f32 factors may be rounded to TF32.
+    pub tf32: bool,
+    /// Up: what enters the activation is kept for backward, biases included,
+    /// before any clamp.
+    pub keep: bool,
+}
+
+/// Elements that the depth of packed weights is a multiple of: what one
+/// product of tiles takes.
+const PACKED_DEPTH: usize = 32;
+
+impl GroupedGemmDesc {
+    /// The packed weights of a config: experts, strips, depth, and the columns
+    /// of a strip, those of gate before those of up.
+    pub fn packed_shape(&self, config: &GroupedGemmConfig) -> [usize; 4] {
+        [
+            self.experts,
+            self.outer.div_ceil(config.thread_columns),
+            self.inner.next_multiple_of(PACKED_DEPTH),
+            config.thread_columns * self.matrices(),
+        ]
+    }
+
+    /// Matrices of an expert: gate and up, or one.
+    pub fn matrices(&self) -> usize {
+        if self.gated { 2 } else { 1 }
+    }
+}
+
+/// Both products of the routed experts.
+pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
+    let weighted = spec.router.weight_on == WeightSite::Activation;
+    let shape = &spec.shape;
+    GroupedGemmDesc {
+        half,
+        experts: shape.experts,
+        dense: false,
+        top_k: shape.top_k,
+        weighted: weighted && (half == Half::Up || spec.experts.bias.down()),
+        plain_rows: half == Half::Up && spec.router.weight_on != WeightSite::Input,
+        ..expert_half(spec, half, &routed_widths(spec), spec.experts.bias)
+    }
+}
+
+/// Widths of an expert.
+struct Widths {
+    input: usize,
+    hidden: usize,
+    output: usize,
+}
+
+fn routed_widths(spec: &LayerSpec) -> Widths {
+    Widths {
+        input: spec.expert_input_dim(),
+        hidden: spec.shape.hidden_dim,
+        output: spec.expert_output_dim(),
+    }
+}
+
+/// Both products of a shared expert.
+pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDesc {
+    let widths = Widths {
+        input: spec.shape.model_dim,
+        hidden: spec.shared[index].hidden_dim,
+        output: spec.output_dim(),
+    };
+    expert_half(spec, half, &widths, spec.shared_bias(index))
+}
+
+fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) -> GroupedGemmDesc {
+    let experts = &spec.experts;
+    let (inner, outer) = match half {
+        Half::Up => (widths.input, widths.hidden),
+        Half::Down => (widths.hidden, widths.output),
+    };
+    GroupedGemmDesc {
+        half,
+        experts: 1,
+        dense: true,
+        top_k: 1,
+        inner,
+        outer,
+        gated: half == Half::Up && experts.form == ExpertForm::Gated,
+        activation: experts.activation.clone(),
+        alpha: experts.alpha,
+        clamp: experts.clamp,
+        up_offset: experts.up_offset,
+        bias: match half {
+            Half::Up => biases.up(),
+            Half::Down => biases.down(),
+        },
+        weighted: false,
+        plain_rows: false,
+        weights: spec.precision.weights,
+        activations: spec.precision.activations,
+        tf32: spec.precision.tf32,
+        keep: false,
+    }
+}
+
+/// A projection around the routed experts: the down half of an expert, which
+/// has no activation, whatever its direction.
+pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDesc {
+    let (inner, outer) = match way {
+        Half::Down => (spec.shape.model_dim, spec.expert_input_dim()),
+        Half::Up => (spec.expert_output_dim(), spec.output_dim()),
+    };
+    let widths = Widths {
+        input: 0,
+        hidden: inner,
+        output: outer,
+    };
+    let biases = spec.latent.as_ref().is_some_and(|latent| latent.bias);
+    expert_half(spec, Half::Down, &widths, biases.into())
+}

@@ -1,0 +1,217 @@
+//! `grouped_gemm_dgrad`: gradients of what expert products read.
+
+use super::entries::{Follow, PANEL, operand, tiles_of};
+use super::{GroupedGemmConfig, GroupedGemmDesc, Half, desc, tiles};
+use crate::ops::params::{edges, entry, per_slot, some, when};
+use crate::ops::{Machine, Op, Operator};
+use moesaic_kernel::DType::{self, F32, I32, I64};
+use moesaic_kernel::{Entry, Param, Size};
+use moesaic_spec::{Activation, LayerSpec, SharedGate, WeightSite};
+use serde::{Deserialize, Serialize};
+
+/// `grouped_gemm_dgrad`: gradients of what a half reads.
+///
+/// Down: `P = dout · down`, and from it `hidden`, `dgate`, `dup` and the parts
+/// of the weight's gradient. Up: `drows = dgate · gate + dup · up`. Matrices
+/// lie as in the forward pass, `[E, inner, outer]` with the sum over `inner`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupedGemmDgradDesc {
+    /// Whose input: the down half's is the activation, the up half's the row.
+    pub half: Half,
+    /// Groups of rows, each with its own matrix.
+    pub experts: usize,
+    /// Rows are all tokens and there is one matrix.
+    pub dense: bool,
+    /// K; 1 when dense.
+    pub top_k: usize,
+    /// Width of an incoming gradient row, summed over: d_out (down), h (up).
+    pub inner: usize,
+    /// Width of a result row: h (down), d (up).
+    pub outer: usize,
+    /// Down: two pre-activations. Up: two products are added.
+    pub gated: bool,
+    /// φ, for the down half.
+    pub activation: Activation,
+    /// See [`moesaic_spec::Experts`].
+    pub alpha: f64,
+    /// See [`moesaic_spec::Experts`].
+    pub clamp: Option<f64>,
+    /// See [`moesaic_spec::Experts`].
+    pub up_offset: f64,
+    /// Down: rows have weights, which multiply `hidden`, `dgate` and `dup`, and
+    /// whose gradient is summed in parts.
+    pub weighted: bool,
+    /// Element type of the matrices.
+    pub weights: DType,
+    /// Element type of rows and results.
+    pub activations: DType,
+    /// f32 factors may be rounded to TF32.
+    pub tf32: bool,
+}
+
+impl GroupedGemmDgradDesc {
+    /// The up half of the forward pass: the row tiles are its.
+    pub fn forward(&self) -> GroupedGemmDesc {
+        let (inner, outer) = (self.outer, self.inner);
+        GroupedGemmDesc {
+            half: self.half,
+            experts: self.experts,
+            dense: self.dense,
+            top_k: self.top_k,
+            inner,
+            outer,
+            gated: self.gated && self.half == Half::Up,
+            activation: self.activation.clone(),
+            alpha: self.alpha,
+            clamp: self.clamp,
+            up_offset: self.up_offset,
+            bias: false,
+            weighted: false,
+            plain_rows: false,
+            weights: self.weights,
+            activations: self.activations,
+            tf32: self.tf32,
+            keep: false,
+        }
+    }
+}
+
+/// Backward of a routed half.
+pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDgradDesc {
+    let weighted = half == Half::Down && spec.router.weight_on != WeightSite::Input;
+    of(&desc::routed(spec, half), spec, weighted)
+}
+
+/// Backward of a shared expert's half.
+pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDgradDesc {
+    let shared = &spec.shared[index];
+    let weighted = half == Half::Down && shared.gate != SharedGate::None;
+    of(&desc::shared(spec, half, index), spec, weighted)
+}
+
+fn of(forward: &GroupedGemmDesc, spec: &LayerSpec, weighted: bool) -> GroupedGemmDgradDesc {
+    GroupedGemmDgradDesc {
+        half: forward.half,
+        experts: forward.experts,
+        dense: forward.dense,
+        top_k: forward.top_k,
+        inner: forward.outer,
+        outer: forward.inner,
+        gated: spec.gated(),
+        activation: forward.activation.clone(),
+        alpha: forward.alpha,
+        clamp: forward.clamp,
+        up_offset: forward.up_offset,
+        weighted,
+        weights: forward.weights,
+        activations: forward.activations,
+        tf32: forward.tf32,
+    }
+}
+
+/// `router_dx = dlogits · W`, for a projection to `width` numbers.
+pub(crate) fn router(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDesc {
+    GroupedGemmDgradDesc {
+        half: Half::Up,
+        experts: 1,
+        dense: true,
+        top_k: 1,
+        inner: width,
+        outer: spec.shape.model_dim,
+        gated: false,
+        activation: Activation::Relu,
+        alpha: 1.0,
+        clamp: None,
+        up_offset: 0.0,
+        weighted: false,
+        weights: DType::F32,
+        activations: DType::F32,
+        tf32: false,
+    }
+}
+
+/// Backward of a projection around the routed experts: as of the up half of a
+/// plain expert, whose input's gradient is a product alone.
+pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDgradDesc {
+    GroupedGemmDgradDesc {
+        half: Half::Up,
+        gated: false,
+        ..of(&desc::latent(spec, way), spec, false)
+    }
+}
+
+impl Operator for GroupedGemmDgradDesc {
+    type Config = GroupedGemmConfig;
+
+    fn tiling(&self, machine: Machine) -> GroupedGemmConfig {
+        tiles::dgrad(self, machine)
+    }
+
+    fn with(self, config: GroupedGemmConfig) -> Op {
+        Op::GroupedGemmDgrad { desc: self, config }
+    }
+
+    fn entries(&self, config: &GroupedGemmConfig) -> Vec<Entry> {
+        entries(self, config)
+    }
+
+    fn flops(&self, _: &str, tokens: f64) -> f64 {
+        let both = self.gated && self.half == Half::Up;
+        let matrices = if both { 2.0 } else { 1.0 };
+        2.0 * matrices * tokens * (self.top_k * self.inner * self.outer) as f64
+    }
+}
+
+fn entries(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
+    let (e, count) = (d.experts, if d.dense { "tokens" } else { "rows" });
+    let shape = format!("[{e}, {}, {}]", d.inner, d.outer);
+    let tile = [PANEL, c.tile_depth, 1];
+    let weight = |name: &str| operand(c, name, d.weights, &shape, &tile);
+    let (inner, outer) = (
+        format!("[{count}, {}]", d.inner),
+        format!("[{count}, {}]", d.outer),
+    );
+    let incoming = |name: &str| {
+        let tile = [c.tile_depth, c.tile_rows];
+        operand(c, name, d.activations, &inner, &tile)
+    };
+    let (down, up) = (d.half == Half::Down, d.half == Half::Up);
+    let parts = d.outer.div_ceil(c.tile_columns);
+    let result = |name: &str| Param::write(name, d.activations, &outer);
+    let kept = |name: &str| Param::read(name, d.activations, &outer);
+    let params = some([
+        when(down, incoming("dout")),
+        when(up && d.gated, incoming("dgate")),
+        when(up, incoming("dup")),
+        when(up && d.gated, weight("gate")),
+        Some(weight(if down { "down" } else { "up" })),
+        when(down && d.gated, kept("gate_pre")),
+        when(down, kept("up_pre")),
+        when(!d.dense, Param::read("offsets", I64, edges(e))),
+        when(!d.dense, Param::read("row_tiles", I32, edges(e))),
+        when(
+            d.weighted && !d.dense,
+            Param::read("row_slots", I32, "[rows]"),
+        ),
+        when(
+            d.weighted,
+            Param::read("topk_weights", F32, per_slot(d.top_k)),
+        ),
+        when(down, result("hidden")),
+        when(down && d.gated, result("dgate")),
+        when(down, result("dup")),
+        when(
+            d.weighted,
+            Param::write("dweight_parts", F32, format!("[{count}, {parts}]")),
+        ),
+        when(up, result("drows")),
+    ]);
+    let (symbol, summary) = match d.half {
+        Half::Down => ("grouped_gemm_dgrad_down", "gradients before the activation"),
+        Half::Up => ("grouped_gemm_dgrad_up", "gradients of expert rows"),
+    };
+    let grid = Follow::dgrad(c).grid(tiles_of(d.dense, d.top_k, e, c), Size::Const(parts as u64));
+    let mut entry = entry(symbol, summary, params, grid, c.threads);
+    entry.launch.shared_bytes = c.shared_bytes();
+    vec![entry]
+}

@@ -1,0 +1,201 @@
+//! The entries of `grouped_gemm`, and what those of its backward products share.
+
+use super::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
+use crate::ops::params::{entry, some, tokens_by, when};
+use moesaic_kernel::DType::{self, F32, I32, I64};
+use moesaic_kernel::{Access, Entry, Param, Size, Swizzle, TensorMap};
+
+pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
+    let (symbol, input, output, matrix, summary) = match d.half {
+        Half::Up => (
+            "grouped_gemm_up",
+            "rows",
+            "hidden",
+            "up",
+            "multiplies rows by the up half",
+        ),
+        Half::Down => (
+            "grouped_gemm_down",
+            "hidden",
+            "out",
+            "down",
+            "multiplies by the down half",
+        ),
+    };
+    let e = d.experts;
+    let count = if d.dense { "tokens" } else { "rows" };
+    let matrix_shape = format!("[{e}, {}, {}]", d.outer, d.inner);
+    let bias_shape = format!("[{e}, {}]", d.outer);
+    let weight_tile = [c.tile_depth, c.tile_columns, 1];
+    let weight = |name: &str| operand(c, name, d.weights, &matrix_shape, &weight_tile);
+    let packed = Param::read("packed", d.weights, packed_shape(d));
+    let bias = |name: &str| Param::read(&format!("{name}_bias"), d.weights, &bias_shape);
+    let per_slot = format!("[tokens, {}]", d.top_k);
+    let rows_shape = format!("[{count}, {}]", d.inner);
+    let rows_tile = [c.tile_depth, c.tile_rows];
+    let rows = operand(c, input, d.activations, &rows_shape, &rows_tile);
+    let tokens = Param::read("x", d.activations, format!("[tokens, {}]", d.inner));
+    let result = |name: &str| {
+        let shape = format!("[{count}, {}]", d.outer);
+        Param::write(name, d.activations, shape)
+    };
+    let params = some([
+        Some(if c.gather() { tokens } else { rows }),
+        when(d.gated && !c.packed(), weight("gate")),
+        Some(if c.packed() { packed } else { weight(matrix) }),
+        when(d.gated && d.bias, bias("gate")),
+        when(d.bias, bias(matrix)),
+        when(
+            !d.dense,
+            Param::read("offsets", I64, format!("[{}]", e + 1)),
+        ),
+        when(
+            !d.dense,
+            Param::read("row_tiles", I32, format!("[{}]", e + 1)),
+        ),
+        when(
+            d.weighted || c.gather(),
+            Param::read("row_slots", I32, "[rows]"),
+        ),
+        when(d.weighted, Param::read("topk_weights", F32, &per_slot)),
+        when(d.keep && d.gated, result("gate_pre")),
+        when(d.keep, result("up_pre")),
+        Some(result(output)),
+    ]);
+    let grid = Follow::forward(c).grid(tiles_of(d.dense, d.top_k, e, c), column_tiles(d, c));
+    let mut product = entry(symbol, summary, params, grid, c.threads);
+    product.launch.shared_bytes = c.shared_bytes();
+    let mut entries = packs(d, c, symbol, matrix);
+    entries.push(product);
+    entries
+}
+
+/// Which blocks of a product follow each other.
+pub(super) enum Follow {
+    /// Those with the same rows.
+    Columns,
+    /// Those with the same columns.
+    Rows,
+}
+
+impl Follow {
+    /// Of a forward product: where tiles keep their rows near for the next block.
+    fn forward(c: &GroupedGemmConfig) -> Follow {
+        match c.family {
+            GemmFamily::Tiles(_) => Follow::Columns,
+            _ => Follow::Rows,
+        }
+    }
+
+    /// Of dgrad: on a CPU, which has one thread a block, rows that one block read
+    /// are in a cache for the next.
+    pub(super) fn dgrad(c: &GroupedGemmConfig) -> Follow {
+        match c.threads {
+            1 => Follow::Columns,
+            _ => Follow::Rows,
+        }
+    }
+
+    /// Of wgrad, whose rows are those of a matrix: likewise, if no tiles keep a slice
+    /// of the left factor near.
+    pub(super) fn wgrad(c: &GroupedGemmConfig) -> Follow {
+        match c.family {
+            GemmFamily::Tiles(_) => Follow::Rows,
+            _ => Follow::dgrad(c),
+        }
+    }
+
+    pub(super) fn grid(self, row_tiles: Size, column_tiles: Size) -> [Size; 2] {
+        match self {
+            Follow::Columns => [column_tiles, row_tiles],
+            Follow::Rows => [row_tiles, column_tiles],
+        }
+    }
+}
+
+/// Blocks next to each other, narrower ones in a call of few tokens.
+fn column_tiles(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Size {
+    let of = |columns: usize| Size::Const(d.outer.div_ceil(columns) as u64);
+    match c.family.cpu() {
+        Some(cpu) if cpu.few_tokens > 0 => {
+            let few = of(cpu.few_columns);
+            Size::up_to(cpu.few_tokens as u64, few, of(c.tile_columns))
+        }
+        _ => of(c.tile_columns),
+    }
+}
+
+/// The entries that put each matrix into the order of the product. Blocks follow
+/// each other as the product's do, so that a thread packs what it will read.
+fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str) -> Vec<Entry> {
+    let shape = d.packed_shape(c);
+    let one_of = |matrix: &str| {
+        let from = format!("[{}, {}, {}]", d.experts, d.outer, d.inner);
+        let params = vec![
+            Param::read(matrix, d.weights, from),
+            Param::write("packed", d.weights, packed_shape(d)),
+        ];
+        let [experts, strips] = [shape[0], shape[1]].map(|n| Size::Const(n as u64));
+        let grid = Follow::forward(c).grid(experts, strips);
+        let symbol = format!("{symbol}_pack_{matrix}");
+        let summary = "lays a matrix out as the product reads it";
+        entry(&symbol, summary, params, grid, c.threads)
+    };
+    let gate = d.gated.then_some("gate");
+    let matrices = gate.into_iter().chain([matrix]);
+    matrices.filter(|_| c.packed()).map(one_of).collect()
+}
+
+/// Which dimension of the grids of [`packs`] counts experts.
+pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
+    match Follow::forward(c) {
+        Follow::Columns => 1,
+        Follow::Rows => 0,
+    }
+}
+
+/// The same text on every CPU, whose strips differ.
+fn packed_shape(d: &GroupedGemmDesc) -> String {
+    format!("[{}, strips, depth, columns]", d.experts)
+}
+
+/// What a product reads: a pointer, or a map for the copy engine, which cuts
+/// the tensor into tiles of these sizes, innermost first. A tile's rows are one
+/// line of the 128-byte swizzle each.
+pub(super) fn operand(
+    c: &GroupedGemmConfig,
+    name: &str,
+    dtype: DType,
+    shape: &str,
+    tile: &[usize],
+) -> Param {
+    if !matches!(c.family, GemmFamily::Wgmma { .. }) {
+        return Param::read(name, dtype, shape);
+    }
+    let mut sizes = [1; 5];
+    for (to, &size) in sizes.iter_mut().zip(tile) {
+        *to = size as u32;
+    }
+    let map = TensorMap {
+        dtype,
+        access: Access::Read,
+        rank: tile.len() as u8,
+        tile: sizes,
+        swizzle: Swizzle::B128,
+    };
+    Param::map(&format!("{name}_map"), map, shape)
+}
+
+/// An upper bound on the row tiles of all experts. Counts stay on the device,
+/// so blocks beyond the real number find no work and return.
+pub(super) fn tiles_of(dense: bool, top_k: usize, experts: usize, c: &GroupedGemmConfig) -> Size {
+    if dense {
+        return tokens_by(c.tile_rows);
+    }
+    let rows = Size::Tokens * top_k as u64;
+    rows.clone().ceil_div(c.tile_rows as u64) + rows.min(experts as u64)
+}
+
+/// 16-bit elements of a line of the 128-byte swizzle. Operands whose lines are
+/// steps of the sum come in boxes so wide.
+pub(super) const PANEL: usize = 64;

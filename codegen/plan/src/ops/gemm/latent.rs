@@ -1,0 +1,101 @@
+//! What lies between the routed experts and the layer: projections, and a weight.
+//!
+//! A layer with them is one without in the width of its experts, that reads
+//! `latent.x` for x and has `latent.sum` for y, `latent.dsum` for dy and
+//! `latent.dx` for dx: its kernels are the same with these for names. So is one
+//! whose routed experts have a weight, with `routed` for y and `drouted` for dy.
+
+use super::{Half, desc, dgrad, wgrad};
+use crate::layer::{Bind, Builder, owned};
+use crate::ops::shared::adds_later;
+
+/// The name of the kernel of the way down.
+pub(crate) const DOWN: &str = "grouped_gemm_latent_down";
+
+impl Builder {
+    /// Tokens, output and their gradients as the routed experts know them.
+    pub(crate) fn around(&self) -> Vec<(&'static str, &'static str)> {
+        let latent = [
+            ("x", "latent.x"),
+            ("y", "latent.sum"),
+            ("dy", "latent.dsum"),
+            ("dx", "latent.dx"),
+        ];
+        match &self.plan.spec {
+            spec if spec.latent.is_some() => latent.to_vec(),
+            spec if spec.residual().is_some() => vec![("y", "routed"), ("dy", "drouted")],
+            _ => vec![],
+        }
+    }
+
+    pub(crate) fn latent_down(&mut self) {
+        if self.plan.spec.latent.is_some() {
+            self.project(DOWN, Half::Down, "x", "latent.x");
+        }
+    }
+
+    pub(crate) fn latent_up(&mut self) {
+        if self.plan.spec.latent.is_some() {
+            let to = match adds_later(&self.plan.spec) {
+                true => "routed",
+                false => "y",
+            };
+            self.project("grouped_gemm_latent_up", Half::Up, "latent.sum", to);
+        }
+    }
+
+    fn project(&mut self, name: &str, way: Half, from: &str, to: &str) {
+        let matrix = format!("latent.{}", way.name());
+        let (weight, bias) = (format!("{matrix}.weight"), format!("{matrix}.bias"));
+        let names = [
+            ("hidden", from),
+            ("hidden_map", from),
+            ("down", &weight),
+            ("down_map", &weight),
+            ("down_bias", &bias),
+            ("out", to),
+        ];
+        let desc = desc::latent(&self.plan.spec, way);
+        self.gemm(name, desc, owned(&names), format!("{matrix}.packed"));
+    }
+
+    /// From dy to the gradient of the routed experts' sum.
+    pub(crate) fn latent_up_bwd(&mut self) {
+        if self.plan.spec.latent.is_some() {
+            let dout = match self.plan.spec.residual() {
+                Some(_) => "drouted",
+                None => "dy",
+            };
+            self.project_bwd(Half::Up, dout, "latent.sum", "latent.dsum");
+        }
+    }
+
+    /// From the gradient of what the routed experts read to that of tokens.
+    pub(crate) fn latent_down_bwd(&mut self) {
+        if self.plan.spec.latent.is_some() {
+            self.project_bwd(Half::Down, "latent.dx", "x", "latent.drows");
+        }
+    }
+
+    fn project_bwd(&mut self, way: Half, dout: &str, rows: &str, drows: &str) {
+        let (matrix, name) = (format!("latent.{}", way.name()), way.name());
+        let weight = format!("{matrix}.weight");
+        let (grad, grad_bias) = (format!("grad.{weight}"), format!("grad.{matrix}.bias"));
+        let bind: Bind = &[
+            ("dup", dout),
+            ("dup_map", dout),
+            ("up", &weight),
+            ("up_map", &weight),
+            ("drows", drows),
+            ("rows", rows),
+            ("rows_map", rows),
+            ("grad_up", &grad),
+            ("grad_up_bias", &grad_bias),
+        ];
+        let dgrad = dgrad::latent(&self.plan.spec, way);
+        let wgrad = wgrad::latent(&self.plan.spec, way);
+        let kernel = |pass: &str| format!("grouped_gemm_{pass}_latent_{name}");
+        self.launch(&kernel("dgrad"), dgrad, bind);
+        self.launch(&kernel("wgrad"), wgrad, bind);
+    }
+}

@@ -1,0 +1,53 @@
+//! `grouped_gemm` and its backward products.
+//!
+//! Kept from the forward pass: x, the pre-activations, and the routing record.
+//! With `dout` the rows of the output's gradient (not weighted), `w` a row's
+//! weight, `a` its activation and `P = dout · down`:
+//!
+//! ```text
+//! dw = <P, a> (+ <dout, down bias>)        hidden = w · a
+//! dgate, dup = act'(gate, up) · w · P      drows = dgate · gate + dup · up
+//! ```
+//!
+//! so that an expert's output is never needed (gradient of `<dout, a · downᵀ>`
+//! moved to the left factor).
+
+mod config;
+pub(crate) mod desc;
+pub(crate) mod dgrad;
+mod entries;
+mod latent;
+mod steps;
+mod tiles;
+pub(crate) mod wgrad;
+
+pub use config::{CpuGemm, GemmFamily, GroupedGemmConfig};
+pub use desc::{GroupedGemmDesc, Half};
+pub use dgrad::GroupedGemmDgradDesc;
+pub(crate) use entries::expert_axis;
+pub(crate) use latent::DOWN as LATENT_DOWN;
+pub use wgrad::GroupedGemmWgradDesc;
+
+use super::{Machine, Op, Operator};
+use moesaic_kernel::Entry;
+
+impl Operator for GroupedGemmDesc {
+    type Config = GroupedGemmConfig;
+
+    fn tiling(&self, machine: Machine) -> GroupedGemmConfig {
+        tiles::forward(self, machine)
+    }
+
+    fn with(self, config: GroupedGemmConfig) -> Op {
+        Op::GroupedGemm { desc: self, config }
+    }
+
+    fn entries(&self, config: &GroupedGemmConfig) -> Vec<Entry> {
+        entries::entries(self, config)
+    }
+
+    fn flops(&self, _: &str, tokens: f64) -> f64 {
+        let matrices = self.matrices() as f64;
+        2.0 * matrices * tokens * (self.top_k * self.inner * self.outer) as f64
+    }
+}

@@ -1,0 +1,170 @@
+//! The products of a pass, forward and backward, of routed and shared experts.
+
+use super::{GroupedGemmDesc, GroupedGemmDgradDesc, Half, desc, dgrad, wgrad};
+use crate::Knob;
+use crate::layer::{Builder, Role, borrowed, constant, owned, tensor};
+use crate::ops::{Op, Operator};
+
+impl Builder {
+    /// Rows of a tile of the routed experts' products.
+    pub(crate) fn tile_rows(&self) -> usize {
+        let up = desc::routed(&self.plan.spec, Half::Up);
+        let measured = self.plan.tuning.size(Knob::TileRows);
+        measured.unwrap_or_else(|| up.tiling(self.machine).tile_rows)
+    }
+
+    /// The routed experts, from tokens to the output of each row.
+    pub(crate) fn experts(&mut self) {
+        let spec = self.plan.spec.clone();
+        let [up, down] =
+            [Half::Up, Half::Down].map(|half| desc::routed(&spec, half).tiling(self.machine));
+        debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
+        self.latent_down();
+        if !up.gather() {
+            self.dispatch();
+        }
+        self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
+        self.product("grouped_gemm_down", Half::Down, None, false);
+    }
+
+    /// A product of the routed experts, or of a shared one.
+    pub(crate) fn product(&mut self, name: &str, half: Half, shared: Option<usize>, keep: bool) {
+        let spec = &self.plan.spec;
+        let desc = match shared {
+            None => desc::routed(spec, half),
+            Some(index) => desc::shared(spec, half, index),
+        };
+        let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
+        let packed = format!("{owner}.{}.packed", half.name());
+        let names = self.expert_names(shared);
+        self.gemm(name, GroupedGemmDesc { keep, ..desc }, names, packed);
+    }
+
+    /// A product whose matrices may be packed.
+    pub(super) fn gemm(
+        &mut self,
+        name: &str,
+        desc: GroupedGemmDesc,
+        mut names: Vec<(String, String)>,
+        packed: String,
+    ) {
+        names.push(("packed".to_string(), packed.clone()));
+        let kernel = self.kernel(name, desc);
+        let product = self.plan.kernels[kernel].entries.len() - 1;
+        let bind = borrowed(&names);
+        for index in 0..product {
+            let pack = self.step_of(kernel, index, &bind);
+            self.plan.prepare.push(pack);
+        }
+        self.declare_packed(kernel, &packed);
+        self.step(kernel, product, &bind);
+    }
+
+    /// Declares the packed weights of a product, if it has such.
+    fn declare_packed(&mut self, kernel: usize, name: &str) {
+        if let Op::GroupedGemm { desc, config } = &self.plan.kernels[kernel].op
+            && config.packed()
+        {
+            let shape = desc.packed_shape(config).map(constant);
+            let packed = tensor(name, desc.weights, &shape, Role::Packed);
+            self.plan.tensors.push(packed);
+        }
+    }
+
+    /// A shared expert and its gate.
+    pub(crate) fn shared(&mut self, index: usize) {
+        let up = format!("grouped_gemm_up_shared_{index}");
+        self.product(&up, Half::Up, Some(index), self.keeps_hidden());
+        let down = format!("grouped_gemm_down_shared_{index}");
+        self.product(&down, Half::Down, Some(index), false);
+        self.shared_gate(index);
+    }
+
+    /// Products of the routed experts, or of a shared one.
+    pub(crate) fn expert_bwd(&mut self, shared: Option<usize>, has_rows: &mut bool) {
+        let spec = self.plan.spec.clone();
+        let suffix = shared.map_or(String::new(), |i| format!("_shared_{i}"));
+        let names = self.expert_names(shared);
+        let bind = borrowed(&names);
+        let dgrad = |half| match shared {
+            None => dgrad::routed(&spec, half),
+            Some(i) => dgrad::shared(&spec, half, i),
+        };
+        let wgrad = |half| match shared {
+            None => wgrad::routed(&spec, half),
+            Some(i) => wgrad::shared(&spec, half, i),
+        };
+        let name = |stem: &str| format!("grouped_gemm_{stem}{suffix}");
+        self.launch(&name("dgrad_down"), dgrad(Half::Down), &bind);
+        self.launch(&name("wgrad_down"), wgrad(Half::Down), &bind);
+        self.launch(&name("dgrad_up"), dgrad(Half::Up), &bind);
+        let up = wgrad(Half::Up);
+        if shared.is_none() && !up.tiling(self.machine).gather() && !*has_rows {
+            self.dispatch_again();
+            *has_rows = true;
+        }
+        self.launch(&name("wgrad_up"), up, &bind);
+    }
+
+    /// Column tiles of a product that leaves parts of the weight's gradient.
+    pub(crate) fn parts(&self, desc: &GroupedGemmDgradDesc) -> usize {
+        desc.outer.div_ceil(desc.tiling(self.machine).tile_columns)
+    }
+
+    pub(crate) fn shared_parts(&self) -> Vec<usize> {
+        let spec = &self.plan.spec;
+        let indices = 0..spec.shared.len();
+        indices
+            .map(|i| self.parts(&dgrad::shared(spec, Half::Down, i)))
+            .collect()
+    }
+
+    /// As [`expert_names`], with the tensors that routed experts begin and end
+    /// with.
+    fn expert_names(&self, shared: Option<usize>) -> Vec<(String, String)> {
+        let mut names = expert_names(shared);
+        if shared.is_none() {
+            names.extend(owned(&self.around()));
+        }
+        names
+    }
+}
+
+/// The tensors behind the parameters of an expert's kernels, forward and
+/// backward: those of the routed experts, or of a shared one.
+fn expert_names(shared: Option<usize>) -> Vec<(String, String)> {
+    let mut list = Vec::new();
+    let mut add = |from: &str, to: String| list.push((from.to_string(), to));
+    let prefix = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
+    for part in ["gate", "up", "down"] {
+        add(part, format!("{prefix}.{part}.weight"));
+        add(&format!("{part}_map"), format!("{prefix}.{part}.weight"));
+        add(&format!("{part}_bias"), format!("{prefix}.{part}.bias"));
+        add(
+            &format!("grad_{part}"),
+            format!("grad.{prefix}.{part}.weight"),
+        );
+        add(
+            &format!("grad_{part}_bias"),
+            format!("grad.{prefix}.{part}.bias"),
+        );
+    }
+    let tokens = [("rows", "x"), ("dout", "dy")];
+    for name in [
+        "rows", "dout", "hidden", "out", "gate_pre", "up_pre", "dgate", "dup", "drows",
+    ] {
+        let as_token = tokens.iter().find(|(from, _)| *from == name);
+        let to = match (shared, as_token) {
+            (None, _) => name.to_string(),
+            (Some(_), Some((_, token))) => token.to_string(),
+            (Some(_), None) => format!("{prefix}.{name}"),
+        };
+        add(name, to.clone());
+        add(&format!("{name}_map"), to);
+    }
+    if shared.is_some() {
+        add("topk_weights", format!("{prefix}.weight"));
+        add("dweight_parts", format!("{prefix}.dweight_parts"));
+    }
+    list
+}

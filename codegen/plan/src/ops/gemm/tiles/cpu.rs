@@ -1,0 +1,388 @@
+//! Products on CPUs.
+
+use crate::ops::Core;
+use crate::ops::gemm::*;
+use moesaic_kernel::{CpuIsa, DType};
+
+/// Rows of a GEMM tile: enough that a panel of weights is packed and read from
+/// far away seldom; with the panel their sums are a part of a second-level cache.
+const TILE_ROWS: usize = 384;
+
+/// As [`TILE_ROWS`], for AMX tiles, which have the rows near, too, in a
+/// second-level cache of [`AMX_L2_BYTES`].
+const AMX_TILE_ROWS: usize = 320;
+const AMX_L2_BYTES: usize = 2 << 20;
+
+/// Columns of a block of a forward product, of gate and up together, and words of
+/// its depth: what is as wide as this copies its rows seldom enough, and what is as
+/// deep keeps few sums.
+const FORWARD_COLUMNS: usize = 512;
+const FORWARD_DEPTH: usize = 512;
+
+/// A call of few tokens has fewer columns a block, of gate and up together, as long
+/// as there would be fewer blocks than this: a thread each, and some to even out, on
+/// the CPUs with most cores. A block reads its weights once, whatever its width.
+const FEW_COLUMNS: usize = 128;
+const ENOUGH_BLOCKS: usize = 256;
+
+/// The most tokens that are few: with more, copying the rows for each block counts.
+const MOST_FEW: usize = 16;
+
+/// Columns of a block of dgrad and of a panel of wgrad.
+const BLOCK_COLUMNS: usize = 256;
+
+/// Columns of such a block are a multiple of this: of every strip.
+const COLUMN_STEP: usize = 64;
+
+/// Words of depth of a panel: the first of them that fits. With the sums of a block,
+/// two panels of all columns are 896 or 576 KiB. A cache that is nearly full is at the
+/// mercy of where the pages lie: 192 words, 768 of 1024 KiB, were as fast as 96 at best.
+const DEPTHS: [usize; 2] = [256, 96];
+
+/// Words of depth that a block of AMX tiles has near: with the rows of a tile
+/// about half of a second-level cache of 2 MiB.
+const AMX_DEPTH: usize = 1024;
+
+impl Core {
+    /// [`FORWARD_DEPTH`] or [`FORWARD_COLUMNS`], or less, so that the rows of a
+    /// block are near, or as many of its sums: three quarters of a second-level
+    /// cache.
+    fn forward(self, most: usize) -> usize {
+        most.min(self.caches.l2_bytes() * 3 / 4 / (4 * TILE_ROWS))
+    }
+
+    /// [`BLOCK_COLUMNS`], or fewer, so that two panels and their sums are three
+    /// quarters of a second-level cache.
+    fn block_columns(self, depth: usize) -> usize {
+        columns_in(self.caches.l2_bytes() * 3 / 4, TILE_ROWS + 2 * depth)
+    }
+
+    /// One of [`DEPTHS`], so that a strip of a panel leaves room in a first-level
+    /// cache, and panels of all columns in a second-level cache.
+    fn depth(self, left: DType, right: DType) -> usize {
+        let [deep, shallow] = DEPTHS;
+        let room = self.block_columns(deep) == BLOCK_COLUMNS;
+        match room && self.strip_fits(deep, left, right) {
+            true => deep,
+            false => shallow,
+        }
+    }
+
+    /// Whether a strip so deep leaves room in a first-level cache.
+    fn strip_fits(self, depth: usize, left: DType, right: DType) -> bool {
+        let (_, strip) = register_tile(self.isa, left, right);
+        depth * strip * 4 < self.caches.l1_bytes()
+    }
+
+    /// Words of a slice of rows of wgrad: [`WGRAD_DEPTH`], or half of it.
+    fn wgrad_depth(self, left: DType, right: DType) -> usize {
+        match self.strip_fits(WGRAD_DEPTH, left, right) {
+            true => WGRAD_DEPTH,
+            false => WGRAD_DEPTH / 2,
+        }
+    }
+
+    /// Columns of a panel of wgrad, so that two of them are five eighths of a
+    /// second-level cache; rows of most experts are one slice, which keeps no sums.
+    fn wgrad_columns(self) -> usize {
+        columns_in(self.caches.l2_bytes() * 5 / 8, 2 * WGRAD_DEPTH)
+    }
+
+    /// Rows of a matrix in a block of wgrad: as many columns of the left factor stay
+    /// near for all panels. [`TILE_ROWS`], or their share of a smaller second-level
+    /// cache than [`WGRAD_L2_BYTES`].
+    fn wgrad_rows(self) -> usize {
+        let l2 = self.caches.l2_bytes().min(WGRAD_L2_BYTES);
+        TILE_ROWS * l2 / WGRAD_L2_BYTES
+    }
+
+    /// Rows that AMX tiles have near, of `rows` in a cache of [`AMX_L2_BYTES`].
+    fn near_rows(self, rows: usize) -> usize {
+        let share = rows * self.caches.l2_bytes() / AMX_L2_BYTES;
+        (share / AMX_STRIP * AMX_STRIP).clamp(AMX_STRIP, rows)
+    }
+}
+
+/// Columns of the right factor of a weight's gradient: a slice of the left one
+/// is read from far away once for all of them.
+const WGRAD_COLUMNS: usize = 1024;
+
+/// Words of a slice of an expert's rows. Sums of several slices go through memory
+/// between them: of 256 rows, give or take a few, f32 has one.
+const WGRAD_DEPTH: usize = 288;
+
+/// A second-level cache that has [`TILE_ROWS`] columns of the left factor beside two
+/// panels, of as many rows as an expert mostly has.
+const WGRAD_L2_BYTES: usize = 1 << 20;
+
+/// Bytes at the start of a thread's scratch memory: what is packed for its next block.
+const NEAR_HEAD: usize = 64;
+
+/// Columns of the right factor where there is one matrix only, as a router's:
+/// more blocks, so that more threads share the pass over all tokens.
+const DENSE_COLUMNS: usize = 128;
+
+/// Likewise, where the matrix has few rows. With more rows the narrow panel
+/// costs more than that brings.
+const NARROW_COLUMNS: usize = 64;
+const FEW_ROWS: usize = 32;
+
+/// Depth counts 32-bit words.
+pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
+    let matrices = d.matrices();
+    if has_tiles(core.isa, d.weights, d.activations) {
+        return tiles(d, matrices, core);
+    }
+    let (thread_rows, strip) = register_tile(core.isa, d.weights, d.activations);
+    // A gated product has gate and up side by side in a strip.
+    let thread_columns = strip / matrices;
+    let block_columns = core.forward(FORWARD_COLUMNS) / matrices;
+    let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
+    let words = words(core.isa, d.inner, d.weights, d.activations);
+    let (slices, tile_depth) = even_slices(words, core.forward(FORWARD_DEPTH));
+    let (rows, panel) = (TILE_ROWS * tile_depth, tile_depth * strip);
+    let sums = match slices {
+        1 => 0,
+        _ => TILE_ROWS * tile_columns * matrices,
+    };
+    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows: TILE_ROWS,
+        tile_columns,
+        tile_depth,
+        thread_rows,
+        thread_columns,
+        family: GemmFamily::Vectors(CpuGemm {
+            gather: d.plain_rows && !d.dense,
+            packed: true,
+            few_tokens,
+            few_columns,
+            shared_bytes: (4 * (rows + sums + panel)) as u32,
+        }),
+    }
+}
+
+/// How many tokens are few, and the columns of a block then; zeros where blocks are
+/// enough or narrow as they are.
+fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usize, usize) {
+    let few_columns = (FEW_COLUMNS / d.matrices()).next_multiple_of(thread_columns);
+    let column_tiles = d.outer.div_ceil(tile_columns);
+    let row_tiles = |tokens: usize| match d.dense {
+        true => 1,
+        false => d.experts.min(tokens * d.top_k),
+    };
+    let lacks = |tokens: &usize| row_tiles(*tokens) * column_tiles < ENOUGH_BLOCKS;
+    let few_tokens = (1..=MOST_FEW).take_while(lacks).count();
+    match few_columns < tile_columns && few_tokens > 0 {
+        true => (few_tokens, few_columns),
+        false => (0, 0),
+    }
+}
+
+/// AMX: four tiles of sums, 16 by 16 each. Adjacent blocks have the same rows,
+/// which stay near; where they do not fit whole, sums stay near too, and a block
+/// has more columns.
+fn tiles(d: &GroupedGemmDesc, matrices: usize, core: Core) -> GroupedGemmConfig {
+    let tile_rows = core.near_rows(AMX_TILE_ROWS);
+    let thread_columns = AMX_STRIP / matrices;
+    let words = d.inner.div_ceil(2);
+    let (slices, tile_depth) = even_slices(words, AMX_DEPTH);
+    let block_columns = if slices == 1 { 256 } else { 512 } / matrices;
+    let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
+    let (rows, panel) = (tile_rows * tile_depth, tile_depth * AMX_STRIP);
+    let sums = match slices {
+        1 => 0,
+        _ => tile_rows * tile_columns * matrices,
+    };
+    let (few_tokens, few_columns) = few(d, tile_columns, thread_columns);
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows,
+        tile_columns,
+        tile_depth,
+        thread_rows: AMX_STRIP,
+        thread_columns,
+        family: GemmFamily::Tiles(CpuGemm {
+            gather: d.plain_rows && !d.dense,
+            packed: true,
+            few_tokens,
+            few_columns,
+            shared_bytes: (NEAR_HEAD + 4 * (rows + sums + panel)) as u32,
+        }),
+    }
+}
+
+/// Words of depth are a multiple of this: whole vectors of every width.
+const DEPTH_STEP: usize = 16;
+
+/// 32-bit words that a sum of `inner` products goes over.
+fn words(isa: CpuIsa, inner: usize, left: DType, right: DType) -> usize {
+    let pairs = isa.bf16_pairs() && (left, right) == (DType::Bf16, DType::Bf16);
+    if pairs { inner.div_ceil(2) } else { inner }
+}
+
+/// Columns of so many words each that fit into so many bytes, up to [`BLOCK_COLUMNS`].
+fn columns_in(bytes: usize, words: usize) -> usize {
+    let columns = bytes / (4 * words);
+    (columns / COLUMN_STEP * COLUMN_STEP).min(BLOCK_COLUMNS)
+}
+
+/// How many slices of a depth of so many words, each of at most so many, and the
+/// words of one; all but the last are equal, and that is nearly as deep.
+fn even_slices(words: usize, most: usize) -> (usize, usize) {
+    let slices = words.div_ceil(most);
+    let each = words.div_ceil(slices).next_multiple_of(DEPTH_STEP);
+    (slices, each)
+}
+
+/// Whether AMX tiles multiply factors of these types.
+fn has_tiles(isa: CpuIsa, left: DType, right: DType) -> bool {
+    (isa, left, right) == (CpuIsa::Amx, DType::Bf16, DType::Bf16)
+}
+
+/// Rows and columns of the sums that vector registers hold; some are left for
+/// operands. AVX-512 multiplies by a word that it repeats from memory, so many
+/// rows cost no registers, and the panel is read for twice as many of them.
+///
+/// BFMMLA has a square of two rows by two columns in a register. 12 rows by 8
+/// columns are 24 of 32, and 4 have the columns: what is left takes one pair of rows
+/// after the other. Four of depth load 10 vectors for 24 products, 8 by 8 load 8 for
+/// 16, and neither gcc 12 nor clang 20 spills. Chosen by that count, never timed.
+fn register_tile(isa: CpuIsa, left: DType, right: DType) -> (usize, usize) {
+    let quads = isa.bf16_quads() && (left, right) == (DType::Bf16, DType::Bf16);
+    let (rows, vectors) = match isa {
+        CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx => (12, 2),
+        CpuIsa::NeonBf16 if quads => (12, 2),
+        CpuIsa::Neon | CpuIsa::NeonBf16 => (6, 4),
+        CpuIsa::Portable | CpuIsa::Avx2 => (6, 2),
+    };
+    (rows, vectors * isa.vector_bytes() / 4)
+}
+
+pub fn dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
+    if has_tiles(core.isa, d.weights, d.activations) {
+        return dgrad_tiles(d, core);
+    }
+    let (thread_rows, thread_columns) = register_tile(core.isa, d.weights, d.activations);
+    let depth = core.depth(d.weights, d.activations);
+    // Columns of the other half cut the sums of the weights' gradient.
+    let block_columns = match d.half {
+        Half::Up => core.block_columns(depth),
+        Half::Down => BLOCK_COLUMNS,
+    };
+    let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
+    let words = words(core.isa, d.inner, d.weights, d.activations);
+    let (_, tile_depth) = even_slices(words, depth);
+    let sums_and_panels = tile_columns * (TILE_ROWS + 2 * tile_depth);
+    let words = sums_and_panels + thread_rows * tile_depth;
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows: TILE_ROWS,
+        tile_columns,
+        tile_depth,
+        thread_rows,
+        thread_columns,
+        family: GemmFamily::Vectors(scratch(words)),
+    }
+}
+
+/// Strips of a panel of the weights, and of activations: what is packed together,
+/// since lines that lie side by side are read together. There are two panels.
+const AMX_DGRAD_STRIPS: usize = 2;
+const AMX_WGRAD_STRIPS: usize = 4;
+
+/// Rows and columns of the sums of four AMX tiles.
+const AMX_STRIP: usize = 32;
+
+/// The rows of a block stay near whole, where they fit, for all columns;
+/// otherwise a slice of them, and all sums.
+fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
+    let tile_rows = core.near_rows(AMX_TILE_ROWS);
+    let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
+    let words = d.inner.div_ceil(2).next_multiple_of(16);
+    let whole = products * words <= AMX_DEPTH;
+    let (kept, tile_depth, columns) = match whole {
+        true => (products, words, 256),
+        false => {
+            let (_, tile_depth) = even_slices(words, AMX_DEPTH / 2);
+            (1, tile_depth, 512)
+        }
+    };
+    let tile_columns = columns.min(d.outer.next_multiple_of(AMX_STRIP));
+    let near = tile_depth * (kept * tile_rows + 2 * AMX_STRIP * AMX_DGRAD_STRIPS);
+    let sums = if whole { 0 } else { tile_rows * tile_columns };
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows,
+        tile_columns,
+        tile_depth,
+        thread_rows: AMX_STRIP,
+        thread_columns: AMX_STRIP,
+        family: GemmFamily::Tiles(scratch(near + sums)),
+    }
+}
+
+/// A tile is a piece of a matrix; depth counts words
+/// of rows, few enough that a panel of the right factor stays near.
+pub fn wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
+    if has_tiles(core.isa, d.left, d.right) {
+        return wgrad_tiles(d, core);
+    }
+    let (thread_rows, thread_columns) = register_tile(core.isa, d.left, d.right);
+    let columns = match d.dense {
+        true if d.height <= FEW_ROWS => NARROW_COLUMNS,
+        true => DENSE_COLUMNS,
+        false => WGRAD_COLUMNS,
+    };
+    // A block goes over its columns in panels; a narrower one is a block.
+    let columns = match core.wgrad_columns() {
+        BLOCK_COLUMNS => columns,
+        panel => columns.min(panel),
+    };
+    let tile_depth = core.wgrad_depth(d.left, d.right);
+    let height = d.height.next_multiple_of(thread_rows);
+    let tile_rows = core.wgrad_rows().min(height);
+    let tile_columns = columns.min(d.width.next_multiple_of(thread_columns));
+    let sums_and_panels = BLOCK_COLUMNS.min(tile_columns) * (tile_rows + 2 * tile_depth);
+    // Columns of the left factor are copied a vector at a time, or two of pairs.
+    let left = tile_rows * (tile_depth + core.isa.vector_bytes() / 2);
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows,
+        tile_columns,
+        tile_depth,
+        thread_rows,
+        thread_columns,
+        family: GemmFamily::Vectors(scratch(sums_and_panels + left)),
+    }
+}
+
+/// A slice of the left factor stays near while all columns of a block go by.
+fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
+    const DEPTH: usize = 256;
+    const HEIGHT: usize = 768;
+    let tiles = d.height.div_ceil(core.near_rows(HEIGHT));
+    let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_STRIP);
+    let panels = 2 * DEPTH * AMX_STRIP * AMX_WGRAD_STRIPS;
+    GroupedGemmConfig {
+        threads: 1,
+        tile_rows,
+        tile_columns: 1024.min(d.width.next_multiple_of(AMX_STRIP)),
+        tile_depth: DEPTH,
+        thread_rows: AMX_STRIP,
+        thread_columns: AMX_STRIP,
+        family: GemmFamily::Tiles(scratch(tile_rows * DEPTH + panels)),
+    }
+}
+
+/// A backward product with so many words in memory of the thread's own.
+fn scratch(words: usize) -> CpuGemm {
+    CpuGemm {
+        shared_bytes: (NEAR_HEAD + 4 * words) as u32,
+        ..CpuGemm::default()
+    }
+}
+
+#[cfg(test)]
+mod tests;

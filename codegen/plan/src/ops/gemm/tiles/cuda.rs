@@ -1,0 +1,69 @@
+//! Tilings for NVIDIA GPUs.
+
+mod mma;
+mod wgmma;
+
+use super::{simt_product, simt_wgrad};
+use crate::ops::gemm::*;
+use moesaic_kernel::{CudaArch, DType};
+
+/// Lanes of a warp.
+const WARP: u32 = 32;
+
+pub fn forward(d: &GroupedGemmDesc, arch: CudaArch) -> GroupedGemmConfig {
+    let tile_rows = tile_rows(d, arch);
+    wgmma::forward(d, arch, tile_rows)
+        .or_else(|| mma::forward(d, arch, tile_rows))
+        .unwrap_or_else(|| simt(d, tile_rows))
+}
+
+/// Rows of a tile. The scan lists the tiles once for both halves of a layer, so
+/// this reads only what the two share, whichever family each of them gets.
+fn tile_rows(d: &GroupedGemmDesc, arch: CudaArch) -> usize {
+    // At 4096 tokens the mean expert then fills one tile of 128, or two.
+    let share = match arch.capability {
+        _ if wgmma::is_hopper(arch) => 32,
+        80.. => 16,
+        _ => 0,
+    };
+    if is_half(d) && share * d.top_k >= d.experts {
+        128
+    } else {
+        64
+    }
+}
+
+/// Whether rows and matrices are of one 16-bit type.
+fn is_half(d: &GroupedGemmDesc) -> bool {
+    d.weights == d.activations && matches!(d.weights, DType::F16 | DType::Bf16)
+}
+
+/// Gate and up columns share a thread: eight rows by eight columns of sums each
+/// way.
+fn simt(d: &GroupedGemmDesc, tile_rows: usize) -> GroupedGemmConfig {
+    let matrices = if d.gated { 2 } else { 1 };
+    GroupedGemmConfig {
+        threads: 128,
+        tile_rows,
+        tile_columns: 64 * 128 / tile_rows / matrices,
+        tile_depth: 16,
+        thread_rows: 8,
+        thread_columns: 8 / matrices,
+        family: GemmFamily::Simt { gather: false },
+    }
+}
+
+/// Row tiles are those of the forward pass.
+pub fn dgrad(d: &GroupedGemmDgradDesc, arch: CudaArch) -> GroupedGemmConfig {
+    let tile_rows = tile_rows(&d.forward(), arch);
+    wgmma::dgrad(d, arch, tile_rows)
+        .or_else(|| mma::dgrad(d, arch, tile_rows))
+        .unwrap_or_else(|| simt_product(tile_rows))
+}
+
+/// A tile is a piece of a matrix; depth counts rows.
+pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> GroupedGemmConfig {
+    wgmma::wgrad(d, arch)
+        .or_else(|| mma::wgrad(d, arch))
+        .unwrap_or_else(|| simt_wgrad(d))
+}

@@ -1,0 +1,149 @@
+//! Tilings of the `mma.sync` family: sm_80 and later.
+
+mod backward;
+
+pub use backward::{dgrad, wgrad};
+
+use super::WARP;
+use crate::ops::gemm::GroupedGemmDesc;
+use crate::ops::gemm::{GemmFamily, GroupedGemmConfig};
+use moesaic_kernel::{CudaArch, DType};
+
+/// Bytes of a row of a tile in shared memory: all banks once.
+const LINE: usize = 128;
+
+/// Two warps share the rows and two the columns; four of f32, where a product
+/// needs more registers. `None` for types and shapes that the family does not
+/// take.
+pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
+    if !takes(d, arch) {
+        return None;
+    }
+    let matrices = if d.gated { 2 } else { 1 };
+    // Small pieces take more of them, each with an address; fewer sums leave room.
+    let whole = (d.inner * d.weights.size()).is_multiple_of(16);
+    let most = if whole { 128 } else { 64 };
+    let tile_columns = d.outer.next_power_of_two().clamp(32, most / matrices);
+    let column_warps = if d.weights == DType::F32 && tile_columns >= 64 {
+        4
+    } else {
+        2
+    };
+    let stage = (tile_rows + matrices * tile_columns) * LINE;
+    let stages = stages(stage, arch);
+    Some(GroupedGemmConfig {
+        threads: 2 * column_warps as u32 * WARP,
+        tile_rows,
+        tile_columns,
+        tile_depth: LINE / d.weights.size(),
+        thread_rows: tile_rows / 2,
+        thread_columns: tile_columns / column_warps,
+        family: GemmFamily::Mma {
+            stages,
+            gather: d.plain_rows && !d.dense,
+            shared_bytes: (stages * stage) as u32,
+            tf32: d.tf32,
+        },
+    })
+}
+
+/// Whether the matrix units take this product: one type on both sides, and
+/// rows that 4-byte copies divide.
+fn takes(d: &GroupedGemmDesc, arch: CudaArch) -> bool {
+    let whole = (d.inner * d.weights.size()).is_multiple_of(4);
+    fast(d.weights, d.tf32, arch) && d.weights == d.activations && whole
+}
+
+/// Whether products of a type are faster than ordinary ones. An f32 product is
+/// three on the matrix unit, unless the spec allows one of rounded factors; three
+/// pay only where those of tf32 are many times faster than f32.
+fn fast(dtype: DType, tf32: bool, arch: CudaArch) -> bool {
+    match dtype {
+        DType::F32 if !tf32 => matches!(arch.capability, 80 | 90 | 100 | 103),
+        _ => arch.capability >= 80,
+    }
+}
+
+/// As many stages, up to four, as leave room for two blocks on a
+/// multiprocessor; for one block where two would not have two stages each.
+fn stages(stage: usize, arch: CudaArch) -> usize {
+    let limit = shared_limit(arch);
+    let two = (limit / 2 - 1024) / stage;
+    let fit = if two >= 2 { two } else { limit / stage };
+    fit.clamp(2, 4)
+}
+
+/// Bytes of shared memory that a block can have.
+fn shared_limit(arch: CudaArch) -> usize {
+    let kilobytes = match arch.capability {
+        80 | 87 => 163,
+        90 | 100 | 103 | 110 => 227,
+        _ => 99,
+    };
+    kilobytes << 10
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Half;
+    use crate::ops::gemm::desc::routed as desc;
+    use crate::{CacheClass, GroupedGemmConfig, Machine, Operator};
+    use moesaic_kernel::{DType, Target};
+    use moesaic_spec::LayerSpec;
+
+    /// Both halves of a layer of these widths on an architecture.
+    fn halves(d: usize, h: usize, dtype: DType, arch: &str) -> [GroupedGemmConfig; 2] {
+        let shape =
+            format!(r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":8,"top_k":2}}}}"#);
+        let mut spec: LayerSpec = serde_json::from_str(&shape).unwrap();
+        spec.precision.weights = dtype;
+        spec.precision.activations = dtype;
+        let target: Target = format!("cuda:{arch}").parse().unwrap();
+        let machine = Machine::of(target, CacheClass::default());
+        [Half::Up, Half::Down].map(|half| desc(&spec, half).tiling(machine))
+    }
+
+    fn families(d: usize, h: usize, dtype: DType, arch: &str) -> [&'static str; 2] {
+        halves(d, h, dtype, arch).map(|config| config.family.name())
+    }
+
+    #[test]
+    fn which_products_go_to_the_matrix_units() {
+        use DType::{Bf16, F16, F32};
+        assert_eq!(families(64, 48, Bf16, "sm_80"), ["mma", "mma"]);
+        assert_eq!(families(66, 48, F16, "sm_89"), ["mma", "mma"]);
+        assert_eq!(families(66, 48, F16, "sm_90a"), ["mma", "wgmma"]);
+        assert_eq!(families(64, 47, F16, "sm_120a"), ["mma", "simt"]);
+        assert_eq!(families(63, 47, F32, "sm_80"), ["mma", "mma"]);
+        assert_eq!(families(64, 48, F32, "sm_86"), ["simt", "simt"]);
+        assert_eq!(families(64, 48, F16, "sm_75"), ["simt", "simt"]);
+    }
+
+    #[test]
+    fn halves_agree_and_fit() {
+        let widths = [(4096, 14336), (66, 47), (63, 48), (8, 8), (2050, 1402)];
+        for arch in [
+            "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_100a", "sm_120a",
+        ] {
+            for (d, h) in widths {
+                for dtype in [DType::Bf16, DType::F32] {
+                    let [up, down] = halves(d, h, dtype, arch);
+                    assert_eq!(up.tile_rows, down.tile_rows, "{arch}, {d} x {h}");
+                    for config in [up, down] {
+                        check(&config, arch);
+                    }
+                }
+            }
+        }
+    }
+
+    fn check(config: &GroupedGemmConfig, arch: &str) {
+        let limit = match arch {
+            "sm_80" => 163 << 10,
+            "sm_90" | "sm_90a" | "sm_100a" => 227 << 10,
+            _ => 99 << 10,
+        };
+        assert!(config.shared_bytes() <= limit, "{arch}: {config:?}");
+        assert!(config.threads.is_multiple_of(32), "{arch}: {config:?}");
+    }
+}

@@ -1,0 +1,223 @@
+//! Tilings for AMD GPUs.
+
+use super::{simt_product, simt_wgrad};
+use crate::ops::gemm::*;
+use moesaic_kernel::{DType, RocmArch};
+
+pub fn forward(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
+    match unit([d.weights, d.activations], arch) {
+        Unit::Mfma => mfma(d, arch),
+        Unit::Wmma => wmma(d),
+        Unit::Simt => simt(d),
+    }
+}
+
+/// What multiplies.
+enum Unit {
+    Simt,
+    Mfma,
+    Wmma,
+}
+
+/// Which unit multiplies factors of these types: by types and architecture
+/// alone, so that both halves of a layer get the same one.
+fn unit([a, b]: [DType; 2], arch: RocmArch) -> Unit {
+    let half = matches!(a, DType::F16 | DType::Bf16);
+    match arch.name {
+        _ if a != b => Unit::Simt,
+        "gfx90a" | "gfx942" | "gfx950" => Unit::Mfma,
+        "gfx1100" | "gfx1101" if half => Unit::Wmma,
+        _ => Unit::Simt,
+    }
+}
+
+/// Rows of a tile. The scan lists the tiles once for both halves of a layer, so
+/// this reads only what the two share.
+fn tile_rows(d: &GroupedGemmDesc) -> usize {
+    // At 4096 tokens the mean expert then fills a tile of 128.
+    let busy = 32 * d.top_k >= d.experts;
+    if busy { 128 } else { 64 }
+}
+
+/// Two by two waves. A row of shared memory is 128 bytes where two blocks fit
+/// on a compute unit so, or nearly; gfx950 has 160 KB, the others 64.
+fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
+    let tile_rows = tile_rows(d);
+    let row_bytes = match (arch.name, tile_rows) {
+        ("gfx950", _) | (_, 64) => 128,
+        _ => 64,
+    };
+    let gather = d.plain_rows && !d.dense;
+    GroupedGemmConfig {
+        threads: 256,
+        tile_rows,
+        tile_depth: row_bytes / d.weights.size(),
+        thread_rows: tile_rows / 2,
+        family: GemmFamily::Mfma { gather },
+        ..matrix(d)
+    }
+}
+
+/// Waves of 32 rows, two side by side.
+fn wmma(d: &GroupedGemmDesc) -> GroupedGemmConfig {
+    let tile_rows = tile_rows(d);
+    let gather = d.plain_rows && !d.dense;
+    GroupedGemmConfig {
+        threads: 2 * tile_rows as u32,
+        tile_rows,
+        tile_depth: 64 / d.weights.size(),
+        thread_rows: 32,
+        family: GemmFamily::Wmma { gather },
+        ..matrix(d)
+    }
+}
+
+/// What both families of matrix units share: 128 columns of a block, half of
+/// them up where there is a gate, and a wave has 64 of them.
+fn matrix(d: &GroupedGemmDesc) -> GroupedGemmConfig {
+    GroupedGemmConfig {
+        tile_columns: 128 / d.matrices(),
+        thread_columns: 64 / d.matrices(),
+        ..simt(d)
+    }
+}
+
+/// Gate and up columns share a thread: eight rows by eight columns of sums each
+/// way.
+fn simt(d: &GroupedGemmDesc) -> GroupedGemmConfig {
+    GroupedGemmConfig {
+        threads: 128,
+        tile_rows: 64,
+        tile_columns: 128 / d.matrices(),
+        tile_depth: 16,
+        thread_rows: 8,
+        thread_columns: 8 / d.matrices(),
+        family: GemmFamily::Simt { gather: false },
+    }
+}
+
+/// Row tiles are those of the forward pass; there is
+/// one matrix at a time, so a wave has 64 columns of it.
+pub fn dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
+    let one_matrix = GroupedGemmDesc {
+        gated: false,
+        ..d.forward()
+    };
+    let chosen = forward(&one_matrix, arch);
+    match chosen.family {
+        GemmFamily::Simt { .. } => simt_product(chosen.tile_rows),
+        _ => chosen,
+    }
+}
+
+/// A tile is a piece of a matrix; depth counts rows.
+/// With a gate it is half as high, and there are two of it.
+pub fn wgrad(d: &GroupedGemmWgradDesc, arch: RocmArch) -> GroupedGemmConfig {
+    let gather = d.plain_rows && !d.dense;
+    let (thread_rows, family) = match unit([d.left, d.right], arch) {
+        Unit::Mfma => (64, GemmFamily::Mfma { gather }),
+        Unit::Wmma => (32, GemmFamily::Wmma { gather }),
+        Unit::Simt => return simt_wgrad(d),
+    };
+    let row_bytes = if arch.name == "gfx950" { 128 } else { 64 };
+    let matrices = if d.gated { 2 } else { 1 };
+    GroupedGemmConfig {
+        threads: 256,
+        tile_rows: 128 / matrices,
+        tile_columns: 128,
+        tile_depth: row_bytes / d.left.size(),
+        thread_rows,
+        thread_columns: 64,
+        family,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DType::{Bf16, F16, F32};
+    use moesaic_spec::LayerSpec;
+
+    fn spec([w, a]: [DType; 2], experts: usize) -> LayerSpec {
+        let text = format!(
+            r#"{{"shape":{{"model_dim":63,"hidden_dim":40,"experts":{experts},"top_k":1}}}}"#
+        );
+        let mut spec: LayerSpec = serde_json::from_str(&text).unwrap();
+        spec.precision.weights = w;
+        spec.precision.activations = a;
+        spec
+    }
+
+    fn halves(name: &'static str, types: [DType; 2], experts: usize) -> [GroupedGemmConfig; 2] {
+        let spec = spec(types, experts);
+        let arch = RocmArch { name, wave: 64 };
+        [Half::Up, Half::Down]
+            .map(|half| forward(&crate::ops::gemm::desc::routed(&spec, half), arch))
+    }
+
+    #[test]
+    fn types_and_architecture_choose_the_unit() {
+        let unit = |name, types| halves(name, types, 8)[0].family.name();
+        for name in ["gfx90a", "gfx942", "gfx950"] {
+            for dtype in [Bf16, F16, F32] {
+                assert_eq!(unit(name, [dtype, dtype]), "mfma");
+            }
+            assert_eq!(unit(name, [F32, Bf16]), "simt");
+        }
+        for name in ["gfx1100", "gfx1101"] {
+            assert_eq!(unit(name, [F16, F16]), "wmma");
+            assert_eq!(unit(name, [F32, F32]), "simt");
+        }
+        for name in ["gfx908", "gfx1030", "gfx1200", "gfx1201"] {
+            assert_eq!(unit(name, [Bf16, Bf16]), "simt");
+        }
+    }
+
+    #[test]
+    fn both_halves_have_the_same_rows() {
+        for name in ["gfx90a", "gfx950", "gfx1100", "gfx1201"] {
+            for experts in [8, 60] {
+                let [up, down] = halves(name, [F16, F16], experts);
+                assert_eq!(up.tile_rows, down.tile_rows, "{name}, {experts} experts");
+                assert_eq!(up.gather(), up.family.name() != "simt", "{name}");
+                assert!(!down.gather(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn backward_has_the_unit_and_the_rows_of_forward() {
+        for name in ["gfx90a", "gfx950", "gfx1100", "gfx1201"] {
+            for experts in [8, 60] {
+                let [up, _] = halves(name, [F16, F16], experts);
+                let arch = RocmArch { name, wave: 64 };
+                for half in [Half::Up, Half::Down] {
+                    let spec = spec([F16, F16], experts);
+                    let d = crate::ops::gemm::dgrad::routed(&spec, half);
+                    let dgrad = dgrad(&d, arch);
+                    assert_eq!(dgrad.family.name(), up.family.name(), "{name}");
+                    assert_eq!(dgrad.tile_rows, up.tile_rows, "{name}, {experts} experts");
+                    let d = crate::ops::gemm::wgrad::routed(&spec, half);
+                    let wgrad = wgrad(&d, arch);
+                    assert_eq!(wgrad.family.name(), up.family.name(), "{name}");
+                    let simt = up.family.name() == "simt";
+                    assert!(simt || wgrad.gather() == (half == Half::Up), "{name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn factors_of_two_types_are_for_the_ordinary_units() {
+        let spec = spec([Bf16, Bf16], 8);
+        let arch = RocmArch {
+            name: "gfx942",
+            wave: 64,
+        };
+        let unit = |right| {
+            let d = crate::ops::gemm::wgrad::router(&spec, 8, false, right);
+            wgrad(&d, arch).family.name()
+        };
+        assert_eq!([unit(F32), unit(Bf16)], ["mfma", "simt"]);
+    }
+}

@@ -1,0 +1,237 @@
+//! `grouped_gemm_wgrad`: gradients of expert matrices and biases.
+
+use super::entries::{Follow, PANEL, operand};
+use super::{GroupedGemmConfig, GroupedGemmDesc, Half, desc, tiles};
+use crate::ops::params::{edges, entry, gradient, per_slot, when};
+use crate::ops::{Machine, Op, Operator};
+use moesaic_kernel::DType::{self, F32, I32, I64};
+use moesaic_kernel::{Entry, Param, Size};
+use moesaic_spec::{LayerSpec, SharedGate, WeightSite};
+use serde::{Deserialize, Serialize};
+
+/// `grouped_gemm_wgrad`: `grad[e] = Σ over rows of e of leftᵀ · right`, f32.
+///
+/// Down: left is `dout`, right is `hidden`. Up: left is `dgate` and `dup`,
+/// right is `rows`. The bias gradients are sums of left over rows.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupedGemmWgradDesc {
+    /// Whose matrices.
+    pub half: Half,
+    /// Matrices of each kind.
+    pub experts: usize,
+    /// Rows are all tokens and there is one matrix of each kind.
+    pub dense: bool,
+    /// K; 1 when dense.
+    pub top_k: usize,
+    /// Rows of a matrix, width of left: d_out (down), h (up).
+    pub height: usize,
+    /// Columns of a matrix, width of right: h (down), d (up).
+    pub width: usize,
+    /// Up: gate and up matrices, which share right.
+    pub gated: bool,
+    /// Whether bias gradients are computed.
+    pub bias: bool,
+    /// Down: rows of left are multiplied by their weight in the bias gradient.
+    pub weighted_bias: bool,
+    /// Up: right is x at the rows' tokens, so it can be read from there.
+    pub plain_rows: bool,
+    /// Element type of left.
+    pub left: DType,
+    /// Element type of right.
+    pub right: DType,
+    /// f32 factors may be rounded to TF32.
+    pub tf32: bool,
+}
+
+/// Gradients of a routed half's matrices.
+pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmWgradDesc {
+    let plain = half == Half::Up && spec.router.weight_on != WeightSite::Input;
+    let weighted = half == Half::Down && spec.router.weight_on != WeightSite::Input;
+    GroupedGemmWgradDesc {
+        plain_rows: plain,
+        weighted_bias: weighted && spec.experts.bias.down(),
+        ..of(&desc::routed(spec, half), spec)
+    }
+}
+
+/// Gradients of a shared half's matrices.
+pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmWgradDesc {
+    let shared = &spec.shared[index];
+    let weighted = half == Half::Down && shared.gate != SharedGate::None;
+    GroupedGemmWgradDesc {
+        weighted_bias: weighted && spec.shared_bias(index).down(),
+        ..of(&desc::shared(spec, half, index), spec)
+    }
+}
+
+fn of(forward: &GroupedGemmDesc, spec: &LayerSpec) -> GroupedGemmWgradDesc {
+    GroupedGemmWgradDesc {
+        half: forward.half,
+        experts: forward.experts,
+        dense: forward.dense,
+        top_k: forward.top_k,
+        height: forward.outer,
+        width: forward.inner,
+        gated: forward.half == Half::Up && spec.gated(),
+        bias: forward.bias,
+        weighted_bias: false,
+        plain_rows: false,
+        left: forward.activations,
+        right: forward.activations,
+        tf32: forward.tf32,
+    }
+}
+
+/// `grad W = dlogitsᵀ · x`, for a projection to `width` numbers. `right` is
+/// the element type of what the router read.
+pub(crate) fn router(
+    spec: &LayerSpec,
+    width: usize,
+    bias: bool,
+    right: DType,
+) -> GroupedGemmWgradDesc {
+    GroupedGemmWgradDesc {
+        half: Half::Up,
+        experts: 1,
+        dense: true,
+        top_k: 1,
+        height: width,
+        width: spec.shape.model_dim,
+        gated: false,
+        bias,
+        weighted_bias: false,
+        plain_rows: false,
+        left: DType::F32,
+        right,
+        tf32: false,
+    }
+}
+
+/// `grad W = dlogitsᵀ · x` of a shared expert's gate.
+pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GroupedGemmWgradDesc {
+    let gate = spec.shared[index].gate;
+    let bias = gate == SharedGate::Residual;
+    router(spec, gate.logits(), bias, spec.precision.activations)
+}
+
+/// Gradients of its matrix and bias.
+pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmWgradDesc {
+    GroupedGemmWgradDesc {
+        half: Half::Up,
+        ..of(&desc::latent(spec, way), spec)
+    }
+}
+
+impl Operator for GroupedGemmWgradDesc {
+    type Config = GroupedGemmConfig;
+
+    fn tiling(&self, machine: Machine) -> GroupedGemmConfig {
+        tiles::wgrad(self, machine)
+    }
+
+    fn with(self, config: GroupedGemmConfig) -> Op {
+        Op::GroupedGemmWgrad { desc: self, config }
+    }
+
+    fn entries(&self, config: &GroupedGemmConfig) -> Vec<Entry> {
+        let mut list = vec![matrices(self, config)];
+        list.extend(self.bias.then(|| bias(self, config)));
+        list
+    }
+
+    fn flops(&self, symbol: &str, tokens: f64) -> f64 {
+        if symbol.ends_with("_bias") {
+            return tokens * (self.top_k * self.height) as f64;
+        }
+        let matrices = if self.gated { 2.0 } else { 1.0 };
+        2.0 * matrices * tokens * (self.top_k * self.height * self.width) as f64
+    }
+}
+
+/// Names of the left operands, and of the matrices they give.
+fn lefts(d: &GroupedGemmWgradDesc) -> Vec<(&'static str, &'static str)> {
+    match (d.half, d.gated) {
+        (Half::Down, _) => vec![("dout", "down")],
+        (Half::Up, true) => vec![("dgate", "gate"), ("dup", "up")],
+        (Half::Up, false) => vec![("dup", "up")],
+    }
+}
+
+fn matrices(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
+    let (e, count) = (d.experts, if d.dense { "tokens" } else { "rows" });
+    let operand = |name: &str, dtype: DType, width: usize| {
+        let shape = format!("[{count}, {width}]");
+        operand(c, name, dtype, &shape, &[PANEL, c.tile_depth])
+    };
+    let right = match (d.half, c.gather()) {
+        (Half::Down, _) => operand("hidden", d.right, d.width),
+        (Half::Up, false) => operand("rows", d.right, d.width),
+        (Half::Up, true) => Param::read("x", d.right, format!("[tokens, {}]", d.width)),
+    };
+    let shape = format!("[{e}, {}, {}]", d.height, d.width);
+    let left = lefts(d).into_iter();
+    let mut params: Vec<Param> = left
+        .map(|(name, _)| operand(name, d.left, d.height))
+        .collect();
+    params.push(right);
+    params.extend(when(!d.dense, Param::read("offsets", I64, edges(e))));
+    params.extend(when(c.gather(), Param::read("row_slots", I32, "[rows]")));
+    params.extend(
+        lefts(d)
+            .iter()
+            .map(|(_, matrix)| gradient(matrix, "", &shape)),
+    );
+    params.push(Param::i64("accumulate"));
+    let tiles = e * d.height.div_ceil(c.tile_rows);
+    let columns = d.width.div_ceil(c.tile_columns);
+    let grid = Follow::wgrad(c).grid(Size::Const(tiles as u64), Size::Const(columns as u64));
+    let (symbol, summary) = match d.half {
+        Half::Down => ("grouped_gemm_wgrad_down", "gradients of the down matrices"),
+        Half::Up => (
+            "grouped_gemm_wgrad_up",
+            "gradients of the matrices before the activation",
+        ),
+    };
+    let mut entry = entry(symbol, summary, params, grid, c.threads);
+    entry.launch.shared_bytes = c.shared_bytes();
+    entry
+}
+
+fn bias(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
+    let (e, count) = (d.experts, if d.dense { "tokens" } else { "rows" });
+    let shape = format!("[{e}, {}]", d.height);
+    let rows = format!("[{count}, {}]", d.height);
+    let left = lefts(d).into_iter();
+    let mut params: Vec<Param> = left
+        .map(|(name, _)| Param::read(name, d.left, &rows))
+        .collect();
+    let weighted = d.weighted_bias;
+    params.extend(when(!d.dense, Param::read("offsets", I64, edges(e))));
+    params.extend(when(
+        weighted && !d.dense,
+        Param::read("row_slots", I32, "[rows]"),
+    ));
+    params.extend(when(
+        weighted,
+        Param::read("topk_weights", F32, per_slot(d.top_k)),
+    ));
+    params.extend(
+        lefts(d)
+            .iter()
+            .map(|(_, matrix)| gradient(matrix, "_bias", &shape)),
+    );
+    params.push(Param::i64("accumulate"));
+    let columns = d.height.div_ceil(c.bias_columns());
+    let grid = [Size::Const(e as u64), Size::Const(columns as u64)];
+    let (symbol, summary) = match d.half {
+        Half::Down => (
+            "grouped_gemm_wgrad_down_bias",
+            "gradients of the down biases",
+        ),
+        Half::Up => (
+            "grouped_gemm_wgrad_up_bias",
+            "gradients of the biases before the activation",
+        ),
+    };
+    entry(symbol, summary, params, grid, c.threads)
+}

@@ -1,0 +1,306 @@
+//! The entries of `expert_scan`.
+
+use super::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
+use crate::ops::gate::counters;
+use crate::ops::params::{entry, one, slots_by, some, tokens_by, when};
+use moesaic_kernel::DType::{self, F32, I32, I64};
+use moesaic_kernel::{Access, Entry, Param, Size};
+use moesaic_spec::{CapacityMode, CapacityOrder};
+
+/// Tokens per block that rescales their weights.
+const HELPER_TILE: usize = 64;
+
+/// Threads of `expert_scan_chunks` that share the counts of an expert.
+const CHUNK_RUNS: u64 = 8;
+
+pub(super) fn entries(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
+    let counts = c.counted_by == CountedBy::Scan;
+    let list = [
+        d.ordered().then(|| sort(d, c)).flatten(),
+        d.ordered().then(|| order(d, c)),
+        counts.then(|| count(d, c)),
+        chunks(d, c),
+        Some(offsets(d, c)),
+        Some(place(d, c)),
+        d.ranked().then(|| sort(d, c)).flatten(),
+        d.ranked().then(|| rank(d, c)),
+        d.capacity.renormalize_after_drop.then(|| renormalize(d, c)),
+    ];
+    list.into_iter().flatten().collect()
+}
+
+fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
+    let run = c.sort_run? as u64;
+    let per_slot = format!("[tokens, {}]", d.top_k);
+    let by_weight = d.capacity.order == CapacityOrder::Probability;
+    let slots = Param::tensor("bucket_slots", I32, Access::ReadWrite, "[tokens*top_k]");
+    let params = some([
+        when(d.ordered(), Param::read("best_score", F32, "[tokens]")),
+        when(d.ranked(), d.ids()),
+        when(by_weight, Param::read("topk_weights", F32, per_slot)),
+        when(
+            d.ranked(),
+            d.per_expert("bucket_offsets", I64, Access::Read),
+        ),
+        when(d.ranked(), slots),
+        Some(d.sorted_keys(Access::Write)),
+    ]);
+    let params = params.into_iter().chain(d.counters()).collect();
+    let grid = [d.sorted_items()?.ceil_div(run), one()];
+    let summary = match d.ordered() {
+        true => "sorts runs of tokens by best score",
+        false => "sorts runs of the lists by expert and key",
+    };
+    Some(entry("expert_scan_sort", summary, params, grid, c.threads))
+}
+
+fn order(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
+    let order = Param::write("token_order", I32, "[tokens]");
+    let (params, grid) = match c.sort_run {
+        Some(_) => (
+            vec![d.sorted_keys(Access::Read), order],
+            [tokens_by(c.threads as usize), one()],
+        ),
+        None => (
+            vec![
+                Param::read("best_score", F32, "[tokens]"),
+                d.sort_items(),
+                order,
+            ],
+            [one(), one()],
+        ),
+    };
+    let summary = "ranks tokens by descending best score, stable";
+    entry("expert_scan_order", summary, params, grid, c.threads)
+}
+
+fn count(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
+    let params = some([Some(d.ids()), d.order(), Some(d.tile_counts(Access::Write))]);
+    let summary = "counts the assignments of each expert in each tile";
+    let grid = d.blocks_of_tiles(c);
+    entry("expert_scan_count", summary, params, grid, c.threads)
+}
+
+fn chunks(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
+    let whole = d.tiles(c).floor_div(c.chunk_tiles? as u64);
+    let params = vec![
+        d.tile_counts(Access::ReadWrite),
+        d.chunk_counts(Access::Write),
+    ];
+    let columns = (d.routed_experts as u64).div_ceil(u64::from(c.threads) / CHUNK_RUNS);
+    let grid = [whole, Size::Const(columns)];
+    let summary = "sums the counts of each whole chunk of tiles";
+    let symbol = "expert_scan_chunks";
+    Some(entry(symbol, summary, params, grid, c.threads))
+}
+
+fn offsets(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
+    let bounded = d.capacity.mode == CapacityMode::Bounded;
+    let chunked = c.chunk_tiles.is_some();
+    let params = some([
+        Some(d.tile_counts(Access::ReadWrite)),
+        when(chunked, d.chunk_counts(Access::ReadWrite)),
+        Some(Param::write(
+            "counts",
+            I64,
+            format!("[{}]", d.routed_experts),
+        )),
+        when(d.limited(), Param::write("capacity", I64, "[1]")),
+        when(bounded, Param::write("overflow", I64, "[1]")),
+        Some(d.per_expert("offsets", I64, Access::Write)),
+        Some(d.per_expert("row_tiles", I32, Access::Write)),
+        when(
+            d.ranked(),
+            d.per_expert("bucket_offsets", I64, Access::Write),
+        ),
+        when(d.capacity.has_factor(), Param::i64("row_limit")),
+    ]);
+    let summary = "sums counts to offsets, applies the capacity rule, lists row tiles";
+    let grid = [one(), one()];
+    entry("expert_scan_offsets", summary, params, grid, c.scan_threads)
+}
+
+fn place(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
+    let head = [
+        Some(d.ids()),
+        d.order(),
+        Some(d.tile_counts(Access::Read)),
+        when(c.chunk_tiles.is_some(), d.chunk_counts(Access::Read)),
+    ];
+    let tail = match d.ranked() {
+        true => d.listing(c),
+        false => d.placement().to_vec(),
+    };
+    let params = some(head.into_iter().chain(tail));
+    let summary = match d.ranked() {
+        true => "lists the assignments of each expert",
+        false => "gives every assignment its location and row",
+    };
+    let grid = d.blocks_of_tiles(c);
+    entry("expert_scan_place", summary, params, grid, c.threads)
+}
+
+/// A thread searches in sorted runs, or a block sorts what an expert got.
+fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
+    let whole = c.sort_run.is_none();
+    let by_weight = whole && d.capacity.order == CapacityOrder::Probability;
+    let weights = Param::read("topk_weights", F32, format!("[tokens, {}]", d.top_k));
+    let head = [
+        when(!whole, d.ids()),
+        when(by_weight, weights),
+        Some(d.per_expert("bucket_offsets", I64, Access::Read)),
+        Some(Param::read("bucket_slots", I32, "[tokens*top_k]")),
+        Some(match whole {
+            true => d.sort_items(),
+            false => d.sorted_keys(Access::Read),
+        }),
+    ];
+    let params = some(head.into_iter().chain(d.placement()));
+    let drawn = whole.then(|| d.counters()).into_iter().flatten();
+    let params = params.into_iter().chain(drawn).collect();
+    let blocks = match whole {
+        true => Size::Const(d.experts as u64),
+        false => slots_by(d.top_k, c.threads.into()),
+    };
+    let summary = "ranks the assignments of each expert and gives them rows";
+    entry(
+        "expert_scan_rank",
+        summary,
+        params,
+        [blocks, one()],
+        c.threads,
+    )
+}
+
+fn renormalize(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
+    let weights = format!("[tokens, {}]", d.top_k);
+    let params = some([
+        Some(Param::read("topk_ids", I32, &weights)),
+        Some(Param::read("slot_rows", I32, &weights)),
+        Some(Param::tensor(
+            "topk_weights",
+            F32,
+            Access::ReadWrite,
+            &weights,
+        )),
+        when(d.keep_sums, Param::write("kept_sums", F32, "[tokens]")),
+    ]);
+    let grid = [tokens_by(HELPER_TILE), one()];
+    let summary = "rescales weights over the assignments that got a row";
+    entry("expert_scan_renormalize", summary, params, grid, c.threads)
+}
+
+impl ExpertScanDesc {
+    /// Tokens are placed in the order of `token_order`.
+    pub fn ordered(&self) -> bool {
+        self.capacity.order == CapacityOrder::BatchPrioritized
+    }
+
+    /// Assignments are ranked inside their expert by a key.
+    pub fn ranked(&self) -> bool {
+        matches!(
+            self.capacity.order,
+            CapacityOrder::Probability | CapacityOrder::Random
+        )
+    }
+
+    /// There is a capacity at all.
+    pub fn limited(&self) -> bool {
+        self.capacity.mode != CapacityMode::Dropless
+    }
+
+    /// Rows of `tile_counts`.
+    pub fn tiles(&self, c: &ExpertScanConfig) -> Size {
+        let by_token = self.capacity.order == CapacityOrder::TokenMajor;
+        match c.tile {
+            ScanTile::Assignments(count) => slots_by(self.top_k, count as u64),
+            ScanTile::Tokens(count) if by_token => tokens_by(count),
+            ScanTile::Tokens(count) => tokens_by(count) * self.top_k as u64,
+        }
+    }
+
+    /// What is sorted where an order needs keys: tokens or assignments.
+    pub fn sorted_items(&self) -> Option<Size> {
+        match self.capacity.order {
+            CapacityOrder::BatchPrioritized => Some(Size::Tokens),
+            CapacityOrder::Probability | CapacityOrder::Random => {
+                Some(Size::Tokens * self.top_k as u64)
+            }
+            CapacityOrder::SlotMajor | CapacityOrder::TokenMajor => None,
+        }
+    }
+
+    /// What the random order depends on.
+    fn counters(&self) -> impl Iterator<Item = Param> {
+        self.drawn.then(counters).into_iter().flatten()
+    }
+
+    fn sorted_keys(&self, access: Access) -> Param {
+        let items = if self.ordered() {
+            "[tokens]"
+        } else {
+            "[tokens*top_k]"
+        };
+        Param::tensor("sorted_keys", I64, access, items)
+    }
+
+    /// Where a block sorts a whole list: its items, and as much room again.
+    fn sort_items(&self) -> Param {
+        let shape = match self.ordered() {
+            true => "[2, tokens]",
+            false => "[2, tokens*top_k]",
+        };
+        Param::tensor("sort_items", I64, Access::ReadWrite, shape)
+    }
+
+    fn blocks_of_tiles(&self, c: &ExpertScanConfig) -> [Size; 2] {
+        [self.tiles(c).ceil_div(c.block_tiles as u64), one()]
+    }
+
+    fn ids(&self) -> Param {
+        Param::read("topk_ids", I32, format!("[tokens, {}]", self.top_k))
+    }
+
+    fn order(&self) -> Option<Param> {
+        when(self.ordered(), Param::read("token_order", I32, "[tokens]"))
+    }
+
+    fn tile_counts(&self, access: Access) -> Param {
+        let shape = format!("[tiles, {}]", self.routed_experts);
+        Param::tensor("tile_counts", I32, access, shape)
+    }
+
+    fn chunk_counts(&self, access: Access) -> Param {
+        let shape = format!("[chunks, {}]", self.routed_experts);
+        Param::tensor("chunk_counts", I32, access, shape)
+    }
+
+    fn per_expert(&self, name: &str, dtype: DType, access: Access) -> Param {
+        Param::tensor(name, dtype, access, format!("[{}]", self.experts + 1))
+    }
+
+    /// Where the lists of the experts go. The kernel that ranks in sorted runs
+    /// marks what is in no list; the one that sorts a list sees only that list.
+    fn listing(&self, c: &ExpertScanConfig) -> Vec<Option<Param>> {
+        let per_slot = format!("[tokens, {}]", self.top_k);
+        let marks = c.sort_run.is_none();
+        vec![
+            Some(self.per_expert("bucket_offsets", I64, Access::Read)),
+            Some(Param::write("bucket_slots", I32, "[tokens*top_k]")),
+            when(marks, Param::write("locations", I32, &per_slot)),
+            when(marks, Param::write("slot_rows", I32, &per_slot)),
+        ]
+    }
+
+    /// Where the results of placement go.
+    fn placement(&self) -> [Option<Param>; 5] {
+        let per_slot = format!("[tokens, {}]", self.top_k);
+        [
+            Some(self.per_expert("offsets", I64, Access::Read)),
+            when(self.limited(), Param::read("capacity", I64, "[1]")),
+            Some(Param::write("locations", I32, &per_slot)),
+            Some(Param::write("slot_rows", I32, &per_slot)),
+            Some(Param::write("row_slots", I32, "[rows]")),
+        ]
+    }
+}

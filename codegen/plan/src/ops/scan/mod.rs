@@ -1,0 +1,188 @@
+//! `expert_scan`: from ids to counts, capacity, locations and maps.
+
+mod entries;
+mod steps;
+
+pub(crate) use steps::scan_tensors;
+
+use super::gate::{histogram, tile_tokens};
+use super::{Histogram, Machine, Op, Operator};
+use moesaic_kernel::Entry;
+use moesaic_spec::{Capacity, CapacityOrder, LayerSpec, RouterKind};
+use serde::{Deserialize, Serialize};
+
+/// `expert_scan`: ids `[T, K]` to counts, offsets, locations and maps.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExpertScanDesc {
+    /// Experts with rows.
+    pub experts: usize,
+    /// Experts that are counted, identity experts included.
+    pub routed_experts: usize,
+    /// K.
+    pub top_k: usize,
+    /// The capacity rule.
+    pub capacity: Capacity,
+    /// The router's scale, which renormalisation after dropping restores.
+    pub scale: f64,
+    /// Ids come from the caller, not from a gate of the layer.
+    pub external: bool,
+    /// Renormalising keeps the sums that it divided by, for backward.
+    pub keep_sums: bool,
+    /// The random order is another in each call, as in training.
+    pub drawn: bool,
+}
+
+/// Tiling of `expert_scan`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertScanConfig {
+    /// Threads per block of the count and place kernels.
+    pub threads: u32,
+    /// Threads of the one-block offsets kernel.
+    pub scan_threads: u32,
+    /// What is counted and placed together.
+    pub tile: ScanTile,
+    /// Tiles per block of the count and place kernels.
+    pub block_tiles: usize,
+    /// Who counts it.
+    pub counted_by: CountedBy,
+    /// Tiles whose counts a block of their own sums before the one block that
+    /// sums over all; `None` where that block sees to every tile.
+    pub chunk_tiles: Option<usize>,
+    /// Items of a run that a block sorts before ranks are searched for in the
+    /// runs: a power of two. `None` where a block sorts a whole list.
+    pub sort_run: Option<usize>,
+    /// Rows per tile of the grouped GEMM, whose tile list the scan writes.
+    pub tile_rows: usize,
+}
+
+/// The assignments that a row of `tile_counts` counts and that are placed
+/// together. Tiles follow each other in processing order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScanTile {
+    /// So many assignments.
+    Assignments(usize),
+    /// Those of so many tokens: all of them in token-major order, otherwise
+    /// those in one slot.
+    Tokens(usize),
+}
+
+/// Who counts the assignments of each tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CountedBy {
+    /// The scan, in a pass over the ids.
+    Scan,
+    /// The selection kernel, as it writes them.
+    Gate,
+}
+
+/// The scan of the routed experts.
+fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
+    ExpertScanDesc {
+        experts: spec.shape.experts,
+        routed_experts: spec.routed_experts(),
+        top_k: spec.shape.top_k,
+        capacity: Capacity {
+            // An argument of each call: see `row_limit`.
+            factor: 1.0,
+            eval_factor: None,
+            ..spec.capacity.clone()
+        },
+        scale: spec.router.scale,
+        external: spec.router.kind == RouterKind::External,
+        keep_sums: training && spec.capacity.renormalize_after_drop,
+        drawn: training && spec.capacity.order == CapacityOrder::Random,
+    }
+}
+
+impl Operator for ExpertScanDesc {
+    type Config = ExpertScanConfig;
+
+    fn tiling(&self, machine: Machine) -> ExpertScanConfig {
+        match machine {
+            Machine::Cpu(_) => on_cpu(),
+            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+        }
+    }
+
+    fn with(self, config: ExpertScanConfig) -> Op {
+        Op::ExpertScan { desc: self, config }
+    }
+
+    fn entries(&self, config: &ExpertScanConfig) -> Vec<Entry> {
+        entries::entries(self, config)
+    }
+}
+
+/// Rows of a tile of products, until a plan puts in those of its own.
+const TILE_ROWS: usize = 64;
+
+/// Counters that a block of the scan keeps: 32 KB.
+const SCAN_COUNTERS: usize = 8192;
+
+fn on_cpu() -> ExpertScanConfig {
+    ExpertScanConfig {
+        threads: 1,
+        scan_threads: 1,
+        tile: ScanTile::Assignments(4096),
+        block_tiles: 1,
+        counted_by: CountedBy::Scan,
+        chunk_tiles: None,
+        sort_run: None,
+        tile_rows: TILE_ROWS,
+    }
+}
+
+fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
+    // A warp has a counter for every expert in shared memory.
+    let warps = (SCAN_COUNTERS / d.routed_experts.next_power_of_two()).min(256 / wave as usize);
+    let threads = warps as u32 * wave;
+    let order = d.capacity.order;
+    let gate = !d.external && histogram(order, d.routed_experts, d.top_k) != Histogram::None;
+    ExpertScanConfig {
+        threads,
+        scan_threads: 1024,
+        tile: ScanTile::Tokens(tile_tokens(order, d.top_k)),
+        block_tiles: warps,
+        counted_by: if gate {
+            CountedBy::Gate
+        } else {
+            CountedBy::Scan
+        },
+        chunk_tiles: Some(64),
+        sort_run: Some(1024),
+        tile_rows: TILE_ROWS,
+    }
+}
+
+/// The scalar `row_limit` of `expert_scan_offsets`, for a factor by Tutel's
+/// formula. From zero on it is the rows of an expert, `K·int(f·ceil(T/E))`; below
+/// zero `!limit` are the most, and an expert has the largest count where that is
+/// less. `align` is applied to both on the device.
+pub fn row_limit(spec: &LayerSpec, factor: f64, tokens: u64) -> i64 {
+    let share = tokens.div_ceil(spec.shape.experts as u64) as f64;
+    let rows = spec.shape.top_k as i64 * (factor.abs() * share) as i64;
+    match factor {
+        0.0 => i64::MIN,
+        f if f < 0.0 => !rows,
+        _ => rows,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_tutels() {
+        let text = r#"{"shape":{"model_dim":8,"hidden_dim":8,"experts":8,"top_k":2}}"#;
+        let spec: LayerSpec = serde_json::from_str(text).unwrap();
+        let limit = |factor| row_limit(&spec, factor, 100);
+        assert_eq!([1.0, 1.25, 0.3].map(limit), [26, 32, 6]);
+        assert_eq!([-1.0, -1.25].map(limit), [!26, !32]);
+        assert_eq!([0.0, -0.0].map(limit), [i64::MIN; 2]);
+        assert_eq!(!limit(0.0), i64::MAX);
+        assert_eq!(row_limit(&spec, 1.0, 0), 0);
+    }
+}

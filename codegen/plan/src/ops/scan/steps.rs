@@ -1,0 +1,70 @@
+//! The tensors and launches of `expert_scan`.
+
+use super::{ExpertScanConfig, expert_scan};
+use crate::layer::{Builder, Role, TensorPlan, constant, tensor};
+use crate::ops::{Machine, Operator};
+use moesaic_kernel::DType::{F32, I32, I64};
+use moesaic_kernel::Size;
+use moesaic_spec::{CapacityMode, LayerSpec};
+
+pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<TensorPlan> {
+    let desc = expert_scan(spec, training);
+    let config = desc.tiling(machine);
+    let (tokens, k) = (Size::Tokens, constant(desc.top_k));
+    let slots = tokens.clone() * k.clone();
+    let tiles = desc.tiles(&config);
+    let (routed, edges) = (constant(desc.routed_experts), constant(desc.experts + 1));
+    let per_slot = [tokens.clone(), k];
+    let tile_shape = [tiles.clone(), routed.clone()];
+    let edge = std::slice::from_ref(&edges);
+    let mut list = vec![
+        tensor("tile_counts", I32, &tile_shape, Role::Scratch),
+        tensor("counts", I64, std::slice::from_ref(&routed), Role::Output),
+        tensor("offsets", I64, edge, Role::Output),
+        tensor("row_tiles", I32, edge, Role::Scratch),
+        tensor("locations", I32, &per_slot, Role::Output),
+        tensor("slot_rows", I32, &per_slot, Role::Output),
+        tensor("row_slots", I32, std::slice::from_ref(&slots), Role::Output),
+    ];
+    if let Some(chunk) = config.chunk_tiles {
+        let shape = [tiles.floor_div(chunk as u64) + 1, routed];
+        list.push(tensor("chunk_counts", I32, &shape, Role::Scratch));
+    }
+    if desc.limited() {
+        list.push(tensor("capacity", I64, &[constant(1)], Role::Output));
+    }
+    if desc.capacity.mode == CapacityMode::Bounded {
+        list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
+    }
+    if let Some(items) = desc.sorted_items() {
+        list.push(match config.sort_run {
+            Some(_) => tensor("sorted_keys", I64, &[items], Role::Scratch),
+            None => tensor("sort_items", I64, &[constant(2), items], Role::Scratch),
+        });
+    }
+    let per_token = std::slice::from_ref(&tokens);
+    list.push(tensor("kept_sums", F32, per_token, Role::Scratch));
+    if desc.ordered() {
+        list.push(tensor("best_score", F32, per_token, Role::Scratch));
+        list.push(tensor("token_order", I32, per_token, Role::Scratch));
+    }
+    if desc.ranked() {
+        list.push(tensor("bucket_offsets", I64, &[edges], Role::Scratch));
+        list.push(tensor("bucket_slots", I32, &[slots], Role::Scratch));
+    }
+    list
+}
+
+impl Builder {
+    /// Where every assignment goes. The scan lists the row tiles of the routed
+    /// experts' products, so their heights agree.
+    pub(crate) fn scan(&mut self) {
+        let desc = expert_scan(&self.plan.spec, self.trains());
+        let config = ExpertScanConfig {
+            tile_rows: self.tile_rows(),
+            ..desc.tiling(self.machine)
+        };
+        let kernel = self.kernel_of("expert_scan", desc.with(config));
+        self.launch_all(kernel, &[]);
+    }
+}

@@ -1,0 +1,27 @@
+//! Compiles the layer's kernels while the program is built, so that it starts
+//! without a compiler.
+
+use moesaic::{
+    CompileOptions, Compilers, LayerSpec, Outcome, Store, Training, precompile, resolve_target,
+};
+use std::error::Error;
+use std::path::Path;
+use std::sync::Arc;
+use std::{env, fs};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed=layer.toml");
+    let spec = LayerSpec::from_toml(&fs::read_to_string("layer.toml")?)?;
+    let folder = Path::new(&env::var("OUT_DIR")?).join("kernels");
+    let store = Arc::new(Store::open(&folder));
+
+    let training = Some(Training::default());
+    let job = Compilers::default().job(&spec, resolve_target("cpu")?, training)?;
+    for row in precompile(&[job], &store, &CompileOptions::default(), &|_| {})? {
+        if let Outcome::Failed(error) = row.outcome {
+            return Err(error.into());
+        }
+    }
+    println!("cargo::rustc-env=KERNELS={}", folder.display());
+    Ok(())
+}

@@ -1,0 +1,194 @@
+//! What layers call.
+
+use crate::{CollectiveError, Handle, NodeShape, Reduction, Slice};
+use std::time::Duration;
+
+/// How an operation is called.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Call {
+    /// What errors call it: `layer 3 dispatch`. Ranks must give the same one; its
+    /// first 32 bytes are compared.
+    pub label: String,
+    /// How long it may take, from its start. `None` is the group's own.
+    pub deadline: Option<Duration>,
+}
+
+impl Call {
+    /// A call with a label and the group's deadline.
+    pub fn new(label: &str) -> Call {
+        Call {
+            label: label.to_string(),
+            deadline: None,
+        }
+    }
+
+    /// The same with a deadline.
+    #[must_use]
+    pub fn within(self, deadline: Duration) -> Call {
+        Call {
+            deadline: Some(deadline),
+            ..self
+        }
+    }
+}
+
+/// How an all-to-all exchange goes. Results are the same bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// Everybody sends to everybody.
+    #[default]
+    Direct,
+    /// Inside nodes first, then between nodes among ranks of equal place: fewer and
+    /// larger messages over the network, more copies.
+    Hierarchical(NodeShape),
+}
+
+/// A message of [`Collectives::exchange`].
+#[derive(Clone, Debug)]
+pub struct Transfer {
+    /// The other rank.
+    pub peer: usize,
+    /// What is sent, or where it is received.
+    pub slice: Slice,
+}
+
+/// A group of ranks, each with a device.
+///
+/// Every operation is called by all ranks of the group, in the same order, also by those
+/// that have nothing to give. It begins when what was launched on the device before has
+/// run, and returns at once; what is launched after [`Handle::wait`] sees its result.
+/// Until then its slices must not be used, and inputs not be written. Progress is made
+/// in calls: of [`Handle::wait`], [`Handle::test`], and of further operations.
+///
+/// Ranks are compared while messages are exchanged: another operation, label, type, size
+/// or algorithm is [`CollectiveError::Mismatch`], a missing rank [`CollectiveError::Deadline`].
+/// After a failure every rank has an error, and the group can do nothing more.
+///
+/// Errors of all operations: [`CollectiveError::Invalid`] for arguments that cannot be
+/// right, [`CollectiveError::Failed`] after an earlier failure; all others come from the
+/// handle.
+pub trait Collectives: Send {
+    /// This rank within the group.
+    fn rank(&self) -> usize;
+
+    /// Ranks of the group.
+    fn size(&self) -> usize;
+
+    /// The members' ranks in the world.
+    fn members(&self) -> &[usize];
+
+    /// The number that the next operation will have.
+    fn sequence(&self) -> u64;
+
+    /// Part `q` of the input goes to rank `q`, and what comes from rank `p` becomes part
+    /// `p` of the output. Both have as many elements, a multiple of the number of ranks.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn all_to_all(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        algorithm: Algorithm,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// The same with parts of unequal sizes: `sends[q]` elements for rank `q`,
+    /// `receives[p]` from rank `p`. Zeros are sizes like others.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn all_to_all_by_counts(
+        &mut self,
+        input: &Slice,
+        sends: &[usize],
+        output: &Slice,
+        receives: &[usize],
+        algorithm: Algorithm,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// The inputs of all ranks, of equal sizes, become everybody's output, in the order
+    /// of ranks. The input may be this rank's part of the output.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn all_gather(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// Part `q` of all inputs is reduced and becomes the output of rank `q`.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn reduce_scatter(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// All inputs are reduced, in the order of ranks, and become everybody's output, which
+    /// may be the input.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn all_reduce(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// What is in `data` on rank `root` is in everybody's `data` after.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn broadcast(
+        &mut self,
+        data: &Slice,
+        root: usize,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// Messages between any ranks, all at once. Those of one pair of ranks keep their
+    /// order, so that receive `i` from a rank gets what that rank sends here as its `i`th.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn exchange(
+        &mut self,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// Finished when all ranks have called it.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError>;
+
+    /// Bytes of every rank, of any sizes, in the order of ranks. Waits.
+    ///
+    /// # Errors
+    /// As the trait and its handles.
+    fn gather_bytes(&mut self, own: &[u8], call: &Call) -> Result<Vec<Vec<u8>>, CollectiveError>;
+
+    /// A group of those that give the same colour, in the order of keys, then of ranks;
+    /// `None` for those without a colour. Waits.
+    ///
+    /// # Errors
+    /// As the trait and its handles.
+    fn split(
+        &mut self,
+        color: Option<u32>,
+        key: i64,
+        call: &Call,
+    ) -> Result<Option<Box<dyn Collectives>>, CollectiveError>;
+}

@@ -1,0 +1,492 @@
+//! Operations over any engine.
+
+use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::core::Core;
+use crate::engine::Engine;
+use crate::handle::{Handle, host_result, lock};
+use crate::letter::{Kind, Signature};
+use crate::memory::Region;
+use crate::operation::{Group, Next, Operation, Task, Unequal};
+use crate::plan::{self, Plan};
+use crate::{CollectiveError, NodeShape, Reduction, Slice, checks};
+use moesaic_target::{Device, DeviceError};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// How long an operation may take where nothing else is said.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A group of ranks over an engine.
+pub struct Communicator {
+    core: Arc<Mutex<Core>>,
+    device: Arc<dyn Device>,
+    group: Arc<Group>,
+    sequence: u64,
+    deadline: Duration,
+}
+
+impl Communicator {
+    /// All ranks of an engine. Operations use buffers of `device`.
+    pub fn new(engine: Box<dyn Engine>, device: Arc<dyn Device>) -> Communicator {
+        let group = Group {
+            context: 0,
+            members: (0..engine.size()).collect(),
+            rank: engine.rank(),
+        };
+        Communicator {
+            core: Arc::new(Mutex::new(Core::new(engine))),
+            device,
+            group: Arc::new(group),
+            sequence: 0,
+            deadline: DEADLINE,
+        }
+    }
+
+    /// The same group with another deadline for operations that name none.
+    #[must_use]
+    pub fn with_deadline(self, deadline: Duration) -> Communicator {
+        Communicator { deadline, ..self }
+    }
+
+    /// What carries the messages, with its version.
+    pub fn engine(&self) -> String {
+        lock(&self.core).engine().name()
+    }
+
+    /// The device whose buffers are exchanged.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Ends the world in good order, when all ranks have come to it. Groups that were
+    /// split off must not be used any more.
+    ///
+    /// # Errors
+    /// As a barrier; and when the engine cannot be closed.
+    pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
+        self.barrier(call)?.wait()?;
+        let closed = lock(&self.core).engine().close();
+        closed.map_err(|reason| CollectiveError::Setup { reason })
+    }
+
+    fn start(&mut self, kind: Kind, call: &Call, job: Job) -> Result<Handle, CollectiveError> {
+        let mut core = lock(&self.core);
+        core.usable(kind.name())?;
+        let failed = |error: DeviceError| CollectiveError::Invalid {
+            operation: kind.name().to_string(),
+            reason: error.to_string(),
+        };
+        let task = Task {
+            signature: job.signature,
+            label: call.label.clone(),
+            deadline: call.deadline.unwrap_or(self.deadline),
+            inputs: job.inputs.map_err(failed)?,
+            outputs: job.outputs.map_err(failed)?,
+            plan: job.plan,
+            next: job.next,
+        };
+        let (group, device) = (Arc::clone(&self.group), Arc::clone(&self.device));
+        let sequence = self.sequence;
+        let id = core.start(Operation::new(group, device, sequence, task))?;
+        self.sequence += 1;
+        Ok(Handle::new(&self.core, id, kind.name(), sequence))
+    }
+
+    fn inputs(&self, slices: &[&Slice]) -> Regions {
+        let one = |slice: &&Slice| Region::input(&*self.device, slice);
+        slices.iter().map(one).collect()
+    }
+
+    fn outputs(&self, slices: &[&Slice]) -> Regions {
+        let one = |slice: &&Slice| Region::output(&*self.device, slice);
+        slices.iter().map(one).collect()
+    }
+
+    fn algorithm(
+        &self,
+        kind: Kind,
+        algorithm: Algorithm,
+    ) -> Result<Option<NodeShape>, CollectiveError> {
+        match algorithm {
+            Algorithm::Direct => Ok(None),
+            Algorithm::Hierarchical(shape) if shape.ranks() == self.size() => Ok(Some(shape)),
+            Algorithm::Hierarchical(shape) => Err(checks::invalid(
+                kind,
+                format!(
+                    "{} nodes of {} ranks are not the {} ranks of this group",
+                    shape.nodes,
+                    shape.per_node,
+                    self.size()
+                ),
+            )),
+        }
+    }
+
+    fn signature(&self, kind: Kind, call: &Call, data: &Slice, elements: usize) -> Signature {
+        Signature {
+            element: Some(data.element()),
+            elements: elements as u64,
+            ..Signature::of(kind, &call.label)
+        }
+    }
+}
+
+type Regions = Result<Vec<Region>, DeviceError>;
+
+/// An operation before its memory is known to be there.
+struct Job {
+    signature: Signature,
+    inputs: Regions,
+    outputs: Regions,
+    plan: Plan,
+    next: Option<Next>,
+}
+
+impl Collectives for Communicator {
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn size(&self) -> usize {
+        self.group.members.len()
+    }
+
+    fn members(&self) -> &[usize] {
+        &self.group.members
+    }
+
+    fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    fn all_to_all(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        algorithm: Algorithm,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::AllToAll;
+        checks::equal_elements(kind, input, output)?;
+        checks::apart(kind, input, output)?;
+        let part = checks::parts(kind, input, self.size())? * input.element().size();
+        let (rank, sizes) = (self.rank(), vec![part; self.size()]);
+        let shape = self.algorithm(kind, algorithm)?;
+        let plan = match shape {
+            None => plan::all_to_all(rank, &sizes, &sizes),
+            Some(shape) => {
+                let transit = plan::Transit::equal(shape, part);
+                plan::hierarchical(rank, shape, &sizes, &sizes, &transit, false)
+            }
+        };
+        let job = Job {
+            signature: Signature {
+                per_node: shape.map_or(0, |shape| shape.per_node as u32),
+                ..self.signature(kind, call, input, input.elements())
+            },
+            inputs: self.inputs(&[input]),
+            outputs: self.outputs(&[output]),
+            plan,
+            next: None,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn all_to_all_by_counts(
+        &mut self,
+        input: &Slice,
+        sends: &[usize],
+        output: &Slice,
+        receives: &[usize],
+        algorithm: Algorithm,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::AllToAllByCounts;
+        checks::equal_types(kind, input, output)?;
+        checks::apart(kind, input, output)?;
+        let sends = checks::counts(kind, "sends", sends, input, self.size())?;
+        let receives = checks::counts(kind, "receives", receives, output, self.size())?;
+        let shape = self.algorithm(kind, algorithm)?;
+        let (plan, next) = match shape {
+            None => (plan::all_to_all(self.rank(), &sends, &receives), None),
+            Some(shape) => {
+                let first = plan::counts_inside_node(self.rank(), shape, &sends);
+                (
+                    first,
+                    Some(rest_of_hierarchical(self.rank(), shape, sends, receives)),
+                )
+            }
+        };
+        let job = Job {
+            signature: Signature {
+                per_node: shape.map_or(0, |shape| shape.per_node as u32),
+                ..self.signature(kind, call, input, 0)
+            },
+            inputs: self.inputs(&[input]),
+            outputs: self.outputs(&[output]),
+            plan,
+            next,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn all_gather(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::AllGather;
+        checks::equal_types(kind, input, output)?;
+        checks::whole_of_parts(kind, "output", output, "input", input, self.size())?;
+        checks::own_part_or_apart(kind, input, output, self.rank())?;
+        let plan = plan::all_gather(self.rank(), &vec![input.bytes(); self.size()]);
+        let job = Job {
+            signature: self.signature(kind, call, input, input.elements()),
+            inputs: self.inputs(&[input]),
+            outputs: self.outputs(&[output]),
+            plan,
+            next: None,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::ReduceScatter;
+        checks::equal_types(kind, input, output)?;
+        checks::whole_of_parts(kind, "input", input, "output", output, self.size())?;
+        let sizes = vec![output.bytes(); self.size()];
+        let job = Job {
+            signature: Signature {
+                reduction: Some(reduction),
+                ..self.signature(kind, call, input, input.elements())
+            },
+            inputs: self.inputs(&[input]),
+            outputs: self.outputs(&[output]),
+            plan: plan::reduce_scatter(self.rank(), &sizes, input.element(), reduction),
+            next: None,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn all_reduce(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::AllReduce;
+        checks::equal_elements(kind, input, output)?;
+        checks::same_or_apart(kind, input, output)?;
+        let (rank, size, element) = (self.rank(), self.size(), input.element());
+        let job = Job {
+            signature: Signature {
+                reduction: Some(reduction),
+                ..self.signature(kind, call, input, input.elements())
+            },
+            inputs: self.inputs(&[input]),
+            outputs: self.outputs(&[output]),
+            plan: plan::all_reduce(rank, size, input.bytes(), element, reduction),
+            next: None,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn broadcast(
+        &mut self,
+        data: &Slice,
+        root: usize,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::Broadcast;
+        checks::is_rank(kind, "the root", root, self.size())?;
+        let region = match self.rank() == root {
+            true => Region::both(&*self.device, data),
+            false => Region::output(&*self.device, data),
+        };
+        let job = Job {
+            signature: Signature {
+                root: root as u32,
+                ..self.signature(kind, call, data, data.elements())
+            },
+            inputs: Ok(Vec::new()),
+            outputs: region.map(|region| vec![region]),
+            plan: plan::broadcast(self.rank(), self.size(), root, data.bytes()),
+            next: None,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn exchange(
+        &mut self,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::Exchange;
+        checks::transfers(kind, self.rank(), self.size(), sends, receives)?;
+        let sizes = |list: &[Transfer]| -> Vec<(usize, usize)> {
+            list.iter().map(|t| (t.peer, t.slice.bytes())).collect()
+        };
+        let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
+        let job = Job {
+            signature: Signature::of(kind, &call.label),
+            inputs: self.inputs(&slices(sends)),
+            outputs: self.outputs(&slices(receives)),
+            plan: plan::exchange(self.rank(), &sizes(sends), &sizes(receives)),
+            next: None,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
+        let job = Job {
+            signature: Signature::of(Kind::Barrier, &call.label),
+            inputs: Ok(Vec::new()),
+            outputs: Ok(Vec::new()),
+            plan: plan::barrier(self.rank(), self.size()),
+            next: None,
+        };
+        self.start(Kind::Barrier, call, job)
+    }
+
+    fn gather_bytes(&mut self, own: &[u8], call: &Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let lengths = self.gather_host(
+            &(own.len() as u64).to_le_bytes(),
+            &[8].repeat(self.size()),
+            call,
+        )?;
+        let lengths = lengths.as_chunks::<8>().0.iter();
+        let sizes: Vec<usize> = lengths.map(|n| u64::from_le_bytes(*n) as usize).collect();
+        let all = self.gather_host(own, &sizes, call)?;
+        let starts = plan::offsets(&sizes);
+        Ok(starts
+            .windows(2)
+            .map(|w| all[w[0]..w[1]].to_vec())
+            .collect())
+    }
+
+    fn split(
+        &mut self,
+        color: Option<u32>,
+        key: i64,
+        call: &Call,
+    ) -> Result<Option<Box<dyn Collectives>>, CollectiveError> {
+        let sequence = self.sequence;
+        let group = self.split_group(color, key, call)?;
+        let communicator = |group| Communicator {
+            core: Arc::clone(&self.core),
+            device: Arc::clone(&self.device),
+            group: Arc::new(group),
+            sequence: 0,
+            deadline: self.deadline,
+        };
+        let context = crate::hash::of(&[
+            &self.group.context.to_le_bytes(),
+            &sequence.to_le_bytes(),
+            &color.unwrap_or_default().to_le_bytes(),
+        ]);
+        Ok(group.map(|(members, rank)| {
+            let group = Group {
+                context,
+                members,
+                rank,
+            };
+            Box::new(communicator(group)) as Box<dyn Collectives>
+        }))
+    }
+}
+
+impl Communicator {
+    /// Bytes of every rank, `sizes[p]` of rank `p`, one after the other.
+    fn gather_host(
+        &mut self,
+        own: &[u8],
+        sizes: &[usize],
+        call: &Call,
+    ) -> Result<Vec<u8>, CollectiveError> {
+        let job = Job {
+            signature: Signature::of(Kind::Agree, &call.label),
+            inputs: Ok(vec![Region::host(own.to_vec())]),
+            outputs: Ok(vec![Region::host(vec![0; sizes.iter().sum()])]),
+            plan: plan::all_gather(self.rank(), sizes),
+            next: None,
+        };
+        host_result(self.start(Kind::Agree, call, job)?)
+    }
+
+    /// Members of this rank's new group, by rank in the world, and its place there.
+    fn split_group(
+        &mut self,
+        color: Option<u32>,
+        key: i64,
+        call: &Call,
+    ) -> Result<Option<(Vec<usize>, usize)>, CollectiveError> {
+        let code = color.map_or(-1, i64::from);
+        let own = [code.to_le_bytes(), key.to_le_bytes()].concat();
+        let job = Job {
+            signature: Signature::of(Kind::Split, &call.label),
+            inputs: Ok(vec![Region::host(own.clone())]),
+            outputs: Ok(vec![Region::host(vec![0; own.len() * self.size()])]),
+            plan: plan::all_gather(self.rank(), &vec![own.len(); self.size()]),
+            next: None,
+        };
+        let all = host_result(self.start(Kind::Split, call, job)?)?;
+        let numbers: Vec<i64> = all
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .map(|n| i64::from_le_bytes(*n))
+            .collect();
+        let mut chosen: Vec<(i64, usize)> = (0..self.size())
+            .filter(|rank| numbers[2 * rank] == code)
+            .map(|rank| (numbers[2 * rank + 1], rank))
+            .collect();
+        chosen.sort_unstable();
+        let place = chosen.iter().position(|(_, rank)| *rank == self.rank());
+        let members = chosen
+            .iter()
+            .map(|(_, rank)| self.group.members[*rank])
+            .collect();
+        Ok(color.and(place).map(|place| (members, place)))
+    }
+}
+
+/// The exchange itself, once ranks of a node know each other's sizes.
+fn rest_of_hierarchical(
+    rank: usize,
+    shape: NodeShape,
+    sends: Vec<usize>,
+    receives: Vec<usize>,
+) -> Next {
+    Box::new(move |scratch| {
+        let transit = plan::Transit::read(shape, scratch);
+        let (node, _) = shape.split(rank);
+        for place in 0..shape.per_node {
+            let peer = shape.rank(node, place);
+            let (ours, theirs) = (
+                receives[peer] as u64,
+                transit.bytes(shape, place, node) as u64,
+            );
+            if ours != theirs {
+                let what = "the number of bytes from there to here";
+                return Err(Unequal {
+                    what,
+                    peer,
+                    ours,
+                    theirs,
+                });
+            }
+        }
+        Ok(plan::hierarchical(
+            rank, shape, &sends, &receives, &transit, true,
+        ))
+    })
+}

@@ -1,0 +1,423 @@
+//! Everything that is under way on a rank, over one engine.
+
+mod failure;
+
+use crate::CollectiveError;
+use crate::engine::Engine;
+use crate::error::At;
+use crate::letter::{Body, INLINE_BYTES, Key, Kind, Letter, Signature};
+use crate::memory::Region;
+use crate::operation::{Advance, Operation, Outgoing};
+use std::collections::{BTreeMap, HashMap};
+
+pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
+
+/// The operations of a rank, of all groups. Whoever calls it drives all of them.
+pub(crate) struct Core {
+    engine: Box<dyn Engine>,
+    operations: BTreeMap<u64, Operation>,
+    outcomes: HashMap<u64, Outcome>,
+    /// Letters of messages that no operation has taken yet.
+    arrived: HashMap<Key, (Signature, Body)>,
+    /// The last operation of a group that a rank was heard of.
+    heard: HashMap<(u64, usize), (u64, Kind)>,
+    /// Operations that were started in each group.
+    started: HashMap<u64, u64>,
+    /// The next tag for parcels to each rank.
+    tags: Vec<u32>,
+    next_id: u64,
+    failure: Option<CollectiveError>,
+}
+
+impl Core {
+    pub fn new(engine: Box<dyn Engine>) -> Core {
+        let tags = vec![0; engine.size()];
+        Core {
+            engine,
+            operations: BTreeMap::new(),
+            outcomes: HashMap::new(),
+            arrived: HashMap::new(),
+            heard: HashMap::new(),
+            started: HashMap::new(),
+            tags,
+            next_id: 0,
+            failure: None,
+        }
+    }
+
+    pub fn engine(&mut self) -> &mut dyn Engine {
+        &mut *self.engine
+    }
+
+    /// What failed before, as an error of a new operation.
+    pub fn usable(&self, operation: &str) -> Result<(), CollectiveError> {
+        match &self.failure {
+            None => Ok(()),
+            Some(failure) => Err(CollectiveError::Failed {
+                operation: operation.to_string(),
+                cause: failure.to_string(),
+            }),
+        }
+    }
+
+    /// Begins an operation and returns its number.
+    pub fn start(&mut self, mut operation: Operation) -> Result<u64, CollectiveError> {
+        self.progress();
+        self.usable(operation.signature.kind.name())?;
+        let (context, sequence) = (operation.group.context, operation.sequence);
+        self.started.insert(context, sequence + 1);
+        let id = self.next_id;
+        self.next_id += 1;
+        let begun = self
+            .early_mismatch(&operation)
+            .and_then(|()| self.step(&mut operation));
+        self.settle(id, operation, begun);
+        self.progress();
+        Ok(id)
+    }
+
+    /// The outcome, if there is one.
+    pub fn take(&mut self, id: u64) -> Option<Outcome> {
+        self.outcomes.remove(&id)
+    }
+
+    /// Nobody will ask for it any more.
+    pub fn abandon(&mut self, id: u64) {
+        self.outcomes.remove(&id);
+        if let Some(operation) = self.operations.get_mut(&id) {
+            operation.abandoned = true;
+        }
+    }
+
+    /// Does what can be done now; whether anything was.
+    pub fn progress(&mut self) -> bool {
+        let mut anything = false;
+        while self.failure.is_none() {
+            match self.round() {
+                Ok(true) => anything = true,
+                Ok(false) if !self.someone_left() => break,
+                Ok(false) => anything = true,
+                Err((id, error)) => self.fail(id, error),
+            }
+        }
+        anything
+    }
+
+    fn round(&mut self) -> Result<bool, (Option<u64>, CollectiveError)> {
+        let mut changed = false;
+        while let Some(letter) = self
+            .engine
+            .collect()
+            .map_err(|reason| (None, self.engine_error(self.nowhere(), reason)))?
+        {
+            changed = true;
+            self.arrive(&letter)?;
+        }
+        let ids: Vec<u64> = self.operations.keys().copied().collect();
+        for id in ids {
+            if let Some(mut operation) = self.operations.remove(&id) {
+                let moved = self.drive(&mut operation);
+                changed |= *moved.as_ref().unwrap_or(&true);
+                self.settle(id, operation, moved.map(|_| ()));
+            }
+            if self.failure.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(changed)
+    }
+
+    /// Keeps, ends or fails an operation after a part of it.
+    fn settle(&mut self, id: u64, mut operation: Operation, done: Result<(), CollectiveError>) {
+        let finished = operation.receiving.is_empty()
+            && operation.sending.is_empty()
+            && operation.phase == FINISHED;
+        let done = match done {
+            Ok(()) if !finished => {
+                self.operations.insert(id, operation);
+                return;
+            }
+            Ok(()) => self.leftover(&operation).and_then(|()| operation.finish()),
+            Err(error) => Err(error),
+        };
+        match done {
+            Ok(()) if operation.abandoned => {}
+            Ok(()) => {
+                self.outcomes.insert(id, Ok(operation.into_outputs()));
+            }
+            Err(error) => {
+                self.operations.insert(id, operation);
+                self.fail(Some(id), error);
+            }
+        }
+    }
+
+    /// Takes what has come for an operation; goes on when the exchange is complete.
+    fn drive(&mut self, operation: &mut Operation) -> Result<bool, CollectiveError> {
+        let before = operation.sending.len() + operation.receiving.len();
+        self.receive(operation)?;
+        let mut failed = None;
+        operation.sending.retain(|(_, ticket)| {
+            let sent = self.engine.finished(*ticket);
+            sent.map(|sent| !sent).unwrap_or_else(|reason| {
+                failed = Some(reason);
+                true
+            })
+        });
+        if let Some(reason) = failed {
+            return Err(self.engine_error(operation.at(), reason));
+        }
+        if operation.sending.is_empty() && operation.receiving.is_empty() {
+            self.step(operation)?;
+            return Ok(true);
+        }
+        Ok(before != operation.sending.len() + operation.receiving.len())
+    }
+
+    fn receive(&mut self, operation: &mut Operation) -> Result<(), CollectiveError> {
+        let mut left = Vec::with_capacity(operation.receiving.len());
+        for mut incoming in std::mem::take(&mut operation.receiving) {
+            let key = operation.key(incoming.from, incoming.index);
+            if incoming.parcel.is_none() && self.arrived.contains_key(&key) {
+                let (_, body) = self.arrived.remove(&key).unwrap_or_else(|| unreachable!());
+                compare_bytes(operation, incoming.from, incoming.bytes, body.bytes())?;
+                match body {
+                    Body::Inline(data) => {
+                        // SAFETY: the operation keeps `bytes` bytes there, and they are
+                        // as many as the letter's.
+                        unsafe { std::ptr::copy(data.as_ptr(), incoming.to, data.len()) };
+                        continue;
+                    }
+                    Body::Parcel { tag, .. } => {
+                        // SAFETY: the memory is the operation's, which lives until this
+                        // has ended; see `end`.
+                        let begun = unsafe {
+                            self.engine
+                                .receive(incoming.from, tag, incoming.to, incoming.bytes)
+                        };
+                        let at = || operation.at();
+                        incoming.parcel =
+                            Some(begun.map_err(|reason| self.engine_error(at(), reason))?);
+                    }
+                }
+            } else if incoming.parcel.is_none() {
+                self.check_order(operation, incoming.from)?;
+            }
+            let finished = match incoming.parcel {
+                Some(ticket) => self
+                    .engine
+                    .finished(ticket)
+                    .map_err(|reason| self.engine_error(operation.at(), reason))?,
+                None => false,
+            };
+            if !finished {
+                left.push(incoming);
+            }
+        }
+        operation.receiving = left;
+        Ok(())
+    }
+
+    /// The first messages of an operation are posted when it starts, so a rank that is
+    /// further has called something that sends nothing here.
+    fn check_order(&self, operation: &Operation, from: usize) -> Result<(), CollectiveError> {
+        let heard = self.heard.get(&(operation.group.context, from));
+        let Some((sequence, kind)) = heard else {
+            return Ok(());
+        };
+        if operation.phase > 0 || *sequence <= operation.sequence {
+            return Ok(());
+        }
+        Err(CollectiveError::Mismatch {
+            at: operation.at(),
+            peer: from,
+            what: "what this rank is to get",
+            ours: "a message".to_string(),
+            theirs: format!("none, it is at operation {sequence} `{}`", kind.name()),
+        })
+    }
+
+    /// Begins the next exchange, or finishes.
+    fn step(&mut self, operation: &mut Operation) -> Result<(), CollectiveError> {
+        match operation.advance()? {
+            Advance::Finished => operation.phase = FINISHED,
+            Advance::Exchange(messages) => {
+                for message in messages {
+                    self.send(operation, &message)
+                        .map_err(|reason| self.engine_error(operation.at(), reason))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, operation: &mut Operation, message: &Outgoing) -> Result<(), String> {
+        let inline = message.bytes <= INLINE_BYTES;
+        let tag = self.tags[message.to];
+        let body = if inline {
+            // SAFETY: the operation keeps so many bytes there.
+            let data = unsafe { std::slice::from_raw_parts(message.from, message.bytes) };
+            Body::Inline(data.to_vec())
+        } else {
+            self.tags[message.to] = if tag == self.engine.last_tag() {
+                0
+            } else {
+                tag + 1
+            };
+            let bytes = message.bytes as u64;
+            Body::Parcel { tag, bytes }
+        };
+        let letter = Letter::Message {
+            key: operation.key(self.engine.rank(), message.index),
+            signature: operation.signature.clone(),
+            body,
+        };
+        self.engine.post(message.to, &letter.encode())?;
+        if !inline {
+            // SAFETY: the memory is the operation's, which lives until this has ended;
+            // see `end`.
+            let begun = unsafe {
+                self.engine
+                    .send(message.to, tag, message.from, message.bytes)
+            };
+            operation.sending.push((message.to, begun?));
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, bytes: &[u8]) -> Result<(), (Option<u64>, CollectiveError)> {
+        match Letter::decode(bytes) {
+            Some(Letter::Message {
+                key,
+                signature,
+                body,
+            }) => self.message_arrived(key, signature, body),
+            Some(Letter::Failure { from, reason }) => Err((
+                None,
+                CollectiveError::Peer {
+                    at: self.nowhere(),
+                    peer: from as usize,
+                    cause: format!("gave up: {reason}"),
+                },
+            )),
+            None => {
+                let reason = "a letter cannot be read: the ranks run different versions";
+                let error = self.engine_error(self.nowhere(), reason.to_string());
+                Err((None, error))
+            }
+        }
+    }
+
+    fn message_arrived(
+        &mut self,
+        key: Key,
+        signature: Signature,
+        body: Body,
+    ) -> Result<(), (Option<u64>, CollectiveError)> {
+        let heard = self
+            .heard
+            .entry((key.context, key.from as usize))
+            .or_insert((key.sequence, signature.kind));
+        if heard.0 <= key.sequence {
+            *heard = (key.sequence, signature.kind);
+        }
+        let running = self.operations.iter().find(|(_, operation)| {
+            operation.group.context == key.context && operation.sequence == key.sequence
+        });
+        match running {
+            Some((id, operation)) => {
+                compare(operation, key.from as usize, &signature).map_err(|e| (Some(*id), e))?;
+            }
+            None if self.started.get(&key.context) > Some(&key.sequence) => {
+                return Err((None, self.surplus(&key, &signature)));
+            }
+            None => {}
+        }
+        self.arrived.insert(key, (signature, body));
+        Ok(())
+    }
+
+    /// Letters that came before the operation was called here.
+    fn early_mismatch(&self, operation: &Operation) -> Result<(), CollectiveError> {
+        let same = |key: &Key| {
+            key.context == operation.group.context && key.sequence == operation.sequence
+        };
+        let mut early = self.arrived.iter().filter(|(key, _)| same(key));
+        early.try_for_each(|(key, (signature, _))| compare(operation, key.from as usize, signature))
+    }
+
+    /// Letters that nobody has asked for.
+    fn leftover(&self, operation: &Operation) -> Result<(), CollectiveError> {
+        let left = self.arrived.iter().find(|(key, _)| {
+            key.context == operation.group.context && key.sequence == operation.sequence
+        });
+        match left {
+            None => Ok(()),
+            Some((key, (signature, _))) => Err(self.surplus(key, signature)),
+        }
+    }
+
+    fn surplus(&self, key: &Key, signature: &Signature) -> CollectiveError {
+        CollectiveError::Mismatch {
+            at: Box::new(At {
+                operation: signature.kind.name(),
+                sequence: key.sequence,
+                label: signature.label.clone(),
+                ..*self.nowhere()
+            }),
+            peer: key.from as usize,
+            what: "the number of messages",
+            ours: "no more are received".to_string(),
+            theirs: "one more is sent".to_string(),
+        }
+    }
+}
+
+/// The phase of an operation that has nothing left to do.
+const FINISHED: u32 = u32::MAX;
+
+fn compare(operation: &Operation, from: usize, theirs: &Signature) -> Result<(), CollectiveError> {
+    match operation.signature.difference(theirs) {
+        None => Ok(()),
+        Some((what, ours, theirs)) => Err(CollectiveError::Mismatch {
+            at: operation.at(),
+            peer: from,
+            what,
+            ours,
+            theirs,
+        }),
+    }
+}
+
+fn compare_bytes(
+    operation: &Operation,
+    from: usize,
+    ours: usize,
+    theirs: u64,
+) -> Result<(), CollectiveError> {
+    if ours as u64 == theirs {
+        return Ok(());
+    }
+    Err(CollectiveError::Mismatch {
+        at: operation.at(),
+        peer: from,
+        what: "the number of bytes from there to here",
+        ours: ours.to_string(),
+        theirs: theirs.to_string(),
+    })
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.panicked();
+        }
+        if self.operations.is_empty() {
+            return;
+        }
+        let released = self.engine.revoke();
+        for (_, operation) in std::mem::take(&mut self.operations) {
+            failure::end(operation, released);
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! An operation that was started.
+
+use crate::CollectiveError;
+use crate::core::{Core, Outcome};
+use crate::memory::Region;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// An operation under way. Dropping it ends nothing: the operation goes on in later calls,
+/// and keeps its memory.
+#[must_use = "an operation is finished only when `wait` has returned"]
+pub struct Handle {
+    core: Arc<Mutex<Core>>,
+    id: u64,
+    operation: &'static str,
+    sequence: u64,
+    outcome: Option<Outcome>,
+}
+
+/// Calls that found nothing to do before the first pause.
+const EAGER: u32 = 200;
+/// The longest pause.
+const PAUSE: Duration = Duration::from_micros(200);
+
+pub(crate) fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
+    core.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Handle {
+    pub(crate) fn new(
+        core: &Arc<Mutex<Core>>,
+        id: u64,
+        operation: &'static str,
+        sequence: u64,
+    ) -> Handle {
+        Handle {
+            core: Arc::clone(core),
+            id,
+            operation,
+            sequence,
+            outcome: None,
+        }
+    }
+
+    /// The operation's kind: `all_to_all`.
+    pub fn operation(&self) -> &'static str {
+        self.operation
+    }
+
+    /// Its number within the group.
+    pub fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Whether it has ended, well or not; [`Handle::wait`] then returns at once.
+    pub fn test(&mut self) -> bool {
+        self.poll();
+        self.outcome.is_some()
+    }
+
+    /// Waits until it has ended, at most until its deadline.
+    ///
+    /// # Errors
+    /// Whatever made it fail.
+    pub fn wait(self) -> Result<(), CollectiveError> {
+        self.regions().map(|_| ())
+    }
+
+    pub(crate) fn regions(mut self) -> Outcome {
+        let mut idle = 0;
+        loop {
+            let moved = self.poll();
+            if let Some(outcome) = self.outcome.take() {
+                return outcome;
+            }
+            idle = if moved { 0 } else { idle + 1 };
+            match idle {
+                0 => {}
+                1..EAGER => std::thread::yield_now(),
+                _ => std::thread::sleep(PAUSE.min(Duration::from_micros(u64::from(idle) / 10))),
+            }
+        }
+    }
+
+    /// Does what can be done; whether anything was.
+    fn poll(&mut self) -> bool {
+        if self.outcome.is_some() {
+            return false;
+        }
+        let mut core = lock(&self.core);
+        let moved = core.progress();
+        self.outcome = core.take(self.id);
+        if self.outcome.is_none() && !moved {
+            core.expire(self.id);
+            self.outcome = core.take(self.id);
+        }
+        moved
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if self.outcome.is_none() {
+            lock(&self.core).abandon(self.id);
+        }
+    }
+}
+
+impl std::fmt::Debug for Handle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Handle({} `{}`)", self.sequence, self.operation)
+    }
+}
+
+/// The only result that is memory of the host.
+pub(crate) fn host_result(handle: Handle) -> Result<Vec<u8>, CollectiveError> {
+    let regions = handle.regions()?;
+    Ok(regions
+        .into_iter()
+        .next()
+        .map(Region::into_host)
+        .unwrap_or_default())
+}

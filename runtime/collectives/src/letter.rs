@@ -1,0 +1,361 @@
+//! What ranks tell each other: small letters, each with the whole signature of the
+//! operation that it is part of, so that ranks that call different things find out.
+
+use crate::engine::LETTER_BYTES;
+use crate::{Element, Reduction};
+
+const MAGIC: u32 = 0x6d6f_6503;
+const HEAD: usize = 112;
+const LABEL: usize = 32;
+
+/// The most bytes of data that a letter carries itself.
+pub const INLINE_BYTES: usize = LETTER_BYTES - HEAD;
+
+/// A kind of operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    AllToAll = 1,
+    AllToAllByCounts = 2,
+    AllGather = 3,
+    ReduceScatter = 4,
+    AllReduce = 5,
+    Broadcast = 6,
+    Exchange = 7,
+    Barrier = 8,
+    Split = 9,
+    Agree = 10,
+}
+
+impl Kind {
+    const ALL: [Kind; 10] = [
+        Kind::AllToAll,
+        Kind::AllToAllByCounts,
+        Kind::AllGather,
+        Kind::ReduceScatter,
+        Kind::AllReduce,
+        Kind::Broadcast,
+        Kind::Exchange,
+        Kind::Barrier,
+        Kind::Split,
+        Kind::Agree,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::AllToAll => "all_to_all",
+            Kind::AllToAllByCounts => "all_to_all_by_counts",
+            Kind::AllGather => "all_gather",
+            Kind::ReduceScatter => "reduce_scatter",
+            Kind::AllReduce => "all_reduce",
+            Kind::Broadcast => "broadcast",
+            Kind::Exchange => "exchange",
+            Kind::Barrier => "barrier",
+            Kind::Split => "split",
+            Kind::Agree => "agree",
+        }
+    }
+}
+
+/// What must be the same on every rank of an operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signature {
+    pub kind: Kind,
+    pub element: Option<Element>,
+    pub reduction: Option<Reduction>,
+    /// Ranks of a node of the hierarchical algorithm; 0 with the direct one.
+    pub per_node: u32,
+    pub root: u32,
+    /// 0 where ranks may differ.
+    pub elements: u64,
+    /// The beginning of what the caller called it.
+    pub label: String,
+}
+
+impl Signature {
+    pub fn of(kind: Kind, label: &str) -> Signature {
+        let mut end = label.len().min(LABEL);
+        while !label.is_char_boundary(end) {
+            end -= 1;
+        }
+        Signature {
+            kind,
+            element: None,
+            reduction: None,
+            per_node: 0,
+            root: 0,
+            elements: 0,
+            label: label[..end].to_string(),
+        }
+    }
+
+    /// The first thing that differs: what it is, here and there.
+    pub fn difference(&self, other: &Signature) -> Option<(&'static str, String, String)> {
+        if self == other {
+            return None;
+        }
+        let both = self.fields().into_iter().zip(other.fields());
+        both.map(|((what, ours), (_, theirs))| (what, ours, theirs))
+            .find(|(_, ours, theirs)| ours != theirs)
+    }
+
+    fn fields(&self) -> [(&'static str, String); 7] {
+        let element = self.element.map_or("none", Element::name);
+        let reduction = self.reduction.map_or("none", Reduction::name);
+        let algorithm = match self.per_node {
+            0 => "direct".to_string(),
+            m => format!("hierarchical with {m} ranks per node"),
+        };
+        [
+            ("the operation", format!("`{}`", self.kind.name())),
+            ("the label", format!("`{}`", self.label)),
+            ("the element type", element.to_string()),
+            ("the reduction", reduction.to_string()),
+            ("the number of elements", self.elements.to_string()),
+            ("the root", self.root.to_string()),
+            ("the algorithm", algorithm),
+        ]
+    }
+}
+
+/// Which message a letter announces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Key {
+    /// The group.
+    pub context: u64,
+    pub sequence: u64,
+    pub phase: u32,
+    /// The sender, in the world.
+    pub from: u32,
+    /// Which of the messages between these two in that phase.
+    pub index: u32,
+}
+
+/// How the bytes come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Body {
+    /// In the letter.
+    Inline(Vec<u8>),
+    /// As a parcel.
+    Parcel { tag: u32, bytes: u64 },
+}
+
+impl Body {
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Body::Inline(data) => data.len() as u64,
+            Body::Parcel { bytes, .. } => *bytes,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Letter {
+    Message {
+        key: Key,
+        signature: Signature,
+        body: Body,
+    },
+    /// The sender has given up, and why.
+    Failure { from: u32, reason: String },
+}
+
+impl Letter {
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(HEAD);
+        out.extend(MAGIC.to_le_bytes());
+        match self {
+            Letter::Failure { from, reason } => {
+                out.extend(0u32.to_le_bytes());
+                out.extend(from.to_le_bytes());
+                let mut end = reason.len().min(INLINE_BYTES);
+                while !reason.is_char_boundary(end) {
+                    end -= 1;
+                }
+                out.extend(&reason.as_bytes()[..end]);
+            }
+            Letter::Message {
+                key,
+                signature,
+                body,
+            } => encode_message(&mut out, key, signature, body),
+        }
+        out
+    }
+
+    /// `None` for what no rank of this version has written.
+    pub fn decode(bytes: &[u8]) -> Option<Letter> {
+        let mut reader = Reader(bytes);
+        if reader.u32()? != MAGIC {
+            return None;
+        }
+        if reader.u32()? == 0 {
+            let from = reader.u32()?;
+            let reason = String::from_utf8_lossy(reader.0).into_owned();
+            return Some(Letter::Failure { from, reason });
+        }
+        decode_message(reader)
+    }
+}
+
+fn encode_message(out: &mut Vec<u8>, key: &Key, signature: &Signature, body: &Body) {
+    let (tag, inline) = match body {
+        Body::Inline(_) => (0, 1u32),
+        Body::Parcel { tag, .. } => (*tag, 0),
+    };
+    out.extend(1u32.to_le_bytes());
+    for number in [key.context, key.sequence, body.bytes(), signature.elements] {
+        out.extend(number.to_le_bytes());
+    }
+    let small = [key.phase, key.from, key.index, tag, inline];
+    for number in small
+        .into_iter()
+        .chain([signature.per_node, signature.root])
+    {
+        out.extend(number.to_le_bytes());
+    }
+    out.push(signature.kind as u8);
+    out.push(signature.element.map_or(0, |e| e as u8));
+    out.push(signature.reduction.map_or(0, |r| r as u8));
+    out.push(signature.label.len() as u8);
+    let mut label = [0; LABEL];
+    label[..signature.label.len()].copy_from_slice(signature.label.as_bytes());
+    out.extend(label);
+    out.resize(HEAD, 0);
+    if let Body::Inline(data) = body {
+        out.extend(data);
+    }
+}
+
+fn decode_message(mut reader: Reader<'_>) -> Option<Letter> {
+    let [context, sequence, bytes, elements] = reader.array(Reader::u64)?;
+    let [phase, from, index, tag, inline, per_node, root] = reader.array(Reader::u32)?;
+    let [kind, element, reduction, length] = reader.array(Reader::u8)?;
+    let label = String::from_utf8_lossy(reader.take(LABEL)?.get(..length as usize)?).into_owned();
+    reader.take(HEAD - 104)?;
+    let body = match inline {
+        0 => Body::Parcel { tag, bytes },
+        _ if reader.0.len() as u64 == bytes => Body::Inline(reader.0.to_vec()),
+        _ => return None,
+    };
+    let signature = Signature {
+        kind: Kind::ALL.into_iter().find(|k| *k as u8 == kind)?,
+        element: Element::from_code(element),
+        reduction: Reduction::from_code(reduction),
+        per_node,
+        root,
+        elements,
+        label,
+    };
+    let key = Key {
+        context,
+        sequence,
+        phase,
+        from,
+        index,
+    };
+    Some(Letter::Message {
+        key,
+        signature,
+        body,
+    })
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, bytes: usize) -> Option<&'a [u8]> {
+        let (head, rest) = self.0.split_at_checked(bytes)?;
+        self.0 = rest;
+        Some(head)
+    }
+
+    fn u8(&mut self) -> Option<u8> {
+        Some(self.take(1)?[0])
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
+    }
+
+    fn array<T: Copy + Default, const N: usize>(
+        &mut self,
+        one: fn(&mut Self) -> Option<T>,
+    ) -> Option<[T; N]> {
+        let mut list = [T::default(); N];
+        for item in &mut list {
+            *item = one(self)?;
+        }
+        Some(list)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(body: Body) -> Letter {
+        Letter::Message {
+            key: Key {
+                context: 7,
+                sequence: 1 << 40,
+                phase: 2,
+                from: 3,
+                index: 1,
+            },
+            signature: Signature {
+                element: Some(Element::Bf16),
+                reduction: Some(Reduction::Max),
+                per_node: 8,
+                root: 5,
+                elements: 99,
+                ..Signature::of(Kind::AllReduce, "layer 3 of 40, gradients of experté")
+            },
+            body,
+        }
+    }
+
+    #[test]
+    fn letters_read_back() {
+        let reason = "no memory".to_string();
+        for letter in [
+            message(Body::Inline(vec![1, 2, 3])),
+            message(Body::Inline(Vec::new())),
+            message(Body::Parcel {
+                tag: 9,
+                bytes: 1 << 33,
+            }),
+            Letter::Failure { from: 4, reason },
+        ] {
+            let bytes = letter.encode();
+            assert_eq!(Letter::decode(&bytes), Some(letter));
+            for end in 0..bytes.len().min(HEAD) {
+                if let Some(Letter::Message { .. }) = Letter::decode(&bytes[..end]) {
+                    panic!("{end} bytes were read as a message");
+                }
+            }
+        }
+        assert!(message(Body::Inline(vec![0; INLINE_BYTES])).encode().len() <= LETTER_BYTES);
+    }
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let ours = Signature::of(Kind::AllGather, "counts");
+        assert_eq!(ours.difference(&ours), None);
+        let theirs = Signature {
+            elements: 4,
+            ..ours.clone()
+        };
+        let (what, here, there) = ours.difference(&theirs).unwrap();
+        assert_eq!(
+            (what, &*here, &*there),
+            ("the number of elements", "0", "4")
+        );
+        let other = Signature::of(Kind::Barrier, "x");
+        assert_eq!(ours.difference(&other).unwrap().2, "`barrier`");
+    }
+}

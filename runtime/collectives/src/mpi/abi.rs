@@ -1,0 +1,86 @@
+//! The binary interfaces of MPI libraries, in so far as they differ.
+//!
+//! The interface of MPI 5 is the standard's own; Open MPI 4 and 5 and MPICH 3 and 4 (with
+//! Intel's library and others that descend from it) have theirs. No field of a status is
+//! read, so a status is only room for the largest.
+
+use super::table::{Calls, Integers, Pointers};
+use moesaic_dl::{DlError, Library};
+use std::ffi::{c_int, c_void};
+use std::path::Path;
+
+/// A communicator, a request, a type or an error handler: a pointer or an `int`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Handle(pub usize);
+
+/// Room for a status of any library: the standard's has 32 bytes, and is the largest.
+#[repr(C, align(16))]
+#[derive(Clone, Copy, Default)]
+pub struct Status([u64; 8]);
+
+/// Numbers that a library gives to the things that are used here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Abi {
+    /// In words: `the standard ABI of MPI 5`.
+    pub name: &'static str,
+    pub comm_world: Handle,
+    pub byte: Handle,
+    pub errors_return: Handle,
+    pub any_source: c_int,
+    pub thread_serialized: c_int,
+    pub tag_ub: c_int,
+}
+
+const STANDARD: Abi = Abi {
+    name: "the standard ABI of MPI 5",
+    comm_world: Handle(0x101),
+    byte: Handle(0x247),
+    errors_return: Handle(0x143),
+    any_source: -1,
+    thread_serialized: 2048,
+    tag_ub: 501,
+};
+
+/// `int` handles.
+const MPICH: Abi = Abi {
+    name: "MPICH's ABI",
+    comm_world: Handle(0x4400_0000),
+    byte: Handle(0x4c00_010d),
+    errors_return: Handle(0x5400_0001),
+    any_source: -2,
+    thread_serialized: 2,
+    tag_ub: 0x6440_0001,
+};
+
+/// Handles are addresses of the library's own objects.
+fn open_mpi(library: &Library) -> Result<Abi, DlError> {
+    // SAFETY: only the symbol's address is taken.
+    let address = |symbol: &str| unsafe { library.symbol::<*const c_void>(symbol) };
+    Ok(Abi {
+        name: "Open MPI's ABI",
+        comm_world: Handle(address("ompi_mpi_comm_world")?.addr()),
+        byte: Handle(address("ompi_mpi_byte")?.addr()),
+        errors_return: Handle(address("ompi_mpi_errors_return")?.addr()),
+        any_source: -1,
+        thread_serialized: 2,
+        tag_ub: 0,
+    })
+}
+
+/// The library's functions, and its numbers.
+///
+/// A file of the name `libmpi_abi` has the standard interface, whatever else it has. Of
+/// others, Open MPI's objects tell them apart.
+pub fn load(library: Library) -> Result<(Box<dyn Calls>, Abi), DlError> {
+    let file = Path::new(library.name()).file_name().unwrap_or_default();
+    if file.to_string_lossy().starts_with("libmpi_abi") {
+        // SAFETY: the signatures are those of the standard, whose handles are pointers.
+        return Ok((Box::new(unsafe { Pointers::load(library)? }), STANDARD));
+    }
+    match open_mpi(&library) {
+        // SAFETY: as above; Open MPI's handles are pointers, too.
+        Ok(abi) => Ok((Box::new(unsafe { Pointers::load(library)? }), abi)),
+        // SAFETY: MPICH's handles are `int`, and what is no MPI lacks the functions.
+        Err(_) => Ok((Box::new(unsafe { Integers::load(library)? }), MPICH)),
+    }
+}

@@ -1,0 +1,447 @@
+//! MPI as an engine: non-blocking messages between two ranks, and nothing else.
+
+use super::abi::{Abi, Handle, Status};
+use super::table::{Calls, Message, TagBound};
+use crate::engine::{Engine, LETTER_BYTES, Ticket};
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::time::{Duration, Instant};
+
+/// The tag of letters; parcels have those after it.
+const LETTERS: c_int = 0;
+/// Bytes of one message where counts are `int`, and of the parts of a larger one.
+const CHUNK: usize = 1 << 30;
+/// Parcels between two ranks at one time are fewer.
+const MOST_TAGS: u32 = 1 << 20;
+/// How long the end waits for letters to leave.
+const CLOSING: Duration = Duration::from_secs(10);
+
+/// A rank that is a process under MPI.
+pub struct Mpi {
+    calls: Box<dyn Calls>,
+    abi: Abi,
+    comm: Handle,
+    rank: usize,
+    size: usize,
+    last_tag: u32,
+    version: String,
+    /// Whether this object has initialised MPI, and so ends it.
+    owner: bool,
+    /// Room for the next letter, and its request. It is MPI's until the request is done.
+    letter: Box<[u8; LETTER_BYTES]>,
+    awaited: usize,
+    /// Letters on their way.
+    posted: Vec<(Box<[u8]>, usize)>,
+    /// Requests of parcels, those of one in the order of its parts.
+    parcels: HashMap<u64, Vec<usize>>,
+    next: u64,
+    closed: bool,
+}
+
+impl Mpi {
+    /// Initialises MPI if nobody has, and takes a communicator of its own.
+    pub fn start(calls: Box<dyn Calls>, abi: Abi, deadline: Duration) -> Result<Mpi, String> {
+        let mut mpi = Mpi {
+            calls,
+            abi,
+            comm: abi.comm_world,
+            rank: 0,
+            size: 0,
+            last_tag: 0,
+            version: String::new(),
+            owner: false,
+            letter: Box::new([0; LETTER_BYTES]),
+            awaited: 0,
+            posted: Vec::new(),
+            parcels: HashMap::new(),
+            next: 0,
+            closed: true,
+        };
+        mpi.version = version(&*mpi.calls)?;
+        mpi.initialize()?;
+        let number = |function: &dyn Fn(*mut c_int) -> c_int| {
+            let mut value = 0;
+            let code = function(&mut value);
+            mpi.check("MPI_Comm_rank or MPI_Comm_size", code)
+                .map(|()| value)
+        };
+        // SAFETY: MPI is initialised; the pointers are to numbers of that size.
+        let rank = number(&|value| unsafe { mpi.calls.comm_rank(abi.comm_world, value) })?;
+        // SAFETY: as above.
+        let size = number(&|value| unsafe { mpi.calls.comm_size(abi.comm_world, value) })?;
+        let last_tag = mpi.greatest_tag()?;
+        (mpi.rank, mpi.size) = (rank as usize, size as usize);
+        mpi.last_tag = (last_tag - 1).min(MOST_TAGS);
+        mpi.comm = mpi.duplicate(deadline)?;
+        mpi.await_letter()?;
+        mpi.closed = false;
+        Ok(mpi)
+    }
+
+    fn initialize(&mut self) -> Result<(), String> {
+        let (mut flag, mut provided) = (0, 0);
+        // SAFETY: allowed at any time; the pointer is to an int.
+        let code = unsafe { self.calls.initialized(&mut flag) };
+        self.check("MPI_Initialized", code)?;
+        let wanted = self.abi.thread_serialized;
+        self.owner = flag == 0;
+        let code = match self.owner {
+            // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
+            true => unsafe { self.calls.init_thread(wanted, &mut provided) },
+            // SAFETY: MPI is initialised.
+            false => unsafe { self.calls.query_thread(&mut provided) },
+        };
+        self.check("MPI_Init_thread", code)?;
+        if provided < wanted {
+            return Err(format!(
+                "{} allows calls from one thread only (level {provided}; {wanted} is needed): \
+                 initialise MPI with MPI_THREAD_SERIALIZED or more",
+                self.version
+            ));
+        }
+        let (world, returns) = (self.abi.comm_world, self.abi.errors_return);
+        if self.owner {
+            // SAFETY: MPI is initialised, and the handles are the library's own.
+            let code = unsafe { self.calls.comm_set_errhandler(world, returns) };
+            self.check("MPI_Comm_set_errhandler", code)?;
+        }
+        Ok(())
+    }
+
+    fn greatest_tag(&self) -> Result<u32, String> {
+        let mut bound: TagBound = std::ptr::null();
+        let mut flag = 0;
+        let value = (&raw mut bound).cast::<c_void>();
+        // SAFETY: the attribute's value is a pointer, and `bound` is one.
+        let code = unsafe {
+            self.calls
+                .comm_get_attr(self.abi.comm_world, self.abi.tag_ub, value, &mut flag)
+        };
+        self.check("MPI_Comm_get_attr", code)?;
+        if flag == 0 || bound.is_null() {
+            return Err(format!("{} does not say its greatest tag", self.version));
+        }
+        // SAFETY: MPI keeps the number it points to.
+        Ok(unsafe { *bound }.max(2) as u32)
+    }
+
+    /// Others may use the world's communicator for messages of their own.
+    fn duplicate(&self, deadline: Duration) -> Result<Handle, String> {
+        // What MPI writes later is never freed, since it may come after the deadline.
+        let cell = Box::leak(Box::new([0usize; 2]));
+        let [comm, request] = cell;
+        // SAFETY: both places live for the rest of the process.
+        let code = unsafe { self.calls.comm_idup(self.abi.comm_world, comm, request) };
+        self.check("MPI_Comm_idup", code)?;
+        let until = Instant::now() + deadline;
+        while !self.done(request, &mut Status::default())? {
+            if Instant::now() > until {
+                return Err(format!(
+                    "not all of the {} ranks came within {:.0} s",
+                    self.size,
+                    deadline.as_secs_f64()
+                ));
+            }
+            std::thread::yield_now();
+        }
+        let comm = Handle(*comm);
+        // SAFETY: the communicator is there, and the handler is the library's own.
+        let code = unsafe { self.calls.comm_set_errhandler(comm, self.abi.errors_return) };
+        self.check("MPI_Comm_set_errhandler", code)?;
+        Ok(comm)
+    }
+
+    fn check(&self, function: &str, code: c_int) -> Result<(), String> {
+        if code == 0 {
+            return Ok(());
+        }
+        let mut text = [0 as c_char; 8192];
+        let mut length = 0;
+        // SAFETY: the room is larger than any library's longest message.
+        unsafe {
+            self.calls
+                .error_string(code, text.as_mut_ptr(), &mut length)
+        };
+        // SAFETY: the last byte is still zero.
+        let words = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
+        Err(format!("{function}: {words} (error {code})"))
+    }
+
+    fn done(&self, request: &mut usize, status: &mut Status) -> Result<bool, String> {
+        let mut flag = 0;
+        // SAFETY: the request is one of this object's, and was not done before.
+        let code = unsafe { self.calls.test(request, &mut flag, status) };
+        self.check("MPI_Test", code)?;
+        Ok(flag != 0)
+    }
+
+    fn message(&self, peer: c_int, tag: c_int, bytes: usize) -> Message {
+        Message {
+            bytes,
+            byte: self.abi.byte,
+            peer,
+            tag,
+            comm: self.comm,
+        }
+    }
+
+    fn await_letter(&mut self) -> Result<(), String> {
+        let message = self.message(self.abi.any_source, LETTERS, LETTER_BYTES);
+        let room = self.letter.as_mut_ptr().cast();
+        // SAFETY: the room is kept until the request is done, or for ever: see `drop`.
+        let code = unsafe { self.calls.irecv(room, message, &mut self.awaited) };
+        self.check("MPI_Irecv", code)
+    }
+
+    /// Forgets letters that have left.
+    fn sweep(&mut self) -> Result<(), String> {
+        let mut index = 0;
+        while index < self.posted.len() {
+            let mut request = self.posted[index].1;
+            match self.done(&mut request, &mut Status::default())? {
+                true => drop(self.posted.swap_remove(index)),
+                false => {
+                    self.posted[index].1 = request;
+                    index += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn chunk(&self) -> usize {
+        if self.calls.large() {
+            usize::MAX
+        } else {
+            CHUNK
+        }
+    }
+
+    /// Begins the parts of a parcel with `begin(offset, bytes)`.
+    fn parts(
+        &mut self,
+        bytes: usize,
+        begin: impl Fn(&Mpi, usize, usize, &mut usize) -> Result<(), String>,
+    ) -> Result<Ticket, String> {
+        self.next += 1;
+        let id = self.next;
+        let mut offset = 0;
+        while offset < bytes {
+            let part = self.chunk().min(bytes - offset);
+            let mut request = 0;
+            begin(self, offset, part, &mut request)?;
+            // Also after an error: MPI may touch memory of parts that were begun.
+            self.parcels.entry(id).or_default().push(request);
+            offset += part;
+        }
+        Ok(Ticket(id))
+    }
+}
+
+/// What the library calls itself, its first line.
+pub fn version(calls: &dyn Calls) -> Result<String, String> {
+    let mut text = [0 as c_char; 8192 + 1];
+    let mut length = 0;
+    // SAFETY: allowed at any time; the room is what the standard asks for at most.
+    let code = unsafe { calls.library_version(text.as_mut_ptr(), &mut length) };
+    if code != 0 {
+        return Err(format!("MPI_Get_library_version: error {code}"));
+    }
+    // SAFETY: the last byte is still zero.
+    let words = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
+    let words: Vec<&str> = words.split_whitespace().collect();
+    Ok(short(&words.join(" ")))
+}
+
+/// `Open MPI v4.1.4`, `MPICH Version: 5.0.2`: what comes after is how it was built.
+fn short(words: &str) -> String {
+    let end = words.find([',', ';']).unwrap_or(words.len());
+    let end = words.find(" MPICH Release").unwrap_or(end).min(end);
+    words[..end].chars().take(80).collect()
+}
+
+impl Engine for Mpi {
+    fn name(&self) -> String {
+        format!("MPI ({})", self.version)
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn last_tag(&self) -> u32 {
+        self.last_tag
+    }
+
+    fn post(&mut self, to: usize, letter: &[u8]) -> Result<(), String> {
+        self.sweep()?;
+        let letter: Box<[u8]> = letter.into();
+        let message = self.message(to as c_int, LETTERS, letter.len());
+        let mut request = 0;
+        // SAFETY: the letter is kept until the request is done, or for ever: see `drop`.
+        let code = unsafe {
+            self.calls
+                .isend(letter.as_ptr().cast(), message, &mut request)
+        };
+        self.check("MPI_Isend", code)?;
+        self.posted.push((letter, request));
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Option<Vec<u8>>, String> {
+        self.sweep()?;
+        let (mut request, mut status) = (self.awaited, Status::default());
+        let done = self.done(&mut request, &mut status)?;
+        self.awaited = request;
+        if !done {
+            return Ok(None);
+        }
+        let mut count = 0;
+        // SAFETY: the status is the one that the library has filled.
+        let code = unsafe { self.calls.get_count(&status, self.abi.byte, &mut count) };
+        self.check("MPI_Get_count", code)?;
+        let letter = self.letter[..(count.max(0) as usize).min(LETTER_BYTES)].to_vec();
+        self.await_letter()?;
+        Ok(Some(letter))
+    }
+
+    unsafe fn send(
+        &mut self,
+        to: usize,
+        tag: u32,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<Ticket, String> {
+        self.parts(bytes, |mpi, offset, part, request| {
+            let message = mpi.message(to as c_int, tag as c_int + 1, part);
+            let from = from.wrapping_add(offset).cast();
+            // SAFETY: the caller keeps the memory until the parcel is finished.
+            let code = unsafe { mpi.calls.isend(from, message, request) };
+            mpi.check("MPI_Isend", code)
+        })
+    }
+
+    unsafe fn receive(
+        &mut self,
+        from: usize,
+        tag: u32,
+        to: *mut u8,
+        bytes: usize,
+    ) -> Result<Ticket, String> {
+        self.parts(bytes, |mpi, offset, part, request| {
+            let message = mpi.message(from as c_int, tag as c_int + 1, part);
+            let to = to.wrapping_add(offset).cast();
+            // SAFETY: as in `send`.
+            let code = unsafe { mpi.calls.irecv(to, message, request) };
+            mpi.check("MPI_Irecv", code)
+        })
+    }
+
+    fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
+        let Some(mut requests) = self.parcels.remove(&ticket.0) else {
+            return Ok(true);
+        };
+        let mut error = None;
+        while let (Some(request), None) = (requests.last_mut(), &error) {
+            let mut copy = *request;
+            match self.done(&mut copy, &mut Status::default()) {
+                Ok(true) => drop(requests.pop()),
+                Ok(false) => {
+                    *request = copy;
+                    break;
+                }
+                Err(words) => error = Some(words),
+            }
+        }
+        let finished = requests.is_empty();
+        if !finished {
+            self.parcels.insert(ticket.0, requests);
+        }
+        error.map_or(Ok(finished), Err)
+    }
+
+    fn gone(&self, _rank: usize) -> Option<&'static str> {
+        None
+    }
+
+    /// A send cannot be cancelled, and MPI may still read or write what was begun.
+    fn revoke(&mut self) -> bool {
+        self.parcels.is_empty()
+    }
+
+    fn unposted(&mut self) -> usize {
+        self.posted.len()
+    }
+
+    fn close(&mut self) -> Result<(), String> {
+        let until = Instant::now() + CLOSING;
+        let late = || Instant::now() > until;
+        while !self.posted.is_empty() {
+            self.sweep()?;
+            if late() {
+                return Err("the last messages did not leave".to_string());
+            }
+        }
+        // SAFETY: the request is that of a receive which was not done.
+        let code = unsafe { self.calls.cancel(&mut self.awaited) };
+        self.check("MPI_Cancel", code)?;
+        let mut request = self.awaited;
+        while !self.done(&mut request, &mut Status::default())? {
+            if late() {
+                return Err("the last receive was not cancelled".to_string());
+            }
+        }
+        self.closed = true;
+        if self.owner {
+            // SAFETY: nothing is under way, and this object has initialised MPI.
+            let code = unsafe { self.calls.finalize() };
+            if code != 0 {
+                return Err(format!("MPI_Finalize: error {code}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Mpi {
+    /// Without an end in good order MPI is left as it is: it may still write letters, and
+    /// to finalize it could wait for ever.
+    fn drop(&mut self) {
+        if !self.closed {
+            std::mem::forget(std::mem::replace(
+                &mut self.letter,
+                Box::new([0; LETTER_BYTES]),
+            ));
+            std::mem::forget(std::mem::take(&mut self.posted));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_short() {
+        for (long, expected) in [
+            (
+                "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4",
+                "Open MPI v4.1.4",
+            ),
+            (
+                "MPICH Version: 5.0.2 MPICH Release date: x",
+                "MPICH Version: 5.0.2",
+            ),
+            (
+                "Intel(R) MPI Library 2021.19 for Linux* OS",
+                "Intel(R) MPI Library 2021.19 for Linux* OS",
+            ),
+        ] {
+            assert_eq!(short(long), expected);
+        }
+    }
+}

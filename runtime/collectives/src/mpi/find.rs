@@ -1,0 +1,65 @@
+//! Which MPI library to open.
+
+use crate::CollectiveError;
+use moesaic_dl::{DlError, Library};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+const STANDARD: &str = "libmpi_abi.so.1";
+const MPICH: &str = "libmpi.so.12";
+const OPEN_MPI: &str = "libmpi.so.40";
+
+/// The first library of [`candidates`] that loads.
+pub fn open(given: Option<&Path>, installed: Option<&Path>) -> Result<Library, CollectiveError> {
+    let variable = std::env::var_os("MOESAIC_MPI").map(PathBuf::from);
+    let given = given.map(Path::to_path_buf).or(variable);
+    let open_mpi = std::env::var_os("OMPI_COMM_WORLD_SIZE").is_some();
+    let list = candidates(given.as_deref(), installed, open_mpi);
+    Library::open("an MPI library", &list).map_err(|error| setup(&error))
+}
+
+pub fn setup(error: &DlError) -> CollectiveError {
+    CollectiveError::Setup {
+        reason: format!(
+            "{error}\ninstall an MPI, or run `moesaic toolchain install mpi`, or set MOESAIC_MPI \
+             to the path of libmpi_abi.so.1, libmpi.so.40 or libmpi.so.12"
+        ),
+    }
+}
+
+/// A library that was asked for is the only one; else that of the launcher comes first.
+fn candidates(given: Option<&Path>, installed: Option<&Path>, open_mpi: bool) -> Vec<OsString> {
+    if let Some(path) = given {
+        return vec![path.into()];
+    }
+    let mut list: Vec<OsString> = [STANDARD, MPICH].map(OsString::from).to_vec();
+    list.extend(installed.map(OsString::from));
+    let place = if open_mpi { 0 } else { list.len() };
+    list.insert(place, OPEN_MPI.into());
+    list
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_launchers_library_comes_first() {
+        let installed = Path::new("/cache/libmpi_abi.so.1");
+        let list = |open_mpi| candidates(None, Some(installed), open_mpi);
+        let hydra = [STANDARD, MPICH, "/cache/libmpi_abi.so.1", OPEN_MPI];
+        assert_eq!(list(false), hydra.map(OsString::from));
+        assert_eq!(list(true)[0], OPEN_MPI);
+        let given = candidates(Some(Path::new("/opt/libmpi.so")), Some(installed), true);
+        assert_eq!(given, ["/opt/libmpi.so"].map(OsString::from));
+    }
+
+    #[test]
+    fn a_missing_library_says_what_was_tried_and_what_to_do() {
+        let error = open(Some(Path::new("/no/libmpi.so.40")), None)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("/no/libmpi.so.40"), "{error}");
+        assert!(error.contains("moesaic toolchain install mpi"), "{error}");
+    }
+}

@@ -1,0 +1,125 @@
+//! Ranks that are processes under MPI: anybody's `mpirun` or `srun`.
+//!
+//! The library is opened when it is needed, by the standard ABI of MPI 5 or those of Open
+//! MPI and MPICH; nothing is needed at build time. Only messages between two ranks are
+//! used, none of which waits. The two calls that may wait by themselves are those that
+//! begin and end MPI, `MPI_Init_thread` and `MPI_Finalize`; the latter is called when a
+//! barrier with a deadline has shown that all ranks are there.
+
+mod abi;
+mod engine;
+mod find;
+mod table;
+
+use crate::world::World;
+use crate::{CollectiveError, Communicator, DEADLINE};
+use moesaic_target::Device;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How ranks under MPI begin.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The library. `None`: `MOESAIC_MPI`, else that of the launcher, else any.
+    pub library: Option<PathBuf>,
+    /// A library that is tried after those of the machine.
+    pub installed: Option<PathBuf>,
+    /// How long ranks may take to come together, and the deadline of operations. `None`:
+    /// `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`].
+    pub deadline: Option<Duration>,
+}
+
+impl Options {
+    fn deadline(&self) -> Result<Duration, CollectiveError> {
+        match self.deadline {
+            Some(deadline) => Ok(deadline),
+            None => seconds(std::env::var("MOESAIC_DEADLINE").ok().as_deref()),
+        }
+    }
+}
+
+fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
+    let Some(text) = text else {
+        return Ok(DEADLINE);
+    };
+    let seconds = text.trim().parse::<f64>().ok();
+    let seconds = seconds.filter(|seconds| *seconds > 0.0 && *seconds < 1e9);
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| CollectiveError::Setup {
+            reason: format!("MOESAIC_DEADLINE is `{text}`; it must be a number of seconds above 0"),
+        })
+}
+
+/// The ranks that the launcher has started, this process one of them. A process that was
+/// started without a launcher is a world of one.
+///
+/// It is called once per process, before other threads use MPI. A world that was not
+/// ended by [`Communicator::finish`] leaves MPI as it is, and the launcher may complain.
+///
+/// # Errors
+/// [`CollectiveError::Setup`] when no library is found, when it is not the launcher's, or
+/// when ranks do not come together in time.
+pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator, CollectiveError> {
+    let launched = World::from_environment()?;
+    let deadline = options.deadline()?;
+    let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
+    let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
+    let path = calls.library().to_string();
+    let setup = |reason| CollectiveError::Setup { reason };
+    let mpi = engine::Mpi::start(calls, abi, deadline).map_err(setup)?;
+    let communicator = Communicator::new(Box::new(mpi), device).with_deadline(deadline);
+    match launched {
+        Some(world) => world.must_be(&communicator, &path).map(|()| communicator),
+        None => Ok(communicator),
+    }
+}
+
+/// What a library calls itself, and which binary interface it has: `Open MPI v4.1.4, by
+/// Open MPI's ABI`. MPI is not initialised.
+///
+/// # Errors
+/// [`CollectiveError::Setup`] when it cannot be opened, or is no MPI.
+pub fn probe(options: &Options) -> Result<Found, CollectiveError> {
+    let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
+    let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
+    let version = engine::version(&*calls).map_err(|reason| CollectiveError::Setup { reason })?;
+    Ok(Found {
+        version,
+        interface: abi.name,
+        library: calls.library().to_string(),
+        large_messages: calls.large(),
+    })
+}
+
+/// An MPI library.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// What it calls itself: `Open MPI v4.1.4`.
+    pub version: String,
+    /// Its binary interface: `the standard ABI of MPI 5`.
+    pub interface: &'static str,
+    /// The name or path it was opened by.
+    pub library: String,
+    /// Whether a message may have more than 2^31 bytes; else larger ones go in parts.
+    pub large_messages: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_is_a_number_of_seconds() {
+        assert_eq!(seconds(None), Ok(DEADLINE));
+        assert_eq!(seconds(Some("2.5")), Ok(Duration::from_millis(2500)));
+        for wrong in ["", "soon", "0", "-1", "inf", "NaN"] {
+            let error = seconds(Some(wrong)).unwrap_err().to_string();
+            assert!(
+                error.contains("must be a number of seconds above 0"),
+                "{error}"
+            );
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Operations of one exchange: everybody sends to everybody at once.
+
+use super::{Copy, Message, Place, Plan, Span, Step, offsets, others};
+
+/// Part `q` of the input, `sends[q]` bytes, goes to rank `q`; what rank `p` sends here
+/// becomes part `p` of the output, `receives[p]` bytes. Parts lie in the order of ranks.
+pub fn all_to_all(rank: usize, sends: &[usize], receives: &[usize]) -> Plan {
+    let (from, to) = (offsets(sends), offsets(receives));
+    let part = |peer: usize, place, starts: &[usize]| Message {
+        peer,
+        span: Span::new(place, starts[peer]..starts[peer + 1]),
+    };
+    let peers = || others(rank, sends.len());
+    Plan {
+        scratch: 0,
+        steps: vec![Step::Exchange {
+            phase: 0,
+            name: "exchange",
+            sends: peers().map(|p| part(p, Place::Input(0), &from)).collect(),
+            receives: peers().map(|p| part(p, Place::Output(0), &to)).collect(),
+            copies: vec![Copy {
+                from: part(rank, Place::Input(0), &from).span,
+                to: Place::Output(0),
+                offset: to[rank],
+            }],
+        }],
+    }
+}
+
+/// The input of rank `p`, `sizes[p]` bytes, becomes part `p` of everybody's output.
+pub fn all_gather(rank: usize, sizes: &[usize]) -> Plan {
+    let starts = offsets(sizes);
+    let own = Span::new(Place::Input(0), 0..sizes[rank]);
+    let part = |peer: usize| Message {
+        peer,
+        span: Span::new(Place::Output(0), starts[peer]..starts[peer + 1]),
+    };
+    let send = |peer| Message { peer, span: own };
+    Plan {
+        scratch: 0,
+        steps: vec![Step::Exchange {
+            phase: 0,
+            name: "exchange",
+            sends: others(rank, sizes.len()).map(send).collect(),
+            receives: others(rank, sizes.len()).map(part).collect(),
+            copies: vec![Copy {
+                from: own,
+                to: Place::Output(0),
+                offset: starts[rank],
+            }],
+        }],
+    }
+}
+
+/// Input `i` goes to rank `sends[i].0`, output `j` comes from rank `receives[j].0`, with
+/// so many bytes. Messages of one pair of ranks keep their order, also those to oneself.
+pub fn exchange(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> Plan {
+    let messages = |list: &[(usize, usize)], place: fn(usize) -> Place| -> Vec<Message> {
+        let message = |(i, (peer, bytes)): (usize, &(usize, usize))| Message {
+            peer: *peer,
+            span: Span::new(place(i), 0..*bytes),
+        };
+        list.iter().enumerate().map(message).collect()
+    };
+    let (to_self, sends) = split(rank, messages(sends, Place::Input));
+    let (from_self, receives) = split(rank, messages(receives, Place::Output));
+    let copy = |(from, to): (&Message, &Message)| Copy {
+        from: from.span,
+        to: to.span.place,
+        offset: 0,
+    };
+    Plan {
+        scratch: 0,
+        steps: vec![Step::Exchange {
+            phase: 0,
+            name: "exchange",
+            sends,
+            receives,
+            copies: to_self.iter().zip(&from_self).map(copy).collect(),
+        }],
+    }
+}
+
+fn split(rank: usize, messages: Vec<Message>) -> (Vec<Message>, Vec<Message>) {
+    messages
+        .into_iter()
+        .partition(|message| message.peer == rank)
+}

@@ -1,0 +1,130 @@
+//! Reductions: parts come together on one rank each, which folds them in the order of
+//! ranks. So results are the same bytes for both forms and any timing.
+
+use super::{Copy, Message, Place, Plan, Span, Step, offsets, others};
+use crate::{Element, Reduction};
+
+/// Up to here everybody sends all to everybody: one phase instead of two.
+pub const ONE_PHASE_BYTES: usize = 2048;
+
+/// Part `q` of everybody's input, `sizes[q]` bytes, is folded and becomes rank `q`'s output.
+pub fn reduce_scatter(
+    rank: usize,
+    sizes: &[usize],
+    element: Element,
+    reduction: Reduction,
+) -> Plan {
+    let (gather, fold) = scatter_steps(rank, sizes, element, reduction, 0);
+    Plan {
+        scratch: sizes[rank] * sizes.len(),
+        steps: vec![gather, fold],
+    }
+}
+
+/// All inputs, `bytes` bytes each, are folded; everybody gets the result.
+pub fn all_reduce(
+    rank: usize,
+    size: usize,
+    bytes: usize,
+    element: Element,
+    reduction: Reduction,
+) -> Plan {
+    if bytes <= ONE_PHASE_BYTES || size == 1 {
+        return all_to_everybody(rank, size, bytes, element, reduction);
+    }
+    let sizes = even_parts(bytes / element.size(), size, element.size());
+    let starts = offsets(&sizes);
+    let (gather, fold) = scatter_steps(rank, &sizes, element, reduction, starts[rank]);
+    let part = |peer: usize, of: usize| Message {
+        peer,
+        span: Span::new(Place::Output(0), starts[of]..starts[of + 1]),
+    };
+    let spread = Step::Exchange {
+        phase: 1,
+        name: "spread",
+        sends: others(rank, size).map(|peer| part(peer, rank)).collect(),
+        receives: others(rank, size).map(|peer| part(peer, peer)).collect(),
+        copies: Vec::new(),
+    };
+    Plan {
+        scratch: sizes[rank] * size,
+        steps: vec![gather, fold, spread],
+    }
+}
+
+/// Bytes of each rank's part of so many elements: sizes differ by one element at most.
+fn even_parts(elements: usize, size: usize, element_bytes: usize) -> Vec<usize> {
+    let part = |rank| elements / size + usize::from(rank < elements % size);
+    (0..size).map(|rank| part(rank) * element_bytes).collect()
+}
+
+/// Everybody's part for this rank comes to the scratch memory, a row of each rank; the
+/// result goes to byte `offset` of the output.
+fn scatter_steps(
+    rank: usize,
+    sizes: &[usize],
+    element: Element,
+    reduction: Reduction,
+    offset: usize,
+) -> (Step, Step) {
+    let (size, row_bytes) = (sizes.len(), sizes[rank]);
+    let starts = offsets(sizes);
+    let row = |peer: usize| Span::new(Place::Scratch, peer * row_bytes..(peer + 1) * row_bytes);
+    let part = |peer: usize| Span::new(Place::Input(0), starts[peer]..starts[peer + 1]);
+    let message = |peer, span| Message { peer, span };
+    let gather = Step::Exchange {
+        phase: 0,
+        name: "gather",
+        sends: others(rank, size).map(|p| message(p, part(p))).collect(),
+        receives: others(rank, size).map(|p| message(p, row(p))).collect(),
+        copies: vec![Copy {
+            from: part(rank),
+            to: Place::Scratch,
+            offset: rank * row_bytes,
+        }],
+    };
+    let fold = Step::Reduce {
+        element,
+        reduction,
+        rows: 0..row_bytes * size,
+        row_bytes,
+        to: Place::Output(0),
+        offset,
+    };
+    (gather, fold)
+}
+
+fn all_to_everybody(
+    rank: usize,
+    size: usize,
+    bytes: usize,
+    element: Element,
+    reduction: Reduction,
+) -> Plan {
+    let own = Span::new(Place::Input(0), 0..bytes);
+    let row = |peer: usize| Span::new(Place::Scratch, peer * bytes..(peer + 1) * bytes);
+    let message = |peer, span| Message { peer, span };
+    let gather = Step::Exchange {
+        phase: 0,
+        name: "gather",
+        sends: others(rank, size).map(|p| message(p, own)).collect(),
+        receives: others(rank, size).map(|p| message(p, row(p))).collect(),
+        copies: vec![Copy {
+            from: own,
+            to: Place::Scratch,
+            offset: rank * bytes,
+        }],
+    };
+    let fold = Step::Reduce {
+        element,
+        reduction,
+        rows: 0..bytes * size,
+        row_bytes: bytes,
+        to: Place::Output(0),
+        offset: 0,
+    };
+    Plan {
+        scratch: bytes * size,
+        steps: vec![gather, fold],
+    }
+}

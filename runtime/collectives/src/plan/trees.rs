@@ -1,0 +1,56 @@
+//! Operations whose messages form trees.
+
+use super::{Message, Place, Plan, Span, Step};
+
+/// The output of `root` goes to everybody else's, `bytes` bytes. In round `k` each of the
+/// first `2^k` ranks, counted from the root, sends to the one `2^k` further.
+pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> Plan {
+    let place = (rank + size - root) % size;
+    let span = Span::new(Place::Output(0), 0..bytes);
+    let peer = |place: usize| (place + root) % size;
+    let mut steps = Vec::new();
+    for round in 0..rounds(size) {
+        let distance = 1 << round;
+        let to = (place < distance && place + distance < size).then(|| peer(place + distance));
+        let from = (distance..2 * distance)
+            .contains(&place)
+            .then(|| peer(place - distance));
+        if to.or(from).is_some() {
+            let message = |peer| Message { peer, span };
+            steps.push(Step::Exchange {
+                phase: round,
+                name: "tree",
+                sends: to.into_iter().map(message).collect(),
+                receives: from.into_iter().map(message).collect(),
+                copies: Vec::new(),
+            });
+        }
+    }
+    Plan { scratch: 0, steps }
+}
+
+/// Nobody goes on before everybody has come. In round `k` each rank tells the one `2^k`
+/// further.
+pub fn barrier(rank: usize, size: usize) -> Plan {
+    let empty = Span::new(Place::Scratch, 0..0);
+    let message = |peer| Message { peer, span: empty };
+    let round = |round: u32| {
+        let distance = 1 << round;
+        Step::Exchange {
+            phase: round,
+            name: "round",
+            sends: vec![message((rank + distance) % size)],
+            receives: vec![message((rank + size - distance) % size)],
+            copies: Vec::new(),
+        }
+    };
+    Plan {
+        scratch: 0,
+        steps: (0..rounds(size)).map(round).collect(),
+    }
+}
+
+/// The least number of doublings from 1 to `size`.
+fn rounds(size: usize) -> u32 {
+    size.next_power_of_two().trailing_zeros()
+}

@@ -1,0 +1,272 @@
+//! Who this process is, by what launchers say.
+
+use crate::{CollectiveError, Collectives, Communicator};
+use std::fmt;
+
+/// A launcher, by the variables it sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launcher {
+    /// `torchrun` and those that speak like it.
+    Torchrun,
+    /// Open MPI's `mpirun`.
+    OpenMpi,
+    /// `mpiexec` of MPICH, Intel MPI and others with a process manager like it.
+    Pmi,
+    /// SLURM's `srun`.
+    Slurm,
+}
+
+impl Launcher {
+    /// Its variables for rank, size, rank within the node, and ranks of the node.
+    const fn variables(self) -> [&'static str; 4] {
+        match self {
+            Launcher::Torchrun => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+            Launcher::OpenMpi => [
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+            ],
+            Launcher::Pmi => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+            Launcher::Slurm => ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],
+        }
+    }
+}
+
+impl fmt::Display for Launcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Launcher::Torchrun => "torchrun",
+            Launcher::OpenMpi => "Open MPI",
+            Launcher::Pmi => "PMI",
+            Launcher::Slurm => "SLURM",
+        })
+    }
+}
+
+/// A process among others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct World {
+    /// This process, from 0.
+    pub rank: usize,
+    /// How many there are.
+    pub size: usize,
+    /// This process among those of its node, if that is said. Only for choosing a device:
+    /// which ranks share a node follows from host names, see
+    /// [`topology`](crate::topology::Topology).
+    pub local_rank: Option<usize>,
+    /// Whose variables say so; `None` for explicit arguments.
+    pub launcher: Option<Launcher>,
+}
+
+impl World {
+    /// What was given explicitly.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Setup`] when there is no such rank.
+    pub fn new(rank: usize, size: usize) -> Result<World, CollectiveError> {
+        World {
+            rank,
+            size,
+            local_rank: None,
+            launcher: None,
+        }
+        .checked()
+    }
+
+    /// What this process's variables say; `None` where no launcher has set any.
+    ///
+    /// # Errors
+    /// As [`World::from_variables`].
+    pub fn from_environment() -> Result<Option<World>, CollectiveError> {
+        World::from_variables(|name| std::env::var(name).ok())
+    }
+
+    /// What these variables say: those of torchrun, Open MPI, PMI, and SLURM, in that
+    /// order. SLURM's count only alone, since they stay set where `srun` has started
+    /// another launcher on each node.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Setup`] for variables that are no numbers, lack their
+    /// counterparts, or contradict those of another launcher.
+    pub fn from_variables(
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<World>, CollectiveError> {
+        let near = [Launcher::Torchrun, Launcher::OpenMpi, Launcher::Pmi];
+        let mut found: Option<World> = None;
+        for launcher in near {
+            let Some(world) = read(launcher, &variable)? else {
+                continue;
+            };
+            match found {
+                None => found = Some(world),
+                Some(first) if (first.rank, first.size) == (world.rank, world.size) => {}
+                Some(first) => return Err(contradiction(&first, &world)),
+            }
+        }
+        match found {
+            Some(world) => Ok(Some(world)),
+            None => read(Launcher::Slurm, &variable),
+        }
+    }
+
+    fn checked(self) -> Result<World, CollectiveError> {
+        if self.rank < self.size {
+            return Ok(self);
+        }
+        let whose = self.launcher.map_or(String::new(), |l| format!(" by {l}"));
+        Err(CollectiveError::Setup {
+            reason: format!(
+                "rank {} of {} was given{whose}; ranks go from 0 to one less than their number",
+                self.rank, self.size
+            ),
+        })
+    }
+
+    /// A library that is not the launcher's makes every process a world of its own.
+    pub(crate) fn must_be(
+        &self,
+        communicator: &Communicator,
+        library: &str,
+    ) -> Result<(), CollectiveError> {
+        let (rank, size) = (communicator.rank(), communicator.size());
+        // A launcher other than MPI's may have started one process that starts others.
+        let mpi = matches!(self.launcher, Some(Launcher::OpenMpi | Launcher::Pmi));
+        if (rank, size) == (self.rank, self.size) || !mpi {
+            return Ok(());
+        }
+        let launcher = self.launcher.map_or(String::new(), |l| l.to_string());
+        Err(CollectiveError::Setup {
+            reason: format!(
+                "the launcher ({launcher}) says rank {} of {}, but the library {library} ({}) says \
+                 rank {rank} of {size}: it is not the launcher's\n\
+                 set MOESAIC_MPI to the library of the MPI whose launcher is used",
+                self.rank,
+                self.size,
+                communicator.engine()
+            ),
+        })
+    }
+}
+
+fn read(
+    launcher: Launcher,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<Option<World>, CollectiveError> {
+    let [rank, size, local, _] = launcher.variables();
+    let number = |name: &str| match variable(name) {
+        None => Ok(None),
+        Some(text) => text.trim().parse::<usize>().map(Some).map_err(|_| {
+            let reason = format!("{name} is `{text}`; it must be a number from 0 up");
+            CollectiveError::Setup { reason }
+        }),
+    };
+    let missing = |there: &str, missing: &str| CollectiveError::Setup {
+        reason: format!("{there} is set and {missing} is not; set both or none"),
+    };
+    match (number(rank)?, number(size)?) {
+        (Some(rank), Some(size)) => World {
+            rank,
+            size,
+            local_rank: number(local)?,
+            launcher: Some(launcher),
+        }
+        .checked()
+        .map(Some),
+        (None, None) => Ok(None),
+        // A batch script has the number of tasks, and is none of them.
+        (None, Some(_)) if launcher == Launcher::Slurm => Ok(None),
+        (None, Some(_)) => Err(missing(size, rank)),
+        (Some(_), None) => Err(missing(rank, size)),
+    }
+}
+
+fn contradiction(first: &World, second: &World) -> CollectiveError {
+    let says = |world: &World| {
+        let Some(launcher) = world.launcher else {
+            return String::new();
+        };
+        let [rank, size, ..] = launcher.variables();
+        format!(
+            "{launcher}'s {rank}={} and {size}={}",
+            world.rank, world.size
+        )
+    };
+    CollectiveError::Setup {
+        reason: format!(
+            "{} contradict {}; unset those of the launcher that did not start this process",
+            says(first),
+            says(second)
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn world(variables: &str) -> Result<Option<(usize, usize, Option<usize>)>, String> {
+        let lookup = |name: &str| {
+            let mut pairs = variables
+                .split_whitespace()
+                .filter_map(|p| p.split_once('='));
+            pairs
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| value.to_string())
+        };
+        let found = World::from_variables(lookup).map_err(|error| error.to_string())?;
+        Ok(found.map(|world| (world.rank, world.size, world.local_rank)))
+    }
+
+    #[test]
+    fn every_launcher_is_read() {
+        assert_eq!(world(""), Ok(None));
+        assert_eq!(
+            world("RANK=3 WORLD_SIZE=8 LOCAL_RANK=1"),
+            Ok(Some((3, 8, Some(1))))
+        );
+        let open_mpi = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2";
+        assert_eq!(world(open_mpi), Ok(Some((1, 2, None))));
+        assert_eq!(
+            world("PMI_RANK=0 PMI_SIZE=1 MPI_LOCALRANKID=0"),
+            Ok(Some((0, 1, Some(0))))
+        );
+        assert_eq!(
+            world("SLURM_PROCID=5 SLURM_NTASKS=6"),
+            Ok(Some((5, 6, None)))
+        );
+        assert_eq!(world("SLURM_NTASKS=6"), Ok(None));
+    }
+
+    #[test]
+    fn the_nearer_launcher_wins_over_slurm_and_must_not_contradict_others() {
+        let both = "SLURM_PROCID=0 SLURM_NTASKS=2 PMI_RANK=5 PMI_SIZE=8";
+        assert_eq!(world(both), Ok(Some((5, 8, None))));
+        assert_eq!(
+            world("RANK=1 WORLD_SIZE=2 PMI_RANK=1 PMI_SIZE=2"),
+            Ok(Some((1, 2, None)))
+        );
+        let error = world("RANK=1 WORLD_SIZE=2 PMI_RANK=0 PMI_SIZE=2").unwrap_err();
+        assert!(
+            error.contains(
+                "torchrun's RANK=1 and WORLD_SIZE=2 contradict PMI's PMI_RANK=0 and PMI_SIZE=2"
+            ),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for (variables, words) in [
+            ("RANK=x WORLD_SIZE=2", "RANK is `x`; it must be a number"),
+            ("RANK=1", "RANK is set and WORLD_SIZE is not"),
+            ("WORLD_SIZE=1", "WORLD_SIZE is set and RANK is not"),
+            ("PMI_RANK=4 PMI_SIZE=4", "rank 4 of 4 was given by PMI"),
+        ] {
+            let error = world(variables).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+        assert!(World::new(0, 0).is_err());
+        assert_eq!(World::new(1, 2).unwrap().launcher, None);
+    }
+}

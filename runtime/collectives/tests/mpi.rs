@@ -1,0 +1,213 @@
+//! Ranks that are processes, under the launchers of MPICH 5, Open MPI and, where it is
+//! given, any other: each test starts this program again under `mpiexec`.
+
+mod mpi_ranks;
+mod support;
+
+use moesaic_toolchain::testing::{Tool, installed, needed};
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+/// An MPI: how its programs are started, and its library.
+struct Launcher {
+    program: PathBuf,
+    options: Vec<String>,
+    library: String,
+}
+
+/// MPICH 5 as `moesaic toolchain install mpi` brings it, by the standard ABI.
+fn mpich() -> Launcher {
+    let registry = installed(moesaic_toolchain::Kind::Mpi);
+    let found = moesaic_toolchain::mpi(&registry);
+    let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
+    Launcher {
+        program: found.launcher,
+        options: Vec::new(),
+        library: found.library.display().to_string(),
+    }
+}
+
+/// The machine's Open MPI, by its own ABI.
+fn open_mpi() -> Launcher {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let programs = std::env::split_paths(&path).map(|folder| folder.join("mpirun.openmpi"));
+    let program = programs.into_iter().find(|program| program.is_file());
+    let words = [
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--quiet",
+        "--mca",
+        "btl_base_warn_component_unused",
+        "0",
+    ];
+    Launcher {
+        program: needed(
+            Tool::OpenMpi,
+            program.ok_or("mpirun.openmpi is not on PATH"),
+        ),
+        options: words.map(str::to_string).to_vec(),
+        library: "libmpi.so.40".to_string(),
+    }
+}
+
+impl Launcher {
+    fn start(&self, ranks: usize, case: &str) -> (Output, Duration) {
+        let start = Instant::now();
+        let output = Command::new("timeout")
+            .args(["--signal=KILL", "50"])
+            .arg(&self.program)
+            .args(&self.options)
+            .args(["-n", &ranks.to_string()])
+            .arg(std::env::current_exe().unwrap())
+            .args([
+                "--ignored",
+                "--exact",
+                "mpi_ranks::a_rank",
+                "--nocapture",
+                "--test-threads=1",
+            ])
+            .env("MOESAIC_MPI", &self.library)
+            .env("MOESAIC_RANK_CASE", case)
+            .output()
+            .unwrap();
+        (output, start.elapsed())
+    }
+
+    /// What ranks say, for a case in which each ends well.
+    #[track_caller]
+    fn run(&self, ranks: usize, case: &str) -> String {
+        let (output, _) = self.start(ranks, case);
+        let text = said(&output);
+        assert!(output.status.success(), "{case}: {}\n{text}", output.status);
+        text
+    }
+
+    /// What the survivors of a failure say, each a line `rank N: ...`, in less than so
+    /// many seconds.
+    #[track_caller]
+    fn fail(&self, ranks: usize, case: &str, survivors: &[usize]) -> String {
+        let (output, took) = self.start(ranks, case);
+        let text = said(&output);
+        assert!(
+            took < Duration::from_secs(15),
+            "{case} took {took:?}\n{text}"
+        );
+        for rank in survivors {
+            assert!(
+                text.contains(&format!("survivor {rank}: ")),
+                "{case}: rank {rank}\n{text}"
+            );
+        }
+        text
+    }
+}
+
+fn said(output: &Output) -> String {
+    let both = [&output.stdout[..], &output.stderr[..]].concat();
+    String::from_utf8_lossy(&both).into_owned()
+}
+
+fn every_operation(launcher: &Launcher, version: &str) {
+    for ranks in [1, 2, 4] {
+        let text = launcher.run(ranks, "operations");
+        assert_eq!(text.matches("did every operation").count(), ranks, "{text}");
+        assert!(text.contains(version), "{text}");
+    }
+}
+
+fn failures(launcher: &Launcher) {
+    let late = launcher.fail(3, "late", &[0, 1]);
+    for words in [
+        "operation 1 `all_to_all` (dispatch), phase `exchange`",
+        "waiting for rank 2 (last heard of in operation 0 `barrier`)",
+    ] {
+        assert!(late.contains(words), "`{words}` is not in: {late}");
+    }
+    let stopped = launcher.fail(2, "stopped", &[0]);
+    assert!(
+        stopped.contains("waiting for rank 1 (last heard of in operation 0 `barrier`)"),
+        "{stopped}"
+    );
+    let panicked = launcher.fail(3, "panicked", &[0, 2]);
+    assert!(
+        panicked.contains("rank 1 gave up: rank 1, between operations: rank 1 has panicked"),
+        "{panicked}"
+    );
+    let counts = launcher.fail(2, "counts", &[0, 1]);
+    assert!(
+        counts.contains(
+            "the number of bytes from there to here differs: 400004 here, 400000 on rank 0"
+        ),
+        "{counts}"
+    );
+    let skipped = launcher.fail(2, "skipped", &[0, 1]);
+    assert!(skipped.contains("the label differs: "), "{skipped}");
+    let disagreement = launcher.fail(2, "disagreement", &[0, 1]);
+    assert!(
+        disagreement.contains("`plan` is `a` on rank 0 and `b` on rank 1"),
+        "{disagreement}"
+    );
+}
+
+#[test]
+fn every_operation_under_mpich() {
+    every_operation(&mpich(), "MPICH");
+}
+
+#[test]
+fn every_operation_under_open_mpi() {
+    every_operation(&open_mpi(), "Open MPI");
+}
+
+#[test]
+fn failures_under_mpich_are_errors_on_every_survivor() {
+    failures(&mpich());
+}
+
+#[test]
+fn failures_under_open_mpi_are_errors_on_every_survivor() {
+    failures(&open_mpi());
+}
+
+/// Launchers end a job when a process is killed; no rank may be left behind.
+#[test]
+fn a_killed_rank_ends_the_job() {
+    for launcher in [mpich(), open_mpi()] {
+        let (output, took) = launcher.start(3, "killed");
+        assert!(!output.status.success(), "{}", said(&output));
+        assert!(took < Duration::from_secs(15), "it took {took:?}");
+    }
+}
+
+#[test]
+fn another_launchers_library_is_refused() {
+    let wrong = Launcher {
+        library: open_mpi().library,
+        ..mpich()
+    };
+    let text = wrong.fail(2, "operations", &[]);
+    assert!(text.contains("it is not the launcher's"), "{text}");
+}
+
+/// The interface of MPICH 4, which the wheel's other library has.
+#[test]
+fn every_operation_by_the_interface_of_mpich_4() {
+    let mut launcher = mpich();
+    launcher.library = launcher.library.replace("libmpi_abi.so.1", "libmpi.so.12");
+    let text = launcher.run(3, "operations");
+    assert_eq!(
+        text.matches("did every operation by MPICH's ABI").count(),
+        3,
+        "{text}"
+    );
+}
+
+#[test]
+#[ignore = "moves 2.2 GB and takes about 10 s and 5 GB of memory; run it after changes to parcels"]
+fn more_than_two_gigabytes_in_one_message() {
+    for launcher in [mpich(), open_mpi()] {
+        let text = launcher.run(2, "large");
+        assert!(text.contains("2200000000 bytes arrived"), "{text}");
+    }
+}

@@ -1,0 +1,160 @@
+//! What a rank does that a test has started.
+
+use crate::support::{call, every_operation, part, read, room, slice};
+use moesaic_collectives::{
+    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, Topology, agree,
+    mpi,
+};
+use moesaic_cpu::CpuDevice;
+use std::sync::Arc;
+use std::time::Duration;
+
+#[test]
+#[ignore = "started by the other tests, under mpiexec"]
+fn a_rank() {
+    let case = std::env::var("MOESAIC_RANK_CASE").expect("it is started under mpiexec");
+    let device = Arc::new(CpuDevice::with_threads(1).unwrap());
+    let mut world = match mpi::start(&mpi::Options::default(), device) {
+        Ok(world) => world,
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::exit(1);
+        }
+    };
+    if case == "operations" {
+        return operations(world);
+    }
+    if case == "large" {
+        return large(world);
+    }
+    let rank = world.rank();
+    world.barrier(&call("first")).unwrap().wait().unwrap();
+    // The world is dropped while a panic unwinds, as in a program that has no such net.
+    let body = std::panic::AssertUnwindSafe(move || failing(&case, &mut { world }));
+    match std::panic::catch_unwind(body) {
+        Ok(Err(error)) => println!("survivor {rank}: {error}"),
+        Ok(Ok(())) => println!("rank {rank} has seen no error"),
+        Err(_) => println!("rank {rank} has panicked"),
+    }
+    // Long enough for everybody to say so before the launcher ends the job.
+    std::thread::sleep(Duration::from_millis(700));
+    std::process::exit(1);
+}
+
+fn operations(mut world: Communicator) {
+    every_operation(&mut world);
+    let topology = Topology::gather(&mut world, &call("hosts")).unwrap();
+    let shape = topology.shape.unwrap();
+    assert_eq!((shape.nodes, shape.per_node), (1, world.size()));
+    agree(&mut world, &[("spec", "s"), ("plan", "p")], &call("agree")).unwrap();
+    let found = mpi::probe(&mpi::Options::default()).unwrap();
+    println!(
+        "{} did every operation by {}",
+        world.engine(),
+        found.interface
+    );
+    world.finish(&call("finish")).unwrap();
+}
+
+fn short(label: &str) -> Call {
+    Call::new(label).within(Duration::from_secs(2))
+}
+
+fn dispatch(world: &mut Communicator) -> Result<(), CollectiveError> {
+    let device = Arc::clone(world.device());
+    let (from, to) = (
+        room(&device, Element::U8, 120_000),
+        room(&device, Element::U8, 120_000),
+    );
+    world
+        .all_to_all(&from, &to, Algorithm::Direct, &short("dispatch"))?
+        .wait()
+}
+
+fn failing(case: &str, world: &mut Communicator) -> Result<(), CollectiveError> {
+    let (rank, last) = (world.rank(), world.size() - 1);
+    match case {
+        "late" if rank == last => {
+            std::thread::sleep(Duration::from_secs(4));
+            dispatch(world)
+        }
+        "stopped" if rank == last => signal("STOP", world),
+        "killed" if rank == last => signal("KILL", world),
+        "panicked" if rank == 1 => panic!("an accident"),
+        "counts" => wrong_counts(world),
+        "skipped" => skipped(world),
+        "disagreement" => {
+            let plan = ["a", "b"][rank % 2];
+            agree(world, &[("spec", "s"), ("plan", plan)], &short("agree"))
+        }
+        _ => dispatch(world),
+    }
+}
+
+fn signal(name: &str, world: &mut Communicator) -> Result<(), CollectiveError> {
+    let own = std::process::id().to_string();
+    let sent = std::process::Command::new("kill")
+        .args([&format!("-{name}"), &own])
+        .status();
+    assert!(sent.unwrap().success());
+    dispatch(world)
+}
+
+/// Rank 1 expects one element more than rank 0 sends. Rank 0 may have done its part when
+/// that is found, and learns of it in the next operation.
+fn wrong_counts(world: &mut Communicator) -> Result<(), CollectiveError> {
+    let device = Arc::clone(world.device());
+    let counts = [100_000, 100_000];
+    let receives = [100_000 + world.rank(), 100_000];
+    let (from, to) = (
+        room(&device, Element::F32, 200_000),
+        room(&device, Element::F32, 200_001),
+    );
+    let direct = Algorithm::Direct;
+    world
+        .all_to_all_by_counts(&from, &counts, &to, &receives, direct, &short("combine"))?
+        .wait()?;
+    world.barrier(&short("after"))?.wait()
+}
+
+fn skipped(world: &mut Communicator) -> Result<(), CollectiveError> {
+    for step in 0..4 {
+        if world.rank() == 1 && step == 2 {
+            continue;
+        }
+        let device = Arc::clone(world.device());
+        let own = slice(&device, Element::U8, &part(world.rank(), 0, 10));
+        let to = room(&device, Element::U8, 20);
+        world
+            .all_gather(&own, &to, &short(&format!("step {step}")))?
+            .wait()?;
+    }
+    Ok(())
+}
+
+/// One message whose bytes do not fit in 31 bits.
+fn large(mut world: Communicator) {
+    let device = Arc::clone(world.device());
+    let bytes = 2_200_000_000;
+    let buffer: Arc<moesaic_target::Buffer> = Arc::new(device.alloc(bytes).unwrap());
+    let ends = |at| Slice::new(&buffer, Element::U8, at, 1000).unwrap();
+    let places = [0, 1 << 30, (1 << 31) - 500, bytes - 1000];
+    if world.rank() == 0 {
+        for place in places {
+            device
+                .upload(&part(0, place % 97, 1000), &buffer, place)
+                .unwrap();
+        }
+    }
+    let data = Slice::whole(&buffer, Element::U8);
+    let patient = Call::new("large").within(Duration::from_secs(45));
+    world.broadcast(&data, 0, &patient).unwrap().wait().unwrap();
+    for place in places {
+        assert!(
+            read(&device, &ends(place)) == part(0, place % 97, 1000),
+            "at {place}"
+        );
+    }
+    println!("{bytes} bytes arrived");
+    world.finish(&call("finish")).unwrap();
+}

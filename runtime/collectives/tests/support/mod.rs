@@ -1,0 +1,315 @@
+//! What every engine must do, as ranks see it.
+#![allow(dead_code)]
+
+use moesaic_collectives::{
+    Algorithm, Call, Collectives, Communicator, Element, NodeShape, Reduction, Slice, Transfer,
+};
+use moesaic_target::{Buffer, Device};
+use std::sync::Arc;
+use std::time::Duration;
+
+pub fn call(label: &str) -> Call {
+    Call::new(label).within(Duration::from_secs(20))
+}
+
+/// A buffer with these bytes.
+pub fn filled(device: &Arc<dyn Device>, bytes: &[u8]) -> Arc<Buffer> {
+    let buffer = device.alloc(bytes.len().max(1)).unwrap();
+    device.upload(bytes, &buffer, 0).unwrap();
+    Arc::new(buffer)
+}
+
+pub fn slice(device: &Arc<dyn Device>, element: Element, bytes: &[u8]) -> Slice {
+    let buffer = filled(device, bytes);
+    Slice::new(&buffer, element, 0, bytes.len() / element.size()).unwrap()
+}
+
+/// So many elements that are not zero.
+pub fn room(device: &Arc<dyn Device>, element: Element, elements: usize) -> Slice {
+    slice(device, element, &vec![0xAB; elements * element.size()])
+}
+
+pub fn read(device: &Arc<dyn Device>, slice: &Slice) -> Vec<u8> {
+    let mut bytes = vec![0; slice.bytes()];
+    device
+        .download(slice.buffer(), slice.offset(), &mut bytes)
+        .unwrap();
+    bytes
+}
+
+fn f32_bytes(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+    values.into_iter().flat_map(f32::to_ne_bytes).collect()
+}
+
+/// Bytes that name source, destination and place.
+pub fn part(from: usize, to: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes)
+        .map(|i| (from * 31 + to * 7 + i * 3 + i / 256) as u8)
+        .collect()
+}
+
+/// Every operation once, with small and large messages, with sizes of zero, on any number
+/// of ranks.
+pub fn every_operation(world: &mut Communicator) {
+    let device = Arc::clone(world.device());
+    for bytes in [0, 3, 4000, 100_000] {
+        equal_exchange(world, &device, bytes);
+        gather_and_broadcast(world, &device, bytes);
+    }
+    for scale in [1, 3000] {
+        unequal_exchange(world, &device, scale);
+    }
+    for elements in [0, 1, 7, 5000] {
+        reductions(world, &device, elements);
+    }
+    messages(world, &device);
+    several_at_once(world, &device);
+    groups(world, &device);
+    world.barrier(&call("end")).unwrap().wait().unwrap();
+}
+
+/// Shapes that so many ranks can have.
+fn algorithms(ranks: usize) -> Vec<Algorithm> {
+    let shapes = (1..=ranks).filter(|per_node| ranks.is_multiple_of(*per_node));
+    let hierarchical = shapes.map(|per_node| {
+        Algorithm::Hierarchical(NodeShape {
+            nodes: ranks / per_node,
+            per_node,
+        })
+    });
+    std::iter::once(Algorithm::Direct)
+        .chain(hierarchical)
+        .collect()
+}
+
+fn equal_exchange(world: &mut Communicator, device: &Arc<dyn Device>, bytes: usize) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, bytes)).collect();
+    let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, rank, bytes)).collect();
+    for algorithm in algorithms(ranks) {
+        let from = slice(device, Element::U8, &input);
+        let to = room(device, Element::U8, ranks * bytes);
+        let handle = world.all_to_all(&from, &to, algorithm, &call("equal"));
+        handle.unwrap().wait().unwrap();
+        assert!(
+            read(device, &to) == expected,
+            "{algorithm:?}, {bytes} bytes"
+        );
+        assert!(read(device, &from) == input, "the input was written");
+    }
+}
+
+fn unequal_exchange(world: &mut Communicator, device: &Arc<dyn Device>, scale: usize) {
+    let (rank, ranks) = (world.rank(), world.size());
+    // Rank 1 sends nothing, and nothing goes from a rank to the one before it.
+    let count = |from: usize, to: usize| match from == 1 || (to + 1) % ranks == from {
+        true => 0,
+        false => scale * (1 + (from * 5 + to * 3) % 4),
+    };
+    let sends: Vec<usize> = (0..ranks).map(|q| count(rank, q)).collect();
+    let receives: Vec<usize> = (0..ranks).map(|p| count(p, rank)).collect();
+    let input: Vec<u8> = (0..ranks)
+        .flat_map(|q| part(rank, q, 4 * count(rank, q)))
+        .collect();
+    let expected: Vec<u8> = (0..ranks)
+        .flat_map(|p| part(p, rank, 4 * count(p, rank)))
+        .collect();
+    for algorithm in algorithms(ranks) {
+        let from = slice(device, Element::I32, &input);
+        let to = room(device, Element::I32, receives.iter().sum());
+        let handle =
+            world.all_to_all_by_counts(&from, &sends, &to, &receives, algorithm, &call("counts"));
+        handle.unwrap().wait().unwrap();
+        assert!(
+            read(device, &to) == expected,
+            "{algorithm:?}, scale {scale}"
+        );
+    }
+}
+
+fn gather_and_broadcast(world: &mut Communicator, device: &Arc<dyn Device>, bytes: usize) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, 0, bytes)).collect();
+    let to = room(device, Element::U8, ranks * bytes);
+    let from = slice(device, Element::U8, &part(rank, 0, bytes));
+    world
+        .all_gather(&from, &to, &call("gather"))
+        .unwrap()
+        .wait()
+        .unwrap();
+    assert!(read(device, &to) == expected, "{bytes} bytes");
+    // In place.
+    let place = room(device, Element::U8, ranks * bytes);
+    let own = Slice::new(place.buffer(), Element::U8, rank * bytes, bytes).unwrap();
+    device
+        .upload(&part(rank, 0, bytes), own.buffer(), own.offset())
+        .unwrap();
+    world
+        .all_gather(&own, &place, &call("in place"))
+        .unwrap()
+        .wait()
+        .unwrap();
+    assert!(read(device, &place) == expected, "{bytes} bytes in place");
+    for root in 0..ranks {
+        let data = slice(device, Element::U8, &part(rank, 9, bytes));
+        world
+            .broadcast(&data, root, &call("broadcast"))
+            .unwrap()
+            .wait()
+            .unwrap();
+        assert!(read(device, &data) == part(root, 9, bytes), "root {root}");
+    }
+}
+
+/// Values whose sum depends on the order.
+fn value(rank: usize, i: usize) -> f32 {
+    let sign = if (rank + i).is_multiple_of(2) {
+        1.0
+    } else {
+        -1.0
+    };
+    sign * (1.0 + i as f32 / 7.0) * 10f32.powi((rank * 3 + i) as i32 % 9 - 3)
+}
+
+type Join = fn(f32, f32) -> f32;
+
+fn reductions(world: &mut Communicator, device: &Arc<dyn Device>, elements: usize) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let join: [(Reduction, Join); 3] = [
+        (Reduction::Sum, |a, b| a + b),
+        (Reduction::Max, f32::max),
+        (Reduction::Min, f32::min),
+    ];
+    for (reduction, join) in join {
+        let total = |i: usize| (1..ranks).fold(value(0, i), |sum, p| join(sum, value(p, i)));
+        let input = f32_bytes((0..elements).map(|i| value(rank, i)));
+        let data = slice(device, Element::F32, &input);
+        let to = room(device, Element::F32, elements);
+        let apart = world.all_reduce(&data, &to, reduction, &call("apart"));
+        apart.unwrap().wait().unwrap();
+        let expected = f32_bytes((0..elements).map(total));
+        assert!(read(device, &to) == expected, "{reduction} of {elements}");
+        let same = world.all_reduce(&data, &data, reduction, &call("in place"));
+        same.unwrap().wait().unwrap();
+        assert!(
+            read(device, &data) == expected,
+            "{reduction} of {elements} in place"
+        );
+        let input = f32_bytes((0..ranks * elements).map(|i| value(rank, i)));
+        let data = slice(device, Element::F32, &input);
+        let scattered = world.reduce_scatter(&data, &to, reduction, &call("scatter"));
+        scattered.unwrap().wait().unwrap();
+        let own = f32_bytes((rank * elements..(rank + 1) * elements).map(total));
+        assert!(
+            read(device, &to) == own,
+            "{reduction} of {elements} scattered"
+        );
+    }
+    integers(world, device, elements);
+}
+
+fn integers(world: &mut Communicator, device: &Arc<dyn Device>, elements: usize) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let value = |rank: usize, i: usize| ((i as i64 - 3) * (rank as i64 + 1)) << 33;
+    let input: Vec<u8> = (0..elements)
+        .flat_map(|i| value(rank, i).to_ne_bytes())
+        .collect();
+    let data = slice(device, Element::I64, &input);
+    let reduced = world.all_reduce(&data, &data, Reduction::Sum, &call("integers"));
+    reduced.unwrap().wait().unwrap();
+    let sum = |i: usize| (0..ranks).map(|p| value(p, i)).sum::<i64>();
+    let expected: Vec<u8> = (0..elements).flat_map(|i| sum(i).to_ne_bytes()).collect();
+    assert!(
+        read(device, &data) == expected,
+        "sums of {elements} integers"
+    );
+}
+
+/// Two messages to the next rank, one of them empty, and one to oneself.
+fn messages(world: &mut Communicator, device: &Arc<dyn Device>) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let (next, last) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
+    let lengths = [9000, 0, 11];
+    let transfer = |peer, slice| Transfer { peer, slice };
+    let mut sends: Vec<Transfer> = lengths
+        .iter()
+        .map(|n| transfer(next, slice(device, Element::U8, &part(rank, next, *n))))
+        .collect();
+    let mut receives: Vec<Transfer> = lengths
+        .iter()
+        .map(|n| transfer(last, room(device, Element::U8, *n)))
+        .collect();
+    sends.push(transfer(
+        rank,
+        slice(device, Element::F32, &part(rank, rank, 8)),
+    ));
+    receives.push(transfer(rank, room(device, Element::F32, 2)));
+    if ranks == 1 {
+        // All are to oneself, and keep their order.
+        assert_eq!(next, rank);
+    }
+    world
+        .exchange(&sends, &receives, &call("messages"))
+        .unwrap()
+        .wait()
+        .unwrap();
+    for (receive, bytes) in receives.iter().zip(lengths) {
+        assert!(
+            read(device, &receive.slice) == part(last, rank, bytes),
+            "{bytes} bytes"
+        );
+    }
+    assert_eq!(read(device, &receives[3].slice), part(rank, rank, 8));
+}
+
+/// Operations that are under way together, and finished in the other order.
+fn several_at_once(world: &mut Communicator, device: &Arc<dyn Device>) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let mut started = Vec::new();
+    for round in 0..5 {
+        let bytes = 1 + round * 3000;
+        let from = slice(device, Element::U8, &part(rank, round, bytes));
+        let to = room(device, Element::U8, ranks * bytes);
+        let handle = world.all_gather(&from, &to, &call("together")).unwrap();
+        assert_eq!(handle.sequence() + 1, world.sequence());
+        started.push((handle, to, bytes, round));
+    }
+    for (handle, to, bytes, round) in started.into_iter().rev() {
+        handle.wait().unwrap();
+        let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, round, bytes)).collect();
+        assert!(read(device, &to) == expected, "round {round}");
+    }
+}
+
+/// Ranks of equal parity, in reverse; those of a group and of the world at the same time.
+fn groups(world: &mut Communicator, device: &Arc<dyn Device>) {
+    let (rank, ranks) = (world.rank(), world.size());
+    let parity = (rank % 2) as u32;
+    let group = world
+        .split(Some(parity), -(rank as i64), &call("split"))
+        .unwrap();
+    let mut group = group.expect("a rank with a colour has a group");
+    let members: Vec<usize> = (0..ranks).rev().filter(|p| p % 2 == rank % 2).collect();
+    assert_eq!(group.members(), members);
+    assert_eq!(members[group.rank()], rank);
+    let own = slice(device, Element::U8, &part(rank, 3, 6000));
+    let (inner, outer) = (
+        room(device, Element::U8, 6000 * members.len()),
+        room(device, Element::U8, 6000 * ranks),
+    );
+    let one = group.all_gather(&own, &inner, &call("group")).unwrap();
+    let two = world.all_gather(&own, &outer, &call("world")).unwrap();
+    two.wait().unwrap();
+    one.wait().unwrap();
+    let expected: Vec<u8> = members.iter().flat_map(|p| part(*p, 3, 6000)).collect();
+    assert!(read(device, &inner) == expected);
+    // Some ranks have no colour.
+    let some = world
+        .split((rank > 0).then_some(0), 0, &call("some"))
+        .unwrap();
+    assert_eq!(some.is_some(), rank > 0);
+    if let Some(mut some) = some {
+        assert_eq!(some.members(), (1..ranks).collect::<Vec<_>>());
+        some.barrier(&call("some")).unwrap().wait().unwrap();
+    }
+}

@@ -1,0 +1,445 @@
+//! Ranks that are threads.
+
+mod support;
+
+use moesaic_collectives::{
+    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, NodeShape, Reduction,
+    Transfer, threads,
+};
+use moesaic_cpu::CpuDevice;
+use moesaic_target::{Device, DeviceError};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use support::{call, every_operation, part, read, room, slice};
+
+fn device(_rank: usize) -> Result<Arc<dyn Device>, DeviceError> {
+    Ok(Arc::new(CpuDevice::with_threads(1)?.poisoned()))
+}
+
+/// What every rank returned; `None` for those that panicked.
+fn run<T: Send>(ranks: usize, body: impl Fn(Communicator) -> T + Sync) -> Vec<Option<T>> {
+    let results = threads::run(ranks, device, body).unwrap();
+    results.into_iter().map(Result::ok).collect()
+}
+
+/// A rank's error, which must come in less than the deadline and a bit.
+fn errors(
+    ranks: usize,
+    body: impl Fn(Communicator) -> Result<(), CollectiveError> + Sync,
+) -> Vec<Option<String>> {
+    let start = Instant::now();
+    let results = run(ranks, body);
+    assert!(
+        start.elapsed() < Duration::from_secs(10),
+        "it took {:?}",
+        start.elapsed()
+    );
+    let text = |result: Option<Result<(), CollectiveError>>| match result {
+        Some(Err(error)) => Some(error.to_string()),
+        Some(Ok(())) => panic!("a rank has seen no error"),
+        None => None,
+    };
+    results.into_iter().map(text).collect()
+}
+
+#[track_caller]
+fn says(error: &Option<String>, words: &[&str]) {
+    let text = error.as_deref().expect("this rank has an error");
+    for word in words {
+        assert!(text.contains(word), "`{word}` is not in: {text}");
+    }
+}
+
+fn short(label: &str) -> Call {
+    Call::new(label).within(Duration::from_millis(400))
+}
+
+#[test]
+fn every_operation_on_one_to_eight_ranks() {
+    for ranks in [1, 2, 3, 4, 8] {
+        let results = run(ranks, |mut world| {
+            every_operation(&mut world);
+            world.finish(&call("finish")).unwrap();
+        });
+        assert!(results.iter().all(Option::is_some), "{ranks} ranks");
+    }
+}
+
+#[test]
+fn results_are_the_same_bytes_whoever_is_late() {
+    let once = |seed: u64| {
+        run(4, move |mut world| {
+            let device = Arc::clone(world.device());
+            let rank = world.rank() as u64;
+            let values =
+                (0..3000).map(|i| ((i * 37 + rank * 11) % 101) as f32 * 0.1f32.powi(rank as i32));
+            let bytes: Vec<u8> = values.flat_map(f32::to_ne_bytes).collect();
+            let data = slice(&device, Element::F32, &bytes);
+            std::thread::sleep(Duration::from_millis((rank * seed * 7) % 13));
+            let handle = world.all_reduce(&data, &data, Reduction::Sum, &call("sum"));
+            handle.unwrap().wait().unwrap();
+            read(&device, &data)
+        })
+    };
+    let first = once(0);
+    assert!(first.iter().all(|bytes| *bytes == first[0]));
+    for seed in 1..5 {
+        assert!(once(seed) == first, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_late_rank_is_named_with_operation_phase_and_what_it_did_last() {
+    let errors = errors(3, |mut world| {
+        world.barrier(&call("first"))?.wait()?;
+        if world.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(900));
+        }
+        let device = Arc::clone(world.device());
+        let data = slice(&device, Element::F32, &part(1, 1, 16));
+        let handle = world.all_reduce(&data, &data, Reduction::Sum, &short("layer 3"))?;
+        handle.wait()
+    });
+    let first = if errors[0].as_ref().unwrap().contains("not finished") {
+        0
+    } else {
+        1
+    };
+    says(
+        &errors[first],
+        &[
+            "operation 1 `all_reduce` (layer 3), phase `gather`",
+            "not finished after 0.4 s",
+            "waiting for rank 2 (last heard of in operation 0 `barrier`)",
+        ],
+    );
+    // The others learn of it at once, not at deadlines of their own.
+    says(&errors[1 - first], &["operation 1 `all_reduce`"]);
+    says(
+        &errors[2],
+        &["all_reduce", "gave up", "rank 2 (last heard of"],
+    );
+}
+
+#[test]
+fn a_rank_that_panics_ends_the_others_at_once() {
+    let start = Instant::now();
+    let errors = errors(4, |mut world| {
+        if world.rank() == 1 {
+            panic!("an accident");
+        }
+        let device = Arc::clone(world.device());
+        let (from, to) = (
+            room(&device, Element::U8, 40_000),
+            room(&device, Element::U8, 40_000),
+        );
+        world
+            .all_to_all(&from, &to, Algorithm::Direct, &call("dispatch"))?
+            .wait()
+    });
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert_eq!(errors[1], None);
+    for rank in [0, 2, 3] {
+        says(
+            &errors[rank],
+            &["operation 0 `all_to_all` (dispatch)", "rank 1 has panicked"],
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_ends_early_is_named() {
+    let results = run(2, |mut world| match world.rank() {
+        0 => world.barrier(&call("end")).and_then(|handle| handle.wait()),
+        _ => Ok(()),
+    });
+    let error = results[0].clone().unwrap().unwrap_err().to_string();
+    assert!(
+        error.contains("rank 1 has ended without doing its part"),
+        "{error}"
+    );
+}
+
+#[test]
+fn what_was_sent_before_a_rank_ended_arrives() {
+    let results = run(2, |mut world| {
+        let device = Arc::clone(world.device());
+        let data = slice(&device, Element::U8, &part(world.rank(), 0, 500));
+        if world.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let handle = world.broadcast(&data, 0, &call("last")).unwrap();
+        handle.wait().unwrap();
+        read(&device, &data)
+    });
+    assert_eq!(results[1].as_ref().unwrap(), &part(0, 0, 500));
+}
+
+#[test]
+fn another_operation_on_a_rank_is_named() {
+    let errors = errors(3, |mut world| {
+        let device = Arc::clone(world.device());
+        let data = room(&device, Element::F32, 6);
+        let call = short("step");
+        let handle = match world.rank() {
+            1 => world.barrier(&call)?,
+            _ => world.all_reduce(&data, &data, Reduction::Sum, &call)?,
+        };
+        handle.wait()
+    });
+    let all = errors.iter().flatten().cloned().collect::<String>();
+    assert!(all.contains("the operation differs: "), "{all}");
+    assert!(
+        all.contains("`barrier`") && all.contains("`all_reduce`"),
+        "{all}"
+    );
+}
+
+#[test]
+fn a_skipped_step_is_found_by_its_label() {
+    let errors = errors(2, |mut world| {
+        for step in 0..4 {
+            if world.rank() == 1 && step == 2 {
+                continue;
+            }
+            let device = Arc::clone(world.device());
+            let data = room(&device, Element::I32, 10);
+            let call = short(&format!("step {step}"));
+            world
+                .all_reduce(&data, &data, Reduction::Max, &call)?
+                .wait()?;
+        }
+        Ok(())
+    });
+    let all = errors.iter().flatten().cloned().collect::<String>();
+    assert!(all.contains("operation 2 `all_reduce`"), "{all}");
+    assert!(
+        all.contains("the label differs: `step 2` here, `step 3` on rank 1")
+            || all.contains("the label differs: `step 3` here, `step 2` on rank 0"),
+        "{all}"
+    );
+}
+
+#[test]
+fn other_sizes_types_and_reductions_are_named() {
+    let wrong = |elements: [usize; 2], element: [Element; 2], reduction: [Reduction; 2]| {
+        let errors = errors(2, move |mut world| {
+            let device = Arc::clone(world.device());
+            let own = world.rank();
+            let data = room(&device, element[own], elements[own]);
+            world
+                .all_reduce(&data, &data, reduction[own], &short(""))?
+                .wait()
+        });
+        errors.iter().flatten().cloned().collect::<String>()
+    };
+    let (f32s, sums) = ([Element::F32; 2], [Reduction::Sum; 2]);
+    let text = wrong([4, 5], f32s, sums);
+    assert!(text.contains("the number of elements differs: "), "{text}");
+    let text = wrong([9000, 9001], f32s, sums);
+    assert!(text.contains("the number of elements differs: "), "{text}");
+    let text = wrong([4, 4], [Element::F32, Element::I32], sums);
+    assert!(text.contains("the element type differs: "), "{text}");
+    let text = wrong([4, 4], f32s, [Reduction::Sum, Reduction::Max]);
+    assert!(text.contains("the reduction differs: "), "{text}");
+}
+
+/// Rank 2 expects one element more of rank 0 than that sends. Ranks that have done their
+/// part by then learn of it in the next operation.
+fn wrong_count(algorithm: Algorithm, scale: usize) -> Vec<Option<String>> {
+    errors(4, move |mut world| {
+        let device = Arc::clone(world.device());
+        let rank = world.rank();
+        let sends = vec![scale; 4];
+        let mut receives = sends.clone();
+        if rank == 2 {
+            receives[0] += 1;
+            // The sum is right, only the parts are not.
+            receives[1] -= 1;
+        }
+        let (from, to) = (
+            room(&device, Element::U8, 4 * scale),
+            room(&device, Element::U8, 4 * scale),
+        );
+        let call = short("combine");
+        world
+            .all_to_all_by_counts(&from, &sends, &to, &receives, algorithm, &call)?
+            .wait()?;
+        world.barrier(&short("after"))?.wait()
+    })
+}
+
+#[test]
+fn counts_that_do_not_match_are_named_with_the_rank() {
+    let shape = |nodes, per_node| Algorithm::Hierarchical(NodeShape { nodes, per_node });
+    for algorithm in [Algorithm::Direct, shape(2, 2), shape(1, 4), shape(4, 1)] {
+        for scale in [5, 20_000] {
+            let errors = wrong_count(algorithm, scale);
+            let text = errors[2].as_deref().unwrap();
+            let named = text.contains("on rank 0") || text.contains("on rank 1");
+            assert!(
+                text.contains("the number of bytes") && named,
+                "{algorithm:?}: {text}"
+            );
+            for rank in [0, 1, 3] {
+                says(
+                    &errors[rank],
+                    &["all_to_all_by_counts` (combine)", "gave up", "rank 2"],
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn another_algorithm_is_named() {
+    let errors = errors(4, |mut world| {
+        let device = Arc::clone(world.device());
+        let (from, to) = (room(&device, Element::U8, 4), room(&device, Element::U8, 4));
+        let shape = NodeShape {
+            nodes: 2,
+            per_node: 2,
+        };
+        let algorithm = match world.rank() {
+            3 => Algorithm::Direct,
+            _ => Algorithm::Hierarchical(shape),
+        };
+        world
+            .all_to_all(&from, &to, algorithm, &short(""))?
+            .wait()?;
+        world.barrier(&short("after"))?.wait()
+    });
+    let all = errors.iter().flatten().cloned().collect::<String>();
+    assert!(all.contains("the algorithm differs: "), "{all}");
+    assert!(all.contains("hierarchical with 2 ranks per node"), "{all}");
+}
+
+#[test]
+fn a_message_that_nobody_receives_is_an_error() {
+    for bytes in [10, 100_000] {
+        let errors = errors(2, move |mut world| {
+            let device = Arc::clone(world.device());
+            let peer = 1 - world.rank();
+            let transfer = |n| Transfer {
+                peer,
+                slice: room(&device, Element::U8, n),
+            };
+            let (sends, receives) = match world.rank() {
+                0 => (vec![transfer(bytes), transfer(bytes)], vec![]),
+                _ => (vec![], vec![transfer(bytes)]),
+            };
+            world
+                .exchange(&sends, &receives, &short("messages"))?
+                .wait()?;
+            world.barrier(&short("after"))?.wait()
+        });
+        let all = errors.iter().flatten().cloned().collect::<String>();
+        assert!(
+            all.contains("the number of messages differs: no more are received"),
+            "{all}"
+        );
+    }
+}
+
+#[test]
+fn after_a_failure_every_call_says_why() {
+    let errors = errors(2, |mut world| {
+        if world.rank() == 0 {
+            let error = world.barrier(&short("alone"))?.wait().unwrap_err();
+            assert!(matches!(error, CollectiveError::Deadline { .. }), "{error}");
+        } else {
+            std::thread::sleep(Duration::from_millis(800));
+        }
+        let again = world.barrier(&call("again"));
+        again.and_then(|handle| handle.wait())
+    });
+    says(
+        &errors[0],
+        &[
+            "barrier is not possible",
+            "(alone)",
+            "not finished after 0.4 s",
+        ],
+    );
+    says(&errors[1], &["barrier is not possible", "rank 0 gave up"]);
+}
+
+#[test]
+fn bad_arguments_are_errors_before_anything_is_sent() {
+    let results = run(2, |mut world| {
+        let device = Arc::clone(world.device());
+        let r = |element, n| room(&device, element, n);
+        let (f4, f5, i4) = (r(Element::F32, 4), r(Element::F32, 5), r(Element::I32, 4));
+        let call = call("");
+        let shape = NodeShape {
+            nodes: 3,
+            per_node: 1,
+        };
+        let all_to_all = |world: &mut Communicator, a, b, algorithm| {
+            world
+                .all_to_all(a, b, algorithm, &call)
+                .unwrap_err()
+                .to_string()
+        };
+        let texts = [
+            all_to_all(&mut world, &f4, &f5, Algorithm::Direct),
+            all_to_all(&mut world, &f4, &i4, Algorithm::Direct),
+            all_to_all(&mut world, &f5, &r(Element::F32, 5), Algorithm::Direct),
+            all_to_all(&mut world, &f4, &f4, Algorithm::Direct),
+            all_to_all(
+                &mut world,
+                &f4,
+                &r(Element::F32, 4),
+                Algorithm::Hierarchical(shape),
+            ),
+            world.all_gather(&f4, &f5, &call).unwrap_err().to_string(),
+            world.broadcast(&f4, 2, &call).unwrap_err().to_string(),
+            world
+                .all_to_all_by_counts(&f4, &[1], &f5, &[1, 1], Algorithm::Direct, &call)
+                .unwrap_err()
+                .to_string(),
+            world
+                .all_to_all_by_counts(&f4, &[4, 1], &f5, &[1, 1], Algorithm::Direct, &call)
+                .unwrap_err()
+                .to_string(),
+        ];
+        // Nothing of it has harmed the group, or used up a number.
+        assert_eq!(world.sequence(), 0);
+        world.barrier(&call).unwrap().wait().unwrap();
+        texts
+    });
+    let expected = [
+        "all_to_all: the input has 4 elements, the output 5; both must have as many",
+        "all_to_all: the input is f32, the output i32; both must be of one type",
+        "all_to_all: 5 elements cannot be cut into 2 equal parts, one for each rank",
+        "all_to_all: the input and the output overlap; they must be apart",
+        "all_to_all: 3 nodes of 1 ranks are not the 2 ranks of this group",
+        "all_gather: the output has 5 elements; with 4 in the input and 2 ranks it must have 8",
+        "broadcast: the root is rank 2; ranks go from 0 to 1",
+        "all_to_all_by_counts: sends has 1 numbers; it must have one for each of the 2 ranks",
+        "all_to_all_by_counts: sends adds up to more than the 4 elements of its slice",
+    ];
+    assert_eq!(results[0].as_ref().unwrap(), &expected);
+    assert_eq!(results[1].as_ref().unwrap(), &expected);
+    assert!(threads::run(0, device, |_| ()).is_err());
+}
+
+#[test]
+fn a_dropped_handle_ends_nothing() {
+    let results = run(2, |mut world| {
+        let device = Arc::clone(world.device());
+        let to = room(&device, Element::U8, 40_000);
+        let from = slice(&device, Element::U8, &part(world.rank(), 0, 20_000));
+        drop(world.all_gather(&from, &to, &call("dropped")).unwrap());
+        drop(from);
+        world.barrier(&call("after")).unwrap().wait().unwrap();
+        world.barrier(&call("and again")).unwrap().wait().unwrap();
+        read(&device, &to)
+    });
+    for bytes in results {
+        assert_eq!(
+            bytes.unwrap(),
+            [part(0, 0, 20_000), part(1, 0, 20_000)].concat()
+        );
+    }
+}

@@ -1,0 +1,103 @@
+//! Tensors that are owned, borrowed and mapped are alike to those who read them.
+
+use half::{bf16, f16};
+use moesaic_kernel::DType;
+use moesaic_tensor::{Bytes, Map, Tensor, Tensors, WeightSource};
+use std::io::Write;
+use std::sync::Arc;
+
+/// A file of these bytes, mapped.
+fn mapped(bytes: &[u8]) -> Arc<Map> {
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(bytes).unwrap();
+    Arc::new(Map::new(&file).unwrap())
+}
+
+fn numbers(count: usize) -> Vec<f32> {
+    (0..count).map(|i| i as f32 - 2.5).collect()
+}
+
+#[test]
+fn bytes_are_the_same_wherever_they_lie() {
+    let values = numbers(12);
+    let raw: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let map = mapped(&[&[7u8; 3][..], &raw, &[9]].concat());
+    let of = |data| Tensor {
+        dtype: DType::F32,
+        shape: vec![3, 4],
+        data,
+    };
+    let owned = Tensor::owned(&[3, 4], values.clone());
+    let kinds = [
+        of(Bytes::from(&raw[..])),
+        of(Bytes::mapped(&map, 3..51)),
+        owned.lend(),
+        of(Bytes::mapped(&map, 3..51)).into_static(),
+    ];
+    for tensor in kinds {
+        assert_eq!(tensor, owned);
+        assert_eq!(tensor.values::<f32>().unwrap(), values);
+        assert_eq!(tensor.values::<i32>(), None);
+        assert_eq!(tensor.to_vec::<f32>().unwrap(), values);
+        assert_eq!(tensor.to_f64()[11], 8.5);
+        let rows = tensor.rows(1..3).unwrap();
+        assert_eq!(rows.shape, [2, 4]);
+        assert_eq!(rows.to_f32(), values[4..]);
+        tensor.data.release();
+        assert_eq!(tensor, owned, "a file's bytes come back");
+        let mut changed = tensor.clone();
+        changed.values_mut::<f32>().unwrap()[0] = 4.0;
+        assert_eq!(changed.to_f32()[0], 4.0);
+        assert_eq!(tensor, owned, "who writes to what is not his gets a copy");
+    }
+}
+
+#[test]
+fn pages_of_a_file_are_given_back() {
+    let map = mapped(&vec![3u8; 1 << 20]);
+    let whole = Bytes::mapped(&map, 0..1 << 20);
+    assert!(whole.iter().all(|b| *b == 3));
+    whole.release();
+    assert!(whole.part(5..70_000).unwrap().iter().all(|b| *b == 3));
+    assert!(whole.is_mapped());
+    assert!(whole.part(0..(1 << 20) + 1).is_none());
+}
+
+#[test]
+fn values_are_rounded_to_nearest() {
+    let values = [1.0f32, 1.0 + 1.0 / 512.0, -3.1];
+    let half = Tensor::rounded(DType::Bf16, &[3], &values);
+    let expected = values.map(bf16::from_f32);
+    assert_eq!(half.to_vec::<bf16>().unwrap(), expected);
+    let half = Tensor::rounded(DType::F16, &[3], &values);
+    assert_eq!(half.to_vec::<f16>().unwrap(), values.map(f16::from_f32));
+    assert_eq!(Tensor::rounded(DType::F32, &[3], &values).to_f32(), values);
+}
+
+#[test]
+fn what_does_not_fit_is_said() {
+    let tensor = Tensor::zeros(DType::I32, &[3, 2]);
+    let said = |found: Result<Tensor<'_>, String>| found.expect_err("it cannot be");
+    assert_eq!(said(tensor.rows(2..4)), "has 3 rows, not those of 2..4");
+    let short = Tensor {
+        shape: vec![4, 2],
+        ..tensor.clone()
+    };
+    assert_eq!(said(short.rows(0..1)), "has 24 bytes, its shape needs 32");
+    let other = tensor.check(DType::F32, &[3, 2]);
+    assert_eq!(other.expect_err("a type"), "is i32, expected f32");
+    let other = tensor.check(DType::I32, &[6]);
+    let expected = "has shape [3, 2], expected [6]";
+    assert_eq!(other.expect_err("a shape"), expected);
+}
+
+#[test]
+fn tensors_by_name_are_a_source_of_weights() {
+    let values = numbers(6);
+    let weights = Tensors::new().with("a", &[3, 2], &values);
+    assert_eq!(weights.describe("a"), Some((DType::F32, vec![3, 2])));
+    assert_eq!(weights.describe("b"), None);
+    assert_eq!(weights.rows("a", 1..2).unwrap().to_f32(), values[2..4]);
+    let missing = weights.rows("b", 0..1).expect_err("there is none");
+    assert_eq!(missing.to_string(), "there is no tensor `b`");
+}

@@ -1,0 +1,125 @@
+//! Experts in Rust, and experts behind several routers.
+
+/// An expert as code, for [`UserLayer`].
+///
+/// ```
+/// use moesaic::{ExpertBackward, UserExpert};
+///
+/// /// Multiplies by a number that it does not learn.
+/// struct Scale(f32);
+///
+/// impl UserExpert for Scale {
+///     fn forward(&self, rows: &[f32], out: &mut [f32], _saved: Option<&mut Vec<f32>>) {
+///         out.iter_mut().zip(rows).for_each(|(out, x)| *out = self.0 * x);
+///     }
+///     fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]) {
+///         drows.iter_mut().zip(call.dout).for_each(|(dx, dy)| *dx = self.0 * dy);
+///     }
+/// }
+///
+/// let mut doubled = [0.0; 2];
+/// Scale(2.0).forward(&[1.0, 3.0], &mut doubled, None);
+/// assert_eq!(doubled, [2.0, 6.0]);
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::UserExpert;
+
+/// What backward of a [`UserExpert`] gets.
+///
+/// ```
+/// use moesaic::ExpertBackward;
+///
+/// /// The gradient of a bias: the sum of its rows' gradients.
+/// fn bias_gradient(call: &ExpertBackward<'_>, gradient: &mut [f32]) {
+///     if !call.accumulate {
+///         gradient.fill(0.0);
+///     }
+///     for row in call.dout.chunks(gradient.len()) {
+///         gradient.iter_mut().zip(row).for_each(|(sum, dy)| *sum += dy);
+///     }
+/// }
+///
+/// let dout = [1.0, 2.0, 3.0, 4.0];
+/// let call = ExpertBackward { rows: &[0.0; 4], saved: &[], dout: &dout, accumulate: false };
+/// let mut gradient = [0.0; 2];
+/// bias_gradient(&call, &mut gradient);
+/// assert_eq!(gradient, [4.0, 6.0]);
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::ExpertBackward;
+
+/// A layer whose experts are [`UserExpert`]s.
+///
+/// ```
+/// use moesaic::{Input, UserExpert};
+/// # use moesaic::{ExpertBackward, example::{engine, spec, wave, weights}};
+/// # struct Scale(f32);
+/// # impl UserExpert for Scale {
+/// #     fn forward(&self, rows: &[f32], out: &mut [f32], _saved: Option<&mut Vec<f32>>) {
+/// #         out.iter_mut().zip(rows).for_each(|(out, x)| *out = self.0 * x);
+/// #     }
+/// #     fn backward(&mut self, _: &ExpertBackward<'_>, _: &mut [f32]) {}
+/// # }
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let scale = |factor| Box::new(Scale(factor)) as Box<dyn UserExpert>;
+/// let experts = [1.0, 2.0, 3.0, 4.0].map(scale);
+/// let layer = engine().user_layer(&spec(), &weights(), experts.into(), false)?;
+/// let y = layer.forward(&Input::new(3, &wave(24)), &["y"])?;
+/// assert_eq!(y.y().shape, [3, 8]);
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::UserLayer;
+
+/// What a training call of a [`UserLayer`] leaves for backward.
+///
+/// ```
+/// use moesaic::{EngineError, Tensor, Input, Output, UserLayer, UserSaved};
+///
+/// /// Both passes of a step.
+/// fn step(
+///     layer: &mut UserLayer, input: &Input<'_>, dy: &Tensor<'_>,
+/// ) -> Result<Output, EngineError> {
+///     let (_, saved): (_, UserSaved) = layer.forward_train(input, &[], Default::default())?;
+///     layer.backward(&saved, dy, false)
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::UserSaved;
+
+/// One set of experts behind several routers, as in MMoE.
+///
+/// ```
+/// use moesaic::{Input, Tensors};
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let (one, other) = (wave(32), vec![0.5f32; 32]);
+/// let routers = [&one, &other].map(|w| Tensors::new().with("router.weight", &[4, 8], w));
+/// # let all = weights();
+/// # let mut experts = Tensors::new();
+/// # for (name, tensor) in all.iter().filter(|(name, _)| name.starts_with("experts.")) {
+/// #     experts.insert(name, tensor.clone());
+/// # }
+/// let gates = engine().multi_gate(&spec(), &experts, &routers, None)?;
+/// let outputs = gates.forward(&Input::new(3, &wave(24)), &["y"])?;
+/// assert_eq!(outputs.len(), 2); // one for each router
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::MultiGate;
+
+/// What a training call of a [`MultiGate`] leaves for backward.
+///
+/// ```
+/// use moesaic::{MultiSaved, Saved};
+///
+/// /// Gates that ran by themselves can go back together.
+/// fn together(each: Vec<Saved>) -> MultiSaved {
+///     MultiSaved::from(each)
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::MultiSaved;

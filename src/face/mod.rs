@@ -1,0 +1,12 @@
+//! The names at the root of this crate that other crates define, with an
+//! example of each.
+
+mod ahead;
+mod experts;
+mod running;
+mod training;
+
+pub use ahead::*;
+pub use experts::*;
+pub use running::*;
+pub use training::*;

@@ -1,0 +1,211 @@
+//! Making a layer and calling it.
+
+/// A layer as a user writes it down; docs/SEMANTICS.md has every key.
+///
+/// ```
+/// use moesaic::LayerSpec;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let spec = LayerSpec::from_toml(
+///     "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }
+///      router = { renormalize = \"sum\" }",
+/// )?;
+/// assert_eq!(spec.shape.experts, 8);
+///
+/// let wrong = LayerSpec::from_toml("shape = { model_dim = 64 }").unwrap_err();
+/// assert!(wrong.to_string().contains("hidden_dim"));
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_spec::LayerSpec;
+
+/// Tensors by name: weights, results, gradients, the state of an optimizer.
+///
+/// ```
+/// use moesaic::{Tensor, Tensors};
+///
+/// let router = vec![0.5f32; 4 * 8]; // lent, not copied
+/// let mut weights = Tensors::new().with("router.weight", &[4, 8], &router);
+/// weights.insert("router.bias", Tensor::owned(&[4], vec![0.0f32; 4]));
+/// assert_eq!(weights["router.weight"].shape, [4, 8]);
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::Tensors;
+
+/// A tensor in host memory: type, shape, bytes.
+///
+/// ```
+/// use moesaic::{DType, Tensor, half::bf16};
+///
+/// let tensor = Tensor::owned(&[2, 2], vec![bf16::from_f32(1.5); 4]);
+/// assert_eq!((tensor.dtype, tensor.elements()), (DType::Bf16, 4));
+/// assert_eq!(tensor.to_f32(), [1.5; 4]);
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::Tensor;
+
+/// A tensor's bytes: owned, lent, or mapped from a file.
+///
+/// ```
+/// use moesaic::{Bytes, DType, Tensor};
+///
+/// let bytes = Bytes::copied(&1.5f32.to_le_bytes());
+/// let tensor = Tensor { dtype: DType::F32, shape: vec![1], data: bytes };
+/// assert_eq!(tensor.to_f32(), [1.5]);
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::Bytes;
+
+/// What gives a layer its weights, a piece at a time.
+///
+/// ```
+/// use moesaic::{Tensors, WeightSource};
+///
+/// let router = [0.5f32; 32];
+/// let weights = Tensors::new().with("router.weight", &[4, 8], &router);
+/// // An engine asks for rows; of a weight of experts a row is an expert.
+/// assert_eq!(weights.rows("router.weight", 1..3)?.shape, [2, 8]);
+/// # Ok::<(), moesaic::tensor::SourceError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::WeightSource;
+
+/// The element type of a tensor.
+///
+/// ```
+/// use moesaic::DType;
+///
+/// assert_eq!((DType::Bf16.size(), DType::Bf16.name()), (2, "bf16"));
+/// ```
+#[doc(inline)]
+pub use moesaic_kernel::DType;
+
+/// The 16-bit floats of this crate's tensors.
+///
+/// ```
+/// use moesaic::half::{bf16, f16};
+///
+/// assert_eq!(bf16::from_f32(1.0).to_f32(), f16::from_f32(1.0).to_f32());
+/// ```
+pub use half;
+
+/// A layer on a device, ready to be called.
+///
+/// ```
+/// use moesaic::{Engine, Input};
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let x = wave(3 * 8); // three tokens of eight numbers
+/// let y = layer.forward(&Input::new(3, &x))?.y().to_f32();
+/// assert_eq!(y.len(), 3 * 8);
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Layer;
+
+/// What a layer is called with: tokens, and what its spec asks for beside them.
+///
+/// ```
+/// use moesaic::{Input, Tensor};
+///
+/// let (x, mask) = (vec![0.5f32; 2 * 8], vec![1, 0]);
+/// let mut input = Input::new(2, &x).with_capacity_factor(1.25);
+/// input.insert("token_mask", Tensor::owned(&[2], mask)); // router.token_mask
+/// assert_eq!(input.tokens, 2);
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Input;
+
+/// What a call gives: the tensors that were asked for.
+///
+/// ```
+/// use moesaic::Input;
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let output = layer.forward_with(&Input::new(3, &wave(24)), &["y", "topk_ids"])?;
+/// let ids: Option<Vec<i32>> = output.get("topk_ids").and_then(|tensor| tensor.to_vec());
+/// assert_eq!(ids.unwrap().len(), 3 * 2); // two experts of each token
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Output;
+
+/// Why a layer could not be made or called.
+///
+/// ```
+/// use moesaic::{EngineError, Input};
+///
+/// # use moesaic::example::{engine, spec, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let short = [0.0f32; 7];
+/// let error = layer.forward(&Input::new(1, &short)).unwrap_err();
+/// assert!(matches!(error, EngineError::Input { .. }), "{error}");
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::EngineError;
+
+/// The decision of a call on the host, for [`Statistics`].
+///
+/// ```
+/// use moesaic::{Record, Statistics};
+///
+/// let (ids, weights) = ([0, 1, 0, 3], [0.7, 0.3, 0.6, 0.4]); // two tokens
+/// let record = Record {
+///     experts: 4,
+///     top_k: 2,
+///     ids: &ids,
+///     weights: &weights,
+///     locations: None,
+///     with_rows: 4,
+/// };
+/// assert_eq!(Statistics::of(&record).loads, [2, 1, 0, 1]);
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Record;
+
+/// How full experts are, and what was dropped.
+///
+/// ```
+/// # use moesaic::{Record, Statistics};
+/// # let (ids, weights) = ([0, 1, 0, 3], [0.7, 0.3, 0.6, 0.4]);
+/// # let record = Record {
+/// #     experts: 4, top_k: 2, ids: &ids, weights: &weights, locations: None, with_rows: 4,
+/// # };
+/// let statistics = Statistics::of(&record); // the record of two tokens
+/// assert_eq!((statistics.total(), statistics.idle(), statistics.overflow()), (4, 1, 0));
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Statistics;
+
+/// A call on device memory that someone else owns.
+///
+/// ```
+/// use moesaic::RawCall;
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let engine = engine();
+/// let layer = engine.layer(&spec(), &weights())?;
+/// let (x, y) = (engine.device().alloc(96)?, engine.device().alloc(96)?);
+/// let bytes: Vec<u8> = wave(24).into_iter().flat_map(f32::to_le_bytes).collect();
+/// x.write(&bytes)?;
+/// let tensors = [("x", x.ptr()), ("y", y.ptr())];
+/// let call = RawCall { tokens: 3, tensors: &tensors, ..RawCall::default() };
+/// // SAFETY: both hold three tokens, and live until the device is done.
+/// unsafe { layer.forward_raw(&call)? };
+/// engine.device().synchronize()?;
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::RawCall;

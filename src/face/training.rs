@@ -1,0 +1,89 @@
+//! Training a layer.
+
+/// That a layer trains, and what its backward pass computes again.
+///
+/// ```
+/// use moesaic::{Counters, Input, Training};
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().training_layer(&spec(), &weights(), Training::default())?;
+/// let (x, dy) = (wave(24), moesaic::Tensor::owned(&[3, 8], wave(24)));
+/// let (output, saved) = layer.forward_train(&Input::new(3, &x), &["y"], Counters::default())?;
+/// let back = layer.backward(&saved, &dy, false)?;
+/// assert_eq!(back.get("dx").unwrap().shape, [3, 8]);
+/// assert_eq!(layer.gradient("router.weight")?.shape, [4, 8]);
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Training;
+
+/// What backward computes again instead of keeping it; gradients are the same.
+///
+/// ```
+/// use moesaic::{Recompute, Training};
+///
+/// # use moesaic::example::{engine, spec, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let less = Training { recompute: Recompute::Hidden };
+/// let less = engine().training_layer(&spec(), &weights(), less)?;
+/// let all = engine().training_layer(&spec(), &weights(), Training::default())?;
+/// assert!(less.saved_bytes(100) < all.saved_bytes(100));
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Recompute;
+
+/// Where a training call stands; its random numbers follow from that alone.
+///
+/// ```
+/// use moesaic::Counters;
+///
+/// // The second layer of a model in its 400th step.
+/// let counters = Counters { seed: 1, step: 400, layer: 1, ..Counters::default() };
+/// assert_eq!(counters.first_token, 0); // of this rank's tokens, among all
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Counters;
+
+/// What a training call leaves for backward.
+///
+/// ```
+/// use moesaic::{Counters, Input, Training};
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().training_layer(&spec(), &weights(), Training::default())?;
+/// let (_, first) = layer.forward_train(&Input::new(3, &wave(24)), &[], Counters::default())?;
+/// let (_, second) = layer.forward_train(&Input::new(1, &wave(8)), &[], Counters::default())?;
+/// assert_eq!((first.tokens(), second.tokens()), (3, 1)); // any number may be alive
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Saved;
+
+/// A backward call on device memory that someone else owns.
+///
+/// ```
+/// use moesaic::{Counters, Input, RawBackward, Training};
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let engine = engine();
+/// let layer = engine.training_layer(&spec(), &weights(), Training::default())?;
+/// let (_, saved) = layer.forward_train(&Input::new(3, &wave(24)), &[], Counters::default())?;
+/// let (dy, dx) = (engine.device().alloc(96)?, engine.device().alloc(96)?);
+/// dy.write(&[0; 96])?;
+/// let tensors = [("dy", dy.ptr()), ("dx", dx.ptr())];
+/// let call = RawBackward { tensors: &tensors, accumulate: false };
+/// // SAFETY: both hold three tokens, and live until the device is done.
+/// unsafe { layer.backward_raw(&saved, &call)? };
+/// engine.device().synchronize()?;
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::RawBackward;

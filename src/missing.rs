@@ -1,0 +1,40 @@
+//! What a build says of targets that it left out.
+
+use moesaic_target::DeviceError;
+
+/// The error of a device that needs a feature of the same name as its backend.
+pub(crate) fn device(backend: &str) -> DeviceError {
+    DeviceError::Unavailable {
+        backend: backend.to_string(),
+        reason: format!(
+            "moesaic was built without its feature `{backend}`; {}",
+            advice(backend)
+        ),
+    }
+}
+
+fn advice(feature: &str) -> String {
+    format!("add it to the dependency in Cargo.toml: features = [\"{feature}\"]")
+}
+
+/// In place of simulators.
+#[cfg(not(feature = "sim"))]
+pub(crate) mod simulators {
+    use super::advice;
+    use moesaic_kernel::SimArch;
+    use moesaic_target::{CompileError, Compiler, Device, DeviceError};
+    use moesaic_toolchain::Registry;
+    use std::sync::Arc;
+
+    pub(crate) fn device(_: SimArch, _: Option<usize>) -> Result<Arc<dyn Device>, DeviceError> {
+        Err(super::device("sim"))
+    }
+
+    pub(crate) fn compiler(_: SimArch, _: &Registry) -> Result<Arc<dyn Compiler>, CompileError> {
+        Err(CompileError::NoCompiler {
+            backend: "sim".to_string(),
+            tried: "none, moesaic was built without its feature `sim`".to_string(),
+            advice: advice("sim"),
+        })
+    }
+}
