@@ -129,8 +129,9 @@ fn count_training(layer: &Layer, rows: &mut [Vec<f32>; 4], tokens: usize) -> usi
     COUNT.load(Ordering::Relaxed) - before
 }
 
-/// In the test below, since tests of one program run side by side.
-fn check_training() {
+#[test]
+fn training_allocates_nothing_after_the_first() {
+    let _turn = turn();
     const TOKENS: usize = 300;
     let options = EngineOptions {
         threads: Some(2),
@@ -166,7 +167,6 @@ fn a_raw_call_allocates_nothing_after_the_first() {
     let layer = tuned(Arc::new(Store::open(dir.path())));
     assert_eq!(layer.tilings().plans().len(), 2);
     check(&layer, "tuned");
-    check_training();
 }
 
 /// A layer with other tiles for few tokens.
