@@ -198,7 +198,7 @@ pub use moesaic_engine::Statistics;
 /// let layer = engine.layer(&spec(), &weights())?;
 /// let (x, y) = (engine.device().alloc(96)?, engine.device().alloc(96)?);
 /// let bytes: Vec<u8> = wave(24).into_iter().flat_map(f32::to_le_bytes).collect();
-/// x.write(&bytes)?;
+/// engine.device().upload(&bytes, &x, 0)?;
 /// let tensors = [("x", x.ptr()), ("y", y.ptr())];
 /// let call = RawCall { tokens: 3, tensors: &tensors, ..RawCall::default() };
 /// // SAFETY: both hold three tokens, and live until the device is done.

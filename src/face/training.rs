@@ -76,7 +76,7 @@ pub use moesaic_engine::Saved;
 /// let layer = engine.training_layer(&spec(), &weights(), Training::default())?;
 /// let (_, saved) = layer.forward_train(&Input::new(3, &wave(24)), &[], Counters::default())?;
 /// let (dy, dx) = (engine.device().alloc(96)?, engine.device().alloc(96)?);
-/// dy.write(&[0; 96])?;
+/// engine.device().upload(&[0; 96], &dy, 0)?;
 /// let tensors = [("dy", dy.ptr()), ("dx", dx.ptr())];
 /// let call = RawBackward { tensors: &tensors, accumulate: false };
 /// // SAFETY: both hold three tokens, and live until the device is done.

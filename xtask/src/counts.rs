@@ -182,9 +182,13 @@ fn backends(files: &[File], text: &mut String) {
 }
 
 fn facade(files: &[File], text: &mut String) {
-    let lib = files.iter().find(|file| file.path == "src/lib.rs");
-    let names = lib.map(|lib| exported(&lib.code)).unwrap_or_default();
-    let (hidden, shown): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| name.hidden);
+    // Those of src/face are at the root, too: `pub use face::*`.
+    let face = |path: &str| path.starts_with("src/face/") && !path.ends_with("mod.rs");
+    let roots = files
+        .iter()
+        .filter(|f| f.path == "src/lib.rs" || face(&f.path));
+    let names = roots.flat_map(|file| exported(&file.code));
+    let (hidden, shown): (Vec<_>, Vec<_>) = names.partition(|name| name.hidden);
     *text += "\nnames at the root of the facade\n";
     line(text, "documented", shown.len());
     line(text, "hidden", hidden.len());
@@ -210,6 +214,9 @@ fn exported(code: &str) -> Vec<Exported> {
             while rest.starts_with("use ") && !item.contains(';') {
                 let Some(next) = lines.next() else { break };
                 item += next.trim();
+            }
+            if item.ends_with("::*;") {
+                continue;
             }
             let list = item.split_once('{').filter(|_| item.starts_with("use "));
             let count = list.map_or(1, |(_, list)| {

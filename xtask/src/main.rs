@@ -20,7 +20,8 @@ usage: cargo xtask <command>
   counts  files that name an operator, an option, a backend; public names;
           circles in the engine
   lint    formatting and clippy, warnings denied, lock files up to date
-  ci      lint, then test";
+  package what would be published, packed and documented without a warning
+  ci      lint, package, then test";
 
 /// Outside the workspace: candle brings a hundred crates that nothing else needs.
 const CANDLE: &str = "interop/candle/Cargo.toml";
@@ -39,7 +40,8 @@ fn main() -> ExitCode {
         "same" => program(&["--package", "moesaic-same"]),
         "sweep" => program(&["--release", "--package", "moesaic-sweep"]),
         "lint" => lint(),
-        "ci" => lint().and_then(|()| test()),
+        "package" => package(),
+        "ci" => lint().and_then(|()| package()).and_then(|()| test()),
         _ => Err(USAGE.to_string()),
     };
     match done {
@@ -132,6 +134,37 @@ fn lint() -> Result<(), String> {
     clippy(&["--workspace"])?;
     cargo(&["fmt", "--manifest-path", CANDLE, "--check"])?;
     clippy(&["--manifest-path", CANDLE])
+}
+
+/// Crates that stay here.
+const UNPUBLISHED: [&str; 5] = [
+    "moesaic-fuzz",
+    "moesaic-probe",
+    "moesaic-same",
+    "moesaic-sweep",
+    "xtask",
+];
+
+/// Packs every crate that would be published, and writes its documentation.
+fn package() -> Result<(), String> {
+    let mut published = vec!["--workspace"];
+    published.extend(UNPUBLISHED.iter().flat_map(|name| ["--exclude", name]));
+    let packed = [&["package", "--no-verify", "--allow-dirty"], &published[..]];
+    silent(&packed.concat())?;
+    silent(&[&["doc", "--no-deps"], &published[..]].concat())
+}
+
+/// Runs cargo; a warning of it is a failure.
+fn silent(args: &[&str]) -> Result<(), String> {
+    eprintln!("+ cargo {}", args.join(" "));
+    let mut command = Command::new(env!("CARGO"));
+    let output = command.args(args).env("RUSTDOCFLAGS", "--deny warnings");
+    let output = output.output().map_err(|error| error.to_string())?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    match output.status.success() && !said.contains("warning:") {
+        true => Ok(()),
+        false => Err(said.into_owned()),
+    }
 }
 
 fn clippy(what: &[&str]) -> Result<(), String> {
