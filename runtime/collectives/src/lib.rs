@@ -39,6 +39,7 @@ mod communicator;
 mod core;
 pub mod engine;
 mod error;
+mod groups;
 mod handle;
 mod hash;
 mod letter;
