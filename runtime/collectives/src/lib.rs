@@ -32,6 +32,9 @@
 //! }
 //! # Ok::<(), moesaic_collectives::CollectiveError>(())
 //! ```
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without
+//! notice.
 
 mod api;
 mod checks;

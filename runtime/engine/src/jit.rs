@@ -90,7 +90,7 @@ impl Jit {
             let key = self.builder.key(source, &fingerprint);
             lock(&self.slot(&key)).is_some() || self.builder.stored(source, &key).is_some()
         };
-        sources.into_iter().all(|source| has(source))
+        sources.into_iter().all(has)
     }
 
     fn slot(&self, key: &Key) -> Slot {
