@@ -273,6 +273,14 @@ fn a_layer_is_in_memory_once_while_it_is_made() {
                 layer.expect("a layer")
             },
         ];
+        let [twice, _] = peak(|| {
+            let all = reader.load().expect("its weights");
+            engine.layer(&import.spec, &all).expect("a layer")
+        });
+        assert!(
+            twice > 1.9,
+            "what is read at once is there twice: {twice:.3}"
+        );
         for (make, what) in layers.iter().zip(["evaluates", "trains"]) {
             let [most, left] = peak(make);
             let what = format!("{stored} to {wanted}, {what}: {most:.3} at most, {left:.3} left");
