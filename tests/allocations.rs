@@ -10,7 +10,8 @@ use moesaic::target::Ptr;
 use moesaic::tools::{Measured, Untuned};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
-    DType, Engine, EngineOptions, Layer, LayerSpec, RawCall, Store, Tensor, Tensors, Training,
+    Counters, DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, Store, Tensor,
+    Tensors, Training,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -61,6 +62,10 @@ experts = { form = \"gated\", activation = \"silu\" }
 ";
 
 fn layer(engine: &Engine) -> Layer {
+    layer_of(engine, None)
+}
+
+fn layer_of(engine: &Engine, training: Option<Training>) -> Layer {
     let spec = LayerSpec::from_toml(SPEC).expect("a valid spec");
     let random = reference::Weights::random(&spec, 7);
     let stored = random.0.into_iter().map(|(name, t)| {
@@ -72,7 +77,11 @@ fn layer(engine: &Engine) -> Layer {
     for (name, shape, data) in &stored {
         weights = weights.with(name, shape, data);
     }
-    engine.layer(&spec, &weights).expect("the kernels compile")
+    let made = match training {
+        Some(training) => engine.training_layer(&spec, &weights, training),
+        None => engine.layer(&spec, &weights),
+    };
+    made.expect("the kernels compile")
 }
 
 /// Allocations of 20 calls of `tokens` tokens.
@@ -91,6 +100,52 @@ fn count(layer: &Layer, x: &[f32], y: &mut [f32], tokens: usize) -> usize {
         unsafe { layer.forward_raw(&call) }.expect("the layer runs");
     }
     COUNT.load(Ordering::Relaxed) - before
+}
+
+/// Allocations of 20 training calls of `tokens` tokens and their backward passes.
+fn count_training(layer: &Layer, rows: &mut [Vec<f32>; 4], tokens: usize) -> usize {
+    let [x, y, dy, dx] = rows.each_mut().map(|rows| Ptr(rows.as_mut_ptr() as u64));
+    let (forward, backward) = ([("x", x), ("y", y)], [("dy", dy), ("dx", dx)]);
+    let call = RawCall {
+        tokens,
+        tensors: &forward,
+        ..RawCall::default()
+    };
+    let back = RawBackward {
+        tensors: &backward,
+        accumulate: true,
+    };
+    let before = COUNT.load(Ordering::Relaxed);
+    for step in 0..20 {
+        let counters = Counters {
+            step,
+            ..Counters::default()
+        };
+        // SAFETY: as in `count`.
+        let saved = unsafe { layer.forward_train_raw(&call, counters) };
+        // SAFETY: as in `count`.
+        unsafe { layer.backward_raw(&saved.expect("it runs"), &back) }.expect("it runs");
+    }
+    COUNT.load(Ordering::Relaxed) - before
+}
+
+#[test]
+fn training_allocates_nothing_after_the_first() {
+    let _turn = turn();
+    const TOKENS: usize = 300;
+    let options = EngineOptions {
+        threads: Some(2),
+        ..EngineOptions::default()
+    };
+    let engine = Engine::open("cpu", options).expect("a C compiler");
+    let layer = layer_of(&engine, Some(Training::default()));
+    let mut rows = [(); 4].map(|()| vec![0.5; TOKENS * MODEL_DIM]);
+    let first = count_training(&layer, &mut rows, TOKENS);
+    assert!(first > 0, "the counter counts");
+    for tokens in [TOKENS, 8, 1, 0] {
+        let later = count_training(&layer, &mut rows, tokens);
+        assert_eq!(later, 0, "training, {tokens} tokens");
+    }
 }
 
 #[test]
@@ -218,6 +273,14 @@ fn a_layer_is_in_memory_once_while_it_is_made() {
                 layer.expect("a layer")
             },
         ];
+        let [twice, _] = peak(|| {
+            let all = reader.load().expect("its weights");
+            engine.layer(&import.spec, &all).expect("a layer")
+        });
+        assert!(
+            twice > 1.9,
+            "what is read at once is there twice: {twice:.3}"
+        );
         for (make, what) in layers.iter().zip(["evaluates", "trains"]) {
             let [most, left] = peak(make);
             let what = format!("{stored} to {wanted}, {what}: {most:.3} at most, {left:.3} left");

@@ -128,6 +128,59 @@ fn crates_depend_only_where_the_architecture_allows() {
     }
 }
 
+/// The modules of the engine: each imports from those before it.
+const ENGINE: &[&str] = &[
+    "error",
+    "parallel",
+    "statistics",
+    "call",
+    "memory",
+    "launch",
+    "place",
+    "shared",
+    "pass",
+    "layer",
+    "addresses",
+    "host",
+    "forward",
+    "training",
+    "texts",
+    "tuned",
+    "jit",
+    "precompile",
+    "engine",
+    "user",
+    "router",
+    "stack",
+    "multi_gate",
+    "variants",
+];
+
+#[test]
+fn modules_of_the_engine_import_from_those_below() {
+    let place = |module: &str| ENGINE.iter().position(|known| *known == module);
+    for path in files(&root().join("runtime/engine/src"), &[".rs"]) {
+        let module = path.file_stem().unwrap_or_default().to_string_lossy();
+        if module == "lib" {
+            continue;
+        }
+        let own = place(&module).unwrap_or_else(|| panic!("{module} has no place in the order"));
+        let text = read(&path);
+        let code = text.lines().filter(|line| !line.trim().starts_with("//"));
+        for used in code.flat_map(|line| line.split("crate::").skip(1)) {
+            let used = used
+                .split(|c: char| !c.is_alphanumeric() && c != '_')
+                .next();
+            let used = used.unwrap_or_default();
+            let below = place(used).is_some_and(|place| place < own);
+            assert!(
+                below,
+                "{module} imports `crate::{used}`, which is not below it"
+            );
+        }
+    }
+}
+
 #[test]
 fn codegen_touches_no_file_variable_or_device() {
     for folder in PURE {

@@ -195,7 +195,7 @@ fn routers_that_take_more_than_tokens() {
     );
     input.insert(
         "topk_ids".to_string(),
-        Tensor::copied(&[7, 2], &[1 << 40; 14]),
+        Tensor::copied(&[7, 2], &[1i64 << 40; 14]),
     );
     small.input = save(small.dir.path(), "far.safetensors", &input);
     std::fs::remove_file(&small.output).unwrap();

@@ -86,7 +86,7 @@ fn random_specs_have_the_gradients_of_the_reference() {
     let widest = engine().target();
     for engine in engines() {
         let seeds = if engine.target() == widest {
-            0..24
+            0..16
         } else {
             200..204
         };

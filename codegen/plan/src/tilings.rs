@@ -1,6 +1,6 @@
 //! A layer in several tilings, by the number of tokens of a call.
 
-use crate::LayerPlan;
+use crate::{LayerPlan, TensorId};
 
 /// Plans of one layer that differ in tiles alone, and which is for how many
 /// tokens: that of the measured count that is nearest by ratio.
@@ -81,9 +81,9 @@ impl Tilings {
     }
 
     /// Bytes that a tensor has at most in calls of up to so many tokens.
-    pub fn bytes(&self, tensor: &str, tokens: u64) -> u64 {
-        let found = self.plans.iter().filter_map(|plan| plan.tensor(tensor));
-        found.map(|tensor| tensor.bytes(tokens)).max().unwrap_or(0)
+    pub fn bytes(&self, tensor: TensorId, tokens: u64) -> u64 {
+        let each = self.plans.iter().map(|plan| plan[tensor].bytes(tokens));
+        each.max().unwrap_or(0)
     }
 }
 
@@ -181,8 +181,8 @@ mod tests {
         let (mut small, mut large) = (rows(96), rows(192));
         tokens(&mut small, 10);
         tokens(&mut large, 11);
+        let out = large.id("out").unwrap();
         let tilings = Tilings::from(large).with(1, small);
-        assert_eq!(tilings.bytes("out", 5), 44);
-        assert_eq!(tilings.bytes("elephants", 5), 0);
+        assert_eq!(tilings.bytes(out, 5), 44);
     }
 }

@@ -3,7 +3,7 @@
 use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::core::Core;
 use crate::engine::Engine;
-use crate::handle::{Handle, host_result, lock};
+use crate::handle::{Handle, lock};
 use crate::letter::{Kind, Signature};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task, Unequal};
@@ -11,7 +11,7 @@ use crate::plan::{self, Plan};
 use crate::{CollectiveError, NodeShape, Reduction, Slice, checks};
 use moesaic_target::{Device, DeviceError};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long an operation may take where nothing else is said.
 pub const DEADLINE: Duration = Duration::from_secs(60);
@@ -20,7 +20,7 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 pub struct Communicator {
     core: Arc<Mutex<Core>>,
     device: Arc<dyn Device>,
-    group: Arc<Group>,
+    pub(crate) group: Arc<Group>,
     sequence: u64,
     deadline: Duration,
 }
@@ -62,14 +62,40 @@ impl Communicator {
     /// way. Groups that were split off can do nothing after it.
     ///
     /// # Errors
-    /// As a barrier; [`CollectiveError::Invalid`] when operations of a group are still
-    /// under way; [`CollectiveError::Setup`] when the engine cannot be closed.
+    /// As a barrier; [`CollectiveError::Invalid`] on all ranks when operations of any are
+    /// still under way; [`CollectiveError::Setup`] when the engine cannot be closed.
     pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
         self.barrier(call)?.wait()?;
-        lock(&self.core).close()
+        self.settle(call);
+        let busy = lock(&self.core).under_way().unwrap_or_default();
+        let all = self.gather_bytes(busy.as_bytes(), call)?;
+        match all.iter().find(|busy| !busy.is_empty()) {
+            None => lock(&self.core).close(),
+            Some(busy) => Err(CollectiveError::Invalid {
+                operation: "finish".to_string(),
+                reason: format!(
+                    "{} is still under way; wait for it first",
+                    String::from_utf8_lossy(busy)
+                ),
+            }),
+        }
     }
 
-    fn start(&mut self, kind: Kind, call: &Call, job: Job) -> Result<Handle, CollectiveError> {
+    /// Waits for operations whose handles were dropped.
+    fn settle(&self, call: &Call) {
+        let until = Instant::now() + call.deadline.unwrap_or(self.deadline);
+        while lock(&self.core).abandoned_only() && Instant::now() < until {
+            lock(&self.core).progress();
+            std::thread::yield_now();
+        }
+    }
+
+    pub(crate) fn start(
+        &mut self,
+        kind: Kind,
+        call: &Call,
+        job: Job,
+    ) -> Result<Handle, CollectiveError> {
         let mut core = lock(&self.core);
         core.usable(kind.name())?;
         let failed = |error: DeviceError| CollectiveError::Invalid {
@@ -131,15 +157,15 @@ impl Communicator {
     }
 }
 
-type Regions = Result<Vec<Region>, DeviceError>;
+pub(crate) type Regions = Result<Vec<Region>, DeviceError>;
 
 /// An operation before its memory is known to be there.
-struct Job {
-    signature: Signature,
-    inputs: Regions,
-    outputs: Regions,
-    plan: Plan,
-    next: Option<Next>,
+pub(crate) struct Job {
+    pub signature: Signature,
+    pub inputs: Regions,
+    pub outputs: Regions,
+    pub plan: Plan,
+    pub next: Option<Next>,
 }
 
 impl Collectives for Communicator {
@@ -401,61 +427,6 @@ impl Collectives for Communicator {
             };
             Box::new(communicator(group)) as Box<dyn Collectives>
         }))
-    }
-}
-
-impl Communicator {
-    /// Bytes of every rank, `sizes[p]` of rank `p`, one after the other.
-    fn gather_host(
-        &mut self,
-        own: &[u8],
-        sizes: &[usize],
-        call: &Call,
-    ) -> Result<Vec<u8>, CollectiveError> {
-        let job = Job {
-            signature: Signature::of(Kind::Agree, &call.label),
-            inputs: Ok(vec![Region::host(own.to_vec())]),
-            outputs: Ok(vec![Region::host(vec![0; sizes.iter().sum()])]),
-            plan: plan::all_gather(self.rank(), sizes),
-            next: None,
-        };
-        host_result(self.start(Kind::Agree, call, job)?)
-    }
-
-    /// Members of this rank's new group, by rank in the world, and its place there.
-    fn split_group(
-        &mut self,
-        color: Option<u32>,
-        key: i64,
-        call: &Call,
-    ) -> Result<Option<(Vec<usize>, usize)>, CollectiveError> {
-        let code = color.map_or(-1, i64::from);
-        let own = [code.to_le_bytes(), key.to_le_bytes()].concat();
-        let job = Job {
-            signature: Signature::of(Kind::Split, &call.label),
-            inputs: Ok(vec![Region::host(own.clone())]),
-            outputs: Ok(vec![Region::host(vec![0; own.len() * self.size()])]),
-            plan: plan::all_gather(self.rank(), &vec![own.len(); self.size()]),
-            next: None,
-        };
-        let all = host_result(self.start(Kind::Split, call, job)?)?;
-        let numbers: Vec<i64> = all
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .map(|n| i64::from_le_bytes(*n))
-            .collect();
-        let mut chosen: Vec<(i64, usize)> = (0..self.size())
-            .filter(|rank| numbers[2 * rank] == code)
-            .map(|rank| (numbers[2 * rank + 1], rank))
-            .collect();
-        chosen.sort_unstable();
-        let place = chosen.iter().position(|(_, rank)| *rank == self.rank());
-        let members = chosen
-            .iter()
-            .map(|(_, rank)| self.group.members[*rank])
-            .collect();
-        Ok(color.and(place).map(|place| (members, place)))
     }
 }
 

@@ -42,6 +42,7 @@ mod communicator;
 mod core;
 pub mod engine;
 mod error;
+mod groups;
 mod handle;
 mod hash;
 mod letter;

@@ -425,28 +425,31 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
 }
 
 #[test]
-fn a_world_is_ended_once_and_only_when_nothing_is_under_way() {
+fn a_world_is_not_ended_while_an_operation_is_under_way_on_any_rank() {
     let results = run(2, |mut world| {
         let mut group = world.split(Some(0), 0, &call("split")).unwrap().unwrap();
-        let other = world.split(Some(0), 0, &call("other")).unwrap().unwrap();
-        let mut late = other;
-        // Rank 1 never calls it on its side of the group, so it cannot end on rank 0.
-        let pending = (world.rank() == 0).then(|| late.barrier(&call("alone")).unwrap());
-        let ended = world.finish(&call("finish"));
-        let after = group.barrier(&call("after"));
-        let after = after.and_then(|handle| handle.wait());
+        // Rank 1 does not call it, so it cannot end on rank 0.
+        let pending = (world.rank() == 0).then(|| group.barrier(&call("alone")).unwrap());
+        let ended = world.finish(&call("finish")).unwrap_err().to_string();
         drop(pending);
-        (
-            ended.err().map(|e| e.to_string()),
-            after.err().map(|e| e.to_string()),
-        )
+        ended
     });
-    let (ended, _) = results[0].clone().unwrap();
-    let words = "finish: rank 0, operation 0 `barrier` (alone), phase `round` is still under way";
-    assert!(ended.unwrap().starts_with(words));
-    let (ended, after) = results[1].clone().unwrap();
-    assert_eq!(ended, None);
-    assert!(after.unwrap().contains("the world was ended by `finish`"));
+    let words = "finish: rank 0, operation 0 `barrier` (alone), phase `round` is still under way; \
+                 wait for it first";
+    assert_eq!(results, vec![Some(words.to_string()); 2]);
+}
+
+#[test]
+fn groups_of_a_world_that_has_ended_say_so() {
+    let results = run(2, |mut world| {
+        let mut group = world.split(Some(0), 0, &call("split")).unwrap().unwrap();
+        world.finish(&call("finish")).unwrap();
+        group.barrier(&call("after")).unwrap_err().to_string()
+    });
+    for error in results {
+        let error = error.unwrap();
+        assert!(error.contains("the world was ended by `finish`"), "{error}");
+    }
 }
 
 #[test]
@@ -459,6 +462,9 @@ fn a_dropped_handle_ends_nothing() {
         drop(from);
         world.barrier(&call("after")).unwrap().wait().unwrap();
         world.barrier(&call("and again")).unwrap().wait().unwrap();
+        let next = slice(&device, Element::U8, &part(world.rank(), 0, 20_000));
+        drop(world.all_gather(&next, &to, &call("dropped")).unwrap());
+        world.finish(&call("finish")).unwrap();
         read(&device, &to)
     });
     for bytes in results {

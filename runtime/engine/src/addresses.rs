@@ -1,29 +1,50 @@
 //! Addresses that a caller gives, looked at before a kernel faults on them.
 
-use crate::{EngineError, Layer};
+use crate::call::input_error;
+use crate::error::EngineError;
+use crate::layer::Layer;
 use moesaic_kernel::Target;
-use moesaic_plan::TensorPlan;
+use moesaic_plan::{TensorId, TensorPlan};
 use moesaic_target::Ptr;
 
 /// The most bytes that a GPU's kernels take at a time.
 const PACK_BYTES: u64 = 16;
 
 impl Layer {
-    /// Whether the kernels can use these addresses.
-    pub(crate) fn check_addresses(&self, given: &[(&str, Ptr)]) -> Result<(), EngineError> {
-        let target = self.plan().target;
-        for (name, address) in given {
-            let tensor = self.plan().tensor(name);
-            let alignment = tensor.map_or(1, |tensor| alignment(tensor, target));
-            if !address.0.is_multiple_of(alignment) {
-                return Err(EngineError::Misaligned {
-                    name: (*name).to_string(),
-                    address: address.0,
-                    alignment,
-                });
+    /// Finds the layer's tensors among those that a caller has, and puts them
+    /// into `found` instead of what is there. All of `inputs` must be there, and
+    /// kernels must be able to use the addresses.
+    pub(crate) fn find_given(
+        &self,
+        tensors: &[(&str, Ptr)],
+        inputs: &[TensorId],
+        found: &mut Vec<(TensorId, Ptr)>,
+    ) -> Result<(), EngineError> {
+        found.clear();
+        let known = tensors.iter();
+        found.extend(known.filter_map(|(name, address)| Some((self.id(name)?, *address))));
+        for &input in inputs {
+            if !found.iter().any(|(tensor, _)| *tensor == input) {
+                let name = &self.plan()[input].name;
+                return Err(input_error(name, "has no address".to_string()));
             }
         }
+        for &(tensor, address) in &*found {
+            self.check_alignment(&self.plan()[tensor], address)?;
+        }
         Ok(())
+    }
+
+    fn check_alignment(&self, tensor: &TensorPlan, address: Ptr) -> Result<(), EngineError> {
+        let alignment = alignment(tensor, self.plan().target);
+        match address.0.is_multiple_of(alignment) {
+            true => Ok(()),
+            false => Err(EngineError::Misaligned {
+                name: tensor.name.clone(),
+                address: address.0,
+                alignment,
+            }),
+        }
     }
 }
 

@@ -1,36 +1,21 @@
 //! A device with a compiler and a store: what layers are made with.
 
-use crate::jit::Jit;
-use crate::layer::Layer;
+use crate::error::EngineError;
+use crate::jit::{EngineParts, Jit, Stats};
+use crate::launch::Modules;
+use crate::layer::{Layer, check_size, check_spec};
+use crate::memory::passing_tensors;
 use crate::texts::Texts;
-use crate::{EngineError, Untuned};
-use moesaic_cache::{Machine, Store};
+use crate::tuned::Untuned;
+use moesaic_cache::Machine;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuCaches, KernelSource, Target};
 use moesaic_plan::{CacheClass, PlanOptions, Tilings, Training, plan};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{Buffer, CompileOptions, Compiler, Device, DeviceInfo, Module};
+use moesaic_target::{Buffer, Device, DeviceInfo, Module};
 use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
 use std::sync::Arc;
-
-/// What an engine is made of.
-pub struct EngineParts {
-    /// Where layers run.
-    pub device: Arc<dyn Device>,
-    /// What compiles kernels; `None` runs from the store alone.
-    pub compiler: Option<Arc<dyn Compiler>>,
-    /// Where compiled kernels are kept; `None` compiles in every process.
-    pub store: Option<Arc<Store>>,
-    /// A kernel that is not in the store is an error instead of a compile.
-    pub strict: bool,
-    /// Layers are made with the tunings of this machine that the store has.
-    pub tuned: bool,
-    /// The caches that plans for a CPU follow; `None` is the device's.
-    pub caches: Option<CpuCaches>,
-    /// What is asked of the compiler.
-    pub options: CompileOptions,
-}
 
 /// A device with a compiler and a store. Cheap to clone; clones share
 /// everything. Layers of one engine share kernels that are equal.
@@ -50,17 +35,6 @@ pub struct LoadedKernel {
     pub source: KernelSource,
     /// What launches its entries.
     pub module: Arc<dyn Module>,
-}
-
-/// Where the kernels of an engine came from, so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Kernels compiled.
-    pub compiled: u64,
-    /// Kernels read from the store.
-    pub from_store: u64,
-    /// Kernels that were already loaded.
-    pub in_memory: u64,
 }
 
 impl Engine {
@@ -131,7 +105,7 @@ impl Engine {
         spec: &LayerSpec,
         training: Option<Training>,
     ) -> Result<Tilings, EngineError> {
-        crate::layer::check_spec(spec)?;
+        check_spec(spec)?;
         let plan = plan(spec, self.target, &self.plan_options(training))?;
         let store = self.jit.store().filter(|_| self.tuned);
         let Some(store) = store.filter(|store| store.has_tunings(self.target)) else {
@@ -180,7 +154,8 @@ impl Engine {
     /// when memory is short, and those of [`Engine::tilings`].
     pub fn check_tokens(&self, spec: &LayerSpec, tokens: usize) -> Result<(), EngineError> {
         let tilings = self.tilings(spec, None)?;
-        crate::forward::check_size(&tilings, std::iter::empty(), &*self.device, 0, tokens)
+        let tensors = passing_tensors(tilings.first());
+        check_size(&tilings, tensors.iter(), &*self.device, 0, tokens)
     }
 
     /// Makes a layer: plans it, gets its kernels, puts its weights on the
@@ -217,7 +192,7 @@ impl Engine {
     }
 
     /// The kernels of each plan, loaded.
-    pub(crate) fn modules(&self, texts: &Texts) -> Result<Vec<Vec<Arc<dyn Module>>>, EngineError> {
+    pub(crate) fn modules(&self, texts: &Texts) -> Result<Vec<Modules>, EngineError> {
         let sources: Vec<&KernelSource> = texts.each.iter().flatten().map(|s| &**s).collect();
         let mut modules = self.load(&sources)?.into_iter();
         let each = texts.each.iter();
@@ -227,7 +202,7 @@ impl Engine {
 
     /// A loaded module per source. An error names the caches that a kernel is for,
     /// if those are not what is assumed.
-    fn load(&self, sources: &[&KernelSource]) -> Result<Vec<Arc<dyn Module>>, EngineError> {
+    fn load(&self, sources: &[&KernelSource]) -> Result<Modules, EngineError> {
         let assumed = self.caches == CacheClass::default();
         let [l1, l2] = [self.caches.l1_bytes(), self.caches.l2_bytes()].map(|bytes| bytes >> 10);
         self.jit.modules(sources).map_err(|error| match error {

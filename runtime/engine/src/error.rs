@@ -93,6 +93,14 @@ pub enum EngineError {
         "the layer was made for inference\nmake it with `Engine::training_layer` to run backward"
     )]
     NotTraining,
+    /// A plan and its kernels do not fit: a defect of the planner.
+    #[error("kernel entry `{symbol}` cannot be launched: {problem}")]
+    Unbound {
+        /// The entry.
+        symbol: String,
+        /// What is not known of it.
+        problem: String,
+    },
     /// What was kept belongs to another layer or plan.
     #[error(
         "the saved state is of another layer; backward takes what its own `forward_train` gave"

@@ -1,14 +1,42 @@
 //! From kernel source to loaded module: memory, then store, then compiler.
 
-use crate::EngineError;
-use crate::engine::{EngineParts, Stats};
+use crate::error::EngineError;
 use crate::parallel::parallel;
 use moesaic_cache::{FetchError, Key, KeyParts, Origin, Request, Store, hash_source};
-use moesaic_kernel::{KernelSource, Target};
+use moesaic_kernel::{CpuCaches, KernelSource, Target};
 use moesaic_target::{Artifact, CompileOptions, Compiler, Device, DeviceError, Module};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+/// What an engine is made of.
+pub struct EngineParts {
+    /// Where layers run.
+    pub device: Arc<dyn Device>,
+    /// What compiles kernels; `None` runs from the store alone.
+    pub compiler: Option<Arc<dyn Compiler>>,
+    /// Where compiled kernels are kept; `None` compiles in every process.
+    pub store: Option<Arc<Store>>,
+    /// A kernel that is not in the store is an error instead of a compile.
+    pub strict: bool,
+    /// Layers are made with the tunings of this machine that the store has.
+    pub tuned: bool,
+    /// The caches that plans for a CPU follow; `None` is the device's.
+    pub caches: Option<CpuCaches>,
+    /// What is asked of the compiler.
+    pub options: CompileOptions,
+}
+
+/// Where the kernels of an engine came from, so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Kernels compiled.
+    pub compiled: u64,
+    /// Kernels read from the store.
+    pub from_store: u64,
+    /// Kernels that were already loaded.
+    pub in_memory: u64,
+}
 
 /// A place for one module. Whoever holds its lock is the one that makes it.
 type Slot = Arc<Mutex<Option<Arc<dyn Module>>>>;

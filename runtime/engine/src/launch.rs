@@ -1,30 +1,47 @@
-//! Launching steps: addresses and scalars behind the parameters.
+//! Steps bound to what they launch, once, and their launches.
 
-use crate::forward::StepTime;
-use crate::{EngineError, Layer};
-use moesaic_kernel::{Launch, Param, ParamType, TensorMap};
-use moesaic_plan::{LaunchStep, LayerPlan, Step, TensorId};
-use moesaic_target::{Arg, Device, DeviceError, LaunchDims, Module, Ptr};
+use crate::call::{Counters, StepTime};
+use crate::error::EngineError;
+use crate::memory::Addresses;
+use moesaic_kernel::{Launch, ParamType, Size};
+use moesaic_plan::{LaunchStep, LayerPlan, Step, TensorId, Tilings};
+use moesaic_target::{Arg, Device, DeviceError, FunctionId, LaunchDims, Module};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Where a training call stands, for random numbers: they depend on these, the
-/// token and the slot, and on nothing else, so that a rank that has tokens
-/// from `first_token` on draws what one process would.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// The run.
-    pub seed: u64,
-    /// The optimizer step, or micro-batch.
-    pub step: u64,
-    /// The layer in its model.
-    pub layer: u64,
-    /// The number of this call's first token in the whole batch.
-    pub first_token: u64,
+/// The loaded kernels of a plan, at its kernels' numbers.
+pub(crate) type Modules = Vec<Arc<dyn Module>>;
+
+/// A value that a call gives its kernels.
+#[derive(Clone, Copy, Debug)]
+enum Scalar {
+    Tokens,
+    Accumulate,
+    RowLimit,
+    Seed,
+    Step,
+    Layer,
+    FirstToken,
 }
 
-/// The values of scalar parameters, by name.
+impl Scalar {
+    /// The value behind a parameter of this name.
+    fn named(name: &str) -> Option<Scalar> {
+        Some(match name {
+            "tokens" => Scalar::Tokens,
+            "accumulate" => Scalar::Accumulate,
+            "row_limit" => Scalar::RowLimit,
+            "seed" => Scalar::Seed,
+            "step" => Scalar::Step,
+            "layer" => Scalar::Layer,
+            "first_token" => Scalar::FirstToken,
+            _ => return None,
+        })
+    }
+}
+
+/// The scalars of a call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scalars {
     tokens: i64,
@@ -35,7 +52,7 @@ pub(crate) struct Scalars {
 }
 
 impl Scalars {
-    pub(crate) fn new(tokens: usize, counters: Counters, row_limit: i64) -> Scalars {
+    pub fn new(tokens: usize, counters: Counters, row_limit: i64) -> Scalars {
         Scalars {
             tokens: tokens as i64,
             accumulate: false,
@@ -44,33 +61,59 @@ impl Scalars {
         }
     }
 
-    pub(crate) fn tokens(&self) -> usize {
+    pub fn tokens(&self) -> usize {
         self.tokens as usize
     }
 
     /// Weight gradients are added to instead of overwritten.
-    pub(crate) fn accumulating(self, accumulate: bool) -> Scalars {
+    pub fn accumulating(self, accumulate: bool) -> Scalars {
         Scalars { accumulate, ..self }
     }
 
-    fn get(&self, name: &str) -> Option<i64> {
+    fn get(&self, scalar: Scalar) -> i64 {
         let counters = &self.counters;
-        match name {
-            "tokens" => Some(self.tokens),
-            "accumulate" => Some(i64::from(self.accumulate)),
-            "row_limit" => Some(self.row_limit),
-            "seed" => Some(counters.seed as i64),
-            "step" => Some(counters.step as i64),
-            "layer" => Some(counters.layer as i64),
-            "first_token" => Some(counters.first_token as i64),
-            _ => None,
+        match scalar {
+            Scalar::Tokens => self.tokens,
+            Scalar::Accumulate => i64::from(self.accumulate),
+            Scalar::RowLimit => self.row_limit,
+            Scalar::Seed => counters.seed as i64,
+            Scalar::Step => counters.step as i64,
+            Scalar::Layer => counters.layer as i64,
+            Scalar::FirstToken => counters.first_token as i64,
         }
     }
 }
 
-thread_local! {
-    /// Room for the arguments of a launch, kept from call to call.
-    static ARGS: Cell<Vec<Arg>> = const { Cell::new(Vec::new()) };
+/// What is behind a parameter.
+enum BoundArg {
+    Scalar(Scalar),
+    Tensor(TensorId),
+    /// A tensor's shape, innermost first, and the rank of its map.
+    Map(TensorId, Vec<Size>, u8),
+}
+
+impl BoundArg {
+    fn value(&self, scalars: &Scalars, addresses: &Addresses) -> Arg {
+        match self {
+            BoundArg::Scalar(scalar) => Arg::I64(scalars.get(*scalar)),
+            BoundArg::Tensor(tensor) => Arg::Ptr(addresses.get(*tensor)),
+            BoundArg::Map(tensor, shape, rank) => Arg::TensorMap {
+                base: addresses.get(*tensor),
+                dims: map_dims(shape, *rank, scalars.tokens as u64),
+            },
+        }
+    }
+}
+
+/// The sizes of a tensor as a tensor map names them: innermost first, those
+/// beyond its rank folded into the outermost.
+fn map_dims(shape: &[Size], rank: u8, tokens: u64) -> [u64; 5] {
+    let mut dims = [1; 5];
+    let last = usize::from(rank) - 1;
+    for (i, size) in shape.iter().enumerate() {
+        dims[i.min(last)] *= size.eval(tokens);
+    }
+    dims
 }
 
 /// The geometry of a launch for a token count.
@@ -81,6 +124,143 @@ pub(crate) fn dims(launch: &Launch, tokens: u64) -> LaunchDims {
         shared_bytes: launch.shared_bytes,
         cluster: launch.cluster,
     }
+}
+
+/// A launch with everything found that it needs from call to call.
+struct BoundStep {
+    kernel: String,
+    symbol: String,
+    module: Arc<dyn Module>,
+    function: FunctionId,
+    launch: Launch,
+    args: Vec<BoundArg>,
+}
+
+impl BoundStep {
+    /// A launch of a plan, whose kernels are loaded in `modules`.
+    ///
+    /// # Errors
+    /// [`EngineError::Unbound`] for a plan that does not fit its kernels.
+    fn new(
+        plan: &LayerPlan,
+        modules: &Modules,
+        step: &LaunchStep,
+    ) -> Result<BoundStep, EngineError> {
+        let entry = &plan[step.entry];
+        let unbound = |problem| EngineError::Unbound {
+            symbol: entry.symbol.clone(),
+            problem,
+        };
+        let mut tensors = step.tensors.iter().copied();
+        let mut next = |name: &str| {
+            let tensor = tensors.next().filter(|id| id.0 < plan.tensors.len());
+            tensor.ok_or_else(|| unbound(format!("the plan has no tensor for `{name}`")))
+        };
+        let args = entry.params.iter().map(|param| {
+            Ok(match param.ty {
+                ParamType::Tensor(..) => BoundArg::Tensor(next(&param.name)?),
+                ParamType::TensorMap(map) => {
+                    let tensor = next(&param.name)?;
+                    let shape = plan[tensor].shape.iter().rev().cloned();
+                    BoundArg::Map(tensor, shape.collect(), map.rank)
+                }
+                ParamType::Scalar(_) => {
+                    let scalar = Scalar::named(&param.name);
+                    let unknown = || unbound(format!("nothing is known of `{}`", param.name));
+                    BoundArg::Scalar(scalar.ok_or_else(unknown)?)
+                }
+            })
+        });
+        let args = args.collect::<Result<_, EngineError>>()?;
+        let module = &modules[step.entry.kernel];
+        Ok(BoundStep {
+            kernel: plan.kernels[step.entry.kernel].name.clone(),
+            symbol: entry.symbol.clone(),
+            function: module.function(&entry.symbol)?,
+            module: module.clone(),
+            launch: entry.launch.clone(),
+            args,
+        })
+    }
+
+    /// Launches it; `args` is room for its arguments.
+    fn launch(
+        &self,
+        scalars: &Scalars,
+        addresses: &Addresses,
+        args: &mut Vec<Arg>,
+    ) -> Result<(), DeviceError> {
+        args.clear();
+        let bound = self.args.iter();
+        args.extend(bound.map(|arg| arg.value(scalars, addresses)));
+        let dims = dims(&self.launch, scalars.tokens as u64);
+        // SAFETY: the function is the module's, and the arguments were bound to
+        // its entry's own parameter list; each address is a buffer of the tensor's
+        // size for at least `tokens` tokens, or the caller of a raw call vouches
+        // for it; buffers outlive the launch because a device frees and grows
+        // them in stream order.
+        unsafe { self.module.run(self.function, dims, args) }
+    }
+
+    fn timed(&self, start: Instant) -> StepTime {
+        StepTime {
+            kernel: self.kernel.clone(),
+            symbol: self.symbol.clone(),
+            time: start.elapsed(),
+        }
+    }
+}
+
+/// Steps of a layer in order, bound for each of its plans.
+pub(crate) struct Bound(Vec<Vec<BoundStep>>);
+
+impl Bound {
+    /// The same steps of every plan, whose kernels are at its number.
+    ///
+    /// # Errors
+    /// As [`BoundStep::new`].
+    pub fn new<'s>(
+        tilings: &Tilings,
+        modules: &[Modules],
+        steps: impl IntoIterator<Item = &'s Step> + Clone,
+    ) -> Result<Bound, EngineError> {
+        let plans = tilings.plans().iter().zip(modules);
+        let bound = plans.map(|(plan, modules)| {
+            let launches = steps.clone().into_iter().map(|Step::Launch(launch)| launch);
+            launches
+                .map(|launch| BoundStep::new(plan, modules, launch))
+                .collect()
+        });
+        Ok(Bound(bound.collect::<Result<_, EngineError>>()?))
+    }
+
+    /// Launches the steps of the plan at `index`; `times` waits for each.
+    pub fn run(
+        &self,
+        index: usize,
+        device: &dyn Device,
+        scalars: &Scalars,
+        addresses: &Addresses,
+        mut times: Option<&mut Vec<StepTime>>,
+    ) -> Result<(), EngineError> {
+        let _pass = Pass::begin(device);
+        let mut args = ARGS.take();
+        for step in &self.0[index] {
+            let start = times.is_some().then(Instant::now);
+            step.launch(scalars, addresses, &mut args)?;
+            if let (Some(times), Some(start)) = (times.as_deref_mut(), start) {
+                device.synchronize()?;
+                times.push(step.timed(start));
+            }
+        }
+        ARGS.set(args);
+        Ok(())
+    }
+}
+
+thread_local! {
+    /// Room for the arguments of a launch, kept from call to call.
+    static ARGS: Cell<Vec<Arg>> = const { Cell::new(Vec::new()) };
 }
 
 /// The launches of one pass; ended when dropped, also by an error.
@@ -96,126 +276,5 @@ impl<'a> Pass<'a> {
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
         self.0.end_pass();
-    }
-}
-
-/// What calls of some number of tokens launch.
-struct Tiling<'a> {
-    plan: &'a LayerPlan,
-    modules: &'a [Arc<dyn Module>],
-}
-
-impl Layer {
-    /// The tiling of a call, which its forward and backward passes have in
-    /// common: one lists row tiles, and the other walks them.
-    fn tiling(&self, tokens: usize) -> Tiling<'_> {
-        let index = self.tilings.index(tokens);
-        Tiling {
-            plan: &self.tilings.plans()[index],
-            modules: &self.modules[index],
-        }
-    }
-
-    /// Launches steps in order, which are those of every tiling.
-    pub(crate) fn run(
-        &self,
-        steps: &[Step],
-        scalars: &Scalars,
-        ptr: impl Fn(&str) -> Option<Ptr>,
-        mut times: Option<&mut Vec<StepTime>>,
-    ) -> Result<(), EngineError> {
-        let tiling = self.tiling(scalars.tokens());
-        let _pass = Pass::begin(&*self.device);
-        let mut args = ARGS.take();
-        for step in steps {
-            let start = Instant::now();
-            let Step::Launch(launch) = step;
-            self.launch(&tiling, launch, scalars, &ptr, &mut args)?;
-            if let Some(times) = times.as_deref_mut() {
-                self.device.synchronize()?;
-                let kernel = tiling.plan.kernels[launch.entry.kernel].name.clone();
-                let symbol = tiling.plan.symbol(step).to_string();
-                times.push(StepTime {
-                    kernel,
-                    symbol,
-                    time: start.elapsed(),
-                });
-            }
-        }
-        ARGS.set(args);
-        Ok(())
-    }
-
-    fn launch(
-        &self,
-        tiling: &Tiling<'_>,
-        step: &LaunchStep,
-        scalars: &Scalars,
-        ptr: impl Fn(&str) -> Option<Ptr>,
-        args: &mut Vec<Arg>,
-    ) -> Result<(), EngineError> {
-        let entry = &tiling.plan[step.entry];
-        let tokens = scalars.tokens as u64;
-        let mut tensors = step.tensors.iter();
-        args.clear();
-        for param in &entry.params {
-            args.push(self.arg(&entry.symbol, param, &mut tensors, scalars, &ptr)?);
-        }
-        let dims = dims(&entry.launch, tokens);
-        // SAFETY: the arguments follow the entry's own parameter list, since
-        // the step's tensors were listed from it; each address is a buffer of
-        // the tensor's size for at least `tokens` tokens, or the caller of
-        // a raw call vouches for it; buffers outlive the launch because a
-        // device frees and grows them in stream order.
-        unsafe { tiling.modules[step.entry.kernel].launch(&entry.symbol, dims, args)? };
-        Ok(())
-    }
-
-    /// The argument of one parameter; tensors are taken in order.
-    fn arg<'a>(
-        &self,
-        symbol: &str,
-        param: &Param,
-        tensors: &mut impl Iterator<Item = &'a TensorId>,
-        scalars: &Scalars,
-        ptr: impl Fn(&str) -> Option<Ptr>,
-    ) -> Result<Arg, EngineError> {
-        let failed = |reason: String| DeviceError::Launch {
-            kernel: symbol.to_string(),
-            reason,
-        };
-        if param.ty.tensor().is_none() {
-            let value = scalars.get(&param.name);
-            let unknown = || failed(format!("nothing is known of scalar `{}`", param.name));
-            return Ok(Arg::I64(value.ok_or_else(unknown)?));
-        }
-        let name = tensors
-            .next()
-            .ok_or_else(|| failed(format!("no tensor for `{}`", param.name)))?;
-        let name = &*self.plan()[*name].name;
-        let held = || self.held(name);
-        let address = ptr(name)
-            .or_else(held)
-            .ok_or_else(|| failed(format!("tensor `{name}` has no memory; run forward first")))?;
-        Ok(match param.ty {
-            ParamType::TensorMap(map) => Arg::TensorMap {
-                base: address,
-                dims: self.map_dims(&map, name, scalars.tokens as u64),
-            },
-            _ => Arg::Ptr(address),
-        })
-    }
-
-    /// The sizes of a tensor as a tensor map names them: innermost first, those
-    /// beyond its rank folded into the outermost.
-    fn map_dims(&self, map: &TensorMap, name: &str, tokens: u64) -> [u64; 5] {
-        let mut dims = [1; 5];
-        let last = usize::from(map.rank) - 1;
-        let tensor = self.plan().tensor(name);
-        let shape = tensor.map_or(&[][..], |tensor| &tensor.shape);
-        for (i, size) in shape.iter().rev().enumerate() {
-            dims[i.min(last)] *= size.eval(tokens);
-        }
-        dims
     }
 }

@@ -1,13 +1,16 @@
-//! A layer on a device: plans, loaded kernels, weights.
+//! A layer on a device: plans, loaded kernels, bound steps, weights.
 
-use crate::EngineError;
-use crate::forward::shape_for;
-use crate::pass::{AllPorts, passing, ports};
-use crate::place::{Packing, placed};
-use crate::workspace::{Workspace, Workspaces};
-use moesaic_plan::{LayerPlan, Role, Tilings};
+use crate::call::{StepTime, input_error, shape_for};
+use crate::error::EngineError;
+use crate::launch::{Bound, Modules, Scalars};
+use crate::memory::{
+    Addresses, Buffers, Kept, Workspace, Workspaces, needed, outlives_calls, passing_tensors,
+};
+use crate::pass::{Pass, Ports, passing, tensors};
+use crate::place::{Packing, check_table, placed};
+use moesaic_plan::{LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{Buffer, Device, Module, Ptr};
+use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -15,40 +18,59 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 /// A layer that can run. Calls from several threads take turns.
 pub struct Layer {
     pub(crate) tilings: Tilings,
-    /// For each plan of the tilings one per kernel.
-    pub(crate) modules: Vec<Vec<Arc<dyn Module>>>,
-    pub(crate) weights: HashMap<String, Buffer>,
+    /// For each plan of the tilings.
+    modules: Vec<Modules>,
+    pub(crate) weights: Buffers,
     pub(crate) device: Arc<dyn Device>,
+    /// Every tensor, in the order of names.
+    by_name: Vec<TensorId>,
     workspaces: Mutex<Workspaces>,
     /// What each pass takes and gives.
-    pub(crate) ports: AllPorts,
+    pub(crate) ports: [Ports; 4],
+    /// The steps of each pass.
+    passes: Vec<Bound>,
+    pub(crate) backward: Bound,
+    /// The tensors that no call leaves for another.
+    every: Vec<TensorId>,
     /// The tensors that a training call leaves for backward.
-    pub(crate) saved: Vec<String>,
+    pub(crate) saved: Vec<TensorId>,
     /// Those of them that other calls need for themselves.
-    pub(crate) passing: Vec<String>,
-    /// What backward adds up, by name: `grad.<weight>`; made when first needed.
-    pub(crate) gradients: OnceLock<HashMap<String, Buffer>>,
+    passing: Vec<TensorId>,
+    /// What backward adds up, `grad.<weight>`; made when first needed.
+    pub(crate) gradients: OnceLock<Buffers>,
     /// Sets of kept tensors that no [`crate::Saved`] holds now.
-    pub(crate) idle: Arc<Mutex<Vec<Workspace>>>,
+    pub(crate) idle: Arc<Mutex<Vec<Kept>>>,
 }
 
 impl Layer {
     pub(crate) fn new(
         tilings: Tilings,
-        modules: Vec<Vec<Arc<dyn Module>>>,
+        modules: Vec<Modules>,
         device: Arc<dyn Device>,
         weights: &dyn WeightSource,
         shared: HashMap<String, Buffer>,
     ) -> Result<Layer, EngineError> {
         let plan = tilings.first();
-        let mut held = shared;
-        let own = |name: &str| !held.contains_key(name);
-        held.extend(placed(plan, &modules[0], &*device, weights, own)?);
-        let saved = plan.saved().into_iter().map(|t| plan[t].name.clone());
+        let own = |name: &str| !shared.contains_key(name);
+        let mut held = placed(plan, &modules[0], &*device, weights, own)?;
+        for (name, buffer) in shared {
+            if let Some(tensor) = plan.id(&name) {
+                held.push(tensor, buffer);
+            }
+        }
+        check_held(plan, &held)?;
+        let bind = |steps| Bound::new(&tilings, &modules, steps);
+        let passes = Pass::ALL.iter().map(|pass| bind(pass.steps(plan)));
+        let mut by_name: Vec<TensorId> = (0..plan.tensors.len()).map(TensorId).collect();
+        by_name.sort_by_key(|&id| &*plan[id].name);
         Ok(Layer {
-            ports: ports(plan),
-            saved: saved.collect(),
+            ports: Pass::ALL.map(|pass| pass.ports(plan)),
+            passes: passes.collect::<Result<_, _>>()?,
+            backward: bind(&plan.backward)?,
+            every: passing_tensors(plan),
+            saved: plan.saved(),
             passing: passing(plan),
+            by_name,
             tilings,
             modules,
             weights: held,
@@ -59,11 +81,50 @@ impl Layer {
         })
     }
 
-    /// The address of a weight or of a weight's gradient.
-    pub(crate) fn held(&self, name: &str) -> Option<Ptr> {
-        let gradient = || self.gradients.get()?.get(name);
-        let buffer = self.weights.get(name).or_else(gradient)?;
-        Some(buffer.ptr())
+    /// The number of the tensor of this name.
+    pub(crate) fn id(&self, name: &str) -> Option<TensorId> {
+        let plan = self.plan();
+        let found = self
+            .by_name
+            .binary_search_by(|&id| (*plan[id].name).cmp(name));
+        found.ok().map(|at| self.by_name[at])
+    }
+
+    /// The steps of a pass.
+    pub(crate) fn bound(&self, pass: Pass) -> &Bound {
+        &self.passes[pass as usize]
+    }
+
+    /// Steps of the layer's plan, bound.
+    pub(crate) fn bind(&self, steps: &[Step]) -> Result<Bound, EngineError> {
+        Bound::new(&self.tilings, &self.modules, steps)
+    }
+
+    /// Where the tensors of a call lie: what the layer holds, and what is in
+    /// these workspaces.
+    pub(crate) fn lay<const N: usize>(&self, addresses: &mut Addresses, memory: [&Workspace; N]) {
+        addresses.clear(self.plan().tensors.len());
+        addresses.lay(&self.weights);
+        if let Some(gradients) = self.gradients.get() {
+            addresses.lay(gradients);
+        }
+        for workspace in memory {
+            addresses.lay(&workspace.buffers);
+        }
+    }
+
+    /// Launches steps in order; `times` waits for each.
+    pub(crate) fn run(
+        &self,
+        steps: &Bound,
+        scalars: &Scalars,
+        addresses: &Addresses,
+        times: Option<&mut Vec<StepTime>>,
+    ) -> Result<(), EngineError> {
+        // Forward and backward of a call have one tiling: one lists row tiles, and
+        // the other walks them.
+        let index = self.tilings.index(scalars.tokens());
+        steps.run(index, &*self.device, scalars, addresses, times)
     }
 
     /// Replaces a weight. What was launched before sees the old one.
@@ -91,7 +152,8 @@ impl Layer {
         if name == "router.table" {
             check_table(&self.plan().spec, tensor, 0)?;
         }
-        if let Some(buffer) = self.weights.get(name) {
+        let id = self.id(name).expect("found above");
+        if let Some(buffer) = self.weights.get(id) {
             self.device.upload(&tensor.data, buffer, 0)?;
             return Ok(());
         }
@@ -100,14 +162,14 @@ impl Layer {
             modules: &self.modules[0],
             device: &*self.device,
         };
-        packing.pack(name, tensor, 0, &self.weights)
+        packing.pack(id, tensor, 0, &self.weights)
     }
 
     /// The address of a weight on the device, for an optimizer that runs there.
     /// `None` when the layer keeps it only as its kernels read it, which a
     /// training layer never does.
     pub fn weight_ptr(&self, name: &str) -> Option<Ptr> {
-        self.weights.get(name).map(Buffer::ptr)
+        self.weights.get(self.id(name)?).map(Buffer::ptr)
     }
 
     /// The spec it was made from.
@@ -149,12 +211,21 @@ impl Layer {
         if workspaces.hold(tokens as u64) {
             return Ok(()); // without an allocation for a list
         }
-        let Workspaces { every, passing } = workspaces;
-        self.check_size(every.bytes() + passing.bytes(), &self.passing, tokens)?;
-        every.reserve(&self.tilings, &*self.device, tokens as u64)?;
-        let names = self.passing.iter().map(String::as_str);
-        passing.reserve_for(names, &self.tilings, &*self.device, tokens as u64)?;
-        Ok(())
+        self.check_size(workspaces.bytes(), &self.passing, tokens)?;
+        self.reserve_every(&mut workspaces.every, tokens)?;
+        let (passing, tokens) = (&mut workspaces.passing, tokens as u64);
+        let tensors = self.passing.iter().copied();
+        Ok(passing.reserve(tensors, &self.tilings, &*self.device, tokens)?)
+    }
+
+    /// Makes room for what no call keeps.
+    pub(crate) fn reserve_every(
+        &self,
+        every: &mut Workspace,
+        tokens: usize,
+    ) -> Result<(), EngineError> {
+        let tensors = self.every.iter().copied();
+        Ok(every.reserve(tensors, &self.tilings, &*self.device, tokens as u64)?)
     }
 
     /// Makes room for a training call of so many tokens, but for what it keeps.
@@ -165,10 +236,74 @@ impl Layer {
     ) -> Result<(), EngineError> {
         if !every.holds(tokens as u64) {
             self.check_size(every.bytes(), &self.saved, tokens)?;
-            every.reserve(&self.tilings, &*self.device, tokens as u64)?;
+            self.reserve_every(every, tokens)?;
         }
         Ok(())
     }
+
+    /// Whether a call can be that large, with memory for the tensors that no call
+    /// keeps and for `others`; `held` bytes are given back first.
+    fn check_size(&self, held: u64, others: &[TensorId], tokens: usize) -> Result<(), EngineError> {
+        let tensors = self.every.iter().chain(others);
+        check_size(&self.tilings, tensors, &*self.device, held, tokens)
+    }
+
+    /// The most tokens of one call: assignments are counted in 31 bits.
+    pub fn max_tokens(&self) -> usize {
+        most_tokens(self.plan())
+    }
+}
+
+fn most_tokens(plan: &LayerPlan) -> usize {
+    i32::MAX as usize / plan.spec.shape.top_k
+}
+
+/// Whether a call can be that large, with memory for these tensors, where `held`
+/// bytes are given back first.
+pub(crate) fn check_size<'a>(
+    tilings: &Tilings,
+    tensors: impl Iterator<Item = &'a TensorId>,
+    device: &dyn Device,
+    held: u64,
+    tokens: usize,
+) -> Result<(), EngineError> {
+    let most = most_tokens(tilings.first());
+    if tokens > most {
+        let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
+        return Err(input_error("x", problem));
+    }
+    let needed = needed(tilings, tensors, tokens as u64);
+    match device.free_bytes().map(|free| free.saturating_add(held)) {
+        Some(free) if needed > free => Err(EngineError::NoRoom {
+            tokens,
+            needed,
+            free,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Nothing can be timed on inputs that no call had.
+pub(crate) fn untimed(tokens: usize, call: &str) -> EngineError {
+    let problem = format!("has fewer than {tokens} tokens so far; run {call} on them first");
+    input_error("x", problem)
+}
+
+/// Whether every weight that a call reads has memory. Gradients get theirs before
+/// the first backward pass, all other tensors before each call.
+fn check_held(plan: &LayerPlan, held: &Buffers) -> Result<(), EngineError> {
+    let called = plan.all_steps().chain(&plan.evaluation);
+    for tensor in tensors(called) {
+        let TensorPlan { name, role, .. } = &plan[tensor];
+        let kept = outlives_calls(*role) && *role != Role::WeightGradient;
+        if kept && held.get(tensor).is_none() {
+            return Err(EngineError::Weight {
+                name: name.clone(),
+                problem: "is read by kernels and has no memory".to_string(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// A spec may have been built in Rust, so it is validated here as well.
@@ -177,26 +312,4 @@ pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
         let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
         EngineError::Spec(lines.join("\n"))
     })
-}
-
-/// Expert ids in a routing table index device memory. The tensor is the table's rows
-/// from the first on.
-pub(crate) fn check_table(
-    spec: &LayerSpec,
-    rows: &Tensor<'_>,
-    first: usize,
-) -> Result<(), EngineError> {
-    let experts = spec.routed_experts() as i32;
-    let ids = rows.values::<i32>().unwrap_or_default();
-    match ids.iter().position(|id| !(0..experts).contains(id)) {
-        None => Ok(()),
-        Some(at) => Err(EngineError::Weight {
-            name: "router.table".to_string(),
-            problem: format!(
-                "names expert {} at element {}, there are {experts}",
-                ids[at],
-                first * (ids.len() / rows.shape[0].max(1)) + at
-            ),
-        }),
-    }
 }

@@ -4,8 +4,9 @@
 //! Engine::layer(spec, weights)
 //!   plan ─> emit ─> key ─> in memory? ─> in the store? ─> compile ─> load
 //!   weights ─> a piece at a time: checked, and put on the device
+//!   steps   ─> functions, tensors by number, scalars: bound once
 //! Layer::forward(input)
-//!   for step in plan.steps: bind tensors to addresses, launch
+//!   every tensor gets an address, every step is launched
 //! ```
 //!
 //! The engine names no concrete target: it is handed a [`Device`], a
@@ -18,17 +19,21 @@
 //! notice.
 
 mod addresses;
+mod call;
 mod engine;
 mod error;
 mod forward;
+mod host;
 mod jit;
 mod launch;
 mod layer;
+mod memory;
 mod multi_gate;
 mod parallel;
 mod pass;
 mod place;
 mod precompile;
+mod router;
 mod shared;
 mod stack;
 mod statistics;
@@ -37,17 +42,16 @@ mod training;
 mod tuned;
 mod user;
 mod variants;
-mod workspace;
 
-pub use engine::{Engine, EngineParts, LoadedKernel, Stats};
+pub use call::{Counters, Input, Output, RawBackward, RawCall, StepTime};
+pub use engine::{Engine, LoadedKernel};
 pub use error::EngineError;
-pub use forward::{Input, Output, RawCall, StepTime};
-pub use launch::Counters;
+pub use jit::{EngineParts, Stats};
 pub use layer::Layer;
 pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
-pub use training::{RawBackward, Saved};
+pub use training::Saved;
 pub use tuned::{Measured, TunedPlans, Untuned};
 pub use user::{ExpertBackward, UserExpert, UserLayer, UserSaved};
 pub use variants::Variants;

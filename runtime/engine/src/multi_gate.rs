@@ -1,9 +1,13 @@
 //! One set of experts behind several routers, as in MMoE (Ma et al. 2018).
 
+use crate::call::{Counters, Input, Output};
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::layer::Layer;
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
 use crate::texts::Texts;
-use crate::{Counters, Engine, EngineError, Input, Layer, Output, Saved};
+use crate::training::Saved;
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
@@ -68,7 +72,7 @@ impl Engine {
                 let texts = self.texts(&experts, training)?;
                 // Its kernels are not those of the spec: a pack may lack them.
                 match self.may_load(&texts) {
-                    true => Some(Stack::new(first, layer(&texts, &Tensors::new())?)),
+                    true => Some(Stack::new(first, layer(&texts, &Tensors::new())?)?),
                     false => None,
                 }
             }

@@ -1,16 +1,15 @@
 //! Putting weights on the device, in the order the kernels read them: a piece at a
 //! time, so that memory holds a layer once.
 
-use crate::EngineError;
-use crate::forward::shape_for;
-use crate::launch::dims;
-use crate::layer::check_table;
+use crate::call::shape_for;
+use crate::error::EngineError;
+use crate::launch::{Modules, dims};
+use crate::memory::Buffers;
 use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
-use moesaic_target::{Arg, Buffer, Device, Module, Ptr};
+use moesaic_spec::LayerSpec;
+use moesaic_target::{Arg, Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource, check_kind};
-use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
 
 /// Bytes of a weight that are read together: work for all threads, and little beside
 /// a layer.
@@ -21,32 +20,33 @@ const PIECE: usize = 8 << 20;
 /// the next.
 pub(crate) fn placed(
     plan: &LayerPlan,
-    modules: &[Arc<dyn Module>],
+    modules: &Modules,
     device: &dyn Device,
     weights: &dyn WeightSource,
     wanted: impl Fn(&str) -> bool,
-) -> Result<HashMap<String, Buffer>, EngineError> {
+) -> Result<Buffers, EngineError> {
     let _placing = Placing::begin(device);
-    let mut held = HashMap::new();
+    let mut held = Buffers::default();
     let of = |role: Role| {
         let tensors = plan.tensors.iter().enumerate();
+        let tensors = tensors.map(|(at, tensor)| (TensorId(at), tensor));
         tensors.filter(move |(_, tensor)| tensor.role == role)
     };
-    for (_, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
+    for (id, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
         let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
-        held.insert(tensor.name.clone(), device.alloc(bytes)?);
+        held.push(id, device.alloc(bytes)?);
     }
     let packing = Packing {
         plan,
         modules,
         device,
     };
-    for (at, tensor) in of(Role::Weight) {
-        let away = plan.packs_away(TensorId(at));
+    for (id, tensor) in of(Role::Weight) {
+        let away = plan.packs_away(id);
         let here = match away {
             true => packing
-                .steps(&tensor.name)
-                .any(|s| held.contains_key(&plan[s.tensors[1]].name)),
+                .steps(id)
+                .any(|step| held.get(step.tensors[1]).is_some()),
             false => wanted(&tensor.name),
         };
         if !here {
@@ -54,8 +54,8 @@ pub(crate) fn placed(
         }
         let weight = Weight::find(weights, tensor)?;
         match away {
-            true => packing.pack_all(&weight, &held)?,
-            false => drop(held.insert(tensor.name.clone(), packing.upload(&weight)?)),
+            true => packing.pack_all(id, &weight, &held)?,
+            false => held.push(id, packing.upload(&weight)?),
         }
     }
     Ok(held)
@@ -178,7 +178,7 @@ impl<'a> Weight<'a> {
 /// What packs weights, and uploads those that are not packed.
 pub(crate) struct Packing<'a> {
     pub plan: &'a LayerPlan,
-    pub modules: &'a [Arc<dyn Module>],
+    pub modules: &'a Modules,
     pub device: &'a dyn Device,
 }
 
@@ -200,11 +200,11 @@ impl Packing<'_> {
     /// Puts a weight into the packed tensors that are made of it.
     fn pack_all(
         &self,
+        id: TensorId,
         weight: &Weight<'_>,
-        held: &HashMap<String, Buffer>,
+        held: &Buffers,
     ) -> Result<(), EngineError> {
-        let name = &weight.tensor.name;
-        let by_expert = self.steps(name).all(|step| {
+        let by_expert = self.steps(id).all(|step| {
             let experts = self.experts(step);
             weight.shape.len() == 3 && weight.shape[0] == experts
         });
@@ -212,7 +212,7 @@ impl Packing<'_> {
             true => self.most(weight),
             false => weight.count(),
         };
-        weight.each_piece(most, |first, piece| self.pack(name, piece, first, held))
+        weight.each_piece(most, |first, piece| self.pack(id, piece, first, held))
     }
 
     /// Rows of a piece.
@@ -227,10 +227,10 @@ impl Packing<'_> {
     /// made of it; or all of it, with `first` 0.
     pub(crate) fn pack(
         &self,
-        name: &str,
+        weight: TensorId,
         piece: &Tensor<'_>,
         first: usize,
-        held: &HashMap<String, Buffer>,
+        held: &Buffers,
     ) -> Result<(), EngineError> {
         let staged;
         let from = match self.where_it_is(piece) {
@@ -241,10 +241,12 @@ impl Packing<'_> {
                 staged.ptr()
             }
         };
-        for step in self.steps(name) {
+        for step in self.steps(weight) {
             let experts = self.experts(step);
             let some = first..experts.min(first + piece.shape[0]);
-            let packed = &held[&self.plan[step.tensors[1]].name];
+            let packed = held
+                .get(step.tensors[1])
+                .expect("packed weights have memory");
             let to = Ptr(packed.ptr().0 + (packed.bytes() / experts * first) as u64);
             self.launch(step, from, to, (some.len() < experts).then_some(some.len()))?;
         }
@@ -261,9 +263,9 @@ impl Packing<'_> {
     }
 
     /// The launches that read a weight.
-    fn steps(&self, name: &str) -> impl Iterator<Item = &LaunchStep> {
+    fn steps(&self, weight: TensorId) -> impl Iterator<Item = &LaunchStep> {
         let steps = self.plan.prepare.iter();
-        steps.filter(move |step| self.plan[step.tensors[0]].name == name)
+        steps.filter(move |step| step.tensors[0] == weight)
     }
 
     /// Experts of what a step packs.
@@ -292,5 +294,35 @@ impl Packing<'_> {
         // is done.
         unsafe { self.modules[step.entry.kernel].launch(&entry.symbol, dims, &args)? };
         Ok(())
+    }
+}
+
+/// The gradient of a weight, all zero.
+pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer, EngineError> {
+    let bytes = (tensor.bytes(0) as usize).max(64);
+    let buffer = device.alloc(bytes)?;
+    device.upload(&vec![0; bytes], &buffer, 0)?;
+    Ok(buffer)
+}
+
+/// Expert ids in a routing table index device memory. The tensor is the table's rows
+/// from the first on.
+pub(crate) fn check_table(
+    spec: &LayerSpec,
+    rows: &Tensor<'_>,
+    first: usize,
+) -> Result<(), EngineError> {
+    let experts = spec.routed_experts() as i32;
+    let ids = rows.values::<i32>().unwrap_or_default();
+    match ids.iter().position(|id| !(0..experts).contains(id)) {
+        None => Ok(()),
+        Some(at) => Err(EngineError::Weight {
+            name: "router.table".to_string(),
+            problem: format!(
+                "names expert {} at element {}, there are {experts}",
+                ids[at],
+                first * (ids.len() / rows.shape[0].max(1)) + at
+            ),
+        }),
     }
 }

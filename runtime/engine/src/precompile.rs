@@ -1,9 +1,10 @@
 //! Filling a store for targets that need not be present: what a cluster's
 //! login node does.
 
+use crate::error::EngineError;
 use crate::jit::Builder;
+use crate::layer::check_spec;
 use crate::parallel::{cores, parallel_on};
-use crate::{EngineError, layer};
 use moesaic_cache::{Key, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
@@ -90,7 +91,7 @@ pub fn precompile_on(
     let mut seen = HashSet::new();
     let mut kernels: Vec<(&Job, KernelSource, Key, Builder)> = Vec::new();
     for job in jobs {
-        layer::check_spec(&job.spec)?;
+        check_spec(&job.spec)?;
         let plan = plan(&job.spec, job.target, &job.options)?;
         for source in emit_layer(&plan)? {
             let compiler = Some(job.compiler.clone());

@@ -1,8 +1,10 @@
 //! Memory that several layers have in common.
 
-use crate::EngineError;
+use crate::error::EngineError;
+use crate::launch::Modules;
+use crate::place::{placed, zeroed};
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
-use moesaic_target::{Buffer, Device, Module};
+use moesaic_target::{Buffer, Device};
 use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,20 +19,21 @@ impl Shared {
     /// Those of a plan whose names are `common`.
     pub fn new(
         plan: &LayerPlan,
-        modules: &[Arc<dyn Module>],
+        modules: &Modules,
         device: &dyn Device,
         weights: &dyn WeightSource,
         common: fn(&str) -> bool,
     ) -> Result<Shared, EngineError> {
-        let placed = crate::place::placed(plan, modules, device, weights, common)?;
+        let placed = placed(plan, modules, device, weights, common)?;
         let summed =
             |tensor: &&TensorPlan| tensor.role == Role::WeightGradient && common(&tensor.name);
         let mut gradients = HashMap::new();
         for tensor in plan.tensors.iter().filter(summed) {
-            let buffer = Arc::new(crate::training::zeroed(tensor, device)?);
+            let buffer = Arc::new(zeroed(tensor, device)?);
             gradients.insert(tensor.name.clone(), buffer);
         }
-        let weights = placed.into_iter().map(|(name, b)| (name, Arc::new(b)));
+        let weights = placed.into_iter();
+        let weights = weights.map(|(id, buffer)| (plan[id].name.clone(), Arc::new(buffer)));
         Ok(Shared {
             weights: weights.collect(),
             gradients,

@@ -9,16 +9,19 @@
 //! the number of experts, as in MMoE), evaluation goes further: experts see each
 //! token once, and each router only sums what they gave.
 
-use crate::launch::Scalars;
+use crate::call::{Counters, Input, Output};
+use crate::error::EngineError;
+use crate::launch::{Bound, Scalars};
+use crate::layer::Layer;
+use crate::memory::Workspace;
 use crate::pass::Pass;
-use crate::workspace::Workspace;
-use crate::{Counters, EngineError, Input, Layer, Output, Saved};
+use crate::router::{Place, RouterSteps, addresses, decide};
+use crate::training::Saved;
 use moesaic_kernel::Size;
-use moesaic_plan::{Role, Step};
+use moesaic_plan::TensorId;
 use moesaic_spec::{LayerSpec, Select, WeightSite};
-use moesaic_target::{Buffer, Ptr};
+use moesaic_target::Buffer;
 use moesaic_tensor::Tensor;
-use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard};
 
 /// What a router has in the stack before the experts run.
@@ -37,18 +40,17 @@ const BACK: [&str; 6] = [
 /// Routers' tokens begin at multiples of this: 16 bytes at least, in any type.
 const ALIGN: usize = 8;
 
-/// Where a tensor lies: memory, and its first byte there.
-type Place<'a> = Option<(&'a Buffer, usize)>;
-
 /// The experts, and the launches that are not a whole layer's.
 pub(crate) struct Stack {
     experts: Layer,
     once: bool,
     /// An evaluation without the last launches, and these, which are a router's.
-    up_to_out: Vec<Step>,
-    combine: Vec<Step>,
-    experts_backward: Vec<Step>,
-    router_backward: Vec<Step>,
+    up_to_out: Bound,
+    combine: Bound,
+    experts_backward: Bound,
+    evaluate: RouterSteps,
+    train: RouterSteps,
+    back: RouterSteps,
     /// Memory for one router's decision, and for its way back.
     deciding: Mutex<Workspace>,
     returning: Mutex<Workspace>,
@@ -64,18 +66,36 @@ pub(crate) struct StackSaved {
 impl Stack {
     /// Of layers like `router`, and of the layer of [`moesaic_plan::stacked`] over
     /// the same experts.
-    pub fn new(router: &Layer, experts: Layer) -> Stack {
+    ///
+    /// # Errors
+    /// When their steps cannot be bound.
+    pub fn new(router: &Layer, experts: Layer) -> Result<Stack, EngineError> {
         let (plan, experts_plan) = (router.plan(), experts.plan());
-        Stack {
-            once: sees_all(&plan.spec),
-            up_to_out: experts_plan.combine_steps(experts_plan.evaluation_steps(), false),
-            combine: plan.combine_steps(plan.evaluation_steps(), true),
-            experts_backward: experts_plan.experts_backward(),
-            router_backward: plan.router_backward(),
+        let once = sees_all(&plan.spec);
+        let (evaluation, both) = (plan.evaluation_steps(), [router, &experts]);
+        let combine = plan.combine_steps(evaluation, true);
+        let decide = plan.router_steps(evaluation);
+        let evaluate = match once {
+            true => RouterSteps::new(both, decide, &combine, gives_each)?,
+            false => RouterSteps::new(both, decide, &[], |name| DECIDED.contains(&name))?,
+        };
+        let decide = plan.router_steps(&plan.steps);
+        let train = RouterSteps::new(both, decide, &[], |name| DECIDED.contains(&name))?;
+        let mut back = RouterSteps::new(both, &plan.router_backward(), &[], of_experts)?;
+        back.own.retain(|id| !train.own.contains(id));
+        let up_to_out = experts_plan.combine_steps(experts_plan.evaluation_steps(), false);
+        Ok(Stack {
+            once,
+            up_to_out: experts.bind(&up_to_out)?,
+            combine: router.bind(&combine)?,
+            experts_backward: experts.bind(&experts_plan.experts_backward())?,
+            evaluate,
+            train,
+            back,
             experts,
             deciding: Mutex::default(),
             returning: Mutex::default(),
-        }
+        })
     }
 
     /// Evaluates the layer of every router.
@@ -102,26 +122,20 @@ impl Stack {
         let mut workspaces = self.experts.lock_workspaces();
         let scalars = self.scalars(Pass::Evaluate, total)?;
         self.experts.reserve(&mut workspaces, total)?;
-        let find = |name: &str| workspaces.get(name);
+        self.experts.lay_passing(&mut workspaces);
+        let find = |tensor| workspaces.get(tensor);
         self.stage(&routers[0], input, [stride, routers.len()], find)?;
-        let plan = routers[0].plan();
-        let steps = plan.router_steps(plan.evaluation_steps());
         let mut own = lock(&self.deciding);
-        reserve(&mut own, &routers[0], steps, input.tokens, |name| {
-            DECIDED.contains(&name)
-        })?;
+        let steps = &self.evaluate;
+        steps.reserve(&mut own, &routers[0], input.tokens)?;
         let mut outputs = Vec::new();
         for (index, router) in routers.iter().enumerate() {
-            let place = |name: &str| match DECIDED.contains(&name) {
-                true => self.slice(name, index * stride, find),
-                false => Some((own.get(name)?, 0)),
-            };
+            let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
             let call = (Pass::Evaluate, Counters::default());
-            outputs.push(decide(router, call, input, names, place)?.0);
+            outputs.push(decide(router, steps, call, input, names, place)?.0);
         }
-        let steps = self.experts.plan().evaluation_steps();
-        self.experts
-            .run(steps, &scalars, |name| ptr((find(name)?, 0)), None)?;
+        let (experts, addresses) = (&self.experts, &workspaces.addresses);
+        experts.run(experts.bound(Pass::Evaluate), &scalars, addresses, None)?;
         self.read_y(&mut outputs, names, [stride, input.tokens], find)?;
         Ok(outputs)
     }
@@ -137,7 +151,8 @@ impl Stack {
         let mut workspaces = experts.lock_workspaces();
         let scalars = self.scalars(Pass::Evaluate, tokens)?;
         experts.reserve(&mut workspaces, tokens)?;
-        let find = |name: &str| workspaces.get(name);
+        experts.lay_passing(&mut workspaces);
+        let find = |tensor| workspaces.get(tensor);
         self.stage(&routers[0], input, [tokens, 1], find)?;
         let count = experts.spec().shape.experts;
         let all: Vec<i32> = (0..tokens).flat_map(|_| 0..count as i32).collect();
@@ -147,41 +162,31 @@ impl Stack {
             bytemuck::cast_slice(&vec![1f32; all.len()]),
             find,
         )?;
-        experts.run(
-            &self.up_to_out,
-            &scalars,
-            |name| ptr((find(name)?, 0)),
-            None,
-        )?;
+        experts.run(&self.up_to_out, &scalars, &workspaces.addresses, None)?;
         let rows = experts.read(&["slot_rows"], tokens, find)?;
         let rows: Vec<i32> = rows.tensors["slot_rows"].to_vec().expect("rows are i32");
 
-        let plan = routers[0].plan();
-        let steps = plan.router_steps(plan.evaluation_steps());
-        let steps = [steps, &self.combine].concat();
-        let of_experts = |name: &str| ["x", "out"].contains(&name) || name.starts_with("shared.");
+        let steps = &self.evaluate;
         let mut own = lock(&self.deciding);
-        reserve(&mut own, &routers[0], &steps, tokens, of_experts)?;
-        let place = |name: &str| match of_experts(name) {
-            true => Some((find(name)?, 0)),
-            false => Some((own.get(name)?, 0)),
-        };
+        steps.reserve(&mut own, &routers[0], tokens)?;
+        let place = |tensor| self.place(steps, tensor, 0, find, &[&own]);
         let mut outputs = Vec::new();
         for router in routers {
             let call = (Pass::Evaluate, Counters::default());
-            let (mut output, scalars) = decide(router, call, input, names, place)?;
-            let ids = router.read(&["topk_ids"], tokens, |name| own.get(name))?;
+            let (mut output, scalars) = decide(router, steps, call, input, names, place)?;
+            let ids = router.read(&["topk_ids"], tokens, |tensor| own.get(tensor))?;
             let ids: Vec<i32> = ids.tensors["topk_ids"].to_vec().expect("ids are i32");
             let of_token = rows.chunks(count).zip(ids.chunks(count));
             let found = of_token.flat_map(|(rows, ids)| ids.iter().map(|&id| rows[id as usize]));
             let found: Vec<i32> = found.collect();
-            let (slot_rows, _) = place("slot_rows").expect("reserved above");
+            let slot_rows = router.id("slot_rows").and_then(place);
+            let (slot_rows, _) = slot_rows.expect("reserved above");
             experts
                 .device
                 .upload(bytemuck::cast_slice(&found), slot_rows, 0)?;
-            router.run(&self.combine, &scalars, |name| ptr(place(name)?), None)?;
+            router.run(&self.combine, &scalars, &addresses(router, place), None)?;
             if names.contains(&"y") {
-                let y = router.read(&["y"], tokens, |name| own.get(name))?;
+                let y = router.read(&["y"], tokens, |tensor| own.get(tensor))?;
                 output.tensors.extend(y.tensors);
             }
             outputs.push(output);
@@ -198,33 +203,28 @@ impl Stack {
         counters: Counters,
     ) -> Result<(Vec<Output>, StackSaved), EngineError> {
         routers[0].check_outputs(Pass::Train, names)?;
-        let (tokens, plan) = (input.tokens, routers[0].plan());
+        let (tokens, layer) = (input.tokens, &self.experts);
         let (stride, total) = sizes(routers, tokens);
-        let every = &mut self.experts.lock_workspaces().every;
+        let workspaces = &mut *layer.lock_workspaces();
         let scalars = self.scalars(Pass::Train, total)?;
-        self.experts.reserve_training(every, total)?;
-        let experts = self.experts.saved(total, scalars)?;
-        let find = |name: &str| experts.kept.get(name).or_else(|| every.get(name));
+        layer.reserve_training(&mut workspaces.every, total)?;
+        let experts = layer.saved(total, scalars)?;
+        layer.lay_saved(workspaces, &experts);
+        let find = |tensor| experts.get(tensor).or_else(|| workspaces.every.get(tensor));
         self.stage(&routers[0], input, [stride, routers.len()], find)?;
-        let steps = plan.router_steps(&plan.steps);
+        let steps = &self.train;
         let (mut outputs, mut kept) = (Vec::new(), Vec::new());
         for (index, router) in routers.iter().enumerate() {
             let mut own = Workspace::default();
-            reserve(&mut own, router, steps, tokens, |name| {
-                DECIDED.contains(&name)
-            })?;
-            let place = |name: &str| match DECIDED.contains(&name) {
-                true => self.slice(name, index * stride, find),
-                false => Some((own.get(name)?, 0)),
-            };
+            steps.reserve(&mut own, router, tokens)?;
+            let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
             let call = (Pass::Train, counters);
-            let (output, scalars) = decide(router, call, input, names, place)?;
+            let (output, scalars) = decide(router, steps, call, input, names, place)?;
             outputs.push(output);
             kept.push((own, scalars));
         }
-        let steps = &self.experts.plan().steps;
-        self.experts
-            .run(steps, &scalars, |name| ptr((find(name)?, 0)), None)?;
+        let steps = layer.bound(Pass::Train);
+        layer.run(steps, &scalars, &workspaces.addresses, None)?;
         self.read_y(&mut outputs, names, [stride, tokens], find)?;
         let saved = StackSaved {
             tokens,
@@ -243,56 +243,41 @@ impl Stack {
         dy: &[Tensor<'_>],
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
-        self.experts.check_saved(&saved.experts)?;
+        let layer = &self.experts;
+        layer.check_saved(&saved.experts)?;
         let (stride, total) = sizes(routers, saved.tokens);
-        let every = &mut self.experts.lock_workspaces().every;
-        every.reserve(&self.experts.tilings, &*self.experts.device, total as u64)?;
-        self.experts.gradient_buffers()?;
-        let kept = &saved.experts.kept;
-        let find = |name: &str| kept.get(name).or_else(|| every.get(name));
+        let workspaces = &mut *layer.lock_workspaces();
+        layer.reserve_every(&mut workspaces.every, total)?;
+        layer.gradient_buffers()?;
+        layer.lay_saved(workspaces, &saved.experts);
+        let kept = &saved.experts;
+        let find = |tensor| kept.get(tensor).or_else(|| workspaces.every.get(tensor));
         for (router, dy) in routers.iter().zip(dy) {
             router.check_dy(saved.tokens, dy)?;
         }
-        let row = self
-            .experts
-            .plan()
-            .tensor("dy")
-            .expect("training plans have dy");
+        let row = layer.plan().tensor("dy").expect("training plans have dy");
         let each = dy.iter().map(|dy| &*dy.data);
         self.fill("dy", &padded(each, row.bytes(stride as u64) as usize), find)?;
         let scalars = saved.experts.scalars().accumulating(accumulate);
-        let steps = &self.experts_backward;
-        self.experts
-            .run(steps, &scalars, |name| ptr((find(name)?, 0)), None)?;
+        let addresses_of_all = &workspaces.addresses;
+        layer.run(&self.experts_backward, &scalars, addresses_of_all, None)?;
 
         let mut outputs = Vec::new();
         let calls = routers.iter().zip(&saved.routers).enumerate();
         for (index, (router, (own, scalars))) in calls {
             router.gradient_buffers()?;
             let mut returning = lock(&self.returning);
-            let elsewhere = |name: &str| of_experts(name) || own.get(name).is_some();
-            reserve(
-                &mut returning,
-                router,
-                &self.router_backward,
-                saved.tokens,
-                elsewhere,
-            )?;
-            let place = |name: &str| match of_experts(name) {
-                true => self.slice(name, index * stride, find),
-                false => Some((own.get(name).or_else(|| returning.get(name))?, 0)),
-            };
+            let steps = &self.back;
+            steps.reserve(&mut returning, router, saved.tokens)?;
+            let memory = [own, &*returning];
+            let place = |tensor| self.place(steps, tensor, index * stride, find, &memory);
             let scalars = scalars.accumulating(accumulate);
-            router.run(
-                &self.router_backward,
-                &scalars,
-                |name| ptr(place(name)?),
-                None,
-            )?;
+            router.run(&steps.bound, &scalars, &addresses(router, place), None)?;
             let mut output = Output::default();
             for name in router.input_gradients() {
-                let lies = place(name).expect("backward wrote it");
-                let host = router.read_at(name, saved.tokens, lies)?;
+                let tensor = router.id(name).expect("it is the plan's");
+                let lies = place(tensor).expect("backward wrote it");
+                let host = router.read_at(tensor, saved.tokens, lies)?;
                 output.tensors.insert(name.to_string(), host);
             }
             outputs.push(output);
@@ -313,7 +298,7 @@ impl Stack {
         router: &Layer,
         input: &Input<'_>,
         [stride, routers]: [usize; 2],
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
         let tensor = router.plan().tensor("x").expect("a layer has tokens");
         let x = router.checked_input(input, tensor)?;
@@ -339,9 +324,10 @@ impl Stack {
         &self,
         name: &str,
         bytes: &[u8],
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
-        let buffer = find(name).expect("the stack has it");
+        let id = self.experts.id(name);
+        let buffer = id.and_then(find).expect("the stack has it");
         Ok(self.experts.device.upload(bytes, buffer, 0)?)
     }
 
@@ -349,16 +335,32 @@ impl Stack {
     /// is; all of one that has no rows of tokens.
     fn slice<'b>(
         &self,
-        name: &str,
+        id: TensorId,
         first: usize,
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Place<'b> {
-        let tensor = self.experts.plan().tensor(name)?;
+        let tensor = &self.experts.plan()[id];
         let first = match tensor.shape.first() {
             Some(Size::Tokens) => tensor.bytes(first as u64) as usize,
             _ => 0,
         };
-        Some((find(name)?, first))
+        Some((find(id)?, first))
+    }
+
+    /// Where a router's tensor lies: in the stack, from its first token on, or in
+    /// memory of its own.
+    fn place<'f: 'b, 'b>(
+        &self,
+        steps: &RouterSteps,
+        tensor: TensorId,
+        first: usize,
+        find: impl Fn(TensorId) -> Option<&'f Buffer>,
+        own: &[&'b Workspace],
+    ) -> Place<'b> {
+        match steps.stacked(tensor) {
+            Some(there) => self.slice(there, first, find),
+            None => Some((own.iter().find_map(|memory| memory.get(tensor))?, 0)),
+        }
     }
 
     /// Adds `y` to what routers gave, where it is wanted.
@@ -367,73 +369,24 @@ impl Stack {
         outputs: &mut [Output],
         names: &[&str],
         [stride, tokens]: [usize; 2],
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
         if !names.contains(&"y") {
             return Ok(());
         }
+        let id = self.experts.id("y").expect("a layer has y");
         for (index, output) in outputs.iter_mut().enumerate() {
-            let lies = self.slice("y", index * stride, &find);
-            let y = self.experts.read_at("y", tokens, lies.expect("reserved"))?;
+            let lies = self.slice(id, index * stride, &find);
+            let y = self.experts.read_at(id, tokens, lies.expect("reserved"))?;
             output.tensors.insert("y".to_string(), y);
         }
         Ok(())
     }
 }
 
-/// One router's decision: its launches, and what is read of them.
-fn decide<'b>(
-    router: &Layer,
-    (pass, counters): (Pass, Counters),
-    input: &Input<'_>,
-    names: &[&str],
-    place: impl Fn(&str) -> Place<'b>,
-) -> Result<(Output, Scalars), EngineError> {
-    let tokens = input.tokens;
-    let scalars = router.scalars(pass, counters, tokens, input.capacity_factor)?;
-    for tensor in router
-        .inputs_or_named(pass, names)
-        .filter(|tensor| tensor.name != "x")
-    {
-        let host = router.checked_input(input, tensor)?;
-        let (buffer, first) = place(&tensor.name).expect("inputs have memory");
-        router.device.upload(&host.data, buffer, first)?;
-    }
-    let steps = router.plan().router_steps(pass.steps(router.plan()));
-    router.run(steps, &scalars, |name| ptr(place(name)?), None)?;
-    let mut output = Output::default();
-    for name in names.iter().filter(|name| **name != "y") {
-        let lies = place(name).expect("outputs have memory");
-        let host = router.read_at(name, tokens, lies)?;
-        output.tensors.insert(name.to_string(), host);
-    }
-    Ok((output, scalars))
-}
-
-/// Makes room for what these launches name, unless it lies elsewhere or outlives
-/// the call.
-fn reserve(
-    own: &mut Workspace,
-    router: &Layer,
-    steps: &[Step],
-    tokens: usize,
-    elsewhere: impl Fn(&str) -> bool,
-) -> Result<(), EngineError> {
-    let plan = router.plan();
-    let named: BTreeSet<&str> = steps.iter().flat_map(|step| plan.names(step)).collect();
-    let passes = |name: &&str| {
-        let role = plan.tensor(name).map(|tensor| tensor.role);
-        !matches!(
-            role,
-            Some(Role::Weight | Role::Packed | Role::WeightGradient)
-        )
-    };
-    let names = named
-        .into_iter()
-        .filter(passes)
-        .filter(|name| !elsewhere(name));
-    own.reserve_for(names, &router.tilings, &*router.device, tokens as u64)?;
-    Ok(())
+/// Whether experts that see every token have it for all routers.
+fn gives_each(name: &str) -> bool {
+    ["x", "out"].contains(&name) || name.starts_with("shared.")
 }
 
 /// Whether a tensor of the way back is the stack's.
@@ -467,10 +420,6 @@ fn sees_all(spec: &LayerSpec) -> bool {
         && !matches!(router.select, Select::ExpertChoice(_))
         && !router.token_mask
         && !router.active_k
-}
-
-fn ptr((buffer, first): (&Buffer, usize)) -> Option<Ptr> {
-    Some(Ptr(buffer.ptr().0 + first as u64))
 }
 
 fn lock(workspace: &Mutex<Workspace>) -> MutexGuard<'_, Workspace> {

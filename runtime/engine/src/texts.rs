@@ -1,6 +1,6 @@
 //! Plans with the texts of their kernels, each written once.
 
-use crate::EngineError;
+use crate::error::EngineError;
 use moesaic_emit::{emit, emit_layer};
 use moesaic_kernel::KernelSource;
 use moesaic_plan::{LayerPlan, Tilings};

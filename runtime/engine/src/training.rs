@@ -1,12 +1,16 @@
 //! Forward with what backward needs kept, and backward.
 
-use crate::forward::{input_error, shape_for, untimed};
+use crate::call::{
+    Counters, Input, Output, RawBackward, RawCall, StepTime, input_error, shape_for,
+};
+use crate::error::EngineError;
 use crate::launch::Scalars;
+use crate::layer::{Layer, untimed};
+use crate::memory::{Buffers, Kept, Workspaces};
 use crate::pass::Pass;
-use crate::workspace::Workspace;
-use crate::{Counters, EngineError, Input, Layer, Output, RawCall, StepTime};
-use moesaic_plan::{Role, TensorPlan};
-use moesaic_target::{Buffer, Device, Ptr};
+use crate::place::zeroed;
+use moesaic_plan::{Role, TensorId, TensorPlan};
+use moesaic_target::{Buffer, Ptr};
 use moesaic_tensor::{Tensor, Tensors};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -18,20 +22,8 @@ pub struct Saved {
     tokens: usize,
     /// Those of the call: backward may route again.
     scalars: Scalars,
-    pub(crate) kept: Workspace,
-    /// Tensors that lie where a raw call had them.
-    given: Vec<(String, Ptr)>,
-    idle: Arc<Mutex<Vec<Workspace>>>,
-}
-
-/// A backward pass on device memory that someone else owns.
-#[derive(Clone, Debug)]
-pub struct RawBackward<'a> {
-    /// Where `dy` lies and results go, by name: `dx`, `grad.topk_weights`,
-    /// `grad.<weight>`. Results that are not named stay in the layer's memory.
-    pub tensors: &'a [(&'a str, Ptr)],
-    /// Weight gradients are added to instead of overwritten.
-    pub accumulate: bool,
+    pub(crate) kept: Kept,
+    idle: Arc<Mutex<Vec<Kept>>>,
 }
 
 impl Saved {
@@ -44,9 +36,9 @@ impl Saved {
         self.scalars
     }
 
-    fn ptr(&self, name: &str) -> Option<Ptr> {
-        let given = self.given.iter().find(|(n, _)| n == name);
-        given.map(|(_, ptr)| *ptr).or_else(|| self.kept.ptr(name))
+    /// The buffer of a tensor that is kept.
+    pub(crate) fn get(&self, tensor: TensorId) -> Option<&Buffer> {
+        self.kept.workspace.get(tensor)
     }
 }
 
@@ -79,13 +71,16 @@ impl Layer {
         self.check_outputs(Pass::Train, names)?;
         self.reserve_training(&mut workspaces.every, input.tokens)?;
         let mut saved = self.saved(input.tokens, scalars)?;
-        let find = |name: &str| saved.kept.get(name).or_else(|| workspaces.every.get(name));
+        let every = &workspaces.every;
+        let find = |tensor| saved.get(tensor).or_else(|| every.get(tensor));
         self.stage(Pass::Train, input, names, find)?;
-        saved.kept.stage(input.tokens);
+        saved.kept.workspace.stage(input.tokens);
         workspaces.every.stage(input.tokens);
-        let find = |name: &str| saved.kept.get(name).or_else(|| workspaces.every.get(name));
-        let ptr = |name: &str| saved.ptr(name).or_else(|| workspaces.every.ptr(name));
-        self.run(&self.plan().steps, &scalars, ptr, None)?;
+        self.lay_saved(&mut workspaces, &saved);
+        let bound = self.bound(Pass::Train);
+        self.run(bound, &scalars, &workspaces.addresses, None)?;
+        let every = &workspaces.every;
+        let find = |tensor| saved.get(tensor).or_else(|| every.get(tensor));
         let output = self.read(names, input.tokens, find)?;
         Ok((output, saved))
     }
@@ -138,18 +133,20 @@ impl Layer {
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
-        let every = &mut self.lock_workspaces().every;
+        let workspaces = &mut *self.lock_workspaces();
         self.check_saved(saved)?;
         self.check_dy(saved.tokens, dy)?;
-        every.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
+        self.reserve_every(&mut workspaces.every, saved.tokens)?;
         self.gradient_buffers()?;
-        let staged = every.get("dy").expect("reserved above");
-        self.device.upload(&dy.data, staged, 0)?;
+        let staged = self.dy().and_then(|dy| workspaces.every.get(dy));
+        self.device
+            .upload(&dy.data, staged.expect("reserved above"), 0)?;
         let scalars = saved.scalars.accumulating(accumulate);
-        let ptr = |name: &str| saved.ptr(name).or_else(|| every.ptr(name));
-        self.run(&self.plan().backward, &scalars, ptr, None)?;
+        self.lay_saved(workspaces, saved);
+        self.run(&self.backward, &scalars, &workspaces.addresses, None)?;
         let names = self.input_gradients();
-        self.read(&names, saved.tokens, |name| every.get(name))
+        let every = &workspaces.every;
+        self.read(&names, saved.tokens, |tensor| every.get(tensor))
     }
 
     /// As [`Layer::forward_train`], on memory that the caller owns, in stream
@@ -166,16 +163,17 @@ impl Layer {
         call: &RawCall<'_>,
         counters: Counters,
     ) -> Result<Saved, EngineError> {
-        let every = &mut self.lock_workspaces().every;
+        let workspaces = &mut *self.lock_workspaces();
         self.check_training()?;
         let scalars = self.scalars(Pass::Train, counters, call.tokens, call.capacity_factor)?;
-        self.check_given(Pass::Train, call)?;
-        self.reserve_training(every, call.tokens)?;
+        let inputs = self.inputs(Pass::Train);
+        self.find_given(call.tensors, inputs, &mut workspaces.given)?;
+        self.reserve_training(&mut workspaces.every, call.tokens)?;
         let mut saved = self.saved(call.tokens, scalars)?;
-        let given = call.tensors.iter();
-        saved.given = given.map(|(name, ptr)| (name.to_string(), *ptr)).collect();
-        let ptr = |name: &str| saved.ptr(name).or_else(|| every.ptr(name));
-        self.run(&self.plan().steps, &scalars, ptr, None)?;
+        saved.kept.given.extend_from_slice(&workspaces.given);
+        self.lay_saved(workspaces, &saved);
+        let bound = self.bound(Pass::Train);
+        self.run(bound, &scalars, &workspaces.addresses, None)?;
         Ok(saved)
     }
 
@@ -194,24 +192,32 @@ impl Layer {
         saved: &Saved,
         call: &RawBackward<'_>,
     ) -> Result<(), EngineError> {
-        let every = &mut self.lock_workspaces().every;
+        let workspaces = &mut *self.lock_workspaces();
         self.check_saved(saved)?;
-        let given = |name: &str| {
-            let found = call.tensors.iter().find(|(n, _)| *n == name);
-            found.map(|(_, ptr)| *ptr)
-        };
-        if given("dy").is_none() {
-            return Err(input_error("dy", "has no address".to_string()));
-        }
-        self.check_addresses(call.tensors)?;
-        every.reserve(&self.tilings, &*self.device, saved.tokens as u64)?;
+        let dy = self.dy();
+        self.find_given(call.tensors, dy.as_slice(), &mut workspaces.given)?;
+        self.reserve_every(&mut workspaces.every, saved.tokens)?;
         self.gradient_buffers()?;
         let scalars = saved.scalars.accumulating(call.accumulate);
-        let ptr = |name: &str| {
-            let kept = || saved.ptr(name).or_else(|| every.ptr(name));
-            given(name).or_else(kept)
-        };
-        self.run(&self.plan().backward, &scalars, ptr, None)
+        self.lay_saved(workspaces, saved);
+        let Workspaces {
+            addresses, given, ..
+        } = workspaces;
+        addresses.give(given);
+        self.run(&self.backward, &scalars, addresses, None)
+    }
+
+    /// Where the tensors of a training call lie, forward and backward.
+    pub(crate) fn lay_saved(&self, workspaces: &mut Workspaces, saved: &Saved) {
+        let Workspaces {
+            every, addresses, ..
+        } = workspaces;
+        self.lay(addresses, [every, &saved.kept.workspace]);
+        addresses.give(&saved.kept.given);
+    }
+
+    fn dy(&self) -> Option<TensorId> {
+        self.id("dy")
     }
 
     /// The gradient of a weight by its own name, such as `router.weight`, as
@@ -224,10 +230,15 @@ impl Layer {
         self.check_training()?;
         let full = format!("grad.{name}");
         let buffers = self.gradient_buffers()?;
-        let found = self.plan().tensor(&full).zip(buffers.get(&full));
+        let id = self.id(&full);
+        let found = id.and_then(|id| Some((&self.plan()[id], buffers.get(id)?)));
+        let names = || {
+            let names = buffers.iter().map(|(id, _)| &*self.plan()[id].name);
+            names.collect::<Vec<_>>().join(", ")
+        };
         let (tensor, buffer) = found.ok_or_else(|| EngineError::NoOutput {
             name: full.clone(),
-            known: buffers.keys().cloned().collect::<Vec<_>>().join(", "),
+            known: names(),
         })?;
         let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, 0));
         self.device.download(buffer, 0, host.data.to_mut())?;
@@ -254,7 +265,8 @@ impl Layer {
     pub fn gradient_ptr(&self, name: &str) -> Result<Option<Ptr>, EngineError> {
         self.check_training()?;
         let buffers = self.gradient_buffers()?;
-        Ok(buffers.get(&format!("grad.{name}")).map(Buffer::ptr))
+        let id = self.id(&format!("grad.{name}"));
+        Ok(id.and_then(|id| buffers.get(id)).map(Buffer::ptr))
     }
 
     /// Sets the gradients of all weights to zero.
@@ -270,7 +282,7 @@ impl Layer {
     /// is wanted.
     pub(crate) fn zero_gradients_of(&self, wanted: fn(&str) -> bool) -> Result<(), EngineError> {
         let buffers = self.gradient_buffers()?.iter();
-        for (_, buffer) in buffers.filter(|(name, _)| wanted(name)) {
+        for (_, buffer) in buffers.filter(|(id, _)| wanted(&self.plan()[*id].name)) {
             self.device.upload(&vec![0; buffer.bytes()], buffer, 0)?;
         }
         Ok(())
@@ -284,8 +296,8 @@ impl Layer {
 
     /// Bytes that a forward pass of so many tokens keeps for backward.
     pub fn saved_bytes(&self, tokens: usize) -> u64 {
-        let bytes = |name: &String| self.tilings.bytes(name, tokens as u64);
-        self.saved.iter().map(bytes).sum()
+        let saved = self.saved.iter();
+        saved.map(|&id| self.tilings.bytes(id, tokens as u64)).sum()
     }
 
     pub(crate) fn tensors(&self, role: Role) -> impl Iterator<Item = &TensorPlan> {
@@ -295,24 +307,22 @@ impl Layer {
 
     /// Runs the steps of both passes again on what the last call kept, the
     /// first `tokens` of it, and times each.
-    pub(crate) fn time_training(
-        &self,
-        tokens: usize,
-        every: &Workspace,
-    ) -> Result<Vec<StepTime>, EngineError> {
+    pub(crate) fn time_training(&self, tokens: usize) -> Result<Vec<StepTime>, EngineError> {
+        let workspaces = &mut *self.lock_workspaces();
         let scalars = self.scalars(Pass::Train, Counters::default(), tokens, None)?;
         let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
-        let last = idle.iter().position(|kept| kept.has_staged(tokens));
-        let kept = last.filter(|_| every.has_staged(tokens));
+        let staged = |kept: &Kept| kept.workspace.has_staged(tokens);
+        let last = idle.iter().position(staged);
+        let kept = last.filter(|_| workspaces.every.has_staged(tokens));
         let kept = kept.map(|at| idle.swap_remove(at));
         drop(idle);
         let kept = kept.ok_or_else(|| untimed(tokens, "forward_train"))?;
         let saved = self.saved_in(kept, tokens, scalars);
         self.gradient_buffers()?;
         let mut times = Vec::new();
-        let ptr = |name: &str| saved.ptr(name).or_else(|| every.ptr(name));
-        for steps in [&self.plan().steps, &self.plan().backward] {
-            self.run(steps, &scalars, ptr, Some(&mut times))?;
+        self.lay_saved(workspaces, &saved);
+        for steps in [self.bound(Pass::Train), &self.backward] {
+            self.run(steps, &scalars, &workspaces.addresses, Some(&mut times))?;
         }
         Ok(times)
     }
@@ -320,30 +330,31 @@ impl Layer {
     /// Room for what a call keeps: that of a call that is over, or new.
     pub(crate) fn saved(&self, tokens: usize, scalars: Scalars) -> Result<Saved, EngineError> {
         let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
-        let fits = idle.iter().position(|kept| kept.holds(tokens as u64));
+        let holds = |kept: &Kept| kept.workspace.holds(tokens as u64);
+        let fits = idle.iter().position(holds);
         let reused = match fits {
             Some(at) => Some(idle.swap_remove(at)),
             None => idle.pop(),
         };
         drop(idle);
         let mut kept = reused.unwrap_or_default();
-        let names = self.saved.iter().map(String::as_str);
-        kept.reserve_for(names, &self.tilings, &*self.device, tokens as u64)?;
+        let (workspace, tensors) = (&mut kept.workspace, self.saved.iter().copied());
+        workspace.reserve(tensors, &self.tilings, &*self.device, tokens as u64)?;
         Ok(self.saved_in(kept, tokens, scalars))
     }
 
-    fn saved_in(&self, kept: Workspace, tokens: usize, scalars: Scalars) -> Saved {
+    fn saved_in(&self, mut kept: Kept, tokens: usize, scalars: Scalars) -> Saved {
+        kept.given.clear();
         Saved {
             tokens,
             scalars,
             kept,
-            given: Vec::new(),
             idle: self.idle.clone(),
         }
     }
 
     /// The gradients of weights, zero before the first backward.
-    pub(crate) fn gradient_buffers(&self) -> Result<&HashMap<String, Buffer>, EngineError> {
+    pub(crate) fn gradient_buffers(&self) -> Result<&Buffers, EngineError> {
         match self.gradients.get() {
             Some(buffers) => Ok(buffers),
             None => self.share_gradients(HashMap::new()),
@@ -354,13 +365,15 @@ impl Layer {
     /// are some already.
     pub(crate) fn share_gradients(
         &self,
-        shared: HashMap<String, Buffer>,
-    ) -> Result<&HashMap<String, Buffer>, EngineError> {
-        let mut buffers = shared;
+        mut shared: HashMap<String, Buffer>,
+    ) -> Result<&Buffers, EngineError> {
+        let mut buffers = Buffers::default();
         for tensor in self.tensors(Role::WeightGradient) {
-            if !buffers.contains_key(&tensor.name) {
-                buffers.insert(tensor.name.clone(), zeroed(tensor, &*self.device)?);
-            }
+            let buffer = match shared.remove(&tensor.name) {
+                Some(buffer) => buffer,
+                None => zeroed(tensor, &*self.device)?,
+            };
+            buffers.push(self.id(&tensor.name).expect("it is the plan's"), buffer);
         }
         Ok(self.gradients.get_or_init(|| buffers))
     }
@@ -388,12 +401,4 @@ impl Layer {
         dy.check(plan.dtype, &shape_for(plan, tokens))
             .map_err(|problem| input_error("dy", problem))
     }
-}
-
-/// The gradient of a weight, all zero.
-pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer, EngineError> {
-    let bytes = (tensor.bytes(0) as usize).max(64);
-    let buffer = device.alloc(bytes)?;
-    device.upload(&vec![0; bytes], &buffer, 0)?;
-    Ok(buffer)
 }

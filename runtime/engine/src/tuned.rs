@@ -1,6 +1,6 @@
 //! Tunings of layers: found in the store, and used where they fit.
 
-use crate::EngineError;
+use crate::error::EngineError;
 use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
 use moesaic_emit::emit;
 use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Tilings, Tuning, plan};

@@ -1,15 +1,18 @@
 //! Experts that are the caller's code, between moesaic's routing and combine.
 
-use crate::forward::shape_for;
-use crate::launch::Scalars;
+use crate::call::{Counters, Input, Output, shape_for};
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::launch::{Bound, Scalars};
+use crate::layer::{Layer, check_spec};
+use crate::memory::Addresses;
 use crate::pass::Pass;
 use crate::texts::Texts;
-use crate::{Counters, Engine, EngineError, Input, Layer, Output, Saved};
-use moesaic_kernel::DType;
-use moesaic_plan::Training;
+use crate::training::Saved;
+use moesaic_plan::{Step, TensorId, Training};
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
-use moesaic_tensor::{Tensor, WeightSource};
+use moesaic_tensor::{Element, Tensor, WeightSource};
 
 /// One expert as code. Rows are f32, whatever the layer's types; experts of
 /// one layer may differ in everything but the widths of rows.
@@ -42,9 +45,25 @@ pub struct ExpertBackward<'a> {
 pub struct UserLayer {
     layer: Layer,
     experts: Vec<Box<dyn UserExpert>>,
-    forward_at: usize,
-    evaluation_at: usize,
-    backward_at: usize,
+    forward: Around,
+    evaluation: Around,
+    backward: Around,
+}
+
+/// The steps of a pass before the experts, and those after.
+struct Around {
+    before: Bound,
+    after: Bound,
+}
+
+impl Around {
+    fn new(layer: &Layer, steps: &[Step], at: usize) -> Result<Around, EngineError> {
+        let (before, after) = steps.split_at(at);
+        Ok(Around {
+            before: layer.bind(before)?,
+            after: layer.bind(after)?,
+        })
+    }
 }
 
 /// What a forward pass of a [`UserLayer`] left for backward.
@@ -83,16 +102,19 @@ impl Engine {
         experts: Vec<Box<dyn UserExpert>>,
         training: bool,
     ) -> Result<UserLayer, EngineError> {
-        crate::layer::check_spec(spec)?;
+        check_spec(spec)?;
         check_experts(spec, experts.len())?;
         let options = self.plan_options(training.then(Training::default));
         let plan = moesaic_plan::plan_user_experts(spec, self.target(), &options)?;
+        let layer = self.layer_of(&Texts::of(plan.layer.into())?, weights)?;
+        let around = |steps, at| Around::new(&layer, steps, at);
+        let steps = layer.plan();
         Ok(UserLayer {
-            layer: self.layer_of(&Texts::of(plan.layer.into())?, weights)?,
+            forward: around(&steps.steps, plan.forward_at)?,
+            evaluation: around(steps.evaluation_steps(), plan.evaluation_at)?,
+            backward: around(&steps.backward, plan.backward_at)?,
+            layer,
             experts,
-            forward_at: plan.forward_at,
-            evaluation_at: plan.evaluation_at,
-            backward_at: plan.backward_at,
         })
     }
 }
@@ -136,9 +158,11 @@ impl UserLayer {
         let scalars = layer.scalars(pass, Counters::default(), input.tokens, factor)?;
         layer.check_outputs(pass, names)?;
         layer.reserve(&mut workspaces, input.tokens)?;
-        let find = |name: &str| workspaces.get(name);
+        layer.lay_passing(&mut workspaces);
+        let find = |tensor| workspaces.get(tensor);
         layer.stage(pass, input, names, find)?;
-        self.run(pass, self.evaluation_at, &scalars, find)?;
+        let steps = &self.evaluation;
+        self.run(steps, false, &scalars, &workspaces.addresses, find)?;
         layer.read(names, input.tokens, find)
     }
 
@@ -155,36 +179,37 @@ impl UserLayer {
     ) -> Result<(Output, UserSaved), EngineError> {
         let (layer, pass) = (&self.layer, Pass::Train);
         layer.check_training()?;
-        let every = &mut layer.lock_workspaces().every;
+        let workspaces = &mut *layer.lock_workspaces();
         let factor = input.capacity_factor;
         let scalars = layer.scalars(pass, counters, input.tokens, factor)?;
         layer.check_outputs(pass, names)?;
-        layer.reserve_training(every, input.tokens)?;
+        layer.reserve_training(&mut workspaces.every, input.tokens)?;
         let saved = layer.saved(input.tokens, scalars)?;
-        let find = |name: &str| saved.kept.get(name).or_else(|| every.get(name));
+        layer.lay_saved(workspaces, &saved);
+        let find = |tensor| saved.get(tensor).or_else(|| workspaces.every.get(tensor));
         layer.stage(pass, input, names, find)?;
-        let (routed, own) = self.run(pass, self.forward_at, &scalars, find)?;
+        let addresses = &workspaces.addresses;
+        let (routed, own) = self.run(&self.forward, true, &scalars, addresses, find)?;
         let output = layer.read(names, input.tokens, find)?;
         let saved = UserSaved { saved, routed, own };
         Ok((output, saved))
     }
 
-    /// The steps of a pass, with the experts before step `at`; what those left.
+    /// The steps of a pass around the experts, and what those left, if it trains.
     fn run<'b>(
         &self,
-        pass: Pass,
-        at: usize,
+        steps: &Around,
+        trains: bool,
         scalars: &Scalars,
-        find: impl Fn(&str) -> Option<&'b Buffer> + Copy,
+        addresses: &Addresses,
+        find: impl Fn(TensorId) -> Option<&'b Buffer> + Copy,
     ) -> Result<(Routed, Vec<Vec<f32>>), EngineError> {
         let layer = &self.layer;
-        let ptr = |name: &str| find(name).map(Buffer::ptr);
-        let (before, after) = pass.steps(layer.plan()).split_at(at);
-        layer.run(before, scalars, ptr, None)?;
+        layer.run(&steps.before, scalars, addresses, None)?;
         let mut routed = self.routed(scalars.tokens(), find)?;
-        let own = self.run_experts(&mut routed, pass.trains());
+        let own = self.run_experts(&mut routed, trains);
         self.upload("out", &routed.out, find)?;
-        layer.run(after, scalars, ptr, None)?;
+        layer.run(&steps.after, scalars, addresses, None)?;
         Ok((routed, own))
     }
 
@@ -199,25 +224,25 @@ impl UserLayer {
         accumulate: bool,
     ) -> Result<Output, EngineError> {
         let (layer, tokens) = (&self.layer, saved.saved.tokens());
-        let every = &mut layer.lock_workspaces().every;
+        let workspaces = &mut *layer.lock_workspaces();
         layer.check_saved(&saved.saved)?;
         layer.check_dy(tokens, dy)?;
-        every.reserve(&layer.tilings, &*layer.device, tokens as u64)?;
+        layer.reserve_every(&mut workspaces.every, tokens)?;
         layer.gradient_buffers()?;
-        let kept = &saved.saved.kept;
-        let find = |name: &str| kept.get(name).or_else(|| every.get(name));
-        let staged = find("dy").expect("reserved above");
+        layer.lay_saved(workspaces, &saved.saved);
+        let (kept, addresses) = (&saved.saved, &workspaces.addresses);
+        let find = |tensor| kept.get(tensor).or_else(|| workspaces.every.get(tensor));
+        let staged = layer.id("dy").and_then(find).expect("reserved above");
         layer.device.upload(&dy.data, staged, 0)?;
         let scalars = saved.saved.scalars().accumulating(accumulate);
-        let ptr = |name: &str| find(name).map(Buffer::ptr);
-        let (before, after) = layer.plan().backward.split_at(self.backward_at);
-        layer.run(before, &scalars, ptr, None)?;
+        let Around { before, after } = &self.backward;
+        layer.run(before, &scalars, addresses, None)?;
         let rows = saved.routed.weights.len();
         let dout = self.download("dout", rows, find)?;
         let drows = run_backward(&mut self.experts, saved, &dout, accumulate);
         self.upload("drows", &drows, find)?;
         self.upload_weight_gradients(&saved.routed, &dout, find)?;
-        layer.run(after, &scalars, ptr, None)?;
+        layer.run(after, &scalars, addresses, None)?;
         layer.read(&layer.input_gradients(), tokens, find)
     }
 
@@ -225,7 +250,7 @@ impl UserLayer {
     fn routed<'b>(
         &self,
         tokens: usize,
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<Routed, EngineError> {
         let spec = self.layer.spec();
         let offsets: Vec<i64> = self.read_raw("offsets", spec.shape.experts + 1, &find)?;
@@ -268,7 +293,7 @@ impl UserLayer {
         &self,
         routed: &Routed,
         dout: &[f32],
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
         let Some(plan) = self.layer.plan().tensor("dweight_parts") else {
             return Ok(());
@@ -289,25 +314,27 @@ impl UserLayer {
         &self,
         name: &str,
         rows: usize,
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<Vec<f32>, EngineError> {
-        let plan = self.layer.plan().tensor(name).expect("planned");
+        let id = self.layer.id(name).expect("planned");
+        let plan = &self.layer.plan()[id];
         let width = shape_for(plan, 0)[1];
         let mut host = Tensor::zeros(plan.dtype, &[rows, width]);
-        let buffer = find(name).expect("planned tensors have memory");
+        let buffer = find(id).expect("planned tensors have memory");
         self.layer.device.download(buffer, 0, host.data.to_mut())?;
         Ok(host.to_f32())
     }
 
     /// Elements of a tensor as they are.
-    fn read_raw<'b, E: moesaic_tensor::Element>(
+    fn read_raw<'b, E: Element>(
         &self,
         name: &str,
         count: usize,
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<Vec<E>, EngineError> {
         let mut values = vec![E::zeroed(); count];
-        let buffer = find(name).expect("planned tensors have memory");
+        let id = self.layer.id(name);
+        let buffer = id.and_then(find).expect("planned tensors have memory");
         let bytes = bytemuck::cast_slice_mut(&mut values);
         self.layer.device.download(buffer, 0, bytes)?;
         Ok(values)
@@ -318,16 +345,13 @@ impl UserLayer {
         &self,
         name: &str,
         values: &[f32],
-        find: impl Fn(&str) -> Option<&'b Buffer>,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
-        let dtype = self
-            .layer
-            .plan()
-            .tensor(name)
-            .map_or(DType::F32, |t| t.dtype);
-        let Some(buffer) = find(name) else {
+        let id = self.layer.id(name);
+        let Some((tensor, buffer)) = id.and_then(|id| Some((id, find(id)?))) else {
             return Ok(());
         };
+        let dtype = self.layer.plan()[tensor].dtype;
         let host = Tensor::rounded(dtype, &[values.len()], values);
         self.layer.device.upload(&host.data, buffer, 0)?;
         Ok(())

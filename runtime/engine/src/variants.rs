@@ -1,9 +1,12 @@
 //! Layers that differ in their tiles alone, over the same memory: what a tuner
 //! measures beside each other.
 
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::layer::{Layer, check_spec};
 use crate::shared::Shared;
 use crate::texts::Texts;
-use crate::{Engine, EngineError, Layer, Untuned};
+use crate::tuned::Untuned;
 use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
@@ -29,7 +32,7 @@ impl Engine {
         weights: &'a dyn WeightSource,
         training: Option<Training>,
     ) -> Result<Variants<'a>, EngineError> {
-        crate::layer::check_spec(spec)?;
+        check_spec(spec)?;
         let plan = plan(spec, self.target(), &self.plan_options(training))?;
         let untuned = Untuned::new(plan);
         let plan = &untuned.plan;
@@ -59,9 +62,8 @@ impl Variants<'_> {
         let plan = self.untuned.with(tuning)?;
         debug_assert!(same_memory(&plan, &self.untuned.plan), "{tuning:?}");
         let shared = self.shared.weights();
-        let layer = self
-            .engine
-            .layer_with(&Texts::of(plan.into())?, self.weights, shared)?;
+        let texts = Texts::of(plan.into())?;
+        let layer = self.engine.layer_with(&texts, self.weights, shared)?;
         if self.training {
             layer.share_gradients(self.shared.gradients())?;
         }

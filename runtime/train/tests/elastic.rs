@@ -41,7 +41,7 @@ fn checkpoint(spec: &LayerSpec, seed: u64) -> Tensors<'static> {
             }
         }
     }
-    set.insert("optimizer.step".to_string(), Tensor::copied(&[1], &[17]));
+    set.insert("optimizer.step".to_string(), Tensor::copied(&[1], &[17i64]));
     set
 }
 
@@ -352,7 +352,7 @@ fn parts_that_do_not_fit_are_refused() {
         Err(TrainError::Tensor { name, .. }) if name == "experts.up.weight"
     ));
     shards[1] = first;
-    shards[2].insert("optimizer.step".to_string(), Tensor::copied(&[1], &[18]));
+    shards[2].insert("optimizer.step".to_string(), Tensor::copied(&[1], &[18i64]));
     assert!(matches!(
         unshard_experts(&spec, &shards),
         Err(TrainError::Tensor { name, .. }) if name == "optimizer.step"

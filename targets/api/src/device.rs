@@ -122,21 +122,70 @@ pub trait Device: Send + Sync {
 
 /// Artifacts loaded onto a device.
 pub trait Module: Any + Send + Sync {
-    /// Launches `symbol`. Nothing is launched when a grid dimension is zero.
-    ///
-    /// # Safety
-    /// `args` must match the entry's parameters in number, kind and order,
-    /// and each pointer must be valid for what the kernel does with it until
-    /// the launch has finished.
+    /// The function of an entry, to be launched without another look-up.
     ///
     /// # Errors
-    /// When the symbol is unknown or the driver refuses the launch.
+    /// [`DeviceError::Launch`] when the symbol is unknown.
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError>;
+
+    /// Launches a function. Nothing is launched when a grid dimension is zero.
+    ///
+    /// # Safety
+    /// `function` must be this module's. `args` must match the entry's
+    /// parameters in number, kind and order, and each pointer must be valid
+    /// for what the kernel does with it until the launch has finished.
+    ///
+    /// # Errors
+    /// When the driver refuses the launch.
+    unsafe fn run(
+        &self,
+        function: FunctionId,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError>;
+
+    /// Looks `symbol` up and launches it.
+    ///
+    /// # Safety
+    /// As [`Module::run`].
+    ///
+    /// # Errors
+    /// As [`Module::function`] and [`Module::run`].
     unsafe fn launch(
         &self,
         symbol: &str,
         dims: LaunchDims,
         args: &[Arg],
-    ) -> Result<(), DeviceError>;
+    ) -> Result<(), DeviceError> {
+        let function = self.function(symbol)?;
+        // SAFETY: the function is this module's; the rest is the caller's promise.
+        unsafe { self.run(function, dims, args) }
+    }
+}
+
+/// The number of a function in its [`Module`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FunctionId(pub usize);
+
+impl FunctionId {
+    /// The place of `symbol` among those that a module has.
+    ///
+    /// # Errors
+    /// [`DeviceError::Launch`] lists the module's, when it is none of them.
+    pub fn find<'a>(
+        symbols: impl Iterator<Item = &'a str> + Clone,
+        symbol: &str,
+    ) -> Result<FunctionId, DeviceError> {
+        let found = symbols.clone().position(|known| known == symbol);
+        found.map(FunctionId).ok_or_else(|| {
+            let mut known: Vec<&str> = symbols.collect();
+            known.sort_unstable();
+            DeviceError::Launch {
+                kernel: symbol.to_string(),
+                reason: format!("it was not loaded; loaded are: {}", known.join(", ")),
+            }
+        })
+    }
 }
 
 /// Launch geometry, evaluated for one token count.

@@ -24,6 +24,6 @@ pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};
 pub use artifact::{Artifact, KernelReport, ParamSlot, Report};
 pub use compiler::{CompileOptions, Compiler};
 pub use counters::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
-pub use device::{Arg, Buffer, Device, DeviceInfo, LaunchDims, Module, Ptr};
+pub use device::{Arg, Buffer, Device, DeviceInfo, FunctionId, LaunchDims, Module, Ptr};
 pub use error::{CompileError, DeviceError};
 pub use stream::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, StreamDevice};

@@ -4,18 +4,24 @@ use crate::crew::Crew;
 use crate::library::{self, Loaded};
 use crate::scratch;
 use moesaic_kernel::{Entry, ParamType, Scalar};
-use moesaic_target::{Arg, Artifact, DeviceError, LaunchDims, Module};
-use std::collections::BTreeMap;
+use moesaic_target::{Arg, Artifact, DeviceError, FunctionId, LaunchDims, Module};
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
 /// An entry of a CPU kernel: argument values, first block, last block, grid x,
 /// scratch memory. Entries without the last take it and do not look.
-type Function = unsafe extern "C" fn(*const *const c_void, i64, i64, i64, *mut c_void);
+type Code = unsafe extern "C" fn(*const *const c_void, i64, i64, i64, *mut c_void);
+
+/// A loaded entry.
+struct Function {
+    symbol: String,
+    params: Vec<ParamType>,
+    code: Code,
+}
 
 /// A loaded shared object.
 pub(crate) struct CpuModule {
-    functions: BTreeMap<String, (Function, Vec<ParamType>)>,
+    functions: Vec<Function>,
     crew: Arc<Crew>,
     /// Keeps the code behind `functions` mapped.
     _loaded: Loaded,
@@ -37,35 +43,33 @@ impl CpuModule {
             _loaded: loaded,
         })
     }
+}
 
-    fn function(&self, symbol: &str, args: &[Arg]) -> Result<Function, DeviceError> {
-        let refuse = |reason| DeviceError::Launch {
-            kernel: symbol.to_string(),
+impl Function {
+    fn refuse(&self, reason: String) -> DeviceError {
+        DeviceError::Launch {
+            kernel: self.symbol.clone(),
             reason,
-        };
-        let Some((function, params)) = self.functions.get(symbol) else {
-            let known = self
-                .functions
-                .keys()
-                .cloned()
-                .collect::<Vec<_>>()
-                .join(", ");
-            return Err(refuse(format!("it was not loaded; loaded are: {known}")));
-        };
+        }
+    }
+
+    /// Whether the arguments are of the entry's kinds.
+    fn check(&self, args: &[Arg]) -> Result<(), DeviceError> {
+        let params = &self.params;
         if params.len() != args.len() {
             let (want, got) = (params.len(), args.len());
-            return Err(refuse(format!("it takes {want} arguments and got {got}")));
+            return Err(self.refuse(format!("it takes {want} arguments and got {got}")));
         }
         let wrong = params
             .iter()
             .zip(args)
             .position(|(param, arg)| !fits(param, arg));
         match wrong {
-            Some(index) => Err(refuse(format!(
+            Some(index) => Err(self.refuse(format!(
                 "argument {index} is {:?} and must be {:?}",
                 args[index], params[index]
             ))),
-            None => Ok(*function),
+            None => Ok(()),
         }
     }
 }
@@ -77,16 +81,16 @@ fn error(kernel: &str, reason: String) -> DeviceError {
     }
 }
 
-fn function(
-    loaded: &Loaded,
-    entry: &Entry,
-) -> Result<(String, (Function, Vec<ParamType>)), DeviceError> {
+fn function(loaded: &Loaded, entry: &Entry) -> Result<Function, DeviceError> {
     // SAFETY: every entry of a CPU kernel has this type; it is copied into
     // the module that also holds the library.
-    let function = unsafe { loaded.library.symbol::<Function>(&entry.symbol) }
+    let code = unsafe { loaded.library.symbol::<Code>(&entry.symbol) }
         .map_err(|missing| error(&entry.symbol, missing.to_string()))?;
-    let params = entry.params.iter().map(|param| param.ty).collect();
-    Ok((entry.symbol.clone(), (function, params)))
+    Ok(Function {
+        symbol: entry.symbol.clone(),
+        params: entry.params.iter().map(|param| param.ty).collect(),
+        code,
+    })
 }
 
 fn fits(param: &ParamType, arg: &Arg) -> bool {
@@ -99,23 +103,25 @@ fn fits(param: &ParamType, arg: &Arg) -> bool {
 }
 
 impl Module for CpuModule {
-    unsafe fn launch(
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        FunctionId::find(self.functions.iter().map(|f| &*f.symbol), symbol)
+    }
+
+    unsafe fn run(
         &self,
-        symbol: &str,
+        function: FunctionId,
         dims: LaunchDims,
         args: &[Arg],
     ) -> Result<(), DeviceError> {
-        let function = self.function(symbol, args)?;
+        let function = &self.functions[function.0];
+        function.check(args)?;
         let [x, y] = dims.grid;
         let blocks = x
             .checked_mul(y)
             .and_then(|blocks| i64::try_from(blocks).ok());
         let Some(blocks) = blocks else {
             let reason = format!("a grid of {x} x {y} blocks is too large");
-            return Err(DeviceError::Launch {
-                kernel: symbol.to_string(),
-                reason,
-            });
+            return Err(function.refuse(reason));
         };
         let scratch_bytes = dims.shared_bytes as usize;
         self.crew.provide(scratch_bytes)?;
@@ -129,7 +135,7 @@ impl Module for CpuModule {
                     // the caller vouches for the memory behind them. Both tables
                     // outlive the call, x fits since x * y does or y is 0, and the
                     // thread's own memory is as large as the launch asks for.
-                    unsafe { function(table, first, last, x as i64, own) }
+                    unsafe { (function.code)(table, first, last, x as i64, own) }
                 });
                 if let Err(error) = done {
                     let _ = failure.set(error); // one of them is enough

@@ -2,7 +2,7 @@
 
 use moesaic_kernel::{Entry, Target};
 use moesaic_target::{
-    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, LaunchDims, Module, Ptr,
+    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, FunctionId, LaunchDims, Module, Ptr,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,7 +36,11 @@ impl Idle {
 struct IdleModule;
 
 impl Module for IdleModule {
-    unsafe fn launch(&self, _: &str, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+    fn function(&self, _: &str) -> Result<FunctionId, DeviceError> {
+        Ok(FunctionId(0))
+    }
+
+    unsafe fn run(&self, _: FunctionId, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ use moesaic_kernel::{KernelSource, RocmArch, SimArch, Stem, Target};
 use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{
-    Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, LaunchDims, Module,
+    Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, FunctionId, LaunchDims, Module,
 };
 use std::sync::{Arc, LazyLock};
 
@@ -93,7 +93,11 @@ pub fn compiled(source: &KernelSource) -> Artifact {
 }
 
 impl Module for Absent {
-    unsafe fn launch(&self, symbol: &str, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
         panic!("{symbol} was left out");
+    }
+
+    unsafe fn run(&self, _: FunctionId, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+        unreachable!("there is no function")
     }
 }

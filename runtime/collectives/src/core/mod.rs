@@ -76,14 +76,21 @@ impl Core {
         Ok(id)
     }
 
-    /// Ends the engine in good order.
+    /// An operation that is not finished.
+    pub fn under_way(&self) -> Option<String> {
+        let first = self.operations.values().next();
+        first.map(|operation| operation.at().to_string())
+    }
+
+    /// Whether all that is under way will be asked for by nobody.
+    pub fn abandoned_only(&self) -> bool {
+        let mut operations = self.operations.values();
+        !self.operations.is_empty() && operations.all(|operation| operation.abandoned)
+    }
+
+    /// Ends the engine in good order; no rank has anything under way.
     pub fn close(&mut self) -> Result<(), CollectiveError> {
-        if let Some(operation) = self.operations.values().next() {
-            return Err(CollectiveError::Invalid {
-                operation: "finish".to_string(),
-                reason: format!("{} is still under way; wait for it first", operation.at()),
-            });
-        }
+        self.usable("finish")?;
         let ended = |reason: String| CollectiveError::Setup { reason };
         self.failure = Some(ended("the world was ended by `finish`".to_string()));
         self.engine.close().map_err(ended)

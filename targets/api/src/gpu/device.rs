@@ -162,12 +162,13 @@ impl<V: Vendor> StreamDevice for GpuDevice<V> {
     ) -> Result<u32, DeviceError> {
         let operation = format!("occupancy of kernel `{symbol}`");
         let loaded = &self.own(module, "the occupancy of")?.loaded;
-        let function = loaded
-            .function(symbol)
-            .map_err(|reason| DeviceError::Driver {
+        let function = loaded.function(symbol).map_err(|error| match error {
+            DeviceError::Launch { reason, .. } => DeviceError::Driver {
                 operation: operation.clone(),
                 reason,
-            })?;
+            },
+            other => other,
+        })?;
         let mut blocks = 0;
         let threads = i32::try_from(threads).unwrap_or(i32::MAX);
         // SAFETY: the pointer is valid for a write, the module is loaded.

@@ -5,10 +5,10 @@ use super::lane::Lane;
 use super::shared::Gpu;
 use super::{FunctionHandle, ModuleHandle, Shape, Vendor, functions};
 use crate::{
-    Arg, ArgBlock, Artifact, DeviceError, KernelReport, LaunchDims, MAP_BYTES, Module, gpu_grid,
+    Arg, ArgBlock, Artifact, DeviceError, FunctionId, KernelReport, LaunchDims, MAP_BYTES, Module,
+    gpu_grid,
 };
 use moesaic_kernel::Entry;
-use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -26,7 +26,7 @@ pub(super) struct Loaded<V: Vendor> {
     /// it where it lies as long as it is loaded. CUDA does make one, and
     /// the CUBIN that stays with it is small.
     image: Box<[u8]>,
-    functions: HashMap<String, Function>,
+    functions: Vec<Function>,
     /// Streams on which it may have been launched.
     lanes: Mutex<Vec<Arc<Lane<V>>>>,
 }
@@ -77,13 +77,13 @@ impl<V: Vendor> GpuModule<V> {
             gpu: lane.gpu.clone(),
             handle: load(lane, &image, artifact, entries)?,
             image,
-            functions: HashMap::new(),
+            functions: Vec::with_capacity(entries.len()),
             lanes: Mutex::default(),
         };
         for entry in entries {
             let report = artifact.report.kernel(&entry.symbol);
             let function = loaded.find(entry, report)?;
-            loaded.functions.insert(entry.symbol.clone(), function);
+            loaded.functions.push(function);
         }
         Ok(GpuModule::on(&Arc::new(loaded), lane))
     }
@@ -129,14 +129,19 @@ impl<V: Vendor> GpuModule<V> {
 }
 
 impl<V: Vendor> Module for GpuModule<V> {
-    unsafe fn launch(
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        self.loaded.find_function(symbol)
+    }
+
+    unsafe fn run(
         &self,
-        symbol: &str,
+        function: FunctionId,
         dims: LaunchDims,
         args: &[Arg],
     ) -> Result<(), DeviceError> {
+        let function = &self.loaded.functions[function.0];
+        let symbol = &*function.symbol;
         let refuse = |reason| GpuModule::<V>::refuse(symbol, reason);
-        let function = self.loaded.function(symbol).map_err(refuse)?;
         let gpu = &self.lane.gpu;
         let grid = gpu_grid(symbol, &dims)?;
         let mut block =
@@ -148,7 +153,7 @@ impl<V: Vendor> Module for GpuModule<V> {
             return Ok(());
         };
         let shape = self.shape(function, &dims, grid).map_err(refuse)?;
-        gpu.enter(&format!("launch of kernel `{symbol}`"))?;
+        gpu.enter(format_args!("launch of kernel `{symbol}`"))?;
         // SAFETY: the arguments are of the entry's kinds, checked above, and
         // the binary's signature agreed when it was loaded. The caller vouches
         // for what they point to.
@@ -201,13 +206,13 @@ impl<V: Vendor> GpuModule<V> {
 }
 
 impl<V: Vendor> Loaded<V> {
-    /// The kernel with this symbol, or what is wrong.
-    pub fn function(&self, symbol: &str) -> Result<&Function, String> {
-        self.functions.get(symbol).ok_or_else(|| {
-            let mut names: Vec<&str> = self.functions.keys().map(String::as_str).collect();
-            names.sort_unstable();
-            format!("it was not loaded; loaded are: {}", names.join(", "))
-        })
+    fn find_function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        FunctionId::find(self.functions.iter().map(|f| &*f.symbol), symbol)
+    }
+
+    /// The kernel with this symbol.
+    pub fn function(&self, symbol: &str) -> Result<&Function, DeviceError> {
+        Ok(&self.functions[self.find_function(symbol)?.0])
     }
 
     /// Its end has to wait for this stream, too.
@@ -319,7 +324,7 @@ fn load<V: Vendor>(
     };
     lane.forbid(|| format!("the load of kernel `{kernel}`"))?;
     let gpu = &lane.gpu;
-    gpu.enter(&format!("load of kernel `{kernel}`"))?;
+    gpu.enter(format_args!("load of kernel `{kernel}`"))?;
     // The driver finds the end of the image by itself: it must be one.
     gpu.vendor.check_binary(image).map_err(refuse)?;
     let mut module = ModuleHandle(functions::NULL);

@@ -4,6 +4,7 @@ use super::journal::{Journal, Launched};
 use super::{Fault, Functions, Vendor};
 use crate::{DeviceError, DeviceInfo, GpuInfo};
 use std::ffi::c_int;
+use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -40,7 +41,7 @@ impl<V: Vendor> Gpu<V> {
 
     /// Before any call to the driver: refuses when the context is lost, and
     /// makes the GPU the one of this thread.
-    pub fn enter(&self, operation: &str) -> Result<(), DeviceError> {
+    pub fn enter(&self, operation: impl Display) -> Result<(), DeviceError> {
         if let Some(cause) = self.lost.get() {
             return Err(DeviceError::Lost {
                 operation: operation.to_string(),
@@ -48,7 +49,7 @@ impl<V: Vendor> Gpu<V> {
             });
         }
         let bound = self.vendor.bind();
-        bound.map_err(|fault| self.error(operation, &fault))
+        bound.map_err(|fault| self.error(&operation.to_string(), &fault))
     }
 
     /// Calls the driver.

@@ -256,7 +256,11 @@ fn a_graph_keeps_what_it_uses(rig: &Rig) {
 struct Gone;
 
 impl Module for Gone {
-    unsafe fn launch(&self, _: &str, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+    fn function(&self, _: &str) -> Result<FunctionId, DeviceError> {
+        Ok(FunctionId(0))
+    }
+
+    unsafe fn run(&self, _: FunctionId, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -13,7 +13,8 @@ mod streams;
 
 use moesaic_kernel::{Access, DType, Entry, Launch, Param, ParamType, Scalar, Size};
 use moesaic_target::{
-    Arg, Artifact, Buffer, Device, DeviceError, LaunchDims, Module, Ptr, Report, StreamDevice,
+    Arg, Artifact, Buffer, Device, DeviceError, FunctionId, LaunchDims, Module, Ptr, Report,
+    StreamDevice,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;

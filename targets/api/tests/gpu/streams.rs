@@ -113,7 +113,11 @@ impl Event for OtherEvent {
 struct OtherModule;
 
 impl Module for OtherModule {
-    unsafe fn launch(&self, _: &str, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+    fn function(&self, _: &str) -> Result<FunctionId, DeviceError> {
+        Ok(FunctionId(0))
+    }
+
+    unsafe fn run(&self, _: FunctionId, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use crate::device::Shared;
 use crate::program::Request;
 use moesaic_kernel::Entry;
-use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, LaunchDims, Module};
+use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, Module};
 use object::{Object, ObjectSymbol};
 use std::fs::Permissions;
 use std::io::Write;
@@ -45,14 +45,6 @@ impl EmulatedModule {
             program,
         })
     }
-
-    fn entry(&self, symbol: &str) -> Result<&(Entry, u64), String> {
-        let found = self.entries.iter().find(|(e, _)| e.symbol == symbol);
-        found.ok_or_else(|| {
-            let known: Vec<&str> = self.entries.iter().map(|(e, _)| &*e.symbol).collect();
-            format!("it was not loaded; loaded are: {}", known.join(", "))
-        })
-    }
 }
 
 impl Drop for EmulatedModule {
@@ -77,17 +69,21 @@ fn on_disk(binary: &[u8]) -> std::io::Result<TempPath> {
 }
 
 impl Module for EmulatedModule {
-    unsafe fn launch(
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        FunctionId::find(self.entries.iter().map(|(e, _)| &*e.symbol), symbol)
+    }
+
+    unsafe fn run(
         &self,
-        symbol: &str,
+        function: FunctionId,
         dims: LaunchDims,
         args: &[Arg],
     ) -> Result<(), DeviceError> {
+        let (entry, address) = &self.entries[function.0];
         let refuse = |reason| DeviceError::Launch {
-            kernel: symbol.to_string(),
+            kernel: entry.symbol.clone(),
             reason,
         };
-        let (entry, address) = self.entry(symbol).map_err(refuse)?;
         ArgBlock::new(entry, args)?;
         let [x, y] = dims.grid;
         let blocks = x.checked_mul(y).and_then(|n| i64::try_from(n).ok());

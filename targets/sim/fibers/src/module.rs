@@ -10,7 +10,9 @@ use crate::words::Scene;
 use crate::worker::{Body, Counts, Image, Job, Worker};
 use moesaic_cpu::{Loaded, load_shared_object};
 use moesaic_kernel::{Access, Entry};
-use moesaic_target::{Arg, ArgBlock, Artifact, DeviceError, LaunchDims, Module, gpu_grid};
+use moesaic_target::{
+    Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, Module, gpu_grid,
+};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -128,18 +130,18 @@ fn refused(symbol: &str, reason: String) -> DeviceError {
 }
 
 impl Module for FiberModule {
-    unsafe fn launch(
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        FunctionId::find(self.entries.iter().map(|e| &*e.symbol), symbol)
+    }
+
+    unsafe fn run(
         &self,
-        symbol: &str,
+        FunctionId(index): FunctionId,
         dims: LaunchDims,
         args: &[Arg],
     ) -> Result<(), DeviceError> {
-        let Some(index) = self.entries.iter().position(|e| e.symbol == symbol) else {
-            let known: Vec<&str> = self.entries.iter().map(|e| &*e.symbol).collect();
-            let reason = format!("it was not loaded; loaded are: {}", known.join(", "));
-            return Err(refused(symbol, reason));
-        };
         let entry = &self.entries[index];
+        let symbol = &*entry.symbol;
         let mut values = ArgBlock::new(entry, args)?;
         let Some([x, y]) = gpu_grid(symbol, &dims)? else {
             return Ok(());

@@ -9,10 +9,9 @@ use crate::memory::Allocation;
 use crate::text::{self, Space};
 use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
 use moesaic_target::{
-    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, KernelCounters, KernelReport,
-    LaunchDims, Module, Ptr,
+    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, FunctionId, KernelCounters,
+    KernelReport, LaunchDims, Module, Ptr,
 };
-use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -188,7 +187,7 @@ impl Device for PtxDevice {
 /// A loaded artifact.
 struct PtxModule {
     shared: Arc<Shared>,
-    kernels: HashMap<String, Loaded>,
+    kernels: Vec<Loaded>,
     /// Memory of the module's own variables.
     _variables: Vec<Owner>,
 }
@@ -204,17 +203,16 @@ impl PtxModule {
         let (addresses, variables) = place_variables(shared, &module);
         let source: Arc<[String]> = texts.source.lines().map(str::to_string).collect();
         let locations = Arc::new(module.locations.clone());
-        let mut kernels = HashMap::new();
+        let mut kernels = Vec::with_capacity(module.entries.len());
         for text in &module.entries {
             let kernel = Kernel::decode(&module, text, &addresses)?;
             let entry = entries.iter().find(|entry| entry.symbol == text.name);
-            let loaded = Loaded {
+            kernels.push(Loaded {
                 kernel,
                 entry: entry.cloned(),
                 source: Arc::clone(&source),
                 locations: Arc::clone(&locations),
-            };
-            kernels.insert(text.name.clone(), loaded);
+            });
         }
         Ok(PtxModule {
             shared: Arc::clone(shared),
@@ -230,7 +228,8 @@ impl PtxModule {
                 kernel: entry.symbol.clone(),
                 reason,
             };
-            let loaded = self.kernels.get(&entry.symbol);
+            let mut kernels = self.kernels.iter();
+            let loaded = kernels.find(|loaded| loaded.kernel.name == entry.symbol);
             let loaded = loaded.ok_or_else(|| refuse("the PTX has no such kernel".to_string()))?;
             if let Some(reason) = loaded.report().disagreement(entry) {
                 return Err(refuse(reason));
@@ -285,19 +284,16 @@ impl Loaded {
 }
 
 impl Module for PtxModule {
-    unsafe fn launch(
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        FunctionId::find(self.kernels.iter().map(|l| &*l.kernel.name), symbol)
+    }
+
+    unsafe fn run(
         &self,
-        symbol: &str,
+        function: FunctionId,
         dims: LaunchDims,
         args: &[Arg],
     ) -> Result<(), DeviceError> {
-        let loaded = self
-            .kernels
-            .get(symbol)
-            .ok_or_else(|| DeviceError::Launch {
-                kernel: symbol.to_string(),
-                reason: "the module has no such kernel".to_string(),
-            })?;
-        launch(&self.shared, loaded, dims, args)
+        launch(&self.shared, &self.kernels[function.0], dims, args)
     }
 }

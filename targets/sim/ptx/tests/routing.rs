@@ -11,7 +11,8 @@ use moesaic_plan::{PlanOptions, Step, plan};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_spec::*;
 use moesaic_target::{
-    Arg, CompileOptions, Compiler, Device, DeviceError, KernelCounters, LaunchDims, Module,
+    Arg, CompileOptions, Compiler, Device, DeviceError, FunctionId, KernelCounters, LaunchDims,
+    Module,
 };
 use moesaic_toolchain::testing;
 use rig::{Rig, Tensors, check};
@@ -23,8 +24,12 @@ const ROUTING: &[Stem] = &[Stem::GateTopk, Stem::ExpertScan, Stem::Dispatch];
 struct Absent;
 
 impl Module for Absent {
-    unsafe fn launch(&self, symbol: &str, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
         panic!("{symbol} was left out");
+    }
+
+    unsafe fn run(&self, _: FunctionId, _: LaunchDims, _: &[Arg]) -> Result<(), DeviceError> {
+        unreachable!("there is no function")
     }
 }
 

@@ -1,0 +1,63 @@
+//! What ranks tell each other of themselves, through memory of the host.
+
+use crate::api::{Call, Collectives};
+use crate::communicator::{Communicator, Job};
+use crate::handle::host_result;
+use crate::letter::{Kind, Signature};
+use crate::memory::Region;
+use crate::{CollectiveError, plan};
+
+impl Communicator {
+    /// Bytes of every rank, `sizes[p]` of rank `p`, one after the other.
+    pub(crate) fn gather_host(
+        &mut self,
+        own: &[u8],
+        sizes: &[usize],
+        call: &Call,
+    ) -> Result<Vec<u8>, CollectiveError> {
+        let job = Job {
+            signature: Signature::of(Kind::Agree, &call.label),
+            inputs: Ok(vec![Region::host(own.to_vec())]),
+            outputs: Ok(vec![Region::host(vec![0; sizes.iter().sum()])]),
+            plan: plan::all_gather(self.rank(), sizes),
+            next: None,
+        };
+        host_result(self.start(Kind::Agree, call, job)?)
+    }
+
+    /// Members of this rank's new group, by rank in the world, and its place there.
+    pub(crate) fn split_group(
+        &mut self,
+        color: Option<u32>,
+        key: i64,
+        call: &Call,
+    ) -> Result<Option<(Vec<usize>, usize)>, CollectiveError> {
+        let code = color.map_or(-1, i64::from);
+        let own = [code.to_le_bytes(), key.to_le_bytes()].concat();
+        let job = Job {
+            signature: Signature::of(Kind::Split, &call.label),
+            inputs: Ok(vec![Region::host(own.clone())]),
+            outputs: Ok(vec![Region::host(vec![0; own.len() * self.size()])]),
+            plan: plan::all_gather(self.rank(), &vec![own.len(); self.size()]),
+            next: None,
+        };
+        let all = host_result(self.start(Kind::Split, call, job)?)?;
+        let numbers: Vec<i64> = all
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .map(|n| i64::from_le_bytes(*n))
+            .collect();
+        let mut chosen: Vec<(i64, usize)> = (0..self.size())
+            .filter(|rank| numbers[2 * rank] == code)
+            .map(|rank| (numbers[2 * rank + 1], rank))
+            .collect();
+        chosen.sort_unstable();
+        let place = chosen.iter().position(|(_, rank)| *rank == self.rank());
+        let members = chosen
+            .iter()
+            .map(|(_, rank)| self.group.members[*rank])
+            .collect();
+        Ok(color.and(place).map(|place| (members, place)))
+    }
+}

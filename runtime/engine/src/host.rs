@@ -1,0 +1,176 @@
+//! What a call gives and asks for: checked, and copied from and to host memory.
+
+use crate::call::{Counters, Input, Output, input_error, shape_for};
+use crate::error::EngineError;
+use crate::launch::Scalars;
+use crate::layer::Layer;
+use crate::pass::Pass;
+use moesaic_plan::{Role, TensorId, TensorPlan, row_limit};
+use moesaic_target::Buffer;
+use moesaic_tensor::Tensor;
+
+impl Layer {
+    /// What a caller gives to a pass.
+    pub(crate) fn inputs(&self, pass: Pass) -> &[TensorId] {
+        &self.ports[pass as usize].inputs
+    }
+
+    fn outputs(&self, pass: Pass) -> impl Iterator<Item = &TensorPlan> {
+        let outputs = self.ports[pass as usize].outputs.iter();
+        outputs.map(|&tensor| &self.plan()[tensor])
+    }
+
+    /// Whether these can be read after a pass.
+    pub(crate) fn check_outputs(&self, pass: Pass, names: &[&str]) -> Result<(), EngineError> {
+        for name in names {
+            if self.outputs(pass).any(|tensor| tensor.name == *name) {
+                continue;
+            }
+            let name = name.to_string();
+            let of = |pass| {
+                self.outputs(pass)
+                    .any(|tensor: &TensorPlan| tensor.name == name)
+            };
+            return Err(match pass {
+                Pass::Evaluate if of(Pass::Train) => EngineError::TrainingOutput { name },
+                _ => EngineError::NoOutput {
+                    name,
+                    known: join(self.outputs(pass)),
+                },
+            });
+        }
+        Ok(())
+    }
+
+    /// The values of scalars in a pass.
+    ///
+    /// # Errors
+    /// [`EngineError::Capacity`] for a factor that the layer cannot have.
+    pub(crate) fn scalars(
+        &self,
+        pass: Pass,
+        counters: Counters,
+        tokens: usize,
+        capacity_factor: Option<f64>,
+    ) -> Result<Scalars, EngineError> {
+        let spec = self.spec();
+        if let Some(factor) = capacity_factor {
+            let checked = spec.capacity.check_factor(factor);
+            checked.map_err(|problem| EngineError::Capacity { factor, problem })?;
+        }
+        let factor = capacity_factor.unwrap_or(spec.capacity.factor_of(pass.trains()));
+        let limit = row_limit(spec, factor, tokens as u64);
+        Ok(Scalars::new(tokens, counters, limit))
+    }
+
+    /// What a caller gives to a pass, and those of its own tensors that it asks for.
+    pub(crate) fn inputs_or_named<'l>(
+        &'l self,
+        pass: Pass,
+        names: &'l [&str],
+    ) -> impl Iterator<Item = TensorId> {
+        let inputs = self.inputs(pass);
+        let outputs = self.ports[pass as usize].outputs.iter();
+        let asked = outputs.filter(move |id| {
+            let tensor = &self.plan()[**id];
+            let own = tensor.role == Role::Input && !inputs.contains(id);
+            own && names.contains(&&*tensor.name)
+        });
+        inputs.iter().chain(asked).copied()
+    }
+
+    /// Puts inputs where the kernels of a pass read them, or the caller its
+    /// outputs by `names`.
+    pub(crate) fn stage<'b>(
+        &self,
+        pass: Pass,
+        input: &Input<'_>,
+        names: &[&str],
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
+    ) -> Result<(), EngineError> {
+        for tensor in self.inputs_or_named(pass, names) {
+            let host = self.checked_input(input, &self.plan()[tensor])?;
+            let staged = find(tensor).expect("inputs have memory");
+            self.device.upload(&host.data, staged, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Reads tensors back, which must be the layer's.
+    pub(crate) fn read<'b>(
+        &self,
+        names: &[&str],
+        tokens: usize,
+        find: impl Fn(TensorId) -> Option<&'b Buffer>,
+    ) -> Result<Output, EngineError> {
+        let mut output = Output::default();
+        for name in names {
+            let tensor = self.id(name).expect("checked before");
+            let buffer = find(tensor).expect("outputs have memory");
+            let host = self.read_at(tensor, tokens, (buffer, 0))?;
+            output.tensors.insert(name.to_string(), host);
+        }
+        Ok(output)
+    }
+
+    /// Reads one tensor back from where it lies: memory, and the first byte there.
+    pub(crate) fn read_at(
+        &self,
+        tensor: TensorId,
+        tokens: usize,
+        (buffer, first): (&Buffer, usize),
+    ) -> Result<Tensor<'static>, EngineError> {
+        let tensor = &self.plan()[tensor];
+        let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, tokens));
+        self.device.download(buffer, first, host.data.to_mut())?;
+        Ok(host)
+    }
+
+    pub(crate) fn checked_input<'i, 'a>(
+        &self,
+        input: &'i Input<'a>,
+        tensor: &TensorPlan,
+    ) -> Result<&'i Tensor<'a>, EngineError> {
+        let shape = shape_for(tensor, input.tokens);
+        let host = input.tensors.get(&tensor.name).ok_or_else(|| {
+            let problem = format!("is missing, expected {} of shape {shape:?}", tensor.dtype);
+            input_error(&tensor.name, problem)
+        })?;
+        // Zero tokens have no width of their own.
+        if input.tokens > 0 || !host.data.is_empty() {
+            host.check(tensor.dtype, &shape)
+                .map_err(|problem| input_error(&tensor.name, problem))?;
+        }
+        self.check_range(&tensor.name, host)?;
+        Ok(host)
+    }
+
+    /// Ids index device memory, so they are checked before they go there.
+    fn check_range(&self, name: &str, host: &Tensor<'_>) -> Result<(), EngineError> {
+        let spec = &self.plan().spec;
+        let (least, most) = match name {
+            "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
+            // Below -1: a second expert that training let go.
+            "topk_ids" => (
+                -1 - spec.routed_experts() as i32,
+                spec.routed_experts() as i32 - 1,
+            ),
+            "active_k" => (0, spec.shape.top_k as i32),
+            _ => return Ok(()),
+        };
+        let ids: Vec<i32> = host.to_vec().unwrap_or_default();
+        match ids.iter().position(|id| !(least..=most).contains(id)) {
+            None => Ok(()),
+            Some(at) => {
+                let least = least.max(-1);
+                let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
+                Err(input_error(name, problem))
+            }
+        }
+    }
+}
+
+fn join<'t>(tensors: impl Iterator<Item = &'t TensorPlan>) -> String {
+    let names: Vec<&str> = tensors.map(|tensor| tensor.name.as_str()).collect();
+    names.join(", ")
+}

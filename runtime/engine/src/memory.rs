@@ -1,0 +1,205 @@
+//! Where the tensors of a layer lie.
+
+use moesaic_plan::{LayerPlan, Role, TensorId, Tilings};
+use moesaic_target::{Buffer, Device, DeviceError, Ptr};
+use std::collections::BTreeSet;
+
+/// Device memory of tensors of one plan.
+#[derive(Default)]
+pub(crate) struct Buffers(Vec<(TensorId, Buffer)>);
+
+impl Buffers {
+    /// The buffer of a tensor, if it is here.
+    pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
+        let found = self.0.iter().find(|(held, _)| *held == tensor);
+        found.map(|(_, buffer)| buffer)
+    }
+
+    /// Adds the buffer of a tensor that is not here.
+    pub fn push(&mut self, tensor: TensorId, buffer: Buffer) {
+        debug_assert!(self.get(tensor).is_none(), "{tensor:?} is here");
+        self.0.push((tensor, buffer));
+    }
+
+    /// Each tensor with its buffer.
+    pub fn iter(&self) -> impl Iterator<Item = (TensorId, &Buffer)> {
+        self.0.iter().map(|(tensor, buffer)| (*tensor, buffer))
+    }
+
+    /// Each tensor with its buffer.
+    pub fn into_iter(self) -> impl Iterator<Item = (TensorId, Buffer)> {
+        self.0.into_iter()
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> u64 {
+        let bytes = self.0.iter().map(|(_, buffer)| buffer.bytes() as u64);
+        bytes.sum()
+    }
+}
+
+/// The address of each tensor of a plan in a call; 0 of one that no step of the
+/// call names.
+#[derive(Default)]
+pub(crate) struct Addresses(Vec<Ptr>);
+
+impl Addresses {
+    /// No address of any of `count` tensors.
+    pub fn clear(&mut self, count: usize) {
+        self.0.clear();
+        self.0.resize(count, Ptr(0));
+    }
+
+    pub fn get(&self, tensor: TensorId) -> Ptr {
+        self.0[tensor.0]
+    }
+
+    pub fn set(&mut self, tensor: TensorId, address: Ptr) {
+        self.0[tensor.0] = address;
+    }
+
+    /// Tensors that have memory are there.
+    pub fn lay(&mut self, buffers: &Buffers) {
+        for (tensor, buffer) in buffers.iter() {
+            self.set(tensor, buffer.ptr());
+        }
+    }
+
+    /// Tensors lie where a caller has them; of two addresses of one the first counts.
+    pub fn give(&mut self, given: &[(TensorId, Ptr)]) {
+        for &(tensor, address) in given.iter().rev() {
+            self.set(tensor, address);
+        }
+    }
+}
+
+/// Memory behind outputs and intermediates of a layer: allocated once, grown
+/// when a call is larger than every call before it, never shrunk.
+#[derive(Default)]
+pub(crate) struct Workspace {
+    pub buffers: Buffers,
+    tokens: Option<u64>,
+    /// The tokens of the last call whose inputs were put here.
+    staged: Option<u64>,
+}
+
+impl Workspace {
+    /// Makes room for these tensors in a call of `tokens` tokens. One buffer is
+    /// for all tilings: as large as any needs.
+    ///
+    /// # Errors
+    /// When memory runs out; the workspace is then empty, and smaller calls
+    /// still work.
+    pub fn reserve(
+        &mut self,
+        tensors: impl IntoIterator<Item = TensorId>,
+        tilings: &Tilings,
+        device: &dyn Device,
+        tokens: u64,
+    ) -> Result<(), DeviceError> {
+        if self.holds(tokens) {
+            return Ok(());
+        }
+        device.synchronize()?;
+        // Free first: the old buffers may be what leaves no room for the new.
+        *self = Workspace::default();
+        let mut buffers = Buffers::default();
+        for tensor in tensors {
+            let bytes = usize::try_from(tilings.bytes(tensor, tokens)).unwrap_or(usize::MAX);
+            buffers.push(tensor, device.alloc(bytes.max(64))?);
+        }
+        *self = Workspace {
+            buffers,
+            tokens: Some(tokens),
+            staged: None,
+        };
+        Ok(())
+    }
+
+    /// Whether there is room for a call of `tokens` tokens.
+    pub fn holds(&self, tokens: u64) -> bool {
+        self.tokens.is_some_and(|have| have >= tokens)
+    }
+
+    /// Notes that the inputs of a call are here.
+    pub fn stage(&mut self, tokens: usize) {
+        self.staged = Some(tokens as u64);
+    }
+
+    /// Whether inputs of so many tokens are here.
+    pub fn has_staged(&self, tokens: usize) -> bool {
+        self.staged.is_some_and(|have| have >= tokens as u64)
+    }
+
+    /// The buffer of a tensor, once reserved.
+    pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
+        self.buffers.get(tensor)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> u64 {
+        self.buffers.bytes()
+    }
+}
+
+/// Device memory of a layer's calls, which nothing is left in.
+#[derive(Default)]
+pub(crate) struct Workspaces {
+    /// What no call keeps for backward.
+    pub every: Workspace,
+    /// What training keeps, for calls that keep nothing.
+    pub passing: Workspace,
+    /// Room for the addresses of a call.
+    pub addresses: Addresses,
+    /// Room for what a raw call gives.
+    pub given: Vec<(TensorId, Ptr)>,
+}
+
+impl Workspaces {
+    /// The buffer of a tensor in a call that keeps nothing, once reserved.
+    pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
+        let passing = self.passing.get(tensor);
+        passing.or_else(|| self.every.get(tensor))
+    }
+
+    /// Whether there is room for a call of `tokens` tokens that keeps nothing.
+    pub fn hold(&self, tokens: u64) -> bool {
+        self.every.holds(tokens) && self.passing.holds(tokens)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> u64 {
+        self.every.bytes() + self.passing.bytes()
+    }
+}
+
+/// What a training call leaves for backward.
+#[derive(Default)]
+pub(crate) struct Kept {
+    pub workspace: Workspace,
+    /// Tensors that lie where a raw call had them.
+    pub given: Vec<(TensorId, Ptr)>,
+}
+
+/// The tensors that live in a workspace: not those that outlive a call.
+pub(crate) fn passing_tensors(plan: &LayerPlan) -> Vec<TensorId> {
+    let kept: BTreeSet<TensorId> = plan.saved().into_iter().collect();
+    let all = (0..plan.tensors.len()).map(TensorId);
+    let passing = all.filter(|&id| !outlives_calls(plan[id].role) && !kept.contains(&id));
+    passing.collect()
+}
+
+/// Whether a layer has memory for such a tensor as long as it lives.
+pub(crate) fn outlives_calls(role: Role) -> bool {
+    matches!(role, Role::Weight | Role::Packed | Role::WeightGradient)
+}
+
+/// Bytes that a call of `tokens` tokens needs for tensors.
+pub(crate) fn needed<'a>(
+    tilings: &Tilings,
+    tensors: impl Iterator<Item = &'a TensorId>,
+    tokens: u64,
+) -> u64 {
+    let bytes = tensors.map(|&tensor| tilings.bytes(tensor, tokens));
+    bytes.fold(0, u64::saturating_add)
+}

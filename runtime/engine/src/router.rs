@@ -1,0 +1,109 @@
+//! The launches of one router beside a stack of experts.
+
+use crate::call::{Counters, Input, Output};
+use crate::error::EngineError;
+use crate::launch::{Bound, Scalars};
+use crate::layer::Layer;
+use crate::memory::{Addresses, Workspace, outlives_calls};
+use crate::pass::{Pass, tensors};
+use moesaic_plan::{Step, TensorId};
+use moesaic_target::{Buffer, Ptr};
+
+/// Where a tensor lies: memory, and its first byte there.
+pub(crate) type Place<'a> = Option<(&'a Buffer, usize)>;
+
+/// Launches of a router, and where the tensors lie that they name. Routers have
+/// one plan, so that these are for each.
+pub(crate) struct RouterSteps {
+    pub bound: Bound,
+    /// Tensors in memory of the router's own.
+    pub own: Vec<TensorId>,
+    /// Tensors that lie in the stack, and which those are there.
+    stacked: Vec<(TensorId, TensorId)>,
+}
+
+impl RouterSteps {
+    /// Of `steps`, which need memory for what they and `others` name, unless the
+    /// stack has it, as `there` says.
+    pub fn new(
+        [router, experts]: [&Layer; 2],
+        steps: &[Step],
+        others: &[Step],
+        there: impl Fn(&str) -> bool,
+    ) -> Result<RouterSteps, EngineError> {
+        let plan = router.plan();
+        let all = plan.tensors.iter().enumerate();
+        let stacked = all.filter_map(|(at, tensor)| {
+            let id = experts.id(&tensor.name).filter(|_| there(&tensor.name));
+            Some((TensorId(at), id?))
+        });
+        let stacked: Vec<(TensorId, TensorId)> = stacked.collect();
+        let mut own = tensors(steps.iter().chain(others));
+        own.retain(|id| !outlives_calls(plan[*id].role));
+        own.retain(|id| !stacked.iter().any(|(own, _)| own == id));
+        Ok(RouterSteps {
+            bound: router.bind(steps)?,
+            own: own.into_iter().collect(),
+            stacked,
+        })
+    }
+
+    /// Where a tensor is in the stack.
+    pub fn stacked(&self, tensor: TensorId) -> Option<TensorId> {
+        let found = self.stacked.iter().find(|(own, _)| *own == tensor);
+        found.map(|(_, there)| *there)
+    }
+
+    /// Makes room for the router's own tensors.
+    pub fn reserve(
+        &self,
+        own: &mut Workspace,
+        router: &Layer,
+        tokens: usize,
+    ) -> Result<(), EngineError> {
+        let tensors = self.own.iter().copied();
+        Ok(own.reserve(tensors, &router.tilings, &*router.device, tokens as u64)?)
+    }
+}
+
+/// One router's decision: its launches, and what is read of them.
+pub(crate) fn decide<'b>(
+    router: &Layer,
+    steps: &RouterSteps,
+    (pass, counters): (Pass, Counters),
+    input: &Input<'_>,
+    names: &[&str],
+    place: impl Fn(TensorId) -> Place<'b>,
+) -> Result<(Output, Scalars), EngineError> {
+    let tokens = input.tokens;
+    let scalars = router.scalars(pass, counters, tokens, input.capacity_factor)?;
+    for id in router.inputs_or_named(pass, names) {
+        let tensor = &router.plan()[id];
+        if tensor.name != "x" {
+            let host = router.checked_input(input, tensor)?;
+            let (buffer, first) = place(id).expect("inputs have memory");
+            router.device.upload(&host.data, buffer, first)?;
+        }
+    }
+    router.run(&steps.bound, &scalars, &addresses(router, &place), None)?;
+    let mut output = Output::default();
+    for name in names.iter().filter(|name| **name != "y") {
+        let tensor = router.id(name).expect("checked before");
+        let lies = place(tensor).expect("outputs have memory");
+        let host = router.read_at(tensor, tokens, lies)?;
+        output.tensors.insert(name.to_string(), host);
+    }
+    Ok((output, scalars))
+}
+
+/// Where the tensors of a router lie in a call.
+pub(crate) fn addresses<'b>(router: &Layer, place: impl Fn(TensorId) -> Place<'b>) -> Addresses {
+    let mut addresses = Addresses::default();
+    router.lay(&mut addresses, []);
+    for tensor in (0..router.plan().tensors.len()).map(TensorId) {
+        if let Some((buffer, first)) = place(tensor) {
+            addresses.set(tensor, Ptr(buffer.ptr().0 + first as u64));
+        }
+    }
+    addresses
+}

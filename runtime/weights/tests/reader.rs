@@ -1,0 +1,142 @@
+//! What of a checkpoint is lent, and what is made of it.
+
+use half::bf16;
+use moesaic_kernel::DType;
+use moesaic_spec::hf::{Alternative, Parts, Step, TensorSource};
+use moesaic_spec::{GateLayout, LayerSpec, canonical_tensors};
+use moesaic_tensor::{Tensor, Tensors, WeightSource};
+use moesaic_weights::*;
+
+const SPEC: &str = "shape = { model_dim = 4, hidden_dim = 6, experts = 3, top_k = 1 }";
+
+/// A spec, and its tensors with elements that number all through.
+fn layer() -> (LayerSpec, Tensors<'static>) {
+    let spec = LayerSpec::from_toml(SPEC).unwrap();
+    let mut next = 0;
+    let tensors = canonical_tensors(&spec).into_iter().map(|tensor| {
+        let count: usize = tensor.shape.iter().product();
+        let values: Vec<f32> = (next..next + count).map(|i| i as f32).collect();
+        next += count;
+        (tensor.name, Tensor::owned(&tensor.shape, values))
+    });
+    let tensors = tensors.collect();
+    (spec, tensors)
+}
+
+fn written(dir: &tempfile::TempDir, tensors: &Tensors<'_>) -> Checkpoint {
+    let path = dir.path().join("w.safetensors");
+    write_safetensors(&path, tensors).unwrap();
+    Checkpoint::open(&path).unwrap()
+}
+
+#[test]
+fn what_lies_as_it_should_is_lent() {
+    let (spec, weights) = layer();
+    let dir = tempfile::tempdir().unwrap();
+    let file = written(&dir, &weights);
+    let reader = LayerReader::canonical(&spec, &file, LoadOptions::default()).unwrap();
+    for (name, tensor) in &weights {
+        let shape = tensor.shape.clone();
+        assert_eq!(reader.describe(name), Some((DType::F32, shape)));
+        for rows in [0..1, 1..3, 0..3] {
+            let read = reader.rows(name, rows.clone()).unwrap();
+            assert!(read.data.is_mapped(), "{name}");
+            assert_eq!(read, tensor.rows(rows).unwrap(), "{name}");
+        }
+    }
+    let all = reader.load().unwrap();
+    assert!(all.values().all(|tensor| tensor.data.is_mapped()));
+    drop(file);
+    assert_eq!(all, weights, "what was lent stays when the checkpoint goes");
+    assert_eq!(reader_of_nothing(&spec), "the layer has no weight `x`");
+}
+
+fn reader_of_nothing(spec: &LayerSpec) -> String {
+    let (_, weights) = layer();
+    let dir = tempfile::tempdir().unwrap();
+    let file = written(&dir, &weights);
+    let reader = LayerReader::canonical(spec, &file, LoadOptions::default()).unwrap();
+    assert_eq!(reader.describe("x"), None);
+    reader
+        .rows("x", 0..1)
+        .expect_err("there is none")
+        .to_string()
+}
+
+#[test]
+fn other_types_are_converted_piece_by_piece() {
+    let (mut spec, weights) = layer();
+    let dir = tempfile::tempdir().unwrap();
+    let file = written(&dir, &weights);
+    spec.precision.weights = DType::Bf16;
+    let strict = LayerReader::canonical(&spec, &file, LoadOptions::default());
+    assert!(matches!(strict, Err(WeightsError::Narrowing { .. })));
+    let options = LoadOptions { narrow: true };
+    let reader = LayerReader::canonical(&spec, &file, options).unwrap();
+    let name = "experts.down.weight";
+    let read = reader.rows(name, 1..3).unwrap();
+    assert!(!read.data.is_mapped());
+    let wide = weights[name].rows(1..3).unwrap().to_f32();
+    let expected: Vec<bf16> = wide.into_iter().map(bf16::from_f32).collect();
+    assert_eq!(read.to_vec::<bf16>().unwrap(), expected);
+    assert_eq!(read.shape, [2, 4, 6]);
+}
+
+/// Gate and up of an expert one behind the other: those of one expert lie as they
+/// should, and those of two do not.
+#[test]
+fn halves_of_fused_tensors_are_lent_expert_by_expert() {
+    let (mut spec, mut weights) = layer();
+    let whole = weights.clone();
+    let [gate, up] =
+        ["gate", "up"].map(|m| weights.remove(&format!("experts.{m}.weight")).unwrap());
+    let each = (0..3).flat_map(|e| [gate.rows(e..e + 1), up.rows(e..e + 1)]);
+    let values: Vec<f32> = each.flat_map(|half| half.unwrap().to_f32()).collect();
+    weights.insert("experts.gate_up.weight", Tensor::owned(&[3, 12, 4], values));
+    spec.experts.layout = GateLayout::Concat;
+    let dir = tempfile::tempdir().unwrap();
+    let file = written(&dir, &weights);
+    let reader = LayerReader::canonical(&spec, &file, LoadOptions::default()).unwrap();
+    for name in ["experts.gate.weight", "experts.up.weight"] {
+        for first in 0..3 {
+            let read = reader.rows(name, first..3).unwrap();
+            assert!(read.data.is_mapped(), "{name}");
+            assert_eq!(read, whole[name].rows(first..first + 1).unwrap());
+        }
+    }
+    assert_eq!(reader.load().unwrap(), whole);
+}
+
+/// Tensors of single experts, turned: rows are put together when they are asked for.
+#[test]
+fn experts_are_put_together_as_far_as_asked() {
+    let (spec, whole) = layer();
+    let mut weights = whole.clone();
+    let down = weights.remove("experts.down.weight").unwrap();
+    for e in 0..3 {
+        let expert = down.rows(e..e + 1).unwrap().to_f32();
+        let turned = (0..6).flat_map(|c| (0..4).map(move |r| r * 6 + c));
+        let values = turned.map(|i| expert[i]).collect();
+        weights.insert(format!("down.{e}"), Tensor::owned(&[6, 4], values));
+    }
+    let mut sources = moesaic_spec::hf::canonical_sources(&spec);
+    let source = sources.iter_mut().find(|s| s.name == "experts.down.weight");
+    *source.unwrap() = TensorSource {
+        name: "experts.down.weight".to_string(),
+        alternatives: vec![Alternative {
+            parts: Parts::PerExpert {
+                before: "down.".to_string(),
+                after: String::new(),
+                first: 0,
+                count: 3,
+            },
+            steps: vec![Step::Transpose],
+        }],
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let file = written(&dir, &weights);
+    let reader = LayerReader::of_sources(&spec, &sources, &file, LoadOptions::default()).unwrap();
+    let read = reader.rows("experts.down.weight", 1..3).unwrap();
+    assert_eq!(read, down.rows(1..3).unwrap());
+    assert_eq!(reader.load().unwrap(), whole);
+}
