@@ -2,8 +2,8 @@
 //! number of tokens that was measured.
 //!
 //! They are small files beside the kernels. What a size means is the caller's
-//! affair; a tuning names the text of the kernels that its sizes lead to, so that
-//! another version's tuning is known by that.
+//! affair; a tuning names the texts of the kernels that its sizes lead to, so that a
+//! pack takes it along with them.
 
 use crate::files::{self, Care};
 use crate::{Store, StoreError, hash_source, store};
@@ -28,7 +28,7 @@ pub struct Machine {
 pub struct Tuned {
     /// The target.
     pub target: Target,
-    /// Hash of the texts of the layer's kernels as they are without a tuning.
+    /// Hash of what the layer's kernels are made from without a tuning.
     pub layer: String,
     /// Where it was measured.
     pub machine: Machine,

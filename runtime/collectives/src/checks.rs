@@ -21,6 +21,13 @@ fn require(kind: Kind, holds: bool, reason: impl FnOnce() -> String) -> Checked 
     }
 }
 
+/// Bytes that a rank sends to itself.
+pub(crate) fn own_part(kind: Kind, sent: usize, expected: usize) -> Checked {
+    require(kind, sent == expected, || {
+        format!("this rank sends {sent} bytes to itself and expects {expected}")
+    })
+}
+
 pub(crate) fn equal_types(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     require(kind, input.element() == output.element(), || {
         let (a, b) = (input.element(), output.element());

@@ -83,8 +83,8 @@ impl Communicator {
 
     /// Waits for operations whose handles were dropped.
     fn settle(&self, call: &Call) {
-        let until = Instant::now() + call.deadline.unwrap_or(self.deadline);
-        while lock(&self.core).abandoned_only() && Instant::now() < until {
+        let (start, deadline) = (Instant::now(), call.deadline.unwrap_or(self.deadline));
+        while lock(&self.core).abandoned_only() && start.elapsed() < deadline {
             lock(&self.core).progress();
             std::thread::yield_now();
         }
@@ -232,6 +232,10 @@ impl Collectives for Communicator {
         checks::apart(kind, input, output)?;
         let sends = checks::counts(kind, "sends", sends, input, self.size())?;
         let receives = checks::counts(kind, "receives", receives, output, self.size())?;
+        checks::own_part(kind, sends[self.rank()], receives[self.rank()])?;
+        // What lies behind is left alone, also where the slice is copied.
+        let input = &input.head(sends.iter().sum());
+        let output = &output.head(receives.iter().sum());
         let shape = self.algorithm(kind, algorithm)?;
         let (plan, next) = match shape {
             None => (plan::all_to_all(self.rank(), &sends, &receives), None),

@@ -148,6 +148,14 @@ impl Slice {
         self.buffer.ptr().0 + self.offset() as u64
     }
 
+    /// So many of its first bytes, which are whole elements and not more than it has.
+    pub(crate) fn head(&self, bytes: usize) -> Slice {
+        Slice {
+            elements: bytes / self.element.size(),
+            ..self.clone()
+        }
+    }
+
     pub(crate) fn overlaps(&self, other: &Slice) -> bool {
         let (a, b) = (self.address(), other.address());
         let apart = a + self.bytes() as u64 <= b || b + other.bytes() as u64 <= a;

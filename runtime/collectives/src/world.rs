@@ -132,7 +132,9 @@ impl World {
         let (rank, size) = (communicator.rank(), communicator.size());
         // A launcher other than MPI's may have started one process that starts others.
         let mpi = matches!(self.launcher, Some(Launcher::OpenMpi | Launcher::Pmi));
-        if (rank, size) == (self.rank, self.size) || !mpi {
+        // What another launcher starts once has rank 0.
+        let alone = size == 1 && self.rank > 0;
+        if (rank, size) == (self.rank, self.size) || !(mpi || alone) {
             return Ok(());
         }
         let launcher = self.launcher.map_or(String::new(), |l| l.to_string());

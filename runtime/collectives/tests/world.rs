@@ -172,6 +172,25 @@ fn buffers_that_the_host_does_not_see_go_through_copies() {
 }
 
 #[test]
+fn what_lies_behind_the_counts_is_left_alone() {
+    let device = |_| Ok(Arc::new(Far::new()) as Arc<dyn Device>);
+    let results = threads::run(2, device, |mut world| {
+        let device = Arc::clone(world.device());
+        let from = slice(&device, Element::U8, &[1, 2, 3, 4]);
+        let to = slice(&device, Element::U8, &[9; 6]);
+        let (counts, direct) = ([1, 1], Algorithm::Direct);
+        let handle = world.all_to_all_by_counts(&from, &counts, &to, &counts, direct, &call(""));
+        handle.unwrap().wait().unwrap();
+        (world.rank(), read(&device, &to))
+    });
+    for result in results.unwrap() {
+        let (rank, bytes) = result.unwrap();
+        let part = rank as u8 + 1;
+        assert_eq!(bytes, [part, part, 9, 9, 9, 9]);
+    }
+}
+
+#[test]
 fn every_type_is_reduced_by_every_rule() {
     for element in Element::ALL {
         for reduction in Reduction::ALL {

@@ -127,7 +127,8 @@ impl Layer {
         steps.run(index, &*self.device, scalars, addresses, times)
     }
 
-    /// Replaces a weight. What was launched before sees the old one.
+    /// Replaces a weight, when no call is under way. What was launched before sees
+    /// the old one.
     ///
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
@@ -153,6 +154,7 @@ impl Layer {
             check_table(&self.plan().spec, tensor, 0)?;
         }
         let id = self.id(name).expect("found above");
+        let _turn = self.lock_workspaces();
         if let Some(buffer) = self.weights.get(id) {
             self.device.upload(&tensor.data, buffer, 0)?;
             return Ok(());

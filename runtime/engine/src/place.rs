@@ -247,7 +247,8 @@ impl Packing<'_> {
             let packed = held
                 .get(step.tensors[1])
                 .expect("packed weights have memory");
-            let to = Ptr(packed.ptr().0 + (packed.bytes() / experts * first) as u64);
+            let bytes = self.plan[step.tensors[1]].bytes(0) / experts as u64;
+            let to = Ptr(packed.ptr().0 + bytes * first as u64);
             self.launch(step, from, to, (some.len() < experts).then_some(some.len()))?;
         }
         // The source goes now, and the kernels that read it must be done.

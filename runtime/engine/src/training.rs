@@ -241,6 +241,7 @@ impl Layer {
             known: names(),
         })?;
         let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, 0));
+        let _turn = self.lock_workspaces();
         self.device.download(buffer, 0, host.data.to_mut())?;
         Ok(host)
     }
@@ -282,6 +283,7 @@ impl Layer {
     /// is wanted.
     pub(crate) fn zero_gradients_of(&self, wanted: fn(&str) -> bool) -> Result<(), EngineError> {
         let buffers = self.gradient_buffers()?.iter();
+        let _turn = self.lock_workspaces();
         for (_, buffer) in buffers.filter(|(id, _)| wanted(&self.plan()[*id].name)) {
             self.device.upload(&vec![0; buffer.bytes()], buffer, 0)?;
         }

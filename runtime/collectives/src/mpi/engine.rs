@@ -133,9 +133,9 @@ impl Mpi {
         // SAFETY: both places live for the rest of the process.
         let code = unsafe { self.calls.comm_idup(self.abi.comm_world, comm, request) };
         self.check("MPI_Comm_idup", code)?;
-        let until = Instant::now() + deadline;
+        let start = Instant::now();
         while !self.done(request, &mut Status::default())? {
-            if Instant::now() > until {
+            if start.elapsed() > deadline {
                 return Err(format!(
                     "not all of the {} ranks came within {:.0} s",
                     self.size,

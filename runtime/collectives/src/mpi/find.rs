@@ -21,8 +21,8 @@ pub fn open(given: Option<&Path>, installed: Option<&Path>) -> Result<Library, C
 pub fn setup(error: &DlError) -> CollectiveError {
     CollectiveError::Setup {
         reason: format!(
-            "{error}\ninstall an MPI, or run `moesaic toolchain install mpi`, or set MOESAIC_MPI \
-             to the path of libmpi_abi.so.1, libmpi.so.40 or libmpi.so.12"
+            "{error}\ninstall an MPI, or run `moesaic toolchain install mpi`, and set MOESAIC_MPI \
+             to the path of its libmpi_abi.so.1, libmpi.so.40 or libmpi.so.12"
         ),
     }
 }

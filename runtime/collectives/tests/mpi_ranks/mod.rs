@@ -14,7 +14,7 @@ use std::time::Duration;
 fn a_rank() {
     let case = std::env::var("MOESAIC_RANK_CASE").expect("it is started under mpiexec");
     let device = Arc::new(CpuDevice::with_threads(1).unwrap());
-    let mut world = match mpi::start(&mpi::Options::default(), device) {
+    let world = match mpi::start(&mpi::Options::default(), device) {
         Ok(world) => world,
         Err(error) => {
             eprintln!("{error}");
@@ -28,7 +28,6 @@ fn a_rank() {
         return large(world);
     }
     let rank = world.rank();
-    world.barrier(&call("first")).unwrap().wait().unwrap();
     // The world is dropped while a panic unwinds, as in a program that has no such net.
     let body = std::panic::AssertUnwindSafe(move || failing(&case, &mut { world }));
     match std::panic::catch_unwind(body) {
@@ -37,7 +36,7 @@ fn a_rank() {
         Err(_) => println!("rank {rank} has panicked"),
     }
     // Long enough for everybody to say so before the launcher ends the job.
-    std::thread::sleep(Duration::from_millis(700));
+    std::thread::sleep(Duration::from_secs(3));
     std::process::exit(1);
 }
 
@@ -60,26 +59,33 @@ fn short(label: &str) -> Call {
     Call::new(label).within(Duration::from_secs(2))
 }
 
-fn dispatch(world: &mut Communicator) -> Result<(), CollectiveError> {
+fn dispatch(world: &mut Communicator, call: &Call) -> Result<(), CollectiveError> {
     let device = Arc::clone(world.device());
     let (from, to) = (
         room(&device, Element::U8, 120_000),
         room(&device, Element::U8, 120_000),
     );
     world
-        .all_to_all(&from, &to, Algorithm::Direct, &short("dispatch"))?
+        .all_to_all(&from, &to, Algorithm::Direct, call)?
         .wait()
 }
 
 fn failing(case: &str, world: &mut Communicator) -> Result<(), CollectiveError> {
     let (rank, last) = (world.rank(), world.size() - 1);
+    world.barrier(&call("first"))?.wait()?;
     match case {
         "late" if rank == last => {
             std::thread::sleep(Duration::from_secs(4));
-            dispatch(world)
+            dispatch(world, &short("dispatch"))
         }
         "stopped" if rank == last => signal("STOP", world),
-        "killed" if rank == last => signal("KILL", world),
+        "killed" if rank == last => {
+            println!("rank {rank} ends itself");
+            std::thread::sleep(Duration::from_secs(1));
+            signal("KILL", world)
+        }
+        // Only the launcher can end the others in time.
+        "killed" => dispatch(world, &Call::new("").within(Duration::from_secs(600))),
         "panicked" if rank == 1 => panic!("an accident"),
         "counts" => wrong_counts(world),
         "skipped" => skipped(world),
@@ -87,7 +93,7 @@ fn failing(case: &str, world: &mut Communicator) -> Result<(), CollectiveError> 
             let plan = ["a", "b"][rank % 2];
             agree(world, &[("spec", "s"), ("plan", plan)], &short("agree"))
         }
-        _ => dispatch(world),
+        _ => dispatch(world, &short("dispatch")),
     }
 }
 
@@ -99,7 +105,7 @@ fn signal(name: &str, world: &mut Communicator) -> Result<(), CollectiveError> {
     assert!(sent.unwrap().success());
     // The signal is taken by another thread of this process; by then nothing may be sent.
     std::thread::sleep(Duration::from_secs(4));
-    dispatch(world)
+    dispatch(world, &short("dispatch"))
 }
 
 /// Rank 1 expects one element more than rank 0 sends. Rank 0 may have done its part when
