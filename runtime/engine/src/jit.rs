@@ -109,7 +109,7 @@ impl Jit {
 
     /// Whether modules of these can be had: always, unless nothing may be
     /// compiled.
-    pub fn may_load<'s>(&self, sources: impl Iterator<Item = &'s Arc<KernelSource>>) -> bool {
+    pub fn may_load<'s>(&self, mut sources: impl Iterator<Item = &'s Arc<KernelSource>>) -> bool {
         if !self.strict {
             return true;
         }
@@ -118,7 +118,7 @@ impl Jit {
             let key = self.builder.key(source, &fingerprint);
             lock(&self.slot(&key)).is_some() || self.builder.stored(source, &key).is_some()
         };
-        sources.into_iter().all(has)
+        sources.all(has)
     }
 
     fn slot(&self, key: &Key) -> Slot {
