@@ -157,6 +157,7 @@ impl Compilers {
             spec: spec.clone(),
             target,
             options,
+            mesh: None,
             compiler: self.get(target)?,
         })
     }

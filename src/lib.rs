@@ -33,6 +33,7 @@
 //! | have shapes checked by rustc | [`layer!`], [`typed`] |
 //! | load a checkpoint | [`weights`] |
 //! | train | [`Training`], [`Counters`], [`train`] |
+//! | spread experts over ranks | [`Mesh`], [`MeshLayer`], [`Parallel`], [`collectives`] |
 //! | bring experts of your own | [`UserExpert`], [`MultiGate`] |
 //! | compile before it runs | [`precompile`], [`Store`], [`Compilers`] |
 //!
@@ -64,6 +65,8 @@ pub use face::*;
 #[doc(inline)]
 pub use moesaic_macros::layer;
 
+#[doc(inline)]
+pub use moesaic_collectives as collectives;
 #[doc(inline)]
 #[cfg(feature = "reference")]
 pub use moesaic_reference as reference;

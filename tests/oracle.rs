@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 mod backward;
 mod families;
+mod ranks;
 
 use crate::conformance::SIMULATORS;
 

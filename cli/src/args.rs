@@ -37,6 +37,7 @@ Examples:
   moesaic emit --spec layer.toml --target cuda:sm_90a,rocm:gfx942 -o kernels
   moesaic inspect --spec layer.toml --target cpu --html report.html
   moesaic precompile --spec layer.toml --target cuda:sm_80,cuda:sm_90a -o pack.tar.gz
+  moesaic launch -n 4 -- ./program
   moesaic doctor
 
 Exit codes: 0 done, 1 failed while working, 2 bad input or usage (nothing was done).";
@@ -64,6 +65,13 @@ pub enum Command {
     Spec(crate::spec::SpecArgs),
     /// Add experts to a trained layer, split and merge checkpoints
     Experts(crate::experts::ExpertsArgs),
+    /// Start ranks of a program on this machine
+    #[cfg(target_os = "linux")]
+    Launch(crate::launch::LaunchArgs),
+    /// A rank of `moesaic launch`
+    #[cfg(target_os = "linux")]
+    #[command(hide = true)]
+    LaunchRank(crate::launch::RankArgs),
     /// Say what this machine can compile and run
     Doctor(crate::doctor::DoctorArgs),
     /// Print shell completions

@@ -20,16 +20,27 @@ use std::path::Path;
 
 /// Say what this machine can compile and run
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic doctor
+  moesaic doctor --ranks 4
+  moesaic launch -n 4 -- moesaic doctor --ranks
+  mpirun -n 64 moesaic doctor --ranks --json")]
 pub struct DoctorArgs {
     #[command(flatten)]
     store: StoreArgs,
+    /// Measure how fast ranks reach each other: those that a launcher has started this program
+    /// as, or N threads of this process
+    #[arg(long, value_name = "N", num_args = 0..=1, conflicts_with = "cache", default_missing_value = "0",
+          value_parser = clap::value_parser!(u16).range(0..=256))]
+    ranks: Option<u16>,
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
 /// Variables that change what is found.
-const VARIABLES: [&str; 16] = [
+const VARIABLES: [&str; 18] = [
     "MOESAIC_CACHE",
     "MOESAIC_CC",
     "MOESAIC_CC_AARCH64",
@@ -37,6 +48,8 @@ const VARIABLES: [&str; 16] = [
     "MOESAIC_CXX",
     "MOESAIC_NVRTC",
     "MOESAIC_CLANG",
+    "MOESAIC_MPI",
+    "MOESAIC_NCCL",
     "MOESAIC_LOG",
     "XDG_CACHE_HOME",
     "CC",
@@ -73,6 +86,9 @@ struct Cache {
 
 /// Looks at everything; finding nothing is no failure.
 pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
+    if let Some(ranks) = args.ranks {
+        return crate::links::execute(ranks, args.json, console);
+    }
     let diagnosis = Diagnosis::new(&args.store.open(console));
     match args.json {
         true => console.json(&diagnosis.json()),

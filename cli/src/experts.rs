@@ -9,7 +9,7 @@ use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
 use moesaic::weights::{Checkpoint, LoadOptions};
 use moesaic::weights::{load_keys, write_safetensors, write_whole};
-use moesaic::{LayerSpec, Tensors};
+use moesaic::{LayerSpec, Parallel, Tensors};
 use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints
@@ -30,7 +30,7 @@ enum Action {
     Split(SplitArgs),
     /// Merge layers into one with the experts of all
     Merge(MergeArgs),
-    /// Cut a layer into what each rank of expert parallelism holds
+    /// Cut a layer into what each rank of a mesh holds
     Shard(ShardArgs),
     /// Make the whole layer of the files of all ranks
     Unshard(UnshardArgs),
@@ -98,6 +98,9 @@ struct ShardArgs {
     /// Ranks that share the experts
     #[arg(long, value_name = "N")]
     ranks: usize,
+    /// Ranks among them that share each expert, along its hidden width
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    shards: usize,
     /// Where rank-0.safetensors and so on go
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
@@ -110,7 +113,10 @@ struct UnshardArgs {
     spec: PathBuf,
     /// Tensors of the ranks, in their order
     #[arg(required = true, value_name = "FILE")]
-    shards: Vec<PathBuf>,
+    ranks: Vec<PathBuf>,
+    /// Ranks among them that share each expert, along its hidden width
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    shards: usize,
     /// The whole layer's tensors
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -205,21 +211,37 @@ fn merge(args: &MergeArgs, console: &Console) -> Result {
 
 fn shard(args: &ShardArgs, console: &Console) -> Result {
     let (spec, weights) = args.whole.load(console)?;
-    let shards = elastic::shard_experts(&spec, &weights, args.ranks)?;
+    let mesh = mesh(args.ranks, args.shards)?;
+    let parts = elastic::shard_experts(&spec, &weights, mesh)?;
     std::fs::create_dir_all(&args.output)?;
-    let experts = spec.shape.experts / args.ranks;
-    for (rank, tensors) in shards.iter().enumerate() {
+    for (rank, tensors) in parts.iter().enumerate() {
         let file = args.output.join(format!("rank-{rank}.safetensors"));
         write_safetensors(&file, tensors)?;
+        let experts = mesh.experts(rank / mesh.shards, spec.shape.experts).len();
         console.print(&format!("{}: {experts} experts\n", file.display()))?;
     }
     Ok(())
 }
 
+/// The mesh of ranks of which some share each expert.
+fn mesh(ranks: usize, shards: usize) -> Result<Parallel> {
+    if shards == 0 || !ranks.is_multiple_of(shards) {
+        let message = format!("{ranks} ranks cannot share each expert by {shards}");
+        return Err(Failure::input(message));
+    }
+    Ok(Parallel {
+        ep: ranks / shards,
+        shards,
+        dp: 1,
+    })
+}
+
 fn unshard(args: &UnshardArgs, console: &Console) -> Result {
     let spec = read_spec(&args.spec, console)?;
-    let shards = args.shards.iter().map(|file| tensors(file));
-    let whole = elastic::unshard_experts(&spec, &shards.collect::<Result<Vec<_>>>()?)?;
+    let mesh = mesh(args.ranks.len(), args.shards)?;
+    let ranks = args.ranks.iter().map(|file| tensors(file));
+    let ranks = ranks.collect::<Result<Vec<_>>>()?;
+    let whole = elastic::unshard_experts(&spec, &ranks, mesh)?;
     write_safetensors(&args.output, &whole)?;
     let experts = spec.shape.experts;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
@@ -239,8 +261,8 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
         let file = Checkpoint::open(file)?;
         Ok(load_keys(&spec, share, &keys, &file, options)?)
     };
-    let shards = args.ranks.iter().map(load);
-    let whole = elastic::unshard_experts(&spec, &shards.collect::<Result<Vec<_>>>()?)?;
+    let parts = args.ranks.iter().map(load).collect::<Result<Vec<_>>>()?;
+    let whole = elastic::unshard_experts(&spec, &parts, mesh(ranks, 1)?)?;
     write_safetensors(&args.output, &whole)?;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
 }

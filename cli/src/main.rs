@@ -14,8 +14,12 @@ mod failure;
 mod highlight;
 mod inspect;
 mod keys;
+#[cfg(target_os = "linux")]
+mod launch;
+mod links;
 mod log;
 mod machine;
+mod mesh;
 mod precompile;
 mod progress;
 mod random;
@@ -50,15 +54,19 @@ fn main() -> ExitCode {
     report_defects(console);
     let result = std::panic::catch_unwind(|| execute(&cli.command, &console));
     match result {
-        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Ok(code)) => code,
         Ok(Err(failure)) => give_up(&failure, &console),
         // The hook has said what happened.
         Err(_) => ExitCode::from(failure::Code::Failed as u8),
     }
 }
 
-fn execute(command: &Command, console: &Console) -> Result {
-    match command {
+fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
+    let done = match command {
+        #[cfg(target_os = "linux")]
+        Command::Launch(args) => return launch::execute(args, console),
+        #[cfg(target_os = "linux")]
+        Command::LaunchRank(args) => return launch::execute_rank(args),
         Command::Run(args) => run::execute(args, console),
         Command::Emit(args) => emit::execute(args, console),
         Command::Inspect(args) => inspect::execute(args, console),
@@ -71,7 +79,8 @@ fn execute(command: &Command, console: &Console) -> Result {
         Command::Experts(args) => experts::execute(args, console),
         Command::Doctor(args) => doctor::execute(args, console),
         Command::Completions(args) => completions::execute(args, console),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }
 
 fn give_up(failure: &Failure, console: &Console) -> ExitCode {

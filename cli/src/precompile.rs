@@ -3,6 +3,7 @@
 use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::mesh;
 use crate::spec_source::{LayerArgs, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
@@ -10,6 +11,7 @@ use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use moesaic::Parallel;
 use moesaic::cache::Tuned;
 use moesaic::plan::{Tuning, plan};
 use moesaic::target::{CompileOptions, Report};
@@ -56,6 +58,9 @@ pub struct PrecompileArgs {
     target: Vec<String>,
     #[command(flatten)]
     training: TrainingArgs,
+    /// The kernels of ranks that share the layers so, instead of one process's
+    #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = mesh::parse)]
+    mesh: Option<Parallel>,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also write these kernels, no others of the cache, to a pack
@@ -155,9 +160,13 @@ impl PrecompileArgs {
                     tuning,
                     ..options.clone()
                 },
+                mesh: self.mesh,
                 compiler: compiler.clone(),
             };
             jobs.push(job(Tuning::default()));
+            if self.mesh.is_some() {
+                continue; // tunings are of one process
+            }
             for kept in kept(spec, target, &options, store)? {
                 let others = kept.tilings.plans().iter().skip(1);
                 jobs.extend(others.map(|plan| job(plan.tuning.clone())));

@@ -248,36 +248,22 @@ fn parts_and_shards_come_together_again() {
     let (first, second) = (part("part-0.safetensors"), part("part-1.safetensors"));
     experts(&["merge", &first, &second, "-o", &whole]).ok();
     assert_eq!(bytes(&whole), bytes(&weights));
-    let shard = [
-        "shard",
-        "--spec",
-        &spec,
-        "--weights",
-        &weights,
-        "--ranks",
-        "5",
-        "-o",
-        &parts,
-    ];
-    experts(&shard).ok();
-    let ranks: Vec<String> = (0..5)
-        .map(|r| part(&format!("rank-{r}.safetensors")))
-        .collect();
-    let mut unshard = vec!["unshard", "--spec", &spec, "-o", &whole];
-    unshard.extend(ranks.iter().map(String::as_str));
-    std::fs::remove_file(&whole).expect("it was there");
-    experts(&unshard).ok();
-    assert_eq!(bytes(&whole), bytes(&weights));
-    experts(&[
-        "shard",
-        "--spec",
-        &spec,
-        "--weights",
-        &weights,
-        "--ranks",
-        "2",
-        "-o",
-        &parts,
-    ])
-    .fails(2, &["5 experts cannot be shared evenly by 2 ranks"]);
+    // Whole experts; unequal numbers of them; halves of experts.
+    for (number, slices) in [(5, "1"), (2, "1"), (4, "2")] {
+        let count = number.to_string();
+        let whole_layer = ["--spec", &spec, "--weights", &weights];
+        let cut = ["--ranks", &count, "--shards", slices, "-o", &parts];
+        experts(&[&["shard"], &whole_layer[..], &cut].concat()).ok();
+        let ranks: Vec<String> = (0..number)
+            .map(|r| part(&format!("rank-{r}.safetensors")))
+            .collect();
+        let mut unshard = vec!["unshard", "--spec", &spec, "--shards", slices, "-o", &whole];
+        unshard.extend(ranks.iter().map(String::as_str));
+        std::fs::remove_file(&whole).expect("it was there");
+        experts(&unshard).ok();
+        assert_eq!(bytes(&whole), bytes(&weights));
+    }
+    let six = ["--weights", &weights, "--ranks", "6", "-o", &parts];
+    let refused = experts(&[&["shard", "--spec", &spec], &six[..]].concat());
+    refused.fails(2, &["6 groups cannot share 5 experts"]);
 }

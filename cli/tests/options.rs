@@ -55,6 +55,8 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gate", NotWith(&["--gate", "0"], "--keys")),
             ("input", Always),
             ("output", Always),
+            ("ranks", Always),
+            ("mesh", Always),
             ("target", Always),
             ("threads", On(&["cpu", "sim:sm_80", "sim:gfx942"])),
             ("pin", CPU),
@@ -130,6 +132,15 @@ const TABLE: &[(&str, &[Row])] = &[
                 ),
             ),
             ("simulate", NotWith(&["--simulate=1"], "has no simulator")),
+            (
+                "mesh",
+                NotWith(&["--mesh=ep=1", "--source"], "cannot be used with"),
+            ),
+            ("rank", NotWith(&["--rank=1"], "cannot be used with")),
+            (
+                "per-node",
+                NotWith(&["--per-node=1"], "cannot be used with"),
+            ),
             ("training", Always),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
@@ -151,6 +162,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("layer", NotWith(&["--layer=1", "--target=cpu"], "--hf")),
             ("target", Always),
             ("training", Always),
+            ("mesh", Always),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
             ("output", Always),
@@ -274,10 +286,14 @@ const TABLE: &[(&str, &[Row])] = &[
             ("spec", Always),
             ("weights", Always),
             ("ranks", Always),
+            ("shards", Always),
             ("output", Always),
         ],
     ),
-    ("experts unshard", &[("spec", Always), ("output", Always)]),
+    (
+        "experts unshard",
+        &[("spec", Always), ("shards", Always), ("output", Always)],
+    ),
     (
         "experts import",
         &[
@@ -289,7 +305,26 @@ const TABLE: &[(&str, &[Row])] = &[
             ("narrow", Always),
         ],
     ),
-    ("doctor", &[("cache", Always), ("json", Always)]),
+    (
+        "launch",
+        &[
+            ("ranks", Always),
+            ("mpi", Always),
+            ("bind", Always),
+            ("no-prefix", Always),
+            ("grace", Always),
+            ("port", Always),
+        ],
+    ),
+    (
+        "doctor",
+        &[
+            // Not beside `--ranks`, in tests/launch.rs.
+            ("cache", Always),
+            ("ranks", Always),
+            ("json", Always),
+        ],
+    ),
     ("completions", &[]),
 ];
 

@@ -10,13 +10,24 @@
 //! ```sh
 //! cargo run --release --example char_lm -- --plot curves.svg
 //! ```
+//!
+//! On many ranks the model with experts learns alone, with the losses that it has on one:
+//! threads (`--ranks 4`, `--mesh ep=2,dp=2`), or processes.
+//!
+//! ```sh
+//! cargo build --release --example char_lm
+//! mpirun -n 4 target/release/examples/char_lm --save model.safetensors --every 50
+//! target/release/examples/char_lm --ranks 2 --resume model.safetensors
+//! ```
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod attention;
 mod dense;
+mod job;
 mod model;
+mod ranks;
 mod run;
 mod text;
 
@@ -24,6 +35,7 @@ use attention::Shape;
 use common::chart::{self, COLOURS, Series};
 use common::experts::{Experts, spec};
 use dense::Dense;
+use job::Job;
 use model::Model;
 use moesaic::Engine;
 use moesaic::reference::Random;
@@ -47,11 +59,15 @@ const HIDDEN: usize = 256;
 struct Options {
     pace: Pace,
     plot: Option<PathBuf>,
+    job: Job,
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
     let options = Options::parse(std::env::args().skip(1))?;
     let text = Text::book();
+    if options.job.wanted()? {
+        return options.job.run(&text, &options.pace);
+    }
     let mut dense = Learner::new(dense_model(&text), &options.pace);
     let mut experts = Learner::new(expert_model(&text)?, &options.pace);
     println!(
@@ -166,16 +182,25 @@ fn conclude(pace: &Pace, dense: &[Point], experts: &[Point]) -> Result<(), Box<d
 
 impl Options {
     fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, Box<dyn Error>> {
-        let (mut pace, mut plot) = (Pace::full(), None);
+        let (mut pace, mut plot, mut job) = (Pace::full(), None, Job::default());
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or(format!("{arg} needs a value"));
             match &*arg {
                 "--quick" => pace = Pace::quick(),
                 "--steps" => pace = pace.with_steps(value()?.parse()?),
                 "--plot" => plot = Some(value()?.into()),
-                _ => return Err(format!("`{arg}`: not one of --steps N, --quick, --plot F").into()),
+                "--ranks" => job.ranks = Some(value()?.parse()?),
+                "--mesh" => job.mesh = Some(job::mesh(&value()?)?),
+                "--save" => job.save = Some(value()?.into()),
+                "--every" => job.every = Some(value()?.parse()?),
+                "--resume" => job.resume = Some(value()?.into()),
+                "--until" => job.until = Some(value()?.parse()?),
+                _ => return Err(format!("`{arg}`: not one of {ARGUMENTS}").into()),
             }
         }
-        Ok(Options { pace, plot })
+        Ok(Options { pace, plot, job })
     }
 }
+
+const ARGUMENTS: &str = "--steps N, --quick, --plot F; on many ranks --ranks N, --mesh ep=N,dp=N, \
+                         --save F, --every N, --resume F, --until N";

@@ -77,14 +77,14 @@ impl<F: FeedForward> Model<F> {
         }
     }
 
-    /// Mean cross entropy of a batch, in nats per character.
+    /// Mean cross entropy of a batch, in nats per character; of a part of one its share.
     pub fn loss(&mut self, batch: &Batch) -> Result<f64, EngineError> {
         let mut x = self.embed(&batch.tokens);
         for block in &mut self.blocks {
             x = block.forward(x)?.0;
         }
         let logits = self.head.forward(&self.norm.forward(&x).0);
-        Ok(cross_entropy(logits, &batch.targets).0)
+        Ok(cross_entropy(logits, &batch.targets, batch.all).0)
     }
 
     /// The same, with the gradient of every parameter.
@@ -96,7 +96,7 @@ impl<F: FeedForward> Model<F> {
             (x, _) = (y, kept.push(saved));
         }
         let (normed, saved) = self.norm.forward(&x);
-        let (loss, dlogits) = cross_entropy(self.head.forward(&normed), &batch.targets);
+        let (loss, dlogits) = cross_entropy(self.head.forward(&normed), &batch.targets, batch.all);
         let dnormed = self.head.backward(&normed, &dlogits);
         let mut dx = self.norm.backward(&saved, &dnormed);
         for (block, kept) in self.blocks.iter_mut().zip(&kept).rev() {

@@ -62,7 +62,7 @@ impl Pace {
     }
 
     /// Linear warm-up, then a cosine to a tenth.
-    fn rate(&self, step: usize) -> f32 {
+    pub fn rate(&self, step: usize) -> f32 {
         let warm = (step as f32 / WARM_UP as f32).min(1.0);
         let turn = std::f32::consts::PI * step as f32 / self.steps as f32;
         PEAK_RATE * warm * (0.55 + 0.45 * turn.cos())

@@ -1,6 +1,7 @@
 //! The corpus as character ids, and batches of it.
 
 use moesaic::reference::Random;
+use std::ops::Range;
 
 /// Real English text: see examples/data/README.md.
 const BOOK: &str = include_str!("../data/moby_dick.txt");
@@ -21,6 +22,8 @@ pub struct Batch {
     pub tokens: Vec<usize>,
     /// The same, one character later.
     pub targets: Vec<usize>,
+    /// Targets of the whole batch, of which this may be a part.
+    pub all: usize,
 }
 
 impl Text {
@@ -60,6 +63,21 @@ impl Batch {
             tokens.extend(&text[start..start + context]);
             targets.extend(&text[start + 1..start + context + 1]);
         }
-        Batch { tokens, targets }
+        let all = targets.len();
+        Batch {
+            tokens,
+            targets,
+            all,
+        }
+    }
+
+    /// Some of its sequences.
+    pub fn part(&self, sequences: Range<usize>, context: usize) -> Batch {
+        let range = sequences.start * context..sequences.end * context;
+        Batch {
+            tokens: self.tokens[range.clone()].to_vec(),
+            targets: self.targets[range].to_vec(),
+            all: self.all,
+        }
     }
 }

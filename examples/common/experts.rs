@@ -21,6 +21,33 @@ pub fn spec(width: usize, hidden: usize, experts: usize, top_k: usize) -> LayerS
     LayerSpec::from_toml(&text).expect("sizes are positive and top_k is at most experts")
 }
 
+/// Weights before the first step: uniform in `±1/√inputs`, those of the last map times
+/// `gain`; biases 0.
+pub fn start(spec: &LayerSpec, gain: f64, random: &mut Random) -> Vec<(TensorSpec, Param)> {
+    let mut start = |tensor: TensorSpec| {
+        let count = tensor.shape.iter().product();
+        let inputs = *tensor.shape.last().expect("no scalars") as f64;
+        let last = tensor.name.starts_with("experts.down");
+        let bound = if last { gain } else { 1.0 } / inputs.sqrt();
+        let param = match tensor.name.ends_with(".weight") {
+            true => Param::uniform(count, bound, random),
+            false => Param::constant(count, 0.0),
+        };
+        (tensor, param)
+    };
+    canonical_tensors(spec)
+        .into_iter()
+        .map(&mut start)
+        .collect()
+}
+
+/// What the layer is made of.
+pub fn tensors(params: &[(TensorSpec, Param)]) -> Tensors<'_> {
+    params.iter().fold(Tensors::new(), |weights, (tensor, p)| {
+        weights.with(&tensor.name, &tensor.shape, &p.value)
+    })
+}
+
 /// The layer, its weights and what its last forward pass kept.
 pub struct Experts {
     layer: Layer,
@@ -29,33 +56,17 @@ pub struct Experts {
 }
 
 impl Experts {
-    /// Weights uniform in `±1/√inputs`, those of the last map times `gain`;
-    /// biases 0.
+    /// Weights as [`start`] draws them.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,
         gain: f64,
         random: &mut Random,
     ) -> Result<Experts, EngineError> {
-        let mut start = |tensor: TensorSpec| {
-            let count = tensor.shape.iter().product();
-            let inputs = *tensor.shape.last().expect("no scalars") as f64;
-            let last = tensor.name.starts_with("experts.down");
-            let bound = if last { gain } else { 1.0 } / inputs.sqrt();
-            let param = match tensor.name.ends_with(".weight") {
-                true => Param::uniform(count, bound, random),
-                false => Param::constant(count, 0.0),
-            };
-            (tensor, param)
-        };
-        let params: Vec<_> = canonical_tensors(spec)
-            .into_iter()
-            .map(&mut start)
-            .collect();
-        let weights = params.iter().fold(Tensors::new(), |weights, (tensor, p)| {
-            weights.with(&tensor.name, &tensor.shape, &p.value)
-        });
+        let params = start(spec, gain, random);
+        let weights = tensors(&params);
         let layer = engine.training_layer(spec, &weights, Training::default())?;
+        drop(weights);
         Ok(Experts {
             layer,
             params,

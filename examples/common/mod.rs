@@ -11,5 +11,6 @@ pub mod chart;
 pub mod experts;
 pub mod feed_forward;
 pub mod gemm;
+pub mod mesh_experts;
 pub mod ops;
 pub mod optimizer;

@@ -6,6 +6,8 @@ use rayon::prelude::*;
 
 /// A tensor that is learned, and its gradient.
 pub struct Param {
+    /// Sizes, outermost first; one where nobody asks for more.
+    pub shape: Vec<usize>,
     /// Row major values.
     pub value: Vec<f32>,
     /// The gradient of the last backward pass.
@@ -15,19 +17,21 @@ pub struct Param {
 impl Param {
     /// A matrix with uniform values in `(-bound, bound)`.
     pub fn uniform(count: usize, bound: f64, random: &mut Random) -> Param {
-        Param {
-            value: (0..count)
-                .map(|_| (bound * random.signed()) as f32)
-                .collect(),
-            grad: vec![0.0; count],
-        }
+        let mut draw = || (bound * random.signed()) as f32;
+        Param::of(&[count], (0..count).map(|_| draw()).collect())
     }
 
     /// A vector of one value.
     pub fn constant(count: usize, value: f32) -> Param {
+        Param::of(&[count], vec![value; count])
+    }
+
+    /// Given values of a shape.
+    pub fn of(shape: &[usize], value: Vec<f32>) -> Param {
         Param {
-            value: vec![value; count],
-            grad: vec![0.0; count],
+            shape: shape.to_vec(),
+            grad: vec![0.0; value.len()],
+            value,
         }
     }
 }
@@ -191,11 +195,11 @@ pub fn add(a: &mut [f32], b: &[f32]) {
     a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
 }
 
-/// Mean cross entropy in nats of `logits [T, classes]` against `targets [T]`,
-/// and its gradient.
-pub fn cross_entropy(mut logits: Vec<f32>, targets: &[usize]) -> (f64, Vec<f32>) {
-    let classes = logits.len() / targets.len().max(1);
-    let share = 1.0 / targets.len() as f32;
+/// Cross entropy in nats of `logits [T, classes]` against `targets [T]`, and its
+/// gradient; divided by `all`, the number of targets of which these are some.
+pub fn cross_entropy(mut logits: Vec<f32>, targets: &[usize], all: usize) -> (f64, Vec<f32>) {
+    let classes = (logits.len() / targets.len().max(1)).max(1);
+    let share = 1.0 / all as f32;
     let losses: Vec<f64> = logits
         .par_chunks_exact_mut(classes)
         .zip(targets)
@@ -209,5 +213,5 @@ pub fn cross_entropy(mut logits: Vec<f32>, targets: &[usize]) -> (f64, Vec<f32>)
             f64::from(sum).ln() - hit
         })
         .collect();
-    (losses.iter().sum::<f64>() / targets.len() as f64, logits)
+    (losses.iter().sum::<f64>() / all as f64, logits)
 }

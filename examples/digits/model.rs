@@ -57,7 +57,7 @@ impl<F: FeedForward> Classifier<F> {
     /// Mean cross entropy in nats, with the gradient of every parameter.
     pub fn gradients(&mut self, images: &Images) -> Result<f64, EngineError> {
         let passed = self.forward(images)?;
-        let (loss, dscores) = cross_entropy(passed.scores, &images.labels);
+        let (loss, dscores) = cross_entropy(passed.scores, &images.labels, images.labels.len());
         let (last, norms) = passed.norms.split_last().expect("one more than blocks");
         let dnormed = self.head.backward(&passed.normed, &dscores);
         let mut dx = self.norm.backward(last, &dnormed);

@@ -75,6 +75,7 @@ pub use moesaic_cache::Store;
 ///     spec: spec(),
 ///     target,
 ///     options: PlanOptions::default(),
+///     mesh: None,
 ///     compiler: Compilers::default().get(target)?,
 /// };
 /// let store = Arc::new(Store::open(folder));
@@ -98,6 +99,7 @@ pub use moesaic_engine::precompile;
 ///             spec: spec.clone(),
 ///             target,
 ///             options: PlanOptions::default(),
+///             mesh: None, // one process
 ///             compiler: compilers.get(target).ok()?,
 ///         })
 ///     };

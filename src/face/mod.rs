@@ -3,10 +3,12 @@
 
 mod ahead;
 mod experts;
+mod ranks;
 mod running;
 mod training;
 
 pub use ahead::*;
 pub use experts::*;
+pub use ranks::*;
 pub use running::*;
 pub use training::*;

@@ -108,6 +108,7 @@ fn kernels_that_were_made_for_a_class_are_found() {
             caches: class,
             ..PlanOptions::default()
         },
+        mesh: None,
         compiler: Compilers::new(None).get(target).unwrap(),
     };
     precompile(&[job], &store, &Default::default(), &|_| {}).unwrap();

@@ -16,6 +16,9 @@ mod evaluation;
 mod gates;
 mod global_loss;
 mod layers;
+pub mod mesh;
+mod mesh_training;
+mod mesh_weights;
 mod nodes;
 mod options;
 mod orders;
@@ -31,6 +34,7 @@ mod trained;
 mod training;
 mod tuned;
 mod user;
+mod watched;
 mod zeros;
 
 pub use case::Case;

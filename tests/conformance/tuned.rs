@@ -308,6 +308,7 @@ fn compile(spec: &LayerSpec, tuning: Tuning, store: &Arc<Store>, engine: &Engine
             caches: engine.caches(),
             ..PlanOptions::default()
         },
+        mesh: None,
         compiler,
     };
     precompile(&[job], store, &Default::default(), &|_| {}).unwrap();

@@ -4,6 +4,7 @@ mod counted;
 mod html;
 mod json;
 mod model;
+mod ranks;
 mod text;
 
 use crate::caches::CacheArgs;
@@ -21,8 +22,9 @@ use counted::Counted;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
-use moesaic::PlanOptions;
+use moesaic::plan::plan_rank;
 use moesaic::weights::write_whole;
+use moesaic::{LayerSpec, Parallel, PlanOptions, Target};
 use std::path::{Path, PathBuf};
 pub use text::roofs;
 
@@ -63,6 +65,16 @@ pub struct InspectArgs {
     simulate: Option<u32>,
     #[command(flatten)]
     training: TrainingArgs,
+    /// Show what a rank does instead, where ranks share the layer so: launches and exchanges, and the
+    /// bytes that it sends to other ranks of its node and to other nodes
+    #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
+    mesh: Option<Parallel>,
+    /// Which rank
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
+    rank: usize,
+    /// Ranks of a node, one node's after the other's; all ranks are on one node if not given
+    #[arg(long, value_name = "N", requires = "mesh", value_parser = clap::value_parser!(u16).range(1..), conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
+    per_node: Option<u16>,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also print the kernels' source
@@ -86,6 +98,9 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let target = targets::resolve_one(&args.target)?;
     args.caches.check(&[target])?;
+    if let Some(mesh) = args.mesh {
+        return args.rank(&spec, target, mesh, console);
+    }
     let simulator = args.simulate.map(|_| counted::simulator(target));
     let simulator = simulator.transpose()?;
     let machine = args.machine(target, console)?;
@@ -134,6 +149,22 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
 }
 
 impl InspectArgs {
+    /// What a rank does.
+    fn rank(&self, spec: &LayerSpec, target: Target, mesh: Parallel, console: &Console) -> Result {
+        let options = PlanOptions {
+            training: self.training.get(),
+            caches: self.caches.here(target),
+            ..PlanOptions::default()
+        };
+        let plan = plan_rank(spec, target, &options, mesh, self.rank);
+        let plan = plan.map_err(moesaic::EngineError::from)?;
+        let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
+        match self.json {
+            true => console.json(&ranks::json(&plan, &self.tokens, per_node)),
+            false => console.print(&ranks::text(&plan, &self.tokens, per_node, &console.out)),
+        }
+    }
+
     fn machine(&self, target: moesaic::Target, console: &Console) -> Result<Option<Machine>> {
         if let Some(name) = &self.machine {
             return machine::required(name, target).map(Some);

@@ -262,6 +262,7 @@ fn compile(request: &Request<'_>, plan: &LayerPlan) -> Result<(Vec<Kernel>, Opti
                     tuning: plan.tuning.clone(),
                     ..request.options.clone()
                 },
+                mesh: None,
                 compiler,
             };
             let rows = precompile(&[job], &request.store, &CompileOptions::default(), &|_| {})?;

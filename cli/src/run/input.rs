@@ -5,6 +5,7 @@ use crate::failure::{Failure, Result};
 use moesaic::spec::{LossKind, Router, RouterKind};
 use moesaic::weights::{Checkpoint, TensorRef};
 use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
+use std::ops::Range;
 use std::path::Path;
 
 /// What a layer is called with.
@@ -84,8 +85,9 @@ impl<'a> Tokens<'a> {
         Ok(())
     }
 
-    /// Reads what losses need: sequences, and counts of a larger group.
-    pub fn read_groups(&mut self, file: &'a Checkpoint, spec: &LayerSpec) -> Result {
+    /// Reads what losses need: sequences, and counts of a larger group, which ranks that
+    /// share the tokens make themselves.
+    pub fn read_groups(&mut self, file: &'a Checkpoint, spec: &LayerSpec, ranks: bool) -> Result {
         for loss in &spec.losses {
             match (loss.kind, loss.sequence_length) {
                 (LossKind::Sequence, None) => {
@@ -93,7 +95,7 @@ impl<'a> Tokens<'a> {
                     expect_shape(&ids, &[Some(self.count)], "[tokens]")?;
                     self.insert("sequence_ids", integers(&ids)?);
                 }
-                (LossKind::Global, _) => {
+                (LossKind::Global, _) if !ranks => {
                     let sizes = [spec.routed_experts(), 1];
                     for (name, size) in ["global_counts", "global_tokens"].into_iter().zip(sizes) {
                         let tensor = find(file, name)?;
@@ -144,6 +146,25 @@ impl<'a> Tokens<'a> {
     /// The tensor of this name.
     pub fn get(&self, name: &str) -> Option<&Tensor<'a>> {
         self.tensors.get(name)
+    }
+
+    /// Some of the tokens.
+    pub fn share(&self, tokens: &Range<usize>) -> Result<Tokens<'_>> {
+        let part = |(name, tensor): (&String, &'_ Tensor<'a>)| {
+            let part = match name.as_str() {
+                "active_k" => tensor.clone(),
+                _ => tensor
+                    .rows(tokens.clone())
+                    .map_err(Failure::work)?
+                    .into_static(),
+            };
+            Ok((name.clone(), part))
+        };
+        Ok(Tokens {
+            count: tokens.len(),
+            capacity_factor: self.capacity_factor,
+            tensors: self.tensors.iter().map(part).collect::<Result<_>>()?,
+        })
     }
 
     /// The call.

@@ -2,7 +2,9 @@
 
 mod check;
 mod input;
+mod outcome;
 mod pass;
+mod ranks;
 mod record;
 mod report;
 
@@ -18,10 +20,12 @@ use crate::threads::ThreadArgs;
 pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
-use moesaic::EngineOptions;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
 use moesaic::weights::{WeightsError, write_safetensors};
+use moesaic::{Engine, EngineOptions, LayerSpec};
+use outcome::Outcome;
 use pass::PassArgs;
+use ranks::{Job, RankArgs};
 use record::Routing;
 use report::Report;
 use std::path::{Path, PathBuf};
@@ -81,6 +85,8 @@ pub struct RunArgs {
     replay: Option<PathBuf>,
     #[command(flatten)]
     pass: PassArgs,
+    #[command(flatten)]
+    ranks: RankArgs,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -105,6 +111,10 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
         source.spec = source.spec.decided_elsewhere();
     }
     args.pass.check_factor(&source.spec.capacity)?;
+    let shared = args.ranks.get(&source.spec)?;
+    if shared.is_some() {
+        args.check_shared(&source.spec)?;
+    }
     let options = args.options(console);
     let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
     let file = input::open(&args.input)?;
@@ -117,48 +127,51 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     };
     tokens.capacity_factor = args.pass.capacity_factor;
     if args.pass.has_losses() {
-        tokens.read_groups(&file, &source.spec)?;
+        tokens.read_groups(&file, &source.spec, shared.is_some())?;
     }
     if args.pass.grad {
         tokens.read_dy(&file, &source.spec)?;
     }
     let progress = Progress::start("getting kernels, loading weights");
-    let started = Instant::now();
-    let layer = match args.pass.training() {
-        Some(training) => engine.training_layer(&source.spec, &weights, training)?,
-        None => engine.layer(&source.spec, &weights)?,
+    let outcome = match &shared {
+        None => Some(args.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
+        Some(shared) => shared.run(&Job {
+            engine: &engine,
+            spec: &source.spec,
+            weights: &weights,
+            pass: &args.pass,
+            tokens: &tokens,
+        })?,
     };
-    let built = started.elapsed();
-    progress.next("running");
-    let started = Instant::now();
-    let mut outputs = args.pass.run(&layer, &tokens)?;
-    let ran = started.elapsed();
+    let Some(mut outcome) = outcome else {
+        return Ok(()); // the first rank speaks
+    };
     progress.next("finishing");
+    let outputs = &outcome.outputs;
     let comparison = match args.reference {
         true => {
             let (spec, draw, weights) = (&source.spec, args.pass.draw(), weights.load()?);
-            Some(check::compare(spec, &weights, &tokens, draw, &outputs))
+            Some(check::compare(spec, &weights, &tokens, draw, outputs))
         }
         false => None,
     };
-    let limited = layer.plan().tensor("capacity").is_some();
-    let routing = Routing::of(&source.spec, &outputs, limited).map(|r| r.statistics());
+    let limited = outcome.limited;
+    let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());
     if let (Some(path), Some(statistics)) = (&args.record, &routing) {
-        let record = record::tensors(&outputs, statistics);
+        let record = record::tensors(outputs, statistics);
         write_safetensors(path, &record).map_err(unwritable)?;
     }
     if !limited {
-        outputs.remove("locations");
+        outcome.outputs.remove("locations");
     }
-    write_safetensors(&args.output, &outputs).map_err(unwritable)?;
+    write_safetensors(&args.output, &outcome.outputs).map_err(unwritable)?;
     drop(progress);
     let report = Report {
         engine: &engine,
-        layer: &layer,
+        spec: &source.spec,
         tokens: tokens.count,
-        outputs: &outputs,
-        built,
-        ran,
+        outcome: &outcome,
+        mesh: shared.map(|shared| shared.mesh),
         comparison,
         routing,
         path: &args.output,
@@ -170,6 +183,45 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
 }
 
 impl RunArgs {
+    /// Makes the layer and runs it, in this process alone.
+    fn alone(
+        &self,
+        engine: &Engine,
+        spec: &LayerSpec,
+        weights: &LayerReader<'_>,
+        tokens: &Tokens<'_>,
+        progress: &Progress,
+    ) -> Result<Outcome> {
+        let started = Instant::now();
+        let layer = match self.pass.training() {
+            Some(training) => engine.training_layer(spec, weights, training)?,
+            None => engine.layer(spec, weights)?,
+        };
+        let built = started.elapsed();
+        progress.next("running");
+        let started = Instant::now();
+        Ok(Outcome {
+            outputs: self.pass.run(&layer, tokens)?,
+            built,
+            ran: started.elapsed(),
+            limited: layer.plan().tensor("capacity").is_some(),
+            workspace: layer.workspace_bytes(),
+        })
+    }
+
+    /// What ranks cannot be asked.
+    fn check_shared(&self, spec: &LayerSpec) -> Result {
+        if self.pass.routes_only() {
+            let message = "--routing-only needs no ranks: routing does not depend on experts";
+            return Err(Failure::input(message).hint("leave out --ranks and --mesh"));
+        }
+        if self.reference && spec.may_drop() {
+            let message = "--reference knows one process, but each rank has a capacity of its own";
+            return Err(Failure::input(message).hint("leave out one of --reference and --ranks"));
+        }
+        Ok(())
+    }
+
     fn checkpoint(&self, source: &Source) -> Result<Checkpoint> {
         let path = self.weights.as_deref().or(source.directory.as_deref());
         let path = path.ok_or_else(|| Failure::input("weights are needed: --weights FILE"))?;

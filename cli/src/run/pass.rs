@@ -6,7 +6,7 @@ use crate::training::RecomputeArg;
 use clap::Args;
 use moesaic::reference::rng::Draw;
 use moesaic::spec::Capacity;
-use moesaic::{Counters, Input, Layer, Tensor, Tensors, Training};
+use moesaic::{Counters, Input, Layer, MeshLayer, Tensor, Tensors, Training};
 
 /// Which pass, and what it depends on besides tokens.
 #[derive(Args, Debug)]
@@ -99,6 +99,31 @@ impl PassArgs {
             (true, true) => layer.route_train(&input, &names, self.counters())?,
         };
         Ok(output.into_tensors())
+    }
+
+    /// Runs the pass for a rank's tokens; gradients of weights are those of all ranks.
+    pub fn run_on_rank(&self, layer: &MeshLayer, tokens: &Tokens<'_>) -> Result<Tensors<'static>> {
+        let (input, names) = (tokens.input(), self.outputs(layer.replicated()));
+        if self.training().is_none() {
+            return Ok(layer.forward_with(&input, &names)?.into_tensors());
+        }
+        let (output, saved) = layer.forward_train(&input, &names, self.counters())?;
+        let mut results = output.into_tensors();
+        if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
+            results.extend(layer.backward(&saved, dy, false)?.into_tensors());
+            layer.reduce_gradients()?;
+            for part in [layer.replicated(), layer.own()] {
+                for (name, gradient) in part.gradients()? {
+                    results.insert(format!("grad.{name}"), gradient);
+                }
+            }
+        }
+        Ok(results)
+    }
+
+    /// Whether only routing runs.
+    pub fn routes_only(&self) -> bool {
+        self.routing_only
     }
 
     /// The results that the pass gives.

@@ -1,22 +1,21 @@
 //! What `run` says.
 
 use super::check::Comparison;
+use super::outcome::Outcome;
 use crate::console::Palette;
 use crate::units;
-use moesaic::{Engine, Layer, LayerSpec, Statistics, Tensor, Tensors};
+use moesaic::{Engine, LayerSpec, Parallel, Statistics, Tensor};
 use serde_json::{Value, json};
 use std::io::IsTerminal;
 use std::path::Path;
-use std::time::Duration;
 
 /// A finished run.
 pub struct Report<'a> {
     pub engine: &'a Engine,
-    pub layer: &'a Layer,
+    pub spec: &'a LayerSpec,
     pub tokens: usize,
-    pub outputs: &'a Tensors<'static>,
-    pub built: Duration,
-    pub ran: Duration,
+    pub outcome: &'a Outcome,
+    pub mesh: Option<Parallel>,
     pub comparison: Option<Comparison>,
     pub routing: Option<Statistics>,
     pub path: &'a Path,
@@ -26,11 +25,12 @@ impl Report<'_> {
     /// For people.
     pub fn text(&self, stats: bool, palette: &Palette) -> String {
         let mut text = format!(
-            "{} through {} on {} in {}\n",
+            "{} through {} on {}{} in {}\n",
             units::count(self.tokens, "token"),
-            palette.bold(&self.layer.spec().name),
+            palette.bold(&self.spec.name),
             self.engine.target(),
-            units::seconds(self.ran.as_secs_f64())
+            self.ranks(),
+            units::seconds(self.outcome.ran.as_secs_f64())
         );
         text += &format!("{}: {}\n", self.path.display(), self.tensors().join(", "));
         if stats {
@@ -42,9 +42,18 @@ impl Report<'_> {
         text
     }
 
+    fn ranks(&self) -> String {
+        let of = |mesh: Parallel| {
+            let Parallel { ep, shards, dp } = mesh;
+            let ranks = units::count(mesh.ranks(), "rank");
+            format!(", {ranks} (ep {ep} x shards {shards} x dp {dp}),")
+        };
+        self.mesh.map(of).unwrap_or_default()
+    }
+
     fn tensors(&self) -> Vec<String> {
         let one = |(name, t): (&String, &Tensor<'_>)| format!("{name} {:?} {}", t.shape, t.dtype);
-        self.outputs.iter().map(one).collect()
+        self.outcome.outputs.iter().map(one).collect()
     }
 
     fn stats(&self) -> String {
@@ -55,17 +64,18 @@ impl Report<'_> {
             device.name,
             stats.compiled,
             stats.from_store,
-            units::seconds(self.built.as_secs_f64()),
-            units::bytes(self.layer.workspace_bytes()),
+            units::seconds(self.outcome.built.as_secs_f64()),
+            units::bytes(self.outcome.workspace),
         );
         if let Some(routing) = &self.routing {
-            text += &routed(routing, self.layer.spec());
+            text += &routed(routing, self.spec);
         }
         text
     }
 
     fn counts(&self) -> Vec<i64> {
         let counts = self
+            .outcome
             .outputs
             .get("counts")
             .map(|t| t.to_f64())
@@ -75,28 +85,29 @@ impl Report<'_> {
 
     /// Assignments without a place; absent where nothing can be dropped.
     fn dropped(&self) -> Option<u64> {
-        self.outputs.get("locations")?;
+        self.outcome.outputs.get("locations")?;
         Some(self.routing.as_ref()?.overflow())
     }
 
     /// For scripts.
     pub fn json(&self) -> Value {
         let stats = self.engine.stats();
-        let tensors = self
-            .outputs
-            .iter()
-            .map(|(name, t)| json!({ "name": name, "dtype": t.dtype.name(), "shape": t.shape }));
+        let tensors =
+            self.outcome.outputs.iter().map(
+                |(name, t)| json!({ "name": name, "dtype": t.dtype.name(), "shape": t.shape }),
+            );
         json!({
-            "layer": self.layer.spec().name,
+            "layer": self.spec.name,
             "target": self.engine.target().to_string(),
             "device": self.engine.device_info().name,
             "tokens": self.tokens,
+            "mesh": self.mesh,
             "output": self.path.display().to_string(),
             "tensors": tensors.collect::<Vec<_>>(),
             "kernels": { "compiled": stats.compiled, "from_cache": stats.from_store },
-            "build_seconds": self.built.as_secs_f64(),
-            "forward_seconds": self.ran.as_secs_f64(),
-            "workspace_bytes": self.layer.workspace_bytes(),
+            "build_seconds": self.outcome.built.as_secs_f64(),
+            "forward_seconds": self.outcome.ran.as_secs_f64(),
+            "workspace_bytes": self.outcome.workspace,
             "counts": self.counts(),
             "dropped": self.dropped(),
             "routing": self.routing.as_ref().map(routing_json),

@@ -165,6 +165,7 @@ impl TuneArgs {
                 tuning,
                 caches: engine.caches(),
             },
+            mesh: None,
             compiler: compiler.clone(),
         };
         let tunings = best.iter().map(|one| one.tuning.clone());

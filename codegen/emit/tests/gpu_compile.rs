@@ -268,6 +268,35 @@ fn nvrtc_compiles_every_matrix_gemm() {
     }
 }
 
+/// Products that keep what enters an error function and multiply rows by weights: what
+/// asks for most registers beside the sums.
+#[test]
+fn nvrtc_compiles_the_longest_epilogues() {
+    let compiler = Kept::new(testing::nvrtc());
+    let archs = ["sm_80", "sm_89", "sm_100a"];
+    let forms = [ExpertForm::Plain, ExpertForm::Gated].into_iter().cycle();
+    for (arch, form) in archs.iter().zip(forms) {
+        let target: Target = format!("cuda:{arch}").parse().unwrap();
+        let spec = with(typed(spec(2048, 768, 8, 2), DType::Bf16), |s| {
+            s.experts.form = form;
+            s.experts.activation = Activation::Gelu;
+            s.router.weight_on = WeightSite::Activation;
+        });
+        let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
+        for source in gemms(&plan) {
+            if source.name.starts_with("grouped_gemm_up") {
+                let artifact = compiler.compile(&source, &CompileOptions::default());
+                let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+                check(
+                    &artifact,
+                    &format!("{} for {target}", source.name),
+                    CUDA_SHARED,
+                );
+            }
+        }
+    }
+}
+
 /// The sources of the GEMMs that run on matrix units.
 fn gemms(plan: &LayerPlan) -> Vec<KernelSource> {
     let matrix = |kernel: &&KernelPlan| kernel.family().is_some_and(|family| family != "simt");

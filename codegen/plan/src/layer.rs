@@ -1,5 +1,6 @@
 //! A whole pass, written down: kernels, tensors, and the steps in order.
 
+pub(crate) mod around;
 mod backward;
 mod builder;
 mod data;
@@ -13,7 +14,7 @@ use crate::PlanError;
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 
-pub(crate) use builder::{Bind, Builder, borrowed, owned};
+pub(crate) use builder::{Bind, Builder, Part, borrowed, owned};
 pub(crate) use tensors::{constant, tensor};
 
 use builder::Pass;

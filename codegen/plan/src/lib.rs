@@ -14,6 +14,7 @@
 
 mod caches;
 mod layer;
+mod mesh;
 mod ops;
 mod tilings;
 mod tuning;
@@ -25,6 +26,8 @@ pub use layer::{
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
+pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way, experts_of, plan_rank};
+pub use mesh::{MeshError, Parallel, Place};
 pub use ops::*;
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
@@ -69,4 +72,7 @@ pub enum PlanError {
         /// What is possible instead.
         advice: &'static str,
     },
+    /// A mesh of ranks that the layer cannot have.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
 }

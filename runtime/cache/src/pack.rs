@@ -142,7 +142,7 @@ impl Store {
             }
         }
         for tuned in tunings {
-            let bytes = serde_json::to_vec_pretty(tuned)?;
+            let bytes = tuned::encode(tuned)?;
             append(tar, &format!("{TUNED}{}", tuned.file_name()), &bytes)?;
         }
         Ok(())

@@ -68,6 +68,11 @@ impl Store {
         }
     }
 
+    /// Whether a miss is an error.
+    pub fn is_strict(&self) -> bool {
+        self.strict
+    }
+
     /// The same store, waiting at most this long for another process that is
     /// compiling the same kernel.
     #[must_use]

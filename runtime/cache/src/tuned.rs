@@ -122,16 +122,39 @@ fn file_name(target: Target, layer: &str, machine: &Machine) -> String {
     format!("{}{}.json", prefix(target, layer), &machine[..16])
 }
 
-/// The bytes as a tuning.
+/// What a file begins with: the hash of what follows, which is JSON without it.
+const HEAD: &str = "{\n  \"check\": \"";
+
+/// The bytes of a file.
+pub(crate) fn encode(tuned: &Tuned) -> Result<Vec<u8>, serde_json::Error> {
+    let body = serde_json::to_string_pretty(tuned)? + "\n";
+    let body = body.strip_prefix("{\n").unwrap_or(&body);
+    Ok(format!("{HEAD}{}\",\n{body}", hash_source(body)).into_bytes())
+}
+
+/// What a hash stands before, if it is that of the rest.
+fn checked(bytes: &[u8]) -> Option<String> {
+    let text = std::str::from_utf8(bytes).ok()?;
+    let (hash, body) = text.strip_prefix(HEAD)?.split_once("\",\n")?;
+    (hash == hash_source(body)).then(|| format!("{{\n{body}"))
+}
+
+/// The bytes as a tuning. Sizes steer what is launched, so a file whose bytes are not
+/// those that were written is none.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, Unread> {
     if bytes.len() > LARGEST {
         return Err(Unread::Damaged("too long for a tuning".to_string()));
     }
+    let Some(text) = checked(bytes) else {
+        let former = serde_json::from_slice::<Former>(bytes).is_ok();
+        let reason = "its bytes do not have the hash that it names";
+        return Err(match former {
+            true => Unread::Former,
+            false => Unread::Damaged(reason.to_string()),
+        });
+    };
     let tuned: Tuned =
-        serde_json::from_slice(bytes).map_err(|error| match serde_json::from_slice(bytes) {
-            Ok(Former { .. }) => Unread::Former,
-            Err(_) => Unread::Damaged(error.to_string()),
-        })?;
+        serde_json::from_str(&text).map_err(|error| Unread::Damaged(error.to_string()))?;
     match is_hash(&tuned.layer) {
         true => Ok(tuned),
         false => Err(Unread::Damaged("its layer is not a hash".to_string())),
@@ -197,9 +220,7 @@ impl Store {
             ));
         }
         let path = self.tuned_dir().join(tuned.file_name());
-        let mut bytes = serde_json::to_vec_pretty(tuned)
-            .map_err(|error| StoreError::io("encode", &path, error.into()))?;
-        bytes.push(b'\n');
+        let bytes = encode(tuned).map_err(|error| StoreError::io("encode", &path, error.into()))?;
         let check = |back: Vec<u8>| match back == bytes {
             true => decode(&back).map(drop).map_err(|error| error.to_string()),
             false => Err("other bytes".to_string()),

@@ -320,9 +320,11 @@ fn a_tuning_whose_layer_is_a_path_is_refused() {
     let file = tar::EntryType::Regular;
     for layer in ["/../../../../x", "..", "", "AB", "a/b"] {
         let tuning = format!(
-            "{{\"target\": \"cpu:avx2\", \"layer\": \"{layer}\", \"name\": \"x\", \
+            "  \"target\": \"cpu:avx2\", \"layer\": \"{layer}\", \"name\": \"x\", \
              \"machine\": {{\"name\": \"A\", \"threads\": 1}}, \"buckets\": []}}"
         );
+        let check = moesaic_cache::hash_source(&tuning);
+        let tuning = format!("{{\n  \"check\": \"{check}\",\n{tuning}");
         let members = [
             ("moesaic-pack.json", file, manifest),
             ("tuned/x.json", file, tuning.as_bytes()),

@@ -34,6 +34,7 @@ fn child() {
     match role.as_str() {
         "race" => race(&dir),
         "write" => write_forever(&dir),
+        "hold" => hold(&dir),
         "cramped" => cramped(&dir),
         _ => panic!("{role}"),
     }
@@ -57,6 +58,19 @@ fn race(dir: &Path) {
         assert_eq!(fetched.stored.artifact, artifact(&source.name, 20_000));
         assert!(fetched.trouble.is_none());
     }
+}
+
+/// Compiles, and never comes to an end.
+fn hold(dir: &Path) {
+    let store = Store::open(dir.join("cache"));
+    let source = source("dispatch_0");
+    let compile = || {
+        std::fs::write(dir.join("holding"), "").unwrap();
+        loop {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+    };
+    let _ = store.get_or_compile(&request(&source), compile);
 }
 
 fn write_forever(dir: &Path) {
@@ -133,6 +147,39 @@ fn sixteen_cold_processes_compile_each_kernel_once() {
         (verified.good, verified.bad.len(), verified.leftovers),
         (3, 0, 0)
     );
+}
+
+/// Those that wait for a process that is killed go on: one of them compiles. With their
+/// patience they would wait longer than any test may.
+#[test]
+fn a_process_killed_while_compiling_holds_nobody_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut holder = spawn("hold", dir.path());
+    while !dir.path().join("holding").exists() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let compiles = std::sync::atomic::AtomicUsize::new(0);
+    let source = source("dispatch_0");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let patience = Duration::from_secs(24 * 60 * 60);
+                let store = Store::open(dir.path().join("cache")).patience(patience);
+                let compile = || {
+                    compiles.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    Ok(artifact("dispatch_0", 1000))
+                };
+                let fetched = store.get_or_compile(&request(&source), compile).unwrap();
+                assert!(fetched.trouble.is_none());
+            });
+        }
+        // They wait, or are about to: nobody else may compile while the holder lives.
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(compiles.load(std::sync::atomic::Ordering::Relaxed), 0);
+        holder.kill().unwrap();
+        holder.wait().unwrap();
+    });
+    assert_eq!(compiles.into_inner(), 1);
 }
 
 #[test]

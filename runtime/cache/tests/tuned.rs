@@ -81,12 +81,23 @@ fn what_is_damaged_or_foreign_is_not_there() {
     let path = store.keep_tuned(&tuned(2, &[])).unwrap();
     let other = store.keep_tuned(&tuned(4, &[])).unwrap();
     let good = fs::read(&path).unwrap();
-    for length in 0..good.len() - 2 {
+    for length in 0..good.len() {
         fs::write(&path, &good[..length]).unwrap();
         assert_eq!(find(&store, 2), None, "{length} bytes");
     }
     fs::write(&path, [0xff; 300]).unwrap();
     assert_eq!(find(&store, 2), None);
+    for at in 0..good.len() {
+        let mut bytes = good.clone();
+        bytes[at] ^= 1;
+        fs::write(&path, &bytes).unwrap();
+        assert_eq!(find(&store, 2), None, "byte {at} is another");
+    }
+    let text = String::from_utf8(good.clone()).unwrap();
+    let lines = text.lines().filter(|line| !line.contains("\"check\""));
+    let unchecked: Vec<&str> = lines.collect();
+    fs::write(&path, unchecked.join("\n")).unwrap();
+    assert_eq!(find(&store, 2), None, "nothing says that it is whole");
     fs::copy(&other, &path).unwrap();
     assert_eq!(find(&store, 2), None, "another machine's");
     fs::remove_file(&path).unwrap();

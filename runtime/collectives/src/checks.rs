@@ -1,8 +1,8 @@
 //! What can be known to be wrong before anything is sent.
 
-use crate::api::Transfer;
+use crate::api::{Algorithm, Transfer};
 use crate::letter::Kind;
-use crate::{CollectiveError, Slice};
+use crate::{CollectiveError, NodeShape, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
 
@@ -122,6 +122,22 @@ pub(crate) fn is_rank(kind: Kind, what: &str, rank: usize, size: usize) -> Check
     require(kind, rank < size, || {
         format!("{what} is rank {rank}; ranks go from 0 to {}", size - 1)
     })
+}
+
+/// The shape of the hierarchical exchange, which must be that of the group.
+pub(crate) fn algorithm(
+    kind: Kind,
+    algorithm: Algorithm,
+    size: usize,
+) -> Checked<Option<NodeShape>> {
+    let Algorithm::Hierarchical(shape) = algorithm else {
+        return Ok(None);
+    };
+    require(kind, shape.ranks() == size, || {
+        let (nodes, each) = (shape.nodes, shape.per_node);
+        format!("{nodes} nodes of {each} ranks are not the {size} ranks of this group")
+    })?;
+    Ok(Some(shape))
 }
 
 /// What this rank sends to itself must be what it receives from itself.

@@ -118,6 +118,52 @@ impl Communicator {
         Ok(Handle::new(&self.core, id, kind.name(), sequence))
     }
 
+    /// [`Collectives::split`].
+    pub(crate) fn split_off(
+        &mut self,
+        color: Option<u32>,
+        key: i64,
+        call: &Call,
+    ) -> Result<Option<Communicator>, CollectiveError> {
+        let context = crate::hash::of(&[
+            &self.group.context.to_le_bytes(),
+            &self.sequence.to_le_bytes(),
+            &color.unwrap_or_default().to_le_bytes(),
+        ]);
+        let group = self.split_group(color, key, call)?;
+        Ok(group.map(|(members, rank)| Communicator {
+            core: Arc::clone(&self.core),
+            device: Arc::clone(&self.device),
+            group: Arc::new(Group {
+                context,
+                members,
+                rank,
+            }),
+            sequence: 0,
+            deadline: self.deadline,
+        }))
+    }
+
+    /// The same ranks as another group, whose operations are numbered from 0.
+    pub(crate) fn renewed(self, name: &str) -> Communicator {
+        let own = &self.group;
+        let group = Group {
+            context: crate::hash::of(&[&own.context.to_le_bytes(), name.as_bytes()]),
+            members: own.members.clone(),
+            rank: own.rank,
+        };
+        Communicator {
+            group: Arc::new(group),
+            sequence: 0,
+            ..self
+        }
+    }
+
+    /// What carries all groups of this world.
+    pub(crate) fn core(&self) -> &Arc<Mutex<Core>> {
+        &self.core
+    }
+
     fn inputs(&self, slices: &[&Slice]) -> Regions {
         let one = |slice: &&Slice| Region::input(&*self.device, slice);
         slices.iter().map(one).collect()
@@ -126,26 +172,6 @@ impl Communicator {
     fn outputs(&self, slices: &[&Slice]) -> Regions {
         let one = |slice: &&Slice| Region::output(&*self.device, slice);
         slices.iter().map(one).collect()
-    }
-
-    fn algorithm(
-        &self,
-        kind: Kind,
-        algorithm: Algorithm,
-    ) -> Result<Option<NodeShape>, CollectiveError> {
-        match algorithm {
-            Algorithm::Direct => Ok(None),
-            Algorithm::Hierarchical(shape) if shape.ranks() == self.size() => Ok(Some(shape)),
-            Algorithm::Hierarchical(shape) => Err(checks::invalid(
-                kind,
-                format!(
-                    "{} nodes of {} ranks are not the {} ranks of this group",
-                    shape.nodes,
-                    shape.per_node,
-                    self.size()
-                ),
-            )),
-        }
     }
 
     fn signature(&self, kind: Kind, call: &Call, data: &Slice, elements: usize) -> Signature {
@@ -197,7 +223,7 @@ impl Collectives for Communicator {
         checks::apart(kind, input, output)?;
         let part = checks::parts(kind, input, self.size())? * input.element().size();
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
-        let shape = self.algorithm(kind, algorithm)?;
+        let shape = checks::algorithm(kind, algorithm, self.size())?;
         let plan = match shape {
             None => plan::all_to_all(rank, &sizes, &sizes),
             Some(shape) => {
@@ -236,7 +262,7 @@ impl Collectives for Communicator {
         // What lies behind is left alone, also where the slice is copied.
         let input = &input.head(sends.iter().sum());
         let output = &output.head(receives.iter().sum());
-        let shape = self.algorithm(kind, algorithm)?;
+        let shape = checks::algorithm(kind, algorithm, self.size())?;
         let (plan, next) = match shape {
             None => (plan::all_to_all(self.rank(), &sends, &receives), None),
             Some(shape) => {
@@ -409,33 +435,13 @@ impl Collectives for Communicator {
         key: i64,
         call: &Call,
     ) -> Result<Option<Box<dyn Collectives>>, CollectiveError> {
-        let sequence = self.sequence;
-        let group = self.split_group(color, key, call)?;
-        let communicator = |group| Communicator {
-            core: Arc::clone(&self.core),
-            device: Arc::clone(&self.device),
-            group: Arc::new(group),
-            sequence: 0,
-            deadline: self.deadline,
-        };
-        let context = crate::hash::of(&[
-            &self.group.context.to_le_bytes(),
-            &sequence.to_le_bytes(),
-            &color.unwrap_or_default().to_le_bytes(),
-        ]);
-        Ok(group.map(|(members, rank)| {
-            let group = Group {
-                context,
-                members,
-                rank,
-            };
-            Box::new(communicator(group)) as Box<dyn Collectives>
-        }))
+        let group = self.split_off(color, key, call)?;
+        Ok(group.map(|group| Box::new(group) as Box<dyn Collectives>))
     }
 }
 
 /// The exchange itself, once ranks of a node know each other's sizes.
-fn rest_of_hierarchical(
+pub(crate) fn rest_of_hierarchical(
     rank: usize,
     shape: NodeShape,
     sends: Vec<usize>,
@@ -464,4 +470,41 @@ fn rest_of_hierarchical(
             rank, shape, &sends, &receives, &transit, true,
         ))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic_cpu::CpuDevice;
+
+    /// What another thread begins in a group while the world is closed must not wait for ever.
+    #[test]
+    fn an_operation_begun_while_the_world_is_closed_ends() {
+        let device = Arc::new(CpuDevice::with_threads(1).unwrap());
+        let mut engines = crate::threads::world(2).into_iter();
+        let (own, _other) = (engines.next().unwrap(), engines.next().unwrap());
+        let mut world = Communicator::new(Box::new(own), device);
+        let barrier = world.barrier(&Call::new("late")).unwrap();
+        let error = lock(&world.core).close().unwrap_err().to_string();
+        assert!(error.contains("was begun meanwhile"), "{error}");
+        let error = barrier.wait().unwrap_err().to_string();
+        assert!(error.contains("was begun meanwhile"), "{error}");
+        assert!(world.barrier(&Call::new("after")).is_err());
+    }
+
+    /// The same where the failure is older than the operation.
+    #[test]
+    fn an_operation_after_the_end_has_its_deadline() {
+        let device = Arc::new(CpuDevice::with_threads(1).unwrap());
+        let mut engines = crate::threads::world(2).into_iter();
+        let (own, _other) = (engines.next().unwrap(), engines.next().unwrap());
+        let mut world = Communicator::new(Box::new(own), device);
+        let call = Call::new("late").within(Duration::from_millis(1));
+        let barrier = world.barrier(&call).unwrap();
+        lock(&world.core).fail_before(CollectiveError::Setup {
+            reason: "the world was ended".to_string(),
+        });
+        let error = barrier.wait().unwrap_err();
+        assert!(matches!(error, CollectiveError::Deadline { .. }), "{error}");
+    }
 }

@@ -152,6 +152,20 @@ pub enum CollectiveError {
         /// One for each thing and rank: ``` `plan` is `a` on rank 0 and `b` on rank 2 ```.
         differences: Vec<String>,
     },
+    /// Two ranks have one device, which makes each wait for the other.
+    #[error(
+        "ranks {} and {} have the same device, {device} of host {host}; give each rank its own: \
+         by LOCAL_RANK, or CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES",
+        ranks[0], ranks[1]
+    )]
+    SharedDevice {
+        /// Their ranks in the world.
+        ranks: [usize; 2],
+        /// The host they are on.
+        host: String,
+        /// The device's place on the bus.
+        device: String,
+    },
     /// The world cannot be set up.
     #[error("cannot set up the ranks: {reason}")]
     Setup {

@@ -48,16 +48,24 @@ impl Communicator {
             .iter()
             .map(|n| i64::from_le_bytes(*n))
             .collect();
-        let mut chosen: Vec<(i64, usize)> = (0..self.size())
-            .filter(|rank| numbers[2 * rank] == code)
-            .map(|rank| (numbers[2 * rank + 1], rank))
-            .collect();
-        chosen.sort_unstable();
-        let place = chosen.iter().position(|(_, rank)| *rank == self.rank());
+        let chosen = chosen(&numbers, code);
+        let place = chosen.iter().position(|rank| *rank == self.rank());
         let members = chosen
             .iter()
-            .map(|(_, rank)| self.group.members[*rank])
+            .map(|rank| self.group.members[*rank])
             .collect();
         Ok(color.and(place).map(|place| (members, place)))
     }
+}
+
+/// Ranks of a colour, in the order of keys, then of ranks; `numbers` has colour and key of
+/// each rank.
+pub(crate) fn chosen(numbers: &[i64], color: i64) -> Vec<usize> {
+    let pairs = numbers.as_chunks::<2>().0.iter().enumerate();
+    let mut chosen: Vec<(i64, usize)> = pairs
+        .filter(|(_, [own, _])| *own == color)
+        .map(|(rank, [_, key])| (*key, rank))
+        .collect();
+    chosen.sort_unstable();
+    chosen.into_iter().map(|(_, rank)| rank).collect()
 }

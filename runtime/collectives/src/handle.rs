@@ -10,11 +10,48 @@ use std::time::Duration;
 /// and keeps its memory.
 #[must_use = "an operation is finished only when `wait` has returned"]
 pub struct Handle {
-    core: Arc<Mutex<Core>>,
-    id: u64,
+    work: Box<dyn Work>,
     operation: &'static str,
     sequence: u64,
     outcome: Option<Outcome>,
+}
+
+/// What a handle is of.
+pub(crate) trait Work: Send {
+    /// Does what can be done; whether anything was, and the outcome if there is one.
+    fn poll(&mut self) -> (bool, Option<Outcome>);
+
+    /// Nobody will ask any more.
+    fn abandon(&mut self);
+
+    /// Whether it is in the order of the device's stream, so that what is launched next
+    /// sees its result.
+    fn in_order(&self) -> bool {
+        false
+    }
+}
+
+/// An operation over an engine.
+struct OfCore {
+    core: Arc<Mutex<Core>>,
+    id: u64,
+}
+
+impl Work for OfCore {
+    fn poll(&mut self) -> (bool, Option<Outcome>) {
+        let mut core = lock(&self.core);
+        let moved = core.progress();
+        let mut outcome = core.take(self.id);
+        if outcome.is_none() && !moved {
+            core.expire(self.id);
+            outcome = core.take(self.id);
+        }
+        (moved, outcome)
+    }
+
+    fn abandon(&mut self) {
+        lock(&self.core).abandon(self.id);
+    }
 }
 
 /// Calls that found nothing to do before the first pause.
@@ -33,9 +70,13 @@ impl Handle {
         operation: &'static str,
         sequence: u64,
     ) -> Handle {
+        let core = Arc::clone(core);
+        Handle::of(Box::new(OfCore { core, id }), operation, sequence)
+    }
+
+    pub(crate) fn of(work: Box<dyn Work>, operation: &'static str, sequence: u64) -> Handle {
         Handle {
-            core: Arc::clone(core),
-            id,
+            work,
             operation,
             sequence,
             outcome: None,
@@ -66,6 +107,22 @@ impl Handle {
         self.regions().map(|_| ())
     }
 
+    /// Until what is launched on the device from now on sees the result. Where operations
+    /// are in the order of its stream, as with NCCL, that is at once: the host does not
+    /// wait, and what fails later is the error of a later call. Else as [`Handle::wait`].
+    ///
+    /// # Errors
+    /// Whatever has made it fail.
+    pub fn in_stream(mut self) -> Result<(), CollectiveError> {
+        if !self.work.in_order() {
+            return self.wait();
+        }
+        self.poll();
+        self.outcome
+            .take()
+            .map_or(Ok(()), |outcome| outcome.map(|_| ()))
+    }
+
     pub(crate) fn regions(mut self) -> Outcome {
         let mut idle = 0;
         loop {
@@ -87,13 +144,8 @@ impl Handle {
         if self.outcome.is_some() {
             return false;
         }
-        let mut core = lock(&self.core);
-        let moved = core.progress();
-        self.outcome = core.take(self.id);
-        if self.outcome.is_none() && !moved {
-            core.expire(self.id);
-            self.outcome = core.take(self.id);
-        }
+        let (moved, outcome) = self.work.poll();
+        self.outcome = outcome;
         moved
     }
 }
@@ -101,7 +153,7 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         if self.outcome.is_none() {
-            lock(&self.core).abandon(self.id);
+            self.work.abandon();
         }
     }
 }

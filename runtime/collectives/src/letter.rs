@@ -25,10 +25,11 @@ pub enum Kind {
     Barrier = 8,
     Split = 9,
     Agree = 10,
+    Graph = 11,
 }
 
 impl Kind {
-    const ALL: [Kind; 10] = [
+    const ALL: [Kind; 11] = [
         Kind::AllToAll,
         Kind::AllToAllByCounts,
         Kind::AllGather,
@@ -39,6 +40,7 @@ impl Kind {
         Kind::Barrier,
         Kind::Split,
         Kind::Agree,
+        Kind::Graph,
     ];
 
     pub fn name(self) -> &'static str {
@@ -53,6 +55,7 @@ impl Kind {
             Kind::Barrier => "barrier",
             Kind::Split => "split",
             Kind::Agree => "agree",
+            Kind::Graph => "graph",
         }
     }
 }

@@ -93,8 +93,8 @@ unsafe impl Send for Operation {}
 
 /// What a step asks for.
 pub(crate) enum Advance {
-    /// These messages.
-    Exchange(Vec<Outgoing>),
+    /// These messages, and then, while they travel, these copies.
+    Exchange(Vec<Outgoing>, Vec<Copy>),
     /// Nothing: the operation is finished.
     Finished,
 }
@@ -169,9 +169,8 @@ impl Operation {
                     copies,
                 }) => {
                     (self.phase, self.phase_name) = (phase, name);
-                    self.copy(&copies)?;
                     self.receiving = self.incoming(&receives)?;
-                    return Ok(Advance::Exchange(self.outgoing(&sends)?));
+                    return Ok(Advance::Exchange(self.outgoing(&sends)?, copies));
                 }
                 Some(Step::Repack(copies)) => self.copy(&copies)?,
                 Some(Step::Write(offset, numbers)) => self.write(offset, &numbers)?,
@@ -238,10 +237,14 @@ impl Operation {
         self.address(span.place, span.offset, span.bytes)
     }
 
-    fn copy(&self, copies: &[Copy]) -> Result<(), CollectiveError> {
+    pub fn copy(&self, copies: &[Copy]) -> Result<(), CollectiveError> {
         for copy in copies {
             let from = self.span(&copy.from)?;
             let to = self.address(copy.to, copy.offset, copy.from.bytes)?;
+            // A rank's own part may be in its place, and be on its way to others.
+            if from == to {
+                continue;
+            }
             // SAFETY: both ranges lie in memory that this operation keeps alive; they
             // may overlap.
             unsafe { std::ptr::copy(from, to, copy.from.bytes) };

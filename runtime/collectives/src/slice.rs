@@ -156,6 +156,17 @@ impl Slice {
         }
     }
 
+    /// So many bytes from a byte on, where they are within it.
+    pub(crate) fn part(&self, offset: usize, bytes: usize) -> Option<Slice> {
+        let end = offset.checked_add(bytes)?;
+        (end <= self.bytes()).then(|| Slice {
+            buffer: Arc::clone(&self.buffer),
+            element: Element::U8,
+            first: self.offset() + offset,
+            elements: bytes,
+        })
+    }
+
     pub(crate) fn overlaps(&self, other: &Slice) -> bool {
         let (a, b) = (self.address(), other.address());
         let apart = a + self.bytes() as u64 <= b || b + other.bytes() as u64 <= a;

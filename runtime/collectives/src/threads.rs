@@ -5,7 +5,7 @@ use crate::{CollectiveError, Communicator};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 /// Runs `body` on `size` ranks, each a thread with a device of its own, and returns what
 /// they returned, or what they panicked with. A rank that panics ends the operations of
@@ -196,7 +196,12 @@ impl Engine for Threads {
 
     fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
         let done = match self.pending.get(&ticket.0) {
-            Some(Pending::Sent { parcel, .. }) => matches!(*lock(&parcel.0), Offer::Taken),
+            // Who is copying it holds the lock; meanwhile there may be something else to do.
+            Some(Pending::Sent { parcel, .. }) => match parcel.0.try_lock() {
+                Ok(offer) => matches!(*offer, Offer::Taken),
+                Err(TryLockError::Poisoned(offer)) => matches!(**offer.get_ref(), Offer::Taken),
+                Err(TryLockError::WouldBlock) => false,
+            },
             Some(Pending::Awaited {
                 from,
                 tag,

@@ -130,12 +130,23 @@ impl World {
         library: &str,
     ) -> Result<(), CollectiveError> {
         let (rank, size) = (communicator.rank(), communicator.size());
-        // A launcher other than MPI's may have started one process that starts others.
-        let mpi = matches!(self.launcher, Some(Launcher::OpenMpi | Launcher::Pmi));
-        // What another launcher starts once has rank 0.
+        // SLURM's variables are also those of a script, with rank 0, that starts others.
+        let loose = self
+            .launcher
+            .is_none_or(|launcher| launcher == Launcher::Slurm);
         let alone = size == 1 && self.rank > 0;
-        if (rank, size) == (self.rank, self.size) || !(mpi || alone) {
+        if (rank, size) == (self.rank, self.size) || (loose && !alone) {
             return Ok(());
+        }
+        if self.launcher == Some(Launcher::Torchrun) && size == 1 {
+            return Err(CollectiveError::Setup {
+                reason: format!(
+                    "torchrun's variables say rank {} of {}, but MPI ({library}) has one rank: \
+                     these variables alone make no MPI world\n\
+                     start the ranks by mpirun, srun or `moesaic launch`",
+                    self.rank, self.size
+                ),
+            });
         }
         let launcher = self.launcher.map_or(String::new(), |l| l.to_string());
         Err(CollectiveError::Setup {

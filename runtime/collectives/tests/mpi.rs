@@ -2,6 +2,7 @@
 //! given, any other: each test starts this program again under `mpiexec`.
 
 mod mpi_ranks;
+mod nccl_fake;
 mod support;
 
 use moesaic_toolchain::testing::{Tool, installed, needed};
@@ -213,4 +214,16 @@ fn more_than_two_gigabytes_in_one_message() {
         let text = launcher.run(2, "large");
         assert!(text.contains("2200000000 bytes arrived"), "{text}");
     }
+}
+
+#[test]
+fn ranks_with_gpus_learn_of_each_other_by_mpi() {
+    let alone = mpich().run(1, "nccl");
+    assert!(
+        alone.contains("did every operation by NCCL over MPI"),
+        "{alone}"
+    );
+    let both = mpich().run(2, "nccl");
+    let words = "refused: ranks 0 and 1 have the same device, 0000:17:00 of host";
+    assert_eq!(both.matches(words).count(), 2, "{both}");
 }

@@ -4,7 +4,7 @@ mod support;
 
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Communicator, Element, NodeShape, Reduction,
-    Transfer, threads,
+    Topology, Transfer, threads,
 };
 use moesaic_cpu::CpuDevice;
 use moesaic_target::{Device, DeviceError};
@@ -58,7 +58,8 @@ fn short(label: &str) -> Call {
 fn every_operation_on_one_to_eight_ranks() {
     for ranks in [1, 2, 3, 4, 8] {
         let results = run(ranks, |mut world| {
-            every_operation(&mut world);
+            let device = Arc::clone(world.device());
+            every_operation(&mut world, &device);
             world.finish(&call("finish")).unwrap();
         });
         assert!(results.iter().all(Option::is_some), "{ranks} ranks");
@@ -467,4 +468,41 @@ fn a_dropped_handle_ends_nothing() {
             [part(0, 0, 20_000), part(1, 0, 20_000)].concat()
         );
     }
+}
+
+#[test]
+fn links_are_measured_alike_on_every_rank() {
+    use moesaic_collectives::measure::{Options, measure};
+    let options = Options {
+        large: 10_001,
+        rounds: 2,
+        pairs: 3,
+    };
+    let results = run(4, |mut world| {
+        let device = Arc::clone(world.device());
+        let host = ["a", "b"][world.rank() / 2];
+        let topology = Topology::of(&mut world, host, &call("hosts")).unwrap();
+        measure(&mut world, &device, &topology, &options).unwrap()
+    });
+    let results: Vec<_> = results.into_iter().map(Option::unwrap).collect();
+    for measured in &results {
+        assert_eq!(*measured, results[0]);
+    }
+    let pairs = results[0].links.iter().map(|l| (l.from, l.to, l.same_node));
+    let expected = [
+        (0, 1, true),
+        (2, 3, true),
+        (0, 2, false),
+        (0, 3, false),
+        (1, 2, false),
+    ];
+    assert_eq!(pairs.collect::<Vec<_>>(), expected);
+    for link in &results[0].links {
+        assert!(
+            link.latency > Duration::ZERO && link.bytes_per_second > 0.0,
+            "{link:?}"
+        );
+    }
+    let sizes = results[0].all_to_all.iter().map(|all| all.bytes_per_pair);
+    assert_eq!(sizes.collect::<Vec<_>>(), [8, 2501]);
 }

@@ -165,7 +165,8 @@ impl Device for Far {
 fn buffers_that_the_host_does_not_see_go_through_copies() {
     let device = |_| Ok(Arc::new(Far::new()) as Arc<dyn Device>);
     let results = threads::run(3, device, |mut world| {
-        every_operation(&mut world);
+        let device = Arc::clone(world.device());
+        every_operation(&mut world, &device);
         world.finish(&call("finish")).unwrap();
     });
     assert!(results.unwrap().iter().all(Result::is_ok));

@@ -11,12 +11,12 @@ use moesaic_target::Ptr;
 const PACK_BYTES: u64 = 16;
 
 impl Layer {
-    /// Finds the layer's tensors among those that a caller has, and puts them
-    /// into `found` instead of what is there. All of `inputs` must be there, and
+    /// Finds the layer's tensors among those that a caller has for so many tokens, and
+    /// puts them into `found` instead of what is there. All of `inputs` must be there, and
     /// kernels must be able to use the addresses.
     pub(crate) fn find_given(
         &self,
-        tensors: &[(&str, Ptr)],
+        (tokens, tensors): (usize, &[(&str, Ptr)]),
         inputs: &[TensorId],
         found: &mut Vec<(TensorId, Ptr)>,
     ) -> Result<(), EngineError> {
@@ -30,7 +30,12 @@ impl Layer {
             }
         }
         for &(tensor, address) in &*found {
-            self.check_alignment(&self.plan()[tensor], address)?;
+            let tensor = &self.plan()[tensor];
+            if address == Ptr(0) && tensor.bytes(tokens as u64) > 0 {
+                let problem = "lies at address 0, where no memory is".to_string();
+                return Err(input_error(&tensor.name, problem));
+            }
+            self.check_alignment(tensor, address)?;
         }
         Ok(())
     }

@@ -185,7 +185,7 @@ impl Engine {
         &self,
         texts: &Texts,
         weights: &dyn WeightSource,
-        shared: HashMap<String, Buffer>,
+        shared: HashMap<String, Arc<Buffer>>,
     ) -> Result<Layer, EngineError> {
         let (tilings, modules) = (texts.tilings.clone(), self.modules(texts)?);
         Layer::new(tilings, modules, self.device.clone(), weights, shared)

@@ -1,5 +1,6 @@
 //! What can go wrong between a spec and its result.
 
+use moesaic_collectives::CollectiveError;
 use moesaic_emit::EmitError;
 use moesaic_plan::PlanError;
 use moesaic_target::{CompileError, DeviceError};
@@ -38,6 +39,9 @@ pub enum EngineError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// An exchange with other ranks failed.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
     /// A weight tensor is missing or not as the spec says.
     #[error("weight `{name}`: {problem}")]
     Weight {
@@ -54,6 +58,9 @@ pub enum EngineError {
         /// The source's reason.
         source: SourceError,
     },
+    /// What ranks hold together cannot be saved.
+    #[error("the tensors of all ranks cannot be saved: {0}")]
+    Save(String),
     /// An input is missing or not as the spec says.
     #[error("input `{name}`: {problem}")]
     Input {

@@ -104,7 +104,7 @@ impl Layer {
         let mut workspaces = self.lock_workspaces();
         let scalars = self.scalars(pass, counters, call.tokens, call.capacity_factor)?;
         let given = &mut workspaces.given;
-        self.find_given(call.tensors, self.inputs(pass), given)?;
+        self.find_given((call.tokens, call.tensors), self.inputs(pass), given)?;
         self.reserve(&mut workspaces, call.tokens)?;
         self.lay_passing(&mut workspaces);
         let Workspaces {

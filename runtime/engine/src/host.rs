@@ -53,13 +53,25 @@ impl Layer {
         tokens: usize,
         capacity_factor: Option<f64>,
     ) -> Result<Scalars, EngineError> {
+        self.scalars_among(pass, counters, (tokens, tokens), capacity_factor)
+    }
+
+    /// The same on one of several ranks, where some rank has `most` tokens: the capacity
+    /// of all is that of this one.
+    pub(crate) fn scalars_among(
+        &self,
+        pass: Pass,
+        counters: Counters,
+        (tokens, most): (usize, usize),
+        capacity_factor: Option<f64>,
+    ) -> Result<Scalars, EngineError> {
         let spec = self.spec();
         if let Some(factor) = capacity_factor {
             let checked = spec.capacity.check_factor(factor);
             checked.map_err(|problem| EngineError::Capacity { factor, problem })?;
         }
         let factor = capacity_factor.unwrap_or(spec.capacity.factor_of(pass.trains()));
-        let limit = row_limit(spec, factor, tokens as u64);
+        let limit = row_limit(spec, factor, most as u64);
         Ok(Scalars::new(tokens, counters, limit))
     }
 
@@ -126,11 +138,13 @@ impl Layer {
         Ok(host)
     }
 
-    pub(crate) fn checked_input<'i, 'a>(
+    /// What a caller gives, as the spec wants it. Ids index device memory: of them it
+    /// is a copy, and that is checked, since a caller's file may change meanwhile.
+    pub(crate) fn checked_input<'i>(
         &self,
-        input: &'i Input<'a>,
+        input: &'i Input<'_>,
         tensor: &TensorPlan,
-    ) -> Result<&'i Tensor<'a>, EngineError> {
+    ) -> Result<Tensor<'i>, EngineError> {
         let shape = shape_for(tensor, input.tokens);
         let host = input.tensors.get(&tensor.name).ok_or_else(|| {
             let problem = format!("is missing, expected {} of shape {shape:?}", tensor.dtype);
@@ -141,14 +155,22 @@ impl Layer {
             host.check(tensor.dtype, &shape)
                 .map_err(|problem| input_error(&tensor.name, problem))?;
         }
-        self.check_range(&tensor.name, host)?;
-        Ok(host)
+        let Some((least, most)) = self.range(&tensor.name) else {
+            return Ok(host.lend());
+        };
+        let ids: Vec<i32> = host.to_vec().unwrap_or_default();
+        if let Some(at) = ids.iter().position(|id| !(least..=most).contains(id)) {
+            let least = least.max(-1);
+            let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
+            return Err(input_error(&tensor.name, problem));
+        }
+        Ok(Tensor::owned(&shape, ids))
     }
 
-    /// Ids index device memory, so they are checked before they go there.
-    fn check_range(&self, name: &str, host: &Tensor<'_>) -> Result<(), EngineError> {
+    /// The least and the most that an input may have, if it has ids.
+    fn range(&self, name: &str) -> Option<(i32, i32)> {
         let spec = &self.plan().spec;
-        let (least, most) = match name {
+        Some(match name {
             "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
             // Below -1: a second expert that training let go.
             "topk_ids" => (
@@ -156,17 +178,8 @@ impl Layer {
                 spec.routed_experts() as i32 - 1,
             ),
             "active_k" => (0, spec.shape.top_k as i32),
-            _ => return Ok(()),
-        };
-        let ids: Vec<i32> = host.to_vec().unwrap_or_default();
-        match ids.iter().position(|id| !(least..=most).contains(id)) {
-            None => Ok(()),
-            Some(at) => {
-                let least = least.max(-1);
-                let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
-                Err(input_error(name, problem))
-            }
-        }
+            _ => return None,
+        })
     }
 }
 

@@ -46,6 +46,7 @@ pub(crate) struct Jit {
     target: Target,
     device: Arc<dyn Device>,
     builder: Builder,
+    /// Nothing is compiled: the engine says so, its store, or the lack of a compiler.
     strict: bool,
     slots: Mutex<HashMap<Key, Slot>>,
     in_memory: AtomicU64,
@@ -63,11 +64,12 @@ impl Jit {
             options,
             ..
         } = parts;
+        let of_store = store.as_ref().is_some_and(|store| store.is_strict());
         Jit {
+            strict: strict || of_store || compiler.is_none(),
             target,
             device,
             builder: Builder::new(compiler, store, options),
-            strict,
             slots: Mutex::default(),
             in_memory: AtomicU64::new(0),
             from_store: AtomicU64::new(0),
@@ -108,7 +110,7 @@ impl Jit {
     }
 
     /// Whether modules of these can be had: always, unless nothing may be
-    /// compiled.
+    /// compiled, or nothing is there that could.
     pub fn may_load<'s>(&self, mut sources: impl Iterator<Item = &'s Arc<KernelSource>>) -> bool {
         if !self.strict {
             return true;
@@ -333,34 +335,67 @@ mod tests {
         }
     }
 
-    #[test]
-    fn nothing_is_compiled_while_a_graph_is_captured() {
-        let target: Target = "cuda:sm_80".parse().unwrap();
+    fn target() -> Target {
+        "cuda:sm_80".parse().unwrap()
+    }
+
+    /// What asks no compiler, and with `compiler` has one.
+    fn parts(compiler: bool) -> EngineParts {
         let info = DeviceInfo {
             name: String::new(),
-            target,
+            target: target(),
             units: 1,
             memory_bytes: None,
         };
-        let parts = EngineParts {
+        let unasked = || Arc::new(Capturing(info.clone())) as Arc<dyn Compiler>;
+        EngineParts {
             device: Arc::new(Capturing(info.clone())),
-            compiler: Some(Arc::new(Capturing(info))),
+            compiler: compiler.then(unasked),
             store: None,
             strict: false,
             tuned: false,
             caches: None,
             options: CompileOptions::default(),
-        };
-        let source = KernelSource {
+        }
+    }
+
+    fn source() -> KernelSource {
+        KernelSource {
             stem: Stem::Combine,
             name: "combine".to_string(),
-            target,
+            target: target(),
             language: Language::Cuda,
             text: String::new(),
             config: String::new(),
             entries: Vec::new(),
+        }
+    }
+
+    /// A tuning whose kernels are not there is no reason to fail, whatever keeps them
+    /// from being compiled.
+    #[test]
+    fn strict_engines_say_what_they_may_load() {
+        let strict = Arc::new(Store::open("/no/such/cache").strict());
+        let of_store = EngineParts {
+            store: Some(strict),
+            ..parts(true)
         };
-        let error = Jit::new(parts, target).modules(&[&source]).err().unwrap();
+        let of_engine = EngineParts {
+            strict: true,
+            ..parts(true)
+        };
+        let source = Arc::new(source());
+        for parts in [of_store, of_engine, parts(false)] {
+            let jit = Jit::new(parts, target());
+            assert!(!jit.may_load([&source].into_iter()));
+        }
+        assert!(Jit::new(parts(true), target()).may_load([&source].into_iter()));
+    }
+
+    #[test]
+    fn nothing_is_compiled_while_a_graph_is_captured() {
+        let jit = Jit::new(parts(true), target());
+        let error = jit.modules(&[&source()]).err().unwrap();
         assert_eq!(
             error.to_string(),
             "the compile of kernel `combine` is not possible while graph `decode` is being \

@@ -5,7 +5,7 @@ use crate::error::EngineError;
 use crate::memory::Addresses;
 use moesaic_kernel::{Launch, ParamType, Size};
 use moesaic_plan::{LaunchStep, LayerPlan, Step, TensorId, Tilings};
-use moesaic_target::{Arg, Device, DeviceError, FunctionId, LaunchDims, Module};
+use moesaic_target::{Arg, Device, FunctionId, LaunchDims, Module, Ptr};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
@@ -134,6 +134,8 @@ struct BoundStep {
     function: FunctionId,
     launch: Launch,
     args: Vec<BoundArg>,
+    /// The parameters' names, for errors.
+    params: Vec<String>,
 }
 
 impl BoundStep {
@@ -179,6 +181,7 @@ impl BoundStep {
             function: module.function(&entry.symbol)?,
             module: module.clone(),
             launch: entry.launch.clone(),
+            params: entry.params.iter().map(|p| p.name.clone()).collect(),
             args,
         })
     }
@@ -189,17 +192,28 @@ impl BoundStep {
         scalars: &Scalars,
         addresses: &Addresses,
         args: &mut Vec<Arg>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<(), EngineError> {
         args.clear();
         let bound = self.args.iter();
         args.extend(bound.map(|arg| arg.value(scalars, addresses)));
+        if let Some(at) = args
+            .iter()
+            .position(is_nowhere)
+            .filter(|_| scalars.tokens > 0)
+        {
+            return Err(EngineError::Unbound {
+                symbol: self.symbol.clone(),
+                problem: format!("`{}` has no memory in this call", self.params[at]),
+            });
+        }
         let dims = dims(&self.launch, scalars.tokens as u64);
         // SAFETY: the function is the module's, and the arguments were bound to
         // its entry's own parameter list; each address is a buffer of the tensor's
         // size for at least `tokens` tokens, or the caller of a raw call vouches
         // for it; buffers outlive the launch because a device frees and grows
         // them in stream order.
-        unsafe { self.module.run(self.function, dims, args) }
+        unsafe { self.module.run(self.function, dims, args) }?;
+        Ok(())
     }
 
     fn timed(&self, start: Instant) -> StepTime {
@@ -209,6 +223,11 @@ impl BoundStep {
             time: start.elapsed(),
         }
     }
+}
+
+/// Whether it is an address at which there is no memory.
+fn is_nowhere(arg: &Arg) -> bool {
+    matches!(arg, Arg::Ptr(Ptr(0)) | Arg::TensorMap { base: Ptr(0), .. })
 }
 
 /// Steps of a layer in order, bound for each of its plans.

@@ -7,13 +7,14 @@ use crate::memory::{
     Addresses, Buffers, Kept, Workspace, Workspaces, needed, outlives_calls, passing_tensors,
 };
 use crate::pass::{Pass, Ports, passing, tensors};
-use crate::place::{Packing, check_table, placed};
+use crate::place::{Packing, TABLE, checked_table, placed};
 use moesaic_plan::{LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// A layer that can run. Calls from several threads take turns.
 pub struct Layer {
@@ -24,6 +25,8 @@ pub struct Layer {
     pub(crate) device: Arc<dyn Device>,
     /// Every tensor, in the order of names.
     by_name: Vec<TensorId>,
+    /// Layers that share memory take turns with each other, too.
+    turn: Arc<Mutex<()>>,
     workspaces: Mutex<Workspaces>,
     /// What each pass takes and gives.
     pub(crate) ports: [Ports; 4],
@@ -48,7 +51,7 @@ impl Layer {
         modules: Vec<Modules>,
         device: Arc<dyn Device>,
         weights: &dyn WeightSource,
-        shared: HashMap<String, Buffer>,
+        shared: HashMap<String, Arc<Buffer>>,
     ) -> Result<Layer, EngineError> {
         let plan = tilings.first();
         let own = |name: &str| !shared.contains_key(name);
@@ -75,10 +78,17 @@ impl Layer {
             modules,
             weights: held,
             device,
+            turn: Arc::default(),
             workspaces: Mutex::default(),
             gradients: OnceLock::new(),
             idle: Arc::default(),
         })
+    }
+
+    /// The layer, whose calls never run beside those of others with this lock.
+    pub(crate) fn taking_turns(self, turn: &Arc<Mutex<()>>) -> Layer {
+        let turn = Arc::clone(turn);
+        Layer { turn, ..self }
     }
 
     /// The number of the tensor of this name.
@@ -101,16 +111,24 @@ impl Layer {
     }
 
     /// Where the tensors of a call lie: what the layer holds, and what is in
-    /// these workspaces.
+    /// these workspaces. A graph that is captured has these addresses for good, so it
+    /// keeps what lies there: a larger call takes other memory, and the layer may go.
     pub(crate) fn lay<const N: usize>(&self, addresses: &mut Addresses, memory: [&Workspace; N]) {
         addresses.clear(self.plan().tensors.len());
-        addresses.lay(&self.weights);
-        if let Some(gradients) = self.gradients.get() {
-            addresses.lay(gradients);
+        let captured = self.captured();
+        let held = [Some(&self.weights), self.gradients.get()];
+        let passing = memory.map(|workspace| &workspace.buffers);
+        for buffers in held.into_iter().flatten().chain(passing) {
+            addresses.lay(buffers);
+            if captured {
+                buffers.keep(&*self.device);
+            }
         }
-        for workspace in memory {
-            addresses.lay(&workspace.buffers);
-        }
+    }
+
+    /// Whether launches become part of a graph.
+    pub(crate) fn captured(&self) -> bool {
+        self.device.capturing().is_some()
     }
 
     /// Launches steps in order; `times` waits for each.
@@ -150,9 +168,14 @@ impl Layer {
         tensor
             .check(plan.dtype, &shape_for(plan, 0))
             .map_err(problem)?;
-        if name == "router.table" {
-            check_table(&self.plan().spec, tensor, 0)?;
-        }
+        let table;
+        let tensor = match name == TABLE {
+            true => {
+                table = checked_table(&self.plan().spec, tensor, 0)?;
+                &table
+            }
+            false => tensor,
+        };
         let id = self.id(name).expect("found above");
         let _turn = self.lock_workspaces();
         if let Some(buffer) = self.weights.get(id) {
@@ -198,10 +221,12 @@ impl Layer {
 
     /// A panic while the lock was held can only have left a workspace that
     /// `reserve` replaces, so poisoning carries no information.
-    pub(crate) fn lock_workspaces(&self) -> MutexGuard<'_, Workspaces> {
-        self.workspaces
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    pub(crate) fn lock_workspaces(&self) -> Turn<'_> {
+        let turn = lock(&self.turn);
+        Turn {
+            workspaces: lock(&self.workspaces),
+            _turn: turn,
+        }
     }
 
     /// Makes room for a call of so many tokens that keeps nothing.
@@ -254,6 +279,31 @@ impl Layer {
     pub fn max_tokens(&self) -> usize {
         most_tokens(self.plan())
     }
+}
+
+/// A layer's workspaces during a call, which runs beside no other that uses the
+/// same memory.
+pub(crate) struct Turn<'a> {
+    workspaces: MutexGuard<'a, Workspaces>,
+    _turn: MutexGuard<'a, ()>,
+}
+
+impl Deref for Turn<'_> {
+    type Target = Workspaces;
+
+    fn deref(&self) -> &Workspaces {
+        &self.workspaces
+    }
+}
+
+impl DerefMut for Turn<'_> {
+    fn deref_mut(&mut self) -> &mut Workspaces {
+        &mut self.workspaces
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn most_tokens(plan: &LayerPlan) -> usize {

@@ -3,32 +3,46 @@
 use moesaic_plan::{LayerPlan, Role, TensorId, Tilings};
 use moesaic_target::{Buffer, Device, DeviceError, Ptr};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
-/// Device memory of tensors of one plan.
+/// Device memory of tensors of one plan. What other ranks are sent from or into it
+/// keeps a buffer until it is done.
 #[derive(Default)]
-pub(crate) struct Buffers(Vec<(TensorId, Buffer)>);
+pub(crate) struct Buffers(Vec<(TensorId, Arc<Buffer>)>);
 
 impl Buffers {
     /// The buffer of a tensor, if it is here.
     pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
+        self.handle(tensor).map(|buffer| &**buffer)
+    }
+
+    /// The buffer of a tensor, if it is here, to be kept.
+    pub fn handle(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
         let found = self.0.iter().find(|(held, _)| *held == tensor);
         found.map(|(_, buffer)| buffer)
     }
 
     /// Adds the buffer of a tensor that is not here.
-    pub fn push(&mut self, tensor: TensorId, buffer: Buffer) {
+    pub fn push(&mut self, tensor: TensorId, buffer: impl Into<Arc<Buffer>>) {
         debug_assert!(self.get(tensor).is_none(), "{tensor:?} is here");
-        self.0.push((tensor, buffer));
+        self.0.push((tensor, buffer.into()));
     }
 
     /// Each tensor with its buffer.
     pub fn iter(&self) -> impl Iterator<Item = (TensorId, &Buffer)> {
-        self.0.iter().map(|(tensor, buffer)| (*tensor, buffer))
+        self.0.iter().map(|(tensor, buffer)| (*tensor, &**buffer))
     }
 
     /// Each tensor with its buffer.
-    pub fn into_iter(self) -> impl Iterator<Item = (TensorId, Buffer)> {
+    pub fn into_iter(self) -> impl Iterator<Item = (TensorId, Arc<Buffer>)> {
         self.0.into_iter()
+    }
+
+    /// The graph that the device captures keeps all of them.
+    pub fn keep(&self, device: &dyn Device) {
+        for (_, buffer) in &self.0 {
+            device.keep(Arc::clone(buffer));
+        }
     }
 
     /// Bytes held.
@@ -160,6 +174,12 @@ impl Workspaces {
     pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
         let passing = self.passing.get(tensor);
         passing.or_else(|| self.every.get(tensor))
+    }
+
+    /// The same, to be kept.
+    pub fn handle(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
+        let passing = self.passing.buffers.handle(tensor);
+        passing.or_else(|| self.every.buffers.handle(tensor))
     }
 
     /// Whether there is room for a call of `tokens` tokens that keeps nothing.

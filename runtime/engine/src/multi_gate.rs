@@ -11,6 +11,7 @@ use crate::training::Saved;
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
+use std::sync::{Mutex, PoisonError};
 
 /// Layers that differ in their routers and share experts: the same memory
 /// holds weights and gradients of experts for all. With `top_k` as large as the
@@ -22,6 +23,8 @@ use moesaic_tensor::{Tensor, Tensors, WeightSource};
 pub struct MultiGate {
     layers: Vec<Layer>,
     stack: Option<Stack>,
+    /// One backward pass at a time, which may be a call of each layer.
+    backward: Mutex<()>,
 }
 
 /// What a forward pass of a [`MultiGate`] left for backward. It can be put
@@ -63,7 +66,7 @@ impl Engine {
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
             }
-            Ok(layer)
+            Ok(layer.taking_turns(&shared.turn))
         };
         let layers = routers.iter().map(|router| layer(&texts, router));
         let layers = layers.collect::<Result<Vec<Layer>, EngineError>>()?;
@@ -78,13 +81,17 @@ impl Engine {
             }
             _ => None,
         };
-        Ok(MultiGate { layers, stack })
+        Ok(MultiGate {
+            layers,
+            stack,
+            backward: Mutex::default(),
+        })
     }
 }
 
 impl MultiGate {
     /// The layers, one per router. A layer's own `router.` weights and gradients
-    /// are its own; those of experts are every layer's.
+    /// are its own; those of experts are every layer's, so their calls take turns.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
     }
@@ -143,6 +150,7 @@ impl MultiGate {
         accumulate: bool,
     ) -> Result<Vec<Output>, EngineError> {
         assert_eq!(dy.len(), self.layers.len(), "one dy per layer");
+        let _turn = self.backward.lock().unwrap_or_else(PoisonError::into_inner);
         match (&saved.0, &self.stack) {
             (Kept::Each(saved), _) => self.backward_each(saved, dy, accumulate),
             (Kept::Together(saved), Some(stack)) => {

@@ -15,9 +15,9 @@ use std::ops::Range;
 /// a layer.
 const PIECE: usize = 8 << 20;
 
-/// The wanted weights of a plan on the device, packed ones among them. A piece of a
-/// weight is asked of its source when it is uploaded or packed, and let go of before
-/// the next.
+/// The wanted weights of a plan on the device, packed ones among them. What is wrong
+/// with types and shapes is found before any is read. A piece of a weight is asked of
+/// its source when it is uploaded or packed, and let go of before the next.
 pub(crate) fn placed(
     plan: &LayerPlan,
     modules: &Modules,
@@ -25,35 +25,32 @@ pub(crate) fn placed(
     weights: &dyn WeightSource,
     wanted: impl Fn(&str) -> bool,
 ) -> Result<Buffers, EngineError> {
-    let _placing = Placing::begin(device);
-    let mut held = Buffers::default();
     let of = |role: Role| {
         let tensors = plan.tensors.iter().enumerate();
         let tensors = tensors.map(|(at, tensor)| (TensorId(at), tensor));
         tensors.filter(move |(_, tensor)| tensor.role == role)
     };
-    for (id, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
-        let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
-        held.push(id, device.alloc(bytes)?);
-    }
     let packing = Packing {
         plan,
         modules,
         device,
     };
-    for (id, tensor) in of(Role::Weight) {
-        let away = plan.packs_away(id);
-        let here = match away {
-            true => packing
-                .steps(id)
-                .any(|step| held.get(step.tensors[1]).is_some()),
-            false => wanted(&tensor.name),
-        };
-        if !here {
-            continue;
-        }
-        let weight = Weight::find(weights, tensor)?;
-        match away {
+    let is_wanted = |(id, tensor): &(TensorId, &TensorPlan)| match plan.packs_away(*id) {
+        true => packing.made_of(*id).any(|packed| wanted(&packed.name)),
+        false => wanted(&tensor.name),
+    };
+    let found = of(Role::Weight).filter(is_wanted);
+    let found = found.map(|(id, tensor)| Ok((id, Weight::find(weights, tensor)?)));
+    let found = found.collect::<Result<Vec<_>, EngineError>>()?;
+
+    let _placing = Placing::begin(device);
+    let mut held = Buffers::default();
+    for (id, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
+        let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
+        held.push(id, device.alloc(bytes)?);
+    }
+    for (id, weight) in found {
+        match plan.packs_away(id) {
             true => packing.pack_all(id, &weight, &held)?,
             false => held.push(id, packing.upload(&weight)?),
         }
@@ -188,11 +185,13 @@ impl Packing<'_> {
         let bytes = usize::try_from(weight.tensor.bytes(0)).unwrap_or(usize::MAX);
         let buffer = self.device.alloc(bytes.max(64))?;
         weight.each_piece(self.most(weight), |first, piece| {
-            if weight.tensor.name == "router.table" {
-                check_table(&self.plan.spec, piece, first)?;
-            }
             let at = first * weight.row_bytes();
-            Ok(self.device.upload(&piece.data, &buffer, at)?)
+            let upload = |piece: &Tensor<'_>| self.device.upload(&piece.data, &buffer, at);
+            match weight.tensor.name == TABLE {
+                true => upload(&checked_table(&self.plan.spec, piece, first)?)?,
+                false => upload(piece)?,
+            }
+            Ok(())
         })?;
         Ok(buffer)
     }
@@ -269,6 +268,12 @@ impl Packing<'_> {
         steps.filter(move |step| step.tensors[0] == weight)
     }
 
+    /// The packed tensors that are made of a weight.
+    fn made_of(&self, weight: TensorId) -> impl Iterator<Item = &TensorPlan> {
+        let packed = self.steps(weight).map(|step| step.tensors[1]);
+        packed.map(|id| &self.plan[id])
+    }
+
     /// Experts of what a step packs.
     fn experts(&self, step: &LaunchStep) -> usize {
         shape_for(&self.plan[step.tensors[1]], 0)[0]
@@ -306,19 +311,22 @@ pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer,
     Ok(buffer)
 }
 
-/// Expert ids in a routing table index device memory. The tensor is the table's rows
-/// from the first on.
-pub(crate) fn check_table(
+/// The weight that has ids.
+pub(crate) const TABLE: &str = "router.table";
+
+/// Rows of a routing table from the first on, copied. Expert ids index device memory,
+/// so they are checked: the copy, since a file that is mapped may change meanwhile.
+pub(crate) fn checked_table(
     spec: &LayerSpec,
     rows: &Tensor<'_>,
     first: usize,
-) -> Result<(), EngineError> {
+) -> Result<Tensor<'static>, EngineError> {
     let experts = spec.routed_experts() as i32;
-    let ids = rows.values::<i32>().unwrap_or_default();
+    let ids: Vec<i32> = rows.to_vec().unwrap_or_default();
     match ids.iter().position(|id| !(0..experts).contains(id)) {
-        None => Ok(()),
+        None => Ok(Tensor::owned(&rows.shape, ids)),
         Some(at) => Err(EngineError::Weight {
-            name: "router.table".to_string(),
+            name: TABLE.to_string(),
             problem: format!(
                 "names expert {} at element {}, there are {experts}",
                 ids[at],

@@ -8,7 +8,7 @@ use crate::parallel::{cores, parallel_on};
 use moesaic_cache::{Key, Store};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{PlanOptions, plan};
+use moesaic_plan::{Parallel, Place, PlanError, PlanOptions, plan, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::HashSet;
@@ -22,6 +22,8 @@ pub struct Job {
     pub target: Target,
     /// What its plan follows: training or inference, sizes, caches.
     pub options: PlanOptions,
+    /// How ranks share it: the kernels of all of them instead of one process's.
+    pub mesh: Option<Parallel>,
     /// A compiler for it.
     pub compiler: Arc<dyn Compiler>,
 }
@@ -92,8 +94,7 @@ pub fn precompile_on(
     let mut kernels: Vec<(&Job, KernelSource, Key, Builder)> = Vec::new();
     for job in jobs {
         check_spec(&job.spec)?;
-        let plan = plan(&job.spec, job.target, &job.options)?;
-        for source in emit_layer(&plan)? {
+        for source in sources(job)? {
             let compiler = Some(job.compiler.clone());
             let builder = Builder::new(compiler, Some(store.clone()), options.clone());
             let key = builder.key(&source, &builder.fingerprint(job.target));
@@ -118,6 +119,30 @@ pub fn precompile_on(
             row
         },
     ))
+}
+
+/// The kernels of a job; some more than once.
+fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
+    let (spec, target, options) = (&job.spec, job.target, &job.options);
+    let Some(mesh) = job.mesh else {
+        return Ok(emit_layer(&plan(spec, target, options)?)?);
+    };
+    mesh.check(spec).map_err(PlanError::from)?;
+    // Ranks differ in how many experts they have: the first have the most, the last the
+    // fewest. Slices are equal.
+    let last = mesh.ep - 1;
+    let mut all = Vec::new();
+    for ep in if last > 0 { vec![0, last] } else { vec![0] } {
+        let place = Place {
+            dp: 0,
+            ep,
+            shard: 0,
+        };
+        let plan = plan_rank(spec, target, options, mesh, mesh.rank(place))?;
+        all.extend(emit_layer(&plan.tokens)?);
+        all.extend(emit_layer(&plan.experts)?);
+    }
+    Ok(all)
 }
 
 fn outcome(builder: &Builder, source: &KernelSource, key: &Key) -> Outcome {

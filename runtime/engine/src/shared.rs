@@ -7,12 +7,14 @@ use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Weights and gradients of layers that use the same.
 pub(crate) struct Shared {
     weights: HashMap<String, Arc<Buffer>>,
     gradients: HashMap<String, Arc<Buffer>>,
+    /// What layers on this memory take turns with.
+    pub turn: Arc<Mutex<()>>,
 }
 
 impl Shared {
@@ -33,28 +35,19 @@ impl Shared {
             gradients.insert(tensor.name.clone(), buffer);
         }
         let weights = placed.into_iter();
-        let weights = weights.map(|(id, buffer)| (plan[id].name.clone(), Arc::new(buffer)));
+        let weights = weights.map(|(id, buffer)| (plan[id].name.clone(), buffer));
         Ok(Shared {
             weights: weights.collect(),
             gradients,
+            turn: Arc::default(),
         })
     }
 
-    pub fn weights(&self) -> HashMap<String, Buffer> {
-        aliases(&self.weights)
+    pub fn weights(&self) -> HashMap<String, Arc<Buffer>> {
+        self.weights.clone()
     }
 
-    pub fn gradients(&self) -> HashMap<String, Buffer> {
-        aliases(&self.gradients)
+    pub fn gradients(&self) -> HashMap<String, Arc<Buffer>> {
+        self.gradients.clone()
     }
-}
-
-/// Buffers on the same memory, which the last of them frees.
-fn aliases(buffers: &HashMap<String, Arc<Buffer>>) -> HashMap<String, Buffer> {
-    let each = buffers.iter();
-    each.map(|(name, buffer)| {
-        let alias = Buffer::new(buffer.ptr(), buffer.bytes(), Box::new(Arc::clone(buffer)));
-        (name.clone(), alias)
-    })
-    .collect()
 }

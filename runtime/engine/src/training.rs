@@ -13,16 +13,20 @@ use moesaic_plan::{Role, TensorId, TensorPlan};
 use moesaic_target::{Buffer, Ptr};
 use moesaic_tensor::{Tensor, Tensors};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// What one forward pass left for backward: inputs, the routing record and, as
 /// the plan says, the pre-activations. Any number can be alive at a time;
-/// dropping one gives its memory to the next call.
+/// dropping one gives its memory to the next call, or, if it was part of a call that
+/// a graph captured, to that graph alone.
 pub struct Saved {
     tokens: usize,
     /// Those of the call: backward may route again.
     scalars: Scalars,
     pub(crate) kept: Kept,
+    /// A graph has its addresses, and may be launched at any time.
+    captured: AtomicBool,
     idle: Arc<Mutex<Vec<Kept>>>,
 }
 
@@ -36,6 +40,11 @@ impl Saved {
         self.scalars
     }
 
+    /// The buffer of a tensor that is kept, to be kept longer.
+    pub(crate) fn handle(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
+        self.kept.workspace.buffers.handle(tensor)
+    }
+
     /// The buffer of a tensor that is kept.
     pub(crate) fn get(&self, tensor: TensorId) -> Option<&Buffer> {
         self.kept.workspace.get(tensor)
@@ -44,6 +53,9 @@ impl Saved {
 
 impl Drop for Saved {
     fn drop(&mut self) {
+        if *self.captured.get_mut() {
+            return;
+        }
         let kept = std::mem::take(&mut self.kept);
         if let Ok(mut idle) = self.idle.lock() {
             idle.push(kept);
@@ -167,7 +179,7 @@ impl Layer {
         self.check_training()?;
         let scalars = self.scalars(Pass::Train, counters, call.tokens, call.capacity_factor)?;
         let inputs = self.inputs(Pass::Train);
-        self.find_given(call.tensors, inputs, &mut workspaces.given)?;
+        self.find_given((call.tokens, call.tensors), inputs, &mut workspaces.given)?;
         self.reserve_training(&mut workspaces.every, call.tokens)?;
         let mut saved = self.saved(call.tokens, scalars)?;
         saved.kept.given.extend_from_slice(&workspaces.given);
@@ -195,7 +207,8 @@ impl Layer {
         let workspaces = &mut *self.lock_workspaces();
         self.check_saved(saved)?;
         let dy = self.dy();
-        self.find_given(call.tensors, dy.as_slice(), &mut workspaces.given)?;
+        let given = &mut workspaces.given;
+        self.find_given((saved.tokens, call.tensors), dy.as_slice(), given)?;
         self.reserve_every(&mut workspaces.every, saved.tokens)?;
         self.gradient_buffers()?;
         let scalars = saved.scalars.accumulating(call.accumulate);
@@ -212,6 +225,7 @@ impl Layer {
         let Workspaces {
             every, addresses, ..
         } = workspaces;
+        saved.captured.fetch_or(self.captured(), Ordering::Relaxed);
         self.lay(addresses, [every, &saved.kept.workspace]);
         addresses.give(&saved.kept.given);
     }
@@ -351,6 +365,7 @@ impl Layer {
             tokens,
             scalars,
             kept,
+            captured: AtomicBool::new(false),
             idle: self.idle.clone(),
         }
     }
@@ -367,13 +382,13 @@ impl Layer {
     /// are some already.
     pub(crate) fn share_gradients(
         &self,
-        mut shared: HashMap<String, Buffer>,
+        mut shared: HashMap<String, Arc<Buffer>>,
     ) -> Result<&Buffers, EngineError> {
         let mut buffers = Buffers::default();
         for tensor in self.tensors(Role::WeightGradient) {
             let buffer = match shared.remove(&tensor.name) {
                 Some(buffer) => buffer,
-                None => zeroed(tensor, &*self.device)?,
+                None => zeroed(tensor, &*self.device)?.into(),
             };
             buffers.push(self.id(&tensor.name).expect("it is the plan's"), buffer);
         }

@@ -67,7 +67,7 @@ impl Variants<'_> {
         if self.training {
             layer.share_gradients(self.shared.gradients())?;
         }
-        Ok(layer)
+        Ok(layer.taking_turns(&self.shared.turn))
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! [`Tensors`] are tensors by name: weights, inputs, results, gradients, optimizer
 //! state. A [`WeightSource`] gives a layer its weights a piece at a time; tensors in
-//! memory are one, a checkpoint is another.
+//! memory are one, a checkpoint is another. A [`WeightSink`] takes tensors the same way.
 //!
 //! ```
 //! use moesaic_tensor::{Tensor, Tensors};
@@ -20,6 +20,7 @@
 mod bytes;
 mod element;
 mod map;
+mod sink;
 mod source;
 mod tensor;
 mod tensors;
@@ -27,6 +28,7 @@ mod tensors;
 pub use bytes::Bytes;
 pub use element::{Element, read_float, read_int, write_float};
 pub use map::Map;
+pub use sink::{Described, WeightSink};
 pub use source::{SourceError, WeightSource};
 pub use tensor::{Tensor, check_kind};
 pub use tensors::Tensors;

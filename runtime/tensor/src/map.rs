@@ -9,9 +9,12 @@ use std::ops::{Deref, Range};
 /// first looked at, and may take it back.
 ///
 /// The file must not be cut short meanwhile: the system would end the process on
-/// the next access.
+/// the next access. [`Map::is_whole`] finds out before it, but not at the same time.
 #[derive(Debug)]
-pub struct Map(Mmap);
+pub struct Map {
+    bytes: Mmap,
+    file: File,
+}
 
 impl Map {
     /// Maps a whole file.
@@ -23,7 +26,17 @@ impl Map {
         // ever read as plain numbers, so another process that writes to the
         // file can change values but cannot break an invariant. Cutting the
         // file short ends the process; the type's documentation says so.
-        Ok(Map(unsafe { Mmap::map(file) }?))
+        let bytes = unsafe { Mmap::map(file) }?;
+        let file = file.try_clone()?;
+        Ok(Map { bytes, file })
+    }
+
+    /// Whether the file still has all bytes that are mapped.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn is_whole(&self) -> io::Result<bool> {
+        Ok(self.file.metadata()?.len() >= self.bytes.len() as u64)
     }
 
     /// Gives the memory of these bytes back: they are read from the file again
@@ -35,7 +48,7 @@ impl Map {
             // SAFETY: pages of a private mapping that nobody has written to hold
             // what the file does, and come back from there.
             let done = unsafe {
-                self.0
+                self.bytes
                     .unchecked_advise_range(advice, range.start, range.len())
             };
             drop(done); // a refusal costs memory only
@@ -49,6 +62,6 @@ impl Deref for Map {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.0
+        &self.bytes
     }
 }

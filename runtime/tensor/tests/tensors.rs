@@ -57,10 +57,24 @@ fn pages_of_a_file_are_given_back() {
     let map = mapped(&vec![3u8; 1 << 20]);
     let whole = Bytes::mapped(&map, 0..1 << 20);
     assert!(whole.iter().all(|b| *b == 3));
+    #[cfg(target_os = "linux")]
+    let held = resident(&whole);
     whole.release();
+    #[cfg(target_os = "linux")]
+    assert_eq!((held, resident(&whole)), (1 << 10, 0), "kB in memory");
     assert!(whole.part(5..70_000).unwrap().iter().all(|b| *b == 3));
     assert!(whole.is_mapped());
     assert!(whole.part(0..(1 << 20) + 1).is_none());
+}
+
+/// Kilobytes of the mapping that begins with these bytes that are in memory.
+#[cfg(target_os = "linux")]
+fn resident(bytes: &[u8]) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let start = format!("{:x}-", bytes.as_ptr() as usize);
+    let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+    let line = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
 #[test]

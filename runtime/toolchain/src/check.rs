@@ -7,8 +7,10 @@ use moesaic_cuda::NvrtcCompiler;
 use moesaic_kernel::{KernelSource, Language, Stem, Target};
 use moesaic_rocm::{ClangFacts, ClangTool, RocmCompiler};
 use moesaic_target::{CompileError, CompileOptions, Compiler};
+use std::io::{Read, Seek};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 const CUDA: (&str, &str) = (
     "cuda:sm_80",
@@ -62,16 +64,51 @@ fn mpi(folder: &Path) -> Result<Working, String> {
     };
     let found = mpi::probe(&options).map_err(|error| error.to_string())?;
     let launcher = folder.join("mpiexec");
-    let output = Command::new(&launcher).args(["-n", "2", "true"]).output();
-    let output = output.map_err(|error| format!("{}: {error}", launcher.display()))?;
-    if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("{}: {}", output.status, said.trim()));
-    }
+    let mut command = Command::new(&launcher);
+    // Also within a cluster's job the two are to run here.
+    command
+        .args(["-n", "2", "true"])
+        .env("HYDRA_LAUNCHER", "fork");
+    finish(command, PATIENCE).map_err(|error| format!("{}: {error}", launcher.display()))?;
     Ok(Working {
         name: found.version,
         clang: None,
     })
+}
+
+/// How long a launcher may take for programs that do nothing.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs a command, which must succeed in time. What it says is kept in a file: a pipe that
+/// its children hold open could not be read to the end.
+fn finish(mut command: Command, patience: Duration) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    let mut said = tempfile::tempfile().map_err(words)?;
+    command
+        .stdin(Stdio::null())
+        .stdout(said.try_clone().map_err(words)?)
+        .stderr(said.try_clone().map_err(words)?);
+    let mut child = command.spawn().map_err(words)?;
+    let start = Instant::now();
+    let status = loop {
+        match child.try_wait().map_err(words)? {
+            Some(status) => break status,
+            None if start.elapsed() < patience => std::thread::sleep(Duration::from_millis(5)),
+            None => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(format!("not finished after {} s", patience.as_secs()));
+            }
+        }
+    };
+    if status.success() {
+        return Ok(());
+    }
+    let mut text = Vec::new();
+    let read = said.rewind().and_then(|()| said.read_to_end(&mut text));
+    read.map_err(words)?;
+    let text = String::from_utf8_lossy(&text);
+    Err(format!("{status}: {}", text.trim()))
 }
 
 fn compile(
@@ -96,4 +133,24 @@ fn compile(
             clang: None,
         })
         .map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn a_launcher_that_hangs_is_ended() {
+        let error = finish(shell("exec sleep 600"), Duration::ZERO).unwrap_err();
+        assert_eq!(error, "not finished after 0 s");
+        assert_eq!(finish(shell("true"), PATIENCE), Ok(()));
+        let error = finish(shell("echo out; echo no >&2; exit 3"), PATIENCE).unwrap_err();
+        assert_eq!(error, "exit status: 3: out\nno");
+    }
 }

@@ -3,6 +3,7 @@
 use crate::pip::Python;
 use crate::{Registry, open};
 use moesaic_collectives::mpi::{Options, probe};
+use moesaic_collectives::nccl;
 use moesaic_kernel::Target;
 use moesaic_target::{CompileError, Compiler};
 #[cfg(any(feature = "cuda", feature = "rocm"))]
@@ -38,6 +39,8 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
             clang.program().display().to_string()
         }),
         mpi(registry),
+        gpu_ranks("NCCL library", "cuda:sm_90a"),
+        gpu_ranks("RCCL library", "rocm:gfx942"),
         cuda_device(),
         rocm_device(),
         pip(),
@@ -119,6 +122,33 @@ fn mpi(registry: &Registry) -> Finding {
                     .to_string(),
                 ..Finding::of("MPI library")
             }
+        }
+    }
+}
+
+/// What ranks with a GPU each need.
+fn gpu_ranks(subject: &'static str, target: &str) -> Finding {
+    let missing = |tried: String, advice: &str| Finding {
+        tried,
+        advice: advice.to_string(),
+        ..Finding::of(subject)
+    };
+    let target = match target.parse() {
+        Ok(target) => target,
+        Err(_) => return missing(format!("`{target}` is no target"), ""),
+    };
+    match nccl::probe(target, &nccl::Options::default()) {
+        Ok(found) => Finding {
+            found: Some(found.version),
+            place: Some(found.library),
+            ..Finding::of(subject)
+        },
+        Err(error) => {
+            let text = error.to_string();
+            let mut lines = text.lines();
+            let tried = lines.next().unwrap_or_default().to_string();
+            let advice = lines.next().unwrap_or_default();
+            missing(tried, &format!("for ranks with a GPU each: {advice}"))
         }
     }
 }

@@ -100,6 +100,18 @@ fn opening_the_registered_clang_starts_no_process() {
 #[test]
 fn the_doctor_names_compilers_places_and_targets() {
     let findings = doctor(&installed());
+    // What is there or not depends on the machine; what to do is always said.
+    for subject in ["NCCL library", "RCCL library"] {
+        let finding = findings.iter().find(|finding| finding.subject == subject);
+        let finding = finding.unwrap();
+        let missing = finding.found.is_none();
+        assert_eq!(missing, !finding.tried.is_empty(), "{finding:?}");
+        assert_eq!(
+            missing,
+            finding.advice.contains("MOESAIC_NCCL"),
+            "{finding:?}"
+        );
+    }
     for subject in ["C compiler", "CUDA compiler", "ROCm compiler"] {
         let finding = findings
             .iter()

@@ -1,5 +1,6 @@
 //! What training needs around a layer: optimizers over named tensors, their
-//! state as a checkpoint, and checkpoints whose number of experts changes.
+//! state as a checkpoint, steps over many ranks, and checkpoints whose number of experts
+//! changes.
 //!
 //! ```
 //! use moesaic_tensor::{Tensor, Tensors};
@@ -20,6 +21,7 @@ mod adam;
 pub mod balance;
 pub mod elastic;
 mod error;
+pub mod mesh;
 mod optimizer;
 mod sgd;
 

@@ -1,6 +1,7 @@
 //! Checkpoints whose number of experts changes, against the reference.
 
 use moesaic_kernel::DType;
+use moesaic_plan::Parallel;
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, forward};
 use moesaic_spec::testing::{Counter, sample};
@@ -322,18 +323,26 @@ fn splitting_and_merging_gives_the_same_bytes() {
     assert!(done > 80, "{done} layers");
 }
 
+fn mesh(ep: usize, shards: usize) -> Parallel {
+    Parallel { ep, shards, dp: 1 }
+}
+
 #[test]
 fn shards_make_the_whole_again() {
     for seed in 0..120 {
         let spec = sample(seed);
         let set = checkpoint(&spec, seed);
         let experts = spec.shape.experts;
-        for ranks in (1..=experts).filter(|ranks| experts.is_multiple_of(*ranks)) {
-            let shards = shard_experts(&spec, &set, ranks).unwrap_or_else(|e| panic!("{e}"));
-            let up = &shards[ranks - 1]["experts.up.weight"];
-            assert_eq!(up.shape[0], experts / ranks);
-            let whole = unshard_experts(&spec, &shards).unwrap_or_else(|e| panic!("{e}"));
-            assert_eq!(whole, set, "seed {seed}, {ranks} ranks");
+        let width = spec.shape.hidden_dim;
+        let slices = if width.is_multiple_of(2) { 2 } else { 1 };
+        let meshes = [(1, slices), (2, 1), (3, slices), (experts, 1)];
+        let meshes = meshes.map(|(ep, shards)| mesh(ep.min(experts), shards));
+        for mesh in meshes {
+            let shards = shard_experts(&spec, &set, mesh).unwrap_or_else(|e| panic!("{e}"));
+            let up = &shards[mesh.ranks() - 1]["experts.up.weight"];
+            assert_eq!(up.shape[..2], [experts / mesh.ep, width / mesh.shards]);
+            let whole = unshard_experts(&spec, &shards, mesh).unwrap_or_else(|e| panic!("{e}"));
+            assert_eq!(whole, set, "seed {seed}, {mesh:?}");
         }
     }
 }
@@ -342,19 +351,19 @@ fn shards_make_the_whole_again() {
 fn parts_that_do_not_fit_are_refused() {
     let spec = dense(6, 2);
     let set = checkpoint(&spec, 1);
-    assert!(shard_experts(&spec, &set, 4).is_err());
-    assert!(shard_experts(&spec, &set, 0).is_err());
-    let mut shards = shard_experts(&spec, &set, 3).expect("shards");
+    assert!(shard_experts(&spec, &set, mesh(7, 1)).is_err());
+    assert!(shard_experts(&spec, &set, mesh(0, 1)).is_err());
+    let mut shards = shard_experts(&spec, &set, mesh(3, 1)).expect("shards");
     let first = shards[0].clone();
     shards[1].remove("experts.up.weight");
     assert!(matches!(
-        unshard_experts(&spec, &shards),
+        unshard_experts(&spec, &shards, mesh(3, 1)),
         Err(TrainError::Tensor { name, .. }) if name == "experts.up.weight"
     ));
     shards[1] = first;
     shards[2].insert("optimizer.step".to_string(), Tensor::copied(&[1], &[18i64]));
     assert!(matches!(
-        unshard_experts(&spec, &shards),
+        unshard_experts(&spec, &shards, mesh(3, 1)),
         Err(TrainError::Tensor { name, .. }) if name == "optimizer.step"
     ));
     assert!(

@@ -2,7 +2,7 @@
 
 use crate::WeightsError;
 use moesaic_kernel::DType;
-use moesaic_tensor::{Bytes, Map, Tensor};
+use moesaic_tensor::{Bytes, Map, SourceError, Tensor, WeightSource};
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -10,14 +10,15 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a file or a model directory, mapped into memory.
 ///
 /// Opening reads headers only. The files must not be cut short while a
 /// checkpoint is open, or a tensor that it lent is there: the system would end the
-/// process on the next access. A file that is replaced by another of its name stays.
+/// process on the next access. That a file has its length is looked at before each
+/// read, which then is an error; what happens during a read nothing can catch. A file that is replaced by another of its name stays.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -65,6 +66,19 @@ impl TensorRef<'_> {
             shape: self.shape.to_vec(),
             data: self.data(0..self.bytes.len()),
         })
+    }
+
+    /// Whether the file still has it: who reads elements of one that was cut short
+    /// would be ended by the system.
+    pub(crate) fn check_length(&self) -> Result<(), WeightsError> {
+        match self.map.is_whole() {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(WeightsError::Corrupt {
+                file: self.file.to_path_buf(),
+                reason: "it was cut short since it was opened".to_string(),
+            }),
+            Err(error) => Err(WeightsError::io(self.file)(error)),
+        }
     }
 
     /// Some of its bytes, which stay in the file.
@@ -145,6 +159,7 @@ impl Checkpoint {
                 tried: format!("`{name}`"),
                 near: String::new(),
             })?;
+        from.check_length()?;
         from.tensor().map_err(|found| WeightsError::WrongDType {
             tensor: name.to_string(),
             file: from.file.to_path_buf(),
@@ -190,6 +205,35 @@ impl Checkpoint {
             self.names.insert(name, at);
         }
         Ok(())
+    }
+}
+
+/// All tensors by their names in the files; those of element types that are none of ours
+/// are not there.
+impl WeightSource for Checkpoint {
+    fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        let tensor = self.tensor(name)?;
+        Some((tensor.dtype.ok()?, tensor.shape.to_vec()))
+    }
+
+    fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        let from = self
+            .tensor(name)
+            .ok_or_else(|| format!("there is no tensor `{name}`"))?;
+        let dtype = from
+            .dtype
+            .map_err(|found| format!("has elements of type {found:?}"))?;
+        let count = from.shape.first().copied().unwrap_or(1);
+        if rows.start > rows.end || rows.end > count {
+            return Err(format!("has {count} rows, not those of {rows:?}").into());
+        }
+        let row = from.bytes.len() / count.max(1);
+        let mut shape = from.shape.to_vec();
+        if let Some(first) = shape.first_mut() {
+            *first = rows.len();
+        }
+        let data = from.data(rows.start * row..rows.end * row);
+        Ok(Tensor { dtype, shape, data })
     }
 }
 

@@ -79,6 +79,17 @@ pub enum WeightsError {
         expected: String,
     },
 
+    /// A recipe has not as many tensors as the weight has rows.
+    #[error("the recipe for `{tensor}` has {found} tensors, one for each of {expected} is needed")]
+    WrongCount {
+        /// The canonical name.
+        tensor: String,
+        /// Tensors of the recipe.
+        found: usize,
+        /// Rows of the weight.
+        expected: usize,
+    },
+
     /// A tensor has an element type that cannot become the wanted one.
     #[error("`{tensor}` in {file} has elements of type {found}, expected {expected}", file = .file.display())]
     WrongDType {

@@ -6,7 +6,7 @@
 //! libraries, every tensor in canonical shape and in the element type of the spec.
 //! An engine reads a weight of it when it puts it on the device; [`load_canonical`],
 //! [`load_import`] and [`load_keys`] read all. [`write_safetensors`] writes results
-//! in one piece or not at all.
+//! in one piece or not at all, [`Writer`] what is not in memory all at once.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
@@ -21,6 +21,7 @@ mod recipe;
 mod view;
 mod weight;
 mod write;
+mod writer;
 
 pub use checkpoint::{Checkpoint, TensorRef};
 pub use error::WeightsError;
@@ -28,3 +29,4 @@ pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
 pub use reader::LayerReader;
 pub use write::{write_safetensors, write_whole};
+pub use writer::Writer;

@@ -15,6 +15,12 @@ pub struct LoadOptions {
 
 /// All tensors of a file with canonical names: [`LayerReader::canonical`], loaded.
 ///
+/// Tensors that the file has as they should be stay in the file, which is mapped into
+/// memory. It must not be cut short as long as they are there: the system would end
+/// the process (SIGBUS) when one is read. Replace such a file by another of its name
+/// instead, or keep copies: [`Tensor::copied`](moesaic_tensor::Tensor::copied).
+/// [`load_import`], [`load_sources`] and [`load_keys`](crate::load_keys) are alike.
+///
 /// # Errors
 ///
 /// [`WeightsError`] names the tensor, what it is and what was expected.

@@ -91,7 +91,8 @@ impl<'a> LayerReader<'a> {
         Ok(LayerReader { weights })
     }
 
-    /// All weights. Those that the file has as they should be stay there.
+    /// All weights. Those that the file has as they should be stay there; see
+    /// [`load_canonical`](crate::load_canonical) for what that asks of the file.
     ///
     /// # Errors
     ///

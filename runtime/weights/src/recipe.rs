@@ -45,7 +45,15 @@ impl<'a> Finder<'a, '_> {
             Parts::One(name) => (vec![self.part(name, steps, shape)?], false),
             Parts::PerExpert { .. } | Parts::Repeated { .. } => {
                 let names = alternative.parts.names();
-                let parts = names.iter().map(|name| self.part(name, steps, &shape[1..]));
+                let (rows, row) = shape.split_first().unwrap_or((&1, &[]));
+                if names.len() != *rows {
+                    return Err(WeightsError::WrongCount {
+                        tensor: self.tensor.name.clone(),
+                        found: names.len(),
+                        expected: *rows,
+                    });
+                }
+                let parts = names.iter().map(|name| self.part(name, steps, row));
                 (parts.collect::<Result<_, _>>()?, true)
             }
         };
@@ -175,6 +183,7 @@ impl<'a> Finder<'a, '_> {
                 expected: format!("{:?}", [width]),
             });
         }
+        from.check_length()?;
         Ok(from
             .bytes
             .chunks_exact(found.size())

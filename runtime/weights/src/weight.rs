@@ -65,6 +65,7 @@ impl Weight<'_> {
         let Some(span) = layout.contiguous().filter(|_| self.as_it_is(part)) else {
             return Ok(None);
         };
+        part.from.check_length()?;
         let size = self.dtype.size();
         let data = part.from.data(span.start * size..span.end * size);
         self.check_table(&part.from, &data)?;
@@ -76,16 +77,18 @@ impl Weight<'_> {
         let row = self.shape.iter().skip(1).product::<usize>() * self.dtype.size();
         // Only now: a spec can promise more than a file has and memory holds.
         let mut data = Bytes::zeros(rows.len() * row);
+        let elements = row / self.dtype.size();
         match self.stacked {
-            false => self.fill(
-                &self.parts[0],
-                &self.parts[0].layout.rows(rows.clone()),
-                data.to_mut(),
-            )?,
+            false => {
+                let (part, first) = (&self.parts[0], rows.start * elements);
+                let layout = part.layout.rows(rows.clone());
+                self.fill(part, &layout, first, data.to_mut())?;
+            }
             true => {
                 let out = data.to_mut().chunks_mut(row.max(1));
-                for (part, out) in self.parts[rows.clone()].iter().zip(out) {
-                    self.fill(part, &part.layout, out)?;
+                for (index, out) in rows.clone().zip(out) {
+                    let part = &self.parts[index];
+                    self.fill(part, &part.layout, index * elements, out)?;
                 }
             }
         }
@@ -109,12 +112,19 @@ impl Weight<'_> {
         part.found == self.dtype && self.columns.is_none()
     }
 
-    /// Writes a part, or rows of it, to its place.
-    fn fill(&self, part: &Part<'_>, layout: &Layout, out: &mut [u8]) -> Result<(), WeightsError> {
+    /// Writes a part, or rows of it, to its place: from this element of the weight on.
+    fn fill(
+        &self,
+        part: &Part<'_>,
+        layout: &Layout,
+        first: usize,
+        out: &mut [u8],
+    ) -> Result<(), WeightsError> {
+        part.from.check_length()?;
         let size = part.found.size();
         match self.as_it_is(part) {
             true => copy(layout, part.from.bytes, size, out),
-            false => self.convert(part, layout, out)?,
+            false => self.convert(part, layout, first, out)?,
         }
         let span = layout.span();
         part.from.data(span.start * size..span.end * size).release();
@@ -126,17 +136,18 @@ impl Weight<'_> {
         &self,
         part: &Part<'_>,
         layout: &Layout,
+        first: usize,
         out: &mut [u8],
     ) -> Result<(), WeightsError> {
         let (found, wanted) = (part.found, self.dtype);
-        let ([_, width], _) = layout.inner();
         let dense = dense(layout, part.from.bytes, found.size());
         let pairs = dense
             .chunks_exact(found.size())
             .zip(out.chunks_exact_mut(wanted.size()));
         for (i, (b, out)) in pairs.enumerate() {
             if wanted.is_float() {
-                let factor = self.columns.as_ref().map_or(1.0, |c| c[i % width.max(1)]);
+                let column = |c: &Vec<f64>| c[(first + i) % c.len()];
+                let factor = self.columns.as_ref().map_or(1.0, column);
                 write_float(wanted, read_float(found, b) * factor, out);
             } else {
                 let value = self.int(&part.from, read_int(found, b))?;

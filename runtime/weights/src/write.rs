@@ -7,6 +7,7 @@ use safetensors::tensor::TensorView;
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
 use std::path::Path;
+use tempfile::NamedTempFile;
 
 /// Writes the tensors to `path` as safetensors, as [`write_whole`] does.
 ///
@@ -48,16 +49,21 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+    let mut file = permitted(dir.unwrap_or(Path::new(".")))?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    file.persist(path)?;
+    Ok(())
+}
+
+/// A temporary file with the permissions of an ordinary one.
+pub(crate) fn permitted(dir: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(".moesaic-").suffix(".tmp");
     if let Some(permissions) = permissions() {
         builder.permissions(permissions);
     }
-    let mut file = builder.tempfile_in(dir.unwrap_or(Path::new(".")))?;
-    file.write_all(bytes)?;
-    file.as_file().sync_all()?;
-    file.persist(path)?;
-    Ok(())
+    builder.tempfile_in(dir)
 }
 
 fn serialized(path: &Path, tensors: &Tensors<'_>) -> Result<Vec<u8>, WeightsError> {
@@ -76,7 +82,7 @@ fn serialized(path: &Path, tensors: &Tensors<'_>) -> Result<Vec<u8>, WeightsErro
     })
 }
 
-fn theirs(dtype: DType) -> safetensors::Dtype {
+pub(crate) fn theirs(dtype: DType) -> safetensors::Dtype {
     match dtype {
         DType::F32 => safetensors::Dtype::F32,
         DType::F16 => safetensors::Dtype::F16,

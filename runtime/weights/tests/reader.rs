@@ -107,6 +107,107 @@ fn halves_of_fused_tensors_are_lent_expert_by_expert() {
     assert_eq!(reader.load().unwrap(), whole);
 }
 
+/// Factors of columns are those of the elements that are read, also where each row is
+/// one element.
+#[test]
+fn columns_are_scaled_in_pieces_as_at_once() {
+    let toml =
+        "shape = { model_dim = 4, hidden_dim = 6, experts = 3, top_k = 1 }\nrouter.bias = true";
+    let spec = LayerSpec::from_toml(toml).unwrap();
+    let mut weights = Tensors::new();
+    for tensor in canonical_tensors(&spec) {
+        let count = tensor.shape.iter().product::<usize>();
+        let values: Vec<f32> = (1..=count).map(|i| i as f32).collect();
+        weights.insert(&tensor.name, Tensor::owned(&tensor.shape, values));
+    }
+    weights.insert("by", Tensor::owned(&[3], vec![2.0f32, 3.0, 5.0]));
+    let each = [4.0f32, 8.0, 16.0].iter().enumerate();
+    for (e, value) in each {
+        weights.insert(format!("one.{e}"), Tensor::owned(&[1], vec![*value]));
+    }
+    let per_expert = Parts::PerExpert {
+        before: "one.".to_string(),
+        after: String::new(),
+        first: 0,
+        count: 3,
+    };
+    let whole = Parts::One("router.bias".to_string());
+    let scale = Step::MulColumns("by".to_string());
+    for (parts, steps, expected) in [
+        (whole, vec![scale.clone()], [2.0, 6.0, 15.0]),
+        (
+            per_expert,
+            vec![Step::Reshape(vec![]), scale],
+            [8.0, 24.0, 80.0],
+        ),
+    ] {
+        let mut sources = moesaic_spec::hf::canonical_sources(&spec);
+        let source = sources.iter_mut().find(|s| s.name == "router.bias");
+        source.unwrap().alternatives = vec![Alternative { parts, steps }];
+        let dir = tempfile::tempdir().unwrap();
+        let file = written(&dir, &weights);
+        let reader = LayerReader::of_sources(&spec, &sources, &file, LoadOptions::default());
+        let reader = reader.unwrap();
+        for rows in [0..3, 1..3, 2..3] {
+            let read = reader.rows("router.bias", rows.clone()).unwrap();
+            assert_eq!(read.to_f32(), expected[rows]);
+        }
+    }
+}
+
+/// A recipe for fewer experts, or more, is not the layer's.
+#[test]
+fn recipes_have_a_tensor_for_each_expert() {
+    let (spec, whole) = layer();
+    let mut weights = whole.clone();
+    let down = weights.remove("experts.down.weight").unwrap();
+    for e in 0..4 {
+        let expert = down.rows(e % 3..e % 3 + 1).unwrap().to_f32();
+        weights.insert(format!("down.{e}"), Tensor::owned(&[4, 6], expert));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = written(&dir, &weights);
+    for count in [0, 2, 4] {
+        let mut sources = moesaic_spec::hf::canonical_sources(&spec);
+        let source = sources.iter_mut().find(|s| s.name == "experts.down.weight");
+        let parts = Parts::PerExpert {
+            before: "down.".to_string(),
+            after: String::new(),
+            first: 0,
+            count,
+        };
+        let steps = Vec::new();
+        source.unwrap().alternatives = vec![Alternative { parts, steps }];
+        let reader = LayerReader::of_sources(&spec, &sources, &file, LoadOptions::default());
+        let error = reader.err().expect("it is for other experts").to_string();
+        let expected = format!(
+            "the recipe for `experts.down.weight` has {count} tensors, one for each of 3 is needed"
+        );
+        assert_eq!(error, expected);
+    }
+}
+
+/// The system would end a process that reads where a file was.
+#[test]
+fn a_file_that_was_cut_short_is_an_error() {
+    let (spec, weights) = layer();
+    let dir = tempfile::tempdir().unwrap();
+    let file = written(&dir, &weights);
+    let reader = LayerReader::canonical(&spec, &file, LoadOptions::default()).unwrap();
+    let path = dir.path().join("w.safetensors");
+    let open = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    open.set_len(100).unwrap();
+    let expected = format!(
+        "{} is damaged: it was cut short since it was opened",
+        path.display()
+    );
+    let error = reader.rows("router.weight", 0..1).err().unwrap();
+    assert_eq!(error.to_string(), expected);
+    assert_eq!(reader.load().err().unwrap().to_string(), expected);
+    let error = file.read("router.weight").err().unwrap();
+    assert_eq!(error.to_string(), expected);
+}
+
 /// Tensors of single experts, turned: rows are put together when they are asked for.
 #[test]
 fn experts_are_put_together_as_far_as_asked() {

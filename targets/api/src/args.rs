@@ -6,8 +6,10 @@ use std::ffi::c_void;
 
 /// Argument values, and the array of pointers to them that a driver reads
 /// during a launch. Drivers know the size of each parameter from the binary.
+/// One that is used again allocates nothing.
+#[derive(Default)]
 pub struct ArgBlock {
-    values: Box<[Value]>,
+    values: Vec<Value>,
     pointers: Vec<*mut c_void>,
 }
 
@@ -47,32 +49,47 @@ impl ArgBlock {
     pub fn with_maps(
         entry: &Entry,
         args: &[Arg],
-        mut encode: impl FnMut(&TensorMap, Ptr, [u64; 5]) -> Result<MapBytes, DeviceError>,
+        encode: impl FnMut(&TensorMap, Ptr, [u64; 5]) -> Result<MapBytes, DeviceError>,
     ) -> Result<ArgBlock, DeviceError> {
+        let mut block = ArgBlock::default();
+        block.pack(entry, args, encode)?;
+        Ok(block)
+    }
+
+    /// Packs other arguments into a block; see [`ArgBlock::with_maps`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn pack(
+        &mut self,
+        entry: &Entry,
+        args: &[Arg],
+        mut encode: impl FnMut(&TensorMap, Ptr, [u64; 5]) -> Result<MapBytes, DeviceError>,
+    ) -> Result<(), DeviceError> {
         check_count(entry, args)?;
         check_kinds(entry, args)?;
-        let pairs = entry.params.iter().zip(args);
-        let values = pairs.map(|(param, arg)| match (param.ty, arg) {
-            (ParamType::TensorMap(_), Arg::TensorMap { dims, .. }) if dims.contains(&0) => {
-                Ok(Value([0; MAP_BYTES]))
-            }
-            (ParamType::TensorMap(map), Arg::TensorMap { base, dims }) => {
-                encode(&map, *base, *dims).map(Value)
-            }
-            _ => Ok(Value(scalar(arg))),
-        });
-        let mut values = values.collect::<Result<Box<[Value]>, DeviceError>>()?;
-        let pointers = values
-            .iter_mut()
-            .map(|value| value.0.as_mut_ptr().cast())
-            .collect();
-        Ok(ArgBlock { values, pointers })
+        self.values.clear();
+        for (param, arg) in entry.params.iter().zip(args) {
+            self.values.push(match (param.ty, arg) {
+                (ParamType::TensorMap(_), Arg::TensorMap { dims, .. }) if dims.contains(&0) => {
+                    Value([0; MAP_BYTES])
+                }
+                (ParamType::TensorMap(map), Arg::TensorMap { base, dims }) => {
+                    Value(encode(&map, *base, *dims)?)
+                }
+                _ => Value(scalar(arg)),
+            });
+        }
+        Ok(())
     }
 
     /// One pointer per argument, valid while the block lives and stays where
     /// it is borrowed.
     pub fn pointers(&mut self) -> &mut [*mut c_void] {
-        debug_assert_eq!(self.values.len(), self.pointers.len());
+        let values = self.values.iter_mut();
+        self.pointers.clear();
+        self.pointers
+            .extend(values.map(|value| value.0.as_mut_ptr().cast()));
         &mut self.pointers
     }
 }
@@ -195,6 +212,24 @@ mod tests {
             assert_eq!(*pointers[1].cast::<u64>(), 0xdead_beef_0010);
             assert_eq!(*pointers[2].cast::<i64>(), -7);
         }
+    }
+
+    #[test]
+    fn a_block_is_used_again_where_it_is() {
+        let args = [Arg::F32(1.0), Arg::Ptr(Ptr(64)), Arg::I64(7)];
+        let none = |_: &TensorMap, _, _| Ok([0; MAP_BYTES]);
+        let mut block = ArgBlock::new(&entry(), &args).unwrap();
+        let first = block.pointers().to_vec();
+        block
+            .pack(&entry(), &[Arg::F32(2.0), args[1], Arg::I64(9)], none)
+            .unwrap();
+        assert_eq!(block.pointers(), first);
+        // SAFETY: the block lives, and each points to a value of this type.
+        unsafe {
+            assert_eq!(*first[0].cast::<f32>(), 2.0);
+            assert_eq!(*first[2].cast::<i64>(), 9);
+        }
+        assert!(block.pack(&entry(), &args[..2], none).is_err());
     }
 
     /// Encoders refuse such sizes, and a kernel without rows asks for no box.

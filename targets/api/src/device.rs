@@ -40,6 +40,12 @@ pub trait Device: Send + Sync {
         None
     }
 
+    /// What launches of the graph that is being captured use: it is kept as long
+    /// as the graph is. Nothing happens without a capture.
+    fn keep(&self, used: Arc<Buffer>) {
+        let _ = used;
+    }
+
     /// Loads an artifact; `entries` are the symbols that will be launched.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 
 use crate::{Buffer, Device, DeviceError, Module};
 use std::any::Any;
+use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -16,6 +17,13 @@ use std::sync::Arc;
 pub trait StreamDevice: Device + Any {
     /// What the GPU has.
     fn gpu_info(&self) -> &GpuInfo;
+
+    /// The driver's handle of the stream, for libraries that launch on it. Makes the GPU
+    /// the one of this thread, as they expect. It is valid as long as this object.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    fn native_stream(&self) -> Result<*mut c_void, DeviceError>;
 
     /// Another stream of the same GPU.
     ///
@@ -86,8 +94,9 @@ pub trait StreamDevice: Device + Any {
     /// When one is being captured already, or the driver fails.
     fn begin_capture(&self, graph: &str) -> Result<(), DeviceError>;
 
-    /// Ends the capture. The graph keeps the modules it launches and the
-    /// buffers that were dropped meanwhile.
+    /// Ends the capture. The graph keeps the modules it launches, the
+    /// buffers that were dropped meanwhile, and those that it was given
+    /// ([`Device::keep`]).
     ///
     /// # Errors
     /// When none was begun on this stream, or the driver cannot make a graph
@@ -117,6 +126,8 @@ pub struct GpuInfo {
     pub pools: bool,
     /// The driver in words: `the driver is for CUDA 12.4`.
     pub driver: Option<String>,
+    /// Its place on the bus: `0000:17:00`.
+    pub bus: Option<String>,
 }
 
 /// A copy from one buffer to another.
@@ -141,6 +152,12 @@ pub trait Event: Any + Send + Sync {
     /// # Errors
     /// When an earlier launch failed, or the event is part of a graph.
     fn synchronize(&self) -> Result<(), DeviceError>;
+
+    /// Whether the stream has come to it. Does not wait.
+    ///
+    /// # Errors
+    /// As [`Event::synchronize`].
+    fn passed(&self) -> Result<bool, DeviceError>;
 
     /// Milliseconds from `start`, an event of the same GPU, to this one; waits
     /// for both.

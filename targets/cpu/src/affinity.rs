@@ -28,8 +28,11 @@ pub(crate) fn spread<'a>(
 }
 
 /// The processors this process may use, ascending.
+///
+/// # Errors
+/// What the system says.
 #[cfg(target_os = "linux")]
-pub(crate) fn processors() -> io::Result<Vec<usize>> {
+pub fn processors() -> io::Result<Vec<usize>> {
     // SAFETY: a set of processors is plain bits, all zero is the empty one.
     let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
     // SAFETY: the set is this large; 0 is this thread.
@@ -49,8 +52,11 @@ pub(crate) fn processors() -> io::Result<Vec<usize>> {
 }
 
 /// Elsewhere they are not known.
+///
+/// # Errors
+/// None.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn processors() -> io::Result<Vec<usize>> {
+pub fn processors() -> io::Result<Vec<usize>> {
     Ok(Vec::new())
 }
 

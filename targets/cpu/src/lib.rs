@@ -39,6 +39,7 @@ mod scratch;
 mod shared;
 mod team;
 
+pub use affinity::processors;
 pub use caches::{host_caches, read_caches};
 pub use compiler::CpuCompiler;
 pub use device::CpuDevice;
@@ -46,4 +47,4 @@ pub use flags::compile_flags;
 pub use identity::Identity;
 pub use isa::{host_isa, host_runs};
 pub use library::{Loaded, load as load_shared_object};
-pub use nodes::{Nodes, host_nodes, read_nodes};
+pub use nodes::{Nodes, host_nodes, numbered_nodes, read_nodes};

@@ -81,6 +81,13 @@ pub fn host_nodes() -> &'static Nodes {
 /// `node0/cpulist`. A node whose list cannot be read does not count, and its
 /// processors are with the first node.
 pub fn read_nodes(dir: &Path, processors: &[usize]) -> Nodes {
+    let nodes = numbered_nodes(dir, processors).into_iter();
+    Nodes::new(nodes.map(|(_, processors)| processors))
+}
+
+/// The same with the system's number of each node, ascending; nodes that have none of the
+/// processors are among them.
+pub fn numbered_nodes(dir: &Path, processors: &[usize]) -> Vec<(u32, Vec<usize>)> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let named = entries.filter_map(|entry| {
         let name = entry.file_name().into_string().ok()?;
@@ -96,14 +103,14 @@ pub fn read_nodes(dir: &Path, processors: &[usize]) -> Nodes {
     let on = |list: &[RangeInclusive<usize>], processor: &usize| {
         list.iter().any(|range| range.contains(processor))
     };
-    let mut nodes: Vec<Vec<usize>> = vec![Vec::new(); lists.len()];
+    let mut nodes: Vec<(u32, Vec<usize>)> = lists.iter().map(|(n, _)| (*n, Vec::new())).collect();
     for processor in processors {
         let node = lists.iter().position(|(_, list)| on(list, processor));
-        if let Some(node) = nodes.get_mut(node.unwrap_or(0)) {
-            node.push(*processor);
+        if let Some((_, own)) = nodes.get_mut(node.unwrap_or(0)) {
+            own.push(*processor);
         }
     }
-    Nodes::new(nodes)
+    nodes
 }
 
 /// `0-3,8-11`; nothing for a node of memory alone.

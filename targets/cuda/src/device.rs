@@ -108,6 +108,10 @@ impl Device for CudaDevice {
         self.gpu.capturing()
     }
 
+    fn keep(&self, used: Arc<Buffer>) {
+        self.gpu.keep(used);
+    }
+
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
         self.gpu.load(artifact, entries)
     }
@@ -194,7 +198,17 @@ impl Facts<'_> {
             clock_khz: known(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE),
             pools: self.context.has_async_alloc(),
             driver: self.table.version(),
+            bus: self.bus(),
         })
+    }
+
+    /// `0000:17:00`: domain, bus and device.
+    fn bus(&self) -> Option<String> {
+        let part = |attribute| self.attribute(attribute).ok();
+        let domain = part(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+        let bus = part(Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+        let device = part(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
+        Some(format!("{domain:04x}:{bus:02x}:{device:02x}"))
     }
 
     fn capability(&self) -> Result<u16, DeviceError> {

@@ -57,6 +57,7 @@ const NAMES: Names = Names {
     occupancy: "cuOccupancyMaxActiveBlocksPerMultiprocessor",
     event_create: "cuEventCreate",
     event_record: "cuEventRecord",
+    event_query: "cuEventQuery",
     event_synchronize: "cuEventSynchronize",
     event_elapsed: "cuEventElapsedTime",
     event_destroy: "cuEventDestroy_v2",

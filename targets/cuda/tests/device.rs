@@ -105,6 +105,7 @@ fn symbol(function: &str) -> &'static str {
         "occupancy" => "cuOccupancyMaxActiveBlocksPerMultiprocessor",
         "event_create" => "cuEventCreate",
         "event_record" => "cuEventRecord",
+        "event_query" => "cuEventQuery",
         "event_synchronize" => "cuEventSynchronize",
         "event_elapsed" => "cuEventElapsedTime",
         "event_destroy" => "cuEventDestroy_v2",
@@ -141,6 +142,7 @@ fn cuda_facts(_: &Rig) {
     assert_eq!(info.memory_bytes, Some(150_754_820_096));
     assert_eq!(device.memory().unwrap(), (4096, 150_754_820_096));
     let facts = gpu::streams(&device).gpu_info();
+    assert_eq!(facts.bus.as_deref(), Some("0000:17:00"));
     assert_eq!(facts.shared_bytes, 232_448);
     assert_eq!(facts.shared_bytes_per_unit, Some(233_472));
     assert_eq!(facts.threads_per_unit, Some(2048));

@@ -23,6 +23,7 @@
 #define FN_occupancy cuOccupancyMaxActiveBlocksPerMultiprocessor
 #define FN_event_create cuEventCreate
 #define FN_event_record cuEventRecord
+#define FN_event_query cuEventQuery
 #define FN_event_synchronize cuEventSynchronize
 #define FN_event_elapsed cuEventElapsedTime
 #define FN_event_destroy cuEventDestroy_v2
@@ -61,6 +62,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 10: *value = 32; break;
     case 13: *value = 1980000; break;
     case 16: *value = 132; break;
+    case 33: *value = 0x17; break;
     case 38: *value = 62914560; break;
     case 39: *value = 2048; break;
     case 75: *value = number_in("FAKE_CUDA_MAJOR", 9); break;

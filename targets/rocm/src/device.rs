@@ -87,6 +87,10 @@ impl Device for HipDevice {
         self.gpu.capturing()
     }
 
+    fn keep(&self, used: Arc<Buffer>) {
+        self.gpu.keep(used);
+    }
+
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
         self.gpu.load(artifact, entries)
     }
@@ -158,6 +162,7 @@ fn gpu_info(hip: &Hip, ordinal: usize, properties: &Properties) -> GpuInfo {
         // There is a pool where the runtime gives one.
         pools: true,
         driver: hip.version(),
+        bus: hip.bus(i32::try_from(ordinal).unwrap_or(i32::MAX)),
     }
 }
 

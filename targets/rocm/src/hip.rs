@@ -53,6 +53,7 @@ const NAMES: Names = Names {
     occupancy: "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor",
     event_create: "hipEventCreateWithFlags",
     event_record: "hipEventRecord",
+    event_query: "hipEventQuery",
     event_synchronize: "hipEventSynchronize",
     event_elapsed: "hipEventElapsedTime",
     event_destroy: "hipEventDestroy",
@@ -75,6 +76,10 @@ dl_table! {
         set_device: fn(device: c_int) -> c_int = "hipSetDevice";
         properties: fn(properties: *mut c_void, device: c_int) -> c_int
             = "hipGetDevicePropertiesR0600";
+    }
+    optional {
+        bus: fn(text: *mut c_char, bytes: c_int, device: c_int) -> c_int
+            = "hipDeviceGetPCIBusId";
     }
 }
 
@@ -136,6 +141,19 @@ impl Hip {
         let code = unsafe { self.own.runtime_version(&mut version) };
         let (major, minor) = (version / 10_000_000, version / 100_000 % 100);
         (code == 0).then(|| format!("the runtime is HIP {major}.{minor}"))
+    }
+
+    /// A GPU's place on the bus: `0000:17:00`.
+    pub fn bus(&self, device: i32) -> Option<String> {
+        let mut text = [0 as c_char; 32];
+        let bytes = text.len() as c_int - 1;
+        // SAFETY: so many bytes are there; an unknown device is an error code.
+        let code = unsafe { self.own.bus?(text.as_mut_ptr(), bytes, device) };
+        // SAFETY: the last byte is still zero.
+        let words = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
+        // The last part is a function of the device, always 0.
+        let place = words.split('.').next().unwrap_or_default();
+        (code == 0 && !place.is_empty()).then(|| place.to_lowercase())
     }
 
     /// Makes `device` the one of this thread.

@@ -87,6 +87,7 @@ fn symbol(function: &str) -> &'static str {
         "occupancy" => "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor",
         "event_create" => "hipEventCreateWithFlags",
         "event_record" => "hipEventRecord",
+        "event_query" => "hipEventQuery",
         "event_synchronize" => "hipEventSynchronize",
         "event_elapsed" => "hipEventElapsedTime",
         "event_destroy" => "hipEventDestroy",
@@ -137,6 +138,7 @@ fn hip_facts(_: &Rig) {
     });
     let facts = gpu::streams(&device).gpu_info();
     assert_eq!((facts.ordinal, facts.shared_bytes), (1, 65_536));
+    assert_eq!(facts.bus.as_deref(), Some("0000:c1:00"));
     assert_eq!((facts.lanes, facts.l2_bytes), (Some(64), Some(4_194_304)));
     assert_eq!(facts.threads_per_unit, Some(2048));
     assert_eq!(facts.clock_khz, Some(2_100_000));

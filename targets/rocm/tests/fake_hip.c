@@ -23,6 +23,7 @@
 #define FN_occupancy hipModuleOccupancyMaxActiveBlocksPerMultiprocessor
 #define FN_event_create hipEventCreateWithFlags
 #define FN_event_record hipEventRecord
+#define FN_event_query hipEventQuery
 #define FN_event_synchronize hipEventSynchronize
 #define FN_event_elapsed hipEventElapsedTime
 #define FN_event_destroy hipEventDestroy
@@ -54,6 +55,7 @@ const char *hipGetErrorName(int code) {
 }
 const char *hipGetErrorString(int code) { return "some words"; }
 int hipGetDeviceCount(int *count) { *count = 2; return outcome("hipGetDeviceCount"); }
+int hipDeviceGetPCIBusId(char *text, int bytes, int device) { snprintf(text, bytes, "0000:C1:00.0"); return 0; }
 int hipSetDevice(int device) {
   int code = outcome("hipSetDevice");
   if (!code) device_of_thread = device;

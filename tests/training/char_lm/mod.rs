@@ -10,9 +10,13 @@ mod dense;
 #[path = "../../../examples/char_lm/model.rs"]
 mod model;
 mod plain;
+#[allow(dead_code)] // reports are for the terminal
+#[path = "../../../examples/char_lm/ranks.rs"]
+mod ranks;
 #[allow(dead_code)] // pace and reports are for the terminal
 #[path = "../../../examples/char_lm/run.rs"]
 mod run;
+mod spread;
 #[path = "../../../examples/char_lm/text.rs"]
 mod text;
 
@@ -46,6 +50,7 @@ fn batch() -> Batch {
     Batch {
         tokens: draw(),
         targets: draw(),
+        all: 4 * SHAPE.context,
     }
 }
 

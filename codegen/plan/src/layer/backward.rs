@@ -5,7 +5,7 @@ use super::tensors::{constant, tensor};
 use super::{Builder, Recompute, Role, Step, TensorPlan};
 use crate::Op;
 use crate::ops::combine::CombineBwd;
-use crate::ops::gemm::{Half, LATENT_DOWN};
+use crate::ops::gemm::{Half, LATENT_DOWN, dgrad};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterKind, canonical_tensors};
@@ -124,19 +124,19 @@ impl Builder {
         self.dispatch_bwd();
     }
 
-    /// The backward pass without the routed experts; where they belong.
-    pub(super) fn backward_around(&mut self) -> usize {
+    /// The backward pass of experts alone, whose rows are in place.
+    pub(crate) fn backward_of_experts(&mut self, recompute: Recompute) {
         self.pass = Pass::Backward;
-        let combine = self.combine_bwd();
-        let at = self.plan.backward.len();
-        self.shared_bwd(&combine);
-        self.gate_bwd();
-        self.dispatch_bwd();
-        at
+        let parts = self.parts(&dgrad::routed(&self.plan.spec, Half::Down));
+        let shape = [Size::Tokens, constant(parts)];
+        let parts = tensor("dweight_parts", F32, &shape, Role::InputGradient);
+        self.plan.tensors.push(parts);
+        self.recompute(recompute);
+        self.expert_bwd(None, &mut true);
     }
 
     /// Shared experts, and then the weights of all.
-    fn shared_bwd(&mut self, combine: &CombineBwd) {
+    pub(super) fn shared_bwd(&mut self, combine: &CombineBwd) {
         for index in 0..self.plan.spec.shared.len() {
             self.expert_bwd(Some(index), &mut true);
         }
@@ -147,7 +147,7 @@ impl Builder {
     }
 
     /// Does again what was not kept; says whether `rows` are in place then.
-    fn recompute(&mut self, recompute: Recompute) -> bool {
+    pub(super) fn recompute(&mut self, recompute: Recompute) -> bool {
         if recompute == Recompute::None {
             return false;
         }
@@ -162,9 +162,10 @@ impl Builder {
             let kernel = &self.plan.kernels[launch.entry.kernel];
             let again = match &kernel.op {
                 op if op.routes() => routing,
+                // Experts on other ranks keep the rows that they got.
                 Op::Dispatch { .. } => {
-                    has_rows = true;
-                    true
+                    has_rows = !self.is_around();
+                    has_rows
                 }
                 _ => kernel.name == LATENT_DOWN,
             };
@@ -172,7 +173,9 @@ impl Builder {
                 self.plan.backward.push(step);
             }
         }
-        self.product("grouped_gemm_up_again", Half::Up, None, true);
+        if !self.is_around() {
+            self.product("grouped_gemm_up_again", Half::Up, None, true);
+        }
         for index in 0..self.plan.spec.shared.len() {
             let name = format!("grouped_gemm_up_again_shared_{index}");
             self.product(&name, Half::Up, Some(index), true);

@@ -19,6 +19,21 @@ pub(crate) struct Builder {
     named: BTreeMap<String, TensorId>,
     /// Where steps go.
     pub(crate) pass: Pass,
+    /// What part of a layer the plan is of.
+    pub(crate) part: Part,
+}
+
+/// What part of a layer a plan is of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// All of it.
+    Whole,
+    /// What is done with tokens where they are; experts are on other ranks, whose
+    /// kernels leave so many parts of the gradient of a row's weight.
+    Tokens { parts: usize },
+    /// The products of experts, with rows that were sent to them, in a layer of so many
+    /// experts, so many of them for a token.
+    Experts { of: usize, top_k: usize },
 }
 
 /// What is being written down.
@@ -65,6 +80,7 @@ impl Builder {
             machine,
             named: BTreeMap::new(),
             pass: Pass::Forward,
+            part: Part::Whole,
         }
     }
 
@@ -101,6 +117,11 @@ impl Builder {
             *tensor = places[tensor.0].expect("steps name declared tensors");
         }
         plan
+    }
+
+    /// The tensors that steps name so far.
+    pub(crate) fn named_tensors(&self) -> BTreeSet<String> {
+        self.named.keys().cloned().collect()
     }
 
     /// Whether the pass draws random numbers and keeps what backward needs.
@@ -173,11 +194,21 @@ impl Builder {
         }
     }
 
+    /// How a kernel is tiled: the experts of a rank as those of the whole layer, so that
+    /// their results are the same to the bit.
+    pub(crate) fn tiling<D: Operator>(&self, desc: &D) -> D::Config {
+        match self.part {
+            Part::Experts { of, top_k } => desc.among(of, top_k).tiling(self.machine),
+            _ => desc.tiling(self.machine),
+        }
+    }
+
     /// A kernel's tiling: what was measured to be best, as far as there is that.
     /// Weights that change at every step are not packed: it would be a pass over
     /// memory for what a block does in its cache.
     fn tiled(&self, desc: impl Operator) -> Op {
-        let mut op = desc.on(self.machine);
+        let config = self.tiling(&desc);
+        let mut op = desc.with(config);
         self.plan.tuning.apply(&mut op);
         if let Some(cpu) = op.gemm_mut().and_then(|gemm| gemm.family.cpu_mut()) {
             cpu.packed &= self.plan.training.is_none();

@@ -102,6 +102,12 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         scratch("hidden", &rows, constant(spec.shape.hidden_dim)),
         scratch("out", &rows, constant(spec.expert_output_dim())),
         scratch("rows", &rows, constant(spec.expert_input_dim())),
+        tensor(
+            "row_weights",
+            F32,
+            std::slice::from_ref(&rows),
+            Role::Scratch,
+        ),
         scratch("latent.x", &tokens, constant(spec.expert_input_dim())),
         scratch("latent.sum", &tokens, constant(spec.expert_output_dim())),
         scratch("routed", &tokens, output.clone()),

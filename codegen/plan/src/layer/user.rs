@@ -1,8 +1,7 @@
 //! A layer whose routed experts are the caller's code: everything but their
 //! products is planned, and there are two places where the caller takes over.
 
-use super::builder::Pass;
-use super::{Builder, LayerPlan, PlanOptions};
+use super::{Builder, LayerPlan, PlanOptions, Recompute};
 use crate::PlanError;
 use moesaic_kernel::Target;
 use moesaic_spec::{Biases, LayerSpec, WeightSite};
@@ -35,21 +34,14 @@ pub fn plan_user_experts(
 ) -> Result<UserPlan, PlanError> {
     check(spec)?;
     let mut builder = Builder::new(spec, target, options);
-    let forward_at = builder.forward_around();
-    let (mut evaluation_at, mut backward_at) = (forward_at, 0);
-    if options.training.is_some() {
-        backward_at = builder.backward_around();
-        builder.pass = Pass::Evaluation;
-        evaluation_at = builder.forward_around();
-    }
-    let of_expert = |name: &str| name.trim_start_matches("grad.").starts_with("experts.");
-    let tensors = &mut builder.plan.tensors;
-    tensors.retain(|tensor| !of_expert(&tensor.name));
+    // What the caller's experts read again is theirs to keep.
+    let at = builder.around_experts(Recompute::None);
+    builder.forget_experts();
     Ok(UserPlan {
         layer: builder.finish(),
-        forward_at,
-        evaluation_at,
-        backward_at,
+        forward_at: at.forward,
+        evaluation_at: at.evaluation,
+        backward_at: at.backward,
     })
 }
 
@@ -65,23 +57,4 @@ fn check(spec: &LayerSpec) -> Result<(), PlanError> {
         return Ok(());
     };
     Err(PlanError::Unsupported { option, advice })
-}
-
-impl Builder {
-    /// The forward pass without the routed experts; where they belong. Rows
-    /// are always copied, whatever the target's own products would read.
-    fn forward_around(&mut self) -> usize {
-        self.routing();
-        self.latent_down();
-        self.dispatch();
-        let at = match self.pass {
-            Pass::Evaluation => self.plan.evaluation.len(),
-            _ => self.plan.steps.len(),
-        };
-        for index in 0..self.plan.spec.shared.len() {
-            self.shared(index);
-        }
-        self.combine();
-        at
-    }
 }

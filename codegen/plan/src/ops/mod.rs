@@ -86,7 +86,7 @@ pub enum Op {
 
 /// A desc: what a kernel computes, with every data-independent size and option
 /// that is baked into its text, and nothing about tiling or targets.
-pub trait Operator: Sized {
+pub trait Operator: Clone {
     /// How it is tiled. A config never changes what is computed, only how work is
     /// cut into blocks.
     type Config;
@@ -106,10 +106,10 @@ pub trait Operator: Sized {
         0.0
     }
 
-    /// It with the tiling on a machine.
-    fn on(self, machine: Machine) -> Op {
-        let config = self.tiling(machine);
-        self.with(config)
+    /// It as a part of a layer with so many experts and so many of them for a token:
+    /// what decides about tiles, but not about what is computed.
+    fn among(&self, _experts: usize, _top_k: usize) -> Self {
+        self.clone()
     }
 }
 

@@ -63,12 +63,13 @@ impl Core {
         true
     }
 
-    /// Ends everything; `error` is that of operation `culprit`.
-    pub(super) fn fail(&mut self, culprit: Option<u64>, error: CollectiveError) {
-        if self.failure.is_some() {
-            return;
-        }
-        if !matches!(&error, CollectiveError::Peer { cause, .. } if cause.starts_with("gave up")) {
+    /// Ends everything; `error` is that of operation `culprit`. After the first failure only
+    /// what another thread has begun meanwhile is left to end.
+    pub(crate) fn fail(&mut self, culprit: Option<u64>, error: CollectiveError) {
+        let first = self.failure.is_none();
+        let gave_up =
+            matches!(&error, CollectiveError::Peer { cause, .. } if cause.starts_with("gave up"));
+        if first && !gave_up {
             self.tell_others(&error);
         }
         let released = self.engine.revoke();
@@ -83,7 +84,7 @@ impl Core {
             end(operation, released);
         }
         self.arrived.clear();
-        self.failure = Some(error);
+        self.failure.get_or_insert(error);
     }
 
     /// The others learn at once that this rank will do nothing more.

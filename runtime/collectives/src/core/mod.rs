@@ -60,6 +60,11 @@ impl Core {
         }
     }
 
+    /// What failed before.
+    pub fn failure(&self) -> Option<&CollectiveError> {
+        self.failure.as_ref()
+    }
+
     /// Begins an operation and returns its number.
     pub fn start(&mut self, mut operation: Operation) -> Result<u64, CollectiveError> {
         self.progress();
@@ -88,12 +93,27 @@ impl Core {
         !self.operations.is_empty() && operations.all(|operation| operation.abandoned)
     }
 
-    /// Ends the engine in good order; no rank has anything under way.
+    /// Ends the engine in good order; no rank has anything under way. Another thread may
+    /// have begun something in a group that was split off: that is an error, there too.
     pub fn close(&mut self) -> Result<(), CollectiveError> {
         self.usable("finish")?;
+        if let Some(busy) = self.under_way() {
+            let error = CollectiveError::Invalid {
+                operation: "finish".to_string(),
+                reason: format!("{busy} was begun meanwhile; wait for it first"),
+            };
+            self.fail(None, error.clone());
+            return Err(error);
+        }
         let ended = |reason: String| CollectiveError::Setup { reason };
         self.failure = Some(ended("the world was ended by `finish`".to_string()));
         self.engine.close().map_err(ended)
+    }
+
+    /// As if something had failed before what is under way was begun.
+    #[cfg(test)]
+    pub fn fail_before(&mut self, error: CollectiveError) {
+        self.failure = Some(error);
     }
 
     /// The outcome, if there is one.
@@ -261,11 +281,12 @@ impl Core {
     fn step(&mut self, operation: &mut Operation) -> Result<(), CollectiveError> {
         match operation.advance()? {
             Advance::Finished => operation.phase = FINISHED,
-            Advance::Exchange(messages) => {
+            Advance::Exchange(messages, copies) => {
                 for message in messages {
                     self.send(operation, &message)
                         .map_err(|reason| self.engine_error(operation.at(), reason))?;
                 }
+                operation.copy(&copies)?;
             }
         }
         Ok(())

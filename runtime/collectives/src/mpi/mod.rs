@@ -39,7 +39,7 @@ impl Options {
     }
 }
 
-fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
+pub(crate) fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
     let Some(text) = text else {
         return Ok(DEADLINE);
     };

@@ -3,11 +3,13 @@
 //! A plan is what one rank does in one operation. It follows from ranks, sizes and
 //! the shape of nodes alone; nothing in it names an engine or an address.
 
+mod agree;
 mod exchange;
 mod hierarchical;
 mod reduce;
 mod trees;
 
+pub use agree::{agreement, sizes};
 pub use exchange::{all_gather, all_to_all, exchange};
 pub use hierarchical::{Transit, counts_inside_node, hierarchical};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};

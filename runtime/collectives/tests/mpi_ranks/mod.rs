@@ -1,5 +1,6 @@
 //! What a rank does that a test has started.
 
+use crate::nccl_fake::Lab;
 use crate::support::{call, every_operation, part, read, room, slice};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, Topology, agree,
@@ -13,6 +14,9 @@ use std::time::Duration;
 #[ignore = "started by the other tests, under mpiexec"]
 fn a_rank() {
     let case = std::env::var("MOESAIC_RANK_CASE").expect("it is started under mpiexec");
+    if case == "nccl" {
+        return nccl_over_mpi();
+    }
     let device = Arc::new(CpuDevice::with_threads(1).unwrap());
     let world = match mpi::start(&mpi::Options::default(), device) {
         Ok(world) => world,
@@ -41,7 +45,8 @@ fn a_rank() {
 }
 
 fn operations(mut world: Communicator) {
-    every_operation(&mut world);
+    let device = Arc::clone(world.device());
+    every_operation(&mut world, &device);
     let topology = Topology::gather(&mut world, &call("hosts")).unwrap();
     let shape = topology.shape.unwrap();
     assert_eq!((shape.nodes, shape.per_node), (1, world.size()));
@@ -165,4 +170,25 @@ fn large(mut world: Communicator) {
     }
     println!("{bytes} bytes arrived");
     world.finish(&call("finish")).unwrap();
+}
+
+/// What ranks say of their devices goes by MPI. The stand-in for NCCL joins threads, not
+/// processes: only a rank alone gets further.
+fn nccl_over_mpi() {
+    let lab = Lab::new();
+    let device = lab.device_at(0, "0000:17:00");
+    let options = moesaic_collectives::nccl::Options {
+        meeting: Some(moesaic_collectives::nccl::Meeting::Mpi),
+        ..lab.options()
+    };
+    match moesaic_collectives::nccl::start(Arc::clone(&device) as _, &options) {
+        Err(error) => println!("refused: {error}"),
+        Ok(mut world) => {
+            let device: Arc<dyn moesaic_target::Device> = device;
+            every_operation(&mut world, &device);
+            world.finish(&call("finish")).unwrap();
+            lab.legal();
+            println!("did every operation by NCCL over MPI");
+        }
+    }
 }

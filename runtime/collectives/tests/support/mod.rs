@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use moesaic_collectives::{
-    Algorithm, Call, Collectives, Communicator, Element, NodeShape, Reduction, Slice, Transfer,
+    Algorithm, Call, Collectives, Element, NodeShape, Reduction, Slice, Transfer,
 };
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
@@ -50,21 +50,20 @@ pub fn part(from: usize, to: usize, bytes: usize) -> Vec<u8> {
 
 /// Every operation once, with small and large messages, with sizes of zero, on any number
 /// of ranks.
-pub fn every_operation(world: &mut Communicator) {
-    let device = Arc::clone(world.device());
+pub fn every_operation(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     for bytes in [0, 3, 4000, 100_000] {
-        equal_exchange(world, &device, bytes);
-        gather_and_broadcast(world, &device, bytes);
+        equal_exchange(world, device, bytes);
+        gather_and_broadcast(world, device, bytes);
     }
     for scale in [1, 3000] {
-        unequal_exchange(world, &device, scale);
+        unequal_exchange(world, device, scale);
     }
     for elements in [0, 1, 7, 5000] {
-        reductions(world, &device, elements);
+        reductions(world, device, elements);
     }
-    messages(world, &device);
-    several_at_once(world, &device);
-    groups(world, &device);
+    messages(world, device);
+    several_at_once(world, device);
+    groups(world, device);
     world.barrier(&call("end")).unwrap().wait().unwrap();
 }
 
@@ -82,7 +81,7 @@ fn algorithms(ranks: usize) -> Vec<Algorithm> {
         .collect()
 }
 
-fn equal_exchange(world: &mut Communicator, device: &Arc<dyn Device>, bytes: usize) {
+fn equal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, bytes)).collect();
     let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, rank, bytes)).collect();
@@ -99,7 +98,7 @@ fn equal_exchange(world: &mut Communicator, device: &Arc<dyn Device>, bytes: usi
     }
 }
 
-fn unequal_exchange(world: &mut Communicator, device: &Arc<dyn Device>, scale: usize) {
+fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     // Rank 1 sends nothing, and nothing goes from a rank to the one before it.
     let count = |from: usize, to: usize| match from == 1 || (to + 1) % ranks == from {
@@ -127,7 +126,7 @@ fn unequal_exchange(world: &mut Communicator, device: &Arc<dyn Device>, scale: u
     }
 }
 
-fn gather_and_broadcast(world: &mut Communicator, device: &Arc<dyn Device>, bytes: usize) {
+fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, 0, bytes)).collect();
     let to = room(device, Element::U8, ranks * bytes);
@@ -173,7 +172,7 @@ fn value(rank: usize, i: usize) -> f32 {
 
 type Join = fn(f32, f32) -> f32;
 
-fn reductions(world: &mut Communicator, device: &Arc<dyn Device>, elements: usize) {
+fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     let join: [(Reduction, Join); 3] = [
         (Reduction::Sum, |a, b| a + b),
@@ -208,7 +207,7 @@ fn reductions(world: &mut Communicator, device: &Arc<dyn Device>, elements: usiz
     integers(world, device, elements);
 }
 
-fn integers(world: &mut Communicator, device: &Arc<dyn Device>, elements: usize) {
+fn integers(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     let value = |rank: usize, i: usize| ((i as i64 - 3) * (rank as i64 + 1)) << 33;
     let input: Vec<u8> = (0..elements)
@@ -226,7 +225,7 @@ fn integers(world: &mut Communicator, device: &Arc<dyn Device>, elements: usize)
 }
 
 /// Two messages to the next rank, one of them empty, and one to oneself.
-fn messages(world: &mut Communicator, device: &Arc<dyn Device>) {
+fn messages(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let (rank, ranks) = (world.rank(), world.size());
     let (next, last) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
     let lengths = [9000, 0, 11];
@@ -263,7 +262,7 @@ fn messages(world: &mut Communicator, device: &Arc<dyn Device>) {
 }
 
 /// Operations that are under way together, and finished in the other order.
-fn several_at_once(world: &mut Communicator, device: &Arc<dyn Device>) {
+fn several_at_once(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let (rank, ranks) = (world.rank(), world.size());
     let mut started = Vec::new();
     for round in 0..5 {
@@ -282,7 +281,7 @@ fn several_at_once(world: &mut Communicator, device: &Arc<dyn Device>) {
 }
 
 /// Ranks of equal parity, in reverse; those of a group and of the world at the same time.
-fn groups(world: &mut Communicator, device: &Arc<dyn Device>) {
+fn groups(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let (rank, ranks) = (world.rank(), world.size());
     let parity = (rank % 2) as u32;
     let group = world

@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | [`add_experts`] | E experts → E + n, the layer computes the same | yes, while the new ones are quiet |
 //! | [`split_experts`], [`merge_experts`] | one layer of E experts ↔ layers of its parts, router rows included | to the byte |
-//! | [`shard_experts`], [`unshard_experts`] | one layer ↔ what each rank of expert parallelism holds | to the byte |
+//! | [`shard_experts`], [`unshard_experts`] | one layer ↔ what each rank of a mesh holds | to the byte |
 //!
 //! Elements are moved as bytes: no type changes and nothing is rounded.
 
@@ -86,7 +86,7 @@ impl Layout {
 }
 
 /// The weight a tensor is or belongs to: `up` of `optimizer.first.up`.
-fn weight_of(name: &str) -> Option<&str> {
+pub(crate) fn weight_of(name: &str) -> Option<&str> {
     match name.strip_prefix(STATE_PREFIX) {
         None => Some(name),
         Some(state) => state.split_once('.').map(|(_, weight)| weight),

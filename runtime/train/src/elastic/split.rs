@@ -3,6 +3,8 @@
 use super::slices::{concat, gather};
 use super::{Layout, check_spec};
 use crate::TrainError;
+use moesaic_engine::{Among, joined, part_of, part_shape};
+use moesaic_plan::{MeshError, Parallel, Place};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
 
@@ -91,36 +93,28 @@ pub fn merge_experts(
     Ok((whole, joined))
 }
 
-/// What each rank of expert parallelism holds: its experts of the whole, in
-/// order, `E / ranks` each, and all that is not an expert's.
+/// What each rank of a group that holds all experts has: its slices of its experts, and
+/// all that is not an expert's; in the order of ranks. Groups beside it (`dp`) have the same.
 ///
 /// # Errors
-/// [`TrainError::NotPreserved`] when the ranks cannot share the experts evenly;
+/// [`TrainError::NotPreserved`] when the ranks cannot share the experts so;
 /// [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn shard_experts(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,
-    ranks: usize,
+    mesh: Parallel,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
-    check_spec(spec)?;
-    let layout = Layout::new(spec);
-    layout.check(tensors)?;
-    let share = share(spec, ranks)?;
+    let mesh = one_group(spec, mesh)?;
+    Layout::new(spec).check(tensors)?;
     let shard = |rank: usize| {
-        let own: Vec<usize> = (rank * share..(rank + 1) * share).collect();
-        let each = tensors.iter().map(|(name, tensor)| {
-            let tensor = match held_by_rank(&layout, name) {
-                Some(axis) => gather(tensor, axis, &own),
-                None => tensor.clone().into_static(),
-            };
-            (name.clone(), tensor)
-        });
-        each.collect()
+        let place = place(mesh, rank)?;
+        let part = |name: &String| Ok((name.clone(), part_of(mesh, place, tensors, name)?));
+        tensors.keys().map(part).collect()
     };
-    Ok((0..ranks).map(shard).collect())
+    (0..mesh.ranks()).map(shard).collect()
 }
 
-/// The whole layer again from what all ranks hold, in their order; `spec` is
+/// The whole layer again from what the ranks of a group hold, in their order; `spec` is
 /// that of the whole.
 ///
 /// # Errors
@@ -128,43 +122,63 @@ pub fn shard_experts(
 pub fn unshard_experts(
     spec: &LayerSpec,
     shards: &[Tensors<'_>],
+    mesh: Parallel,
 ) -> Result<Tensors<'static>, TrainError> {
-    check_spec(spec)?;
+    let mesh = one_group(spec, mesh)?;
+    if shards.len() != mesh.ranks() {
+        let (wanted, given) = (mesh.ranks(), shards.len());
+        let reason = format!("parts of {wanted} ranks make the layer, {given} are given");
+        return Err(TrainError::NotPreserved(reason));
+    }
     let layout = Layout::new(spec);
-    let share = share(spec, shards.len())?;
     let sets: Vec<&Tensors<'_>> = shards.iter().collect();
-    let whole = each_name(&sets, |name, list| match held_by_rank(&layout, name) {
-        Some(axis) => match list
-            .iter()
-            .find(|tensor| tensor.shape.get(axis) != Some(&share))
-        {
-            None => join(name, list, axis, &vec![share; shards.len()]),
-            Some(odd) => {
-                let problem = format!("has shape {:?}, a rank has {share} experts", odd.shape);
-                Err(TrainError::tensor(name, problem))
+    let whole = each_name(&sets, |name, list| match Among::of(name) {
+        Among::World => same(name, list),
+        _ => {
+            let wanted = layout.shape(name);
+            let wanted = wanted.ok_or_else(|| TrainError::tensor(name, "is of no layer"))?;
+            for (rank, tensor) in list.iter().enumerate() {
+                check_part(name, tensor, list[0], mesh, rank, &wanted.shape)?;
             }
-        },
-        None => same(name, list),
+            Ok(joined(name, mesh, |place| list[mesh.rank(place)].lend()))
+        }
     })?;
     layout.check(&whole)?;
     Ok(whole)
 }
 
-/// The dimension of a tensor along which ranks share it.
-fn held_by_rank(layout: &Layout, name: &str) -> Option<usize> {
-    let expert = super::weight_of(name)?.starts_with("experts.");
-    layout.axis(name).filter(|_| expert)
+/// Refuses a tensor that is not what the rank has of one of a shape.
+fn check_part(
+    name: &str,
+    tensor: &Tensor<'_>,
+    first: &Tensor<'_>,
+    mesh: Parallel,
+    rank: usize,
+    whole: &[usize],
+) -> Result<(), TrainError> {
+    let shape = part_shape(mesh, place(mesh, rank)?, name, whole);
+    if tensor.dtype == first.dtype && shape.as_deref() == Some(&tensor.shape) {
+        return Ok(());
+    }
+    let problem = format!(
+        "has {:?} of shape {:?}, rank {rank} has {:?} of shape {shape:?}",
+        tensor.dtype, tensor.shape, first.dtype
+    );
+    Err(TrainError::tensor(name, problem))
 }
 
-fn share(spec: &LayerSpec, ranks: usize) -> Result<usize, TrainError> {
-    let experts = spec.shape.experts;
-    match experts.checked_rem(ranks) {
-        Some(0) => Ok(experts / ranks),
-        _ => {
-            let reason = format!("{experts} experts cannot be shared evenly by {ranks} ranks");
-            Err(TrainError::NotPreserved(reason))
-        }
-    }
+/// The mesh of one of its groups, if the layer can be shared so.
+fn one_group(spec: &LayerSpec, mesh: Parallel) -> Result<Parallel, TrainError> {
+    check_spec(spec)?;
+    let mesh = Parallel { dp: 1, ..mesh };
+    let refused = |error: MeshError| TrainError::NotPreserved(error.to_string());
+    mesh.check(spec).map_err(refused)?;
+    Ok(mesh)
+}
+
+fn place(mesh: Parallel, rank: usize) -> Result<Place, TrainError> {
+    let refused = |error: MeshError| TrainError::NotPreserved(error.to_string());
+    mesh.place(rank).map_err(refused)
 }
 
 /// Refuses routers that name experts of other parts.

@@ -6,7 +6,7 @@ use super::lane::Lane;
 use super::memory::Block;
 use super::module::{Loaded, Orphan};
 use super::{GraphHandle, Vendor, functions};
-use crate::DeviceError;
+use crate::{Buffer, DeviceError};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -32,6 +32,8 @@ pub(super) struct Kept<V: Vendor> {
     pub orphans: Vec<Orphan<V>>,
     /// Memory that nothing else uses.
     pub blocks: Vec<Block<V>>,
+    /// Memory that is in use elsewhere, too.
+    pub buffers: Vec<Arc<Buffer>>,
     pub lanes: Vec<Arc<Lane<V>>>,
 }
 
@@ -43,6 +45,7 @@ impl<V: Vendor> Default for Kept<V> {
             modules: Vec::new(),
             orphans: Vec::new(),
             blocks: Vec::new(),
+            buffers: Vec::new(),
             lanes: Vec::new(),
         }
     }
@@ -129,6 +132,13 @@ impl<V: Vendor> Capture<V> {
         self.kept().blocks.push(block);
     }
 
+    pub fn keep_buffer(&self, buffer: Arc<Buffer>) {
+        let mut kept = self.kept();
+        if !kept.buffers.iter().any(|other| Arc::ptr_eq(other, &buffer)) {
+            kept.buffers.push(buffer);
+        }
+    }
+
     pub fn keep_orphan(&self, orphan: Orphan<V>) {
         self.kept().orphans.push(orphan);
     }
@@ -140,6 +150,7 @@ impl<V: Vendor> Capture<V> {
         kept.modules.extend(other.modules);
         kept.orphans.extend(other.orphans);
         kept.blocks.extend(other.blocks);
+        kept.buffers.extend(other.buffers);
         kept.lanes.extend(other.lanes);
     }
 

@@ -13,6 +13,7 @@ use crate::{
 };
 use moesaic_kernel::Entry;
 use std::any::Any;
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
@@ -94,6 +95,12 @@ impl<V: Vendor> Device for GpuDevice<V> {
         self.lane.capturing().map(|capture| capture.name.clone())
     }
 
+    fn keep(&self, used: Arc<Buffer>) {
+        if let Some(capture) = self.lane.capturing() {
+            capture.keep_buffer(used);
+        }
+    }
+
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
         Ok(Arc::new(GpuModule::load(&self.lane, artifact, entries)?))
     }
@@ -139,6 +146,11 @@ impl<V: Vendor> Device for GpuDevice<V> {
 impl<V: Vendor> StreamDevice for GpuDevice<V> {
     fn gpu_info(&self) -> &GpuInfo {
         &self.lane.gpu.gpu_info
+    }
+
+    fn native_stream(&self) -> Result<*mut c_void, DeviceError> {
+        self.lane.gpu.enter("a call of another library")?;
+        Ok(self.lane.stream.0)
     }
 
     fn fork(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {

@@ -45,6 +45,20 @@ impl<V: Vendor> Mark<V> {
         self.gpu
             .call(operation, |f| unsafe { (f.event_synchronize)(self.handle) })
     }
+
+    /// Whether the stream has come to it.
+    fn passed(&self) -> Result<bool, DeviceError> {
+        const NOT_YET: i32 = 600;
+        let operation = "query of an event";
+        self.gpu.enter(operation)?;
+        // SAFETY: the event is live.
+        let code = unsafe { (self.gpu.vendor.functions().event_query)(self.handle) };
+        match self.gpu.check(code) {
+            Ok(()) => Ok(true),
+            Err(fault) if fault.code == NOT_YET => Ok(false),
+            Err(fault) => Err(self.gpu.error(operation, &fault)),
+        }
+    }
 }
 
 impl<V: Vendor> Drop for Mark<V> {
@@ -144,6 +158,11 @@ impl<V: Vendor> Event for GpuEvent<V> {
         self.lane
             .forbid(|| "a wait on the host for an event".to_string())?;
         self.mark.wait("wait on the host for an event")
+    }
+
+    fn passed(&self) -> Result<bool, DeviceError> {
+        self.check_real("query of an event")?;
+        self.mark.passed()
     }
 
     fn elapsed_ms(&self, start: &dyn Event) -> Result<f32, DeviceError> {

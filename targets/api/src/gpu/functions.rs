@@ -122,6 +122,7 @@ functions! {
 
     event_create(*mut EventHandle, c_uint);
     event_record(EventHandle, StreamHandle);
+    event_query(EventHandle);
     event_synchronize(EventHandle);
     event_elapsed(*mut f32, EventHandle, EventHandle);
     event_destroy(EventHandle);

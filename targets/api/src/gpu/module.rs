@@ -9,6 +9,7 @@ use crate::{
     gpu_grid,
 };
 use moesaic_kernel::Entry;
+use std::cell::Cell;
 use std::ffi::{CString, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -144,11 +145,11 @@ impl<V: Vendor> Module for GpuModule<V> {
         let refuse = |reason| GpuModule::<V>::refuse(symbol, reason);
         let gpu = &self.lane.gpu;
         let grid = gpu_grid(symbol, &dims)?;
-        let mut block =
-            ArgBlock::with_maps(&function.entry, args, |map, base, sizes| match grid {
-                Some(_) => gpu.vendor.encode(map, base, sizes).map_err(refuse),
-                None => Ok([0; MAP_BYTES]),
-            })?;
+        let mut block = ARGS.take();
+        block.pack(&function.entry, args, |map, base, sizes| match grid {
+            Some(_) => gpu.vendor.encode(map, base, sizes).map_err(refuse),
+            None => Ok([0; MAP_BYTES]),
+        })?;
         let Some(grid) = grid else {
             return Ok(());
         };
@@ -158,6 +159,7 @@ impl<V: Vendor> Module for GpuModule<V> {
         // the binary's signature agreed when it was loaded. The caller vouches
         // for what they point to.
         let code = unsafe { self.start(function.handle, &shape, block.pointers()) };
+        ARGS.set(block);
         match gpu.check(code) {
             Ok(()) => self.launched(function, shape),
             Err(fault) if fault.breaks_the_context() => return Err(gpu.error("launch", &fault)),
@@ -165,6 +167,11 @@ impl<V: Vendor> Module for GpuModule<V> {
         }
         Ok(())
     }
+}
+
+thread_local! {
+    /// Room for the arguments of a launch, kept from one to the next.
+    static ARGS: Cell<ArgBlock> = Cell::default();
 }
 
 impl<V: Vendor> GpuModule<V> {

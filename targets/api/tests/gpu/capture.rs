@@ -10,6 +10,10 @@ pub const CASES: &[Case] = &[
     Case::new("a_capture_left_open", a_capture_left_open),
     Case::new("events_of_a_graph", events_of_a_graph),
     Case::new("a_graph_keeps_what_it_uses", a_graph_keeps_what_it_uses),
+    Case::new(
+        "a_graph_keeps_what_it_is_given",
+        a_graph_keeps_what_it_is_given,
+    ),
     Case::new("graphs_dropped_in_a_capture", graphs_dropped_in_a_capture),
     Case::new("dropped_in_a_broken_capture", dropped_in_a_broken_capture).failing(
         "capture_end",
@@ -249,6 +253,30 @@ fn a_graph_keeps_what_it_uses(rig: &Rig) {
         "unload m2",
         "free a3 on s1",
     ];
+    assert_eq!(log()[start..], expected);
+}
+
+/// Memory that its owner lets go of after the capture, as a layer does that grows.
+fn a_graph_keeps_what_it_is_given(rig: &Rig) {
+    let bench = Bench::new(rig);
+    let workspace = Arc::new(bench.device.alloc(40).unwrap());
+    bench.device.keep(workspace.clone());
+    assert_eq!(Arc::strong_count(&workspace), 1, "there is no graph yet");
+    bench.gpu().begin_capture("kept").unwrap();
+    bench.scale(&bench.a, &workspace, &*bench.module);
+    bench.scale(&workspace, &bench.a, &*bench.module);
+    bench.device.keep(workspace.clone());
+    bench.device.keep(workspace.clone());
+    let graph = bench.gpu().end_capture().unwrap();
+    let start = log().len();
+    drop(workspace);
+    assert_eq!(log().len(), start, "the graph uses it");
+    // SAFETY: `a` lives, and the graph keeps the workspace.
+    unsafe { graph.launch() }.unwrap();
+    assert_eq!(bench.back()[2], (2.0 * 2.0 + 0.25) * 2.0 + 0.25);
+    let start = log().len();
+    drop(graph);
+    let expected = ["synchronize s1", "destroy x1", "free a3 on s1"];
     assert_eq!(log()[start..], expected);
 }
 

@@ -515,6 +515,14 @@ int FN_event_record(Object *e, Object *s) {
   e->position = s->queued;
   return 0;
 }
+int FN_event_query(Object *e) {
+  ENTER(FN_event_query)
+  if (!is(e, 'e')) return 400;
+  say("query e%d", e->number);
+  if (!e->stream || e->captured) return say("ILLEGAL query of an event that never happens"), 907;
+  if (code) return code;
+  return e->stream->done >= e->position ? 0 : 600;
+}
 int FN_event_synchronize(Object *e) {
   ENTER(FN_event_synchronize)
   if (!is(e, 'e')) return 400;

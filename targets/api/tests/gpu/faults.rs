@@ -13,7 +13,7 @@ pub const CASES: &[Case] = &[
 ];
 
 /// Functions that fail, one at a time, in a whole life of a device.
-pub const EACH: [&str; 33] = [
+pub const EACH: [&str; 34] = [
     "memory_info",
     "default_pool",
     "pool_set",
@@ -38,6 +38,7 @@ pub const EACH: [&str; 33] = [
     "occupancy",
     "event_create",
     "event_record",
+    "event_query",
     "event_synchronize",
     "event_elapsed",
     "event_destroy",
@@ -82,6 +83,7 @@ fn life(rig: &Rig) -> Result<(), DeviceError> {
     other.wait(&*end)?;
     scale.launch(&*on_other, [1, 1])?;
     other.synchronize()?;
+    end.passed()?;
     end.elapsed_ms(&*start)?;
     gpu.begin_capture("life")?;
     scale.launch(&*module, [1, 1])?;

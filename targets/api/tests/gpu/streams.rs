@@ -73,7 +73,9 @@ fn time_between_events(rig: &Rig) {
         scale.launch(&*module, [1, 1]).unwrap();
     }
     let end = streams(&*device).record().unwrap();
+    assert!(!end.passed().unwrap(), "nobody has waited for it");
     assert_eq!(end.elapsed_ms(&*start).unwrap(), 1.5);
+    assert!(end.passed().unwrap() && start.passed().unwrap());
     assert_eq!(start.elapsed_ms(&*end).unwrap(), -1.5);
     assert!(log().contains(&"elapsed e1 to e2".to_string()));
 }
@@ -105,6 +107,10 @@ impl Event for OtherEvent {
         Ok(())
     }
 
+    fn passed(&self) -> Result<bool, DeviceError> {
+        Ok(true)
+    }
+
     fn elapsed_ms(&self, _: &dyn Event) -> Result<f32, DeviceError> {
         Ok(0.0)
     }
@@ -125,6 +131,8 @@ impl Module for OtherModule {
 fn foreign_things(rig: &Rig) {
     let device = rig.open();
     let gpu = streams(&*device);
+    let other = gpu.fork().unwrap().native_stream().unwrap();
+    assert_ne!(gpu.native_stream().unwrap(), other);
     let text = |what: &str| format!("`{}` does not support {what}", rig.backend);
     check_error(
         gpu.wait(&OtherEvent),

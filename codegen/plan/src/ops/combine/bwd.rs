@@ -1,6 +1,6 @@
 //! `combine_bwd`: the output's gradient to expert rows, and gradients of weights.
 
-use crate::layer::{Builder, Role, borrowed, constant, owned, tensor};
+use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
 use crate::ops::copies::{COPY_THREADS, row_tiling};
 use crate::ops::gemm::{self, Half};
 use crate::ops::params::{edges, entry, one, per_slot, some, tokens_by, when};
@@ -264,7 +264,10 @@ impl Builder {
     pub(crate) fn combine_bwd(&mut self) -> CombineBwd {
         let spec = &self.plan.spec;
         let shared = self.shared_parts();
-        let parts = self.parts(&gemm::dgrad::routed(spec, Half::Down));
+        let parts = match self.part {
+            Part::Tokens { parts } => parts,
+            _ => self.parts(&gemm::dgrad::routed(spec, Half::Down)),
+        };
         let routed = desc(spec, parts, &shared);
         let gated = spec
             .shared

@@ -8,7 +8,7 @@ use super::copies::{COPY_THREADS, row_tiling};
 use super::params::{entry, one, slots_by, some, when};
 use super::{Machine, Op, Operator};
 use crate::KernelPlan;
-use crate::layer::Builder;
+use crate::layer::{Builder, Part};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param};
 use moesaic_spec::{LayerSpec, WeightSite};
@@ -27,6 +27,10 @@ pub struct DispatchDesc {
     pub activations: DType,
     /// Whether rows are multiplied by their weight.
     pub weighted: bool,
+    /// Whether the weight of each row is written beside it, for an expert on another
+    /// rank.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub row_weights: bool,
 }
 
 /// Tiling of `dispatch`.
@@ -47,6 +51,17 @@ fn desc(spec: &LayerSpec) -> DispatchDesc {
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Input,
+        row_weights: false,
+    }
+}
+
+/// Whether the products of experts read the weights of their rows: where they act
+/// inside, and where training sums their gradients.
+pub(crate) fn rows_have_weights(spec: &LayerSpec, trains: bool) -> bool {
+    match spec.router.weight_on {
+        WeightSite::Activation => true,
+        WeightSite::Output => trains,
+        WeightSite::Input => false,
     }
 }
 
@@ -97,9 +112,10 @@ fn entries(d: &DispatchDesc, c: &DispatchConfig) -> Vec<Entry> {
         Some(Param::read("row_slots", I32, "[rows]")),
         Some(Param::read("offsets", I64, format!("[{}]", d.experts + 1))),
         when(
-            d.weighted,
+            d.weighted || d.row_weights,
             Param::read("topk_weights", F32, format!("[tokens, {k}]")),
         ),
+        when(d.row_weights, Param::write("row_weights", F32, "[rows]")),
         Some(Param::write(
             "rows",
             d.activations,
@@ -119,7 +135,11 @@ fn entries(d: &DispatchDesc, c: &DispatchConfig) -> Vec<Entry> {
 impl Builder {
     /// Copies the rows that the routed experts read.
     pub(crate) fn dispatch(&mut self) {
-        let desc = desc(&self.plan.spec);
+        let elsewhere = matches!(self.part, Part::Tokens { .. });
+        let desc = DispatchDesc {
+            row_weights: elsewhere && rows_have_weights(&self.plan.spec, self.trains()),
+            ..desc(&self.plan.spec)
+        };
         self.launch("dispatch", desc, &self.around());
     }
 

@@ -155,6 +155,17 @@ impl Operator for GroupedGemmDgradDesc {
         entries(self, config)
     }
 
+    fn among(&self, experts: usize, top_k: usize) -> Self {
+        match self.dense {
+            true => self.clone(),
+            false => GroupedGemmDgradDesc {
+                experts,
+                top_k,
+                ..self.clone()
+            },
+        }
+    }
+
     fn flops(&self, _: &str, tokens: f64) -> f64 {
         let both = self.gated && self.half == Half::Up;
         let matrices = if both { 2.0 } else { 1.0 };

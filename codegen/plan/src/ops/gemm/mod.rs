@@ -46,6 +46,17 @@ impl Operator for GroupedGemmDesc {
         entries::entries(self, config)
     }
 
+    fn among(&self, experts: usize, top_k: usize) -> Self {
+        match self.dense {
+            true => self.clone(),
+            false => GroupedGemmDesc {
+                experts,
+                top_k,
+                ..self.clone()
+            },
+        }
+    }
+
     fn flops(&self, _: &str, tokens: f64) -> f64 {
         let matrices = self.matrices() as f64;
         2.0 * matrices * tokens * (self.top_k * self.inner * self.outer) as f64

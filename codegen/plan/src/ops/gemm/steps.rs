@@ -1,37 +1,51 @@
 //! The products of a pass, forward and backward, of routed and shared experts.
 
-use super::{GroupedGemmDesc, GroupedGemmDgradDesc, Half, desc, dgrad, wgrad};
+use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
+use super::{desc, dgrad, wgrad};
 use crate::Knob;
-use crate::layer::{Builder, Role, borrowed, constant, owned, tensor};
-use crate::ops::{Op, Operator};
+use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
+use crate::ops::Op;
 
 impl Builder {
     /// Rows of a tile of the routed experts' products.
     pub(crate) fn tile_rows(&self) -> usize {
-        let up = desc::routed(&self.plan.spec, Half::Up);
+        let up = self.routed(Half::Up);
         let measured = self.plan.tuning.size(Knob::TileRows);
-        measured.unwrap_or_else(|| up.tiling(self.machine).tile_rows)
+        measured.unwrap_or_else(|| self.tiling(&up).tile_rows)
     }
 
     /// The routed experts, from tokens to the output of each row.
     pub(crate) fn experts(&mut self) {
-        let spec = self.plan.spec.clone();
-        let [up, down] =
-            [Half::Up, Half::Down].map(|half| desc::routed(&spec, half).tiling(self.machine));
+        let [up, down] = [Half::Up, Half::Down].map(|half| self.tiling(&self.routed(half)));
         debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
         self.latent_down();
-        if !up.gather() {
+        if !up.gather() && !self.rows_given() {
             self.dispatch();
         }
         self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
         self.product("grouped_gemm_down", Half::Down, None, false);
     }
 
+    /// Whether rows are in place when experts begin.
+    fn rows_given(&self) -> bool {
+        matches!(self.part, Part::Experts { .. })
+    }
+
+    /// A product of the routed experts. Those of other ranks' tokens get their rows
+    /// as they are, not from x.
+    fn routed(&self, half: Half) -> GroupedGemmDesc {
+        let desc = desc::routed(&self.plan.spec, half);
+        GroupedGemmDesc {
+            plain_rows: desc.plain_rows && !self.rows_given(),
+            ..desc
+        }
+    }
+
     /// A product of the routed experts, or of a shared one.
     pub(crate) fn product(&mut self, name: &str, half: Half, shared: Option<usize>, keep: bool) {
         let spec = &self.plan.spec;
         let desc = match shared {
-            None => desc::routed(spec, half),
+            None => self.routed(half),
             Some(index) => desc::shared(spec, half, index),
         };
         let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
@@ -90,7 +104,12 @@ impl Builder {
             None => dgrad::routed(&spec, half),
             Some(i) => dgrad::shared(&spec, half, i),
         };
+        let given = self.rows_given();
         let wgrad = |half| match shared {
+            None if given => GroupedGemmWgradDesc {
+                plain_rows: false,
+                ..wgrad::routed(&spec, half)
+            },
             None => wgrad::routed(&spec, half),
             Some(i) => wgrad::shared(&spec, half, i),
         };
@@ -99,7 +118,7 @@ impl Builder {
         self.launch(&name("wgrad_down"), wgrad(Half::Down), &bind);
         self.launch(&name("dgrad_up"), dgrad(Half::Up), &bind);
         let up = wgrad(Half::Up);
-        if shared.is_none() && !up.tiling(self.machine).gather() && !*has_rows {
+        if shared.is_none() && !self.tiling(&up).gather() && !*has_rows {
             self.dispatch_again();
             *has_rows = true;
         }
@@ -108,7 +127,7 @@ impl Builder {
 
     /// Column tiles of a product that leaves parts of the weight's gradient.
     pub(crate) fn parts(&self, desc: &GroupedGemmDgradDesc) -> usize {
-        desc.outer.div_ceil(desc.tiling(self.machine).tile_columns)
+        desc.outer.div_ceil(self.tiling(desc).tile_columns)
     }
 
     pub(crate) fn shared_parts(&self) -> Vec<usize> {

@@ -139,6 +139,17 @@ impl Operator for GroupedGemmWgradDesc {
         list
     }
 
+    fn among(&self, experts: usize, top_k: usize) -> Self {
+        match self.dense {
+            true => self.clone(),
+            false => GroupedGemmWgradDesc {
+                experts,
+                top_k,
+                ..self.clone()
+            },
+        }
+    }
+
     fn flops(&self, symbol: &str, tokens: f64) -> f64 {
         if symbol.ends_with("_bias") {
             return tokens * (self.top_k * self.height) as f64;

@@ -3,6 +3,7 @@
 
 mod cpu;
 mod cuda;
+mod registers;
 mod rocm;
 
 use super::{GemmFamily, GroupedGemmConfig};

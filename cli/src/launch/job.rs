@@ -1,0 +1,342 @@
+//! The launcher's side of a job: one loop over everything that ranks say.
+
+use super::desk::{Desk, Pipe};
+use super::lines::{Line, Queue};
+use super::system::{self, Pid, Watch};
+use crate::console::Console;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::AsRawFd;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+/// How often an ending job is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+/// What ranks have beyond their grace before the launcher ends everything itself.
+const MARGIN: Duration = Duration::from_secs(5);
+/// The most that is kept of what `mpiexec` says.
+const KEPT: usize = 16 << 10;
+
+/// How a job ended.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The exit code: that of the first rank that failed, or of the signal.
+    pub code: u8,
+    /// What `mpiexec` said, if it failed and no rank had.
+    pub starter: Option<String>,
+}
+
+pub struct Job {
+    sources: Vec<Source>,
+    ranks: Vec<Rank>,
+    /// Processes that were started here, and have not ended.
+    starters: Vec<Pid>,
+    /// What `mpiexec` says itself.
+    said: Vec<u8>,
+    signals: File,
+    /// Closed to have all ranks end.
+    life: Option<File>,
+    grace: Duration,
+    /// When what is left is ended by force.
+    limit: Option<Instant>,
+    outcome: Option<u8>,
+    out: Queue,
+    err: Queue,
+}
+
+/// A pipe from a rank, or from `mpiexec`.
+struct Source {
+    file: Option<File>,
+    origin: Origin,
+    line: Line,
+    prefix: String,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Rank(usize, Pipe),
+    Starter,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Rank {
+    #[default]
+    Awaited,
+    Started,
+    Ended,
+}
+
+/// How a job's output is shown, and how it ends.
+pub struct Style {
+    pub prefix: bool,
+    pub grace: Duration,
+}
+
+impl Job {
+    /// Opens everything before a rank starts.
+    pub fn prepare(desk: &Desk, ranks: usize, style: &Style, console: &Console) -> io::Result<Job> {
+        let list = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+        let signals = system::signals(&list)?;
+        system::adopt_orphans()?;
+        let mut sources = Vec::new();
+        let width = (ranks - 1).to_string().len();
+        for rank in 0..ranks {
+            for pipe in Pipe::ALL {
+                let palette = match pipe {
+                    Pipe::Err => console.err,
+                    _ => console.out,
+                };
+                let prefix = match style.prefix {
+                    true => palette.dim(&format!("[{rank:>width$}]")) + " ",
+                    false => String::new(),
+                };
+                sources.push(Source {
+                    file: Some(system::open_fifo(&desk.path(rank, pipe))?),
+                    origin: Origin::Rank(rank, pipe),
+                    line: Line::default(),
+                    prefix,
+                });
+            }
+        }
+        Ok(Job {
+            sources,
+            ranks: vec![Rank::Awaited; ranks],
+            starters: Vec::new(),
+            said: Vec::new(),
+            signals,
+            life: Some(desk.keep_alive()?),
+            grace: style.grace,
+            limit: None,
+            outcome: None,
+            out: Queue::default(),
+            err: Queue::default(),
+        })
+    }
+
+    /// Adds a process that is a rank, or starts ranks; of the latter, what it says.
+    pub fn add(&mut self, child: &Child, said: impl IntoIterator<Item = File>) {
+        self.starters.push(child.id() as Pid);
+        self.sources.extend(said.into_iter().map(|file| Source {
+            file: Some(file),
+            origin: Origin::Starter,
+            line: Line::default(),
+            prefix: String::new(),
+        }));
+    }
+
+    /// Ends everything before it has begun: a rank could not be started.
+    pub fn give_up(&mut self) {
+        self.finish(1);
+    }
+
+    /// Until nothing of the job is left.
+    pub fn run(mut self) -> io::Result<Outcome> {
+        loop {
+            self.wait()?;
+            while let Some(signal) = system::next_signal(&self.signals) {
+                self.signalled(signal);
+            }
+            let mut failed = None;
+            while let Some(ended) = system::reap() {
+                if let Some(place) = self.starters.iter().position(|pid| *pid == ended.pid) {
+                    self.starters.swap_remove(place);
+                    failed = failed.or((ended.code != 0).then_some(ended.code));
+                }
+            }
+            // Whatever ranks have said is in the pipes when the process is gone.
+            self.read();
+            if let Some(code) = failed {
+                self.finish(code);
+            }
+            self.write();
+            if self.out.closed && self.outcome.is_none() {
+                // Nobody reads any more: no failure, as with every command.
+                self.finish(0);
+            }
+            if self.limit.is_some_and(|limit| Instant::now() > limit) {
+                let left = system::descendants();
+                left.iter()
+                    .for_each(|pid| system::kill(*pid, libc::SIGKILL));
+            }
+            if self.is_over() {
+                return Ok(self.result());
+            }
+        }
+    }
+
+    fn wait(&self) -> io::Result<()> {
+        let full = self.out.is_full() || self.err.is_full();
+        let mut watches = vec![Watch {
+            file: self.signals.as_raw_fd(),
+            write: false,
+        }];
+        let read = |source: &Source| {
+            let output = matches!(source.origin, Origin::Rank(_, Pipe::Out | Pipe::Err));
+            let file = source.file.as_ref().filter(|_| !(full && output))?;
+            Some(Watch {
+                file: file.as_raw_fd(),
+                write: false,
+            })
+        };
+        watches.extend(self.sources.iter().filter_map(read));
+        let streams = [
+            (&self.out, io::stdout().as_raw_fd()),
+            (&self.err, io::stderr().as_raw_fd()),
+        ];
+        watches.extend(
+            streams
+                .into_iter()
+                .filter(|(queue, _)| !queue.is_empty())
+                .map(|(_, file)| Watch { file, write: true }),
+        );
+        let ending = self.limit.is_some() || self.starters.is_empty();
+        let longest = if ending { LOOK } else { Duration::from_secs(5) };
+        system::wait(&watches, longest).map(|_| ())
+    }
+
+    fn signalled(&mut self, signal: i32) {
+        if signal == libc::SIGCHLD {
+            return;
+        }
+        if self.limit.is_some() {
+            // Asked twice: at once.
+            self.limit = Some(Instant::now());
+        }
+        self.finish(128 + signal as u8);
+    }
+
+    /// Has all ranks end; the first cause is the job's outcome.
+    fn finish(&mut self, code: u8) {
+        self.outcome.get_or_insert(code);
+        self.life = None;
+        self.limit
+            .get_or_insert_with(|| Instant::now() + self.grace + MARGIN);
+    }
+
+    /// Takes what has come, and closes what is at its end.
+    fn read(&mut self) {
+        let full = self.out.is_full() || self.err.is_full();
+        let gone = self.starters.is_empty();
+        let mut sources = std::mem::take(&mut self.sources);
+        for source in &mut sources {
+            let output = matches!(source.origin, Origin::Rank(_, Pipe::Out | Pipe::Err));
+            if !(full && output) {
+                self.take(source, gone);
+            }
+        }
+        sources.retain(|source| source.file.is_some());
+        self.sources = sources;
+    }
+
+    fn take(&mut self, source: &mut Source, gone: bool) {
+        let mut bytes = [0; 1 << 14];
+        let Some(file) = &mut source.file else { return };
+        let count = match file.read(&mut bytes) {
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return,
+            Err(_) => 0,
+        };
+        let bytes = &bytes[..count];
+        match source.origin {
+            Origin::Rank(_, Pipe::Out) => source.line.add(bytes, &source.prefix, &mut self.out),
+            Origin::Rank(_, Pipe::Err) => source.line.add(bytes, &source.prefix, &mut self.err),
+            Origin::Rank(rank, Pipe::Status) => self.heard(rank, bytes),
+            Origin::Starter => {
+                self.said.extend_from_slice(bytes);
+                let more = self.said.len().saturating_sub(KEPT);
+                self.said.drain(..more);
+            }
+        }
+        if count > 0 {
+            return;
+        }
+        // Before a rank has opened its end of a pipe, there is nothing either.
+        match source.origin {
+            Origin::Rank(rank, _) if self.ranks[rank] == Rank::Awaited && !gone => return,
+            Origin::Rank(_, Pipe::Out) => source.line.end(&source.prefix, &mut self.out),
+            Origin::Rank(_, Pipe::Err) => source.line.end(&source.prefix, &mut self.err),
+            Origin::Rank(rank, Pipe::Status) => self.left(rank),
+            Origin::Starter => {}
+        }
+        source.file = None;
+    }
+
+    /// A rank writes less at a time than a pipe takes in one piece.
+    fn heard(&mut self, rank: usize, bytes: &[u8]) {
+        for line in String::from_utf8_lossy(bytes).lines() {
+            let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
+            match (word, rest.parse::<u8>()) {
+                ("started", _) => self.ranks[rank] = Rank::Started,
+                ("ended", Ok(code)) => {
+                    self.ranks[rank] = Rank::Ended;
+                    if code != 0 {
+                        self.failed(rank, code, &ended(code));
+                    }
+                }
+                _ => {
+                    self.ranks[rank] = Rank::Ended;
+                    self.failed(rank, 127, rest);
+                }
+            }
+        }
+    }
+
+    /// A rank has closed its status: it had ended, or something has ended it.
+    fn left(&mut self, rank: usize) {
+        if std::mem::replace(&mut self.ranks[rank], Rank::Ended) == Rank::Started {
+            self.failed(rank, 128 + libc::SIGKILL as u8, "was ended from outside");
+        }
+    }
+
+    fn failed(&mut self, rank: usize, code: u8, what: &str) {
+        if self.outcome.is_none() {
+            let others = match self.ranks.len() {
+                1 => "",
+                _ => "; the others are ended",
+            };
+            self.err.say(&format!("error: rank {rank} {what}{others}"));
+        }
+        self.finish(code);
+    }
+
+    fn write(&mut self) {
+        // Both may be the same terminal, so a line is finished first.
+        let (out, err) = (self.out.inside_line(), self.err.inside_line());
+        if !err && ready(&self.out, io::stdout().as_raw_fd()) {
+            self.out.write(&mut io::stdout().lock());
+        }
+        if !out && ready(&self.err, io::stderr().as_raw_fd()) {
+            self.err.write(&mut io::stderr().lock());
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        let quiet = self.starters.is_empty() && self.sources.is_empty();
+        let told = self.out.is_empty() && self.err.is_empty();
+        quiet && told && system::descendants().is_empty()
+    }
+
+    fn result(self) -> Outcome {
+        let nobody = self.ranks.iter().all(|rank| *rank != Rank::Started);
+        let said = String::from_utf8_lossy(&self.said).trim().to_string();
+        let code = self.outcome.unwrap_or(0);
+        let unknown = code != 0 && nobody && !said.is_empty();
+        Outcome {
+            code,
+            starter: unknown.then_some(said),
+        }
+    }
+}
+
+fn ready(queue: &Queue, file: i32) -> bool {
+    let watch = [Watch { file, write: true }];
+    !queue.is_empty() && system::wait(&watch, Duration::ZERO).is_ok_and(|ready| ready[0])
+}
+
+fn ended(code: u8) -> String {
+    match code {
+        0..=128 => format!("ended with exit code {code}"),
+        _ => format!("ended with exit code {code} (signal {})", code - 128),
+    }
+}

@@ -1,0 +1,267 @@
+//! `moesaic launch`.
+
+mod desk;
+mod job;
+mod lines;
+mod mpi;
+mod place;
+mod rank;
+mod system;
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use clap::Args;
+use desk::{Desk, Terms};
+use job::{Job, Style};
+use mpi::{Choice, Mpiexec};
+use place::{Bind, Machine, Place};
+pub use rank::{RankArgs, execute as execute_rank};
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::Duration;
+
+/// Start ranks of a program on this machine
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic launch -n 4 -- ./train --steps 100
+  moesaic launch -n 8 --bind cores -- python train.py
+
+Ranks find each other by MPI, if there is one (`moesaic toolchain install mpi`), and have torchrun's
+variables. The first rank that fails ends the others, and gives the exit code. On clusters, start
+programs by mpirun or srun.")]
+pub struct LaunchArgs {
+    /// How many ranks
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    ranks: u16,
+    /// Whether ranks are an MPI world, started by its mpiexec
+    #[arg(long, value_name = "WHEN", default_value = "auto")]
+    mpi: Choice,
+    /// What a rank's threads are bound to
+    #[arg(long, value_name = "TO", default_value = "numa")]
+    bind: Bind,
+    /// Leave out the rank before each line of output
+    #[arg(long)]
+    no_prefix: bool,
+    /// Seconds between asking ranks to end and ending them
+    #[arg(long, value_name = "SECONDS", default_value_t = 5.0, value_parser = seconds)]
+    grace: f64,
+    /// MASTER_PORT of the ranks; a free one if not given
+    #[arg(long, value_name = "PORT")]
+    port: Option<u16>,
+    /// Where the system describes the machine, for tests
+    #[arg(long, value_name = "DIR", default_value = "/sys", hide = true)]
+    sysfs: PathBuf,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+fn seconds(text: &str) -> std::result::Result<f64, String> {
+    let number = text.parse::<f64>().ok();
+    let number = number.filter(|number| (0.0..=86_400.0).contains(number));
+    number.ok_or_else(|| "it must be a number of seconds from 0 to 86400".to_string())
+}
+
+/// Starts the ranks, and stays until all have ended.
+pub fn execute(args: &LaunchArgs, console: &Console) -> Result<ExitCode> {
+    refuse_contradictions()?;
+    let mut program = args.program.clone();
+    program[0] = find_program(&program[0])?.into_os_string();
+    let mpiexec = choose_mpi(args.mpi, console)?;
+    let ranks = usize::from(args.ranks);
+    let terms = Terms {
+        port: args.port.map_or_else(free_port, Ok)?,
+        grace: Duration::from_secs_f64(args.grace),
+        processors: processors(args, ranks),
+    };
+    let folder = tempfile::Builder::new()
+        .prefix("moesaic-launch-")
+        .tempdir()?;
+    let desk = Desk::at(folder.path());
+    desk.furnish(&terms)?;
+    let style = Style {
+        prefix: !args.no_prefix,
+        grace: terms.grace,
+    };
+    let mut job = Job::prepare(&desk, ranks, &style, console)?;
+    let started = match &mpiexec {
+        Some(mpiexec) => start_by(mpiexec, ranks, folder.path(), &program, &mut job),
+        None => start_here(ranks, folder.path(), &program, &mut job),
+    };
+    if started.is_err() {
+        job.give_up();
+    }
+    let outcome = job.run()?;
+    started?;
+    match (outcome.starter, mpiexec) {
+        (Some(said), Some(mpiexec)) => {
+            let program = mpiexec.program.display();
+            Err(Failure::work(format!("{program} failed:\n{said}")))
+        }
+        _ => Ok(ExitCode::from(outcome.code)),
+    }
+}
+
+/// Ranks of this job would find two descriptions of who they are.
+fn refuse_contradictions() -> Result {
+    const VARIABLES: [&str; 10] = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PMI_FD",
+        "PMIX_RANK",
+    ];
+    if let Some(name) = VARIABLES.iter().find(|name| env::var_os(name).is_some()) {
+        let who = "this process is a rank already, or was given a rank's variables";
+        return Err(
+            Failure::input(format!("{name} is set: {who}")).hint(format!(
+                "start it outside of other launchers, or unset {name}"
+            )),
+        );
+    }
+    let Some(address) = env::var_os("MASTER_ADDR") else {
+        return Ok(());
+    };
+    let address = address.to_string_lossy();
+    let own = moesaic::collectives::topology::host_name();
+    if ["127.0.0.1", "localhost", "::1", &own].contains(&&*address) {
+        return Ok(());
+    }
+    Err(Failure::input(format!(
+        "MASTER_ADDR is {address}, and `launch` starts ranks on this machine only"
+    ))
+    .hint("unset it; for several machines, use mpirun or srun"))
+}
+
+/// The program by the search path, before anything is started.
+fn find_program(name: &OsStr) -> Result<PathBuf> {
+    let runs = |path: &Path| {
+        let meta = path.metadata().ok();
+        meta.is_some_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+    };
+    let path = Path::new(name);
+    let found = match path.components().count() > 1 || name.to_string_lossy().contains('/') {
+        true => Some(path.to_path_buf()).filter(|path| runs(path)),
+        false => env::var_os("PATH").and_then(|list| {
+            let mut all = env::split_paths(&list).map(|folder| folder.join(name));
+            all.find(|path| runs(path))
+        }),
+    };
+    found.ok_or_else(|| {
+        Failure::input(format!("there is no program {}", path.display()))
+            .hint("the program comes after `--`: moesaic launch -n 2 -- ./program")
+    })
+}
+
+fn choose_mpi(choice: Choice, console: &Console) -> Result<Option<Mpiexec>> {
+    let found = match choice {
+        Choice::Off => return Ok(None),
+        Choice::Auto | Choice::On => mpi::find()?,
+    };
+    match (&found, choice) {
+        (None, Choice::On) => Err(Failure::input("no mpiexec was found")
+            .hint("`moesaic toolchain install mpi` brings one")),
+        (None, _) => {
+            console.note(
+                "no MPI was found: ranks have torchrun's variables, and find each other by them \
+                 alone; `moesaic toolchain install mpi` brings one",
+            );
+            Ok(found)
+        }
+        (Some(mpiexec), _) => {
+            tracing::info!("ranks are started by {}", mpiexec.program.display());
+            Ok(found)
+        }
+    }
+}
+
+/// A port that nobody listens at now.
+fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+fn processors(args: &LaunchArgs, ranks: usize) -> Vec<Vec<usize>> {
+    let own = moesaic::cpu::processors().unwrap_or_default();
+    let machine = Machine::read(&args.sysfs, &own, |name| env::var(name).ok());
+    if let Some(trouble) = &machine.trouble {
+        tracing::info!("ranks go round the memory nodes: {trouble}");
+    }
+    let places: Vec<Place> = machine.places(args.bind, ranks);
+    for (rank, place) in places.iter().enumerate() {
+        tracing::info!("rank {rank}: {place}");
+    }
+    places.into_iter().map(|place| place.processors).collect()
+}
+
+/// This program as a rank.
+fn rank_words(desk: &Path, program: &[OsString]) -> io::Result<Vec<OsString>> {
+    let mut words = vec![
+        env::current_exe()?.into_os_string(),
+        OsString::from("launch-rank"),
+        desk.as_os_str().to_os_string(),
+        OsString::from("--"),
+    ];
+    words.extend_from_slice(program);
+    Ok(words)
+}
+
+fn start_here(ranks: usize, desk: &Path, program: &[OsString], job: &mut Job) -> Result {
+    let words = rank_words(desk, program)?;
+    for rank in 0..ranks {
+        let mut command = Command::new(&words[0]);
+        command
+            .args(&words[1..])
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", ranks.to_string());
+        let child = spawn(&mut command)?;
+        job.add(&child, []);
+    }
+    Ok(())
+}
+
+fn start_by(
+    mpiexec: &Mpiexec,
+    ranks: usize,
+    desk: &Path,
+    program: &[OsString],
+    job: &mut Job,
+) -> Result {
+    let mut command = mpiexec.command(ranks);
+    command.args(rank_words(desk, program)?);
+    // What it says matters only when no rank has come so far as to say what is wrong.
+    let (said, end) = io::pipe()?;
+    command.stdout(end.try_clone()?).stderr(end);
+    let child = spawn(&mut command)?;
+    drop(command);
+    let said = OwnedFd::from(said);
+    system::make_nonblocking(said.as_fd())?;
+    job.add(&child, [File::from(said)]);
+    Ok(())
+}
+
+/// In a process group of its own: a terminal's signals are for the launcher, which has
+/// ranks end in good order.
+fn spawn(command: &mut Command) -> Result<Child> {
+    command.stdin(Stdio::null()).process_group(0);
+    // SAFETY: between fork and exec only system calls are made, and nothing is allocated.
+    unsafe { command.pre_exec(|| system::before_exec(libc::SIGTERM, &[])) };
+    let program = PathBuf::from(command.get_program());
+    command.spawn().map_err(|error| {
+        let reason = crate::failure::reason(&error);
+        Failure::work(format!("cannot start {}: {reason}", program.display()))
+    })
+}

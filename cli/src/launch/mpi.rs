@@ -1,0 +1,140 @@
+//! Which `mpiexec` starts the ranks.
+
+use crate::failure::Result;
+use moesaic::toolchain::{Registry, mpi};
+use std::env;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Whether ranks are an MPI world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Choice {
+    /// If an MPI is found
+    Auto,
+    /// Yes, or nothing is started
+    On,
+    /// No: they only have torchrun's variables
+    Off,
+}
+
+/// A launcher of an MPI.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mpiexec {
+    pub program: PathBuf,
+    /// What ranks are told to open; `None` leaves it to them.
+    pub library: Option<PathBuf>,
+}
+
+/// The launcher that belongs to `MOESAIC_MPI`, else the installed one, else the machine's.
+pub fn find() -> Result<Option<Mpiexec>> {
+    let named = env::var_os("MOESAIC_MPI").filter(|value| !value.is_empty());
+    let path = env::var_os("PATH").unwrap_or_default();
+    if let Some(library) = named {
+        let program = of_library(Path::new(&library), &path);
+        return Ok(program.map(|program| Mpiexec {
+            program,
+            library: None,
+        }));
+    }
+    let registry = Registry::open()?;
+    let installed = mpi(&registry).map(|found| Mpiexec {
+        program: found.launcher,
+        library: Some(found.library),
+    });
+    let of_machine = || {
+        let program = on_path(&["mpiexec", "mpirun"], &path)?;
+        Some(Mpiexec {
+            program,
+            library: None,
+        })
+    };
+    Ok(installed.or_else(of_machine))
+}
+
+/// Beside the library, in the `bin` of its installation, or on the path.
+fn of_library(library: &Path, path: &OsString) -> Option<PathBuf> {
+    let folder = library.parent().filter(|f| !f.as_os_str().is_empty());
+    let near = folder.into_iter().flat_map(|folder| {
+        let above = folder.ancestors().skip(1).take(3);
+        std::iter::once(folder.to_path_buf()).chain(above.map(|folder| folder.join("bin")))
+    });
+    let found = near.flat_map(|folder| ["mpiexec", "mpirun"].map(|name| folder.join(name)));
+    let open_mpi = library.to_string_lossy().ends_with("libmpi.so.40");
+    let names = match open_mpi {
+        true => ["mpiexec.openmpi", "mpirun.openmpi", "mpiexec", "mpirun"],
+        false => ["mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"],
+    };
+    // A system's `bin` may have the launcher of another MPI under the plain names.
+    let system =
+        folder.is_none_or(|folder| folder.starts_with("/usr") || folder.starts_with("/lib"));
+    let mut near = found.filter(|program| !system && program.is_file());
+    near.next().or_else(|| on_path(&names, path))
+}
+
+fn on_path(names: &[&str], path: &OsString) -> Option<PathBuf> {
+    let folders: Vec<PathBuf> = env::split_paths(path).collect();
+    let all = names
+        .iter()
+        .flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
+    all.into_iter().find(|program| program.is_file())
+}
+
+impl Mpiexec {
+    /// `mpiexec -n ranks`, on this machine alone, also within a cluster's job, with as many
+    /// ranks as were asked for, bound by nobody but us.
+    pub fn command(&self, ranks: usize) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["-n", &ranks.to_string()]);
+        for (name, value) in [
+            ("HYDRA_LAUNCHER", "fork"),
+            ("HYDRA_RMK", "user"),
+            ("I_MPI_HYDRA_BOOTSTRAP", "fork"),
+            ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+            ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+            ("OMPI_MCA_plm", "isolated"),
+            ("OMPI_MCA_ras", "^slurm,tm,lsf,gridengine"),
+            ("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"),
+            ("PRTE_MCA_hwloc_default_binding_policy", "none"),
+        ] {
+            command.env(name, value);
+        }
+        if let Some(library) = &self.library {
+            command.env("MOESAIC_MPI", library);
+        }
+        command
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn the_launcher_is_that_of_the_library() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |path: &str| root.path().join(path);
+        for file in [
+            "one/bin/mpiexec",
+            "one/lib/libmpi.so.12",
+            "wheel/mpiexec",
+            "wheel/libmpi_abi.so.1",
+            "path/mpirun.openmpi",
+            "path/mpiexec",
+        ] {
+            fs::create_dir_all(at(file).parent().unwrap()).unwrap();
+            fs::write(at(file), "").unwrap();
+        }
+        let path = at("path").into_os_string();
+        let of = |library: &Path| of_library(library, &path).unwrap();
+        assert_eq!(of(&at("one/lib/libmpi.so.12")), at("one/bin/mpiexec"));
+        assert_eq!(of(&at("wheel/libmpi_abi.so.1")), at("wheel/mpiexec"));
+        assert_eq!(of(Path::new("libmpi.so.40")), at("path/mpirun.openmpi"));
+        assert_eq!(of(Path::new("libmpi.so.12")), at("path/mpiexec"));
+        assert_eq!(
+            of_library(Path::new("libmpi.so.12"), &OsString::new()),
+            None
+        );
+    }
+}

@@ -1,0 +1,187 @@
+//! One rank of `moesaic launch`: starts the program, watches over it and all that it
+//! starts, and ends all of it when the launcher asks for that or is gone.
+
+use super::desk::{Desk, Pipe, Terms};
+use super::system::{self, Pid, Watch};
+use crate::failure::{Failure, Result};
+use clap::Args;
+use moesaic::collectives::World;
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+/// A rank of `moesaic launch`; it is started by that
+#[derive(Args, Debug)]
+pub struct RankArgs {
+    /// The launcher's folder
+    desk: PathBuf,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+/// How often a rank that is ending is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+/// What a shell gives for a program that cannot be started.
+const NOT_STARTED: u8 = 127;
+
+/// Runs the program to its end; its exit code.
+pub fn execute(args: &RankArgs) -> Result<ExitCode> {
+    let world = World::from_environment().map_err(Failure::input)?;
+    let world = world.ok_or_else(|| Failure::input("this is started by `moesaic launch`"))?;
+    let desk = Desk::at(&args.desk);
+    let terms = desk.terms()?;
+    if world.size != terms.processors.len() {
+        return Err(Failure::work(format!(
+            "{} ranks were asked for and {} started",
+            terms.processors.len(),
+            world.size
+        )));
+    }
+    let mut status = open(&desk, world.rank, Pipe::Status)?;
+    let code = match Rank::start(args, &desk, &terms, world) {
+        Ok(mut rank) => rank.run(&mut status)?,
+        Err(error) => {
+            let name = args.program[0].to_string_lossy();
+            let reason = crate::failure::reason(&error);
+            say(
+                &mut status,
+                &format!("failed cannot start {name}: {reason}"),
+            )?;
+            NOT_STARTED
+        }
+    };
+    Ok(ExitCode::from(code))
+}
+
+fn open(desk: &Desk, rank: usize, pipe: Pipe) -> io::Result<File> {
+    OpenOptions::new().write(true).open(desk.path(rank, pipe))
+}
+
+/// One line in one piece, as the launcher reads it.
+fn say(status: &mut File, line: &str) -> io::Result<()> {
+    status.write_all(format!("{line}\n").as_bytes())
+}
+
+struct Rank {
+    program: Pid,
+    signals: File,
+    /// `None` when the end was asked for.
+    life: Option<File>,
+    grace: Duration,
+    /// When what is left is ended by force.
+    limit: Option<Instant>,
+}
+
+impl Rank {
+    fn start(args: &RankArgs, desk: &Desk, terms: &Terms, world: World) -> io::Result<Rank> {
+        let list = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+        let signals = system::signals(&list)?;
+        system::adopt_orphans()?;
+        let life = desk.watch_life()?;
+        let mut command = Command::new(&args.program[0]);
+        command
+            .args(&args.program[1..])
+            .stdin(Stdio::null())
+            .stdout(open(desk, world.rank, Pipe::Out)?)
+            .stderr(open(desk, world.rank, Pipe::Err)?)
+            .process_group(0)
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", terms.port.to_string());
+        for (name, value) in [
+            ("RANK", world.rank),
+            ("WORLD_SIZE", world.size),
+            ("LOCAL_RANK", world.rank),
+            ("LOCAL_WORLD_SIZE", world.size),
+        ] {
+            command.env(name, value.to_string());
+        }
+        let processors = terms.processors[world.rank].clone();
+        // SAFETY: between fork and exec only system calls are made, and nothing is allocated.
+        unsafe { command.pre_exec(move || system::before_exec(libc::SIGKILL, &processors)) };
+        Ok(Rank {
+            program: command.spawn()?.id() as Pid,
+            signals,
+            life: Some(life),
+            grace: terms.grace,
+            limit: None,
+        })
+    }
+
+    /// Until the program and all that it has started have ended.
+    fn run(&mut self, status: &mut File) -> io::Result<u8> {
+        say(status, "started")?;
+        let mut code = None;
+        loop {
+            self.wait()?;
+            while let Some(ended) = system::reap() {
+                if ended.pid == self.program {
+                    // The launcher may be gone.
+                    let _ = say(status, &format!("ended {}", ended.code));
+                    code = Some(ended.code);
+                }
+            }
+            let asked = self.life.is_none();
+            let left = match asked || code.is_some() {
+                true => system::descendants(),
+                false => continue,
+            };
+            if let (Some(code), true) = (code, left.is_empty()) {
+                self.hold(code)?;
+                return Ok(code);
+            }
+            self.end(&left);
+        }
+    }
+
+    /// Waits for a signal, the launcher, or a moment when it is ending.
+    fn wait(&mut self) -> io::Result<()> {
+        let read = |file: &File| Watch {
+            file: file.as_raw_fd(),
+            write: false,
+        };
+        let mut watches = vec![read(&self.signals)];
+        watches.extend(self.life.as_ref().map(read));
+        let longest = self.limit.map_or(Duration::from_secs(5), |_| LOOK);
+        system::wait(&watches, longest)?;
+        let mut asked = false;
+        while let Some(signal) = system::next_signal(&self.signals) {
+            asked |= signal != libc::SIGCHLD;
+        }
+        // The launcher never writes: there is an end of the file, or nothing.
+        if let Some(life) = &mut self.life {
+            asked |= matches!(life.read(&mut [0]), Ok(0));
+        }
+        if asked {
+            self.life = None;
+        }
+        Ok(())
+    }
+
+    /// Asks what is left to end; later ends it.
+    fn end(&mut self, left: &[Pid]) {
+        let signal = match self.limit {
+            None => {
+                self.limit = Some(Instant::now() + self.grace);
+                libc::SIGTERM
+            }
+            Some(limit) if Instant::now() > limit => libc::SIGKILL,
+            Some(_) => return,
+        };
+        left.iter().for_each(|pid| system::kill(*pid, signal));
+    }
+
+    /// After a failure, until the launcher has decided: an `mpiexec` in between would kill
+    /// the other ranks without giving them time.
+    fn hold(&mut self, code: u8) -> io::Result<()> {
+        while code != 0 && self.life.is_some() {
+            self.wait()?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,186 @@
+//! The calls of Linux that the standard library does not have.
+
+use std::ffi::{CString, c_int};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::time::Duration;
+
+/// A process, by the system's number.
+pub type Pid = libc::pid_t;
+
+fn done(code: c_int) -> io::Result<()> {
+    match code {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// Makes a named pipe that only this user can open.
+pub fn make_fifo(path: &Path) -> io::Result<()> {
+    let name = CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: the name is a C string.
+    done(unsafe { libc::mkfifo(name.as_ptr(), 0o600) })
+}
+
+/// Opens the reading end of a named pipe, whether or not anybody writes.
+pub fn open_fifo(path: &Path) -> io::Result<File> {
+    let mut options = fs::OpenOptions::new();
+    options.read(true).custom_flags(libc::O_NONBLOCK).open(path)
+}
+
+/// Reading returns at once from now on.
+pub fn make_nonblocking(file: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: the descriptor is open while it is borrowed; numbers only.
+    done(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) })
+}
+
+/// A file that has something to read when one of the signals has come. They are blocked.
+pub fn signals(list: &[c_int]) -> io::Result<File> {
+    // SAFETY: a set of signals is plain bits, which `sigemptyset` makes empty.
+    let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the set lives here, and the numbers are signals.
+    unsafe {
+        libc::sigemptyset(&raw mut set);
+        list.iter().for_each(|signal| {
+            libc::sigaddset(&raw mut set, *signal);
+        });
+    }
+    // SAFETY: as above.
+    done(unsafe { libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) })?;
+    // SAFETY: as above; -1 asks for a new descriptor.
+    let fd = unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
+    done(fd)?;
+    // SAFETY: the descriptor is new, and nobody else's.
+    Ok(unsafe { File::from_raw_fd(fd) })
+}
+
+/// The next signal of [`signals`], if one has come.
+pub fn next_signal(signals: &File) -> Option<c_int> {
+    let mut info = std::mem::MaybeUninit::<libc::signalfd_siginfo>::uninit();
+    let size = size_of::<libc::signalfd_siginfo>();
+    // SAFETY: the room is as large as what is read.
+    let read = unsafe { libc::read(signals.as_raw_fd(), info.as_mut_ptr().cast(), size) };
+    // SAFETY: the system fills it whole or not at all.
+    (read == size as isize).then(|| unsafe { info.assume_init() }.ssi_signo as c_int)
+}
+
+/// What is waited for.
+#[derive(Clone, Copy)]
+pub struct Watch {
+    pub file: RawFd,
+    /// Room to write instead of something to read.
+    pub write: bool,
+}
+
+/// Waits until one of the files is ready or so long, and says which are.
+pub fn wait(list: &[Watch], longest: Duration) -> io::Result<Vec<bool>> {
+    let event = |watch: &Watch| match watch.write {
+        true => libc::POLLOUT,
+        false => libc::POLLIN,
+    };
+    let mut polled: Vec<libc::pollfd> = list
+        .iter()
+        .map(|watch| libc::pollfd {
+            fd: watch.file,
+            events: event(watch),
+            revents: 0,
+        })
+        .collect();
+    let longest = longest.as_millis().min(60_000) as c_int;
+    let count = polled.len() as libc::nfds_t;
+    // SAFETY: the list has that many entries.
+    let code = unsafe { libc::poll(polled.as_mut_ptr(), count, longest) };
+    match done(code) {
+        Err(error) if error.kind() != io::ErrorKind::Interrupted => Err(error),
+        _ => Ok(polled.iter().map(|polled| polled.revents != 0).collect()),
+    }
+}
+
+/// What happened to a child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    pub pid: Pid,
+    /// The exit code, or 128 and the signal's number.
+    pub code: u8,
+}
+
+/// A child that has ended since, if there is one; the first of any.
+pub fn reap() -> Option<Ended> {
+    let mut status = 0;
+    // SAFETY: the status is an int; no pointer is kept.
+    let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
+    let code = match libc::WIFSIGNALED(status) {
+        true => 128 + libc::WTERMSIG(status),
+        false => libc::WEXITSTATUS(status),
+    };
+    (pid > 0).then_some(Ended {
+        pid,
+        code: code as u8,
+    })
+}
+
+/// Sends a signal to a process.
+pub fn kill(pid: Pid, signal: c_int) {
+    // SAFETY: no memory is passed. Who is gone needs no signal.
+    unsafe { libc::kill(pid, signal) };
+}
+
+/// Everything that this process and its children have started, also what has left its
+/// parent: orphans come to the next [`adopt_orphans`].
+pub fn descendants() -> Vec<Pid> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pairs: Vec<(Pid, Pid)> = entries
+        .filter_map(|entry| {
+            let pid: Pid = entry.file_name().to_str()?.parse().ok()?;
+            let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
+            // The name before may have spaces and brackets of its own.
+            let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+            let state = fields.next()?;
+            (state != "Z").then_some((pid, fields.next()?.parse().ok()?))
+        })
+        .collect();
+    let mut found = vec![std::process::id() as Pid];
+    let mut next = 0;
+    while next < found.len() {
+        let children = pairs.iter().filter(|(_, parent)| *parent == found[next]);
+        let children: Vec<Pid> = children.map(|(pid, _)| *pid).collect();
+        found.extend(children);
+        next += 1;
+    }
+    found.split_off(1)
+}
+
+/// What loses its parent below this process becomes its child, not init's.
+pub fn adopt_orphans() -> io::Result<()> {
+    // SAFETY: a number only.
+    done(unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) })
+}
+
+/// Called between fork and exec: this process gets the signal when its parent ends, runs
+/// on these processors, if there are any, and hears all signals.
+pub fn before_exec(at_parents_end: c_int, processors: &[usize]) -> io::Result<()> {
+    // SAFETY: numbers only.
+    done(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, at_parents_end) })?;
+    // SAFETY: sets of signals and processors are plain bits, all zero is the empty one.
+    let (mut signals, mut set): (libc::sigset_t, libc::cpu_set_t) =
+        unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    // SAFETY: the set lives here.
+    unsafe { libc::sigemptyset(&raw mut signals) };
+    // SAFETY: as above.
+    done(unsafe {
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const signals, std::ptr::null_mut())
+    })?;
+    if processors.is_empty() {
+        return Ok(());
+    }
+    for processor in processors {
+        // SAFETY: the numbers came out of such a set.
+        unsafe { libc::CPU_SET(*processor, &mut set) };
+    }
+    // SAFETY: the set is this large; 0 is this thread.
+    done(unsafe { libc::sched_setaffinity(0, size_of_val(&set), &raw const set) })
+}

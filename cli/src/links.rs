@@ -1,0 +1,394 @@
+//! `moesaic doctor --ranks`: who the ranks are, and how fast they reach each other.
+
+use crate::console::{Console, Palette};
+use crate::failure::{Failure, Result};
+use crate::table::Table;
+use crate::units;
+use moesaic::collectives::measure::{Link, Measured, Options, measure};
+use moesaic::collectives::{
+    Call, CollectiveError, Collectives, Communicator, Topology, World, mpi, threads, topology,
+};
+use moesaic::cpu::CpuDevice;
+use moesaic::target::{Device, DeviceError};
+use moesaic::toolchain::{self, Registry};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// What one rank says of itself; the same on all ranks, if all is well, but for the host.
+struct Rank {
+    host: String,
+    /// Name and value: versions of moesaic, and of each library that carries messages.
+    versions: Vec<(String, String)>,
+    /// Where each library was found.
+    places: Vec<(String, String)>,
+}
+
+/// What rank 0 tells.
+struct Report {
+    carrier: String,
+    ranks: Vec<Rank>,
+    topology: Topology,
+    measured: Measured,
+}
+
+/// Measures; `ranks` threads of this process, or the launcher's processes for 0.
+pub fn execute(ranks: u16, json: bool, console: &Console) -> Result {
+    let report = match ranks {
+        0 => processes()?,
+        ranks => of_threads(usize::from(ranks))?,
+    };
+    let Some(report) = report else { return Ok(()) };
+    match json {
+        true => console.json(&report.json())?,
+        false => console.print(&report.text(&console.out))?,
+    }
+    match report.differences().is_empty() {
+        true => Ok(()),
+        false => Err(Failure::work("ranks differ in what they run").hint(
+            "install the same moesaic and the same libraries on every machine, and give every \
+             rank the same variables",
+        )),
+    }
+}
+
+fn device() -> std::result::Result<Arc<dyn Device>, DeviceError> {
+    Ok(Arc::new(CpuDevice::with_threads(1)?))
+}
+
+fn processes() -> Result<Option<Report>> {
+    if World::from_environment().map_err(Failure::input)?.is_none() {
+        return Err(Failure::input(
+            "`--ranks` without a number is for a program that a launcher starts",
+        )
+        .hint(
+            "moesaic launch -n 4 -- moesaic doctor --ranks; mpirun and srun do the same; \
+                     `--ranks 4` takes threads of this process",
+        ));
+    }
+    let registry = Registry::open()?;
+    let installed = toolchain::mpi(&registry).map(|found| found.library);
+    let options = mpi::Options {
+        installed,
+        ..mpi::Options::default()
+    };
+    let world = mpi::start(&options, device().map_err(|e| Failure::from(&e))?);
+    let world = world.map_err(Failure::input)?;
+    look(world, &engines(&options)).map_err(Failure::work)
+}
+
+fn of_threads(ranks: usize) -> Result<Option<Report>> {
+    let results = threads::run(ranks, |_| device(), |world| look(world, &[]));
+    let mut report = None;
+    for result in results.map_err(Failure::work)? {
+        let own = result.map_err(|_| Failure::work("a rank has panicked"))?;
+        report = report.or(own.map_err(Failure::work)?);
+    }
+    Ok(report)
+}
+
+/// A library that carries messages: its name, its version, and where it is.
+type Engine = (&'static str, String, String);
+
+/// Every library that is found. NCCL and RCCL belong here, too.
+fn engines(options: &mpi::Options) -> Vec<Engine> {
+    let found = mpi::probe(options).ok();
+    let mpi = found.map(|found| {
+        let version = format!("{}, by {}", found.version, found.interface);
+        ("MPI", version, found.library)
+    });
+    mpi.into_iter().collect()
+}
+
+/// What every rank does; rank 0 has the report.
+fn look(
+    mut world: Communicator,
+    engines: &[Engine],
+) -> std::result::Result<Option<Report>, CollectiveError> {
+    let call = Call::new("doctor");
+    let carrier = world.engine();
+    let all = world.gather_bytes(own(engines).to_string().as_bytes(), &call)?;
+    let ranks: Vec<Rank> = all.iter().map(|bytes| Rank::read(bytes)).collect();
+    let topology = Topology::gather(&mut world, &call)?;
+    let device = Arc::clone(world.device());
+    let measured = measure(&mut world, &device, &topology, &Options::default())?;
+    let first = world.rank() == 0;
+    world.finish(&call)?;
+    Ok(first.then_some(Report {
+        carrier,
+        ranks,
+        topology,
+        measured,
+    }))
+}
+
+fn own(engines: &[Engine]) -> Value {
+    let libraries = engines
+        .iter()
+        .map(|(name, version, place)| json!({ "name": name, "version": version, "place": place }));
+    json!({
+        "host": topology::host_name(),
+        "version": env!("CARGO_PKG_VERSION"),
+        "libraries": libraries.collect::<Vec<_>>(),
+    })
+}
+
+impl Rank {
+    fn read(bytes: &[u8]) -> Rank {
+        let value: Value = serde_json::from_slice(bytes).unwrap_or_default();
+        let text = |value: &Value| value.as_str().unwrap_or("?").to_string();
+        let libraries = value["libraries"].as_array().cloned().unwrap_or_default();
+        let moesaic = ("moesaic".to_string(), text(&value["version"]));
+        let versions = libraries
+            .iter()
+            .map(|l| (text(&l["name"]), text(&l["version"])));
+        Rank {
+            host: text(&value["host"]),
+            versions: std::iter::once(moesaic).chain(versions).collect(),
+            places: libraries
+                .iter()
+                .map(|l| (text(&l["name"]), text(&l["place"])))
+                .collect(),
+        }
+    }
+
+    fn version(&self, name: &str) -> &str {
+        let found = self.versions.iter().find(|(other, _)| other == name);
+        found.map_or("none", |(_, version)| version)
+    }
+}
+
+impl Report {
+    /// What is not the same on rank 0 and another, one line for each thing.
+    fn differences(&self) -> Vec<String> {
+        let mut names: Vec<&String> = Vec::new();
+        for (name, _) in self.ranks.iter().flat_map(|rank| &rank.versions) {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        let first = &self.ranks[0];
+        let differs = |name: &&String| {
+            let mut others = self.ranks.iter().enumerate().skip(1);
+            let (rank, other) = others.find(|(_, r)| r.version(name) != first.version(name))?;
+            Some(format!(
+                "{name} is {} on rank 0 and {} on rank {rank} ({})",
+                first.version(name),
+                other.version(name),
+                other.host
+            ))
+        };
+        names.iter().filter_map(differs).collect()
+    }
+
+    /// Hosts in the order of ranks, with the number of ranks on each.
+    fn hosts(&self) -> Vec<(&str, usize)> {
+        let mut list: Vec<(&str, usize)> = Vec::new();
+        for host in &self.topology.hosts {
+            match list.iter_mut().find(|(name, _)| name == host) {
+                Some((_, count)) => *count += 1,
+                None => list.push((host, 1)),
+            }
+        }
+        list
+    }
+
+    fn shape(&self) -> String {
+        match self.topology.shape {
+            Some(shape) => format!(
+                "{} of {} each, in the order of ranks",
+                units::count(shape.nodes, "node"),
+                units::count(shape.per_node, "rank")
+            ),
+            None => "nodes have unequally many ranks, or ranks that are not in a row".to_string(),
+        }
+    }
+
+    fn text(&self, palette: &Palette) -> String {
+        let mut text = format!(
+            "{} by {}: {}\n",
+            palette.bold(&units::count(self.ranks.len(), "rank")),
+            self.carrier,
+            self.shape()
+        );
+        let hosts = self.hosts();
+        for (host, count) in hosts.iter().take(SHOWN) {
+            text += &format!("  {host}: {}\n", units::count(*count, "rank"));
+        }
+        if hosts.len() > SHOWN {
+            text += &format!("  and {} more\n", units::count(hosts.len() - SHOWN, "host"));
+        }
+        for (name, version) in &self.ranks[0].versions {
+            let place = self.ranks[0].places.iter().find(|(other, _)| other == name);
+            let place = place.map_or(String::new(), |(_, place)| format!(" ({place})"));
+            text += &format!("  {name} {version}{place}\n");
+        }
+        for line in self.differences() {
+            text += &format!("  {} {line}\n", palette.yellow("differs:"));
+        }
+        text + "\n" + &self.table().render(palette)
+    }
+
+    fn table(&self) -> Table {
+        let titles = [
+            "BETWEEN",
+            ">COUNT",
+            ">LATENCY",
+            ">WORST",
+            ">BANDWIDTH",
+            ">WORST",
+            "SLOWEST",
+        ];
+        let mut table = Table::new(&titles);
+        for (name, same) in [("ranks of a node", true), ("ranks of two nodes", false)] {
+            let links = self.measured.links.iter().filter(|l| l.same_node == same);
+            let links: Vec<&Link> = links.collect();
+            if !links.is_empty() {
+                table.row(row(name, &links));
+            }
+        }
+        for all in &self.measured.all_to_all {
+            table.row([
+                format!("all, {} per pair", units::bytes(all.bytes_per_pair as u64)),
+                self.ranks.len().to_string(),
+                units::seconds(all.time.as_secs_f64()),
+                "-".to_string(),
+                units::byte_rate(all.bytes_per_second),
+                "-".to_string(),
+                "-".to_string(),
+            ]);
+        }
+        table.without_blanks()
+    }
+
+    fn json(&self) -> Value {
+        let links = self.measured.links.iter().map(|link| {
+            json!({
+                "from": link.from,
+                "to": link.to,
+                "same_node": link.same_node,
+                "seconds": link.latency.as_secs_f64(),
+                "bytes_per_second": link.bytes_per_second,
+            })
+        });
+        let whole = self.measured.all_to_all.iter().map(|all| {
+            json!({
+                "bytes_per_pair": all.bytes_per_pair,
+                "seconds": all.time.as_secs_f64(),
+                "bytes_per_second": all.bytes_per_second,
+            })
+        });
+        let ranks = self.ranks.iter().map(|rank| {
+            let versions = rank.versions.iter().map(|(n, v)| (n.clone(), json!(v)));
+            let places = rank.places.iter().map(|(n, v)| (n.clone(), json!(v)));
+            json!({
+                "host": rank.host,
+                "versions": versions.collect::<serde_json::Map<_, _>>(),
+                "places": places.collect::<serde_json::Map<_, _>>(),
+            })
+        });
+        let shape = self.topology.shape;
+        json!({
+            "carrier": self.carrier,
+            "ranks": ranks.collect::<Vec<_>>(),
+            "shape": shape.map(|s| json!({ "nodes": s.nodes, "per_node": s.per_node })),
+            "differences": self.differences(),
+            "links": links.collect::<Vec<_>>(),
+            "all_to_all": whole.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Hosts that are listed.
+const SHOWN: usize = 16;
+
+fn row(name: &str, links: &[&Link]) -> [String; 7] {
+    let mut times: Vec<f64> = links.iter().map(|l| l.latency.as_secs_f64()).collect();
+    times.sort_by(f64::total_cmp);
+    let mut rates: Vec<&Link> = links.to_vec();
+    rates.sort_by(|a, b| a.bytes_per_second.total_cmp(&b.bytes_per_second));
+    let middle = links.len() / 2;
+    [
+        name.to_string(),
+        links.len().to_string(),
+        units::seconds(times[middle]),
+        units::seconds(times[times.len() - 1]),
+        units::byte_rate(rates[middle].bytes_per_second),
+        units::byte_rate(rates[0].bytes_per_second),
+        format!("{} to {}", rates[0].from, rates[0].to),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic::collectives::NodeShape;
+    use std::time::Duration;
+
+    fn rank(host: &str, mpi: &str) -> Rank {
+        let engines = [("MPI", mpi.to_string(), "/lib/libmpi.so.12".to_string())];
+        let mut value = own(&engines);
+        value["host"] = json!(host);
+        Rank::read(value.to_string().as_bytes())
+    }
+
+    fn report(versions: [&str; 2]) -> Report {
+        let link = |from, to, same_node, micros| Link {
+            from,
+            to,
+            same_node,
+            latency: Duration::from_micros(micros),
+            bytes_per_second: 1e9 / micros as f64,
+        };
+        let hosts = ["a", "a", "b", "b"];
+        let versions = [versions[0], versions[0], versions[0], versions[1]];
+        Report {
+            carrier: "MPI (X)".to_string(),
+            ranks: hosts
+                .iter()
+                .zip(versions)
+                .map(|(h, v)| rank(h, v))
+                .collect(),
+            topology: Topology {
+                hosts: hosts.map(str::to_string).to_vec(),
+                shape: Some(NodeShape {
+                    nodes: 2,
+                    per_node: 2,
+                }),
+            },
+            measured: Measured {
+                links: vec![
+                    link(0, 1, true, 1),
+                    link(0, 2, false, 5),
+                    link(1, 3, false, 20),
+                ],
+                all_to_all: Vec::new(),
+            },
+        }
+    }
+
+    #[test]
+    fn links_are_summed_up_by_kind() {
+        let text = report(["5.0", "5.0"]).text(&Palette::PLAIN);
+        let expected = "\
+4 ranks by MPI (X): 2 nodes of 2 ranks each, in the order of ranks
+  a: 2 ranks
+  b: 2 ranks
+";
+        assert!(text.starts_with(expected), "{text}");
+        assert!(text.contains("  MPI 5.0 (/lib/libmpi.so.12)\n"), "{text}");
+        let nodes = text.lines().last().unwrap();
+        for word in ["ranks of two nodes", "20.0 µs", "50 MB/s", "1 to 3"] {
+            assert!(nodes.contains(word), "{text}");
+        }
+        assert!(!text.contains("differs"), "{text}");
+    }
+
+    #[test]
+    fn what_differs_is_named_with_its_rank() {
+        let report = report(["5.0", "4.1"]);
+        let expected = "MPI is 5.0 on rank 0 and 4.1 on rank 3 (b)";
+        assert_eq!(report.differences(), [expected]);
+        assert!(report.text(&Palette::PLAIN).contains(expected));
+        assert_eq!(report.json()["differences"], json!([expected]));
+    }
+}

@@ -1,0 +1,34 @@
+//! How ranks share a layer, as an argument.
+
+use moesaic::Parallel;
+
+/// Reads `ep=4,shards=2`.
+pub fn parse(text: &str) -> Result<Parallel, String> {
+    let mut mesh = Parallel::default();
+    for part in text.split(',') {
+        let (name, number) = part.split_once('=').unwrap_or((part, ""));
+        let number = number.trim().parse();
+        let number = number.map_err(|_| format!("`{part}` is not NAME=NUMBER, as in ep=4"))?;
+        match name.trim() {
+            "ep" => mesh.ep = number,
+            "shards" => mesh.shards = number,
+            "dp" => mesh.dp = number,
+            other => return Err(format!("`{other}` is none of ep, shards, dp")),
+        }
+    }
+    Ok(mesh)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mesh_is_named_part_by_part() {
+        let mesh = parse("ep=4,shards=2").unwrap();
+        assert_eq!((mesh.ep, mesh.shards, mesh.dp), (4, 2, 1));
+        for wrong in ["", "ep", "ep=x", "pp=2", "ep=-1"] {
+            parse(wrong).unwrap_err();
+        }
+    }
+}

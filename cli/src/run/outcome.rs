@@ -1,0 +1,17 @@
+//! What a run gave.
+
+use moesaic::Tensors;
+use std::time::Duration;
+
+/// Results, and what it took.
+pub struct Outcome {
+    pub outputs: Tensors<'static>,
+    /// To make the layer.
+    pub built: Duration,
+    /// To run it.
+    pub ran: Duration,
+    /// Whether the layer has a capacity.
+    pub limited: bool,
+    /// Bytes of device memory of intermediates.
+    pub workspace: u64,
+}

@@ -1,0 +1,254 @@
+//! A layer that ranks share: threads of this process, or processes under a launcher.
+
+use super::input::Tokens;
+use super::outcome::Outcome;
+use super::pass::PassArgs;
+use crate::failure::{Failure, Result};
+use crate::mesh;
+use clap::Args;
+use moesaic::collectives::{Call, Communicator, World, mpi, threads};
+use moesaic::toolchain::{self, Registry};
+use moesaic::tools::joined;
+use moesaic::weights::LayerReader;
+use moesaic::{Engine, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors};
+use std::ops::Range;
+use std::time::Instant;
+
+/// `--ranks N` and `--mesh`.
+#[derive(Args, Debug)]
+pub struct RankArgs {
+    /// Share the layer among N ranks, which are threads of this process; processes that mpirun or
+    /// srun has started are ranks by themselves
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    ranks: Option<u16>,
+    /// How ranks share it: ep groups share the experts, each expert has so many shards, and dp groups
+    /// hold all of them; what is not named is 1
+    #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = mesh::parse)]
+    mesh: Option<Parallel>,
+}
+
+/// Who the ranks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ranks {
+    /// So many threads of this process.
+    Threads(usize),
+    /// The processes of a launcher, so many, and which one this is.
+    Processes(World),
+}
+
+/// What ranks do together.
+pub struct Job<'j> {
+    pub engine: &'j Engine,
+    pub spec: &'j LayerSpec,
+    pub weights: &'j LayerReader<'j>,
+    pub pass: &'j PassArgs,
+    pub tokens: &'j Tokens<'j>,
+}
+
+/// Ranks of a run, and how they share the layer.
+#[derive(Clone, Copy, Debug)]
+pub struct Shared {
+    ranks: Ranks,
+    pub mesh: Parallel,
+}
+
+impl RankArgs {
+    /// How the layer is shared, if it is: as these arguments and the launcher's variables say.
+    pub fn get(&self, spec: &LayerSpec) -> Result<Option<Shared>> {
+        let world = World::from_environment().map_err(Failure::input)?;
+        let launched = world.filter(|world| world.size > 1);
+        let asked = self.ranks.map(usize::from);
+        let ranks = match (launched, asked, self.mesh) {
+            (Some(world), Some(asked), _) if asked != world.size => {
+                let message = format!(
+                    "--ranks {asked} contradicts the launcher, which has started {} processes",
+                    world.size
+                );
+                return Err(Failure::input(message).hint("leave --ranks out"));
+            }
+            (Some(world), ..) => Ranks::Processes(world),
+            (None, Some(asked), _) => Ranks::Threads(asked),
+            (None, None, Some(mesh)) => Ranks::Threads(mesh.ranks()),
+            (None, None, None) => return Ok(None),
+        };
+        let count = match ranks {
+            Ranks::Threads(count) => count,
+            Ranks::Processes(world) => world.size,
+        };
+        let mesh = self.mesh.unwrap_or_else(|| Parallel::of(count, spec));
+        mesh.check(spec).map_err(Failure::input)?;
+        if mesh.ranks() != count {
+            return Err(Failure::input(format!(
+                "--mesh is for {} ranks (ep {} x shards {} x dp {}), there are {count}",
+                mesh.ranks(),
+                mesh.ep,
+                mesh.shards,
+                mesh.dp
+            )));
+        }
+        Ok(Some(Shared { ranks, mesh }))
+    }
+}
+
+impl Shared {
+    /// Runs the pass; the first rank, or the only process, has the results.
+    pub fn run(&self, job: &Job<'_>) -> Result<Option<Outcome>> {
+        let device = job.engine.device();
+        match self.ranks {
+            Ranks::Threads(count) => {
+                let device = |_| Ok(device.clone());
+                let ranks = threads::run(count, device, |world| self.rank(world, job));
+                first(ranks.map_err(Failure::work)?)
+            }
+            Ranks::Processes(_) => {
+                let registry = Registry::open()?;
+                let options = mpi::Options {
+                    installed: toolchain::mpi(&registry).map(|found| found.library),
+                    ..mpi::Options::default()
+                };
+                let world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
+                self.rank(world, job)
+            }
+        }
+    }
+
+    fn rank(&self, mut world: Communicator, job: &Job<'_>) -> Result<Option<Outcome>> {
+        let started = Instant::now();
+        let mesh = Mesh::new(&mut world, self.mesh)?;
+        let training = job.pass.training();
+        let layer = job
+            .engine
+            .mesh_layer(&mesh, job.spec, job.weights, training)?;
+        let built = started.elapsed();
+        let started = Instant::now();
+        let own = job.tokens.share(&share(job.tokens.count, &mesh))?;
+        let results = job.pass.run_on_rank(&layer, &own)?;
+        let ran = started.elapsed();
+        let outputs = gather(&layer, job, results)?;
+        world
+            .finish(&Call::new("end of the run"))
+            .map_err(Failure::work)?;
+        Ok(outputs.map(|outputs| Outcome {
+            outputs,
+            built,
+            ran,
+            limited: layer.replicated().plan().tensor("capacity").is_some(),
+            workspace: layer.replicated().workspace_bytes() + layer.own().workspace_bytes(),
+        }))
+    }
+}
+
+/// A rank's tokens: as many as the others', the first ranks one more.
+fn share(tokens: usize, mesh: &Mesh) -> Range<usize> {
+    let (ranks, rank) = (mesh.parallel().ranks(), mesh.rank());
+    rank * tokens / ranks..(rank + 1) * tokens / ranks
+}
+
+/// What the first rank has, or why some rank failed.
+fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Option<Outcome>> {
+    let mut outcome = None;
+    let mut failures = Vec::new();
+    for rank in ranks {
+        match rank {
+            Ok(Ok(found)) => outcome = outcome.or(found),
+            Ok(Err(failure)) => failures.push(failure),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+    // Ranks that only waited for another say so; the one that failed says why.
+    let waited = |failure: &Failure| failure.message.contains("rank ");
+    let cause = failures.iter().position(|failure| !waited(failure));
+    match failures.is_empty() {
+        true => Ok(outcome),
+        false => Err(failures.swap_remove(cause.unwrap_or(0))),
+    }
+}
+
+/// The results of all ranks on the first: of tokens one after the other, of the rest as
+/// one process has them.
+fn gather(
+    layer: &MeshLayer,
+    job: &Job<'_>,
+    own: Tensors<'static>,
+) -> Result<Option<Tensors<'static>>> {
+    let mesh = layer.mesh();
+    let mut outputs = Tensors::new();
+    for (name, tensor) in own {
+        let parts = mesh.collect(&**job.engine.device(), &tensor.data)?;
+        let Some(parts) = parts else { continue };
+        let parts: Vec<Tensor<'static>> = parts
+            .into_iter()
+            .map(|data| of_rank(&tensor, data))
+            .collect();
+        let whole = whole(&name, job, mesh.parallel(), &parts);
+        outputs.insert(name, whole);
+    }
+    Ok((mesh.rank() == 0).then_some(outputs))
+}
+
+/// Another rank's tensor, which differs from this one's in rows at most.
+fn of_rank(like: &Tensor<'_>, data: Vec<u8>) -> Tensor<'static> {
+    let mut shape = like.shape.clone();
+    let row = shape.iter().skip(1).product::<usize>() * like.dtype.size();
+    if let Some(rows) = shape.first_mut().filter(|_| row > 0) {
+        *rows = data.len() / row;
+    }
+    Tensor {
+        dtype: like.dtype,
+        shape,
+        data: data.into(),
+    }
+}
+
+fn whole(name: &str, job: &Job<'_>, mesh: Parallel, parts: &[Tensor<'static>]) -> Tensor<'static> {
+    let first = || parts[0].clone();
+    match name {
+        "counts" | "overflow" => sums(parts),
+        "capacity" => first(),
+        _ if name.starts_with("loss.") => losses(name, job, parts),
+        _ => match name.strip_prefix("grad.") {
+            Some(weight) if weight.starts_with("experts.") => {
+                joined(weight, mesh, |place| parts[mesh.rank(place)].lend())
+            }
+            Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),
+            _ => beside(parts),
+        },
+    }
+}
+
+fn sums(parts: &[Tensor<'static>]) -> Tensor<'static> {
+    let mut all = vec![0i64; parts[0].elements()];
+    for part in parts {
+        let numbers = part.to_vec::<i64>().unwrap_or_default();
+        all.iter_mut().zip(numbers).for_each(|(sum, n)| *sum += n);
+    }
+    Tensor::owned(&parts[0].shape, all)
+}
+
+/// Parts of a loss of all tokens add up; any other is each rank's own, and their mean by
+/// tokens is shown.
+fn losses(name: &str, job: &Job<'_>, parts: &[Tensor<'static>]) -> Tensor<'static> {
+    let (tokens, ranks) = (job.tokens.count, parts.len());
+    let of = |rank: usize| (rank + 1) * tokens / ranks - rank * tokens / ranks;
+    let weight = |rank: usize| match name {
+        "loss.global" => 1.0,
+        _ => of(rank) as f32 / tokens.max(1) as f32,
+    };
+    let values = parts.iter().enumerate();
+    let values = values.map(|(rank, part)| part.to_f32()[0] * weight(rank));
+    Tensor::owned(&[1], vec![values.sum::<f32>()])
+}
+
+fn beside(parts: &[Tensor<'static>]) -> Tensor<'static> {
+    let mut shape = parts[0].shape.clone();
+    shape[0] = parts.iter().map(|part| part.shape[0]).sum();
+    let bytes: Vec<u8> = parts
+        .iter()
+        .flat_map(|part| part.data.iter().copied())
+        .collect();
+    Tensor {
+        dtype: parts[0].dtype,
+        shape,
+        data: bytes.into(),
+    }
+}

@@ -1,0 +1,140 @@
+//! `moesaic run` on ranks: threads of one process, and processes under MPI.
+
+mod common;
+
+use common::*;
+use moesaic::toolchain::Kind;
+use moesaic::toolchain::testing::{Tool, installed, needed};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// A call on a layer of tests/oracle/hf, and where its results are.
+fn call(command: &mut Command, output: &Path, more: &[&str]) -> Finished {
+    let dir = repository("tests/oracle/hf/mixtral");
+    let layer = ["--target", "cpu", "--layer", "1", "--hf"];
+    command.args(layer).arg(&dir);
+    command.arg("--input").arg(dir.join("block.safetensors"));
+    finish(command.arg("--output").arg(output).args(more))
+}
+
+fn run(output: &Path, more: &[&str]) -> Finished {
+    call(command().arg("run"), output, more)
+}
+
+#[test]
+fn ranks_write_the_file_that_one_process_writes() {
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    run(&file("one"), &[]).ok();
+    let one = fs::read(file("one")).unwrap();
+    for more in [
+        &["--ranks", "1"][..],
+        &["--ranks", "3"],
+        &["--mesh", "ep=2,dp=2", "--reference"],
+    ] {
+        let text = run(&file("ranks"), more).ok();
+        assert!(text.contains("rank"), "{text}");
+        assert!(fs::read(file("ranks")).unwrap() == one, "{more:?}");
+    }
+}
+
+#[test]
+fn processes_under_mpi_write_it_too() {
+    let registry = installed(Kind::Mpi);
+    let found = moesaic::toolchain::mpi(&registry);
+    let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    run(&file("one"), &[]).ok();
+    let plain = command();
+    let mut launched = Command::new("timeout");
+    launched.args(["--signal=KILL", "120"]).arg(found.launcher);
+    launched
+        .args(["-n", "3"])
+        .arg(plain.get_program())
+        .arg("run");
+    for (name, value) in plain.get_envs() {
+        match value {
+            Some(value) => launched.env(name, value),
+            None => launched.env_remove(name),
+        };
+    }
+    launched.env("MOESAIC_MPI", &found.library);
+    let text = call(&mut launched, &file("ranks"), &[]).ok();
+    assert_eq!(
+        text.matches("37 tokens").count(),
+        1,
+        "one rank speaks: {text}"
+    );
+    assert!(fs::read(file("ranks")).unwrap() == fs::read(file("one")).unwrap());
+}
+
+#[test]
+fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    let cache = file("cache");
+    let model = repository("tests/oracle/hf/mixtral");
+    let mut precompile = command();
+    let words = [
+        "precompile",
+        "--target",
+        "cpu",
+        "--layer",
+        "1",
+        "--mesh",
+        "ep=3",
+        "--hf",
+    ];
+    precompile
+        .env("MOESAIC_CACHE", &cache)
+        .args(words)
+        .arg(&model);
+    finish(&mut precompile).ok();
+    let mut strict = command();
+    strict.env("MOESAIC_CACHE", &cache).arg("run");
+    call(&mut strict, &file("y"), &["--ranks", "3", "--strict"]).ok();
+    let mut inspect = command();
+    let words = [
+        "inspect",
+        "--layer",
+        "1",
+        "--mesh",
+        "ep=4",
+        "--rank",
+        "2",
+        "--per-node",
+        "2",
+    ];
+    inspect
+        .args(words)
+        .args(["--tokens", "8", "--hf"])
+        .arg(&model);
+    let text = finish(&mut inspect).ok();
+    for part in [
+        "rank 2 of 4",
+        "experts 4..6",
+        "rows to rows of experts: 128 bytes a row",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn meshes_that_cannot_be_say_what_can() {
+    let scratch = scratch();
+    let output = scratch.path().join("y");
+    for (more, part) in [
+        (&["--ranks", "2", "--mesh", "ep=3"][..], "there are 2"),
+        (&["--mesh", "ep=9"], "9 groups cannot share 8 experts"),
+        (&["--mesh", "ep=2,shards=3"], "take a divisor"),
+        (&["--mesh", "pp=2"], "none of ep, shards, dp"),
+        (&["--ranks", "2", "--routing-only"], "needs no ranks"),
+    ] {
+        let failed = run(&output, more);
+        assert_eq!(failed.code, 2, "{more:?}: {}", failed.stderr);
+        assert!(failed.stderr.contains(part), "{more:?}: {}", failed.stderr);
+        assert!(!output.exists());
+    }
+}

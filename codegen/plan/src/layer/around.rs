@@ -1,0 +1,78 @@
+//! Passes around experts that are elsewhere: the caller's code, or on other ranks.
+
+use super::builder::{Part, Pass};
+use super::{Builder, Recompute};
+
+/// The number of the first step of each pass that comes after the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Places {
+    pub forward: usize,
+    pub evaluation: usize,
+    pub backward: usize,
+}
+
+impl Builder {
+    /// Every pass without the routed experts, and where they belong in each.
+    pub(crate) fn around_experts(&mut self, recompute: Recompute) -> Places {
+        let forward = self.forward_around();
+        let mut places = Places {
+            forward,
+            evaluation: forward,
+            backward: 0,
+        };
+        if self.plan.training.is_some() {
+            self.pass = Pass::Backward;
+            self.recompute(recompute);
+            places.backward = self.backward_around();
+            self.pass = Pass::Evaluation;
+            places.evaluation = self.forward_around();
+        }
+        places
+    }
+
+    /// The evaluation of experts alone, in a layer that trains.
+    pub(crate) fn evaluation_of_experts(&mut self) {
+        self.pass = Pass::Evaluation;
+        self.experts();
+    }
+
+    /// Drops the tensors of experts that no step names, weights too.
+    pub(crate) fn forget_experts(&mut self) {
+        let named = self.named_tensors();
+        let of_expert = |name: &str| name.trim_start_matches("grad.").starts_with("experts.");
+        let tensors = &mut self.plan.tensors;
+        tensors.retain(|tensor| !of_expert(&tensor.name) || named.contains(&tensor.name));
+    }
+
+    /// Whether the experts are on other ranks.
+    pub(super) fn is_around(&self) -> bool {
+        matches!(self.part, Part::Tokens { .. })
+    }
+
+    /// The forward pass without the routed experts; where they belong. Rows
+    /// are always copied, whatever the target's own products would read.
+    fn forward_around(&mut self) -> usize {
+        self.routing();
+        self.latent_down();
+        self.dispatch();
+        let at = match self.pass {
+            Pass::Evaluation => self.plan.evaluation.len(),
+            _ => self.plan.steps.len(),
+        };
+        for index in 0..self.plan.spec.shared.len() {
+            self.shared(index);
+        }
+        self.combine();
+        at
+    }
+
+    /// The backward pass without the routed experts; where they belong.
+    fn backward_around(&mut self) -> usize {
+        let combine = self.combine_bwd();
+        let at = self.plan.backward.len();
+        self.shared_bwd(&combine);
+        self.gate_bwd();
+        self.dispatch_bwd();
+        at
+    }
+}

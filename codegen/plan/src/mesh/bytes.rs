@@ -1,0 +1,158 @@
+//! What a rank sends, where every expert gets equally many rows.
+
+use super::{Exchange, RankPlan, RankStep, Side, Way};
+
+/// Bytes that a rank sends in an exchange, by how far they go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// To itself: a copy.
+    pub here: u64,
+    /// To other ranks of its node.
+    pub node: u64,
+    /// To other nodes.
+    pub network: u64,
+}
+
+impl RankPlan {
+    /// What this rank sends in an exchange when each rank has `tokens` tokens and every
+    /// expert equally many rows, with `per_node` ranks on a node, one node's after the
+    /// other's. Sums count what their shortest form sends: each part but one's own to its
+    /// owner, and the result back.
+    pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
+        let group: Vec<usize> = (0..self.mesh.group()).map(|at| self.member(at)).collect();
+        let world: Vec<usize> = (0..self.mesh.ranks()).collect();
+        let rows = tokens * self.tokens.spec.shape.top_k as u64;
+        let experts = self.tokens.spec.shape.experts as u64;
+        let row = |side, id| self.row_bytes(side, id) as u64;
+        let owned = |rank: usize| self.owned(rank) as u64;
+        // Rows between this rank and the experts of another, and the other way.
+        let to = |rank: usize| rows * owned(rank) / experts;
+        let from = |_: usize| rows * self.own_experts().len() as u64 / experts;
+        let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
+            let mut sent = Sent::default();
+            for &rank in ranks {
+                let bytes = bytes(rank);
+                match self.distance(rank, per_node) {
+                    0 => sent.here += bytes,
+                    1 => sent.node += bytes,
+                    _ => sent.network += bytes,
+                }
+            }
+            sent
+        };
+        let summed = |ranks: &[usize], bytes: u64| {
+            let part = 2 * bytes / ranks.len().max(1) as u64;
+            Sent {
+                here: 0,
+                ..each(ranks, &|_| part)
+            }
+        };
+        match exchange.way {
+            Way::Tokens | Way::Live { .. } => each(&world, &|_| 8),
+            Way::Counts => each(&group, &|rank| 8 * owned(rank)),
+            Way::ToExperts { from, .. } => each(&group, &|rank| to(rank) * row(Side::Tokens, from)),
+            Way::ToTokens { from: tensor, .. } => {
+                let same = |rank: usize| rank % self.mesh.shards == self.place.shard;
+                let bytes = row(Side::Experts, tensor);
+                each(&group, &|rank| match same(rank) {
+                    true => from(rank) * bytes,
+                    false => 0,
+                })
+            }
+            Way::OverShards { tensor } => {
+                let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
+                let arriving = from(0) * self.mesh.group() as u64;
+                summed(&slices, arriving * row(Side::Experts, tensor))
+            }
+            Way::Sum { from, .. } => summed(&world, self.tokens[from].bytes(tokens)),
+            Way::Most { tensor } => summed(&world, self.tokens[tensor].bytes(tokens)),
+            Way::Gather { from, .. } if self.place.shard == 0 => {
+                each(&group, &|_| self.experts[from].bytes(0))
+            }
+            Way::Gather { .. } => Sent::default(),
+        }
+    }
+
+    /// All of a pass.
+    pub fn bytes_of(&self, steps: &[RankStep], tokens: u64, per_node: usize) -> Sent {
+        let mut all = Sent::default();
+        for step in steps {
+            if let RankStep::Exchange(exchange) = step {
+                let sent = self.bytes(exchange, tokens, per_node);
+                all.here += sent.here;
+                all.node += sent.node;
+                all.network += sent.network;
+            }
+        }
+        all
+    }
+
+    /// The rank in the world of a rank of this one's group.
+    fn member(&self, at: usize) -> usize {
+        self.place.dp * self.mesh.group() + at
+    }
+
+    /// The rank with another slice of the same experts.
+    fn slice(&self, shard: usize) -> usize {
+        self.mesh.rank(super::Place {
+            shard,
+            ..self.place
+        })
+    }
+
+    /// Experts of a rank.
+    fn owned(&self, rank: usize) -> usize {
+        let ep = rank % self.mesh.group() / self.mesh.shards;
+        self.mesh.experts(ep, self.tokens.spec.shape.experts).len()
+    }
+
+    /// 0 for this rank, 1 for its node, 2 for others.
+    fn distance(&self, rank: usize, per_node: usize) -> usize {
+        let own = self.mesh.rank(self.place);
+        match rank {
+            _ if rank == own => 0,
+            _ if rank / per_node.max(1) == own / per_node.max(1) => 1,
+            _ => 2,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::{Parallel, plan_rank};
+    use crate::{PlanOptions, Training};
+    use moesaic_spec::LayerSpec;
+
+    #[test]
+    fn rows_go_to_other_ranks_in_equal_parts() {
+        let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 8, top_k = 2 }";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let mesh = Parallel {
+            ep: 4,
+            ..Parallel::default()
+        };
+        let options = PlanOptions::training(Training::default());
+        let target = "cpu:avx2".parse().unwrap();
+        let plan = plan_rank(&spec, target, &options, mesh, 1).unwrap();
+        let named = |name: &str| {
+            let find = |step: &RankStep| match step {
+                RankStep::Exchange(exchange) if exchange.name == name => Some(exchange.clone()),
+                _ => None,
+            };
+            plan.steps.iter().find_map(find).unwrap()
+        };
+        // 100 tokens, two experts each: 50 rows of 32 bytes for each of four ranks.
+        let sent = plan.bytes(&named("rows"), 100, 2);
+        let expected = Sent {
+            here: 1600,
+            node: 1600,
+            network: 3200,
+        };
+        assert_eq!(sent, expected);
+        assert_eq!(plan.bytes(&named("out"), 100, 2), expected);
+        assert_eq!(plan.bytes(&named("counts"), 100, 4).node, 48);
+        let all = plan.bytes_of(&plan.steps, 100, 2);
+        assert_eq!(all.network, 2 * 3200 + 2 * 200 + 2 * 16);
+    }
+}

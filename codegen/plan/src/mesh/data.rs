@@ -1,0 +1,156 @@
+//! What one rank does, as data.
+
+use super::{Parallel, Place};
+use crate::{LayerPlan, TensorId};
+use serde::{Deserialize, Serialize};
+
+/// What one rank does in each pass.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RankPlan {
+    /// How ranks share the layer.
+    pub mesh: Parallel,
+    /// Which of them this is.
+    pub place: Place,
+    /// What is done with this rank's tokens.
+    pub tokens: LayerPlan,
+    /// What this rank's experts do with the rows that arrive. Its tokens are rows.
+    pub experts: LayerPlan,
+    /// Rows of a tile of the experts' products.
+    pub tile_rows: usize,
+    /// The steps of a forward pass: of one that trains, where there is a backward pass.
+    pub steps: Vec<RankStep>,
+    /// The steps of an evaluation, where `steps` trains.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub evaluation: Vec<RankStep>,
+    /// The steps of a backward pass.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub backward: Vec<RankStep>,
+}
+
+/// Whose tensors and kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Side {
+    /// [`RankPlan::tokens`].
+    Tokens,
+    /// [`RankPlan::experts`].
+    Experts,
+}
+
+/// One thing that a rank does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RankStep {
+    /// A step of the pass of the same name of a side's plan, by its number.
+    Launch {
+        /// Whose.
+        side: Side,
+        /// Which.
+        step: usize,
+    },
+    /// Something that all ranks do together.
+    Exchange(Exchange),
+}
+
+/// What ranks do together. Sizes follow from counts: see [`RankPlan::bytes`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exchange {
+    /// What it is called in errors and traces: `rows`.
+    pub name: String,
+    /// What goes where.
+    #[serde(flatten)]
+    pub way: Way,
+}
+
+/// What goes where. Tensors are of the side that the name says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "way", rename_all = "snake_case")]
+pub enum Way {
+    /// Every rank learns how many tokens each has, before anything else: for the capacity,
+    /// which is that of the rank with the most, and for the number of its first token.
+    Tokens,
+    /// Every rank of a group learns how many rows it gets for each of its experts from
+    /// each rank; `offsets` and `row_tiles` of the experts' side follow from that.
+    Counts,
+    /// Rows go to the ranks of their experts, every slice of one.
+    ToExperts {
+        /// Of the tokens' side, by expert.
+        from: TensorId,
+        /// Of the experts' side, by expert, then by rank.
+        to: TensorId,
+    },
+    /// Rows go back to the ranks they came from.
+    ToTokens {
+        /// Of the experts' side, by expert, then by rank.
+        from: TensorId,
+        /// Of the tokens' side, by expert.
+        to: TensorId,
+    },
+    /// A tensor of the experts' side is summed over the slices of the experts.
+    OverShards {
+        /// Of the experts' side; each slice has the sum afterwards.
+        tensor: TensorId,
+    },
+    /// A tensor of the tokens' side is summed over all ranks.
+    Sum {
+        /// Of the tokens' side.
+        from: TensorId,
+        /// Of the tokens' side.
+        to: TensorId,
+    },
+    /// The tokens of all ranks that have an expert are counted.
+    Live {
+        /// Of the tokens' side: `topk_ids`.
+        ids: TensorId,
+        /// Of the tokens' side: their number.
+        to: TensorId,
+    },
+    /// The largest of all ranks.
+    Most {
+        /// Of the tokens' side; every rank has it afterwards.
+        tensor: TensorId,
+    },
+    /// Weights of each group's experts, of the first slice, become those of all.
+    Gather {
+        /// Of the experts' side.
+        from: TensorId,
+        /// Of the tokens' side.
+        to: TensorId,
+    },
+}
+
+impl RankPlan {
+    /// The steps of a pass that draws nothing and keeps nothing.
+    pub fn evaluation_steps(&self) -> &[RankStep] {
+        match self.tokens.training {
+            Some(_) => &self.evaluation,
+            None => &self.steps,
+        }
+    }
+
+    /// The plan of a side.
+    pub fn side(&self, side: Side) -> &LayerPlan {
+        match side {
+            Side::Tokens => &self.tokens,
+            Side::Experts => &self.experts,
+        }
+    }
+
+    /// Bytes of one row of a tensor.
+    pub fn row_bytes(&self, side: Side, tensor: TensorId) -> usize {
+        let tensor = &self.side(side)[tensor];
+        let width: u64 = tensor
+            .shape
+            .iter()
+            .skip(1)
+            .map(|size| size.eval(0))
+            .product();
+        width as usize * tensor.dtype.size()
+    }
+
+    /// The experts of this rank.
+    pub fn own_experts(&self) -> std::ops::Range<usize> {
+        let experts = self.tokens.spec.shape.experts;
+        self.mesh.experts(self.place.ep, experts)
+    }
+}

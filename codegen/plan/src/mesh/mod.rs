@@ -1,0 +1,138 @@
+//! A layer whose experts live on many ranks: what one rank does, launches and exchanges
+//! in one list.
+//!
+//! ```text
+//! tokens' side   gate ─ scan ─ dispatch ─┐                     ┌─ combine
+//! between ranks                  counts, rows             rows back
+//! experts' side                          └─ up ─ down ─────────┘
+//! ```
+//!
+//! Each rank has both sides: its own tokens, and its own experts. The tokens' side is the
+//! layer without its experts, planned for the tokens of this rank; the experts' side is
+//! their products alone, planned for the rows that arrive, as if each were a token with
+//! one expert. Rows lie by expert, then by the rank they come from, so that a product is
+//! one for each expert whatever the number of ranks. Backward goes the same way with the
+//! counts that forward kept.
+//!
+//! Semantics do not depend on the mesh: what ranks compute is what one process computes
+//! of the tokens of all, rank after rank.
+
+mod bytes;
+mod data;
+mod parallel;
+mod steps;
+mod text;
+
+pub use bytes::Sent;
+pub use data::{Exchange, RankPlan, RankStep, Side, Way};
+pub use parallel::{MeshError, Parallel, Place};
+
+use crate::layer::{Builder, Part, Recompute, Role};
+use crate::{LayerPlan, PlanError, PlanOptions};
+use moesaic_kernel::Target;
+use moesaic_spec::{Experts, LayerSpec, Shape};
+
+/// Plans what `rank` does. The spec must be valid.
+///
+/// # Errors
+/// [`PlanError::Mesh`] for a mesh that the layer cannot have.
+pub fn plan_rank(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    mesh: Parallel,
+    rank: usize,
+) -> Result<RankPlan, PlanError> {
+    mesh.check(spec)?;
+    let place = mesh.place(rank)?;
+    let experts = plan_experts(spec, target, options, mesh, place);
+    let (tokens, places) = plan_tokens(spec, target, options, &experts);
+    Ok(steps::in_order((mesh, place), tokens, experts, &places))
+}
+
+/// The routed experts of a rank as a layer of their own: a row is a token whose one
+/// expert is known.
+pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: Place) -> LayerSpec {
+    let experts = mesh.experts(place.ep, spec.shape.experts);
+    LayerSpec {
+        shape: Shape {
+            model_dim: spec.expert_input_dim(),
+            hidden_dim: mesh.hidden(place.shard, spec.shape.hidden_dim).len(),
+            experts: experts.len(),
+            top_k: 1,
+            output_dim: Some(spec.expert_output_dim()),
+        },
+        experts: Experts {
+            identity: 0,
+            zero: 0,
+            ..spec.experts.clone()
+        },
+        latent: None,
+        shared: Vec::new(),
+        ..spec.decided_elsewhere()
+    }
+}
+
+/// The tensors that come from other ranks, or go there.
+const RECEIVED: [&str; 5] = ["rows", "offsets", "row_tiles", "row_slots", "topk_weights"];
+
+fn plan_experts(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    mesh: Parallel,
+    place: Place,
+) -> LayerPlan {
+    let own = experts_of(spec, mesh, place);
+    let mut builder = Builder::new(&own, target, options);
+    builder.part = Part::Experts {
+        of: spec.shape.experts,
+        top_k: spec.shape.top_k,
+    };
+    builder.experts();
+    if let Some(training) = options.training {
+        builder.backward_of_experts(training.recompute);
+        builder.evaluation_of_experts();
+    }
+    for tensor in &mut builder.plan.tensors {
+        match tensor.name.as_str() {
+            name if RECEIVED.contains(&name) => tensor.role = Role::Input,
+            "out" => tensor.role = Role::Output,
+            "dout" => tensor.role = Role::OutputGradient,
+            "drows" | "dweight_parts" => tensor.role = Role::InputGradient,
+            _ => {}
+        }
+    }
+    builder.finish()
+}
+
+/// Numbers of all ranks' tokens.
+const GLOBAL: [&str; 2] = ["global_counts", "global_tokens"];
+
+fn plan_tokens(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    experts: &LayerPlan,
+) -> (LayerPlan, crate::layer::around::Places) {
+    let mut builder = Builder::new(spec, target, options);
+    let parts = experts.tensor("dweight_parts");
+    builder.part = Part::Tokens {
+        parts: parts.map_or(0, |parts| parts.shape[1].eval(0) as usize),
+    };
+    let recompute = options
+        .training
+        .map_or(Recompute::None, |training| training.recompute);
+    let places = builder.around_experts(recompute);
+    for tensor in &mut builder.plan.tensors {
+        // What a caller has counted for one process ranks count themselves.
+        if GLOBAL.contains(&&*tensor.name) {
+            tensor.role = Role::Scratch;
+        }
+    }
+    builder.forget_experts();
+    (builder.finish(), places)
+}
+
+#[cfg(test)]
+mod tests;

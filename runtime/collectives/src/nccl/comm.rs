@@ -1,0 +1,207 @@
+//! One communicator of the library, and how it ends while it may be in use.
+
+use super::find::Api;
+use super::table::{Code, Config, IN_PROGRESS, NO_COLOR, RawComm, SUCCESS, UniqueId};
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long an abort waits for calls that are inside of the library.
+const CALLS_END: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// A communicator. Calls go through [`Comm::enter`], so that nothing enters any more when
+/// it is being ended. There is no lock: a call that is stuck must not keep it from its end.
+pub struct Comm {
+    pub api: Arc<Api>,
+    /// The library writes it at any time until the ranks have come together, so its memory
+    /// is never freed.
+    raw: &'static AtomicPtr<c_void>,
+    users: AtomicUsize,
+    ended: AtomicBool,
+}
+
+/// A permit to call the library with a communicator.
+pub struct Entered<'a>(&'a Comm);
+
+impl Entered<'_> {
+    pub fn raw(&self) -> RawComm {
+        self.0.raw.load(Ordering::SeqCst)
+    }
+
+    pub fn api(&self) -> &Api {
+        &self.0.api
+    }
+
+    /// What the library has found since: in progress, done or failed.
+    pub fn state(&self) -> Result<Code, String> {
+        let mut state = SUCCESS;
+        // SAFETY: the communicator is live, the pointer valid for a write.
+        let code = unsafe { self.api().table.async_error(self.raw(), &mut state) };
+        self.check("ncclCommGetAsyncError", code)?;
+        match state {
+            SUCCESS | IN_PROGRESS => Ok(state),
+            failed => Err(self.words("the communicator", failed)),
+        }
+    }
+
+    /// Whether what was begun has been handed over to the device.
+    pub fn settled(&self) -> Result<bool, String> {
+        Ok(self.state()? == SUCCESS)
+    }
+
+    /// Calls that have not ended are no failures.
+    pub fn check(&self, function: &str, code: Code) -> Result<(), String> {
+        match code {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            failed => Err(self.words(function, failed)),
+        }
+    }
+
+    fn words(&self, what: &str, code: Code) -> String {
+        // SAFETY: the communicator is live.
+        let words = unsafe { self.api().table.words(code, self.raw()) };
+        format!("{what}: {words}")
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.0.users.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Comm {
+    fn new(api: &Arc<Api>) -> Comm {
+        Comm {
+            api: Arc::clone(api),
+            raw: Box::leak(Box::default()),
+            users: AtomicUsize::new(0),
+            ended: AtomicBool::new(false),
+        }
+    }
+
+    /// Begins to come together with the other ranks; the GPU is that of this thread.
+    pub fn begin(api: &Arc<Api>, id: UniqueId, rank: usize, ranks: usize) -> Result<Comm, String> {
+        let comm = Comm::new(api);
+        let (raw, mut config) = (comm.raw.as_ptr(), Config::non_blocking());
+        // SAFETY: both pointers are valid; the configuration is that of the version in it.
+        let code = unsafe {
+            api.table
+                .init(raw, ranks as c_int, id, rank as c_int, &mut config)
+        };
+        comm.begun("ncclCommInitRankConfig", code)
+    }
+
+    /// Begins a group of some ranks of this communicator, whose other ranks call it, too;
+    /// null for a rank without a colour.
+    pub fn begin_split(&self, color: Option<u32>, key: usize) -> Result<Comm, String> {
+        let entered = self.enter().ok_or("the communicator has ended")?;
+        let new = Comm::new(&self.api);
+        let color = color.map_or(NO_COLOR, |color| color as c_int & c_int::MAX);
+        // SAFETY: the communicator is live, and without a configuration the new one has
+        // this one's.
+        let code = unsafe {
+            let none = std::ptr::null_mut();
+            let place = new.raw.as_ptr();
+            self.api
+                .table
+                .split(entered.raw(), color, key as c_int, place, none)
+        };
+        new.begun("ncclCommSplit", code)
+    }
+
+    fn begun(self, function: &str, code: Code) -> Result<Comm, String> {
+        match code {
+            SUCCESS | IN_PROGRESS => Ok(self),
+            failed => {
+                // SAFETY: null is allowed.
+                let words = unsafe { self.api.table.words(failed, std::ptr::null_mut()) };
+                Err(format!("{function}: {words}"))
+            }
+        }
+    }
+
+    pub fn is_null(&self) -> bool {
+        self.raw.load(Ordering::SeqCst).is_null()
+    }
+
+    /// `None` once its end has begun.
+    pub fn enter(&self) -> Option<Entered<'_>> {
+        self.users.fetch_add(1, Ordering::SeqCst);
+        let entered = Entered(self);
+        (!self.ended.load(Ordering::SeqCst) && !self.is_null()).then_some(entered)
+    }
+
+    /// Ends all that is under way, also kernels that wait for other ranks. It may take as
+    /// long as the library likes, and belongs on a thread that nobody waits for.
+    pub fn abort(&self) {
+        if self.ended.swap(true, Ordering::SeqCst) || self.is_null() {
+            return;
+        }
+        if !self.unused_within(CALLS_END) {
+            // A call is stuck inside. A revoke ends it and frees nothing; where there is
+            // none, the library's abort is all that can end it.
+            if let Some(revoke) = self.api.table.revoke {
+                // SAFETY: the communicator is live; 0 is the only flag.
+                unsafe { revoke(self.raw.load(Ordering::SeqCst), 0) };
+                self.unused_within(CALLS_END);
+            }
+        }
+        let raw = self.raw.swap(std::ptr::null_mut(), Ordering::SeqCst);
+        // SAFETY: the communicator is live, and ended once.
+        unsafe { self.api.table.abort(raw) };
+    }
+
+    /// Ends it in good order; nothing is under way.
+    pub fn close(&self, until: Instant) -> Result<(), String> {
+        let finalized = self.finalize(until);
+        if self.ended.swap(true, Ordering::SeqCst) || self.is_null() {
+            return finalized;
+        }
+        let mut failed = finalized;
+        if !self.unused_within(CALLS_END) {
+            failed = failed.and(Err("a call of another thread has not ended".to_string()));
+        }
+        let raw = self.raw.swap(std::ptr::null_mut(), Ordering::SeqCst);
+        // SAFETY: the communicator is live, and ended once.
+        let code = unsafe {
+            match failed {
+                Ok(()) => self.api.table.destroy(raw),
+                Err(_) => self.api.table.abort(raw),
+            }
+        };
+        match code {
+            SUCCESS | IN_PROGRESS => failed,
+            code => failed.and(Err(format!("ncclCommDestroy: code {code}"))),
+        }
+    }
+
+    fn finalize(&self, until: Instant) -> Result<(), String> {
+        let Some(entered) = self.enter() else {
+            return Ok(());
+        };
+        // SAFETY: the communicator is live.
+        let code = unsafe { self.api.table.finalize(entered.raw()) };
+        entered.check("ncclCommFinalize", code)?;
+        while !entered.settled()? {
+            if Instant::now() > until {
+                return Err("ncclCommFinalize has not ended in time".to_string());
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
+
+    fn unused_within(&self, time: Duration) -> bool {
+        let start = Instant::now();
+        while self.users.load(Ordering::SeqCst) > 0 {
+            if start.elapsed() > time {
+                return false;
+            }
+            std::thread::sleep(PAUSE);
+        }
+        true
+    }
+}

@@ -1,0 +1,97 @@
+//! Which library to open.
+
+use super::table::{OLDEST, Table, Version};
+use crate::CollectiveError;
+use moesaic_dl::{DlError, Library};
+use moesaic_kernel::Target;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+const NCCL: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+const RCCL: [&str; 2] = ["librccl.so.1", "librccl.so"];
+
+/// NCCL or RCCL, open and new enough.
+pub struct Api {
+    pub table: Table,
+    pub version: Version,
+    family: &'static str,
+}
+
+impl Api {
+    /// The library for a device's target.
+    pub fn open(given: Option<&Path>, target: Target) -> Result<Api, CollectiveError> {
+        let variable = std::env::var_os("MOESAIC_NCCL").map(PathBuf::from);
+        let given = given.map(Path::to_path_buf).or(variable);
+        let (family, names) = match target {
+            Target::Rocm(_) => ("RCCL", RCCL),
+            _ => ("NCCL", NCCL),
+        };
+        let candidates = match given {
+            Some(path) => vec![path.into()],
+            None => names.map(OsString::from).to_vec(),
+        };
+        let missing = |error: DlError| setup(format!("{error}\n{}", advice(family)));
+        let library = Library::open(family, &candidates).map_err(missing)?;
+        // SAFETY: the signatures are those of nccl.h since 2.18, which the tests compare
+        // with cudarc's; what is neither of the two libraries lacks the functions.
+        let table = unsafe { Table::load(library) }.map_err(missing)?;
+        let mut version = Version(0);
+        // SAFETY: the pointer is valid for a write.
+        let code = unsafe { table.version(&mut version.0) };
+        if code != 0 || version < OLDEST {
+            return Err(setup(format!(
+                "`{}` is {family} {version}; {OLDEST} or later is needed\n{}",
+                table.library(),
+                advice(family)
+            )));
+        }
+        Ok(Api {
+            table,
+            version,
+            family,
+        })
+    }
+
+    /// For errors: `NCCL 2.28.3`.
+    pub fn name(&self) -> String {
+        format!("{} {}", self.family, self.version)
+    }
+}
+
+fn advice(family: &str) -> String {
+    let source = match family {
+        "RCCL" => "install ROCm's rccl",
+        _ => "install it by `pip install nvidia-nccl-cu12` or from NVIDIA's packages",
+    };
+    format!("{source}, and set MOESAIC_NCCL to the path of its library")
+}
+
+pub fn setup(reason: String) -> CollectiveError {
+    CollectiveError::Setup { reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(path: &str, target: &str) -> String {
+        let target = target.parse().unwrap();
+        match Api::open(Some(Path::new(path)), target) {
+            Ok(_) => panic!("{path} is no NCCL"),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn what_is_missing_and_what_to_do_is_said() {
+        let text = error("/no/libnccl.so.2", "cuda:sm_90a");
+        assert!(
+            text.contains("cannot load NCCL; tried `/no/libnccl.so.2`"),
+            "{text}"
+        );
+        assert!(text.contains("pip install nvidia-nccl-cu12"), "{text}");
+        let text = error("libc.so.6", "rocm:gfx942");
+        assert!(text.contains("has no symbol `ncclGetVersion`"), "{text}");
+        assert!(text.contains("install ROCm's rccl"), "{text}");
+    }
+}

@@ -1,0 +1,561 @@
+//! The operations of a group of ranks.
+
+use super::comm::Comm;
+use super::launch::{Launch, Places, done};
+use super::table::{BYTE, kind_of, op_of};
+use super::watch::{Board, Work};
+use super::world::{OnStream, World, overhear, tell};
+use super::{Checks, Sums};
+use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::communicator::{Communicator, Job, rest_of_hierarchical};
+use crate::error::At;
+use crate::handle::Handle;
+use crate::letter::{Kind, Signature};
+use crate::operation::{Group, Next};
+use crate::plan::{self, Plan};
+use crate::{CollectiveError, Element, NodeShape, Reduction, Slice, checks};
+use moesaic_target::{Device, DeviceError};
+use std::ffi::c_int;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Ranks with a GPU each, by NCCL or RCCL.
+pub struct Nccl {
+    pub(super) world: Arc<World>,
+    pub(super) comm: Arc<Comm>,
+    /// The same ranks by letters, where there is something that carries them.
+    pub(super) control: Option<Communicator>,
+    pub(super) group: Arc<Group>,
+    pub(super) sequence: u64,
+    pub(super) deadline: Duration,
+}
+
+type Done = Result<(), CollectiveError>;
+type Started = Result<Handle, CollectiveError>;
+
+/// An operation before it is on the stream.
+pub(super) struct Task<'a> {
+    kind: Kind,
+    call: &'a Call,
+    signature: Signature,
+    /// What ranks tell each other of it; `None` is that they have come.
+    agreement: Option<Plan>,
+    keep: Vec<Slice>,
+    /// Why the host has to wait in the middle of it, if it has to.
+    waits: Option<&'static str>,
+}
+
+impl Nccl {
+    /// The same group with another deadline for operations that name none.
+    #[must_use]
+    pub fn with_deadline(mut self, deadline: Duration) -> Nccl {
+        self.control = self.control.map(|control| control.with_deadline(deadline));
+        Nccl { deadline, ..self }
+    }
+
+    /// The library, with its version.
+    pub fn engine(&self) -> String {
+        self.world.api.name()
+    }
+
+    /// The device whose buffers are exchanged.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.world.device
+    }
+
+    /// What was launched on the device's stream until now, such as a graph with operations
+    /// in it, which are not watched by themselves. All ranks call it.
+    ///
+    /// # Errors
+    /// As those of [`Collectives`].
+    pub fn watch(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
+        let task = self.task(Kind::Graph, call);
+        self.start(task, |_| Ok(()))
+    }
+
+    /// Ends the world in good order, when all ranks have come to it and nothing is under
+    /// way. Groups that were split off can do nothing after it.
+    ///
+    /// # Errors
+    /// As [`Communicator::finish`].
+    pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
+        self.barrier(call)?.wait()?;
+        let deadline = call.deadline.unwrap_or(self.deadline);
+        let start = Instant::now();
+        while self.world.board.abandoned_only() && start.elapsed() < deadline {
+            std::thread::yield_now();
+        }
+        let busy = self.world.board.under_way().unwrap_or_default();
+        let all = self.gather_bytes(busy.as_bytes(), call)?;
+        if let Some(busy) = all.iter().find(|busy| !busy.is_empty()) {
+            return Err(CollectiveError::Invalid {
+                operation: "finish".to_string(),
+                reason: format!(
+                    "{} is still under way; wait for it first",
+                    String::from_utf8_lossy(busy)
+                ),
+            });
+        }
+        let ended = |reason: String| CollectiveError::Setup { reason };
+        let until = Instant::now() + deadline;
+        for comm in self.world.board.comms() {
+            comm.close(until).map_err(ended)?;
+        }
+        let board: &Board = &self.world.board;
+        board.close(Some(ended("the world was ended by `finish`".to_string())));
+        match self.control.take() {
+            Some(control) => control.finish(call),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn task<'a>(&self, kind: Kind, call: &'a Call) -> Task<'a> {
+        Task {
+            kind,
+            call,
+            signature: Signature::of(kind, &call.label),
+            agreement: None,
+            keep: Vec::new(),
+            waits: None,
+        }
+    }
+
+    fn data_task<'a>(&self, kind: Kind, call: &'a Call, data: &Slice, elements: usize) -> Task<'a> {
+        let mut task = self.task(kind, call);
+        task.signature.element = Some(data.element());
+        task.signature.elements = elements as u64;
+        task
+    }
+
+    /// Errors of an earlier failure, on this rank or another.
+    pub(super) fn usable(&mut self, kind: Kind) -> Done {
+        let board = &self.world.board;
+        let usable = board.usable(kind.name());
+        let Some(control) = &self.control else {
+            return usable;
+        };
+        tell(board, Some(control.core()));
+        usable?;
+        overhear(board, control.core());
+        board.usable(kind.name())
+    }
+
+    fn at(&self, kind: Kind, call: &Call) -> Box<At> {
+        Box::new(At {
+            operation: kind.name(),
+            sequence: self.sequence(),
+            label: call.label.clone(),
+            phase: "transfer",
+            rank: self.group.members[self.group.rank],
+        })
+    }
+
+    /// Begins an operation: the agreement of ranks first, then what `launch` puts on the
+    /// stream. What fails from here on is the handle's to tell.
+    pub(super) fn start(
+        &mut self,
+        task: Task<'_>,
+        launch: impl FnOnce(&Launch<'_>) -> Done,
+    ) -> Started {
+        self.usable(task.kind)?;
+        let capturing = self.world.device.capturing();
+        let deadline = task.call.deadline.unwrap_or(self.deadline);
+        let (kind, sequence) = (task.kind, self.sequence());
+        let at = self.at(kind, task.call);
+        let agreement = self.agree(&task)?;
+        self.sequence += 1;
+        let board = Arc::clone(&self.world.board);
+        let id = board.begin(Work {
+            at: at.clone(),
+            group: Arc::clone(&self.group),
+            comm: Arc::clone(&self.comm),
+            started: Instant::now(),
+            deadline,
+            event: None,
+            keep: task.keep,
+            agreed: false,
+            done: false,
+            abandoned: false,
+        });
+        let mut work = OnStream {
+            world: Arc::clone(&self.world),
+            id,
+            control: self
+                .control
+                .as_ref()
+                .map(|control| Arc::clone(control.core())),
+            agreement,
+        };
+        // Nothing of a graph runs now, so that its ranks can wait for each other here.
+        let agreed = match (&capturing, work.agreement.take_if(|_| capturing.is_some())) {
+            (Some(_), Some(agreement)) => agreement.wait(),
+            _ => Ok(()),
+        };
+        let launched = agreed.and_then(|()| self.launch(&at, capturing.is_some(), launch));
+        match launched {
+            Ok(event) => board.launched(id, event),
+            Err(error) => board.fail(Some(id), error),
+        }
+        Ok(Handle::of(Box::new(work), kind.name(), sequence))
+    }
+
+    fn launch(
+        &self,
+        at: &At,
+        capturing: bool,
+        launch: impl FnOnce(&Launch<'_>) -> Done,
+    ) -> Result<Option<Arc<dyn moesaic_target::Event>>, CollectiveError> {
+        let device = |error: DeviceError| CollectiveError::Device {
+            at: Box::new(at.clone()),
+            reason: error.to_string(),
+        };
+        let gpu = self.world.device.streams().map_err(device)?;
+        let stream = gpu.native_stream().map_err(device)?;
+        let Some(comm) = self.comm.enter() else {
+            // It was ended a moment ago, by a failure.
+            self.world.board.usable(at.operation)?;
+            return Ok(None);
+        };
+        launch(&Launch {
+            world: &self.world,
+            comm,
+            gpu,
+            stream,
+            at,
+            members: &self.group.members,
+        })?;
+        match capturing {
+            true => Ok(None),
+            false => gpu.record().map(Some).map_err(device),
+        }
+    }
+
+    /// Ranks tell each other what they have called.
+    fn agree(&mut self, task: &Task<'_>) -> Result<Option<Handle>, CollectiveError> {
+        let (rank, size) = (self.group.rank, self.group.members.len());
+        let Some(control) = &mut self.control else {
+            return Ok(None);
+        };
+        if self.world.checks == Checks::Off {
+            return Ok(None);
+        }
+        let plan = task.agreement.clone();
+        let job = Job {
+            signature: task.signature.clone(),
+            inputs: Ok(Vec::new()),
+            outputs: Ok(Vec::new()),
+            plan: plan.unwrap_or_else(|| plan::agreement(plan::barrier(rank, size))),
+            next: None,
+        };
+        let started = control.start(task.kind, task.call, job);
+        started
+            .map(Some)
+            .inspect_err(|error| self.world.board.fail(None, error.clone()))
+    }
+
+    /// Begins what is all messages, copies and folds.
+    fn start_plan(
+        &mut self,
+        task: Task<'_>,
+        inputs: &[&Slice],
+        outputs: &[&Slice],
+        plan: Plan,
+    ) -> Started {
+        self.start_plans(task, inputs, outputs, plan, None)
+    }
+
+    fn start_plans(
+        &mut self,
+        mut task: Task<'_>,
+        inputs: &[&Slice],
+        outputs: &[&Slice],
+        plan: Plan,
+        next: Option<Next>,
+    ) -> Started {
+        let own = |list: &[&Slice]| -> Vec<Slice> { list.iter().map(|s| (*s).clone()).collect() };
+        if let (Some(graph), Some(why)) = (self.world.device.capturing(), task.waits) {
+            let reason = format!("it cannot be a part of graph `{graph}`: {why}");
+            return Err(checks::invalid(task.kind, reason));
+        }
+        let scratch = self.world.scratch(plan.scratch);
+        let scratch = scratch.map_err(|error| checks::invalid(task.kind, error.to_string()))?;
+        let mut places = Places {
+            inputs: own(inputs),
+            outputs: own(outputs),
+            scratch,
+        };
+        task.keep = [own(inputs), own(outputs), vec![places.scratch.clone()]].concat();
+        self.start(task, move |launch| launch.plan(&plan, next, &mut places))
+    }
+
+    fn shape(
+        &self,
+        kind: Kind,
+        algorithm: Algorithm,
+    ) -> Result<Option<NodeShape>, CollectiveError> {
+        checks::algorithm(kind, algorithm, self.size())
+    }
+
+    /// Whether a reduction is folded here, in the order of ranks.
+    fn folds(&self, elements: usize) -> bool {
+        self.world.sums == Sums::InOrder || elements == 0
+    }
+
+    fn fold_waits(&self, element: Element) -> Option<&'static str> {
+        let waits = self.world.fold.waits(element);
+        waits.then_some("its rows are folded on the host; give `Options::fold` a device's")
+    }
+}
+
+impl Collectives for Nccl {
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn size(&self) -> usize {
+        self.group.members.len()
+    }
+
+    fn members(&self) -> &[usize] {
+        &self.group.members
+    }
+
+    fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    fn all_to_all(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        algorithm: Algorithm,
+        call: &Call,
+    ) -> Started {
+        let kind = Kind::AllToAll;
+        checks::equal_elements(kind, input, output)?;
+        checks::apart(kind, input, output)?;
+        let part = checks::parts(kind, input, self.size())? * input.element().size();
+        let shape = self.shape(kind, algorithm)?;
+        let mut task = self.data_task(kind, call, input, input.elements());
+        task.signature.per_node = shape.map_or(0, |shape| shape.per_node as u32);
+        let (rank, sizes) = (self.rank(), vec![part; self.size()]);
+        match (shape, self.world.api.table.all_to_all()) {
+            (None, Some(exchange)) if part > 0 => {
+                task.keep = vec![input.clone(), output.clone()];
+                let (from, to) = (input.address(), output.address());
+                self.start(task, |launch| {
+                    launch.together(|_, comm, stream| {
+                        // SAFETY: the memory is kept until the stream has come past it.
+                        let code = unsafe { exchange(from, to, part, BYTE, comm, stream) };
+                        done("ncclAlltoAll", code)
+                    })
+                })
+            }
+            (None, _) => {
+                let plan = plan::all_to_all(rank, &sizes, &sizes);
+                self.start_plan(task, &[input], &[output], plan)
+            }
+            (Some(shape), _) => {
+                let transit = plan::Transit::equal(shape, part);
+                let plan = plan::hierarchical(rank, shape, &sizes, &sizes, &transit, false);
+                self.start_plan(task, &[input], &[output], plan)
+            }
+        }
+    }
+
+    fn all_to_all_by_counts(
+        &mut self,
+        input: &Slice,
+        sends: &[usize],
+        output: &Slice,
+        receives: &[usize],
+        algorithm: Algorithm,
+        call: &Call,
+    ) -> Started {
+        let kind = Kind::AllToAllByCounts;
+        checks::equal_types(kind, input, output)?;
+        checks::apart(kind, input, output)?;
+        let sends = checks::counts(kind, "sends", sends, input, self.size())?;
+        let receives = checks::counts(kind, "receives", receives, output, self.size())?;
+        let rank = self.rank();
+        checks::own_part(kind, sends[rank], receives[rank])?;
+        let shape = self.shape(kind, algorithm)?;
+        let mut task = self.data_task(kind, call, input, 0);
+        task.signature.per_node = shape.map_or(0, |shape| shape.per_node as u32);
+        let list = |sizes: &[usize]| -> Vec<(usize, usize)> {
+            sizes.iter().copied().enumerate().collect()
+        };
+        task.agreement = Some(plan::sizes(rank, &list(&sends), &list(&receives)));
+        match shape {
+            None => {
+                let plan = plan::all_to_all(rank, &sends, &receives);
+                self.start_plan(task, &[input], &[output], plan)
+            }
+            Some(shape) => {
+                task.waits = Some("its second phase follows from what the first has brought");
+                let first = plan::counts_inside_node(rank, shape, &sends);
+                let next = rest_of_hierarchical(rank, shape, sends, receives);
+                self.start_plans(task, &[input], &[output], first, Some(next))
+            }
+        }
+    }
+
+    fn all_gather(&mut self, input: &Slice, output: &Slice, call: &Call) -> Started {
+        let kind = Kind::AllGather;
+        checks::equal_types(kind, input, output)?;
+        checks::whole_of_parts(kind, "output", output, "input", input, self.size())?;
+        checks::own_part_or_apart(kind, input, output, self.rank())?;
+        let mut task = self.data_task(kind, call, input, input.elements());
+        task.keep = vec![input.clone(), output.clone()];
+        let (from, to, bytes) = (input.address(), output.address(), input.bytes());
+        self.start(task, |launch| match bytes {
+            0 => Ok(()),
+            _ => launch.together(|table, comm, stream| {
+                // SAFETY: the memory is kept until the stream has come past it.
+                let code = unsafe { table.all_gather(from, to, bytes, BYTE, comm, stream) };
+                done("ncclAllGather", code)
+            }),
+        })
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Started {
+        let kind = Kind::ReduceScatter;
+        checks::equal_types(kind, input, output)?;
+        checks::whole_of_parts(kind, "input", input, "output", output, self.size())?;
+        let mut task = self.data_task(kind, call, input, input.elements());
+        task.signature.reduction = Some(reduction);
+        let (element, count) = (input.element(), output.elements());
+        if self.folds(count) {
+            task.waits = self.fold_waits(element);
+            let sizes = vec![output.bytes(); self.size()];
+            let plan = plan::reduce_scatter(self.rank(), &sizes, element, reduction);
+            return self.start_plan(task, &[input], &[output], plan);
+        }
+        task.keep = vec![input.clone(), output.clone()];
+        let (from, to) = (input.address(), output.address());
+        let (number, op) = (kind_of(element), op_of(reduction));
+        self.start(task, |launch| {
+            launch.together(|table, comm, stream| {
+                // SAFETY: the memory is kept until the stream has come past it.
+                let code =
+                    unsafe { table.reduce_scatter(from, to, count, number, op, comm, stream) };
+                done("ncclReduceScatter", code)
+            })
+        })
+    }
+
+    fn all_reduce(
+        &mut self,
+        input: &Slice,
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Started {
+        let kind = Kind::AllReduce;
+        checks::equal_elements(kind, input, output)?;
+        checks::same_or_apart(kind, input, output)?;
+        let mut task = self.data_task(kind, call, input, input.elements());
+        task.signature.reduction = Some(reduction);
+        let (element, count) = (input.element(), input.elements());
+        if self.folds(count) {
+            task.waits = self.fold_waits(element);
+            let (rank, size) = (self.rank(), self.size());
+            let plan = plan::all_reduce(rank, size, input.bytes(), element, reduction);
+            return self.start_plan(task, &[input], &[output], plan);
+        }
+        task.keep = vec![input.clone(), output.clone()];
+        let (from, to) = (input.address(), output.address());
+        let (number, op) = (kind_of(element), op_of(reduction));
+        self.start(task, |launch| {
+            launch.together(|table, comm, stream| {
+                // SAFETY: the memory is kept until the stream has come past it.
+                let code = unsafe { table.all_reduce(from, to, count, number, op, comm, stream) };
+                done("ncclAllReduce", code)
+            })
+        })
+    }
+
+    fn broadcast(&mut self, data: &Slice, root: usize, call: &Call) -> Started {
+        let kind = Kind::Broadcast;
+        checks::is_rank(kind, "the root", root, self.size())?;
+        let mut task = self.data_task(kind, call, data, data.elements());
+        task.signature.root = root as u32;
+        task.keep = vec![data.clone()];
+        let (at, bytes, root) = (data.address(), data.bytes(), root as c_int);
+        self.start(task, |launch| match bytes {
+            0 => Ok(()),
+            _ => launch.together(|table, comm, stream| {
+                // SAFETY: the memory is kept until the stream has come past it.
+                let code = unsafe { table.broadcast(at, at, bytes, BYTE, root, comm, stream) };
+                done("ncclBroadcast", code)
+            }),
+        })
+    }
+
+    fn exchange(&mut self, sends: &[Transfer], receives: &[Transfer], call: &Call) -> Started {
+        let kind = Kind::Exchange;
+        let rank = self.rank();
+        checks::transfers(kind, rank, self.size(), sends, receives)?;
+        let sizes = |list: &[Transfer]| -> Vec<(usize, usize)> {
+            list.iter().map(|t| (t.peer, t.slice.bytes())).collect()
+        };
+        let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
+        let (to, from) = (sizes(sends), sizes(receives));
+        let mut task = self.task(kind, call);
+        task.agreement = Some(plan::sizes(rank, &to, &from));
+        let plan = plan::exchange(rank, &to, &from);
+        self.start_plan(task, &slices(sends), &slices(receives), plan)
+    }
+
+    fn barrier(&mut self, call: &Call) -> Started {
+        let mut task = self.task(Kind::Barrier, call);
+        task.keep = vec![self.world.token.clone()];
+        let at = self.world.token.address();
+        let (number, op) = (kind_of(Element::I32), op_of(Reduction::Max));
+        self.start(task, |launch| {
+            launch.together(|table, comm, stream| {
+                // SAFETY: the memory is the world's, which outlives its operations.
+                let code = unsafe { table.all_reduce(at, at, 1, number, op, comm, stream) };
+                done("ncclAllReduce", code)
+            })
+        })
+    }
+
+    fn gather_bytes(&mut self, own: &[u8], call: &Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        if self.control.is_some() {
+            self.usable(Kind::Agree)?;
+        }
+        if let Some(control) = &mut self.control {
+            self.sequence += 2;
+            let gathered = control.gather_bytes(own, call);
+            return gathered.inspect_err(|error| self.world.board.fail(None, error.clone()));
+        }
+        let lengths = self.gather_equal(&(own.len() as u64).to_le_bytes(), call)?;
+        let lengths = lengths.as_chunks::<8>().0.iter();
+        let lengths: Vec<usize> = lengths.map(|n| u64::from_le_bytes(*n) as usize).collect();
+        let most = lengths.iter().copied().max().unwrap_or(0).max(1);
+        let mut padded = own.to_vec();
+        padded.resize(most, 0);
+        let all = self.gather_equal(&padded, call)?;
+        let parts = all.chunks(most).zip(&lengths);
+        Ok(parts
+            .map(|(part, length)| part[..*length].to_vec())
+            .collect())
+    }
+
+    fn split(
+        &mut self,
+        color: Option<u32>,
+        key: i64,
+        call: &Call,
+    ) -> Result<Option<Box<dyn Collectives>>, CollectiveError> {
+        let group = self.split_off(color, key, call)?;
+        Ok(group.map(|group| Box::new(group) as Box<dyn Collectives>))
+    }
+}

@@ -1,0 +1,301 @@
+//! Operations on a stream: calls of the library, copies and folds, one after the other.
+
+use super::comm::{Comm, Entered};
+use super::fold::Folding;
+use super::table::{BYTE, RawComm, RawStream, Table};
+use super::world::World;
+use crate::error::At;
+use crate::operation::{Next, Unequal};
+use crate::plan::{Copy, Message, Place, Plan, Span, Step};
+use crate::{CollectiveError, Slice};
+use moesaic_target::{DeviceCopy, DeviceError, StreamDevice};
+use std::ffi::c_int;
+use std::time::Duration;
+
+const PAUSE: Duration = Duration::from_micros(20);
+
+/// An operation while it is put on the stream.
+pub struct Launch<'a> {
+    pub world: &'a World,
+    pub comm: Entered<'a>,
+    pub gpu: &'a dyn StreamDevice,
+    pub stream: RawStream,
+    pub at: &'a At,
+    /// Ranks of the world, by rank in the group.
+    pub members: &'a [usize],
+}
+
+/// The memory of an operation.
+pub struct Places {
+    pub inputs: Vec<Slice>,
+    pub outputs: Vec<Slice>,
+    pub scratch: Slice,
+}
+
+type Done = Result<(), CollectiveError>;
+
+impl Launch<'_> {
+    /// Calls of the library that begin together. The device gets them before this returns,
+    /// and has not run them.
+    pub fn together(
+        &self,
+        calls: impl FnOnce(&Table, RawComm, RawStream) -> Result<(), (&'static str, c_int)>,
+    ) -> Done {
+        let table = &self.comm.api().table;
+        // SAFETY: no arguments; each start has its end below.
+        let started = unsafe { table.group_start() };
+        let called = calls(table, self.comm.raw(), self.stream);
+        // SAFETY: as above.
+        let ended = unsafe { table.group_end() };
+        let checked = |function, code| self.comm.check(function, code);
+        checked("ncclGroupStart", started)
+            .and(called.or_else(|(function, code)| checked(function, code)))
+            .and(checked("ncclGroupEnd", ended))
+            .map_err(|reason| self.engine(reason))?;
+        self.settle()
+    }
+
+    /// Calls that do not wait may go on after their return; an event behind them, or
+    /// another call, may come only when they are on the stream.
+    fn settle(&self) -> Done {
+        self.settled(&self.comm)
+    }
+
+    /// Waits until a communicator is there and has done what it has begun.
+    pub fn wait_for(&self, comm: &Comm) -> Done {
+        loop {
+            if let Some(entered) = comm.enter() {
+                return self.settled(&entered);
+            }
+            if let Some(failure) = self.world.board.failure() {
+                return Err(failure);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn settled(&self, comm: &Entered<'_>) -> Done {
+        loop {
+            // First: a communicator that was ended must not be asked.
+            if let Some(failure) = self.world.board.failure() {
+                return Err(failure);
+            }
+            if comm.settled().map_err(|reason| self.engine(reason))? {
+                return Ok(());
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    pub fn engine(&self, reason: String) -> CollectiveError {
+        CollectiveError::Engine {
+            at: Box::new(self.at.clone()),
+            engine: self.comm.api().name(),
+            reason,
+        }
+    }
+
+    pub fn device(&self, error: DeviceError) -> CollectiveError {
+        CollectiveError::Device {
+            at: Box::new(self.at.clone()),
+            reason: error.to_string(),
+        }
+    }
+
+    /// Does what a plan says, and what follows from what its ranks have learnt.
+    pub fn plan(&self, plan: &Plan, next: Option<Next>, places: &mut Places) -> Done {
+        for step in &plan.steps {
+            self.step(step, places)?;
+        }
+        let Some(next) = next else {
+            return Ok(());
+        };
+        let bytes = self.read(&places.scratch, plan.scratch)?;
+        let rest = next(&bytes).map_err(|unequal| self.unequal(&unequal))?;
+        places.scratch = self
+            .world
+            .scratch(rest.scratch)
+            .map_err(|e| self.device(e))?;
+        rest.steps
+            .iter()
+            .try_for_each(|step| self.step(step, places))
+    }
+
+    fn step(&self, step: &Step, places: &Places) -> Done {
+        match step {
+            Step::Exchange {
+                sends,
+                receives,
+                copies,
+                ..
+            } => {
+                self.copies(copies, places)?;
+                self.exchange(sends, receives, places)
+            }
+            Step::Repack(copies) => self.copies(copies, places),
+            Step::Write(offset, numbers) => {
+                let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+                let scratch = &places.scratch;
+                let written =
+                    self.world
+                        .device
+                        .upload(&bytes, scratch.buffer(), scratch.offset() + offset);
+                written.map_err(|error| self.device(error))
+            }
+            Step::Check { what, numbers } => self.check(what, numbers, places),
+            Step::Reduce {
+                element,
+                reduction,
+                rows,
+                row_bytes,
+                to,
+                offset,
+            } => {
+                let from = Span::new(Place::Scratch, rows.clone());
+                let to = Span::new(*to, *offset..offset + row_bytes);
+                let folding = Folding {
+                    element: *element,
+                    reduction: *reduction,
+                    rows: self.part(&from, places)?,
+                    row_bytes: *row_bytes,
+                    to: self.part(&to, places)?,
+                };
+                match row_bytes {
+                    0 => Ok(()),
+                    _ => self.fold(&folding),
+                }
+            }
+        }
+    }
+
+    fn fold(&self, folding: &Folding) -> Done {
+        if self.world.fold.waits(folding.element) {
+            self.catch_up()?;
+        }
+        let folded = self.world.fold.fold(folding);
+        folded.map_err(|error| self.device(error))
+    }
+
+    /// Messages of no bytes are left out, here and by the other rank.
+    fn exchange(&self, sends: &[Message], receives: &[Message], places: &Places) -> Done {
+        let parts = |list: &[Message]| -> Result<Vec<(c_int, Slice)>, CollectiveError> {
+            let list = list.iter().filter(|message| message.span.bytes > 0);
+            list.map(|message| Ok((message.peer as c_int, self.part(&message.span, places)?)))
+                .collect()
+        };
+        let (sends, receives) = (parts(sends)?, parts(receives)?);
+        if sends.is_empty() && receives.is_empty() {
+            return Ok(());
+        }
+        self.together(|table, comm, stream| {
+            for (peer, part) in &sends {
+                // SAFETY: the memory is kept until the stream has come past it.
+                let code =
+                    unsafe { table.send(part.address(), part.bytes(), BYTE, *peer, comm, stream) };
+                done("ncclSend", code)?;
+            }
+            for (peer, part) in &receives {
+                // SAFETY: as above.
+                let code = unsafe {
+                    table.receive(part.address(), part.bytes(), BYTE, *peer, comm, stream)
+                };
+                done("ncclRecv", code)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn copies(&self, copies: &[Copy], places: &Places) -> Done {
+        for copy in copies.iter().filter(|copy| copy.from.bytes > 0) {
+            let from = self.part(&copy.from, places)?;
+            let end = copy.offset + copy.from.bytes;
+            let to = self.part(&Span::new(copy.to, copy.offset..end), places)?;
+            if from.address() == to.address() {
+                continue;
+            }
+            let copied = self.gpu.copy(&DeviceCopy {
+                from: from.buffer(),
+                from_offset: from.offset(),
+                to: to.buffer(),
+                to_offset: to.offset(),
+                bytes: from.bytes(),
+            });
+            copied.map_err(|error| self.device(error))?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of a span.
+    fn part(&self, span: &Span, places: &Places) -> Result<Slice, CollectiveError> {
+        let slice = match span.place {
+            Place::Input(index) => places.inputs.get(index),
+            Place::Output(index) => places.outputs.get(index),
+            Place::Scratch => Some(&places.scratch),
+        };
+        let part = slice.and_then(|slice| slice.part(span.offset, span.bytes));
+        part.ok_or_else(|| CollectiveError::Invalid {
+            operation: self.at.to_string(),
+            reason: format!("bytes of {span:?} are not there"),
+        })
+    }
+
+    fn check(&self, what: &'static str, numbers: &[(usize, u64, usize)], places: &Places) -> Done {
+        let end = numbers.iter().map(|(offset, ..)| offset + 8).max();
+        let bytes = self.read(&places.scratch, end.unwrap_or(0))?;
+        for (offset, ours, peer) in numbers {
+            let theirs = bytes[*offset..]
+                .first_chunk()
+                .map(|n| u64::from_le_bytes(*n));
+            let theirs = theirs.unwrap_or_default();
+            if theirs != *ours {
+                let (ours, peer) = (*ours, *peer);
+                return Err(self.unequal(&Unequal {
+                    what,
+                    peer,
+                    ours,
+                    theirs,
+                }));
+            }
+        }
+        Ok(())
+    }
+
+    fn unequal(&self, unequal: &Unequal) -> CollectiveError {
+        CollectiveError::Mismatch {
+            at: Box::new(self.at.clone()),
+            peer: self.members[unequal.peer],
+            what: unequal.what,
+            ours: unequal.ours.to_string(),
+            theirs: unequal.theirs.to_string(),
+        }
+    }
+
+    fn read(&self, slice: &Slice, bytes: usize) -> Result<Vec<u8>, CollectiveError> {
+        self.catch_up()?;
+        let mut read = vec![0; bytes];
+        let device = &self.world.device;
+        let done = device.download(slice.buffer(), slice.offset(), &mut read);
+        done.map(|()| read).map_err(|error| self.device(error))
+    }
+
+    /// Waits until the stream has come here, or everything has failed: a wait of the
+    /// driver's would not end with the operation's deadline.
+    fn catch_up(&self) -> Done {
+        let event = self.gpu.record().map_err(|error| self.device(error))?;
+        while !event.passed().map_err(|error| self.device(error))? {
+            if let Some(failure) = self.world.board.failure() {
+                return Err(failure);
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
+}
+
+/// What a call has returned, for [`Launch::together`].
+pub fn done(function: &'static str, code: c_int) -> Result<(), (&'static str, c_int)> {
+    match code {
+        0 => Ok(()),
+        code => Err((function, code)),
+    }
+}

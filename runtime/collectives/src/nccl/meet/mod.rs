@@ -1,0 +1,267 @@
+//! How ranks that no other engine connects learn of each other: everybody's card comes to
+//! everybody, by way of rank 0, once. Nothing goes on after that.
+
+mod file;
+mod tcp;
+
+use super::find::setup;
+use crate::world::{Launcher, World};
+use crate::{CollectiveError, hash};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+/// Where ranks meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Meeting {
+    /// By MPI, which stays to compare operations.
+    Mpi,
+    /// In a folder that all ranks see.
+    Folder(PathBuf),
+    /// At rank 0's address and port; it listens there until all have come.
+    Address(String, u16),
+    /// At a port of this machine, where all ranks are.
+    Loopback(u16),
+    /// One rank meets nobody.
+    Alone,
+}
+
+/// The most bytes of a card.
+const CARD_BYTES: usize = 1 << 16;
+/// More time for each rank: rank 0 answers one after the other.
+const PER_RANK: Duration = Duration::from_millis(20);
+
+impl Meeting {
+    /// What variables say: `MOESAIC_RENDEZVOUS`, a folder; else MPI under its launchers;
+    /// else torchrun's `MASTER_ADDR` and `MASTER_PORT`.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Setup`] when nothing is said, or a port is no number.
+    pub fn from_variables(
+        world: &World,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Meeting, CollectiveError> {
+        if world.size == 1 {
+            return Ok(Meeting::Alone);
+        }
+        if let Some(folder) = variable("MOESAIC_RENDEZVOUS") {
+            return Ok(Meeting::Folder(folder.into()));
+        }
+        // Also where torchrun's are set beside them.
+        let mpi = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
+        if mpi.into_iter().any(|name| variable(name).is_some()) {
+            return Ok(Meeting::Mpi);
+        }
+        let (address, port) = (variable("MASTER_ADDR"), variable("MASTER_PORT"));
+        let (Some(address), Some(port)) = (address, port) else {
+            return match world.launcher {
+                Some(Launcher::Slurm) => Ok(Meeting::Mpi),
+                _ => Err(setup(
+                    "nothing says where ranks meet; set MASTER_ADDR and MASTER_PORT, or \
+                     MOESAIC_RENDEZVOUS to a folder that all ranks see"
+                        .to_string(),
+                )),
+            };
+        };
+        let wrong = |_| setup(format!("MASTER_PORT is `{port}`; it must be a port"));
+        let port: u16 = port.trim().parse().map_err(wrong)?;
+        // torchrun's own agent may be listening there; the next port is ours then.
+        let taken = variable("TORCHELASTIC_USE_AGENT_STORE");
+        let port = match taken.is_some_and(|text| text.eq_ignore_ascii_case("true")) {
+            true => port.wrapping_add(1).max(1024),
+            false => port,
+        };
+        let local = variable("LOCAL_WORLD_SIZE").and_then(|text| text.trim().parse().ok());
+        match local == Some(world.size) {
+            true => Ok(Meeting::Loopback(port)),
+            false => Ok(Meeting::Address(address, port)),
+        }
+    }
+}
+
+/// Variables that are the same for all ranks of a job, and differ between jobs.
+const JOB: [&str; 10] = [
+    "MOESAIC_JOB",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+];
+
+/// A number of this job, so that files and processes of others are not taken for ours. It
+/// keeps accidents away, not attackers.
+pub fn token(job: Option<&str>, size: usize, variable: impl Fn(&str) -> Option<String>) -> u64 {
+    /// Worlds of this process.
+    static WORLDS: AtomicU64 = AtomicU64::new(0);
+    let mut parts = vec![size.to_string()];
+    match job {
+        Some(job) => parts.push(job.to_string()),
+        None => {
+            parts.extend(JOB.iter().filter_map(|name| variable(name)));
+            // All ranks begin their worlds in the same order.
+            parts.push(WORLDS.fetch_add(1, Ordering::SeqCst).to_string());
+        }
+    }
+    let parts: Vec<&[u8]> = parts.iter().map(|part| part.as_bytes()).collect();
+    hash::of(&parts)
+}
+
+/// A rank on its way to the others.
+pub struct Guest {
+    pub rank: usize,
+    pub size: usize,
+    pub token: u64,
+    pub card: Vec<u8>,
+    pub until: Instant,
+    /// A number that no other rank has, also not this one in another run.
+    nonce: u64,
+    start: Instant,
+    random: u64,
+}
+
+impl Guest {
+    pub fn new(world: (usize, usize), token: u64, card: Vec<u8>, deadline: Duration) -> Guest {
+        let (rank, size) = world;
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let clock = now.map_or(0, |now| now.as_nanos() as u64);
+        let own = [clock, u64::from(std::process::id()), rank as u64];
+        let parts: Vec<[u8; 8]> = own.iter().map(|number| number.to_le_bytes()).collect();
+        let parts: Vec<&[u8]> = parts.iter().map(|part| &part[..]).collect();
+        let start = Instant::now();
+        Guest {
+            rank,
+            size,
+            token,
+            card,
+            until: start + deadline + PER_RANK * size as u32,
+            start,
+            nonce: hash::of(&parts),
+            random: hash::of(&parts) | 1,
+        }
+    }
+
+    /// Everybody's card, in the order of ranks.
+    pub fn gather(mut self, meeting: &Meeting) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let gathered = match meeting {
+            Meeting::Folder(folder) => file::gather(&mut self, folder),
+            Meeting::Address(address, port) => tcp::gather(&mut self, address, *port),
+            Meeting::Loopback(port) => tcp::gather(&mut self, "127.0.0.1", *port),
+            Meeting::Mpi | Meeting::Alone => Ok(vec![self.card]),
+        };
+        gathered.map_err(setup)
+    }
+
+    fn late(&self) -> bool {
+        Instant::now() > self.until
+    }
+
+    fn waited(&self) -> f64 {
+        self.start.elapsed().as_secs_f64()
+    }
+
+    /// A pause between two tries, of 1 to 2 times so long: ranks must not come in step.
+    fn pause(&mut self, least: Duration) {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        let part = (self.random % 1000) as f64 / 1000.0;
+        std::thread::sleep(least.mul_f64(1.0 + part));
+    }
+
+    /// For errors of rank 0.
+    fn missing(&self, there: impl Fn(usize) -> bool) -> String {
+        let missing: Vec<String> = (0..self.size)
+            .filter(|rank| !there(*rank))
+            .map(|rank| rank.to_string())
+            .collect();
+        const SHOWN: usize = 8;
+        let more = match missing.len() {
+            ..=SHOWN => String::new(),
+            many => format!(" and {} more", many - SHOWN),
+        };
+        let shown = missing[..missing.len().min(SHOWN)].join(", ");
+        format!("rank {shown}{more}")
+    }
+}
+
+/// Parts, each after its length.
+fn join(parts: &[Vec<u8>]) -> Vec<u8> {
+    let one = |part: &Vec<u8>| [&(part.len() as u32).to_le_bytes()[..], part].concat();
+    parts.iter().flat_map(one).collect()
+}
+
+fn cut(mut bytes: &[u8], parts: usize) -> Option<Vec<Vec<u8>>> {
+    let mut list = Vec::new();
+    for _ in 0..parts {
+        let (length, rest) = bytes.split_first_chunk()?;
+        let (part, rest) = rest.split_at_checked(u32::from_le_bytes(*length) as usize)?;
+        list.push(part.to_vec());
+        bytes = rest;
+    }
+    bytes.is_empty().then_some(list)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn meeting(rank: &str, variables: &str) -> Result<Meeting, String> {
+        let all = format!("{rank} {variables}");
+        let lookup = |name: &str| {
+            let mut pairs = all
+                .split_whitespace()
+                .filter_map(|pair| pair.split_once('='));
+            pairs
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| value.to_string())
+        };
+        let world = World::from_variables(lookup).unwrap().unwrap();
+        Meeting::from_variables(&world, lookup).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn variables_say_where_ranks_meet() {
+        let torch = "RANK=1 WORLD_SIZE=4 MASTER_ADDR=node7";
+        let address = |port| Ok(Meeting::Address("node7".to_string(), port));
+        assert_eq!(meeting(torch, "MASTER_PORT=29500"), address(29500));
+        let agent = "MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True";
+        assert_eq!(meeting(torch, agent), address(29501));
+        let local = "MASTER_PORT=29500 LOCAL_WORLD_SIZE=4";
+        assert_eq!(meeting(torch, local), Ok(Meeting::Loopback(29500)));
+        let folder = meeting(torch, "MASTER_PORT=1 MOESAIC_RENDEZVOUS=/shared/x");
+        assert_eq!(folder, Ok(Meeting::Folder("/shared/x".into())));
+        assert_eq!(meeting("PMI_RANK=0 PMI_SIZE=2", ""), Ok(Meeting::Mpi));
+        let both = "MASTER_PORT=1 PMI_RANK=1 PMI_SIZE=4";
+        assert_eq!(meeting(torch, both), Ok(Meeting::Mpi));
+        assert_eq!(meeting("RANK=0 WORLD_SIZE=1", ""), Ok(Meeting::Alone));
+        let nothing = meeting("RANK=0 WORLD_SIZE=2", "").unwrap_err();
+        assert!(
+            nothing.contains("nothing says where ranks meet"),
+            "{nothing}"
+        );
+        let port = meeting(torch, "MASTER_PORT=high").unwrap_err();
+        assert!(port.contains("MASTER_PORT is `high`"), "{port}");
+    }
+
+    #[test]
+    fn jobs_have_different_tokens_and_ranks_the_same() {
+        let of = |job: &str| token(Some(job), 4, |_| None);
+        assert_eq!(of("17"), of("17"));
+        assert_ne!(of("17"), of("18"));
+        assert_ne!(of("17"), token(Some("17"), 5, |_| None));
+    }
+
+    #[test]
+    fn parts_read_back() {
+        let parts = vec![vec![1, 2], vec![], vec![3]];
+        assert_eq!(cut(&join(&parts), 3), Some(parts.clone()));
+        assert_eq!(cut(&join(&parts), 2), None);
+        assert_eq!(cut(&join(&parts), 4), None);
+        assert_eq!(cut(&[255, 255, 255, 255], 1), None);
+    }
+}

@@ -1,0 +1,299 @@
+//! Ranks with a GPU each, by NCCL or RCCL.
+//!
+//! The library is opened when it is needed; nothing is needed at build time. Operations
+//! are put on the stream of the rank's device: what was launched before is done before
+//! them, what is launched later sees their result, and the host waits for nothing unless
+//! it asks. So a layer may drop the handle and go on; it may also capture operations into
+//! a graph.
+//!
+//! Data go by the library, and what ranks have to agree on by letters of another engine,
+//! MPI or threads, where there is one: which operation this is, its type and sizes. A rank
+//! that calls something else, or is late, is found and named by that. [`Checks::Off`]
+//! leaves it out.
+
+mod card;
+mod comm;
+mod find;
+mod fold;
+mod group;
+mod launch;
+mod meet;
+mod split;
+mod table;
+mod watch;
+mod world;
+
+use crate::operation::Group;
+use crate::{Call, CollectiveError, Collectives, Communicator, World};
+use comm::Comm;
+pub use fold::{Fold, Folding, Kernels, OnHost};
+pub use group::Nccl;
+pub use meet::Meeting;
+use moesaic_kernel::Target;
+use moesaic_target::Device;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use world::Parts;
+
+/// Whether ranks tell each other what they call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Checks {
+    /// In every operation, by letters on the host, while the data are on their way.
+    #[default]
+    Every,
+    /// Never: ranks that call different things end at their deadlines, or with wrong data.
+    Off,
+}
+
+/// In which order values of ranks are reduced.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sums {
+    /// That of ranks: the same bytes as with any other engine.
+    #[default]
+    InOrder,
+    /// The library's own: faster for large data; the same bytes in every run only for the
+    /// same library, machines and number of ranks. bf16 and f16 may be rounded at each step.
+    Library,
+}
+
+/// How ranks with GPUs begin.
+#[derive(Clone, Default)]
+pub struct Options {
+    /// The library. `None`: `MOESAIC_NCCL`, else by the loader's path.
+    pub library: Option<PathBuf>,
+    /// How long ranks may take to come together, and the deadline of operations. `None`:
+    /// `MOESAIC_DEADLINE` in seconds, else [`DEADLINE`](crate::DEADLINE).
+    pub deadline: Option<Duration>,
+    /// Whether operations are compared.
+    pub checks: Checks,
+    /// The order of sums.
+    pub sums: Sums,
+    /// Who folds rows on the device; `None` is the host.
+    pub fold: Option<Arc<dyn Fold>>,
+    /// Several ranks may have one device: for experiments; the library must be told, too.
+    pub share_device: bool,
+    /// Another name for this host, to make several of one.
+    pub host: Option<String>,
+    /// Who this process is. `None`: what launchers' variables say, else alone.
+    pub world: Option<World>,
+    /// Where ranks meet. `None`: what variables say.
+    pub meeting: Option<Meeting>,
+    /// What tells this job from others that meet at the same place. `None`: what launchers'
+    /// variables say.
+    pub job: Option<String>,
+}
+
+impl Options {
+    fn deadline(&self) -> Result<Duration, CollectiveError> {
+        let variable = || std::env::var("MOESAIC_DEADLINE").ok();
+        match self.deadline {
+            Some(deadline) => Ok(deadline),
+            None => crate::mpi::seconds(variable().as_deref()),
+        }
+    }
+}
+
+/// The ranks that a launcher has started, this process one of them. Waits until all have
+/// come. Under MPI its letters stay to compare operations; where ranks have met in a folder
+/// or at an address nothing does, as with [`Checks::Off`].
+///
+/// # Errors
+/// As [`over`], [`World::from_environment`], [`Meeting::from_variables`], and
+/// [`CollectiveError::Setup`] for ranks that do not come in time.
+pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, CollectiveError> {
+    let variable = |name: &str| std::env::var(name).ok();
+    let world = match options.world {
+        Some(world) => world,
+        None => World::from_environment()?.map_or_else(|| World::new(0, 1), Ok)?,
+    };
+    let meeting = match &options.meeting {
+        Some(meeting) => meeting.clone(),
+        None => Meeting::from_variables(&world, variable)?,
+    };
+    let deadline = options.deadline()?;
+    match meeting {
+        Meeting::Mpi => {
+            let mpi = crate::mpi::Options {
+                deadline: Some(deadline),
+                ..crate::mpi::Options::default()
+            };
+            let control = crate::mpi::start(&mpi, Arc::clone(&device))?;
+            over(control, device, options)
+        }
+        Meeting::Alone => {
+            let alone = crate::threads::world(1).into_iter().next();
+            let engine = alone.ok_or_else(|| find::setup("there is no rank".to_string()))?;
+            let control = Communicator::new(Box::new(engine), Arc::clone(&device));
+            over(control, device, options)
+        }
+        meeting => {
+            let begin = Begin::new(world.rank, world.size, device, options)?;
+            let token = meet::token(options.job.as_deref(), world.size, variable);
+            let ranks = (world.rank, world.size);
+            let guest = meet::Guest::new(ranks, token, begin.card()?, deadline);
+            let cards = guest.gather(&meeting)?;
+            begin.join(&cards, deadline, None)
+        }
+    }
+}
+
+/// A world of GPUs out of ranks that can already talk to each other. Waits.
+///
+/// # Errors
+/// [`CollectiveError::Setup`] when there is no library or it is too old;
+/// [`CollectiveError::Disagreement`] when ranks have different ones;
+/// [`CollectiveError::SharedDevice`]; else as [`Collectives::gather_bytes`].
+pub fn over(
+    mut control: Communicator,
+    device: Arc<dyn Device>,
+    options: &Options,
+) -> Result<Nccl, CollectiveError> {
+    let (rank, size) = (control.rank(), control.size());
+    let deadline = options.deadline()?;
+    let call = Call::new("NCCL: ranks come together").within(deadline);
+    let begin = Begin::new(rank, size, device, options)?;
+    let cards = control.gather_bytes(&begin.card()?, &call)?;
+    let control = control.with_deadline(deadline).renewed("nccl");
+    begin.join(&cards, deadline, Some(control))
+}
+
+/// A library that ranks can use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// What it is: `NCCL 2.28.3`.
+    pub version: String,
+    /// The name or path it was opened by.
+    pub library: String,
+}
+
+/// The library for devices of a target, without using one.
+///
+/// # Errors
+/// [`CollectiveError::Setup`] when it cannot be opened, or is too old.
+pub fn probe(target: Target, options: &Options) -> Result<Found, CollectiveError> {
+    let api = find::Api::open(options.library.as_deref(), target)?;
+    Ok(Found {
+        version: api.name(),
+        library: api.table.library().to_string(),
+    })
+}
+
+/// A rank before there is a communicator.
+struct Begin<'a> {
+    rank: usize,
+    size: usize,
+    api: Arc<find::Api>,
+    device: Arc<dyn Device>,
+    options: &'a Options,
+}
+
+impl Begin<'_> {
+    fn new(
+        rank: usize,
+        size: usize,
+        device: Arc<dyn Device>,
+        options: &Options,
+    ) -> Result<Begin<'_>, CollectiveError> {
+        let api = find::Api::open(options.library.as_deref(), device.info().target)?;
+        Ok(Begin {
+            rank,
+            size,
+            api: Arc::new(api),
+            device,
+            options,
+        })
+    }
+
+    /// What this rank says of itself.
+    fn card(&self) -> Result<Vec<u8>, CollectiveError> {
+        let mut id = table::UniqueId([0; table::ID_BYTES]);
+        if self.rank == 0 {
+            // SAFETY: the pointer is valid for a write.
+            let code = unsafe { self.api.table.unique_id(&mut id) };
+            if code != table::SUCCESS {
+                // SAFETY: null is allowed.
+                let words = unsafe { self.api.table.words(code, std::ptr::null_mut()) };
+                return Err(find::setup(format!("ncclGetUniqueId: {words}")));
+            }
+        }
+        let (host, bus) = card::place(self.options.host.as_deref(), &*self.device);
+        let card = card::Card {
+            library: self.api.name(),
+            host,
+            bus,
+            id: if self.rank == 0 {
+                id.0.to_vec()
+            } else {
+                Vec::new()
+            },
+        };
+        Ok(card.encode())
+    }
+
+    /// Makes the communicator; all ranks do it.
+    fn join(
+        self,
+        cards: &[Vec<u8>],
+        deadline: Duration,
+        control: Option<Communicator>,
+    ) -> Result<Nccl, CollectiveError> {
+        let id = card::check(cards, self.options.share_device)?;
+        let setup = |error: moesaic_target::DeviceError| find::setup(error.to_string());
+        // The library takes the GPU that is this thread's.
+        self.device
+            .streams()
+            .and_then(|gpu| gpu.native_stream())
+            .map_err(setup)?;
+        let comm = Comm::begin(&self.api, table::UniqueId(id), self.rank, self.size);
+        let comm = Arc::new(comm.map_err(find::setup)?);
+        self.wait_for(&comm, deadline)?;
+        let on_host = || -> Arc<dyn Fold> { Arc::new(OnHost::new(&self.device)) };
+        let world = world::World::new(Parts {
+            fold: self.options.fold.clone().unwrap_or_else(on_host),
+            api: self.api,
+            device: self.device,
+            sums: self.options.sums,
+            checks: self.options.checks,
+        })?;
+        world.board.add_comm(&comm);
+        let group = Group {
+            context: 0,
+            members: (0..self.size).collect(),
+            rank: self.rank,
+        };
+        Ok(Nccl {
+            world: Arc::new(world),
+            comm,
+            control,
+            group: Arc::new(group),
+            sequence: 0,
+            deadline,
+        })
+    }
+
+    fn wait_for(&self, comm: &Arc<Comm>, deadline: Duration) -> Result<(), CollectiveError> {
+        let start = Instant::now();
+        loop {
+            let state = comm.enter().map(|entered| entered.settled());
+            let reason = match state {
+                Some(Ok(true)) => return Ok(()),
+                Some(Err(reason)) => reason,
+                _ if start.elapsed() > deadline => format!(
+                    "not all of the {} ranks have made a communicator within {:.1} s",
+                    self.size,
+                    deadline.as_secs_f64()
+                ),
+                _ => {
+                    std::thread::sleep(Duration::from_micros(200));
+                    continue;
+                }
+            };
+            // An abort takes as long as the library likes.
+            let own = Arc::clone(comm);
+            let _ = std::thread::Builder::new().spawn(move || own.abort());
+            let name = self.api.name();
+            return Err(find::setup(format!("rank {}: {name}: {reason}", self.rank)));
+        }
+    }
+}

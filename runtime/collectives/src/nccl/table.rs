@@ -1,0 +1,279 @@
+//! The functions of NCCL and RCCL that are used. Both have the same ones by the same
+//! names, but for an all-to-all exchange.
+
+use crate::{Element, Reduction};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::fmt;
+
+/// What a function returns.
+pub type Code = c_int;
+
+pub const SUCCESS: Code = 0;
+pub const IN_PROGRESS: Code = 7;
+
+/// A communicator of the library.
+pub type RawComm = *mut c_void;
+/// A stream of the driver.
+pub type RawStream = *mut c_void;
+
+/// Bytes of an id.
+pub const ID_BYTES: usize = 128;
+
+/// What the ranks of a communicator find each other by. It is passed by value.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct UniqueId(pub [u8; ID_BYTES]);
+
+/// How a communicator behaves. Libraries take as many bytes as `size` says and fill what
+/// comes after, so that the structure of the oldest one serves all.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Config {
+    pub size: usize,
+    pub magic: c_uint,
+    pub version: c_uint,
+    pub blocking: c_int,
+    pub cluster_blocks: c_int,
+    pub least_blocks: c_int,
+    pub most_blocks: c_int,
+    pub network: *const c_char,
+    pub split_share: c_int,
+    /// Padding in the oldest structure, a number in later ones: not given in either.
+    pub traffic_class: c_int,
+}
+
+const MAGIC: c_uint = 0xcafe_beef;
+/// A number that is not given.
+const UNDEFINED: c_int = c_int::MIN;
+
+impl Config {
+    /// Calls return at once.
+    pub fn non_blocking() -> Config {
+        Config {
+            size: size_of::<Config>(),
+            magic: MAGIC,
+            version: OLDEST.0 as c_uint,
+            blocking: 0,
+            cluster_blocks: UNDEFINED,
+            least_blocks: UNDEFINED,
+            most_blocks: UNDEFINED,
+            network: std::ptr::null(),
+            split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
+        }
+    }
+}
+
+/// A version as the library counts: 21805 is 2.18.5.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(pub c_int);
+
+/// The first with a configuration, non-blocking calls and splits.
+pub const OLDEST: Version = Version(21800);
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Before 2.9 there was one digit less for the major version.
+        let (major, rest) = match self.0 {
+            ..10000 => (self.0 / 1000, self.0 % 1000),
+            _ => (self.0 / 10000, self.0 % 10000),
+        };
+        write!(f, "{major}.{}.{}", rest / 100, rest % 100)
+    }
+}
+
+/// The colour of a rank that will be in no group.
+pub const NO_COLOR: c_int = -1;
+
+/// Bytes, whatever they mean.
+pub const BYTE: c_int = 1;
+
+/// The library's number for a type.
+pub fn kind_of(element: Element) -> c_int {
+    match element {
+        Element::U8 => BYTE,
+        Element::I32 => 2,
+        Element::I64 => 4,
+        Element::F16 => 6,
+        Element::F32 => 7,
+        Element::Bf16 => 9,
+    }
+}
+
+/// The library's number for a reduction.
+pub fn op_of(reduction: Reduction) -> c_int {
+    match reduction {
+        Reduction::Sum => 0,
+        Reduction::Max => 2,
+        Reduction::Min => 3,
+    }
+}
+
+moesaic_dl::dl_table! {
+    /// The functions by their names. Addresses are of device memory.
+    pub struct Table {
+        version: fn(version: *mut c_int) -> Code = "ncclGetVersion";
+        unique_id: fn(id: *mut UniqueId) -> Code = "ncclGetUniqueId";
+        init: fn(comm: *mut RawComm, ranks: c_int, id: UniqueId, rank: c_int, config: *mut Config) -> Code = "ncclCommInitRankConfig";
+        split: fn(comm: RawComm, color: c_int, key: c_int, new: *mut RawComm, config: *mut Config) -> Code = "ncclCommSplit";
+        finalize: fn(comm: RawComm) -> Code = "ncclCommFinalize";
+        destroy: fn(comm: RawComm) -> Code = "ncclCommDestroy";
+        abort: fn(comm: RawComm) -> Code = "ncclCommAbort";
+        async_error: fn(comm: RawComm, code: *mut Code) -> Code = "ncclCommGetAsyncError";
+        count: fn(comm: RawComm, ranks: *mut c_int) -> Code = "ncclCommCount";
+        user_rank: fn(comm: RawComm, rank: *mut c_int) -> Code = "ncclCommUserRank";
+        error_string: fn(code: Code) -> *const c_char = "ncclGetErrorString";
+        last_error: fn(comm: RawComm) -> *const c_char = "ncclGetLastError";
+        group_start: fn() -> Code = "ncclGroupStart";
+        group_end: fn() -> Code = "ncclGroupEnd";
+        send: fn(from: u64, count: usize, kind: c_int, peer: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclSend";
+        receive: fn(to: u64, count: usize, kind: c_int, peer: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclRecv";
+        all_gather: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAllGather";
+        broadcast: fn(from: u64, to: u64, count: usize, kind: c_int, root: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclBroadcast";
+        all_reduce: fn(from: u64, to: u64, count: usize, kind: c_int, op: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAllReduce";
+        reduce_scatter: fn(from: u64, to: u64, count: usize, kind: c_int, op: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclReduceScatter";
+    }
+    optional {
+        all_to_all_nccl: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAlltoAll";
+        all_to_all_rccl: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAllToAll";
+        revoke: fn(comm: RawComm, flags: c_int) -> Code = "ncclCommRevoke";
+    }
+}
+
+/// The type of an exchange in one call.
+pub type AllToAll = unsafe extern "C" fn(u64, u64, usize, c_int, RawComm, RawStream) -> Code;
+
+impl Table {
+    /// An exchange in one call, where the library has it: NCCL since 2.28, RCCL.
+    pub fn all_to_all(&self) -> Option<AllToAll> {
+        self.all_to_all_nccl.or(self.all_to_all_rccl)
+    }
+
+    /// The library's words for a code, and the last thing that went wrong.
+    ///
+    /// # Safety
+    /// `comm` is null or a communicator that is not destroyed.
+    pub unsafe fn words(&self, code: Code, comm: RawComm) -> String {
+        let text = |words: *const c_char| match words.is_null() {
+            true => String::new(),
+            // SAFETY: the library's own strings, which end in a zero and stay.
+            false => unsafe { CStr::from_ptr(words) }
+                .to_string_lossy()
+                .trim()
+                .to_string(),
+        };
+        // SAFETY: any code is allowed.
+        let words = text(unsafe { self.error_string(code) });
+        // SAFETY: null is allowed, and the rest is the caller's promise.
+        match &*text(unsafe { self.last_error(comm) }) {
+            "" => format!("{words} (code {code})"),
+            last => format!("{words} (code {code}): {last}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cudarc::nccl::sys;
+    use std::mem::offset_of;
+
+    #[test]
+    fn versions_read_as_people_say_them() {
+        assert_eq!(Version(23203).to_string(), "2.32.3");
+        assert_eq!(OLDEST.to_string(), "2.18.0");
+        assert_eq!(Version(2804).to_string(), "2.8.4");
+    }
+
+    /// cudarc's bindings are made from the headers of each version.
+    #[test]
+    fn structures_are_those_of_the_header() {
+        type Theirs = sys::ncclConfig_t;
+        assert_eq!(size_of::<Config>(), 48);
+        assert_eq!(align_of::<Config>(), align_of::<Theirs>());
+        for (ours, theirs) in [
+            (offset_of!(Config, size), offset_of!(Theirs, size)),
+            (offset_of!(Config, magic), offset_of!(Theirs, magic)),
+            (offset_of!(Config, version), offset_of!(Theirs, version)),
+            (offset_of!(Config, blocking), offset_of!(Theirs, blocking)),
+            (
+                offset_of!(Config, cluster_blocks),
+                offset_of!(Theirs, cgaClusterSize),
+            ),
+            (
+                offset_of!(Config, least_blocks),
+                offset_of!(Theirs, minCTAs),
+            ),
+            (offset_of!(Config, most_blocks), offset_of!(Theirs, maxCTAs)),
+            (offset_of!(Config, network), offset_of!(Theirs, netName)),
+            (
+                offset_of!(Config, split_share),
+                offset_of!(Theirs, splitShare),
+            ),
+            (
+                offset_of!(Config, traffic_class),
+                offset_of!(Theirs, trafficClass),
+            ),
+        ] {
+            assert_eq!(ours, theirs);
+        }
+        assert_eq!(size_of::<UniqueId>(), size_of::<sys::ncclUniqueId>());
+        assert_eq!(align_of::<UniqueId>(), align_of::<sys::ncclUniqueId>());
+    }
+
+    #[test]
+    fn numbers_are_those_of_the_header() {
+        use sys::ncclDataType_t as Kind;
+        for (element, kind) in [
+            (Element::F32, Kind::ncclFloat32),
+            (Element::Bf16, Kind::ncclBfloat16),
+            (Element::F16, Kind::ncclFloat16),
+            (Element::I32, Kind::ncclInt32),
+            (Element::I64, Kind::ncclInt64),
+            (Element::U8, Kind::ncclUint8),
+        ] {
+            assert_eq!(kind_of(element), kind as c_int, "{element}");
+        }
+        for (reduction, op) in [
+            (Reduction::Sum, sys::ncclRedOp_t::ncclSum),
+            (Reduction::Max, sys::ncclRedOp_t::ncclMax),
+            (Reduction::Min, sys::ncclRedOp_t::ncclMin),
+        ] {
+            assert_eq!(op_of(reduction), op as c_int, "{reduction}");
+        }
+        assert_eq!(SUCCESS, sys::ncclResult_t::ncclSuccess as Code);
+        assert_eq!(IN_PROGRESS, sys::ncclResult_t::ncclInProgress as Code);
+    }
+
+    /// That cudarc's functions take what ours take, by what the compiler makes of calls.
+    /// Never called.
+    #[allow(dead_code)]
+    unsafe fn signatures_are_those_of_the_header(comm: sys::ncclComm_t, stream: sys::cudaStream_t) {
+        let (from, to) = (std::ptr::null::<c_void>(), std::ptr::null_mut::<c_void>());
+        let kind = sys::ncclDataType_t::ncclUint8;
+        let op = sys::ncclRedOp_t::ncclSum;
+        let id = sys::ncclUniqueId { internal: [0; 128] };
+        let mut new: sys::ncclComm_t = std::ptr::null_mut();
+        let mut number: c_int = 0;
+        let mut code = sys::ncclResult_t::ncclSuccess;
+        // SAFETY: never called.
+        unsafe {
+            sys::ncclGetVersion(&mut number);
+            sys::ncclCommInitRankConfig(&mut new, 1 as c_int, id, 0 as c_int, std::ptr::null_mut());
+            sys::ncclCommSplit(comm, 0 as c_int, 0 as c_int, &mut new, std::ptr::null_mut());
+            sys::ncclCommGetAsyncError(comm, &mut code);
+            sys::ncclCommCount(comm, &mut number);
+            sys::ncclCommUserRank(comm, &mut number);
+            sys::ncclSend(from, 1usize, kind, 0 as c_int, comm, stream);
+            sys::ncclRecv(to, 1usize, kind, 0 as c_int, comm, stream);
+            sys::ncclAllGather(from, to, 1usize, kind, comm, stream);
+            sys::ncclAlltoAll(from, to, 1usize, kind, comm, stream);
+            sys::ncclBroadcast(from, to, 1usize, kind, 0 as c_int, comm, stream);
+            sys::ncclAllReduce(from, to, 1usize, kind, op, comm, stream);
+            sys::ncclReduceScatter(from, to, 1usize, kind, op, comm, stream);
+            sys::ncclCommRevoke(comm, 0 as c_int);
+            sys::ncclGetErrorString(code);
+            sys::ncclGetLastError(comm);
+        }
+    }
+}

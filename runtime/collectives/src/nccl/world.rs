@@ -1,0 +1,187 @@
+//! What all groups of a rank share.
+
+use super::find::Api;
+use super::fold::Fold;
+use super::watch::{Board, Standing};
+use super::{Checks, Sums};
+use crate::core::{Core, Outcome};
+use crate::handle::{Handle, Work, lock};
+use crate::{CollectiveError, Element, Slice};
+use moesaic_target::{Buffer, Device, DeviceError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long a rank that gives up waits for the library to let go of its device.
+const BURIAL: Duration = Duration::from_secs(2);
+
+pub struct World {
+    pub api: Arc<Api>,
+    pub device: Arc<dyn Device>,
+    pub board: Arc<Board>,
+    pub fold: Arc<dyn Fold>,
+    pub sums: Sums,
+    pub checks: Checks,
+    /// A number that a barrier moves.
+    pub token: Slice,
+    scratch: Mutex<Scratch>,
+}
+
+/// Memory between the phases of operations. They are in the order of one stream, so that
+/// one buffer serves all.
+#[derive(Default)]
+struct Scratch {
+    buffer: Option<Arc<Buffer>>,
+    /// Buffers that graphs use, which may be launched at any time.
+    captured: Vec<Arc<Buffer>>,
+}
+
+/// What a world begins with.
+pub struct Parts {
+    pub api: Arc<Api>,
+    pub device: Arc<dyn Device>,
+    pub fold: Arc<dyn Fold>,
+    pub sums: Sums,
+    pub checks: Checks,
+}
+
+impl World {
+    pub fn new(parts: Parts) -> Result<World, CollectiveError> {
+        let device = |error: DeviceError| super::find::setup(error.to_string());
+        let buffer = Arc::new(parts.device.alloc(4).map_err(device)?);
+        parts.device.upload(&[0; 4], &buffer, 0).map_err(device)?;
+        Ok(World {
+            api: parts.api,
+            device: parts.device,
+            board: Board::new()?,
+            fold: parts.fold,
+            sums: parts.sums,
+            checks: parts.checks,
+            token: Slice::whole(&buffer, Element::I32),
+            scratch: Mutex::default(),
+        })
+    }
+
+    /// Memory for an operation; while a graph is captured there must be enough from before.
+    pub fn scratch(&self, bytes: usize) -> Result<Slice, DeviceError> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let enough = |buffer: &&Arc<Buffer>| buffer.bytes() >= bytes;
+        let buffer = match scratch.buffer.as_ref().filter(enough) {
+            Some(buffer) => Arc::clone(buffer),
+            None => {
+                let grown = bytes.max(256).next_power_of_two();
+                Arc::new(self.device.alloc(grown)?)
+            }
+        };
+        scratch.buffer = Some(Arc::clone(&buffer));
+        let known = |other: &Arc<Buffer>| Arc::ptr_eq(other, &buffer);
+        if self.device.capturing().is_some() && !scratch.captured.iter().any(known) {
+            scratch.captured.push(Arc::clone(&buffer));
+        }
+        Ok(Slice::whole(&buffer, Element::U8))
+    }
+}
+
+impl Drop for World {
+    /// A world that was not ended in good order may have kernels that wait for others.
+    fn drop(&mut self) {
+        let ended = "the world was dropped without `finish`".to_string();
+        let reason = CollectiveError::Setup { reason: ended };
+        if !self.board.is_closed() {
+            self.board.fail(None, reason);
+            self.board.buried_within(BURIAL);
+            self.board.close(None);
+        }
+    }
+}
+
+/// An operation on the stream, and the ranks' agreement on it.
+pub struct OnStream {
+    pub world: Arc<World>,
+    pub id: u64,
+    /// What carries the agreement, and the agreement until it is reached.
+    pub control: Option<Arc<Mutex<Core>>>,
+    pub agreement: Option<Handle>,
+}
+
+impl OnStream {
+    /// Whether anything was heard of the other ranks.
+    fn listen(&mut self) -> Result<bool, CollectiveError> {
+        let board = &self.world.board;
+        let Some(agreement) = &mut self.agreement else {
+            // They agree; one may have failed since.
+            if let Some(control) = &self.control {
+                overhear(board, control);
+            }
+            return Ok(false);
+        };
+        if !agreement.test() {
+            return Ok(false);
+        }
+        let agreed = self.agreement.take().map_or(Ok(()), Handle::wait);
+        agreed.map(|()| board.agreed(self.id)).map(|()| true)
+    }
+
+    fn outcome(&mut self) -> (bool, Option<Outcome>) {
+        let mut moved = match self.listen() {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.world.board.fail(Some(self.id), error.clone());
+                return (true, Some(Err(error)));
+            }
+        };
+        match self.world.board.standing(self.id) {
+            Standing::Failed(error) => {
+                tell(&self.world.board, self.control.as_ref());
+                (true, Some(Err(error)))
+            }
+            Standing::Done if self.agreement.is_none() => (true, Some(Ok(Vec::new()))),
+            Standing::Running(Some(event)) => {
+                // An error of the device is the prober's to find and to tell.
+                if event.passed().unwrap_or(false) {
+                    self.world.board.done(self.id);
+                    moved = true;
+                }
+                (moved, None)
+            }
+            _ => (moved, None),
+        }
+    }
+}
+
+impl Work for OnStream {
+    fn poll(&mut self) -> (bool, Option<Outcome>) {
+        let (moved, outcome) = self.outcome();
+        if outcome.is_some() {
+            self.world.board.leave(self.id);
+        }
+        (moved, outcome)
+    }
+
+    fn abandon(&mut self) {
+        self.world.board.leave(self.id);
+    }
+
+    fn in_order(&self) -> bool {
+        true
+    }
+}
+
+/// The other ranks learn of a failure from a rank's own call: what carries letters is
+/// called by nobody else.
+pub fn tell(board: &Board, control: Option<&Arc<Mutex<Core>>>) {
+    if let (Some(failure), Some(control)) = (board.failure(), control) {
+        let mut core = lock(control);
+        if core.failure().is_none() {
+            core.fail(None, failure);
+        }
+    }
+}
+
+/// What ended the letters, such as the failure of another rank, ends the rest.
+pub fn overhear(board: &Board, control: &Arc<Mutex<Core>>) {
+    let mut core = lock(control);
+    core.progress();
+    if let Some(failure) = core.failure() {
+        board.fail(None, failure.clone());
+    }
+}

@@ -1,0 +1,56 @@
+//! What ranks tell each other of an operation whose data go another way.
+
+use super::{Message, Place, Plan, Span, Step};
+
+const NUMBER: usize = 8;
+
+/// The same plan, by what it is for.
+pub fn agreement(mut plan: Plan) -> Plan {
+    for step in &mut plan.steps {
+        if let Step::Exchange { name, .. } = step {
+            *name = "agreement";
+        }
+    }
+    plan
+}
+
+/// Each message's size goes to its receiver, which compares it: ranks of the messages from
+/// here, with their bytes, and of those to here.
+pub fn sizes(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> Plan {
+    let others = |list: &[(usize, usize)]| -> Vec<(usize, u64)> {
+        let others = list.iter().filter(|(peer, _)| *peer != rank);
+        others.map(|(peer, bytes)| (*peer, *bytes as u64)).collect()
+    };
+    let (sends, receives) = (others(sends), others(receives));
+    let at = |index: usize| index * NUMBER;
+    let message = |(index, peer): (usize, usize)| Message {
+        peer,
+        span: Span::new(Place::Scratch, at(index)..at(index + 1)),
+    };
+    let peers = |list: &[(usize, u64)], from: usize| -> Vec<Message> {
+        let numbered = list.iter().enumerate();
+        numbered
+            .map(|(i, (peer, _))| message((from + i, *peer)))
+            .collect()
+    };
+    let expected = receives.iter().enumerate();
+    Plan {
+        scratch: at(sends.len() + receives.len()),
+        steps: vec![
+            Step::Write(0, sends.iter().map(|(_, bytes)| *bytes).collect()),
+            Step::Exchange {
+                phase: 0,
+                name: "agreement",
+                sends: peers(&sends, 0),
+                receives: peers(&receives, sends.len()),
+                copies: Vec::new(),
+            },
+            Step::Check {
+                what: "the number of bytes from there to here",
+                numbers: expected
+                    .map(|(i, (peer, bytes))| (at(sends.len() + i), *bytes, *peer))
+                    .collect(),
+            },
+        ],
+    }
+}

@@ -1,0 +1,284 @@
+//! What a rank runs of a layer.
+
+use super::groups::Mesh;
+use super::rows::Rows;
+use super::run::{Run, Segment, segments};
+use super::shard::Shard;
+use super::side::Side;
+use crate::call::{Counters, Input, Output};
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::layer::{Layer, check_spec};
+use crate::pass::Pass;
+use crate::texts::Texts;
+use crate::training::Saved;
+use moesaic_collectives::{Call, agree};
+use moesaic_plan::{self as plan, LayerPlan, RankPlan, RankStep, Step, Training, plan_rank};
+use moesaic_spec::LayerSpec;
+use moesaic_tensor::{Tensor, WeightSource};
+
+/// A rank's part of a layer: its own tokens, and its own experts.
+///
+/// Every call is made by all ranks of the mesh, in the same order, also by those that
+/// have no tokens. What ranks get together is what one process gets for the tokens of
+/// all, rank after rank: dropless and with whole experts (`shards = 1`) the same bytes.
+/// Capacities are agreed on: that of each rank's own tokens, as if it had as many as the
+/// rank with the most.
+pub struct MeshLayer {
+    mesh: Mesh,
+    plan: RankPlan,
+    tokens: Layer,
+    experts: Layer,
+    forward: Vec<Segment>,
+    evaluation: Vec<Segment>,
+    backward: Vec<Segment>,
+}
+
+/// What a forward pass of a [`MeshLayer`] left for backward on one rank.
+pub struct MeshSaved {
+    tokens: Saved,
+    experts: Saved,
+    rows: Rows,
+}
+
+impl MeshSaved {
+    /// Tokens of the call, of this rank.
+    pub fn tokens(&self) -> usize {
+        self.tokens.tokens()
+    }
+
+    /// Rows that this rank's experts got.
+    pub fn rows(&self) -> usize {
+        self.rows.arriving()
+    }
+}
+
+impl Engine {
+    /// Makes this rank's part of a layer. `weights` are those of the whole layer, of which
+    /// only this rank's experts are read, and what every rank has: router, shared experts,
+    /// projections. All ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`] for a mesh that the layer cannot have;
+    /// [`EngineError::Collective`] when ranks ask for different layers, naming what
+    /// differs; otherwise as [`Engine::layer`].
+    pub fn mesh_layer(
+        &self,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        training: Option<Training>,
+    ) -> Result<MeshLayer, EngineError> {
+        check_spec(spec)?;
+        let options = self.plan_options(training);
+        let (parallel, place) = (mesh.parallel(), mesh.place());
+        let plan = plan_rank(spec, self.target(), &options, parallel, mesh.rank())?;
+        check_same(mesh, &plan, training)?;
+        let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
+            self.layer_of(&Texts::of(plan.clone().into())?, weights)
+        };
+        let tokens = side(&plan.tokens, weights)?;
+        let own = Shard::new(spec, parallel, place, weights);
+        let experts = side(&plan.experts, &own)?;
+        let bound = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
+            segments(steps, |side, numbers| {
+                let layer = match side {
+                    plan::Side::Tokens => &tokens,
+                    plan::Side::Experts => &experts,
+                };
+                let all = of(layer.plan());
+                let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
+                layer.bind(&steps)
+            })
+        };
+        Ok(MeshLayer {
+            forward: bound(&plan.steps, |plan| &plan.steps)?,
+            evaluation: bound(plan.evaluation_steps(), LayerPlan::evaluation_steps)?,
+            backward: bound(&plan.backward, |plan| &plan.backward)?,
+            mesh: mesh.clone(),
+            plan,
+            tokens,
+            experts,
+        })
+    }
+}
+
+/// Whether all ranks make the same layer.
+fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Result<(), EngineError> {
+    let spec = serde_json::to_string(&plan.tokens.spec).unwrap_or_default();
+    let (parallel, training) = (format!("{:?}", mesh.parallel()), format!("{training:?}"));
+    let parts = plan.tokens.tensor("dweight_parts");
+    let parts = format!("{:?}", parts.map(|tensor| &tensor.shape));
+    let values = [
+        ("moesaic", env!("CARGO_PKG_VERSION")),
+        ("mesh", &parallel),
+        ("spec", &spec),
+        ("training", &training),
+        ("columns of dweight_parts", &parts),
+    ];
+    let call = Call::new("a layer of a mesh");
+    Ok(agree(&mut *mesh.groups().world, &values, &call)?)
+}
+
+impl MeshLayer {
+    /// What this rank does.
+    pub fn plan(&self) -> &RankPlan {
+        &self.plan
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The part that every rank has: weights and gradients of router, shared experts and
+    /// projections.
+    pub fn replicated(&self) -> &Layer {
+        &self.tokens
+    }
+
+    /// The part that is this rank's: weights and gradients of its experts, `experts.` and
+    /// the rest of the name, whose first expert is the first of
+    /// [`RankPlan::own_experts`].
+    pub fn own(&self) -> &Layer {
+        &self.experts
+    }
+
+    /// Evaluates the layer for this rank's tokens and reads back the named outputs.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_with`]; [`EngineError::Collective`].
+    pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        let mut run = self.call();
+        run.begin(
+            Pass::Evaluate,
+            &self.evaluation,
+            input,
+            names,
+            Counters::default(),
+        )?;
+        run.run(&self.evaluation, |experts, rows| {
+            let layer = experts.layer;
+            experts.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
+        })?;
+        run.read(names)
+    }
+
+    /// Evaluates the layer for this rank's tokens and reads back `y`.
+    ///
+    /// # Errors
+    /// As [`MeshLayer::forward_with`].
+    pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
+        self.forward_with(input, &["y"])
+    }
+
+    /// Runs the layer forward as in training, reads back the named outputs, and keeps what
+    /// backward needs. `counters.first_token` is the number of the first token of the
+    /// whole mesh; that of this rank follows from it.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_train`]; [`EngineError::Collective`].
+    pub fn forward_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<(Output, MeshSaved), EngineError> {
+        self.tokens.check_training()?;
+        let mut run = self.call();
+        run.begin(Pass::Train, &self.forward, input, names, counters)?;
+        run.run(&self.forward, |experts, rows| {
+            let layer = experts.layer;
+            experts.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
+        })?;
+        let output = run.read(names)?;
+        let Run {
+            tokens,
+            experts,
+            rows,
+            ..
+        } = run;
+        let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
+        let kept = tokens.zip(experts).zip(rows);
+        let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
+        let saved = MeshSaved {
+            tokens,
+            experts,
+            rows,
+        };
+        Ok((output, saved))
+    }
+
+    /// Runs the layer backward from this rank's `dy`: returns `dx` and
+    /// `grad.topk_weights` of its tokens, and leaves gradients of weights in both parts.
+    /// Those of experts are whole but for other groups that hold the same; those of
+    /// [`MeshLayer::replicated`] are of this rank's tokens alone:
+    /// [`MeshLayer::reduce_gradients`] adds up both.
+    ///
+    /// # Errors
+    /// As [`Layer::backward`]; [`EngineError::Collective`].
+    pub fn backward(
+        &self,
+        saved: &MeshSaved,
+        dy: &Tensor<'_>,
+        accumulate: bool,
+    ) -> Result<Output, EngineError> {
+        let mut run = self.call();
+        run.tokens.back(&saved.tokens, accumulate)?;
+        run.experts.back(&saved.experts, accumulate)?;
+        self.tokens.check_dy(saved.tokens(), dy)?;
+        let staged = run.tokens.named("dy").expect("training plans have dy");
+        self.tokens.device.upload(&dy.data, staged, 0)?;
+        run.rows = Some(saved.rows.clone());
+        run.run(&self.backward, |_, _| Ok(()))?;
+        run.read(&self.tokens.input_gradients())
+    }
+
+    fn call(&self) -> Run<'_> {
+        Run {
+            mesh: &self.mesh,
+            plan: &self.plan,
+            label: &self.plan.tokens.spec.name,
+            groups: self.mesh.groups(),
+            tokens: Side::new(&self.tokens),
+            experts: Side::new(&self.experts),
+            rows: None,
+        }
+    }
+}
+
+impl Run<'_> {
+    /// Puts the inputs of this rank's tokens where kernels read them.
+    fn begin(
+        &mut self,
+        pass: Pass,
+        segments: &[Segment],
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<(), EngineError> {
+        let layer = self.tokens.layer;
+        layer.check_outputs(pass, names)?;
+        let census = self.census(segments, input.tokens)?;
+        let most = census.map_or(input.tokens, |census| census.most);
+        let before = census.map_or(0, |census| census.before) as u64;
+        let counters = Counters {
+            first_token: counters.first_token + before,
+            ..counters
+        };
+        let tokens = (input.tokens, most);
+        let scalars = layer.scalars_among(pass, counters, tokens, input.capacity_factor)?;
+        match pass.trains() {
+            true => self.tokens.train(scalars)?,
+            false => self.tokens.pass(scalars)?,
+        }
+        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
+        layer.stage(pass, input, names, buffer)
+    }
+
+    fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
+        let tokens = self.tokens.scalars().tokens();
+        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
+        self.tokens.layer.read(names, tokens, buffer)
+    }
+}

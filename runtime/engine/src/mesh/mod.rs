@@ -1,0 +1,23 @@
+//! Layers whose experts live on many ranks.
+//!
+//! [`Mesh`] is a rank's place among the others and the groups that it exchanges with,
+//! [`MeshLayer`] what a rank runs of a layer: the steps of a
+//! [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in one list.
+
+mod collect;
+mod groups;
+mod layer;
+mod part;
+mod ranks;
+mod reduce;
+mod rows;
+mod run;
+mod shard;
+mod side;
+mod weights;
+
+pub use groups::Mesh;
+pub use layer::{MeshLayer, MeshSaved};
+pub use part::{part_of, part_shape};
+pub use ranks::{Among, Ranks};
+pub use shard::{Shard, joined};

@@ -1,0 +1,213 @@
+//! Host memory between the ranks of a mesh: what training sums, gathers and hands out.
+
+use super::groups::{Groups, Mesh};
+use crate::engine::Engine;
+use crate::error::EngineError;
+use bytemuck::{cast_slice, cast_slice_mut};
+use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
+use moesaic_target::{Buffer, Device};
+use std::sync::Arc;
+
+/// Which ranks of a mesh do something together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Among {
+    /// All. They have the same of what is no expert's: router, shared experts, and all
+    /// that a model has around its layers.
+    World,
+    /// Those that hold all experts once.
+    Group,
+    /// Those with the slices of the same experts.
+    Slices,
+    /// Those with the same slices of the same experts. They have the same weights of
+    /// experts.
+    Replicas,
+}
+
+impl Among {
+    /// Who has the same of a parameter, by its name: `experts.` and what follows, with
+    /// anything in front, is of experts; all else is everybody's.
+    pub fn of(name: &str) -> Among {
+        match expert_weight(name) {
+            Some(_) => Among::Replicas,
+            None => Among::World,
+        }
+    }
+}
+
+/// The part of a parameter's name from `experts.` on: `experts.up.weight` of
+/// `block3.experts.up.weight`.
+pub(super) fn expert_weight(name: &str) -> Option<&str> {
+    if name.starts_with("experts.") {
+        return Some(name);
+    }
+    name.find(".experts.").map(|at| &name[at + 1..])
+}
+
+/// What a rank exchanges with others from its own memory. Every call is made by all
+/// ranks that it is among, in the same order and with the same words for `what` it is,
+/// which errors give back. Cheap to clone.
+#[derive(Clone)]
+pub struct Ranks {
+    mesh: Mesh,
+    device: Arc<dyn Device>,
+}
+
+impl Engine {
+    /// The ranks of a mesh, to exchange what lies in host memory. It goes over this
+    /// engine's device, which has to be that of the mesh.
+    pub fn ranks(&self, mesh: &Mesh) -> Ranks {
+        Ranks::new(mesh, self.device())
+    }
+}
+
+impl Groups {
+    fn among(&mut self, among: Among) -> &mut dyn Collectives {
+        match among {
+            Among::World => &mut *self.world,
+            Among::Group => &mut *self.rows,
+            Among::Slices => &mut *self.slices,
+            Among::Replicas => &mut *self.replicas,
+        }
+    }
+}
+
+impl Ranks {
+    pub(super) fn new(mesh: &Mesh, device: &Arc<dyn Device>) -> Ranks {
+        Ranks {
+            mesh: mesh.clone(),
+            device: Arc::clone(device),
+        }
+    }
+
+    /// Their mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The ranks of a group that this one is in, and its own place among them.
+    pub fn among(&self, among: Among) -> (usize, usize) {
+        let mut groups = self.mesh.groups();
+        let group = groups.among(among);
+        (group.rank(), group.size())
+    }
+
+    /// Adds up what all have, in the order of ranks: the same bytes on each.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`], also for other numbers of values elsewhere.
+    pub fn sum(&self, values: &mut [f32], among: Among, what: &str) -> Result<(), EngineError> {
+        let mut groups = self.mesh.groups();
+        let group = groups.among(among);
+        if group.size() == 1 {
+            return Ok(());
+        }
+        let buffer = self.buffer(cast_slice(values))?;
+        let data = Slice::new(&buffer, Element::F32, 0, values.len())?;
+        let sum = group.all_reduce(&data, &data, Reduction::Sum, &Call::new(what))?;
+        sum.wait()?;
+        Ok(self.device.download(&buffer, 0, cast_slice_mut(values))?)
+    }
+
+    /// The same of a few numbers in double precision.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub fn sum_f64(
+        &self,
+        values: &[f64],
+        among: Among,
+        what: &str,
+    ) -> Result<Vec<f64>, EngineError> {
+        let mut sums = vec![0.0; values.len()];
+        for part in self.gather_bytes(cast_slice(values), among, what)? {
+            for (sum, bytes) in sums.iter_mut().zip(part.chunks_exact(8)) {
+                *sum += f64::from_ne_bytes(bytes.try_into().unwrap_or_default());
+            }
+        }
+        Ok(sums)
+    }
+
+    /// The values of all, as many of each, in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub fn gather(&self, own: &[f32], among: Among, what: &str) -> Result<Vec<f32>, EngineError> {
+        let mut groups = self.mesh.groups();
+        let group = groups.among(among);
+        if group.size() == 1 {
+            return Ok(own.to_vec());
+        }
+        let mut all = vec![0.0f32; own.len() * group.size()];
+        let first = group.rank() * own.len();
+        all[first..first + own.len()].copy_from_slice(own);
+        let buffer = self.buffer(cast_slice(&all))?;
+        let input = Slice::new(&buffer, Element::F32, first, own.len())?;
+        let output = Slice::new(&buffer, Element::F32, 0, all.len())?;
+        group
+            .all_gather(&input, &output, &Call::new(what))?
+            .wait()?;
+        self.device.download(&buffer, 0, cast_slice_mut(&mut all))?;
+        Ok(all)
+    }
+
+    /// This rank's part of values that all have, as equal as can be, in the order of
+    /// ranks; the inverse of [`Ranks::gather`] where they share evenly.
+    pub fn scattered<'v, T>(&self, values: &'v [T], among: Among) -> &'v [T] {
+        let (rank, size) = self.among(among);
+        let edge = |rank: usize| rank * values.len() / size;
+        &values[edge(rank)..edge(rank + 1)]
+    }
+
+    /// Bytes of all, of any sizes, in the order of ranks.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub fn gather_bytes(
+        &self,
+        own: &[u8],
+        among: Among,
+        what: &str,
+    ) -> Result<Vec<Vec<u8>>, EngineError> {
+        Ok(self
+            .mesh
+            .groups()
+            .among(among)
+            .gather_bytes(own, &Call::new(what))?)
+    }
+
+    /// What the first of them has becomes everybody's.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub fn broadcast(&self, bytes: &mut [u8], among: Among, what: &str) -> Result<(), EngineError> {
+        let mut groups = self.mesh.groups();
+        let group = groups.among(among);
+        if group.size() == 1 {
+            return Ok(());
+        }
+        let buffer = self.buffer(bytes)?;
+        let data = Slice::new(&buffer, Element::U8, 0, bytes.len())?;
+        group.broadcast(&data, 0, &Call::new(what))?.wait()?;
+        Ok(self.device.download(&buffer, 0, bytes)?)
+    }
+
+    /// Waits for all.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`].
+    pub fn barrier(&self, what: &str) -> Result<(), EngineError> {
+        let mut groups = self.mesh.groups();
+        Ok(groups.world.barrier(&Call::new(what))?.wait()?)
+    }
+
+    /// Memory of the device with these bytes.
+    pub(super) fn buffer(&self, bytes: &[u8]) -> Result<Arc<Buffer>, EngineError> {
+        let buffer = Arc::new(self.device.alloc(bytes.len().max(4))?);
+        self.device.upload(bytes, &buffer, 0)?;
+        Ok(buffer)
+    }
+
+    pub(super) fn device(&self) -> &dyn Device {
+        &*self.device
+    }
+}

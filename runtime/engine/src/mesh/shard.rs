@@ -1,0 +1,256 @@
+//! A rank's own weights, out of those of all.
+
+use super::ranks::expert_weight;
+use moesaic_kernel::DType;
+use moesaic_plan::{Parallel, Place};
+use moesaic_spec::LayerSpec;
+use moesaic_tensor::{SourceError, Tensor, WeightSource};
+use std::ops::Range;
+
+/// The weights of a rank's own experts, as a source of its own: names and types are the
+/// layer's, counts and hidden widths those of the rank. Only what the rank holds is asked
+/// of the whole source.
+pub struct Shard<'a> {
+    whole: &'a dyn WeightSource,
+    experts: Range<usize>,
+    hidden: Range<usize>,
+    /// The hidden width of whole experts.
+    width: usize,
+    /// Whole experts.
+    of: usize,
+    /// Another slice has the biases that are added once.
+    silent: bool,
+}
+
+/// What a slice of an expert has of a weight.
+enum Cut {
+    /// All of it.
+    Whole,
+    /// A range of the second dimension.
+    Rows,
+    /// A range of the third dimension.
+    Columns,
+    /// Zeros: another slice has it.
+    Nothing,
+}
+
+impl<'a> Shard<'a> {
+    /// What the rank at a place holds of `whole`.
+    pub fn new(
+        spec: &LayerSpec,
+        mesh: Parallel,
+        place: Place,
+        whole: &'a dyn WeightSource,
+    ) -> Shard<'a> {
+        let width = spec.shape.hidden_dim;
+        Shard {
+            whole,
+            experts: mesh.experts(place.ep, spec.shape.experts),
+            hidden: mesh.hidden(place.shard, width),
+            width,
+            of: spec.shape.experts,
+            silent: place.shard > 0,
+        }
+    }
+
+    fn cut(&self, name: &str) -> Cut {
+        let all = self.hidden.len() == self.width;
+        match hidden_dimension(name) {
+            _ if all => Cut::Whole,
+            Some(1) => Cut::Rows,
+            Some(_) => Cut::Columns,
+            None if self.silent && name == "experts.down.bias" => Cut::Nothing,
+            None => Cut::Whole,
+        }
+    }
+}
+
+/// Which dimension of a weight of experts is the hidden one, if any is.
+pub(super) fn hidden_dimension(name: &str) -> Option<usize> {
+    match expert_weight(name)? {
+        "experts.gate.weight" | "experts.up.weight" => Some(1),
+        "experts.gate.bias" | "experts.up.bias" => Some(1),
+        "experts.down.weight" => Some(2),
+        _ => None,
+    }
+}
+
+/// A weight of all experts, or its gradient, from what each rank of a group has of it: the
+/// inverse of [`Shard`]. `part` gives that of the rank at a place.
+pub fn joined<'t>(
+    name: &str,
+    mesh: Parallel,
+    part: impl Fn(Place) -> Tensor<'t>,
+) -> Tensor<'static> {
+    let dimension = hidden_dimension(name);
+    // Of what slices do not cut each has the same, or zeros: the first counts.
+    let slices = dimension.map_or(1, |_| mesh.shards);
+    let group = |ep: usize| {
+        let of = |shard: usize| part(Place { dp: 0, ep, shard });
+        let parts: Vec<Tensor<'_>> = (0..slices).map(of).collect();
+        beside(&parts, dimension.unwrap_or(0))
+    };
+    let groups: Vec<Tensor<'_>> = (0..mesh.ep).map(group).collect();
+    beside(&groups, 0)
+}
+
+/// Tensors one after the other along a dimension.
+pub(super) fn beside(parts: &[Tensor<'_>], dimension: usize) -> Tensor<'static> {
+    let mut shape = parts[0].shape.clone();
+    shape[dimension] = parts.iter().map(|part| part.shape[dimension]).sum();
+    let mut whole = Tensor::zeros(parts[0].dtype, &shape);
+    let inner = shape[dimension + 1..].iter().product::<usize>() * whole.dtype.size();
+    let row = shape[dimension] * inner;
+    let mut rows = whole.data.to_mut().chunks_exact_mut(row.max(1));
+    for at in 0..shape[..dimension].iter().product() {
+        let mut to = rows.next().unwrap_or_default();
+        for part in parts {
+            let width = part.shape[dimension] * inner;
+            let (own, rest) = to.split_at_mut(width);
+            own.copy_from_slice(&part.data[at * width..(at + 1) * width]);
+            to = rest;
+        }
+    }
+    whole
+}
+
+impl WeightSource for Shard<'_> {
+    fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        let (dtype, mut shape) = self.whole.describe(name)?;
+        // Of a shape that is not the layer's the layer says so itself.
+        if let Some(experts) = shape.first_mut().filter(|experts| **experts == self.of) {
+            *experts = self.experts.len();
+        }
+        let cut = match self.cut(name) {
+            Cut::Rows => shape.get_mut(1),
+            Cut::Columns => shape.get_mut(2),
+            Cut::Whole | Cut::Nothing => None,
+        };
+        if let Some(width) = cut.filter(|width| **width == self.width) {
+            *width = self.hidden.len();
+        }
+        Some((dtype, shape))
+    }
+
+    fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        let first = self.experts.start;
+        let wanted = first + rows.start..first + rows.end;
+        let whole = |rows| self.whole.rows(name, rows);
+        match self.cut(name) {
+            Cut::Whole => whole(wanted),
+            Cut::Nothing => {
+                let (dtype, mut shape) = self.describe(name).ok_or_else(|| gone(name))?;
+                shape[0] = rows.len();
+                Ok(Tensor::zeros(dtype, &shape))
+            }
+            Cut::Rows => Ok(sliced(&whole(wanted)?, 1, &self.hidden)),
+            Cut::Columns => Ok(sliced(&whole(wanted)?, 2, &self.hidden)),
+        }
+    }
+}
+
+fn gone(name: &str) -> SourceError {
+    format!("there is no tensor `{name}`").into()
+}
+
+/// A range of a dimension, copied.
+pub(super) fn sliced(
+    tensor: &Tensor<'_>,
+    dimension: usize,
+    range: &Range<usize>,
+) -> Tensor<'static> {
+    let mut shape = tensor.shape.clone();
+    let inner: usize = shape[dimension + 1..].iter().product();
+    let inner = inner * tensor.dtype.size();
+    let (row, width) = (shape[dimension] * inner, range.len() * inner);
+    shape[dimension] = range.len();
+    let mut part = Tensor::zeros(tensor.dtype, &shape);
+    let to = part.data.to_mut().chunks_exact_mut(width.max(1));
+    for (to, from) in to.zip(tensor.data.chunks_exact(row.max(1))) {
+        to.copy_from_slice(&from[range.start * inner..range.end * inner]);
+    }
+    part
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic_spec::LayerSpec;
+    use moesaic_tensor::Tensors;
+
+    fn spec() -> LayerSpec {
+        let text = r#"{"shape":{"model_dim":2,"hidden_dim":4,"experts":3,"top_k":1},
+            "experts":{"bias":true}}"#;
+        serde_json::from_str(text).unwrap()
+    }
+
+    fn place(ep: usize, shard: usize) -> Shard<'static> {
+        let mut weights = Tensors::new();
+        for (name, shape) in [
+            ("experts.up.weight", vec![3, 4, 2]),
+            ("experts.up.bias", vec![3, 4]),
+            ("experts.down.weight", vec![3, 2, 4]),
+            ("experts.down.bias", vec![3, 2]),
+        ] {
+            let numbers = (0..shape.iter().product()).map(|n: usize| n as f32);
+            weights.insert(name, Tensor::owned(&shape, numbers.collect()));
+        }
+        let mesh = Parallel {
+            ep: 2,
+            shards: 2,
+            dp: 1,
+        };
+        let place = Place { dp: 0, ep, shard };
+        Shard::new(&spec(), mesh, place, Box::leak(Box::new(weights)))
+    }
+
+    fn read(shard: &Shard<'_>, name: &str) -> (Vec<usize>, Vec<f32>) {
+        let (_, shape) = shard.describe(name).unwrap();
+        let tensor = shard.rows(name, 0..shape[0]).unwrap();
+        assert_eq!(tensor.shape, shape);
+        (shape, tensor.to_f32())
+    }
+
+    #[test]
+    fn a_rank_has_its_slices_of_its_experts() {
+        let second = place(1, 1);
+        let up = read(&second, "experts.up.weight");
+        assert_eq!(up, (vec![1, 2, 2], vec![20., 21., 22., 23.]));
+        let up = read(&second, "experts.up.bias");
+        assert_eq!(up, (vec![1, 2], vec![10., 11.]));
+        let down = read(&second, "experts.down.weight");
+        assert_eq!(down, (vec![1, 2, 2], vec![18., 19., 22., 23.]));
+        let first = place(0, 0);
+        let down = read(&first, "experts.down.weight").1;
+        assert_eq!(down, [0., 1., 4., 5., 8., 9., 12., 13.]);
+    }
+
+    #[test]
+    fn parts_make_the_whole_again() {
+        let mesh = Parallel {
+            ep: 2,
+            shards: 2,
+            dp: 1,
+        };
+        for name in [
+            "experts.up.weight",
+            "experts.up.bias",
+            "experts.down.weight",
+        ] {
+            let part = |at: Place| {
+                let shard = place(at.ep, at.shard);
+                let (_, shape) = shard.describe(name).unwrap();
+                shard.rows(name, 0..shape[0]).unwrap().into_static()
+            };
+            let whole = joined(name, mesh, part).to_f32();
+            let numbers = (0..whole.len()).map(|n| n as f32);
+            assert!(whole.iter().copied().eq(numbers), "{name}: {whole:?}");
+        }
+    }
+
+    #[test]
+    fn one_slice_adds_the_last_bias() {
+        assert_eq!(read(&place(1, 0), "experts.down.bias").1, [4., 5.]);
+        assert_eq!(read(&place(1, 1), "experts.down.bias").1, [0., 0.]);
+    }
+}

@@ -1,0 +1,105 @@
+//! One side of a call: a layer, its memory, and its scalars.
+
+use crate::error::EngineError;
+use crate::launch::{Bound, Scalars};
+use crate::layer::{Layer, Turn};
+use crate::training::Saved;
+use moesaic_plan::TensorId;
+use moesaic_target::Buffer;
+use std::sync::Arc;
+
+/// A side of one call. The layer takes no other call meanwhile.
+pub(super) struct Side<'l> {
+    pub layer: &'l Layer,
+    workspaces: Turn<'l>,
+    kept: Kept<'l>,
+    scalars: Option<Scalars>,
+}
+
+/// What a call keeps for backward, or has from forward.
+enum Kept<'l> {
+    Nothing,
+    Now(Saved),
+    Before(&'l Saved),
+}
+
+impl<'l> Side<'l> {
+    pub fn new(layer: &'l Layer) -> Side<'l> {
+        Side {
+            layer,
+            workspaces: layer.lock_workspaces(),
+            kept: Kept::Nothing,
+            scalars: None,
+        }
+    }
+
+    /// Makes room for a pass that keeps nothing.
+    pub fn pass(&mut self, scalars: Scalars) -> Result<(), EngineError> {
+        self.layer.reserve(&mut self.workspaces, scalars.tokens())?;
+        self.scalars = Some(scalars);
+        self.layer.lay_passing(&mut self.workspaces);
+        Ok(())
+    }
+
+    /// Makes room for a pass that keeps what backward needs.
+    pub fn train(&mut self, scalars: Scalars) -> Result<(), EngineError> {
+        let (layer, tokens) = (self.layer, scalars.tokens());
+        layer.reserve_training(&mut self.workspaces.every, tokens)?;
+        let saved = layer.saved(tokens, scalars)?;
+        layer.lay_saved(&mut self.workspaces, &saved);
+        (self.scalars, self.kept) = (Some(scalars), Kept::Now(saved));
+        Ok(())
+    }
+
+    /// Makes room for the pass back from what forward kept.
+    pub fn back(&mut self, saved: &'l Saved, accumulate: bool) -> Result<(), EngineError> {
+        let layer = self.layer;
+        layer.check_saved(saved)?;
+        layer.reserve_every(&mut self.workspaces.every, saved.tokens())?;
+        layer.gradient_buffers()?;
+        layer.lay_saved(&mut self.workspaces, saved);
+        self.scalars = Some(saved.scalars().accumulating(accumulate));
+        self.kept = Kept::Before(saved);
+        Ok(())
+    }
+
+    /// What was kept.
+    pub fn into_saved(self) -> Option<Saved> {
+        match self.kept {
+            Kept::Now(saved) => Some(saved),
+            _ => None,
+        }
+    }
+
+    /// The scalars, once there is room.
+    pub fn scalars(&self) -> &Scalars {
+        self.scalars.as_ref().expect("there is room for the call")
+    }
+
+    /// Launches steps of this side.
+    pub fn run(&self, steps: &Bound) -> Result<(), EngineError> {
+        let addresses = &self.workspaces.addresses;
+        self.layer.run(steps, self.scalars(), addresses, None)
+    }
+
+    /// The memory of a tensor of the call: kept, passing, or a weight.
+    pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
+        let kept = match &self.kept {
+            Kept::Now(saved) => saved.handle(tensor),
+            Kept::Before(saved) => saved.handle(tensor),
+            Kept::Nothing => None,
+        };
+        let found = kept
+            .or_else(|| match self.kept {
+                Kept::Nothing => self.workspaces.handle(tensor),
+                _ => self.workspaces.every.buffers.handle(tensor),
+            })
+            .or_else(|| self.layer.weights.handle(tensor));
+        found.expect("tensors of a call have memory")
+    }
+
+    /// The same by name, if there is such a tensor.
+    pub fn named(&self, name: &str) -> Option<&Arc<Buffer>> {
+        Some(self.buffer(self.layer.id(name)?))
+    }
+}

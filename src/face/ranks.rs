@@ -1,0 +1,96 @@
+//! Layers whose experts live on many ranks.
+
+/// How ranks share a layer: groups of experts, slices of an expert, and groups that hold
+/// all of them.
+///
+/// ```
+/// use moesaic::Parallel;
+///
+/// # let spec = moesaic::example::spec(); // of 4 experts
+/// assert_eq!(Parallel::of(4, &spec), Parallel { ep: 4, shards: 1, dp: 1 });
+/// let two_and_two = Parallel { ep: 2, dp: 2, ..Parallel::default() };
+/// assert_eq!(two_and_two.ranks(), 4);
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Parallel;
+
+/// A rank's place among the others: what layers over ranks are made with.
+///
+/// ```
+/// use moesaic::collectives::{Call, threads};
+/// use moesaic::{Engine, Input, Mesh, Parallel};
+///
+/// # use moesaic::example::{spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let engine = Engine::cpu()?;
+/// let device = |_| Ok(engine.device().clone());
+/// // Two ranks that are threads; under `mpirun` the world comes from `collectives::mpi`.
+/// let ranks = threads::run(2, device, |mut world| {
+///     let mesh = Mesh::new(&mut world, Parallel { ep: 2, ..Parallel::default() })?;
+///     let layer = engine.mesh_layer(&mesh, &spec(), &weights(), None)?;
+///     let tokens = 3 + mesh.rank(); // each its own
+///     let y = layer.forward(&Input::new(tokens, &wave(8 * tokens)))?;
+///     world.finish(&Call::new("end"))?;
+///     Ok::<_, Box<dyn std::error::Error + Send + Sync>>(y.y().shape.clone())
+/// })?;
+/// for (rank, shape) in ranks.into_iter().enumerate() {
+///     assert_eq!(shape.unwrap().unwrap(), [3 + rank, 8]);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Mesh;
+
+/// A rank's part of a layer: its own tokens, and its own experts.
+///
+/// ```
+/// use moesaic::{Counters, EngineError, Input, MeshLayer, Tensor};
+///
+/// /// A step of training: gradients are those of all ranks' tokens afterwards.
+/// fn step(layer: &MeshLayer, input: &Input, dy: &Tensor) -> Result<(), EngineError> {
+///     let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+///     layer.backward(&saved, dy, false)?;
+///     layer.reduce_gradients()
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::MeshLayer;
+
+/// What a forward pass of a [`MeshLayer`] left for backward.
+///
+/// ```
+/// use moesaic::MeshSaved;
+///
+/// fn load(saved: &MeshSaved) -> f64 {
+///     saved.rows() as f64 / saved.tokens() as f64 // of this rank's experts
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::MeshSaved;
+
+/// Which ranks of a mesh do something together, and who has the same of a parameter.
+///
+/// ```
+/// use moesaic::Among;
+///
+/// assert_eq!(Among::of("block3.experts.up.weight"), Among::Replicas);
+/// assert_eq!(Among::of("router.weight"), Among::World);
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Among;
+
+/// Ranks that exchange what lies in host memory: the dense parts of a model, numbers for
+/// a report, checkpoints.
+///
+/// ```
+/// use moesaic::{Among, EngineError, Ranks};
+///
+/// /// The mean of a number of each rank.
+/// fn mean(ranks: &Ranks, own: f64) -> Result<f64, EngineError> {
+///     let sums = ranks.sum_f64(&[own, 1.0], Among::World, "mean of losses")?;
+///     Ok(sums[0] / sums[1])
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Ranks;

@@ -1,0 +1,226 @@
+//! Optimizer steps over ranks: what every grid learns is what one process learns.
+
+use super::case::{Case, host};
+use super::drawn::COUNTERS;
+use super::layers::engine as cpu;
+use super::mesh::{layer_on, mesh, on_ranks, part, shares, spec};
+use moesaic::tools::joined;
+use moesaic::train::mesh::{MeshOptimizer, Scaling, broadcast, update_mesh};
+use moesaic::train::{AdamW, Optimizer, Sgd, masters};
+use moesaic::{Among, Mesh, MeshLayer, Parallel, Tensors, Training};
+
+const TOKENS: usize = 29;
+const STEPS: u64 = 3;
+
+/// Shared experts, biases of experts and of the router, and sizes that every grid of up
+/// to 8 ranks can share but those of 5 and 7 slices.
+fn layer_of(hidden: usize) -> Case {
+    let text = format!(
+        "shape = {{ model_dim = 8, hidden_dim = {hidden}, experts = 8, top_k = 2 }}
+         router = {{ bias = true }}
+         experts = {{ bias = true, form = 'plain', activation = 'gelu' }}
+         shared = [{{ hidden_dim = 8, gate = 'sigmoid' }}]"
+    );
+    Case::random(&spec(&text), TOKENS, 11)
+}
+
+fn grids() -> Vec<Parallel> {
+    let sizes = || 1..=8usize;
+    let all =
+        sizes().flat_map(|ep| sizes().flat_map(move |s| sizes().map(move |dp| mesh(ep, s, dp))));
+    all.filter(|grid| (2..=8).contains(&grid.ranks())).collect()
+}
+
+/// What a rank has after its steps: its parameters, and the norms of gradients on the way.
+type Learned = (Tensors<'static>, Vec<f64>);
+
+/// Three steps of an optimizer from a case's weights. The loss is `Σ y·dy` over the
+/// tokens of all ranks, times the divisor.
+fn learn<O: Optimizer>(
+    layer: &MeshLayer,
+    case: &Case,
+    mut optimizer: MeshOptimizer<O>,
+    scaling: Scaling,
+) -> Learned {
+    let tokens = &shares(TOKENS, layer.mesh().parallel().ranks())[layer.mesh().rank()];
+    let own = part(case, tokens);
+    let mut parameters = masters(&layer.weights_of(&case.host_weights()).unwrap());
+    for (name, tensor) in &parameters {
+        layer.set_weight(name, tensor).unwrap();
+    }
+    let width = case.spec.output_dim();
+    let mut norms = Vec::new();
+    for step in 0..STEPS {
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
+        let scaled: Vec<f64> = dy.iter().map(|d| d * f64::from(scaling.divisor)).collect();
+        let dy = host(
+            case.spec.precision.activations,
+            &[tokens.len(), width],
+            &scaled,
+        );
+        layer.backward(&saved, &dy, false).unwrap();
+        norms.push(update_mesh(layer, &mut optimizer, &mut parameters, scaling).unwrap());
+    }
+    (parameters, norms)
+}
+
+/// AdamW with whole state and in parts, and descent whose gradients are clipped.
+fn learned(mesh: &Mesh, case: &Case) -> [Learned; 3] {
+    let engine = cpu();
+    let layer = layer_on(&engine, mesh, case, Some(Training::default()));
+    let ranks = layer.ranks();
+    // ε is far above the noise of a sum in another order: without it the step of a
+    // gradient near zero is a coin toss.
+    let adam = AdamW {
+        epsilon: 1e-2,
+        ..AdamW::new(2e-2)
+    };
+    let by_ranks = Scaling {
+        divisor: mesh.parallel().ranks() as f32,
+        most: None,
+    };
+    let clipped = Scaling {
+        most: Some(0.5),
+        ..Scaling::default()
+    };
+    let sgd = Sgd::with_momentum(0.1, 0.9);
+    [
+        learn(
+            &layer,
+            case,
+            MeshOptimizer::new(&ranks, adam.clone()),
+            by_ranks,
+        ),
+        learn(
+            &layer,
+            case,
+            MeshOptimizer::partitioned(&ranks, adam),
+            by_ranks,
+        ),
+        learn(&layer, case, MeshOptimizer::new(&ranks, sgd), clipped),
+    ]
+}
+
+/// Runs a grid and holds it against one rank: parameters, norms, replicas.
+fn check(parallel: Parallel, case: &Case, want: &[Learned; 3]) -> Vec<[Learned; 3]> {
+    let ranks = on_ranks(&cpu(), parallel, |mesh| learned(mesh, case));
+    for (run, (whole, norms)) in want.iter().enumerate() {
+        let of = |place| &ranks[parallel.rank(place)][run];
+        for (rank, all) in ranks.iter().enumerate() {
+            let (own, found) = &all[run];
+            assert!(
+                found == &ranks[0][run].1,
+                "{parallel:?}: norms of rank {rank}"
+            );
+            let place = parallel.place(rank).unwrap();
+            let first = moesaic::plan::Place { dp: 0, ..place };
+            for (name, tensor) in own {
+                let other = match Among::of(name) {
+                    Among::World => &ranks[0][run].0[name],
+                    _ => &of(first).0[name],
+                };
+                assert!(tensor == other, "{parallel:?}: `{name}` of rank {rank}");
+                let silent = name == "experts.down.bias" && place.shard > 0;
+                let zero = tensor.to_f32().iter().all(|v| *v == 0.0);
+                assert!(
+                    !silent || zero,
+                    "{parallel:?}: `{name}` of rank {rank} has moved"
+                );
+            }
+        }
+        for (found, want) in ranks[0][run].1.iter().zip(norms) {
+            let off = (found - want).abs() / want;
+            assert!(
+                off < 1e-5,
+                "{parallel:?}, run {run}: a norm is {found}, not {want}"
+            );
+        }
+        for (name, want) in whole {
+            let found = match Among::of(name) {
+                Among::World => ranks[0][run].0[name].lend(),
+                _ => joined(name, parallel, |place| of(place).0[name].lend()),
+            };
+            assert_eq!(found.shape, want.shape, "{parallel:?}: {name}");
+            for (found, want) in found.to_f32().iter().zip(want.to_f32()) {
+                let what = format!("{parallel:?}, run {run}: `{name}` is {found}, not {want}");
+                assert!((found - want).abs() < 4e-6, "{what}");
+            }
+        }
+        assert!(
+            run != 1 || ranks.iter().all(|all| all[0] == all[1]),
+            "{parallel:?}: parts"
+        );
+    }
+    ranks
+}
+
+fn alone(case: &Case) -> [Learned; 3] {
+    let ranks = on_ranks(&cpu(), mesh(1, 1, 1), |mesh| learned(mesh, case));
+    let [one] = ranks.try_into().unwrap_or_else(|_| panic!("one rank"));
+    one
+}
+
+/// The matrix of gradient scales: a wrong factor or group shows in some grid.
+#[test]
+fn every_grid_learns_what_one_rank_learns() {
+    for (hidden, fits) in [(24, [1, 2, 3, 4, 6, 8].as_slice()), (35, &[5, 7])] {
+        let case = layer_of(hidden);
+        let want = alone(&case);
+        assert!(
+            want[2].1.iter().all(|norm| *norm > 1.0),
+            "nothing is clipped"
+        );
+        let start = masters(&case.host_weights());
+        for (name, tensor) in &want[2].0 {
+            assert!(tensor != &start[name], "`{name}` does not move");
+        }
+        for parallel in grids()
+            .into_iter()
+            .filter(|grid| fits.contains(&grid.shards))
+        {
+            check(parallel, &case, &want);
+        }
+    }
+}
+
+#[test]
+fn ranks_learn_the_same_bits_again() {
+    let case = layer_of(24);
+    let want = alone(&case);
+    let grid = mesh(2, 2, 2);
+    let first = check(grid, &case, &want);
+    assert!(first == check(grid, &case, &want));
+}
+
+#[test]
+fn ranks_start_with_the_values_of_the_first() {
+    let case = layer_of(24);
+    let whole = case.host_weights();
+    let grid = mesh(2, 1, 2);
+    let engine = cpu();
+    let ranks = on_ranks(&engine, grid, |mesh| {
+        let names = whole.keys().map(String::as_str);
+        let own = moesaic::train::mesh::parts(mesh, &whole, names).unwrap();
+        let mut changed = masters(&own);
+        let factor = 1.0 + mesh.rank() as f32;
+        for tensor in changed.values_mut() {
+            let values = tensor.values_mut::<f32>().unwrap();
+            values.iter_mut().for_each(|v| *v *= factor);
+        }
+        broadcast(&engine.ranks(mesh), &mut changed).unwrap();
+        (masters(&own), changed)
+    });
+    for (rank, (own, found)) in ranks.iter().enumerate() {
+        for (name, tensor) in found {
+            // The first of those with the same experts is the rank of the first group.
+            let from = match Among::of(name) {
+                Among::World => 0,
+                _ => rank % 2,
+            };
+            let factor = 1.0 + from as f32;
+            let want = own[name].to_f32().into_iter().map(|v| v * factor);
+            assert!(want.eq(tensor.to_f32()), "`{name}` of rank {rank}");
+        }
+    }
+}

@@ -1,0 +1,409 @@
+//! What layers do with memory, seen from the device: a CPU that says it captures a
+//! graph, notes what it is given, and makes callers meet.
+
+use super::Case;
+use super::layers::engine;
+use moesaic::kernel::{CpuCaches, Entry};
+use moesaic::spec::LayerSpec;
+use moesaic::target::{
+    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, FunctionId, LaunchDims, Module, Ptr,
+};
+use moesaic::tensor::{SourceError, WeightSource};
+use moesaic::{
+    Counters, DType, Engine, EngineError, EngineOptions, Input, Layer, RawBackward, RawCall,
+    Tensor, Tensors, Training,
+};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+
+const SPEC: &str = "shape = { model_dim = 24, hidden_dim = 20, experts = 4, top_k = 2 }\n";
+
+/// What was seen.
+#[derive(Default)]
+struct Seen {
+    /// Where memory is allocated now.
+    live: BTreeSet<u64>,
+    capturing: bool,
+    /// Addresses that captured launches name.
+    captured: BTreeSet<u64>,
+    /// What the graph was given.
+    kept: Vec<Arc<Buffer>>,
+    /// Where bytes of the host were that were copied.
+    uploaded: Vec<Range<usize>>,
+    /// Passes under way, the most at a time, and for how many the first waits.
+    passes: [usize; 2],
+    awaited: usize,
+}
+
+/// A CPU that is watched.
+struct Watched {
+    cpu: Arc<dyn Device>,
+    seen: Arc<(Mutex<Seen>, Condvar)>,
+}
+
+impl Watched {
+    fn new() -> Arc<Watched> {
+        Arc::new(Watched {
+            cpu: engine().device().clone(),
+            seen: Arc::default(),
+        })
+    }
+
+    fn engine(self: &Arc<Watched>) -> Engine {
+        Engine::on_device(self.clone(), EngineOptions::default()).expect("a C compiler")
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.0.lock().unwrap()
+    }
+
+    fn begin_capture(&self) {
+        self.seen().capturing = true;
+    }
+
+    /// The graph: what it was given.
+    fn end_capture(&self) -> Vec<Arc<Buffer>> {
+        let mut seen = self.seen();
+        seen.capturing = false;
+        std::mem::take(&mut seen.kept)
+    }
+}
+
+/// Memory, which is gone when this is dropped.
+struct Live(Arc<(Mutex<Seen>, Condvar)>, Buffer);
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        self.0.0.lock().unwrap().live.remove(&self.1.ptr().0);
+    }
+}
+
+struct WatchedModule(Arc<dyn Module>, Arc<(Mutex<Seen>, Condvar)>);
+
+impl Module for WatchedModule {
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        self.0.function(symbol)
+    }
+
+    unsafe fn run(
+        &self,
+        function: FunctionId,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError> {
+        let mut seen = self.1.0.lock().unwrap();
+        if seen.capturing {
+            let named = args.iter().filter_map(|arg| match arg {
+                Arg::Ptr(Ptr(address)) => Some(*address),
+                _ => None,
+            });
+            seen.captured.extend(named);
+            return Ok(());
+        }
+        drop(seen);
+        // SAFETY: what the caller vouches for is the same.
+        unsafe { self.0.run(function, dims, args) }
+    }
+}
+
+impl Device for Watched {
+    fn info(&self) -> &DeviceInfo {
+        self.cpu.info()
+    }
+
+    fn capturing(&self) -> Option<String> {
+        self.seen().capturing.then(|| "graph".to_string())
+    }
+
+    fn keep(&self, used: Arc<Buffer>) {
+        self.seen().kept.push(used);
+    }
+
+    fn caches(&self) -> CpuCaches {
+        self.cpu.caches()
+    }
+
+    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+        let module = self.cpu.load(artifact, entries)?;
+        Ok(Arc::new(WatchedModule(module, self.seen.clone())))
+    }
+
+    /// The first waits for the others that are awaited: for ever, if it is alone and
+    /// must not be.
+    fn begin_pass(&self) {
+        let mut seen = self.seen();
+        seen.passes[0] += 1;
+        seen.passes[1] = seen.passes[1].max(seen.passes[0]);
+        self.seen.1.notify_all();
+        let meets = |seen: &mut Seen| seen.passes[1] < seen.awaited;
+        let patience = Duration::from_millis(300);
+        drop(self.seen.1.wait_timeout_while(seen, patience, meets));
+        self.cpu.begin_pass();
+    }
+
+    fn end_pass(&self) {
+        self.cpu.end_pass();
+        self.seen().passes[0] -= 1;
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
+        if self.seen().capturing {
+            return Err(DeviceError::Capturing {
+                graph: "graph".to_string(),
+                attempted: "an allocation".to_string(),
+            });
+        }
+        let memory = self.cpu.alloc(bytes)?;
+        let address = memory.ptr();
+        self.seen().live.insert(address.0);
+        let live = Live(self.seen.clone(), memory);
+        Ok(Buffer::new(address, bytes, Box::new(live)))
+    }
+
+    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
+        let start = bytes.as_ptr() as usize;
+        self.seen().uploaded.push(start..start + bytes.len());
+        self.cpu.upload(bytes, buffer, offset)
+    }
+
+    fn download(
+        &self,
+        buffer: &Buffer,
+        offset: usize,
+        bytes: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        self.cpu.download(buffer, offset, bytes)
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.cpu.synchronize()
+    }
+}
+
+fn case(toml: &str, tokens: usize) -> Case {
+    let spec = LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{e}"));
+    Case::random(&spec, tokens, 3)
+}
+
+fn training_layer(engine: &Engine, case: &Case) -> Layer {
+    let made = engine.training_layer(&case.spec, &case.host_weights(), Training::default());
+    made.unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// An evaluation and a training step of so many tokens, on memory of the caller's.
+fn raw_step(layer: &Layer, device: &dyn Device, tokens: usize, memory: &[Buffer; 4]) {
+    let [x, y, dy, dx] = memory.each_ref().map(Buffer::ptr);
+    assert!(memory[0].bytes() >= tokens * 24 * 4 && device.info().units > 0);
+    let call = RawCall {
+        tokens,
+        tensors: &[("x", x), ("y", y)],
+        ..RawCall::default()
+    };
+    let back = RawBackward {
+        tensors: &[("dy", dy), ("dx", dx)],
+        accumulate: false,
+    };
+    // SAFETY: all four hold the call's rows, and launches of a CPU have ended.
+    unsafe {
+        layer.forward_raw(&call).unwrap();
+        let saved = layer.forward_train_raw(&call, Counters::default()).unwrap();
+        layer.backward_raw(&saved, &back).unwrap();
+    }
+}
+
+/// Calls that are captured name addresses for good: a larger call, calls that reuse
+/// what a step kept, and the end of the layer leave what lies there alone.
+#[test]
+fn a_graph_keeps_the_memory_of_its_calls() {
+    let watched = Watched::new();
+    let device: &dyn Device = &*watched;
+    let engine = watched.engine();
+    let layer = training_layer(&engine, &case(SPEC, 8));
+    let memory = [0; 4].map(|_| device.alloc(64 * 24 * 4).unwrap());
+    raw_step(&layer, device, 8, &memory);
+    watched.begin_capture();
+    raw_step(&layer, device, 8, &memory);
+    let graph = watched.end_capture();
+    let captured = watched.seen().captured.clone();
+    assert!(captured.len() > 20, "{}", captured.len());
+
+    // What a step keeps is the graph's: the next call has memory of its own.
+    let call = RawCall {
+        tokens: 8,
+        tensors: &[("x", memory[0].ptr()), ("y", memory[1].ptr())],
+        ..RawCall::default()
+    };
+    // SAFETY: both hold the call's rows.
+    let other = unsafe { layer.forward_train_raw(&call, Counters::default()) }.unwrap();
+    let input = case(SPEC, 8).input();
+    drop(other);
+    layer
+        .forward_train(&input, &["y"], Counters::default())
+        .unwrap();
+    raw_step(&layer, device, 64, &memory);
+    let gone = |seen: &Seen| captured.difference(&seen.live).count();
+    assert_eq!(gone(&watched.seen()), 0, "after a larger call");
+    drop((layer, engine));
+    assert_eq!(gone(&watched.seen()), 0, "after the layer");
+    drop(graph);
+    assert!(gone(&watched.seen()) > 20, "after the graph");
+}
+
+/// What a captured step keeps is not what another call writes.
+#[test]
+fn what_a_captured_step_keeps_is_not_reused() {
+    let watched = Watched::new();
+    let device: &dyn Device = &*watched;
+    let layer = training_layer(&watched.engine(), &case(SPEC, 8));
+    let memory = [0; 4].map(|_| device.alloc(64 * 24 * 4).unwrap());
+    let call = RawCall {
+        tokens: 8,
+        tensors: &[("x", memory[0].ptr()), ("y", memory[1].ptr())],
+        ..RawCall::default()
+    };
+    // SAFETY: both hold the call's rows.
+    let train = || unsafe { layer.forward_train_raw(&call, Counters::default()) }.unwrap();
+    let named = || {
+        watched.begin_capture();
+        drop(train());
+        let graph = watched.end_capture();
+        (std::mem::take(&mut watched.seen().captured), graph)
+    };
+    drop(train());
+    let (first, _graph) = named();
+    drop(train()); // makes memory for the next capture
+    let (second, _other) = named();
+    let own = first.difference(&second).count();
+    assert!(own > 3, "{own} tensors are kept for each");
+}
+
+/// Bytes that a caller can change (a mapped file) are read once: what is checked is
+/// what kernels get.
+#[test]
+fn ids_are_checked_where_they_do_not_change() {
+    let toml = "shape = { model_dim = 24, hidden_dim = 20, experts = 4, top_k = 2 }\n\
+                router = { kind = \"table\", table_rows = 5, score = \"one\" }";
+    let case = case(toml, 8);
+    let watched = Watched::new();
+    let weights = case.host_weights();
+    let layer = watched.engine().layer(&case.spec, &weights).unwrap();
+    let ids = [0, 1, 2, 3, 4, 3, 2, 1];
+    let input = case.input();
+    let mut lent = Input {
+        tokens: 8,
+        ..Input::default()
+    };
+    lent.insert("x", input.tensors["x"].lend());
+    let lent = lent.with_token_ids(&ids);
+    layer.forward(&lent).unwrap();
+    layer
+        .set_weight("router.table", &weights["router.table"])
+        .unwrap();
+    let start = |bytes: &[u8]| bytes.as_ptr() as usize;
+    let seen = watched.seen();
+    let copied = |at: usize| seen.uploaded.iter().any(|range| range.contains(&at));
+    assert!(copied(start(&input.tensors["x"].data)), "inputs are seen");
+    assert!(!copied(ids.as_ptr() as usize), "token_ids");
+    assert!(
+        !copied(start(&weights["router.table"].data)),
+        "router.table"
+    );
+}
+
+/// Layers that add to the same gradients, called from two threads.
+#[test]
+fn layers_with_common_gradients_take_turns() {
+    let watched = Watched::new();
+    let case = case(SPEC, 8);
+    let (mut experts, mut router) = (Tensors::new(), Tensors::new());
+    for (name, tensor) in case.host_weights().iter() {
+        let own = name.starts_with("router.");
+        let weights = if own { &mut router } else { &mut experts };
+        weights.insert(name, tensor.clone());
+    }
+    let routers = [router.clone(), router];
+    let gates = watched
+        .engine()
+        .multi_gate(&case.spec, &experts, &routers, Some(Training::default()))
+        .unwrap();
+    let dy = Tensor::owned(&[8, 24], vec![1.0f32; 8 * 24]);
+    let input = case.input();
+    let saved = gates.layers().iter().map(|layer| {
+        let passed = layer.forward_train(&input, &["y"], Counters::default());
+        passed.unwrap().1
+    });
+    let saved: Vec<_> = saved.collect();
+    {
+        let mut seen = watched.seen();
+        (seen.passes, seen.awaited) = ([0, 0], 2);
+    }
+    std::thread::scope(|scope| {
+        for (layer, saved) in gates.layers().iter().zip(&saved) {
+            let dy = &dy;
+            scope.spawn(move || layer.backward(saved, dy, true).unwrap());
+        }
+    });
+    assert_eq!(watched.seen().passes, [0, 1]);
+}
+
+/// Weights whose reads are counted.
+struct Counted {
+    weights: Tensors<'static>,
+    reads: Mutex<usize>,
+}
+
+impl WeightSource for Counted {
+    fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        self.weights.describe(name)
+    }
+
+    fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        *self.reads.lock().unwrap() += 1;
+        self.weights.rows(name, rows)
+    }
+}
+
+#[test]
+fn shapes_are_checked_before_any_weight_is_read() {
+    let case = case(SPEC, 8);
+    for name in [
+        "router.weight",
+        "experts.gate.weight",
+        "experts.down.weight",
+    ] {
+        let mut weights = case.host_weights();
+        weights.insert(name, Tensor::zeros(DType::F32, &[1, 2]));
+        let counted = Counted {
+            weights,
+            reads: Mutex::new(0),
+        };
+        let error = engine().layer(&case.spec, &counted).err().unwrap();
+        let start = format!("weight `{name}`: has shape [1, 2], expected ");
+        assert!(error.to_string().starts_with(&start), "{error}");
+        assert_eq!(*counted.reads.lock().unwrap(), 0, "{name}");
+    }
+}
+
+#[test]
+fn nothing_is_launched_on_no_memory() {
+    let case = case(SPEC, 8);
+    let engine = engine();
+    let layer = engine.layer(&case.spec, &case.host_weights()).unwrap();
+    let y = engine.device().alloc(8 * 24 * 4).unwrap();
+    let run = |tokens, x| {
+        let call = RawCall {
+            tokens,
+            tensors: &[("x", x), ("y", y.ptr())],
+            ..RawCall::default()
+        };
+        // SAFETY: no kernel reads of an address that is refused, or of no rows.
+        unsafe { layer.forward_raw(&call) }
+    };
+    run(0, Ptr(0)).unwrap();
+    let error = run(8, Ptr(0)).unwrap_err();
+    assert!(matches!(error, EngineError::Input { .. }), "{error}");
+    let text = "input `x`: lies at address 0, where no memory is";
+    assert_eq!(error.to_string(), text);
+}
