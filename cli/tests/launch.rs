@@ -183,6 +183,26 @@ fn a_killed_launcher_leaves_nobody_behind() {
     }
 }
 
+/// `mpiexec` ends its processes with SIGKILL, and knows nothing of what they started.
+#[test]
+fn a_killed_rank_of_the_launcher_leaves_nobody_behind() {
+    let script = "setsid sleep 7000.18 & echo ready $PPID; sleep 7000.18 & wait";
+    let mut command = launch(&["-n", "1", "--mpi", "off", "--no-prefix"], script);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    let keeper = line.trim().strip_prefix("ready ").unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{keeper}/stat")).unwrap();
+    let rank = stat.rsplit_once(") ").unwrap().1.split(' ').nth(1).unwrap();
+    let killed = Command::new("kill").args(["-KILL", rank]).status();
+    assert!(killed.unwrap().success());
+    // The code of what was killed, or of the program, which is asked to end then.
+    let code = child.wait().unwrap().code().unwrap();
+    assert!([137, 143].contains(&code), "{code}");
+    none_is_left("7000.18");
+}
+
 #[test]
 fn a_reader_that_leaves_ends_the_job() {
     let script = "sleep 7000.16 & while true; do echo y; done";

@@ -1,8 +1,12 @@
 //! One rank of `moesaic launch`: starts the program, watches over it and all that it
 //! starts, and ends all of it when the launcher asks for that or is gone.
+//!
+//! A rank is two processes. `mpiexec` knows the first, and may kill it at once when the
+//! launcher is gone; what watches over the program is the second, which then ends
+//! everything in good order.
 
 use super::desk::{Desk, Pipe, Terms};
-use super::system::{self, Pid, Watch};
+use super::system::{self, Pid, Side, Watch};
 use crate::failure::{Failure, Result};
 use clap::Args;
 use moesaic::collectives::World;
@@ -27,13 +31,47 @@ pub struct RankArgs {
 
 /// How often a rank that is ending is looked at.
 const LOOK: Duration = Duration::from_millis(20);
+/// Nothing is waited for longer, in case a signal was missed.
+const LONGEST: Duration = Duration::from_secs(5);
+/// What a rank listens to.
+const SIGNALS: [libc::c_int; 4] = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 /// What a shell gives for a program that cannot be started.
 const NOT_STARTED: u8 = 127;
 
-/// Runs the program to its end; its exit code.
+/// A rank, from its start to its end; the program's exit code.
 pub fn execute(args: &RankArgs) -> Result<ExitCode> {
     let world = World::from_environment().map_err(Failure::input)?;
     let world = world.ok_or_else(|| Failure::input("this is started by `moesaic launch`"))?;
+    match system::fork_keeper()? {
+        Side::First(keeper) => Ok(ExitCode::from(stand_for(keeper)?)),
+        Side::Keeper => keep(args, world),
+    }
+}
+
+/// Passes on what is asked of this process until the keeper has ended; its exit code.
+fn stand_for(keeper: Pid) -> io::Result<u8> {
+    let signals = system::signals(&SIGNALS)?;
+    let watch = [Watch {
+        file: signals.as_raw_fd(),
+        write: false,
+    }];
+    loop {
+        while let Some(ended) = system::reap() {
+            if ended.pid == keeper {
+                return Ok(ended.code);
+            }
+        }
+        while let Some(signal) = system::next_signal(&signals) {
+            if signal != libc::SIGCHLD {
+                system::kill(keeper, signal);
+            }
+        }
+        system::wait(&watch, LONGEST)?;
+    }
+}
+
+/// Runs the program to its end; its exit code.
+fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
     let desk = Desk::at(&args.desk);
     let terms = desk.terms()?;
     if world.size != terms.processors.len() {
@@ -80,8 +118,7 @@ struct Rank {
 
 impl Rank {
     fn start(args: &RankArgs, desk: &Desk, terms: &Terms, world: World) -> io::Result<Rank> {
-        let list = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
-        let signals = system::signals(&list)?;
+        let signals = system::signals(&SIGNALS)?;
         system::adopt_orphans()?;
         let life = desk.watch_life()?;
         let mut command = Command::new(&args.program[0]);
@@ -147,7 +184,7 @@ impl Rank {
         };
         let mut watches = vec![read(&self.signals)];
         watches.extend(self.life.as_ref().map(read));
-        let longest = self.limit.map_or(Duration::from_secs(5), |_| LOOK);
+        let longest = self.limit.map_or(LONGEST, |_| LOOK);
         system::wait(&watches, longest)?;
         let mut asked = false;
         while let Some(signal) = system::next_signal(&self.signals) {

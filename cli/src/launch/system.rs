@@ -154,6 +154,36 @@ pub fn descendants() -> Vec<Pid> {
     found.split_off(1)
 }
 
+/// Who a process is after [`fork_keeper`].
+pub enum Side {
+    /// The one that was there, with the number of the other.
+    First(Pid),
+    Keeper,
+}
+
+/// Makes a second process of this one, in a session of its own, where no signal to the
+/// first one's group reaches it. It gets SIGTERM when the first ends, however that ends.
+///
+/// For a process of one thread.
+pub fn fork_keeper() -> io::Result<Side> {
+    let first = std::process::id() as Pid;
+    // SAFETY: there is no other thread that could hold a lock.
+    let pid = unsafe { libc::fork() };
+    done(pid)?;
+    if pid > 0 {
+        return Ok(Side::First(pid));
+    }
+    // SAFETY: numbers only.
+    done(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) })?;
+    // SAFETY: nothing is passed.
+    if unsafe { libc::getppid() } != first {
+        return Err(io::Error::other("the process that was started is gone"));
+    }
+    // SAFETY: nothing is passed; a new process leads no group.
+    done(unsafe { libc::setsid() })?;
+    Ok(Side::Keeper)
+}
+
 /// What loses its parent below this process becomes its child, not init's.
 pub fn adopt_orphans() -> io::Result<()> {
     // SAFETY: a number only.
