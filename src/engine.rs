@@ -3,6 +3,7 @@
 use crate::compilers::{Compilers, TargetNameError, resolve_target};
 use crate::simulators;
 use moesaic_cache::Store;
+use moesaic_collectives::World;
 use moesaic_cpu::CpuDevice;
 use moesaic_engine::EngineParts;
 use moesaic_kernel::{CpuCaches, Target};
@@ -83,6 +84,44 @@ impl Default for EngineOptions {
             compile: CompileOptions::default(),
         }
     }
+}
+
+impl EngineOptions {
+    /// With the GPU of a rank: of those that this process sees, the one with the rank's
+    /// number on its node, or the only one. `target` is what will be opened.
+    ///
+    /// ```
+    /// use moesaic::collectives::World;
+    /// use moesaic::{Engine, EngineOptions};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let options = match World::from_environment()? {
+    ///     Some(world) => EngineOptions::default().for_rank("auto", &world),
+    ///     None => EngineOptions::default(),
+    /// };
+    /// let engine = Engine::open("auto", options)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn for_rank(mut self, target: &str, world: &World) -> EngineOptions {
+        let seen = match target.split(':').next() {
+            Some("cuda") => gpus(&[cuda_devices]),
+            Some("rocm") => gpus(&[rocm_devices]),
+            Some("auto") => gpus(&[cuda_devices, rocm_devices]),
+            _ => 0,
+        };
+        if let (2.., Some(local)) = (seen, world.local_rank) {
+            self.ordinal = local;
+        }
+        self
+    }
+}
+
+/// How many GPUs the first driver has that answers.
+fn gpus(drivers: &[fn() -> Result<usize, DeviceError>]) -> usize {
+    let mut found = drivers.iter().filter_map(|count| count().ok());
+    found.find(|count| *count > 0).unwrap_or(0)
 }
 
 /// A device with a compiler and a kernel store: what layers are made with.
@@ -283,6 +322,16 @@ fn cuda_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
     Ok(Arc::new(moesaic_cuda::CudaDevice::open(ordinal)?))
 }
 
+#[cfg(feature = "cuda")]
+fn cuda_devices() -> Result<usize, DeviceError> {
+    moesaic_cuda::CudaDevice::count()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_devices() -> Result<usize, DeviceError> {
+    Err(crate::missing::device("cuda"))
+}
+
 #[cfg(not(feature = "cuda"))]
 fn cuda_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
     Err(crate::missing::device("cuda"))
@@ -291,6 +340,16 @@ fn cuda_device(_: usize) -> Result<Arc<dyn Device>, DeviceError> {
 #[cfg(feature = "rocm")]
 fn rocm_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
     Ok(Arc::new(moesaic_rocm::HipDevice::open(ordinal)?))
+}
+
+#[cfg(feature = "rocm")]
+fn rocm_devices() -> Result<usize, DeviceError> {
+    moesaic_rocm::HipDevice::count()
+}
+
+#[cfg(not(feature = "rocm"))]
+fn rocm_devices() -> Result<usize, DeviceError> {
+    Err(crate::missing::device("rocm"))
 }
 
 #[cfg(not(feature = "rocm"))]

@@ -121,6 +121,36 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
     }
 }
 
+/// A GPU's ranks add up by a kernel, which has to be there too.
+#[test]
+fn the_kernel_that_adds_up_ranks_is_compiled_ahead() {
+    let scratch = scratch();
+    let listed = |mesh: &[&str]| {
+        let spec = repository("examples/specs/switch-base-8.toml");
+        let words = ["precompile", "--target", "cuda:sm_90a", "--json", "--spec"];
+        let mut precompile = command();
+        precompile.env("MOESAIC_CACHE", scratch.path()).args(words);
+        finish(precompile.arg(spec).args(mesh)).ok()
+    };
+    assert!(listed(&["--mesh", "ep=2"]).contains("fold_ranks"));
+    assert!(!listed(&[]).contains("fold_ranks"));
+}
+
+/// Said before ranks wait for each other.
+#[test]
+fn nccl_is_for_gpus() {
+    let scratch = scratch();
+    let output = scratch.path().join("y");
+    let mut run = command();
+    for (name, value) in [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")] {
+        run.env(name, value);
+    }
+    let failed = call(run.arg("run"), &output, &["--exchange", "nccl"]);
+    assert_eq!(failed.code, 2, "{}", failed.stderr);
+    let words = "--exchange nccl is between GPUs; the target is cpu";
+    assert!(failed.stderr.contains(words), "{}", failed.stderr);
+}
+
 #[test]
 fn meshes_that_cannot_be_say_what_can() {
     let scratch = scratch();
@@ -131,6 +161,10 @@ fn meshes_that_cannot_be_say_what_can() {
         (&["--mesh", "ep=2,shards=3"], "take a divisor"),
         (&["--mesh", "pp=2"], "none of ep, shards, dp"),
         (&["--ranks", "2", "--routing-only"], "needs no ranks"),
+        (
+            &["--ranks", "2", "--exchange", "nccl"],
+            "--exchange is for processes",
+        ),
     ] {
         let failed = run(&output, more);
         assert_eq!(failed.code, 2, "{more:?}: {}", failed.stderr);

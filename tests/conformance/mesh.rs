@@ -44,6 +44,27 @@ pub fn on_ranks<T: Send>(
     ranks.into_iter().map(unwound).collect()
 }
 
+/// Who the ranks of a test are.
+pub trait Ranks {
+    /// Runs `body` on every rank of a mesh.
+    fn each<T: Send>(
+        &self,
+        parallel: Parallel,
+        body: impl Fn(&Engine, &Mesh) -> T + Sync,
+    ) -> Vec<T>;
+}
+
+/// Threads that share an engine.
+impl Ranks for Engine {
+    fn each<T: Send>(
+        &self,
+        parallel: Parallel,
+        body: impl Fn(&Engine, &Mesh) -> T + Sync,
+    ) -> Vec<T> {
+        on_ranks(self, parallel, |mesh| body(self, mesh))
+    }
+}
+
 /// Unequal shares of tokens; the second rank of three or more has none.
 pub fn shares(tokens: usize, ranks: usize) -> Vec<Range<usize>> {
     let weight = |rank: usize| match rank {
@@ -89,9 +110,9 @@ pub fn layer_on(
 }
 
 /// The bytes of `y` of all ranks, one after the other.
-fn evaluated(engine: &Engine, parallel: Parallel, case: &Case) -> Vec<u8> {
+pub fn evaluated(ranks: &impl Ranks, parallel: Parallel, case: &Case) -> Vec<u8> {
     let shares = shares(case.input.tokens, parallel.ranks());
-    let ranks = on_ranks(engine, parallel, |mesh| {
+    let ranks = ranks.each(parallel, |engine, mesh| {
         let layer = layer_on(engine, mesh, case, None);
         let own = part(case, &shares[mesh.rank()]);
         let output = layer.forward(&own.input());
@@ -103,7 +124,7 @@ fn evaluated(engine: &Engine, parallel: Parallel, case: &Case) -> Vec<u8> {
 
 /// Outputs, gradients of tokens, and gradients of weights after reduction.
 fn trained(
-    engine: &Engine,
+    ranks: &impl Ranks,
     parallel: Parallel,
     case: &Case,
     training: Training,
@@ -112,7 +133,7 @@ fn trained(
 ) -> Results {
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
-    let ranks = on_ranks(engine, parallel, |mesh| {
+    let ranks = ranks.each(parallel, |engine, mesh| {
         let layer = layer_on(engine, mesh, case, Some(training));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
@@ -240,6 +261,17 @@ fn dropless_outputs_of_ranks_are_the_bytes_of_one_process() {
 
 /// Holds everything that ranks give against one process.
 fn compare(engine: &Engine, parallel: Parallel, case: &Case, recompute: Recompute) {
+    compare_on(engine, engine, parallel, case, recompute);
+}
+
+/// The same of any ranks.
+pub fn compare_on(
+    engine: &Engine,
+    ranks: &impl Ranks,
+    parallel: Parallel,
+    case: &Case,
+    recompute: Recompute,
+) {
     let dy = case.dy(77);
     let losses = case.spec.losses.iter();
     let losses: Vec<String> = losses.map(|l| format!("loss.{}", l.kind.name())).collect();
@@ -247,7 +279,7 @@ fn compare(engine: &Engine, parallel: Parallel, case: &Case, recompute: Recomput
     names.extend(losses.iter().map(String::as_str));
     let want = trained_alone(engine, case, &names, &dy);
     let training = Training { recompute };
-    let mut found = trained(engine, parallel, case, training, &names, &dy);
+    let mut found = trained(ranks, parallel, case, training, &names, &dy);
     for loss in &losses {
         let parts = found.get_mut(loss).expect("every rank has its part");
         *parts = vec![parts.iter().sum()];

@@ -19,6 +19,7 @@ mod layers;
 pub mod mesh;
 mod mesh_training;
 mod mesh_weights;
+mod nccl;
 mod nodes;
 mod options;
 mod orders;

@@ -115,7 +115,10 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     if shared.is_some() {
         args.check_shared(&source.spec)?;
     }
-    let options = args.options(console);
+    let mut options = args.options(console);
+    if let Some(shared) = &shared {
+        options = shared.options(&args.target, options);
+    }
     let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
     let file = input::open(&args.input)?;
     engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;

@@ -5,12 +5,13 @@ use super::outcome::Outcome;
 use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
 use crate::mesh;
-use clap::Args;
-use moesaic::collectives::{Call, Communicator, World, mpi, threads};
+use clap::{Args, ValueEnum};
+use moesaic::collectives::{Call, Collectives, World, mpi, nccl, threads};
+use moesaic::kernel::Target;
 use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
 use moesaic::weights::LayerReader;
-use moesaic::{Engine, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors};
+use moesaic::{Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -25,6 +26,20 @@ pub struct RankArgs {
     /// hold all of them; what is not named is 1
     #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = mesh::parse)]
     mesh: Option<Parallel>,
+    /// What processes exchange rows by
+    #[arg(long, value_name = "E", value_enum, default_value_t = Exchange::Auto)]
+    exchange: Exchange,
+}
+
+/// What processes exchange by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Exchange {
+    /// NCCL or RCCL between GPUs, else MPI
+    Auto,
+    /// MPI; rows of a GPU go by way of the host
+    Mpi,
+    /// NCCL or RCCL, for cuda and rocm
+    Nccl,
 }
 
 /// Who the ranks are.
@@ -49,6 +64,7 @@ pub struct Job<'j> {
 #[derive(Clone, Copy, Debug)]
 pub struct Shared {
     ranks: Ranks,
+    exchange: Exchange,
     pub mesh: Parallel,
 }
 
@@ -86,35 +102,77 @@ impl RankArgs {
                 mesh.dp
             )));
         }
-        Ok(Some(Shared { ranks, mesh }))
+        let exchange = self.exchange;
+        if let (Ranks::Threads(_), Exchange::Mpi | Exchange::Nccl) = (ranks, exchange) {
+            let message = "--exchange is for processes; ranks that are threads need none";
+            let hint = "start them by mpirun, srun or `moesaic launch`, or leave it out";
+            return Err(Failure::input(message).hint(hint));
+        }
+        Ok(Some(Shared {
+            ranks,
+            exchange,
+            mesh,
+        }))
     }
 }
 
 impl Shared {
+    /// With the GPU of this process, if it has one of several.
+    pub fn options(&self, target: &str, options: EngineOptions) -> EngineOptions {
+        match self.ranks {
+            Ranks::Threads(_) => options,
+            Ranks::Processes(world) => options.for_rank(target, &world),
+        }
+    }
+
     /// Runs the pass; the first rank, or the only process, has the results.
     pub fn run(&self, job: &Job<'_>) -> Result<Option<Outcome>> {
         let device = job.engine.device();
-        match self.ranks {
-            Ranks::Threads(count) => {
-                let device = |_| Ok(device.clone());
-                let ranks = threads::run(count, device, |world| self.rank(world, job));
-                first(ranks.map_err(Failure::work)?)
+        let end = Call::new("end of the run");
+        let Ranks::Processes(_) = self.ranks else {
+            let device = |_| Ok(device.clone());
+            let ranks = threads::run(self.mesh.ranks(), device, |mut world| {
+                let outcome = self.rank(&mut world, job)?;
+                world.finish(&end).map_err(Failure::work)?;
+                Ok(outcome)
+            });
+            return first(ranks.map_err(Failure::work)?);
+        };
+        let gpus = matches!(job.engine.target(), Target::Cuda(_) | Target::Rocm(_));
+        let registry = Registry::open()?;
+        let installed = toolchain::mpi(&registry).map(|found| found.library);
+        match (self.exchange, gpus) {
+            (Exchange::Nccl, false) => {
+                let target = job.engine.target();
+                let message = format!("--exchange nccl is between GPUs; the target is {target}");
+                Err(Failure::input(message).hint("take --exchange mpi, or leave it out"))
             }
-            Ranks::Processes(_) => {
-                let registry = Registry::open()?;
+            (Exchange::Mpi, _) | (Exchange::Auto, false) => {
                 let options = mpi::Options {
-                    installed: toolchain::mpi(&registry).map(|found| found.library),
+                    installed,
                     ..mpi::Options::default()
                 };
-                let world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
-                self.rank(world, job)
+                let mut world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
+                let outcome = self.rank(&mut world, job)?;
+                world.finish(&end).map_err(Failure::work)?;
+                Ok(outcome)
+            }
+            (Exchange::Nccl | Exchange::Auto, true) => {
+                let options = nccl::Options {
+                    installed_mpi: installed,
+                    ..nccl::Options::default()
+                };
+                let mut world = job.engine.nccl(options)?;
+                let outcome = self.rank(&mut world, job)?;
+                world.finish(&end).map_err(Failure::work)?;
+                Ok(outcome)
             }
         }
     }
 
-    fn rank(&self, mut world: Communicator, job: &Job<'_>) -> Result<Option<Outcome>> {
+    fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
         let started = Instant::now();
-        let mesh = Mesh::new(&mut world, self.mesh)?;
+        let mesh = Mesh::new(world, self.mesh)?;
         let training = job.pass.training();
         let layer = job
             .engine
@@ -125,9 +183,6 @@ impl Shared {
         let results = job.pass.run_on_rank(&layer, &own)?;
         let ran = started.elapsed();
         let outputs = gather(&layer, job, results)?;
-        world
-            .finish(&Call::new("end of the run"))
-            .map_err(Failure::work)?;
         Ok(outputs.map(|outputs| Outcome {
             outputs,
             built,

@@ -107,6 +107,12 @@ impl Handle {
         self.regions().map(|_| ())
     }
 
+    /// Whether what is launched on the device from now on sees the result, as with NCCL.
+    /// It may still fail: ask [`Handle::wait`] before results are believed.
+    pub fn is_in_stream(&self) -> bool {
+        self.work.in_order()
+    }
+
     /// Until what is launched on the device from now on sees the result. Where operations
     /// are in the order of its stream, as with NCCL, that is at once: the host does not
     /// wait, and what fails later is the error of a later call. Else as [`Handle::wait`].

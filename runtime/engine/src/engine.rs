@@ -202,7 +202,7 @@ impl Engine {
 
     /// A loaded module per source. An error names the caches that a kernel is for,
     /// if those are not what is assumed.
-    fn load(&self, sources: &[&KernelSource]) -> Result<Modules, EngineError> {
+    pub(crate) fn load(&self, sources: &[&KernelSource]) -> Result<Modules, EngineError> {
         let assumed = self.caches == CacheClass::default();
         let [l1, l2] = [self.caches.l1_bytes(), self.caches.l2_bytes()].map(|bytes| bytes >> 10);
         self.jit.modules(sources).map_err(|error| match error {

@@ -6,6 +6,7 @@ use crate::jit::Builder;
 use crate::layer::check_spec;
 use crate::parallel::{cores, parallel_on};
 use moesaic_cache::{Key, Store};
+use moesaic_collectives::nccl::Kernels;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_plan::{Parallel, Place, PlanError, PlanOptions, plan, plan_rank};
@@ -142,6 +143,8 @@ fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
         all.extend(emit_layer(&plan.tokens)?);
         all.extend(emit_layer(&plan.experts)?);
     }
+    // Ranks with GPUs add up by a kernel.
+    all.extend(Kernels::source(target));
     Ok(all)
 }
 

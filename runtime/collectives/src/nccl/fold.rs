@@ -126,7 +126,15 @@ impl Kernels {
     /// As [`Device::load`].
     pub fn load(device: &Arc<dyn Device>, artifact: &Artifact) -> Result<Kernels, DeviceError> {
         let entries = TYPES.map(|(_, dtype)| entry(dtype));
-        let module = device.load(artifact, &entries)?;
+        Kernels::of(device, device.load(artifact, &entries)?)
+    }
+
+    /// Those of a module that was made from [`Kernels::source`].
+    ///
+    /// # Errors
+    /// As [`Module::function`].
+    pub fn of(device: &Arc<dyn Device>, module: Arc<dyn Module>) -> Result<Kernels, DeviceError> {
+        let entries = TYPES.map(|(_, dtype)| entry(dtype));
         let mut functions = [FunctionId(0); TYPES.len()];
         for (function, entry) in functions.iter_mut().zip(&entries) {
             *function = module.function(&entry.symbol)?;

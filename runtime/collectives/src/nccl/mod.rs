@@ -79,6 +79,8 @@ pub struct Options {
     pub world: Option<World>,
     /// Where ranks meet. `None`: what variables say.
     pub meeting: Option<Meeting>,
+    /// An MPI to meet by that is tried after those of the machine.
+    pub installed_mpi: Option<PathBuf>,
     /// What tells this job from others that meet at the same place. `None`: what launchers'
     /// variables say.
     pub job: Option<String>,
@@ -116,6 +118,7 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
         Meeting::Mpi => {
             let mpi = crate::mpi::Options {
                 deadline: Some(deadline),
+                installed: options.installed_mpi.clone(),
                 ..crate::mpi::Options::default()
             };
             let control = crate::mpi::start(&mpi, Arc::clone(&device))?;

@@ -3,12 +3,12 @@
 #![allow(dead_code)]
 
 use moesaic_collectives::nccl::{self, Fold, Folding, Nccl};
-use moesaic_collectives::{CollectiveError, Element, Reduction, threads};
+use moesaic_collectives::{CollectiveError, Communicator, Element, Reduction, threads};
 use moesaic_dl::{Library, dl_table};
 use moesaic_kernel::Entry;
 use moesaic_target::{
-    Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, GpuInfo, Graph,
-    HostBuffer, Module, Ptr, StreamDevice,
+    Arg, Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, FunctionId, GpuInfo,
+    Graph, HostBuffer, LaunchDims, Module, Ptr, StreamDevice,
 };
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
 use std::path::PathBuf;
@@ -48,11 +48,12 @@ fn built(without: bool) -> &'static PathBuf {
     let build = || {
         let folder = tempfile::tempdir().unwrap();
         let library = folder.path().join("libnccl.so.2");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nccl_fake/fake_nccl.c");
+        let source = folder.path().join("fake_nccl.c");
+        std::fs::write(&source, include_str!("fake_nccl.c")).unwrap();
         let status = Command::new("cc")
             .args(["-shared", "-fPIC", "-w", "-O1", "-pthread", "-o"])
             .arg(&library)
-            .arg(source)
+            .arg(&source)
             .args(without.then_some("-DWITHOUT_ALL_TO_ALL"))
             .status()
             .expect("the test needs a C compiler named `cc`");
@@ -128,6 +129,17 @@ impl Lab {
                 bus: Some(bus.to_string()),
                 ..GpuInfo::default()
             },
+            cpu: None,
+        })
+    }
+
+    /// A device whose kernels are a CPU's, and run when its stream has come to them.
+    pub fn device_of(&self, number: usize, cpu: Arc<dyn Device>) -> Arc<Gpu> {
+        let gpu = Arc::into_inner(self.device(number)).expect("nobody has it yet");
+        Arc::new(Gpu {
+            info: cpu.info().clone(),
+            cpu: Some(cpu),
+            ..gpu
         })
     }
 
@@ -146,14 +158,25 @@ impl Lab {
         body: impl Fn(Result<Nccl, CollectiveError>) -> T + Sync,
     ) -> Vec<Option<T>> {
         let gpus: Vec<Arc<Gpu>> = (0..ranks).map(|rank| self.device(rank)).collect();
+        self.run_on(&gpus, |control, gpu| {
+            let device = Arc::clone(control.device());
+            body(nccl::over(control, device, &options(gpu.number, gpu)))
+        })
+    }
+
+    /// The same for ranks that begin by themselves, on these devices.
+    pub fn run_on<T: Send>(
+        &self,
+        gpus: &[Arc<Gpu>],
+        body: impl Fn(Communicator, &Arc<Gpu>) -> T + Sync,
+    ) -> Vec<Option<T>> {
         let device = |rank: usize| -> Result<Arc<dyn Device>, DeviceError> {
             Ok(Arc::clone(&gpus[rank]) as Arc<dyn Device>)
         };
-        let results = threads::run(ranks, device, |control| {
+        let results = threads::run(gpus.len(), device, |control| {
             use moesaic_collectives::Collectives;
-            let rank = control.rank();
-            let device = Arc::clone(control.device());
-            body(nccl::over(control, device, &options(rank, &gpus[rank])))
+            let gpu = &gpus[control.rank()];
+            body(control, gpu)
         });
         results.unwrap().into_iter().map(Result::ok).collect()
     }
@@ -175,6 +198,8 @@ pub struct Gpu {
     capture: Mutex<Option<String>>,
     info: DeviceInfo,
     gpu_info: GpuInfo,
+    /// Whose kernels it runs.
+    cpu: Option<Arc<dyn Device>>,
 }
 
 type Job = Box<dyn FnMut() + Send>;
@@ -209,6 +234,38 @@ fn address(ptr: Ptr) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(ptr.0 as usize)
 }
 
+/// Kernels of a CPU on the stream.
+struct Kernels {
+    of_cpu: Arc<dyn Module>,
+    stand: Arc<Stand>,
+    stream: Stream,
+}
+
+impl Module for Kernels {
+    fn function(&self, symbol: &str) -> Result<FunctionId, DeviceError> {
+        self.of_cpu.function(symbol)
+    }
+
+    unsafe fn run(
+        &self,
+        function: FunctionId,
+        dims: LaunchDims,
+        args: &[Arg],
+    ) -> Result<(), DeviceError> {
+        let (kernel, args) = (Arc::clone(&self.of_cpu), args.to_vec());
+        let job: Box<Job> = Box::new(Box::new(move || {
+            // SAFETY: the caller's promise, which holds until the stream has come here.
+            unsafe { kernel.run(function, dims, &args) }.expect("a kernel that runs");
+        }));
+        // SAFETY: as in `Gpu::push`.
+        unsafe {
+            self.stand
+                .push(self.stream.0, run, Box::into_raw(job).cast())
+        };
+        Ok(())
+    }
+}
+
 /// Memory that is freed when the stream has come to it.
 struct Block {
     memory: Option<Vec<u64>>,
@@ -241,14 +298,20 @@ impl Device for Gpu {
         self.capture.lock().unwrap().clone()
     }
 
-    fn load(&self, _: &Artifact, _: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
-        unreachable!("no kernels run here")
+    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+        let cpu = self.cpu.as_ref().expect("no kernels run here");
+        Ok(Arc::new(Kernels {
+            of_cpu: cpu.load(artifact, entries)?,
+            stand: Arc::clone(&self.stand),
+            stream: self.stream,
+        }))
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
         self.forbid("an allocation")?;
-        let mut memory = vec![0xA5A5_A5A5_A5A5_A5A5u64; bytes.div_ceil(8).max(1)];
-        let ptr = Ptr(memory.as_mut_ptr().expose_provenance() as u64);
+        let mut memory = vec![0xA5A5_A5A5_A5A5_A5A5u64; bytes.div_ceil(8) + 8];
+        let start = memory.as_mut_ptr().expose_provenance();
+        let ptr = Ptr(start.next_multiple_of(64) as u64);
         let block = Block {
             memory: Some(memory),
             stand: Arc::clone(&self.stand),

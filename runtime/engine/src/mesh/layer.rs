@@ -243,6 +243,7 @@ impl MeshLayer {
             tokens: Side::new(&self.tokens),
             experts: Side::new(&self.experts),
             rows: None,
+            under_way: Vec::new(),
         }
     }
 }

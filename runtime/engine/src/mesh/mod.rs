@@ -5,6 +5,7 @@
 //! [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in one list.
 
 mod collect;
+mod gpus;
 mod groups;
 mod layer;
 mod part;

@@ -6,7 +6,7 @@ use super::side::Side;
 use crate::error::EngineError;
 use crate::launch::Bound;
 use bytemuck::cast_slice;
-use moesaic_collectives::{Algorithm, Call, Element, Reduction, Slice, Transfer};
+use moesaic_collectives::{Algorithm, Call, Element, Handle, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
 use moesaic_target::Buffer;
@@ -61,6 +61,8 @@ pub(super) struct Run<'l> {
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
     pub rows: Option<Rows>,
+    /// Exchanges that the device's stream has, and that may still fail.
+    pub under_way: Vec<Handle>,
 }
 
 impl Run<'_> {
@@ -122,6 +124,17 @@ impl Run<'_> {
                 }
             }
         }
+        let mut exchanges = self.under_way.drain(..);
+        Ok(exchanges.try_for_each(Handle::wait)?)
+    }
+
+    /// Until launches that follow see the result. What is in the stream's order is waited
+    /// for when the pass has been launched.
+    fn finish(&mut self, exchange: Handle) -> Result<(), EngineError> {
+        match exchange.is_in_stream() {
+            true => self.under_way.push(exchange),
+            false => exchange.wait()?,
+        }
         Ok(())
     }
 
@@ -154,10 +167,8 @@ impl Run<'_> {
                 let buffer = self.experts.buffer(tensor);
                 let data = Slice::new(buffer, element, 0, rows * width)?;
                 let slices = &mut self.groups.slices;
-                slices
-                    .all_reduce(&data, &data, Reduction::Sum, &call)?
-                    .wait()?;
-                Ok(())
+                let sum = slices.all_reduce(&data, &data, Reduction::Sum, &call)?;
+                self.finish(sum)
             }
             Way::Sum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
             Way::Live { ids, to } => self.count_live(ids, to, &call),
@@ -176,8 +187,8 @@ impl Run<'_> {
         receives: &[Transfer],
         call: &Call,
     ) -> Result<(), EngineError> {
-        let rows = &mut self.groups.rows;
-        Ok(rows.exchange(sends, receives, call)?.wait()?)
+        let exchange = self.groups.rows.exchange(sends, receives, call)?;
+        self.finish(exchange)
     }
 
     /// Rows of a tensor as bytes: they are only moved.
@@ -278,7 +289,8 @@ impl Run<'_> {
         let slice = |id| Slice::new(self.tokens.buffer(id), element, 0, count);
         let (input, output) = (slice(from)?, slice(to)?);
         let world = &mut self.groups.world;
-        Ok(world.all_reduce(&input, &output, reduction, call)?.wait()?)
+        let sum = world.all_reduce(&input, &output, reduction, call)?;
+        self.finish(sum)
     }
 
     /// Weights of the experts of all groups; those of the first slices count.
