@@ -9,9 +9,9 @@ mod nccl_fake;
 
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{Ranks, compare_on, evaluated, mesh, spec};
-use moesaic::collectives::Call;
-use moesaic::{Engine, EngineOptions, Mesh, Parallel, Recompute};
+use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, part, shares, spec};
+use moesaic::collectives::{Call, Collectives};
+use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
 use nccl_fake::Lab;
 
 /// Ranks with a device of the stand-in each.
@@ -71,4 +71,50 @@ fn capacities_are_agreed_over_nccl() {
     let parallel = mesh(3, 1, 1);
     let found = evaluated(&gpus, parallel, &case);
     assert!(found == evaluated(&engine, parallel, &case));
+}
+
+/// The host waits for no exchange of rows by itself: what fails on the stream has to be an
+/// error all the same, whichever exchange it is.
+#[test]
+fn a_failed_exchange_is_an_error_and_never_a_result() {
+    let kernels = cpu();
+    let case = Case::random(
+        &spec("shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 2 }"),
+        20,
+        3,
+    );
+    let parallel = mesh(2, 1, 1);
+    let halves = shares(20, 2);
+    let want = evaluated(&kernels, parallel, &case);
+    let row = want.len() / 20;
+    let mut phases = Vec::new();
+    for at in 0..4 {
+        let lab = Lab::new();
+        let gpus = [0, 1].map(|rank| lab.device_of(rank, kernels.device().clone()));
+        let results = lab.run_on(&gpus, |control, gpu| -> Result<Vec<u8>, String> {
+            let text = |error: EngineError| error.to_string();
+            let engine = Engine::on_device(gpu.clone(), EngineOptions::default()).unwrap();
+            let mut world = engine.nccl_over(control, lab.options()).map_err(text)?;
+            let mesh = Mesh::new(&mut world, parallel).map_err(text)?;
+            let layer = layer_on(&engine, &mesh, &case, None);
+            // Both are here; what follows is the pass alone.
+            world.barrier(&Call::new("ready")).unwrap().wait().unwrap();
+            lab.set("fail_rank", 1);
+            lab.set("fail_at", at);
+            let own = part(&case, &halves[mesh.rank()]);
+            let output = layer.forward(&own.input()).map_err(text)?;
+            Ok(output.y().data.to_vec())
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            let tokens = &halves[rank];
+            match result.expect("no rank panics") {
+                Ok(y) => assert!(y == want[tokens.start * row..tokens.end * row], "at {at}"),
+                Err(error) => phases.push(error),
+            }
+        }
+    }
+    for phase in ["(counts of", "(rows of", "(out of"] {
+        let seen = phases.iter().any(|error| error.contains(phase));
+        assert!(seen, "nothing failed in `{phase}`: {phases:#?}");
+    }
 }
