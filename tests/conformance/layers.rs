@@ -1,6 +1,6 @@
 //! Whole layers on every engine this machine has.
 
-use super::Case;
+use super::{Case, quick};
 use moesaic::spec::{LayerSpec, testing};
 use moesaic::{Counters, DType, Engine, EngineOptions, Input, Recompute};
 
@@ -32,16 +32,14 @@ pub fn engines() -> Vec<Engine> {
     engines
 }
 
-/// The widest CPU engine, for tests that need one only.
+/// The widest CPU engine, for tests that need one only; its kernels are compiled in a
+/// hurry.
 pub fn engine() -> Engine {
-    Engine::open(
-        "cpu",
-        EngineOptions {
-            poison: true,
-            ..EngineOptions::default()
-        },
-    )
-    .expect("a C compiler")
+    let options = EngineOptions {
+        poison: true,
+        ..EngineOptions::default()
+    };
+    Engine::open_with("cpu", options, quick::compiler()).expect("a CPU")
 }
 
 fn small(toml: &str) -> LayerSpec {

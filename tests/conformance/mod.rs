@@ -25,6 +25,7 @@ mod options;
 mod orders;
 mod pieces;
 mod precision;
+mod quick;
 mod random;
 mod routing;
 mod saved;

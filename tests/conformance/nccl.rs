@@ -8,11 +8,15 @@
 mod nccl_fake;
 
 use super::case::Case;
-use super::layers::engine as cpu;
 use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, part, shares, spec};
 use moesaic::collectives::{Call, Collectives};
 use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
 use nccl_fake::Lab;
+
+/// The CPU whose kernels run, compiled as those of [`Engine::on_device`] are.
+fn cpu() -> Engine {
+    Engine::cpu().expect("a C compiler")
+}
 
 /// Ranks with a device of the stand-in each.
 struct Gpus(Lab);

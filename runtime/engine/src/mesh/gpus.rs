@@ -2,8 +2,8 @@
 
 use crate::engine::Engine;
 use crate::error::EngineError;
-use moesaic_collectives::nccl::{self, Fold, Kernels, Nccl};
 use moesaic_collectives::Communicator;
+use moesaic_collectives::nccl::{self, Fold, Kernels, Nccl};
 use std::sync::Arc;
 
 impl Engine {
