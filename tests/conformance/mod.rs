@@ -15,7 +15,7 @@ mod emulated;
 mod evaluation;
 mod gates;
 mod global_loss;
-mod layers;
+pub mod layers;
 pub mod mesh;
 mod mesh_training;
 mod mesh_weights;

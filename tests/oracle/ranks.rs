@@ -1,12 +1,16 @@
 //! The layers of other projects on ranks: the bytes of one process, which the other tests
 //! hold against the files.
 //!
-//! A test run has every case of `hf` and some of the others, each on one mesh;
+//! Ranks share the tokens of a case. Where a capacity is each rank's own, all have all
+//! tokens, so that each has the case's capacity, and experts the rows of all.
+//!
+//! A test run has every case of `hf` and `tutel` and some of the others, each on one mesh;
 //! `MOESAIC_MESHES=all` has all of them on all meshes.
 
-use super::{engine, entries};
+use super::{Tutel, entries};
+use crate::conformance::layers::engine;
 use crate::conformance::mesh::{on_ranks, shares};
-use moesaic::spec::hf;
+use moesaic::spec::{LayerSpec, hf};
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
 use moesaic::{Engine, Input, Parallel, Tensors};
 use serde_json::Value;
@@ -14,7 +18,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
-const MESHES: [Parallel; 7] = [
+const MESHES: [Parallel; 8] = [
     mesh(1, 1, 1),
     mesh(2, 1, 1),
     mesh(3, 1, 1),
@@ -22,67 +26,101 @@ const MESHES: [Parallel; 7] = [
     mesh(4, 1, 1),
     mesh(4, 1, 2),
     mesh(2, 2, 2),
+    mesh(8, 1, 1),
 ];
 
 const fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
     Parallel { ep, shards, dp }
 }
 
-/// Some rows of every tensor of an input.
-fn part<'t>(inputs: &'t Tensors<'_>, tokens: &Range<usize>) -> Input<'t> {
-    let mut input = Input {
-        tokens: tokens.len(),
-        ..Input::default()
-    };
-    for (name, tensor) in inputs {
-        input.insert(name, tensor.rows(tokens.clone()).unwrap());
-    }
-    input
+/// A layer of a file, and its tokens.
+struct Layer {
+    name: String,
+    spec: LayerSpec,
+    weights: Tensors<'static>,
+    inputs: Tensors<'static>,
 }
 
-/// Whether ranks can be held against one process: a capacity is each rank's own.
-fn runs(engine: &Engine, dir: &Path, parallel: Parallel) -> bool {
-    let what = format!("{} on {parallel:?}", dir.display());
-    let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
-    let case: Value = serde_json::from_str(&read("case.json")).unwrap();
-    let layer = case["layer"].as_u64().expect("a layer") as usize;
-    let import = hf::import(&read("config.json"), layer).unwrap();
-    let spec = &import.spec;
-    if spec.may_drop() || parallel.check(spec).is_err() {
-        return false;
+impl Layer {
+    fn of_hugging_face(dir: &Path) -> Layer {
+        let read = |name: &str| fs::read_to_string(dir.join(name)).unwrap();
+        let case: Value = serde_json::from_str(&read("case.json")).unwrap();
+        let layer = case["layer"].as_u64().expect("a layer") as usize;
+        let import = hf::import(&read("config.json"), layer).unwrap();
+        let checkpoint = Checkpoint::open(dir).unwrap();
+        let weights = load_import(&import, &checkpoint, LoadOptions::default()).unwrap();
+        let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
+        let given = ["x", "token_ids"].into_iter();
+        let inputs = given.filter_map(|name| Some((name.to_string(), block.read(name).ok()?)));
+        Layer {
+            name: dir.display().to_string(),
+            inputs: inputs.collect(),
+            weights,
+            spec: import.spec,
+        }
     }
-    let checkpoint = Checkpoint::open(dir).unwrap();
-    let weights = load_import(&import, &checkpoint, LoadOptions::default()).unwrap();
-    let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
-    let given = ["x", "token_ids"].into_iter();
-    let inputs = given.filter_map(|name| Some((name.to_string(), block.read(name).ok()?)));
-    let inputs: Tensors<'static> = inputs.collect();
-    let tokens = inputs["x"].shape[0];
-    let one = engine.layer(spec, &weights).unwrap();
-    let one = one.forward(&part(&inputs, &(0..tokens))).unwrap();
-    let shares = shares(tokens, parallel.ranks());
-    let ranks = on_ranks(engine, parallel, |mesh| {
-        let layer = engine.mesh_layer(mesh, spec, &weights, None);
-        let layer = layer.unwrap_or_else(|e| panic!("{what}: {e}"));
-        let output = layer.forward(&part(&inputs, &shares[mesh.rank()]));
-        let output = output.unwrap_or_else(|e| panic!("{what}: {e}"));
-        (output.y().data.to_vec(), output.y().to_f64())
-    });
-    if parallel.shards == 1 {
-        let bytes: Vec<u8> = ranks.into_iter().flat_map(|(bytes, _)| bytes).collect();
-        assert!(bytes == *one.y().data, "{what}");
-        return true;
+
+    fn of_tutel(file: &Path) -> Layer {
+        let tutel = Tutel::open(file);
+        Layer {
+            name: file.display().to_string(),
+            spec: tutel.spec(),
+            weights: tutel.weights(),
+            inputs: Tensors::from([("x".to_string(), tutel.read("x"))]),
+        }
     }
-    let found = ranks.into_iter().flat_map(|(_, values)| values);
-    let want = one.y().to_f64();
-    let scale = want.iter().fold(0f64, |most, v| most.max(v.abs()));
-    for (found, want) in found.zip(want) {
-        assert!(
-            (found - want).abs() <= 2e-5 * scale,
-            "{what}: {found}, {want}"
-        );
+
+    /// Some tokens.
+    fn part(&self, tokens: &Range<usize>) -> Input<'_> {
+        let mut input = Input {
+            tokens: tokens.len(),
+            ..Input::default()
+        };
+        for (name, tensor) in &self.inputs {
+            input.insert(name, tensor.rows(tokens.clone()).unwrap());
+        }
+        input
     }
-    true
+
+    /// Whether a mesh can have the layer; its ranks then compute what one process does.
+    fn runs(&self, engine: &Engine, parallel: Parallel) -> bool {
+        let what = format!("{} on {parallel:?}", self.name);
+        let spec = &self.spec;
+        if parallel.check(spec).is_err() {
+            return false;
+        }
+        let tokens = self.inputs["x"].shape[0];
+        let shares = match spec.may_drop() {
+            true => vec![0..tokens; parallel.ranks()],
+            false => shares(tokens, parallel.ranks()),
+        };
+        let one = engine.layer(spec, &self.weights).unwrap();
+        let one = one.forward(&self.part(&(0..tokens))).unwrap();
+        let ranks = on_ranks(engine, parallel, |mesh| {
+            let layer = engine.mesh_layer(mesh, spec, &self.weights, None);
+            let layer = layer.unwrap_or_else(|e| panic!("{what}: {e}"));
+            let output = layer.forward(&self.part(&shares[mesh.rank()]));
+            output
+                .unwrap_or_else(|e| panic!("{what}: {e}"))
+                .y()
+                .clone()
+                .into_static()
+        });
+        let all = one.y().to_f64();
+        let scale = all.iter().fold(0f64, |most, v| most.max(v.abs()));
+        for (found, share) in ranks.iter().zip(shares) {
+            let want = one.y().rows(share).unwrap();
+            if parallel.shards == 1 {
+                assert!(found.data == want.data, "{what}");
+                continue;
+            }
+            for (found, want) in found.to_f64().iter().zip(want.to_f64()) {
+                let near = (found - want).abs() <= 2e-5 * scale;
+                assert!(near, "{what}: {found}, {want}");
+            }
+        }
+        true
+    }
 }
 
 #[test]
@@ -90,16 +128,20 @@ fn layers_of_other_projects_run_on_ranks() {
     let engine = engine();
     let all = std::env::var("MOESAIC_MESHES").is_ok_and(|value| value == "all");
     let (mut ran, mut cases) = (0, 0);
-    for (folder, step) in [("hf", 1), ("hf_more", 8), ("families", 12)] {
+    for (folder, step) in [("hf", 1), ("tutel", 1), ("hf_more", 8), ("families", 12)] {
         let step = if all { 1 } else { step };
-        for (at, dir) in entries(folder).iter().enumerate().step_by(step) {
+        for (at, path) in entries(folder).iter().enumerate().step_by(step) {
             let meshes = match all {
                 true => &MESHES[..],
-                false => &MESHES[1 + at / step % 6..][..1],
+                false => &MESHES[1 + at / step % 7..][..1],
+            };
+            let layer = match folder {
+                "tutel" => Layer::of_tutel(path),
+                _ => Layer::of_hugging_face(path),
             };
             for parallel in meshes {
                 cases += 1;
-                ran += usize::from(runs(&engine, dir, *parallel));
+                ran += usize::from(layer.runs(&engine, *parallel));
             }
         }
     }
