@@ -57,6 +57,10 @@ const TABLE: &[(&str, &[Row])] = &[
             ("output", Always),
             ("ranks", Always),
             ("mesh", Always),
+            (
+                "exchange",
+                NotWith(&["--exchange=mpi", "--ranks=2"], "is for processes"),
+            ),
             ("target", Always),
             ("threads", On(&["cpu", "sim:sm_80", "sim:gfx942"])),
             ("pin", CPU),
