@@ -5,3 +5,4 @@ mod in_candle;
 mod inputs;
 mod losses;
 mod random;
+mod ranks;

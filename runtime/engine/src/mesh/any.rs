@@ -26,7 +26,7 @@ pub enum AnySaved {
     /// Of a layer of one process.
     One(Saved),
     /// Of a rank.
-    Mesh(MeshSaved),
+    Mesh(Box<MeshSaved>),
 }
 
 impl AnySaved {
@@ -191,7 +191,7 @@ impl AnyLayer {
             }
             AnyLayer::Mesh(layer) => {
                 let (output, saved) = layer.forward_train(input, names, counters)?;
-                Ok((output, AnySaved::Mesh(saved)))
+                Ok((output, AnySaved::Mesh(Box::new(saved))))
             }
         }
     }

@@ -1,6 +1,7 @@
 //! What a rank runs of a layer.
 
 use super::groups::Mesh;
+use super::part::Around;
 use super::rows::Rows;
 use super::run::{Run, Segment, segments};
 use super::shard::Shard;
@@ -87,7 +88,8 @@ impl Engine {
         part: &dyn WeightSource,
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
-        self.mesh_layer_with(mesh, spec, (part, part), training)
+        let experts = spec.shape.experts;
+        self.mesh_layer_with(mesh, spec, (&Around { part, experts }, part), training)
     }
 
     /// `weights` are those of the tokens' side, and those of this rank's experts.
