@@ -35,11 +35,13 @@
 //! are this rank's until [`MoeLayer::reduce_gradients`] has added them up, those of the
 //! tokens are whole. [`part`] cuts weights of the whole layer.
 
+mod exchange;
 mod graph;
 mod host;
 mod inputs;
 mod ranks;
 
+pub use exchange::{Exchange, exchange};
 pub use inputs::Inputs;
 pub use moesaic::Counters;
 pub use ranks::{part, reduce_gradients};
