@@ -69,6 +69,43 @@ pub use moesaic_engine::MeshLayer;
 #[doc(inline)]
 pub use moesaic_engine::MeshSaved;
 
+/// A layer of one process, or a rank's part of one over ranks, behind the same calls.
+///
+/// ```
+/// use moesaic::{AnyLayer, Counters, EngineError, Input, Tensor};
+///
+/// /// A step of training, with ranks or without.
+/// fn step(layer: &AnyLayer, input: &Input, dy: &Tensor) -> Result<(), EngineError> {
+///     let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+///     layer.backward(&saved, dy, false)?;
+///     layer.reduce_gradients()
+/// }
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), EngineError> {
+/// let training = Some(moesaic::Training::default());
+/// let layer = engine().any_layer(None, &spec(), &weights(), training)?;
+/// let dy = Tensor::new(&[3, 8], &[1.0f32; 24]);
+/// step(&layer, &Input::new(3, &wave(24)), &dy)?;
+/// assert_eq!(layer.gradient("router.weight")?.shape, [4, 8]);
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::AnyLayer;
+
+/// What a forward pass of an [`AnyLayer`], and so of a layer of [`layer!`](crate::layer),
+/// left for backward.
+///
+/// ```
+/// use moesaic::AnySaved;
+///
+/// fn experts_are_elsewhere(saved: &AnySaved) -> bool {
+///     matches!(saved, AnySaved::Mesh(_))
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::AnySaved;
+
 /// Which ranks of a mesh do something together, and who has the same of a parameter.
 ///
 /// ```

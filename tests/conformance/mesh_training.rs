@@ -224,3 +224,38 @@ fn ranks_start_with_the_values_of_the_first() {
         }
     }
 }
+
+/// Rank r has `r + q` numbers for rank q: none for some.
+#[test]
+fn ranks_hand_out_parts_of_any_sizes() {
+    let engine = &cpu();
+    let number = |from: usize, to: usize, at: usize| (100 * from + 10 * to + at) as f32;
+    let part = |from: usize, to: usize| -> Vec<f32> {
+        (0..from + to).map(|at| number(from, to, at)).collect()
+    };
+    let found = on_ranks(engine, mesh(2, 1, 2), |mesh| {
+        let (ranks, own) = (engine.ranks(mesh), mesh.rank());
+        let parts: Vec<Vec<f32>> = (0..4).map(|to| part(own, to)).collect();
+        let few = ranks
+            .all_to_all(&parts[..3], Among::Replicas, "parts")
+            .err();
+        (few, own)
+    });
+    for (few, _) in found {
+        assert!(few.is_some(), "three parts for two ranks");
+    }
+    let found = on_ranks(engine, mesh(2, 1, 2), |mesh| {
+        let (ranks, own) = (engine.ranks(mesh), mesh.rank());
+        let parts: Vec<Vec<f32>> = (0..4).map(|to| part(own, to)).collect();
+        let got = ranks.all_to_all(&parts, Among::World, "parts").unwrap();
+        let all: Vec<f32> = (0..8).map(|at| number(own, 0, at)).collect();
+        let sum = ranks.sum_scattered(&all, Among::World, "sum").unwrap();
+        (got, sum)
+    });
+    for (rank, (got, sum)) in found.iter().enumerate() {
+        let wanted: Vec<Vec<f32>> = (0..4).map(|from| part(from, rank)).collect();
+        assert_eq!(*got, wanted);
+        let of = |at: usize| (0..4).map(|from| number(from, 0, at)).sum::<f32>();
+        assert_eq!(*sum, [of(2 * rank), of(2 * rank + 1)]);
+    }
+}

@@ -1,5 +1,6 @@
 //! Training runs: published curves, and the examples' own models.
 
 mod char_lm;
+mod gates;
 mod torch_random;
 mod tutel;

@@ -34,10 +34,10 @@ pub(crate) fn layer(plan: &LayerPlan, names: &Names, options: &GenerateOptions) 
         #about
         #[allow(dead_code)]
         #visibility struct #layer {
-            layer: #facade::Layer,
+            layer: #facade::AnyLayer,
         }
 
-        const _: () = #facade::typed::generated::check_format(2);
+        const _: () = #facade::typed::generated::check_format(3);
 
         #[allow(dead_code)]
         impl #layer {
@@ -100,7 +100,23 @@ fn construct(names: &Names) -> TokenStream {
             engine: &#facade::Engine,
             weights: &#weights<'_>,
         ) -> Result<Self, #facade::EngineError> {
-            Self::from_named(engine, &weights.named())
+            Self::made(engine, None, &weights.named(), None)
+        }
+
+        /// As `new`, this rank's part of a layer over ranks: its calls take and give
+        /// what is of this rank's tokens, and are made by all ranks of the mesh, in
+        /// the same order, also by those without tokens. `weights` are those of the
+        /// whole layer.
+        ///
+        /// # Errors
+        /// As `new`; also when the layer cannot have the mesh, or ranks make
+        /// different layers.
+        pub fn new_over(
+            engine: &#facade::Engine,
+            mesh: &#facade::Mesh,
+            weights: &#weights<'_>,
+        ) -> Result<Self, #facade::EngineError> {
+            Self::made(engine, Some(mesh), &weights.named(), None)
         }
 
         /// As `new`, with weights by canonical name, as a checkpoint has them:
@@ -112,7 +128,29 @@ fn construct(names: &Names) -> TokenStream {
             engine: &#facade::Engine,
             weights: &dyn #facade::WeightSource,
         ) -> Result<Self, #facade::EngineError> {
-            let layer = engine.layer(&Self::spec(), weights)?;
+            Self::made(engine, None, weights, None)
+        }
+
+        /// As `new_over`, with weights by canonical name. Of experts only those of
+        /// this rank are read.
+        ///
+        /// # Errors
+        /// As `from_named` and `new_over`.
+        pub fn from_named_over(
+            engine: &#facade::Engine,
+            mesh: &#facade::Mesh,
+            weights: &dyn #facade::WeightSource,
+        ) -> Result<Self, #facade::EngineError> {
+            Self::made(engine, Some(mesh), weights, None)
+        }
+
+        fn made(
+            engine: &#facade::Engine,
+            mesh: Option<&#facade::Mesh>,
+            weights: &dyn #facade::WeightSource,
+            training: Option<#facade::Training>,
+        ) -> Result<Self, #facade::EngineError> {
+            let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
             Ok(Self { layer })
         }
     }

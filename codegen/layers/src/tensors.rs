@@ -223,7 +223,7 @@ fn raw_traits(tensors: &[&TensorPlan], names: &Names) -> TokenStream {
         impl #facade::typed::TypedLayer for #layer {
             type Raw = #raw;
 
-            fn layer(&self) -> &#facade::Layer {
+            fn layer(&self) -> &#facade::AnyLayer {
                 &self.layer
             }
         }

@@ -58,7 +58,7 @@ fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {
             pub output: #output,
             #(#fields)*
             /// What backward needs.
-            pub saved: #facade::Saved,
+            pub saved: #facade::AnySaved,
         }
     }
 }
@@ -140,8 +140,34 @@ fn construct(names: &Names) -> TokenStream {
             weights: &#weights<'_>,
             training: #facade::Training,
         ) -> Result<Self, #facade::EngineError> {
-            let layer = engine.training_layer(&Self::spec(), &weights.named(), training)?;
-            Ok(Self { layer })
+            Self::made(engine, None, &weights.named(), Some(training))
+        }
+
+        /// As `new_over`, for a layer that can run backward.
+        ///
+        /// # Errors
+        /// As `new_over`.
+        pub fn training_over(
+            engine: &#facade::Engine,
+            mesh: &#facade::Mesh,
+            weights: &#weights<'_>,
+            training: #facade::Training,
+        ) -> Result<Self, #facade::EngineError> {
+            Self::made(engine, Some(mesh), &weights.named(), Some(training))
+        }
+
+        /// As `training`, with weights by canonical name, and with those of experts
+        /// of this rank alone where there is a mesh.
+        ///
+        /// # Errors
+        /// As `from_named` and `from_named_over`.
+        pub fn training_from_named(
+            engine: &#facade::Engine,
+            mesh: Option<&#facade::Mesh>,
+            weights: &dyn #facade::WeightSource,
+            training: #facade::Training,
+        ) -> Result<Self, #facade::EngineError> {
+            Self::made(engine, mesh, weights, Some(training))
         }
     }
 }
@@ -231,7 +257,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         /// memory runs out, or a launch fails.
         pub fn backward(
             &self,
-            saved: &#facade::Saved,
+            saved: &#facade::AnySaved,
             dy: &[#dy],
             accumulate: bool,
         ) -> Result<#input_gradients, #facade::EngineError> {
@@ -239,7 +265,18 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             #input_gradients::read(&self.layer.backward(saved, &dy, accumulate)?)
         }
 
-        /// Reads back the gradients of all weights.
+        /// Adds up the gradients of weights over the ranks of a mesh that have the
+        /// same weights; nothing without a mesh.
+        ///
+        /// # Errors
+        /// When the layer was not made by `training`, or ranks cannot be reached.
+        pub fn reduce_gradients(&self) -> Result<(), #facade::EngineError> {
+            self.layer.reduce_gradients()
+        }
+
+        /// Reads back the gradients of all weights. On a mesh those of experts are
+        /// of this rank's own experts, one after the other, and all others of this
+        /// rank's tokens until `reduce_gradients` has added them up.
         ///
         /// # Errors
         /// When the layer was not made by `training`.

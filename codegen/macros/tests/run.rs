@@ -4,6 +4,8 @@
 
 #[path = "run/inputs.rs"]
 mod inputs;
+#[path = "run/mesh.rs"]
+mod mesh;
 
 use half::{bf16, f16};
 use moesaic::reference::{self, Random};

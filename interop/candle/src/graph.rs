@@ -3,14 +3,14 @@
 use crate::Inner;
 use crate::host::{lend, storage, tensor};
 use candle_core::{CpuStorage, CustomOp2, Error, Layout, Result, Shape, Tensor};
-use moesaic::{Saved, Tensor as HostTensor};
+use moesaic::{AnySaved, Tensor as HostTensor};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// One forward pass, for the backward passes that belong to it.
 pub struct Call {
     pub inner: Arc<Inner>,
-    pub saved: Mutex<Saved>,
+    pub saved: Mutex<AnySaved>,
     /// What is tied to the layer: weights, and `topk_weights`.
     pub tied: Vec<String>,
     /// Their gradients, of the backward pass that is under way.

@@ -76,6 +76,21 @@ pub fn candle_type(dtype: DType) -> candle_core::DType {
     }
 }
 
+/// What the engine calls a type of candle.
+///
+/// # Errors
+/// When it has none such.
+pub fn host_type(dtype: candle_core::DType) -> Result<DType> {
+    Ok(match dtype {
+        candle_core::DType::F32 => DType::F32,
+        candle_core::DType::F16 => DType::F16,
+        candle_core::DType::BF16 => DType::Bf16,
+        candle_core::DType::I32 => DType::I32,
+        candle_core::DType::I64 => DType::I64,
+        _ => candle_core::bail!("a layer has no {dtype:?}, only f32, f16, bf16, i32 and i64"),
+    })
+}
+
 /// The elements of what the engine gave.
 pub fn storage(host: &HostTensor<'_>) -> CpuStorage {
     let same = "the type was just matched";

@@ -3,7 +3,7 @@
 use crate::host::{copied, named};
 use candle_core::{Device, Error, Result, Tensor};
 use moesaic::plan::{Role, TensorPlan};
-use moesaic::{Layer, Tensor as HostTensor, Tensors};
+use moesaic::{AnyLayer, Tensor as HostTensor, Tensors};
 use std::collections::BTreeMap;
 
 /// The tokens of a call and what else its layer's spec asks for. Tensors with a
@@ -57,7 +57,8 @@ impl Inputs {
     }
 
     /// Choices of each expert `[E]` and the number of tokens over the group that
-    /// a `global` loss is meant for, such as all ranks.
+    /// a `global` loss is meant for, such as all micro-batches. The ranks of a mesh count
+    /// themselves, and a layer over them reads neither.
     ///
     /// # Errors
     /// None that a CPU has.
@@ -94,7 +95,7 @@ impl Inputs {
 
     /// All but `x` as the engine takes it. What the layer would not read is an
     /// error: its spec lacks the option that reads it.
-    pub(crate) fn hosts(&self, layer: &Layer) -> Result<Tensors<'static>> {
+    pub(crate) fn hosts(&self, layer: &AnyLayer) -> Result<Tensors<'static>> {
         let tensors = layer.plan().tensors.iter();
         let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == Role::Input).collect();
         let host = |(name, tensor): (&&'static str, &Tensor)| {

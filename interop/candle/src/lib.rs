@@ -29,20 +29,30 @@
 //!
 //! Tensors lie on candle's CPU device; the layer may run on any target.
 
+//! # Over ranks
+//! [`MoeLayer::new_over`] makes a rank's part of a layer: the same calls, each made by all
+//! ranks in the same order, `backward` too, with the tokens of each. Gradients of weights
+//! are this rank's until [`MoeLayer::reduce_gradients`] has added them up, those of the
+//! tokens are whole. [`part`] cuts weights of the whole layer.
+
+mod exchange;
 mod graph;
 mod host;
 mod inputs;
+mod ranks;
 
+pub use exchange::{Exchange, exchange};
 pub use inputs::Inputs;
 pub use moesaic::Counters;
+pub use ranks::{part, reduce_gradients};
 
 use candle_core::{DType, Device, Error, Result, Tensor};
 use graph::{Call, Tie, Whole, lock};
 use host::{candle_type, lend, named};
 use moesaic::spec::canonical_tensors;
 use moesaic::{
-    Engine, EngineError, Input, Layer, LayerSpec, Output, Saved, Tensor as HostTensor, Tensors,
-    Training,
+    AnyLayer, AnySaved, Engine, EngineError, Input, LayerSpec, Mesh, Output, Tensor as HostTensor,
+    Tensors, Training,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -56,7 +66,7 @@ pub struct MoeLayer {
 /// The compiled layer; weights and their gradients lie in it, so that one
 /// pass uses it at a time.
 struct Inner {
-    layer: Layer,
+    layer: AnyLayer,
     turn: Mutex<()>,
 }
 
@@ -120,6 +130,31 @@ impl MoeLayer {
         spec: &LayerSpec,
         weights: &BTreeMap<String, Tensor>,
     ) -> Result<MoeLayer> {
+        MoeLayer::made(engine, None, spec, weights)
+    }
+
+    /// As [`MoeLayer::new`], this rank's part of a layer over ranks. All ranks of the mesh
+    /// call it. `weights` are this rank's: of experts its own, as [`part`] cuts them, all
+    /// else as every rank has it.
+    ///
+    /// # Errors
+    /// As [`MoeLayer::new`]; also when the layer cannot have the mesh, or ranks make
+    /// different layers.
+    pub fn new_over(
+        engine: &Engine,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        weights: &BTreeMap<String, Tensor>,
+    ) -> Result<MoeLayer> {
+        MoeLayer::made(engine, Some(mesh), spec, weights)
+    }
+
+    fn made(
+        engine: &Engine,
+        mesh: Option<&Mesh>,
+        spec: &LayerSpec,
+        weights: &BTreeMap<String, Tensor>,
+    ) -> Result<MoeLayer> {
         let mut held = Vec::new();
         for tensor in canonical_tensors(spec) {
             let missing = || Error::Msg(format!("no weight `{}`", tensor.name));
@@ -133,7 +168,15 @@ impl MoeLayer {
         for weight in &held {
             given.insert(&weight.name, weight.lend(|host| Ok(host.into_static()))?);
         }
-        let layer = engine.training_layer(spec, &given, Training::default());
+        let training = Training::default();
+        let layer = match mesh {
+            None => engine
+                .training_layer(spec, &given, training)
+                .map(AnyLayer::from),
+            Some(mesh) => engine
+                .mesh_layer_of_part(mesh, spec, &given, Some(training))
+                .map(AnyLayer::from),
+        };
         Ok(MoeLayer {
             inner: Arc::new(Inner {
                 layer: layer.map_err(Error::wrap)?,
@@ -258,13 +301,14 @@ impl MoeLayer {
     }
 
     /// Puts a call into the graph: its `y`.
-    fn tie(&self, inputs: &Inputs, y: &HostTensor<'static>, saved: Saved) -> Result<Tensor> {
-        let plan = self.inner.layer.plan();
+    fn tie(&self, inputs: &Inputs, y: &HostTensor<'static>, saved: AnySaved) -> Result<Tensor> {
+        let layer = &self.inner.layer;
         let decided = inputs.others.get_key_value("topk_weights");
         let all = self
             .weights()
             .chain(decided.map(|(name, tensor)| (*name, tensor)));
         let learns = |(name, tensor): &(&str, &Tensor)| {
+            let plan = layer.side_of(name).plan();
             tensor.track_op() && plan.tensor(&format!("grad.{name}")).is_some()
         };
         let tied: Vec<(&str, &Tensor)> = all.filter(learns).collect();

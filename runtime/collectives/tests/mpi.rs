@@ -5,62 +5,24 @@ mod mpi_ranks;
 mod nccl_fake;
 mod support;
 
-use moesaic_toolchain::testing::{Tool, installed, needed};
-use std::path::PathBuf;
-use std::process::{Command, Output};
+use moesaic_toolchain::testing::{Launcher, mpich, open_mpi};
+use std::process::Output;
 use std::time::{Duration, Instant};
 
-/// An MPI: how its programs are started, and its library.
-struct Launcher {
-    program: PathBuf,
-    options: Vec<String>,
-    library: String,
+/// Starts a case of this program's ranks.
+trait Cases {
+    fn start(&self, ranks: usize, case: &str) -> (Output, Duration);
+
+    fn run(&self, ranks: usize, case: &str) -> String;
+
+    fn fail(&self, ranks: usize, case: &str, survivors: &[usize]) -> String;
 }
 
-/// MPICH 5 as `moesaic toolchain install mpi` brings it, by the standard ABI.
-fn mpich() -> Launcher {
-    let registry = installed(moesaic_toolchain::Kind::Mpi);
-    let found = moesaic_toolchain::mpi(&registry);
-    let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
-    Launcher {
-        program: found.launcher,
-        options: Vec::new(),
-        library: found.library.display().to_string(),
-    }
-}
-
-/// The machine's Open MPI, by its own ABI.
-fn open_mpi() -> Launcher {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let programs = std::env::split_paths(&path).map(|folder| folder.join("mpirun.openmpi"));
-    let program = programs.into_iter().find(|program| program.is_file());
-    let words = [
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "--quiet",
-        "--mca",
-        "btl_base_warn_component_unused",
-        "0",
-    ];
-    Launcher {
-        program: needed(
-            Tool::OpenMpi,
-            program.ok_or("mpirun.openmpi is not on PATH"),
-        ),
-        options: words.map(str::to_string).to_vec(),
-        library: "libmpi.so.40".to_string(),
-    }
-}
-
-impl Launcher {
+impl Cases for Launcher {
     fn start(&self, ranks: usize, case: &str) -> (Output, Duration) {
         let start = Instant::now();
-        let output = Command::new("timeout")
-            .args(["--signal=KILL", "180"])
-            .arg(&self.program)
-            .args(&self.options)
-            .args(["-n", &ranks.to_string()])
-            .arg(std::env::current_exe().unwrap())
+        let output = self
+            .command(ranks, &std::env::current_exe().unwrap())
             .args([
                 "--ignored",
                 "--exact",
@@ -68,7 +30,6 @@ impl Launcher {
                 "--nocapture",
                 "--test-threads=1",
             ])
-            .env("MOESAIC_MPI", &self.library)
             .env("MOESAIC_RANK_CASE", case)
             .output()
             .unwrap();

@@ -100,6 +100,21 @@ pub enum EngineError {
         "the layer was made for inference\nmake it with `Engine::training_layer` to run backward"
     )]
     NotTraining,
+    /// Something was asked of a layer over ranks that only a layer of one process can do.
+    #[error(
+        "the layer is one of a mesh, {asked} is for a layer of one process\n\
+         make it without the mesh, or call `forward` and `forward_train` on all ranks"
+    )]
+    OverRanks {
+        /// What was asked.
+        asked: &'static str,
+    },
+    /// Something was asked of a layer of one process that only one over ranks can do.
+    #[error("the layer is of one process, {asked} is for a layer over ranks\nmake it with a mesh")]
+    NotOverRanks {
+        /// What was asked.
+        asked: &'static str,
+    },
     /// A plan and its kernels do not fit: a defect of the planner.
     #[error("kernel entry `{symbol}` cannot be launched: {problem}")]
     Unbound {

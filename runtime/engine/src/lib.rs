@@ -49,7 +49,10 @@ pub use engine::{Engine, LoadedKernel};
 pub use error::EngineError;
 pub use jit::{EngineParts, Stats};
 pub use layer::Layer;
-pub use mesh::{Among, Mesh, MeshLayer, MeshSaved, Ranks, Shard, joined, part_of, part_shape};
+pub use mesh::{
+    Among, AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, Ranks, Shard, joined, part_of,
+    part_shape,
+};
 pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use statistics::{Record, Statistics};

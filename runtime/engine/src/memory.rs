@@ -176,12 +176,6 @@ impl Workspaces {
         passing.or_else(|| self.every.get(tensor))
     }
 
-    /// The same, to be kept.
-    pub fn handle(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
-        let passing = self.passing.buffers.handle(tensor);
-        passing.or_else(|| self.every.buffers.handle(tensor))
-    }
-
     /// Whether there is room for a call of `tokens` tokens that keeps nothing.
     pub fn hold(&self, tokens: u64) -> bool {
         self.every.holds(tokens) && self.passing.holds(tokens)

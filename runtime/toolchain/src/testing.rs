@@ -4,6 +4,8 @@
 use crate::{Kind, Registry, install};
 use moesaic_kernel::{SimArch, Target};
 use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// A tool that is not part of the repository.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +101,73 @@ pub fn nvrtc() -> moesaic_cuda::NvrtcCompiler {
 #[track_caller]
 pub fn rocm() -> moesaic_rocm::RocmCompiler {
     needed(Tool::Clang, crate::rocm(&installed(Kind::Rocm)))
+}
+
+/// An MPI: how programs are started under it, and its library.
+pub struct Launcher {
+    /// Its `mpiexec`.
+    pub program: PathBuf,
+    /// What goes before the number of ranks.
+    pub options: Vec<String>,
+    /// What programs have to open, for `MOESAIC_MPI`.
+    pub library: String,
+}
+
+/// MPICH 5 as `moesaic toolchain install mpi` brings it, by the standard ABI.
+///
+/// # Panics
+/// As [`needed`].
+#[track_caller]
+pub fn mpich() -> Launcher {
+    let found = crate::mpi(&installed(Kind::Mpi));
+    let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
+    Launcher {
+        program: found.launcher,
+        options: Vec::new(),
+        library: found.library.display().to_string(),
+    }
+}
+
+/// The machine's Open MPI, by its own ABI.
+///
+/// # Panics
+/// As [`needed`].
+#[track_caller]
+pub fn open_mpi() -> Launcher {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let programs = std::env::split_paths(&path).map(|folder| folder.join("mpirun.openmpi"));
+    let program = programs.into_iter().find(|program| program.is_file());
+    let words = [
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--quiet",
+        "--mca",
+        "btl_base_warn_component_unused",
+        "0",
+    ];
+    Launcher {
+        program: needed(
+            Tool::OpenMpi,
+            program.ok_or("mpirun.openmpi is not on PATH"),
+        ),
+        options: words.map(str::to_string).to_vec(),
+        library: "libmpi.so.40".to_string(),
+    }
+}
+
+impl Launcher {
+    /// A program on so many ranks, ended after three minutes.
+    pub fn command(&self, ranks: usize, program: &Path) -> Command {
+        let mut command = Command::new("timeout");
+        command
+            .args(["--signal=KILL", "180"])
+            .arg(&self.program)
+            .args(&self.options)
+            .args(["-n", &ranks.to_string()])
+            .arg(program)
+            .env("MOESAIC_MPI", &self.library);
+        command
+    }
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ mod adam;
 pub mod balance;
 pub mod elastic;
 mod error;
+pub mod gates;
 pub mod mesh;
 mod optimizer;
 mod sgd;

@@ -2,7 +2,7 @@
 //! instead of types.
 
 use crate::Array;
-use moesaic_engine::{EngineError, Input, Layer, Output, RawCall};
+use moesaic_engine::{AnyLayer, EngineError, Input, Output, RawCall};
 use moesaic_spec::LayerSpec;
 use moesaic_target::Ptr;
 use moesaic_tensor::{Tensor, Tensors};
@@ -13,8 +13,9 @@ pub trait TypedLayer {
     /// Addresses of the inputs and of `y`.
     type Raw: RawArgs;
 
-    /// The layer without types: its plan, its memory, its step times.
-    fn layer(&self) -> &Layer;
+    /// The layer without types. [`AnyLayer::one`] is that of one process with its memory
+    /// and step times, [`AnyLayer::over_ranks`] a rank's part of one made with a mesh.
+    fn layer(&self) -> &AnyLayer;
 
     /// Runs the layer on device memory that the caller owns, in stream order
     /// and without waiting.
@@ -25,7 +26,7 @@ pub trait TypedLayer {
     /// call; ids of experts or tokens in inputs must be in range.
     ///
     /// # Errors
-    /// When memory runs out or a launch is refused.
+    /// When memory runs out, a launch is refused, or the layer is one of a mesh.
     unsafe fn forward_raw(&self, args: &Self::Raw) -> Result<(), EngineError> {
         let tensors = args.tensors();
         let call = RawCall {
@@ -35,7 +36,7 @@ pub trait TypedLayer {
         };
         // SAFETY: the tensors are named after the same plan; the caller
         // vouches for the memory behind them.
-        unsafe { self.layer().forward_raw(&call) }
+        unsafe { self.layer().one("`forward_raw`")?.forward_raw(&call) }
     }
 }
 

@@ -41,7 +41,7 @@ pub mod generated {
 
     /// What generated code and this crate have agreed on. Raised when either
     /// changes so that the other must.
-    pub const FORMAT: u32 = 2;
+    pub const FORMAT: u32 = 3;
 
     /// Makes code that was generated for another format fail to compile.
     pub const fn check_format(format: u32) {

@@ -10,6 +10,7 @@ mod dense;
 #[path = "../../../examples/char_lm/model.rs"]
 mod model;
 mod plain;
+mod processes;
 #[allow(dead_code)] // reports are for the terminal
 #[path = "../../../examples/char_lm/ranks.rs"]
 mod ranks;

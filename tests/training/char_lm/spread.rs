@@ -13,7 +13,7 @@ use moesaic::reference::Random;
 use moesaic::{Engine, LayerSpec, Mesh, Parallel, Tensors};
 use std::path::Path;
 
-const STEPS: usize = 6;
+pub(super) const STEPS: usize = 6;
 const SEQUENCES: usize = 5;
 
 fn spec() -> LayerSpec {
@@ -24,12 +24,12 @@ fn pace() -> Pace {
     Pace::quick().with_steps(STEPS)
 }
 
-fn batch(text: &Text, step: usize) -> super::text::Batch {
+pub(super) fn batch(text: &Text, step: usize) -> super::text::Batch {
     text.batch(SEQUENCES, SHAPE.context, &mut Random::new(70 + step as u64))
 }
 
 /// Losses of one process, and its loss on held-out text.
-fn alone(engine: &Engine, text: &Text) -> Vec<f64> {
+pub(super) fn alone(engine: &Engine, text: &Text) -> Vec<f64> {
     let mut random = Random::new(8);
     let layer = |_| Experts::new(engine, &spec(), 1.0, &mut random).expect("it compiles");
     let model = Model::new(text.vocabulary, SHAPE, (0..2).map(layer).collect(), 4);
@@ -48,7 +48,7 @@ fn alone(engine: &Engine, text: &Text) -> Vec<f64> {
         .collect()
 }
 
-fn learner(engine: &Engine, mesh: &Mesh, text: &Text) -> RankLearner {
+pub(super) fn learner(engine: &Engine, mesh: &Mesh, text: &Text) -> RankLearner {
     let mut random = Random::new(8);
     let layer = |_| MeshExperts::new(engine, mesh, &spec(), 1.0, &mut random).expect("it compiles");
     let model = Model::new(text.vocabulary, SHAPE, (0..2).map(layer).collect(), 4);
@@ -83,7 +83,7 @@ fn run(
     (losses, learner.values())
 }
 
-fn near(what: Parallel, found: &[f64], want: &[f64]) {
+pub(super) fn near(what: Parallel, found: &[f64], want: &[f64]) {
     assert_eq!(found.len(), want.len());
     for (step, (found, want)) in found.iter().zip(want).enumerate() {
         assert!(

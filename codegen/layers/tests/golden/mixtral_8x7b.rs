@@ -5,10 +5,10 @@
 /// 8 experts, 2 per token; width 4096 → 14336 → 4096; weights bf16, activations bf16.
 #[allow(dead_code)]
 pub struct Mixtral8x7b {
-    layer: ::moesaic::Layer,
+    layer: ::moesaic::AnyLayer,
 }
 
-const _: () = ::moesaic::typed::generated::check_format(2);
+const _: () = ::moesaic::typed::generated::check_format(3);
 #[allow(dead_code)]
 impl Mixtral8x7b {
     /// Width of a token.
@@ -49,7 +49,23 @@ impl Mixtral8x7b {
         engine: &::moesaic::Engine,
         weights: &Mixtral8x7bWeights<'_>,
     ) -> Result<Self, ::moesaic::EngineError> {
-        Self::from_named(engine, &weights.named())
+        Self::made(engine, None, &weights.named(), None)
+    }
+
+    /// As `new`, this rank's part of a layer over ranks: its calls take and give
+    /// what is of this rank's tokens, and are made by all ranks of the mesh, in
+    /// the same order, also by those without tokens. `weights` are those of the
+    /// whole layer.
+    ///
+    /// # Errors
+    /// As `new`; also when the layer cannot have the mesh, or ranks make
+    /// different layers.
+    pub fn new_over(
+        engine: &::moesaic::Engine,
+        mesh: &::moesaic::Mesh,
+        weights: &Mixtral8x7bWeights<'_>,
+    ) -> Result<Self, ::moesaic::EngineError> {
+        Self::made(engine, Some(mesh), &weights.named(), None)
     }
 
     /// As `new`, with weights by canonical name, as a checkpoint has them:
@@ -61,7 +77,29 @@ impl Mixtral8x7b {
         engine: &::moesaic::Engine,
         weights: &dyn ::moesaic::WeightSource,
     ) -> Result<Self, ::moesaic::EngineError> {
-        let layer = engine.layer(&Self::spec(), weights)?;
+        Self::made(engine, None, weights, None)
+    }
+
+    /// As `new_over`, with weights by canonical name. Of experts only those of
+    /// this rank are read.
+    ///
+    /// # Errors
+    /// As `from_named` and `new_over`.
+    pub fn from_named_over(
+        engine: &::moesaic::Engine,
+        mesh: &::moesaic::Mesh,
+        weights: &dyn ::moesaic::WeightSource,
+    ) -> Result<Self, ::moesaic::EngineError> {
+        Self::made(engine, Some(mesh), weights, None)
+    }
+
+    fn made(
+        engine: &::moesaic::Engine,
+        mesh: Option<&::moesaic::Mesh>,
+        weights: &dyn ::moesaic::WeightSource,
+        training: Option<::moesaic::Training>,
+    ) -> Result<Self, ::moesaic::EngineError> {
+        let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
         Ok(Self { layer })
     }
 
@@ -321,7 +359,7 @@ impl ::moesaic::typed::RawArgs for Mixtral8x7bRaw {
 
 impl ::moesaic::typed::TypedLayer for Mixtral8x7b {
     type Raw = Mixtral8x7bRaw;
-    fn layer(&self) -> &::moesaic::Layer {
+    fn layer(&self) -> &::moesaic::AnyLayer {
         &self.layer
     }
 }
@@ -332,7 +370,7 @@ pub struct Mixtral8x7bTrained {
     /// What any call computes.
     pub output: Mixtral8x7bOutput,
     /// What backward needs.
-    pub saved: ::moesaic::Saved,
+    pub saved: ::moesaic::AnySaved,
 }
 
 /// What a backward pass of [`Mixtral8x7b`] returns; the gradients of weights stay with the
@@ -389,8 +427,34 @@ impl Mixtral8x7b {
         weights: &Mixtral8x7bWeights<'_>,
         training: ::moesaic::Training,
     ) -> Result<Self, ::moesaic::EngineError> {
-        let layer = engine.training_layer(&Self::spec(), &weights.named(), training)?;
-        Ok(Self { layer })
+        Self::made(engine, None, &weights.named(), Some(training))
+    }
+
+    /// As `new_over`, for a layer that can run backward.
+    ///
+    /// # Errors
+    /// As `new_over`.
+    pub fn training_over(
+        engine: &::moesaic::Engine,
+        mesh: &::moesaic::Mesh,
+        weights: &Mixtral8x7bWeights<'_>,
+        training: ::moesaic::Training,
+    ) -> Result<Self, ::moesaic::EngineError> {
+        Self::made(engine, Some(mesh), &weights.named(), Some(training))
+    }
+
+    /// As `training`, with weights by canonical name, and with those of experts
+    /// of this rank alone where there is a mesh.
+    ///
+    /// # Errors
+    /// As `from_named` and `from_named_over`.
+    pub fn training_from_named(
+        engine: &::moesaic::Engine,
+        mesh: Option<&::moesaic::Mesh>,
+        weights: &dyn ::moesaic::WeightSource,
+        training: ::moesaic::Training,
+    ) -> Result<Self, ::moesaic::EngineError> {
+        Self::made(engine, mesh, weights, Some(training))
     }
 
     /// Runs the layer forward as in training, and keeps what backward
@@ -430,7 +494,7 @@ impl Mixtral8x7b {
     /// memory runs out, or a launch fails.
     pub fn backward(
         &self,
-        saved: &::moesaic::Saved,
+        saved: &::moesaic::AnySaved,
         dy: &[[::moesaic::half::bf16; 4096]],
         accumulate: bool,
     ) -> Result<Mixtral8x7bInputGradients, ::moesaic::EngineError> {
@@ -438,7 +502,18 @@ impl Mixtral8x7b {
         Mixtral8x7bInputGradients::read(&self.layer.backward(saved, &dy, accumulate)?)
     }
 
-    /// Reads back the gradients of all weights.
+    /// Adds up the gradients of weights over the ranks of a mesh that have the
+    /// same weights; nothing without a mesh.
+    ///
+    /// # Errors
+    /// When the layer was not made by `training`, or ranks cannot be reached.
+    pub fn reduce_gradients(&self) -> Result<(), ::moesaic::EngineError> {
+        self.layer.reduce_gradients()
+    }
+
+    /// Reads back the gradients of all weights. On a mesh those of experts are
+    /// of this rank's own experts, one after the other, and all others of this
+    /// rank's tokens until `reduce_gradients` has added them up.
     ///
     /// # Errors
     /// When the layer was not made by `training`.

@@ -1,7 +1,7 @@
 //! What one rank does, as data.
 
 use super::{Parallel, Place};
-use crate::{LayerPlan, TensorId};
+use crate::{LayerPlan, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// What one rank does in each pass.
@@ -126,6 +126,20 @@ impl RankPlan {
             Some(_) => &self.evaluation,
             None => &self.steps,
         }
+    }
+
+    /// Those of a forward pass that decide where tokens go: what ranks have to know of
+    /// each other for that, and gate and scan of this rank's tokens. `of` are the steps of
+    /// the same pass of [`RankPlan::tokens`].
+    pub fn routing_of(&self, steps: &[RankStep], of: &[Step]) -> Vec<RankStep> {
+        let scanned = self.tokens.routing_of(of).len();
+        let decides = |step: &&RankStep| match step {
+            RankStep::Launch { side, step } => *side == Side::Tokens && *step < scanned,
+            RankStep::Exchange(Exchange { way, .. }) => {
+                matches!(way, Way::Tokens | Way::Most { .. })
+            }
+        };
+        steps.iter().filter(decides).cloned().collect()
     }
 
     /// The plan of a side.

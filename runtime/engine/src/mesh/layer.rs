@@ -1,6 +1,7 @@
 //! What a rank runs of a layer.
 
 use super::groups::Mesh;
+use super::part::Around;
 use super::rows::Rows;
 use super::run::{Run, Segment, segments};
 use super::shard::Shard;
@@ -32,6 +33,8 @@ pub struct MeshLayer {
     forward: Vec<Segment>,
     evaluation: Vec<Segment>,
     backward: Vec<Segment>,
+    /// Of an evaluation, and of a pass that trains.
+    routing: [Vec<Segment>; 2],
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
@@ -69,17 +72,44 @@ impl Engine {
         weights: &dyn WeightSource,
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
+        let own = Shard::new(spec, mesh.parallel(), mesh.place(), weights);
+        self.mesh_layer_with(mesh, spec, (weights, &own), training)
+    }
+
+    /// As [`Engine::mesh_layer`], from this rank's part of the weights, such as
+    /// [`Mesh::part`] gives: its own experts alone, by the same names.
+    ///
+    /// # Errors
+    /// As [`Engine::mesh_layer`].
+    pub fn mesh_layer_of_part(
+        &self,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        part: &dyn WeightSource,
+        training: Option<Training>,
+    ) -> Result<MeshLayer, EngineError> {
+        let experts = spec.shape.experts;
+        self.mesh_layer_with(mesh, spec, (&Around { part, experts }, part), training)
+    }
+
+    /// `weights` are those of the tokens' side, and those of this rank's experts.
+    fn mesh_layer_with(
+        &self,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        weights: (&dyn WeightSource, &dyn WeightSource),
+        training: Option<Training>,
+    ) -> Result<MeshLayer, EngineError> {
         check_spec(spec)?;
         let options = self.plan_options(training);
-        let (parallel, place) = (mesh.parallel(), mesh.place());
-        let plan = plan_rank(spec, self.target(), &options, parallel, mesh.rank())?;
+        let (target, parallel) = (self.target(), mesh.parallel());
+        let plan = plan_rank(spec, target, &options, parallel, mesh.rank())?;
         check_same(mesh, &plan, training)?;
         let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
             self.layer_of(&Texts::of(plan.clone().into())?, weights)
         };
-        let tokens = side(&plan.tokens, weights)?;
-        let own = Shard::new(spec, parallel, place, weights);
-        let experts = side(&plan.experts, &own)?;
+        let tokens = side(&plan.tokens, weights.0)?;
+        let experts = side(&plan.experts, weights.1)?;
         let bound = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
             segments(steps, |side, numbers| {
                 let layer = match side {
@@ -91,9 +121,17 @@ impl Engine {
                 layer.bind(&steps)
             })
         };
+        let routing = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
+            bound(&plan.routing_of(steps, of(&plan.tokens)), of)
+        };
+        let evaluation = plan.evaluation_steps();
         Ok(MeshLayer {
+            routing: [
+                routing(evaluation, LayerPlan::evaluation_steps)?,
+                routing(&plan.steps, |plan| &plan.steps)?,
+            ],
             forward: bound(&plan.steps, |plan| &plan.steps)?,
-            evaluation: bound(plan.evaluation_steps(), LayerPlan::evaluation_steps)?,
+            evaluation: bound(evaluation, LayerPlan::evaluation_steps)?,
             backward: bound(&plan.backward, |plan| &plan.backward)?,
             mesh: mesh.clone(),
             plan,
@@ -170,6 +208,44 @@ impl MeshLayer {
     /// As [`MeshLayer::forward_with`].
     pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
         self.forward_with(input, &["y"])
+    }
+
+    /// Decides where this rank's tokens go as [`MeshLayer::forward_with`] does, and
+    /// nothing else.
+    ///
+    /// # Errors
+    /// As [`Layer::route`]; [`EngineError::Collective`].
+    pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        self.decide(Pass::Route, input, names, Counters::default())
+    }
+
+    /// Decides where this rank's tokens go as [`MeshLayer::forward_train`] does with the
+    /// same counters, and nothing else.
+    ///
+    /// # Errors
+    /// As [`Layer::route_train`]; [`EngineError::Collective`].
+    pub fn route_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<Output, EngineError> {
+        self.tokens.check_training()?;
+        self.decide(Pass::RouteTrain, input, names, counters)
+    }
+
+    fn decide(
+        &self,
+        pass: Pass,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<Output, EngineError> {
+        let segments = &self.routing[usize::from(pass.trains())];
+        let mut run = self.call();
+        run.begin(pass, segments, input, names, counters)?;
+        run.run(segments, |_, _| Ok(()))?;
+        run.read(names)
     }
 
     /// Runs the layer forward as in training, reads back the named outputs, and keeps what
@@ -269,9 +345,9 @@ impl Run<'_> {
         };
         let tokens = (input.tokens, most);
         let scalars = layer.scalars_among(pass, counters, tokens, input.capacity_factor)?;
-        match pass.trains() {
-            true => self.tokens.train(scalars)?,
-            false => self.tokens.pass(scalars)?,
+        match pass {
+            Pass::Train => self.tokens.train(scalars)?,
+            _ => self.tokens.pass(scalars)?,
         }
         let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
         layer.stage(pass, input, names, buffer)

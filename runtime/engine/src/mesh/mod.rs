@@ -4,6 +4,7 @@
 //! [`MeshLayer`] what a rank runs of a layer: the steps of a
 //! [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in one list.
 
+mod any;
 mod collect;
 mod gpus;
 mod groups;
@@ -17,6 +18,7 @@ mod shard;
 mod side;
 mod weights;
 
+pub use any::{AnyLayer, AnySaved};
 pub use groups::Mesh;
 pub use layer::{MeshLayer, MeshSaved};
 pub use part::{part_of, part_shape};

@@ -5,8 +5,9 @@ use super::groups::Mesh;
 use super::ranks::{Among, expert_weight};
 use super::shard::{beside, hidden_dimension, sliced};
 use crate::error::EngineError;
+use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Place};
-use moesaic_tensor::{Tensor, WeightSource};
+use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
 
 impl Mesh {
@@ -27,6 +28,36 @@ impl Mesh {
         name: &str,
     ) -> Result<Tensor<'static>, EngineError> {
         part_of(self.parallel(), self.place(), source, name)
+    }
+}
+
+/// A rank's part as the source of what every rank has. Weights of all experts, of which a
+/// backward pass wants a few, come from the other ranks then, and are zeros before.
+pub(super) struct Around<'a> {
+    pub part: &'a dyn WeightSource,
+    /// Of the whole layer.
+    pub experts: usize,
+}
+
+impl WeightSource for Around<'_> {
+    fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        let (dtype, mut shape) = self.part.describe(name)?;
+        let of_experts = Among::of(name) != Among::World;
+        if let Some(experts) = shape.first_mut().filter(|_| of_experts) {
+            *experts = self.experts;
+        }
+        Some((dtype, shape))
+    }
+
+    fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        let described = self
+            .describe(name)
+            .filter(|_| Among::of(name) != Among::World);
+        let Some((dtype, mut shape)) = described else {
+            return self.part.rows(name, rows);
+        };
+        shape[0] = rows.len();
+        Ok(Tensor::zeros(dtype, &shape))
     }
 }
 

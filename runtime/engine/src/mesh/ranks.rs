@@ -4,7 +4,7 @@ use super::groups::{Groups, Mesh};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
+use moesaic_collectives::{Algorithm, Call, Collectives, Element, Reduction, Slice};
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
 
@@ -156,6 +156,71 @@ impl Ranks {
         let (rank, size) = self.among(among);
         let edge = |rank: usize| rank * values.len() / size;
         &values[edge(rank)..edge(rank + 1)]
+    }
+
+    /// Part `q` of what all have, added up in the order of ranks, for rank `q`: as many
+    /// values everywhere, which the number of ranks divides.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub fn sum_scattered(
+        &self,
+        own: &[f32],
+        among: Among,
+        what: &str,
+    ) -> Result<Vec<f32>, EngineError> {
+        let mut groups = self.mesh.groups();
+        let group = groups.among(among);
+        let mut part = vec![0.0f32; own.len() / group.size()];
+        let from = self.buffer(cast_slice(own))?;
+        let to = self.buffer(cast_slice(&part))?;
+        let input = Slice::new(&from, Element::F32, 0, own.len())?;
+        let output = Slice::new(&to, Element::F32, 0, part.len())?;
+        group
+            .reduce_scatter(&input, &output, Reduction::Sum, &Call::new(what))?
+            .wait()?;
+        self.device.download(&to, 0, cast_slice_mut(&mut part))?;
+        Ok(part)
+    }
+
+    /// Hands a part of any size to each: `parts[q]` to rank `q`. Returns what they have
+    /// for this one, in the order of ranks. Sizes are exchanged first.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`]; also when there is not a part for each.
+    pub fn all_to_all(
+        &self,
+        parts: &[Vec<f32>],
+        among: Among,
+        what: &str,
+    ) -> Result<Vec<Vec<f32>>, EngineError> {
+        let sends: Vec<usize> = parts.iter().map(Vec::len).collect();
+        let told: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
+        let told = self.gather_bytes(cast_slice(&told), among, what)?;
+        let mut groups = self.mesh.groups();
+        let group = groups.among(among);
+        let first = 8 * group.rank();
+        let size = |bytes: &Vec<u8>| {
+            let size = bytes.get(first..first + 8).unwrap_or_default();
+            u64::from_ne_bytes(size.try_into().unwrap_or_default()) as usize
+        };
+        let receives: Vec<usize> = told.iter().map(size).collect();
+        let mut all = vec![0.0f32; receives.iter().sum()];
+        let sent = parts.concat();
+        let (from, to) = (
+            self.buffer(cast_slice(&sent))?,
+            self.buffer(cast_slice(&all))?,
+        );
+        let input = Slice::new(&from, Element::F32, 0, sent.len())?;
+        let output = Slice::new(&to, Element::F32, 0, all.len())?;
+        let call = Call::new(what);
+        group
+            .all_to_all_by_counts(&input, &sends, &output, &receives, Algorithm::Direct, &call)?
+            .wait()?;
+        self.device.download(&to, 0, cast_slice_mut(&mut all))?;
+        let mut rest = all.into_iter();
+        let part = |size: usize| rest.by_ref().take(size).collect();
+        Ok(receives.into_iter().map(part).collect())
     }
 
     /// Bytes of all, of any sizes, in the order of ranks.

@@ -84,22 +84,23 @@ impl<'l> Side<'l> {
 
     /// The memory of a tensor of the call: kept, passing, or a weight.
     pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
-        let kept = match &self.kept {
-            Kept::Now(saved) => saved.handle(tensor),
-            Kept::Before(saved) => saved.handle(tensor),
-            Kept::Nothing => None,
-        };
-        let found = kept
-            .or_else(|| match self.kept {
-                Kept::Nothing => self.workspaces.handle(tensor),
-                _ => self.workspaces.every.buffers.handle(tensor),
-            })
-            .or_else(|| self.layer.weights.handle(tensor));
+        let found = self.find(tensor);
         found.expect("tensors of a call have memory")
     }
 
-    /// The same by name, if there is such a tensor.
+    /// The same by name, if the pass has such a tensor: an evaluation lacks what only
+    /// training keeps.
     pub fn named(&self, name: &str) -> Option<&Arc<Buffer>> {
-        Some(self.buffer(self.layer.id(name)?))
+        self.find(self.layer.id(name)?)
+    }
+
+    fn find(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
+        let kept = match &self.kept {
+            Kept::Now(saved) => saved.handle(tensor),
+            Kept::Before(saved) => saved.handle(tensor),
+            Kept::Nothing => self.workspaces.passing.buffers.handle(tensor),
+        };
+        kept.or_else(|| self.workspaces.every.buffers.handle(tensor))
+            .or_else(|| self.layer.weights.handle(tensor))
     }
 }

@@ -1,0 +1,158 @@
+//! Exchanges between ranks in candle's graph, of f32 tensors along the first dimension.
+
+use crate::host::{lend, tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
+use moesaic::{Among, Ranks, Tensor as HostTensor};
+
+/// What ranks do with their tensors, and what with the gradients. All ranks of a group call
+/// the same, and walk their graphs backward in the same order, with tensors of one shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exchange {
+    /// Everybody gets the tensors of all, one after the other. The gradient of a rank's
+    /// tensor is the sum of what all have for it ([`Exchange::SumParts`]).
+    Gather,
+    /// Each keeps its part of a tensor that all have. Gradients are gathered.
+    Split,
+    /// Part `q` goes to rank `q`, forward and backward.
+    AllToAll,
+    /// Part `q` of the sum of all is rank `q`'s. Gradients are gathered.
+    SumParts,
+    /// Everybody gets the sum of all. The gradient, of which all have the same, goes on as
+    /// it is.
+    Sum,
+    /// Nothing. Gradients, of which each has a part, are summed.
+    SumGradients,
+}
+
+impl Exchange {
+    fn backward(self) -> Option<Exchange> {
+        match self {
+            Exchange::Gather => Some(Exchange::SumParts),
+            Exchange::Split | Exchange::SumParts => Some(Exchange::Gather),
+            Exchange::AllToAll => Some(Exchange::AllToAll),
+            Exchange::Sum => None,
+            Exchange::SumGradients => Some(Exchange::Sum),
+        }
+    }
+
+    /// The values and the size of the first dimension after.
+    fn run(
+        self,
+        (ranks, among): (&Ranks, Among),
+        values: &[f32],
+        rows: usize,
+    ) -> Result<(Vec<f32>, usize)> {
+        let (_, size) = ranks.among(among);
+        let cut = !matches!(
+            self,
+            Exchange::Gather | Exchange::Sum | Exchange::SumGradients
+        );
+        if cut && !rows.is_multiple_of(size) {
+            candle_core::bail!("{rows} rows cannot be cut into parts for {size} ranks");
+        }
+        let what = format!("{self:?} in a graph");
+        let done = match self {
+            Exchange::Gather => ranks.gather(values, among, &what),
+            Exchange::Split => Ok(ranks.scattered(values, among).to_vec()),
+            Exchange::AllToAll => {
+                let parts = values.chunks(values.len().div_ceil(size).max(1));
+                let mut parts: Vec<Vec<f32>> = parts.map(<[f32]>::to_vec).collect();
+                parts.resize(size, Vec::new()); // of nothing there are no parts
+                let got = ranks.all_to_all(&parts, among, &what);
+                got.map(|parts| parts.concat())
+            }
+            Exchange::SumParts => ranks.sum_scattered(values, among, &what),
+            Exchange::Sum => {
+                let mut sum = values.to_vec();
+                ranks.sum(&mut sum, among, &what).map(|()| sum)
+            }
+            Exchange::SumGradients => Ok(values.to_vec()),
+        };
+        let rows = match self {
+            Exchange::Gather => rows * size,
+            Exchange::Split | Exchange::SumParts => rows / size,
+            _ => rows,
+        };
+        Ok((done.map_err(Error::wrap)?, rows))
+    }
+}
+
+/// An exchange as a differentiable operation: `x [R, ..]` in f32 to what the exchange makes
+/// of it along the first dimension.
+///
+/// # Errors
+/// When the tensor has no dimension, is not f32, or its rows cannot be shared by the ranks;
+/// those of the exchange.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use moesaic::collectives::{Call, threads};
+/// use moesaic::{Among, Engine, Mesh, Parallel};
+/// use moesaic_candle::{Exchange, exchange};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let engine = Engine::cpu()?;
+/// let device = |_| Ok(engine.device().clone());
+/// let ranks = threads::run(2, device, |mut world| {
+///     let mesh = Mesh::new(&mut world, Parallel { dp: 2, ..Parallel::default() })?;
+///     let x = Var::ones((3, 4), DType::F32, &Device::Cpu)?;
+///     let all = exchange(Exchange::Gather, &engine.ranks(&mesh), Among::World, &x)?;
+///     let gradients = all.sum_all()?.backward()?;
+///     world.finish(&Call::new("end"))?;
+///     let dx = gradients.get(&x).ok_or("takes part")?.sum_all()?.to_scalar::<f32>()?;
+///     Ok::<_, Box<dyn std::error::Error + Send + Sync>>((all.dims().to_vec(), dx))
+/// })?;
+/// for found in ranks {
+///     assert_eq!(found.unwrap().unwrap(), (vec![6, 4], 24.0)); // of the losses of both
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub fn exchange(what: Exchange, ranks: &Ranks, among: Among, x: &Tensor) -> Result<Tensor> {
+    let op = Exchanged {
+        what,
+        ranks: ranks.clone(),
+        among,
+    };
+    x.contiguous()?.apply_op1(op)
+}
+
+struct Exchanged {
+    what: Exchange,
+    ranks: Ranks,
+    among: Among,
+}
+
+impl CustomOp1 for Exchanged {
+    fn name(&self) -> &'static str {
+        "moesaic-exchange"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (CpuStorage::F32(data), Some((start, end))) = (storage, layout.contiguous_offsets())
+        else {
+            candle_core::bail!("ranks exchange f32 tensors in a graph: convert it")
+        };
+        let mut shape = layout.dims().to_vec();
+        let Some(rows) = shape.first_mut() else {
+            candle_core::bail!("a number has no rows to exchange: give it a dimension")
+        };
+        let of = (&self.ranks, self.among);
+        let (values, after) = self.what.run(of, &data[start..end], *rows)?;
+        *rows = after;
+        Ok((CpuStorage::F32(values), Shape::from(shape)))
+    }
+
+    fn bwd(&self, x: &Tensor, _: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let Some(what) = self.what.backward() else {
+            return Ok(Some(dy.clone()));
+        };
+        let of = (&self.ranks, self.among);
+        lend(dy, moesaic::DType::F32, dy.dims(), |host| {
+            let rows = dy.dims().first().copied().unwrap_or(0);
+            let (values, _) = what.run(of, &host.to_f32(), rows)?;
+            let dx = HostTensor::owned(x.dims(), values);
+            tensor(&dx, x.dims()).to_dtype(DType::F32).map(Some)
+        })
+    }
+}

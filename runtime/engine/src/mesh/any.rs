@@ -1,0 +1,260 @@
+//! A layer of one process or of a mesh, behind one set of calls.
+
+use super::groups::Mesh;
+use super::layer::{MeshLayer, MeshSaved};
+use crate::call::{Counters, Input, Output};
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::layer::Layer;
+use crate::training::Saved;
+use moesaic_plan::{LayerPlan, Training};
+use moesaic_spec::LayerSpec;
+use moesaic_tensor::{Tensor, Tensors, WeightSource};
+
+/// A layer of one process, or a rank's part of one over ranks: what has the same code for
+/// both is written against this. On a mesh every call is made by all ranks, in the same
+/// order, with the tokens of each; see [`MeshLayer`].
+pub enum AnyLayer {
+    /// All experts are here.
+    One(Box<Layer>),
+    /// Experts are on the ranks of a mesh.
+    Mesh(Box<MeshLayer>),
+}
+
+/// What a forward pass of an [`AnyLayer`] left for backward.
+pub enum AnySaved {
+    /// Of a layer of one process.
+    One(Saved),
+    /// Of a rank.
+    Mesh(Box<MeshSaved>),
+}
+
+impl AnySaved {
+    /// Tokens of the call; on a mesh those of this rank.
+    pub fn tokens(&self) -> usize {
+        match self {
+            AnySaved::One(saved) => saved.tokens(),
+            AnySaved::Mesh(saved) => saved.tokens(),
+        }
+    }
+}
+
+impl From<Layer> for AnyLayer {
+    fn from(layer: Layer) -> AnyLayer {
+        AnyLayer::One(Box::new(layer))
+    }
+}
+
+impl From<MeshLayer> for AnyLayer {
+    fn from(layer: MeshLayer) -> AnyLayer {
+        AnyLayer::Mesh(Box::new(layer))
+    }
+}
+
+impl Engine {
+    /// Makes a layer, or this rank's part of it if there is a mesh; one that can run
+    /// backward if there is `training`. `weights` are those of the whole layer.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`] and [`Engine::mesh_layer`].
+    pub fn any_layer(
+        &self,
+        mesh: Option<&Mesh>,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        training: Option<Training>,
+    ) -> Result<AnyLayer, EngineError> {
+        Ok(match (mesh, training) {
+            (Some(mesh), _) => self.mesh_layer(mesh, spec, weights, training)?.into(),
+            (None, Some(training)) => self.training_layer(spec, weights, training)?.into(),
+            (None, None) => self.layer(spec, weights)?.into(),
+        })
+    }
+}
+
+impl AnyLayer {
+    /// The layer, if it is of one process. `asked` is what it is wanted for, in the error.
+    ///
+    /// # Errors
+    /// [`EngineError::OverRanks`].
+    pub fn one(&self, asked: &'static str) -> Result<&Layer, EngineError> {
+        match self {
+            AnyLayer::One(layer) => Ok(layer),
+            AnyLayer::Mesh(_) => Err(EngineError::OverRanks { asked }),
+        }
+    }
+
+    /// The rank's part, if the layer is over ranks. `asked` is what it is wanted for.
+    ///
+    /// # Errors
+    /// [`EngineError::NotOverRanks`].
+    pub fn over_ranks(&self, asked: &'static str) -> Result<&MeshLayer, EngineError> {
+        match self {
+            AnyLayer::One(_) => Err(EngineError::NotOverRanks { asked }),
+            AnyLayer::Mesh(layer) => Ok(layer),
+        }
+    }
+
+    /// The mesh, if there is one.
+    pub fn mesh(&self) -> Option<&Mesh> {
+        match self {
+            AnyLayer::One(_) => None,
+            AnyLayer::Mesh(layer) => Some(layer.mesh()),
+        }
+    }
+
+    /// The spec, of the whole layer.
+    pub fn spec(&self) -> &LayerSpec {
+        &self.plan().spec
+    }
+
+    /// The plan that has the inputs and outputs of a call: on a mesh that of this rank's
+    /// tokens, without experts.
+    pub fn plan(&self) -> &LayerPlan {
+        match self {
+            AnyLayer::One(layer) => layer.plan(),
+            AnyLayer::Mesh(layer) => &layer.plan().tokens,
+        }
+    }
+
+    /// The layer that has a weight, and its gradient: on a mesh that of this rank's experts,
+    /// or that of what every rank has.
+    pub fn side_of(&self, name: &str) -> &Layer {
+        match self {
+            AnyLayer::One(layer) => layer,
+            AnyLayer::Mesh(layer) => layer.side_of(name),
+        }
+    }
+
+    /// Evaluates the layer and reads back `y`.
+    ///
+    /// # Errors
+    /// As [`AnyLayer::forward_with`].
+    pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
+        self.forward_with(input, &["y"])
+    }
+
+    /// Evaluates the layer and reads back the named outputs.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_with`] and [`MeshLayer::forward_with`].
+    pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        match self {
+            AnyLayer::One(layer) => layer.forward_with(input, names),
+            AnyLayer::Mesh(layer) => layer.forward_with(input, names),
+        }
+    }
+
+    /// Decides where tokens go as [`AnyLayer::forward_with`] does, and nothing else.
+    ///
+    /// # Errors
+    /// As [`Layer::route`] and [`MeshLayer::route`].
+    pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        match self {
+            AnyLayer::One(layer) => layer.route(input, names),
+            AnyLayer::Mesh(layer) => layer.route(input, names),
+        }
+    }
+
+    /// Decides where tokens go as [`AnyLayer::forward_train`] does with the same counters,
+    /// and nothing else.
+    ///
+    /// # Errors
+    /// As [`Layer::route_train`] and [`MeshLayer::route_train`].
+    pub fn route_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<Output, EngineError> {
+        match self {
+            AnyLayer::One(layer) => layer.route_train(input, names, counters),
+            AnyLayer::Mesh(layer) => layer.route_train(input, names, counters),
+        }
+    }
+
+    /// Runs the layer forward as in training, reads back the named outputs, and keeps what
+    /// backward needs. On a mesh `counters.first_token` is that of the first rank.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_train`] and [`MeshLayer::forward_train`].
+    pub fn forward_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<(Output, AnySaved), EngineError> {
+        match self {
+            AnyLayer::One(layer) => {
+                let (output, saved) = layer.forward_train(input, names, counters)?;
+                Ok((output, AnySaved::One(saved)))
+            }
+            AnyLayer::Mesh(layer) => {
+                let (output, saved) = layer.forward_train(input, names, counters)?;
+                Ok((output, AnySaved::Mesh(Box::new(saved))))
+            }
+        }
+    }
+
+    /// Runs the layer backward from `dy`; gradients of weights stay with the layer. On a
+    /// mesh they are this rank's until [`AnyLayer::reduce_gradients`].
+    ///
+    /// # Errors
+    /// As [`Layer::backward`] and [`MeshLayer::backward`].
+    pub fn backward(
+        &self,
+        saved: &AnySaved,
+        dy: &Tensor<'_>,
+        accumulate: bool,
+    ) -> Result<Output, EngineError> {
+        match (self, saved) {
+            (AnyLayer::One(layer), AnySaved::One(saved)) => layer.backward(saved, dy, accumulate),
+            (AnyLayer::Mesh(layer), AnySaved::Mesh(saved)) => layer.backward(saved, dy, accumulate),
+            _ => Err(EngineError::ForeignSaved),
+        }
+    }
+
+    /// Adds up gradients over the ranks that have the same weights, after any number of
+    /// backward passes that add; nothing where there are no ranks.
+    ///
+    /// # Errors
+    /// As [`MeshLayer::reduce_gradients`].
+    pub fn reduce_gradients(&self) -> Result<(), EngineError> {
+        match self {
+            AnyLayer::One(layer) => layer.check_training(),
+            AnyLayer::Mesh(layer) => layer.reduce_gradients(),
+        }
+    }
+
+    /// The gradient of a weight: on a mesh of this rank's part of it, and zeros where the
+    /// weight is another rank's to move.
+    ///
+    /// # Errors
+    /// As [`Layer::gradient`].
+    pub fn gradient(&self, name: &str) -> Result<Tensor<'static>, EngineError> {
+        let gradient = self.side_of(name).gradient(name)?;
+        Ok(match self.mesh().is_none_or(|mesh| mesh.holds(name)) {
+            true => gradient,
+            false => Tensor::zeros(gradient.dtype, &gradient.shape),
+        })
+    }
+
+    /// The gradients of all weights that this rank moves, by the weights' names.
+    ///
+    /// # Errors
+    /// As [`Layer::gradients`].
+    pub fn gradients(&self) -> Result<Tensors<'static>, EngineError> {
+        match self {
+            AnyLayer::One(layer) => layer.gradients(),
+            AnyLayer::Mesh(layer) => layer.gradients(),
+        }
+    }
+
+    /// Replaces a weight, on a mesh this rank's part of it, when no call is under way.
+    ///
+    /// # Errors
+    /// As [`Layer::set_weight`].
+    pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
+        self.side_of(name).set_weight(name, tensor)
+    }
+}

@@ -1,0 +1,363 @@
+//! Gates that look at ranks: decisions made beside a layer, from logits of its tokens, for a
+//! layer whose router is `external`.
+//!
+//! | FastMoE | here |
+//! |---|---|
+//! | swipe gate | [`swipe`] in training, [`best`] in evaluation |
+//! | faster gate | [`near`], with the experts that [`experts_near`] says; its loss is [`balance`] |
+//!
+//! A layer takes a decision with [`Chosen::give`]. Its backward gives `grad.topk_weights`, and
+//! [`Chosen::gradient`] the gradient of the logits, from where it is the caller's: logits are a
+//! projection of the tokens, or whatever else a model wants.
+//!
+//! ```
+//! use moesaic_train::gates::best;
+//!
+//! let chosen = best(&[0.0, 2.0, 1.0], 3, 2)?;
+//! assert_eq!(chosen.ids, [1, 2]);
+//! let dlogits = chosen.gradient(&[1.0, 0.0])?;
+//! assert!(dlogits[1] > 0.0 && dlogits[1] == -dlogits[2]);
+//! # Ok::<(), moesaic_train::TrainError>(())
+//! ```
+
+use crate::TrainError;
+use moesaic_engine::{Among, Input, Mesh, Ranks};
+use moesaic_plan::{Parallel, Place};
+use moesaic_tensor::Tensor;
+use std::cmp::Ordering;
+
+/// The experts of tokens, and the softmax over the logits of those of a token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chosen {
+    /// `[T, K]`.
+    pub ids: Vec<i32>,
+    /// `[T, K]`.
+    pub weights: Vec<f32>,
+    experts: usize,
+    top_k: usize,
+}
+
+impl Chosen {
+    fn new(logits: &[f32], experts: usize, top_k: usize, ids: Vec<i32>) -> Chosen {
+        let rows = logits.chunks_exact(experts).zip(ids.chunks_exact(top_k));
+        let weights = rows.flat_map(|(row, ids)| softmax(ids.iter().map(|&id| row[id as usize])));
+        Chosen {
+            weights: weights.collect(),
+            ids,
+            experts,
+            top_k,
+        }
+    }
+
+    /// Puts the decision where a layer with an external router reads it.
+    pub fn give<'c>(&'c self, input: &mut Input<'c>) {
+        let shape = [self.ids.len() / self.top_k, self.top_k];
+        input.insert("topk_ids", Tensor::new(&shape, &self.ids));
+        input.insert("topk_weights", Tensor::new(&shape, &self.weights));
+    }
+
+    /// The gradient of the logits `[T, E]` from that of the weights `[T, K]`.
+    ///
+    /// # Errors
+    /// [`TrainError::Tensor`] for another number of weights.
+    pub fn gradient(&self, dweights: &[f32]) -> Result<Vec<f32>, TrainError> {
+        if dweights.len() != self.weights.len() {
+            let (found, wanted) = (dweights.len(), self.weights.len());
+            let problem = format!("has {found} elements, the decision has {wanted} weights");
+            return Err(TrainError::tensor("grad.topk_weights", problem));
+        }
+        let mut dlogits = vec![0.0; self.ids.len() / self.top_k * self.experts];
+        let rows = dlogits.chunks_exact_mut(self.experts);
+        let slots = self.ids.chunks_exact(self.top_k);
+        let weights = self.weights.chunks_exact(self.top_k);
+        let dweights = dweights.chunks_exact(self.top_k);
+        for (((row, ids), weights), dweights) in rows.zip(slots).zip(weights).zip(dweights) {
+            let mean: f32 = weights.iter().zip(dweights).map(|(w, dw)| w * dw).sum();
+            for ((&id, w), dw) in ids.iter().zip(weights).zip(dweights) {
+                row[id as usize] += w * (dw - mean); // an expert may be there twice
+            }
+        }
+        Ok(dlogits)
+    }
+}
+
+/// The best `top_k` of `experts` for each row of `logits [T, E]`: ties go to the lower
+/// expert, NaN comes last.
+///
+/// # Errors
+/// [`TrainError::Tensor`] for sizes that do not fit.
+pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, TrainError> {
+    check(logits, experts, top_k)?;
+    let ids = of_each(logits, experts, top_k, |_| true);
+    Ok(Chosen::new(logits, experts, top_k, ids))
+}
+
+/// As [`best`], but that no rank gets more rows of the ranks of its group than it has itself:
+/// tokens times `top_k`. Slot by slot, a rank accepts what others send it in the order of
+/// ranks while it has room; what is refused moves to ranks that have room left, the lowest
+/// first. Of a rank's tokens the first keep their places. What moves gets the expert of the
+/// new rank that has the number of the slot, from its first one on, so that a token may have
+/// an expert twice. Every rank of the group calls it; it takes one exchange.
+///
+/// With `shards` ranks that have slices of the same experts are one: their room is added up.
+///
+/// # Errors
+/// As [`best`]; those of the exchange.
+///
+/// ```
+/// use moesaic_engine::{Counters, EngineError, Input, MeshLayer, Tensor};
+/// use moesaic_train::{TrainError, gates::swipe};
+///
+/// /// `y`, and the gradient of the logits `[T, E]`, of a layer with an external router.
+/// fn step(
+///     layer: &MeshLayer,
+///     (x, logits): (&[f32], &[f32]),
+///     dy: &Tensor,
+/// ) -> Result<Vec<f32>, TrainError> {
+///     let shape = &layer.replicated().spec().shape;
+///     let chosen = swipe(&layer.ranks(), logits, shape.experts, shape.top_k)?;
+///     let mut input = Input::new(x.len() / shape.model_dim, x);
+///     chosen.give(&mut input);
+///     let (_, saved) = layer.forward_train(&input, &["y"], Counters::default())?;
+///     let back = layer.backward(&saved, dy, false)?;
+///     let weights = back.get("grad.topk_weights").map(Tensor::to_f32);
+///     chosen.gradient(&weights.unwrap_or_default())
+/// }
+/// ```
+pub fn swipe(
+    ranks: &Ranks,
+    logits: &[f32],
+    experts: usize,
+    top_k: usize,
+) -> Result<Chosen, TrainError> {
+    check(logits, experts, top_k)?;
+    let mesh = ranks.mesh().parallel();
+    let mut ids = of_each(logits, experts, top_k, |_| true);
+    let owners = owners(mesh, experts);
+    let mut told = vec![0u64; 1 + top_k * mesh.ep];
+    told[0] = ids.len() as u64;
+    for (slot, &id) in ids.iter().enumerate() {
+        told[1 + slot % top_k * mesh.ep + owners[id as usize]] += 1;
+    }
+    let bytes: Vec<u8> = told.iter().flat_map(|n| n.to_le_bytes()).collect();
+    let all = ranks.gather_bytes(&bytes, Among::Group, "rows that ranks want to send")?;
+    let all: Vec<Vec<u64>> = all.iter().map(|bytes| numbers(bytes)).collect();
+    if all.iter().any(|theirs| theirs.len() != told.len()) {
+        let problem = format!("is for {top_k} experts a token here, and not so on all ranks");
+        return Err(TrainError::tensor("logits", problem));
+    }
+    let of = |ep: usize| &all[ep * mesh.shards..(ep + 1) * mesh.shards];
+    let room = |ep| of(ep).iter().map(|theirs| theirs[0]).sum();
+    let mut room: Vec<u64> = (0..mesh.ep).map(room).collect();
+    let Place { ep, shard, .. } = ranks.mesh().place();
+    let own = ep * mesh.shards + shard;
+    for slot in 0..top_k {
+        let first = 1 + slot * mesh.ep;
+        let wants = all.iter().map(|theirs| &theirs[first..first + mesh.ep]);
+        let sends = moved(&wants.collect::<Vec<_>>(), &mut room);
+        let to = |ep: usize| {
+            let theirs = mesh.experts(ep, experts);
+            theirs.start + slot % theirs.len()
+        };
+        let slots = ids.iter_mut().skip(slot).step_by(top_k);
+        resend(slots, sends[own].clone(), &owners, to);
+    }
+    Ok(Chosen::new(logits, experts, top_k, ids))
+}
+
+/// The best two of `experts`, but that at most the share `outgoing` of the tokens has one that
+/// is not near, `here[e]`: where more tokens want that for the first one, those with the
+/// highest logits get it, as their second expert; all else gets the best that are near.
+/// Fewer tokens are left as [`best`] says, second experts that are far off included.
+///
+/// # Errors
+/// [`TrainError::Tensor`] for sizes that do not fit, a share that is none, or fewer than two
+/// experts near.
+///
+/// ```
+/// use moesaic_train::gates::near;
+///
+/// let here = [true, true, false];
+/// let logits = [0.1, 0.2, 0.9, 0.3, 0.1, 0.5]; // both tokens want the last expert
+/// let chosen = near(&logits, &here, 0.5)?;
+/// assert_eq!(chosen.ids, [1, 2, 0, 1]); // one of them gets it, as its second
+/// # Ok::<(), moesaic_train::TrainError>(())
+/// ```
+pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, TrainError> {
+    let experts = here.len();
+    check(logits, experts, 2)?;
+    let close = here.iter().filter(|here| **here).count();
+    if close < 2 || !(0.0..=1.0).contains(&outgoing) {
+        let problem = format!(
+            "cannot be decided with {close} experts near and a share of {outgoing}: there have \
+             to be two, and the share is of 0 to 1"
+        );
+        return Err(TrainError::tensor("logits", problem));
+    }
+    let free = of_each(logits, experts, 2, |_| true);
+    let first = |token: usize| free[2 * token] as usize;
+    let tokens = logits.len() / experts;
+    let most = (tokens as f64 * outgoing) as usize;
+    let mut far: Vec<usize> = (0..tokens).filter(|&token| !here[first(token)]).collect();
+    if far.len() < most {
+        return Ok(Chosen::new(logits, experts, 2, free));
+    }
+    let logit = |token: usize| logits[token * experts + first(token)];
+    far.sort_by(|&a, &b| before((logit(a), a), (logit(b), b)));
+    let mut ids = of_each(logits, experts, 2, |expert| here[expert]);
+    for &token in &far[..most] {
+        ids[2 * token + 1] = free[2 * token];
+    }
+    Ok(Chosen::new(logits, experts, 2, ids))
+}
+
+/// Which experts lie, with all of their slices, on ranks of this rank's node, where nodes
+/// are `per_node` ranks that follow each other: for [`near`].
+pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
+    let (parallel, place) = (mesh.parallel(), mesh.place());
+    let node = |rank: usize| rank / per_node.max(1);
+    let near = |ep: usize| {
+        let rank = |shard| parallel.rank(Place { ep, shard, ..place });
+        (0..parallel.shards).all(|shard| node(rank(shard)) == node(mesh.rank()))
+    };
+    let owners = owners(parallel, experts);
+    owners.into_iter().map(near).collect()
+}
+
+/// `E · Σ_e c_e m_e`, where `c_e` is the share of tokens whose best expert is e and `m_e` the
+/// mean of the softmax over all experts, and its gradient `[T, E]`. Of no tokens it is zero.
+/// FastMoE has in the place of the first E the square of a rank's experts over all.
+///
+/// # Errors
+/// [`TrainError::Tensor`] for sizes that do not fit.
+///
+/// ```
+/// let (loss, gradient) = moesaic_train::gates::balance(&[0.0; 8], 4)?;
+/// assert_eq!((loss, gradient.len()), (1.0, 8)); // ties go to the first, scores are equal
+/// # Ok::<(), moesaic_train::TrainError>(())
+/// ```
+pub fn balance(logits: &[f32], experts: usize) -> Result<(f32, Vec<f32>), TrainError> {
+    check(logits, experts, 1)?;
+    let tokens = (logits.len() / experts).max(1) as f32;
+    let mut share = vec![0.0; experts];
+    for id in of_each(logits, experts, 1, |_| true) {
+        share[id as usize] += 1.0 / tokens;
+    }
+    let (mut loss, mut gradient) = (0.0, Vec::with_capacity(logits.len()));
+    let scale = experts as f32 / tokens;
+    for row in logits.chunks_exact(experts) {
+        let scores = softmax(row.iter().copied());
+        let sum: f32 = scores.iter().zip(&share).map(|(p, c)| p * c).sum();
+        loss += scale * sum;
+        gradient.extend(
+            scores
+                .iter()
+                .zip(&share)
+                .map(|(p, c)| scale * p * (c - sum)),
+        );
+    }
+    Ok((loss, gradient))
+}
+
+fn check(logits: &[f32], experts: usize, top_k: usize) -> Result<(), TrainError> {
+    let problem = match logits.len() {
+        _ if !(1..=experts).contains(&top_k) => {
+            format!("cannot give {top_k} of {experts} experts: 1 to {experts} can be chosen")
+        }
+        found if !found.is_multiple_of(experts) => {
+            format!("has {found} elements, which are no rows of {experts} experts")
+        }
+        _ => return Ok(()),
+    };
+    Err(TrainError::tensor("logits", problem))
+}
+
+/// The best of the allowed experts of each row.
+fn of_each(
+    logits: &[f32],
+    experts: usize,
+    top_k: usize,
+    allowed: impl Fn(usize) -> bool,
+) -> Vec<i32> {
+    let candidates: Vec<usize> = (0..experts).filter(|&expert| allowed(expert)).collect();
+    let best = |row: &[f32]| {
+        let mut order = candidates.clone();
+        order.sort_unstable_by(|&a, &b| before((row[a], a), (row[b], b)));
+        order.truncate(top_k);
+        order.into_iter().map(|expert| expert as i32)
+    };
+    logits.chunks_exact(experts).flat_map(best).collect()
+}
+
+/// Higher values first, then lower numbers; NaN last.
+fn before(a: (f32, usize), b: (f32, usize)) -> Ordering {
+    let values = b.0.partial_cmp(&a.0);
+    let values = values.unwrap_or_else(|| a.0.is_nan().cmp(&b.0.is_nan()));
+    values.then(a.1.cmp(&b.1))
+}
+
+fn softmax(values: impl Iterator<Item = f32> + Clone) -> Vec<f32> {
+    let most = values.clone().fold(f32::NEG_INFINITY, f32::max);
+    let scores: Vec<f32> = values.map(|value| (value - most).exp()).collect();
+    let sum: f32 = scores.iter().sum();
+    scores.iter().map(|score| score / sum).collect()
+}
+
+/// Which ranks have each expert.
+fn owners(mesh: Parallel, experts: usize) -> Vec<usize> {
+    let of = |ep: usize| mesh.experts(ep, experts).map(move |_| ep);
+    (0..mesh.ep).flat_map(of).collect()
+}
+
+fn numbers(bytes: &[u8]) -> Vec<u64> {
+    let each = bytes.as_chunks().0.iter();
+    each.map(|&number| u64::from_le_bytes(number)).collect()
+}
+
+/// How many rows each source sends where, so that no one gets more than it has room for:
+/// what is refused goes where there is room left. `wants` is by source, then by where to.
+fn moved(wants: &[&[u64]], room: &mut [u64]) -> Vec<Vec<u64>> {
+    let mut sends: Vec<Vec<u64>> = wants.iter().map(|wants| wants.to_vec()).collect();
+    let mut refused = vec![0; wants.len()];
+    for (to, room) in room.iter_mut().enumerate() {
+        for (sends, refused) in sends.iter_mut().zip(&mut refused) {
+            let taken = sends[to].min(*room);
+            *refused += sends[to] - taken;
+            *room -= taken;
+            sends[to] = taken;
+        }
+    }
+    let mut to = 0;
+    for (sends, refused) in sends.iter_mut().zip(&mut refused) {
+        while *refused > 0 && to < room.len() {
+            let taken = room[to].min(*refused);
+            sends[to] += taken;
+            room[to] -= taken;
+            *refused -= taken;
+            to += usize::from(room[to] == 0);
+        }
+    }
+    sends
+}
+
+/// Gives the ids of a slot to ranks as often as `sends` says: the first tokens keep their
+/// places.
+fn resend<'i>(
+    ids: impl Iterator<Item = &'i mut i32>,
+    mut sends: Vec<u64>,
+    owners: &[usize],
+    to: impl Fn(usize) -> usize,
+) {
+    let mut elsewhere = Vec::new();
+    for id in ids {
+        match &mut sends[owners[*id as usize]] {
+            0 => elsewhere.push(id),
+            left => *left -= 1,
+        }
+    }
+    let places = sends.iter().enumerate();
+    let places = places.flat_map(|(ep, &left)| (0..left).map(move |_| ep));
+    for (id, ep) in elsewhere.into_iter().zip(places) {
+        *id = to(ep) as i32;
+    }
+}
