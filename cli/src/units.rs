@@ -92,21 +92,32 @@ fn scaled(mut n: f64, by: f64, units: &[&str]) -> String {
 /// Reads `500MB`, `2 GiB`, `1.5k` or `4096`.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let (number, unit) = split(text);
-    let factor: f64 = match unit.to_ascii_lowercase().as_str() {
-        "" | "b" => 1.0,
-        "k" | "kb" => 1e3,
-        "m" | "mb" => 1e6,
-        "g" | "gb" => 1e9,
-        "kib" => 1024.0,
-        "mib" => 1024.0 * 1024.0,
-        "gib" => 1024.0 * 1024.0 * 1024.0,
-        _ => {
-            return Err(format!(
-                "unknown unit `{unit}`; write bytes, kB, MB, GB, KiB, MiB or GiB"
-            ));
-        }
+    let factor = factor(unit)?;
+    let whole = number.parse::<u64>().ok();
+    let bytes = match whole {
+        Some(whole) => whole.checked_mul(factor),
+        // u64::MAX as f64 is 2^64, the first that does not fit.
+        None => Some(positive(number, "500MB")? * factor as f64)
+            .filter(|bytes| *bytes < u64::MAX as f64)
+            .map(|bytes| bytes as u64),
     };
-    Ok((positive(number, "500MB")? * factor) as u64)
+    bytes.ok_or_else(|| "more bytes than any machine has; write it as 500MB".to_string())
+}
+
+/// Bytes of a unit.
+fn factor(unit: &str) -> Result<u64, String> {
+    match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => Ok(1),
+        "k" | "kb" => Ok(1000),
+        "m" | "mb" => Ok(1_000_000),
+        "g" | "gb" => Ok(1_000_000_000),
+        "kib" => Ok(1 << 10),
+        "mib" => Ok(1 << 20),
+        "gib" => Ok(1 << 30),
+        _ => Err(format!(
+            "unknown unit `{unit}`; write bytes, kB, MB, GB, KiB, MiB or GiB"
+        )),
+    }
 }
 
 /// Reads `30d`, `12h`, `90m` or `45s`.
@@ -173,6 +184,10 @@ mod tests {
                 .contains("unknown unit")
         );
         assert!(parse_bytes("-1").is_err());
+        assert_eq!(parse_bytes("9007199254740993"), Ok(9_007_199_254_740_993));
+        for large in ["18446744073709551616", "17179869184GiB", "1e300", "99999999999.5GB"] {
+            assert!(parse_bytes(large).unwrap_err().contains("more bytes"), "{large}");
+        }
         assert_eq!(parse_duration("30d"), Ok(Duration::from_secs(30 * 86400)));
         assert!(parse_duration("30").unwrap_err().contains("such as 30d"));
         assert!(parse_duration("1e300d").is_err());

@@ -1,8 +1,11 @@
 //! Which layers are compiled, and for which targets.
 
-use moesaic_kernel::Target;
+use moesaic_kernel::{DType, Target};
 use moesaic_spec::testing::{Counter, sample};
-use moesaic_spec::{LayerSpec, Select};
+use moesaic_spec::{
+    Activation, Biases, ExpertForm, Experts, Expression, LayerSpec, Precision, Select, SharedExpert,
+    SharedGate, Shape, WeightSite,
+};
 
 /// Widths of published layers, and some that matrix units take in small pieces.
 const WIDTHS: [usize; 24] = [
@@ -14,13 +17,36 @@ const WIDTHS: [usize; 24] = [
 const EXPERTS: [usize; 14] = [1, 2, 4, 8, 16, 32, 60, 64, 128, 160, 256, 512, 1025, 2048];
 
 /// The layer of a seed: in turn a small odd one, and one of widths that layers
-/// have, with options that are as random.
+/// have, with options that are as random. Every second of the latter has products
+/// with much to do at their ends.
 pub fn layer(seed: u64) -> LayerSpec {
     let small = sample(seed);
     if seed.is_multiple_of(2) {
         return small;
     }
-    wide(seed, &small).unwrap_or(small)
+    let wide = wide(seed, &small).unwrap_or(small);
+    match seed % 4 {
+        3 => long(seed, &wide).unwrap_or(wide),
+        _ => wide,
+    }
+}
+
+/// `wide` with factors of one type, an error function, and rows that have weights: all
+/// that asks for registers at once, and rarely meets in layers that are drawn.
+fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
+    let rng = &mut Counter::new(seed ^ 0x10_46);
+    let dtype = rng.pick(&[DType::F16, DType::Bf16, DType::F32]);
+    let mut spec = wide.clone();
+    spec.name = format!("long-{seed}");
+    spec.precision = Precision {
+        weights: dtype,
+        activations: dtype,
+        tf32: wide.precision.tf32 && dtype == DType::F32,
+        ..wide.precision
+    };
+    (spec.experts.activation, spec.experts.alpha) = (Activation::Gelu, 1.0);
+    spec.router.weight_on = WeightSite::Activation;
+    spec.validate().is_ok().then_some(spec)
 }
 
 /// `small` at widths of a published layer, if its options allow any.
@@ -45,6 +71,91 @@ fn wide(seed: u64, small: &LayerSpec) -> Option<LayerSpec> {
     })
 }
 
+/// Widths whose rows are copied 16 bytes at a time, 8, 4, and element by element; pairs of
+/// model and hidden width.
+const PRODUCTS: [[usize; 2]; 6] = [
+    [2048, 768],
+    [4096, 14336],
+    [2052, 1028],
+    [1402, 706],
+    [2049, 1403],
+    [64, 2880],
+];
+
+/// A layer of wide products with most of what they can be asked for, in any mix: gates,
+/// biases, clamps, error functions and longer expressions, weights of rows, tall tiles and
+/// short ones, every pair of types.
+pub fn products(seed: u64) -> LayerSpec {
+    let rng = &mut Counter::new(seed ^ 0x9420);
+    let [model_dim, hidden_dim] = rng.pick(&PRODUCTS);
+    let [experts, top_k] = rng.pick(&[[8, 2], [128, 4]]);
+    let mut spec = sample(0);
+    spec.name = format!("products-{seed}");
+    (spec.router, spec.capacity) = Default::default();
+    (spec.latent, spec.losses) = Default::default();
+    spec.shape = Shape {
+        model_dim,
+        hidden_dim,
+        experts,
+        top_k,
+        output_dim: None,
+    };
+    spec.precision = types(rng);
+    spec.router.weight_on = rng.pick(&[
+        WeightSite::Activation,
+        WeightSite::Activation,
+        WeightSite::Output,
+        WeightSite::Input,
+    ]);
+    spec.experts = ends(rng);
+    spec.shared = Vec::new();
+    if rng.one_in(3) {
+        spec.shared.push(SharedExpert {
+            hidden_dim,
+            gate: SharedGate::Sigmoid,
+            bias: None,
+        });
+    }
+    spec
+}
+
+/// One type for all more often than two.
+fn types(rng: &mut Counter) -> Precision {
+    let all = [DType::F32, DType::F16, DType::Bf16];
+    let weights = rng.pick(&all);
+    let activations = if rng.one_in(6) {
+        rng.pick(&all)
+    } else {
+        weights
+    };
+    let pair = [weights, activations];
+    let mixed = weights != activations && weights != DType::F32 && activations != DType::F32;
+    Precision {
+        weights,
+        activations: if mixed { weights } else { activations },
+        tf32: pair == [DType::F32; 2] && rng.one_in(3),
+        ..Precision::default()
+    }
+}
+
+/// What is done at the ends of products.
+fn ends(rng: &mut Counter) -> Experts {
+    let gated = rng.one_in(2);
+    let own = Expression::parse("x / (1 + abs(x)) + 0.5 * erf(x) + log(1 + x^2) * tanh(x)");
+    let own = own.map_or(Activation::Gelu, Activation::Custom);
+    Experts {
+        form: match gated {
+            true => ExpertForm::Gated,
+            false => ExpertForm::Plain,
+        },
+        activation: rng.pick(&[Activation::Gelu, Activation::Gelu, own, Activation::Silu]),
+        bias: rng.pick(&[Biases::All, Biases::All, Biases::None]),
+        clamp: (gated && rng.one_in(2)).then_some(7.0),
+        up_offset: if gated && rng.one_in(2) { 1.0 } else { 0.0 },
+        ..Experts::default()
+    }
+}
+
 /// `each` of the targets, others for each seed; all of them where there are no more.
 pub fn targets(seed: u64, all: &[Target], each: usize) -> Vec<Target> {
     let mut left = all.to_vec();
@@ -54,4 +165,35 @@ pub fn targets(seed: u64, all: &[Target], each: usize) -> Vec<Target> {
         drawn.push(left.swap_remove(rng.between(0, left.len() - 1)));
     }
     drawn
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In two hundred seeds there are some of each type that are wide, have weights
+    /// at the activation and an error function.
+    #[test]
+    fn layers_with_much_at_the_ends_of_products_are_drawn() {
+        for first in [0, 5000] {
+            for dtype in [DType::F16, DType::Bf16, DType::F32] {
+                let drawn = (first..first + 200).map(layer).filter(|spec| {
+                    let types = [spec.precision.weights, spec.precision.activations];
+                    spec.shape.hidden_dim.min(spec.shape.model_dim) >= 512
+                        && types == [dtype; 2]
+                        && spec.experts.activation == Activation::Gelu
+                        && spec.router.weight_on == WeightSite::Activation
+                });
+                assert!(drawn.count() >= 2, "{dtype:?} from seed {first}");
+            }
+        }
+    }
+
+    #[test]
+    fn products_are_those_of_valid_layers() {
+        for seed in 0..500 {
+            let spec = products(seed);
+            assert!(spec.validate().is_ok(), "{seed}: {:?}", spec.validate());
+        }
+    }
 }

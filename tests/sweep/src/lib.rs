@@ -4,12 +4,13 @@
 mod draw;
 mod table;
 
-pub use draw::layer;
+pub use draw::{layer, products};
 pub use table::Table;
 
 use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
+use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -23,6 +24,8 @@ pub struct Sweep {
     pub seed: u64,
     /// Layers at most.
     pub specs: u64,
+    /// The layer of a seed: [`layer`] or [`products`].
+    pub draw: fn(u64) -> LayerSpec,
     /// What to compile for.
     pub targets: Vec<Target>,
     /// Targets of each layer, drawn from these.
@@ -107,7 +110,7 @@ impl Sweep {
         for target in draw::targets(seed, &self.targets, self.each) {
             let compiler = compilers.iter().find(|c| c.targets().contains(&target));
             let compiler = compiler.expect("targets are those of the compilers");
-            for kernel in kernels(seed, target) {
+            for kernel in kernels(&(self.draw)(seed), target) {
                 let outcome = kernel.and_then(|(family, source)| {
                     let text = (target, source.text.clone());
                     let wanted = source.name.starts_with(&self.only);
@@ -142,11 +145,10 @@ fn lock<'a, 'b>(state: &'a Mutex<State<'b>>) -> std::sync::MutexGuard<'a, State<
 }
 
 /// Every kernel of a layer's inference and of its training, with its family.
-fn kernels(seed: u64, target: Target) -> Vec<Result<(String, KernelSource), String>> {
-    let spec = layer(seed);
+fn kernels(spec: &LayerSpec, target: Target) -> Vec<Result<(String, KernelSource), String>> {
     let plans = [
-        plan(&spec, target, &PlanOptions::default()),
-        plan(&spec, target, &PlanOptions::training(Training::default())),
+        plan(spec, target, &PlanOptions::default()),
+        plan(spec, target, &PlanOptions::training(Training::default())),
     ];
     let mut all = Vec::new();
     for plan in plans {

@@ -29,6 +29,9 @@ struct Arguments {
     /// Only kernels whose name begins so, such as grouped_gemm.
     #[arg(long, value_name = "NAME", default_value = "")]
     only: String,
+    /// Draws layers whose products ask for most registers instead.
+    #[arg(long)]
+    products: bool,
     /// Begins no layer after so many seconds.
     #[arg(long)]
     seconds: Option<u64>,
@@ -80,13 +83,18 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
     let sweep = Sweep {
         seed: arguments.seed,
         specs: arguments.specs,
+        draw: match arguments.products {
+            true => moesaic_sweep::products,
+            false => moesaic_sweep::layer,
+        },
         each: arguments.each.unwrap_or(targets.len()),
         targets,
         only: arguments.only.clone(),
         limit: arguments.seconds.map(Duration::from_secs),
         threads: arguments.threads.unwrap_or_else(processors),
     };
-    let table = sweep.run(&compilers, &mut |failure| println!("{failure}"));
+    let which = if arguments.products { "--products " } else { "" };
+    let table = sweep.run(&compilers, &mut |failure| println!("{which}{failure}"));
     println!("{table}");
     if let Some(path) = &arguments.results {
         std::fs::write(path, table.to_string()).map_err(|e| Failed::File(path.clone(), e))?;

@@ -18,6 +18,7 @@ fn random_layers_compile_for_every_gpu_without_spills() {
     let sweep = Sweep {
         seed: 1 << 20,
         specs: 300,
+        draw: moesaic_sweep::layer,
         targets,
         each: 1,
         only: String::new(),

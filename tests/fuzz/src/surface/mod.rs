@@ -5,6 +5,7 @@ mod call;
 mod pack;
 mod text;
 mod weights;
+mod words;
 
 use moesaic_spec::testing::Counter;
 use std::path::{Path, PathBuf};
@@ -51,6 +52,7 @@ pub fn surfaces() -> Vec<Box<dyn Surface>> {
         Box::new(cache::Fact::new()),
         Box::new(pack::Pack::new()),
         Box::new(call::Call::new()),
+        Box::new(words::Words::new()),
     ]
 }
 

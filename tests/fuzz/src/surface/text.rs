@@ -55,7 +55,7 @@ impl Surface for Spec {
     }
 
     fn share(&self) -> u64 {
-        300
+        280
     }
 
     fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
@@ -282,7 +282,7 @@ impl Surface for Activation {
     }
 
     fn share(&self) -> u64 {
-        170
+        150
     }
 
     fn input(&mut self, rng: &mut Counter) -> Vec<u8> {

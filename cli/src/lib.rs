@@ -1,0 +1,152 @@
+//! The `moesaic` command line, as a library of two functions: [`start`] is the program, and
+//! [`understands`] reads a command and does nothing, for tests that read many.
+
+mod args;
+mod bench;
+mod cache;
+mod caches;
+mod completions;
+mod console;
+mod disassemble;
+mod doctor;
+mod emit;
+mod experts;
+mod failure;
+mod highlight;
+mod inspect;
+mod keys;
+#[cfg(target_os = "linux")]
+mod launch;
+mod links;
+mod log;
+mod machine;
+mod mesh;
+mod precompile;
+mod progress;
+mod random;
+mod run;
+mod simulators;
+mod spec;
+mod spec_source;
+mod store;
+mod suggest;
+mod table;
+mod targets;
+mod threads;
+mod timing;
+mod toolchain;
+mod training;
+mod tune;
+mod units;
+
+use args::{Cli, Command};
+use clap::{CommandFactory, FromArgMatches, Parser};
+use console::Console;
+use failure::{Failure, Result};
+use std::any::Any;
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+/// Whether the program would take these words, the first of which is its name, before it
+/// looks at any file or device: everything that was read from them, as text.
+///
+/// # Errors
+/// What the program would say instead.
+///
+/// ```
+/// let words = ["moesaic", "bench", "--spec", "a.toml", "--tokens", "1,64"].map(Into::into);
+/// assert!(moesaic_cli::understands(words).is_ok_and(|read| read.contains("[1, 64]")));
+/// let words = ["moesaic", "precompile", "--spec", "a.toml", "--target", "cuda:sm90"];
+/// assert!(moesaic_cli::understands(words.map(Into::into)).is_err());
+/// ```
+pub fn understands(
+    words: impl IntoIterator<Item = OsString>,
+) -> std::result::Result<String, String> {
+    let said = |error: clap::Error| error.to_string();
+    let matches = Cli::command().try_get_matches_from(words).map_err(said)?;
+    let cli = Cli::from_arg_matches(&matches).map_err(said)?;
+    let targets = targets::resolve(&named_targets(&matches));
+    let targets = targets.map_err(|failure| failure.message)?;
+    let targets: Vec<String> = targets.iter().map(|target| target.to_string()).collect();
+    Ok(format!("{:?} for {targets:?}", cli.command))
+}
+
+/// What a command was given as `--target`, but for names that stand for a device.
+fn named_targets(matches: &clap::ArgMatches) -> Vec<String> {
+    let own = matches.subcommand().map(|(_, own)| own);
+    let raw = own.and_then(|own| own.try_get_raw("target").ok().flatten());
+    let names = raw.into_iter().flatten();
+    let names = names.map(|name| name.to_string_lossy().into_owned());
+    names
+        .filter(|name| !["cuda", "rocm"].contains(&name.as_str()))
+        .collect()
+}
+
+/// The program.
+pub fn start() -> ExitCode {
+    // HIPRTC can abort its process, so it gets one of its own: this program.
+    moesaic::rocm::maybe_run_child();
+    let cli = Cli::parse();
+    let console = Console::new(cli.color);
+    log::start(console);
+    report_defects(console);
+    let result = std::panic::catch_unwind(|| execute(&cli.command, &console));
+    match result {
+        Ok(Ok(code)) => code,
+        Ok(Err(failure)) => give_up(&failure, &console),
+        // The hook has said what happened.
+        Err(_) => ExitCode::from(failure::Code::Failed as u8),
+    }
+}
+
+fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
+    let done = match command {
+        #[cfg(target_os = "linux")]
+        Command::Launch(args) => return launch::execute(args, console),
+        #[cfg(target_os = "linux")]
+        Command::LaunchRank(args) => return launch::execute_rank(args),
+        Command::Run(args) => run::execute(args, console),
+        Command::Emit(args) => emit::execute(args, console),
+        Command::Inspect(args) => inspect::execute(args, console),
+        Command::Precompile(args) => precompile::execute(args, console),
+        Command::Bench(args) => bench::execute(args, console),
+        Command::Tune(args) => tune::execute(args, console),
+        Command::Cache(args) => cache::execute(args, console),
+        Command::Toolchain(args) => toolchain::execute(args, console),
+        Command::Spec(args) => spec::execute(args, console),
+        Command::Experts(args) => experts::execute(args, console),
+        Command::Doctor(args) => doctor::execute(args, console),
+        Command::Completions(args) => completions::execute(args, console),
+    };
+    done.map(|()| ExitCode::SUCCESS)
+}
+
+fn give_up(failure: &Failure, console: &Console) -> ExitCode {
+    if failure.code != failure::Code::Quiet {
+        console.tell(&failure.render(&console.err));
+    }
+    ExitCode::from(failure.code as u8)
+}
+
+/// What a panic was given.
+fn message(payload: &dyn Any) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("no message")
+}
+
+/// A panic is a defect of moesaic: it is told in one line that can be sent on.
+fn report_defects(console: Console) {
+    std::panic::set_hook(Box::new(move |panic| {
+        let place = panic
+            .location()
+            .map(|at| format!(" ({}:{})", at.file(), at.line()));
+        let text = message(panic.payload());
+        let failure = Failure::work(format!(
+            "moesaic has a defect: {text}{}",
+            place.unwrap_or_default()
+        ));
+        let failure = failure.hint("please report it with the output of `moesaic doctor`");
+        console.tell(&failure.render(&console.err));
+    }));
+}
