@@ -1,7 +1,7 @@
 //! An engine of ranks that counts what goes through it.
 
 use moesaic::collectives::Engine;
-use moesaic::collectives::engine::Ticket;
+use moesaic::collectives::engine::{Part, Ticket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -64,28 +64,17 @@ impl<E: Engine> Engine for Counted<E> {
         self.engine.collect()
     }
 
-    unsafe fn send(
-        &mut self,
-        to: usize,
-        tag: u32,
-        from: *const u8,
-        bytes: usize,
-    ) -> Result<Ticket, String> {
+    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
         add(&self.counts.parcels, 1);
+        let bytes = parts.iter().map(|part| part.bytes).sum();
         add(&self.counts.parcel_bytes, bytes);
         // SAFETY: passed on.
-        unsafe { self.engine.send(to, tag, from, bytes) }
+        unsafe { self.engine.send(to, tag, parts) }
     }
 
-    unsafe fn receive(
-        &mut self,
-        from: usize,
-        tag: u32,
-        to: *mut u8,
-        bytes: usize,
-    ) -> Result<Ticket, String> {
+    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
         // SAFETY: passed on.
-        unsafe { self.engine.receive(from, tag, to, bytes) }
+        unsafe { self.engine.receive(from, tag, parts) }
     }
 
     fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {

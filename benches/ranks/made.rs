@@ -76,15 +76,14 @@ impl Made {
         }
     }
 
-    /// What the plan says a rank of `ranks` sends to others and keeps, where every expert
-    /// gets equally many rows.
+    /// What the plan says this rank sends to others and keeps, where every expert gets
+    /// equally many rows.
     pub fn planned(&self, pass: Pass, tokens: usize, ranks: usize) -> [u64; 2] {
         match self {
             Made::Alone(_) => [0, 0],
             Made::Shared(layer) => {
-                let each = (tokens / ranks) as u64;
                 let steps = rank_steps(layer, pass);
-                let sent = layer.plan().bytes_of(&steps, each, ranks);
+                let sent = layer.plan().bytes_of(&steps, tokens as u64, ranks);
                 [sent.node, sent.here]
             }
         }

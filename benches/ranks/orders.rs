@@ -114,8 +114,6 @@ struct Rank {
     made: Option<Made>,
     pass: Pass,
     call: Call,
-    /// Of all ranks.
-    tokens: usize,
 }
 
 impl Rank {
@@ -133,7 +131,6 @@ impl Rank {
             made: None,
             pass: Pass::Forward,
             call: Call::default(),
-            tokens: 0,
         }
     }
 
@@ -207,7 +204,6 @@ impl Rank {
             let width = all.len() / tokens.max(1);
             Ok(all[own.start * width..own.end * width].to_vec())
         };
-        self.tokens = tokens;
         self.call = Call {
             tokens: own.len(),
             x: read("x")?,
@@ -267,7 +263,7 @@ impl Rank {
             .zip(before)
             .map(|(after, before)| after - before);
         let made = self.made.as_ref().ok_or("no layer")?;
-        let planned = made.planned(self.pass, self.tokens, self.place().1);
+        let planned = made.planned(self.pass, self.call.tokens, self.place().1);
         Ok(sent.chain(planned).collect())
     }
 }
