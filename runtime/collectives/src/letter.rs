@@ -4,7 +4,7 @@
 use crate::engine::LETTER_BYTES;
 use crate::{Element, Reduction};
 
-const MAGIC: u32 = 0x6d6f_6503;
+const MAGIC: u32 = 0x6d6f_6504;
 const HEAD: usize = 112;
 const LABEL: usize = 32;
 
@@ -130,8 +130,54 @@ pub struct Key {
     pub phase: u32,
     /// The sender, in the world.
     pub from: u32,
-    /// Which of the messages between these two in that phase.
-    pub index: u32,
+}
+
+/// Messages of one phase between two ranks, which travel together. Both must have the
+/// same ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pieces {
+    /// How many messages.
+    pub count: u32,
+    /// Bytes of all.
+    pub bytes: u64,
+    /// A number made of the size of each, where there are several.
+    pub sizes: u64,
+}
+
+impl Pieces {
+    pub fn of(sizes: &[u64]) -> Pieces {
+        let bytes: Vec<u8> = sizes.iter().flat_map(|size| size.to_le_bytes()).collect();
+        Pieces {
+            count: sizes.len() as u32,
+            bytes: sizes.iter().sum(),
+            sizes: match sizes.len() {
+                0 | 1 => 0,
+                _ => crate::hash::of(&[&bytes]),
+            },
+        }
+    }
+
+    /// The first thing that differs: what it is, here and there.
+    pub fn difference(&self, other: &Pieces) -> Option<(&'static str, String, String)> {
+        let numbers = |what, ours: u64, theirs: u64| {
+            (ours != theirs).then(|| (what, ours.to_string(), theirs.to_string()))
+        };
+        let count = numbers(
+            "the number of messages",
+            self.count.into(),
+            other.count.into(),
+        );
+        let bytes = numbers(
+            "the number of bytes from there to here",
+            self.bytes,
+            other.bytes,
+        );
+        let sizes = (self.sizes != other.sizes).then(|| {
+            let (ours, theirs) = ("as received".to_string(), "others".to_string());
+            ("the sizes of messages", ours, theirs)
+        });
+        count.or(bytes).or(sizes)
+    }
 }
 
 /// How the bytes come.
@@ -140,16 +186,7 @@ pub enum Body {
     /// In the letter.
     Inline(Vec<u8>),
     /// As a parcel.
-    Parcel { tag: u32, bytes: u64 },
-}
-
-impl Body {
-    pub fn bytes(&self) -> u64 {
-        match self {
-            Body::Inline(data) => data.len() as u64,
-            Body::Parcel { bytes, .. } => *bytes,
-        }
-    }
+    Parcel { tag: u32 },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -157,6 +194,7 @@ pub enum Letter {
     Message {
         key: Key,
         signature: Signature,
+        pieces: Pieces,
         body: Body,
     },
     /// The sender has given up, and why.
@@ -180,8 +218,9 @@ impl Letter {
             Letter::Message {
                 key,
                 signature,
+                pieces,
                 body,
-            } => encode_message(&mut out, key, signature, body),
+            } => encode_message(&mut out, key, signature, pieces, body),
         }
         out
     }
@@ -201,16 +240,22 @@ impl Letter {
     }
 }
 
-fn encode_message(out: &mut Vec<u8>, key: &Key, signature: &Signature, body: &Body) {
+fn encode_message(
+    out: &mut Vec<u8>,
+    key: &Key,
+    signature: &Signature,
+    pieces: &Pieces,
+    body: &Body,
+) {
     let (tag, inline) = match body {
         Body::Inline(_) => (0, 1u32),
-        Body::Parcel { tag, .. } => (*tag, 0),
+        Body::Parcel { tag } => (*tag, 0),
     };
     out.extend(1u32.to_le_bytes());
-    for number in [key.context, key.sequence, body.bytes(), signature.elements] {
+    for number in [key.context, key.sequence, pieces.bytes, signature.elements] {
         out.extend(number.to_le_bytes());
     }
-    let small = [key.phase, key.from, key.index, tag, inline];
+    let small = [key.phase, key.from, pieces.count, tag, inline];
     for number in small
         .into_iter()
         .chain([signature.per_node, signature.root])
@@ -224,7 +269,7 @@ fn encode_message(out: &mut Vec<u8>, key: &Key, signature: &Signature, body: &Bo
     let mut label = [0; LABEL];
     label[..signature.label.len()].copy_from_slice(signature.label.as_bytes());
     out.extend(label);
-    out.resize(HEAD, 0);
+    out.extend(pieces.sizes.to_le_bytes());
     if let Body::Inline(data) = body {
         out.extend(data);
     }
@@ -232,12 +277,12 @@ fn encode_message(out: &mut Vec<u8>, key: &Key, signature: &Signature, body: &Bo
 
 fn decode_message(mut reader: Reader<'_>) -> Option<Letter> {
     let [context, sequence, bytes, elements] = reader.array(Reader::u64)?;
-    let [phase, from, index, tag, inline, per_node, root] = reader.array(Reader::u32)?;
+    let [phase, from, count, tag, inline, per_node, root] = reader.array(Reader::u32)?;
     let [kind, element, reduction, length] = reader.array(Reader::u8)?;
     let label = String::from_utf8_lossy(reader.take(LABEL)?.get(..length as usize)?).into_owned();
-    reader.take(HEAD - 104)?;
+    let sizes = reader.u64()?;
     let body = match inline {
-        0 => Body::Parcel { tag, bytes },
+        0 => Body::Parcel { tag },
         _ if reader.0.len() as u64 == bytes => Body::Inline(reader.0.to_vec()),
         _ => return None,
     };
@@ -255,11 +300,16 @@ fn decode_message(mut reader: Reader<'_>) -> Option<Letter> {
         sequence,
         phase,
         from,
-        index,
+    };
+    let pieces = Pieces {
+        count,
+        bytes,
+        sizes,
     };
     Some(Letter::Message {
         key,
         signature,
+        pieces,
         body,
     })
 }
@@ -301,14 +351,14 @@ impl<'a> Reader<'a> {
 mod tests {
     use super::*;
 
-    fn message(body: Body) -> Letter {
+    fn message(pieces: &[u64], body: Body) -> Letter {
         Letter::Message {
+            pieces: Pieces::of(pieces),
             key: Key {
                 context: 7,
                 sequence: 1 << 40,
                 phase: 2,
                 from: 3,
-                index: 1,
             },
             signature: Signature {
                 element: Some(Element::Bf16),
@@ -326,12 +376,11 @@ mod tests {
     fn letters_read_back() {
         let reason = "no memory".to_string();
         for letter in [
-            message(Body::Inline(vec![1, 2, 3])),
-            message(Body::Inline(Vec::new())),
-            message(Body::Parcel {
-                tag: 9,
-                bytes: 1 << 33,
-            }),
+            message(&[3], Body::Inline(vec![1, 2, 3])),
+            message(&[1, 2], Body::Inline(vec![1, 2, 3])),
+            message(&[0], Body::Inline(Vec::new())),
+            message(&[1 << 33], Body::Parcel { tag: 9 }),
+            message(&[1 << 33, 7], Body::Parcel { tag: 9 }),
             Letter::Failure { from: 4, reason },
         ] {
             let bytes = letter.encode();
@@ -342,7 +391,24 @@ mod tests {
                 }
             }
         }
-        assert!(message(Body::Inline(vec![0; INLINE_BYTES])).encode().len() <= LETTER_BYTES);
+        let full = message(&[INLINE_BYTES as u64], Body::Inline(vec![0; INLINE_BYTES]));
+        assert_eq!(full.encode().len(), LETTER_BYTES);
+    }
+
+    #[test]
+    fn other_messages_between_two_ranks_are_named() {
+        let what = |a: &[u64], b: &[u64]| Pieces::of(a).difference(&Pieces::of(b));
+        assert_eq!(what(&[3, 4], &[3, 4]), None);
+        assert_eq!(what(&[0], &[0]), None);
+        let (count, ours, theirs) = what(&[3, 4], &[7]).unwrap();
+        assert_eq!(
+            (count, &*ours, &*theirs),
+            ("the number of messages", "2", "1")
+        );
+        let (bytes, ours, theirs) = what(&[3, 4], &[3, 5]).unwrap();
+        assert_eq!(bytes, "the number of bytes from there to here");
+        assert_eq!((&*ours, &*theirs), ("7", "8"));
+        assert_eq!(what(&[3, 4], &[4, 3]).unwrap().0, "the sizes of messages");
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! One operation under way on one rank.
 
-use crate::engine::Ticket;
+use crate::engine::{Part, Ticket};
 use crate::error::At;
-use crate::letter::{Key, Signature};
+use crate::letter::{Key, Pieces, Signature};
 use crate::memory::Region;
-use crate::plan::{Copy, Place, Plan, Span, Step};
+use crate::plan::{self, Copy, Place, Plan, Span, Step};
 use crate::{CollectiveError, reduce};
 use moesaic_target::Device;
 use std::collections::VecDeque;
@@ -45,24 +45,21 @@ pub(crate) struct Task {
     pub next: Option<Next>,
 }
 
-/// A message that is waited for.
-pub(crate) struct Incoming {
-    /// The sender, in the world.
-    pub from: usize,
-    pub index: u32,
-    pub to: *mut u8,
-    pub bytes: usize,
-    /// Set once its letter has come.
-    pub parcel: Option<Ticket>,
+/// All messages of an exchange between this rank and another, in one direction. They
+/// travel together.
+pub(crate) struct Bundle {
+    /// The other rank, in the world.
+    pub peer: usize,
+    pub pieces: Pieces,
+    /// Where they are, or go: in their order, those in a row as one.
+    pub parts: Vec<Part>,
 }
 
-/// A message to begin.
-pub(crate) struct Outgoing {
-    /// The receiver, in the world.
-    pub to: usize,
-    pub index: u32,
-    pub from: *const u8,
-    pub bytes: usize,
+/// Messages that are waited for.
+pub(crate) struct Incoming {
+    pub bundle: Bundle,
+    /// Set once their letter has come.
+    pub parcel: Option<Ticket>,
 }
 
 pub(crate) struct Operation {
@@ -94,7 +91,7 @@ unsafe impl Send for Operation {}
 /// What a step asks for.
 pub(crate) enum Advance {
     /// These messages, and then, while they travel, these copies.
-    Exchange(Vec<Outgoing>, Vec<Copy>),
+    Exchange(Vec<Bundle>, Vec<Copy>),
     /// Nothing: the operation is finished.
     Finished,
 }
@@ -132,19 +129,18 @@ impl Operation {
         })
     }
 
-    pub fn key(&self, from: usize, index: u32) -> Key {
+    pub fn key(&self, from: usize) -> Key {
         Key {
             context: self.group.context,
             sequence: self.sequence,
             phase: self.phase,
             from: from as u32,
-            index,
         }
     }
 
     /// Ranks of the world that the exchange waits for, each once.
     pub fn waits_for(&self) -> Vec<usize> {
-        let senders = self.receiving.iter().map(|incoming| incoming.from);
+        let senders = self.receiving.iter().map(|incoming| incoming.bundle.peer);
         let mut ranks: Vec<usize> = senders
             .chain(self.sending.iter().map(|(to, _)| *to))
             .collect();
@@ -169,8 +165,13 @@ impl Operation {
                     copies,
                 }) => {
                     (self.phase, self.phase_name) = (phase, name);
-                    self.receiving = self.incoming(&receives)?;
-                    return Ok(Advance::Exchange(self.outgoing(&sends)?, copies));
+                    let arriving = self.bundles(&receives)?.into_iter();
+                    let waited = |bundle| Incoming {
+                        bundle,
+                        parcel: None,
+                    };
+                    self.receiving = arriving.map(waited).collect();
+                    return Ok(Advance::Exchange(self.bundles(&sends)?, copies));
                 }
                 Some(Step::Repack(copies)) => self.copy(&copies)?,
                 Some(Step::Write(offset, numbers)) => self.write(offset, &numbers)?,
@@ -305,45 +306,41 @@ impl Operation {
         Ok(())
     }
 
-    fn outgoing(&self, sends: &[crate::plan::Message]) -> Result<Vec<Outgoing>, CollectiveError> {
-        let mut index = Indices::default();
-        let one = |message: &crate::plan::Message| {
-            Ok(Outgoing {
-                to: self.group.members[message.peer],
-                index: index.next(message.peer),
-                from: self.span(&message.span)?,
-                bytes: message.span.bytes,
-            })
+    /// Messages by their other rank, in the order in which these first come.
+    fn bundles(&self, messages: &[plan::Message]) -> Result<Vec<Bundle>, CollectiveError> {
+        let mut peers: Vec<usize> = Vec::new();
+        for message in messages {
+            if !peers.contains(&message.peer) {
+                peers.push(message.peer);
+            }
+        }
+        let bundle = |peer: usize| {
+            let own = messages.iter().filter(|message| message.peer == peer);
+            self.bundle(peer, own)
         };
-        sends.iter().map(one).collect()
+        peers.into_iter().map(bundle).collect()
     }
 
-    fn incoming(
+    fn bundle<'m>(
         &self,
-        receives: &[crate::plan::Message],
-    ) -> Result<Vec<Incoming>, CollectiveError> {
-        let mut index = Indices::default();
-        let one = |message: &crate::plan::Message| {
-            Ok(Incoming {
-                from: self.group.members[message.peer],
-                index: index.next(message.peer),
-                to: self.span(&message.span)?,
-                bytes: message.span.bytes,
-                parcel: None,
-            })
-        };
-        receives.iter().map(one).collect()
-    }
-}
-
-/// Numbers messages of each pair of ranks.
-#[derive(Default)]
-struct Indices(std::collections::HashMap<usize, u32>);
-
-impl Indices {
-    fn next(&mut self, peer: usize) -> u32 {
-        let count = self.0.entry(peer).or_default();
-        *count += 1;
-        *count - 1
+        peer: usize,
+        messages: impl Iterator<Item = &'m plan::Message>,
+    ) -> Result<Bundle, CollectiveError> {
+        let (mut sizes, mut parts) = (Vec::new(), Vec::<Part>::new());
+        for message in messages {
+            let (address, bytes) = (self.span(&message.span)?, message.span.bytes);
+            sizes.push(bytes as u64);
+            match parts.last_mut() {
+                Some(last) if last.address.wrapping_add(last.bytes) == address => {
+                    last.bytes += bytes;
+                }
+                _ => parts.push(Part { address, bytes }),
+            }
+        }
+        Ok(Bundle {
+            peer: self.group.members[peer],
+            pieces: Pieces::of(&sizes),
+            parts,
+        })
     }
 }

@@ -1,6 +1,6 @@
 //! Ranks that are threads of one process.
 
-use crate::engine::{Engine, Ticket};
+use crate::engine::{Engine, Part, Ticket};
 use crate::{CollectiveError, Communicator};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};
@@ -81,14 +81,10 @@ const PANICKED: u8 = 2;
 struct Parcel(Mutex<Offer>);
 
 enum Offer {
-    Offered { from: *const u8, bytes: usize },
+    Offered(Vec<Part>),
     Taken,
     Withdrawn,
 }
-
-// SAFETY: the address is used only under the lock, and only until the sender has taken
-// it back under the same lock.
-unsafe impl Send for Offer {}
 
 /// A parcel that was begun here.
 enum Pending {
@@ -100,13 +96,9 @@ enum Pending {
     Awaited {
         from: usize,
         tag: u32,
-        to: *mut u8,
-        bytes: usize,
+        parts: Vec<Part>,
     },
 }
-
-// SAFETY: an address that only the owner of the engine writes to.
-unsafe impl Send for Pending {}
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -120,24 +112,28 @@ impl Threads {
     }
 
     /// Copies a parcel that has been left here; false if there is none yet.
-    fn take(&self, from: usize, tag: u32, to: *mut u8, bytes: usize) -> Result<bool, String> {
+    fn take(&self, from: usize, tag: u32, parts: &[Part]) -> Result<bool, String> {
         let Some(parcel) = lock(&self.desks[self.rank].parcels).remove(&(from, tag)) else {
             return Ok(false);
         };
         let mut offer = lock(&parcel.0);
-        match *offer {
-            Offer::Offered { from, bytes: sent } if sent == bytes => {
-                // SAFETY: the sender keeps the memory until the offer is taken, which
-                // the lock prevents meanwhile; the receiver's is as large, by `receive`.
-                unsafe { std::ptr::copy(from, to, bytes) };
-                *offer = Offer::Taken;
-                Ok(true)
-            }
-            Offer::Offered { bytes: sent, .. } => Err(format!(
-                "rank {from} sent a parcel of {sent} bytes where {bytes} were announced"
-            )),
-            Offer::Taken | Offer::Withdrawn => Ok(false),
+        let Offer::Offered(sent) = &*offer else {
+            return Ok(false);
+        };
+        let bytes = [sent, parts].map(Part::total);
+        if bytes[0] != bytes[1] {
+            let [sent, announced] = bytes;
+            return Err(format!(
+                "rank {from} sent a parcel of {sent} bytes where {announced} were announced"
+            ));
         }
+        // SAFETY: the sender keeps the memory until the offer is taken, which the lock
+        // prevents meanwhile; the receiver's parts are valid by `receive`.
+        Part::matched(sent, parts, |from, to, bytes| unsafe {
+            std::ptr::copy(from, to, bytes);
+        });
+        *offer = Offer::Taken;
+        Ok(true)
     }
 }
 
@@ -167,31 +163,15 @@ impl Engine for Threads {
         Ok(lock(&self.desks[self.rank].letters).pop_front())
     }
 
-    unsafe fn send(
-        &mut self,
-        to: usize,
-        tag: u32,
-        from: *const u8,
-        bytes: usize,
-    ) -> Result<Ticket, String> {
-        let parcel = Arc::new(Parcel(Mutex::new(Offer::Offered { from, bytes })));
+    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+        let parcel = Arc::new(Parcel(Mutex::new(Offer::Offered(parts.to_vec()))));
         lock(&self.desks[to].parcels).insert((self.rank, tag), Arc::clone(&parcel));
         Ok(self.begin(Pending::Sent { to, tag, parcel }))
     }
 
-    unsafe fn receive(
-        &mut self,
-        from: usize,
-        tag: u32,
-        to: *mut u8,
-        bytes: usize,
-    ) -> Result<Ticket, String> {
-        Ok(self.begin(Pending::Awaited {
-            from,
-            tag,
-            to,
-            bytes,
-        }))
+    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+        let parts = parts.to_vec();
+        Ok(self.begin(Pending::Awaited { from, tag, parts }))
     }
 
     fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
@@ -202,12 +182,7 @@ impl Engine for Threads {
                 Err(TryLockError::Poisoned(offer)) => matches!(**offer.get_ref(), Offer::Taken),
                 Err(TryLockError::WouldBlock) => false,
             },
-            Some(Pending::Awaited {
-                from,
-                tag,
-                to,
-                bytes,
-            }) => self.take(*from, *tag, *to, *bytes)?,
+            Some(Pending::Awaited { from, tag, parts }) => self.take(*from, *tag, parts)?,
             None => true,
         };
         if done {

@@ -329,9 +329,53 @@ fn a_message_that_nobody_receives_is_an_error() {
         });
         let all = errors.iter().flatten().cloned().collect::<String>();
         assert!(
-            all.contains("the number of messages differs: no more are received"),
+            all.contains("the number of messages differs: 1 here, 2 on rank 0"),
             "{all}"
         );
+    }
+}
+
+/// Rank 1 waits for a message less, for none, for as many bytes in all, or for other sizes.
+#[test]
+fn messages_that_travel_together_are_compared_one_by_one() {
+    let cases: [(&[usize], &[usize], &str); 4] = [
+        (
+            &[10, 20],
+            &[30],
+            "the number of messages differs: 1 here, 2",
+        ),
+        (
+            &[10, 20],
+            &[],
+            "the number of messages differs: no more are received",
+        ),
+        (&[10, 20], &[20, 10], "the sizes of messages differs"),
+        (
+            &[9000, 20],
+            &[9000, 21],
+            "the number of bytes from there to here differs: 9021",
+        ),
+    ];
+    for (sent, received, words) in cases {
+        let errors = errors(2, move |mut world| {
+            let device = Arc::clone(world.device());
+            let transfer = |(peer, n): (usize, &usize)| Transfer {
+                peer,
+                slice: room(&device, Element::U8, *n),
+            };
+            let list = |sizes: &[usize], peer| -> Vec<Transfer> {
+                sizes.iter().map(|n| transfer((peer, n))).collect()
+            };
+            let (sends, receives) = match world.rank() {
+                0 => (list(sent, 1), vec![]),
+                _ => (vec![], list(received, 0)),
+            };
+            let rows = call("rows");
+            world.exchange(&sends, &receives, &rows)?.wait()?;
+            world.barrier(&call("after"))?.wait()
+        });
+        let all = errors.iter().flatten().cloned().collect::<String>();
+        assert!(all.contains(words), "{words}: {all}");
     }
 }
 

@@ -3,11 +3,11 @@
 mod failure;
 
 use crate::CollectiveError;
-use crate::engine::Engine;
+use crate::engine::{Engine, Part};
 use crate::error::At;
-use crate::letter::{Body, INLINE_BYTES, Key, Kind, Letter, Signature};
+use crate::letter::{Body, INLINE_BYTES, Key, Kind, Letter, Pieces, Signature};
 use crate::memory::Region;
-use crate::operation::{Advance, Operation, Outgoing};
+use crate::operation::{Advance, Bundle, Incoming, Operation};
 use std::collections::{BTreeMap, HashMap};
 
 pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
@@ -18,7 +18,7 @@ pub(crate) struct Core {
     operations: BTreeMap<u64, Operation>,
     outcomes: HashMap<u64, Outcome>,
     /// Letters of messages that no operation has taken yet.
-    arrived: HashMap<Key, (Signature, Body)>,
+    arrived: HashMap<Key, (Signature, Pieces, Body)>,
     /// The last operation of a group that a rank was heard of.
     heard: HashMap<(u64, usize), (u64, Kind)>,
     /// Operations that were started in each group.
@@ -217,45 +217,44 @@ impl Core {
     fn receive(&mut self, operation: &mut Operation) -> Result<(), CollectiveError> {
         let mut left = Vec::with_capacity(operation.receiving.len());
         for mut incoming in std::mem::take(&mut operation.receiving) {
-            let key = operation.key(incoming.from, incoming.index);
-            if incoming.parcel.is_none() && self.arrived.contains_key(&key) {
-                let (_, body) = self.arrived.remove(&key).unwrap_or_else(|| unreachable!());
-                compare_bytes(operation, incoming.from, incoming.bytes, body.bytes())?;
-                match body {
-                    Body::Inline(data) => {
-                        // SAFETY: the operation keeps `bytes` bytes there, and they are
-                        // as many as the letter's.
-                        unsafe { std::ptr::copy(data.as_ptr(), incoming.to, data.len()) };
-                        continue;
-                    }
-                    Body::Parcel { tag, .. } => {
-                        // SAFETY: the memory is the operation's, which lives until this
-                        // has ended; see `end`.
-                        let begun = unsafe {
-                            self.engine
-                                .receive(incoming.from, tag, incoming.to, incoming.bytes)
-                        };
-                        let at = || operation.at();
-                        incoming.parcel =
-                            Some(begun.map_err(|reason| self.engine_error(at(), reason))?);
-                    }
-                }
-            } else if incoming.parcel.is_none() {
-                self.check_order(operation, incoming.from)?;
-            }
-            let finished = match incoming.parcel {
-                Some(ticket) => self
-                    .engine
-                    .finished(ticket)
-                    .map_err(|reason| self.engine_error(operation.at(), reason))?,
-                None => false,
-            };
-            if !finished {
+            if !self.received(operation, &mut incoming)? {
                 left.push(incoming);
             }
         }
         operation.receiving = left;
         Ok(())
+    }
+
+    /// Whether all of it has come.
+    fn received(
+        &mut self,
+        operation: &Operation,
+        incoming: &mut Incoming,
+    ) -> Result<bool, CollectiveError> {
+        let Incoming { bundle, parcel } = incoming;
+        let ticket = match *parcel {
+            Some(ticket) => ticket,
+            None => match self.arrived.remove(&operation.key(bundle.peer)) {
+                None => return self.check_order(operation, bundle.peer).map(|()| false),
+                Some((_, pieces, body)) => {
+                    compare_pieces(operation, bundle, &pieces)?;
+                    let tag = match body {
+                        Body::Inline(data) => {
+                            spread(&data, &bundle.parts);
+                            return Ok(true);
+                        }
+                        Body::Parcel { tag } => tag,
+                    };
+                    // SAFETY: the memory is the operation's, which lives until this
+                    // has ended; see `end`.
+                    let begun = unsafe { self.engine.receive(bundle.peer, tag, &bundle.parts) };
+                    let at = || operation.at();
+                    *parcel.insert(begun.map_err(|reason| self.engine_error(at(), reason))?)
+                }
+            },
+        };
+        let finished = self.engine.finished(ticket);
+        finished.map_err(|reason| self.engine_error(operation.at(), reason))
     }
 
     /// The first messages of an operation are posted when it starts, so a rank that is
@@ -292,36 +291,31 @@ impl Core {
         Ok(())
     }
 
-    fn send(&mut self, operation: &mut Operation, message: &Outgoing) -> Result<(), String> {
-        let inline = message.bytes <= INLINE_BYTES;
-        let tag = self.tags[message.to];
+    fn send(&mut self, operation: &mut Operation, bundle: &Bundle) -> Result<(), String> {
+        let inline = bundle.pieces.bytes <= INLINE_BYTES as u64;
+        let tag = self.tags[bundle.peer];
         let body = if inline {
-            // SAFETY: the operation keeps so many bytes there.
-            let data = unsafe { std::slice::from_raw_parts(message.from, message.bytes) };
-            Body::Inline(data.to_vec())
+            Body::Inline(gathered(&bundle.parts))
         } else {
-            self.tags[message.to] = if tag == self.engine.last_tag() {
+            self.tags[bundle.peer] = if tag == self.engine.last_tag() {
                 0
             } else {
                 tag + 1
             };
-            let bytes = message.bytes as u64;
-            Body::Parcel { tag, bytes }
+            Body::Parcel { tag }
         };
         let letter = Letter::Message {
-            key: operation.key(self.engine.rank(), message.index),
+            key: operation.key(self.engine.rank()),
             signature: operation.signature.clone(),
+            pieces: bundle.pieces,
             body,
         };
-        self.engine.post(message.to, &letter.encode())?;
+        self.engine.post(bundle.peer, &letter.encode())?;
         if !inline {
             // SAFETY: the memory is the operation's, which lives until this has ended;
             // see `end`.
-            let begun = unsafe {
-                self.engine
-                    .send(message.to, tag, message.from, message.bytes)
-            };
-            operation.sending.push((message.to, begun?));
+            let begun = unsafe { self.engine.send(bundle.peer, tag, &bundle.parts) };
+            operation.sending.push((bundle.peer, begun?));
         }
         Ok(())
     }
@@ -331,8 +325,9 @@ impl Core {
             Some(Letter::Message {
                 key,
                 signature,
+                pieces,
                 body,
-            }) => self.message_arrived(key, signature, body),
+            }) => self.message_arrived(key, signature, pieces, body),
             Some(Letter::Failure { from, reason }) => Err((
                 None,
                 CollectiveError::Peer {
@@ -353,6 +348,7 @@ impl Core {
         &mut self,
         key: Key,
         signature: Signature,
+        pieces: Pieces,
         body: Body,
     ) -> Result<(), (Option<u64>, CollectiveError)> {
         let heard = self
@@ -374,7 +370,7 @@ impl Core {
             }
             None => {}
         }
-        self.arrived.insert(key, (signature, body));
+        self.arrived.insert(key, (signature, pieces, body));
         Ok(())
     }
 
@@ -384,7 +380,8 @@ impl Core {
             key.context == operation.group.context && key.sequence == operation.sequence
         };
         let mut early = self.arrived.iter().filter(|(key, _)| same(key));
-        early.try_for_each(|(key, (signature, _))| compare(operation, key.from as usize, signature))
+        early
+            .try_for_each(|(key, (signature, ..))| compare(operation, key.from as usize, signature))
     }
 
     /// Letters that nobody has asked for.
@@ -394,7 +391,7 @@ impl Core {
         });
         match left {
             None => Ok(()),
-            Some((key, (signature, _))) => Err(self.surplus(key, signature)),
+            Some((key, (signature, ..))) => Err(self.surplus(key, signature)),
         }
     }
 
@@ -430,22 +427,42 @@ fn compare(operation: &Operation, from: usize, theirs: &Signature) -> Result<(),
     }
 }
 
-fn compare_bytes(
+fn compare_pieces(
     operation: &Operation,
-    from: usize,
-    ours: usize,
-    theirs: u64,
+    ours: &Bundle,
+    theirs: &Pieces,
 ) -> Result<(), CollectiveError> {
-    if ours as u64 == theirs {
-        return Ok(());
+    match ours.pieces.difference(theirs) {
+        None => Ok(()),
+        Some((what, here, there)) => Err(CollectiveError::Mismatch {
+            at: operation.at(),
+            peer: ours.peer,
+            what,
+            ours: here,
+            theirs: there,
+        }),
     }
-    Err(CollectiveError::Mismatch {
-        at: operation.at(),
-        peer: from,
-        what: "the number of bytes from there to here",
-        ours: ours.to_string(),
-        theirs: theirs.to_string(),
-    })
+}
+
+/// The bytes of parts of an operation, one after the other.
+fn gathered(parts: &[Part]) -> Vec<u8> {
+    let mut data = Vec::with_capacity(Part::total(parts));
+    for part in parts {
+        // SAFETY: the operation keeps so many bytes there.
+        data.extend_from_slice(unsafe { std::slice::from_raw_parts(part.address, part.bytes) });
+    }
+    data
+}
+
+/// Puts as many bytes as they have into parts of an operation.
+fn spread(data: &[u8], parts: &[Part]) {
+    let mut data = data;
+    for part in parts {
+        let (own, rest) = data.split_at(part.bytes);
+        // SAFETY: the operation keeps so many bytes there.
+        unsafe { std::ptr::copy(own.as_ptr(), part.address, own.len()) };
+        data = rest;
+    }
 }
 
 impl Drop for Core {

@@ -2,7 +2,7 @@
 
 use super::abi::{Abi, Handle, Status};
 use super::table::{Calls, Message, TagBound};
-use crate::engine::{Engine, LETTER_BYTES, Ticket};
+use crate::engine::{Engine, LETTER_BYTES, Part, Ticket};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::{Duration, Instant};
@@ -178,7 +178,7 @@ impl Mpi {
     fn message(&self, peer: c_int, tag: c_int, bytes: usize) -> Message {
         Message {
             bytes,
-            byte: self.abi.byte,
+            kind: self.abi.byte,
             peer,
             tag,
             comm: self.comm,
@@ -217,25 +217,76 @@ impl Mpi {
         }
     }
 
-    /// Begins the parts of a parcel with `begin(offset, bytes)`.
-    fn parts(
+    /// Begins the messages of a parcel with `begin(address, message)`. How many there are
+    /// follows from its bytes alone, so that both sides have the same.
+    fn parcel(
         &mut self,
-        bytes: usize,
-        begin: impl Fn(&Mpi, usize, usize, &mut usize) -> Result<(), String>,
+        peer: usize,
+        tag: u32,
+        parts: &[Part],
+        begin: impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), String>,
     ) -> Result<Ticket, String> {
         self.next += 1;
         let id = self.next;
-        let mut offset = 0;
-        while offset < bytes {
-            let part = self.chunk().min(bytes - offset);
+        for chunk in chunks(parts, self.chunk()) {
+            let [first, ..] = &chunk[..] else { continue };
+            let address = first.address.cast();
+            let mut message = self.message(peer as c_int, tag as c_int + 1, first.bytes);
             let mut request = 0;
-            begin(self, offset, part, &mut request)?;
+            if chunk.len() == 1 {
+                begin(self, address, message, &mut request)?;
+            } else {
+                let mut kind = self.layout(&chunk)?;
+                (message.bytes, message.kind) = (1, Handle(kind));
+                let begun = begin(self, address, message, &mut request);
+                // SAFETY: made above; what is under way keeps what it needs of it.
+                let code = unsafe { self.calls.type_free(&mut kind) };
+                begun.and_then(|()| self.check("MPI_Type_free", code))?;
+            }
             // Also after an error: MPI may touch memory of parts that were begun.
             self.parcels.entry(id).or_default().push(request);
-            offset += part;
         }
         Ok(Ticket(id))
     }
+
+    /// A type that is all of these parts, from the address of the first.
+    fn layout(&self, parts: &[Part]) -> Result<usize, String> {
+        let origin = parts[0].address.addr();
+        let place = |part: &Part| part.address.addr().wrapping_sub(origin) as isize;
+        let places: Vec<isize> = parts.iter().map(place).collect();
+        let sizes: Vec<usize> = parts.iter().map(|part| part.bytes).collect();
+        let mut kind = 0;
+        // SAFETY: as many places as sizes.
+        let code = unsafe {
+            self.calls
+                .type_hindexed(&sizes, &places, self.abi.byte, &mut kind)
+        };
+        self.check("MPI_Type_create_hindexed", code)?;
+        // SAFETY: the type was made above.
+        let code = unsafe { self.calls.type_commit(&mut kind) };
+        self.check("MPI_Type_commit", code)?;
+        Ok(kind)
+    }
+}
+
+/// Parts cut where so many bytes of all are full.
+fn chunks(parts: &[Part], most: usize) -> Vec<Vec<Part>> {
+    let (mut list, mut room) = (vec![Vec::new()], most);
+    for part in parts {
+        let mut part = *part;
+        while part.bytes > 0 {
+            if room == 0 {
+                list.push(Vec::new());
+                room = most;
+            }
+            let bytes = part.bytes.min(room);
+            let last = list.len() - 1;
+            list[last].push(Part { bytes, ..part });
+            part.address = part.address.wrapping_add(bytes);
+            (part.bytes, room) = (part.bytes - bytes, room - bytes);
+        }
+    }
+    list
 }
 
 /// What the library calls itself, its first line.
@@ -309,32 +360,16 @@ impl Engine for Mpi {
         Ok(Some(letter))
     }
 
-    unsafe fn send(
-        &mut self,
-        to: usize,
-        tag: u32,
-        from: *const u8,
-        bytes: usize,
-    ) -> Result<Ticket, String> {
-        self.parts(bytes, |mpi, offset, part, request| {
-            let message = mpi.message(to as c_int, tag as c_int + 1, part);
-            let from = from.wrapping_add(offset).cast();
+    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+        self.parcel(to, tag, parts, |mpi, from, message, request| {
             // SAFETY: the caller keeps the memory until the parcel is finished.
             let code = unsafe { mpi.calls.isend(from, message, request) };
             mpi.check("MPI_Isend", code)
         })
     }
 
-    unsafe fn receive(
-        &mut self,
-        from: usize,
-        tag: u32,
-        to: *mut u8,
-        bytes: usize,
-    ) -> Result<Ticket, String> {
-        self.parts(bytes, |mpi, offset, part, request| {
-            let message = mpi.message(from as c_int, tag as c_int + 1, part);
-            let to = to.wrapping_add(offset).cast();
+    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+        self.parcel(from, tag, parts, |mpi, to, message, request| {
             // SAFETY: as in `send`.
             let code = unsafe { mpi.calls.irecv(to, message, request) };
             mpi.check("MPI_Irecv", code)
@@ -424,6 +459,27 @@ impl Drop for Mpi {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_parcel_is_cut_where_it_is_full_however_it_lies() {
+        let part = |at: usize, bytes| Part {
+            address: std::ptr::without_provenance_mut(at),
+            bytes,
+        };
+        let sizes = |parts: &[Part]| -> Vec<Vec<(usize, usize)>> {
+            let one = |part: &Part| (part.address.addr(), part.bytes);
+            let chunk = |chunk: &Vec<Part>| chunk.iter().map(one).collect();
+            chunks(parts, 10).iter().map(chunk).collect()
+        };
+        assert_eq!(
+            sizes(&[part(100, 25)]),
+            [[(100, 10)], [(110, 10)], [(120, 5)]]
+        );
+        let cut = sizes(&[part(7, 4), part(50, 0), part(90, 16), part(40, 5)]);
+        let expected: [&[_]; 3] = [&[(7, 4), (90, 6)], &[(96, 10)], &[(40, 5)]];
+        assert_eq!(cut, expected);
+        assert_eq!(sizes(&[part(3, 10)]), [[(3, 10)]]);
+    }
 
     #[test]
     fn versions_are_short() {

@@ -30,13 +30,25 @@ pub trait Calls: Send {
     unsafe fn test(&self, request: &mut usize, flag: *mut c_int, status: *mut Status) -> c_int;
     unsafe fn get_count(&self, status: *const Status, kind: Handle, count: *mut c_int) -> c_int;
     unsafe fn cancel(&self, request: &mut usize) -> c_int;
+    /// A type of bytes at places, as many sizes as places; a size has 31 bits where
+    /// [`Calls::large`] says no.
+    unsafe fn type_hindexed(
+        &self,
+        sizes: &[usize],
+        places: &[isize],
+        kind: Handle,
+        new: &mut usize,
+    ) -> c_int;
+    unsafe fn type_commit(&self, kind: &mut usize) -> c_int;
+    unsafe fn type_free(&self, kind: &mut usize) -> c_int;
 }
 
 /// Where a message goes to or comes from.
 #[derive(Clone, Copy, Debug)]
 pub struct Message {
+    /// How many of `kind`: bytes, or one type that lists parts.
     pub bytes: usize,
-    pub byte: Handle,
+    pub kind: Handle,
     pub peer: c_int,
     pub tag: c_int,
     pub comm: Handle,
@@ -68,10 +80,14 @@ macro_rules! functions {
                     test: fn(request: *mut Native, flag: *mut c_int, status: *mut Status) -> c_int = "MPI_Test";
                     get_count: fn(status: *const Status, kind: Native, count: *mut c_int) -> c_int = "MPI_Get_count";
                     cancel: fn(request: *mut Native) -> c_int = "MPI_Cancel";
+                    type_hindexed: fn(count: c_int, sizes: *const c_int, places: *const isize, kind: Native, new: *mut Native) -> c_int = "MPI_Type_create_hindexed";
+                    type_commit: fn(kind: *mut Native) -> c_int = "MPI_Type_commit";
+                    type_free: fn(kind: *mut Native) -> c_int = "MPI_Type_free";
                 }
                 optional {
                     isend_large: fn(from: *const c_void, count: c_longlong, kind: Native, to: c_int, tag: c_int, comm: Native, request: *mut Native) -> c_int = "MPI_Isend_c";
                     irecv_large: fn(to: *mut c_void, count: c_longlong, kind: Native, from: c_int, tag: c_int, comm: Native, request: *mut Native) -> c_int = "MPI_Irecv_c";
+                    type_hindexed_large: fn(count: c_longlong, sizes: *const c_longlong, places: *const c_longlong, kind: Native, new: *mut Native) -> c_int = "MPI_Type_create_hindexed_c";
                 }
             }
 
@@ -91,7 +107,7 @@ macro_rules! functions {
                 }
 
                 fn large(&self) -> bool {
-                    self.isend_large.is_some() && self.irecv_large.is_some()
+                    self.isend_large.is_some() && self.irecv_large.is_some() && self.type_hindexed_large.is_some()
                 }
 
                 unsafe fn initialized(&self, flag: *mut c_int) -> c_int {
@@ -156,7 +172,7 @@ macro_rules! functions {
                 }
 
                 unsafe fn isend(&self, from: *const c_void, m: Message, request: &mut usize) -> c_int {
-                    let (kind, comm) = (m.byte.0 as Native, m.comm.0 as Native);
+                    let (kind, comm) = (m.kind.0 as Native, m.comm.0 as Native);
                     with_native(request, |request| match self.isend_large {
                         // SAFETY: see above.
                         Some(large) => unsafe {
@@ -170,7 +186,7 @@ macro_rules! functions {
                 }
 
                 unsafe fn irecv(&self, to: *mut c_void, m: Message, request: &mut usize) -> c_int {
-                    let (kind, comm) = (m.byte.0 as Native, m.comm.0 as Native);
+                    let (kind, comm) = (m.kind.0 as Native, m.comm.0 as Native);
                     with_native(request, |request| match self.irecv_large {
                         // SAFETY: see above.
                         Some(large) => unsafe {
@@ -196,6 +212,34 @@ macro_rules! functions {
                 unsafe fn cancel(&self, request: &mut usize) -> c_int {
                     // SAFETY: see above.
                     with_native(request, |request| unsafe { $Table::cancel(self, request) })
+                }
+
+                unsafe fn type_hindexed(&self, sizes: &[usize], places: &[isize], kind: Handle, new: &mut usize) -> c_int {
+                    let kind = kind.0 as Native;
+                    with_native(new, |new| match self.type_hindexed_large {
+                        Some(large) => {
+                            let sizes: Vec<c_longlong> = sizes.iter().map(|n| *n as c_longlong).collect();
+                            let places: Vec<c_longlong> = places.iter().map(|n| *n as c_longlong).collect();
+                            // SAFETY: see above.
+                            unsafe { large(sizes.len() as c_longlong, sizes.as_ptr(), places.as_ptr(), kind, new) }
+                        }
+                        None => {
+                            let sizes: Vec<c_int> = sizes.iter().map(|n| *n as c_int).collect();
+                            let count = sizes.len() as c_int;
+                            // SAFETY: see above.
+                            unsafe { $Table::type_hindexed(self, count, sizes.as_ptr(), places.as_ptr(), kind, new) }
+                        }
+                    })
+                }
+
+                unsafe fn type_commit(&self, kind: &mut usize) -> c_int {
+                    // SAFETY: see above.
+                    with_native(kind, |kind| unsafe { $Table::type_commit(self, kind) })
+                }
+
+                unsafe fn type_free(&self, kind: &mut usize) -> c_int {
+                    // SAFETY: see above.
+                    with_native(kind, |kind| unsafe { $Table::type_free(self, kind) })
                 }
             }
         }

@@ -62,6 +62,9 @@ pub fn every_operation(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
         reductions(world, device, elements);
     }
     messages(world, device);
+    for scale in [1, 700, 40_000] {
+        rows_apart(world, device, scale);
+    }
     several_at_once(world, device);
     groups(world, device);
     world.barrier(&call("end")).unwrap().wait().unwrap();
@@ -262,6 +265,44 @@ fn messages(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
 }
 
 /// Operations that are under way together, and finished in the other order.
+/// Rows of four experts in a row go to the next rank, where they lie apart and in another
+/// order, and come back.
+fn rows_apart(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usize) {
+    let (rank, size) = (world.rank(), world.size());
+    let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
+    let sizes = [3 * scale, 0, scale, 2 * scale];
+    let total: usize = sizes.iter().sum();
+    let transfers = |peer, buffer: &Slice, places: [usize; 4]| -> Vec<Transfer> {
+        let one = |(size, place)| Transfer {
+            peer,
+            slice: Slice::new(buffer.buffer(), Element::U8, place, size).unwrap(),
+        };
+        sizes.into_iter().zip(places).map(one).collect()
+    };
+    let row = [0, 3 * scale, 3 * scale, 4 * scale];
+    let apart = [7 * scale, 6 * scale, 0, 2 * scale];
+    let own = slice(device, Element::U8, &part(rank, 0, total));
+    let (theirs, back) = (
+        room(device, Element::U8, 10 * scale),
+        room(device, Element::U8, total),
+    );
+    let (sends, receives) = (
+        transfers(next, &own, row),
+        transfers(before, &theirs, apart),
+    );
+    let call = call("rows apart");
+    let there = world.exchange(&sends, &receives, &call).unwrap();
+    there.wait().unwrap();
+    let answers = transfers(next, &back, row);
+    let back_again = world.exchange(&receives, &answers, &call).unwrap();
+    back_again.wait().unwrap();
+    assert!(read(device, &back) == part(rank, 0, total), "{scale}");
+    // What lies between was left alone.
+    let gap = Slice::new(theirs.buffer(), Element::U8, scale, scale).unwrap();
+    let whole = room(device, Element::U8, scale);
+    assert!(read(device, &gap) == read(device, &whole), "{scale}");
+}
+
 fn several_at_once(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let (rank, ranks) = (world.rank(), world.size());
     let mut started = Vec::new();
