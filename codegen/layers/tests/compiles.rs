@@ -16,7 +16,7 @@ use awkward::{Layer9AwkwardExperts, Layer9AwkwardExpertsOutput, Layer9AwkwardExp
 use mixtral::{Mixtral8x7b, Mixtral8x7bWeights};
 use moesaic::half::{bf16, f16};
 use moesaic::typed::{In, Out};
-use moesaic::{Engine, EngineError};
+use moesaic::{Engine, EngineError, Mesh, Training};
 
 #[test]
 fn constants_are_those_of_the_spec() {
@@ -40,6 +40,15 @@ fn tensors_have_their_shape_and_dtype_as_type() {
     }
     fn _new(engine: &Engine, w: &Mixtral8x7bWeights<'_>) -> Result<Mixtral8x7b, EngineError> {
         Mixtral8x7b::new(engine, w)
+    }
+    fn _over(
+        engine: &Engine,
+        mesh: &Mesh,
+        w: &Mixtral8x7bWeights<'_>,
+    ) -> Result<Mixtral8x7b, EngineError> {
+        let layer = Mixtral8x7b::training_over(engine, mesh, w, Training::default())?;
+        layer.reduce_gradients()?;
+        Mixtral8x7b::new_over(engine, mesh, w)
     }
     fn _forward(
         layer: &Layer9AwkwardExperts,
