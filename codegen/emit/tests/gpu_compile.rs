@@ -387,6 +387,31 @@ fn clang_compiles_every_matrix_gemm_of_training() {
     }
 }
 
+/// An expression so long that clang gives up unrolling the loop over the sums it is
+/// applied to, unless it is told not to.
+#[test]
+fn clang_compiles_long_expressions() {
+    let compiler = Kept::new(testing::rocm());
+    let long = "tanh(x) * exp(-x) * sigmoid(1.7 * x) * softplus(x) * erf(x) * sqrt(1 + x^2) \
+                * log(1 + x^2) * tanh(2 * x) * exp(-0.5 * x) * sigmoid(x) * erf(0.5 * x)";
+    let spec = with(typed(spec(2048, 768, 8, 2), DType::Bf16), |s| {
+        s.experts.form = ExpertForm::Plain;
+        s.experts.activation = Activation::Custom(Expression::parse(long).unwrap());
+        s.router.weight_on = WeightSite::Activation;
+    });
+    for arch in ["gfx1101", "gfx942"] {
+        let target: Target = format!("rocm:{arch}").parse().unwrap();
+        let plan = plan(&spec, target, &PlanOptions::default()).unwrap();
+        let sources = gemms(&plan).into_iter();
+        for source in sources.filter(|source| source.name.starts_with("grouped_gemm_up")) {
+            let artifact = compiler.compile(&source, &CompileOptions::default());
+            let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
+            let what = format!("{} for {target}", source.name);
+            check(&artifact, &what, ROCM_SHARED);
+        }
+    }
+}
+
 #[test]
 fn clang_compiles_every_kernel() {
     let compiler = Kept::new(testing::rocm());

@@ -22,8 +22,10 @@ pub const COMMON: [&str; 5] = [
 
 /// Flags of clang beside those. No ROCm headers and no device libraries: the
 /// text brings its own prelude. No configuration file of the machine may
-/// change the result.
-const FLAGS: [&str; 10] = [
+/// change the result. Loops over a thread's sums are unrolled however long their
+/// bodies are: clang else stops at long activations, and sums that are picked by a
+/// number lie in memory.
+const FLAGS: [&str; 12] = [
     "--no-default-config",
     "-x",
     "hip",
@@ -34,6 +36,8 @@ const FLAGS: [&str; 10] = [
     "-nostdinc",
     "-fno-color-diagnostics",
     "-fno-ident",
+    "-mllvm",
+    "-pragma-unroll-threshold=16777216",
 ];
 
 /// The output file's name in the folder of a compile.
