@@ -24,31 +24,6 @@ impl Part {
     pub fn total(parts: &[Part]) -> usize {
         parts.iter().map(|part| part.bytes).sum()
     }
-
-    /// Calls `run` with the longest pieces that are in a row on both sides: those of
-    /// `from` in their order are those of `to` in theirs.
-    pub fn matched(from: &[Part], to: &[Part], mut run: impl FnMut(*mut u8, *mut u8, usize)) {
-        let filled = |part: &&Part| part.bytes > 0;
-        let mut to = to.iter().filter(filled).copied();
-        let mut target: Option<Part> = None;
-        for mut source in from.iter().copied() {
-            while source.bytes > 0 {
-                let Some(mut room) = target.take().or_else(|| to.next()) else {
-                    return;
-                };
-                let bytes = source.bytes.min(room.bytes);
-                run(source.address, room.address, bytes);
-                source.forward(bytes);
-                room.forward(bytes);
-                target = Some(room).filter(|room| room.bytes > 0);
-            }
-        }
-    }
-
-    fn forward(&mut self, bytes: usize) {
-        self.address = self.address.wrapping_add(bytes);
-        self.bytes -= bytes;
-    }
 }
 
 /// The least that an engine must do; all operations are written above it.
@@ -56,7 +31,7 @@ impl Part {
 /// There are two kinds of messages. A *letter* is small, is copied when it is
 /// posted, and arrives by itself, in the order of its sender. A *parcel* has any
 /// size, is sent from and received into memory in place, and is matched by sender
-/// and tag. Its bytes lie in parts, cut differently on both sides. Nothing here waits: what was begun goes on whenever the engine is
+/// and tag. Its bytes lie in parts, as many and of the same sizes on both sides. Nothing here waits: what was begun goes on whenever the engine is
 /// called. Errors are the engine's own words.
 pub trait Engine: Send {
     /// What it is, with its version, for errors.
@@ -94,7 +69,7 @@ pub trait Engine: Send {
     /// When the engine fails.
     unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String>;
 
-    /// Begins to receive a parcel of exactly so many bytes as these parts have.
+    /// Begins to receive a parcel of exactly these parts.
     ///
     /// # Safety
     /// The memory is valid, and used by nobody else, until [`Engine::finished`]
@@ -129,40 +104,5 @@ pub trait Engine: Send {
     /// When the engine fails.
     fn close(&mut self) -> Result<(), String> {
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_of_both_sides_are_matched_however_they_are_cut() {
-        let data: Vec<u8> = (0..60).collect();
-        let mut found = vec![0u8; 60];
-        let parts = |base: *mut u8, list: &[(usize, usize)]| -> Vec<Part> {
-            let part = |(at, bytes): &(usize, usize)| Part {
-                address: base.wrapping_add(*at),
-                bytes: *bytes,
-            };
-            list.iter().map(part).collect()
-        };
-        let from = parts(
-            data.as_ptr().cast_mut(),
-            &[(40, 10), (5, 0), (0, 17), (20, 3)],
-        );
-        let to = parts(found.as_mut_ptr(), &[(0, 0), (3, 1), (30, 25), (10, 4)]);
-        assert_eq!((Part::total(&from), Part::total(&to)), (30, 30));
-        let mut pieces = Vec::new();
-        Part::matched(&from, &to, |from, to, bytes| {
-            pieces.push(bytes);
-            // SAFETY: all parts lie in the two lists above.
-            unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
-        });
-        assert_eq!(pieces, [1, 9, 16, 1, 3]);
-        let sent = [&data[40..50], &data[..17], &data[20..23]].concat();
-        let received = [&found[3..4], &found[30..55], &found[10..14]].concat();
-        assert_eq!(sent, received);
-        assert_eq!(found.iter().filter(|byte| **byte != 0).count(), 29);
     }
 }

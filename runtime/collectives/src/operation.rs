@@ -51,7 +51,7 @@ pub(crate) struct Bundle {
     /// The other rank, in the world.
     pub peer: usize,
     pub pieces: Pieces,
-    /// Where they are, or go: in their order, those in a row as one.
+    /// Where they are, or go: a part for each that is not empty, in their order.
     pub parts: Vec<Part>,
 }
 
@@ -330,11 +330,8 @@ impl Operation {
         for message in messages {
             let (address, bytes) = (self.span(&message.span)?, message.span.bytes);
             sizes.push(bytes as u64);
-            match parts.last_mut() {
-                Some(last) if last.address.wrapping_add(last.bytes) == address => {
-                    last.bytes += bytes;
-                }
-                _ => parts.push(Part { address, bytes }),
+            if bytes > 0 {
+                parts.push(Part { address, bytes });
             }
         }
         Ok(Bundle {

@@ -120,18 +120,19 @@ impl Threads {
         let Offer::Offered(sent) = &*offer else {
             return Ok(false);
         };
-        let bytes = [sent, parts].map(Part::total);
-        if bytes[0] != bytes[1] {
-            let [sent, announced] = bytes;
+        let sizes = |parts: &[Part]| -> Vec<usize> { parts.iter().map(|p| p.bytes).collect() };
+        if sizes(sent) != sizes(parts) {
+            let [sent, announced] = [sent, parts].map(Part::total);
             return Err(format!(
-                "rank {from} sent a parcel of {sent} bytes where {announced} were announced"
+                "rank {from} sent a parcel of {sent} bytes where {announced} were announced, \
+                 or in other parts"
             ));
         }
-        // SAFETY: the sender keeps the memory until the offer is taken, which the lock
-        // prevents meanwhile; the receiver's parts are valid by `receive`.
-        Part::matched(sent, parts, |from, to, bytes| unsafe {
-            std::ptr::copy(from, to, bytes);
-        });
+        for (from, to) in sent.iter().zip(parts) {
+            // SAFETY: the sender keeps the memory until the offer is taken, which the
+            // lock prevents meanwhile; the receiver's part is valid by `receive`.
+            unsafe { std::ptr::copy(from.address, to.address, to.bytes) };
+        }
         *offer = Offer::Taken;
         Ok(true)
     }

@@ -13,6 +13,8 @@ const LETTERS: c_int = 0;
 const CHUNK: usize = 1 << 30;
 /// Parcels between two ranks at one time are fewer.
 const MOST_TAGS: u32 = 1 << 20;
+/// Bytes from which parts of a parcel, on average, are messages of their own.
+const APART: usize = 64 << 10;
 /// How long the end waits for letters to leave.
 const CLOSING: Duration = Duration::from_secs(10);
 
@@ -228,25 +230,35 @@ impl Mpi {
     ) -> Result<Ticket, String> {
         self.next += 1;
         let id = self.next;
-        for chunk in chunks(parts, self.chunk()) {
-            let [first, ..] = &chunk[..] else { continue };
-            let address = first.address.cast();
-            let mut message = self.message(peer as c_int, tag as c_int + 1, first.bytes);
+        for message in messages(parts, self.chunk()) {
             let mut request = 0;
-            if chunk.len() == 1 {
-                begin(self, address, message, &mut request)?;
-            } else {
-                let mut kind = self.layout(&chunk)?;
-                (message.bytes, message.kind) = (1, Handle(kind));
-                let begun = begin(self, address, message, &mut request);
-                // SAFETY: made above; what is under way keeps what it needs of it.
-                let code = unsafe { self.calls.type_free(&mut kind) };
-                begun.and_then(|()| self.check("MPI_Type_free", code))?;
-            }
+            self.begin(peer, tag, &joined(&message), &begin, &mut request)?;
             // Also after an error: MPI may touch memory of parts that were begun.
             self.parcels.entry(id).or_default().push(request);
         }
         Ok(Ticket(id))
+    }
+
+    /// Begins one message of parts that do not follow each other.
+    fn begin(
+        &self,
+        peer: usize,
+        tag: u32,
+        parts: &[Part],
+        begin: &impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), String>,
+        request: &mut usize,
+    ) -> Result<(), String> {
+        let address = parts[0].address.cast();
+        let mut message = self.message(peer as c_int, tag as c_int + 1, parts[0].bytes);
+        if parts.len() == 1 {
+            return begin(self, address, message, request);
+        }
+        let mut kind = self.layout(parts)?;
+        (message.bytes, message.kind) = (1, Handle(kind));
+        let begun = begin(self, address, message, request);
+        // SAFETY: made above; what is under way keeps what it needs of it.
+        let code = unsafe { self.calls.type_free(&mut kind) };
+        begun.and_then(|()| self.check("MPI_Type_free", code))
     }
 
     /// A type that is all of these parts, from the address of the first.
@@ -269,21 +281,36 @@ impl Mpi {
     }
 }
 
-/// Parts cut where so many bytes of all are full.
-fn chunks(parts: &[Part], most: usize) -> Vec<Vec<Part>> {
-    let (mut list, mut room) = (vec![Vec::new()], most);
+/// The messages of a parcel, which follow from its sizes alone. Large parts are messages of
+/// their own, at most so large, since libraries copy what lies apart through small buffers;
+/// small ones go together.
+fn messages(parts: &[Part], most: usize) -> Vec<Vec<Part>> {
+    let total = Part::total(parts);
+    if parts.len() > 1 && total / parts.len() < APART && total <= most {
+        return vec![parts.to_vec()];
+    }
+    let mut list = Vec::new();
     for part in parts {
-        let mut part = *part;
-        while part.bytes > 0 {
-            if room == 0 {
-                list.push(Vec::new());
-                room = most;
+        let mut offset = 0;
+        while offset < part.bytes {
+            let bytes = (part.bytes - offset).min(most);
+            let address = part.address.wrapping_add(offset);
+            list.push(vec![Part { address, bytes }]);
+            offset += bytes;
+        }
+    }
+    list
+}
+
+/// Those that follow each other as one.
+fn joined(parts: &[Part]) -> Vec<Part> {
+    let mut list: Vec<Part> = Vec::new();
+    for part in parts {
+        match list.last_mut() {
+            Some(last) if last.address.wrapping_add(last.bytes) == part.address => {
+                last.bytes += part.bytes;
             }
-            let bytes = part.bytes.min(room);
-            let last = list.len() - 1;
-            list[last].push(Part { bytes, ..part });
-            part.address = part.address.wrapping_add(bytes);
-            (part.bytes, room) = (part.bytes - bytes, room - bytes);
+            _ => list.push(*part),
         }
     }
     list
@@ -461,24 +488,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_parcel_is_cut_where_it_is_full_however_it_lies() {
+    fn large_parts_are_messages_and_small_ones_go_together() {
         let part = |at: usize, bytes| Part {
             address: std::ptr::without_provenance_mut(at),
             bytes,
         };
-        let sizes = |parts: &[Part]| -> Vec<Vec<(usize, usize)>> {
+        let read = |list: &[Part]| -> Vec<(usize, usize)> {
             let one = |part: &Part| (part.address.addr(), part.bytes);
-            let chunk = |chunk: &Vec<Part>| chunk.iter().map(one).collect();
-            chunks(parts, 10).iter().map(chunk).collect()
+            list.iter().map(one).collect()
+        };
+        let cut = |parts: &[Part], most| -> Vec<Vec<(usize, usize)>> {
+            messages(parts, most)
+                .iter()
+                .map(|list| read(list))
+                .collect()
         };
         assert_eq!(
-            sizes(&[part(100, 25)]),
+            cut(&[part(100, 25)], 10),
             [[(100, 10)], [(110, 10)], [(120, 5)]]
         );
-        let cut = sizes(&[part(7, 4), part(50, 0), part(90, 16), part(40, 5)]);
-        let expected: [&[_]; 3] = [&[(7, 4), (90, 6)], &[(96, 10)], &[(40, 5)]];
-        assert_eq!(cut, expected);
-        assert_eq!(sizes(&[part(3, 10)]), [[(3, 10)]]);
+        let small = [part(7, 4), part(90, 16), part(106, 5)];
+        assert_eq!(cut(&small, 1 << 30), [read(&small)]);
+        assert_eq!(cut(&small, 24).len(), 3);
+        assert_eq!(read(&joined(&small)), [(7, 4), (90, 21)]);
+        let large = [part(0, APART), part(1 << 40, 3 * APART)];
+        let expected = [
+            [(0, APART)],
+            [(1 << 40, 2 * APART)],
+            [((1 << 40) + 2 * APART, APART)],
+        ];
+        assert_eq!(cut(&large, 2 * APART), expected);
     }
 
     #[test]
