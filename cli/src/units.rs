@@ -186,7 +186,10 @@ mod tests {
         assert!(parse_bytes("-1").is_err());
         assert_eq!(parse_bytes("9007199254740993"), Ok(9_007_199_254_740_993));
         for large in ["18446744073709551616", "17179869184GiB", "99999999999.5GB"] {
-            assert!(parse_bytes(large).unwrap_err().contains("more bytes"), "{large}");
+            assert!(
+                parse_bytes(large).unwrap_err().contains("more bytes"),
+                "{large}"
+            );
         }
         assert_eq!(parse_duration("30d"), Ok(Duration::from_secs(30 * 86400)));
         assert!(parse_duration("30").unwrap_err().contains("such as 30d"));

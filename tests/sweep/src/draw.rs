@@ -3,8 +3,8 @@
 use moesaic_kernel::{DType, Target};
 use moesaic_spec::testing::{Counter, sample};
 use moesaic_spec::{
-    Activation, Biases, ExpertForm, Experts, Expression, LayerSpec, Precision, Select, SharedExpert,
-    SharedGate, Shape, WeightSite,
+    Activation, Biases, ExpertForm, Experts, Expression, LayerSpec, Precision, Select, Shape,
+    SharedExpert, SharedGate, WeightSite,
 };
 
 /// Widths of published layers, and some that matrix units take in small pieces.

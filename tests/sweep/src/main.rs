@@ -93,7 +93,11 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
         limit: arguments.seconds.map(Duration::from_secs),
         threads: arguments.threads.unwrap_or_else(processors),
     };
-    let which = if arguments.products { "--products " } else { "" };
+    let which = if arguments.products {
+        "--products "
+    } else {
+        ""
+    };
     let table = sweep.run(&compilers, &mut |failure| println!("{which}{failure}"));
     println!("{table}");
     if let Some(path) = &arguments.results {

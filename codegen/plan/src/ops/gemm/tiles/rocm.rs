@@ -3,6 +3,7 @@
 use super::{simt_product, simt_wgrad};
 use crate::ops::gemm::*;
 use moesaic_kernel::{DType, RocmArch};
+use moesaic_spec::Activation;
 
 pub fn forward(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
     match unit([d.weights, d.activations], arch) {
@@ -104,10 +105,20 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
         ..d.forward()
     };
     let chosen = forward(&one_matrix, arch);
+    let crowded = d.half == Half::Down && is_long(&d.activation);
     match chosen.family {
         GemmFamily::Simt { .. } => simt_product(chosen.tile_rows),
+        GemmFamily::Wmma { .. } if crowded => simt_product(chosen.tile_rows),
         _ => chosen,
     }
+}
+
+/// Values of an expression and its slope from which on `wmma` has no registers for them:
+/// clang 22 was seen to spill with products of eleven functions, and not with sums of four.
+const LONG: usize = 64;
+
+fn is_long(activation: &Activation) -> bool {
+    matches!(activation, Activation::Custom(expression) if expression.nodes().len() > LONG)
 }
 
 /// A tile is a piece of a matrix; depth counts rows.
@@ -205,6 +216,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn long_expressions_leave_wmma() {
+        let chosen = |text: &str, half| {
+            let mut spec = spec([Bf16, Bf16], 8);
+            let expression = moesaic_spec::Expression::parse(text).unwrap();
+            spec.experts.activation = Activation::Custom(expression);
+            let arch = RocmArch {
+                name: "gfx1100",
+                wave: 32,
+            };
+            dgrad(&crate::ops::gemm::dgrad::routed(&spec, half), arch)
+        };
+        let short = "x / (1 + abs(x)) + 0.5 * erf(x) + log(1 + x^2) * tanh(x)";
+        let long = "tanh(x) * exp(-x) * sigmoid(1.7 * x) * softplus(x) * erf(x) * sqrt(1 + x^2) \
+                    * log(1 + x^2) * tanh(2 * x) * exp(-0.5 * x) * sigmoid(x) * erf(0.5 * x)";
+        let family = |text, half| chosen(text, half).family.name();
+        assert_eq!(family(short, Half::Down), "wmma");
+        assert_eq!(family(long, Half::Down), "simt");
+        assert_eq!(family(long, Half::Up), "wmma", "it has no activation");
+        let rows = |half| chosen(long, half).tile_rows;
+        assert_eq!(rows(Half::Down), rows(Half::Up));
     }
 
     #[test]
