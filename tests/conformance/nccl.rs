@@ -2,8 +2,6 @@
 //! those of the CPU; each runs when its rank's stream has come to it, so that whatever does
 //! not wait where it must reads rows that are not there. Nothing here has seen a real GPU.
 
-// What the other users of the stand-in need.
-#[allow(dead_code)]
 #[path = "../../runtime/collectives/tests/nccl_fake/mod.rs"]
 mod nccl_fake;
 
