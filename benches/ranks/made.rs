@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use std::path::Path;
 
 pub enum Made {
-    Alone(Layer),
+    Alone(Box<Layer>),
     Shared(Box<MeshLayer>),
 }
 
@@ -44,8 +44,10 @@ impl Made {
                 let layer = engine.mesh_layer(mesh, spec, &weights, training)?;
                 Made::Shared(Box::new(layer))
             }
-            (None, None) => Made::Alone(engine.layer(spec, &weights)?),
-            (None, Some(training)) => Made::Alone(engine.training_layer(spec, &weights, training)?),
+            (None, training) => Made::Alone(Box::new(match training {
+                None => engine.layer(spec, &weights)?,
+                Some(training) => engine.training_layer(spec, &weights, training)?,
+            })),
         })
     }
 
