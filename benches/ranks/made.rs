@@ -133,7 +133,7 @@ impl Made {
     /// Gradients of weights, each times a fixed vector along its last dimension.
     pub fn gradients(&self) -> Result<Named> {
         let parts = match self {
-            Made::Alone(layer) => vec![layer],
+            Made::Alone(layer) => vec![&**layer],
             Made::Shared(layer) => vec![layer.replicated(), layer.own()],
         };
         let mut list = Named::new();
