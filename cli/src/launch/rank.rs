@@ -83,7 +83,11 @@ fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
     }
     let mut status = open(&desk, world.rank, Pipe::Status)?;
     let code = match Rank::start(args, &desk, &terms, world) {
-        Ok(mut rank) => rank.run(&mut status)?,
+        Ok(mut rank) => rank.run(&mut status).inspect_err(|_| {
+            let left = system::descendants();
+            left.iter()
+                .for_each(|pid| system::kill(*pid, libc::SIGKILL));
+        })?,
         Err(error) => {
             let name = args.program[0].to_string_lossy();
             let reason = crate::failure::reason(&error);
@@ -152,13 +156,13 @@ impl Rank {
 
     /// Until the program and all that it has started have ended.
     fn run(&mut self, status: &mut File) -> io::Result<u8> {
-        say(status, "started")?;
+        // The launcher may be gone, which `wait` will find.
+        let _ = say(status, "started");
         let mut code = None;
         loop {
             self.wait()?;
             while let Some(ended) = system::reap() {
                 if ended.pid == self.program {
-                    // The launcher may be gone.
                     let _ = say(status, &format!("ended {}", ended.code));
                     code = Some(ended.code);
                 }
