@@ -169,7 +169,6 @@ fn every_operation_by_the_interface_of_mpich_4() {
 }
 
 #[test]
-#[ignore = "moves 2.2 GB and takes about 10 s and 5 GB of memory; run it after changes to parcels"]
 fn more_than_two_gigabytes_in_one_message() {
     for launcher in [mpich(), open_mpi()] {
         let text = launcher.run(2, "large");
