@@ -154,9 +154,7 @@ impl Job {
                 self.finish(0);
             }
             if self.limit.is_some_and(|limit| Instant::now() > limit) {
-                let left = system::descendants();
-                left.iter()
-                    .for_each(|pid| system::kill(*pid, libc::SIGKILL));
+                system::kill_descendants();
             }
             if self.is_over() {
                 return Ok(self.result());

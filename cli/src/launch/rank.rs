@@ -83,11 +83,9 @@ fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
     }
     let mut status = open(&desk, world.rank, Pipe::Status)?;
     let code = match Rank::start(args, &desk, &terms, world) {
-        Ok(mut rank) => rank.run(&mut status).inspect_err(|_| {
-            let left = system::descendants();
-            left.iter()
-                .for_each(|pid| system::kill(*pid, libc::SIGKILL));
-        })?,
+        Ok(mut rank) => rank
+            .run(&mut status)
+            .inspect_err(|_| system::kill_descendants())?,
         Err(error) => {
             let name = args.program[0].to_string_lossy();
             let reason = crate::failure::reason(&error);

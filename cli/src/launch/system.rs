@@ -184,6 +184,13 @@ pub fn fork_keeper() -> io::Result<Side> {
     Ok(Side::Keeper)
 }
 
+/// Ends all [`descendants`] at once.
+pub fn kill_descendants() {
+    descendants()
+        .into_iter()
+        .for_each(|pid| kill(pid, libc::SIGKILL));
+}
+
 /// What loses its parent below this process becomes its child, not init's.
 pub fn adopt_orphans() -> io::Result<()> {
     // SAFETY: a number only.
