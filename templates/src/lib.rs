@@ -153,6 +153,7 @@ pub const GPU: &[Template] = index![
     "gpu/combine_bwd.cu",
     "gpu/dispatch_bwd.cu",
     "cuda/grouped_gemm_mma.cu",
+    "cuda/grouped_gemm_mma_few.cu",
     "cuda/mma_rows.cu",
     "cuda/mma_panels.cu",
     "cuda/mma_warp.cu",

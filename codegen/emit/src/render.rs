@@ -152,7 +152,9 @@ fn context(op: &Op) -> Context {
 fn template_name(kernel: &KernelPlan, target: Target) -> String {
     let stem = kernel.stem();
     let vendor = match kernel.op.gemm().map(|config| &config.family) {
-        Some(GemmFamily::Mma { .. } | GemmFamily::Wgmma { .. }) => "cuda",
+        Some(GemmFamily::Mma { .. } | GemmFamily::MmaFew { .. } | GemmFamily::Wgmma { .. }) => {
+            "cuda"
+        }
         Some(GemmFamily::Mfma { .. } | GemmFamily::Wmma { .. }) => "rocm",
         _ => return plain_template(stem, target),
     };

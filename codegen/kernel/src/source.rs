@@ -227,6 +227,14 @@ pub struct Launch {
     pub cluster: u32,
 }
 
+impl Launch {
+    /// Blocks for a token count; with none there is nothing to launch.
+    pub fn blocks(&self, tokens: u64) -> u64 {
+        let [x, y] = &self.grid;
+        x.eval(tokens).saturating_mul(y.eval(tokens))
+    }
+}
+
 const fn alone() -> u32 {
     1
 }

@@ -14,13 +14,17 @@ pub struct Work {
 }
 
 impl Work {
-    /// The work of a step of `plan` for `tokens` tokens, nothing dropped.
+    /// The work of a step of `plan` for `tokens` tokens, nothing dropped; none where it
+    /// launches nothing, since another step is for so many.
     ///
     /// # Panics
     /// When the step is not of this plan.
     pub fn of(plan: &LayerPlan, step: &Step, tokens: u64) -> Work {
         let Step::Launch(launch) = step;
         let op = &plan.kernels[launch.entry.kernel].op;
+        if plan[launch.entry].launch.blocks(tokens) == 0 {
+            return Work::default();
+        }
         Work {
             flops: op.flops(plan.symbol(step), tokens as f64),
             bytes: bytes(plan, step, tokens),

@@ -1,6 +1,7 @@
 //! Passes around experts that are elsewhere: the caller's code, or on other ranks.
 
 use super::builder::{Part, Pass};
+use crate::ops::Calls;
 use super::{Builder, Recompute};
 
 /// The number of the first step of each pass that comes after the experts.
@@ -54,7 +55,7 @@ impl Builder {
     fn forward_around(&mut self) -> usize {
         self.routing();
         self.latent_down();
-        self.dispatch();
+        self.dispatch(Calls::All);
         let at = match self.pass {
             Pass::Evaluation => self.plan.evaluation.len(),
             _ => self.plan.steps.len(),

@@ -4,6 +4,7 @@
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
 use crate::ops::gate;
+use crate::ops::Calls;
 use crate::{KernelPlan, Machine, Op, Operator};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
@@ -152,15 +153,21 @@ impl Builder {
     /// Adds a kernel that is tiled already; for an evaluation only if training has
     /// no such kernel.
     pub(crate) fn kernel_of(&mut self, name: &str, op: Op) -> usize {
+        self.kernel_for(name, op, Calls::All)
+    }
+
+    /// The same, of a kernel that is launched in these calls alone.
+    pub(crate) fn kernel_for(&mut self, name: &str, op: Op, calls: Calls) -> usize {
+        let entries = op.entries().into_iter();
+        let entries = entries.map(|entry| calls.only(entry)).collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
-            let same = |known: &KernelPlan| known.op == op;
+            let same = |known: &KernelPlan| known.op == op && known.entries == entries;
             if let Some(known) = self.plan.kernels.iter().position(same) {
                 return known;
             }
             name += "_eval";
         }
-        let entries = op.entries();
         self.plan.kernels.push(KernelPlan { name, op, entries });
         self.plan.kernels.len() - 1
     }
@@ -206,7 +213,7 @@ impl Builder {
     /// A kernel's tiling: what was measured to be best, as far as there is that.
     /// Weights that change at every step are not packed: it would be a pass over
     /// memory for what a block does in its cache.
-    fn tiled(&self, desc: impl Operator) -> Op {
+    pub(crate) fn tiled(&self, desc: impl Operator) -> Op {
         let config = self.tiling(&desc);
         let mut op = desc.with(config);
         self.plan.tuning.apply(&mut op);

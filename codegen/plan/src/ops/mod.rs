@@ -4,6 +4,7 @@
 //! it adds to a pass. All are in the operator's `mod.rs`, in this order, or in files
 //! called `desc`, `config`, `tiles`, `entries` and `steps`.
 
+mod calls;
 pub(crate) mod combine;
 mod copies;
 mod dispatch;
@@ -14,6 +15,8 @@ mod params;
 pub(crate) mod scan;
 mod shared;
 
+pub use calls::FEW_TOKENS;
+pub(crate) use calls::Calls;
 pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};

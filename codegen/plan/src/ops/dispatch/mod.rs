@@ -4,6 +4,7 @@ mod bwd;
 
 pub use bwd::{DispatchBwdConfig, DispatchBwdDesc};
 
+use super::Calls;
 use super::copies::{COPY_THREADS, row_tiling};
 use super::params::{entry, one, slots_by, some, when};
 use super::{Machine, Op, Operator};
@@ -133,14 +134,16 @@ fn entries(d: &DispatchDesc, c: &DispatchConfig) -> Vec<Entry> {
 }
 
 impl Builder {
-    /// Copies the rows that the routed experts read.
-    pub(crate) fn dispatch(&mut self) {
+    /// Copies the rows that the routed experts read in these calls.
+    pub(crate) fn dispatch(&mut self, calls: Calls) {
         let elsewhere = matches!(self.part, Part::Tokens { .. });
         let desc = DispatchDesc {
             row_weights: elsewhere && rows_have_weights(&self.plan.spec, self.trains()),
             ..desc(&self.plan.spec)
         };
-        self.launch("dispatch", desc, &self.around());
+        let op = self.tiled(desc);
+        let kernel = self.kernel_for("dispatch", op, calls);
+        self.launch_all(kernel, &self.around());
     }
 
     /// Rows were the forward pass's own: they are copied once more.
@@ -148,7 +151,7 @@ impl Builder {
         let is_dispatch = |kernel: &KernelPlan| matches!(kernel.op, Op::Dispatch { .. });
         match self.plan.kernels.iter().position(is_dispatch) {
             Some(kernel) => self.step(kernel, 0, &self.around()),
-            None => self.dispatch(),
+            None => self.dispatch(Calls::All),
         }
     }
 }

@@ -44,6 +44,15 @@ pub enum GemmFamily {
         /// Factors of f32 are rounded to tf32, as the spec allows.
         tf32: bool,
     },
+    /// `mma.sync` for few rows: a warp reads some columns' weights from end to end.
+    MmaFew {
+        /// See [`GroupedGemmConfig::gather`].
+        gather: bool,
+        /// Dynamic shared memory of a block in bytes.
+        shared_bytes: u32,
+        /// Factors of f32 are rounded to tf32, as the spec allows.
+        tf32: bool,
+    },
     /// `wgmma` fed by the copy engine: NVIDIA sm_90a.
     Wgmma {
         /// Tiles of the inner dimension in flight.
@@ -92,6 +101,7 @@ impl GroupedGemmConfig {
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.gather,
             GemmFamily::Simt { gather }
             | GemmFamily::Mma { gather, .. }
+            | GemmFamily::MmaFew { gather, .. }
             | GemmFamily::Mfma { gather }
             | GemmFamily::Wmma { gather } => *gather,
         }
@@ -105,9 +115,9 @@ impl GroupedGemmConfig {
     /// Dynamic shared memory of a block in bytes; on a CPU memory of a thread.
     pub fn shared_bytes(&self) -> u32 {
         match &self.family {
-            GemmFamily::Mma { shared_bytes, .. } | GemmFamily::Wgmma { shared_bytes, .. } => {
-                *shared_bytes
-            }
+            GemmFamily::Mma { shared_bytes, .. }
+            | GemmFamily::MmaFew { shared_bytes, .. }
+            | GemmFamily::Wgmma { shared_bytes, .. } => *shared_bytes,
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.shared_bytes,
             GemmFamily::Simt { .. } | GemmFamily::Mfma { .. } | GemmFamily::Wmma { .. } => 0,
         }
@@ -129,6 +139,7 @@ impl GemmFamily {
         match self {
             GemmFamily::Simt { .. } => "simt",
             GemmFamily::Mma { .. } => "mma",
+            GemmFamily::MmaFew { .. } => "mma_few",
             GemmFamily::Wgmma { .. } => "wgmma",
             GemmFamily::Mfma { .. } => "mfma",
             GemmFamily::Wmma { .. } => "wmma",

@@ -1,10 +1,10 @@
 //! The products of a pass, forward and backward, of routed and shared experts.
 
-use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
-use super::{desc, dgrad, wgrad};
+use super::{GroupedGemmConfig, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
+use super::{desc, dgrad, tiles, wgrad};
 use crate::Knob;
 use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
-use crate::ops::Op;
+use crate::ops::{Calls, Op, Operator};
 
 impl Builder {
     /// Rows of a tile of the routed experts' products.
@@ -20,7 +20,11 @@ impl Builder {
         debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
         self.latent_down();
         if !up.gather() && !self.rows_given() {
-            self.dispatch();
+            let few = self.few(&self.routed(Half::Up));
+            self.dispatch(match few.is_some_and(|config| config.gather()) {
+                true => Calls::Many,
+                false => Calls::All,
+            });
         }
         self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
         self.product("grouped_gemm_down", Half::Down, None, false);
@@ -54,7 +58,8 @@ impl Builder {
         self.gemm(name, GroupedGemmDesc { keep, ..desc }, names, packed);
     }
 
-    /// A product whose matrices may be packed.
+    /// A product whose matrices may be packed. Where a machine has kernels for few rows,
+    /// the product is two, each for its calls.
     pub(super) fn gemm(
         &mut self,
         name: &str,
@@ -63,15 +68,36 @@ impl Builder {
         packed: String,
     ) {
         names.push(("packed".to_string(), packed.clone()));
-        let kernel = self.kernel(name, desc);
-        let product = self.plan.kernels[kernel].entries.len() - 1;
         let bind = borrowed(&names);
+        let few = self.few(&desc);
+        let calls = match few {
+            Some(_) => Calls::Many,
+            None => Calls::All,
+        };
+        if let Some(config) = few {
+            let op = desc.clone().with(config);
+            let kernel = self.kernel_for(&format!("{name}_few"), op, Calls::Few);
+            self.launch_all(kernel, &bind);
+        }
+        let op = self.tiled(desc);
+        let kernel = self.kernel_for(name, op, calls);
+        let product = self.plan.kernels[kernel].entries.len() - 1;
         for index in 0..product {
             let pack = self.step_of(kernel, index, &bind);
             self.plan.prepare.push(pack);
         }
         self.declare_packed(kernel, &packed);
         self.step(kernel, product, &bind);
+    }
+
+    /// How a product is tiled for few rows, if it is then another kernel. A layer that
+    /// trains has one kernel for all calls.
+    fn few(&self, desc: &GroupedGemmDesc) -> Option<GroupedGemmConfig> {
+        let among = self.tiling(desc);
+        match self.plan.training {
+            None => tiles::few(desc, self.machine, among.tile_rows),
+            Some(_) => None,
+        }
     }
 
     /// Declares the packed weights of a product, if it has such.

@@ -17,6 +17,10 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch) -> GroupedGemmConfig {
         .unwrap_or_else(|| simt(d, tile_rows))
 }
 
+pub fn few(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
+    mma::few(d, arch, tile_rows)
+}
+
 /// Rows of a tile. The scan lists the tiles once for both halves of a layer, so
 /// this reads only what the two share, whichever family each of them gets.
 fn tile_rows(d: &GroupedGemmDesc, arch: CudaArch) -> usize {

@@ -19,6 +19,19 @@ pub(super) fn forward(d: &GroupedGemmDesc, machine: Machine) -> GroupedGemmConfi
     }
 }
 
+/// Of a forward product with few rows, in row tiles of so many; `None` where that of many
+/// serves.
+pub(super) fn few(
+    d: &GroupedGemmDesc,
+    machine: Machine,
+    tile_rows: usize,
+) -> Option<GroupedGemmConfig> {
+    match machine {
+        Machine::Gpu(Gpu::Cuda(arch)) => cuda::few(d, arch, tile_rows),
+        Machine::Gpu(Gpu::Rocm(_)) | Machine::Cpu(_) => None,
+    }
+}
+
 /// Of dgrad, with the row tiles of the forward pass.
 pub(super) fn dgrad(d: &GroupedGemmDgradDesc, machine: Machine) -> GroupedGemmConfig {
     match machine {
