@@ -3,7 +3,7 @@
 use crate::expression::{self, Notation};
 use crate::signature::EntryText;
 use crate::{Prelude, language};
-use moesaic_kernel::{Language, Stem, Target};
+use moesaic_kernel::{Entry, Language, Stem, Target};
 use moesaic_plan::{GemmFamily, KernelPlan, Op};
 use moesaic_spec::Expression;
 use serde::Serialize;
@@ -90,9 +90,11 @@ fn dialect(target: Target, prelude: Prelude) -> &'static str {
 
 /// Renders the template of a kernel.
 pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<String, String> {
+    let parts = parts(&kernel.op);
     let entries: BTreeMap<&str, EntryText> = kernel
         .entries
         .iter()
+        .chain(&parts)
         .map(|entry| {
             (
                 entry.symbol.as_str(),
@@ -111,6 +113,14 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
         .render(&template_name(kernel, target), &context)
         .map_err(|error| error.to_string())?;
     Ok(tidy(&(text + &launchers(kernel, target, prelude))))
+}
+
+/// Entries of other kernels that are functions of this one.
+fn parts(op: &Op) -> Vec<Entry> {
+    match op {
+        Op::Route { desc, config } => desc.parts(config),
+        _ => Vec::new(),
+    }
 }
 
 /// One template of a target's family over an operator alone, so that a test can
@@ -151,6 +161,9 @@ fn context(op: &Op) -> Context {
 /// one vendor lie in that vendor's folder.
 fn template_name(kernel: &KernelPlan, target: Target) -> String {
     let stem = kernel.stem();
+    if let Op::Route { .. } = &kernel.op {
+        return "gpu/route.cu".to_string();
+    }
     let vendor = match kernel.op.gemm().map(|config| &config.family) {
         Some(GemmFamily::Mma { .. } | GemmFamily::MmaFew { .. } | GemmFamily::Wgmma { .. }) => {
             "cuda"

@@ -14,6 +14,8 @@ pub struct EntryText {
     threads: u32,
     /// The parameter list, one per line, with shapes as comments.
     params: String,
+    /// The names of the parameters, as a call that indents by four gives them.
+    args: String,
     /// C only: the exported function that unpacks arguments and runs blocks.
     pub export: String,
 }
@@ -26,6 +28,7 @@ impl EntryText {
             summary: entry.summary.clone(),
             threads: entry.launch.threads,
             params: params(&entry.params, language),
+            args: args(entry),
             export: if language == Language::C {
                 export(entry)
             } else {
@@ -106,6 +109,14 @@ fn export(entry: &Entry) -> String {
         "EXPORT void {symbol}(void *const *args, i64 first, i64 last, i64 grid_x{scratch})\n{{\n{unpack}\
          \x20   for (i64 block = first; block < last; block++)\n{call}\n}}\n"
     )
+}
+
+/// The arguments of a call with the names of its parameters, broken where lines are full.
+fn args(entry: &Entry) -> String {
+    let names: Vec<&str> = entry.params.iter().map(|p| p.name.as_str()).collect();
+    let head = " ".repeat("    scan::(".len() + entry.symbol.len());
+    let call = wrap(&head, &names);
+    call.trim_start().trim_end_matches(");").to_string()
 }
 
 fn unpack(index: usize, param: &Param) -> String {

@@ -65,8 +65,8 @@ impl Builder {
 
     /// Gate, scan, and losses: what comes before the experts.
     fn routing(&mut self) {
-        self.gate();
-        self.scan();
+        let routed = self.gate();
+        self.scan(routed);
         if self.trains() {
             self.losses();
         }

@@ -158,8 +158,13 @@ impl Builder {
 
     /// The same, of a kernel that is launched in these calls alone.
     pub(crate) fn kernel_for(&mut self, name: &str, op: Op, calls: Calls) -> usize {
+        self.kernel_by(name, op, |_| calls)
+    }
+
+    /// The same, of a kernel whose entries, by their symbols, are launched in some calls.
+    pub(crate) fn kernel_by(&mut self, name: &str, op: Op, calls: impl Fn(&str) -> Calls) -> usize {
         let entries = op.entries().into_iter();
-        let entries = entries.map(|entry| calls.only(entry)).collect();
+        let entries = entries.map(|entry| calls(&entry.symbol).only(entry)).collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
             let same = |known: &KernelPlan| known.op == op && known.entries == entries;

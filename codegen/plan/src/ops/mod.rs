@@ -12,6 +12,7 @@ pub(crate) mod gate;
 pub(crate) mod gemm;
 mod machine;
 mod params;
+pub(crate) mod route;
 pub(crate) mod scan;
 mod shared;
 
@@ -24,6 +25,7 @@ pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
 pub use gemm::{CpuGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
 pub use machine::{Core, Gpu, Machine};
+pub use route::{FewLogits, RouteConfig, RouteDesc};
 pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, row_limit};
 pub use shared::{SharedBwdDesc, SharedDesc};
 
@@ -44,6 +46,11 @@ pub enum Op {
     ExpertScan {
         desc: ExpertScanDesc,
         config: ExpertScanConfig,
+    },
+    /// Both, of few tokens.
+    Route {
+        desc: RouteDesc,
+        config: RouteConfig,
     },
     /// Token rows to expert rows.
     Dispatch {
@@ -120,7 +127,7 @@ impl Op {
     /// The operator's name.
     pub fn stem(&self) -> Stem {
         match self {
-            Op::GateTopk { .. } => Stem::GateTopk,
+            Op::GateTopk { .. } | Op::Route { .. } => Stem::GateTopk,
             Op::ExpertScan { .. } => Stem::ExpertScan,
             Op::Dispatch { .. } => Stem::Dispatch,
             Op::GroupedGemm { .. } => Stem::GroupedGemm,
@@ -138,6 +145,7 @@ impl Op {
         match self {
             Op::GateTopk { desc, config } => desc.entries(config),
             Op::ExpertScan { desc, config } => desc.entries(config),
+            Op::Route { desc, config } => desc.entries(config),
             Op::Dispatch { desc, config } => desc.entries(config),
             Op::GroupedGemm { desc, config } => desc.entries(config),
             Op::Combine { desc, config } => desc.entries(config),
@@ -154,6 +162,7 @@ impl Op {
         match self {
             Op::GateTopk { desc, .. } => desc.flops(symbol, tokens),
             Op::ExpertScan { desc, .. } => desc.flops(symbol, tokens),
+            Op::Route { desc, .. } => desc.flops(symbol, tokens),
             Op::Dispatch { desc, .. } => desc.flops(symbol, tokens),
             Op::GroupedGemm { desc, .. } => desc.flops(symbol, tokens),
             Op::Combine { desc, .. } => desc.flops(symbol, tokens),
@@ -187,7 +196,10 @@ impl Op {
 
     /// Whether it is the gate or the scan: what decides where tokens go.
     pub fn routes(&self) -> bool {
-        matches!(self, Op::GateTopk { .. } | Op::ExpertScan { .. })
+        matches!(
+            self,
+            Op::GateTopk { .. } | Op::ExpertScan { .. } | Op::Route { .. }
+        )
     }
 
     /// Whether it is the router's: see [`Op::routes`], or its losses and way back.

@@ -3,6 +3,7 @@
 use super::{GateTopkDesc, gate_topk, noise_gate, shared_gate};
 use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
 use crate::ops::gemm::{dgrad, wgrad};
+use crate::ops::route::{Routed, gate_calls};
 use crate::ops::{Machine, Operator};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
@@ -71,12 +72,16 @@ pub(crate) fn selection_tensors(
 }
 
 impl Builder {
-    pub(crate) fn gate(&mut self) {
+    /// The gate; says what few tokens have kernels of their own for, the scan included.
+    pub(crate) fn gate(&mut self) -> Routed {
         let Some(desc) = self.gate_desc() else {
-            return;
+            return Routed::Nothing;
         };
         let rounds = desc.sinkhorn().unwrap_or(0);
-        let kernel = self.kernel("gate_topk", desc.clone());
+        let scan = self.scan_desc();
+        let routed = self.route_few("route", desc.clone(), Some(scan), &NAMES);
+        let op = self.tiled(desc.clone());
+        let kernel = self.kernel_by("gate_topk", op, |symbol| gate_calls(routed, symbol));
         self.gate_step(kernel, "gate_draw", &[]);
         let x = self.routed_tokens();
         let logits = match desc.noisy() {
@@ -96,6 +101,7 @@ impl Builder {
         for symbol in ["gate_scores", "gate_choose", "gate_topk"] {
             self.gate_step(kernel, symbol, &[]);
         }
+        routed
     }
 
     /// The gate of a shared expert, where it has one.
@@ -108,7 +114,11 @@ impl Builder {
         let name = |part: &str| format!("shared.{index}.router.{part}");
         let (weight, bias, logits) = (name("weight"), name("bias"), name("logits"));
         let bind = [("weight", &*weight), ("bias", &*bias), ("logits", &*logits)];
-        self.launch(&format!("gate_topk_shared_{index}"), desc, &bind);
+        let few = format!("route_shared_{index}");
+        let routed = self.route_few(&few, desc.clone(), None, &bind);
+        let (name, op) = (format!("gate_topk_shared_{index}"), self.tiled(desc));
+        let kernel = self.kernel_by(&name, op, |symbol| gate_calls(routed, symbol));
+        self.launch_all(kernel, &bind);
     }
 
     /// The tensor that the router reads.

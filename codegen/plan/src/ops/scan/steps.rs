@@ -1,8 +1,9 @@
 //! The tensors and launches of `expert_scan`.
 
-use super::{ExpertScanConfig, expert_scan};
+use super::{ExpertScanConfig, ExpertScanDesc, expert_scan};
 use crate::layer::{Builder, Role, TensorPlan, constant, tensor};
-use crate::ops::{Machine, Operator};
+use crate::ops::route::Routed;
+use crate::ops::{Calls, Machine, Operator};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::Size;
 use moesaic_spec::{CapacityMode, LayerSpec};
@@ -58,13 +59,22 @@ pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -
 impl Builder {
     /// Where every assignment goes. The scan lists the row tiles of the routed
     /// experts' products, so their heights agree.
-    pub(crate) fn scan(&mut self) {
-        let desc = expert_scan(&self.plan.spec, self.trains());
+    pub(crate) fn scan(&mut self, routed: Routed) {
+        let desc = self.scan_desc();
         let config = ExpertScanConfig {
             tile_rows: self.tile_rows(),
             ..desc.tiling(self.machine)
         };
-        let kernel = self.kernel_of("expert_scan", desc.with(config));
+        let calls = match routed {
+            Routed::Whole => Calls::Many,
+            Routed::Logits | Routed::Nothing => Calls::All,
+        };
+        let kernel = self.kernel_for("expert_scan", desc.with(config), calls);
         self.launch_all(kernel, &[]);
+    }
+
+    /// The scan of this pass.
+    pub(crate) fn scan_desc(&self) -> ExpertScanDesc {
+        expert_scan(&self.plan.spec, self.trains())
     }
 }

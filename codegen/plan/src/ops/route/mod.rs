@@ -1,0 +1,233 @@
+//! The routing of few tokens on a GPU: logits by blocks of a few experts each, and all
+//! that follows, selection and scan, in one block.
+//!
+//! What is computed is what `gate_topk` and `expert_scan` compute, in the same order of
+//! sums, so that a token goes the same way in any company.
+
+mod steps;
+
+pub(crate) use steps::Routed;
+
+use super::gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
+use super::params::{entry, one};
+use super::scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
+use super::{Calls, FEW_TOKENS, Machine, Op, Operator};
+use moesaic_kernel::{Access, Entry, Param, ParamType, Size};
+use moesaic_spec::RouterInput;
+use serde::{Deserialize, Serialize};
+
+/// `route`: x `[T, d]` to ids, weights and rows, of few tokens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RouteDesc {
+    /// The gate.
+    pub gate: GateTopkDesc,
+    /// The scan, where one block does selection and scan.
+    pub scan: Option<ExpertScanDesc>,
+}
+
+/// Tiling of `route`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RouteConfig {
+    /// Of the selection, and of how sums of logits are cut.
+    pub gate: GateTopkConfig,
+    /// Of the scan, with as many threads.
+    pub scan: Option<ExpertScanConfig>,
+    /// Of the logits, where they are a plain product.
+    pub logits: Option<FewLogits>,
+}
+
+/// Logits of few tokens: a block owns a few experts and all tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FewLogits {
+    /// Threads per block.
+    pub threads: u32,
+    /// Tokens of a block.
+    pub tile_tokens: usize,
+    /// Experts of a block.
+    pub tile_experts: usize,
+    /// Elements of the model dimension of which a block has its experts' in shared memory.
+    pub panel: usize,
+    /// Parts of a sum, as `gate_logits` cuts it: element k is of part `k % 32 / (32 / parts)`.
+    pub parts: usize,
+}
+
+/// The entry that makes logits.
+const LOGITS: &str = "route_logits";
+
+/// Bytes of shared memory that a block may declare; some are left for warps that talk.
+const SHARED: usize = (48 << 10) - 1024;
+
+impl Operator for RouteDesc {
+    type Config = RouteConfig;
+
+    fn tiling(&self, machine: Machine) -> RouteConfig {
+        let gate = self.gate.tiling(machine);
+        let scan = self.scan.as_ref().map(|scan| scan.tiling(machine));
+        let logits = few_logits(&self.gate, &gate);
+        let tile = FEW_TOKENS as usize;
+        let scan = scan.map(|scan| ExpertScanConfig {
+            threads: gate.select_threads,
+            scan_threads: gate.select_threads,
+            tile: ScanTile::Tokens(tile),
+            ..scan
+        });
+        let blocks = |config: ExpertScanConfig| {
+            let tiles = self.scan.as_ref().map(|scan| scan.tiles(&config));
+            let block_tiles = tiles.map_or(0, |tiles| tiles.eval(FEW_TOKENS) as usize);
+            ExpertScanConfig {
+                block_tiles,
+                ..config
+            }
+        };
+        RouteConfig {
+            gate: GateTopkConfig {
+                select_tile_tokens: match scan {
+                    Some(_) => tile,
+                    None => gate.select_tile_tokens,
+                },
+                ..gate
+            },
+            scan: scan.map(blocks),
+            logits,
+        }
+    }
+
+    fn with(self, config: RouteConfig) -> Op {
+        Op::Route { desc: self, config }
+    }
+
+    fn entries(&self, config: &RouteConfig) -> Vec<Entry> {
+        let logits = config.logits.map(|few| self.logits(&config.gate, few));
+        logits.into_iter().chain(self.route(config)).collect()
+    }
+
+    fn flops(&self, symbol: &str, tokens: f64) -> f64 {
+        let of_gate = match symbol {
+            LOGITS => "gate_logits",
+            _ => "gate_topk",
+        };
+        self.gate.flops(of_gate, tokens)
+    }
+}
+
+impl RouteDesc {
+    /// Whether one block can do selection and scan of few tokens.
+    fn is_one_block(&self, machine: Machine) -> bool {
+        let Some(scan) = &self.scan else {
+            return false;
+        };
+        let config = self.tiling(machine);
+        let (Some(tiling), gate) = (&config.scan, &config.gate) else {
+            return false;
+        };
+        let Machine::Gpu(gpu) = machine else {
+            return false;
+        };
+        let logits = config.logits.is_some() || self.gate.logits == Logits::None;
+        let counted = tiling.counted_by == CountedBy::Gate && gate.histogram != Histogram::None;
+        let plain = !scan.ordered() && !scan.ranked() && self.gate.expert_choice().is_none();
+        let warps = (gate.select_threads / gpu.wave()) as usize;
+        let team = gate.select_lanes <= gpu.wave();
+        let fits = tiling.block_tiles <= warps && self.shared_bytes(&config) <= SHARED;
+        logits && counted && plain && team && fits && self.parts(&config).iter().all(is_alone)
+    }
+
+    /// Shared memory of the one block: what gate and scan declare together.
+    fn shared_bytes(&self, config: &RouteConfig) -> usize {
+        let (Some(scan), Some(tiling)) = (&self.scan, &config.scan) else {
+            return 0;
+        };
+        let counted = match config.gate.histogram {
+            Histogram::Slots => self.gate.top_k,
+            _ => 1,
+        };
+        let per_expert = counted + tiling.block_tiles + 2;
+        4 * (per_expert * scan.routed_experts + tiling.scan_threads as usize)
+    }
+
+    /// The entries of gate and scan whose work one block does, one after the other.
+    pub fn parts(&self, config: &RouteConfig) -> Vec<Entry> {
+        let (Some(scan), Some(tiling)) = (&self.scan, &config.scan) else {
+            return Vec::new();
+        };
+        let gate = self.gate.entries(&config.gate).into_iter();
+        let scan = scan.entries(tiling).into_iter();
+        gate.filter(|entry| entry.symbol == "gate_topk")
+            .chain(scan.filter(|entry| entry.symbol != "expert_scan_chunks"))
+            .collect()
+    }
+
+    fn route(&self, config: &RouteConfig) -> Option<Entry> {
+        let parts = self.parts(config);
+        let threads = parts.first()?.launch.threads;
+        let summary = "selects experts and gives every assignment its row, in one block";
+        let params = together(&parts);
+        Some(entry("route", summary, params, [one(), one()], threads))
+    }
+
+    fn logits(&self, gate: &GateTopkConfig, few: FewLogits) -> Entry {
+        let entries = self.gate.entries(gate).into_iter();
+        let mut known = entries.filter(|entry| entry.symbol == "gate_logits");
+        let mut logits = known.next().expect("few logits are those of a gate");
+        logits.symbol = LOGITS.to_string();
+        logits.launch.threads = few.threads;
+        logits.launch.grid = [
+            Size::Tokens.ceil_div(few.tile_tokens as u64),
+            Size::Const(self.gate.experts.div_ceil(few.tile_experts) as u64),
+        ];
+        logits
+    }
+}
+
+/// Whether few tokens are one block's.
+fn is_alone(entry: &Entry) -> bool {
+    entry.launch.blocks(FEW_TOKENS) == 1
+}
+
+/// The tiling of logits that are a plain product of the tokens.
+fn few_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<FewLogits> {
+    let plain = d.logits == Logits::Linear && d.router.input == RouterInput::Token;
+    let threads = c.logits_threads as usize;
+    let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);
+    (plain && !d.training).then(|| FewLogits {
+        threads: c.logits_threads,
+        tile_tokens: FEW_TOKENS as usize,
+        tile_experts: 2,
+        panel: 2048,
+        parts: threads / grid,
+    })
+}
+
+/// The parameters of entries that become one: each once. What is read there after it was
+/// written there is written.
+fn together(entries: &[Entry]) -> Vec<Param> {
+    let mut list: Vec<Param> = Vec::new();
+    for param in entries.iter().flat_map(|entry| &entry.params) {
+        match list.iter_mut().find(|known| known.name == param.name) {
+            None => list.push(param.clone()),
+            Some(known) => widen(known, param),
+        }
+    }
+    list.retain(|param| param.name != "tokens"); // the last of every entry
+    list
+}
+
+/// A tensor that is read, and then written.
+fn widen(known: &mut Param, later: &Param) {
+    let (ParamType::Tensor(dtype, Access::Read), Some((_, access))) =
+        (known.ty, later.ty.tensor())
+    else {
+        return;
+    };
+    if access != Access::Read {
+        known.ty = ParamType::Tensor(dtype, Access::ReadWrite);
+    }
+}
+
+/// The calls of entries of the gate, where few tokens have a kernel of their own.
+pub(crate) fn gate_calls(routed: Routed, symbol: &str) -> Calls {
+    match (routed, symbol) {
+        (Routed::Whole, _) | (Routed::Logits, "gate_logits") => Calls::Many,
+        _ => Calls::All,
+    }
+}

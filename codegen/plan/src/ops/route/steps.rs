@@ -1,0 +1,49 @@
+//! The launches that route few tokens.
+
+use super::RouteDesc;
+use crate::layer::{Bind, Builder};
+use crate::ops::gate::GateTopkDesc;
+use crate::ops::scan::ExpertScanDesc;
+use crate::ops::{Calls, Machine, Op, Operator};
+
+/// What of the routing few tokens have kernels of their own for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Routed {
+    Nothing,
+    /// The logits.
+    Logits,
+    /// All of it.
+    Whole,
+}
+
+impl Builder {
+    /// Adds what routes few tokens, where a machine has that; a layer that trains routes
+    /// all calls by the same kernels.
+    pub(crate) fn route_few(
+        &mut self,
+        name: &str,
+        gate: GateTopkDesc,
+        scan: Option<ExpertScanDesc>,
+        bind: Bind,
+    ) -> Routed {
+        if !matches!(self.machine, Machine::Gpu(_)) || self.plan.training.is_some() {
+            return Routed::Nothing;
+        }
+        let whole = RouteDesc { gate, scan };
+        let (desc, routed) = match whole.is_one_block(self.machine) {
+            true => (whole, Routed::Whole),
+            false => (RouteDesc { scan: None, ..whole }, Routed::Logits),
+        };
+        let mut config = desc.tiling(self.machine);
+        if let Some(scan) = &mut config.scan {
+            scan.tile_rows = self.tile_rows();
+        }
+        if desc.entries(&config).is_empty() {
+            return Routed::Nothing;
+        }
+        let op = Op::Route { desc, config };
+        let kernel = self.kernel_for(name, op, Calls::Few);
+        self.launch_all(kernel, bind);
+        routed
+    }
+}
