@@ -13,6 +13,7 @@ mod compare;
 mod drawn;
 mod emulated;
 mod evaluation;
+mod few_tokens;
 mod gates;
 mod global_loss;
 pub mod layers;

@@ -1,8 +1,8 @@
 //! Passes around experts that are elsewhere: the caller's code, or on other ranks.
 
 use super::builder::{Part, Pass};
-use crate::ops::Calls;
 use super::{Builder, Recompute};
+use crate::ops::Calls;
 
 /// The number of the first step of each pass that comes after the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

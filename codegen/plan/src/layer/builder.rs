@@ -3,8 +3,8 @@
 
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
-use crate::ops::gate;
 use crate::ops::Calls;
+use crate::ops::gate;
 use crate::{KernelPlan, Machine, Op, Operator};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
@@ -164,7 +164,9 @@ impl Builder {
     /// The same, of a kernel whose entries, by their symbols, are launched in some calls.
     pub(crate) fn kernel_by(&mut self, name: &str, op: Op, calls: impl Fn(&str) -> Calls) -> usize {
         let entries = op.entries().into_iter();
-        let entries = entries.map(|entry| calls(&entry.symbol).only(entry)).collect();
+        let entries = entries
+            .map(|entry| calls(&entry.symbol).only(entry))
+            .collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
             let same = |known: &KernelPlan| known.op == op && known.entries == entries;

@@ -16,8 +16,8 @@ pub(crate) mod route;
 pub(crate) mod scan;
 mod shared;
 
-pub use calls::FEW_TOKENS;
 pub(crate) use calls::Calls;
+pub use calls::FEW_TOKENS;
 pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};

@@ -214,8 +214,7 @@ fn together(entries: &[Entry]) -> Vec<Param> {
 
 /// A tensor that is read, and then written.
 fn widen(known: &mut Param, later: &Param) {
-    let (ParamType::Tensor(dtype, Access::Read), Some((_, access))) =
-        (known.ty, later.ty.tensor())
+    let (ParamType::Tensor(dtype, Access::Read), Some((_, access))) = (known.ty, later.ty.tensor())
     else {
         return;
     };

@@ -32,7 +32,13 @@ impl Builder {
         let whole = RouteDesc { gate, scan };
         let (desc, routed) = match whole.is_one_block(self.machine) {
             true => (whole, Routed::Whole),
-            false => (RouteDesc { scan: None, ..whole }, Routed::Logits),
+            false => (
+                RouteDesc {
+                    scan: None,
+                    ..whole
+                },
+                Routed::Logits,
+            ),
         };
         let mut config = desc.tiling(self.machine);
         if let Some(scan) = &mut config.scan {
