@@ -168,7 +168,9 @@ fn template_name(kernel: &KernelPlan, target: Target) -> String {
         Some(GemmFamily::Mma { .. } | GemmFamily::MmaFew { .. } | GemmFamily::Wgmma { .. }) => {
             "cuda"
         }
-        Some(GemmFamily::Mfma { .. } | GemmFamily::Wmma { .. }) => "rocm",
+        Some(GemmFamily::Mfma { .. } | GemmFamily::MfmaFew { .. } | GemmFamily::Wmma { .. }) => {
+            "rocm"
+        }
         _ => return plain_template(stem, target),
     };
     let family = kernel.family().unwrap_or_default();

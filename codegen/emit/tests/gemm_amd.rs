@@ -5,7 +5,7 @@ mod gpu_host;
 mod kept;
 mod rig;
 
-use gpu_host::{device, modules, planned};
+use gpu_host::{device, modules, planned_for_all};
 use moesaic_fibers::FiberDevice;
 use moesaic_kernel::{DType, Stem};
 use moesaic_plan::{LayerPlan, Op, Step};
@@ -101,7 +101,7 @@ type Tensors = BTreeMap<String, Vec<f64>>;
 
 impl Gemms {
     fn new(spec: &LayerSpec, target: &str, family: &str) -> Gemms {
-        let mut plan = planned(spec, target);
+        let mut plan = planned_for_all(spec, target);
         let tile_rows = scan_tile_rows(&plan);
         only_gemms(&mut plan);
         for kernel in &plan.kernels {

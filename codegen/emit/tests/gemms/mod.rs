@@ -114,16 +114,30 @@ type Show<'a> = dyn FnMut(&str, &[f64], &[f64]) + 'a;
 type Memory = (DType, Buffer, usize);
 
 impl Gemms {
-    /// `load` gets the plan with nothing but the GEMMs in it.
+    /// `load` gets the plan with nothing but the GEMMs in it, one for all calls.
     pub fn new(
         spec: &LayerSpec,
         target: &str,
         load: impl FnOnce(&LayerPlan) -> (Arc<dyn Device>, Vec<Arc<dyn Module>>),
     ) -> Gemms {
+        let options = PlanOptions {
+            one_for_all: true,
+            ..PlanOptions::default()
+        };
+        Gemms::planned(spec, target, &options, load)
+    }
+
+    /// The same, of a plan with these options.
+    pub fn planned(
+        spec: &LayerSpec,
+        target: &str,
+        options: &PlanOptions,
+        load: impl FnOnce(&LayerPlan) -> (Arc<dyn Device>, Vec<Arc<dyn Module>>),
+    ) -> Gemms {
         if let Err(problems) = spec.validate() {
             panic!("the test's spec is invalid: {problems:?}");
         }
-        let mut plan = plan(spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
+        let mut plan = plan(spec, target.parse().unwrap(), options).unwrap();
         let tile_rows = scan_tile_rows(&plan);
         only_gemms(&mut plan);
         let (device, modules) = load(&plan);

@@ -22,6 +22,8 @@ pub(crate) struct Builder {
     pub(crate) pass: Pass,
     /// What part of a layer the plan is of.
     pub(crate) part: Part,
+    /// Whether few tokens have kernels of their own.
+    pub(crate) few: bool,
 }
 
 /// What part of a layer a plan is of.
@@ -82,6 +84,7 @@ impl Builder {
             named: BTreeMap::new(),
             pass: Pass::Forward,
             part: Part::Whole,
+            few: training.is_none() && !options.one_for_all,
         }
     }
 

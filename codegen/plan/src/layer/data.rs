@@ -52,6 +52,9 @@ pub struct PlanOptions {
     pub tuning: Tuning,
     /// The caches that sizes are chosen for, on a CPU.
     pub caches: CacheClass,
+    /// Calls of few tokens have the kernels of those of many, as those of layers that train
+    /// do, where a GPU would have others for them.
+    pub one_for_all: bool,
 }
 
 impl PlanOptions {

@@ -65,6 +65,12 @@ pub enum GemmFamily {
         /// See [`GroupedGemmConfig::gather`].
         gather: bool,
     },
+    /// Matrix-core instructions for few rows: a wave reads some columns' weights from end
+    /// to end.
+    MfmaFew {
+        /// See [`GroupedGemmConfig::gather`].
+        gather: bool,
+    },
     /// Wave matrix instructions of AMD's gfx11.
     Wmma {
         /// See [`GroupedGemmConfig::gather`].
@@ -103,6 +109,7 @@ impl GroupedGemmConfig {
             | GemmFamily::Mma { gather, .. }
             | GemmFamily::MmaFew { gather, .. }
             | GemmFamily::Mfma { gather }
+            | GemmFamily::MfmaFew { gather }
             | GemmFamily::Wmma { gather } => *gather,
         }
     }
@@ -119,7 +126,10 @@ impl GroupedGemmConfig {
             | GemmFamily::MmaFew { shared_bytes, .. }
             | GemmFamily::Wgmma { shared_bytes, .. } => *shared_bytes,
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.shared_bytes,
-            GemmFamily::Simt { .. } | GemmFamily::Mfma { .. } | GemmFamily::Wmma { .. } => 0,
+            GemmFamily::Simt { .. }
+            | GemmFamily::Mfma { .. }
+            | GemmFamily::MfmaFew { .. }
+            | GemmFamily::Wmma { .. } => 0,
         }
     }
 
@@ -142,6 +152,7 @@ impl GemmFamily {
             GemmFamily::MmaFew { .. } => "mma_few",
             GemmFamily::Wgmma { .. } => "wgmma",
             GemmFamily::Mfma { .. } => "mfma",
+            GemmFamily::MfmaFew { .. } => "mfma_few",
             GemmFamily::Wmma { .. } => "wmma",
             GemmFamily::Vectors(_) => "vectors",
             GemmFamily::Tiles(_) => "tiles",

@@ -90,14 +90,13 @@ impl Builder {
         self.step(kernel, product, &bind);
     }
 
-    /// How a product is tiled for few rows, if it is then another kernel. A layer that
-    /// trains has one kernel for all calls.
+    /// How a product is tiled for few rows, if it is then another kernel.
     fn few(&self, desc: &GroupedGemmDesc) -> Option<GroupedGemmConfig> {
-        let among = self.tiling(desc);
-        match self.plan.training {
-            None => tiles::few(desc, self.machine, among.tile_rows),
-            Some(_) => None,
+        if !self.few {
+            return None;
         }
+        let among = self.tiling(desc);
+        tiles::few(desc, self.machine, among.tile_rows)
     }
 
     /// Declares the packed weights of a product, if it has such.

@@ -17,8 +17,7 @@ pub(crate) enum Routed {
 }
 
 impl Builder {
-    /// Adds what routes few tokens, where a machine has that; a layer that trains routes
-    /// all calls by the same kernels.
+    /// Adds what routes few tokens, where a machine has that.
     pub(crate) fn route_few(
         &mut self,
         name: &str,
@@ -26,7 +25,7 @@ impl Builder {
         scan: Option<ExpertScanDesc>,
         bind: Bind,
     ) -> Routed {
-        if !matches!(self.machine, Machine::Gpu(_)) || self.plan.training.is_some() {
+        if !matches!(self.machine, Machine::Gpu(_)) || !self.few {
             return Routed::Nothing;
         }
         let whole = RouteDesc { gate, scan };

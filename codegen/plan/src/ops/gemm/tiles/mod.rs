@@ -28,7 +28,8 @@ pub(super) fn few(
 ) -> Option<GroupedGemmConfig> {
     match machine {
         Machine::Gpu(Gpu::Cuda(arch)) => cuda::few(d, arch, tile_rows),
-        Machine::Gpu(Gpu::Rocm(_)) | Machine::Cpu(_) => None,
+        Machine::Gpu(Gpu::Rocm(arch)) => rocm::few(d, arch),
+        Machine::Cpu(_) => None,
     }
 }
 

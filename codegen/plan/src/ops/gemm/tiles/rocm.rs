@@ -59,6 +59,25 @@ fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
     }
 }
 
+/// Lines of weights that a wave of the kernel for few rows reads.
+const FEW_LINES: usize = 16;
+
+/// A product of few rows: a block is a wave, which reads a few columns' weights from end to
+/// end. It multiplies as waves of the kernel for many rows do, in the same row tiles.
+pub fn few(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> {
+    let many = forward(d, arch);
+    let GemmFamily::Mfma { gather } = many.family else {
+        return None;
+    };
+    Some(GroupedGemmConfig {
+        threads: arch.wave,
+        tile_columns: FEW_LINES / d.matrices(),
+        thread_columns: FEW_LINES / d.matrices(),
+        family: GemmFamily::MfmaFew { gather },
+        ..many
+    })
+}
+
 /// Waves of 32 rows, two side by side.
 fn wmma(d: &GroupedGemmDesc) -> GroupedGemmConfig {
     let tile_rows = tile_rows(d);
