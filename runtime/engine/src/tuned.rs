@@ -51,6 +51,7 @@ impl Untuned {
             training: self.plan.training,
             tuning: tuning.clone(),
             caches: self.plan.caches,
+            ..PlanOptions::default()
         };
         Ok(plan(spec, *target, &options)?)
     }
