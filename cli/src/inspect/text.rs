@@ -287,6 +287,13 @@ fn geometry(inspection: &Inspection) -> Table {
         cells.extend(launch.at.iter().map(grid));
         table.row(cells);
     }
+    let launched = (0..counts.len()).map(|i| {
+        let launches = inspection.launches.iter();
+        let some = launches.filter(|launch| launch.at[i].grid.iter().all(|&n| n > 0));
+        some.count().to_string()
+    });
+    let blanks = ["launches", "", "", ""].map(String::from);
+    table.row(blanks.into_iter().chain(launched).collect::<Vec<_>>());
     table
 }
 

@@ -164,6 +164,7 @@ impl TuneArgs {
                 training: self.training.get(),
                 tuning,
                 caches: engine.caches(),
+                ..PlanOptions::default()
             },
             mesh: None,
             compiler: compiler.clone(),

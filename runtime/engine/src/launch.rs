@@ -186,13 +186,17 @@ impl BoundStep {
         })
     }
 
-    /// Launches it; `args` is room for its arguments.
+    /// Launches it, if it has blocks for so many tokens; `args` is room for its arguments.
     fn launch(
         &self,
         scalars: &Scalars,
         addresses: &Addresses,
         args: &mut Vec<Arg>,
     ) -> Result<(), EngineError> {
+        let dims = dims(&self.launch, scalars.tokens as u64);
+        if dims.grid.contains(&0) {
+            return Ok(());
+        }
         args.clear();
         let bound = self.args.iter();
         args.extend(bound.map(|arg| arg.value(scalars, addresses)));
@@ -206,7 +210,6 @@ impl BoundStep {
                 problem: format!("`{}` has no memory in this call", self.params[at]),
             });
         }
-        let dims = dims(&self.launch, scalars.tokens as u64);
         // SAFETY: the function is the module's, and the arguments were bound to
         // its entry's own parameter list; each address is a buffer of the tensor's
         // size for at least `tokens` tokens, or the caller of a raw call vouches

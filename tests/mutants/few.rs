@@ -1,0 +1,150 @@
+//! Mistakes in the kernels for few tokens.
+
+use super::Mutant;
+use super::list::{GFX942, MUTANT};
+
+/// Few tokens: every ring goes round, and widths have tails.
+const FEW: Mutant = Mutant {
+    layer: "shape = { model_dim = 1000, hidden_dim = 70, experts = 5, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }",
+    tokens: 33,
+    ..MUTANT
+};
+
+/// The router's matrix is read in two panels.
+const WIDE: &str = "shape = { model_dim = 2100, hidden_dim = 8, experts = 5, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }";
+
+/// More counters than the block that routes has threads.
+const MANY_EXPERTS: &str = "shape = { model_dim = 8, hidden_dim = 8, experts = 200, top_k = 5 }
+precision = { weights = \"bf16\", activations = \"bf16\" }";
+
+/// The list.
+pub const MUTANTS: &[Mutant] = &[
+    Mutant {
+        mistake: "a warp multiplies a stage before its copies are seen by all lanes",
+        kernel: "grouped_gemm_up_few",
+        from: "        warp_sync();  // this stage is here, and all have read the one before it",
+        to: "",
+        caught: "race",
+        ..FEW
+    },
+    Mutant {
+        mistake: "a warp waits for one stage too few",
+        kernel: "grouped_gemm_up_few",
+        from: "wait_copies<STAGES - 2>();",
+        to: "wait_copies<STAGES - 1>();",
+        caught: "copy",
+        ..FEW
+    },
+    Mutant {
+        mistake: "the ring is one stage shorter than what is under way",
+        kernel: "grouped_gemm_up_few",
+        from: "        fetch(at + STAGES - 1);",
+        to: "        fetch(at + STAGES);",
+        caught: "copy",
+        ..FEW
+    },
+    Mutant {
+        mistake: "the last columns are read beyond the last expert's",
+        kernel: "grouped_gemm_up_few",
+        from: "return first_column + column < OUTER ?",
+        to: "return true ?",
+        caught: "out of bounds",
+        ..FEW
+    },
+    Mutant {
+        mistake: "rows are read beyond their end",
+        kernel: "grouped_gemm_down_few",
+        from: "row + k, row && k < INNER);",
+        to: "row + k, row);",
+        caught: "out of bounds",
+        ..FEW
+    },
+    Mutant {
+        mistake: "chunks are looked for where they were not laid",
+        kernel: "grouped_gemm_up_few",
+        from: "stage + line * LINE + (chunk ^ (line & 7)) * CHUNK; }",
+        to: "stage + line * LINE + (chunk ^ (line & 3)) * CHUNK; }",
+        caught: "y of",
+        ..FEW
+    },
+    Mutant {
+        mistake: "sums of few rows are picked up with no warp barrier before",
+        kernel: "grouped_gemm_up_few",
+        from: "= sums[j][n];\n    warp_sync();",
+        to: "= sums[j][n];",
+        caught: "race in shared memory",
+        ..FEW
+    },
+    Mutant {
+        mistake: "a row takes the token of the next",
+        kernel: "grouped_gemm_up_few",
+        from: "row_slots[first_row + n] / TOP_K",
+        to: "row_slots[first_row + (n + 1) % left] / TOP_K",
+        caught: "y of",
+        ..FEW
+    },
+    Mutant {
+        mistake: "counts are summed with no barrier after selection",
+        kernel: "route",
+        from: "    block_sync();  // choices and their counts are there\n",
+        to: "",
+        layer: MANY_EXPERTS,
+        caught: "uninitialised global memory",
+        ..FEW
+    },
+    Mutant {
+        mistake: "assignments are placed with no barrier after the offsets",
+        kernel: "route",
+        from: "    block_sync();  // offsets are there\n",
+        to: "",
+        caught: "uninitialised global memory",
+        ..FEW
+    },
+    Mutant {
+        mistake: "warps that have no tile place, too",
+        target: GFX942,
+        kernel: "route",
+        from: "    if (warp_index() >= WARPS)\n        return;",
+        to: "",
+        caught: "beyond the end of an array",
+        ..FEW
+    },
+    Mutant {
+        mistake: "a panel of the router's matrix is overwritten while it is read",
+        kernel: "route",
+        from: "        block_sync();  // the panel before has been used",
+        to: "",
+        layer: WIDE,
+        caught: "race in shared memory",
+        ..FEW
+    },
+    Mutant {
+        mistake: "lanes write rows of the next expert",
+        target: GFX942,
+        kernel: "grouped_gemm_up_few",
+        from: "            if (row >= left)\n                continue;",
+        to: "",
+        caught: "no barrier between",
+        ..FEW
+    },
+    Mutant {
+        mistake: "gate and up change places in a wave",
+        target: GFX942,
+        kernel: "grouped_gemm_up_few",
+        from: "sum < RUN ? gate : up",
+        to: "sum < RUN ? up : gate",
+        caught: "y of",
+        ..FEW
+    },
+    Mutant {
+        mistake: "a wave reads weights beyond the last expert's",
+        target: GFX942,
+        kernel: "grouped_gemm_up_few",
+        from: "sum < USED && own < columns ?",
+        to: "sum < USED ?",
+        caught: "beyond its end",
+        ..FEW
+    },
+];
