@@ -48,16 +48,16 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         mistake: "the last columns are read beyond the last expert's",
         kernel: "grouped_gemm_up_few",
-        from: "return first_column + column < OUTER ?",
-        to: "return true ?",
+        from: "(i64)column * INNER, first_column + column < OUTER};",
+        to: "(i64)column * INNER, true};",
         caught: "out of bounds",
         ..FEW
     },
     Mutant {
         mistake: "rows are read beyond their end",
         kernel: "grouped_gemm_down_few",
-        from: "row + k, row && k < INNER);",
-        to: "row + k, row);",
+        from: "from.exists && k < INNER);",
+        to: "from.exists);",
         caught: "out of bounds",
         ..FEW
     },
