@@ -309,16 +309,22 @@ DEVICE f32 finished(f32 down)
 DEVICE i32 copied_line(i32 i) { return i * COPIED_LINES + lane_index() / LINE_LANES; }
 DEVICE i32 copied_element() { return lane_index() % LINE_LANES * COPIED; }
 
-// Copies elements `depth` and on of LINES rows to lines from `to` on; zeros for elements
-// from INNER on and where `row_at(i)`, the beginning of the row of turn i, is null.
-template <int LINES, class RowAt> DEVICE void copy_lines(u32 to, i32 depth, RowAt row_at)
+// Where a line begins, and whether it exists: what does not is zeros, and is not read.
+struct Line {
+    const Element *begin;
+    bool exists;
+};
+
+// Copies elements `depth` and on of LINES lines to lines from `to` on; zeros for elements
+// from INNER on. `line_at(i)` is the line of turn i.
+template <int LINES, class LineAt> DEVICE void copy_lines(u32 to, i32 depth, LineAt line_at)
 {
     const i32 k = depth + copied_element(), byte = copied_element() * (i32)sizeof(Element);
     #pragma unroll
     for (i32 i = 0; i < LINES / COPIED_LINES; i++) {
-        const i32 line = copied_line(i);
-        const Element *const row = row_at(i);
-        copy_async<COPIED * sizeof(Element)>(to + line * LINE + (byte ^ (line & 7) * CHUNK), row + k, row && k < INNER);
+        const Line from = line_at(i);
+        const u32 place = to + copied_line(i) * LINE + (byte ^ (copied_line(i) & 7) * CHUNK);
+        copy_async<COPIED * sizeof(Element)>(place, from.begin + k, from.exists && k < INNER);
     }
 }
 
@@ -357,7 +363,7 @@ DEVICE void multiply_rows(f32 *ring, LeftAt left_at, const Element *right, RowAt
     #pragma unroll
     for (i32 i = 0; i < TURNS; i++)
         rows[i] = row_at(copied_line(i));
-    auto right_at = [&](i32 i) { return rows[i] < 0 ? nullptr : right + (i64)rows[i] * INNER; };
+    auto right_at = [&](i32 i) { return Line{right + (i64)(rows[i] < 0 ? 0 : rows[i]) * INNER, rows[i] >= 0}; };
     auto fetch = [&](i32 at) {
         const u32 stage = stages + at % STAGES * STAGE;
         if (at < DEPTHS) {
@@ -403,11 +409,11 @@ KERNEL(WARP) grouped_gemm_down(
     const i32 count = lesser(tile.rows, TILE_ROWS), first_column = (i32)block_y() * TILE_COLUMNS;
     const i64 first_weight = (tile.expert * OUTER + first_column) * INNER;
 
-    // The beginning of the line of weights that this lane copies in its turn i.
-    auto left_at = [&](i32 i) -> const Element * {
+    // The line of weights that this lane copies in its turn i.
+    auto left_at = [&](i32 i) {
         const i32 line = copied_line(i), column = line;
         const Element *const weights = down;
-        return first_column + column < OUTER ? weights + first_weight + (i64)column * INNER : nullptr;
+        return Line{weights + first_weight + (i64)column * INNER, first_column + column < OUTER};
     };
     #pragma unroll 1
     for (i32 first = 0; first < count; first += MOST) {
