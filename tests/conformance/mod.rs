@@ -17,6 +17,7 @@ mod gates;
 mod global_loss;
 pub mod layers;
 pub mod mesh;
+mod mesh_shared;
 mod mesh_training;
 mod mesh_weights;
 mod nccl;

@@ -11,7 +11,9 @@ use moesaic::kernel::Target;
 use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
 use moesaic::weights::LayerReader;
-use moesaic::{Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors};
+use moesaic::{
+    Among, Engine, EngineOptions, Layer, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors,
+};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -23,8 +25,9 @@ pub struct RankArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     ranks: Option<u16>,
     /// How ranks share it: ep groups share the experts, each expert has so many shards, and dp groups
-    /// hold all of them; what is not named is 1
-    #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = mesh::parse)]
+    /// hold all of them; what is not named is 1. Shared experts are whole on every rank, or
+    /// with shared=sliced in as many shards
+    #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
     /// What processes exchange rows by
     #[arg(long, value_name = "E", value_enum, default_value_t = Exchange::Auto)]
@@ -188,7 +191,7 @@ impl Shared {
             built,
             ran,
             limited: layer.replicated().plan().tensor("capacity").is_some(),
-            workspace: layer.replicated().workspace_bytes() + layer.own().workspace_bytes(),
+            workspace: layer.parts().map(Layer::workspace_bytes).sum(),
         }))
     }
 }
@@ -262,7 +265,7 @@ fn whole(name: &str, job: &Job<'_>, mesh: Parallel, parts: &[Tensor<'static>]) -
         "capacity" => first(),
         _ if name.starts_with("loss.") => losses(name, job, parts),
         _ => match name.strip_prefix("grad.") {
-            Some(weight) if weight.starts_with("experts.") => {
+            Some(weight) if Among::of(mesh, weight) != Among::World => {
                 joined(weight, mesh, |place| parts[mesh.rank(place)].lend())
             }
             Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),

@@ -324,7 +324,11 @@ fn splitting_and_merging_gives_the_same_bytes() {
 }
 
 fn mesh(ep: usize, shards: usize) -> Parallel {
-    Parallel { ep, shards, dp: 1 }
+    Parallel {
+        ep,
+        shards,
+        ..Parallel::default()
+    }
 }
 
 #[test]

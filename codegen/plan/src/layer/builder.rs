@@ -21,6 +21,9 @@ pub(crate) struct Builder {
     pub(crate) pass: Pass,
     /// What part of a layer the plan is of.
     pub(crate) part: Part,
+    /// Of shared experts that are on the side of their slices: the parts that those leave of
+    /// the gradient of each one's weight.
+    pub(crate) sliced: Option<Vec<usize>>,
 }
 
 /// What part of a layer a plan is of.
@@ -81,6 +84,7 @@ impl Builder {
             named: BTreeMap::new(),
             pass: Pass::Forward,
             part: Part::Whole,
+            sliced: None,
         }
     }
 

@@ -17,7 +17,7 @@ impl RankPlan {
     /// What this rank sends in an exchange when each rank has `tokens` tokens and every
     /// expert equally many rows, with `per_node` ranks on a node, one node's after the
     /// other's. Sums count what their shortest form sends: each part but one's own to its
-    /// owner, and the result back.
+    /// owner and, if all get it, the result back.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
         let group: Vec<usize> = (0..self.mesh.group()).map(|at| self.member(at)).collect();
         let world: Vec<usize> = (0..self.mesh.ranks()).collect();
@@ -28,6 +28,7 @@ impl RankPlan {
         // Rows between this rank and the experts of another, and the other way.
         let to = |rank: usize| rows * owned(rank) / experts;
         let from = |_: usize| rows * self.own_experts().len() as u64 / experts;
+        let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
             for &rank in ranks {
@@ -60,10 +61,19 @@ impl RankPlan {
                 })
             }
             Way::OverShards { tensor } => {
-                let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
                 let arriving = from(0) * self.mesh.group() as u64;
                 summed(&slices, arriving * row(Side::Experts, tensor))
             }
+            Way::Neighbours => each(&slices, &|_| 8),
+            Way::ToSlices { from, .. } => each(&slices, &|_| tokens * row(Side::Tokens, from)),
+            Way::FromSlices { to, .. } => Sent {
+                here: 0,
+                ..each(&slices, &|_| tokens * row(Side::Tokens, to))
+            },
+            Way::OfFirst { to, .. } if self.place.shard == 0 => {
+                each(&slices, &|_| self.tokens[to].bytes(0))
+            }
+            Way::OfFirst { .. } => Sent::default(),
             Way::Sum { from, .. } => summed(&world, self.tokens[from].bytes(tokens)),
             Way::Most { tensor } => summed(&world, self.tokens[tensor].bytes(tokens)),
             Way::Gather { from, .. } if self.place.shard == 0 => {
