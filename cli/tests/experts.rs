@@ -263,7 +263,32 @@ fn parts_and_shards_come_together_again() {
         experts(&unshard).ok();
         assert_eq!(bytes(&whole), bytes(&weights));
     }
+    shards_of_shared_experts(&parts, &whole);
     let six = ["--weights", &weights, "--ranks", "6", "-o", &parts];
     let refused = experts(&[&["shard", "--spec", &spec], &six[..]].concat());
     refused.fails(2, &["6 groups cannot share 5 experts"]);
+}
+
+/// With slices of a shared expert, too.
+fn shards_of_shared_experts(parts: &str, whole: &str) {
+    let small = Small::of(&format!(
+        "{}[[shared]]\nhidden_dim = 6\ngate = \"sigmoid\"\n",
+        common::SMALL
+    ));
+    let dir = small.dir.path();
+    let (spec, weights) = (path(dir, "small.toml"), path(dir, "w.safetensors"));
+    let sliced = ["--spec", &spec, "--shards", "2", "--shared", "sliced"];
+    let cut = ["shard", "--weights", &weights, "--ranks", "4", "-o", parts];
+    experts(&[&cut, &sliced[..]].concat()).ok();
+    let rank = |rank: usize| format!("{parts}/rank-{rank}.safetensors");
+    let header = String::from_utf8_lossy(&bytes(&rank(3))).into_owned();
+    let start = header.find("\"shared.0.up.weight\"").expect("it is there");
+    let shape = header[start..].split("\"shape\":").nth(1).expect("a shape");
+    assert!(shape.starts_with("[3,"), "{}", &shape[..12]);
+    let ranks: Vec<String> = (0..4).map(rank).collect();
+    let mut unshard = vec!["unshard", "-o", whole];
+    unshard.extend(sliced);
+    unshard.extend(ranks.iter().map(String::as_str));
+    experts(&unshard).ok();
+    assert_eq!(bytes(whole), bytes(&weights));
 }
