@@ -6,7 +6,8 @@ use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
 use crate::mesh;
 use clap::{Args, ValueEnum};
-use moesaic::collectives::{Call, Collectives, World, mpi, nccl, threads};
+use moesaic::collectives::nccl::{self, Nccl};
+use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, World, mpi, threads};
 use moesaic::kernel::Target;
 use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
@@ -97,13 +98,9 @@ impl RankArgs {
         let mesh = self.mesh.unwrap_or_else(|| Parallel::of(count, spec));
         mesh.check(spec).map_err(Failure::input)?;
         if mesh.ranks() != count {
-            return Err(Failure::input(format!(
-                "--mesh is for {} ranks (ep {} x shards {} x dp {}), there are {count}",
-                mesh.ranks(),
-                mesh.ep,
-                mesh.shards,
-                mesh.dp
-            )));
+            let (ranks, words) = (mesh.ranks(), mesh::words(mesh));
+            let message = format!("--mesh is for {ranks} ranks ({words}), there are {count}");
+            return Err(Failure::input(message));
         }
         let exchange = self.exchange;
         if let (Ranks::Threads(_), Exchange::Mpi | Exchange::Nccl) = (ranks, exchange) {
@@ -131,13 +128,10 @@ impl Shared {
     /// Runs the pass; the first rank, or the only process, has the results.
     pub fn run(&self, job: &Job<'_>) -> Result<Option<Outcome>> {
         let device = job.engine.device();
-        let end = Call::new("end of the run");
         let Ranks::Processes(_) = self.ranks else {
             let device = |_| Ok(device.clone());
-            let ranks = threads::run(self.mesh.ranks(), device, |mut world| {
-                let outcome = self.rank(&mut world, job)?;
-                world.finish(&end).map_err(Failure::work)?;
-                Ok(outcome)
+            let ranks = threads::run(self.mesh.ranks(), device, |world| {
+                self.rank_of(world, job, Communicator::finish)
             });
             return first(ranks.map_err(Failure::work)?);
         };
@@ -155,22 +149,30 @@ impl Shared {
                     installed,
                     ..mpi::Options::default()
                 };
-                let mut world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
-                let outcome = self.rank(&mut world, job)?;
-                world.finish(&end).map_err(Failure::work)?;
-                Ok(outcome)
+                let world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
+                self.rank_of(world, job, Communicator::finish)
             }
             (Exchange::Nccl | Exchange::Auto, true) => {
                 let options = nccl::Options {
                     installed_mpi: installed,
                     ..nccl::Options::default()
                 };
-                let mut world = job.engine.nccl(options)?;
-                let outcome = self.rank(&mut world, job)?;
-                world.finish(&end).map_err(Failure::work)?;
-                Ok(outcome)
+                let world = job.engine.nccl(options)?;
+                self.rank_of(world, job, Nccl::finish)
             }
         }
+    }
+
+    /// A rank's pass in a world, whose end is then waited for.
+    fn rank_of<W: Collectives>(
+        &self,
+        mut world: W,
+        job: &Job<'_>,
+        finish: fn(W, &Call) -> Result<(), CollectiveError>,
+    ) -> Result<Option<Outcome>> {
+        let outcome = self.rank(&mut world, job)?;
+        finish(world, &Call::new("end of the run")).map_err(Failure::work)?;
+        Ok(outcome)
     }
 
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {

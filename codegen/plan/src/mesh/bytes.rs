@@ -130,9 +130,46 @@ impl RankPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Parallel, plan_rank};
+    use crate::mesh::{Parallel, SharedExperts, plan_rank};
     use crate::{PlanOptions, Training};
     use moesaic_spec::LayerSpec;
+
+    #[test]
+    fn tokens_go_to_the_other_slices_and_sums_come_back() {
+        let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 8, top_k = 2 }
+             shared = [{ hidden_dim = 6, gate = 'sigmoid', bias = true }]";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let mesh = Parallel {
+            ep: 2,
+            shards: 2,
+            shared: SharedExperts::Sliced,
+            ..Parallel::default()
+        };
+        let options = PlanOptions::training(Training::default());
+        let target = "cpu:avx2".parse().unwrap();
+        let sent = |rank: usize, name: &str| {
+            let plan = plan_rank(&spec, target, &options, mesh, rank).unwrap();
+            let steps = plan.steps.iter().chain(&plan.backward);
+            let mut named = steps.filter_map(|step| match step {
+                RankStep::Exchange(exchange) if exchange.name == name => Some(exchange),
+                _ => None,
+            });
+            plan.bytes(named.next().unwrap(), 100, 1)
+        };
+        let of = |here, network| Sent {
+            here,
+            node: 0,
+            network,
+        };
+        // 100 rows of 32 bytes, or of a weight of 4, to each of two slices.
+        assert_eq!(sent(3, "x"), of(3200, 3200));
+        assert_eq!(sent(3, "shared.0.weight"), of(400, 400));
+        assert_eq!(sent(3, "tokens of slices"), of(8, 8));
+        // Of a sum the other's rows alone.
+        assert_eq!(sent(3, "shared.0.out"), of(0, 3200));
+        assert_eq!(sent(3, "shared.0.down.bias"), Sent::default());
+        assert_eq!(sent(2, "shared.0.down.bias"), of(32, 32));
+    }
 
     #[test]
     fn rows_go_to_other_ranks_in_equal_parts() {
