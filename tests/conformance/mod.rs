@@ -30,7 +30,7 @@ mod quick;
 mod random;
 mod routing;
 mod saved;
-mod simulated;
+pub mod simulated;
 mod simulated_training;
 mod tiles;
 mod trained;
