@@ -168,7 +168,7 @@ impl Shared {
         &self,
         mut world: W,
         job: &Job<'_>,
-        finish: fn(W, &Call) -> Result<(), CollectiveError>,
+        finish: fn(W, &Call) -> std::result::Result<(), CollectiveError>,
     ) -> Result<Option<Outcome>> {
         let outcome = self.rank(&mut world, job)?;
         finish(world, &Call::new("end of the run")).map_err(Failure::work)?;
