@@ -166,6 +166,7 @@ pub(super) fn sliced(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moesaic_plan::SharedExperts;
     use moesaic_spec::LayerSpec;
     use moesaic_tensor::Tensors;
 
@@ -189,7 +190,7 @@ mod tests {
         let mesh = Parallel {
             ep: 2,
             shards: 2,
-            dp: 1,
+            ..Parallel::default()
         };
         let place = Place { dp: 0, ep, shard };
         Shard::new(&spec(), mesh, place, Box::leak(Box::new(weights)))
@@ -221,7 +222,7 @@ mod tests {
         let mesh = Parallel {
             ep: 2,
             shards: 2,
-            dp: 1,
+            ..Parallel::default()
         };
         for name in [
             "experts.up.weight",
@@ -236,6 +237,62 @@ mod tests {
             let whole = joined(name, mesh, part).to_f32();
             let numbers = (0..whole.len()).map(|n| n as f32);
             assert!(whole.iter().copied().eq(numbers), "{name}: {whole:?}");
+        }
+    }
+
+    #[test]
+    fn a_rank_has_its_slices_of_shared_experts_where_they_are_sliced() {
+        let mut spec = spec();
+        let shared = r#"[{"hidden_dim":6}]"#;
+        spec.shared = serde_json::from_str(shared).unwrap();
+        let mut weights = Tensors::new();
+        for (name, shape) in [
+            ("shared.0.up.weight", vec![6, 2]),
+            ("shared.0.up.bias", vec![6]),
+            ("shared.0.down.weight", vec![2, 6]),
+            ("shared.0.down.bias", vec![2]),
+        ] {
+            let numbers = (0..shape.iter().product()).map(|n: usize| n as f32);
+            weights.insert(name, Tensor::owned(&shape, numbers.collect()));
+        }
+        let whole = Parallel {
+            ep: 2,
+            shards: 2,
+            ..Parallel::default()
+        };
+        let mesh = Parallel {
+            shared: SharedExperts::Sliced,
+            ..whole
+        };
+        let second = |mesh| {
+            let place = Place {
+                dp: 0,
+                ep: 1,
+                shard: 1,
+            };
+            Shard::new(&spec, mesh, place, &weights)
+        };
+        let shard = second(mesh);
+        let up = read(&shard, "shared.0.up.weight");
+        assert_eq!(up, (vec![3, 2], vec![6., 7., 8., 9., 10., 11.]));
+        let piece = shard.rows("shared.0.up.weight", 1..2).unwrap();
+        assert_eq!(piece.to_f32(), [8., 9.]);
+        assert_eq!(read(&shard, "shared.0.up.bias").1, [3., 4., 5.]);
+        let down = read(&shard, "shared.0.down.weight");
+        assert_eq!(down, (vec![2, 3], vec![3., 4., 5., 9., 10., 11.]));
+        assert_eq!(read(&shard, "shared.0.down.bias").1, [0., 0.]);
+        let parts = |name: &str| {
+            let part = |place| {
+                let shard = Shard::new(&spec, mesh, place, &weights);
+                let (_, shape) = shard.describe(name).unwrap();
+                shard.rows(name, 0..shape[0]).unwrap().into_static()
+            };
+            joined(name, mesh, part)
+        };
+        for (name, tensor) in &weights {
+            assert!(parts(name) == *tensor, "{name}");
+            let (_, shape) = second(whole).describe(name).unwrap();
+            assert_eq!(shape, tensor.shape, "{name} is everybody's");
         }
     }
 
