@@ -144,6 +144,8 @@ fn shared_experts_may_be_sliced() {
         let mut precompile = ours(&["precompile"]);
         precompile.args(training).args(mesh).args(layer).arg(&model);
         finish(&mut precompile).ok();
+        let strict = [training, &["--strict"], &mesh].concat();
+        call_of("qwen2_moe", &mut ours(&["run"]), &file("y"), &strict).ok();
     }
     let words = [&["--strict", "--reference"], &mesh[..]].concat();
     let text = call_of("qwen2_moe", &mut ours(&["run"]), &file("y"), &words).ok();

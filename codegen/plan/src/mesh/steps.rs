@@ -1,6 +1,6 @@
 //! Launches of both sides and what ranks do together, in one order.
 
-use super::{Exchange, Parallel, Place, RankPlan, RankStep, Side, Way, shared_part};
+use super::{BROUGHT_BACK, Exchange, Parallel, Place, RankPlan, RankStep, Side, Way, shared_part};
 use crate::layer::around::Places;
 use crate::{LayerPlan, Role, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
@@ -115,18 +115,14 @@ fn backward_of_shared(plan: &RankPlan, shared: &LayerPlan) -> Vec<RankStep> {
         }
     }
     launch(&mut list, Side::Shared, 0..shared.backward.len());
-    let comes_back = |part: &str| ["drows", "dweight_parts"].contains(&part);
+    let comes_back = |part: &str| BROUGHT_BACK.contains(&part);
     list.extend(from_slices(plan, shared, comes_back));
-    for (from, tensor) in shared.tensors.iter().enumerate() {
-        let from = TensorId(from);
-        if let Some(to) = plan
-            .tokens
-            .id(&tensor.name)
-            .filter(|_| tensor.role == Role::Weight)
-        {
-            list.push(exchange(&tensor.name, Way::OfFirst { from, to }));
-        }
-    }
+    let weights = shared.tensors.iter();
+    let weights = weights.filter(|tensor| tensor.role == Role::Weight);
+    list.extend(weights.filter_map(|tensor| {
+        let (from, to) = (shared.id(&tensor.name)?, plan.tokens.id(&tensor.name)?);
+        Some(exchange(&tensor.name, Way::OfFirst { from, to }))
+    }));
     list
 }
 

@@ -179,6 +179,48 @@ fn every_weight_has_one_side() {
     }
 }
 
+/// Tokens and gradients go to the slices, and outputs and gradients come back of each.
+#[test]
+fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
+    for seed in (1..120).step_by(2) {
+        let (spec, mesh) = layer(seed);
+        let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
+        assert_eq!(plan.shared.is_some(), !spec.shared.is_empty());
+        let named = |steps: &[RankStep]| -> Vec<String> {
+            let of_slices = |step: &RankStep| match step {
+                RankStep::Exchange(Exchange { name, way }) => matches!(
+                    way,
+                    Way::ToSlices { .. } | Way::FromSlices { .. } | Way::OfFirst { .. }
+                )
+                .then(|| name.clone()),
+                RankStep::Launch { .. } => None,
+            };
+            steps.iter().filter_map(of_slices).collect()
+        };
+        let (mut forward, mut backward) = (Vec::new(), BTreeSet::new());
+        for (index, shared) in spec.shared.iter().enumerate() {
+            let gated = shared.gate != moesaic_spec::SharedGate::None;
+            let name = |part: &str| format!("shared.{index}.{part}");
+            forward.push(name("out"));
+            backward.insert(name("drows"));
+            if gated {
+                backward.extend(["weight", "dweight_parts"].map(name));
+            }
+            if gated && spec.shared_bias(index).down() {
+                backward.insert(name("down.bias"));
+            }
+        }
+        if !spec.shared.is_empty() {
+            forward.insert(0, "x".to_string());
+            backward.insert("dy".to_string());
+        }
+        assert_eq!(named(&plan.steps), forward, "seed {seed}");
+        assert_eq!(named(&plan.evaluation), forward, "seed {seed}");
+        let found: BTreeSet<String> = named(&plan.backward).into_iter().collect();
+        assert_eq!(found, backward, "seed {seed}");
+    }
+}
+
 /// What comes from other ranks in a backward pass is not kept from forward to there.
 #[test]
 fn forward_keeps_nothing_of_what_backward_is_brought() {
