@@ -134,7 +134,7 @@ impl Made {
     pub fn gradients(&self) -> Result<Named> {
         let parts = match self {
             Made::Alone(layer) => vec![&**layer],
-            Made::Shared(layer) => vec![layer.replicated(), layer.own()],
+            Made::Shared(layer) => layer.parts().collect(),
         };
         let mut list = Named::new();
         for layer in parts {

@@ -3,13 +3,14 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::keys::KeysArgs;
+use crate::mesh::parse_shared;
 use crate::spec_source::read_spec;
 use clap::{Args, Subcommand};
 use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
 use moesaic::weights::{Checkpoint, LoadOptions};
 use moesaic::weights::{load_keys, write_safetensors, write_whole};
-use moesaic::{LayerSpec, Parallel, Tensors};
+use moesaic::{LayerSpec, Parallel, SharedExperts, Tensors};
 use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints
@@ -101,6 +102,9 @@ struct ShardArgs {
     /// Ranks among them that share each expert, along its hidden width
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: usize,
+    /// What ranks have of shared experts: whole or sliced, in as many shards
+    #[arg(long, value_name = "whole|sliced", value_parser = parse_shared, default_value = "whole")]
+    shared: SharedExperts,
     /// Where rank-0.safetensors and so on go
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
@@ -117,6 +121,9 @@ struct UnshardArgs {
     /// Ranks among them that share each expert, along its hidden width
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: usize,
+    /// What ranks have of shared experts: whole or sliced, in as many shards
+    #[arg(long, value_name = "whole|sliced", value_parser = parse_shared, default_value = "whole")]
+    shared: SharedExperts,
     /// The whole layer's tensors
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -211,7 +218,7 @@ fn merge(args: &MergeArgs, console: &Console) -> Result {
 
 fn shard(args: &ShardArgs, console: &Console) -> Result {
     let (spec, weights) = args.whole.load(console)?;
-    let mesh = mesh(args.ranks, args.shards)?;
+    let mesh = mesh(args.ranks, args.shards, args.shared)?;
     let parts = elastic::shard_experts(&spec, &weights, mesh)?;
     std::fs::create_dir_all(&args.output)?;
     for (rank, tensors) in parts.iter().enumerate() {
@@ -224,7 +231,7 @@ fn shard(args: &ShardArgs, console: &Console) -> Result {
 }
 
 /// The mesh of ranks of which some share each expert.
-fn mesh(ranks: usize, shards: usize) -> Result<Parallel> {
+fn mesh(ranks: usize, shards: usize, shared: SharedExperts) -> Result<Parallel> {
     if shards == 0 || !ranks.is_multiple_of(shards) {
         let message = format!("{ranks} ranks cannot share each expert by {shards}");
         return Err(Failure::input(message));
@@ -233,12 +240,13 @@ fn mesh(ranks: usize, shards: usize) -> Result<Parallel> {
         ep: ranks / shards,
         shards,
         dp: 1,
+        shared,
     })
 }
 
 fn unshard(args: &UnshardArgs, console: &Console) -> Result {
     let spec = read_spec(&args.spec, console)?;
-    let mesh = mesh(args.ranks.len(), args.shards)?;
+    let mesh = mesh(args.ranks.len(), args.shards, args.shared)?;
     let ranks = args.ranks.iter().map(|file| tensors(file));
     let ranks = ranks.collect::<Result<Vec<_>>>()?;
     let whole = elastic::unshard_experts(&spec, &ranks, mesh)?;
@@ -262,7 +270,7 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
         Ok(load_keys(&spec, share, &keys, &file, options)?)
     };
     let parts = args.ranks.iter().map(load).collect::<Result<Vec<_>>>()?;
-    let whole = elastic::unshard_experts(&spec, &parts, mesh(ranks, 1)?)?;
+    let whole = elastic::unshard_experts(&spec, &parts, mesh(ranks, 1, SharedExperts::Whole)?)?;
     write_safetensors(&args.output, &whole)?;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
 }

@@ -1,27 +1,54 @@
 //! How ranks share a layer, as an argument.
 
-use moesaic::Parallel;
+use moesaic::{Parallel, SharedExperts};
 
-/// Reads `ep=4,shards=2`.
+/// What help calls it.
+pub const FORM: &str = "ep=N,shards=N,dp=N,shared=sliced";
+
+/// Reads `ep=4,shards=2,shared=sliced`.
 pub fn parse(text: &str) -> Result<Parallel, String> {
     let mut mesh = Parallel::default();
     let mut seen = Vec::new();
     for part in text.split(',') {
-        let (name, number) = part.split_once('=').unwrap_or((part, ""));
-        let number = number.trim().parse();
-        let number = number.map_err(|_| format!("`{part}` is not NAME=NUMBER, as in ep=4"))?;
-        if seen.contains(&name.trim()) {
-            return Err(format!("`{}` is there twice", name.trim()));
+        let (name, value) = part.split_once('=').unwrap_or((part, ""));
+        let (name, value) = (name.trim(), value.trim());
+        if seen.contains(&name) {
+            return Err(format!("`{name}` is there twice"));
         }
-        seen.push(name.trim());
-        match name.trim() {
+        seen.push(name);
+        if name == "shared" {
+            mesh.shared = parse_shared(value)?;
+            continue;
+        }
+        let number = value.parse();
+        let number = number.map_err(|_| format!("`{part}` is not NAME=NUMBER, as in ep=4"))?;
+        match name {
             "ep" => mesh.ep = number,
             "shards" => mesh.shards = number,
             "dp" => mesh.dp = number,
-            other => return Err(format!("`{other}` is none of ep, shards, dp")),
+            other => return Err(format!("`{other}` is none of ep, shards, dp, shared")),
         }
     }
     Ok(mesh)
+}
+
+/// Reads what ranks have of shared experts: `whole` or `sliced`.
+pub fn parse_shared(text: &str) -> Result<SharedExperts, String> {
+    match text {
+        "whole" => Ok(SharedExperts::Whole),
+        "sliced" => Ok(SharedExperts::Sliced),
+        other => Err(format!("shared experts are whole or sliced, not `{other}`")),
+    }
+}
+
+/// A mesh in words: `ep 2 x shards 2 x dp 1, shared experts sliced`.
+pub fn words(mesh: Parallel) -> String {
+    let Parallel { ep, shards, dp, .. } = mesh;
+    let sliced = match mesh.slices_shared() {
+        true => ", shared experts sliced",
+        false => "",
+    };
+    format!("ep {ep} x shards {shards} x dp {dp}{sliced}")
 }
 
 #[cfg(test)]
@@ -32,7 +59,22 @@ mod tests {
     fn a_mesh_is_named_part_by_part() {
         let mesh = parse("ep=4,shards=2").unwrap();
         assert_eq!((mesh.ep, mesh.shards, mesh.dp), (4, 2, 1));
-        for wrong in ["", "ep", "ep=x", "pp=2", "ep=-1", "ep=2,dp=2, ep=4"] {
+        assert_eq!(mesh.shared, SharedExperts::Whole);
+        let mesh = parse("ep=4, shards=2, shared=sliced").unwrap();
+        assert!(mesh.slices_shared());
+        assert_eq!(words(mesh), "ep 4 x shards 2 x dp 1, shared experts sliced");
+        assert_eq!(parse("shared=whole").unwrap(), Parallel::default());
+        for wrong in [
+            "",
+            "ep",
+            "ep=x",
+            "pp=2",
+            "ep=-1",
+            "ep=2,dp=2, ep=4",
+            "shared",
+            "shared=2",
+            "shared=sliced,shared=sliced",
+        ] {
             parse(wrong).unwrap_err();
         }
     }

@@ -59,7 +59,7 @@ pub struct PrecompileArgs {
     #[command(flatten)]
     training: TrainingArgs,
     /// The kernels of ranks that share the layers so, instead of one process's
-    #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = mesh::parse)]
+    #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
     #[command(flatten)]
     caches: CacheArgs,

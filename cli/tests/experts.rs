@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Finished, Small, load, moesaic, save, tensor, write};
+use common::{Finished, Small, load, moesaic, save, small_weights, tensor, write};
 use moesaic::Tensors;
 use moesaic::weights::Checkpoint;
 use std::ffi::OsStr;
@@ -263,7 +263,36 @@ fn parts_and_shards_come_together_again() {
         experts(&unshard).ok();
         assert_eq!(bytes(&whole), bytes(&weights));
     }
+    shards_of_shared_experts(&parts, &whole);
     let six = ["--weights", &weights, "--ranks", "6", "-o", &parts];
     let refused = experts(&[&["shard", "--spec", &spec], &six[..]].concat());
     refused.fails(2, &["6 groups cannot share 5 experts"]);
+}
+
+/// With slices of a shared expert, too.
+fn shards_of_shared_experts(parts: &str, whole: &str) {
+    let small = Small::of(&format!(
+        "{}[[shared]]\nhidden_dim = 6\ngate = \"sigmoid\"\n",
+        common::SMALL
+    ));
+    let dir = small.dir.path();
+    let mut all = small_weights();
+    for (part, shape) in [("gate", [6, 20]), ("up", [6, 20]), ("down", [20, 6])] {
+        all.insert(format!("shared.0.{part}.weight"), tensor(&shape, 6));
+    }
+    all.insert("shared.0.router.weight", tensor(&[1, 20], 7));
+    save(dir, "w.safetensors", &all);
+    let (spec, weights) = (path(dir, "small.toml"), path(dir, "w.safetensors"));
+    let sliced = ["--spec", &spec, "--shards", "2", "--shared", "sliced"];
+    let cut = ["shard", "--weights", &weights, "--ranks", "4", "-o", parts];
+    experts(&[&cut, &sliced[..]].concat()).ok();
+    let rank = |rank: usize| format!("{parts}/rank-{rank}.safetensors");
+    let (_, shape, _) = load(Path::new(&rank(3)), "shared.0.up.weight");
+    assert_eq!(shape, [3, 20]);
+    let ranks: Vec<String> = (0..4).map(rank).collect();
+    let mut unshard = vec!["unshard", "-o", whole];
+    unshard.extend(sliced);
+    unshard.extend(ranks.iter().map(String::as_str));
+    experts(&unshard).ok();
+    assert_eq!(bytes(whole), bytes(&weights));
 }

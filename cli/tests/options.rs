@@ -291,12 +291,18 @@ const TABLE: &[(&str, &[Row])] = &[
             ("weights", Always),
             ("ranks", Always),
             ("shards", Always),
+            ("shared", Always),
             ("output", Always),
         ],
     ),
     (
         "experts unshard",
-        &[("spec", Always), ("shards", Always), ("output", Always)],
+        &[
+            ("spec", Always),
+            ("shards", Always),
+            ("shared", Always),
+            ("output", Always),
+        ],
     ),
     (
         "experts import",

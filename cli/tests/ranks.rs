@@ -11,7 +11,12 @@ use std::process::Command;
 
 /// A call on a layer of tests/oracle/hf, and where its results are.
 fn call(command: &mut Command, output: &Path, more: &[&str]) -> Finished {
-    let dir = repository("tests/oracle/hf/mixtral");
+    call_of("mixtral", command, output, more)
+}
+
+/// The same of another of those layers.
+fn call_of(model: &str, command: &mut Command, output: &Path, more: &[&str]) -> Finished {
+    let dir = repository("tests/oracle/hf").join(model);
     let layer = ["--target", "cpu", "--layer", "1", "--hf"];
     command.args(layer).arg(&dir);
     command.arg("--input").arg(dir.join("block.safetensors"));
@@ -121,6 +126,43 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
     }
 }
 
+/// Its own kernels, its steps, and results that the reference finds right.
+#[test]
+fn shared_experts_may_be_sliced() {
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    let cache = file("cache");
+    let model = repository("tests/oracle/hf/qwen2_moe");
+    let mesh = ["--mesh", "ep=2,shards=2,shared=sliced"];
+    let ours = |words: &[&str]| {
+        let mut command = command();
+        command.env("MOESAIC_CACHE", &cache).args(words);
+        command
+    };
+    let layer = ["--target", "cpu", "--layer", "1", "--hf"];
+    for training in [&[][..], &["--training"]] {
+        let mut precompile = ours(&["precompile"]);
+        precompile.args(training).args(mesh).args(layer).arg(&model);
+        finish(&mut precompile).ok();
+        let strict = [training, &["--strict"], &mesh].concat();
+        call_of("qwen2_moe", &mut ours(&["run"]), &file("y"), &strict).ok();
+    }
+    let words = [&["--strict", "--reference"], &mesh[..]].concat();
+    let text = call_of("qwen2_moe", &mut ours(&["run"]), &file("y"), &words).ok();
+    let says = "(ep 2 x shards 2 x dp 1, shared experts sliced)";
+    assert!(text.contains(says), "{text}");
+    let mut inspect = ours(&["inspect"]);
+    inspect.args(mesh).args(["--rank", "1", "--tokens", "8"]);
+    let text = finish(inspect.args(&layer[2..]).arg(&model)).ok();
+    for part in [
+        "; slices of shared experts, of width",
+        "shared   grouped_gemm_down",
+        "shared.0.out summed over 2 slices to shared.0.out",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
 /// A GPU's ranks add up by a kernel, which has to be there too.
 #[test]
 fn the_kernel_that_adds_up_ranks_is_compiled_ahead() {
@@ -162,7 +204,8 @@ fn meshes_that_cannot_be_say_what_can() {
         (&["--ranks", "2", "--mesh", "ep=3"][..], "there are 2"),
         (&["--mesh", "ep=9"], "9 groups cannot share 8 experts"),
         (&["--mesh", "ep=2,shards=3"], "take a divisor"),
-        (&["--mesh", "pp=2"], "none of ep, shards, dp"),
+        (&["--mesh", "pp=2"], "none of ep, shards, dp, shared"),
+        (&["--mesh", "ep=2,shared=2"], "whole or sliced, not `2`"),
         (&["--ranks", "2", "--routing-only"], "needs no ranks"),
         (
             &["--ranks", "2", "--exchange", "nccl"],

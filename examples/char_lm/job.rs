@@ -116,7 +116,7 @@ impl Job {
                 println!("{line}");
             }
         };
-        let Parallel { ep, shards, dp } = mesh.parallel();
+        let Parallel { ep, shards, dp, .. } = mesh.parallel();
         says(&format!(
             "{EXPERTS} experts on a mesh of ep {ep} x shards {shards} x dp {dp}"
         ));

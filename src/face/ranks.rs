@@ -7,12 +7,25 @@
 /// use moesaic::Parallel;
 ///
 /// # let spec = moesaic::example::spec(); // of 4 experts
-/// assert_eq!(Parallel::of(4, &spec), Parallel { ep: 4, shards: 1, dp: 1 });
+/// assert_eq!(Parallel::of(4, &spec), Parallel { ep: 4, ..Parallel::default() });
 /// let two_and_two = Parallel { ep: 2, dp: 2, ..Parallel::default() };
 /// assert_eq!(two_and_two.ranks(), 4);
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::Parallel;
+
+/// What ranks have of shared experts: all of them, or slices.
+///
+/// ```
+/// use moesaic::{Parallel, SharedExperts};
+///
+/// let shared = SharedExperts::Sliced;
+/// let mesh = Parallel { ep: 2, shards: 2, shared, ..Parallel::default() };
+/// assert!(mesh.slices_shared());
+/// assert!(!Parallel { shards: 1, ..mesh }.slices_shared()); // one slice is the whole
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::SharedExperts;
 
 /// A rank's place among the others: what layers over ranks are made with.
 ///
@@ -109,10 +122,14 @@ pub use moesaic_engine::AnySaved;
 /// Which ranks of a mesh do something together, and who has the same of a parameter.
 ///
 /// ```
-/// use moesaic::Among;
+/// use moesaic::{Among, Parallel, SharedExperts};
 ///
-/// assert_eq!(Among::of("block3.experts.up.weight"), Among::Replicas);
-/// assert_eq!(Among::of("router.weight"), Among::World);
+/// let mesh = Parallel { ep: 2, shards: 2, ..Parallel::default() };
+/// assert_eq!(Among::of(mesh, "block3.experts.up.weight"), Among::Replicas);
+/// assert_eq!(Among::of(mesh, "router.weight"), Among::World);
+/// assert_eq!(Among::of(mesh, "shared.0.up.weight"), Among::World);
+/// let sliced = Parallel { shared: SharedExperts::Sliced, ..mesh };
+/// assert_eq!(Among::of(sliced, "shared.0.up.weight"), Among::SameSlice);
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::Among;

@@ -11,14 +11,31 @@ use moesaic::collectives::{Call, threads};
 use moesaic::reference;
 use moesaic::spec::*;
 use moesaic::tools::joined;
-use moesaic::{Engine, Mesh, MeshLayer, Parallel, Recompute, Tensor, Training};
+use moesaic::{
+    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Tensor, Training,
+};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-type Results = BTreeMap<String, Vec<f64>>;
+pub type Results = BTreeMap<String, Vec<f64>>;
 
 pub const fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
-    Parallel { ep, shards, dp }
+    Parallel {
+        ep,
+        shards,
+        dp,
+        shared: SharedExperts::Whole,
+    }
+}
+
+/// The same with slices of shared experts.
+pub const fn sliced(ep: usize, shards: usize, dp: usize) -> Parallel {
+    Parallel {
+        ep,
+        shards,
+        dp,
+        shared: SharedExperts::Sliced,
+    }
 }
 
 /// Runs `body` on every rank of a mesh, each a thread.
@@ -123,7 +140,7 @@ pub fn evaluated(ranks: &impl Ranks, parallel: Parallel, case: &Case) -> Vec<u8>
 }
 
 /// Outputs, gradients of tokens, and gradients of weights after reduction.
-fn trained(
+pub fn trained(
     ranks: &impl Ranks,
     parallel: Parallel,
     case: &Case,
@@ -152,12 +169,8 @@ fn trained(
         for name in ["dx", "grad.topk_weights"] {
             results.insert(name.to_string(), floats(&back, name));
         }
-        let [all, own] = [layer.replicated(), layer.own()].map(|part| part.gradients().unwrap());
-        (
-            mesh.place(),
-            results,
-            all.into_iter().chain(own).collect::<Vec<_>>(),
-        )
+        let gradients = layer.parts().flat_map(|part| part.gradients().unwrap());
+        (mesh.place(), results, gradients.collect::<Vec<_>>())
     });
     let mut results = Results::new();
     for (_, tokens, weights) in &ranks {
@@ -170,9 +183,9 @@ fn trained(
                 let (_, gradient) = rank.2.iter().find(|(other, _)| other == name).unwrap();
                 gradient.lend()
             };
-            let whole = match name.starts_with("experts.") {
-                true => joined(name, parallel, part),
-                false => part(ranks[0].0).into_static(),
+            let whole = match Among::of(parallel, name) {
+                Among::World => part(ranks[0].0).into_static(),
+                _ => joined(name, parallel, part),
             };
             let values = whole.to_f32().into_iter().map(f64::from);
             results.insert(name.clone(), values.collect());
@@ -260,7 +273,7 @@ fn dropless_outputs_of_ranks_are_the_bytes_of_one_process() {
 }
 
 /// Holds everything that ranks give against one process.
-fn compare(engine: &Engine, parallel: Parallel, case: &Case, recompute: Recompute) {
+pub fn compare(engine: &Engine, parallel: Parallel, case: &Case, recompute: Recompute) {
     compare_on(engine, engine, parallel, case, recompute);
 }
 
@@ -400,7 +413,7 @@ fn the_capacity_of_ranks_is_that_of_the_one_with_the_most_tokens() {
 
 /// A sample without what looks at all tokens of a call, which on ranks are a rank's own:
 /// room that runs out, choices that experts make, losses that are not `global`.
-fn of_tokens_alone(seed: u64) -> LayerSpec {
+pub fn of_tokens_alone(seed: u64) -> LayerSpec {
     let mut spec = tiny(seed);
     spec.capacity = Capacity::default();
     if matches!(

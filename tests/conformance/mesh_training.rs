@@ -3,7 +3,8 @@
 use super::case::{Case, host};
 use super::drawn::COUNTERS;
 use super::layers::engine as cpu;
-use super::mesh::{layer_on, mesh, on_ranks, part, shares, spec};
+use super::mesh::{layer_on, mesh, on_ranks, part, shares, sliced, spec};
+use moesaic::plan::Place;
 use moesaic::tools::joined;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, broadcast, update_mesh};
 use moesaic::train::{AdamW, Optimizer, Sgd, masters};
@@ -19,7 +20,7 @@ fn layer_of(hidden: usize) -> Case {
         "shape = {{ model_dim = 8, hidden_dim = {hidden}, experts = 8, top_k = 2 }}
          router = {{ bias = true }}
          experts = {{ bias = true, form = 'plain', activation = 'gelu' }}
-         shared = [{{ hidden_dim = 8, gate = 'sigmoid' }}]"
+         shared = [{{ hidden_dim = 8, gate = 'sigmoid' }}, {{ hidden_dim = 16 }}]"
     );
     Case::random(&spec(&text), TOKENS, 11)
 }
@@ -114,14 +115,17 @@ fn check(parallel: Parallel, case: &Case, want: &[Learned; 3]) -> Vec<[Learned; 
                 "{parallel:?}: norms of rank {rank}"
             );
             let place = parallel.place(rank).unwrap();
-            let first = moesaic::plan::Place { dp: 0, ..place };
+            let first = Place { dp: 0, ..place };
             for (name, tensor) in own {
-                let other = match Among::of(name) {
+                let other = match Among::of(parallel, name) {
                     Among::World => &ranks[0][run].0[name],
+                    Among::SameSlice => &of(Place { ep: 0, ..first }).0[name],
                     _ => &of(first).0[name],
                 };
                 assert!(tensor == other, "{parallel:?}: `{name}` of rank {rank}");
-                let silent = name == "experts.down.bias" && place.shard > 0;
+                let added_once =
+                    Among::of(parallel, name) != Among::World && name.ends_with(".down.bias");
+                let silent = added_once && place.shard > 0;
                 let zero = tensor.to_f32().iter().all(|v| *v == 0.0);
                 assert!(
                     !silent || zero,
@@ -137,7 +141,7 @@ fn check(parallel: Parallel, case: &Case, want: &[Learned; 3]) -> Vec<[Learned; 
             );
         }
         for (name, want) in whole {
-            let found = match Among::of(name) {
+            let found = match Among::of(parallel, name) {
                 Among::World => ranks[0][run].0[name].lend(),
                 _ => joined(name, parallel, |place| of(place).0[name].lend()),
             };
@@ -184,13 +188,27 @@ fn every_grid_learns_what_one_rank_learns() {
     }
 }
 
+/// The same with slices of shared experts, whose gradients are of the tokens of ranks next to
+/// each other, and whose parts of the norm are counted once.
+#[test]
+fn every_grid_with_slices_of_shared_experts_learns_what_one_rank_learns() {
+    let case = layer_of(24);
+    let want = alone(&case);
+    let slices = [2, 4, 8];
+    let grids = grids().into_iter();
+    for Parallel { ep, shards, dp, .. } in grids.filter(|grid| slices.contains(&grid.shards)) {
+        check(sliced(ep, shards, dp), &case, &want);
+    }
+}
+
 #[test]
 fn ranks_learn_the_same_bits_again() {
     let case = layer_of(24);
     let want = alone(&case);
-    let grid = mesh(2, 2, 2);
-    let first = check(grid, &case, &want);
-    assert!(first == check(grid, &case, &want));
+    for grid in [mesh(2, 2, 2), sliced(2, 2, 2)] {
+        let first = check(grid, &case, &want);
+        assert!(first == check(grid, &case, &want));
+    }
 }
 
 #[test]
@@ -214,7 +232,7 @@ fn ranks_start_with_the_values_of_the_first() {
     for (rank, (own, found)) in ranks.iter().enumerate() {
         for (name, tensor) in found {
             // The first of those with the same experts is the rank of the first group.
-            let from = match Among::of(name) {
+            let from = match Among::of(grid, name) {
                 Among::World => 0,
                 _ => rank % 2,
             };

@@ -2,7 +2,7 @@
 
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{layer_on, mesh, on_ranks, spec};
+use super::mesh::{layer_on, mesh, on_ranks, sliced, spec};
 use moesaic::kernel::DType;
 use moesaic::plan::Place;
 use moesaic::tensor::{Described, SourceError, WeightSink, WeightSource};
@@ -36,11 +36,18 @@ fn layer() -> Case {
     let text = "shape = { model_dim = 16, hidden_dim = 12, experts = 7, top_k = 3 }
         experts = { bias = true }
         precision = { weights = 'bf16', activations = 'bf16' }
-        shared = [{ hidden_dim = 8 }]";
+        shared = [{ hidden_dim = 8, gate = 'sigmoid' }, { hidden_dim = 12 }]";
     Case::random(&spec(text), 5, 3)
 }
 
-const MESHES: [Parallel; 4] = [mesh(1, 1, 1), mesh(3, 1, 1), mesh(2, 2, 2), mesh(1, 4, 1)];
+const MESHES: [Parallel; 6] = [
+    mesh(1, 1, 1),
+    mesh(3, 1, 1),
+    mesh(2, 2, 2),
+    mesh(1, 4, 1),
+    sliced(2, 2, 2),
+    sliced(1, 4, 1),
+];
 
 #[test]
 fn a_rank_asks_for_its_own_experts() {
@@ -66,6 +73,19 @@ fn a_rank_asks_for_its_own_experts() {
             ] {
                 let found = experts(name);
                 assert!(own.clone().eq(found), "{parallel:?}: {name}");
+            }
+            // Of sliced shared experts the rows of its slice, of whole ones all.
+            let part = |width: usize| match parallel.slices_shared() {
+                true => parallel.hidden(mesh.place().shard, width),
+                false => 0..width,
+            };
+            for (name, rows) in [
+                ("shared.0.up.weight", part(8)),
+                ("shared.1.gate.bias", part(12)),
+                ("shared.1.down.weight", 0..16),
+                ("shared.0.router.weight", 0..1),
+            ] {
+                assert!(rows.eq(experts(name)), "{parallel:?}: {name}");
             }
             assert_eq!(layer.plan().own_experts(), own);
         });

@@ -6,7 +6,7 @@
 mod nccl_fake;
 
 use super::case::Case;
-use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, part, shares, spec};
+use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
 use moesaic::collectives::{Call, Collectives};
 use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
 use nccl_fake::Lab;
@@ -50,9 +50,15 @@ fn layers_over_nccl_are_those_over_threads() {
          router = { renormalize = 'sum' }
          experts = { bias = true }
          losses = [{ kind = 'global', coefficient = 0.3 }]
-         shared = [{ hidden_dim = 11, gate = 'sigmoid' }]";
+         shared = [{ hidden_dim = 12, gate = 'sigmoid' }]";
     let case = Case::random(&spec(text), 41, 2);
-    for parallel in [mesh(2, 1, 1), mesh(2, 2, 1), mesh(2, 1, 2)] {
+    for parallel in [
+        mesh(2, 1, 1),
+        mesh(2, 2, 1),
+        mesh(2, 1, 2),
+        sliced(1, 2, 1),
+        sliced(2, 2, 1),
+    ] {
         let gpus = Gpus(Lab::new());
         let (found, want) = (
             evaluated(&gpus, parallel, &case),

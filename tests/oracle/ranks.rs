@@ -4,6 +4,8 @@
 //! Ranks share the tokens of a case. Where a capacity is each rank's own, all have all
 //! tokens, so that each has the case's capacity, and experts the rows of all.
 //!
+//! Layers with shared experts run with slices of them, too, which are parts of a sum.
+//!
 //! A test run has every case of `hf` and `tutel` and some of the others, each on one mesh;
 //! `MOESAIC_MESHES=all` has all of them on all meshes.
 
@@ -12,7 +14,7 @@ use crate::conformance::layers::engine;
 use crate::conformance::mesh::{on_ranks, shares};
 use moesaic::spec::{LayerSpec, hf};
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
-use moesaic::{Engine, Input, Parallel, Tensors};
+use moesaic::{Engine, Input, Parallel, SharedExperts, Tensors};
 use serde_json::Value;
 use std::fs;
 use std::ops::Range;
@@ -30,7 +32,12 @@ const MESHES: [Parallel; 8] = [
 ];
 
 const fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
-    Parallel { ep, shards, dp }
+    Parallel {
+        ep,
+        shards,
+        dp,
+        shared: SharedExperts::Whole,
+    }
 }
 
 /// A layer of a file, and its tokens.
@@ -127,7 +134,7 @@ impl Layer {
 fn layers_of_other_projects_run_on_ranks() {
     let engine = engine();
     let all = std::env::var("MOESAIC_MESHES").is_ok_and(|value| value == "all");
-    let (mut ran, mut cases) = (0, 0);
+    let (mut ran, mut cases, mut sliced) = (0, 0, 0);
     for (folder, step) in [("hf", 1), ("tutel", 1), ("hf_more", 8), ("families", 12)] {
         let step = if all { 1 } else { step };
         for (at, path) in entries(folder).iter().enumerate().step_by(step) {
@@ -143,7 +150,15 @@ fn layers_of_other_projects_run_on_ranks() {
                 cases += 1;
                 ran += usize::from(layer.runs(&engine, *parallel));
             }
+            if !layer.spec.shared.is_empty() {
+                let parallel = Parallel {
+                    shared: SharedExperts::Sliced,
+                    ..mesh(1 + at / step % 2, 2, 1)
+                };
+                sliced += usize::from(layer.runs(&engine, parallel));
+            }
         }
     }
     assert!(2 * ran > cases, "{ran} of {cases}");
+    assert!(sliced > 3, "{sliced} layers with slices of shared experts");
 }

@@ -2,6 +2,7 @@
 //! router of a layer over ranks.
 
 use crate::conformance::mesh::{mesh, on_ranks};
+use crate::conformance::simulated::open;
 use moesaic::reference::{self, Random};
 use moesaic::train::gates::{Chosen, balance, best, experts_near, near, swipe};
 use moesaic::{
@@ -183,35 +184,68 @@ fn swipe_is_the_published_rule_on_any_mesh() {
     }
 }
 
+/// Ranks decide, and a layer over them takes the decision: it gives what one process gives
+/// with it. Returns the rows that each rank's experts got.
+fn taken(
+    engine: &Engine,
+    parallel: Parallel,
+    decide: impl Fn(&Mesh, &[f32]) -> Chosen + Sync,
+) -> Vec<usize> {
+    let (weights, all) = (weights(), logits(parallel.ranks()));
+    let found = on_ranks(engine, parallel, |mesh| {
+        let chosen = decide(mesh, &all[mesh.rank()]);
+        let (passed, rows) = passed(mesh, engine, &weights, &chosen);
+        (chosen, passed, rows)
+    });
+    let chosen: Vec<Chosen> = found.iter().map(|found| found.0.clone()).collect();
+    let one = alone(engine, &weights, &chosen);
+    let y = found.iter().flat_map(|(_, passed, _)| &passed.y);
+    near_to(y, &one.y);
+    if parallel.shards == 1 {
+        assert!(found.iter().flat_map(|found| &found.1.y).eq(&one.y));
+    }
+    let dlogits = found.iter().flat_map(|found| &found.1.dlogits);
+    near_to(dlogits, &one.dlogits);
+    found.iter().map(|found| found.2).collect()
+}
+
 /// A token may have an expert twice, and no rank gets more rows than it has room for.
+fn takes_swipe(engine: &Engine, parallel: Parallel) {
+    let rows = taken(engine, parallel, |mesh, own| {
+        swipe(&engine.ranks(mesh), own, EXPERTS, TOP_K).unwrap()
+    });
+    for (rank, rows) in rows.into_iter().enumerate() {
+        let slices = rank / parallel.shards * parallel.shards;
+        let room: usize = TOKENS[slices..][..parallel.shards].iter().sum();
+        assert!(rows <= room * TOP_K, "{parallel:?}, rank {rank}: {rows}");
+    }
+}
+
+/// Nodes of two ranks: the last of three is alone.
+fn takes_near(engine: &Engine, parallel: Parallel) {
+    let rows = taken(engine, parallel, |mesh, own| {
+        near(own, &experts_near(mesh, 2, EXPERTS), 0.3).unwrap()
+    });
+    let sent: usize = TOKENS[..parallel.ranks()].iter().sum();
+    let rows: usize = rows.iter().step_by(parallel.shards).sum();
+    assert_eq!(rows, sent * TOP_K, "{parallel:?}");
+}
+
 #[test]
 fn a_layer_over_ranks_takes_the_decision() {
     let engine = Engine::cpu().expect("a C compiler");
-    let weights = weights();
     for parallel in [mesh(3, 1, 1), mesh(2, 2, 1)] {
-        let all = logits(parallel.ranks());
-        let found = on_ranks(&engine, parallel, |mesh| {
-            let own = &all[mesh.rank()];
-            let chosen = swipe(&engine.ranks(mesh), own, EXPERTS, TOP_K).unwrap();
-            let (passed, rows) = passed(mesh, &engine, &weights, &chosen);
-            (chosen, passed, rows)
-        });
-        for (rank, (.., rows)) in found.iter().enumerate() {
-            let slices = rank / parallel.shards * parallel.shards;
-            let room: usize = TOKENS[slices..][..parallel.shards].iter().sum();
-            assert!(*rows <= room * TOP_K, "{parallel:?}, rank {rank}: {rows}");
-        }
-        let chosen: Vec<Chosen> = found.iter().map(|found| found.0.clone()).collect();
-        let one = alone(&engine, &weights, &chosen);
-        let y = found.iter().flat_map(|(_, passed, _)| &passed.y);
-        near_to(y, &one.y);
-        if parallel.shards == 1 {
-            assert!(found.iter().flat_map(|found| &found.1.y).eq(&one.y));
-        }
-        near_to(
-            found.iter().flat_map(|found| &found.1.dlogits),
-            &one.dlogits,
-        );
+        takes_swipe(&engine, parallel);
+        takes_near(&engine, parallel);
+    }
+}
+
+#[test]
+fn a_layer_over_simulated_gpus_takes_the_decision() {
+    for target in ["sim:sm_90a", "sim:gfx942"] {
+        let engine = open(target);
+        takes_swipe(&engine, mesh(3, 1, 1));
+        takes_near(&engine, mesh(3, 1, 1));
     }
 }
 

@@ -67,7 +67,7 @@ pub struct InspectArgs {
     training: TrainingArgs,
     /// Show what a rank does instead, where ranks share the layer so: launches and exchanges, and the
     /// bytes that it sends to other ranks of its node and to other nodes
-    #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
+    #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     mesh: Option<Parallel>,
     /// Which rank
     #[arg(long, value_name = "N", default_value_t = 0, requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]

@@ -22,7 +22,7 @@ fn passes(plan: &RankPlan) -> Vec<(&'static str, &[RankStep])> {
 pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette) -> String {
     let mesh = plan.mesh;
     let mut text = format!(
-        "rank {} of {}: ep {} of {}, slice {} of {}, group {} of {}; experts {:?}\n\n{}\n",
+        "rank {} of {}: ep {} of {}, slice {} of {}, group {} of {}; experts {:?}{}\n\n{}\n",
         mesh.rank(plan.place),
         mesh.ranks(),
         plan.place.ep,
@@ -32,6 +32,7 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
         plan.place.dp,
         mesh.dp,
         plan.own_experts(),
+        slices(plan),
         plan.text()
     );
     let mut table = Table::new(&[
@@ -51,6 +52,20 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
     }
     text += "what this rank sends, if every expert has equally many rows\n";
     text + &table.render(palette)
+}
+
+/// What is said of sliced shared experts.
+fn slices(plan: &RankPlan) -> String {
+    let Some(sliced) = &plan.shared else {
+        return String::new();
+    };
+    let widths = sliced
+        .spec
+        .shared
+        .iter()
+        .map(|one| one.hidden_dim.to_string());
+    let widths = widths.collect::<Vec<_>>().join(", ");
+    format!("; slices of shared experts, of width {widths}")
 }
 
 /// For scripts.

@@ -112,7 +112,7 @@ impl PassArgs {
         if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
             results.extend(layer.backward(&saved, dy, false)?.into_tensors());
             layer.reduce_gradients()?;
-            for part in [layer.replicated(), layer.own()] {
+            for part in layer.parts() {
                 for (name, gradient) in part.gradients()? {
                     results.insert(format!("grad.{name}"), gradient);
                 }

@@ -6,12 +6,15 @@ use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
 use crate::mesh;
 use clap::{Args, ValueEnum};
-use moesaic::collectives::{Call, Collectives, World, mpi, nccl, threads};
+use moesaic::collectives::nccl::{self, Nccl};
+use moesaic::collectives::{Call, CollectiveError, Collectives, Communicator, World, mpi, threads};
 use moesaic::kernel::Target;
 use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
 use moesaic::weights::LayerReader;
-use moesaic::{Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors};
+use moesaic::{
+    Among, Engine, EngineOptions, Layer, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors,
+};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -23,8 +26,9 @@ pub struct RankArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     ranks: Option<u16>,
     /// How ranks share it: ep groups share the experts, each expert has so many shards, and dp groups
-    /// hold all of them; what is not named is 1
-    #[arg(long, value_name = "ep=N,shards=N,dp=N", value_parser = mesh::parse)]
+    /// hold all of them; what is not named is 1. Shared experts are whole on every rank, or
+    /// with shared=sliced in as many shards
+    #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
     /// What processes exchange rows by
     #[arg(long, value_name = "E", value_enum, default_value_t = Exchange::Auto)]
@@ -94,13 +98,9 @@ impl RankArgs {
         let mesh = self.mesh.unwrap_or_else(|| Parallel::of(count, spec));
         mesh.check(spec).map_err(Failure::input)?;
         if mesh.ranks() != count {
-            return Err(Failure::input(format!(
-                "--mesh is for {} ranks (ep {} x shards {} x dp {}), there are {count}",
-                mesh.ranks(),
-                mesh.ep,
-                mesh.shards,
-                mesh.dp
-            )));
+            let (ranks, words) = (mesh.ranks(), mesh::words(mesh));
+            let message = format!("--mesh is for {ranks} ranks ({words}), there are {count}");
+            return Err(Failure::input(message));
         }
         let exchange = self.exchange;
         if let (Ranks::Threads(_), Exchange::Mpi | Exchange::Nccl) = (ranks, exchange) {
@@ -128,13 +128,10 @@ impl Shared {
     /// Runs the pass; the first rank, or the only process, has the results.
     pub fn run(&self, job: &Job<'_>) -> Result<Option<Outcome>> {
         let device = job.engine.device();
-        let end = Call::new("end of the run");
         let Ranks::Processes(_) = self.ranks else {
             let device = |_| Ok(device.clone());
-            let ranks = threads::run(self.mesh.ranks(), device, |mut world| {
-                let outcome = self.rank(&mut world, job)?;
-                world.finish(&end).map_err(Failure::work)?;
-                Ok(outcome)
+            let ranks = threads::run(self.mesh.ranks(), device, |world| {
+                self.rank_of(world, job, Communicator::finish)
             });
             return first(ranks.map_err(Failure::work)?);
         };
@@ -152,22 +149,30 @@ impl Shared {
                     installed,
                     ..mpi::Options::default()
                 };
-                let mut world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
-                let outcome = self.rank(&mut world, job)?;
-                world.finish(&end).map_err(Failure::work)?;
-                Ok(outcome)
+                let world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
+                self.rank_of(world, job, Communicator::finish)
             }
             (Exchange::Nccl | Exchange::Auto, true) => {
                 let options = nccl::Options {
                     installed_mpi: installed,
                     ..nccl::Options::default()
                 };
-                let mut world = job.engine.nccl(options)?;
-                let outcome = self.rank(&mut world, job)?;
-                world.finish(&end).map_err(Failure::work)?;
-                Ok(outcome)
+                let world = job.engine.nccl(options)?;
+                self.rank_of(world, job, Nccl::finish)
             }
         }
+    }
+
+    /// A rank's pass in a world, whose end is then waited for.
+    fn rank_of<W: Collectives>(
+        &self,
+        mut world: W,
+        job: &Job<'_>,
+        finish: fn(W, &Call) -> std::result::Result<(), CollectiveError>,
+    ) -> Result<Option<Outcome>> {
+        let outcome = self.rank(&mut world, job)?;
+        finish(world, &Call::new("end of the run")).map_err(Failure::work)?;
+        Ok(outcome)
     }
 
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
@@ -188,7 +193,7 @@ impl Shared {
             built,
             ran,
             limited: layer.replicated().plan().tensor("capacity").is_some(),
-            workspace: layer.replicated().workspace_bytes() + layer.own().workspace_bytes(),
+            workspace: layer.parts().map(Layer::workspace_bytes).sum(),
         }))
     }
 }
@@ -262,7 +267,7 @@ fn whole(name: &str, job: &Job<'_>, mesh: Parallel, parts: &[Tensor<'static>]) -
         "capacity" => first(),
         _ if name.starts_with("loss.") => losses(name, job, parts),
         _ => match name.strip_prefix("grad.") {
-            Some(weight) if weight.starts_with("experts.") => {
+            Some(weight) if Among::of(mesh, weight) != Among::World => {
                 joined(weight, mesh, |place| parts[mesh.rank(place)].lend())
             }
             Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),

@@ -3,6 +3,7 @@
 use super::check::Comparison;
 use super::outcome::Outcome;
 use crate::console::Palette;
+use crate::mesh::words;
 use crate::units;
 use moesaic::{Engine, LayerSpec, Parallel, Statistics, Tensor};
 use serde_json::{Value, json};
@@ -44,9 +45,8 @@ impl Report<'_> {
 
     fn ranks(&self) -> String {
         let of = |mesh: Parallel| {
-            let Parallel { ep, shards, dp } = mesh;
             let ranks = units::count(mesh.ranks(), "rank");
-            format!(", {ranks} (ep {ep} x shards {shards} x dp {dp}),")
+            format!(", {ranks} ({}),", words(mesh))
         };
         self.mesh.map(of).unwrap_or_default()
     }

@@ -336,7 +336,12 @@ fn nvrtc_compiles_the_hopper_gemm() {
     let target: Target = "cuda:sm_90a".parse().unwrap();
     for spec in hopper_layers() {
         for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
-            assert!(source.text.contains("wgmma"), "{}: {spec:?}", source.name);
+            let few = source.name.contains("_few");
+            assert!(
+                few || source.text.contains("wgmma"),
+                "{}: {spec:?}",
+                source.name
+            );
             let artifact = compiler.compile(&source, &CompileOptions::default());
             let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
             let what = format!("{} for {target}, {spec:?}", source.name);

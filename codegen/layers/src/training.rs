@@ -275,8 +275,9 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         }
 
         /// Reads back the gradients of all weights. On a mesh those of experts are
-        /// of this rank's own experts, one after the other, and all others of this
-        /// rank's tokens until `reduce_gradients` has added them up.
+        /// of this rank's own experts, one after the other, those of sliced shared
+        /// experts of its slices, and all others of this rank's tokens until
+        /// `reduce_gradients` has added them up.
         ///
         /// # Errors
         /// When the layer was not made by `training`.

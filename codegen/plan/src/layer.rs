@@ -50,10 +50,15 @@ impl Builder {
     fn forward(&mut self) {
         self.routing();
         self.experts();
-        for index in 0..self.plan.spec.shared.len() {
-            self.shared(index);
-        }
+        self.every_shared(Self::shared);
         self.combine();
+    }
+
+    /// Does something of each shared expert.
+    fn every_shared(&mut self, act: impl Fn(&mut Builder, usize)) {
+        for index in 0..self.plan.spec.shared.len() {
+            act(self, index);
+        }
     }
 
     /// The forward pass once more, without what only training does. Kernels

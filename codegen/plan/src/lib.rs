@@ -26,8 +26,9 @@ pub use layer::{
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
-pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way, experts_of, plan_rank};
-pub use mesh::{MeshError, Parallel, Place};
+pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
+pub use mesh::{MeshError, Parallel, Place, SharedExperts};
+pub use mesh::{experts_of, plan_rank, slices_of_shared};
 pub use ops::*;
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};

@@ -8,7 +8,7 @@ use moesaic::train::mesh;
 use moesaic::{AnyLayer, Mesh, Ranks, Tensor as HostTensor, Tensors};
 
 /// This rank's part of a weight of the whole layer, by the weight's name: of experts its own,
-/// of all else everything. A copy, outside the graph.
+/// of shared experts that the mesh slices its slices, of all else everything. A copy, outside the graph.
 ///
 /// # Errors
 /// When the ranks cannot share a tensor of this shape, or it is not on the CPU.
@@ -44,7 +44,7 @@ pub fn part(mesh: &Mesh, name: &str, whole: &Tensor) -> Result<Tensor> {
 
 /// Adds up the gradients of named variables over the ranks that have the same: of experts
 /// (`experts.` and the rest of the name, with anything in front) those that hold them, of
-/// all else all ranks. They are then those of one process that had the tokens of all.
+/// slices of shared experts those with the same slices, of all else all ranks. They are then those of one process that had the tokens of all.
 /// Every rank calls it with variables of the same names; one that took no part counts as
 /// zeros. Sums are in f32, and rounded to the variable's type.
 ///

@@ -132,6 +132,20 @@ pub trait Collectives: Send {
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 
+    /// The same with parts of unequal sizes: `counts[q]` elements for rank `q`, the same
+    /// numbers on every rank. Zeros are sizes like others.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn reduce_scatter_by_counts(
+        &mut self,
+        input: &Slice,
+        counts: &[usize],
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
     /// All inputs are reduced, in the order of ranks, and become everybody's output, which
     /// may be the input.
     ///

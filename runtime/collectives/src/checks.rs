@@ -94,6 +94,25 @@ pub(crate) fn counts(
     Ok(counts.iter().map(|count| count * bytes).collect())
 }
 
+/// Bytes of the parts of a whole, of which the output is this rank's.
+pub(crate) fn parts_by_counts(
+    kind: Kind,
+    numbers: &[usize],
+    (whole, part): (&Slice, &Slice),
+    (rank, size): (usize, usize),
+) -> Checked<Vec<usize>> {
+    let bytes = counts(kind, "counts", numbers, whole, size)?;
+    require(kind, bytes.iter().sum::<usize>() == whole.bytes(), || {
+        let (sum, has) = (numbers.iter().sum::<usize>(), whole.elements());
+        format!("counts adds up to {sum}, the input has {has} elements; both must be equal")
+    })?;
+    require(kind, bytes[rank] == part.bytes(), || {
+        let (count, has) = (numbers[rank], part.elements());
+        format!("the output has {has} elements; of rank {rank} it must have {count}")
+    })?;
+    Ok(bytes)
+}
+
 pub(crate) fn apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     require(kind, !input.overlaps(output), || {
         "the input and the output overlap; they must be apart".to_string()

@@ -317,7 +317,22 @@ impl Collectives for Communicator {
         let kind = Kind::ReduceScatter;
         checks::equal_types(kind, input, output)?;
         checks::whole_of_parts(kind, "input", input, "output", output, self.size())?;
-        let sizes = vec![output.bytes(); self.size()];
+        let counts = vec![output.elements(); self.size()];
+        self.reduce_scatter_by_counts(input, &counts, output, reduction, call)
+    }
+
+    fn reduce_scatter_by_counts(
+        &mut self,
+        input: &Slice,
+        counts: &[usize],
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::ReduceScatter;
+        checks::equal_types(kind, input, output)?;
+        let own = (self.rank(), self.size());
+        let sizes = checks::parts_by_counts(kind, counts, (input, output), own)?;
         let job = Job {
             signature: Signature {
                 reduction: Some(reduction),

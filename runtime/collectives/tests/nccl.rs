@@ -109,8 +109,22 @@ fn sums_may_be_the_librarys() {
         let own = room(&device, Element::I32, 1);
         let sum = world.reduce_scatter(&all, &own, Reduction::Sum, &call("scatter"));
         sum.unwrap().wait().unwrap();
+        let parts = [[0, 1, 2].as_slice(), &[], &[3, 4]];
+        let counts = parts.map(<[i32]>::len);
+        let all: Vec<u8> = parts
+            .concat()
+            .iter()
+            .flat_map(|i| i.to_ne_bytes())
+            .collect();
+        let all = slice(&device, Element::I32, &all);
+        let part = room(&device, Element::I32, counts[rank]);
+        let (reduction, call) = (Reduction::Sum, call("scatter unequally"));
+        let sum = world.reduce_scatter_by_counts(&all, &counts, &part, reduction, &call);
+        sum.unwrap().wait().unwrap();
+        let unequal = parts[rank].iter().flat_map(|i| (3 * i).to_ne_bytes());
+        assert_eq!(read(&device, &part), unequal.collect::<Vec<u8>>());
         let results = (read(&device, &data), read(&device, &own));
-        world.finish(&call("finish")).unwrap();
+        world.finish(&support::call("finish")).unwrap();
         results
     });
     let backwards = (values[2] + values[1]) + values[0];

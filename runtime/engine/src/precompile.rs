@@ -140,8 +140,9 @@ fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
             shard: 0,
         };
         let plan = plan_rank(spec, target, options, mesh, mesh.rank(place))?;
-        all.extend(emit_layer(&plan.tokens)?);
-        all.extend(emit_layer(&plan.experts)?);
+        for side in plan.sides() {
+            all.extend(emit_layer(side)?);
+        }
     }
     // Ranks with GPUs add up by a kernel.
     all.extend(Kernels::source(target));

@@ -1,13 +1,15 @@
 //! Optimizer steps over the ranks of a mesh.
 //!
 //! Parameters have the names that one process gives them; those of experts, `experts.`
-//! and the rest with anything in front, are the rank's own part of them, and
-//! [`Among::of`] says who has the same. Steps keep what is the same the same, to the bit.
+//! and the rest with anything in front, and those of shared experts that the mesh slices,
+//! are the rank's own part of them, and [`Among::of`] says who has the same. Steps keep what
+//! is the same the same, to the bit.
 //!
 //! | a gradient | is added up over | divided by |
 //! |---|---|---|
 //! | of what every rank has | all ranks | the divisor |
 //! | of a rank's experts | those that have the same; the exchange has brought the tokens of all others already | the same divisor |
+//! | of a rank's slices of shared experts | those that have the same; here the exchange has brought the tokens of the other slices' ranks | the same divisor |
 //!
 //! A loss that is the mean over each rank's own tokens wants the number of ranks as
 //! divisor, one whose parts add up to that of all tokens wants 1.
@@ -21,8 +23,13 @@ use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Who can have the same parameters.
-const SHARED: [Among; 2] = [Among::World, Among::Replicas];
+/// Who can have the same parameters on a mesh.
+fn owners(mesh: &Mesh) -> &'static [Among] {
+    match mesh.parallel().slices_shared() {
+        true => &[Among::World, Among::Replicas, Among::SameSlice],
+        false => &[Among::World, Among::Replicas],
+    }
+}
 
 /// What becomes of gradients before a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -134,7 +141,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
 
     /// Which elements of a parameter are this rank's to move.
     fn part(&self, name: &str, elements: usize) -> Range<usize> {
-        let (rank, size) = self.ranks.among(Among::of(name));
+        let (rank, size) = self.ranks.among(self.ranks.mesh().among(name));
         let each = elements.div_ceil(size);
         (rank * each).min(elements)..((rank + 1) * each).min(elements)
     }
@@ -143,9 +150,10 @@ impl<O: Optimizer> MeshOptimizer<O> {
     /// the same. One exchange for each group of ranks.
     fn joined(&self, parts: &Tensors<'_>, what: &str) -> Result<Tensors<'static>, TrainError> {
         let mut whole = Tensors::new();
-        for among in SHARED {
+        let mesh = self.ranks.mesh();
+        for &among in owners(mesh) {
             let mut named = Vec::new();
-            for (name, part) in parts.iter().filter(|(name, _)| Among::of(name) == among) {
+            for (name, part) in parts.iter().filter(|(name, _)| mesh.among(name) == among) {
                 if let Some(shape) = weight_of(name).and_then(|weight| self.shapes.get(weight)) {
                     named.push((name, shape, floats(name, part)?));
                 }
@@ -238,11 +246,12 @@ impl<O: Optimizer> MeshOptimizer<O> {
 /// # Errors
 /// [`TrainError::Tensor`] for a gradient that is not f32; those of the exchange.
 pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainError> {
-    for among in SHARED {
+    let mesh = ranks.mesh();
+    for &among in owners(mesh) {
         let mut all = Vec::new();
         for (name, gradient) in gradients
             .iter()
-            .filter(|(name, _)| Among::of(name) == among)
+            .filter(|(name, _)| mesh.among(name) == among)
         {
             all.extend_from_slice(&floats(name, gradient)?);
         }
@@ -250,7 +259,7 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
         let mut rest = &all[..];
         for (_, gradient) in gradients
             .iter_mut()
-            .filter(|(name, _)| Among::of(name) == among)
+            .filter(|(name, _)| mesh.among(name) == among)
         {
             let values = floats_mut(gradient);
             let (own, behind) = rest.split_at(values.len());
@@ -267,17 +276,25 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
 /// # Errors
 /// As [`reduce`].
 pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
-    let mut sums = [0.0; 2];
-    for (name, gradient) in gradients
-        .iter()
-        .filter(|(name, _)| ranks.mesh().holds(name))
-    {
+    let mesh = ranks.mesh();
+    let mut sums = BTreeMap::new();
+    for (name, gradient) in gradients.iter().filter(|(name, _)| mesh.holds(name)) {
         let values = floats(name, gradient)?;
         let squares = values.iter().map(|g| f64::from(*g) * f64::from(*g));
-        sums[usize::from(Among::of(name) == Among::Replicas)] += squares.sum::<f64>();
+        *sums.entry(mesh.among(name)).or_insert(0.0) += squares.sum::<f64>();
     }
-    let experts = ranks.sum_f64(&sums[1..], Among::Group, "norm")?;
-    Ok((sums[0] + experts.iter().sum::<f64>()).sqrt())
+    let mut all = 0.0;
+    for among in owners(mesh) {
+        let own = sums.get(among).copied().unwrap_or(0.0);
+        // What other ranks have parts of: each group that has all of it once.
+        let parts = match among {
+            Among::Replicas => ranks.sum_f64(&[own], Among::Group, "norm")?,
+            Among::SameSlice => ranks.sum_f64(&[own], Among::Slices, "norm")?,
+            _ => vec![own],
+        };
+        all += parts.iter().sum::<f64>();
+    }
+    Ok(all.sqrt())
 }
 
 /// Makes ranks that have the same parameters start with the same values: those of the
@@ -286,11 +303,12 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
 /// # Errors
 /// Those of the exchange, also where ranks have other sizes.
 pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), TrainError> {
-    for among in SHARED {
+    let mesh = ranks.mesh();
+    for &among in owners(mesh) {
         let mut all = Vec::new();
         for (_, tensor) in parameters
             .iter()
-            .filter(|(name, _)| Among::of(name) == among)
+            .filter(|(name, _)| mesh.among(name) == among)
         {
             all.extend_from_slice(&tensor.data);
         }
@@ -298,7 +316,7 @@ pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), Trai
         let mut rest = &all[..];
         for (_, tensor) in parameters
             .iter_mut()
-            .filter(|(name, _)| Among::of(name) == among)
+            .filter(|(name, _)| mesh.among(name) == among)
         {
             let (own, behind) = rest.split_at(tensor.data.len());
             tensor.data.to_mut().copy_from_slice(own);

@@ -1,7 +1,7 @@
 //! Checkpoints whose number of experts changes, against the reference.
 
 use moesaic_kernel::DType;
-use moesaic_plan::Parallel;
+use moesaic_plan::{Parallel, SharedExperts};
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, Weights, forward};
 use moesaic_spec::testing::{Counter, sample};
@@ -324,7 +324,11 @@ fn splitting_and_merging_gives_the_same_bytes() {
 }
 
 fn mesh(ep: usize, shards: usize) -> Parallel {
-    Parallel { ep, shards, dp: 1 }
+    Parallel {
+        ep,
+        shards,
+        ..Parallel::default()
+    }
 }
 
 #[test]
@@ -345,6 +349,36 @@ fn shards_make_the_whole_again() {
             assert_eq!(whole, set, "seed {seed}, {mesh:?}");
         }
     }
+}
+
+#[test]
+fn slices_of_shared_experts_make_the_whole_again() {
+    let mut done = 0;
+    for seed in 0..120 {
+        let mut spec = sample(seed);
+        spec.shape.hidden_dim *= 2;
+        for shared in &mut spec.shared {
+            shared.hidden_dim *= 2;
+        }
+        let set = checkpoint(&spec, seed);
+        let mesh = Parallel {
+            shared: SharedExperts::Sliced,
+            ..mesh(2.min(spec.shape.experts), 2)
+        };
+        let shards = shard_experts(&spec, &set, mesh).unwrap_or_else(|e| panic!("{e}"));
+        for (index, shared) in spec.shared.iter().enumerate() {
+            let part = |part: &str| &shards[1][&format!("shared.{index}.{part}.weight")].shape;
+            assert_eq!(part("up")[0], shared.hidden_dim / 2);
+            assert_eq!(part("down")[1], shared.hidden_dim / 2);
+            let bias = &shards[1].get(&format!("shared.{index}.down.bias"));
+            let silent = |bias: &Tensor<'_>| bias.data.iter().all(|byte| *byte == 0);
+            assert!(bias.is_none_or(silent), "the first slice adds it");
+            done += 1;
+        }
+        let whole = unshard_experts(&spec, &shards, mesh).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(whole, set, "seed {seed}");
+    }
+    assert!(done > 20, "{done} shared experts");
 }
 
 #[test]

@@ -289,7 +289,7 @@ fn ours(info: &TensorInfo) -> Result<DType, safetensors::Dtype> {
 }
 
 /// Pairs of tensor and file name.
-fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsError> {
+pub(crate) fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsError> {
     let text = fs::read_to_string(index).map_err(WeightsError::io(index))?;
     let corrupt = |reason: String| WeightsError::Corrupt {
         file: index.to_path_buf(),
@@ -309,7 +309,7 @@ fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsError> {
 }
 
 /// The path of a shard; a name that leaves the directory is refused.
-fn inside(dir: &Path, index: &Path, file: &str) -> Result<PathBuf, WeightsError> {
+pub(crate) fn inside(dir: &Path, index: &Path, file: &str) -> Result<PathBuf, WeightsError> {
     let path = Path::new(file);
     if path
         .components()

@@ -1,19 +1,21 @@
 //! Safetensors written a piece at a time.
 
 use crate::WeightsError;
-use crate::checkpoint::{INDEX, SINGLE};
+use crate::checkpoint::{INDEX, SINGLE, inside, read_index};
 use crate::write::{permitted, theirs};
 use moesaic_tensor::{Described, SourceError, WeightSink};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
 /// Writes tensors that are not in memory all at once: to one file, or to a directory
 /// with an index and files of bounded size, as [`Checkpoint`](crate::Checkpoint) opens
-/// both. Names are given when everything has been written, that of the index last; before
-/// that there are temporary files, which go away with the writer.
+/// both. Names are given when everything has been written; before that there are temporary
+/// files, which go away with the writer. Over an earlier checkpoint no name of its files is
+/// taken: one step makes the new one what is read, and only then the files of the earlier one
+/// go. So a process that ends on the way leaves the one or the other, whole.
 pub struct Writer {
     to: To,
     files: VecDeque<Part>,
@@ -27,7 +29,6 @@ enum To {
 
 /// A file on its way.
 struct Part {
-    name: String,
     file: NamedTempFile,
     tensors: Vec<String>,
     left: u64,
@@ -41,7 +42,7 @@ impl Writer {
 
     /// Writes files with elements of at most `most` bytes, larger tensors aside, and an
     /// index if it is more than one. The directory is made if it is not there. It is the
-    /// new checkpoint's then, but files of an earlier one that had more of them stay.
+    /// new checkpoint's then: what an index of an earlier one names is removed.
     pub fn directory(path: impl AsRef<Path>, most: u64) -> Writer {
         let path = path.as_ref().to_path_buf();
         Writer::to(To::Directory { path, most })
@@ -78,37 +79,103 @@ impl Writer {
         Ok(self.files.front_mut())
     }
 
-    /// Names the files, the index last.
+    /// Names the files.
     fn publish(&mut self) -> Result<(), SourceError> {
+        self.acts()?.into_iter().try_for_each(Act::done)
+    }
+
+    /// What is left to do when everything has been written. A checkpoint that is there stays
+    /// what is read until one of these acts is done, and from then on the new one is.
+    fn acts(&mut self) -> Result<Vec<Act>, SourceError> {
         let parts = std::mem::take(&mut self.done);
         let folder = match &self.to {
             To::Directory { path, .. } => path.clone(),
             To::File(path) => {
                 let path = fs::canonicalize(path).unwrap_or_else(|_| path.clone());
-                for part in parts {
-                    part.file.persist(&path)?;
-                }
-                return Ok(());
+                let name = |part: Part| Act::Name(part.file, path.clone());
+                return Ok(parts.into_iter().map(name).collect());
             }
         };
-        let mut map = BTreeMap::new();
+        let index = folder.join(INDEX);
         let several = parts.len() > 1;
-        for part in parts {
-            for tensor in part.tensors {
-                map.insert(tensor, part.name.clone());
-            }
-            part.file.persist(folder.join(&part.name))?;
+        let names = match several {
+            true => free_names(&folder, parts.len()),
+            false => vec![SINGLE.to_string()],
+        };
+        // Of an index that cannot be read nothing is known.
+        let old = read_index(&index).unwrap_or_default().into_iter();
+        let old: BTreeSet<PathBuf> = old
+            .filter_map(|(_, file)| inside(&folder, &index, &file).ok())
+            .filter(|file| *file != folder.join(SINGLE))
+            .collect();
+        let (mut acts, mut map) = (Vec::new(), BTreeMap::new());
+        for (part, name) in parts.into_iter().zip(names) {
+            map.extend(
+                part.tensors
+                    .into_iter()
+                    .map(|tensor| (tensor, name.clone())),
+            );
+            acts.push(Act::Name(part.file, folder.join(name)));
         }
-        let stale = if several { SINGLE } else { INDEX };
+        acts.push(Act::Settle(folder.clone()));
         if several {
-            let index = serde_json::json!({ "metadata": {}, "weight_map": map });
-            crate::write_whole(&folder.join(INDEX), index.to_string().as_bytes())?;
+            let json = serde_json::json!({ "metadata": {}, "weight_map": map });
+            acts.push(Act::Write(index, json.to_string()));
+            // It would be read instead of the index.
+            acts.push(Act::Remove(folder.join(SINGLE)));
+        } else {
+            acts.push(Act::Remove(index));
         }
-        match fs::remove_file(folder.join(stale)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
-            _ => Ok(()),
-        }
+        acts.push(Act::Settle(folder));
+        acts.extend(old.into_iter().map(Act::Remove));
+        Ok(acts)
     }
+}
+
+/// One thing that gives a checkpoint its names, all of it or nothing.
+enum Act {
+    /// A file that was written gets its name.
+    Name(NamedTempFile, PathBuf),
+    /// A file is written in one piece.
+    Write(PathBuf, String),
+    /// A file that may not be there goes.
+    Remove(PathBuf),
+    /// What was done in a folder is on the disk before what follows, where a system can say
+    /// so of folders.
+    Settle(PathBuf),
+}
+
+impl Act {
+    fn done(self) -> Result<(), SourceError> {
+        match self {
+            Act::Name(file, path) => {
+                file.persist(path)?;
+            }
+            Act::Write(path, text) => crate::write_whole(&path, text.as_bytes())?,
+            Act::Remove(path) => match fs::remove_file(path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
+                _ => {}
+            },
+            Act::Settle(folder) => {
+                let _ = fs::File::open(folder).and_then(|folder| folder.sync_all());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Names of so many files, none of which is there.
+fn free_names(folder: &Path, count: usize) -> Vec<String> {
+    let name = |number: usize, again: usize| match again {
+        0 => format!("model-{number:05}-of-{count:05}.safetensors"),
+        _ => format!("model-{number:05}-of-{count:05}-{again}.safetensors"),
+    };
+    let free = |again: &usize| {
+        let mut files = (1..=count).map(|number| folder.join(name(number, *again)));
+        !files.any(|file| file.symlink_metadata().is_ok())
+    };
+    let again = (0..).find(free).unwrap_or_default();
+    (1..=count).map(|number| name(number, again)).collect()
 }
 
 impl WeightSink for Writer {
@@ -121,17 +188,11 @@ impl WeightSink for Writer {
             }
         };
         let groups = grouped(tensors, most);
-        let count = groups.len();
-        for (number, group) in groups.into_iter().enumerate() {
+        for group in groups {
             let (header, left) = header(group)?;
             let mut file = permitted(self.folder()).map_err(WeightsError::io(self.folder()))?;
             file.write_all(&header)?;
-            let name = match count {
-                1 => SINGLE.to_string(),
-                _ => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
-            };
             self.files.push_back(Part {
-                name,
                 file,
                 tensors: group.iter().map(|tensor| tensor.name.clone()).collect(),
                 left,
@@ -157,8 +218,9 @@ impl WeightSink for Writer {
 
     fn end(&mut self) -> Result<(), SourceError> {
         if let Some(part) = self.advance()? {
-            let left = part.left;
-            return Err(format!("{left} bytes of `{}` have not come", part.name).into());
+            let (left, last) = (part.left, part.tensors.last());
+            let last = last.map_or("", String::as_str);
+            return Err(format!("{left} bytes up to the end of `{last}` have not come").into());
         }
         self.publish()
     }
@@ -208,4 +270,90 @@ fn header(tensors: &[Described]) -> Result<(Vec<u8>, u64), SourceError> {
     let mut header = (text.len() as u64).to_le_bytes().to_vec();
     header.extend_from_slice(text.as_bytes());
     Ok((header, end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Checkpoint;
+    use moesaic_kernel::DType;
+
+    /// Four tensors of 32 bytes, each full of one number.
+    fn written(folder: &Path, most: u64, number: u8) -> Writer {
+        let tensor = |at: usize| Described {
+            name: format!("tensor{at}"),
+            dtype: DType::F32,
+            shape: vec![8],
+        };
+        let mut writer = Writer::directory(folder, most);
+        let tensors: Vec<Described> = (0..4).map(tensor).collect();
+        writer.begin(&tensors).unwrap();
+        writer.write(&[number; 128]).unwrap();
+        assert!(writer.advance().unwrap().is_none());
+        writer
+    }
+
+    /// The number in all tensors of the checkpoint that is read.
+    fn whole(folder: &Path) -> u8 {
+        let checkpoint = Checkpoint::open(folder).unwrap();
+        assert_eq!(checkpoint.names().count(), 4);
+        let mut all = (0..4).flat_map(|at| {
+            let tensor = checkpoint.tensor(&format!("tensor{at}")).unwrap();
+            tensor.bytes.to_vec()
+        });
+        let number = all.next().unwrap();
+        assert!(all.all(|byte| byte == number), "parts of two checkpoints");
+        number
+    }
+
+    /// The end of the process after each act, over a checkpoint of each form.
+    #[test]
+    fn who_ends_on_the_way_leaves_one_of_two_checkpoints() {
+        for (old, new) in [
+            (64, 64),
+            (64, 32),
+            (32, 64),
+            (64, 200),
+            (200, 64),
+            (200, 200),
+        ] {
+            let mut acts = 0;
+            loop {
+                let folder = tempfile::tempdir().unwrap();
+                written(folder.path(), old, 1).publish().unwrap();
+                let all = written(folder.path(), new, 2).acts().unwrap();
+                let count = all.len();
+                let mut seen = vec![whole(folder.path())];
+                for act in all.into_iter().take(acts) {
+                    act.done().unwrap();
+                    seen.push(whole(folder.path()));
+                }
+                assert!(seen.is_sorted(), "{old} to {new}: {seen:?}");
+                assert_eq!(seen.last() == Some(&2), seen.contains(&2));
+                // The next one finds its way through what was left.
+                written(folder.path(), new, 3).publish().unwrap();
+                assert_eq!(whole(folder.path()), 3, "{old} to {new}");
+                if acts == count {
+                    assert_eq!(seen.last(), Some(&2));
+                    break;
+                }
+                acts += 1;
+            }
+        }
+    }
+
+    /// Again and again in one place: no more files than one checkpoint has.
+    #[test]
+    fn files_of_earlier_checkpoints_go() {
+        let folder = tempfile::tempdir().unwrap();
+        for (number, most) in [64, 64, 32, 200, 64, 64].into_iter().enumerate() {
+            written(folder.path(), most, number as u8)
+                .publish()
+                .unwrap();
+            assert_eq!(whole(folder.path()), number as u8);
+            let files = fs::read_dir(folder.path()).unwrap().count();
+            let parts = 128usize.div_ceil(most as usize);
+            assert_eq!(files, parts + usize::from(parts > 1), "{most}");
+        }
+    }
 }

@@ -738,8 +738,9 @@ impl Layer9AwkwardExperts {
     }
 
     /// Reads back the gradients of all weights. On a mesh those of experts are
-    /// of this rank's own experts, one after the other, and all others of this
-    /// rank's tokens until `reduce_gradients` has added them up.
+    /// of this rank's own experts, one after the other, those of sliced shared
+    /// experts of its slices, and all others of this rank's tokens until
+    /// `reduce_gradients` has added them up.
     ///
     /// # Errors
     /// When the layer was not made by `training`.

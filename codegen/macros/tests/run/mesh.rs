@@ -6,7 +6,10 @@ use moesaic::collectives::{Call, threads};
 use moesaic::reference;
 use moesaic::spec::{TensorSpec, canonical_tensors};
 use moesaic::typed::{In, Out, TypedLayer, tensor};
-use moesaic::{Counters, DType, EngineError, LayerSpec, Mesh, Parallel, Tensor, Tensors, Training};
+use moesaic::{
+    Counters, DType, EngineError, LayerSpec, Mesh, Parallel, SharedExperts, Tensor, Tensors,
+    Training,
+};
 use std::error::Error;
 
 type Token = [f32; 19];
@@ -16,6 +19,7 @@ const MESH: Parallel = Parallel {
     ep: 2,
     shards: 1,
     dp: 1,
+    shared: SharedExperts::Whole,
 };
 
 /// An `Odd`, over the ranks of a mesh if there is one.

@@ -37,10 +37,37 @@ impl Builder {
         self.experts();
     }
 
-    /// Drops the tensors of experts that no step names, weights too.
+    /// Every pass of shared experts alone, whose gates are elsewhere.
+    pub(crate) fn shared_alone(&mut self, recompute: Option<Recompute>) {
+        self.every_shared(Self::shared_products);
+        let Some(recompute) = recompute else {
+            return;
+        };
+        self.pass = Pass::Backward;
+        let columns = self.shared_parts();
+        self.declare_shared_parts(&columns);
+        self.shared_again(recompute);
+        self.every_shared(|builder, index| builder.expert_bwd(Some(index), &mut true));
+        self.pass = Pass::Evaluation;
+        self.every_shared(Self::shared_products);
+    }
+
+    /// Drops the tensors that no step names, weights too.
+    pub(crate) fn forget_unnamed(&mut self) {
+        let named = self.named_tensors();
+        self.plan
+            .tensors
+            .retain(|tensor| named.contains(&tensor.name));
+    }
+
+    /// Drops the tensors of experts that are elsewhere and that no step names, weights too.
     pub(crate) fn forget_experts(&mut self) {
         let named = self.named_tensors();
-        let of_expert = |name: &str| name.trim_start_matches("grad.").starts_with("experts.");
+        let sliced = self.sliced.is_some();
+        let of_expert = |name: &str| {
+            let name = name.trim_start_matches("grad.");
+            name.starts_with("experts.") || sliced && name.starts_with("shared.")
+        };
         let tensors = &mut self.plan.tensors;
         tensors.retain(|tensor| !of_expert(&tensor.name) || named.contains(&tensor.name));
     }
@@ -60,9 +87,10 @@ impl Builder {
             Pass::Evaluation => self.plan.evaluation.len(),
             _ => self.plan.steps.len(),
         };
-        for index in 0..self.plan.spec.shared.len() {
-            self.shared(index);
-        }
+        self.every_shared(match self.sliced {
+            Some(_) => Self::shared_gate,
+            None => Self::shared,
+        });
         self.combine();
         at
     }

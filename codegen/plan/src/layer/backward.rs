@@ -137,8 +137,8 @@ impl Builder {
 
     /// Shared experts, and then the weights of all.
     pub(super) fn shared_bwd(&mut self, combine: &CombineBwd) {
-        for index in 0..self.plan.spec.shared.len() {
-            self.expert_bwd(Some(index), &mut true);
+        if self.sliced.is_none() {
+            self.every_shared(|builder, index| builder.expert_bwd(Some(index), &mut true));
         }
         self.combine_bwd_weights(combine.routed);
         if let Some(kernel) = combine.later {
@@ -176,10 +176,20 @@ impl Builder {
         if !self.is_around() {
             self.product("grouped_gemm_up_again", Half::Up, None, true);
         }
-        for index in 0..self.plan.spec.shared.len() {
-            let name = format!("grouped_gemm_up_again_shared_{index}");
-            self.product(&name, Half::Up, Some(index), true);
+        if self.sliced.is_none() {
+            self.shared_again(recompute);
         }
         has_rows
+    }
+
+    /// The pre-activations of shared experts that were not kept.
+    pub(super) fn shared_again(&mut self, recompute: Recompute) {
+        if recompute == Recompute::None {
+            return;
+        }
+        self.every_shared(|builder, index| {
+            let name = format!("grouped_gemm_up_again_shared_{index}");
+            builder.product(&name, Half::Up, Some(index), true);
+        });
     }
 }

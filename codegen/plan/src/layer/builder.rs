@@ -24,6 +24,9 @@ pub(crate) struct Builder {
     pub(crate) part: Part,
     /// Whether few tokens have kernels of their own.
     pub(crate) few: bool,
+    /// Of shared experts that are on the side of their slices: the parts that those leave of
+    /// the gradient of each one's weight.
+    pub(crate) sliced: Option<Vec<usize>>,
 }
 
 /// What part of a layer a plan is of.
@@ -85,6 +88,7 @@ impl Builder {
             pass: Pass::Forward,
             part: Part::Whole,
             few: training.is_none() && !options.one_for_all,
+            sliced: None,
         }
     }
 

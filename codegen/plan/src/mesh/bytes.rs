@@ -17,7 +17,7 @@ impl RankPlan {
     /// What this rank sends in an exchange when each rank has `tokens` tokens and every
     /// expert equally many rows, with `per_node` ranks on a node, one node's after the
     /// other's. Sums count what their shortest form sends: each part but one's own to its
-    /// owner, and the result back.
+    /// owner and, if all get it, the result back.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
         let group: Vec<usize> = (0..self.mesh.group()).map(|at| self.member(at)).collect();
         let world: Vec<usize> = (0..self.mesh.ranks()).collect();
@@ -28,6 +28,7 @@ impl RankPlan {
         // Rows between this rank and the experts of another, and the other way.
         let to = |rank: usize| rows * owned(rank) / experts;
         let from = |_: usize| rows * self.own_experts().len() as u64 / experts;
+        let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
             for &rank in ranks {
@@ -60,10 +61,19 @@ impl RankPlan {
                 })
             }
             Way::OverShards { tensor } => {
-                let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
                 let arriving = from(0) * self.mesh.group() as u64;
                 summed(&slices, arriving * row(Side::Experts, tensor))
             }
+            Way::Neighbours => each(&slices, &|_| 8),
+            Way::ToSlices { from, .. } => each(&slices, &|_| tokens * row(Side::Tokens, from)),
+            Way::FromSlices { to, .. } => Sent {
+                here: 0,
+                ..each(&slices, &|_| tokens * row(Side::Tokens, to))
+            },
+            Way::OfFirst { to, .. } if self.place.shard == 0 => {
+                each(&slices, &|_| self.tokens[to].bytes(0))
+            }
+            Way::OfFirst { .. } => Sent::default(),
             Way::Sum { from, .. } => summed(&world, self.tokens[from].bytes(tokens)),
             Way::Most { tensor } => summed(&world, self.tokens[tensor].bytes(tokens)),
             Way::Gather { from, .. } if self.place.shard == 0 => {
@@ -120,9 +130,46 @@ impl RankPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Parallel, plan_rank};
+    use crate::mesh::{Parallel, SharedExperts, plan_rank};
     use crate::{PlanOptions, Training};
     use moesaic_spec::LayerSpec;
+
+    #[test]
+    fn tokens_go_to_the_other_slices_and_sums_come_back() {
+        let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 8, top_k = 2 }
+             shared = [{ hidden_dim = 6, gate = 'sigmoid', bias = true }]";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let mesh = Parallel {
+            ep: 2,
+            shards: 2,
+            shared: SharedExperts::Sliced,
+            ..Parallel::default()
+        };
+        let options = PlanOptions::training(Training::default());
+        let target = "cpu:avx2".parse().unwrap();
+        let sent = |rank: usize, name: &str| {
+            let plan = plan_rank(&spec, target, &options, mesh, rank).unwrap();
+            let steps = plan.steps.iter().chain(&plan.backward);
+            let mut named = steps.filter_map(|step| match step {
+                RankStep::Exchange(exchange) if exchange.name == name => Some(exchange),
+                _ => None,
+            });
+            plan.bytes(named.next().unwrap(), 100, 1)
+        };
+        let of = |here, network| Sent {
+            here,
+            node: 0,
+            network,
+        };
+        // 100 rows of 32 bytes, or of a weight of 4, to each of two slices.
+        assert_eq!(sent(3, "x"), of(3200, 3200));
+        assert_eq!(sent(3, "shared.0.weight"), of(400, 400));
+        assert_eq!(sent(3, "tokens of slices"), of(8, 8));
+        // Of a sum the other's rows alone.
+        assert_eq!(sent(3, "shared.0.out"), of(0, 3200));
+        assert_eq!(sent(3, "shared.0.down.bias"), Sent::default());
+        assert_eq!(sent(2, "shared.0.down.bias"), of(32, 32));
+    }
 
     #[test]
     fn rows_go_to_other_ranks_in_equal_parts() {

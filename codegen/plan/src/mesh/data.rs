@@ -15,6 +15,10 @@ pub struct RankPlan {
     pub tokens: LayerPlan,
     /// What this rank's experts do with the rows that arrive. Its tokens are rows.
     pub experts: LayerPlan,
+    /// What this rank's slices of shared experts do with the tokens of all ranks that have
+    /// slices of the same experts; `None` where shared experts are whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared: Option<LayerPlan>,
     /// Rows of a tile of the experts' products.
     pub tile_rows: usize,
     /// The steps of a forward pass: of one that trains, where there is a backward pass.
@@ -35,6 +39,8 @@ pub enum Side {
     Tokens,
     /// [`RankPlan::experts`].
     Experts,
+    /// [`RankPlan::shared`].
+    Shared,
 }
 
 /// One thing that a rank does.
@@ -91,6 +97,30 @@ pub enum Way {
         /// Of the experts' side; each slice has the sum afterwards.
         tensor: TensorId,
     },
+    /// Ranks with slices of the same experts learn how many tokens each has.
+    Neighbours,
+    /// Rows of this rank's tokens go to every rank with slices of the same experts.
+    ToSlices {
+        /// Of the tokens' side, by token.
+        from: TensorId,
+        /// Of the shared experts' side, by rank, then by token.
+        to: TensorId,
+    },
+    /// A tensor of the shared experts' side is summed over the slices; each rank gets the
+    /// rows of its own tokens.
+    FromSlices {
+        /// Of the shared experts' side, by rank, then by token.
+        from: TensorId,
+        /// Of the tokens' side, by token.
+        to: TensorId,
+    },
+    /// A weight of shared experts that the first slice has becomes that of all slices.
+    OfFirst {
+        /// Of the shared experts' side.
+        from: TensorId,
+        /// Of the tokens' side.
+        to: TensorId,
+    },
     /// A tensor of the tokens' side is summed over all ranks.
     Sum {
         /// Of the tokens' side.
@@ -143,11 +173,25 @@ impl RankPlan {
     }
 
     /// The plan of a side.
+    ///
+    /// # Panics
+    /// For shared experts when they are whole, of which no step names the side.
     pub fn side(&self, side: Side) -> &LayerPlan {
         match side {
             Side::Tokens => &self.tokens,
             Side::Experts => &self.experts,
+            Side::Shared => {
+                let shared = self.shared.as_ref();
+                shared.expect("steps of shared experts are of ranks with slices of them")
+            }
         }
+    }
+
+    /// The sides that there are.
+    pub fn sides(&self) -> impl Iterator<Item = &LayerPlan> {
+        [&self.tokens, &self.experts]
+            .into_iter()
+            .chain(&self.shared)
     }
 
     /// Bytes of one row of a tensor.

@@ -14,6 +14,16 @@
 //! one for each expert whatever the number of ranks. Backward goes the same way with the
 //! counts that forward kept.
 //!
+//! Shared experts are on the tokens' side, whole, or on a third one, sliced as the routed
+//! experts are ([`SharedExperts`]): ranks with slices of the same experts gather their
+//! tokens, each multiplies them all with its slice, and sums come back to their tokens.
+//!
+//! ```text
+//! tokens' side     x ─┐             ┌─ combine
+//! between slices      rows          sums
+//! shared experts      └─ up ─ down ─┘
+//! ```
+//!
 //! Semantics do not depend on the mesh: what ranks compute is what one process computes
 //! of the tokens of all, rank after rank.
 
@@ -25,12 +35,12 @@ mod text;
 
 pub use bytes::Sent;
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
-pub use parallel::{MeshError, Parallel, Place};
+pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 
 use crate::layer::{Builder, Part, Recompute, Role};
 use crate::{LayerPlan, PlanError, PlanOptions};
 use moesaic_kernel::Target;
-use moesaic_spec::{Experts, LayerSpec, Shape};
+use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
 /// Plans what `rank` does. The spec must be valid.
 ///
@@ -46,8 +56,11 @@ pub fn plan_rank(
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
     let experts = plan_experts(spec, target, options, mesh, place);
-    let (tokens, places) = plan_tokens(spec, target, options, &experts);
-    Ok(steps::in_order((mesh, place), tokens, experts, &places))
+    let sliced = mesh.slices_shared() && !spec.shared.is_empty();
+    let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
+    let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
+    let plan = steps::in_order((mesh, place), tokens, experts, shared, &places);
+    Ok(plan)
 }
 
 /// The routed experts of a rank as a layer of their own: a row is a token whose one
@@ -69,6 +82,29 @@ pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: Place) -> LayerSpec {
         },
         latent: None,
         shared: Vec::new(),
+        ..spec.decided_elsewhere()
+    }
+}
+
+/// The slices of a layer's shared experts as a layer of their own.
+pub fn slices_of_shared(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
+    let sliced = |shared: &SharedExpert| SharedExpert {
+        hidden_dim: shared.hidden_dim / mesh.shards,
+        ..shared.clone()
+    };
+    LayerSpec {
+        shape: Shape {
+            experts: 1,
+            top_k: 1,
+            ..spec.shape
+        },
+        experts: Experts {
+            identity: 0,
+            zero: 0,
+            ..spec.experts.clone()
+        },
+        latent: None,
+        shared: spec.shared.iter().map(sliced).collect(),
         ..spec.decided_elsewhere()
     }
 }
@@ -106,6 +142,45 @@ fn plan_experts(
     builder.finish()
 }
 
+/// The part of a tensor's name behind the number of its shared expert: `up.weight` of
+/// `shared.0.up.weight`.
+fn shared_part(name: &str) -> Option<&str> {
+    let (number, part) = name.strip_prefix("shared.")?.split_once('.')?;
+    number.parse::<usize>().is_ok().then_some(part)
+}
+
+fn plan_shared(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    mesh: Parallel,
+) -> LayerPlan {
+    let mut builder = Builder::new(&slices_of_shared(spec, mesh), target, options);
+    builder.shared_alone(options.training.map(|training| training.recompute));
+    for tensor in &mut builder.plan.tensors {
+        match shared_part(&tensor.name) {
+            Some("out") => tensor.role = Role::Output,
+            Some("weight") => tensor.role = Role::OutputGradient,
+            Some("drows" | "dweight_parts") => tensor.role = Role::InputGradient,
+            _ => {}
+        }
+    }
+    builder.forget_unnamed();
+    builder.finish()
+}
+
+/// Columns of the parts of each weight's gradient that slices of shared experts leave.
+fn shared_columns(shared: &LayerPlan) -> Vec<usize> {
+    let names = (0..shared.spec.shared.len()).map(|i| format!("shared.{i}.dweight_parts"));
+    let parts = names.map(|name| shared.tensor(&name));
+    parts
+        .map(|parts| parts.map_or(0, |parts| parts.shape[1].eval(0) as usize))
+        .collect()
+}
+
+/// What comes back from experts in a backward pass.
+const BROUGHT_BACK: [&str; 2] = ["drows", "dweight_parts"];
+
 /// Numbers of all ranks' tokens.
 const GLOBAL: [&str; 2] = ["global_counts", "global_tokens"];
 
@@ -113,13 +188,14 @@ fn plan_tokens(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
-    experts: &LayerPlan,
+    (experts, shared): (&LayerPlan, Option<&LayerPlan>),
 ) -> (LayerPlan, crate::layer::around::Places) {
     let mut builder = Builder::new(spec, target, options);
     let parts = experts.tensor("dweight_parts");
     builder.part = Part::Tokens {
         parts: parts.map_or(0, |parts| parts.shape[1].eval(0) as usize),
     };
+    builder.sliced = shared.map(shared_columns);
     let recompute = options
         .training
         .map_or(Recompute::None, |training| training.recompute);
@@ -128,6 +204,12 @@ fn plan_tokens(
         // What a caller has counted for one process ranks count themselves.
         if GLOBAL.contains(&&*tensor.name) {
             tensor.role = Role::Scratch;
+        }
+        // They are brought at every backward pass, so that forward need not keep them.
+        let sliced = shared.is_some();
+        let name = shared_part(&tensor.name).filter(|_| sliced);
+        if BROUGHT_BACK.contains(&name.unwrap_or(&tensor.name)) {
+            tensor.role = Role::OutputGradient;
         }
     }
     builder.forget_experts();

@@ -10,6 +10,9 @@ use std::ops::Range;
 ///
 /// A rank's number is `(dp * EP + ep) * SHARDS + shard`, so that the slices of an expert
 /// are next to each other.
+///
+/// Shared experts are whole on every rank, or cut as the others are
+/// ([`SharedExperts`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Parallel {
@@ -19,6 +22,9 @@ pub struct Parallel {
     pub shards: usize,
     /// Groups that hold all experts.
     pub dp: usize,
+    /// What ranks have of shared experts.
+    #[serde(skip_serializing_if = "SharedExperts::are_whole")]
+    pub shared: SharedExperts,
 }
 
 impl Default for Parallel {
@@ -28,7 +34,27 @@ impl Default for Parallel {
             ep: 1,
             shards: 1,
             dp: 1,
+            shared: SharedExperts::Whole,
         }
+    }
+}
+
+/// What ranks have of shared experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SharedExperts {
+    /// All of them, and each rank does them for its own tokens.
+    #[default]
+    Whole,
+    /// As many slices of each as experts have (`shards`), along its hidden width: the ranks
+    /// with slices of the same experts do them together, for the tokens of all of them. With
+    /// one slice that is the whole.
+    Sliced,
+}
+
+impl SharedExperts {
+    fn are_whole(&self) -> bool {
+        *self == SharedExperts::Whole
     }
 }
 
@@ -76,6 +102,19 @@ pub enum MeshError {
         /// Of the layer.
         hidden: usize,
     },
+    /// Slices of a shared expert would not be equal.
+    #[error(
+        "{shards} slices of hidden_dim = {hidden} of shared expert {index} are not equal; take \
+         a divisor of it, or leave shared experts whole"
+    )]
+    UnevenShared {
+        /// As asked for.
+        shards: usize,
+        /// Which shared expert.
+        index: usize,
+        /// Its hidden width.
+        hidden: usize,
+    },
     /// A rank that the mesh has not.
     #[error("rank {rank} is not in a mesh of {ranks} ranks")]
     NoRank {
@@ -112,6 +151,7 @@ impl Parallel {
             ep,
             shards,
             dp: rest / shards,
+            ..Parallel::default()
         }
     }
 
@@ -126,19 +166,39 @@ impl Parallel {
         self.ep * self.shards
     }
 
+    /// Whether a rank has a part of each shared expert alone.
+    pub fn slices_shared(&self) -> bool {
+        self.shared == SharedExperts::Sliced && self.shards > 1
+    }
+
     /// Whether a layer can be shared so.
     ///
     /// # Errors
     /// [`MeshError`] says what is possible.
     pub fn check(&self, spec: &LayerSpec) -> Result<(), MeshError> {
-        let Parallel { ep, shards, dp } = *self;
+        let Parallel { ep, shards, dp, .. } = *self;
         let product = ep.checked_mul(shards).and_then(|n| n.checked_mul(dp));
         let (experts, hidden) = (spec.shape.experts, spec.shape.hidden_dim);
         match product {
             None | Some(0) => Err(MeshError::Empty { ep, shards, dp }),
             _ if ep > experts => Err(MeshError::TooManyGroups { ep, experts }),
             _ if !hidden.is_multiple_of(shards) => Err(MeshError::Uneven { shards, hidden }),
-            _ => Ok(()),
+            _ => self.check_shared(spec),
+        }
+    }
+
+    fn check_shared(&self, spec: &LayerSpec) -> Result<(), MeshError> {
+        let shards = self.shards;
+        let widths = spec.shared.iter().map(|shared| shared.hidden_dim);
+        let mut numbered = widths.enumerate();
+        let uneven = numbered.find(|(_, hidden)| !hidden.is_multiple_of(shards));
+        match uneven.filter(|_| self.slices_shared()) {
+            None => Ok(()),
+            Some((index, hidden)) => Err(MeshError::UnevenShared {
+                shards,
+                index,
+                hidden,
+            }),
         }
     }
 
@@ -185,7 +245,12 @@ mod tests {
     #[test]
     fn every_rank_has_one_place() {
         for (ep, shards, dp) in [(1, 1, 1), (4, 1, 1), (3, 2, 1), (2, 3, 2), (1, 1, 5)] {
-            let mesh = Parallel { ep, shards, dp };
+            let mesh = Parallel {
+                ep,
+                shards,
+                dp,
+                ..Parallel::default()
+            };
             for rank in 0..mesh.ranks() {
                 assert_eq!(mesh.rank(mesh.place(rank).unwrap()), rank);
             }
@@ -228,7 +293,13 @@ mod tests {
     #[test]
     fn what_cannot_be_says_what_can() {
         let spec = sample(1);
-        let check = |ep, shards, dp| Parallel { ep, shards, dp }.check(&spec).unwrap_err();
+        let mesh = |ep, shards, dp| Parallel {
+            ep,
+            shards,
+            dp,
+            ..Parallel::default()
+        };
+        let check = |ep, shards, dp| mesh(ep, shards, dp).check(&spec).unwrap_err();
         let experts = spec.shape.experts;
         let error = check(experts + 1, 1, 1).to_string();
         assert!(error.contains(&format!("at most {experts}")), "{error}");
@@ -236,5 +307,32 @@ mod tests {
         assert!(matches!(check(1, usize::MAX, 2), MeshError::Empty { .. }));
         let hidden = spec.shape.hidden_dim;
         assert!(matches!(check(1, hidden + 1, 1), MeshError::Uneven { .. }));
+    }
+
+    #[test]
+    fn slices_of_shared_experts_are_equal() {
+        let text = "shape = { model_dim = 8, hidden_dim = 12, experts = 4, top_k = 2 }
+             shared = [{ hidden_dim = 6 }, { hidden_dim = 8 }]";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let mesh = |shards, shared| Parallel {
+            shards,
+            shared,
+            ..Parallel::default()
+        };
+        for shards in [1, 2, 3] {
+            mesh(shards, SharedExperts::Whole).check(&spec).unwrap();
+        }
+        for shards in [1, 2] {
+            mesh(shards, SharedExperts::Sliced).check(&spec).unwrap();
+        }
+        let three = mesh(3, SharedExperts::Sliced);
+        let error = three.check(&spec).unwrap_err();
+        let expected = MeshError::UnevenShared {
+            shards: 3,
+            index: 1,
+            hidden: 8,
+        };
+        assert_eq!(error, expected);
+        assert!(three.slices_shared() && !mesh(1, SharedExperts::Sliced).slices_shared());
     }
 }

@@ -1,8 +1,8 @@
 //! Launches of both sides and what ranks do together, in one order.
 
-use super::{Exchange, Parallel, Place, RankPlan, RankStep, Side, Way};
+use super::{BROUGHT_BACK, Exchange, Parallel, Place, RankPlan, RankStep, Side, Way, shared_part};
 use crate::layer::around::Places;
-use crate::{LayerPlan, Role, TensorId};
+use crate::{LayerPlan, Role, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::ops::Range;
 
@@ -10,6 +10,7 @@ pub(super) fn in_order(
     (mesh, place): (Parallel, Place),
     tokens: LayerPlan,
     experts: LayerPlan,
+    shared: Option<LayerPlan>,
     places: &Places,
 ) -> RankPlan {
     let mut plan = RankPlan {
@@ -21,6 +22,7 @@ pub(super) fn in_order(
         backward: Vec::new(),
         tokens,
         experts,
+        shared,
     };
     let trains = plan.tokens.training.is_some();
     plan.steps = forward(&plan, trains, places.forward);
@@ -38,13 +40,13 @@ fn tile_rows(experts: &LayerPlan) -> usize {
 }
 
 fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
+    let launched = |plan: &LayerPlan| match trains {
+        true => plan.steps.len(),
+        false => plan.evaluation_steps().len(),
+    };
     let steps = match trains {
         true => &plan.tokens.steps,
         false => plan.tokens.evaluation_steps(),
-    };
-    let experts = match trains {
-        true => plan.experts.steps.len(),
-        false => plan.experts.evaluation_steps().len(),
     };
     let named = |name: &str| {
         let id = plan.tokens.id(name);
@@ -71,8 +73,14 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     if named("row_weights").is_some() {
         list.extend(to_experts(plan, "row_weights", "topk_weights"));
     }
-    launch(&mut list, Side::Experts, 0..experts);
+    launch(&mut list, Side::Experts, 0..launched(&plan.experts));
     list.extend(to_tokens(plan, "out"));
+    if let Some(shared) = &plan.shared {
+        list.push(exchange("tokens of slices", Way::Neighbours));
+        list.extend(to_slices(plan, shared, "x"));
+        launch(&mut list, Side::Shared, 0..launched(shared));
+        list.extend(from_slices(plan, shared, |part| part == "out"));
+    }
     launch(&mut list, Side::Tokens, at..steps.len());
     list
 }
@@ -91,7 +99,30 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
             list.push(exchange(&tensor.name, Way::Gather { from, to }));
         }
     }
+    if let Some(shared) = &plan.shared {
+        list.extend(backward_of_shared(plan, shared));
+    }
     launch(&mut list, Side::Tokens, at..plan.tokens.backward.len());
+    list
+}
+
+/// Rows of gradients go to the slices, and what those make of them comes back.
+fn backward_of_shared(plan: &RankPlan, shared: &LayerPlan) -> Vec<RankStep> {
+    let mut list: Vec<RankStep> = to_slices(plan, shared, "dy").into_iter().collect();
+    for tensor in &shared.tensors {
+        if shared_part(&tensor.name) == Some("weight") {
+            list.extend(to_slices(plan, shared, &tensor.name));
+        }
+    }
+    launch(&mut list, Side::Shared, 0..shared.backward.len());
+    let comes_back = |part: &str| BROUGHT_BACK.contains(&part);
+    list.extend(from_slices(plan, shared, comes_back));
+    let weights = shared.tensors.iter();
+    let weights = weights.filter(|tensor| tensor.role == Role::Weight);
+    list.extend(weights.filter_map(|tensor| {
+        let (from, to) = (shared.id(&tensor.name)?, plan.tokens.id(&tensor.name)?);
+        Some(exchange(&tensor.name, Way::OfFirst { from, to }))
+    }));
     list
 }
 
@@ -127,6 +158,22 @@ fn exchange(name: &str, way: Way) -> RankStep {
 fn to_experts(plan: &RankPlan, from: &str, to: &str) -> Option<RankStep> {
     let (name, from, to) = (from, plan.tokens.id(from)?, plan.experts.id(to)?);
     Some(exchange(name, Way::ToExperts { from, to }))
+}
+
+fn to_slices(plan: &RankPlan, shared: &LayerPlan, name: &str) -> Option<RankStep> {
+    let (from, to) = (plan.tokens.id(name)?, shared.id(name)?);
+    Some(exchange(name, Way::ToSlices { from, to }))
+}
+
+/// What slices have of each shared expert's tensors of some kinds.
+fn from_slices(plan: &RankPlan, shared: &LayerPlan, of: impl Fn(&str) -> bool) -> Vec<RankStep> {
+    let tensors = shared.tensors.iter().enumerate();
+    let wanted = tensors.filter(|(_, tensor)| shared_part(&tensor.name).is_some_and(&of));
+    let step = |(from, tensor): (usize, &TensorPlan)| {
+        let (from, to) = (TensorId(from), plan.tokens.id(&tensor.name)?);
+        Some(exchange(&tensor.name, Way::FromSlices { from, to }))
+    };
+    wanted.filter_map(step).collect()
 }
 
 /// Back to the tokens, summed over slices first: each has only a part.

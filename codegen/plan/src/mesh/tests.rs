@@ -15,33 +15,59 @@ fn planned(spec: &LayerSpec, target: &str, mesh: Parallel, rank: usize, trains: 
     plan_rank(spec, target, &options, mesh, rank).unwrap()
 }
 
-#[test]
-fn a_rank_has_its_steps_in_this_order() {
-    let spec = spec(
-        "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
-         experts = { bias = true }
-         shared = [{ hidden_dim = 8 }]
-         router = { noise = 1.0 }
-         capacity = { mode = 'factor', factor = 1.5 }
-         losses = [{ kind = 'global', coefficient = 0.1 }]",
-    );
+/// Shared experts of these layers have an even width.
+fn sliced_sample(seed: u64) -> (LayerSpec, Parallel) {
+    let mut spec = sample(seed);
+    spec.shape.hidden_dim *= 2;
+    for shared in &mut spec.shared {
+        shared.hidden_dim *= 2;
+    }
+    let mesh = Parallel {
+        ep: 1 + seed as usize % spec.shape.experts.min(3),
+        shards: 2,
+        dp: 1,
+        shared: SharedExperts::Sliced,
+    };
+    (spec, mesh)
+}
+
+fn has_steps(text: &str, shared: SharedExperts, expected: &str) {
     let mesh = Parallel {
         ep: 2,
         shards: 2,
         dp: 1,
+        shared,
     };
-    let plan = planned(&spec, "cpu:avx2", mesh, 1, true);
+    let plan = planned(&spec(text), "cpu:avx2", mesh, 1, true);
     let text = plan.text();
-    let expected = include_str!("steps.txt");
-    assert!(text == expected, "steps.txt should be\n{text}");
+    assert!(text == expected, "the steps are now\n{text}");
+}
+
+#[test]
+fn a_rank_has_its_steps_in_this_order() {
+    let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
+         experts = { bias = true }
+         shared = [{ hidden_dim = 8 }]
+         router = { noise = 1.0 }
+         capacity = { mode = 'factor', factor = 1.5 }
+         losses = [{ kind = 'global', coefficient = 0.1 }]";
+    has_steps(text, SharedExperts::Whole, include_str!("steps.txt"));
+}
+
+#[test]
+fn slices_of_shared_experts_have_their_steps_in_this_order() {
+    let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
+         experts = { bias = true }
+         shared = [{ hidden_dim = 8, gate = 'sigmoid' }, { hidden_dim = 4 }]";
+    let expected = include_str!("steps_of_slices.txt");
+    has_steps(text, SharedExperts::Sliced, expected);
 }
 
 /// Every exchange moves rows of one size, between tensors that both sides have.
 #[test]
 fn both_sides_of_an_exchange_have_the_same_rows() {
-    for seed in 0..60 {
-        let spec = sample(seed);
-        let mesh = Parallel::of(1 + seed as usize % 8, &spec);
+    for seed in 0..120 {
+        let (spec, mesh) = layer(seed);
         for target in ["cpu:avx512", "cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"] {
             let plan = planned(&spec, target, mesh, mesh.ranks() - 1, true);
             let passes = [&plan.steps, &plan.evaluation, &plan.backward];
@@ -49,12 +75,18 @@ fn both_sides_of_an_exchange_have_the_same_rows() {
                 let RankStep::Exchange(exchange) = step else {
                     continue;
                 };
-                let (here, there) = match exchange.way {
-                    Way::ToExperts { from, to } => (from, to),
-                    Way::ToTokens { from, to } | Way::Gather { from, to } => (to, from),
+                let (here, side, there) = match exchange.way {
+                    Way::ToExperts { from, to } => (from, Side::Experts, to),
+                    Way::ToTokens { from, to } | Way::Gather { from, to } => {
+                        (to, Side::Experts, from)
+                    }
+                    Way::ToSlices { from, to } => (from, Side::Shared, to),
+                    Way::FromSlices { from, to } | Way::OfFirst { from, to } => {
+                        (to, Side::Shared, from)
+                    }
                     _ => continue,
                 };
-                let [a, b] = [(Side::Tokens, here), (Side::Experts, there)]
+                let [a, b] = [(Side::Tokens, here), (side, there)]
                     .map(|(side, tensor)| plan.row_bytes(side, tensor));
                 assert_eq!(a, b, "{}: seed {seed}, {target}", exchange.name);
                 assert!(a > 0);
@@ -65,29 +97,26 @@ fn both_sides_of_an_exchange_have_the_same_rows() {
 
 /// A rank's launches are all of those of its sides, each once and in order.
 #[test]
-fn every_launch_of_both_sides_is_there_once() {
-    for seed in 0..60 {
-        let spec = sample(seed);
-        let mesh = Parallel::of(1 + seed as usize % 6, &spec);
+fn every_launch_of_every_side_is_there_once() {
+    for seed in 0..120 {
+        let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
-        let passes: [(&[RankStep], [&[Step]; 2]); 3] = [
-            (&plan.steps, [&plan.tokens.steps, &plan.experts.steps]),
-            (
-                &plan.evaluation,
-                [&plan.tokens.evaluation, &plan.experts.evaluation],
-            ),
-            (
-                &plan.backward,
-                [&plan.tokens.backward, &plan.experts.backward],
-            ),
+        type Launched = fn(&LayerPlan) -> &[Step];
+        let passes: [(&[RankStep], Launched); 3] = [
+            (&plan.steps, |plan| &plan.steps),
+            (&plan.evaluation, |plan| &plan.evaluation),
+            (&plan.backward, |plan| &plan.backward),
         ];
-        for (steps, sides) in passes {
-            for (side, own) in [Side::Tokens, Side::Experts].into_iter().zip(sides) {
+        let mut sides = vec![Side::Tokens, Side::Experts];
+        sides.extend(plan.shared.is_some().then_some(Side::Shared));
+        for (steps, of) in passes {
+            for &side in &sides {
                 let launched = steps.iter().filter_map(|step| match step {
                     RankStep::Launch { side: whose, step } if *whose == side => Some(*step),
                     _ => None,
                 });
-                assert!(launched.eq(0..own.len()), "seed {seed}: {side:?}");
+                let own = of(plan.side(side)).len();
+                assert!(launched.eq(0..own), "seed {seed}: {side:?}");
             }
         }
     }
@@ -118,24 +147,103 @@ fn ranks_agree_on_the_parts_of_a_gradient() {
     }
 }
 
-/// Weights of experts are on the experts' side, all others on the tokens'.
+/// Weights of experts are on the experts' side, of sliced shared experts on theirs, all
+/// others on the tokens'. What the first slice adds alone the tokens' side has, too, where
+/// it is weighted.
 #[test]
 fn every_weight_has_one_side() {
-    for seed in 0..60 {
-        let spec = sample(seed);
-        let mesh = Parallel::of(2, &spec);
+    for seed in 0..120 {
+        let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
         let weights = |plan: &LayerPlan| -> BTreeSet<String> {
             let weights = plan.tensors.iter().filter(|t| t.role == Role::Weight);
             weights.map(|tensor| tensor.name.clone()).collect()
         };
         let (tokens, experts) = (weights(&plan.tokens), weights(&plan.experts));
-        let twice: Vec<&String> = tokens.intersection(&experts).collect();
-        assert!(twice.iter().all(|name| *name == "experts.down.bias"));
+        let shared = plan.shared.as_ref().map(weights).unwrap_or_default();
+        assert!(experts.intersection(&shared).next().is_none());
+        let elsewhere: BTreeSet<String> = experts.union(&shared).cloned().collect();
+        let mut twice = tokens.intersection(&elsewhere);
+        let added_once = |name: &&String| name.ends_with(".down.bias");
+        assert!(twice.all(|name| added_once(&name)), "seed {seed}");
         for tensor in moesaic_spec::canonical_tensors(&spec) {
-            let own = tensor.name.starts_with("experts.");
-            let side = if own { &experts } else { &tokens };
+            let part = shared_part(&tensor.name);
+            let of_slice = part.is_some_and(|part| !part.starts_with("router."));
+            let side = match of_slice && plan.shared.is_some() {
+                true => &shared,
+                false if tensor.name.starts_with("experts.") => &experts,
+                false => &tokens,
+            };
             assert!(side.contains(&tensor.name), "seed {seed}: {}", tensor.name);
         }
     }
+}
+
+/// Tokens and gradients go to the slices, and outputs and gradients come back of each.
+#[test]
+fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
+    for seed in (1..120).step_by(2) {
+        let (spec, mesh) = layer(seed);
+        let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
+        assert_eq!(plan.shared.is_some(), !spec.shared.is_empty());
+        let named = |steps: &[RankStep]| -> Vec<String> {
+            let of_slices = |step: &RankStep| match step {
+                RankStep::Exchange(Exchange { name, way }) => matches!(
+                    way,
+                    Way::ToSlices { .. } | Way::FromSlices { .. } | Way::OfFirst { .. }
+                )
+                .then(|| name.clone()),
+                RankStep::Launch { .. } => None,
+            };
+            steps.iter().filter_map(of_slices).collect()
+        };
+        let (mut forward, mut backward) = (Vec::new(), BTreeSet::new());
+        for (index, shared) in spec.shared.iter().enumerate() {
+            let gated = shared.gate != moesaic_spec::SharedGate::None;
+            let name = |part: &str| format!("shared.{index}.{part}");
+            forward.push(name("out"));
+            backward.insert(name("drows"));
+            if gated {
+                backward.extend(["weight", "dweight_parts"].map(name));
+            }
+            if gated && spec.shared_bias(index).down() {
+                backward.insert(name("down.bias"));
+            }
+        }
+        if !spec.shared.is_empty() {
+            forward.insert(0, "x".to_string());
+            backward.insert("dy".to_string());
+        }
+        assert_eq!(named(&plan.steps), forward, "seed {seed}");
+        assert_eq!(named(&plan.evaluation), forward, "seed {seed}");
+        let found: BTreeSet<String> = named(&plan.backward).into_iter().collect();
+        assert_eq!(found, backward, "seed {seed}");
+    }
+}
+
+/// What comes from other ranks in a backward pass is not kept from forward to there.
+#[test]
+fn forward_keeps_nothing_of_what_backward_is_brought() {
+    for seed in 0..120 {
+        let (spec, mesh) = layer(seed);
+        let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
+        for side in plan.sides() {
+            for id in side.saved() {
+                let name = &*side[id].name;
+                let brought = ["dout", "dy", "drows", "dweight_parts", "weight"];
+                let part = shared_part(name).unwrap_or(name);
+                assert!(!brought.contains(&part), "seed {seed}: {name}");
+            }
+        }
+    }
+}
+
+/// Some layers on meshes with whole shared experts, and some with slices of them.
+fn layer(seed: u64) -> (LayerSpec, Parallel) {
+    if seed % 2 == 1 {
+        return sliced_sample(seed);
+    }
+    let spec = sample(seed);
+    let mesh = Parallel::of(1 + seed as usize % 8, &spec);
+    (spec, mesh)
 }

@@ -1,41 +1,29 @@
 //! What a rank does, in lines for people.
 
 use super::{Exchange, RankPlan, RankStep, Side, Way};
-use crate::{Step, TensorId};
+use crate::{LayerPlan, Step, TensorId};
 use std::fmt::Write;
 
 impl RankPlan {
     /// The steps of every pass, a line each: whose kernel is launched, or what goes where.
     pub fn text(&self) -> String {
         let mut text = String::new();
-        let passes = [
-            (
-                "forward",
-                &self.steps,
-                [&self.tokens.steps, &self.experts.steps],
-            ),
-            (
-                "evaluation",
-                &self.evaluation,
-                [&self.tokens.evaluation, &self.experts.evaluation],
-            ),
-            (
-                "backward",
-                &self.backward,
-                [&self.tokens.backward, &self.experts.backward],
-            ),
+        type Launched = fn(&LayerPlan) -> &[Step];
+        let passes: [(&str, &[RankStep], Launched); 3] = [
+            ("forward", &self.steps, |plan| &plan.steps),
+            ("evaluation", &self.evaluation, |plan| &plan.evaluation),
+            ("backward", &self.backward, |plan| &plan.backward),
         ];
-        for (name, steps, [tokens, experts]) in passes {
+        for (name, steps, launched) in passes {
             if steps.is_empty() {
                 continue;
             }
             let _ = writeln!(text, "{name}");
             for step in steps {
                 let line = match step {
-                    RankStep::Launch { side, step } => match side {
-                        Side::Tokens => self.launch(*side, &tokens[*step]),
-                        Side::Experts => self.launch(*side, &experts[*step]),
-                    },
+                    RankStep::Launch { side, step } => {
+                        self.launch(*side, &launched(self.side(*side))[*step])
+                    }
                     RankStep::Exchange(exchange) => self.exchange(exchange),
                 };
                 let _ = writeln!(text, "  {line}");
@@ -48,12 +36,13 @@ impl RankPlan {
         let whose = match side {
             Side::Tokens => "tokens",
             Side::Experts => "experts",
+            Side::Shared => "shared",
         };
         format!("{whose:<9}{}", self.side(side).symbol(step))
     }
 
     fn exchange(&self, exchange: &Exchange) -> String {
-        let (tokens, experts) = (Side::Tokens, Side::Experts);
+        let (tokens, experts, shared) = (Side::Tokens, Side::Experts, Side::Shared);
         let name = |side: Side, id: TensorId| &*self.side(side)[id].name;
         let row = |side: Side, id| self.row_bytes(side, id);
         let what = match exchange.way {
@@ -83,6 +72,27 @@ impl RankPlan {
                 name(experts, tensor),
                 self.mesh.shards,
                 row(experts, tensor)
+            ),
+            Way::Neighbours => "each slice's number of tokens to the others: 8 bytes".to_string(),
+            Way::ToSlices { from, to } => format!(
+                "{} to {} of shared experts: {} bytes a row{}",
+                name(tokens, from),
+                name(shared, to),
+                row(tokens, from),
+                self.slices()
+            ),
+            Way::FromSlices { from, to } => format!(
+                "{} summed over {} slices to {}: {} bytes a row",
+                name(shared, from),
+                self.mesh.shards,
+                name(tokens, to),
+                row(shared, from)
+            ),
+            Way::OfFirst { from, to } => format!(
+                "{} of the first slice to {} of all: {} bytes",
+                name(shared, from),
+                name(tokens, to),
+                self.tokens[to].bytes(0)
             ),
             Way::Sum { from, to } => format!(
                 "{} of all ranks summed to {}: {} bytes",

@@ -3,7 +3,7 @@
 use crate::in_candle::{Case, assert_close, floats, step, tensors};
 use candle_core::{Result, Tensor, Var};
 use moesaic::collectives::{Call, threads};
-use moesaic::{Engine, Mesh, Parallel};
+use moesaic::{Engine, Mesh, Parallel, SharedExperts};
 use moesaic_candle::{Inputs, MoeLayer, part};
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -12,6 +12,7 @@ const SPEC: &str = r#"
 shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
 router = { renormalize = "sum", bias = true }
 experts = { form = "gated", activation = "silu", bias = true }
+shared = [{ hidden_dim = 12, gate = "sigmoid" }]
 "#;
 
 /// Tokens of the first rank, of all.
@@ -143,6 +144,11 @@ fn experts_on_two_ranks() -> Result<()> {
 fn slices_and_replicas() -> Result<()> {
     check(Parallel {
         shards: 2,
+        ..Parallel::default()
+    })?;
+    check(Parallel {
+        shards: 2,
+        shared: SharedExperts::Sliced,
         ..Parallel::default()
     })?;
     check(Parallel {

@@ -428,12 +428,28 @@ impl Collectives for Nccl {
         let kind = Kind::ReduceScatter;
         checks::equal_types(kind, input, output)?;
         checks::whole_of_parts(kind, "input", input, "output", output, self.size())?;
+        let counts = vec![output.elements(); self.size()];
+        self.reduce_scatter_by_counts(input, &counts, output, reduction, call)
+    }
+
+    /// Of unequal parts the library knows nothing: they are folded here.
+    fn reduce_scatter_by_counts(
+        &mut self,
+        input: &Slice,
+        counts: &[usize],
+        output: &Slice,
+        reduction: Reduction,
+        call: &Call,
+    ) -> Started {
+        let kind = Kind::ReduceScatter;
+        checks::equal_types(kind, input, output)?;
+        let own = (self.rank(), self.size());
+        let sizes = checks::parts_by_counts(kind, counts, (input, output), own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
         let (element, count) = (input.element(), output.elements());
-        if self.folds(count) {
+        if self.folds(count) || counts.iter().any(|other| *other != count) {
             task.waits = self.fold_waits(element);
-            let sizes = vec![output.bytes(); self.size()];
             let plan = plan::reduce_scatter(self.rank(), &sizes, element, reduction);
             return self.start_plan(task, &[input], &[output], plan);
         }

@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use moesaic_collectives::{
-    Algorithm, Call, Collectives, Element, NodeShape, Reduction, Slice, Transfer,
+    Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Reduction, Slice, Transfer,
 };
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
@@ -206,6 +206,23 @@ fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: u
             read(device, &to) == own,
             "{reduction} of {elements} scattered"
         );
+        let counts: Vec<usize> = (0..ranks).map(|rank| elements * rank / 2).collect();
+        let before: usize = counts[..rank].iter().sum();
+        let all = counts.iter().sum();
+        let data = slice(
+            device,
+            Element::F32,
+            &f32_bytes((0..all).map(|i| value(rank, i))),
+        );
+        let to = room(device, Element::F32, counts[rank]);
+        let call = call("scatter unequally");
+        let scattered = world.reduce_scatter_by_counts(&data, &counts, &to, reduction, &call);
+        scattered.unwrap().wait().unwrap();
+        let own = f32_bytes((before..before + counts[rank]).map(total));
+        assert!(read(device, &to) == own, "{reduction} of {counts:?}");
+        let wrong = vec![elements; ranks + 1];
+        let refused = world.reduce_scatter_by_counts(&data, &wrong, &to, reduction, &call);
+        assert!(matches!(refused, Err(CollectiveError::Invalid { .. })));
     }
     integers(world, device, elements);
 }

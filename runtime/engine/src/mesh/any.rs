@@ -118,7 +118,7 @@ impl AnyLayer {
     }
 
     /// The layer that has a weight, and its gradient: on a mesh that of this rank's experts,
-    /// or that of what every rank has.
+    /// of its slices of shared ones, or of what every rank has.
     pub fn side_of(&self, name: &str) -> &Layer {
         match self {
             AnyLayer::One(layer) => layer,

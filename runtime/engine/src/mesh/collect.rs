@@ -1,10 +1,11 @@
 //! Tensors of all ranks, written by the first as those of one process.
 
 use super::ranks::{Among, Ranks};
-use super::shard::{beside, hidden_dimension};
+use super::shard;
+use super::share::Share;
 use crate::error::EngineError;
 use moesaic_collectives::{Call, Element, Slice, Transfer};
-use moesaic_plan::Place;
+use moesaic_plan::{Parallel, Place};
 use moesaic_tensor::{Described, SourceError, Tensor, Tensors, WeightSink};
 use std::ops::Range;
 use std::time::Duration;
@@ -64,12 +65,13 @@ impl Ranks {
             .collect();
         then(&mut |sink| sink.begin(&all));
         for ((name, tensor), counts) in own.iter().zip(&experts) {
-            if Among::of(name) == Among::World {
+            let share = Share::of(self.mesh().parallel(), name);
+            if share.is_everywhere() {
                 then(&mut |sink| sink.write(&tensor.data));
                 continue;
             }
-            for (ep, rows) in pieces(tensor, counts) {
-                let piece = self.piece(name, tensor, ep, rows)?;
+            for piece in pieces(self.mesh().parallel(), share, tensor, counts) {
+                let piece = self.piece(name, tensor, piece)?;
                 then(&mut |sink| sink.write(&piece));
             }
         }
@@ -79,18 +81,19 @@ impl Ranks {
 
     /// For each tensor how many experts of it each group of ranks has.
     fn experts(&self, own: &Tensors<'_>) -> Result<Vec<Vec<usize>>, EngineError> {
-        let count = |(name, tensor): (&String, &Tensor<'_>)| match Among::of(name) {
-            Among::World => 0,
-            _ => tensor.shape.first().copied().unwrap_or(0) as u64,
-        };
+        let mesh = self.mesh().parallel();
+        let count =
+            |(name, tensor): (&String, &Tensor<'_>)| match Share::of(mesh, name).counts_experts() {
+                true => tensor.shape.first().copied().unwrap_or(0) as u64,
+                false => 0,
+            };
         let counts: Vec<u8> = own
             .iter()
             .flat_map(|each| count(each).to_le_bytes())
             .collect();
         let all = self.gather_bytes(&counts, Among::Group, "experts of all")?;
-        let shards = self.mesh().parallel().shards;
         let of = |tensor: usize| {
-            let firsts = all.iter().step_by(shards);
+            let firsts = all.iter().step_by(mesh.shards);
             let number = |bytes: &Vec<u8>| {
                 let bytes = bytes.get(8 * tensor..8 * tensor + 8).unwrap_or_default();
                 u64::from_le_bytes(bytes.try_into().unwrap_or_default()) as usize
@@ -107,14 +110,13 @@ impl Ranks {
 
     /// A tensor as one process has it.
     fn whole(&self, name: &str, tensor: &Tensor<'_>, counts: &[usize]) -> Described {
-        let mut shape = tensor.shape.clone();
-        if Among::of(name) != Among::World {
-            if let Some(experts) = shape.first_mut() {
-                *experts = counts.iter().sum();
-            }
-            if let Some(width) = hidden_dimension(name).and_then(|at| shape.get_mut(at)) {
-                *width *= self.mesh().parallel().shards;
-            }
+        let mesh = self.mesh().parallel();
+        let (share, mut shape) = (Share::of(mesh, name), tensor.shape.clone());
+        if let Some(experts) = shape.first_mut().filter(|_| share.counts_experts()) {
+            *experts = counts.iter().sum();
+        }
+        if let Some(width) = share.hidden.and_then(|at| shape.get_mut(at)) {
+            *width *= mesh.shards;
         }
         Described {
             name: name.to_string(),
@@ -123,31 +125,27 @@ impl Ranks {
         }
     }
 
-    /// Some experts of a group of ranks, put together on the first rank; nothing elsewhere.
-    fn piece(
-        &self,
-        name: &str,
-        tensor: &Tensor<'_>,
-        ep: usize,
-        rows: Range<usize>,
-    ) -> Result<Vec<u8>, EngineError> {
-        let (mesh, Place { ep: own, shard, .. }) = (self.mesh().parallel(), self.mesh().place());
-        let dimension = hidden_dimension(name).filter(|_| mesh.shards > 1);
-        let slices = dimension.map_or(1, |_| mesh.shards);
+    /// A piece of a tensor, put together on the first rank; nothing elsewhere.
+    fn piece(&self, name: &str, tensor: &Tensor<'_>, piece: Piece) -> Result<Vec<u8>, EngineError> {
+        let (mesh, Place { ep, shard, .. }) = (self.mesh().parallel(), self.mesh().place());
+        let Piece {
+            ranks,
+            rows,
+            beside,
+        } = piece;
         let bytes = row_bytes(tensor) * rows.len();
         let at = rows.start * row_bytes(tensor);
         let mut sends = Vec::new();
-        if own == ep && shard < slices {
+        if ranks.contains(&(ep * mesh.shards + shard)) {
             let buffer = self.buffer(&tensor.data[at..at + bytes])?;
             let slice = Slice::new(&buffer, Element::U8, 0, bytes)?;
             sends.push(Transfer { peer: 0, slice });
         }
         let first = self.mesh().rank() == 0;
-        let room = if first { slices * bytes } else { 0 };
+        let room = if first { ranks.len() * bytes } else { 0 };
         let buffer = self.buffer(&vec![0; room])?;
-        let from = (0..slices).filter(|_| first).map(|shard| {
-            let slice = Slice::new(&buffer, Element::U8, shard * bytes, bytes)?;
-            let peer = ep * mesh.shards + shard;
+        let from = ranks.filter(|_| first).enumerate().map(|(at, peer)| {
+            let slice = Slice::new(&buffer, Element::U8, at * bytes, bytes)?;
             Ok(Transfer { peer, slice })
         });
         let receives = from.collect::<Result<Vec<_>, EngineError>>()?;
@@ -156,7 +154,7 @@ impl Ranks {
         groups.rows.exchange(&sends, &receives, &call)?.wait()?;
         let mut all = vec![0; room];
         self.device().download(&buffer, 0, &mut all)?;
-        let Some(dimension) = dimension.filter(|_| first) else {
+        let Some(dimension) = beside.filter(|_| first) else {
             return Ok(all);
         };
         let mut shape = tensor.shape.clone();
@@ -169,22 +167,52 @@ impl Ranks {
                 data: part.into(),
             })
             .collect();
-        Ok(beside(&parts, dimension).data.to_vec())
+        Ok(shard::beside(&parts, dimension).data.to_vec())
     }
 }
 
-/// Bytes of an expert.
+/// Rows of a tensor that are fetched together.
+struct Piece {
+    /// The ranks of a group that have them.
+    ranks: Range<usize>,
+    /// Which rows of what each of these ranks has.
+    rows: Range<usize>,
+    /// The dimension along which those of several ranks lie side by side.
+    beside: Option<usize>,
+}
+
+/// Bytes of a row: of an expert, or of a row of a shared one's matrix.
 fn row_bytes(tensor: &Tensor<'_>) -> usize {
     tensor.data.len() / tensor.shape.first().copied().unwrap_or(1).max(1)
 }
 
-/// Some experts of each group of ranks at a time.
-fn pieces(tensor: &Tensor<'_>, counts: &[usize]) -> Vec<(usize, Range<usize>)> {
-    let rows = (PIECE / row_bytes(tensor).max(1)).max(1);
-    let of = |(ep, count): (usize, &usize)| {
-        let count = *count;
-        let starts = (0..count).step_by(rows);
-        starts.map(move |first| (ep, first..count.min(first + rows)))
+/// The pieces of a tensor in the order of the whole: a few experts of each group of ranks at
+/// a time, or rows of a shared one.
+fn pieces(mesh: Parallel, share: Share, tensor: &Tensor<'_>, counts: &[usize]) -> Vec<Piece> {
+    let cut = share.hidden.filter(|_| mesh.shards > 1);
+    let slices_of = |ep: usize| {
+        let first = ep * mesh.shards;
+        first..first + cut.map_or(1, |_| mesh.shards)
     };
-    counts.iter().enumerate().flat_map(of).collect()
+    // Ranks with the next rows, and how many those are.
+    let own_rows = tensor.shape.first().copied().unwrap_or(1);
+    let holders: Vec<(Range<usize>, usize)> = match share.hidden {
+        _ if share.counts_experts() => {
+            let groups = counts.iter().enumerate();
+            groups.map(|(ep, &count)| (slices_of(ep), count)).collect()
+        }
+        Some(0) => slices_of(0)
+            .map(|rank| (rank..rank + 1, own_rows))
+            .collect(),
+        _ => vec![(slices_of(0), own_rows)],
+    };
+    let step = (PIECE / row_bytes(tensor).max(1)).max(1);
+    let of = |(ranks, count): (Range<usize>, usize)| {
+        (0..count).step_by(step).map(move |first| Piece {
+            ranks: ranks.clone(),
+            rows: first..count.min(first + step),
+            beside: cut.filter(|dimension| *dimension > 0),
+        })
+    };
+    holders.into_iter().flat_map(of).collect()
 }

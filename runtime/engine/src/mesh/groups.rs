@@ -25,6 +25,8 @@ pub(super) struct Groups {
     pub slices: Box<dyn Collectives>,
     /// Those with the same slices of the same experts.
     pub replicas: Box<dyn Collectives>,
+    /// Those with slices of the same number; where there is one slice, everybody.
+    pub same_slice: Option<Box<dyn Collectives>>,
 }
 
 impl Mesh {
@@ -57,6 +59,10 @@ impl Mesh {
             rows: group("rows", dp)?,
             slices: group("slices", dp * parallel.ep + ep)?,
             replicas: group("replicas", ep * parallel.shards + shard)?,
+            same_slice: match parallel.shards {
+                1 => None,
+                _ => Some(group("same slices", shard)?),
+            },
         };
         Ok(Mesh {
             parallel,

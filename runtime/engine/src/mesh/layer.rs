@@ -2,8 +2,8 @@
 
 use super::groups::Mesh;
 use super::part::Around;
-use super::rows::Rows;
-use super::run::{Run, Segment, segments};
+use super::rows::{Neighbours, Rows};
+use super::run::{Run, SLICED, Segment, segments};
 use super::shard::Shard;
 use super::side::Side;
 use crate::call::{Counters, Input, Output};
@@ -18,7 +18,8 @@ use moesaic_plan::{self as plan, LayerPlan, RankPlan, RankStep, Step, Training, 
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
 
-/// A rank's part of a layer: its own tokens, and its own experts.
+/// A rank's part of a layer: its own tokens, its own experts, and where shared experts are
+/// sliced its slices of them.
 ///
 /// Every call is made by all ranks of the mesh, in the same order, also by those that
 /// have no tokens. What ranks get together is what one process gets for the tokens of
@@ -30,6 +31,8 @@ pub struct MeshLayer {
     plan: RankPlan,
     tokens: Layer,
     experts: Layer,
+    /// Where shared experts are sliced.
+    shared: Option<Layer>,
     forward: Vec<Segment>,
     evaluation: Vec<Segment>,
     backward: Vec<Segment>,
@@ -42,6 +45,8 @@ pub struct MeshSaved {
     tokens: Saved,
     experts: Saved,
     rows: Rows,
+    /// Where shared experts are sliced.
+    shared: Option<(Saved, Neighbours)>,
 }
 
 impl MeshSaved {
@@ -59,7 +64,7 @@ impl MeshSaved {
 impl Engine {
     /// Makes this rank's part of a layer. `weights` are those of the whole layer, of which
     /// only this rank's experts are read, and what every rank has: router, shared experts,
-    /// projections. All ranks of the mesh call it.
+    /// of which a mesh may have slices, projections. All ranks of the mesh call it.
     ///
     /// # Errors
     /// [`EngineError::Plan`] for a mesh that the layer cannot have;
@@ -88,11 +93,15 @@ impl Engine {
         part: &dyn WeightSource,
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
-        let experts = spec.shape.experts;
-        self.mesh_layer_with(mesh, spec, (&Around { part, experts }, part), training)
+        let around = Around {
+            part,
+            mesh: mesh.parallel(),
+            experts: spec.shape.experts,
+        };
+        self.mesh_layer_with(mesh, spec, (&around, part), training)
     }
 
-    /// `weights` are those of the tokens' side, and those of this rank's experts.
+    /// `weights` are those of the tokens' side, and those of this rank's experts and slices.
     fn mesh_layer_with(
         &self,
         mesh: &Mesh,
@@ -110,11 +119,14 @@ impl Engine {
         };
         let tokens = side(&plan.tokens, weights.0)?;
         let experts = side(&plan.experts, weights.1)?;
+        let shared = plan.shared.as_ref().map(|plan| side(plan, weights.1));
+        let shared = shared.transpose()?;
         let bound = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
             segments(steps, |side, numbers| {
                 let layer = match side {
                     plan::Side::Tokens => &tokens,
                     plan::Side::Experts => &experts,
+                    plan::Side::Shared => shared.as_ref().expect(SLICED),
                 };
                 let all = of(layer.plan());
                 let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
@@ -137,6 +149,7 @@ impl Engine {
             plan,
             tokens,
             experts,
+            shared,
         })
     }
 }
@@ -145,8 +158,10 @@ impl Engine {
 fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Result<(), EngineError> {
     let spec = serde_json::to_string(&plan.tokens.spec).unwrap_or_default();
     let (parallel, training) = (format!("{:?}", mesh.parallel()), format!("{training:?}"));
-    let parts = plan.tokens.tensor("dweight_parts");
-    let parts = format!("{:?}", parts.map(|tensor| &tensor.shape));
+    let parts = plan.tokens.tensors.iter();
+    let parts = parts.filter(|tensor| tensor.name.ends_with("dweight_parts"));
+    let parts: Vec<String> = parts.map(|tensor| format!("{:?}", tensor.shape)).collect();
+    let parts = parts.join(", ");
     let values = [
         ("moesaic", env!("CARGO_PKG_VERSION")),
         ("mesh", &parallel),
@@ -169,8 +184,8 @@ impl MeshLayer {
         &self.mesh
     }
 
-    /// The part that every rank has: weights and gradients of router, shared experts and
-    /// projections.
+    /// The part that every rank has: weights and gradients of router, projections, and shared
+    /// experts that are whole.
     pub fn replicated(&self) -> &Layer {
         &self.tokens
     }
@@ -180,6 +195,19 @@ impl MeshLayer {
     /// [`RankPlan::own_experts`].
     pub fn own(&self) -> &Layer {
         &self.experts
+    }
+
+    /// This rank's slices of shared experts, by their names in the layer; `None` where
+    /// [`MeshLayer::replicated`] has them whole.
+    pub fn shared(&self) -> Option<&Layer> {
+        self.shared.as_ref()
+    }
+
+    /// All of these parts.
+    pub fn parts(&self) -> impl Iterator<Item = &Layer> {
+        [&self.tokens, &self.experts]
+            .into_iter()
+            .chain(&self.shared)
     }
 
     /// Evaluates the layer for this rank's tokens and reads back the named outputs.
@@ -195,9 +223,9 @@ impl MeshLayer {
             names,
             Counters::default(),
         )?;
-        run.run(&self.evaluation, |experts, rows| {
-            let layer = experts.layer;
-            experts.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
+        run.run(&self.evaluation, |side, rows| {
+            let layer = side.layer;
+            side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
         })?;
         run.read(names)
     }
@@ -263,15 +291,17 @@ impl MeshLayer {
         self.tokens.check_training()?;
         let mut run = self.call();
         run.begin(Pass::Train, &self.forward, input, names, counters)?;
-        run.run(&self.forward, |experts, rows| {
-            let layer = experts.layer;
-            experts.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
+        run.run(&self.forward, |side, rows| {
+            let layer = side.layer;
+            side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
         })?;
         let output = run.read(names)?;
         let Run {
             tokens,
             experts,
+            shared,
             rows,
+            neighbours,
             ..
         } = run;
         let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
@@ -281,6 +311,7 @@ impl MeshLayer {
             tokens,
             experts,
             rows,
+            shared: shared.and_then(Side::into_saved).zip(neighbours),
         };
         Ok((output, saved))
     }
@@ -288,8 +319,9 @@ impl MeshLayer {
     /// Runs the layer backward from this rank's `dy`: returns `dx` and
     /// `grad.topk_weights` of its tokens, and leaves gradients of weights in both parts.
     /// Those of experts are whole but for other groups that hold the same; those of
-    /// [`MeshLayer::replicated`] are of this rank's tokens alone:
-    /// [`MeshLayer::reduce_gradients`] adds up both.
+    /// [`MeshLayer::shared`] are of the tokens of ranks with slices of the same experts;
+    /// those of [`MeshLayer::replicated`] are of this rank's tokens alone:
+    /// [`MeshLayer::reduce_gradients`] adds up all.
     ///
     /// # Errors
     /// As [`Layer::backward`]; [`EngineError::Collective`].
@@ -302,6 +334,10 @@ impl MeshLayer {
         let mut run = self.call();
         run.tokens.back(&saved.tokens, accumulate)?;
         run.experts.back(&saved.experts, accumulate)?;
+        if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
+            side.back(kept, accumulate)?;
+            run.neighbours = Some(neighbours.clone());
+        }
         self.tokens.check_dy(saved.tokens(), dy)?;
         let staged = run.tokens.named("dy").expect("training plans have dy");
         self.tokens.device.upload(&dy.data, staged, 0)?;
@@ -318,7 +354,9 @@ impl MeshLayer {
             groups: self.mesh.groups(),
             tokens: Side::new(&self.tokens),
             experts: Side::new(&self.experts),
+            shared: self.shared.as_ref().map(Side::new),
             rows: None,
+            neighbours: None,
             under_way: Vec::new(),
         }
     }

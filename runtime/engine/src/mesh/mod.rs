@@ -15,6 +15,7 @@ mod reduce;
 mod rows;
 mod run;
 mod shard;
+mod share;
 mod side;
 mod weights;
 

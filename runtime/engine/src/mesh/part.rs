@@ -2,8 +2,9 @@
 //! master copies, what an optimizer keeps beside them.
 
 use super::groups::Mesh;
-use super::ranks::{Among, expert_weight};
-use super::shard::{beside, hidden_dimension, sliced};
+use super::ranks::Among;
+use super::shard::{beside, sliced};
+use super::share::Share;
 use crate::error::EngineError;
 use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Place};
@@ -14,11 +15,16 @@ impl Mesh {
     /// Whether a parameter is this rank's to move. Of slices of an expert the first alone
     /// adds the last bias; the others hold zeros, which have to stay.
     pub fn holds(&self, name: &str) -> bool {
-        holds(self.place(), name)
+        holds(self.parallel(), self.place(), name)
     }
 
-    /// This rank's part of a tensor: of experts its own, of all else everything. Only
-    /// that is asked of the source.
+    /// Who has the same of a parameter: [`Among::of`] on this mesh.
+    pub fn among(&self, name: &str) -> Among {
+        Among::of(self.parallel(), name)
+    }
+
+    /// This rank's part of a tensor: of experts its own, of sliced shared experts its slices,
+    /// of all else everything. Only that is asked of the source.
     ///
     /// # Errors
     /// As [`part_of`].
@@ -31,10 +37,12 @@ impl Mesh {
     }
 }
 
-/// A rank's part as the source of what every rank has. Weights of all experts, of which a
-/// backward pass wants a few, come from the other ranks then, and are zeros before.
+/// A rank's part as the source of what every rank has. Weights of all experts and of whole
+/// shared ones, of which a backward pass wants a few, come from the other ranks then, and
+/// are zeros before.
 pub(super) struct Around<'a> {
     pub part: &'a dyn WeightSource,
+    pub mesh: Parallel,
     /// Of the whole layer.
     pub experts: usize,
 }
@@ -42,7 +50,7 @@ pub(super) struct Around<'a> {
 impl WeightSource for Around<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let (dtype, mut shape) = self.part.describe(name)?;
-        let of_experts = Among::of(name) != Among::World;
+        let of_experts = Share::of(self.mesh, name).counts_experts();
         if let Some(experts) = shape.first_mut().filter(|_| of_experts) {
             *experts = self.experts;
         }
@@ -52,7 +60,7 @@ impl WeightSource for Around<'_> {
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
         let described = self
             .describe(name)
-            .filter(|_| Among::of(name) != Among::World);
+            .filter(|_| !Share::of(self.mesh, name).is_everywhere());
         let Some((dtype, mut shape)) = described else {
             return self.part.rows(name, rows);
         };
@@ -61,20 +69,20 @@ impl WeightSource for Around<'_> {
     }
 }
 
-fn holds(place: Place, name: &str) -> bool {
-    place.shard == 0 || expert_weight(name) != Some("experts.down.bias")
+fn holds(mesh: Parallel, place: Place, name: &str) -> bool {
+    place.shard == 0 || !Share::of(mesh, name).once
 }
 
 /// The shape of what the rank at a place of a mesh has of a tensor of a shape; `None` if
 /// they cannot share it.
 pub fn part_shape(mesh: Parallel, place: Place, name: &str, whole: &[usize]) -> Option<Vec<usize>> {
+    let share = Share::of(mesh, name);
     let mut shape = whole.to_vec();
-    if Among::of(name) == Among::World {
-        return Some(shape);
+    if share.counts_experts() {
+        let experts = shape.first_mut().filter(|experts| **experts >= mesh.ep)?;
+        *experts = mesh.experts(place.ep, *experts).len();
     }
-    let experts = shape.first_mut().filter(|experts| **experts >= mesh.ep)?;
-    *experts = mesh.experts(place.ep, *experts).len();
-    if let Some(dimension) = hidden_dimension(name) {
+    if let Some(dimension) = share.hidden {
         let width = shape.get_mut(dimension)?;
         if !width.is_multiple_of(mesh.shards) {
             return None;
@@ -85,7 +93,7 @@ pub fn part_shape(mesh: Parallel, place: Place, name: &str, whole: &[usize]) -> 
 }
 
 /// What the rank at a place of a mesh has of a tensor of the whole, by the tensor's name:
-/// [`Among::of`] says whether it is of experts.
+/// [`Among::of`] says whose it is.
 ///
 /// # Errors
 /// [`EngineError::Weight`] for a tensor that is not there, or whose sizes the mesh cannot
@@ -102,25 +110,26 @@ pub fn part_of(
     };
     let described = source.describe(name);
     let (dtype, shape) = described.ok_or_else(|| problem("is missing".to_string()))?;
-    let rows = shape.first().copied().unwrap_or(1);
-    if Among::of(name) == Among::World {
-        return read(source, name, 0..rows);
-    }
+    let share = Share::of(mesh, name);
     let Some(own) = part_shape(mesh, place, name, &shape) else {
         let Parallel { ep, shards, .. } = mesh;
         let message = format!("of shape {shape:?} cannot be shared by {ep} x {shards} ranks");
         return Err(problem(message));
     };
-    if !holds(place, name) {
+    if !holds(mesh, place, name) {
         return Ok(Tensor::zeros(dtype, &own)); // the first slice has it
     }
-    let part = read(source, name, mesh.experts(place.ep, rows))?;
-    Ok(match hidden_dimension(name).filter(|_| mesh.shards > 1) {
-        Some(dimension) => {
-            let range = mesh.hidden(place.shard, shape[dimension]);
-            sliced(&part, dimension, &range)
-        }
-        None => part,
+    let slice = |dimension: usize| mesh.hidden(place.shard, shape[dimension]);
+    let rows = shape.first().copied().unwrap_or(1);
+    let rows = match share.hidden {
+        _ if share.counts_experts() => mesh.experts(place.ep, rows),
+        Some(0) => slice(0),
+        _ => 0..rows,
+    };
+    let part = read(source, name, rows)?;
+    Ok(match share.hidden.filter(|_| mesh.shards > 1) {
+        Some(dimension) if dimension > 0 => sliced(&part, dimension, &slice(dimension)),
+        _ => part,
     })
 }
 

@@ -1,17 +1,19 @@
 //! Host memory between the ranks of a mesh: what training sums, gathers and hands out.
 
 use super::groups::{Groups, Mesh};
+use super::share::Share;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Algorithm, Call, Collectives, Element, Reduction, Slice};
+use moesaic_plan::Parallel;
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
 
 /// Which ranks of a mesh do something together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Among {
-    /// All. They have the same of what is no expert's: router, shared experts, and all
+    /// All. They have the same of what is no expert's: router, whole shared experts, and all
     /// that a model has around its layers.
     World,
     /// Those that hold all experts once.
@@ -21,26 +23,19 @@ pub enum Among {
     /// Those with the same slices of the same experts. They have the same weights of
     /// experts.
     Replicas,
+    /// Those with slices of the same number, of whatever experts. They have the same of
+    /// shared experts that are sliced.
+    SameSlice,
 }
 
 impl Among {
-    /// Who has the same of a parameter, by its name: `experts.` and what follows, with
-    /// anything in front, is of experts; all else is everybody's.
-    pub fn of(name: &str) -> Among {
-        match expert_weight(name) {
-            Some(_) => Among::Replicas,
-            None => Among::World,
-        }
+    /// Who has the same of a parameter on a mesh, by its name: `experts.` and what follows,
+    /// with anything in front, is of experts; `shared.0.` and what follows, but for its
+    /// `router.`, of slices of a shared expert where the mesh has such
+    /// ([`SharedExperts`](moesaic_plan::SharedExperts)); all else is everybody's.
+    pub fn of(mesh: Parallel, name: &str) -> Among {
+        Share::of(mesh, name).among
     }
-}
-
-/// The part of a parameter's name from `experts.` on: `experts.up.weight` of
-/// `block3.experts.up.weight`.
-pub(super) fn expert_weight(name: &str) -> Option<&str> {
-    if name.starts_with("experts.") {
-        return Some(name);
-    }
-    name.find(".experts.").map(|at| &name[at + 1..])
 }
 
 /// What a rank exchanges with others from its own memory. Every call is made by all
@@ -61,12 +56,13 @@ impl Engine {
 }
 
 impl Groups {
-    fn among(&mut self, among: Among) -> &mut dyn Collectives {
+    pub fn among(&mut self, among: Among) -> &mut dyn Collectives {
         match among {
             Among::World => &mut *self.world,
             Among::Group => &mut *self.rows,
             Among::Slices => &mut *self.slices,
             Among::Replicas => &mut *self.replicas,
+            Among::SameSlice => &mut **self.same_slice.as_mut().unwrap_or(&mut self.world),
         }
     }
 }

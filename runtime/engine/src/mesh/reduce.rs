@@ -1,14 +1,15 @@
 //! Gradients of weights over the ranks that have the same.
 
 use super::layer::MeshLayer;
+use super::ranks::Among;
 use crate::error::EngineError;
 use crate::layer::Layer;
 use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
 
 impl MeshLayer {
     /// Adds up the gradients of weights over the ranks that have the same weights: those
-    /// of experts over the groups that hold all experts, all others over all ranks. They
-    /// are then those of one process that had the tokens of all ranks, and the same
+    /// of experts over the groups that hold all experts, those of slices of shared experts
+    /// over the slices of the same number, all others over all ranks. They are then those of one process that had the tokens of all ranks, and the same
     /// bytes on every rank that has them. After any number of backward passes that add.
     ///
     /// A loss that is the mean over each rank's own tokens wants them divided by the
@@ -20,7 +21,11 @@ impl MeshLayer {
         self.replicated().check_training()?;
         let groups = &mut *self.mesh().groups();
         sum(self.replicated(), &mut *groups.world)?;
-        sum(self.own(), &mut *groups.replicas)
+        sum(self.own(), &mut *groups.replicas)?;
+        match self.shared() {
+            Some(shared) => sum(shared, groups.among(Among::SameSlice)),
+            None => Ok(()),
+        }
     }
 }
 

@@ -1,7 +1,8 @@
-//! A pass of one rank: launches of both sides, and exchanges between ranks.
+//! A pass of one rank: launches of all sides, and exchanges between ranks.
 
 use super::groups::{Groups, Mesh};
-use super::rows::{Piece, Rows};
+use super::ranks::Among;
+use super::rows::{Neighbours, Piece, Rows};
 use super::side::Side;
 use crate::error::EngineError;
 use crate::launch::Bound;
@@ -60,7 +61,10 @@ pub(super) struct Run<'l> {
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
+    /// Where shared experts are sliced.
+    pub shared: Option<Side<'l>>,
     pub rows: Option<Rows>,
+    pub neighbours: Option<Neighbours>,
     /// Exchanges that the device's stream has, and that may still fail.
     pub under_way: Vec<Handle>,
 }
@@ -84,17 +88,22 @@ impl Run<'_> {
         if !segments.iter().any(asks) {
             return Ok(None);
         }
-        let all = self.each_has(tokens, &self.call("tokens"))?;
+        let all = self.each_has(tokens, Among::World, &self.call("tokens"))?;
         Ok(Some(Census {
             before: all[..self.mesh.rank()].iter().sum(),
             most: all.iter().copied().max().unwrap_or(0),
         }))
     }
 
-    /// A number of every rank.
-    fn each_has(&mut self, own: usize, call: &Call) -> Result<Vec<usize>, EngineError> {
-        let world = &mut self.groups.world;
-        let all = world.gather_bytes(&(own as u64).to_le_bytes(), call)?;
+    /// A number of every rank of a group.
+    fn each_has(
+        &mut self,
+        own: usize,
+        among: Among,
+        call: &Call,
+    ) -> Result<Vec<usize>, EngineError> {
+        let group = self.groups.among(among);
+        let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
         let number = |bytes: &Vec<u8>| {
             let bytes = bytes.as_slice().try_into().unwrap_or_default();
             u64::from_le_bytes(bytes) as usize
@@ -102,7 +111,7 @@ impl Run<'_> {
         Ok(all.iter().map(number).collect())
     }
 
-    /// Runs the steps of a pass; `arrive` makes room for the rows that come here.
+    /// Runs the steps of a pass; `arrive` makes room on a side for the rows that come there.
     pub fn run(
         &mut self,
         segments: &[Segment],
@@ -110,18 +119,22 @@ impl Run<'_> {
     ) -> Result<(), EngineError> {
         for segment in segments {
             match segment {
-                Segment::Launches(plan::Side::Tokens, bound) => self.tokens.run(bound)?,
-                Segment::Launches(plan::Side::Experts, bound) => self.experts.run(bound)?,
-                Segment::Exchange(exchange) => {
-                    if exchange.way == Way::Counts {
+                Segment::Launches(side, bound) => self.side(*side).run(bound)?,
+                Segment::Exchange(exchange) => match exchange.way {
+                    Way::Counts => {
                         let rows = self.count()?;
                         arrive(&mut self.experts, rows.arriving())?;
                         self.lay_out(&rows)?;
                         self.rows = Some(rows);
-                    } else {
-                        self.exchange(exchange)?;
                     }
-                }
+                    Way::Neighbours => {
+                        let neighbours = self.count_neighbours(exchange)?;
+                        let shared = self.shared.as_mut().expect(SLICED);
+                        arrive(shared, neighbours.tokens())?;
+                        self.neighbours = Some(neighbours);
+                    }
+                    _ => self.exchange(exchange)?,
+                },
             }
         }
         let mut exchanges = self.under_way.drain(..);
@@ -138,6 +151,14 @@ impl Run<'_> {
         Ok(())
     }
 
+    fn side(&self, side: plan::Side) -> &Side<'_> {
+        match side {
+            plan::Side::Tokens => &self.tokens,
+            plan::Side::Experts => &self.experts,
+            plan::Side::Shared => self.shared.as_ref().expect(SLICED),
+        }
+    }
+
     fn call(&self, name: &str) -> Call {
         Call::new(&format!("{} of {}", name, self.label))
     }
@@ -145,20 +166,21 @@ impl Run<'_> {
     fn exchange(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
         let call = self.call(&exchange.name);
         match exchange.way {
-            Way::Tokens | Way::Counts => Ok(()), // done when the call begins, or its rows
+            // Done when the call begins, or before rows go.
+            Way::Tokens | Way::Counts | Way::Neighbours => Ok(()),
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
                 let (sent, arrived) = (rows.sent(), rows.arrived());
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send(&sends, &receives, &call)
+                self.send(Among::Group, &sends, &receives, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
                 let sends = self.transfers(plan::Side::Experts, from, &answers)?;
                 let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send(&sends, &receives, &call)
+                self.send(Among::Group, &sends, &receives, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows().arriving();
@@ -170,6 +192,15 @@ impl Run<'_> {
                 let sum = slices.all_reduce(&data, &data, Reduction::Sum, &call)?;
                 self.finish(sum)
             }
+            Way::ToSlices { from, to } => {
+                let neighbours = self.neighbours();
+                let (sent, arrived) = (neighbours.sent(), neighbours.arrived());
+                let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
+                let receives = self.transfers(plan::Side::Shared, to, &arrived)?;
+                self.send(Among::Slices, &sends, &receives, &call)
+            }
+            Way::FromSlices { from, to } => self.sum_to_tokens(from, to, &call),
+            Way::OfFirst { from, to } => self.take_of_first(from, to, &call),
             Way::Sum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
             Way::Live { ids, to } => self.count_live(ids, to, &call),
             Way::Most { tensor } => self.reduce(tensor, tensor, Reduction::Max, &call),
@@ -181,13 +212,20 @@ impl Run<'_> {
         self.rows.as_ref().expect("rows are counted before they go")
     }
 
+    fn neighbours(&self) -> &Neighbours {
+        let neighbours = self.neighbours.as_ref();
+        neighbours.expect("tokens are counted before their rows go")
+    }
+
     fn send(
         &mut self,
+        among: Among,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
     ) -> Result<(), EngineError> {
-        let exchange = self.groups.rows.exchange(sends, receives, call)?;
+        let group = self.groups.among(among);
+        let exchange = group.exchange(sends, receives, call)?;
         self.finish(exchange)
     }
 
@@ -199,10 +237,7 @@ impl Run<'_> {
         pieces: &[Piece],
     ) -> Result<Vec<Transfer>, EngineError> {
         let bytes = self.plan.row_bytes(side, tensor);
-        let buffer = match side {
-            plan::Side::Tokens => self.tokens.buffer(tensor),
-            plan::Side::Experts => self.experts.buffer(tensor),
-        };
+        let buffer = self.side(side).buffer(tensor);
         let transfer = |piece: &Piece| {
             let (first, size) = (piece.first * bytes, piece.rows * bytes);
             Ok(Transfer {
@@ -239,6 +274,59 @@ impl Run<'_> {
         Ok(Rows::new(mesh, place, offsets, &told))
     }
 
+    /// Ranks with slices of the same experts learn how many tokens each has.
+    fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
+        let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
+        let counts = self.each_has(tokens, Among::Slices, &call)?;
+        Ok(Neighbours::new(counts, self.mesh.place().shard))
+    }
+
+    /// A tensor of all slices' tokens, whose sums over slices go to the tokens' ranks.
+    fn sum_to_tokens(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let side = plan::Side::Shared;
+        let element = element(self.plan.side(side)[from].dtype);
+        let width = self.plan.row_bytes(side, from) / element.size();
+        let neighbours = self.neighbours();
+        let (counts, own) = (neighbours.elements(width), neighbours.own_elements(width));
+        let input = Slice::new(
+            self.side(side).buffer(from),
+            element,
+            0,
+            counts.iter().sum(),
+        )?;
+        let output = Slice::new(self.tokens.buffer(to), element, 0, own)?;
+        let (slices, reduction) = (&mut self.groups.slices, Reduction::Sum);
+        let sum = slices.reduce_scatter_by_counts(&input, &counts, &output, reduction, call)?;
+        self.finish(sum)
+    }
+
+    /// A weight of the first slice becomes that of the tokens' side of all.
+    fn take_of_first(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let rows = self.plan.tokens[to].shape[0].eval(0) as usize;
+        let piece = |peer| Piece {
+            peer,
+            first: 0,
+            rows,
+        };
+        let sends: Vec<Piece> = match self.mesh.place().shard {
+            0 => (0..self.mesh.parallel().shards).map(piece).collect(),
+            _ => Vec::new(),
+        };
+        let sends = self.transfers(plan::Side::Shared, from, &sends)?;
+        let receives = self.transfers(plan::Side::Tokens, to, &[piece(0)])?;
+        self.send(Among::Slices, &sends, &receives, call)
+    }
+
     /// Tells the experts' kernels where rows lie.
     fn lay_out(&self, rows: &Rows) -> Result<(), EngineError> {
         let device = &*self.experts.layer.device;
@@ -270,7 +358,7 @@ impl Run<'_> {
         device.download(self.tokens.buffer(ids), 0, bytes)?;
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, call)?.iter().sum();
+        let all: usize = self.each_has(own, Among::World, call)?.iter().sum();
         device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
         Ok(())
     }
@@ -310,9 +398,12 @@ impl Run<'_> {
         let receives: Vec<Piece> = receives.collect();
         let sends = self.transfers(plan::Side::Experts, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
-        self.send(&sends, &receives, call)
+        self.send(Among::Group, &sends, &receives, call)
     }
 }
+
+/// Why there is a side of shared experts.
+pub(super) const SLICED: &str = "steps of shared experts are of ranks with slices of them";
 
 /// As collectives call it.
 pub(super) fn element(dtype: DType) -> Element {

@@ -1,37 +1,25 @@
 //! A rank's own weights, out of those of all.
 
-use super::ranks::expert_weight;
+use super::share::{Share, shared_part};
 use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Place};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
 
-/// The weights of a rank's own experts, as a source of its own: names and types are the
-/// layer's, counts and hidden widths those of the rank. Only what the rank holds is asked
-/// of the whole source.
+/// The weights of a rank's own experts, and of its slices of shared ones, as a source of its
+/// own: names and types are the layer's, counts and hidden widths those of the rank. Only
+/// what the rank holds is asked of the whole source.
 pub struct Shard<'a> {
     whole: &'a dyn WeightSource,
-    experts: Range<usize>,
-    hidden: Range<usize>,
-    /// The hidden width of whole experts.
-    width: usize,
+    mesh: Parallel,
+    place: Place,
     /// Whole experts.
-    of: usize,
-    /// Another slice has the biases that are added once.
-    silent: bool,
-}
-
-/// What a slice of an expert has of a weight.
-enum Cut {
-    /// All of it.
-    Whole,
-    /// A range of the second dimension.
-    Rows,
-    /// A range of the third dimension.
-    Columns,
-    /// Zeros: another slice has it.
-    Nothing,
+    experts: usize,
+    /// The hidden width of whole experts.
+    hidden: usize,
+    /// Those of whole shared experts.
+    shared: Vec<usize>,
 }
 
 impl<'a> Shard<'a> {
@@ -42,47 +30,43 @@ impl<'a> Shard<'a> {
         place: Place,
         whole: &'a dyn WeightSource,
     ) -> Shard<'a> {
-        let width = spec.shape.hidden_dim;
         Shard {
             whole,
-            experts: mesh.experts(place.ep, spec.shape.experts),
-            hidden: mesh.hidden(place.shard, width),
-            width,
-            of: spec.shape.experts,
-            silent: place.shard > 0,
+            mesh,
+            place,
+            experts: spec.shape.experts,
+            hidden: spec.shape.hidden_dim,
+            shared: spec.shared.iter().map(|one| one.hidden_dim).collect(),
         }
     }
 
-    fn cut(&self, name: &str) -> Cut {
-        let all = self.hidden.len() == self.width;
-        match hidden_dimension(name) {
-            _ if all => Cut::Whole,
-            Some(1) => Cut::Rows,
-            Some(_) => Cut::Columns,
-            None if self.silent && name == "experts.down.bias" => Cut::Nothing,
-            None => Cut::Whole,
-        }
+    /// How a weight is shared, with its dimension that is cut here and the whole's width
+    /// there.
+    fn share(&self, name: &str) -> (Share, Option<(usize, usize)>) {
+        let share = Share::of(self.mesh, name);
+        let width = match shared_part(name).filter(|_| !share.counts_experts()) {
+            Some((index, _)) => self.shared.get(index).copied(),
+            None => Some(self.hidden),
+        };
+        let cut = share.hidden.zip(width);
+        (share, cut.filter(|_| self.mesh.shards > 1))
+    }
+
+    /// The rank's part of a hidden width.
+    fn own(&self, width: usize) -> Range<usize> {
+        self.mesh.hidden(self.place.shard, width)
     }
 }
 
-/// Which dimension of a weight of experts is the hidden one, if any is.
-pub(super) fn hidden_dimension(name: &str) -> Option<usize> {
-    match expert_weight(name)? {
-        "experts.gate.weight" | "experts.up.weight" => Some(1),
-        "experts.gate.bias" | "experts.up.bias" => Some(1),
-        "experts.down.weight" => Some(2),
-        _ => None,
-    }
-}
-
-/// A weight of all experts, or its gradient, from what each rank of a group has of it: the
-/// inverse of [`Shard`]. `part` gives that of the rank at a place.
+/// A weight of all experts, or of a shared one, or its gradient, from what each rank of a
+/// group has of it: the inverse of [`Shard`]. `part` gives that of the rank at a place.
 pub fn joined<'t>(
     name: &str,
     mesh: Parallel,
     part: impl Fn(Place) -> Tensor<'t>,
 ) -> Tensor<'static> {
-    let dimension = hidden_dimension(name);
+    let share = Share::of(mesh, name);
+    let dimension = share.hidden;
     // Of what slices do not cut each has the same, or zeros: the first counts.
     let slices = dimension.map_or(1, |_| mesh.shards);
     let group = |ep: usize| {
@@ -90,8 +74,10 @@ pub fn joined<'t>(
         let parts: Vec<Tensor<'_>> = (0..slices).map(of).collect();
         beside(&parts, dimension.unwrap_or(0))
     };
-    let groups: Vec<Tensor<'_>> = (0..mesh.ep).map(group).collect();
-    beside(&groups, 0)
+    match share.counts_experts() {
+        true => beside(&(0..mesh.ep).map(group).collect::<Vec<_>>(), 0),
+        false => group(0),
+    }
 }
 
 /// Tensors one after the other along a dimension.
@@ -117,35 +103,40 @@ pub(super) fn beside(parts: &[Tensor<'_>], dimension: usize) -> Tensor<'static> 
 impl WeightSource for Shard<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let (dtype, mut shape) = self.whole.describe(name)?;
+        let (share, cut) = self.share(name);
         // Of a shape that is not the layer's the layer says so itself.
-        if let Some(experts) = shape.first_mut().filter(|experts| **experts == self.of) {
-            *experts = self.experts.len();
+        let experts = shape.first_mut().filter(|_| share.counts_experts());
+        if let Some(experts) = experts.filter(|experts| **experts == self.experts) {
+            *experts = self.mesh.experts(self.place.ep, self.experts).len();
         }
-        let cut = match self.cut(name) {
-            Cut::Rows => shape.get_mut(1),
-            Cut::Columns => shape.get_mut(2),
-            Cut::Whole | Cut::Nothing => None,
-        };
-        if let Some(width) = cut.filter(|width| **width == self.width) {
-            *width = self.hidden.len();
+        if let Some((dimension, width)) = cut
+            && let Some(there) = shape.get_mut(dimension).filter(|there| **there == width)
+        {
+            *there = self.own(width).len();
         }
         Some((dtype, shape))
     }
 
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
-        let first = self.experts.start;
-        let wanted = first + rows.start..first + rows.end;
-        let whole = |rows| self.whole.rows(name, rows);
-        match self.cut(name) {
-            Cut::Whole => whole(wanted),
-            Cut::Nothing => {
-                let (dtype, mut shape) = self.describe(name).ok_or_else(|| gone(name))?;
-                shape[0] = rows.len();
-                Ok(Tensor::zeros(dtype, &shape))
-            }
-            Cut::Rows => Ok(sliced(&whole(wanted)?, 1, &self.hidden)),
-            Cut::Columns => Ok(sliced(&whole(wanted)?, 2, &self.hidden)),
+        let (share, cut) = self.share(name);
+        if share.once && self.place.shard > 0 {
+            // The first slice has it.
+            let (dtype, mut shape) = self.describe(name).ok_or_else(|| gone(name))?;
+            shape[0] = rows.len();
+            return Ok(Tensor::zeros(dtype, &shape));
         }
+        let first = match cut {
+            _ if share.counts_experts() => self.mesh.experts(self.place.ep, self.experts).start,
+            Some((0, width)) => self.own(width).start,
+            _ => 0,
+        };
+        let own = self
+            .whole
+            .rows(name, first + rows.start..first + rows.end)?;
+        Ok(match cut {
+            None | Some((0, _)) => own,
+            Some((dimension, width)) => sliced(&own, dimension, &self.own(width)),
+        })
     }
 }
 
@@ -175,6 +166,7 @@ pub(super) fn sliced(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moesaic_plan::SharedExperts;
     use moesaic_spec::LayerSpec;
     use moesaic_tensor::Tensors;
 
@@ -198,7 +190,7 @@ mod tests {
         let mesh = Parallel {
             ep: 2,
             shards: 2,
-            dp: 1,
+            ..Parallel::default()
         };
         let place = Place { dp: 0, ep, shard };
         Shard::new(&spec(), mesh, place, Box::leak(Box::new(weights)))
@@ -230,7 +222,7 @@ mod tests {
         let mesh = Parallel {
             ep: 2,
             shards: 2,
-            dp: 1,
+            ..Parallel::default()
         };
         for name in [
             "experts.up.weight",
@@ -245,6 +237,62 @@ mod tests {
             let whole = joined(name, mesh, part).to_f32();
             let numbers = (0..whole.len()).map(|n| n as f32);
             assert!(whole.iter().copied().eq(numbers), "{name}: {whole:?}");
+        }
+    }
+
+    #[test]
+    fn a_rank_has_its_slices_of_shared_experts_where_they_are_sliced() {
+        let mut spec = spec();
+        let shared = r#"[{"hidden_dim":6}]"#;
+        spec.shared = serde_json::from_str(shared).unwrap();
+        let mut weights = Tensors::new();
+        for (name, shape) in [
+            ("shared.0.up.weight", vec![6, 2]),
+            ("shared.0.up.bias", vec![6]),
+            ("shared.0.down.weight", vec![2, 6]),
+            ("shared.0.down.bias", vec![2]),
+        ] {
+            let numbers = (0..shape.iter().product()).map(|n: usize| n as f32);
+            weights.insert(name, Tensor::owned(&shape, numbers.collect()));
+        }
+        let whole = Parallel {
+            ep: 2,
+            shards: 2,
+            ..Parallel::default()
+        };
+        let mesh = Parallel {
+            shared: SharedExperts::Sliced,
+            ..whole
+        };
+        let second = |mesh| {
+            let place = Place {
+                dp: 0,
+                ep: 1,
+                shard: 1,
+            };
+            Shard::new(&spec, mesh, place, &weights)
+        };
+        let shard = second(mesh);
+        let up = read(&shard, "shared.0.up.weight");
+        assert_eq!(up, (vec![3, 2], vec![6., 7., 8., 9., 10., 11.]));
+        let piece = shard.rows("shared.0.up.weight", 1..2).unwrap();
+        assert_eq!(piece.to_f32(), [8., 9.]);
+        assert_eq!(read(&shard, "shared.0.up.bias").1, [3., 4., 5.]);
+        let down = read(&shard, "shared.0.down.weight");
+        assert_eq!(down, (vec![2, 3], vec![3., 4., 5., 9., 10., 11.]));
+        assert_eq!(read(&shard, "shared.0.down.bias").1, [0., 0.]);
+        let parts = |name: &str| {
+            let part = |place| {
+                let shard = Shard::new(&spec, mesh, place, &weights);
+                let (_, shape) = shard.describe(name).unwrap();
+                shard.rows(name, 0..shape[0]).unwrap().into_static()
+            };
+            joined(name, mesh, part)
+        };
+        for (name, tensor) in &weights {
+            assert!(parts(name) == *tensor, "{name}");
+            let (_, shape) = second(whole).describe(name).unwrap();
+            assert_eq!(shape, tensor.shape, "{name} is everybody's");
         }
     }
 

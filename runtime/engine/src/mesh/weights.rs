@@ -13,8 +13,8 @@ impl MeshLayer {
         Ranks::new(self.mesh(), &self.replicated().device)
     }
 
-    /// This rank's part of the weights of the whole layer: what is not of experts, and
-    /// its own experts. Only that is read.
+    /// This rank's part of the weights of the whole layer: what is not of experts, its own
+    /// experts, and its slices of shared ones. Only that is read.
     ///
     /// # Errors
     /// As [`part_of`](crate::part_of).
@@ -34,9 +34,12 @@ impl MeshLayer {
     /// # Errors
     /// [`EngineError::NotTraining`].
     pub fn gradients(&self) -> Result<Tensors<'static>, EngineError> {
-        let (mut all, own) = (self.replicated().gradients()?, self.own().gradients()?);
-        all.retain(|name, _| Among::of(name) == Among::World);
-        all.extend(own);
+        let mut all = self.replicated().gradients()?;
+        all.retain(|name, _| self.mesh().among(name) == Among::World);
+        all.extend(self.own().gradients()?);
+        if let Some(shared) = self.shared() {
+            all.extend(shared.gradients()?);
+        }
         all.retain(|name, _| self.mesh().holds(name));
         Ok(all)
     }
@@ -51,9 +54,10 @@ impl MeshLayer {
 
     /// The side whose weight it is.
     pub fn side_of(&self, name: &str) -> &Layer {
-        match Among::of(name) {
-            Among::World => self.replicated(),
-            _ => self.own(),
+        match self.mesh().among(name) {
+            Among::Replicas => self.own(),
+            Among::SameSlice => self.shared().unwrap_or(self.replicated()),
+            _ => self.replicated(),
         }
     }
 }

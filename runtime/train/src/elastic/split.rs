@@ -132,7 +132,7 @@ pub fn unshard_experts(
     }
     let layout = Layout::new(spec);
     let sets: Vec<&Tensors<'_>> = shards.iter().collect();
-    let whole = each_name(&sets, |name, list| match Among::of(name) {
+    let whole = each_name(&sets, |name, list| match Among::of(mesh, name) {
         Among::World => same(name, list),
         _ => {
             let wanted = layout.shape(name);

@@ -17,7 +17,7 @@ const COMMANDS: [&str; 12] = [
     "tune --spec a.toml --tokens 1,64 --training=hidden --seconds 0.1",
     "precompile --spec a.toml,b.toml --target cuda:sm_80,rocm:gfx942,cpu:avx2 -o pack.tar.gz",
     "precompile --spec a.toml --target cpu --mesh ep=4,shards=2,dp=1 --l1 32KiB --l2 1.5MiB -j 2",
-    "inspect --spec a.toml --target sim:sm_90a --mesh ep=2,dp=2 --kernel combine",
+    "inspect --spec a.toml --target sim:sm_90a --mesh ep=2,shards=2,shared=sliced --rank 1",
     "inspect --spec a.toml --target cuda:sm_90a --kernel grouped_gemm --asm",
     "emit --spec a.toml --target cuda:sm_100f,rocm:gfx1201 -o out",
     "run --spec a.toml --weights w --input x --output y --ranks 4 --mesh ep=4 --target auto",
@@ -157,6 +157,11 @@ fn agrees_as_mesh(value: &str, read: &str) -> Result<(), String> {
             .split_once('=')
             .ok_or_else(|| format!("`{part}` was taken"))?;
         let (name, number) = (name.trim(), number.trim());
+        let number = match (name, number) {
+            ("shared", "sliced") => "Sliced",
+            ("shared", "whole") => "Whole",
+            _ => number,
+        };
         let number = number.strip_prefix('+').unwrap_or(number);
         let number = number.trim_start_matches('0');
         let number = if number.is_empty() { "0" } else { number };

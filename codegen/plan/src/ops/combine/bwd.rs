@@ -275,22 +275,26 @@ impl Builder {
             .any(|shared| shared.gate != SharedGate::None);
         let later = (gated && adds_later(spec)).then(|| later_desc(spec, &shared));
         let rows = Size::Tokens * spec.shape.top_k as u64;
-        let mut columns = vec![("dweight_parts".to_string(), rows, parts)];
-        for (i, &parts) in shared.iter().enumerate() {
-            columns.push((format!("shared.{i}.dweight_parts"), Size::Tokens, parts));
-        }
-        for (name, rows, parts) in columns {
-            let shape = [rows, constant(parts)];
-            self.plan
-                .tensors
-                .push(tensor(&name, F32, &shape, Role::Scratch));
-        }
+        self.declare_parts("dweight_parts", rows, parts);
+        self.declare_shared_parts(&shared);
         let later = later.map(|desc| self.combine_bwd_first("combine_bwd_later", desc));
         self.latent_up_bwd();
         CombineBwd {
             routed: self.combine_bwd_first("combine_bwd", routed),
             later,
         }
+    }
+
+    /// Declares the parts of the gradient of each shared expert's weight.
+    pub(crate) fn declare_shared_parts(&mut self, columns: &[usize]) {
+        for (i, &parts) in columns.iter().enumerate() {
+            self.declare_parts(&format!("shared.{i}.dweight_parts"), Size::Tokens, parts);
+        }
+    }
+
+    fn declare_parts(&mut self, name: &str, rows: Size, parts: usize) {
+        let parts = tensor(name, F32, &[rows, constant(parts)], Role::Scratch);
+        self.plan.tensors.push(parts);
     }
 
     /// All entries but the last, which needs what experts leave.

@@ -112,11 +112,16 @@ impl Builder {
 
     /// A shared expert and its gate.
     pub(crate) fn shared(&mut self, index: usize) {
+        self.shared_products(index);
+        self.shared_gate(index);
+    }
+
+    /// A shared expert without its gate.
+    pub(crate) fn shared_products(&mut self, index: usize) {
         let up = format!("grouped_gemm_up_shared_{index}");
         self.product(&up, Half::Up, Some(index), self.keeps_hidden());
         let down = format!("grouped_gemm_down_shared_{index}");
         self.product(&down, Half::Down, Some(index), false);
-        self.shared_gate(index);
     }
 
     /// Products of the routed experts, or of a shared one.
@@ -155,7 +160,11 @@ impl Builder {
         desc.outer.div_ceil(self.tiling(desc).tile_columns)
     }
 
+    /// The same of each shared expert.
     pub(crate) fn shared_parts(&self) -> Vec<usize> {
+        if let Some(columns) = &self.sliced {
+            return columns.clone();
+        }
         let spec = &self.plan.spec;
         let indices = 0..spec.shared.len();
         indices

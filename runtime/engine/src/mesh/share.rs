@@ -1,0 +1,150 @@
+//! What ranks have of a parameter, by its name.
+
+use super::ranks::Among;
+use moesaic_plan::Parallel;
+
+/// How ranks share a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Share {
+    /// Who has the same of it.
+    pub among: Among,
+    /// The dimension along which slices cut it, if they do.
+    pub hidden: Option<usize>,
+    /// The first slice alone adds it; the others hold zeros.
+    pub once: bool,
+}
+
+impl Share {
+    /// Of a parameter of this name, with anything in front.
+    pub fn of(mesh: Parallel, name: &str) -> Share {
+        if let Some(part) = expert_part(name) {
+            return Share {
+                among: Among::Replicas,
+                hidden: hidden_dimension(part).map(|dimension| dimension + 1),
+                once: part == LAST_BIAS,
+            };
+        }
+        match shared_part(name).filter(|_| mesh.slices_shared()) {
+            Some((_, part)) => Share {
+                among: Among::SameSlice,
+                hidden: hidden_dimension(part),
+                once: part == LAST_BIAS,
+            },
+            None => Share {
+                among: Among::World,
+                hidden: None,
+                once: false,
+            },
+        }
+    }
+
+    /// Whether the first dimension counts experts, of which ranks have some.
+    pub fn counts_experts(&self) -> bool {
+        self.among == Among::Replicas
+    }
+
+    /// Whether all have all of it.
+    pub fn is_everywhere(&self) -> bool {
+        self.among == Among::World
+    }
+}
+
+/// What an expert adds behind its last product.
+const LAST_BIAS: &str = "down.bias";
+
+/// Which dimension of an expert's matrix or bias is the hidden one, if any is.
+fn hidden_dimension(part: &str) -> Option<usize> {
+    match part {
+        "gate.weight" | "up.weight" | "gate.bias" | "up.bias" => Some(0),
+        "down.weight" => Some(1),
+        _ => None,
+    }
+}
+
+/// `up.weight` of `block3.experts.up.weight`.
+fn expert_part(name: &str) -> Option<&str> {
+    let behind = |at: usize| &name[at + ".experts.".len()..];
+    let first = name.strip_prefix("experts.");
+    first.or_else(|| name.find(".experts.").map(behind))
+}
+
+/// Number and part of a shared expert's own weight, not of its gate's: 0 and `up.weight` of
+/// `block3.shared.0.up.weight`.
+pub(super) fn shared_part(name: &str) -> Option<(usize, &str)> {
+    let places = name.match_indices("shared.").map(|(at, _)| at);
+    let mut begins = places.filter(|&at| at == 0 || name.as_bytes()[at - 1] == b'.');
+    begins.find_map(|at| {
+        let (index, part) = name[at + "shared.".len()..].split_once('.')?;
+        let cut = hidden_dimension(part).is_some() || part == LAST_BIAS;
+        Some((index.parse().ok().filter(|_| cut)?, part))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic_plan::SharedExperts;
+
+    #[test]
+    fn a_name_says_who_has_the_same() {
+        let whole = Parallel {
+            ep: 2,
+            shards: 2,
+            ..Parallel::default()
+        };
+        let sliced = Parallel {
+            shared: SharedExperts::Sliced,
+            ..whole
+        };
+        let among = |mesh, name| Share::of(mesh, name).among;
+        for name in ["experts.up.weight", "block3.experts.down.bias"] {
+            assert_eq!(among(whole, name), Among::Replicas);
+            assert_eq!(among(sliced, name), Among::Replicas);
+        }
+        for name in [
+            "shared.0.up.weight",
+            "optimizer.first.b3.shared.12.down.bias",
+        ] {
+            assert_eq!(among(whole, name), Among::World);
+            assert_eq!(among(sliced, name), Among::SameSlice);
+        }
+        for name in [
+            "shared.0.router.weight",
+            "shared.x.up.weight",
+            "unshared.0.up.weight",
+            "router.weight",
+        ] {
+            assert_eq!(among(sliced, name), Among::World);
+        }
+        let one = Parallel {
+            shards: 1,
+            ..sliced
+        };
+        assert_eq!(among(one, "shared.0.up.weight"), Among::World);
+    }
+
+    #[test]
+    fn slices_cut_the_hidden_dimension() {
+        let mesh = Parallel {
+            shards: 2,
+            shared: SharedExperts::Sliced,
+            ..Parallel::default()
+        };
+        for (part, dimension) in [
+            ("gate.weight", Some(0)),
+            ("up.bias", Some(0)),
+            ("down.weight", Some(1)),
+            ("down.bias", None),
+        ] {
+            let shared = Share::of(mesh, &format!("a.shared.3.{part}"));
+            let routed = Share::of(mesh, &format!("a.experts.{part}"));
+            assert_eq!(shared.hidden, dimension);
+            assert_eq!(routed.hidden, dimension.map(|at| at + 1));
+            assert_eq!([shared.once, routed.once], [part == "down.bias"; 2]);
+        }
+        assert_eq!(
+            shared_part("a.shared.13.up.weight"),
+            Some((13, "up.weight"))
+        );
+    }
+}
