@@ -5,6 +5,9 @@
 //! cargo bench --bench launch
 //! ```
 
+#[path = "launch/specs.rs"]
+mod specs;
+
 use moesaic::kernel::KernelSource;
 use moesaic::plan::{LayerPlan, Role};
 use moesaic::target::{
@@ -15,6 +18,7 @@ use moesaic::{
 };
 use moesaic_engine::{Engine, EngineParts};
 use moesaic_probe::idle::Idle;
+use specs::SPECS;
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,26 +29,6 @@ const SAMPLES: usize = 40;
 const CALLS: u32 = 500;
 
 const TARGETS: [&str; 2] = ["cpu:avx512", "cuda:sm_90a"];
-
-const SPECS: [(&str, &str); 2] = [
-    (
-        "gated, top 2 of 8",
-        "shape = { model_dim = 64, hidden_dim = 64, experts = 8, top_k = 2 }
-         precision = { weights = \"bf16\", activations = \"bf16\" }
-         router = { renormalize = \"sum\" }
-         experts = { form = \"gated\", activation = \"silu\" }",
-    ),
-    (
-        "capacity, shared expert, losses",
-        "shape = { model_dim = 64, hidden_dim = 64, experts = 16, top_k = 4 }
-         precision = { weights = \"bf16\", activations = \"bf16\" }
-         router = { score = \"sigmoid\", select_bias = true, renormalize = \"sum\" }
-         capacity = { mode = \"factor\", factor = 1.25 }
-         experts = { form = \"gated\", activation = \"silu\" }
-         shared = [{ hidden_dim = 64 }]
-         losses = [{ kind = \"z\", coefficient = 0.001 }]",
-    ),
-];
 
 fn main() {
     if std::env::args().any(|arg| arg == "--list") {

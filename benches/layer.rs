@@ -10,14 +10,21 @@
 //! `--help` lists the options; benches/peers/README.md says who the peers are
 //! and what is compared.
 
+#[path = "layer/answer.rs"]
+mod answer;
 #[path = "layer/compare.rs"]
 mod compare;
+#[allow(dead_code, reason = "the kit of GPUs uses the rest")]
 #[path = "layer/data.rs"]
 mod data;
 #[path = "layer/gauge.rs"]
 mod gauge;
+#[path = "layer/gradient.rs"]
+mod gradient;
 #[path = "layer/here.rs"]
 mod here;
+#[path = "layer/pass.rs"]
+mod pass;
 #[path = "layer/peer.rs"]
 mod peer;
 #[path = "layer/products.rs"]
@@ -26,10 +33,14 @@ mod products;
 mod select;
 #[path = "layer/shapes.rs"]
 mod shapes;
+#[path = "layer/started.rs"]
+mod started;
 #[path = "layer/table.rs"]
 mod table;
 #[path = "layer/timing.rs"]
 mod timing;
+#[path = "layer/work.rs"]
+mod work;
 
 use data::{Call, Folder};
 use gauge::Gauge;
@@ -40,7 +51,7 @@ use select::Selection;
 use shapes::Shape;
 use std::error::Error;
 use table::Table;
-use timing::{Pass, Work};
+use work::Work;
 
 /// Of the draw of experts.
 const SEED: u64 = 5;
@@ -60,7 +71,7 @@ fn main() -> Result {
     for &threads in &selection.threads {
         let mut peers = match selection.products {
             true => Vec::new(),
-            false => Peer::start_all(&selection, threads),
+            false => started::all(&selection, threads),
         };
         for &dtype in &selection.dtypes {
             for shape in &selection.shapes {
@@ -113,13 +124,4 @@ fn layer(
         }
     }
     Ok(())
-}
-
-impl std::fmt::Display for Pass {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Pass::Forward => "forward",
-            Pass::Both => "both",
-        })
-    }
 }

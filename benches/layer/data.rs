@@ -85,6 +85,16 @@ impl Call {
     }
 }
 
+/// A call of noise of size one, wherever it leads.
+pub fn noise_call(model_dim: usize, dtype: DType, tokens: usize) -> Call {
+    let rows = |seed| bytes_of(&noise(tokens * model_dim, 1.0, seed), dtype);
+    Call {
+        tokens,
+        x: rows(1 << 42),
+        dy: rows(1 << 43),
+    }
+}
+
 /// The canonical tensors of the layer, scaled so that outputs are of the order
 /// of one; all values are ones that `dtype` has.
 pub fn weights(spec: &LayerSpec, dtype: DType) -> Tensors<'static> {

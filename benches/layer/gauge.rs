@@ -1,7 +1,7 @@
 //! What the machine can do, measured in turns with what is held against it.
 
 use crate::Result;
-use crate::timing::Work;
+use crate::work::Work;
 use moesaic::DType;
 use moesaic::cpu::{CpuDevice, host_isa, limits};
 use moesaic::toolchain::{self, Registry};

@@ -1,10 +1,9 @@
 //! A peer: a child process that obeys lines. benches/peers/README.md has them.
 
 use crate::Result;
-use crate::select::Selection;
-use crate::timing::Pass;
+use crate::pass::Pass;
 use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
@@ -28,43 +27,11 @@ pub struct Way {
 }
 
 impl Peer {
-    /// Those of the selection that are there; a line for each that is not.
-    pub fn start_all(selection: &Selection, threads: usize) -> Vec<Peer> {
-        let mut peers = Vec::new();
-        for name in &selection.peers {
-            match Peer::start(name, &selection.python, threads) {
-                Ok((peer, title)) => {
-                    println!("# {name}: {title}");
-                    peers.push(peer);
-                }
-                Err(problem) => println!("# {name} is skipped: {problem}"),
-            }
-        }
-        peers
-    }
-
-    fn start(name: &str, python: &str, threads: usize) -> Result<(Peer, String)> {
-        let mut command = match name {
-            "torch" => {
-                let mut command = Command::new(python);
-                command.arg(folder().join("torch_layer.py"));
-                command
-            }
-            "gemm" | "candle" => {
-                let mut command = Command::new(rust_peers()?);
-                command.arg(name);
-                command
-            }
-            _ => return Err("no such peer".into()),
-        };
-        let count = threads.to_string();
-        command.args(["--threads", &count]);
-        for variable in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"] {
-            command.env(variable, &count);
-        }
-        // Large pages, as our own memory has them.
-        command.env("THP_MEM_ALLOC_ENABLE", "1");
-        command.env("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
+    /// Starts `command` and waits for its first line; also the title that it gives itself.
+    ///
+    /// # Errors
+    /// When it cannot be started, or says why it cannot run.
+    pub fn spawn(name: &str, command: &mut Command) -> Result<(Peer, String)> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.stderr(Stdio::null()).spawn()?;
         let lines = BufReader::new(child.stdout.take().expect("piped"));
@@ -139,28 +106,4 @@ impl Drop for Peer {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/peers")
-}
-
-/// Builds the peers that are written in Rust, for this machine; quick when
-/// nothing has changed.
-fn rust_peers() -> Result<PathBuf> {
-    let folder = folder().join("rust");
-    let output = Command::new("cargo")
-        .args(["build", "--release", "--quiet", "--locked", "--target-dir"])
-        .arg(folder.join("target"))
-        .arg("--manifest-path")
-        .arg(folder.join("Cargo.toml"))
-        .env("RUSTFLAGS", "-C target-cpu=native")
-        .output()?;
-    if !output.status.success() {
-        let text = String::from_utf8_lossy(&output.stderr);
-        let reason = text.lines().find(|line| line.starts_with("error"));
-        let reason = reason.unwrap_or("cargo failed").to_string();
-        return Err(format!("cargo build in benches/peers/rust: {reason}").into());
-    }
-    Ok(folder.join("target/release/moesaic-peers"))
 }

@@ -1,8 +1,8 @@
 //! What a run of the bench covers.
 
 use crate::Result;
+use crate::pass::Pass;
 use crate::shapes::{SHAPES, Shape};
-use crate::timing::Pass;
 use moesaic::DType;
 use moesaic::reference::Skew;
 use std::num::NonZeroUsize;

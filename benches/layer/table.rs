@@ -1,8 +1,10 @@
 //! What the bench prints; benches/peers/plot.py reads it.
 
+use crate::pass::Pass;
 use crate::peer::Way;
 use crate::shapes::Shape;
-use crate::timing::{Pass, Times, Work};
+use crate::timing::Times;
+use crate::work::Work;
 use moesaic::reference::Skew;
 use moesaic::{DType, Engine};
 use std::collections::BTreeMap;

@@ -3,58 +3,19 @@
 use crate::Result;
 use crate::gauge::{Gauge, Limits};
 use crate::here::Run;
+use crate::pass::Pass;
 use crate::peer::{Peer, Way};
 use crate::select::Selection;
-use crate::shapes::Shape;
+use crate::work::Work;
 use moesaic::DType;
-use std::collections::BTreeSet;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
-
-/// What one call does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pass {
-    Forward,
-    /// Forward and backward.
-    Both,
-}
 
 /// GFLOP/s of PyTorch's large product of this type, where there is PyTorch.
 pub fn torch_product(dtype: DType, peers: &mut [Peer]) -> Option<f64> {
     let torch = peers.iter_mut().find(|peer| peer.name == "torch")?;
     let words = torch.ask(&format!("limit {dtype}")).ok()?;
     words.first()?.parse().ok()
-}
-
-/// What a layer must do, whoever does it. Intermediate tensors are no part of it.
-pub struct Work {
-    /// Products of experts and router; a multiply-add counts two.
-    pub flops: f64,
-    /// Weights of experts that have tokens, tokens and outputs, each once a
-    /// pass; in backward also the f32 gradients of all experts.
-    pub bytes: f64,
-}
-
-impl Work {
-    pub fn of(shape: &Shape, dtype: DType, tokens: usize, ids: &[i32], pass: Pass) -> Work {
-        let matrices = if shape.gated() { 3 } else { 2 };
-        let expert = matrices * shape.model_dim * shape.hidden_dim;
-        let shared = matrices * shape.model_dim * shape.shared_dim;
-        let router = shape.model_dim * shape.experts;
-        let active = ids.iter().collect::<BTreeSet<_>>().len();
-        let flops = 2 * tokens * (shape.top_k * expert + shared + router);
-        let read = (active * expert + shared + router) * dtype.size();
-        let rows = 2 * tokens * shape.model_dim * dtype.size();
-        let gradients = 4 * (shape.experts * expert + shared + router);
-        let (flops, bytes) = match pass {
-            Pass::Forward => (flops, read + rows),
-            Pass::Both => (3 * flops, 2 * (read + rows) + gradients),
-        };
-        Work {
-            flops: flops as f64,
-            bytes: bytes as f64,
-        }
-    }
 }
 
 /// Medians of one line.

@@ -1,13 +1,14 @@
-"""PyTorch's MoE layers as a peer of `cargo bench --bench layer`.
+"""PyTorch's MoE layers as a peer of `cargo bench --bench layer` and of the kit of GPUs.
 
-The bench starts this with `--threads N` and talks to it in lines; README.md has
-the protocol. Five ways to run the layer, all on the same weights:
+The bench starts this with `--threads N`, the kit with `--device cuda`, and talks to it
+in lines; README.md has the protocol. Six ways to run the layer, all on the same weights:
 
     eager    transformers' block of that model, its own loop over experts
     grouped  the same block over torch's grouped matrix product
     compiled the same as torch.compile makes it
     loop     rows sorted by expert once, one fused gate-up product per expert
-    packed   as loop, weights reordered for oneDNN beforehand; forward only
+    packed   as loop, weights reordered for oneDNN beforehand; forward only, on CPUs
+    products as loop, but torch's grouped product for all experts at once; on GPUs, without bias
 """
 
 import argparse
@@ -41,6 +42,12 @@ except ImportError:
     transformers = None
 
 ALPHA, CLAMP = 1.702, 7.0  # gpt-oss
+DEVICE = "cpu"
+
+
+def wait():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def activate(layer, hidden):
@@ -76,13 +83,35 @@ def by_expert(layer, weights, x, up, down):
     counts = torch.bincount(flat, minlength=layer["experts"]).tolist()
     rows = x[order // layer["top_k"]].split(counts)
     out = [down(e, activate(layer, up(e, r))) for e, r in enumerate(rows) if len(r)]
-    slots = torch.empty(len(order), x.shape[1], dtype=x.dtype).index_copy(0, order, torch.cat(out))
+    return combined(layer, weights, x, order, scores, torch.cat(out))
+
+
+def combined(layer, weights, x, order, scores, out):
+    """Rows in the order of experts, back to tokens; and shared experts."""
+    slots = torch.empty_like(out).index_copy(0, order, out)
     slots = slots.view(len(x), layer["top_k"], -1) * scores.unsqueeze(-1).to(x.dtype)
     y = slots.sum(1)
     if layer["shared_dim"]:
         hidden = F.linear(x, weights["shared.0.gate_up.weight"])
         y = y + F.linear(activate(layer, hidden), weights["shared.0.down.weight"])
     return y
+
+
+def products(layer, weights):
+    first = weights["experts.up.weight" if layer["plain"] else "experts.gate_up.weight"]
+    second = weights["experts.down.weight"]
+
+    def forward(x):
+        ids, scores = route(layer, weights, x)
+        flat, order = ids.flatten().sort(stable=True)
+        counts = torch.bincount(flat, minlength=layer["experts"])
+        ends = counts.cumsum(0).to(torch.int32)
+        rows = x[order // layer["top_k"]]
+        hidden = activate(layer, torch._grouped_mm(rows, first.transpose(1, 2), offs=ends))
+        out = torch._grouped_mm(hidden, second.transpose(1, 2), offs=ends)
+        return combined(layer, weights, x, order, scores, out)
+
+    return forward
 
 
 def loop(layer, weights):
@@ -198,21 +227,29 @@ class Peer:
 
     def load(self, folder):
         self.__dict__.clear()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()  # the memory of the last layer is for everybody
         with open(os.path.join(folder, "layer.json")) as file:
             self.layer = json.load(file)
         self.weights = {}
         with safe_open(os.path.join(folder, "weights.safetensors"), "pt") as file:
             for name in file.keys():
                 # A copy: memory of its own has large pages, a mapped file has not.
-                self.weights[name] = file.get_tensor(name).clone()
+                self.weights[name] = file.get_tensor(name).to(DEVICE, copy=True)
         self.made = {}
         blocks = self.layer["name"] in BLOCKS and transformers is not None
         both = (list(IMPLEMENTATIONS) if blocks else []) + ["loop"]
-        return [f"{name}:both" for name in both] + ["packed:forward"]
+        if DEVICE == "cpu":
+            return [f"{name}:both" for name in both] + ["packed:forward"]
+        both = [name for name in both if name != "compiled"]  # it compiles for minutes
+        if "experts.down.bias" not in self.weights:
+            both.append("products")
+        return [f"{name}:both" for name in both]
 
     def input(self, path):
         with safe_open(path, "pt") as file:
-            self.x, self.dy = (file.get_tensor(name).clone() for name in ("x", "dy"))
+            read = lambda name: file.get_tensor(name).to(DEVICE, copy=True)
+            self.x, self.dy = read("x"), read("dy")
 
     def variant(self, name):
         if name not in self.made:
@@ -220,7 +257,8 @@ class Peer:
             if name in IMPLEMENTATIONS:
                 self.made[name] = block(layer["name"], layer, weights, name)
             else:
-                self.made[name] = {"loop": loop, "packed": packed}[name](layer, weights)
+                ways = {"loop": loop, "packed": packed, "products": products}
+                self.made[name] = ways[name](layer, weights)
         return self.made[name]
 
     def once(self, name, both):
@@ -248,12 +286,12 @@ class Peer:
             result["dx"] = self.x.grad.float().contiguous()
             for leaf, gradient in self.gradients(name).items():
                 result["grad." + leaf] = (gradient.float() @ spread(gradient.shape[-1])).contiguous()
-        save_file(result, path)
+        save_file({leaf: tensor.cpu() for leaf, tensor in result.items()}, path)
 
     def gradients(self, name):
         """Gradients under our names and in our shapes."""
         grads = {leaf: t.grad for leaf, t in self.leaves.items() if t.grad is not None}
-        if name == "loop":
+        if name in ("loop", "products"):
             return grads
         if self.layer["name"] == "gpt-oss":
             apart = lambda g: torch.cat([g[:, ::2], g[:, 1::2]], dim=1)
@@ -271,6 +309,8 @@ class Peer:
         }
 
     def run(self, name, both, count):
+        if DEVICE == "cuda":
+            return self.queue(name, both, count)
         times = []
         for _ in range(count):
             start = time.perf_counter_ns()
@@ -279,21 +319,35 @@ class Peer:
         return times
 
 
+    def queue(self, name, both, count):
+        """The device's time of calls that follow each other, between events."""
+        self.once(name, both)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks[0].record()
+        for _ in range(count):
+            self.once(name, both)
+        marks[1].record()
+        wait()
+        return [round(marks[0].elapsed_time(marks[1]) * 1e6 / count)] * count
+
+
 def spread(n):
     """The vector that gradients are multiplied with before they are compared."""
-    return (torch.arange(n) * 7919 % 1000).float() / 1000 - 0.5
+    return (torch.arange(n, device=DEVICE) * 7919 % 1000).float() / 1000 - 0.5
 
 
 def limit(dtype):
-    """GFLOP/s of one large product: oneDNN's or MKL's, whichever torch takes."""
-    n = 4096
+    """GFLOP/s of one large product by the library that torch takes."""
+    n = 4096 if DEVICE == "cpu" else 8192
     kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    a, b = torch.randn(n, n).to(kind), torch.randn(n, n).to(kind)
+    a, b = (torch.randn(n, n, device=DEVICE).to(kind) for _ in range(2))
     best = float("inf")
     with torch.inference_mode():
         for _ in range(6):
+            wait()
             start = time.perf_counter()
             F.linear(a, b)
+            wait()
             best = min(best, time.perf_counter() - start)
     return 2 * n**3 / best / 1e9
 
@@ -315,8 +369,15 @@ def obey(peer, words):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--threads", type=int, default=1)
-    torch.set_num_threads(parser.parse_args().threads)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    global DEVICE
+    DEVICE = arguments.device
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        return answer("no", "torch sees no GPU")
     others = f", transformers {transformers.__version__}" if transformers else ""
     answer("ready", f"torch {torch.__version__}{others}")
     peer = Peer()

@@ -2,8 +2,9 @@
 //! that they cannot.
 
 use super::Case;
+use super::cases::{of_type, small};
 use super::layers::engines;
-use super::simulated::{SIMULATORS, of_type, open, small};
+use super::simulated::{SIMULATORS, open};
 use moesaic::target::{Buffer, Device, Ptr};
 use moesaic::{
     Counters, DType, Engine, EngineError, Layer, RawBackward, RawCall, Tensor, Training,

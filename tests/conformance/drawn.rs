@@ -1,29 +1,14 @@
 //! What training draws, and selections beyond top-k: the same on every target.
 
-use super::case::{Case, floats, host, ints, longs};
-use super::compare::close;
+use super::case::{Case, floats, ints, longs};
+use super::cases::{changed, drawing, exact, selecting, small};
 use super::layers::engine as cpu;
-use super::simulated::{SIMULATORS, exact, open, small};
-use moesaic::reference::{self, Random, rng::Draw};
+use super::sampled::gradients_of;
+use super::simulated::{SIMULATORS, open};
+use super::trained::{COUNTERS, draw};
+use moesaic::reference;
 use moesaic::spec::*;
-use moesaic::{Counters, DType, Engine, Output, Training};
-
-pub const COUNTERS: Counters = Counters {
-    seed: 1 << 40 | 7,
-    step: 3,
-    layer: 2,
-    first_token: 11,
-};
-
-/// The counters as the reference takes them.
-pub fn draw(counters: Counters) -> Draw {
-    Draw {
-        seed: counters.seed,
-        step: counters.step,
-        layer: counters.layer as u32,
-        first_token: counters.first_token,
-    }
-}
+use moesaic::{Counters, Engine, Output, Training};
 
 /// The forward pass of a training call.
 fn drawn(case: &Case, engine: &Engine, names: &[&str]) -> Output {
@@ -63,30 +48,10 @@ fn same_noise(target: &str) {
     }
 }
 
-fn changed(change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
-    let mut spec = small(25, 13, 9, 2);
-    change(&mut spec);
-    spec
-}
-
 /// Whole layers of every selection.
 fn selections(target: &str) {
     let engine = open(target);
-    let (temperature, load) = (0.75, 0.5);
-    let specs = [
-        changed(|s| s.router.token_mask = true),
-        changed(|s| (s.router.active_k, s.shape.top_k) = (true, 5)),
-        changed(|s| s.router.entropy = Some(Entropy { temperature, load })),
-        changed(|s| {
-            s.router.select = Select::ExpertChoice(1.5);
-            (s.router.token_mask, s.shape.top_k) = (true, 9);
-        }),
-        changed(|s| {
-            (s.router.kind, s.router.table_rows) = (RouterKind::Table, Some(11));
-            (s.router.token_mask, s.router.active_k) = (true, true);
-        }),
-    ];
-    for spec in specs {
+    for spec in selecting() {
         for tokens in [0, 1, 45] {
             Case::random(&spec, tokens, 5).check(&engine);
         }
@@ -96,26 +61,8 @@ fn selections(target: &str) {
 /// Every gradient of layers that draw, or select in their own way.
 fn gradients(target: &str) {
     let engine = open(target);
-    let specs = [
-        changed(|s| {
-            (s.router.jitter, s.router.input_dropout) = (0.2, 0.25);
-            (s.router.input, s.router.bias) = (RouterInput::RmsScaled, true);
-        }),
-        changed(|s| (s.router.noise, s.router.noise_kind) = (0.7, NoiseKind::Learned)),
-        changed(|s| {
-            (s.router.jitter, s.router.random_second) = (0.1, true);
-            s.router.renormalize = Renormalize::Sum;
-            (s.router.noise, s.router.noise_kind) = (0.7, NoiseKind::Learned);
-        }),
-        changed(|s| (s.router.noise, s.router.select) = (3.0, Select::Sinkhorn(5))),
-        changed(|s| {
-            s.router.select = Select::ExpertChoice(1.5);
-            (s.router.token_mask, s.shape.top_k) = (true, 9);
-        }),
-    ];
-    for spec in specs {
-        gradients_of(&spec, &engine);
-    }
+    let specs = drawing();
+    specs.iter().for_each(|spec| gradients_of(spec, &engine));
 }
 
 /// The load loss of learned noise, whose scale is in what it sums: where some
@@ -134,39 +81,6 @@ fn learned_load(target: &str) {
             s.losses = vec![loss(LossKind::ImportanceLoadLogits), loss(LossKind::Z)];
         });
         gradients_of(&spec, &engine);
-    }
-}
-
-/// Trains once with what is drawn; holds losses and gradients against the
-/// reference.
-fn gradients_of(spec: &LayerSpec, engine: &Engine) {
-    let target = engine.target();
-    let mut case = Case::random(spec, 29, 5);
-    case.input.draw = Some(draw(COUNTERS));
-    let what = |name: &str| format!("{name} on {target} of {}", spec.to_toml());
-    let layer = engine.training_layer(spec, &case.host_weights(), Training::default());
-    let layer = layer.unwrap_or_else(|e| panic!("{}: {e}", what("the plan")));
-    let dy = Random::new(9).vec(29 * spec.output_dim());
-    let losses = reference::losses(spec, &case.weights, &case.input);
-    let names: Vec<&str> = losses.keys().map(String::as_str).collect();
-    let names = [&["y", "topk_ids"], &names[..]].concat();
-    let forward = layer.forward_train(&case.input(), &names, COUNTERS);
-    let (output, saved) = forward.unwrap_or_else(|e| panic!("{}: {e}", what("forward")));
-    let expected = reference::gate(spec, &case.weights, &case.input).decision;
-    assert_eq!(ints(&output, "topk_ids"), expected.ids, "{}", what("ids"));
-    for (name, value) in &losses {
-        close(&what(name), &floats(&output, name), &[*value], 2e-5);
-    }
-    let given = host(DType::F32, &[29, spec.output_dim()], &dy);
-    let back = layer.backward(&saved, &given, false);
-    let back = back.unwrap_or_else(|e| panic!("{}: {e}", what("backward")));
-    let expected = reference::backward(spec, &case.weights, &case.input, &dy);
-    close(&what("dx"), &floats(&back, "dx"), &expected.x, 2e-5);
-    for (name, tensor) in &expected.weights {
-        let found = layer.gradient(name);
-        let found = found.unwrap_or_else(|e| panic!("{}: {e}", what(name)));
-        let found: Vec<f64> = found.to_f32().into_iter().map(f64::from).collect();
-        close(&what(name), &found, &tensor.data, 2e-5);
     }
 }
 

@@ -4,7 +4,8 @@
 use super::Case;
 use super::batch::{alone, packed_as_plain};
 use super::case::floats;
-use super::simulated::{crowded, of_type, open, random_specs, same_maps, shapes, small};
+use super::cases::{of_type, small};
+use super::simulated::{crowded, open, random_specs, same_maps, shapes};
 use super::simulated_training::{options, shapes as trained_shapes};
 use moesaic::emit::emit_layer;
 use moesaic::{DType, Recompute};

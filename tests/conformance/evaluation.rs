@@ -2,9 +2,10 @@
 //! has its own capacity. And the call that only decides where tokens go.
 
 use super::case::{Case, host, longs};
-use super::drawn::COUNTERS;
+use super::cases::small;
 use super::layers::{engine as cpu, engines};
-use super::simulated::{open, small};
+use super::simulated::open;
+use super::trained::COUNTERS;
 use moesaic::spec::*;
 use moesaic::{
     Counters, DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, Tensor,

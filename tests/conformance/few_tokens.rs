@@ -3,7 +3,8 @@
 
 use super::Case;
 use super::case::floats;
-use super::simulated::{of_type, open, small};
+use super::cases::{of_type, small};
+use super::simulated::open;
 use moesaic::plan::FEW_TOKENS;
 use moesaic::spec::LayerSpec;
 use moesaic::{DType, Engine};

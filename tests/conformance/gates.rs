@@ -3,9 +3,9 @@
 use super::Case;
 use super::case::{floats, host};
 use super::compare::{close, equal};
-use super::drawn::COUNTERS;
 use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
+use super::trained::COUNTERS;
 use super::user::{external, random_dy};
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};

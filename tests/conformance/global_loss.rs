@@ -2,10 +2,11 @@
 //! the ranks' parts add up to the loss of the whole.
 
 use super::case::{Case, floats, host, ints, longs};
+use super::cases::small;
 use super::compare::close;
-use super::drawn::{COUNTERS, draw};
 use super::layers::engine as cpu;
-use super::simulated::{SIMULATORS, open, small};
+use super::simulated::{SIMULATORS, open};
+use super::trained::{COUNTERS, draw};
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, Loss, LossKind, NoiseKind, Score};
 use moesaic::{Counters, DType, Layer, Recompute, Tensor};

@@ -2,11 +2,11 @@
 //! of all.
 
 use super::case::{Case, floats, host, ints, longs};
-use super::drawn::COUNTERS;
+use super::cases::tiny;
 use super::layers::engine as cpu;
-use super::random::{seeds, tiny};
+use super::random::seeds;
 use super::simulated::open;
-use super::training::near;
+use super::trained::{COUNTERS, near};
 use moesaic::collectives::{Call, threads};
 use moesaic::reference;
 use moesaic::spec::*;

@@ -9,7 +9,7 @@ use super::mesh::{
 };
 use super::random::seeds;
 use super::simulated::open;
-use super::training::near;
+use super::trained::near;
 use moesaic::spec::LayerSpec;
 use moesaic::{EngineError, Parallel, Recompute, Training};
 

@@ -1,9 +1,9 @@
 //! Optimizer steps over ranks: what every grid learns is what one process learns.
 
 use super::case::{Case, host};
-use super::drawn::COUNTERS;
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, on_ranks, part, shares, sliced, spec};
+use super::trained::COUNTERS;
 use moesaic::plan::Place;
 use moesaic::tools::joined;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, broadcast, update_mesh};

@@ -2,8 +2,9 @@
 //! on a simulator of each family of GPUs, in every recompute mode.
 
 use super::Case;
+use super::cases::{of_type, small};
 use super::layers::engine as cpu;
-use super::simulated::{SIMULATORS, of_type, open, small};
+use super::simulated::{SIMULATORS, open};
 use moesaic::spec::{
     Biases, CapacityMode, CapacityOrder, ExpertForm, GroupMask, GroupStat, Groups, Latent,
     LayerSpec, Loss, LossKind, Renormalize, RouterKind, Score, Select, SharedExpert, SharedGate,

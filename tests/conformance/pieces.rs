@@ -3,7 +3,7 @@
 
 use super::Case;
 use super::case::floats;
-use super::simulated::of_type;
+use super::cases::of_type;
 use moesaic::cpu::{CpuDevice, Nodes};
 use moesaic::spec::hf;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};

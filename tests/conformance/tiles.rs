@@ -5,8 +5,8 @@
 
 use super::Case;
 use super::batch::{alone, packed_as_plain};
-use super::simulated::{crowded, of_type, open, small};
-use super::simulated_training::changes;
+use super::cases::{changes, of_type, small};
+use super::simulated::{crowded, open};
 use moesaic::{DType, Engine, EngineOptions, OpenError, Recompute};
 
 const AMX: &str = "sim:amx";

@@ -2,7 +2,9 @@
 
 use super::Case;
 use super::case::{floats, host, ints};
-use moesaic::reference::{self, Random};
+use super::compare::{close, equal};
+use moesaic::reference::{self, Random, rng::Draw};
+use moesaic::spec::LayerSpec;
 use moesaic::{Counters, Engine, Layer, Recompute, Training};
 use std::collections::BTreeMap;
 
@@ -74,4 +76,96 @@ impl Case {
         let gate = reference::gate(&self.spec, &self.weights, &self.drawing());
         gate.decision.ids
     }
+}
+
+pub const COUNTERS: Counters = Counters {
+    seed: 1 << 40 | 7,
+    step: 3,
+    layer: 2,
+    first_token: 11,
+};
+
+/// The counters as the reference takes them.
+pub fn draw(counters: Counters) -> Draw {
+    Draw {
+        seed: counters.seed,
+        step: counters.step,
+        layer: counters.layer as u32,
+        first_token: counters.first_token,
+    }
+}
+
+impl Case {
+    /// Trains once and holds every gradient against the reference.
+    pub fn check_training(&self, engine: &Engine, recompute: Recompute) {
+        self.check_gradients(&self.training_layer(engine, recompute));
+    }
+
+    /// The same with a layer that was made of this case.
+    pub fn check_gradients(&self, layer: &Layer) {
+        let dy = self.dy(0xd7);
+        let (found, ids) = self.train(layer, &dy, &[false]);
+        // Gradients of two different choices cannot be compared.
+        equal(&self.what("ids"), &ids, &self.chosen());
+        let expected = self.trained(&dy);
+        for (name, found) in found.iter().filter(|(name, _)| *name != "y") {
+            let what = match layer.gradient(name) {
+                Ok(_) => self.what(&format!("grad.{name}")),
+                Err(_) => self.what(name),
+            };
+            close(&what, found, &expected[name], self.rounding());
+        }
+    }
+
+    /// Pre-activations, hidden, their gradients, rows and dx are rounded once
+    /// each; sums of products in f32 add a little.
+    fn rounding(&self) -> f64 {
+        4e-5 + 16.0 * self.spec.precision.activations.unit_roundoff()
+    }
+}
+
+/// Holds every gradient against the reference; `false` where the router's f32
+/// scores chose another expert than f64 does, so that nothing can be compared.
+pub fn agrees(case: &Case, engine: &Engine) -> bool {
+    let layer = case.training_layer(engine, Recompute::None);
+    let (found, ids) = case.train(&layer, &case.dy(77), &[false]);
+    if ids != case.chosen() {
+        return false;
+    }
+    let mut want = case.trained(&case.dy(77));
+    want.remove("y");
+    let largest = want
+        .values()
+        .flatten()
+        .fold(0.0, |most: f64, v| most.max(v.abs()));
+    for (name, want) in &want {
+        let what = || format!("gradient `{name}` of {}", case.describe());
+        match found.get(name) {
+            Some(found) => near(&what(), &case.spec, found, want, largest),
+            None => assert!(want.iter().all(|v| *v == 0.0), "no {}", what()),
+        }
+    }
+    true
+}
+
+/// Errors in root mean square, relative to the tensor's. Pre-activations,
+/// hidden, dout, dgate, dup and drows are each rounded once to storage; a sum
+/// that cancels keeps the errors of its terms.
+pub fn near(what: &str, spec: &LayerSpec, found: &[f64], want: &[f64], largest: f64) {
+    assert_eq!(found.len(), want.len(), "{what}: length");
+    let rms = |values: &mut dyn Iterator<Item = f64>| {
+        (values.map(|v| v * v).sum::<f64>() / want.len().max(1) as f64).sqrt()
+    };
+    let error = rms(&mut found.iter().zip(want).map(|(f, w)| f - w));
+    let size = rms(&mut want.iter().copied());
+    let rounding = match spec.precision.tf32 {
+        // The factors' own rounding.
+        true => 2f64.powi(-11),
+        false => spec.precision.activations.unit_roundoff(),
+    };
+    let tolerance = (5e-5 + 8.0 * rounding) * size + (1e-6 + rounding) * largest;
+    assert!(
+        error <= tolerance,
+        "{what}\nerror {error:e} of {size:e} is more than {tolerance:e}"
+    );
 }

@@ -1,9 +1,10 @@
 //! Gradients of whole layers against the f64 reference.
 
 use super::Case;
+use super::cases::quiet;
 use super::layers::{engine, engines};
-use super::trained::Results;
-use moesaic::spec::{LayerSpec, NoiseKind, Router, testing};
+use super::trained::{Results, agrees};
+use moesaic::spec::{LayerSpec, testing};
 use moesaic::{DType, Engine, EngineOptions, Layer, Recompute};
 
 const BASE: &str = "shape = { model_dim = 37, hidden_dim = 21, experts = 5, top_k = 2 }";
@@ -14,71 +15,9 @@ fn base(change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
     spec
 }
 
-/// Without losses and without what draws random numbers, which have tests of
-/// their own.
-pub fn quiet(mut spec: LayerSpec) -> LayerSpec {
-    let router = Router {
-        jitter: 0.0,
-        input_dropout: 0.0,
-        noise: 0.0,
-        noise_kind: NoiseKind::default(),
-        random_second: false,
-        ..spec.router
-    };
-    spec.router = router;
-    spec.losses.clear();
-    spec
-}
-
 /// Gradients after one backward pass per element of `accumulate`, and the ids.
 fn gradients(case: &Case, layer: &Layer, accumulate: &[bool]) -> (Results, Vec<i32>) {
     case.train(layer, &case.dy(77), accumulate)
-}
-
-/// Holds every gradient against the reference; `false` where the router's f32
-/// scores chose another expert than f64 does, so that nothing can be compared.
-pub fn agrees(case: &Case, engine: &Engine) -> bool {
-    let layer = case.training_layer(engine, Recompute::None);
-    let (found, ids) = gradients(case, &layer, &[false]);
-    if ids != case.chosen() {
-        return false;
-    }
-    let mut want = case.trained(&case.dy(77));
-    want.remove("y");
-    let largest = want
-        .values()
-        .flatten()
-        .fold(0.0, |most: f64, v| most.max(v.abs()));
-    for (name, want) in &want {
-        let what = || format!("gradient `{name}` of {}", case.describe());
-        match found.get(name) {
-            Some(found) => near(&what(), &case.spec, found, want, largest),
-            None => assert!(want.iter().all(|v| *v == 0.0), "no {}", what()),
-        }
-    }
-    true
-}
-
-/// Errors in root mean square, relative to the tensor's. Pre-activations,
-/// hidden, dout, dgate, dup and drows are each rounded once to storage; a sum
-/// that cancels keeps the errors of its terms.
-pub fn near(what: &str, spec: &LayerSpec, found: &[f64], want: &[f64], largest: f64) {
-    assert_eq!(found.len(), want.len(), "{what}: length");
-    let rms = |values: &mut dyn Iterator<Item = f64>| {
-        (values.map(|v| v * v).sum::<f64>() / want.len().max(1) as f64).sqrt()
-    };
-    let error = rms(&mut found.iter().zip(want).map(|(f, w)| f - w));
-    let size = rms(&mut want.iter().copied());
-    let rounding = match spec.precision.tf32 {
-        // The factors' own rounding.
-        true => 2f64.powi(-11),
-        false => spec.precision.activations.unit_roundoff(),
-    };
-    let tolerance = (5e-5 + 8.0 * rounding) * size + (1e-6 + rounding) * largest;
-    assert!(
-        error <= tolerance,
-        "{what}\nerror {error:e} of {size:e} is more than {tolerance:e}"
-    );
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use super::Case;
 use super::case::{floats, host, longs};
 use super::compare::close;
-use super::drawn::{COUNTERS, draw};
 use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
+use super::trained::{COUNTERS, draw};
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
 use moesaic::{

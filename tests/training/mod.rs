@@ -2,5 +2,6 @@
 
 mod char_lm;
 mod gates;
+mod helloworld;
 mod torch_random;
 mod tutel;

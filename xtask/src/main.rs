@@ -1,6 +1,7 @@
 //! Project automation. `cargo xtask` lists the commands.
 
 mod counts;
+mod kit;
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -17,11 +18,15 @@ usage: cargo xtask <command>
   same    BEFORE AFTER, two builds of the command line: the text of kernels
           and the results of passes are the same bytes
           (options of these follow; `cargo xtask sweep --help` lists them)
+  gpu-kit a folder for a machine with a GPU, its driver and nothing else: program,
+          kernels, data and run.sh (docs/PLATFORM.md)
   counts  files that name an operator, an option, a backend; public names;
           circles in the engine
   lint    formatting and clippy, warnings denied, lock files up to date
   package what would be published, packed and documented without a warning
   ci      lint, package, then test";
+
+const CARGO: &str = env!("CARGO");
 
 /// Outside the workspace: candle brings a hundred crates that nothing else needs.
 const CANDLE: &str = "interop/candle/Cargo.toml";
@@ -37,6 +42,7 @@ fn main() -> ExitCode {
             print!("{}", counts::counts(&root));
             Ok(())
         }
+        "gpu-kit" => kit::kit(std::env::args().skip(2)),
         "same" => program(&["--package", "moesaic-same"]),
         "sweep" => program(&["--release", "--package", "moesaic-sweep"]),
         "lint" => lint(),
@@ -108,7 +114,7 @@ fn is_there(program: &str) -> bool {
 }
 
 fn bless() -> Result<(), String> {
-    run(Command::new(env!("CARGO"))
+    run(Command::new(CARGO)
         .args([
             "test",
             "--package",
@@ -137,8 +143,9 @@ fn lint() -> Result<(), String> {
 }
 
 /// Crates that stay here.
-const UNPUBLISHED: [&str; 5] = [
+const UNPUBLISHED: [&str; 6] = [
     "moesaic-fuzz",
+    "moesaic-kit",
     "moesaic-probe",
     "moesaic-same",
     "moesaic-sweep",
@@ -157,7 +164,7 @@ fn package() -> Result<(), String> {
 /// Runs cargo; a warning of it is a failure.
 fn silent(args: &[&str]) -> Result<(), String> {
     eprintln!("+ cargo {}", args.join(" "));
-    let mut command = Command::new(env!("CARGO"));
+    let mut command = Command::new(CARGO);
     let output = command.args(args).env("RUSTDOCFLAGS", "--deny warnings");
     let output = output.output().map_err(|error| error.to_string())?;
     let said = String::from_utf8_lossy(&output.stderr);
@@ -175,7 +182,7 @@ fn clippy(what: &[&str]) -> Result<(), String> {
 }
 
 fn cargo(args: &[&str]) -> Result<(), String> {
-    run(Command::new(env!("CARGO")).args(args))
+    run(Command::new(CARGO).args(args))
 }
 
 fn run(command: &mut Command) -> Result<(), String> {

@@ -33,7 +33,7 @@ fn main() -> ExitCode {
         device: HipDevice::open(ordinal).map(|device| Arc::new(device) as Arc<dyn Device>),
         language: Language::Hip,
         text: TEXT,
-        compile,
+        compile: Box::new(compile),
         extra,
     })
 }

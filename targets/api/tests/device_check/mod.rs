@@ -2,7 +2,8 @@
 //! For the day a GPU answers; the examples of the targets say which kernels.
 
 use moesaic_kernel::{
-    Access, DType, Entry, KernelSource, Launch, Param, ParamType, Scalar, Size, Stem,
+    Access, DType, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Size, Stem,
+    Target,
 };
 use moesaic_target::{
     Arg, Artifact, Buffer, Device, DeviceCopy, DeviceError, LaunchDims, Module, Ptr, StreamDevice,
@@ -15,13 +16,17 @@ use std::time::Instant;
 /// What the checks need of a target.
 pub struct Kit {
     pub device: Result<Arc<dyn Device>, DeviceError>,
-    pub language: moesaic_kernel::Language,
+    pub language: Language,
     /// Kernels `scale` and `crash`, and those of `extra`.
     pub text: &'static str,
-    pub compile: fn(&KernelSource) -> Result<Artifact, Box<dyn Error>>,
-    /// Kernels and checks that only this target has.
-    pub extra: fn() -> (Vec<Entry>, Vec<Check>),
+    pub compile: Compile,
+    pub extra: Extra,
 }
+
+pub type Compile = Box<dyn Fn(&KernelSource) -> Result<Artifact, Box<dyn Error>>>;
+
+/// Kernels and checks that only one target has.
+pub type Extra = fn() -> (Vec<Entry>, Vec<Check>);
 
 /// A name, and what it checks: the result is a line of facts.
 pub type Check = (&'static str, fn(&Bench) -> Outcome);
@@ -91,24 +96,28 @@ fn open(kit: &Kit) -> Result<Bench, Box<dyn Error>> {
         Ok(device) => device.clone(),
         Err(error) => return Err(error.to_string().into()),
     };
-    let entries = [vec![scale_entry(), crash_entry()], (kit.extra)().0].concat();
-    let source = KernelSource {
-        stem: Stem::Combine,
-        name: "device_check".to_string(),
-        target: device.info().target,
-        language: kit.language,
-        text: kit.text.to_string(),
-        config: String::new(),
-        entries: entries.clone(),
-    };
+    let source = source(kit.language, kit.text, kit.extra, device.info().target);
     let artifact = (kit.compile)(&source)?;
-    let module = device.load(&artifact, &entries)?;
+    let module = device.load(&artifact, &source.entries)?;
     Ok(Bench {
         device,
         module,
         artifact,
-        entries,
+        entries: source.entries,
     })
+}
+
+/// All kernels of the checks.
+pub fn source(language: Language, text: &str, extra: Extra, target: Target) -> KernelSource {
+    KernelSource {
+        stem: Stem::Combine,
+        name: "device_check".to_string(),
+        target,
+        language,
+        text: text.to_string(),
+        config: String::new(),
+        entries: [vec![scale_entry(), crash_entry()], extra().0].concat(),
+    }
 }
 
 pub fn entry(symbol: &str, params: Vec<Param>) -> Entry {

@@ -1,16 +1,11 @@
-//! Puts the first GPU through everything the CUDA device path does:
-//! `device_check [ORDINAL]`. One line per check; exit code 2 without a GPU.
+//! What an NVIDIA GPU is checked for, with CUDA kernels.
 
-#[path = "../../api/tests/device_check/mod.rs"]
-mod device_check;
-
-use device_check::{Bench, Check, Kit, Outcome, entry, refusal};
+use super::device_check::{self, Bench, Check, Kit, Outcome, entry, refusal};
 use moesaic_cuda::CudaDevice;
-use moesaic_kernel::{Access, DType, Entry, KernelSource, Language, Param, Swizzle, TensorMap};
-use moesaic_target::{Arg, Artifact, CompileOptions, Compiler, Device, LaunchDims, Ptr};
-use moesaic_toolchain::{Registry, nvrtc};
-use std::error::Error;
-use std::process::ExitCode;
+use moesaic_kernel::{
+    Access, DType, Entry, KernelSource, Language, Param, Swizzle, Target, TensorMap,
+};
+use moesaic_target::{Arg, Device, LaunchDims, Ptr};
 use std::sync::Arc;
 
 const TEXT: &str = r#"
@@ -28,24 +23,21 @@ extern "C" __global__ void __launch_bounds__(256) mapped(
 }
 "#;
 
-fn main() -> ExitCode {
-    let ordinal = std::env::args().nth(1).map(|text| text.parse());
-    let Ok(ordinal) = ordinal.unwrap_or(Ok(0)) else {
-        eprintln!("usage: device_check [ORDINAL]");
-        return ExitCode::from(2);
-    };
-    device_check::main(Kit {
-        device: CudaDevice::open(ordinal).map(|device| Arc::new(device) as Arc<dyn Device>),
+/// What the checks need of the first GPU, or of the one with that number.
+pub fn kit(ordinal: usize, compile: device_check::Compile) -> Kit {
+    let device = CudaDevice::open(ordinal);
+    Kit {
+        device: device.map(|device| Arc::new(device) as Arc<dyn Device>),
         language: Language::Cuda,
         text: TEXT,
         compile,
         extra,
-    })
+    }
 }
 
-fn compile(source: &KernelSource) -> Result<Artifact, Box<dyn Error>> {
-    let compiler = nvrtc(&Registry::open()?)?;
-    Ok(compiler.compile(source, &CompileOptions::default())?)
+/// The kernels of the checks, to compile them where no GPU is.
+pub fn source(target: Target) -> KernelSource {
+    device_check::source(Language::Cuda, TEXT, extra, target)
 }
 
 fn extra() -> (Vec<Entry>, Vec<Check>) {

@@ -1,0 +1,27 @@
+//! Puts the first GPU through everything the CUDA device path does:
+//! `device_check [ORDINAL]`. One line per check; exit code 2 without a GPU.
+
+#[allow(dead_code, reason = "the kit of GPUs compiles ahead")]
+mod cuda;
+#[path = "../../../api/tests/device_check/mod.rs"]
+mod device_check;
+
+use moesaic_kernel::KernelSource;
+use moesaic_target::{Artifact, CompileOptions, Compiler};
+use moesaic_toolchain::{Registry, nvrtc};
+use std::error::Error;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let ordinal = std::env::args().nth(1).map(|text| text.parse());
+    let Ok(ordinal) = ordinal.unwrap_or(Ok(0)) else {
+        eprintln!("usage: device_check [ORDINAL]");
+        return ExitCode::from(2);
+    };
+    device_check::main(cuda::kit(ordinal, Box::new(compile)))
+}
+
+fn compile(source: &KernelSource) -> Result<Artifact, Box<dyn Error>> {
+    let compiler = nvrtc(&Registry::open()?)?;
+    Ok(compiler.compile(source, &CompileOptions::default())?)
+}

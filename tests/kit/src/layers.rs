@@ -1,0 +1,383 @@
+//! Layers of known models on one device, beside other people's, which are compared first.
+
+mod beside;
+
+use crate::commands::Place;
+use crate::data::{self, Call, Folder};
+use crate::limits::{self, Limits};
+use crate::pass::Pass;
+use crate::shapes::{SHAPES, Shape};
+use crate::timing::{Clocked, Made, Placed, median};
+use crate::work::Work;
+use crate::{CUT, Result};
+use beside::Peers;
+use clap::Args;
+use moesaic::reference::rng::Draw;
+use moesaic::reference::{self, Skew};
+use moesaic::target::Graph;
+use moesaic::{DType, Engine, LayerSpec, Tensors};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The type of weights and tokens.
+pub const DTYPE: DType = DType::Bf16;
+
+/// Of the draw of experts.
+const SEED: u64 = 5;
+
+/// A turn is at least this long, if that takes more than one call.
+const TURN_MS: f64 = 20.0;
+
+/// Turns of a line: so many at least, and so many at most.
+const ROUNDS: std::ops::RangeInclusive<usize> = 3..=25;
+
+/// What is measured.
+#[derive(Args)]
+pub struct Options {
+    #[command(flatten)]
+    place: Place,
+    /// mixtral, qwen3, deepseek-v3, gpt-oss, olmoe.
+    #[arg(long, value_delimiter = ',')]
+    shapes: Vec<String>,
+    /// How many tokens a call has.
+    #[arg(long, value_delimiter = ',')]
+    tokens: Vec<usize>,
+    /// Small widths and few tokens.
+    #[arg(long)]
+    tiny: bool,
+    /// Seconds of turns per line; three turns at least.
+    #[arg(long, default_value_t = 0.5)]
+    turns: f64,
+    /// Seconds after which no line is begun.
+    #[arg(long, default_value_t = 3600)]
+    seconds: u64,
+    /// A Python that may have torch and transformers.
+    #[arg(long, default_value = "python3")]
+    python: String,
+    /// The folder of torch_layer.py; no peers without it.
+    #[arg(long)]
+    peers: Option<PathBuf>,
+}
+
+/// The layers: those of the bench of CPUs at the size that a GPU takes; three small ones
+/// when `tiny`.
+pub fn shapes(tiny: bool) -> Vec<Shape> {
+    let named = |name: &str| {
+        let shape = SHAPES.iter().find(|shape| shape.name == name);
+        shape.expect("one of the bench's").clone()
+    };
+    let (mut mixtral, mut deepseek, mut gpt_oss) =
+        (named("mixtral"), named("deepseek-v3"), named("gpt-oss"));
+    (mixtral.hidden_dim, mixtral.scaled) = (14_336, "");
+    (deepseek.experts, deepseek.top_k) = (32, 8);
+    deepseek.scaled = "32 of 256 experts, the share of one device of 8";
+    (gpt_oss.experts, gpt_oss.scaled) = (32, "");
+    if tiny {
+        let mut few = vec![named("qwen3"), deepseek, gpt_oss];
+        few.iter_mut().for_each(|shape| shape.shrink(32));
+        return few;
+    }
+    vec![mixtral, named("qwen3"), deepseek, gpt_oss, named("olmoe")]
+}
+
+impl Options {
+    fn tokens(&self) -> Vec<usize> {
+        match (self.tokens.is_empty(), self.tiny) {
+            (false, _) => self.tokens.clone(),
+            (true, true) => vec![1, 8],
+            (true, false) => vec![1, 8, 64, 512, 4096, 32_768],
+        }
+    }
+
+    fn shapes(&self) -> Result<Vec<Shape>> {
+        let all = shapes(self.tiny);
+        let known = |name: &String| all.iter().any(|shape| shape.name == name);
+        if let Some(name) = self.shapes.iter().find(|name| !known(name)) {
+            return Err(format!("no layer is called `{name}`").into());
+        }
+        let wanted = |shape: &Shape| {
+            self.shapes.is_empty() || self.shapes.iter().any(|name| name == shape.name)
+        };
+        Ok(all.into_iter().filter(wanted).collect())
+    }
+}
+
+/// A table per layer and pass: 0 when every line is there and right, 1 when one is not, 4
+/// when time was up before.
+///
+/// # Errors
+/// When there is no device.
+pub fn run(options: &Options) -> Result<ExitCode> {
+    let engine = options.place.open()?;
+    let end = Instant::now() + Duration::from_secs(options.seconds);
+    println!("# {}", options.place.describe()?);
+    let mut bench = Bench {
+        options,
+        engine: &engine,
+        limits: None,
+        peers: Peers::none(),
+        end,
+        failed: 0,
+        left: 0,
+    };
+    bench.prepare()?;
+    for shape in options.shapes()? {
+        bench.shape(&shape)?;
+    }
+    let Bench { failed, left, .. } = bench;
+    println!();
+    println!("{failed} lines failed, {left} were not begun for want of time");
+    Ok(ExitCode::from(match (failed, left) {
+        (0, 0) => 0,
+        (0, _) => CUT,
+        _ => 1,
+    }))
+}
+
+struct Bench<'a> {
+    options: &'a Options,
+    engine: &'a Engine,
+    /// None on a simulator.
+    limits: Option<Limits>,
+    peers: Peers,
+    end: Instant,
+    failed: usize,
+    left: usize,
+}
+
+impl Bench<'_> {
+    /// Limits and peers, and what they are.
+    fn prepare(&mut self) -> Result {
+        if self.options.place.simulates() {
+            println!("# a simulator: launches and least work are counted, times mean nothing");
+            return Ok(());
+        }
+        let tiny = self.options.tiny;
+        let ours = limits::measure(self.engine, tiny)?;
+        let width = limits::product(tiny).shape.model_dim;
+        println!("# a copy moves {:.0} GB/s, read and written", ours.copy);
+        println!(
+            "# a product of {width} x {width} x {width} by our kernel: {:.0} TFLOP/s",
+            ours.product
+        );
+        if let Some(folder) = &self.options.peers {
+            self.peers = Peers::start(&self.options.python, folder);
+        }
+        let theirs = self.peers.product();
+        if let Some(theirs) = theirs {
+            println!("# one of 8192 x 8192 x 8192 by torch: {theirs:.0} TFLOP/s");
+        }
+        self.limits = Some(Limits {
+            product: ours.product.max(theirs.unwrap_or(0.0)),
+            ..ours
+        });
+        println!("{LEGEND}");
+        Ok(())
+    }
+
+    fn shape(&mut self, shape: &Shape) -> Result {
+        if Instant::now() > self.end {
+            self.left += 2 * self.options.tokens().len();
+            return Ok(());
+        }
+        let spec = shape.spec(DTYPE);
+        let weights = data::weights(&spec, DTYPE);
+        let folder = Folder::new()?;
+        if self.peers.any() {
+            data::write_layer(folder.path(), shape, DTYPE, &weights)?;
+        }
+        for pass in [Pass::Forward, Pass::Both] {
+            println!();
+            println!("## {}, {pass}", title(shape));
+            let made = Made::new(self.engine, &spec, &weights, pass);
+            let checked = made.and_then(|made| right(&made, &spec, &weights).map(|()| made));
+            match checked {
+                Ok(made) => self.table(shape, &made, &weights, &folder, pass),
+                Err(error) => {
+                    self.failed += self.options.tokens().len();
+                    println!("FAIL {error}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn table(
+        &mut self,
+        shape: &Shape,
+        made: &Made,
+        weights: &Tensors<'_>,
+        folder: &Folder,
+        pass: Pass,
+    ) {
+        self.peers.load(folder.path(), pass);
+        println!("{}{}", self.titles(), self.peers.titles());
+        let router = data::router_rows(weights);
+        for (number, tokens) in self.options.tokens().into_iter().enumerate() {
+            if Instant::now() > self.end {
+                self.left += 1;
+                continue;
+            }
+            let ids = Skew::Uniform.draw(shape.experts, shape.top_k, tokens, SEED);
+            let call = Call::new(shape, DTYPE, tokens, &ids, &router);
+            let work = Work::of(shape, DTYPE, tokens, &ids, pass);
+            let line = match self.limits {
+                None => counted(made, &call, &work),
+                Some(limits) => {
+                    let input = self.peers.any().then(|| folder.input(&call, DTYPE, shape));
+                    let input = input.transpose();
+                    input.and_then(|input| {
+                        let beside = input.as_deref().map(|input| (input, number == 0));
+                        self.line(made, &call, &work, limits, beside)
+                    })
+                }
+            };
+            match line {
+                Ok(line) => println!("{line}"),
+                Err(error) => {
+                    self.failed += 1;
+                    println!("{tokens:6}  FAIL {error}");
+                }
+            }
+        }
+    }
+
+    fn titles(&self) -> &'static str {
+        match self.limits {
+            None => "tokens launches     GFLOP        GB",
+            Some(_) => {
+                "tokens  device ms   graph ms    wall ms  TFLOP/s     GB/s  of limit  graph's"
+            }
+        }
+    }
+
+    /// The call as a graph; a line without one counts as failed.
+    fn graph(&mut self, placed: &Placed<'_>, tokens: usize) -> Option<Arc<dyn Graph>> {
+        let graph = placed.capture();
+        if let Err(error) = &graph {
+            self.failed += 1;
+            println!("# T = {tokens}: no graph: {error}");
+        }
+        graph.ok()
+    }
+
+    /// Compares, then times in turns: ours, theirs, ours, theirs. `beside` is the file of
+    /// peers' input, and whether weights' gradients are compared too.
+    fn line(
+        &mut self,
+        made: &Made,
+        call: &Call,
+        work: &Work,
+        limits: Limits,
+        beside: Option<(&Path, bool)>,
+    ) -> Result<String> {
+        let placed = made.place(call)?;
+        placed.once()?;
+        placed.wait()?;
+        if let Some((input, gradients)) = beside {
+            self.peers.compare(&placed, &made.layer, input, gradients);
+        }
+        let one = placed.time(1)?.device;
+        let count = ((TURN_MS / one) as usize).clamp(1, 200);
+        let graph = self.graph(&placed, call.tokens);
+        let begun = Instant::now();
+        let (mut ours, mut graphs) = (Vec::new(), Vec::new());
+        for round in 1..=*ROUNDS.end() {
+            ours.push(placed.time(count)?);
+            if let Some(graph) = &graph {
+                graphs.push(placed.time_graph(&**graph, count)?.device);
+            }
+            self.peers.turn(ours[round - 1].device);
+            let spent = begun.elapsed().as_secs_f64() > self.options.turns;
+            if round >= *ROUNDS.start() && spent {
+                break;
+            }
+        }
+        let middle = |of: fn(&Clocked) -> f64| median(ours.iter().map(of).collect());
+        let device = middle(|clocked| clocked.device).unwrap_or(f64::NAN);
+        let wall = middle(|clocked| clocked.wall).unwrap_or(f64::NAN);
+        let graph = median(graphs).unwrap_or(f64::NAN);
+        let least = (work.flops / limits.product / 1e9).max(work.bytes / limits.copy / 1e6);
+        Ok(format!(
+            "{:6} {device:10.4} {graph:10.4} {wall:10.4} {:8.1} {:8.1} {:8.1}% {:7.1}%{}",
+            call.tokens,
+            work.flops / device / 1e9,
+            work.bytes / device / 1e6,
+            100.0 * least / device,
+            100.0 * least / graph,
+            self.peers.ratios(),
+        ))
+    }
+}
+
+/// `olmoe`, or a name with what is smaller than in the model.
+fn title(shape: &Shape) -> String {
+    match shape.scaled {
+        "" => shape.name.to_string(),
+        scaled => format!("{} ({scaled})", shape.name),
+    }
+}
+
+const LEGEND: &str = "\
+# A line is a call of T tokens, uniform routing. Times are medians of turns: device and graph by
+# events of the stream, graph with the call captured once, wall by the host's clock. TFLOP/s and
+# GB/s are the least work of the call over the device's time: products of experts and router, two
+# a multiply-add; weights of experts that have tokens, tokens and outputs once a pass, and the f32
+# gradients. Of limit is the least time by the measured product and copy over ours. Every call has
+# the same tokens, so that weights of few experts may lie in the L2 cache. Peers: their device time
+# over ours, the median of turns; above 1 we are faster. A peer that differs is left out.";
+
+/// What a simulator can say.
+fn counted(made: &Made, call: &Call, work: &Work) -> Result<String> {
+    let placed = made.place(call)?;
+    placed.once()?;
+    placed.wait()?;
+    let y = placed.rows("y")?;
+    match y.iter().all(|value| value.is_finite()) {
+        true => Ok(format!(
+            "{:6} {:8} {:9.4} {:9.6}",
+            call.tokens,
+            made.launches(call.tokens),
+            work.flops / 1e9,
+            work.bytes / 1e9,
+        )),
+        false => Err("y is not finite".into()),
+    }
+}
+
+/// Tokens that are held against the f64 reference.
+const FEW: usize = 2;
+
+/// Holds `y` of a few tokens against the reference.
+fn right(made: &Made, spec: &LayerSpec, weights: &Tensors<'_>) -> Result {
+    let width = spec.shape.model_dim;
+    let call = data::noise_call(width, DTYPE, FEW);
+    let placed: Placed<'_> = made.place(&call)?;
+    placed.once()?;
+    let found = placed.rows("y")?;
+    let x = data::floats(&call.x, DTYPE).into_iter().map(f64::from);
+    let input = reference::Input {
+        tokens: FEW,
+        x: x.collect(),
+        draw: made.layer.plan().training.map(|_| Draw::default()),
+        ..reference::Input::default()
+    };
+    let expected = reference::y_of_few(spec, weights, &input);
+    let scale = expected.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
+    let errors = found
+        .iter()
+        .zip(&expected)
+        .map(|(f, e)| (f64::from(*f) - e).abs() / scale);
+    // NaN is the worst.
+    let worst = errors.fold(0.0, |worst: f64, e| if e <= worst { worst } else { e });
+    let allowed = 8.0 * DTYPE.unit_roundoff();
+    match worst <= allowed {
+        true => Ok(()),
+        false => Err(format!(
+            "y of {FEW} tokens is off by {worst:.1e} of its largest element, {allowed:.0e} is allowed"
+        )
+        .into()),
+    }
+}

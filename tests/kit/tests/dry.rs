@@ -1,0 +1,164 @@
+//! The whole kit on the simulator: made, carried to another folder, run without a compiler.
+
+use moesaic_toolchain::{Kind, testing};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moesaic-kit");
+const DEVICE: &str = "sim:sm_90a";
+
+/// What a command prints, and its exit code.
+fn said(command: &mut Command) -> (String, Option<i32>) {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command.output().expect("it starts");
+    let text = [stdout, stderr].concat();
+    (String::from_utf8_lossy(&text).into_owned(), status.code())
+}
+
+fn make(folder: &Path) {
+    let mut xtask = Command::new(env!("CARGO"));
+    xtask.args([
+        "run",
+        "--quiet",
+        "--package",
+        "xtask",
+        "--",
+        "gpu-kit",
+        "--tiny",
+    ]);
+    xtask
+        .args(["--target", DEVICE, "--program", PROGRAM, "--out"])
+        .arg(folder);
+    let (text, code) = said(&mut xtask);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains(", 0 failed, "), "{text}");
+}
+
+fn run(kit: &Path, out: &Path, options: &[&str]) -> (String, Option<i32>) {
+    let mut command = Command::new(kit.join("run.sh"));
+    command
+        .args(["--device", DEVICE, "--tiny", "--out"])
+        .arg(out)
+        .args(options);
+    said(&mut command)
+}
+
+/// The outcome of a step as the summary tells it.
+fn outcome<'a>(summary: &'a str, step: &str) -> &'a str {
+    let mut lines = summary.lines().filter(|line| !line.starts_with('#'));
+    let line = lines.find(|line| line.split_whitespace().next() == Some(step));
+    let line = line.unwrap_or_else(|| panic!("no {step} in\n{summary}"));
+    line.split_whitespace().nth(1).unwrap_or_default()
+}
+
+#[test]
+fn the_kit_runs_dry() {
+    testing::installed(Kind::Cuda);
+    let folder = tempfile::tempdir().unwrap();
+    let (kit, out) = (folder.path().join("kit"), folder.path().join("results"));
+    make(&kit);
+    every_step(&kit, &out);
+    parts(&kit, folder.path());
+    misses_and_hangs(&kit, folder.path());
+}
+
+fn every_step(kit: &Path, out: &Path) {
+    let (text, code) = run(kit, out, &[]);
+    assert_eq!(code, Some(0), "{text}");
+    let read = |name: &str| fs::read_to_string(out.join(name)).unwrap();
+    let summary = read("summary.txt");
+    let steps = [
+        ("probe", "ok", "0 differ, 0 failed"),
+        ("check", "absent", "no streams"),
+        (
+            "conformance",
+            "ok",
+            "0 fail, 0 chose other experts, 0 did not run",
+        ),
+        (
+            "oracles",
+            "ok",
+            "0 fail, 0 chose other experts, 0 did not run",
+        ),
+        (
+            "training",
+            "ok",
+            "0 fail, 0 chose other experts, 0 did not run",
+        ),
+        ("sanitize", "absent", "compute-sanitizer is not here"),
+        (
+            "launches",
+            "ok",
+            "launches of a call are counted, times mean nothing",
+        ),
+        ("layers", "ok", "0 lines failed, 0 were not begun"),
+    ];
+    for (number, (step, expected, part)) in steps.into_iter().enumerate() {
+        assert_eq!(outcome(&summary, step), expected, "{summary}");
+        let file = read(&format!("{}-{step}.txt", number + 1));
+        assert!(file.contains(part), "{step}:\n{file}");
+        let of_device = file.contains("# PTX simulator, sm_90a");
+        assert!(
+            of_device && file.contains(" UTC, Linux x86_64, kit "),
+            "{file}"
+        );
+    }
+    let layers = read("8-layers.txt");
+    for table in [
+        "## qwen3, forward",
+        "share of one device of 8), both",
+        "## gpt-oss, both",
+    ] {
+        assert!(layers.contains(table), "{layers}");
+    }
+    assert!(
+        !layers.contains(" ms"),
+        "a simulator has no times:\n{layers}"
+    );
+}
+
+/// `--only` and `--minutes`, and what is no option.
+fn parts(kit: &Path, folder: &Path) {
+    let out = folder.join("parts");
+    let (text, code) = run(
+        kit,
+        &out,
+        &["--only", "launches,training", "--minutes", "0"],
+    );
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("training     left out"), "{text}");
+    assert!(!text.contains("conformance"), "{text}");
+    let (text, code) = run(kit, &out, &["--only", "nonsense"]);
+    assert_eq!(code, Some(2), "{text}");
+    assert!(text.contains("there is no step nonsense"), "{text}");
+}
+
+/// A kernel that is not in the pack is named, and an item that hangs costs itself alone.
+fn misses_and_hangs(kit: &Path, folder: &Path) {
+    let suite = |store: &Path, options: &[&str]| {
+        let mut command = Command::new(kit.join("moesaic-kit"));
+        command.args(["suite", "training", "--tiny", "--device", DEVICE, "--store"]);
+        command
+            .arg(store)
+            .arg("--data")
+            .arg(kit.join("data"))
+            .args(options);
+        said(command.env("MOESAIC_NVRTC", "/nothing"))
+    };
+    let (text, code) = suite(&folder.join("empty"), &[]);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(
+        text.contains("0 of ") && text.contains("is not in the cache"),
+        "{text}"
+    );
+    let (text, code) = suite(&folder.join("empty"), &["--each", "0"]);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(
+        text.contains("no end after 0 s") && text.ends_with(" 0 did not run\n"),
+        "{text}"
+    );
+}
