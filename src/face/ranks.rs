@@ -27,6 +27,59 @@ pub use moesaic_plan::Parallel;
 #[doc(inline)]
 pub use moesaic_plan::SharedExperts;
 
+/// How ranks carry out a call: may differ from call to call, and moves no weight to another
+/// owner.
+///
+/// ```
+/// use moesaic::{Both, Parallel, Route, Strategy};
+///
+/// let strategy: Strategy = "ways=2,degree=4/2,route=inter-first".parse().unwrap();
+/// assert_eq!(strategy.degree, Both { forward: 4, backward: 2 });
+/// assert_eq!(strategy.route, Route::InterFirst);
+/// assert_eq!(Strategy::default().to_string(), "default");
+/// // Rows cannot go to two of three slices.
+/// strategy.check(&Parallel { shards: 3, ..Parallel::default() }).unwrap_err();
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Strategy;
+
+/// One thing in forward, and one in backward.
+///
+/// ```
+/// use moesaic::{Both, Strategy, Wire};
+///
+/// let strategy = Strategy {
+///     degree: Both { forward: 4, backward: 2 },
+///     wire: Both::same(Wire::Bf16),
+///     ..Strategy::default()
+/// };
+/// assert_eq!(strategy.to_string(), "degree=4/2,wire=bf16");
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Both;
+
+/// How rows go from rank to rank.
+///
+/// ```
+/// use moesaic::Route;
+///
+/// assert_eq!(Route::default(), Route::Linear);
+/// assert_eq!(Route::InterFirst.to_string(), "inter-first");
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Route;
+
+/// What rows are while they are between nodes.
+///
+/// ```
+/// use moesaic::Wire;
+///
+/// assert_eq!(Wire::default(), Wire::Exact);
+/// assert_eq!(Wire::Fp8.to_string(), "fp8");
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Wire;
+
 /// A rank's place among the others: what layers over ranks are made with.
 ///
 /// ```

@@ -13,7 +13,8 @@ use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
 use moesaic::weights::LayerReader;
 use moesaic::{
-    Among, Engine, EngineOptions, Layer, LayerSpec, Mesh, MeshLayer, Parallel, Tensor, Tensors,
+    Among, Engine, EngineOptions, Layer, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
+    Tensors,
 };
 use std::ops::Range;
 use std::time::Instant;
@@ -30,6 +31,10 @@ pub struct RankArgs {
     /// with shared=sliced in as many shards
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
+    /// How ranks carry out the call: ways=N,degree=N,route=R,wire=W; what is not named is as
+    /// without this option. docs/DISTRIBUTED.md says what each is
+    #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default")]
+    strategy: Strategy,
     /// What processes exchange rows by
     #[arg(long, value_name = "E", value_enum, default_value_t = Exchange::Auto)]
     exchange: Exchange,
@@ -70,6 +75,7 @@ pub struct Shared {
     ranks: Ranks,
     exchange: Exchange,
     pub mesh: Parallel,
+    strategy: Strategy,
 }
 
 impl RankArgs {
@@ -89,6 +95,10 @@ impl RankArgs {
             (Some(world), ..) => Ranks::Processes(world),
             (None, Some(asked), _) => Ranks::Threads(asked),
             (None, None, Some(mesh)) => Ranks::Threads(mesh.ranks()),
+            (None, None, None) if self.strategy != Strategy::default() => {
+                let message = "--strategy is for layers over ranks, and there is one process";
+                return Err(Failure::input(message).hint("add --ranks N or --mesh"));
+            }
             (None, None, None) => return Ok(None),
         };
         let count = match ranks {
@@ -97,6 +107,7 @@ impl RankArgs {
         };
         let mesh = self.mesh.unwrap_or_else(|| Parallel::of(count, spec));
         mesh.check(spec).map_err(Failure::input)?;
+        self.strategy.check(&mesh).map_err(Failure::input)?;
         if mesh.ranks() != count {
             let (ranks, words) = (mesh.ranks(), mesh::words(mesh));
             let message = format!("--mesh is for {ranks} ranks ({words}), there are {count}");
@@ -112,6 +123,7 @@ impl RankArgs {
             ranks,
             exchange,
             mesh,
+            strategy: self.strategy,
         }))
     }
 }
@@ -179,9 +191,9 @@ impl Shared {
         let started = Instant::now();
         let mesh = Mesh::new(world, self.mesh)?;
         let training = job.pass.training();
-        let layer = job
-            .engine
-            .mesh_layer(&mesh, job.spec, job.weights, training)?;
+        let (engine, spec) = (job.engine, job.spec);
+        let mut layer = engine.mesh_layer(&mesh, spec, job.weights, training)?;
+        layer.set_strategy(self.strategy)?;
         let built = started.elapsed();
         let started = Instant::now();
         let own = job.tokens.share(&share(job.tokens.count, &mesh))?;

@@ -26,6 +26,7 @@ pub use layer::{
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
+pub use mesh::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
 pub use mesh::{MeshError, Parallel, Place, SharedExperts};
 pub use mesh::{experts_of, plan_rank, slices_of_shared};
@@ -76,4 +77,7 @@ pub enum PlanError {
     /// A mesh of ranks that the layer cannot have.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+    /// A strategy that its mesh cannot have.
+    #[error(transparent)]
+    Strategy(#[from] StrategyError),
 }

@@ -31,11 +31,13 @@ mod bytes;
 mod data;
 mod parallel;
 mod steps;
+mod strategy;
 mod text;
 
 pub use bytes::Sent;
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
+pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 
 use crate::layer::{Builder, Part, Recompute, Role};
 use crate::{LayerPlan, PlanError, PlanOptions};

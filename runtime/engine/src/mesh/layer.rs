@@ -14,7 +14,9 @@ use crate::pass::Pass;
 use crate::texts::Texts;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{self as plan, LayerPlan, RankPlan, RankStep, Step, Training, plan_rank};
+use moesaic_plan::{
+    self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
+};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
 
@@ -38,6 +40,7 @@ pub struct MeshLayer {
     backward: Vec<Segment>,
     /// Of an evaluation, and of a pass that trains.
     routing: [Vec<Segment>; 2],
+    strategy: Strategy,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
@@ -150,6 +153,7 @@ impl Engine {
             tokens,
             experts,
             shared,
+            strategy: Strategy::default(),
         })
     }
 }
@@ -182,6 +186,24 @@ impl MeshLayer {
     /// The mesh.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
+    }
+
+    /// How ranks carry out calls from now on.
+    pub fn strategy(&self) -> Strategy {
+        self.strategy
+    }
+
+    /// Chooses how ranks carry out calls from now on; a backward pass goes as its forward
+    /// pass did. All ranks choose the same between the same two calls.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`] for what the mesh cannot do.
+    pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
+        strategy
+            .check(&self.mesh.parallel())
+            .map_err(PlanError::from)?;
+        self.strategy = strategy;
+        Ok(())
     }
 
     /// The part that every rank has: weights and gradients of router, projections, and shared

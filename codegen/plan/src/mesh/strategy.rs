@@ -1,0 +1,334 @@
+//! How ranks carry out a pass of a layer: what may differ from call to call.
+
+use super::Parallel;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// How ranks carry out a pass. It may differ from call to call: no weight moves to another
+/// owner, and results are the same up to the rounding of sums and of [`Wire`].
+///
+/// As text, each part that is not the default: `ways=2,degree=4/2,route=inter-first,wire=bf16/exact`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Strategy {
+    /// To how many slices of its expert a row goes: the `r` of Tutel. Before a pass ranks
+    /// gather as many slices of the weights as make up a slice of that size. 0: rows stay,
+    /// and each rank gathers the weights of all experts. `None`: to all slices that the
+    /// mesh has, so that no weight travels.
+    pub ways: Option<usize>,
+    /// In how many pieces rows travel, so that one piece is multiplied while the next one
+    /// is under way.
+    pub degree: Both<usize>,
+    /// How rows go from rank to rank.
+    pub route: Route,
+    /// What rows are while they are between nodes.
+    pub wire: Both<Wire>,
+}
+
+impl Default for Strategy {
+    /// All slices, one piece, directly, as they are.
+    fn default() -> Self {
+        Strategy {
+            ways: None,
+            degree: Both::same(1),
+            route: Route::Linear,
+            wire: Both::same(Wire::Exact),
+        }
+    }
+}
+
+/// One thing in forward, and one in backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Both<T> {
+    /// In forward.
+    pub forward: T,
+    /// In backward.
+    pub backward: T,
+}
+
+impl<T: Copy> Both<T> {
+    /// The same in both.
+    pub fn same(value: T) -> Both<T> {
+        Both {
+            forward: value,
+            backward: value,
+        }
+    }
+}
+
+/// How rows go from rank to rank. What arrives is the same.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Route {
+    /// Everybody sends to everybody.
+    #[default]
+    Linear,
+    /// In two dimensions (2DH): inside nodes first, then between ranks of equal place.
+    IntraFirst,
+    /// In two dimensions: between ranks of equal place first, then inside nodes.
+    InterFirst,
+    /// Messages inside nodes and those between nodes side by side.
+    Concurrent,
+    /// A token crosses to a node once, whatever the number of its experts there, and comes
+    /// back as one partial sum.
+    Once,
+}
+
+/// What rows are while they are between nodes.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Wire {
+    /// What they are in memory.
+    #[default]
+    Exact,
+    /// IEEE half precision; what is too large is the largest there is, and counted.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// FP8 E4M3 with an f32 scale for each 128 numbers of a row.
+    Fp8,
+}
+
+/// Words of text, and what they mean.
+trait Words: Copy + PartialEq + 'static {
+    const ALL: &'static [(&'static str, Self)];
+
+    fn word(self) -> &'static str {
+        let mut all = Self::ALL.iter();
+        all.find(|(_, value)| *value == self)
+            .map_or("", |(word, _)| word)
+    }
+
+    fn read(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.iter().find(|(word, _)| *word == text);
+        let words = || Self::ALL.iter().map(|(word, _)| *word).collect::<Vec<_>>();
+        found
+            .map(|(_, value)| *value)
+            .ok_or_else(|| format!("`{text}` is none of {}", words().join(", ")))
+    }
+}
+
+impl Words for Route {
+    const ALL: &'static [(&'static str, Route)] = &[
+        ("linear", Route::Linear),
+        ("intra-first", Route::IntraFirst),
+        ("inter-first", Route::InterFirst),
+        ("concurrent", Route::Concurrent),
+        ("once", Route::Once),
+    ];
+}
+
+impl Words for Wire {
+    const ALL: &'static [(&'static str, Wire)] = &[
+        ("exact", Wire::Exact),
+        ("f16", Wire::F16),
+        ("bf16", Wire::Bf16),
+        ("fp8", Wire::Fp8),
+    ];
+}
+
+impl fmt::Display for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word())
+    }
+}
+
+impl fmt::Display for Wire {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word())
+    }
+}
+
+impl<T: fmt::Display + PartialEq> fmt::Display for Both<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.forward == self.backward {
+            true => write!(f, "{}", self.forward),
+            false => write!(f, "{}/{}", self.forward, self.backward),
+        }
+    }
+}
+
+impl fmt::Display for Strategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let default = Strategy::default();
+        let mut parts = Vec::new();
+        if let Some(ways) = self.ways {
+            parts.push(format!("ways={ways}"));
+        }
+        if self.degree != default.degree {
+            parts.push(format!("degree={}", self.degree));
+        }
+        if self.route != default.route {
+            parts.push(format!("route={}", self.route));
+        }
+        if self.wire != default.wire {
+            parts.push(format!("wire={}", self.wire));
+        }
+        match parts.is_empty() {
+            true => f.write_str("default"),
+            false => f.write_str(&parts.join(",")),
+        }
+    }
+}
+
+/// `a/b`, or one value for both.
+fn both<T: Copy>(text: &str, read: impl Fn(&str) -> Result<T, String>) -> Result<Both<T>, String> {
+    match text.split_once('/') {
+        None => read(text).map(Both::same),
+        Some((forward, backward)) => Ok(Both {
+            forward: read(forward)?,
+            backward: read(backward)?,
+        }),
+    }
+}
+
+fn number(text: &str) -> Result<usize, String> {
+    text.parse()
+        .map_err(|_| format!("`{text}` is not a whole number"))
+}
+
+impl FromStr for Strategy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Strategy, String> {
+        let mut strategy = Strategy::default();
+        let mut seen = Vec::new();
+        if text == "default" {
+            return Ok(strategy);
+        }
+        for part in text.split(',') {
+            let (name, value) = part.split_once('=').unwrap_or((part, ""));
+            let (name, value) = (name.trim(), value.trim());
+            if seen.contains(&name) {
+                return Err(format!("`{name}` is there twice"));
+            }
+            seen.push(name);
+            match name {
+                "ways" => strategy.ways = Some(number(value)?),
+                "degree" => strategy.degree = both(value, number)?,
+                "route" => strategy.route = Route::read(value)?,
+                "wire" => strategy.wire = both(value, Wire::read)?,
+                other => return Err(format!("`{other}` is none of ways, degree, route, wire")),
+            }
+        }
+        Ok(strategy)
+    }
+}
+
+/// A strategy that a mesh cannot have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StrategyError {
+    /// A number of ways that slices do not divide into.
+    #[error(
+        "rows cannot go to {ways} of {shards} slices; 0, where rows stay and weights are \
+         gathered, or a divisor of {shards}"
+    )]
+    Ways {
+        /// As asked for.
+        ways: usize,
+        /// Of the mesh.
+        shards: usize,
+    },
+    /// Rows in no pieces, or in too many.
+    #[error("rows cannot travel in {degree} pieces; from 1 to {MOST_PIECES}")]
+    Degree {
+        /// As asked for.
+        degree: usize,
+    },
+    /// Not built.
+    #[error("`{0}` is not there yet")]
+    NotYet(String),
+}
+
+/// More pieces hardly help, as Tutel's authors report.
+pub const MOST_PIECES: usize = 64;
+
+impl Strategy {
+    /// To how many slices of its expert a row goes in this mesh; 0: rows stay.
+    pub fn ways(&self, mesh: &Parallel) -> usize {
+        self.ways.unwrap_or(mesh.shards)
+    }
+
+    /// Whether ranks of a mesh can do so.
+    ///
+    /// # Errors
+    /// [`StrategyError`] says what is possible.
+    pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
+        let (ways, shards) = (self.ways(mesh), mesh.shards);
+        if ways > 0 && !shards.is_multiple_of(ways) {
+            return Err(StrategyError::Ways { ways, shards });
+        }
+        let degrees = [self.degree.forward, self.degree.backward];
+        let wrong = degrees.iter().find(|n| !(1..=MOST_PIECES).contains(*n));
+        if let Some(&degree) = wrong {
+            return Err(StrategyError::Degree { degree });
+        }
+        self.check_built(mesh)
+    }
+
+    fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
+        let not_yet = |part: String| Err(StrategyError::NotYet(part));
+        let default = Strategy::default();
+        match self {
+            _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
+            _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
+            _ if self.route != default.route => not_yet(format!("route={}", self.route)),
+            _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_reads_back() {
+        for text in [
+            "default",
+            "ways=0",
+            "ways=2,degree=4/2,route=inter-first,wire=bf16/exact",
+            "degree=8",
+            "route=once,wire=fp8",
+        ] {
+            let strategy: Strategy = text.parse().unwrap();
+            assert_eq!(strategy.to_string(), text);
+        }
+        for wrong in [
+            "",
+            "ways",
+            "ways=x",
+            "route=ring",
+            "wire=f32",
+            "degree=1/",
+            "r=2",
+            "ways=1,ways=2",
+        ] {
+            assert!(wrong.parse::<Strategy>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_says_what_can() {
+        let mesh = Parallel {
+            shards: 4,
+            ..Parallel::default()
+        };
+        let check = |text: &str| text.parse::<Strategy>().unwrap().check(&mesh);
+        assert_eq!(
+            check("ways=3"),
+            Err(StrategyError::Ways { ways: 3, shards: 4 })
+        );
+        assert_eq!(check("degree=0"), Err(StrategyError::Degree { degree: 0 }));
+        assert_eq!(check("default"), Ok(()));
+        assert_eq!(check("ways=4"), Ok(()));
+    }
+}
