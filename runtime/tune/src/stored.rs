@@ -1,0 +1,162 @@
+//! Choices in a file.
+
+use crate::Key;
+use moesaic_plan::Strategy;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// A choice that was kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Record {
+    /// For what.
+    pub key: Key,
+    /// What.
+    pub strategy: Strategy,
+    /// What a step took, where it was measured.
+    pub seconds: Option<f64>,
+}
+
+/// The form of the file. Files of another one are refused.
+const VERSION: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+struct File {
+    version: u32,
+    choices: Vec<Record>,
+}
+
+/// Why choices could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoredError {
+    /// The system says no.
+    #[error("{}: {error}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What it says.
+        error: std::io::Error,
+    },
+    /// The file is not one of choices.
+    #[error("{}: not choices of strategies: {error}\ndelete it, and they are measured again", path.display())]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        error: serde_json::Error,
+    },
+    /// The file is of another version of this program.
+    #[error("{}: version {found} of choices, this program has {VERSION}\ndelete it, and they are measured again", path.display())]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// In it.
+        found: u32,
+    },
+}
+
+/// Reads choices; none where there is no file.
+///
+/// # Errors
+/// [`StoredError`] for a file that is something else.
+pub fn read(path: &Path) -> Result<Vec<Record>, StoredError> {
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(io(path, error)),
+    };
+    let wrong = |error| StoredError::Text {
+        path: path.to_path_buf(),
+        error,
+    };
+    // Its version first: what else is there may have changed with it.
+    let value: serde_json::Value = serde_json::from_str(&text).map_err(wrong)?;
+    let found = value.get("version").and_then(serde_json::Value::as_u64);
+    match found {
+        Some(found) if found != u64::from(VERSION) => Err(StoredError::Version {
+            path: path.to_path_buf(),
+            found: u32::try_from(found).unwrap_or(u32::MAX),
+        }),
+        _ => serde_json::from_value::<File>(value)
+            .map(|file| file.choices)
+            .map_err(wrong),
+    }
+}
+
+/// Writes choices, all or nothing. One rank does it.
+///
+/// # Errors
+/// [`StoredError::Io`]; what was there before is then still there.
+pub fn write(path: &Path, choices: Vec<Record>) -> Result<(), StoredError> {
+    let file = File {
+        version: VERSION,
+        choices,
+    };
+    let wrong = |error| StoredError::Text {
+        path: path.to_path_buf(),
+        error,
+    };
+    let text = serde_json::to_string_pretty(&file).map_err(wrong)?;
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}", std::process::id()));
+    let beside = path.with_file_name(name);
+    let done = std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path));
+    done.map_err(|error| {
+        let _ = std::fs::remove_file(&beside);
+        io(path, error)
+    })
+}
+
+fn io(path: &Path, error: std::io::Error) -> StoredError {
+    StoredError::Io {
+        path: path.to_path_buf(),
+        error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Rows;
+
+    #[test]
+    fn choices_read_back_and_other_files_are_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("choices.json");
+        assert_eq!(read(&path).expect("no file is no choice"), []);
+        let record = Record {
+            key: Key {
+                machine: "h100".to_string(),
+                layer: "mixtral, ep 8".to_string(),
+                rows: Rows::Tokens(12),
+            },
+            strategy: "ways=2,degree=4/2".parse().expect("a strategy"),
+            seconds: Some(0.25),
+        };
+        write(&path, vec![record.clone()]).expect("written");
+        assert_eq!(read(&path).expect("read"), [record]);
+        assert_eq!(
+            std::fs::read_dir(folder.path()).expect("a folder").count(),
+            1
+        );
+        for (text, says) in [
+            ("", "not choices"),
+            ("{\"version\": 1}", "not choices"),
+            ("{\"version\": 2, \"choices\": 3}", "version 2"),
+            ("[]", "not choices"),
+        ] {
+            std::fs::write(&path, text).expect("written");
+            let error = read(&path).expect_err(text).to_string();
+            assert!(
+                error.contains(says) && error.contains("delete it"),
+                "{error}"
+            );
+        }
+        let nowhere = folder.path().join("no/choices.json");
+        assert!(matches!(
+            write(&nowhere, Vec::new()),
+            Err(StoredError::Io { .. })
+        ));
+    }
+}

@@ -1,0 +1,326 @@
+//! The choice for each key.
+
+use crate::Key;
+use crate::measured::{Measured, Times};
+use crate::search::{Prediction, Space, shortlist};
+use crate::stored::Record;
+use moesaic_plan::Strategy;
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+
+/// How a choice is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// By measurement: predictions say what is worth it, and without any Tutel's search does.
+    #[default]
+    Measure,
+    /// By prediction alone: the same choice in every run.
+    Predict,
+}
+
+/// When a choice is made, and when it is made again.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// By what.
+    pub mode: Mode,
+    /// Measurements of a strategy, of which the median counts. One step more comes before
+    /// them, since it may compile kernels.
+    pub samples: usize,
+    /// A new choice has to be faster by this share.
+    pub hysteresis: f64,
+    /// Another choice is looked for when the median of the last steps differs by this share
+    /// from what was measured,
+    pub drift: f64,
+    /// with so many last steps.
+    pub window: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            mode: Mode::Measure,
+            samples: 3,
+            hysteresis: 0.05,
+            drift: 0.2,
+            window: 8,
+        }
+    }
+}
+
+/// Something that was decided.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Calls of [`Tuner::choose`] before it.
+    pub step: u64,
+    /// For what.
+    pub key: Key,
+    /// What.
+    pub what: What,
+}
+
+/// What was decided.
+#[derive(Clone, Debug, PartialEq)]
+pub enum What {
+    /// A strategy is tried.
+    Tried(Strategy),
+    /// A strategy is kept from now on.
+    Kept {
+        /// Which.
+        strategy: Strategy,
+        /// What a step takes; `None` where it was predicted and not measured.
+        seconds: Option<f64>,
+    },
+    /// Steps take another time than they did, so strategies are tried again.
+    Drifted {
+        /// What a step took.
+        was: f64,
+        /// What it takes.
+        is: f64,
+    },
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Event { step, key, what } = self;
+        write!(f, "step {step}, {:?}: ", key.rows)?;
+        match what {
+            What::Tried(strategy) => write!(f, "tries {strategy}"),
+            What::Kept { strategy, seconds } => {
+                write!(f, "keeps {strategy}")?;
+                seconds.map_or(Ok(()), |s| write!(f, ", {:.3} ms a step", 1e3 * s))
+            }
+            What::Drifted { was, is } => {
+                write!(f, "{:.3} ms a step were {:.3} ms", 1e3 * is, 1e3 * was)
+            }
+        }
+    }
+}
+
+/// Where candidates come from.
+#[derive(Clone, Debug)]
+enum Candidates {
+    Listed(Vec<Strategy>),
+    Searched,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    candidates: Candidates,
+    measured: Measured,
+    current: Strategy,
+    kept: Option<Kept>,
+    /// The last one of which an event tells.
+    told: Option<Strategy>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Kept {
+    seconds: Option<f64>,
+    recent: VecDeque<f64>,
+}
+
+/// Decides what strategy each step has. It is told what steps took; ranks whose tuners are
+/// made alike and are told the same decide the same.
+#[derive(Clone, Debug)]
+pub struct Tuner {
+    options: Options,
+    space: Space,
+    entries: BTreeMap<Key, Entry>,
+    events: Vec<Event>,
+    steps: u64,
+}
+
+impl Tuner {
+    /// One that knows nothing yet. `space` is searched where nothing is predicted.
+    pub fn new(options: Options, space: Space) -> Tuner {
+        Tuner {
+            options,
+            space,
+            entries: BTreeMap::new(),
+            events: Vec::new(),
+            steps: 0,
+        }
+    }
+
+    /// What was decided, in order.
+    pub fn events(&self) -> &[Event] {
+        &self.events
+    }
+
+    /// The strategy of the next step. `predict` is asked for a key that is new.
+    pub fn choose(&mut self, key: &Key, predict: impl FnOnce() -> Vec<Prediction>) -> Strategy {
+        if !self.entries.contains_key(key) {
+            let entry = self.begin(key, predict());
+            self.entries.insert(key.clone(), entry);
+        }
+        let entry = self.entries.get_mut(key).expect("it is there since above");
+        let (chosen, what) = entry.choose(&self.space, &self.options);
+        self.events.extend(what.map(|what| Event {
+            step: self.steps,
+            key: key.clone(),
+            what,
+        }));
+        self.steps += 1;
+        chosen
+    }
+
+    /// What a step with a strategy took: the same numbers on all ranks.
+    pub fn observe(&mut self, key: &Key, strategy: Strategy, times: Times) {
+        let Some(entry) = self.entries.get_mut(key) else {
+            return;
+        };
+        let what = entry.observe(strategy, times, &self.options);
+        self.events.extend(what.map(|what| Event {
+            step: self.steps,
+            key: key.clone(),
+            what,
+        }));
+    }
+
+    /// What is kept.
+    pub fn records(&self) -> Vec<Record> {
+        let record = |(key, entry): (&Key, &Entry)| {
+            Some(Record {
+                key: key.clone(),
+                strategy: entry.current,
+                seconds: entry.kept.as_ref()?.seconds,
+            })
+        };
+        self.entries.iter().filter_map(record).collect()
+    }
+
+    /// Keeps what was kept before, where nothing is known here. It is looked at again when
+    /// steps take another time.
+    pub fn recall(&mut self, records: impl IntoIterator<Item = Record>) {
+        for record in records {
+            let entry = Entry {
+                candidates: Candidates::Searched,
+                measured: Measured::default(),
+                current: record.strategy,
+                kept: Some(Kept {
+                    seconds: record.seconds,
+                    recent: VecDeque::new(),
+                }),
+                told: None,
+            };
+            self.entries.entry(record.key).or_insert(entry);
+        }
+    }
+
+    /// What the nearest key with fewer rows, or else more, has.
+    fn current(&self, key: &Key) -> Strategy {
+        let alike = |other: &&Key| (&other.machine, &other.layer) == (&key.machine, &key.layer);
+        let before = self.entries.range(..key).rev();
+        let after = self.entries.range(key..);
+        let mut near = before.chain(after).filter(|(other, _)| alike(other));
+        near.next()
+            .map_or(Strategy::default(), |(_, entry)| entry.current)
+    }
+
+    fn begin(&self, key: &Key, predictions: Vec<Prediction>) -> Entry {
+        let best = predictions
+            .iter()
+            .min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let mut entry = Entry {
+            candidates: Candidates::Searched,
+            measured: Measured::default(),
+            current: self.current(key),
+            kept: None,
+            told: None,
+        };
+        match (self.options.mode, best) {
+            (Mode::Predict, best) => {
+                entry.current = best.map_or(Strategy::default(), |best| best.strategy);
+                entry.kept = Some(Kept::default());
+            }
+            (Mode::Measure, Some(_)) => {
+                let list = shortlist(&predictions, entry.current);
+                entry.candidates = Candidates::Listed(list);
+            }
+            (Mode::Measure, None) => {}
+        }
+        entry
+    }
+}
+
+impl Entry {
+    fn choose(&mut self, space: &Space, options: &Options) -> (Strategy, Option<What>) {
+        if self.kept.is_none() {
+            if let Some(next) = self.next(space, options) {
+                let told = self.told.replace(next) == Some(next);
+                return (next, (!told).then_some(What::Tried(next)));
+            }
+            self.settle(options);
+        }
+        let told = self.told.replace(self.current) == Some(self.current) && !self.is_new();
+        let kept = What::Kept {
+            strategy: self.current,
+            seconds: self.kept.as_ref().and_then(|kept| kept.seconds),
+        };
+        (self.current, (!told).then_some(kept))
+    }
+
+    /// Whether no step was taken since the choice.
+    fn is_new(&self) -> bool {
+        let none = |kept: &Kept| kept.seconds.is_some() && kept.recent.is_empty();
+        self.kept.as_ref().is_some_and(none)
+    }
+
+    fn next(&self, space: &Space, options: &Options) -> Option<Strategy> {
+        let missing = |s: &Strategy| self.measured.seconds(*s, options.samples).is_none();
+        match &self.candidates {
+            Candidates::Listed(list) => list.iter().copied().find(missing),
+            Candidates::Searched => space.next(&self.measured, options.samples),
+        }
+    }
+
+    fn settle(&mut self, options: &Options) {
+        let now = self.measured.seconds(self.current, options.samples);
+        let best = self.measured.best(options.samples);
+        let better = best.filter(|(_, seconds)| {
+            now.is_none_or(|now| *seconds < now * (1.0 - options.hysteresis))
+        });
+        if let Some((strategy, _)) = better {
+            self.current = strategy;
+        }
+        self.kept = Some(Kept {
+            seconds: better.map(|(_, seconds)| seconds).or(now),
+            recent: VecDeque::new(),
+        });
+    }
+
+    fn observe(&mut self, strategy: Strategy, times: Times, options: &Options) -> Option<What> {
+        let Some(kept) = &mut self.kept else {
+            self.measured.add(strategy, times);
+            return None;
+        };
+        if strategy != self.current || options.mode == Mode::Predict {
+            return None;
+        }
+        kept.recent.push_back(times.sum());
+        if kept.recent.len() > options.window {
+            kept.recent.pop_front();
+        }
+        let (was, is) = (kept.seconds?, median(&kept.recent, options.window)?);
+        if (is - was).abs() <= options.drift * was {
+            return None;
+        }
+        self.kept = None;
+        self.told = None;
+        self.measured = Measured::default();
+        Some(What::Drifted { was, is })
+    }
+}
+
+fn median(recent: &VecDeque<f64>, window: usize) -> Option<f64> {
+    if recent.len() < window {
+        return None;
+    }
+    let mut sorted: Vec<f64> = recent.iter().copied().collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
+}
+
+#[cfg(test)]
+#[path = "tuner_tests.rs"]
+mod tests;

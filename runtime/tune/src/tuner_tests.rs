@@ -1,0 +1,200 @@
+use super::*;
+use crate::Rows;
+use moesaic_plan::Parallel;
+
+fn key(rows: Rows) -> Key {
+    Key {
+        machine: "here".to_string(),
+        layer: "a layer".to_string(),
+        rows,
+    }
+}
+
+fn strategy(text: &str) -> Strategy {
+    text.parse().expect("a strategy")
+}
+
+fn space() -> Space {
+    let mesh = Parallel {
+        shards: 4,
+        ..Parallel::default()
+    };
+    Space::of(mesh, 1)
+}
+
+fn predictions() -> Vec<Prediction> {
+    let of = |text, seconds| Prediction {
+        strategy: strategy(text),
+        seconds,
+    };
+    vec![
+        of("default", 1.2),
+        of("degree=2", 1.0),
+        of("degree=4", 1.05),
+    ]
+}
+
+/// Steps of one key, each with what a function says it takes.
+fn steps(
+    tuner: &mut Tuner,
+    key: &Key,
+    count: usize,
+    seconds: impl Fn(Strategy) -> f64,
+) -> Vec<Strategy> {
+    let step = |_| {
+        let chosen = tuner.choose(key, predictions);
+        let times = Times {
+            forward: seconds(chosen) / 3.0,
+            backward: seconds(chosen) * 2.0 / 3.0,
+        };
+        tuner.observe(key, chosen, times);
+        chosen
+    };
+    (0..count).map(step).collect()
+}
+
+fn kept(tuner: &Tuner) -> Vec<Strategy> {
+    let kept = tuner.events().iter().filter_map(|event| match event.what {
+        What::Kept { strategy, .. } => Some(strategy),
+        _ => None,
+    });
+    kept.collect()
+}
+
+#[test]
+fn what_is_measured_beats_what_is_predicted() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let key = key(Rows::Tokens(10));
+    let seconds = |s: Strategy| if s == strategy("degree=4") { 0.8 } else { 1.0 };
+    // Three candidates, each four times, and none of it beside the steps of training.
+    let all = steps(&mut tuner, &key, 14, seconds);
+    assert_eq!(all[0], strategy("default"));
+    assert_eq!(all[12..], [strategy("degree=4"); 2]);
+    assert_eq!(kept(&tuner), [strategy("degree=4")]);
+    let tried = tuner.events().len() - 1;
+    assert_eq!(tried, 3);
+    assert!(
+        tuner.events()[3]
+            .to_string()
+            .contains("keeps degree=4, 800")
+    );
+}
+
+#[test]
+fn a_little_faster_is_not_enough() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let key = key(Rows::Tokens(10));
+    let seconds = |s: Strategy| if s == strategy("degree=2") { 0.96 } else { 1.0 };
+    steps(&mut tuner, &key, 14, seconds);
+    assert_eq!(kept(&tuner), [strategy("default")]);
+}
+
+#[test]
+fn drift_is_noticed_and_a_spike_is_not() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let key = key(Rows::Tokens(10));
+    let fast = |best: &'static str| move |s: Strategy| if s == strategy(best) { 0.5 } else { 1.0 };
+    steps(&mut tuner, &key, 20, fast("degree=2"));
+    // A rank that was late once changes nothing.
+    steps(&mut tuner, &key, 1, |_| 9.0);
+    let after = steps(&mut tuner, &key, 8, fast("degree=2"));
+    assert_eq!(after, [strategy("degree=2"); 8]);
+    // What was fast is slow now: the others are tried again.
+    let all = steps(&mut tuner, &key, 30, fast("degree=4"));
+    assert_eq!(all.last(), Some(&strategy("degree=4")));
+    let drifted = |event: &Event| matches!(event.what, What::Drifted { .. });
+    assert_eq!(tuner.events().iter().filter(|e| drifted(e)).count(), 1);
+    assert_eq!(kept(&tuner), [strategy("degree=2"), strategy("degree=4")]);
+}
+
+#[test]
+fn without_predictions_the_paper_s_search_decides() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let key = key(Rows::of_capacity(1024));
+    let seconds = |s: Strategy| match (s.ways, s.degree.forward) {
+        (Some(2), 8) => 0.1,
+        (Some(ways), degree) => 1.0 + ways.abs_diff(2) as f64 + 1.0 / degree as f64,
+        (None, _) => 9.0,
+    };
+    for _ in 0..4 * 4 * 4 + 1 {
+        let chosen = tuner.choose(&key, Vec::new);
+        let times = Times {
+            forward: seconds(chosen),
+            backward: 0.0,
+        };
+        tuner.observe(&key, chosen, times);
+    }
+    assert_eq!(kept(&tuner), [strategy("ways=2,degree=8/1")]);
+}
+
+/// No clock decides: two runs of a job are alike.
+#[test]
+fn prediction_alone_measures_nothing() {
+    let options = Options {
+        mode: Mode::Predict,
+        ..Options::default()
+    };
+    let mut tuner = Tuner::new(options, space());
+    let key = key(Rows::Tokens(3));
+    let all = steps(&mut tuner, &key, 40, |s| s.degree.forward as f64);
+    assert_eq!(all, [strategy("degree=2"); 40]);
+    assert_eq!(tuner.events().len(), 1);
+}
+
+#[test]
+fn keys_are_apart_and_begin_with_what_their_neighbour_has() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let seconds = |s: Strategy| if s == strategy("degree=4") { 0.5 } else { 1.0 };
+    steps(&mut tuner, &key(Rows::Tokens(10)), 14, seconds);
+    let other = steps(&mut tuner, &key(Rows::Tokens(11)), 1, seconds);
+    assert_eq!(other, [strategy("degree=4")]);
+    let stranger = Key {
+        machine: "elsewhere".to_string(),
+        ..key(Rows::Tokens(10))
+    };
+    assert_eq!(
+        steps(&mut tuner, &stranger, 1, seconds),
+        [strategy("default")]
+    );
+}
+
+#[test]
+fn what_was_kept_is_kept_by_the_next_run() {
+    let mut tuner = Tuner::new(Options::default(), space());
+    let key = key(Rows::Tokens(10));
+    let seconds = |s: Strategy| if s == strategy("degree=4") { 0.5 } else { 1.0 };
+    steps(&mut tuner, &key, 14, seconds);
+    let mut next = Tuner::new(Options::default(), space());
+    next.recall(tuner.records());
+    assert_eq!(
+        steps(&mut next, &key, 20, seconds),
+        [strategy("degree=4"); 20]
+    );
+    // On a machine that is slower now it is not believed for ever.
+    steps(&mut next, &key, 9, |_| 2.0);
+    let drifted = |event: &Event| matches!(event.what, What::Drifted { .. });
+    assert!(next.events().iter().any(drifted));
+}
+
+#[test]
+fn ranks_that_are_told_the_same_decide_the_same() {
+    let run = || {
+        let mut tuner = Tuner::new(Options::default(), space());
+        let mut state = 1u64;
+        let mut all = Vec::new();
+        for step in 0..200 {
+            let key = key(Rows::Tokens(8 + step % 3));
+            let chosen = tuner.choose(&key, predictions);
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
+            let forward = 1.0 + (state >> 40) as f64 / 1e8;
+            let times = Times {
+                forward,
+                backward: 2.0 * forward,
+            };
+            tuner.observe(&key, chosen, times);
+            all.push(chosen);
+        }
+        all
+    };
+    assert_eq!(run(), run());
+}
