@@ -4,7 +4,7 @@
 
 mod conformance;
 mod golden;
-#[path = "../codegen/emit/tests/kept/mod.rs"]
+#[path = "../codegen/emit/tests/kernels/kept/mod.rs"]
 mod kept;
 mod mutants;
 mod new_project;

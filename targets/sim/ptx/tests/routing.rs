@@ -1,8 +1,8 @@
 //! Routing and data movement in the machine, at awkward sizes, with every check.
 
-#[path = "../../../../codegen/emit/tests/kept/mod.rs"]
+#[path = "../../../../codegen/emit/tests/kernels/kept/mod.rs"]
 mod kept;
-#[path = "../../../../codegen/emit/tests/rig/mod.rs"]
+#[path = "../../../../codegen/emit/tests/kernels/rig/mod.rs"]
 mod rig;
 
 use moesaic_emit::emit;

@@ -1,0 +1,278 @@
+//! The backward kernels for CPUs, stem by stem.
+
+use crate::rig::{Rig, Tensors, backward, host, isas};
+use moesaic_kernel::{CpuIsa, DType};
+use moesaic_plan::{Recompute, Training};
+use moesaic_reference::{Random, round_to};
+use moesaic_spec::*;
+
+/// A layer whose routing comes from outside, so that no gate is needed.
+fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
+    let text = format!(
+        r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}},
+            "router":{{"kind":"external"}}}}"#
+    );
+    serde_json::from_str(&text).unwrap()
+}
+
+fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
+    change(&mut spec);
+    spec
+}
+
+fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
+    with(spec, |s| {
+        s.precision.weights = weights;
+        s.precision.activations = activations;
+        s.experts.bias = true.into();
+    })
+}
+
+fn random_dy(rig: &Rig, tokens: usize) -> Vec<f64> {
+    let spec = &rig.plan.spec;
+    let values = Random::new(99).vec(tokens * spec.output_dim());
+    let round = |v: f64| round_to(spec.precision.activations, v);
+    values.into_iter().map(round).collect()
+}
+
+fn train(rig: &Rig, tokens: usize, accumulate: &[i64]) -> Tensors {
+    let input = rig.random_input(tokens, tokens as u64);
+    rig.run_training(&input, &random_dy(rig, tokens), accumulate)
+}
+
+fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
+    let rig = Rig::training(spec, isa, 2, Training::default());
+    for &tokens in tokens {
+        let tensors = train(&rig, tokens, &[0]);
+        backward::all(
+            &rig,
+            &tensors,
+            &format!("{isa:?}, {tokens} tokens, {spec:?}"),
+        );
+    }
+}
+
+/// Changes of a layer of 33 x 21, 6 experts, 2 per token.
+fn variants(changes: &[fn(&mut LayerSpec)]) {
+    for change in changes {
+        run(&with(spec(33, 21, 6, 2), change), host(), &[0, 1, 47]);
+    }
+}
+
+#[test]
+fn every_isa_computes_every_type() {
+    for isa in isas() {
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            run(&typed(spec(70, 45, 3, 2), dtype, dtype), isa, &[0, 1, 70]);
+        }
+    }
+}
+
+#[test]
+fn types_can_be_mixed() {
+    run(
+        &typed(spec(70, 45, 3, 2), DType::Bf16, DType::F32),
+        host(),
+        &[33],
+    );
+    run(
+        &typed(spec(70, 45, 3, 2), DType::F32, DType::F16),
+        host(),
+        &[33],
+    );
+}
+
+#[test]
+fn awkward_shapes() {
+    for (d, h, e, k) in [
+        (1, 1, 1, 1),
+        (300, 67, 1, 1),
+        (17, 530, 5, 5),
+        (5, 3, 37, 4),
+    ] {
+        let plain = spec(d, h, e, k);
+        run(&plain, host(), &[0, 1, 33, 777]);
+        run(&typed(plain, DType::Bf16, DType::Bf16), host(), &[33, 777]);
+    }
+}
+
+#[test]
+fn rows_of_one_expert_take_many_slices() {
+    let wide = typed(spec(600, 270, 2, 1), DType::Bf16, DType::Bf16);
+    run(&wide, host(), &[1300]);
+    run(&spec(40, 24, 1, 1), CpuIsa::Portable, &[1, 6, 13, 700]);
+}
+
+/// So deep that AMX tiles need slices, and gradients that are written past the
+/// caches where rows of a matrix are whole vectors.
+#[test]
+fn deep_products_and_large_gradients() {
+    let odd = typed(spec(2101, 1063, 1, 1), DType::Bf16, DType::Bf16);
+    run(&odd, host(), &[40]);
+    let large = spec(2112, 1072, 4, 1);
+    run(&large, host(), &[33]);
+    run(&typed(large, DType::Bf16, DType::Bf16), host(), &[33]);
+}
+
+/// Gradients of experts' rows that tiles write past the caches: 32 MiB.
+#[test]
+fn large_results() {
+    let large = typed(spec(2048, 32, 4, 4), DType::Bf16, DType::Bf16);
+    run(&large, host(), &[2800]);
+}
+
+#[test]
+fn experts() {
+    variants(&[
+        |s| {
+            s.experts.bias = true.into();
+            s.experts.clamp = Some(0.7);
+            s.experts.alpha = 1.702;
+            s.experts.up_offset = 1.0;
+        },
+        |s| {
+            s.experts.form = ExpertForm::Plain;
+            s.experts.activation = Activation::Gelu;
+            s.experts.bias = true.into();
+            s.shape.output_dim = Some(40);
+        },
+        |s| {
+            s.experts.form = ExpertForm::Plain;
+            s.experts.activation = Activation::Relu2;
+        },
+        |s| s.experts.activation = Activation::GeluTanh,
+        |s| {
+            s.experts.activation = Activation::Relu;
+            s.experts.bias = true.into();
+            s.router.weight_on = WeightSite::Activation;
+        },
+        |s| {
+            s.router.weight_on = WeightSite::Input;
+            s.precision.activations = DType::Bf16;
+            s.experts.bias = true.into();
+        },
+        |s| {
+            let shared = |gate| SharedExpert {
+                hidden_dim: 9,
+                gate,
+                bias: None,
+            };
+            s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
+            s.experts.bias = true.into();
+            s.experts.identity = 2;
+            s.experts.zero = 1;
+        },
+    ]);
+}
+
+#[test]
+fn capacities() {
+    variants(&[
+        |s| {
+            s.capacity.mode = CapacityMode::Factor;
+            s.capacity.factor = 0.7;
+            s.experts.bias = true.into();
+        },
+        |s| {
+            s.capacity.mode = CapacityMode::Factor;
+            s.capacity.factor = -0.9;
+            s.capacity.order = CapacityOrder::Probability;
+            s.capacity.renormalize_after_drop = true;
+            s.experts.identity = 1;
+        },
+        |s| {
+            s.capacity.mode = CapacityMode::Fixed;
+            s.capacity.rows = Some(1);
+            s.capacity.renormalize_after_drop = true;
+            s.router.weight_on = WeightSite::Input;
+        },
+    ]);
+}
+
+/// Tensors of a call that every mode, and any number of threads, must agree on.
+fn gradients(rig: &Rig, tensors: &Tensors) -> Vec<Vec<u64>> {
+    let names = rig.plan.tensors.iter().map(|t| t.name.as_str());
+    let wanted = names.filter(|name| name.starts_with("grad.") || *name == "dx");
+    let bits = |name: &str| tensors.get(name).iter().map(|v| v.to_bits()).collect();
+    wanted.map(bits).collect()
+}
+
+fn busy() -> LayerSpec {
+    with(typed(spec(45, 70, 5, 3), DType::Bf16, DType::Bf16), |s| {
+        s.capacity.mode = CapacityMode::Factor;
+        s.capacity.factor = 0.9;
+        s.shared = vec![SharedExpert {
+            hidden_dim: 40,
+            gate: SharedGate::Sigmoid,
+            bias: None,
+        }];
+    })
+}
+
+#[test]
+fn recomputing_gives_the_same_bits() {
+    let kept = Rig::training(&busy(), host(), 2, Training::default());
+    let want = gradients(&kept, &train(&kept, 300, &[0]));
+    for recompute in [Recompute::Hidden, Recompute::All] {
+        let rig = Rig::training(&busy(), host(), 2, Training { recompute });
+        assert_eq!(
+            gradients(&rig, &train(&rig, 300, &[0])),
+            want,
+            "{recompute:?}"
+        );
+    }
+}
+
+#[test]
+fn threads_give_the_same_bits() {
+    let run = |threads| {
+        let rig = Rig::training(&busy(), host(), threads, Training::default());
+        gradients(&rig, &train(&rig, 300, &[0]))
+    };
+    let one = run(1);
+    assert_eq!(run(2), one);
+    assert_eq!(run(5), one);
+}
+
+#[test]
+fn gradients_add_up() {
+    for tokens in [0, 200] {
+        let rig = Rig::training(&busy(), host(), 2, Training::default());
+        let once = train(&rig, tokens, &[0]);
+        let twice = train(&rig, tokens, &[0, 1]);
+        let weights = rig
+            .plan
+            .tensors
+            .iter()
+            .filter(|t| t.role == moesaic_plan::Role::WeightGradient);
+        for tensor in weights {
+            let doubled: Vec<f64> = once.get(&tensor.name).iter().map(|v| 2.0 * v).collect();
+            assert_eq!(twice.get(&tensor.name), doubled, "{}", tensor.name);
+        }
+    }
+}
+
+#[test]
+fn experts_without_rows_get_zeros() {
+    for dropped in [false, true] {
+        let spec = with(typed(spec(20, 30, 5, 2), DType::F32, DType::F32), |s| {
+            s.shared.clear();
+        });
+        let rig = Rig::training(&spec, host(), 2, Training::default());
+        let mut input = rig.random_input(90, 3);
+        let routing = input.routing.as_mut().unwrap();
+        routing.0.fill(if dropped { -1 } else { 3 });
+        let tensors = rig.run_training(&input, &random_dy(&rig, 90), &[0]);
+        backward::all(&rig, &tensors, "one expert");
+        let grad = tensors.get("grad.experts.up.weight");
+        let touched: Vec<bool> = grad
+            .chunks(20 * 30)
+            .map(|m| m.iter().any(|v| *v != 0.0))
+            .collect();
+        let want: Vec<bool> = (0..5).map(|e| e == 3 && !dropped).collect();
+        assert_eq!(touched, want);
+        if dropped {
+            assert!(tensors.get("dx").iter().all(|v| *v == 0.0));
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! The `mma.sync` GEMM on the PTX interpreter, against the reference. Copies
+//! arrive late there, and memory that nobody wrote is an error.
+
+use crate::gemms::simulated::simulated;
+use crate::gemms::{Call, Gemms, Spread, Tensors, layer, reversed, same_rows};
+use moesaic_kernel::DType::{self, Bf16, F16, F32};
+use moesaic_plan::{GemmFamily, LayerPlan};
+use moesaic_spec::*;
+
+/// The GEMMs of a layer on a simulated A100.
+fn gemms(spec: &LayerSpec) -> Gemms {
+    Gemms::new(spec, "sim:sm_80", |plan| simulated(plan, 1))
+}
+
+/// The GEMMs of a layer, which are all of this family.
+fn matrix(spec: &LayerSpec) -> Gemms {
+    let gemms = gemms(spec);
+    let families = gemms.families();
+    assert!(
+        families.iter().all(|f| *f == "mma"),
+        "{families:?} of {spec:?}"
+    );
+    gemms
+}
+
+fn run(gemms: &Gemms, tokens: usize, spread: Spread) -> Tensors {
+    let call = Call::new(&gemms.plan.spec, tokens, spread);
+    let tensors = gemms.run(&call);
+    gemms.check(&call, &tensors);
+    tensors
+}
+
+fn run_all(cases: &[([usize; 3], [usize; 2])], dtypes: &[DType]) {
+    for (&(shape, experts), &dtype) in cases.iter().zip(dtypes.iter().cycle()) {
+        let gemms = matrix(&layer(shape, experts, dtype));
+        for tokens in [0, 1, 33, 200] {
+            run(&gemms, tokens, Spread::Random);
+        }
+    }
+}
+
+/// Widths with and without tails, below, at and above a tile; experts and
+/// top-k for both heights of a tile.
+#[test]
+fn widths_of_whole_chunks() {
+    let cases = [
+        ([8, 16, 24], [1, 1]),
+        ([40, 64, 72], [3, 3]),
+        ([200, 264, 8], [60, 1]),
+        ([64, 72, 200], [7, 2]),
+        ([264, 40, 264], [8, 8]),
+        ([16, 200, 40], [60, 4]),
+    ];
+    run_all(&cases, &[Bf16, F16]);
+}
+
+/// Inner widths that only copies of 8 or 4 bytes divide, and outer widths
+/// whose rows are stored two elements at a time, or one.
+#[test]
+fn widths_of_parts_of_chunks() {
+    let cases = [
+        ([66, 36, 63], [3, 1]),
+        ([12, 130, 65], [60, 1]),
+        ([2, 4, 1], [1, 1]),
+        ([202, 68, 66], [8, 3]),
+    ];
+    run_all(&cases, &[F16, Bf16]);
+}
+
+#[test]
+fn widths_of_f32() {
+    let cases = [
+        ([8, 63, 24], [1, 1]),
+        ([65, 264, 40], [3, 2]),
+        ([72, 16, 65], [60, 1]),
+        ([1, 2, 3], [7, 7]),
+        ([200, 66, 64], [8, 1]),
+    ];
+    run_all(&cases, &[F32]);
+}
+
+/// Between them these reach every line of the epilogue.
+fn epilogues() -> Vec<LayerSpec> {
+    use Activation::{Gelu, GeluTanh, Relu, Relu2, Silu};
+    use ExpertForm::{Gated, Plain};
+    let cases = [
+        (Silu, Gated, WeightSite::Output, Bf16),
+        (Gelu, Plain, WeightSite::Input, F16),
+        (GeluTanh, Gated, WeightSite::Activation, F32),
+        (Relu, Plain, WeightSite::Activation, Bf16),
+        (Relu2, Gated, WeightSite::Input, F32),
+        (Silu, Plain, WeightSite::Activation, F16),
+    ];
+    let specs = cases.into_iter().enumerate();
+    let specs = specs.map(|(i, (activation, form, site, dtype))| {
+        let experts = [[3, 2], [40, 1]][i / 2 % 2];
+        let mut spec = layer([72, 42, 65], experts, dtype);
+        spec.experts.activation = activation.clone();
+        spec.experts.form = form;
+        spec.experts.bias = (i != 4).into();
+        spec.router.weight_on = site;
+        if i % 2 == 0 {
+            spec.experts.clamp = Some(0.4);
+            spec.experts.up_offset = 1.0;
+        }
+        if activation == Silu {
+            spec.experts.alpha = 1.702;
+        }
+        spec
+    });
+    specs.collect()
+}
+
+#[test]
+fn epilogues_are_the_reference_s() {
+    for spec in epilogues() {
+        run(&matrix(&spec), 33, Spread::Random);
+    }
+}
+
+#[test]
+fn shared_experts_are_dense() {
+    for dtype in [Bf16, F32] {
+        let mut spec = layer([72, 16, 72], [3, 2], dtype);
+        spec.experts.bias = true.into();
+        spec.shared = vec![SharedExpert {
+            hidden_dim: 136,
+            gate: SharedGate::None,
+            bias: None,
+        }];
+        let gemms = matrix(&spec);
+        for tokens in [0, 1, 150] {
+            run(&gemms, tokens, Spread::Random);
+        }
+    }
+}
+
+/// One expert gets all rows, or most get none; and a row has the same bits
+/// wherever in a tile it lies.
+#[test]
+fn rows_lie_anywhere() {
+    for (experts, dtype) in [([8, 2], Bf16), ([60, 1], F16), ([8, 2], F32)] {
+        let spec = layer([72, 40, 72], experts, dtype);
+        let gemms = matrix(&spec);
+        for spread in [Spread::One, Spread::Sparse] {
+            let call = Call::new(&spec, 150, spread);
+            let tensors = gemms.run(&call);
+            gemms.check(&call, &tensors);
+            let turned = reversed(&spec, &call);
+            same_rows(&spec, [&call, &turned], [&tensors, &gemms.run(&turned)]);
+        }
+    }
+}
+
+/// Only the weight on the input needs rows to be dispatched.
+#[test]
+fn rows_are_gathered() {
+    let mut spec = layer([16, 16, 16], [3, 2], Bf16);
+    assert!(matrix(&spec).plan.tensor("rows").is_none());
+    spec.router.weight_on = WeightSite::Input;
+    assert!(matrix(&spec).plan.tensor("rows").is_some());
+}
+
+/// A half whose rows have odd widths stays with SIMT; both halves still share
+/// one list of row tiles.
+#[test]
+fn a_half_of_odd_width_falls_back() {
+    for (shape, experts) in [([72, 65, 40], [3, 2]), ([65, 72, 40], [60, 1])] {
+        let gemms = gemms(&layer(shape, experts, F16));
+        let families = gemms.families();
+        let matrix = families.iter().filter(|f| **f == "mma");
+        assert_eq!(matrix.count(), 1, "{families:?}");
+        run(&gemms, 70, Spread::Random);
+    }
+}
+
+/// Three products of tf32 are nearly as good as one of f32.
+#[test]
+fn split_products_are_near_those_of_f32() {
+    let spec = layer([520, 392, 520], [3, 2], F32);
+    let call = Call::new(&spec, 20, Spread::Random);
+    let error = |gemms: Gemms| gemms.error(&call, &gemms.run(&call));
+    let split = error(matrix(&spec));
+    let simt = error(Gemms::new(&spec, "sim:sm_75", |plan| simulated(plan, 1)));
+    assert!(split <= 4.0 * simt, "{split:e} against {simt:e}");
+}
+
+/// One product of tf32 has the error of its 11 bits.
+#[test]
+fn tf32_rounds_factors() {
+    let spec = layer([72, 40, 72], [3, 2], F32);
+    let call = Call::new(&spec, 20, Spread::Random);
+    let gemms = Gemms::new(&spec, "sim:sm_80", |plan| simulated(&with_tf32(plan), 1));
+    let error = gemms.error(&call, &gemms.run(&call));
+    assert!((1e-5..5e-3).contains(&error), "{error:e}");
+}
+
+fn with_tf32(plan: &LayerPlan) -> LayerPlan {
+    let mut plan = plan.clone();
+    for kernel in &mut plan.kernels {
+        if let Some(config) = kernel.op.gemm_mut()
+            && let GemmFamily::Mma { tf32, .. } = &mut config.family
+        {
+            *tf32 = true;
+        }
+    }
+    plan
+}
+
+/// No bank conflicts; weights are read once per row tile and rows once per
+/// column tile, beside some indices; results are written in whole sectors.
+#[test]
+fn traffic_is_what_it_has_to_be() {
+    for (dtype, tile_rows) in [(Bf16, 128), (F32, 64)] {
+        let spec = layer([256, 192, 320], [2, 1], dtype);
+        let gemms = matrix(&spec);
+        run(&gemms, 100, Spread::One);
+        let counters = gemms.take_counters();
+        for (counters, [matrices, inner, outer]) in
+            counters.iter().zip([[2, 256, 192], [1, 192, 320]])
+        {
+            let what = format!("{dtype}: {counters:?}");
+            assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
+            let row_tiles = 100_u64.div_ceil(tile_rows);
+            let column_tiles = u64::div_ceil(outer, 128 / matrices);
+            let line = inner * dtype.size() as u64;
+            let loads = line * (row_tiles * matrices * outer + column_tiles * 100);
+            let got = counters.global_loads.bytes;
+            assert!(
+                (loads..loads + loads / 8).contains(&got),
+                "{loads} bytes: {what}"
+            );
+            let stores = 100 * outer * dtype.size() as u64;
+            assert_eq!(counters.global_stores.bytes, stores, "{what}");
+            assert_eq!(counters.global_stores.sectors * 32, stores, "{what}");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! The Hopper GEMM on the PTX interpreter, against the reference. The copy
+//! engine and `wgmma` run late there, by delays that depend on a seed.
+
+use crate::gemms::simulated::simulated;
+use crate::gemms::{Call, Gemms, Spread, Tensors, layer, reversed, same_rows};
+use moesaic_kernel::DType;
+use moesaic_spec::*;
+
+const TARGET: &str = "sim:sm_90a";
+
+/// The GEMMs of a layer on a simulated H100 whose engines are late by `seed`.
+fn gemms(spec: &LayerSpec, seed: u64) -> Gemms {
+    Gemms::new(spec, TARGET, |plan| simulated(plan, seed))
+}
+
+/// The GEMMs of a layer, which are all of this family.
+fn hopper(spec: &LayerSpec, seed: u64) -> Gemms {
+    let gemms = gemms(spec, seed);
+    let families = gemms.families();
+    assert!(
+        families.iter().all(|f| *f == "wgmma"),
+        "{families:?} of {spec:?}"
+    );
+    gemms
+}
+
+fn run(gemms: &Gemms, tokens: usize, spread: Spread) -> Tensors {
+    let call = Call::new(&gemms.plan.spec, tokens, spread);
+    let tensors = gemms.run(&call);
+    gemms.check(&call, &tensors);
+    tensors
+}
+
+/// Inner widths with and without a tail, outer widths below, at and above a
+/// tile, one of them odd; experts and top-k for both heights of a tile.
+#[test]
+fn any_width_that_the_copy_engine_takes() {
+    let cases = [
+        ([64, 40, 136], [1, 1]),
+        ([72, 264, 65], [3, 2]),
+        ([128, 8, 264], [8, 8]),
+        ([200, 136, 40], [60, 1]),
+        ([72, 64, 8], [60, 2]),
+        ([200, 128, 64], [3, 1]),
+        ([8, 72, 200], [60, 1]),
+    ];
+    for (i, (shape, experts)) in cases.into_iter().enumerate() {
+        let dtype = [DType::Bf16, DType::F16][i % 2];
+        let gemms = hopper(&layer(shape, experts, dtype), i as u64);
+        for tokens in [0, 1, 33, 200] {
+            run(&gemms, tokens, Spread::Random);
+        }
+    }
+}
+
+/// Between them these reach every line of the epilogue.
+fn epilogues() -> Vec<LayerSpec> {
+    use Activation::{Gelu, GeluTanh, Relu, Relu2, Silu};
+    use ExpertForm::{Gated, Plain};
+    let cases = [
+        (Silu, Gated, WeightSite::Output, [3, 2]),
+        (Gelu, Plain, WeightSite::Input, [40, 1]),
+        (GeluTanh, Gated, WeightSite::Activation, [3, 2]),
+        (Relu, Plain, WeightSite::Activation, [40, 1]),
+        (Relu2, Gated, WeightSite::Input, [3, 3]),
+        (Silu, Plain, WeightSite::Activation, [8, 1]),
+    ];
+    let specs = cases.into_iter().enumerate();
+    let specs = specs.map(|(i, (activation, form, site, experts))| {
+        let mut spec = layer([72, 40, 65], experts, [DType::Bf16, DType::F16][i / 2 % 2]);
+        spec.experts.activation = activation.clone();
+        spec.experts.form = form;
+        spec.experts.bias = (i != 4).into();
+        spec.router.weight_on = site;
+        if i % 2 == 0 {
+            spec.experts.clamp = Some(0.4);
+            spec.experts.up_offset = 1.0;
+        }
+        if activation == Silu {
+            spec.experts.alpha = 1.702;
+        }
+        spec
+    });
+    specs.collect()
+}
+
+#[test]
+fn epilogues_are_the_reference_s() {
+    for spec in epilogues() {
+        run(&hopper(&spec, 1), 33, Spread::Random);
+    }
+}
+
+#[test]
+fn shared_experts_are_dense() {
+    let mut spec = layer([72, 16, 72], [3, 2], DType::Bf16);
+    spec.experts.bias = true.into();
+    spec.shared = vec![SharedExpert {
+        hidden_dim: 136,
+        gate: SharedGate::None,
+        bias: None,
+    }];
+    let gemms = hopper(&spec, 2);
+    for tokens in [0, 1, 200] {
+        run(&gemms, tokens, Spread::Random);
+    }
+}
+
+/// One expert gets all rows, or most get none; and a row has the same bits
+/// wherever in a tile it lies.
+#[test]
+fn rows_lie_anywhere() {
+    for experts in [[8, 2], [60, 1]] {
+        let spec = layer([72, 40, 72], experts, DType::Bf16);
+        let gemms = hopper(&spec, 3);
+        for spread in [Spread::One, Spread::Sparse] {
+            let call = Call::new(&spec, 150, spread);
+            let tensors = gemms.run(&call);
+            gemms.check(&call, &tensors);
+            let turned = reversed(&spec, &call);
+            same_rows(&spec, [&call, &turned], [&tensors, &gemms.run(&turned)]);
+        }
+    }
+}
+
+/// The ring turns more than twice, under many delays, to the same bits.
+#[test]
+fn results_do_not_depend_on_delays() {
+    let spec = layer([840, 600, 64], [3, 2], DType::Bf16);
+    let first = run(&hopper(&spec, 0), 40, Spread::Random);
+    for seed in 1..6 {
+        let other = run(&hopper(&spec, seed), 40, Spread::Random);
+        let bits =
+            |t: &Tensors| -> Vec<u64> { t.values().flatten().map(|v| v.to_bits()).collect() };
+        assert!(bits(&first) == bits(&other), "seed {seed} gives other bits");
+    }
+}
+
+/// A half whose rows are no multiple of 16 bytes goes to another family; both
+/// halves still share one list of row tiles.
+#[test]
+fn a_half_that_does_not_fit_falls_back() {
+    for (shape, experts) in [([72, 65, 40], [3, 2]), ([65, 72, 40], [60, 1])] {
+        let spec = layer(shape, experts, DType::Bf16);
+        let gemms = gemms(&spec, 4);
+        let families = gemms.families();
+        let hopper = families.iter().filter(|f| **f == "wgmma");
+        assert_eq!(hopper.count(), 1, "{families:?}");
+        run(&gemms, 70, Spread::Random);
+    }
+}
+
+/// What full tiles cost: every operand byte once for each tile, no conflict of
+/// banks, results 16 bytes at a time in whole sectors.
+#[test]
+fn full_tiles_waste_nothing() {
+    let (rows, inner, outer) = (256u64, 128u64, 256u64);
+    let spec = layer([128, 256, 256], [1, 1], DType::Bf16);
+    let gemms = hopper(&spec, 5);
+    run(&gemms, rows as usize, Spread::One);
+    let up = &gemms.take_counters()[0];
+    assert_eq!(up.symbol, "grouped_gemm_up");
+    assert_eq!(up.tensor_multiply_adds, rows * inner * 2 * outer);
+    let tiles = (rows / 128) * (outer / 128);
+    assert_eq!(up.async_load_bytes, tiles * (128 + 2 * 128) * inner * 2);
+    let stores = up.global_stores;
+    assert_eq!(stores.bytes, rows * outer * 2);
+    assert_eq!(
+        (stores.requests * 32 * 16, stores.sectors * 32),
+        (stores.bytes, stores.bytes)
+    );
+    assert_eq!(up.shared.bank_conflicts(), 0);
+}

@@ -1,0 +1,245 @@
+//! The backward kernels of the ordinary units, run by simulators of GPUs,
+//! stem by stem.
+
+use crate::gemms::simulated::simulated;
+use crate::gpu_host;
+use crate::rig::{Rig, Tensors, backward};
+use moesaic_kernel::{DType, SimArch, Target};
+use moesaic_plan::{LayerPlan, PlanOptions, Recompute, Training, plan};
+use moesaic_reference::{Random, round_to};
+use moesaic_spec::*;
+
+/// GPUs whose matrices no matrix unit takes: warps of 32 and waves of 64 on
+/// fibers, and the PTX that NVRTC makes of the text.
+const TARGETS: [&str; 3] = ["cuda:sm_75", "rocm:gfx908", "sim:sm_75"];
+
+/// A layer whose routing comes from outside, so that no gate is needed.
+fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
+    let text = format!(
+        r#"{{"shape":{{"model_dim":{d},"hidden_dim":{h},"experts":{e},"top_k":{k}}},
+            "router":{{"kind":"external"}}}}"#
+    );
+    serde_json::from_str(&text).unwrap()
+}
+
+fn with(mut spec: LayerSpec, change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
+    change(&mut spec);
+    spec
+}
+
+fn typed(spec: LayerSpec, weights: DType, activations: DType) -> LayerSpec {
+    with(spec, |s| {
+        s.precision.weights = weights;
+        s.precision.activations = activations;
+        s.experts.bias = true.into();
+    })
+}
+
+fn rig(spec: &LayerSpec, target: &str, training: Training) -> Rig {
+    if let Err(problems) = spec.validate() {
+        panic!("the test's spec is invalid: {problems:?}");
+    }
+    let plan = plan(
+        spec,
+        target.parse().unwrap(),
+        &PlanOptions::training(training),
+    )
+    .unwrap();
+    match plan.target {
+        Target::Sim(SimArch::Cuda(_)) => on_ptx(plan),
+        _ => {
+            let device = gpu_host::device(&plan);
+            let modules = gpu_host::all_modules(&plan, &device);
+            Rig::on(plan, Box::new(device), modules)
+        }
+    }
+}
+
+fn on_ptx(plan: LayerPlan) -> Rig {
+    let (device, modules) = simulated(&plan, 1);
+    Rig::sharing(plan, device, modules)
+}
+
+fn train(rig: &Rig, tokens: usize, accumulate: &[i64]) -> Tensors {
+    let spec = &rig.plan.spec;
+    let input = rig.random_input(tokens, tokens as u64);
+    let dy = Random::new(99).vec(tokens * spec.output_dim());
+    let round = |v: f64| round_to(spec.precision.activations, v);
+    let dy: Vec<f64> = dy.into_iter().map(round).collect();
+    rig.run_training(&input, &dy, accumulate)
+}
+
+fn run(target: &str, spec: &LayerSpec, tokens: &[usize]) {
+    let rig = rig(spec, target, Training::default());
+    for &tokens in tokens {
+        let tensors = train(&rig, tokens, &[0]);
+        let what = format!("{target}, {tokens} tokens, {spec:?}");
+        backward::all(&rig, &tensors, &what);
+    }
+}
+
+/// Changes of a layer of 33 x 21, 6 experts, 2 per token, on one target after
+/// the other.
+fn variants(changes: &[fn(&mut LayerSpec)]) {
+    for (change, target) in changes.iter().zip(TARGETS.iter().cycle()) {
+        run(target, &with(spec(33, 21, 6, 2), change), &[0, 1, 47]);
+    }
+}
+
+#[test]
+fn types_and_awkward_widths() {
+    use DType::{Bf16, F16, F32};
+    let widths = [(33, 21), (24, 40), (7, 130), (150, 36), (64, 72)];
+    let types = [
+        (F32, F32),
+        (Bf16, Bf16),
+        (F16, F16),
+        (F32, Bf16),
+        (F16, F32),
+    ];
+    for ((d, h), (weights, activations)) in widths.into_iter().zip(types) {
+        let spec = typed(spec(d, h, 5, 2), weights, activations);
+        for target in TARGETS {
+            run(target, &spec, &[0, 33, 200]);
+        }
+    }
+}
+
+#[test]
+fn any_number_of_experts_and_choices() {
+    let cases = [(1, 1), (3, 3), (40, 5), (300, 7), (100, 70)];
+    for ((e, k), target) in cases.into_iter().zip(TARGETS.iter().cycle()) {
+        run(target, &spec(8, 4, e, k), &[1, 33]);
+    }
+    run(TARGETS[2], &spec(1, 1, 1, 1), &[0, 1, 3]);
+}
+
+#[test]
+fn experts() {
+    variants(&[
+        |s| {
+            s.experts.bias = true.into();
+            s.experts.clamp = Some(0.4);
+            s.experts.alpha = 1.702;
+            s.experts.up_offset = 1.0;
+        },
+        |s| {
+            s.experts.form = ExpertForm::Plain;
+            s.experts.activation = Activation::Gelu;
+            s.experts.bias = true.into();
+            s.shape.output_dim = Some(40);
+        },
+        |s| {
+            s.experts.form = ExpertForm::Plain;
+            s.experts.activation = Activation::Relu2;
+        },
+        |s| s.experts.activation = Activation::GeluTanh,
+        |s| {
+            s.experts.activation = Activation::Relu;
+            s.experts.bias = true.into();
+            s.router.weight_on = WeightSite::Activation;
+        },
+        |s| {
+            s.router.weight_on = WeightSite::Input;
+            s.precision.activations = DType::Bf16;
+            s.experts.bias = true.into();
+        },
+    ]);
+}
+
+#[test]
+fn shared_and_identity_experts() {
+    variants(&[
+        |s| {
+            let shared = |hidden_dim, gate| SharedExpert {
+                hidden_dim,
+                gate,
+                bias: None,
+            };
+            s.shared = vec![
+                shared(9, SharedGate::Sigmoid),
+                shared(140, SharedGate::None),
+            ];
+            s.experts.bias = true.into();
+            s.experts.identity = 3;
+        },
+        |s| {
+            s.experts.identity = 1;
+            s.experts.zero = 2;
+            s.precision.activations = DType::F16;
+        },
+    ]);
+}
+
+#[test]
+fn capacities() {
+    variants(&[
+        |s| {
+            s.capacity.mode = CapacityMode::Factor;
+            s.capacity.factor = 0.7;
+            s.experts.bias = true.into();
+        },
+        |s| {
+            s.capacity.mode = CapacityMode::Factor;
+            s.capacity.factor = -0.9;
+            s.capacity.order = CapacityOrder::Probability;
+            s.capacity.renormalize_after_drop = true;
+            s.experts.identity = 1;
+        },
+        |s| {
+            s.capacity.mode = CapacityMode::Fixed;
+            s.capacity.rows = Some(1);
+            s.capacity.renormalize_after_drop = true;
+            s.router.weight_on = WeightSite::Input;
+        },
+    ]);
+}
+
+fn busy() -> LayerSpec {
+    with(typed(spec(45, 70, 5, 3), DType::Bf16, DType::Bf16), |s| {
+        s.capacity.mode = CapacityMode::Factor;
+        s.capacity.factor = 0.9;
+        s.shared = vec![SharedExpert {
+            hidden_dim: 40,
+            gate: SharedGate::Sigmoid,
+            bias: None,
+        }];
+    })
+}
+
+/// Every gradient, to the bit.
+fn gradients(rig: &Rig, tensors: &Tensors) -> Vec<Vec<u64>> {
+    let names = rig.plan.tensors.iter().map(|t| t.name.as_str());
+    let wanted = names.filter(|name| name.starts_with("grad.") || *name == "dx");
+    let bits = |name: &str| tensors.get(name).iter().map(|v| v.to_bits()).collect();
+    wanted.map(bits).collect()
+}
+
+#[test]
+fn recomputing_gives_the_same_bits() {
+    for target in TARGETS {
+        let run = |recompute| {
+            let rig = rig(&busy(), target, Training { recompute });
+            gradients(&rig, &train(&rig, 90, &[0]))
+        };
+        let kept = run(Recompute::None);
+        assert_eq!(run(Recompute::Hidden), kept, "{target}");
+        assert_eq!(run(Recompute::All), kept, "{target}");
+    }
+}
+
+#[test]
+fn gradients_are_added_in_place() {
+    for target in TARGETS {
+        let rig = rig(&busy(), target, Training::default());
+        let (once, twice) = (train(&rig, 90, &[0]), train(&rig, 90, &[0, 1]));
+        for tensor in &rig.plan.tensors {
+            if tensor.role != moesaic_plan::Role::WeightGradient {
+                continue;
+            }
+            let (once, twice) = (once.get(&tensor.name), twice.get(&tensor.name));
+            let doubled = once.iter().zip(twice).all(|(a, b)| 2.0 * a == *b);
+            assert!(doubled, "{target}: {}", tensor.name);
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Backward products by `mma.sync` on the PTX interpreter, against f64. Copies
+//! arrive late there, and memory that nobody wrote is an error.
+
+use crate::gemms::layer;
+use crate::grads::{Grads, Rows};
+use moesaic_kernel::DType::{self, Bf16, F16, F32};
+use moesaic_spec::*;
+
+/// The backward GEMMs of a layer on a simulated A100 that are of this family:
+/// four of them at least.
+fn matrix(spec: &LayerSpec) -> Grads {
+    let grads = Grads::new(spec, "sim:sm_80", &["mma"], 1);
+    let families = grads.families();
+    assert!(families.len() >= 4, "{families:?} of {spec:?}");
+    grads
+}
+
+fn run_all(cases: &[([usize; 3], [usize; 2])], dtypes: &[DType]) {
+    for (&(shape, experts), &dtype) in cases.iter().zip(dtypes.iter().cycle()) {
+        let spec = layer(shape, experts, dtype);
+        let grads = matrix(&spec);
+        for tokens in [0, 1, 33, 90] {
+            grads.check(&Rows::spread(&spec, tokens));
+        }
+    }
+}
+
+/// Widths with and without tails, below, at and above a tile.
+#[test]
+fn widths_of_whole_chunks() {
+    let cases = [
+        ([8, 16, 24], [1, 1]),
+        ([40, 64, 72], [3, 3]),
+        ([200, 136, 8], [17, 1]),
+        ([64, 72, 200], [7, 2]),
+    ];
+    run_all(&cases, &[Bf16, F16]);
+}
+
+/// Widths that only copies of 8 or 4 bytes divide.
+#[test]
+fn widths_of_parts_of_chunks() {
+    let cases = [
+        ([66, 36, 62], [3, 1]),
+        ([12, 130, 66], [17, 1]),
+        ([2, 4, 2], [1, 1]),
+    ];
+    run_all(&cases, &[F16, Bf16]);
+}
+
+#[test]
+fn widths_of_f32() {
+    let cases = [
+        ([8, 63, 24], [1, 1]),
+        ([65, 136, 40], [3, 2]),
+        ([72, 16, 65], [17, 1]),
+        ([1, 2, 3], [7, 7]),
+    ];
+    run_all(&cases, &[F32]);
+}
+
+/// Between them these reach every line of what becomes of a sum.
+fn epilogues() -> Vec<LayerSpec> {
+    use Activation::{Gelu, GeluTanh, Relu, Relu2, Silu};
+    use ExpertForm::{Gated, Plain};
+    let cases = [
+        (Silu, Gated, WeightSite::Output, Bf16),
+        (Gelu, Plain, WeightSite::Input, F16),
+        (GeluTanh, Gated, WeightSite::Activation, F32),
+        (Relu, Plain, WeightSite::Activation, Bf16),
+        (Relu2, Gated, WeightSite::Input, F32),
+        (Silu, Plain, WeightSite::Output, F16),
+    ];
+    let specs = cases.into_iter().enumerate();
+    let specs = specs.map(|(i, (activation, form, site, dtype))| {
+        let experts = [[3, 2], [40, 1]][i / 2 % 2];
+        let mut spec = layer([72, 42, 66], experts, dtype);
+        spec.experts.activation = activation.clone();
+        spec.experts.form = form;
+        spec.experts.bias = (i != 4).into();
+        spec.router.weight_on = site;
+        if i % 2 == 0 {
+            spec.experts.clamp = Some(0.4);
+            spec.experts.up_offset = 1.0;
+        }
+        if activation == Silu {
+            spec.experts.alpha = 1.702;
+        }
+        spec
+    });
+    specs.collect()
+}
+
+#[test]
+fn epilogues_are_those_of_f64() {
+    for spec in epilogues() {
+        matrix(&spec).check(&Rows::spread(&spec, 33));
+    }
+}
+
+#[test]
+fn shared_experts_are_dense() {
+    for gate in [SharedGate::None, SharedGate::Sigmoid] {
+        let mut spec = layer([72, 16, 72], [3, 2], Bf16);
+        spec.experts.bias = true.into();
+        spec.shared = vec![SharedExpert {
+            hidden_dim: 136,
+            gate,
+            bias: None,
+        }];
+        let grads = matrix(&spec);
+        assert!(grads.families().len() >= 8, "{:?}", grads.families());
+        for tokens in [0, 1, 70] {
+            grads.check(&Rows::spread(&spec, tokens));
+        }
+    }
+}
+
+/// One expert has all the rows.
+#[test]
+fn the_others_get_zeros() {
+    let spec = layer([72, 40, 72], [8, 2], Bf16);
+    matrix(&spec).check(&Rows::one(&spec, 100));
+}
+
+/// One product of tf32 has the error of its 11 bits.
+#[test]
+fn tf32_rounds_factors() {
+    let mut spec = layer([72, 40, 72], [3, 2], F32);
+    spec.precision.tf32 = true;
+    matrix(&spec).check(&Rows::spread(&spec, 40));
+}
+
+/// No bank conflicts; factors are read once per tile that needs them, beside
+/// some indices; results leave in whole sectors.
+#[test]
+fn traffic_is_what_it_has_to_be() {
+    for dtype in [Bf16, F32] {
+        let spec = layer([256, 128, 256], [2, 1], dtype);
+        let grads = matrix(&spec);
+        grads.check(&Rows::one(&spec, 96));
+        for counters in grads.take_counters() {
+            let what = format!("{dtype}: {counters:?}");
+            assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
+            let stores = counters.global_stores;
+            if counters.symbol != "grouped_gemm_dgrad_down" {
+                assert_eq!(stores.sectors * 32, stores.bytes, "{what}");
+            }
+        }
+    }
+}

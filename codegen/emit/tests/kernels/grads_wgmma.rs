@@ -1,0 +1,134 @@
+//! Backward products by `wgmma` on the PTX interpreter, against f64. The copy
+//! engine and `wgmma` run late there, by delays that depend on a seed.
+
+use crate::gemms::layer;
+use crate::grads::{Grads, Rows};
+use moesaic_kernel::DType::{self, Bf16, F16};
+use moesaic_spec::*;
+
+/// The backward GEMMs of a layer on a simulated H100 that are of this family:
+/// four of them at least.
+fn hopper(spec: &LayerSpec, seed: u64) -> Grads {
+    let grads = Grads::new(spec, "sim:sm_90a", &["wgmma"], seed);
+    let families = grads.families();
+    assert!(families.len() >= 4, "{families:?} of {spec:?}");
+    grads
+}
+
+/// Widths with and without tails, below, at and above a tile.
+#[test]
+fn any_width_that_the_copy_engine_takes() {
+    let cases = [
+        ([64, 40, 136], [1, 1]),
+        ([72, 264, 64], [3, 2]),
+        ([128, 8, 264], [8, 8]),
+        ([200, 136, 40], [40, 1]),
+    ];
+    for (i, (shape, experts)) in cases.into_iter().enumerate() {
+        let dtype: DType = [Bf16, F16][i % 2];
+        let spec = layer(shape, experts, dtype);
+        let grads = hopper(&spec, i as u64);
+        for tokens in [0, 1, 33, 150] {
+            grads.check(&Rows::spread(&spec, tokens));
+        }
+    }
+}
+
+/// Between them these reach every line of what becomes of a sum.
+fn epilogues() -> Vec<LayerSpec> {
+    use Activation::{Gelu, GeluTanh, Relu, Relu2, Silu};
+    use ExpertForm::{Gated, Plain};
+    let cases = [
+        (Silu, Gated, WeightSite::Output, Bf16),
+        (Gelu, Plain, WeightSite::Input, F16),
+        (GeluTanh, Gated, WeightSite::Activation, F16),
+        (Relu, Plain, WeightSite::Activation, Bf16),
+        (Relu2, Gated, WeightSite::Input, Bf16),
+        (Silu, Plain, WeightSite::Output, F16),
+    ];
+    let specs = cases.into_iter().enumerate();
+    let specs = specs.map(|(i, (activation, form, site, dtype))| {
+        let experts = [[3, 2], [40, 1]][i / 2 % 2];
+        let mut spec = layer([72, 40, 64], experts, dtype);
+        spec.experts.activation = activation.clone();
+        spec.experts.form = form;
+        spec.experts.bias = (i != 4).into();
+        spec.router.weight_on = site;
+        if i % 2 == 0 {
+            spec.experts.clamp = Some(0.4);
+            spec.experts.up_offset = 1.0;
+        }
+        if activation == Silu {
+            spec.experts.alpha = 1.702;
+        }
+        spec
+    });
+    specs.collect()
+}
+
+#[test]
+fn epilogues_are_those_of_f64() {
+    for spec in epilogues() {
+        hopper(&spec, 1).check(&Rows::spread(&spec, 33));
+    }
+}
+
+#[test]
+fn shared_experts_are_dense() {
+    for gate in [SharedGate::None, SharedGate::Sigmoid] {
+        let mut spec = layer([72, 16, 72], [3, 2], Bf16);
+        spec.experts.bias = true.into();
+        spec.shared = vec![SharedExpert {
+            hidden_dim: 136,
+            gate,
+            bias: None,
+        }];
+        let grads = hopper(&spec, 2);
+        assert!(grads.families().len() >= 8, "{:?}", grads.families());
+        for tokens in [0, 1, 70] {
+            grads.check(&Rows::spread(&spec, tokens));
+        }
+    }
+}
+
+/// One expert has all the rows.
+#[test]
+fn the_others_get_zeros() {
+    let spec = layer([72, 40, 72], [8, 2], Bf16);
+    hopper(&spec, 3).check(&Rows::one(&spec, 100));
+}
+
+/// The ring turns more than twice, under many delays, to the same bits.
+#[test]
+fn results_do_not_depend_on_delays() {
+    let spec = layer([456, 328, 64], [2, 1], Bf16);
+    let run = |seed| -> Vec<u64> {
+        let values = hopper(&spec, seed).check(&Rows::one(&spec, 330));
+        values
+            .iter()
+            .flat_map(|v| v.values())
+            .flatten()
+            .map(|v| v.to_bits())
+            .collect()
+    };
+    let first = run(0);
+    for seed in 1..4 {
+        assert!(first == run(seed), "seed {seed} gives other bits");
+    }
+}
+
+/// No two accesses meet in a bank, and results leave in whole sectors.
+#[test]
+fn full_tiles_waste_nothing() {
+    let spec = layer([256, 128, 256], [1, 1], Bf16);
+    let grads = hopper(&spec, 5);
+    grads.check(&Rows::one(&spec, 128));
+    for counters in grads.take_counters() {
+        let what = format!("{counters:?}");
+        assert_eq!(counters.shared.bank_conflicts(), 0, "{what}");
+        let stores = counters.global_stores;
+        if counters.symbol != "grouped_gemm_dgrad_down" {
+            assert_eq!(stores.sectors * 32, stores.bytes, "{what}");
+        }
+    }
+}

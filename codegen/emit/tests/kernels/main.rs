@@ -1,0 +1,36 @@
+//! Kernels of every target: their text, what real compilers make of it, and what it
+//! computes, here and on simulated GPUs, beside the f64 reference.
+
+mod activation;
+mod cpu_backward;
+mod cpu_compile;
+mod cpu_kernels;
+mod cpu_numbers;
+mod cpu_registers;
+mod gemm_amd;
+mod gemm_amd_bwd;
+mod gemm_few;
+mod gemm_mma;
+mod gemm_wgmma;
+mod gemms;
+mod gemms_bwd;
+mod gpu_backward;
+mod gpu_compile;
+mod gpu_host;
+mod gpu_math;
+mod gpu_routing;
+mod gpu_run;
+mod grads;
+mod grads_compile;
+mod grads_layers;
+mod grads_mma;
+mod grads_wgmma;
+mod includes;
+mod kept;
+mod many_experts_compile;
+mod rig;
+mod router_bwd;
+mod router_bwd_cpu;
+mod router_bwd_gpu;
+mod routing_options;
+mod same_text;
