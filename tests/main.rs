@@ -9,5 +9,6 @@ mod kept;
 mod mutants;
 mod new_project;
 mod oracle;
+mod pages;
 mod tidy;
 mod training;
