@@ -33,11 +33,13 @@ mod parallel;
 mod steps;
 mod strategy;
 mod text;
+mod wire;
 
 pub use bytes::Sent;
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
+pub use wire::{Lane, Packed, SATURATED};
 
 use crate::layer::{Builder, Part, Recompute, Role};
 use crate::{LayerPlan, PlanError, PlanOptions};

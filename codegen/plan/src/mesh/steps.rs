@@ -23,6 +23,7 @@ pub(super) fn in_order(
         tokens,
         experts,
         shared,
+        wire: None,
     };
     let trains = plan.tokens.training.is_some();
     plan.steps = forward(&plan, trains, places.forward);
@@ -152,6 +153,7 @@ fn exchange(name: &str, way: Way) -> RankStep {
     RankStep::Exchange(Exchange {
         name: name.to_string(),
         way,
+        packed: None,
     })
 }
 

@@ -291,10 +291,19 @@ impl Strategy {
     fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
         let not_yet = |part: String| Err(StrategyError::NotYet(part));
         let default = Strategy::default();
+        // What else may not be when rows are packed between nodes.
+        let packed = self.wire != default.wire;
+        let beside = |part: String| not_yet(format!("wire={} with {part}", self.wire));
         match self {
+            _ if packed && self.ways(mesh) != mesh.shards => {
+                beside(format!("ways={}", self.ways(mesh)))
+            }
+            _ if packed && self.degree != default.degree => {
+                beside(format!("degree={}", self.degree))
+            }
+            _ if packed && self.route != default.route => beside(format!("route={}", self.route)),
             _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
             _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
-            _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
             _ => Ok(()),
         }
     }
@@ -344,5 +353,12 @@ mod tests {
         assert_eq!(check("degree=0"), Err(StrategyError::Degree { degree: 0 }));
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
+        assert_eq!(check("wire=fp8/bf16"), Ok(()));
+        let not_yet = |text: &str| Err(StrategyError::NotYet(text.to_string()));
+        assert_eq!(
+            check("route=once,wire=fp8"),
+            not_yet("wire=fp8 with route=once")
+        );
+        assert_eq!(check("ways=2,wire=fp8"), not_yet("wire=fp8 with ways=2"));
     }
 }

@@ -188,7 +188,7 @@ fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
         assert_eq!(plan.shared.is_some(), !spec.shared.is_empty());
         let named = |steps: &[RankStep]| -> Vec<String> {
             let of_slices = |step: &RankStep| match step {
-                RankStep::Exchange(Exchange { name, way }) => matches!(
+                RankStep::Exchange(Exchange { name, way, .. }) => matches!(
                     way,
                     Way::ToSlices { .. } | Way::FromSlices { .. } | Way::OfFirst { .. }
                 )

@@ -20,13 +20,15 @@ impl RankPlan {
             }
             let _ = writeln!(text, "{name}");
             for step in steps {
-                let line = match step {
+                let lines = match step {
                     RankStep::Launch { side, step } => {
-                        self.launch(*side, &launched(self.side(*side))[*step])
+                        vec![self.launch(*side, &launched(self.side(*side))[*step])]
                     }
-                    RankStep::Exchange(exchange) => self.exchange(exchange),
+                    RankStep::Exchange(exchange) => self.around(exchange),
                 };
-                let _ = writeln!(text, "  {line}");
+                for line in lines {
+                    let _ = writeln!(text, "  {line}");
+                }
             }
         }
         text
@@ -39,6 +41,20 @@ impl RankPlan {
             Side::Shared => "shared",
         };
         format!("{whose:<9}{}", self.side(side).symbol(step))
+    }
+
+    /// An exchange, between the launches for the rows of it that go to other nodes.
+    fn around(&self, exchange: &Exchange) -> Vec<String> {
+        let line = self.exchange(exchange);
+        let (Some(packed), Some(wire)) = (&exchange.packed, &self.wire) else {
+            return vec![line];
+        };
+        let symbol = |step: &usize| wire.symbol(&wire.steps[*step]).to_string();
+        let launch = |step: &usize| format!("{:<9}{}", "nodes", symbol(step));
+        let (name, bytes) = (packed.wire, packed.row_bytes);
+        let line = format!("{line}; between nodes {name}, {bytes} bytes a row");
+        let before = packed.pack.iter().map(launch);
+        before.chain([line, launch(&packed.unpack)]).collect()
     }
 
     fn exchange(&self, exchange: &Exchange) -> String {

@@ -87,7 +87,8 @@ fn on_cpu() -> WireConfig {
     }
 }
 
-/// A team has a pack of the row for each thread, or several where packs are narrow.
+/// A thread has as many values as one access takes, and at least four: codes of FP8 are
+/// written a word at a time, whatever the width.
 fn on_gpu(d: &WireDesc, wave: u32) -> WireConfig {
     let (tile_rows, _) = row_tiling(d.width, d.rows, wave);
     let widest = 16 / d.rows.size();
@@ -95,7 +96,7 @@ fn on_gpu(d: &WireDesc, wave: u32) -> WireConfig {
     WireConfig {
         threads: COPY_THREADS,
         tile_rows,
-        team: (SPAN / pack).min(32) as u32,
+        team: (SPAN / pack.max(4)) as u32,
     }
 }
 
