@@ -7,6 +7,7 @@ use super::rows::{Neighbours, Rows};
 use super::run::{Run, SLICED, Segment, segments};
 use super::shard::Shard;
 use super::side::Side;
+use super::wire::{Packing, counted};
 use crate::call::{Counters, Input, Output};
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -16,10 +17,12 @@ use crate::texts::Texts;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
-    self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
+    self as plan, Both, LayerPlan, PlanError, RankPlan, RankStep, SATURATED, Step, Strategy,
+    Training, Wire, plan_rank,
 };
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
+use std::collections::BTreeMap;
 
 /// A rank's part of a layer: its own tokens, its own experts, and where shared experts are
 /// sliced its slices of them.
@@ -30,6 +33,7 @@ use moesaic_tensor::{Tensor, WeightSource};
 /// Capacities are agreed on: that of each rank's own tokens, as if it had as many as the
 /// rank with the most.
 pub struct MeshLayer {
+    engine: Engine,
     mesh: Mesh,
     plan: RankPlan,
     tokens: Layer,
@@ -44,10 +48,14 @@ pub struct MeshLayer {
     strategy: Strategy,
     /// What the route of the strategy is on these nodes.
     ways: Ways,
+    /// For each choice so far of what rows are between nodes, but as they are.
+    packings: BTreeMap<Both<Wire>, Packing>,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
 pub struct MeshSaved {
+    /// What rows are between nodes.
+    wire: Both<Wire>,
     tokens: Saved,
     experts: Saved,
     rows: Rows,
@@ -144,6 +152,8 @@ impl Engine {
         };
         let evaluation = plan.evaluation_steps();
         Ok(MeshLayer {
+            engine: self.clone(),
+            packings: BTreeMap::new(),
             routing: [
                 routing(evaluation, LayerPlan::evaluation_steps)?,
                 routing(&plan.steps, |plan| &plan.steps)?,
@@ -182,9 +192,10 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
 }
 
 impl MeshLayer {
-    /// What this rank does.
+    /// What this rank does, as the strategy is now.
     pub fn plan(&self) -> &RankPlan {
-        &self.plan
+        let packing = self.packings.get(&self.strategy.wire);
+        packing.map_or(&self.plan, |packing| &packing.plan)
     }
 
     /// The mesh.
@@ -201,12 +212,18 @@ impl MeshLayer {
     /// pass did. All ranks choose the same between the same two calls.
     ///
     /// # Errors
-    /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on.
+    /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on; as
+    /// [`Engine::layer`] for the kernels of rows that are packed between nodes.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         strategy
             .check(&self.mesh.parallel())
             .map_err(PlanError::from)?;
         self.ways = self.mesh.ways(strategy.route)?;
+        let wire = strategy.wire;
+        if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&wire) {
+            let packing = Packing::new(&self.engine, &self.plan, wire)?;
+            self.packings.insert(wire, packing);
+        }
         self.strategy = strategy;
         Ok(())
     }
@@ -242,7 +259,7 @@ impl MeshLayer {
     /// # Errors
     /// As [`Layer::forward_with`]; [`EngineError::Collective`].
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        let mut run = self.call();
+        let mut run = self.call(self.strategy.wire)?;
         run.begin(
             Pass::Evaluate,
             &self.evaluation,
@@ -297,7 +314,7 @@ impl MeshLayer {
         counters: Counters,
     ) -> Result<Output, EngineError> {
         let segments = &self.routing[usize::from(pass.trains())];
-        let mut run = self.call();
+        let mut run = self.call(Both::same(Wire::Exact))?;
         run.begin(pass, segments, input, names, counters)?;
         run.run(segments, |_, _| Ok(()))?;
         run.read(names)
@@ -316,7 +333,8 @@ impl MeshLayer {
         counters: Counters,
     ) -> Result<(Output, MeshSaved), EngineError> {
         self.tokens.check_training()?;
-        let mut run = self.call();
+        let wire = self.strategy.wire;
+        let mut run = self.call(wire)?;
         run.begin(Pass::Train, &self.forward, input, names, counters)?;
         run.run(&self.forward, |side, rows| {
             let layer = side.layer;
@@ -335,6 +353,7 @@ impl MeshLayer {
         let kept = tokens.zip(experts).zip(rows);
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
         let saved = MeshSaved {
+            wire,
             tokens,
             experts,
             rows,
@@ -358,7 +377,7 @@ impl MeshLayer {
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
-        let mut run = self.call();
+        let mut run = self.call(saved.wire)?;
         run.tokens.back(&saved.tokens, accumulate)?;
         run.experts.back(&saved.experts, accumulate)?;
         if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
@@ -370,23 +389,35 @@ impl MeshLayer {
         self.tokens.device.upload(&dy.data, staged, 0)?;
         run.rows = Some(saved.rows.clone());
         run.run(&self.backward, |_, _| Ok(()))?;
-        run.read(&self.tokens.input_gradients())
+        let mut names = self.tokens.input_gradients();
+        let counts = |packing: &Packing| packing.counts_backward();
+        names.extend(
+            self.packings
+                .get(&saved.wire)
+                .filter(|p| counts(p))
+                .map(|_| SATURATED),
+        );
+        run.read(&names)
     }
 
-    fn call(&self) -> Run<'_> {
-        Run {
+    /// A call whose rows are so between nodes.
+    fn call(&self, wire: Both<Wire>) -> Result<Run<'_>, EngineError> {
+        let groups = self.mesh.groups();
+        let hop = self.packings.get(&wire).map(Packing::begin);
+        Ok(Run {
+            hop: hop.transpose()?,
             mesh: &self.mesh,
             plan: &self.plan,
             label: &self.plan.tokens.spec.name,
             ways: self.ways,
-            groups: self.mesh.groups(),
+            groups,
             tokens: Side::new(&self.tokens),
             experts: Side::new(&self.experts),
             shared: self.shared.as_ref().map(Side::new),
             rows: None,
             neighbours: None,
             under_way: Vec::new(),
-        }
+        })
     }
 }
 
@@ -401,6 +432,7 @@ impl Run<'_> {
         counters: Counters,
     ) -> Result<(), EngineError> {
         let layer = self.tokens.layer;
+        let names = &*of_layer(names);
         layer.check_outputs(pass, names)?;
         let census = self.census(segments, input.tokens)?;
         let most = census.map_or(input.tokens, |census| census.most);
@@ -422,6 +454,21 @@ impl Run<'_> {
     fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
         let tokens = self.tokens.scalars().tokens();
         let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
-        self.tokens.layer.read(names, tokens, buffer)
+        let own = of_layer(names);
+        let mut output = self.tokens.layer.read(&own, tokens, buffer)?;
+        if own.len() < names.len() {
+            let saturated = match &self.hop {
+                Some(hop) => hop.saturated()?,
+                None => counted(0),
+            };
+            output.tensors.insert(SATURATED.to_string(), saturated);
+        }
+        Ok(output)
     }
+}
+
+/// The names of tensors of the layer; the other one is of ranks.
+fn of_layer<'n>(names: &[&'n str]) -> Vec<&'n str> {
+    let names = names.iter().copied();
+    names.filter(|name| *name != SATURATED).collect()
 }

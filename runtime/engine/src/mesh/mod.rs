@@ -19,6 +19,7 @@ mod shard;
 mod share;
 mod side;
 mod weights;
+mod wire;
 
 pub use any::{AnyLayer, AnySaved};
 pub use groups::Mesh;

@@ -5,6 +5,7 @@ use super::ranks::Among;
 use super::route::{Load, Ways};
 use super::rows::{Neighbours, Piece, Rows};
 use super::side::Side;
+use super::wire::{Crossing, Hop};
 use crate::error::EngineError;
 use crate::launch::Bound;
 use bytemuck::cast_slice;
@@ -72,6 +73,8 @@ pub(super) struct Run<'l> {
     pub neighbours: Option<Neighbours>,
     /// Exchanges that the device's stream has, and that may still fail.
     pub under_way: Vec<Handle>,
+    /// Where rows are packed for other nodes.
+    pub hop: Option<Hop<'l>>,
 }
 
 impl Run<'_> {
@@ -178,18 +181,18 @@ impl Run<'_> {
                 let (sent, arrived) = (rows.sent(), rows.arrived());
                 let bytes = self.plan.row_bytes(plan::Side::Tokens, from);
                 let ways = rows.itinerary(self.load(from), bytes);
-                let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
-                let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send_rows(ways, &sends, &receives, &call)
+                let sent = (plan::Side::Tokens, from, sent);
+                let arrived = (plan::Side::Experts, to, arrived);
+                self.send_rows(ways, &exchange.name, sent, arrived, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
                 let bytes = self.plan.row_bytes(plan::Side::Experts, from);
                 let ways = rows.itinerary(self.load_back(from), bytes);
-                let sends = self.transfers(plan::Side::Experts, from, &answers)?;
-                let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send_rows(ways, &sends, &receives, &call)
+                let answers = (plan::Side::Experts, from, answers);
+                let answered = (plan::Side::Tokens, to, answered);
+                self.send_rows(ways, &exchange.name, answers, answered, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows().arriving();
@@ -238,20 +241,47 @@ impl Run<'_> {
         self.finish(exchange)
     }
 
-    /// Rows of tokens, straight or by way of other ranks.
+    /// Rows of tokens, straight or by way of other ranks; those that go straight to other nodes
+    /// are packed where that was chosen.
     fn send_rows(
         &mut self,
         ways: Option<Box<dyn Itinerary>>,
-        sends: &[Transfer],
-        receives: &[Transfer],
+        name: &str,
+        (out_of, from, sent): (plan::Side, TensorId, Vec<Piece>),
+        (into, to, came): (plan::Side, TensorId, Vec<Piece>),
         call: &Call,
     ) -> Result<(), EngineError> {
-        let group = &mut self.groups.rows;
-        let exchange = match ways {
-            None => group.exchange(sends, receives, call)?,
-            Some(ways) => group.exchange_by(sends, receives, &*ways, call)?,
+        let packing = self.hop.as_ref().map(|hop| hop.packing);
+        let Some(packed) = packing.and_then(|packing| packing.packed(name)) else {
+            let sends = self.transfers(out_of, from, &sent)?;
+            let receives = self.transfers(into, to, &came)?;
+            let group = &mut self.groups.rows;
+            let exchange = match ways {
+                None => group.exchange(&sends, &receives, call)?,
+                Some(ways) => group.exchange_by(&sends, &receives, &*ways, call)?,
+            };
+            return self.finish(exchange);
         };
-        self.finish(exchange)
+        let sent = Crossing::of(&sent, |peer| self.is_far(peer));
+        let came = Crossing::of(&came, |peer| self.is_far(peer));
+        let mut sends = self.transfers(out_of, from, &sent.near)?;
+        let mut receives = self.transfers(into, to, &came.near)?;
+        let mut hop = self.hop.take().expect("it was asked above");
+        hop.reserve(sent.places.len().max(came.places.len()))?;
+        hop.pack(packed, self.side(out_of).buffer(from), &sent.places)?;
+        sends.extend(hop.transfers(packed.sent.bytes, packed.row_bytes, &sent.far)?);
+        receives.extend(hop.transfers(packed.came.bytes, packed.row_bytes, &came.far)?);
+        self.send(Among::Group, &sends, &receives, call)?;
+        hop.unpack(packed, self.side(into).buffer(to), &came.places)?;
+        self.hop = Some(hop);
+        Ok(())
+    }
+
+    /// Whether a rank of the group is on another node.
+    fn is_far(&self, peer: usize) -> bool {
+        let first = self.mesh.place().dp * self.mesh.parallel().group();
+        let hosts = self.mesh.hosts();
+        hosts[first + peer] != hosts[self.mesh.rank()]
     }
 
     /// Rows of a tensor as bytes: they are only moved.
