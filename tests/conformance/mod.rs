@@ -42,6 +42,7 @@ mod training;
 mod tuned;
 mod user;
 mod watched;
+mod wire;
 mod zeros;
 
 pub use case::Case;
