@@ -140,6 +140,10 @@ const TABLE: &[(&str, &[Row])] = &[
                 "mesh",
                 NotWith(&["--mesh=ep=1", "--source"], "cannot be used with"),
             ),
+            (
+                "strategy",
+                NotWith(&["--strategy=wire=fp8"], "cannot be used with"),
+            ),
             ("rank", NotWith(&["--rank=1"], "cannot be used with")),
             (
                 "per-node",

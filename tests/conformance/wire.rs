@@ -5,7 +5,7 @@ use super::case::{Case, floats, host, ints, longs};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, part, shares, spec};
 use super::trained::COUNTERS;
-use moesaic::collectives::{Call, threads};
+use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::plan::SATURATED;
 use moesaic::{Both, DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Training, Wire};
 use std::collections::BTreeMap;
@@ -119,8 +119,8 @@ fn errors_are_those_of_the_format() {
                 let what = format!("{name} of {wire} on {parallel:?}, {per_node} a node");
                 println!("{what}: {error:.1e}");
                 // Twice rounded on the way, and carried on by three products.
-                assert!(error < 3.0 * format, "{what}: {error:e}");
-                assert!(error > 0.1 * format, "{what}: {error:e}");
+                assert!(error < 2.0 * format, "{what}: {error:e}");
+                assert!(error > 0.5 * format, "{what}: {error:e}");
             }
         }
         // Forward alone, and backward alone.
@@ -129,6 +129,25 @@ fn errors_are_those_of_the_format() {
         let backward = nodes.trained(&case, "wire=exact/fp8");
         assert_eq!(backward["y"], exact["y"]);
         assert!(error(&backward["dx"], &exact["dx"]) > 2e-3);
+    }
+}
+
+/// By every route the same rows are rounded, once.
+#[test]
+fn routes_change_nothing() {
+    let engine = cpu();
+    let case = Case::random(&spec(LAYER), 43, 8);
+    for (parallel, per_node) in [(mesh(4, 1, 1), 2), (mesh(3, 2, 1), 2), (mesh(2, 2, 2), 2)] {
+        let nodes = Nodes {
+            engine: &engine,
+            parallel,
+            per_node,
+        };
+        let straight = nodes.trained(&case, "wire=fp8/f16");
+        for route in ["intra-first", "inter-first", "concurrent"] {
+            let same = nodes.trained(&case, &format!("route={route},wire=fp8/f16")) == straight;
+            assert!(same, "{route} on {parallel:?}");
+        }
     }
 }
 

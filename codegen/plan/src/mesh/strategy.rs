@@ -301,7 +301,7 @@ impl Strategy {
             _ if packed && self.degree != default.degree => {
                 beside(format!("degree={}", self.degree))
             }
-            _ if packed && self.route != default.route => beside(format!("route={}", self.route)),
+            _ if packed && self.route == Route::Once => beside(format!("route={}", self.route)),
             _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
             _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
             _ => Ok(()),
@@ -354,6 +354,7 @@ mod tests {
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
         assert_eq!(check("wire=fp8/bf16"), Ok(()));
+        assert_eq!(check("route=intra-first,wire=f16"), Ok(()));
         let not_yet = |text: &str| Err(StrategyError::NotYet(text.to_string()));
         assert_eq!(
             check("route=once,wire=fp8"),

@@ -179,20 +179,17 @@ impl Run<'_> {
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
                 let (sent, arrived) = (rows.sent(), rows.arrived());
-                let bytes = self.plan.row_bytes(plan::Side::Tokens, from);
-                let ways = rows.itinerary(self.load(from), bytes);
                 let sent = (plan::Side::Tokens, from, sent);
                 let arrived = (plan::Side::Experts, to, arrived);
-                self.send_rows(ways, &exchange.name, sent, arrived, &call)
+                self.send_rows(&exchange.name, self.load(from), sent, arrived, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
-                let bytes = self.plan.row_bytes(plan::Side::Experts, from);
-                let ways = rows.itinerary(self.load_back(from), bytes);
                 let answers = (plan::Side::Experts, from, answers);
                 let answered = (plan::Side::Tokens, to, answered);
-                self.send_rows(ways, &exchange.name, answers, answered, &call)
+                let load = self.load_back(from);
+                self.send_rows(&exchange.name, load, answers, answered, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows().arriving();
@@ -241,47 +238,73 @@ impl Run<'_> {
         self.finish(exchange)
     }
 
-    /// Rows of tokens, straight or by way of other ranks; those that go straight to other nodes
-    /// are packed where that was chosen.
+    /// Rows of tokens, straight or by way of other ranks. Where that was chosen, those for other
+    /// nodes are packed, and so all the way.
     fn send_rows(
         &mut self,
-        ways: Option<Box<dyn Itinerary>>,
         name: &str,
+        load: Load,
         (out_of, from, sent): (plan::Side, TensorId, Vec<Piece>),
         (into, to, came): (plan::Side, TensorId, Vec<Piece>),
         call: &Call,
     ) -> Result<(), EngineError> {
+        let bytes = self.plan.row_bytes(out_of, from);
         let packing = self.hop.as_ref().map(|hop| hop.packing);
         let Some(packed) = packing.and_then(|packing| packing.packed(name)) else {
+            let ways = self.rows().itinerary(load, &|_, _| bytes);
             let sends = self.transfers(out_of, from, &sent)?;
             let receives = self.transfers(into, to, &came)?;
-            let group = &mut self.groups.rows;
-            let exchange = match ways {
-                None => group.exchange(&sends, &receives, call)?,
-                Some(ways) => group.exchange_by(&sends, &receives, &*ways, call)?,
-            };
-            return self.finish(exchange);
+            return self.send_by(ways, &sends, &receives, call);
         };
-        let sent = Crossing::of(&sent, |peer| self.is_far(peer));
-        let came = Crossing::of(&came, |peer| self.is_far(peer));
-        let mut sends = self.transfers(out_of, from, &sent.near)?;
-        let mut receives = self.transfers(into, to, &came.near)?;
+        let ways = self.rows().itinerary(load, &|from, to| {
+            if self.crosses(from, to) {
+                packed.row_bytes
+            } else {
+                bytes
+            }
+        });
+        let own = self.groups.rows.rank();
+        let sent = Crossing::of(&sent, |peer| self.crosses(own, peer));
+        let came = Crossing::of(&came, |peer| self.crosses(own, peer));
         let mut hop = self.hop.take().expect("it was asked above");
         hop.reserve(sent.places.len().max(came.places.len()))?;
         hop.pack(packed, self.side(out_of).buffer(from), &sent.places)?;
-        sends.extend(hop.transfers(packed.sent.bytes, packed.row_bytes, &sent.far)?);
-        receives.extend(hop.transfers(packed.came.bytes, packed.row_bytes, &came.far)?);
-        self.send(Among::Group, &sends, &receives, call)?;
+        let near = self.transfers(out_of, from, &sent.near)?;
+        let sends = by_peer(
+            near,
+            hop.transfers(packed.sent.bytes, packed.row_bytes, &sent.far)?,
+        );
+        let near = self.transfers(into, to, &came.near)?;
+        let receives = by_peer(
+            near,
+            hop.transfers(packed.came.bytes, packed.row_bytes, &came.far)?,
+        );
+        self.send_by(ways, &sends, &receives, call)?;
         hop.unpack(packed, self.side(into).buffer(to), &came.places)?;
         self.hop = Some(hop);
         Ok(())
     }
 
-    /// Whether a rank of the group is on another node.
-    fn is_far(&self, peer: usize) -> bool {
+    fn send_by(
+        &mut self,
+        ways: Option<Box<dyn Itinerary>>,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let group = &mut self.groups.rows;
+        let exchange = match ways {
+            None => group.exchange(sends, receives, call)?,
+            Some(ways) => group.exchange_by(sends, receives, &*ways, call)?,
+        };
+        self.finish(exchange)
+    }
+
+    /// Whether two ranks of the group are on different nodes.
+    fn crosses(&self, from: usize, to: usize) -> bool {
         let first = self.mesh.place().dp * self.mesh.parallel().group();
-        let hosts = self.mesh.hosts();
-        hosts[first + peer] != hosts[self.mesh.rank()]
+        let hosts = &self.mesh.hosts()[first..];
+        hosts[from] != hosts[to]
     }
 
     /// Rows of a tensor as bytes: they are only moved.
@@ -505,6 +528,13 @@ impl Run<'_> {
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
         self.send(Among::Group, &sends, &receives, call)
     }
+}
+
+/// The messages of both, those of a rank together.
+fn by_peer(near: Vec<Transfer>, far: Vec<Transfer>) -> Vec<Transfer> {
+    let mut all = [near, far].concat();
+    all.sort_by_key(|transfer| transfer.peer);
+    all
 }
 
 /// Why there is a side of shared experts.
