@@ -4,6 +4,7 @@
 use super::case::{Case, floats, host, ints, longs};
 use super::layers::engine as cpu;
 use super::mesh::{layer_on, mesh, part, shares, spec};
+use super::simulated::open;
 use super::trained::COUNTERS;
 use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::plan::SATURATED;
@@ -129,6 +130,28 @@ fn errors_are_those_of_the_format() {
         let backward = nodes.trained(&case, "wire=exact/fp8");
         assert_eq!(backward["y"], exact["y"]);
         assert!(error(&backward["dx"], &exact["dx"]) > 2e-3);
+    }
+}
+
+/// The kernels of GPUs, between the same exchanges.
+#[test]
+fn simulated_gpus_pack_rows() {
+    let layer = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }";
+    let case = Case::random(&spec(layer), 19, 6);
+    for target in ["sim:sm_90a", "sim:gfx942"] {
+        let engine = open(target);
+        let nodes = Nodes {
+            engine: &engine,
+            parallel: mesh(2, 1, 1),
+            per_node: 1,
+        };
+        let exact = nodes.trained(&case, "default");
+        let packed = nodes.trained(&case, "wire=fp8/f16");
+        for (name, format) in [("y", 2.6e-2), ("dx", 2.6e-2)] {
+            let error = error(&packed[name], &exact[name]);
+            let found = error > 0.3 * format && error < 2.0 * format;
+            assert!(found, "{name} on {target}: {error:e}");
+        }
     }
 }
 
