@@ -2,7 +2,8 @@
 
 use crate::api::{Algorithm, Transfer};
 use crate::letter::Kind;
-use crate::{CollectiveError, NodeShape, Slice};
+use crate::plan::{Hops, Journey};
+use crate::{CollectiveError, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
 
@@ -143,20 +144,71 @@ pub(crate) fn is_rank(kind: Kind, what: &str, rank: usize, size: usize) -> Check
     })
 }
 
-/// The shape of the hierarchical exchange, which must be that of the group.
-pub(crate) fn algorithm(
-    kind: Kind,
-    algorithm: Algorithm,
-    size: usize,
-) -> Checked<Option<NodeShape>> {
-    let Algorithm::Hierarchical(shape) = algorithm else {
+/// The ways of an algorithm, whose nodes must be of the ranks of the group; `None` where
+/// parts go straight.
+pub(crate) fn algorithm(kind: Kind, algorithm: Algorithm, size: usize) -> Checked<Option<Hops>> {
+    let Some(hops) = algorithm.hops() else {
         return Ok(None);
     };
-    require(kind, shape.ranks() == size, || {
-        let (nodes, each) = (shape.nodes, shape.per_node);
-        format!("{nodes} nodes of {each} ranks are not the {size} ranks of this group")
+    require(kind, hops.levels.ranks() == size, || {
+        match hops.levels.count() {
+            2 => {
+                let (nodes, each) = (hops.levels.radix(0), hops.levels.radix(1));
+                format!("{nodes} nodes of {each} ranks are not the {size} ranks of this group")
+            }
+            _ => format!(
+                "levels of {} are not the {size} ranks of this group",
+                hops.levels
+            ),
+        }
     })?;
-    Ok(Some(shape))
+    Ok(Some(hops))
+}
+
+/// Numbers that ranks tell each other: as many for each.
+pub(crate) fn units(kind: Kind, pieces: usize, units: usize, size: usize) -> Checked {
+    require(kind, pieces > 0 && units == pieces * size, || {
+        format!("{units} numbers are not {pieces} for each of the {size} ranks")
+    })
+}
+
+/// Messages of an exchange over other ranks, by peer and bytes: they must be what ranks on
+/// the way were told of.
+pub(crate) fn journey(
+    kind: Kind,
+    journey: &Journey,
+    (rank, size): (usize, usize),
+    sends: &[(usize, usize)],
+    receives: &[(usize, usize)],
+) -> Checked {
+    let ranks = journey.hops.levels.ranks();
+    require(kind, journey.rank == rank && ranks == size, || {
+        let own = journey.rank;
+        format!("what was told is of rank {own} of {ranks}, this is rank {rank} of {size}")
+    })?;
+    told(kind, "to", sends, size, &|peer| journey.sent(peer))?;
+    told(kind, "from", receives, size, &|peer| journey.received(peer))
+}
+
+fn told<'j>(
+    kind: Kind,
+    way: &str,
+    messages: &[(usize, usize)],
+    size: usize,
+    told: &dyn Fn(usize) -> &'j [usize],
+) -> Checked {
+    let mut given = vec![Vec::new(); size];
+    for (peer, bytes) in messages.iter().filter(|(_, bytes)| *bytes > 0) {
+        given[*peer].push(*bytes);
+    }
+    let told = |peer: usize| told(peer).iter().copied().filter(|bytes| *bytes > 0);
+    let other = (0..size).find(|peer| !told(*peer).eq(given[*peer].iter().copied()));
+    require(kind, other.is_none(), || {
+        let peer = other.unwrap_or(0);
+        let told: Vec<usize> = told(peer).collect();
+        let given = &given[peer];
+        format!("messages {way} rank {peer} have {given:?} bytes, ranks were told of {told:?}")
+    })
 }
 
 /// What this rank sends to itself must be what it receives from itself.

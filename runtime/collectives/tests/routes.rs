@@ -1,0 +1,377 @@
+//! Exchanges over other ranks against the direct one: plans of all ranks, carried out in
+//! memory.
+
+mod interpreter;
+
+use interpreter::{Mail, Memory, advance, replay};
+use moesaic_collectives::plan::{self, Hops, Journey, Passage, Plan, Step};
+use moesaic_collectives::{Algorithm, Levels, NodeShape};
+use std::time::Instant;
+
+/// A byte that names source, destination, piece and place.
+fn byte(from: usize, to: usize, piece: usize, at: usize) -> u8 {
+    (from * 31 + to * 7 + piece * 59 + at * 3 + at / 251) as u8
+}
+
+fn bytes(from: usize, to: usize, piece: usize, count: usize) -> Vec<u8> {
+    (0..count).map(|at| byte(from, to, piece, at)).collect()
+}
+
+/// Bytes of a piece: awkward, and about a third are none.
+fn size(from: usize, to: usize, piece: usize) -> usize {
+    let mut mixed = (from * 1009 + to * 9176 + piece * 31 + 7) as u64;
+    mixed = mixed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    match (mixed >> 40) % 3 {
+        0 => 0,
+        _ => (mixed >> 45) as usize % 67,
+    }
+}
+
+fn algorithms(nodes: usize, per_node: usize) -> Vec<Algorithm> {
+    let shape = NodeShape { nodes, per_node };
+    let mut list = vec![
+        Algorithm::Hierarchical(shape),
+        Algorithm::InterFirst(shape),
+        Algorithm::Concurrent(shape),
+    ];
+    let halves = |n: usize| {
+        if n.is_multiple_of(2) {
+            vec![2, n / 2]
+        } else {
+            vec![n]
+        }
+    };
+    let levels = [halves(nodes), halves(per_node)].concat();
+    list.push(Algorithm::Levels(Levels::new(&levels).unwrap()));
+    list
+}
+
+/// Every number of ranks and of ranks a node up to these.
+fn shapes(most: usize) -> impl Iterator<Item = (usize, usize)> {
+    let divides = |ranks: usize| (1..=ranks).filter(move |m| ranks.is_multiple_of(*m));
+    (1..=most).flat_map(move |ranks| divides(ranks).map(move |m| (ranks / m, m)))
+}
+
+fn hops(algorithm: Algorithm) -> Hops {
+    algorithm.hops().unwrap()
+}
+
+/// Every second time as engines of single messages carry it.
+fn carried(plan: Plan, packed: bool) -> Plan {
+    let plan = if packed { plan.packed() } else { plan };
+    for step in plan.steps.iter().filter(|_| packed) {
+        if let Step::Exchange {
+            sends, receives, ..
+        } = step
+        {
+            for list in [sends, receives] {
+                let mut peers: Vec<usize> = list.iter().map(|message| message.peer).collect();
+                peers.sort_unstable();
+                peers.dedup();
+                assert_eq!(peers.len(), list.len(), "one message for each peer");
+            }
+        }
+    }
+    plan
+}
+
+fn equal(algorithm: Algorithm, count: usize, packed: bool) {
+    let hops = hops(algorithm);
+    let ranks = hops.levels.ranks();
+    let part = |from, to| bytes(from, to, 0, count);
+    let input = |p: usize| (0..ranks).flat_map(|q| part(p, q)).collect();
+    let mut memories: Vec<Memory> = (0..ranks)
+        .map(|p| Memory::new(input(p), vec![0xDD; ranks * count]))
+        .collect();
+    let inputs = memories.clone();
+    let sizes = vec![count; ranks];
+    let plan = |rank: usize| {
+        let journey = Journey::equal(hops.clone(), rank, count);
+        carried(plan::all_to_all_by(&journey, &sizes, &sizes, 0), packed)
+    };
+    replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
+    for (rank, memory) in memories.iter().enumerate() {
+        let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, rank)).collect();
+        assert!(
+            memory.outputs[0] == expected,
+            "{algorithm:?}, {count}: rank {rank}"
+        );
+        assert!(
+            memory.inputs == inputs[rank].inputs,
+            "the input was written"
+        );
+    }
+}
+
+#[test]
+fn parts_of_one_size_arrive_as_directly() {
+    for (nodes, per_node) in shapes(32) {
+        for (i, algorithm) in algorithms(nodes, per_node).into_iter().enumerate() {
+            // Sizes that are no multiple of a word, too: nothing may be cut off.
+            for count in [0, 1, 40, 67] {
+                equal(algorithm, count, (count + i) % 2 == 1);
+            }
+        }
+    }
+}
+
+/// Passages of all ranks, from counts by source, destination and piece.
+fn told(hops: &Hops, pieces: usize, units: &dyn Fn(usize, usize, usize) -> usize) -> Vec<Passage> {
+    let ranks = hops.levels.ranks();
+    let numbers = |p: usize| -> Vec<u64> {
+        let all = (0..ranks).flat_map(|q| (0..pieces).map(move |i| (q, i)));
+        all.map(|(q, i)| units(p, q, i) as u64).collect()
+    };
+    let plan = |rank: usize| plan::tell(hops, rank, pieces, &numbers(rank));
+    let mut memories = vec![Memory::default(); ranks];
+    replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
+    let read = |(rank, memory): (usize, &Memory)| {
+        let passage = Passage::read(hops.clone(), rank, pieces, &memory.scratch);
+        for p in 0..ranks {
+            let own = &passage.received()[p * pieces..(p + 1) * pieces];
+            let expected: Vec<u64> = (0..pieces).map(|i| units(p, rank, i) as u64).collect();
+            assert_eq!(own, expected, "from {p} to {rank}");
+        }
+        passage
+    };
+    memories.iter().enumerate().map(read).collect()
+}
+
+#[test]
+fn parts_by_counts_arrive_as_directly() {
+    for (nodes, per_node) in shapes(32) {
+        for (i, algorithm) in algorithms(nodes, per_node).into_iter().enumerate() {
+            let hops = hops(algorithm);
+            let ranks = hops.levels.ranks();
+            let passages = told(&hops, 1, &|p, q, _| size(p, q, 0));
+            let sent = |p: usize| -> Vec<usize> { (0..ranks).map(|q| size(p, q, 0)).collect() };
+            let got = |q: usize| -> Vec<usize> { (0..ranks).map(|p| size(p, q, 0)).collect() };
+            let input = |p: usize| {
+                (0..ranks)
+                    .flat_map(|q| bytes(p, q, 0, size(p, q, 0)))
+                    .collect()
+            };
+            let output = |q: usize| -> Vec<u8> {
+                (0..ranks)
+                    .flat_map(|p| bytes(p, q, 0, size(p, q, 0)))
+                    .collect()
+            };
+            let mut memories: Vec<Memory> = (0..ranks)
+                .map(|p| Memory::new(input(p), vec![0xDD; output(p).len()]))
+                .collect();
+            let inputs = memories.clone();
+            let plan = |rank: usize| {
+                let journey = passages[rank].there(&|leg| leg.units as usize);
+                let plan = plan::all_to_all_by(&journey, &sent(rank), &got(rank), 2);
+                carried(plan, (nodes + i) % 2 == 1)
+            };
+            replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
+            for (rank, memory) in memories.iter().enumerate() {
+                assert!(
+                    memory.outputs[0] == output(rank),
+                    "{algorithm:?}: rank {rank}"
+                );
+                assert!(
+                    memory.inputs == inputs[rank].inputs,
+                    "the input was written"
+                );
+            }
+        }
+    }
+}
+
+/// Pieces go there and back again, each time from where they lie to where they belong.
+#[test]
+fn pieces_go_there_and_come_back() {
+    for (nodes, per_node) in [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 4), (4, 8)] {
+        for (i, algorithm) in algorithms(nodes, per_node).into_iter().enumerate() {
+            let (hops, pieces, row) = (hops(algorithm), 3, 5 + i);
+            let ranks = hops.levels.ranks();
+            let rows = |p, q, i| size(p, q, i) % 5;
+            let passages = told(&hops, pieces, &rows);
+            // Of a rank all that it sends, or all that it gets, in an order of its own.
+            let mine = |rank: usize, gets: bool| -> Vec<(usize, usize, usize, usize)> {
+                let all = (0..pieces).flat_map(|i| (0..ranks).map(move |peer| (peer, i)));
+                let pair = |peer: usize| if gets { (peer, rank) } else { (rank, peer) };
+                let list = all.map(|(peer, i)| (pair(peer).0, pair(peer).1, i, peer));
+                list.filter(|(p, q, i, _)| rows(*p, *q, *i) > 0).collect()
+            };
+            let list = |rank, gets, row: usize| -> Vec<(usize, usize)> {
+                let mine = mine(rank, gets).into_iter();
+                mine.map(|(p, q, i, peer)| (peer, rows(p, q, i) * row))
+                    .collect()
+            };
+            let data = |rank, gets, row: usize| -> Vec<Vec<u8>> {
+                let mine = mine(rank, gets).into_iter();
+                mine.map(|(p, q, i, _)| bytes(p, q, i, rows(p, q, i) * row))
+                    .collect()
+            };
+            for back in [false, true] {
+                let row = row + usize::from(back);
+                let scale = |leg: plan::Leg| leg.units as usize * row;
+                let plan = |rank: usize| {
+                    let journey = match back {
+                        false => passages[rank].there(&scale),
+                        true => passages[rank].back(&scale),
+                    };
+                    let (sends, receives) = (list(rank, back, row), list(rank, !back, row));
+                    carried(plan::exchange_by(&journey, &sends, &receives), i % 2 == 0)
+                };
+                let memory = |rank: usize| Memory {
+                    inputs: data(rank, back, row),
+                    outputs: data(rank, !back, row)
+                        .iter()
+                        .map(|d| vec![0xDD; d.len()])
+                        .collect(),
+                    scratch: Vec::new(),
+                };
+                let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
+                replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
+                for (rank, memory) in memories.iter().enumerate() {
+                    let (expected, inputs) = (data(rank, !back, row), data(rank, back, row));
+                    assert!(
+                        memory.outputs == expected,
+                        "{algorithm:?} {back}: rank {rank}"
+                    );
+                    assert!(memory.inputs == inputs, "the input was written");
+                }
+            }
+        }
+    }
+}
+
+/// Messages and bytes of a rank of 4 nodes of 8.
+#[test]
+fn few_large_messages_cross_between_nodes() {
+    let shape = NodeShape {
+        nodes: 4,
+        per_node: 8,
+    };
+    let (rank, count) = (9, 64);
+    let far = |peer: usize| shape.split(peer).0 != shape.split(rank).0;
+    let sizes = vec![count; shape.ranks()];
+    let direct = plan::all_to_all(rank, &sizes, &sizes);
+    assert_eq!((direct.messages(), direct.bytes_to(far)), (31, 24 * count));
+    let planned = |algorithm: Algorithm| {
+        let journey = Journey::equal(hops(algorithm), rank, count);
+        plan::all_to_all_by(&journey, &sizes, &sizes, 0).packed()
+    };
+    for (algorithm, messages, near) in [
+        (Algorithm::Hierarchical(shape), 7 + 3, 7 * 4),
+        (Algorithm::InterFirst(shape), 7 + 3, 7 * 4),
+        (Algorithm::Concurrent(shape), 2 * (7 + 3), 7 * 4),
+        (
+            Algorithm::Levels(Levels::new(&[4, 2, 4]).unwrap()),
+            3 + 1 + 3,
+            4 * 4 + 6 * 4,
+        ),
+    ] {
+        let plan = planned(algorithm);
+        assert_eq!(plan.messages(), messages, "{algorithm:?}");
+        assert_eq!(plan.bytes_to(far), 24 * count, "{algorithm:?}");
+        assert_eq!(
+            plan.bytes_to(|peer| !far(peer)),
+            near * count,
+            "{algorithm:?}"
+        );
+    }
+}
+
+/// Of both halves each link carries about as much in either phase.
+#[test]
+fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
+    let shape = NodeShape {
+        nodes: 4,
+        per_node: 8,
+    };
+    let (rank, count) = (9, 640);
+    let sizes = vec![count; shape.ranks()];
+    let journey = Journey::equal(Hops::concurrent(shape), rank, count);
+    let plan = plan::all_to_all_by(&journey, &sizes, &sizes, 0);
+    let far = |peer: usize| shape.split(peer).0 != shape.split(rank).0;
+    let sent = |step: &Step| match step {
+        Step::Exchange { sends, .. } => {
+            let bytes = |across: bool| -> usize {
+                let own = sends.iter().filter(|message| far(message.peer) == across);
+                own.map(|message| message.span.bytes).sum()
+            };
+            (bytes(true), bytes(false))
+        }
+        _ => (0, 0),
+    };
+    let phases: Vec<(usize, usize)> = plan.steps.iter().map(sent).collect();
+    // Parts for the own node, and those for the rank's own place elsewhere, go in the first.
+    let halves = 3 * 7 * count / 2;
+    assert_eq!(
+        phases,
+        [(halves + 3 * count, halves + 7 * count), (halves, halves)]
+    );
+}
+
+/// Runs exchanges of equal parts one phase after the other, with the plans of one rank at a
+/// time in memory.
+fn in_phases(algorithm: Algorithm, count: usize) {
+    let hops = hops(algorithm);
+    let ranks = hops.levels.ranks();
+    let sizes = vec![count; ranks];
+    let part = |from, to| bytes(from, to, 0, count);
+    let memory = |rank: usize| {
+        let input = (0..ranks).flat_map(|q| part(rank, q)).collect();
+        Memory::new(input, vec![0xDD; ranks * count])
+    };
+    let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
+    let plan = |rank: usize| {
+        let journey = Journey::equal(hops.clone(), rank, count);
+        plan::all_to_all_by(&journey, &sizes, &sizes, 0).packed()
+    };
+    let (mut at, mut mail) = (vec![(0, false); ranks], Mail::new());
+    while let Some(step) = at.iter().map(|(step, _)| *step).min() {
+        let mut ended = true;
+        for (rank, memory) in memories.iter_mut().enumerate() {
+            let plan = plan(rank);
+            memory.scratch.resize(plan.scratch, 0xEE);
+            while let Some(next) = plan.steps.get(at[rank].0) {
+                ended = false;
+                if !advance(rank, next, &mut at[rank].1, memory, &mut mail) {
+                    break;
+                }
+                at[rank] = (at[rank].0 + 1, false);
+            }
+        }
+        if ended {
+            break;
+        }
+        let _ = step;
+    }
+    for (rank, memory) in memories.iter().enumerate() {
+        let right = (0..ranks).all(|p| memory.outputs[0][p * count..][..count] == part(p, rank));
+        assert!(right, "{algorithm:?}: rank {rank}");
+    }
+}
+
+/// `MOESAIC_RANKS=2048` or more: that many ranks.
+#[test]
+fn thousands_of_ranks_get_what_they_get_directly() {
+    let asked = std::env::var("MOESAIC_RANKS").ok();
+    let Some(ranks) = asked.and_then(|ranks| ranks.parse::<usize>().ok()) else {
+        return;
+    };
+    let shape = NodeShape {
+        nodes: ranks / 8,
+        per_node: 8,
+    };
+    let levels = Levels::new(&[ranks / 128, 16, 8]).unwrap();
+    for algorithm in [
+        Algorithm::Hierarchical(shape),
+        Algorithm::InterFirst(shape),
+        Algorithm::Concurrent(shape),
+        Algorithm::Levels(levels),
+    ] {
+        let start = Instant::now();
+        in_phases(algorithm, 3);
+        println!(
+            "{ranks} ranks, {algorithm:?}: {:.1} s",
+            start.elapsed().as_secs_f64()
+        );
+    }
+}
