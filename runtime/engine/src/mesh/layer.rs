@@ -13,7 +13,7 @@ use crate::layer::{Layer, check_spec};
 use crate::pass::Pass;
 use crate::texts::Texts;
 use crate::training::Saved;
-use moesaic_collectives::{Call, agree};
+use moesaic_collectives::{Algorithm, Call, agree};
 use moesaic_plan::{
     self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
 };
@@ -41,6 +41,8 @@ pub struct MeshLayer {
     /// Of an evaluation, and of a pass that trains.
     routing: [Vec<Segment>; 2],
     strategy: Strategy,
+    /// What the route of the strategy is on these nodes.
+    algorithm: Algorithm,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
@@ -154,6 +156,7 @@ impl Engine {
             experts,
             shared,
             strategy: Strategy::default(),
+            algorithm: Algorithm::Direct,
         })
     }
 }
@@ -197,11 +200,12 @@ impl MeshLayer {
     /// pass did. All ranks choose the same between the same two calls.
     ///
     /// # Errors
-    /// [`EngineError::Plan`] for what the mesh cannot do.
+    /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         strategy
             .check(&self.mesh.parallel())
             .map_err(PlanError::from)?;
+        self.algorithm = self.mesh.algorithm(strategy.route)?;
         self.strategy = strategy;
         Ok(())
     }
@@ -373,6 +377,7 @@ impl MeshLayer {
             mesh: &self.mesh,
             plan: &self.plan,
             label: &self.plan.tokens.spec.name,
+            algorithm: self.algorithm,
             groups: self.mesh.groups(),
             tokens: Side::new(&self.tokens),
             experts: Side::new(&self.experts),

@@ -1,6 +1,8 @@
 //! Which rows go where in one call, from counts alone.
 
+use moesaic_collectives::plan::Passage;
 use moesaic_plan::{Parallel, Place};
+use std::sync::Arc;
 
 /// Rows in a row, from or to another rank of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +24,8 @@ pub(super) struct Rows {
     offsets: Vec<usize>,
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
+    /// What passes through this rank, where rows go by way of others.
+    passage: Option<Arc<Passage>>,
 }
 
 impl Rows {
@@ -47,7 +51,18 @@ impl Rows {
             place,
             received: told.chunks_exact(own).map(of_rank).collect(),
             offsets,
+            passage: None,
         }
+    }
+
+    /// The same rows by way of other ranks.
+    pub fn by_way(self, passage: Option<Arc<Passage>>) -> Rows {
+        Rows { passage, ..self }
+    }
+
+    /// What passes through this rank.
+    pub fn passage(&self) -> Option<&Passage> {
+        self.passage.as_deref()
     }
 
     /// Rows that arrive here.
@@ -103,6 +118,11 @@ impl Rows {
 
     fn same_slice(&self, peer: usize) -> bool {
         peer % self.mesh.shards == self.place.shard
+    }
+
+    /// Whether a rank with rows of another's tokens answers that one.
+    pub fn answers_to(&self, from: usize, to: usize) -> bool {
+        from % self.mesh.shards == to % self.mesh.shards
     }
 
     /// The rows of this rank's tokens for the experts of a rank.

@@ -7,6 +7,7 @@ use super::side::Side;
 use crate::error::EngineError;
 use crate::launch::Bound;
 use bytemuck::cast_slice;
+use moesaic_collectives::plan::Journey;
 use moesaic_collectives::{Algorithm, Call, Element, Handle, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
@@ -58,6 +59,8 @@ pub(super) struct Run<'l> {
     pub plan: &'l RankPlan,
     /// The name of the layer, in errors of exchanges.
     pub label: &'l str,
+    /// How rows go to experts; those of a backward pass as in forward.
+    pub algorithm: Algorithm,
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
@@ -171,16 +174,18 @@ impl Run<'_> {
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
                 let (sent, arrived) = (rows.sent(), rows.arrived());
+                let journey = rows.journey(false, self.plan.row_bytes(plan::Side::Tokens, from));
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send(Among::Group, &sends, &receives, &call)
+                self.send_rows(journey, &sends, &receives, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
+                let journey = rows.journey(true, self.plan.row_bytes(plan::Side::Experts, from));
                 let sends = self.transfers(plan::Side::Experts, from, &answers)?;
                 let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send(Among::Group, &sends, &receives, &call)
+                self.send_rows(journey, &sends, &receives, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows().arriving();
@@ -229,6 +234,22 @@ impl Run<'_> {
         self.finish(exchange)
     }
 
+    /// Rows of tokens, straight or by way of other ranks.
+    fn send_rows(
+        &mut self,
+        journey: Option<Journey>,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let group = &mut self.groups.rows;
+        let exchange = match journey {
+            None => group.exchange(sends, receives, call)?,
+            Some(journey) => group.exchange_by(sends, receives, &journey, call)?,
+        };
+        self.finish(exchange)
+    }
+
     /// Rows of a tensor as bytes: they are only moved.
     fn transfers(
         &self,
@@ -258,6 +279,11 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
         let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
         let (counts, sizes) = Rows::told(mesh, &offsets);
+        if self.algorithm != Algorithm::Direct {
+            let (call, group) = (self.call("counts"), &mut *self.groups.rows);
+            let (told, passage) = Rows::tell(group, self.algorithm, (&counts, &sizes), &call)?;
+            return Ok(Rows::new(mesh, place, offsets, &told).by_way(Some(passage)));
+        }
         let own = self.plan.own_experts().len();
         let mut told = vec![0i64; own * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));

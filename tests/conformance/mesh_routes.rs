@@ -1,0 +1,136 @@
+//! Rows that go over other ranks: what arrives is the same.
+
+use super::case::Case;
+use super::layers::engine as cpu;
+use super::mesh::{Ranks, evaluated, layer_on, mesh, on_nodes, specs, trained};
+use super::simulated::open;
+use moesaic::collectives::{Call, Collectives, threads};
+use moesaic::{Engine, Mesh, Parallel, Recompute, Strategy, Training};
+
+const ROUTES: [&str; 3] = ["route=intra-first", "route=inter-first", "route=concurrent"];
+
+/// Threads that say that they are on several nodes.
+struct OnNodes<'a> {
+    engine: &'a Engine,
+    per_node: usize,
+    strategy: Strategy,
+}
+
+impl Ranks for OnNodes<'_> {
+    fn each<T: Send>(
+        &self,
+        parallel: Parallel,
+        body: impl Fn(&Engine, &Mesh) -> T + Sync,
+    ) -> Vec<T> {
+        let body = |mesh: &Mesh| body(self.engine, mesh);
+        on_nodes(self.engine, parallel, self.per_node, body)
+    }
+
+    fn strategy(&self) -> Strategy {
+        self.strategy
+    }
+}
+
+fn by<'a>(engine: &'a Engine, per_node: usize, strategy: &str) -> OnNodes<'a> {
+    OnNodes {
+        engine,
+        per_node,
+        strategy: strategy.parse().unwrap(),
+    }
+}
+
+/// Everything that ranks give in training and evaluation, to the bit.
+fn compare(engine: &Engine, parallel: Parallel, per_node: usize, case: &Case) {
+    let (dy, training) = (
+        case.dy(7),
+        Training {
+            recompute: Recompute::None,
+        },
+    );
+    let results = |strategy: &str| {
+        let ranks = by(engine, per_node, strategy);
+        let trained = trained(&ranks, parallel, case, training, &["y"], &dy);
+        (evaluated(&ranks, parallel, case), trained)
+    };
+    let linear = results("default");
+    for route in ROUTES {
+        let found = results(route);
+        let what = format!(
+            "{route} on {parallel:?}, {per_node} a node: {}",
+            case.describe()
+        );
+        assert!(found.0 == linear.0, "{what}: y");
+        for (name, values) in &linear.1 {
+            assert!(found.1[name] == *values, "{what}: {name}");
+        }
+    }
+}
+
+#[test]
+fn every_route_gives_the_bits_of_the_direct_one() {
+    let engine = cpu();
+    for (seed, spec) in specs().iter().enumerate() {
+        let case = Case::random(spec, 41, seed as u64);
+        compare(&engine, mesh(4, 1, 1), 2, &case);
+    }
+    let case = Case::random(&specs()[2], 33, 9);
+    for (parallel, per_node) in [
+        (mesh(2, 2, 1), 2),
+        (mesh(3, 2, 1), 3),
+        (mesh(2, 1, 2), 1),
+        (mesh(2, 2, 2), 2),
+        (mesh(1, 1, 1), 1),
+    ] {
+        compare(&engine, parallel, per_node, &case);
+    }
+}
+
+#[test]
+fn tokens_may_be_none_or_one() {
+    let engine = cpu();
+    for tokens in [0, 1] {
+        let case = Case::random(&specs()[0], tokens, 3);
+        compare(&engine, mesh(4, 1, 1), 2, &case);
+    }
+}
+
+#[test]
+fn routes_run_on_simulated_gpus() {
+    let case = Case::random(&specs()[0], 9, 1);
+    for target in ["sim:sm_80", "sim:gfx942"] {
+        let engine = open(target);
+        let of = |strategy| evaluated(&by(&engine, 2, strategy), mesh(4, 1, 1), &case);
+        let linear = of("default");
+        for route in ROUTES {
+            assert!(of(route) == linear, "{route} on {target}");
+        }
+    }
+}
+
+#[test]
+fn nodes_that_a_route_cannot_have_are_said() {
+    let engine = cpu();
+    let case = Case::random(&specs()[0], 4, 1);
+    let device = |_| Ok(engine.device().clone());
+    let errors = threads::run(4, device, |mut world| {
+        let host = ["a", "a", "a", "b"][world.rank()];
+        let mesh = Mesh::on_host(&mut world, mesh(4, 1, 1), host).unwrap();
+        let mut layer = layer_on(&engine, &mesh, &case, None);
+        let mut error = |text: &str| layer.set_strategy(text.parse().unwrap()).unwrap_err();
+        let errors = [
+            error("route=inter-first").to_string(),
+            error("route=once").to_string(),
+        ];
+        // It was no failure of the group, and the strategy is what it was.
+        assert_eq!(layer.strategy(), Strategy::default());
+        layer.forward(&case.input()).unwrap();
+        world.finish(&Call::new("end")).unwrap();
+        errors
+    });
+    for errors in errors.unwrap() {
+        let [nodes, _] = errors.unwrap();
+        let said = "route=inter-first needs nodes with equally many ranks, one node's after the \
+                    other's, but ranks lie on a (3), b (1)";
+        assert!(nodes.contains(said), "{nodes}");
+    }
+}
