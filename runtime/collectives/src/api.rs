@@ -1,6 +1,6 @@
 //! What layers call.
 
-use crate::plan::{Hops, Journey, Passage};
+use crate::plan::{Hops, Itinerary, Passage};
 use crate::{CollectiveError, Handle, Levels, NodeShape, Reduction, Slice};
 use std::time::Duration;
 
@@ -219,8 +219,7 @@ pub trait Collectives: Send {
     ) -> Result<Passage, CollectiveError>;
 
     /// As [`Collectives::exchange`] over other ranks, which pass on what they were told of:
-    /// of each pair of ranks the messages are the journey's pieces that have bytes, in their
-    /// order.
+    /// of each pair of ranks the messages are the pieces that have bytes, in their order.
     ///
     /// # Errors
     /// As the trait says.
@@ -228,7 +227,7 @@ pub trait Collectives: Send {
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
-        journey: &Journey,
+        itinerary: &dyn Itinerary,
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 

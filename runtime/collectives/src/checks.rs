@@ -2,7 +2,7 @@
 
 use crate::api::{Algorithm, Transfer};
 use crate::letter::Kind;
-use crate::plan::{Hops, Journey};
+use crate::plan::Hops;
 use crate::{CollectiveError, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
@@ -169,45 +169,6 @@ pub(crate) fn algorithm(kind: Kind, algorithm: Algorithm, size: usize) -> Checke
 pub(crate) fn units(kind: Kind, pieces: usize, units: usize, size: usize) -> Checked {
     require(kind, pieces > 0 && units == pieces * size, || {
         format!("{units} numbers are not {pieces} for each of the {size} ranks")
-    })
-}
-
-/// Messages of an exchange over other ranks, by peer and bytes: they must be what ranks on
-/// the way were told of.
-pub(crate) fn journey(
-    kind: Kind,
-    journey: &Journey,
-    (rank, size): (usize, usize),
-    sends: &[(usize, usize)],
-    receives: &[(usize, usize)],
-) -> Checked {
-    let ranks = journey.hops.levels.ranks();
-    require(kind, journey.rank == rank && ranks == size, || {
-        let own = journey.rank;
-        format!("what was told is of rank {own} of {ranks}, this is rank {rank} of {size}")
-    })?;
-    told(kind, "to", sends, size, &|peer| journey.sent(peer))?;
-    told(kind, "from", receives, size, &|peer| journey.received(peer))
-}
-
-fn told<'j>(
-    kind: Kind,
-    way: &str,
-    messages: &[(usize, usize)],
-    size: usize,
-    told: &dyn Fn(usize) -> &'j [usize],
-) -> Checked {
-    let mut given = vec![Vec::new(); size];
-    for (peer, bytes) in messages.iter().filter(|(_, bytes)| *bytes > 0) {
-        given[*peer].push(*bytes);
-    }
-    let told = |peer: usize| told(peer).iter().copied().filter(|bytes| *bytes > 0);
-    let other = (0..size).find(|peer| !told(*peer).eq(given[*peer].iter().copied()));
-    require(kind, other.is_none(), || {
-        let peer = other.unwrap_or(0);
-        let told: Vec<usize> = told(peer).collect();
-        let given = &given[peer];
-        format!("messages {way} rank {peer} have {given:?} bytes, ranks were told of {told:?}")
     })
 }
 

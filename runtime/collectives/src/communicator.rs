@@ -7,7 +7,7 @@ use crate::handle::{Handle, lock};
 use crate::letter::{Kind, Signature};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
-use crate::plan::{self, Hops, Journey, Passage, Plan};
+use crate::plan::{self, Hops, Itinerary, Passage, Plan};
 use crate::{CollectiveError, Reduction, Slice, by_way, checks};
 use moesaic_target::{Device, DeviceError};
 use std::sync::{Arc, Mutex};
@@ -440,23 +440,24 @@ impl Collectives for Communicator {
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
-        journey: &Journey,
+        itinerary: &dyn Itinerary,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::Exchange;
         let own = (self.rank(), self.size());
         checks::transfers(kind, own.0, own.1, sends, receives)?;
         let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
-        checks::journey(kind, journey, own, &to, &from)?;
+        let plan = itinerary.plan(own, &to, &from);
+        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let job = Job {
             signature: Signature {
-                ways: journey.hops.code(),
+                ways: itinerary.code(),
                 ..Signature::of(kind, &call.label)
             },
             inputs: self.inputs(&slices(sends)),
             outputs: self.outputs(&slices(receives)),
-            plan: plan::exchange_by(journey, &to, &from),
+            plan,
             next: None,
         };
         self.start(kind, call, job)

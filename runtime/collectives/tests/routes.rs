@@ -4,8 +4,9 @@
 mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::plan::{self, Hops, Journey, Passage, Plan, Step};
+use moesaic_collectives::plan::{self, FanOut, Hops, Itinerary, Journey, Passage, Plan, Step};
 use moesaic_collectives::{Algorithm, Levels, NodeShape};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// A byte that names source, destination, piece and place.
@@ -372,6 +373,110 @@ fn thousands_of_ranks_get_what_they_get_directly() {
         println!(
             "{ranks} ranks, {algorithm:?}: {:.1} s",
             start.elapsed().as_secs_f64()
+        );
+    }
+}
+
+/// Rows of tokens, each for some experts of some ranks, cross to a node once.
+#[test]
+fn tokens_cross_to_a_node_once() {
+    for (nodes, per_node) in [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3), (4, 4)] {
+        for (experts, packed) in [(1, false), (3, true)] {
+            once(NodeShape { nodes, per_node }, experts, packed);
+        }
+    }
+}
+
+/// Rank 1 has no tokens, and those of rank 2 all go to one expert.
+fn once(shape: NodeShape, experts: usize, packed: bool) {
+    const ROW: usize = 5;
+    let ranks = shape.ranks();
+    let tokens = |p: usize| if p == 1 { 0 } else { 4 + p % 3 };
+    let goes = |p: usize, q: usize, e: usize, t: usize| match p {
+        2 => q == 0 && e == 0,
+        _ => (p * 13 + q * 7 + e * 5 + t * 11 + t * q) % 5 < 2,
+    };
+    let list = |p: usize, q: usize, e: usize| -> Vec<usize> {
+        (0..tokens(p)).filter(|t| goes(p, q, e, *t)).collect()
+    };
+    let hops = Hops::inter_first(shape);
+    let passages = told(&hops, experts, &|p, q, e| list(p, q, e).len());
+    let numbers = |p: usize, node: usize| {
+        let all = (0..shape.per_node)
+            .flat_map(|place| (0..experts).flat_map(move |e| list(p, shape.rank(node, place), e)));
+        plan::crossing(all.map(|token| token as u32))
+    };
+    let data = |p: usize, q: usize, e: usize| -> Vec<u8> {
+        list(p, q, e)
+            .iter()
+            .flat_map(|t| bytes(p, *t, 3, ROW))
+            .collect()
+    };
+    let pieces = |rank: usize, gets: bool| -> Vec<(usize, Vec<u8>)> {
+        let all = (0..ranks).flat_map(|peer| (0..experts).map(move |e| (peer, e)));
+        let piece = |(peer, e): (usize, usize)| match gets {
+            true => (peer, data(peer, rank, e)),
+            false => (peer, data(rank, peer, e)),
+        };
+        all.map(piece)
+            .filter(|(_, data)| !data.is_empty())
+            .collect()
+    };
+    let sizes = |list: Vec<(usize, Vec<u8>)>| -> Vec<(usize, usize)> {
+        list.iter()
+            .map(|(peer, data)| (*peer, data.len()))
+            .collect()
+    };
+    let far = |a: usize, b: usize| shape.split(a).0 != shape.split(b).0;
+    let plan = |rank: usize| {
+        let (node, place) = shape.split(rank);
+        let sent = (0..shape.nodes).map(|other| numbers(rank, other)).collect();
+        let from = |other| numbers(shape.rank(other, place), node);
+        let passed = (0..shape.nodes).map(from).collect();
+        let passage = Arc::new(passages[rank].clone());
+        let fan = Arc::new(FanOut::new(shape, rank, passage, sent, passed).unwrap());
+        let (sends, receives) = (sizes(pieces(rank, false)), sizes(pieces(rank, true)));
+        let plan = fan
+            .of_rows(ROW)
+            .plan((rank, ranks), &sends, &receives)
+            .unwrap();
+        // What crosses is every token once for each node that has an expert of it.
+        let needed = |t: usize, other: usize| {
+            let there = (0..shape.per_node).map(|place| shape.rank(other, place));
+            there
+                .clone()
+                .any(|q| (0..experts).any(|e| goes(rank, q, e, t)))
+        };
+        let others = (0..shape.nodes).filter(|other| *other != node);
+        let rows: usize = others
+            .map(|other| (0..tokens(rank)).filter(|t| needed(*t, other)).count())
+            .sum();
+        assert_eq!(
+            plan.bytes_to(|peer| far(peer, rank)),
+            rows * ROW,
+            "{shape:?}"
+        );
+        carried(plan, packed)
+    };
+    let memory = |rank: usize| Memory {
+        inputs: pieces(rank, false)
+            .into_iter()
+            .map(|(_, data)| data)
+            .collect(),
+        outputs: pieces(rank, true)
+            .iter()
+            .map(|(_, data)| vec![0xDD; data.len()])
+            .collect(),
+        scratch: Vec::new(),
+    };
+    let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
+    let plans: Vec<Plan> = (0..ranks).map(plan).collect();
+    replay(&plans, &mut memories);
+    for (rank, memory) in memories.iter().enumerate() {
+        let expected = pieces(rank, true).into_iter().map(|(_, data)| data);
+        assert!(
+            memory.outputs.iter().cloned().eq(expected),
+            "{shape:?}: rank {rank}"
         );
     }
 }

@@ -12,7 +12,7 @@ use crate::error::At;
 use crate::handle::Handle;
 use crate::letter::{Kind, Signature};
 use crate::operation::{Group, Next};
-use crate::plan::{self, Hops, Journey, Passage, Plan};
+use crate::plan::{self, Hops, Itinerary, Passage, Plan};
 use crate::{CollectiveError, Element, Reduction, Slice, by_way, checks};
 use moesaic_target::{Device, DeviceError};
 use std::ffi::c_int;
@@ -548,20 +548,20 @@ impl Collectives for Nccl {
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
-        journey: &Journey,
+        itinerary: &dyn Itinerary,
         call: &Call,
     ) -> Started {
         let kind = Kind::Exchange;
         let own = (self.rank(), self.size());
         checks::transfers(kind, own.0, own.1, sends, receives)?;
         let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
-        checks::journey(kind, journey, own, &to, &from)?;
+        let plan = itinerary.plan(own, &to, &from);
+        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let mut task = self.task(kind, call);
-        task.signature.ways = journey.hops.code();
+        task.signature.ways = itinerary.code();
         task.agreement = Some(plan::sizes(own.0, &to, &from));
-        let plan = plan::exchange_by(journey, &to, &from).packed();
-        self.start_plan(task, &slices(sends), &slices(receives), plan)
+        self.start_plan(task, &slices(sends), &slices(receives), plan.packed())
     }
 
     fn barrier(&mut self, call: &Call) -> Started {

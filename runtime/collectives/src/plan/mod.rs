@@ -6,6 +6,8 @@
 mod agree;
 mod exchange;
 mod hops;
+mod itinerary;
+mod once;
 mod packed;
 mod passage;
 mod reduce;
@@ -15,6 +17,8 @@ mod trees;
 pub use agree::{agreement, sizes};
 pub use exchange::{all_gather, all_to_all, exchange};
 pub use hops::{Hops, Journey};
+pub use itinerary::Itinerary;
+pub use once::{FanOut, Rows, crossing};
 pub use passage::{Leg, Passage, tell};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
 pub use routed::{Ends, all_to_all_by, exchange_by, routed};

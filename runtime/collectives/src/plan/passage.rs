@@ -56,6 +56,22 @@ impl Passage {
         &self.numbers[0][self.hops.count()]
     }
 
+    /// Units of the pieces that go to each rank, rank after rank.
+    pub fn sent(&self) -> &[u64] {
+        &self.numbers[0][0]
+    }
+
+    /// Pieces of a part.
+    pub fn pieces(&self) -> usize {
+        self.pieces
+    }
+
+    /// Units of the pieces at a place, after so many hops of the first of the ways.
+    pub fn passing(&self, hops: usize, place: usize) -> impl Iterator<Item = u64> {
+        let pieces = place * self.pieces..(place + 1) * self.pieces;
+        self.numbers[0][hops][pieces].iter().copied()
+    }
+
     /// An exchange in which a piece has so many bytes.
     pub fn there(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
         let size = |order: usize, stage: usize, place: usize, piece: usize, units: u64| {
