@@ -2,6 +2,7 @@
 
 use super::groups::Mesh;
 use super::part::Around;
+use super::route::Ways;
 use super::rows::{Neighbours, Rows};
 use super::run::{Run, SLICED, Segment, segments};
 use super::shard::Shard;
@@ -13,7 +14,7 @@ use crate::layer::{Layer, check_spec};
 use crate::pass::Pass;
 use crate::texts::Texts;
 use crate::training::Saved;
-use moesaic_collectives::{Algorithm, Call, agree};
+use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
     self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
 };
@@ -42,7 +43,7 @@ pub struct MeshLayer {
     routing: [Vec<Segment>; 2],
     strategy: Strategy,
     /// What the route of the strategy is on these nodes.
-    algorithm: Algorithm,
+    ways: Ways,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
@@ -156,7 +157,7 @@ impl Engine {
             experts,
             shared,
             strategy: Strategy::default(),
-            algorithm: Algorithm::Direct,
+            ways: Ways::Straight,
         })
     }
 }
@@ -205,7 +206,7 @@ impl MeshLayer {
         strategy
             .check(&self.mesh.parallel())
             .map_err(PlanError::from)?;
-        self.algorithm = self.mesh.algorithm(strategy.route)?;
+        self.ways = self.mesh.ways(strategy.route)?;
         self.strategy = strategy;
         Ok(())
     }
@@ -377,7 +378,7 @@ impl MeshLayer {
             mesh: &self.mesh,
             plan: &self.plan,
             label: &self.plan.tokens.spec.name,
-            algorithm: self.algorithm,
+            ways: self.ways,
             groups: self.mesh.groups(),
             tokens: Side::new(&self.tokens),
             experts: Side::new(&self.experts),

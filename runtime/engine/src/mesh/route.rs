@@ -3,34 +3,58 @@
 use super::groups::Mesh;
 use super::rows::Rows;
 use crate::error::EngineError;
-use moesaic_collectives::plan::{Journey, Passage};
-use moesaic_collectives::{Algorithm, Call, Collectives, NodeShape};
+use bytemuck::{cast_slice, cast_slice_mut};
+use moesaic_collectives::plan::{self, FanOut, Itinerary, Passage};
+use moesaic_collectives::{
+    Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
+};
 use moesaic_plan::{PlanError, Route, StrategyError};
+use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
 
+/// How rows go among the ranks that exchange them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ways {
+    /// From each rank to each.
+    Straight,
+    /// By way of other ranks.
+    Over(Algorithm),
+    /// Once to each node, by way of the rank of the same place there; rows that are not the
+    /// same for all experts of a token, and those that come back, go between nodes first.
+    Once(NodeShape),
+}
+
+/// What rows of an exchange are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Load {
+    /// On their way to experts; all those of a token are equal.
+    Tokens,
+    /// On their way to experts.
+    Rows,
+    /// On their way back.
+    Answers,
+}
+
 impl Mesh {
-    /// How rows go by a route among the ranks that exchange them.
+    /// How rows go by a route.
     ///
     /// # Errors
     /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the route needs it.
-    pub(super) fn algorithm(&self, route: Route) -> Result<Algorithm, EngineError> {
+    pub(super) fn ways(&self, route: Route) -> Result<Ways, EngineError> {
         if route == Route::Linear {
-            return Ok(Algorithm::Direct);
+            return Ok(Ways::Straight);
         }
         let shape = self.shape().map_err(|reason| {
             let error = StrategyError::Nodes { route, reason };
             EngineError::from(PlanError::from(error))
         })?;
-        match route {
-            Route::Linear => Ok(Algorithm::Direct),
-            Route::IntraFirst => Ok(Algorithm::Hierarchical(shape)),
-            Route::InterFirst => Ok(Algorithm::InterFirst(shape)),
-            Route::Concurrent => Ok(Algorithm::Concurrent(shape)),
-            Route::Once => {
-                let error = StrategyError::NotYet("route=once".to_string());
-                Err(PlanError::from(error).into())
-            }
-        }
+        Ok(match route {
+            Route::Linear => Ways::Straight,
+            Route::IntraFirst => Ways::Over(Algorithm::Hierarchical(shape)),
+            Route::InterFirst => Ways::Over(Algorithm::InterFirst(shape)),
+            Route::Concurrent => Ways::Over(Algorithm::Concurrent(shape)),
+            Route::Once => Ways::Once(shape),
+        })
     }
 
     /// The nodes of the ranks that exchange rows, or how these lie.
@@ -81,17 +105,88 @@ impl Rows {
         Ok((told.collect(), Arc::new(passage)))
     }
 
-    /// How rows of so many bytes go to the experts by way of other ranks, or back from there;
-    /// `None` where they go straight.
-    pub fn journey(&self, back: bool, row_bytes: usize) -> Option<Journey> {
-        let passage = self.passage()?;
-        let bytes = |units: u64| units as usize * row_bytes;
-        Some(match back {
-            false => passage.there(&|leg| bytes(leg.units)),
-            true => passage.back(&|leg| match self.answers_to(leg.from, leg.to) {
-                true => bytes(leg.units),
-                false => 0,
-            }),
+    /// How rows of so many bytes go by way of other ranks; `None` where they go straight.
+    pub fn itinerary(&self, load: Load, bytes: usize) -> Option<Box<dyn Itinerary>> {
+        let passage = self.passage.as_ref()?;
+        let size = |units: u64| units as usize * bytes;
+        Some(match (load, &self.fan) {
+            (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes)),
+            (Load::Tokens | Load::Rows, _) => Box::new(passage.there(&|leg| size(leg.units))),
+            (Load::Answers, _) => Box::new(passage.back(&|leg| {
+                let answers = self.answers_to(leg.from, leg.to);
+                if answers { size(leg.units) } else { 0 }
+            })),
         })
     }
+
+    /// Ranks of equal places tell each other which rows for each other's nodes are of one
+    /// token; `tokens` has that of each row of this rank.
+    pub fn fan_out(
+        &mut self,
+        group: &mut dyn Collectives,
+        device: &dyn Device,
+        (shape, tokens): (NodeShape, &[u32]),
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let Some(passage) = self.passage.clone() else {
+            return Ok(());
+        };
+        let (node, place) = shape.split(group.rank());
+        let sent = self.sent();
+        let numbers = |other: usize| {
+            let there = sent
+                .iter()
+                .filter(|piece| shape.split(piece.peer).0 == other);
+            let rows = there.flat_map(|piece| piece.first..piece.first + piece.rows);
+            plan::crossing(rows.map(|row| tokens[row]))
+        };
+        let sent: Vec<Vec<u32>> = (0..shape.nodes).map(numbers).collect();
+        let told = |other: usize| match other == node {
+            true => 0,
+            false => FanOut::told_from(&passage, shape, other),
+        };
+        let sizes: Vec<usize> = (0..shape.nodes).map(told).collect();
+        let own: Vec<&[u32]> = (0..shape.nodes)
+            .map(|other| if other == node { &[][..] } else { &sent[other] })
+            .collect();
+        let (starts, ends) = (
+            starts(own.iter().map(|list| list.len())),
+            starts(sizes.iter().copied()),
+        );
+        let buffer = |list: &[usize]| {
+            let count = list.last().copied().unwrap_or(0);
+            Ok::<_, EngineError>(Arc::new(device.alloc(4 * count.max(16))?))
+        };
+        let (input, output) = (buffer(&starts)?, buffer(&ends)?);
+        device.upload(cast_slice(&own.concat()), &input, 0)?;
+        let transfers = |buffer: &Arc<Buffer>, starts: &[usize]| {
+            let edges = starts
+                .windows(2)
+                .enumerate()
+                .filter(|(_, edge)| edge[1] > edge[0]);
+            let transfer = |(other, edge): (usize, &[usize])| {
+                let slice = Slice::new(buffer, Element::I32, edge[0], edge[1] - edge[0])?;
+                let peer = shape.rank(other, place);
+                Ok::<_, EngineError>(Transfer { peer, slice })
+            };
+            edges.map(transfer).collect::<Result<Vec<_>, _>>()
+        };
+        let (sends, receives) = (transfers(&input, &starts)?, transfers(&output, &ends)?);
+        group.exchange(&sends, &receives, call)?.wait()?;
+        let mut all = vec![0u32; ends.last().copied().unwrap_or(0)];
+        device.download(&output, 0, cast_slice_mut(&mut all))?;
+        let passed = ends.windows(2).map(|edge| all[edge[0]..edge[1]].to_vec());
+        let fan = FanOut::new(shape, group.rank(), passage, sent, passed.collect());
+        let fan = fan.ok_or_else(|| CollectiveError::Invalid {
+            operation: call.label.clone(),
+            reason: "ranks have told of other tokens than of rows".to_string(),
+        })?;
+        self.fan = Some(Arc::new(fan));
+        Ok(())
+    }
+}
+
+/// Where parts of these sizes begin, and their end.
+fn starts(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
+    plan::offsets(&sizes.collect::<Vec<_>>())
 }

@@ -1,6 +1,6 @@
 //! Which rows go where in one call, from counts alone.
 
-use moesaic_collectives::plan::Passage;
+use moesaic_collectives::plan::{FanOut, Passage};
 use moesaic_plan::{Parallel, Place};
 use std::sync::Arc;
 
@@ -25,7 +25,9 @@ pub(super) struct Rows {
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
     /// What passes through this rank, where rows go by way of others.
-    passage: Option<Arc<Passage>>,
+    pub passage: Option<Arc<Passage>>,
+    /// Which of them are of one token, where each crosses to a node once.
+    pub fan: Option<Arc<FanOut>>,
 }
 
 impl Rows {
@@ -52,17 +54,13 @@ impl Rows {
             received: told.chunks_exact(own).map(of_rank).collect(),
             offsets,
             passage: None,
+            fan: None,
         }
     }
 
-    /// The same rows by way of other ranks.
-    pub fn by_way(self, passage: Option<Arc<Passage>>) -> Rows {
-        Rows { passage, ..self }
-    }
-
-    /// What passes through this rank.
-    pub fn passage(&self) -> Option<&Passage> {
-        self.passage.as_deref()
+    /// Rows of this rank's tokens.
+    pub fn own(&self) -> usize {
+        self.offsets.last().copied().unwrap_or(0)
     }
 
     /// Rows that arrive here.

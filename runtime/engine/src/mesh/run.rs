@@ -2,15 +2,17 @@
 
 use super::groups::{Groups, Mesh};
 use super::ranks::Among;
+use super::route::{Load, Ways};
 use super::rows::{Neighbours, Piece, Rows};
 use super::side::Side;
 use crate::error::EngineError;
 use crate::launch::Bound;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::Journey;
+use moesaic_collectives::plan::Itinerary;
 use moesaic_collectives::{Algorithm, Call, Element, Handle, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
+use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
 use std::sync::{Arc, MutexGuard};
 
@@ -59,8 +61,8 @@ pub(super) struct Run<'l> {
     pub plan: &'l RankPlan,
     /// The name of the layer, in errors of exchanges.
     pub label: &'l str,
-    /// How rows go to experts; those of a backward pass as in forward.
-    pub algorithm: Algorithm,
+    /// How rows go to experts; those of a backward pass go as in forward.
+    pub ways: Ways,
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
@@ -174,18 +176,20 @@ impl Run<'_> {
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
                 let (sent, arrived) = (rows.sent(), rows.arrived());
-                let journey = rows.journey(false, self.plan.row_bytes(plan::Side::Tokens, from));
+                let bytes = self.plan.row_bytes(plan::Side::Tokens, from);
+                let ways = rows.itinerary(self.load(from), bytes);
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send_rows(journey, &sends, &receives, &call)
+                self.send_rows(ways, &sends, &receives, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
-                let journey = rows.journey(true, self.plan.row_bytes(plan::Side::Experts, from));
+                let bytes = self.plan.row_bytes(plan::Side::Experts, from);
+                let ways = rows.itinerary(Load::Answers, bytes);
                 let sends = self.transfers(plan::Side::Experts, from, &answers)?;
                 let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send_rows(journey, &sends, &receives, &call)
+                self.send_rows(ways, &sends, &receives, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows().arriving();
@@ -237,15 +241,15 @@ impl Run<'_> {
     /// Rows of tokens, straight or by way of other ranks.
     fn send_rows(
         &mut self,
-        journey: Option<Journey>,
+        ways: Option<Box<dyn Itinerary>>,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
     ) -> Result<(), EngineError> {
         let group = &mut self.groups.rows;
-        let exchange = match journey {
+        let exchange = match ways {
             None => group.exchange(sends, receives, call)?,
-            Some(journey) => group.exchange_by(sends, receives, &journey, call)?,
+            Some(ways) => group.exchange_by(sends, receives, &*ways, call)?,
         };
         self.finish(exchange)
     }
@@ -279,10 +283,17 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
         let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
         let (counts, sizes) = Rows::told(mesh, &offsets);
-        if self.algorithm != Algorithm::Direct {
+        let algorithm = match self.ways {
+            Ways::Straight => Algorithm::Direct,
+            Ways::Over(algorithm) => algorithm,
+            Ways::Once(shape) => Algorithm::InterFirst(shape),
+        };
+        if self.ways != Ways::Straight {
             let (call, group) = (self.call("counts"), &mut *self.groups.rows);
-            let (told, passage) = Rows::tell(group, self.algorithm, (&counts, &sizes), &call)?;
-            return Ok(Rows::new(mesh, place, offsets, &told).by_way(Some(passage)));
+            let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
+            let mut rows = Rows::new(mesh, place, offsets, &told);
+            rows.passage = Some(passage);
+            return self.fan_out(rows);
         }
         let own = self.plan.own_experts().len();
         let mut told = vec![0i64; own * mesh.group()];
@@ -291,13 +302,39 @@ impl Run<'_> {
         device.upload(cast_slice(&counts), &input, 0)?;
         let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
-        let (receives, algorithm) = (vec![own; mesh.group()], Algorithm::Direct);
+        let receives = vec![own; mesh.group()];
         let call = self.call("counts");
         let rows = &mut self.groups.rows;
         rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
         Ok(Rows::new(mesh, place, offsets, &told))
+    }
+
+    /// Where each token crosses to a node once, ranks learn which rows are of one token.
+    fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
+        let Ways::Once(shape) = self.ways else {
+            return Ok(rows);
+        };
+        let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
+        let mut slots = vec![0i32; rows.own()];
+        let from = self.tokens.named("row_slots");
+        let from = from.expect("a scan says which slot a row is of");
+        device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
+        let top_k = self.plan.tokens.spec.shape.top_k as i32;
+        let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
+        rows.fan_out(&mut *self.groups.rows, device, (shape, &tokens), &call)?;
+        Ok(rows)
+    }
+
+    /// Whether rows of a token are equal: `rows` are not where dispatch weights them.
+    fn load(&self, from: TensorId) -> Load {
+        let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
+        match self.plan.tokens[from].name.as_str() {
+            "dout" => Load::Tokens,
+            "rows" if !weighted => Load::Tokens,
+            _ => Load::Rows,
+        }
     }
 
     /// Ranks with slices of the same experts learn how many tokens each has.
