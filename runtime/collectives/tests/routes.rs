@@ -5,7 +5,7 @@ mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
 use moesaic_collectives::plan::{self, FanOut, Hops, Itinerary, Journey, Passage, Plan, Step};
-use moesaic_collectives::{Algorithm, Levels, NodeShape};
+use moesaic_collectives::{Algorithm, Element, Levels, NodeShape};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -428,18 +428,19 @@ fn once(shape: NodeShape, experts: usize, packed: bool) {
             .collect()
     };
     let far = |a: usize, b: usize| shape.split(a).0 != shape.split(b).0;
-    let plan = |rank: usize| {
+    let fan = |rank: usize| {
         let (node, place) = shape.split(rank);
         let sent = (0..shape.nodes).map(|other| numbers(rank, other)).collect();
         let from = |other| numbers(shape.rank(other, place), node);
         let passed = (0..shape.nodes).map(from).collect();
         let passage = Arc::new(passages[rank].clone());
-        let fan = Arc::new(FanOut::new(shape, rank, passage, sent, passed).unwrap());
+        Arc::new(FanOut::new(shape, rank, passage, sent, passed).unwrap())
+    };
+    let plan = |rank: usize| {
+        let node = shape.split(rank).0;
         let (sends, receives) = (sizes(pieces(rank, false)), sizes(pieces(rank, true)));
-        let plan = fan
-            .of_rows(ROW)
-            .plan((rank, ranks), &sends, &receives)
-            .unwrap();
+        let rows = fan(rank).of_rows(ROW);
+        let plan = rows.plan((rank, ranks), &sends, &receives).unwrap();
         // What crosses is every token once for each node that has an expert of it.
         let needed = |t: usize, other: usize| {
             let there = (0..shape.per_node).map(|place| shape.rank(other, place));
@@ -478,5 +479,68 @@ fn once(shape: NodeShape, experts: usize, packed: bool) {
             memory.outputs.iter().cloned().eq(expected),
             "{shape:?}: rank {rank}"
         );
+    }
+    // Back: of the ranks of a parity those of the same alone, or all.
+    for every in [1, 2] {
+        let answers = |from: usize, to: usize| from % every == to % every;
+        let answer = |p: usize, q: usize, e: usize, t: usize| bytes(p + e, t + 5 * q, 1, ROW);
+        let answered = |q: usize, p: usize, e: usize| match answers(q, p) {
+            true => list(p, q, e),
+            false => Vec::new(),
+        };
+        let pieces = |rank: usize, gets: bool| -> Vec<(usize, Vec<u8>)> {
+            let all = (0..ranks).flat_map(|peer| (0..experts).map(move |e| (peer, e)));
+            let piece = |(peer, e): (usize, usize)| {
+                let (q, p) = if gets { (peer, rank) } else { (rank, peer) };
+                let rows = answered(q, p, e);
+                (
+                    peer,
+                    rows.into_iter().flat_map(|t| answer(p, q, e, t)).collect(),
+                )
+            };
+            all.map(piece)
+                .filter(|(_, data): &(_, Vec<u8>)| !data.is_empty())
+                .collect()
+        };
+        let plan = |rank: usize| {
+            let (sends, receives) = (sizes(pieces(rank, false)), sizes(pieces(rank, true)));
+            let sums = fan(rank).summed((Element::U8, ROW), &answers);
+            let plan = sums.plan((rank, ranks), &sends, &receives).unwrap();
+            carried(plan, packed)
+        };
+        let memory = |rank: usize| Memory {
+            inputs: pieces(rank, false)
+                .into_iter()
+                .map(|(_, data)| data)
+                .collect(),
+            outputs: pieces(rank, true)
+                .iter()
+                .map(|(_, data)| vec![0xDD; data.len()])
+                .collect(),
+            scratch: Vec::new(),
+        };
+        let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
+        let plans: Vec<Plan> = (0..ranks).map(plan).collect();
+        replay(&plans, &mut memories);
+        for (p, memory) in memories.iter().enumerate() {
+            // What each node has for a token adds up to the same.
+            let mut sums = vec![0u8; tokens(p) * shape.nodes * ROW];
+            let mut expected = sums.clone();
+            let mut got = memory.outputs.iter();
+            for (q, e) in (0..ranks).flat_map(|q| (0..experts).map(move |e| (q, e))) {
+                let rows = answered(q, p, e);
+                let Some(data) = (!rows.is_empty()).then(|| got.next().unwrap()) else {
+                    continue;
+                };
+                for (row, t) in data.chunks(ROW).zip(rows) {
+                    let at = (t * shape.nodes + shape.split(q).0) * ROW;
+                    for (i, byte) in answer(p, q, e, t).into_iter().enumerate() {
+                        expected[at + i] = expected[at + i].wrapping_add(byte);
+                        sums[at + i] = sums[at + i].wrapping_add(row[i]);
+                    }
+                }
+            }
+            assert!(sums == expected, "{shape:?}, {every}: rank {p}");
+        }
     }
 }

@@ -12,6 +12,7 @@ mod packed;
 mod passage;
 mod reduce;
 mod routed;
+mod summed;
 mod trees;
 
 pub use agree::{agreement, sizes};
@@ -22,6 +23,7 @@ pub use once::{FanOut, Rows, crossing};
 pub use passage::{Leg, Passage, tell};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
 pub use routed::{Ends, all_to_all_by, exchange_by, routed};
+pub use summed::Sums;
 pub use trees::{barrier, broadcast};
 
 use crate::{Element, Reduction};

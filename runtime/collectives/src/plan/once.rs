@@ -100,6 +100,54 @@ impl FanOut {
         crossed(&self.sent[node])
     }
 
+    pub(super) fn shape(&self) -> NodeShape {
+        self.shape
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) fn passage(&self) -> &Passage {
+        &self.passage
+    }
+
+    /// Rows that are in messages of the peers, by peer.
+    pub(super) fn rows(
+        &self,
+        messages: &[(usize, usize)],
+        place: fn(usize) -> Place,
+        bytes: usize,
+    ) -> Vec<Vec<Span>> {
+        let mut rows = vec![Vec::new(); self.shape.ranks()];
+        for (i, (peer, size)) in messages.iter().enumerate() {
+            let starts = (0..*size).step_by(bytes.max(1));
+            rows[*peer].extend(starts.map(|at| Span::new(place(i), at..at + bytes)));
+        }
+        rows
+    }
+
+    /// Numbers of the rows that a rank of another node gets from here.
+    pub(super) fn numbers_for(&self, rank: usize) -> &[u32] {
+        let (node, place) = self.shape.split(rank);
+        let pieces = self.passage.pieces();
+        let sizes = self.passage.sent()[node * self.shape.per_node * pieces..].chunks(pieces);
+        let rows = sizes.map(|own| own.iter().sum::<u64>() as usize);
+        part(&self.sent[node], rows, place)
+    }
+
+    /// Numbers of the rows that a place of this node gets from the rank of the own place in
+    /// another.
+    pub(super) fn numbers_from(&self, node: usize, place: usize) -> &[u32] {
+        let first = node * self.shape.per_node;
+        let rows = |place: usize| self.passage.passing(1, first + place).sum::<u64>() as usize;
+        part(
+            &self.passed[node],
+            (0..self.shape.per_node).map(rows),
+            place,
+        )
+    }
+
     /// The exchange of rows of so many bytes.
     pub fn of_rows(self: &Arc<FanOut>, bytes: usize) -> Rows {
         Rows {
@@ -108,6 +156,12 @@ impl FanOut {
             bytes,
         }
     }
+}
+
+/// The part of a place, of parts of these sizes.
+fn part(list: &[u32], mut sizes: impl Iterator<Item = usize>, place: usize) -> &[u32] {
+    let first: usize = sizes.by_ref().take(place).sum();
+    &list[first..first + sizes.next().unwrap_or(0)]
 }
 
 /// A deduplicating exchange of rows of some size.
@@ -131,19 +185,11 @@ impl Itinerary for Rows {
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
         self.journey.check(rank, sends, receives)?;
-        let rows = |list: &[(usize, usize)], place: fn(usize) -> Place| {
-            let mut rows = vec![Vec::new(); self.fan.shape.ranks()];
-            for (i, (peer, bytes)) in list.iter().enumerate() {
-                let starts = (0..*bytes).step_by(self.bytes.max(1));
-                rows[*peer].extend(starts.map(|at| Span::new(place(i), at..at + self.bytes)));
-            }
-            rows
-        };
         let planning = Planning {
             fan: &self.fan,
             bytes: self.bytes,
-            from: rows(sends, Place::Input),
-            to: rows(receives, Place::Output),
+            from: self.fan.rows(sends, Place::Input, self.bytes),
+            to: self.fan.rows(receives, Place::Output, self.bytes),
         };
         Ok(planning.plan())
     }
@@ -224,13 +270,7 @@ impl Planning<'_> {
 
     /// Where the rows are that came from a node and go to a place of this one.
     fn passing(&self, node: usize, place: usize, first: usize) -> impl Iterator<Item = Span> {
-        let (shape, passage) = (self.fan.shape, &self.fan.passage);
-        let rows = move |place: usize| -> usize {
-            let at = node * shape.per_node + place;
-            passage.passing(1, at).sum::<u64>() as usize
-        };
-        let before: usize = (0..place).map(rows).sum();
-        let numbers = &self.fan.passed[node][before..before + rows(place)];
+        let numbers = self.fan.numbers_from(node, place);
         numbers
             .iter()
             .map(move |row| self.crossed(first, *row as usize))
