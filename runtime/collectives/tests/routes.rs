@@ -521,6 +521,21 @@ fn once(shape: NodeShape, experts: usize, packed: bool) {
         };
         let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
         let plans: Vec<Plan> = (0..ranks).map(plan).collect();
+        // A row returns for each token that a node has an answer for.
+        let sums = |p: usize| {
+            let has = |t: usize, node: usize| {
+                let there = (0..shape.per_node).map(|place| shape.rank(node, place));
+                there
+                    .clone()
+                    .any(|q| (0..experts).any(|e| answered(q, p, e).contains(&t)))
+            };
+            let others = (0..shape.nodes).filter(|node| *node != shape.split(p).0);
+            let rows = others.map(|node| (0..tokens(p)).filter(|t| has(*t, node)).count());
+            rows.sum::<usize>()
+        };
+        let cross = |(q, plan): (usize, &Plan)| plan.bytes_to(|peer| far(peer, q));
+        let crossed: usize = plans.iter().enumerate().map(cross).sum();
+        assert_eq!(crossed, (0..ranks).map(sums).sum::<usize>() * ROW);
         replay(&plans, &mut memories);
         for (p, memory) in memories.iter().enumerate() {
             // What each node has for a token adds up to the same.

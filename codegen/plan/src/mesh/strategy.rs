@@ -58,7 +58,8 @@ impl<T: Copy> Both<T> {
     }
 }
 
-/// How rows go from rank to rank. What arrives is the same.
+/// How rows go from rank to rank. What arrives is the same, but for sums of
+/// [`Route::Once`].
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -75,8 +76,9 @@ pub enum Route {
     /// One half of the bytes each of these ways, so that messages inside nodes and those
     /// between nodes travel side by side.
     Concurrent,
-    /// A token crosses to a node once, whatever the number of its experts there. Answers come
-    /// back by the same ranks, one for each expert: they are not summed on the way.
+    /// A token crosses to a node once, whatever the number of its experts there, and comes
+    /// back as one partial sum: gradients of rows, and rows whose weights experts have
+    /// multiplied. Where `combine` does that, one row comes back for each expert.
     Once,
 }
 

@@ -180,13 +180,13 @@ impl Hops {
         bytes: usize,
     ) -> Range<usize> {
         let ways = self.orders.len();
+        if ways == 1 {
+            return 0..bytes;
+        }
         let whole = |own: bool| if own { 0..bytes } else { 0..0 };
         let differs =
             |level: &usize| self.levels.digit(from, *level) != self.levels.digit(to, *level);
         let differing: Vec<usize> = (0..self.count()).filter(differs).collect();
-        if ways == 1 {
-            return 0..bytes;
-        }
         match differing[..] {
             [] => whole(order == 0),
             [level] => {

@@ -19,8 +19,8 @@ pub(super) enum Ways {
     Straight,
     /// By way of other ranks.
     Over(Algorithm),
-    /// Once to each node, by way of the rank of the same place there; rows that are not the
-    /// same for all experts of a token, and those that come back, go between nodes first.
+    /// Once to each node, by way of the rank of the same place there, and back as one sum.
+    /// What differs from expert to expert goes between nodes first, each row of it.
     Once(NodeShape),
 }
 
@@ -33,6 +33,8 @@ pub(super) enum Load {
     Rows,
     /// On their way back.
     Answers,
+    /// On their way back; those of a token are added up, and nothing else is done with them.
+    Addends(Element),
 }
 
 impl Mesh {
@@ -112,7 +114,11 @@ impl Rows {
         Some(match (load, &self.fan) {
             (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes)),
             (Load::Tokens | Load::Rows, _) => Box::new(passage.there(&|leg| size(leg.units))),
-            (Load::Answers, _) => Box::new(passage.back(&|leg| {
+            (Load::Addends(element), Some(fan)) => {
+                let answers = |from, to| self.answers_to(from, to);
+                Box::new(fan.summed((element, bytes), &answers))
+            }
+            (Load::Answers | Load::Addends(_), _) => Box::new(passage.back(&|leg| {
                 let answers = self.answers_to(leg.from, leg.to);
                 if answers { size(leg.units) } else { 0 }
             })),

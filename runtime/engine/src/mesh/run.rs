@@ -186,7 +186,7 @@ impl Run<'_> {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
                 let bytes = self.plan.row_bytes(plan::Side::Experts, from);
-                let ways = rows.itinerary(Load::Answers, bytes);
+                let ways = rows.itinerary(self.load_back(from), bytes);
                 let sends = self.transfers(plan::Side::Experts, from, &answers)?;
                 let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
                 self.send_rows(ways, &sends, &receives, &call)
@@ -334,6 +334,18 @@ impl Run<'_> {
             "dout" => Load::Tokens,
             "rows" if !weighted => Load::Tokens,
             _ => Load::Rows,
+        }
+    }
+
+    /// Whether what comes back is but added up. `combine` weights `out` where that was not
+    /// done before, and gradients of weights that were on inputs read `drows`.
+    fn load_back(&self, from: TensorId) -> Load {
+        let tensor = &self.plan.experts[from];
+        let weight_on = self.plan.tokens.spec.router.weight_on;
+        match tensor.name.as_str() {
+            "out" if weight_on != WeightSite::Output => Load::Addends(element(tensor.dtype)),
+            "drows" if weight_on != WeightSite::Input => Load::Addends(element(tensor.dtype)),
+            _ => Load::Answers,
         }
     }
 
