@@ -7,12 +7,12 @@ use super::layers::engine as cpu;
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
-use moesaic::collectives::{Call, threads};
+use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::reference;
 use moesaic::spec::*;
 use moesaic::tools::joined;
 use moesaic::{
-    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Tensor, Training,
+    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Strategy, Tensor, Training,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -44,9 +44,21 @@ pub fn on_ranks<T: Send>(
     parallel: Parallel,
     body: impl Fn(&Mesh) -> T + Sync,
 ) -> Vec<T> {
+    on_nodes(engine, parallel, parallel.ranks(), body)
+}
+
+/// The same with so many ranks of each node.
+pub fn on_nodes<T: Send>(
+    engine: &Engine,
+    parallel: Parallel,
+    per_node: usize,
+    body: impl Fn(&Mesh) -> T + Sync,
+) -> Vec<T> {
     let device = |_| Ok(engine.device().clone());
     let ranks = threads::run(parallel.ranks(), device, |mut world| {
-        let mesh = Mesh::new(&mut world, parallel).unwrap_or_else(|e| panic!("{e}"));
+        let host = format!("node{}", world.rank() / per_node);
+        let mesh = Mesh::on_host(&mut world, parallel, &host);
+        let mesh = mesh.unwrap_or_else(|e| panic!("{e}"));
         let result = body(&mesh);
         world
             .finish(&Call::new("end"))
@@ -69,6 +81,11 @@ pub trait Ranks {
         parallel: Parallel,
         body: impl Fn(&Engine, &Mesh) -> T + Sync,
     ) -> Vec<T>;
+
+    /// How layers of these ranks carry out calls.
+    fn strategy(&self) -> Strategy {
+        Strategy::default()
+    }
 }
 
 /// Threads that share an engine.
@@ -129,8 +146,10 @@ pub fn layer_on(
 /// The bytes of `y` of all ranks, one after the other.
 pub fn evaluated(ranks: &impl Ranks, parallel: Parallel, case: &Case) -> Vec<u8> {
     let shares = shares(case.input.tokens, parallel.ranks());
+    let strategy = ranks.strategy();
     let ranks = ranks.each(parallel, |engine, mesh| {
-        let layer = layer_on(engine, mesh, case, None);
+        let mut layer = layer_on(engine, mesh, case, None);
+        layer.set_strategy(strategy).unwrap();
         let own = part(case, &shares[mesh.rank()]);
         let output = layer.forward(&own.input());
         let output = output.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
@@ -150,8 +169,10 @@ pub fn trained(
 ) -> Results {
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
+    let strategy = ranks.strategy();
     let ranks = ranks.each(parallel, |engine, mesh| {
-        let layer = layer_on(engine, mesh, case, Some(training));
+        let mut layer = layer_on(engine, mesh, case, Some(training));
+        layer.set_strategy(strategy).unwrap();
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
         let call = layer.forward_train(&own.input(), names, COUNTERS);
@@ -233,7 +254,7 @@ pub fn spec(text: &str) -> LayerSpec {
 }
 
 /// Layers that have what ranks have to do with.
-fn specs() -> Vec<LayerSpec> {
+pub fn specs() -> Vec<LayerSpec> {
     [
         "shape = { model_dim = 37, hidden_dim = 24, experts = 5, top_k = 2 }",
         "shape = { model_dim = 16, hidden_dim = 12, experts = 7, top_k = 3, output_dim = 9 }

@@ -19,6 +19,7 @@ mod gates;
 mod global_loss;
 pub mod layers;
 pub mod mesh;
+mod mesh_routes;
 mod mesh_shared;
 mod mesh_training;
 mod mesh_weights;

@@ -1,6 +1,7 @@
 //! What layers call.
 
-use crate::{CollectiveError, Handle, NodeShape, Reduction, Slice};
+use crate::plan::{Hops, Itinerary, Passage};
+use crate::{CollectiveError, Handle, Levels, NodeShape, Reduction, Slice};
 use std::time::Duration;
 
 /// How an operation is called.
@@ -41,6 +42,27 @@ pub enum Algorithm {
     /// Inside nodes first, then between nodes among ranks of equal place: fewer and
     /// larger messages over the network, more copies.
     Hierarchical(NodeShape),
+    /// Between nodes first among ranks of equal place, then inside nodes: as few and as large
+    /// messages.
+    InterFirst(NodeShape),
+    /// One half of each part inside nodes first, the other between nodes first, so that both
+    /// kinds of links are busy all the time.
+    Concurrent(NodeShape),
+    /// [`Algorithm::Hierarchical`] in groups of groups: the smallest groups first.
+    Levels(Levels),
+}
+
+impl Algorithm {
+    /// The ways of parts; `None` where they go straight.
+    pub fn hops(self) -> Option<Hops> {
+        match self {
+            Algorithm::Direct => None,
+            Algorithm::Hierarchical(shape) => Some(Hops::intra_first(shape)),
+            Algorithm::InterFirst(shape) => Some(Hops::inter_first(shape)),
+            Algorithm::Concurrent(shape) => Some(Hops::concurrent(shape)),
+            Algorithm::Levels(levels) => Some(Hops::upwards(levels)),
+        }
+    }
 }
 
 /// A message of [`Collectives::exchange`].
@@ -179,6 +201,33 @@ pub trait Collectives: Send {
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// Ranks tell each other how many units (rows, bytes) there are of the pieces of parts,
+    /// over the ways of an algorithm: `units[q * pieces + i]` of piece `i` for rank `q`.
+    /// [`Collectives::exchange_by`] then sends such pieces over the same ranks. Waits.
+    ///
+    /// # Errors
+    /// As the trait and its handles.
+    fn tell(
+        &mut self,
+        algorithm: Algorithm,
+        pieces: usize,
+        units: &[u64],
+        call: &Call,
+    ) -> Result<Passage, CollectiveError>;
+
+    /// As [`Collectives::exchange`] over other ranks, which pass on what they were told of:
+    /// of each pair of ranks the messages are the pieces that have bytes, in their order.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn exchange_by(
+        &mut self,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        itinerary: &dyn Itinerary,
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 

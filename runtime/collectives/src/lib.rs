@@ -37,6 +37,7 @@
 //! notice.
 
 mod api;
+mod by_way;
 mod checks;
 mod communicator;
 mod core;
@@ -65,7 +66,7 @@ pub use engine::Engine;
 pub use error::{At, CollectiveError, Missing};
 pub use handle::Handle;
 pub use reduce::Reduction;
-pub use shape::NodeShape;
+pub use shape::{Levels, MOST_LEVELS, NodeShape};
 pub use slice::{Element, Slice};
 pub use topology::{Topology, agree};
 pub use world::{Launcher, World};

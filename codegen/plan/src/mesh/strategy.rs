@@ -58,7 +58,8 @@ impl<T: Copy> Both<T> {
     }
 }
 
-/// How rows go from rank to rank. What arrives is the same.
+/// How rows go from rank to rank. What arrives is the same, but for sums of
+/// [`Route::Once`].
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -67,14 +68,17 @@ pub enum Route {
     /// Everybody sends to everybody.
     #[default]
     Linear,
-    /// In two dimensions (2DH): inside nodes first, then between ranks of equal place.
+    /// In two dimensions (2DH): inside nodes first, then between ranks of equal place. Rows
+    /// come back by the same ranks, so the other way round.
     IntraFirst,
-    /// In two dimensions: between ranks of equal place first, then inside nodes.
+    /// In two dimensions: between ranks of equal place first, then inside nodes, and back.
     InterFirst,
-    /// Messages inside nodes and those between nodes side by side.
+    /// One half of the bytes each of these ways, so that messages inside nodes and those
+    /// between nodes travel side by side.
     Concurrent,
     /// A token crosses to a node once, whatever the number of its experts there, and comes
-    /// back as one partial sum.
+    /// back as one partial sum: gradients of rows, and rows whose weights experts have
+    /// multiplied. Where `combine` does that, one row comes back for each expert.
     Once,
 }
 
@@ -242,6 +246,17 @@ pub enum StrategyError {
         /// As asked for.
         degree: usize,
     },
+    /// A route that the nodes of a group do not allow.
+    #[error(
+        "route={route} needs nodes with equally many ranks, one node's after the other's, but \
+         {reason}; start ranks so, or take route=linear"
+    )]
+    Nodes {
+        /// As asked for.
+        route: Route,
+        /// How ranks lie.
+        reason: String,
+    },
     /// Not built.
     #[error("`{0}` is not there yet")]
     NotYet(String),
@@ -279,7 +294,6 @@ impl Strategy {
         match self {
             _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
             _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
-            _ if self.route != default.route => not_yet(format!("route={}", self.route)),
             _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
             _ => Ok(()),
         }

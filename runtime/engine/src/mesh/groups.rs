@@ -1,7 +1,8 @@
 //! The ranks that a rank has to do with.
 
 use crate::error::EngineError;
-use moesaic_collectives::{Call, Collectives, Element, Slice, Transfer};
+use moesaic_collectives::topology::host_name;
+use moesaic_collectives::{Call, Collectives, Element, Slice, Topology, Transfer};
 use moesaic_plan::{Parallel, Place, PlanError};
 use moesaic_target::{Buffer, Device};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -13,6 +14,8 @@ pub struct Mesh {
     parallel: Parallel,
     place: Place,
     groups: Arc<Mutex<Groups>>,
+    /// Of every rank, by which routes find their nodes.
+    hosts: Arc<[String]>,
 }
 
 /// Each is called by all of its ranks, in the same order.
@@ -36,6 +39,19 @@ impl Mesh {
     /// [`EngineError::Plan`] when the mesh is for another number of ranks;
     /// [`EngineError::Collective`].
     pub fn new(world: &mut dyn Collectives, parallel: Parallel) -> Result<Mesh, EngineError> {
+        Mesh::on_host(world, parallel, &host_name())
+    }
+
+    /// As [`Mesh::new`], with another name for this rank's host: ranks of one name are a node
+    /// to routes.
+    ///
+    /// # Errors
+    /// As [`Mesh::new`].
+    pub fn on_host(
+        world: &mut dyn Collectives,
+        parallel: Parallel,
+        host: &str,
+    ) -> Result<Mesh, EngineError> {
         let (wanted, ranks) = (parallel.ranks(), world.size());
         if wanted != ranks {
             let mesh = parallel;
@@ -64,10 +80,12 @@ impl Mesh {
                 _ => Some(group("same slices", shard)?),
             },
         };
+        let hosts = Topology::of(world, host, &Call::new("hosts of a mesh"))?.hosts;
         Ok(Mesh {
             parallel,
             place,
             groups: Arc::new(Mutex::new(groups)),
+            hosts: hosts.into(),
         })
     }
 
@@ -84,6 +102,11 @@ impl Mesh {
     /// The number of this rank.
     pub fn rank(&self) -> usize {
         self.parallel.rank(self.place)
+    }
+
+    /// The hosts of all ranks.
+    pub fn hosts(&self) -> &[String] {
+        &self.hosts
     }
 
     /// Bytes of every rank, of any sizes, in the order of ranks: on the first rank, `None` on

@@ -2,6 +2,7 @@
 
 use super::groups::Mesh;
 use super::part::Around;
+use super::route::Ways;
 use super::rows::{Neighbours, Rows};
 use super::run::{Run, SLICED, Segment, segments};
 use super::shard::Shard;
@@ -41,6 +42,8 @@ pub struct MeshLayer {
     /// Of an evaluation, and of a pass that trains.
     routing: [Vec<Segment>; 2],
     strategy: Strategy,
+    /// What the route of the strategy is on these nodes.
+    ways: Ways,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
@@ -154,6 +157,7 @@ impl Engine {
             experts,
             shared,
             strategy: Strategy::default(),
+            ways: Ways::Straight,
         })
     }
 }
@@ -197,11 +201,12 @@ impl MeshLayer {
     /// pass did. All ranks choose the same between the same two calls.
     ///
     /// # Errors
-    /// [`EngineError::Plan`] for what the mesh cannot do.
+    /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         strategy
             .check(&self.mesh.parallel())
             .map_err(PlanError::from)?;
+        self.ways = self.mesh.ways(strategy.route)?;
         self.strategy = strategy;
         Ok(())
     }
@@ -373,6 +378,7 @@ impl MeshLayer {
             mesh: &self.mesh,
             plan: &self.plan,
             label: &self.plan.tokens.spec.name,
+            ways: self.ways,
             groups: self.mesh.groups(),
             tokens: Side::new(&self.tokens),
             experts: Side::new(&self.experts),

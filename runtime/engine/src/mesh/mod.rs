@@ -12,6 +12,7 @@ mod layer;
 mod part;
 mod ranks;
 mod reduce;
+mod route;
 mod rows;
 mod run;
 mod shard;

@@ -1,6 +1,8 @@
 //! Which rows go where in one call, from counts alone.
 
+use moesaic_collectives::plan::{FanOut, Passage};
 use moesaic_plan::{Parallel, Place};
+use std::sync::Arc;
 
 /// Rows in a row, from or to another rank of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +24,10 @@ pub(super) struct Rows {
     offsets: Vec<usize>,
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
+    /// What passes through this rank, where rows go by way of others.
+    pub passage: Option<Arc<Passage>>,
+    /// Which of them are of one token, where each crosses to a node once.
+    pub fan: Option<Arc<FanOut>>,
 }
 
 impl Rows {
@@ -47,7 +53,14 @@ impl Rows {
             place,
             received: told.chunks_exact(own).map(of_rank).collect(),
             offsets,
+            passage: None,
+            fan: None,
         }
+    }
+
+    /// Rows of this rank's tokens.
+    pub fn own(&self) -> usize {
+        self.offsets.last().copied().unwrap_or(0)
     }
 
     /// Rows that arrive here.
@@ -103,6 +116,11 @@ impl Rows {
 
     fn same_slice(&self, peer: usize) -> bool {
         peer % self.mesh.shards == self.place.shard
+    }
+
+    /// Whether a rank with rows of another's tokens answers that one.
+    pub fn answers_to(&self, from: usize, to: usize) -> bool {
+        from % self.mesh.shards == to % self.mesh.shards
     }
 
     /// The rows of this rank's tokens for the experts of a rank.

@@ -2,14 +2,17 @@
 
 use super::groups::{Groups, Mesh};
 use super::ranks::Among;
+use super::route::{Load, Ways};
 use super::rows::{Neighbours, Piece, Rows};
 use super::side::Side;
 use crate::error::EngineError;
 use crate::launch::Bound;
 use bytemuck::cast_slice;
+use moesaic_collectives::plan::Itinerary;
 use moesaic_collectives::{Algorithm, Call, Element, Handle, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
+use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
 use std::sync::{Arc, MutexGuard};
 
@@ -58,6 +61,8 @@ pub(super) struct Run<'l> {
     pub plan: &'l RankPlan,
     /// The name of the layer, in errors of exchanges.
     pub label: &'l str,
+    /// How rows go to experts; those of a backward pass go as in forward.
+    pub ways: Ways,
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
@@ -171,16 +176,20 @@ impl Run<'_> {
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
                 let (sent, arrived) = (rows.sent(), rows.arrived());
+                let bytes = self.plan.row_bytes(plan::Side::Tokens, from);
+                let ways = rows.itinerary(self.load(from), bytes);
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send(Among::Group, &sends, &receives, &call)
+                self.send_rows(ways, &sends, &receives, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
+                let bytes = self.plan.row_bytes(plan::Side::Experts, from);
+                let ways = rows.itinerary(self.load_back(from), bytes);
                 let sends = self.transfers(plan::Side::Experts, from, &answers)?;
                 let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send(Among::Group, &sends, &receives, &call)
+                self.send_rows(ways, &sends, &receives, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows().arriving();
@@ -229,6 +238,22 @@ impl Run<'_> {
         self.finish(exchange)
     }
 
+    /// Rows of tokens, straight or by way of other ranks.
+    fn send_rows(
+        &mut self,
+        ways: Option<Box<dyn Itinerary>>,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let group = &mut self.groups.rows;
+        let exchange = match ways {
+            None => group.exchange(sends, receives, call)?,
+            Some(ways) => group.exchange_by(sends, receives, &*ways, call)?,
+        };
+        self.finish(exchange)
+    }
+
     /// Rows of a tensor as bytes: they are only moved.
     fn transfers(
         &self,
@@ -258,6 +283,18 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
         let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
         let (counts, sizes) = Rows::told(mesh, &offsets);
+        let algorithm = match self.ways {
+            Ways::Straight => Algorithm::Direct,
+            Ways::Over(algorithm) => algorithm,
+            Ways::Once(shape) => Algorithm::InterFirst(shape),
+        };
+        if self.ways != Ways::Straight {
+            let (call, group) = (self.call("counts"), &mut *self.groups.rows);
+            let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
+            let mut rows = Rows::new(mesh, place, offsets, &told);
+            rows.passage = Some(passage);
+            return self.fan_out(rows);
+        }
         let own = self.plan.own_experts().len();
         let mut told = vec![0i64; own * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
@@ -265,13 +302,51 @@ impl Run<'_> {
         device.upload(cast_slice(&counts), &input, 0)?;
         let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
-        let (receives, algorithm) = (vec![own; mesh.group()], Algorithm::Direct);
+        let receives = vec![own; mesh.group()];
         let call = self.call("counts");
         let rows = &mut self.groups.rows;
         rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
         Ok(Rows::new(mesh, place, offsets, &told))
+    }
+
+    /// Where each token crosses to a node once, ranks learn which rows are of one token.
+    fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
+        let Ways::Once(shape) = self.ways else {
+            return Ok(rows);
+        };
+        let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
+        let mut slots = vec![0i32; rows.own()];
+        let from = self.tokens.named("row_slots");
+        let from = from.expect("a scan says which slot a row is of");
+        device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
+        let top_k = self.plan.tokens.spec.shape.top_k as i32;
+        let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
+        rows.fan_out(&mut *self.groups.rows, device, (shape, &tokens), &call)?;
+        Ok(rows)
+    }
+
+    /// Whether rows of a token are equal: `rows` are not where dispatch weights them.
+    fn load(&self, from: TensorId) -> Load {
+        let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
+        match self.plan.tokens[from].name.as_str() {
+            "dout" => Load::Tokens,
+            "rows" if !weighted => Load::Tokens,
+            _ => Load::Rows,
+        }
+    }
+
+    /// Whether what comes back is but added up. `combine` weights `out` where that was not
+    /// done before, and gradients of weights that were on inputs read `drows`.
+    fn load_back(&self, from: TensorId) -> Load {
+        let tensor = &self.plan.experts[from];
+        let weight_on = self.plan.tokens.spec.router.weight_on;
+        match tensor.name.as_str() {
+            "out" if weight_on != WeightSite::Output => Load::Addends(element(tensor.dtype)),
+            "drows" if weight_on != WeightSite::Input => Load::Addends(element(tensor.dtype)),
+            _ => Load::Answers,
+        }
     }
 
     /// Ranks with slices of the same experts learn how many tokens each has.
