@@ -115,7 +115,10 @@ impl Calibration {
         let names: Vec<String> = machine.levels.iter().map(|l| l.name.clone()).collect();
         let said = format!("{} of {}", self.source, self.date);
         for fit in &self.levels {
-            let own = machine.levels.iter_mut().find(|level| level.name == fit.name);
+            let own = machine
+                .levels
+                .iter_mut()
+                .find(|level| level.name == fit.name);
             let level = own.ok_or_else(|| {
                 let meant = read::closest(&fit.name, names.iter().map(String::as_str));
                 ReadError::Other(format!(
@@ -191,9 +194,18 @@ mod tests {
     fn what_does_not_fit_is_named() {
         let mut own = sample();
         own.levels[0].name = "ibb".to_string();
-        let error = own.apply(published("h800").unwrap()).unwrap_err().to_string();
-        assert!(error.contains("has nvlink, ib; did you mean `ib`?"), "{error}");
-        let text = sample().to_toml().replace("launch", "x").replace("ranks", "rank");
+        let error = own
+            .apply(published("h800").unwrap())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("has nvlink, ib; did you mean `ib`?"),
+            "{error}"
+        );
+        let text = sample()
+            .to_toml()
+            .replace("launch", "x")
+            .replace("ranks", "rank");
         let error = Calibration::from_toml(&text).unwrap_err().to_string();
         assert!(error.contains("did you mean `ranks`?"), "{error}");
         own = sample();

@@ -160,7 +160,10 @@ fn product(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<Product
     let (sums_rows, by_expert) = match op {
         Op::GroupedGemm { desc, .. } => (false, !desc.dense),
         Op::GroupedGemmWgrad { .. } => (true, true),
-        _ => (false, plan.spec.shape.experts > 0 && plan.tensor("offsets").is_some()),
+        _ => (
+            false,
+            plan.spec.shape.experts > 0 && plan.tensor("offsets").is_some(),
+        ),
     };
     Some(Product {
         tile_rows: config.tile_rows as f64,

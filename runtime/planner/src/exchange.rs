@@ -140,7 +140,10 @@ pub(crate) fn touched(experts: f64, top_k: usize, mass: f64) -> f64 {
         let left = experts - i as f64;
         ((left - mass) / left).max(0.0)
     };
-    let none: f64 = (0..top_k).filter(|i| (*i as f64) < experts).map(missed).product();
+    let none: f64 = (0..top_k)
+        .filter(|i| (*i as f64) < experts)
+        .map(missed)
+        .product();
     1.0 - none
 }
 

@@ -47,7 +47,11 @@ pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f6
                 (loss(&constants), here * by)
             });
             constants[at] = here;
-            let (least, value) = if tried[0].0 < tried[1].0 { tried[0] } else { tried[1] };
+            let (least, value) = if tried[0].0 < tried[1].0 {
+                tried[0]
+            } else {
+                tried[1]
+            };
             if least < best {
                 (best, constants[at]) = (least, value);
                 steps[at] = (steps[at] * 1.3).min(1.0);
@@ -121,7 +125,11 @@ mod tests {
 
     #[test]
     fn few_points_do_not_break_it() {
-        assert_eq!(fit_line(&[(2e9, 1.0)]).constants, [0.0, 2e9]);
+        let one = fit_line(&[(2e9, 1.0)]).constants;
+        assert!(
+            one[0] == 0.0 && (one[1] / 2e9 - 1.0).abs() < 1e-9,
+            "{one:?}"
+        );
         assert!(fit_line(&[]).constants.iter().all(|c| c.is_finite()));
     }
 }

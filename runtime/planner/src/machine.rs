@@ -127,8 +127,14 @@ const PUBLISHED: &[(&str, &str)] = &[
     ("h800", include_str!("../machines/h800.toml")),
     ("gb200-nvl72", include_str!("../machines/gb200-nvl72.toml")),
     ("mi300x-cx7", include_str!("../machines/mi300x-cx7.toml")),
-    ("hiermoe-a6000", include_str!("../machines/hiermoe-a6000.toml")),
-    ("mpi-emulated", include_str!("../machines/mpi-emulated.toml")),
+    (
+        "hiermoe-a6000",
+        include_str!("../machines/hiermoe-a6000.toml"),
+    ),
+    (
+        "mpi-emulated",
+        include_str!("../machines/mpi-emulated.toml"),
+    ),
 ];
 
 /// The names of machines that ship.
@@ -213,7 +219,9 @@ impl Machine {
         ];
         let slowdowns = [overlap.compute_slowdown, overlap.transfer_slowdown];
         list.extend(slowdowns.map(|value| ("overlap slowdowns".to_string(), value, false)));
-        let processors = compute.multiprocessors.saturating_sub(overlap.multiprocessors);
+        let processors = compute
+            .multiprocessors
+            .saturating_sub(overlap.multiprocessors);
         list.push((
             "compute.multiprocessors beyond overlap.multiprocessors".to_string(),
             processors as f64,
@@ -328,7 +336,9 @@ mod tests {
         assert!(error.contains("did you mean `alpha_us`?"), "{error}");
         let error = read("radix = 8", "radix = 0").unwrap_err().to_string();
         assert!(error.contains("nvlink.radix = 0; only the last"), "{error}");
-        let error = read("memory_gbs = ", "memory_gbs = -").unwrap_err().to_string();
+        let error = read("memory_gbs = ", "memory_gbs = -")
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("must be above 0"), "{error}");
     }
 

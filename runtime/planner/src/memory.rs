@@ -36,7 +36,9 @@ fn kept(plan: &LayerPlan) -> f64 {
 
 fn passing(plan: &LayerPlan, rows: f64) -> f64 {
     let passing = plan.tensors.iter().filter(|tensor| !stays(tensor.role));
-    passing.map(|tensor| tensor.bytes(rows.ceil() as u64) as f64).sum()
+    passing
+        .map(|tensor| tensor.bytes(rows.ceil() as u64) as f64)
+        .sum()
 }
 
 /// `owned`: the part of the experts' weights in the plan that is the rank's own; `part`: of

@@ -63,11 +63,10 @@ fn meant(said: &str) -> Option<&str> {
 }
 
 /// The known word that is at most a third of its letters away.
-pub(crate) fn closest<'a>(
-    word: &str,
-    known: impl IntoIterator<Item = &'a str>,
-) -> Option<&'a str> {
-    let scored = known.into_iter().map(|other| (distance(word, other), other));
+pub(crate) fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let scored = known
+        .into_iter()
+        .map(|other| (distance(word, other), other));
     let (best, other) = scored.min_by_key(|(distance, _)| *distance)?;
     (best <= word.chars().count() / 3 + 1).then_some(other)
 }

@@ -105,8 +105,15 @@ impl Routing {
         let kept = if alike { &counts[..1] } else { counts };
         Ok(Routing {
             tokens: kept.iter().map(tokens).collect(),
-            rows: kept.iter().map(|rows| rows.iter().map(|n| *n as f64).collect()).collect(),
-            class: if alike { Vec::new() } else { (0..ranks).collect() },
+            rows: kept
+                .iter()
+                .map(|rows| rows.iter().map(|n| *n as f64).collect())
+                .collect(),
+            class: if alike {
+                Vec::new()
+            } else {
+                (0..ranks).collect()
+            },
             top_k,
         })
     }
@@ -194,7 +201,10 @@ mod tests {
                     let rows = routing.rows(5);
                     let sum: f64 = rows.iter().sum();
                     let all = 1000.0 * top_k.min(experts) as f64;
-                    assert!((sum / all - 1.0).abs() < 1e-9, "{experts} {top_k} {exponent}");
+                    assert!(
+                        (sum / all - 1.0).abs() < 1e-9,
+                        "{experts} {top_k} {exponent}"
+                    );
                     assert!(rows.iter().all(|n| *n <= 1000.0 + 1e-6 && *n > 0.0));
                 }
             }

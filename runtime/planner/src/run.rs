@@ -78,7 +78,13 @@ impl<'r> Run<'r> {
     /// to their owners.
     pub fn backward(&mut self, travel: &Travel, degree: usize, gathered: f64) {
         self.weights(travel, "weights", gathered);
-        self.pass("backward", travel, &travel.plan.backward, |plan| &plan.backward, degree);
+        self.pass(
+            "backward",
+            travel,
+            &travel.plan.backward,
+            |plan| &plan.backward,
+            degree,
+        );
         self.weights(travel, "gradients of weights", gathered);
         if let Some(last) = self.passes.last_mut() {
             last.1 = self.now.iter().copied().fold(0.0, f64::max);
@@ -107,7 +113,9 @@ impl<'r> Run<'r> {
             self.step(travel, &sides, step);
         }
         match degree {
-            1 => steps[first..last].iter().for_each(|step| self.step(travel, &sides, step)),
+            1 => steps[first..last]
+                .iter()
+                .for_each(|step| self.step(travel, &sides, step)),
             _ => self.pieces(travel, &sides, &steps[first..last], degree),
         }
         for step in &steps[last..] {
@@ -121,7 +129,9 @@ impl<'r> Run<'r> {
         let machine = travel.machine;
         let range = |rows: &dyn Fn(&Rank) -> f64| {
             let each = self.ranks.iter().map(rows);
-            each.fold((f64::INFINITY, 0.0f64), |(low, high), n| (low.min(n), high.max(n)))
+            each.fold((f64::INFINITY, 0.0f64), |(low, high), n| {
+                (low.min(n), high.max(n))
+            })
         };
         let made = |plan: &LayerPlan, (few, many): (f64, f64)| {
             Launches::new(plan, of(plan), machine, few, many)
@@ -202,13 +212,15 @@ impl<'r> Run<'r> {
             let rank = &self.ranks[at];
             let exchanged = |list: &[&Exchange]| {
                 let mut sum = Taken::default();
-                list.iter().for_each(|exchange| sum += travel.taken(exchange, rank));
+                list.iter()
+                    .for_each(|exchange| sum += travel.taken(exchange, rank));
                 sum
             };
             let (to, from) = (exchanged(&there), exchanged(&back));
             let costs = |processors: f64| -> Vec<Cost> {
                 let each = launches.iter();
-                each.map(|launch| cost(travel, sides, rank, *launch, part, processors)).collect()
+                each.map(|launch| cost(travel, sides, rank, *launch, part, processors))
+                    .collect()
             };
             let (free, fewer) = (costs(all), costs(left));
             let sum = |costs: &[Cost]| costs.iter().map(Cost::seconds).sum::<f64>();
@@ -217,10 +229,12 @@ impl<'r> Run<'r> {
             pieces.push(Piece {
                 there: to.time.seconds,
                 product,
-                hindered: sum(&fewer).max(slowed),
+                // Passes over memory take their time from products.
+                hindered: sum(&fewer).max(slowed) + to.time.copies + from.time.copies,
                 back: from.time.seconds,
             });
-            free.iter().for_each(|cost| self.spend(at, cost, degree as f64));
+            free.iter()
+                .for_each(|cost| self.spend(at, cost, degree as f64));
             self.moved(at, &to, degree as f64);
             self.moved(at, &from, degree as f64);
         }
@@ -245,7 +259,8 @@ impl<'r> Run<'r> {
         let rank = &self.ranks[at];
         let sent = |list: &[&Exchange]| {
             let mut sum = Taken::default();
-            list.iter().for_each(|exchange| sum += travel.taken(exchange, rank));
+            list.iter()
+                .for_each(|exchange| sum += travel.taken(exchange, rank));
             sum.sent
         };
         let (to, from, none) = (sent(to), sent(from), LevelTime::default());
@@ -306,7 +321,10 @@ impl<'r> Run<'r> {
         let slowest = (0..self.now.len()).max_by(|a, b| self.now[*a].total_cmp(&self.now[*b]));
         let slowest = slowest.unwrap_or(0);
         let seconds = self.now.get(slowest).copied().unwrap_or(0.0);
-        let (bound, most) = self.spent.get(slowest).map_or((Bound::Compute, 0.0), largest);
+        let (bound, most) = self
+            .spent
+            .get(slowest)
+            .map_or((Bound::Compute, 0.0), largest);
         let mut sent = LevelTime::default();
         for rank in &self.sent {
             for (most, bytes) in sent.iter_mut().zip(rank) {
@@ -335,7 +353,11 @@ impl<'r> Run<'r> {
         let ranks = self.ranks;
         let timeline = self.events.into_iter().map(|event| Simulated {
             rank: ranks[event.at].rank,
-            stream: if event.whose == "ranks" { "exchange" } else { "compute" },
+            stream: if event.whose == "ranks" {
+                "exchange"
+            } else {
+                "compute"
+            },
             name: event.name,
             start: event.start,
             end: event.end,
@@ -352,7 +374,10 @@ fn phases(events: &[Event], of: usize) -> Vec<PhaseOf> {
         match list.last_mut() {
             Some(last) if last.name == event.name && last.whose == event.whose => {
                 last.seconds += seconds;
-                last.sent.iter_mut().zip(event.sent).for_each(|(sum, n)| *sum += n);
+                last.sent
+                    .iter_mut()
+                    .zip(event.sent)
+                    .for_each(|(sum, n)| *sum += n);
             }
             _ => list.push(PhaseOf {
                 name: event.name.clone(),
@@ -388,7 +413,9 @@ fn largest(spent: &[f64; BOUNDS]) -> (Bound, f64) {
     ];
     let all = named.into_iter().chain((0..MOST_LEVELS).map(Bound::Level));
     let with = all.map(|bound| (bound, spent[slot(bound)]));
-    with.fold((Bound::Compute, 0.0), |most, one| if one.1 > most.1 { one } else { most })
+    with.fold((Bound::Compute, 0.0), |most, one| {
+        if one.1 > most.1 { one } else { most }
+    })
 }
 
 /// The steps from the first that brings rows to the last that brings them back.
@@ -402,7 +429,10 @@ fn travelling(steps: &[RankStep]) -> (usize, usize) {
         RankStep::Launch { .. } => false,
     };
     let first = steps.iter().position(|step| of(step, true)).unwrap_or(0);
-    let last = steps.iter().rposition(|step| of(step, false)).map_or(first, |at| at + 1);
+    let last = steps
+        .iter()
+        .rposition(|step| of(step, false))
+        .map_or(first, |at| at + 1);
     (first, last.max(first))
 }
 
@@ -415,7 +445,11 @@ fn rows_of(travel: &Travel, rank: &Rank) -> Vec<f64> {
             let rows = rank.tokens * spec.top_k as f64 / spec.experts as f64;
             vec![rows; spec.experts]
         }
-        _ => rank.arriving.iter().map(|rows| rows * travel.part()).collect(),
+        _ => rank
+            .arriving
+            .iter()
+            .map(|rows| rows * travel.part())
+            .collect(),
     }
 }
 
@@ -438,7 +472,9 @@ fn cost(
         Side::Shared => {
             let tokens = rank.tokens * travel.mesh.shards as f64;
             let shared = sides.shared.as_ref();
-            shared.map_or_else(Cost::default, |shared| shared.cost(step, machine, alone(tokens)))
+            shared.map_or_else(Cost::default, |shared| {
+                shared.cost(step, machine, alone(tokens))
+            })
         }
         Side::Experts => {
             let rows: Vec<f64> = rows_of(travel, rank).iter().map(|n| n * part).collect();
@@ -470,6 +506,9 @@ fn whose(side: Side) -> &'static str {
 }
 
 fn first_name(list: &[&Exchange]) -> String {
-    let last = list.iter().find(|exchange| !exchange.name.ends_with("of slices"));
-    last.or(list.first()).map_or_else(String::new, |exchange| exchange.name.clone())
+    let last = list
+        .iter()
+        .find(|exchange| !exchange.name.ends_with("of slices"));
+    last.or(list.first())
+        .map_or_else(String::new, |exchange| exchange.name.clone())
 }

@@ -81,7 +81,11 @@ pub(crate) fn pipeline(
 /// How much of each thing of a rank has another beside it.
 fn parts(line: &Timeline) -> Vec<[f64; 3]> {
     let part = |span: &Span, others: &[&[Span]]| {
-        let shared: f64 = others.iter().flat_map(|list| *list).map(|o| span.shared(o)).sum();
+        let shared: f64 = others
+            .iter()
+            .flat_map(|list| *list)
+            .map(|o| span.shared(o))
+            .sum();
         match span.seconds() > 0.0 {
             true => (shared / span.seconds()).min(1.0),
             false => 0.0,

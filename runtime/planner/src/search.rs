@@ -89,7 +89,9 @@ fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerErro
     }
     let best = |same: &[&Prediction], pass: usize| -> Option<Strategy> {
         let time = |p: &&&Prediction| p.passes[pass].seconds;
-        same.iter().min_by(|a, b| time(a).total_cmp(&time(b))).map(|p| p.strategy)
+        same.iter()
+            .min_by(|a, b| time(a).total_cmp(&time(b)))
+            .map(|p| p.strategy)
     };
     let mut more = Vec::new();
     let kind = |p: &Prediction| (p.mesh, p.strategy.ways, p.strategy.route);
@@ -142,10 +144,18 @@ fn strategies(simulator: &Simulator, mesh: Parallel, space: &Space) -> Vec<Strat
     if let Some(strategy) = space.strategy {
         return vec![strategy];
     }
-    let routes = routes(&simulator.question().machine, simulator.has_nodes(mesh), mesh);
+    let routes = routes(
+        &simulator.question().machine,
+        simulator.has_nodes(mesh),
+        mesh,
+    );
     let mut list = Vec::new();
     for ways in ways(mesh) {
-        let routes = if ways == Some(0) { &[Route::Linear][..] } else { &routes };
+        let routes = if ways == Some(0) {
+            &[Route::Linear][..]
+        } else {
+            &routes
+        };
         for &route in routes {
             for &degree in &space.degrees {
                 for &wire in &space.wires {
@@ -166,7 +176,10 @@ fn strategies(simulator: &Simulator, mesh: Parallel, space: &Space) -> Vec<Strat
 fn ways(mesh: Parallel) -> Vec<Option<usize>> {
     let fewer = (1..mesh.shards).filter(|n| mesh.shards.is_multiple_of(*n));
     let gathered = (mesh.group() > 1).then_some(Some(0));
-    std::iter::once(None).chain(fewer.map(Some)).chain(gathered).collect()
+    std::iter::once(None)
+        .chain(fewer.map(Some))
+        .chain(gathered)
+        .collect()
 }
 
 fn routes(machine: &Machine, nodes: bool, mesh: Parallel) -> Vec<Route> {

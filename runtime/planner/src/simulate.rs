@@ -18,7 +18,7 @@ use std::rc::Rc;
 pub struct Simulator<'q> {
     question: &'q Question,
     plans: RefCell<HashMap<Parallel, Rc<RankPlan>>>,
-    ranks: RefCell<HashMap<(Parallel, Route), Rc<Vec<Rank>>>>,
+    ranks: RefCell<HashMap<(Parallel, Route, usize), Rc<Vec<Rank>>>>,
 }
 
 impl<'q> Simulator<'q> {
@@ -45,11 +45,7 @@ impl<'q> Simulator<'q> {
     ///
     /// # Errors
     /// [`PlannerError`] for meshes and strategies that cannot be.
-    pub fn predict(
-        &self,
-        mesh: Parallel,
-        strategy: Strategy,
-    ) -> Result<Prediction, PlannerError> {
+    pub fn predict(&self, mesh: Parallel, strategy: Strategy) -> Result<Prediction, PlannerError> {
         Ok(self.run(mesh, strategy, true)?.0)
     }
 
@@ -83,8 +79,12 @@ impl<'q> Simulator<'q> {
         let question = self.question;
         let ways = strategy.ways(&mesh);
         let plan = self.plan(mesh, ways)?;
-        let route = if ways == 0 { Route::Linear } else { strategy.route };
-        let ranks = self.ranks(mesh, route);
+        let route = if ways == 0 {
+            Route::Linear
+        } else {
+            strategy.route
+        };
+        let ranks = self.ranks(mesh, route, ways);
         let travel = |wire, degree: usize| Travel {
             machine: &question.machine,
             plan: &plan,
@@ -120,7 +120,8 @@ impl<'q> Simulator<'q> {
     fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
         let world = self.question.world;
         let wanted = mesh.ranks();
-        mesh.check(&self.question.spec).map_err(moesaic_plan::PlanError::from)?;
+        mesh.check(&self.question.spec)
+            .map_err(moesaic_plan::PlanError::from)?;
         if wanted != world {
             return Err(PlannerError::World { wanted, world });
         }
@@ -166,17 +167,30 @@ impl<'q> Simulator<'q> {
         Ok(plan)
     }
 
-    fn ranks(&self, mesh: Parallel, route: Route) -> Rc<Vec<Rank>> {
-        let Question { machine, routing, .. } = self.question;
+    fn ranks(&self, mesh: Parallel, route: Route, ways: usize) -> Rc<Vec<Rank>> {
+        let Question {
+            machine, routing, ..
+        } = self.question;
         let route = match route {
             Route::Concurrent => Route::Linear,
             other => other,
         };
         let made = || {
             let experts = self.question.spec.shape.experts;
-            Rc::new(geometry::ranks(machine, mesh, routing, experts, route))
+            Rc::new(geometry::ranks(
+                machine,
+                mesh,
+                routing,
+                experts,
+                (route, ways),
+            ))
         };
-        Rc::clone(self.ranks.borrow_mut().entry((mesh, route)).or_insert_with(made))
+        Rc::clone(
+            self.ranks
+                .borrow_mut()
+                .entry((mesh, route, ways))
+                .or_insert_with(made),
+        )
     }
 }
 
@@ -186,3 +200,6 @@ fn weight_bytes(plan: &RankPlan) -> f64 {
     let weights = tensors.filter(|tensor| tensor.role == Role::Weight);
     weights.map(|tensor| tensor.bytes(0) as f64).sum()
 }
+
+#[cfg(test)]
+mod tests;

@@ -76,9 +76,15 @@ impl<'a> Group<'a> {
     /// Rows of a rank of the group for each rank of it.
     fn rows_to(&self, from: usize) -> Vec<f64> {
         let rows = self.routing.rows(self.start + from);
-        let of = |ep| rows[self.mesh.experts(ep, self.experts)].iter().sum::<f64>();
+        let of = |ep| {
+            rows[self.mesh.experts(ep, self.experts)]
+                .iter()
+                .sum::<f64>()
+        };
         let by_ep: Vec<f64> = (0..self.mesh.ep).map(of).collect();
-        (0..self.ranks()).map(|to| by_ep[to / self.mesh.shards]).collect()
+        (0..self.ranks())
+            .map(|to| by_ep[to / self.mesh.shards])
+            .collect()
     }
 
     /// Rows that arrive at a rank, by its experts.
@@ -112,7 +118,9 @@ impl<'a> Group<'a> {
         (a != b).then(|| {
             let mut levels = 0..self.units.len();
             let last = self.units.len() - 1;
-            levels.find(|l| a / self.units[*l] == b / self.units[*l]).unwrap_or(last)
+            levels
+                .find(|l| a / self.units[*l] == b / self.units[*l])
+                .unwrap_or(last)
         })
     }
 
@@ -133,6 +141,68 @@ impl<'a> Group<'a> {
         };
         steps.iter_mut().for_each(|step| self.share(step));
         Traffic { steps, own }
+    }
+
+    /// The way back where a rank is answered by the slices of its own block of `block` ones,
+    /// of whom each has an equal part of the rows: linear messages, and rows of a rank for
+    /// itself. With blocks of one slice those are the slices of its own number.
+    pub fn answers(&self, block: usize) -> Traffic {
+        let shards = self.mesh.shards;
+        let place = |rank: usize| rank % shards / block;
+        let all = All {
+            group: self,
+            to: match self.routing.is_alike() {
+                true => vec![self.rows_to(0)],
+                false => (0..self.ranks()).map(|from| self.rows_to(from)).collect(),
+            },
+        };
+        // Ranks of a range that are in the block of this number of their expert.
+        let inside = |ep: usize, number: usize, range: &std::ops::Range<usize>| {
+            let first = ep * shards + number * block;
+            let last = (first + block).min(range.end);
+            last.saturating_sub(first.max(range.start)) as f64
+        };
+        let part = 1.0 / block as f64;
+        let load = |rank: usize| {
+            let number = place(rank);
+            let own = all.rows(rank, rank) * part;
+            let mut loads = Rows::default();
+            let mut before = (1.0, own, own);
+            for (level, load) in loads.iter_mut().enumerate().take(self.units.len()) {
+                let unit = self.unit(rank, level);
+                let (mut peers, mut comes, mut goes) = (0.0, 0.0, 0.0);
+                let first = unit.start / shards;
+                for ep in first..unit.end.div_ceil(shards) {
+                    let ranks = inside(ep, number, &unit);
+                    peers += ranks;
+                    comes += ranks * part * all.rows(rank, ep * shards);
+                    if self.routing.is_alike() {
+                        goes += ranks * part * all.rows(0, rank);
+                    }
+                }
+                if !self.routing.is_alike() {
+                    let same = unit.filter(|from| place(*from) == number);
+                    goes = same.map(|from| part * all.rows(from, rank)).sum();
+                }
+                *load = Load {
+                    messages: peers - before.0,
+                    peers: peers - before.0,
+                    sent: (goes - before.1).max(0.0),
+                    received: (comes - before.2).max(0.0),
+                };
+                before = (peers, goes, comes);
+            }
+            loads
+        };
+        let mut step = all.step((0..self.ranks()).map(load).collect());
+        self.share(&mut step);
+        let own = (0..self.ranks())
+            .map(|rank| all.rows(rank, rank) * part)
+            .collect();
+        Traffic {
+            steps: vec![step],
+            own,
+        }
     }
 
     /// Of links that several ranks share each has an equal part of what all move.
@@ -193,7 +263,8 @@ impl All<'_> {
         };
         let load = |rank: usize| {
             let mut loads = Rows::default();
-            let (mut peers, mut out, mut inward) = (1.0, self.rows(rank, rank), self.rows(rank, rank));
+            let (mut peers, mut out, mut inward) =
+                (1.0, self.rows(rank, rank), self.rows(rank, rank));
             for (level, load) in loads.iter_mut().enumerate().take(self.group.units.len()) {
                 let unit = self.group.unit(rank, level);
                 let here = (unit.len() as f64, sent(rank, &unit), self.over(unit, rank));
@@ -250,14 +321,18 @@ impl All<'_> {
     /// All rows of a rank.
     fn all_of(&self) -> Vec<f64> {
         let sums: Vec<f64> = self.to.iter().map(|rows| rows.iter().sum()).collect();
-        (0..self.ranks()).map(|rank| sums[if sums.len() == 1 { 0 } else { rank }]).collect()
+        (0..self.ranks())
+            .map(|rank| sums[if sums.len() == 1 { 0 } else { rank }])
+            .collect()
     }
 
     /// Rows of a source for ranks of one place, by place; for ranks of one node, by node.
     fn by(&self, key: impl Fn(usize) -> usize, keys: usize) -> Vec<Vec<f64>> {
         let of = |rows: &Vec<f64>| {
             let mut sums = vec![0.0; keys];
-            rows.iter().enumerate().for_each(|(to, n)| sums[key(to)] += n);
+            rows.iter()
+                .enumerate()
+                .for_each(|(to, n)| sums[key(to)] += n);
             sums
         };
         self.to.iter().map(of).collect()
@@ -295,7 +370,9 @@ impl All<'_> {
         let one = self.to.len() == 1;
         self.between(true, |from, to| match one {
             true => self.nodes() as f64 * self.to[0][to],
-            false => (0..self.nodes()).map(|v| self.to[v * m + from % m][to]).sum(),
+            false => (0..self.nodes())
+                .map(|v| self.to[v * m + from % m][to])
+                .sum(),
         })
     }
 
@@ -315,7 +392,9 @@ impl All<'_> {
         let of = |from: usize| &kept[if kept.len() == 1 { 0 } else { from }];
         let mut network = self.between(false, |from, to| of(from)[to / m]);
         let inside = self.spread();
-        let brought: Vec<f64> = (0..self.ranks()).map(|rank| of(rank).iter().sum()).collect();
+        let brought: Vec<f64> = (0..self.ranks())
+            .map(|rank| of(rank).iter().sum())
+            .collect();
         self.passing(&mut network, 1.0, |rank| brought[rank]);
         vec![network, inside]
     }
@@ -326,7 +405,10 @@ impl All<'_> {
         let first = node.start.div_ceil(shards) * shards;
         let cut = (first != node.start).then_some(node.start);
         let heads = (first..node.end).step_by(shards);
-        cut.into_iter().chain(heads).map(|to| self.rows(rank, to)).sum()
+        cut.into_iter()
+            .chain(heads)
+            .map(|to| self.rows(rank, to))
+            .sum()
     }
 }
 
@@ -356,7 +438,7 @@ pub(crate) fn to_range(
         let last = range.end.min(to);
         below(last).saturating_sub(below(from.max(range.start))) as f64
     };
-    let mut inner = f64::from(u8::from(range.contains(&rank)));
+    let mut inner = count(rank, rank + 1);
     for (load, unit) in loads.iter_mut().zip(&units) {
         let first = rank - rank % unit;
         let all = count(first, first.saturating_add(*unit));
@@ -365,3 +447,6 @@ pub(crate) fn to_range(
     }
     loads
 }
+
+#[cfg(test)]
+mod tests;

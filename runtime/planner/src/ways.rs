@@ -2,7 +2,7 @@
 
 use crate::Machine;
 use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
-use crate::geometry::Rank;
+use crate::geometry::{Rank, Share};
 use crate::traffic::to_range;
 use moesaic_plan::{Exchange, Parallel, RankPlan, Route, Side, Way, Wire};
 
@@ -77,12 +77,18 @@ impl Travel<'_> {
             }
             Way::Counts if self.ways == 0 => Taken::default(),
             Way::Counts => self.each(rank, group, 1, 8.0 * rank.arriving.len() as f64),
-            Way::ToExperts { from, .. } => {
-                self.rows(rank, row(Side::Tokens, from), tokens[from].dtype.size(), true)
-            }
-            Way::ToTokens { from, .. } => {
-                self.rows(rank, row(Side::Experts, from), experts[from].dtype.size(), false)
-            }
+            Way::ToExperts { from, .. } => self.rows(
+                rank,
+                row(Side::Tokens, from),
+                tokens[from].dtype.size(),
+                true,
+            ),
+            Way::ToTokens { from, .. } => self.rows(
+                rank,
+                row(Side::Experts, from),
+                experts[from].dtype.size(),
+                false,
+            ),
             Way::OverShards { tensor } => {
                 let arriving: f64 = rank.arriving.iter().sum();
                 let rows = arriving * self.part() / self.degree;
@@ -163,11 +169,7 @@ impl Travel<'_> {
 
     /// Rows go to experts, or back.
     fn rows(&self, rank: &Rank, row: f64, element: usize, there: bool) -> Taken {
-        let part = match there {
-            true => self.part(),
-            // Of all slices' sums one answers.
-            false => self.part() / self.ways.max(1) as f64,
-        };
+        let part = if there { self.part() } else { 1.0 };
         let rows = part / self.degree;
         if self.ways == 0 {
             let all: f64 = rank.tokens * self.plan.tokens.spec.shape.top_k as f64;
@@ -210,8 +212,9 @@ pub(crate) struct Carried {
 impl Carried {
     pub fn taken(&self, machine: &Machine, rank: &Rank) -> Taken {
         let mut taken = Taken::default();
-        for at in 0..rank.phases.len() {
-            let phase = self.phase(rank, at);
+        let phases = if self.there { &rank.phases } else { &rank.back };
+        for (at, share) in phases.iter().enumerate() {
+            let phase = self.phase(rank, share, at + 1 == phases.len());
             taken += Taken {
                 time: machine.phase(&phase),
                 sent: phase.loads.map(|load| load.sent),
@@ -222,21 +225,24 @@ impl Carried {
 
     /// One of the phases. What is packed otherwise between nodes is read and written twice,
     /// by a kernel before and one after.
-    pub fn phase(&self, rank: &Rank, at: usize) -> Phase {
-        let share = &rank.phases[at];
-        let last = at + 1 == rank.phases.len();
+    fn phase(&self, rank: &Rank, share: &Share, last: bool) -> Phase {
+        let own = if self.there { rank.own } else { rank.own_back };
         let mut loads = share.loads.map(|load| load.times(self.row));
-        loads.iter_mut().skip(1).for_each(|load| *load = load.times(self.wire));
+        loads
+            .iter_mut()
+            .skip(1)
+            .for_each(|load| *load = load.times(self.wire));
         let outer = share.loads[1..].iter();
         let crossing: f64 = outer.map(|load| load.sent + load.received).sum();
         let packed = self.wire < 1.0 && crossing > 0.0;
-        let converted = if packed { crossing * self.row * (1.0 + self.wire) } else { 0.0 };
-        if !self.there {
-            loads = loads.map(Load::turned);
-        }
+        let converted = if packed {
+            crossing * self.row * (1.0 + self.wire)
+        } else {
+            0.0
+        };
         Phase {
             loads,
-            own: if last { 2.0 * rank.own * self.row } else { 0.0 },
+            own: if last { 2.0 * own * self.row } else { 0.0 },
             copied: 2.0 * share.copied * self.row + converted,
             launches: share.passes + if packed { 2.0 } else { 0.0 },
             side_by_side: self.side_by_side,

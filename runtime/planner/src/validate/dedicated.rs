@@ -129,7 +129,10 @@ impl Set {
                 measured: self.seconds(point),
             }
         };
-        let points = self.point.iter().filter(|point| point.role == Role::Calibration);
+        let points = self
+            .point
+            .iter()
+            .filter(|point| point.role == Role::Calibration);
         let points: Vec<Point> = points.map(of).collect();
         match self.model {
             Model::Direct => fit(&[30e-6, 1.0 / 45e9], &points, |c, terms| {
@@ -193,7 +196,12 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     report.checks.push(Check::new(
         "dedicated exchanges together: at most 5 % on average",
         mean <= 0.05,
-        format!("mean {}, worst {}, {} points", percent(mean), percent(worst), all.len()),
+        format!(
+            "mean {}, worst {}, {} points",
+            percent(mean),
+            percent(worst),
+            all.len()
+        ),
     ));
     Ok(())
 }

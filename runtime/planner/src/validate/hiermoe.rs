@@ -81,14 +81,25 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     let bytes = 128.0 * MIB;
     let best = |top_k| {
         let each = [2, 3, 4].map(|d| (d, data.once(d, bytes, 128.0, top_k)));
-        each.into_iter().fold((1, data.standard.ms(bytes)), |a, b| if b.1 < a.1 { b } else { a })
+        each.into_iter().fold(
+            (1, data.standard.ms(bytes)),
+            |a, b| if b.1 < a.1 { b } else { a },
+        )
     };
-    let gains = [4, 6, 8].map(|top_k| (top_k, best(top_k).0, data.standard.ms(bytes) / best(top_k).1));
+    let gains = [4, 6, 8].map(|top_k| {
+        (
+            top_k,
+            best(top_k).0,
+            data.standard.ms(bytes) / best(top_k).1,
+        )
+    });
     let low = data.gain[0] * 0.9;
     report.checks.push(Check::new(
         "tokens that cross once win there, by a factor near the published 1.55 to 3.32",
         gains.iter().all(|(_, d, gain)| *d > 1 && *gain > 1.0)
-            && gains.iter().any(|(_, _, gain)| (low..=data.gain[1]).contains(gain)),
+            && gains
+                .iter()
+                .any(|(_, _, gain)| (low..=data.gain[1]).contains(gain)),
         format!("(top-k, dimensions, gain) {gains:.2?}"),
     ));
     report.tables.push(Table {

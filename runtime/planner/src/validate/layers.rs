@@ -1,8 +1,8 @@
 //! Layers as other libraries run them: two exchanges and two products, in pieces.
 
 use super::even_in;
-use crate::Machine;
 use crate::schedule::{Piece, pipeline};
+use crate::{Machine, PhaseTime};
 use moesaic_kernel::DType;
 use moesaic_plan::Route;
 
@@ -37,12 +37,16 @@ impl Layer {
     /// Seconds of one exchange of a `degree`th of the rows. Pieces are sent from where they
     /// lie: a message for each expert.
     pub fn exchange(&self, machine: &Machine, route: Route, degree: usize) -> f64 {
+        self.time(machine, route, degree).seconds
+    }
+
+    fn time(&self, machine: &Machine, route: Route, degree: usize) -> PhaseTime {
         let pieces = match degree {
             1 => 1.0,
             _ => self.experts.max(1.0),
         };
         let bytes = self.bytes() / degree as f64;
-        even_in(machine, self.ranks, bytes, route, pieces).time.seconds
+        even_in(machine, self.ranks, bytes, route, pieces).time
     }
 
     /// Seconds of both products of a `degree`th of the rows, with `batch` rows of an expert
@@ -69,12 +73,13 @@ impl Layer {
         let left = all - machine.overlap.multiprocessors as f64;
         let product = self.products(machine, degree, f64::INFINITY, all) * times;
         let fewer = self.products(machine, degree, f64::INFINITY, left) * times;
-        let exchange = self.exchange(machine, route, degree);
+        let exchange = self.time(machine, route, degree);
+        let slowed = product * (1.0 + machine.overlap.compute_slowdown);
         let piece = Piece {
-            there: exchange,
+            there: exchange.seconds,
             product,
-            hindered: fewer.max(product * (1.0 + machine.overlap.compute_slowdown)),
-            back: exchange,
+            hindered: fewer.max(slowed) + 2.0 * exchange.copies,
+            back: exchange.seconds,
         };
         let slowdown = machine.overlap.transfer_slowdown;
         let lines = pipeline(&[0.0], &[0], &[piece], degree, slowdown);

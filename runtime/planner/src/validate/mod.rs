@@ -117,7 +117,9 @@ pub fn run() -> Result<Report, crate::ReadError> {
 impl Report {
     /// Whether everything holds that is not known to be missed.
     pub fn holds(&self) -> bool {
-        self.checks.iter().all(|check| check.holds || check.known_miss.is_some())
+        self.checks
+            .iter()
+            .all(|check| check.holds || check.known_miss.is_some())
     }
 
     /// For people.
@@ -184,7 +186,7 @@ fn even_in(machine: &Machine, ranks: usize, bytes: f64, route: Route, pieces: f6
         ep: ranks,
         ..Parallel::default()
     };
-    let mut all = geometry::ranks(machine, mesh, &routing, ranks, route);
+    let mut all = geometry::ranks(machine, mesh, &routing, ranks, (route, 1));
     let mut rank = all.swap_remove(0);
     for phase in &mut rank.phases {
         for level in 0..MOST_LEVELS {

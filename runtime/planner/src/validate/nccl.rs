@@ -32,7 +32,9 @@ struct Published {
 impl Published {
     fn seconds(&self, machine: &Machine) -> f64 {
         let ranks = self.nodes * machine.per_node();
-        even(machine, ranks, self.mib * 1024.0 * 1024.0, Route::Linear).time.seconds
+        even(machine, ranks, self.mib * 1024.0 * 1024.0, Route::Linear)
+            .time
+            .seconds
     }
 }
 
@@ -79,11 +81,21 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     let h800 = published("h800")?;
     let points = data.set.iter().flat_map(|set| &set.point);
     let points = points.filter(|point| point.role == Role::Calibration);
-    let points: Vec<_> = points.map(|point| (point.nodes, point.mib, point.ms)).collect();
+    let points: Vec<_> = points
+        .map(|point| (point.nodes, point.mib, point.ms))
+        .collect();
     let found = network(&h800, &points);
     let level = &h800.levels[1];
-    let kept = [level.alpha_us * 1e-6, level.half_size_kib, level.bandwidth_gbs, level.half_peers];
-    let off = found.iter().zip(kept).map(|(found, kept)| (kept / found - 1.0).abs());
+    let kept = [
+        level.alpha_us * 1e-6,
+        level.half_size_kib,
+        level.bandwidth_gbs,
+        level.half_peers,
+    ];
+    let off = found
+        .iter()
+        .zip(kept)
+        .map(|(found, kept)| (kept / found - 1.0).abs());
     let off = off.fold(0.0, f64::max);
     report.checks.push(Check::new(
         "the file h800 has what the fit of SimAI's 2 and 8 nodes finds, to 2 %",
@@ -125,7 +137,12 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     report.checks.push(Check::new(
         "NCCL's linear exchange: at most 10 % on average",
         mean <= 0.10,
-        format!("mean {}, worst {}, {} points", percent(mean), percent(worst), all.len()),
+        format!(
+            "mean {}, worst {}, {} points",
+            percent(mean),
+            percent(worst),
+            all.len()
+        ),
     ));
     Ok(())
 }

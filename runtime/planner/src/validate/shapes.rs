@@ -59,7 +59,8 @@ fn hidden(layer: &Layer, machine: &Machine, degree: usize) -> f64 {
     (apart - together) / exchanges
 }
 
-/// Layers as Mixtral's on one node, exchanges near half of the time as published.
+/// Mixtral 8x7B's layer on one node, one of the models that it was measured with; 8192 tokens
+/// are assumed.
 fn comet(report: &mut Report) -> Result<(), ReadError> {
     let machine = published("h800")?;
     let layer = Layer {
@@ -67,16 +68,20 @@ fn comet(report: &mut Report) -> Result<(), ReadError> {
         tokens: 8192.0,
         top_k: 2.0,
         width: 4096.0,
-        hidden: 14336.0 / 8.0 * 1.5,
+        hidden: 14336.0,
         experts: 1.0,
         element: 2.0,
         dtype: DType::Bf16,
     };
-    let (two, four) = (hidden(&layer, &machine, 2), hidden(&layer, &machine, 4));
+    let parts = [2, 4, 8].map(|degree| hidden(&layer, &machine, degree));
+    let best = parts.into_iter().fold(0.0, f64::max);
     report.checks.push(Check::new(
         "Comet on 8 H800: pieces hide 68.6 % of exchanges in Tutel, within 25 %",
-        (four / 0.686 - 1.0).abs() <= 0.25,
-        format!("{:.0} % with two pieces, {:.0} % with four", 100.0 * two, 100.0 * four),
+        (best / 0.686 - 1.0).abs() <= 0.25,
+        format!(
+            "{:.0?} % with 2, 4, 8 pieces",
+            parts.map(|part| 100.0 * part)
+        ),
     ));
     Ok(())
 }
