@@ -69,7 +69,8 @@ pub struct Prediction {
     pub mesh: Parallel,
     /// How they carry out a pass.
     pub strategy: Strategy,
-    /// Of a step: forward and, in training, backward, until the last rank is done.
+    /// Of a step: forward and, in training, backward and the sums of gradients over ranks,
+    /// until the last rank is done.
     pub seconds: f64,
     /// The passes of a step.
     pub passes: Vec<PassTime>,
@@ -86,7 +87,7 @@ pub struct Prediction {
 /// A pass.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PassTime {
-    /// `forward` or `backward`.
+    /// `forward`, `backward` or `gradients`.
     pub name: &'static str,
     /// Until the last rank is done.
     pub seconds: f64,

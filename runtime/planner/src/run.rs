@@ -92,6 +92,27 @@ impl<'r> Run<'r> {
         }
     }
 
+    /// What comes after a backward pass, before an optimizer: gradients are added up over
+    /// ranks.
+    pub fn gradients(&mut self, travel: &Travel) {
+        for at in 0..3 {
+            let name = self
+                .ranks
+                .first()
+                .map_or("", |rank| travel.gradients(rank)[at].0);
+            let all = self.world.clone();
+            if self
+                .ranks
+                .iter()
+                .any(|rank| travel.gradients(rank)[at].1.time.seconds > 0.0)
+            {
+                self.together(name, &all, |rank| travel.gradients(rank)[at].1);
+            }
+        }
+        let end = self.now.iter().copied().fold(0.0, f64::max);
+        self.passes.push(("gradients", end, self.events.len()));
+    }
+
     fn weights(&mut self, travel: &Travel, name: &str, bytes: f64) {
         if bytes > 0.0 {
             let taken = |rank: &Rank| travel.weights(rank, bytes);

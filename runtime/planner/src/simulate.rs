@@ -105,6 +105,7 @@ impl<'q> Simulator<'q> {
         if question.training.is_some() {
             let back = travel(strategy.wire.backward, backward);
             run.backward(&back, backward, gathered);
+            run.gradients(&back);
         }
         let owned = if gathered == 0.0 { 1.0 } else { there.owned() };
         // Rows that stay are those of a rank's own tokens.

@@ -4,7 +4,7 @@ use crate::Machine;
 use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
 use crate::geometry::{Rank, Share};
 use crate::traffic::to_range;
-use moesaic_plan::{Exchange, Parallel, RankPlan, Route, Side, Way, Wire};
+use moesaic_plan::{Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, Way, Wire};
 
 /// An exchange of one rank: what it takes, and what it sends by level.
 #[derive(Clone, Copy, Debug, Default)]
@@ -128,6 +128,27 @@ impl Travel<'_> {
         }
     }
 
+    /// Gradients are added up over the ranks that have the same of a weight: those of experts
+    /// over the groups that hold all of them, others over all ranks, or those with slices of
+    /// the same number.
+    pub fn gradients(&self, rank: &Rank) -> [(&'static str, Taken); 3] {
+        let world = self.mesh.ranks();
+        let group = self.mesh.group();
+        let own = gradient_bytes(&self.plan.experts) * self.owned();
+        let replicas = rank.rank % group..world;
+        let whole = gradient_bytes(&self.plan.tokens);
+        let shared = self.plan.shared.as_ref().map_or(0.0, gradient_bytes);
+        let slices = rank.rank % self.mesh.shards..world;
+        [
+            ("gradients of experts", self.sum(rank, replicas, group, own)),
+            ("other gradients", self.sum(rank, 0..world, 1, whole)),
+            (
+                "gradients of slices",
+                self.sum(rank, slices, self.mesh.shards, shared),
+            ),
+        ]
+    }
+
     fn neighbours(&self, rank: &Rank, bytes: f64) -> Taken {
         let first = rank.rank - rank.rank % self.mesh.shards;
         self.each(rank, first..first + self.mesh.shards, 1, bytes)
@@ -159,6 +180,9 @@ impl Travel<'_> {
     /// Parts to their owners, and sums back; little goes to all at once.
     fn sum(&self, rank: &Rank, over: std::ops::Range<usize>, step: usize, bytes: f64) -> Taken {
         let ranks = over.len().div_ceil(step).max(1) as f64;
+        if bytes == 0.0 || ranks == 1.0 {
+            return Taken::default();
+        }
         if bytes <= SMALL_SUM {
             return self.each(rank, over, step, bytes);
         }
@@ -194,6 +218,13 @@ impl Travel<'_> {
             sent: LevelTime::default(),
         }
     }
+}
+
+/// Bytes of the gradients of weights that a side leaves.
+fn gradient_bytes(plan: &LayerPlan) -> f64 {
+    let tensors = plan.tensors.iter();
+    let gradients = tensors.filter(|tensor| tensor.role == Role::WeightGradient);
+    gradients.map(|tensor| tensor.bytes(0) as f64).sum()
 }
 
 /// Rows that go to experts or back, by the messages of a route.

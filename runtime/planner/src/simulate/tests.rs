@@ -40,13 +40,20 @@ fn bytes_are_those_that_the_plan_says_of_itself() {
         let mesh = mesh(ep, shards, dp);
         let found = simulator.predict(mesh, Strategy::default()).unwrap();
         let plan = simulator.plan(mesh, shards).unwrap();
+        // Sums of gradients are no steps of a pass.
+        let summed = found.passes.iter().filter(|pass| pass.name == "gradients");
+        let summed: Vec<_> = summed
+            .flat_map(|pass| &pass.phases)
+            .map(|phase| phase.sent)
+            .collect();
         let (mut node, mut network) = (0u64, 0u64);
         for steps in [&plan.steps, &plan.backward] {
             let sent = plan.bytes_of(steps, 4096, 4);
             (node, network) = (node + sent.node, network + sent.network);
         }
         let near = |found: f64, said: u64| (found - said as f64).abs() <= 0.02 * found.max(1e5);
-        let [own_node, own_network, ..] = found.sent;
+        let [own_node, own_network] =
+            [0, 1].map(|at| found.sent[at] - summed.iter().map(|sent| sent[at]).sum::<f64>());
         assert!(near(own_node, node), "{mesh:?} {own_node} {node}");
         assert!(
             near(own_network, network),
@@ -78,6 +85,32 @@ fn equal_counts_of_every_rank_are_as_good_as_one_class() {
             );
         }
     }
+}
+
+#[test]
+fn repeated_experts_cost_the_sums_of_their_gradients() {
+    let question = question(16, 64, true);
+    let simulator = Simulator::new(&question);
+    let sums = |ep, dp| {
+        let found = simulator
+            .predict(mesh(ep, 1, dp), Strategy::default())
+            .unwrap();
+        let sums = found
+            .passes
+            .iter()
+            .find(|pass| pass.name == "gradients")
+            .unwrap();
+        let experts = sums
+            .phases
+            .iter()
+            .find(|phase| phase.name == "gradients of experts");
+        experts.map_or(0.0, |phase| phase.sent.iter().sum())
+    };
+    // Eight experts of three matrices with gradients in f32, over eight groups.
+    assert_eq!(sums(16, 1), 0.0);
+    let weights = 3.0 * 256.0 * 512.0 * 4.0;
+    let expected = 8.0 * weights * 2.0 * 7.0 / 8.0;
+    assert_eq!(sums(2, 8), expected);
 }
 
 #[test]
