@@ -57,6 +57,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("output", Always),
             ("ranks", Always),
             ("mesh", Always),
+            ("strategy", Always),
             (
                 "exchange",
                 NotWith(&["--exchange=mpi", "--ranks=2"], "is for processes"),
