@@ -239,7 +239,7 @@ fn what_cannot_be_says_what_can() {
     );
     let large = plan.file(
         "large.toml",
-        &LAYER.replace("256", "65536").replace("512", "65536"),
+        &LAYER.replace("256", "16384").replace("512", "65536"),
     );
     let mut call = command();
     call.current_dir(plan.dir.path())

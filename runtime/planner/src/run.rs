@@ -85,7 +85,9 @@ impl<'r> Run<'r> {
             |plan| &plan.backward,
             degree,
         );
-        self.weights(travel, "gradients of weights", gathered);
+        if gathered > 0.0 {
+            self.weights(travel, "gradients of weights", travel.expert_gradients());
+        }
         if let Some(last) = self.passes.last_mut() {
             last.1 = self.now.iter().copied().fold(0.0, f64::max);
             last.2 = self.events.len();

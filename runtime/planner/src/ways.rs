@@ -128,13 +128,18 @@ impl Travel<'_> {
         }
     }
 
+    /// Bytes of the gradients of all weights that the plan's experts have.
+    pub fn expert_gradients(&self) -> f64 {
+        gradient_bytes(&self.plan.experts)
+    }
+
     /// Gradients are added up over the ranks that have the same of a weight: those of experts
     /// over the groups that hold all of them, others over all ranks, or those with slices of
     /// the same number.
     pub fn gradients(&self, rank: &Rank) -> [(&'static str, Taken); 3] {
         let world = self.mesh.ranks();
         let group = self.mesh.group();
-        let own = gradient_bytes(&self.plan.experts) * self.owned();
+        let own = self.expert_gradients() * self.owned();
         let replicas = rank.rank % group..world;
         let whole = gradient_bytes(&self.plan.tokens);
         let shared = self.plan.shared.as_ref().map_or(0.0, gradient_bytes);
