@@ -237,6 +237,10 @@ fn what_cannot_be_says_what_can() {
         &["--world", "0", "--machine", "h800"],
         &["invalid value '0'"],
     );
+    fails(
+        &["--world", "2048", "--machine", "h800", "--counts", "none.json"],
+        &["one mesh at a time", "hint: --mesh"],
+    );
     let large = plan.file(
         "large.toml",
         &LAYER.replace("256", "16384").replace("512", "65536"),

@@ -33,7 +33,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Ranks of the job
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8192))]
     world: u32,
     /// The machine: a name that ships, or a file that ends in .toml
     #[arg(long, value_name = "NAME|FILE")]
@@ -79,6 +79,9 @@ pub struct PlanArgs {
     #[arg(long)]
     json: bool,
 }
+
+/// Ranks that may all differ in a search of every mesh.
+const MOST_COUNTED: usize = 512;
 
 /// Simulates, ranks and shows.
 pub fn execute(args: &PlanArgs, console: &Console) -> Result {
@@ -130,6 +133,10 @@ impl PlanArgs {
             machine = machine.with_per_node(usize::from(ranks));
         }
         let world = self.world as usize;
+        if self.counts.is_some() && self.mesh.is_none() && world > MOST_COUNTED {
+            let why = format!("--counts of {world} ranks, which all differ: one mesh at a time");
+            return Err(Failure::input(why).hint("--mesh ep=N,shards=N,dp=N names it"));
+        }
         Ok(Question {
             routing: self.routing(&spec, world)?,
             machine,

@@ -8,6 +8,9 @@ use crate::question::{Bound, PassTime, PhaseOf, Prediction, Simulated};
 use crate::schedule::{Piece, Timeline, meet, pipeline};
 use crate::ways::{Taken, Travel};
 use moesaic_plan::{Exchange, LayerPlan, Parallel, RankStep, Side, Step, Strategy, Way};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
 
 /// Ranks on their way through a step.
 pub(crate) struct Run<'r> {
@@ -36,10 +39,13 @@ const BOUNDS: usize = 6 + MOST_LEVELS;
 
 /// Costs of the launches of each side, in one pass.
 struct Sides {
-    tokens: Launches,
-    experts: Launches,
-    shared: Option<Launches>,
+    tokens: Rc<Launches>,
+    experts: Rc<Launches>,
+    shared: Option<Rc<Launches>>,
 }
+
+/// Costs of the launches of a plan's passes, for a range of rows each.
+pub(crate) type Costs = RefCell<HashMap<(Side, &'static str, [u64; 2]), Rc<Launches>>>;
 
 /// A pass: its steps, and those of each side's plan.
 type StepsOf = fn(&LayerPlan) -> &[Step];
@@ -130,7 +136,7 @@ impl<'r> Run<'r> {
         of: StepsOf,
         degree: usize,
     ) {
-        let sides = self.sides(travel, of, degree);
+        let sides = self.sides(travel, name, of, degree);
         let (first, last) = travelling(steps);
         for step in &steps[..first] {
             self.step(travel, &sides, step);
@@ -148,28 +154,34 @@ impl<'r> Run<'r> {
         self.passes.push((name, end, self.events.len()));
     }
 
-    fn sides(&self, travel: &Travel, of: StepsOf, degree: usize) -> Sides {
-        let machine = travel.machine;
+    fn sides(&self, travel: &Travel, pass: &'static str, of: StepsOf, degree: usize) -> Sides {
         let range = |rows: &dyn Fn(&Rank) -> f64| {
             let each = self.ranks.iter().map(rows);
             each.fold((f64::INFINITY, 0.0f64), |(low, high), n| {
                 (low.min(n), high.max(n))
             })
         };
-        let made = |plan: &LayerPlan, (few, many): (f64, f64)| {
-            Launches::new(plan, of(plan), machine, few, many)
-        };
         let plan = travel.plan;
+        let made = |side: Side, (few, many): (f64, f64)| {
+            let key = (side, pass, [few, many].map(f64::to_bits));
+            let mut costs = travel.costs.borrow_mut();
+            let make = || {
+                let plan = plan.side(side);
+                Rc::new(Launches::new(plan, of(plan), travel.machine, few, many))
+            };
+            Rc::clone(costs.entry(key).or_insert_with(make))
+        };
         let tokens = range(&|rank| rank.tokens);
         let (few, many) = range(&|rank| rows_of(travel, rank).iter().sum::<f64>());
         let shards = travel.mesh.shards as f64;
+        let neighbours = (tokens.0 * shards, tokens.1 * shards);
         Sides {
-            tokens: made(&plan.tokens, tokens),
-            experts: made(&plan.experts, (few / degree as f64, many)),
+            tokens: made(Side::Tokens, tokens),
+            experts: made(Side::Experts, (few / degree as f64, many)),
             shared: plan
                 .shared
-                .as_ref()
-                .map(|shared| made(shared, (tokens.0 * shards, tokens.1 * shards))),
+                .is_some()
+                .then(|| made(Side::Shared, neighbours)),
         }
     }
 

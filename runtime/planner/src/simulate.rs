@@ -3,7 +3,7 @@
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
 use crate::question::{PlannerError, Prediction, Question, Simulated};
-use crate::run::Run;
+use crate::run::{Costs, Run};
 use crate::ways::Travel;
 use moesaic_plan::{
     Both, Parallel, PlanOptions, RankPlan, Role, Route, Strategy, StrategyError, plan_rank,
@@ -12,12 +12,19 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
+/// A plan, and what its launches cost.
+#[derive(Debug)]
+struct Planned {
+    plan: RankPlan,
+    costs: Costs,
+}
+
 /// Simulates configurations of one layer on one machine; what several have in common is made
 /// once.
 #[derive(Debug)]
 pub struct Simulator<'q> {
     question: &'q Question,
-    plans: RefCell<HashMap<Parallel, Rc<RankPlan>>>,
+    plans: RefCell<HashMap<Parallel, Rc<Planned>>>,
     ranks: RefCell<HashMap<(Parallel, Route, usize), Rc<Vec<Rank>>>>,
 }
 
@@ -78,7 +85,8 @@ impl<'q> Simulator<'q> {
         self.check(mesh, strategy)?;
         let question = self.question;
         let ways = strategy.ways(&mesh);
-        let plan = self.plan(mesh, ways)?;
+        let planned = self.plan(mesh, ways)?;
+        let plan = &planned.plan;
         let route = if ways == 0 {
             Route::Linear
         } else {
@@ -87,7 +95,8 @@ impl<'q> Simulator<'q> {
         let ranks = self.ranks(mesh, route, ways);
         let travel = |wire, degree: usize| Travel {
             machine: &question.machine,
-            plan: &plan,
+            plan,
+            costs: &planned.costs,
             mesh,
             ways,
             route: strategy.route,
@@ -98,7 +107,7 @@ impl<'q> Simulator<'q> {
         let there = travel(strategy.wire.forward, forward);
         let gathered = match ways == mesh.shards {
             true => 0.0,
-            false => weight_bytes(&plan),
+            false => weight_bytes(plan),
         };
         let mut run = Run::new(&ranks, detail);
         run.forward(&there, forward, question.training.is_some(), gathered);
@@ -113,7 +122,7 @@ impl<'q> Simulator<'q> {
             0 => 1.0 / mesh.group() as f64,
             _ => there.part(),
         };
-        let held = memory(&plan, &ranks, owned, held);
+        let held = memory(plan, &ranks, owned, held);
         Ok(run.finish(mesh, strategy, held))
     }
 
@@ -143,7 +152,7 @@ impl<'q> Simulator<'q> {
 
     /// The plan of the first rank where a row goes to so many slices: its steps are those of
     /// a mesh with as many slices; with none, of a rank alone.
-    fn plan(&self, mesh: Parallel, ways: usize) -> Result<Rc<RankPlan>, PlannerError> {
+    fn plan(&self, mesh: Parallel, ways: usize) -> Result<Rc<Planned>, PlannerError> {
         let shaped = match ways {
             0 => Parallel {
                 dp: mesh.ranks(),
@@ -163,7 +172,10 @@ impl<'q> Simulator<'q> {
         let question = self.question;
         let options = PlanOptions::training(question.training);
         let target = question.machine.target;
-        let plan = Rc::new(plan_rank(&question.spec, target, &options, shaped, 0)?);
+        let plan = Rc::new(Planned {
+            plan: plan_rank(&question.spec, target, &options, shaped, 0)?,
+            costs: Costs::default(),
+        });
         self.plans.borrow_mut().insert(key, Rc::clone(&plan));
         Ok(plan)
     }
@@ -175,6 +187,11 @@ impl<'q> Simulator<'q> {
         let route = match route {
             Route::Concurrent => Route::Linear,
             other => other,
+        };
+        // The number of ways changes answers alone, and those of two dimensions are spread.
+        let ways = match route {
+            Route::Linear => ways,
+            _ => 1,
         };
         let made = || {
             let experts = self.question.spec.shape.experts;

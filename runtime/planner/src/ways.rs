@@ -3,6 +3,7 @@
 use crate::Machine;
 use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
 use crate::geometry::{Rank, Share};
+use crate::run::Costs;
 use crate::traffic::to_range;
 use moesaic_plan::{Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, Way, Wire};
 
@@ -31,6 +32,8 @@ pub(crate) struct Travel<'a> {
     pub machine: &'a Machine,
     /// The plan whose steps these are: of as many slices as rows go to.
     pub plan: &'a RankPlan,
+    /// What its launches cost, as far as that is known.
+    pub costs: &'a Costs,
     /// The mesh itself.
     pub mesh: Parallel,
     /// To how many slices a row goes; 0: it stays.

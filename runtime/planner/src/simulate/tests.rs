@@ -39,7 +39,8 @@ fn bytes_are_those_that_the_plan_says_of_itself() {
         let simulator = Simulator::new(&question);
         let mesh = mesh(ep, shards, dp);
         let found = simulator.predict(mesh, Strategy::default()).unwrap();
-        let plan = simulator.plan(mesh, shards).unwrap();
+        let planned = simulator.plan(mesh, shards).unwrap();
+        let plan = &planned.plan;
         // Sums of gradients are no steps of a pass.
         let summed = found.passes.iter().filter(|pass| pass.name == "gradients");
         let summed: Vec<_> = summed
