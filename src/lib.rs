@@ -95,6 +95,8 @@ pub use moesaic_kernel as kernel;
 #[doc(hidden)]
 pub use moesaic_plan as plan;
 #[doc(hidden)]
+pub use moesaic_planner as planner;
+#[doc(hidden)]
 pub use moesaic_rocm as rocm;
 #[doc(hidden)]
 pub use moesaic_target as target;
