@@ -120,9 +120,9 @@ pub enum WeightsError {
     },
 
     /// Several tensors do not fit, so that all can be mended at once.
-    #[error("{} tensors do not fit:{}", .errors.len(), lines(.errors))]
+    #[error("several tensors do not fit:{}", lines(.errors))]
     Several {
-        /// What is wrong with each, two or more.
+        /// What is wrong with each, two or more; of those that are missing the first.
         errors: Vec<WeightsError>,
     },
 
@@ -153,18 +153,19 @@ fn lines(errors: &[WeightsError]) -> String {
 }
 
 impl WeightsError {
-    /// One error for all that is wrong, at least one thing. Tensors that are missing have one cause, which
-    /// the first of them shows; narrowing is asked for once, when all else is right.
+    /// One error for all that is wrong, at least one thing. Tensors that are missing have one cause as a
+    /// rule, which the first of them shows; narrowing is asked for once, when all else is right.
     pub(crate) fn all(mut errors: Vec<WeightsError>) -> WeightsError {
-        let missing = |error: &WeightsError| matches!(error, WeightsError::MissingTensor { .. });
-        if let Some(first) = errors.iter().position(missing) {
-            return errors.remove(first);
-        }
         let misfit = |error: &WeightsError| !matches!(error, WeightsError::Narrowing { .. });
         match errors.iter().any(misfit) {
             true => errors.retain(misfit),
             false => errors.truncate(1),
         }
+        let mut missing = 0;
+        errors.retain(|error| {
+            missing += usize::from(matches!(error, WeightsError::MissingTensor { .. }));
+            missing <= 1 || !matches!(error, WeightsError::MissingTensor { .. })
+        });
         // Both halves of a fused tensor say the same.
         errors.dedup_by_key(|error| error.to_string());
         match errors.len() {
