@@ -3,7 +3,7 @@
 use super::Mutant;
 
 const SM_80: &str = "sim:sm_80";
-const SM_90A: &str = "sim:sm_90a";
+pub(super) const SM_90A: &str = "sim:sm_90a";
 pub(super) const GFX942: &str = "sim:gfx942";
 
 /// One step of the inner dimension.
@@ -221,8 +221,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "fewer bytes are announced than come",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "mbarrier_expect(full, sizeof(Stage));",
-        to: "mbarrier_expect(full, sizeof(Stage) - 1024);",
+        from: "mbarrier_expect(full, MAPPED);",
+        to: "mbarrier_expect(full, MAPPED - 1024);",
         layer: DEEP,
         caught: "mbarrier",
         ..MUTANT
@@ -231,8 +231,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "more bytes are announced than come",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "mbarrier_expect(full, sizeof(Stage));",
-        to: "mbarrier_expect(full, sizeof(Stage) + 1024);",
+        from: "mbarrier_expect(full, MAPPED);",
+        to: "mbarrier_expect(full, MAPPED + 1024);",
         layer: DEEP,
         caught: "deadlock",
         ..MUTANT
@@ -329,6 +329,62 @@ pub const MUTANTS: &[Mutant] = &[
         from: "        wgmma_fence();\n",
         to: "        if (thread_index() == 128)\n            const_cast<Stage &>(stage).rows[0][0] = Element{0};\n        named_sync<128>(1 + consumer);\n        wgmma_fence();\n",
         caught: "proxy fence",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "gathered rows are shown to wgmma with no proxy fence",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "                proxy_fence();\n",
+        to: "",
+        layer: DEEP,
+        caught: "proxy fence",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "gathered rows are waited for one stage too few",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "wait_copies<LATE>();",
+        to: "wait_copies<LATE + 1>();",
+        layer: DEEP,
+        caught: "copy in flight",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "chunks of gathered rows are not swizzled",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "(chunk ^ line % 8) * 8",
+        to: "chunk * 8",
+        caught: "y of",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "the last group of row tiles is taken for a whole one",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "rows = lesser(GROUP, row_tiles - group)",
+        to: "rows = GROUP",
+        caught: "uninitialised global memory",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a kernel does not wait for the launches before it",
+        target: SM_90A,
+        kernel: "combine",
+        from: "    await_launches();\n",
+        to: "",
+        caught: "order of launches",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a kernel looks for its tile before the launches before it have ended",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "    await_launches();\n\n    (void)tokens;\n    const Tile at(row_tiles[EXPERTS]);\n",
+        to: "    const Tile at(row_tiles[EXPERTS]);\n    await_launches();\n    (void)tokens;\n",
+        caught: "order of launches",
         ..MUTANT
     },
     Mutant {

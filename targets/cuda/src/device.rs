@@ -68,6 +68,7 @@ impl CudaDevice {
             table,
             context,
             clusters,
+            overlaps: clusters && table.overlaps(),
         };
         let gpu = GpuDevice::new(vendor, setup)?;
         Ok(CudaDevice { gpu, stream })

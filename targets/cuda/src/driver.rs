@@ -159,11 +159,21 @@ fn load() -> Result<Table, DlError> {
 impl Table {
     /// For errors: `the driver is for CUDA 12.4`.
     pub fn version(&self) -> Option<String> {
+        let (major, minor) = self.cuda()?;
+        Some(format!("the driver is for CUDA {major}.{minor}"))
+    }
+
+    /// Whether launches may overlap, in graphs too: drivers for CUDA 12.3 and later.
+    pub fn overlaps(&self) -> bool {
+        self.own.launch_ex.is_some() && self.cuda() >= Some((12, 3))
+    }
+
+    /// The release of CUDA that the driver is for.
+    fn cuda(&self) -> Option<(c_int, c_int)> {
         let mut version = 0;
         // SAFETY: the pointer is valid for a write. It works without `cuInit`.
         let code = unsafe { self.own.version(&mut version) };
-        let (major, minor) = (version / 1000, version % 1000 / 10);
-        (code == 0).then(|| format!("the driver is for CUDA {major}.{minor}"))
+        (code == 0).then_some((version / 1000, version % 1000 / 10))
     }
 
     /// The driver's name and words for a code: `CUDA_ERROR_NO_DEVICE: no …`.

@@ -6,7 +6,7 @@ use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, b
 use crate::ops::Calls;
 use crate::ops::gate;
 use crate::{KernelPlan, Machine, Op, Operator};
-use moesaic_kernel::Target;
+use moesaic_kernel::{Entry, Target};
 use moesaic_spec::LayerSpec;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -172,7 +172,7 @@ impl Builder {
     pub(crate) fn kernel_by(&mut self, name: &str, op: Op, calls: impl Fn(&str) -> Calls) -> usize {
         let entries = op.entries().into_iter();
         let entries = entries
-            .map(|entry| calls(&entry.symbol).only(entry))
+            .map(|entry| overlapping(calls(&entry.symbol).only(entry), self.plan.target))
             .collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
@@ -245,4 +245,10 @@ pub(crate) fn owned(names: Bind) -> Vec<(String, String)> {
 
 pub(crate) fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {
     names.iter().map(|(a, b)| (&**a, &**b)).collect()
+}
+
+/// Kernels for GPUs whose launches may overlap begin by waiting for those before.
+fn overlapping(mut entry: Entry, target: Target) -> Entry {
+    entry.launch.dependent = matches!(target, Target::Cuda(arch) if arch.capability >= 90);
+    entry
 }

@@ -150,6 +150,13 @@ impl LayerPlan {
         self.steps.iter().chain(&self.backward)
     }
 
+    /// How many of these steps, which are the plan's, launch something in a call of so many
+    /// tokens: the others have no blocks then.
+    pub fn launched<'s>(&self, steps: impl IntoIterator<Item = &'s Step>, tokens: u64) -> usize {
+        let has_blocks = |Step::Launch(step): &&Step| self[step.entry].launch.blocks(tokens) > 0;
+        steps.into_iter().filter(has_blocks).count()
+    }
+
     /// The steps of a forward pass that draws nothing and keeps nothing.
     pub fn evaluation_steps(&self) -> &[Step] {
         match self.training {

@@ -98,13 +98,19 @@ pub trait Vendor: Send + Sync + 'static {
     /// The limit that is exceeded.
     fn check_shape(&self, shape: &Shape) -> Result<(), String>;
 
-    /// Launches clusters of more than one block, which
-    /// [`Vendor::check_shape`] has allowed; returns the driver's code.
+    /// Whether blocks of a dependent launch may start before the launches before have ended.
+    fn overlaps(&self) -> bool {
+        false
+    }
+
+    /// Launches with attributes: clusters of more than one block, which
+    /// [`Vendor::check_shape`] has allowed, or as dependent, where
+    /// [`Vendor::overlaps`]; returns the driver's code.
     ///
     /// # Safety
     /// The function's module is loaded, the stream is live, and `params` hold
     /// a pointer to each of the kernel's parameters.
-    unsafe fn launch_clusters(
+    unsafe fn launch_with(
         &self,
         function: FunctionHandle,
         shape: &Shape,
@@ -140,6 +146,8 @@ pub struct Shape {
     pub shared_bytes: u32,
     /// Blocks of a cluster, in x.
     pub cluster: u32,
+    /// Blocks may start before the launches before have ended.
+    pub dependent: bool,
 }
 
 impl fmt::Display for Shape {

@@ -68,7 +68,7 @@ impl Vendor for Rocm {
         }
     }
 
-    unsafe fn launch_clusters(
+    unsafe fn launch_with(
         &self,
         _: FunctionHandle,
         _: &Shape,
