@@ -1,6 +1,7 @@
 //! What was measured on a machine, as a file that a planner reads.
 
 use crate::Machine;
+use crate::fit::{Fit, Point, fit};
 use crate::read::{self, ReadError};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -57,6 +58,55 @@ pub struct Measured {
     /// Fixed time of a launch in microseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub launch_us: Option<f64>,
+}
+
+/// An exchange that was timed: messages of a rank over one level, their bytes, and seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Timed {
+    /// Messages that a rank sends.
+    pub messages: f64,
+    /// Bytes of all of them.
+    pub bytes: f64,
+    /// What it took.
+    pub seconds: f64,
+}
+
+impl LevelFit {
+    /// The figures of a level of exchanges over it, and how far off they are. Exchanges of
+    /// several sizes and numbers of peers are needed to tell the figures apart; with one
+    /// number of peers all that does not depend on size is fixed time.
+    pub fn of(name: &str, timed: &[Timed]) -> (LevelFit, Fit) {
+        let point = |one: &Timed| Point {
+            terms: vec![one.messages, one.bytes],
+            measured: one.seconds,
+        };
+        let points: Vec<Point> = timed.iter().map(point).collect();
+        let alike = timed
+            .windows(2)
+            .all(|pair| pair[0].messages == pair[1].messages);
+        let model = |c: &[f64], terms: &[f64]| {
+            let each = if alike { 0.0 } else { c[2] };
+            c[0] + c[1] * terms[1] + each * terms[0]
+        };
+        let least = timed
+            .iter()
+            .map(|one| one.seconds)
+            .fold(f64::INFINITY, f64::min);
+        let least = least.min(1.0);
+        let most = timed
+            .iter()
+            .map(|one| one.bytes / one.seconds)
+            .fold(1.0, f64::max);
+        let found = fit(&[least / 2.0, 1.0 / most, least / 20.0], &points, model);
+        let each = if alike { 0.0 } else { found.constants[2] };
+        let level = LevelFit {
+            name: name.to_string(),
+            alpha_us: found.constants[0] * 1e6,
+            bandwidth_gbs: 1e-9 / found.constants[1],
+            half_size_kib: each / found.constants[1] / 1024.0,
+        };
+        (level, found)
+    }
 }
 
 impl Calibration {
@@ -188,6 +238,34 @@ mod tests {
         assert_eq!(machine.levels[0], published("h800").unwrap().levels[0]);
         assert_eq!(machine.compute.gemm_tflops["bf16"], 500.0);
         assert_eq!((machine.error.band, machine.error.ranks), (0.07, 16));
+    }
+
+    #[test]
+    fn figures_of_a_level_are_found_again() {
+        let time = |messages: f64, bytes: f64| Timed {
+            messages,
+            bytes,
+            seconds: 90e-6 + messages * 0.5e-6 + bytes / 45e9,
+        };
+        let sizes = [1e3, 1e5, 1e6, 1e7, 1e8];
+        let peers = [8.0, 56.0, 248.0];
+        let all = peers
+            .iter()
+            .flat_map(|n| sizes.map(|bytes| time(*n, bytes)));
+        let (level, found) = LevelFit::of("ib", &all.collect::<Vec<_>>());
+        assert!(found.worst < 0.01, "{level:?} {found:?}");
+        assert!((level.alpha_us / 90.0 - 1.0).abs() < 0.02, "{level:?}");
+        assert!((level.bandwidth_gbs / 45.0 - 1.0).abs() < 0.02, "{level:?}");
+        assert!(
+            (level.half_size_kib * 1024.0 / 22500.0 - 1.0).abs() < 0.05,
+            "{level:?}"
+        );
+        let (level, found) = LevelFit::of("ib", &sizes.map(|bytes| time(8.0, bytes)));
+        assert!(
+            found.worst < 0.01 && level.half_size_kib == 0.0,
+            "{level:?}"
+        );
+        assert!((level.alpha_us / 94.0 - 1.0).abs() < 0.02, "{level:?}");
     }
 
     #[test]

@@ -26,13 +26,14 @@ mod routing;
 mod run;
 mod schedule;
 mod search;
+mod sides;
 mod simulate;
 mod trace;
 mod traffic;
 pub mod validate;
 mod ways;
 
-pub use calibration::{Calibration, LevelFit, Measured};
+pub use calibration::{Calibration, LevelFit, Measured, Timed};
 pub use cost::Cost;
 pub use exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime, expected_groups};
 pub use fit::{Fit, Point, fit, fit_line};

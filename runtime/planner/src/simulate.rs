@@ -3,7 +3,8 @@
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
 use crate::question::{PlannerError, Prediction, Question, Simulated};
-use crate::run::{Costs, Run};
+use crate::run::Run;
+use crate::sides::Costs;
 use crate::ways::Travel;
 use moesaic_plan::{
     Both, Parallel, PlanOptions, RankPlan, Role, Route, Strategy, StrategyError, plan_rank,
@@ -11,6 +12,9 @@ use moesaic_plan::{
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
+
+/// A mesh, how rows go in it, and to how many slices: what decides who has the same to do.
+type Kind = (Parallel, Route, usize);
 
 /// A plan, and what its launches cost.
 #[derive(Debug)]
@@ -25,7 +29,7 @@ struct Planned {
 pub struct Simulator<'q> {
     question: &'q Question,
     plans: RefCell<HashMap<Parallel, Rc<Planned>>>,
-    ranks: RefCell<HashMap<(Parallel, Route, usize), Rc<Vec<Rank>>>>,
+    ranks: RefCell<HashMap<Kind, Rc<Vec<Rank>>>>,
 }
 
 impl<'q> Simulator<'q> {

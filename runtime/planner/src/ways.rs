@@ -3,7 +3,7 @@
 use crate::Machine;
 use crate::exchange::{LevelTime, Load, MOST_LEVELS, Phase, PhaseTime};
 use crate::geometry::{Rank, Share};
-use crate::run::Costs;
+use crate::sides::Costs;
 use crate::traffic::to_range;
 use moesaic_plan::{Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, Way, Wire};
 
