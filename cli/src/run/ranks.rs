@@ -189,7 +189,10 @@ impl Shared {
 
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
         let started = Instant::now();
-        let mesh = Mesh::new(world, self.mesh)?;
+        let mut mesh = Mesh::new(world, self.mesh)?;
+        if self.strategy.ways(&self.mesh) != self.mesh.shards {
+            mesh = mesh.for_any_ways();
+        }
         let training = job.pass.training();
         let (engine, spec) = (job.engine, job.spec);
         let mut layer = engine.mesh_layer(&mesh, spec, job.weights, training)?;
