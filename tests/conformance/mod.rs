@@ -21,6 +21,7 @@ pub mod layers;
 pub mod mesh;
 mod mesh_shared;
 mod mesh_training;
+mod mesh_ways;
 mod mesh_weights;
 mod nccl;
 mod nodes;

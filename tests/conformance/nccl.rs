@@ -7,6 +7,7 @@ mod nccl_fake;
 
 use super::case::Case;
 use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
+use super::mesh_ways::at_ways;
 use moesaic::collectives::{Call, Collectives};
 use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
 use nccl_fake::Lab;
@@ -66,6 +67,26 @@ fn layers_over_nccl_are_those_over_threads() {
         );
         assert!(found == want, "{parallel:?}");
         compare_on(&engine, &gpus, parallel, &case, Recompute::None);
+    }
+}
+
+#[test]
+fn weights_are_gathered_over_nccl() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 5, top_k = 2 }
+         experts = { bias = true }";
+    let case = Case::random(&spec(text), 31, 6);
+    for (parallel, ways) in [
+        (mesh(1, 4, 1), 2),
+        (mesh(2, 2, 1), 1),
+        (mesh(2, 2, 1), 0),
+        (mesh(3, 1, 1), 0),
+    ] {
+        let gpus = Gpus(Lab::new());
+        let grid = at_ways(parallel, ways);
+        let found = evaluated(&gpus, grid, &case);
+        assert!(found == evaluated(&engine, grid, &case), "{grid:?}");
+        compare_on(&engine, &gpus, grid, &case, Recompute::None);
     }
 }
 

@@ -13,8 +13,7 @@ use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
 use moesaic::weights::LayerReader;
 use moesaic::{
-    Among, Engine, EngineOptions, Layer, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
-    Tensors,
+    Among, Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor, Tensors,
 };
 use std::ops::Range;
 use std::time::Instant;
@@ -208,7 +207,7 @@ impl Shared {
             built,
             ran,
             limited: layer.replicated().plan().tensor("capacity").is_some(),
-            workspace: layer.parts().map(Layer::workspace_bytes).sum(),
+            workspace: layer.workspace_bytes(),
         }))
     }
 }

@@ -28,6 +28,7 @@
 //! of the tokens of all, rank after rank.
 
 mod bytes;
+mod cost;
 mod data;
 mod parallel;
 mod steps;
@@ -36,6 +37,7 @@ mod text;
 mod ways;
 
 pub use bytes::Sent;
+pub use cost::{Load, WaysCost};
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};

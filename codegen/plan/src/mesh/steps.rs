@@ -3,7 +3,7 @@
 use super::ways::cut_of;
 use super::{BROUGHT_BACK, Exchange, RankPlan, RankStep, Side, Way, shared_part};
 use crate::layer::around::Places;
-use crate::{LayerPlan, Role, TensorId, TensorPlan};
+use crate::{LayerPlan, Role, Step, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::ops::Range;
 
@@ -53,7 +53,11 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         list.push(exchange("capacity", Way::Most { tensor }));
     }
     launch(&mut list, Side::Tokens, scanned..at);
-    list.extend(gathered_weights(plan));
+    let multiply = match trains {
+        true => &plan.experts.steps,
+        false => plan.experts.evaluation_steps(),
+    };
+    list.extend(gathered_weights(plan, multiply));
     list.push(exchange("counts", Way::Counts));
     list.extend(to_experts(plan, "rows", "rows"));
     if named("row_weights").is_some() {
@@ -74,7 +78,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
 fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let mut list = Vec::new();
     launch(&mut list, Side::Tokens, 0..at);
-    list.extend(gathered_weights(plan));
+    list.extend(gathered_weights(plan, &plan.experts.backward));
     list.extend(to_experts(plan, "dout", "dout"));
     launch(&mut list, Side::Experts, 0..plan.experts.backward.len());
     list.extend(to_tokens(plan, "drows"));
@@ -94,21 +98,26 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     list
 }
 
-/// Weights that a pass multiplies with, where ranks own less than that.
-fn gathered_weights(plan: &RankPlan) -> Vec<RankStep> {
-    let way = |weight, cut| Way::GatherWeight { weight, cut };
+/// Weights that steps of a pass multiply with, where ranks own less than that; and the last
+/// bias, which the tokens' side may ask for.
+fn gathered_weights(plan: &RankPlan, steps: &[Step]) -> Vec<RankStep> {
+    let used = |weight| steps.iter().any(|step| step.tensors().contains(&weight));
+    let way = |weight, cut: Option<usize>| {
+        let wanted = cut.is_none() || used(weight);
+        wanted.then_some(Way::GatherWeight { weight, cut })
+    };
     of_blocks(plan, Role::Weight, way)
 }
 
 fn scattered_gradients(plan: &RankPlan) -> Vec<RankStep> {
-    let way = |gradient, cut| Way::ScatterGradient { gradient, cut };
+    let way = |gradient, cut| Some(Way::ScatterGradient { gradient, cut });
     of_blocks(plan, Role::WeightGradient, way)
 }
 
 fn of_blocks(
     plan: &RankPlan,
     role: Role,
-    way: impl Fn(TensorId, Option<usize>) -> Way,
+    way: impl Fn(TensorId, Option<usize>) -> Option<Way>,
 ) -> Vec<RankStep> {
     if plan.by().own_alone() {
         return Vec::new();
@@ -116,9 +125,10 @@ fn of_blocks(
     let tensors = plan.experts.tensors.iter().enumerate();
     let tensors = tensors.filter(|(_, tensor)| tensor.role == role);
     let step = |(at, tensor): (usize, &TensorPlan)| {
-        exchange(&tensor.name, way(TensorId(at), cut_of(&tensor.name)))
+        let way = way(TensorId(at), cut_of(&tensor.name))?;
+        Some(exchange(&tensor.name, way))
     };
-    tensors.map(step).collect()
+    tensors.filter_map(step).collect()
 }
 
 /// Rows of gradients go to the slices, and what those make of them comes back.

@@ -15,8 +15,8 @@ use std::ops::Range;
 /// To how many slices of its expert a row goes, in a mesh by which weights are shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ways {
-    weights: Parallel,
-    ways: usize,
+    pub(super) weights: Parallel,
+    pub(super) ways: usize,
 }
 
 impl Ways {
@@ -96,12 +96,17 @@ impl Ways {
         (dp / width * ep + place.ep) * shards + shard * width + dp % width
     }
 
-    /// The ranks that gather each other's weights: those of a rank's block.
-    pub fn block(&self, rank: usize) -> Range<usize> {
-        let size = match self.ways {
+    /// How many ranks own what one multiplies with.
+    pub fn owners(&self) -> usize {
+        match self.ways {
             0 => self.weights.group(),
             _ => self.width(),
-        };
+        }
+    }
+
+    /// The ranks that gather each other's weights: those of a rank's block.
+    pub fn block(&self, rank: usize) -> Range<usize> {
+        let size = self.owners();
         let first = rank / size * size;
         first..first + size
     }
@@ -205,5 +210,124 @@ pub(super) fn cut_of(name: &str) -> Option<usize> {
         "gate.weight" | "up.weight" | "gate.bias" | "up.bias" => Some(1),
         "down.weight" => Some(2),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::plan_ways;
+    use crate::{PlanOptions, Role, Training};
+    use moesaic_spec::LayerSpec;
+
+    fn meshes() -> impl Iterator<Item = Parallel> {
+        let sizes = [
+            (2, 4, 1),
+            (1, 8, 1),
+            (2, 6, 1),
+            (3, 4, 2),
+            (5, 1, 1),
+            (5, 2, 3),
+            (1, 1, 1),
+        ];
+        sizes.into_iter().map(|(ep, shards, dp)| Parallel {
+            ep,
+            shards,
+            dp,
+            ..Parallel::default()
+        })
+    }
+
+    #[test]
+    fn every_rank_has_one_place_at_any_number_of_ways() {
+        for mesh in meshes() {
+            for ways in Ways::all(mesh) {
+                let by = Ways::new(mesh, ways).unwrap();
+                assert_eq!(by.mesh().ranks(), mesh.ranks());
+                for rank in 0..mesh.ranks() {
+                    let place = by.place(rank);
+                    assert_eq!(by.rank(place), rank, "{mesh:?}, {ways} ways");
+                    let same = by.own_alone().then(|| mesh.place(rank).unwrap());
+                    assert!(same.is_none_or(|same| same == place || ways == 0));
+                    // Of a block each does the same for other tokens.
+                    let block = by.block(rank);
+                    assert!(block.contains(&rank));
+                    let kept = |rank: usize| (by.place(rank).ep, by.place(rank).shard);
+                    assert!(block.clone().all(|other| kept(other) == kept(rank)));
+                    let others = block.map(|rank| by.place(rank).dp);
+                    let others: std::collections::BTreeSet<_> = others.collect();
+                    assert_eq!(others.len(), by.owners());
+                }
+            }
+            let more = mesh.shards + 1;
+            assert!(Ways::new(mesh, more).is_err());
+        }
+    }
+
+    /// Brute force: each element of what a rank multiplies with is the owner's of the same
+    /// element of the whole.
+    #[test]
+    fn strips_are_what_owners_have() {
+        let text =
+            "shape = { model_dim = 3, hidden_dim = 24, experts = 5, top_k = 2, output_dim = 2 }
+             experts = { bias = true }";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let options = PlanOptions::training(Training::default());
+        let target = "cpu:avx2".parse().unwrap();
+        for mesh in meshes() {
+            for ways in Ways::all(mesh) {
+                let rank = mesh.ranks() * 2 / 3;
+                let plan = plan_ways(&spec, target, &options, (mesh, ways), rank).unwrap();
+                for (at, tensor) in plan.experts.tensors.iter().enumerate() {
+                    if matches!(tensor.role, Role::Weight | Role::WeightGradient) {
+                        check(&plan, TensorId(at), cut_of(&tensor.name));
+                    }
+                }
+            }
+        }
+    }
+
+    fn check(plan: &RankPlan, tensor: TensorId, cut: Option<usize>) {
+        let (by, mesh) = (plan.by(), plan.mesh);
+        let rank = mesh.rank(plan.place);
+        let shape = &plan.experts[tensor].shape;
+        let mut shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
+        shape.resize(3, 1);
+        let hidden = |slice: usize, mesh: Parallel| match cut {
+            Some(_) => mesh.hidden(slice, 24),
+            None => 0..shape[1],
+        };
+        let coordinates = |index: usize, shape: &[usize]| {
+            let (row, inner) = (shape[1] * shape[2], shape[2]);
+            [index / row, index % row / inner, index % inner]
+        };
+        // The number of an element in the whole tensor, and how a part of it is laid out.
+        let whole = |[e, a, b]: [usize; 3], experts: usize, first: usize| match cut {
+            Some(1) => [experts + e, first + a, b],
+            Some(2) => [experts + e, a, first + b],
+            _ => [experts + e, a, b],
+        };
+        let here = hidden(by.place(rank).shard, by.mesh()).start;
+        let mut covered = vec![0; shape.iter().product()];
+        for strip in plan.strips(tensor, cut) {
+            let owner = mesh.place(by.block(rank).start + strip.owner).unwrap();
+            let experts = mesh.experts(owner.ep, 5);
+            let mut own = shape.clone();
+            own[0] = experts.len();
+            if let Some(cut) = cut {
+                own[cut] = 24 / mesh.shards;
+            }
+            assert_eq!(strip.elements(), own.iter().product::<usize>());
+            let theirs = cut.map_or(0, |_| hidden(owner.shard, mesh).start);
+            for index in 0..strip.elements() {
+                let at = strip.first + index / strip.row * strip.stride + index % strip.row;
+                covered[at] += 1;
+                let from = whole(coordinates(index, &own), experts.start, theirs);
+                let first = cut.map_or(0, |_| here);
+                let to = whole(coordinates(at, &shape), plan.experts_here().start, first);
+                assert_eq!(from, to, "{:?} of {by:?}", plan.experts[tensor].name);
+            }
+        }
+        assert!(covered.iter().all(|times| *times == 1), "{by:?}");
     }
 }

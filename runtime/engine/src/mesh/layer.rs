@@ -236,6 +236,7 @@ impl MeshLayer {
         let plan = self
             .engine
             .plan_of(&self.mesh, spec, training, by.count())?;
+        check_same(&self.mesh, &plan, training)?;
         let view = View::beside(&self.engine, plan, self.held())?;
         self.mesh.groups().add(by)?;
         self.views.insert(by.count(), view);
@@ -279,6 +280,15 @@ impl MeshLayer {
         [&self.tokens, &self.experts]
             .into_iter()
             .chain(&self.shared)
+    }
+
+    /// Bytes of device memory that its intermediates hold at present, at all numbers of ways,
+    /// and that weights which are gathered borrow, with all layers of the mesh.
+    pub fn workspace_bytes(&self) -> u64 {
+        let views = self.views.values();
+        let others = views.flat_map(|view| [&view.tokens, &view.experts].into_iter().flatten());
+        let held: u64 = self.parts().chain(others).map(Layer::workspace_bytes).sum();
+        held + self.mesh.groups().spare.bytes() as u64
     }
 
     /// Evaluates the layer for this rank's tokens and reads back the named outputs.
