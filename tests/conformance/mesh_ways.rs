@@ -71,24 +71,23 @@ fn rows_that_meet_whole_experts_have_the_bytes_of_one_process() {
     for (seed, text) in LAYERS.iter().enumerate() {
         let case = Case::random(&spec(text), 41, seed as u64);
         let whole = case.layer(&engine).forward(&case.input()).unwrap();
-        for parallel in [MESHES[seed], MESHES[(seed + 4) % 6]] {
-            for ways in others(parallel) {
-                let found = evaluated(&engine, at_ways(parallel, ways), &case);
-                let what = format!("{ways} ways on {parallel:?} of {}", case.describe());
-                if ways <= 1 {
-                    assert!(found == *whole.y().data, "{what}");
-                }
-                let numbers = |data: &[u8]| {
-                    let y = whole.y();
-                    let (dtype, shape) = (y.dtype, y.shape.clone());
-                    let data = data.to_vec().into();
-                    let y = Tensor { dtype, shape, data };
-                    y.to_f32().into_iter().map(f64::from).collect::<Vec<_>>()
-                };
-                let (found, want) = (numbers(&found), numbers(&whole.y().data));
-                let largest = want.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
-                near(&what, &case.spec, &found, &want, largest);
+        let parallel = MESHES[seed];
+        for ways in others(parallel) {
+            let found = evaluated(&engine, at_ways(parallel, ways), &case);
+            let what = format!("{ways} ways on {parallel:?} of {}", case.describe());
+            if ways <= 1 {
+                assert!(found == *whole.y().data, "{what}");
             }
+            let numbers = |data: &[u8]| {
+                let y = whole.y();
+                let (dtype, shape) = (y.dtype, y.shape.clone());
+                let data = data.to_vec().into();
+                let y = Tensor { dtype, shape, data };
+                y.to_f32().into_iter().map(f64::from).collect::<Vec<_>>()
+            };
+            let (found, want) = (numbers(&found), numbers(&whole.y().data));
+            let largest = want.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
+            near(&what, &case.spec, &found, &want, largest);
         }
     }
 }
@@ -98,12 +97,10 @@ fn gradients_do_not_depend_on_ways() {
     let engine = cpu();
     for (seed, text) in LAYERS.iter().enumerate() {
         let case = Case::random(&spec(text), 41, seed as u64);
-        for at in [seed, seed + 2] {
-            let parallel = MESHES[at];
-            let ways = others(parallel);
-            let ways = ways[(seed + at) % ways.len()];
-            compare(&engine, at_ways(parallel, ways), &case, Recompute::None);
-        }
+        let parallel = MESHES[seed + 2];
+        let ways = others(parallel);
+        let ways = ways[(seed + 1) % ways.len()];
+        compare(&engine, at_ways(parallel, ways), &case, Recompute::None);
     }
 }
 

@@ -28,8 +28,8 @@ pub use layer::{
 pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use mesh::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
-pub use mesh::{Load, Strip, Ways, WaysCost};
 pub use mesh::{MeshError, Parallel, Place, SharedExperts};
+pub use mesh::{Strip, Ways, WaysCost, WaysLoad};
 pub use mesh::{experts_of, plan_rank, plan_ways, slices_of_shared};
 pub use ops::*;
 pub use tilings::Tilings;

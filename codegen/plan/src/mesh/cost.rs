@@ -19,7 +19,7 @@ use super::{Parallel, Ways};
 
 /// What a layer sends, and how fast.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Load {
+pub struct WaysLoad {
     /// Bytes of the rows of a rank's tokens: one for each expert of a token.
     pub rows: f64,
     /// Bytes of the weights of all experts.
@@ -46,7 +46,7 @@ pub struct WaysCost {
 
 impl Ways {
     /// What a forward pass costs.
-    pub fn cost(&self, load: &Load) -> WaysCost {
+    pub fn cost(&self, load: &WaysLoad) -> WaysCost {
         let mesh = self.mesh();
         let owners = self.owners() as f64;
         let (ep, slices) = (mesh.ep as f64, mesh.shards as f64);
@@ -61,14 +61,14 @@ impl Ways {
     }
 
     /// Seconds for it, if nothing is sent beside something else.
-    pub fn seconds(&self, load: &Load) -> f64 {
+    pub fn seconds(&self, load: &WaysLoad) -> f64 {
         let cost = self.cost(load);
         (cost.to_experts + cost.to_tokens) / load.rows_rate + cost.weights / load.weights_rate
     }
 
     /// The number of ways with the fewest seconds; of several the largest, which borrows the
     /// least.
-    pub fn best(weights: Parallel, load: &Load) -> usize {
+    pub fn best(weights: Parallel, load: &WaysLoad) -> usize {
         let all = Ways::all(weights)
             .into_iter()
             .map(|ways| Ways { weights, ways });
@@ -80,7 +80,7 @@ impl Ways {
     /// Where the seconds of 1 way and more are the fewest, if slices could be cut at will:
     /// `sqrt(P rows_rate / (3 ep A weights_rate))`. The best number is one of its neighbours
     /// among the divisors of the slices, or 0.
-    pub fn optimum(weights: Parallel, load: &Load) -> f64 {
+    pub fn optimum(weights: Parallel, load: &WaysLoad) -> f64 {
         let per_way = 3.0 * load.rows / load.rows_rate;
         let gathered = load.weights / (weights.ep as f64 * load.weights_rate);
         (gathered / per_way).sqrt()
@@ -114,7 +114,7 @@ mod tests {
             for ways in Ways::all(mesh) {
                 let options = PlanOptions::default();
                 let plan = plan_ways(&spec, target, &options, (mesh, ways), 0).unwrap();
-                let load = Load {
+                let load = WaysLoad {
                     rows: (tokens * 2 * 16 * 4) as f64,
                     weights: (3 * 4 * 16 * 48 * 4) as f64,
                     rows_rate: 1.0,
@@ -158,7 +158,7 @@ mod tests {
         let slices = mesh(2, 24);
         let mut seen = std::collections::BTreeSet::new();
         for power in -20..20 {
-            let load = Load {
+            let load = WaysLoad {
                 rows: 3e5,
                 weights: 3e5 * 1.9f64.powi(power),
                 rows_rate: 2e9,

@@ -37,7 +37,7 @@ mod text;
 mod ways;
 
 pub use bytes::Sent;
-pub use cost::{Load, WaysCost};
+pub use cost::{WaysCost, WaysLoad};
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
