@@ -59,6 +59,10 @@ const TABLE: &[(&str, &[Row])] = &[
             ("mesh", Always),
             ("strategy", Always),
             (
+                "strategy",
+                NotWith(&["--strategy=ways=0"], "there is one process"),
+            ),
+            (
                 "exchange",
                 NotWith(&["--exchange=mpi", "--ranks=2"], "is for processes"),
             ),
@@ -141,6 +145,13 @@ const TABLE: &[(&str, &[Row])] = &[
                 "mesh",
                 NotWith(&["--mesh=ep=1", "--source"], "cannot be used with"),
             ),
+            (
+                "strategy",
+                NotWith(
+                    &["--strategy=ways=0", "--mesh=ep=1", "--source"],
+                    "cannot be used with",
+                ),
+            ),
             ("rank", NotWith(&["--rank=1"], "cannot be used with")),
             (
                 "per-node",
@@ -168,6 +179,10 @@ const TABLE: &[(&str, &[Row])] = &[
             ("target", Always),
             ("training", Always),
             ("mesh", Always),
+            (
+                "any-ways",
+                NotWith(&["--any-ways", "--target=cpu"], "--mesh"),
+            ),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
             ("output", Always),

@@ -238,7 +238,14 @@ fn what_cannot_be_says_what_can() {
         &["invalid value '0'"],
     );
     fails(
-        &["--world", "2048", "--machine", "h800", "--counts", "none.json"],
+        &[
+            "--world",
+            "2048",
+            "--machine",
+            "h800",
+            "--counts",
+            "none.json",
+        ],
         &["one mesh at a time", "hint: --mesh"],
     );
     let large = plan.file(

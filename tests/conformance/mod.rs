@@ -22,6 +22,7 @@ pub mod mesh;
 mod mesh_routes;
 mod mesh_shared;
 mod mesh_training;
+mod mesh_ways;
 mod mesh_weights;
 mod nccl;
 mod nodes;

@@ -13,8 +13,7 @@ use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
 use moesaic::weights::LayerReader;
 use moesaic::{
-    Among, Engine, EngineOptions, Layer, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
-    Tensors,
+    Among, Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor, Tensors,
 };
 use std::ops::Range;
 use std::time::Instant;
@@ -189,7 +188,10 @@ impl Shared {
 
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
         let started = Instant::now();
-        let mesh = Mesh::new(world, self.mesh)?;
+        let mut mesh = Mesh::new(world, self.mesh)?;
+        if self.strategy.ways(&self.mesh) != self.mesh.shards {
+            mesh = mesh.for_any_ways();
+        }
         let training = job.pass.training();
         let (engine, spec) = (job.engine, job.spec);
         let mut layer = engine.mesh_layer(&mesh, spec, job.weights, training)?;
@@ -205,7 +207,7 @@ impl Shared {
             built,
             ran,
             limited: layer.replicated().plan().tensor("capacity").is_some(),
-            workspace: layer.parts().map(Layer::workspace_bytes).sum(),
+            workspace: layer.workspace_bytes(),
         }))
     }
 }

@@ -62,6 +62,28 @@ impl Layer {
             }
         }
         check_held(plan, &held)?;
+        Layer::holding(tilings, modules, device, held)
+    }
+
+    /// A layer whose calls are lent weights, and room for their gradients.
+    pub(crate) fn borrowing(
+        tilings: Tilings,
+        modules: Vec<Modules>,
+        device: Arc<dyn Device>,
+    ) -> Result<Layer, EngineError> {
+        let layer = Layer::holding(tilings, modules, device, Buffers::default())?;
+        let gradients = OnceLock::from(Buffers::default());
+        Ok(Layer { gradients, ..layer })
+    }
+
+    /// A layer with weights where they lie.
+    fn holding(
+        tilings: Tilings,
+        modules: Vec<Modules>,
+        device: Arc<dyn Device>,
+        held: Buffers,
+    ) -> Result<Layer, EngineError> {
+        let plan = tilings.first();
         let bind = |steps| Bound::new(&tilings, &modules, steps);
         let passes = Pass::ALL.iter().map(|pass| bind(pass.steps(plan)));
         let mut by_name: Vec<TensorId> = (0..plan.tensors.len()).map(TensorId).collect();
@@ -83,6 +105,11 @@ impl Layer {
             gradients: OnceLock::new(),
             idle: Arc::default(),
         })
+    }
+
+    /// What calls take turns by.
+    pub(crate) fn turn(&self) -> &Arc<Mutex<()>> {
+        &self.turn
     }
 
     /// The layer, whose calls never run beside those of others with this lock.

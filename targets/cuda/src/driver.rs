@@ -80,6 +80,8 @@ dl_table! {
             = "cuFuncGetAttribute";
         function_set: fn(function: FunctionHandle, attribute: c_int, value: c_int) -> c_int
             = "cuFuncSetAttribute";
+        copy_rows: fn(copy: *const Copy2d, stream: StreamHandle) -> c_int
+            = "cuMemcpy2DAsync_v2";
     }
     optional {
         launch_ex: fn(
@@ -103,6 +105,27 @@ dl_table! {
             fill: c_uint,
         ) -> c_int = "cuTensorMapEncodeTiled";
     }
+}
+
+/// A copy of rows, as the driver reads it: `CUDA_MEMCPY2D`.
+#[repr(C)]
+pub struct Copy2d {
+    pub from: Side2d,
+    pub to: Side2d,
+    pub row_bytes: usize,
+    pub rows: usize,
+}
+
+/// One side of it.
+#[repr(C)]
+pub struct Side2d {
+    pub first_byte: usize,
+    pub first_row: usize,
+    pub memory: c_uint,
+    pub host: *const c_void,
+    pub device: u64,
+    pub array: *const c_void,
+    pub stride: usize,
 }
 
 /// A launch with attributes, as the driver reads it.

@@ -24,6 +24,8 @@ pub(crate) struct Builder {
     pub(crate) part: Part,
     /// Whether few tokens have kernels of their own.
     pub(crate) few: bool,
+    /// Whether a CPU may pack weights.
+    pub(crate) packs: bool,
     /// Of shared experts that are on the side of their slices: the parts that those leave of
     /// the gradient of each one's weight.
     pub(crate) sliced: Option<Vec<usize>>,
@@ -88,6 +90,7 @@ impl Builder {
             pass: Pass::Forward,
             part: Part::Whole,
             few: training.is_none() && !options.one_for_all,
+            packs: training.is_none(),
             sliced: None,
         }
     }
@@ -232,7 +235,7 @@ impl Builder {
         let mut op = desc.with(config);
         self.plan.tuning.apply(&mut op);
         if let Some(cpu) = op.gemm_mut().and_then(|gemm| gemm.family.cpu_mut()) {
-            cpu.packed &= self.plan.training.is_none();
+            cpu.packed &= self.packs;
         }
         op
     }

@@ -55,6 +55,11 @@ pub struct PlanOptions {
     /// Calls of few tokens have the kernels of those of many, as those of layers that train
     /// do, where a GPU would have others for them.
     pub one_for_all: bool,
+    /// Weights of experts that ranks share stay as they are, as those of layers that train
+    /// do, where a CPU would have them packed: other ranks can gather them ([`Ways`]).
+    ///
+    /// [`Ways`]: crate::Ways
+    pub unpacked: bool,
 }
 
 impl PlanOptions {

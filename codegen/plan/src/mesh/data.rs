@@ -11,6 +11,9 @@ pub struct RankPlan {
     pub mesh: Parallel,
     /// Which of them this is.
     pub place: Place,
+    /// To how many slices of its expert a row goes; 0 where rows stay. Fewer than weights
+    /// have: the experts' side has weights that are gathered ([`Way::GatherWeight`]).
+    pub ways: usize,
     /// What is done with this rank's tokens.
     pub tokens: LayerPlan,
     /// What this rank's experts do with the rows that arrive. Its tokens are rows.
@@ -140,6 +143,22 @@ pub enum Way {
         /// Of the tokens' side; every rank has it afterwards.
         tensor: TensorId,
     },
+    /// The parts of a weight that the ranks of a block own become the weight of the experts'
+    /// side of each.
+    GatherWeight {
+        /// Of the experts' side.
+        weight: TensorId,
+        /// The dimension along which slices cut it.
+        cut: Option<usize>,
+    },
+    /// Gradients of a weight of the experts' side are summed over the ranks of a block; each
+    /// gets the part that it owns.
+    ScatterGradient {
+        /// Of the experts' side.
+        gradient: TensorId,
+        /// The dimension along which slices cut it.
+        cut: Option<usize>,
+    },
     /// Weights of each group's experts, of the first slice, become those of all.
     Gather {
         /// Of the experts' side.
@@ -206,7 +225,7 @@ impl RankPlan {
         width as usize * tensor.dtype.size()
     }
 
-    /// The experts of this rank.
+    /// The experts that this rank owns.
     pub fn own_experts(&self) -> std::ops::Range<usize> {
         let experts = self.tokens.spec.shape.experts;
         self.mesh.experts(self.place.ep, experts)

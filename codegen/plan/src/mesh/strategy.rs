@@ -1,6 +1,6 @@
 //! How ranks carry out a pass of a layer: what may differ from call to call.
 
-use super::Parallel;
+use super::{Parallel, Ways};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -240,6 +240,15 @@ pub enum StrategyError {
         /// Of the mesh.
         shards: usize,
     },
+    /// Weights as other ranks cannot gather them.
+    #[error(
+        "experts' weights are packed for a CPU, so that rows cannot go {ways} ways; make the \
+         layer on `Mesh::for_any_ways`"
+    )]
+    Packed {
+        /// As asked for.
+        ways: usize,
+    },
     /// Rows in no pieces, or in too many.
     #[error("rows cannot travel in {degree} pieces; from 1 to {MOST_PIECES}")]
     Degree {
@@ -276,10 +285,7 @@ impl Strategy {
     /// # Errors
     /// [`StrategyError`] says what is possible.
     pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        let (ways, shards) = (self.ways(mesh), mesh.shards);
-        if ways > 0 && !shards.is_multiple_of(ways) {
-            return Err(StrategyError::Ways { ways, shards });
-        }
+        Ways::new(*mesh, self.ways(mesh))?;
         let degrees = [self.degree.forward, self.degree.backward];
         let wrong = degrees.iter().find(|n| !(1..=MOST_PIECES).contains(*n));
         if let Some(&degree) = wrong {
@@ -291,8 +297,13 @@ impl Strategy {
     fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
         let not_yet = |part: String| Err(StrategyError::NotYet(part));
         let default = Strategy::default();
+        let other_ways = self.ways(mesh) != mesh.shards;
         match self {
-            _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
+            _ if other_ways && self.route != default.route => not_yet(format!(
+                "ways={} with route={}",
+                self.ways(mesh),
+                self.route
+            )),
             _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
             _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
             _ => Ok(()),

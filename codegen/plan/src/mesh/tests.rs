@@ -63,6 +63,25 @@ fn slices_of_shared_experts_have_their_steps_in_this_order() {
     has_steps(text, SharedExperts::Sliced, expected);
 }
 
+#[test]
+fn fewer_ways_have_their_steps_in_this_order() {
+    let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
+         experts = { bias = true }";
+    let mesh = Parallel {
+        ep: 2,
+        shards: 4,
+        ..Parallel::default()
+    };
+    let options = PlanOptions::training(Training::default());
+    let target = "cpu:avx2".parse().unwrap();
+    let plan = plan_ways(&spec(text), target, &options, (mesh, 2), 5).unwrap();
+    let text = plan.text();
+    assert!(
+        text == include_str!("steps_of_ways.txt"),
+        "the steps are now\n{text}"
+    );
+}
+
 /// Every exchange moves rows of one size, between tensors that both sides have.
 #[test]
 fn both_sides_of_an_exchange_have_the_same_rows() {

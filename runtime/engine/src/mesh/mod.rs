@@ -9,6 +9,7 @@ mod collect;
 mod gpus;
 mod groups;
 mod layer;
+mod lent;
 mod part;
 mod ranks;
 mod reduce;
@@ -18,6 +19,7 @@ mod run;
 mod shard;
 mod share;
 mod side;
+mod view;
 mod weights;
 
 pub use any::{AnyLayer, AnySaved};

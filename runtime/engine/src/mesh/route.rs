@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// How rows go among the ranks that exchange them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ways {
+pub(super) enum Course {
     /// From each rank to each.
     Straight,
     /// By way of other ranks.
@@ -42,20 +42,20 @@ impl Mesh {
     ///
     /// # Errors
     /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the route needs it.
-    pub(super) fn ways(&self, route: Route) -> Result<Ways, EngineError> {
+    pub(super) fn course(&self, route: Route) -> Result<Course, EngineError> {
         if route == Route::Linear {
-            return Ok(Ways::Straight);
+            return Ok(Course::Straight);
         }
         let shape = self.shape().map_err(|reason| {
             let error = StrategyError::Nodes { route, reason };
             EngineError::from(PlanError::from(error))
         })?;
         Ok(match route {
-            Route::Linear => Ways::Straight,
-            Route::IntraFirst => Ways::Over(Algorithm::Hierarchical(shape)),
-            Route::InterFirst => Ways::Over(Algorithm::InterFirst(shape)),
-            Route::Concurrent => Ways::Over(Algorithm::Concurrent(shape)),
-            Route::Once => Ways::Once(shape),
+            Route::Linear => Course::Straight,
+            Route::IntraFirst => Course::Over(Algorithm::Hierarchical(shape)),
+            Route::InterFirst => Course::Over(Algorithm::InterFirst(shape)),
+            Route::Concurrent => Course::Over(Algorithm::Concurrent(shape)),
+            Route::Once => Course::Once(shape),
         })
     }
 

@@ -1,17 +1,17 @@
 //! A pass of one rank: launches of all sides, and exchanges between ranks.
 
-use super::groups::{Groups, Mesh};
-use super::ranks::Among;
-use super::route::{Load, Ways};
+use super::groups::{Between, Groups, Mesh};
+use super::route::{Course, Load};
 use super::rows::{Neighbours, Piece, Rows};
 use super::side::Side;
 use crate::error::EngineError;
 use crate::launch::Bound;
+use crate::layer::Layer;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::Itinerary;
 use moesaic_collectives::{Algorithm, Call, Element, Handle, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
-use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
+use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, RankStep, TensorId, Way};
 use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
 use std::sync::{Arc, MutexGuard};
@@ -62,10 +62,12 @@ pub(super) struct Run<'l> {
     /// The name of the layer, in errors of exchanges.
     pub label: &'l str,
     /// How rows go to experts; those of a backward pass go as in forward.
-    pub ways: Ways,
+    pub course: Course,
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
+    /// Those that the rank owns: where weights are gathered, not those of the experts' side.
+    pub owned: &'l Layer,
     /// Where shared experts are sliced.
     pub shared: Option<Side<'l>>,
     pub rows: Option<Rows>,
@@ -93,7 +95,7 @@ impl Run<'_> {
         if !segments.iter().any(asks) {
             return Ok(None);
         }
-        let all = self.each_has(tokens, Among::World, &self.call("tokens"))?;
+        let all = self.each_has(tokens, Between::World, &self.call("tokens"))?;
         Ok(Some(Census {
             before: all[..self.mesh.rank()].iter().sum(),
             most: all.iter().copied().max().unwrap_or(0),
@@ -104,10 +106,10 @@ impl Run<'_> {
     fn each_has(
         &mut self,
         own: usize,
-        among: Among,
+        between: Between,
         call: &Call,
     ) -> Result<Vec<usize>, EngineError> {
-        let group = self.groups.among(among);
+        let group = self.groups.between(between);
         let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
         let number = |bytes: &Vec<u8>| {
             let bytes = bytes.as_slice().try_into().unwrap_or_default();
@@ -143,12 +145,15 @@ impl Run<'_> {
             }
         }
         let mut exchanges = self.under_way.drain(..);
-        Ok(exchanges.try_for_each(Handle::wait)?)
+        exchanges.try_for_each(Handle::wait)?;
+        drop(exchanges);
+        self.return_lent();
+        Ok(())
     }
 
     /// Until launches that follow see the result. What is in the stream's order is waited
     /// for when the pass has been launched.
-    fn finish(&mut self, exchange: Handle) -> Result<(), EngineError> {
+    pub fn finish(&mut self, exchange: Handle) -> Result<(), EngineError> {
         match exchange.is_in_stream() {
             true => self.under_way.push(exchange),
             false => exchange.wait()?,
@@ -177,19 +182,19 @@ impl Run<'_> {
                 let rows = self.rows();
                 let (sent, arrived) = (rows.sent(), rows.arrived());
                 let bytes = self.plan.row_bytes(plan::Side::Tokens, from);
-                let ways = rows.itinerary(self.load(from), bytes);
+                let path = rows.itinerary(self.load(from), bytes);
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send_rows(ways, &sends, &receives, &call)
+                self.send_rows(path, &sends, &receives, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let (answers, answered) = (rows.answers(), rows.answered());
                 let bytes = self.plan.row_bytes(plan::Side::Experts, from);
-                let ways = rows.itinerary(self.load_back(from), bytes);
+                let path = rows.itinerary(self.load_back(from), bytes);
                 let sends = self.transfers(plan::Side::Experts, from, &answers)?;
                 let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send_rows(ways, &sends, &receives, &call)
+                self.send_rows(path, &sends, &receives, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows().arriving();
@@ -197,7 +202,7 @@ impl Run<'_> {
                 let width = self.plan.row_bytes(plan::Side::Experts, tensor) / element.size();
                 let buffer = self.experts.buffer(tensor);
                 let data = Slice::new(buffer, element, 0, rows * width)?;
-                let slices = &mut self.groups.slices;
+                let slices = self.groups.between(Between::Parts(self.plan.ways));
                 let sum = slices.all_reduce(&data, &data, Reduction::Sum, &call)?;
                 self.finish(sum)
             }
@@ -206,15 +211,23 @@ impl Run<'_> {
                 let (sent, arrived) = (neighbours.sent(), neighbours.arrived());
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Shared, to, &arrived)?;
-                self.send(Among::Slices, &sends, &receives, &call)
+                self.send(Between::Slices, &sends, &receives, &call)
             }
             Way::FromSlices { from, to } => self.sum_to_tokens(from, to, &call),
             Way::OfFirst { from, to } => self.take_of_first(from, to, &call),
             Way::Sum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
             Way::Live { ids, to } => self.count_live(ids, to, &call),
             Way::Most { tensor } => self.reduce(tensor, tensor, Reduction::Max, &call),
+            Way::GatherWeight { weight, cut } => self.gather_weight(weight, cut, &call),
+            Way::ScatterGradient { gradient, cut } => self.scatter_gradient(gradient, cut, &call),
             Way::Gather { from, to } => self.gather(from, to, &call),
         }
+    }
+
+    /// The mesh that rows travel in, and this rank's place there.
+    fn travels(&self) -> (Parallel, Place) {
+        let by = self.plan.by();
+        (by.mesh(), by.place(self.mesh.rank()))
     }
 
     fn rows(&self) -> &Rows {
@@ -226,14 +239,14 @@ impl Run<'_> {
         neighbours.expect("tokens are counted before their rows go")
     }
 
-    fn send(
+    pub fn send(
         &mut self,
-        among: Among,
+        between: Between,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
     ) -> Result<(), EngineError> {
-        let group = self.groups.among(among);
+        let group = self.groups.between(between);
         let exchange = group.exchange(sends, receives, call)?;
         self.finish(exchange)
     }
@@ -241,15 +254,15 @@ impl Run<'_> {
     /// Rows of tokens, straight or by way of other ranks.
     fn send_rows(
         &mut self,
-        ways: Option<Box<dyn Itinerary>>,
+        path: Option<Box<dyn Itinerary>>,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
     ) -> Result<(), EngineError> {
-        let group = &mut self.groups.rows;
-        let exchange = match ways {
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        let exchange = match path {
             None => group.exchange(sends, receives, call)?,
-            Some(ways) => group.exchange_by(sends, receives, &*ways, call)?,
+            Some(path) => group.exchange_by(sends, receives, &*path, call)?,
         };
         self.finish(exchange)
     }
@@ -275,7 +288,7 @@ impl Run<'_> {
 
     /// Everybody learns how many rows come from where.
     fn count(&mut self) -> Result<Rows, EngineError> {
-        let (mesh, place) = (self.mesh.parallel(), self.mesh.place());
+        let (mesh, place) = self.travels();
         let experts = self.plan.tokens.spec.shape.experts;
         let mut offsets = vec![0i64; experts + 1];
         let device = &*self.tokens.layer.device;
@@ -283,19 +296,19 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
         let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
         let (counts, sizes) = Rows::told(mesh, &offsets);
-        let algorithm = match self.ways {
-            Ways::Straight => Algorithm::Direct,
-            Ways::Over(algorithm) => algorithm,
-            Ways::Once(shape) => Algorithm::InterFirst(shape),
+        let algorithm = match self.course {
+            Course::Straight => Algorithm::Direct,
+            Course::Over(algorithm) => algorithm,
+            Course::Once(shape) => Algorithm::InterFirst(shape),
         };
-        if self.ways != Ways::Straight {
+        if self.course != Course::Straight {
             let (call, group) = (self.call("counts"), &mut *self.groups.rows);
             let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
             let mut rows = Rows::new(mesh, place, offsets, &told);
             rows.passage = Some(passage);
             return self.fan_out(rows);
         }
-        let own = self.plan.own_experts().len();
+        let own = self.plan.experts_here().len();
         let mut told = vec![0i64; own * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
         let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
@@ -304,7 +317,7 @@ impl Run<'_> {
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
         let receives = vec![own; mesh.group()];
         let call = self.call("counts");
-        let rows = &mut self.groups.rows;
+        let rows = self.groups.between(Between::Rows(self.plan.ways));
         rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
@@ -313,7 +326,7 @@ impl Run<'_> {
 
     /// Where each token crosses to a node once, ranks learn which rows are of one token.
     fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
-        let Ways::Once(shape) = self.ways else {
+        let Course::Once(shape) = self.course else {
             return Ok(rows);
         };
         let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
@@ -352,7 +365,7 @@ impl Run<'_> {
     /// Ranks with slices of the same experts learn how many tokens each has.
     fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
         let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, Among::Slices, &call)?;
+        let counts = self.each_has(tokens, Between::Slices, &call)?;
         Ok(Neighbours::new(counts, self.mesh.place().shard))
     }
 
@@ -399,7 +412,7 @@ impl Run<'_> {
         };
         let sends = self.transfers(plan::Side::Shared, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &[piece(0)])?;
-        self.send(Among::Slices, &sends, &receives, call)
+        self.send(Between::Slices, &sends, &receives, call)
     }
 
     /// Tells the experts' kernels where rows lie.
@@ -433,7 +446,7 @@ impl Run<'_> {
         device.download(self.tokens.buffer(ids), 0, bytes)?;
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, Among::World, call)?.iter().sum();
+        let all: usize = self.each_has(own, Between::World, call)?.iter().sum();
         device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
         Ok(())
     }
@@ -458,9 +471,9 @@ impl Run<'_> {
 
     /// Weights of the experts of all groups; those of the first slices count.
     fn gather(&mut self, from: TensorId, to: TensorId, call: &Call) -> Result<(), EngineError> {
-        let (mesh, place) = (self.mesh.parallel(), self.mesh.place());
+        let (mesh, place) = self.travels();
         let experts = self.plan.tokens.spec.shape.experts;
-        let own = self.plan.own_experts().len();
+        let own = self.plan.experts_here().len();
         let piece = |peer, first, rows| Piece { peer, first, rows };
         let sends: Vec<Piece> = match place.shard {
             0 => (0..mesh.group()).map(|peer| piece(peer, 0, own)).collect(),
@@ -473,7 +486,7 @@ impl Run<'_> {
         let receives: Vec<Piece> = receives.collect();
         let sends = self.transfers(plan::Side::Experts, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
-        self.send(Among::Group, &sends, &receives, call)
+        self.send(Between::Rows(self.plan.ways), &sends, &receives, call)
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
 use crate::layer::{Layer, Turn};
+use crate::memory::Buffers;
 use crate::training::Saved;
 use moesaic_plan::TensorId;
 use moesaic_target::Buffer;
@@ -14,6 +15,8 @@ pub(super) struct Side<'l> {
     workspaces: Turn<'l>,
     kept: Kept<'l>,
     scalars: Option<Scalars>,
+    /// What the call has of the layer's weights and gradients, where it holds none itself.
+    pub lent: Buffers,
 }
 
 /// What a call keeps for backward, or has from forward.
@@ -30,6 +33,7 @@ impl<'l> Side<'l> {
             workspaces: layer.lock_workspaces(),
             kept: Kept::Nothing,
             scalars: None,
+            lent: Buffers::default(),
         }
     }
 
@@ -38,6 +42,7 @@ impl<'l> Side<'l> {
         self.layer.reserve(&mut self.workspaces, scalars.tokens())?;
         self.scalars = Some(scalars);
         self.layer.lay_passing(&mut self.workspaces);
+        self.workspaces.addresses.lay(&self.lent);
         Ok(())
     }
 
@@ -47,6 +52,7 @@ impl<'l> Side<'l> {
         layer.reserve_training(&mut self.workspaces.every, tokens)?;
         let saved = layer.saved(tokens, scalars)?;
         layer.lay_saved(&mut self.workspaces, &saved);
+        self.workspaces.addresses.lay(&self.lent);
         (self.scalars, self.kept) = (Some(scalars), Kept::Now(saved));
         Ok(())
     }
@@ -58,6 +64,7 @@ impl<'l> Side<'l> {
         layer.reserve_every(&mut self.workspaces.every, saved.tokens())?;
         layer.gradient_buffers()?;
         layer.lay_saved(&mut self.workspaces, saved);
+        self.workspaces.addresses.lay(&self.lent);
         self.scalars = Some(saved.scalars().accumulating(accumulate));
         self.kept = Kept::Before(saved);
         Ok(())
@@ -102,5 +109,6 @@ impl<'l> Side<'l> {
         };
         kept.or_else(|| self.workspaces.every.buffers.handle(tensor))
             .or_else(|| self.layer.weights.handle(tensor))
+            .or_else(|| self.lent.handle(tensor))
     }
 }

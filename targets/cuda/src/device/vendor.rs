@@ -1,9 +1,9 @@
 //! What CUDA does in its own way.
 
-use crate::driver::{LaunchAttribute, LaunchConfig, Table};
+use crate::driver::{Copy2d, LaunchAttribute, LaunchConfig, Side2d, Table};
 use cudarc::driver::CudaContext;
 use moesaic_kernel::{Launch, TensorMap};
-use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Shape, StreamHandle, Vendor};
+use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Rows, Shape, StreamHandle, Vendor};
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -22,6 +22,9 @@ const DEPENDENT: u32 = 6;
 /// some have when asked.
 const PORTABLE_CLUSTER: u32 = 8;
 const LARGEST_CLUSTER: u32 = 16;
+
+/// Memory of a GPU, in copies of rows.
+const DEVICE_MEMORY: u32 = 2;
 
 /// The driver's code for what it does not have.
 const NOT_SUPPORTED: c_int = 801;
@@ -144,6 +147,26 @@ impl Vendor for Cuda {
         let none = std::ptr::null_mut();
         // SAFETY: the caller's promise; structure and attributes live over the call.
         unsafe { launch(&config, function, params.as_mut_ptr(), none) }
+    }
+
+    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+        let side = |start: Ptr, stride| Side2d {
+            first_byte: 0,
+            first_row: 0,
+            memory: DEVICE_MEMORY,
+            host: std::ptr::null(),
+            device: start.0,
+            array: std::ptr::null(),
+            stride,
+        };
+        let copy = Copy2d {
+            from: side(rows.from, rows.from_stride),
+            to: side(rows.to, rows.to_stride),
+            row_bytes: rows.bytes,
+            rows: rows.count,
+        };
+        // SAFETY: the caller's promise; the structure lives over the call.
+        unsafe { self.table.own.copy_rows(&copy, stream) }
     }
 
     fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String> {

@@ -550,7 +550,12 @@ fn a_dependent_launch_waits_before_it_touches_global_memory() {
     ];
     for access in early {
         let body = format!("{access}{WAIT}");
-        expect(&run, &body, FindingKind::LaunchOrder, "before `griddepcontrol.wait`");
+        expect(
+            &run,
+            &body,
+            FindingKind::LaunchOrder,
+            "before `griddepcontrol.wait`",
+        );
     }
     let forgotten = "ends without having waited";
     expect(&run, "", FindingKind::LaunchOrder, forgotten);
