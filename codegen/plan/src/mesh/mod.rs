@@ -30,6 +30,8 @@
 mod bytes;
 mod data;
 mod parallel;
+mod pieces;
+mod schedule;
 mod steps;
 mod strategy;
 mod text;
@@ -37,6 +39,8 @@ mod text;
 pub use bytes::Sent;
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
+pub use pieces::Piece;
+pub use schedule::{PieceTimes, Span, best_degree, timeline};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 
 use crate::layer::{Builder, Part, Recompute, Role};

@@ -58,6 +58,18 @@ impl<T: Copy> Both<T> {
     }
 }
 
+impl Both<usize> {
+    /// The number of pieces of which both a piece in forward and one in backward consist:
+    /// their least common multiple.
+    pub fn common(self) -> usize {
+        let (mut a, mut b) = (self.forward, self.backward);
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        self.forward / a.max(1) * self.backward
+    }
+}
+
 /// How rows go from rank to rank. What arrives is the same.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
@@ -242,6 +254,19 @@ pub enum StrategyError {
         /// As asked for.
         degree: usize,
     },
+    /// Pieces of forward and of backward that do not fit each other.
+    #[error(
+        "{forward} pieces in forward and {backward} in backward are {pieces} pieces that both are \
+         made of, and there may be {MOST_PIECES}; choose two of which one divides the other"
+    )]
+    Degrees {
+        /// As asked for.
+        forward: usize,
+        /// As asked for.
+        backward: usize,
+        /// Their least common multiple.
+        pieces: usize,
+    },
     /// Not built.
     #[error("`{0}` is not there yet")]
     NotYet(String),
@@ -270,6 +295,15 @@ impl Strategy {
         if let Some(&degree) = wrong {
             return Err(StrategyError::Degree { degree });
         }
+        let Both { forward, backward } = self.degree;
+        let pieces = self.degree.common();
+        if pieces > MOST_PIECES {
+            return Err(StrategyError::Degrees {
+                forward,
+                backward,
+                pieces,
+            });
+        }
         self.check_built(mesh)
     }
 
@@ -278,7 +312,6 @@ impl Strategy {
         let default = Strategy::default();
         match self {
             _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
-            _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
             _ if self.route != default.route => not_yet(format!("route={}", self.route)),
             _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
             _ => Ok(()),
@@ -328,6 +361,12 @@ mod tests {
             Err(StrategyError::Ways { ways: 3, shards: 4 })
         );
         assert_eq!(check("degree=0"), Err(StrategyError::Degree { degree: 0 }));
+        let error = check("degree=9/8").unwrap_err().to_string();
+        assert!(
+            error.contains("are 72 pieces that both are made of"),
+            "{error}"
+        );
+        assert_eq!(check("degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
     }
