@@ -141,6 +141,7 @@ const ENGINE: &[&str] = &[
     "error",
     "parallel",
     "statistics",
+    "trace",
     "call",
     "memory",
     "launch",

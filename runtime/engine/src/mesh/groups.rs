@@ -1,7 +1,7 @@
 //! The ranks that a rank has to do with.
 
 use crate::error::EngineError;
-use moesaic_collectives::{Call, Collectives, Element, Slice, Transfer};
+use moesaic_collectives::{Call, Collectives, Element, Helper, Slice, Transfer};
 use moesaic_plan::{Parallel, Place, PlanError};
 use moesaic_target::{Buffer, Device};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -17,6 +17,9 @@ pub struct Mesh {
 
 /// Each is called by all of its ranks, in the same order.
 pub(super) struct Groups {
+    /// What makes exchanges go on while this rank computes, once it is wanted. It ends before
+    /// the groups.
+    pub helper: Option<Arc<Helper>>,
     /// Everybody.
     pub world: Box<dyn Collectives>,
     /// Those that hold all experts once: rows are exchanged among them.
@@ -27,6 +30,15 @@ pub(super) struct Groups {
     pub replicas: Box<dyn Collectives>,
     /// Those with slices of the same number; where there is one slice, everybody.
     pub same_slice: Option<Box<dyn Collectives>>,
+}
+
+impl Groups {
+    /// From now on exchanges go on while this rank computes, where ranks have no streams.
+    pub fn help(&mut self) {
+        if self.helper.is_none() {
+            self.helper = self.rows.helper();
+        }
+    }
 }
 
 impl Mesh {
@@ -55,6 +67,7 @@ impl Mesh {
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
         let groups = Groups {
+            helper: None,
             world: group("world", 0)?,
             rows: group("rows", dp)?,
             slices: group("slices", dp * parallel.ep + ep)?,

@@ -3,7 +3,8 @@
 use super::groups::Mesh;
 use super::part::Around;
 use super::rows::{Neighbours, Rows};
-use super::run::{Run, SLICED, Segment, segments};
+use super::passes::{Passes, Sides};
+use super::run::{Run, Segment};
 use super::shard::Shard;
 use super::side::Side;
 use crate::call::{Counters, Input, Output};
@@ -12,13 +13,15 @@ use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
 use crate::pass::Pass;
 use crate::texts::Texts;
+use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
-    self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
+    LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
 };
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
+use std::sync::Arc;
 
 /// A rank's part of a layer: its own tokens, its own experts, and where shared experts are
 /// sliced its slices of them.
@@ -31,16 +34,14 @@ use moesaic_tensor::{Tensor, WeightSource};
 pub struct MeshLayer {
     mesh: Mesh,
     plan: RankPlan,
-    tokens: Layer,
-    experts: Layer,
-    /// Where shared experts are sliced.
-    shared: Option<Layer>,
-    forward: Vec<Segment>,
-    evaluation: Vec<Segment>,
-    backward: Vec<Segment>,
+    sides: Sides,
+    /// Of the strategy.
+    passes: Arc<Passes>,
     /// Of an evaluation, and of a pass that trains.
     routing: [Vec<Segment>; 2],
     strategy: Strategy,
+    /// Who is told of exchanges.
+    recorder: Option<Arc<dyn Recorder>>,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
@@ -48,6 +49,8 @@ pub struct MeshSaved {
     tokens: Saved,
     experts: Saved,
     rows: Rows,
+    /// Backward goes as forward did.
+    passes: Arc<Passes>,
     /// Where shared experts are sliced.
     shared: Option<(Saved, Neighbours)>,
 }
@@ -124,36 +127,27 @@ impl Engine {
         let experts = side(&plan.experts, weights.1)?;
         let shared = plan.shared.as_ref().map(|plan| side(plan, weights.1));
         let shared = shared.transpose()?;
-        let bound = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
-            segments(steps, |side, numbers| {
-                let layer = match side {
-                    plan::Side::Tokens => &tokens,
-                    plan::Side::Experts => &experts,
-                    plan::Side::Shared => shared.as_ref().expect(SLICED),
-                };
-                let all = of(layer.plan());
-                let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
-                layer.bind(&steps)
-            })
+        let sides = Sides {
+            tokens,
+            experts,
+            shared,
         };
         let routing = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
-            bound(&plan.routing_of(steps, of(&plan.tokens)), of)
+            sides.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
         };
         let evaluation = plan.evaluation_steps();
+        let strategy = Strategy::default();
         Ok(MeshLayer {
             routing: [
                 routing(evaluation, LayerPlan::evaluation_steps)?,
                 routing(&plan.steps, |plan| &plan.steps)?,
             ],
-            forward: bound(&plan.steps, |plan| &plan.steps)?,
-            evaluation: bound(evaluation, LayerPlan::evaluation_steps)?,
-            backward: bound(&plan.backward, |plan| &plan.backward)?,
+            passes: sides.passes(&plan, strategy.degree)?.into(),
             mesh: mesh.clone(),
             plan,
-            tokens,
-            experts,
-            shared,
-            strategy: Strategy::default(),
+            sides,
+            strategy,
+            recorder: None,
         })
     }
 }
@@ -178,7 +172,8 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
 }
 
 impl MeshLayer {
-    /// What this rank does.
+    /// What this rank does where rows do not travel in pieces; [`RankPlan::in_pieces`] of the
+    /// strategy's degree is what it does.
     pub fn plan(&self) -> &RankPlan {
         &self.plan
     }
@@ -202,34 +197,44 @@ impl MeshLayer {
         strategy
             .check(&self.mesh.parallel())
             .map_err(PlanError::from)?;
+        if strategy.degree != self.passes.degree {
+            self.passes = self.sides.passes(&self.plan, strategy.degree)?.into();
+        }
         self.strategy = strategy;
         Ok(())
+    }
+
+    /// Tells a recorder of every launch and exchange from now on, or nobody; see
+    /// [`Layer::record`].
+    pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
+        for side in self.sides.all_mut() {
+            side.record(recorder.clone());
+        }
+        self.recorder = recorder;
     }
 
     /// The part that every rank has: weights and gradients of router, projections, and shared
     /// experts that are whole.
     pub fn replicated(&self) -> &Layer {
-        &self.tokens
+        &self.sides.tokens
     }
 
     /// The part that is this rank's: weights and gradients of its experts, `experts.` and
     /// the rest of the name, whose first expert is the first of
     /// [`RankPlan::own_experts`].
     pub fn own(&self) -> &Layer {
-        &self.experts
+        &self.sides.experts
     }
 
     /// This rank's slices of shared experts, by their names in the layer; `None` where
     /// [`MeshLayer::replicated`] has them whole.
     pub fn shared(&self) -> Option<&Layer> {
-        self.shared.as_ref()
+        self.sides.shared.as_ref()
     }
 
     /// All of these parts.
     pub fn parts(&self) -> impl Iterator<Item = &Layer> {
-        [&self.tokens, &self.experts]
-            .into_iter()
-            .chain(&self.shared)
+        self.sides.all()
     }
 
     /// Evaluates the layer for this rank's tokens and reads back the named outputs.
@@ -238,14 +243,9 @@ impl MeshLayer {
     /// As [`Layer::forward_with`]; [`EngineError::Collective`].
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
         let mut run = self.call();
-        run.begin(
-            Pass::Evaluate,
-            &self.evaluation,
-            input,
-            names,
-            Counters::default(),
-        )?;
-        run.run(&self.evaluation, |side, rows| {
+        let (evaluation, counters) = (&self.passes.evaluation, Counters::default());
+        run.begin(Pass::Evaluate, evaluation, input, names, counters)?;
+        run.run(evaluation, |side, rows| {
             let layer = side.layer;
             side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
         })?;
@@ -280,7 +280,7 @@ impl MeshLayer {
         names: &[&str],
         counters: Counters,
     ) -> Result<Output, EngineError> {
-        self.tokens.check_training()?;
+        self.sides.tokens.check_training()?;
         self.decide(Pass::RouteTrain, input, names, counters)
     }
 
@@ -310,10 +310,11 @@ impl MeshLayer {
         names: &[&str],
         counters: Counters,
     ) -> Result<(Output, MeshSaved), EngineError> {
-        self.tokens.check_training()?;
+        self.sides.tokens.check_training()?;
         let mut run = self.call();
-        run.begin(Pass::Train, &self.forward, input, names, counters)?;
-        run.run(&self.forward, |side, rows| {
+        let forward = &self.passes.forward;
+        run.begin(Pass::Train, forward, input, names, counters)?;
+        run.run(forward, |side, rows| {
             let layer = side.layer;
             side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
         })?;
@@ -333,6 +334,7 @@ impl MeshLayer {
             tokens,
             experts,
             rows,
+            passes: Arc::clone(&self.passes),
             shared: shared.and_then(Side::into_saved).zip(neighbours),
         };
         Ok((output, saved))
@@ -360,12 +362,13 @@ impl MeshLayer {
             side.back(kept, accumulate)?;
             run.neighbours = Some(neighbours.clone());
         }
-        self.tokens.check_dy(saved.tokens(), dy)?;
+        let tokens = &self.sides.tokens;
+        tokens.check_dy(saved.tokens(), dy)?;
         let staged = run.tokens.named("dy").expect("training plans have dy");
-        self.tokens.device.upload(&dy.data, staged, 0)?;
+        tokens.device.upload(&dy.data, staged, 0)?;
         run.rows = Some(saved.rows.clone());
-        run.run(&self.backward, |_, _| Ok(()))?;
-        run.read(&self.tokens.input_gradients())
+        run.run(&saved.passes.backward, |_, _| Ok(()))?;
+        run.read(&tokens.input_gradients())
     }
 
     fn call(&self) -> Run<'_> {
@@ -374,12 +377,13 @@ impl MeshLayer {
             plan: &self.plan,
             label: &self.plan.tokens.spec.name,
             groups: self.mesh.groups(),
-            tokens: Side::new(&self.tokens),
-            experts: Side::new(&self.experts),
-            shared: self.shared.as_ref().map(Side::new),
+            tokens: Side::new(&self.sides.tokens),
+            experts: Side::new(&self.sides.experts),
+            shared: self.sides.shared.as_ref().map(Side::new),
             rows: None,
             neighbours: None,
             under_way: Vec::new(),
+            recorder: self.recorder.as_deref(),
         }
     }
 }

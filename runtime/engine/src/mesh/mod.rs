@@ -10,6 +10,7 @@ mod gpus;
 mod groups;
 mod layer;
 mod part;
+mod passes;
 mod ranks;
 mod reduce;
 mod rows;
@@ -17,6 +18,7 @@ mod run;
 mod shard;
 mod share;
 mod side;
+mod under_way;
 mod weights;
 
 pub use any::{AnyLayer, AnySaved};

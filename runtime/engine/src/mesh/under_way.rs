@@ -1,0 +1,119 @@
+//! Exchanges that are begun, and when they are waited for.
+
+use super::run::Run;
+use crate::error::EngineError;
+use crate::trace::{Activity, Lane};
+use moesaic_collectives::{Handle, Slice};
+use moesaic_plan::{Exchange, Side, TensorId};
+use std::ops::Range;
+use std::time::Instant;
+
+/// An exchange that was begun.
+pub(super) struct Started {
+    pub handle: Handle,
+    /// Of what this rank sends.
+    pub bytes: u64,
+}
+
+impl Started {
+    /// Of data of all ranks.
+    pub fn of(handle: Handle, data: &Slice) -> Started {
+        Started {
+            handle,
+            bytes: data.bytes() as u64,
+        }
+    }
+}
+
+/// Rows that an exchange writes.
+#[derive(Clone, Debug)]
+pub(super) struct Written {
+    pub side: Side,
+    pub tensor: TensorId,
+    /// Numbers of pieces of [`Rows`](super::rows::Rows).
+    pub pieces: Range<usize>,
+}
+
+impl Written {
+    /// Whether rows of any of these pieces are among them.
+    pub fn shares(&self, pieces: &Range<usize>) -> bool {
+        self.pieces.start < pieces.end && pieces.start < self.pieces.end
+    }
+}
+
+/// An exchange that is not waited for yet.
+pub(super) struct UnderWay {
+    handle: Handle,
+    writes: Option<Written>,
+    recorded: Option<(Activity, Instant)>,
+}
+
+impl Run<'_> {
+    /// Tells a recorder that an exchange begins, if there is one.
+    pub(super) fn begins(&self, exchange: &Exchange) -> Option<(Activity, Instant)> {
+        let recorder = self.recorder?;
+        let activity = Activity {
+            lane: Lane::Exchange,
+            name: exchange.name.clone(),
+            piece: exchange.piece,
+            bytes: 0,
+        };
+        recorder.begins(&activity);
+        Some((activity, Instant::now()))
+    }
+
+    /// Waits until launches that follow see the result, unless it is of a piece: then until
+    /// something needs it. What is in the stream's order is waited for when the pass has been
+    /// launched.
+    pub(super) fn keep(
+        &mut self,
+        exchange: &Exchange,
+        started: Started,
+        writes: Option<Written>,
+        recorded: Option<(Activity, Instant)>,
+    ) -> Result<(), EngineError> {
+        let Started { handle, bytes } = started;
+        let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
+        let later = handle.is_in_stream() || exchange.piece.is_some();
+        let under_way = UnderWay {
+            handle,
+            writes,
+            recorded,
+        };
+        match later {
+            true => self.under_way.push(under_way),
+            false => self.wait(under_way)?,
+        }
+        Ok(())
+    }
+
+    /// Waits for those that write what is needed; what is in the order of the device's stream
+    /// needs no waiting for.
+    pub(super) fn wait_for(
+        &mut self,
+        needed: impl Fn(&Written) -> bool,
+    ) -> Result<(), EngineError> {
+        let needed = |one: &UnderWay| {
+            !one.handle.is_in_stream() && one.writes.as_ref().is_some_and(&needed)
+        };
+        while let Some(at) = self.under_way.iter().position(needed) {
+            let one = self.under_way.remove(at);
+            self.wait(one)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all.
+    pub(super) fn finish_all(&mut self) -> Result<(), EngineError> {
+        let all = std::mem::take(&mut self.under_way);
+        all.into_iter().try_for_each(|one| self.wait(one))
+    }
+
+    fn wait(&self, one: UnderWay) -> Result<(), EngineError> {
+        let end = one.handle.wait_timed()?;
+        if let (Some(recorder), Some((activity, begin))) = (self.recorder, one.recorded) {
+            recorder.ended(&activity, begin, end);
+        }
+        Ok(())
+    }
+}
