@@ -12,7 +12,7 @@ use moesaic::reference;
 use moesaic::spec::*;
 use moesaic::tools::joined;
 use moesaic::{
-    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Tensor, Training,
+    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Strategy, Tensor, Training,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -128,9 +128,21 @@ pub fn layer_on(
 
 /// The bytes of `y` of all ranks, one after the other.
 pub fn evaluated(ranks: &impl Ranks, parallel: Parallel, case: &Case) -> Vec<u8> {
+    evaluated_by(ranks, parallel, case, Strategy::default())
+}
+
+/// The same by a strategy.
+pub fn evaluated_by(
+    ranks: &impl Ranks,
+    parallel: Parallel,
+    case: &Case,
+    strategy: Strategy,
+) -> Vec<u8> {
     let shares = shares(case.input.tokens, parallel.ranks());
     let ranks = ranks.each(parallel, |engine, mesh| {
-        let layer = layer_on(engine, mesh, case, None);
+        let mut layer = layer_on(engine, mesh, case, None);
+        let chosen = layer.set_strategy(strategy);
+        chosen.unwrap_or_else(|e| panic!("{strategy}: {e}"));
         let own = part(case, &shares[mesh.rank()]);
         let output = layer.forward(&own.input());
         let output = output.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
@@ -148,10 +160,24 @@ pub fn trained(
     names: &[&str],
     dy: &[f64],
 ) -> Results {
+    trained_by(ranks, parallel, case, training, (names, dy), Strategy::default())
+}
+
+/// The same by a strategy.
+pub fn trained_by(
+    ranks: &impl Ranks,
+    parallel: Parallel,
+    case: &Case,
+    training: Training,
+    (names, dy): (&[&str], &[f64]),
+    strategy: Strategy,
+) -> Results {
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
     let ranks = ranks.each(parallel, |engine, mesh| {
-        let layer = layer_on(engine, mesh, case, Some(training));
+        let mut layer = layer_on(engine, mesh, case, Some(training));
+        let chosen = layer.set_strategy(strategy);
+        chosen.unwrap_or_else(|e| panic!("{strategy}: {e}"));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
         let call = layer.forward_train(&own.input(), names, COUNTERS);
@@ -233,7 +259,7 @@ pub fn spec(text: &str) -> LayerSpec {
 }
 
 /// Layers that have what ranks have to do with.
-fn specs() -> Vec<LayerSpec> {
+pub fn specs() -> Vec<LayerSpec> {
     [
         "shape = { model_dim = 37, hidden_dim = 24, experts = 5, top_k = 2 }",
         "shape = { model_dim = 16, hidden_dim = 12, experts = 7, top_k = 3, output_dim = 9 }
@@ -285,6 +311,18 @@ pub fn compare_on(
     case: &Case,
     recompute: Recompute,
 ) {
+    compare_by(engine, ranks, parallel, case, recompute, Strategy::default());
+}
+
+/// The same by a strategy.
+pub fn compare_by(
+    engine: &Engine,
+    ranks: &impl Ranks,
+    parallel: Parallel,
+    case: &Case,
+    recompute: Recompute,
+    strategy: Strategy,
+) {
     let dy = case.dy(77);
     let losses = case.spec.losses.iter();
     let losses: Vec<String> = losses.map(|l| format!("loss.{}", l.kind.name())).collect();
@@ -292,7 +330,8 @@ pub fn compare_on(
     names.extend(losses.iter().map(String::as_str));
     let want = trained_alone(engine, case, &names, &dy);
     let training = Training { recompute };
-    let mut found = trained(ranks, parallel, case, training, &names, &dy);
+    let given = (names.as_slice(), dy.as_slice());
+    let mut found = trained_by(ranks, parallel, case, training, given, strategy);
     for loss in &losses {
         let parts = found.get_mut(loss).expect("every rank has its part");
         *parts = vec![parts.iter().sum()];
@@ -301,7 +340,7 @@ pub fn compare_on(
     let largest = all.fold(0.0, |most: f64, v| most.max(v.abs()));
     assert!(found.keys().eq(want.keys()), "{:?}", found.keys());
     for (name, want) in &want {
-        let what = format!("`{name}` on {parallel:?} of {}", case.describe());
+        let what = format!("`{name}` on {parallel:?} by {strategy} of {}", case.describe());
         if name == "y" && parallel.shards == 1 {
             assert!(found[name] == *want, "{what}");
         }

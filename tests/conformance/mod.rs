@@ -27,6 +27,7 @@ mod nodes;
 mod options;
 mod orders;
 mod pieces;
+mod pipelined;
 mod precision;
 mod quick;
 mod random;
