@@ -68,7 +68,10 @@ fn a_trace_has_the_launches_and_exchanges_of_every_rank() {
     let all = [(0, 0), (0, 1), (1, 0), (1, 1)];
     assert_eq!(lanes(&file("trace")), BTreeSet::from(all));
     let text = fs::read_to_string(file("trace")).unwrap();
-    assert!(text.contains("grouped_gemm_up") && text.contains("2 of 2"), "{text}");
+    assert!(
+        text.contains("grouped_gemm_up") && text.contains("2 of 2"),
+        "{text}"
+    );
 }
 
 #[test]

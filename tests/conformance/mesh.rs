@@ -160,7 +160,14 @@ pub fn trained(
     names: &[&str],
     dy: &[f64],
 ) -> Results {
-    trained_by(ranks, parallel, case, training, (names, dy), Strategy::default())
+    trained_by(
+        ranks,
+        parallel,
+        case,
+        training,
+        (names, dy),
+        Strategy::default(),
+    )
 }
 
 /// The same by a strategy.
@@ -311,7 +318,14 @@ pub fn compare_on(
     case: &Case,
     recompute: Recompute,
 ) {
-    compare_by(engine, ranks, parallel, case, recompute, Strategy::default());
+    compare_by(
+        engine,
+        ranks,
+        parallel,
+        case,
+        recompute,
+        Strategy::default(),
+    );
 }
 
 /// The same by a strategy.
@@ -340,7 +354,10 @@ pub fn compare_by(
     let largest = all.fold(0.0, |most: f64, v| most.max(v.abs()));
     assert!(found.keys().eq(want.keys()), "{:?}", found.keys());
     for (name, want) in &want {
-        let what = format!("`{name}` on {parallel:?} by {strategy} of {}", case.describe());
+        let what = format!(
+            "`{name}` on {parallel:?} by {strategy} of {}",
+            case.describe()
+        );
         if name == "y" && parallel.shards == 1 {
             assert!(found[name] == *want, "{what}");
         }

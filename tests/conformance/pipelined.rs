@@ -31,7 +31,11 @@ fn outputs_in_pieces_are_the_bytes_of_one_process() {
     for (seed, spec) in specs().iter().enumerate() {
         let case = Case::random(spec, 41, seed as u64);
         let whole = case.layer(&engine).forward(&case.input()).unwrap();
-        for (parallel, degree) in [(mesh(2, 1, 1), "2"), (mesh(3, 1, 1), "5"), (mesh(2, 1, 2), "4/2")] {
+        for (parallel, degree) in [
+            (mesh(2, 1, 1), "2"),
+            (mesh(3, 1, 1), "5"),
+            (mesh(2, 1, 2), "4/2"),
+        ] {
             let found = evaluated_by(&engine, parallel, &case, by(degree));
             let what = || format!("{parallel:?} in {degree}: {}", case.describe());
             assert!(found == *whole.y().data, "{}", what());
@@ -92,7 +96,14 @@ fn gradients_in_pieces_are_the_same_bytes_in_every_run() {
     let dy = case.dy(5);
     let run = || {
         let given = (["y"].as_slice(), dy.as_slice());
-        trained_by(&engine, mesh(2, 1, 1), &case, Training::default(), given, by("4/2"))
+        trained_by(
+            &engine,
+            mesh(2, 1, 1),
+            &case,
+            Training::default(),
+            given,
+            by("4/2"),
+        )
     };
     assert!(run() == run());
 }
@@ -122,7 +133,9 @@ fn learned(case: &Case, parallel: Parallel, degrees: &[&str]) -> Vec<(Place, Ten
         for step in 0..STEPS {
             let drawn = random.bits() as usize % degrees.len();
             layer.set_strategy(by(degrees[drawn])).unwrap();
-            let (_, saved) = layer.forward_train(&input.input(), &["y"], COUNTERS).unwrap();
+            let (_, saved) = layer
+                .forward_train(&input.input(), &["y"], COUNTERS)
+                .unwrap();
             // Backward goes as forward did, whatever is chosen since.
             layer.set_strategy(by("1")).unwrap();
             let width = case.spec.output_dim();
@@ -200,7 +213,9 @@ impl Recorder for Meeting {
             return self.trace.ended(activity, begin, end);
         }
         let came = self.came.lock().unwrap();
-        let waited = self.changed.wait_timeout_while(came, PATIENCE, |came| !*came);
+        let waited = self
+            .changed
+            .wait_timeout_while(came, PATIENCE, |came| !*came);
         drop(waited);
         self.trace.ended(activity, begin, Instant::now());
     }
@@ -307,7 +322,10 @@ fn the_second_piece_travels_while_the_first_is_multiplied() {
                 layer.record(Some(meeting.clone()));
                 let own = part(case, &shares(512, 2)[mesh.rank()]);
                 let y = layer.forward(&own.input()).unwrap().y().data.to_vec();
-                assert!(*meeting.came.lock().unwrap(), "nothing travels beside launches");
+                assert!(
+                    *meeting.came.lock().unwrap(),
+                    "nothing travels beside launches"
+                );
                 drop((layer, mesh));
                 world.finish(&Call::new("end")).unwrap();
                 (y, meeting)

@@ -104,9 +104,7 @@ impl Trace {
     /// exchanges as events that may overlap. Times are microseconds since 1970, so that those
     /// of several processes of a machine go together.
     pub fn events(&self, rank: usize) -> Vec<Value> {
-        let named = |what: &str, lane: usize, name: &str| {
-            json!({ "ph": "M", "name": what, "pid": rank, "tid": lane, "args": { "name": name } })
-        };
+        let named = |what: &str, lane: usize, name: &str| json!({ "ph": "M", "name": what, "pid": rank, "tid": lane, "args": { "name": name } });
         let mut events = vec![named("process_name", 0, &format!("rank {rank}"))];
         for lane in [Lane::Compute, Lane::Exchange] {
             events.push(named("thread_name", lane as usize, lane.name()));

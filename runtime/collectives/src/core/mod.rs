@@ -8,10 +8,10 @@ pub(crate) use shared::Shared;
 use crate::CollectiveError;
 use crate::engine::{Engine, Part};
 use crate::error::At;
+use crate::helper::{Bell, Helper};
 use crate::letter::{Body, INLINE_BYTES, Key, Kind, Letter, Pieces, Signature};
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
-use crate::helper::{Bell, Helper};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -101,12 +101,15 @@ impl Core {
 
     /// There is no helper any more, unless a new one has come meanwhile.
     pub fn forget_helper(&mut self) {
-        self.helper.take_if(|(helper, _)| helper.strong_count() == 0);
+        self.helper
+            .take_if(|(helper, _)| helper.strong_count() == 0);
     }
 
     /// The helper, if it lives.
     pub fn helper(&self) -> Option<Arc<Helper>> {
-        self.helper.as_ref().and_then(|(helper, _)| helper.upgrade())
+        self.helper
+            .as_ref()
+            .and_then(|(helper, _)| helper.upgrade())
     }
 
     /// Whether anything is under way.

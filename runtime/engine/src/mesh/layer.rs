@@ -2,8 +2,8 @@
 
 use super::groups::Mesh;
 use super::part::Around;
-use super::rows::{Neighbours, Rows};
 use super::passes::{Passes, Sides};
+use super::rows::{Neighbours, Rows};
 use super::run::{Run, Segment};
 use super::shard::Shard;
 use super::side::Side;
@@ -16,9 +16,7 @@ use crate::texts::Texts;
 use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{
-    LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
-};
+use moesaic_plan::{LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
 use std::sync::Arc;

@@ -346,7 +346,10 @@ mod tests {
             };
             let whole = group(mesh, &some_counts(mesh.group(), experts));
             for (pieces, of) in [(1, 1), (2, 2), (4, 2), (6, 3), (5, 1)] {
-                let all: Vec<Rows> = whole.iter().map(|rows| rows.clone().in_pieces(pieces)).collect();
+                let all: Vec<Rows> = whole
+                    .iter()
+                    .map(|rows| rows.clone().in_pieces(pieces))
+                    .collect();
                 let mut taken: Vec<Vec<usize>> = vec![Vec::new(); all.len()];
                 for number in 0..of {
                     let units = all[0].numbers(Some(plan::Piece { number, of }));
@@ -374,7 +377,8 @@ mod tests {
                     taken.dedup();
                     assert_eq!(taken.len(), rows.arriving());
                     assert!(rows.room() < rows.arriving() + pieces * ALIGN);
-                    let sizes = (0..pieces).map(|piece| *rows.expert_offsets(piece).last().unwrap());
+                    let sizes =
+                        (0..pieces).map(|piece| *rows.expert_offsets(piece).last().unwrap());
                     assert_eq!(sizes.sum::<i64>() as usize, rows.arriving());
                 }
             }
@@ -396,9 +400,15 @@ mod tests {
             };
             for a in 0..mesh.group() {
                 for b in 0..mesh.group() {
-                    let (to, from) = (sizes(all[a].sent(&(0..1)), b), sizes(all[b].arrived(&(0..1)), a));
+                    let (to, from) = (
+                        sizes(all[a].sent(&(0..1)), b),
+                        sizes(all[b].arrived(&(0..1)), a),
+                    );
                     assert_eq!(to, from);
-                    let (to, from) = (sizes(all[b].answers(&(0..1)), a), sizes(all[a].answered(&(0..1)), b));
+                    let (to, from) = (
+                        sizes(all[b].answers(&(0..1)), a),
+                        sizes(all[a].answered(&(0..1)), b),
+                    );
                     assert_eq!(to, from);
                 }
             }

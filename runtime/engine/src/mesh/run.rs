@@ -464,7 +464,12 @@ impl Run<'_> {
     }
 
     /// Weights of the experts of all groups; those of the first slices count.
-    fn gather(&mut self, from: TensorId, to: TensorId, call: &Call) -> Result<Started, EngineError> {
+    fn gather(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<Started, EngineError> {
         let (mesh, place) = (self.mesh.parallel(), self.mesh.place());
         let experts = self.plan.tokens.spec.shape.experts;
         let own = self.plan.own_experts().len();

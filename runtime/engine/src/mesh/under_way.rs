@@ -93,9 +93,8 @@ impl Run<'_> {
         &mut self,
         needed: impl Fn(&Written) -> bool,
     ) -> Result<(), EngineError> {
-        let needed = |one: &UnderWay| {
-            !one.handle.is_in_stream() && one.writes.as_ref().is_some_and(&needed)
-        };
+        let needed =
+            |one: &UnderWay| !one.handle.is_in_stream() && one.writes.as_ref().is_some_and(&needed);
         while let Some(at) = self.under_way.iter().position(needed) {
             let one = self.under_way.remove(at);
             self.wait(one)?;
