@@ -2,9 +2,9 @@
 
 use super::groups::Mesh;
 use super::part::Around;
-use super::passes::{Passes, Sides};
+use super::passes::{Passes, Segment, Sides};
 use super::rows::{Neighbours, Rows};
-use super::run::{Run, Segment};
+use super::run::Run;
 use super::shard::Shard;
 use super::side::Side;
 use crate::call::{Counters, Input, Output};

@@ -1,6 +1,7 @@
 //! A pass of one rank: launches of all sides, and exchanges between ranks.
 
 use super::groups::{Groups, Mesh};
+use super::passes::{SLICED, Segment, pieces};
 use super::ranks::Among;
 use super::rows::{Neighbours, Piece, Rows};
 use super::side::{Part, Side};
@@ -11,57 +12,10 @@ use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Algorithm, Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
-use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
+use moesaic_plan::{self as plan, Exchange, RankPlan, TensorId, Way};
 use moesaic_target::Buffer;
-use std::collections::HashMap;
 use std::sync::{Arc, MutexGuard};
-
-/// Steps of a pass, launches bound.
-pub(super) enum Segment {
-    /// Of a side, for all rows or for a piece of them.
-    Launches(plan::Side, Arc<Bound>, Option<plan::Piece>),
-    Exchange(Exchange),
-}
-
-/// The steps of a pass, launches of a side that follow each other together. The same
-/// launches for several pieces are bound once.
-pub(super) fn segments(
-    steps: &[RankStep],
-    bind: impl Fn(plan::Side, &[usize]) -> Result<Bound, EngineError>,
-) -> Result<Vec<Segment>, EngineError> {
-    let whose = |step: &RankStep| match step {
-        RankStep::Launch { side, piece, .. } => Some((*side, *piece)),
-        RankStep::Exchange(_) => None,
-    };
-    let together = |a: &RankStep, b: &RankStep| whose(a).is_some() && whose(a) == whose(b);
-    let mut known: HashMap<(plan::Side, Vec<usize>), Arc<Bound>> = HashMap::new();
-    let parts = steps.chunk_by(together).map(|part| match &part[0] {
-        RankStep::Exchange(exchange) => Ok(Segment::Exchange(exchange.clone())),
-        RankStep::Launch { side, piece, .. } => {
-            let numbers = part.iter().filter_map(|step| match step {
-                RankStep::Launch { step, .. } => Some(*step),
-                RankStep::Exchange(_) => None,
-            });
-            let numbers: Vec<usize> = numbers.collect();
-            let bound = match known.get(&(*side, numbers.clone())) {
-                Some(bound) => Arc::clone(bound),
-                None => Arc::new(bind(*side, &numbers)?),
-            };
-            known.insert((*side, numbers), Arc::clone(&bound));
-            Ok(Segment::Launches(*side, bound, *piece))
-        }
-    });
-    parts.collect()
-}
-
-/// For how many pieces the experts' products are launched.
-fn pieces(segments: &[Segment]) -> usize {
-    let of = |segment: &Segment| match segment {
-        Segment::Launches(plan::Side::Experts, _, piece) => piece.map(|piece| piece.of),
-        _ => None,
-    };
-    segments.iter().find_map(of).unwrap_or(1)
-}
+use std::time::Instant;
 
 /// What every rank has in a call.
 #[derive(Clone, Copy, Debug)]
@@ -147,14 +101,19 @@ impl Run<'_> {
             match segment {
                 Segment::Launches(side, bound, piece) => self.launch(*side, bound, *piece)?,
                 Segment::Exchange(exchange) => match exchange.way {
+                    Way::Tokens => {} // when the call began
                     Way::Counts => {
+                        let recorded = self.begins(exchange);
                         let rows = self.count()?.in_pieces(pieces);
+                        self.ended(recorded, Instant::now());
                         arrive(&mut self.experts, rows.room())?;
                         self.lay_out(&rows)?;
                         self.rows = Some(rows);
                     }
                     Way::Neighbours => {
+                        let recorded = self.begins(exchange);
                         let neighbours = self.count_neighbours(exchange)?;
+                        self.ended(recorded, Instant::now());
                         let shared = self.shared.as_mut().expect(SLICED);
                         arrive(shared, neighbours.tokens())?;
                         self.neighbours = Some(neighbours);
@@ -212,7 +171,10 @@ impl Run<'_> {
         }
         let recorded = self.begins(exchange);
         match self.start(exchange)? {
-            None => Ok(()),
+            None => {
+                self.ended(recorded, Instant::now());
+                Ok(())
+            }
             Some(started) => self.keep(exchange, started, written, recorded),
         }
     }
@@ -239,7 +201,7 @@ impl Run<'_> {
             Some(piece) => self.call(&format!("{}, piece {piece},", exchange.name)),
         };
         let started = match exchange.way {
-            // Done when the call begins, or before rows go.
+            // Done when the call begins, or by [`Run::run`].
             Way::Tokens | Way::Counts | Way::Neighbours => return Ok(None),
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
@@ -488,9 +450,6 @@ impl Run<'_> {
         self.send(Among::Group, &sends, &receives, call)
     }
 }
-
-/// Why there is a side of shared experts.
-pub(super) const SLICED: &str = "steps of shared experts are of ranks with slices of them";
 
 /// As collectives call it.
 pub(super) fn element(dtype: DType) -> Element {

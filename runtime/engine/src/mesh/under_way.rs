@@ -41,16 +41,19 @@ impl Written {
     }
 }
 
+/// What a recorder was told when an exchange began, if there is one.
+pub(super) type Recording = Option<(Activity, Instant)>;
+
 /// An exchange that is not waited for yet.
 pub(super) struct UnderWay {
     handle: Handle,
     writes: Option<Written>,
-    recorded: Option<(Activity, Instant)>,
+    recorded: Recording,
 }
 
 impl Run<'_> {
     /// Tells a recorder that an exchange begins, if there is one.
-    pub(super) fn begins(&self, exchange: &Exchange) -> Option<(Activity, Instant)> {
+    pub(super) fn begins(&self, exchange: &Exchange) -> Recording {
         let recorder = self.recorder?;
         let activity = Activity {
             lane: Lane::Exchange,
@@ -70,7 +73,7 @@ impl Run<'_> {
         exchange: &Exchange,
         started: Started,
         writes: Option<Written>,
-        recorded: Option<(Activity, Instant)>,
+        recorded: Recording,
     ) -> Result<(), EngineError> {
         let Started { handle, bytes } = started;
         let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
@@ -110,9 +113,14 @@ impl Run<'_> {
 
     fn wait(&self, one: UnderWay) -> Result<(), EngineError> {
         let end = one.handle.wait_timed()?;
-        if let (Some(recorder), Some((activity, begin))) = (self.recorder, one.recorded) {
+        self.ended(one.recorded, end);
+        Ok(())
+    }
+
+    /// Tells the recorder that an exchange has ended.
+    pub(super) fn ended(&self, recorded: Recording, end: Instant) {
+        if let (Some(recorder), Some((activity, begin))) = (self.recorder, recorded) {
             recorder.ended(&activity, begin, end);
         }
-        Ok(())
     }
 }
