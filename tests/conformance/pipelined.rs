@@ -197,7 +197,7 @@ struct Meeting {
 }
 
 /// Longer than anything takes on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(20);
 
 impl Recorder for Meeting {
     fn begins(&self, activity: &Activity) {
