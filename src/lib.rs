@@ -34,6 +34,7 @@
 //! | load a checkpoint | [`weights`] |
 //! | train | [`Training`], [`Counters`], [`train`] |
 //! | spread experts over ranks | [`Mesh`], [`MeshLayer`], [`Parallel`], [`collectives`] |
+//! | let ranks choose how they exchange rows | [`Strategy`], [`tune`] |
 //! | bring experts of your own | [`UserExpert`], [`MultiGate`] |
 //! | compile before it runs | [`precompile`], [`Store`], [`Compilers`] |
 //!
@@ -74,6 +75,8 @@ pub use moesaic_reference as reference;
 pub use moesaic_spec as spec;
 #[doc(inline)]
 pub use moesaic_train as train;
+#[doc(inline)]
+pub use moesaic_tune as tune;
 #[doc(inline)]
 pub use moesaic_typed as typed;
 #[doc(inline)]

@@ -143,6 +143,7 @@ const ENGINE: &[&str] = &[
     "error",
     "parallel",
     "statistics",
+    "trace",
     "call",
     "memory",
     "launch",

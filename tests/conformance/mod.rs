@@ -5,6 +5,7 @@
 //! the device computed them, so a difference names the kernel that made it,
 //! and routing, counts and locations can be compared exactly.
 
+mod adaptive;
 mod addresses;
 mod batch;
 mod caches;
@@ -29,6 +30,7 @@ mod nodes;
 mod options;
 mod orders;
 mod pieces;
+mod pipelined;
 mod precision;
 mod quick;
 mod random;

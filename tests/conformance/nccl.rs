@@ -6,7 +6,7 @@
 mod nccl_fake;
 
 use super::case::Case;
-use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
+use super::mesh::{Grid, Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
 use super::mesh_ways::at_ways;
 use moesaic::collectives::{Call, Collectives};
 use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
@@ -69,6 +69,21 @@ fn layers_over_nccl_are_those_over_threads() {
         );
         assert!(found == want, "{parallel:?}");
         compare_on(&engine, &gpus, parallel, &case, Recompute::None);
+    }
+}
+
+/// In the order of the one stream, which is right; nothing overlaps.
+#[test]
+fn pieces_go_over_nccl_too() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
+         experts = { bias = true }";
+    let case = Case::random(&spec(text), 41, 2);
+    for (parallel, degree) in [(mesh(2, 1, 1), "degree=4/2"), (mesh(1, 2, 1), "degree=2")] {
+        let gpus = Gpus(Lab::new());
+        let strategy = degree.parse().unwrap();
+        let grid = Grid { parallel, strategy };
+        compare_on(&engine, &gpus, grid, &case, Recompute::None);
     }
 }
 

@@ -29,6 +29,7 @@ pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use mesh::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
 pub use mesh::{MeshError, Parallel, Place, SharedExperts};
+pub use mesh::{Piece, PieceTimes, Span, best_degree, timeline};
 pub use mesh::{Strip, Ways, WaysCost, WaysLoad};
 pub use mesh::{experts_of, plan_rank, plan_ways, slices_of_shared};
 pub use ops::*;

@@ -2,13 +2,14 @@
 
 use crate::call::{StepTime, input_error, shape_for};
 use crate::error::EngineError;
-use crate::launch::{Bound, Modules, Scalars};
+use crate::launch::{Bound, Modules, Scalars, Watch};
 use crate::memory::{
     Addresses, Buffers, Kept, Workspace, Workspaces, needed, outlives_calls, passing_tensors,
 };
 use crate::pass::{Pass, Ports, passing, tensors};
 use crate::place::{Packing, TABLE, checked_table, placed};
-use moesaic_plan::{LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
+use crate::trace::Recorder;
+use moesaic_plan::{LayerPlan, Piece, Role, Step, TensorId, TensorPlan, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
@@ -43,6 +44,8 @@ pub struct Layer {
     pub(crate) gradients: OnceLock<Buffers>,
     /// Sets of kept tensors that no [`crate::Saved`] holds now.
     pub(crate) idle: Arc<Mutex<Vec<Kept>>>,
+    /// Who is told of launches.
+    recorder: Option<Arc<dyn Recorder>>,
 }
 
 impl Layer {
@@ -104,6 +107,7 @@ impl Layer {
             workspaces: Mutex::default(),
             gradients: OnceLock::new(),
             idle: Arc::default(),
+            recorder: None,
         })
     }
 
@@ -166,10 +170,33 @@ impl Layer {
         addresses: &Addresses,
         times: Option<&mut Vec<StepTime>>,
     ) -> Result<(), EngineError> {
+        self.run_piece(steps, scalars, addresses, times, None)
+    }
+
+    /// The same of some of the rows, which traces name.
+    pub(crate) fn run_piece(
+        &self,
+        steps: &Bound,
+        scalars: &Scalars,
+        addresses: &Addresses,
+        times: Option<&mut Vec<StepTime>>,
+        piece: Option<Piece>,
+    ) -> Result<(), EngineError> {
+        let watch = self.recorder.as_deref().map(|recorder| Watch {
+            recorder,
+            tilings: &self.tilings,
+            piece,
+        });
         // Forward and backward of a call have one tiling: one lists row tiles, and
         // the other walks them.
         let index = self.tilings.index(scalars.tokens());
-        steps.run(index, &*self.device, scalars, addresses, times)
+        steps.run(index, &*self.device, scalars, addresses, times, watch)
+    }
+
+    /// Tells a recorder of every launch from now on, or nobody. On a GPU each launch is then
+    /// waited for: times are right, and what would have run side by side does not.
+    pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
+        self.recorder = recorder;
     }
 
     /// Replaces a weight, when no call is under way. What was launched before sees

@@ -141,7 +141,7 @@ impl<'r> Run<'r> {
 
     fn step(&mut self, travel: &Travel, sides: &Sides, step: &RankStep) {
         match step {
-            RankStep::Launch { side, step } => {
+            RankStep::Launch { side, step, .. } => {
                 let all = travel.machine.compute.multiprocessors as f64;
                 for at in 0..self.ranks.len() {
                     let cost = cost(travel, sides, &self.ranks[at], (*side, *step), 1.0, all);
@@ -185,7 +185,7 @@ impl<'r> Run<'r> {
         let (mut there, mut launches, mut back) = (Vec::new(), Vec::new(), Vec::new());
         for step in steps {
             match step {
-                RankStep::Launch { side, step } => launches.push((*side, *step)),
+                RankStep::Launch { side, step, .. } => launches.push((*side, *step)),
                 RankStep::Exchange(exchange) => match exchange.way {
                     Way::ToExperts { .. } => there.push(exchange),
                     _ => back.push(exchange),

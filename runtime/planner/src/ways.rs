@@ -110,6 +110,8 @@ impl Travel<'_> {
                 self.each(rank, group, self.mesh.shards, experts[from].bytes(0) as f64)
             }
             Way::Gather { .. } => Taken::default(),
+            // [`Travel::weights`] has them for all weights at once.
+            Way::GatherWeight { .. } | Way::ScatterGradient { .. } => Taken::default(),
         }
     }
 

@@ -210,6 +210,15 @@ impl LayerPlan {
 }
 
 impl TensorPlan {
+    /// Whether it has a row for each token and nothing else, so that the rows of some tokens
+    /// are a tensor of a call with these tokens alone.
+    pub fn is_by_token(&self) -> bool {
+        let mut sizes = self.shape.iter();
+        let counts = |size: &Size| [0, 1, 63, 1000, 1 << 20].iter().all(|&n| size.eval(n) == n);
+        let constant = |size: &Size| size.eval(0) == size.eval(1 << 20);
+        sizes.next().is_some_and(counts) && sizes.all(constant)
+    }
+
     /// Elements for a token count.
     pub fn elements(&self, tokens: u64) -> u64 {
         self.shape

@@ -28,9 +28,13 @@ impl RankPlan {
         let experts = self.tokens.spec.shape.experts as u64;
         let row = |side, id| self.row_bytes(side, id) as u64;
         let owned = |rank: usize| self.owned(rank) as u64;
+        let of_piece = |rows: u64| match exchange.piece {
+            None => rows,
+            Some(piece) => piece.rows(rows as usize).len() as u64,
+        };
         // Rows between this rank and the experts of another, and the other way.
-        let to = |rank: usize| rows * owned(rank) / experts;
-        let from = |_: usize| rows * self.experts_here().len() as u64 / experts;
+        let to = |rank: usize| of_piece(rows * owned(rank) / experts);
+        let from = |_: usize| of_piece(rows * self.experts_here().len() as u64 / experts);
         let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();

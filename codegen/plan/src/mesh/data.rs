@@ -1,6 +1,6 @@
 //! What one rank does, as data.
 
-use super::{Parallel, Place};
+use super::{Parallel, Piece, Place};
 use crate::{LayerPlan, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
@@ -56,6 +56,9 @@ pub enum RankStep {
         side: Side,
         /// Which.
         step: usize,
+        /// For which rows, where they come in pieces.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        piece: Option<Piece>,
     },
     /// Something that all ranks do together.
     Exchange(Exchange),
@@ -69,6 +72,9 @@ pub struct Exchange {
     /// What goes where.
     #[serde(flatten)]
     pub way: Way,
+    /// Which rows, where they travel in pieces.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub piece: Option<Piece>,
 }
 
 /// What goes where. Tensors are of the side that the name says.
@@ -183,7 +189,7 @@ impl RankPlan {
     pub fn routing_of(&self, steps: &[RankStep], of: &[Step]) -> Vec<RankStep> {
         let scanned = self.tokens.routing_of(of).len();
         let decides = |step: &&RankStep| match step {
-            RankStep::Launch { side, step } => *side == Side::Tokens && *step < scanned,
+            RankStep::Launch { side, step, .. } => *side == Side::Tokens && *step < scanned,
             RankStep::Exchange(Exchange { way, .. }) => {
                 matches!(way, Way::Tokens | Way::Most { .. })
             }

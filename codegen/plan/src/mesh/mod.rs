@@ -31,6 +31,8 @@ mod bytes;
 mod cost;
 mod data;
 mod parallel;
+mod pieces;
+mod schedule;
 mod steps;
 mod strategy;
 mod text;
@@ -40,6 +42,8 @@ pub use bytes::Sent;
 pub use cost::{WaysCost, WaysLoad};
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
+pub use pieces::Piece;
+pub use schedule::{PieceTimes, Span, best_degree, timeline};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use ways::{Strip, Ways};
 

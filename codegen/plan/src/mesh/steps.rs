@@ -170,13 +170,15 @@ fn counted_capacity(spec: &LayerSpec) -> bool {
 }
 
 fn launch(list: &mut Vec<RankStep>, side: Side, steps: Range<usize>) {
-    list.extend(steps.map(|step| RankStep::Launch { side, step }));
+    let piece = None;
+    list.extend(steps.map(|step| RankStep::Launch { side, step, piece }));
 }
 
 fn exchange(name: &str, way: Way) -> RankStep {
     RankStep::Exchange(Exchange {
         name: name.to_string(),
         way,
+        piece: None,
     })
 }
 

@@ -58,6 +58,18 @@ impl<T: Copy> Both<T> {
     }
 }
 
+impl Both<usize> {
+    /// The number of pieces of which both a piece in forward and one in backward consist:
+    /// their least common multiple.
+    pub fn common(self) -> usize {
+        let (mut a, mut b) = (self.forward, self.backward);
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        self.forward / a.max(1) * self.backward
+    }
+}
+
 /// How rows go from rank to rank. What arrives is the same, but for sums of
 /// [`Route::Once`].
 #[derive(
@@ -266,6 +278,19 @@ pub enum StrategyError {
         /// How ranks lie.
         reason: String,
     },
+    /// Pieces of forward and of backward that do not fit each other.
+    #[error(
+        "{forward} pieces in forward and {backward} in backward are {pieces} pieces that both are \
+         made of, and there may be {MOST_PIECES}; choose two of which one divides the other"
+    )]
+    Degrees {
+        /// As asked for.
+        forward: usize,
+        /// As asked for.
+        backward: usize,
+        /// Their least common multiple.
+        pieces: usize,
+    },
     /// Not built.
     #[error("`{0}` is not there yet")]
     NotYet(String),
@@ -291,6 +316,15 @@ impl Strategy {
         if let Some(&degree) = wrong {
             return Err(StrategyError::Degree { degree });
         }
+        let Both { forward, backward } = self.degree;
+        let pieces = self.degree.common();
+        if pieces > MOST_PIECES {
+            return Err(StrategyError::Degrees {
+                forward,
+                backward,
+                pieces,
+            });
+        }
         self.check_built(mesh)
     }
 
@@ -304,7 +338,9 @@ impl Strategy {
                 self.ways(mesh),
                 self.route
             )),
-            _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
+            _ if self.degree != default.degree && self.route != default.route => {
+                not_yet(format!("degree={} with route={}", self.degree, self.route))
+            }
             _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
             _ => Ok(()),
         }
@@ -353,6 +389,12 @@ mod tests {
             Err(StrategyError::Ways { ways: 3, shards: 4 })
         );
         assert_eq!(check("degree=0"), Err(StrategyError::Degree { degree: 0 }));
+        let error = check("degree=9/8").unwrap_err().to_string();
+        assert!(
+            error.contains("are 72 pieces that both are made of"),
+            "{error}"
+        );
+        assert_eq!(check("degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
     }

@@ -20,13 +20,15 @@ impl RankPlan {
             }
             let _ = writeln!(text, "{name}");
             for step in steps {
-                let line = match step {
-                    RankStep::Launch { side, step } => {
-                        self.launch(*side, &launched(self.side(*side))[*step])
+                let (line, piece) = match step {
+                    RankStep::Launch { side, step, piece } => {
+                        let launched = &launched(self.side(*side))[*step];
+                        (self.launch(*side, launched), piece)
                     }
-                    RankStep::Exchange(exchange) => self.exchange(exchange),
+                    RankStep::Exchange(exchange) => (self.exchange(exchange), &exchange.piece),
                 };
-                let _ = writeln!(text, "  {line}");
+                let piece = piece.map_or(String::new(), |piece| format!(", piece {piece}"));
+                let _ = writeln!(text, "  {line}{piece}");
             }
         }
         text

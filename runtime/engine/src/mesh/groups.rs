@@ -3,7 +3,7 @@
 use super::lent::Spare;
 use crate::error::EngineError;
 use moesaic_collectives::topology::host_name;
-use moesaic_collectives::{Call, Collectives, Element, Slice, Topology, Transfer};
+use moesaic_collectives::{Call, Collectives, Element, Helper, Slice, Topology, Transfer};
 use moesaic_plan::{Parallel, Place, PlanError, Ways};
 use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
@@ -24,6 +24,9 @@ pub struct Mesh {
 
 /// Each is called by all of its ranks, in the same order.
 pub(super) struct Groups {
+    /// What makes exchanges go on while this rank computes, once it is wanted. It ends before
+    /// the groups.
+    pub helper: Option<Arc<Helper>>,
     /// Everybody.
     pub world: Box<dyn Collectives>,
     /// Those that hold all experts once: rows are exchanged among them.
@@ -103,6 +106,13 @@ impl Groups {
         self.by_ways.insert(by.count(), groups);
         Ok(())
     }
+
+    /// From now on exchanges go on while this rank computes, where ranks have no streams.
+    pub fn help(&mut self) {
+        if self.helper.is_none() {
+            self.helper = self.rows.helper();
+        }
+    }
 }
 
 impl Mesh {
@@ -144,6 +154,7 @@ impl Mesh {
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
         let groups = Groups {
+            helper: None,
             world: group("world", 0)?,
             rows: group("rows", dp)?,
             slices: group("slices", dp * parallel.ep + ep)?,

@@ -2,9 +2,10 @@
 
 use super::groups::Mesh;
 use super::part::Around;
+use super::passes::{Passes, Segment};
 use super::route::Course;
 use super::rows::{Neighbours, Rows};
-use super::run::{Run, Segment};
+use super::run::Run;
 use super::shard::Shard;
 use super::side::Side;
 use super::view::{Sides, View};
@@ -14,13 +15,15 @@ use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
 use crate::pass::Pass;
 use crate::texts::Texts;
+use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
+use moesaic_plan::{Both, Role, StrategyError, Ways, plan_ways};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
-use moesaic_plan::{Role, StrategyError, Ways, plan_ways};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// A rank's part of a layer: its own tokens, its own experts, and where shared experts are
 /// sliced its slices of them.
@@ -42,12 +45,15 @@ pub struct MeshLayer {
     strategy: Strategy,
     /// What the route of the strategy is on these nodes.
     course: Course,
+    /// Who is told of exchanges.
+    recorder: Option<Arc<dyn Recorder>>,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
 pub struct MeshSaved {
-    /// Of the pass.
+    /// Backward goes as forward did.
     ways: usize,
+    passes: Arc<Passes>,
     tokens: Saved,
     experts: Saved,
     rows: Rows,
@@ -141,6 +147,7 @@ impl Engine {
             views: BTreeMap::from([(ways, view)]),
             strategy: Strategy::default(),
             course: Course::Straight,
+            recorder: None,
         })
     }
 
@@ -187,7 +194,8 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
 }
 
 impl MeshLayer {
-    /// What this rank does, as the strategy is now.
+    /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
+    /// its degree is what it does.
     pub fn plan(&self) -> &RankPlan {
         &self.view().plan
     }
@@ -223,8 +231,22 @@ impl MeshLayer {
         if !self.views.contains_key(&by.count()) {
             self.add(by)?;
         }
+        self.take_pieces(by.count(), strategy.degree)?;
         self.course = course;
         self.strategy = strategy;
+        Ok(())
+    }
+
+    /// Binds the passes of a number of ways for rows in so many pieces.
+    fn take_pieces(&mut self, ways: usize, degree: Both<usize>) -> Result<(), EngineError> {
+        let held = Sides {
+            tokens: &self.tokens,
+            experts: &self.experts,
+            shared: self.shared.as_ref(),
+        };
+        if let Some(view) = self.views.get_mut(&ways) {
+            view.take_pieces(held, degree)?;
+        }
         Ok(())
     }
 
@@ -244,10 +266,24 @@ impl MeshLayer {
             .engine
             .plan_of(&self.mesh, spec, training, by.count())?;
         check_same(&self.mesh, &plan, training)?;
-        let view = View::beside(&self.engine, plan, self.held())?;
+        let mut view = View::beside(&self.engine, plan, self.held())?;
+        view.record(self.recorder.as_ref());
         self.mesh.groups().add(by)?;
         self.views.insert(by.count(), view);
         Ok(())
+    }
+
+    /// Tells a recorder of every launch and exchange from now on, or nobody; see
+    /// [`Layer::record`].
+    pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
+        let held = [&mut self.tokens, &mut self.experts];
+        for side in held.into_iter().chain(&mut self.shared) {
+            side.record(recorder.clone());
+        }
+        for view in self.views.values_mut() {
+            view.record(recorder.as_ref());
+        }
+        self.recorder = recorder;
     }
 
     fn view(&self) -> &View {
@@ -306,9 +342,10 @@ impl MeshLayer {
         let view = self.view();
         let mut run = self.call(view);
         let counters = Counters::default();
-        run.begin(Pass::Evaluate, &view.evaluation, input, names, counters)?;
+        let evaluation = &view.passes.evaluation;
+        run.begin(Pass::Evaluate, evaluation, input, names, counters)?;
         run.lend(false)?;
-        run.run(&view.evaluation, |side, rows| {
+        run.run(evaluation, |side, rows| {
             let layer = side.layer;
             side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
         })?;
@@ -377,9 +414,10 @@ impl MeshLayer {
         self.tokens.check_training()?;
         let view = self.view();
         let mut run = self.call(view);
-        run.begin(Pass::Train, &view.forward, input, names, counters)?;
+        let forward = &view.passes.forward;
+        run.begin(Pass::Train, forward, input, names, counters)?;
         run.lend(false)?;
-        run.run(&view.forward, |side, rows| {
+        run.run(forward, |side, rows| {
             let layer = side.layer;
             side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
         })?;
@@ -397,6 +435,7 @@ impl MeshLayer {
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
         let saved = MeshSaved {
             ways: view.plan.ways,
+            passes: Arc::clone(&view.passes),
             tokens,
             experts,
             rows,
@@ -439,7 +478,7 @@ impl MeshLayer {
         let staged = run.tokens.named("dy").expect("training plans have dy");
         self.tokens.device.upload(&dy.data, staged, 0)?;
         run.rows = Some(saved.rows.clone());
-        run.run(&view.backward, |_, _| Ok(()))?;
+        run.run(&saved.passes.backward, |_, _| Ok(()))?;
         run.read(&self.tokens.input_gradients())
     }
 
@@ -458,6 +497,7 @@ impl MeshLayer {
             rows: None,
             neighbours: None,
             under_way: Vec::new(),
+            recorder: self.recorder.as_deref(),
         }
     }
 }

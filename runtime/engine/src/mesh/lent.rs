@@ -3,6 +3,7 @@
 
 use super::groups::Between;
 use super::run::{Run, element};
+use super::under_way::Started;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
@@ -125,7 +126,8 @@ impl Run<'_> {
             receives.extend(rows(strip, to, strip.owner, spread(strip))?);
         }
         let block = Between::Block(self.plan.ways);
-        self.send(block, &sends, &receives, call)
+        let exchange = self.send(block, &sends, &receives, call)?;
+        self.complete(exchange)
     }
 
     fn gather_pieces(
@@ -154,7 +156,8 @@ impl Run<'_> {
             first += strip.elements();
         }
         let block = Between::Block(self.plan.ways);
-        self.send(block, &sends, &receives, call)?;
+        let exchange = self.send(block, &sends, &receives, call)?;
+        self.complete(exchange)?;
         let mut first = 0;
         for strip in strips {
             let (from, at) = match strip.owner == me {
@@ -200,7 +203,7 @@ impl Run<'_> {
         let output = Slice::new(own, Element::F32, 0, counts[me])?;
         let block = self.groups.between(Between::Block(self.plan.ways));
         let sum = block.reduce_scatter_by_counts(&input, &counts, &output, Reduction::Sum, call)?;
-        self.finish(sum)?;
+        self.complete(Started::of(sum, &input))?;
         self.groups.spare.give(pieces);
         Ok(())
     }

@@ -11,6 +11,7 @@ mod groups;
 mod layer;
 mod lent;
 mod part;
+mod passes;
 mod ranks;
 mod reduce;
 mod route;
@@ -19,6 +20,7 @@ mod run;
 mod shard;
 mod share;
 mod side;
+mod under_way;
 mod view;
 mod weights;
 

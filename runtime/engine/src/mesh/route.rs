@@ -138,7 +138,7 @@ impl Rows {
             return Ok(());
         };
         let (node, place) = shape.split(group.rank());
-        let sent = self.sent();
+        let sent = self.sent(&self.numbers(None));
         let numbers = |other: usize| {
             let there = sent
                 .iter()

@@ -3,9 +3,9 @@
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
 use crate::layer::{Layer, Turn};
-use crate::memory::Buffers;
+use crate::memory::{Addresses, Buffers};
 use crate::training::Saved;
-use moesaic_plan::TensorId;
+use moesaic_plan::{Piece, TensorId};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
@@ -17,6 +17,20 @@ pub(super) struct Side<'l> {
     scalars: Option<Scalars>,
     /// What the call has of the layer's weights and gradients, where it holds none itself.
     pub lent: Buffers,
+    /// Room for the addresses of some of the rows.
+    piece: Addresses,
+    /// Whether gradients of weights of some of the rows are there.
+    begun: bool,
+}
+
+/// Rows that are next to each other, of a piece.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub piece: Piece,
+    /// The first row.
+    pub first: usize,
+    /// How many.
+    pub rows: usize,
 }
 
 /// What a call keeps for backward, or has from forward.
@@ -34,6 +48,8 @@ impl<'l> Side<'l> {
             kept: Kept::Nothing,
             scalars: None,
             lent: Buffers::default(),
+            piece: Addresses::default(),
+            begun: false,
         }
     }
 
@@ -87,6 +103,25 @@ impl<'l> Side<'l> {
     pub fn run(&self, steps: &Bound) -> Result<(), EngineError> {
         let addresses = &self.workspaces.addresses;
         self.layer.run(steps, self.scalars(), addresses, None)
+    }
+
+    /// The same for some of the rows alone, as if there were no others. What is no row lies
+    /// where it does for all: scratch, which launches use one after the other, weights, and
+    /// their gradients, to which every part but the first adds.
+    pub fn run_part(&mut self, steps: &Bound, part: Part) -> Result<(), EngineError> {
+        let scalars = self.scalars().of_piece(part.rows, self.begun);
+        let plan = self.layer.plan();
+        self.piece.copy(&self.workspaces.addresses);
+        for (at, tensor) in plan.tensors.iter().enumerate() {
+            if tensor.is_by_token() {
+                let bytes = tensor.bytes(part.first as u64);
+                self.piece.shift(TensorId(at), bytes);
+            }
+        }
+        let (layer, piece) = (self.layer, Some(part.piece));
+        layer.run_piece(steps, &scalars, &self.piece, None, piece)?;
+        self.begun = true;
+        Ok(())
     }
 
     /// The memory of a tensor of the call: kept, passing, or a weight.

@@ -1,13 +1,15 @@
 //! What a rank runs at a number of ways.
 
-use super::run::{SLICED, Segment, segments};
+use super::passes::{Launched, Passes, SLICED, Segment, segments};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
 use crate::texts::Texts;
-use moesaic_plan::{self as plan, LayerPlan, RankPlan, RankStep, Role, Step};
+use crate::trace::Recorder;
+use moesaic_plan::{self as plan, Both, LayerPlan, RankPlan, RankStep, Role, Step, Strategy};
 use moesaic_tensor::Tensors;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// A plan and its steps, bound, over the layers of a rank's sides: those that hold its
 /// weights, but where a number of ways needs others.
@@ -18,9 +20,8 @@ pub(super) struct View {
     pub tokens: Option<Layer>,
     /// Where weights are gathered.
     pub experts: Option<Layer>,
-    pub forward: Vec<Segment>,
-    pub evaluation: Vec<Segment>,
-    pub backward: Vec<Segment>,
+    /// Of the strategy that was chosen last.
+    pub passes: Arc<Passes>,
     /// Of an evaluation, and of a pass that trains.
     pub routing: [Vec<Segment>; 2],
 }
@@ -37,20 +38,8 @@ pub(super) struct Sides<'l> {
 impl View {
     /// Over layers that have weights.
     pub fn over(plan: RankPlan, sides: Sides<'_>) -> Result<View, EngineError> {
-        let bound = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
-            segments(steps, |side, numbers| {
-                let layer = match side {
-                    plan::Side::Tokens => sides.tokens,
-                    plan::Side::Experts => sides.experts,
-                    plan::Side::Shared => sides.shared.expect(SLICED),
-                };
-                let all = of(layer.plan());
-                let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
-                layer.bind(&steps)
-            })
-        };
-        let routing = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
-            bound(&plan.routing_of(steps, of(&plan.tokens)), of)
+        let routing = |steps: &[RankStep], of: Launched| {
+            sides.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
         };
         let evaluation = plan.evaluation_steps();
         Ok(View {
@@ -58,9 +47,7 @@ impl View {
                 routing(evaluation, LayerPlan::evaluation_steps)?,
                 routing(&plan.steps, |plan| &plan.steps)?,
             ],
-            forward: bound(&plan.steps, |plan| &plan.steps)?,
-            evaluation: bound(evaluation, LayerPlan::evaluation_steps)?,
-            backward: bound(&plan.backward, |plan| &plan.backward)?,
+            passes: sides.passes(&plan, Strategy::default().degree)?.into(),
             tokens: None,
             experts: None,
             plan,
@@ -90,6 +77,22 @@ impl View {
         })
     }
 
+    /// Binds its passes for rows in so many pieces.
+    pub fn take_pieces(&mut self, held: Sides<'_>, degree: Both<usize>) -> Result<(), EngineError> {
+        if degree != self.passes.degree {
+            let passes = self.sides(held).passes(&self.plan, degree)?;
+            self.passes = passes.into();
+        }
+        Ok(())
+    }
+
+    /// Tells a recorder of the launches of its own layers.
+    pub fn record(&mut self, recorder: Option<&Arc<dyn Recorder>>) {
+        for layer in [&mut self.tokens, &mut self.experts].into_iter().flatten() {
+            layer.record(recorder.cloned());
+        }
+    }
+
     /// The layers that it runs on, out of those that hold weights.
     pub fn sides<'l>(&'l self, held: Sides<'l>) -> Sides<'l> {
         Sides {
@@ -97,6 +100,37 @@ impl View {
             experts: self.experts.as_ref().unwrap_or(held.experts),
             ..held
         }
+    }
+}
+
+impl Sides<'_> {
+    fn get(&self, side: plan::Side) -> &Layer {
+        match side {
+            plan::Side::Tokens => self.tokens,
+            plan::Side::Experts => self.experts,
+            plan::Side::Shared => self.shared.expect(SLICED),
+        }
+    }
+
+    /// Steps of a pass; `of` has the steps of the same pass of a side.
+    fn bind(&self, steps: &[RankStep], of: Launched) -> Result<Vec<Segment>, EngineError> {
+        segments(steps, |side, numbers| {
+            let layer = self.get(side);
+            let all = of(layer.plan());
+            let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
+            layer.bind(&steps)
+        })
+    }
+
+    /// The passes of a plan with rows in so many pieces.
+    fn passes(&self, plan: &RankPlan, degree: Both<usize>) -> Result<Passes, EngineError> {
+        let plan = plan.in_pieces(degree);
+        Ok(Passes {
+            degree,
+            forward: self.bind(&plan.steps, |plan| &plan.steps)?,
+            evaluation: self.bind(plan.evaluation_steps(), LayerPlan::evaluation_steps)?,
+            backward: self.bind(&plan.backward, |plan| &plan.backward)?,
+        })
     }
 }
 
