@@ -1,9 +1,7 @@
 //! Activations of a user's own near the length from which products of `wmma` are left to the
 //! ordinary units: shorter ones have registers enough, whatever they are made of.
 
-mod kept;
-
-use kept::Kept;
+use crate::kept::Kept;
 use moesaic_emit::emit;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{Op, PlanOptions, Training, plan};
