@@ -25,6 +25,11 @@ pub(crate) struct Rank {
     pub back: Vec<Share>,
     /// Rows that it answers itself.
     pub own_back: f64,
+    /// By a route on which tokens cross once: the phases of rows that each cross, there and
+    /// back. Else none.
+    pub each: Vec<Share>,
+    /// See `each`.
+    pub each_back: Vec<Share>,
 }
 
 /// A rank's part of one phase, in rows.
@@ -62,6 +67,8 @@ pub(crate) fn ranks(
         let group = Group::new(machine, mesh, at * mesh.group(), routing, experts);
         let traffic = group.traffic(route);
         // In two dimensions answers of slices are taken to be spread evenly over them.
+        let each = (route == Route::Once && traffic.steps.len() > 1)
+            .then(|| group.traffic(Route::InterFirst));
         let straight = traffic.steps.len() == 1 && mesh.shards > 1 && ways > 0;
         let answers = straight.then(|| group.answers(mesh.shards / ways));
         for place in 0..group.ranks() {
@@ -69,6 +76,10 @@ pub(crate) fn ranks(
             if let Some(answers) = &answers {
                 rank.back = vec![share(&answers.steps[0], place)];
                 rank.own_back = answers.own[place];
+            }
+            if let Some(each) = &each {
+                let all = one(&group, each, place, at);
+                (rank.each, rank.each_back) = (all.phases, all.back);
             }
             let key = (at, key(&rank));
             if let std::collections::hash_map::Entry::Vacant(free) = seen.entry(key) {
@@ -109,6 +120,8 @@ fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
             .map(|share| share.turned(part))
             .collect(),
         own_back: traffic.own[place] * part,
+        each: Vec::new(),
+        each_back: Vec::new(),
         phases,
     }
 }

@@ -1,7 +1,7 @@
 //! Which configurations a machine would do best.
 
 use crate::question::PlannerError;
-use crate::{Machine, Prediction, Simulator};
+use crate::{Prediction, Simulator};
 use moesaic_plan::{Both, Parallel, Route, SharedExperts, Strategy, Wire};
 use moesaic_spec::LayerSpec;
 
@@ -144,11 +144,7 @@ fn strategies(simulator: &Simulator, mesh: Parallel, space: &Space) -> Vec<Strat
     if let Some(strategy) = space.strategy {
         return vec![strategy];
     }
-    let routes = routes(
-        &simulator.question().machine,
-        simulator.has_nodes(mesh),
-        mesh,
-    );
+    let routes = routes(simulator.has_nodes(mesh));
     let mut list = Vec::new();
     for ways in ways(mesh) {
         let routes = if ways == Some(0) {
@@ -182,14 +178,11 @@ fn ways(mesh: Parallel) -> Vec<Option<usize>> {
         .collect()
 }
 
-fn routes(machine: &Machine, nodes: bool, mesh: Parallel) -> Vec<Route> {
+fn routes(nodes: bool) -> Vec<Route> {
     let mut list = vec![Route::Linear];
     if nodes {
-        list.extend([Route::IntraFirst, Route::InterFirst, Route::Once]);
-    }
-    // Where levels move side by side anyway it is the linear one.
-    if !machine.overlap.side_by_side && mesh.group() > machine.per_node() {
-        list.push(Route::Concurrent);
+        list.extend([Route::IntraFirst, Route::InterFirst]);
+        list.extend([Route::Concurrent, Route::Once]);
     }
     list
 }

@@ -143,8 +143,7 @@ impl<'q> Simulator<'q> {
             Ok(()) | Err(StrategyError::NotYet(_)) => {}
             Err(error) => return Err(error.into()),
         }
-        let flat = matches!(strategy.route, Route::Linear | Route::Concurrent);
-        if !flat && !self.has_nodes(mesh) {
+        if strategy.route != Route::Linear && !self.has_nodes(mesh) {
             return Err(PlannerError::Route {
                 route: strategy.route.to_string(),
                 group: mesh.group(),
@@ -188,10 +187,6 @@ impl<'q> Simulator<'q> {
         let Question {
             machine, routing, ..
         } = self.question;
-        let route = match route {
-            Route::Concurrent => Route::Linear,
-            other => other,
-        };
         // The number of ways changes answers alone, and those of two dimensions are spread.
         let ways = match route {
             Route::Linear => ways,

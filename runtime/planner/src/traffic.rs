@@ -134,7 +134,8 @@ impl<'a> Group<'a> {
         let own = (0..self.ranks()).map(|rank| all.rows(rank, rank)).collect();
         let mut steps = match route {
             _ if !self.has_nodes() => vec![all.linear()],
-            Route::Linear | Route::Concurrent => vec![all.linear()],
+            Route::Linear => vec![all.linear()],
+            Route::Concurrent => all.concurrent(),
             Route::IntraFirst => all.intra_first(),
             Route::InterFirst => all.inter_first(),
             Route::Once => all.once(),
@@ -376,6 +377,28 @@ impl All<'_> {
         })
     }
 
+    /// One half of the bytes each of two ways: in each phase one is inside nodes and the
+    /// other between them.
+    fn concurrent(&self) -> Vec<Step> {
+        let (a, b) = (self.intra_first(), self.inter_first());
+        let both = |(a, b): (Step, Step)| Step {
+            loads: a
+                .loads
+                .iter()
+                .zip(&b.loads)
+                .map(|(a, b)| halves(a, b))
+                .collect(),
+            copied: a
+                .copied
+                .iter()
+                .zip(&b.copied)
+                .map(|(a, b)| (a + b) / 2.0)
+                .collect(),
+            passes: a.passes + b.passes,
+        };
+        a.into_iter().zip(b).map(both).collect()
+    }
+
     /// As [`All::inter_first`], and a token of a rank once to each node.
     fn once(&self) -> Vec<Step> {
         let m = self.node();
@@ -410,6 +433,16 @@ impl All<'_> {
             .map(|to| self.rows(rank, to))
             .sum()
     }
+}
+
+/// Half the bytes of both.
+fn halves(a: &Rows, b: &Rows) -> Rows {
+    std::array::from_fn(|level| Load {
+        messages: a[level].messages + b[level].messages,
+        peers: a[level].peers.max(b[level].peers),
+        sent: (a[level].sent + b[level].sent) / 2.0,
+        received: (a[level].received + b[level].received) / 2.0,
+    })
 }
 
 /// `running(list)[i]`: the sum of the first `i`.

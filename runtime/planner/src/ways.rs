@@ -6,6 +6,7 @@ use crate::geometry::{Rank, Share};
 use crate::sides::Costs;
 use crate::traffic::to_range;
 use moesaic_plan::{Exchange, LayerPlan, Parallel, RankPlan, Role, Route, Side, Way, Wire};
+use moesaic_spec::WeightSite;
 
 /// An exchange of one rank: what it takes, and what it sends by level.
 #[derive(Clone, Copy, Debug, Default)]
@@ -80,18 +81,19 @@ impl Travel<'_> {
             }
             Way::Counts if self.ways == 0 => Taken::default(),
             Way::Counts => self.each(rank, group, 1, 8.0 * rank.arriving.len() as f64),
-            Way::ToExperts { from, .. } => self.rows(
-                rank,
-                row(Side::Tokens, from),
-                tokens[from].dtype.size(),
-                true,
-            ),
-            Way::ToTokens { from, .. } => self.rows(
-                rank,
-                row(Side::Experts, from),
-                experts[from].dtype.size(),
-                false,
-            ),
+            Way::ToExperts { from, .. } => {
+                let wide = (row(Side::Tokens, from), tokens[from].dtype.size());
+                let mut taken = self.rows(rank, wide, true, self.crosses_once(&exchange.name));
+                if self.route == Route::Once && exchange.name == "rows" {
+                    // Which rows are of one token.
+                    taken += self.rows(rank, (4.0, 4), true, false);
+                }
+                taken
+            }
+            Way::ToTokens { from, .. } => {
+                let wide = (row(Side::Experts, from), experts[from].dtype.size());
+                self.rows(rank, wide, false, self.comes_summed(&exchange.name))
+            }
             Way::OverShards { tensor } => {
                 let arriving: f64 = rank.arriving.iter().sum();
                 let rows = arriving * self.part() / self.degree;
@@ -201,8 +203,24 @@ impl Travel<'_> {
         both
     }
 
-    /// Rows go to experts, or back.
-    fn rows(&self, rank: &Rank, row: f64, element: usize, there: bool) -> Taken {
+    /// Whether equal rows of a token are one on the way to a node (docs/adaptive/routes.md).
+    fn crosses_once(&self, name: &str) -> bool {
+        let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
+        (name == "rows" && !weighted) || name == "dout"
+    }
+
+    /// Whether a node sums what its experts have made of a token.
+    fn comes_summed(&self, name: &str) -> bool {
+        match self.plan.tokens.spec.router.weight_on {
+            WeightSite::Input => name == "out",
+            WeightSite::Output => name == "drows",
+            WeightSite::Activation => name == "drows" || name == "out",
+        }
+    }
+
+    /// Rows go to experts, or back; `once`: those of a token to a node are one, by a route
+    /// that has it so.
+    fn rows(&self, rank: &Rank, (row, element): (f64, usize), there: bool, once: bool) -> Taken {
         let part = if there { self.part() } else { 1.0 };
         let rows = part / self.degree;
         if self.ways == 0 {
@@ -213,6 +231,7 @@ impl Travel<'_> {
             row: rows * row,
             wire: wire_part(self.wire, row, element),
             there,
+            once,
             side_by_side: self.route == Route::Concurrent,
         };
         carried.taken(self.machine, rank)
@@ -246,6 +265,8 @@ pub(crate) struct Carried {
     pub wire: f64,
     /// To experts.
     pub there: bool,
+    /// Equal rows of a token to a node are one, by a route that has it so.
+    pub once: bool,
     /// Levels move at the same time.
     pub side_by_side: bool,
 }
@@ -253,7 +274,13 @@ pub(crate) struct Carried {
 impl Carried {
     pub fn taken(&self, machine: &Machine, rank: &Rank) -> Taken {
         let mut taken = Taken::default();
-        let phases = if self.there { &rank.phases } else { &rank.back };
+        let each = !self.once && !rank.each.is_empty();
+        let phases = match (self.there, each) {
+            (true, false) => &rank.phases,
+            (true, true) => &rank.each,
+            (false, false) => &rank.back,
+            (false, true) => &rank.each_back,
+        };
         for (at, share) in phases.iter().enumerate() {
             let phase = self.phase(rank, share, at + 1 == phases.len());
             taken += Taken {

@@ -42,7 +42,12 @@ fn sums(traffic: &Traffic) -> Vec<[f64; 4]> {
     (0..traffic.own.len()).map(of).collect()
 }
 
-const ROUTES: [Route; 3] = [Route::Linear, Route::IntraFirst, Route::InterFirst];
+const ROUTES: [Route; 4] = [
+    Route::Linear,
+    Route::IntraFirst,
+    Route::InterFirst,
+    Route::Concurrent,
+];
 
 #[test]
 fn every_row_takes_the_messages_that_are_counted() {
@@ -72,7 +77,17 @@ fn every_row_takes_the_messages_that_are_counted() {
                         let own = mesh.experts(to / shards, experts);
                         counts[start + from][own].iter().sum::<u64>() as f64
                     };
-                    let expected = followed(&group, route, rows);
+                    let expected = match route {
+                        Route::Concurrent => {
+                            let both = [Route::IntraFirst, Route::InterFirst];
+                            let [a, b] = both.map(|route| followed(&group, route, rows));
+                            let mean = |(a, b): (&[f64; 4], &[f64; 4])| {
+                                std::array::from_fn(|at| (a[at] + b[at]) / 2.0)
+                            };
+                            a.iter().zip(&b).map(mean).collect()
+                        }
+                        route => followed(&group, route, rows),
+                    };
                     let found = sums(&group.traffic(route));
                     for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
                         assert!((found - expected).abs() < 1e-6, "{mesh:?} {node} {route}");

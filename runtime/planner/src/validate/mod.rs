@@ -197,6 +197,7 @@ fn even_in(machine: &Machine, ranks: usize, bytes: f64, route: Route, pieces: f6
         row: bytes / ranks as f64,
         wire: 1.0,
         there: true,
+        once: true,
         side_by_side: route == Route::Concurrent,
     };
     carried.taken(machine, &rank)
