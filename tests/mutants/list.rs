@@ -14,6 +14,11 @@ precision = { weights = \"bf16\", activations = \"bf16\" }";
 const DEEP: &str = "shape = { model_dim = 448, hidden_dim = 72, experts = 5, top_k = 2 }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
+/// Weights on the input: rows are scaled on their way, so they are dispatched.
+const DISPATCHED: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5, top_k = 2 }
+router = { weight_on = \"input\" }
+precision = { weights = \"bf16\", activations = \"bf16\" }";
+
 /// Defaults of the list: one kernel of a shallow layer on sm_80.
 pub(super) const MUTANT: Mutant = Mutant {
     mistake: "",
@@ -129,6 +134,7 @@ pub const MUTANTS: &[Mutant] = &[
         kernel: "dispatch",
         from: "row < first + TILE_ROWS && row < kept;",
         to: "row < first + TILE_ROWS && row <= kept;",
+        layer: DISPATCHED,
         caught: "out of bounds",
         ..MUTANT
     },
@@ -138,6 +144,7 @@ pub const MUTANTS: &[Mutant] = &[
         kernel: "dispatch",
         from: "Activation *to = rows + row * MODEL_DIM;",
         to: "Activation *to = rows + row * MODEL_DIM + 1;",
+        layer: DISPATCHED,
         caught: "misaligned",
         ..MUTANT
     },
@@ -261,7 +268,7 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "the producer does not wait for free stages",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);\n",
+        from: "            mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);\n",
         to: "",
         layer: DEEP,
         caught: "mbarrier",
@@ -348,7 +355,7 @@ pub const MUTANTS: &[Mutant] = &[
         from: "wait_copies<LATE>();",
         to: "wait_copies<LATE + 1>();",
         layer: DEEP,
-        caught: "copy in flight",
+        caught: "race in shared memory",
         ..MUTANT
     },
     Mutant {
@@ -358,15 +365,6 @@ pub const MUTANTS: &[Mutant] = &[
         from: "(chunk ^ line % 8) * 8",
         to: "chunk * 8",
         caught: "y of",
-        ..MUTANT
-    },
-    Mutant {
-        mistake: "the last group of row tiles is taken for a whole one",
-        target: SM_90A,
-        kernel: "grouped_gemm_up",
-        from: "rows = lesser(GROUP, row_tiles - group)",
-        to: "rows = GROUP",
-        caught: "uninitialised global memory",
         ..MUTANT
     },
     Mutant {

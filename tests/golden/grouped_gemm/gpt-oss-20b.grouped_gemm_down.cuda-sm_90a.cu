@@ -11,7 +11,7 @@
 // engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
 // from one to the others through its barrier `full`, and back through `empty`.
 //
-// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves its boxes, the 16-byte
+// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
 // chunks of its 128-byte rows swizzled.
 //   ring    [4] of bf16 hidden [128][64], down [256][64]
 //   corners bf16 [8][16][64]   results of a warp on their way out
@@ -558,7 +558,7 @@ KERNEL(THREADS) grouped_gemm_down(
     const i32 first_column = at.column * TILE_COLUMNS;
     block_sync();
 
-// The producer. Rows beyond the tile are another expert's, or nothing: they
+    // The producer. Rows beyond the tile are another expert's, or nothing: they
     // are multiplied like the others, and never stored.
     if (warp_index() < 4) {
         shrink_registers<40>();

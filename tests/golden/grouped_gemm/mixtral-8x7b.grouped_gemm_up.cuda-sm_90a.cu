@@ -11,7 +11,7 @@
 // through the copy engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
 // from one to the others through its barrier `full`, and back through `empty`.
 //
-// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves its boxes, the 16-byte
+// Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
 // chunks of its 128-byte rows swizzled.
 //   ring    [4] of bf16 rows [128][64], gate [128][64], up [128][64]
 //   corners bf16 [8][16][64]   results of a warp on their way out
@@ -591,7 +591,7 @@ KERNEL(THREADS) grouped_gemm_up(
     const i32 first_column = at.column * TILE_COLUMNS;
     block_sync();
 
-// The producer. Rows beyond the tile and elements beyond the inner dimension are zeros.
+    // The producer. Rows beyond the tile and elements beyond the inner dimension are zeros.
     if (warp_index() < 4) {
         shrink_registers<40>();
         const i32 line = thread_index() / 8, chunk = thread_index() % 8;

@@ -3,8 +3,8 @@
 
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
-use crate::ops::Calls;
 use crate::ops::gate;
+use crate::ops::{Calls, Gpu};
 use crate::{KernelPlan, Machine, Op, Operator};
 use moesaic_kernel::{Entry, Target};
 use moesaic_spec::LayerSpec;
@@ -175,7 +175,7 @@ impl Builder {
     pub(crate) fn kernel_by(&mut self, name: &str, op: Op, calls: impl Fn(&str) -> Calls) -> usize {
         let entries = op.entries().into_iter();
         let entries = entries
-            .map(|entry| overlapping(calls(&entry.symbol).only(entry), self.plan.target))
+            .map(|entry| overlapping(calls(&entry.symbol).only(entry), self.machine))
             .collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
@@ -251,7 +251,8 @@ pub(crate) fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {
 }
 
 /// Kernels for GPUs whose launches may overlap begin by waiting for those before.
-fn overlapping(mut entry: Entry, target: Target) -> Entry {
-    entry.launch.dependent = matches!(target, Target::Cuda(arch) if arch.capability >= 90);
+fn overlapping(mut entry: Entry, machine: Machine) -> Entry {
+    let wait = matches!(machine, Machine::Gpu(Gpu::Cuda(arch)) if arch.capability >= 90);
+    entry.launch.dependent = wait;
     entry
 }
