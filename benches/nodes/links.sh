@@ -5,9 +5,9 @@
 #
 #   benches/nodes/links.sh [NODES [RANKS [RATE [BYTES ...]]]]
 #
-# NODES (4) nodes of RANKS (4) each, links of RATE (200mbit, as `tc` reads it) in either
-# direction, and parts of BYTES for every pair of ranks. Prints a line for each size: the
-# direct exchange beside those in two dimensions.
+# NODES (4) nodes of RANKS (4) each, links of RATE (200) Mbit/s in either direction, and
+# parts of BYTES for every pair of ranks. Prints a line for each size: the direct exchange
+# beside those in two dimensions.
 #
 # The links are real queues of the kernel (`tc tbf`), the processors are shared by all
 # nodes: crossovers are those of such links, times are this machine's.
@@ -20,7 +20,7 @@ cd "$(dirname "$0")/../.."
 
 nodes=${1:-4}
 each=${2:-4}
-rate=${3:-200mbit}
+rate=${3:-200}
 [ $# -gt 3 ] && shift 3 || set -- 16 128 1024 4096 16384 65536
 seconds=${MOESAIC_LINKS_SECONDS:-600}
 target=${CARGO_TARGET_DIR:-target}
@@ -53,9 +53,10 @@ trap 'exit 1' INT TERM HUP
 ip netns add "$switch"
 ip -n "$switch" link add bridge type bridge
 ip -n "$switch" link set bridge up
-# A bucket of what a link carries in 10 ms, a queue of 50 ms.
+# A bucket of what a link carries in 10 ms, three packets at least; a queue of 400 ms.
+bucket=$((rate * 1250 > 5000 ? rate * 1250 : 5000))
 shape() {
-    ip netns exec "$1" tc qdisc add dev "$2" root tbf rate "$rate" burst 256kb latency 50ms
+    ip netns exec "$1" tc qdisc add dev "$2" root tbf rate "${rate}mbit" burst $bucket latency 400ms
 }
 echo "127.0.0.1 localhost" >"$temp/hosts"
 for number in $(seq 0 $((nodes - 1))); do
@@ -93,7 +94,7 @@ AGENT
 chmod +x "$temp/as" "$temp/agent"
 
 [ -x "$program" ] || cargo build --quiet --release -p moesaic-collectives --example exchange
-echo "# links of $rate between $nodes nodes of $each ranks, $(nproc) processors for all," \
+echo "# links of $rate Mbit/s between $nodes nodes of $each ranks, $(nproc) processors for all," \
     "load $(cut -d' ' -f1 /proc/loadavg)"
 timeout "$seconds" "$temp/as" mosnode0 mpiexec --allow-run-as-root --oversubscribe \
     --hostfile "$temp/hostfile" -n $((nodes * each)) --map-by slot --bind-to none \
