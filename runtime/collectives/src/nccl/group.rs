@@ -31,18 +31,18 @@ pub struct Nccl {
 }
 
 type Done = Result<(), CollectiveError>;
-type Started = Result<Handle, CollectiveError>;
+pub(super) type Started = Result<Handle, CollectiveError>;
 
 /// An operation before it is on the stream.
 pub(super) struct Task<'a> {
     kind: Kind,
     call: &'a Call,
-    signature: Signature,
+    pub(super) signature: Signature,
     /// What ranks tell each other of it; `None` is that they have come.
-    agreement: Option<Plan>,
+    pub(super) agreement: Option<Plan>,
     keep: Vec<Slice>,
     /// Why the host has to wait in the middle of it, if it has to.
-    waits: Option<&'static str>,
+    pub(super) waits: Option<&'static str>,
 }
 
 impl Nccl {
@@ -254,7 +254,7 @@ impl Nccl {
     }
 
     /// Begins what is all messages, copies and folds.
-    fn start_plan(
+    pub(super) fn start_plan(
         &mut self,
         task: Task<'_>,
         inputs: &[&Slice],
@@ -264,7 +264,7 @@ impl Nccl {
         self.start_plans(task, inputs, outputs, plan, None)
     }
 
-    fn start_plans(
+    pub(super) fn start_plans(
         &mut self,
         mut task: Task<'_>,
         inputs: &[&Slice],
@@ -517,7 +517,6 @@ impl Collectives for Nccl {
         self.start_plan(task, &slices(sends), &slices(receives), plan)
     }
 
-    /// By letters where something carries them, else on the stream, for which this waits.
     fn tell(
         &mut self,
         algorithm: Algorithm,
@@ -525,23 +524,7 @@ impl Collectives for Nccl {
         units: &[u64],
         call: &Call,
     ) -> Result<Passage, CollectiveError> {
-        let kind = Kind::Agree;
-        if self.control.is_some() {
-            self.usable(kind)?;
-        }
-        if let Some(control) = &mut self.control {
-            self.sequence += 1;
-            let told = control.tell(algorithm, pieces, units, call);
-            return told.inspect_err(|error| self.world.board.fail(None, error.clone()));
-        }
-        checks::units(kind, pieces, units.len(), self.size())?;
-        let telling = by_way::Telling::new(algorithm, self.size(), kind)?;
-        let (plan, next) = telling.plan(self.rank(), pieces, units);
-        let mut task = self.task(kind, call);
-        task.waits = Some("the host has to know what it brings");
-        self.start_plans(task, &[], &[], plan.packed(), Some(next))?
-            .wait()?;
-        telling.told(kind)
+        self.tell_ranks(algorithm, pieces, units, call)
     }
 
     fn exchange_by(
@@ -551,17 +534,7 @@ impl Collectives for Nccl {
         itinerary: &dyn Itinerary,
         call: &Call,
     ) -> Started {
-        let kind = Kind::Exchange;
-        let own = (self.rank(), self.size());
-        checks::transfers(kind, own.0, own.1, sends, receives)?;
-        let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
-        let plan = itinerary.plan(own, &to, &from);
-        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
-        let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
-        let mut task = self.task(kind, call);
-        task.signature.ways = itinerary.code();
-        task.agreement = Some(plan::sizes(own.0, &to, &from));
-        self.start_plan(task, &slices(sends), &slices(receives), plan.packed())
+        self.exchange_over_ranks(sends, receives, itinerary, call)
     }
 
     fn barrier(&mut self, call: &Call) -> Started {
