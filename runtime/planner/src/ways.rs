@@ -117,7 +117,6 @@ impl Travel<'_> {
             }
             Way::Gather { .. } => Taken::default(),
             // [`Travel::weights`] has them for all weights at once.
-            Way::GatherWeight { .. } | Way::ScatterGradient { .. } => Taken::default(),
         }
     }
 
