@@ -50,9 +50,8 @@ impl<'r> Run<'r> {
         }
     }
 
-    /// A forward pass; one that trains where there is a backward pass. `gathered` are the
-    /// bytes of the weights that ranks gather before it, with their own.
-    pub fn forward(&mut self, travel: &Travel, degree: usize, trains: bool, gathered: f64) {
+    /// A forward pass; one that trains where there is a backward pass.
+    pub fn forward(&mut self, travel: &Travel, degree: usize, trains: bool) {
         let of: StepsOf = match trains {
             true => |plan| &plan.steps,
             false => |plan| plan.evaluation_steps(),
@@ -61,14 +60,11 @@ impl<'r> Run<'r> {
             true => &*travel.plan.steps,
             false => travel.plan.evaluation_steps(),
         };
-        self.weights(travel, "weights", gathered);
         self.pass("forward", travel, steps, of, degree);
     }
 
-    /// A backward pass: weights are gathered once more, and the sums of their gradients go
-    /// to their owners.
-    pub fn backward(&mut self, travel: &Travel, degree: usize, gathered: f64) {
-        self.weights(travel, "weights", gathered);
+    /// A backward pass.
+    pub fn backward(&mut self, travel: &Travel, degree: usize) {
         self.pass(
             "backward",
             travel,
@@ -76,13 +72,6 @@ impl<'r> Run<'r> {
             |plan| &plan.backward,
             degree,
         );
-        if gathered > 0.0 {
-            self.weights(travel, "gradients of weights", travel.expert_gradients());
-        }
-        if let Some(last) = self.passes.last_mut() {
-            last.1 = self.now.iter().copied().fold(0.0, f64::max);
-            last.2 = self.events.len();
-        }
     }
 
     /// What comes after a backward pass, before an optimizer: gradients are added up over
@@ -104,13 +93,6 @@ impl<'r> Run<'r> {
         }
         let end = self.now.iter().copied().fold(0.0, f64::max);
         self.passes.push(("gradients", end, self.events.len()));
-    }
-
-    fn weights(&mut self, travel: &Travel, name: &str, bytes: f64) {
-        if bytes > 0.0 {
-            let taken = |rank: &Rank| travel.weights(rank, bytes);
-            self.together(name, &self.groups.clone(), taken);
-        }
     }
 
     fn pass(

@@ -7,7 +7,7 @@ use crate::run::Run;
 use crate::sides::Costs;
 use crate::ways::Travel;
 use moesaic_plan::{
-    Both, Parallel, PlanOptions, RankPlan, Role, Route, Strategy, StrategyError, plan_rank,
+    Both, Parallel, PlanOptions, RankPlan, Route, Strategy, StrategyError, plan_ways,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -28,7 +28,7 @@ struct Planned {
 #[derive(Debug)]
 pub struct Simulator<'q> {
     question: &'q Question,
-    plans: RefCell<HashMap<Parallel, Rc<Planned>>>,
+    plans: RefCell<HashMap<(Parallel, usize), Rc<Planned>>>,
     ranks: RefCell<HashMap<Kind, Rc<Vec<Rank>>>>,
 }
 
@@ -109,18 +109,18 @@ impl<'q> Simulator<'q> {
         };
         let Both { forward, backward } = strategy.degree;
         let there = travel(strategy.wire.forward, forward);
-        let gathered = match ways == mesh.shards {
-            true => 0.0,
-            false => weight_bytes(plan),
-        };
         let mut run = Run::new(&ranks, detail);
-        run.forward(&there, forward, question.training.is_some(), gathered);
+        run.forward(&there, forward, question.training.is_some());
         if question.training.is_some() {
             let back = travel(strategy.wire.backward, backward);
-            run.backward(&back, backward, gathered);
+            run.backward(&back, backward);
             run.gradients(&back);
         }
-        let owned = if gathered == 0.0 { 1.0 } else { there.owned() };
+        let owned = if ways == mesh.shards {
+            1.0
+        } else {
+            there.owned()
+        };
         // Rows that stay are those of a rank's own tokens.
         let held = match ways {
             0 => 1.0 / mesh.group() as f64,
@@ -153,22 +153,11 @@ impl<'q> Simulator<'q> {
         Ok(())
     }
 
-    /// The plan of the first rank where a row goes to so many slices: its steps are those of
-    /// a mesh with as many slices; with none, of a rank alone.
+    /// The plan of the first rank where a row goes to so many slices.
     fn plan(&self, mesh: Parallel, ways: usize) -> Result<Rc<Planned>, PlannerError> {
-        let shaped = match ways {
-            0 => Parallel {
-                dp: mesh.ranks(),
-                ..Parallel::default()
-            },
-            ways => Parallel {
-                shards: ways,
-                dp: mesh.dp * mesh.shards / ways,
-                ..mesh
-            },
-        };
         // How many groups there are changes no step.
-        let key = Parallel { dp: 1, ..shaped };
+        let mesh = Parallel { dp: 1, ..mesh };
+        let key = (mesh, ways);
         if let Some(plan) = self.plans.borrow().get(&key) {
             return Ok(Rc::clone(plan));
         }
@@ -176,7 +165,7 @@ impl<'q> Simulator<'q> {
         let options = PlanOptions::training(question.training);
         let target = question.machine.target;
         let plan = Rc::new(Planned {
-            plan: plan_rank(&question.spec, target, &options, shaped, 0)?,
+            plan: plan_ways(&question.spec, target, &options, key, 0)?,
             costs: Costs::default(),
         });
         self.plans.borrow_mut().insert(key, Rc::clone(&plan));
@@ -209,13 +198,6 @@ impl<'q> Simulator<'q> {
                 .or_insert_with(made),
         )
     }
-}
-
-/// Bytes of the weights of the experts' side of a plan.
-fn weight_bytes(plan: &RankPlan) -> f64 {
-    let tensors = plan.experts.tensors.iter();
-    let weights = tensors.filter(|tensor| tensor.role == Role::Weight);
-    weights.map(|tensor| tensor.bytes(0) as f64).sum()
 }
 
 #[cfg(test)]

@@ -108,18 +108,21 @@ impl Travel<'_> {
                 self.neighbours(rank, rank.tokens * row(Side::Tokens, to))
             }
             Way::OfFirst { to, .. } => self.neighbours(rank, tokens[to].bytes(0) as f64),
+            Way::GatherWeight { weight, .. } => self.block(rank, experts[weight].bytes(0) as f64),
+            Way::ScatterGradient { gradient, .. } => {
+                self.block(rank, experts[gradient].bytes(0) as f64)
+            }
             Way::Gather { from, .. } if self.ways > 0 => {
                 self.each(rank, group, self.mesh.shards, experts[from].bytes(0) as f64)
             }
             Way::Gather { .. } => Taken::default(),
             // [`Travel::weights`] has them for all weights at once.
-            Way::GatherWeight { .. } | Way::ScatterGradient { .. } => Taken::default(),
         }
     }
 
-    /// Each rank gathers the weights that it multiplies with and does not have, or gives
-    /// back the sums of their gradients.
-    pub fn weights(&self, rank: &Rank, bytes: f64) -> Taken {
+    /// The ranks of a block gather the parts of a weight that each of them owns, or give them
+    /// back as sums of gradients; `bytes` are all of it.
+    fn block(&self, rank: &Rank, bytes: f64) -> Taken {
         let own = bytes * self.owned();
         let shards = self.mesh.shards;
         match self.ways {
