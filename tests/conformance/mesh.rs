@@ -55,15 +55,13 @@ impl From<Parallel> for Grid {
 }
 
 impl Grid {
-    /// With the strategy of the ranks, where it has none of its own.
+    /// What ranks do by themselves, at its own number of ways.
     fn on(self, ranks: &impl Ranks) -> Grid {
-        match self.strategy == Strategy::default() {
-            true => Grid {
-                strategy: ranks.strategy(),
-                ..self
-            },
-            false => self,
-        }
+        let strategy = Strategy {
+            ways: self.strategy.ways,
+            ..ranks.strategy()
+        };
+        Grid { strategy, ..self }
     }
 
     fn layer(

@@ -325,19 +325,13 @@ impl Strategy {
                 pieces,
             });
         }
-        self.check_built(mesh)
+        self.check_built()
     }
 
-    fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
+    fn check_built(&self) -> Result<(), StrategyError> {
         let not_yet = |part: String| Err(StrategyError::NotYet(part));
         let default = Strategy::default();
-        let other_ways = self.ways(mesh) != mesh.shards;
         match self {
-            _ if other_ways && self.route != default.route => not_yet(format!(
-                "ways={} with route={}",
-                self.ways(mesh),
-                self.route
-            )),
             _ if self.degree != default.degree && self.route != default.route => {
                 not_yet(format!("degree={} with route={}", self.degree, self.route))
             }

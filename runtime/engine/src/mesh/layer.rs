@@ -226,8 +226,8 @@ impl MeshLayer {
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let parallel = self.mesh.parallel();
         strategy.check(&parallel).map_err(PlanError::from)?;
-        let course = self.mesh.course(strategy.route)?;
         let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
+        let course = self.mesh.course(strategy.route, by)?;
         if !self.views.contains_key(&by.count()) {
             self.add(by)?;
         }

@@ -8,7 +8,7 @@ use moesaic_collectives::plan::{self, FanOut, Itinerary, Passage};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
 };
-use moesaic_plan::{PlanError, Route, StrategyError};
+use moesaic_plan::{PlanError, Route, StrategyError, Ways};
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
 
@@ -38,15 +38,15 @@ pub(super) enum Load {
 }
 
 impl Mesh {
-    /// How rows go by a route.
+    /// How rows go by a route at some number of ways; those that stay, straight.
     ///
     /// # Errors
     /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the route needs it.
-    pub(super) fn course(&self, route: Route) -> Result<Course, EngineError> {
-        if route == Route::Linear {
+    pub(super) fn course(&self, route: Route, by: Ways) -> Result<Course, EngineError> {
+        if route == Route::Linear || by.count() == 0 {
             return Ok(Course::Straight);
         }
-        let shape = self.shape().map_err(|reason| {
+        let shape = self.shape(by).map_err(|reason| {
             let error = StrategyError::Nodes { route, reason };
             EngineError::from(PlanError::from(error))
         })?;
@@ -60,11 +60,12 @@ impl Mesh {
     }
 
     /// The nodes of the ranks that exchange rows, or how these lie.
-    fn shape(&self) -> Result<NodeShape, String> {
-        let ranks = self.parallel().group();
-        let first = self.place().dp * ranks;
-        let hosts = &self.hosts()[first..first + ranks];
-        NodeShape::of_hosts(hosts).ok_or_else(|| format!("ranks lie on {}", runs(hosts)))
+    fn shape(&self, by: Ways) -> Result<NodeShape, String> {
+        let own = by.place(self.rank()).dp;
+        let members = self.hosts().iter().enumerate();
+        let members = members.filter(|(rank, _)| by.place(*rank).dp == own);
+        let hosts: Vec<String> = members.map(|(_, host)| host.clone()).collect();
+        NodeShape::of_hosts(&hosts).ok_or_else(|| format!("ranks lie on {}", runs(&hosts)))
     }
 }
 

@@ -346,7 +346,8 @@ impl Run<'_> {
             Course::Once(shape) => Algorithm::InterFirst(shape),
         };
         if self.course != Course::Straight {
-            let (call, group) = (self.call("counts"), &mut *self.groups.rows);
+            let call = self.call("counts");
+            let group = self.groups.between(Between::Rows(self.plan.ways));
             let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
             let mut rows = Rows::new(mesh, place, offsets, &told);
             rows.passage = Some(passage);
@@ -380,7 +381,8 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
         let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
-        rows.fan_out(&mut *self.groups.rows, device, (shape, &tokens), &call)?;
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        rows.fan_out(group, device, (shape, &tokens), &call)?;
         Ok(rows)
     }
 
