@@ -133,7 +133,7 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
 }
 
 /// Values of an expression and its slope from which on `wmma` may have no registers for them:
-/// clang 22 was seen to spill with products of eleven functions, and with none of 28 drawn
+/// clang 22 was seen to spill with products of eleven functions, and with none of 29 drawn
 /// expressions of 61 to 64 values, of which one took all 256.
 const LONG: usize = 64;
 
