@@ -57,9 +57,13 @@ impl From<Parallel> for Grid {
 impl Grid {
     /// What ranks do by themselves, at its own number of ways.
     fn on(self, ranks: &impl Ranks) -> Grid {
-        let strategy = Strategy {
-            ways: self.strategy.ways,
-            ..ranks.strategy()
+        let (own, theirs) = (self.strategy, ranks.strategy());
+        let strategy = match theirs == Strategy::default() {
+            true => own,
+            false => Strategy {
+                ways: own.ways,
+                ..theirs
+            },
         };
         Grid { strategy, ..self }
     }

@@ -69,15 +69,12 @@ pub struct InspectArgs {
     /// bytes that it sends to other ranks of its node and to other nodes
     #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     mesh: Option<Parallel>,
-    /// How ranks carry out calls: ways=N, the number of slices of its expert that a row goes to
+    /// How ranks carry out calls, as in `run`: ways, degree and wire change steps
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     strategy: Strategy,
     /// Which rank
     #[arg(long, value_name = "N", default_value_t = 0, requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     rank: usize,
-    /// How ranks carry out passes, as in `run`; of its parts only degree changes steps so far
-    #[arg(long, value_name = "S", requires = "mesh", value_parser = str::parse::<Strategy>, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
-    strategy: Option<Strategy>,
     /// Ranks of a node, one node's after the other's; all ranks are on one node if not given
     #[arg(long, value_name = "N", requires = "mesh", value_parser = clap::value_parser!(u16).range(1..), conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     per_node: Option<u16>,
@@ -166,9 +163,7 @@ impl InspectArgs {
         let sharing = (mesh, self.strategy.ways(&mesh));
         let plan = plan_ways(spec, target, &options, sharing, self.rank);
         let plan = plan.map_err(moesaic::EngineError::from)?;
-        let strategy = self.strategy.unwrap_or_default();
-        strategy.check(&mesh).map_err(Failure::input)?;
-        let plan = plan.in_pieces(strategy.degree);
+        let plan = plan.in_pieces(self.strategy.degree);
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         match self.json {
             true => console.json(&ranks::json(&plan, &self.tokens, per_node)),
