@@ -2,7 +2,8 @@
 
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{Ranks, evaluated, layer_on, mesh, on_nodes, specs, trained};
+use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, on_nodes, specs, trained};
+use super::mesh_ways::at_ways;
 use super::simulated::open;
 use super::trained::near;
 use moesaic::collectives::{Call, Collectives, threads};
@@ -172,4 +173,19 @@ fn nodes_that_a_route_cannot_have_are_said() {
                     other's, but ranks lie on a (3), b (1)";
         assert!(nodes.contains(said), "{nodes}");
     }
+}
+
+/// Rows of each half of an expert's owners travel by themselves, over two nodes.
+#[test]
+fn rows_go_by_routes_at_other_ways() {
+    let engine = cpu();
+    let case = Case::random(&specs()[0], 31, 3);
+    let grid = at_ways(mesh(2, 4, 1), 2);
+    let straight = evaluated(&engine, grid, &case);
+    for route in ROUTES {
+        let ranks = by(&engine, 4, route);
+        assert!(evaluated(&ranks, grid, &case) == straight, "{route}");
+    }
+    let once = by(&engine, 4, "route=once");
+    compare_on(&engine, &once, grid, &case, Recompute::None);
 }

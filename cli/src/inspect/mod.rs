@@ -22,7 +22,7 @@ use counted::Counted;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
-use moesaic::plan::plan_rank;
+use moesaic::plan::plan_ways;
 use moesaic::weights::write_whole;
 use moesaic::{LayerSpec, Parallel, PlanOptions, Strategy, Target};
 use std::path::{Path, PathBuf};
@@ -69,7 +69,7 @@ pub struct InspectArgs {
     /// bytes that it sends to other ranks of its node and to other nodes
     #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     mesh: Option<Parallel>,
-    /// How ranks carry out calls: wire=f16, bf16 or fp8, what rows are between nodes
+    /// How ranks carry out calls, as in `run`: ways, degree and wire change steps
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     strategy: Strategy,
     /// Which rank
@@ -159,14 +159,12 @@ impl InspectArgs {
             caches: self.caches.here(target),
             ..PlanOptions::default()
         };
-        let checked = self
-            .strategy
-            .check(&mesh)
-            .map_err(moesaic::plan::PlanError::from);
-        checked.map_err(moesaic::EngineError::from)?;
-        let plan = plan_rank(spec, target, &options, mesh, self.rank);
+        self.strategy.check(&mesh).map_err(Failure::input)?;
+        let sharing = (mesh, self.strategy.ways(&mesh));
+        let plan = plan_ways(spec, target, &options, sharing, self.rank);
         let plan = plan.map_err(moesaic::EngineError::from)?;
         let plan = plan.in_wire(self.strategy.wire);
+        let plan = plan.in_pieces(self.strategy.degree);
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         match self.json {
             true => console.json(&ranks::json(&plan, &self.tokens, per_node)),

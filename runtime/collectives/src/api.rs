@@ -1,7 +1,8 @@
 //! What layers call.
 
 use crate::plan::{Hops, Itinerary, Passage};
-use crate::{CollectiveError, Handle, Levels, NodeShape, Reduction, Slice};
+use crate::{CollectiveError, Handle, Helper, Levels, NodeShape, Reduction, Slice};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How an operation is called.
@@ -98,6 +99,14 @@ pub trait Collectives: Send {
 
     /// The members' ranks in the world.
     fn members(&self) -> &[usize];
+
+    /// A thread that makes operations go on while the rank computes, as long as it is held:
+    /// that of the world if it has one, else a new one. `None` where operations go on by
+    /// themselves, as with NCCL, or only in calls, as with devices whose memory the host does
+    /// not reach.
+    fn helper(&mut self) -> Option<Arc<Helper>> {
+        None
+    }
 
     /// The number that the next operation will have.
     fn sequence(&self) -> u64;

@@ -1,16 +1,17 @@
 //! Operations over any engine.
 
 use crate::api::{Algorithm, Call, Collectives, Transfer};
-use crate::core::Core;
+use crate::core::{Core, Shared};
 use crate::engine::Engine;
 use crate::handle::{Handle, lock};
 use crate::letter::{Kind, Signature};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
 use crate::plan::{self, Hops, Itinerary, Passage, Plan};
-use crate::{CollectiveError, Reduction, Slice, by_way, checks};
+use crate::{CollectiveError, Helper, Reduction, Slice, by_way, checks};
+use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long an operation may take where nothing else is said.
@@ -18,7 +19,7 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A group of ranks over an engine.
 pub struct Communicator {
-    core: Arc<Mutex<Core>>,
+    core: Arc<Shared>,
     device: Arc<dyn Device>,
     pub(crate) group: Arc<Group>,
     sequence: u64,
@@ -34,7 +35,7 @@ impl Communicator {
             rank: engine.rank(),
         };
         Communicator {
-            core: Arc::new(Mutex::new(Core::new(engine))),
+            core: Arc::new(Shared::new(Core::new(engine))),
             device,
             group: Arc::new(group),
             sequence: 0,
@@ -160,7 +161,7 @@ impl Communicator {
     }
 
     /// What carries all groups of this world.
-    pub(crate) fn core(&self) -> &Arc<Mutex<Core>> {
+    pub(crate) fn core(&self) -> &Arc<Shared> {
         &self.core
     }
 
@@ -463,6 +464,15 @@ impl Collectives for Communicator {
         self.start(kind, call, job)
     }
 
+    fn helper(&mut self) -> Option<Arc<Helper>> {
+        // What other devices receive is put there when an operation ends, by their own stream.
+        if !matches!(self.device.info().target, Target::Cpu(_)) {
+            return None;
+        }
+        let running = lock(&self.core).helper();
+        running.or_else(|| Helper::start(&self.core))
+    }
+
     fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
         let job = Job {
             signature: Signature::of(Kind::Barrier, &call.label),
@@ -519,6 +529,50 @@ mod tests {
         let error = barrier.wait().unwrap_err().to_string();
         assert!(error.contains("was begun meanwhile"), "{error}");
         assert!(world.barrier(&Call::new("after")).is_err());
+    }
+
+    /// Messages of a rank that makes no call travel, and the helper ends with its last holder.
+    #[test]
+    fn operations_go_on_between_calls() {
+        let ranks = crate::threads::run(
+            2,
+            |_| Ok(Arc::new(CpuDevice::with_threads(1).unwrap()) as Arc<dyn Device>),
+            |mut world| {
+                let elements = 1 << 16;
+                let buffer = |value: u8| {
+                    let buffer = Arc::new(world.device.alloc(elements).unwrap());
+                    let bytes = vec![value; elements];
+                    world.device.upload(&bytes, &buffer, 0).unwrap();
+                    Slice::whole(&buffer, crate::Element::U8)
+                };
+                let peer = 1 - world.rank();
+                let (sent, received) = (buffer(world.rank() as u8), buffer(9));
+                let helper = world.helper().unwrap();
+                assert!(Arc::ptr_eq(&helper, &world.helper().unwrap()));
+                let to = |slice: &Slice| Transfer {
+                    peer,
+                    slice: slice.clone(),
+                };
+                let call = Call::new("rows");
+                let exchange = world.exchange(&[to(&sent)], &[to(&received)], &call);
+                let until = Instant::now() + Duration::from_secs(40);
+                while lock(&world.core).is_busy() && Instant::now() < until {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                let before = Instant::now();
+                assert!(exchange.unwrap().wait_timed().unwrap() <= before);
+                let mut bytes = vec![0; elements];
+                let buffer = received.buffer();
+                world.device.download(buffer, 0, &mut bytes).unwrap();
+                assert!(bytes.iter().all(|byte| *byte == peer as u8));
+                drop(helper);
+                assert!(lock(&world.core).helper().is_none());
+                world.finish(&Call::new("end")).unwrap();
+            },
+        );
+        for rank in ranks.unwrap() {
+            rank.unwrap();
+        }
     }
 
     /// The same where the failure is older than the operation.

@@ -1,6 +1,6 @@
 //! What one rank does, as data.
 
-use super::{Packed, Parallel, Place};
+use super::{Packed, Parallel, Piece, Place};
 use crate::{LayerPlan, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +11,9 @@ pub struct RankPlan {
     pub mesh: Parallel,
     /// Which of them this is.
     pub place: Place,
+    /// To how many slices of its expert a row goes; 0 where rows stay. Fewer than weights
+    /// have: the experts' side has weights that are gathered ([`Way::GatherWeight`]).
+    pub ways: usize,
     /// What is done with this rank's tokens.
     pub tokens: LayerPlan,
     /// What this rank's experts do with the rows that arrive. Its tokens are rows.
@@ -57,6 +60,9 @@ pub enum RankStep {
         side: Side,
         /// Which.
         step: usize,
+        /// For which rows, where they come in pieces.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        piece: Option<Piece>,
     },
     /// Something that all ranks do together.
     Exchange(Exchange),
@@ -73,6 +79,9 @@ pub struct Exchange {
     /// How rows are between nodes, where they are not as in memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
+    /// Which rows, where they travel in pieces.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub piece: Option<Piece>,
 }
 
 /// What goes where. Tensors are of the side that the name says.
@@ -147,6 +156,22 @@ pub enum Way {
         /// Of the tokens' side; every rank has it afterwards.
         tensor: TensorId,
     },
+    /// The parts of a weight that the ranks of a block own become the weight of the experts'
+    /// side of each.
+    GatherWeight {
+        /// Of the experts' side.
+        weight: TensorId,
+        /// The dimension along which slices cut it.
+        cut: Option<usize>,
+    },
+    /// Gradients of a weight of the experts' side are summed over the ranks of a block; each
+    /// gets the part that it owns.
+    ScatterGradient {
+        /// Of the experts' side.
+        gradient: TensorId,
+        /// The dimension along which slices cut it.
+        cut: Option<usize>,
+    },
     /// Weights of each group's experts, of the first slice, become those of all.
     Gather {
         /// Of the experts' side.
@@ -171,7 +196,7 @@ impl RankPlan {
     pub fn routing_of(&self, steps: &[RankStep], of: &[Step]) -> Vec<RankStep> {
         let scanned = self.tokens.routing_of(of).len();
         let decides = |step: &&RankStep| match step {
-            RankStep::Launch { side, step } => *side == Side::Tokens && *step < scanned,
+            RankStep::Launch { side, step, .. } => *side == Side::Tokens && *step < scanned,
             RankStep::Exchange(Exchange { way, .. }) => {
                 matches!(way, Way::Tokens | Way::Most { .. })
             }
@@ -214,7 +239,7 @@ impl RankPlan {
         width as usize * tensor.dtype.size()
     }
 
-    /// The experts of this rank.
+    /// The experts that this rank owns.
     pub fn own_experts(&self) -> std::ops::Range<usize> {
         let experts = self.tokens.spec.shape.experts;
         self.mesh.experts(self.place.ep, experts)

@@ -28,17 +28,25 @@
 //! of the tokens of all, rank after rank.
 
 mod bytes;
+mod cost;
 mod data;
 mod parallel;
+mod pieces;
+mod schedule;
 mod steps;
 mod strategy;
 mod text;
+mod ways;
 mod wire;
 
 pub use bytes::Sent;
+pub use cost::{WaysCost, WaysLoad};
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
+pub use pieces::Piece;
+pub use schedule::{PieceTimes, Span, best_degree, timeline};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
+pub use ways::{Strip, Ways};
 pub use wire::{Lane, Packed, SATURATED};
 
 use crate::layer::{Builder, Part, Recompute, Role};
@@ -57,14 +65,46 @@ pub fn plan_rank(
     mesh: Parallel,
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
+    plan_ways(spec, target, options, (mesh, mesh.shards), rank)
+}
+
+/// The same where rows go to so many slices of their expert ([`Ways`]). Weights that are
+/// gathered are not packed.
+///
+/// # Errors
+/// As [`plan_rank`]; [`PlanError::Strategy`] for a number that the mesh cannot have.
+pub fn plan_ways(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    (mesh, ways): (Parallel, usize),
+    rank: usize,
+) -> Result<RankPlan, PlanError> {
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
-    let experts = plan_experts(spec, target, options, mesh, place);
+    let by = Ways::new(mesh, ways)?;
+    let of_experts = PlanOptions {
+        unpacked: options.unpacked || !by.own_alone(),
+        ..options.clone()
+    };
+    let experts = plan_experts(spec, target, &of_experts, by.mesh(), by.place(rank));
     let sliced = mesh.slices_shared() && !spec.shared.is_empty();
     let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
-    let plan = steps::in_order((mesh, place), tokens, experts, shared, &places);
-    Ok(plan)
+    let plan = RankPlan {
+        mesh,
+        place,
+        ways,
+        tile_rows: steps::tile_rows(&experts),
+        steps: Vec::new(),
+        evaluation: Vec::new(),
+        backward: Vec::new(),
+        tokens,
+        experts,
+        shared,
+        wire: None,
+    };
+    Ok(steps::in_order(plan, &places))
 }
 
 /// The routed experts of a rank as a layer of their own: a row is a token whose one
@@ -125,6 +165,7 @@ fn plan_experts(
 ) -> LayerPlan {
     let own = experts_of(spec, mesh, place);
     let mut builder = Builder::new(&own, target, options);
+    builder.packs &= !options.unpacked;
     builder.part = Part::Experts {
         of: spec.shape.experts,
         top_k: spec.shape.top_k,

@@ -1,6 +1,6 @@
 //! How ranks carry out a pass of a layer: what may differ from call to call.
 
-use super::Parallel;
+use super::{Parallel, Ways};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -55,6 +55,18 @@ impl<T: Copy> Both<T> {
             forward: value,
             backward: value,
         }
+    }
+}
+
+impl Both<usize> {
+    /// The number of pieces of which both a piece in forward and one in backward consist:
+    /// their least common multiple.
+    pub fn common(self) -> usize {
+        let (mut a, mut b) = (self.forward, self.backward);
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        self.forward / a.max(1) * self.backward
     }
 }
 
@@ -240,6 +252,15 @@ pub enum StrategyError {
         /// Of the mesh.
         shards: usize,
     },
+    /// Weights as other ranks cannot gather them.
+    #[error(
+        "experts' weights are packed for a CPU, so that rows cannot go {ways} ways; make the \
+         layer on `Mesh::for_any_ways`"
+    )]
+    Packed {
+        /// As asked for.
+        ways: usize,
+    },
     /// Rows in no pieces, or in too many.
     #[error("rows cannot travel in {degree} pieces; from 1 to {MOST_PIECES}")]
     Degree {
@@ -256,6 +277,19 @@ pub enum StrategyError {
         route: Route,
         /// How ranks lie.
         reason: String,
+    },
+    /// Pieces of forward and of backward that do not fit each other.
+    #[error(
+        "{forward} pieces in forward and {backward} in backward are {pieces} pieces that both are \
+         made of, and there may be {MOST_PIECES}; choose two of which one divides the other"
+    )]
+    Degrees {
+        /// As asked for.
+        forward: usize,
+        /// As asked for.
+        backward: usize,
+        /// Their least common multiple.
+        pieces: usize,
     },
     /// Not built.
     #[error("`{0}` is not there yet")]
@@ -276,14 +310,20 @@ impl Strategy {
     /// # Errors
     /// [`StrategyError`] says what is possible.
     pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        let (ways, shards) = (self.ways(mesh), mesh.shards);
-        if ways > 0 && !shards.is_multiple_of(ways) {
-            return Err(StrategyError::Ways { ways, shards });
-        }
+        Ways::new(*mesh, self.ways(mesh))?;
         let degrees = [self.degree.forward, self.degree.backward];
         let wrong = degrees.iter().find(|n| !(1..=MOST_PIECES).contains(*n));
         if let Some(&degree) = wrong {
             return Err(StrategyError::Degree { degree });
+        }
+        let Both { forward, backward } = self.degree;
+        let pieces = self.degree.common();
+        if pieces > MOST_PIECES {
+            return Err(StrategyError::Degrees {
+                forward,
+                backward,
+                pieces,
+            });
         }
         self.check_built(mesh)
     }
@@ -302,8 +342,9 @@ impl Strategy {
                 beside(format!("degree={}", self.degree))
             }
             _ if packed && self.route == Route::Once => beside(format!("route={}", self.route)),
-            _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
-            _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
+            _ if self.degree != default.degree && self.route != default.route => {
+                not_yet(format!("degree={} with route={}", self.degree, self.route))
+            }
             _ => Ok(()),
         }
     }
@@ -351,6 +392,12 @@ mod tests {
             Err(StrategyError::Ways { ways: 3, shards: 4 })
         );
         assert_eq!(check("degree=0"), Err(StrategyError::Degree { degree: 0 }));
+        let error = check("degree=9/8").unwrap_err().to_string();
+        assert!(
+            error.contains("are 72 pieces that both are made of"),
+            "{error}"
+        );
+        assert_eq!(check("degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
         assert_eq!(check("wire=fp8/bf16"), Ok(()));

@@ -9,7 +9,9 @@ mod collect;
 mod gpus;
 mod groups;
 mod layer;
+mod lent;
 mod part;
+mod passes;
 mod ranks;
 mod reduce;
 mod route;
@@ -18,6 +20,8 @@ mod run;
 mod shard;
 mod share;
 mod side;
+mod under_way;
+mod view;
 mod weights;
 mod wire;
 

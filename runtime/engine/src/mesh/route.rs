@@ -8,13 +8,13 @@ use moesaic_collectives::plan::{self, FanOut, Itinerary, Leg, Passage};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
 };
-use moesaic_plan::{PlanError, Route, StrategyError};
+use moesaic_plan::{PlanError, Route, StrategyError, Ways};
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
 
 /// How rows go among the ranks that exchange them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ways {
+pub(super) enum Course {
     /// From each rank to each.
     Straight,
     /// By way of other ranks.
@@ -38,33 +38,34 @@ pub(super) enum Load {
 }
 
 impl Mesh {
-    /// How rows go by a route.
+    /// How rows go by a route at some number of ways; those that stay, straight.
     ///
     /// # Errors
     /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the route needs it.
-    pub(super) fn ways(&self, route: Route) -> Result<Ways, EngineError> {
-        if route == Route::Linear {
-            return Ok(Ways::Straight);
+    pub(super) fn course(&self, route: Route, by: Ways) -> Result<Course, EngineError> {
+        if route == Route::Linear || by.count() == 0 {
+            return Ok(Course::Straight);
         }
-        let shape = self.shape().map_err(|reason| {
+        let shape = self.shape(by).map_err(|reason| {
             let error = StrategyError::Nodes { route, reason };
             EngineError::from(PlanError::from(error))
         })?;
         Ok(match route {
-            Route::Linear => Ways::Straight,
-            Route::IntraFirst => Ways::Over(Algorithm::Hierarchical(shape)),
-            Route::InterFirst => Ways::Over(Algorithm::InterFirst(shape)),
-            Route::Concurrent => Ways::Over(Algorithm::Concurrent(shape)),
-            Route::Once => Ways::Once(shape),
+            Route::Linear => Course::Straight,
+            Route::IntraFirst => Course::Over(Algorithm::Hierarchical(shape)),
+            Route::InterFirst => Course::Over(Algorithm::InterFirst(shape)),
+            Route::Concurrent => Course::Over(Algorithm::Concurrent(shape)),
+            Route::Once => Course::Once(shape),
         })
     }
 
     /// The nodes of the ranks that exchange rows, or how these lie.
-    fn shape(&self) -> Result<NodeShape, String> {
-        let ranks = self.parallel().group();
-        let first = self.place().dp * ranks;
-        let hosts = &self.hosts()[first..first + ranks];
-        NodeShape::of_hosts(hosts).ok_or_else(|| format!("ranks lie on {}", runs(hosts)))
+    fn shape(&self, by: Ways) -> Result<NodeShape, String> {
+        let own = by.place(self.rank()).dp;
+        let members = self.hosts().iter().enumerate();
+        let members = members.filter(|(rank, _)| by.place(*rank).dp == own);
+        let hosts: Vec<String> = members.map(|(_, host)| host.clone()).collect();
+        NodeShape::of_hosts(&hosts).ok_or_else(|| format!("ranks lie on {}", runs(&hosts)))
     }
 }
 
@@ -143,7 +144,7 @@ impl Rows {
             return Ok(());
         };
         let (node, place) = shape.split(group.rank());
-        let sent = self.sent();
+        let sent = self.sent(&self.numbers(None));
         let numbers = |other: usize| {
             let there = sent
                 .iter()

@@ -1,51 +1,25 @@
 //! A pass of one rank: launches of all sides, and exchanges between ranks.
 
-use super::groups::{Groups, Mesh};
-use super::ranks::Among;
-use super::route::{Load, Ways};
+use super::groups::{Between, Groups, Mesh};
+use super::passes::{SLICED, Segment, pieces};
+use super::route::{Course, Load};
 use super::rows::{Neighbours, Piece, Rows};
-use super::side::Side;
-use super::wire::{Crossing, Hop};
+use super::side::{Part, Side};
+use super::under_way::{Started, UnderWay, Written};
+use super::wire::Hop;
 use crate::error::EngineError;
 use crate::launch::Bound;
+use crate::layer::Layer;
+use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::Itinerary;
-use moesaic_collectives::{Algorithm, Call, Element, Handle, Reduction, Slice, Transfer};
+use moesaic_collectives::{Algorithm, Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
-use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
+use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, TensorId, Way};
 use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
 use std::sync::{Arc, MutexGuard};
-
-/// Steps of a pass, launches bound.
-pub(super) enum Segment {
-    Launches(plan::Side, Bound),
-    Exchange(Exchange),
-}
-
-/// The steps of a pass, launches of a side that follow each other together.
-pub(super) fn segments(
-    steps: &[RankStep],
-    bind: impl Fn(plan::Side, &[usize]) -> Result<Bound, EngineError>,
-) -> Result<Vec<Segment>, EngineError> {
-    let side_of = |step: &RankStep| match step {
-        RankStep::Launch { side, .. } => Some(*side),
-        RankStep::Exchange(_) => None,
-    };
-    let together = |a: &RankStep, b: &RankStep| side_of(a).is_some() && side_of(a) == side_of(b);
-    let parts = steps.chunk_by(together).map(|part| match &part[0] {
-        RankStep::Exchange(exchange) => Ok(Segment::Exchange(exchange.clone())),
-        RankStep::Launch { side, .. } => {
-            let numbers = part.iter().filter_map(|step| match step {
-                RankStep::Launch { step, .. } => Some(*step),
-                RankStep::Exchange(_) => None,
-            });
-            let bound = bind(*side, &numbers.collect::<Vec<usize>>())?;
-            Ok(Segment::Launches(*side, bound))
-        }
-    });
-    parts.collect()
-}
+use std::time::Instant;
 
 /// What every rank has in a call.
 #[derive(Clone, Copy, Debug)]
@@ -56,6 +30,9 @@ pub(super) struct Census {
     pub most: usize,
 }
 
+/// Rows of a tensor of a side that an exchange moves.
+pub(super) type Moved = (plan::Side, TensorId, Vec<Piece>);
+
 /// A call of one rank.
 pub(super) struct Run<'l> {
     pub mesh: &'l Mesh,
@@ -63,18 +40,22 @@ pub(super) struct Run<'l> {
     /// The name of the layer, in errors of exchanges.
     pub label: &'l str,
     /// How rows go to experts; those of a backward pass go as in forward.
-    pub ways: Ways,
+    pub course: Course,
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
+    /// Those that the rank owns: where weights are gathered, not those of the experts' side.
+    pub owned: &'l Layer,
     /// Where shared experts are sliced.
     pub shared: Option<Side<'l>>,
     pub rows: Option<Rows>,
     pub neighbours: Option<Neighbours>,
-    /// Exchanges that the device's stream has, and that may still fail.
-    pub under_way: Vec<Handle>,
+    /// Exchanges that are not waited for yet, in their order.
+    pub under_way: Vec<UnderWay>,
     /// Where rows are packed for other nodes.
     pub hop: Option<Hop<'l>>,
+    /// Who is told of exchanges.
+    pub recorder: Option<&'l dyn Recorder>,
 }
 
 impl Run<'_> {
@@ -96,7 +77,7 @@ impl Run<'_> {
         if !segments.iter().any(asks) {
             return Ok(None);
         }
-        let all = self.each_has(tokens, Among::World, &self.call("tokens"))?;
+        let all = self.each_has(tokens, Between::World, &self.call("tokens"))?;
         Ok(Some(Census {
             before: all[..self.mesh.rank()].iter().sum(),
             most: all.iter().copied().max().unwrap_or(0),
@@ -107,10 +88,10 @@ impl Run<'_> {
     fn each_has(
         &mut self,
         own: usize,
-        among: Among,
+        between: Between,
         call: &Call,
     ) -> Result<Vec<usize>, EngineError> {
-        let group = self.groups.among(among);
+        let group = self.groups.between(between);
         let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
         let number = |bytes: &Vec<u8>| {
             let bytes = bytes.as_slice().try_into().unwrap_or_default();
@@ -125,18 +106,27 @@ impl Run<'_> {
         segments: &[Segment],
         mut arrive: impl FnMut(&mut Side<'_>, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
+        let pieces = pieces(segments);
+        if pieces > 1 {
+            self.groups.help();
+        }
         for segment in segments {
             match segment {
-                Segment::Launches(side, bound) => self.side(*side).run(bound)?,
+                Segment::Launches(side, bound, piece) => self.launch(*side, bound, *piece)?,
                 Segment::Exchange(exchange) => match exchange.way {
+                    Way::Tokens => {} // when the call began
                     Way::Counts => {
-                        let rows = self.count()?;
-                        arrive(&mut self.experts, rows.arriving())?;
+                        let recorded = self.begins(exchange);
+                        let rows = self.count()?.in_pieces(pieces);
+                        self.ended(recorded, Instant::now());
+                        arrive(&mut self.experts, rows.room())?;
                         self.lay_out(&rows)?;
                         self.rows = Some(rows);
                     }
                     Way::Neighbours => {
+                        let recorded = self.begins(exchange);
                         let neighbours = self.count_neighbours(exchange)?;
+                        self.ended(recorded, Instant::now());
                         let shared = self.shared.as_mut().expect(SLICED);
                         arrive(shared, neighbours.tokens())?;
                         self.neighbours = Some(neighbours);
@@ -145,21 +135,35 @@ impl Run<'_> {
                 },
             }
         }
-        let mut exchanges = self.under_way.drain(..);
-        Ok(exchanges.try_for_each(Handle::wait)?)
-    }
-
-    /// Until launches that follow see the result. What is in the stream's order is waited
-    /// for when the pass has been launched.
-    fn finish(&mut self, exchange: Handle) -> Result<(), EngineError> {
-        match exchange.is_in_stream() {
-            true => self.under_way.push(exchange),
-            false => exchange.wait()?,
-        }
+        self.finish_all()?;
+        self.return_lent();
         Ok(())
     }
 
-    fn side(&self, side: plan::Side) -> &Side<'_> {
+    /// Launches steps of a side when what they read has come.
+    fn launch(
+        &mut self,
+        side: plan::Side,
+        bound: &Bound,
+        piece: Option<plan::Piece>,
+    ) -> Result<(), EngineError> {
+        let Some(piece) = piece else {
+            self.wait_for(|written| written.side == side)?;
+            return self.side(side).run(bound);
+        };
+        let number = piece.number;
+        self.wait_for(|written| written.side == side && written.pieces.contains(&number))?;
+        let rows = self.rows();
+        let part = Part {
+            piece,
+            first: rows.first_of(number),
+            rows: rows.rows_of(number),
+        };
+        self.lay_out_piece(rows, number)?;
+        self.experts.run_part(bound, part)
+    }
+
+    pub(super) fn side(&self, side: plan::Side) -> &Side<'_> {
         match side {
             plan::Side::Tokens => &self.tokens,
             plan::Side::Experts => &self.experts,
@@ -171,53 +175,103 @@ impl Run<'_> {
         Call::new(&format!("{} of {}", name, self.label))
     }
 
+    /// Begins an exchange, and waits for it unless it is of a piece.
     fn exchange(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
-        let call = self.call(&exchange.name);
-        match exchange.way {
-            // Done when the call begins, or before rows go.
-            Way::Tokens | Way::Counts | Way::Neighbours => Ok(()),
+        let written = self.written(exchange);
+        if let Way::ToTokens { from, .. } = exchange.way {
+            let sums = (plan::Side::Experts, from);
+            let sums = |other: &Written| (other.side, other.tensor) == sums;
+            let pieces = self.rows().numbers(exchange.piece);
+            self.wait_for(|other| sums(other) && other.shares(&pieces))?;
+        }
+        let recorded = self.begins(exchange);
+        match self.start(exchange)? {
+            None => self.ended(recorded, Instant::now()),
+            Some(started) => self.keep(exchange, started, written, recorded)?,
+        }
+        self.unpack()
+    }
+
+    /// What an exchange of rows writes.
+    fn written(&self, exchange: &Exchange) -> Option<Written> {
+        let (side, tensor) = match exchange.way {
+            Way::ToExperts { to, .. } => (plan::Side::Experts, to),
+            Way::OverShards { tensor } => (plan::Side::Experts, tensor),
+            Way::ToTokens { to, .. } => (plan::Side::Tokens, to),
+            _ => return None,
+        };
+        Some(Written {
+            side,
+            tensor,
+            pieces: self.rows().numbers(exchange.piece),
+        })
+    }
+
+    /// Begins an exchange; `None` if it is over then.
+    fn start(&mut self, exchange: &Exchange) -> Result<Option<Started>, EngineError> {
+        let call = match exchange.piece {
+            None => self.call(&exchange.name),
+            Some(piece) => self.call(&format!("{}, piece {piece},", exchange.name)),
+        };
+        let started = match exchange.way {
+            // Done when the call begins, or by [`Run::run`].
+            Way::Tokens | Way::Counts | Way::Neighbours => return Ok(None),
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
-                let (sent, arrived) = (rows.sent(), rows.arrived());
-                let sent = (plan::Side::Tokens, from, sent);
-                let arrived = (plan::Side::Experts, to, arrived);
+                let pieces = rows.numbers(exchange.piece);
+                let sent = (plan::Side::Tokens, from, rows.sent(&pieces));
+                let arrived = (plan::Side::Experts, to, rows.arrived(&pieces));
                 self.send_rows(&exchange.name, self.load(from), sent, arrived, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
-                let (answers, answered) = (rows.answers(), rows.answered());
-                let answers = (plan::Side::Experts, from, answers);
-                let answered = (plan::Side::Tokens, to, answered);
+                let pieces = rows.numbers(exchange.piece);
+                let answers = (plan::Side::Experts, from, rows.answers(&pieces));
+                let answered = (plan::Side::Tokens, to, rows.answered(&pieces));
                 let load = self.load_back(from);
                 self.send_rows(&exchange.name, load, answers, answered, &call)
             }
             Way::OverShards { tensor } => {
-                let rows = self.rows().arriving();
+                let rows = self.rows();
+                let span = rows.span(rows.numbers(exchange.piece));
                 let element = element(self.plan.experts[tensor].dtype);
                 let width = self.plan.row_bytes(plan::Side::Experts, tensor) / element.size();
                 let buffer = self.experts.buffer(tensor);
-                let data = Slice::new(buffer, element, 0, rows * width)?;
-                let slices = &mut self.groups.slices;
+                let data = Slice::new(buffer, element, span.start * width, span.len() * width)?;
+                let slices = self.groups.between(Between::Parts(self.plan.ways));
                 let sum = slices.all_reduce(&data, &data, Reduction::Sum, &call)?;
-                self.finish(sum)
+                Ok(Started::of(sum, &data))
             }
             Way::ToSlices { from, to } => {
                 let neighbours = self.neighbours();
                 let (sent, arrived) = (neighbours.sent(), neighbours.arrived());
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Shared, to, &arrived)?;
-                self.send(Among::Slices, &sends, &receives, &call)
+                self.send(Between::Slices, &sends, &receives, &call)
             }
             Way::FromSlices { from, to } => self.sum_to_tokens(from, to, &call),
             Way::OfFirst { from, to } => self.take_of_first(from, to, &call),
             Way::Sum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
-            Way::Live { ids, to } => self.count_live(ids, to, &call),
+            Way::Live { ids, to } => return self.count_live(ids, to, &call).map(|()| None),
             Way::Most { tensor } => self.reduce(tensor, tensor, Reduction::Max, &call),
+            Way::GatherWeight { weight, cut } => {
+                return self.gather_weight(weight, cut, &call).map(|()| None);
+            }
+            Way::ScatterGradient { gradient, cut } => {
+                return self.scatter_gradient(gradient, cut, &call).map(|()| None);
+            }
             Way::Gather { from, to } => self.gather(from, to, &call),
-        }
+        };
+        started.map(Some)
     }
 
-    fn rows(&self) -> &Rows {
+    /// The mesh that rows travel in, and this rank's place there.
+    fn travels(&self) -> (Parallel, Place) {
+        let by = self.plan.by();
+        (by.mesh(), by.place(self.mesh.rank()))
+    }
+
+    pub(super) fn rows(&self) -> &Rows {
         self.rows.as_ref().expect("rows are counted before they go")
     }
 
@@ -226,16 +280,17 @@ impl Run<'_> {
         neighbours.expect("tokens are counted before their rows go")
     }
 
-    fn send(
+    pub fn send(
         &mut self,
-        among: Among,
+        between: Between,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
-    ) -> Result<(), EngineError> {
-        let group = self.groups.among(among);
-        let exchange = group.exchange(sends, receives, call)?;
-        self.finish(exchange)
+    ) -> Result<Started, EngineError> {
+        let group = self.groups.between(between);
+        let handle = group.exchange(sends, receives, call)?;
+        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
+        Ok(Started { handle, bytes })
     }
 
     /// Rows of tokens, straight or by way of other ranks. Where that was chosen, those for other
@@ -244,71 +299,40 @@ impl Run<'_> {
         &mut self,
         name: &str,
         load: Load,
-        (out_of, from, sent): (plan::Side, TensorId, Vec<Piece>),
-        (into, to, came): (plan::Side, TensorId, Vec<Piece>),
+        sent: Moved,
+        came: Moved,
         call: &Call,
-    ) -> Result<(), EngineError> {
-        let bytes = self.plan.row_bytes(out_of, from);
+    ) -> Result<Started, EngineError> {
         let packing = self.hop.as_ref().map(|hop| hop.packing);
-        let Some(packed) = packing.and_then(|packing| packing.packed(name)) else {
-            let ways = self.rows().itinerary(load, &|_, _| bytes);
-            let sends = self.transfers(out_of, from, &sent)?;
-            let receives = self.transfers(into, to, &came)?;
-            return self.send_by(ways, &sends, &receives, call);
-        };
-        let ways = self.rows().itinerary(load, &|from, to| {
-            if self.crosses(from, to) {
-                packed.row_bytes
-            } else {
-                bytes
-            }
-        });
-        let own = self.groups.rows.rank();
-        let sent = Crossing::of(&sent, |peer| self.crosses(own, peer));
-        let came = Crossing::of(&came, |peer| self.crosses(own, peer));
-        let mut hop = self.hop.take().expect("it was asked above");
-        hop.reserve(sent.places.len().max(came.places.len()))?;
-        hop.pack(packed, self.side(out_of).buffer(from), &sent.places)?;
-        let near = self.transfers(out_of, from, &sent.near)?;
-        let sends = by_peer(
-            near,
-            hop.transfers(packed.sent.bytes, packed.row_bytes, &sent.far)?,
-        );
-        let near = self.transfers(into, to, &came.near)?;
-        let receives = by_peer(
-            near,
-            hop.transfers(packed.came.bytes, packed.row_bytes, &came.far)?,
-        );
-        self.send_by(ways, &sends, &receives, call)?;
-        hop.unpack(packed, self.side(into).buffer(to), &came.places)?;
-        self.hop = Some(hop);
-        Ok(())
+        if let Some(packed) = packing.and_then(|packing| packing.packed(name)) {
+            return self.send_packed(packed, load, sent, came, call);
+        }
+        let bytes = self.plan.row_bytes(sent.0, sent.1);
+        let path = self.rows().itinerary(load, &|_, _| bytes);
+        let sends = self.transfers(sent.0, sent.1, &sent.2)?;
+        let receives = self.transfers(came.0, came.1, &came.2)?;
+        self.send_by(path, &sends, &receives, call)
     }
 
-    fn send_by(
+    /// By a path, if there is one.
+    pub(super) fn send_by(
         &mut self,
-        ways: Option<Box<dyn Itinerary>>,
+        path: Option<Box<dyn Itinerary>>,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
-    ) -> Result<(), EngineError> {
-        let group = &mut self.groups.rows;
-        let exchange = match ways {
+    ) -> Result<Started, EngineError> {
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        let handle = match path {
             None => group.exchange(sends, receives, call)?,
-            Some(ways) => group.exchange_by(sends, receives, &*ways, call)?,
+            Some(path) => group.exchange_by(sends, receives, &*path, call)?,
         };
-        self.finish(exchange)
-    }
-
-    /// Whether two ranks of the group are on different nodes.
-    fn crosses(&self, from: usize, to: usize) -> bool {
-        let first = self.mesh.place().dp * self.mesh.parallel().group();
-        let hosts = &self.mesh.hosts()[first..];
-        hosts[from] != hosts[to]
+        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
+        Ok(Started { handle, bytes })
     }
 
     /// Rows of a tensor as bytes: they are only moved.
-    fn transfers(
+    pub(super) fn transfers(
         &self,
         side: plan::Side,
         tensor: TensorId,
@@ -328,7 +352,7 @@ impl Run<'_> {
 
     /// Everybody learns how many rows come from where.
     fn count(&mut self) -> Result<Rows, EngineError> {
-        let (mesh, place) = (self.mesh.parallel(), self.mesh.place());
+        let (mesh, place) = self.travels();
         let experts = self.plan.tokens.spec.shape.experts;
         let mut offsets = vec![0i64; experts + 1];
         let device = &*self.tokens.layer.device;
@@ -336,19 +360,20 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
         let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
         let (counts, sizes) = Rows::told(mesh, &offsets);
-        let algorithm = match self.ways {
-            Ways::Straight => Algorithm::Direct,
-            Ways::Over(algorithm) => algorithm,
-            Ways::Once(shape) => Algorithm::InterFirst(shape),
+        let algorithm = match self.course {
+            Course::Straight => Algorithm::Direct,
+            Course::Over(algorithm) => algorithm,
+            Course::Once(shape) => Algorithm::InterFirst(shape),
         };
-        if self.ways != Ways::Straight {
-            let (call, group) = (self.call("counts"), &mut *self.groups.rows);
+        if self.course != Course::Straight {
+            let call = self.call("counts");
+            let group = self.groups.between(Between::Rows(self.plan.ways));
             let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
             let mut rows = Rows::new(mesh, place, offsets, &told);
             rows.passage = Some(passage);
             return self.fan_out(rows);
         }
-        let own = self.plan.own_experts().len();
+        let own = self.plan.experts_here().len();
         let mut told = vec![0i64; own * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
         let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
@@ -357,7 +382,7 @@ impl Run<'_> {
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
         let receives = vec![own; mesh.group()];
         let call = self.call("counts");
-        let rows = &mut self.groups.rows;
+        let rows = self.groups.between(Between::Rows(self.plan.ways));
         rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
@@ -366,7 +391,7 @@ impl Run<'_> {
 
     /// Where each token crosses to a node once, ranks learn which rows are of one token.
     fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
-        let Ways::Once(shape) = self.ways else {
+        let Course::Once(shape) = self.course else {
             return Ok(rows);
         };
         let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
@@ -376,7 +401,8 @@ impl Run<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
         let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
-        rows.fan_out(&mut *self.groups.rows, device, (shape, &tokens), &call)?;
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        rows.fan_out(group, device, (shape, &tokens), &call)?;
         Ok(rows)
     }
 
@@ -405,7 +431,7 @@ impl Run<'_> {
     /// Ranks with slices of the same experts learn how many tokens each has.
     fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
         let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, Among::Slices, &call)?;
+        let counts = self.each_has(tokens, Between::Slices, &call)?;
         Ok(Neighbours::new(counts, self.mesh.place().shard))
     }
 
@@ -415,7 +441,7 @@ impl Run<'_> {
         from: TensorId,
         to: TensorId,
         call: &Call,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Started, EngineError> {
         let side = plan::Side::Shared;
         let element = element(self.plan.side(side)[from].dtype);
         let width = self.plan.row_bytes(side, from) / element.size();
@@ -430,7 +456,7 @@ impl Run<'_> {
         let output = Slice::new(self.tokens.buffer(to), element, 0, own)?;
         let (slices, reduction) = (&mut self.groups.slices, Reduction::Sum);
         let sum = slices.reduce_scatter_by_counts(&input, &counts, &output, reduction, call)?;
-        self.finish(sum)
+        Ok(Started::of(sum, &input))
     }
 
     /// A weight of the first slice becomes that of the tokens' side of all.
@@ -439,7 +465,7 @@ impl Run<'_> {
         from: TensorId,
         to: TensorId,
         call: &Call,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Started, EngineError> {
         let rows = self.plan.tokens[to].shape[0].eval(0) as usize;
         let piece = |peer| Piece {
             peer,
@@ -452,26 +478,30 @@ impl Run<'_> {
         };
         let sends = self.transfers(plan::Side::Shared, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &[piece(0)])?;
-        self.send(Among::Slices, &sends, &receives, call)
+        self.send(Between::Slices, &sends, &receives, call)
     }
 
-    /// Tells the experts' kernels where rows lie.
+    /// Tells the experts' kernels which row is which, and where rows of the first piece lie.
     fn lay_out(&self, rows: &Rows) -> Result<(), EngineError> {
-        let device = &*self.experts.layer.device;
-        let upload = |name: &str, bytes: &[u8]| match self.experts.named(name) {
-            Some(buffer) => device.upload(bytes, buffer, 0),
-            None => Ok(()),
-        };
-        upload("offsets", cast_slice(&rows.expert_offsets()))?;
-        upload(
-            "row_tiles",
-            cast_slice(&rows.row_tiles(self.plan.tile_rows)),
-        )?;
         if self.experts.named("row_slots").is_some() {
-            let slots: Vec<i32> = (0..rows.arriving() as i32).collect();
-            upload("row_slots", cast_slice(&slots))?;
+            let slots = rows.numbers_in_pieces();
+            self.tell_experts("row_slots", cast_slice(&slots))?;
         }
-        Ok(())
+        self.lay_out_piece(rows, 0)
+    }
+
+    /// Tells the experts' kernels where rows of a piece lie, in the order of the stream.
+    fn lay_out_piece(&self, rows: &Rows, piece: usize) -> Result<(), EngineError> {
+        let tiles = rows.row_tiles(piece, self.plan.tile_rows);
+        self.tell_experts("offsets", cast_slice(&rows.expert_offsets(piece)))?;
+        self.tell_experts("row_tiles", cast_slice(&tiles))
+    }
+
+    fn tell_experts(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
+        match self.experts.named(name) {
+            Some(buffer) => Ok(self.experts.layer.device.upload(bytes, buffer, 0)?),
+            None => Ok(()),
+        }
     }
 
     /// The tokens of all ranks with an expert.
@@ -486,7 +516,7 @@ impl Run<'_> {
         device.download(self.tokens.buffer(ids), 0, bytes)?;
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, Among::World, call)?.iter().sum();
+        let all: usize = self.each_has(own, Between::World, call)?.iter().sum();
         device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
         Ok(())
     }
@@ -498,7 +528,7 @@ impl Run<'_> {
         to: TensorId,
         reduction: Reduction,
         call: &Call,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Started, EngineError> {
         let tensor = &self.plan.tokens[from];
         let count = tensor.elements(self.tokens.scalars().tokens() as u64) as usize;
         let element = element(tensor.dtype);
@@ -506,14 +536,19 @@ impl Run<'_> {
         let (input, output) = (slice(from)?, slice(to)?);
         let world = &mut self.groups.world;
         let sum = world.all_reduce(&input, &output, reduction, call)?;
-        self.finish(sum)
+        Ok(Started::of(sum, &input))
     }
 
     /// Weights of the experts of all groups; those of the first slices count.
-    fn gather(&mut self, from: TensorId, to: TensorId, call: &Call) -> Result<(), EngineError> {
-        let (mesh, place) = (self.mesh.parallel(), self.mesh.place());
+    fn gather(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<Started, EngineError> {
+        let (mesh, place) = self.travels();
         let experts = self.plan.tokens.spec.shape.experts;
-        let own = self.plan.own_experts().len();
+        let own = self.plan.experts_here().len();
         let piece = |peer, first, rows| Piece { peer, first, rows };
         let sends: Vec<Piece> = match place.shard {
             0 => (0..mesh.group()).map(|peer| piece(peer, 0, own)).collect(),
@@ -526,19 +561,9 @@ impl Run<'_> {
         let receives: Vec<Piece> = receives.collect();
         let sends = self.transfers(plan::Side::Experts, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
-        self.send(Among::Group, &sends, &receives, call)
+        self.send(Between::Rows(self.plan.ways), &sends, &receives, call)
     }
 }
-
-/// The messages of both, those of a rank together.
-fn by_peer(near: Vec<Transfer>, far: Vec<Transfer>) -> Vec<Transfer> {
-    let mut all = [near, far].concat();
-    all.sort_by_key(|transfer| transfer.peer);
-    all
-}
-
-/// Why there is a side of shared experts.
-pub(super) const SLICED: &str = "steps of shared experts are of ranks with slices of them";
 
 /// As collectives call it.
 pub(super) fn element(dtype: DType) -> Element {

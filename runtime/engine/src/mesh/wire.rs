@@ -1,6 +1,9 @@
 //! Rows that are packed for the way to other nodes.
 
+use super::route::Load;
 use super::rows::Piece;
+use super::run::{Moved, Run};
+use super::under_way::Started;
 use crate::call::Counters;
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -8,8 +11,8 @@ use crate::launch::{Bound, Scalars};
 use crate::memory::{Addresses, Workspace};
 use crate::texts::Texts;
 use bytemuck::cast_slice;
-use moesaic_collectives::{Element, Slice, Transfer};
-use moesaic_plan::{Both, Packed, RankPlan, RankStep, SATURATED, TensorId, Tilings, Wire};
+use moesaic_collectives::{Call, Element, Slice, Transfer};
+use moesaic_plan::{Both, Packed, RankPlan, RankStep, SATURATED, Side, TensorId, Tilings, Wire};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::Tensor;
 use std::collections::BTreeMap;
@@ -70,6 +73,7 @@ impl Packing {
             packing: self,
             // A panic can only have left memory that the next call lays anew.
             memory: memory.unwrap_or_else(PoisonError::into_inner),
+            coming: None,
         })
     }
 
@@ -95,6 +99,16 @@ impl Packing {
 pub(super) struct Hop<'l> {
     pub packing: &'l Packing,
     memory: MutexGuard<'l, Memory>,
+    /// What the exchange that was begun last brings.
+    coming: Option<Coming<'l>>,
+}
+
+/// Rows that come packed, and what they are unpacked to.
+struct Coming<'l> {
+    packed: &'l Packed,
+    side: Side,
+    tensor: TensorId,
+    places: Vec<i32>,
 }
 
 impl Hop<'_> {
@@ -164,7 +178,7 @@ impl Hop<'_> {
         let scalars = Scalars::new(places.len(), Counters::default(), 0);
         for &step in steps {
             let bound = &packing.steps[step];
-            bound.run(0, &*packing.device, &scalars, addresses, None)?;
+            bound.run(0, &*packing.device, &scalars, addresses, None, None)?;
         }
         Ok(())
     }
@@ -194,6 +208,78 @@ impl Hop<'_> {
         packing.device.download(&packing.saturated, 0, &mut bytes)?;
         Ok(counted(i64::from_le_bytes(bytes)))
     }
+}
+
+impl<'l> Run<'l> {
+    /// As [`Run::send_rows`], with rows for other nodes packed; [`Run::unpack`] follows.
+    pub(super) fn send_packed(
+        &mut self,
+        packed: &'l Packed,
+        load: Load,
+        (out_of, from, sent): Moved,
+        (side, tensor, came): Moved,
+        call: &Call,
+    ) -> Result<Started, EngineError> {
+        let bytes = self.plan.row_bytes(out_of, from);
+        let path = self.rows().itinerary(load, &|from, to| {
+            if self.crosses(from, to) {
+                packed.row_bytes
+            } else {
+                bytes
+            }
+        });
+        let own = self.mesh.rank() - self.first_of_group();
+        let sent = Crossing::of(&sent, |peer| self.crosses(own, peer));
+        let came = Crossing::of(&came, |peer| self.crosses(own, peer));
+        let mut hop = self.hop.take().expect("rows are packed in a call that may");
+        hop.reserve(sent.places.len().max(came.places.len()))?;
+        hop.pack(packed, self.side(out_of).buffer(from), &sent.places)?;
+        let near = self.transfers(out_of, from, &sent.near)?;
+        let far = hop.transfers(packed.sent.bytes, packed.row_bytes, &sent.far)?;
+        let sends = by_peer(near, far);
+        let near = self.transfers(side, tensor, &came.near)?;
+        let far = hop.transfers(packed.came.bytes, packed.row_bytes, &came.far)?;
+        let receives = by_peer(near, far);
+        let started = self.send_by(path, &sends, &receives, call)?;
+        hop.coming = Some(Coming {
+            packed,
+            side,
+            tensor,
+            places: came.places,
+        });
+        self.hop = Some(hop);
+        Ok(started)
+    }
+
+    /// Unpacks the rows of an exchange that launches see the result of, if they came packed.
+    pub(super) fn unpack(&mut self) -> Result<(), EngineError> {
+        let Some(mut hop) = self.hop.take() else {
+            return Ok(());
+        };
+        if let Some(coming) = hop.coming.take() {
+            let rows = self.side(coming.side).buffer(coming.tensor);
+            hop.unpack(coming.packed, rows, &coming.places)?;
+        }
+        self.hop = Some(hop);
+        Ok(())
+    }
+
+    /// Whether two ranks of the group are on different nodes.
+    fn crosses(&self, from: usize, to: usize) -> bool {
+        let hosts = &self.mesh.hosts()[self.first_of_group()..];
+        hosts[from] != hosts[to]
+    }
+
+    fn first_of_group(&self) -> usize {
+        self.mesh.place().dp * self.mesh.parallel().group()
+    }
+}
+
+/// The messages of both, those of a rank together.
+fn by_peer(near: Vec<Transfer>, far: Vec<Transfer>) -> Vec<Transfer> {
+    let mut all = [near, far].concat();
+    all.sort_by_key(|transfer| transfer.peer);
+    all
 }
 
 /// Why a tensor of the kernels has memory.

@@ -1,10 +1,8 @@
 //! Rows between nodes, on this CPU and on simulators: the bytes that the reference writes,
 //! and the values that it reads.
 
-mod kept;
-
+use crate::kept::Kept;
 use half::{bf16, f16};
-use kept::Kept;
 use moesaic_cpu::{CpuCompiler, CpuDevice};
 use moesaic_emit::emit;
 use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions};
