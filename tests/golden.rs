@@ -5,7 +5,7 @@
 use crate::kept::{Kept, once};
 use moesaic::emit::emit_layer;
 use moesaic::kernel::{KernelSource, Stem};
-use moesaic::plan::{PlanOptions, Training, plan};
+use moesaic::plan::{Both, Parallel, PlanOptions, Training, Wire, plan, plan_rank};
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
@@ -93,6 +93,32 @@ fn training_sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
     list
 }
 
+/// Layers, and what their rows are between nodes.
+const ON_THE_WIRE: [(&str, Wire); 4] = [
+    ("deepseek-v3", Wire::Fp8),
+    ("deepseek-v3", Wire::F16),
+    ("gpt-oss-20b", Wire::Fp8),
+    ("switch-base-8", Wire::Bf16),
+];
+
+/// Kernels between nodes, each with its layer.
+fn wire_sources(target: &str) -> Vec<(&'static str, KernelSource)> {
+    let parsed: Target = target.parse().expect("a known target");
+    let mesh = Parallel {
+        ep: 2,
+        ..Parallel::default()
+    };
+    let of_layer = |(name, wire): (&'static str, Wire)| {
+        let plan = plan_rank(&spec(name), parsed, &PlanOptions::default(), mesh, 0);
+        let plan = plan.expect("it can be planned").in_wire(Both::same(wire));
+        let list = plan
+            .wire
+            .map(|plan| emit_layer(&plan).expect("it can be emitted"));
+        list.into_iter().flatten().map(move |source| (name, source))
+    };
+    ON_THE_WIRE.into_iter().flat_map(of_layer).collect()
+}
+
 /// `tests/golden/grouped_gemm/mixtral-8x7b.grouped_gemm_up.cuda-sm_90a.cu`.
 fn golden_path(spec_name: &str, source: &KernelSource) -> PathBuf {
     let (name, target) = (&source.name, source.target.file_name());
@@ -115,6 +141,9 @@ fn expected() -> BTreeMap<PathBuf, String> {
         for spec in TRAINED {
             let name = format!("{spec}.training");
             keep(&mut files, &name, target, training_sources(spec, target));
+        }
+        for (spec, source) in wire_sources(target) {
+            keep(&mut files, spec, target, vec![source]);
         }
     }
     for target in cpus() {
@@ -204,11 +233,13 @@ fn gpu_text_compiles_without_spills() {
         .iter()
         .flat_map(|target| {
             let forward = SPECS.iter().flat_map(move |spec| sources(spec, target));
-            forward.chain(
-                TRAINED
-                    .iter()
-                    .flat_map(move |spec| training_sources(spec, target)),
-            )
+            forward
+                .chain(
+                    TRAINED
+                        .iter()
+                        .flat_map(move |spec| training_sources(spec, target)),
+                )
+                .chain(wire_sources(target).into_iter().map(|(_, source)| source))
         })
         .collect();
     on_all_cores(&jobs, |source| {
@@ -276,6 +307,10 @@ fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
         .flat_map(|cc| isas.iter().map(move |isa| (cc, *isa)))
         .flat_map(|(cc, isa)| specs.iter().map(move |spec| (cc, isa, *spec)))
         .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |s| (cc, s)))
+        .chain(compilers.iter().flat_map(|cc| {
+            let wire = isas.iter().flat_map(|isa| wire_sources(isa));
+            wire.map(move |(_, source)| (cc, source))
+        }))
         .collect();
     on_all_cores(&jobs, |((cc, version), source)| {
         check_c(cc, version, source)

@@ -161,6 +161,13 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
     ] {
         assert!(text.contains(part), "{text}");
     }
+    let mut packed = command();
+    let strategy = ["--strategy", "wire=fp8", "--tokens", "8", "--hf"];
+    packed.args(words).args(strategy).arg(&model);
+    let text = finish(&mut packed).ok();
+    for part in ["nodes    wire_pack", "between nodes fp8, 48 bytes a row"] {
+        assert!(text.contains(part), "{text}");
+    }
 }
 
 #[test]

@@ -45,6 +45,7 @@ mod training;
 mod tuned;
 mod user;
 mod watched;
+mod wire;
 mod zeros;
 
 pub use case::Case;

@@ -163,6 +163,7 @@ impl InspectArgs {
         let sharing = (mesh, self.strategy.ways(&mesh));
         let plan = plan_ways(spec, target, &options, sharing, self.rank);
         let plan = plan.map_err(moesaic::EngineError::from)?;
+        let plan = plan.in_wire(self.strategy.wire);
         let plan = plan.in_pieces(self.strategy.degree);
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         match self.json {

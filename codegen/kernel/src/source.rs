@@ -29,6 +29,8 @@ pub enum Stem {
     GateTopkBwd,
     /// Gradients of expert rows back to tokens.
     DispatchBwd,
+    /// Rows as they are between nodes, and back.
+    Wire,
 }
 
 impl Stem {
@@ -50,9 +52,13 @@ impl Stem {
         Stem::DispatchBwd,
     ];
 
+    /// The stem of what is done to rows between ranks, in either pass.
+    pub const BETWEEN: [Stem; 1] = [Stem::Wire];
+
     /// Every stem.
     pub fn all() -> impl Iterator<Item = Stem> {
-        Stem::FORWARD.into_iter().chain(Stem::BACKWARD)
+        let passes = Stem::FORWARD.into_iter().chain(Stem::BACKWARD);
+        passes.chain(Stem::BETWEEN)
     }
 
     /// The snake_case spelling.
@@ -68,6 +74,7 @@ impl Stem {
             Stem::GroupedGemmWgrad => "grouped_gemm_wgrad",
             Stem::GateTopkBwd => "gate_topk_bwd",
             Stem::DispatchBwd => "dispatch_bwd",
+            Stem::Wire => "wire",
         }
     }
 }

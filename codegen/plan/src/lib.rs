@@ -28,6 +28,7 @@ pub use layer::{
 pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use mesh::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
+pub use mesh::{Lane, Packed, SATURATED};
 pub use mesh::{MeshError, Parallel, Place, SharedExperts};
 pub use mesh::{Piece, PieceTimes, Span, best_degree, timeline};
 pub use mesh::{Strip, Ways, WaysCost, WaysLoad};

@@ -29,6 +29,7 @@ mod place;
 pub mod rng;
 mod skew;
 mod weights;
+mod wire;
 
 pub use backward::{Gradients, backward, router_backward};
 pub use choice::chosen_per_expert;
@@ -41,6 +42,7 @@ pub use noise::{gaussian_scale, input_factors};
 pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
 pub use skew::Skew;
 pub use weights::{Random, Tensor, Weights};
+pub use wire::{Wire, of_e4m3, pack_row, to_e4m3, unpack_row};
 
 pub use gate::logits;
 

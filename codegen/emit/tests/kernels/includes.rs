@@ -3,7 +3,7 @@
 
 use moesaic_emit::emit_layer;
 use moesaic_kernel::Target;
-use moesaic_plan::{PlanOptions, Training, plan};
+use moesaic_plan::{Both, LayerPlan, Parallel, PlanOptions, Training, Wire, plan, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_spec::testing::sample;
 use std::collections::{BTreeMap, BTreeSet};
@@ -100,6 +100,28 @@ fn p_norm_alone() -> LayerSpec {
     LayerSpec::from_toml(text).unwrap_or_else(|error| panic!("{error:?}"))
 }
 
+/// The kernels of rows between nodes, in every format.
+fn between_nodes(spec: &LayerSpec, target: Target) -> LayerPlan {
+    let ranks = plan_rank(
+        spec,
+        target,
+        &PlanOptions::default(),
+        Parallel::default(),
+        0,
+    );
+    let ranks = ranks.unwrap();
+    let mut all = LayerPlan {
+        kernels: Vec::new(),
+        ..ranks.tokens.clone()
+    };
+    for wire in [Wire::F16, Wire::Bf16, Wire::Fp8] {
+        let wire = ranks.in_wire(Both::same(wire)).wire;
+        all.kernels
+            .extend(wire.into_iter().flat_map(|plan| plan.kernels));
+    }
+    all
+}
+
 fn check(target: &str, known: &BTreeSet<&str>, seeds: std::ops::Range<u64>) {
     let target: Target = target.parse().unwrap();
     let mut seen = BTreeSet::new();
@@ -107,6 +129,7 @@ fn check(target: &str, known: &BTreeSet<&str>, seeds: std::ops::Range<u64>) {
         let plans = [
             plan(&spec, target, &PlanOptions::default()),
             plan(&spec, target, &PlanOptions::training(Training::default())),
+            Ok(between_nodes(&spec, target)),
         ];
         for plan in plans {
             for source in emit_layer(&plan.unwrap()).unwrap() {

@@ -35,3 +35,4 @@ mod router_bwd_cpu;
 mod router_bwd_gpu;
 mod routing_options;
 mod same_text;
+mod wire;

@@ -27,6 +27,11 @@ impl RankPlan {
         let rows = tokens * self.tokens.spec.shape.top_k as u64;
         let experts = self.tokens.spec.shape.experts as u64;
         let row = |side, id| self.row_bytes(side, id) as u64;
+        // A row of tokens, which may be packed for other nodes.
+        let row_to = |rank: usize, side, id| match &exchange.packed {
+            Some(packed) if self.distance(rank, per_node) > 1 => packed.row_bytes as u64,
+            _ => row(side, id),
+        };
         let owned = |rank: usize| self.owned(rank) as u64;
         let of_piece = |rows: u64| match exchange.piece {
             None => rows,
@@ -58,13 +63,14 @@ impl RankPlan {
         match exchange.way {
             Way::Tokens | Way::Live { .. } => each(&world, &|_| 8),
             Way::Counts => each(&group, &|rank| 8 * owned(rank)),
-            Way::ToExperts { from, .. } => each(&group, &|rank| to(rank) * row(Side::Tokens, from)),
+            Way::ToExperts { from, .. } => {
+                each(&group, &|rank| to(rank) * row_to(rank, Side::Tokens, from))
+            }
             Way::ToTokens { from: tensor, .. } => {
                 let slice = |rank: usize| self.by().place(rank).shard;
                 let same = |rank: usize| slice(rank) == slice(own);
-                let bytes = row(Side::Experts, tensor);
                 each(&group, &|rank| match same(rank) {
-                    true => from(rank) * bytes,
+                    true => from(rank) * row_to(rank, Side::Experts, tensor),
                     false => 0,
                 })
             }

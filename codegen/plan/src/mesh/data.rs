@@ -1,6 +1,6 @@
 //! What one rank does, as data.
 
-use super::{Parallel, Piece, Place};
+use super::{Packed, Parallel, Piece, Place};
 use crate::{LayerPlan, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +22,10 @@ pub struct RankPlan {
     /// slices of the same experts; `None` where shared experts are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shared: Option<LayerPlan>,
+    /// What is done with rows that go to other nodes or come from there, where they are packed
+    /// for that ([`RankPlan::in_wire`]). Its tokens are such rows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wire: Option<LayerPlan>,
     /// Rows of a tile of the experts' products.
     pub tile_rows: usize,
     /// The steps of a forward pass: of one that trains, where there is a backward pass.
@@ -72,6 +76,9 @@ pub struct Exchange {
     /// What goes where.
     #[serde(flatten)]
     pub way: Way,
+    /// How rows are between nodes, where they are not as in memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub packed: Option<Packed>,
     /// Which rows, where they travel in pieces.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub piece: Option<Piece>,
@@ -217,6 +224,7 @@ impl RankPlan {
         [&self.tokens, &self.experts]
             .into_iter()
             .chain(&self.shared)
+            .chain(&self.wire)
     }
 
     /// Bytes of one row of a tensor.

@@ -37,6 +37,7 @@ mod steps;
 mod strategy;
 mod text;
 mod ways;
+mod wire;
 
 pub use bytes::Sent;
 pub use cost::{WaysCost, WaysLoad};
@@ -46,6 +47,7 @@ pub use pieces::Piece;
 pub use schedule::{PieceTimes, Span, best_degree, timeline};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use ways::{Strip, Ways};
+pub use wire::{Lane, Packed, SATURATED};
 
 use crate::layer::{Builder, Part, Recompute, Role};
 use crate::{LayerPlan, PlanError, PlanOptions};
@@ -100,6 +102,7 @@ pub fn plan_ways(
         tokens,
         experts,
         shared,
+        wire: None,
     };
     Ok(steps::in_order(plan, &places))
 }

@@ -178,6 +178,7 @@ fn exchange(name: &str, way: Way) -> RankStep {
     RankStep::Exchange(Exchange {
         name: name.to_string(),
         way,
+        packed: None,
         piece: None,
     })
 }

@@ -325,17 +325,26 @@ impl Strategy {
                 pieces,
             });
         }
-        self.check_built()
+        self.check_built(mesh)
     }
 
-    fn check_built(&self) -> Result<(), StrategyError> {
+    fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
         let not_yet = |part: String| Err(StrategyError::NotYet(part));
         let default = Strategy::default();
+        // What else may not be when rows are packed between nodes.
+        let packed = self.wire != default.wire;
+        let beside = |part: String| not_yet(format!("wire={} with {part}", self.wire));
         match self {
+            _ if packed && self.ways(mesh) != mesh.shards => {
+                beside(format!("ways={}", self.ways(mesh)))
+            }
+            _ if packed && self.degree != default.degree => {
+                beside(format!("degree={}", self.degree))
+            }
+            _ if packed && self.route == Route::Once => beside(format!("route={}", self.route)),
             _ if self.degree != default.degree && self.route != default.route => {
                 not_yet(format!("degree={} with route={}", self.degree, self.route))
             }
-            _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
             _ => Ok(()),
         }
     }
@@ -391,5 +400,13 @@ mod tests {
         assert_eq!(check("degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
+        assert_eq!(check("wire=fp8/bf16"), Ok(()));
+        assert_eq!(check("route=intra-first,wire=f16"), Ok(()));
+        let not_yet = |text: &str| Err(StrategyError::NotYet(text.to_string()));
+        assert_eq!(
+            check("route=once,wire=fp8"),
+            not_yet("wire=fp8 with route=once")
+        );
+        assert_eq!(check("ways=2,wire=fp8"), not_yet("wire=fp8 with ways=2"));
     }
 }

@@ -20,15 +20,17 @@ impl RankPlan {
             }
             let _ = writeln!(text, "{name}");
             for step in steps {
-                let (line, piece) = match step {
+                let (lines, piece) = match step {
                     RankStep::Launch { side, step, piece } => {
                         let launched = &launched(self.side(*side))[*step];
-                        (self.launch(*side, launched), piece)
+                        (vec![self.launch(*side, launched)], piece)
                     }
-                    RankStep::Exchange(exchange) => (self.exchange(exchange), &exchange.piece),
+                    RankStep::Exchange(exchange) => (self.around(exchange), &exchange.piece),
                 };
                 let piece = piece.map_or(String::new(), |piece| format!(", piece {piece}"));
-                let _ = writeln!(text, "  {line}{piece}");
+                for line in lines {
+                    let _ = writeln!(text, "  {line}{piece}");
+                }
             }
         }
         text
@@ -41,6 +43,20 @@ impl RankPlan {
             Side::Shared => "shared",
         };
         format!("{whose:<9}{}", self.side(side).symbol(step))
+    }
+
+    /// An exchange, between the launches for the rows of it that go to other nodes.
+    fn around(&self, exchange: &Exchange) -> Vec<String> {
+        let line = self.exchange(exchange);
+        let (Some(packed), Some(wire)) = (&exchange.packed, &self.wire) else {
+            return vec![line];
+        };
+        let symbol = |step: &usize| wire.symbol(&wire.steps[*step]).to_string();
+        let launch = |step: &usize| format!("{:<9}{}", "nodes", symbol(step));
+        let (name, bytes) = (packed.wire, packed.row_bytes);
+        let line = format!("{line}; between nodes {name}, {bytes} bytes a row");
+        let before = packed.pack.iter().map(launch);
+        before.chain([line, launch(&packed.unpack)]).collect()
     }
 
     fn exchange(&self, exchange: &Exchange) -> String {

@@ -15,6 +15,7 @@ mod params;
 pub(crate) mod route;
 pub(crate) mod scan;
 mod shared;
+mod wire;
 
 pub(crate) use calls::Calls;
 pub use calls::FEW_TOKENS;
@@ -28,6 +29,7 @@ pub use machine::{Core, Gpu, Machine};
 pub use route::{FewLogits, RouteConfig, RouteDesc};
 pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, row_limit};
 pub use shared::{SharedBwdDesc, SharedDesc};
+pub use wire::{WireConfig, WireDesc};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};
@@ -92,6 +94,8 @@ pub enum Op {
         desc: DispatchBwdDesc,
         config: DispatchBwdConfig,
     },
+    /// Rows as they are between nodes, and back.
+    Wire { desc: WireDesc, config: WireConfig },
 }
 
 /// A desc: what a kernel computes, with every data-independent size and option
@@ -137,6 +141,7 @@ impl Op {
             Op::GroupedGemmWgrad { .. } => Stem::GroupedGemmWgrad,
             Op::GateTopkBwd { .. } => Stem::GateTopkBwd,
             Op::DispatchBwd { .. } => Stem::DispatchBwd,
+            Op::Wire { .. } => Stem::Wire,
         }
     }
 
@@ -154,6 +159,7 @@ impl Op {
             Op::GroupedGemmWgrad { desc, config } => desc.entries(config),
             Op::GateTopkBwd { desc, config } => desc.entries(config),
             Op::DispatchBwd { desc, config } => desc.entries(config),
+            Op::Wire { desc, config } => desc.entries(config),
         }
     }
 
@@ -171,6 +177,7 @@ impl Op {
             Op::GroupedGemmWgrad { desc, .. } => desc.flops(symbol, tokens),
             Op::GateTopkBwd { desc, .. } => desc.flops(symbol, tokens),
             Op::DispatchBwd { desc, .. } => desc.flops(symbol, tokens),
+            Op::Wire { desc, .. } => desc.flops(symbol, tokens),
         }
     }
 

@@ -9,6 +9,7 @@ use super::run::Run;
 use super::shard::Shard;
 use super::side::Side;
 use super::view::{Sides, View};
+use super::wire::{Packing, counted};
 use crate::call::{Counters, Input, Output};
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -18,7 +19,7 @@ use crate::texts::Texts;
 use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{Both, Role, StrategyError, Ways, plan_ways};
+use moesaic_plan::{Both, Role, SATURATED, StrategyError, Ways, Wire, plan_ways};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
@@ -45,12 +46,16 @@ pub struct MeshLayer {
     strategy: Strategy,
     /// What the route of the strategy is on these nodes.
     course: Course,
+    /// For each choice so far of what rows are between nodes, but as they are.
+    packings: BTreeMap<Both<Wire>, Packing>,
     /// Who is told of exchanges.
     recorder: Option<Arc<dyn Recorder>>,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
 pub struct MeshSaved {
+    /// What rows are between nodes.
+    wire: Both<Wire>,
     /// Backward goes as forward did.
     ways: usize,
     passes: Arc<Passes>,
@@ -140,6 +145,7 @@ impl Engine {
         let view = View::over(plan, sides)?;
         Ok(MeshLayer {
             engine: self.clone(),
+            packings: BTreeMap::new(),
             mesh: mesh.clone(),
             tokens,
             experts,
@@ -197,7 +203,8 @@ impl MeshLayer {
     /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
     /// its degree is what it does.
     pub fn plan(&self) -> &RankPlan {
-        &self.view().plan
+        let packing = self.packings.get(&self.strategy.wire);
+        packing.map_or(&self.view().plan, |packing| &packing.plan)
     }
 
     /// The mesh.
@@ -219,7 +226,7 @@ impl MeshLayer {
     /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on, or
     /// the layer, whose weights are packed: see [`Mesh::for_any_ways`];
     /// [`EngineError::Collective`], also when ranks choose differently; otherwise as
-    /// [`Engine::layer`].
+    /// [`Engine::layer`], also for the kernels of rows that are packed between nodes.
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
         let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
         let values = [("strategy", &*strategy.to_string())];
@@ -231,9 +238,19 @@ impl MeshLayer {
         if !self.views.contains_key(&by.count()) {
             self.add(by)?;
         }
+        self.pack(by.count(), strategy.wire)?;
         self.take_pieces(by.count(), strategy.degree)?;
         self.course = course;
         self.strategy = strategy;
+        Ok(())
+    }
+
+    /// Makes what rows need that are so between nodes, at a number of ways.
+    fn pack(&mut self, ways: usize, wire: Both<Wire>) -> Result<(), EngineError> {
+        if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&wire) {
+            let packing = Packing::new(&self.engine, &self.views[&ways].plan, wire)?;
+            self.packings.insert(wire, packing);
+        }
         Ok(())
     }
 
@@ -340,7 +357,7 @@ impl MeshLayer {
     /// As [`Layer::forward_with`]; [`EngineError::Collective`].
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
         let view = self.view();
-        let mut run = self.call(view);
+        let mut run = self.call(view, self.strategy.wire)?;
         let counters = Counters::default();
         let evaluation = &view.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, input, names, counters)?;
@@ -393,7 +410,7 @@ impl MeshLayer {
     ) -> Result<Output, EngineError> {
         let view = self.view();
         let segments = &view.routing[usize::from(pass.trains())];
-        let mut run = self.call(view);
+        let mut run = self.call(view, Both::same(Wire::Exact))?;
         run.begin(pass, segments, input, names, counters)?;
         run.run(segments, |_, _| Ok(()))?;
         run.read(names)
@@ -413,7 +430,8 @@ impl MeshLayer {
     ) -> Result<(Output, MeshSaved), EngineError> {
         self.tokens.check_training()?;
         let view = self.view();
-        let mut run = self.call(view);
+        let wire = self.strategy.wire;
+        let mut run = self.call(view, wire)?;
         let forward = &view.passes.forward;
         run.begin(Pass::Train, forward, input, names, counters)?;
         run.lend(false)?;
@@ -434,6 +452,7 @@ impl MeshLayer {
         let kept = tokens.zip(experts).zip(rows);
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
         let saved = MeshSaved {
+            wire,
             ways: view.plan.ways,
             passes: Arc::clone(&view.passes),
             tokens,
@@ -463,7 +482,7 @@ impl MeshLayer {
             .views
             .get(&saved.ways)
             .ok_or(EngineError::ForeignSaved)?;
-        let mut run = self.call(view);
+        let mut run = self.call(view, saved.wire)?;
         run.lend(true)?;
         run.tokens.back(&saved.tokens, accumulate)?;
         run.experts.back(&saved.experts, accumulate)?;
@@ -479,17 +498,26 @@ impl MeshLayer {
         self.tokens.device.upload(&dy.data, staged, 0)?;
         run.rows = Some(saved.rows.clone());
         run.run(&saved.passes.backward, |_, _| Ok(()))?;
-        run.read(&self.tokens.input_gradients())
+        let mut names = self.tokens.input_gradients();
+        let packing = self.packings.get(&saved.wire);
+        if packing.is_some_and(Packing::counts_backward) {
+            names.push(SATURATED);
+        }
+        run.read(&names)
     }
 
-    fn call<'l>(&'l self, view: &'l View) -> Run<'l> {
+    /// A call whose rows are so between nodes.
+    fn call<'l>(&'l self, view: &'l View, wire: Both<Wire>) -> Result<Run<'l>, EngineError> {
         let sides = view.sides(self.held());
-        Run {
+        let groups = self.mesh.groups();
+        let hop = self.packings.get(&wire).map(Packing::begin);
+        Ok(Run {
+            hop: hop.transpose()?,
             mesh: &self.mesh,
             plan: &view.plan,
             label: &view.plan.tokens.spec.name,
             course: self.course,
-            groups: self.mesh.groups(),
+            groups,
             tokens: Side::new(sides.tokens),
             experts: Side::new(sides.experts),
             owned: &self.experts,
@@ -498,7 +526,7 @@ impl MeshLayer {
             neighbours: None,
             under_way: Vec::new(),
             recorder: self.recorder.as_deref(),
-        }
+        })
     }
 }
 
@@ -513,6 +541,7 @@ impl Run<'_> {
         counters: Counters,
     ) -> Result<(), EngineError> {
         let layer = self.tokens.layer;
+        let names = &*of_layer(names);
         layer.check_outputs(pass, names)?;
         let census = self.census(segments, input.tokens)?;
         let most = census.map_or(input.tokens, |census| census.most);
@@ -534,6 +563,21 @@ impl Run<'_> {
     fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
         let tokens = self.tokens.scalars().tokens();
         let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
-        self.tokens.layer.read(names, tokens, buffer)
+        let own = of_layer(names);
+        let mut output = self.tokens.layer.read(&own, tokens, buffer)?;
+        if own.len() < names.len() {
+            let saturated = match &self.hop {
+                Some(hop) => hop.saturated()?,
+                None => counted(0),
+            };
+            output.tensors.insert(SATURATED.to_string(), saturated);
+        }
+        Ok(output)
     }
+}
+
+/// The names of tensors of the layer; the other one is of ranks.
+fn of_layer<'n>(names: &[&'n str]) -> Vec<&'n str> {
+    let names = names.iter().copied();
+    names.filter(|name| *name != SATURATED).collect()
 }

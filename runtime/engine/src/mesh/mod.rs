@@ -23,6 +23,7 @@ mod side;
 mod under_way;
 mod view;
 mod weights;
+mod wire;
 
 pub use any::{AnyLayer, AnySaved};
 pub use groups::Mesh;

@@ -4,7 +4,7 @@ use super::groups::Mesh;
 use super::rows::Rows;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::plan::{self, FanOut, Itinerary, Passage};
+use moesaic_collectives::plan::{self, FanOut, Itinerary, Leg, Passage};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
 };
@@ -108,20 +108,25 @@ impl Rows {
         Ok((told.collect(), Arc::new(passage)))
     }
 
-    /// How rows of so many bytes go by way of other ranks; `None` where they go straight.
-    pub fn itinerary(&self, load: Load, bytes: usize) -> Option<Box<dyn Itinerary>> {
+    /// How rows go by way of other ranks; `None` where they go straight. A row from one rank
+    /// to another has so many bytes.
+    pub fn itinerary(
+        &self,
+        load: Load,
+        bytes: &dyn Fn(usize, usize) -> usize,
+    ) -> Option<Box<dyn Itinerary>> {
         let passage = self.passage.as_ref()?;
-        let size = |units: u64| units as usize * bytes;
+        let size = |leg: Leg| leg.units as usize * bytes(leg.from, leg.to);
         Some(match (load, &self.fan) {
-            (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes)),
-            (Load::Tokens | Load::Rows, _) => Box::new(passage.there(&|leg| size(leg.units))),
+            (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes(0, 0))),
+            (Load::Tokens | Load::Rows, _) => Box::new(passage.there(&size)),
             (Load::Addends(element), Some(fan)) => {
                 let answers = |from, to| self.answers_to(from, to);
-                Box::new(fan.summed((element, bytes), &answers))
+                Box::new(fan.summed((element, bytes(0, 0)), &answers))
             }
             (Load::Answers | Load::Addends(_), _) => Box::new(passage.back(&|leg| {
                 let answers = self.answers_to(leg.from, leg.to);
-                if answers { size(leg.units) } else { 0 }
+                if answers { size(leg) } else { 0 }
             })),
         })
     }

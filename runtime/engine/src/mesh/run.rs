@@ -6,6 +6,7 @@ use super::route::{Course, Load};
 use super::rows::{Neighbours, Piece, Rows};
 use super::side::{Part, Side};
 use super::under_way::{Started, UnderWay, Written};
+use super::wire::Hop;
 use crate::error::EngineError;
 use crate::launch::Bound;
 use crate::layer::Layer;
@@ -29,6 +30,9 @@ pub(super) struct Census {
     pub most: usize,
 }
 
+/// Rows of a tensor of a side that an exchange moves.
+pub(super) type Moved = (plan::Side, TensorId, Vec<Piece>);
+
 /// A call of one rank.
 pub(super) struct Run<'l> {
     pub mesh: &'l Mesh,
@@ -48,6 +52,8 @@ pub(super) struct Run<'l> {
     pub neighbours: Option<Neighbours>,
     /// Exchanges that are not waited for yet, in their order.
     pub under_way: Vec<UnderWay>,
+    /// Where rows are packed for other nodes.
+    pub hop: Option<Hop<'l>>,
     /// Who is told of exchanges.
     pub recorder: Option<&'l dyn Recorder>,
 }
@@ -157,7 +163,7 @@ impl Run<'_> {
         self.experts.run_part(bound, part)
     }
 
-    fn side(&self, side: plan::Side) -> &Side<'_> {
+    pub(super) fn side(&self, side: plan::Side) -> &Side<'_> {
         match side {
             plan::Side::Tokens => &self.tokens,
             plan::Side::Experts => &self.experts,
@@ -180,12 +186,10 @@ impl Run<'_> {
         }
         let recorded = self.begins(exchange);
         match self.start(exchange)? {
-            None => {
-                self.ended(recorded, Instant::now());
-                Ok(())
-            }
-            Some(started) => self.keep(exchange, started, written, recorded),
+            None => self.ended(recorded, Instant::now()),
+            Some(started) => self.keep(exchange, started, written, recorded)?,
         }
+        self.unpack()
     }
 
     /// What an exchange of rows writes.
@@ -215,22 +219,17 @@ impl Run<'_> {
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
                 let pieces = rows.numbers(exchange.piece);
-                let (sent, arrived) = (rows.sent(&pieces), rows.arrived(&pieces));
-                let bytes = self.plan.row_bytes(plan::Side::Tokens, from);
-                let path = rows.itinerary(self.load(from), bytes);
-                let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
-                let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send_rows(path, &sends, &receives, &call)
+                let sent = (plan::Side::Tokens, from, rows.sent(&pieces));
+                let arrived = (plan::Side::Experts, to, rows.arrived(&pieces));
+                self.send_rows(&exchange.name, self.load(from), sent, arrived, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let pieces = rows.numbers(exchange.piece);
-                let (answers, answered) = (rows.answers(&pieces), rows.answered(&pieces));
-                let bytes = self.plan.row_bytes(plan::Side::Experts, from);
-                let path = rows.itinerary(self.load_back(from), bytes);
-                let sends = self.transfers(plan::Side::Experts, from, &answers)?;
-                let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send_rows(path, &sends, &receives, &call)
+                let answers = (plan::Side::Experts, from, rows.answers(&pieces));
+                let answered = (plan::Side::Tokens, to, rows.answered(&pieces));
+                let load = self.load_back(from);
+                self.send_rows(&exchange.name, load, answers, answered, &call)
             }
             Way::OverShards { tensor } => {
                 let rows = self.rows();
@@ -272,7 +271,7 @@ impl Run<'_> {
         (by.mesh(), by.place(self.mesh.rank()))
     }
 
-    fn rows(&self) -> &Rows {
+    pub(super) fn rows(&self) -> &Rows {
         self.rows.as_ref().expect("rows are counted before they go")
     }
 
@@ -294,8 +293,29 @@ impl Run<'_> {
         Ok(Started { handle, bytes })
     }
 
-    /// Rows of tokens, straight or by way of other ranks.
+    /// Rows of tokens, straight or by way of other ranks. Where that was chosen, those for other
+    /// nodes are packed, and so all the way.
     fn send_rows(
+        &mut self,
+        name: &str,
+        load: Load,
+        sent: Moved,
+        came: Moved,
+        call: &Call,
+    ) -> Result<Started, EngineError> {
+        let packing = self.hop.as_ref().map(|hop| hop.packing);
+        if let Some(packed) = packing.and_then(|packing| packing.packed(name)) {
+            return self.send_packed(packed, load, sent, came, call);
+        }
+        let bytes = self.plan.row_bytes(sent.0, sent.1);
+        let path = self.rows().itinerary(load, &|_, _| bytes);
+        let sends = self.transfers(sent.0, sent.1, &sent.2)?;
+        let receives = self.transfers(came.0, came.1, &came.2)?;
+        self.send_by(path, &sends, &receives, call)
+    }
+
+    /// By a path, if there is one.
+    pub(super) fn send_by(
         &mut self,
         path: Option<Box<dyn Itinerary>>,
         sends: &[Transfer],
@@ -312,7 +332,7 @@ impl Run<'_> {
     }
 
     /// Rows of a tensor as bytes: they are only moved.
-    fn transfers(
+    pub(super) fn transfers(
         &self,
         side: plan::Side,
         tensor: TensorId,

@@ -1,0 +1,306 @@
+//! Rows that are rounded for the way to other nodes.
+//!
+//! ```text
+//! wire_pack    rows of this rank that go to other nodes    rows to bytes
+//! exchange     those, and as they are the rows that stay on the node
+//! wire_unpack  rows that came from other nodes             bytes to rows
+//! ```
+//!
+//! Rows of tokens are packed, and rows of gradients, each forward and backward by itself.
+//! Weights of rows and the parts of their gradients are few and travel as they are. Sums are
+//! always of rows, never of what is on the wire.
+
+use super::{Both, Exchange, RankPlan, RankStep, Side, Way, Wire};
+use crate::ops::WireDesc;
+use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
+use crate::{TensorId, TensorPlan};
+use moesaic_kernel::DType::{self, I32, I64};
+use moesaic_kernel::Size;
+use serde::{Deserialize, Serialize};
+
+/// The number of values of a call that were too large for the wire, of those that this rank
+/// packed: `[1]`, i64.
+pub const SATURATED: &str = "wire.saturated";
+
+/// The exchanges that move rows of tokens or of their gradients, and not a few numbers of each.
+const OF_TOKENS: [&str; 4] = ["rows", "out", "dout", "drows"];
+
+/// How rows of an exchange are between nodes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Packed {
+    /// What they are.
+    pub wire: Wire,
+    /// Bytes of one.
+    pub row_bytes: usize,
+    /// The steps of [`RankPlan::wire`] before the exchange. `tokens` are the rows of this
+    /// rank that go to other nodes.
+    pub pack: Vec<usize>,
+    /// The one after it. `tokens` are the rows that came from other nodes.
+    pub unpack: usize,
+    /// The rows, wherever they are: of [`RankPlan::wire`], which has no memory for it.
+    pub rows: TensorId,
+    /// What goes.
+    pub sent: Lane,
+    /// What came.
+    pub came: Lane,
+}
+
+/// Rows on the wire, of [`RankPlan::wire`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lane {
+    /// Their bytes.
+    pub bytes: TensorId,
+    /// Which row each is.
+    pub places: TensorId,
+}
+
+impl RankPlan {
+    /// The same passes with rows that are packed where they go to other nodes; where rows are
+    /// of that type anyway, they stay as they are.
+    #[must_use]
+    pub fn in_wire(&self, wire: Both<Wire>) -> RankPlan {
+        let mut between = Between::of(self);
+        let mut pass = |steps: &[RankStep], wire| {
+            let steps = steps.iter().map(|step| match step {
+                RankStep::Exchange(exchange) => RankStep::Exchange(Exchange {
+                    packed: between.packed(self, exchange, wire),
+                    ..exchange.clone()
+                }),
+                RankStep::Launch { .. } => step.clone(),
+            });
+            steps.collect::<Vec<_>>()
+        };
+        let steps = pass(&self.steps, wire.forward);
+        let evaluation = pass(&self.evaluation, wire.forward);
+        let backward = pass(&self.backward, wire.backward);
+        RankPlan {
+            steps,
+            evaluation,
+            backward,
+            wire: (!between.plan.kernels.is_empty()).then_some(between.plan),
+            ..self.clone()
+        }
+    }
+}
+
+/// What is written down of the kernels between nodes.
+struct Between {
+    plan: LayerPlan,
+    known: Vec<(WireDesc, Packed)>,
+}
+
+impl Between {
+    fn of(plan: &RankPlan) -> Between {
+        Between {
+            plan: LayerPlan {
+                kernels: Vec::new(),
+                tensors: Vec::new(),
+                prepare: Vec::new(),
+                steps: Vec::new(),
+                evaluation: Vec::new(),
+                training: None,
+                backward: Vec::new(),
+                ..plan.tokens.clone()
+            },
+            known: Vec::new(),
+        }
+    }
+
+    /// How rows of an exchange travel; `None`: as they are.
+    fn packed(&mut self, plan: &RankPlan, exchange: &Exchange, wire: Wire) -> Option<Packed> {
+        let (side, tensor) = match exchange.way {
+            Way::ToExperts { from, .. } => (Side::Tokens, from),
+            Way::ToTokens { from, .. } => (Side::Experts, from),
+            _ => return None,
+        };
+        let rows = plan.side(side)[tensor].dtype;
+        let as_they_are = match wire {
+            Wire::Exact => true,
+            Wire::F16 => rows == DType::F16,
+            Wire::Bf16 => rows == DType::Bf16,
+            Wire::Fp8 => false,
+        };
+        let width = plan.row_bytes(side, tensor) / rows.size();
+        if as_they_are || !OF_TOKENS.contains(&&*exchange.name) {
+            return None;
+        }
+        let desc = WireDesc { wire, width, rows };
+        let known = self.known.iter().find(|(known, _)| *known == desc);
+        Some(match known {
+            Some((_, packed)) => packed.clone(),
+            None => self.add(&exchange.name, desc),
+        })
+    }
+
+    /// A kernel for rows of a kind, named after the exchange that has them first.
+    fn add(&mut self, name: &str, desc: WireDesc) -> Packed {
+        let config = desc.tiling(Machine::of(self.plan.target, self.plan.caches));
+        let (width, words) = (desc.width as u64, desc.row_bytes() as u64 / 4);
+        let rows = self.tensor(
+            name,
+            "rows",
+            desc.rows,
+            &[Size::Tokens, width.into()],
+            Role::Input,
+        );
+        let mut lane = |bytes: &str, places: &str| Lane {
+            bytes: self.tensor(
+                name,
+                bytes,
+                I32,
+                &[Size::Tokens, words.into()],
+                Role::Scratch,
+            ),
+            places: self.tensor(name, places, I32, &[Size::Tokens], Role::Input),
+        };
+        let (sent, came) = (lane("sent", "sent_places"), lane("came", "came_places"));
+        let kernel = self.plan.kernels.len();
+        let entries = desc.entries(&config);
+        self.plan.kernels.push(KernelPlan {
+            name: format!("wire_{name}_{}", desc.wire),
+            entries,
+            op: desc.clone().with(config),
+        });
+        let mut pack = vec![rows, sent.places, sent.bytes];
+        let mut steps = Vec::new();
+        if desc.counts() {
+            let counts = self.tensor("wire", "counts", I32, &[Size::Tokens], Role::Scratch);
+            let all = self.tensor("wire", "saturated", I64, &[Size::Const(1)], Role::Output);
+            pack.push(counts);
+            steps.push(self.step(kernel, 0, pack));
+            steps.push(self.step(kernel, 1, vec![counts, all]));
+        } else {
+            steps.push(self.step(kernel, 0, pack));
+        }
+        let last = self.plan.kernels[kernel].entries.len() - 1;
+        let packed = Packed {
+            wire: desc.wire,
+            row_bytes: desc.row_bytes(),
+            pack: steps,
+            unpack: self.step(kernel, last, vec![came.bytes, came.places, rows]),
+            rows,
+            sent,
+            came,
+        };
+        self.known.push((desc, packed.clone()));
+        packed
+    }
+
+    /// A tensor by the name of its exchange and its own; the one that is there.
+    fn tensor(
+        &mut self,
+        of: &str,
+        name: &str,
+        dtype: DType,
+        shape: &[Size],
+        role: Role,
+    ) -> TensorId {
+        let name = format!("{of}.{name}");
+        self.plan.id(&name).unwrap_or_else(|| {
+            let shape = shape.to_vec();
+            self.plan.tensors.push(TensorPlan {
+                name,
+                dtype,
+                shape,
+                role,
+            });
+            TensorId(self.plan.tensors.len() - 1)
+        })
+    }
+
+    fn step(&mut self, kernel: usize, entry: usize, tensors: Vec<TensorId>) -> usize {
+        let entry = EntryId { kernel, entry };
+        self.plan
+            .steps
+            .push(Step::Launch(LaunchStep { entry, tensors }));
+        self.plan.steps.len() - 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::{Parallel, plan_rank};
+    use crate::{PlanOptions, Training};
+    use moesaic_spec::LayerSpec;
+
+    fn planned(activations: &str) -> RankPlan {
+        let text = format!(
+            "shape = {{ model_dim = 160, hidden_dim = 16, experts = 8, top_k = 2 }}
+             precision = {{ activations = '{activations}' }}"
+        );
+        let spec = LayerSpec::from_toml(&text).unwrap();
+        let mesh = Parallel {
+            ep: 4,
+            ..Parallel::default()
+        };
+        let options = PlanOptions::training(Training::default());
+        plan_rank(&spec, "cuda:sm_90a".parse().unwrap(), &options, mesh, 1).unwrap()
+    }
+
+    /// The lines between launches of other sides.
+    fn exchanged(plan: &RankPlan) -> Vec<String> {
+        let text = plan.text();
+        let lines = text.lines().map(str::trim);
+        let between = |line: &&str| line.starts_with("nodes") || line.starts_with("ranks");
+        lines.filter(between).map(str::to_string).collect()
+    }
+
+    #[test]
+    fn rows_are_packed_before_they_go_and_unpacked_when_they_came() {
+        let wire = Both {
+            forward: Wire::F16,
+            backward: Wire::Fp8,
+        };
+        let lines = exchanged(&planned("f32").in_wire(wire));
+        let rows = "ranks    rows to rows of experts: 640 bytes a row; between nodes f16, \
+                    320 bytes a row";
+        let at = lines.iter().position(|line| line == rows).unwrap();
+        let around = [
+            "nodes    wire_pack",
+            "nodes    wire_count",
+            rows,
+            "nodes    wire_unpack",
+        ];
+        assert_eq!(lines[at - 2..at + 2], around);
+        let back = "ranks    drows of experts to drows: 640 bytes a row; between nodes fp8, \
+                    176 bytes a row";
+        let at = lines.iter().position(|line| line == back).unwrap();
+        let around = ["nodes    wire_pack", back, "nodes    wire_unpack"];
+        assert_eq!(lines[at - 1..at + 2], around);
+        let whole = lines.iter().filter(|line| line.contains("dweight_parts"));
+        assert!(whole.clone().count() > 0 && !whole.into_iter().any(|line| line.contains("nodes")));
+    }
+
+    #[test]
+    fn one_kernel_is_for_all_rows_of_a_kind() {
+        let plan = planned("f32").in_wire(Both::same(Wire::Fp8));
+        let wire = plan.wire.unwrap();
+        assert_eq!((wire.kernels.len(), wire.steps.len()), (1, 2));
+        assert_eq!(wire.kernels[0].name, "wire_rows_fp8");
+        for step in &wire.steps {
+            for (tensor, param) in wire.names(step).zip(["rows", "places", "wire"]) {
+                assert!(!tensor.is_empty() && !param.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn rows_that_are_of_the_type_stay_as_they_are() {
+        let plan = planned("bf16");
+        assert_eq!(plan.in_wire(Both::same(Wire::Exact)), plan);
+        assert_eq!(plan.in_wire(Both::same(Wire::Bf16)), plan);
+        assert_ne!(plan.in_wire(Both::same(Wire::F16)), plan);
+    }
+
+    #[test]
+    fn what_other_nodes_get_is_counted_as_packed() {
+        let plan = planned("f32");
+        let packed = plan.in_wire(Both::same(Wire::Fp8));
+        let of = |plan: &RankPlan| plan.bytes_of(&plan.steps, 100, 2);
+        let (exact, packed) = (of(&plan), of(&packed));
+        assert_eq!((exact.here, exact.node), (packed.here, packed.node));
+        // 100 tokens, two experts each: half of the rows, there and back.
+        assert_eq!(exact.network - packed.network, 2 * 100 * (640 - 176));
+    }
+}

@@ -1,0 +1,356 @@
+// wire for rocm:gfx942
+//
+//   wire_pack     wire[i] = rows[places[i]], in fp8
+//   wire_unpack   rows[places[i]] = wire[i]
+//
+// A row of the wire has 2976 bytes:
+//   codes   u8  [2880]   E4M3, of value / scale
+//   scales  f32 [23]   at byte 2880, for 128 values each: the largest has the code of 448
+//   zeros   from byte 2972 on
+//
+// Values are rounded to the nearest, ties to even. What is finite stays so: too large is the
+// largest there is. E4M3 has no infinity: one arrives as a NaN, and neither counts for a scale.
+//
+// A block owns 6 rows of the wire, of which 16 adjacent threads take 128
+// values at a time, 8 each.
+//
+// Shared memory: none.
+//
+// Baked in: width 2880, types. Not the rows.
+
+// ---- types, and the hardware as named functions ----
+
+typedef unsigned short u16;
+typedef int i32;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+typedef float f32;
+typedef double f64;
+
+struct bf16 { u16 bits; };  // the upper half of an f32
+struct f16 { u16 bits; };   // IEEE binary16
+
+#define __shared__ __attribute__((shared))
+#define DEVICE __attribute__((device)) inline __attribute__((always_inline))
+#define COMPILE_TIME constexpr
+#define KERNEL(threads) \
+    extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
+
+DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
+DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+
+DEVICE void block_sync()
+{
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+DEVICE u32 bits_of(f32 value) { return __builtin_bit_cast(u32, value); }
+DEVICE f32 float_of(u32 bits) { return __builtin_bit_cast(f32, bits); }
+DEVICE f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
+DEVICE f32 square_root(f32 value) { return __builtin_sqrtf(value); }
+
+DEVICE f32 to_f32(f16 value) { return __builtin_bit_cast(_Float16, value.bits); }
+DEVICE f16 to_f16(f32 value) { return f16{__builtin_bit_cast(u16, (_Float16)value)}; }
+
+// No instruction here: adding just under half of the last place kept rounds to
+// the nearest, ties to even; a NaN stays one.
+DEVICE bf16 to_bf16(f32 value)
+{
+    u32 bits = bits_of(value);
+    u32 quiet = bits | 0x400000u, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    return bf16{(u16)((value != value ? quiet : rounded) >> 16)};
+}
+
+DEVICE f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
+DEVICE f32 to_f32(f32 value) { return value; }
+
+// The nearest value of a storage type; ties to even.
+template <class T> DEVICE T round_to(f32 value);
+template <> DEVICE f32 round_to<f32>(f32 value) { return value; }
+template <> DEVICE f16 round_to<f16>(f32 value) { return to_f16(value); }
+template <> DEVICE bf16 round_to<bf16>(f32 value) { return to_bf16(value); }
+
+// N adjacent elements, moved by one access.
+template <class T, int N> struct alignas(N * sizeof(T)) Pack { T at[N]; };
+
+template <int N, class T> DEVICE Pack<T, N> load(const T *from)
+{
+    return *reinterpret_cast<const Pack<T, N> *>(from);
+}
+
+template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
+{
+    *reinterpret_cast<Pack<T, N> *>(to) = pack;
+}
+
+// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
+// that the address counts whole packs.
+template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
+{
+    return reinterpret_cast<const Pack<T, N> *>(row)[i];
+}
+
+template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
+{
+    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
+}
+
+// Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
+// every row then starts at a pack and ends with one.
+template <class T> COMPILE_TIME int pack_width(i64 width)
+{
+    int count = 16 / sizeof(T);
+    while (width % count != 0)
+        count /= 2;
+    return count;
+}
+
+COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
+COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
+
+// ---- warps ----
+
+constexpr i32 WARP = 64;
+typedef u64 LaneMask;
+
+// Every lane of a warp takes part in each of these.
+DEVICE void warp_sync()
+{
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
+}
+
+DEVICE u32 shuffle(u32 value, i32 lane) { return __builtin_amdgcn_ds_bpermute(lane * 4, value); }
+DEVICE LaneMask ballot(bool vote) { return __builtin_amdgcn_ballot_w64(vote); }
+DEVICE i32 population(LaneMask lanes) { return __builtin_popcountll(lanes); }
+
+// The lanes with the same value, which has at most BITS bits.
+template <int BITS> DEVICE LaneMask match_any(u32 value)
+{
+    LaneMask same = ~(LaneMask)0;
+    for (int bit = 0; bit < BITS; bit++) {
+        bool set = value >> bit & 1;
+        LaneMask lanes = ballot(set);
+        same &= set ? lanes : ~lanes;
+    }
+    return same;
+}
+
+DEVICE void shared_add(i32 *counter, i32 value)
+{
+    __hip_atomic_fetch_add(counter, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+
+DEVICE u32 warp_max(u32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2) {
+        u32 other = shuffle(value, (thread_index() % WARP) ^ step);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+DEVICE i32 lane_index() { return thread_index() % WARP; }
+DEVICE i32 warp_index() { return thread_index() / WARP; }
+
+// The lanes before this one, and the first lane of a set.
+DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
+DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
+
+DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
+
+DEVICE f32 warp_sum(f32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += shuffle(value, lane_index() ^ step);
+    return value;
+}
+
+DEVICE i32 warp_sum(i32 value)
+{
+    for (i32 step = WARP / 2; step > 0; step /= 2)
+        value += (i32)shuffle((u32)value, lane_index() ^ step);
+    return value;
+}
+
+// The sum of `value` over this lane and those before it.
+DEVICE i32 warp_prefix(i32 value)
+{
+    for (i32 step = 1; step < WARP; step *= 2) {
+        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
+        value += lane_index() >= step ? before : 0;
+    }
+    return value;
+}
+
+// ---- values between nodes ----
+
+typedef unsigned char u8;
+typedef bf16 Row;
+
+// Sizes are values without their sign, as bits of an f32, which are in the same order.
+constexpr u32 INFINITE = 0x7f800000u;
+DEVICE u32 size_of(f32 value) { return bits_of(value) & 0x7fffffffu; }
+DEVICE u32 sign_of(f32 value) { return bits_of(value) & 0x80000000u; }
+
+// Of a type its NaN, and the size of the largest value.
+DEVICE f32 nan_as(f32) { return float_of(0x7fc00000u); }
+DEVICE f16 nan_as(f16) { return f16{0x7e00}; }
+DEVICE bf16 nan_as(bf16) { return bf16{0x7fc0}; }
+DEVICE u32 largest_as(f32) { return 0x7f7fffffu; }
+DEVICE u32 largest_as(f16) { return 0x477fe000u; }
+DEVICE u32 largest_as(bf16) { return 0x7f7f0000u; }
+
+// A value as another type. What is too large is the largest there is.
+template <class T> DEVICE T fitted(f32 value)
+{
+    const u32 size = size_of(value);
+    if (size > INFINITE)
+        return nan_as(T{});
+    const bool over = size > largest_as(T{});
+    return round_to<T>(over ? float_of(sign_of(value) | largest_as(T{})) : value);
+}
+
+// E4M3, of a value of at most 448. In the binade of 2^14 an f32 has the resolution of its
+// subnormals: an addition rounds.
+DEVICE u32 to_e4m3(f32 value)
+{
+    const u32 size = size_of(value);
+    if (size >= INFINITE)
+        return 0x7f;
+    const u32 normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+    const u32 small = bits_of(float_of(size) + 16384.0f) - 0x46800000u;
+    return sign_of(value) >> 24 | (size < 0x3c800000u ? small : normal);
+}
+
+// Of the lowest byte.
+DEVICE f32 of_e4m3(u32 code)
+{
+    const u32 size = code & 0x7fu, sign = (code & 0x80u) << 24;
+    const u32 small = bits_of((f32)size * 0.001953125f), normal = (size << 20) + (120u << 23);
+    return float_of(sign | (size == 0x7fu ? 0x7fc00000u : size < 8 ? small : normal));
+}
+
+// ---- the kernel ----
+
+constexpr int WIDTH = 2880, SPAN = 128, SPANS = 23, ROW_BYTES = 2976, SCALES = 2880;
+constexpr int THREADS = 128, TILE_ROWS = 6, TEAM = 16, TEAMS = THREADS / TEAM;
+
+// A thread has adjacent values of a span, in packs that divide a row.
+constexpr int VALUES = SPAN / TEAM, PACK = pack_width<Row>(WIDTH);
+
+// Turns in which a block goes through the spans of its rows. Every thread takes part in
+// each of them.
+DEVICE i32 turns(i64 tokens)
+{
+    const i64 left = tokens - block_x() * TILE_ROWS;
+    return ceil_div(left < TILE_ROWS ? (i32)left * SPANS : TILE_ROWS * SPANS, TEAMS);
+}
+
+// What a thread has in a turn: some values of a span of a row.
+struct Part {
+    i64 row;
+    i32 span, lane, first;  // of the values, in the row
+    bool exists;            // whether there is such a row
+
+    DEVICE Part(i32 turn, i64 tokens)
+    {
+        const i32 at = turn * TEAMS + thread_index() / TEAM;
+        row = block_x() * TILE_ROWS + at / SPANS;
+        span = at % SPANS;
+        lane = thread_index() % TEAM;
+        first = span * SPAN + lane * VALUES;
+        exists = at < TILE_ROWS * SPANS && row < tokens;
+    }
+
+    // Whether it has a row's value number `i` of its own.
+    DEVICE bool has(i32 i) const { return exists && first + i < WIDTH; }
+};
+
+// The largest of a team.
+DEVICE u32 team_max(u32 value)
+{
+    for (i32 step = TEAM / 2; step > 0; step /= 2) {
+        const u32 other = shuffle(value, lane_index() ^ step);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+KERNEL(THREADS) wire_pack(
+    const bf16 *__restrict__ rows,  // [rows, 2880]
+    const i32 *__restrict__ places, // [tokens]
+    i32 *__restrict__ wire,         // [tokens, 744]
+    i64 tokens)
+{
+    for (i32 turn = 0; turn < turns(tokens); turn++) {
+        const Part part(turn, tokens);
+        const Row *from = rows + (part.exists ? (i64)places[part.row] * WIDTH : 0);
+        u8 *to = reinterpret_cast<u8 *>(wire) + part.row * ROW_BYTES;
+        f32 values[VALUES] = {};
+        #pragma unroll
+        for (i32 i = 0; i < VALUES; i += PACK)
+            if (part.has(i)) {
+                const Pack<Row, PACK> pack = load<PACK>(from, (part.first + i) / PACK);
+                #pragma unroll
+                for (i32 j = 0; j < PACK; j++)
+                    values[i + j] = to_f32(pack.at[j]);
+            }
+
+        // 2^-117 at least: 448 divided by less would be no f32.
+        u32 size = 0x05000000u;
+        #pragma unroll
+        for (i32 i = 0; i < VALUES; i++) {
+            const u32 own = size_of(values[i]);
+            size = own > size && own < INFINITE ? own : size;
+        }
+        const f32 largest = float_of(team_max(size)), times = 448.0f / largest;
+
+        // Behind the row's last value codes are zero.
+        Pack<u32, VALUES / 4> codes = {};
+        #pragma unroll
+        for (i32 i = 0; i < VALUES; i++)
+            codes.at[i / 4] |= to_e4m3(values[i] * times) << (i % 4 * 8);
+        if (part.exists && part.first < SCALES)
+            store(reinterpret_cast<u32 *>(to), part.first / VALUES, codes);
+
+        f32 *scales = reinterpret_cast<f32 *>(to + SCALES) + part.span;
+        if (part.exists && part.lane == 0)
+            *scales = largest / 448.0f;
+        const i32 zeros = part.span == SPANS - 1 ? 1 : 0;  // behind the last scale
+        if (part.exists && part.lane > 0 && part.lane <= zeros)
+            scales[part.lane] = 0.0f;
+    }
+}
+
+KERNEL(THREADS) wire_unpack(
+    const i32 *__restrict__ wire,   // [tokens, 744]
+    const i32 *__restrict__ places, // [tokens]
+    bf16 *__restrict__ rows,        // [rows, 2880]
+    i64 tokens)
+{
+    for (i32 turn = 0; turn < turns(tokens); turn++) {
+        const Part part(turn, tokens);
+        if (!part.has(0))
+            continue;
+        const u8 *from = reinterpret_cast<const u8 *>(wire) + part.row * ROW_BYTES;
+        Row *to = rows + (i64)places[part.row] * WIDTH;
+        const f32 scale = reinterpret_cast<const f32 *>(from + SCALES)[part.span];
+        const Pack<u32, VALUES / 4> codes =
+            load<VALUES / 4>(reinterpret_cast<const u32 *>(from), part.first / VALUES);
+        #pragma unroll
+        for (i32 i = 0; i < VALUES; i += PACK) {
+            Pack<Row, PACK> values;
+            #pragma unroll
+            for (i32 j = i; j < i + PACK; j++)
+                values.at[j - i] = fitted<Row>(of_e4m3(codes.at[j / 4] >> (j % 4 * 8)) * scale);
+            if (part.has(i))
+                store(to, (part.first + i) / PACK, values);
+        }
+    }
+}
