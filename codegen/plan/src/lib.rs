@@ -16,6 +16,7 @@ mod caches;
 mod layer;
 mod mesh;
 mod ops;
+mod placement;
 mod tilings;
 mod tuning;
 mod work;
@@ -29,8 +30,12 @@ pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use mesh::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use mesh::{Exchange, RankPlan, RankStep, Sent, Side, Way};
 pub use mesh::{MeshError, Parallel, Place, SharedExperts};
-pub use mesh::{experts_of, plan_rank, slices_of_shared};
+pub use mesh::{experts_of, plan_placed, plan_rank, slices_of_shared};
 pub use ops::*;
+pub use placement::{Balancer, Balancing, Kept, Move, Moves, moves, moves_from};
+pub use placement::{Eplb, Packed, balanced, rebalance};
+pub use placement::{Placement, PlacementError, Split};
+pub use placement::{ShadowForm, ShadowModel, shadows};
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
 pub use work::Work;
@@ -80,4 +85,7 @@ pub enum PlanError {
     /// A strategy that its mesh cannot have.
     #[error(transparent)]
     Strategy(#[from] StrategyError),
+    /// Experts placed as its mesh cannot have them.
+    #[error(transparent)]
+    Placement(#[from] PlacementError),
 }

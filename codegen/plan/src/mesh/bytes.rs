@@ -15,19 +15,22 @@ pub struct Sent {
 
 impl RankPlan {
     /// What this rank sends in an exchange when each rank has `tokens` tokens and every
-    /// expert equally many rows, with `per_node` ranks on a node, one node's after the
+    /// expert equally many rows, its replicas equally many of them, with `per_node` ranks on a node, one node's after the
     /// other's. Sums count what their shortest form sends: each part but one's own to its
     /// owner and, if all get it, the result back.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
         let group: Vec<usize> = (0..self.mesh.group()).map(|at| self.member(at)).collect();
         let world: Vec<usize> = (0..self.mesh.ranks()).collect();
         let rows = tokens * self.tokens.spec.shape.top_k as u64;
-        let experts = self.tokens.spec.shape.experts as u64;
+        let (placement, experts) = (self.placement(), self.tokens.spec.shape.experts);
+        let (loads, own) = (placement.loads(&vec![1.0; experts]), self.place.ep);
+        let ep = |rank: usize| rank % self.mesh.group() / self.mesh.shards;
+        let part = |ep: usize| (rows as f64 * loads[ep] / experts as f64) as u64;
         let row = |side, id| self.row_bytes(side, id) as u64;
-        let owned = |rank: usize| self.owned(rank) as u64;
+        let owned = |rank: usize| placement.count(ep(rank)) as u64;
         // Rows between this rank and the experts of another, and the other way.
-        let to = |rank: usize| rows * owned(rank) / experts;
-        let from = |_: usize| rows * self.own_experts().len() as u64 / experts;
+        let to = |rank: usize| part(ep(rank));
+        let from = |_: usize| part(own);
         let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
@@ -108,12 +111,6 @@ impl RankPlan {
             shard,
             ..self.place
         })
-    }
-
-    /// Experts of a rank.
-    fn owned(&self, rank: usize) -> usize {
-        let ep = rank % self.mesh.group() / self.mesh.shards;
-        self.mesh.experts(ep, self.tokens.spec.shape.experts).len()
     }
 
     /// 0 for this rank, 1 for its node, 2 for others.

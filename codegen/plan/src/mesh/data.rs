@@ -1,7 +1,7 @@
 //! What one rank does, as data.
 
 use super::{Parallel, Place};
-use crate::{LayerPlan, Step, TensorId};
+use crate::{LayerPlan, Placement, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// What one rank does in each pass.
@@ -11,6 +11,9 @@ pub struct RankPlan {
     pub mesh: Parallel,
     /// Which of them this is.
     pub place: Place,
+    /// Which groups have which experts; `None`: as [`Parallel::experts`] says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<Placement>,
     /// What is done with this rank's tokens.
     pub tokens: LayerPlan,
     /// What this rank's experts do with the rows that arrive. Its tokens are rows.
@@ -206,9 +209,14 @@ impl RankPlan {
         width as usize * tensor.dtype.size()
     }
 
-    /// The experts of this rank.
-    pub fn own_experts(&self) -> std::ops::Range<usize> {
-        let experts = self.tokens.spec.shape.experts;
-        self.mesh.experts(self.place.ep, experts)
+    /// Which groups have which experts.
+    pub fn placement(&self) -> Placement {
+        let contiguous = || Placement::contiguous(self.mesh.ep, self.tokens.spec.shape.experts);
+        self.placement.clone().unwrap_or_else(contiguous)
+    }
+
+    /// The experts of this rank, in the order in which it has them.
+    pub fn own_experts(&self) -> Vec<usize> {
+        self.placement().of(self.place.ep).into_owned()
     }
 }

@@ -40,7 +40,7 @@ pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 
 use crate::layer::{Builder, Part, Recompute, Role};
-use crate::{LayerPlan, PlanError, PlanOptions};
+use crate::{LayerPlan, Placement, PlanError, PlanOptions};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
@@ -55,25 +55,57 @@ pub fn plan_rank(
     mesh: Parallel,
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
+    plan_placed(spec, target, options, (mesh, None), rank)
+}
+
+/// Plans what `rank` does where experts are placed as the caller says.
+///
+/// # Errors
+/// As [`plan_rank`]; [`PlanError::Placement`] for a placement of other experts or groups.
+pub fn plan_placed(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    (mesh, placement): (Parallel, Option<&Placement>),
+    rank: usize,
+) -> Result<RankPlan, PlanError> {
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
-    let experts = plan_experts(spec, target, options, mesh, place);
+    let own = match placement {
+        None => mesh.experts(place.ep, spec.shape.experts).len(),
+        Some(placement) => {
+            placement.check(&mesh, spec.shape.experts)?;
+            placement.count(place.ep)
+        }
+    };
+    let placement = placement.filter(|placement| !placement.is_contiguous());
+    let experts = plan_experts(spec, target, options, &of_so_many(spec, mesh, place, own));
     let sliced = mesh.slices_shared() && !spec.shared.is_empty();
     let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
-    let plan = steps::in_order((mesh, place), tokens, experts, shared, &places);
+    let plan = steps::in_order(
+        (mesh, place, placement.cloned()),
+        tokens,
+        experts,
+        shared,
+        &places,
+    );
     Ok(plan)
 }
 
 /// The routed experts of a rank as a layer of their own: a row is a token whose one
 /// expert is known.
 pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: Place) -> LayerSpec {
-    let experts = mesh.experts(place.ep, spec.shape.experts);
+    let experts = mesh.experts(place.ep, spec.shape.experts).len();
+    of_so_many(spec, mesh, place, experts)
+}
+
+fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: Place, experts: usize) -> LayerSpec {
     LayerSpec {
         shape: Shape {
             model_dim: spec.expert_input_dim(),
             hidden_dim: mesh.hidden(place.shard, spec.shape.hidden_dim).len(),
-            experts: experts.len(),
+            experts,
             top_k: 1,
             output_dim: Some(spec.expert_output_dim()),
         },
@@ -118,11 +150,9 @@ fn plan_experts(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
-    mesh: Parallel,
-    place: Place,
+    own: &LayerSpec,
 ) -> LayerPlan {
-    let own = experts_of(spec, mesh, place);
-    let mut builder = Builder::new(&own, target, options);
+    let mut builder = Builder::new(own, target, options);
     builder.part = Part::Experts {
         of: spec.shape.experts,
         top_k: spec.shape.top_k,

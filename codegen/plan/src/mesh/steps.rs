@@ -2,12 +2,12 @@
 
 use super::{BROUGHT_BACK, Exchange, Parallel, Place, RankPlan, RankStep, Side, Way, shared_part};
 use crate::layer::around::Places;
-use crate::{LayerPlan, Role, TensorId, TensorPlan};
+use crate::{LayerPlan, Placement, Role, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::ops::Range;
 
 pub(super) fn in_order(
-    (mesh, place): (Parallel, Place),
+    (mesh, place, placement): (Parallel, Place, Option<Placement>),
     tokens: LayerPlan,
     experts: LayerPlan,
     shared: Option<LayerPlan>,
@@ -16,6 +16,7 @@ pub(super) fn in_order(
     let mut plan = RankPlan {
         mesh,
         place,
+        placement,
         tile_rows: tile_rows(&experts),
         steps: Vec::new(),
         evaluation: Vec::new(),
