@@ -15,7 +15,7 @@ use crate::texts::Texts;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
-    self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_rank,
+    self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_placed,
 };
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
@@ -81,6 +81,7 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
         let own = Shard::new(spec, mesh.parallel(), mesh.place(), weights);
+        let own = own.placed(mesh.placement());
         self.mesh_layer_with(mesh, spec, (weights, &own), training)
     }
 
@@ -115,7 +116,8 @@ impl Engine {
         check_spec(spec)?;
         let options = self.plan_options(training);
         let (target, parallel) = (self.target(), mesh.parallel());
-        let plan = plan_rank(spec, target, &options, parallel, mesh.rank())?;
+        let shared_out = (parallel, mesh.placement());
+        let plan = plan_placed(spec, target, &options, shared_out, mesh.rank())?;
         check_same(mesh, &plan, training)?;
         let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
             self.layer_of(&Texts::of(plan.clone().into())?, weights)
@@ -161,6 +163,7 @@ impl Engine {
 /// Whether all ranks make the same layer.
 fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Result<(), EngineError> {
     let spec = serde_json::to_string(&plan.tokens.spec).unwrap_or_default();
+    let placement = plan.placement().to_string();
     let (parallel, training) = (format!("{:?}", mesh.parallel()), format!("{training:?}"));
     let parts = plan.tokens.tensors.iter();
     let parts = parts.filter(|tensor| tensor.name.ends_with("dweight_parts"));
@@ -169,6 +172,7 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
     let values = [
         ("moesaic", env!("CARGO_PKG_VERSION")),
         ("mesh", &parallel),
+        ("placement", &placement),
         ("spec", &spec),
         ("training", &training),
         ("columns of dweight_parts", &parts),
@@ -213,8 +217,7 @@ impl MeshLayer {
     }
 
     /// The part that is this rank's: weights and gradients of its experts, `experts.` and
-    /// the rest of the name, whose first expert is the first of
-    /// [`RankPlan::own_experts`].
+    /// the rest of the name, in the order of [`RankPlan::own_experts`].
     pub fn own(&self) -> &Layer {
         &self.experts
     }
