@@ -11,7 +11,9 @@ fn root() -> &'static Path {
 }
 
 fn pages() -> Vec<PathBuf> {
-    let mut pages: Vec<PathBuf> = ["README.md", "CHANGELOG.md"].map(|name| root().join(name)).into();
+    let mut pages: Vec<PathBuf> = ["README.md", "CHANGELOG.md"]
+        .map(|name| root().join(name))
+        .into();
     for folder in ["docs", "benches", "examples", "interop", "tests"] {
         pages.extend(files(&root().join(folder), &["md"]));
     }
@@ -25,7 +27,9 @@ fn text(page: &str) -> Vec<(usize, &str)> {
     for (number, line) in page.lines().enumerate() {
         let fence = line.trim_start().starts_with("```");
         code ^= fence;
-        let other = ["    ", "|", "!["].iter().any(|start| line.starts_with(start));
+        let other = ["    ", "|", "!["]
+            .iter()
+            .any(|start| line.starts_with(start));
         if !(fence || code || other) {
             lines.push((number + 1, line));
         }
@@ -35,7 +39,9 @@ fn text(page: &str) -> Vec<(usize, &str)> {
 
 /// Where links of a line lead: `](target)`.
 fn links(line: &str) -> impl Iterator<Item = &str> {
-    line.split("](").skip(1).filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
+    line.split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
 }
 
 #[test]

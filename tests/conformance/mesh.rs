@@ -8,9 +8,10 @@ use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
 use moesaic::collectives::{Call, threads};
+use moesaic::plan::Placement;
 use moesaic::reference;
 use moesaic::spec::*;
-use moesaic::tools::joined;
+use moesaic::tools::joined_placed;
 use moesaic::{
     Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Tensor, Training,
 };
@@ -69,6 +70,11 @@ pub trait Ranks {
         parallel: Parallel,
         body: impl Fn(&Engine, &Mesh) -> T + Sync,
     ) -> Vec<T>;
+
+    /// Where their experts are, if not in order.
+    fn placement(&self) -> Option<&Placement> {
+        None
+    }
 }
 
 /// Threads that share an engine.
@@ -141,7 +147,7 @@ pub fn evaluated(ranks: &impl Ranks, parallel: Parallel, case: &Case) -> Vec<u8>
 
 /// Outputs, gradients of tokens, and gradients of weights after reduction.
 pub fn trained(
-    ranks: &impl Ranks,
+    all: &impl Ranks,
     parallel: Parallel,
     case: &Case,
     training: Training,
@@ -150,7 +156,7 @@ pub fn trained(
 ) -> Results {
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
-    let ranks = ranks.each(parallel, |engine, mesh| {
+    let ranks = all.each(parallel, |engine, mesh| {
         let layer = layer_on(engine, mesh, case, Some(training));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
@@ -185,7 +191,7 @@ pub fn trained(
             };
             let whole = match Among::of(parallel, name) {
                 Among::World => part(ranks[0].0).into_static(),
-                _ => joined(name, parallel, part),
+                _ => joined_placed(name, (parallel, all.placement()), part),
             };
             let values = whole.to_f32().into_iter().map(f64::from);
             results.insert(name.clone(), values.collect());
@@ -233,7 +239,7 @@ pub fn spec(text: &str) -> LayerSpec {
 }
 
 /// Layers that have what ranks have to do with.
-fn specs() -> Vec<LayerSpec> {
+pub fn specs() -> Vec<LayerSpec> {
     [
         "shape = { model_dim = 37, hidden_dim = 24, experts = 5, top_k = 2 }",
         "shape = { model_dim = 16, hidden_dim = 12, experts = 7, top_k = 3, output_dim = 9 }
