@@ -7,13 +7,14 @@ use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, on_ranks, part, 
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};
 use super::trained::COUNTERS;
-use moesaic::plan::{Balancer, Balancing, Eplb, Placement, Split};
+use moesaic::plan::{Placement, ShadowForm, ShadowModel, shadows};
 use moesaic::spec::testing::Counter;
 use moesaic::tensor::WeightSource;
 use moesaic::tools::joined_placed;
 use moesaic::train::elastic::{shard_placed, unshard_placed};
 use moesaic::weights::{Checkpoint, Writer};
 use moesaic::{Among, Engine, Mesh, Parallel, Recompute, Tensors, Training};
+use moesaic::{Balancer, Balancing, Eplb, Split};
 
 /// Threads that share an engine, with experts placed so.
 struct Placed {
@@ -47,11 +48,10 @@ pub fn scattered(groups: usize, experts: usize, seed: u64, split: Split) -> Plac
     let mut lists = vec![Vec::new(); groups];
     for (at, &expert) in order.iter().enumerate() {
         let mut on = vec![at % groups];
-        on.extend(
-            (0..2)
-                .filter(|_| draw.one_in(3))
-                .map(|_| draw.between(0, groups - 1)),
-        );
+        for _ in 0..2 {
+            let other = draw.between(0, groups - 1);
+            on.extend(draw.one_in(3).then_some(other));
+        }
         on.sort_unstable();
         on.dedup();
         on.into_iter().for_each(|group| lists[group].push(expert));
@@ -196,7 +196,7 @@ fn what_is_placed_is_saved_as_one_process_has_it() {
         });
         let checkpoint = Checkpoint::open(&file).unwrap();
         for (name, tensor) in &whole {
-            let found = checkpoint.read(name.clone()).unwrap();
+            let found = checkpoint.read(name).unwrap();
             assert!(found == *tensor, "{placement}: `{name}`");
         }
         let one = Parallel { dp: 1, ..parallel };
@@ -324,6 +324,25 @@ fn a_hot_experts_rows_get_balanced() {
     assert_eq!(after.iter().sum::<usize>(), tokens);
     assert!(busiest(&before) > 1000, "{before:?}");
     assert!(busiest(&after) < 330, "{after:?}"); // the mean is 250
+    // Shadows of the hottest, as many as FasterMoE's model wants.
+    let ids = &case.input.routing.as_ref().unwrap().0;
+    let of_rank = |ids: &[i32]| {
+        let mut counts = vec![0; experts];
+        ids.iter().for_each(|id| counts[*id as usize] += 1);
+        counts
+    };
+    let counts: Vec<Vec<usize>> = ids.chunks(250).map(of_rank).collect();
+    let model = ShadowModel {
+        form: ShadowForm::Paper,
+        ..ShadowModel::fastmoe(64)
+    };
+    let present = Placement::contiguous(8, experts);
+    let shadowed = shadows(&model, &present, 1, &counts);
+    let with = present.with_shadows(&shadowed).unwrap();
+    let found = rows(&with);
+    println!("rows a rank: {found:?} with shadows of {shadowed:?}");
+    assert_eq!(found, with.received(1, &counts));
+    assert!(!shadowed.is_empty() && busiest(&found) < 500, "{found:?}");
 }
 
 /// What a rank reads: its experts, and no other.

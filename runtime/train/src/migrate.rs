@@ -11,7 +11,7 @@
 //! returns only when every rank has told that it has what comes after. So if a rank is lost
 //! on the way, at whatever point, the others have between them every expert that is not on
 //! that rank alone: those for whom `commit` has failed have both states ([`NotCommitted`]).
-//! [`resume`] makes of what is left, and of a checkpoint of the same step for what is not,
+//! [`resume`] makes of what is left ([`both`], if that is both), and of a checkpoint of the same step for what is not,
 //! the state of other ranks.
 
 use crate::TrainError;
@@ -151,6 +151,48 @@ pub fn resume(
     Ok(whole)
 }
 
+/// What a rank has that has not forgotten its experts before, nor those after, when a commit
+/// has failed ([`NotCommitted`]): those of both, which [`resume`] takes. `before` and `after`
+/// are experts in their order, and tensors.
+///
+/// # Errors
+/// [`TrainError::Tensor`] for tensors that are not of so many experts.
+pub fn both(
+    mesh: &Mesh,
+    before: (&[usize], &Tensors<'_>),
+    after: (&[usize], &Tensors<'_>),
+) -> Result<(Vec<usize>, Tensors<'static>), TrainError> {
+    let held = [before.0, after.0].concat();
+    let mut tensors = Tensors::new();
+    for (name, own) in before.1 {
+        let mut whole = own.clone().into_static();
+        if mesh.among(name) == Among::Replicas {
+            let missing = || TrainError::tensor(name, "is missing after experts have moved");
+            let other = after.1.get(name).ok_or_else(missing)?;
+            whole.shape[0] += other.shape.first().copied().unwrap_or(0);
+            whole.data = [&*own.data, &*other.data].concat().into();
+        }
+        tensors.insert(name.as_str(), whole);
+    }
+    check_parts(mesh, &held, &tensors)?;
+    Ok((held, tensors))
+}
+
+/// Refuses tensors that are not of this rank's experts.
+fn check_parts(mesh: &Mesh, held: &[usize], tensors: &Tensors<'_>) -> Result<(), TrainError> {
+    let mut parts = tensors
+        .iter()
+        .filter(|(name, _)| mesh.among(name) == Among::Replicas);
+    match parts.find(|(_, tensor)| tensor.shape.first() != Some(&held.len())) {
+        None => Ok(()),
+        Some((name, tensor)) => {
+            let (shape, experts) = (&tensor.shape, held.len());
+            let problem = format!("has shape {shape:?}, this rank has {experts} experts");
+            Err(TrainError::tensor(name, problem))
+        }
+    }
+}
+
 /// The tensors of this rank after moves; zeros where something is missing.
 fn moved(
     ranks: &Ranks,
@@ -162,16 +204,7 @@ fn moved(
     let peer = |group: usize| group * mesh.shards + place.shard;
     let of_experts = |name: &str| ranks.mesh().among(name) == Among::Replicas;
     let parts = || tensors.iter().filter(|(name, _)| of_experts(name));
-    for (name, tensor) in parts() {
-        if tensor.shape.first() != Some(&held.len()) {
-            let problem = format!(
-                "has shape {:?}, this rank has {} experts",
-                tensor.shape,
-                held.len()
-            );
-            return Err(TrainError::tensor(name, problem));
-        }
-    }
+    check_parts(ranks.mesh(), held, tensors)?;
     let row = |slot: usize| {
         let of = |(_, tensor): (_, &Tensor<'_>)| {
             let bytes = row_bytes(tensor);

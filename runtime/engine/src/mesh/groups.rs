@@ -97,7 +97,7 @@ impl Mesh {
         let checked = placement.check(&self.parallel, placement.experts());
         checked.map_err(PlanError::from)?;
         Ok(Mesh {
-            placement: Some(placement.clone()).filter(|placement| !placement.is_contiguous()),
+            placement: Some(placement.clone()),
             ..self.clone()
         })
     }
