@@ -156,7 +156,9 @@ fn killed(case: &Case, lost: Lost, (from, to): (&Placement, &Placement), file: &
                 moved: false,
             };
         };
-        prepared.wait();
+        if lost > Lost::BeforeItSends {
+            prepared.wait();
+        }
         dies(Lost::BeforeItConfirms);
         let committed = ready.commit();
         dies(Lost::WhileOthersListen);
@@ -282,4 +284,46 @@ fn what_others_have_is_not_read_and_other_steps_are_refused() {
         assert!(error.contains("of another step"), "{error}");
         resume(&ranks, (&held, &few), &checkpoint).unwrap();
     });
+}
+
+/// Who has heard from all has forgotten what was before, the others have both: any mix of
+/// them is enough, with the checkpoint for what the lost rank had.
+#[test]
+fn any_mix_of_before_and_after_is_enough() {
+    let case = layer_of(24);
+    let folder = tempfile::tempdir().unwrap();
+    let [file, again] = ["file", "again"].map(|name| folder.path().join(name));
+    let to: Placement = "7,0 | 1,6,+0 | 2,5,+7 | 3,4".parse().unwrap();
+    let all = on_ranks(&cpu(), mesh(4, 1, 1), |mesh| {
+        let ranks = cpu().ranks(mesh);
+        let before = train(mesh, &case, &start(mesh, &case), 0..1);
+        ranks.collect(&before, &mut Writer::file(&file)).unwrap();
+        let after = prepare(&ranks, &to, &before).unwrap().commit().unwrap();
+        let ep = mesh.place().ep;
+        let held = Placement::contiguous(4, 8).of(ep).into_owned();
+        let two = both(mesh, (&held, &before), (&to.of(ep), &after)).unwrap();
+        both(mesh, (&[9], &before), (&to.of(ep), &after)).unwrap_err();
+        (two, (to.of(ep).into_owned(), after))
+    });
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    for heard in 0..8 {
+        let left: Vec<&(Vec<usize>, Tensors<'static>)> = [0, 1, 3]
+            .iter()
+            .enumerate()
+            .map(|(bit, &rank)| match heard >> bit & 1 {
+                0 => &all[rank].0,
+                _ => &all[rank].1,
+            })
+            .collect();
+        on_ranks(&cpu(), mesh(3, 1, 1), |mesh| {
+            let (ranks, own) = (cpu().ranks(mesh), left[mesh.rank()]);
+            let resumed = resume(&ranks, (&own.0, &own.1), &checkpoint).unwrap();
+            ranks.collect(&resumed, &mut Writer::file(&again)).unwrap();
+        });
+        let found = Checkpoint::open(&again).unwrap();
+        for name in checkpoint.names() {
+            let [a, b] = [&checkpoint, &found].map(|file| file.read(name).unwrap());
+            assert!(a == b, "{heard:03b}: `{name}`");
+        }
+    }
 }
