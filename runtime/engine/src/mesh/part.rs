@@ -44,7 +44,7 @@ impl Mesh {
         let of_experts = Share::of(self.parallel(), name).counts_experts();
         let placement = self.placement().filter(|_| of_experts);
         let Some(placement) = placement else {
-            return vec![0..rows];
+            return std::iter::once(0..rows).collect();
         };
         let own = self.place().ep;
         let owned = (0..rows.min(placement.count(own))).filter(|&slot| placement.owns(own, slot));
@@ -163,7 +163,7 @@ pub fn part_of_placed(
     let rows = match (&placement, share.hidden) {
         (Some(placement), _) => runs(&placement.of(place.ep)),
         (None, Some(0)) => vec![slice(0)],
-        (None, _) => vec![0..rows],
+        (None, _) => std::iter::once(0..rows).collect(),
     };
     let part = read(source, name, &rows)?;
     Ok(match share.hidden.filter(|_| mesh.shards > 1) {
