@@ -57,11 +57,13 @@ fn bench(spec: &LayerSpec, target: Target, tokens: usize) {
     };
 
     let layer = engine.layer(spec, &weights).expect("a layer");
-    let launches = layer.plan().evaluation_steps().len();
+    let plan = layer.tilings().at(tokens);
+    let launches = plan.launched(plan.evaluation_steps(), tokens as u64);
     report("forward", launches, forward(&layer, tokens));
 
     let layer = training_layer(&engine, spec, &weights);
-    let launches = layer.plan().all_steps().count();
+    let plan = layer.tilings().at(tokens);
+    let launches = plan.launched(plan.all_steps(), tokens as u64);
     report("forward + backward", launches, training(&layer, tokens));
 }
 

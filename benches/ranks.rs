@@ -58,6 +58,8 @@ const LEGEND: &str = "\
 # the median over rounds of one / ranks: above 1 the ranks are faster. Tutel's lines: `one` is our ranks under MPI, `ranks` is Tutel, ratio is Tutel / ours.
 # Both: forward, backward and the sum of gradients over ranks. Of one call, all ranks together: KB sent to others, of it in letters; what the
 # plan says of rows and counts; rows that leave if a token goes to a rank once, whatever its experts there; KB copied from a rank to itself.
+# mpiexec makes a session of each rank. Where Linux shares processors between sessions (sched_autogroup_enabled) and others run, too, ranks under
+# MPI have a share each, and one process one share in all: their ratios then say little.
 ";
 
 fn main() -> Result {

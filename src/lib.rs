@@ -34,6 +34,7 @@
 //! | load a checkpoint | [`weights`] |
 //! | train | [`Training`], [`Counters`], [`train`] |
 //! | spread experts over ranks | [`Mesh`], [`MeshLayer`], [`Parallel`], [`collectives`] |
+//! | let ranks choose how they exchange rows | [`Strategy`], [`tune`] |
 //! | bring experts of your own | [`UserExpert`], [`MultiGate`] |
 //! | compile before it runs | [`precompile`], [`Store`], [`Compilers`] |
 //!
@@ -75,6 +76,8 @@ pub use moesaic_spec as spec;
 #[doc(inline)]
 pub use moesaic_train as train;
 #[doc(inline)]
+pub use moesaic_tune as tune;
+#[doc(inline)]
 pub use moesaic_typed as typed;
 #[doc(inline)]
 pub use moesaic_weights as weights;
@@ -94,6 +97,8 @@ pub use moesaic_engine as tools;
 pub use moesaic_kernel as kernel;
 #[doc(hidden)]
 pub use moesaic_plan as plan;
+#[doc(hidden)]
+pub use moesaic_planner as planner;
 #[doc(hidden)]
 pub use moesaic_rocm as rocm;
 #[doc(hidden)]

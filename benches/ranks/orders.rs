@@ -3,6 +3,7 @@
 use crate::Result;
 use crate::counted::{Counted, Counts};
 use crate::made::{Call, Made};
+use crate::party::take_autogroup;
 use crate::select::{Pass, dtype, shape};
 use moesaic::collectives::{self, Collectives, Communicator, mpi, threads};
 use moesaic::{Engine, EngineOptions, Mesh, Parallel};
@@ -76,6 +77,7 @@ fn of_threads(ranks: usize, folder: &Path) -> Result {
 }
 
 fn of_process(folder: &Path) -> Result {
+    take_autogroup()?;
     let engine = engine(1)?;
     let options = mpi::Options {
         deadline: Some(PATIENCE),

@@ -179,6 +179,32 @@ fn pipe(path: &Path) -> Result<File> {
     Ok(File::options().read(true).write(true).open(path)?)
 }
 
+/// The priority of the bench's autogroup, for ranks under `mpiexec`.
+const AUTOGROUP: &str = "RANKS_AUTOGROUP";
+
+/// The priority that Linux gives to all processes of this session together, against those
+/// of other sessions.
+fn autogroup() -> Option<String> {
+    let text = fs::read_to_string("/proc/self/autogroup").ok()?;
+    text.split_whitespace().last().map(str::to_string)
+}
+
+/// `mpiexec` makes a session of each rank. So that its rivals have no priority over it, the
+/// rank takes that of the bench's.
+///
+/// # Errors
+/// Where that is not allowed.
+pub fn take_autogroup() -> Result {
+    let Ok(wanted) = std::env::var(AUTOGROUP) else {
+        return Ok(());
+    };
+    if autogroup().is_some_and(|own| own != wanted) {
+        let done = fs::write("/proc/self/autogroup", &wanted);
+        done.map_err(|error| format!("autogroup at {wanted}, as the bench: {error}"))?;
+    }
+    Ok(())
+}
+
 fn commands(kind: Kind, ranks: usize, python: &str, folder: &Path) -> Result<Vec<Command>> {
     let own = |mut command: Command| {
         let words = ["party", &kind.to_string(), &ranks.to_string()].map(str::to_string);
@@ -194,6 +220,9 @@ fn commands(kind: Kind, ranks: usize, python: &str, folder: &Path) -> Result<Vec
             command.args(["-n", &ranks.to_string()]);
             command.arg(std::env::current_exe()?);
             command.env("MOESAIC_MPI", &found.library);
+            if let Some(nice) = autogroup() {
+                command.env(AUTOGROUP, nice);
+            }
             Ok(vec![own(command)])
         }
         Kind::Tutel => tutel(ranks, python, folder),

@@ -57,6 +57,8 @@ pub enum Command {
     Bench(crate::bench::BenchArgs),
     /// Measure which tiles are best for a layer on this CPU, and use them from now on
     Tune(crate::tune::TuneArgs),
+    /// Say what a layer over many ranks will take on a machine, and how it is best shared
+    Plan(crate::plan::PlanArgs),
     /// List, check, prune, import or export cached kernels
     Cache(crate::cache::CacheArgs),
     /// Install or list compilers

@@ -21,6 +21,7 @@ mod links;
 mod log;
 mod machine;
 mod mesh;
+mod plan;
 mod precompile;
 mod progress;
 mod random;
@@ -111,6 +112,7 @@ fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
         Command::Precompile(args) => precompile::execute(args, console),
         Command::Bench(args) => bench::execute(args, console),
         Command::Tune(args) => tune::execute(args, console),
+        Command::Plan(args) => plan::execute(args, console),
         Command::Cache(args) => cache::execute(args, console),
         Command::Toolchain(args) => toolchain::execute(args, console),
         Command::Spec(args) => spec::execute(args, console),

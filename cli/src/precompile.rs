@@ -61,6 +61,9 @@ pub struct PrecompileArgs {
     /// The kernels of ranks that share the layers so, instead of one process's
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
+    /// Those for every number of ways that rows can go, too, in layers that may change it
+    #[arg(long, requires = "mesh")]
+    any_ways: bool,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also write these kernels, no others of the cache, to a pack
@@ -180,6 +183,7 @@ impl PrecompileArgs {
         PlanOptions {
             training: self.training.get(),
             caches: self.caches.here(target),
+            unpacked: self.any_ways,
             ..PlanOptions::default()
         }
     }

@@ -57,6 +57,11 @@ const TABLE: &[(&str, &[Row])] = &[
             ("output", Always),
             ("ranks", Always),
             ("mesh", Always),
+            ("strategy", Always),
+            (
+                "strategy",
+                NotWith(&["--strategy=ways=0"], "there is one process"),
+            ),
             (
                 "exchange",
                 NotWith(&["--exchange=mpi", "--ranks=2"], "is for processes"),
@@ -140,6 +145,13 @@ const TABLE: &[(&str, &[Row])] = &[
                 "mesh",
                 NotWith(&["--mesh=ep=1", "--source"], "cannot be used with"),
             ),
+            (
+                "strategy",
+                NotWith(
+                    &["--strategy=ways=0", "--mesh=ep=1", "--source"],
+                    "cannot be used with",
+                ),
+            ),
             ("rank", NotWith(&["--rank=1"], "cannot be used with")),
             (
                 "per-node",
@@ -167,6 +179,10 @@ const TABLE: &[(&str, &[Row])] = &[
             ("target", Always),
             ("training", Always),
             ("mesh", Always),
+            (
+                "any-ways",
+                NotWith(&["--any-ways", "--target=cpu"], "--mesh"),
+            ),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
             ("output", Always),
@@ -228,6 +244,47 @@ const TABLE: &[(&str, &[Row])] = &[
             ("training", Always),
             ("json", Always),
             ("cache", Always),
+        ],
+    ),
+    (
+        "plan",
+        &[
+            ("spec", Always),
+            ("hf", Always),
+            ("layer", WITH_SPEC),
+            ("precision", Always),
+            ("world", Always),
+            ("machine", Always),
+            ("per-node", Always),
+            (
+                "tokens",
+                NotWith(&["--tokens=1", "--counts=none"], "cannot be used with"),
+            ),
+            ("training", Always),
+            (
+                "skew",
+                NotWith(&["--skew=zipf=1", "--counts=none"], "cannot be used with"),
+            ),
+            ("counts", Always),
+            (
+                "top",
+                NotWith(
+                    &["--top=1", "--mesh=ep=1", "--strategy=default"],
+                    "cannot be used with",
+                ),
+            ),
+            (
+                "wires",
+                NotWith(
+                    &["--wires=fp8", "--mesh=ep=1", "--strategy=default"],
+                    "cannot be used with",
+                ),
+            ),
+            ("calibrate", Always),
+            ("mesh", Always),
+            ("strategy", NotWith(&["--strategy=default"], "--mesh")),
+            ("trace", Always),
+            ("json", Always),
         ],
     ),
     ("cache list", &[("cache", Always), ("json", Always)]),
@@ -408,6 +465,7 @@ fn base(command: &str, small: &Small) -> std::process::Command {
     match command {
         "run" => call.args(["--weights=none", "--input=none", "--output=y"]),
         "bench" => call.arg("--tokens=9999999999"),
+        "plan" => call.args(["--world=1", "--machine=h800"]),
         "inspect" => call.arg("--kernel=none"),
         "precompile" => call.arg("--output=none/pack"),
         _ => &mut call,

@@ -5,6 +5,8 @@ mod common;
 use common::*;
 use moesaic::toolchain::Kind;
 use moesaic::toolchain::testing::{Tool, installed, needed};
+use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -37,11 +39,41 @@ fn ranks_write_the_file_that_one_process_writes() {
         &["--ranks", "1"][..],
         &["--ranks", "3"],
         &["--mesh", "ep=2,dp=2", "--reference"],
+        &["--mesh", "ep=2,shards=2", "--strategy", "ways=1"],
+        &["--mesh", "ep=2,shards=2", "--strategy", "ways=0"],
+        &["--ranks", "2", "--strategy", "degree=3"],
     ] {
         let text = run(&file("ranks"), more).ok();
         assert!(text.contains("rank"), "{text}");
         assert!(fs::read(file("ranks")).unwrap() == one, "{more:?}");
     }
+}
+
+/// The rank and number of each lane of a trace that has events.
+fn lanes(trace: &Path) -> BTreeSet<(u64, u64)> {
+    let trace: Value = serde_json::from_slice(&fs::read(trace).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let timed = events.iter().filter(|event| event["ts"].is_number());
+    let lane = |event: &Value| Some((event["pid"].as_u64()?, event["tid"].as_u64()?));
+    timed.map(|event| lane(event).unwrap()).collect()
+}
+
+#[test]
+fn a_trace_has_the_launches_and_exchanges_of_every_rank() {
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    let trace = file("trace").display().to_string();
+    run(&file("y"), &["--trace", &trace]).ok();
+    assert_eq!(lanes(&file("trace")), BTreeSet::from([(0, 0)]));
+    let more = ["--ranks", "2", "--strategy", "degree=2", "--trace", &trace];
+    run(&file("y"), &more).ok();
+    let all = [(0, 0), (0, 1), (1, 0), (1, 1)];
+    assert_eq!(lanes(&file("trace")), BTreeSet::from(all));
+    let text = fs::read_to_string(file("trace")).unwrap();
+    assert!(
+        text.contains("grouped_gemm_up") && text.contains("2 of 2"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -52,27 +84,32 @@ fn processes_under_mpi_write_it_too() {
     let scratch = scratch();
     let file = |name: &str| scratch.path().join(name);
     run(&file("one"), &[]).ok();
-    let plain = command();
-    let mut launched = Command::new("timeout");
-    launched.args(["--signal=KILL", "120"]).arg(found.launcher);
-    launched
-        .args(["-n", "3"])
-        .arg(plain.get_program())
-        .arg("run");
-    for (name, value) in plain.get_envs() {
-        match value {
-            Some(value) => launched.env(name, value),
-            None => launched.env_remove(name),
-        };
+    let trace = file("trace").display().to_string();
+    let traced = ["--strategy", "degree=2", "--trace", &trace];
+    for more in [&[][..], &["--strategy", "ways=0"], &traced] {
+        let plain = command();
+        let mut launched = Command::new("timeout");
+        launched.args(["--signal=KILL", "120"]).arg(&found.launcher);
+        launched
+            .args(["-n", "3"])
+            .arg(plain.get_program())
+            .arg("run");
+        for (name, value) in plain.get_envs() {
+            match value {
+                Some(value) => launched.env(name, value),
+                None => launched.env_remove(name),
+            };
+        }
+        launched.env("MOESAIC_MPI", &found.library);
+        let text = call(&mut launched, &file("ranks"), more).ok();
+        assert_eq!(
+            text.matches("37 tokens").count(),
+            1,
+            "one rank speaks: {text}"
+        );
+        assert!(fs::read(file("ranks")).unwrap() == fs::read(file("one")).unwrap());
     }
-    launched.env("MOESAIC_MPI", &found.library);
-    let text = call(&mut launched, &file("ranks"), &[]).ok();
-    assert_eq!(
-        text.matches("37 tokens").count(),
-        1,
-        "one rank speaks: {text}"
-    );
-    assert!(fs::read(file("ranks")).unwrap() == fs::read(file("one")).unwrap());
+    assert_eq!(lanes(&file("trace")).len(), 3 * 2);
 }
 
 #[test]
@@ -124,6 +161,43 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
     ] {
         assert!(text.contains(part), "{text}");
     }
+}
+
+#[test]
+fn kernels_for_any_ways_are_compiled_ahead() {
+    let scratch = scratch();
+    let file = |name: &str| scratch.path().join(name);
+    let cache = file("cache");
+    let model = repository("tests/oracle/hf/mixtral");
+    let mesh = ["--mesh", "ep=2,shards=2"];
+    let mut precompile = command();
+    precompile
+        .args([
+            "precompile",
+            "--target",
+            "cpu",
+            "--layer",
+            "1",
+            "--any-ways",
+        ])
+        .args(mesh)
+        .arg("--hf")
+        .arg(&model);
+    finish(precompile.env("MOESAIC_CACHE", &cache)).ok();
+    for ways in ["ways=1", "ways=0"] {
+        let mut strict = command();
+        strict.env("MOESAIC_CACHE", &cache).arg("run").args(mesh);
+        let more = ["--strategy", ways, "--strict"];
+        call(&mut strict, &file("y"), &more).ok();
+        let mut inspect = command();
+        inspect.args(["inspect", "--layer", "1", "--rank", "1", "--strategy", ways]);
+        let text = finish(inspect.args(mesh).arg("--hf").arg(&model)).ok();
+        for part in ["gathered", "experts.down.weight of"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+    let refused = ["--mesh", "ep=2,shards=2", "--strategy", "ways=3"];
+    run(&file("y"), &refused).fails(2, &["a divisor of 2"]);
 }
 
 /// Its own kernels, its steps, and results that the reference finds right.

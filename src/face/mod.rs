@@ -5,10 +5,12 @@ mod ahead;
 mod experts;
 mod ranks;
 mod running;
+mod tracing;
 mod training;
 
 pub use ahead::*;
 pub use experts::*;
 pub use ranks::*;
 pub use running::*;
+pub use tracing::*;
 pub use training::*;

@@ -7,13 +7,13 @@ use super::layers::engine as cpu;
 use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
-use moesaic::collectives::{Call, threads};
+use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::plan::Placement;
 use moesaic::reference;
 use moesaic::spec::*;
 use moesaic::tools::joined_placed;
 use moesaic::{
-    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Tensor, Training,
+    Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Strategy, Tensor, Training,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -39,15 +39,79 @@ pub const fn sliced(ep: usize, shards: usize, dp: usize) -> Parallel {
     }
 }
 
+/// A mesh, and how its ranks carry out calls.
+#[derive(Clone, Copy, Debug)]
+pub struct Grid {
+    pub parallel: Parallel,
+    pub strategy: Strategy,
+}
+
+impl From<Parallel> for Grid {
+    fn from(parallel: Parallel) -> Grid {
+        Grid {
+            parallel,
+            strategy: Strategy::default(),
+        }
+    }
+}
+
+impl Grid {
+    /// What ranks do by themselves, at its own number of ways.
+    fn on(self, ranks: &impl Ranks) -> Grid {
+        let (own, theirs) = (self.strategy, ranks.strategy());
+        let strategy = match theirs == Strategy::default() {
+            true => own,
+            false => Strategy {
+                ways: own.ways,
+                ..theirs
+            },
+        };
+        Grid { strategy, ..self }
+    }
+
+    fn layer(
+        &self,
+        engine: &Engine,
+        mesh: &Mesh,
+        case: &Case,
+        training: Option<Training>,
+    ) -> MeshLayer {
+        let mut layer = match self.strategy.ways {
+            None => layer_on(engine, mesh, case, training),
+            Some(_) => layer_on(engine, &mesh.for_any_ways(), case, training),
+        };
+        let set = layer.set_strategy(self.strategy);
+        set.unwrap_or_else(|e| panic!("{self:?} of {}: {e}", case.describe()));
+        layer
+    }
+
+    /// Whether a row meets whole experts, so that its sums are those of one process.
+    fn sums_alike(&self) -> bool {
+        self.strategy.ways(&self.parallel) <= 1 && !self.parallel.slices_shared()
+    }
+}
+
 /// Runs `body` on every rank of a mesh, each a thread.
 pub fn on_ranks<T: Send>(
     engine: &Engine,
     parallel: Parallel,
     body: impl Fn(&Mesh) -> T + Sync,
 ) -> Vec<T> {
+    on_nodes(engine, parallel, parallel.ranks(), body)
+}
+
+/// The same with so many ranks of each node.
+pub fn on_nodes<T: Send>(
+    engine: &Engine,
+    parallel: Parallel,
+    per_node: usize,
+    body: impl Fn(&Mesh) -> T + Sync,
+) -> Vec<T> {
     let device = |_| Ok(engine.device().clone());
     let ranks = threads::run(parallel.ranks(), device, |mut world| {
-        let mesh = Mesh::new(&mut world, parallel).unwrap_or_else(|e| panic!("{e}"));
+        let host = format!("node{}", world.rank() / per_node);
+        let mesh = Mesh::on_host(&mut world, parallel, &host);
+        let mesh = mesh.unwrap_or_else(|e| panic!("{e}"));
         let result = body(&mesh);
         world
             .finish(&Call::new("end"))
@@ -74,6 +138,11 @@ pub trait Ranks {
     /// Where their experts are, if not in order.
     fn placement(&self) -> Option<&Placement> {
         None
+    }
+
+    /// How layers of these ranks carry out calls.
+    fn strategy(&self) -> Strategy {
+        Strategy::default()
     }
 }
 
@@ -133,10 +202,12 @@ pub fn layer_on(
 }
 
 /// The bytes of `y` of all ranks, one after the other.
-pub fn evaluated(ranks: &impl Ranks, parallel: Parallel, case: &Case) -> Vec<u8> {
+pub fn evaluated(ranks: &impl Ranks, grid: impl Into<Grid>, case: &Case) -> Vec<u8> {
+    let grid = grid.into().on(ranks);
+    let parallel = grid.parallel;
     let shares = shares(case.input.tokens, parallel.ranks());
     let ranks = ranks.each(parallel, |engine, mesh| {
-        let layer = layer_on(engine, mesh, case, None);
+        let layer = grid.layer(engine, mesh, case, None);
         let own = part(case, &shares[mesh.rank()]);
         let output = layer.forward(&own.input());
         let output = output.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
@@ -148,16 +219,18 @@ pub fn evaluated(ranks: &impl Ranks, parallel: Parallel, case: &Case) -> Vec<u8>
 /// Outputs, gradients of tokens, and gradients of weights after reduction.
 pub fn trained(
     all: &impl Ranks,
-    parallel: Parallel,
+    grid: impl Into<Grid>,
     case: &Case,
     training: Training,
     names: &[&str],
     dy: &[f64],
 ) -> Results {
+    let grid = grid.into().on(all);
+    let parallel = grid.parallel;
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
     let ranks = all.each(parallel, |engine, mesh| {
-        let layer = layer_on(engine, mesh, case, Some(training));
+        let layer = grid.layer(engine, mesh, case, Some(training));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
         let call = layer.forward_train(&own.input(), names, COUNTERS);
@@ -279,18 +352,19 @@ fn dropless_outputs_of_ranks_are_the_bytes_of_one_process() {
 }
 
 /// Holds everything that ranks give against one process.
-pub fn compare(engine: &Engine, parallel: Parallel, case: &Case, recompute: Recompute) {
-    compare_on(engine, engine, parallel, case, recompute);
+pub fn compare(engine: &Engine, grid: impl Into<Grid>, case: &Case, recompute: Recompute) {
+    compare_on(engine, engine, grid, case, recompute);
 }
 
 /// The same of any ranks.
 pub fn compare_on(
     engine: &Engine,
     ranks: &impl Ranks,
-    parallel: Parallel,
+    grid: impl Into<Grid>,
     case: &Case,
     recompute: Recompute,
 ) {
+    let grid = grid.into();
     let dy = case.dy(77);
     let losses = case.spec.losses.iter();
     let losses: Vec<String> = losses.map(|l| format!("loss.{}", l.kind.name())).collect();
@@ -298,7 +372,7 @@ pub fn compare_on(
     names.extend(losses.iter().map(String::as_str));
     let want = trained_alone(engine, case, &names, &dy);
     let training = Training { recompute };
-    let mut found = trained(ranks, parallel, case, training, &names, &dy);
+    let mut found = trained(ranks, grid, case, training, &names, &dy);
     for loss in &losses {
         let parts = found.get_mut(loss).expect("every rank has its part");
         *parts = vec![parts.iter().sum()];
@@ -307,8 +381,8 @@ pub fn compare_on(
     let largest = all.fold(0.0, |most: f64, v| most.max(v.abs()));
     assert!(found.keys().eq(want.keys()), "{:?}", found.keys());
     for (name, want) in &want {
-        let what = format!("`{name}` on {parallel:?} of {}", case.describe());
-        if name == "y" && parallel.shards == 1 {
+        let what = format!("`{name}` on {grid:?} of {}", case.describe());
+        if name == "y" && grid.sums_alike() {
             assert!(found[name] == *want, "{what}");
         }
         near(&what, &case.spec, &found[name], want, largest);

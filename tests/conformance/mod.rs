@@ -5,6 +5,7 @@
 //! the device computed them, so a difference names the kernel that made it,
 //! and routing, counts and locations can be compared exactly.
 
+mod adaptive;
 mod addresses;
 mod batch;
 mod caches;
@@ -20,8 +21,10 @@ mod global_loss;
 pub mod layers;
 pub mod mesh;
 mod mesh_placed;
+mod mesh_routes;
 mod mesh_shared;
 mod mesh_training;
+mod mesh_ways;
 mod mesh_weights;
 mod migration;
 mod nccl;
@@ -29,6 +32,7 @@ mod nodes;
 mod options;
 mod orders;
 mod pieces;
+mod pipelined;
 mod precision;
 mod quick;
 mod random;

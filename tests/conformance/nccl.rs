@@ -6,7 +6,8 @@
 mod nccl_fake;
 
 use super::case::Case;
-use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
+use super::mesh::{Grid, Ranks, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec};
+use super::mesh_ways::at_ways;
 use moesaic::collectives::{Call, Collectives};
 use moesaic::{Engine, EngineError, EngineOptions, Mesh, Parallel, Recompute};
 use nccl_fake::Lab;
@@ -43,15 +44,17 @@ impl Ranks for Gpus {
     }
 }
 
+/// A layer with all that ranks do together.
+const GATED: &str = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
+     router = { renormalize = 'sum' }
+     experts = { bias = true }
+     losses = [{ kind = 'global', coefficient = 0.3 }]
+     shared = [{ hidden_dim = 12, gate = 'sigmoid' }]";
+
 #[test]
 fn layers_over_nccl_are_those_over_threads() {
     let engine = cpu();
-    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
-         router = { renormalize = 'sum' }
-         experts = { bias = true }
-         losses = [{ kind = 'global', coefficient = 0.3 }]
-         shared = [{ hidden_dim = 12, gate = 'sigmoid' }]";
-    let case = Case::random(&spec(text), 41, 2);
+    let case = Case::random(&spec(GATED), 41, 2);
     for parallel in [
         mesh(2, 1, 1),
         mesh(2, 2, 1),
@@ -66,6 +69,34 @@ fn layers_over_nccl_are_those_over_threads() {
         );
         assert!(found == want, "{parallel:?}");
         compare_on(&engine, &gpus, parallel, &case, Recompute::None);
+    }
+}
+
+/// In the order of the one stream, which is right; nothing overlaps.
+#[test]
+fn pieces_go_over_nccl_too() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
+         experts = { bias = true }";
+    let case = Case::random(&spec(text), 41, 2);
+    for (parallel, degree) in [(mesh(2, 1, 1), "degree=4/2"), (mesh(1, 2, 1), "degree=2")] {
+        let gpus = Gpus(Lab::new());
+        let strategy = degree.parse().unwrap();
+        let grid = Grid { parallel, strategy };
+        compare_on(&engine, &gpus, grid, &case, Recompute::None);
+    }
+}
+
+#[test]
+fn weights_are_gathered_over_nccl() {
+    let engine = cpu();
+    let case = Case::random(&spec(GATED), 31, 6);
+    for ways in [1, 0] {
+        let gpus = Gpus(Lab::new());
+        let grid = at_ways(mesh(2, 2, 1), ways);
+        let found = evaluated(&gpus, grid, &case);
+        assert!(found == evaluated(&engine, grid, &case), "{grid:?}");
+        compare_on(&engine, &gpus, grid, &case, Recompute::None);
     }
 }
 

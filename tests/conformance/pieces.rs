@@ -165,4 +165,10 @@ fn sources_that_do_not_fit_are_errors() {
     weights.insert("experts.up.weight", short);
     let length = "weight `experts.up.weight`: has 256 bytes, its shape needs 384";
     assert_eq!(refused(&weights), length);
+    weights.insert("experts.up.weight", Tensor::zeros(DType::F32, &[4, 4, 8]));
+    weights.remove("router.weight");
+    let both = format!(
+        "2 weights do not fit:\n  weight `router.weight`: is missing, expected f32 of shape [3, 8]\n  {shape}"
+    );
+    assert_eq!(refused(&weights), both, "all that is wrong, at once");
 }

@@ -27,7 +27,8 @@ usage: ./run.sh [OPTIONS]
   layers       25 min   layers of known models beside the card's limits and torch
 
 Each step writes DIR/N-STEP.txt and goes on after a failure; DIR/summary.txt has all
-outcomes. Exit code 1 when a step failed, ran out of its time or ended by itself.
+outcomes. Exit code 1 when a step failed, ran out of its time or ended by itself, 2 when
+nothing could run.
 END
 }
 
@@ -182,7 +183,7 @@ tell "kit $(cat "$here/version"), $(date -u '+%Y-%m-%d %H:%M:%S UTC'), device $d
     { tell "the kernels cannot be unpacked: $(cat "$scratch/unpacked")"; exit 1; }
 facts summary >>"$out/summary.txt"
 
-bad=0 number=0
+bad=0 ran=0 number=0
 for step in $STEPS; do
     number=$((number + 1))
     limit=${step#*:} name=${step%:*}
@@ -208,9 +209,11 @@ for step in $STEPS; do
     result=$(outcome $code)
     tell "$(printf '%-12s %-8s %4d s  %s' "$name" "$result" $(($(now) - start)) "$last")"
     case $result in
-        ok | absent | cut) ;;
-        *) bad=1 ;;
+        absent) ;;
+        ok | cut) ran=1 ;;
+        *) ran=1 bad=1 ;;
     esac
 done
 tell "results are in $out"
+[ $ran -eq 1 ] || exit 2
 exit $bad

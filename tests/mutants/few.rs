@@ -1,7 +1,7 @@
 //! Mistakes in the kernels for few tokens.
 
 use super::Mutant;
-use super::list::{GFX942, MUTANT};
+use super::list::{GFX942, MUTANT, SM_90A};
 
 /// Few tokens: every ring goes round, and widths have tails.
 const FEW: Mutant = Mutant {
@@ -83,6 +83,15 @@ pub const MUTANTS: &[Mutant] = &[
         from: "row_slots[first_row + n] / TOP_K",
         to: "row_slots[first_row + (n + 1) % left] / TOP_K",
         caught: "y of",
+        ..FEW
+    },
+    Mutant {
+        mistake: "blocks without a tile end before the launches before have",
+        target: SM_90A,
+        kernel: "grouped_gemm_up_few",
+        from: "    await_launches();\n",
+        to: "    if (block_x() > 1)\n        return;\n    await_launches();\n",
+        caught: "order of launches",
         ..FEW
     },
     Mutant {

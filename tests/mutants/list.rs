@@ -3,7 +3,7 @@
 use super::Mutant;
 
 const SM_80: &str = "sim:sm_80";
-const SM_90A: &str = "sim:sm_90a";
+pub(super) const SM_90A: &str = "sim:sm_90a";
 pub(super) const GFX942: &str = "sim:gfx942";
 
 /// One step of the inner dimension.
@@ -12,6 +12,11 @@ precision = { weights = \"bf16\", activations = \"bf16\" }";
 
 /// Enough steps that every ring goes round.
 const DEEP: &str = "shape = { model_dim = 448, hidden_dim = 72, experts = 5, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }";
+
+/// Weights on the input: rows are scaled on their way, so they are dispatched.
+const DISPATCHED: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5, top_k = 2 }
+router = { weight_on = \"input\" }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
 /// Defaults of the list: one kernel of a shallow layer on sm_80.
@@ -129,6 +134,7 @@ pub const MUTANTS: &[Mutant] = &[
         kernel: "dispatch",
         from: "row < first + TILE_ROWS && row < kept;",
         to: "row < first + TILE_ROWS && row <= kept;",
+        layer: DISPATCHED,
         caught: "out of bounds",
         ..MUTANT
     },
@@ -138,6 +144,7 @@ pub const MUTANTS: &[Mutant] = &[
         kernel: "dispatch",
         from: "Activation *to = rows + row * MODEL_DIM;",
         to: "Activation *to = rows + row * MODEL_DIM + 1;",
+        layer: DISPATCHED,
         caught: "misaligned",
         ..MUTANT
     },
@@ -221,8 +228,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "fewer bytes are announced than come",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "mbarrier_expect(full, sizeof(Stage));",
-        to: "mbarrier_expect(full, sizeof(Stage) - 1024);",
+        from: "mbarrier_expect(full, MAPPED);",
+        to: "mbarrier_expect(full, MAPPED - 1024);",
         layer: DEEP,
         caught: "mbarrier",
         ..MUTANT
@@ -231,8 +238,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "more bytes are announced than come",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "mbarrier_expect(full, sizeof(Stage));",
-        to: "mbarrier_expect(full, sizeof(Stage) + 1024);",
+        from: "mbarrier_expect(full, MAPPED);",
+        to: "mbarrier_expect(full, MAPPED + 1024);",
         layer: DEEP,
         caught: "deadlock",
         ..MUTANT
@@ -261,7 +268,7 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "the producer does not wait for free stages",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);\n",
+        from: "            mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);\n",
         to: "",
         layer: DEEP,
         caught: "mbarrier",
@@ -329,6 +336,53 @@ pub const MUTANTS: &[Mutant] = &[
         from: "        wgmma_fence();\n",
         to: "        if (thread_index() == 128)\n            const_cast<Stage &>(stage).rows[0][0] = Element{0};\n        named_sync<128>(1 + consumer);\n        wgmma_fence();\n",
         caught: "proxy fence",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "gathered rows are shown to wgmma with no proxy fence",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "                proxy_fence();\n",
+        to: "",
+        layer: DEEP,
+        caught: "proxy fence",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "gathered rows are waited for one stage too few",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "wait_copies<LATE>();",
+        to: "wait_copies<LATE + 1>();",
+        layer: DEEP,
+        caught: "race in shared memory",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "chunks of gathered rows are not swizzled",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "(chunk ^ line % 8) * 8",
+        to: "chunk * 8",
+        caught: "y of",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a kernel does not wait for the launches before it",
+        target: SM_90A,
+        kernel: "combine",
+        from: "    await_launches();\n",
+        to: "",
+        caught: "order of launches",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a kernel looks for its tile before the launches before it have ended",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "    await_launches();\n\n    (void)tokens;\n    const Tile at(row_tiles[EXPERTS]);\n",
+        to: "    const Tile at(row_tiles[EXPERTS]);\n    await_launches();\n    (void)tokens;\n",
+        caught: "order of launches",
         ..MUTANT
     },
     Mutant {

@@ -105,6 +105,15 @@ fn camel(stem: &str) -> String {
     stem.split('_').map(word).collect()
 }
 
+/// The folder of an operator in `codegen/plan/src/ops`.
+fn home(stem: &str) -> &str {
+    match stem.trim_start_matches("grouped_").split('_').next() {
+        Some("expert") => "scan",
+        Some(home) => home,
+        None => stem,
+    }
+}
+
 fn operators(files: &[File], text: &mut String) {
     *text += "files of codegen/plan/src that name an operator: dispatch_bwd, DispatchBwd, DispatchBwdDesc \
               or DispatchBwdConfig, or have it in their path\n";
@@ -121,7 +130,17 @@ fn operators(files: &[File], text: &mut String) {
                 || has_word(&file.code, stem)
                 || words.iter().any(|word| has_word(&file.code, word))
         };
-        line(text, stem, plan.iter().filter(names).count());
+        let folder = format!("codegen/plan/src/ops/{}/", home(stem));
+        let (own, others): (Vec<&&File>, Vec<&&File>) = plan
+            .iter()
+            .filter(names)
+            .partition(|file| file.path.starts_with(&folder));
+        let (count, outside) = (own.len() + others.len(), others.len());
+        let _ = writeln!(
+            text,
+            "  {stem:<25} {count:>6}, outside ops/{} {outside}",
+            home(stem)
+        );
     }
     line(text, "of", plan.len());
 }

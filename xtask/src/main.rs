@@ -22,6 +22,8 @@ usage: cargo xtask <command>
           kernels, data and run.sh (docs/PLATFORM.md)
   counts  files that name an operator, an option, a backend; public names;
           circles in the engine
+  validate
+          how far the model of machines is from published measurements (docs/SCALE.md)
   lint    formatting and clippy, warnings denied, lock files up to date
   package what would be published, packed and documented without a warning
   ci      lint, package, then test";
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
         "gpu-kit" => kit::kit(std::env::args().skip(2)),
         "same" => program(&["--package", "moesaic-same"]),
         "sweep" => program(&["--release", "--package", "moesaic-sweep"]),
+        "validate" => program(&["--package", "moesaic-planner", "--example", "validate"]),
         "lint" => lint(),
         "package" => package(),
         "ci" => lint().and_then(|()| package()).and_then(|()| test()),

@@ -22,9 +22,9 @@ use counted::Counted;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
-use moesaic::plan::plan_rank;
+use moesaic::plan::plan_ways;
 use moesaic::weights::write_whole;
-use moesaic::{LayerSpec, Parallel, PlanOptions, Target};
+use moesaic::{LayerSpec, Parallel, PlanOptions, Strategy, Target};
 use std::path::{Path, PathBuf};
 pub use text::roofs;
 
@@ -69,6 +69,9 @@ pub struct InspectArgs {
     /// bytes that it sends to other ranks of its node and to other nodes
     #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     mesh: Option<Parallel>,
+    /// How ranks carry out calls, as in `run`: ways, degree and wire change steps
+    #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
+    strategy: Strategy,
     /// Which rank
     #[arg(long, value_name = "N", default_value_t = 0, requires = "mesh", conflicts_with_all = ["simulate", "source", "asm", "html", "kernel", "machine"])]
     rank: usize,
@@ -156,8 +159,11 @@ impl InspectArgs {
             caches: self.caches.here(target),
             ..PlanOptions::default()
         };
-        let plan = plan_rank(spec, target, &options, mesh, self.rank);
+        self.strategy.check(&mesh).map_err(Failure::input)?;
+        let sharing = (mesh, self.strategy.ways(&mesh));
+        let plan = plan_ways(spec, target, &options, sharing, self.rank);
         let plan = plan.map_err(moesaic::EngineError::from)?;
+        let plan = plan.in_pieces(self.strategy.degree);
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         match self.json {
             true => console.json(&ranks::json(&plan, &self.tokens, per_node)),

@@ -32,7 +32,7 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
         plan.place.dp,
         mesh.dp,
         experts(plan),
-        slices(plan),
+        slices(plan) + &ways(plan),
         plan.text()
     );
     let mut table = Table::new(&[
@@ -77,6 +77,21 @@ fn slices(plan: &RankPlan) -> String {
     format!("; slices of shared experts, of width {widths}")
 }
 
+/// What is said of weights that are gathered.
+fn ways(plan: &RankPlan) -> String {
+    let by = plan.by();
+    let (place, slices) = (by.place(plan.mesh.rank(plan.place)), by.mesh().shards);
+    match by.count() {
+        _ if by.own_alone() => String::new(),
+        0 => "; rows stay, and weights of all experts are gathered".to_string(),
+        ways => format!(
+            "; rows go {ways} ways, and slice {} of {slices} is gathered from {} ranks",
+            place.shard,
+            by.owners()
+        ),
+    }
+}
+
 /// For scripts.
 pub fn json(plan: &RankPlan, tokens: &[u64], per_node: usize) -> Value {
     let bytes =
@@ -91,6 +106,7 @@ pub fn json(plan: &RankPlan, tokens: &[u64], per_node: usize) -> Value {
     json!({
         "mesh": plan.mesh,
         "place": plan.place,
+        "ways": plan.ways,
         "experts": [own[0], own[own.len() - 1] + 1],
         "passes": passes(plan).iter().map(of_pass).collect::<Vec<_>>(),
     })

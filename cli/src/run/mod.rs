@@ -21,14 +21,15 @@ pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
-use moesaic::weights::{WeightsError, write_safetensors};
-use moesaic::{Engine, EngineOptions, LayerSpec};
+use moesaic::weights::{WeightsError, write_safetensors, write_whole};
+use moesaic::{Engine, EngineOptions, LayerSpec, Recorder, Trace, chrome_trace};
 use outcome::Outcome;
 use pass::PassArgs;
 use ranks::{Job, RankArgs};
 use record::Routing;
 use report::Report;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Run a layer on tokens from a file
@@ -83,6 +84,11 @@ pub struct RunArgs {
     /// Take experts and weights of every token from a routing record instead of the router
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
+    /// Also write when each launch ran and each exchange was under way, for
+    /// chrome://tracing and ui.perfetto.dev: a lane for launches and one for exchanges of each
+    /// rank. On GPUs each launch is then waited for
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     #[command(flatten)]
     pass: PassArgs,
     #[command(flatten)]
@@ -100,6 +106,9 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     check_output("--output", &args.output)?;
     if let Some(path) = &args.record {
         check_output("--record", path)?;
+    }
+    if let Some(path) = &args.trace {
+        check_output("--trace", path)?;
     }
     let mut source = args.layer.load(console)?;
     if source.recipes.is_some() && args.keys.get().is_some() {
@@ -144,6 +153,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
             weights: &weights,
             pass: &args.pass,
             tokens: &tokens,
+            traced: args.trace.is_some(),
         })?,
     };
     let Some(mut outcome) = outcome else {
@@ -163,6 +173,10 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
     if let (Some(path), Some(statistics)) = (&args.record, &routing) {
         let record = record::tensors(outputs, statistics);
         write_safetensors(path, &record).map_err(unwritable)?;
+    }
+    if let Some(path) = &args.trace {
+        let trace = chrome_trace(std::mem::take(&mut outcome.trace)).to_string();
+        write_whole(path, trace.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
     }
     if !limited {
         outcome.outputs.remove("locations");
@@ -196,17 +210,21 @@ impl RunArgs {
         progress: &Progress,
     ) -> Result<Outcome> {
         let started = Instant::now();
-        let layer = match self.pass.training() {
+        let mut layer = match self.pass.training() {
             Some(training) => engine.training_layer(spec, weights, training)?,
             None => engine.layer(spec, weights)?,
         };
         let built = started.elapsed();
         progress.next("running");
+        let trace = self.trace.as_ref().map(|_| Arc::new(Trace::default()));
+        layer.record(trace.clone().map(|trace| trace as Arc<dyn Recorder>));
         let started = Instant::now();
+        let outputs = self.pass.run(&layer, tokens)?;
         Ok(Outcome {
-            outputs: self.pass.run(&layer, tokens)?,
+            outputs,
             built,
             ran: started.elapsed(),
+            trace: trace.map_or(Vec::new(), |trace| trace.events(0)),
             limited: layer.plan().tensor("capacity").is_some(),
             workspace: layer.workspace_bytes(),
         })

@@ -1,6 +1,7 @@
 //! What a run gave.
 
 use moesaic::Tensors;
+use serde_json::Value;
 use std::time::Duration;
 
 /// Results, and what it took.
@@ -14,4 +15,6 @@ pub struct Outcome {
     pub limited: bool,
     /// Bytes of device memory of intermediates.
     pub workspace: u64,
+    /// When launches ran and exchanges were under way, of all ranks; empty if nobody asked.
+    pub trace: Vec<Value>,
 }

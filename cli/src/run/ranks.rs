@@ -13,10 +13,12 @@ use moesaic::toolchain::{self, Registry};
 use moesaic::tools::joined;
 use moesaic::weights::LayerReader;
 use moesaic::{
-    Among, Engine, EngineOptions, Layer, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
-    Tensors,
+    Among, Engine, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Recorder, Strategy, Tensor,
+    Tensors, Trace,
 };
+use serde_json::Value;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// `--ranks N` and `--mesh`.
@@ -67,6 +69,8 @@ pub struct Job<'j> {
     pub weights: &'j LayerReader<'j>,
     pub pass: &'j PassArgs,
     pub tokens: &'j Tokens<'j>,
+    /// Whether a trace is wanted.
+    pub traced: bool,
 }
 
 /// Ranks of a run, and how they share the layer.
@@ -189,23 +193,30 @@ impl Shared {
 
     fn rank(&self, world: &mut dyn Collectives, job: &Job<'_>) -> Result<Option<Outcome>> {
         let started = Instant::now();
-        let mesh = Mesh::new(world, self.mesh)?;
+        let mut mesh = Mesh::new(world, self.mesh)?;
+        if self.strategy.ways(&self.mesh) != self.mesh.shards {
+            mesh = mesh.for_any_ways();
+        }
         let training = job.pass.training();
         let (engine, spec) = (job.engine, job.spec);
         let mut layer = engine.mesh_layer(&mesh, spec, job.weights, training)?;
         layer.set_strategy(self.strategy)?;
+        let trace = job.traced.then(|| Arc::new(Trace::default()));
+        layer.record(trace.clone().map(|trace| trace as Arc<dyn Recorder>));
         let built = started.elapsed();
         let started = Instant::now();
         let own = job.tokens.share(&share(job.tokens.count, &mesh))?;
         let results = job.pass.run_on_rank(&layer, &own)?;
         let ran = started.elapsed();
         let outputs = gather(&layer, job, results)?;
+        let trace = gather_trace(&mesh, job, trace.as_deref())?;
         Ok(outputs.map(|outputs| Outcome {
             outputs,
             built,
             ran,
             limited: layer.replicated().plan().tensor("capacity").is_some(),
-            workspace: layer.parts().map(Layer::workspace_bytes).sum(),
+            workspace: layer.workspace_bytes(),
+            trace,
         }))
     }
 }
@@ -256,6 +267,18 @@ fn gather(
         outputs.insert(name, whole);
     }
     Ok((mesh.rank() == 0).then_some(outputs))
+}
+
+/// The events of all ranks on the first.
+fn gather_trace(mesh: &Mesh, job: &Job<'_>, own: Option<&Trace>) -> Result<Vec<Value>> {
+    let Some(own) = own else {
+        return Ok(Vec::new());
+    };
+    let own = Value::Array(own.events(mesh.rank())).to_string();
+    let all = mesh.collect(&**job.engine.device(), own.as_bytes())?;
+    let read = |bytes: Vec<u8>| serde_json::from_slice::<Vec<Value>>(&bytes).unwrap_or_default();
+    let all = all.unwrap_or_default().into_iter();
+    Ok(all.flat_map(read).collect())
 }
 
 /// Another rank's tensor, which differs from this one's in rows at most.

@@ -225,6 +225,11 @@ pub struct Launch {
     /// Adjacent blocks in x that form a cluster; 1 where there are none.
     #[serde(default = "alone")]
     pub cluster: u32,
+    /// Programmatic dependent launch: blocks may start before the launches before
+    /// have ended, and wait for their end and their writes before they touch
+    /// global memory. A kernel that is launched otherwise waits for nothing.
+    #[serde(default)]
+    pub dependent: bool,
 }
 
 impl Launch {

@@ -58,6 +58,7 @@ fn source(kilobytes: usize) -> KernelSource {
             threads: 1,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     };
     KernelSource {

@@ -1,8 +1,13 @@
 //! How long an all-to-all exchange takes, by bytes per pair of ranks: under MPI, started by
 //! `mpiexec -n N`, or on threads with the number of ranks as the argument.
+//!
+//! With `nodes` as the first argument, and the sizes to measure after it, all algorithms
+//! that the nodes of the ranks allow take turns: `benches/nodes/links.sh` does so on nodes
+//! with slow links between them.
 
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, mpi, threads,
+    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, Topology, mpi,
+    threads,
 };
 use moesaic_cpu::CpuDevice;
 use moesaic_target::Device;
@@ -20,40 +25,35 @@ const SIZES: [usize; 8] = [
     1 << 24,
 ];
 
+/// How long the rounds of one size go on.
+const BUDGET: Duration = Duration::from_millis(1200);
+/// The most rounds of one size, and the fewest.
+const ROUNDS: std::ops::RangeInclusive<usize> = 9..=40;
+
 fn main() -> Result<(), CollectiveError> {
     let device = || -> Arc<dyn Device> { Arc::new(CpuDevice::new()) };
-    match std::env::args().nth(1).and_then(|text| text.parse().ok()) {
-        None => measure(mpi::start(&mpi::Options::default(), device())?),
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.first().map(String::as_str) {
+        None => direct(mpi::start(&mpi::Options::default(), device())?),
+        Some("nodes") => {
+            let sizes = arguments[1..].iter().filter_map(|size| size.parse().ok());
+            let world = mpi::start(&mpi::Options::default(), device())?;
+            over_nodes(world, &sizes.collect::<Vec<usize>>())
+        }
         Some(ranks) => {
-            let results = threads::run(ranks, |_| Ok(device()), measure)?;
+            let ranks = ranks.parse().unwrap_or(2);
+            let results = threads::run(ranks, |_| Ok(device()), direct)?;
             results.into_iter().flatten().collect()
         }
     }
 }
 
-fn measure(mut world: Communicator) -> Result<(), CollectiveError> {
-    let device = Arc::clone(world.device());
+fn direct(mut world: Communicator) -> Result<(), CollectiveError> {
     for bytes in SIZES {
-        let all = bytes * world.size();
-        let room = || -> Result<Slice, CollectiveError> {
-            let buffer = device.alloc(all).map_err(|error| CollectiveError::Setup {
-                reason: error.to_string(),
-            })?;
-            // Memory that was never written has no pages yet.
-            let filled = device.upload(&vec![1; all], &buffer, 0);
-            filled.map_err(|error| CollectiveError::Setup {
-                reason: error.to_string(),
-            })?;
-            Ok(Slice::whole(&Arc::new(buffer), Element::U8))
-        };
-        let (from, to) = (room()?, room()?);
+        let (from, to) = (room(&world, bytes, 1)?, room(&world, bytes, 1)?);
         let mut times: Vec<Duration> = Vec::new();
         for _ in 0..if bytes > 1 << 20 { 15 } else { 60 } {
-            world.barrier(&Call::default())?.wait()?;
-            let start = Instant::now();
-            let handle = world.all_to_all(&from, &to, Algorithm::Direct, &Call::default())?;
-            handle.wait()?;
-            times.push(start.elapsed());
+            times.push(timed(&mut world, &from, &to, Algorithm::Direct)?);
         }
         times.sort_unstable();
         if world.rank() == 0 {
@@ -63,4 +63,120 @@ fn measure(mut world: Communicator) -> Result<(), CollectiveError> {
         }
     }
     world.finish(&Call::default())
+}
+
+/// Bytes for every rank. Memory that was never written has no pages yet.
+fn room(world: &Communicator, bytes: usize, value: u8) -> Result<Slice, CollectiveError> {
+    let (device, all) = (world.device(), bytes * world.size());
+    let setup = |error: moesaic_target::DeviceError| CollectiveError::Setup {
+        reason: error.to_string(),
+    };
+    let buffer = device.alloc(all).map_err(setup)?;
+    device
+        .upload(&vec![value; all], &buffer, 0)
+        .map_err(setup)?;
+    Ok(Slice::whole(&Arc::new(buffer), Element::U8))
+}
+
+fn timed(
+    world: &mut Communicator,
+    from: &Slice,
+    to: &Slice,
+    algorithm: Algorithm,
+) -> Result<Duration, CollectiveError> {
+    world.barrier(&Call::default())?.wait()?;
+    let start = Instant::now();
+    let handle = world.all_to_all(from, to, algorithm, &Call::default())?;
+    handle.wait()?;
+    Ok(start.elapsed())
+}
+
+fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), CollectiveError> {
+    let topology = Topology::gather(&mut world, &Call::new("hosts"))?;
+    let shape = topology.shape.ok_or_else(|| CollectiveError::Setup {
+        reason: format!("ranks are not evenly on nodes: {:?}", topology.hosts),
+    })?;
+    let algorithms = [
+        Algorithm::Direct,
+        Algorithm::Hierarchical(shape),
+        Algorithm::InterFirst(shape),
+        Algorithm::Concurrent(shape),
+    ];
+    if world.rank() == 0 {
+        let (nodes, each) = (shape.nodes, shape.per_node);
+        println!("# {nodes} nodes of {each} ranks, {}", world.engine());
+        println!("# medians in us, each round that of its slowest rank; then direct / other");
+        let names = ["direct", "intra-first", "inter-first", "concurrent"];
+        let names = names.map(|name| format!("{name:>12}")).concat();
+        println!(
+            "# bytes per pair, rounds{names}{:>8}{:>8}{:>8}",
+            "intra", "inter", "both"
+        );
+    }
+    for &bytes in sizes {
+        let (from, to) = (
+            room(&world, bytes, world.rank() as u8 + 1)?,
+            room(&world, bytes, 0)?,
+        );
+        let (begun, mut rounds, mut own) = (Instant::now(), 0, Vec::new());
+        loop {
+            // Whoever comes first finds other queues than those after.
+            let mut times = [0u64; 4];
+            for turn in 0..algorithms.len() {
+                let kind = (rounds + turn) % algorithms.len();
+                let time = timed(&mut world, &from, &to, algorithms[kind])?;
+                times[kind] = time.as_nanos() as u64;
+            }
+            if rounds > 0 {
+                own.push(times); // the first one finds no connections
+            }
+            rounds += 1;
+            let enough = begun.elapsed() > BUDGET && rounds > *ROUNDS.start();
+            let mine = [u8::from(enough || rounds > *ROUNDS.end())];
+            if world.gather_bytes(&mine, &Call::default())?[0] == [1] {
+                break;
+            }
+        }
+        check(&world, &to, bytes)?;
+        report(&mut world, bytes, &own)?;
+    }
+    world.finish(&Call::default())
+}
+
+/// What the last exchange has brought.
+fn check(world: &Communicator, to: &Slice, bytes: usize) -> Result<(), CollectiveError> {
+    let mut got = vec![0; to.bytes()];
+    let read = world.device().download(to.buffer(), 0, &mut got);
+    let parts = || got.chunks(bytes.max(1)).enumerate();
+    let right = parts().all(|(peer, part)| part.iter().all(|byte| *byte == peer as u8 + 1));
+    match read {
+        Ok(()) if right => Ok(()),
+        _ => Err(CollectiveError::Setup {
+            reason: format!("wrong bytes with {bytes} bytes per pair"),
+        }),
+    }
+}
+
+fn report(world: &mut Communicator, bytes: usize, own: &[[u64; 4]]) -> Result<(), CollectiveError> {
+    let numbers: Vec<u8> = own.iter().flatten().flat_map(|n| n.to_le_bytes()).collect();
+    let all = world.gather_bytes(&numbers, &Call::default())?;
+    if world.rank() > 0 {
+        return Ok(());
+    }
+    let slowest = |round: usize, kind: usize| -> f64 {
+        let number = |times: &Vec<u8>| times.as_chunks::<8>().0[4 * round + kind];
+        let nanos = all.iter().map(|times| u64::from_le_bytes(number(times)));
+        nanos.max().unwrap_or_default() as f64 / 1e3
+    };
+    let median = |value: &dyn Fn(usize) -> f64| {
+        let mut list: Vec<f64> = (0..own.len()).map(value).collect();
+        list.sort_by(f64::total_cmp);
+        list[list.len() / 2]
+    };
+    let times = [0, 1, 2, 3].map(|kind| median(&|round| slowest(round, kind)));
+    let ratios = [1, 2, 3].map(|kind| median(&|round| slowest(round, 0) / slowest(round, kind)));
+    let times = times.map(|time| format!("{time:>12.0}")).concat();
+    let ratios = ratios.map(|ratio| format!("{ratio:>8.2}")).concat();
+    println!("{bytes:>16} {:>7}{times}{ratios}", own.len());
+    Ok(())
 }

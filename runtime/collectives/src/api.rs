@@ -1,6 +1,8 @@
 //! What layers call.
 
-use crate::{CollectiveError, Handle, NodeShape, Reduction, Slice};
+use crate::plan::{Hops, Itinerary, Passage};
+use crate::{CollectiveError, Handle, Helper, Levels, NodeShape, Reduction, Slice};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How an operation is called.
@@ -41,6 +43,27 @@ pub enum Algorithm {
     /// Inside nodes first, then between nodes among ranks of equal place: fewer and
     /// larger messages over the network, more copies.
     Hierarchical(NodeShape),
+    /// Between nodes first among ranks of equal place, then inside nodes: as few and as large
+    /// messages.
+    InterFirst(NodeShape),
+    /// One half of each part inside nodes first, the other between nodes first, so that both
+    /// kinds of links are busy all the time.
+    Concurrent(NodeShape),
+    /// [`Algorithm::Hierarchical`] in groups of groups: the smallest groups first.
+    Levels(Levels),
+}
+
+impl Algorithm {
+    /// The ways of parts; `None` where they go straight.
+    pub fn hops(self) -> Option<Hops> {
+        match self {
+            Algorithm::Direct => None,
+            Algorithm::Hierarchical(shape) => Some(Hops::intra_first(shape)),
+            Algorithm::InterFirst(shape) => Some(Hops::inter_first(shape)),
+            Algorithm::Concurrent(shape) => Some(Hops::concurrent(shape)),
+            Algorithm::Levels(levels) => Some(Hops::upwards(levels)),
+        }
+    }
 }
 
 /// A message of [`Collectives::exchange`].
@@ -76,6 +99,14 @@ pub trait Collectives: Send {
 
     /// The members' ranks in the world.
     fn members(&self) -> &[usize];
+
+    /// A thread that makes operations go on while the rank computes, as long as it is held:
+    /// that of the world if it has one, else a new one. `None` where operations go on by
+    /// themselves, as with NCCL, or only in calls, as with devices whose memory the host does
+    /// not reach.
+    fn helper(&mut self) -> Option<Arc<Helper>> {
+        None
+    }
 
     /// The number that the next operation will have.
     fn sequence(&self) -> u64;
@@ -179,6 +210,33 @@ pub trait Collectives: Send {
         &mut self,
         sends: &[Transfer],
         receives: &[Transfer],
+        call: &Call,
+    ) -> Result<Handle, CollectiveError>;
+
+    /// Ranks tell each other how many units (rows, bytes) there are of the pieces of parts,
+    /// over the ways of an algorithm: `units[q * pieces + i]` of piece `i` for rank `q`.
+    /// [`Collectives::exchange_by`] then sends such pieces over the same ranks. Waits.
+    ///
+    /// # Errors
+    /// As the trait and its handles.
+    fn tell(
+        &mut self,
+        algorithm: Algorithm,
+        pieces: usize,
+        units: &[u64],
+        call: &Call,
+    ) -> Result<Passage, CollectiveError>;
+
+    /// As [`Collectives::exchange`] over other ranks, which pass on what they were told of:
+    /// of each pair of ranks the messages are the pieces that have bytes, in their order.
+    ///
+    /// # Errors
+    /// As the trait says.
+    fn exchange_by(
+        &mut self,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        itinerary: &dyn Itinerary,
         call: &Call,
     ) -> Result<Handle, CollectiveError>;
 

@@ -2,7 +2,8 @@
 
 use crate::api::{Algorithm, Transfer};
 use crate::letter::Kind;
-use crate::{CollectiveError, NodeShape, Slice};
+use crate::plan::Hops;
+use crate::{CollectiveError, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
 
@@ -143,20 +144,32 @@ pub(crate) fn is_rank(kind: Kind, what: &str, rank: usize, size: usize) -> Check
     })
 }
 
-/// The shape of the hierarchical exchange, which must be that of the group.
-pub(crate) fn algorithm(
-    kind: Kind,
-    algorithm: Algorithm,
-    size: usize,
-) -> Checked<Option<NodeShape>> {
-    let Algorithm::Hierarchical(shape) = algorithm else {
+/// The ways of an algorithm, whose nodes must be of the ranks of the group; `None` where
+/// parts go straight.
+pub(crate) fn algorithm(kind: Kind, algorithm: Algorithm, size: usize) -> Checked<Option<Hops>> {
+    let Some(hops) = algorithm.hops() else {
         return Ok(None);
     };
-    require(kind, shape.ranks() == size, || {
-        let (nodes, each) = (shape.nodes, shape.per_node);
-        format!("{nodes} nodes of {each} ranks are not the {size} ranks of this group")
+    require(kind, hops.levels.ranks() == size, || {
+        match hops.levels.count() {
+            2 => {
+                let (nodes, each) = (hops.levels.radix(0), hops.levels.radix(1));
+                format!("{nodes} nodes of {each} ranks are not the {size} ranks of this group")
+            }
+            _ => format!(
+                "levels of {} are not the {size} ranks of this group",
+                hops.levels
+            ),
+        }
     })?;
-    Ok(Some(shape))
+    Ok(Some(hops))
+}
+
+/// Numbers that ranks tell each other: as many for each.
+pub(crate) fn units(kind: Kind, pieces: usize, units: usize, size: usize) -> Checked {
+    require(kind, pieces > 0 && units == pieces * size, || {
+        format!("{units} numbers are not {pieces} for each of the {size} ranks")
+    })
 }
 
 /// What this rank sends to itself must be what it receives from itself.

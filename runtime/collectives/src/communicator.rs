@@ -1,16 +1,17 @@
 //! Operations over any engine.
 
 use crate::api::{Algorithm, Call, Collectives, Transfer};
-use crate::core::Core;
+use crate::core::{Core, Shared};
 use crate::engine::Engine;
 use crate::handle::{Handle, lock};
 use crate::letter::{Kind, Signature};
 use crate::memory::Region;
-use crate::operation::{Group, Next, Operation, Task, Unequal};
-use crate::plan::{self, Plan};
-use crate::{CollectiveError, NodeShape, Reduction, Slice, checks};
+use crate::operation::{Group, Next, Operation, Task};
+use crate::plan::{self, Hops, Itinerary, Passage, Plan};
+use crate::{CollectiveError, Helper, Reduction, Slice, by_way, checks};
+use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long an operation may take where nothing else is said.
@@ -18,7 +19,7 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A group of ranks over an engine.
 pub struct Communicator {
-    core: Arc<Mutex<Core>>,
+    core: Arc<Shared>,
     device: Arc<dyn Device>,
     pub(crate) group: Arc<Group>,
     sequence: u64,
@@ -34,7 +35,7 @@ impl Communicator {
             rank: engine.rank(),
         };
         Communicator {
-            core: Arc::new(Mutex::new(Core::new(engine))),
+            core: Arc::new(Shared::new(Core::new(engine))),
             device,
             group: Arc::new(group),
             sequence: 0,
@@ -160,7 +161,7 @@ impl Communicator {
     }
 
     /// What carries all groups of this world.
-    pub(crate) fn core(&self) -> &Arc<Mutex<Core>> {
+    pub(crate) fn core(&self) -> &Arc<Shared> {
         &self.core
     }
 
@@ -223,17 +224,15 @@ impl Collectives for Communicator {
         checks::apart(kind, input, output)?;
         let part = checks::parts(kind, input, self.size())? * input.element().size();
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
-        let shape = checks::algorithm(kind, algorithm, self.size())?;
-        let plan = match shape {
+        let hops = checks::algorithm(kind, algorithm, self.size())?;
+        let ways = hops.as_ref().map_or(0, Hops::code);
+        let plan = match hops {
             None => plan::all_to_all(rank, &sizes, &sizes),
-            Some(shape) => {
-                let transit = plan::Transit::equal(shape, part);
-                plan::hierarchical(rank, shape, &sizes, &sizes, &transit, false)
-            }
+            Some(hops) => by_way::equal(hops, rank, part),
         };
         let job = Job {
             signature: Signature {
-                per_node: shape.map_or(0, |shape| shape.per_node as u32),
+                ways,
                 ..self.signature(kind, call, input, input.elements())
             },
             inputs: self.inputs(&[input]),
@@ -262,20 +261,18 @@ impl Collectives for Communicator {
         // What lies behind is left alone, also where the slice is copied.
         let input = &input.head(sends.iter().sum());
         let output = &output.head(receives.iter().sum());
-        let shape = checks::algorithm(kind, algorithm, self.size())?;
-        let (plan, next) = match shape {
+        let hops = checks::algorithm(kind, algorithm, self.size())?;
+        let ways = hops.as_ref().map_or(0, Hops::code);
+        let (plan, next) = match hops {
             None => (plan::all_to_all(self.rank(), &sends, &receives), None),
-            Some(shape) => {
-                let first = plan::counts_inside_node(self.rank(), shape, &sends);
-                (
-                    first,
-                    Some(rest_of_hierarchical(self.rank(), shape, sends, receives)),
-                )
+            Some(hops) => {
+                let (first, next) = by_way::counted(hops, self.rank(), sends, receives);
+                (first, Some(next))
             }
         };
         let job = Job {
             signature: Signature {
-                per_node: shape.map_or(0, |shape| shape.per_node as u32),
+                ways,
                 ..self.signature(kind, call, input, 0)
             },
             inputs: self.inputs(&[input]),
@@ -403,18 +400,77 @@ impl Collectives for Communicator {
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::Exchange;
         checks::transfers(kind, self.rank(), self.size(), sends, receives)?;
-        let sizes = |list: &[Transfer]| -> Vec<(usize, usize)> {
-            list.iter().map(|t| (t.peer, t.slice.bytes())).collect()
-        };
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let job = Job {
             signature: Signature::of(kind, &call.label),
             inputs: self.inputs(&slices(sends)),
             outputs: self.outputs(&slices(receives)),
-            plan: plan::exchange(self.rank(), &sizes(sends), &sizes(receives)),
+            plan: plan::exchange(self.rank(), &by_way::sizes(sends), &by_way::sizes(receives)),
             next: None,
         };
         self.start(kind, call, job)
+    }
+
+    fn tell(
+        &mut self,
+        algorithm: Algorithm,
+        pieces: usize,
+        units: &[u64],
+        call: &Call,
+    ) -> Result<Passage, CollectiveError> {
+        let kind = Kind::Agree;
+        checks::units(kind, pieces, units.len(), self.size())?;
+        let telling = by_way::Telling::new(algorithm, self.size(), kind)?;
+        let (plan, next) = telling.plan(self.rank(), pieces, units);
+        let job = Job {
+            signature: Signature {
+                ways: telling.hops.code(),
+                elements: pieces as u64,
+                ..Signature::of(kind, &call.label)
+            },
+            inputs: Ok(Vec::new()),
+            outputs: Ok(Vec::new()),
+            plan,
+            next: Some(next),
+        };
+        self.start(kind, call, job)?.wait()?;
+        telling.told(kind)
+    }
+
+    fn exchange_by(
+        &mut self,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        itinerary: &dyn Itinerary,
+        call: &Call,
+    ) -> Result<Handle, CollectiveError> {
+        let kind = Kind::Exchange;
+        let own = (self.rank(), self.size());
+        checks::transfers(kind, own.0, own.1, sends, receives)?;
+        let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
+        let plan = itinerary.plan(own, &to, &from);
+        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
+        let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
+        let job = Job {
+            signature: Signature {
+                ways: itinerary.code(),
+                ..Signature::of(kind, &call.label)
+            },
+            inputs: self.inputs(&slices(sends)),
+            outputs: self.outputs(&slices(receives)),
+            plan,
+            next: None,
+        };
+        self.start(kind, call, job)
+    }
+
+    fn helper(&mut self) -> Option<Arc<Helper>> {
+        // What other devices receive is put there when an operation ends, by their own stream.
+        if !matches!(self.device.info().target, Target::Cpu(_)) {
+            return None;
+        }
+        let running = lock(&self.core).helper();
+        running.or_else(|| Helper::start(&self.core))
     }
 
     fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
@@ -455,38 +511,6 @@ impl Collectives for Communicator {
     }
 }
 
-/// The exchange itself, once ranks of a node know each other's sizes.
-pub(crate) fn rest_of_hierarchical(
-    rank: usize,
-    shape: NodeShape,
-    sends: Vec<usize>,
-    receives: Vec<usize>,
-) -> Next {
-    Box::new(move |scratch| {
-        let transit = plan::Transit::read(shape, scratch);
-        let (node, _) = shape.split(rank);
-        for place in 0..shape.per_node {
-            let peer = shape.rank(node, place);
-            let (ours, theirs) = (
-                receives[peer] as u64,
-                transit.bytes(shape, place, node) as u64,
-            );
-            if ours != theirs {
-                let what = "the number of bytes from there to here";
-                return Err(Unequal {
-                    what,
-                    peer,
-                    ours,
-                    theirs,
-                });
-            }
-        }
-        Ok(plan::hierarchical(
-            rank, shape, &sends, &receives, &transit, true,
-        ))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -505,6 +529,50 @@ mod tests {
         let error = barrier.wait().unwrap_err().to_string();
         assert!(error.contains("was begun meanwhile"), "{error}");
         assert!(world.barrier(&Call::new("after")).is_err());
+    }
+
+    /// Messages of a rank that makes no call travel, and the helper ends with its last holder.
+    #[test]
+    fn operations_go_on_between_calls() {
+        let ranks = crate::threads::run(
+            2,
+            |_| Ok(Arc::new(CpuDevice::with_threads(1).unwrap()) as Arc<dyn Device>),
+            |mut world| {
+                let elements = 1 << 16;
+                let buffer = |value: u8| {
+                    let buffer = Arc::new(world.device.alloc(elements).unwrap());
+                    let bytes = vec![value; elements];
+                    world.device.upload(&bytes, &buffer, 0).unwrap();
+                    Slice::whole(&buffer, crate::Element::U8)
+                };
+                let peer = 1 - world.rank();
+                let (sent, received) = (buffer(world.rank() as u8), buffer(9));
+                let helper = world.helper().unwrap();
+                assert!(Arc::ptr_eq(&helper, &world.helper().unwrap()));
+                let to = |slice: &Slice| Transfer {
+                    peer,
+                    slice: slice.clone(),
+                };
+                let call = Call::new("rows");
+                let exchange = world.exchange(&[to(&sent)], &[to(&received)], &call);
+                let until = Instant::now() + Duration::from_secs(40);
+                while lock(&world.core).is_busy() && Instant::now() < until {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                let before = Instant::now();
+                assert!(exchange.unwrap().wait_timed().unwrap() <= before);
+                let mut bytes = vec![0; elements];
+                let buffer = received.buffer();
+                world.device.download(buffer, 0, &mut bytes).unwrap();
+                assert!(bytes.iter().all(|byte| *byte == peer as u8));
+                drop(helper);
+                assert!(lock(&world.core).helper().is_none());
+                world.finish(&Call::new("end")).unwrap();
+            },
+        );
+        for rank in ranks.unwrap() {
+            rank.unwrap();
+        }
     }
 
     /// The same where the failure is older than the operation.

@@ -1,10 +1,10 @@
 //! An operation that was started.
 
 use crate::CollectiveError;
-use crate::core::{Core, Outcome};
+use crate::core::{Core, Outcome, Shared};
 use crate::memory::Region;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, MutexGuard};
+use std::time::{Duration, Instant};
 
 /// An operation under way. Dropping it ends nothing: the operation goes on in later calls,
 /// and keeps its memory.
@@ -29,24 +29,38 @@ pub(crate) trait Work: Send {
     fn in_order(&self) -> bool {
         false
     }
+
+    /// When it has ended, if it has and that is known.
+    fn ended(&self) -> Option<Instant> {
+        None
+    }
 }
 
 /// An operation over an engine.
 struct OfCore {
-    core: Arc<Mutex<Core>>,
+    core: Arc<Shared>,
     id: u64,
+    ended: Option<Instant>,
 }
 
 impl Work for OfCore {
     fn poll(&mut self) -> (bool, Option<Outcome>) {
         let mut core = lock(&self.core);
-        let moved = core.progress();
+        let moved = core.progress_for(self.id);
         let mut outcome = core.take(self.id);
         if outcome.is_none() && !moved {
             core.expire(self.id);
             outcome = core.take(self.id);
         }
-        (moved, outcome)
+        let Some((outcome, ended)) = outcome else {
+            return (moved, None);
+        };
+        self.ended = Some(ended);
+        (moved, Some(outcome))
+    }
+
+    fn ended(&self) -> Option<Instant> {
+        self.ended
     }
 
     fn abandon(&mut self) {
@@ -55,23 +69,28 @@ impl Work for OfCore {
 }
 
 /// Calls that found nothing to do before the first pause.
-const EAGER: u32 = 200;
+pub(crate) const EAGER: u32 = 200;
 /// The longest pause.
-const PAUSE: Duration = Duration::from_micros(200);
+pub(crate) const PAUSE: Duration = Duration::from_micros(200);
 
-pub(crate) fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
-    core.lock().unwrap_or_else(PoisonError::into_inner)
+pub(crate) fn lock(core: &Shared) -> MutexGuard<'_, Core> {
+    core.lock()
 }
 
 impl Handle {
     pub(crate) fn new(
-        core: &Arc<Mutex<Core>>,
+        core: &Arc<Shared>,
         id: u64,
         operation: &'static str,
         sequence: u64,
     ) -> Handle {
         let core = Arc::clone(core);
-        Handle::of(Box::new(OfCore { core, id }), operation, sequence)
+        let work = OfCore {
+            core,
+            id,
+            ended: None,
+        };
+        Handle::of(Box::new(work), operation, sequence)
     }
 
     pub(crate) fn of(work: Box<dyn Work>, operation: &'static str, sequence: u64) -> Handle {
@@ -107,6 +126,16 @@ impl Handle {
         self.regions().map(|_| ())
     }
 
+    /// As [`Handle::wait`]; says when it has ended, which may be long before, or now if that
+    /// is not known.
+    ///
+    /// # Errors
+    /// Whatever made it fail.
+    pub fn wait_timed(mut self) -> Result<Instant, CollectiveError> {
+        self.end()?;
+        Ok(self.work.ended().unwrap_or_else(Instant::now))
+    }
+
     /// Whether what is launched on the device from now on sees the result, as with NCCL.
     /// It may still fail: ask [`Handle::wait`] before results are believed.
     pub fn is_in_stream(&self) -> bool {
@@ -130,6 +159,10 @@ impl Handle {
     }
 
     pub(crate) fn regions(mut self) -> Outcome {
+        self.end()
+    }
+
+    fn end(&mut self) -> Outcome {
         let mut idle = 0;
         loop {
             let moved = self.poll();

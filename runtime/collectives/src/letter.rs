@@ -2,10 +2,11 @@
 //! operation that it is part of, so that ranks that call different things find out.
 
 use crate::engine::LETTER_BYTES;
+use crate::plan::Hops;
 use crate::{Element, Reduction};
 
-const MAGIC: u32 = 0x6d6f_6504;
-const HEAD: usize = 112;
+const MAGIC: u32 = 0x6d6f_6505;
+const HEAD: usize = 116;
 const LABEL: usize = 32;
 
 /// The most bytes of data that a letter carries itself.
@@ -66,8 +67,8 @@ pub struct Signature {
     pub kind: Kind,
     pub element: Option<Element>,
     pub reduction: Option<Reduction>,
-    /// Ranks of a node of the hierarchical algorithm; 0 with the direct one.
-    pub per_node: u32,
+    /// The ways of parts, by [`Hops::code`]; 0 where they go straight.
+    pub ways: u64,
     pub root: u32,
     /// 0 where ranks may differ.
     pub elements: u64,
@@ -85,7 +86,7 @@ impl Signature {
             kind,
             element: None,
             reduction: None,
-            per_node: 0,
+            ways: 0,
             root: 0,
             elements: 0,
             label: label[..end].to_string(),
@@ -105,10 +106,6 @@ impl Signature {
     fn fields(&self) -> [(&'static str, String); 7] {
         let element = self.element.map_or("none", Element::name);
         let reduction = self.reduction.map_or("none", Reduction::name);
-        let algorithm = match self.per_node {
-            0 => "direct".to_string(),
-            m => format!("hierarchical with {m} ranks per node"),
-        };
         [
             ("the operation", format!("`{}`", self.kind.name())),
             ("the label", format!("`{}`", self.label)),
@@ -116,7 +113,7 @@ impl Signature {
             ("the reduction", reduction.to_string()),
             ("the number of elements", self.elements.to_string()),
             ("the root", self.root.to_string()),
-            ("the algorithm", algorithm),
+            ("the algorithm", Hops::words(self.ways)),
         ]
     }
 }
@@ -252,14 +249,12 @@ fn encode_message(
         Body::Parcel { tag } => (*tag, 0),
     };
     out.extend(1u32.to_le_bytes());
-    for number in [key.context, key.sequence, pieces.bytes, signature.elements] {
+    let large = [key.context, key.sequence, pieces.bytes, signature.elements];
+    for number in large.into_iter().chain([signature.ways]) {
         out.extend(number.to_le_bytes());
     }
     let small = [key.phase, key.from, pieces.count, tag, inline];
-    for number in small
-        .into_iter()
-        .chain([signature.per_node, signature.root])
-    {
+    for number in small.into_iter().chain([signature.root]) {
         out.extend(number.to_le_bytes());
     }
     out.push(signature.kind as u8);
@@ -276,8 +271,8 @@ fn encode_message(
 }
 
 fn decode_message(mut reader: Reader<'_>) -> Option<Letter> {
-    let [context, sequence, bytes, elements] = reader.array(Reader::u64)?;
-    let [phase, from, count, tag, inline, per_node, root] = reader.array(Reader::u32)?;
+    let [context, sequence, bytes, elements, ways] = reader.array(Reader::u64)?;
+    let [phase, from, count, tag, inline, root] = reader.array(Reader::u32)?;
     let [kind, element, reduction, length] = reader.array(Reader::u8)?;
     let label = String::from_utf8_lossy(reader.take(LABEL)?.get(..length as usize)?).into_owned();
     let sizes = reader.u64()?;
@@ -290,7 +285,7 @@ fn decode_message(mut reader: Reader<'_>) -> Option<Letter> {
         kind: Kind::ALL.into_iter().find(|k| *k as u8 == kind)?,
         element: Element::from_code(element),
         reduction: Reduction::from_code(reduction),
-        per_node,
+        ways,
         root,
         elements,
         label,
@@ -350,6 +345,7 @@ impl<'a> Reader<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::NodeShape;
 
     fn message(pieces: &[u64], body: Body) -> Letter {
         Letter::Message {
@@ -363,7 +359,11 @@ mod tests {
             signature: Signature {
                 element: Some(Element::Bf16),
                 reduction: Some(Reduction::Max),
-                per_node: 8,
+                ways: Hops::intra_first(NodeShape {
+                    nodes: 2,
+                    per_node: 8,
+                })
+                .code(),
                 root: 5,
                 elements: 99,
                 ..Signature::of(Kind::AllReduce, "layer 3 of 40, gradients of experté")

@@ -37,6 +37,7 @@
 //! notice.
 
 mod api;
+mod by_way;
 mod checks;
 mod communicator;
 mod core;
@@ -45,6 +46,7 @@ mod error;
 mod groups;
 mod handle;
 mod hash;
+mod helper;
 mod letter;
 pub mod measure;
 mod memory;
@@ -64,8 +66,9 @@ pub use communicator::{Communicator, DEADLINE};
 pub use engine::Engine;
 pub use error::{At, CollectiveError, Missing};
 pub use handle::Handle;
+pub use helper::Helper;
 pub use reduce::Reduction;
-pub use shape::NodeShape;
+pub use shape::{Levels, MOST_LEVELS, NodeShape};
 pub use slice::{Element, Slice};
 pub use topology::{Topology, agree};
 pub use world::{Launcher, World};

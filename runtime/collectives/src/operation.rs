@@ -7,7 +7,7 @@ use crate::memory::Region;
 use crate::plan::{self, Copy, Place, Plan, Span, Step};
 use crate::{CollectiveError, reduce};
 use moesaic_target::Device;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -308,17 +308,17 @@ impl Operation {
 
     /// Messages by their other rank, in the order in which these first come.
     fn bundles(&self, messages: &[plan::Message]) -> Result<Vec<Bundle>, CollectiveError> {
-        let mut peers: Vec<usize> = Vec::new();
+        let mut numbers = HashMap::new();
+        let mut lists: Vec<(usize, Vec<&plan::Message>)> = Vec::new();
         for message in messages {
-            if !peers.contains(&message.peer) {
-                peers.push(message.peer);
+            let number = *numbers.entry(message.peer).or_insert(lists.len());
+            if number == lists.len() {
+                lists.push((message.peer, Vec::new()));
             }
+            lists[number].1.push(message);
         }
-        let bundle = |peer: usize| {
-            let own = messages.iter().filter(|message| message.peer == peer);
-            self.bundle(peer, own)
-        };
-        peers.into_iter().map(bundle).collect()
+        let bundle = |(peer, own): (usize, Vec<_>)| self.bundle(peer, own.into_iter());
+        lists.into_iter().map(bundle).collect()
     }
 
     fn bundle<'m>(

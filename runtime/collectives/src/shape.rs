@@ -1,6 +1,7 @@
 //! Which ranks share a node.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// Nodes with equally many ranks each, one node's ranks after the other's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,9 +42,115 @@ impl NodeShape {
     }
 }
 
+/// The most levels of [`Levels`].
+pub const MOST_LEVELS: usize = 4;
+
+/// Ranks in equal groups of equal groups, such as pods of islands of nodes of ranks: the
+/// number of a rank has a digit for each level, the first one varying slowest.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Levels {
+    /// How many values each digit has; 1 where there is no such level.
+    radices: [u32; MOST_LEVELS],
+    count: u8,
+}
+
+impl Levels {
+    /// Levels of so many groups each, the slowest first: `[4, 2, 8]` is 4 pods of 2 nodes of
+    /// 8 ranks. `None` for no levels or more than [`MOST_LEVELS`], a level of nothing, or
+    /// more ranks than a number holds.
+    pub fn new(radices: &[usize]) -> Option<Levels> {
+        if radices.is_empty() || radices.len() > MOST_LEVELS {
+            return None;
+        }
+        let mut ranks = 1u32;
+        let mut own = [1; MOST_LEVELS];
+        for (radix, &given) in own.iter_mut().zip(radices) {
+            *radix = u32::try_from(given).ok().filter(|radix| *radix > 0)?;
+            ranks = ranks.checked_mul(*radix)?;
+        }
+        let count = radices.len() as u8;
+        Some(Levels {
+            radices: own,
+            count,
+        })
+    }
+
+    /// How many levels.
+    pub fn count(&self) -> usize {
+        self.count.into()
+    }
+
+    /// Values of the digit of a level.
+    pub fn radix(&self, level: usize) -> usize {
+        self.radices[level] as usize
+    }
+
+    /// Ranks of all groups.
+    pub fn ranks(&self) -> usize {
+        self.radices.iter().map(|radix| *radix as usize).product()
+    }
+
+    /// Ranks of the smallest groups of which a level counts the number.
+    pub fn stride(&self, level: usize) -> usize {
+        let below = &self.radices[level + 1..];
+        below.iter().map(|radix| *radix as usize).product()
+    }
+
+    /// A digit of a rank.
+    pub fn digit(&self, rank: usize, level: usize) -> usize {
+        rank / self.stride(level) % self.radix(level)
+    }
+
+    /// The rank with another digit at a level.
+    pub fn with(&self, rank: usize, level: usize, digit: usize) -> usize {
+        rank + digit * self.stride(level) - self.digit(rank, level) * self.stride(level)
+    }
+}
+
+impl fmt::Debug for Levels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// `4x2x8`.
+impl fmt::Display for Levels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let radices = self.radices[..self.count()].iter();
+        let radices: Vec<String> = radices.map(u32::to_string).collect();
+        f.write_str(&radices.join("x"))
+    }
+}
+
+impl From<NodeShape> for Levels {
+    /// Nodes of ranks.
+    fn from(shape: NodeShape) -> Levels {
+        let (nodes, per_node) = (shape.nodes as u32, shape.per_node as u32);
+        Levels {
+            radices: [nodes, per_node, 1, 1],
+            count: 2,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn digits_of_a_rank_make_the_rank() {
+        let levels = Levels::new(&[4, 2, 8]).unwrap();
+        assert_eq!((levels.ranks(), levels.to_string()), (64, "4x2x8".into()));
+        for rank in 0..64 {
+            let digits = [0, 1, 2].map(|level| levels.digit(rank, level));
+            assert_eq!(digits, [rank / 16, rank / 8 % 2, rank % 8]);
+            assert_eq!(levels.with(rank, 1, digits[1]), rank);
+            assert_eq!(levels.with(rank, 0, 3), rank % 16 + 48);
+        }
+        for wrong in [&[][..], &[2, 0], &[1, 1, 1, 1, 1], &[1 << 20, 1 << 20]] {
+            assert_eq!(Levels::new(wrong), None);
+        }
+    }
 
     fn shape(hosts: &str) -> Option<(usize, usize)> {
         let hosts: Vec<String> = hosts.chars().map(String::from).collect();

@@ -191,6 +191,12 @@ impl Engine {
         Layer::new(tilings, modules, self.device.clone(), weights, shared)
     }
 
+    /// The layer of these plans, whose calls are lent weights.
+    pub(crate) fn borrowing_layer(&self, texts: &Texts) -> Result<Layer, EngineError> {
+        let (tilings, modules) = (texts.tilings.clone(), self.modules(texts)?);
+        Layer::borrowing(tilings, modules, self.device.clone())
+    }
+
     /// The kernels of each plan, loaded.
     pub(crate) fn modules(&self, texts: &Texts) -> Result<Vec<Modules>, EngineError> {
         let sources: Vec<&KernelSource> = texts.each.iter().flatten().map(|s| &**s).collect();

@@ -50,6 +50,9 @@ pub enum EngineError {
         /// What was found and what is expected.
         problem: String,
     },
+    /// Several weights are missing or not as the spec says.
+    #[error("{} weights do not fit:{}", .0.len(), lines(.0))]
+    Weights(Vec<EngineError>),
     /// A weight that its source cannot give.
     #[error("weight `{name}`: {source}")]
     Source {
@@ -150,6 +153,18 @@ pub enum EngineError {
         /// What there is.
         known: String,
     },
+}
+
+/// Errors that are shown one by one.
+const SHOWN: usize = 8;
+
+fn lines(errors: &[EngineError]) -> String {
+    let shown = errors.iter().take(SHOWN);
+    let mut text: String = shown.map(|error| format!("\n  {error}")).collect();
+    if let more @ 1.. = errors.len().saturating_sub(SHOWN) {
+        text += &format!("\n  and {more} more");
+    }
+    text
 }
 
 fn gigabytes(bytes: u64) -> String {

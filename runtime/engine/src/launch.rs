@@ -3,8 +3,9 @@
 use crate::call::{Counters, StepTime};
 use crate::error::EngineError;
 use crate::memory::Addresses;
+use crate::trace::{Activity, Lane, Recorder};
 use moesaic_kernel::{Launch, ParamType, Size};
-use moesaic_plan::{LaunchStep, LayerPlan, Step, TensorId, Tilings};
+use moesaic_plan::{LaunchStep, LayerPlan, Piece, Step, TensorId, Tilings};
 use moesaic_target::{Arg, Device, FunctionId, LaunchDims, Module, Ptr};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -70,6 +71,16 @@ impl Scalars {
         Scalars { accumulate, ..self }
     }
 
+    /// Those of some of the rows, of which others were before if this one `adds` to
+    /// gradients of weights.
+    pub fn of_piece(self, tokens: usize, adds: bool) -> Scalars {
+        Scalars {
+            tokens: tokens as i64,
+            accumulate: self.accumulate || adds,
+            ..self
+        }
+    }
+
     fn get(&self, scalar: Scalar) -> i64 {
         let counters = &self.counters;
         match scalar {
@@ -93,6 +104,13 @@ enum BoundArg {
 }
 
 impl BoundArg {
+    fn tensor(&self) -> Option<TensorId> {
+        match self {
+            BoundArg::Scalar(_) => None,
+            BoundArg::Tensor(tensor) | BoundArg::Map(tensor, ..) => Some(*tensor),
+        }
+    }
+
     fn value(&self, scalars: &Scalars, addresses: &Addresses) -> Arg {
         match self {
             BoundArg::Scalar(scalar) => Arg::I64(scalars.get(*scalar)),
@@ -219,6 +237,33 @@ impl BoundStep {
         Ok(())
     }
 
+    /// The same, which is recorded.
+    fn launch_recorded(
+        &self,
+        call: (&Scalars, &Addresses),
+        args: &mut Vec<Arg>,
+        device: &dyn Device,
+        watch: &Watch<'_>,
+    ) -> Result<(), EngineError> {
+        let (scalars, addresses) = call;
+        let tensors = self.args.iter().filter_map(BoundArg::tensor);
+        let tokens = scalars.tokens as u64;
+        let activity = Activity {
+            lane: Lane::Compute,
+            name: self.symbol.clone(),
+            piece: watch.piece,
+            bytes: tensors
+                .map(|tensor| watch.tilings.bytes(tensor, tokens))
+                .sum(),
+        };
+        watch.recorder.begins(&activity);
+        let begin = Instant::now();
+        self.launch(scalars, addresses, args)?;
+        device.synchronize()?;
+        watch.recorder.ended(&activity, begin, Instant::now());
+        Ok(())
+    }
+
     fn timed(&self, start: Instant) -> StepTime {
         StepTime {
             kernel: self.kernel.clone(),
@@ -231,6 +276,14 @@ impl BoundStep {
 /// Whether it is an address at which there is no memory.
 fn is_nowhere(arg: &Arg) -> bool {
     matches!(arg, Arg::Ptr(Ptr(0)) | Arg::TensorMap { base: Ptr(0), .. })
+}
+
+/// Who is told of launches, and what is said of them.
+#[derive(Clone, Copy)]
+pub(crate) struct Watch<'w> {
+    pub recorder: &'w dyn Recorder,
+    pub tilings: &'w Tilings,
+    pub piece: Option<Piece>,
 }
 
 /// Steps of a layer in order, bound for each of its plans.
@@ -256,7 +309,7 @@ impl Bound {
         Ok(Bound(bound.collect::<Result<_, EngineError>>()?))
     }
 
-    /// Launches the steps of the plan at `index`; `times` waits for each.
+    /// Launches the steps of the plan at `index`; `times` and `watch` wait for each.
     pub fn run(
         &self,
         index: usize,
@@ -264,12 +317,18 @@ impl Bound {
         scalars: &Scalars,
         addresses: &Addresses,
         mut times: Option<&mut Vec<StepTime>>,
+        watch: Option<Watch<'_>>,
     ) -> Result<(), EngineError> {
         let _pass = Pass::begin(device);
         let mut args = ARGS.take();
         for step in &self.0[index] {
             let start = times.is_some().then(Instant::now);
-            step.launch(scalars, addresses, &mut args)?;
+            match &watch {
+                None => step.launch(scalars, addresses, &mut args)?,
+                Some(watch) => {
+                    step.launch_recorded((scalars, addresses), &mut args, device, watch)?;
+                }
+            }
             if let (Some(times), Some(start)) = (times.as_deref_mut(), start) {
                 device.synchronize()?;
                 times.push(step.timed(start));

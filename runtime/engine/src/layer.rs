@@ -2,13 +2,14 @@
 
 use crate::call::{StepTime, input_error, shape_for};
 use crate::error::EngineError;
-use crate::launch::{Bound, Modules, Scalars};
+use crate::launch::{Bound, Modules, Scalars, Watch};
 use crate::memory::{
     Addresses, Buffers, Kept, Workspace, Workspaces, needed, outlives_calls, passing_tensors,
 };
 use crate::pass::{Pass, Ports, passing, tensors};
 use crate::place::{Packing, TABLE, checked_table, placed};
-use moesaic_plan::{LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
+use crate::trace::Recorder;
+use moesaic_plan::{LayerPlan, Piece, Role, Step, TensorId, TensorPlan, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
@@ -43,6 +44,8 @@ pub struct Layer {
     pub(crate) gradients: OnceLock<Buffers>,
     /// Sets of kept tensors that no [`crate::Saved`] holds now.
     pub(crate) idle: Arc<Mutex<Vec<Kept>>>,
+    /// Who is told of launches.
+    recorder: Option<Arc<dyn Recorder>>,
 }
 
 impl Layer {
@@ -62,6 +65,28 @@ impl Layer {
             }
         }
         check_held(plan, &held)?;
+        Layer::holding(tilings, modules, device, held)
+    }
+
+    /// A layer whose calls are lent weights, and room for their gradients.
+    pub(crate) fn borrowing(
+        tilings: Tilings,
+        modules: Vec<Modules>,
+        device: Arc<dyn Device>,
+    ) -> Result<Layer, EngineError> {
+        let layer = Layer::holding(tilings, modules, device, Buffers::default())?;
+        let gradients = OnceLock::from(Buffers::default());
+        Ok(Layer { gradients, ..layer })
+    }
+
+    /// A layer with weights where they lie.
+    fn holding(
+        tilings: Tilings,
+        modules: Vec<Modules>,
+        device: Arc<dyn Device>,
+        held: Buffers,
+    ) -> Result<Layer, EngineError> {
+        let plan = tilings.first();
         let bind = |steps| Bound::new(&tilings, &modules, steps);
         let passes = Pass::ALL.iter().map(|pass| bind(pass.steps(plan)));
         let mut by_name: Vec<TensorId> = (0..plan.tensors.len()).map(TensorId).collect();
@@ -82,7 +107,13 @@ impl Layer {
             workspaces: Mutex::default(),
             gradients: OnceLock::new(),
             idle: Arc::default(),
+            recorder: None,
         })
+    }
+
+    /// What calls take turns by.
+    pub(crate) fn turn(&self) -> &Arc<Mutex<()>> {
+        &self.turn
     }
 
     /// The layer, whose calls never run beside those of others with this lock.
@@ -139,10 +170,33 @@ impl Layer {
         addresses: &Addresses,
         times: Option<&mut Vec<StepTime>>,
     ) -> Result<(), EngineError> {
+        self.run_piece(steps, scalars, addresses, times, None)
+    }
+
+    /// The same of some of the rows, which traces name.
+    pub(crate) fn run_piece(
+        &self,
+        steps: &Bound,
+        scalars: &Scalars,
+        addresses: &Addresses,
+        times: Option<&mut Vec<StepTime>>,
+        piece: Option<Piece>,
+    ) -> Result<(), EngineError> {
+        let watch = self.recorder.as_deref().map(|recorder| Watch {
+            recorder,
+            tilings: &self.tilings,
+            piece,
+        });
         // Forward and backward of a call have one tiling: one lists row tiles, and
         // the other walks them.
         let index = self.tilings.index(scalars.tokens());
-        steps.run(index, &*self.device, scalars, addresses, times)
+        steps.run(index, &*self.device, scalars, addresses, times, watch)
+    }
+
+    /// Tells a recorder of every launch from now on, or nobody. On a GPU each launch is then
+    /// waited for: times are right, and what would have run side by side does not.
+    pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
+        self.recorder = recorder;
     }
 
     /// Replaces a weight, when no call is under way. What was launched before sees

@@ -39,6 +39,7 @@ mod shared;
 mod stack;
 mod statistics;
 mod texts;
+mod trace;
 mod training;
 mod tuned;
 mod user;
@@ -56,6 +57,7 @@ pub use mesh::{
 pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, Outcome, Row, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
+pub use trace::{Activity, Lane, Recorded, Recorder, Trace, chrome_trace};
 pub use training::Saved;
 pub use tuned::{Measured, TunedPlans, Untuned};
 pub use user::{ExpertBackward, UserExpert, UserLayer, UserSaved};

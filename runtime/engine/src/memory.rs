@@ -72,6 +72,19 @@ impl Addresses {
         self.0[tensor.0] = address;
     }
 
+    /// Those of another call.
+    pub fn copy(&mut self, other: &Addresses) {
+        self.0.clone_from(&other.0);
+    }
+
+    /// A tensor begins so many bytes later, if it has memory.
+    pub fn shift(&mut self, tensor: TensorId, bytes: u64) {
+        let Ptr(address) = &mut self.0[tensor.0];
+        if *address > 0 {
+            *address += bytes;
+        }
+    }
+
     /// Tensors that have memory are there.
     pub fn lay(&mut self, buffers: &Buffers) {
         for (tensor, buffer) in buffers.iter() {

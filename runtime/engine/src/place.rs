@@ -41,7 +41,7 @@ pub(crate) fn placed(
     };
     let found = of(Role::Weight).filter(is_wanted);
     let found = found.map(|(id, tensor)| Ok((id, Weight::find(weights, tensor)?)));
-    let found = found.collect::<Result<Vec<_>, EngineError>>()?;
+    let found = all_or_every_error(found)?;
 
     let _placing = Placing::begin(device);
     let mut held = Buffers::default();
@@ -56,6 +56,24 @@ pub(crate) fn placed(
         }
     }
     Ok(held)
+}
+
+/// What was found, or one error for all that was not.
+fn all_or_every_error<T>(
+    found: impl Iterator<Item = Result<T, EngineError>>,
+) -> Result<Vec<T>, EngineError> {
+    let (mut good, mut wrong) = (Vec::new(), Vec::new());
+    for one in found {
+        match one {
+            Ok(one) => good.push(one),
+            Err(error) => wrong.push(error),
+        }
+    }
+    match wrong.len() {
+        0 => Ok(good),
+        1 => Err(wrong.remove(0)),
+        _ => Err(EngineError::Weights(wrong)),
+    }
 }
 
 /// Weights stay where they are written first; ended when dropped, also by an error.

@@ -9,7 +9,7 @@ use moesaic_cache::{Key, Store};
 use moesaic_collectives::nccl::Kernels;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{Parallel, Place, PlanError, PlanOptions, plan, plan_rank};
+use moesaic_plan::{Parallel, Place, PlanError, PlanOptions, Ways, plan, plan_ways};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Report};
 use std::collections::HashSet;
@@ -23,7 +23,8 @@ pub struct Job {
     pub target: Target,
     /// What its plan follows: training or inference, sizes, caches.
     pub options: PlanOptions,
-    /// How ranks share it: the kernels of all of them instead of one process's.
+    /// How ranks share it: the kernels of all of them instead of one process's. With
+    /// [`PlanOptions::unpacked`] those for every number of ways.
     pub mesh: Option<Parallel>,
     /// A compiler for it.
     pub compiler: Arc<dyn Compiler>,
@@ -132,16 +133,19 @@ fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
     // Ranks differ in how many experts they have: the first have the most, the last the
     // fewest. Slices are equal.
     let last = mesh.ep - 1;
+    let ways = match options.unpacked {
+        true => Ways::all(mesh),
+        false => vec![mesh.shards],
+    };
     let mut all = Vec::new();
     for ep in if last > 0 { vec![0, last] } else { vec![0] } {
-        let place = Place {
-            dp: 0,
-            ep,
-            shard: 0,
-        };
-        let plan = plan_rank(spec, target, options, mesh, mesh.rank(place))?;
-        for side in plan.sides() {
-            all.extend(emit_layer(side)?);
+        let (dp, shard) = (0, 0);
+        let rank = mesh.rank(Place { dp, ep, shard });
+        for &ways in &ways {
+            let plan = plan_ways(spec, target, options, (mesh, ways), rank)?;
+            for side in plan.sides() {
+                all.extend(emit_layer(side)?);
+            }
         }
     }
     // Ranks with GPUs add up by a kernel.

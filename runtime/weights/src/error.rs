@@ -119,6 +119,13 @@ pub enum WeightsError {
         wanted: String,
     },
 
+    /// Several tensors do not fit, so that all can be mended at once.
+    #[error("several tensors do not fit:{}", lines(.errors))]
+    Several {
+        /// What is wrong with each, two or more; of those that are missing the first.
+        errors: Vec<WeightsError>,
+    },
+
     /// A table names an expert that does not exist, or a number is too large.
     #[error("`{tensor}` in {file} has the value {value}, expected {expected}", file = .file.display())]
     BadValue {
@@ -133,7 +140,40 @@ pub enum WeightsError {
     },
 }
 
+/// Errors that are shown one by one.
+const SHOWN: usize = 8;
+
+fn lines(errors: &[WeightsError]) -> String {
+    let shown = errors.iter().take(SHOWN);
+    let mut text: String = shown.map(|error| format!("\n  {error}")).collect();
+    if let more @ 1.. = errors.len().saturating_sub(SHOWN) {
+        text += &format!("\n  and {more} more");
+    }
+    text
+}
+
 impl WeightsError {
+    /// One error for all that is wrong, at least one thing. Tensors that are missing have one cause as a
+    /// rule, which the first of them shows; narrowing is asked for once, when all else is right.
+    pub(crate) fn all(mut errors: Vec<WeightsError>) -> WeightsError {
+        let misfit = |error: &WeightsError| !matches!(error, WeightsError::Narrowing { .. });
+        match errors.iter().any(misfit) {
+            true => errors.retain(misfit),
+            false => errors.truncate(1),
+        }
+        let mut missing = 0;
+        errors.retain(|error| {
+            missing += usize::from(matches!(error, WeightsError::MissingTensor { .. }));
+            missing <= 1 || !matches!(error, WeightsError::MissingTensor { .. })
+        });
+        // Both halves of a fused tensor say the same.
+        errors.dedup_by_key(|error| error.to_string());
+        match errors.len() {
+            1 => errors.remove(0),
+            _ => WeightsError::Several { errors },
+        }
+    }
+
     /// Wraps an error of the system.
     pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> WeightsError {
         let path = path.into();

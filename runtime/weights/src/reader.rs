@@ -29,7 +29,8 @@ impl<'a> LayerReader<'a> {
     ///
     /// # Errors
     ///
-    /// [`WeightsError`] names the tensor, what it is and what was expected.
+    /// [`WeightsError`] names the tensor, what it is and what was expected;
+    /// [`WeightsError::Several`] all of them, where several do not fit.
     pub fn canonical(
         spec: &LayerSpec,
         checkpoint: &'a Checkpoint,
@@ -76,7 +77,7 @@ impl<'a> LayerReader<'a> {
         checkpoint: &'a Checkpoint,
         options: LoadOptions,
     ) -> Result<LayerReader<'a>, WeightsError> {
-        let find = |tensor: &TensorSpec| {
+        let find = |tensor: &TensorSpec| -> Result<Weight<'a>, WeightsError> {
             let source = sources.iter().find(|source| source.name == tensor.name);
             let alternatives = source.map_or(&[][..], |source| &source.alternatives);
             let finder = Finder {
@@ -85,10 +86,19 @@ impl<'a> LayerReader<'a> {
                 options,
                 tensor,
             };
-            Ok((tensor.name.clone(), finder.weight(alternatives)?))
+            finder.weight(alternatives)
         };
-        let weights = tensors.iter().map(find).collect::<Result<_, _>>()?;
-        Ok(LayerReader { weights })
+        let (mut weights, mut wrong) = (BTreeMap::new(), Vec::new());
+        for tensor in tensors {
+            match find(tensor) {
+                Ok(weight) => drop(weights.insert(tensor.name.clone(), weight)),
+                Err(error) => wrong.push(error),
+            }
+        }
+        match wrong.is_empty() {
+            true => Ok(LayerReader { weights }),
+            false => Err(WeightsError::all(wrong)),
+        }
     }
 
     /// All weights. Those that the file has as they should be stay there; see

@@ -71,7 +71,6 @@ impl<'a> Finder<'a, '_> {
     /// One tensor of the file, after the steps; it has the shape.
     fn part(&self, name: &str, steps: &[Step], shape: &[usize]) -> Result<Part<'a>, WeightsError> {
         let from = self.find(name)?;
-        let found = self.convertible(&from)?;
         let wrong = |expected: String| WeightsError::WrongShape {
             tensor: name.to_string(),
             file: from.file.to_path_buf(),
@@ -90,6 +89,7 @@ impl<'a> Finder<'a, '_> {
             };
             return Err(wrong(format!("{shape:?}{after}")));
         }
+        let found = self.convertible(&from)?;
         Ok(Part {
             from,
             found,

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use moesaic_kernel::DType;
-use moesaic_spec::hf::{Alternative, Parts, Step, TensorSource};
+use moesaic_spec::hf::{Alternative, Parts, Step, TensorSource, canonical_sources};
 use moesaic_spec::{GateLayout, LayerSpec, canonical_tensors};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use moesaic_weights::*;
@@ -61,6 +61,77 @@ fn reader_of_nothing(spec: &LayerSpec) -> String {
         .rows("x", 0..1)
         .expect_err("there is none")
         .to_string()
+}
+
+/// All that does not fit is said at once, of what is missing the first; that values would be
+/// rounded is said when all else is right.
+#[test]
+fn every_tensor_that_does_not_fit_is_named() {
+    let (mut spec, mut weights) = layer();
+    spec.precision.weights = DType::Bf16;
+    for (name, shape) in [
+        ("router.weight", [3, 5, 1]),
+        ("experts.down.weight", [3, 6, 4]),
+    ] {
+        let elements = shape.iter().product();
+        weights.insert(name, Tensor::owned(&shape, vec![0f32; elements]));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("w.safetensors").display().to_string();
+    let refused = |weights: &Tensors<'_>| {
+        let file = written(&dir, weights);
+        let refused = LayerReader::canonical(&spec, &file, LoadOptions::default());
+        refused.err().expect("it does not fit").to_string()
+    };
+    let expected = format!(
+        "several tensors do not fit:\n  `router.weight` in {path} has shape [3, 5, 1], expected [3, 4]\n  \
+         `experts.down.weight` in {path} has shape [3, 6, 4], expected [3, 4, 6]"
+    );
+    assert_eq!(refused(&weights), expected);
+    for name in ["experts.gate.weight", "experts.up.weight"] {
+        weights.remove(name);
+    }
+    let missing = format!("\n  {path} has no tensor for `experts.gate.weight`\n");
+    let said = refused(&weights);
+    assert!(said.contains(&missing), "{said}");
+    assert_eq!(said.lines().count(), 4, "{said}");
+}
+
+/// A recipe of another number of experts than the layer has.
+#[test]
+fn a_recipe_has_a_tensor_for_each_expert() {
+    let (spec, weights) = layer();
+    let dir = tempfile::tempdir().unwrap();
+    let mut each = weights.clone();
+    for expert in 0..4 {
+        let down = Tensor::owned(&[4, 6], vec![0f32; 24]);
+        each.insert(format!("down.{expert}"), down);
+    }
+    let file = written(&dir, &each);
+    let sources = |count| {
+        let name = "experts.down.weight";
+        let parts = Parts::PerExpert {
+            before: "down.".to_string(),
+            after: String::new(),
+            first: 0,
+            count,
+        };
+        let mut sources = canonical_sources(&spec);
+        let down = sources.iter_mut().find(|source| source.name == name);
+        down.unwrap().alternatives = vec![Alternative {
+            parts,
+            steps: Vec::new(),
+        }];
+        sources
+    };
+    for count in [2, 4] {
+        let made = LayerReader::of_sources(&spec, &sources(count), &file, LoadOptions::default());
+        let expected = format!(
+            "the recipe for `experts.down.weight` has {count} tensors, one for each of 3 is needed"
+        );
+        assert_eq!(made.err().expect("too few or many").to_string(), expected);
+    }
+    assert!(LayerReader::of_sources(&spec, &sources(3), &file, LoadOptions::default()).is_ok());
 }
 
 #[test]

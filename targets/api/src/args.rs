@@ -193,6 +193,7 @@ mod tests {
                 threads: 64,
                 shared_bytes: 0,
                 cluster: 1,
+                dependent: false,
             },
         }
     }

@@ -113,6 +113,24 @@ pub trait Device: Send + Sync {
     fn download(&self, buffer: &Buffer, offset: usize, bytes: &mut [u8])
     -> Result<(), DeviceError>;
 
+    /// Copies rows between buffers that are not the same, in stream order: here by way of
+    /// the host, a row at a time, for devices that do not do better.
+    ///
+    /// # Errors
+    /// When a range does not fit, or the driver fails.
+    fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
+        let Some([from, _]) = copy.check()? else {
+            return Ok(());
+        };
+        let mut bytes = vec![0; from.bytes];
+        self.download(copy.from, copy.from_offset, &mut bytes)?;
+        for (row, from) in bytes.chunks(copy.from_stride).enumerate() {
+            let to = copy.to_offset + row * copy.to_stride;
+            self.upload(&from[..copy.row_bytes], copy.to, to)?;
+        }
+        Ok(())
+    }
+
     /// Waits until everything launched so far has finished.
     ///
     /// # Errors
@@ -223,6 +241,65 @@ pub enum Arg {
         /// Its sizes, innermost first; 1 beyond the rank of the map.
         dims: [u64; 5],
     },
+}
+
+/// Rows of bytes, from one buffer to another.
+#[derive(Clone, Copy, Debug)]
+pub struct RowCopy<'a> {
+    /// Where from.
+    pub from: &'a Buffer,
+    /// The first byte in `from`.
+    pub from_offset: usize,
+    /// Bytes from the start of a row in `from` to that of the next, not fewer than a row has.
+    pub from_stride: usize,
+    /// Where to.
+    pub to: &'a Buffer,
+    /// The first byte in `to`.
+    pub to_offset: usize,
+    /// Bytes from the start of a row in `to` to that of the next, not fewer than a row has.
+    pub to_stride: usize,
+    /// How many rows.
+    pub rows: usize,
+    /// Bytes of a row.
+    pub row_bytes: usize,
+}
+
+/// Bytes of a buffer from the first row's start to the last one's end.
+#[derive(Clone, Copy, Debug)]
+pub struct RowSpan {
+    /// Where it begins.
+    pub start: Ptr,
+    /// How many.
+    pub bytes: usize,
+}
+
+impl RowCopy<'_> {
+    /// Where rows come from and where they go; `None` if there are no bytes.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`] for rows that do not fit, or lie within each other.
+    pub fn check(&self) -> Result<Option<[RowSpan; 2]>, DeviceError> {
+        if self.rows == 0 || self.row_bytes == 0 {
+            return Ok(None);
+        }
+        let failed = |reason: &str| DeviceError::Driver {
+            operation: format!("a copy of {} rows", self.rows),
+            reason: reason.to_string(),
+        };
+        if self.from_stride.min(self.to_stride) < self.row_bytes {
+            return Err(failed("rows lie within each other"));
+        }
+        let span = |buffer: &Buffer, offset: usize, stride: usize| {
+            let before = stride.checked_mul(self.rows - 1);
+            let bytes = before.and_then(|before| before.checked_add(self.row_bytes));
+            let bytes = bytes.ok_or_else(|| failed("there are too many"))?;
+            let start = buffer.range("a copy of rows", offset, bytes)?;
+            Ok(RowSpan { start, bytes })
+        };
+        let from = span(self.from, self.from_offset, self.from_stride)?;
+        let to = span(self.to, self.to_offset, self.to_stride)?;
+        Ok(Some([from, to]))
+    }
 }
 
 /// An address in device memory. For the CPU it is an ordinary address.

@@ -67,6 +67,7 @@ fn spin_entry() -> Entry {
             threads: 1,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     }
 }

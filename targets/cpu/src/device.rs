@@ -5,7 +5,7 @@ use crate::memory::Memory;
 use crate::module::CpuModule;
 use crate::nodes::{Nodes, host_nodes};
 use moesaic_kernel::{CpuCaches, Entry, Target};
-use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
+use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr, RowCopy};
 use std::sync::Arc;
 
 /// This machine's CPU. Launches are synchronous: a launch has finished when
@@ -210,6 +210,22 @@ impl Device for CpuDevice {
         let start = place("download", buffer, offset, bytes.len())?;
         // SAFETY: the range lies in the buffer, and as in `upload`.
         unsafe { std::ptr::copy(start, bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
+        let Some(spans) = copy.check()? else {
+            return Ok(());
+        };
+        let [from, to] = spans.map(|span| span.start.0 as usize as *mut u8);
+        for row in 0..copy.rows {
+            // SAFETY: `check` has seen that all rows lie in their buffers, which their owners
+            // keep alive; as in `upload`, no kernel of this thread is using them.
+            unsafe {
+                let from = from.add(row * copy.from_stride);
+                std::ptr::copy(from, to.add(row * copy.to_stride), copy.row_bytes);
+            }
+        }
         Ok(())
     }
 

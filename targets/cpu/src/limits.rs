@@ -329,6 +329,7 @@ fn entry(symbol: &str, params: Vec<Param>) -> Entry {
         threads: 1,
         shared_bytes: 0,
         cluster: 1,
+        dependent: false,
     };
     let summary = "Measures a limit of the machine.".to_string();
     Entry {

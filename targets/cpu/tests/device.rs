@@ -5,7 +5,7 @@ mod common;
 use common::{SCALE, compile, compiler, scale_entry};
 use moesaic_cpu::{CpuDevice, host_isa, host_runs, limits};
 use moesaic_kernel::{CpuIsa, Target};
-use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module};
+use moesaic_target::{Arg, Buffer, Device, LaunchDims, Module, RowCopy};
 use std::sync::Arc;
 
 fn scale(device: &CpuDevice) -> Arc<dyn Module> {
@@ -43,6 +43,43 @@ fn download<const N: usize, T>(
         .chunks_exact(N)
         .map(|chunk| read(chunk.try_into().unwrap()))
         .collect()
+}
+
+#[test]
+fn rows_are_copied_and_must_fit() {
+    let device = CpuDevice::new();
+    let from = device.alloc(16).unwrap();
+    let to = device.alloc(20).unwrap();
+    device.upload(b"0123456789abcdef", &from, 0).unwrap();
+    device.upload(&[b'-'; 20], &to, 0).unwrap();
+    let copy = RowCopy {
+        from: &from,
+        from_offset: 1,
+        from_stride: 5,
+        to: &to,
+        to_offset: 2,
+        to_stride: 7,
+        rows: 3,
+        row_bytes: 4,
+    };
+    device.copy_rows(&copy).unwrap();
+    let mut back = [0; 20];
+    device.download(&to, 0, &mut back).unwrap();
+    assert_eq!(&back, b"--1234---6789---bcde");
+    for wrong in [
+        RowCopy { rows: 4, ..copy },
+        RowCopy {
+            to_stride: 3,
+            ..copy
+        },
+        RowCopy {
+            rows: usize::MAX,
+            ..copy
+        },
+    ] {
+        device.copy_rows(&wrong).unwrap_err();
+    }
+    device.copy_rows(&RowCopy { rows: 0, ..copy }).unwrap();
 }
 
 /// Runs `scale` over a grid and checks every element.

@@ -11,7 +11,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 use moesaic_kernel::{CudaArch, Entry, Target};
 use moesaic_target::gpu::{GpuDevice, Setup, StreamHandle};
 use moesaic_target::{
-    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, StreamDevice,
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, RowCopy, StreamDevice,
 };
 use std::sync::Arc;
 use vendor::Cuda;
@@ -68,6 +68,7 @@ impl CudaDevice {
             table,
             context,
             clusters,
+            overlaps: clusters && table.overlaps(),
         };
         let gpu = GpuDevice::new(vendor, setup)?;
         Ok(CudaDevice { gpu, stream })
@@ -131,6 +132,10 @@ impl Device for CudaDevice {
         bytes: &mut [u8],
     ) -> Result<(), DeviceError> {
         self.gpu.download(buffer, offset, bytes)
+    }
+
+    fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
+        self.gpu.copy_rows(copy)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {

@@ -80,6 +80,8 @@ dl_table! {
             = "cuFuncGetAttribute";
         function_set: fn(function: FunctionHandle, attribute: c_int, value: c_int) -> c_int
             = "cuFuncSetAttribute";
+        copy_rows: fn(copy: *const Copy2d, stream: StreamHandle) -> c_int
+            = "cuMemcpy2DAsync_v2";
     }
     optional {
         launch_ex: fn(
@@ -103,6 +105,27 @@ dl_table! {
             fill: c_uint,
         ) -> c_int = "cuTensorMapEncodeTiled";
     }
+}
+
+/// A copy of rows, as the driver reads it: `CUDA_MEMCPY2D`.
+#[repr(C)]
+pub struct Copy2d {
+    pub from: Side2d,
+    pub to: Side2d,
+    pub row_bytes: usize,
+    pub rows: usize,
+}
+
+/// One side of it.
+#[repr(C)]
+pub struct Side2d {
+    pub first_byte: usize,
+    pub first_row: usize,
+    pub memory: c_uint,
+    pub host: *const c_void,
+    pub device: u64,
+    pub array: *const c_void,
+    pub stride: usize,
 }
 
 /// A launch with attributes, as the driver reads it.
@@ -159,11 +182,21 @@ fn load() -> Result<Table, DlError> {
 impl Table {
     /// For errors: `the driver is for CUDA 12.4`.
     pub fn version(&self) -> Option<String> {
+        let (major, minor) = self.cuda()?;
+        Some(format!("the driver is for CUDA {major}.{minor}"))
+    }
+
+    /// Whether launches may overlap, in graphs too: drivers for CUDA 12.3 and later.
+    pub fn overlaps(&self) -> bool {
+        self.own.launch_ex.is_some() && self.cuda() >= Some((12, 3))
+    }
+
+    /// The release of CUDA that the driver is for.
+    fn cuda(&self) -> Option<(c_int, c_int)> {
         let mut version = 0;
         // SAFETY: the pointer is valid for a write. It works without `cuInit`.
         let code = unsafe { self.own.version(&mut version) };
-        let (major, minor) = (version / 1000, version % 1000 / 10);
-        (code == 0).then(|| format!("the driver is for CUDA {major}.{minor}"))
+        (code == 0).then_some((version / 1000, version % 1000 / 10))
     }
 
     /// The driver's name and words for a code: `CUDA_ERROR_NO_DEVICE: no …`.

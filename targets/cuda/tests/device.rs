@@ -98,6 +98,7 @@ fn symbol(function: &str) -> &'static str {
         "upload" => "cuMemcpyHtoDAsync_v2",
         "download" => "cuMemcpyDtoHAsync_v2",
         "copy" => "cuMemcpyDtoDAsync_v2",
+        "copy_rows" => "cuMemcpy2DAsync_v2",
         "module_load" => "cuModuleLoadData",
         "module_unload" => "cuModuleUnload",
         "module_function" => "cuModuleGetFunction",

@@ -127,6 +127,25 @@ int cuLaunchKernelEx(const Config *config, Object *f, void **params, void **extr
   if (config->count != 1 || extra) say("ILLEGAL attributes");
   return start(code, f, config->grid, config->shared, config->stream, params, text);
 }
+typedef struct {
+  size_t x, y;
+  unsigned memory;
+  const void *host;
+  uint64_t device;
+  const void *array;
+  size_t pitch;
+} Side;
+typedef struct {
+  Side from, to;
+  size_t width, height;
+} Copy2d;
+int cuMemcpy2DAsync_v2(const Copy2d *c, Object *s) {
+  ENTER(cuMemcpy2DAsync_v2)
+  const Side *sides[] = {&c->from, &c->to};
+  for (int i = 0; i < 2; i++)
+    if (sides[i]->memory != 2 || sides[i]->x || sides[i]->y || sides[i]->pitch < c->width) say("ILLEGAL copy of rows");
+  return copy_rows(code, c->to.device, c->to.pitch, c->from.device, c->from.pitch, c->width, c->height, s);
+}
 int cuTensorMapEncodeTiled(char *map, unsigned type, unsigned rank, uint64_t address, const uint64_t *sizes,
                            const uint64_t *strides, const unsigned *box, const unsigned *steps, unsigned interleave,
                            unsigned swizzle, unsigned promotion, unsigned fill) {

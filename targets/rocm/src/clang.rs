@@ -20,12 +20,15 @@ pub const COMMON: [&str; 5] = [
     "-mcode-object-version=5",
 ];
 
+/// Loops over a thread's sums are unrolled however long their bodies are: LLVM else
+/// stops at long activations, and sums that are picked by a number lie in memory. Two
+/// words, never one with `=`: HIPRTC gives only such pairs to the step that optimizes.
+pub const UNROLL: [&str; 2] = ["-mllvm", "-pragma-unroll-threshold=16777216"];
+
 /// Flags of clang beside those. No ROCm headers and no device libraries: the
 /// text brings its own prelude. No configuration file of the machine may
-/// change the result. Loops over a thread's sums are unrolled however long their
-/// bodies are: clang else stops at long activations, and sums that are picked by a
-/// number lie in memory.
-const FLAGS: [&str; 12] = [
+/// change the result.
+const FLAGS: [&str; 10] = [
     "--no-default-config",
     "-x",
     "hip",
@@ -36,8 +39,6 @@ const FLAGS: [&str; 12] = [
     "-nostdinc",
     "-fno-color-diagnostics",
     "-fno-ident",
-    "-mllvm",
-    "-pragma-unroll-threshold=16777216",
 ];
 
 /// The output file's name in the folder of a compile.
@@ -202,6 +203,7 @@ fn flags(arch: RocmArch) -> Vec<String> {
     std::iter::once(format!("--offload-arch={}", arch.name))
         .chain(COMMON.map(str::to_string))
         .chain(FLAGS.map(str::to_string))
+        .chain(UNROLL.map(str::to_string))
         .collect()
 }
 

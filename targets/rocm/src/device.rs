@@ -7,7 +7,7 @@ use moesaic_dl::DlError;
 use moesaic_kernel::{Entry, Target};
 use moesaic_target::gpu::{Fault, GpuDevice, Setup};
 use moesaic_target::{
-    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, StreamDevice,
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, RowCopy, StreamDevice,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -110,6 +110,10 @@ impl Device for HipDevice {
         bytes: &mut [u8],
     ) -> Result<(), DeviceError> {
         self.gpu.download(buffer, offset, bytes)
+    }
+
+    fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
+        self.gpu.copy_rows(copy)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {

@@ -1,7 +1,7 @@
 //! The HIP runtime's functions, and what it says of a GPU.
 
 use moesaic_dl::{DlError, Library, dl_table};
-use moesaic_target::gpu::{Fault, Functions, Names};
+use moesaic_target::gpu::{Fault, Functions, Names, Rows, StreamHandle};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::Arc;
@@ -76,12 +76,25 @@ dl_table! {
         set_device: fn(device: c_int) -> c_int = "hipSetDevice";
         properties: fn(properties: *mut c_void, device: c_int) -> c_int
             = "hipGetDevicePropertiesR0600";
+        copy_rows: fn(
+            to: *mut c_void,
+            to_stride: usize,
+            from: *const c_void,
+            from_stride: usize,
+            row_bytes: usize,
+            rows: usize,
+            kind: c_int,
+            stream: StreamHandle,
+        ) -> c_int = "hipMemcpy2DAsync";
     }
     optional {
         bus: fn(text: *mut c_char, bytes: c_int, device: c_int) -> c_int
             = "hipDeviceGetPCIBusId";
     }
 }
+
+/// From a GPU's memory to a GPU's, in copies of rows.
+const DEVICE_TO_DEVICE: c_int = 3;
 
 /// A loaded HIP runtime. Its functions may be called from any thread.
 #[derive(Clone)]
@@ -107,6 +120,22 @@ pub struct Properties {
 }
 
 impl Hip {
+    /// Copies rows in stream order.
+    ///
+    /// # Safety
+    /// The rows lie in memory of the current GPU, and the stream is live.
+    pub unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+        let [from, to] = [rows.from, rows.to].map(|start| start.0 as usize as *mut c_void);
+        let (strides, (bytes, count)) =
+            ([rows.from_stride, rows.to_stride], (rows.bytes, rows.count));
+        let kind = DEVICE_TO_DEVICE;
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.own
+                .copy_rows(to, strides[1], from, strides[0], bytes, count, kind, stream)
+        }
+    }
+
     /// Opens the runtime: the library at `path` alone, if one is given, else
     /// by the loader, then in the usual folders.
     pub fn open(path: Option<&Path>) -> Result<Hip, DlError> {

@@ -5,7 +5,7 @@
 //! in the copy. A program whose `main` does not call it first gets no HIPRTC.
 
 use crate::child;
-use crate::clang::{COMMON, OUTPUT};
+use crate::clang::{COMMON, OUTPUT, UNROLL};
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_kernel::RocmArch;
 use object::{Object, ObjectSection};
@@ -176,6 +176,7 @@ impl Hiprtc {
 fn flags(arch: &str) -> Vec<String> {
     std::iter::once(format!("--offload-arch={arch}"))
         .chain(COMMON.map(str::to_string))
+        .chain(UNROLL.map(str::to_string))
         .collect()
 }
 

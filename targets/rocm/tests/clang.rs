@@ -72,6 +72,7 @@ fn entry(symbol: &str, threads: u32, params: Vec<Param>) -> Entry {
         threads,
         shared_bytes: 0,
         cluster: 1,
+        dependent: false,
     };
     Entry {
         symbol: symbol.to_string(),

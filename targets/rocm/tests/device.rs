@@ -80,6 +80,7 @@ fn symbol(function: &str) -> &'static str {
         "upload" => "hipMemcpyHtoDAsync",
         "download" => "hipMemcpyDtoHAsync",
         "copy" => "hipMemcpyDtoDAsync",
+        "copy_rows" => "hipMemcpy2DAsync",
         "module_load" => "hipModuleLoadData",
         "module_unload" => "hipModuleUnload",
         "module_function" => "hipModuleGetFunction",

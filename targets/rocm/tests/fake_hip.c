@@ -76,3 +76,9 @@ int hipGetDevicePropertiesR0600(char *properties, int device) {
   strcpy(properties + 1160, arch ? arch : "gfx942:sramecc+:xnack-");
   return outcome("hipGetDevicePropertiesR0600");
 }
+int hipMemcpy2DAsync(uint64_t to, size_t to_pitch, uint64_t from, size_t from_pitch, size_t width, size_t height, int kind,
+                     Object *s) {
+  ENTER(hipMemcpy2DAsync)
+  if (kind != 3 || to_pitch < width || from_pitch < width) say("ILLEGAL copy of rows");
+  return copy_rows(code, to, to_pitch, from, from_pitch, width, height, s);
+}

@@ -20,10 +20,16 @@ int hiprtcCreateProgram(void **program, const char *text, const char *name, int 
   *program = source;
   return 0;
 }
+// What is optimized is told only what stands behind an "-mllvm" of its own.
+static int unrolls(int count, const char **options) {
+  for (int i = 1; i < count; i++)
+    if (!strcmp(options[i - 1], "-mllvm") && !strncmp(options[i], "-pragma-unroll-threshold=", 25)) return 1;
+  return 0;
+}
 int hiprtcCompileProgram(void *program, int count, const char **options) {
   for (int i = 0; i < count; i++)
     if (!strcmp(options[i], "--offload-arch=gfx1100")) abort();
-  if (count < 6) return 5;
+  if (count < 6 || !unrolls(count, options)) return 5;
   if (strcmp(options[0], "--offload-arch=gfx942") && strcmp(options[0], "--offload-arch=gfx90a")) return 5;
   if (strstr(source, "nope")) {
     snprintf(log_text, sizeof log_text, "%s:2: error: nope", name_text);

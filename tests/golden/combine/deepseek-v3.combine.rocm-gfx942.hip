@@ -34,6 +34,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -133,6 +134,7 @@ KERNEL(THREADS) combine(
     bf16 *__restrict__ y,                  // [tokens, 7168]
     i64 tokens)
 {
+    await_launches();
     __shared__ i32 sources[TILE_TOKENS * TOP_K];
     __shared__ f32 weights[TILE_TOKENS * TOP_K];
     const i64 first = block_x() * TILE_TOKENS;

@@ -37,6 +37,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -182,6 +190,7 @@ KERNEL(THREADS) combine_bwd(
     bf16 *__restrict__ dout,           // [rows, 2880]
     i64 tokens)
 {
+    await_launches();
     (void)tokens;
     const i64 first = block_x() * TILE_ROWS, kept = offsets[EXPERTS];
     for (i64 row = first + thread_index() / ROW_THREADS; row < first + TILE_ROWS && row < kept;
@@ -239,6 +248,7 @@ KERNEL(THREADS) combine_bwd_weights(
     f32 *__restrict__ grad_topk_weights,   // [tokens, 4]
     i64 tokens)
 {
+    await_launches();
     const i64 token = block_x() * TILE_TOKENS + warp_index();
     if (token >= tokens)
         return;

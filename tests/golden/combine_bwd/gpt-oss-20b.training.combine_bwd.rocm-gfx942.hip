@@ -35,6 +35,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -201,6 +202,7 @@ KERNEL(THREADS) combine_bwd(
     bf16 *__restrict__ dout,           // [rows, 2880]
     i64 tokens)
 {
+    await_launches();
     (void)tokens;
     const i64 first = block_x() * TILE_ROWS, kept = offsets[EXPERTS];
     for (i64 row = first + thread_index() / ROW_THREADS; row < first + TILE_ROWS && row < kept;
@@ -258,6 +260,7 @@ KERNEL(THREADS) combine_bwd_weights(
     f32 *__restrict__ grad_topk_weights,   // [tokens, 4]
     i64 tokens)
 {
+    await_launches();
     const i64 token = block_x() * TILE_TOKENS + warp_index();
     if (token >= tokens)
         return;

@@ -33,6 +33,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -131,6 +132,7 @@ KERNEL(THREADS) dispatch_bwd(
     bf16 *__restrict__ dx,             // [tokens, 2880]
     i64 tokens)
 {
+    await_launches();
     __shared__ i32 sources[TILE_TOKENS * TOP_K];
     const i64 first = block_x() * TILE_TOKENS;
     for (i32 i = thread_index(); i < TILE_TOKENS * TOP_K; i += THREADS) {

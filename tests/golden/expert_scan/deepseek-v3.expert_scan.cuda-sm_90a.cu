@@ -45,6 +45,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -235,6 +243,7 @@ KERNEL(THREADS) expert_scan_chunks(
     i32 *__restrict__ chunk_counts, // [chunks, 256]
     i64 tokens)
 {
+    await_launches();
     (void)tokens;  // the grid has whole chunks only
     __shared__ i32 sums[CHUNK_RUNS][CHUNK_COLUMNS];
     const i32 run = thread_index() / CHUNK_COLUMNS, column = thread_index() % CHUNK_COLUMNS;
@@ -321,6 +330,7 @@ KERNEL(SCAN_THREADS) expert_scan_offsets(
     i32 *__restrict__ row_tiles,    // [257]
     i64 tokens)
 {
+    await_launches();
     __shared__ i32 totals[ROUTED], tail[ROUTED], segments[SCAN_THREADS];
     const i64 tiles = tiles_of(tokens), chunks = tiles / CHUNK_TILES, whole = chunks * CHUNK_TILES;
     scan_rows(tile_counts + whole * ROUTED, tail, segments, tiles - whole);
@@ -376,6 +386,7 @@ KERNEL(THREADS) expert_scan_place(
     i32 *__restrict__ row_slots,          // [rows]
     i64 tokens)
 {
+    await_launches();
     __shared__ i32 counters[WARPS][ROUTED];
     i32 *next = counters[warp_index()];
     const Tile tile;

@@ -43,6 +43,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -254,6 +255,7 @@ KERNEL(THREADS) expert_scan_chunks(
     i32 *__restrict__ chunk_counts, // [chunks, 32]
     i64 tokens)
 {
+    await_launches();
     (void)tokens;  // the grid has whole chunks only
     __shared__ i32 sums[CHUNK_RUNS][CHUNK_COLUMNS];
     const i32 run = thread_index() / CHUNK_COLUMNS, column = thread_index() % CHUNK_COLUMNS;
@@ -340,6 +342,7 @@ KERNEL(SCAN_THREADS) expert_scan_offsets(
     i32 *__restrict__ row_tiles,    // [33]
     i64 tokens)
 {
+    await_launches();
     __shared__ i32 totals[ROUTED], tail[ROUTED], segments[SCAN_THREADS];
     const i64 tiles = tiles_of(tokens), chunks = tiles / CHUNK_TILES, whole = chunks * CHUNK_TILES;
     scan_rows(tile_counts + whole * ROUTED, tail, segments, tiles - whole);
@@ -395,6 +398,7 @@ KERNEL(THREADS) expert_scan_place(
     i32 *__restrict__ row_slots,          // [rows]
     i64 tokens)
 {
+    await_launches();
     __shared__ i32 counters[WARPS][ROUTED];
     i32 *next = counters[warp_index()];
     const Tile tile;

@@ -40,6 +40,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -337,6 +338,7 @@ KERNEL(LOGITS_THREADS) gate_logits(
     f32 *__restrict__ logits,       // [tokens, 32]
     i64 tokens)
 {
+    await_launches();
     constexpr int COLUMNS = EXPERTS;
     const f32 *matrix = weight;
     f32 *out = logits;
@@ -518,6 +520,7 @@ KERNEL(SELECT_THREADS) gate_topk(
     i32 *__restrict__ tile_counts,  // [tiles, 32]
     i64 tokens)
 {
+    await_launches();
     const i64 first = block_x() * SELECT_TOKENS;
     __shared__ i32 counts[COUNTERS];
     for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)

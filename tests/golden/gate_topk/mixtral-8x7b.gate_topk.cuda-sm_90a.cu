@@ -42,6 +42,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -317,6 +325,7 @@ KERNEL(LOGITS_THREADS) gate_logits(
     f32 *__restrict__ logits,       // [tokens, 8]
     i64 tokens)
 {
+    await_launches();
     constexpr int COLUMNS = EXPERTS;
     const f32 *matrix = weight;
     f32 *out = logits;
@@ -512,6 +521,7 @@ KERNEL(SELECT_THREADS) gate_topk(
     i32 *__restrict__ tile_counts,  // [tiles, 8]
     i64 tokens)
 {
+    await_launches();
     const i64 first = block_x() * SELECT_TOKENS;
     __shared__ i32 counts[COUNTERS];
     for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)

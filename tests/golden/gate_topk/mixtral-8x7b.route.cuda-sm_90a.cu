@@ -41,6 +41,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -233,6 +241,7 @@ KERNEL(LOGITS_THREADS) route_logits(
     f32 *__restrict__ logits,       // [tokens, 8]
     i64 tokens)
 {
+    await_launches();
     alignas(16) __shared__ f32 panel[LOGITS_EXPERTS][PANEL_END];
     const i64 first_token = block_x() * LOGITS_TOKENS;
     const i32 first_expert = (i32)block_y() * LOGITS_EXPERTS;
@@ -714,6 +723,7 @@ KERNEL(SELECT_THREADS) route(
     i32 *__restrict__ row_slots,    // [rows]
     i64 tokens)
 {
+    await_launches();
     if (tokens > 0)
         gate_topk(logits, topk_ids, topk_weights, tile_counts, tokens);
     block_sync();  // choices and their counts are there

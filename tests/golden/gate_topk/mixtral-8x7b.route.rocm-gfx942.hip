@@ -39,6 +39,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -252,6 +253,7 @@ KERNEL(LOGITS_THREADS) route_logits(
     f32 *__restrict__ logits,       // [tokens, 8]
     i64 tokens)
 {
+    await_launches();
     alignas(16) __shared__ f32 panel[LOGITS_EXPERTS][PANEL_END];
     const i64 first_token = block_x() * LOGITS_TOKENS;
     const i32 first_expert = (i32)block_y() * LOGITS_EXPERTS;
@@ -733,6 +735,7 @@ KERNEL(SELECT_THREADS) route(
     i32 *__restrict__ row_slots,    // [rows]
     i64 tokens)
 {
+    await_launches();
     if (tokens > 0)
         gate_topk(logits, topk_ids, topk_weights, tile_counts, tokens);
     block_sync();  // choices and their counts are there

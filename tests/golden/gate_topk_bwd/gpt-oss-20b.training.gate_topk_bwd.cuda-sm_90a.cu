@@ -31,6 +31,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -437,6 +445,7 @@ KERNEL(THREADS) gate_topk_bwd(
     f32 *__restrict__ dlogits,                 // [tokens, 32]
     i64 tokens)
 {
+    await_launches();
     const i64 first = block_x() * TILE_TOKENS;
     #pragma unroll 1
     for (i64 token = first + team_index(); token < first + TILE_TOKENS && token < tokens; token += TEAMS) {

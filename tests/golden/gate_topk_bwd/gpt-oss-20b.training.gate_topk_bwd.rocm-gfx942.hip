@@ -29,6 +29,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -456,6 +457,7 @@ KERNEL(THREADS) gate_topk_bwd(
     f32 *__restrict__ dlogits,                 // [tokens, 32]
     i64 tokens)
 {
+    await_launches();
     const i64 first = block_x() * TILE_TOKENS;
     #pragma unroll 1
     for (i64 token = first + team_index(); token < first + TILE_TOKENS && token < tokens; token += TEAMS) {

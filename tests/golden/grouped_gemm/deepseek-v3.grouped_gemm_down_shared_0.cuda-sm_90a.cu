@@ -2,8 +2,9 @@
 //
 //   out = hidden · downᵀ
 //
-// A block owns 128 rows of all tokens by 256 columns. block_x counts row tiles,
-// block_y column tiles.
+// A block owns 128 rows of all tokens by 256 columns. Blocks follow each
+// other by row tiles of a group, then by column tiles, then by groups: what the blocks of a group
+// read together stays in the level-2 cache.
 //
 // Warps have roles. One thread of the first warpgroup fills a ring of 4 stages through the copy
 // engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
@@ -40,6 +41,14 @@ DEVICE i32 thread_index() { return threadIdx.x; }
 DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
+
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
@@ -407,6 +416,9 @@ constexpr int STAGES = 4;
 constexpr int CONSUMERS = TILE_ROWS / 64, CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
 constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
+constexpr int COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+// Row tiles whose blocks follow each other.
+constexpr int GROUP = 16;
 
 typedef bf16 Element;
 
@@ -422,6 +434,7 @@ struct alignas(1024) Shared {
     Barrier full[STAGES], empty[STAGES];
 };
 
+constexpr u32 MAPPED = sizeof(Stage);
 static_assert(THREADS == 384 && sizeof(Shared) == 214016, "as launched");
 
 // A stage, and the parity of the round the ring is in.
@@ -445,9 +458,9 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(i64 tokens)
+DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
 {
-    i64 first = block_x() * TILE_ROWS;
+    const i64 first = tile * TILE_ROWS;
     return {0, first, (i32)(tokens - first)};
 }
 
@@ -456,6 +469,21 @@ DEVICE f32 finished(f32 down)
 {
     return down;
 }
+
+// The tile of this block among `row_tiles` x COLUMN_TILES.
+struct Tile {
+    i32 row, column;
+    bool exists;
+
+    DEVICE explicit Tile(i32 row_tiles)
+    {
+        const i32 block = (i32)block_x(), group = block / (GROUP * COLUMN_TILES) * GROUP;
+        const i32 rows = lesser(GROUP, row_tiles - group), within = block - group * COLUMN_TILES;
+        exists = rows > 0 && within < rows * COLUMN_TILES;
+        row = exists ? group + within % rows : 0;
+        column = exists ? within / rows : 0;
+    }
+};
 
 // Elements stored at a time.
 constexpr int STORED = pack_width<Element>(OUTER);
@@ -490,12 +518,6 @@ KERNEL(THREADS) grouped_gemm_down(
     i64 tokens)
 {
     Shared &shared = dynamic_shared<Shared>();
-
-    const RowTile tile = row_tile(tokens);
-    if (tile.rows <= 0)
-        return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS;
-
     if (thread_index() == 0) {
         tma_prefetch(hidden_map);
         tma_prefetch(down_map);
@@ -505,6 +527,13 @@ KERNEL(THREADS) grouped_gemm_down(
         }
         mbarrier_init_fence();
     }
+    await_launches();
+
+    const Tile at((i32)((tokens + TILE_ROWS - 1) / TILE_ROWS));
+    if (!at.exists)
+        return;
+    const RowTile tile = row_tile(tokens, at.row);
+    const i32 first_column = at.column * TILE_COLUMNS;
     block_sync();
 
     // The producer. Rows beyond the tile are another expert's, or nothing: they
@@ -519,7 +548,7 @@ KERNEL(THREADS) grouped_gemm_down(
                 Stage &stage = shared.ring[turn.stage];
                 Barrier &full = shared.full[turn.stage];
                 mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
-                mbarrier_expect(full, sizeof(Stage));
+                mbarrier_expect(full, MAPPED);
                 tma_load_2d(stage.hidden, hidden_map, full, keep, k, (i32)tile.first);
                 tma_load_3d(stage.down, down_map, full, stream, k, first_column, (i32)tile.expert);
             }

@@ -39,6 +39,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -172,9 +173,9 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(i64 tokens)
+DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
 {
-    i64 first = block_x() * TILE_ROWS;
+    const i64 first = tile * TILE_ROWS;
     return {0, first, (i32)(tokens - first)};
 }
 
@@ -282,6 +283,7 @@ KERNEL(THREADS) grouped_gemm_down(
     bf16 *__restrict__ out,          // [tokens, 7168]
     i64 tokens)
 {
+    await_launches();
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][MATRICES * TILE_COLUMNS * CHUNKS];
 
     const RowTile tile = row_tile(tokens);

@@ -40,6 +40,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -170,9 +171,9 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(i64 tokens)
+DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
 {
-    i64 first = block_x() * TILE_ROWS;
+    const i64 first = tile * TILE_ROWS;
     return {0, first, (i32)(tokens - first)};
 }
 
@@ -246,6 +247,7 @@ KERNEL(WAVE) grouped_gemm_down(
     bf16 *__restrict__ out,          // [tokens, 7168]
     i64 tokens)
 {
+    await_launches();
     const RowTile tile = row_tile(tokens);
     const i32 count = lesser(tile.rows, TILE_ROWS), lane = thread_index();
     const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = OUTER - first_column;

@@ -47,6 +47,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -310,9 +318,9 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(i64 tokens)
+DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
 {
-    i64 first = block_x() * TILE_ROWS;
+    const i64 first = tile * TILE_ROWS;
     return {0, first, (i32)(tokens - first)};
 }
 
@@ -423,6 +431,7 @@ KERNEL(WARP) grouped_gemm_up(
     bf16 *__restrict__ hidden,     // [tokens, 2048]
     i64 tokens)
 {
+    await_launches();
     alignas(LINE) extern __shared__ f32 ring[];
 
     const RowTile tile = row_tile(tokens);

@@ -3,12 +3,13 @@
 //   hidden = act(rows · gateᵀ, rows · upᵀ)
 //   gate_pre, up_pre = what enters act, for backward
 //
-// A block owns 128 rows of one expert by 64 columns of gate and of up. block_x counts row tiles,
-// block_y column tiles. There are at most as many row tiles as blocks; the blocks beyond them
-// return.
+// A block owns 128 rows of one expert by 64 columns of gate and of up. Blocks follow each
+// other by row tiles of a group, then by column tiles, then by groups: what the blocks of a group
+// read together stays in the level-2 cache. There are at most as many tiles as blocks;
+// the blocks beyond them return.
 //
-// Warps have roles. One thread of the first warpgroup fills a ring of 6 stages through the copy
-// engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
+// Warps have roles. The first warpgroup fills a ring of 6 stages, rows of x with copies of 16 bytes, weights
+// through the copy engine; the other 2 warpgroups multiply 64 rows each, straight from shared memory. A stage passes
 // from one to the others through its barrier `full`, and back through `empty`.
 //
 // Shared memory, from a multiple of 1024 on; every tile lies as the copy engine leaves it, the 16-byte
@@ -42,6 +43,14 @@ DEVICE i32 thread_index() { return threadIdx.x; }
 DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
+
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
@@ -303,6 +312,32 @@ DEVICE void tma_load_3d(void *to, const TensorMap &from, Barrier &arrived, u64 h
                     "r"(x), "r"(y), "r"(z), "l"(hint) : "memory");
 }
 
+// ---- copies from global to shared memory that run by themselves ----
+
+// Starts to copy BYTES, 16, 8 or 4, between places aligned to as many. Where the
+// source is not `wanted` nothing is read and zeros are written.
+template <int BYTES> DEVICE void copy_async(u32 to, const void *from, bool wanted)
+{
+    const u64 source = __cvta_generic_to_global(from);
+    const i32 read = wanted ? BYTES : 0;
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(to), "l"(source), "r"(read) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     :: "r"(to), "l"(source), "n"(BYTES), "r"(read) : "memory");
+}
+
+// Ends a group: the copies this thread started since the last one.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last PENDING groups of this thread have arrived. Other
+// threads see them after the next barrier.
+template <int PENDING> DEVICE void wait_copies()
+{
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
 // ---- products of tiles by a warpgroup ----
 
 // How wgmma finds an operand in shared memory: rows of 64 elements of 16 bits, their
@@ -397,12 +432,17 @@ DEVICE f32 activation(f32 x)
 // ---- the kernel ----
 
 constexpr int INNER = 2880, OUTER = 2880;
-constexpr int EXPERTS = 32;
+constexpr int EXPERTS = 32, TOP_K = 4;
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, TILE_DEPTH = 64;
 constexpr int STAGES = 6;
 constexpr int CONSUMERS = TILE_ROWS / 64, CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
 constexpr int SUMS = TILE_COLUMNS / 2;  // per thread
+constexpr int COLUMN_TILES = ceil_div(OUTER, TILE_COLUMNS);
+// Row tiles whose blocks follow each other.
+constexpr int GROUP = 16;
+// Threads that copy rows, eight to a line, and stages on which their copies are under way.
+constexpr int COPIERS = 128, COPIED_LINES = COPIERS / 8, LATE = STAGES > 2 ? STAGES - 2 : 0;
 
 typedef bf16 Element;
 
@@ -418,6 +458,8 @@ struct alignas(1024) Shared {
     Barrier full[STAGES], empty[STAGES];
 };
 
+// What of a stage comes through the copy engine.
+constexpr u32 MAPPED = sizeof(Stage) - sizeof(Stage::rows);
 static_assert(THREADS == 384 && sizeof(Shared) == 214016, "as launched");
 
 // A stage, and the parity of the round the ring is in.
@@ -441,9 +483,8 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
+DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
-    i32 tile = (i32)block_x();
     if (tile >= row_tiles[EXPERTS])
         return {0, 0, 0};
     i32 expert = 0, beyond = EXPERTS;  // row_tiles[expert] <= tile < row_tiles[beyond]
@@ -479,6 +520,21 @@ DEVICE f32 finished(f32 &gate, f32 &up, f32 gate_bias, f32 up_bias)
     up += up_bias;
     return activated(gate, up);
 }
+
+// The tile of this block among `row_tiles` x COLUMN_TILES.
+struct Tile {
+    i32 row, column;
+    bool exists;
+
+    DEVICE explicit Tile(i32 row_tiles)
+    {
+        const i32 block = (i32)block_x(), group = block / (GROUP * COLUMN_TILES) * GROUP;
+        const i32 rows = lesser(GROUP, row_tiles - group), within = block - group * COLUMN_TILES;
+        exists = rows > 0 && within < rows * COLUMN_TILES;
+        row = exists ? group + within % rows : 0;
+        column = exists ? within / rows : 0;
+    }
+};
 
 // Elements stored at a time.
 constexpr int STORED = pack_width<Element>(OUTER);
@@ -525,56 +581,82 @@ DEVICE Pack<f32, 2> biases(const Element *bias, i32 column)
 }
 
 KERNEL(THREADS) grouped_gemm_up(
-    const __grid_constant__ TensorMap rows_map, // [rows, 2880]
+    const bf16 *__restrict__ x,                 // [tokens, 2880]
     const __grid_constant__ TensorMap gate_map, // [32, 2880, 2880]
     const __grid_constant__ TensorMap up_map,   // [32, 2880, 2880]
     const bf16 *__restrict__ gate_bias,         // [32, 2880]
     const bf16 *__restrict__ up_bias,           // [32, 2880]
     const i64 *__restrict__ offsets,            // [33]
     const i32 *__restrict__ row_tiles,          // [33]
+    const i32 *__restrict__ row_slots,          // [rows]
     bf16 *__restrict__ gate_pre,                // [rows, 2880]
     bf16 *__restrict__ up_pre,                  // [rows, 2880]
     bf16 *__restrict__ hidden,                  // [rows, 2880]
     i64 tokens)
 {
     Shared &shared = dynamic_shared<Shared>();
-
-    (void)tokens;
-    const RowTile tile = row_tile(offsets, row_tiles);
-    if (tile.rows <= 0)
-        return;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS;
-
     if (thread_index() == 0) {
-        tma_prefetch(rows_map);
         tma_prefetch(gate_map);
         tma_prefetch(up_map);
         for (i32 stage = 0; stage < STAGES; stage++) {
-            mbarrier_init(shared.full[stage], 1);
+            mbarrier_init(shared.full[stage], 1 + COPIERS);
             mbarrier_init(shared.empty[stage], CONSUMER_WARPS);
         }
         mbarrier_init_fence();
     }
+    await_launches();
+
+    (void)tokens;
+    const Tile at(row_tiles[EXPERTS]);
+    if (!at.exists)
+        return;
+    const RowTile tile = row_tile(offsets, row_tiles, at.row);
+    const i32 first_column = at.column * TILE_COLUMNS;
     block_sync();
 
-    // The producer. Rows beyond the tile are another expert's, or nothing: they
-    // are multiplied like the others, and never stored.
+    // The producer. Rows beyond the tile and elements beyond the inner dimension are zeros.
     if (warp_index() < 4) {
         shrink_registers<40>();
-        if (warp_index() == 0 && elect_one()) {
-            const u64 keep = keep_in_cache(), stream = stream_through_cache();
-            Turn turn;
-            #pragma unroll 1
-            for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
-                Stage &stage = shared.ring[turn.stage];
-                Barrier &full = shared.full[turn.stage];
-                mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
-                mbarrier_expect(full, sizeof(Stage));
-                tma_load_2d(stage.rows, rows_map, full, keep, k, (i32)tile.first);
+        const i32 line = thread_index() / 8, chunk = thread_index() % 8;
+        i32 token[TILE_ROWS / COPIED_LINES];
+        #pragma unroll
+        for (i32 i = 0; i < TILE_ROWS / COPIED_LINES; i++) {
+            const i32 row = i * COPIED_LINES + line;
+            token[i] = row < tile.rows ? row_slots[tile.first + row] / TOP_K : 0;
+        }
+        const u64 stream = stream_through_cache();
+        Turn turn, landed;
+        #pragma unroll 1
+        for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
+            Stage &stage = shared.ring[turn.stage];
+            Barrier &full = shared.full[turn.stage];
+            mbarrier_wait(shared.empty[turn.stage], turn.parity ^ 1);
+            if (thread_index() == 0) {
+                mbarrier_expect(full, MAPPED);
                 tma_load_3d(stage.gate, gate_map, full, stream, k, first_column, (i32)tile.expert);
                 tma_load_3d(stage.up, up_map, full, stream, k, first_column, (i32)tile.expert);
             }
+            const i32 element = k + chunk * 8, wanted = element < INNER ? tile.rows - line : 0;
+            const u32 to = shared_address(&stage.rows[line][(chunk ^ line % 8) * 8]);
+            #pragma unroll
+            for (i32 i = 0; i < TILE_ROWS / COPIED_LINES; i++) {
+                const bool exists = i * COPIED_LINES < wanted;
+                const Element *const from = x + (i64)token[i] * INNER + (exists ? element : 0);
+                copy_async<16>(to + i * COPIED_LINES * (u32)sizeof(stage.rows[0]), from, exists);
+            }
+            commit_copies();
+            // Rows of a stage before have landed, and are shown to wgmma.
+            if (k >= LATE * TILE_DEPTH) {
+                wait_copies<LATE>();
+                proxy_fence();
+                mbarrier_arrive(shared.full[landed.stage]);
+                landed.next();
+            }
         }
+        wait_copies<0>();
+        proxy_fence();
+        for (; landed.stage != turn.stage || landed.parity != turn.parity; landed.next())
+            mbarrier_arrive(shared.full[landed.stage]);
         return;
     }
 

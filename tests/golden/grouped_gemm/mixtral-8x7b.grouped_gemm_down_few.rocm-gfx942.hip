@@ -41,6 +41,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -172,9 +173,8 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
+DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
-    i32 tile = (i32)block_x();
     if (tile >= row_tiles[EXPERTS])
         return {0, 0, 0};
     i32 expert = 0, beyond = EXPERTS;  // row_tiles[expert] <= tile < row_tiles[beyond]
@@ -260,6 +260,7 @@ KERNEL(WAVE) grouped_gemm_down(
     bf16 *__restrict__ out,            // [rows, 4096]
     i64 tokens)
 {
+    await_launches();
     (void)tokens;
     const RowTile tile = row_tile(offsets, row_tiles);
     const i32 count = lesser(tile.rows, TILE_ROWS), lane = thread_index();

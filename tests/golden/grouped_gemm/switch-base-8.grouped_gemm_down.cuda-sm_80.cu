@@ -44,6 +44,8 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+DEVICE void await_launches() {}  // launches do not overlap
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -297,9 +299,8 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
+DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
-    i32 tile = (i32)block_x();
     if (tile >= row_tiles[EXPERTS])
         return {0, 0, 0};
     i32 expert = 0, beyond = EXPERTS;  // row_tiles[expert] <= tile < row_tiles[beyond]
@@ -431,6 +432,7 @@ KERNEL(THREADS) grouped_gemm_down(
     f32 *__restrict__ out,             // [rows, 768]
     i64 tokens)
 {
+    await_launches();
     alignas(LINE) extern __shared__ Element ring[];
 
     (void)tokens;

@@ -50,6 +50,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -293,9 +301,8 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
+DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
-    i32 tile = (i32)block_x();
     if (tile >= row_tiles[EXPERTS])
         return {0, 0, 0};
     i32 expert = 0, beyond = EXPERTS;  // row_tiles[expert] <= tile < row_tiles[beyond]
@@ -432,6 +439,7 @@ KERNEL(WARP) grouped_gemm_down(
     f32 *__restrict__ out,             // [rows, 768]
     i64 tokens)
 {
+    await_launches();
     alignas(LINE) extern __shared__ f32 ring[];
 
     (void)tokens;

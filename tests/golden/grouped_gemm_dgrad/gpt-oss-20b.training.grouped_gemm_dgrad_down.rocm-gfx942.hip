@@ -37,6 +37,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -204,9 +205,8 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles)
+DEVICE RowTile row_tile(const i64 *offsets, const i32 *row_tiles, i32 tile = (i32)block_x())
 {
-    i32 tile = (i32)block_x();
     if (tile >= row_tiles[EXPERTS])
         return {0, 0, 0};
     i32 expert = 0, beyond = EXPERTS;  // row_tiles[expert] <= tile < row_tiles[beyond]
@@ -432,6 +432,7 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
     f32 *__restrict__ dweight_parts,      // [rows, 23]
     i64 tokens)
 {
+    await_launches();
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][TILE_COLUMNS * CHUNKS];
 
     (void)tokens;

@@ -43,6 +43,8 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+DEVICE void await_launches() {}  // launches do not overlap
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -297,9 +299,9 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(i64 tokens)
+DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
 {
-    i64 first = block_x() * TILE_ROWS;
+    const i64 first = tile * TILE_ROWS;
     return {0, first, (i32)(tokens - first)};
 }
 
@@ -513,6 +515,7 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
     f32 *__restrict__ drows,     // [tokens, 2880]
     i64 tokens)
 {
+    await_launches();
     alignas(LINE) extern __shared__ Element ring[];
 
     const RowTile tile = row_tile(tokens);

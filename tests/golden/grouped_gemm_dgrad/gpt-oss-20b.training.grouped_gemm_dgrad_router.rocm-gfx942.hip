@@ -34,6 +34,7 @@ struct f16 { u16 bits; };   // IEEE binary16
 DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
+DEVICE void await_launches() {}  // launches do not overlap
 
 DEVICE void block_sync()
 {
@@ -158,9 +159,9 @@ struct RowTile {
     i32 rows;
 };
 
-DEVICE RowTile row_tile(i64 tokens)
+DEVICE RowTile row_tile(i64 tokens, i64 tile = block_x())
 {
-    i64 first = block_x() * TILE_ROWS;
+    const i64 first = tile * TILE_ROWS;
     return {0, first, (i32)(tokens - first)};
 }
 
@@ -339,6 +340,7 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
     f32 *__restrict__ drows,     // [tokens, 2880]
     i64 tokens)
 {
+    await_launches();
     __shared__ Chunk left[2][TILE_ROWS * CHUNKS], right[2][TILE_COLUMNS * CHUNKS];
 
     const RowTile tile = row_tile(tokens);

@@ -39,6 +39,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -240,6 +248,7 @@ KERNEL(THREADS) grouped_gemm_wgrad_up(
     i64 accumulate,
     i64 tokens)
 {
+    await_launches();
     alignas(16) __shared__ f32 left_tile[2][TILE_DEPTH][MATRICES * TILE_ROWS];
     alignas(16) __shared__ f32 right_tile[2][TILE_DEPTH][TILE_COLUMNS];
 
@@ -306,6 +315,7 @@ KERNEL(128) grouped_gemm_wgrad_up_bias(
     i64 accumulate,
     i64 tokens)
 {
+    await_launches();
     constexpr int COLUMNS = 32;
     const i32 column = (i32)block_y() * 128 + thread_index();
     if (column >= COLUMNS)

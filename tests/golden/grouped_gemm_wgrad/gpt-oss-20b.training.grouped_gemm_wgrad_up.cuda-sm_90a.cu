@@ -43,6 +43,14 @@ DEVICE i64 block_x() { return blockIdx.x; }
 DEVICE i64 block_y() { return blockIdx.y; }
 DEVICE void block_sync() { __syncthreads(); }
 
+// Lets the blocks of the next launch start, then waits until all launches before this one
+// have ended, and for what they wrote. Nothing happens where launches do not overlap.
+DEVICE void await_launches()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
 DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
@@ -486,6 +494,7 @@ KERNEL(THREADS) grouped_gemm_wgrad_up(
     i64 accumulate,
     i64 tokens)
 {
+    await_launches();
     Shared &shared = dynamic_shared<Shared>();
 
     const i64 expert = block_x() / ROW_TILES;
@@ -585,6 +594,7 @@ KERNEL(384) grouped_gemm_wgrad_up_bias(
     i64 accumulate,
     i64 tokens)
 {
+    await_launches();
     constexpr int COLUMNS = 2880;
     const i32 column = (i32)block_y() * 384 + thread_index();
     if (column >= COLUMNS)

@@ -200,8 +200,16 @@ fn watched(options: &Options, items: &[Item]) -> Result<ExitCode> {
     let (mut next, mut lost) = (options.from, 0);
     while next < items.len() && lost <= LOST && Instant::now() < end {
         let mut process = Process::start(options, next)?;
-        let reached = process.follow(options, items, next, end, &mut tally)?;
-        next = reached;
+        match process.follow(options, items, next, end, &mut tally) {
+            Ok(reached) => next = reached,
+            // A device that an item broke for good is no device that never was.
+            Err(error) if lost > 0 => {
+                println!("FAIL: {error}");
+                tally.failed += 1;
+                break;
+            }
+            Err(error) => return Err(error),
+        }
         lost += 1;
     }
     let left = items.len().saturating_sub(next);

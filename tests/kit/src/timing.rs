@@ -50,8 +50,8 @@ impl Made {
     pub fn launches(&self, tokens: usize) -> usize {
         let plan = self.layer.tilings().at(tokens);
         match self.pass {
-            Pass::Forward => plan.evaluation_steps().len(),
-            Pass::Both => plan.all_steps().count(),
+            Pass::Forward => plan.launched(plan.evaluation_steps(), tokens as u64),
+            Pass::Both => plan.launched(plan.all_steps(), tokens as u64),
         }
     }
 

@@ -63,6 +63,7 @@ fn the_kit_runs_dry() {
     make(&kit);
     every_step(&kit, &out);
     parts(&kit, folder.path());
+    without_a_gpu(&kit, folder.path());
     misses_and_hangs(&kit, folder.path());
 }
 
@@ -129,12 +130,26 @@ fn parts(kit: &Path, folder: &Path) {
         &out,
         &["--only", "launches,training", "--minutes", "0"],
     );
-    assert_eq!(code, Some(0), "{text}");
+    assert_eq!(code, Some(2), "nothing ran: {text}");
     assert!(text.contains("training     left out"), "{text}");
     assert!(!text.contains("conformance"), "{text}");
     let (text, code) = run(kit, &out, &["--only", "nonsense"]);
     assert_eq!(code, Some(2), "{text}");
     assert!(text.contains("there is no step nonsense"), "{text}");
+}
+
+/// Without a GPU every step says so in one line, and the next goes on.
+fn without_a_gpu(kit: &Path, folder: &Path) {
+    if Path::new("/dev/nvidiactl").exists() {
+        return;
+    }
+    let mut command = Command::new(kit.join("run.sh"));
+    command.args(["--device", "cuda", "--tiny", "--out"]);
+    let (text, code) = said(command.arg(folder.join("none")));
+    assert_eq!(code, Some(2), "{text}");
+    let absent = text.lines().filter(|line| line.contains(" absent "));
+    assert_eq!(absent.count(), 8, "{text}");
+    assert!(text.contains("the CUDA driver"), "{text}");
 }
 
 /// A kernel that is not in the pack is named, and an item that hangs costs itself alone.

@@ -259,6 +259,7 @@ fn entry(kernel: &Kernel) -> Entry {
             threads: kernel.threads,
             shared_bytes: kernel.shared_bytes,
             cluster: kernel.cluster,
+            dependent: false,
         },
     }
 }

@@ -243,6 +243,13 @@ fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
             s.experts.form = ExpertForm::Plain;
             s.router.weight_on = WeightSite::Input;
         }),
+        // Pieces of 8 bytes: more addresses. Of 64 rows a lane kept too many.
+        with(typed(spec(78, 78, 1, 1), dtype), |s| {
+            s.precision.tf32 = dtype == DType::F32;
+            s.experts.form = ExpertForm::Plain;
+            s.experts.activation = Activation::Relu2;
+            s.experts.bias = true.into();
+        }),
     ]
 }
 

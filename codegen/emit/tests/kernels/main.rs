@@ -27,6 +27,7 @@ mod grads_mma;
 mod grads_wgmma;
 mod includes;
 mod kept;
+mod long_expressions;
 mod many_experts_compile;
 mod rig;
 mod router_bwd;

@@ -3,10 +3,10 @@
 
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
-use crate::ops::Calls;
 use crate::ops::gate;
+use crate::ops::{Calls, Gpu};
 use crate::{KernelPlan, Machine, Op, Operator};
-use moesaic_kernel::Target;
+use moesaic_kernel::{Entry, Target};
 use moesaic_spec::LayerSpec;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,6 +24,8 @@ pub(crate) struct Builder {
     pub(crate) part: Part,
     /// Whether few tokens have kernels of their own.
     pub(crate) few: bool,
+    /// Whether a CPU may pack weights.
+    pub(crate) packs: bool,
     /// Of shared experts that are on the side of their slices: the parts that those leave of
     /// the gradient of each one's weight.
     pub(crate) sliced: Option<Vec<usize>>,
@@ -88,6 +90,7 @@ impl Builder {
             pass: Pass::Forward,
             part: Part::Whole,
             few: training.is_none() && !options.one_for_all,
+            packs: training.is_none(),
             sliced: None,
         }
     }
@@ -172,7 +175,7 @@ impl Builder {
     pub(crate) fn kernel_by(&mut self, name: &str, op: Op, calls: impl Fn(&str) -> Calls) -> usize {
         let entries = op.entries().into_iter();
         let entries = entries
-            .map(|entry| calls(&entry.symbol).only(entry))
+            .map(|entry| overlapping(calls(&entry.symbol).only(entry), self.machine))
             .collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
@@ -232,7 +235,7 @@ impl Builder {
         let mut op = desc.with(config);
         self.plan.tuning.apply(&mut op);
         if let Some(cpu) = op.gemm_mut().and_then(|gemm| gemm.family.cpu_mut()) {
-            cpu.packed &= self.plan.training.is_none();
+            cpu.packed &= self.packs;
         }
         op
     }
@@ -245,4 +248,11 @@ pub(crate) fn owned(names: Bind) -> Vec<(String, String)> {
 
 pub(crate) fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {
     names.iter().map(|(a, b)| (&**a, &**b)).collect()
+}
+
+/// Kernels for GPUs whose launches may overlap begin by waiting for those before.
+fn overlapping(mut entry: Entry, machine: Machine) -> Entry {
+    let wait = matches!(machine, Machine::Gpu(Gpu::Cuda(arch)) if arch.capability >= 90);
+    entry.launch.dependent = wait;
+    entry
 }

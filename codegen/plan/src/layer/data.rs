@@ -55,6 +55,11 @@ pub struct PlanOptions {
     /// Calls of few tokens have the kernels of those of many, as those of layers that train
     /// do, where a GPU would have others for them.
     pub one_for_all: bool,
+    /// Weights of experts that ranks share stay as they are, as those of layers that train
+    /// do, where a CPU would have them packed: other ranks can gather them ([`Ways`]).
+    ///
+    /// [`Ways`]: crate::Ways
+    pub unpacked: bool,
 }
 
 impl PlanOptions {
@@ -150,6 +155,13 @@ impl LayerPlan {
         self.steps.iter().chain(&self.backward)
     }
 
+    /// How many of these steps, which are the plan's, launch something in a call of so many
+    /// tokens: the others have no blocks then.
+    pub fn launched<'s>(&self, steps: impl IntoIterator<Item = &'s Step>, tokens: u64) -> usize {
+        let has_blocks = |Step::Launch(step): &&Step| self[step.entry].launch.blocks(tokens) > 0;
+        steps.into_iter().filter(has_blocks).count()
+    }
+
     /// The steps of a forward pass that draws nothing and keeps nothing.
     pub fn evaluation_steps(&self) -> &[Step] {
         match self.training {
@@ -198,6 +210,15 @@ impl LayerPlan {
 }
 
 impl TensorPlan {
+    /// Whether it has a row for each token and nothing else, so that the rows of some tokens
+    /// are a tensor of a call with these tokens alone.
+    pub fn is_by_token(&self) -> bool {
+        let mut sizes = self.shape.iter();
+        let counts = |size: &Size| [0, 1, 63, 1000, 1 << 20].iter().all(|&n| size.eval(n) == n);
+        let constant = |size: &Size| size.eval(0) == size.eval(1 << 20);
+        sizes.next().is_some_and(counts) && sizes.all(constant)
+    }
+
     /// Elements for a token count.
     pub fn elements(&self, tokens: u64) -> u64 {
         self.shape

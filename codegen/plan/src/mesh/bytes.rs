@@ -1,6 +1,7 @@
 //! What a rank sends, where every expert gets equally many rows.
 
 use super::{Exchange, RankPlan, RankStep, Side, Way};
+use crate::TensorId;
 
 /// Bytes that a rank sends in an exchange, by how far they go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,22 +16,28 @@ pub struct Sent {
 
 impl RankPlan {
     /// What this rank sends in an exchange when each rank has `tokens` tokens and every
-    /// expert equally many rows, its replicas equally many of them, with `per_node` ranks on a node, one node's after the
-    /// other's. Sums count what their shortest form sends: each part but one's own to its
-    /// owner and, if all get it, the result back.
+    /// expert equally many rows, its replicas equally many of them, with `per_node` ranks on a
+    /// node, one node's after the other's. Sums count what their shortest form sends: each
+    /// part but one's own to its owner and, if all get it, the result back.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
-        let group: Vec<usize> = (0..self.mesh.group()).map(|at| self.member(at)).collect();
+        let (group, among) = (self.members(), self.sharing_rows());
+        let own = self.mesh.rank(self.place);
+        let block: Vec<usize> = self.by().block(own).collect();
         let world: Vec<usize> = (0..self.mesh.ranks()).collect();
         let rows = tokens * self.tokens.spec.shape.top_k as u64;
-        let (placement, experts) = (self.placement(), self.tokens.spec.shape.experts);
-        let (loads, own) = (placement.loads(&vec![1.0; experts]), self.place.ep);
-        let ep = |rank: usize| rank % self.mesh.group() / self.mesh.shards;
+        let (placement, experts) = (self.row_placement(), self.tokens.spec.shape.experts);
+        let loads = placement.loads(&vec![1.0; experts]);
+        let ep = |rank: usize| self.by().place(rank).ep;
         let part = |ep: usize| (rows as f64 * loads[ep] / experts as f64) as u64;
         let row = |side, id| self.row_bytes(side, id) as u64;
         let owned = |rank: usize| placement.count(ep(rank)) as u64;
+        let of_piece = |rows: u64| match exchange.piece {
+            None => rows,
+            Some(piece) => piece.rows(rows as usize).len() as u64,
+        };
         // Rows between this rank and the experts of another, and the other way.
-        let to = |rank: usize| part(ep(rank));
-        let from = |_: usize| part(own);
+        let to = |rank: usize| of_piece(part(ep(rank)));
+        let from = |_: usize| of_piece(part(ep(own)));
         let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
@@ -56,7 +63,8 @@ impl RankPlan {
             Way::Counts => each(&group, &|rank| 8 * owned(rank)),
             Way::ToExperts { from, .. } => each(&group, &|rank| to(rank) * row(Side::Tokens, from)),
             Way::ToTokens { from: tensor, .. } => {
-                let same = |rank: usize| rank % self.mesh.shards == self.place.shard;
+                let slice = |rank: usize| self.by().place(rank).shard;
+                let same = |rank: usize| slice(rank) == slice(own);
                 let bytes = row(Side::Experts, tensor);
                 each(&group, &|rank| match same(rank) {
                     true => from(rank) * bytes,
@@ -64,8 +72,8 @@ impl RankPlan {
                 })
             }
             Way::OverShards { tensor } => {
-                let arriving = from(0) * self.mesh.group() as u64;
-                summed(&slices, arriving * row(Side::Experts, tensor))
+                let arriving = from(0) * group.len() as u64;
+                summed(&among, arriving * row(Side::Experts, tensor))
             }
             Way::Neighbours => each(&slices, &|_| 8),
             Way::ToSlices { from, .. } => each(&slices, &|_| tokens * row(Side::Tokens, from)),
@@ -79,7 +87,20 @@ impl RankPlan {
             Way::OfFirst { .. } => Sent::default(),
             Way::Sum { from, .. } => summed(&world, self.tokens[from].bytes(tokens)),
             Way::Most { tensor } => summed(&world, self.tokens[tensor].bytes(tokens)),
-            Way::Gather { from, .. } if self.place.shard == 0 => {
+            Way::GatherWeight { weight, cut } => {
+                let bytes = self.strip_bytes(weight, cut, own - block[0]);
+                Sent {
+                    here: 0,
+                    ..each(&block, &|_| bytes)
+                }
+            }
+            Way::ScatterGradient { gradient, cut } => Sent {
+                here: 0,
+                ..each(&block, &|rank| {
+                    self.strip_bytes(gradient, cut, rank - block[0])
+                })
+            },
+            Way::Gather { from, .. } if self.by().place(own).shard == 0 => {
                 each(&group, &|_| self.experts[from].bytes(0))
             }
             Way::Gather { .. } => Sent::default(),
@@ -100,9 +121,26 @@ impl RankPlan {
         all
     }
 
-    /// The rank in the world of a rank of this one's group.
-    fn member(&self, at: usize) -> usize {
-        self.place.dp * self.mesh.group() + at
+    /// The ranks that rows are exchanged among, in the world.
+    fn members(&self) -> Vec<usize> {
+        let (by, own) = (self.by(), self.mesh.rank(self.place));
+        let same = |rank: &usize| by.place(*rank).dp == by.place(own).dp;
+        (0..self.mesh.ranks()).filter(same).collect()
+    }
+
+    /// Those of them with other slices of the same experts.
+    fn sharing_rows(&self) -> Vec<usize> {
+        let (by, own) = (self.by(), self.mesh.rank(self.place));
+        let same = |rank: &usize| by.place(*rank).ep == by.place(own).ep;
+        self.members().into_iter().filter(same).collect()
+    }
+
+    /// Bytes of a tensor of the experts' side that a rank of the block owns.
+    fn strip_bytes(&self, tensor: TensorId, cut: Option<usize>, owner: usize) -> u64 {
+        let strips = self.strips(tensor, cut);
+        let own = strips.iter().find(|strip| strip.owner == owner);
+        let size = self.experts[tensor].dtype.size();
+        own.map_or(0, |strip| (strip.elements() * size) as u64)
     }
 
     /// The rank with another slice of the same experts.

@@ -1,6 +1,6 @@
 //! What one rank does, as data.
 
-use super::{Parallel, Place};
+use super::{Parallel, Piece, Place};
 use crate::{LayerPlan, Placement, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +14,9 @@ pub struct RankPlan {
     /// Which groups have which experts; `None`: as [`Parallel::experts`] says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Placement>,
+    /// To how many slices of its expert a row goes; 0 where rows stay. Fewer than weights
+    /// have: the experts' side has weights that are gathered ([`Way::GatherWeight`]).
+    pub ways: usize,
     /// What is done with this rank's tokens.
     pub tokens: LayerPlan,
     /// What this rank's experts do with the rows that arrive. Its tokens are rows.
@@ -56,6 +59,9 @@ pub enum RankStep {
         side: Side,
         /// Which.
         step: usize,
+        /// For which rows, where they come in pieces.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        piece: Option<Piece>,
     },
     /// Something that all ranks do together.
     Exchange(Exchange),
@@ -69,6 +75,9 @@ pub struct Exchange {
     /// What goes where.
     #[serde(flatten)]
     pub way: Way,
+    /// Which rows, where they travel in pieces.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub piece: Option<Piece>,
 }
 
 /// What goes where. Tensors are of the side that the name says.
@@ -143,6 +152,22 @@ pub enum Way {
         /// Of the tokens' side; every rank has it afterwards.
         tensor: TensorId,
     },
+    /// The parts of a weight that the ranks of a block own become the weight of the experts'
+    /// side of each.
+    GatherWeight {
+        /// Of the experts' side.
+        weight: TensorId,
+        /// The dimension along which slices cut it.
+        cut: Option<usize>,
+    },
+    /// Gradients of a weight of the experts' side are summed over the ranks of a block; each
+    /// gets the part that it owns.
+    ScatterGradient {
+        /// Of the experts' side.
+        gradient: TensorId,
+        /// The dimension along which slices cut it.
+        cut: Option<usize>,
+    },
     /// Weights of each group's experts, of the first slice, become those of all.
     Gather {
         /// Of the experts' side.
@@ -167,7 +192,7 @@ impl RankPlan {
     pub fn routing_of(&self, steps: &[RankStep], of: &[Step]) -> Vec<RankStep> {
         let scanned = self.tokens.routing_of(of).len();
         let decides = |step: &&RankStep| match step {
-            RankStep::Launch { side, step } => *side == Side::Tokens && *step < scanned,
+            RankStep::Launch { side, step, .. } => *side == Side::Tokens && *step < scanned,
             RankStep::Exchange(Exchange { way, .. }) => {
                 matches!(way, Way::Tokens | Way::Most { .. })
             }
@@ -209,13 +234,13 @@ impl RankPlan {
         width as usize * tensor.dtype.size()
     }
 
-    /// Which groups have which experts.
+    /// Which groups own which experts.
     pub fn placement(&self) -> Placement {
         let contiguous = || Placement::contiguous(self.mesh.ep, self.tokens.spec.shape.experts);
         self.placement.clone().unwrap_or_else(contiguous)
     }
 
-    /// The experts of this rank, in the order in which it has them.
+    /// The experts that this rank has, in the order in which it has them.
     pub fn own_experts(&self) -> Vec<usize> {
         self.placement().of(self.place.ep).into_owned()
     }

@@ -28,16 +28,24 @@
 //! of the tokens of all, rank after rank.
 
 mod bytes;
+mod cost;
 mod data;
 mod parallel;
+mod pieces;
+mod schedule;
 mod steps;
 mod strategy;
 mod text;
+mod ways;
 
 pub use bytes::Sent;
+pub use cost::{WaysCost, WaysLoad};
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
+pub use pieces::Piece;
+pub use schedule::{PieceTimes, Span, best_degree, timeline};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
+pub use ways::{Strip, Ways};
 
 use crate::layer::{Builder, Part, Recompute, Role};
 use crate::{LayerPlan, Placement, PlanError, PlanOptions};
@@ -55,42 +63,85 @@ pub fn plan_rank(
     mesh: Parallel,
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
-    plan_placed(spec, target, options, (mesh, None), rank)
+    plan_ways(spec, target, options, (mesh, mesh.shards), rank)
 }
 
-/// Plans what `rank` does where experts are placed as the caller says.
+/// The same where rows go to so many slices of their expert ([`Ways`]). Weights that are
+/// gathered are not packed.
 ///
 /// # Errors
-/// As [`plan_rank`]; [`PlanError::Placement`] for a placement of other experts or groups.
+/// As [`plan_rank`]; [`PlanError::Strategy`] for a number that the mesh cannot have.
+pub fn plan_ways(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    (mesh, ways): (Parallel, usize),
+    rank: usize,
+) -> Result<RankPlan, PlanError> {
+    plan_placed(spec, target, options, (mesh, None, ways), rank)
+}
+
+/// The same where experts are placed as the caller says; `None`: in order.
+///
+/// # Errors
+/// As [`plan_ways`]; [`PlanError::Placement`] for a placement of other experts or groups;
+/// [`PlanError::Strategy`] for weights that are gathered and experts that are not in order.
 pub fn plan_placed(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
-    (mesh, placement): (Parallel, Option<&Placement>),
+    (mesh, placement, ways): (Parallel, Option<&Placement>, usize),
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
-    let own = match placement {
-        None => mesh.experts(place.ep, spec.shape.experts).len(),
-        Some(placement) => {
-            placement.check(&mesh, spec.shape.experts)?;
-            placement.count(place.ep)
-        }
+    let by = Ways::new(mesh, ways)?;
+    let placement = out_of_order(placement, mesh, spec.shape.experts)?;
+    if let Some(placement) = placement {
+        let strategy = Strategy {
+            ways: Some(ways),
+            ..Strategy::default()
+        };
+        strategy.check_placed(&mesh, placement)?;
+    }
+    let of_experts = PlanOptions {
+        unpacked: options.unpacked || !by.own_alone(),
+        ..options.clone()
     };
-    let placement = placement.filter(|placement| !placement.is_contiguous());
-    let experts = plan_experts(spec, target, options, &of_so_many(spec, mesh, place, own));
+    let own = match placement {
+        None => experts_of(spec, by.mesh(), by.place(rank)),
+        Some(placement) => of_so_many(spec, mesh, place, placement.count(place.ep)),
+    };
+    let experts = plan_experts(spec, target, &of_experts, &own);
     let sliced = mesh.slices_shared() && !spec.shared.is_empty();
     let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
-    let plan = steps::in_order(
-        (mesh, place, placement.cloned()),
+    let plan = RankPlan {
+        mesh,
+        place,
+        placement: placement.cloned(),
+        ways,
+        tile_rows: steps::tile_rows(&experts),
+        steps: Vec::new(),
+        evaluation: Vec::new(),
+        backward: Vec::new(),
         tokens,
         experts,
         shared,
-        &places,
-    );
-    Ok(plan)
+    };
+    Ok(steps::in_order(plan, &places))
+}
+
+/// A placement that the mesh can have, if it is not that of experts in order.
+fn out_of_order(
+    placement: Option<&Placement>,
+    mesh: Parallel,
+    experts: usize,
+) -> Result<Option<&Placement>, PlanError> {
+    if let Some(placement) = placement {
+        placement.check(&mesh, experts)?;
+    }
+    Ok(placement.filter(|placement| !placement.is_contiguous()))
 }
 
 /// The routed experts of a rank as a layer of their own: a row is a token whose one
@@ -153,6 +204,7 @@ fn plan_experts(
     own: &LayerSpec,
 ) -> LayerPlan {
     let mut builder = Builder::new(own, target, options);
+    builder.packs &= !options.unpacked;
     builder.part = Part::Experts {
         of: spec.shape.experts,
         top_k: spec.shape.top_k,

@@ -1,30 +1,14 @@
 //! Launches of both sides and what ranks do together, in one order.
 
-use super::{BROUGHT_BACK, Exchange, Parallel, Place, RankPlan, RankStep, Side, Way, shared_part};
+use super::ways::cut_of;
+use super::{BROUGHT_BACK, Exchange, RankPlan, RankStep, Side, Way, shared_part};
 use crate::layer::around::Places;
-use crate::{LayerPlan, Placement, Role, TensorId, TensorPlan};
+use crate::{LayerPlan, Role, Step, TensorId, TensorPlan};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
 use std::ops::Range;
 
-pub(super) fn in_order(
-    (mesh, place, placement): (Parallel, Place, Option<Placement>),
-    tokens: LayerPlan,
-    experts: LayerPlan,
-    shared: Option<LayerPlan>,
-    places: &Places,
-) -> RankPlan {
-    let mut plan = RankPlan {
-        mesh,
-        place,
-        placement,
-        tile_rows: tile_rows(&experts),
-        steps: Vec::new(),
-        evaluation: Vec::new(),
-        backward: Vec::new(),
-        tokens,
-        experts,
-        shared,
-    };
+/// The plan with its steps.
+pub(super) fn in_order(mut plan: RankPlan, places: &Places) -> RankPlan {
     let trains = plan.tokens.training.is_some();
     plan.steps = forward(&plan, trains, places.forward);
     if trains {
@@ -35,7 +19,7 @@ pub(super) fn in_order(
 }
 
 /// Of the products of experts, whose row tiles are listed once for all.
-fn tile_rows(experts: &LayerPlan) -> usize {
+pub(super) fn tile_rows(experts: &LayerPlan) -> usize {
     let mut products = experts.kernels.iter().filter_map(|kernel| kernel.op.gemm());
     products.next().map_or(1, |config| config.tile_rows)
 }
@@ -69,6 +53,11 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         list.push(exchange("capacity", Way::Most { tensor }));
     }
     launch(&mut list, Side::Tokens, scanned..at);
+    let multiply = match trains {
+        true => &plan.experts.steps,
+        false => plan.experts.evaluation_steps(),
+    };
+    list.extend(gathered_weights(plan, multiply));
     list.push(exchange("counts", Way::Counts));
     list.extend(to_experts(plan, "rows", "rows"));
     if named("row_weights").is_some() {
@@ -89,10 +78,12 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
 fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let mut list = Vec::new();
     launch(&mut list, Side::Tokens, 0..at);
+    list.extend(gathered_weights(plan, &plan.experts.backward));
     list.extend(to_experts(plan, "dout", "dout"));
     launch(&mut list, Side::Experts, 0..plan.experts.backward.len());
     list.extend(to_tokens(plan, "drows"));
     list.extend(to_tokens(plan, "dweight_parts"));
+    list.extend(scattered_gradients(plan));
     let weights = plan.tokens.tensors.iter().enumerate();
     for (to, tensor) in weights.filter(|(_, tensor)| tensor.role == Role::Weight) {
         if let Some(from) = plan.experts.id(&tensor.name) {
@@ -105,6 +96,39 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     }
     launch(&mut list, Side::Tokens, at..plan.tokens.backward.len());
     list
+}
+
+/// Weights that steps of a pass multiply with, where ranks own less than that; and the last
+/// bias, which the tokens' side may ask for.
+fn gathered_weights(plan: &RankPlan, steps: &[Step]) -> Vec<RankStep> {
+    let used = |weight| steps.iter().any(|step| step.tensors().contains(&weight));
+    let way = |weight, cut: Option<usize>| {
+        let wanted = cut.is_none() || used(weight);
+        wanted.then_some(Way::GatherWeight { weight, cut })
+    };
+    of_blocks(plan, Role::Weight, way)
+}
+
+fn scattered_gradients(plan: &RankPlan) -> Vec<RankStep> {
+    let way = |gradient, cut| Some(Way::ScatterGradient { gradient, cut });
+    of_blocks(plan, Role::WeightGradient, way)
+}
+
+fn of_blocks(
+    plan: &RankPlan,
+    role: Role,
+    way: impl Fn(TensorId, Option<usize>) -> Option<Way>,
+) -> Vec<RankStep> {
+    if plan.by().own_alone() {
+        return Vec::new();
+    }
+    let tensors = plan.experts.tensors.iter().enumerate();
+    let tensors = tensors.filter(|(_, tensor)| tensor.role == role);
+    let step = |(at, tensor): (usize, &TensorPlan)| {
+        let way = way(TensorId(at), cut_of(&tensor.name))?;
+        Some(exchange(&tensor.name, way))
+    };
+    tensors.filter_map(step).collect()
 }
 
 /// Rows of gradients go to the slices, and what those make of them comes back.
@@ -146,13 +170,15 @@ fn counted_capacity(spec: &LayerSpec) -> bool {
 }
 
 fn launch(list: &mut Vec<RankStep>, side: Side, steps: Range<usize>) {
-    list.extend(steps.map(|step| RankStep::Launch { side, step }));
+    let piece = None;
+    list.extend(steps.map(|step| RankStep::Launch { side, step, piece }));
 }
 
 fn exchange(name: &str, way: Way) -> RankStep {
     RankStep::Exchange(Exchange {
         name: name.to_string(),
         way,
+        piece: None,
     })
 }
 
@@ -184,6 +210,6 @@ fn to_tokens(plan: &RankPlan, name: &str) -> Vec<RankStep> {
     };
     let sum = exchange(&format!("{name} of slices"), Way::OverShards { tensor });
     let back = exchange(name, Way::ToTokens { from: tensor, to });
-    let sliced = plan.mesh.shards > 1;
+    let sliced = plan.by().mesh().shards > 1;
     sliced.then_some(sum).into_iter().chain([back]).collect()
 }

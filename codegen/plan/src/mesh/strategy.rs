@@ -1,6 +1,7 @@
 //! How ranks carry out a pass of a layer: what may differ from call to call.
 
-use super::Parallel;
+use super::{Parallel, Ways};
+use crate::Placement;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -58,7 +59,20 @@ impl<T: Copy> Both<T> {
     }
 }
 
-/// How rows go from rank to rank. What arrives is the same.
+impl Both<usize> {
+    /// The number of pieces of which both a piece in forward and one in backward consist:
+    /// their least common multiple.
+    pub fn common(self) -> usize {
+        let (mut a, mut b) = (self.forward, self.backward);
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        self.forward / a.max(1) * self.backward
+    }
+}
+
+/// How rows go from rank to rank. What arrives is the same, but for sums of
+/// [`Route::Once`].
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
@@ -67,14 +81,17 @@ pub enum Route {
     /// Everybody sends to everybody.
     #[default]
     Linear,
-    /// In two dimensions (2DH): inside nodes first, then between ranks of equal place.
+    /// In two dimensions (2DH): inside nodes first, then between ranks of equal place. Rows
+    /// come back by the same ranks, so the other way round.
     IntraFirst,
-    /// In two dimensions: between ranks of equal place first, then inside nodes.
+    /// In two dimensions: between ranks of equal place first, then inside nodes, and back.
     InterFirst,
-    /// Messages inside nodes and those between nodes side by side.
+    /// One half of the bytes each of these ways, so that messages inside nodes and those
+    /// between nodes travel side by side.
     Concurrent,
     /// A token crosses to a node once, whatever the number of its experts there, and comes
-    /// back as one partial sum.
+    /// back as one partial sum: gradients of rows, and rows whose weights experts have
+    /// multiplied. Where `combine` does that, one row comes back for each expert.
     Once,
 }
 
@@ -236,11 +253,57 @@ pub enum StrategyError {
         /// Of the mesh.
         shards: usize,
     },
+    /// Weights as other ranks cannot gather them.
+    #[error(
+        "experts' weights are packed for a CPU, so that rows cannot go {ways} ways; make the \
+         layer on `Mesh::for_any_ways`"
+    )]
+    Packed {
+        /// As asked for.
+        ways: usize,
+    },
     /// Rows in no pieces, or in too many.
     #[error("rows cannot travel in {degree} pieces; from 1 to {MOST_PIECES}")]
     Degree {
         /// As asked for.
         degree: usize,
+    },
+    /// A route that the nodes of a group do not allow.
+    #[error(
+        "route={route} needs nodes with equally many ranks, one node's after the other's, but \
+         {reason}; start ranks so, or take route=linear"
+    )]
+    Nodes {
+        /// As asked for.
+        route: Route,
+        /// How ranks lie.
+        reason: String,
+    },
+    /// Pieces of forward and of backward that do not fit each other.
+    #[error(
+        "{forward} pieces in forward and {backward} in backward are {pieces} pieces that both are \
+         made of, and there may be {MOST_PIECES}; choose two of which one divides the other"
+    )]
+    Degrees {
+        /// As asked for.
+        forward: usize,
+        /// As asked for.
+        backward: usize,
+        /// Their least common multiple.
+        pieces: usize,
+    },
+    /// Something that is not built for experts that are not in order.
+    #[error(
+        "`{asked}` is there for experts in order alone, and these are placed `{placement}`; take \
+         ways={shards},degree=1,route=linear, or a mesh without a placement"
+    )]
+    Placed {
+        /// What of the strategy.
+        asked: String,
+        /// As text.
+        placement: String,
+        /// Of the mesh.
+        shards: usize,
     },
     /// Not built.
     #[error("`{0}` is not there yet")]
@@ -261,25 +324,53 @@ impl Strategy {
     /// # Errors
     /// [`StrategyError`] says what is possible.
     pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        let (ways, shards) = (self.ways(mesh), mesh.shards);
-        if ways > 0 && !shards.is_multiple_of(ways) {
-            return Err(StrategyError::Ways { ways, shards });
-        }
+        Ways::new(*mesh, self.ways(mesh))?;
         let degrees = [self.degree.forward, self.degree.backward];
         let wrong = degrees.iter().find(|n| !(1..=MOST_PIECES).contains(*n));
         if let Some(&degree) = wrong {
             return Err(StrategyError::Degree { degree });
         }
-        self.check_built(mesh)
+        let Both { forward, backward } = self.degree;
+        let pieces = self.degree.common();
+        if pieces > MOST_PIECES {
+            return Err(StrategyError::Degrees {
+                forward,
+                backward,
+                pieces,
+            });
+        }
+        self.check_built()
     }
 
-    fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
+    /// Whether ranks of a mesh can do so where experts are placed so: those that are not in
+    /// order have rows that travel whole and straight, to weights that stay.
+    ///
+    /// # Errors
+    /// [`StrategyError::Placed`].
+    pub fn check_placed(&self, mesh: &Parallel, at: &Placement) -> Result<(), StrategyError> {
+        let default = Strategy::default();
+        let other = Strategy {
+            ways: self.ways.filter(|ways| *ways != mesh.shards),
+            wire: default.wire,
+            ..*self
+        };
+        match at.is_contiguous() || other == default {
+            true => Ok(()),
+            false => Err(StrategyError::Placed {
+                asked: other.to_string(),
+                placement: at.to_string(),
+                shards: mesh.shards,
+            }),
+        }
+    }
+
+    fn check_built(&self) -> Result<(), StrategyError> {
         let not_yet = |part: String| Err(StrategyError::NotYet(part));
         let default = Strategy::default();
         match self {
-            _ if self.ways(mesh) != mesh.shards => not_yet(format!("ways={}", self.ways(mesh))),
-            _ if self.degree != default.degree => not_yet(format!("degree={}", self.degree)),
-            _ if self.route != default.route => not_yet(format!("route={}", self.route)),
+            _ if self.degree != default.degree && self.route != default.route => {
+                not_yet(format!("degree={} with route={}", self.degree, self.route))
+            }
             _ if self.wire != default.wire => not_yet(format!("wire={}", self.wire)),
             _ => Ok(()),
         }
@@ -328,7 +419,36 @@ mod tests {
             Err(StrategyError::Ways { ways: 3, shards: 4 })
         );
         assert_eq!(check("degree=0"), Err(StrategyError::Degree { degree: 0 }));
+        let error = check("degree=9/8").unwrap_err().to_string();
+        assert!(
+            error.contains("are 72 pieces that both are made of"),
+            "{error}"
+        );
+        assert_eq!(check("degree=64/8"), Ok(()));
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
+    }
+
+    #[test]
+    fn experts_out_of_order_have_rows_that_travel_whole_and_straight() {
+        let mesh = Parallel {
+            ep: 2,
+            shards: 2,
+            ..Parallel::default()
+        };
+        let check = |text: &str, placement: &str| {
+            let strategy: Strategy = text.parse().unwrap();
+            strategy.check_placed(&mesh, &placement.parse().unwrap())
+        };
+        for text in ["default", "ways=2", "degree=1", "route=linear"] {
+            assert_eq!(check(text, "0,3 | 1,2"), Ok(()), "{text}");
+        }
+        for text in ["ways=0", "ways=1", "degree=2", "degree=1/2", "route=once"] {
+            assert_eq!(check(text, "0,1 | 2,3"), Ok(()), "{text}");
+            let error = check(text, "0,3 | 1,2").unwrap_err().to_string();
+            let says = |part: &str| assert!(error.contains(part), "{error}");
+            says(&format!("`{text}`"));
+            says("take ways=2,degree=1,route=linear");
+        }
     }
 }

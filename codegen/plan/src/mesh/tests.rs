@@ -54,6 +54,149 @@ fn a_rank_has_its_steps_in_this_order() {
     has_steps(text, SharedExperts::Whole, include_str!("steps.txt"));
 }
 
+/// Two pieces in forward and four in backward, of slices whose parts are summed.
+#[test]
+fn pieces_have_their_steps_in_this_order() {
+    let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
+         experts = { bias = true }";
+    let mesh = Parallel {
+        ep: 2,
+        shards: 2,
+        ..Parallel::default()
+    };
+    let plan = planned(&spec(text), "cpu:avx2", mesh, 1, true);
+    assert_eq!(plan.in_pieces(Both::same(1)), plan);
+    let strategy: Strategy = "degree=2/4".parse().unwrap();
+    let text = plan.in_pieces(strategy.degree).text();
+    let expected = include_str!("steps_in_pieces.txt");
+    assert!(text == expected, "the steps are now\n{text}");
+}
+
+/// What travels in pieces is what travels at once, of any numbers of pieces.
+#[test]
+fn pieces_make_up_the_whole() {
+    for seed in 0..60 {
+        let (spec, mesh) = layer(seed);
+        let plan = planned(&spec, "cpu:avx2", mesh, 0, seed % 3 > 0);
+        for (forward, backward) in [(1, 3), (2, 1), (4, 4), (4, 2), (2, 3)] {
+            let degree = Both { forward, backward };
+            let pieces = plan.in_pieces(degree);
+            let passes = [
+                (&plan.steps, &pieces.steps, forward),
+                (&plan.evaluation, &pieces.evaluation, forward),
+                (&plan.backward, &pieces.backward, backward),
+            ];
+            for (whole, list, degree) in passes {
+                let what = format!("seed {seed}, {forward}/{backward}");
+                let sent = |steps: &[RankStep]| plan.bytes_of(steps, 37, 2);
+                assert_eq!(sent(list), sent(whole), "{what}");
+                let launched = RankPlan::launched_pieces(list);
+                assert_eq!(launched % degree.max(1) * whole.len(), 0, "{what}");
+                check_order(list, &what);
+                let count = |steps: &[RankStep], which: fn(&RankStep) -> bool| {
+                    steps.iter().filter(|step| which(step)).count()
+                };
+                let products = |step: &RankStep| {
+                    let side = Side::Experts;
+                    matches!(step, RankStep::Launch { side: whose, .. } if *whose == side)
+                };
+                assert_eq!(
+                    count(list, products),
+                    count(whole, products) * launched,
+                    "{what}"
+                );
+                let goes = |step: &RankStep| {
+                    matches!(step, RankStep::Exchange(Exchange { way, .. })
+                        if matches!(way, Way::ToExperts { .. } | Way::ToTokens { .. }))
+                };
+                assert_eq!(count(list, goes), count(whole, goes) * degree, "{what}");
+            }
+        }
+    }
+}
+
+/// Rows are sent before their products are launched, and answered after.
+fn check_order(list: &[RankStep], what: &str) {
+    let units = RankPlan::launched_pieces(list);
+    let (mut sent, mut multiplied) = (vec![0; units], vec![0; units]);
+    let all = Piece { number: 0, of: 1 };
+    let launches = list.iter().filter(|step| {
+        matches!(step, RankStep::Launch { side, piece: None | Some(Piece { number: 0, .. }), .. }
+            if *side == Side::Experts)
+    });
+    let launches = launches.count();
+    for step in list {
+        match step {
+            RankStep::Launch {
+                side: Side::Experts,
+                piece,
+                ..
+            } => {
+                let unit = piece.map_or(0, |piece| piece.number);
+                assert!(sent[unit] > 0, "{what}: products of {unit} before its rows");
+                multiplied[unit] += 1;
+            }
+            RankStep::Launch { .. } => {}
+            RankStep::Exchange(exchange) => {
+                let mut units = exchange.piece.unwrap_or(all).units(units);
+                match exchange.way {
+                    Way::ToExperts { .. } => units.for_each(|unit| sent[unit] += 1),
+                    Way::OverShards { .. } | Way::ToTokens { .. } => {
+                        let done = |unit| multiplied[unit] == launches;
+                        assert!(units.all(done), "{what}: `{}` too early", exchange.name);
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_piece_has_its_part_of_any_number_of_rows() {
+    for of in 1..9 {
+        for n in 0..20 {
+            let pieces = (0..of).map(|number| Piece { number, of }.rows(n));
+            let rows: Vec<usize> = pieces.flatten().collect();
+            assert!(rows.into_iter().eq(0..n), "{n} rows in {of}");
+            // Finer pieces are within coarser ones.
+            let coarse = Piece { number: of - 1, of };
+            let fine = Piece {
+                number: 3 * of - 3,
+                of: 3 * of,
+            };
+            assert_eq!(coarse.rows(n).start, fine.rows(n).start);
+        }
+    }
+}
+
+/// What an expert's products keep or read from launch to launch has a row for each row, so
+/// that a piece has its own part of it; only where rows lie is told again for each piece.
+#[test]
+fn what_products_keep_has_a_row_for_each_row() {
+    for seed in 0..120 {
+        let (spec, mesh) = layer(seed);
+        for target in [
+            "cpu:avx512",
+            "cpu:amx",
+            "cuda:sm_80",
+            "cuda:sm_90a",
+            "rocm:gfx942",
+        ] {
+            let plan = planned(&spec, target, mesh, 0, true);
+            for id in plan.experts.saved() {
+                let tensor = &plan.experts[id];
+                let table = ["offsets", "row_tiles"].contains(&&*tensor.name);
+                let (name, shape) = (&tensor.name, &tensor.shape);
+                assert!(
+                    table || tensor.is_by_token(),
+                    "{target}: `{name}` {shape:?}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn slices_of_shared_experts_have_their_steps_in_this_order() {
     let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
@@ -61,6 +204,25 @@ fn slices_of_shared_experts_have_their_steps_in_this_order() {
          shared = [{ hidden_dim = 8, gate = 'sigmoid' }, { hidden_dim = 4 }]";
     let expected = include_str!("steps_of_slices.txt");
     has_steps(text, SharedExperts::Sliced, expected);
+}
+
+#[test]
+fn fewer_ways_have_their_steps_in_this_order() {
+    let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
+         experts = { bias = true }";
+    let mesh = Parallel {
+        ep: 2,
+        shards: 4,
+        ..Parallel::default()
+    };
+    let options = PlanOptions::training(Training::default());
+    let target = "cpu:avx2".parse().unwrap();
+    let plan = plan_ways(&spec(text), target, &options, (mesh, 2), 5).unwrap();
+    let text = plan.text();
+    assert!(
+        text == include_str!("steps_of_ways.txt"),
+        "the steps are now\n{text}"
+    );
 }
 
 /// Every exchange moves rows of one size, between tensors that both sides have.
@@ -112,7 +274,9 @@ fn every_launch_of_every_side_is_there_once() {
         for (steps, of) in passes {
             for &side in &sides {
                 let launched = steps.iter().filter_map(|step| match step {
-                    RankStep::Launch { side: whose, step } if *whose == side => Some(*step),
+                    RankStep::Launch {
+                        side: whose, step, ..
+                    } if *whose == side => Some(*step),
                     _ => None,
                 });
                 let own = of(plan.side(side)).len();
@@ -188,7 +352,7 @@ fn every_pass_of_slices_of_shared_experts_has_its_exchanges() {
         assert_eq!(plan.shared.is_some(), !spec.shared.is_empty());
         let named = |steps: &[RankStep]| -> Vec<String> {
             let of_slices = |step: &RankStep| match step {
-                RankStep::Exchange(Exchange { name, way }) => matches!(
+                RankStep::Exchange(Exchange { name, way, .. }) => matches!(
                     way,
                     Way::ToSlices { .. } | Way::FromSlices { .. } | Way::OfFirst { .. }
                 )

@@ -20,13 +20,15 @@ impl RankPlan {
             }
             let _ = writeln!(text, "{name}");
             for step in steps {
-                let line = match step {
-                    RankStep::Launch { side, step } => {
-                        self.launch(*side, &launched(self.side(*side))[*step])
+                let (line, piece) = match step {
+                    RankStep::Launch { side, step, piece } => {
+                        let launched = &launched(self.side(*side))[*step];
+                        (self.launch(*side, launched), piece)
                     }
-                    RankStep::Exchange(exchange) => self.exchange(exchange),
+                    RankStep::Exchange(exchange) => (self.exchange(exchange), &exchange.piece),
                 };
-                let _ = writeln!(text, "  {line}");
+                let piece = piece.map_or(String::new(), |piece| format!(", piece {piece}"));
+                let _ = writeln!(text, "  {line}{piece}");
             }
         }
         text
@@ -48,7 +50,7 @@ impl RankPlan {
         let what = match exchange.way {
             Way::Tokens => "every rank's number of tokens to all: 8 bytes".to_string(),
             Way::Counts => {
-                let experts = self.own_experts().len();
+                let experts = self.experts_here().len();
                 format!(
                     "rows for each expert to its ranks: {} bytes from each",
                     8 * experts
@@ -59,7 +61,7 @@ impl RankPlan {
                 name(tokens, from),
                 name(experts, to),
                 row(tokens, from),
-                self.slices()
+                to_each(self.by().mesh().shards)
             ),
             Way::ToTokens { from, to } => format!(
                 "{} of experts to {}: {} bytes a row",
@@ -70,7 +72,7 @@ impl RankPlan {
             Way::OverShards { tensor } => format!(
                 "{} of experts summed over {} slices: {} bytes a row",
                 name(experts, tensor),
-                self.mesh.shards,
+                self.by().mesh().shards,
                 row(experts, tensor)
             ),
             Way::Neighbours => "each slice's number of tokens to the others: 8 bytes".to_string(),
@@ -79,7 +81,7 @@ impl RankPlan {
                 name(tokens, from),
                 name(shared, to),
                 row(tokens, from),
-                self.slices()
+                to_each(self.mesh.shards)
             ),
             Way::FromSlices { from, to } => format!(
                 "{} summed over {} slices to {}: {} bytes a row",
@@ -112,6 +114,18 @@ impl RankPlan {
                     name(tokens, tensor)
                 )
             }
+            Way::GatherWeight { weight, .. } => format!(
+                "{} of {} ranks gathered: {} bytes",
+                name(experts, weight),
+                self.block(),
+                self.experts[weight].bytes(0)
+            ),
+            Way::ScatterGradient { gradient, .. } => format!(
+                "{} summed over {} ranks to its owners: {} bytes",
+                name(experts, gradient),
+                self.block(),
+                self.experts[gradient].bytes(0)
+            ),
             Way::Gather { from, to } => format!(
                 "{} of all experts: {} bytes",
                 name(experts, from),
@@ -121,10 +135,14 @@ impl RankPlan {
         format!("ranks    {what}")
     }
 
-    fn slices(&self) -> String {
-        match self.mesh.shards {
-            1 => String::new(),
-            shards => format!(", to each of {shards} slices"),
-        }
+    fn block(&self) -> usize {
+        self.by().block(self.mesh.rank(self.place)).len()
+    }
+}
+
+fn to_each(slices: usize) -> String {
+    match slices {
+        1 => String::new(),
+        slices => format!(", to each of {slices} slices"),
     }
 }

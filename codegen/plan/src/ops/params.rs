@@ -27,6 +27,7 @@ pub(crate) fn entry(
             threads,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     }
 }

@@ -15,6 +15,7 @@ pub fn source(name: &str) -> KernelSource {
         threads: 1,
         shared_bytes: 0,
         cluster: 1,
+        dependent: false,
     };
     let entry = Entry {
         symbol: format!("{name}_f32"),

@@ -79,7 +79,7 @@ impl Core {
                 (error, false) => at_operation(error, &operation),
             };
             if !operation.abandoned {
-                self.outcomes.insert(id, Err(own));
+                self.outcomes.insert(id, (Err(own), Instant::now()));
             }
             end(operation, released);
         }

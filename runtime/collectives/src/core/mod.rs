@@ -1,14 +1,21 @@
 //! Everything that is under way on a rank, over one engine.
 
 mod failure;
+mod helped;
+mod shared;
+
+pub(crate) use shared::Shared;
 
 use crate::CollectiveError;
 use crate::engine::{Engine, Part};
 use crate::error::At;
+use crate::helper::{Bell, Helper};
 use crate::letter::{Body, INLINE_BYTES, Key, Kind, Letter, Pieces, Signature};
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
 use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
 
@@ -16,7 +23,8 @@ pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
 pub(crate) struct Core {
     engine: Box<dyn Engine>,
     operations: BTreeMap<u64, Operation>,
-    outcomes: HashMap<u64, Outcome>,
+    /// With when they came.
+    outcomes: HashMap<u64, (Outcome, Instant)>,
     /// Letters of messages that no operation has taken yet.
     arrived: HashMap<Key, (Signature, Pieces, Body)>,
     /// The last operation of a group that a rank was heard of.
@@ -27,6 +35,8 @@ pub(crate) struct Core {
     tags: Vec<u32>,
     next_id: u64,
     failure: Option<CollectiveError>,
+    /// A thread that drives what calls leave.
+    helper: Option<(Weak<Helper>, Arc<Bell>)>,
 }
 
 impl Core {
@@ -42,6 +52,7 @@ impl Core {
             tags,
             next_id: 0,
             failure: None,
+            helper: None,
         }
     }
 
@@ -67,7 +78,7 @@ impl Core {
 
     /// Begins an operation and returns its number.
     pub fn start(&mut self, mut operation: Operation) -> Result<u64, CollectiveError> {
-        self.progress();
+        self.progress_unless_helped();
         self.usable(operation.signature.kind.name())?;
         let (context, sequence) = (operation.group.context, operation.sequence);
         self.started.insert(context, sequence + 1);
@@ -77,7 +88,10 @@ impl Core {
             .early_mismatch(&operation)
             .and_then(|()| self.step(&mut operation));
         self.settle(id, operation, begun);
-        self.progress();
+        self.progress_unless_helped();
+        if let Some((_, bell)) = &self.helper {
+            bell.ring();
+        }
         Ok(id)
     }
 
@@ -117,7 +131,7 @@ impl Core {
     }
 
     /// The outcome, if there is one.
-    pub fn take(&mut self, id: u64) -> Option<Outcome> {
+    pub fn take(&mut self, id: u64) -> Option<(Outcome, Instant)> {
         self.outcomes.remove(&id)
     }
 
@@ -144,6 +158,16 @@ impl Core {
     }
 
     fn round(&mut self) -> Result<bool, (Option<u64>, CollectiveError)> {
+        self.drive_some(|_| true, false)
+    }
+
+    /// Takes letters and drives the operations that are wanted, until the first that moves or
+    /// all of them; whether anything was done.
+    fn drive_some(
+        &mut self,
+        wanted: impl Fn(u64) -> bool,
+        first: bool,
+    ) -> Result<bool, (Option<u64>, CollectiveError)> {
         let mut changed = false;
         while let Some(letter) = self
             .engine
@@ -153,12 +177,17 @@ impl Core {
             changed = true;
             self.arrive(&letter)?;
         }
-        let ids: Vec<u64> = self.operations.keys().copied().collect();
+        let ids = self.operations.keys().copied();
+        let ids: Vec<u64> = ids.filter(|id| wanted(*id)).collect();
         for id in ids {
             if let Some(mut operation) = self.operations.remove(&id) {
                 let moved = self.drive(&mut operation);
-                changed |= *moved.as_ref().unwrap_or(&true);
+                let moves = *moved.as_ref().unwrap_or(&true);
+                changed |= moves;
                 self.settle(id, operation, moved.map(|_| ()));
+                if moves && first {
+                    return Ok(true);
+                }
             }
             if self.failure.is_some() {
                 return Ok(true);
@@ -183,7 +212,8 @@ impl Core {
         match done {
             Ok(()) if operation.abandoned => {}
             Ok(()) => {
-                self.outcomes.insert(id, Ok(operation.into_outputs()));
+                let outcome = Ok(operation.into_outputs());
+                self.outcomes.insert(id, (outcome, Instant::now()));
             }
             Err(error) => {
                 self.operations.insert(id, operation);

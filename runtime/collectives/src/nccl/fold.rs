@@ -163,6 +163,7 @@ fn entry(dtype: DType) -> Entry {
             threads: THREADS,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     }
 }

@@ -7,13 +7,13 @@ use super::watch::{Board, Work};
 use super::world::{OnStream, World, overhear, tell};
 use super::{Checks, Sums};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
-use crate::communicator::{Communicator, Job, rest_of_hierarchical};
+use crate::communicator::{Communicator, Job};
 use crate::error::At;
 use crate::handle::Handle;
 use crate::letter::{Kind, Signature};
 use crate::operation::{Group, Next};
-use crate::plan::{self, Plan};
-use crate::{CollectiveError, Element, NodeShape, Reduction, Slice, checks};
+use crate::plan::{self, Hops, Itinerary, Passage, Plan};
+use crate::{CollectiveError, Element, Reduction, Slice, by_way, checks};
 use moesaic_target::{Device, DeviceError};
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -31,18 +31,18 @@ pub struct Nccl {
 }
 
 type Done = Result<(), CollectiveError>;
-type Started = Result<Handle, CollectiveError>;
+pub(super) type Started = Result<Handle, CollectiveError>;
 
 /// An operation before it is on the stream.
 pub(super) struct Task<'a> {
     kind: Kind,
     call: &'a Call,
-    signature: Signature,
+    pub(super) signature: Signature,
     /// What ranks tell each other of it; `None` is that they have come.
-    agreement: Option<Plan>,
+    pub(super) agreement: Option<Plan>,
     keep: Vec<Slice>,
     /// Why the host has to wait in the middle of it, if it has to.
-    waits: Option<&'static str>,
+    pub(super) waits: Option<&'static str>,
 }
 
 impl Nccl {
@@ -254,7 +254,7 @@ impl Nccl {
     }
 
     /// Begins what is all messages, copies and folds.
-    fn start_plan(
+    pub(super) fn start_plan(
         &mut self,
         task: Task<'_>,
         inputs: &[&Slice],
@@ -264,7 +264,7 @@ impl Nccl {
         self.start_plans(task, inputs, outputs, plan, None)
     }
 
-    fn start_plans(
+    pub(super) fn start_plans(
         &mut self,
         mut task: Task<'_>,
         inputs: &[&Slice],
@@ -286,14 +286,6 @@ impl Nccl {
         };
         task.keep = [own(inputs), own(outputs), vec![places.scratch.clone()]].concat();
         self.start(task, move |launch| launch.plan(&plan, next, &mut places))
-    }
-
-    fn shape(
-        &self,
-        kind: Kind,
-        algorithm: Algorithm,
-    ) -> Result<Option<NodeShape>, CollectiveError> {
-        checks::algorithm(kind, algorithm, self.size())
     }
 
     /// Whether a reduction is folded here, in the order of ranks.
@@ -335,11 +327,11 @@ impl Collectives for Nccl {
         checks::equal_elements(kind, input, output)?;
         checks::apart(kind, input, output)?;
         let part = checks::parts(kind, input, self.size())? * input.element().size();
-        let shape = self.shape(kind, algorithm)?;
+        let hops = checks::algorithm(kind, algorithm, self.size())?;
         let mut task = self.data_task(kind, call, input, input.elements());
-        task.signature.per_node = shape.map_or(0, |shape| shape.per_node as u32);
+        task.signature.ways = hops.as_ref().map_or(0, Hops::code);
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
-        match (shape, self.world.api.table.all_to_all()) {
+        match (hops, self.world.api.table.all_to_all()) {
             (None, Some(exchange)) if part > 0 => {
                 task.keep = vec![input.clone(), output.clone()];
                 let (from, to) = (input.address(), output.address());
@@ -355,9 +347,8 @@ impl Collectives for Nccl {
                 let plan = plan::all_to_all(rank, &sizes, &sizes);
                 self.start_plan(task, &[input], &[output], plan)
             }
-            (Some(shape), _) => {
-                let transit = plan::Transit::equal(shape, part);
-                let plan = plan::hierarchical(rank, shape, &sizes, &sizes, &transit, false);
+            (Some(hops), _) => {
+                let plan = by_way::equal(hops, rank, part).packed();
                 self.start_plan(task, &[input], &[output], plan)
             }
         }
@@ -379,23 +370,23 @@ impl Collectives for Nccl {
         let receives = checks::counts(kind, "receives", receives, output, self.size())?;
         let rank = self.rank();
         checks::own_part(kind, sends[rank], receives[rank])?;
-        let shape = self.shape(kind, algorithm)?;
+        let hops = checks::algorithm(kind, algorithm, self.size())?;
         let mut task = self.data_task(kind, call, input, 0);
-        task.signature.per_node = shape.map_or(0, |shape| shape.per_node as u32);
+        task.signature.ways = hops.as_ref().map_or(0, Hops::code);
         let list = |sizes: &[usize]| -> Vec<(usize, usize)> {
             sizes.iter().copied().enumerate().collect()
         };
         task.agreement = Some(plan::sizes(rank, &list(&sends), &list(&receives)));
-        match shape {
+        match hops {
             None => {
                 let plan = plan::all_to_all(rank, &sends, &receives);
                 self.start_plan(task, &[input], &[output], plan)
             }
-            Some(shape) => {
+            Some(hops) => {
                 task.waits = Some("its second phase follows from what the first has brought");
-                let first = plan::counts_inside_node(rank, shape, &sends);
-                let next = rest_of_hierarchical(rank, shape, sends, receives);
-                self.start_plans(task, &[input], &[output], first, Some(next))
+                let (first, next) = by_way::counted(hops, rank, sends, receives);
+                let next: Next = Box::new(|scratch| next(scratch).map(Plan::packed));
+                self.start_plans(task, &[input], &[output], first.packed(), Some(next))
             }
         }
     }
@@ -518,15 +509,32 @@ impl Collectives for Nccl {
         let kind = Kind::Exchange;
         let rank = self.rank();
         checks::transfers(kind, rank, self.size(), sends, receives)?;
-        let sizes = |list: &[Transfer]| -> Vec<(usize, usize)> {
-            list.iter().map(|t| (t.peer, t.slice.bytes())).collect()
-        };
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
-        let (to, from) = (sizes(sends), sizes(receives));
+        let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
         let mut task = self.task(kind, call);
         task.agreement = Some(plan::sizes(rank, &to, &from));
         let plan = plan::exchange(rank, &to, &from);
         self.start_plan(task, &slices(sends), &slices(receives), plan)
+    }
+
+    fn tell(
+        &mut self,
+        algorithm: Algorithm,
+        pieces: usize,
+        units: &[u64],
+        call: &Call,
+    ) -> Result<Passage, CollectiveError> {
+        self.tell_ranks(algorithm, pieces, units, call)
+    }
+
+    fn exchange_by(
+        &mut self,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        itinerary: &dyn Itinerary,
+        call: &Call,
+    ) -> Started {
+        self.exchange_over_ranks(sends, receives, itinerary, call)
     }
 
     fn barrier(&mut self, call: &Call) -> Started {

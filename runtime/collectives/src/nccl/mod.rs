@@ -11,6 +11,7 @@
 //! that calls something else, or is late, is found and named by that. [`Checks::Off`]
 //! leaves it out.
 
+mod by_way;
 mod card;
 mod comm;
 mod find;

@@ -4,7 +4,7 @@ use super::find::Api;
 use super::fold::Fold;
 use super::watch::{Board, Standing};
 use super::{Checks, Sums};
-use crate::core::{Core, Outcome};
+use crate::core::{Outcome, Shared};
 use crate::handle::{Handle, Work, lock};
 use crate::{CollectiveError, Element, Slice};
 use moesaic_target::{Buffer, Device, DeviceError};
@@ -99,7 +99,7 @@ pub struct OnStream {
     pub world: Arc<World>,
     pub id: u64,
     /// What carries the agreement, and the agreement until it is reached.
-    pub control: Option<Arc<Mutex<Core>>>,
+    pub control: Option<Arc<Shared>>,
     pub agreement: Option<Handle>,
 }
 
@@ -168,7 +168,7 @@ impl Work for OnStream {
 
 /// The other ranks learn of a failure from a rank's own call: what carries letters is
 /// called by nobody else.
-pub fn tell(board: &Board, control: Option<&Arc<Mutex<Core>>>) {
+pub fn tell(board: &Board, control: Option<&Arc<Shared>>) {
     if let (Some(failure), Some(control)) = (board.failure(), control) {
         let mut core = lock(control);
         if core.failure().is_none() {
@@ -178,7 +178,7 @@ pub fn tell(board: &Board, control: Option<&Arc<Mutex<Core>>>) {
 }
 
 /// What ended the letters, such as the failure of another rank, ends the rest.
-pub fn overhear(board: &Board, control: &Arc<Mutex<Core>>) {
+pub fn overhear(board: &Board, control: &Arc<Shared>) {
     let mut core = lock(control);
     core.progress();
     if let Some(failure) = core.failure() {

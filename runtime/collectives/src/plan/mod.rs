@@ -5,14 +5,25 @@
 
 mod agree;
 mod exchange;
-mod hierarchical;
+mod hops;
+mod itinerary;
+mod once;
+mod packed;
+mod passage;
 mod reduce;
+mod routed;
+mod summed;
 mod trees;
 
 pub use agree::{agreement, sizes};
 pub use exchange::{all_gather, all_to_all, exchange};
-pub use hierarchical::{Transit, counts_inside_node, hierarchical};
+pub use hops::{Hops, Journey};
+pub use itinerary::Itinerary;
+pub use once::{FanOut, Rows, crossing};
+pub use passage::{Leg, Passage, tell};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
+pub use routed::{Ends, all_to_all_by, exchange_by, routed};
+pub use summed::Sums;
 pub use trees::{barrier, broadcast};
 
 use crate::{Element, Reduction};

@@ -1,8 +1,10 @@
 //! What every engine must do, as ranks see it.
 #![allow(dead_code)]
 
+use moesaic_collectives::plan::Leg;
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Reduction, Slice, Transfer,
+    Algorithm, Call, CollectiveError, Collectives, Element, Levels, NodeShape, Reduction, Slice,
+    Transfer,
 };
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
@@ -65,6 +67,9 @@ pub fn every_operation(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     for scale in [1, 700, 40_000] {
         rows_apart(world, device, scale);
     }
+    for row in [3, 9_000] {
+        over_other_ranks(world, device, row);
+    }
     several_at_once(world, device);
     groups(world, device);
     world.barrier(&call("end")).unwrap().wait().unwrap();
@@ -73,14 +78,18 @@ pub fn every_operation(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
 /// Shapes that so many ranks can have.
 fn algorithms(ranks: usize) -> Vec<Algorithm> {
     let shapes = (1..=ranks).filter(|per_node| ranks.is_multiple_of(*per_node));
-    let hierarchical = shapes.map(|per_node| {
-        Algorithm::Hierarchical(NodeShape {
-            nodes: ranks / per_node,
-            per_node,
-        })
-    });
+    let of_shape = |per_node: usize| {
+        let nodes = ranks / per_node;
+        let shape = NodeShape { nodes, per_node };
+        [
+            Algorithm::Hierarchical(shape),
+            Algorithm::InterFirst(shape),
+            Algorithm::Concurrent(shape),
+            Algorithm::Levels(Levels::new(&[nodes, 1, per_node]).unwrap()),
+        ]
+    };
     std::iter::once(Algorithm::Direct)
-        .chain(hierarchical)
+        .chain(shapes.flat_map(of_shape))
         .collect()
 }
 
@@ -98,6 +107,59 @@ fn equal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: 
             "{algorithm:?}, {bytes} bytes"
         );
         assert!(read(device, &from) == input, "the input was written");
+    }
+}
+
+/// Pieces of rows go over other ranks, and come back by the same ranks.
+fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: usize) {
+    const PIECES: usize = 2;
+    let (rank, ranks) = (world.rank(), world.size());
+    // Rank 1 has no rows for anybody.
+    let rows = |from: usize, to: usize, piece: usize| match from {
+        1 => 0,
+        _ => (from * 5 + to * 3 + piece) % 3,
+    };
+    let pairs = || (0..PIECES).flat_map(|i| (0..ranks).map(move |peer| (peer, i)));
+    let by_peer = (0..ranks).flat_map(|peer| (0..PIECES).map(move |i| (peer, i)));
+    let units: Vec<u64> = by_peer.map(|(q, i)| rows(rank, q, i) as u64).collect();
+    let bytes = |from, to, piece| part(from + 17 * piece, to, rows(from, to, piece) * row);
+    let transfers = |gets: bool, filled: bool| -> Vec<Transfer> {
+        let transfer = |(peer, i): (usize, usize)| {
+            let data = if gets {
+                bytes(peer, rank, i)
+            } else {
+                bytes(rank, peer, i)
+            };
+            let data = if filled { data } else { vec![0xAB; data.len()] };
+            let slice = slice(device, Element::U8, &data);
+            (slice.bytes() > 0).then_some(Transfer { peer, slice })
+        };
+        pairs().filter_map(transfer).collect()
+    };
+    for algorithm in algorithms(ranks) {
+        let passage = world
+            .tell(algorithm, PIECES, &units, &call("counts"))
+            .unwrap();
+        let expected = (0..ranks).flat_map(|p| (0..PIECES).map(move |i| rows(p, rank, i) as u64));
+        assert!(
+            passage.received().iter().copied().eq(expected),
+            "{algorithm:?}"
+        );
+        let scale = |leg: Leg| leg.units as usize * row;
+        for back in [false, true] {
+            let journey = if back {
+                passage.back(&scale)
+            } else {
+                passage.there(&scale)
+            };
+            let (sends, receives) = (transfers(back, true), transfers(!back, false));
+            let begun = world.exchange_by(&sends, &receives, &journey, &call("rows"));
+            begun.unwrap().wait().unwrap();
+            for (got, expected) in receives.iter().zip(transfers(!back, true)) {
+                let same = read(device, &got.slice) == read(device, &expected.slice);
+                assert!(same, "{algorithm:?}, back: {back}, from {}", got.peer);
+            }
+        }
     }
 }
 

@@ -6,10 +6,12 @@ use crate::call::{Counters, Input, Output};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
+use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_plan::{LayerPlan, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
+use std::sync::Arc;
 
 /// A layer of one process, or a rank's part of one over ranks: what has the same code for
 /// both is written against this. On a mesh every call is made by all ranks, in the same
@@ -123,6 +125,15 @@ impl AnyLayer {
         match self {
             AnyLayer::One(layer) => layer,
             AnyLayer::Mesh(layer) => layer.side_of(name),
+        }
+    }
+
+    /// Tells a recorder of every launch, and on a mesh of every exchange, from now on, or
+    /// nobody; see [`Layer::record`].
+    pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
+        match self {
+            AnyLayer::One(layer) => layer.record(recorder),
+            AnyLayer::Mesh(layer) => layer.record(recorder),
         }
     }
 

@@ -1,9 +1,12 @@
 //! The ranks that a rank has to do with.
 
+use super::lent::Spare;
 use crate::error::EngineError;
-use moesaic_collectives::{Call, Collectives, Element, Slice, Transfer};
-use moesaic_plan::{Parallel, Place, Placement, PlanError};
+use moesaic_collectives::topology::host_name;
+use moesaic_collectives::{Call, Collectives, Element, Helper, Slice, Topology, Transfer};
+use moesaic_plan::{Parallel, Place, Placement, PlanError, Ways};
 use moesaic_target::{Buffer, Device};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A rank's place in a mesh, and the groups of ranks that it exchanges with. Cheap to
@@ -15,6 +18,10 @@ pub struct Mesh {
     /// `None`: as [`Parallel::experts`] says.
     placement: Option<Placement>,
     groups: Arc<Mutex<Groups>>,
+    /// Of every rank, by which routes find their nodes.
+    hosts: Arc<[String]>,
+    /// Whether layers keep experts' weights as other ranks can gather them.
+    unpacked: bool,
 }
 
 /// Which groups of a mesh have which of so many experts, if they can.
@@ -31,6 +38,9 @@ pub(super) fn placement_of(
 
 /// Each is called by all of its ranks, in the same order.
 pub(super) struct Groups {
+    /// What makes exchanges go on while this rank computes, once it is wanted. It ends before
+    /// the groups.
+    pub helper: Option<Arc<Helper>>,
     /// Everybody.
     pub world: Box<dyn Collectives>,
     /// Those that hold all experts once: rows are exchanged among them.
@@ -41,6 +51,82 @@ pub(super) struct Groups {
     pub replicas: Box<dyn Collectives>,
     /// Those with slices of the same number; where there is one slice, everybody.
     pub same_slice: Option<Box<dyn Collectives>>,
+    /// For each number of ways that was asked for, but that of slices.
+    by_ways: BTreeMap<usize, WayGroups>,
+    /// Memory that calls borrow.
+    pub spare: Spare,
+}
+
+/// Groups of a number of ways.
+struct WayGroups {
+    /// Rows are exchanged among them.
+    rows: Box<dyn Collectives>,
+    /// Those of them with the slices of the same experts.
+    slices: Box<dyn Collectives>,
+    /// Those that gather each other's weights.
+    block: Box<dyn Collectives>,
+}
+
+/// Between whom something of a pass goes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Between {
+    World,
+    /// Those that rows are exchanged among at so many ways.
+    Rows(usize),
+    /// Those of them whose rows are summed.
+    Parts(usize),
+    /// Those that gather each other's weights.
+    Block(usize),
+    /// Those with slices of the same shared experts.
+    Slices,
+}
+
+impl Groups {
+    pub fn between(&mut self, between: Between) -> &mut dyn Collectives {
+        let of_ways = match between {
+            Between::Rows(ways) | Between::Parts(ways) | Between::Block(ways) => {
+                self.by_ways.get_mut(&ways)
+            }
+            _ => None,
+        };
+        match (between, of_ways) {
+            (Between::World, _) => &mut *self.world,
+            (Between::Rows(_), Some(groups)) => &mut *groups.rows,
+            (Between::Parts(_), Some(groups)) => &mut *groups.slices,
+            (Between::Block(_), Some(groups)) => &mut *groups.block,
+            (Between::Rows(_), None) => &mut *self.rows,
+            // Without groups of their own ranks multiply with what they have.
+            (_, _) => &mut *self.slices,
+        }
+    }
+
+    /// Makes the groups of a number of ways, once. All ranks call it.
+    pub fn add(&mut self, by: Ways) -> Result<(), EngineError> {
+        if by.own_alone() || self.by_ways.contains_key(&by.count()) {
+            return Ok(());
+        }
+        let rank = self.world.rank();
+        let (mesh, Place { dp, ep, .. }) = (by.mesh(), by.place(rank));
+        let mut group = |name: &str, color: usize| {
+            let call = Call::new(&format!("{name} of {} ways", by.count()));
+            let group = self.world.split(Some(color as u32), rank as i64, &call)?;
+            Ok::<_, EngineError>(group.expect("every rank has a colour"))
+        };
+        let groups = WayGroups {
+            rows: group("rows", dp)?,
+            slices: group("slices", dp * mesh.ep + ep)?,
+            block: group("blocks", by.block(rank).start)?,
+        };
+        self.by_ways.insert(by.count(), groups);
+        Ok(())
+    }
+
+    /// From now on exchanges go on while this rank computes, where ranks have no streams.
+    pub fn help(&mut self) {
+        if self.helper.is_none() {
+            self.helper = self.rows.helper();
+        }
+    }
 }
 
 impl Mesh {
@@ -50,6 +136,19 @@ impl Mesh {
     /// [`EngineError::Plan`] when the mesh is for another number of ranks;
     /// [`EngineError::Collective`].
     pub fn new(world: &mut dyn Collectives, parallel: Parallel) -> Result<Mesh, EngineError> {
+        Mesh::on_host(world, parallel, &host_name())
+    }
+
+    /// As [`Mesh::new`], with another name for this rank's host: ranks of one name are a node
+    /// to routes.
+    ///
+    /// # Errors
+    /// As [`Mesh::new`].
+    pub fn on_host(
+        world: &mut dyn Collectives,
+        parallel: Parallel,
+        host: &str,
+    ) -> Result<Mesh, EngineError> {
         let (wanted, ranks) = (parallel.ranks(), world.size());
         if wanted != ranks {
             let mesh = parallel;
@@ -69,6 +168,7 @@ impl Mesh {
             Ok::<_, EngineError>(group.expect("every rank has a colour"))
         };
         let groups = Groups {
+            helper: None,
             world: group("world", 0)?,
             rows: group("rows", dp)?,
             slices: group("slices", dp * parallel.ep + ep)?,
@@ -77,12 +177,17 @@ impl Mesh {
                 1 => None,
                 _ => Some(group("same slices", shard)?),
             },
+            by_ways: BTreeMap::new(),
+            spare: Spare::default(),
         };
+        let hosts = Topology::of(world, host, &Call::new("hosts of a mesh"))?.hosts;
         Ok(Mesh {
             parallel,
             place,
             placement: None,
             groups: Arc::new(Mutex::new(groups)),
+            hosts: hosts.into(),
+            unpacked: false,
         })
     }
 
@@ -112,6 +217,21 @@ impl Mesh {
         placement_of(self.parallel, self.placement(), experts)
     }
 
+    /// The same mesh for layers that may go any number of ways
+    /// ([`Strategy`](moesaic_plan::Strategy)): a CPU has experts' weights packed otherwise,
+    /// where a layer does not train, and ranks cannot gather those.
+    pub fn for_any_ways(&self) -> Mesh {
+        Mesh {
+            unpacked: true,
+            ..self.clone()
+        }
+    }
+
+    /// Whether weights of experts stay as they are.
+    pub(super) fn keeps_unpacked(&self) -> bool {
+        self.unpacked
+    }
+
     /// How ranks share layers.
     pub fn parallel(&self) -> Parallel {
         self.parallel
@@ -125,6 +245,11 @@ impl Mesh {
     /// The number of this rank.
     pub fn rank(&self) -> usize {
         self.parallel.rank(self.place)
+    }
+
+    /// The hosts of all ranks.
+    pub fn hosts(&self) -> &[String] {
+        &self.hosts
     }
 
     /// Bytes of every rank, of any sizes, in the order of ranks: on the first rank, `None` on

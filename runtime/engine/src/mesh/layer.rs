@@ -2,23 +2,28 @@
 
 use super::groups::Mesh;
 use super::part::Around;
+use super::passes::{Passes, Segment};
+use super::route::Course;
 use super::rows::{Neighbours, Rows};
-use super::run::{Run, SLICED, Segment, segments};
+use super::run::Run;
 use super::shard::Shard;
 use super::side::Side;
+use super::view::{Sides, View};
 use crate::call::{Counters, Input, Output};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
 use crate::pass::Pass;
 use crate::texts::Texts;
+use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{
-    self as plan, LayerPlan, PlanError, RankPlan, RankStep, Step, Strategy, Training, plan_placed,
-};
+use moesaic_plan::{Both, Role, StrategyError, Ways, plan_placed};
+use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// A rank's part of a layer: its own tokens, its own experts, and where shared experts are
 /// sliced its slices of them.
@@ -29,22 +34,26 @@ use moesaic_tensor::{Tensor, WeightSource};
 /// Capacities are agreed on: that of each rank's own tokens, as if it had as many as the
 /// rank with the most.
 pub struct MeshLayer {
+    engine: Engine,
     mesh: Mesh,
-    plan: RankPlan,
     tokens: Layer,
     experts: Layer,
     /// Where shared experts are sliced.
     shared: Option<Layer>,
-    forward: Vec<Segment>,
-    evaluation: Vec<Segment>,
-    backward: Vec<Segment>,
-    /// Of an evaluation, and of a pass that trains.
-    routing: [Vec<Segment>; 2],
+    /// For each number of ways that was chosen so far.
+    views: BTreeMap<usize, View>,
     strategy: Strategy,
+    /// What the route of the strategy is on these nodes.
+    course: Course,
+    /// Who is told of exchanges.
+    recorder: Option<Arc<dyn Recorder>>,
 }
 
 /// What a forward pass of a [`MeshLayer`] left for backward on one rank.
 pub struct MeshSaved {
+    /// Backward goes as forward did.
+    ways: usize,
+    passes: Arc<Passes>,
     tokens: Saved,
     experts: Saved,
     rows: Rows,
@@ -114,10 +123,8 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
         check_spec(spec)?;
-        let options = self.plan_options(training);
-        let (target, parallel) = (self.target(), mesh.parallel());
-        let shared_out = (parallel, mesh.placement());
-        let plan = plan_placed(spec, target, &options, shared_out, mesh.rank())?;
+        let ways = mesh.parallel().shards;
+        let plan = self.plan_of(mesh, spec, training, ways)?;
         check_same(mesh, &plan, training)?;
         let side = |plan: &LayerPlan, weights: &dyn WeightSource| {
             self.layer_of(&Texts::of(plan.clone().into())?, weights)
@@ -126,37 +133,39 @@ impl Engine {
         let experts = side(&plan.experts, weights.1)?;
         let shared = plan.shared.as_ref().map(|plan| side(plan, weights.1));
         let shared = shared.transpose()?;
-        let bound = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
-            segments(steps, |side, numbers| {
-                let layer = match side {
-                    plan::Side::Tokens => &tokens,
-                    plan::Side::Experts => &experts,
-                    plan::Side::Shared => shared.as_ref().expect(SLICED),
-                };
-                let all = of(layer.plan());
-                let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
-                layer.bind(&steps)
-            })
+        let sides = Sides {
+            tokens: &tokens,
+            experts: &experts,
+            shared: shared.as_ref(),
         };
-        let routing = |steps: &[RankStep], of: fn(&LayerPlan) -> &[Step]| {
-            bound(&plan.routing_of(steps, of(&plan.tokens)), of)
-        };
-        let evaluation = plan.evaluation_steps();
+        let view = View::over(plan, sides)?;
         Ok(MeshLayer {
-            routing: [
-                routing(evaluation, LayerPlan::evaluation_steps)?,
-                routing(&plan.steps, |plan| &plan.steps)?,
-            ],
-            forward: bound(&plan.steps, |plan| &plan.steps)?,
-            evaluation: bound(evaluation, LayerPlan::evaluation_steps)?,
-            backward: bound(&plan.backward, |plan| &plan.backward)?,
+            engine: self.clone(),
             mesh: mesh.clone(),
-            plan,
             tokens,
             experts,
             shared,
+            views: BTreeMap::from([(ways, view)]),
             strategy: Strategy::default(),
+            course: Course::Straight,
+            recorder: None,
         })
+    }
+
+    /// What a rank does at a number of ways.
+    fn plan_of(
+        &self,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        training: Option<Training>,
+        ways: usize,
+    ) -> Result<RankPlan, EngineError> {
+        let options = PlanOptions {
+            unpacked: mesh.keeps_unpacked(),
+            ..self.plan_options(training)
+        };
+        let (target, sharing) = (self.target(), (mesh.parallel(), mesh.placement(), ways));
+        Ok(plan_placed(spec, target, &options, sharing, mesh.rank())?)
     }
 }
 
@@ -182,9 +191,10 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
 }
 
 impl MeshLayer {
-    /// What this rank does.
+    /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
+    /// its degree is what it does.
     pub fn plan(&self) -> &RankPlan {
-        &self.plan
+        &self.view().plan
     }
 
     /// The mesh.
@@ -198,16 +208,96 @@ impl MeshLayer {
     }
 
     /// Chooses how ranks carry out calls from now on; a backward pass goes as its forward
-    /// pass did. All ranks choose the same between the same two calls.
+    /// pass did. All ranks call it, and choose the same. What a number of ways needs is made
+    /// when it is first chosen, and kept: kernels, and groups of ranks, which all layers of
+    /// the mesh share.
     ///
     /// # Errors
-    /// [`EngineError::Plan`] for what the mesh cannot do.
+    /// [`EngineError::Plan`] for what the mesh cannot do, or the nodes that ranks are on, or
+    /// the layer, whose weights are packed: see [`Mesh::for_any_ways`];
+    /// [`EngineError::Collective`], also when ranks choose differently; otherwise as
+    /// [`Engine::layer`].
     pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
-        strategy
-            .check(&self.mesh.parallel())
-            .map_err(PlanError::from)?;
+        let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
+        let values = [("strategy", &*strategy.to_string())];
+        agree(&mut *self.mesh.groups().world, &values, &call)?;
+        let parallel = self.mesh.parallel();
+        strategy.check(&parallel).map_err(PlanError::from)?;
+        if let Some(placement) = self.mesh.placement() {
+            let checked = strategy.check_placed(&parallel, placement);
+            checked.map_err(PlanError::from)?;
+        }
+        let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
+        let course = self.mesh.course(strategy.route, by)?;
+        if !self.views.contains_key(&by.count()) {
+            self.add(by)?;
+        }
+        self.take_pieces(by.count(), strategy.degree)?;
+        self.course = course;
         self.strategy = strategy;
         Ok(())
+    }
+
+    /// Binds the passes of a number of ways for rows in so many pieces.
+    fn take_pieces(&mut self, ways: usize, degree: Both<usize>) -> Result<(), EngineError> {
+        let held = Sides {
+            tokens: &self.tokens,
+            experts: &self.experts,
+            shared: self.shared.as_ref(),
+        };
+        if let Some(view) = self.views.get_mut(&ways) {
+            view.take_pieces(held, degree)?;
+        }
+        Ok(())
+    }
+
+    /// Makes what a number of ways needs. All ranks do it.
+    fn add(&mut self, by: Ways) -> Result<(), EngineError> {
+        let held = self.experts.plan();
+        let mut weights = held
+            .tensors
+            .iter()
+            .filter(|tensor| tensor.role == Role::Weight);
+        if weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id))) {
+            let ways = by.count();
+            return Err(PlanError::from(StrategyError::Packed { ways }).into());
+        }
+        let (spec, training) = (self.tokens.spec(), self.tokens.plan().training);
+        let plan = self
+            .engine
+            .plan_of(&self.mesh, spec, training, by.count())?;
+        check_same(&self.mesh, &plan, training)?;
+        let mut view = View::beside(&self.engine, plan, self.held())?;
+        view.record(self.recorder.as_ref());
+        self.mesh.groups().add(by)?;
+        self.views.insert(by.count(), view);
+        Ok(())
+    }
+
+    /// Tells a recorder of every launch and exchange from now on, or nobody; see
+    /// [`Layer::record`].
+    pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
+        let held = [&mut self.tokens, &mut self.experts];
+        for side in held.into_iter().chain(&mut self.shared) {
+            side.record(recorder.clone());
+        }
+        for view in self.views.values_mut() {
+            view.record(recorder.as_ref());
+        }
+        self.recorder = recorder;
+    }
+
+    fn view(&self) -> &View {
+        &self.views[&self.strategy.ways(&self.mesh.parallel())]
+    }
+
+    /// The layers that have weights.
+    fn held(&self) -> Sides<'_> {
+        Sides {
+            tokens: &self.tokens,
+            experts: &self.experts,
+            shared: self.shared.as_ref(),
+        }
     }
 
     /// The part that every rank has: weights and gradients of router, projections, and shared
@@ -235,20 +325,27 @@ impl MeshLayer {
             .chain(&self.shared)
     }
 
+    /// Bytes of device memory that its intermediates hold at present, at all numbers of ways,
+    /// and that weights which are gathered borrow, with all layers of the mesh.
+    pub fn workspace_bytes(&self) -> u64 {
+        let views = self.views.values();
+        let others = views.flat_map(|view| [&view.tokens, &view.experts].into_iter().flatten());
+        let held: u64 = self.parts().chain(others).map(Layer::workspace_bytes).sum();
+        held + self.mesh.groups().spare.bytes() as u64
+    }
+
     /// Evaluates the layer for this rank's tokens and reads back the named outputs.
     ///
     /// # Errors
     /// As [`Layer::forward_with`]; [`EngineError::Collective`].
     pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        let mut run = self.call();
-        run.begin(
-            Pass::Evaluate,
-            &self.evaluation,
-            input,
-            names,
-            Counters::default(),
-        )?;
-        run.run(&self.evaluation, |side, rows| {
+        let view = self.view();
+        let mut run = self.call(view);
+        let counters = Counters::default();
+        let evaluation = &view.passes.evaluation;
+        run.begin(Pass::Evaluate, evaluation, input, names, counters)?;
+        run.lend(false)?;
+        run.run(evaluation, |side, rows| {
             let layer = side.layer;
             side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
         })?;
@@ -294,8 +391,9 @@ impl MeshLayer {
         names: &[&str],
         counters: Counters,
     ) -> Result<Output, EngineError> {
-        let segments = &self.routing[usize::from(pass.trains())];
-        let mut run = self.call();
+        let view = self.view();
+        let segments = &view.routing[usize::from(pass.trains())];
+        let mut run = self.call(view);
         run.begin(pass, segments, input, names, counters)?;
         run.run(segments, |_, _| Ok(()))?;
         run.read(names)
@@ -314,9 +412,12 @@ impl MeshLayer {
         counters: Counters,
     ) -> Result<(Output, MeshSaved), EngineError> {
         self.tokens.check_training()?;
-        let mut run = self.call();
-        run.begin(Pass::Train, &self.forward, input, names, counters)?;
-        run.run(&self.forward, |side, rows| {
+        let view = self.view();
+        let mut run = self.call(view);
+        let forward = &view.passes.forward;
+        run.begin(Pass::Train, forward, input, names, counters)?;
+        run.lend(false)?;
+        run.run(forward, |side, rows| {
             let layer = side.layer;
             side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
         })?;
@@ -333,6 +434,8 @@ impl MeshLayer {
         let kept = tokens.zip(experts).zip(rows);
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
         let saved = MeshSaved {
+            ways: view.plan.ways,
+            passes: Arc::clone(&view.passes),
             tokens,
             experts,
             rows,
@@ -356,33 +459,45 @@ impl MeshLayer {
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
-        let mut run = self.call();
+        let view = self
+            .views
+            .get(&saved.ways)
+            .ok_or(EngineError::ForeignSaved)?;
+        let mut run = self.call(view);
+        run.lend(true)?;
         run.tokens.back(&saved.tokens, accumulate)?;
         run.experts.back(&saved.experts, accumulate)?;
+        if accumulate {
+            run.begin_gradients()?;
+        }
         if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
             side.back(kept, accumulate)?;
             run.neighbours = Some(neighbours.clone());
         }
-        self.tokens.check_dy(saved.tokens(), dy)?;
+        run.tokens.layer.check_dy(saved.tokens(), dy)?;
         let staged = run.tokens.named("dy").expect("training plans have dy");
         self.tokens.device.upload(&dy.data, staged, 0)?;
         run.rows = Some(saved.rows.clone());
-        run.run(&self.backward, |_, _| Ok(()))?;
+        run.run(&saved.passes.backward, |_, _| Ok(()))?;
         run.read(&self.tokens.input_gradients())
     }
 
-    fn call(&self) -> Run<'_> {
+    fn call<'l>(&'l self, view: &'l View) -> Run<'l> {
+        let sides = view.sides(self.held());
         Run {
             mesh: &self.mesh,
-            plan: &self.plan,
-            label: &self.plan.tokens.spec.name,
+            plan: &view.plan,
+            label: &view.plan.tokens.spec.name,
+            course: self.course,
             groups: self.mesh.groups(),
-            tokens: Side::new(&self.tokens),
-            experts: Side::new(&self.experts),
-            shared: self.shared.as_ref().map(Side::new),
+            tokens: Side::new(sides.tokens),
+            experts: Side::new(sides.experts),
+            owned: &self.experts,
+            shared: sides.shared.map(Side::new),
             rows: None,
             neighbours: None,
             under_way: Vec::new(),
+            recorder: self.recorder.as_deref(),
         }
     }
 }

@@ -1,6 +1,13 @@
 //! Which rows go where in one call, from counts alone.
 
-use moesaic_plan::{Parallel, Place, Placement};
+use moesaic_collectives::plan::{FanOut, Passage};
+use moesaic_plan::{self as plan, Parallel, Place, Placement};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A piece's first row is a multiple of this, so that what has two bytes a row begins there
+/// where a buffer could.
+const ALIGN: usize = 32;
 
 /// Rows in a row, from or to another rank of the group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +20,9 @@ pub(super) struct Piece {
     pub rows: usize,
 }
 
-/// The rows of one call of one rank.
+/// The rows of one call of one rank. They may come in pieces, each with a part of the rows of
+/// every rank for every expert. At the experts they lie by piece, then by expert, then by
+/// rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
     mesh: Parallel,
@@ -23,6 +32,12 @@ pub(super) struct Rows {
     offsets: Vec<usize>,
     /// Rows from each rank of the group for each expert of this rank.
     received: Vec<Vec<usize>>,
+    /// What passes through this rank, where rows go by way of others.
+    pub passage: Option<Arc<Passage>>,
+    /// Which of them are of one token, where each crosses to a node once.
+    pub fan: Option<Arc<FanOut>>,
+    /// Where each piece begins at the experts, and the end of all.
+    firsts: Vec<usize>,
 }
 
 impl Rows {
@@ -56,13 +71,83 @@ impl Rows {
     ) -> Rows {
         let own = placement.count(place.ep);
         let of_rank = |counts: &[i64]| counts.iter().map(|&count| count as usize).collect();
-        Rows {
+        let rows = Rows {
             mesh,
             place,
             received: told.chunks_exact(own).map(of_rank).collect(),
             placement,
             offsets,
+            passage: None,
+            fan: None,
+            firsts: Vec::new(),
+        };
+        rows.in_pieces(1)
+    }
+
+    /// The same rows in so many pieces.
+    pub fn in_pieces(mut self, pieces: usize) -> Rows {
+        self.firsts = vec![0; pieces + 1];
+        for number in 0..pieces {
+            let first = self.firsts[number].next_multiple_of(ALIGN);
+            self.firsts[number] = first;
+            self.firsts[number + 1] = first + self.rows_of(number);
         }
+        self
+    }
+
+    /// The pieces.
+    fn pieces(&self) -> usize {
+        self.firsts.len() - 1
+    }
+
+    /// What is in a piece of so many rows of a rank for an expert.
+    fn cut(&self, number: usize, rows: usize) -> Range<usize> {
+        let of = self.pieces();
+        plan::Piece { number, of }.rows(rows)
+    }
+
+    /// Rows of a piece that arrive here.
+    pub fn rows_of(&self, number: usize) -> usize {
+        let counts = self.received.iter().flatten();
+        counts.map(|&rows| self.cut(number, rows).len()).sum()
+    }
+
+    /// The number of each row at the experts within its piece; 0 between pieces.
+    pub fn numbers_in_pieces(&self) -> Vec<i32> {
+        let mut numbers = vec![0; self.room()];
+        for piece in 0..self.pieces() {
+            let own = &mut numbers[self.span(piece..piece + 1)];
+            own.iter_mut().zip(0..).for_each(|(row, n)| *row = n);
+        }
+        numbers
+    }
+
+    /// Where a piece begins at the experts.
+    pub fn first_of(&self, number: usize) -> usize {
+        self.firsts[number]
+    }
+
+    /// The rows at the experts that pieces of these numbers have, and those between them.
+    pub fn span(&self, pieces: Range<usize>) -> Range<usize> {
+        let last = pieces.end - 1;
+        self.firsts[pieces.start]..self.firsts[last] + self.rows_of(last)
+    }
+
+    /// Rows that there must be room for at the experts.
+    pub fn room(&self) -> usize {
+        self.firsts[self.pieces()]
+    }
+
+    /// The numbers of pieces of these rows that make up a piece of an exchange; all of them
+    /// where it has none.
+    pub fn numbers(&self, piece: Option<plan::Piece>) -> Range<usize> {
+        let all = plan::Piece { number: 0, of: 1 };
+        piece.unwrap_or(all).units(self.pieces())
+    }
+
+    /// Rows of this rank's tokens.
+    pub fn own(&self) -> usize {
+        self.offsets.last().copied().unwrap_or(0)
     }
 
     /// Rows that arrive here.
@@ -70,19 +155,20 @@ impl Rows {
         self.received.iter().flatten().sum()
     }
 
-    /// Where the rows of each expert of this rank begin, and their end.
-    pub fn expert_offsets(&self) -> Vec<i64> {
+    /// Where the rows of each expert of this rank begin in a piece, and their end.
+    pub fn expert_offsets(&self, piece: usize) -> Vec<i64> {
         let mut list = vec![0];
         for expert in 0..self.received[0].len() {
-            let rows: usize = self.received.iter().map(|counts| counts[expert]).sum();
+            let counts = self.received.iter().map(|counts| counts[expert]);
+            let rows: usize = counts.map(|rows| self.cut(piece, rows).len()).sum();
             list.push(list[expert] + rows as i64);
         }
         list
     }
 
-    /// Where the row tiles of each expert of this rank begin, and their end.
-    pub fn row_tiles(&self, tile_rows: usize) -> Vec<i32> {
-        let offsets = self.expert_offsets();
+    /// Where the row tiles of each expert of this rank begin in a piece, and their end.
+    pub fn row_tiles(&self, piece: usize, tile_rows: usize) -> Vec<i32> {
+        let offsets = self.expert_offsets(piece);
         let mut list = vec![0];
         for edges in offsets.windows(2) {
             let rows = (edges[1] - edges[0]) as usize;
@@ -93,63 +179,79 @@ impl Rows {
 
     /// What this rank's tokens send to every slice of their experts: pieces of the tokens'
     /// side, an expert's rows each.
-    pub fn sent(&self) -> Vec<Piece> {
+    pub fn sent(&self, pieces: &Range<usize>) -> Vec<Piece> {
         let peers = 0..self.mesh.group();
-        peers.flat_map(|peer| self.of_owner(peer)).collect()
+        let peers = peers.flat_map(|peer| self.of_owner(peer, pieces));
+        peers.collect()
     }
 
     /// What comes back from the slices that answer this rank: those with its own number.
-    pub fn answered(&self) -> Vec<Piece> {
+    pub fn answered(&self, pieces: &Range<usize>) -> Vec<Piece> {
         let peers = (0..self.mesh.group()).filter(|peer| self.same_slice(*peer));
-        peers.flat_map(|peer| self.of_owner(peer)).collect()
+        let peers = peers.flat_map(|peer| self.of_owner(peer, pieces));
+        peers.collect()
     }
 
     /// What arrives here: pieces of the experts' side, by expert, then by rank.
-    pub fn arrived(&self) -> Vec<Piece> {
+    pub fn arrived(&self, pieces: &Range<usize>) -> Vec<Piece> {
         let peers = 0..self.mesh.group();
-        peers.flat_map(|peer| self.of_source(peer)).collect()
+        let peers = peers.flat_map(|peer| self.of_source(peer, pieces));
+        peers.collect()
     }
 
     /// What this rank sends back: the rows of ranks whose slice has its number.
-    pub fn answers(&self) -> Vec<Piece> {
+    pub fn answers(&self, pieces: &Range<usize>) -> Vec<Piece> {
         let peers = (0..self.mesh.group()).filter(|peer| self.same_slice(*peer));
-        peers.flat_map(|peer| self.of_source(peer)).collect()
+        let peers = peers.flat_map(|peer| self.of_source(peer, pieces));
+        peers.collect()
     }
 
     fn same_slice(&self, peer: usize) -> bool {
         peer % self.mesh.shards == self.place.shard
     }
 
-    /// The rows of this rank's tokens for the experts of a rank.
-    fn of_owner(&self, peer: usize) -> Vec<Piece> {
+    /// Whether a rank with rows of another's tokens answers that one.
+    pub fn answers_to(&self, from: usize, to: usize) -> bool {
+        from % self.mesh.shards == to % self.mesh.shards
+    }
+
+    /// The rows of this rank's tokens for the experts of a rank, by piece.
+    fn of_owner(&self, peer: usize, pieces: &Range<usize>) -> Vec<Piece> {
         let Place { ep, shard, .. } = self.place;
         let (from, group) = (ep * self.mesh.shards + shard, peer / self.mesh.shards);
-        let piece = |&e: &usize| {
-            let rows = self.offsets[e + 1] - self.offsets[e];
-            let share = self.placement.share((from, ep), e, rows, group);
+        let experts = self.placement.of(group);
+        let piece = |number: usize, e: usize| {
+            let all = self.offsets[e + 1] - self.offsets[e];
+            let share = self.placement.share((from, ep), e, all, group);
+            let rows = self.cut(number, share.len());
             Piece {
                 peer,
-                first: self.offsets[e] + share.start,
-                rows: share.len(),
+                first: self.offsets[e] + share.start + rows.start,
+                rows: rows.len(),
             }
         };
-        let experts = self.placement.of(group);
-        let pieces = experts.iter().map(piece);
+        let pieces = pieces.clone();
+        let pieces = pieces.flat_map(|number| experts.iter().map(move |&e| (number, e)));
+        let pieces = pieces.map(|(number, e)| piece(number, e));
         pieces.filter(|piece| piece.rows > 0).collect()
     }
 
-    /// The rows of a rank's tokens for this rank's experts.
-    fn of_source(&self, peer: usize) -> Vec<Piece> {
-        let offsets = self.expert_offsets();
-        let piece = |e: usize| {
-            let before = self.received[..peer].iter().map(|counts| counts[e]);
-            Piece {
-                peer,
-                first: offsets[e] as usize + before.sum::<usize>(),
-                rows: self.received[peer][e],
-            }
+    /// The rows of a rank's tokens for this rank's experts, by piece.
+    fn of_source(&self, peer: usize, pieces: &Range<usize>) -> Vec<Piece> {
+        let of_piece = |number: usize| {
+            let offsets = self.expert_offsets(number);
+            let piece = |e: usize| {
+                let size = |counts: &Vec<usize>| self.cut(number, counts[e]).len();
+                let before = self.received[..peer].iter().map(size);
+                Piece {
+                    peer,
+                    first: self.firsts[number] + offsets[e] as usize + before.sum::<usize>(),
+                    rows: size(&self.received[peer]),
+                }
+            };
+            (0..offsets.len() - 1).map(piece).collect::<Vec<_>>()
         };
-        let pieces = (0..offsets.len() - 1).map(piece);
+        let pieces = pieces.clone().flat_map(of_piece);
         pieces.filter(|piece| piece.rows > 0).collect()
     }
 }
@@ -290,16 +392,62 @@ mod tests {
             assert!(want.eq(arriving), "{placement}: {:?}", counts);
             for (rank, rows) in all.iter().enumerate() {
                 let own: usize = counts[rank].iter().sum();
-                let back: usize = rows.answered().iter().map(|piece| piece.rows).sum();
+                let back: usize = rows.answered(&(0..1)).iter().map(|piece| piece.rows).sum();
                 assert_eq!(back, own, "{mesh:?}: rank {rank} gets its rows back");
-                let mut next: Vec<_> = rows.answered().iter().map(|p| p.first).collect();
+                let mut next: Vec<_> = rows.answered(&(0..1)).iter().map(|p| p.first).collect();
                 next.sort();
                 next.dedup();
-                assert_eq!(next.len(), rows.answered().len());
-                let sent: usize = rows.sent().iter().map(|piece| piece.rows).sum();
+                assert_eq!(next.len(), rows.answered(&(0..1)).len());
+                let sent: usize = rows.sent(&(0..1)).iter().map(|piece| piece.rows).sum();
                 assert_eq!(sent, own * shards);
-                let arrived: usize = rows.arrived().iter().map(|piece| piece.rows).sum();
+                let arrived: usize = rows.arrived(&(0..1)).iter().map(|piece| piece.rows).sum();
                 assert_eq!(arrived, rows.arriving());
+            }
+        }
+    }
+
+    /// In any number of pieces, and for exchanges that take some of them together.
+    #[test]
+    fn pieces_of_rows_are_all_rows_once_and_fit_their_peers() {
+        for (mesh, placement) in meshes() {
+            let counts = some_counts(mesh.group(), placement.experts());
+            let whole = placed(mesh, &placement, &counts);
+            for (pieces, of) in [(1, 1), (2, 2), (4, 2), (6, 3), (5, 1)] {
+                let all: Vec<Rows> = whole
+                    .iter()
+                    .map(|rows| rows.clone().in_pieces(pieces))
+                    .collect();
+                let mut taken: Vec<Vec<usize>> = vec![Vec::new(); all.len()];
+                for number in 0..of {
+                    let units = all[0].numbers(Some(plan::Piece { number, of }));
+                    let sizes = |pieces: Vec<Piece>, peer: usize| -> Vec<usize> {
+                        let of_peer = pieces.into_iter().filter(|piece| piece.peer == peer);
+                        of_peer.map(|piece| piece.rows).collect()
+                    };
+                    for a in 0..mesh.group() {
+                        for b in 0..mesh.group() {
+                            let sent = sizes(all[a].sent(&units), b);
+                            assert_eq!(sent, sizes(all[b].arrived(&units), a));
+                            let answers = sizes(all[b].answers(&units), a);
+                            assert_eq!(answers, sizes(all[a].answered(&units), b));
+                        }
+                        let arrived = all[a].arrived(&units).into_iter();
+                        let span = all[a].span(units.clone());
+                        let rows = arrived.flat_map(|piece| piece.first..piece.first + piece.rows);
+                        let rows: Vec<usize> = rows.collect();
+                        assert!(rows.iter().all(|row| span.contains(row)));
+                        taken[a].extend(rows);
+                    }
+                }
+                for (rows, mut taken) in all.iter().zip(taken) {
+                    taken.sort();
+                    taken.dedup();
+                    assert_eq!(taken.len(), rows.arriving());
+                    assert!(rows.room() < rows.arriving() + pieces * ALIGN);
+                    let sizes =
+                        (0..pieces).map(|piece| *rows.expert_offsets(piece).last().unwrap());
+                    assert_eq!(sizes.sum::<i64>() as usize, rows.arriving());
+                }
             }
         }
     }
@@ -315,9 +463,15 @@ mod tests {
             };
             for a in 0..mesh.group() {
                 for b in 0..mesh.group() {
-                    let (to, from) = (sizes(all[a].sent(), b), sizes(all[b].arrived(), a));
+                    let (to, from) = (
+                        sizes(all[a].sent(&(0..1)), b),
+                        sizes(all[b].arrived(&(0..1)), a),
+                    );
                     assert_eq!(to, from);
-                    let (to, from) = (sizes(all[b].answers(), a), sizes(all[a].answered(), b));
+                    let (to, from) = (
+                        sizes(all[b].answers(&(0..1)), a),
+                        sizes(all[a].answered(&(0..1)), b),
+                    );
                     assert_eq!(to, from);
                 }
             }
@@ -331,11 +485,11 @@ mod tests {
             ..Parallel::default()
         };
         let all = group(mesh, &[vec![1, 2, 0], vec![3, 0, 4]]);
-        assert_eq!(all[0].expert_offsets(), [0, 4, 6]);
-        assert_eq!(all[0].row_tiles(3), [0, 2, 3]);
-        assert_eq!(all[1].expert_offsets(), [0, 4]);
+        assert_eq!(all[0].expert_offsets(0), [0, 4, 6]);
+        assert_eq!(all[0].row_tiles(0, 3), [0, 2, 3]);
+        assert_eq!(all[1].expert_offsets(0), [0, 4]);
         let places = |rows: &Rows| -> Vec<_> {
-            let pieces = rows.arrived().into_iter();
+            let pieces = rows.arrived(&(0..1)).into_iter();
             pieces.map(|p| (p.peer, p.first, p.rows)).collect()
         };
         assert_eq!(places(&all[0]), [(0, 0, 1), (0, 4, 2), (1, 1, 3)]);
@@ -364,9 +518,9 @@ mod tests {
             ..Parallel::default()
         };
         let all = group(mesh, &[vec![0, 0], vec![2, 0]]);
-        assert_eq!(all[0].sent(), []);
+        assert_eq!(all[0].sent(&(0..1)), []);
         assert_eq!(all[0].arriving(), 2);
         assert_eq!(all[1].arriving(), 0);
-        assert_eq!(all[1].expert_offsets(), [0, 0]);
+        assert_eq!(all[1].expert_offsets(0), [0, 0]);
     }
 }

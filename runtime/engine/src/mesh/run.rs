@@ -1,47 +1,24 @@
 //! A pass of one rank: launches of all sides, and exchanges between ranks.
 
-use super::groups::{Groups, Mesh};
-use super::ranks::Among;
+use super::groups::{Between, Groups, Mesh};
+use super::passes::{SLICED, Segment, pieces};
+use super::route::{Course, Load};
 use super::rows::{Neighbours, Piece, Rows};
-use super::side::Side;
+use super::side::{Part, Side};
+use super::under_way::{Started, UnderWay, Written};
 use crate::error::EngineError;
 use crate::launch::Bound;
+use crate::layer::Layer;
+use crate::trace::Recorder;
 use bytemuck::cast_slice;
-use moesaic_collectives::{Algorithm, Call, Element, Handle, Reduction, Slice, Transfer};
+use moesaic_collectives::plan::Itinerary;
+use moesaic_collectives::{Algorithm, Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
-use moesaic_plan::{self as plan, Exchange, RankPlan, RankStep, TensorId, Way};
+use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, TensorId, Way};
+use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
 use std::sync::{Arc, MutexGuard};
-
-/// Steps of a pass, launches bound.
-pub(super) enum Segment {
-    Launches(plan::Side, Bound),
-    Exchange(Exchange),
-}
-
-/// The steps of a pass, launches of a side that follow each other together.
-pub(super) fn segments(
-    steps: &[RankStep],
-    bind: impl Fn(plan::Side, &[usize]) -> Result<Bound, EngineError>,
-) -> Result<Vec<Segment>, EngineError> {
-    let side_of = |step: &RankStep| match step {
-        RankStep::Launch { side, .. } => Some(*side),
-        RankStep::Exchange(_) => None,
-    };
-    let together = |a: &RankStep, b: &RankStep| side_of(a).is_some() && side_of(a) == side_of(b);
-    let parts = steps.chunk_by(together).map(|part| match &part[0] {
-        RankStep::Exchange(exchange) => Ok(Segment::Exchange(exchange.clone())),
-        RankStep::Launch { side, .. } => {
-            let numbers = part.iter().filter_map(|step| match step {
-                RankStep::Launch { step, .. } => Some(*step),
-                RankStep::Exchange(_) => None,
-            });
-            let bound = bind(*side, &numbers.collect::<Vec<usize>>())?;
-            Ok(Segment::Launches(*side, bound))
-        }
-    });
-    parts.collect()
-}
+use std::time::Instant;
 
 /// What every rank has in a call.
 #[derive(Clone, Copy, Debug)]
@@ -58,15 +35,21 @@ pub(super) struct Run<'l> {
     pub plan: &'l RankPlan,
     /// The name of the layer, in errors of exchanges.
     pub label: &'l str,
+    /// How rows go to experts; those of a backward pass go as in forward.
+    pub course: Course,
     pub groups: MutexGuard<'l, Groups>,
     pub tokens: Side<'l>,
     pub experts: Side<'l>,
+    /// Those that the rank owns: where weights are gathered, not those of the experts' side.
+    pub owned: &'l Layer,
     /// Where shared experts are sliced.
     pub shared: Option<Side<'l>>,
     pub rows: Option<Rows>,
     pub neighbours: Option<Neighbours>,
-    /// Exchanges that the device's stream has, and that may still fail.
-    pub under_way: Vec<Handle>,
+    /// Exchanges that are not waited for yet, in their order.
+    pub under_way: Vec<UnderWay>,
+    /// Who is told of exchanges.
+    pub recorder: Option<&'l dyn Recorder>,
 }
 
 impl Run<'_> {
@@ -88,7 +71,7 @@ impl Run<'_> {
         if !segments.iter().any(asks) {
             return Ok(None);
         }
-        let all = self.each_has(tokens, Among::World, &self.call("tokens"))?;
+        let all = self.each_has(tokens, Between::World, &self.call("tokens"))?;
         Ok(Some(Census {
             before: all[..self.mesh.rank()].iter().sum(),
             most: all.iter().copied().max().unwrap_or(0),
@@ -99,10 +82,10 @@ impl Run<'_> {
     fn each_has(
         &mut self,
         own: usize,
-        among: Among,
+        between: Between,
         call: &Call,
     ) -> Result<Vec<usize>, EngineError> {
-        let group = self.groups.among(among);
+        let group = self.groups.between(between);
         let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
         let number = |bytes: &Vec<u8>| {
             let bytes = bytes.as_slice().try_into().unwrap_or_default();
@@ -117,18 +100,27 @@ impl Run<'_> {
         segments: &[Segment],
         mut arrive: impl FnMut(&mut Side<'_>, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
+        let pieces = pieces(segments);
+        if pieces > 1 {
+            self.groups.help();
+        }
         for segment in segments {
             match segment {
-                Segment::Launches(side, bound) => self.side(*side).run(bound)?,
+                Segment::Launches(side, bound, piece) => self.launch(*side, bound, *piece)?,
                 Segment::Exchange(exchange) => match exchange.way {
+                    Way::Tokens => {} // when the call began
                     Way::Counts => {
-                        let rows = self.count()?;
-                        arrive(&mut self.experts, rows.arriving())?;
+                        let recorded = self.begins(exchange);
+                        let rows = self.count()?.in_pieces(pieces);
+                        self.ended(recorded, Instant::now());
+                        arrive(&mut self.experts, rows.room())?;
                         self.lay_out(&rows)?;
                         self.rows = Some(rows);
                     }
                     Way::Neighbours => {
+                        let recorded = self.begins(exchange);
                         let neighbours = self.count_neighbours(exchange)?;
+                        self.ended(recorded, Instant::now());
                         let shared = self.shared.as_mut().expect(SLICED);
                         arrive(shared, neighbours.tokens())?;
                         self.neighbours = Some(neighbours);
@@ -137,18 +129,32 @@ impl Run<'_> {
                 },
             }
         }
-        let mut exchanges = self.under_way.drain(..);
-        Ok(exchanges.try_for_each(Handle::wait)?)
+        self.finish_all()?;
+        self.return_lent();
+        Ok(())
     }
 
-    /// Until launches that follow see the result. What is in the stream's order is waited
-    /// for when the pass has been launched.
-    fn finish(&mut self, exchange: Handle) -> Result<(), EngineError> {
-        match exchange.is_in_stream() {
-            true => self.under_way.push(exchange),
-            false => exchange.wait()?,
-        }
-        Ok(())
+    /// Launches steps of a side when what they read has come.
+    fn launch(
+        &mut self,
+        side: plan::Side,
+        bound: &Bound,
+        piece: Option<plan::Piece>,
+    ) -> Result<(), EngineError> {
+        let Some(piece) = piece else {
+            self.wait_for(|written| written.side == side)?;
+            return self.side(side).run(bound);
+        };
+        let number = piece.number;
+        self.wait_for(|written| written.side == side && written.pieces.contains(&number))?;
+        let rows = self.rows();
+        let part = Part {
+            piece,
+            first: rows.first_of(number),
+            rows: rows.rows_of(number),
+        };
+        self.lay_out_piece(rows, number)?;
+        self.experts.run_part(bound, part)
     }
 
     fn side(&self, side: plan::Side) -> &Side<'_> {
@@ -163,49 +169,107 @@ impl Run<'_> {
         Call::new(&format!("{} of {}", name, self.label))
     }
 
+    /// Begins an exchange, and waits for it unless it is of a piece.
     fn exchange(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
-        let call = self.call(&exchange.name);
-        match exchange.way {
-            // Done when the call begins, or before rows go.
-            Way::Tokens | Way::Counts | Way::Neighbours => Ok(()),
+        let written = self.written(exchange);
+        if let Way::ToTokens { from, .. } = exchange.way {
+            let sums = (plan::Side::Experts, from);
+            let sums = |other: &Written| (other.side, other.tensor) == sums;
+            let pieces = self.rows().numbers(exchange.piece);
+            self.wait_for(|other| sums(other) && other.shares(&pieces))?;
+        }
+        let recorded = self.begins(exchange);
+        match self.start(exchange)? {
+            None => {
+                self.ended(recorded, Instant::now());
+                Ok(())
+            }
+            Some(started) => self.keep(exchange, started, written, recorded),
+        }
+    }
+
+    /// What an exchange of rows writes.
+    fn written(&self, exchange: &Exchange) -> Option<Written> {
+        let (side, tensor) = match exchange.way {
+            Way::ToExperts { to, .. } => (plan::Side::Experts, to),
+            Way::OverShards { tensor } => (plan::Side::Experts, tensor),
+            Way::ToTokens { to, .. } => (plan::Side::Tokens, to),
+            _ => return None,
+        };
+        Some(Written {
+            side,
+            tensor,
+            pieces: self.rows().numbers(exchange.piece),
+        })
+    }
+
+    /// Begins an exchange; `None` if it is over then.
+    fn start(&mut self, exchange: &Exchange) -> Result<Option<Started>, EngineError> {
+        let call = match exchange.piece {
+            None => self.call(&exchange.name),
+            Some(piece) => self.call(&format!("{}, piece {piece},", exchange.name)),
+        };
+        let started = match exchange.way {
+            // Done when the call begins, or by [`Run::run`].
+            Way::Tokens | Way::Counts | Way::Neighbours => return Ok(None),
             Way::ToExperts { from, to } => {
                 let rows = self.rows();
-                let (sent, arrived) = (rows.sent(), rows.arrived());
+                let pieces = rows.numbers(exchange.piece);
+                let (sent, arrived) = (rows.sent(&pieces), rows.arrived(&pieces));
+                let bytes = self.plan.row_bytes(plan::Side::Tokens, from);
+                let path = rows.itinerary(self.load(from), bytes);
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Experts, to, &arrived)?;
-                self.send(Among::Group, &sends, &receives, &call)
+                self.send_rows(path, &sends, &receives, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
-                let (answers, answered) = (rows.answers(), rows.answered());
+                let pieces = rows.numbers(exchange.piece);
+                let (answers, answered) = (rows.answers(&pieces), rows.answered(&pieces));
+                let bytes = self.plan.row_bytes(plan::Side::Experts, from);
+                let path = rows.itinerary(self.load_back(from), bytes);
                 let sends = self.transfers(plan::Side::Experts, from, &answers)?;
                 let receives = self.transfers(plan::Side::Tokens, to, &answered)?;
-                self.send(Among::Group, &sends, &receives, &call)
+                self.send_rows(path, &sends, &receives, &call)
             }
             Way::OverShards { tensor } => {
-                let rows = self.rows().arriving();
+                let rows = self.rows();
+                let span = rows.span(rows.numbers(exchange.piece));
                 let element = element(self.plan.experts[tensor].dtype);
                 let width = self.plan.row_bytes(plan::Side::Experts, tensor) / element.size();
                 let buffer = self.experts.buffer(tensor);
-                let data = Slice::new(buffer, element, 0, rows * width)?;
-                let slices = &mut self.groups.slices;
+                let data = Slice::new(buffer, element, span.start * width, span.len() * width)?;
+                let slices = self.groups.between(Between::Parts(self.plan.ways));
                 let sum = slices.all_reduce(&data, &data, Reduction::Sum, &call)?;
-                self.finish(sum)
+                Ok(Started::of(sum, &data))
             }
             Way::ToSlices { from, to } => {
                 let neighbours = self.neighbours();
                 let (sent, arrived) = (neighbours.sent(), neighbours.arrived());
                 let sends = self.transfers(plan::Side::Tokens, from, &sent)?;
                 let receives = self.transfers(plan::Side::Shared, to, &arrived)?;
-                self.send(Among::Slices, &sends, &receives, &call)
+                self.send(Between::Slices, &sends, &receives, &call)
             }
             Way::FromSlices { from, to } => self.sum_to_tokens(from, to, &call),
             Way::OfFirst { from, to } => self.take_of_first(from, to, &call),
             Way::Sum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
-            Way::Live { ids, to } => self.count_live(ids, to, &call),
+            Way::Live { ids, to } => return self.count_live(ids, to, &call).map(|()| None),
             Way::Most { tensor } => self.reduce(tensor, tensor, Reduction::Max, &call),
+            Way::GatherWeight { weight, cut } => {
+                return self.gather_weight(weight, cut, &call).map(|()| None);
+            }
+            Way::ScatterGradient { gradient, cut } => {
+                return self.scatter_gradient(gradient, cut, &call).map(|()| None);
+            }
             Way::Gather { from, to } => self.gather(from, to, &call),
-        }
+        };
+        started.map(Some)
+    }
+
+    /// The mesh that rows travel in, and this rank's place there.
+    fn travels(&self) -> (Parallel, Place) {
+        let by = self.plan.by();
+        (by.mesh(), by.place(self.mesh.rank()))
     }
 
     fn rows(&self) -> &Rows {
@@ -217,16 +281,34 @@ impl Run<'_> {
         neighbours.expect("tokens are counted before their rows go")
     }
 
-    fn send(
+    pub fn send(
         &mut self,
-        among: Among,
+        between: Between,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
-    ) -> Result<(), EngineError> {
-        let group = self.groups.among(among);
-        let exchange = group.exchange(sends, receives, call)?;
-        self.finish(exchange)
+    ) -> Result<Started, EngineError> {
+        let group = self.groups.between(between);
+        let handle = group.exchange(sends, receives, call)?;
+        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
+        Ok(Started { handle, bytes })
+    }
+
+    /// Rows of tokens, straight or by way of other ranks.
+    fn send_rows(
+        &mut self,
+        path: Option<Box<dyn Itinerary>>,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        call: &Call,
+    ) -> Result<Started, EngineError> {
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        let handle = match path {
+            None => group.exchange(sends, receives, call)?,
+            Some(path) => group.exchange_by(sends, receives, &*path, call)?,
+        };
+        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
+        Ok(Started { handle, bytes })
     }
 
     /// Rows of a tensor as bytes: they are only moved.
@@ -250,14 +332,30 @@ impl Run<'_> {
 
     /// Everybody learns how many rows come from where.
     fn count(&mut self) -> Result<Rows, EngineError> {
-        let (mesh, place) = (self.mesh.parallel(), self.mesh.place());
-        let (placement, experts) = (self.plan.placement(), self.plan.tokens.spec.shape.experts);
+        let (mesh, place) = self.travels();
+        let (placement, experts) = (
+            self.plan.row_placement(),
+            self.plan.tokens.spec.shape.experts,
+        );
         let mut offsets = vec![0i64; experts + 1];
         let device = &*self.tokens.layer.device;
         let from = self.tokens.named("offsets").expect("a scan has offsets");
         device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
         let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
         let (counts, sizes) = Rows::told((mesh, place), &placement, &offsets);
+        let algorithm = match self.course {
+            Course::Straight => Algorithm::Direct,
+            Course::Over(algorithm) => algorithm,
+            Course::Once(shape) => Algorithm::InterFirst(shape),
+        };
+        if self.course != Course::Straight {
+            let call = self.call("counts");
+            let group = self.groups.between(Between::Rows(self.plan.ways));
+            let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
+            let mut rows = Rows::new((mesh, place), placement, offsets, &told);
+            rows.passage = Some(passage);
+            return self.fan_out(rows);
+        }
         let own = placement.count(place.ep);
         let mut told = vec![0i64; own * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
@@ -265,19 +363,58 @@ impl Run<'_> {
         device.upload(cast_slice(&counts), &input, 0)?;
         let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
         let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
-        let (receives, algorithm) = (vec![own; mesh.group()], Algorithm::Direct);
+        let receives = vec![own; mesh.group()];
         let call = self.call("counts");
-        let rows = &mut self.groups.rows;
+        let rows = self.groups.between(Between::Rows(self.plan.ways));
         rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
         Ok(Rows::new((mesh, place), placement, offsets, &told))
     }
 
+    /// Where each token crosses to a node once, ranks learn which rows are of one token.
+    fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
+        let Course::Once(shape) = self.course else {
+            return Ok(rows);
+        };
+        let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
+        let mut slots = vec![0i32; rows.own()];
+        let from = self.tokens.named("row_slots");
+        let from = from.expect("a scan says which slot a row is of");
+        device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
+        let top_k = self.plan.tokens.spec.shape.top_k as i32;
+        let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        rows.fan_out(group, device, (shape, &tokens), &call)?;
+        Ok(rows)
+    }
+
+    /// Whether rows of a token are equal: `rows` are not where dispatch weights them.
+    fn load(&self, from: TensorId) -> Load {
+        let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
+        match self.plan.tokens[from].name.as_str() {
+            "dout" => Load::Tokens,
+            "rows" if !weighted => Load::Tokens,
+            _ => Load::Rows,
+        }
+    }
+
+    /// Whether what comes back is but added up. `combine` weights `out` where that was not
+    /// done before, and gradients of weights that were on inputs read `drows`.
+    fn load_back(&self, from: TensorId) -> Load {
+        let tensor = &self.plan.experts[from];
+        let weight_on = self.plan.tokens.spec.router.weight_on;
+        match tensor.name.as_str() {
+            "out" if weight_on != WeightSite::Output => Load::Addends(element(tensor.dtype)),
+            "drows" if weight_on != WeightSite::Input => Load::Addends(element(tensor.dtype)),
+            _ => Load::Answers,
+        }
+    }
+
     /// Ranks with slices of the same experts learn how many tokens each has.
     fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
         let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, Among::Slices, &call)?;
+        let counts = self.each_has(tokens, Between::Slices, &call)?;
         Ok(Neighbours::new(counts, self.mesh.place().shard))
     }
 
@@ -287,7 +424,7 @@ impl Run<'_> {
         from: TensorId,
         to: TensorId,
         call: &Call,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Started, EngineError> {
         let side = plan::Side::Shared;
         let element = element(self.plan.side(side)[from].dtype);
         let width = self.plan.row_bytes(side, from) / element.size();
@@ -302,7 +439,7 @@ impl Run<'_> {
         let output = Slice::new(self.tokens.buffer(to), element, 0, own)?;
         let (slices, reduction) = (&mut self.groups.slices, Reduction::Sum);
         let sum = slices.reduce_scatter_by_counts(&input, &counts, &output, reduction, call)?;
-        self.finish(sum)
+        Ok(Started::of(sum, &input))
     }
 
     /// A weight of the first slice becomes that of the tokens' side of all.
@@ -311,7 +448,7 @@ impl Run<'_> {
         from: TensorId,
         to: TensorId,
         call: &Call,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Started, EngineError> {
         let rows = self.plan.tokens[to].shape[0].eval(0) as usize;
         let piece = |peer| Piece {
             peer,
@@ -324,26 +461,30 @@ impl Run<'_> {
         };
         let sends = self.transfers(plan::Side::Shared, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &[piece(0)])?;
-        self.send(Among::Slices, &sends, &receives, call)
+        self.send(Between::Slices, &sends, &receives, call)
     }
 
-    /// Tells the experts' kernels where rows lie.
+    /// Tells the experts' kernels which row is which, and where rows of the first piece lie.
     fn lay_out(&self, rows: &Rows) -> Result<(), EngineError> {
-        let device = &*self.experts.layer.device;
-        let upload = |name: &str, bytes: &[u8]| match self.experts.named(name) {
-            Some(buffer) => device.upload(bytes, buffer, 0),
-            None => Ok(()),
-        };
-        upload("offsets", cast_slice(&rows.expert_offsets()))?;
-        upload(
-            "row_tiles",
-            cast_slice(&rows.row_tiles(self.plan.tile_rows)),
-        )?;
         if self.experts.named("row_slots").is_some() {
-            let slots: Vec<i32> = (0..rows.arriving() as i32).collect();
-            upload("row_slots", cast_slice(&slots))?;
+            let slots = rows.numbers_in_pieces();
+            self.tell_experts("row_slots", cast_slice(&slots))?;
         }
-        Ok(())
+        self.lay_out_piece(rows, 0)
+    }
+
+    /// Tells the experts' kernels where rows of a piece lie, in the order of the stream.
+    fn lay_out_piece(&self, rows: &Rows, piece: usize) -> Result<(), EngineError> {
+        let tiles = rows.row_tiles(piece, self.plan.tile_rows);
+        self.tell_experts("offsets", cast_slice(&rows.expert_offsets(piece)))?;
+        self.tell_experts("row_tiles", cast_slice(&tiles))
+    }
+
+    fn tell_experts(&self, name: &str, bytes: &[u8]) -> Result<(), EngineError> {
+        match self.experts.named(name) {
+            Some(buffer) => Ok(self.experts.layer.device.upload(bytes, buffer, 0)?),
+            None => Ok(()),
+        }
     }
 
     /// The tokens of all ranks with an expert.
@@ -358,7 +499,7 @@ impl Run<'_> {
         device.download(self.tokens.buffer(ids), 0, bytes)?;
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, Among::World, call)?.iter().sum();
+        let all: usize = self.each_has(own, Between::World, call)?.iter().sum();
         device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
         Ok(())
     }
@@ -370,7 +511,7 @@ impl Run<'_> {
         to: TensorId,
         reduction: Reduction,
         call: &Call,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Started, EngineError> {
         let tensor = &self.plan.tokens[from];
         let count = tensor.elements(self.tokens.scalars().tokens() as u64) as usize;
         let element = element(tensor.dtype);
@@ -378,13 +519,18 @@ impl Run<'_> {
         let (input, output) = (slice(from)?, slice(to)?);
         let world = &mut self.groups.world;
         let sum = world.all_reduce(&input, &output, reduction, call)?;
-        self.finish(sum)
+        Ok(Started::of(sum, &input))
     }
 
     /// Weights of the experts of all groups; those of the first slices count.
-    fn gather(&mut self, from: TensorId, to: TensorId, call: &Call) -> Result<(), EngineError> {
-        let (mesh, place) = (self.mesh.parallel(), self.mesh.place());
-        let placement = self.plan.placement();
+    fn gather(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<Started, EngineError> {
+        let (mesh, place) = self.travels();
+        let placement = self.plan.row_placement();
         // What a group owns, in rows of its own and in rows of the whole.
         let runs = |ep: usize, of_whole: bool| {
             let (peer, experts) = (ep * mesh.shards, placement.of(ep).into_owned());
@@ -407,12 +553,9 @@ impl Run<'_> {
         let receives: Vec<Piece> = (0..mesh.ep).flat_map(|ep| runs(ep, true)).collect();
         let sends = self.transfers(plan::Side::Experts, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
-        self.send(Among::Group, &sends, &receives, call)
+        self.send(Between::Rows(self.plan.ways), &sends, &receives, call)
     }
 }
-
-/// Why there is a side of shared experts.
-pub(super) const SLICED: &str = "steps of shared experts are of ranks with slices of them";
 
 /// As collectives call it.
 pub(super) fn element(dtype: DType) -> Element {

@@ -3,8 +3,9 @@
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
 use crate::layer::{Layer, Turn};
+use crate::memory::{Addresses, Buffers};
 use crate::training::Saved;
-use moesaic_plan::TensorId;
+use moesaic_plan::{Piece, TensorId};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
@@ -14,6 +15,22 @@ pub(super) struct Side<'l> {
     workspaces: Turn<'l>,
     kept: Kept<'l>,
     scalars: Option<Scalars>,
+    /// What the call has of the layer's weights and gradients, where it holds none itself.
+    pub lent: Buffers,
+    /// Room for the addresses of some of the rows.
+    piece: Addresses,
+    /// Whether gradients of weights of some of the rows are there.
+    begun: bool,
+}
+
+/// Rows that are next to each other, of a piece.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub piece: Piece,
+    /// The first row.
+    pub first: usize,
+    /// How many.
+    pub rows: usize,
 }
 
 /// What a call keeps for backward, or has from forward.
@@ -30,6 +47,9 @@ impl<'l> Side<'l> {
             workspaces: layer.lock_workspaces(),
             kept: Kept::Nothing,
             scalars: None,
+            lent: Buffers::default(),
+            piece: Addresses::default(),
+            begun: false,
         }
     }
 
@@ -38,6 +58,7 @@ impl<'l> Side<'l> {
         self.layer.reserve(&mut self.workspaces, scalars.tokens())?;
         self.scalars = Some(scalars);
         self.layer.lay_passing(&mut self.workspaces);
+        self.workspaces.addresses.lay(&self.lent);
         Ok(())
     }
 
@@ -47,6 +68,7 @@ impl<'l> Side<'l> {
         layer.reserve_training(&mut self.workspaces.every, tokens)?;
         let saved = layer.saved(tokens, scalars)?;
         layer.lay_saved(&mut self.workspaces, &saved);
+        self.workspaces.addresses.lay(&self.lent);
         (self.scalars, self.kept) = (Some(scalars), Kept::Now(saved));
         Ok(())
     }
@@ -58,6 +80,7 @@ impl<'l> Side<'l> {
         layer.reserve_every(&mut self.workspaces.every, saved.tokens())?;
         layer.gradient_buffers()?;
         layer.lay_saved(&mut self.workspaces, saved);
+        self.workspaces.addresses.lay(&self.lent);
         self.scalars = Some(saved.scalars().accumulating(accumulate));
         self.kept = Kept::Before(saved);
         Ok(())
@@ -82,6 +105,25 @@ impl<'l> Side<'l> {
         self.layer.run(steps, self.scalars(), addresses, None)
     }
 
+    /// The same for some of the rows alone, as if there were no others. What is no row lies
+    /// where it does for all: scratch, which launches use one after the other, weights, and
+    /// their gradients, to which every part but the first adds.
+    pub fn run_part(&mut self, steps: &Bound, part: Part) -> Result<(), EngineError> {
+        let scalars = self.scalars().of_piece(part.rows, self.begun);
+        let plan = self.layer.plan();
+        self.piece.copy(&self.workspaces.addresses);
+        for (at, tensor) in plan.tensors.iter().enumerate() {
+            if tensor.is_by_token() {
+                let bytes = tensor.bytes(part.first as u64);
+                self.piece.shift(TensorId(at), bytes);
+            }
+        }
+        let (layer, piece) = (self.layer, Some(part.piece));
+        layer.run_piece(steps, &scalars, &self.piece, None, piece)?;
+        self.begun = true;
+        Ok(())
+    }
+
     /// The memory of a tensor of the call: kept, passing, or a weight.
     pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
         let found = self.find(tensor);
@@ -102,5 +144,6 @@ impl<'l> Side<'l> {
         };
         kept.or_else(|| self.workspaces.every.buffers.handle(tensor))
             .or_else(|| self.layer.weights.handle(tensor))
+            .or_else(|| self.lent.handle(tensor))
     }
 }

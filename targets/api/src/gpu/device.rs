@@ -6,10 +6,10 @@ use super::graph::GpuGraph;
 use super::lane::Lane;
 use super::module::GpuModule;
 use super::shared::Gpu;
-use super::{PoolHandle, StreamHandle, Vendor, functions, memory, staging};
+use super::{PoolHandle, Rows, StreamHandle, Vendor, functions, memory, staging};
 use crate::{
     Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, GpuInfo, Graph,
-    HostBuffer, Module, StreamDevice,
+    HostBuffer, Module, RowCopy, StreamDevice,
 };
 use moesaic_kernel::Entry;
 use std::any::Any;
@@ -136,6 +136,25 @@ impl<V: Vendor> Device for GpuDevice<V> {
             })?;
         }
         lane.synchronize("download")
+    }
+
+    fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
+        let Some([from, to]) = copy.check()? else {
+            return Ok(());
+        };
+        let rows = Rows {
+            from: from.start,
+            from_stride: copy.from_stride,
+            to: to.start,
+            to_stride: copy.to_stride,
+            count: copy.rows,
+            bytes: copy.row_bytes,
+        };
+        let lane = &self.lane;
+        // SAFETY: all rows lie in buffers, which the caller keeps.
+        lane.gpu.call("copy of rows", |_| unsafe {
+            lane.gpu.vendor.copy_rows(&rows, lane.stream)
+        })
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {

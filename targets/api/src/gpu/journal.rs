@@ -89,6 +89,7 @@ mod tests {
             threads: 64,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         };
         let symbol = symbol.into();
         Launched::Kernel { symbol, shape }

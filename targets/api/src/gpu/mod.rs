@@ -98,13 +98,19 @@ pub trait Vendor: Send + Sync + 'static {
     /// The limit that is exceeded.
     fn check_shape(&self, shape: &Shape) -> Result<(), String>;
 
-    /// Launches clusters of more than one block, which
-    /// [`Vendor::check_shape`] has allowed; returns the driver's code.
+    /// Whether blocks of a dependent launch may start before the launches before have ended.
+    fn overlaps(&self) -> bool {
+        false
+    }
+
+    /// Launches with attributes: clusters of more than one block, which
+    /// [`Vendor::check_shape`] has allowed, or as dependent, where
+    /// [`Vendor::overlaps`]; returns the driver's code.
     ///
     /// # Safety
     /// The function's module is loaded, the stream is live, and `params` hold
     /// a pointer to each of the kernel's parameters.
-    unsafe fn launch_clusters(
+    unsafe fn launch_with(
         &self,
         function: FunctionHandle,
         shape: &Shape,
@@ -112,12 +118,35 @@ pub trait Vendor: Send + Sync + 'static {
         stream: StreamHandle,
     ) -> c_int;
 
+    /// Copies rows of bytes in stream order; returns the driver's code.
+    ///
+    /// # Safety
+    /// The rows lie in memory of the GPU, and the stream is live.
+    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int;
+
     /// Writes a tensor map for a tensor at `base` with `dims`, innermost
     /// first.
     ///
     /// # Errors
     /// The rule that is broken, with what was asked for.
     fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String>;
+}
+
+/// Rows of bytes that are copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    /// Where the first comes from.
+    pub from: Ptr,
+    /// Bytes from its start to that of the next.
+    pub from_stride: usize,
+    /// Where it goes.
+    pub to: Ptr,
+    /// Bytes from its start to that of the next, there.
+    pub to_stride: usize,
+    /// How many rows.
+    pub count: usize,
+    /// Bytes of one.
+    pub bytes: usize,
 }
 
 /// A driver's code, in its own words.
@@ -140,6 +169,8 @@ pub struct Shape {
     pub shared_bytes: u32,
     /// Blocks of a cluster, in x.
     pub cluster: u32,
+    /// Blocks may start before the launches before have ended.
+    pub dependent: bool,
 }
 
 impl fmt::Display for Shape {

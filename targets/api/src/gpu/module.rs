@@ -123,6 +123,7 @@ impl<V: Vendor> GpuModule<V> {
             threads: dims.threads,
             shared_bytes: dims.shared_bytes,
             cluster: dims.cluster.max(1),
+            dependent: function.entry.launch.dependent,
         };
         self.loaded.gpu.vendor.check_shape(&shape)?;
         Ok(shape)
@@ -184,10 +185,10 @@ impl<V: Vendor> GpuModule<V> {
         params: &mut [*mut c_void],
     ) -> c_int {
         let (vendor, stream) = (&self.lane.gpu.vendor, self.lane.stream);
-        if shape.cluster > 1 {
+        if shape.cluster > 1 || (shape.dependent && vendor.overlaps()) {
             // SAFETY: the module is loaded, the stream is live, and the
             // caller's promise.
-            return unsafe { vendor.launch_clusters(function, shape, params, stream) };
+            return unsafe { vendor.launch_with(function, shape, params, stream) };
         }
         let ([x, y], threads, shared) = (shape.grid, shape.threads, shape.shared_bytes);
         let (params, none) = (params.as_mut_ptr(), functions::NULL.cast());

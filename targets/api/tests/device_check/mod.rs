@@ -130,6 +130,7 @@ pub fn entry(symbol: &str, params: Vec<Param>) -> Entry {
             threads: 256,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     }
 }

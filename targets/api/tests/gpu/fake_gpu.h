@@ -410,6 +410,17 @@ int FN_copy(uint64_t to, uint64_t from, size_t bytes, Object *s) {
   return 0;
 }
 
+static int copy_rows(int code, uint64_t to, size_t to_stride, uint64_t from, size_t from_stride, size_t bytes,
+                     size_t rows, Object *s) {
+  if (!is(s, 's')) return 400;
+  say("copy %zu rows of %zu from %s by %zu to %s by %zu on s%d", rows, bytes, place(from), from_stride, place(to),
+      to_stride, s->number);
+  if (code) return code;
+  for (size_t i = 0; i < rows; i++)
+    enqueue(s, (Node){.work = COPY, .to = to + i * to_stride, .from = from + i * from_stride, .bytes = bytes});
+  return 0;
+}
+
 // Enough of an image to see that it is another: its header.
 static unsigned sum_of(const void *image) {
   unsigned sum = 1;

@@ -1,7 +1,7 @@
 //! Kernels that fail after their launch, and drivers that fail anywhere.
 
 use super::*;
-use moesaic_target::DeviceCopy;
+use moesaic_target::{DeviceCopy, RowCopy};
 
 pub const CASES: &[Case] = &[
     Case::new("a_late_fault", a_late_fault).leaking(),
@@ -13,7 +13,7 @@ pub const CASES: &[Case] = &[
 ];
 
 /// Functions that fail, one at a time, in a whole life of a device.
-pub const EACH: [&str; 34] = [
+pub const EACH: [&str; 35] = [
     "memory_info",
     "default_pool",
     "pool_set",
@@ -31,6 +31,7 @@ pub const EACH: [&str; 34] = [
     "upload",
     "download",
     "copy",
+    "copy_rows",
     "module_load",
     "module_unload",
     "module_function",
@@ -95,6 +96,17 @@ fn life(rig: &Rig) -> Result<(), DeviceError> {
         bytes: 40,
     };
     gpu.copy(&copy)?;
+    let rows = RowCopy {
+        from: &a,
+        from_offset: 0,
+        from_stride: 20,
+        to: &b,
+        to_offset: 0,
+        to_stride: 20,
+        rows: 2,
+        row_bytes: 20,
+    };
+    device.copy_rows(&rows)?;
     let graph = gpu.end_capture()?;
     for _ in 0..2 {
         // SAFETY: both buffers live.

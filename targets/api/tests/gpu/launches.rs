@@ -1,7 +1,7 @@
 //! Opening, memory, loading, launching and what is refused.
 
 use super::*;
-use moesaic_target::DeviceCopy;
+use moesaic_target::{DeviceCopy, RowCopy};
 
 pub const CASES: &[Case] = &[
     Case::new("a_layer_runs", a_layer_runs),
@@ -26,6 +26,7 @@ pub const CASES: &[Case] = &[
     Case::new("uploads_left_behind", uploads_left_behind),
     Case::new("an_image_may_go", an_image_may_go),
     Case::new("pinned_and_copied", pinned_and_copied),
+    Case::new("rows_copied", rows_copied),
     Case::new("buffers_outlive_the_device", buffers_outlive_the_device),
 ];
 
@@ -418,6 +419,40 @@ fn pinned_and_copied(rig: &Rig) {
         .filter(|line| line.starts_with("copy"))
         .collect();
     assert_eq!(copies, ["copy 12 from a1+4 to a2+8 on s1"]);
+}
+
+fn rows_copied(rig: &Rig) {
+    let device = rig.open();
+    let (a, b) = (device.alloc(16).unwrap(), device.alloc(20).unwrap());
+    device.upload(b"0123456789abcdef", &a, 0).unwrap();
+    device.upload(&[b'-'; 20], &b, 0).unwrap();
+    let copy = RowCopy {
+        from: &a,
+        from_offset: 1,
+        from_stride: 5,
+        to: &b,
+        to_offset: 2,
+        to_stride: 7,
+        rows: 3,
+        row_bytes: 4,
+    };
+    device.copy_rows(&copy).unwrap();
+    let mut back = [0; 20];
+    device.download(&b, 0, &mut back).unwrap();
+    assert_eq!(&back, b"--1234---6789---bcde");
+    for wrong in [
+        RowCopy { rows: 4, ..copy },
+        RowCopy {
+            to_stride: 3,
+            ..copy
+        },
+    ] {
+        device.copy_rows(&wrong).unwrap_err();
+    }
+    device.copy_rows(&RowCopy { rows: 0, ..copy }).unwrap();
+    let copies = log().into_iter().filter(|line| line.starts_with("copy"));
+    let expected = "copy 3 rows of 4 from a1+1 by 5 to a2+2 by 7 on s1";
+    assert_eq!(copies.collect::<Vec<_>>(), [expected]);
 }
 
 fn buffers_outlive_the_device(rig: &Rig) {

@@ -309,6 +309,7 @@ pub fn entry() -> Entry {
             threads: 256,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     }
 }

@@ -32,6 +32,7 @@ pub fn entry(symbol: &str, params: Vec<Param>) -> Entry {
         threads: 1,
         shared_bytes: 0,
         cluster: 1,
+        dependent: false,
     };
     Entry {
         symbol: symbol.to_string(),

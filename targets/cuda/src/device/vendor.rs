@@ -1,9 +1,9 @@
 //! What CUDA does in its own way.
 
-use crate::driver::{LaunchAttribute, LaunchConfig, Table};
+use crate::driver::{Copy2d, LaunchAttribute, LaunchConfig, Side2d, Table};
 use cudarc::driver::CudaContext;
 use moesaic_kernel::{Launch, TensorMap};
-use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Shape, StreamHandle, Vendor};
+use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Rows, Shape, StreamHandle, Vendor};
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -13,13 +13,18 @@ const SHARED_SIZE: c_int = 1;
 const MOST_DYNAMIC_SHARED: c_int = 8;
 const LARGE_CLUSTERS: c_int = 14;
 
-/// The launch attribute for clusters.
+/// The launch attributes for clusters, and for blocks that may start before the launches
+/// before have ended.
 const CLUSTER: u32 = 4;
+const DEPENDENT: u32 = 6;
 
 /// Blocks of a cluster that every GPU with clusters can have, and those that
 /// some have when asked.
 const PORTABLE_CLUSTER: u32 = 8;
 const LARGEST_CLUSTER: u32 = 16;
+
+/// Memory of a GPU, in copies of rows.
+const DEVICE_MEMORY: u32 = 2;
 
 /// The driver's code for what it does not have.
 const NOT_SUPPORTED: c_int = 801;
@@ -31,6 +36,8 @@ pub struct Cuda {
     pub context: Arc<CudaContext>,
     /// Whether the GPU has clusters and tensor maps: sm_90 and later.
     pub clusters: bool,
+    /// Whether launches may overlap, captured ones too.
+    pub overlaps: bool,
 }
 
 impl Vendor for Cuda {
@@ -108,7 +115,11 @@ impl Vendor for Cuda {
         Ok(())
     }
 
-    unsafe fn launch_clusters(
+    fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    unsafe fn launch_with(
         &self,
         function: FunctionHandle,
         shape: &Shape,
@@ -118,18 +129,44 @@ impl Vendor for Cuda {
         let Some(launch) = self.table.own.launch_ex else {
             return NOT_SUPPORTED;
         };
-        let attribute = cluster_of(shape.cluster);
+        let all = [cluster_of(shape.cluster), dependent()];
+        let attributes = match (shape.cluster > 1, shape.dependent && self.overlaps) {
+            (true, true) => &all[..],
+            (true, false) => &all[..1],
+            (false, true) => &all[1..],
+            (false, false) => &[],
+        };
         let config = LaunchConfig {
             grid: [shape.grid[0], shape.grid[1], 1],
             block: [shape.threads, 1, 1],
             shared_bytes: shape.shared_bytes,
             stream,
-            attributes: &raw const attribute,
-            attribute_count: 1,
+            attributes: attributes.as_ptr(),
+            attribute_count: attributes.len() as u32,
         };
         let none = std::ptr::null_mut();
-        // SAFETY: the caller's promise; the structure lives over the call.
+        // SAFETY: the caller's promise; structure and attributes live over the call.
         unsafe { launch(&config, function, params.as_mut_ptr(), none) }
+    }
+
+    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+        let side = |start: Ptr, stride| Side2d {
+            first_byte: 0,
+            first_row: 0,
+            memory: DEVICE_MEMORY,
+            host: std::ptr::null(),
+            device: start.0,
+            array: std::ptr::null(),
+            stride,
+        };
+        let copy = Copy2d {
+            from: side(rows.from, rows.from_stride),
+            to: side(rows.to, rows.to_stride),
+            row_bytes: rows.bytes,
+            rows: rows.count,
+        };
+        // SAFETY: the caller's promise; the structure lives over the call.
+        unsafe { self.table.own.copy_rows(&copy, stream) }
     }
 
     fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String> {
@@ -176,6 +213,16 @@ fn cluster_of(blocks: u32) -> LaunchAttribute {
     value[..3].copy_from_slice(&[blocks, 1, 1]);
     LaunchAttribute {
         id: CLUSTER,
+        padding: 0,
+        value,
+    }
+}
+
+fn dependent() -> LaunchAttribute {
+    let mut value = [0; 16];
+    value[0] = 1;
+    LaunchAttribute {
+        id: DEPENDENT,
         padding: 0,
         value,
     }

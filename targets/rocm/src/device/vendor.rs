@@ -3,7 +3,7 @@
 use crate::hip::Hip;
 use crate::read_code_object;
 use moesaic_kernel::{Launch, TensorMap};
-use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Shape, StreamHandle, Vendor};
+use moesaic_target::gpu::{Fault, FunctionHandle, Functions, Rows, Shape, StreamHandle, Vendor};
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
 
@@ -68,7 +68,7 @@ impl Vendor for Rocm {
         }
     }
 
-    unsafe fn launch_clusters(
+    unsafe fn launch_with(
         &self,
         _: FunctionHandle,
         _: &Shape,
@@ -76,6 +76,11 @@ impl Vendor for Rocm {
         _: StreamHandle,
     ) -> c_int {
         NOT_SUPPORTED
+    }
+
+    unsafe fn copy_rows(&self, rows: &Rows, stream: StreamHandle) -> c_int {
+        // SAFETY: passed on.
+        unsafe { self.hip.copy_rows(rows, stream) }
     }
 
     fn encode(&self, _: &TensorMap, _: Ptr, _: [u64; 5]) -> Result<MapBytes, String> {

@@ -42,6 +42,9 @@ pub enum FindingKind {
     SharedSize,
     /// Operands that the hardware does not take.
     Operand,
+    /// A dependent launch touches global memory before it has waited for the launches
+    /// before it, or ends without having waited.
+    LaunchOrder,
     /// The kernel executed `trap`.
     Trap,
 }
@@ -90,6 +93,7 @@ impl FindingKind {
             FindingKind::PendingAtExit => "exit with work under way",
             FindingKind::SharedSize => "shared memory size",
             FindingKind::Operand => "invalid operand",
+            FindingKind::LaunchOrder => "order of launches",
             FindingKind::Trap => "trap",
         }
     }

@@ -166,6 +166,7 @@ fn run(
         shared_bytes: dims.shared_bytes,
         seed: shared.options.seed,
         in_order: kernel.in_order,
+        dependent: loaded.entry.as_ref().is_some_and(|e| e.launch.dependent),
         full: shared.options.checks == Checks::Full,
     };
     let clusters = u64::from(grid[0]) * u64::from(grid[1]) / u64::from(cluster);

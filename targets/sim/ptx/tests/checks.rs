@@ -530,3 +530,38 @@ fn nothing_depends_on_cores_or_delays() {
     assert_eq!(findings[0], findings[1]);
     assert_eq!(findings[0], findings[2]);
 }
+
+#[test]
+fn a_dependent_launch_waits_before_it_touches_global_memory() {
+    const WAIT: &str = "griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\n";
+    let run = Run {
+        dependent: true,
+        ..two_warps()
+    };
+    let load = "ld.global.u32 %r2, [%rd1];\n";
+    clean(&run, &format!("{WAIT}{load}"));
+    let copy = "mov.u32 %r2, st;\ncp.async.ca.shared.global [%r2], [%rd1], 4;\n\
+                cp.async.wait_all;\n";
+    let early = [
+        load,
+        "st.global.u32 [%rd1], 1;\n",
+        "red.global.add.u32 [%rd1], 1;\n",
+        copy,
+    ];
+    for access in early {
+        let body = format!("{access}{WAIT}");
+        expect(
+            &run,
+            &body,
+            FindingKind::LaunchOrder,
+            "before `griddepcontrol.wait`",
+        );
+    }
+    let forgotten = "ends without having waited";
+    expect(&run, "", FindingKind::LaunchOrder, forgotten);
+    let one_warp = format!("setp.lt.u32 %p1, %r1, 32;\n@!%p1 bra D;\n{WAIT}D:\n");
+    expect(&run, &one_warp, FindingKind::LaunchOrder, forgotten);
+    // Launched after the end of those before, it has nothing to wait for.
+    clean(&two_warps(), &format!("{load}{WAIT}"));
+    clean(&two_warps(), load);
+}

@@ -28,6 +28,7 @@ pub(super) fn kernel(name: &str) -> (Key, KernelSource, Stored) {
             threads: 1,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     };
     let source = KernelSource {

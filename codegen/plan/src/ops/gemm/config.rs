@@ -57,6 +57,8 @@ pub enum GemmFamily {
     Wgmma {
         /// Tiles of the inner dimension in flight.
         stages: usize,
+        /// See [`GroupedGemmConfig::gather`].
+        gather: bool,
         /// Dynamic shared memory of a block in bytes.
         shared_bytes: u32,
     },
@@ -103,11 +105,11 @@ impl GroupedGemmConfig {
     /// The up half reads rows straight from x, so that no step dispatches.
     pub fn gather(&self) -> bool {
         match &self.family {
-            GemmFamily::Wgmma { .. } => false,
             GemmFamily::Vectors(cpu) | GemmFamily::Tiles(cpu) => cpu.gather,
             GemmFamily::Simt { gather }
             | GemmFamily::Mma { gather, .. }
             | GemmFamily::MmaFew { gather, .. }
+            | GemmFamily::Wgmma { gather, .. }
             | GemmFamily::Mfma { gather }
             | GemmFamily::MfmaFew { gather }
             | GemmFamily::Wmma { gather } => *gather,

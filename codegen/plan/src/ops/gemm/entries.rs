@@ -1,7 +1,7 @@
 //! The entries of `grouped_gemm`, and what those of its backward products share.
 
 use super::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
-use crate::ops::params::{entry, some, tokens_by, when};
+use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size, Swizzle, TensorMap};
 
@@ -76,6 +76,9 @@ pub(super) enum Follow {
     Columns,
     /// Those with the same columns.
     Rows,
+    /// Those of a few row tiles, with the same columns first: the kernel cuts the
+    /// number of its block up.
+    Groups,
 }
 
 impl Follow {
@@ -83,6 +86,7 @@ impl Follow {
     fn forward(c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Columns,
+            GemmFamily::Wgmma { .. } => Follow::Groups,
             _ => Follow::Rows,
         }
     }
@@ -109,6 +113,7 @@ impl Follow {
         match self {
             Follow::Columns => [column_tiles, row_tiles],
             Follow::Rows => [row_tiles, column_tiles],
+            Follow::Groups => [row_tiles * column_tiles, one()],
         }
     }
 }
@@ -150,7 +155,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
 pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
     match Follow::forward(c) {
         Follow::Columns => 1,
-        Follow::Rows => 0,
+        Follow::Rows | Follow::Groups => 0,
     }
 }
 

@@ -32,6 +32,7 @@ fn entry() -> Entry {
             threads: 1,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         },
     }
 }

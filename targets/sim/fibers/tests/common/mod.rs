@@ -46,6 +46,7 @@ impl Kernel {
             threads,
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
         };
         let entry = Entry {
             symbol: "k".to_string(),

@@ -250,6 +250,7 @@ impl Machine<'_> {
         bytes: usize,
         lane: u32,
     ) -> Step<(usize, usize)> {
+        self.after_launches(verb, lane)?;
         let Some(region) = self.launch.regions.find(address, bytes, self.hint) else {
             return Err(self.not_global(verb, address, bytes, lane));
         };
@@ -259,6 +260,15 @@ impl Machine<'_> {
         self.hint = region;
         let offset = (address - self.launch.regions.list[region].base) as usize;
         Ok((region, offset))
+    }
+
+    /// Refuses an access that does not wait for what launches before this one do.
+    #[inline(always)]
+    pub fn after_launches(&self, verb: &str, lane: u32) -> Step<()> {
+        match self.early >> lane & 1 {
+            0 => Ok(()),
+            _ => Err(early(verb, lane)),
+        }
     }
 
     #[cold]
@@ -437,4 +447,13 @@ pub fn misaligned(lanes: u32, verb: &str, bytes: usize, space: Space, address: u
             space.name()
         ),
     )
+}
+
+#[cold]
+fn early(verb: &str, lane: u32) -> Box<Fault> {
+    let text = format!(
+        "{verb} global memory before `griddepcontrol.wait`: the launches before this one may \
+         still run"
+    );
+    Fault::new(FindingKind::LaunchOrder, 1 << lane, text)
 }

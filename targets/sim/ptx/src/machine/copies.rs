@@ -124,6 +124,7 @@ impl Machine<'_> {
         bytes: usize,
         lane: u32,
     ) -> Step<(usize, usize)> {
+        self.after_launches(verb, lane)?;
         match self.launch.regions.find(address, bytes, self.hint) {
             Some(region) => {
                 self.hint = region;

@@ -55,6 +55,8 @@ pub struct Launch<'a> {
     pub seed: u64,
     /// Blocks run one after the other: what one wrote is there for the next.
     pub in_order: bool,
+    /// The launches before may still be running.
+    pub dependent: bool,
     /// Every check runs.
     pub full: bool,
 }
@@ -110,6 +112,8 @@ pub struct Machine<'a> {
     global: GlobalShadow,
     /// The region that was used last.
     hint: usize,
+    /// Lanes of the warp that runs which must not touch global memory yet.
+    early: u32,
     random: Random,
     /// Times each instruction was executed.
     pub executed: Vec<u64>,
@@ -168,6 +172,7 @@ impl<'a> Machine<'a> {
             log: BlockLog::default(),
             global: GlobalShadow::default(),
             hint: 0,
+            early: 0,
             random: Random(1),
             executed: vec![0; launch.kernel.code.len()],
             tally: Tally::default(),
@@ -219,6 +224,7 @@ impl<'a> Machine<'a> {
                 let number = rank * per_block + warp;
                 let own = &mut self.warps[number as usize];
                 own.reset(self.kernel, number, warp * 32, &place, &known);
+                own.early = if launch.dependent { own.lanes } else { 0 };
                 self.copies[number as usize].reset();
             }
             let first = (rank * per_block) as usize;

@@ -32,6 +32,7 @@ impl Machine<'_> {
     /// Runs a warp until no group can go on; whether any did.
     pub fn run_warp(&mut self, warp: &mut Warp) -> Step<bool> {
         let (mut ran, mut turns) = (false, 0);
+        self.early = warp.early;
         loop {
             merge(&mut warp.groups);
             let ready = warp
@@ -177,6 +178,11 @@ impl Machine<'_> {
                 self.fence(warp, *fence, mask);
                 Ok(Flow::Next)
             }
+            Op::AwaitLaunches => {
+                warp.early &= !mask;
+                self.early = warp.early;
+                Ok(Flow::Next)
+            }
             Op::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
             Op::Clock { d, wide } => {
                 self.clock += 100;
@@ -203,6 +209,12 @@ impl Machine<'_> {
         mask: u32,
     ) -> Step<Result<usize, Leave>> {
         self.changes += 1;
+        if warp.early & mask != 0 {
+            let text = "ends without having waited for the launches before this one, which the \
+                        next may then overtake";
+            let kind = FindingKind::LaunchOrder;
+            return Err(Fault::new(kind, warp.early & mask, text));
+        }
         self.end_threads(warp, mask)?;
         warp.ended |= mask;
         let left = lanes & !mask;

@@ -65,6 +65,8 @@ pub struct Warp {
     pub max_registers: u32,
     /// What each lane knows of what others did.
     pub known: Vec<Known>,
+    /// Lanes that have not waited for the launches before this one, where they may still run.
+    pub early: u32,
     /// Lanes that have executed a memory fence.
     pub fences: u32,
     /// Products of wgmma that were not waited for: number and instruction.
@@ -100,6 +102,7 @@ impl Warp {
         self.known.clear();
         self.known.resize(32, known.clone());
         self.fences = 0;
+        self.early = 0;
         self.flying.clear();
         self.fenced = false;
         self.unfenced.clear();

@@ -16,6 +16,7 @@ pub struct Run {
     pub grid: [u64; 2],
     pub shared_bytes: u32,
     pub cluster: u32,
+    pub dependent: bool,
     pub seed: u64,
     /// Contents of the buffer, in words; the rest is not written.
     pub input: Vec<u32>,
@@ -31,6 +32,7 @@ impl Default for Run {
             grid: [1, 1],
             shared_bytes: 0,
             cluster: 1,
+            dependent: false,
             seed: 1,
             input: vec![0; 4096],
             words: 4096,
@@ -83,6 +85,7 @@ impl Run {
                 threads: self.threads,
                 shared_bytes: self.shared_bytes,
                 cluster: self.cluster,
+                dependent: self.dependent,
             },
         };
         let module = device

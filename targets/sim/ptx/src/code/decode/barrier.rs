@@ -13,11 +13,12 @@ impl Decoder<'_> {
             "bar" | "barrier" => self.block_barrier(),
             "fence" | "membar" => self.fence(),
             "setmaxnreg" => self.registers(),
-            // Launches are one after the other, and time does not matter.
             "griddepcontrol" => {
-                self.parts.flag("wait");
                 self.parts.flag("launch_dependents");
-                Ok(Op::Nop)
+                Ok(match self.parts.flag("wait") {
+                    true => Op::AwaitLaunches,
+                    false => Op::Nop,
+                })
             }
             _ => {
                 self.number()?;

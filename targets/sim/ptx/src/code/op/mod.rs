@@ -405,6 +405,8 @@ pub enum Op {
     Mma(Box<Mma>),
     Matrix(Box<Matrix>),
     Fence(Fence),
+    /// Waits for the launches before this one.
+    AwaitLaunches,
     SetMaxRegisters {
         grow: bool,
         count: u32,

@@ -49,7 +49,11 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
         corners: tile_rows * LINE,
         slices: d.inner.div_ceil(TILE_DEPTH),
     };
-    Some(ring.config(tile_rows, tile_columns))
+    let mut config = ring.config(tile_rows, tile_columns);
+    if let GemmFamily::Wgmma { gather, .. } = &mut config.family {
+        *gather = d.plain_rows && !d.dense;
+    }
+    Some(config)
 }
 
 /// Sums of a thread, which has 168 registers: 128 leave room for an epilogue,
@@ -83,6 +87,7 @@ impl Ring {
             thread_columns: tile_columns,
             family: GemmFamily::Wgmma {
                 stages,
+                gather: false,
                 shared_bytes,
             },
         }

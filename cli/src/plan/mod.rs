@@ -1,0 +1,221 @@
+//! `moesaic plan`.
+
+mod report;
+
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::spec_source::LayerArgs;
+use crate::training::TrainingArgs;
+use crate::{emit, mesh};
+use clap::Args;
+use moesaic::plan::{Strategy, Wire};
+use moesaic::planner::{
+    self, Calibration, Machine, PlannerError, Question, Ranked, ReadError, Routing, Simulator,
+    Space,
+};
+use moesaic::weights::write_whole;
+use moesaic::{LayerSpec, Parallel};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Say what a layer over many ranks will take on a machine, and how it is best shared
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  moesaic plan --spec layer.toml --world 2048 --machine dgx-h100-ib
+  moesaic plan --spec layer.toml --world 64 --machine h800 --training --skew zipf=1.2
+  moesaic plan --spec layer.toml --world 16 --machine rack.toml --calibrate measured.toml --json
+  moesaic plan --spec layer.toml --world 64 --machine h800 --mesh ep=64 --strategy degree=4 --trace out.json
+
+Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md says how
+far the model is from what others have measured.")]
+pub struct PlanArgs {
+    #[command(flatten)]
+    layer: LayerArgs,
+    /// Ranks of the job
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8192))]
+    world: u32,
+    /// The machine: a name that ships, or a file that ends in .toml
+    #[arg(long, value_name = "NAME|FILE")]
+    machine: String,
+    /// Ranks of a node, instead of the machine's
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    per_node: Option<u16>,
+    /// Tokens of each rank
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 4096,
+        conflicts_with = "counts"
+    )]
+    tokens: u32,
+    #[command(flatten)]
+    training: TrainingArgs,
+    /// How unequal experts are: the i-th most popular one is chosen in proportion to 1 / i^S
+    #[arg(long, value_name = "zipf=S", value_parser = parse_skew, conflicts_with = "counts")]
+    skew: Option<f64>,
+    /// Rows of each rank for each expert, as they were counted: a JSON array of one array a rank
+    #[arg(long, value_name = "FILE")]
+    counts: Option<PathBuf>,
+    /// How many configurations to show
+    #[arg(long, value_name = "N", default_value_t = 10, conflicts_with = "strategy", value_parser = clap::value_parser!(u16).range(1..))]
+    top: u16,
+    /// What rows may be between nodes: exact, bf16, f16, fp8
+    #[arg(long, value_name = "W[,W]", value_delimiter = ',', default_value = "exact", conflicts_with = "strategy", value_parser = parse_wire)]
+    wires: Vec<Wire>,
+    /// Measurements that replace figures of the machine
+    #[arg(long, value_name = "FILE")]
+    calibrate: Option<PathBuf>,
+    /// This mesh alone
+    #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
+    mesh: Option<Parallel>,
+    /// This strategy alone: ways=N,degree=N/N,route=R,wire=W/W, or default
+    #[arg(long, value_name = "S", requires = "mesh")]
+    strategy: Option<Strategy>,
+    /// Also write the timeline of the best one, in Chrome's trace format
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Print JSON instead
+    #[arg(long)]
+    json: bool,
+}
+
+/// Ranks that may all differ in a search of every mesh.
+const MOST_COUNTED: usize = 512;
+
+/// Simulates, ranks and shows.
+pub fn execute(args: &PlanArgs, console: &Console) -> Result {
+    let spec = args.layer.load(console)?.spec;
+    let question = args.question(spec)?;
+    let simulator = Simulator::new(&question);
+    let space = Space {
+        mesh: args.mesh,
+        strategy: args.strategy,
+        wires: args.wires.clone(),
+        ..Space::default()
+    };
+    let ranked = planner::search(&simulator, &space).map_err(|error| args.failure(error))?;
+    let Some(best) = ranked.best.first() else {
+        return Err(Failure::work("no configuration was found"));
+    };
+    let (best, timeline) = simulator
+        .timeline(best.mesh, best.strategy)
+        .map_err(|error| args.failure(error))?;
+    if let Some(path) = &args.trace {
+        let text = planner::chrome(&timeline).to_string();
+        write_whole(path, text.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
+    }
+    let shown = Ranked {
+        best: ranked
+            .best
+            .iter()
+            .take(usize::from(args.top))
+            .cloned()
+            .collect(),
+        ..ranked
+    };
+    let report = report::Report {
+        question: &question,
+        tokens: args.counts.is_none().then_some(args.tokens),
+        ranked: &shown,
+        best: &best,
+    };
+    match args.json {
+        true => console.json(&report.json()),
+        false => console.print(&report.text(&console.out)),
+    }
+}
+
+impl PlanArgs {
+    fn question(&self, spec: LayerSpec) -> Result<Question> {
+        let mut machine = self.machine()?;
+        if let Some(ranks) = self.per_node {
+            machine = machine.with_per_node(usize::from(ranks));
+        }
+        let world = self.world as usize;
+        if self.counts.is_some() && self.mesh.is_none() && world > MOST_COUNTED {
+            let why = format!("--counts of {world} ranks, which all differ: one mesh at a time");
+            return Err(Failure::input(why).hint("--mesh ep=N,shards=N,dp=N names it"));
+        }
+        Ok(Question {
+            routing: self.routing(&spec, world)?,
+            machine,
+            world,
+            training: self.training.get(),
+            spec,
+        })
+    }
+
+    fn machine(&self) -> Result<Machine> {
+        let path = Path::new(&self.machine);
+        let file = path.extension().is_some_and(|end| end == "toml");
+        let machine = match file {
+            true => Machine::from_toml(&read("the machine", path)?),
+            false => planner::published(&self.machine),
+        };
+        let in_file =
+            |error: ReadError, path: &Path| Failure::input(format!("{}: {error}", path.display()));
+        let machine = machine.map_err(|error| match file {
+            true => in_file(error, path),
+            false => Failure::input(error),
+        })?;
+        let Some(path) = &self.calibrate else {
+            return Ok(machine);
+        };
+        let calibration = Calibration::from_toml(&read("the calibration", path)?);
+        let machine = calibration.and_then(|calibration| calibration.apply(machine));
+        machine.map_err(|error| in_file(error, path))
+    }
+
+    fn routing(&self, spec: &LayerSpec, world: usize) -> Result<Routing> {
+        let (experts, top_k) = (spec.shape.experts, spec.shape.top_k);
+        let tokens = u64::from(self.tokens);
+        match (&self.counts, self.skew) {
+            (None, None) => Ok(Routing::even(tokens, experts, top_k)),
+            (None, Some(skew)) => {
+                Routing::zipf(tokens, experts, top_k, skew).map_err(Failure::input)
+            }
+            (Some(path), _) => {
+                let text = read("the counts", path)?;
+                let wrong = |error: &dyn std::fmt::Display| {
+                    Failure::input(format!("{}: {error}", path.display()))
+                        .hint("[[3, 0, 1], [2, 2, 0]] are the rows of two ranks for three experts")
+                };
+                let counts: Vec<Vec<u64>> =
+                    serde_json::from_str(&text).map_err(|error| wrong(&error))?;
+                Routing::counted(world, experts, top_k, &counts).map_err(|error| wrong(&error))
+            }
+        }
+    }
+
+    fn failure(&self, error: PlannerError) -> Failure {
+        let failure = Failure::input(&error);
+        match error {
+            PlannerError::Nothing { .. } => {
+                failure.hint("more ranks, or a machine with more memory, hold it")
+            }
+            PlannerError::World { .. } => failure.hint("ep x shards x dp ranks make the job"),
+            _ => failure,
+        }
+    }
+}
+
+fn read(what: &str, path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|error| Failure::unreadable(what, path, &error))
+}
+
+fn parse_skew(text: &str) -> std::result::Result<f64, String> {
+    let number = text.strip_prefix("zipf=").ok_or("write it as zipf=1.2")?;
+    let skew: f64 = number
+        .parse()
+        .map_err(|_| format!("`{number}` is no number; write it as zipf=1.2"))?;
+    match skew.is_finite() && skew >= 0.0 {
+        true => Ok(skew),
+        false => Err("an exponent is 0, where all experts are alike, or more".to_string()),
+    }
+}
+
+fn parse_wire(text: &str) -> std::result::Result<Wire, String> {
+    let strategy: Strategy = format!("wire={text}").parse()?;
+    Ok(strategy.wire.forward)
+}

@@ -1,0 +1,232 @@
+//! What a plan looks like.
+
+use crate::console::Palette;
+use crate::table::Table;
+use crate::{mesh, units};
+use moesaic::planner::{Bound, PhaseOf, Prediction, Question, Ranked};
+use serde_json::{Value, json};
+
+/// What was asked, and what was found.
+pub struct Report<'a> {
+    pub question: &'a Question,
+    /// Of each rank; `None` where rows were counted.
+    pub tokens: Option<u32>,
+    pub ranked: &'a Ranked,
+    /// With its phases.
+    pub best: &'a Prediction,
+}
+
+impl Report<'_> {
+    pub fn text(&self, palette: &Palette) -> String {
+        let Question { machine, world, .. } = self.question;
+        let tokens = match self.tokens {
+            Some(tokens) => format!("{tokens} tokens a rank"),
+            None => "tokens as counted".to_string(),
+        };
+        let pass = match self.question.training {
+            Some(_) => "forward and backward",
+            None => "forward",
+        };
+        let mut text = format!(
+            "{world} ranks of {} ({}), {tokens}, {pass}\n",
+            palette.bold(&machine.name),
+            machine.about
+        );
+        text += &format!(
+            "simulated, not measured: {}{}\n\n",
+            units::count(self.ranked.simulated, "configuration"),
+            self.too_large()
+        );
+        text += &self.table(palette);
+        text += &self.phases(palette);
+        text + &self.band(palette)
+    }
+
+    fn too_large(&self) -> String {
+        match self.ranked.too_large {
+            0 => String::new(),
+            n => {
+                let gib = self.question.machine.compute.memory_gib;
+                format!(", of which {n} do not fit in {gib} GiB")
+            }
+        }
+    }
+
+    fn levels(&self) -> impl Iterator<Item = &str> {
+        self.question
+            .machine
+            .levels
+            .iter()
+            .map(|level| &*level.name)
+    }
+
+    fn table(&self, palette: &Palette) -> String {
+        let levels: Vec<String> = self.levels().map(|name| format!(">{name}")).collect();
+        let mut titles = vec![">", ">step", "mesh", "strategy", "bound by", ">memory"];
+        titles.extend(levels.iter().map(String::as_str));
+        let mut table = Table::new(&titles);
+        for (at, found) in self.ranked.best.iter().enumerate() {
+            let mut row = vec![
+                (at + 1).to_string(),
+                units::seconds(found.seconds),
+                mesh::words(found.mesh),
+                found.strategy.to_string(),
+                format!(
+                    "{} {:.0} %",
+                    self.bound(found.bound),
+                    100.0 * found.bound_part
+                ),
+                units::bytes(found.memory.bytes() as u64),
+            ];
+            let sent = self.levels().zip(found.sent);
+            row.extend(sent.map(|(_, bytes)| units::bytes(bytes as u64)));
+            table.row(row);
+        }
+        table.render(palette)
+    }
+
+    fn phases(&self, palette: &Palette) -> String {
+        let levels: Vec<String> = self.levels().map(|name| format!(">{name}")).collect();
+        let mut titles = vec!["whose", "what", ">time"];
+        titles.extend(levels.iter().map(String::as_str));
+        let mut text =
+            String::from("\nwhat the slowest rank does in the first of these, and sends\n");
+        for pass in &self.best.passes {
+            text += &format!(
+                "\n{}, {}\n",
+                palette.bold(pass.name),
+                units::seconds(pass.seconds)
+            );
+            let mut table = Table::new(&titles);
+            for phase in &pass.phases {
+                table.row(self.phase(phase));
+            }
+            text += &table.render(palette);
+        }
+        text
+    }
+
+    fn phase(&self, phase: &PhaseOf) -> Vec<String> {
+        let mut row = vec![
+            phase.whose.to_string(),
+            phase.name.clone(),
+            units::seconds(phase.seconds),
+        ];
+        let sent = self.levels().zip(phase.sent);
+        row.extend(sent.map(|(_, bytes)| match phase.whose {
+            "ranks" => units::bytes(bytes as u64),
+            _ => "-".to_string(),
+        }));
+        row
+    }
+
+    fn bound(&self, bound: Bound) -> String {
+        match bound {
+            Bound::Compute => "arithmetic".to_string(),
+            Bound::Memory => "memory traffic".to_string(),
+            Bound::Launches => "launches".to_string(),
+            Bound::Messages => "messages".to_string(),
+            Bound::Copies => "copies".to_string(),
+            Bound::Waiting => "waiting".to_string(),
+            Bound::Level(level) => self.levels().nth(level).unwrap_or("links").to_string(),
+        }
+    }
+
+    fn beyond(&self) -> bool {
+        self.question.world > self.question.machine.error.ranks
+    }
+
+    fn band(&self, palette: &Palette) -> String {
+        let band = &self.question.machine.error;
+        let (low, high) = self.range();
+        let mut text = format!(
+            "\nthe first of these may take {} to {}: {:.0} % to both sides, up to {} ranks\n  {}\n",
+            units::seconds(low),
+            units::seconds(high),
+            100.0 * band.band,
+            band.ranks,
+            band.source
+        );
+        if self.beyond() {
+            text += &format!(
+                "{} {} ranks are more than that: no measurement is behind the band there, and \
+                 exchanges with many peers may take several times as long (docs/SCALE.md)\n",
+                palette.yellow("warning:"),
+                self.question.world
+            );
+        }
+        text
+    }
+
+    fn range(&self) -> (f64, f64) {
+        let band = self.question.machine.error.band;
+        let seconds = self.best.seconds;
+        (seconds / (1.0 + band), seconds * (1.0 + band))
+    }
+
+    /// For scripts.
+    pub fn json(&self) -> Value {
+        let machine = &self.question.machine;
+        let ranked = self.ranked.best.iter().map(|found| self.found(found));
+        let pass = |pass: &moesaic::planner::PassTime| {
+            let phases = pass.phases.iter().map(|phase| {
+                json!({
+                    "whose": phase.whose,
+                    "name": phase.name,
+                    "seconds": phase.seconds,
+                    "sent": self.by_level(phase.sent),
+                })
+            });
+            json!({
+                "pass": pass.name,
+                "seconds": pass.seconds,
+                "phases": phases.collect::<Vec<_>>(),
+            })
+        };
+        let (low, high) = self.range();
+        json!({
+            "simulated": true,
+            "machine": machine,
+            "world": self.question.world,
+            "tokens": self.tokens,
+            "training": self.question.training.is_some(),
+            "configurations": self.ranked.simulated,
+            "too_large": self.ranked.too_large,
+            "ranked": ranked.collect::<Vec<_>>(),
+            "best": {
+                "configuration": self.found(self.best),
+                "passes": self.best.passes.iter().map(pass).collect::<Vec<_>>(),
+                "low": low,
+                "high": high,
+            },
+            "beyond_measurements": self.beyond(),
+        })
+    }
+
+    fn found(&self, found: &Prediction) -> Value {
+        let memory = found.memory;
+        json!({
+            "mesh": found.mesh,
+            "strategy": found.strategy.to_string(),
+            "seconds": found.seconds,
+            "passes": found.passes.iter().map(|pass| pass.seconds).collect::<Vec<_>>(),
+            "bound": self.bound(found.bound),
+            "bound_part": found.bound_part,
+            "sent": self.by_level(found.sent),
+            "memory": {
+                "bytes": memory.bytes(),
+                "weights": memory.weights,
+                "gathered": memory.gathered,
+                "rows": memory.rows,
+                "passed": memory.passed,
+            },
+        })
+    }
+
+    fn by_level(&self, bytes: [f64; moesaic::planner::MOST_LEVELS]) -> Value {
+        let pairs = self.levels().zip(bytes);
+        pairs
+            .map(|(name, bytes)| (name.to_string(), json!(bytes)))
+            .collect()
+    }
+}

@@ -1,0 +1,295 @@
+//! `moesaic plan`: what it says, and what it refuses.
+
+mod common;
+
+use common::*;
+use std::path::{Path, PathBuf};
+
+const LAYER: &str = "shape = { model_dim = 256, hidden_dim = 512, experts = 16, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }
+";
+
+struct Plan {
+    dir: tempfile::TempDir,
+    spec: PathBuf,
+}
+
+impl Plan {
+    fn new() -> Plan {
+        let dir = scratch();
+        let spec = write(dir.path(), "layer.toml", LAYER);
+        Plan { dir, spec }
+    }
+
+    fn with(&self, more: &[&str]) -> Finished {
+        let mut call = command();
+        call.current_dir(self.dir.path())
+            .args(["plan", "--spec"])
+            .arg(&self.spec);
+        finish(call.args(more))
+    }
+
+    fn file(&self, name: &str, text: &str) -> String {
+        write(self.dir.path(), name, text);
+        name.to_string()
+    }
+}
+
+const JOB: [&str; 4] = ["--world", "16", "--machine", "dgx-h100-ib"];
+
+#[test]
+fn configurations_are_ranked_and_the_best_is_shown_in_phases() {
+    let plan = Plan::new();
+    let text = plan
+        .with(&[&JOB[..], &["--tokens", "1024", "--training", "--top", "3"]].concat())
+        .ok();
+    for part in [
+        "16 ranks of dgx-h100-ib",
+        "1024 tokens a rank, forward and backward",
+        "simulated, not measured: ",
+        "\n  3  ",
+        "forward, ",
+        "grouped_gemm_dgrad_up",
+        "other gradients",
+        "the first of these may take",
+        "20 % to both sides, up to 128 ranks",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(
+        !text.contains("\n  4  ") && !text.contains("warning:"),
+        "{text}"
+    );
+    let text = plan
+        .with(&["--world", "2048", "--machine", "dgx-h100-ib"])
+        .ok();
+    assert!(
+        text.contains("warning: 2048 ranks are more than that"),
+        "{text}"
+    );
+}
+
+#[test]
+fn json_has_what_the_text_has_and_the_order_is_by_time() {
+    let plan = Plan::new();
+    let found = plan
+        .with(&[&JOB[..], &["--json", "--skew", "zipf=1.2"]].concat())
+        .json();
+    let ranked = found["ranked"].as_array().unwrap();
+    assert_eq!(ranked.len(), 10);
+    let seconds: Vec<f64> = ranked
+        .iter()
+        .map(|one| one["seconds"].as_f64().unwrap())
+        .collect();
+    assert!(
+        seconds.windows(2).all(|pair| pair[0] <= pair[1] + 1e-9),
+        "{seconds:?}"
+    );
+    assert_eq!(found["simulated"], true);
+    assert_eq!(
+        found["best"]["configuration"]["seconds"],
+        ranked[0]["seconds"]
+    );
+    let (low, high) = (&found["best"]["low"], &found["best"]["high"]);
+    assert!(low.as_f64().unwrap() < seconds[0] && seconds[0] < high.as_f64().unwrap());
+    assert!(
+        found["best"]["passes"][0]["phases"]
+            .as_array()
+            .unwrap()
+            .len()
+            > 5
+    );
+}
+
+#[test]
+fn one_configuration_can_be_asked_for_and_traced() {
+    let plan = Plan::new();
+    let one = [
+        "--mesh",
+        "ep=16",
+        "--strategy",
+        "degree=4,route=inter-first",
+        "--trace",
+        "out.json",
+    ];
+    let tokens = ["--tokens", "65536", "--per-node", "4"];
+    let text = plan.with(&[&JOB[..], &one, &tokens].concat()).ok();
+    assert!(
+        text.contains("1 configuration\n") && text.contains("degree=4,route=inter-first"),
+        "{text}"
+    );
+    let trace = std::fs::read_to_string(plan.dir.path().join("out.json")).unwrap();
+    let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let of = |lane: u64| -> Vec<(f64, f64)> {
+        let mut spans: Vec<(f64, f64)> = events
+            .iter()
+            .filter(|e| e["ph"] == "X" && e["tid"] == lane)
+            .map(|e| (e["ts"].as_f64().unwrap(), e["dur"].as_f64().unwrap()))
+            .collect();
+        spans.sort_by(|a, b| a.0.total_cmp(&b.0));
+        spans
+    };
+    let (compute, exchange) = (of(0), of(1));
+    for lane in [&compute, &exchange] {
+        assert!(lane.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0 + 1e-6));
+    }
+    let beside = |a: &(f64, f64), b: &(f64, f64)| a.0 < b.0 + b.1 && b.0 < a.0 + a.1;
+    assert!(
+        compute
+            .iter()
+            .any(|c| exchange.iter().any(|e| beside(c, e)))
+    );
+}
+
+#[test]
+fn rows_can_be_those_that_were_counted() {
+    let plan = Plan::new();
+    let row = |hot: u64| format!("[{hot}{}]", ",8".repeat(15));
+    let counts = |hot| format!("[{}]", vec![row(hot); 16].join(","));
+    let even = plan.file("even.json", &counts(8));
+    let hot = plan.file("hot.json", &counts(8000));
+    let seconds = |file: &str| {
+        let one = ["--mesh", "ep=16", "--json", "--counts", file];
+        let found = plan.with(&[&JOB[..], &one].concat()).json();
+        found["ranked"][0]["seconds"].as_f64().unwrap()
+    };
+    assert!(seconds(&hot) > seconds(&even));
+    let short = plan.file("short.json", "[[1, 2]]");
+    plan.with(&[&JOB[..], &["--counts", &short]].concat())
+        .fails(
+            2,
+            &[
+                "short.json: rows of 1 ranks, the job has 16",
+                "hint: [[3, 0, 1]",
+            ],
+        );
+}
+
+#[test]
+fn machines_are_files_and_measurements_replace_their_figures() {
+    let plan = Plan::new();
+    let shipped = repository("runtime/planner/machines/dgx-h100-ib.toml");
+    let text = std::fs::read_to_string(shipped).unwrap();
+    plan.file("own.toml", &text.replace("\"dgx-h100-ib\"", "\"ours\""));
+    let one = ["--json", "--mesh", "ep=16", "--strategy", "default"];
+    let own = [&["--world", "16", "--machine", "own.toml"][..], &one].concat();
+    let found = plan.with(&own).json();
+    assert_eq!(found["machine"]["name"], "ours");
+    let calibration =
+        "machine = \"ours\"\ndate = \"2026-11-24\"\nsource = \"a bench\"\nranks = 16\nband = 0.05\n
+        [[level]]\nname = \"ib\"\nalpha_us = 9000.0\nbandwidth_gbs = 40.0\n";
+    plan.file("measured.toml", calibration);
+    let slower = plan
+        .with(&[&own[..], &["--calibrate", "measured.toml"]].concat())
+        .json();
+    let seconds = |found: &serde_json::Value| found["ranked"][0]["seconds"].as_f64().unwrap();
+    assert!(seconds(&slower) > seconds(&found) + 0.015);
+    assert_eq!(slower["machine"]["error"]["band"], 0.05);
+    plan.file("wrong.toml", &calibration.replace("alpha_us", "alpa_us"));
+    plan.with(&[&own[..], &["--calibrate", "wrong.toml"]].concat())
+        .fails(2, &["wrong.toml: ", "did you mean `alpha_us`?"]);
+    plan.file("bad.toml", &text.replace("radix = 8", "radx = 8"));
+    plan.with(&["--world", "16", "--machine", "bad.toml"])
+        .fails(2, &["bad.toml: ", "did you mean `radix`?"]);
+}
+
+#[test]
+fn what_cannot_be_says_what_can() {
+    let plan = Plan::new();
+    let fails = |more: &[&str], parts: &[&str]| plan.with(more).fails(2, parts);
+    fails(
+        &["--world", "16", "--machine", "dgx-h100"],
+        &[
+            "unknown machine `dgx-h100`; did you mean `dgx-h100-ib`?",
+            "known machines: ",
+        ],
+    );
+    fails(
+        &["--world", "16", "--machine", "none.toml"],
+        &["cannot read the machine none.toml"],
+    );
+    fails(
+        &[&JOB[..], &["--mesh", "ep=4"]].concat(),
+        &["the mesh has 4 ranks, the job 16", "hint: ep x shards x dp"],
+    );
+    fails(
+        &[&JOB[..], &["--mesh", "ep=16", "--strategy", "ways=3"]].concat(),
+        &["a divisor of 1"],
+    );
+    fails(
+        &[
+            &JOB[..],
+            &["--mesh", "ep=8,dp=2", "--strategy", "route=once"],
+        ]
+        .concat(),
+        &["8 ranks with 8 a node do not", "take route=linear"],
+    );
+    fails(
+        &[&JOB[..], &["--skew", "zipf=-1"]].concat(),
+        &["an exponent is 0"],
+    );
+    fails(
+        &[&JOB[..], &["--wires", "f64"]].concat(),
+        &["`f64` is none of exact"],
+    );
+    fails(
+        &["--world", "0", "--machine", "h800"],
+        &["invalid value '0'"],
+    );
+    fails(
+        &[
+            "--world",
+            "2048",
+            "--machine",
+            "h800",
+            "--counts",
+            "none.json",
+        ],
+        &["one mesh at a time", "hint: --mesh"],
+    );
+    let large = plan.file(
+        "large.toml",
+        &LAYER.replace("256", "16384").replace("512", "65536"),
+    );
+    let mut call = command();
+    call.current_dir(plan.dir.path())
+        .args(["plan", "--spec", &large]);
+    let finished = finish(call.args(["--world", "2", "--machine", "h800", "--training"]));
+    finished.fails(
+        2,
+        &[
+            "no mesh of 2 ranks fits this layer in 80 GiB",
+            "hint: more ranks",
+        ],
+    );
+}
+
+#[test]
+fn every_machine_that_ships_can_be_asked() {
+    let plan = Plan::new();
+    let folder = repository("runtime/planner/machines");
+    let names = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let mut count = 0;
+    for path in names {
+        let name = Path::new(&path)
+            .file_stem()
+            .unwrap()
+            .to_string_lossy()
+            .into_owned();
+        let one = [
+            "--world",
+            "16",
+            "--machine",
+            &name,
+            "--mesh",
+            "ep=16",
+            "--training",
+        ];
+        plan.with(&one).ok();
+        count += 1;
+    }
+    assert!(count >= 7);
+}

@@ -1,0 +1,341 @@
+//! Rows that go to fewer slices than weights have: adaptive parallelism, whose degree is the
+//! `r` of Tutel (Hwang et al., MLSys 2023, section 3.1).
+//!
+//! Weights stay where their owners have them. At `r` ways an expert's `s` owners are `r`
+//! blocks of `s / r` ranks in a row. Each block gathers one `r`th of the expert, so that
+//! every rank of it can do what the others can, and takes the rows of its own part of all
+//! ranks: place `j` in a block is one more `dp` coordinate. So rows travel in a mesh of
+//! `ep`, `r` and `dp * s / r`, with the same ranks in another order. At 0 ways a block is
+//! all ranks that hold the experts once, each gathers all of them, and rows stay.
+
+use super::{Parallel, Place, RankPlan, SharedExperts, StrategyError};
+use crate::{Placement, TensorId};
+use std::ops::Range;
+
+/// To how many slices of its expert a row goes, in a mesh by which weights are shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ways {
+    pub(super) weights: Parallel,
+    pub(super) ways: usize,
+}
+
+impl Ways {
+    /// # Errors
+    /// [`StrategyError::Ways`] for a number that is neither 0 nor a divisor of the slices.
+    pub fn new(weights: Parallel, ways: usize) -> Result<Ways, StrategyError> {
+        let shards = weights.shards;
+        match ways == 0 || shards.is_multiple_of(ways) {
+            true => Ok(Ways { weights, ways }),
+            false => Err(StrategyError::Ways { ways, shards }),
+        }
+    }
+
+    /// All that a mesh can have, ascending.
+    pub fn all(weights: Parallel) -> Vec<usize> {
+        let divides = |ways: &usize| weights.shards.is_multiple_of(*ways);
+        let divisors = (1..=weights.shards).filter(divides);
+        [0].into_iter().chain(divisors).collect()
+    }
+
+    /// To how many slices; 0 where rows stay.
+    pub fn count(&self) -> usize {
+        self.ways
+    }
+
+    /// Whether every rank multiplies with what it owns, and no weight travels.
+    pub fn own_alone(&self) -> bool {
+        self.ways == self.weights.shards
+    }
+
+    /// Slices of an owner in one that a rank multiplies with.
+    pub fn width(&self) -> usize {
+        self.weights.shards / self.ways.max(1)
+    }
+
+    /// The mesh that rows travel in.
+    pub fn mesh(&self) -> Parallel {
+        let Parallel { ep, dp, .. } = self.weights;
+        let (ep, shards, dp) = match self.ways {
+            0 => (1, 1, self.weights.ranks()),
+            ways => (ep, ways, dp * self.width()),
+        };
+        Parallel {
+            ep,
+            shards,
+            dp,
+            shared: SharedExperts::Whole,
+        }
+    }
+
+    /// Where a rank is in that mesh.
+    pub fn place(&self, rank: usize) -> Place {
+        if self.ways == 0 {
+            let (ep, shard) = (0, 0);
+            return Place {
+                dp: rank,
+                ep,
+                shard,
+            };
+        }
+        let Parallel { ep, shards, .. } = self.weights;
+        let (width, owner) = (self.width(), rank % shards);
+        Place {
+            dp: rank / (ep * shards) * width + owner % width,
+            ep: rank / shards % ep,
+            shard: owner / width,
+        }
+    }
+
+    /// The rank at a place of that mesh.
+    pub fn rank(&self, place: Place) -> usize {
+        if self.ways == 0 {
+            return place.dp;
+        }
+        let Parallel { ep, shards, .. } = self.weights;
+        let (width, Place { dp, shard, .. }) = (self.width(), place);
+        (dp / width * ep + place.ep) * shards + shard * width + dp % width
+    }
+
+    /// How many ranks own what one multiplies with.
+    pub fn owners(&self) -> usize {
+        match self.ways {
+            0 => self.weights.group(),
+            _ => self.width(),
+        }
+    }
+
+    /// The ranks that gather each other's weights: those of a rank's block.
+    pub fn block(&self, rank: usize) -> Range<usize> {
+        let size = self.owners();
+        let first = rank / size * size;
+        first..first + size
+    }
+}
+
+/// Where in a tensor of a rank's experts' side the part of one owner lies: rows of elements in
+/// a row, so many elements from one row to the next. The owner has them without gaps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Strip {
+    /// Which rank of the block.
+    pub owner: usize,
+    /// Where the first row begins.
+    pub first: usize,
+    /// How many there are.
+    pub rows: usize,
+    /// Elements of one.
+    pub row: usize,
+    /// Elements from one row's start to the next one's.
+    pub stride: usize,
+}
+
+impl Strip {
+    /// All elements.
+    pub fn elements(&self) -> usize {
+        self.rows * self.row
+    }
+}
+
+impl RankPlan {
+    /// How rows travel.
+    pub fn by(&self) -> Ways {
+        let (weights, ways) = (self.mesh, self.ways);
+        Ways { weights, ways }
+    }
+
+    /// Which groups of the mesh that rows travel in multiply with which experts: where weights
+    /// are gathered, those in order.
+    pub fn row_placement(&self) -> Placement {
+        let (by, experts) = (self.by(), self.tokens.spec.shape.experts);
+        match by.own_alone() {
+            true => self.placement(),
+            false => Placement::contiguous(by.mesh().ep, experts),
+        }
+    }
+
+    /// The experts that this rank multiplies with: its own, or those of all ranks.
+    pub fn experts_here(&self) -> Vec<usize> {
+        let place = self.by().place(self.mesh.rank(self.place));
+        self.row_placement().of(place.ep).into_owned()
+    }
+
+    /// The parts of a weight of the experts' side, or of its gradient, that the ranks of this
+    /// one's block own, in the order of ranks; slices cut it along dimension `cut`, if they
+    /// do. What they do not cut, the last bias, the first of them owns alone.
+    pub fn strips(&self, tensor: TensorId, cut: Option<usize>) -> Vec<Strip> {
+        let shape = &self.experts[tensor].shape;
+        let shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
+        let by = self.by();
+        let block = by.block(self.mesh.rank(self.place));
+        let owners = block.clone().map(|rank| (rank - block.start, rank));
+        let strip = |(owner, rank)| self.strip(&shape, cut, owner, rank);
+        owners.filter_map(strip).collect()
+    }
+
+    fn strip(
+        &self,
+        shape: &[usize],
+        cut: Option<usize>,
+        owner: usize,
+        rank: usize,
+    ) -> Option<Strip> {
+        let (width, slice) = (
+            self.by().width(),
+            rank % self.mesh.shards % self.by().width(),
+        );
+        if cut.is_none() && slice > 0 {
+            return None;
+        }
+        let ep = rank / self.mesh.shards % self.mesh.ep;
+        let all = self.tokens.spec.shape.experts;
+        let (theirs, here) = (self.mesh.experts(ep, all), self.experts_here()[0]);
+        let (before, behind) = shape.split_at(cut.unwrap_or(1));
+        let rows = theirs.len() * before[1..].iter().product::<usize>();
+        let stride: usize = behind.iter().product();
+        let row = cut.map_or(stride, |_| stride / width);
+        let first = (theirs.start - here) * shape[1..].iter().product::<usize>() + slice * row;
+        Some(match row == stride {
+            true => Strip {
+                owner,
+                first,
+                rows: 1,
+                row: rows * row,
+                stride: rows * row,
+            },
+            false => Strip {
+                owner,
+                first,
+                rows,
+                row,
+                stride,
+            },
+        })
+    }
+}
+
+/// The dimension of a weight of experts, by its name, along which slices cut it: the hidden
+/// one. `None` for the last bias, which the first slice has.
+pub(super) fn cut_of(name: &str) -> Option<usize> {
+    match name.rsplit_once("experts.")?.1 {
+        "gate.weight" | "up.weight" | "gate.bias" | "up.bias" => Some(1),
+        "down.weight" => Some(2),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::plan_ways;
+    use crate::{PlanOptions, Role, Training};
+    use moesaic_spec::LayerSpec;
+
+    fn meshes() -> impl Iterator<Item = Parallel> {
+        let sizes = [
+            (2, 4, 1),
+            (1, 8, 1),
+            (2, 6, 1),
+            (3, 4, 2),
+            (5, 1, 1),
+            (5, 2, 3),
+            (1, 1, 1),
+        ];
+        sizes.into_iter().map(|(ep, shards, dp)| Parallel {
+            ep,
+            shards,
+            dp,
+            ..Parallel::default()
+        })
+    }
+
+    #[test]
+    fn every_rank_has_one_place_at_any_number_of_ways() {
+        for mesh in meshes() {
+            for ways in Ways::all(mesh) {
+                let by = Ways::new(mesh, ways).unwrap();
+                assert_eq!(by.mesh().ranks(), mesh.ranks());
+                for rank in 0..mesh.ranks() {
+                    let place = by.place(rank);
+                    assert_eq!(by.rank(place), rank, "{mesh:?}, {ways} ways");
+                    assert!(!by.own_alone() || mesh.place(rank) == Ok(place));
+                    // Of a block each does the same for other tokens.
+                    let block = by.block(rank);
+                    assert!(block.contains(&rank));
+                    let kept = |rank: usize| (by.place(rank).ep, by.place(rank).shard);
+                    assert!(block.clone().all(|other| kept(other) == kept(rank)));
+                    let others = block.map(|rank| by.place(rank).dp);
+                    let others: std::collections::BTreeSet<_> = others.collect();
+                    assert_eq!(others.len(), by.owners());
+                }
+            }
+            let more = mesh.shards + 1;
+            assert!(Ways::new(mesh, more).is_err());
+        }
+    }
+
+    /// Brute force: each element of what a rank multiplies with is the owner's of the same
+    /// element of the whole.
+    #[test]
+    fn strips_are_what_owners_have() {
+        let text =
+            "shape = { model_dim = 3, hidden_dim = 24, experts = 5, top_k = 2, output_dim = 2 }
+             experts = { bias = true }";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let options = PlanOptions::training(Training::default());
+        let target = "cpu:avx2".parse().unwrap();
+        for mesh in meshes() {
+            for ways in Ways::all(mesh) {
+                let rank = mesh.ranks() * 2 / 3;
+                let plan = plan_ways(&spec, target, &options, (mesh, ways), rank).unwrap();
+                for (at, tensor) in plan.experts.tensors.iter().enumerate() {
+                    if matches!(tensor.role, Role::Weight | Role::WeightGradient) {
+                        check(&plan, TensorId(at), cut_of(&tensor.name));
+                    }
+                }
+            }
+        }
+    }
+
+    fn check(plan: &RankPlan, tensor: TensorId, cut: Option<usize>) {
+        let (by, mesh) = (plan.by(), plan.mesh);
+        let rank = mesh.rank(plan.place);
+        let shape = &plan.experts[tensor].shape;
+        let mut shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
+        shape.resize(3, 1);
+        let hidden = |slice: usize, mesh: Parallel| match cut {
+            Some(_) => mesh.hidden(slice, 24),
+            None => 0..shape[1],
+        };
+        let coordinates = |index: usize, shape: &[usize]| {
+            let (row, inner) = (shape[1] * shape[2], shape[2]);
+            [index / row, index % row / inner, index % inner]
+        };
+        // The number of an element in the whole tensor, and how a part of it is laid out.
+        let whole = |[e, a, b]: [usize; 3], experts: usize, first: usize| match cut {
+            Some(1) => [experts + e, first + a, b],
+            Some(2) => [experts + e, a, first + b],
+            _ => [experts + e, a, b],
+        };
+        let here = hidden(by.place(rank).shard, by.mesh()).start;
+        let mut covered = vec![0; shape.iter().product()];
+        for strip in plan.strips(tensor, cut) {
+            let owner = mesh.place(by.block(rank).start + strip.owner).unwrap();
+            let experts = mesh.experts(owner.ep, 5);
+            let mut own = shape.clone();
+            own[0] = experts.len();
+            if let Some(cut) = cut {
+                own[cut] = 24 / mesh.shards;
+            }
+            assert_eq!(strip.elements(), own.iter().product::<usize>());
+            let theirs = cut.map_or(0, |_| hidden(owner.shard, mesh).start);
+            for index in 0..strip.elements() {
+                let at = strip.first + index / strip.row * strip.stride + index % strip.row;
+                covered[at] += 1;
+                let from = whole(coordinates(index, &own), experts.start, theirs);
+                let first = cut.map_or(0, |_| here);
+                let to = whole(coordinates(at, &shape), plan.experts_here()[0], first);
+                assert_eq!(from, to, "{:?} of {by:?}", plan.experts[tensor].name);
+            }
+        }
+        assert!(covered.iter().all(|times| *times == 1), "{by:?}");
+    }
+}

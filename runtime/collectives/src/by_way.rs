@@ -1,0 +1,93 @@
+//! What exchanges over other ranks are made of, for everything that carries plans.
+
+use crate::api::{Algorithm, Transfer};
+use crate::checks;
+use crate::letter::Kind;
+use crate::operation::{Next, Unequal};
+use crate::plan::{self, Hops, Journey, Passage, Plan};
+use crate::{CollectiveError, Levels};
+use std::sync::{Arc, OnceLock};
+
+/// All-to-all of parts of one size.
+pub(crate) fn equal(hops: Hops, rank: usize, bytes: usize) -> Plan {
+    let sizes = vec![bytes; hops.levels.ranks()];
+    let journey = Journey::equal(hops, rank, bytes);
+    plan::all_to_all_by(&journey, &sizes, &sizes, 0)
+}
+
+/// All-to-all by counts: ranks tell each other what comes, and go on from there.
+pub(crate) fn counted(
+    hops: Hops,
+    rank: usize,
+    sends: Vec<usize>,
+    receives: Vec<usize>,
+) -> (Plan, Next) {
+    let numbers: Vec<u64> = sends.iter().map(|bytes| *bytes as u64).collect();
+    let first = plan::tell(&hops, rank, 1, &numbers);
+    let next = move |scratch: &[u8]| {
+        let phase = hops.count() as u32;
+        let passage = Passage::read(hops, rank, 1, scratch);
+        check(&passage, &receives)?;
+        let journey = passage.there(&|leg| leg.units as usize);
+        Ok(plan::all_to_all_by(&journey, &sends, &receives, phase))
+    };
+    (first, Box::new(next))
+}
+
+fn check(passage: &Passage, receives: &[usize]) -> Result<(), Unequal> {
+    for (peer, (ours, theirs)) in receives.iter().zip(passage.received()).enumerate() {
+        let (ours, theirs) = (*ours as u64, *theirs);
+        if ours != theirs {
+            let what = "the number of bytes from there to here";
+            return Err(Unequal {
+                what,
+                peer,
+                ours,
+                theirs,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Ranks and bytes of messages.
+pub(crate) fn sizes(list: &[Transfer]) -> Vec<(usize, usize)> {
+    list.iter().map(|t| (t.peer, t.slice.bytes())).collect()
+}
+
+/// [`Collectives::tell`](crate::Collectives::tell) under way.
+pub(crate) struct Telling {
+    pub hops: Hops,
+    told: Arc<OnceLock<Passage>>,
+}
+
+impl Telling {
+    pub fn new(algorithm: Algorithm, size: usize, kind: Kind) -> Result<Telling, CollectiveError> {
+        let direct = || {
+            let levels = Levels::new(&[size]);
+            levels.map(Hops::upwards)
+        };
+        let hops = checks::algorithm(kind, algorithm, size)?.or_else(direct);
+        let none = || checks::invalid(kind, "a group of no ranks".to_string());
+        Ok(Telling {
+            hops: hops.ok_or_else(none)?,
+            told: Arc::default(),
+        })
+    }
+
+    pub fn plan(&self, rank: usize, pieces: usize, units: &[u64]) -> (Plan, Next) {
+        let plan = plan::tell(&self.hops, rank, pieces, units);
+        let (hops, told) = (self.hops.clone(), Arc::clone(&self.told));
+        let next = move |scratch: &[u8]| {
+            let _ = told.set(Passage::read(hops, rank, pieces, scratch)); // once
+            Ok(Plan::default())
+        };
+        (plan, Box::new(next))
+    }
+
+    /// When it has ended well.
+    pub fn told(self, kind: Kind) -> Result<Passage, CollectiveError> {
+        let nothing = || checks::invalid(kind, "it has ended without a result".to_string());
+        self.told.get().cloned().ok_or_else(nothing)
+    }
+}

@@ -1,0 +1,119 @@
+//! A thread that makes operations go on while a rank computes.
+
+use crate::core::Shared;
+use crate::handle::{EAGER, PAUSE};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+/// Makes the operations of a world go on between calls, as long as it lives: messages travel
+/// while the rank computes. It sleeps when nothing is under way. Calls drive their own
+/// operations meanwhile, and leave others to it.
+pub struct Helper {
+    core: Arc<Shared>,
+    bell: Arc<Bell>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What wakes a helper.
+#[derive(Default)]
+pub(crate) struct Bell {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    rung: bool,
+    ends: bool,
+}
+
+impl Bell {
+    /// Something has been begun.
+    pub fn ring(&self) {
+        self.state().rung = true;
+        self.changed.notify_one();
+    }
+
+    fn end(&self) {
+        self.state().ends = true;
+        self.changed.notify_one();
+    }
+
+    fn ends(&self) -> bool {
+        self.state().ends
+    }
+
+    /// Waits for something to do; false at the end.
+    fn wait(&self) -> bool {
+        let mut state = self.state();
+        while !state.rung && !state.ends {
+            state = match self.changed.wait(state) {
+                Ok(state) => state,
+                Err(poisoned) => poisoned.into_inner(),
+            };
+        }
+        state.rung = false;
+        !state.ends
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Helper {
+    /// Starts it; `None` where there can be no thread, and progress is made in calls.
+    pub(crate) fn start(core: &Arc<Shared>) -> Option<Arc<Helper>> {
+        let bell = Arc::new(Bell::default());
+        let (own, rings) = (Arc::clone(core), Arc::clone(&bell));
+        let name = "exchanges".to_string();
+        let thread = std::thread::Builder::new().name(name).spawn(move || {
+            while rings.wait() {
+                drive(&own, &rings);
+            }
+        });
+        let helper = Arc::new(Helper {
+            core: Arc::clone(core),
+            bell: Arc::clone(&bell),
+            thread: Some(thread.ok()?),
+        });
+        core.lock().helped(Arc::downgrade(&helper), bell);
+        Some(helper)
+    }
+}
+
+/// Makes operations go on until none is under way.
+fn drive(core: &Shared, bell: &Bell) {
+    let mut idle = 0u32;
+    while !bell.ends() {
+        // What a rank waits for must not wait for what it does not need yet: one message at
+        // a time, and the rank first.
+        let moved = match core.lock_unless_wanted() {
+            None => false,
+            Some(core) if !core.is_busy() => return,
+            Some(mut core) => core.nudge(),
+        };
+        idle = if moved { 0 } else { idle + 1 };
+        match idle {
+            0..EAGER => std::thread::yield_now(),
+            _ => std::thread::sleep(PAUSE),
+        }
+    }
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        self.core.lock().forget_helper();
+        self.bell.end();
+        if let Some(thread) = self.thread.take() {
+            // It has no result, and what it has failed at is the operations' to tell.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Helper {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Helper")
+    }
+}

@@ -1,0 +1,58 @@
+//! Exchanges over other ranks.
+
+use super::group::{Nccl, Started};
+use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::letter::Kind;
+use crate::plan::{self, Itinerary, Passage};
+use crate::{CollectiveError, Slice, by_way, checks};
+
+impl Nccl {
+    /// [`Collectives::tell`].
+    /// By letters where something carries them, else on the stream, for which this waits.
+    pub(super) fn tell_ranks(
+        &mut self,
+        algorithm: Algorithm,
+        pieces: usize,
+        units: &[u64],
+        call: &Call,
+    ) -> Result<Passage, CollectiveError> {
+        let kind = Kind::Agree;
+        if self.control.is_some() {
+            self.usable(kind)?;
+        }
+        if let Some(control) = &mut self.control {
+            self.sequence += 1;
+            let told = control.tell(algorithm, pieces, units, call);
+            return told.inspect_err(|error| self.world.board.fail(None, error.clone()));
+        }
+        checks::units(kind, pieces, units.len(), self.size())?;
+        let telling = by_way::Telling::new(algorithm, self.size(), kind)?;
+        let (plan, next) = telling.plan(self.rank(), pieces, units);
+        let mut task = self.task(kind, call);
+        task.waits = Some("the host has to know what it brings");
+        self.start_plans(task, &[], &[], plan.packed(), Some(next))?
+            .wait()?;
+        telling.told(kind)
+    }
+
+    /// [`Collectives::exchange_by`].
+    pub(super) fn exchange_over_ranks(
+        &mut self,
+        sends: &[Transfer],
+        receives: &[Transfer],
+        itinerary: &dyn Itinerary,
+        call: &Call,
+    ) -> Started {
+        let kind = Kind::Exchange;
+        let own = (self.rank(), self.size());
+        checks::transfers(kind, own.0, own.1, sends, receives)?;
+        let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
+        let plan = itinerary.plan(own, &to, &from);
+        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
+        let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
+        let mut task = self.task(kind, call);
+        task.signature.ways = itinerary.code();
+        task.agreement = Some(plan::sizes(own.0, &to, &from));
+        self.start_plan(task, &slices(sends), &slices(receives), plan.packed())
+    }
+}

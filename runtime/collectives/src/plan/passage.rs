@@ -1,0 +1,213 @@
+//! Ranks tell each other how much will pass through them.
+
+use super::{Copy, Hops, Journey, Message, Place, Plan, Span, Step};
+use std::ops::Range;
+
+const NUMBER: usize = 8;
+
+/// How many units (rows, bytes) every piece has that a rank sends, passes on or gets. It
+/// serves any number of exchanges, there and back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Passage {
+    hops: Hops,
+    rank: usize,
+    pieces: usize,
+    /// As [`Journey::sizes`].
+    numbers: Vec<Vec<Vec<u64>>>,
+}
+
+/// One piece of an exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leg {
+    /// The rank that has it.
+    pub from: usize,
+    /// The rank that gets it.
+    pub to: usize,
+    /// Which of the pieces between these two.
+    pub piece: usize,
+    /// Its units, as told.
+    pub units: u64,
+}
+
+impl Passage {
+    /// What [`tell`] has left in the scratch memory.
+    pub fn read(hops: Hops, rank: usize, pieces: usize, scratch: &[u8]) -> Passage {
+        let tables = Tables::new(&hops, pieces);
+        let table = |order: usize, stage: usize| {
+            let bytes = &scratch[tables.of(order, stage)];
+            let numbers = bytes.as_chunks::<NUMBER>().0.iter();
+            numbers.map(|number| u64::from_le_bytes(*number)).collect()
+        };
+        let stages = |order: usize| {
+            (0..=hops.count())
+                .map(|stage| table(order, stage))
+                .collect()
+        };
+        Passage {
+            numbers: (0..hops.orders.len()).map(stages).collect(),
+            hops,
+            rank,
+            pieces,
+        }
+    }
+
+    /// Units of the pieces that come from each rank, rank after rank.
+    pub fn received(&self) -> &[u64] {
+        &self.numbers[0][self.hops.count()]
+    }
+
+    /// Units of the pieces that go to each rank, rank after rank.
+    pub fn sent(&self) -> &[u64] {
+        &self.numbers[0][0]
+    }
+
+    /// Pieces of a part.
+    pub fn pieces(&self) -> usize {
+        self.pieces
+    }
+
+    /// Units of the pieces at a place, after so many hops of the first of the ways.
+    pub fn passing(&self, hops: usize, place: usize) -> impl Iterator<Item = u64> {
+        let pieces = place * self.pieces..(place + 1) * self.pieces;
+        self.numbers[0][hops][pieces].iter().copied()
+    }
+
+    /// An exchange in which a piece has so many bytes.
+    pub fn there(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
+        let size = |order: usize, stage: usize, place: usize, piece: usize, units: u64| {
+            let (from, to) = self.hops.pair(order, stage, self.rank, place);
+            bytes(Leg {
+                from,
+                to,
+                piece,
+                units,
+            })
+        };
+        self.journey(self.hops.clone(), false, &size)
+    }
+
+    /// An exchange in which every piece that was told of goes back where it came from, by
+    /// the same ranks, in so many bytes.
+    pub fn back(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
+        let size = |order: usize, stage: usize, place: usize, piece: usize, units: u64| {
+            let (to, from) = self.hops.pair(order, stage, self.rank, place);
+            bytes(Leg {
+                from,
+                to,
+                piece,
+                units,
+            })
+        };
+        self.journey(self.hops.back(), true, &size)
+    }
+
+    fn journey(
+        &self,
+        hops: Hops,
+        reversed: bool,
+        size: &dyn Fn(usize, usize, usize, usize, u64) -> usize,
+    ) -> Journey {
+        let table = |(order, stage): (usize, usize)| -> Vec<usize> {
+            let numbers = self.numbers[order][stage].iter().enumerate();
+            numbers
+                .map(|(at, units)| size(order, stage, at / self.pieces, at % self.pieces, *units))
+                .collect()
+        };
+        let stages = |order: usize| {
+            let tables = (0..=self.hops.count()).map(|stage| table((order, stage)));
+            let mut tables: Vec<Vec<usize>> = tables.collect();
+            if reversed {
+                tables.reverse();
+            }
+            tables
+        };
+        Journey {
+            sizes: (0..self.hops.orders.len()).map(stages).collect(),
+            hops,
+            rank: self.rank,
+            pieces: self.pieces,
+        }
+    }
+}
+
+/// Where tables of numbers lie in the scratch memory: one for each order and number of hops,
+/// a row of pieces for each place.
+struct Tables {
+    row: usize,
+    table: usize,
+    stages: usize,
+}
+
+impl Tables {
+    fn new(hops: &Hops, pieces: usize) -> Tables {
+        let row = pieces * NUMBER;
+        Tables {
+            row,
+            table: row * hops.levels.ranks(),
+            stages: hops.count() + 1,
+        }
+    }
+
+    fn of(&self, order: usize, stage: usize) -> Range<usize> {
+        let first = (order * self.stages + stage) * self.table;
+        first..first + self.table
+    }
+
+    fn rows(&self, order: usize, stage: usize, places: &Range<usize>) -> Span {
+        let first = self.of(order, stage).start;
+        let [start, end] = [places.start, places.end].map(|place| first + place * self.row);
+        Span::new(Place::Scratch, start..end)
+    }
+}
+
+/// Every rank tells those on the way of its parts what these are: `units[q * pieces + i]` is
+/// piece `i` for rank `q`. The result is a [`Passage`] in scratch.
+pub fn tell(hops: &Hops, rank: usize, pieces: usize, units: &[u64]) -> Plan {
+    let tables = Tables::new(hops, pieces);
+    let orders = 0..hops.orders.len();
+    let write = |order| Step::Write(tables.of(order, 0).start, units.to_vec());
+    let mut steps: Vec<Step> = orders.clone().map(write).collect();
+    for hop in 0..hops.count() {
+        let (mut sends, mut receives, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+        for order in orders.clone() {
+            for (peer, places) in hops.peers(order, hop, rank) {
+                let message = |stage, places| Message {
+                    peer,
+                    span: tables.rows(order, stage, places),
+                };
+                sends.extend(places.iter().map(|places| message(hop, places)));
+                receives.extend(places.iter().map(|places| message(hop + 1, places)));
+            }
+            copies.extend(stay(hops, &tables, (order, hop), rank));
+        }
+        let name = "counts";
+        let phase = hop as u32;
+        steps.push(Step::Exchange {
+            phase,
+            name,
+            sends,
+            receives,
+            copies,
+        });
+    }
+    let scratch = tables.of(hops.orders.len(), 0).start;
+    Plan { scratch, steps }
+}
+
+/// Numbers of what a hop leaves where it is.
+fn stay<'a>(
+    hops: &'a Hops,
+    tables: &'a Tables,
+    (order, hop): (usize, usize),
+    rank: usize,
+) -> impl Iterator<Item = Copy> + 'a {
+    let own = hops.own(order, hop, rank).into_iter();
+    own.map(move |places| {
+        let to = tables.rows(order, hop + 1, &places);
+        Copy {
+            from: tables.rows(order, hop, &places),
+            to: to.place,
+            offset: to.offset,
+        }
+    })
+}

@@ -1,0 +1,284 @@
+//! The way back of the deduplicating exchange: what a node has for a token is summed
+//! there, and one row returns. It comes where the token's first row of that node is; the
+//! token's other rows of that node become zeros, so that all rows still add up.
+
+use super::once::{FanOut, crossing};
+use super::{Copy, Itinerary, Journey, Message, Place, Plan, Span, Step, offsets, others};
+use crate::{Element, Reduction};
+use std::sync::Arc;
+
+impl FanOut {
+    /// The exchange of answers in rows of so many bytes; `answers` says from which rank to
+    /// which there are any. Sums are in the order of ranks, then of their pieces, in f32
+    /// where an element is smaller, each rounded once.
+    pub fn summed(
+        self: &Arc<FanOut>,
+        (element, bytes): (Element, usize),
+        answers: &dyn Fn(usize, usize) -> bool,
+    ) -> Sums {
+        let size = |leg: super::Leg| match answers(leg.from, leg.to) {
+            true => leg.units as usize * bytes,
+            false => 0,
+        };
+        Sums {
+            fan: Arc::clone(self),
+            journey: self.passage().back(&size),
+            element,
+            bytes,
+        }
+    }
+}
+
+/// Answers that are summed on their way.
+#[derive(Clone, Debug)]
+pub struct Sums {
+    fan: Arc<FanOut>,
+    journey: Journey,
+    element: Element,
+    bytes: usize,
+}
+
+impl Itinerary for Sums {
+    fn code(&self) -> u64 {
+        // As inside nodes first, with a number of ways that nothing else has.
+        self.journey.code() | 6 << 3
+    }
+
+    fn plan(
+        &self,
+        rank: (usize, usize),
+        sends: &[(usize, usize)],
+        receives: &[(usize, usize)],
+    ) -> Result<Plan, String> {
+        self.journey.check(rank, sends, receives)?;
+        let from = self.fan.rows(sends, Place::Input, self.bytes);
+        let to = self.fan.rows(receives, Place::Output, self.bytes);
+        Ok(Planning::new(self, from, to).plan())
+    }
+}
+
+/// The rows of one rank in another node that this node sums for it.
+struct Heap {
+    /// By rank of this node, where its rows go in scratch: those of a token in a row.
+    rows: Vec<Vec<Span>>,
+    /// All rows of each token that has several, and where their sum goes.
+    sums: Vec<(Span, Span)>,
+    /// What returns, a row for each token.
+    returned: Vec<Span>,
+}
+
+struct Planning<'a> {
+    sums: &'a Sums,
+    /// Rows by the rank that they go to.
+    from: Vec<Vec<Span>>,
+    /// Rows by the rank that they come from.
+    to: Vec<Vec<Span>>,
+    /// By node; of the own one nothing.
+    heaps: Vec<Heap>,
+    /// A row of zeros in scratch.
+    zeros: Span,
+    scratch: usize,
+}
+
+impl Planning<'_> {
+    fn new(sums: &Sums, from: Vec<Vec<Span>>, to: Vec<Vec<Span>>) -> Planning<'_> {
+        let zeros = Span::new(Place::Scratch, 0..sums.bytes);
+        let mut planning = Planning {
+            sums,
+            from,
+            to,
+            heaps: Vec::new(),
+            zeros,
+            scratch: sums.bytes.next_multiple_of(16),
+        };
+        let nodes = sums.fan.shape().nodes;
+        planning.heaps = (0..nodes).map(|node| planning.heap(node)).collect();
+        planning
+    }
+
+    /// A row of scratch that nobody else has.
+    fn room(&mut self, rows: usize) -> usize {
+        let first = self.scratch;
+        self.scratch += rows * self.sums.bytes;
+        first
+    }
+
+    fn row(&self, first: usize, row: usize) -> Span {
+        let at = first + row * self.sums.bytes;
+        Span::new(Place::Scratch, at..at + self.sums.bytes)
+    }
+
+    fn heap(&mut self, node: usize) -> Heap {
+        let fan = &self.sums.fan;
+        let own = fan.shape().split(fan.rank()).0;
+        let per_node = if node == own { 0 } else { fan.shape().per_node };
+        // Of each rank of this node its rows' numbers, where it answers.
+        let answers = |place: usize| {
+            let at = node * fan.shape().per_node + place;
+            self.sums
+                .journey
+                .of(0, 1, at)
+                .iter()
+                .any(|bytes| *bytes > 0)
+        };
+        let kept = |place: usize| match answers(place) {
+            true => fan.numbers_from(node, place),
+            false => &[],
+        };
+        let lists: Vec<&[u32]> = (0..per_node).map(kept).collect();
+        let numbers = crossing(lists.concat());
+        let mut counts = vec![0; numbers.iter().max().map_or(0, |last| *last as usize + 1)];
+        for number in &numbers {
+            counts[*number as usize] += 1;
+        }
+        let sizes: Vec<usize> = lists.iter().map(|list| list.len()).collect();
+        let starts = offsets(&counts);
+        let first = self.room(numbers.len());
+        let totals = self.room(counts.len());
+        let mut next = starts.clone();
+        let placed: Vec<Span> = numbers
+            .iter()
+            .map(|number| {
+                let at = &mut next[*number as usize];
+                *at += 1;
+                self.row(first, *at - 1)
+            })
+            .collect();
+        let all = |token: usize| Span {
+            bytes: counts[token] * self.sums.bytes,
+            ..self.row(first, starts[token])
+        };
+        let several = |token: &usize| counts[*token] > 1;
+        let tokens = 0..counts.len();
+        let edges = offsets(&sizes);
+        Heap {
+            rows: edges
+                .windows(2)
+                .map(|edge| placed[edge[0]..edge[1]].to_vec())
+                .collect(),
+            sums: (tokens.clone().filter(several))
+                .map(|token| (all(token), self.row(totals, token)))
+                .collect(),
+            returned: tokens
+                .map(|token| match several(&token) {
+                    true => self.row(totals, token),
+                    false => all(token),
+                })
+                .collect(),
+        }
+    }
+
+    fn plan(&self) -> Plan {
+        let zeros = vec![0; self.sums.bytes.div_ceil(8)];
+        let mut steps = vec![Step::Write(self.zeros.offset, zeros), self.inside()];
+        let heaps = self.heaps.iter().flat_map(|heap| &heap.sums);
+        steps.extend(heaps.map(|(rows, sum)| Step::Reduce {
+            element: self.sums.element,
+            reduction: Reduction::Sum,
+            rows: rows.offset..rows.offset + rows.bytes,
+            row_bytes: self.sums.bytes,
+            to: sum.place,
+            offset: sum.offset,
+        }));
+        let (between, zeros) = self.between();
+        steps.extend([between, Step::Repack(zeros)]);
+        Plan {
+            scratch: self.scratch,
+            steps,
+        }
+    }
+
+    /// Every answer to the rank of its receiver's place in this node, or to itself.
+    fn inside(&self) -> Step {
+        let fan = &self.sums.fan;
+        let shape = fan.shape();
+        let (node, place) = shape.split(fan.rank());
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for near in others(place, shape.per_node) {
+            let peer = shape.rank(node, near);
+            let message = |span: &Span| Message { peer, span: *span };
+            sends.extend(self.from[peer].iter().map(message));
+            receives.extend(self.to[peer].iter().map(message));
+            for other in others(node, shape.nodes) {
+                sends.extend(self.from[shape.rank(other, near)].iter().map(message));
+                receives.extend(self.heaps[other].rows[near].iter().map(message));
+            }
+        }
+        let own = fan.rank();
+        let mut copies = copied(&self.from[own], &self.to[own]);
+        for other in others(node, shape.nodes) {
+            let from = &self.from[shape.rank(other, place)];
+            copies.extend(copied(from, &self.heaps[other].rows[place]));
+        }
+        Step::Exchange {
+            phase: 0,
+            name: "intra-node exchange",
+            sends,
+            receives,
+            copies,
+        }
+    }
+
+    /// Sums between nodes, and the zeros that are written then.
+    fn between(&self) -> (Step, Vec<Copy>) {
+        let fan = &self.sums.fan;
+        let shape = fan.shape();
+        let (node, place) = shape.split(fan.rank());
+        let (mut sends, mut receives, mut zeros) = (Vec::new(), Vec::new(), Vec::new());
+        for other in others(node, shape.nodes) {
+            let peer = shape.rank(other, place);
+            let message = |span: &Span| Message { peer, span: *span };
+            sends.extend(self.heaps[other].returned.iter().map(message));
+            let (first, others) = self.firsts(other);
+            receives.extend(first.iter().map(message));
+            zeros.extend(others.iter().map(|row| Copy {
+                from: self.zeros,
+                to: row.place,
+                offset: row.offset,
+            }));
+        }
+        let step = Step::Exchange {
+            phase: 1,
+            name: "inter-node exchange of sums",
+            sends,
+            receives,
+            copies: Vec::new(),
+        };
+        (step, zeros)
+    }
+
+    /// Of the rows that a node answers, the first of each token, and all others.
+    fn firsts(&self, node: usize) -> (Vec<Span>, Vec<Span>) {
+        let fan = &self.sums.fan;
+        let ranks = (0..fan.shape().per_node).map(|place| fan.shape().rank(node, place));
+        let answered = ranks.filter(|rank| !self.to[*rank].is_empty());
+        let (mut rows, mut numbers) = (Vec::new(), Vec::new());
+        for rank in answered {
+            rows.extend_from_slice(&self.to[rank]);
+            numbers.extend_from_slice(fan.numbers_for(rank));
+        }
+        let mut next = 0;
+        let (mut first, mut others) = (Vec::new(), Vec::new());
+        for (row, number) in rows.into_iter().zip(crossing(numbers)) {
+            let list = if number == next {
+                &mut first
+            } else {
+                &mut others
+            };
+            next += u32::from(number == next);
+            list.push(row);
+        }
+        (first, others)
+    }
+}
+
+fn copied(from: &[Span], to: &[Span]) -> Vec<Copy> {
+    let pairs = from.iter().zip(to);
+    pairs
+        .map(|(from, to)| Copy {
+            from: *from,
+            to: to.place,
+            offset: to.offset,
+        })
+        .collect()
+}

@@ -1,0 +1,150 @@
+//! Plans of all ranks, carried out in memory: no engine, no device.
+#![allow(dead_code)]
+
+use moesaic_collectives::plan::{Copy, Message, Place, Plan, Span, Step};
+use std::collections::{HashMap, VecDeque};
+
+/// A rank's memory.
+#[derive(Clone, Default)]
+pub struct Memory {
+    pub inputs: Vec<Vec<u8>>,
+    pub outputs: Vec<Vec<u8>>,
+    pub scratch: Vec<u8>,
+}
+
+impl Memory {
+    /// With one input and one output.
+    pub fn new(input: Vec<u8>, output: Vec<u8>) -> Memory {
+        Memory {
+            inputs: vec![input],
+            outputs: vec![output],
+            scratch: Vec::new(),
+        }
+    }
+
+    fn of(&mut self, place: Place) -> &mut Vec<u8> {
+        match place {
+            Place::Input(index) => &mut self.inputs[index],
+            Place::Output(index) => &mut self.outputs[index],
+            Place::Scratch => &mut self.scratch,
+        }
+    }
+
+    fn read(&mut self, span: &Span) -> Vec<u8> {
+        self.of(span.place)[span.offset..span.offset + span.bytes].to_vec()
+    }
+
+    fn write(&mut self, place: Place, offset: usize, bytes: &[u8]) {
+        self.of(place)[offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn copy(&mut self, copies: &[Copy]) {
+        for copy in copies {
+            let bytes = self.read(&copy.from);
+            self.write(copy.to, copy.offset, &bytes);
+        }
+    }
+}
+
+pub type Mail = HashMap<(u32, usize, usize), VecDeque<Vec<u8>>>;
+
+/// Runs all plans; ranks go on as far as they can, in turns.
+pub fn replay(plans: &[Plan], memories: &mut [Memory]) {
+    let mut mail = Mail::new();
+    let mut at = vec![(0, false); plans.len()];
+    for (memory, plan) in memories.iter_mut().zip(plans) {
+        memory.scratch = vec![0xEE; plan.scratch];
+    }
+    while at
+        .iter()
+        .zip(plans)
+        .any(|((step, _), plan)| *step < plan.steps.len())
+    {
+        let before = at.clone();
+        for (rank, plan) in plans.iter().enumerate() {
+            while let Some(step) = plan.steps.get(at[rank].0) {
+                if !advance(rank, step, &mut at[rank].1, &mut memories[rank], &mut mail) {
+                    break;
+                }
+                at[rank] = (at[rank].0 + 1, false);
+            }
+        }
+        assert_ne!(before, at, "the plans wait for each other");
+    }
+    assert!(
+        mail.values().all(VecDeque::is_empty),
+        "a message was not received"
+    );
+}
+
+/// Whether the step is complete.
+pub fn advance(
+    rank: usize,
+    step: &Step,
+    sent: &mut bool,
+    memory: &mut Memory,
+    mail: &mut Mail,
+) -> bool {
+    match step {
+        Step::Exchange {
+            phase,
+            sends,
+            receives,
+            copies,
+            ..
+        } => {
+            if !std::mem::replace(sent, true) {
+                memory.copy(copies);
+                for Message { peer, span } in sends {
+                    let bytes = memory.read(span);
+                    mail.entry((*phase, rank, *peer))
+                        .or_default()
+                        .push_back(bytes);
+                }
+            }
+            let there = |m: &Message| {
+                mail.get(&(*phase, m.peer, rank)).map_or(0, VecDeque::len)
+                    >= receives.iter().filter(|other| other.peer == m.peer).count()
+            };
+            if !receives.iter().all(there) {
+                return false;
+            }
+            for Message { peer, span } in receives {
+                let queue = mail.get_mut(&(*phase, *peer, rank)).unwrap();
+                let bytes = queue.pop_front().unwrap();
+                assert_eq!(bytes.len(), span.bytes, "from {peer} to {rank}");
+                memory.write(span.place, span.offset, &bytes);
+            }
+        }
+        Step::Repack(copies) => memory.copy(copies),
+        Step::Write(offset, numbers) => {
+            let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+            memory.write(Place::Scratch, *offset, &bytes);
+        }
+        Step::Reduce {
+            rows,
+            row_bytes,
+            to,
+            offset,
+            ..
+        } => {
+            // Only sums of bytes are reduced here.
+            let rows = &memory.scratch[rows.clone()];
+            let sum = |i: usize| {
+                rows.iter()
+                    .skip(i)
+                    .step_by(*row_bytes)
+                    .fold(0u8, |a, b| a.wrapping_add(*b))
+            };
+            let sums: Vec<u8> = (0..*row_bytes).map(sum).collect();
+            memory.write(*to, *offset, &sums);
+        }
+        Step::Check { numbers, .. } => {
+            for (offset, expected, peer) in numbers {
+                let bytes = memory.scratch[*offset..offset + 8].try_into().unwrap();
+                assert_eq!(u64::from_le_bytes(bytes), *expected, "from {peer}");
+            }
+        }
+    }
+    true
+}

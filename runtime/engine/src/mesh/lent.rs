@@ -1,0 +1,315 @@
+//! Weights that ranks gather of each other for one pass, and gradients that go back to their
+//! owners.
+
+use super::groups::Between;
+use super::run::{Run, element};
+use super::under_way::Started;
+use crate::error::EngineError;
+use crate::memory::Buffers;
+use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
+use moesaic_plan::{self as plan, Role, Strip, TensorId, TensorPlan};
+use moesaic_target::{Buffer, Device, RowCopy};
+use std::sync::Arc;
+
+/// Memory that the calls of all layers of a mesh borrow, one after the other: as much as the
+/// largest has needed.
+#[derive(Default)]
+pub(super) struct Spare(Vec<Arc<Buffer>>);
+
+impl Spare {
+    /// The smallest buffer with so many bytes that is free, or a new one.
+    pub fn take(&mut self, device: &dyn Device, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
+        let fits = |buffer: &&Arc<Buffer>| buffer.bytes() >= bytes;
+        let least = self
+            .0
+            .iter()
+            .filter(fits)
+            .map(|buffer| buffer.bytes())
+            .min();
+        let at = self
+            .0
+            .iter()
+            .position(|buffer| Some(buffer.bytes()) == least);
+        match at {
+            Some(at) => Ok(self.0.swap_remove(at)),
+            None => Ok(Arc::new(device.alloc(bytes.max(64))?)),
+        }
+    }
+
+    /// What later launches of the same device may use.
+    pub fn give(&mut self, buffers: impl IntoIterator<Item = Arc<Buffer>>) {
+        self.0.extend(buffers);
+    }
+
+    /// Bytes that are free.
+    pub fn bytes(&self) -> usize {
+        self.0.iter().map(|buffer| buffer.bytes()).sum()
+    }
+}
+
+/// Elements in a row, from one to the next.
+#[derive(Clone, Copy)]
+struct Rows {
+    first: usize,
+    stride: usize,
+}
+
+impl Run<'_> {
+    /// Borrows memory for what the experts' side has no weights of its own for, if the call
+    /// gathers them; with gradients for a pass back.
+    pub fn lend(&mut self, gradients: bool) -> Result<(), EngineError> {
+        if self.plan.by().own_alone() {
+            return Ok(());
+        }
+        let wanted =
+            |role: Role| role == Role::Weight || (gradients && role == Role::WeightGradient);
+        for (at, tensor) in self.plan.experts.tensors.iter().enumerate() {
+            if wanted(tensor.role) {
+                let bytes = tensor.bytes(0) as usize;
+                let buffer = self.groups.spare.take(&*self.owned.device, bytes)?;
+                self.experts.lent.push(TensorId(at), buffer);
+            }
+        }
+        Ok(())
+    }
+
+    /// What was borrowed goes back: what uses it has been launched.
+    pub fn return_lent(&mut self) {
+        let lent = std::mem::take(&mut self.experts.lent);
+        let buffers = lent.into_iter().map(|(_, buffer)| buffer);
+        self.groups.spare.give(buffers);
+    }
+
+    /// The parts of a weight that the ranks of the block own become the whole.
+    pub fn gather_weight(
+        &mut self,
+        weight: TensorId,
+        cut: Option<usize>,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let strips = self.plan.strips(weight, cut);
+        let to = Arc::clone(self.experts.buffer(weight));
+        let own = Arc::clone(self.own(weight, &self.owned.weights)?);
+        let experts = self.plan.experts_here().len();
+        // Rows of whole experts go to where they belong, smaller ones in one piece.
+        match strips.iter().any(|strip| strip.rows > experts) {
+            false => self.gather_rows(weight, &strips, [&own, &to], call),
+            true => self.gather_pieces(weight, &strips, [&own, &to], call),
+        }
+    }
+
+    fn gather_rows(
+        &mut self,
+        weight: TensorId,
+        strips: &[Strip],
+        [own, to]: [&Arc<Buffer>; 2],
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let element = element(self.plan.experts[weight].dtype);
+        let rows = |strip: &Strip, buffer: &Arc<Buffer>, peer: usize, at: Rows| {
+            let row = |row: usize| {
+                let slice = Slice::new(buffer, element, at.first + row * at.stride, strip.row)?;
+                Ok(Transfer { peer, slice })
+            };
+            (0..strip.rows)
+                .map(row)
+                .collect::<Result<Vec<_>, EngineError>>()
+        };
+        let (me, size) = self.in_block();
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        if let Some(mine) = strips.iter().find(|strip| strip.owner == me) {
+            for peer in 0..size {
+                sends.extend(rows(mine, own, peer, packed(mine, 0))?);
+            }
+        }
+        for strip in strips {
+            receives.extend(rows(strip, to, strip.owner, spread(strip))?);
+        }
+        let block = Between::Block(self.plan.ways);
+        let exchange = self.send(block, &sends, &receives, call)?;
+        self.complete(exchange)
+    }
+
+    fn gather_pieces(
+        &mut self,
+        weight: TensorId,
+        strips: &[Strip],
+        [own, to]: [&Arc<Buffer>; 2],
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let element = element(self.plan.experts[weight].dtype);
+        let (me, size) = self.in_block();
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        let elements: usize = strips.iter().map(Strip::elements).sum();
+        let pieces = self.spare(elements * element.size())?;
+        let mut first = 0;
+        for strip in strips {
+            let slice = |buffer, first| Slice::new(buffer, element, first, strip.elements());
+            let transfer = |peer, slice| Transfer { peer, slice };
+            if strip.owner == me {
+                for peer in (0..size).filter(|peer| *peer != me) {
+                    sends.push(transfer(peer, slice(own, 0)?));
+                }
+            } else {
+                receives.push(transfer(strip.owner, slice(&pieces, first)?));
+            }
+            first += strip.elements();
+        }
+        let block = Between::Block(self.plan.ways);
+        let exchange = self.send(block, &sends, &receives, call)?;
+        self.complete(exchange)?;
+        let mut first = 0;
+        for strip in strips {
+            let (from, at) = match strip.owner == me {
+                true => (own, packed(strip, 0)),
+                false => (&pieces, packed(strip, first)),
+            };
+            self.copy(strip, element, [(from, at), (to, spread(strip))])?;
+            first += strip.elements();
+        }
+        self.groups.spare.give([pieces]);
+        Ok(())
+    }
+
+    /// Sums of the block's gradients become those of the ranks that own the weights.
+    pub fn scatter_gradient(
+        &mut self,
+        gradient: TensorId,
+        cut: Option<usize>,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let strips = self.plan.strips(gradient, cut);
+        let (me, size) = self.in_block();
+        let mut counts = vec![0; size];
+        for strip in &strips {
+            counts[strip.owner] = strip.elements();
+        }
+        let elements: usize = counts.iter().sum();
+        let from = Arc::clone(self.experts.buffer(gradient));
+        let pieces = match in_order(&strips) {
+            true => None,
+            false => Some(self.spare(elements * Element::F32.size())?),
+        };
+        let mut first = 0;
+        for strip in strips.iter().filter(|_| pieces.is_some()) {
+            let to = pieces.as_ref().unwrap_or(&from);
+            let places = [(&from, spread(strip)), (to, packed(strip, first))];
+            self.copy(strip, Element::F32, places)?;
+            first += strip.elements();
+        }
+        let input = pieces.as_ref().unwrap_or(&from);
+        let input = Slice::new(input, Element::F32, 0, elements)?;
+        let own = self.own(gradient, self.owned.gradient_buffers()?)?;
+        let output = Slice::new(own, Element::F32, 0, counts[me])?;
+        let block = self.groups.between(Between::Block(self.plan.ways));
+        let sum = block.reduce_scatter_by_counts(&input, &counts, &output, Reduction::Sum, call)?;
+        self.complete(Started::of(sum, &input))?;
+        self.groups.spare.give(pieces);
+        Ok(())
+    }
+
+    /// Gradients that a pass back adds to begin with those of this rank's weights, and zero for
+    /// the others': their sums over the block are then what was there and what is new.
+    pub fn begin_gradients(&mut self) -> Result<(), EngineError> {
+        if self.plan.by().own_alone() {
+            return Ok(());
+        }
+        let me = self.in_block().0;
+        for step in &self.plan.backward {
+            let plan::RankStep::Exchange(exchange) = step else {
+                continue;
+            };
+            let plan::Way::ScatterGradient { gradient, cut } = exchange.way else {
+                continue;
+            };
+            let to = Arc::clone(self.experts.buffer(gradient));
+            let bytes = self.plan.experts[gradient].bytes(0) as usize;
+            clear(&*self.owned.device, &to, bytes)?;
+            let own = self.own(gradient, self.owned.gradient_buffers()?)?;
+            let strips = self.plan.strips(gradient, cut);
+            for strip in strips.iter().filter(|strip| strip.owner == me) {
+                self.copy(
+                    strip,
+                    Element::F32,
+                    [(own, packed(strip, 0)), (&to, spread(strip))],
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank's part of a tensor of the experts' side.
+    fn own<'b>(&self, tensor: TensorId, of: &'b Buffers) -> Result<&'b Arc<Buffer>, EngineError> {
+        let TensorPlan { name, .. } = &self.plan.experts[tensor];
+        let found = self.owned.id(name).and_then(|id| of.handle(id));
+        found.ok_or_else(|| EngineError::Weight {
+            name: name.clone(),
+            problem: "is not on the device as other ranks could gather it".to_string(),
+        })
+    }
+
+    /// The place of this rank among those that gather each other's weights, and their number.
+    fn in_block(&self) -> (usize, usize) {
+        let rank = self.mesh.rank();
+        let block = self.plan.by().block(rank);
+        (rank - block.start, block.len())
+    }
+
+    fn spare(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
+        self.groups.spare.take(&*self.owned.device, bytes)
+    }
+
+    fn copy(
+        &self,
+        strip: &Strip,
+        element: Element,
+        [from, to]: [(&Arc<Buffer>, Rows); 2],
+    ) -> Result<(), EngineError> {
+        let size = element.size();
+        let copy = RowCopy {
+            from: from.0,
+            from_offset: from.1.first * size,
+            from_stride: from.1.stride * size,
+            to: to.0,
+            to_offset: to.1.first * size,
+            to_stride: to.1.stride * size,
+            rows: strip.rows,
+            row_bytes: strip.row * size,
+        };
+        Ok(self.owned.device.copy_rows(&copy)?)
+    }
+}
+
+/// A strip without gaps.
+fn packed(strip: &Strip, first: usize) -> Rows {
+    let stride = strip.row;
+    Rows { first, stride }
+}
+
+/// A strip in the whole.
+fn spread(strip: &Strip) -> Rows {
+    let Strip { first, stride, .. } = *strip;
+    Rows { first, stride }
+}
+
+/// Whether strips lie one after the other, from the start on.
+fn in_order(strips: &[Strip]) -> bool {
+    let mut next = 0;
+    strips.iter().all(|strip| {
+        let follows = strip.rows == 1 && strip.first == next;
+        next += strip.elements();
+        follows
+    })
+}
+
+/// Bytes of zeros that are uploaded together.
+const PIECE: usize = 1 << 20;
+
+fn clear(device: &dyn Device, buffer: &Buffer, bytes: usize) -> Result<(), EngineError> {
+    let zeros = vec![0; bytes.min(PIECE)];
+    for first in (0..bytes).step_by(PIECE) {
+        let some = &zeros[..PIECE.min(bytes - first)];
+        device.upload(some, buffer, first)?;
+    }
+    Ok(())
+}

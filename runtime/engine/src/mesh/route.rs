@@ -1,0 +1,199 @@
+//! Routes of rows over the nodes that ranks are on.
+
+use super::groups::Mesh;
+use super::rows::Rows;
+use crate::error::EngineError;
+use bytemuck::{cast_slice, cast_slice_mut};
+use moesaic_collectives::plan::{self, FanOut, Itinerary, Passage};
+use moesaic_collectives::{
+    Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
+};
+use moesaic_plan::{PlanError, Route, StrategyError, Ways};
+use moesaic_target::{Buffer, Device};
+use std::sync::Arc;
+
+/// How rows go among the ranks that exchange them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Course {
+    /// From each rank to each.
+    Straight,
+    /// By way of other ranks.
+    Over(Algorithm),
+    /// Once to each node, by way of the rank of the same place there, and back as one sum.
+    /// What differs from expert to expert goes between nodes first, each row of it.
+    Once(NodeShape),
+}
+
+/// What rows of an exchange are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Load {
+    /// On their way to experts; all those of a token are equal.
+    Tokens,
+    /// On their way to experts.
+    Rows,
+    /// On their way back.
+    Answers,
+    /// On their way back; those of a token are added up, and nothing else is done with them.
+    Addends(Element),
+}
+
+impl Mesh {
+    /// How rows go by a route at some number of ways; those that stay, straight.
+    ///
+    /// # Errors
+    /// [`StrategyError::Nodes`] where ranks do not lie on nodes as the route needs it.
+    pub(super) fn course(&self, route: Route, by: Ways) -> Result<Course, EngineError> {
+        if route == Route::Linear || by.count() == 0 {
+            return Ok(Course::Straight);
+        }
+        let shape = self.shape(by).map_err(|reason| {
+            let error = StrategyError::Nodes { route, reason };
+            EngineError::from(PlanError::from(error))
+        })?;
+        Ok(match route {
+            Route::Linear => Course::Straight,
+            Route::IntraFirst => Course::Over(Algorithm::Hierarchical(shape)),
+            Route::InterFirst => Course::Over(Algorithm::InterFirst(shape)),
+            Route::Concurrent => Course::Over(Algorithm::Concurrent(shape)),
+            Route::Once => Course::Once(shape),
+        })
+    }
+
+    /// The nodes of the ranks that exchange rows, or how these lie.
+    fn shape(&self, by: Ways) -> Result<NodeShape, String> {
+        let own = by.place(self.rank()).dp;
+        let members = self.hosts().iter().enumerate();
+        let members = members.filter(|(rank, _)| by.place(*rank).dp == own);
+        let hosts: Vec<String> = members.map(|(_, host)| host.clone()).collect();
+        NodeShape::of_hosts(&hosts).ok_or_else(|| format!("ranks lie on {}", runs(&hosts)))
+    }
+}
+
+/// `2 of a, 1 of b, 1 of a`, the first few.
+fn runs(hosts: &[String]) -> String {
+    const SHOWN: usize = 6;
+    let runs = hosts.chunk_by(|a, b| a == b);
+    let text = |run: &[String]| format!("{} ({})", run[0], run.len());
+    let mut list: Vec<String> = runs.map(text).collect();
+    let more = list.len() > SHOWN;
+    list.truncate(SHOWN);
+    if more {
+        list.push("...".to_string());
+    }
+    list.join(", ")
+}
+
+impl Rows {
+    /// Ranks tell each other over the ways of an algorithm how many rows they have for the
+    /// experts of each, `sizes[q]` numbers of `counts` for rank `q`. Returns what the others
+    /// have for this rank, as many numbers of each, and what passes through it.
+    pub fn tell(
+        group: &mut dyn Collectives,
+        algorithm: Algorithm,
+        (counts, sizes): (&[i64], &[usize]),
+        call: &Call,
+    ) -> Result<(Vec<i64>, Arc<Passage>), EngineError> {
+        let pieces = sizes.iter().copied().max().unwrap_or(0).max(1);
+        let mut units = vec![0; pieces * sizes.len()];
+        let mut counts = counts.iter();
+        for (row, &size) in units.chunks_exact_mut(pieces).zip(sizes) {
+            for (unit, count) in row.iter_mut().zip(counts.by_ref().take(size)) {
+                *unit = *count as u64;
+            }
+        }
+        let passage = group.tell(algorithm, pieces, &units, call)?;
+        let own = sizes[group.rank()];
+        let rows = passage.received().chunks_exact(pieces);
+        let told = rows.flat_map(|row| row[..own].iter().map(|units| *units as i64));
+        Ok((told.collect(), Arc::new(passage)))
+    }
+
+    /// How rows of so many bytes go by way of other ranks; `None` where they go straight.
+    pub fn itinerary(&self, load: Load, bytes: usize) -> Option<Box<dyn Itinerary>> {
+        let passage = self.passage.as_ref()?;
+        let size = |units: u64| units as usize * bytes;
+        Some(match (load, &self.fan) {
+            (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes)),
+            (Load::Tokens | Load::Rows, _) => Box::new(passage.there(&|leg| size(leg.units))),
+            (Load::Addends(element), Some(fan)) => {
+                let answers = |from, to| self.answers_to(from, to);
+                Box::new(fan.summed((element, bytes), &answers))
+            }
+            (Load::Answers | Load::Addends(_), _) => Box::new(passage.back(&|leg| {
+                let answers = self.answers_to(leg.from, leg.to);
+                if answers { size(leg.units) } else { 0 }
+            })),
+        })
+    }
+
+    /// Ranks of equal places tell each other which rows for each other's nodes are of one
+    /// token; `tokens` has that of each row of this rank.
+    pub fn fan_out(
+        &mut self,
+        group: &mut dyn Collectives,
+        device: &dyn Device,
+        (shape, tokens): (NodeShape, &[u32]),
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let Some(passage) = self.passage.clone() else {
+            return Ok(());
+        };
+        let (node, place) = shape.split(group.rank());
+        let sent = self.sent(&self.numbers(None));
+        let numbers = |other: usize| {
+            let there = sent
+                .iter()
+                .filter(|piece| shape.split(piece.peer).0 == other);
+            let rows = there.flat_map(|piece| piece.first..piece.first + piece.rows);
+            plan::crossing(rows.map(|row| tokens[row]))
+        };
+        let sent: Vec<Vec<u32>> = (0..shape.nodes).map(numbers).collect();
+        let told = |other: usize| match other == node {
+            true => 0,
+            false => FanOut::told_from(&passage, shape, other),
+        };
+        let sizes: Vec<usize> = (0..shape.nodes).map(told).collect();
+        let own: Vec<&[u32]> = (0..shape.nodes)
+            .map(|other| if other == node { &[][..] } else { &sent[other] })
+            .collect();
+        let (starts, ends) = (
+            starts(own.iter().map(|list| list.len())),
+            starts(sizes.iter().copied()),
+        );
+        let buffer = |list: &[usize]| {
+            let count = list.last().copied().unwrap_or(0);
+            Ok::<_, EngineError>(Arc::new(device.alloc(4 * count.max(16))?))
+        };
+        let (input, output) = (buffer(&starts)?, buffer(&ends)?);
+        device.upload(cast_slice(&own.concat()), &input, 0)?;
+        let transfers = |buffer: &Arc<Buffer>, starts: &[usize]| {
+            let edges = starts
+                .windows(2)
+                .enumerate()
+                .filter(|(_, edge)| edge[1] > edge[0]);
+            let transfer = |(other, edge): (usize, &[usize])| {
+                let slice = Slice::new(buffer, Element::I32, edge[0], edge[1] - edge[0])?;
+                let peer = shape.rank(other, place);
+                Ok::<_, EngineError>(Transfer { peer, slice })
+            };
+            edges.map(transfer).collect::<Result<Vec<_>, _>>()
+        };
+        let (sends, receives) = (transfers(&input, &starts)?, transfers(&output, &ends)?);
+        group.exchange(&sends, &receives, call)?.wait()?;
+        let mut all = vec![0u32; ends.last().copied().unwrap_or(0)];
+        device.download(&output, 0, cast_slice_mut(&mut all))?;
+        let passed = ends.windows(2).map(|edge| all[edge[0]..edge[1]].to_vec());
+        let fan = FanOut::new(shape, group.rank(), passage, sent, passed.collect());
+        let fan = fan.ok_or_else(|| CollectiveError::Invalid {
+            operation: call.label.clone(),
+            reason: "ranks have told of other tokens than of rows".to_string(),
+        })?;
+        self.fan = Some(Arc::new(fan));
+        Ok(())
+    }
+}
+
+/// Where parts of these sizes begin, and their end.
+fn starts(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
+    plan::offsets(&sizes.collect::<Vec<_>>())
+}

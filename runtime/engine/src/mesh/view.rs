@@ -1,0 +1,160 @@
+//! What a rank runs at a number of ways.
+
+use super::passes::{Launched, Passes, SLICED, Segment, segments};
+use crate::engine::Engine;
+use crate::error::EngineError;
+use crate::layer::Layer;
+use crate::texts::Texts;
+use crate::trace::Recorder;
+use moesaic_plan::{self as plan, Both, LayerPlan, RankPlan, RankStep, Role, Step, Strategy};
+use moesaic_tensor::Tensors;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A plan and its steps, bound, over the layers of a rank's sides: those that hold its
+/// weights, but where a number of ways needs others.
+pub(super) struct View {
+    pub plan: RankPlan,
+    /// Where what comes back of weights of rows has other sizes; weights and gradients are
+    /// the same.
+    pub tokens: Option<Layer>,
+    /// Where weights are gathered.
+    pub experts: Option<Layer>,
+    /// Of the strategy that was chosen last.
+    pub passes: Arc<Passes>,
+    /// Of an evaluation, and of a pass that trains.
+    pub routing: [Vec<Segment>; 2],
+}
+
+/// The layers of a rank's sides.
+#[derive(Clone, Copy)]
+pub(super) struct Sides<'l> {
+    pub tokens: &'l Layer,
+    pub experts: &'l Layer,
+    /// Where shared experts are sliced.
+    pub shared: Option<&'l Layer>,
+}
+
+impl View {
+    /// Over layers that have weights.
+    pub fn over(plan: RankPlan, sides: Sides<'_>) -> Result<View, EngineError> {
+        let routing = |steps: &[RankStep], of: Launched| {
+            sides.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
+        };
+        let evaluation = plan.evaluation_steps();
+        Ok(View {
+            routing: [
+                routing(evaluation, LayerPlan::evaluation_steps)?,
+                routing(&plan.steps, |plan| &plan.steps)?,
+            ],
+            passes: sides.passes(&plan, Strategy::default().degree)?.into(),
+            tokens: None,
+            experts: None,
+            plan,
+        })
+    }
+
+    /// Of a plan whose weights are gathered, beside layers that have what it needs.
+    pub fn beside(engine: &Engine, plan: RankPlan, held: Sides<'_>) -> Result<View, EngineError> {
+        let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
+        let experts = engine.borrowing_layer(&texts(&plan.experts)?)?;
+        // Weights that are gathered must not change meanwhile.
+        let experts = experts.taking_turns(held.experts.turn());
+        let tokens = match plan.tokens == *held.tokens.plan() {
+            true => None,
+            false => Some(sharing(engine, &texts(&plan.tokens)?, held.tokens)?),
+        };
+        let sides = Sides {
+            tokens: tokens.as_ref().unwrap_or(held.tokens),
+            experts: &experts,
+            ..held
+        };
+        let view = View::over(plan, sides)?;
+        Ok(View {
+            tokens,
+            experts: Some(experts),
+            ..view
+        })
+    }
+
+    /// Binds its passes for rows in so many pieces.
+    pub fn take_pieces(&mut self, held: Sides<'_>, degree: Both<usize>) -> Result<(), EngineError> {
+        if degree != self.passes.degree {
+            let passes = self.sides(held).passes(&self.plan, degree)?;
+            self.passes = passes.into();
+        }
+        Ok(())
+    }
+
+    /// Tells a recorder of the launches of its own layers.
+    pub fn record(&mut self, recorder: Option<&Arc<dyn Recorder>>) {
+        for layer in [&mut self.tokens, &mut self.experts].into_iter().flatten() {
+            layer.record(recorder.cloned());
+        }
+    }
+
+    /// The layers that it runs on, out of those that hold weights.
+    pub fn sides<'l>(&'l self, held: Sides<'l>) -> Sides<'l> {
+        Sides {
+            tokens: self.tokens.as_ref().unwrap_or(held.tokens),
+            experts: self.experts.as_ref().unwrap_or(held.experts),
+            ..held
+        }
+    }
+}
+
+impl Sides<'_> {
+    fn get(&self, side: plan::Side) -> &Layer {
+        match side {
+            plan::Side::Tokens => self.tokens,
+            plan::Side::Experts => self.experts,
+            plan::Side::Shared => self.shared.expect(SLICED),
+        }
+    }
+
+    /// Steps of a pass; `of` has the steps of the same pass of a side.
+    fn bind(&self, steps: &[RankStep], of: Launched) -> Result<Vec<Segment>, EngineError> {
+        segments(steps, |side, numbers| {
+            let layer = self.get(side);
+            let all = of(layer.plan());
+            let steps: Vec<Step> = numbers.iter().map(|&at| all[at].clone()).collect();
+            layer.bind(&steps)
+        })
+    }
+
+    /// The passes of a plan with rows in so many pieces.
+    fn passes(&self, plan: &RankPlan, degree: Both<usize>) -> Result<Passes, EngineError> {
+        let plan = plan.in_pieces(degree);
+        Ok(Passes {
+            degree,
+            forward: self.bind(&plan.steps, |plan| &plan.steps)?,
+            evaluation: self.bind(plan.evaluation_steps(), LayerPlan::evaluation_steps)?,
+            backward: self.bind(&plan.backward, |plan| &plan.backward)?,
+        })
+    }
+}
+
+/// A layer over the weights and gradients of another.
+fn sharing(engine: &Engine, texts: &Texts, of: &Layer) -> Result<Layer, EngineError> {
+    let named = |buffers: &crate::memory::Buffers, role: fn(Role) -> bool| {
+        let tensors = of.plan().tensors.iter().filter(|tensor| role(tensor.role));
+        let buffer = |name: &String| {
+            Some((
+                name.clone(),
+                of.id(name).and_then(|id| buffers.handle(id))?.clone(),
+            ))
+        };
+        tensors
+            .filter_map(|tensor| buffer(&tensor.name))
+            .collect::<HashMap<_, _>>()
+    };
+    let weights = named(&of.weights, |role| {
+        matches!(role, Role::Weight | Role::Packed)
+    });
+    let layer = engine.layer_with(texts, &Tensors::new(), weights)?;
+    if of.plan().training.is_some() {
+        let gradients = named(of.gradient_buffers()?, |role| role == Role::WeightGradient);
+        layer.share_gradients(gradients)?;
+    }
+    Ok(layer.taking_turns(of.turn()))
+}

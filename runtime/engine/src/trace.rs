@@ -1,0 +1,170 @@
+//! When launches ran and exchanges were under way.
+
+use moesaic_plan::Piece;
+use serde_json::{Value, json};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// What does things one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Lane {
+    /// Launches.
+    Compute,
+    /// What ranks do together.
+    Exchange,
+}
+
+impl Lane {
+    /// Its name in a trace.
+    pub fn name(self) -> &'static str {
+        match self {
+            Lane::Compute => "compute",
+            Lane::Exchange => "exchange",
+        }
+    }
+}
+
+/// Something that begins and ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Activity {
+    /// Where.
+    pub lane: Lane,
+    /// An entry's symbol, or an exchange's name.
+    pub name: String,
+    /// Of which rows, where they come in pieces.
+    pub piece: Option<Piece>,
+    /// Of a launch those of the tensors that it names; of an exchange those that this rank
+    /// sends, to itself too, where they are rows.
+    pub bytes: u64,
+}
+
+/// Is told what a layer does, in the order in which it is begun, by the thread that makes
+/// the call. It may take its time, which the call then takes, too.
+pub trait Recorder: Send + Sync {
+    /// It begins now.
+    fn begins(&self, activity: &Activity) {
+        let _ = activity;
+    }
+
+    /// It was between these. Of an exchange this may come long after its end.
+    fn ended(&self, activity: &Activity, begin: Instant, end: Instant);
+}
+
+/// Something that has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// What.
+    pub activity: Activity,
+    /// When it began.
+    pub begin: Instant,
+    /// When it ended.
+    pub end: Instant,
+}
+
+/// A recorder that keeps all, for Chrome's trace viewer and Perfetto.
+#[derive(Debug)]
+pub struct Trace {
+    /// The same moment by two clocks: that of processes is not steady, and that of one
+    /// process means nothing to others.
+    origin: (Instant, SystemTime),
+    recorded: Mutex<Vec<Recorded>>,
+}
+
+impl Default for Trace {
+    fn default() -> Trace {
+        Trace {
+            origin: (Instant::now(), SystemTime::now()),
+            recorded: Mutex::default(),
+        }
+    }
+}
+
+impl Recorder for Trace {
+    fn ended(&self, activity: &Activity, begin: Instant, end: Instant) {
+        let activity = activity.clone();
+        self.lock().push(Recorded {
+            activity,
+            begin,
+            end,
+        });
+    }
+}
+
+impl Trace {
+    /// What has ended until now, in the order in which that was noticed.
+    pub fn recorded(&self) -> Vec<Recorded> {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Recorded>> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The events of a rank, as entries of `traceEvents`: launches one after the other,
+    /// exchanges as events that may overlap. Times are microseconds since 1970, so that those
+    /// of several processes of a machine go together.
+    pub fn events(&self, rank: usize) -> Vec<Value> {
+        let named = |what: &str, lane: usize, name: &str| json!({ "ph": "M", "name": what, "pid": rank, "tid": lane, "args": { "name": name } });
+        let mut events = vec![named("process_name", 0, &format!("rank {rank}"))];
+        for lane in [Lane::Compute, Lane::Exchange] {
+            events.push(named("thread_name", lane as usize, lane.name()));
+        }
+        for (id, recorded) in self.recorded().iter().enumerate() {
+            events.extend(self.events_of(recorded, rank, id));
+        }
+        events
+    }
+
+    fn events_of(&self, recorded: &Recorded, rank: usize, id: usize) -> Vec<Value> {
+        let Activity {
+            lane,
+            name,
+            piece,
+            bytes,
+        } = &recorded.activity;
+        let [begin, end] = [recorded.begin, recorded.end].map(|time| self.micros(time));
+        let piece = piece.map(|piece| piece.to_string());
+        let event = |phase: &str, at: f64| {
+            json!({
+                "ph": phase, "name": name, "cat": lane.name(), "pid": rank, "tid": *lane as usize,
+                "ts": at, "args": { "piece": piece, "bytes": bytes },
+            })
+        };
+        match lane {
+            Lane::Compute => {
+                let mut whole = event("X", begin);
+                whole["dur"] = json!(end - begin);
+                vec![whole]
+            }
+            Lane::Exchange => {
+                let mut both = vec![event("b", begin), event("e", end)];
+                for event in &mut both {
+                    event["id"] = json!(format!("{rank}.{id}"));
+                }
+                both
+            }
+        }
+    }
+
+    fn micros(&self, time: Instant) -> f64 {
+        let (instant, system) = self.origin;
+        let origin = system.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let after = time.saturating_duration_since(instant).as_secs_f64();
+        let before = instant.saturating_duration_since(time).as_secs_f64();
+        origin.as_secs_f64() * 1e6 + (after - before) * 1e6
+    }
+}
+
+/// Events of one or more ranks as a trace file.
+pub fn chrome_trace(events: Vec<Value>) -> Value {
+    let starts = events.iter().filter_map(|event| event["ts"].as_f64());
+    let first = starts.fold(f64::INFINITY, f64::min);
+    let since = |mut event: Value| {
+        if let Some(at) = event["ts"].as_f64() {
+            event["ts"] = json!(at - first);
+        }
+        event
+    };
+    let events: Vec<Value> = events.into_iter().map(since).collect();
+    json!({ "displayTimeUnit": "ms", "traceEvents": events })
+}

@@ -1,0 +1,19 @@
+//! How far the model is from published measurements: `cargo xtask validate`.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match moesaic_planner::validate::run() {
+        Ok(report) => {
+            print!("{}", report.text());
+            match report.holds() {
+                true => ExitCode::SUCCESS,
+                false => ExitCode::FAILURE,
+            }
+        }
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(2)
+        }
+    }
+}

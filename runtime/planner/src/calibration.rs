@@ -1,0 +1,293 @@
+//! What was measured on a machine, as a file that a planner reads.
+
+use crate::Machine;
+use crate::fit::{Fit, Point, fit};
+use crate::read::{self, ReadError};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Measurements of a machine. What is there replaces the machine's figures; what is not
+/// leaves them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Calibration {
+    /// Which machine: the name of its file, or what its owner calls it.
+    pub machine: String,
+    /// When, as year-month-day.
+    pub date: String,
+    /// What was run.
+    pub source: String,
+    /// Ranks of the largest measurement.
+    pub ranks: usize,
+    /// Of exchanges.
+    #[serde(default, rename = "level", skip_serializing_if = "Vec::is_empty")]
+    pub levels: Vec<LevelFit>,
+    /// Of processors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute: Option<Measured>,
+    /// The largest error of the fits: the band of predictions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub band: Option<f64>,
+}
+
+/// What a level's links do.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LevelFit {
+    /// The level's name in the machine.
+    pub name: String,
+    /// Fixed time of an exchange, in microseconds.
+    pub alpha_us: f64,
+    /// GB/s of a link, in each direction.
+    pub bandwidth_gbs: f64,
+    /// Size of a message that has half of that, in KiB.
+    #[serde(default)]
+    pub half_size_kib: f64,
+}
+
+/// What a rank's processor does.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measured {
+    /// Memory traffic in GB/s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_gbs: Option<f64>,
+    /// Rates of large products in TFLOP/s by element type.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub gemm_tflops: BTreeMap<String, f64>,
+    /// Fixed time of a launch in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub launch_us: Option<f64>,
+}
+
+/// An exchange that was timed: messages of a rank over one level, their bytes, and seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Timed {
+    /// Messages that a rank sends.
+    pub messages: f64,
+    /// Bytes of all of them.
+    pub bytes: f64,
+    /// What it took.
+    pub seconds: f64,
+}
+
+impl LevelFit {
+    /// The figures of a level of exchanges over it, and how far off they are. Exchanges of
+    /// several sizes and numbers of peers are needed to tell the figures apart; with one
+    /// number of peers all that does not depend on size is fixed time.
+    pub fn of(name: &str, timed: &[Timed]) -> (LevelFit, Fit) {
+        let point = |one: &Timed| Point {
+            terms: vec![one.messages, one.bytes],
+            measured: one.seconds,
+        };
+        let points: Vec<Point> = timed.iter().map(point).collect();
+        let alike = timed
+            .windows(2)
+            .all(|pair| pair[0].messages == pair[1].messages);
+        let model = |c: &[f64], terms: &[f64]| {
+            let each = if alike { 0.0 } else { c[2] };
+            c[0] + c[1] * terms[1] + each * terms[0]
+        };
+        let least = timed
+            .iter()
+            .map(|one| one.seconds)
+            .fold(f64::INFINITY, f64::min);
+        let least = least.min(1.0);
+        let most = timed
+            .iter()
+            .map(|one| one.bytes / one.seconds)
+            .fold(1.0, f64::max);
+        let found = fit(&[least / 2.0, 1.0 / most, least / 20.0], &points, model);
+        let each = if alike { 0.0 } else { found.constants[2] };
+        let level = LevelFit {
+            name: name.to_string(),
+            alpha_us: found.constants[0] * 1e6,
+            bandwidth_gbs: 1e-9 / found.constants[1],
+            half_size_kib: each / found.constants[1] / 1024.0,
+        };
+        (level, found)
+    }
+}
+
+impl Calibration {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`ReadError`]: the key and, for a misspelt one, what was meant.
+    pub fn from_toml(text: &str) -> Result<Calibration, ReadError> {
+        read::toml("the calibration", text)
+    }
+
+    /// The file. Reads back as it is.
+    pub fn to_toml(&self) -> String {
+        let quoted = |text: &str| serde_json::Value::from(text).to_string();
+        let mut text = format!(
+            "machine = {}\ndate = {}\nsource = {}\nranks = {}\n",
+            quoted(&self.machine),
+            quoted(&self.date),
+            quoted(&self.source),
+            self.ranks
+        );
+        if let Some(band) = self.band {
+            text += &format!("band = {band:?}\n");
+        }
+        for level in &self.levels {
+            text += &format!(
+                "\n[[level]]\nname = {}\nalpha_us = {:?}\nbandwidth_gbs = {:?}\nhalf_size_kib = {:?}\n",
+                quoted(&level.name),
+                level.alpha_us,
+                level.bandwidth_gbs,
+                level.half_size_kib
+            );
+        }
+        if let Some(compute) = &self.compute {
+            text += "\n[compute]\n";
+            for (key, value) in [
+                ("memory_gbs", compute.memory_gbs),
+                ("launch_us", compute.launch_us),
+            ] {
+                text += &value.map_or_else(String::new, |value| format!("{key} = {value:?}\n"));
+            }
+            let rates = compute.gemm_tflops.iter();
+            let rates: Vec<String> = rates.map(|(of, rate)| format!("{of} = {rate:?}")).collect();
+            if !rates.is_empty() {
+                text += &format!("gemm_tflops = {{ {} }}\n", rates.join(", "));
+            }
+        }
+        text
+    }
+
+    /// The machine with these figures.
+    ///
+    /// # Errors
+    /// [`ReadError`] for a level that the machine has not, and figures that cannot be.
+    pub fn apply(&self, mut machine: Machine) -> Result<Machine, ReadError> {
+        let names: Vec<String> = machine.levels.iter().map(|l| l.name.clone()).collect();
+        let said = format!("{} of {}", self.source, self.date);
+        for fit in &self.levels {
+            let own = machine
+                .levels
+                .iter_mut()
+                .find(|level| level.name == fit.name);
+            let level = own.ok_or_else(|| {
+                let meant = read::closest(&fit.name, names.iter().map(String::as_str));
+                ReadError::Other(format!(
+                    "the calibration has a level `{}`; {} has {}{}",
+                    fit.name,
+                    machine.name,
+                    names.join(", "),
+                    meant.map_or_else(String::new, |meant| format!("; did you mean `{meant}`?"))
+                ))
+            })?;
+            level.alpha_us = fit.alpha_us;
+            level.bandwidth_gbs = fit.bandwidth_gbs;
+            level.half_size_kib = fit.half_size_kib;
+            level.source.clone_from(&said);
+        }
+        if let Some(measured) = &self.compute {
+            let compute = &mut machine.compute;
+            compute.memory_gbs = measured.memory_gbs.unwrap_or(compute.memory_gbs);
+            compute.launch_us = measured.launch_us.unwrap_or(compute.launch_us);
+            compute.gemm_tflops.extend(measured.gemm_tflops.clone());
+            compute.source = format!("{said}; what is not there: {}", compute.source);
+        }
+        if let Some(band) = self.band {
+            machine.error = crate::Band {
+                band,
+                ranks: self.ranks,
+                source: said,
+            };
+        }
+        machine.check()?;
+        Ok(machine)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::published;
+
+    fn sample() -> Calibration {
+        Calibration {
+            machine: "h800".to_string(),
+            date: "2026-11-24".to_string(),
+            source: "a \"bench\"".to_string(),
+            ranks: 16,
+            levels: vec![LevelFit {
+                name: "ib".to_string(),
+                alpha_us: 50.0,
+                bandwidth_gbs: 1e-3,
+                half_size_kib: 8.0,
+            }],
+            compute: Some(Measured {
+                memory_gbs: Some(2000.0),
+                gemm_tflops: BTreeMap::from([("bf16".to_string(), 500.0)]),
+                launch_us: None,
+            }),
+            band: Some(0.07),
+        }
+    }
+
+    #[test]
+    fn a_calibration_reads_back_and_replaces_what_it_has() {
+        let own = sample();
+        assert_eq!(Calibration::from_toml(&own.to_toml()).unwrap(), own);
+        let machine = own.apply(published("h800").unwrap()).unwrap();
+        assert_eq!(machine.levels[1].alpha_us, 50.0);
+        assert_eq!(machine.levels[0], published("h800").unwrap().levels[0]);
+        assert_eq!(machine.compute.gemm_tflops["bf16"], 500.0);
+        assert_eq!((machine.error.band, machine.error.ranks), (0.07, 16));
+    }
+
+    #[test]
+    fn figures_of_a_level_are_found_again() {
+        let time = |messages: f64, bytes: f64| Timed {
+            messages,
+            bytes,
+            seconds: 90e-6 + messages * 0.5e-6 + bytes / 45e9,
+        };
+        let sizes = [1e3, 1e5, 1e6, 1e7, 1e8];
+        let peers = [8.0, 56.0, 248.0];
+        let all = peers
+            .iter()
+            .flat_map(|n| sizes.map(|bytes| time(*n, bytes)));
+        let (level, found) = LevelFit::of("ib", &all.collect::<Vec<_>>());
+        assert!(found.worst < 0.01, "{level:?} {found:?}");
+        assert!((level.alpha_us / 90.0 - 1.0).abs() < 0.02, "{level:?}");
+        assert!((level.bandwidth_gbs / 45.0 - 1.0).abs() < 0.02, "{level:?}");
+        assert!(
+            (level.half_size_kib * 1024.0 / 22500.0 - 1.0).abs() < 0.05,
+            "{level:?}"
+        );
+        let (level, found) = LevelFit::of("ib", &sizes.map(|bytes| time(8.0, bytes)));
+        assert!(
+            found.worst < 0.01 && level.half_size_kib == 0.0,
+            "{level:?}"
+        );
+        assert!((level.alpha_us / 94.0 - 1.0).abs() < 0.02, "{level:?}");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named() {
+        let mut own = sample();
+        own.levels[0].name = "ibb".to_string();
+        let error = own
+            .apply(published("h800").unwrap())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("has nvlink, ib; did you mean `ib`?"),
+            "{error}"
+        );
+        let text = sample()
+            .to_toml()
+            .replace("launch", "x")
+            .replace("ranks", "rank");
+        let error = Calibration::from_toml(&text).unwrap_err().to_string();
+        assert!(error.contains("did you mean `ranks`?"), "{error}");
+        own = sample();
+        own.levels[0].bandwidth_gbs = 0.0;
+        assert!(own.apply(published("h800").unwrap()).is_err());
+    }
+}

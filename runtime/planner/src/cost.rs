@@ -1,0 +1,175 @@
+//! What launches take: arithmetic by tiles, memory traffic, and the launch itself.
+
+use crate::Machine;
+use moesaic_kernel::Size;
+use moesaic_plan::{LayerPlan, Op, Step, Work};
+
+/// Seconds of a launch by what bounds them; one of `compute` and `memory` is zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Bound by arithmetic.
+    pub compute: f64,
+    /// Bound by memory traffic.
+    pub memory: f64,
+    /// The launch alone.
+    pub launch: f64,
+}
+
+impl Cost {
+    /// All of it.
+    pub fn seconds(&self) -> f64 {
+        self.compute + self.memory + self.launch
+    }
+}
+
+/// The launches of one pass of one side, as costs of any number of rows.
+#[derive(Clone, Debug)]
+pub(crate) struct Launches(Vec<Launch>);
+
+/// One launch: what it does for few and for many rows, between which a line is drawn.
+#[derive(Clone, Debug)]
+struct Launch {
+    name: String,
+    grid: [Size; 2],
+    few: (f64, Work),
+    many: (f64, Work),
+    product: Option<Product>,
+}
+
+/// How a product is cut.
+#[derive(Clone, Debug)]
+struct Product {
+    tile_rows: f64,
+    /// Its rows are those of the sum, not of the result.
+    sums_rows: bool,
+    /// Its rows lie by expert.
+    by_expert: bool,
+    /// FLOP/s of one multiprocessor.
+    rate: f64,
+}
+
+/// Which rows a launch has, and on how many multiprocessors.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows<'a> {
+    pub all: f64,
+    /// By expert; empty where there are none.
+    pub by_expert: &'a [f64],
+    pub multiprocessors: f64,
+}
+
+impl Launches {
+    /// Of steps that have from `few` to `many` rows.
+    pub fn new(plan: &LayerPlan, steps: &[Step], machine: &Machine, few: f64, many: f64) -> Self {
+        let few = few.floor().max(1.0);
+        let many = many.ceil().max(few + 1.0);
+        let launches = steps.iter().map(|step| {
+            let Step::Launch(launch) = step;
+            let work = |rows: f64| (rows, Work::of(plan, step, rows as u64));
+            Launch {
+                name: plan.symbol(step).to_string(),
+                grid: plan[launch.entry].launch.grid.clone(),
+                few: work(few),
+                many: work(many),
+                product: product(plan, launch.entry.kernel, machine),
+            }
+        });
+        Launches(launches.collect())
+    }
+
+    pub fn name(&self, at: usize) -> &str {
+        &self.0[at].name
+    }
+
+    /// What a step takes.
+    pub fn cost(&self, at: usize, machine: &Machine, rows: Rows) -> Cost {
+        let launch = &self.0[at];
+        let asked = rows.all.ceil() as u64;
+        let [x, y] = &launch.grid;
+        let blocks = x.eval(asked).saturating_mul(y.eval(asked)) as f64;
+        if blocks == 0.0 {
+            return Cost::default();
+        }
+        let work = launch.work(rows.all);
+        let memory = work.bytes / machine.memory_rate();
+        let compute = match &launch.product {
+            Some(product) => product.seconds(work.flops, blocks, asked, rows),
+            None => work.flops / machine.gemm_rate(moesaic_kernel::DType::F32),
+        };
+        let bounded = |own: f64, other: f64| if own >= other { own } else { 0.0 };
+        Cost {
+            compute: bounded(compute, memory),
+            memory: if memory > compute { memory } else { 0.0 },
+            launch: machine.launch(),
+        }
+    }
+}
+
+impl Launch {
+    fn work(&self, rows: f64) -> Work {
+        let ((few, low), (many, high)) = (self.few, self.many);
+        if low == Work::default() {
+            let part = rows / many;
+            return Work {
+                flops: high.flops * part,
+                bytes: high.bytes * part,
+            };
+        }
+        let at = (rows - few) / (many - few);
+        let between = |low: f64, high: f64| (low + (high - low) * at).max(0.0);
+        match high == Work::default() {
+            true => low,
+            false => Work {
+                flops: between(low.flops, high.flops),
+                bytes: between(low.bytes, high.bytes),
+            },
+        }
+    }
+}
+
+impl Product {
+    /// Waves of tiles. Tiles at the ends of experts' rows are whole.
+    fn seconds(&self, flops: f64, blocks: f64, asked: u64, rows: Rows) -> f64 {
+        let (flops, tiles) = match self.sums_rows {
+            true => (flops, blocks),
+            false => {
+                let tile = |n: f64| (n / self.tile_rows).ceil();
+                let row_tiles = match self.by_expert && !rows.by_expert.is_empty() {
+                    true => rows.by_expert.iter().map(|n| tile(*n)).sum(),
+                    false => tile(rows.all),
+                };
+                let most = match self.by_expert {
+                    true => {
+                        let experts = rows.by_expert.len().max(1) as u64;
+                        tile(asked as f64) + asked.min(experts) as f64
+                    }
+                    false => tile(asked as f64),
+                };
+                let columns = (blocks / most.max(1.0)).max(1.0);
+                let padded = row_tiles * self.tile_rows / rows.all.max(1e-9);
+                (flops * padded, row_tiles * columns)
+            }
+        };
+        let waves = (tiles / rows.multiprocessors).ceil();
+        waves * flops / tiles.max(1.0) / self.rate
+    }
+}
+
+fn product(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<Product> {
+    let op = &plan.kernels[kernel].op;
+    let config = op.gemm()?;
+    let (sums_rows, by_expert) = match op {
+        Op::GroupedGemm { desc, .. } => (false, !desc.dense),
+        Op::GroupedGemmWgrad { .. } => (true, true),
+        _ => (
+            false,
+            plan.spec.shape.experts > 0 && plan.tensor("offsets").is_some(),
+        ),
+    };
+    Some(Product {
+        tile_rows: config.tile_rows as f64,
+        sums_rows,
+        by_expert,
+        rate: machine.gemm_rate(plan.spec.precision.activations)
+            / machine.compute.multiprocessors as f64,
+    })
+}

@@ -1,0 +1,191 @@
+//! What an exchange takes: phases of messages over levels of links.
+
+use crate::{Level, Machine};
+
+/// Levels of links that a machine has at most.
+pub const MOST_LEVELS: usize = 4;
+
+/// What a rank sends and gets over one level in one phase.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Load {
+    /// Messages that it sends.
+    pub messages: f64,
+    /// Ranks that it sends to.
+    pub peers: f64,
+    /// Bytes out.
+    pub sent: f64,
+    /// Bytes in.
+    pub received: f64,
+}
+
+impl Load {
+    /// So many equal messages each way.
+    pub fn even(peers: f64, bytes: f64) -> Load {
+        Load {
+            messages: peers,
+            peers,
+            sent: bytes,
+            received: bytes,
+        }
+    }
+
+    /// What goes out comes in.
+    #[must_use]
+    pub fn turned(self) -> Load {
+        Load {
+            sent: self.received,
+            received: self.sent,
+            ..self
+        }
+    }
+
+    /// Other bytes, the same messages.
+    #[must_use]
+    pub fn times(self, by: f64) -> Load {
+        Load {
+            sent: self.sent * by,
+            received: self.received * by,
+            ..self
+        }
+    }
+
+    /// Whether nothing moves.
+    pub fn is_nothing(&self) -> bool {
+        self.peers == 0.0 || (self.sent == 0.0 && self.received == 0.0)
+    }
+}
+
+/// Messages that are under way at the same time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Phase {
+    /// By level, the innermost first.
+    pub loads: [Load; MOST_LEVELS],
+    /// Bytes that a rank copies in its own memory beside them, read and written: what it
+    /// has for itself.
+    pub own: f64,
+    /// Bytes of memory traffic of passes before or after them.
+    pub copied: f64,
+    /// Kernels of those passes.
+    pub launches: f64,
+    /// Levels do not wait for each other, whatever the machine's exchanges do.
+    pub side_by_side: bool,
+}
+
+/// What a phase takes, in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PhaseTime {
+    /// All of it.
+    pub seconds: f64,
+    /// Fixed times and messages, whatever their size.
+    pub fixed: f64,
+    /// Passes over memory, with what the rank has for itself.
+    pub copies: f64,
+    /// Transfers, by level; they may have been at the same time.
+    pub levels: LevelTime,
+}
+
+/// Seconds by level.
+pub type LevelTime = [f64; MOST_LEVELS];
+
+impl Machine {
+    /// What a phase takes a rank: the fixed time of its outermost level; the transfers of
+    /// its levels, at the same time or in turn; passes over memory.
+    pub fn phase(&self, phase: &Phase) -> PhaseTime {
+        let mut time = PhaseTime::default();
+        let (mut longest, mut sum) = (0.0f64, 0.0);
+        let mut messages = 0.0f64;
+        for (at, level) in self.levels.iter().enumerate() {
+            let load = &phase.loads[at];
+            if load.peers == 0.0 {
+                continue;
+            }
+            let (each, moved) = transfer(level, load);
+            time.levels[at] = moved;
+            time.fixed = time.fixed.max(level.alpha_us * 1e-6);
+            messages += each;
+            longest = longest.max(each + moved);
+            sum += each + moved;
+        }
+        let own = phase.own / self.memory_rate();
+        let moving = match self.overlap.side_by_side || phase.side_by_side {
+            true => longest.max(own),
+            false => sum + own,
+        };
+        time.copies = phase.copied / self.memory_rate() + phase.launches * self.launch();
+        time.seconds = time.fixed + moving + time.copies;
+        time.fixed += messages.min(moving);
+        time
+    }
+}
+
+/// Seconds of messages as such, and of their bytes.
+fn transfer(level: &Level, load: &Load) -> (f64, f64) {
+    let bytes = load.sent.max(load.received);
+    (
+        load.messages * level.per_message(),
+        bytes / level.rate(load.peers),
+    )
+}
+
+/// How many of `groups` equal groups of experts a token with `top_k` of `experts` experts
+/// touches on average, where every choice is equally likely.
+pub fn expected_groups(experts: f64, top_k: usize, groups: f64) -> f64 {
+    groups * touched(experts, top_k, experts / groups)
+}
+
+/// How likely a token with `top_k` of `experts` experts has one among `mass` of them, as
+/// likely as the others; of unequal ones `mass` is their part of the rows, times `experts`.
+pub(crate) fn touched(experts: f64, top_k: usize, mass: f64) -> f64 {
+    let missed = |i: usize| {
+        let left = experts - i as f64;
+        ((left - mass) / left).max(0.0)
+    };
+    let none: f64 = (0..top_k)
+        .filter(|i| (*i as f64) < experts)
+        .map(missed)
+        .product();
+    1.0 - none
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::published;
+
+    #[test]
+    fn levels_move_together_or_in_turn() {
+        let mut machine = published("h800").unwrap();
+        for level in &mut machine.levels {
+            (level.alpha_us, level.half_size_kib, level.half_peers) = (10.0, 0.0, 0.0);
+            level.bandwidth_gbs = 10.0;
+        }
+        let mut phase = Phase::default();
+        phase.loads[0] = Load::even(7.0, 1e7);
+        phase.loads[1] = Load::even(8.0, 3e7);
+        machine.overlap.side_by_side = true;
+        assert!((machine.phase(&phase).seconds - 3.01e-3).abs() < 1e-9);
+        machine.overlap.side_by_side = false;
+        assert!((machine.phase(&phase).seconds - 4.01e-3).abs() < 1e-9);
+        phase.side_by_side = true;
+        assert!((machine.phase(&phase).seconds - 3.01e-3).abs() < 1e-9);
+        phase.loads[1].received = 6e7;
+        assert!((machine.phase(&phase).seconds - 6.01e-3).abs() < 1e-9);
+        assert_eq!(machine.phase(&Phase::default()).seconds, 0.0);
+    }
+
+    #[test]
+    fn tokens_touch_as_many_groups_as_a_count_of_all_choices_says() {
+        // All 3-subsets of 8 experts in 4 groups of 2.
+        let mut touched = 0;
+        let mut choices = 0;
+        for set in 0u32..1 << 8 {
+            if set.count_ones() == 3 {
+                choices += 1;
+                touched += (0..4).filter(|g| set >> (2 * g) & 3 != 0).count();
+            }
+        }
+        let counted = touched as f64 / f64::from(choices);
+        assert!((expected_groups(8.0, 3, 4.0) - counted).abs() < 1e-12);
+        assert_eq!(expected_groups(8.0, 8, 4.0), 4.0);
+    }
+}

@@ -1,0 +1,135 @@
+//! Constants from measurements: the least squares of the logarithm of the error.
+
+/// A measurement: terms of which each constant gets a part, and what was measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Point {
+    /// What the model multiplies the constants with.
+    pub terms: Vec<f64>,
+    /// Seconds.
+    pub measured: f64,
+}
+
+/// Constants, and how far off they are.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fit {
+    /// In the order of the terms; none is negative.
+    pub constants: Vec<f64>,
+    /// The mean of the relative error's size.
+    pub mean: f64,
+    /// The largest.
+    pub worst: f64,
+}
+
+/// Rounds of descent; each moves every constant by a factor.
+const ROUNDS: usize = 400;
+
+/// Finds constants that are not negative for which the sum of squares of
+/// `log(predicted / measured)` is least. `start` says where to look first: a positive guess
+/// of each.
+///
+/// `model` predicts seconds from constants and terms.
+pub fn fit(start: &[f64], points: &[Point], model: impl Fn(&[f64], &[f64]) -> f64) -> Fit {
+    let loss = |constants: &[f64]| -> f64 {
+        let errors = points.iter().map(|point| {
+            let predicted = model(constants, &point.terms).max(f64::MIN_POSITIVE);
+            (predicted / point.measured).ln()
+        });
+        errors.map(|error| error * error).sum()
+    };
+    let mut constants = start.to_vec();
+    let mut steps = vec![0.5f64; start.len()];
+    let mut best = loss(&constants);
+    for _ in 0..ROUNDS {
+        for at in 0..constants.len() {
+            let here = constants[at];
+            let tried = [1.0 + steps[at], 1.0 / (1.0 + steps[at])].map(|by| {
+                constants[at] = here * by;
+                (loss(&constants), here * by)
+            });
+            constants[at] = here;
+            let (least, value) = if tried[0].0 < tried[1].0 {
+                tried[0]
+            } else {
+                tried[1]
+            };
+            if least < best {
+                (best, constants[at]) = (least, value);
+                steps[at] = (steps[at] * 1.3).min(1.0);
+            } else {
+                steps[at] = (steps[at] * 0.7).max(1e-9);
+            }
+        }
+    }
+    judged(constants, points, model)
+}
+
+fn judged(constants: Vec<f64>, points: &[Point], model: impl Fn(&[f64], &[f64]) -> f64) -> Fit {
+    let errors = points
+        .iter()
+        .map(|point| (model(&constants, &point.terms) / point.measured - 1.0).abs());
+    let errors: Vec<f64> = errors.collect();
+    Fit {
+        mean: errors.iter().sum::<f64>() / errors.len().max(1) as f64,
+        worst: errors.iter().copied().fold(0.0, f64::max),
+        constants,
+    }
+}
+
+/// Fixed time in seconds and bandwidth in bytes a second of a line through `(bytes,
+/// seconds)`, with their error. Of no points, or of one: no fixed time.
+pub fn fit_line(measured: &[(f64, f64)]) -> Fit {
+    let points: Vec<Point> = measured
+        .iter()
+        .map(|&(bytes, seconds)| Point {
+            terms: vec![1.0, bytes],
+            measured: seconds,
+        })
+        .collect();
+    let line = |constants: &[f64], terms: &[f64]| constants[0] * terms[0] + constants[1] * terms[1];
+    let least = measured.iter().map(|m| m.1).fold(f64::INFINITY, f64::min);
+    let rate = measured.iter().map(|m| m.1 / m.0.max(1.0));
+    let rate = rate.fold(f64::INFINITY, f64::min);
+    let start = [(least / 2.0).min(1.0), rate.min(1.0)];
+    let mut fit = match measured.len() {
+        0 | 1 => judged(vec![0.0, start[1]], &points, line),
+        _ => fit(&start, &points, line),
+    };
+    fit.constants[1] = 1.0 / fit.constants[1];
+    fit
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_found_again() {
+        let line = |bytes: f64| (bytes, 40e-6 + bytes / 45e9);
+        let fit = fit_line(&[1e4, 1e5, 1e6, 1e7, 1e8].map(line));
+        assert!((fit.constants[0] / 40e-6 - 1.0).abs() < 1e-3, "{fit:?}");
+        assert!((fit.constants[1] / 45e9 - 1.0).abs() < 1e-3, "{fit:?}");
+        assert!(fit.worst < 1e-3);
+        // Two points are met.
+        let fit = fit_line(&[(3.785e6, 118e-6), (6.623e6, 173e-6)]);
+        assert!(fit.worst < 1e-4, "{fit:?}");
+    }
+
+    #[test]
+    fn errors_of_small_and_large_count_alike() {
+        // A point that is off by a factor of two pulls both ways equally.
+        let fit = fit_line(&[(1e3, 2e-6), (1e3, 0.5e-6), (1e9, 1.0)]);
+        let at = |bytes: f64| fit.constants[0] + bytes / fit.constants[1];
+        assert!((at(1e3) / 1e-6 - 1.0).abs() < 0.02, "{fit:?}");
+        assert!((at(1e9) - 1.0).abs() < 0.02, "{fit:?}");
+    }
+
+    #[test]
+    fn few_points_do_not_break_it() {
+        let one = fit_line(&[(2e9, 1.0)]).constants;
+        assert!(
+            one[0] == 0.0 && (one[1] / 2e9 - 1.0).abs() < 1e-9,
+            "{one:?}"
+        );
+        assert!(fit_line(&[]).constants.iter().all(|c| c.is_finite()));
+    }
+}

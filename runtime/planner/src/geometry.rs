@@ -1,0 +1,142 @@
+//! Ranks that have the same to do are one.
+
+use crate::exchange::{Load, MOST_LEVELS};
+use crate::traffic::{Group, Step, Traffic};
+use crate::{Machine, Routing};
+use moesaic_plan::{Parallel, Route};
+use std::collections::HashMap;
+
+/// A rank that stands for all that have the same to do.
+#[derive(Clone, Debug)]
+pub(crate) struct Rank {
+    /// Its number among all.
+    pub rank: usize,
+    /// Which group that holds all experts it is in.
+    pub group: usize,
+    /// Its tokens.
+    pub tokens: f64,
+    /// Rows that arrive, by its experts.
+    pub arriving: Vec<f64>,
+    /// Rows that it has for itself.
+    pub own: f64,
+    /// What it does in each phase that brings rows to experts.
+    pub phases: Vec<Share>,
+    /// What it does in each phase that brings them back.
+    pub back: Vec<Share>,
+    /// Rows that it answers itself.
+    pub own_back: f64,
+    /// By a route on which tokens cross once: the phases of rows that each cross, there and
+    /// back. Else none.
+    pub each: Vec<Share>,
+    /// See `each`.
+    pub each_back: Vec<Share>,
+}
+
+/// A rank's part of one phase, in rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Share {
+    pub loads: [Load; MOST_LEVELS],
+    pub copied: f64,
+    pub passes: f64,
+}
+
+impl Share {
+    /// The same the other way, of a part of the rows.
+    fn turned(&self, part: f64) -> Share {
+        Share {
+            loads: self.loads.map(|load| load.turned().times(part)),
+            copied: self.copied * part,
+            ..*self
+        }
+    }
+}
+
+/// The ranks of a mesh in which rows go to `ways` slices, as far as they differ.
+pub(crate) fn ranks(
+    machine: &Machine,
+    mesh: Parallel,
+    routing: &Routing,
+    experts: usize,
+    (route, ways): (Route, usize),
+) -> Vec<Rank> {
+    // Where all have the same rows, groups do.
+    let groups = if routing.is_alike() { 1 } else { mesh.dp };
+    let mut seen = HashMap::new();
+    let mut list: Vec<Rank> = Vec::new();
+    for at in 0..groups {
+        let group = Group::new(machine, mesh, at * mesh.group(), routing, experts);
+        let traffic = group.traffic(route);
+        // In two dimensions answers of slices are taken to be spread evenly over them.
+        let each = (route == Route::Once && traffic.steps.len() > 1)
+            .then(|| group.traffic(Route::InterFirst));
+        let straight = traffic.steps.len() == 1 && mesh.shards > 1 && ways > 0;
+        let answers = straight.then(|| group.answers(mesh.shards / ways));
+        for place in 0..group.ranks() {
+            let mut rank = one(&group, &traffic, place, at);
+            if let Some(answers) = &answers {
+                rank.back = vec![share(&answers.steps[0], place)];
+                rank.own_back = answers.own[place];
+            }
+            if let Some(each) = &each {
+                let all = one(&group, each, place, at);
+                (rank.each, rank.each_back) = (all.phases, all.back);
+            }
+            let key = (at, key(&rank));
+            if let std::collections::hash_map::Entry::Vacant(free) = seen.entry(key) {
+                free.insert(list.len());
+                list.push(rank);
+            }
+        }
+    }
+    list
+}
+
+/// Whether a route in two dimensions is there in a mesh.
+pub(crate) fn has_nodes(machine: &Machine, mesh: Parallel, routing: &Routing) -> bool {
+    Group::new(machine, mesh, 0, routing, 1).has_nodes()
+}
+
+fn share(step: &Step, place: usize) -> Share {
+    Share {
+        loads: step.loads[place],
+        copied: step.copied[place],
+        passes: step.passes,
+    }
+}
+
+fn one(group: &Group, traffic: &Traffic, place: usize, number: usize) -> Rank {
+    let steps = traffic.steps.iter();
+    let phases: Vec<Share> = steps.map(|step| share(step, place)).collect();
+    let part = 1.0 / group.mesh.shards as f64;
+    Rank {
+        rank: group.start + place,
+        group: number,
+        tokens: group.tokens(place),
+        arriving: group.arriving(place),
+        own: traffic.own[place],
+        back: phases
+            .iter()
+            .rev()
+            .map(|share| share.turned(part))
+            .collect(),
+        own_back: traffic.own[place] * part,
+        each: Vec::new(),
+        each_back: Vec::new(),
+        phases,
+    }
+}
+
+/// What tells ranks apart, to seven digits.
+fn key(rank: &Rank) -> Vec<u32> {
+    let loads = rank.phases.iter().chain(&rank.back).flat_map(|phase| {
+        let of = |load: &Load| [load.peers, load.sent, load.received];
+        phase.loads.iter().flat_map(of).chain([phase.copied])
+    });
+    let numbers = rank
+        .arriving
+        .iter()
+        .copied()
+        .chain([rank.own, rank.tokens])
+        .chain(loads);
+    numbers.map(|n| (n as f32).to_bits()).collect()
+}

@@ -1,0 +1,230 @@
+//! How many rows each rank has for each expert.
+
+/// Rows of every rank for every expert. Ranks with the same rows are one class, so that
+/// thousands of equal ones cost no more than one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Routing {
+    /// Tokens of each class's ranks.
+    tokens: Vec<f64>,
+    /// Rows by expert of each class's ranks.
+    rows: Vec<Vec<f64>>,
+    /// The class of each rank; empty where there is one.
+    class: Vec<usize>,
+    /// Choices of a token.
+    top_k: usize,
+}
+
+/// Counts that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RoutingError {
+    /// Rows of a rank are not those of the layer's experts.
+    #[error("rank {rank} has rows for {found} experts, the layer has {experts}")]
+    Experts {
+        /// Which rank.
+        rank: usize,
+        /// Numbers that it has.
+        found: usize,
+        /// Of the layer.
+        experts: usize,
+    },
+    /// Of other ranks.
+    #[error("rows of {found} ranks, the job has {ranks}")]
+    Ranks {
+        /// Those that have rows.
+        found: usize,
+        /// Of the job.
+        ranks: usize,
+    },
+    /// No skew.
+    #[error("zipf={exponent}: an exponent is 0, where all experts are alike, or more")]
+    Exponent {
+        /// As asked for.
+        exponent: String,
+    },
+}
+
+impl Routing {
+    /// Every expert gets equally many.
+    pub fn even(tokens: u64, experts: usize, top_k: usize) -> Routing {
+        let rows = tokens as f64 * top_k as f64 / experts as f64;
+        Routing::alike(tokens, vec![rows; experts], top_k)
+    }
+
+    /// What is to be expected where the `i`th most popular expert is chosen in proportion to
+    /// `1 / i^exponent`, and by a token once at most. Popular experts lie apart from each
+    /// other, always in the same places.
+    ///
+    /// # Errors
+    /// [`RoutingError::Exponent`].
+    pub fn zipf(
+        tokens: u64,
+        experts: usize,
+        top_k: usize,
+        exponent: f64,
+    ) -> Result<Routing, RoutingError> {
+        if !exponent.is_finite() || exponent < 0.0 {
+            let exponent = exponent.to_string();
+            return Err(RoutingError::Exponent { exponent });
+        }
+        let by_rank: Vec<f64> = (1..=experts).map(|i| (i as f64).powf(-exponent)).collect();
+        let shares = at_most_one(&by_rank, top_k.min(experts) as f64);
+        let stride = apart(experts);
+        let mut rows = vec![0.0; experts];
+        for (i, share) in shares.into_iter().enumerate() {
+            rows[i * stride % experts] = share * tokens as f64;
+        }
+        Ok(Routing::alike(tokens, rows, top_k))
+    }
+
+    /// What was counted: rows of each rank for each expert, and its tokens.
+    ///
+    /// # Errors
+    /// [`RoutingError`] where ranks or experts are others.
+    pub fn counted(
+        ranks: usize,
+        experts: usize,
+        top_k: usize,
+        counts: &[Vec<u64>],
+    ) -> Result<Routing, RoutingError> {
+        if counts.len() != ranks {
+            let found = counts.len();
+            return Err(RoutingError::Ranks { found, ranks });
+        }
+        let wrong = |(_, rows): &(usize, &Vec<u64>)| rows.len() != experts;
+        if let Some((rank, rows)) = counts.iter().enumerate().find(wrong) {
+            let found = rows.len();
+            return Err(RoutingError::Experts {
+                rank,
+                found,
+                experts,
+            });
+        }
+        let tokens = |rows: &Vec<u64>| rows.iter().sum::<u64>() as f64 / top_k.max(1) as f64;
+        let alike = counts.windows(2).all(|pair| pair[0] == pair[1]);
+        let kept = if alike { &counts[..1] } else { counts };
+        Ok(Routing {
+            tokens: kept.iter().map(tokens).collect(),
+            rows: kept
+                .iter()
+                .map(|rows| rows.iter().map(|n| *n as f64).collect())
+                .collect(),
+            class: if alike {
+                Vec::new()
+            } else {
+                (0..ranks).collect()
+            },
+            top_k,
+        })
+    }
+
+    fn alike(tokens: u64, rows: Vec<f64>, top_k: usize) -> Routing {
+        Routing {
+            tokens: vec![tokens as f64],
+            rows: vec![rows],
+            class: Vec::new(),
+            top_k,
+        }
+    }
+
+    /// Whether all ranks have the same rows.
+    pub fn is_alike(&self) -> bool {
+        self.class.is_empty()
+    }
+
+    /// Rows of a rank by expert.
+    pub fn rows(&self, rank: usize) -> &[f64] {
+        &self.rows[self.class_of(rank)]
+    }
+
+    /// Tokens of a rank.
+    pub fn tokens(&self, rank: usize) -> f64 {
+        self.tokens[self.class_of(rank)]
+    }
+
+    /// Choices of a token.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
+    fn class_of(&self, rank: usize) -> usize {
+        self.class.get(rank).copied().unwrap_or(0)
+    }
+}
+
+/// Parts in proportion to `weights` whose sum is `total`, none above one.
+fn at_most_one(weights: &[f64], total: f64) -> Vec<f64> {
+    let mut shares = vec![0.0; weights.len()];
+    let mut full = 0;
+    // Weights fall, so that those which are full come first.
+    loop {
+        let rest: f64 = weights[full..].iter().sum();
+        let left = total - full as f64;
+        for (share, weight) in shares[full..].iter_mut().zip(&weights[full..]) {
+            *share = left * weight / rest.max(f64::MIN_POSITIVE);
+        }
+        match shares.get(full) {
+            Some(share) if *share > 1.0 => {
+                shares[full] = 1.0;
+                full += 1;
+            }
+            _ => return shares,
+        }
+    }
+}
+
+/// A step by which neighbours in popularity are spread over all experts: near the golden
+/// section of their number, and without a common divisor.
+fn apart(experts: usize) -> usize {
+    let near = (experts as f64 * 0.618_034).round() as usize;
+    let fits = |step: &usize| gcd(*step, experts) == 1;
+    (near.max(1)..).find(fits).unwrap_or(1)
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    match b {
+        0 => a,
+        _ => gcd(b, a % b),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_lost_and_no_token_is_twice_at_an_expert() {
+        for experts in [1, 2, 7, 8, 256] {
+            for top_k in [1, 2, 8] {
+                for exponent in [0.0, 0.5, 1.2, 3.0] {
+                    let routing = Routing::zipf(1000, experts, top_k, exponent).unwrap();
+                    let rows = routing.rows(5);
+                    let sum: f64 = rows.iter().sum();
+                    let all = 1000.0 * top_k.min(experts) as f64;
+                    assert!(
+                        (sum / all - 1.0).abs() < 1e-9,
+                        "{experts} {top_k} {exponent}"
+                    );
+                    assert!(rows.iter().all(|n| *n <= 1000.0 + 1e-6 && *n > 0.0));
+                }
+            }
+        }
+        let even = Routing::zipf(100, 8, 2, 0.0).unwrap();
+        assert_eq!(even, Routing::even(100, 8, 2));
+        assert!(Routing::zipf(1, 8, 2, f64::NAN).is_err());
+    }
+
+    #[test]
+    fn counts_have_to_be_of_the_job() {
+        let counted = |counts: &[Vec<u64>]| Routing::counted(2, 3, 1, counts);
+        let both = counted(&[vec![1, 2, 3], vec![0, 0, 0]]).unwrap();
+        assert_eq!((both.tokens(0), both.tokens(1)), (6.0, 0.0));
+        assert!(!both.is_alike() && counted(&[vec![1; 3], vec![1; 3]]).unwrap().is_alike());
+        let error = counted(&[vec![1; 3]]).unwrap_err().to_string();
+        assert_eq!(error, "rows of 1 ranks, the job has 2");
+        assert!(matches!(
+            counted(&[vec![1; 3], vec![1; 4]]),
+            Err(RoutingError::Experts { rank: 1, .. })
+        ));
+    }
+}

@@ -1,0 +1,416 @@
+//! The passes of a step on streams of ranks.
+
+use crate::cost::Cost;
+use crate::exchange::{LevelTime, MOST_LEVELS};
+use crate::geometry::Rank;
+use crate::memory::Memory;
+use crate::question::{Bound, PassTime, PhaseOf, Prediction, Simulated};
+use crate::schedule::{Piece, Timeline, meet, pipeline};
+use crate::sides::{Sides, StepsOf, cost, name, sides, whose};
+use crate::ways::{Taken, Travel};
+use moesaic_plan::{Exchange, Parallel, RankStep, Strategy, Way};
+
+/// Ranks on their way through a step.
+pub(crate) struct Run<'r> {
+    ranks: &'r [Rank],
+    groups: Vec<usize>,
+    world: Vec<usize>,
+    now: Vec<f64>,
+    /// Seconds of each rank by [`Bound`].
+    spent: Vec<[f64; BOUNDS]>,
+    sent: Vec<LevelTime>,
+    detail: bool,
+    events: Vec<Event>,
+    passes: Vec<(&'static str, f64, usize)>,
+}
+
+struct Event {
+    at: usize,
+    whose: &'static str,
+    name: String,
+    start: f64,
+    end: f64,
+    sent: LevelTime,
+}
+
+const BOUNDS: usize = 6 + MOST_LEVELS;
+
+impl<'r> Run<'r> {
+    pub fn new(ranks: &'r [Rank], detail: bool) -> Run<'r> {
+        Run {
+            groups: ranks.iter().map(|rank| rank.group).collect(),
+            world: vec![0; ranks.len()],
+            now: vec![0.0; ranks.len()],
+            spent: vec![[0.0; BOUNDS]; ranks.len()],
+            sent: vec![LevelTime::default(); ranks.len()],
+            ranks,
+            detail,
+            events: Vec::new(),
+            passes: Vec::new(),
+        }
+    }
+
+    /// A forward pass; one that trains where there is a backward pass.
+    pub fn forward(&mut self, travel: &Travel, degree: usize, trains: bool) {
+        let of: StepsOf = match trains {
+            true => |plan| &plan.steps,
+            false => |plan| plan.evaluation_steps(),
+        };
+        let steps = match trains {
+            true => &*travel.plan.steps,
+            false => travel.plan.evaluation_steps(),
+        };
+        self.pass("forward", travel, steps, of, degree);
+    }
+
+    /// A backward pass.
+    pub fn backward(&mut self, travel: &Travel, degree: usize) {
+        self.pass(
+            "backward",
+            travel,
+            &travel.plan.backward,
+            |plan| &plan.backward,
+            degree,
+        );
+    }
+
+    /// What comes after a backward pass, before an optimizer: gradients are added up over
+    /// ranks.
+    pub fn gradients(&mut self, travel: &Travel) {
+        for at in 0..3 {
+            let name = self
+                .ranks
+                .first()
+                .map_or("", |rank| travel.gradients(rank)[at].0);
+            let all = self.world.clone();
+            if self
+                .ranks
+                .iter()
+                .any(|rank| travel.gradients(rank)[at].1.time.seconds > 0.0)
+            {
+                self.together(name, &all, |rank| travel.gradients(rank)[at].1);
+            }
+        }
+        let end = self.now.iter().copied().fold(0.0, f64::max);
+        self.passes.push(("gradients", end, self.events.len()));
+    }
+
+    fn pass(
+        &mut self,
+        name: &'static str,
+        travel: &Travel,
+        steps: &[RankStep],
+        of: StepsOf,
+        degree: usize,
+    ) {
+        let sides = sides(self.ranks, travel, name, of, degree);
+        let (first, last) = travelling(steps);
+        for step in &steps[..first] {
+            self.step(travel, &sides, step);
+        }
+        match degree {
+            1 => steps[first..last]
+                .iter()
+                .for_each(|step| self.step(travel, &sides, step)),
+            _ => self.pieces(travel, &sides, &steps[first..last], degree),
+        }
+        for step in &steps[last..] {
+            self.step(travel, &sides, step);
+        }
+        let end = self.now.iter().copied().fold(0.0, f64::max);
+        self.passes.push((name, end, self.events.len()));
+    }
+
+    fn step(&mut self, travel: &Travel, sides: &Sides, step: &RankStep) {
+        match step {
+            RankStep::Launch { side, step, .. } => {
+                let all = travel.machine.compute.multiprocessors as f64;
+                for at in 0..self.ranks.len() {
+                    let cost = cost(travel, sides, &self.ranks[at], (*side, *step), 1.0, all);
+                    let start = self.now[at];
+                    self.now[at] += cost.seconds();
+                    self.spend(at, &cost, 1.0);
+                    let end = self.now[at];
+                    let name = || name(sides, (*side, *step));
+                    self.note(at, whose(*side), name, (start, end), LevelTime::default());
+                }
+            }
+            RankStep::Exchange(exchange) => {
+                let over = match exchange.way {
+                    Way::Tokens | Way::Live { .. } | Way::Most { .. } | Way::Sum { .. } => {
+                        self.world.clone()
+                    }
+                    _ => self.groups.clone(),
+                };
+                self.together(&exchange.name, &over, |rank| travel.taken(exchange, rank));
+            }
+        }
+    }
+
+    /// An exchange of all ranks of a group: it begins when the last has come.
+    fn together(&mut self, name: &str, over: &[usize], taken: impl Fn(&Rank) -> Taken) {
+        let came = self.now.clone();
+        meet(&mut self.now, over, &came);
+        for (at, came) in came.into_iter().enumerate() {
+            let taken = taken(&self.ranks[at]);
+            let start = self.now[at];
+            self.spent[at][slot(Bound::Waiting)] += start - came;
+            self.now[at] += taken.time.seconds;
+            self.moved(at, &taken, 1.0);
+            let end = self.now[at];
+            self.note(at, "ranks", || name.to_string(), (start, end), taken.sent);
+        }
+    }
+
+    /// Rows in pieces.
+    fn pieces(&mut self, travel: &Travel, sides: &Sides, steps: &[RankStep], degree: usize) {
+        let (mut there, mut launches, mut back) = (Vec::new(), Vec::new(), Vec::new());
+        for step in steps {
+            match step {
+                RankStep::Launch { side, step, .. } => launches.push((*side, *step)),
+                RankStep::Exchange(exchange) => match exchange.way {
+                    Way::ToExperts { .. } => there.push(exchange),
+                    _ => back.push(exchange),
+                },
+            }
+        }
+        let machine = travel.machine;
+        let all = machine.compute.multiprocessors as f64;
+        let left = all - machine.overlap.multiprocessors as f64;
+        let mut pieces = Vec::with_capacity(self.ranks.len());
+        let part = 1.0 / degree as f64;
+        for at in 0..self.ranks.len() {
+            let rank = &self.ranks[at];
+            let exchanged = |list: &[&Exchange]| {
+                let mut sum = Taken::default();
+                list.iter()
+                    .for_each(|exchange| sum += travel.taken(exchange, rank));
+                sum
+            };
+            let (to, from) = (exchanged(&there), exchanged(&back));
+            let costs = |processors: f64| -> Vec<Cost> {
+                let each = launches.iter();
+                each.map(|launch| cost(travel, sides, rank, *launch, part, processors))
+                    .collect()
+            };
+            let (free, fewer) = (costs(all), costs(left));
+            let sum = |costs: &[Cost]| costs.iter().map(Cost::seconds).sum::<f64>();
+            let product = sum(&free);
+            let slowed = product * (1.0 + machine.overlap.compute_slowdown);
+            pieces.push(Piece {
+                there: to.time.seconds,
+                product,
+                // Passes over memory take their time from products.
+                hindered: sum(&fewer).max(slowed) + to.time.copies + from.time.copies,
+                back: from.time.seconds,
+            });
+            free.iter()
+                .for_each(|cost| self.spend(at, cost, degree as f64));
+            self.moved(at, &to, degree as f64);
+            self.moved(at, &from, degree as f64);
+        }
+        let slowdown = machine.overlap.transfer_slowdown;
+        let lines = pipeline(&self.now, &self.groups, &pieces, degree, slowdown);
+        for (at, line) in lines.iter().enumerate() {
+            self.now[at] = line.end();
+            if self.detail {
+                let names = (first_name(&there), first_name(&back));
+                self.note_pieces(at, line, names, (travel, &there, &back));
+            }
+        }
+    }
+
+    fn note_pieces(
+        &mut self,
+        at: usize,
+        line: &Timeline,
+        (there, back): (String, String),
+        (travel, to, from): (&Travel, &[&Exchange], &[&Exchange]),
+    ) {
+        let rank = &self.ranks[at];
+        let sent = |list: &[&Exchange]| {
+            let mut sum = Taken::default();
+            list.iter()
+                .for_each(|exchange| sum += travel.taken(exchange, rank));
+            sum.sent
+        };
+        let (to, from, none) = (sent(to), sent(from), LevelTime::default());
+        for (whose, name, spans, sent) in [
+            ("ranks", &there, &line.there, to),
+            ("experts", &"products".to_string(), &line.product, none),
+            ("ranks", &back, &line.back, from),
+        ] {
+            for span in spans {
+                self.note(at, whose, || name.clone(), (span.start, span.end), sent);
+            }
+        }
+    }
+
+    fn note(
+        &mut self,
+        at: usize,
+        whose: &'static str,
+        name: impl Fn() -> String,
+        (start, end): (f64, f64),
+        sent: LevelTime,
+    ) {
+        if self.detail && end > start {
+            self.events.push(Event {
+                at,
+                whose,
+                name: name(),
+                start,
+                end,
+                sent,
+            });
+        }
+    }
+
+    fn spend(&mut self, at: usize, cost: &Cost, times: f64) {
+        let spent = &mut self.spent[at];
+        spent[slot(Bound::Compute)] += cost.compute * times;
+        spent[slot(Bound::Memory)] += cost.memory * times;
+        spent[slot(Bound::Launches)] += cost.launch * times;
+    }
+
+    fn moved(&mut self, at: usize, taken: &Taken, times: f64) {
+        let spent = &mut self.spent[at];
+        spent[slot(Bound::Messages)] += taken.time.fixed * times;
+        spent[slot(Bound::Copies)] += taken.time.copies * times;
+        for level in 0..MOST_LEVELS {
+            spent[slot(Bound::Level(level))] += taken.time.levels[level] * times;
+            self.sent[at][level] += taken.sent[level] * times;
+        }
+    }
+
+    pub fn finish(
+        self,
+        mesh: Parallel,
+        strategy: Strategy,
+        memory: Memory,
+    ) -> (Prediction, Vec<Simulated>) {
+        let slowest = (0..self.now.len()).max_by(|a, b| self.now[*a].total_cmp(&self.now[*b]));
+        let slowest = slowest.unwrap_or(0);
+        let seconds = self.now.get(slowest).copied().unwrap_or(0.0);
+        let (bound, most) = self
+            .spent
+            .get(slowest)
+            .map_or((Bound::Compute, 0.0), largest);
+        let mut sent = LevelTime::default();
+        for rank in &self.sent {
+            for (most, bytes) in sent.iter_mut().zip(rank) {
+                *most = most.max(*bytes);
+            }
+        }
+        let (mut passes, mut began, mut first) = (Vec::new(), 0.0, 0);
+        for &(name, end, last) in &self.passes {
+            passes.push(PassTime {
+                name,
+                seconds: end - began,
+                phases: phases(&self.events[first..last], slowest),
+            });
+            (began, first) = (end, last);
+        }
+        let prediction = Prediction {
+            mesh,
+            strategy,
+            seconds,
+            passes,
+            sent,
+            memory,
+            bound,
+            bound_part: (most / seconds.max(f64::MIN_POSITIVE)).min(1.0),
+        };
+        let ranks = self.ranks;
+        let timeline = self.events.into_iter().map(|event| Simulated {
+            rank: ranks[event.at].rank,
+            stream: if event.whose == "ranks" {
+                "exchange"
+            } else {
+                "compute"
+            },
+            name: event.name,
+            start: event.start,
+            end: event.end,
+        });
+        (prediction, timeline.collect())
+    }
+}
+
+/// Things of the same name in a row, of one rank, are one.
+fn phases(events: &[Event], of: usize) -> Vec<PhaseOf> {
+    let mut list: Vec<PhaseOf> = Vec::new();
+    for event in events.iter().filter(|event| event.at == of) {
+        let seconds = event.end - event.start;
+        match list.last_mut() {
+            Some(last) if last.name == event.name && last.whose == event.whose => {
+                last.seconds += seconds;
+                last.sent
+                    .iter_mut()
+                    .zip(event.sent)
+                    .for_each(|(sum, n)| *sum += n);
+            }
+            _ => list.push(PhaseOf {
+                name: event.name.clone(),
+                whose: event.whose,
+                seconds,
+                sent: event.sent,
+            }),
+        }
+    }
+    list
+}
+
+fn slot(bound: Bound) -> usize {
+    match bound {
+        Bound::Compute => 0,
+        Bound::Memory => 1,
+        Bound::Launches => 2,
+        Bound::Messages => 3,
+        Bound::Copies => 4,
+        Bound::Waiting => 5,
+        Bound::Level(level) => 6 + level,
+    }
+}
+
+fn largest(spent: &[f64; BOUNDS]) -> (Bound, f64) {
+    let named = [
+        Bound::Compute,
+        Bound::Memory,
+        Bound::Launches,
+        Bound::Messages,
+        Bound::Copies,
+        Bound::Waiting,
+    ];
+    let all = named.into_iter().chain((0..MOST_LEVELS).map(Bound::Level));
+    let with = all.map(|bound| (bound, spent[slot(bound)]));
+    with.fold((Bound::Compute, 0.0), |most, one| {
+        if one.1 > most.1 { one } else { most }
+    })
+}
+
+/// The steps from the first that brings rows to the last that brings them back.
+fn travelling(steps: &[RankStep]) -> (usize, usize) {
+    let of = |step: &RankStep, there: bool| match step {
+        RankStep::Exchange(exchange) => match exchange.way {
+            Way::ToExperts { .. } => there,
+            Way::ToTokens { .. } => !there,
+            _ => false,
+        },
+        RankStep::Launch { .. } => false,
+    };
+    let first = steps.iter().position(|step| of(step, true)).unwrap_or(0);
+    let last = steps
+        .iter()
+        .rposition(|step| of(step, false))
+        .map_or(first, |at| at + 1);
+    (first, last.max(first))
+}
+
+fn first_name(list: &[&Exchange]) -> String {
+    let last = list
+        .iter()
+        .find(|exchange| !exchange.name.ends_with("of slices"));
+    last.or(list.first())
+        .map_or_else(String::new, |exchange| exchange.name.clone())
+}

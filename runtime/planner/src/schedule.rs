@@ -1,0 +1,210 @@
+//! Rows in pieces: one piece is multiplied while the next is under way.
+
+/// What one rank does for one piece.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Piece {
+    /// Seconds until it has arrived.
+    pub there: f64,
+    /// Seconds of products, with nothing beside them.
+    pub product: f64,
+    /// The same while rows travel.
+    pub hindered: f64,
+    /// Seconds of the way back.
+    pub back: f64,
+}
+
+/// When one thing was done.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Span {
+    pub start: f64,
+    pub end: f64,
+}
+
+impl Span {
+    fn shared(&self, other: &Span) -> f64 {
+        (self.end.min(other.end) - self.start.max(other.start)).max(0.0)
+    }
+
+    pub fn seconds(&self) -> f64 {
+        self.end - self.start
+    }
+}
+
+/// When the pieces of a rank were under way, multiplied, and on the way back.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Timeline {
+    pub there: Vec<Span>,
+    pub product: Vec<Span>,
+    pub back: Vec<Span>,
+}
+
+impl Timeline {
+    pub fn end(&self) -> f64 {
+        self.back.last().map_or(0.0, |span| span.end)
+    }
+}
+
+/// Rounds in which durations follow what they overlap with.
+const ROUNDS: usize = 3;
+
+/// `degree` equal pieces of each rank: all go there first, then all back, on one stream;
+/// products are on another. An exchange begins when all ranks of its group have come.
+/// Where both are busy both are slower.
+pub(crate) fn pipeline(
+    now: &[f64],
+    group: &[usize],
+    pieces: &[Piece],
+    degree: usize,
+    transfer_slowdown: f64,
+) -> Vec<Timeline> {
+    // By rank and piece: the part of each thing that has another beside it.
+    let mut beside = vec![vec![[0.0f64; 3]; degree]; now.len()];
+    let mut lines = Vec::new();
+    for round in 0..ROUNDS {
+        let slowed = |rank: usize, at: usize| {
+            let (piece, part) = (&pieces[rank], &beside[rank][at]);
+            Piece {
+                there: piece.there * (1.0 + transfer_slowdown * part[0]),
+                product: piece.product + (piece.hindered - piece.product) * part[1],
+                hindered: 0.0,
+                back: piece.back * (1.0 + transfer_slowdown * part[2]),
+            }
+        };
+        lines = listed(now, group, degree, slowed);
+        if degree > 1 && round + 1 < ROUNDS {
+            beside = lines.iter().map(parts).collect();
+        }
+    }
+    lines
+}
+
+/// How much of each thing of a rank has another beside it.
+fn parts(line: &Timeline) -> Vec<[f64; 3]> {
+    let part = |span: &Span, others: &[&[Span]]| {
+        let shared: f64 = others
+            .iter()
+            .flat_map(|list| *list)
+            .map(|o| span.shared(o))
+            .sum();
+        match span.seconds() > 0.0 {
+            true => (shared / span.seconds()).min(1.0),
+            false => 0.0,
+        }
+    };
+    let exchanges: [&[Span]; 2] = [&line.there, &line.back];
+    let of = |at: usize| {
+        [
+            part(&line.there[at], &[&line.product]),
+            part(&line.product[at], &exchanges),
+            part(&line.back[at], &[&line.product]),
+        ]
+    };
+    (0..line.there.len()).map(of).collect()
+}
+
+fn listed(
+    now: &[f64],
+    group: &[usize],
+    degree: usize,
+    piece: impl Fn(usize, usize) -> Piece,
+) -> Vec<Timeline> {
+    let ranks = now.len();
+    let mut lines = vec![Timeline::default(); ranks];
+    let (mut stream, mut products) = (now.to_vec(), now.to_vec());
+    for at in 0..degree {
+        let ready = stream.clone();
+        meet(&mut stream, group, &ready);
+        for rank in 0..ranks {
+            let end = stream[rank] + piece(rank, at).there;
+            lines[rank].there.push(Span {
+                start: stream[rank],
+                end,
+            });
+            stream[rank] = end;
+        }
+    }
+    for rank in 0..ranks {
+        for at in 0..degree {
+            let start = products[rank].max(lines[rank].there[at].end);
+            let end = start + piece(rank, at).product;
+            lines[rank].product.push(Span { start, end });
+            products[rank] = end;
+        }
+    }
+    for at in 0..degree {
+        let ready: Vec<f64> = (0..ranks)
+            .map(|rank| stream[rank].max(lines[rank].product[at].end))
+            .collect();
+        meet(&mut stream, group, &ready);
+        for rank in 0..ranks {
+            let end = stream[rank] + piece(rank, at).back;
+            lines[rank].back.push(Span {
+                start: stream[rank],
+                end,
+            });
+            stream[rank] = end;
+        }
+    }
+    lines
+}
+
+/// Everybody of a group goes on when the last of it is ready.
+pub(crate) fn meet(times: &mut [f64], group: &[usize], ready: &[f64]) {
+    let groups = group.iter().max().map_or(0, |most| most + 1);
+    let mut last = vec![0.0f64; groups];
+    for (of, ready) in group.iter().zip(ready) {
+        last[*of] = last[*of].max(*ready);
+    }
+    for (time, of) in times.iter_mut().zip(group) {
+        *time = last[*of];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(there: f64, product: f64, back: f64) -> Piece {
+        Piece {
+            there,
+            product,
+            hindered: product,
+            back,
+        }
+    }
+
+    #[test]
+    fn one_piece_is_one_thing_after_another() {
+        let lines = pipeline(&[1.0], &[0], &[of(2.0, 3.0, 4.0)], 1, 0.5);
+        assert_eq!(lines[0].end(), 10.0);
+    }
+
+    #[test]
+    fn products_hide_behind_exchanges_as_the_closed_form_says() {
+        // Exchanges bound: two transfers and one product remain to be seen.
+        let lines = pipeline(&[0.0], &[0], &[of(2.0, 1.0, 2.0)], 4, 0.0);
+        assert_eq!(lines[0].end(), 16.0);
+        let lines = pipeline(&[0.0], &[0], &[of(1.0, 5.0, 1.0)], 4, 0.0);
+        assert_eq!(lines[0].end(), 1.0 + 20.0 + 1.0);
+    }
+
+    #[test]
+    fn the_slowest_rank_holds_up_its_group_alone() {
+        let pieces = [of(1.0, 1.0, 1.0), of(1.0, 7.0, 1.0), of(1.0, 1.0, 1.0)];
+        let lines = pipeline(&[0.0; 3], &[0, 0, 1], &pieces, 1, 0.0);
+        assert_eq!(lines[0].end(), 9.0);
+        assert_eq!(lines[2].end(), 3.0);
+    }
+
+    #[test]
+    fn what_runs_side_by_side_is_slower() {
+        let free = pipeline(&[0.0], &[0], &[of(2.0, 2.0, 2.0)], 4, 0.0);
+        let piece = Piece {
+            hindered: 2.4,
+            ..of(2.0, 2.0, 2.0)
+        };
+        let held = pipeline(&[0.0], &[0], &[piece], 4, 0.1);
+        assert!(held[0].end() > free[0].end());
+        assert!(held[0].end() < free[0].end() * 1.2);
+    }
+}

@@ -1,0 +1,188 @@
+//! Which configurations a machine would do best.
+
+use crate::question::PlannerError;
+use crate::{Prediction, Simulator};
+use moesaic_plan::{Both, Parallel, Route, SharedExperts, Strategy, Wire};
+use moesaic_spec::LayerSpec;
+
+/// Which configurations are looked at.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Space {
+    /// One mesh alone.
+    pub mesh: Option<Parallel>,
+    /// One strategy alone.
+    pub strategy: Option<Strategy>,
+    /// Pieces.
+    pub degrees: Vec<usize>,
+    /// What rows are between nodes.
+    pub wires: Vec<Wire>,
+}
+
+impl Default for Space {
+    /// Every mesh, way and route, the degrees of Tutel's search, rows as they are.
+    fn default() -> Self {
+        Space {
+            mesh: None,
+            strategy: None,
+            degrees: vec![1, 2, 4, 8],
+            wires: vec![Wire::Exact],
+        }
+    }
+}
+
+/// What a search found.
+#[derive(Clone, Debug)]
+pub struct Ranked {
+    /// Those that fit into memory, the fastest first.
+    pub best: Vec<Prediction>,
+    /// Configurations that were simulated.
+    pub simulated: usize,
+    /// Of these, those that do not fit into memory.
+    pub too_large: usize,
+}
+
+/// Simulates every configuration of a space, and ranks them. Of those that take equally
+/// long the simplest comes first.
+///
+/// Degrees and wire types of forward and of backward do not meet, so each is chosen by
+/// itself: what a pass takes depends on its own alone.
+///
+/// # Errors
+/// [`PlannerError::Nothing`] where nothing fits into memory, and what a mesh or strategy
+/// that was asked for by itself cannot be.
+pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerError> {
+    let question = simulator.question();
+    let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
+    let mut ranked = Ranked {
+        best: Vec::new(),
+        simulated: 0,
+        too_large: 0,
+    };
+    for mesh in meshes(question.world, &question.spec, space) {
+        for strategy in strategies(simulator, mesh, space) {
+            let prediction = simulator.brief(mesh, strategy)?;
+            ranked.simulated += 1;
+            match prediction.memory.bytes() <= limit || space.strategy.is_some() {
+                true => ranked.best.push(prediction),
+                false => ranked.too_large += 1,
+            }
+        }
+    }
+    if ranked.best.is_empty() {
+        return Err(PlannerError::Nothing {
+            world: question.world,
+            gib: question.machine.compute.memory_gib,
+        });
+    }
+    combine(simulator, &mut ranked)?;
+    // A nanosecond is no reason to be complicated.
+    let key = |p: &Prediction| ((p.seconds * 1e9).round() as u64, p.mesh.shards, p.strategy);
+    ranked.best.sort_by_key(key);
+    ranked.best.dedup_by_key(|p| (p.mesh, p.strategy));
+    Ok(ranked)
+}
+
+/// In training, for each mesh, ways and route: the best forward with the best backward.
+fn combine(simulator: &Simulator, ranked: &mut Ranked) -> Result<(), PlannerError> {
+    if simulator.question().training.is_none() {
+        return Ok(());
+    }
+    let best = |same: &[&Prediction], pass: usize| -> Option<Strategy> {
+        let time = |p: &&&Prediction| p.passes[pass].seconds;
+        same.iter()
+            .min_by(|a, b| time(a).total_cmp(&time(b)))
+            .map(|p| p.strategy)
+    };
+    let mut more = Vec::new();
+    let kind = |p: &Prediction| (p.mesh, p.strategy.ways, p.strategy.route);
+    for same in ranked.best.chunk_by(|a, b| kind(a) == kind(b)) {
+        let same: Vec<&Prediction> = same.iter().collect();
+        let (Some(forward), Some(backward)) = (best(&same, 0), best(&same, 1)) else {
+            continue;
+        };
+        if forward != backward {
+            let strategy = Strategy {
+                degree: Both {
+                    forward: forward.degree.forward,
+                    backward: backward.degree.backward,
+                },
+                wire: Both {
+                    forward: forward.wire.forward,
+                    backward: backward.wire.backward,
+                },
+                ..forward
+            };
+            more.push((same[0].mesh, strategy));
+        }
+    }
+    ranked.simulated += more.len();
+    for (mesh, strategy) in more {
+        ranked.best.push(simulator.brief(mesh, strategy)?);
+    }
+    Ok(())
+}
+
+/// Every mesh of so many ranks that the layer can have.
+fn meshes(world: usize, spec: &LayerSpec, space: &Space) -> Vec<Parallel> {
+    if let Some(mesh) = space.mesh {
+        return vec![mesh];
+    }
+    let divisors = |of: usize| (1..=of).filter(move |n| of.is_multiple_of(*n));
+    let of = |ep: usize| {
+        divisors(world / ep).map(move |shards| Parallel {
+            ep,
+            shards,
+            dp: world / ep / shards,
+            shared: SharedExperts::Whole,
+        })
+    };
+    let all = divisors(world).flat_map(of);
+    all.filter(|mesh| mesh.check(spec).is_ok()).collect()
+}
+
+fn strategies(simulator: &Simulator, mesh: Parallel, space: &Space) -> Vec<Strategy> {
+    if let Some(strategy) = space.strategy {
+        return vec![strategy];
+    }
+    let routes = routes(simulator.has_nodes(mesh));
+    let mut list = Vec::new();
+    for ways in ways(mesh) {
+        let routes = if ways == Some(0) {
+            &[Route::Linear][..]
+        } else {
+            &routes
+        };
+        for &route in routes {
+            for &degree in &space.degrees {
+                for &wire in &space.wires {
+                    list.push(Strategy {
+                        ways,
+                        degree: Both::same(degree),
+                        route,
+                        wire: Both::same(wire),
+                    });
+                }
+            }
+        }
+    }
+    list
+}
+
+/// All slices, by its short name; every divisor of their number; none.
+fn ways(mesh: Parallel) -> Vec<Option<usize>> {
+    let fewer = (1..mesh.shards).filter(|n| mesh.shards.is_multiple_of(*n));
+    let gathered = (mesh.group() > 1).then_some(Some(0));
+    std::iter::once(None)
+        .chain(fewer.map(Some))
+        .chain(gathered)
+        .collect()
+}
+
+fn routes(nodes: bool) -> Vec<Route> {
+    let mut list = vec![Route::Linear];
+    if nodes {
+        list.extend([Route::IntraFirst, Route::InterFirst]);
+        list.extend([Route::Concurrent, Route::Once]);
+    }
+    list
+}

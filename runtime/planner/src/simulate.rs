@@ -1,0 +1,204 @@
+//! The steps of ranks, one after another, on the model of a machine.
+
+use crate::geometry::{self, Rank};
+use crate::memory::memory;
+use crate::question::{PlannerError, Prediction, Question, Simulated};
+use crate::run::Run;
+use crate::sides::Costs;
+use crate::ways::Travel;
+use moesaic_plan::{
+    Both, Parallel, PlanOptions, RankPlan, Route, Strategy, StrategyError, plan_ways,
+};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// A mesh, how rows go in it, and to how many slices: what decides who has the same to do.
+type Kind = (Parallel, Route, usize);
+
+/// A plan, and what its launches cost.
+#[derive(Debug)]
+struct Planned {
+    plan: RankPlan,
+    costs: Costs,
+}
+
+/// Simulates configurations of one layer on one machine; what several have in common is made
+/// once.
+#[derive(Debug)]
+pub struct Simulator<'q> {
+    question: &'q Question,
+    plans: RefCell<HashMap<(Parallel, usize), Rc<Planned>>>,
+    ranks: RefCell<HashMap<Kind, Rc<Vec<Rank>>>>,
+}
+
+impl<'q> Simulator<'q> {
+    /// Of a question.
+    pub fn new(question: &'q Question) -> Simulator<'q> {
+        Simulator {
+            question,
+            plans: RefCell::default(),
+            ranks: RefCell::default(),
+        }
+    }
+
+    /// What is asked.
+    pub fn question(&self) -> &'q Question {
+        self.question
+    }
+
+    /// Whether a mesh has the nodes that routes in two dimensions need.
+    pub fn has_nodes(&self, mesh: Parallel) -> bool {
+        geometry::has_nodes(&self.question.machine, mesh, &self.question.routing)
+    }
+
+    /// What a configuration takes, with the phases of each pass.
+    ///
+    /// # Errors
+    /// [`PlannerError`] for meshes and strategies that cannot be.
+    pub fn predict(&self, mesh: Parallel, strategy: Strategy) -> Result<Prediction, PlannerError> {
+        Ok(self.run(mesh, strategy, true)?.0)
+    }
+
+    /// The same, with everything that each kind of rank does, for a timeline.
+    ///
+    /// # Errors
+    /// As [`Simulator::predict`].
+    pub fn timeline(
+        &self,
+        mesh: Parallel,
+        strategy: Strategy,
+    ) -> Result<(Prediction, Vec<Simulated>), PlannerError> {
+        self.run(mesh, strategy, true)
+    }
+
+    pub(crate) fn brief(
+        &self,
+        mesh: Parallel,
+        strategy: Strategy,
+    ) -> Result<Prediction, PlannerError> {
+        Ok(self.run(mesh, strategy, false)?.0)
+    }
+
+    fn run(
+        &self,
+        mesh: Parallel,
+        strategy: Strategy,
+        detail: bool,
+    ) -> Result<(Prediction, Vec<Simulated>), PlannerError> {
+        self.check(mesh, strategy)?;
+        let question = self.question;
+        let ways = strategy.ways(&mesh);
+        let planned = self.plan(mesh, ways)?;
+        let plan = &planned.plan;
+        let route = if ways == 0 {
+            Route::Linear
+        } else {
+            strategy.route
+        };
+        let ranks = self.ranks(mesh, route, ways);
+        let travel = |wire, degree: usize| Travel {
+            machine: &question.machine,
+            plan,
+            costs: &planned.costs,
+            mesh,
+            ways,
+            route: strategy.route,
+            wire,
+            degree: degree as f64,
+        };
+        let Both { forward, backward } = strategy.degree;
+        let there = travel(strategy.wire.forward, forward);
+        let mut run = Run::new(&ranks, detail);
+        run.forward(&there, forward, question.training.is_some());
+        if question.training.is_some() {
+            let back = travel(strategy.wire.backward, backward);
+            run.backward(&back, backward);
+            run.gradients(&back);
+        }
+        let owned = if ways == mesh.shards {
+            1.0
+        } else {
+            there.owned()
+        };
+        // Rows that stay are those of a rank's own tokens.
+        let held = match ways {
+            0 => 1.0 / mesh.group() as f64,
+            _ => there.part(),
+        };
+        let held = memory(plan, &ranks, owned, held);
+        Ok(run.finish(mesh, strategy, held))
+    }
+
+    /// As [`Strategy::check`], but that a part which is not built can be modelled.
+    fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
+        let world = self.question.world;
+        let wanted = mesh.ranks();
+        mesh.check(&self.question.spec)
+            .map_err(moesaic_plan::PlanError::from)?;
+        if wanted != world {
+            return Err(PlannerError::World { wanted, world });
+        }
+        match strategy.check(&mesh) {
+            Ok(()) | Err(StrategyError::NotYet(_)) => {}
+            Err(error) => return Err(error.into()),
+        }
+        if strategy.route != Route::Linear && !self.has_nodes(mesh) {
+            return Err(PlannerError::Route {
+                route: strategy.route.to_string(),
+                group: mesh.group(),
+                per_node: self.question.machine.per_node(),
+            });
+        }
+        Ok(())
+    }
+
+    /// The plan of the first rank where a row goes to so many slices.
+    fn plan(&self, mesh: Parallel, ways: usize) -> Result<Rc<Planned>, PlannerError> {
+        // How many groups there are changes no step.
+        let mesh = Parallel { dp: 1, ..mesh };
+        let key = (mesh, ways);
+        if let Some(plan) = self.plans.borrow().get(&key) {
+            return Ok(Rc::clone(plan));
+        }
+        let question = self.question;
+        let options = PlanOptions::training(question.training);
+        let target = question.machine.target;
+        let plan = Rc::new(Planned {
+            plan: plan_ways(&question.spec, target, &options, key, 0)?,
+            costs: Costs::default(),
+        });
+        self.plans.borrow_mut().insert(key, Rc::clone(&plan));
+        Ok(plan)
+    }
+
+    fn ranks(&self, mesh: Parallel, route: Route, ways: usize) -> Rc<Vec<Rank>> {
+        let Question {
+            machine, routing, ..
+        } = self.question;
+        // The number of ways changes answers alone, and those of two dimensions are spread.
+        let ways = match route {
+            Route::Linear => ways,
+            _ => 1,
+        };
+        let made = || {
+            let experts = self.question.spec.shape.experts;
+            Rc::new(geometry::ranks(
+                machine,
+                mesh,
+                routing,
+                experts,
+                (route, ways),
+            ))
+        };
+        Rc::clone(
+            self.ranks
+                .borrow_mut()
+                .entry((mesh, route, ways))
+                .or_insert_with(made),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,298 @@
+//! The simulator against what the plan says of itself, and against other ways to ask.
+
+use super::*;
+use crate::{Bound, Routing, Space, published, search};
+use moesaic_plan::{Training, Wire};
+use moesaic_spec::LayerSpec;
+
+const LAYER: &str = "shape = { model_dim = 256, hidden_dim = 512, experts = 16, top_k = 2 }
+                     precision = { weights = \"bf16\", activations = \"bf16\" }";
+
+fn question(world: usize, tokens: u64, training: bool) -> Question {
+    let spec = LayerSpec::from_toml(LAYER).unwrap();
+    Question {
+        routing: Routing::even(tokens, spec.shape.experts, spec.shape.top_k),
+        spec,
+        machine: published("dgx-h100-ib").unwrap().with_per_node(4),
+        world,
+        training: training.then(Training::default),
+    }
+}
+
+fn mesh(ep: usize, shards: usize, dp: usize) -> Parallel {
+    Parallel {
+        ep,
+        shards,
+        dp,
+        ..Parallel::default()
+    }
+}
+
+fn strategy(text: &str) -> Strategy {
+    text.parse().unwrap()
+}
+
+#[test]
+fn bytes_are_those_that_the_plan_says_of_itself() {
+    for (ep, shards, dp) in [(8, 1, 1), (16, 1, 1), (4, 2, 2), (4, 4, 1), (1, 1, 8)] {
+        let question = question(ep * shards * dp, 4096, true);
+        let simulator = Simulator::new(&question);
+        let mesh = mesh(ep, shards, dp);
+        let found = simulator.predict(mesh, Strategy::default()).unwrap();
+        let planned = simulator.plan(mesh, shards).unwrap();
+        let plan = &planned.plan;
+        // Sums of gradients are no steps of a pass.
+        let summed = found.passes.iter().filter(|pass| pass.name == "gradients");
+        let summed: Vec<_> = summed
+            .flat_map(|pass| &pass.phases)
+            .map(|phase| phase.sent)
+            .collect();
+        let (mut node, mut network) = (0u64, 0u64);
+        for steps in [&plan.steps, &plan.backward] {
+            let sent = plan.bytes_of(steps, 4096, 4);
+            (node, network) = (node + sent.node, network + sent.network);
+        }
+        let near = |found: f64, said: u64| (found - said as f64).abs() <= 0.02 * found.max(1e5);
+        let [own_node, own_network] =
+            [0, 1].map(|at| found.sent[at] - summed.iter().map(|sent| sent[at]).sum::<f64>());
+        assert!(near(own_node, node), "{mesh:?} {own_node} {node}");
+        assert!(
+            near(own_network, network),
+            "{mesh:?} {own_network} {network}"
+        );
+    }
+}
+
+#[test]
+fn equal_counts_of_every_rank_are_as_good_as_one_class() {
+    let even = question(16, 1600, true);
+    let counts = vec![vec![200; 16]; 16];
+    let mut other = counts.clone();
+    other[3][2] = 201;
+    for (counts, tolerance) in [(counts, 1e-9), (other, 1e-2)] {
+        let mut counted = even.clone();
+        counted.routing = Routing::counted(16, 16, 2, &counts).unwrap();
+        let [a, b] = [&even, &counted].map(Simulator::new);
+        for text in [
+            "default",
+            "degree=4",
+            "route=intra-first",
+            "route=once,degree=2",
+        ] {
+            let [a, b] = [&a, &b].map(|s| s.predict(mesh(16, 1, 1), strategy(text)).unwrap());
+            assert!(
+                (a.seconds / b.seconds - 1.0).abs() <= tolerance,
+                "{text} {a:?} {b:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn repeated_experts_cost_the_sums_of_their_gradients() {
+    let question = question(16, 64, true);
+    let simulator = Simulator::new(&question);
+    let sums = |ep, dp| {
+        let found = simulator
+            .predict(mesh(ep, 1, dp), Strategy::default())
+            .unwrap();
+        let sums = found
+            .passes
+            .iter()
+            .find(|pass| pass.name == "gradients")
+            .unwrap();
+        let experts = sums
+            .phases
+            .iter()
+            .find(|phase| phase.name == "gradients of experts");
+        experts.map_or(0.0, |phase| phase.sent.iter().sum())
+    };
+    // Eight experts of three matrices with gradients in f32, over eight groups.
+    assert_eq!(sums(16, 1), 0.0);
+    let weights = 3.0 * 256.0 * 512.0 * 4.0;
+    let expected = 8.0 * weights * 2.0 * 7.0 / 8.0;
+    assert_eq!(sums(2, 8), expected);
+}
+
+#[test]
+fn one_rank_exchanges_nothing() {
+    let question = question(1, 100, false);
+    let found = Simulator::new(&question)
+        .predict(mesh(1, 1, 1), Strategy::default())
+        .unwrap();
+    assert_eq!(found.sent, [0.0; 4]);
+    let phases = &found.passes[0].phases;
+    let launched: f64 = phases
+        .iter()
+        .filter(|p| p.whose != "ranks")
+        .map(|p| p.seconds)
+        .sum();
+    assert!(launched > 0.9 * found.seconds && found.passes.len() == 1);
+}
+
+#[test]
+fn no_tokens_are_no_trouble() {
+    for world in [1, 16] {
+        let question = question(world, 0, true);
+        let simulator = Simulator::new(&question);
+        let ranked = search(&simulator, &Space::default()).unwrap();
+        assert!(
+            ranked
+                .best
+                .iter()
+                .all(|p| p.seconds.is_finite() && p.seconds >= 0.0)
+        );
+    }
+}
+
+#[test]
+fn a_step_is_as_long_as_its_phases_where_nothing_overlaps() {
+    let question = question(16, 4096, true);
+    let simulator = Simulator::new(&question);
+    for text in ["default", "route=intra-first", "ways=0", "wire=fp8"] {
+        let (found, timeline) = simulator.timeline(mesh(16, 1, 1), strategy(text)).unwrap();
+        let phases = found.passes.iter().flat_map(|pass| &pass.phases);
+        let sum: f64 = phases.map(|phase| phase.seconds).sum();
+        assert!((sum / found.seconds - 1.0).abs() < 1e-9, "{text}");
+        let last = timeline.iter().map(|e| e.end).fold(0.0, f64::max);
+        assert!((last / found.seconds - 1.0).abs() < 1e-9, "{text}");
+    }
+}
+
+#[test]
+fn pieces_overlap_and_nothing_of_a_stream_does() {
+    let question = question(16, 65536, true);
+    let simulator = Simulator::new(&question);
+    let whole = simulator
+        .predict(mesh(16, 1, 1), Strategy::default())
+        .unwrap();
+    let (pieces, timeline) = simulator
+        .timeline(mesh(16, 1, 1), strategy("degree=4"))
+        .unwrap();
+    assert!(
+        pieces.seconds < whole.seconds,
+        "{} {}",
+        pieces.seconds,
+        whole.seconds
+    );
+    let both = |stream: &str| {
+        timeline
+            .iter()
+            .filter(|e| e.stream == stream)
+            .collect::<Vec<_>>()
+    };
+    let (products, exchanges) = (both("compute"), both("exchange"));
+    let overlap = |a: &Simulated, b: &Simulated| a.end.min(b.end) - a.start.max(b.start);
+    assert!(
+        products
+            .iter()
+            .any(|p| exchanges.iter().any(|e| overlap(p, e) > 1e-6))
+    );
+    for stream in [products, exchanges] {
+        let mut sorted = stream.clone();
+        sorted.sort_by(|a, b| a.start.total_cmp(&b.start));
+        assert!(sorted.windows(2).all(|w| overlap(w[0], w[1]) < 1e-12));
+    }
+}
+
+#[test]
+fn skew_makes_the_rank_of_a_hot_expert_the_slowest() {
+    let even = question(16, 65536, false);
+    let mut skewed = even.clone();
+    skewed.routing = Routing::zipf(65536, 16, 2, 1.5).unwrap();
+    let time = |q: &Question| {
+        let found = Simulator::new(q).predict(mesh(16, 1, 1), Strategy::default());
+        found.unwrap().seconds
+    };
+    assert!(time(&skewed) > 1.5 * time(&even));
+}
+
+#[test]
+fn fewer_ways_send_fewer_rows_and_gather_weights() {
+    let question = question(16, 4096, false);
+    let simulator = Simulator::new(&question);
+    let found = |text: &str| simulator.predict(mesh(2, 8, 1), strategy(text)).unwrap();
+    let rows = |found: &Prediction| {
+        let phases = &found.passes[0].phases;
+        let rows = phases
+            .iter()
+            .filter(|p| p.whose == "ranks" && p.name == "rows");
+        rows.map(|p| p.sent.iter().sum::<f64>()).sum::<f64>()
+    };
+    let (all, two, none) = (found("default"), found("ways=2"), found("ways=0"));
+    assert!((rows(&all) / rows(&two) - 4.0).abs() < 1e-6);
+    assert_eq!(rows(&none), 0.0);
+    assert!(all.memory.gathered == 0.0 && two.memory.gathered > 0.0);
+    assert!(none.memory.gathered > two.memory.gathered);
+    let own = all.memory.weights;
+    assert!(
+        (two.memory.weights / own - 1.0).abs() < 0.05,
+        "weights do not move"
+    );
+}
+
+#[test]
+fn what_is_smaller_between_nodes_is_smaller_there_alone() {
+    let question = question(16, 4096, false);
+    let simulator = Simulator::new(&question);
+    let found = |text: &str| {
+        simulator
+            .predict(mesh(16, 1, 1), strategy(text))
+            .unwrap()
+            .sent
+    };
+    let (exact, fp8) = (found("default"), found("wire=fp8"));
+    assert_eq!(exact[0], fp8[0]);
+    assert!(
+        (fp8[1] / exact[1] - 264.0 / 512.0).abs() < 0.01,
+        "{exact:?} {fp8:?}"
+    );
+    assert_eq!(wire_free(), 1.0);
+}
+
+fn wire_free() -> f64 {
+    crate::ways::wire_part(Wire::Bf16, 512.0, 2)
+}
+
+#[test]
+fn what_cannot_be_says_what_can() {
+    let question = question(16, 64, false);
+    let simulator = Simulator::new(&question);
+    let error = |mesh, text| {
+        simulator
+            .predict(mesh, strategy(text))
+            .unwrap_err()
+            .to_string()
+    };
+    assert_eq!(
+        error(mesh(4, 1, 1), "default"),
+        "the mesh has 4 ranks, the job 16"
+    );
+    assert!(error(mesh(4, 4, 1), "ways=3").contains("a divisor of 4"));
+    assert!(error(mesh(32, 1, 1), "default").contains("at most 16"));
+    let error = error(mesh(4, 1, 4), "route=once");
+    assert!(error.contains("4 ranks with 4 a node do not"), "{error}");
+}
+
+#[test]
+fn the_best_that_is_found_is_the_best_of_all() {
+    let question = question(16, 8192, true);
+    let simulator = Simulator::new(&question);
+    let ranked = search(&simulator, &Space::default()).unwrap();
+    let best = &ranked.best[0];
+    assert!(
+        ranked
+            .best
+            .windows(2)
+            .all(|w| w[0].seconds <= w[1].seconds + 1e-9)
+    );
+    for (ep, shards, dp) in [(16, 1, 1), (8, 2, 1), (4, 2, 2), (1, 1, 16), (2, 8, 1)] {
+        for text in ["default", "degree=2/4", "ways=0"] {
+            let found = simulator
+                .predict(mesh(ep, shards, dp), strategy(text))
+                .unwrap();
+            assert!(best.seconds <= found.seconds + 1e-9, "{best:?} {found:?}");
+        }
+    }
+    assert!(best.bound_part > 0.0 && best.bound != Bound::Waiting);
+}

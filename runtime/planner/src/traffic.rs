@@ -1,0 +1,485 @@
+//! Who sends how many rows to whom over which links: the messages of each route.
+//!
+//! Everything is in rows of a mesh in which each row goes to every slice of its expert;
+//! other numbers of ways and widths of rows only scale it.
+
+use crate::Machine;
+use crate::exchange::{Load, MOST_LEVELS, touched};
+use crate::routing::Routing;
+use moesaic_plan::{Parallel, Route};
+
+/// What a rank does in one phase, in rows.
+pub(crate) type Rows = [Load; MOST_LEVELS];
+
+/// One phase of all ranks: in rows by level, and rows of passes over memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Step {
+    pub loads: Vec<Rows>,
+    /// Rows of a rank that a pass reads and writes, and how many passes.
+    pub copied: Vec<f64>,
+    pub passes: f64,
+}
+
+/// The phases that bring rows of one group to their experts.
+#[derive(Clone, Debug)]
+pub(crate) struct Traffic {
+    pub steps: Vec<Step>,
+    /// Rows of a rank for itself.
+    pub own: Vec<f64>,
+}
+
+/// Ranks of one group, and the units that they lie in.
+#[derive(Clone, Debug)]
+pub(crate) struct Group<'a> {
+    pub mesh: Parallel,
+    pub start: usize,
+    units: Vec<usize>,
+    shared: Vec<usize>,
+    routing: &'a Routing,
+    experts: usize,
+}
+
+impl<'a> Group<'a> {
+    pub fn new(
+        machine: &Machine,
+        mesh: Parallel,
+        start: usize,
+        routing: &'a Routing,
+        experts: usize,
+    ) -> Group<'a> {
+        Group {
+            mesh,
+            start,
+            units: machine.units(),
+            shared: machine.levels.iter().map(|level| level.shared).collect(),
+            routing,
+            experts,
+        }
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.mesh.group()
+    }
+
+    /// Whether two dimensions are there: nodes that are whole, several of them, of several
+    /// ranks.
+    pub fn has_nodes(&self) -> bool {
+        let node = self.units[0];
+        let whole = self.ranks().is_multiple_of(node) && self.start.is_multiple_of(node);
+        self.units.len() > 1 && node > 1 && self.ranks() > node && whole
+    }
+
+    pub fn tokens(&self, rank: usize) -> f64 {
+        self.routing.tokens(self.start + rank)
+    }
+
+    /// Rows of a rank of the group for each rank of it.
+    fn rows_to(&self, from: usize) -> Vec<f64> {
+        let rows = self.routing.rows(self.start + from);
+        let of = |ep| {
+            rows[self.mesh.experts(ep, self.experts)]
+                .iter()
+                .sum::<f64>()
+        };
+        let by_ep: Vec<f64> = (0..self.mesh.ep).map(of).collect();
+        (0..self.ranks())
+            .map(|to| by_ep[to / self.mesh.shards])
+            .collect()
+    }
+
+    /// Rows that arrive at a rank, by its experts.
+    pub fn arriving(&self, rank: usize) -> Vec<f64> {
+        let experts = self.mesh.experts(rank / self.mesh.shards, self.experts);
+        if self.routing.is_alike() {
+            let rows = &self.routing.rows(0)[experts];
+            return rows.iter().map(|n| n * self.ranks() as f64).collect();
+        }
+        let mut sums = vec![0.0; experts.len()];
+        for from in 0..self.ranks() {
+            let rows = &self.routing.rows(self.start + from)[experts.clone()];
+            sums.iter_mut().zip(rows).for_each(|(sum, n)| *sum += n);
+        }
+        sums
+    }
+
+    /// The ranks of a rank's unit of a level, of the group.
+    fn unit(&self, rank: usize, level: usize) -> std::ops::Range<usize> {
+        let unit = self.units[level];
+        let place = self.start + rank;
+        let first = place - place % unit;
+        let last = first.saturating_add(unit);
+        let end = last.saturating_sub(self.start).min(self.ranks());
+        first.saturating_sub(self.start)..end
+    }
+
+    /// The level over which two ranks of the group talk; none with oneself.
+    fn level(&self, a: usize, b: usize) -> Option<usize> {
+        let (a, b) = (self.start + a, self.start + b);
+        (a != b).then(|| {
+            let mut levels = 0..self.units.len();
+            let last = self.units.len() - 1;
+            levels
+                .find(|l| a / self.units[*l] == b / self.units[*l])
+                .unwrap_or(last)
+        })
+    }
+
+    pub fn traffic(&self, route: Route) -> Traffic {
+        let one = self.routing.is_alike();
+        let to: Vec<Vec<f64>> = match one {
+            true => vec![self.rows_to(0)],
+            false => (0..self.ranks()).map(|from| self.rows_to(from)).collect(),
+        };
+        let all = All { group: self, to };
+        let own = (0..self.ranks()).map(|rank| all.rows(rank, rank)).collect();
+        let mut steps = match route {
+            _ if !self.has_nodes() => vec![all.linear()],
+            Route::Linear => vec![all.linear()],
+            Route::Concurrent => all.concurrent(),
+            Route::IntraFirst => all.intra_first(),
+            Route::InterFirst => all.inter_first(),
+            Route::Once => all.once(),
+        };
+        steps.iter_mut().for_each(|step| self.share(step));
+        Traffic { steps, own }
+    }
+
+    /// The way back where a rank is answered by the slices of its own block of `block` ones,
+    /// of whom each has an equal part of the rows: linear messages, and rows of a rank for
+    /// itself. With blocks of one slice those are the slices of its own number.
+    pub fn answers(&self, block: usize) -> Traffic {
+        let shards = self.mesh.shards;
+        let place = |rank: usize| rank % shards / block;
+        let all = All {
+            group: self,
+            to: match self.routing.is_alike() {
+                true => vec![self.rows_to(0)],
+                false => (0..self.ranks()).map(|from| self.rows_to(from)).collect(),
+            },
+        };
+        // Ranks of a range that are in the block of this number of their expert.
+        let inside = |ep: usize, number: usize, range: &std::ops::Range<usize>| {
+            let first = ep * shards + number * block;
+            let last = (first + block).min(range.end);
+            last.saturating_sub(first.max(range.start)) as f64
+        };
+        let part = 1.0 / block as f64;
+        let load = |rank: usize| {
+            let number = place(rank);
+            let own = all.rows(rank, rank) * part;
+            let mut loads = Rows::default();
+            let mut before = (1.0, own, own);
+            for (level, load) in loads.iter_mut().enumerate().take(self.units.len()) {
+                let unit = self.unit(rank, level);
+                let (mut peers, mut comes, mut goes) = (0.0, 0.0, 0.0);
+                let first = unit.start / shards;
+                for ep in first..unit.end.div_ceil(shards) {
+                    let ranks = inside(ep, number, &unit);
+                    peers += ranks;
+                    comes += ranks * part * all.rows(rank, ep * shards);
+                    if self.routing.is_alike() {
+                        goes += ranks * part * all.rows(0, rank);
+                    }
+                }
+                if !self.routing.is_alike() {
+                    let same = unit.filter(|from| place(*from) == number);
+                    goes = same.map(|from| part * all.rows(from, rank)).sum();
+                }
+                *load = Load {
+                    messages: peers - before.0,
+                    peers: peers - before.0,
+                    sent: (goes - before.1).max(0.0),
+                    received: (comes - before.2).max(0.0),
+                };
+                before = (peers, goes, comes);
+            }
+            loads
+        };
+        let mut step = all.step((0..self.ranks()).map(load).collect());
+        self.share(&mut step);
+        let own = (0..self.ranks())
+            .map(|rank| all.rows(rank, rank) * part)
+            .collect();
+        Traffic {
+            steps: vec![step],
+            own,
+        }
+    }
+
+    /// Of links that several ranks share each has an equal part of what all move.
+    fn share(&self, step: &mut Step) {
+        for (level, &shared) in self.shared.iter().enumerate().filter(|(_, n)| **n > 1) {
+            for ranks in step.loads.chunks_mut(shared) {
+                let mean = |of: fn(&Load) -> f64, ranks: &[Rows]| {
+                    ranks.iter().map(|rank| of(&rank[level])).sum::<f64>() / shared as f64
+                };
+                let (sent, received) = (mean(|l| l.sent, ranks), mean(|l| l.received, ranks));
+                for rank in ranks {
+                    (rank[level].sent, rank[level].received) = (sent, received);
+                }
+            }
+        }
+    }
+}
+
+/// Rows from every rank to every rank; one row of the matrix where all are alike.
+struct All<'a> {
+    group: &'a Group<'a>,
+    to: Vec<Vec<f64>>,
+}
+
+impl All<'_> {
+    fn ranks(&self) -> usize {
+        self.group.ranks()
+    }
+
+    fn rows(&self, from: usize, to: usize) -> f64 {
+        match self.to.len() {
+            1 => self.to[0][to],
+            _ => self.to[from][to],
+        }
+    }
+
+    /// Sums over sources, of which equal ones are counted once.
+    fn over(&self, sources: std::ops::Range<usize>, to: usize) -> f64 {
+        match self.to.len() {
+            1 => sources.len() as f64 * self.to[0][to],
+            _ => sources.map(|from| self.to[from][to]).sum(),
+        }
+    }
+
+    fn step(&self, loads: Vec<Rows>) -> Step {
+        Step {
+            copied: vec![0.0; loads.len()],
+            loads,
+            passes: 0.0,
+        }
+    }
+
+    fn linear(&self) -> Step {
+        let sums: Vec<Vec<f64>> = self.to.iter().map(|rows| running(rows)).collect();
+        let sent = |rank: usize, range: &std::ops::Range<usize>| {
+            let sums = &sums[if sums.len() == 1 { 0 } else { rank }];
+            sums[range.end] - sums[range.start]
+        };
+        let load = |rank: usize| {
+            let mut loads = Rows::default();
+            let (mut peers, mut out, mut inward) =
+                (1.0, self.rows(rank, rank), self.rows(rank, rank));
+            for (level, load) in loads.iter_mut().enumerate().take(self.group.units.len()) {
+                let unit = self.group.unit(rank, level);
+                let here = (unit.len() as f64, sent(rank, &unit), self.over(unit, rank));
+                *load = Load {
+                    messages: here.0 - peers,
+                    peers: here.0 - peers,
+                    sent: (here.1 - out).max(0.0),
+                    received: (here.2 - inward).max(0.0),
+                };
+                (peers, out, inward) = here;
+            }
+            loads
+        };
+        self.step((0..self.ranks()).map(load).collect())
+    }
+
+    fn node(&self) -> usize {
+        self.group.units[0]
+    }
+
+    fn nodes(&self) -> usize {
+        self.ranks() / self.node()
+    }
+
+    /// Messages between the ranks of a node, or between those of equal place: `bytes(from,
+    /// to)` rows for each pair.
+    fn between(&self, inside: bool, rows: impl Fn(usize, usize) -> f64) -> Step {
+        let (m, nodes) = (self.node(), self.nodes());
+        let mut loads = vec![Rows::default(); self.ranks()];
+        for from in 0..self.ranks() {
+            let (v, l) = (from / m, from % m);
+            let peers = if inside { m } else { nodes };
+            for at in 0..peers {
+                let to = if inside { v * m + at } else { at * m + l };
+                let Some(level) = self.group.level(from, to) else {
+                    continue;
+                };
+                let moved = rows(from, to);
+                let load = &mut loads[from][level];
+                (load.messages, load.peers) = (load.messages + 1.0, load.peers + 1.0);
+                load.sent += moved;
+                loads[to][level].received += moved;
+            }
+        }
+        self.step(loads)
+    }
+
+    /// Rows that pass through each rank in a pass over memory.
+    fn passing(&self, step: &mut Step, passes: f64, rows: impl Fn(usize) -> f64) {
+        step.passes = passes;
+        step.copied = (0..self.ranks()).map(|rank| passes * rows(rank)).collect();
+    }
+
+    /// All rows of a rank.
+    fn all_of(&self) -> Vec<f64> {
+        let sums: Vec<f64> = self.to.iter().map(|rows| rows.iter().sum()).collect();
+        (0..self.ranks())
+            .map(|rank| sums[if sums.len() == 1 { 0 } else { rank }])
+            .collect()
+    }
+
+    /// Rows of a source for ranks of one place, by place; for ranks of one node, by node.
+    fn by(&self, key: impl Fn(usize) -> usize, keys: usize) -> Vec<Vec<f64>> {
+        let of = |rows: &Vec<f64>| {
+            let mut sums = vec![0.0; keys];
+            rows.iter()
+                .enumerate()
+                .for_each(|(to, n)| sums[key(to)] += n);
+            sums
+        };
+        self.to.iter().map(of).collect()
+    }
+
+    fn intra_first(&self) -> Vec<Step> {
+        let m = self.node();
+        let by_place = self.by(|to| to % m, m);
+        let of = |from: usize| &by_place[if by_place.len() == 1 { 0 } else { from }];
+        let mut inside = self.between(true, |from, to| of(from)[to % m]);
+        let network = self.between(false, |from, to| {
+            let v = from / m;
+            self.over(v * m..(v + 1) * m, to)
+        });
+        // Packed by place before, turned to nodes between.
+        let all = self.all_of();
+        self.passing(&mut inside, 2.0, |rank| all[rank]);
+        vec![inside, network]
+    }
+
+    fn inter_first(&self) -> Vec<Step> {
+        let m = self.node();
+        let by_node = self.by(|to| to / m, self.nodes());
+        let of = |from: usize| &by_node[if by_node.len() == 1 { 0 } else { from }];
+        let mut network = self.between(false, |from, to| of(from)[to / m]);
+        let inside = self.spread();
+        let all = self.all_of();
+        self.passing(&mut network, 1.0, |rank| all[rank]);
+        vec![network, inside]
+    }
+
+    /// What ranks of equal place have brought to a node goes to its ranks.
+    fn spread(&self) -> Step {
+        let m = self.node();
+        let one = self.to.len() == 1;
+        self.between(true, |from, to| match one {
+            true => self.nodes() as f64 * self.to[0][to],
+            false => (0..self.nodes())
+                .map(|v| self.to[v * m + from % m][to])
+                .sum(),
+        })
+    }
+
+    /// One half of the bytes each of two ways: in each phase one is inside nodes and the
+    /// other between them.
+    fn concurrent(&self) -> Vec<Step> {
+        let (a, b) = (self.intra_first(), self.inter_first());
+        let both = |(a, b): (Step, Step)| Step {
+            loads: a
+                .loads
+                .iter()
+                .zip(&b.loads)
+                .map(|(a, b)| halves(a, b))
+                .collect(),
+            copied: a
+                .copied
+                .iter()
+                .zip(&b.copied)
+                .map(|(a, b)| (a + b) / 2.0)
+                .collect(),
+            passes: a.passes + b.passes,
+        };
+        a.into_iter().zip(b).map(both).collect()
+    }
+
+    /// As [`All::inter_first`], and a token of a rank once to each node.
+    fn once(&self) -> Vec<Step> {
+        let m = self.node();
+        let experts = self.group.experts as f64;
+        let tokens = |rank: usize| self.group.routing.tokens(self.group.start + rank);
+        let crossing = |rank: usize| -> Vec<f64> {
+            let parts = (0..self.nodes()).map(|v| self.of_node(rank, v * m..(v + 1) * m));
+            let top_k = self.group.routing.top_k();
+            let all = (tokens(rank) * top_k as f64).max(f64::MIN_POSITIVE);
+            let touch = |rows: f64| touched(experts, top_k, experts * (rows / all).min(1.0));
+            parts.map(|rows| tokens(rank) * touch(rows)).collect()
+        };
+        let kept: Vec<Vec<f64>> = (0..self.to.len()).map(crossing).collect();
+        let of = |from: usize| &kept[if kept.len() == 1 { 0 } else { from }];
+        let mut network = self.between(false, |from, to| of(from)[to / m]);
+        let inside = self.spread();
+        let brought: Vec<f64> = (0..self.ranks())
+            .map(|rank| of(rank).iter().sum())
+            .collect();
+        self.passing(&mut network, 1.0, |rank| brought[rank]);
+        vec![network, inside]
+    }
+
+    /// Rows of a rank for the experts of a node, each slice's counted once.
+    fn of_node(&self, rank: usize, node: std::ops::Range<usize>) -> f64 {
+        let shards = self.group.mesh.shards;
+        let first = node.start.div_ceil(shards) * shards;
+        let cut = (first != node.start).then_some(node.start);
+        let heads = (first..node.end).step_by(shards);
+        cut.into_iter()
+            .chain(heads)
+            .map(|to| self.rows(rank, to))
+            .sum()
+    }
+}
+
+/// Half the bytes of both.
+fn halves(a: &Rows, b: &Rows) -> Rows {
+    std::array::from_fn(|level| Load {
+        messages: a[level].messages + b[level].messages,
+        peers: a[level].peers.max(b[level].peers),
+        sent: (a[level].sent + b[level].sent) / 2.0,
+        received: (a[level].received + b[level].received) / 2.0,
+    })
+}
+
+/// `running(list)[i]`: the sum of the first `i`.
+fn running(list: &[f64]) -> Vec<f64> {
+    let mut sum = 0.0;
+    let sums = list.iter().map(|n| {
+        sum += n;
+        sum
+    });
+    std::iter::once(0.0).chain(sums).collect()
+}
+
+/// Equal bytes from a rank to each of some ranks next to each other, by level.
+pub(crate) fn to_range(
+    machine: &Machine,
+    rank: usize,
+    range: std::ops::Range<usize>,
+    step: usize,
+    bytes: f64,
+) -> Rows {
+    let mut loads = Rows::default();
+    let units = machine.units();
+    let count = |from: usize, to: usize| {
+        // Of range.start + i * step, those below a bound.
+        let below = |bound: usize| bound.saturating_sub(range.start).div_ceil(step);
+        let last = range.end.min(to);
+        below(last).saturating_sub(below(from.max(range.start))) as f64
+    };
+    let mut inner = count(rank, rank + 1);
+    for (load, unit) in loads.iter_mut().zip(&units) {
+        let first = rank - rank % unit;
+        let all = count(first, first.saturating_add(*unit));
+        *load = Load::even(all - inner, (all - inner) * bytes);
+        inner = all;
+    }
+    loads
+}
+
+#[cfg(test)]
+mod tests;

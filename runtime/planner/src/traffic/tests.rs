@@ -1,0 +1,150 @@
+//! Messages of routes against every row followed from rank to rank.
+
+use super::*;
+use crate::published;
+
+/// The ranks that a row passes from one to another.
+fn hops(route: Route, node: usize, from: usize, to: usize) -> Vec<(usize, usize)> {
+    let via = match route {
+        Route::IntraFirst => from / node * node + to % node,
+        Route::InterFirst => to / node * node + from % node,
+        _ => from,
+    };
+    let all = [(from, via), (via, to)];
+    all.into_iter().filter(|(a, b)| a != b).collect()
+}
+
+fn followed(group: &Group, route: Route, rows: impl Fn(usize, usize) -> f64) -> Vec<[f64; 4]> {
+    let mut moved = vec![[0.0; 4]; group.ranks()];
+    for from in 0..group.ranks() {
+        for to in 0..group.ranks() {
+            for (a, b) in hops(route, group.units[0], from, to) {
+                let level = group.level(a, b).unwrap();
+                moved[a][level] += rows(from, to);
+                moved[b][2 + level] += rows(from, to);
+            }
+        }
+    }
+    moved
+}
+
+fn sums(traffic: &Traffic) -> Vec<[f64; 4]> {
+    let of = |rank: usize| {
+        let mut sums = [0.0; 4];
+        for step in &traffic.steps {
+            for level in 0..2 {
+                sums[level] += step.loads[rank][level].sent;
+                sums[2 + level] += step.loads[rank][level].received;
+            }
+        }
+        sums
+    };
+    (0..traffic.own.len()).map(of).collect()
+}
+
+const ROUTES: [Route; 4] = [
+    Route::Linear,
+    Route::IntraFirst,
+    Route::InterFirst,
+    Route::Concurrent,
+];
+
+#[test]
+fn every_row_takes_the_messages_that_are_counted() {
+    let experts = 9;
+    for (ep, shards, node) in [(6, 2, 4), (8, 1, 2), (3, 4, 4), (4, 1, 4), (5, 1, 8)] {
+        let mesh = Parallel {
+            ep,
+            shards,
+            dp: 2,
+            ..Parallel::default()
+        };
+        let machine = published("h800").unwrap().with_per_node(node);
+        let count = |rank: usize, e: usize| ((rank * 7 + e * 5) % 11 * (rank % 3)) as u64;
+        let counts: Vec<Vec<u64>> = (0..mesh.ranks())
+            .map(|rank| (0..experts).map(|e| count(rank, e)).collect())
+            .collect();
+        let alike = vec![counts[1].clone(); mesh.ranks()];
+        for counts in [&counts, &alike] {
+            let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
+            for start in [0, mesh.group()] {
+                let group = Group::new(&machine, mesh, start, &routing, experts);
+                for route in ROUTES {
+                    if route != Route::Linear && !group.has_nodes() {
+                        continue;
+                    }
+                    let rows = |from: usize, to: usize| {
+                        let own = mesh.experts(to / shards, experts);
+                        counts[start + from][own].iter().sum::<u64>() as f64
+                    };
+                    let expected = match route {
+                        Route::Concurrent => {
+                            let both = [Route::IntraFirst, Route::InterFirst];
+                            let [a, b] = both.map(|route| followed(&group, route, rows));
+                            let mean = |(a, b): (&[f64; 4], &[f64; 4])| {
+                                std::array::from_fn(|at| (a[at] + b[at]) / 2.0)
+                            };
+                            a.iter().zip(&b).map(mean).collect()
+                        }
+                        route => followed(&group, route, rows),
+                    };
+                    let found = sums(&group.traffic(route));
+                    for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+                        assert!((found - expected).abs() < 1e-6, "{mesh:?} {node} {route}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_token_crosses_to_a_node_once() {
+    let machine = published("h800").unwrap().with_per_node(4);
+    let mesh = Parallel {
+        ep: 16,
+        ..Parallel::default()
+    };
+    let routing = Routing::even(1000, 64, 8);
+    let group = Group::new(&machine, mesh, 0, &routing, 64);
+    let once = sums(&group.traffic(Route::Once));
+    let each = 1000.0 * crate::expected_groups(64.0, 8, 4.0) / 4.0;
+    assert!((once[0][1] - 3.0 * each).abs() < 1e-6);
+    let many = sums(&group.traffic(Route::InterFirst));
+    assert!(once[0][1] < 0.5 * many[0][1] && once[0][0] == many[0][0]);
+}
+
+#[test]
+fn links_that_are_shared_carry_what_all_send() {
+    let mut machine = published("h800").unwrap().with_per_node(2);
+    machine.levels[1].shared = 2;
+    let counts = vec![vec![9, 0, 0, 9], vec![0; 4], vec![0; 4], vec![0; 4]];
+    let routing = Routing::counted(4, 4, 1, &counts).unwrap();
+    let mesh = Parallel {
+        ep: 4,
+        ..Parallel::default()
+    };
+    let group = Group::new(&machine, mesh, 0, &routing, 4);
+    let step = &group.traffic(Route::Linear).steps[0];
+    let sent = |rank: usize| step.loads[rank][1].sent;
+    assert_eq!([sent(0), sent(1), sent(2)], [4.5, 4.5, 0.0]);
+}
+
+#[test]
+fn ranges_are_counted_by_level() {
+    let machine = published("h800").unwrap().with_per_node(4);
+    for rank in 0..16 {
+        for (first, last, step) in [(0, 16, 1), (4, 12, 1), (1, 9, 2), (0, 16, 4), (3, 4, 1)] {
+            let loads = to_range(&machine, rank, first..last, step, 10.0);
+            let others = (first..last).step_by(step).filter(|other| *other != rank);
+            let (near, far): (Vec<_>, Vec<_>) = others.partition(|other| other / 4 == rank / 4);
+            let peers = [loads[0].peers, loads[1].peers];
+            assert_eq!(
+                peers,
+                [near.len() as f64, far.len() as f64],
+                "{rank} {first} {step}"
+            );
+            assert_eq!(loads[1].sent, 10.0 * far.len() as f64);
+        }
+    }
+}

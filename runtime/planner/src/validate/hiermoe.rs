@@ -1,0 +1,112 @@
+//! Exchanges over PCIe and one NIC a node, in up to four dimensions.
+
+use super::{Check, Report, Role, Row, Table, errors, even, held_out, percent};
+use crate::{ReadError, expected_groups, published, read};
+use moesaic_plan::Route;
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Data {
+    standard: Line,
+    inter: Vec<Line>,
+    intra: Vec<Line>,
+    groups: Vec<f64>,
+    gain: [f64; 2],
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    alpha: f64,
+    beta: f64,
+}
+
+impl Line {
+    fn ms(&self, bytes: f64) -> f64 {
+        self.alpha + self.beta * bytes
+    }
+}
+
+impl Data {
+    /// An exchange of S bytes in dimensions, of tokens with `top_k` of `experts` experts.
+    fn once(&self, dimensions: usize, bytes: f64, experts: f64, top_k: usize) -> f64 {
+        let kept = |at: usize| expected_groups(experts, top_k, self.groups[at]) / top_k as f64;
+        let down = (0..dimensions - 1).map(|at| self.inter[at].ms(bytes * kept(at)));
+        down.sum::<f64>() + self.intra[dimensions - 2].ms(bytes)
+    }
+}
+
+const RANKS: usize = 32;
+const MIB: f64 = 1048576.0;
+
+pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+    let text = include_str!("../../data/hiermoe.toml");
+    let data: Data = read::toml("HierMoE's lines", text)?;
+    let machine = published("hiermoe-a6000")?;
+    let ms = |bytes, route| even(&machine, RANKS, bytes, route).time.seconds * 1e3;
+    let sizes = [8.0, 32.0, 128.0, 512.0].map(|mib| mib * MIB);
+    let row = |bytes: f64| Row {
+        point: format!("standard, {} MiB", bytes / MIB),
+        role: Role::HeldOut,
+        measured: data.standard.ms(bytes),
+        predicted: ms(bytes, Route::Linear),
+    };
+    let mut rows: Vec<Row> = sizes.iter().map(|bytes| row(*bytes)).collect();
+    let (mean, worst) = errors(held_out(&rows));
+    report.checks.push(Check::new(
+        "HierMoE's standard exchange from its other lines: at most 10 %",
+        worst <= 0.10,
+        format!("mean {}, worst {}", percent(mean), percent(worst)),
+    ));
+    let lines = sizes.map(|bytes| Row {
+        point: format!("two levels, {} MiB", bytes / MIB),
+        role: Role::Calibration,
+        measured: data.inter[0].ms(bytes) + data.intra[0].ms(bytes),
+        predicted: ms(bytes, Route::InterFirst),
+    });
+    let (_, worst) = errors(&lines);
+    rows.extend(lines);
+    report.checks.push(Check::new(
+        "HierMoE's lines of two levels are reproduced: at most 10 %",
+        worst <= 0.10,
+        format!("worst {}", percent(worst)),
+    ));
+    let slower = sizes.map(|bytes| ms(bytes, Route::InterFirst) / ms(bytes, Route::Linear));
+    report.checks.push(Check::new(
+        "2DH is slower than the plain exchange on 32 A6000",
+        slower.iter().all(|ratio| *ratio > 1.0),
+        format!("{slower:.2?} times as long"),
+    ));
+    let bytes = 128.0 * MIB;
+    let best = |top_k| {
+        let each = [2, 3, 4].map(|d| (d, data.once(d, bytes, 128.0, top_k)));
+        each.into_iter().fold(
+            (1, data.standard.ms(bytes)),
+            |a, b| if b.1 < a.1 { b } else { a },
+        )
+    };
+    let gains = [4, 6, 8].map(|top_k| {
+        (
+            top_k,
+            best(top_k).0,
+            data.standard.ms(bytes) / best(top_k).1,
+        )
+    });
+    let low = data.gain[0] * 0.9;
+    report.checks.push(Check::new(
+        "tokens that cross once win there, by a factor near the published 1.55 to 3.32",
+        gains.iter().all(|(_, d, gain)| *d > 1 && *gain > 1.0)
+            && gains
+                .iter()
+                .any(|(_, _, gain)| (low..=data.gain[1]).contains(gain)),
+        format!("(top-k, dimensions, gain) {gains:.2?}"),
+    ));
+    report.tables.push(Table {
+        name: "HierMoE, 32 A6000".to_string(),
+        unit: "ms".to_string(),
+        constants: "the lines inter-1 and intra-1".to_string(),
+        rows,
+    });
+    Ok(())
+}

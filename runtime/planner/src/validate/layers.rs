@@ -1,0 +1,93 @@
+//! Layers as other libraries run them: two exchanges and two products, in pieces.
+
+use super::even_in;
+use crate::schedule::{Piece, pipeline};
+use crate::{Machine, PhaseTime};
+use moesaic_kernel::DType;
+use moesaic_plan::Route;
+
+/// A layer of a library with slots of equal number for every expert, in f32.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layer {
+    pub ranks: usize,
+    pub tokens: f64,
+    pub top_k: f64,
+    pub width: f64,
+    pub hidden: f64,
+    /// Of a rank; below one where several share an expert.
+    pub experts: f64,
+    /// Bytes of a number.
+    pub element: f64,
+    pub dtype: DType,
+}
+
+/// Rows and columns of a tile of a library's products.
+const TILE: f64 = 128.0;
+
+impl Layer {
+    fn rows(&self) -> f64 {
+        self.tokens * self.top_k
+    }
+
+    /// Bytes that a rank sends in one exchange.
+    pub fn bytes(&self) -> f64 {
+        self.rows() * self.width * self.element
+    }
+
+    /// Seconds of one exchange of a `degree`th of the rows. Pieces are sent from where they
+    /// lie: a message for each expert.
+    pub fn exchange(&self, machine: &Machine, route: Route, degree: usize) -> f64 {
+        self.time(machine, route, degree).seconds
+    }
+
+    fn time(&self, machine: &Machine, route: Route, degree: usize) -> PhaseTime {
+        let pieces = match degree {
+            1 => 1.0,
+            _ => self.experts.max(1.0),
+        };
+        let bytes = self.bytes() / degree as f64;
+        even_in(machine, self.ranks, bytes, route, pieces).time
+    }
+
+    /// Seconds of both products of a `degree`th of the rows, with `batch` rows of an expert
+    /// in one product.
+    pub fn products(&self, machine: &Machine, degree: usize, batch: f64, processors: f64) -> f64 {
+        let rows = self.rows() / degree as f64;
+        let batch = batch.min(rows / self.experts.max(1.0)).max(1.0);
+        let tile = TILE.min(batch.log2().ceil().exp2().max(16.0));
+        let all = machine.compute.multiprocessors as f64;
+        let rate = machine.gemm_rate(self.dtype) / all;
+        let product = |inner: f64, outer: f64| {
+            let row_tiles = rows / batch * (batch / tile).ceil();
+            let tiles = row_tiles * (outer / TILE).ceil();
+            let flops = 2.0 * row_tiles * tile * inner * outer;
+            let waves = (tiles / processors).ceil();
+            machine.launch() + waves * flops / tiles / rate
+        };
+        product(self.width, self.hidden) + product(self.hidden, self.width)
+    }
+
+    /// Seconds of a pass whose products take `times` those of forward.
+    pub fn pass(&self, machine: &Machine, route: Route, degree: usize, times: f64) -> f64 {
+        let all = machine.compute.multiprocessors as f64;
+        let left = all - machine.overlap.multiprocessors as f64;
+        let product = self.products(machine, degree, f64::INFINITY, all) * times;
+        let fewer = self.products(machine, degree, f64::INFINITY, left) * times;
+        let exchange = self.time(machine, route, degree);
+        let slowed = product * (1.0 + machine.overlap.compute_slowdown);
+        let piece = Piece {
+            there: exchange.seconds,
+            product,
+            hindered: fewer.max(slowed) + 2.0 * exchange.copies,
+            back: exchange.seconds,
+        };
+        let slowdown = machine.overlap.transfer_slowdown;
+        let lines = pipeline(&[0.0], &[0], &[piece], degree, slowdown);
+        lines[0].end() + self.around(machine)
+    }
+
+    /// Seconds of dispatch and combine: rows read and written once each.
+    pub fn around(&self, machine: &Machine) -> f64 {
+        4.0 * self.bytes() / machine.memory_rate() + 4.0 * machine.launch()
+    }
+}

@@ -1,0 +1,102 @@
+//! When launches ran and exchanges were under way.
+
+/// A recorder that keeps all, for Chrome's trace viewer and Perfetto.
+///
+/// ```
+/// use moesaic::{Recorder, Trace, chrome_trace};
+/// use std::sync::Arc;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # use moesaic::example::{engine, spec, weights};
+/// let mut layer = engine().layer(&spec(), &weights())?;
+/// let trace = Arc::new(Trace::default());
+/// layer.record(Some(trace.clone()));
+/// let x = vec![1.0f32; 3 * layer.spec().shape.model_dim];
+/// layer.forward(&moesaic::Input::new(3, &x))?;
+/// assert!(trace.recorded().iter().any(|r| r.activity.name == "grouped_gemm_down"));
+/// let file = chrome_trace(trace.events(0)); // of rank 0
+/// assert!(file["traceEvents"].as_array().is_some_and(|events| events.len() > 5));
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Trace;
+
+/// What is told of launches and exchanges, such as a [`Trace`].
+///
+/// ```
+/// use moesaic::{Activity, Recorder};
+/// use std::time::Instant;
+///
+/// struct Slowest(std::sync::Mutex<(f64, String)>);
+///
+/// impl Recorder for Slowest {
+///     fn ended(&self, activity: &Activity, begin: Instant, end: Instant) {
+///         let mut slowest = self.0.lock().unwrap();
+///         let seconds = (end - begin).as_secs_f64();
+///         if seconds > slowest.0 {
+///             *slowest = (seconds, activity.name.clone());
+///         }
+///     }
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Recorder;
+
+/// A launch, or something that ranks do together.
+///
+/// ```
+/// use moesaic::{Activity, Lane, Piece};
+///
+/// let rows = Activity {
+///     lane: Lane::Exchange,
+///     name: "rows".to_string(),
+///     piece: Some(Piece { number: 0, of: 4 }),
+///     bytes: 4096,
+/// };
+/// assert_eq!(rows.piece.unwrap().to_string(), "1 of 4");
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Activity;
+
+/// What does things one after the other.
+///
+/// ```
+/// assert_eq!(moesaic::Lane::Exchange.name(), "exchange");
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Lane;
+
+/// An activity that has ended.
+///
+/// ```
+/// use moesaic::{Recorded, Trace};
+///
+/// let seconds = |of: &Recorded| (of.end - of.begin).as_secs_f64();
+/// assert_eq!(Trace::default().recorded().iter().map(seconds).sum::<f64>(), 0.0);
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::Recorded;
+
+/// Events of any number of ranks as a trace file.
+///
+/// ```
+/// use moesaic::{Trace, chrome_trace};
+///
+/// let ranks = [Trace::default(), Trace::default()];
+/// let events = ranks.iter().enumerate().flat_map(|(rank, trace)| trace.events(rank));
+/// let text = chrome_trace(events.collect()).to_string();
+/// assert!(text.contains("rank 1"));
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::chrome_trace;
+
+/// A part of the rows that each rank has for each expert.
+///
+/// ```
+/// use moesaic::Piece;
+///
+/// assert_eq!(Piece { number: 1, of: 4 }.rows(10), 2..5);
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Piece;

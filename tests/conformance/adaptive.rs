@@ -1,0 +1,115 @@
+//! Ranks that choose together how they carry out each step learn what others learn.
+
+use super::case::{Case, host};
+use super::layers::engine as cpu;
+use super::mesh::{layer_on, mesh, on_ranks, part, shares, spec};
+use super::trained::COUNTERS;
+use moesaic::plan::Strategy;
+use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
+use moesaic::train::{Sgd, masters};
+use moesaic::tune::{AdaptiveLayer, Event, Options, Prediction, Rows, Space, Tuner, What};
+use moesaic::{Mesh, Parallel, Tensors, Training};
+
+const TOKENS: usize = 21;
+const STEPS: u64 = 30;
+
+/// What a rank has learnt, and what was decided.
+struct Learned {
+    parameters: Tensors<'static>,
+    events: Vec<Event>,
+}
+
+fn space() -> Space {
+    let mesh = Parallel {
+        ep: 2,
+        shards: 2,
+        ..Parallel::default()
+    };
+    Space {
+        degrees: vec![1, 3],
+        ..Space::of(mesh, 0)
+    }
+}
+
+fn tuner() -> Tuner {
+    let options = Options {
+        samples: 1,
+        ..Options::default()
+    };
+    Tuner::new(options, space())
+}
+
+/// Steps of descent; the loss is `Σ y·dy`.
+fn learn(mesh: &Mesh, case: &Case, predictions: &[Prediction]) -> Learned {
+    let engine = cpu();
+    let layer = layer_on(&engine, mesh, case, Some(Training::default()));
+    let mut optimizer = MeshOptimizer::new(&layer.ranks(), Sgd::with_momentum(0.05, 0.5));
+    let mut parameters = masters(&layer.weights_of(&case.host_weights()).unwrap());
+    for (name, tensor) in &parameters {
+        layer.set_weight(name, tensor).unwrap();
+    }
+    let predictions = predictions.to_vec();
+    let predict = Box::new(move |_: &_| predictions.clone());
+    let mut layer = AdaptiveLayer::new(layer, tuner(), "this machine", predict);
+    let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
+    let (own, width) = (part(case, tokens), case.spec.output_dim());
+    for step in 0..STEPS {
+        let (_, saved) = layer.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
+        let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
+        layer.backward(&saved, &dy, false).unwrap();
+        let scaling = Scaling::default();
+        update_mesh(layer.layer(), &mut optimizer, &mut parameters, scaling).unwrap();
+    }
+    Learned {
+        parameters,
+        events: layer.tuner().events().to_vec(),
+    }
+}
+
+fn case() -> Case {
+    let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 2, top_k = 1 }
+         experts = { bias = true }";
+    Case::random(&spec(text), TOKENS, 5)
+}
+
+fn learned(predictions: &[Prediction]) -> Vec<Learned> {
+    let case = case();
+    on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
+        learn(mesh, &case, predictions)
+    })
+}
+
+fn tried(events: &[Event]) -> Vec<Strategy> {
+    let tried = events.iter().filter_map(|event| match event.what {
+        What::Tried(strategy) => Some(strategy),
+        _ => None,
+    });
+    tried.collect()
+}
+
+#[test]
+fn a_layer_that_tries_strategies_learns_the_same() {
+    let default = Prediction {
+        strategy: Strategy::default(),
+        seconds: 1.0,
+    };
+    let fixed = learned(&[default]);
+    let searched = learned(&[]);
+    // All ways, and all numbers of pieces of each, by all ranks at the same steps.
+    let events = &searched[0].events;
+    assert_eq!(tried(events).len(), 3 * 2, "{events:?}");
+    let kept = |event: &Event| matches!(event.what, What::Kept { .. });
+    assert!(events.iter().any(kept), "{events:?}");
+    assert_eq!(events[0].key.rows, Rows::of_tokens(TOKENS.div_ceil(4)));
+    for (rank, (found, want)) in searched.iter().zip(&fixed).enumerate() {
+        assert_eq!(&found.events, events, "rank {rank}");
+        for (name, tensor) in &want.parameters {
+            let found = found.parameters[name].to_f32();
+            for (found, want) in found.iter().zip(tensor.to_f32()) {
+                let off = (found - want).abs();
+                assert!(off < 1e-4, "rank {rank}: `{name}` is {found}, not {want}");
+            }
+        }
+    }
+}

@@ -1,0 +1,360 @@
+//! Rows that travel in pieces: the same results, and exchanges beside products.
+
+use super::case::{Case, host};
+use super::layers::engine as cpu;
+use super::mesh::{
+    Grid, compare, evaluated, layer_on, mesh, on_ranks, part, shares, sliced, spec, specs, trained,
+};
+use super::simulated::open;
+use super::trained::COUNTERS;
+use moesaic::collectives::engine::{Engine as Carrier, Part, Ticket};
+use moesaic::collectives::{Call, Communicator, threads};
+use moesaic::plan::Place;
+use moesaic::reference::Random;
+use moesaic::tools::joined;
+use moesaic::{
+    Activity, Among, Lane, Mesh, Parallel, Piece, Recompute, Recorded, Recorder, Strategy, Tensors,
+    Trace, Training, chrome_trace,
+};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+fn by(degree: &str) -> Strategy {
+    format!("degree={degree}").parse().unwrap()
+}
+
+/// A mesh with rows in so many pieces.
+fn cut(parallel: Parallel, degree: &str) -> Grid {
+    let strategy = by(degree);
+    Grid { parallel, strategy }
+}
+
+#[test]
+fn outputs_in_pieces_are_the_bytes_of_one_process() {
+    let engine = cpu();
+    for (seed, spec) in specs().iter().enumerate() {
+        let case = Case::random(spec, 41, seed as u64);
+        let whole = case.layer(&engine).forward(&case.input()).unwrap();
+        for (parallel, degree) in [
+            (mesh(2, 1, 1), "2"),
+            (mesh(3, 1, 1), "5"),
+            (mesh(2, 1, 2), "4/2"),
+        ] {
+            let found = evaluated(&engine, cut(parallel, degree), &case);
+            let what = || format!("{parallel:?} in {degree}: {}", case.describe());
+            assert!(found == *whole.y().data, "{}", what());
+        }
+    }
+}
+
+#[test]
+fn gradients_in_pieces_are_those_of_one_process() {
+    let engine = cpu();
+    let degrees = ["2", "4/2", "1/3", "3/1", "2/3"];
+    for (seed, spec) in specs().iter().enumerate() {
+        let case = Case::random(spec, 41, seed as u64);
+        for (at, parallel) in [mesh(2, 1, 1), mesh(2, 2, 1)].into_iter().enumerate() {
+            let grid = cut(parallel, degrees[(seed + at) % degrees.len()]);
+            let recompute = [Recompute::None, Recompute::Hidden, Recompute::All][(seed + at) % 3];
+            compare(&engine, grid, &case, recompute);
+        }
+    }
+}
+
+/// Fewer rows than pieces, ranks without tokens, nothing at all, and all to one expert.
+#[test]
+fn pieces_without_rows_change_nothing() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 5, top_k = 1 }
+         router = { bias = true }
+         experts = { bias = true }
+         shared = [{ hidden_dim = 8, gate = 'sigmoid' }]";
+    for (tokens, seed) in [(0, 0), (1, 1), (3, 2), (33, 3)] {
+        let mut case = Case::random(&spec(text), tokens, seed);
+        if seed == 3 {
+            let bias = case.weights.0.get_mut("router.bias").unwrap();
+            bias.data[2] = 100.0;
+        }
+        for (parallel, degree) in [(mesh(3, 1, 1), "8"), (sliced(1, 2, 1), "4/8")] {
+            let recompute = Recompute::None;
+            compare(&engine, cut(parallel, degree), &case, recompute);
+        }
+    }
+}
+
+/// What runs out and who is first is decided before rows are cut.
+#[test]
+fn capacity_and_its_order_do_not_see_pieces() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 4, top_k = 2 }
+         capacity = { mode = 'factor', factor = 0.6, order = 'batch-prioritized' }";
+    let case = Case::random(&spec(text), 40, 4);
+    let whole = evaluated(&engine, mesh(2, 1, 1), &case);
+    assert!(evaluated(&engine, cut(mesh(2, 1, 1), "4"), &case) == whole);
+}
+
+#[test]
+fn gradients_in_pieces_are_the_same_bytes_in_every_run() {
+    let engine = cpu();
+    let case = Case::random(&specs()[0], 41, 0);
+    let dy = case.dy(5);
+    let run = || {
+        let (grid, training) = (cut(mesh(2, 1, 1), "4/2"), Training::default());
+        trained(&engine, grid, &case, training, &["y"], &dy)
+    };
+    assert!(run() == run());
+}
+
+#[test]
+fn simulated_gpus_have_rows_in_pieces() {
+    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }";
+    let case = Case::random(&spec(text), 19, 6);
+    for target in ["sim:sm_90a", "sim:gfx942"] {
+        let engine = open(target);
+        let recompute = Recompute::None;
+        compare(&engine, cut(mesh(2, 1, 1), "2/4"), &case, recompute);
+    }
+}
+
+/// Parameters after steps of plain descent, in which the strategy is drawn anew each time.
+fn learned(case: &Case, parallel: Parallel, degrees: &[&str]) -> Vec<(Place, Tensors<'static>)> {
+    const STEPS: u64 = 6;
+    let tokens = case.input.tokens;
+    on_ranks(&cpu(), parallel, |mesh| {
+        let engine = cpu();
+        let mut layer = layer_on(&engine, mesh, case, Some(Training::default()));
+        let mut parameters = layer.weights_of(&case.host_weights()).unwrap();
+        let own = &shares(tokens, parallel.ranks())[mesh.rank()];
+        let input = part(case, own);
+        let mut random = Random::new(17); // the same on all ranks
+        for step in 0..STEPS {
+            let drawn = random.bits() as usize % degrees.len();
+            layer.set_strategy(by(degrees[drawn])).unwrap();
+            let (_, saved) = layer
+                .forward_train(&input.input(), &["y"], COUNTERS)
+                .unwrap();
+            // Backward goes as forward did, whatever is chosen since.
+            layer.set_strategy(by("1")).unwrap();
+            let width = case.spec.output_dim();
+            let dy = &case.dy(step)[own.start * width..own.end * width];
+            let dy = host(case.spec.precision.activations, &[own.len(), width], dy);
+            layer.backward(&saved, &dy, false).unwrap();
+            layer.reduce_gradients().unwrap();
+            for (name, gradient) in layer.gradients().unwrap() {
+                let old = parameters[&name].to_f32();
+                let moved = old.iter().zip(gradient.to_f32()).map(|(p, g)| p - 0.05 * g);
+                let moved = moesaic::Tensor::owned(&gradient.shape, moved.collect::<Vec<f32>>());
+                layer.set_weight(&name, &moved).unwrap();
+                parameters.insert(&name, moved);
+            }
+        }
+        (mesh.place(), parameters)
+    })
+}
+
+#[test]
+fn degrees_drawn_anew_at_every_step_learn_the_same() {
+    let text = "shape = { model_dim = 8, hidden_dim = 12, experts = 4, top_k = 2 }
+         experts = { bias = true }";
+    let case = Case::random(&spec(text), 29, 11);
+    for parallel in [mesh(2, 1, 1), mesh(2, 2, 1)] {
+        let whole = learned(&case, parallel, &["1"]);
+        let drawn = learned(&case, parallel, &["1", "2", "4", "8", "4/2", "1/4", "2/3"]);
+        let start = case.host_weights();
+        for name in whole[0].1.keys() {
+            let of = |ranks: &[(Place, Tensors<'static>)]| {
+                let part = |place| {
+                    let rank = ranks.iter().find(|(at, _)| *at == place).unwrap();
+                    rank.1[name].lend()
+                };
+                match Among::of(parallel, name) {
+                    Among::World => part(ranks[0].0).into_static(),
+                    _ => joined(name, parallel, part),
+                }
+            };
+            let (want, found) = (of(&whole).to_f32(), of(&drawn).to_f32());
+            assert!(want != start[name].to_f32(), "`{name}` does not move");
+            for (found, want) in found.iter().zip(&want) {
+                let what = format!("{parallel:?}: `{name}` is {found}, not {want}");
+                assert!((found - want).abs() < 2e-6, "{what}");
+            }
+        }
+    }
+}
+
+/// Two things that wait for each other: launches of the first piece do not end before the
+/// second piece has come, and the second piece does not come before they have begun. So that
+/// it ends, exchanges have to go on beside launches.
+#[derive(Default)]
+struct Meeting {
+    launched: AtomicBool,
+    came: Mutex<bool>,
+    changed: Condvar,
+    trace: Trace,
+}
+
+/// Longer than anything takes on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+impl Recorder for Meeting {
+    fn begins(&self, activity: &Activity) {
+        let first = Some(Piece { number: 0, of: 2 });
+        if activity.lane == Lane::Compute && activity.piece == first {
+            self.launched.store(true, Ordering::SeqCst);
+        }
+    }
+
+    fn ended(&self, activity: &Activity, begin: Instant, end: Instant) {
+        let first = activity.piece.is_some_and(|piece| piece.number == 0);
+        if activity.lane != Lane::Compute || !first {
+            return self.trace.ended(activity, begin, end);
+        }
+        let came = self.came.lock().unwrap();
+        let waited = self
+            .changed
+            .wait_timeout_while(came, PATIENCE, |came| !*came);
+        drop(waited);
+        self.trace.ended(activity, begin, Instant::now());
+    }
+}
+
+/// Carries messages as it is told by a meeting.
+struct Slow {
+    threads: threads::Threads,
+    meeting: Arc<Meeting>,
+    received: Vec<Ticket>,
+}
+
+impl Carrier for Slow {
+    fn name(&self) -> String {
+        self.threads.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.threads.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.threads.size()
+    }
+
+    fn last_tag(&self) -> u32 {
+        self.threads.last_tag()
+    }
+
+    fn post(&mut self, to: usize, letter: &[u8]) -> Result<(), String> {
+        self.threads.post(to, letter)
+    }
+
+    fn collect(&mut self) -> Result<Option<Vec<u8>>, String> {
+        self.threads.collect()
+    }
+
+    unsafe fn send(&mut self, to: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+        // SAFETY: as the caller says.
+        unsafe { self.threads.send(to, tag, parts) }
+    }
+
+    unsafe fn receive(&mut self, from: usize, tag: u32, parts: &[Part]) -> Result<Ticket, String> {
+        // SAFETY: as the caller says.
+        let ticket = unsafe { self.threads.receive(from, tag, parts) }?;
+        self.received.push(ticket);
+        Ok(ticket)
+    }
+
+    fn finished(&mut self, ticket: Ticket) -> Result<bool, String> {
+        let second = self.received.get(1) == Some(&ticket);
+        if second && !self.meeting.launched.load(Ordering::SeqCst) {
+            return Ok(false);
+        }
+        let finished = self.threads.finished(ticket)?;
+        if second && finished {
+            *self.meeting.came.lock().unwrap() = true;
+            self.meeting.changed.notify_all();
+        }
+        Ok(finished)
+    }
+
+    fn gone(&self, rank: usize) -> Option<&'static str> {
+        self.threads.gone(rank)
+    }
+
+    fn revoke(&mut self) -> bool {
+        self.threads.revoke()
+    }
+}
+
+/// What is sent of a piece, and what was launched for it.
+fn of_piece<'r>(recorded: &'r [Recorded], lane: Lane, name: &str, number: usize) -> &'r Recorded {
+    let found = recorded.iter().find(|recorded| {
+        let activity = &recorded.activity;
+        let piece = activity.piece.is_some_and(|piece| piece.number == number);
+        activity.lane == lane && activity.name == name && piece
+    });
+    found.unwrap_or_else(|| panic!("no {name} of piece {number}: {recorded:?}"))
+}
+
+#[test]
+fn the_second_piece_travels_while_the_first_is_multiplied() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 64, hidden_dim = 32, experts = 4, top_k = 2 }";
+    let case = Case::random(&spec(text), 512, 3);
+    let want = evaluated(&engine, mesh(2, 1, 1), &case);
+    let carriers = threads::world(2);
+    let ranks: Vec<_> = std::thread::scope(|scope| {
+        let (engine, case) = (&engine, &case);
+        let ranks = carriers.into_iter().map(|threads| {
+            scope.spawn(move || {
+                let meeting = Arc::new(Meeting::default());
+                let carrier = Slow {
+                    threads,
+                    meeting: Arc::clone(&meeting),
+                    received: Vec::new(),
+                };
+                let device = engine.device().clone();
+                let mut world = Communicator::new(Box::new(carrier), device);
+                let mesh = Mesh::new(&mut world, mesh(2, 1, 1)).unwrap();
+                let mut layer = layer_on(engine, &mesh, case, None);
+                layer.set_strategy(by("2")).unwrap();
+                layer.record(Some(meeting.clone()));
+                let own = part(case, &shares(512, 2)[mesh.rank()]);
+                let y = layer.forward(&own.input()).unwrap().y().data.to_vec();
+                assert!(
+                    *meeting.came.lock().unwrap(),
+                    "nothing travels beside launches"
+                );
+                drop((layer, mesh));
+                world.finish(&Call::new("end")).unwrap();
+                (y, meeting)
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let found: Vec<u8> = ranks.iter().flat_map(|(y, _)| y.clone()).collect();
+    assert!(found == want);
+    for (rank, (_, meeting)) in ranks.iter().enumerate() {
+        check_timeline(&meeting.trace, rank);
+    }
+}
+
+/// Rows of the second piece come while the first is multiplied, and answers go after.
+fn check_timeline(trace: &Trace, rank: usize) {
+    let recorded = trace.recorded();
+    let rows = |number| of_piece(&recorded, Lane::Exchange, "rows", number);
+    let answer = |number| of_piece(&recorded, Lane::Exchange, "out", number);
+    let up = |number| of_piece(&recorded, Lane::Compute, "grouped_gemm_up", number);
+    let down = |number| of_piece(&recorded, Lane::Compute, "grouped_gemm_down", number);
+    assert!(rows(1).begin < up(0).begin && up(0).begin < rows(1).end);
+    assert!(up(0).begin < up(0).end && up(0).end <= down(0).begin);
+    assert!(answer(0).begin >= down(0).end && answer(0).begin <= up(1).begin);
+    assert!(answer(1).begin >= down(1).end);
+    assert!(rows(0).activity.bytes > 0 && up(0).activity.bytes > 0);
+    let file = chrome_trace(trace.events(rank));
+    let events = file["traceEvents"].as_array().unwrap();
+    let of = |phase: &str| events.iter().filter(|e| e["ph"] == phase).count();
+    assert!(of("X") > 6 && of("b") == of("e") && of("b") >= 4, "{file}");
+    let times = events.iter().filter_map(|event| event["ts"].as_f64());
+    assert!(times.clone().all(|ts| ts >= 0.0) && times.count() > 14);
+}
