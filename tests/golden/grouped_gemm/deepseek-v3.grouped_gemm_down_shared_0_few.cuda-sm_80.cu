@@ -8,7 +8,8 @@
 // multiprocessor to have its share. block_x counts row tiles, block_y columns.
 //
 // Weights are the left factor of the matrix unit, 16 lines of it; rows are the right one,
-// 8, 16, 32 or 64 of them, as there are, and more by turns.
+// 8, 16, 32 or 64 of them, as there are, and more by turns; at most 32 or 16 where lines
+// are copied in pieces of 8 or 4 bytes.
 //
 // Shared memory: a ring of 30720 bytes, of as many stages as fit in, filled by asynchronous
 // copies while one is multiplied. A stage has lines of 128 bytes, 64 elements of the inner
@@ -267,12 +268,16 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 16, TILE_DEPTH = 64;
 constexpr int RING = 30720;  // bytes
 
 constexpr int LINE = 128, CHUNK = 16, STEPS = LINE / 32;  // bytes; a product takes 32 of each line
-constexpr int LEFT = 16, MOST = 64;                       // lines of weights, and of rows at a time
+constexpr int LEFT = 16;                                  // lines of weights
 constexpr int DEPTHS = ceil_div(INNER, TILE_DEPTH);
 
 // Elements copied at a time, lanes that share a line, and lines copied at a time.
 constexpr int COPIED = pack_width<Element>(INNER);
 constexpr int LINE_LANES = TILE_DEPTH / COPIED, COPIED_LINES = WARP / LINE_LANES;
+
+// Rows at a time. A lane keeps the address of each line that it copies, of which small
+// pieces have more: never more than 16.
+constexpr int MOST = 16 * COPIED_LINES;
 
 static_assert(TILE_DEPTH * sizeof(Element) == LINE && COPIED * sizeof(Element) >= 4, "what a copy can move");
 static_assert(MOST * LINE <= RING, "the ring can hold the sums");
@@ -414,9 +419,9 @@ KERNEL(WARP) grouped_gemm_down(
         else if (left <= 16)
             multiply_rows<16>(ring, left_at, right, row_at);
         else if (left <= 32)
-            multiply_rows<32>(ring, left_at, right, row_at);
+            multiply_rows<lesser(32, MOST)>(ring, left_at, right, row_at);
         else
-            multiply_rows<64>(ring, left_at, right, row_at);
+            multiply_rows<MOST>(ring, left_at, right, row_at);
 
         // A lane makes results of one column, row by row.
         const i32 column = lane_index() % TILE_COLUMNS;
