@@ -10,7 +10,7 @@ use moesaic::train::TrainError;
 use moesaic::train::elastic::{self, Growth};
 use moesaic::weights::{Checkpoint, LoadOptions};
 use moesaic::weights::{load_keys, write_safetensors, write_whole};
-use moesaic::{LayerSpec, Parallel, SharedExperts, Tensors};
+use moesaic::{LayerSpec, Parallel, Placement, PlacementError, SharedExperts, Tensors};
 use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints
@@ -105,6 +105,9 @@ struct ShardArgs {
     /// What ranks have of shared experts: whole or sliced, in as many shards
     #[arg(long, value_name = "whole|sliced", value_parser = parse_shared, default_value = "whole")]
     shared: SharedExperts,
+    /// Which ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if not said
+    #[arg(long, value_name = "FILE")]
+    placement: Option<PathBuf>,
     /// Where rank-0.safetensors and so on go
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
@@ -124,6 +127,9 @@ struct UnshardArgs {
     /// What ranks have of shared experts: whole or sliced, in as many shards
     #[arg(long, value_name = "whole|sliced", value_parser = parse_shared, default_value = "whole")]
     shared: SharedExperts,
+    /// Which ranks have which experts, as for `shard`
+    #[arg(long, value_name = "FILE")]
+    placement: Option<PathBuf>,
     /// The whole layer's tensors
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -219,15 +225,34 @@ fn merge(args: &MergeArgs, console: &Console) -> Result {
 fn shard(args: &ShardArgs, console: &Console) -> Result {
     let (spec, weights) = args.whole.load(console)?;
     let mesh = mesh(args.ranks, args.shards, args.shared)?;
-    let parts = elastic::shard_experts(&spec, &weights, mesh)?;
+    let placement = placement(args.placement.as_deref())?;
+    let parts = elastic::shard_placed(&spec, &weights, (mesh, placement.as_ref()))?;
+    let placed = placement.unwrap_or_else(|| Placement::contiguous(mesh.ep, spec.shape.experts));
     std::fs::create_dir_all(&args.output)?;
     for (rank, tensors) in parts.iter().enumerate() {
         let file = args.output.join(format!("rank-{rank}.safetensors"));
         write_safetensors(&file, tensors)?;
-        let experts = mesh.experts(rank / mesh.shards, spec.shape.experts).len();
+        let experts = placed.count(rank / mesh.shards);
         console.print(&format!("{}: {experts} experts\n", file.display()))?;
     }
     Ok(())
+}
+
+/// Reads a placement from a file.
+fn placement(path: Option<&Path>) -> Result<Option<Placement>> {
+    let Some(path) = path else {
+        return Ok(None);
+    };
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| Failure::input(format!("{}: {error}", path.display())))?;
+    let read = match text.trim_start().starts_with('{') {
+        true => serde_json::from_str(&text).map_err(|error| error.to_string()),
+        false => text
+            .parse()
+            .map_err(|error: PlacementError| error.to_string()),
+    };
+    let named = |error: String| Failure::input(format!("{}: {error}", path.display()));
+    read.map(Some).map_err(named)
 }
 
 /// The mesh of ranks of which some share each expert.
@@ -249,7 +274,8 @@ fn unshard(args: &UnshardArgs, console: &Console) -> Result {
     let mesh = mesh(args.ranks.len(), args.shards, args.shared)?;
     let ranks = args.ranks.iter().map(|file| tensors(file));
     let ranks = ranks.collect::<Result<Vec<_>>>()?;
-    let whole = elastic::unshard_experts(&spec, &ranks, mesh)?;
+    let placement = placement(args.placement.as_deref())?;
+    let whole = elastic::unshard_placed(&spec, &ranks, (mesh, placement.as_ref()))?;
     write_safetensors(&args.output, &whole)?;
     let experts = spec.shape.experts;
     console.print(&format!("{}: {experts} experts\n", args.output.display()))

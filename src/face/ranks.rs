@@ -27,6 +27,87 @@ pub use moesaic_plan::Parallel;
 #[doc(inline)]
 pub use moesaic_plan::SharedExperts;
 
+/// Which groups of ranks have which experts, some of them on several.
+///
+/// ```
+/// use moesaic::Placement;
+///
+/// // Two groups; the second has a replica of expert 2, which the first owns.
+/// let placement: Placement = "0-2 | 3-5,+2".parse()?;
+/// assert_eq!(*placement.of(1), [3, 4, 5, 2]);
+/// assert_eq!((placement.owner(2), &*placement.holders(2)), (0, [0, 1].as_slice()));
+/// let error = "0-2 | 4".parse::<Placement>().unwrap_err();
+/// assert!(error.to_string().contains("expert 3"), "{error}");
+/// # Ok::<(), moesaic::PlacementError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Placement;
+
+/// A placement that is none, or not of a layer.
+///
+/// ```
+/// use moesaic::{Placement, PlacementError, Split};
+///
+/// let error = Placement::new(2, vec![vec![0, 1], vec![]], None, Split::Even).unwrap_err();
+/// assert_eq!(error, PlacementError::EmptyGroup { group: 1 });
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::PlacementError;
+
+/// How the rows of a replicated expert are shared out.
+///
+/// ```
+/// use moesaic::{Placement, Split};
+///
+/// let even: Placement = "0,+2 | 1,2".parse().unwrap();
+/// let rows = |placement: &Placement| placement.received(1, &[vec![0, 0, 6], vec![0, 0, 2]]);
+/// assert_eq!(rows(&even), [4, 4]);
+/// assert_eq!(rows(&even.splitting(Split::Near)), [6, 2]);
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Split;
+
+/// What EPLB packs replicas of experts to.
+///
+/// ```
+/// use moesaic::{Eplb, plan::rebalance};
+///
+/// let eplb = Eplb { replicas: 4, expert_groups: 1, nodes: 1, ranks: 2 };
+/// let packed = rebalance(&[8.0, 2.0, 2.0], &eplb)?;
+/// assert_eq!(packed.experts, [0, 1, 0, 2]); // the first expert on both
+/// # Ok::<(), moesaic::PlacementError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Eplb;
+
+/// Follows the loads of a layer's experts and says when another placement is worth it.
+///
+/// ```
+/// use moesaic::{Balancer, Balancing, Eplb, Placement};
+///
+/// let eplb = Eplb { replicas: 4, expert_groups: 1, nodes: 1, ranks: 2 };
+/// let options = Balancing { patience: 1, rest: 0, ..Balancing::default() };
+/// let mut balancer = Balancer::new(3, eplb, options);
+/// let present = Placement::contiguous(2, 3);
+/// balancer.observe(&[8, 2, 2])?; // of all ranks together
+/// let next = balancer.propose(&present)?.expect("ten of twelve rows are on the first");
+/// assert_eq!(next.holders(0).len(), 2);
+/// # Ok::<(), moesaic::PlacementError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Balancer;
+
+/// How easily experts move.
+///
+/// ```
+/// use moesaic::Balancing;
+///
+/// let eager = Balancing { gain: 0.02, rest: 10, ..Balancing::default() };
+/// assert!(eager.gain < Balancing::default().gain);
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::Balancing;
+
 /// How ranks carry out a call: may differ from call to call, and moves no weight to another
 /// owner.
 ///

@@ -8,9 +8,10 @@ use super::random::seeds;
 use super::simulated::open;
 use super::trained::{COUNTERS, near};
 use moesaic::collectives::{Call, Collectives, threads};
+use moesaic::plan::Placement;
 use moesaic::reference;
 use moesaic::spec::*;
-use moesaic::tools::joined;
+use moesaic::tools::joined_placed;
 use moesaic::{
     Among, Engine, Mesh, MeshLayer, Parallel, Recompute, SharedExperts, Strategy, Tensor, Training,
 };
@@ -134,6 +135,11 @@ pub trait Ranks {
         body: impl Fn(&Engine, &Mesh) -> T + Sync,
     ) -> Vec<T>;
 
+    /// Where their experts are, if not in order.
+    fn placement(&self) -> Option<&Placement> {
+        None
+    }
+
     /// How layers of these ranks carry out calls.
     fn strategy(&self) -> Strategy {
         Strategy::default()
@@ -212,18 +218,18 @@ pub fn evaluated(ranks: &impl Ranks, grid: impl Into<Grid>, case: &Case) -> Vec<
 
 /// Outputs, gradients of tokens, and gradients of weights after reduction.
 pub fn trained(
-    ranks: &impl Ranks,
+    all: &impl Ranks,
     grid: impl Into<Grid>,
     case: &Case,
     training: Training,
     names: &[&str],
     dy: &[f64],
 ) -> Results {
-    let grid = grid.into().on(ranks);
+    let grid = grid.into().on(all);
     let parallel = grid.parallel;
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
-    let ranks = ranks.each(parallel, |engine, mesh| {
+    let ranks = all.each(parallel, |engine, mesh| {
         let layer = grid.layer(engine, mesh, case, Some(training));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
@@ -258,7 +264,7 @@ pub fn trained(
             };
             let whole = match Among::of(parallel, name) {
                 Among::World => part(ranks[0].0).into_static(),
-                _ => joined(name, parallel, part),
+                _ => joined_placed(name, (parallel, all.placement()), part),
             };
             let values = whole.to_f32().into_iter().map(f64::from);
             results.insert(name.clone(), values.collect());

@@ -10,12 +10,12 @@ use moesaic::train::mesh::{MeshOptimizer, Scaling, broadcast, update_mesh};
 use moesaic::train::{AdamW, Optimizer, Sgd, masters};
 use moesaic::{Among, Mesh, MeshLayer, Parallel, Tensors, Training};
 
-const TOKENS: usize = 29;
+pub const TOKENS: usize = 29;
 const STEPS: u64 = 3;
 
 /// Shared experts, biases of experts and of the router, and sizes that every grid of up
 /// to 8 ranks can share but those of 5 and 7 slices.
-fn layer_of(hidden: usize) -> Case {
+pub fn layer_of(hidden: usize) -> Case {
     let text = format!(
         "shape = {{ model_dim = 8, hidden_dim = {hidden}, experts = 8, top_k = 2 }}
          router = {{ bias = true }}
@@ -33,7 +33,7 @@ fn grids() -> Vec<Parallel> {
 }
 
 /// What a rank has after its steps: its parameters, and the norms of gradients on the way.
-type Learned = (Tensors<'static>, Vec<f64>);
+pub type Learned = (Tensors<'static>, Vec<f64>);
 
 /// Three steps of an optimizer from a case's weights. The loss is `Σ y·dy` over the
 /// tokens of all ranks, times the divisor.
@@ -67,7 +67,7 @@ fn learn<O: Optimizer>(
 }
 
 /// AdamW with whole state and in parts, and descent whose gradients are clipped.
-fn learned(mesh: &Mesh, case: &Case) -> [Learned; 3] {
+pub fn learned(mesh: &Mesh, case: &Case) -> [Learned; 3] {
     let engine = cpu();
     let layer = layer_on(&engine, mesh, case, Some(Training::default()));
     let ranks = layer.ranks();
@@ -159,7 +159,7 @@ fn check(parallel: Parallel, case: &Case, want: &[Learned; 3]) -> Vec<[Learned; 
     ranks
 }
 
-fn alone(case: &Case) -> [Learned; 3] {
+pub fn alone(case: &Case) -> [Learned; 3] {
     let ranks = on_ranks(&cpu(), mesh(1, 1, 1), |mesh| learned(mesh, case));
     let [one] = ranks.try_into().unwrap_or_else(|_| panic!("one rank"));
     one

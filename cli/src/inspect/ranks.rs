@@ -22,7 +22,7 @@ fn passes(plan: &RankPlan) -> Vec<(&'static str, &[RankStep])> {
 pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette) -> String {
     let mesh = plan.mesh;
     let mut text = format!(
-        "rank {} of {}: ep {} of {}, slice {} of {}, group {} of {}; experts {:?}{}\n\n{}\n",
+        "rank {} of {}: ep {} of {}, slice {} of {}, group {} of {}; experts {}{}\n\n{}\n",
         mesh.rank(plan.place),
         mesh.ranks(),
         plan.place.ep,
@@ -31,7 +31,7 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
         mesh.shards,
         plan.place.dp,
         mesh.dp,
-        plan.own_experts(),
+        experts(plan),
         slices(plan) + &ways(plan),
         plan.text()
     );
@@ -52,6 +52,15 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
     }
     text += "what this rank sends, if every expert has equally many rows\n";
     text + &table.render(palette)
+}
+
+/// The rank's experts: a range, or in their order.
+fn experts(plan: &RankPlan) -> String {
+    let own = plan.own_experts();
+    match own.is_sorted_by(|a, b| a + 1 == *b) {
+        true => format!("{}..{}", own[0], own[own.len() - 1] + 1),
+        false => format!("{own:?}"),
+    }
 }
 
 /// What is said of sliced shared experts.
@@ -93,11 +102,12 @@ pub fn json(plan: &RankPlan, tokens: &[u64], per_node: usize) -> Value {
         });
         json!({ "pass": name, "steps": steps, "bytes": sent.collect::<Vec<_>>() })
     };
+    let own = plan.own_experts(); // without a placement a range
     json!({
         "mesh": plan.mesh,
         "place": plan.place,
         "ways": plan.ways,
-        "experts": [plan.own_experts().start, plan.own_experts().end],
+        "experts": [own[0], own[own.len() - 1] + 1],
         "passes": passes(plan).iter().map(of_pass).collect::<Vec<_>>(),
     })
 }

@@ -16,6 +16,7 @@ mod caches;
 mod layer;
 mod mesh;
 mod ops;
+mod placement;
 mod tilings;
 mod tuning;
 mod work;
@@ -32,8 +33,12 @@ pub use mesh::{Lane, Packed, SATURATED};
 pub use mesh::{MeshError, Parallel, Place, SharedExperts};
 pub use mesh::{Piece, PieceTimes, Span, best_degree, timeline};
 pub use mesh::{Strip, Ways, WaysCost, WaysLoad};
-pub use mesh::{experts_of, plan_rank, plan_ways, slices_of_shared};
+pub use mesh::{experts_of, plan_placed, plan_rank, plan_ways, slices_of_shared};
 pub use ops::*;
+pub use placement::{Balancer, Balancing, Kept, Move, Moves, moves, moves_from};
+pub use placement::{Eplb, Packing, balanced, rebalance};
+pub use placement::{Placement, PlacementError, Split};
+pub use placement::{ShadowForm, ShadowModel, shadows};
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
 pub use work::Work;
@@ -83,4 +88,7 @@ pub enum PlanError {
     /// A strategy that its mesh cannot have.
     #[error(transparent)]
     Strategy(#[from] StrategyError),
+    /// Experts placed as its mesh cannot have them.
+    #[error(transparent)]
+    Placement(#[from] PlacementError),
 }

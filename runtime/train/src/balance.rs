@@ -1,10 +1,12 @@
 //! Loads of experts: the bias that balances without a loss, and the moving
 //! share of entropy-guided routing.
 //!
-//! Pure functions over counts, for trainers: once per global batch, with the
+//! Functions over counts, for trainers: once per global batch, with the
 //! counts of every rank and micro-batch summed, and never again when
 //! activations are recomputed.
 
+use crate::TrainError;
+use moesaic_engine::{Among, Ranks};
 use std::cmp::Ordering;
 
 /// `b_e += rate · sign(mean(counts) - counts_e)` (DeepSeek-V3's loss-free
@@ -43,6 +45,34 @@ pub fn update_load(load: &mut [f32], counts: &[i64], decay: f32) {
         let share = count as f64 / total as f64;
         *load = (f64::from(decay) * f64::from(*load) + (1.0 - f64::from(decay)) * share) as f32;
     }
+}
+
+/// The counts of all ranks' tokens together: what `counts` of each have, added up, the same
+/// on every rank. For [`moesaic_plan::Balancer`] and what is above. All ranks call it.
+///
+/// # Errors
+/// Those of the exchange; [`TrainError::Tensor`] for other numbers of experts elsewhere.
+pub fn counts_of_all(ranks: &Ranks, counts: &[i64]) -> Result<Vec<i64>, TrainError> {
+    let bytes: Vec<u8> = counts
+        .iter()
+        .flat_map(|count| count.to_le_bytes())
+        .collect();
+    let all = ranks.gather_bytes(&bytes, Among::World, "counts of all ranks")?;
+    if all.iter().any(|theirs| theirs.len() != bytes.len()) {
+        let problem = format!(
+            "are of {} experts here, and not so on all ranks",
+            counts.len()
+        );
+        return Err(TrainError::tensor("counts", problem));
+    }
+    let mut sums = vec![0; counts.len()];
+    for theirs in &all {
+        let each = theirs.as_chunks().0.iter();
+        for (sum, &count) in sums.iter_mut().zip(each) {
+            *sum += i64::from_le_bytes(count);
+        }
+    }
+    Ok(sums)
 }
 
 #[cfg(test)]

@@ -22,7 +22,7 @@
 
 use crate::TrainError;
 use moesaic_engine::{Among, Input, Mesh, Ranks};
-use moesaic_plan::{Parallel, Place};
+use moesaic_plan::{Place, Placement};
 use moesaic_tensor::Tensor;
 use std::cmp::Ordering;
 
@@ -102,7 +102,7 @@ pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, Trai
 /// With `shards` ranks that have slices of the same experts are one: their room is added up.
 ///
 /// # Errors
-/// As [`best`]; those of the exchange.
+/// As [`best`]; those of the exchange; [`TrainError::Tensor`] where experts have replicas.
 ///
 /// ```
 /// use moesaic_engine::{Counters, Input, MeshLayer};
@@ -132,9 +132,13 @@ pub fn swipe(
     top_k: usize,
 ) -> Result<Chosen, TrainError> {
     check(logits, experts, top_k)?;
-    let mesh = ranks.mesh().parallel();
+    let (mesh, placement) = (ranks.mesh().parallel(), placed(ranks.mesh(), experts)?);
+    if let Some(expert) = placement.replicated().first() {
+        let problem = format!("choose expert {expert}, which several ranks have: room is unknown");
+        return Err(TrainError::tensor("logits", problem));
+    }
     let mut ids = of_each(logits, experts, top_k, |_| true);
-    let owners = owners(mesh, experts);
+    let owners: Vec<usize> = (0..experts).map(|expert| placement.owner(expert)).collect();
     let mut told = vec![0u64; 1 + top_k * mesh.ep];
     told[0] = ids.len() as u64;
     for (slot, &id) in ids.iter().enumerate() {
@@ -157,8 +161,8 @@ pub fn swipe(
         let wants = all.iter().map(|theirs| &theirs[first..first + mesh.ep]);
         let sends = moved(&wants.collect::<Vec<_>>(), &mut room);
         let to = |ep: usize| {
-            let theirs = mesh.experts(ep, experts);
-            theirs.start + slot % theirs.len()
+            let theirs = placement.of(ep);
+            theirs[slot % theirs.len()]
         };
         let slots = ids.iter_mut().skip(slot).step_by(top_k);
         resend(slots, sends[own].clone(), &owners, to);
@@ -221,8 +225,12 @@ pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
         let rank = |shard| parallel.rank(Place { ep, shard, ..place });
         (0..parallel.shards).all(|shard| node(rank(shard)) == node(mesh.rank()))
     };
-    let owners = owners(parallel, experts);
-    owners.into_iter().map(near).collect()
+    let placement = mesh.placement_of(experts);
+    let here = |expert| match &placement {
+        Some(placement) => placement.holders(expert).iter().any(|&ep| near(ep)),
+        None => false,
+    };
+    (0..experts).map(here).collect()
 }
 
 /// `E · Σ_e c_e m_e`, where `c_e` is the share of tokens whose best expert is e and `m_e` the
@@ -305,9 +313,12 @@ fn softmax(values: impl Iterator<Item = f32> + Clone) -> Vec<f32> {
 }
 
 /// Which ranks have each expert.
-fn owners(mesh: Parallel, experts: usize) -> Vec<usize> {
-    let of = |ep: usize| mesh.experts(ep, experts).map(move |_| ep);
-    (0..mesh.ep).flat_map(of).collect()
+fn placed(mesh: &Mesh, experts: usize) -> Result<Placement, TrainError> {
+    mesh.placement_of(experts).ok_or_else(|| {
+        let ep = mesh.parallel().ep;
+        let problem = format!("are of {experts} experts, which {ep} groups do not have so");
+        TrainError::tensor("logits", problem)
+    })
 }
 
 fn numbers(bytes: &[u8]) -> Vec<u64> {

@@ -23,6 +23,7 @@ pub mod elastic;
 mod error;
 pub mod gates;
 pub mod mesh;
+pub mod migrate;
 mod optimizer;
 mod sgd;
 

@@ -8,7 +8,7 @@
 //! | a gradient | is added up over | divided by |
 //! |---|---|---|
 //! | of what every rank has | all ranks | the divisor |
-//! | of a rank's experts | those that have the same; the exchange has brought the tokens of all others already | the same divisor |
+//! | of a rank's experts | those that have the same, and those with replicas; the exchange has brought the tokens of all others already | the same divisor |
 //! | of a rank's slices of shared experts | those that have the same; here the exchange has brought the tokens of the other slices' ranks | the same divisor |
 //!
 //! A loss that is the mean over each rank's own tokens wants the number of ranks as
@@ -267,7 +267,11 @@ pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainErr
             rest = behind;
         }
     }
-    Ok(())
+    let of_experts = gradients
+        .iter_mut()
+        .filter(|(name, _)| mesh.among(name) == Among::Replicas);
+    let mut parts: Vec<&mut [f32]> = of_experts.map(|(_, tensor)| floats_mut(tensor)).collect();
+    Ok(ranks.sum_replicas(&mut parts, "gradients of replicas")?)
 }
 
 /// The norm of all gradients of all ranks together, each parameter counted once. Summed
@@ -280,7 +284,11 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
     let mut sums = BTreeMap::new();
     for (name, gradient) in gradients.iter().filter(|(name, _)| mesh.holds(name)) {
         let values = floats(name, gradient)?;
-        let squares = values.iter().map(|g| f64::from(*g) * f64::from(*g));
+        let rows = gradient.shape.first().copied().unwrap_or(1);
+        let row = values.len() / rows.max(1);
+        let counted = mesh.counted(name, rows).into_iter();
+        let counted = counted.flat_map(|rows| &values[rows.start * row..rows.end * row]);
+        let squares = counted.map(|g| f64::from(*g) * f64::from(*g));
         *sums.entry(mesh.among(name)).or_insert(0.0) += squares.sum::<f64>();
     }
     let mut all = 0.0;
@@ -323,7 +331,11 @@ pub fn broadcast(ranks: &Ranks, parameters: &mut Tensors<'_>) -> Result<(), Trai
             rest = behind;
         }
     }
-    Ok(())
+    let of_experts = parameters
+        .iter_mut()
+        .filter(|(name, _)| mesh.among(name) == Among::Replicas);
+    let mut parts: Vec<&mut [u8]> = of_experts.map(|(_, tensor)| tensor.data.to_mut()).collect();
+    Ok(ranks.broadcast_replicas(&mut parts, "parameters of replicas")?)
 }
 
 /// A rank's parts of the named tensors, weights or state of an optimizer, of one process

@@ -16,30 +16,33 @@ pub struct Sent {
 
 impl RankPlan {
     /// What this rank sends in an exchange when each rank has `tokens` tokens and every
-    /// expert equally many rows, with `per_node` ranks on a node, one node's after the
-    /// other's. Sums count what their shortest form sends: each part but one's own to its
-    /// owner and, if all get it, the result back.
+    /// expert equally many rows, its replicas equally many of them, with `per_node` ranks on a
+    /// node, one node's after the other's. Sums count what their shortest form sends: each
+    /// part but one's own to its owner and, if all get it, the result back.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
         let (group, among) = (self.members(), self.sharing_rows());
         let own = self.mesh.rank(self.place);
         let block: Vec<usize> = self.by().block(own).collect();
         let world: Vec<usize> = (0..self.mesh.ranks()).collect();
         let rows = tokens * self.tokens.spec.shape.top_k as u64;
-        let experts = self.tokens.spec.shape.experts as u64;
+        let (placement, experts) = (self.row_placement(), self.tokens.spec.shape.experts);
+        let loads = placement.loads(&vec![1.0; experts]);
+        let ep = |rank: usize| self.by().place(rank).ep;
+        let part = |ep: usize| (rows as f64 * loads[ep] / experts as f64) as u64;
         let row = |side, id| self.row_bytes(side, id) as u64;
         // A row of tokens, which may be packed for other nodes.
         let row_to = |rank: usize, side, id| match &exchange.packed {
             Some(packed) if self.distance(rank, per_node) > 1 => packed.row_bytes as u64,
             _ => row(side, id),
         };
-        let owned = |rank: usize| self.owned(rank) as u64;
+        let owned = |rank: usize| placement.count(ep(rank)) as u64;
         let of_piece = |rows: u64| match exchange.piece {
             None => rows,
             Some(piece) => piece.rows(rows as usize).len() as u64,
         };
         // Rows between this rank and the experts of another, and the other way.
-        let to = |rank: usize| of_piece(rows * owned(rank) / experts);
-        let from = |_: usize| of_piece(rows * self.experts_here().len() as u64 / experts);
+        let to = |rank: usize| of_piece(part(ep(rank)));
+        let from = |_: usize| of_piece(part(ep(own)));
         let slices: Vec<usize> = (0..self.mesh.shards).map(|s| self.slice(s)).collect();
         let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
             let mut sent = Sent::default();
@@ -152,13 +155,6 @@ impl RankPlan {
             shard,
             ..self.place
         })
-    }
-
-    /// Experts that a rank multiplies with.
-    fn owned(&self, rank: usize) -> usize {
-        let by = self.by();
-        let experts = self.tokens.spec.shape.experts;
-        by.mesh().experts(by.place(rank).ep, experts).len()
     }
 
     /// 0 for this rank, 1 for its node, 2 for others.

@@ -170,7 +170,7 @@ mod tests {
             let below = divisors.iter().rev().find(|r| **r as f64 <= optimum);
             let above = divisors.iter().find(|r| **r as f64 >= optimum);
             let ends = [0, 1, 24];
-            let beside = [below, above].iter().any(|r| *r == Some(&best));
+            let beside = [below, above].contains(&Some(&best));
             assert!(
                 beside || ends.contains(&best),
                 "{best}, not beside {optimum}"

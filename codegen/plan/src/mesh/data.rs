@@ -1,7 +1,7 @@
 //! What one rank does, as data.
 
 use super::{Packed, Parallel, Piece, Place};
-use crate::{LayerPlan, Step, TensorId};
+use crate::{LayerPlan, Placement, Step, TensorId};
 use serde::{Deserialize, Serialize};
 
 /// What one rank does in each pass.
@@ -11,6 +11,9 @@ pub struct RankPlan {
     pub mesh: Parallel,
     /// Which of them this is.
     pub place: Place,
+    /// Which groups have which experts; `None`: as [`Parallel::experts`] says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<Placement>,
     /// To how many slices of its expert a row goes; 0 where rows stay. Fewer than weights
     /// have: the experts' side has weights that are gathered ([`Way::GatherWeight`]).
     pub ways: usize,
@@ -239,9 +242,14 @@ impl RankPlan {
         width as usize * tensor.dtype.size()
     }
 
-    /// The experts that this rank owns.
-    pub fn own_experts(&self) -> std::ops::Range<usize> {
-        let experts = self.tokens.spec.shape.experts;
-        self.mesh.experts(self.place.ep, experts)
+    /// Which groups own which experts.
+    pub fn placement(&self) -> Placement {
+        let contiguous = || Placement::contiguous(self.mesh.ep, self.tokens.spec.shape.experts);
+        self.placement.clone().unwrap_or_else(contiguous)
+    }
+
+    /// The experts that this rank has, in the order in which it has them.
+    pub fn own_experts(&self) -> Vec<usize> {
+        self.placement().of(self.place.ep).into_owned()
     }
 }

@@ -50,7 +50,7 @@ pub use ways::{Strip, Ways};
 pub use wire::{Lane, Packed, SATURATED};
 
 use crate::layer::{Builder, Part, Recompute, Role};
-use crate::{LayerPlan, PlanError, PlanOptions};
+use crate::{LayerPlan, Placement, PlanError, PlanOptions};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
@@ -80,20 +80,48 @@ pub fn plan_ways(
     (mesh, ways): (Parallel, usize),
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
+    plan_placed(spec, target, options, (mesh, None, ways), rank)
+}
+
+/// The same where experts are placed as the caller says; `None`: in order.
+///
+/// # Errors
+/// As [`plan_ways`]; [`PlanError::Placement`] for a placement of other experts or groups;
+/// [`PlanError::Strategy`] for weights that are gathered and experts that are not in order.
+pub fn plan_placed(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+    (mesh, placement, ways): (Parallel, Option<&Placement>, usize),
+    rank: usize,
+) -> Result<RankPlan, PlanError> {
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
     let by = Ways::new(mesh, ways)?;
+    let placement = out_of_order(placement, mesh, spec.shape.experts)?;
+    if let Some(placement) = placement {
+        let strategy = Strategy {
+            ways: Some(ways),
+            ..Strategy::default()
+        };
+        strategy.check_placed(&mesh, placement)?;
+    }
     let of_experts = PlanOptions {
         unpacked: options.unpacked || !by.own_alone(),
         ..options.clone()
     };
-    let experts = plan_experts(spec, target, &of_experts, by.mesh(), by.place(rank));
+    let own = match placement {
+        None => experts_of(spec, by.mesh(), by.place(rank)),
+        Some(placement) => of_so_many(spec, mesh, place, placement.count(place.ep)),
+    };
+    let experts = plan_experts(spec, target, &of_experts, &own);
     let sliced = mesh.slices_shared() && !spec.shared.is_empty();
     let shared = sliced.then(|| plan_shared(spec, target, options, mesh));
     let (tokens, places) = plan_tokens(spec, target, options, (&experts, shared.as_ref()));
     let plan = RankPlan {
         mesh,
         place,
+        placement: placement.cloned(),
         ways,
         tile_rows: steps::tile_rows(&experts),
         steps: Vec::new(),
@@ -107,15 +135,31 @@ pub fn plan_ways(
     Ok(steps::in_order(plan, &places))
 }
 
+/// A placement that the mesh can have, if it is not that of experts in order.
+fn out_of_order(
+    placement: Option<&Placement>,
+    mesh: Parallel,
+    experts: usize,
+) -> Result<Option<&Placement>, PlanError> {
+    if let Some(placement) = placement {
+        placement.check(&mesh, experts)?;
+    }
+    Ok(placement.filter(|placement| !placement.is_contiguous()))
+}
+
 /// The routed experts of a rank as a layer of their own: a row is a token whose one
 /// expert is known.
 pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: Place) -> LayerSpec {
-    let experts = mesh.experts(place.ep, spec.shape.experts);
+    let experts = mesh.experts(place.ep, spec.shape.experts).len();
+    of_so_many(spec, mesh, place, experts)
+}
+
+fn of_so_many(spec: &LayerSpec, mesh: Parallel, place: Place, experts: usize) -> LayerSpec {
     LayerSpec {
         shape: Shape {
             model_dim: spec.expert_input_dim(),
             hidden_dim: mesh.hidden(place.shard, spec.shape.hidden_dim).len(),
-            experts: experts.len(),
+            experts,
             top_k: 1,
             output_dim: Some(spec.expert_output_dim()),
         },
@@ -160,11 +204,9 @@ fn plan_experts(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
-    mesh: Parallel,
-    place: Place,
+    own: &LayerSpec,
 ) -> LayerPlan {
-    let own = experts_of(spec, mesh, place);
-    let mut builder = Builder::new(&own, target, options);
+    let mut builder = Builder::new(own, target, options);
     builder.packs &= !options.unpacked;
     builder.part = Part::Experts {
         of: spec.shape.experts,

@@ -1,6 +1,7 @@
 //! How ranks carry out a pass of a layer: what may differ from call to call.
 
 use super::{Parallel, Ways};
+use crate::Placement;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -291,6 +292,19 @@ pub enum StrategyError {
         /// Their least common multiple.
         pieces: usize,
     },
+    /// Something that is not built for experts that are not in order.
+    #[error(
+        "`{asked}` is there for experts in order alone, and these are placed `{placement}`; take \
+         ways={shards},degree=1,route=linear, or a mesh without a placement"
+    )]
+    Placed {
+        /// What of the strategy.
+        asked: String,
+        /// As text.
+        placement: String,
+        /// Of the mesh.
+        shards: usize,
+    },
     /// Not built.
     #[error("`{0}` is not there yet")]
     NotYet(String),
@@ -326,6 +340,27 @@ impl Strategy {
             });
         }
         self.check_built(mesh)
+    }
+
+    /// Whether ranks of a mesh can do so where experts are placed so: those that are not in
+    /// order have rows that travel whole and straight, to weights that stay.
+    ///
+    /// # Errors
+    /// [`StrategyError::Placed`].
+    pub fn check_placed(&self, mesh: &Parallel, at: &Placement) -> Result<(), StrategyError> {
+        let default = Strategy::default();
+        let other = Strategy {
+            ways: self.ways.filter(|ways| *ways != mesh.shards),
+            ..*self
+        };
+        match at.is_contiguous() || other == default {
+            true => Ok(()),
+            false => Err(StrategyError::Placed {
+                asked: other.to_string(),
+                placement: at.to_string(),
+                shards: mesh.shards,
+            }),
+        }
     }
 
     fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
@@ -408,5 +443,28 @@ mod tests {
             not_yet("wire=fp8 with route=once")
         );
         assert_eq!(check("ways=2,wire=fp8"), not_yet("wire=fp8 with ways=2"));
+    }
+
+    #[test]
+    fn experts_out_of_order_have_rows_that_travel_whole_and_straight() {
+        let mesh = Parallel {
+            ep: 2,
+            shards: 2,
+            ..Parallel::default()
+        };
+        let check = |text: &str, placement: &str| {
+            let strategy: Strategy = text.parse().unwrap();
+            strategy.check_placed(&mesh, &placement.parse().unwrap())
+        };
+        for text in ["default", "ways=2", "degree=1", "route=linear"] {
+            assert_eq!(check(text, "0,3 | 1,2"), Ok(()), "{text}");
+        }
+        for text in ["ways=0", "ways=1", "degree=2", "degree=1/2", "route=once"] {
+            assert_eq!(check(text, "0,1 | 2,3"), Ok(()), "{text}");
+            let error = check(text, "0,3 | 1,2").unwrap_err().to_string();
+            let says = |part: &str| assert!(error.contains(part), "{error}");
+            says(&format!("`{text}`"));
+            says("take ways=2,degree=1,route=linear");
+        }
     }
 }

@@ -9,7 +9,7 @@
 //! all ranks that hold the experts once, each gathers all of them, and rows stay.
 
 use super::{Parallel, Place, RankPlan, SharedExperts, StrategyError};
-use crate::TensorId;
+use crate::{Placement, TensorId};
 use std::ops::Range;
 
 /// To how many slices of its expert a row goes, in a mesh by which weights are shared.
@@ -142,11 +142,20 @@ impl RankPlan {
         Ways { weights, ways }
     }
 
+    /// Which groups of the mesh that rows travel in multiply with which experts: where weights
+    /// are gathered, those in order.
+    pub fn row_placement(&self) -> Placement {
+        let (by, experts) = (self.by(), self.tokens.spec.shape.experts);
+        match by.own_alone() {
+            true => self.placement(),
+            false => Placement::contiguous(by.mesh().ep, experts),
+        }
+    }
+
     /// The experts that this rank multiplies with: its own, or those of all ranks.
-    pub fn experts_here(&self) -> Range<usize> {
-        let (by, rank) = (self.by(), self.mesh.rank(self.place));
-        let experts = self.tokens.spec.shape.experts;
-        by.mesh().experts(by.place(rank).ep, experts)
+    pub fn experts_here(&self) -> Vec<usize> {
+        let place = self.by().place(self.mesh.rank(self.place));
+        self.row_placement().of(place.ep).into_owned()
     }
 
     /// The parts of a weight of the experts' side, or of its gradient, that the ranks of this
@@ -178,7 +187,7 @@ impl RankPlan {
         }
         let ep = rank / self.mesh.shards % self.mesh.ep;
         let all = self.tokens.spec.shape.experts;
-        let (theirs, here) = (self.mesh.experts(ep, all), self.experts_here().start);
+        let (theirs, here) = (self.mesh.experts(ep, all), self.experts_here()[0]);
         let (before, behind) = shape.split_at(cut.unwrap_or(1));
         let rows = theirs.len() * before[1..].iter().product::<usize>();
         let stride: usize = behind.iter().product();
@@ -323,7 +332,7 @@ mod tests {
                 covered[at] += 1;
                 let from = whole(coordinates(index, &own), experts.start, theirs);
                 let first = cut.map_or(0, |_| here);
-                let to = whole(coordinates(at, &shape), plan.experts_here().start, first);
+                let to = whole(coordinates(at, &shape), plan.experts_here()[0], first);
                 assert_eq!(from, to, "{:?} of {by:?}", plan.experts[tensor].name);
             }
         }

@@ -5,7 +5,7 @@ use super::shard;
 use super::share::Share;
 use crate::error::EngineError;
 use moesaic_collectives::{Call, Element, Slice, Transfer};
-use moesaic_plan::{Parallel, Place};
+use moesaic_plan::{Parallel, Place, Placement};
 use moesaic_tensor::{Described, SourceError, Tensor, Tensors, WeightSink};
 use std::ops::Range;
 use std::time::Duration;
@@ -70,7 +70,8 @@ impl Ranks {
                 then(&mut |sink| sink.write(&tensor.data));
                 continue;
             }
-            for piece in pieces(self.mesh().parallel(), share, tensor, counts) {
+            let placed = (self.mesh().parallel(), self.mesh().placement());
+            for piece in pieces(placed, share, tensor, counts) {
                 let piece = self.piece(name, tensor, piece)?;
                 then(&mut |sink| sink.write(&piece));
             }
@@ -105,15 +106,34 @@ impl Ranks {
             let message = format!("{here} tensors here, {there} in part {other} of the layer");
             return Err(EngineError::Save(message));
         }
-        Ok((0..own.len()).map(of).collect())
+        let counts: Vec<Vec<usize>> = (0..own.len()).map(of).collect();
+        self.check_placed(own, &counts)?;
+        Ok(counts)
+    }
+
+    /// Refuses tensors of other experts than those that are placed.
+    fn check_placed(&self, own: &Tensors<'_>, counts: &[Vec<usize>]) -> Result<(), EngineError> {
+        let (mesh, placement) = (self.mesh().parallel(), self.mesh().placement());
+        let Some(placement) = placement else {
+            return Ok(());
+        };
+        let wanted: Vec<usize> = (0..mesh.ep).map(|group| placement.count(group)).collect();
+        let of_experts = |name: &str| Share::of(mesh, name).counts_experts();
+        let mut named = own.keys().zip(counts);
+        match named.find(|(name, counts)| of_experts(name) && **counts != wanted) {
+            None => Ok(()),
+            Some((name, counts)) => Err(EngineError::Save(format!(
+                "groups have {counts:?} experts of `{name}`, placed are {wanted:?}"
+            ))),
+        }
     }
 
     /// A tensor as one process has it.
     fn whole(&self, name: &str, tensor: &Tensor<'_>, counts: &[usize]) -> Described {
-        let mesh = self.mesh().parallel();
+        let (mesh, placement) = (self.mesh().parallel(), self.mesh().placement());
         let (share, mut shape) = (Share::of(mesh, name), tensor.shape.clone());
         if let Some(experts) = shape.first_mut().filter(|_| share.counts_experts()) {
-            *experts = counts.iter().sum();
+            *experts = placement.map_or(counts.iter().sum(), Placement::experts);
         }
         if let Some(width) = share.hidden.and_then(|at| shape.get_mut(at)) {
             *width *= mesh.shards;
@@ -188,31 +208,59 @@ fn row_bytes(tensor: &Tensor<'_>) -> usize {
 
 /// The pieces of a tensor in the order of the whole: a few experts of each group of ranks at
 /// a time, or rows of a shared one.
-fn pieces(mesh: Parallel, share: Share, tensor: &Tensor<'_>, counts: &[usize]) -> Vec<Piece> {
+fn pieces(
+    (mesh, placement): (Parallel, Option<&Placement>),
+    share: Share,
+    tensor: &Tensor<'_>,
+    counts: &[usize],
+) -> Vec<Piece> {
     let cut = share.hidden.filter(|_| mesh.shards > 1);
     let slices_of = |ep: usize| {
         let first = ep * mesh.shards;
         first..first + cut.map_or(1, |_| mesh.shards)
     };
-    // Ranks with the next rows, and how many those are.
+    // Ranks with the next rows, and which of theirs those are.
     let own_rows = tensor.shape.first().copied().unwrap_or(1);
-    let holders: Vec<(Range<usize>, usize)> = match share.hidden {
+    let holders: Vec<(Range<usize>, Range<usize>)> = match (share.hidden, placement) {
+        (_, Some(placement)) if share.counts_experts() => {
+            let owned = owned_runs(placement).into_iter();
+            owned.map(|(ep, slots)| (slices_of(ep), slots)).collect()
+        }
         _ if share.counts_experts() => {
             let groups = counts.iter().enumerate();
-            groups.map(|(ep, &count)| (slices_of(ep), count)).collect()
+            groups
+                .map(|(ep, &count)| (slices_of(ep), 0..count))
+                .collect()
         }
-        Some(0) => slices_of(0)
-            .map(|rank| (rank..rank + 1, own_rows))
+        (Some(0), _) => slices_of(0)
+            .map(|rank| (rank..rank + 1, 0..own_rows))
             .collect(),
-        _ => vec![(slices_of(0), own_rows)],
+        _ => vec![(slices_of(0), 0..own_rows)],
     };
     let step = (PIECE / row_bytes(tensor).max(1)).max(1);
-    let of = |(ranks, count): (Range<usize>, usize)| {
-        (0..count).step_by(step).map(move |first| Piece {
+    let of = |(ranks, rows): (Range<usize>, Range<usize>)| {
+        let end = rows.end;
+        rows.step_by(step).map(move |first| Piece {
             ranks: ranks.clone(),
-            rows: first..count.min(first + step),
+            rows: first..end.min(first + step),
             beside: cut.filter(|dimension| *dimension > 0),
         })
     };
     holders.into_iter().flat_map(of).collect()
+}
+
+/// The experts in the order of their numbers: the group that owns the next ones, and where
+/// among its experts they are.
+fn owned_runs(placement: &Placement) -> Vec<(usize, Range<usize>)> {
+    let mut runs: Vec<(usize, Range<usize>)> = Vec::new();
+    for expert in 0..placement.experts() {
+        let group = placement.owner(expert);
+        let slot = placement.slot(group, expert);
+        let slot = slot.expect("an owner has its expert");
+        match runs.last_mut() {
+            Some((last, slots)) if *last == group && slots.end == slot => slots.end += 1,
+            _ => runs.push((group, slot..slot + 1)),
+        }
+    }
+    runs
 }

@@ -4,7 +4,7 @@ use super::lent::Spare;
 use crate::error::EngineError;
 use moesaic_collectives::topology::host_name;
 use moesaic_collectives::{Call, Collectives, Element, Helper, Slice, Topology, Transfer};
-use moesaic_plan::{Parallel, Place, PlanError, Ways};
+use moesaic_plan::{Parallel, Place, Placement, PlanError, Ways};
 use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,11 +15,25 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub struct Mesh {
     parallel: Parallel,
     place: Place,
+    /// `None`: as [`Parallel::experts`] says.
+    placement: Option<Placement>,
     groups: Arc<Mutex<Groups>>,
     /// Of every rank, by which routes find their nodes.
     hosts: Arc<[String]>,
     /// Whether layers keep experts' weights as other ranks can gather them.
     unpacked: bool,
+}
+
+/// Which groups of a mesh have which of so many experts, if they can.
+pub(super) fn placement_of(
+    mesh: Parallel,
+    placement: Option<&Placement>,
+    experts: usize,
+) -> Option<Placement> {
+    match placement {
+        Some(placement) => (placement.experts() == experts).then(|| placement.clone()),
+        None => (experts >= mesh.ep).then(|| Placement::contiguous(mesh.ep, experts)),
+    }
 }
 
 /// Each is called by all of its ranks, in the same order.
@@ -170,10 +184,37 @@ impl Mesh {
         Ok(Mesh {
             parallel,
             place,
+            placement: None,
             groups: Arc::new(Mutex::new(groups)),
             hosts: hosts.into(),
             unpacked: false,
         })
+    }
+
+    /// The same ranks where experts are placed otherwise. Layers that are made on it have
+    /// their experts so, and parts of tensors, sums and checkpoints follow ([`Mesh::part`],
+    /// [`Ranks`](crate::Ranks)). Layers with other placements take one each. All ranks place
+    /// alike.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`] for a placement on another number of groups.
+    pub fn placed(&self, placement: &Placement) -> Result<Mesh, EngineError> {
+        let checked = placement.check(&self.parallel, placement.experts());
+        checked.map_err(PlanError::from)?;
+        Ok(Mesh {
+            placement: Some(placement.clone()),
+            ..self.clone()
+        })
+    }
+
+    /// Which groups have which experts; `None`: as [`Parallel::experts`] says.
+    pub fn placement(&self) -> Option<&Placement> {
+        self.placement.as_ref()
+    }
+
+    /// The same of a layer of so many experts; `None` if it cannot be placed so.
+    pub fn placement_of(&self, experts: usize) -> Option<Placement> {
+        placement_of(self.parallel, self.placement(), experts)
     }
 
     /// The same mesh for layers that may go any number of ways

@@ -19,7 +19,7 @@ use crate::texts::Texts;
 use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{Both, Role, SATURATED, StrategyError, Ways, Wire, plan_ways};
+use moesaic_plan::{Both, Role, SATURATED, StrategyError, Ways, Wire, plan_placed};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
@@ -95,6 +95,7 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
         let own = Shard::new(spec, mesh.parallel(), mesh.place(), weights);
+        let own = own.placed(mesh.placement());
         self.mesh_layer_with(mesh, spec, (weights, &own), training)
     }
 
@@ -169,20 +170,15 @@ impl Engine {
             unpacked: mesh.keeps_unpacked(),
             ..self.plan_options(training)
         };
-        let sharing = (mesh.parallel(), ways);
-        Ok(plan_ways(
-            spec,
-            self.target(),
-            &options,
-            sharing,
-            mesh.rank(),
-        )?)
+        let (target, sharing) = (self.target(), (mesh.parallel(), mesh.placement(), ways));
+        Ok(plan_placed(spec, target, &options, sharing, mesh.rank())?)
     }
 }
 
 /// Whether all ranks make the same layer.
 fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Result<(), EngineError> {
     let spec = serde_json::to_string(&plan.tokens.spec).unwrap_or_default();
+    let placement = plan.placement().to_string();
     let (parallel, training) = (format!("{:?}", mesh.parallel()), format!("{training:?}"));
     let parts = plan.tokens.tensors.iter();
     let parts = parts.filter(|tensor| tensor.name.ends_with("dweight_parts"));
@@ -191,6 +187,7 @@ fn check_same(mesh: &Mesh, plan: &RankPlan, training: Option<Training>) -> Resul
     let values = [
         ("moesaic", env!("CARGO_PKG_VERSION")),
         ("mesh", &parallel),
+        ("placement", &placement),
         ("spec", &spec),
         ("training", &training),
         ("columns of dweight_parts", &parts),
@@ -233,6 +230,10 @@ impl MeshLayer {
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let parallel = self.mesh.parallel();
         strategy.check(&parallel).map_err(PlanError::from)?;
+        if let Some(placement) = self.mesh.placement() {
+            let checked = strategy.check_placed(&parallel, placement);
+            checked.map_err(PlanError::from)?;
+        }
         let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
         let course = self.mesh.course(strategy.route, by)?;
         if !self.views.contains_key(&by.count()) {
@@ -323,8 +324,7 @@ impl MeshLayer {
     }
 
     /// The part that is this rank's: weights and gradients of its experts, `experts.` and
-    /// the rest of the name, whose first expert is the first of
-    /// [`RankPlan::own_experts`].
+    /// the rest of the name, in the order of [`RankPlan::own_experts`].
     pub fn own(&self) -> &Layer {
         &self.experts
     }

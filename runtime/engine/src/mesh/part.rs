@@ -1,13 +1,13 @@
 //! A rank's part of any tensors that are named as weights are: those of a model, their
 //! master copies, what an optimizer keeps beside them.
 
-use super::groups::Mesh;
+use super::groups::{Mesh, placement_of};
 use super::ranks::Among;
 use super::shard::{beside, sliced};
 use super::share::Share;
 use crate::error::EngineError;
 use moesaic_kernel::DType;
-use moesaic_plan::{Parallel, Place};
+use moesaic_plan::{Parallel, Place, Placement};
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
 
@@ -33,7 +33,22 @@ impl Mesh {
         source: &dyn WeightSource,
         name: &str,
     ) -> Result<Tensor<'static>, EngineError> {
-        part_of(self.parallel(), self.place(), source, name)
+        let placed = (self.parallel(), self.placement());
+        part_of_placed(placed, self.place(), source, name)
+    }
+
+    /// Which rows of this rank's part of a tensor count where all ranks' parts are counted
+    /// once: all, but of experts with replicas those that it owns. `rows` is the part's
+    /// first dimension.
+    pub fn counted(&self, name: &str, rows: usize) -> Vec<Range<usize>> {
+        let of_experts = Share::of(self.parallel(), name).counts_experts();
+        let placement = self.placement().filter(|_| of_experts);
+        let Some(placement) = placement else {
+            return std::iter::once(0..rows).collect();
+        };
+        let own = self.place().ep;
+        let owned = (0..rows.min(placement.count(own))).filter(|&slot| placement.owns(own, slot));
+        owned.map(|slot| slot..slot + 1).collect()
     }
 }
 
@@ -76,11 +91,21 @@ fn holds(mesh: Parallel, place: Place, name: &str) -> bool {
 /// The shape of what the rank at a place of a mesh has of a tensor of a shape; `None` if
 /// they cannot share it.
 pub fn part_shape(mesh: Parallel, place: Place, name: &str, whole: &[usize]) -> Option<Vec<usize>> {
+    part_shape_placed((mesh, None), place, name, whole)
+}
+
+/// The same where experts are placed as the caller says; `None`: as [`part_shape`].
+pub fn part_shape_placed(
+    (mesh, placement): (Parallel, Option<&Placement>),
+    place: Place,
+    name: &str,
+    whole: &[usize],
+) -> Option<Vec<usize>> {
     let share = Share::of(mesh, name);
     let mut shape = whole.to_vec();
     if share.counts_experts() {
-        let experts = shape.first_mut().filter(|experts| **experts >= mesh.ep)?;
-        *experts = mesh.experts(place.ep, *experts).len();
+        let experts = shape.first_mut()?;
+        *experts = placement_of(mesh, placement, *experts)?.count(place.ep);
     }
     if let Some(dimension) = share.hidden {
         let width = shape.get_mut(dimension)?;
@@ -104,6 +129,19 @@ pub fn part_of(
     source: &dyn WeightSource,
     name: &str,
 ) -> Result<Tensor<'static>, EngineError> {
+    part_of_placed((mesh, None), place, source, name)
+}
+
+/// The same where experts are placed as the caller says; `None`: as [`part_of`].
+///
+/// # Errors
+/// As [`part_of`].
+pub fn part_of_placed(
+    (mesh, placement): (Parallel, Option<&Placement>),
+    place: Place,
+    source: &dyn WeightSource,
+    name: &str,
+) -> Result<Tensor<'static>, EngineError> {
     let problem = |problem: String| EngineError::Weight {
         name: name.to_string(),
         problem,
@@ -111,7 +149,7 @@ pub fn part_of(
     let described = source.describe(name);
     let (dtype, shape) = described.ok_or_else(|| problem("is missing".to_string()))?;
     let share = Share::of(mesh, name);
-    let Some(own) = part_shape(mesh, place, name, &shape) else {
+    let Some(own) = part_shape_placed((mesh, placement), place, name, &shape) else {
         let Parallel { ep, shards, .. } = mesh;
         let message = format!("of shape {shape:?} cannot be shared by {ep} x {shards} ranks");
         return Err(problem(message));
@@ -121,34 +159,44 @@ pub fn part_of(
     }
     let slice = |dimension: usize| mesh.hidden(place.shard, shape[dimension]);
     let rows = shape.first().copied().unwrap_or(1);
-    let rows = match share.hidden {
-        _ if share.counts_experts() => mesh.experts(place.ep, rows),
-        Some(0) => slice(0),
-        _ => 0..rows,
+    let placement = placement_of(mesh, placement, rows).filter(|_| share.counts_experts());
+    let rows = match (&placement, share.hidden) {
+        (Some(placement), _) => runs(&placement.of(place.ep)),
+        (None, Some(0)) => vec![slice(0)],
+        (None, _) => std::iter::once(0..rows).collect(),
     };
-    let part = read(source, name, rows)?;
+    let part = read(source, name, &rows)?;
     Ok(match share.hidden.filter(|_| mesh.shards > 1) {
         Some(dimension) if dimension > 0 => sliced(&part, dimension, &slice(dimension)),
         _ => part,
     })
 }
 
+/// Numbers that follow each other together.
+pub(super) fn runs(numbers: &[usize]) -> Vec<Range<usize>> {
+    let next = |a: &usize, b: &usize| a + 1 == *b;
+    let runs = numbers.chunk_by(next);
+    runs.map(|run| run[0]..run[0] + run.len()).collect()
+}
+
 /// Rows of a tensor, put together if they come in pieces.
 fn read(
     source: &dyn WeightSource,
     name: &str,
-    rows: Range<usize>,
+    runs: &[Range<usize>],
 ) -> Result<Tensor<'static>, EngineError> {
     let failed = |source| EngineError::Source {
         name: name.to_string(),
         source,
     };
     let mut pieces: Vec<Tensor<'_>> = Vec::new();
-    let mut first = rows.start;
-    while first < rows.end || pieces.is_empty() {
-        let piece = source.rows(name, first..rows.end).map_err(failed)?;
-        first += piece.shape.first().copied().unwrap_or(1).max(1);
-        pieces.push(piece);
+    for rows in runs {
+        let mut first = rows.start;
+        while first < rows.end || pieces.is_empty() {
+            let piece = source.rows(name, first..rows.end).map_err(failed)?;
+            first += piece.shape.first().copied().unwrap_or(1).max(1);
+            pieces.push(piece);
+        }
     }
     Ok(match pieces.len() {
         1 => pieces.remove(0).into_static(),

@@ -5,7 +5,7 @@ use super::share::Share;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{Algorithm, Call, Collectives, Element, Reduction, Slice};
+use moesaic_collectives::{Algorithm, Call, Collectives, Element, Reduction, Slice, Transfer};
 use moesaic_plan::Parallel;
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
@@ -219,6 +219,38 @@ impl Ranks {
         Ok(receives.into_iter().map(part).collect())
     }
 
+    /// Hands bytes to some of a group, and gets some: peers with bytes, and peers with the
+    /// number of bytes that they have for this rank, several of one in the same order on
+    /// both sides. Returns what arrives.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`], also where both sides expect other sizes.
+    pub fn trade(
+        &self,
+        sends: &[(usize, Vec<u8>)],
+        receives: &[(usize, usize)],
+        among: Among,
+        what: &str,
+    ) -> Result<Vec<Vec<u8>>, EngineError> {
+        let sent: Vec<&[u8]> = sends.iter().map(|(_, bytes)| &**bytes).collect();
+        let from = self.buffer(&sent.concat())?;
+        let to = self.buffer(&vec![0; receives.iter().map(|(_, size)| size).sum()])?;
+        let sizes = sends.iter().map(|(peer, bytes)| (*peer, bytes.len()));
+        let sends = transfers(&from, sizes)?;
+        let receives = transfers(&to, receives.iter().copied())?;
+        let mut groups = self.mesh.groups();
+        let group = groups.among(among);
+        group
+            .exchange(&sends, &receives, &Call::new(what))?
+            .wait()?;
+        let arrived = |one: &Transfer| {
+            let mut bytes = vec![0; one.slice.bytes()];
+            self.device.download(&to, one.slice.offset(), &mut bytes)?;
+            Ok(bytes)
+        };
+        receives.iter().map(arrived).collect()
+    }
+
     /// Bytes of all, of any sizes, in the order of ranks.
     ///
     /// # Errors
@@ -271,4 +303,18 @@ impl Ranks {
     pub(super) fn device(&self) -> &dyn Device {
         &*self.device
     }
+}
+
+/// Bytes of a buffer, one peer's after the other's.
+fn transfers(
+    buffer: &Arc<Buffer>,
+    sizes: impl Iterator<Item = (usize, usize)>,
+) -> Result<Vec<Transfer>, EngineError> {
+    let mut first = 0;
+    let transfer = |(peer, bytes)| {
+        first += bytes;
+        let slice = Slice::new(buffer, Element::U8, first - bytes, bytes)?;
+        Ok(Transfer { peer, slice })
+    };
+    sizes.map(transfer).collect()
 }

@@ -1,7 +1,7 @@
 //! Which rows go where in one call, from counts alone.
 
 use moesaic_collectives::plan::{FanOut, Passage};
-use moesaic_plan::{self as plan, Parallel, Place};
+use moesaic_plan::{self as plan, Parallel, Place, Placement};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -27,6 +27,7 @@ pub(super) struct Piece {
 pub(super) struct Rows {
     mesh: Parallel,
     place: Place,
+    placement: Placement,
     /// Where the rows of each of all experts begin on the tokens' side, and their end.
     offsets: Vec<usize>,
     /// Rows from each rank of the group for each expert of this rank.
@@ -42,25 +43,39 @@ pub(super) struct Rows {
 impl Rows {
     /// What a rank tells the others: the rows that it has for the experts of each, rank
     /// after rank. Slices of an expert get the same.
-    pub fn told(mesh: Parallel, offsets: &[usize]) -> (Vec<i64>, Vec<usize>) {
-        let experts = offsets.len() - 1;
+    pub fn told(
+        (mesh, place): (Parallel, Place),
+        placement: &Placement,
+        offsets: &[usize],
+    ) -> (Vec<i64>, Vec<usize>) {
+        let from = (place.ep * mesh.shards + place.shard, place.ep);
         let (mut counts, mut sizes) = (Vec::new(), Vec::new());
         for peer in 0..mesh.group() {
-            let theirs = mesh.experts(peer / mesh.shards, experts);
+            let group = peer / mesh.shards;
+            let theirs = placement.of(group);
             sizes.push(theirs.len());
-            counts.extend(theirs.map(|e| (offsets[e + 1] - offsets[e]) as i64));
+            counts.extend(theirs.iter().map(|&e| {
+                let rows = offsets[e + 1] - offsets[e];
+                placement.share(from, e, rows, group).len() as i64
+            }));
         }
         (counts, sizes)
     }
 
     /// From what the others have told, as many numbers as this rank has experts from each.
-    pub fn new(mesh: Parallel, place: Place, offsets: Vec<usize>, told: &[i64]) -> Rows {
-        let own = mesh.experts(place.ep, offsets.len() - 1).len();
+    pub fn new(
+        (mesh, place): (Parallel, Place),
+        placement: Placement,
+        offsets: Vec<usize>,
+        told: &[i64],
+    ) -> Rows {
+        let own = placement.count(place.ep);
         let of_rank = |counts: &[i64]| counts.iter().map(|&count| count as usize).collect();
         let rows = Rows {
             mesh,
             place,
             received: told.chunks_exact(own).map(of_rank).collect(),
+            placement,
             offsets,
             passage: None,
             fan: None,
@@ -202,18 +217,21 @@ impl Rows {
 
     /// The rows of this rank's tokens for the experts of a rank, by piece.
     fn of_owner(&self, peer: usize, pieces: &Range<usize>) -> Vec<Piece> {
-        let owner = peer / self.mesh.shards;
-        let experts = self.mesh.experts(owner, self.offsets.len() - 1);
+        let Place { ep, shard, .. } = self.place;
+        let (from, group) = (ep * self.mesh.shards + shard, peer / self.mesh.shards);
+        let experts = self.placement.of(group);
         let piece = |number: usize, e: usize| {
-            let rows = self.cut(number, self.offsets[e + 1] - self.offsets[e]);
+            let all = self.offsets[e + 1] - self.offsets[e];
+            let share = self.placement.share((from, ep), e, all, group);
+            let rows = self.cut(number, share.len());
             Piece {
                 peer,
-                first: self.offsets[e] + rows.start,
+                first: self.offsets[e] + share.start + rows.start,
                 rows: rows.len(),
             }
         };
         let pieces = pieces.clone();
-        let pieces = pieces.flat_map(|number| experts.clone().map(move |e| (number, e)));
+        let pieces = pieces.flat_map(|number| experts.iter().map(move |&e| (number, e)));
         let pieces = pieces.map(|(number, e)| piece(number, e));
         pieces.filter(|piece| piece.rows > 0).collect()
     }
@@ -300,6 +318,14 @@ mod tests {
 
     /// The rows of every rank of a group, from counts `[rank][expert]`.
     fn group(mesh: Parallel, counts: &[Vec<usize>]) -> Vec<Rows> {
+        placed(
+            mesh,
+            &Placement::contiguous(mesh.ep, counts[0].len()),
+            counts,
+        )
+    }
+
+    fn placed(mesh: Parallel, placement: &Placement, counts: &[Vec<usize>]) -> Vec<Rows> {
         let offsets = |counts: &Vec<usize>| {
             let mut list = vec![0];
             list.extend(counts.iter().scan(0, |sum, n| {
@@ -309,14 +335,17 @@ mod tests {
             list
         };
         let all: Vec<Vec<usize>> = counts.iter().map(offsets).collect();
-        let told: Vec<_> = all.iter().map(|own| Rows::told(mesh, own)).collect();
+        let at = |rank| (mesh, mesh.place(rank).unwrap());
+        let told = all.iter().enumerate();
+        let told = told.map(|(rank, own)| Rows::told(at(rank), placement, own));
+        let told: Vec<_> = told.collect();
         let rank = |rank: usize| {
             let mut heard = Vec::new();
             for (counts, sizes) in &told {
                 let first: usize = sizes[..rank].iter().sum();
                 heard.extend(&counts[first..first + sizes[rank]]);
             }
-            Rows::new(mesh, mesh.place(rank).unwrap(), all[rank].clone(), &heard)
+            Rows::new(at(rank), placement.clone(), all[rank].clone(), &heard)
         };
         (0..mesh.group()).map(rank).collect()
     }
@@ -327,16 +356,40 @@ mod tests {
         (0..ranks).map(of_rank).collect()
     }
 
+    /// Meshes with placements, contiguous ones and others.
+    fn meshes() -> Vec<(Parallel, Placement)> {
+        let mesh = |ep, shards| Parallel {
+            ep,
+            shards,
+            ..Parallel::default()
+        };
+        let sizes = [(1, 1, 3), (2, 1, 5), (3, 2, 7), (2, 3, 2), (4, 1, 4)];
+        let plain = sizes
+            .map(|(ep, shards, experts)| (mesh(ep, shards), Placement::contiguous(ep, experts)));
+        let texts = [
+            (1, "3,1 | 0,2"),
+            (2, "4,0,+2 | 2,1 | 3,+0"),
+            (1, "near: 0,+2 | 1,2 | 3"),
+            (3, "near: +1,0 | 1,+0"),
+            (1, "0-3 | +0,+3 | +0,+1,+2,+3"),
+        ];
+        let others = texts.map(|(shards, text)| {
+            let placement: Placement = text.parse().unwrap();
+            (mesh(placement.groups(), shards), placement)
+        });
+        plain.into_iter().chain(others).collect()
+    }
+
     #[test]
     fn every_row_goes_to_every_slice_of_its_expert_and_comes_back_once() {
-        for (ep, shards, experts) in [(1, 1, 3), (2, 1, 5), (3, 2, 7), (2, 3, 2), (4, 1, 4)] {
-            let mesh = Parallel {
-                ep,
-                shards,
-                ..Parallel::default()
-            };
-            let counts = some_counts(mesh.group(), experts);
-            let all = group(mesh, &counts);
+        for (mesh, placement) in meshes() {
+            let shards = mesh.shards;
+            let counts = some_counts(mesh.group(), placement.experts());
+            let all = placed(mesh, &placement, &counts);
+            let arriving: Vec<usize> = all.iter().map(Rows::arriving).collect();
+            let want = placement.received(shards, &counts);
+            let want = want.iter().flat_map(|rows| vec![*rows; shards]);
+            assert!(want.eq(arriving), "{placement}: {:?}", counts);
             for (rank, rows) in all.iter().enumerate() {
                 let own: usize = counts[rank].iter().sum();
                 let back: usize = rows.answered(&(0..1)).iter().map(|piece| piece.rows).sum();
@@ -356,13 +409,9 @@ mod tests {
     /// In any number of pieces, and for exchanges that take some of them together.
     #[test]
     fn pieces_of_rows_are_all_rows_once_and_fit_their_peers() {
-        for (ep, shards, experts) in [(1, 1, 3), (2, 1, 5), (3, 2, 7), (2, 3, 2)] {
-            let mesh = Parallel {
-                ep,
-                shards,
-                ..Parallel::default()
-            };
-            let whole = group(mesh, &some_counts(mesh.group(), experts));
+        for (mesh, placement) in meshes() {
+            let counts = some_counts(mesh.group(), placement.experts());
+            let whole = placed(mesh, &placement, &counts);
             for (pieces, of) in [(1, 1), (2, 2), (4, 2), (6, 3), (5, 1)] {
                 let all: Vec<Rows> = whole
                     .iter()
@@ -405,13 +454,9 @@ mod tests {
 
     #[test]
     fn messages_of_two_ranks_have_the_same_sizes_in_the_same_order() {
-        for (ep, shards, experts) in [(2, 1, 5), (3, 2, 7), (2, 3, 2)] {
-            let mesh = Parallel {
-                ep,
-                shards,
-                ..Parallel::default()
-            };
-            let all = group(mesh, &some_counts(mesh.group(), experts));
+        for (mesh, placement) in meshes() {
+            let counts = some_counts(mesh.group(), placement.experts());
+            let all = placed(mesh, &placement, &counts);
             let sizes = |pieces: Vec<Piece>, peer: usize| -> Vec<usize> {
                 let of_peer = pieces.into_iter().filter(|piece| piece.peer == peer);
                 of_peer.map(|piece| piece.rows).collect()

@@ -353,13 +353,16 @@ impl Run<'_> {
     /// Everybody learns how many rows come from where.
     fn count(&mut self) -> Result<Rows, EngineError> {
         let (mesh, place) = self.travels();
-        let experts = self.plan.tokens.spec.shape.experts;
+        let (placement, experts) = (
+            self.plan.row_placement(),
+            self.plan.tokens.spec.shape.experts,
+        );
         let mut offsets = vec![0i64; experts + 1];
         let device = &*self.tokens.layer.device;
         let from = self.tokens.named("offsets").expect("a scan has offsets");
         device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
         let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
-        let (counts, sizes) = Rows::told(mesh, &offsets);
+        let (counts, sizes) = Rows::told((mesh, place), &placement, &offsets);
         let algorithm = match self.course {
             Course::Straight => Algorithm::Direct,
             Course::Over(algorithm) => algorithm,
@@ -369,11 +372,11 @@ impl Run<'_> {
             let call = self.call("counts");
             let group = self.groups.between(Between::Rows(self.plan.ways));
             let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
-            let mut rows = Rows::new(mesh, place, offsets, &told);
+            let mut rows = Rows::new((mesh, place), placement, offsets, &told);
             rows.passage = Some(passage);
             return self.fan_out(rows);
         }
-        let own = self.plan.experts_here().len();
+        let own = placement.count(place.ep);
         let mut told = vec![0i64; own * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
         let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
@@ -386,7 +389,7 @@ impl Run<'_> {
         rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
-        Ok(Rows::new(mesh, place, offsets, &told))
+        Ok(Rows::new((mesh, place), placement, offsets, &told))
     }
 
     /// Where each token crosses to a node once, ranks learn which rows are of one token.
@@ -547,18 +550,27 @@ impl Run<'_> {
         call: &Call,
     ) -> Result<Started, EngineError> {
         let (mesh, place) = self.travels();
-        let experts = self.plan.tokens.spec.shape.experts;
-        let own = self.plan.experts_here().len();
-        let piece = |peer, first, rows| Piece { peer, first, rows };
-        let sends: Vec<Piece> = match place.shard {
-            0 => (0..mesh.group()).map(|peer| piece(peer, 0, own)).collect(),
+        let placement = self.plan.row_placement();
+        // What a group owns, in rows of its own and in rows of the whole.
+        let runs = |ep: usize, of_whole: bool| {
+            let (peer, experts) = (ep * mesh.shards, placement.of(ep).into_owned());
+            let owned = (0..experts.len()).filter(|&slot| placement.owns(ep, slot));
+            let pairs: Vec<(usize, usize)> = owned.map(|slot| (slot, experts[slot])).collect();
+            let next = |a: &(usize, usize), b: &(usize, usize)| (a.0 + 1, a.1 + 1) == *b;
+            let pieces = pairs.chunk_by(next).map(|run| Piece {
+                peer,
+                first: if of_whole { run[0].1 } else { run[0].0 },
+                rows: run.len(),
+            });
+            pieces.collect::<Vec<Piece>>()
+        };
+        let own = match place.shard {
+            0 => runs(place.ep, false),
             _ => Vec::new(),
         };
-        let receives = (0..mesh.ep).map(|ep| {
-            let theirs = mesh.experts(ep, experts);
-            piece(ep * mesh.shards, theirs.start, theirs.len())
-        });
-        let receives: Vec<Piece> = receives.collect();
+        let sent = |peer| own.iter().map(move |piece| Piece { peer, ..*piece });
+        let sends: Vec<Piece> = (0..mesh.group()).flat_map(sent).collect();
+        let receives: Vec<Piece> = (0..mesh.ep).flat_map(|ep| runs(ep, true)).collect();
         let sends = self.transfers(plan::Side::Experts, from, &sends)?;
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
         self.send(Between::Rows(self.plan.ways), &sends, &receives, call)

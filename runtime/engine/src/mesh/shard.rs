@@ -1,8 +1,10 @@
 //! A rank's own weights, out of those of all.
 
+use super::groups::placement_of;
+use super::part::runs;
 use super::share::{Share, shared_part};
 use moesaic_kernel::DType;
-use moesaic_plan::{Parallel, Place};
+use moesaic_plan::{Parallel, Place, Placement};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
 use std::ops::Range;
@@ -14,6 +16,7 @@ pub struct Shard<'a> {
     whole: &'a dyn WeightSource,
     mesh: Parallel,
     place: Place,
+    placement: Option<&'a Placement>,
     /// Whole experts.
     experts: usize,
     /// The hidden width of whole experts.
@@ -34,10 +37,22 @@ impl<'a> Shard<'a> {
             whole,
             mesh,
             place,
+            placement: None,
             experts: spec.shape.experts,
             hidden: spec.shape.hidden_dim,
             shared: spec.shared.iter().map(|one| one.hidden_dim).collect(),
         }
+    }
+
+    /// The same where experts are placed as the caller says.
+    pub fn placed(self, placement: Option<&'a Placement>) -> Shard<'a> {
+        Shard { placement, ..self }
+    }
+
+    /// The rank's experts.
+    fn own_experts(&self) -> Vec<usize> {
+        let placement = placement_of(self.mesh, self.placement, self.experts);
+        placement.map_or(Vec::new(), |all| all.of(self.place.ep).into_owned())
     }
 
     /// How a weight is shared, with its dimension that is cut here and the whole's width
@@ -65,6 +80,15 @@ pub fn joined<'t>(
     mesh: Parallel,
     part: impl Fn(Place) -> Tensor<'t>,
 ) -> Tensor<'static> {
+    joined_placed(name, (mesh, None), part)
+}
+
+/// The same where experts are placed as the caller says: of replicas the owner's count.
+pub fn joined_placed<'t>(
+    name: &str,
+    (mesh, placement): (Parallel, Option<&Placement>),
+    part: impl Fn(Place) -> Tensor<'t>,
+) -> Tensor<'static> {
     let share = Share::of(mesh, name);
     let dimension = share.hidden;
     // Of what slices do not cut each has the same, or zeros: the first counts.
@@ -74,10 +98,30 @@ pub fn joined<'t>(
         let parts: Vec<Tensor<'_>> = (0..slices).map(of).collect();
         beside(&parts, dimension.unwrap_or(0))
     };
-    match share.counts_experts() {
-        true => beside(&(0..mesh.ep).map(group).collect::<Vec<_>>(), 0),
-        false => group(0),
+    if !share.counts_experts() {
+        return group(0);
     }
+    let groups: Vec<Tensor<'_>> = (0..mesh.ep).map(group).collect();
+    match placement {
+        None => beside(&groups, 0),
+        Some(placement) => in_order(&groups, placement),
+    }
+}
+
+/// Experts in the order of their numbers, each from its owner.
+fn in_order(groups: &[Tensor<'_>], placement: &Placement) -> Tensor<'static> {
+    let experts = placement.experts();
+    let mut shape = groups[0].shape.clone();
+    shape[0] = experts;
+    let mut whole = Tensor::zeros(groups[0].dtype, &shape);
+    let row = whole.data.len() / experts.max(1);
+    for (expert, to) in whole.data.to_mut().chunks_exact_mut(row.max(1)).enumerate() {
+        let owner = placement.owner(expert);
+        let from = placement.slot(owner, expert).map(|slot| slot * row);
+        let from = from.and_then(|first| groups[owner].data.get(first..first + row));
+        to.copy_from_slice(from.expect("an owner has its expert"));
+    }
+    whole
 }
 
 /// Tensors one after the other along a dimension.
@@ -107,7 +151,7 @@ impl WeightSource for Shard<'_> {
         // Of a shape that is not the layer's the layer says so itself.
         let experts = shape.first_mut().filter(|_| share.counts_experts());
         if let Some(experts) = experts.filter(|experts| **experts == self.experts) {
-            *experts = self.mesh.experts(self.place.ep, self.experts).len();
+            *experts = self.own_experts().len();
         }
         if let Some((dimension, width)) = cut
             && let Some(there) = shape.get_mut(dimension).filter(|there| **there == width)
@@ -125,14 +169,20 @@ impl WeightSource for Shard<'_> {
             shape[0] = rows.len();
             return Ok(Tensor::zeros(dtype, &shape));
         }
-        let first = match cut {
-            _ if share.counts_experts() => self.mesh.experts(self.place.ep, self.experts).start,
-            Some((0, width)) => self.own(width).start,
-            _ => 0,
+        let asked = match cut {
+            _ if share.counts_experts() => {
+                let own = self.own_experts();
+                let own = own.get(rows).unwrap_or_default();
+                // As many as lie behind each other: who asks asks again.
+                runs(own).into_iter().next().ok_or_else(|| gone(name))?
+            }
+            Some((0, width)) => {
+                let first = self.own(width).start;
+                first + rows.start..first + rows.end
+            }
+            _ => rows,
         };
-        let own = self
-            .whole
-            .rows(name, first + rows.start..first + rows.end)?;
+        let own = self.whole.rows(name, asked)?;
         Ok(match cut {
             None | Some((0, _)) => own,
             Some((dimension, width)) => sliced(&own, dimension, &self.own(width)),

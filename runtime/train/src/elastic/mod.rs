@@ -14,7 +14,8 @@ mod slices;
 mod split;
 
 pub use add::{Grown, Growth, add_experts, wake_experts};
-pub use split::{merge_experts, shard_experts, split_experts, unshard_experts};
+pub use split::{merge_experts, split_experts};
+pub use split::{shard_experts, shard_placed, unshard_experts, unshard_placed};
 
 use crate::{STATE_PREFIX, TrainError};
 use moesaic_spec::{LayerSpec, canonical_tensors};

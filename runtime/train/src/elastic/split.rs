@@ -3,8 +3,8 @@
 use super::slices::{concat, gather};
 use super::{Layout, check_spec};
 use crate::TrainError;
-use moesaic_engine::{Among, joined, part_of, part_shape};
-use moesaic_plan::{MeshError, Parallel, Place};
+use moesaic_engine::{Among, joined_placed, part_of_placed, part_shape_placed};
+use moesaic_plan::{MeshError, Parallel, Place, Placement};
 use moesaic_spec::{LayerSpec, RouterKind};
 use moesaic_tensor::{Tensor, Tensors};
 
@@ -104,11 +104,26 @@ pub fn shard_experts(
     tensors: &Tensors<'_>,
     mesh: Parallel,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
-    let mesh = one_group(spec, mesh)?;
+    shard_placed(spec, tensors, (mesh, None))
+}
+
+/// The same where experts are placed as the caller says; `None`: as [`shard_experts`].
+///
+/// # Errors
+/// As [`shard_experts`].
+pub fn shard_placed(
+    spec: &LayerSpec,
+    tensors: &Tensors<'_>,
+    (mesh, placement): (Parallel, Option<&Placement>),
+) -> Result<Vec<Tensors<'static>>, TrainError> {
+    let mesh = one_group(spec, (mesh, placement))?;
     Layout::new(spec).check(tensors)?;
     let shard = |rank: usize| {
         let place = place(mesh, rank)?;
-        let part = |name: &String| Ok((name.clone(), part_of(mesh, place, tensors, name)?));
+        let part = |name: &String| {
+            let part = part_of_placed((mesh, placement), place, tensors, name)?;
+            Ok((name.clone(), part))
+        };
         tensors.keys().map(part).collect()
     };
     (0..mesh.ranks()).map(shard).collect()
@@ -124,7 +139,20 @@ pub fn unshard_experts(
     shards: &[Tensors<'_>],
     mesh: Parallel,
 ) -> Result<Tensors<'static>, TrainError> {
-    let mesh = one_group(spec, mesh)?;
+    unshard_placed(spec, shards, (mesh, None))
+}
+
+/// The same where experts are placed as the caller says; `None`: as [`unshard_experts`]. Of
+/// replicas the owner's is taken.
+///
+/// # Errors
+/// As [`unshard_experts`]; [`TrainError::Tensor`] also for a replica that is not as its owner.
+pub fn unshard_placed(
+    spec: &LayerSpec,
+    shards: &[Tensors<'_>],
+    (mesh, placement): (Parallel, Option<&Placement>),
+) -> Result<Tensors<'static>, TrainError> {
+    let mesh = one_group(spec, (mesh, placement))?;
     if shards.len() != mesh.ranks() {
         let (wanted, given) = (mesh.ranks(), shards.len());
         let reason = format!("parts of {wanted} ranks make the layer, {given} are given");
@@ -138,9 +166,21 @@ pub fn unshard_experts(
             let wanted = layout.shape(name);
             let wanted = wanted.ok_or_else(|| TrainError::tensor(name, "is of no layer"))?;
             for (rank, tensor) in list.iter().enumerate() {
-                check_part(name, tensor, list[0], mesh, rank, &wanted.shape)?;
+                check_part(
+                    name,
+                    tensor,
+                    list[0],
+                    (mesh, placement),
+                    rank,
+                    &wanted.shape,
+                )?;
             }
-            Ok(joined(name, mesh, |place| list[mesh.rank(place)].lend()))
+            if let Some(placement) = placement.filter(|_| Among::of(mesh, name) == Among::Replicas)
+            {
+                check_replicas(name, list, mesh, placement)?;
+            }
+            let part = |place| list[mesh.rank(place)].lend();
+            Ok(joined_placed(name, (mesh, placement), part))
         }
     })?;
     layout.check(&whole)?;
@@ -152,11 +192,11 @@ fn check_part(
     name: &str,
     tensor: &Tensor<'_>,
     first: &Tensor<'_>,
-    mesh: Parallel,
+    (mesh, placement): (Parallel, Option<&Placement>),
     rank: usize,
     whole: &[usize],
 ) -> Result<(), TrainError> {
-    let shape = part_shape(mesh, place(mesh, rank)?, name, whole);
+    let shape = part_shape_placed((mesh, placement), place(mesh, rank)?, name, whole);
     if tensor.dtype == first.dtype && shape.as_deref() == Some(&tensor.shape) {
         return Ok(());
     }
@@ -167,12 +207,51 @@ fn check_part(
     Err(TrainError::tensor(name, problem))
 }
 
+/// Refuses replicas that are not as their owners.
+fn check_replicas(
+    name: &str,
+    list: &[&Tensor<'_>],
+    mesh: Parallel,
+    placement: &Placement,
+) -> Result<(), TrainError> {
+    let of = |expert: usize, ep: usize, shard: usize| {
+        let tensor = list[mesh.rank(Place { dp: 0, ep, shard })];
+        let (slot, row) = (
+            placement.slot(ep, expert)?,
+            tensor.data.len() / placement.count(ep),
+        );
+        tensor.data.get(slot * row..(slot + 1) * row)
+    };
+    for expert in placement.replicated() {
+        let owner = placement.owner(expert);
+        for (&ep, shard) in placement
+            .holders(expert)
+            .iter()
+            .flat_map(|ep| (0..mesh.shards).map(move |shard| (ep, shard)))
+        {
+            if of(expert, ep, shard) != of(expert, owner, shard) {
+                let problem =
+                    format!("of expert {expert} is not the same on groups {owner} and {ep}");
+                return Err(TrainError::tensor(name, problem));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The mesh of one of its groups, if the layer can be shared so.
-fn one_group(spec: &LayerSpec, mesh: Parallel) -> Result<Parallel, TrainError> {
+fn one_group(
+    spec: &LayerSpec,
+    (mesh, placement): (Parallel, Option<&Placement>),
+) -> Result<Parallel, TrainError> {
     check_spec(spec)?;
     let mesh = Parallel { dp: 1, ..mesh };
     let refused = |error: MeshError| TrainError::NotPreserved(error.to_string());
     mesh.check(spec).map_err(refused)?;
+    if let Some(placement) = placement {
+        let checked = placement.check(&mesh, spec.shape.experts);
+        checked.map_err(|error| TrainError::NotPreserved(error.to_string()))?;
+    }
     Ok(mesh)
 }
 

@@ -1,0 +1,510 @@
+//! Which ranks have which experts, as data: any experts on any group, some on several.
+//!
+//! ```text
+//! loads of experts ──eplb, Balancer──> Placement ──moves──> what travels between steps
+//! counts of a step ──shadow──────────> experts that every group has for this step
+//! ```
+//!
+//! All of it is pure and the same on every rank that is told the same numbers.
+
+mod balancer;
+mod eplb;
+mod moves;
+mod shadow;
+mod text;
+
+pub use balancer::{Balancer, Balancing};
+pub use eplb::{Eplb, Packing, balanced, rebalance};
+pub use moves::{Kept, Move, Moves, moves, moves_from};
+pub use shadow::{ShadowForm, ShadowModel, shadows};
+
+use crate::mesh::Parallel;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Which groups of ranks (`ep` of them) have which experts. An expert may be on several
+/// groups, its replicas; one of them is its owner, where gradients are summed and from
+/// which it is saved. Cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Written", into = "Written")]
+pub struct Placement(Form);
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Form {
+    /// As equally many as can be, the first groups one more: [`Parallel::experts`].
+    Contiguous {
+        groups: usize,
+        experts: usize,
+    },
+    Listed(Arc<Lists>),
+}
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct Lists {
+    /// Experts of each group, in the order in which it has them.
+    groups: Vec<Vec<usize>>,
+    /// The groups with each expert, ascending.
+    holders: Vec<Vec<usize>>,
+    /// Which of them is the owner.
+    owners: Vec<usize>,
+    split: Split,
+}
+
+/// How the rows of a replicated expert are shared out. A rank decides it for its own rows,
+/// from its number and how many it has for the expert; nobody has to be asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Split {
+    /// A rank's rows for the expert, in the order of its tokens, are cut into as many parts
+    /// as there are replicas, as equal as can be. Part `k` of rank `q` of a group goes to
+    /// replica `(k + q) mod r`, so that what is left over does not always go to the first.
+    #[default]
+    Even,
+    /// Where the rank's own group has a replica, all rows stay there; else all go to
+    /// replica `q mod r`.
+    Near,
+}
+
+/// As it is written down.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    experts: usize,
+    groups: Vec<Vec<usize>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    owners: Option<Vec<usize>>,
+    #[serde(default, skip_serializing_if = "is_even")]
+    split: Split,
+}
+
+fn is_even(split: &Split) -> bool {
+    *split == Split::Even
+}
+
+/// A placement that is none.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlacementError {
+    /// An expert that no group has.
+    #[error("expert {expert} is on no group; each of {experts} has to be somewhere")]
+    Nowhere {
+        /// Which.
+        expert: usize,
+        /// Of the layer.
+        experts: usize,
+    },
+    /// A group without experts.
+    #[error("group {group} has no expert; give it one, if only a replica, or take a smaller `ep`")]
+    EmptyGroup {
+        /// Which.
+        group: usize,
+    },
+    /// An expert that the layer has not.
+    #[error("group {group} has expert {expert}, the layer has {experts}")]
+    Unknown {
+        /// Which.
+        expert: usize,
+        /// Where it is named.
+        group: usize,
+        /// Of the layer.
+        experts: usize,
+    },
+    /// An expert that a group has twice.
+    #[error("group {group} has expert {expert} twice; replicas are on groups of their own")]
+    Twice {
+        /// Which.
+        expert: usize,
+        /// Where.
+        group: usize,
+    },
+    /// An owner without its expert.
+    #[error("group {group} owns expert {expert} and does not have it; {holders:?} do")]
+    NotThere {
+        /// Which.
+        expert: usize,
+        /// The owner.
+        group: usize,
+        /// Those that could be.
+        holders: Vec<usize>,
+    },
+    /// A number of owners.
+    #[error("{owners} owners of {experts} experts; name one for each, or none at all")]
+    Owners {
+        /// How many there are.
+        owners: usize,
+        /// Of the layer.
+        experts: usize,
+    },
+    /// A placement for other ranks, or of another layer.
+    #[error(
+        "the placement is of {experts} experts on {groups} groups, the layer has {wanted_experts} \
+         on {wanted_groups} (`ep`)"
+    )]
+    OtherSize {
+        /// Of the placement.
+        experts: usize,
+        /// Of the placement.
+        groups: usize,
+        /// Of the layer.
+        wanted_experts: usize,
+        /// Of the mesh.
+        wanted_groups: usize,
+    },
+    /// Numbers that cannot be packed.
+    #[error("{0}")]
+    Packing(String),
+    /// Text that is no placement.
+    #[error("{0}")]
+    Text(String),
+}
+
+impl Placement {
+    /// What a mesh has where nothing else is said.
+    pub fn contiguous(groups: usize, experts: usize) -> Placement {
+        Placement(Form::Contiguous { groups, experts })
+    }
+
+    /// Experts of each group, in the order in which it has them. The owner of each expert
+    /// is the first group that has it, if `owners` are not named.
+    ///
+    /// # Errors
+    /// [`PlacementError`] says which expert or group is wrong.
+    pub fn new(
+        experts: usize,
+        groups: Vec<Vec<usize>>,
+        owners: Option<Vec<usize>>,
+        split: Split,
+    ) -> Result<Placement, PlacementError> {
+        let holders = holders(experts, &groups)?;
+        let owners = match owners {
+            Some(owners) => checked_owners(owners, &holders)?,
+            None => holders.iter().map(|groups| groups[0]).collect(),
+        };
+        let one_each = holders.iter().all(|groups| groups.len() == 1);
+        let in_order = groups.iter().flatten().copied().eq(0..experts);
+        let equal = Placement::contiguous(groups.len(), experts);
+        let sizes = groups.iter().enumerate();
+        let mut sizes = sizes.map(|(group, list)| list.len() == equal.range(group).len());
+        if one_each && in_order && sizes.all(|same| same) {
+            return Ok(equal); // one form for the same, so that they are equal
+        }
+        Ok(Placement(Form::Listed(Arc::new(Lists {
+            groups,
+            holders,
+            owners,
+            split,
+        }))))
+    }
+
+    /// Experts of the layer.
+    pub fn experts(&self) -> usize {
+        match &self.0 {
+            Form::Contiguous { experts, .. } => *experts,
+            Form::Listed(lists) => lists.owners.len(),
+        }
+    }
+
+    /// Groups of ranks: `ep` of the mesh.
+    pub fn groups(&self) -> usize {
+        match &self.0 {
+            Form::Contiguous { groups, .. } => *groups,
+            Form::Listed(lists) => lists.groups.len(),
+        }
+    }
+
+    /// How rows of replicated experts are shared out.
+    pub fn split(&self) -> Split {
+        match &self.0 {
+            Form::Contiguous { .. } => Split::Even,
+            Form::Listed(lists) => lists.split,
+        }
+    }
+
+    /// Whether it is the one that a mesh has where nothing else is said.
+    pub fn is_contiguous(&self) -> bool {
+        matches!(self.0, Form::Contiguous { .. })
+    }
+
+    /// The experts of a group, in the order in which it has them.
+    pub fn of(&self, group: usize) -> Cow<'_, [usize]> {
+        match &self.0 {
+            Form::Contiguous { .. } => self.range(group).collect(),
+            Form::Listed(lists) => Cow::Borrowed(&lists.groups[group]),
+        }
+    }
+
+    /// How many that are.
+    pub fn count(&self, group: usize) -> usize {
+        match &self.0 {
+            Form::Contiguous { .. } => self.range(group).len(),
+            Form::Listed(lists) => lists.groups[group].len(),
+        }
+    }
+
+    /// Where among its experts a group has one.
+    pub fn slot(&self, group: usize, expert: usize) -> Option<usize> {
+        match &self.0 {
+            Form::Contiguous { .. } => {
+                let own = self.range(group);
+                own.contains(&expert).then(|| expert - own.start)
+            }
+            Form::Listed(lists) => lists.groups[group].iter().position(|e| *e == expert),
+        }
+    }
+
+    /// The group that owns an expert.
+    pub fn owner(&self, expert: usize) -> usize {
+        match &self.0 {
+            Form::Contiguous { groups, experts } => owner_of(*groups, *experts, expert),
+            Form::Listed(lists) => lists.owners[expert],
+        }
+    }
+
+    /// The groups with an expert, ascending.
+    pub fn holders(&self, expert: usize) -> Cow<'_, [usize]> {
+        match &self.0 {
+            Form::Contiguous { .. } => Cow::Owned(vec![self.owner(expert)]),
+            Form::Listed(lists) => Cow::Borrowed(&lists.holders[expert]),
+        }
+    }
+
+    /// The experts that several groups have.
+    pub fn replicated(&self) -> Vec<usize> {
+        match &self.0 {
+            Form::Contiguous { .. } => Vec::new(),
+            Form::Listed(lists) => {
+                let all = 0..lists.holders.len();
+                all.filter(|&expert| lists.holders[expert].len() > 1)
+                    .collect()
+            }
+        }
+    }
+
+    /// Whether a group owns what it has at a place.
+    pub fn owns(&self, group: usize, slot: usize) -> bool {
+        match &self.0 {
+            Form::Contiguous { .. } => true,
+            Form::Listed(lists) => lists.owners[lists.groups[group][slot]] == group,
+        }
+    }
+
+    /// Which of a rank's `rows` for an expert go to a group. `source` is the rank's number
+    /// within its group of ranks that hold all experts, `near` its own `ep`.
+    pub fn share(
+        &self,
+        (source, near): (usize, usize),
+        expert: usize,
+        rows: usize,
+        group: usize,
+    ) -> Range<usize> {
+        let Form::Listed(lists) = &self.0 else {
+            return 0..if self.owner(expert) == group { rows } else { 0 };
+        };
+        let holders = &lists.holders[expert];
+        let all = holders.len();
+        let Ok(replica) = holders.binary_search(&group) else {
+            return 0..0;
+        };
+        match lists.split {
+            _ if all == 1 => 0..rows,
+            Split::Even => {
+                let part = (replica + all - source % all) % all;
+                even(rows, all, part)
+            }
+            Split::Near => {
+                let own = holders.binary_search(&near);
+                let chosen = own.unwrap_or(source % all);
+                if chosen == replica { 0..rows } else { 0..0 }
+            }
+        }
+    }
+
+    /// Rows that each group gets, from the rows of each rank of a group of ranks for each
+    /// expert: the rule of [`Placement::share`] summed up. `shards` is the mesh's: as many
+    /// ranks after each other are of one group.
+    pub fn received(&self, shards: usize, counts: &[Vec<usize>]) -> Vec<usize> {
+        let mut rows = vec![0; self.groups()];
+        for (source, counts) in counts.iter().enumerate() {
+            let from = (source, source / shards.max(1));
+            for (expert, &count) in counts.iter().enumerate() {
+                for &group in &*self.holders(expert) {
+                    rows[group] += self.share(from, expert, count, group).len();
+                }
+            }
+        }
+        rows
+    }
+
+    /// Loads of groups when every expert's load is shared out evenly by its replicas.
+    pub fn loads(&self, loads: &[f64]) -> Vec<f64> {
+        let mut sums = vec![0.0; self.groups()];
+        for (expert, load) in loads.iter().enumerate() {
+            let holders = self.holders(expert);
+            for &group in &*holders {
+                sums[group] += load / holders.len() as f64;
+            }
+        }
+        sums
+    }
+
+    /// The load of the busiest group: [`Placement::loads`].
+    pub fn busiest(&self, loads: &[f64]) -> f64 {
+        self.loads(loads).into_iter().fold(0.0, f64::max)
+    }
+
+    /// The same with some experts on every group: behind its own ones, in ascending order,
+    /// for as long as a step. Rows of these stay where they are ([`Split::Near`]).
+    ///
+    /// # Errors
+    /// [`PlacementError::Unknown`].
+    pub fn with_shadows(&self, shadows: &[usize]) -> Result<Placement, PlacementError> {
+        let (experts, mut added) = (self.experts(), shadows.to_vec());
+        added.sort_unstable();
+        added.dedup();
+        let of = |group: usize| {
+            let mut list = self.of(group).into_owned();
+            let new = added.iter().filter(|e| self.slot(group, **e).is_none());
+            list.extend(new);
+            list
+        };
+        let groups = (0..self.groups()).map(of).collect();
+        let owners = (0..experts).map(|expert| self.owner(expert)).collect();
+        Placement::new(experts, groups, Some(owners), Split::Near)
+    }
+
+    /// The same on which rows of replicated experts are shared out in another way.
+    pub fn splitting(&self, split: Split) -> Placement {
+        match &self.0 {
+            Form::Contiguous { .. } => self.clone(),
+            Form::Listed(lists) => Placement(Form::Listed(Arc::new(Lists {
+                groups: lists.groups.clone(),
+                holders: lists.holders.clone(),
+                owners: lists.owners.clone(),
+                split,
+            }))),
+        }
+    }
+
+    /// Whether a layer of so many experts can be placed so on a mesh.
+    ///
+    /// # Errors
+    /// [`PlacementError::OtherSize`].
+    pub fn check(&self, mesh: &Parallel, experts: usize) -> Result<(), PlacementError> {
+        match (self.experts(), self.groups()) {
+            (own, groups) if own == experts && groups == mesh.ep => Ok(()),
+            (own, groups) => Err(PlacementError::OtherSize {
+                experts: own,
+                groups,
+                wanted_experts: experts,
+                wanted_groups: mesh.ep,
+            }),
+        }
+    }
+
+    /// Of the contiguous form.
+    fn range(&self, group: usize) -> Range<usize> {
+        let mesh = Parallel {
+            ep: self.groups(),
+            ..Parallel::default()
+        };
+        mesh.experts(group, self.experts())
+    }
+}
+
+/// Part `part` of `parts` of some rows, the first ones with one more.
+fn even(rows: usize, parts: usize, part: usize) -> Range<usize> {
+    let mesh = Parallel {
+        ep: parts,
+        ..Parallel::default()
+    };
+    mesh.experts(part, rows)
+}
+
+/// The inverse of [`Parallel::experts`].
+fn owner_of(groups: usize, experts: usize, expert: usize) -> usize {
+    let (each, more) = (experts / groups, experts % groups);
+    match expert < more * (each + 1) {
+        true => expert / (each + 1),
+        false => more + (expert - more * (each + 1)) / each.max(1),
+    }
+}
+
+fn holders(experts: usize, groups: &[Vec<usize>]) -> Result<Vec<Vec<usize>>, PlacementError> {
+    let mut holders: Vec<Vec<usize>> = vec![Vec::new(); experts];
+    for (group, list) in groups.iter().enumerate() {
+        if list.is_empty() {
+            return Err(PlacementError::EmptyGroup { group });
+        }
+        for &expert in list {
+            let unknown = PlacementError::Unknown {
+                expert,
+                group,
+                experts,
+            };
+            let holders = holders.get_mut(expert).ok_or(unknown)?;
+            if holders.last() == Some(&group) {
+                return Err(PlacementError::Twice { expert, group });
+            }
+            holders.push(group);
+        }
+    }
+    match holders.iter().position(Vec::is_empty) {
+        None => Ok(holders),
+        Some(expert) => Err(PlacementError::Nowhere { expert, experts }),
+    }
+}
+
+fn checked_owners(
+    owners: Vec<usize>,
+    holders: &[Vec<usize>],
+) -> Result<Vec<usize>, PlacementError> {
+    let (named, experts) = (owners.len(), holders.len());
+    if named != experts {
+        let owners = named;
+        return Err(PlacementError::Owners { owners, experts });
+    }
+    let has_it = |(expert, group): (usize, &usize)| holders[expert].contains(group);
+    match owners.iter().enumerate().find(|pair| !has_it(*pair)) {
+        None => Ok(owners),
+        Some((expert, &group)) => Err(PlacementError::NotThere {
+            expert,
+            group,
+            holders: holders[expert].clone(),
+        }),
+    }
+}
+
+impl TryFrom<Written> for Placement {
+    type Error = PlacementError;
+
+    fn try_from(written: Written) -> Result<Placement, PlacementError> {
+        let Written {
+            experts,
+            groups,
+            owners,
+            split,
+        } = written;
+        Placement::new(experts, groups, owners, split)
+    }
+}
+
+impl From<Placement> for Written {
+    fn from(placement: Placement) -> Written {
+        let all = 0..placement.experts();
+        let first = |expert: usize| placement.owner(expert) == placement.holders(expert)[0];
+        let named = !all.clone().all(first);
+        Written {
+            experts: placement.experts(),
+            groups: (0..placement.groups())
+                .map(|group| placement.of(group).into_owned())
+                .collect(),
+            owners: named.then(|| all.map(|expert| placement.owner(expert)).collect()),
+            split: placement.split(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

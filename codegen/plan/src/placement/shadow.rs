@@ -1,0 +1,141 @@
+//! Which experts every group of ranks has for one step: FasterMoE's shadowing.
+//!
+//! A shadowed expert's weights are sent to all groups, its rows stay where they are, and its
+//! gradients come back. Latency is modelled from the rows of the busiest group. With `H` the
+//! width of tokens, `aH` that of experts, `P` operations and `W` elements a second:
+//!
+//! ```text
+//! plain         L₀ = 12·B·a·H² / P + 4·B·H / W
+//! r shadows     L  = 12·B'·a·H² / P + 2·r·2·a·H² / W                 paper
+//!               L  = 12·B'·a·H² / P + 4·B'·H / W + r·2·a·H² / W      as released
+//! ```
+//!
+//! Three products of 4·a·H² operations a row, and four exchanges of its H elements. The paper
+//! (PPoPP 2022, sections 3 and 4) sends a shadow's weights and its gradients, the released
+//! policy counts one of them, and takes for `B` the rows of an expert instead of those of a
+//! group: as if each group had one expert.
+
+use super::Placement;
+
+/// What the model needs to know of layer and machine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ShadowModel {
+    /// `H`: elements of a token.
+    pub width: f64,
+    /// `a`: the hidden width of experts, in `H`.
+    pub ratio: f64,
+    /// `P`: operations a second of a rank.
+    pub operations: f64,
+    /// `W`: elements a second from rank to rank.
+    pub elements: f64,
+    /// Which form of the model decides.
+    pub form: ShadowForm,
+    /// The most experts that are shadowed.
+    pub most: usize,
+}
+
+/// Which form of the model decides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ShadowForm {
+    /// The paper's, by rows of groups.
+    #[default]
+    Paper,
+    /// That of FastMoE as it was released, by rows of experts.
+    Released,
+}
+
+impl ShadowModel {
+    /// FastMoE's constants: elements of 4 bytes over 50 Gb/s, 11.5 TFLOP/s, `a` of 2.
+    pub fn fastmoe(width: usize) -> ShadowModel {
+        ShadowModel {
+            width: width as f64,
+            ratio: 2.0,
+            operations: 11.5e12,
+            elements: 50e9 / 8.0 / 4.0,
+            form: ShadowForm::Released,
+            most: usize::MAX,
+        }
+    }
+
+    /// Seconds of a step whose busiest group, or expert, has so many rows.
+    pub fn plain(&self, rows: f64) -> f64 {
+        self.products(rows) + self.exchanges(rows)
+    }
+
+    /// The same with so many shadowed experts.
+    pub fn shadowed(&self, rows: f64, shadows: usize) -> f64 {
+        let weights = 2.0 * self.ratio * self.width * self.width / self.elements;
+        let sent = shadows as f64 * weights;
+        match self.form {
+            ShadowForm::Paper => self.products(rows) + 2.0 * sent,
+            ShadowForm::Released => self.products(rows) + self.exchanges(rows) + sent,
+        }
+    }
+
+    /// The paper's conditions for `shadows` experts, which take the rows of the busiest
+    /// group from `before` to `after`: rows before exceed `r·a·H`, or the saved operations
+    /// outweigh what is sent. They say the same as `shadowed(after) < plain(before)` where
+    /// rows do not become more.
+    pub fn worth(&self, before: f64, after: f64, shadows: usize) -> bool {
+        let sent = shadows as f64 * self.ratio * self.width;
+        let saved = 3.0 * (before - after) * self.ratio * self.width;
+        before > sent || saved / (sent - before) > self.operations / self.elements
+    }
+
+    fn products(&self, rows: f64) -> f64 {
+        12.0 * rows * self.ratio * self.width * self.width / self.operations
+    }
+
+    fn exchanges(&self, rows: f64) -> f64 {
+        4.0 * rows * self.width / self.elements
+    }
+}
+
+/// The experts that all groups have for a step, hottest first: walks down the experts by
+/// their rows, the lower number first where they are alike, shadows each while the model
+/// says that the step gets shorter, and stops at the first that does not. `counts` are the
+/// rows of each rank of a group of ranks for each expert, gathered from all, so that every
+/// rank decides alike; `shards` as in [`Placement::received`]. The last expert is never
+/// shadowed.
+pub fn shadows(
+    model: &ShadowModel,
+    present: &Placement,
+    shards: usize,
+    counts: &[Vec<usize>],
+) -> Vec<usize> {
+    let experts = present.experts();
+    let of = |expert: usize| counts.iter().map(|rank| rank[expert]).sum::<usize>();
+    let totals: Vec<usize> = (0..experts).map(of).collect();
+    let mut order: Vec<usize> = (0..experts).collect();
+    order.sort_by_key(|&expert| std::cmp::Reverse(totals[expert]));
+    let rows_with = |chosen: usize| match model.form {
+        ShadowForm::Released => totals[order[chosen]],
+        ShadowForm::Paper => busiest(present, shards, counts, &order[..chosen]),
+    };
+    let mut chosen = 0;
+    let mut best = model.plain(rows_with(0) as f64);
+    let last = experts.saturating_sub(1).min(model.most);
+    while chosen < last {
+        let next = model.shadowed(rows_with(chosen + 1) as f64, chosen + 1);
+        if next >= best {
+            break;
+        }
+        (best, chosen) = (next, chosen + 1);
+    }
+    order.truncate(chosen);
+    order
+}
+
+/// Rows of the busiest group when some experts are on all groups.
+fn busiest(present: &Placement, shards: usize, counts: &[Vec<usize>], shadowed: &[usize]) -> usize {
+    let placed = match shadowed {
+        [] => Ok(present.clone()),
+        _ => present.with_shadows(shadowed),
+    };
+    let placed = placed.expect("they are the layer's");
+    placed
+        .received(shards, counts)
+        .into_iter()
+        .max()
+        .unwrap_or(0)
+}

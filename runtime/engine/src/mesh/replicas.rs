@@ -1,0 +1,220 @@
+//! What the groups with replicas of an expert have to do with each other: gradients are
+//! summed by the owner, and what the owner has becomes everybody's.
+
+use super::ranks::{Among, Ranks};
+use crate::error::EngineError;
+use bytemuck::cast_slice;
+use moesaic_plan::{Parallel, Placement};
+use moesaic_target::{Buffer, Device};
+
+/// What a rank has of its experts, by where they are among them: of one tensor or several.
+pub(super) trait Slots {
+    /// All that belongs to an expert.
+    fn read(&self, slot: usize) -> Result<Vec<u8>, EngineError>;
+    /// Replaces it by as many bytes.
+    fn write(&mut self, slot: usize, bytes: &[u8]) -> Result<(), EngineError>;
+}
+
+/// Tensors in host memory.
+struct Host<'a, 't> {
+    parts: &'a mut [&'t mut [u8]],
+    experts: usize,
+}
+
+impl Slots for Host<'_, '_> {
+    fn read(&self, slot: usize) -> Result<Vec<u8>, EngineError> {
+        let rows = self.parts.iter().map(|part| {
+            let row = part.len() / self.experts;
+            &part[slot * row..(slot + 1) * row]
+        });
+        Ok(rows.collect::<Vec<_>>().concat())
+    }
+
+    fn write(&mut self, slot: usize, mut bytes: &[u8]) -> Result<(), EngineError> {
+        for part in self.parts.iter_mut() {
+            let row = part.len() / self.experts;
+            let (own, rest) = bytes.split_at(row);
+            part[slot * row..(slot + 1) * row].copy_from_slice(own);
+            bytes = rest;
+        }
+        Ok(())
+    }
+}
+
+/// Tensors on a device, each with the bytes of an expert.
+pub(super) struct OnDevice<'a> {
+    pub device: &'a dyn Device,
+    pub parts: Vec<(&'a Buffer, usize)>,
+}
+
+impl Slots for OnDevice<'_> {
+    fn read(&self, slot: usize) -> Result<Vec<u8>, EngineError> {
+        let mut all = Vec::new();
+        for (buffer, row) in &self.parts {
+            let first = all.len();
+            all.resize(first + row, 0);
+            self.device
+                .download(buffer, slot * row, &mut all[first..])?;
+        }
+        Ok(all)
+    }
+
+    fn write(&mut self, slot: usize, mut bytes: &[u8]) -> Result<(), EngineError> {
+        for (buffer, row) in &self.parts {
+            let (own, rest) = bytes.split_at(*row);
+            self.device.upload(own, buffer, slot * row)?;
+            bytes = rest;
+        }
+        Ok(())
+    }
+}
+
+/// A rank among those with replicas of its experts.
+struct Replicas<'a> {
+    ranks: &'a Ranks,
+    placement: &'a Placement,
+    mesh: Parallel,
+    ep: usize,
+    shard: usize,
+}
+
+impl Ranks {
+    /// Adds up what the groups with replicas have of each expert, in the order of groups:
+    /// the same bytes on each of them. Parts are tensors whose first dimension counts this
+    /// rank's experts. Nothing happens where no expert has replicas.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`].
+    pub fn sum_replicas(&self, parts: &mut [&mut [f32]], what: &str) -> Result<(), EngineError> {
+        let mut parts: Vec<&mut [u8]> = parts
+            .iter_mut()
+            .map(|part| bytemuck::cast_slice_mut(part))
+            .collect();
+        match self.replicas() {
+            None => Ok(()),
+            Some(replicas) => replicas.sum(&mut replicas.host(&mut parts), what),
+        }
+    }
+
+    /// What the owner of each expert has becomes that of the groups with replicas.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`].
+    pub fn broadcast_replicas(
+        &self,
+        parts: &mut [&mut [u8]],
+        what: &str,
+    ) -> Result<(), EngineError> {
+        match self.replicas() {
+            None => Ok(()),
+            Some(replicas) => replicas.hand_out(&mut replicas.host(parts), what),
+        }
+    }
+
+    /// The same of [`Ranks::sum_replicas`], wherever experts lie.
+    pub(super) fn sum_slots(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
+        match self.replicas() {
+            None => Ok(()),
+            Some(replicas) => replicas.sum(slots, what),
+        }
+    }
+
+    fn replicas(&self) -> Option<Replicas<'_>> {
+        let (mesh, place) = (self.mesh().parallel(), self.mesh().place());
+        let placement = self.mesh().placement();
+        Some(Replicas {
+            ranks: self,
+            placement: placement.filter(|placement| !placement.replicated().is_empty())?,
+            mesh,
+            ep: place.ep,
+            shard: place.shard,
+        })
+    }
+}
+
+impl Replicas<'_> {
+    fn host<'a, 't>(&self, parts: &'a mut [&'t mut [u8]]) -> Host<'a, 't> {
+        Host {
+            parts,
+            experts: self.placement.count(self.ep),
+        }
+    }
+
+    /// The rank of a group with the slice of this one.
+    fn peer(&self, group: usize) -> usize {
+        group * self.mesh.shards + self.shard
+    }
+
+    /// Replicated experts that this rank has: which, where, and whether it owns them.
+    fn own(&self) -> Vec<(usize, usize, bool)> {
+        let all = self.placement.replicated().into_iter();
+        let own = all.filter_map(|expert| {
+            let slot = self.placement.slot(self.ep, expert)?;
+            Some((expert, slot, self.placement.owner(expert) == self.ep))
+        });
+        own.collect()
+    }
+
+    /// The groups beside this one that have an expert.
+    fn others(&self, expert: usize) -> Vec<usize> {
+        let mut holders = self.placement.holders(expert).into_owned();
+        holders.retain(|group| *group != self.ep);
+        holders
+    }
+
+    fn sum(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for (expert, slot, owned) in self.own() {
+            let row = slots.read(slot)?;
+            match owned {
+                true => {
+                    let from = |group| (self.peer(group), row.len());
+                    receives.extend(self.others(expert).into_iter().map(from));
+                }
+                false => sends.push((self.peer(self.placement.owner(expert)), row)),
+            }
+        }
+        let arrived = self.ranks.trade(&sends, &receives, Among::Group, what)?;
+        let mut arrived = arrived.into_iter();
+        for (expert, slot, _) in self.own().into_iter().filter(|(.., owned)| *owned) {
+            let mut rows: Vec<(usize, Vec<u8>)> = vec![(self.ep, slots.read(slot)?)];
+            rows.extend(self.others(expert).into_iter().zip(arrived.by_ref()));
+            rows.sort_by_key(|(group, _)| *group);
+            let sum = rows.into_iter().map(|(_, row)| floats(&row)).reduce(added);
+            slots.write(slot, cast_slice(&sum.unwrap_or_default()))?;
+        }
+        self.hand_out(slots, what)
+    }
+
+    fn hand_out(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for (expert, slot, owned) in self.own() {
+            let row = slots.read(slot)?;
+            match owned {
+                true => {
+                    let to = |group| (self.peer(group), row.clone());
+                    sends.extend(self.others(expert).into_iter().map(to));
+                }
+                false => receives.push((self.peer(self.placement.owner(expert)), row.len())),
+            }
+        }
+        let arrived = self.ranks.trade(&sends, &receives, Among::Group, what)?;
+        let replicas = self.own().into_iter().filter(|(.., owned)| !owned);
+        for ((_, slot, _), row) in replicas.zip(arrived) {
+            slots.write(slot, &row)?;
+        }
+        Ok(())
+    }
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let each = bytes.as_chunks().0.iter();
+    each.map(|&four| f32::from_ne_bytes(four)).collect()
+}
+
+fn added(mut sum: Vec<f32>, row: Vec<f32>) -> Vec<f32> {
+    sum.iter_mut()
+        .zip(row)
+        .for_each(|(sum, value)| *sum += value);
+    sum
+}
