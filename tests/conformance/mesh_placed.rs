@@ -363,3 +363,35 @@ fn a_rank_reads_its_placed_experts_alone() {
         }
     });
 }
+
+/// Ways, pieces and routes are for experts in order, and say so on every rank; the layer stays
+/// as it was.
+#[test]
+fn strategies_that_placed_experts_cannot_have_are_refused() {
+    let case = layer_of(8);
+    let shares = shares(case.input.tokens, 4);
+    let on = |placement: &str, text: &str| {
+        let (placement, strategy) = (placement.parse().unwrap(), text.parse().unwrap());
+        on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
+            let mesh = mesh.placed(&placement).unwrap().for_any_ways();
+            let own = part(&case, &shares[mesh.rank()]);
+            let mut layer = layer_on(&cpu(), &mesh, &case, None);
+            let before = layer.forward(&own.input()).unwrap();
+            let set = layer.set_strategy(strategy).map_err(|e| e.to_string());
+            let after = layer.forward(&own.input()).unwrap();
+            assert!(set.is_ok() || before.y().data == after.y().data);
+            set
+        })
+    };
+    for text in ["ways=0", "ways=1", "degree=2", "degree=1/2"] {
+        let refused = |set: &Result<(), String>| {
+            let error = set.as_ref().expect_err(text);
+            let names = format!("`{text}` is there for experts in order alone");
+            error.contains(&names) && error.contains("take ways=2,degree=1,route=linear")
+        };
+        assert!(on("0,2-3,5 | 1,4,6-7", text).iter().all(refused), "{text}");
+        assert!(on("0-3 | 4-7", text).iter().all(Result::is_ok), "{text}");
+    }
+    let same = on("0,2-3,5 | 1,4,6-7", "ways=2");
+    assert!(same.iter().all(Result::is_ok), "{same:?}");
+}
