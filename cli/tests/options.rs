@@ -85,6 +85,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("recompute", NotWith(&["--recompute", "all"], NO_GRAD)),
             ("seed", NotWith(&["--seed", "1"], NO_GRAD)),
             ("step", NotWith(&["--step", "1"], NO_GRAD)),
+            ("trace", Always),
             ("json", Always),
             ("cache", Always),
         ],
