@@ -11,7 +11,7 @@ use moesaic::tune::{AdaptiveLayer, Event, Options, Prediction, Rows, Space, Tune
 use moesaic::{Mesh, Parallel, Tensors, Training};
 
 const TOKENS: usize = 21;
-const STEPS: u64 = 30;
+const STEPS: u64 = 16;
 
 /// What a rank has learnt, and what was decided.
 struct Learned {
@@ -45,7 +45,7 @@ fn tuner() -> Tuner {
 fn learn(mesh: &Mesh, case: &Case, predictions: &[Prediction]) -> Learned {
     let engine = cpu();
     let layer = layer_on(&engine, mesh, case, Some(Training::default()));
-    let mut optimizer = MeshOptimizer::new(&layer.ranks(), Sgd::with_momentum(0.05, 0.5));
+    let mut optimizer = MeshOptimizer::new(&layer.ranks(), Sgd::with_momentum(1e-3, 0.5));
     let mut parameters = masters(&layer.weights_of(&case.host_weights()).unwrap());
     for (name, tensor) in &parameters {
         layer.set_weight(name, tensor).unwrap();

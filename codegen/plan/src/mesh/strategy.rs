@@ -459,12 +459,19 @@ mod tests {
         for text in ["default", "ways=2", "degree=1", "route=linear"] {
             assert_eq!(check(text, "0,3 | 1,2"), Ok(()), "{text}");
         }
-        for text in ["ways=0", "ways=1", "degree=2", "degree=1/2", "route=once"] {
+        for text in [
+            "ways=0",
+            "ways=1",
+            "degree=2",
+            "degree=1/2",
+            "route=once",
+            "wire=fp8",
+        ] {
             assert_eq!(check(text, "0,1 | 2,3"), Ok(()), "{text}");
             let error = check(text, "0,3 | 1,2").unwrap_err().to_string();
             let says = |part: &str| assert!(error.contains(part), "{error}");
             says(&format!("`{text}`"));
-            says("take ways=2,degree=1,route=linear");
+            says("take ways=2,degree=1,route=linear,wire=exact");
         }
     }
 }
