@@ -295,7 +295,7 @@ pub enum StrategyError {
     /// Something that is not built for experts that are not in order.
     #[error(
         "`{asked}` is there for experts in order alone, and these are placed `{placement}`; take \
-         ways={shards},degree=1,route=linear, or a mesh without a placement"
+         ways={shards},degree=1,route=linear,wire=exact, or a mesh without a placement"
     )]
     Placed {
         /// What of the strategy.
