@@ -1,9 +1,11 @@
 //! Ranks meet in a folder that all of them see.
 //!
 //! Each rank leaves its card there. Rank 0 waits for all, and leaves them together; a rank
-//! takes them only with its own card of this run among them, and says so; rank 0 then
-//! clears up. So files that an earlier run with the same token has left are replaced, and
-//! never believed.
+//! that finds its own card of this run among them says so, and says it again when they
+//! change: an old card of another rank may have been among them. When all have seen the
+//! same, rank 0 says that it is done; each rank then takes its files away, and rank 0 the
+//! rest. So files that an earlier run with the same token has left are replaced, and never
+//! believed.
 
 use super::{Guest, cut, join};
 use crate::hash;
@@ -39,6 +41,8 @@ fn seen_by(rank: usize) -> String {
 }
 
 const ALL: &str = "all";
+/// What all have seen.
+const DONE: &str = "done";
 
 /// Rank 0: until all have seen the cards that are there.
 fn receive_all(guest: &mut Guest, place: &Place) -> Result<Vec<Vec<u8>>, String> {
@@ -60,7 +64,8 @@ fn receive_all(guest: &mut Guest, place: &Place) -> Result<Vec<Vec<u8>>, String>
         if let Some(cards) = whole
             && (0..guest.size).all(seen)
         {
-            place.clear(guest.size);
+            place.write(DONE, &sign)?;
+            wait_for_all(guest, place)?;
             return Ok(cards);
         }
         if guest.late() {
@@ -76,14 +81,40 @@ fn receive_all(guest: &mut Guest, place: &Place) -> Result<Vec<Vec<u8>>, String>
     }
 }
 
+/// Rank 0: until the others know that all have seen the same.
+fn wait_for_all(guest: &mut Guest, place: &Place) -> Result<(), String> {
+    let gone = |rank: usize| rank == 0 || place.read(&seen_by(rank)).is_none();
+    while !(0..guest.size).all(gone) {
+        if guest.late() {
+            let missing = guest.missing(gone);
+            return Err(format!(
+                "{missing} of {} came to `{}` and did not go on within {:.1} s",
+                guest.size,
+                place.folder.display(),
+                guest.waited()
+            ));
+        }
+        guest.pause(PAUSE);
+    }
+    place.clear(guest.size);
+    Ok(())
+}
+
 fn take_all(guest: &mut Guest, place: &Place, own: &[u8]) -> Result<Vec<Vec<u8>>, String> {
+    let mut said = None;
     loop {
         if let Some(bytes) = place.read(ALL)
             && let Some(all) = cut(&bytes, guest.size)
             && all[guest.rank] == own
         {
-            place.write(&seen_by(guest.rank), &hash::of(&[&bytes]).to_le_bytes())?;
-            return Ok(all);
+            let sign = hash::of(&[&bytes]).to_le_bytes();
+            if said.replace(sign) != Some(sign) {
+                place.write(&seen_by(guest.rank), &sign)?;
+            }
+            if place.read(DONE).is_some_and(|done| done == sign) {
+                place.leave(guest.rank);
+                return Ok(all);
+            }
         }
         if guest.late() {
             return Err(format!(
@@ -123,12 +154,15 @@ impl Place {
         std::fs::read(self.path(name)).ok()
     }
 
-    /// What cannot be removed does no harm.
+    /// What cannot be removed does no harm, but that rank 0 waits for it.
+    fn leave(&self, rank: usize) {
+        let _ = std::fs::remove_file(self.path(&card_of(rank)));
+        let _ = std::fs::remove_file(self.path(&seen_by(rank)));
+    }
+
     fn clear(&self, size: usize) {
-        for rank in 0..size {
-            let _ = std::fs::remove_file(self.path(&card_of(rank)));
-            let _ = std::fs::remove_file(self.path(&seen_by(rank)));
-        }
+        (0..size).for_each(|rank| self.leave(rank));
         let _ = std::fs::remove_file(self.path(ALL));
+        let _ = std::fs::remove_file(self.path(DONE));
     }
 }
