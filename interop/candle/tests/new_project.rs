@@ -29,7 +29,10 @@ fn cargo(folder: &Path, words: &[&str]) -> String {
 /// A project with the dependencies of a program that trains a layer in candle, in the versions
 /// that this crate is tested with.
 fn new_project(folder: &Path) -> PathBuf {
-    cargo(folder, &["new", "--quiet", "--vcs", "none", "candle_experts"]);
+    cargo(
+        folder,
+        &["new", "--quiet", "--vcs", "none", "candle_experts"],
+    );
     let project = folder.join("candle_experts");
     let add = ["add", "--quiet", "--offline"];
     for path in [here(), here().join("../..")] {
@@ -49,16 +52,28 @@ fn a_new_project_trains_the_op() {
     let program = here().join("examples/train.rs");
     fs::copy(program, project.join("src/main.rs")).unwrap();
     let debug = "profile.dev.package.\"*\".debug=false";
-    let printed = cargo(&project, &["run", "--quiet", "--offline", "--config", debug]);
+    let printed = cargo(
+        &project,
+        &["run", "--quiet", "--offline", "--config", debug],
+    );
     cargo(
         &project,
-        &["clean", "--quiet", "--offline", "--package", "candle_experts"],
+        &[
+            "clean",
+            "--quiet",
+            "--offline",
+            "--package",
+            "candle_experts",
+        ],
     );
 
     let evaluated = |line: Option<&str>| -> f32 {
         let words = line.into_iter().flat_map(str::split_whitespace);
         let value = words.skip_while(|word| *word != "evaluated").nth(1);
-        value.unwrap_or_else(|| panic!("{printed}")).parse().unwrap()
+        value
+            .unwrap_or_else(|| panic!("{printed}"))
+            .parse()
+            .unwrap()
     };
     let mut lines = printed.lines();
     let (first, last) = (evaluated(lines.next()), evaluated(lines.next_back()));
