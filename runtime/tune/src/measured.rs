@@ -49,13 +49,18 @@ impl Samples {
     }
 
     fn median(&self, wanted: usize) -> Option<f64> {
-        if self.seconds.len() < wanted.max(1) {
-            return None;
-        }
-        let mut sorted = self.seconds.clone();
-        sorted.sort_by(f64::total_cmp);
-        Some(sorted[sorted.len() / 2])
+        median(self.seconds.iter().copied(), wanted.max(1))
     }
+}
+
+/// The one in the middle, of at least so many.
+pub(crate) fn median(seconds: impl Iterator<Item = f64>, least: usize) -> Option<f64> {
+    let mut sorted: Vec<f64> = seconds.collect();
+    if sorted.len() < least {
+        return None;
+    }
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
 }
 
 fn shared(strategy: Strategy) -> Shared {

@@ -1,7 +1,7 @@
 //! The choice for each key.
 
 use crate::Key;
-use crate::measured::{Measured, Times};
+use crate::measured::{Measured, Times, median};
 use crate::search::{Prediction, Space, shortlist};
 use crate::stored::Record;
 use moesaic_plan::Strategy;
@@ -251,19 +251,14 @@ impl Entry {
                 return (next, (!told).then_some(What::Tried(next)));
             }
             self.settle(options);
+            self.told = None; // also where what was tried last is kept
         }
-        let told = self.told.replace(self.current) == Some(self.current) && !self.is_new();
+        let told = self.told.replace(self.current) == Some(self.current);
         let kept = What::Kept {
             strategy: self.current,
             seconds: self.kept.as_ref().and_then(|kept| kept.seconds),
         };
         (self.current, (!told).then_some(kept))
-    }
-
-    /// Whether no step was taken since the choice.
-    fn is_new(&self) -> bool {
-        let none = |kept: &Kept| kept.seconds.is_some() && kept.recent.is_empty();
-        self.kept.as_ref().is_some_and(none)
     }
 
     fn next(&self, space: &Space, options: &Options) -> Option<Strategy> {
@@ -301,7 +296,10 @@ impl Entry {
         if kept.recent.len() > options.window {
             kept.recent.pop_front();
         }
-        let (was, is) = (kept.seconds?, median(&kept.recent, options.window)?);
+        let (was, is) = (
+            kept.seconds?,
+            median(kept.recent.iter().copied(), options.window)?,
+        );
         if (is - was).abs() <= options.drift * was {
             return None;
         }
@@ -310,15 +308,6 @@ impl Entry {
         self.measured = Measured::default();
         Some(What::Drifted { was, is })
     }
-}
-
-fn median(recent: &VecDeque<f64>, window: usize) -> Option<f64> {
-    if recent.len() < window {
-        return None;
-    }
-    let mut sorted: Vec<f64> = recent.iter().copied().collect();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied()
 }
 
 #[cfg(test)]
