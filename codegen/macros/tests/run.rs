@@ -310,10 +310,14 @@ fn weights_by_name_are_checked() {
         "weight `experts.up.weight`: has shape [5, 19, 13], expected [5, 13, 19]"
     );
     let empty = moesaic::Tensors::new();
-    assert!(matches!(
-        Odd::from_named(&ENGINE, &empty),
-        Err(EngineError::Weight { .. })
-    ));
+    let Err(EngineError::Weights(missing)) = Odd::from_named(&ENGINE, &empty) else {
+        panic!("all four weights are missing");
+    };
+    let of_one = |error: &EngineError| matches!(error, EngineError::Weight { .. });
+    assert!(
+        missing.len() == 4 && missing.iter().all(of_one),
+        "{missing:?}"
+    );
 }
 
 /// Device memory with `values` in it.
