@@ -2,7 +2,7 @@
 //! arrive late there, and memory that nobody wrote is an error.
 
 use crate::gemms::simulated::simulated;
-use crate::gemms::{Call, Gemms, Spread, Tensors, layer, reversed, same_rows};
+use crate::gemms::{Call, Gemms, Spread, Tensors, ending, layer};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::{GemmFamily, LayerPlan};
 use moesaic_spec::*;
@@ -94,19 +94,11 @@ fn epilogues() -> Vec<LayerSpec> {
     let specs = cases.into_iter().enumerate();
     let specs = specs.map(|(i, (activation, form, site, dtype))| {
         let experts = [[3, 2], [40, 1]][i / 2 % 2];
-        let mut spec = layer([72, 42, 65], experts, dtype);
-        spec.experts.activation = activation.clone();
-        spec.experts.form = form;
-        spec.experts.bias = (i != 4).into();
-        spec.router.weight_on = site;
-        if i % 2 == 0 {
-            spec.experts.clamp = Some(0.4);
-            spec.experts.up_offset = 1.0;
-        }
-        if activation == Silu {
-            spec.experts.alpha = 1.702;
-        }
-        spec
+        ending(
+            layer([72, 42, 65], experts, dtype),
+            i,
+            (activation, form, site),
+        )
     });
     specs.collect()
 }
@@ -142,13 +134,7 @@ fn rows_lie_anywhere() {
     for (experts, dtype) in [([8, 2], Bf16), ([60, 1], F16), ([8, 2], F32)] {
         let spec = layer([72, 40, 72], experts, dtype);
         let gemms = matrix(&spec);
-        for spread in [Spread::One, Spread::Sparse] {
-            let call = Call::new(&spec, 150, spread);
-            let tensors = gemms.run(&call);
-            gemms.check(&call, &tensors);
-            let turned = reversed(&spec, &call);
-            same_rows(&spec, [&call, &turned], [&tensors, &gemms.run(&turned)]);
-        }
+        gemms.check_anywhere(150);
     }
 }
 

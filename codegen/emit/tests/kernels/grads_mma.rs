@@ -1,7 +1,7 @@
 //! Backward products by `mma.sync` on the PTX interpreter, against f64. Copies
 //! arrive late there, and memory that nobody wrote is an error.
 
-use crate::gemms::layer;
+use crate::gemms::{ending, layer};
 use crate::grads::{Grads, Rows};
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_spec::*;
@@ -74,19 +74,11 @@ fn epilogues() -> Vec<LayerSpec> {
     let specs = cases.into_iter().enumerate();
     let specs = specs.map(|(i, (activation, form, site, dtype))| {
         let experts = [[3, 2], [40, 1]][i / 2 % 2];
-        let mut spec = layer([72, 42, 66], experts, dtype);
-        spec.experts.activation = activation.clone();
-        spec.experts.form = form;
-        spec.experts.bias = (i != 4).into();
-        spec.router.weight_on = site;
-        if i % 2 == 0 {
-            spec.experts.clamp = Some(0.4);
-            spec.experts.up_offset = 1.0;
-        }
-        if activation == Silu {
-            spec.experts.alpha = 1.702;
-        }
-        spec
+        ending(
+            layer([72, 42, 66], experts, dtype),
+            i,
+            (activation, form, site),
+        )
     });
     specs.collect()
 }

@@ -285,6 +285,19 @@ impl Gemms {
         }
     }
 
+    /// One expert gets all rows, or most get none; and a row has the same bits wherever in a
+    /// tile it lies.
+    pub fn check_anywhere(&self, tokens: usize) {
+        let spec = &self.plan.spec;
+        for spread in [Spread::One, Spread::Sparse] {
+            let call = Call::new(spec, tokens, spread);
+            let tensors = self.run(&call);
+            self.check(&call, &tensors);
+            let turned = reversed(spec, &call);
+            same_rows(spec, [&call, &turned], [&tensors, &self.run(&turned)]);
+        }
+    }
+
     /// The largest difference from the reference.
     pub fn error(&self, call: &Call, t: &Tensors) -> f64 {
         let mut most = 0.0f64;
@@ -423,8 +436,29 @@ pub fn layer([d, h, out]: [usize; 3], [e, k]: [usize; 2], dtype: DType) -> Layer
     spec
 }
 
+/// A layer with what may become of a sum: an activation, biases and limits, which differ with
+/// the number of the case.
+pub fn ending(
+    mut spec: LayerSpec,
+    case: usize,
+    (activation, form, site): (Activation, ExpertForm, WeightSite),
+) -> LayerSpec {
+    if activation == Activation::Silu {
+        spec.experts.alpha = 1.702;
+    }
+    spec.experts.activation = activation;
+    spec.experts.form = form;
+    spec.experts.bias = (case != 4).into();
+    spec.router.weight_on = site;
+    if case.is_multiple_of(2) {
+        spec.experts.clamp = Some(0.4);
+        spec.experts.up_offset = 1.0;
+    }
+    spec
+}
+
 /// The same tokens, last first.
-pub fn reversed(spec: &LayerSpec, call: &Call) -> Call {
+fn reversed(spec: &LayerSpec, call: &Call) -> Call {
     let slots = call.topk_weights.len();
     let mut turned = call.clone();
     let tokens = call.x.chunks(spec.shape.model_dim);
@@ -438,8 +472,7 @@ pub fn reversed(spec: &LayerSpec, call: &Call) -> Call {
     turned
 }
 
-/// A row has the same bits wherever in a tile it lies.
-pub fn same_rows(spec: &LayerSpec, calls: [&Call; 2], tensors: [&Tensors; 2]) {
+fn same_rows(spec: &LayerSpec, calls: [&Call; 2], tensors: [&Tensors; 2]) {
     let slots = calls[0].topk_weights.len();
     for (row, &(expert, slot)) in calls[0].rows.iter().enumerate() {
         let wanted = (expert, slots - 1 - slot);

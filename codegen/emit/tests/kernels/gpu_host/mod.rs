@@ -24,15 +24,6 @@ pub fn planned(spec: &LayerSpec, gpu: &str) -> LayerPlan {
     plan(spec, gpu.parse().unwrap(), &PlanOptions::default()).unwrap()
 }
 
-/// The same with one kernel for all calls.
-pub fn planned_for_all(spec: &LayerSpec, gpu: &str) -> LayerPlan {
-    let options = PlanOptions {
-        one_for_all: true,
-        ..PlanOptions::default()
-    };
-    plan(spec, gpu.parse().unwrap(), &options).unwrap()
-}
-
 /// The GPU that is simulated for a target: itself, or one with warps as wide.
 fn arch(target: Target) -> RocmArch {
     let standin = match target {
