@@ -8,7 +8,7 @@ use moesaic::plan::Strategy;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
 use moesaic::tune::{AdaptiveLayer, Event, Options, Prediction, Rows, Space, Tuner, What};
-use moesaic::{Mesh, Parallel, Tensors, Training};
+use moesaic::{Among, Mesh, Parallel, Tensors, Training};
 
 const TOKENS: usize = 21;
 const STEPS: u64 = 16;
@@ -114,5 +114,23 @@ fn a_layer_that_tries_strategies_learns_the_same() {
                 assert!(off < 1e-4, "rank {rank}: `{name}` is {found}, not {want}");
             }
         }
+    }
+}
+
+#[test]
+fn numbers_of_all_ranks_are_folded_and_as_many_of_each() {
+    let engine = cpu();
+    let ranks = on_ranks(&engine, mesh(3, 1, 1), |mesh| {
+        let (ranks, own) = (engine.ranks(mesh), mesh.rank() as f64);
+        let fold = [own, -own];
+        let sums = ranks.sum_f64(&fold, Among::World, "sums").unwrap();
+        let most = ranks.max_f64(&fold, Among::World, "most").unwrap();
+        let unequal = vec![1.0; 1 + mesh.rank()];
+        let error = ranks.sum_f64(&unequal, Among::World, "unequal");
+        (sums, most, error.unwrap_err().to_string())
+    });
+    for (sums, most, error) in ranks {
+        assert_eq!((sums, most), (vec![3.0, -3.0], vec![2.0, 0.0]));
+        assert!(error.contains("unequal: "), "{error}");
     }
 }

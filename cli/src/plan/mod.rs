@@ -61,7 +61,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", default_value_t = 10, conflicts_with = "strategy", value_parser = clap::value_parser!(u16).range(1..))]
     top: u16,
     /// What rows may be between nodes: exact, bf16, f16, fp8
-    #[arg(long, value_name = "W[,W]", value_delimiter = ',', default_value = "exact", conflicts_with = "strategy", value_parser = parse_wire)]
+    #[arg(long, value_name = "W[,W]", value_delimiter = ',', default_value = "exact", conflicts_with = "strategy", value_parser = str::parse::<Wire>)]
     wires: Vec<Wire>,
     /// Measurements that replace figures of the machine
     #[arg(long, value_name = "FILE")]
@@ -213,9 +213,4 @@ fn parse_skew(text: &str) -> std::result::Result<f64, String> {
         true => Ok(skew),
         false => Err("an exponent is 0, where all experts are alike, or more".to_string()),
     }
-}
-
-fn parse_wire(text: &str) -> std::result::Result<Wire, String> {
-    let strategy: Strategy = format!("wire={text}").parse()?;
-    Ok(strategy.wire.forward)
 }

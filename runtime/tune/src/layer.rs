@@ -9,23 +9,6 @@ use std::time::Instant;
 /// What strategies are predicted to take for a key; nothing, where nothing is predicted.
 pub type Predict = Box<dyn FnMut(&Key) -> Vec<Prediction> + Send>;
 
-/// Why a step was not done.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum AdaptiveError {
-    /// The layer says no.
-    #[error(transparent)]
-    Engine(#[from] EngineError),
-    /// Another rank has sent numbers that cannot be read.
-    #[error("rank {rank} of the mesh sent {bytes} bytes as what its step took")]
-    Garbled {
-        /// Who.
-        rank: usize,
-        /// How many.
-        bytes: usize,
-    },
-}
-
 /// A rank's part of a layer whose ranks choose together how they carry out each step.
 ///
 /// Each training step is a real one, whatever is tried with it. Ranks tell each other how
@@ -98,7 +81,7 @@ impl AdaptiveLayer {
         input: &Input<'_>,
         names: &[&str],
         counters: Counters,
-    ) -> Result<(Output, AdaptiveSaved), AdaptiveError> {
+    ) -> Result<(Output, AdaptiveSaved), EngineError> {
         let [tokens, _] = self.largest([input.tokens as f64, 0.0], "tokens of a step")?;
         let key = self.key(tokens as usize);
         let strategy = self.tuner.choose(&key, || (self.predict)(&key));
@@ -124,7 +107,7 @@ impl AdaptiveLayer {
         saved: &AdaptiveSaved,
         dy: &Tensor<'_>,
         accumulate: bool,
-    ) -> Result<Output, AdaptiveError> {
+    ) -> Result<Output, EngineError> {
         let started = Instant::now();
         let output = self.layer.backward(&saved.saved, dy, accumulate)?;
         let own = [saved.forward, started.elapsed().as_secs_f64()];
@@ -143,21 +126,8 @@ impl AdaptiveLayer {
     }
 
     /// The largest of all ranks, of each number.
-    fn largest(&self, own: [f64; 2], what: &str) -> Result<[f64; 2], AdaptiveError> {
-        let bytes: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let ranks = self.layer.ranks();
-        let all = ranks.gather_bytes(&bytes, Among::World, what)?;
-        let mut largest = own;
-        for (rank, part) in all.iter().enumerate() {
-            let (numbers, rest) = part.as_chunks::<8>();
-            if numbers.len() != own.len() || !rest.is_empty() {
-                let bytes = part.len();
-                return Err(AdaptiveError::Garbled { rank, bytes });
-            }
-            for (largest, number) in largest.iter_mut().zip(numbers) {
-                *largest = largest.max(f64::from_le_bytes(*number));
-            }
-        }
-        Ok(largest)
+    fn largest(&self, own: [f64; 2], what: &str) -> Result<[f64; 2], EngineError> {
+        let largest = self.layer.ranks().max_f64(&own, Among::World, what)?;
+        Ok([largest[0], largest[1]])
     }
 }

@@ -23,7 +23,7 @@ mod stored;
 mod tuner;
 
 pub use key::{Key, Rows};
-pub use layer::{AdaptiveError, AdaptiveLayer, AdaptiveSaved, Predict};
+pub use layer::{AdaptiveLayer, AdaptiveSaved, Predict};
 pub use measured::Times;
 pub use search::{Prediction, Space, shortlist};
 pub use stored::{Record, StoredError, read, write};

@@ -150,6 +150,22 @@ impl Words for Wire {
     ];
 }
 
+impl FromStr for Route {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Route, String> {
+        Route::read(text)
+    }
+}
+
+impl FromStr for Wire {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Wire, String> {
+        Wire::read(text)
+    }
+}
+
 impl fmt::Display for Route {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.word())

@@ -5,7 +5,9 @@ use super::share::Share;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{Algorithm, Call, Collectives, Element, Reduction, Slice, Transfer};
+use moesaic_collectives::{
+    Algorithm, Call, CollectiveError, Collectives, Element, Reduction, Slice, Transfer,
+};
 use moesaic_plan::Parallel;
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
@@ -114,13 +116,46 @@ impl Ranks {
         among: Among,
         what: &str,
     ) -> Result<Vec<f64>, EngineError> {
-        let mut sums = vec![0.0; values.len()];
-        for part in self.gather_bytes(cast_slice(values), among, what)? {
-            for (sum, bytes) in sums.iter_mut().zip(part.chunks_exact(8)) {
-                *sum += f64::from_ne_bytes(bytes.try_into().unwrap_or_default());
+        self.fold_f64(values, among, what, (0.0, |sum, value| sum + value))
+    }
+
+    /// The largest of all ranks, of each number.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub fn max_f64(
+        &self,
+        values: &[f64],
+        among: Among,
+        what: &str,
+    ) -> Result<Vec<f64>, EngineError> {
+        self.fold_f64(values, among, what, (f64::NEG_INFINITY, f64::max))
+    }
+
+    /// What all have, folded in the order of ranks.
+    fn fold_f64(
+        &self,
+        values: &[f64],
+        among: Among,
+        what: &str,
+        (first, fold): (f64, fn(f64, f64) -> f64),
+    ) -> Result<Vec<f64>, EngineError> {
+        let all = self.gather_bytes(cast_slice(values), among, what)?;
+        let mut folded = vec![first; values.len()];
+        for (rank, part) in all.iter().enumerate() {
+            let (theirs, rest) = part.as_chunks::<8>();
+            if theirs.len() != values.len() || !rest.is_empty() {
+                let (ours, theirs) = (8 * values.len(), part.len());
+                let difference =
+                    format!("{what}: {ours} bytes here and {theirs} of rank {rank} of these");
+                let differences = vec![difference];
+                return Err(CollectiveError::Disagreement { differences }.into());
+            }
+            for (folded, value) in folded.iter_mut().zip(theirs) {
+                *folded = fold(*folded, f64::from_ne_bytes(*value));
             }
         }
-        Ok(sums)
+        Ok(folded)
     }
 
     /// The values of all, as many of each, in the order of ranks.
