@@ -7,13 +7,14 @@ use super::watch::{Board, Work};
 use super::world::{OnStream, World, overhear, tell};
 use super::{Checks, Sums};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::checks::{self, Counted};
 use crate::communicator::{Communicator, Job};
 use crate::error::At;
 use crate::handle::Handle;
 use crate::letter::{Kind, Signature};
 use crate::operation::{Group, Next};
 use crate::plan::{self, Hops, Itinerary, Passage, Plan};
-use crate::{CollectiveError, Element, Reduction, Slice, by_way, checks};
+use crate::{CollectiveError, Element, Reduction, Slice, by_way};
 use moesaic_target::{Device, DeviceError};
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -324,10 +325,7 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::AllToAll;
-        checks::equal_elements(kind, input, output)?;
-        checks::apart(kind, input, output)?;
-        let part = checks::parts(kind, input, self.size())? * input.element().size();
-        let hops = checks::algorithm(kind, algorithm, self.size())?;
+        let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.ways = hops.as_ref().map_or(0, Hops::code);
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
@@ -364,13 +362,17 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::AllToAllByCounts;
-        checks::equal_types(kind, input, output)?;
-        checks::apart(kind, input, output)?;
-        let sends = checks::counts(kind, "sends", sends, input, self.size())?;
-        let receives = checks::counts(kind, "receives", receives, output, self.size())?;
         let rank = self.rank();
-        checks::own_part(kind, sends[rank], receives[rank])?;
-        let hops = checks::algorithm(kind, algorithm, self.size())?;
+        let Counted {
+            sends,
+            receives,
+            hops,
+        } = checks::all_to_all_by_counts(
+            (input, sends),
+            (output, receives),
+            algorithm,
+            (rank, self.size()),
+        )?;
         let mut task = self.data_task(kind, call, input, 0);
         task.signature.ways = hops.as_ref().map_or(0, Hops::code);
         let list = |sizes: &[usize]| -> Vec<(usize, usize)> {
@@ -393,9 +395,7 @@ impl Collectives for Nccl {
 
     fn all_gather(&mut self, input: &Slice, output: &Slice, call: &Call) -> Started {
         let kind = Kind::AllGather;
-        checks::equal_types(kind, input, output)?;
-        checks::whole_of_parts(kind, "output", output, "input", input, self.size())?;
-        checks::own_part_or_apart(kind, input, output, self.rank())?;
+        checks::all_gather(input, output, (self.rank(), self.size()))?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.keep = vec![input.clone(), output.clone()];
         let (from, to, bytes) = (input.address(), output.address(), input.bytes());
@@ -416,10 +416,7 @@ impl Collectives for Nccl {
         reduction: Reduction,
         call: &Call,
     ) -> Started {
-        let kind = Kind::ReduceScatter;
-        checks::equal_types(kind, input, output)?;
-        checks::whole_of_parts(kind, "input", input, "output", output, self.size())?;
-        let counts = vec![output.elements(); self.size()];
+        let counts = checks::reduce_scatter(input, output, self.size())?;
         self.reduce_scatter_by_counts(input, &counts, output, reduction, call)
     }
 
@@ -433,9 +430,8 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::ReduceScatter;
-        checks::equal_types(kind, input, output)?;
         let own = (self.rank(), self.size());
-        let sizes = checks::parts_by_counts(kind, counts, (input, output), own)?;
+        let sizes = checks::reduce_scatter_by_counts(input, counts, output, own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
         let (element, count) = (input.element(), output.elements());
@@ -465,8 +461,7 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::AllReduce;
-        checks::equal_elements(kind, input, output)?;
-        checks::same_or_apart(kind, input, output)?;
+        checks::all_reduce(input, output)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
         let (element, count) = (input.element(), input.elements());
@@ -490,7 +485,7 @@ impl Collectives for Nccl {
 
     fn broadcast(&mut self, data: &Slice, root: usize, call: &Call) -> Started {
         let kind = Kind::Broadcast;
-        checks::is_rank(kind, "the root", root, self.size())?;
+        checks::broadcast(root, self.size())?;
         let mut task = self.data_task(kind, call, data, data.elements());
         task.signature.root = root as u32;
         task.keep = vec![data.clone()];
