@@ -232,11 +232,12 @@ fn layers_of_other_projects_run_on_processes() {
     let this = std::env::current_exe().unwrap();
     let name = concat!(module_path!(), "::a_process");
     let (_, name) = name.split_once("::").expect("a crate and modules");
-    let mut ranks = mpich().command(4, &this);
+    let seconds = if all() { 1200 } else { 180 };
+    let mut ranks = mpich().command_within(seconds, 4, &this);
     let ended = ranks.args(["--ignored", "--exact", name, "--nocapture"]);
     let ended = ended.output().expect("mpiexec starts");
     let said = [&ended.stdout[..], &ended.stderr[..]].concat();
     let said = String::from_utf8_lossy(&said);
-    assert!(ended.status.success(), "{said}");
+    assert!(ended.status.success(), "{}: {said}", ended.status);
     assert_eq!(said.matches(" are right").count(), 4, "{said}");
 }
