@@ -104,9 +104,9 @@ pub const MUTANTS: &[Mutant] = &[
         ..FEW
     },
     Mutant {
-        mistake: "assignments are placed with no barrier after the offsets",
+        mistake: "assignments are placed with no barrier after the sums",
         kernel: "route",
-        from: "    block_sync();  // offsets are there\n",
+        from: "    block_sync();  // the sums of tiles are there\n",
         to: "",
         caught: "uninitialised global memory",
         ..FEW
