@@ -112,11 +112,11 @@ pub const MUTANTS: &[Mutant] = &[
         ..FEW
     },
     Mutant {
-        mistake: "warps that have no tile place, too",
+        mistake: "warps that have no tile have counters, too",
         target: GFX942,
         kernel: "route",
-        from: "    if (warp_index() >= WARPS)\n        return;",
-        to: "",
+        from: "counters[exists ? warp_index() : 0]",
+        to: "counters[warp_index()]",
         caught: "beyond the end of an array",
         ..FEW
     },

@@ -158,6 +158,33 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
+        mistake: "a part of 16 rows too few is multiplied",
+        kernel: "grouped_gemm_up",
+        from: "ceil_div(tile.rows - warp_row(), 16);  // of this warp, with rows",
+        to: "(tile.rows - warp_row()) / 16;  // of this warp, with rows",
+        caught: "y of",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a warpgroup without rows lets go of no stage",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "            if (elect_one())\n                mbarrier_arrive(shared.empty[turn.stage]);",
+        to: "            {}",
+        layer: DEEP,
+        caught: "deadlock",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a warpgroup of up to 64 rows multiplies nothing",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "if (64 * consumer >= tile.rows) {",
+        to: "if (64 * consumer + 64 >= tile.rows) {",
+        caught: "uninitialised",
+        ..MUTANT
+    },
+    Mutant {
         mistake: "every block writes down where experts begin",
         kernel: "expert_scan",
         from: "if (block_x() == 0) {",
@@ -294,8 +321,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "consumers wait for the wrong phase",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "mbarrier_wait(shared.full[turn.stage], turn.parity);",
-        to: "mbarrier_wait(shared.full[turn.stage], turn.parity ^ 1);",
+        from: "shared.ring[turn.stage];\n        mbarrier_wait(shared.full[turn.stage], turn.parity);",
+        to: "shared.ring[turn.stage];\n        mbarrier_wait(shared.full[turn.stage], turn.parity ^ 1);",
         layer: DEEP,
         caught: "shared memory",
         ..MUTANT
