@@ -2,8 +2,9 @@
 //! fault comes to light later.
 
 use super::Shape;
+use super::shared::lock;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Suspects that are remembered. A layer has about ten.
 const KEPT: usize = 64;
@@ -49,6 +50,33 @@ impl Journal {
 
     pub fn is_empty(&self) -> bool {
         self.launches.is_empty()
+    }
+}
+
+/// The journal of a stream. A launch locks its own stream's and no other.
+pub(super) type SharedJournal = Arc<Mutex<Journal>>;
+
+/// Those of a GPU's streams.
+#[derive(Debug, Default)]
+pub(super) struct Journals(Mutex<Vec<SharedJournal>>);
+
+impl Journals {
+    /// One for a new stream.
+    pub fn open(&self) -> SharedJournal {
+        let mut all = lock(&self.0);
+        // A stream that is gone, and was waited for, has no suspects.
+        all.retain(|journal| Arc::strong_count(journal) > 1 || !lock(journal).is_empty());
+        let journal = SharedJournal::default();
+        all.push(journal.clone());
+        journal
+    }
+
+    pub fn suspects(&self) -> Suspects {
+        let mut suspects = Suspects::default();
+        for journal in lock(&self.0).iter() {
+            suspects.add(&lock(journal));
+        }
+        suspects
     }
 }
 
@@ -142,6 +170,24 @@ mod tests {
             left.words("X_BLOCKING"),
             format!("one of: `a` {shape}, `c` {shape}; set X_BLOCKING=1 to be told which")
         );
+    }
+
+    /// A stream notes its launches while another one does, and they outlive it.
+    #[test]
+    fn streams_lock_their_own_journals() {
+        let journals = Journals::default();
+        let [one, two] = [journals.open(), journals.open()];
+        let busy = lock(&one);
+        let mut own = two.try_lock().expect("nobody else has it");
+        own.note(&kernel("a"));
+        drop((busy, own));
+        drop(two);
+        let three = journals.open();
+        assert_eq!(journals.suspects().launches, [kernel("a")]);
+        drop((one, three));
+        journals.open();
+        let left = lock(&journals.0).len();
+        assert_eq!(left, 2, "that with a suspect, and the new one");
     }
 
     #[test]

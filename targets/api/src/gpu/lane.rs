@@ -1,8 +1,8 @@
 //! A stream, and the capture it is part of.
 
 use super::capture::Capture;
-use super::journal::Journal;
-use super::shared::{Gpu, SharedJournal, lock};
+use super::journal::{Journal, SharedJournal};
+use super::shared::{Gpu, lock};
 use super::staging::Staging;
 use super::{StreamHandle, Vendor, functions};
 use crate::DeviceError;
@@ -36,7 +36,7 @@ impl<V: Vendor> Lane<V> {
     ) -> Lane<V> {
         Lane {
             id: gpu.next_lane(),
-            journal: gpu.new_journal(),
+            journal: gpu.journals.open(),
             gpu,
             stream,
             owner,

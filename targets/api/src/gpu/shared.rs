@@ -1,26 +1,22 @@
 //! One GPU: what its streams, modules, buffers and events share.
 
-use super::journal::{Journal, Launched, Suspects};
+use super::journal::{Journals, Launched};
 use super::{Fault, Functions, Vendor};
 use crate::{DeviceError, DeviceInfo, GpuInfo};
 use std::ffi::c_int;
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 pub(super) struct Gpu<V> {
     pub vendor: V,
     pub info: DeviceInfo,
     pub gpu_info: GpuInfo,
-    /// One for each stream, which a launch locks and no other stream.
-    journals: Mutex<Vec<SharedJournal>>,
+    pub journals: Journals,
     /// What broke the driver's context, once something has.
     lost: OnceLock<String>,
     lanes: AtomicU64,
 }
-
-/// The journal of a stream.
-pub(super) type SharedJournal = Arc<Mutex<Journal>>;
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -32,7 +28,7 @@ impl<V: Vendor> Gpu<V> {
             vendor,
             info,
             gpu_info,
-            journals: Mutex::default(),
+            journals: Journals::default(),
             lost: OnceLock::new(),
             lanes: AtomicU64::new(0),
         }
@@ -41,16 +37,6 @@ impl<V: Vendor> Gpu<V> {
     /// A number for a new stream.
     pub fn next_lane(&self) -> u64 {
         self.lanes.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// The journal of a new stream.
-    pub fn new_journal(&self) -> SharedJournal {
-        let mut all = lock(&self.journals);
-        // A stream that is gone, and was waited for, has no suspects.
-        all.retain(|journal| Arc::strong_count(journal) > 1 || !lock(journal).is_empty());
-        let journal = SharedJournal::default();
-        all.push(journal.clone());
-        journal
     }
 
     /// Before any call to the driver: refuses when the context is lost, and
@@ -119,10 +105,7 @@ impl<V: Vendor> Gpu<V> {
     }
 
     fn accuse(&self, operation: &str, fault: &Fault) -> DeviceError {
-        let mut suspects = Suspects::default();
-        for journal in lock(&self.journals).iter() {
-            suspects.add(&lock(journal));
-        }
+        let suspects = self.journals.suspects();
         let light = format!("it came to light at a later {operation}");
         match suspects.launches.as_slice() {
             [Launched::Kernel { symbol, shape }] => DeviceError::Launch {
