@@ -4,7 +4,7 @@
 mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::plan::{self, FanOut, Hops, Itinerary, Journey, Passage, Plan, Step};
+use moesaic_collectives::plan::{self, FanOut, Hops, Itinerary, Journey, Passage, Plan, RowBytes, Step};
 use moesaic_collectives::{Algorithm, Element, Levels, NodeShape};
 use std::sync::Arc;
 use std::time::Instant;
@@ -439,7 +439,7 @@ fn once(shape: NodeShape, experts: usize, packed: bool) {
     let plan = |rank: usize| {
         let node = shape.split(rank).0;
         let (sends, receives) = (sizes(pieces(rank, false)), sizes(pieces(rank, true)));
-        let rows = fan(rank).of_rows(ROW);
+        let rows = fan(rank).of_rows(RowBytes::same(ROW));
         let plan = rows.plan((rank, ranks), &sends, &receives).unwrap();
         // What crosses is every token once for each node that has an expert of it.
         let needed = |t: usize, other: usize| {

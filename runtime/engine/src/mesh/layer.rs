@@ -19,7 +19,7 @@ use crate::texts::Texts;
 use crate::trace::Recorder;
 use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{Both, Role, SATURATED, StrategyError, Ways, Wire, plan_placed};
+use moesaic_plan::{Both, Role, SATURATED, Sharing, StrategyError, Ways, Wire, plan_rank};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, WeightSource};
@@ -46,8 +46,9 @@ pub struct MeshLayer {
     strategy: Strategy,
     /// What the route of the strategy is on these nodes.
     course: Course,
-    /// For each choice so far of what rows are between nodes, but as they are.
-    packings: BTreeMap<Both<Wire>, Packing>,
+    /// For each number of ways, and each choice so far of what rows are between nodes, but as
+    /// they are.
+    packings: BTreeMap<(usize, Both<Wire>), Packing>,
     /// Who is told of exchanges.
     recorder: Option<Arc<dyn Recorder>>,
 }
@@ -170,8 +171,9 @@ impl Engine {
             unpacked: mesh.keeps_unpacked(),
             ..self.plan_options(training)
         };
-        let (target, sharing) = (self.target(), (mesh.parallel(), mesh.placement(), ways));
-        Ok(plan_placed(spec, target, &options, sharing, mesh.rank())?)
+        let sharing = Sharing::from(mesh.parallel()).at_ways(ways);
+        let sharing = sharing.placed(mesh.placement());
+        Ok(plan_rank(spec, self.target(), &options, sharing, mesh.rank())?)
     }
 }
 
@@ -200,8 +202,9 @@ impl MeshLayer {
     /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
     /// its degree is what it does.
     pub fn plan(&self) -> &RankPlan {
-        let packing = self.packings.get(&self.strategy.wire);
-        packing.map_or(&self.view().plan, |packing| &packing.plan)
+        let view = self.view();
+        let packing = self.packing(view, self.strategy.wire);
+        packing.map_or(&view.plan, |packing| &packing.plan)
     }
 
     /// The mesh.
@@ -230,10 +233,6 @@ impl MeshLayer {
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         let parallel = self.mesh.parallel();
         strategy.check(&parallel).map_err(PlanError::from)?;
-        if let Some(placement) = self.mesh.placement() {
-            let checked = strategy.check_placed(&parallel, placement);
-            checked.map_err(PlanError::from)?;
-        }
         let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
         let course = self.mesh.course(strategy.route, by)?;
         if !self.views.contains_key(&by.count()) {
@@ -248,11 +247,17 @@ impl MeshLayer {
 
     /// Makes what rows need that are so between nodes, at a number of ways.
     fn pack(&mut self, ways: usize, wire: Both<Wire>) -> Result<(), EngineError> {
-        if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&wire) {
+        let key = (ways, wire);
+        if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&key) {
             let packing = Packing::new(&self.engine, &self.views[&ways].plan, wire)?;
-            self.packings.insert(wire, packing);
+            self.packings.insert(key, packing);
         }
         Ok(())
+    }
+
+    /// What packs rows of a view; `None` where they stay as they are.
+    fn packing(&self, view: &View, wire: Both<Wire>) -> Option<&Packing> {
+        self.packings.get(&(view.plan.ways, wire))
     }
 
     /// Binds the passes of a number of ways for rows in so many pieces.
@@ -482,13 +487,15 @@ impl MeshLayer {
             .views
             .get(&saved.ways)
             .ok_or(EngineError::ForeignSaved)?;
+        let packing = self.packing(view, saved.wire);
+        if packing.is_none() && saved.wire != Both::same(Wire::Exact) {
+            return Err(EngineError::ForeignSaved);
+        }
         let mut run = self.call(view, saved.wire)?;
         run.lend(true)?;
         run.tokens.back(&saved.tokens, accumulate)?;
         run.experts.back(&saved.experts, accumulate)?;
-        if accumulate {
-            run.begin_gradients()?;
-        }
+        run.begin_gradients(accumulate)?;
         if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
             side.back(kept, accumulate)?;
             run.neighbours = Some(neighbours.clone());
@@ -499,7 +506,6 @@ impl MeshLayer {
         run.rows = Some(saved.rows.clone());
         run.run(&saved.passes.backward, |_, _| Ok(()))?;
         let mut names = self.tokens.input_gradients();
-        let packing = self.packings.get(&saved.wire);
         if packing.is_some_and(Packing::counts_backward) {
             names.push(SATURATED);
         }
@@ -510,7 +516,7 @@ impl MeshLayer {
     fn call<'l>(&'l self, view: &'l View, wire: Both<Wire>) -> Result<Run<'l>, EngineError> {
         let sides = view.sides(self.held());
         let groups = self.mesh.groups();
-        let hop = self.packings.get(&wire).map(Packing::begin);
+        let hop = self.packing(view, wire).map(Packing::begin);
         Ok(Run {
             hop: hop.transpose()?,
             mesh: &self.mesh,

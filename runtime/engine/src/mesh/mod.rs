@@ -21,6 +21,7 @@ mod run;
 mod shard;
 mod share;
 mod side;
+mod sums;
 mod under_way;
 mod view;
 mod weights;

@@ -96,12 +96,12 @@ impl Rows {
     }
 
     /// The pieces.
-    fn pieces(&self) -> usize {
+    pub fn pieces(&self) -> usize {
         self.firsts.len() - 1
     }
 
     /// What is in a piece of so many rows of a rank for an expert.
-    fn cut(&self, number: usize, rows: usize) -> Range<usize> {
+    pub fn cut(&self, number: usize, rows: usize) -> Range<usize> {
         let of = self.pieces();
         plan::Piece { number, of }.rows(rows)
     }

@@ -12,12 +12,13 @@ use crate::launch::Bound;
 use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::Itinerary;
+use moesaic_collectives::plan::{Itinerary, RowBytes};
 use moesaic_collectives::{Algorithm, Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, TensorId, Way};
 use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
+use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
@@ -189,7 +190,7 @@ impl Run<'_> {
             None => self.ended(recorded, Instant::now()),
             Some(started) => self.keep(exchange, started, written, recorded)?,
         }
-        self.unpack()
+        Ok(())
     }
 
     /// What an exchange of rows writes.
@@ -221,14 +222,15 @@ impl Run<'_> {
                 let pieces = rows.numbers(exchange.piece);
                 let sent = (plan::Side::Tokens, from, rows.sent(&pieces));
                 let arrived = (plan::Side::Experts, to, rows.arrived(&pieces));
-                self.send_rows(&exchange.name, self.load(from), sent, arrived, &call)
+                let load = (self.load(from), pieces);
+                self.send_rows(&exchange.name, load, sent, arrived, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let pieces = rows.numbers(exchange.piece);
                 let answers = (plan::Side::Experts, from, rows.answers(&pieces));
                 let answered = (plan::Side::Tokens, to, rows.answered(&pieces));
-                let load = self.load_back(from);
+                let load = (self.load_back(from), pieces);
                 self.send_rows(&exchange.name, load, answers, answered, &call)
             }
             Way::OverShards { tensor } => {
@@ -266,7 +268,7 @@ impl Run<'_> {
     }
 
     /// The mesh that rows travel in, and this rank's place there.
-    fn travels(&self) -> (Parallel, Place) {
+    pub(super) fn travels(&self) -> (Parallel, Place) {
         let by = self.plan.by();
         (by.mesh(), by.place(self.mesh.rank()))
     }
@@ -289,8 +291,7 @@ impl Run<'_> {
     ) -> Result<Started, EngineError> {
         let group = self.groups.between(between);
         let handle = group.exchange(sends, receives, call)?;
-        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
-        Ok(Started { handle, bytes })
+        Ok(Started::sending(handle, sends))
     }
 
     /// Rows of tokens, straight or by way of other ranks. Where that was chosen, those for other
@@ -298,7 +299,7 @@ impl Run<'_> {
     fn send_rows(
         &mut self,
         name: &str,
-        load: Load,
+        load: (Load, Range<usize>),
         sent: Moved,
         came: Moved,
         call: &Call,
@@ -307,8 +308,8 @@ impl Run<'_> {
         if let Some(packed) = packing.and_then(|packing| packing.packed(name)) {
             return self.send_packed(packed, load, sent, came, call);
         }
-        let bytes = self.plan.row_bytes(sent.0, sent.1);
-        let path = self.rows().itinerary(load, &|_, _| bytes);
+        let bytes = RowBytes::same(self.plan.row_bytes(sent.0, sent.1));
+        let path = self.rows().itinerary(load.0, &load.1, (bytes, &|_, _| false));
         let sends = self.transfers(sent.0, sent.1, &sent.2)?;
         let receives = self.transfers(came.0, came.1, &came.2)?;
         self.send_by(path, &sends, &receives, call)
@@ -327,8 +328,7 @@ impl Run<'_> {
             None => group.exchange(sends, receives, call)?,
             Some(path) => group.exchange_by(sends, receives, &*path, call)?,
         };
-        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
-        Ok(Started { handle, bytes })
+        Ok(Started::sending(handle, sends))
     }
 
     /// Rows of a tensor as bytes: they are only moved.
@@ -339,15 +339,7 @@ impl Run<'_> {
         pieces: &[Piece],
     ) -> Result<Vec<Transfer>, EngineError> {
         let bytes = self.plan.row_bytes(side, tensor);
-        let buffer = self.side(side).buffer(tensor);
-        let transfer = |piece: &Piece| {
-            let (first, size) = (piece.first * bytes, piece.rows * bytes);
-            Ok(Transfer {
-                peer: piece.peer,
-                slice: Slice::new(buffer, Element::U8, first, size)?,
-            })
-        };
-        pieces.iter().map(transfer).collect()
+        transfers(self.side(side).buffer(tensor), bytes, pieces)
     }
 
     /// Everybody learns how many rows come from where.
@@ -575,6 +567,22 @@ impl Run<'_> {
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
         self.send(Between::Rows(self.plan.ways), &sends, &receives, call)
     }
+}
+
+/// Rows of so many bytes.
+pub(super) fn transfers(
+    buffer: &Arc<Buffer>,
+    bytes: usize,
+    pieces: &[Piece],
+) -> Result<Vec<Transfer>, EngineError> {
+    let transfer = |piece: &Piece| {
+        let (first, size) = (piece.first * bytes, piece.rows * bytes);
+        Ok(Transfer {
+            peer: piece.peer,
+            slice: Slice::new(buffer, Element::U8, first, size)?,
+        })
+    };
+    pieces.iter().map(transfer).collect()
 }
 
 /// As collectives call it.
