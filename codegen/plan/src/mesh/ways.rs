@@ -301,10 +301,18 @@ mod tests {
         let spec = LayerSpec::from_toml(text).unwrap();
         let options = PlanOptions::training(Training::default());
         let target = "cpu:avx2".parse().unwrap();
-        for mesh in meshes() {
+        let placements = |groups: usize| match groups {
+            2 => Some("3,+0,1-2 | 4,0,+2"),
+            3 => Some("+1,2-3,+0 | 0 | 4,1,+3"),
+            _ => None,
+        };
+        let parsed = |text: &str| text.parse::<Placement>().unwrap();
+        let both = |mesh: Parallel| [None, placements(mesh.ep).map(parsed)].map(|p| (mesh, p));
+        for (mesh, placement) in meshes().flat_map(both) {
             for ways in Ways::all(mesh) {
                 let rank = mesh.ranks() * 2 / 3;
                 let sharing = Sharing::from(mesh).at_ways(ways);
+                let sharing = sharing.placed(placement.as_ref());
                 let plan = plan_rank(&spec, target, &options, sharing, rank).unwrap();
                 for (at, tensor) in plan.experts.tensors.iter().enumerate() {
                     if matches!(tensor.role, Role::Weight | Role::WeightGradient) {
@@ -330,29 +338,29 @@ mod tests {
             [index / row, index % row / inner, index % inner]
         };
         // The number of an element in the whole tensor, and how a part of it is laid out.
-        let whole = |[e, a, b]: [usize; 3], experts: usize, first: usize| match cut {
-            Some(1) => [experts + e, first + a, b],
-            Some(2) => [experts + e, a, first + b],
-            _ => [experts + e, a, b],
+        let whole = |[e, a, b]: [usize; 3], experts: &[usize], first: usize| match cut {
+            Some(1) => [experts[e], first + a, b],
+            Some(2) => [experts[e], a, first + b],
+            _ => [experts[e], a, b],
         };
+        let (placement, all) = (plan.placement(), plan.experts_here());
         let here = hidden(by.place(rank).shard, by.mesh()).start;
         let mut covered = vec![0; shape.iter().product()];
         for strip in plan.strips(tensor, cut) {
             let owner = mesh.place(by.block(rank).start + strip.owner).unwrap();
-            let experts = mesh.experts(owner.ep, 5);
+            let experts = placement.of(owner.ep);
             let mut own = shape.clone();
             own[0] = experts.len();
             if let Some(cut) = cut {
                 own[cut] = 24 / mesh.shards;
             }
-            assert_eq!(strip.elements(), own.iter().product::<usize>());
             let theirs = cut.map_or(0, |_| hidden(owner.shard, mesh).start);
             for index in 0..strip.elements() {
                 let at = strip.first + index / strip.row * strip.stride + index % strip.row;
                 covered[at] += 1;
-                let from = whole(coordinates(index, &own), experts.start, theirs);
+                let from = whole(coordinates(strip.own + index, &own), &experts, theirs);
                 let first = cut.map_or(0, |_| here);
-                let to = whole(coordinates(at, &shape), plan.experts_here()[0], first);
+                let to = whole(coordinates(at, &shape), &all, first);
                 assert_eq!(from, to, "{:?} of {by:?}", plan.experts[tensor].name);
             }
         }

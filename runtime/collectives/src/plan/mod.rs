@@ -148,6 +148,12 @@ impl Plan {
         sends.map(|message| message.span.bytes).sum()
     }
 
+    /// Whether it only moves bytes.
+    pub(crate) fn only_moves(&self) -> bool {
+        let moves = |step: &Step| matches!(step, Step::Exchange { .. } | Step::Repack(_));
+        self.steps.iter().all(moves)
+    }
+
     /// Messages from here and to here, by peer and bytes, in their order.
     pub(crate) fn traffic(&self) -> [Vec<(usize, usize)>; 2] {
         let steps = || {

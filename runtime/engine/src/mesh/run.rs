@@ -3,7 +3,8 @@
 use super::groups::{Between, Groups, Mesh};
 use super::passes::{SLICED, Segment, pieces};
 use super::route::{Course, Load};
-use super::rows::{Neighbours, Piece, Rows};
+use super::neighbours::Neighbours;
+use super::rows::{Piece, Rows};
 use super::side::{Part, Side};
 use super::under_way::{Started, UnderWay, Written};
 use super::wire::Hop;
@@ -13,7 +14,7 @@ use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::{Itinerary, RowBytes};
-use moesaic_collectives::{Algorithm, Call, Element, Reduction, Slice, Transfer};
+use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, TensorId, Way};
 use moesaic_spec::WeightSite;
@@ -21,15 +22,6 @@ use moesaic_target::Buffer;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
-
-/// What every rank has in a call.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Census {
-    /// Tokens of ranks before this one.
-    pub before: usize,
-    /// Of the rank with the most.
-    pub most: usize,
-}
 
 /// Rows of a tensor of a side that an exchange moves.
 pub(super) type Moved = (plan::Side, TensorId, Vec<Piece>);
@@ -60,47 +52,6 @@ pub(super) struct Run<'l> {
 }
 
 impl Run<'_> {
-    /// What every rank has, if a pass asks.
-    pub fn census(
-        &mut self,
-        segments: &[Segment],
-        tokens: usize,
-    ) -> Result<Option<Census>, EngineError> {
-        let asks = |segment: &Segment| {
-            matches!(
-                segment,
-                Segment::Exchange(Exchange {
-                    way: Way::Tokens,
-                    ..
-                })
-            )
-        };
-        if !segments.iter().any(asks) {
-            return Ok(None);
-        }
-        let all = self.each_has(tokens, Between::World, &self.call("tokens"))?;
-        Ok(Some(Census {
-            before: all[..self.mesh.rank()].iter().sum(),
-            most: all.iter().copied().max().unwrap_or(0),
-        }))
-    }
-
-    /// A number of every rank of a group.
-    fn each_has(
-        &mut self,
-        own: usize,
-        between: Between,
-        call: &Call,
-    ) -> Result<Vec<usize>, EngineError> {
-        let group = self.groups.between(between);
-        let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
-        let number = |bytes: &Vec<u8>| {
-            let bytes = bytes.as_slice().try_into().unwrap_or_default();
-            u64::from_le_bytes(bytes) as usize
-        };
-        Ok(all.iter().map(number).collect())
-    }
-
     /// Runs the steps of a pass; `arrive` makes room on a side for the rows that come there.
     pub fn run(
         &mut self,
@@ -172,7 +123,7 @@ impl Run<'_> {
         }
     }
 
-    fn call(&self, name: &str) -> Call {
+    pub(super) fn call(&self, name: &str) -> Call {
         Call::new(&format!("{} of {}", name, self.label))
     }
 
@@ -212,7 +163,10 @@ impl Run<'_> {
     fn start(&mut self, exchange: &Exchange) -> Result<Option<Started>, EngineError> {
         let call = match exchange.piece {
             None => self.call(&exchange.name),
-            Some(piece) => self.call(&format!("{}, piece {piece},", exchange.name)),
+            Some(piece) => {
+                let call = self.call(&format!("{}, piece {piece},", exchange.name));
+                call.beside()
+            }
         };
         let started = match exchange.way {
             // Done when the call begins, or by [`Run::run`].
@@ -342,65 +296,6 @@ impl Run<'_> {
         transfers(self.side(side).buffer(tensor), bytes, pieces)
     }
 
-    /// Everybody learns how many rows come from where.
-    fn count(&mut self) -> Result<Rows, EngineError> {
-        let (mesh, place) = self.travels();
-        let (placement, experts) = (
-            self.plan.row_placement(),
-            self.plan.tokens.spec.shape.experts,
-        );
-        let mut offsets = vec![0i64; experts + 1];
-        let device = &*self.tokens.layer.device;
-        let from = self.tokens.named("offsets").expect("a scan has offsets");
-        device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
-        let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
-        let (counts, sizes) = Rows::told((mesh, place), &placement, &offsets);
-        let algorithm = match self.course {
-            Course::Straight => Algorithm::Direct,
-            Course::Over(algorithm) => algorithm,
-            Course::Once(shape) => Algorithm::InterFirst(shape),
-        };
-        if self.course != Course::Straight {
-            let call = self.call("counts");
-            let group = self.groups.between(Between::Rows(self.plan.ways));
-            let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
-            let mut rows = Rows::new((mesh, place), placement, offsets, &told);
-            rows.passage = Some(passage);
-            return self.fan_out(rows);
-        }
-        let own = placement.count(place.ep);
-        let mut told = vec![0i64; own * mesh.group()];
-        let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
-        let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
-        device.upload(cast_slice(&counts), &input, 0)?;
-        let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
-        let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
-        let receives = vec![own; mesh.group()];
-        let call = self.call("counts");
-        let rows = self.groups.between(Between::Rows(self.plan.ways));
-        rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
-            .wait()?;
-        device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
-        Ok(Rows::new((mesh, place), placement, offsets, &told))
-    }
-
-    /// Where each token crosses to a node once, ranks learn which rows are of one token.
-    fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
-        let Course::Once(shape) = self.course else {
-            return Ok(rows);
-        };
-        let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
-        let mut slots = vec![0i32; rows.own()];
-        let from = self.tokens.named("row_slots");
-        let from = from.expect("a scan says which slot a row is of");
-        device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
-        let top_k = self.plan.tokens.spec.shape.top_k as i32;
-        let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
-        let group = self.groups.between(Between::Rows(self.plan.ways));
-        rows.fan_out(group, device, (shape, &tokens), &call)?;
-        Ok(rows)
-    }
-
     /// Whether rows of a token are equal: `rows` are not where dispatch weights them.
     fn load(&self, from: TensorId) -> Load {
         let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
@@ -421,13 +316,6 @@ impl Run<'_> {
             "drows" if weight_on != WeightSite::Input => Load::Addends(element(tensor.dtype)),
             _ => Load::Answers,
         }
-    }
-
-    /// Ranks with slices of the same experts learn how many tokens each has.
-    fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
-        let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, Between::Slices, &call)?;
-        Ok(Neighbours::new(counts, self.mesh.place().shard))
     }
 
     /// A tensor of all slices' tokens, whose sums over slices go to the tokens' ranks.
@@ -497,23 +385,6 @@ impl Run<'_> {
             Some(buffer) => Ok(self.experts.layer.device.upload(bytes, buffer, 0)?),
             None => Ok(()),
         }
-    }
-
-    /// The tokens of all ranks with an expert.
-    fn count_live(&mut self, ids: TensorId, to: TensorId, call: &Call) -> Result<(), EngineError> {
-        let device = &*self.tokens.layer.device;
-        let (tokens, top_k) = (
-            self.tokens.scalars().tokens(),
-            self.plan.tokens.spec.shape.top_k,
-        );
-        let mut choices = vec![0i32; tokens * top_k];
-        let bytes = bytemuck::cast_slice_mut(&mut choices);
-        device.download(self.tokens.buffer(ids), 0, bytes)?;
-        let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
-        let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, Between::World, call)?.iter().sum();
-        device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
-        Ok(())
     }
 
     /// Numbers of the tokens' side, over all ranks.

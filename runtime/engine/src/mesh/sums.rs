@@ -76,7 +76,7 @@ impl<'l> Run<'l> {
         let own = self.own_member();
         let is_near = |piece: &Piece| shape.split(piece.peer).0 == shape.split(own).0;
         let (side, tensor) = (came.0, came.1);
-        let (near, far) = came.2.into_iter().partition(is_near);
+        let (near, far): (Vec<Piece>, Vec<Piece>) = came.2.into_iter().partition(is_near);
         let crossing = Crossing::new(sums, shape, own, &far);
         let device = Arc::clone(&self.owned.device);
         let bytes = self.plan.row_bytes(sent.0, sent.1);

@@ -97,7 +97,7 @@ impl Run<'_> {
         } = started;
         let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
         let in_stream = handle.is_in_stream();
-        let later = in_stream || exchange.piece.is_some();
+        let later = in_stream || handle.is_beside() || exchange.piece.is_some();
         let mut under_way = UnderWay {
             handle,
             writes,
@@ -130,7 +130,7 @@ impl Run<'_> {
     }
 
     /// Waits for those that write what is needed; what is in the order of the device's stream
-    /// needs no waiting for.
+    /// needs no waiting for, and for what is on another one that stream waits.
     pub(super) fn wait_for(
         &mut self,
         needed: impl Fn(&Written) -> bool,
@@ -138,8 +138,16 @@ impl Run<'_> {
         let needed =
             |one: &UnderWay| !one.handle.is_in_stream() && one.writes.as_ref().is_some_and(&needed);
         while let Some(at) = self.under_way.iter().position(needed) {
-            let one = self.under_way.remove(at);
-            self.wait(one)?;
+            if !self.under_way[at].handle.is_beside() {
+                let one = self.under_way.remove(at);
+                self.wait(one)?;
+                continue;
+            }
+            let one = &mut self.under_way[at];
+            one.handle.join()?;
+            one.writes = None;
+            let coming = one.coming.take();
+            self.unpack(coming)?;
         }
         Ok(())
     }
