@@ -11,7 +11,6 @@ use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use moesaic::{MeshJob, Parallel, Strategy};
 use moesaic::cache::Tuned;
 use moesaic::plan::{Tuning, plan};
 use moesaic::target::{CompileOptions, Report};
@@ -19,6 +18,7 @@ use moesaic::tools::{TunedPlans, Untuned, precompile_on};
 use moesaic::{
     Compilers, EngineError, Event, Job, LayerSpec, Outcome, PlanOptions, Row, Store, Target,
 };
+use moesaic::{MeshJob, Parallel, Strategy};
 use serde_json::{Value, json};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -88,7 +88,11 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     let specs = args.specs(console)?;
     let targets = targets::resolve(&args.target)?;
     args.caches.check(&targets)?;
-    for (mesh, strategy) in args.mesh.iter().flat_map(|mesh| args.strategy.iter().map(move |s| (mesh, s))) {
+    for (mesh, strategy) in args
+        .mesh
+        .iter()
+        .flat_map(|mesh| args.strategy.iter().map(move |s| (mesh, s)))
+    {
         strategy.check(mesh).map_err(Failure::input)?;
     }
     if let Some(pack) = &args.output {

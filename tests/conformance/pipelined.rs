@@ -9,8 +9,8 @@ use super::simulated::open;
 use moesaic::collectives::engine::{Engine as Carrier, Part, Ticket};
 use moesaic::collectives::{Call, Communicator, threads};
 use moesaic::{
-    Activity, Lane, Mesh, Parallel, Piece, Recompute, Recorded, Recorder, Strategy, Trace, Training,
-    chrome_trace,
+    Activity, Lane, Mesh, Parallel, Piece, Recompute, Recorded, Recorder, Strategy, Trace,
+    Training, chrome_trace,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};

@@ -4,7 +4,9 @@
 mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::plan::{self, FanOut, Hops, Itinerary, Journey, Passage, Plan, RowBytes, Step};
+use moesaic_collectives::plan::{
+    self, FanOut, Hops, Itinerary, Journey, Passage, Plan, RowBytes, Step,
+};
 use moesaic_collectives::{Algorithm, Element, Levels, NodeShape};
 use std::sync::Arc;
 use std::time::Instant;

@@ -6,9 +6,7 @@ use crate::question::{PlannerError, Prediction, Question, Simulated};
 use crate::run::Run;
 use crate::sides::Costs;
 use crate::ways::Travel;
-use moesaic_plan::{
-    Both, Parallel, PlanOptions, RankPlan, Route, Strategy, Sharing, plan_rank,
-};
+use moesaic_plan::{Both, Parallel, PlanOptions, RankPlan, Route, Sharing, Strategy, plan_rank};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;

@@ -191,7 +191,9 @@ impl RankPlan {
         }
         let experts = placement.of(ep);
         let pairs = experts.iter().copied().enumerate();
-        let owned: Vec<(usize, usize)> = pairs.filter(|(slot, _)| placement.owns(ep, *slot)).collect();
+        let owned: Vec<(usize, usize)> = pairs
+            .filter(|(slot, _)| placement.owns(ep, *slot))
+            .collect();
         let next = |a: &(usize, usize), b: &(usize, usize)| (a.0 + 1, a.1 + 1) == *b;
         let runs = owned.chunk_by(next);
         runs.map(|run| [run[0].0, run[0].1, run.len()]).collect()

@@ -48,7 +48,9 @@ impl Nccl {
         checks::transfers(kind, own.0, own.1, sends, receives)?;
         let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
         let plan = itinerary.plan(own, &to, &from);
-        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?.packed();
+        let plan = plan
+            .map_err(|reason| checks::invalid(kind, reason))?
+            .packed();
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let mut task = self.task(kind, call);
         task.signature.ways = itinerary.code();

@@ -166,7 +166,9 @@ impl Plan {
         };
         let list = |messages: &Vec<Message>| -> Vec<(usize, usize)> {
             let sizes = messages.iter();
-            sizes.map(|message| (message.peer, message.span.bytes)).collect()
+            sizes
+                .map(|message| (message.peer, message.span.bytes))
+                .collect()
         };
         [
             steps().flat_map(|(sends, _)| list(sends)).collect(),

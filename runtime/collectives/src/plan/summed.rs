@@ -74,7 +74,9 @@ impl Sums {
 impl NodeSums {
     /// Of so many tokens this rank has a sum for the rank of its place in a node.
     pub fn tokens(&self, node: usize) -> usize {
-        Planning::new(&self.0, Vec::new(), Vec::new()).heaps[node].returned.len()
+        Planning::new(&self.0, Vec::new(), Vec::new()).heaps[node]
+            .returned
+            .len()
     }
 
     /// Of the rows of this rank that a node answers, by rank of that node, then in their
@@ -83,7 +85,10 @@ impl NodeSums {
         let fan = &self.0.fan;
         let ranks = (0..fan.shape().per_node).map(|place| fan.shape().rank(node, place));
         let answered = ranks.filter(|rank| self.0.journey.received(*rank).iter().any(|n| *n > 0));
-        let numbers: Vec<u32> = answered.flat_map(|rank| fan.numbers_for(rank)).copied().collect();
+        let numbers: Vec<u32> = answered
+            .flat_map(|rank| fan.numbers_for(rank))
+            .copied()
+            .collect();
         let mut next = 0;
         let first = |number: u32| {
             let first = number == next;
@@ -123,7 +128,9 @@ impl Itinerary for NodeSums {
             };
             let room = planning.to[peer].len();
             if room != sums {
-                return Err(format!("room for {room} sums for rank {peer}, there are {sums}"));
+                return Err(format!(
+                    "room for {room} sums for rank {peer}, there are {sums}"
+                ));
             }
         }
         Ok(planning.inside_alone())

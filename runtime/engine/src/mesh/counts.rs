@@ -1,9 +1,9 @@
 //! What ranks tell each other of a call: tokens, and how many rows go where.
 
 use super::groups::Between;
+use super::neighbours::Neighbours;
 use super::passes::Segment;
 use super::route::Course;
-use super::neighbours::Neighbours;
 use super::rows::Rows;
 use super::run::Run;
 use crate::error::EngineError;
@@ -131,7 +131,12 @@ impl Run<'_> {
     }
 
     /// The tokens of all ranks with an expert.
-    pub fn count_live(&mut self, ids: TensorId, to: TensorId, call: &Call) -> Result<(), EngineError> {
+    pub fn count_live(
+        &mut self,
+        ids: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<(), EngineError> {
         let device = &*self.tokens.layer.device;
         let (tokens, top_k) = (
             self.tokens.scalars().tokens(),

@@ -140,7 +140,13 @@ impl Engine {
         };
         let sharing = Sharing::from(mesh.parallel()).at_ways(ways);
         let sharing = sharing.placed(mesh.placement());
-        Ok(plan_rank(spec, self.target(), &options, sharing, mesh.rank())?)
+        Ok(plan_rank(
+            spec,
+            self.target(),
+            &options,
+            sharing,
+            mesh.rank(),
+        )?)
     }
 }
 

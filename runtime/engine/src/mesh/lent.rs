@@ -214,7 +214,10 @@ impl Run<'_> {
         let mut first = 0;
         for strip in mine.iter().filter(|_| sums.is_some()) {
             let from = sums.as_ref().unwrap_or(&own);
-            let places = [(from, packed(strip, first)), (&own, packed(strip, strip.own))];
+            let places = [
+                (from, packed(strip, first)),
+                (&own, packed(strip, strip.own)),
+            ];
             self.copy(strip, Element::F32, places)?;
             first += strip.elements();
         }

@@ -143,7 +143,9 @@ impl Rows {
     }
 
     fn passage_of(&self, pieces: &Range<usize>) -> Option<Arc<Passage>> {
-        let (whole, cut) = (self.passage.as_ref()?, |number, rows| self.cut(number, rows));
+        let (whole, cut) = (self.passage.as_ref()?, |number, rows| {
+            self.cut(number, rows)
+        });
         Some(match self.pieces() {
             1 => Arc::clone(whole),
             _ => Arc::new(whole.in_parts(pieces.clone(), &cut)),

@@ -1,9 +1,9 @@
 //! A pass of one rank: launches of all sides, and exchanges between ranks.
 
 use super::groups::{Between, Groups, Mesh};
+use super::neighbours::Neighbours;
 use super::passes::{SLICED, Segment, pieces};
 use super::route::{Course, Load};
-use super::neighbours::Neighbours;
 use super::rows::{Piece, Rows};
 use super::side::{Part, Side};
 use super::under_way::{Started, UnderWay, Written};
@@ -263,7 +263,9 @@ impl Run<'_> {
             return self.send_packed(packed, load, sent, came, call);
         }
         let bytes = RowBytes::same(self.plan.row_bytes(sent.0, sent.1));
-        let path = self.rows().itinerary(load.0, &load.1, (bytes, &|_, _| false));
+        let path = self
+            .rows()
+            .itinerary(load.0, &load.1, (bytes, &|_, _| false));
         let sends = self.transfers(sent.0, sent.1, &sent.2)?;
         let receives = self.transfers(came.0, came.1, &came.2)?;
         self.send_by(path, &sends, &receives, call)

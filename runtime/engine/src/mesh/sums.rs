@@ -40,7 +40,9 @@ impl Crossing {
             let (first, rows) = (end_of(&sent), sums.tokens(other));
             sent.push(Piece { peer, first, rows });
             let first = firsts.len();
-            let there = far.iter().filter(|piece| shape.split(piece.peer).0 == other);
+            let there = far
+                .iter()
+                .filter(|piece| shape.split(piece.peer).0 == other);
             let rows = there.flat_map(|piece| piece.first..piece.first + piece.rows);
             for (row, is_first) in rows.zip(sums.firsts(other)) {
                 let list = if is_first { &mut firsts } else { &mut others };

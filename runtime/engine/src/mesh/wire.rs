@@ -226,7 +226,10 @@ impl<'l> Run<'l> {
         let near = self.plan.row_bytes(sent.0, sent.1);
         if let (Load::Addends(element), Some(fan)) = (load, &self.rows().fan) {
             let shape = fan.shape();
-            let sums = self.rows().sums(&pieces, (element, near)).map(Sums::inside_nodes);
+            let sums = self
+                .rows()
+                .sums(&pieces, (element, near))
+                .map(Sums::inside_nodes);
             let sums = sums.expect("rows have tokens where each crosses once");
             return self.send_sums(packed, (&sums, shape), sent, came, call);
         }
@@ -241,7 +244,12 @@ impl<'l> Run<'l> {
         let hop = self.hop.as_mut().expect(MAY);
         let mut room = hop.room(rows)?;
         let hop = self.hop.as_ref().expect(MAY);
-        hop.pack(&mut room, packed, self.side(sent.0).buffer(sent.1), &out.places)?;
+        hop.pack(
+            &mut room,
+            packed,
+            self.side(sent.0).buffer(sent.1),
+            &out.places,
+        )?;
         let near = self.transfers(sent.0, sent.1, &out.near)?;
         let far = room.transfers(packed.sent.bytes, packed.row_bytes, &out.far)?;
         let sends = by_peer(near, far);
