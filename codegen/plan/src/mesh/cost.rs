@@ -90,7 +90,7 @@ impl Ways {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::plan_ways;
+    use crate::mesh::{Sharing, plan_rank};
     use crate::{PlanOptions, RankStep, Role, Sent};
     use moesaic_spec::LayerSpec;
 
@@ -113,7 +113,8 @@ mod tests {
             let mut costs = Vec::new();
             for ways in Ways::all(mesh) {
                 let options = PlanOptions::default();
-                let plan = plan_ways(&spec, target, &options, (mesh, ways), 0).unwrap();
+                let sharing = Sharing::from(mesh).at_ways(ways);
+                let plan = plan_rank(&spec, target, &options, sharing, 0).unwrap();
                 let load = WaysLoad {
                     rows: (tokens * 2 * 16 * 4) as f64,
                     weights: (3 * 4 * 16 * 48 * 4) as f64,

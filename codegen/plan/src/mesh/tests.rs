@@ -217,7 +217,14 @@ fn fewer_ways_have_their_steps_in_this_order() {
     };
     let options = PlanOptions::training(Training::default());
     let target = "cpu:avx2".parse().unwrap();
-    let plan = plan_ways(&spec(text), target, &options, (mesh, 2), 5).unwrap();
+    let plan = plan_rank(
+        &spec(text),
+        target,
+        &options,
+        Sharing::from(mesh).at_ways(2),
+        5,
+    )
+    .unwrap();
     let text = plan.text();
     assert!(
         text == include_str!("steps_of_ways.txt"),

@@ -15,7 +15,7 @@ use crate::letter::{Kind, Signature};
 use crate::operation::{Group, Next};
 use crate::plan::{self, Hops, Itinerary, Passage, Plan};
 use crate::{CollectiveError, Element, Reduction, Slice, by_way};
-use moesaic_target::{Device, DeviceError};
+use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -44,6 +44,8 @@ pub(super) struct Task<'a> {
     keep: Vec<Slice>,
     /// Why the host has to wait in the middle of it, if it has to.
     pub(super) waits: Option<&'static str>,
+    /// The stream that it is on, where that is not the device's own.
+    beside: Option<Arc<dyn StreamDevice>>,
 }
 
 impl Nccl {
@@ -118,6 +120,7 @@ impl Nccl {
             agreement: None,
             keep: Vec::new(),
             waits: None,
+            beside: None,
         }
     }
 
@@ -186,15 +189,20 @@ impl Nccl {
                 .as_ref()
                 .map(|control| Arc::clone(control.core())),
             agreement,
+            beside: None,
         };
         // Nothing of a graph runs now, so that its ranks can wait for each other here.
         let agreed = match (&capturing, work.agreement.take_if(|_| capturing.is_some())) {
             (Some(_), Some(agreement)) => agreement.wait(),
             _ => Ok(()),
         };
-        let launched = agreed.and_then(|()| self.launch(&at, capturing.is_some(), launch));
+        let streams = (task.beside.as_deref(), capturing.is_some());
+        let launched = agreed.and_then(|()| self.launch(&at, streams, launch));
         match launched {
-            Ok(event) => board.launched(id, event),
+            Ok(event) => {
+                work.beside = event.clone().filter(|_| task.beside.is_some());
+                board.launched(id, event);
+            }
             Err(error) => board.fail(Some(id), error),
         }
         Ok(Handle::of(Box::new(work), kind.name(), sequence))
@@ -203,14 +211,22 @@ impl Nccl {
     fn launch(
         &self,
         at: &At,
-        capturing: bool,
+        (beside, capturing): (Option<&dyn StreamDevice>, bool),
         launch: impl FnOnce(&Launch<'_>) -> Done,
     ) -> Result<Option<Arc<dyn moesaic_target::Event>>, CollectiveError> {
         let device = |error: DeviceError| CollectiveError::Device {
             at: Box::new(at.clone()),
             reason: error.to_string(),
         };
-        let gpu = self.world.device.streams().map_err(device)?;
+        let gpu = match beside {
+            Some(stream) => stream,
+            None => {
+                if !capturing {
+                    self.world.join().map_err(device)?;
+                }
+                self.world.device.streams().map_err(device)?
+            }
+        };
         let stream = gpu.native_stream().map_err(device)?;
         let Some(comm) = self.comm.enter() else {
             // It was ended a moment ago, by a failure.
@@ -225,10 +241,14 @@ impl Nccl {
             at,
             members: &self.group.members,
         })?;
-        match capturing {
-            true => Ok(None),
-            false => gpu.record().map(Some).map_err(device),
+        if capturing {
+            return Ok(None);
         }
+        let event = gpu.record().map_err(device)?;
+        if beside.is_some() {
+            self.world.goes_on(&event);
+        }
+        Ok(Some(event))
     }
 
     /// Ranks tell each other what they have called.
@@ -278,8 +298,16 @@ impl Nccl {
             let reason = format!("it cannot be a part of graph `{graph}`: {why}");
             return Err(checks::invalid(task.kind, reason));
         }
-        let scratch = self.world.scratch(plan.scratch);
-        let scratch = scratch.map_err(|error| checks::invalid(task.kind, error.to_string()))?;
+        let failed = |error: DeviceError| checks::invalid(task.kind, error.to_string());
+        let may = task.call.beside && next.is_none() && plan.only_moves();
+        if may && self.world.device.capturing().is_none() {
+            task.beside = Some(self.world.beside().map_err(failed)?);
+        }
+        let scratch = match task.beside {
+            Some(_) => self.world.scratch_beside(plan.scratch),
+            None => self.world.scratch(plan.scratch),
+        };
+        let scratch = scratch.map_err(failed)?;
         let mut places = Places {
             inputs: own(inputs),
             outputs: own(outputs),
