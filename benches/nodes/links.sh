@@ -4,10 +4,13 @@
 # share memory, and what goes between nodes goes by TCP through a link of its own.
 #
 #   benches/nodes/links.sh [NODES [RANKS [RATE [BYTES ...]]]]
+#   MOESAIC_LINKS_PROGRAM=PROGRAM benches/nodes/links.sh NODES RANKS RATE WORDS ...
 #
 # NODES (4) nodes of RANKS (4) each, links of RATE (200) Mbit/s in either direction, and
 # parts of BYTES for every pair of ranks. Prints a line for each size: the direct exchange
-# beside those in two dimensions.
+# beside those in two dimensions. With a PROGRAM ranks run that, with these WORDS.
+#
+# A link may be ahead of its rate by MOESAIC_LINKS_AHEAD (10) milliseconds.
 #
 # The links are real queues of the kernel (`tc tbf`), the processors are shared by all
 # nodes: crossovers are those of such links, times are this machine's.
@@ -24,7 +27,13 @@ rate=${3:-200}
 [ $# -gt 3 ] && shift 3 || set -- 16 128 1024 4096 16384 65536
 seconds=${MOESAIC_LINKS_SECONDS:-600}
 target=${CARGO_TARGET_DIR:-target}
-program=${MOESAIC_LINKS_PROGRAM:-$target/release/examples/exchange}
+program=$target/release/examples/exchange
+if [ -n "${MOESAIC_LINKS_PROGRAM:-}" ]; then
+    program=$MOESAIC_LINKS_PROGRAM
+else
+    set -- nodes "$@"
+fi
+ahead=${MOESAIC_LINKS_AHEAD:-10}
 temp=$(mktemp -d)
 switch=mo$$switch
 
@@ -53,8 +62,8 @@ trap 'exit 1' INT TERM HUP
 ip netns add "$switch"
 ip -n "$switch" link add bridge type bridge
 ip -n "$switch" link set bridge up
-# A bucket of what a link carries in 10 ms, three packets at least; a queue of 400 ms.
-bucket=$((rate * 1250 > 5000 ? rate * 1250 : 5000))
+# A bucket of what a link carries meanwhile, three packets at least; a queue of 400 ms.
+bucket=$((rate * 125 * ahead > 5000 ? rate * 125 * ahead : 5000))
 shape() {
     ip netns exec "$1" tc qdisc add dev "$2" root tbf rate "${rate}mbit" burst $bucket latency 400ms
 }
@@ -100,4 +109,4 @@ timeout "$seconds" "$temp/as" mosnode0 mpiexec --allow-run-as-root --oversubscri
     --hostfile "$temp/hostfile" -n $((nodes * each)) --map-by slot --bind-to none \
     --mca plm_rsh_agent "$temp/agent" --mca plm rsh --mca pml ob1 --mca btl tcp,vader,self \
     --mca btl_tcp_if_include link0 --mca oob_tcp_if_include link0 --mca mpi_yield_when_idle 1 \
-    "$(realpath "$program")" nodes "$@"
+    "$(realpath "$program")" "$@"
