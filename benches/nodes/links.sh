@@ -10,7 +10,9 @@
 # parts of BYTES for every pair of ranks. Prints a line for each size: the direct exchange
 # beside those in two dimensions. With a PROGRAM ranks run that, with these WORDS.
 #
-# A link may be ahead of its rate by MOESAIC_LINKS_AHEAD (10) milliseconds.
+# A link may be ahead of its rate by MOESAIC_LINKS_AHEAD (10) milliseconds. Where others use the
+# processors, MOESAIC_LINKS_NICE=-19 has ranks go first (sessions' priority, sched(7)): they wait
+# for links most of the time.
 #
 # The links are real queues of the kernel (`tc tbf`), the processors are shared by all
 # nodes: crossovers are those of such links, times are this machine's.
@@ -102,6 +104,14 @@ exec $temp/as "\$host" sh -c "\$*"
 AGENT
 chmod +x "$temp/as" "$temp/agent"
 
+# What a rank is: the program, in a session that mpiexec has made for it.
+cat >"$temp/rank" <<'RANK'
+#!/bin/sh
+[ -z "${MOESAIC_LINKS_NICE:-}" ] || echo "$MOESAIC_LINKS_NICE" >/proc/self/autogroup
+exec "$@"
+RANK
+chmod +x "$temp/rank"
+
 [ -x "$program" ] || cargo build --quiet --release -p moesaic-collectives --example exchange
 echo "# links of $rate Mbit/s between $nodes nodes of $each ranks, $(nproc) processors for all," \
     "load $(cut -d' ' -f1 /proc/loadavg)"
@@ -109,4 +119,4 @@ timeout "$seconds" "$temp/as" mosnode0 mpiexec --allow-run-as-root --oversubscri
     --hostfile "$temp/hostfile" -n $((nodes * each)) --map-by slot --bind-to none \
     --mca plm_rsh_agent "$temp/agent" --mca plm rsh --mca pml ob1 --mca btl tcp,vader,self \
     --mca btl_tcp_if_include link0 --mca oob_tcp_if_include link0 --mca mpi_yield_when_idle 1 \
-    "$(realpath "$program")" "$@"
+    "$temp/rank" "$(realpath "$program")" "$@"

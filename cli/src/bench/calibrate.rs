@@ -113,7 +113,8 @@ impl Ranks {
             });
             let mut first = None;
             for rank in each.map_err(Failure::work)? {
-                let found = rank.map_err(|_| Failure::work("a rank has panicked"))?;
+                let found: Result<Option<Calibration>> =
+                    rank.map_err(|_| Failure::work("a rank has panicked"))?;
                 first = first.or(found?);
             }
             return Ok(first);
