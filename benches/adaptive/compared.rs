@@ -40,7 +40,10 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
     let mut layers: BTreeMap<u64, Layer> = BTreeMap::new();
     for text in lines.lines().filter(|line| line.starts_with('{')) {
         let line: Line = serde_json::from_str(text)?;
-        let steps = line.rounds.iter().map(|[forward, backward]| forward + backward);
+        let steps = line
+            .rounds
+            .iter()
+            .map(|[forward, backward]| forward + backward);
         let measured = quartile(steps.collect());
         let layer = layers.entry(line.layer).or_default();
         match (line.strategy, line.adaptive) {
@@ -65,7 +68,10 @@ pub fn run(lines: &str, machine: &Machine) -> Result {
         {
             let off = 100.0 * (predicted / measured - 1.0);
             let ms = [measured, predicted].map(|seconds| seconds * 1e3);
-            println!("{:>9.1} ms, predicted {:>9.1} ms {off:>+6.1} %  {strategy}", ms[0], ms[1]);
+            println!(
+                "{:>9.1} ms, predicted {:>9.1} ms {off:>+6.1} %  {strategy}",
+                ms[0], ms[1]
+            );
         }
     }
     summary(&layers);
@@ -93,7 +99,9 @@ fn least<'p>(points: &'p [Point], of: impl Fn(&Point) -> f64) -> Option<&'p Poin
 }
 
 fn summary(layers: &BTreeMap<u64, Layer>) {
-    println!("\nlayer  strategies  error mean  worst  best measured              planner's choice           behind  adaptive behind");
+    println!(
+        "\nlayer  strategies  error mean  worst  best measured              planner's choice           behind  adaptive behind"
+    );
     let (mut errors, mut right, mut worst_adaptive) = (Vec::new(), 0, f64::NEG_INFINITY);
     for (number, layer) in layers {
         let (Some(best), Some(chosen)) = (
@@ -102,7 +110,11 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
         ) else {
             continue;
         };
-        let own: Vec<f64> = layer.points.iter().map(|point| point.error().abs()).collect();
+        let own: Vec<f64> = layer
+            .points
+            .iter()
+            .map(|point| point.error().abs())
+            .collect();
         let mean = own.iter().sum::<f64>() / own.len() as f64;
         let worst = own.iter().copied().fold(0.0, f64::max);
         let behind = chosen.measured / best.measured - 1.0;
@@ -133,7 +145,10 @@ fn summary(layers: &BTreeMap<u64, Layer>) {
     );
     statics(layers);
     if worst_adaptive.is_finite() {
-        println!("adaptive, at most behind the best: {:.1} %", 100.0 * worst_adaptive);
+        println!(
+            "adaptive, at most behind the best: {:.1} %",
+            100.0 * worst_adaptive
+        );
     }
 }
 
@@ -146,7 +161,11 @@ fn statics(layers: &BTreeMap<u64, Layer>) {
         };
         for point in &layer.points {
             let without = point.strategy.split(",wire").next().unwrap_or_default();
-            let name = if without.starts_with("wire") { "default" } else { without };
+            let name = if without.starts_with("wire") {
+                "default"
+            } else {
+                without
+            };
             let behind = point.measured / best.measured - 1.0;
             each.entry(name).or_default().push(behind);
         }

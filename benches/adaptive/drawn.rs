@@ -68,7 +68,7 @@ impl Drawn {
             format!("capacity = {{ mode = 'factor', factor = {factor:?} }}\n")
         });
         let text = format!(
-            "name = 'drawn {}'
+            "name = 'drawn-{}'
              shape = {{ model_dim = {}, hidden_dim = {}, experts = {}, top_k = {} }}
              router = {{ kind = 'external' }}
              {capacity}",
@@ -94,7 +94,9 @@ impl Drawn {
         });
         let of = |rank: usize| {
             let mut counts = vec![0u64; self.experts];
-            self.ids(rank).iter().for_each(|id| counts[*id as usize] += 1);
+            self.ids(rank)
+                .iter()
+                .for_each(|id| counts[*id as usize] += 1);
             counts.into_iter().map(|count| count.min(most)).collect()
         };
         (0..RANKS).map(of).collect()
@@ -133,7 +135,9 @@ fn one<T: Clone>(random: &mut Random, of: &[T]) -> T {
 impl fmt::Display for Drawn {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Drawn { number, tokens, .. } = self;
-        let capacity = self.capacity.map_or("dropless".to_string(), |c| format!("capacity {c}"));
+        let capacity = self
+            .capacity
+            .map_or("dropless".to_string(), |c| format!("capacity {c}"));
         write!(
             f,
             "{number:>2}: {tokens:>3} tokens, {} x {}, E {} K {}, ep {} x {}, {capacity}, {}, {}",

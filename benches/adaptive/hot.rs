@@ -3,6 +3,7 @@
 use crate::drawn::{Drawn, RANKS};
 use crate::measured::{Passes, Rank};
 use crate::{Result, quartile};
+use moesaic::collectives::Collectives;
 use moesaic::plan::Wire;
 use moesaic::reference::Skew;
 use moesaic::{Balancer, Balancing, Counters, Eplb, Parallel, Placement, Split};
@@ -96,7 +97,10 @@ fn balanced(drawn: &Drawn, present: &Placement) -> Result<Placement> {
     };
     let mut counts = vec![0i64; drawn.experts];
     for rank in drawn.counts() {
-        counts.iter_mut().zip(rank).for_each(|(sum, n)| *sum += n as i64);
+        counts
+            .iter_mut()
+            .zip(rank)
+            .for_each(|(sum, n)| *sum += n as i64);
     }
     let mut balancer = Balancer::new(drawn.experts, eplb, options);
     for _ in 0..6 {

@@ -58,8 +58,14 @@ impl Rank {
         let bytes: Vec<u8> = own.iter().flatten().flat_map(|n| n.to_le_bytes()).collect();
         let all = self.world.gather_bytes(&bytes, &Call::new("times"))?;
         let number = |times: &Vec<u8>, at: usize| f64::from_le_bytes(times.as_chunks::<8>().0[at]);
-        let most = |at: usize| all.iter().map(|times| number(times, at)).fold(0.0, f64::max);
-        Ok((0..own.len()).map(|i| [most(2 * i), most(2 * i + 1)]).collect())
+        let most = |at: usize| {
+            all.iter()
+                .map(|times| number(times, at))
+                .fold(0.0, f64::max)
+        };
+        Ok((0..own.len())
+            .map(|i| [most(2 * i), most(2 * i + 1)])
+            .collect())
     }
 
     pub fn say(&self, line: &str) {

@@ -323,10 +323,16 @@ fn what_ranks_measure_is_what_a_plan_is_made_with() {
     let job = ["--world", "16", "--calibrate", "measured.toml", "--json"];
     let planned = plan.with(&[&job[..], &machine].concat()).json();
     let level = &planned["machine"]["level"][0];
-    assert_eq!(level["bandwidth_gbs"].as_f64(), Some(found.levels[0].bandwidth_gbs));
+    assert_eq!(
+        level["bandwidth_gbs"].as_f64(),
+        Some(found.levels[0].bandwidth_gbs)
+    );
     assert_eq!(planned["machine"]["error"]["ranks"].as_u64(), Some(2));
     // What was not measured is as it was.
     let link = planned["machine"]["level"][1]["bandwidth_gbs"].as_f64();
-    assert_eq!(link, Some(published("mpi-emulated").unwrap().levels[1].bandwidth_gbs));
+    assert_eq!(
+        link,
+        Some(published("mpi-emulated").unwrap().levels[1].bandwidth_gbs)
+    );
     bench(&file).fails(2, &["add --machine NAME|FILE"]);
 }

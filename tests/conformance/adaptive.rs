@@ -154,7 +154,9 @@ fn planned(mode: Mode) -> (Vec<Prediction>, Vec<Learned>) {
 }
 
 fn fastest(predictions: &[Prediction]) -> Strategy {
-    let best = predictions.iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    let best = predictions
+        .iter()
+        .min_by(|a, b| a.seconds.total_cmp(&b.seconds));
     best.unwrap().strategy
 }
 
@@ -162,13 +164,23 @@ fn fastest(predictions: &[Prediction]) -> Strategy {
 fn the_planner_says_what_is_worth_a_measurement() {
     let (predictions, ranks) = planned(Mode::Measure);
     let names: Vec<String> = predictions.iter().map(|p| p.strategy.to_string()).collect();
-    for name in ["default", "degree=4", "route=once", "route=inter-first", "ways=1", "ways=0"] {
+    for name in [
+        "default",
+        "degree=4",
+        "route=once",
+        "route=inter-first",
+        "ways=1",
+        "ways=0",
+    ] {
         assert!(names.iter().any(|found| found == name), "{name}: {names:?}");
     }
     let events = &ranks[0].events;
     let tried = tried(events);
     assert_eq!(tried, shortlist(&predictions, Strategy::default()));
-    assert!(tried.contains(&fastest(&predictions)) && tried.len() <= 6, "{events:?}");
+    assert!(
+        tried.contains(&fastest(&predictions)) && tried.len() <= 6,
+        "{events:?}"
+    );
     let all = events.iter().filter_map(|event| match event.what {
         What::Kept { strategy, seconds } => Some((strategy, seconds.is_some())),
         _ => None,

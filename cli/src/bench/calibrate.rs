@@ -74,7 +74,8 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let Some(found) = ranks.measure(&job)? else {
         return Ok(());
     };
-    write_whole(path, found.to_toml().as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
+    write_whole(path, found.to_toml().as_bytes())
+        .map_err(|error| emit::unwritable(path, &error))?;
     match args.json {
         true => console.json(&serde_json::to_value(&found).unwrap_or_default()),
         false => console.print(&text(&found, path, console)),
@@ -89,7 +90,8 @@ impl BenchArgs {
             Some(world) if world.size == asked => Ok(Ranks::Processes(world)),
             Some(world) => {
                 let size = world.size;
-                let what = format!("--ranks {asked} contradicts the launcher, which has started {size}");
+                let what =
+                    format!("--ranks {asked} contradicts the launcher, which has started {size}");
                 Err(Failure::input(what).hint(format!("--ranks {size}")))
             }
             None => Ok(Ranks::Threads(asked)),
@@ -106,11 +108,15 @@ impl Ranks {
             let Ranks::Threads(count) = *self else {
                 return Ok(None);
             };
-            let each = threads::run(count, |_| Ok(device.clone()), |mut world: Communicator| {
-                let found = job.rank(&mut world)?;
-                world.finish(end).map_err(Failure::work)?;
-                Ok(found)
-            });
+            let each = threads::run(
+                count,
+                |_| Ok(device.clone()),
+                |mut world: Communicator| {
+                    let found = job.rank(&mut world)?;
+                    world.finish(end).map_err(Failure::work)?;
+                    Ok(found)
+                },
+            );
             let mut first = None;
             for rank in each.map_err(Failure::work)? {
                 let found: Result<Option<Calibration>> =
@@ -195,7 +201,9 @@ impl Job<'_> {
         for ((work, product), seconds) in self.timed(layer, world, self.tokens)? {
             let seconds = (seconds - own.launch).max(0.0);
             match product {
-                true => (own.flops, own.products) = (own.flops + work.flops, own.products + seconds),
+                true => {
+                    (own.flops, own.products) = (own.flops + work.flops, own.products + seconds)
+                }
                 false => (own.bytes, own.others) = (own.bytes + work.bytes, own.others + seconds),
             }
         }
@@ -315,10 +323,15 @@ fn text(found: &Calibration, path: &Path, console: &Console) -> String {
             text += &format!("\nproducts of {dtype}: {:.2} GFLOP/s a rank", rate * 1e3);
         }
         let memory = compute.memory_gbs.map(|rate| units::byte_rate(rate * 1e9));
-        text += &memory.map_or(String::new(), |rate| format!("\nother kernels: {rate} a rank"));
+        text += &memory.map_or(String::new(), |rate| {
+            format!("\nother kernels: {rate} a rank")
+        });
     }
     if let Some(band) = found.band {
-        text += &format!("\nthe largest error of these figures: {:.0} %", 100.0 * band);
+        text += &format!(
+            "\nthe largest error of these figures: {:.0} %",
+            100.0 * band
+        );
     }
     text + &format!("\nwritten to {}\n", path.display())
 }

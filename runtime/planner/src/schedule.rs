@@ -235,7 +235,10 @@ mod tests {
                 let want = stepped(piece, degree);
                 // A part of a tick for each of 3 d parts, and a tick for the order of starts.
                 let off = (found - want).abs();
-                assert!(off < 0.03 * (degree + 1) as f64, "{piece:?}: {found}, {want}");
+                assert!(
+                    off < 0.03 * (degree + 1) as f64,
+                    "{piece:?}: {found}, {want}"
+                );
             }
         }
     }

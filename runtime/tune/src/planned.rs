@@ -176,7 +176,10 @@ mod tests {
         let all = with_mixed(passes, &mesh);
         assert_eq!(all.len(), 4);
         let mixed = all.last().expect("four");
-        assert_eq!((mixed.strategy.to_string(), mixed.seconds), ("degree=2/4".to_string(), 4.0));
+        assert_eq!(
+            (mixed.strategy.to_string(), mixed.seconds),
+            ("degree=2/4".to_string(), 4.0)
+        );
         // Pieces of both passes that do not fit each other stay apart.
         let apart = vec![of("degree=63", 1.0, 4.0), of("degree=64", 2.0, 3.0)];
         assert_eq!(with_mixed(apart, &mesh).len(), 2);

@@ -278,9 +278,8 @@ impl Entry {
         let now = self.measured.seconds(self.current, options.samples);
         let best = self.measured.best(options.samples);
         let margin = if self.chosen { options.hysteresis } else { 0.0 };
-        let better = best.filter(|(_, seconds)| {
-            now.is_none_or(|now| *seconds < now * (1.0 - margin))
-        });
+        let better =
+            best.filter(|(_, seconds)| now.is_none_or(|now| *seconds < now * (1.0 - margin)));
         self.chosen = true;
         if let Some((strategy, _)) = better {
             self.current = strategy;

@@ -106,7 +106,9 @@ impl Config {
         let (question, mesh) = (self.question(machine), self.mesh());
         let simulator = Simulator::new(&question);
         let space = moesaic_planner::Space::default();
-        let all = space.strategies(mesh, simulator.has_nodes(mesh)).into_iter();
+        let all = space
+            .strategies(mesh, simulator.has_nodes(mesh))
+            .into_iter();
         let all = all.filter(|strategy| strategy.check(&mesh).is_ok());
         all.map(|strategy| {
             let found = simulator.predict(mesh, strategy).expect("a prediction");
@@ -149,7 +151,10 @@ fn of(real: &[(Strategy, Times)], strategy: Strategy) -> Times {
             (s.ways, s.route, s.wire) == (strategy.ways, strategy.route, strategy.wire)
                 && s.degree.forward == degree
         };
-        real.iter().find(|(s, _)| same(s)).expect("it was simulated").1
+        real.iter()
+            .find(|(s, _)| same(s))
+            .expect("it was simulated")
+            .1
     };
     Times {
         forward: with(strategy.degree.forward).forward,
@@ -170,7 +175,10 @@ fn what_adapts_is_hardly_ever_behind_a_static_choice() {
         let best = best.fold(f64::INFINITY, f64::min);
         if chosen / best - 1.0 > far {
             far = chosen / best - 1.0;
-            worst_text = format!("{} ranks, {} tokens, {:?}", config.world, config.tokens, config.dims);
+            worst_text = format!(
+                "{} ranks, {} tokens, {:?}",
+                config.world, config.tokens, config.dims
+            );
         }
         (most, count) = (most.max(steps), count + 1);
         for (strategy, times) in &real {
@@ -179,7 +187,10 @@ fn what_adapts_is_hardly_ever_behind_a_static_choice() {
             each.entry((config.world, name)).or_default().push(gain);
         }
     }
-    println!("{count} layers; adaptive at most {:.1} % behind the best static choice of each ({worst_text})", 100.0 * far);
+    println!(
+        "{count} layers; adaptive at most {:.1} % behind the best static choice of each ({worst_text})",
+        100.0 * far
+    );
     println!("and found with at most {most} steps. How much longer static choices take:");
     for ((world, name), gains) in &each {
         let mean = gains.iter().sum::<f64>() / gains.len() as f64;

@@ -454,7 +454,11 @@ fn ways_send_what_their_table_says() {
             near(sent(&["rows"]), there, "rows");
             near(sent(&["out of slices", "out"]), back, "answers");
             let matrices = ["gate", "up", "down"].map(|name| format!("experts.{name}.weight"));
-            near(sent(&matrices.each_ref().map(|name| &**name)), gathered, "weights");
+            near(
+                sent(&matrices.each_ref().map(|name| &**name)),
+                gathered,
+                "weights",
+            );
             let held = plan.experts.tensors.iter();
             let held = held.filter(|tensor| tensor.role == Role::Weight);
             let held: u64 = held.map(|tensor| tensor.bytes(0)).sum();

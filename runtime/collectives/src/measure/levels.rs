@@ -89,7 +89,9 @@ fn kinds(shape: NodeShape) -> Vec<(bool, usize)> {
     let NodeShape { nodes, per_node } = shape;
     let between = [1, nodes - 1, (nodes - 1) * per_node];
     let inside = [1, per_node - 1].map(|peers| (true, peers));
-    let all = inside.into_iter().chain(between.map(|peers| (false, peers)));
+    let all = inside
+        .into_iter()
+        .chain(between.map(|peers| (false, peers)));
     let least = |(same_node, peers): &(bool, usize)| match same_node {
         true => *peers > 0 && per_node > 1,
         false => *peers > 0 && nodes > 1,
@@ -192,7 +194,9 @@ impl<'a> Gauge<'a> {
     fn arrived(&self) -> Result<(), CollectiveError> {
         for Transfer { peer, slice } in &self.receives {
             let mut came = vec![0; slice.bytes()];
-            let read = self.device.download(slice.buffer(), slice.offset(), &mut came);
+            let read = self
+                .device
+                .download(slice.buffer(), slice.offset(), &mut came);
             read.map_err(trouble)?;
             if came.iter().any(|byte| *byte != pattern(*peer)) {
                 return Err(CollectiveError::Invalid {
@@ -223,7 +227,10 @@ mod tests {
                     let mut to = of(rank).to;
                     for peer in &to {
                         let same = shape.split(*peer).0 == shape.split(rank).0;
-                        assert!(same == same_node && *peer != rank, "{shape:?} {rank} {peer}");
+                        assert!(
+                            same == same_node && *peer != rank,
+                            "{shape:?} {rank} {peer}"
+                        );
                         assert!(of(*peer).from.contains(&rank), "{shape:?} {rank} {peer}");
                     }
                     to.sort_unstable();
