@@ -28,11 +28,9 @@
 //! of the tokens of all, rank after rank.
 
 mod bytes;
-mod cost;
 mod data;
 mod parallel;
 mod pieces;
-mod schedule;
 mod steps;
 mod strategy;
 mod text;
@@ -40,11 +38,9 @@ mod ways;
 mod wire;
 
 pub use bytes::Sent;
-pub use cost::{WaysCost, WaysLoad};
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 pub use pieces::Piece;
-pub use schedule::{PieceTimes, Span, best_degree, timeline};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use ways::{Strip, Ways};
 pub use wire::{Lane, Packed, SATURATED};

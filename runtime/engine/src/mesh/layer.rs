@@ -204,10 +204,7 @@ impl MeshLayer {
         let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
         let values = [("strategy", &*strategy.to_string())];
         agree(&mut *self.mesh.groups().world, &values, &call)?;
-        let parallel = self.mesh.parallel();
-        strategy.check(&parallel).map_err(PlanError::from)?;
-        let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
-        let course = self.mesh.course(strategy.route, by)?;
+        let (by, course) = self.checked(strategy)?;
         if !self.views.contains_key(&by.count()) {
             self.add(by)?;
         }
@@ -216,6 +213,22 @@ impl MeshLayer {
         self.course = course;
         self.strategy = strategy;
         Ok(())
+    }
+
+    /// Whether ranks can carry out calls so, by mesh, nodes and placement. Nobody is asked, and
+    /// nothing made: a layer whose weights are packed finds that out when it chooses.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`], as [`MeshLayer::set_strategy`].
+    pub fn check_strategy(&self, strategy: Strategy) -> Result<(), EngineError> {
+        self.checked(strategy).map(drop)
+    }
+
+    fn checked(&self, strategy: Strategy) -> Result<(Ways, Course), EngineError> {
+        let parallel = self.mesh.parallel();
+        strategy.check(&parallel).map_err(PlanError::from)?;
+        let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
+        Ok((by, self.mesh.course(strategy.route, by)?))
     }
 
     /// Makes what rows need that are so between nodes, at a number of ways.
