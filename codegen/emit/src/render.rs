@@ -1,6 +1,7 @@
 //! The template engine, behind two functions.
 
 use crate::expression::{self, Notation};
+use crate::gemm::GemmText;
 use crate::signature::EntryText;
 use crate::{Prelude, language};
 use moesaic_kernel::{Entry, Language, Stem, Target};
@@ -90,6 +91,15 @@ fn dialect(target: Target, prelude: Prelude) -> &'static str {
 
 /// Renders the template of a kernel.
 pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<String, String> {
+    let context = offered(kernel, target, prelude);
+    let text = engine(target)?
+        .render(&template_name(kernel, target), &context)
+        .map_err(|error| error.to_string())?;
+    Ok(tidy(&(text + &launchers(kernel, target, prelude))))
+}
+
+/// All that the template of a kernel may use.
+pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Context {
     let parts = parts(&kernel.op);
     let entries: BTreeMap<&str, EntryText> = kernel
         .entries
@@ -103,16 +113,16 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
         })
         .collect();
     let mut context = context(&kernel.op);
+    if let Some(product) = GemmText::new(&kernel.op, target) {
+        context.insert("g", &product);
+    }
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
     // In the order of the kernel: the engine walks a map in another one every time.
     let exports = kernel.entries.iter();
     let exports = exports.map(|entry| &entries[entry.symbol.as_str()].export);
     context.insert("exports", &exports.collect::<Vec<_>>());
-    let text = engine(target)?
-        .render(&template_name(kernel, target), &context)
-        .map_err(|error| error.to_string())?;
-    Ok(tidy(&(text + &launchers(kernel, target, prelude))))
+    context
 }
 
 /// Entries of other kernels that are functions of this one.
@@ -159,7 +169,7 @@ fn context(op: &Op) -> Context {
 
 /// The template of a kernel. Families of products that need the matrix units of
 /// one vendor lie in that vendor's folder.
-fn template_name(kernel: &KernelPlan, target: Target) -> String {
+pub(crate) fn template_name(kernel: &KernelPlan, target: Target) -> String {
     let stem = kernel.stem();
     if let Op::Route { .. } = &kernel.op {
         return "gpu/route.cu".to_string();
@@ -177,10 +187,13 @@ fn template_name(kernel: &KernelPlan, target: Target) -> String {
     format!("{vendor}/{stem}_{family}.cu")
 }
 
-fn plain_template(stem: Stem, target: Target) -> String {
-    match language(target) {
-        Language::C => format!("cpu/{stem}.c"),
-        Language::Cuda | Language::Hip => format!("gpu/{stem}.cu"),
+pub(crate) fn plain_template(stem: Stem, target: Target) -> String {
+    match (language(target), stem) {
+        (Language::C, Stem::GroupedGemm) => "cpu/gemm/forward.c".to_string(),
+        (Language::C, Stem::GroupedGemmDgrad) => "cpu/gemm/dgrad.c".to_string(),
+        (Language::C, Stem::GroupedGemmWgrad) => "cpu/gemm/wgrad.c".to_string(),
+        (Language::C, _) => format!("cpu/{stem}.c"),
+        (Language::Cuda | Language::Hip, _) => format!("gpu/{stem}.cu"),
     }
 }
 
