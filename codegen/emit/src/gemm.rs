@@ -28,6 +28,17 @@ enum Stores {
     Runs,
 }
 
+/// Arguments of the function that finishes a row: an activation alone wants no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+struct Finish {
+    /// Where results go, and what is added.
+    to: bool,
+    /// The row's number in the block.
+    row: bool,
+    /// Its first column.
+    column: bool,
+}
+
 /// What multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unit {
@@ -78,6 +89,10 @@ pub(crate) struct GemmText {
     stores: Stores,
     /// Sums become several results, or an activation of them.
     activates: bool,
+    /// What the function that finishes a row takes beside its sums.
+    finish: Finish,
+    /// The call that finishes a vector of a row, from its column `c` on.
+    finish_call: String,
     /// Pre-activations that are read beside sums.
     kept: Vec<&'static str>,
     /// Rows of the left factor are prefetched beside products.
@@ -142,6 +157,12 @@ fn base(
         outputs: Vec::new(),
         stores: stores(unit, config, left),
         activates: false,
+        finish: Finish {
+            to: true,
+            row: true,
+            column: true,
+        },
+        finish_call: finish_call(true, true, false),
         kept: Vec::new(),
         prefetches_input: unit != Unit::Tiles,
         packs: Vec::new(),
@@ -160,6 +181,22 @@ fn stores(unit: Unit, config: &GroupedGemmConfig, results: DType) -> Stores {
     }
 }
 
+/// `row` and `column` say whether the function wants them, the latter with the count of
+/// elements from there and what is added.
+fn finish_call(row: bool, column: bool, weighted: bool) -> String {
+    let arguments = [
+        (column, "to"),
+        (true, "sums + c"),
+        (row, "row"),
+        (column, "column + c"),
+        (weighted, "weight"),
+        (column, "min_i64(LANES, columns - c)"),
+    ];
+    let wanted = arguments.iter().filter(|(wanted, _)| *wanted);
+    let names: Vec<&str> = wanted.map(|(_, name)| *name).collect();
+    format!("finish({})", names.join(", "))
+}
+
 /// The elements of a depth slice.
 fn tile_depth(text: &GemmText, config: &GroupedGemmConfig) -> usize {
     config.tile_depth * if text.pairs { 2 } else { 1 }
@@ -168,6 +205,7 @@ fn tile_depth(text: &GemmText, config: &GroupedGemmConfig) -> usize {
 fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
     let base = base(Pass::Forward, c, isa, [d.activations, d.weights]);
     let slices = tile_depth(&base, c) < d.inner;
+    let activates = d.half == Half::Up;
     let (input, output) = match d.half {
         Half::Up => ("rows", "hidden"),
         Half::Down => ("hidden", "out"),
@@ -185,7 +223,13 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
             (Half::Up, true) => vec!["gate", "up"],
         },
         outputs: [&[output], kept].concat(),
-        activates: d.half == Half::Up,
+        activates,
+        finish: Finish {
+            to: !activates || d.bias || d.weighted,
+            row: !activates || d.weighted,
+            column: !activates || d.bias,
+        },
+        finish_call: finish_call(!activates, !activates || d.bias, d.weighted),
         ..base
     }
 }
@@ -232,6 +276,7 @@ fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
         matrices,
         outputs,
         activates: down,
+        finish_call: finish_call(true, true, d.weighted),
         kept,
         packs: vec![d.weights],
         ..base

@@ -21,7 +21,6 @@ use moesaic_plan::{KernelPlan, LayerPlan};
 
 #[doc(hidden)]
 pub use render::part;
-pub use render::template_variables;
 
 /// A kernel that could not be written. Always a defect of moesaic.
 #[derive(Debug, thiserror::Error)]

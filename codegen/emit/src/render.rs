@@ -8,7 +8,7 @@ use moesaic_kernel::{Entry, Language, Stem, Target};
 use moesaic_plan::{GemmFamily, KernelPlan, Op};
 use moesaic_spec::Expression;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::OnceLock;
 use tera::{Context, Kwargs, State, Tera, TeraResult, Value};
 
@@ -241,24 +241,6 @@ fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
 /// An expression that validation has accepted.
 fn parsed(text: &str) -> TeraResult<Expression> {
     Expression::parse(text).map_err(|error| tera::Error::message(error.to_string()))
-}
-
-/// The top-level variables a template family uses, so that a test can hold
-/// them against what is offered.
-///
-/// # Errors
-/// When a template cannot be parsed.
-pub fn template_variables(target: Target) -> Result<BTreeSet<String>, String> {
-    let tera = engine(target)?;
-    let mut variables = BTreeSet::new();
-    for stem in Stem::all() {
-        let name = plain_template(stem, target);
-        let used = tera
-            .get_template_variables(&name)
-            .map_err(|error| error.to_string())?;
-        variables.extend(used.into_iter().map(str::to_string));
-    }
-    Ok(variables)
 }
 
 /// A float literal of C: the shortest decimal that reads back as the same

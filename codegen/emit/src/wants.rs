@@ -58,18 +58,27 @@ fn tokens(tag: &str) -> Vec<Token> {
 }
 
 /// The insides of `{{ }}` and `{% %}`.
-fn tags(text: &str) -> impl Iterator<Item = &str> {
-    let starts = text.match_indices('{');
-    starts.filter_map(|(at, _)| {
-        let close = match text[at + 1..].chars().next()? {
-            '{' => "}}",
-            '%' => "%}",
-            _ => return None,
+fn tags(text: &str) -> Vec<&str> {
+    let mut list = Vec::new();
+    let mut rest = text;
+    while let Some(at) = rest.find('{') {
+        let close = match rest[at + 1..].chars().next() {
+            Some('{') => "}}",
+            Some('%') => "%}",
+            Some('#') => "#}",
+            _ => {
+                rest = &rest[at + 1..];
+                continue;
+            }
         };
-        let inside = &text[at + 2..];
-        let inside = &inside[..inside.find(close)?];
-        Some(inside.trim_start_matches('-').trim_end_matches('-'))
-    })
+        let inside = &rest[at + 2..];
+        let end = inside.find(close).unwrap_or(inside.len());
+        if close != "#}" {
+            list.push(inside[..end].trim_start_matches('-').trim_end_matches('-'));
+        }
+        rest = inside.get(end + 2..).unwrap_or_default();
+    }
+    list
 }
 
 impl Reads {
@@ -137,7 +146,9 @@ impl Reads {
         if LANGUAGE.contains(&name) || self.binds.contains(name) {
             return;
         }
-        let field = fields.next().map(|field| format!("{name}.{field}"));
+        // Which entries there are depends on the kernel.
+        let field = fields.next().filter(|_| name != "entry");
+        let field = field.map(|field| format!("{name}.{field}"));
         self.wants.insert(field.unwrap_or_else(|| name.to_string()));
     }
 }
@@ -171,12 +182,20 @@ fn a_template_begins_with_what_it_wants() {
     let mut wrong = String::new();
     for (name, text) in crate::templates().collect::<BTreeMap<_, _>>() {
         let head = head(&Reads::of(text).wants);
-        if !text.starts_with(&head) {
+        // One without the last dash keeps the empty line that follows it.
+        let spaced = head.replace(" -#}", " #}");
+        if !text.starts_with(&head) && !text.starts_with(&spaced) {
             wrong += &format!("templates/{name}.tera\n{head}");
         }
     }
     assert!(wrong.is_empty(), "these have to begin so:\n{wrong}");
 }
+
+/// Fields that are there for some kernels only.
+const SOMETIMES: [&str; 2] = [
+    "d.half", // of products; the router's kernel, which has the same part, has no halves
+    "d.row_weights", // of rows for other ranks
+];
 
 /// What a template and its parts want from outside, those that a part finds bound aside.
 fn wanted<'r>(name: &str, all: &BTreeMap<&'r str, Reads>) -> BTreeSet<String> {
@@ -233,6 +252,7 @@ fn what_templates_want_is_offered() {
         let cpu = render::plain_template(stem, TARGETS[0].parse().expect("a target"));
         assert!(stem == Stem::Wire || kernels.contains_key(&cpu), "no kernel of {cpu}");
     }
+    let mut missing = BTreeSet::new();
     for (name, (kernel, target)) in &kernels {
         let offered = render::offered(kernel, *target, crate::Prelude::Native);
         for path in wanted(name, &all) {
@@ -242,9 +262,12 @@ fn what_templates_want_is_offered() {
                 "" => value.is_some(),
                 _ => value.is_some_and(|value| value.get_from_path(field).is_some()),
             };
-            assert!(found, "{name} wants `{path}`");
+            if !found && !SOMETIMES.contains(&path.as_str()) {
+                missing.insert(format!("{name} wants {path}"));
+            }
         }
     }
+    assert!(missing.is_empty(), "nobody offers it:\n{missing:#?}");
 }
 
 #[test]
