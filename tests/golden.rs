@@ -402,38 +402,6 @@ fn on_all_cores<T: Sync>(items: &[T], job: impl Fn(&T) + Sync) {
     });
 }
 
-/// Only what the emitter offers is used, or set in a template: an undefined
-/// value inside a condition would silently count as false.
-#[test]
-fn templates_use_only_what_is_offered() {
-    let set = names_set_in_templates();
-    for target in KEPT {
-        let target: Target = target.parse().expect("a known target");
-        let used = moesaic::emit::template_variables(target).expect("templates parse");
-        let offered = ["d", "c", "entry", "exports", "target"];
-        let known = |name: &str| offered.contains(&name) || set.contains(name);
-        let unknown: Vec<_> = used.iter().filter(|name| !known(name)).collect();
-        assert!(unknown.is_empty(), "{target}: {unknown:?}");
-    }
-}
-
-fn names_set_in_templates() -> BTreeSet<String> {
-    let folders = ["cpu", "gpu", "cuda", "rocm", "prelude"];
-    let folders = folders.map(|folder| root().join("templates").join(folder));
-    let texts = folders
-        .iter()
-        .flat_map(|folder| crate::tidy::files(folder, &[".tera"]));
-    texts
-        .map(|path| fs::read_to_string(path).expect("templates are text"))
-        .flat_map(|text| {
-            let tags = text.split("{%").skip(1);
-            let words = tags.map(|tag| tag.trim_start_matches('-').split_whitespace());
-            let set = words.filter_map(|mut w| (w.next()? == "set").then(|| w.next()).flatten());
-            set.map(str::to_string).collect::<Vec<_>>()
-        })
-        .collect()
-}
-
 #[test]
 fn golden_files_include_no_header() {
     for path in on_disk() {

@@ -1,7 +1,7 @@
 //! From a kernel plan to source text.
 //!
-//! A template sees four things: `d`, the desc; `c`, the config; `target`,
-//! facts of the target; and `entry`, one record per entry with its parameter
+//! A template sees five things: `d`, the desc; `c`, the config; `g`, of a product on a
+//! CPU what follows from both; `target`, facts of the target; and `entry`, one record per entry with its parameter
 //! list already written in the target's language, so that a template cannot
 //! disagree with the signature it is launched by. Values go into a block of
 //! named constants; logic stays in the kernel language.
@@ -10,15 +10,17 @@
 //! notice.
 
 mod expression;
+mod gemm;
 mod render;
 mod signature;
+#[cfg(test)]
+mod wants;
 
 use moesaic_kernel::{KernelSource, Language, SimArch, Target};
 use moesaic_plan::{KernelPlan, LayerPlan};
 
 #[doc(hidden)]
 pub use render::part;
-pub use render::template_variables;
 
 /// A kernel that could not be written. Always a defect of moesaic.
 #[derive(Debug, thiserror::Error)]

@@ -1,13 +1,14 @@
 //! The template engine, behind two functions.
 
 use crate::expression::{self, Notation};
+use crate::gemm::GemmText;
 use crate::signature::EntryText;
 use crate::{Prelude, language};
 use moesaic_kernel::{Entry, Language, Stem, Target};
 use moesaic_plan::{GemmFamily, KernelPlan, Op};
 use moesaic_spec::Expression;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::OnceLock;
 use tera::{Context, Kwargs, State, Tera, TeraResult, Value};
 
@@ -90,6 +91,15 @@ fn dialect(target: Target, prelude: Prelude) -> &'static str {
 
 /// Renders the template of a kernel.
 pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<String, String> {
+    let context = offered(kernel, target, prelude);
+    let text = engine(target)?
+        .render(&template_name(kernel, target), &context)
+        .map_err(|error| error.to_string())?;
+    Ok(tidy(&(text + &launchers(kernel, target, prelude))))
+}
+
+/// All that the template of a kernel may use.
+pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Context {
     let parts = parts(&kernel.op);
     let entries: BTreeMap<&str, EntryText> = kernel
         .entries
@@ -103,16 +113,16 @@ pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<S
         })
         .collect();
     let mut context = context(&kernel.op);
+    if let Some(product) = GemmText::new(&kernel.op, target) {
+        context.insert("g", &product);
+    }
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
     // In the order of the kernel: the engine walks a map in another one every time.
     let exports = kernel.entries.iter();
     let exports = exports.map(|entry| &entries[entry.symbol.as_str()].export);
     context.insert("exports", &exports.collect::<Vec<_>>());
-    let text = engine(target)?
-        .render(&template_name(kernel, target), &context)
-        .map_err(|error| error.to_string())?;
-    Ok(tidy(&(text + &launchers(kernel, target, prelude))))
+    context
 }
 
 /// Entries of other kernels that are functions of this one.
@@ -159,7 +169,7 @@ fn context(op: &Op) -> Context {
 
 /// The template of a kernel. Families of products that need the matrix units of
 /// one vendor lie in that vendor's folder.
-fn template_name(kernel: &KernelPlan, target: Target) -> String {
+pub(crate) fn template_name(kernel: &KernelPlan, target: Target) -> String {
     let stem = kernel.stem();
     if let Op::Route { .. } = &kernel.op {
         return "gpu/route.cu".to_string();
@@ -177,10 +187,13 @@ fn template_name(kernel: &KernelPlan, target: Target) -> String {
     format!("{vendor}/{stem}_{family}.cu")
 }
 
-fn plain_template(stem: Stem, target: Target) -> String {
-    match language(target) {
-        Language::C => format!("cpu/{stem}.c"),
-        Language::Cuda | Language::Hip => format!("gpu/{stem}.cu"),
+pub(crate) fn plain_template(stem: Stem, target: Target) -> String {
+    match (language(target), stem) {
+        (Language::C, Stem::GroupedGemm) => "cpu/gemm/forward.c".to_string(),
+        (Language::C, Stem::GroupedGemmDgrad) => "cpu/gemm/dgrad.c".to_string(),
+        (Language::C, Stem::GroupedGemmWgrad) => "cpu/gemm/wgrad.c".to_string(),
+        (Language::C, _) => format!("cpu/{stem}.c"),
+        (Language::Cuda | Language::Hip, _) => format!("gpu/{stem}.cu"),
     }
 }
 
@@ -228,24 +241,6 @@ fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
 /// An expression that validation has accepted.
 fn parsed(text: &str) -> TeraResult<Expression> {
     Expression::parse(text).map_err(|error| tera::Error::message(error.to_string()))
-}
-
-/// The top-level variables a template family uses, so that a test can hold
-/// them against what is offered.
-///
-/// # Errors
-/// When a template cannot be parsed.
-pub fn template_variables(target: Target) -> Result<BTreeSet<String>, String> {
-    let tera = engine(target)?;
-    let mut variables = BTreeSet::new();
-    for stem in Stem::all() {
-        let name = plain_template(stem, target);
-        let used = tera
-            .get_template_variables(&name)
-            .map_err(|error| error.to_string())?;
-        variables.extend(used.into_iter().map(str::to_string));
-    }
-    Ok(variables)
 }
 
 /// A float literal of C: the shortest decimal that reads back as the same

@@ -1,0 +1,341 @@
+//! What templates of products on CPUs see as `g`: all that they would have to work out
+//! from a desc, a config and a target.
+
+use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
+use moesaic_plan::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
+use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
+use moesaic_spec::Activation;
+use serde::Serialize;
+
+/// Which product of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Pass {
+    Forward,
+    Dgrad,
+    Wgrad,
+}
+
+/// How results are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Stores {
+    /// As they come.
+    Cached,
+    /// Large ones past the caches: a row's part of a register tile is whole lines.
+    Streamed,
+    /// Large ones past the caches, two lines at a time, which wait until they are whole.
+    Runs,
+}
+
+/// Arguments of the function that finishes a row: an activation alone wants no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+struct Finish {
+    /// Where results go, and what is added.
+    to: bool,
+    /// The row's number in the block.
+    row: bool,
+    /// Its first column.
+    column: bool,
+}
+
+/// What multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unit {
+    /// f32 by vectors.
+    F32,
+    /// Pairs of bf16 by vectors.
+    Pairs,
+    /// Two rows by two columns of four bf16 each by vectors.
+    Quads,
+    /// Pairs of bf16 by AMX tiles.
+    Tiles,
+}
+
+/// A product on a CPU, for its template.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct GemmText {
+    pass: Pass,
+    /// The entry: `grouped_gemm_dgrad_up`.
+    symbol: String,
+    /// What it computes: `hidden = silu(rows * gate) * (rows * up)`.
+    formula: String,
+    /// AMX tiles multiply; without them vectors do.
+    tiles: bool,
+    /// A 32-bit lane multiplies two bf16; without them one f32.
+    pairs: bool,
+    /// Two rows of words of four bf16 are multiplied by two columns at once.
+    quads: bool,
+    /// C type of a word of an operand: what is multiplied as one.
+    word: &'static str,
+    /// C type of the words of as many columns as a vector has lanes.
+    word_vector: &'static str,
+    /// Words of a depth slice.
+    tile_words: usize,
+    /// The sum is cut into depth slices.
+    slices: bool,
+    /// A thread's scratch memory has the sums of a block.
+    keeps_sums: bool,
+    /// Element type of the left factors.
+    left: DType,
+    /// Element type of the right factors.
+    right: DType,
+    /// The left factors by name.
+    inputs: Vec<&'static str>,
+    /// The matrices by name: right factors, of wgrad results.
+    matrices: Vec<&'static str>,
+    /// Results by name.
+    outputs: Vec<&'static str>,
+    stores: Stores,
+    /// Sums become several results, or an activation of them.
+    activates: bool,
+    /// What the function that finishes a row takes beside its sums.
+    finish: Finish,
+    /// The call that finishes a vector of a row, from its column `c` on.
+    finish_call: String,
+    /// Pre-activations that are read beside sums.
+    kept: Vec<&'static str>,
+    /// Rows of the left factor are prefetched beside products.
+    prefetches_input: bool,
+    /// Element types of what is packed into panels.
+    packs: Vec<DType>,
+    /// C type of what a panel is packed from, and the distance of its rows.
+    panel_type: &'static str,
+    panel_stride: &'static str,
+}
+
+impl GemmText {
+    /// Of an operator; `None` where it is no product on a CPU.
+    pub(crate) fn new(op: &Op, target: Target) -> Option<GemmText> {
+        let (Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa))) = target else {
+            return None;
+        };
+        match op {
+            Op::GroupedGemm { desc, config } => Some(forward(desc, config, isa)),
+            Op::GroupedGemmDgrad { desc, config } => Some(dgrad(desc, config, isa)),
+            Op::GroupedGemmWgrad { desc, config } => Some(wgrad(desc, config, isa)),
+            _ => None,
+        }
+    }
+}
+
+fn unit(config: &GroupedGemmConfig, isa: CpuIsa, left: DType, right: DType) -> Unit {
+    let bf16 = left == DType::Bf16 && right == DType::Bf16;
+    match config.family {
+        GemmFamily::Tiles(_) => Unit::Tiles,
+        _ if bf16 && isa.bf16_quads() => Unit::Quads,
+        _ if bf16 && isa.bf16_pairs() => Unit::Pairs,
+        _ => Unit::F32,
+    }
+}
+
+/// What all products have, of left and right factors of these types.
+fn base(
+    pass: Pass,
+    config: &GroupedGemmConfig,
+    isa: CpuIsa,
+    [left, right]: [DType; 2],
+) -> GemmText {
+    let unit = unit(config, isa, left, right);
+    let quads = unit == Unit::Quads;
+    GemmText {
+        pass,
+        symbol: String::new(),
+        formula: String::new(),
+        tiles: unit == Unit::Tiles,
+        pairs: unit != Unit::F32,
+        quads,
+        word: if quads { "u64" } else { "f32" },
+        word_vector: if quads { "words_t" } else { "vec" },
+        tile_words: config.tile_depth / if quads { 2 } else { 1 },
+        slices: true,
+        keeps_sums: true,
+        left,
+        right,
+        inputs: Vec::new(),
+        matrices: Vec::new(),
+        outputs: Vec::new(),
+        stores: stores(unit, config, left),
+        activates: false,
+        finish: Finish {
+            to: true,
+            row: true,
+            column: true,
+        },
+        finish_call: finish_call(true, true, false),
+        kept: Vec::new(),
+        prefetches_input: unit != Unit::Tiles,
+        packs: Vec::new(),
+        panel_type: "weight_t",
+        panel_stride: "OUTER",
+    }
+}
+
+/// A row's results of a register tile go past the caches if they are whole lines.
+fn stores(unit: Unit, config: &GroupedGemmConfig, results: DType) -> Stores {
+    const LINE: usize = 64;
+    match unit {
+        Unit::Tiles => Stores::Runs,
+        _ if (config.thread_columns * results.size()).is_multiple_of(LINE) => Stores::Streamed,
+        _ => Stores::Cached,
+    }
+}
+
+/// `row` and `column` say whether the function wants them, the latter with the count of
+/// elements from there and what is added.
+fn finish_call(row: bool, column: bool, weighted: bool) -> String {
+    let arguments = [
+        (column, "to"),
+        (true, "sums + c"),
+        (row, "row"),
+        (column, "column + c"),
+        (weighted, "weight"),
+        (column, "min_i64(LANES, columns - c)"),
+    ];
+    let wanted = arguments.iter().filter(|(wanted, _)| *wanted);
+    let names: Vec<&str> = wanted.map(|(_, name)| *name).collect();
+    format!("finish({})", names.join(", "))
+}
+
+/// The elements of a depth slice.
+fn tile_depth(text: &GemmText, config: &GroupedGemmConfig) -> usize {
+    config.tile_depth * if text.pairs { 2 } else { 1 }
+}
+
+fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
+    let base = base(Pass::Forward, c, isa, [d.activations, d.weights]);
+    let slices = tile_depth(&base, c) < d.inner;
+    let activates = d.half == Half::Up;
+    let (input, output) = match d.half {
+        Half::Up => ("rows", "hidden"),
+        Half::Down => ("hidden", "out"),
+    };
+    let kept = if d.keep { &["gate_pre", "up_pre"][!d.gated as usize..] } else { &[] };
+    GemmText {
+        symbol: format!("grouped_gemm_{}", d.half.name()),
+        formula: forward_formula(d),
+        slices,
+        keeps_sums: slices,
+        inputs: vec![if c.gather() { "x" } else { input }],
+        matrices: match (d.half, d.gated) {
+            (Half::Down, _) => vec!["down"],
+            (Half::Up, false) => vec!["up"],
+            (Half::Up, true) => vec!["gate", "up"],
+        },
+        outputs: [&[output], kept].concat(),
+        activates,
+        finish: Finish {
+            to: !activates || d.bias || d.weighted,
+            row: !activates || d.weighted,
+            column: !activates || d.bias,
+        },
+        finish_call: finish_call(!activates, !activates || d.bias, d.weighted),
+        ..base
+    }
+}
+
+fn forward_formula(d: &GroupedGemmDesc) -> String {
+    let activation = activation(&d.activation);
+    match (d.half, d.gated) {
+        (Half::Down, _) => "out = hidden * down".to_string(),
+        (Half::Up, false) => format!("hidden = {activation}(rows * up)"),
+        (Half::Up, true) => format!("hidden = {activation}(rows * gate) * (rows * up)"),
+    }
+}
+
+/// The name of a known activation.
+fn activation(activation: &Activation) -> &'static str {
+    match activation {
+        Activation::Silu => "silu",
+        Activation::Gelu => "gelu",
+        Activation::GeluTanh => "gelu-tanh",
+        Activation::Relu => "relu",
+        Activation::Relu2 => "relu2",
+        Activation::Custom(_) => "act",
+    }
+}
+
+fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
+    let base = base(Pass::Dgrad, c, isa, [d.activations, d.weights]);
+    let slices = !base.tiles || tile_depth(&base, c) < d.inner;
+    let down = d.half == Half::Down;
+    let first = !d.gated as usize; // of lists whose first is of a gate
+    let (inputs, matrices, outputs, kept) = if down {
+        let outputs = if d.gated { vec!["hidden", "dgate", "dup"] } else { vec!["hidden", "dup"] };
+        (vec!["dout"], vec!["down"], outputs, ["gate_pre", "up_pre"][first..].to_vec())
+    } else {
+        let inputs = ["dgate", "dup"][first..].to_vec();
+        (inputs, ["gate", "up"][first..].to_vec(), vec!["drows"], Vec::new())
+    };
+    GemmText {
+        symbol: format!("grouped_gemm_dgrad_{}", d.half.name()),
+        formula: dgrad_formula(d).to_string(),
+        slices,
+        keeps_sums: slices,
+        inputs,
+        matrices,
+        outputs,
+        activates: down,
+        finish_call: finish_call(true, true, d.weighted),
+        kept,
+        packs: vec![d.weights],
+        ..base
+    }
+}
+
+fn dgrad_formula(d: &GroupedGemmDgradDesc) -> &'static str {
+    match (d.half, d.gated) {
+        (Half::Up, true) => "drows = dgate * gate + dup * up",
+        (Half::Up, false) => "drows = dup * up",
+        (Half::Down, true) => "P = dout * down, and from it hidden, dgate and dup",
+        (Half::Down, false) => "P = dout * down, and from it hidden, dup",
+    }
+}
+
+fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
+    let base = base(Pass::Wgrad, c, isa, [d.left, d.right]);
+    let down = d.half == Half::Down;
+    let first = !d.gated as usize;
+    let mut packs = vec![d.left, d.right];
+    packs.dedup();
+    GemmText {
+        symbol: format!("grouped_gemm_wgrad_{}", d.half.name()),
+        formula: wgrad_formula(d).to_string(),
+        keeps_sums: !base.tiles,
+        inputs: if down { vec!["dout"] } else { ["dgate", "dup"][first..].to_vec() },
+        matrices: if down { vec!["down"] } else { ["gate", "up"][first..].to_vec() },
+        outputs: Vec::new(),
+        stores: Stores::Streamed,
+        prefetches_input: false,
+        packs,
+        panel_type: "right_t",
+        panel_stride: "WIDTH",
+        ..base
+    }
+}
+
+fn wgrad_formula(d: &GroupedGemmWgradDesc) -> &'static str {
+    match (d.half, d.gated) {
+        (Half::Down, _) => "grad_down = transposed dout * hidden",
+        (Half::Up, true) => "grad_gate = transposed dgate * rows, grad_up = transposed dup * rows",
+        (Half::Up, false) => "grad_up = transposed dup * rows",
+    }
+}
+
+/// Whether a field of [`GemmText`] can be this text.
+#[cfg(test)]
+pub(crate) fn can_be(field: &str, text: &str) -> bool {
+    let names = match field {
+        "pass" => names(&[Pass::Forward, Pass::Dgrad, Pass::Wgrad]),
+        "stores" => names(&[Stores::Cached, Stores::Streamed, Stores::Runs]),
+        "left" | "right" => names(&[DType::F32, DType::F16, DType::Bf16]),
+        _ => Vec::new(),
+    };
+    names.iter().any(|name| name == text)
+}
+
+#[cfg(test)]
+fn names<T: Serialize>(variants: &[T]) -> Vec<String> {
+    let values = variants.iter().map(tera::Value::from_serializable);
+    values.map(|value| value.to_string()).collect()
+}
