@@ -6,7 +6,7 @@ use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, b
 use crate::ops::gate;
 use crate::ops::Calls;
 use crate::{KernelPlan, Machine, Op, Operator};
-use moesaic_kernel::{Entry, Target};
+use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 use std::collections::{BTreeMap, BTreeSet};
 
