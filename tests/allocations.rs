@@ -7,8 +7,8 @@ use moesaic::plan::{Role, Tuning};
 use moesaic::reference;
 use moesaic::spec::hf;
 use moesaic::target::Ptr;
-use moesaic::tools::{Measured, Untuned};
 use moesaic::toolchain::testing::{Tool, needed};
+use moesaic::tools::{Measured, Untuned};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
     Counters, DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, Store, Tensor,
@@ -182,7 +182,10 @@ fn a_raw_call_through_a_driver_allocates_nothing_after_the_first() {
         let output = again.args(["--exact", NAME]).output().expect("it starts");
         let text = [output.stdout, output.stderr].concat();
         let text = String::from_utf8_lossy(&text);
-        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
         return;
     }
     let engine = needed(Tool::Nvrtc, Engine::cuda(0));

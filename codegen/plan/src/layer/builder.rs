@@ -3,8 +3,8 @@
 
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
-use crate::ops::gate;
 use crate::ops::Calls;
+use crate::ops::gate;
 use crate::{KernelPlan, Machine, Op, Operator};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;

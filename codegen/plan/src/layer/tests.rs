@@ -73,8 +73,15 @@ fn launches_are_few_whatever_the_tokens() {
         let target: Target = target.parse().unwrap();
         let layer = plan(&spec, target, &PlanOptions::default()).unwrap();
         let trains = plan(&spec, target, &trained).unwrap();
-        for (tokens, forward) in [(1, 5), (8, 5), (64, 5), (65, 7), (449, 7), (4096, 7), (32768, 7)]
-        {
+        for (tokens, forward) in [
+            (1, 5),
+            (8, 5),
+            (64, 5),
+            (65, 7),
+            (449, 7),
+            (4096, 7),
+            (32768, 7),
+        ] {
             let what = format!("{target}, {tokens} tokens");
             let launched = layer.launched(layer.evaluation_steps(), tokens);
             assert_eq!(launched, forward, "{what}");
