@@ -19,10 +19,6 @@ const DISPATCHED: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5
 router = { weight_on = \"input\" }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
-/// More experts than a warp has lanes.
-const MANY_EXPERTS: &str = "shape = { model_dim = 8, hidden_dim = 8, experts = 70, top_k = 2 }
-precision = { weights = \"bf16\", activations = \"bf16\" }";
-
 /// Defaults of the list: one kernel of a shallow layer on sm_80.
 pub(super) const MUTANT: Mutant = Mutant {
     mistake: "",
@@ -117,47 +113,6 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
-        mistake: "runs of tiles are summed with no barrier before",
-        kernel: "expert_scan",
-        from: "        block_sync();  // the sums of all runs are there\n",
-        to: "",
-        caught: "uninitialised shared memory",
-        ..MUTANT
-    },
-    Mutant {
-        mistake: "what is before a run is read with no barrier after it was summed",
-        kernel: "expert_scan",
-        from: "        block_sync();  // and now what is before each\n",
-        to: "",
-        caught: "race in shared memory",
-        ..MUTANT
-    },
-    Mutant {
-        mistake: "tiles beyond the last are summed",
-        kernel: "expert_scan",
-        from: "held[i] = owns && first + i < tiles ?",
-        to: "held[i] = owns ?",
-        caught: "out of bounds",
-        ..MUTANT
-    },
-    Mutant {
-        mistake: "experts begin before the counts of all are there",
-        kernel: "expert_scan",
-        from: "    block_sync();  // the counts of all experts are there\n",
-        to: "",
-        caught: "uninitialised shared memory",
-        layer: MANY_EXPERTS,
-        ..MUTANT
-    },
-    Mutant {
-        mistake: "places are given before it is known where experts begin",
-        kernel: "expert_scan",
-        from: "    block_sync();  // the starts are there\n",
-        to: "",
-        caught: "race in shared memory",
-        ..MUTANT
-    },
-    Mutant {
         mistake: "a part of 16 rows too few is multiplied",
         kernel: "grouped_gemm_up",
         from: "ceil_div(tile.rows - warp_row(), 16);  // of this warp, with rows",
@@ -182,15 +137,6 @@ pub const MUTANTS: &[Mutant] = &[
         from: "if (64 * consumer >= tile.rows) {",
         to: "if (64 * consumer + 64 >= tile.rows) {",
         caught: "uninitialised",
-        ..MUTANT
-    },
-    Mutant {
-        mistake: "every block writes down where experts begin",
-        kernel: "expert_scan",
-        from: "if (block_x() == 0) {",
-        to: "if (block_x() >= 0) {",
-        caught: "race in global memory",
-        tokens: 300,
         ..MUTANT
     },
     Mutant {

@@ -3,6 +3,7 @@
 
 mod few;
 mod list;
+mod scan;
 
 use crate::conformance::Case;
 use crate::kept::Kept;
@@ -132,7 +133,8 @@ fn missed(mutant: &'static Mutant) -> Option<String> {
 
 /// All of them, in the order of the table.
 fn mutants() -> impl Iterator<Item = &'static Mutant> {
-    list::MUTANTS.iter().chain(few::MUTANTS)
+    let few_and_scan = few::MUTANTS.iter().chain(scan::MUTANTS);
+    list::MUTANTS.iter().chain(few_and_scan)
 }
 
 /// Without its mistake every layer of the list passes.

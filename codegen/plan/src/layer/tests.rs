@@ -69,7 +69,8 @@ fn launches_are_few_whatever_the_tokens() {
     (spec.shape.model_dim, spec.shape.hidden_dim) = (2048, 768);
     (spec.precision.weights, spec.precision.activations) = (DType::Bf16, DType::Bf16);
     let trained = PlanOptions::training(Training::default());
-    for target in ["cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"] {
+    // Rows are put in expert order for gradients by the copy engine.
+    for (target, back) in [("cuda:sm_80", 10), ("cuda:sm_90a", 11), ("rocm:gfx942", 10)] {
         let target: Target = target.parse().unwrap();
         let layer = plan(&spec, target, &PlanOptions::default()).unwrap();
         let trains = plan(&spec, target, &trained).unwrap();
@@ -88,7 +89,7 @@ fn launches_are_few_whatever_the_tokens() {
             let training = trains.launched(&trains.steps, tokens);
             let evaluation = trains.launched(trains.evaluation_steps(), tokens);
             let backward = trains.launched(&trains.backward, tokens);
-            assert_eq!([training, evaluation, backward], [7, 7, 10], "{what}");
+            assert_eq!([training, evaluation, backward], [7, 7, back], "{what}");
         }
         // Experts' offsets are written without tokens, too.
         let layer = trains.launched(&trains.steps, 0);
