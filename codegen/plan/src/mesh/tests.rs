@@ -217,7 +217,14 @@ fn fewer_ways_have_their_steps_in_this_order() {
     };
     let options = PlanOptions::training(Training::default());
     let target = "cpu:avx2".parse().unwrap();
-    let plan = plan_ways(&spec(text), target, &options, (mesh, 2), 5).unwrap();
+    let plan = plan_rank(
+        &spec(text),
+        target,
+        &options,
+        Sharing::from(mesh).at_ways(2),
+        5,
+    )
+    .unwrap();
     let text = plan.text();
     assert!(
         text == include_str!("steps_of_ways.txt"),
@@ -427,7 +434,8 @@ fn ways_send_what_their_table_says() {
             ..Parallel::default()
         };
         for by in Ways::all(mesh) {
-            let plan = plan_ways(&spec, target, &PlanOptions::default(), (mesh, by), 0).unwrap();
+            let sharing = Sharing::from(mesh).at_ways(by);
+            let plan = plan_rank(&spec, target, &PlanOptions::default(), sharing, 0).unwrap();
             let sent = |wanted: &[&str]| {
                 let exchanges = plan.steps.iter().filter_map(|step| match step {
                     RankStep::Exchange(exchange) => Some(exchange),
