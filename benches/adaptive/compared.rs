@@ -94,7 +94,7 @@ fn predict(drawn: &Drawn, strategy: &str, machine: &Machine) -> Result<f64> {
     Ok(passes.map(|pass| pass.seconds).sum())
 }
 
-fn least<'p>(points: &'p [Point], of: impl Fn(&Point) -> f64) -> Option<&'p Point> {
+fn least(points: &[Point], of: impl Fn(&Point) -> f64) -> Option<&Point> {
     points.iter().min_by(|a, b| of(a).total_cmp(&of(b)))
 }
 
