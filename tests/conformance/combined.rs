@@ -3,8 +3,9 @@
 
 use super::case::{Case, floats, host};
 use super::layers::engine as cpu;
+use super::arranged::Arranged;
 use super::mesh::{
-    Arranged, Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, shares, sliced,
+    Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, shares, sliced,
     spec, specs, trained,
 };
 use super::mesh_placed::scattered;

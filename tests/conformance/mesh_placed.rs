@@ -3,8 +3,9 @@
 
 use super::case::Case;
 use super::layers::engine as cpu;
+use super::arranged::Arranged;
 use super::mesh::{
-    Arranged, compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced,
+    compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced,
 };
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};

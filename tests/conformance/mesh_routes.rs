@@ -2,7 +2,8 @@
 
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{Arranged, compare_on, evaluated, layer_on, mesh, specs, trained};
+use super::arranged::Arranged;
+use super::mesh::{compare_on, evaluated, layer_on, mesh, specs, trained};
 use super::mesh_ways::at_ways;
 use super::simulated::open;
 use super::trained::near;
