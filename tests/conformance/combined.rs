@@ -1,12 +1,12 @@
 //! Parts of strategies together, and with experts anywhere: what ranks get is what they get by
 //! each part alone.
 
+use super::arranged::Arranged;
 use super::case::{Case, floats, host};
 use super::layers::engine as cpu;
-use super::arranged::Arranged;
 use super::mesh::{
-    Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, shares, sliced,
-    spec, specs, trained,
+    Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, shares, sliced, spec, specs,
+    trained,
 };
 use super::mesh_placed::scattered;
 use super::random::seeds;
