@@ -1,11 +1,10 @@
 //! Layers whose experts are anywhere, some on several ranks: what ranks get together is what
 //! one process gets, and replicas stay equal.
 
+use super::arranged::Arranged;
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{
-    Arranged, compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced,
-};
+use super::mesh::{compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced};
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};
 use super::trained::COUNTERS;

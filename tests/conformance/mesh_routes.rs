@@ -1,8 +1,9 @@
 //! Rows that go over other ranks: what arrives is the same.
 
+use super::arranged::Arranged;
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{Arranged, compare_on, evaluated, layer_on, mesh, specs, trained};
+use super::mesh::{compare_on, evaluated, layer_on, mesh, specs, trained};
 use super::mesh_ways::at_ways;
 use super::simulated::open;
 use super::trained::near;

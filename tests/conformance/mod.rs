@@ -7,6 +7,7 @@
 
 mod adaptive;
 mod addresses;
+mod arranged;
 mod batch;
 mod caches;
 mod case;

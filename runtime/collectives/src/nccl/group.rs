@@ -3,7 +3,7 @@
 use super::comm::Comm;
 use super::launch::{Launch, Places, done};
 use super::table::{BYTE, kind_of, op_of};
-use super::watch::{Board, Work};
+use super::watch::Work;
 use super::world::{OnStream, World, overhear, tell};
 use super::{Checks, Sums};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
@@ -74,42 +74,6 @@ impl Nccl {
     pub fn watch(&mut self, call: &Call) -> Result<Handle, CollectiveError> {
         let task = self.task(Kind::Graph, call);
         self.start(task, |_| Ok(()))
-    }
-
-    /// Ends the world in good order, when all ranks have come to it and nothing is under
-    /// way. Groups that were split off can do nothing after it.
-    ///
-    /// # Errors
-    /// As [`Communicator::finish`].
-    pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
-        self.barrier(call)?.wait()?;
-        let deadline = call.deadline.unwrap_or(self.deadline);
-        let start = Instant::now();
-        while self.world.board.abandoned_only() && start.elapsed() < deadline {
-            std::thread::yield_now();
-        }
-        let busy = self.world.board.under_way().unwrap_or_default();
-        let all = self.gather_bytes(busy.as_bytes(), call)?;
-        if let Some(busy) = all.iter().find(|busy| !busy.is_empty()) {
-            return Err(CollectiveError::Invalid {
-                operation: "finish".to_string(),
-                reason: format!(
-                    "{} is still under way; wait for it first",
-                    String::from_utf8_lossy(busy)
-                ),
-            });
-        }
-        let ended = |reason: String| CollectiveError::Setup { reason };
-        let until = Instant::now() + deadline;
-        for comm in self.world.board.comms() {
-            comm.close(until).map_err(ended)?;
-        }
-        let board: &Board = &self.world.board;
-        board.close(Some(ended("the world was ended by `finish`".to_string())));
-        match self.control.take() {
-            Some(control) => control.finish(call),
-            None => Ok(()),
-        }
     }
 
     pub(super) fn task<'a>(&self, kind: Kind, call: &'a Call) -> Task<'a> {

@@ -14,6 +14,7 @@
 mod by_way;
 mod card;
 mod comm;
+mod end;
 mod find;
 mod fold;
 mod group;

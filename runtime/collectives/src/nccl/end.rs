@@ -1,0 +1,45 @@
+//! The end of a world in good order.
+
+use super::group::Nccl;
+use super::watch::Board;
+use crate::CollectiveError;
+use crate::api::{Call, Collectives};
+use std::time::Instant;
+
+impl Nccl {
+    /// Ends the world in good order, when all ranks have come to it and nothing is under
+    /// way. Groups that were split off can do nothing after it.
+    ///
+    /// # Errors
+    /// As [`Communicator::finish`](crate::Communicator::finish).
+    pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
+        self.barrier(call)?.wait()?;
+        let deadline = call.deadline.unwrap_or(self.deadline);
+        let start = Instant::now();
+        while self.world.board.abandoned_only() && start.elapsed() < deadline {
+            std::thread::yield_now();
+        }
+        let busy = self.world.board.under_way().unwrap_or_default();
+        let all = self.gather_bytes(busy.as_bytes(), call)?;
+        if let Some(busy) = all.iter().find(|busy| !busy.is_empty()) {
+            return Err(CollectiveError::Invalid {
+                operation: "finish".to_string(),
+                reason: format!(
+                    "{} is still under way; wait for it first",
+                    String::from_utf8_lossy(busy)
+                ),
+            });
+        }
+        let ended = |reason: String| CollectiveError::Setup { reason };
+        let until = Instant::now() + deadline;
+        for comm in self.world.board.comms() {
+            comm.close(until).map_err(ended)?;
+        }
+        let board: &Board = &self.world.board;
+        board.close(Some(ended("the world was ended by `finish`".to_string())));
+        match self.control.take() {
+            Some(control) => control.finish(call),
+            None => Ok(()),
+        }
+    }
+}
