@@ -11,7 +11,7 @@ use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::toolchain::{Kind, Registry};
 use moesaic::{Compilers, Target};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
