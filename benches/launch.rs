@@ -1,5 +1,5 @@
-//! What the host does for a launch and for a call of a layer, on a device that
-//! does nothing.
+//! What the host does for a launch and for a call of a layer: on a device that does
+//! nothing, and through the CUDA device with a driver that does nothing.
 //!
 //! ```sh
 //! cargo bench --bench launch
@@ -18,7 +18,8 @@ use moesaic::{
 };
 use moesaic_engine::{Engine, EngineParts};
 use moesaic_probe::idle::Idle;
-use specs::SPECS;
+use moesaic_probe::idle_driver;
+use specs::{QWEN3, SPECS};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,6 +35,9 @@ fn main() {
     if std::env::args().any(|arg| arg == "--list") {
         return;
     }
+    if idle_driver::is_here() {
+        return on_driver();
+    }
     println!("host's time on a device that does nothing, the least of {SAMPLES} samples");
     println!("target       tokens  pass                launches  ns a call  ns a launch");
     for (name, text) in SPECS {
@@ -45,6 +49,45 @@ fn main() {
                 bench(&spec, target, tokens);
             }
         }
+    }
+    with_driver();
+}
+
+/// Starts this program again with the driver that does nothing.
+fn with_driver() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let mut again = idle_driver::again(folder.path()).expect("a C compiler");
+    let status = again.status().expect("this program runs");
+    assert!(status.success(), "{status}");
+}
+
+/// The layer of Qwen3-30B on the CUDA device.
+fn on_driver() {
+    println!("host's time through the CUDA device, whose driver does nothing");
+    println!("tokens  pass                launches  ns a call: least  median");
+    let spec = LayerSpec::from_toml(QWEN3).expect("a valid spec");
+    let engine = moesaic::Engine::cuda(0).expect("NVRTC");
+    let weights = weights(engine.tilings(&spec, None).expect("a plan").first());
+    let layer = engine.layer(&spec, &weights).expect("a layer");
+    for tokens in [8, 512, 4096] {
+        let plan = layer.tilings().at(tokens);
+        let launches = plan.launched(plan.evaluation_steps(), tokens as u64);
+        let [least, median] = forward(&layer, tokens);
+        println!(
+            "{tokens:6}  {:<18} {launches:9} {least:17.0} {median:7.0}",
+            "forward"
+        );
+    }
+    drop(layer);
+    let layer = training_layer(&engine, &spec, &weights);
+    for tokens in [8, 512, 4096] {
+        let plan = layer.tilings().at(tokens);
+        let launches = plan.launched(plan.all_steps(), tokens as u64);
+        let [least, median] = training(&layer, tokens);
+        println!(
+            "{tokens:6}  {:<18} {launches:9} {least:17.0} {median:7.0}",
+            "forward + backward"
+        );
     }
 }
 
@@ -59,12 +102,12 @@ fn bench(spec: &LayerSpec, target: Target, tokens: usize) {
     let layer = engine.layer(spec, &weights).expect("a layer");
     let plan = layer.tilings().at(tokens);
     let launches = plan.launched(plan.evaluation_steps(), tokens as u64);
-    report("forward", launches, forward(&layer, tokens));
+    report("forward", launches, forward(&layer, tokens)[0]);
 
     let layer = training_layer(&engine, spec, &weights);
     let plan = layer.tilings().at(tokens);
     let launches = plan.launched(plan.all_steps(), tokens as u64);
-    report("forward + backward", launches, training(&layer, tokens));
+    report("forward + backward", launches, training(&layer, tokens)[0]);
 }
 
 fn engine(target: Target) -> Engine {
@@ -99,8 +142,8 @@ fn training_layer(engine: &Engine, spec: &LayerSpec, weights: &Tensors<'_>) -> L
     layer.expect("a layer")
 }
 
-/// Nanoseconds of an evaluation.
-fn forward(layer: &Layer, tokens: usize) -> f64 {
+/// Nanoseconds of an evaluation: the least and the median.
+fn forward(layer: &Layer, tokens: usize) -> [f64; 2] {
     let tensors = addresses(&["x", "y"]);
     let call = RawCall {
         tokens,
@@ -108,11 +151,11 @@ fn forward(layer: &Layer, tokens: usize) -> f64 {
         ..RawCall::default()
     };
     // SAFETY: nothing reads or writes at the addresses.
-    least(|| unsafe { layer.forward_raw(black_box(&call)) }.expect("it runs"))
+    sampled(|| unsafe { layer.forward_raw(black_box(&call)) }.expect("it runs"))
 }
 
-/// Nanoseconds of a training call and its backward pass.
-fn training(layer: &Layer, tokens: usize) -> f64 {
+/// Nanoseconds of a training call and its backward pass: the least and the median.
+fn training(layer: &Layer, tokens: usize) -> [f64; 2] {
     let (forward, backward) = (addresses(&["x", "y"]), addresses(&["dy", "dx"]));
     let call = RawCall {
         tokens,
@@ -123,7 +166,7 @@ fn training(layer: &Layer, tokens: usize) -> f64 {
         tensors: &backward,
         accumulate: true,
     };
-    least(|| {
+    sampled(|| {
         let counters = Counters::default();
         // SAFETY: nothing reads or writes at the addresses.
         let saved = unsafe { layer.forward_train_raw(black_box(&call), counters) };
@@ -138,13 +181,16 @@ fn addresses<'a>(names: &[&'a str]) -> Vec<(&'a str, Ptr)> {
     numbered.map(|(name, i)| (*name, Ptr(i << 40))).collect()
 }
 
-fn least(mut call: impl FnMut()) -> f64 {
+/// Nanoseconds of a call: the least and the median of all samples.
+fn sampled(mut call: impl FnMut()) -> [f64; 2] {
     let mut sample = || {
         let start = Instant::now();
         (0..CALLS).for_each(|_| call());
         start.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS)
     };
-    (0..SAMPLES).map(|_| sample()).fold(f64::MAX, f64::min)
+    let mut all: Vec<f64> = (0..SAMPLES).map(|_| sample()).collect();
+    all.sort_by(f64::total_cmp);
+    [all[0], all[SAMPLES / 2]]
 }
 
 /// Compiles any source to no bytes, with a report that names its entries.

@@ -1,5 +1,5 @@
-//! A raw call on the CPU allocates nothing once a call of its size was made:
-//! neither the calling thread nor the device's own. A layer that is made of a
+//! A raw call allocates nothing once a call of its size was made: on the CPU neither
+//! the calling thread nor the device's own, on CUDA's device nobody. A layer that is made of a
 //! checkpoint is in memory once.
 
 use moesaic::cpu::{CpuDevice, Nodes};
@@ -7,12 +7,14 @@ use moesaic::plan::{Role, Tuning};
 use moesaic::reference;
 use moesaic::spec::hf;
 use moesaic::target::Ptr;
+use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::tools::{Measured, Untuned};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
     Counters, DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, Store, Tensor,
     Tensors, Training,
 };
+use moesaic_probe::idle_driver;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -167,6 +169,40 @@ fn a_raw_call_allocates_nothing_after_the_first() {
     let layer = tuned(Arc::new(Store::open(dir.path())));
     assert_eq!(layer.tilings().plans().len(), 2);
     check(&layer, "tuned");
+}
+
+/// Nor does one on a GPU: all of it but what the driver does.
+#[test]
+fn a_raw_call_through_a_driver_allocates_nothing_after_the_first() {
+    const NAME: &str = "a_raw_call_through_a_driver_allocates_nothing_after_the_first";
+    let _turn = turn();
+    if !idle_driver::is_here() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let mut again = idle_driver::again(folder.path()).expect("a C compiler");
+        let output = again.args(["--exact", NAME]).output().expect("it starts");
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8_lossy(&text);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
+        return;
+    }
+    let engine = needed(Tool::Nvrtc, Engine::cuda(0));
+    let x = vec![0.5; 300 * MODEL_DIM];
+    let mut y = x.clone();
+    let layer = layer(&engine);
+    assert!(count(&layer, &x, &mut y, 300) > 0, "the counter counts");
+    for tokens in [300, 65, 64, 8, 1, 0] {
+        assert_eq!(count(&layer, &x, &mut y, tokens), 0, "{tokens} tokens");
+    }
+    let layer = layer_of(&engine, Some(Training::default()));
+    let mut rows = [(); 4].map(|()| x.clone());
+    assert!(count_training(&layer, &mut rows, 300) > 0);
+    for tokens in [300, 8, 0] {
+        let later = count_training(&layer, &mut rows, tokens);
+        assert_eq!(later, 0, "training, {tokens} tokens");
+    }
 }
 
 /// A layer with other tiles for few tokens.

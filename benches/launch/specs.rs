@@ -20,3 +20,6 @@ pub const SPECS: [(&str, &str); 2] = [
          losses = [{ kind = \"z\", coefficient = 0.001 }]",
     ),
 ];
+
+/// One whose calls are large. It is not run, so its weights are nowhere.
+pub const QWEN3: &str = include_str!("../../examples/specs/qwen3-30b-a3b.toml");

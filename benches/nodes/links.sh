@@ -4,10 +4,15 @@
 # share memory, and what goes between nodes goes by TCP through a link of its own.
 #
 #   benches/nodes/links.sh [NODES [RANKS [RATE [BYTES ...]]]]
+#   MOESAIC_LINKS_PROGRAM=PROGRAM benches/nodes/links.sh NODES RANKS RATE WORDS ...
 #
 # NODES (4) nodes of RANKS (4) each, links of RATE (200) Mbit/s in either direction, and
 # parts of BYTES for every pair of ranks. Prints a line for each size: the direct exchange
-# beside those in two dimensions.
+# beside those in two dimensions. With a PROGRAM ranks run that, with these WORDS.
+#
+# A link may be ahead of its rate by MOESAIC_LINKS_AHEAD (10) milliseconds. Where others use the
+# processors, MOESAIC_LINKS_NICE=-19 has ranks go first (sessions' priority, sched(7)): they wait
+# for links most of the time.
 #
 # The links are real queues of the kernel (`tc tbf`), the processors are shared by all
 # nodes: crossovers are those of such links, times are this machine's.
@@ -24,7 +29,13 @@ rate=${3:-200}
 [ $# -gt 3 ] && shift 3 || set -- 16 128 1024 4096 16384 65536
 seconds=${MOESAIC_LINKS_SECONDS:-600}
 target=${CARGO_TARGET_DIR:-target}
-program=${MOESAIC_LINKS_PROGRAM:-$target/release/examples/exchange}
+program=$target/release/examples/exchange
+if [ -n "${MOESAIC_LINKS_PROGRAM:-}" ]; then
+    program=$MOESAIC_LINKS_PROGRAM
+else
+    set -- nodes "$@"
+fi
+ahead=${MOESAIC_LINKS_AHEAD:-10}
 temp=$(mktemp -d)
 switch=mo$$switch
 
@@ -53,8 +64,8 @@ trap 'exit 1' INT TERM HUP
 ip netns add "$switch"
 ip -n "$switch" link add bridge type bridge
 ip -n "$switch" link set bridge up
-# A bucket of what a link carries in 10 ms, three packets at least; a queue of 400 ms.
-bucket=$((rate * 1250 > 5000 ? rate * 1250 : 5000))
+# A bucket of what a link carries meanwhile, three packets at least; a queue of 400 ms.
+bucket=$((rate * 125 * ahead > 5000 ? rate * 125 * ahead : 5000))
 shape() {
     ip netns exec "$1" tc qdisc add dev "$2" root tbf rate "${rate}mbit" burst $bucket latency 400ms
 }
@@ -93,6 +104,14 @@ exec $temp/as "\$host" sh -c "\$*"
 AGENT
 chmod +x "$temp/as" "$temp/agent"
 
+# What a rank is: the program, in a session that mpiexec has made for it.
+cat >"$temp/rank" <<'RANK'
+#!/bin/sh
+[ -z "${MOESAIC_LINKS_NICE:-}" ] || echo "$MOESAIC_LINKS_NICE" >/proc/self/autogroup
+exec "$@"
+RANK
+chmod +x "$temp/rank"
+
 [ -x "$program" ] || cargo build --quiet --release -p moesaic-collectives --example exchange
 echo "# links of $rate Mbit/s between $nodes nodes of $each ranks, $(nproc) processors for all," \
     "load $(cut -d' ' -f1 /proc/loadavg)"
@@ -100,4 +119,4 @@ timeout "$seconds" "$temp/as" mosnode0 mpiexec --allow-run-as-root --oversubscri
     --hostfile "$temp/hostfile" -n $((nodes * each)) --map-by slot --bind-to none \
     --mca plm_rsh_agent "$temp/agent" --mca plm rsh --mca pml ob1 --mca btl tcp,vader,self \
     --mca btl_tcp_if_include link0 --mca oob_tcp_if_include link0 --mca mpi_yield_when_idle 1 \
-    "$(realpath "$program")" nodes "$@"
+    "$temp/rank" "$(realpath "$program")" "$@"

@@ -13,8 +13,8 @@ pub struct OneHot {
     capacity: usize,
 }
 
-/// What forward leaves for backward, and its result.
-pub struct State {
+/// The gate's decision.
+pub struct Masks {
     scores: Vec<f32>,
     /// Experts of the first and second choice.
     ids: [Vec<usize>; 2],
@@ -24,6 +24,11 @@ pub struct State {
     /// `[T, E·C]`.
     combine: Vec<f32>,
     dispatch: Vec<f32>,
+}
+
+/// What forward leaves for backward, and its result.
+pub struct State {
+    masks: Masks,
     /// `[E·C, d]`: what the experts get; here also what they return.
     expert_rows: Vec<f32>,
     y: Vec<f32>,
@@ -105,6 +110,18 @@ impl OneHot {
 
     /// Gate, masks, and the two dense products; the experts do nothing.
     pub fn forward(&self, x: &[f32], d: usize) -> State {
+        let masks = self.masks();
+        let expert_rows = self.dispatch(&masks, x, d);
+        let y = self.combine(&masks, &expert_rows, d);
+        State {
+            masks,
+            expert_rows,
+            y,
+        }
+    }
+
+    /// The gate, and a column for every slot.
+    pub fn masks(&self) -> Masks {
         let scores = self.scores();
         let (ids, places) = self.choose(&scores);
         let kept = [0, 1].map(|j| {
@@ -128,32 +145,39 @@ impl OneHot {
             .par_iter()
             .map(|v| f32::from(u8::from(*v != 0.0)))
             .collect();
-        let t = self.tokens;
-        let expert_rows = product((&dispatch, [1, slots]), (x, [d, 1]), [slots, t, d]);
-        let y = product(
-            (&combine, [slots, 1]),
-            (&expert_rows, [d, 1]),
-            [t, slots, d],
-        );
-        State {
+        Masks {
             scores,
             ids,
             kept,
             places,
             combine,
             dispatch,
-            expert_rows,
-            y,
         }
+    }
+
+    /// Rows of slots `[E·C, d]`, from tokens.
+    pub fn dispatch(&self, masks: &Masks, x: &[f32], d: usize) -> Vec<f32> {
+        let (t, slots) = (self.tokens, self.slots());
+        product((&masks.dispatch, [1, slots]), (x, [d, 1]), [slots, t, d])
+    }
+
+    /// Tokens again, from what experts made of the rows.
+    pub fn combine(&self, masks: &Masks, rows: &[f32], d: usize) -> Vec<f32> {
+        let (t, slots) = (self.tokens, self.slots());
+        product((&masks.combine, [slots, 1]), (rows, [d, 1]), [t, slots, d])
     }
 
     /// From `dy`, for which `dy` itself serves, through three dense products.
     pub fn backward(&self, state: &State, dy: &[f32], d: usize) -> Gradients {
         let (t, slots) = (self.tokens, self.slots());
         let dcombine = product((dy, [d, 1]), (&state.expert_rows, [1, d]), [t, d, slots]);
-        let dexperts = product((&state.combine, [1, slots]), (dy, [d, 1]), [slots, t, d]);
+        let dexperts = product(
+            (&state.masks.combine, [1, slots]),
+            (dy, [d, 1]),
+            [slots, t, d],
+        );
         let x = product(
-            (&state.dispatch, [slots, 1]),
+            (&state.masks.dispatch, [slots, 1]),
             (&dexperts, [d, 1]),
             [t, slots, d],
         );
@@ -164,7 +188,7 @@ impl OneHot {
     }
 
     fn gate_backward(&self, state: &State, dcombine: &[f32]) -> Vec<f32> {
-        let (e, slots) = (self.experts, self.slots());
+        let (e, slots, state) = (self.experts, self.slots(), &state.masks);
         let mut dlogits = vec![0.0; self.tokens * e];
         let rows = dlogits.par_chunks_mut(e).enumerate();
         rows.for_each(|(t, row)| {
@@ -196,7 +220,7 @@ impl State {
     /// weights: 1, or 0 when both choices were dropped.
     pub fn check(&self, x: &[f32], d: usize) {
         for (t, (y, x)) in self.y.chunks_exact(d).zip(x.chunks_exact(d)).enumerate() {
-            let kept = self.kept[0][t] + self.kept[1][t];
+            let kept = self.masks.kept[0][t] + self.masks.kept[1][t];
             let factor = if kept > 0.0 { 1.0 } else { 0.0 };
             let close = y.iter().zip(x).all(|(y, x)| (y - factor * x).abs() < 1e-4);
             assert!(close, "token {t} did not come back");
@@ -212,7 +236,7 @@ impl Gradients {
         let width = self.logits.len() * d / dy.len();
         let flat = |row: &[f32]| row.iter().all(|g| g.abs() < 1e-3);
         for (t, (dx, dy)) in self.x.chunks_exact(d).zip(dy.chunks_exact(d)).enumerate() {
-            let kept = state.kept[0][t] + state.kept[1][t];
+            let kept = state.masks.kept[0][t] + state.masks.kept[1][t];
             let factor = if kept > 0.0 { 1.0 } else { 0.0 };
             let mut pairs = dx.iter().zip(dy);
             let close = pairs.all(|(dx, dy)| (dx - factor * dy).abs() < 1e-4);
@@ -226,7 +250,7 @@ impl Gradients {
 type Strided<'a> = (&'a [f32], [usize; 2]);
 
 /// `a · b`, `[m, k] · [k, n]`, spread over threads by rows.
-fn product(a: Strided, b: Strided, [m, k, n]: [usize; 3]) -> Vec<f32> {
+pub fn product(a: Strided, b: Strided, [m, k, n]: [usize; 3]) -> Vec<f32> {
     let last =
         |[row, col]: [usize; 2], rows: usize, cols: usize| (rows - 1) * row + (cols - 1) * col;
     assert!(last(a.1, m, k) < a.0.len() && last(b.1, k, n) < b.0.len());

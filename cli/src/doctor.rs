@@ -3,6 +3,7 @@
 use crate::console::{Console, Palette};
 use crate::failure::Result;
 use crate::inspect::machine_json;
+use crate::links::Expected;
 use crate::machine::Machine;
 use crate::simulators::{Simulator, simulators};
 use crate::store::{StoreArgs, place, tuning};
@@ -25,7 +26,8 @@ Examples:
   moesaic doctor
   moesaic doctor --ranks 4
   moesaic launch -n 4 -- moesaic doctor --ranks
-  mpirun -n 64 moesaic doctor --ranks --json")]
+  mpirun -n 64 moesaic doctor --ranks --json
+  srun moesaic doctor --ranks --expect 5,40")]
 pub struct DoctorArgs {
     #[command(flatten)]
     store: StoreArgs,
@@ -34,6 +36,16 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "N", num_args = 0..=1, conflicts_with = "cache", default_missing_value = "0",
           value_parser = clap::value_parser!(u16).range(0..=256))]
     ranks: Option<u16>,
+    /// With --ranks: GB/s that two ranks of a node should have, and two of different nodes; 0
+    /// expects nothing. Less than half of it is a failure, as after a fall back to a slower network
+    #[arg(
+        long,
+        value_name = "NODE,NETWORK",
+        requires = "ranks",
+        value_delimiter = ',',
+        num_args = 1
+    )]
+    expect: Option<Vec<f64>>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -87,7 +99,8 @@ struct Cache {
 /// Looks at everything; finding nothing is no failure.
 pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
     if let Some(ranks) = args.ranks {
-        return crate::links::execute(ranks, args.json, console);
+        let expected = Expected::new(args.expect.as_deref())?;
+        return crate::links::execute(ranks, expected, args.json, console);
     }
     let diagnosis = Diagnosis::new(&args.store.open(console));
     match args.json {

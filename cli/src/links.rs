@@ -6,7 +6,7 @@ use crate::table::Table;
 use crate::units;
 use moesaic::collectives::measure::{Link, Measured, Options, measure};
 use moesaic::collectives::{
-    Call, CollectiveError, Collectives, Communicator, Topology, World, mpi, threads, topology,
+    Call, CollectiveError, Collectives, Communicator, Topology, World, mpi, nccl, threads, topology,
 };
 use moesaic::cpu::CpuDevice;
 use moesaic::target::{Device, DeviceError};
@@ -23,8 +23,40 @@ struct Rank {
     places: Vec<(String, String)>,
 }
 
+/// Bytes a second that a link should have; 0 expects nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Expected {
+    /// Between ranks of a node.
+    node: f64,
+    /// Between ranks of two nodes.
+    network: f64,
+}
+
+impl Expected {
+    /// GB/s, of a node and of the network.
+    pub fn new(rates: Option<&[f64]>) -> Result<Expected> {
+        let fits = |rate: &f64| rate.is_finite() && *rate >= 0.0;
+        match rates {
+            None => Ok(Expected::default()),
+            Some([node, network]) if fits(node) && fits(network) => Ok(Expected {
+                node: node * 1e9,
+                network: network * 1e9,
+            }),
+            Some(_) => Err(Failure::input("--expect takes two rates in GB/s").hint(
+                "--expect 5,40: between ranks of a node, and of two nodes; 0 expects nothing",
+            )),
+        }
+    }
+}
+
+/// Less than this part of what is expected is too slow.
+const ENOUGH: f64 = 0.5;
+/// And this of the median of its kind. Wider, since nobody has said that links are alike.
+const ALIKE: f64 = 0.25;
+
 /// What rank 0 tells.
 struct Report {
+    expected: Expected,
     carrier: String,
     ranks: Vec<Rank>,
     topology: Topology,
@@ -32,23 +64,19 @@ struct Report {
 }
 
 /// Measures; `ranks` threads of this process, or the launcher's processes for 0.
-pub fn execute(ranks: u16, json: bool, console: &Console) -> Result {
+pub fn execute(ranks: u16, expected: Expected, json: bool, console: &Console) -> Result {
     let report = match ranks {
         0 => processes()?,
         ranks => of_threads(usize::from(ranks))?,
     };
     let Some(report) = report else { return Ok(()) };
-    match json {
-        true => console.json(&report.json())?,
-        false => console.print(&report.text(&console.out))?,
+    let report = Report { expected, ..report };
+    if json {
+        console.json(&report.json())?;
+    } else {
+        console.print(&report.text(&console.out))?;
     }
-    match report.differences().is_empty() {
-        true => Ok(()),
-        false => Err(Failure::work("ranks differ in what they run").hint(
-            "install the same moesaic and the same libraries on every machine, and give every \
-             rank the same variables",
-        )),
-    }
+    report.verdict()
 }
 
 fn device() -> std::result::Result<Arc<dyn Device>, DeviceError> {
@@ -89,14 +117,19 @@ fn of_threads(ranks: usize) -> Result<Option<Report>> {
 /// A library that carries messages: its name, its version, and where it is.
 type Engine = (&'static str, String, String);
 
-/// Every library that is found. NCCL and RCCL belong here, too.
+/// Every library that is found.
 fn engines(options: &mpi::Options) -> Vec<Engine> {
     let found = mpi::probe(options).ok();
     let mpi = found.map(|found| {
         let version = format!("{}, by {}", found.version, found.interface);
         ("MPI", version, found.library)
     });
-    mpi.into_iter().collect()
+    let of_gpus = [("NCCL", "cuda:sm_90"), ("RCCL", "rocm:gfx942")];
+    let of_gpus = of_gpus.into_iter().filter_map(|(name, target)| {
+        let found = nccl::probe(target.parse().ok()?, &nccl::Options::default()).ok()?;
+        Some((name, found.version, found.library))
+    });
+    mpi.into_iter().chain(of_gpus).collect()
 }
 
 /// What every rank does; rank 0 has the report.
@@ -114,6 +147,7 @@ fn look(
     let first = world.rank() == 0;
     world.finish(&call)?;
     Ok(first.then_some(Report {
+        expected: Expected::default(),
         carrier,
         ranks,
         topology,
@@ -180,6 +214,66 @@ impl Report {
         names.iter().filter_map(differs).collect()
     }
 
+    /// Links that are slower than they should be, a line for each kind: than what was expected,
+    /// or than most of their kind.
+    fn slow(&self) -> Vec<String> {
+        let kinds = KINDS.iter().flat_map(|kind| {
+            let links = self.of_kind(kind);
+            let expected = (kind.expected)(&self.expected);
+            [
+                slowest(&links, expected * ENOUGH, "expected", expected),
+                slowest(
+                    &links,
+                    median_rate(&links) * ALIKE,
+                    "the median",
+                    median_rate(&links),
+                ),
+            ]
+            .into_iter()
+            .flatten()
+            .take(1)
+            .map(|line| format!("{}: {line}", kind.name))
+            .collect::<Vec<_>>()
+        });
+        kinds.collect()
+    }
+
+    /// Whether a link has less than enough of what was expected of it.
+    fn disappoints(&self) -> bool {
+        KINDS.iter().any(|kind| {
+            let least = (kind.expected)(&self.expected) * ENOUGH;
+            let links = self.of_kind(kind);
+            links.iter().any(|link| link.bytes_per_second < least)
+        })
+    }
+
+    /// What the exit code is to say.
+    fn verdict(&self) -> Result {
+        if !self.differences().is_empty() {
+            return Err(Failure::work("ranks differ in what they run").hint(
+                "install the same moesaic and the same libraries on every machine, and give every \
+                 rank the same variables",
+            ));
+        }
+        if self.disappoints() {
+            return Err(Failure::work(
+                "a link has less than half of what --expect says",
+            )
+            .hint(
+                "the library may have fallen back to a slower network: see what carries the ranks \
+                 above, which interfaces it was told to use (UCX_NET_DEVICES, \
+                 OMPI_MCA_btl_tcp_if_include, FI_PROVIDER), and whether the slow pair shares a \
+                 host with others",
+            ));
+        }
+        Ok(())
+    }
+
+    fn of_kind(&self, kind: &Kind) -> Vec<&Link> {
+        let links = self.measured.links.iter();
+        links.filter(|l| l.same_node == kind.same_node).collect()
+    }
+
     /// Hosts in the order of ranks, with the number of ranks on each.
     fn hosts(&self) -> Vec<(&str, usize)> {
         let mut list: Vec<(&str, usize)> = Vec::new();
@@ -225,7 +319,11 @@ impl Report {
         for line in self.differences() {
             text += &format!("  {} {line}\n", palette.yellow("differs:"));
         }
-        text + "\n" + &self.table().render(palette)
+        text += &format!("\n{}", self.table().render(palette));
+        for line in self.slow() {
+            text += &format!("  {} {line}\n", palette.yellow("slow:"));
+        }
+        text
     }
 
     fn table(&self) -> Table {
@@ -239,11 +337,10 @@ impl Report {
             "SLOWEST",
         ];
         let mut table = Table::new(&titles);
-        for (name, same) in [("ranks of a node", true), ("ranks of two nodes", false)] {
-            let links = self.measured.links.iter().filter(|l| l.same_node == same);
-            let links: Vec<&Link> = links.collect();
+        for kind in &KINDS {
+            let links = self.of_kind(kind);
             if !links.is_empty() {
-                table.row(row(name, &links));
+                table.row(row(kind.name, &links));
             }
         }
         for all in &self.measured.all_to_all {
@@ -292,6 +389,7 @@ impl Report {
             "ranks": ranks.collect::<Vec<_>>(),
             "shape": shape.map(|s| json!({ "nodes": s.nodes, "per_node": s.per_node })),
             "differences": self.differences(),
+            "slow": self.slow(),
             "links": links.collect::<Vec<_>>(),
             "all_to_all": whole.collect::<Vec<_>>(),
         })
@@ -300,6 +398,49 @@ impl Report {
 
 /// Hosts that are listed.
 const SHOWN: usize = 16;
+
+/// Links of one kind.
+struct Kind {
+    name: &'static str,
+    same_node: bool,
+    expected: fn(&Expected) -> f64,
+}
+
+const KINDS: [Kind; 2] = [
+    Kind {
+        name: "ranks of a node",
+        same_node: true,
+        expected: |expected| expected.node,
+    },
+    Kind {
+        name: "ranks of two nodes",
+        same_node: false,
+        expected: |expected| expected.network,
+    },
+];
+
+fn median_rate(links: &[&Link]) -> f64 {
+    let mut rates: Vec<f64> = links.iter().map(|l| l.bytes_per_second).collect();
+    rates.sort_by(f64::total_cmp);
+    rates.get(rates.len() / 2).copied().unwrap_or_default()
+}
+
+/// How many links are below a rate, and the slowest of them beside what it is compared with.
+fn slowest(links: &[&Link], least: f64, name: &str, rate: f64) -> Option<String> {
+    let below = links.iter().filter(|l| l.bytes_per_second < least);
+    let first = below
+        .clone()
+        .min_by(|a, b| a.bytes_per_second.total_cmp(&b.bytes_per_second))?;
+    Some(format!(
+        "{} of {} too slow, rank {} to {} has {}, {name} is {}",
+        below.count(),
+        units::count(links.len(), "link"),
+        first.from,
+        first.to,
+        units::byte_rate(first.bytes_per_second),
+        units::byte_rate(rate)
+    ))
+}
 
 fn row(name: &str, links: &[&Link]) -> [String; 7] {
     let mut times: Vec<f64> = links.iter().map(|l| l.latency.as_secs_f64()).collect();
@@ -342,6 +483,7 @@ mod tests {
         let hosts = ["a", "a", "b", "b"];
         let versions = [versions[0], versions[0], versions[0], versions[1]];
         Report {
+            expected: Expected::default(),
             carrier: "MPI (X)".to_string(),
             ranks: hosts
                 .iter()
@@ -381,6 +523,39 @@ mod tests {
             assert!(nodes.contains(word), "{text}");
         }
         assert!(!text.contains("differs"), "{text}");
+    }
+
+    #[test]
+    fn slow_links_are_named_beside_what_was_expected() {
+        let expecting = |node: f64, network: f64| Report {
+            expected: Expected::new(Some(&[node, network])).unwrap(),
+            ..report(["5.0", "5.0"])
+        };
+        // 1 GB/s in the node; 200 and 50 MB/s between nodes, of which the median is the upper.
+        assert_eq!(expecting(1.9, 0.0).slow(), Vec::<String>::new());
+        assert!(expecting(1.9, 0.1).verdict().is_ok());
+        let slow = expecting(0.0, 0.5);
+        let line = "ranks of two nodes: 2 of 2 links too slow, rank 1 to 3 has 50 MB/s, expected is \
+                    500 MB/s";
+        assert_eq!(slow.slow(), [line]);
+        assert!(slow.text(&Palette::PLAIN).contains(line));
+        assert_eq!(slow.json()["slow"], json!([line]));
+        let failure = slow.verdict().unwrap_err();
+        assert!(failure.message.contains("less than half"), "{failure:?}");
+        assert!(expecting(2.1, 0.0).verdict().is_err());
+        for wrong in [&[1.0][..], &[1.0, -1.0], &[1.0, 2.0, 3.0], &[f64::NAN, 1.0]] {
+            assert!(Expected::new(Some(wrong)).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn one_slow_link_among_many_is_named_without_being_told_what_to_expect() {
+        let mut report = report(["5.0", "5.0"]);
+        report.measured.links[2].bytes_per_second = 40e6;
+        let line = "ranks of two nodes: 1 of 2 links too slow, rank 1 to 3 has 40 MB/s, the median \
+                    is 200 MB/s";
+        assert_eq!(report.slow(), [line]);
+        assert!(report.verdict().is_ok(), "nobody said that they are alike");
     }
 
     #[test]

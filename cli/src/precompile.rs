@@ -11,7 +11,6 @@ use crate::training::TrainingArgs;
 use crate::{targets, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use moesaic::Parallel;
 use moesaic::cache::Tuned;
 use moesaic::plan::{Tuning, plan};
 use moesaic::target::{CompileOptions, Report};
@@ -19,6 +18,7 @@ use moesaic::tools::{TunedPlans, Untuned, precompile_on};
 use moesaic::{
     Compilers, EngineError, Event, Job, LayerSpec, Outcome, PlanOptions, Row, Store, Target,
 };
+use moesaic::{MeshJob, Parallel, Strategy};
 use serde_json::{Value, json};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -64,6 +64,10 @@ pub struct PrecompileArgs {
     /// Those for every number of ways that rows can go, too, in layers that may change it
     #[arg(long, requires = "mesh")]
     any_ways: bool,
+    /// Those of ranks that carry out calls so, as in `run`, too: ways and wire have kernels of
+    /// their own; may be given several times
+    #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, requires = "mesh")]
+    strategy: Vec<Strategy>,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also write these kernels, no others of the cache, to a pack
@@ -84,6 +88,13 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     let specs = args.specs(console)?;
     let targets = targets::resolve(&args.target)?;
     args.caches.check(&targets)?;
+    for (mesh, strategy) in args
+        .mesh
+        .iter()
+        .flat_map(|mesh| args.strategy.iter().map(move |s| (mesh, s)))
+    {
+        strategy.check(mesh).map_err(Failure::input)?;
+    }
     if let Some(pack) = &args.output {
         check_pack(pack)?;
     }
@@ -163,7 +174,7 @@ impl PrecompileArgs {
                     tuning,
                     ..options.clone()
                 },
-                mesh: self.mesh,
+                mesh: self.mesh.map(|mesh| self.over_ranks(mesh)),
                 compiler: compiler.clone(),
             };
             jobs.push(job(Tuning::default()));
@@ -179,11 +190,32 @@ impl PrecompileArgs {
         Ok((jobs, tunings))
     }
 
+    /// The kernels of ranks.
+    fn over_ranks(&self, mesh: Parallel) -> MeshJob {
+        let wires: Vec<_> = self.strategy.iter().map(|strategy| strategy.wire).collect();
+        match self.any_ways {
+            true => MeshJob::for_any_ways(mesh, &wires),
+            false => MeshJob {
+                strategies: self.strategy.clone(),
+                ..MeshJob::from(mesh)
+            },
+        }
+    }
+
+    /// Whether weights may be gathered.
+    fn unpacked(&self) -> bool {
+        let other = |mesh: Parallel| {
+            let mut all = self.strategy.iter();
+            all.any(|strategy| strategy.ways(&mesh) != mesh.shards)
+        };
+        self.any_ways || self.mesh.is_some_and(other)
+    }
+
     fn plan_options(&self, target: Target) -> PlanOptions {
         PlanOptions {
             training: self.training.get(),
             caches: self.caches.here(target),
-            unpacked: self.any_ways,
+            unpacked: self.unpacked(),
             ..PlanOptions::default()
         }
     }

@@ -184,6 +184,10 @@ const TABLE: &[(&str, &[Row])] = &[
                 "any-ways",
                 NotWith(&["--any-ways", "--target=cpu"], "--mesh"),
             ),
+            (
+                "strategy",
+                NotWith(&["--strategy=degree=2", "--target=cpu"], "--mesh"),
+            ),
             ("l1", CPU_TEXT),
             ("l2", CPU_TEXT),
             ("output", Always),

@@ -3,6 +3,7 @@
 mod common;
 
 use common::*;
+use moesaic::planner::{Calibration, published};
 use std::path::{Path, PathBuf};
 
 const LAYER: &str = "shape = { model_dim = 256, hidden_dim = 512, experts = 16, top_k = 2 }
@@ -292,4 +293,46 @@ fn every_machine_that_ships_can_be_asked() {
         count += 1;
     }
     assert!(count >= 7);
+}
+
+/// What `bench` measures of ranks that are threads, `plan` reads.
+#[test]
+fn what_ranks_measure_is_what_a_plan_is_made_with() {
+    let plan = Plan::new();
+    let spec = "shape = { model_dim = 16, hidden_dim = 16, experts = 2, top_k = 1 }\n";
+    let spec = plan.file("small.toml", spec);
+    let bench = |more: &[&str]| {
+        let mut call = command();
+        call.current_dir(plan.dir.path());
+        call.args(["bench", "--spec", &spec, "--target", "cpu", "--tokens", "8"]);
+        finish(call.args(["--seconds", "0", "--ranks", "2"]).args(more))
+    };
+    let file = ["--calibration", "measured.toml"];
+    let machine = ["--machine", "mpi-emulated"];
+    let text = bench(&[&machine[..], &file].concat()).ok();
+    for part in ["memory", "products of f32", "written to measured.toml"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let found = std::fs::read_to_string(plan.dir.path().join("measured.toml")).unwrap();
+    let found = Calibration::from_toml(&found).unwrap();
+    let names: Vec<&str> = found.levels.iter().map(|level| &*level.name).collect();
+    assert_eq!((names, found.ranks), (vec!["memory"], 2));
+    assert!(found.levels[0].bandwidth_gbs > 1e-3 && found.band.is_some());
+    let compute = found.compute.as_ref().unwrap();
+    assert!(compute.gemm_tflops["f32"] > 0.0 && compute.memory_gbs.unwrap() > 0.0);
+    let job = ["--world", "16", "--calibrate", "measured.toml", "--json"];
+    let planned = plan.with(&[&job[..], &machine].concat()).json();
+    let level = &planned["machine"]["level"][0];
+    assert_eq!(
+        level["bandwidth_gbs"].as_f64(),
+        Some(found.levels[0].bandwidth_gbs)
+    );
+    assert_eq!(planned["machine"]["error"]["ranks"].as_u64(), Some(2));
+    // What was not measured is as it was.
+    let link = planned["machine"]["level"][1]["bandwidth_gbs"].as_f64();
+    assert_eq!(
+        link,
+        Some(published("mpi-emulated").unwrap().levels[1].bandwidth_gbs)
+    );
+    bench(&file).fails(2, &["add --machine NAME|FILE"]);
 }

@@ -171,7 +171,7 @@ fn kernels_of_ranks_are_compiled_ahead_and_their_steps_shown() {
 }
 
 #[test]
-fn kernels_for_any_ways_are_compiled_ahead() {
+fn kernels_for_any_ways_and_formats_are_compiled_ahead() {
     let scratch = scratch();
     let file = |name: &str| scratch.path().join(name);
     let cache = file("cache");
@@ -186,16 +186,24 @@ fn kernels_for_any_ways_are_compiled_ahead() {
             "--layer",
             "1",
             "--any-ways",
+            "--strategy",
+            "wire=fp8/f16",
         ])
         .args(mesh)
         .arg("--hf")
         .arg(&model);
     finish(precompile.env("MOESAIC_CACHE", &cache)).ok();
-    for ways in ["ways=1", "ways=0"] {
+    let strict = |strategy: &str| {
         let mut strict = command();
         strict.env("MOESAIC_CACHE", &cache).arg("run").args(mesh);
-        let more = ["--strategy", ways, "--strict"];
-        call(&mut strict, &file("y"), &more).ok();
+        let more = ["--strategy", strategy, "--strict"];
+        call(&mut strict, &file("y"), &more)
+    };
+    strict("degree=2,wire=fp8/f16").ok();
+    strict("ways=1,wire=fp8/f16").ok();
+    strict("wire=bf16/fp8,ways=1").fails(1, &["wire_rows_bf16"]);
+    for ways in ["ways=1", "ways=0"] {
+        strict(ways).ok();
         let mut inspect = command();
         inspect.args(["inspect", "--layer", "1", "--rank", "1", "--strategy", ways]);
         let text = finish(inspect.args(mesh).arg("--hf").arg(&model)).ok();

@@ -111,6 +111,24 @@ pub use moesaic_engine::precompile;
 #[doc(inline)]
 pub use moesaic_engine::Job;
 
+/// Ranks that share the layer of a [`Job`], and what they may do.
+///
+/// ```
+/// use moesaic::{MeshJob, Parallel};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let parallel = Parallel { ep: 2, ..Parallel::default() };
+/// let job = MeshJob {
+///     strategies: vec!["wire=fp8/bf16".parse()?],
+///     ..MeshJob::from(parallel)
+/// };
+/// # assert_eq!(job.strategies.len(), 1);
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::MeshJob;
+
 /// How a kernel went in [`precompile`].
 ///
 /// ```

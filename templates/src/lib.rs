@@ -157,7 +157,7 @@ pub const GPU: &[Template] = index![
     "gpu/expert_scan.cu",
     "gpu/scan_tiles.cu",
     "gpu/route.cu",
-    "gpu/scan_offsets.cu",
+    "gpu/scan_sums.cu",
     "gpu/scan_places.cu",
     "gpu/scan_ranks.cu",
     "gpu/dispatch.cu",

@@ -2,13 +2,17 @@
 
 use super::case::{Case, host};
 use super::layers::engine as cpu;
-use super::mesh::{layer_on, mesh, on_ranks, part, shares, spec};
+use super::mesh::{layer_on, mesh, on_nodes, on_ranks, part, shares, spec};
 use super::trained::COUNTERS;
 use moesaic::plan::Strategy;
+use moesaic::planner::published;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
-use moesaic::tune::{AdaptiveLayer, Event, Options, Prediction, Rows, Space, Tuner, What};
-use moesaic::{Among, Mesh, Parallel, Tensors, Training};
+use moesaic::tune::{
+    AdaptiveLayer, Event, Mode, Options, Planned, Predict, Prediction, Rows, Space, Tuner, What,
+    shortlist,
+};
+use moesaic::{Among, Mesh, MeshLayer, Parallel, Tensors, Training};
 
 const TOKENS: usize = 21;
 const STEPS: u64 = 16;
@@ -31,8 +35,9 @@ fn space() -> Space {
     }
 }
 
-fn tuner() -> Tuner {
+fn tuner(mode: Mode) -> Tuner {
     let options = Options {
+        mode,
         samples: 1,
         // Steps of less than a millisecond drift by themselves.
         drift: f64::INFINITY,
@@ -42,7 +47,12 @@ fn tuner() -> Tuner {
 }
 
 /// Steps of descent; the loss is `Σ y·dy`.
-fn learn(mesh: &Mesh, case: &Case, predictions: &[Prediction]) -> Learned {
+fn learn(
+    mesh: &Mesh,
+    case: &Case,
+    mode: Mode,
+    predict: impl FnOnce(&MeshLayer) -> Predict,
+) -> Learned {
     let engine = cpu();
     let layer = layer_on(&engine, mesh, case, Some(Training::default()));
     let mut optimizer = MeshOptimizer::new(&layer.ranks(), Sgd::with_momentum(1e-3, 0.5));
@@ -50,9 +60,8 @@ fn learn(mesh: &Mesh, case: &Case, predictions: &[Prediction]) -> Learned {
     for (name, tensor) in &parameters {
         layer.set_weight(name, tensor).unwrap();
     }
-    let predictions = predictions.to_vec();
-    let predict = Box::new(move |_: &_| predictions.clone());
-    let mut layer = AdaptiveLayer::new(layer, tuner(), "this machine", predict);
+    let predict = predict(&layer);
+    let mut layer = AdaptiveLayer::new(layer, tuner(mode), "this machine", predict);
     let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
     let (own, width) = (part(case, tokens), case.spec.output_dim());
     for step in 0..STEPS {
@@ -78,7 +87,9 @@ fn case() -> Case {
 fn learned(predictions: &[Prediction]) -> Vec<Learned> {
     let case = case();
     on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
-        learn(mesh, &case, predictions)
+        let predictions = predictions.to_vec();
+        let predict = Box::new(move |_: &_| predictions.clone());
+        learn(mesh, &case, Mode::Measure, |_| predict)
     })
 }
 
@@ -105,14 +116,105 @@ fn a_layer_that_tries_strategies_learns_the_same() {
     assert!(events.iter().any(kept), "{events:?}");
     let most = shares(TOKENS, 4).iter().map(|tokens| tokens.len()).max();
     assert_eq!(events[0].key.rows, Rows::of_tokens(most.unwrap()));
-    for (rank, (found, want)) in searched.iter().zip(&fixed).enumerate() {
-        assert_eq!(&found.events, events, "rank {rank}");
+    learned_alike(&searched, &fixed);
+}
+
+/// All ranks decide alike, and what they learn is what others have learnt.
+fn learned_alike(ranks: &[Learned], others: &[Learned]) {
+    for (rank, (found, want)) in ranks.iter().zip(others).enumerate() {
+        assert_eq!(found.events, ranks[0].events, "rank {rank}");
         for (name, tensor) in &want.parameters {
             let found = found.parameters[name].to_f32();
             for (found, want) in found.iter().zip(tensor.to_f32()) {
                 let off = (found - want).abs();
                 assert!(off < 1e-4, "rank {rank}: `{name}` is {found}, not {want}");
             }
+        }
+    }
+}
+
+/// The planner on two nodes of two ranks; what it predicts, and what ranks do with it.
+fn planned(mode: Mode) -> (Vec<Prediction>, Vec<Learned>) {
+    let case = case();
+    let ranks = on_nodes(&cpu(), mesh(2, 2, 1), 2, |mesh| {
+        let (sender, told) = std::sync::mpsc::channel();
+        let learned = learn(mesh, &case, mode, |layer| {
+            let machine = published("mpi-emulated").unwrap();
+            let mut predict = Planned::of(machine).predict(layer).unwrap();
+            Box::new(move |key| {
+                let predictions = predict(key);
+                sender.send(predictions.clone()).unwrap();
+                predictions
+            })
+        });
+        (told.recv().unwrap(), learned)
+    });
+    let (mut predictions, learned): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+    (predictions.swap_remove(0), learned)
+}
+
+fn fastest(predictions: &[Prediction]) -> Strategy {
+    let best = predictions
+        .iter()
+        .min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    best.unwrap().strategy
+}
+
+#[test]
+fn the_planner_says_what_is_worth_a_measurement() {
+    let (predictions, ranks) = planned(Mode::Measure);
+    let names: Vec<String> = predictions.iter().map(|p| p.strategy.to_string()).collect();
+    for name in [
+        "default",
+        "degree=4",
+        "route=once",
+        "route=inter-first",
+        "ways=1",
+        "ways=0",
+    ] {
+        assert!(names.iter().any(|found| found == name), "{name}: {names:?}");
+    }
+    let events = &ranks[0].events;
+    let tried = tried(events);
+    assert_eq!(tried, shortlist(&predictions, Strategy::default()));
+    assert!(
+        tried.contains(&fastest(&predictions)) && tried.len() <= 6,
+        "{events:?}"
+    );
+    let all = events.iter().filter_map(|event| match event.what {
+        What::Kept { strategy, seconds } => Some((strategy, seconds.is_some())),
+        _ => None,
+    });
+    let kept: Vec<(Strategy, bool)> = all.collect();
+    let [(kept, true)] = kept[..] else {
+        panic!("one is kept, by measurement: {events:?}");
+    };
+    // Passes are measured apart: it may be the forward of one and the backward of another.
+    let like = |s: &&Strategy| (s.ways, s.route) == (kept.ways, kept.route);
+    assert!(tried.iter().any(|s| like(&s)), "{kept} of {tried:?}");
+    let default = Prediction {
+        strategy: Strategy::default(),
+        seconds: 1.0,
+    };
+    learned_alike(&ranks, &learned(&[default]));
+}
+
+/// The reproducible mode: nothing is measured, and each run does the same from its first step.
+#[test]
+fn by_prediction_alone_every_run_is_alike() {
+    let runs = [planned(Mode::Predict), planned(Mode::Predict)];
+    let [(predictions, ranks), (_, again)] = &runs;
+    let events = &ranks[0].events;
+    let expected = What::Kept {
+        strategy: fastest(predictions),
+        seconds: None,
+    };
+    assert_eq!(events.len(), 1, "{events:?}");
+    assert_eq!(events[0].what, expected);
+    for (first, second) in ranks.iter().zip(again) {
+        assert_eq!(first.events, second.events);
+        for (name, tensor) in &first.parameters {
+            assert_eq!(tensor, &second.parameters[name], "`{name}`");
         }
     }
 }

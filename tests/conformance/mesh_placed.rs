@@ -3,7 +3,9 @@
 
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced};
+use super::mesh::{
+    Arranged, compare_on, evaluated, layer_on, mesh, on_ranks, part, shares, sliced,
+};
 use super::mesh::{spec, specs};
 use super::mesh_training::{alone, layer_of, learned};
 use super::trained::COUNTERS;
@@ -13,28 +15,16 @@ use moesaic::tensor::WeightSource;
 use moesaic::tools::joined_placed;
 use moesaic::train::elastic::{shard_placed, unshard_placed};
 use moesaic::weights::{Checkpoint, Writer};
-use moesaic::{Among, Engine, Mesh, Parallel, Recompute, Tensors, Training};
+use moesaic::{Among, Engine, Parallel, Recompute, Strategy, Tensors, Training};
 use moesaic::{Balancer, Balancing, Eplb, Split};
 
 /// Threads that share an engine, with experts placed so.
-struct Placed {
-    engine: Engine,
-    placement: Placement,
-}
-
-impl Ranks for Placed {
-    fn each<T: Send>(
-        &self,
-        parallel: Parallel,
-        body: impl Fn(&Engine, &Mesh) -> T + Sync,
-    ) -> Vec<T> {
-        on_ranks(&self.engine, parallel, |mesh| {
-            body(&self.engine, &mesh.placed(&self.placement).unwrap())
-        })
-    }
-
-    fn placement(&self) -> Option<&Placement> {
-        Some(&self.placement)
+fn at_placement(engine: &Engine, placement: Placement) -> Arranged<'_> {
+    Arranged {
+        engine,
+        per_node: usize::MAX,
+        placement: Some(placement),
+        strategy: Strategy::default(),
     }
 }
 
@@ -73,12 +63,10 @@ fn dropless_outputs_are_the_same_bytes_wherever_experts_are() {
             let split = [Split::Even, Split::Near][(seed + at) % 2];
             let seed = 31 * seed as u64 + at as u64;
             let placement = scattered(parallel.ep, spec.shape.experts, seed, split);
-            let ranks = Placed {
-                engine: engine.clone(),
-                placement,
-            };
+            let text = placement.to_string();
+            let ranks = at_placement(&engine, placement);
             let found = evaluated(&ranks, parallel, &case);
-            let placement = &ranks.placement;
+            let placement = text;
             assert!(found == *whole.y().data, "{placement}: {}", case.describe());
         }
     }
@@ -102,10 +90,7 @@ fn training_gives_what_one_process_gives_wherever_experts_are() {
         {
             let split = [Split::Even, Split::Near][(seed + at) % 2];
             let placement = scattered(parallel.ep, spec.shape.experts, 7 + seed as u64, split);
-            let ranks = Placed {
-                engine: engine.clone(),
-                placement,
-            };
+            let ranks = at_placement(&engine, placement);
             compare_on(&engine, &ranks, parallel, &case, Recompute::None);
         }
     }
@@ -362,36 +347,4 @@ fn a_rank_reads_its_placed_experts_alone() {
             assert!(part.rows(slot..slot + 1).unwrap().data == want.data);
         }
     });
-}
-
-/// Ways, pieces and routes are for experts in order, and say so on every rank; the layer stays
-/// as it was.
-#[test]
-fn strategies_that_placed_experts_cannot_have_are_refused() {
-    let case = layer_of(8);
-    let shares = shares(case.input.tokens, 4);
-    let on = |placement: &str, text: &str| {
-        let (placement, strategy) = (placement.parse().unwrap(), text.parse().unwrap());
-        on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
-            let mesh = mesh.placed(&placement).unwrap().for_any_ways();
-            let own = part(&case, &shares[mesh.rank()]);
-            let mut layer = layer_on(&cpu(), &mesh, &case, None);
-            let before = layer.forward(&own.input()).unwrap();
-            let set = layer.set_strategy(strategy).map_err(|e| e.to_string());
-            let after = layer.forward(&own.input()).unwrap();
-            assert!(set.is_ok() || before.y().data == after.y().data);
-            set
-        })
-    };
-    for text in ["ways=0", "ways=1", "degree=2", "degree=1/2"] {
-        let refused = |set: &Result<(), String>| {
-            let error = set.as_ref().expect_err(text);
-            let names = format!("`{text}` is there for experts in order alone");
-            error.contains(&names) && error.contains("take ways=2,degree=1,route=linear")
-        };
-        assert!(on("0,2-3,5 | 1,4,6-7", text).iter().all(refused), "{text}");
-        assert!(on("0-3 | 4-7", text).iter().all(Result::is_ok), "{text}");
-    }
-    let same = on("0,2-3,5 | 1,4,6-7", "ways=2");
-    assert!(same.iter().all(Result::is_ok), "{same:?}");
 }

@@ -2,7 +2,7 @@
 
 use super::case::Case;
 use super::layers::engine as cpu;
-use super::mesh::{Ranks, compare_on, evaluated, layer_on, mesh, on_nodes, specs, trained};
+use super::mesh::{Arranged, compare_on, evaluated, layer_on, mesh, specs, trained};
 use super::mesh_ways::at_ways;
 use super::simulated::open;
 use super::trained::near;
@@ -18,31 +18,11 @@ const ROUTES: [&str; 4] = [
 ];
 
 /// Threads that say that they are on several nodes.
-struct OnNodes<'a> {
-    engine: &'a Engine,
-    per_node: usize,
-    strategy: Strategy,
-}
-
-impl Ranks for OnNodes<'_> {
-    fn each<T: Send>(
-        &self,
-        parallel: Parallel,
-        body: impl Fn(&Engine, &Mesh) -> T + Sync,
-    ) -> Vec<T> {
-        let body = |mesh: &Mesh| body(self.engine, mesh);
-        on_nodes(self.engine, parallel, self.per_node, body)
-    }
-
-    fn strategy(&self) -> Strategy {
-        self.strategy
-    }
-}
-
-fn by<'a>(engine: &'a Engine, per_node: usize, strategy: &str) -> OnNodes<'a> {
-    OnNodes {
+fn by<'a>(engine: &'a Engine, per_node: usize, strategy: &str) -> Arranged<'a> {
+    Arranged {
         engine,
         per_node,
+        placement: None,
         strategy: strategy.parse().unwrap(),
     }
 }

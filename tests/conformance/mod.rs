@@ -11,6 +11,7 @@ mod batch;
 mod caches;
 mod case;
 mod cases;
+mod combined;
 mod compare;
 mod drawn;
 mod emulated;

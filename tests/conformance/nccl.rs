@@ -72,19 +72,57 @@ fn layers_over_nccl_are_those_over_threads() {
     }
 }
 
-/// In the order of the one stream, which is right; nothing overlaps.
+const PIECES: &str = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
+     experts = { bias = true }";
+
+/// On a stream of their own, which the stand-in never finds at work beside another exchange.
 #[test]
 fn pieces_go_over_nccl_too() {
     let engine = cpu();
-    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
-         experts = { bias = true }";
-    let case = Case::random(&spec(text), 41, 2);
-    for (parallel, degree) in [(mesh(2, 1, 1), "degree=4/2"), (mesh(1, 2, 1), "degree=2")] {
+    let case = Case::random(&spec(PIECES), 41, 2);
+    for (parallel, strategy) in [
+        (mesh(2, 1, 1), "degree=4/2"),
+        (mesh(1, 2, 1), "degree=2"),
+        (mesh(2, 2, 1), "degree=2,route=concurrent"),
+        (mesh(4, 1, 1), "degree=2/3,route=once"),
+        (mesh(2, 2, 1), "ways=1,degree=2"),
+    ] {
         let gpus = Gpus(Lab::new());
-        let strategy = degree.parse().unwrap();
+        let strategy = strategy.parse().unwrap();
         let grid = Grid { parallel, strategy };
         compare_on(&engine, &gpus, grid, &case, Recompute::None);
     }
+}
+
+/// The second piece comes while products of the first run: each ends only when the other is
+/// there, which one stream could not do.
+#[test]
+fn a_piece_travels_on_a_stream_beside_products() {
+    let kernels = cpu();
+    let case = Case::random(&spec(PIECES), 41, 2);
+    let parallel = mesh(2, 1, 1);
+    let halves = shares(41, 2);
+    let want = evaluated(&kernels, parallel, &case);
+    let lab = Lab::new();
+    let gpus = [0, 1].map(|rank| lab.device_of(rank, kernels.device().clone()));
+    let results = lab.run_on(&gpus, |control, gpu| {
+        let engine = Engine::on_device(gpu.clone(), EngineOptions::default()).unwrap();
+        let mut world = engine.nccl_over(control, lab.options()).unwrap();
+        let mesh = Mesh::new(&mut world, parallel).unwrap();
+        let mut layer = layer_on(&engine, &mesh, &case, None);
+        layer.set_strategy("degree=2".parse().unwrap()).unwrap();
+        world.barrier(&Call::new("ready")).unwrap().wait().unwrap();
+        // After the counts, and the first piece.
+        lab.meet(mesh.rank(), 2);
+        let own = part(&case, &halves[mesh.rank()]);
+        let y = layer.forward(&own.input()).unwrap().y().data.to_vec();
+        drop((layer, mesh));
+        world.finish(&Call::new("end")).unwrap();
+        y
+    });
+    let found: Vec<u8> = results.into_iter().flat_map(Option::unwrap).collect();
+    lab.legal();
+    assert!(found == want);
 }
 
 #[test]

@@ -1,20 +1,16 @@
 //! Rows that travel in pieces: the same results, and exchanges beside products.
 
-use super::case::{Case, host};
+use super::case::Case;
 use super::layers::engine as cpu;
 use super::mesh::{
-    Grid, compare, evaluated, layer_on, mesh, on_ranks, part, shares, sliced, spec, specs, trained,
+    Grid, compare, evaluated, layer_on, mesh, part, shares, sliced, spec, specs, trained,
 };
 use super::simulated::open;
-use super::trained::COUNTERS;
 use moesaic::collectives::engine::{Engine as Carrier, Part, Ticket};
 use moesaic::collectives::{Call, Communicator, threads};
-use moesaic::plan::Place;
-use moesaic::reference::Random;
-use moesaic::tools::joined;
 use moesaic::{
-    Activity, Among, Lane, Mesh, Parallel, Piece, Recompute, Recorded, Recorder, Strategy, Tensors,
-    Trace, Training, chrome_trace,
+    Activity, Lane, Mesh, Parallel, Piece, Recompute, Recorded, Recorder, Strategy, Trace,
+    Training, chrome_trace,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -114,72 +110,6 @@ fn simulated_gpus_have_rows_in_pieces() {
         let engine = open(target);
         let recompute = Recompute::None;
         compare(&engine, cut(mesh(2, 1, 1), "2/4"), &case, recompute);
-    }
-}
-
-/// Parameters after steps of plain descent, in which the strategy is drawn anew each time.
-fn learned(case: &Case, parallel: Parallel, degrees: &[&str]) -> Vec<(Place, Tensors<'static>)> {
-    const STEPS: u64 = 6;
-    let tokens = case.input.tokens;
-    on_ranks(&cpu(), parallel, |mesh| {
-        let engine = cpu();
-        let mut layer = layer_on(&engine, mesh, case, Some(Training::default()));
-        let mut parameters = layer.weights_of(&case.host_weights()).unwrap();
-        let own = &shares(tokens, parallel.ranks())[mesh.rank()];
-        let input = part(case, own);
-        let mut random = Random::new(17); // the same on all ranks
-        for step in 0..STEPS {
-            let drawn = random.bits() as usize % degrees.len();
-            layer.set_strategy(by(degrees[drawn])).unwrap();
-            let (_, saved) = layer
-                .forward_train(&input.input(), &["y"], COUNTERS)
-                .unwrap();
-            // Backward goes as forward did, whatever is chosen since.
-            layer.set_strategy(by("1")).unwrap();
-            let width = case.spec.output_dim();
-            let dy = &case.dy(step)[own.start * width..own.end * width];
-            let dy = host(case.spec.precision.activations, &[own.len(), width], dy);
-            layer.backward(&saved, &dy, false).unwrap();
-            layer.reduce_gradients().unwrap();
-            for (name, gradient) in layer.gradients().unwrap() {
-                let old = parameters[&name].to_f32();
-                let moved = old.iter().zip(gradient.to_f32()).map(|(p, g)| p - 0.05 * g);
-                let moved = moesaic::Tensor::owned(&gradient.shape, moved.collect::<Vec<f32>>());
-                layer.set_weight(&name, &moved).unwrap();
-                parameters.insert(&name, moved);
-            }
-        }
-        (mesh.place(), parameters)
-    })
-}
-
-#[test]
-fn degrees_drawn_anew_at_every_step_learn_the_same() {
-    let text = "shape = { model_dim = 8, hidden_dim = 12, experts = 4, top_k = 2 }
-         experts = { bias = true }";
-    let case = Case::random(&spec(text), 29, 11);
-    for parallel in [mesh(2, 1, 1), mesh(2, 2, 1)] {
-        let whole = learned(&case, parallel, &["1"]);
-        let drawn = learned(&case, parallel, &["1", "2", "4", "8", "4/2", "1/4", "2/3"]);
-        let start = case.host_weights();
-        for name in whole[0].1.keys() {
-            let of = |ranks: &[(Place, Tensors<'static>)]| {
-                let part = |place| {
-                    let rank = ranks.iter().find(|(at, _)| *at == place).unwrap();
-                    rank.1[name].lend()
-                };
-                match Among::of(parallel, name) {
-                    Among::World => part(ranks[0].0).into_static(),
-                    _ => joined(name, parallel, part),
-                }
-            };
-            let (want, found) = (of(&whole).to_f32(), of(&drawn).to_f32());
-            assert!(want != start[name].to_f32(), "`{name}` does not move");
-            for (found, want) in found.iter().zip(&want) {
-                let what = format!("{parallel:?}: `{name}` is {found}, not {want}");
-                assert!((found - want).abs() < 2e-6, "{what}");
-            }
-        }
     }
 }
 

@@ -104,19 +104,19 @@ pub const MUTANTS: &[Mutant] = &[
         ..FEW
     },
     Mutant {
-        mistake: "assignments are placed with no barrier after the offsets",
+        mistake: "assignments are placed with no barrier after the sums",
         kernel: "route",
-        from: "    block_sync();  // offsets are there\n",
+        from: "    block_sync();  // the sums of tiles are there\n",
         to: "",
         caught: "uninitialised global memory",
         ..FEW
     },
     Mutant {
-        mistake: "warps that have no tile place, too",
+        mistake: "warps that have no tile have counters, too",
         target: GFX942,
         kernel: "route",
-        from: "    if (warp_index() >= WARPS)\n        return;",
-        to: "",
+        from: "counters[exists ? warp_index() : 0]",
+        to: "counters[warp_index()]",
         caught: "beyond the end of an array",
         ..FEW
     },

@@ -19,6 +19,10 @@ const DISPATCHED: &str = "shape = { model_dim = 64, hidden_dim = 72, experts = 5
 router = { weight_on = \"input\" }
 precision = { weights = \"bf16\", activations = \"bf16\" }";
 
+/// More experts than a warp has lanes.
+const MANY_EXPERTS: &str = "shape = { model_dim = 8, hidden_dim = 8, experts = 70, top_k = 2 }
+precision = { weights = \"bf16\", activations = \"bf16\" }";
+
 /// Defaults of the list: one kernel of a shallow layer on sm_80.
 pub(super) const MUTANT: Mutant = Mutant {
     mistake: "",
@@ -113,11 +117,80 @@ pub const MUTANTS: &[Mutant] = &[
         ..MUTANT
     },
     Mutant {
-        mistake: "segments are summed with no barrier before",
+        mistake: "runs of tiles are summed with no barrier before",
         kernel: "expert_scan",
-        from: "        segments[thread_index()] = sum;\n        block_sync();",
-        to: "        segments[thread_index()] = sum;",
+        from: "        block_sync();  // the sums of all runs are there\n",
+        to: "",
         caught: "uninitialised shared memory",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "what is before a run is read with no barrier after it was summed",
+        kernel: "expert_scan",
+        from: "        block_sync();  // and now what is before each\n",
+        to: "",
+        caught: "race in shared memory",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "tiles beyond the last are summed",
+        kernel: "expert_scan",
+        from: "held[i] = owns && first + i < tiles ?",
+        to: "held[i] = owns ?",
+        caught: "out of bounds",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "experts begin before the counts of all are there",
+        kernel: "expert_scan",
+        from: "    block_sync();  // the counts of all experts are there\n",
+        to: "",
+        caught: "uninitialised shared memory",
+        layer: MANY_EXPERTS,
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "places are given before it is known where experts begin",
+        kernel: "expert_scan",
+        from: "    block_sync();  // the starts are there\n",
+        to: "",
+        caught: "race in shared memory",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a part of 16 rows too few is multiplied",
+        kernel: "grouped_gemm_up",
+        from: "ceil_div(tile.rows - warp_row(), 16);  // of this warp, with rows",
+        to: "(tile.rows - warp_row()) / 16;  // of this warp, with rows",
+        caught: "y of",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a warpgroup without rows lets go of no stage",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "            if (elect_one())\n                mbarrier_arrive(shared.empty[turn.stage]);",
+        to: "            {}",
+        layer: DEEP,
+        caught: "deadlock",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "a warpgroup of up to 64 rows multiplies nothing",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "if (64 * consumer >= tile.rows) {",
+        to: "if (64 * consumer + 64 >= tile.rows) {",
+        caught: "uninitialised",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "every block writes down where experts begin",
+        kernel: "expert_scan",
+        from: "if (block_x() == 0) {",
+        to: "if (block_x() >= 0) {",
+        caught: "race in global memory",
+        tokens: 300,
         ..MUTANT
     },
     Mutant {
@@ -248,8 +321,8 @@ pub const MUTANTS: &[Mutant] = &[
         mistake: "consumers wait for the wrong phase",
         target: SM_90A,
         kernel: "grouped_gemm_up",
-        from: "mbarrier_wait(shared.full[turn.stage], turn.parity);",
-        to: "mbarrier_wait(shared.full[turn.stage], turn.parity ^ 1);",
+        from: "shared.ring[turn.stage];\n        mbarrier_wait(shared.full[turn.stage], turn.parity);",
+        to: "shared.ring[turn.stage];\n        mbarrier_wait(shared.full[turn.stage], turn.parity ^ 1);",
         layer: DEEP,
         caught: "shared memory",
         ..MUTANT

@@ -6,15 +6,18 @@
 //!
 //! Layers with shared experts run with slices of them, too, which are parts of a sum.
 //!
-//! A test run has every case of `hf` and `tutel` and some of the others, each on one mesh;
-//! `MOESAIC_MESHES=all` has all of them on all meshes.
+//! A test run has every case of `hf` and `tutel` and some of the others, each on one mesh of
+//! threads, and a few of them on processes under MPI; `MOESAIC_MESHES=all` has all of them
+//! on all meshes of threads, and all on processes.
 
 use super::{Tutel, entries};
 use crate::conformance::layers::engine;
 use crate::conformance::mesh::{on_ranks, shares};
+use moesaic::collectives::{Call, mpi};
 use moesaic::spec::{LayerSpec, hf};
+use moesaic::toolchain::testing::mpich;
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
-use moesaic::{Engine, Input, Parallel, SharedExperts, Tensors};
+use moesaic::{Engine, Input, Mesh, Parallel, SharedExperts, Tensor, Tensors};
 use serde_json::Value;
 use std::fs;
 use std::ops::Range;
@@ -46,6 +49,25 @@ struct Layer {
     spec: LayerSpec,
     weights: Tensors<'static>,
     inputs: Tensors<'static>,
+}
+
+/// Cases of the folders, some of them or all, with a number of each.
+fn cases(steps: [usize; 4]) -> impl Iterator<Item = (usize, Layer)> {
+    let folders = ["hf", "tutel", "hf_more", "families"]
+        .into_iter()
+        .zip(steps);
+    folders.flat_map(|(folder, step)| {
+        let entries = entries(folder).into_iter().step_by(step).enumerate();
+        entries.map(move |(at, path)| match folder {
+            "tutel" => (at, Layer::of_tutel(&path)),
+            _ => (at, Layer::of_hugging_face(&path)),
+        })
+    })
+}
+
+/// Whether all cases are wanted.
+fn all() -> bool {
+    std::env::var("MOESAIC_MESHES").is_ok_and(|value| value == "all")
 }
 
 impl Layer {
@@ -96,69 +118,126 @@ impl Layer {
         if parallel.check(spec).is_err() {
             return false;
         }
-        let tokens = self.inputs["x"].shape[0];
-        let shares = match spec.may_drop() {
-            true => vec![0..tokens; parallel.ranks()],
-            false => shares(tokens, parallel.ranks()),
-        };
-        let one = engine.layer(spec, &self.weights).unwrap();
-        let one = one.forward(&self.part(&(0..tokens))).unwrap();
+        let one = self.by_one(engine);
+        let shares = self.shares(parallel);
         let ranks = on_ranks(engine, parallel, |mesh| {
-            let layer = engine.mesh_layer(mesh, spec, &self.weights, None);
-            let layer = layer.unwrap_or_else(|e| panic!("{what}: {e}"));
-            let output = layer.forward(&self.part(&shares[mesh.rank()]));
-            output
-                .unwrap_or_else(|e| panic!("{what}: {e}"))
-                .y()
-                .clone()
-                .into_static()
+            self.of_rank(engine, mesh, &shares[mesh.rank()])
         });
-        let all = one.y().to_f64();
-        let scale = all.iter().fold(0f64, |most, v| most.max(v.abs()));
         for (found, share) in ranks.iter().zip(shares) {
-            let want = one.y().rows(share).unwrap();
-            if parallel.shards == 1 {
-                assert!(found.data == want.data, "{what}");
-                continue;
-            }
-            for (found, want) in found.to_f64().iter().zip(want.to_f64()) {
-                let near = (found - want).abs() <= 2e-5 * scale;
-                assert!(near, "{what}: {found}, {want}");
-            }
+            check(&what, parallel, found, &one, share);
         }
         true
+    }
+
+    /// The tokens of each rank.
+    fn shares(&self, parallel: Parallel) -> Vec<Range<usize>> {
+        let tokens = self.inputs["x"].shape[0];
+        if self.spec.may_drop() {
+            vec![0..tokens; parallel.ranks()]
+        } else {
+            shares(tokens, parallel.ranks())
+        }
+    }
+
+    /// What one process says of all tokens.
+    fn by_one(&self, engine: &Engine) -> Tensor<'static> {
+        let tokens = self.inputs["x"].shape[0];
+        let one = engine.layer(&self.spec, &self.weights).unwrap();
+        let one = one.forward(&self.part(&(0..tokens))).unwrap();
+        one.y().clone().into_static()
+    }
+
+    /// What a rank says of its tokens.
+    fn of_rank(&self, engine: &Engine, mesh: &Mesh, share: &Range<usize>) -> Tensor<'static> {
+        let what = format!("{} on {:?}", self.name, mesh.parallel());
+        let layer = engine.mesh_layer(mesh, &self.spec, &self.weights, None);
+        let layer = layer.unwrap_or_else(|e| panic!("{what}: {e}"));
+        let output = layer.forward(&self.part(share));
+        let output = output.unwrap_or_else(|e| panic!("{what}: {e}"));
+        output.y().clone().into_static()
+    }
+}
+
+/// To the bit, where experts are whole; slices are parts of a sum.
+fn check(what: &str, mesh: Parallel, found: &Tensor, one: &Tensor, share: Range<usize>) {
+    let want = one.rows(share).unwrap();
+    if mesh.shards == 1 {
+        assert!(found.data == want.data, "{what}");
+        return;
+    }
+    let all = one.to_f64();
+    let scale = all.iter().fold(0f64, |most, v| most.max(v.abs()));
+    for (found, want) in found.to_f64().iter().zip(want.to_f64()) {
+        let near = (found - want).abs() <= 2e-5 * scale;
+        assert!(near, "{what}: {found}, {want}");
     }
 }
 
 #[test]
 fn layers_of_other_projects_run_on_ranks() {
     let engine = engine();
-    let all = std::env::var("MOESAIC_MESHES").is_ok_and(|value| value == "all");
-    let (mut ran, mut cases, mut sliced) = (0, 0, 0);
-    for (folder, step) in [("hf", 1), ("tutel", 1), ("hf_more", 8), ("families", 12)] {
-        let step = if all { 1 } else { step };
-        for (at, path) in entries(folder).iter().enumerate().step_by(step) {
-            let meshes = match all {
-                true => &MESHES[..],
-                false => &MESHES[1 + at / step % 7..][..1],
+    let (mut ran, mut tried, mut sliced) = (0, 0, 0);
+    for (at, layer) in cases(if all() { [1; 4] } else { [1, 1, 8, 12] }) {
+        let meshes = match all() {
+            true => &MESHES[..],
+            false => &MESHES[1 + at % 7..][..1],
+        };
+        for parallel in meshes {
+            tried += 1;
+            ran += usize::from(layer.runs(&engine, *parallel));
+        }
+        if !layer.spec.shared.is_empty() {
+            let parallel = Parallel {
+                shared: SharedExperts::Sliced,
+                ..mesh(1 + at % 2, 2, 1)
             };
-            let layer = match folder {
-                "tutel" => Layer::of_tutel(path),
-                _ => Layer::of_hugging_face(path),
-            };
-            for parallel in meshes {
-                cases += 1;
-                ran += usize::from(layer.runs(&engine, *parallel));
-            }
-            if !layer.spec.shared.is_empty() {
-                let parallel = Parallel {
-                    shared: SharedExperts::Sliced,
-                    ..mesh(1 + at / step % 2, 2, 1)
-                };
-                sliced += usize::from(layer.runs(&engine, parallel));
-            }
+            sliced += usize::from(layer.runs(&engine, parallel));
         }
     }
-    assert!(2 * ran > cases, "{ran} of {cases}");
+    assert!(2 * ran > tried, "{ran} of {tried}");
     assert!(sliced > 3, "{sliced} layers with slices of shared experts");
+}
+
+/// Meshes of four processes.
+const OF_FOUR: [Parallel; 3] = [mesh(4, 1, 1), mesh(2, 1, 2), mesh(2, 2, 1)];
+
+#[test]
+#[ignore = "started by the other test, under mpiexec"]
+fn a_process() {
+    let engine = engine();
+    let options = mpi::Options::default();
+    let mut world = mpi::start(&options, engine.device().clone()).expect("it is under mpiexec");
+    let meshes = OF_FOUR.map(|mesh| (mesh, Mesh::new(&mut world, mesh).expect("four ranks")));
+    let (mut ran, mut tried) = (0, 0);
+    for (at, layer) in cases(if all() { [1; 4] } else { [5, 6, 16, 24] }) {
+        let (parallel, mesh) = &meshes[at % meshes.len()];
+        tried += 1;
+        if parallel.check(&layer.spec).is_err() {
+            continue;
+        }
+        ran += 1;
+        let what = format!("{} on {parallel:?} by MPI", layer.name);
+        let share = layer.shares(*parallel)[mesh.rank()].clone();
+        let found = layer.of_rank(&engine, mesh, &share);
+        check(&what, *parallel, &found, &layer.by_one(&engine), share);
+    }
+    assert!(2 * ran > tried, "{ran} of {tried}");
+    drop(meshes);
+    world.finish(&Call::new("end")).expect("all came here");
+    println!("{ran} layers of {tried} are right");
+}
+
+#[test]
+fn layers_of_other_projects_run_on_processes() {
+    let this = std::env::current_exe().unwrap();
+    let name = concat!(module_path!(), "::a_process");
+    let (_, name) = name.split_once("::").expect("a crate and modules");
+    let seconds = if all() { 1200 } else { 180 };
+    let mut ranks = mpich().command_within(seconds, 4, &this);
+    let ended = ranks.args(["--ignored", "--exact", name, "--nocapture"]);
+    let ended = ended.output().expect("mpiexec starts");
+    let said = [&ended.stdout[..], &ended.stderr[..]].concat();
+    let said = String::from_utf8_lossy(&said);
+    assert!(ended.status.success(), "{}: {said}", ended.status);
+    assert_eq!(said.matches(" are right").count(), 4, "{said}");
 }

@@ -1,5 +1,6 @@
 //! `moesaic bench`.
 
+mod calibrate;
 mod check;
 mod lead;
 mod measure;
@@ -20,6 +21,7 @@ use measure::Calls;
 use moesaic::cpu::CpuDevice;
 use moesaic::reference::Skew;
 use moesaic::{Engine, EngineOptions, Layer, Target, Tensors, Training};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Time a layer and hold it against the machine's limits
@@ -30,6 +32,7 @@ Examples:
   moesaic bench --spec layer.toml --target cuda --tokens 1,64,4096 --json
   moesaic bench --spec layer.toml --training --tokens 4096
   moesaic bench --spec layer.toml --skew zipf:1.2
+  moesaic bench --spec layer.toml --ranks 4 --machine mpi-emulated --calibration measured.toml
 
 Weights and tokens are random. The result is checked once against the f64 reference; then each
 launch is timed on its own. Least times follow from the plan's arithmetic and traffic and the
@@ -53,9 +56,16 @@ pub struct BenchArgs {
     /// Seconds to repeat each token count for
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     seconds: f64,
-    /// The GPU whose published limits are used
+    /// The GPU whose published limits are used; with --ranks a machine of `moesaic plan`
     #[arg(long, value_name = "NAME")]
     machine: Option<String>,
+    /// Measure N ranks at once instead, which are threads of this process or what a launcher has
+    /// started: links, products and other kernels, for `moesaic plan --calibrate`
+    #[arg(long, value_name = "N", requires = "calibration", conflicts_with_all = ["skew", "training"], value_parser = clap::value_parser!(u16).range(1..))]
+    ranks: Option<u16>,
+    /// With --ranks: the file that is written
+    #[arg(long, value_name = "FILE", requires = "ranks")]
+    calibration: Option<PathBuf>,
     /// Time forward as in training and backward
     #[arg(long)]
     training: bool,
@@ -72,6 +82,9 @@ pub struct BenchArgs {
 
 /// Makes a layer of random weights, checks it, times it.
 pub fn execute(args: &BenchArgs, console: &Console) -> Result {
+    if args.ranks.is_some() {
+        return calibrate::execute(args, console);
+    }
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
     refuse_simulators(&args.target)?;

@@ -22,7 +22,7 @@ use counted::Counted;
 pub use json::machine as machine_json;
 use model::Inspection;
 pub use model::arithmetic;
-use moesaic::plan::plan_ways;
+use moesaic::plan::{Sharing, plan_rank};
 use moesaic::weights::write_whole;
 use moesaic::{LayerSpec, Parallel, PlanOptions, Strategy, Target};
 use std::path::{Path, PathBuf};
@@ -160,8 +160,8 @@ impl InspectArgs {
             ..PlanOptions::default()
         };
         self.strategy.check(&mesh).map_err(Failure::input)?;
-        let sharing = (mesh, self.strategy.ways(&mesh));
-        let plan = plan_ways(spec, target, &options, sharing, self.rank);
+        let sharing = Sharing::from(mesh).at_ways(self.strategy.ways(&mesh));
+        let plan = plan_rank(spec, target, &options, sharing, self.rank);
         let plan = plan.map_err(moesaic::EngineError::from)?;
         let plan = plan.in_wire(self.strategy.wire);
         let plan = plan.in_pieces(self.strategy.degree);

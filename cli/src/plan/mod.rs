@@ -147,24 +147,13 @@ impl PlanArgs {
     }
 
     fn machine(&self) -> Result<Machine> {
-        let path = Path::new(&self.machine);
-        let file = path.extension().is_some_and(|end| end == "toml");
-        let machine = match file {
-            true => Machine::from_toml(&read("the machine", path)?),
-            false => planner::published(&self.machine),
-        };
-        let in_file =
-            |error: ReadError, path: &Path| Failure::input(format!("{}: {error}", path.display()));
-        let machine = machine.map_err(|error| match file {
-            true => in_file(error, path),
-            false => Failure::input(error),
-        })?;
+        let machine = machine(&self.machine)?;
         let Some(path) = &self.calibrate else {
             return Ok(machine);
         };
         let calibration = Calibration::from_toml(&read("the calibration", path)?);
         let machine = calibration.and_then(|calibration| calibration.apply(machine));
-        machine.map_err(|error| in_file(error, path))
+        machine.map_err(|error| in_file(&error, path))
     }
 
     fn routing(&self, spec: &LayerSpec, world: usize) -> Result<Routing> {
@@ -198,6 +187,22 @@ impl PlanArgs {
             _ => failure,
         }
     }
+}
+
+/// A machine that ships, or one in a file.
+pub fn machine(name: &str) -> Result<Machine> {
+    let path = Path::new(name);
+    match path.extension().is_some_and(|end| end == "toml") {
+        true => {
+            let machine = Machine::from_toml(&read("the machine", path)?);
+            machine.map_err(|error| in_file(&error, path))
+        }
+        false => planner::published(name).map_err(Failure::input),
+    }
+}
+
+fn in_file(error: &ReadError, path: &Path) -> Failure {
+    Failure::input(format!("{}: {error}", path.display()))
 }
 
 fn read(what: &str, path: &Path) -> Result<String> {

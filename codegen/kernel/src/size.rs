@@ -55,9 +55,11 @@ impl Size {
 
     /// `few` for up to `limit` tokens, `many` for more.
     pub fn up_to(limit: u64, few: Size, many: Size) -> Size {
-        match few == many {
-            true => many,
-            false => Size::UpTo(limit, Box::new(few), Box::new(many)),
+        match many {
+            // What holds for fewer still is beside the point.
+            Size::UpTo(fewer, _, many) if fewer <= limit => Size::up_to(limit, few, *many),
+            many if few == many => many,
+            many => Size::UpTo(limit, Box::new(few), Box::new(many)),
         }
     }
 
@@ -147,6 +149,8 @@ mod tests {
         let size = Size::up_to(8, Size::Const(12), Size::Const(4));
         assert_eq!(size.to_string(), "(T<=8 ? 12 : 4)");
         assert_eq!((size.eval(0), size.eval(8), size.eval(9)), (12, 12, 4));
+        let size = Size::up_to(9, Size::Const(0), size);
+        assert_eq!(size.to_string(), "(T<=9 ? 0 : 4)");
     }
 
     #[test]

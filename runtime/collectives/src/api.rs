@@ -13,6 +13,10 @@ pub struct Call {
     pub label: String,
     /// How long it may take, from its start. `None` is the group's own.
     pub deadline: Option<Duration>,
+    /// Whether it may go on beside what is launched on the device. Where operations are in the
+    /// order of its stream, those that only move bytes then have a stream of their own: see
+    /// [`Handle::is_beside`].
+    pub beside: bool,
 }
 
 impl Call {
@@ -21,6 +25,16 @@ impl Call {
         Call {
             label: label.to_string(),
             deadline: None,
+            beside: false,
+        }
+    }
+
+    /// The same, beside what is launched.
+    #[must_use]
+    pub fn beside(self) -> Call {
+        Call {
+            beside: true,
+            ..self
         }
     }
 

@@ -7,6 +7,88 @@ use crate::{CollectiveError, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
 
+/// A rank, and how many there are.
+type Own = (usize, usize);
+
+/// Bytes of a part, and the ways that parts go.
+pub(crate) fn all_to_all(
+    input: &Slice,
+    output: &Slice,
+    way: Algorithm,
+    size: usize,
+) -> Checked<(usize, Option<Hops>)> {
+    let kind = Kind::AllToAll;
+    equal_elements(kind, input, output)?;
+    apart(kind, input, output)?;
+    let part = parts(kind, input, size)? * input.element().size();
+    Ok((part, algorithm(kind, way, size)?))
+}
+
+/// What is sent to each rank and received from each, in bytes, and the ways that it goes.
+pub(crate) struct Counted {
+    pub sends: Vec<usize>,
+    pub receives: Vec<usize>,
+    pub hops: Option<Hops>,
+}
+
+/// Both sides: a slice, and elements for each rank.
+pub(crate) fn all_to_all_by_counts(
+    (input, sends): (&Slice, &[usize]),
+    (output, receives): (&Slice, &[usize]),
+    way: Algorithm,
+    (rank, size): Own,
+) -> Checked<Counted> {
+    let kind = Kind::AllToAllByCounts;
+    equal_types(kind, input, output)?;
+    apart(kind, input, output)?;
+    let sends = counts(kind, "sends", sends, input, size)?;
+    let receives = counts(kind, "receives", receives, output, size)?;
+    own_part(kind, sends[rank], receives[rank])?;
+    let hops = algorithm(kind, way, size)?;
+    Ok(Counted {
+        sends,
+        receives,
+        hops,
+    })
+}
+
+pub(crate) fn all_gather(input: &Slice, output: &Slice, (rank, size): Own) -> Checked {
+    let kind = Kind::AllGather;
+    equal_types(kind, input, output)?;
+    whole_of_parts(kind, "output", output, "input", input, size)?;
+    own_part_or_apart(kind, input, output, rank)
+}
+
+/// Elements of each rank's part, which are as many for each.
+pub(crate) fn reduce_scatter(input: &Slice, output: &Slice, size: usize) -> Checked<Vec<usize>> {
+    let kind = Kind::ReduceScatter;
+    equal_types(kind, input, output)?;
+    whole_of_parts(kind, "input", input, "output", output, size)?;
+    Ok(vec![output.elements(); size])
+}
+
+/// Bytes of each rank's part.
+pub(crate) fn reduce_scatter_by_counts(
+    input: &Slice,
+    counts: &[usize],
+    output: &Slice,
+    own: Own,
+) -> Checked<Vec<usize>> {
+    let kind = Kind::ReduceScatter;
+    equal_types(kind, input, output)?;
+    parts_by_counts(kind, counts, (input, output), own)
+}
+
+pub(crate) fn all_reduce(input: &Slice, output: &Slice) -> Checked {
+    let kind = Kind::AllReduce;
+    equal_elements(kind, input, output)?;
+    same_or_apart(kind, input, output)
+}
+
+pub(crate) fn broadcast(root: usize, size: usize) -> Checked {
+    is_rank(Kind::Broadcast, "the root", root, size)
+}
+
 pub(crate) fn invalid(kind: Kind, reason: String) -> CollectiveError {
     CollectiveError::Invalid {
         operation: kind.name().to_string(),
@@ -23,20 +105,20 @@ fn require(kind: Kind, holds: bool, reason: impl FnOnce() -> String) -> Checked 
 }
 
 /// Bytes that a rank sends to itself.
-pub(crate) fn own_part(kind: Kind, sent: usize, expected: usize) -> Checked {
+fn own_part(kind: Kind, sent: usize, expected: usize) -> Checked {
     require(kind, sent == expected, || {
         format!("this rank sends {sent} bytes to itself and expects {expected}")
     })
 }
 
-pub(crate) fn equal_types(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn equal_types(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     require(kind, input.element() == output.element(), || {
         let (a, b) = (input.element(), output.element());
         format!("the input is {a}, the output {b}; both must be of one type")
     })
 }
 
-pub(crate) fn equal_elements(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn equal_elements(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     equal_types(kind, input, output)?;
     require(kind, input.elements() == output.elements(), || {
         let (a, b) = (input.elements(), output.elements());
@@ -45,7 +127,7 @@ pub(crate) fn equal_elements(kind: Kind, input: &Slice, output: &Slice) -> Check
 }
 
 /// Elements of a rank's part.
-pub(crate) fn parts(kind: Kind, slice: &Slice, size: usize) -> Checked<usize> {
+fn parts(kind: Kind, slice: &Slice, size: usize) -> Checked<usize> {
     let elements = slice.elements();
     require(kind, elements.is_multiple_of(size), || {
         format!("{elements} elements cannot be cut into {size} equal parts, one for each rank")
@@ -53,7 +135,7 @@ pub(crate) fn parts(kind: Kind, slice: &Slice, size: usize) -> Checked<usize> {
     Ok(elements / size)
 }
 
-pub(crate) fn whole_of_parts(
+fn whole_of_parts(
     kind: Kind,
     whole_name: &str,
     whole: &Slice,
@@ -73,7 +155,7 @@ pub(crate) fn whole_of_parts(
 }
 
 /// Elements of parts as bytes.
-pub(crate) fn counts(
+fn counts(
     kind: Kind,
     name: &str,
     counts: &[usize],
@@ -96,7 +178,7 @@ pub(crate) fn counts(
 }
 
 /// Bytes of the parts of a whole, of which the output is this rank's.
-pub(crate) fn parts_by_counts(
+fn parts_by_counts(
     kind: Kind,
     numbers: &[usize],
     (whole, part): (&Slice, &Slice),
@@ -114,13 +196,13 @@ pub(crate) fn parts_by_counts(
     Ok(bytes)
 }
 
-pub(crate) fn apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     require(kind, !input.overlaps(output), || {
         "the input and the output overlap; they must be apart".to_string()
     })
 }
 
-pub(crate) fn same_or_apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
+fn same_or_apart(kind: Kind, input: &Slice, output: &Slice) -> Checked {
     if input.address() == output.address() {
         return Ok(());
     }
@@ -129,7 +211,7 @@ pub(crate) fn same_or_apart(kind: Kind, input: &Slice, output: &Slice) -> Checke
     })
 }
 
-pub(crate) fn own_part_or_apart(kind: Kind, input: &Slice, output: &Slice, rank: usize) -> Checked {
+fn own_part_or_apart(kind: Kind, input: &Slice, output: &Slice, rank: usize) -> Checked {
     if input.address() == output.address() + (rank * input.bytes()) as u64 {
         return Ok(());
     }

@@ -1,6 +1,7 @@
 //! Operations over any engine.
 
 use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::checks::{self, Counted};
 use crate::core::{Core, Shared};
 use crate::engine::Engine;
 use crate::handle::{Handle, lock};
@@ -8,7 +9,7 @@ use crate::letter::{Kind, Signature};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
 use crate::plan::{self, Hops, Itinerary, Passage, Plan};
-use crate::{CollectiveError, Helper, Reduction, Slice, by_way, checks};
+use crate::{CollectiveError, Helper, Reduction, Slice, by_way};
 use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
 use std::sync::Arc;
@@ -220,11 +221,8 @@ impl Collectives for Communicator {
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::AllToAll;
-        checks::equal_elements(kind, input, output)?;
-        checks::apart(kind, input, output)?;
-        let part = checks::parts(kind, input, self.size())? * input.element().size();
+        let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
-        let hops = checks::algorithm(kind, algorithm, self.size())?;
         let ways = hops.as_ref().map_or(0, Hops::code);
         let plan = match hops {
             None => plan::all_to_all(rank, &sizes, &sizes),
@@ -253,15 +251,15 @@ impl Collectives for Communicator {
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::AllToAllByCounts;
-        checks::equal_types(kind, input, output)?;
-        checks::apart(kind, input, output)?;
-        let sends = checks::counts(kind, "sends", sends, input, self.size())?;
-        let receives = checks::counts(kind, "receives", receives, output, self.size())?;
-        checks::own_part(kind, sends[self.rank()], receives[self.rank()])?;
+        let own = (self.rank(), self.size());
+        let Counted {
+            sends,
+            receives,
+            hops,
+        } = checks::all_to_all_by_counts((input, sends), (output, receives), algorithm, own)?;
         // What lies behind is left alone, also where the slice is copied.
         let input = &input.head(sends.iter().sum());
         let output = &output.head(receives.iter().sum());
-        let hops = checks::algorithm(kind, algorithm, self.size())?;
         let ways = hops.as_ref().map_or(0, Hops::code);
         let (plan, next) = match hops {
             None => (plan::all_to_all(self.rank(), &sends, &receives), None),
@@ -290,9 +288,7 @@ impl Collectives for Communicator {
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::AllGather;
-        checks::equal_types(kind, input, output)?;
-        checks::whole_of_parts(kind, "output", output, "input", input, self.size())?;
-        checks::own_part_or_apart(kind, input, output, self.rank())?;
+        checks::all_gather(input, output, (self.rank(), self.size()))?;
         let plan = plan::all_gather(self.rank(), &vec![input.bytes(); self.size()]);
         let job = Job {
             signature: self.signature(kind, call, input, input.elements()),
@@ -311,10 +307,7 @@ impl Collectives for Communicator {
         reduction: Reduction,
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
-        let kind = Kind::ReduceScatter;
-        checks::equal_types(kind, input, output)?;
-        checks::whole_of_parts(kind, "input", input, "output", output, self.size())?;
-        let counts = vec![output.elements(); self.size()];
+        let counts = checks::reduce_scatter(input, output, self.size())?;
         self.reduce_scatter_by_counts(input, &counts, output, reduction, call)
     }
 
@@ -327,9 +320,8 @@ impl Collectives for Communicator {
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::ReduceScatter;
-        checks::equal_types(kind, input, output)?;
         let own = (self.rank(), self.size());
-        let sizes = checks::parts_by_counts(kind, counts, (input, output), own)?;
+        let sizes = checks::reduce_scatter_by_counts(input, counts, output, own)?;
         let job = Job {
             signature: Signature {
                 reduction: Some(reduction),
@@ -351,8 +343,7 @@ impl Collectives for Communicator {
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::AllReduce;
-        checks::equal_elements(kind, input, output)?;
-        checks::same_or_apart(kind, input, output)?;
+        checks::all_reduce(input, output)?;
         let (rank, size, element) = (self.rank(), self.size(), input.element());
         let job = Job {
             signature: Signature {
@@ -374,7 +365,7 @@ impl Collectives for Communicator {
         call: &Call,
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::Broadcast;
-        checks::is_rank(kind, "the root", root, self.size())?;
+        checks::broadcast(root, self.size())?;
         let region = match self.rank() == root {
             true => Region::both(&*self.device, data),
             false => Region::output(&*self.device, data),

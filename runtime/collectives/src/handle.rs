@@ -30,6 +30,16 @@ pub(crate) trait Work: Send {
         false
     }
 
+    /// Whether it is in the order of another stream of the device.
+    fn is_beside(&self) -> bool {
+        false
+    }
+
+    /// What is launched on the device from now on sees its result, where it is beside.
+    fn join(&mut self) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+
     /// When it has ended, if it has and that is known.
     fn ended(&self) -> Option<Instant> {
         None
@@ -142,6 +152,22 @@ impl Handle {
         self.work.in_order()
     }
 
+    /// Whether it goes on beside what is launched on the device, in the order of another stream
+    /// ([`Call::beside`](crate::Call::beside)): what is launched after [`Handle::join`] sees the
+    /// result.
+    pub fn is_beside(&self) -> bool {
+        self.work.is_beside()
+    }
+
+    /// From now on what is launched on the device sees the result of what goes on beside; the
+    /// host does not wait. Nothing for all else.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn join(&mut self) -> Result<(), CollectiveError> {
+        self.work.join()
+    }
+
     /// Until what is launched on the device from now on sees the result. Where operations
     /// are in the order of its stream, as with NCCL, that is at once: the host does not
     /// wait, and what fails later is the error of a later call. Else as [`Handle::wait`].
@@ -149,8 +175,10 @@ impl Handle {
     /// # Errors
     /// Whatever has made it fail.
     pub fn in_stream(mut self) -> Result<(), CollectiveError> {
-        if !self.work.in_order() {
-            return self.wait();
+        match self.work.is_beside() {
+            true => self.join()?,
+            false if !self.work.in_order() => return self.wait(),
+            false => {}
         }
         self.poll();
         self.outcome

@@ -1,4 +1,8 @@
-//! How fast ranks exchange data: between two, and all with all.
+//! How fast ranks exchange data: between two, all with all, and inside nodes and between them.
+
+mod levels;
+
+pub use levels::{Exchanged, LevelOptions, over_levels};
 
 use crate::{Algorithm, Call, CollectiveError, Collectives, Element, Slice, Topology, Transfer};
 use moesaic_target::Device;

@@ -4,7 +4,9 @@
 mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::plan::{self, FanOut, Hops, Itinerary, Journey, Passage, Plan, Step};
+use moesaic_collectives::plan::{
+    self, FanOut, Hops, Itinerary, Journey, Passage, Plan, RowBytes, Step,
+};
 use moesaic_collectives::{Algorithm, Element, Levels, NodeShape};
 use std::sync::Arc;
 use std::time::Instant;
@@ -381,14 +383,14 @@ fn thousands_of_ranks_get_what_they_get_directly() {
 #[test]
 fn tokens_cross_to_a_node_once() {
     for (nodes, per_node) in [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3), (4, 4)] {
-        for (experts, packed) in [(1, false), (3, true)] {
-            once(NodeShape { nodes, per_node }, experts, packed);
+        for (experts, packed, part) in [(1, false, (0, 1)), (3, true, (0, 1)), (3, false, (1, 3))] {
+            once(NodeShape { nodes, per_node }, (experts, part), packed);
         }
     }
 }
 
-/// Rank 1 has no tokens, and those of rank 2 all go to one expert.
-fn once(shape: NodeShape, experts: usize, packed: bool) {
+/// Rank 1 has no tokens, and those of rank 2 all go to one expert. Of each piece one part goes.
+fn once(shape: NodeShape, (experts, (part, parts)): (usize, (usize, usize)), packed: bool) {
     const ROW: usize = 5;
     let ranks = shape.ranks();
     let tokens = |p: usize| if p == 1 { 0 } else { 4 + p % 3 };
@@ -396,14 +398,20 @@ fn once(shape: NodeShape, experts: usize, packed: bool) {
         2 => q == 0 && e == 0,
         _ => (p * 13 + q * 7 + e * 5 + t * 11 + t * q) % 5 < 2,
     };
-    let list = |p: usize, q: usize, e: usize| -> Vec<usize> {
+    let whole = |p: usize, q: usize, e: usize| -> Vec<usize> {
         (0..tokens(p)).filter(|t| goes(p, q, e, *t)).collect()
     };
+    let cut = |part: usize, rows: usize| part * rows / parts..(part + 1) * rows / parts;
+    let list = |p: usize, q: usize, e: usize| -> Vec<usize> {
+        let whole = whole(p, q, e);
+        whole[cut(part, whole.len())].to_vec()
+    };
+    let goes = |p: usize, q: usize, e: usize, t: usize| list(p, q, e).contains(&t);
     let hops = Hops::inter_first(shape);
-    let passages = told(&hops, experts, &|p, q, e| list(p, q, e).len());
+    let passages = told(&hops, experts, &|p, q, e| whole(p, q, e).len());
     let numbers = |p: usize, node: usize| {
         let all = (0..shape.per_node)
-            .flat_map(|place| (0..experts).flat_map(move |e| list(p, shape.rank(node, place), e)));
+            .flat_map(|place| (0..experts).flat_map(move |e| whole(p, shape.rank(node, place), e)));
         plan::crossing(all.map(|token| token as u32))
     };
     let data = |p: usize, q: usize, e: usize| -> Vec<u8> {
@@ -434,12 +442,13 @@ fn once(shape: NodeShape, experts: usize, packed: bool) {
         let from = |other| numbers(shape.rank(other, place), node);
         let passed = (0..shape.nodes).map(from).collect();
         let passage = Arc::new(passages[rank].clone());
-        Arc::new(FanOut::new(shape, rank, passage, sent, passed).unwrap())
+        let fan = FanOut::new(shape, rank, passage, sent, passed).unwrap();
+        Arc::new(fan.in_parts(part..part + 1, &cut))
     };
     let plan = |rank: usize| {
         let node = shape.split(rank).0;
         let (sends, receives) = (sizes(pieces(rank, false)), sizes(pieces(rank, true)));
-        let rows = fan(rank).of_rows(ROW);
+        let rows = fan(rank).of_rows(RowBytes::same(ROW));
         let plan = rows.plan((rank, ranks), &sends, &receives).unwrap();
         // What crosses is every token once for each node that has an expert of it.
         let needed = |t: usize, other: usize| {

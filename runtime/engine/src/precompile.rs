@@ -9,10 +9,11 @@ use moesaic_cache::{Key, Store};
 use moesaic_collectives::nccl::Kernels;
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_plan::{Parallel, Place, PlanError, PlanOptions, Ways, plan, plan_ways};
+use moesaic_plan::{Both, Parallel, Place, PlanError, PlanOptions, Sharing, Strategy, Ways, Wire};
+use moesaic_plan::{plan, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileOptions, Compiler, Report};
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 
 /// One layer for one target.
@@ -23,11 +24,48 @@ pub struct Job {
     pub target: Target,
     /// What its plan follows: training or inference, sizes, caches.
     pub options: PlanOptions,
-    /// How ranks share it: the kernels of all of them instead of one process's. With
-    /// [`PlanOptions::unpacked`] those for every number of ways.
-    pub mesh: Option<Parallel>,
+    /// Who shares it: the kernels of all ranks instead of one process's.
+    pub mesh: Option<MeshJob>,
     /// A compiler for it.
     pub compiler: Arc<dyn Compiler>,
+}
+
+/// Ranks that share a layer, and what they may do.
+#[derive(Clone, Debug)]
+pub struct MeshJob {
+    /// How they share it.
+    pub parallel: Parallel,
+    /// What they may do beside the default. On a CPU a layer that does not train may have
+    /// other numbers of ways with [`PlanOptions::unpacked`].
+    pub strategies: Vec<Strategy>,
+}
+
+impl From<Parallel> for MeshJob {
+    /// The default alone.
+    fn from(parallel: Parallel) -> MeshJob {
+        MeshJob {
+            parallel,
+            strategies: Vec::new(),
+        }
+    }
+}
+
+impl MeshJob {
+    /// Any number of ways, with any of these formats between nodes.
+    pub fn for_any_ways(parallel: Parallel, wires: &[Both<Wire>]) -> MeshJob {
+        let wires = [&[Both::same(Wire::Exact)], wires].concat();
+        let strategy = |ways, wire: &Both<Wire>| Strategy {
+            ways: Some(ways),
+            wire: *wire,
+            ..Strategy::default()
+        };
+        let all = Ways::all(parallel).into_iter();
+        let strategies = all.flat_map(|ways| wires.iter().map(move |wire| strategy(ways, wire)));
+        MeshJob {
+            parallel,
+            strategies: strategies.collect(),
+        }
+    }
 }
 
 /// What happened to one kernel.
@@ -126,23 +164,29 @@ pub fn precompile_on(
 /// The kernels of a job; some more than once.
 fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
     let (spec, target, options) = (&job.spec, job.target, &job.options);
-    let Some(mesh) = job.mesh else {
+    let Some(job) = &job.mesh else {
         return Ok(emit_layer(&plan(spec, target, options)?)?);
     };
+    let mesh = job.parallel;
     mesh.check(spec).map_err(PlanError::from)?;
+    let strategies = [&[Strategy::default()], &*job.strategies].concat();
+    // Pieces and routes have the kernels that there are.
+    let kernels: BTreeSet<_> = (strategies.iter())
+        .map(|strategy| {
+            strategy.check(&mesh).map_err(PlanError::from)?;
+            Ok::<_, PlanError>((strategy.ways(&mesh), strategy.wire))
+        })
+        .collect::<Result<_, _>>()?;
     // Ranks differ in how many experts they have: the first have the most, the last the
     // fewest. Slices are equal.
     let last = mesh.ep - 1;
-    let ways = match options.unpacked {
-        true => Ways::all(mesh),
-        false => vec![mesh.shards],
-    };
     let mut all = Vec::new();
     for ep in if last > 0 { vec![0, last] } else { vec![0] } {
         let (dp, shard) = (0, 0);
         let rank = mesh.rank(Place { dp, ep, shard });
-        for &ways in &ways {
-            let plan = plan_ways(spec, target, options, (mesh, ways), rank)?;
+        for &(ways, wire) in &kernels {
+            let sharing = Sharing::from(mesh).at_ways(ways);
+            let plan = plan_rank(spec, target, options, sharing, rank)?.in_wire(wire);
             for side in plan.sides() {
                 all.extend(emit_layer(side)?);
             }

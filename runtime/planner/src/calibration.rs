@@ -72,10 +72,11 @@ pub struct Timed {
 }
 
 impl LevelFit {
-    /// The figures of a level of exchanges over it, and how far off they are. Exchanges of
-    /// several sizes and numbers of peers are needed to tell the figures apart; with one
-    /// number of peers all that does not depend on size is fixed time.
-    pub fn of(name: &str, timed: &[Timed]) -> (LevelFit, Fit) {
+    /// The figures of a level of exchanges over it, and how far off they are; `shared`: how
+    /// many ranks shared a link, all of them at once. Exchanges of several sizes and numbers
+    /// of peers are needed to tell the figures apart; with one number of peers all that does
+    /// not depend on size is fixed time.
+    pub fn of(name: &str, shared: usize, timed: &[Timed]) -> (LevelFit, Fit) {
         let point = |one: &Timed| Point {
             terms: vec![one.messages, one.bytes],
             measured: one.seconds,
@@ -102,7 +103,7 @@ impl LevelFit {
         let level = LevelFit {
             name: name.to_string(),
             alpha_us: found.constants[0] * 1e6,
-            bandwidth_gbs: 1e-9 / found.constants[1],
+            bandwidth_gbs: 1e-9 / found.constants[1] * shared as f64,
             half_size_kib: each / found.constants[1] / 1024.0,
         };
         (level, found)
@@ -252,7 +253,7 @@ mod tests {
         let all = peers
             .iter()
             .flat_map(|n| sizes.map(|bytes| time(*n, bytes)));
-        let (level, found) = LevelFit::of("ib", &all.collect::<Vec<_>>());
+        let (level, found) = LevelFit::of("ib", 1, &all.collect::<Vec<_>>());
         assert!(found.worst < 0.01, "{level:?} {found:?}");
         assert!((level.alpha_us / 90.0 - 1.0).abs() < 0.02, "{level:?}");
         assert!((level.bandwidth_gbs / 45.0 - 1.0).abs() < 0.02, "{level:?}");
@@ -260,12 +261,15 @@ mod tests {
             (level.half_size_kib * 1024.0 / 22500.0 - 1.0).abs() < 0.05,
             "{level:?}"
         );
-        let (level, found) = LevelFit::of("ib", &sizes.map(|bytes| time(8.0, bytes)));
+        let (level, found) = LevelFit::of("ib", 4, &sizes.map(|bytes| time(8.0, bytes)));
         assert!(
             found.worst < 0.01 && level.half_size_kib == 0.0,
             "{level:?}"
         );
         assert!((level.alpha_us / 94.0 - 1.0).abs() < 0.02, "{level:?}");
+        // Each of four ranks that share a link had 45 GB/s.
+        let link = level.bandwidth_gbs;
+        assert!((link / 180.0 - 1.0).abs() < 0.02, "{level:?}");
     }
 
     #[test]

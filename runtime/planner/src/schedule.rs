@@ -188,6 +188,61 @@ mod tests {
         assert_eq!(lines[0].end(), 1.0 + 20.0 + 1.0);
     }
 
+    /// A twin that moves through time in small steps, with the rules and no formula.
+    fn stepped(times: Piece, degree: usize) -> f64 {
+        const EACH: f64 = 1e-2;
+        let ticks = |seconds: f64| (seconds / EACH).round() as usize;
+        let (there, product) = (ticks(times.there), ticks(times.product));
+        let back = ticks(times.back);
+        let (mut sent, mut multiplied, mut answered) = (0, 0, 0);
+        let (mut stream, mut cores, mut now) = (None, None, 0);
+        while answered < degree {
+            if stream.is_none() && sent < degree {
+                stream = Some((now + there, true));
+            } else if stream.is_none() && answered < multiplied {
+                stream = Some((now + back, false));
+            }
+            if cores.is_none() && multiplied < sent {
+                cores = Some(now + product);
+            }
+            now += 1;
+            if let Some((_, goes)) = stream.filter(|(end, _)| *end <= now) {
+                sent += usize::from(goes);
+                answered += usize::from(!goes);
+                stream = None;
+            }
+            if cores.is_some_and(|end| end <= now) {
+                multiplied += 1;
+                cores = None;
+            }
+        }
+        now as f64 * EACH
+    }
+
+    #[test]
+    fn pieces_end_when_those_of_a_twin_in_small_steps_do() {
+        for (there, product, back) in [
+            (8.1, 16.1, 8.1),
+            (16.5, 8.1, 4.0),
+            (13.0, 13.0, 13.0),
+            (0.6, 24.1, 0.6),
+            (24.3, 0.7, 30.0),
+        ] {
+            for degree in [1, 2, 4, 5, 8] {
+                let each = 1.0 / degree as f64;
+                let piece = of(there * each, product * each, back * each);
+                let found = pipeline(&[0.0], &[0], &[piece], degree, 0.0)[0].end();
+                let want = stepped(piece, degree);
+                // A part of a tick for each of 3 d parts, and a tick for the order of starts.
+                let off = (found - want).abs();
+                assert!(
+                    off < 0.03 * (degree + 1) as f64,
+                    "{piece:?}: {found}, {want}"
+                );
+            }
+        }
+    }
+
     #[test]
     fn the_slowest_rank_holds_up_its_group_alone() {
         let pieces = [of(1.0, 1.0, 1.0), of(1.0, 7.0, 1.0), of(1.0, 1.0, 1.0)];

@@ -59,7 +59,7 @@ pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerErr
         too_large: 0,
     };
     for mesh in meshes(question.world, &question.spec, space) {
-        for strategy in strategies(simulator, mesh, space) {
+        for strategy in space.strategies(mesh, simulator.has_nodes(mesh)) {
             let prediction = simulator.brief(mesh, strategy)?;
             ranked.simulated += 1;
             match prediction.memory.bytes() <= limit || space.strategy.is_some() {
@@ -140,11 +140,19 @@ fn meshes(world: usize, spec: &LayerSpec, space: &Space) -> Vec<Parallel> {
     all.filter(|mesh| mesh.check(spec).is_ok()).collect()
 }
 
-fn strategies(simulator: &Simulator, mesh: Parallel, space: &Space) -> Vec<Strategy> {
-    if let Some(strategy) = space.strategy {
-        return vec![strategy];
+impl Space {
+    /// What ranks of a mesh may do, pieces and wire alike in both passes; `nodes`: whether
+    /// there are those that routes in two dimensions need.
+    pub fn strategies(&self, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
+        match self.strategy {
+            Some(strategy) => vec![strategy],
+            None => strategies(self, mesh, nodes),
+        }
     }
-    let routes = routes(simulator.has_nodes(mesh));
+}
+
+fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
+    let routes = routes(nodes);
     let mut list = Vec::new();
     for ways in ways(mesh) {
         let routes = if ways == Some(0) {

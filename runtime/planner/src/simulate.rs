@@ -6,9 +6,7 @@ use crate::question::{PlannerError, Prediction, Question, Simulated};
 use crate::run::Run;
 use crate::sides::Costs;
 use crate::ways::Travel;
-use moesaic_plan::{
-    Both, Parallel, PlanOptions, RankPlan, Route, Strategy, StrategyError, plan_ways,
-};
+use moesaic_plan::{Both, Parallel, PlanOptions, RankPlan, Route, Sharing, Strategy, plan_rank};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -130,7 +128,7 @@ impl<'q> Simulator<'q> {
         Ok(run.finish(mesh, strategy, held))
     }
 
-    /// As [`Strategy::check`], but that a part which is not built can be modelled.
+    /// As [`Strategy::check`], with the nodes that the machine has.
     fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
         let world = self.question.world;
         let wanted = mesh.ranks();
@@ -139,10 +137,7 @@ impl<'q> Simulator<'q> {
         if wanted != world {
             return Err(PlannerError::World { wanted, world });
         }
-        match strategy.check(&mesh) {
-            Ok(()) | Err(StrategyError::NotYet(_)) => {}
-            Err(error) => return Err(error.into()),
-        }
+        strategy.check(&mesh)?;
         if strategy.route != Route::Linear && !self.has_nodes(mesh) {
             return Err(PlannerError::Route {
                 route: strategy.route.to_string(),
@@ -164,8 +159,9 @@ impl<'q> Simulator<'q> {
         let question = self.question;
         let options = PlanOptions::training(question.training);
         let target = question.machine.target;
+        let sharing = Sharing::from(mesh).at_ways(ways);
         let plan = Rc::new(Planned {
-            plan: plan_ways(&question.spec, target, &options, key, 0)?,
+            plan: plan_rank(&question.spec, target, &options, sharing, 0)?,
             costs: Costs::default(),
         });
         self.plans.borrow_mut().insert(key, Rc::clone(&plan));

@@ -230,8 +230,16 @@ impl Travel<'_> {
             let all: f64 = rank.tokens * self.plan.tokens.spec.shape.top_k as f64;
             return self.own(all * row / self.degree);
         }
+        // What crosses once does so however many slices get it inside the node, or have a part
+        // of the answer there, of which one is what `back` has.
+        let crossing = match (once && !rank.each.is_empty(), there) {
+            (false, _) => rows * row,
+            (true, true) => row / self.degree,
+            (true, false) => self.mesh.shards as f64 * row / self.degree,
+        };
         let carried = Carried {
             row: rows * row,
+            crossing,
             wire: wire_part(self.wire, row, element),
             there,
             once,
@@ -264,6 +272,8 @@ fn gradient_bytes(plan: &LayerPlan) -> f64 {
 pub(crate) struct Carried {
     /// Bytes of a row; of a part of a row where not all of it goes.
     pub row: f64,
+    /// The same of rows that cross between nodes.
+    pub crossing: f64,
     /// Bytes between nodes for each byte in memory.
     pub wire: f64,
     /// To experts.
@@ -299,15 +309,14 @@ impl Carried {
     fn phase(&self, rank: &Rank, share: &Share, last: bool) -> Phase {
         let own = if self.there { rank.own } else { rank.own_back };
         let mut loads = share.loads.map(|load| load.times(self.row));
-        loads
-            .iter_mut()
-            .skip(1)
-            .for_each(|load| *load = load.times(self.wire));
+        for (load, rows) in loads.iter_mut().zip(&share.loads).skip(1) {
+            *load = rows.times(self.crossing * self.wire);
+        }
         let outer = share.loads[1..].iter();
         let crossing: f64 = outer.map(|load| load.sent + load.received).sum();
         let packed = self.wire < 1.0 && crossing > 0.0;
         let converted = if packed {
-            crossing * self.row * (1.0 + self.wire)
+            crossing * self.crossing * (1.0 + self.wire)
         } else {
             0.0
         };

@@ -158,9 +158,14 @@ pub fn open_mpi() -> Launcher {
 impl Launcher {
     /// A program on so many ranks, ended after three minutes.
     pub fn command(&self, ranks: usize, program: &Path) -> Command {
+        self.command_within(180, ranks, program)
+    }
+
+    /// The same, ended after so many seconds.
+    pub fn command_within(&self, seconds: u32, ranks: usize, program: &Path) -> Command {
         let mut command = Command::new("timeout");
         command
-            .args(["--signal=KILL", "180"])
+            .args(["--signal=KILL", &seconds.to_string()])
             .arg(&self.program)
             .args(&self.options)
             .args(["-n", &ranks.to_string()])

@@ -13,11 +13,12 @@
 //!
 //! [`Tuner`] decides: plain data in, plain data out, no clock and no ranks, so that all
 //! ranks that are told the same numbers decide alike. [`AdaptiveLayer`] measures, and
-//! tells all ranks the largest time of any.
+//! tells all ranks the largest time of any. [`Planned`] predicts, by the planner.
 
 mod key;
 mod layer;
 mod measured;
+mod planned;
 mod search;
 mod stored;
 mod tuner;
@@ -25,6 +26,7 @@ mod tuner;
 pub use key::{Key, Rows};
 pub use layer::{AdaptiveLayer, AdaptiveSaved, Predict};
 pub use measured::Times;
+pub use planned::Planned;
 pub use search::{Prediction, Space, shortlist};
 pub use stored::{Record, StoredError, read, write};
 pub use tuner::{Event, Mode, Options, Tuner, What};

@@ -26,7 +26,8 @@ pub struct Options {
     /// Measurements of a strategy, of which the median counts. One step more comes before
     /// them, since it may compile kernels.
     pub samples: usize,
-    /// A new choice has to be faster by this share.
+    /// A choice that was kept is given up for one that is faster by this share. The first
+    /// choice for a key is the fastest.
     pub hysteresis: f64,
     /// Another choice is looked for when the median of the last steps differs by this share
     /// from what was measured,
@@ -109,6 +110,8 @@ struct Entry {
     measured: Measured,
     current: Strategy,
     kept: Option<Kept>,
+    /// Whether something was kept before, so that `current` is more than a guess.
+    chosen: bool,
     /// The last one of which an event tells.
     told: Option<Strategy>,
 }
@@ -201,6 +204,7 @@ impl Tuner {
                     seconds: record.seconds,
                     recent: VecDeque::new(),
                 }),
+                chosen: true,
                 told: None,
             };
             self.entries.entry(record.key).or_insert(entry);
@@ -226,6 +230,7 @@ impl Tuner {
             measured: Measured::default(),
             current: self.current(key),
             kept: None,
+            chosen: false,
             told: None,
         };
         match (self.options.mode, best) {
@@ -272,9 +277,10 @@ impl Entry {
     fn settle(&mut self, options: &Options) {
         let now = self.measured.seconds(self.current, options.samples);
         let best = self.measured.best(options.samples);
-        let better = best.filter(|(_, seconds)| {
-            now.is_none_or(|now| *seconds < now * (1.0 - options.hysteresis))
-        });
+        let margin = if self.chosen { options.hysteresis } else { 0.0 };
+        let better =
+            best.filter(|(_, seconds)| now.is_none_or(|now| *seconds < now * (1.0 - margin)));
+        self.chosen = true;
         if let Some((strategy, _)) = better {
             self.current = strategy;
         }

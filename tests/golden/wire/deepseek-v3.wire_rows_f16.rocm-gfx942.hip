@@ -261,6 +261,7 @@ KERNEL(THREADS) wire_pack(
     i32 *__restrict__ counts,       // [ceil(tokens / 4)]
     i64 tokens)
 {
+    await_launches();
     __shared__ i32 of_warps[THREADS / WARP];
     i32 count = 0;
     for (i32 turn = 0; turn < turns(tokens); turn++) {
@@ -307,6 +308,7 @@ KERNEL(THREADS) wire_count(
     i64 *__restrict__ saturated,    // [1]
     i64 tokens)
 {
+    await_launches();
     __shared__ i64 of_threads[THREADS];
     i64 sum = 0;
     for (i64 block = thread_index(); block * TILE_ROWS < tokens; block += THREADS)
@@ -326,6 +328,7 @@ KERNEL(THREADS) wire_unpack(
     bf16 *__restrict__ rows,        // [rows, 7168]
     i64 tokens)
 {
+    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         if (!part.has(0))

@@ -289,6 +289,7 @@ KERNEL(THREADS) wire_pack(
     i32 *__restrict__ wire,         // [tokens, 744]
     i64 tokens)
 {
+    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         const Row *from = rows + (part.exists ? (i64)places[part.row] * WIDTH : 0);
@@ -335,6 +336,7 @@ KERNEL(THREADS) wire_unpack(
     bf16 *__restrict__ rows,        // [rows, 2880]
     i64 tokens)
 {
+    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         if (!part.has(0))

@@ -181,6 +181,7 @@ KERNEL(THREADS) wire_pack(
     i32 *__restrict__ wire,         // [tokens, 384]
     i64 tokens)
 {
+    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         const Row *from = rows + (part.exists ? (i64)places[part.row] * WIDTH : 0);
@@ -211,6 +212,7 @@ KERNEL(THREADS) wire_unpack(
     f32 *__restrict__ rows,         // [rows, 768]
     i64 tokens)
 {
+    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         if (!part.has(0))

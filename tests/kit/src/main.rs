@@ -50,6 +50,7 @@ mod peer;
 #[path = "../../../benches/layer/shapes.rs"]
 mod shapes;
 
+#[allow(dead_code, reason = "the bench uses the rest")]
 #[path = "../../../benches/launch/specs.rs"]
 mod specs;
 #[path = "../../../benches/layer/work.rs"]

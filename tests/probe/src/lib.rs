@@ -10,6 +10,7 @@ pub mod bench;
 pub mod command;
 pub mod date;
 pub mod idle;
+pub mod idle_driver;
 pub mod kept;
 pub mod open;
 pub mod probes;

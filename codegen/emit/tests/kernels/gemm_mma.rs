@@ -194,7 +194,8 @@ fn with_tf32(plan: &LayerPlan) -> LayerPlan {
 }
 
 /// No bank conflicts; weights are read once per row tile and rows once per
-/// column tile, beside some indices; results are written in whole sectors.
+/// column tile, beside some indices; results are written in whole sectors; rows are
+/// multiplied 16 at a time.
 #[test]
 fn traffic_is_what_it_has_to_be() {
     for (dtype, tile_rows) in [(Bf16, 128), (F32, 64)] {
@@ -219,6 +220,10 @@ fn traffic_is_what_it_has_to_be() {
             let stores = 100 * outer * dtype.size() as u64;
             assert_eq!(counters.global_stores.bytes, stores, "{what}");
             assert_eq!(counters.global_stores.sectors * 32, stores, "{what}");
+            // Of 100 rows 112 are multiplied, whatever the height of a tile.
+            let products = if dtype == F32 { 3 } else { 1 };
+            let multiplied = products * 112 * inner * matrices * outer;
+            assert_eq!(counters.tensor_multiply_adds, multiplied, "{what}");
         }
     }
 }

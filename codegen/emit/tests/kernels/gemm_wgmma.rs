@@ -160,4 +160,9 @@ fn full_tiles_waste_nothing() {
         (stores.bytes, stores.bytes)
     );
     assert_eq!(up.shared.bank_conflicts(), 0);
+
+    // Of a tile with few rows half is multiplied.
+    run(&gemms, 128 + 40, Spread::One);
+    let up = &gemms.take_counters()[0];
+    assert_eq!(up.tensor_multiply_adds, (128 + 64) * inner * 2 * outer);
 }

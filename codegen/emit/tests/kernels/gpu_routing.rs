@@ -82,14 +82,15 @@ fn many_experts() {
     run(&spec(5, 1024, 1024), &[3]);
 }
 
-/// Whole chunks of tiles with and without a tail, and a partial last tile.
+/// Several runs of tiles with and without a partial last tile, and two rounds of runs.
 #[test]
 fn many_tokens() {
-    run(&spec(4, 8, 2), &[4096]);
-    run(&spec(4, 60, 3), &[4096 + 33]);
+    run(&spec(4, 8, 2), &[2048]);
+    run(&spec(4, 60, 3), &[2048 + 33]);
     let mut by_token = spec(4, 12, 8);
     by_token.capacity.order = CapacityOrder::TokenMajor;
-    run(&by_token, &[4096, 4099]);
+    run(&by_token, &[4099]);
+    run(&external(65, 64, CapacityOrder::SlotMajor), &[33 * 64 + 1]);
 }
 
 /// Ids from outside, some masked: the scan counts for itself.

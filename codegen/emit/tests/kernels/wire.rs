@@ -19,9 +19,15 @@ const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 fn kernel(desc: &WireDesc, target: Target) -> KernelPlan {
     let config = desc.tiling(Machine::of(target, CacheClass::default()));
+    let mut entries = desc.entries(&config);
+    // As in a plan: what does not wait for the launches before is found.
+    let waits = matches!(target.hardware(), Target::Cuda(arch) if arch.capability >= 90);
+    for entry in &mut entries {
+        entry.launch.dependent = waits;
+    }
     KernelPlan {
         name: "wire".to_string(),
-        entries: desc.entries(&config),
+        entries,
         op: desc.clone().with(config),
     }
 }

@@ -3,10 +3,10 @@
 
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
+use crate::ops::Calls;
 use crate::ops::gate;
-use crate::ops::{Calls, Gpu};
 use crate::{KernelPlan, Machine, Op, Operator};
-use moesaic_kernel::{Entry, Target};
+use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -175,7 +175,7 @@ impl Builder {
     pub(crate) fn kernel_by(&mut self, name: &str, op: Op, calls: impl Fn(&str) -> Calls) -> usize {
         let entries = op.entries().into_iter();
         let entries = entries
-            .map(|entry| overlapping(calls(&entry.symbol).only(entry), self.machine))
+            .map(|entry| self.machine.overlapping(calls(&entry.symbol).only(entry)))
             .collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
@@ -248,11 +248,4 @@ pub(crate) fn owned(names: Bind) -> Vec<(String, String)> {
 
 pub(crate) fn borrowed(names: &[(String, String)]) -> Vec<(&str, &str)> {
     names.iter().map(|(a, b)| (&**a, &**b)).collect()
-}
-
-/// Kernels for GPUs whose launches may overlap begin by waiting for those before.
-fn overlapping(mut entry: Entry, machine: Machine) -> Entry {
-    let wait = matches!(machine, Machine::Gpu(Gpu::Cuda(arch)) if arch.capability >= 90);
-    entry.launch.dependent = wait;
-    entry
 }

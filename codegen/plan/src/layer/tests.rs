@@ -60,6 +60,42 @@ fn tensors_and_parameters_agree() {
     check(&planned(|s| s.router.kind = RouterKind::External));
 }
 
+/// On GPUs a layer is five launches for few tokens, and seven for any more.
+#[test]
+fn launches_are_few_whatever_the_tokens() {
+    let mut spec = spec();
+    spec.shape.experts = 128;
+    spec.shape.top_k = 8;
+    (spec.shape.model_dim, spec.shape.hidden_dim) = (2048, 768);
+    (spec.precision.weights, spec.precision.activations) = (DType::Bf16, DType::Bf16);
+    let trained = PlanOptions::training(Training::default());
+    for target in ["cuda:sm_80", "cuda:sm_90a", "rocm:gfx942"] {
+        let target: Target = target.parse().unwrap();
+        let layer = plan(&spec, target, &PlanOptions::default()).unwrap();
+        let trains = plan(&spec, target, &trained).unwrap();
+        for (tokens, forward) in [
+            (1, 5),
+            (8, 5),
+            (64, 5),
+            (65, 7),
+            (449, 7),
+            (4096, 7),
+            (32768, 7),
+        ] {
+            let what = format!("{target}, {tokens} tokens");
+            let launched = layer.launched(layer.evaluation_steps(), tokens);
+            assert_eq!(launched, forward, "{what}");
+            let training = trains.launched(&trains.steps, tokens);
+            let evaluation = trains.launched(trains.evaluation_steps(), tokens);
+            let backward = trains.launched(&trains.backward, tokens);
+            assert_eq!([training, evaluation, backward], [7, 7, 10], "{what}");
+        }
+        // Experts' offsets are written without tokens, too.
+        let layer = trains.launched(&trains.steps, 0);
+        assert_eq!(layer, 2, "{target}: expert_scan_sum, expert_scan_place");
+    }
+}
+
 /// Blocks that pack follow each other as those of the product do: on several
 /// memory nodes each reads what it wrote.
 #[test]

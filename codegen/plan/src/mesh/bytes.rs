@@ -1,6 +1,6 @@
 //! What a rank sends, where every expert gets equally many rows.
 
-use super::{Exchange, RankPlan, RankStep, Side, Way};
+use super::{Exchange, RankPlan, RankStep, Side, Strip, Way};
 use crate::TensorId;
 
 /// Bytes that a rank sends in an exchange, by how far they go.
@@ -144,9 +144,9 @@ impl RankPlan {
     /// Bytes of a tensor of the experts' side that a rank of the block owns.
     fn strip_bytes(&self, tensor: TensorId, cut: Option<usize>, owner: usize) -> u64 {
         let strips = self.strips(tensor, cut);
-        let own = strips.iter().find(|strip| strip.owner == owner);
-        let size = self.experts[tensor].dtype.size();
-        own.map_or(0, |strip| (strip.elements() * size) as u64)
+        let own = strips.iter().filter(|strip| strip.owner == owner);
+        let elements: usize = own.map(Strip::elements).sum();
+        (elements * self.experts[tensor].dtype.size()) as u64
     }
 
     /// The rank with another slice of the same experts.

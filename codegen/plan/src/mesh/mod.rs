@@ -28,11 +28,9 @@
 //! of the tokens of all, rank after rank.
 
 mod bytes;
-mod cost;
 mod data;
 mod parallel;
 mod pieces;
-mod schedule;
 mod steps;
 mod strategy;
 mod text;
@@ -40,11 +38,9 @@ mod ways;
 mod wire;
 
 pub use bytes::Sent;
-pub use cost::{WaysCost, WaysLoad};
 pub use data::{Exchange, RankPlan, RankStep, Side, Way};
 pub use parallel::{MeshError, Parallel, Place, SharedExperts};
 pub use pieces::Piece;
-pub use schedule::{PieceTimes, Span, best_degree, timeline};
 pub use strategy::{Both, MOST_PIECES, Route, Strategy, StrategyError, Wire};
 pub use ways::{Strip, Ways};
 pub use wire::{Lane, Packed, SATURATED};
@@ -54,65 +50,77 @@ use crate::{LayerPlan, Placement, PlanError, PlanOptions};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
+/// How ranks share a layer, and to how many slices of their experts rows go.
+#[derive(Clone, Copy, Debug)]
+pub struct Sharing<'p> {
+    mesh: Parallel,
+    placement: Option<&'p Placement>,
+    ways: usize,
+}
+
+impl From<Parallel> for Sharing<'_> {
+    /// Experts in order, rows to all slices of them.
+    fn from(mesh: Parallel) -> Self {
+        Sharing {
+            mesh,
+            placement: None,
+            ways: mesh.shards,
+        }
+    }
+}
+
+impl<'p> Sharing<'p> {
+    /// The same with rows to so many slices ([`Ways`]). Weights that are gathered are not
+    /// packed.
+    #[must_use]
+    pub fn at_ways(self, ways: usize) -> Sharing<'p> {
+        Sharing { ways, ..self }
+    }
+
+    /// The same with experts where a placement says; `None`: in order.
+    #[must_use]
+    pub fn placed<'q>(self, placement: Option<&'q Placement>) -> Sharing<'q> {
+        let Sharing { mesh, ways, .. } = self;
+        Sharing {
+            mesh,
+            placement,
+            ways,
+        }
+    }
+}
+
 /// Plans what `rank` does. The spec must be valid.
 ///
 /// # Errors
-/// [`PlanError::Mesh`] for a mesh that the layer cannot have.
-pub fn plan_rank(
+/// [`PlanError::Mesh`] for a mesh that the layer cannot have; [`PlanError::Strategy`] for a
+/// number of ways that the mesh cannot have; [`PlanError::Placement`] for a placement of other
+/// experts or groups.
+pub fn plan_rank<'p>(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
-    mesh: Parallel,
+    sharing: impl Into<Sharing<'p>>,
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
-    plan_ways(spec, target, options, (mesh, mesh.shards), rank)
-}
-
-/// The same where rows go to so many slices of their expert ([`Ways`]). Weights that are
-/// gathered are not packed.
-///
-/// # Errors
-/// As [`plan_rank`]; [`PlanError::Strategy`] for a number that the mesh cannot have.
-pub fn plan_ways(
-    spec: &LayerSpec,
-    target: Target,
-    options: &PlanOptions,
-    (mesh, ways): (Parallel, usize),
-    rank: usize,
-) -> Result<RankPlan, PlanError> {
-    plan_placed(spec, target, options, (mesh, None, ways), rank)
-}
-
-/// The same where experts are placed as the caller says; `None`: in order.
-///
-/// # Errors
-/// As [`plan_ways`]; [`PlanError::Placement`] for a placement of other experts or groups;
-/// [`PlanError::Strategy`] for weights that are gathered and experts that are not in order.
-pub fn plan_placed(
-    spec: &LayerSpec,
-    target: Target,
-    options: &PlanOptions,
-    (mesh, placement, ways): (Parallel, Option<&Placement>, usize),
-    rank: usize,
-) -> Result<RankPlan, PlanError> {
+    let Sharing {
+        mesh,
+        placement,
+        ways,
+    } = sharing.into();
     mesh.check(spec)?;
     let place = mesh.place(rank)?;
     let by = Ways::new(mesh, ways)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
-    if let Some(placement) = placement {
-        let strategy = Strategy {
-            ways: Some(ways),
-            ..Strategy::default()
-        };
-        strategy.check_placed(&mesh, placement)?;
-    }
     let of_experts = PlanOptions {
         unpacked: options.unpacked || !by.own_alone(),
         ..options.clone()
     };
-    let own = match placement {
+    let own = match placement.filter(|_| ways > 0) {
         None => experts_of(spec, by.mesh(), by.place(rank)),
-        Some(placement) => of_so_many(spec, mesh, place, placement.count(place.ep)),
+        Some(placement) => {
+            let experts = placement.count(place.ep);
+            of_so_many(spec, by.mesh(), by.place(rank), experts)
+        }
     };
     let experts = plan_experts(spec, target, &of_experts, &own);
     let sliced = mesh.slices_shared() && !spec.shared.is_empty();

@@ -1,7 +1,6 @@
 //! How ranks carry out a pass of a layer: what may differ from call to call.
 
 use super::{Parallel, Ways};
-use crate::Placement;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -308,22 +307,6 @@ pub enum StrategyError {
         /// Their least common multiple.
         pieces: usize,
     },
-    /// Something that is not built for experts that are not in order.
-    #[error(
-        "`{asked}` is there for experts in order alone, and these are placed `{placement}`; take \
-         ways={shards},degree=1,route=linear,wire=exact, or a mesh without a placement"
-    )]
-    Placed {
-        /// What of the strategy.
-        asked: String,
-        /// As text.
-        placement: String,
-        /// Of the mesh.
-        shards: usize,
-    },
-    /// Not built.
-    #[error("`{0}` is not there yet")]
-    NotYet(String),
 }
 
 /// More pieces hardly help, as Tutel's authors report.
@@ -355,49 +338,7 @@ impl Strategy {
                 pieces,
             });
         }
-        self.check_built(mesh)
-    }
-
-    /// Whether ranks of a mesh can do so where experts are placed so: those that are not in
-    /// order have rows that travel whole and straight, to weights that stay.
-    ///
-    /// # Errors
-    /// [`StrategyError::Placed`].
-    pub fn check_placed(&self, mesh: &Parallel, at: &Placement) -> Result<(), StrategyError> {
-        let default = Strategy::default();
-        let other = Strategy {
-            ways: self.ways.filter(|ways| *ways != mesh.shards),
-            ..*self
-        };
-        match at.is_contiguous() || other == default {
-            true => Ok(()),
-            false => Err(StrategyError::Placed {
-                asked: other.to_string(),
-                placement: at.to_string(),
-                shards: mesh.shards,
-            }),
-        }
-    }
-
-    fn check_built(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        let not_yet = |part: String| Err(StrategyError::NotYet(part));
-        let default = Strategy::default();
-        // What else may not be when rows are packed between nodes.
-        let packed = self.wire != default.wire;
-        let beside = |part: String| not_yet(format!("wire={} with {part}", self.wire));
-        match self {
-            _ if packed && self.ways(mesh) != mesh.shards => {
-                beside(format!("ways={}", self.ways(mesh)))
-            }
-            _ if packed && self.degree != default.degree => {
-                beside(format!("degree={}", self.degree))
-            }
-            _ if packed && self.route == Route::Once => beside(format!("route={}", self.route)),
-            _ if self.degree != default.degree && self.route != default.route => {
-                not_yet(format!("degree={} with route={}", self.degree, self.route))
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }
 
@@ -452,42 +393,6 @@ mod tests {
         assert_eq!(check("default"), Ok(()));
         assert_eq!(check("ways=4"), Ok(()));
         assert_eq!(check("wire=fp8/bf16"), Ok(()));
-        assert_eq!(check("route=intra-first,wire=f16"), Ok(()));
-        let not_yet = |text: &str| Err(StrategyError::NotYet(text.to_string()));
-        assert_eq!(
-            check("route=once,wire=fp8"),
-            not_yet("wire=fp8 with route=once")
-        );
-        assert_eq!(check("ways=2,wire=fp8"), not_yet("wire=fp8 with ways=2"));
-    }
-
-    #[test]
-    fn experts_out_of_order_have_rows_that_travel_whole_and_straight() {
-        let mesh = Parallel {
-            ep: 2,
-            shards: 2,
-            ..Parallel::default()
-        };
-        let check = |text: &str, placement: &str| {
-            let strategy: Strategy = text.parse().unwrap();
-            strategy.check_placed(&mesh, &placement.parse().unwrap())
-        };
-        for text in ["default", "ways=2", "degree=1", "route=linear"] {
-            assert_eq!(check(text, "0,3 | 1,2"), Ok(()), "{text}");
-        }
-        for text in [
-            "ways=0",
-            "ways=1",
-            "degree=2",
-            "degree=1/2",
-            "route=once",
-            "wire=fp8",
-        ] {
-            assert_eq!(check(text, "0,1 | 2,3"), Ok(()), "{text}");
-            let error = check(text, "0,3 | 1,2").unwrap_err().to_string();
-            let says = |part: &str| assert!(error.contains(part), "{error}");
-            says(&format!("`{text}`"));
-            says("take ways=2,degree=1,route=linear,wire=exact");
-        }
+        assert_eq!(check("ways=2,degree=4/2,route=once,wire=fp8/f16"), Ok(()));
     }
 }

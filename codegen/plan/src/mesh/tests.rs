@@ -217,7 +217,14 @@ fn fewer_ways_have_their_steps_in_this_order() {
     };
     let options = PlanOptions::training(Training::default());
     let target = "cpu:avx2".parse().unwrap();
-    let plan = plan_ways(&spec(text), target, &options, (mesh, 2), 5).unwrap();
+    let plan = plan_rank(
+        &spec(text),
+        target,
+        &options,
+        Sharing::from(mesh).at_ways(2),
+        5,
+    )
+    .unwrap();
     let text = plan.text();
     assert!(
         text == include_str!("steps_of_ways.txt"),
@@ -410,4 +417,60 @@ fn layer(seed: u64) -> (LayerSpec, Parallel) {
     let spec = sample(seed);
     let mesh = Parallel::of(1 + seed as usize % 8, &spec);
     (spec, mesh)
+}
+
+/// What a rank sends in a forward pass at each number of ways, beside the table of
+/// docs/adaptive/ways.md.
+#[test]
+fn ways_send_what_their_table_says() {
+    let text = "shape = { model_dim = 16, hidden_dim = 48, experts = 4, top_k = 2 }";
+    let (spec, tokens) = (spec(text), 96);
+    let (rows, weights) = ((tokens * 2 * 16 * 4) as f64, (3 * 4 * 16 * 48 * 4) as f64);
+    let target = "cpu:avx2".parse().unwrap();
+    for (ep, shards) in [(4, 6), (2, 2), (4, 1), (1, 12)] {
+        let mesh = Parallel {
+            ep,
+            shards,
+            ..Parallel::default()
+        };
+        for by in Ways::all(mesh) {
+            let sharing = Sharing::from(mesh).at_ways(by);
+            let plan = plan_rank(&spec, target, &PlanOptions::default(), sharing, 0).unwrap();
+            let sent = |wanted: &[&str]| {
+                let exchanges = plan.steps.iter().filter_map(|step| match step {
+                    RankStep::Exchange(exchange) => Some(exchange),
+                    RankStep::Launch { .. } => None,
+                });
+                let wanted = exchanges.filter(|exchange| wanted.contains(&&*exchange.name));
+                let sent = wanted.map(|exchange| plan.bytes(exchange, tokens, 1).network);
+                sent.sum::<u64>() as f64
+            };
+            let (ep, s, r) = (ep as f64, shards as f64, by as f64);
+            let (there, back, gathered, borrowed) = match by {
+                0 => (0.0, 0.0, weights * (1.0 - 1.0 / (ep * s)), weights),
+                _ => (
+                    rows * (r - 1.0 / ep),
+                    rows * (1.0 - 1.0 / ep) + 2.0 * rows * (r - 1.0),
+                    weights / ep * (1.0 / r - 1.0 / s),
+                    weights / (ep * r),
+                ),
+            };
+            let near = |found: f64, want: f64, of: &str| {
+                let what = format!("{of} of {by} ways on {mesh:?}: {found}, not {want}");
+                assert!((found - want).abs() <= 1e-6 * want, "{what}");
+            };
+            near(sent(&["rows"]), there, "rows");
+            near(sent(&["out of slices", "out"]), back, "answers");
+            let matrices = ["gate", "up", "down"].map(|name| format!("experts.{name}.weight"));
+            near(
+                sent(&matrices.each_ref().map(|name| &**name)),
+                gathered,
+                "weights",
+            );
+            let held = plan.experts.tensors.iter();
+            let held = held.filter(|tensor| tensor.role == Role::Weight);
+            let held: u64 = held.map(|tensor| tensor.bytes(0)).sum();
+            near(held as f64, borrowed, "memory");
+        }
+    }
 }

@@ -112,12 +112,14 @@ impl Ways {
     }
 }
 
-/// Where in a tensor of a rank's experts' side the part of one owner lies: rows of elements in
-/// a row, so many elements from one row to the next. The owner has them without gaps.
+/// Where in a tensor of a rank's experts' side a part of one owner lies: rows of elements in a
+/// row, so many elements from one row to the next. The owner has them without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strip {
     /// Which rank of the block.
     pub owner: usize,
+    /// Where the owner's own tensor has them.
+    pub own: usize,
     /// Where the first row begins.
     pub first: usize,
     /// How many there are.
@@ -142,13 +144,12 @@ impl RankPlan {
         Ways { weights, ways }
     }
 
-    /// Which groups of the mesh that rows travel in multiply with which experts: where weights
-    /// are gathered, those in order.
+    /// Which groups of the mesh that rows travel in multiply with which experts: where rows
+    /// stay, each with all of them in order.
     pub fn row_placement(&self) -> Placement {
-        let (by, experts) = (self.by(), self.tokens.spec.shape.experts);
-        match by.own_alone() {
-            true => self.placement(),
-            false => Placement::contiguous(by.mesh().ep, experts),
+        match self.ways {
+            0 => Placement::contiguous(1, self.tokens.spec.shape.experts),
+            _ => self.placement(),
         }
     }
 
@@ -160,55 +161,75 @@ impl RankPlan {
 
     /// The parts of a weight of the experts' side, or of its gradient, that the ranks of this
     /// one's block own, in the order of ranks; slices cut it along dimension `cut`, if they
-    /// do. What they do not cut, the last bias, the first of them owns alone.
+    /// do. What they do not cut, the last bias, the first of them owns alone; of an expert with
+    /// replicas the owner's is a part, where those are gathered that are on several groups.
     pub fn strips(&self, tensor: TensorId, cut: Option<usize>) -> Vec<Strip> {
         let shape = &self.experts[tensor].shape;
         let shape: Vec<usize> = shape.iter().map(|size| size.eval(0) as usize).collect();
         let by = self.by();
         let block = by.block(self.mesh.rank(self.place));
+        let placement = self.placement();
         let owners = block.clone().map(|rank| (rank - block.start, rank));
-        let strip = |(owner, rank)| self.strip(&shape, cut, owner, rank);
-        owners.filter_map(strip).collect()
+        let strips = |(owner, rank): (usize, usize)| {
+            let slice = rank % self.mesh.shards % by.width();
+            let owns = cut.is_some() || slice == 0;
+            let runs = owns.then(|| self.runs(&placement, rank));
+            let runs = runs.into_iter().flatten();
+            let strip = |run| self.strip(&shape, cut, (owner, slice), run);
+            runs.map(strip).collect::<Vec<_>>()
+        };
+        owners.flat_map(strips).collect()
+    }
+
+    /// Experts of a rank of the block that others gather, in a row on both sides: the first
+    /// one's number there, here, and how many.
+    fn runs(&self, placement: &Placement, rank: usize) -> Vec<[usize; 3]> {
+        let ep = rank / self.mesh.shards % self.mesh.ep;
+        if self.ways > 0 {
+            // The ranks of a block have the same experts.
+            return vec![[0, 0, placement.count(ep)]];
+        }
+        let experts = placement.of(ep);
+        let pairs = experts.iter().copied().enumerate();
+        let owned: Vec<(usize, usize)> = pairs
+            .filter(|(slot, _)| placement.owns(ep, *slot))
+            .collect();
+        let next = |a: &(usize, usize), b: &(usize, usize)| (a.0 + 1, a.1 + 1) == *b;
+        let runs = owned.chunk_by(next);
+        runs.map(|run| [run[0].0, run[0].1, run.len()]).collect()
     }
 
     fn strip(
         &self,
         shape: &[usize],
         cut: Option<usize>,
-        owner: usize,
-        rank: usize,
-    ) -> Option<Strip> {
-        let (width, slice) = (
-            self.by().width(),
-            rank % self.mesh.shards % self.by().width(),
-        );
-        if cut.is_none() && slice > 0 {
-            return None;
-        }
-        let ep = rank / self.mesh.shards % self.mesh.ep;
-        let all = self.tokens.spec.shape.experts;
-        let (theirs, here) = (self.mesh.experts(ep, all), self.experts_here()[0]);
+        (owner, slice): (usize, usize),
+        [slot, here, experts]: [usize; 3],
+    ) -> Strip {
+        let width = self.by().width();
         let (before, behind) = shape.split_at(cut.unwrap_or(1));
-        let rows = theirs.len() * before[1..].iter().product::<usize>();
+        let each = before[1..].iter().product::<usize>();
+        let rows = experts * each;
         let stride: usize = behind.iter().product();
         let row = cut.map_or(stride, |_| stride / width);
-        let first = (theirs.start - here) * shape[1..].iter().product::<usize>() + slice * row;
-        Some(match row == stride {
+        let first = here * shape[1..].iter().product::<usize>() + slice * row;
+        let strip = Strip {
+            owner,
+            own: slot * each * row,
+            first,
+            rows,
+            row,
+            stride,
+        };
+        match row == stride {
             true => Strip {
-                owner,
-                first,
                 rows: 1,
                 row: rows * row,
                 stride: rows * row,
+                ..strip
             },
-            false => Strip {
-                owner,
-                first,
-                rows,
-                row,
-                stride,
-            },
-        })
+            false => strip,
+        }
     }
 }
 
@@ -225,7 +246,7 @@ pub(super) fn cut_of(name: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::plan_ways;
+    use crate::mesh::{Sharing, plan_rank};
     use crate::{PlanOptions, Role, Training};
     use moesaic_spec::LayerSpec;
 
@@ -282,10 +303,19 @@ mod tests {
         let spec = LayerSpec::from_toml(text).unwrap();
         let options = PlanOptions::training(Training::default());
         let target = "cpu:avx2".parse().unwrap();
-        for mesh in meshes() {
+        let placements = |groups: usize| match groups {
+            2 => Some("3,+0,1-2 | 4,0,+2"),
+            3 => Some("+1,2-3,+0 | 0 | 4,1,+3"),
+            _ => None,
+        };
+        let parsed = |text: &str| text.parse::<Placement>().unwrap();
+        let both = |mesh: Parallel| [None, placements(mesh.ep).map(parsed)].map(|p| (mesh, p));
+        for (mesh, placement) in meshes().flat_map(both) {
             for ways in Ways::all(mesh) {
                 let rank = mesh.ranks() * 2 / 3;
-                let plan = plan_ways(&spec, target, &options, (mesh, ways), rank).unwrap();
+                let sharing = Sharing::from(mesh).at_ways(ways);
+                let sharing = sharing.placed(placement.as_ref());
+                let plan = plan_rank(&spec, target, &options, sharing, rank).unwrap();
                 for (at, tensor) in plan.experts.tensors.iter().enumerate() {
                     if matches!(tensor.role, Role::Weight | Role::WeightGradient) {
                         check(&plan, TensorId(at), cut_of(&tensor.name));
@@ -310,29 +340,29 @@ mod tests {
             [index / row, index % row / inner, index % inner]
         };
         // The number of an element in the whole tensor, and how a part of it is laid out.
-        let whole = |[e, a, b]: [usize; 3], experts: usize, first: usize| match cut {
-            Some(1) => [experts + e, first + a, b],
-            Some(2) => [experts + e, a, first + b],
-            _ => [experts + e, a, b],
+        let whole = |[e, a, b]: [usize; 3], experts: &[usize], first: usize| match cut {
+            Some(1) => [experts[e], first + a, b],
+            Some(2) => [experts[e], a, first + b],
+            _ => [experts[e], a, b],
         };
+        let (placement, all) = (plan.placement(), plan.experts_here());
         let here = hidden(by.place(rank).shard, by.mesh()).start;
         let mut covered = vec![0; shape.iter().product()];
         for strip in plan.strips(tensor, cut) {
             let owner = mesh.place(by.block(rank).start + strip.owner).unwrap();
-            let experts = mesh.experts(owner.ep, 5);
+            let experts = placement.of(owner.ep);
             let mut own = shape.clone();
             own[0] = experts.len();
             if let Some(cut) = cut {
                 own[cut] = 24 / mesh.shards;
             }
-            assert_eq!(strip.elements(), own.iter().product::<usize>());
             let theirs = cut.map_or(0, |_| hidden(owner.shard, mesh).start);
             for index in 0..strip.elements() {
                 let at = strip.first + index / strip.row * strip.stride + index % strip.row;
                 covered[at] += 1;
-                let from = whole(coordinates(index, &own), experts.start, theirs);
+                let from = whole(coordinates(strip.own + index, &own), &experts, theirs);
                 let first = cut.map_or(0, |_| here);
-                let to = whole(coordinates(at, &shape), plan.experts_here()[0], first);
+                let to = whole(coordinates(at, &shape), &all, first);
                 assert_eq!(from, to, "{:?} of {by:?}", plan.experts[tensor].name);
             }
         }

@@ -134,7 +134,8 @@ impl Between {
 
     /// A kernel for rows of a kind, named after the exchange that has them first.
     fn add(&mut self, name: &str, desc: WireDesc) -> Packed {
-        let config = desc.tiling(Machine::of(self.plan.target, self.plan.caches));
+        let machine = Machine::of(self.plan.target, self.plan.caches);
+        let config = desc.tiling(machine);
         let (width, words) = (desc.width as u64, desc.row_bytes() as u64 / 4);
         let rows = self.tensor(
             name,
@@ -155,7 +156,8 @@ impl Between {
         };
         let (sent, came) = (lane("sent", "sent_places"), lane("came", "came_places"));
         let kernel = self.plan.kernels.len();
-        let entries = desc.entries(&config);
+        let entries = desc.entries(&config).into_iter();
+        let entries = entries.map(|entry| machine.overlapping(entry)).collect();
         self.plan.kernels.push(KernelPlan {
             name: format!("wire_{name}_{}", desc.wire),
             entries,

@@ -1,7 +1,7 @@
 //! What tilings follow.
 
 use crate::CacheClass;
-use moesaic_kernel::{CpuIsa, CudaArch, RocmArch, SimArch, Target};
+use moesaic_kernel::{CpuIsa, CudaArch, Entry, RocmArch, SimArch, Target};
 
 /// What a kernel is tiled for.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +42,13 @@ impl Machine {
             Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => Machine::Gpu(Gpu::Cuda(arch)),
             Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => Machine::Gpu(Gpu::Rocm(arch)),
         }
+    }
+
+    /// Kernels for GPUs whose launches may overlap begin by waiting for those before.
+    pub(crate) fn overlapping(self, mut entry: Entry) -> Entry {
+        let wait = matches!(self, Machine::Gpu(Gpu::Cuda(arch)) if arch.capability >= 90);
+        entry.launch.dependent = wait;
+        entry
     }
 }
 

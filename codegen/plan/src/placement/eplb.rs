@@ -25,7 +25,7 @@ pub struct Eplb {
 
 /// What EPLB gives.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Packing {
+pub struct Replication {
     /// The expert of each replica, equally many replicas a rank, rank after rank.
     pub experts: Vec<usize>,
     /// The replicas of each expert: where `experts` names it, in the order in which they
@@ -33,7 +33,7 @@ pub struct Packing {
     pub replicas: Vec<Vec<usize>>,
 }
 
-impl Packing {
+impl Replication {
     /// As a placement on `ranks` groups. Replicas that came to lie on one rank are one; the
     /// owner is the first rank.
     ///
@@ -65,7 +65,7 @@ impl Packing {
 /// # Errors
 /// [`PlacementError::Packing`] for numbers that do not divide each other as they must, and
 /// for loads that are negative or not finite.
-pub fn rebalance(loads: &[f64], eplb: &Eplb) -> Result<Packing, PlacementError> {
+pub fn rebalance(loads: &[f64], eplb: &Eplb) -> Result<Replication, PlacementError> {
     check(loads, eplb)?;
     let hierarchical = eplb.expert_groups.is_multiple_of(eplb.nodes);
     let (groups, nodes) = match hierarchical {
@@ -75,7 +75,7 @@ pub fn rebalance(loads: &[f64], eplb: &Eplb) -> Result<Packing, PlacementError> 
     let loads: Vec<f32> = loads.iter().map(|load| *load as f32).collect();
     let size = loads.len() / groups;
     let of_groups: Vec<f32> = loads.chunks(size).map(|group| group.iter().sum()).collect();
-    let mut packed = Packing {
+    let mut packed = Replication {
         experts: Vec::with_capacity(eplb.replicas),
         replicas: vec![Vec::new(); loads.len()],
     };

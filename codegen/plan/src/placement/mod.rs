@@ -14,7 +14,7 @@ mod shadow;
 mod text;
 
 pub use balancer::{Balancer, Balancing};
-pub use eplb::{Eplb, Packing, balanced, rebalance};
+pub use eplb::{Eplb, Replication, balanced, rebalance};
 pub use moves::{Kept, Move, Moves, moves, moves_from};
 pub use shadow::{ShadowForm, ShadowModel, shadows};
 

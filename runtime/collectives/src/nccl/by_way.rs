@@ -48,11 +48,15 @@ impl Nccl {
         checks::transfers(kind, own.0, own.1, sends, receives)?;
         let (to, from) = (by_way::sizes(sends), by_way::sizes(receives));
         let plan = itinerary.plan(own, &to, &from);
-        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
+        let plan = plan
+            .map_err(|reason| checks::invalid(kind, reason))?
+            .packed();
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let mut task = self.task(kind, call);
         task.signature.ways = itinerary.code();
+        // What is sent on the way, too: some of what comes may be made of it there.
+        let [to, from] = plan.traffic();
         task.agreement = Some(plan::sizes(own.0, &to, &from));
-        self.start_plan(task, &slices(sends), &slices(receives), plan.packed())
+        self.start_plan(task, &slices(sends), &slices(receives), plan)
     }
 }

@@ -7,14 +7,15 @@ use super::watch::{Board, Work};
 use super::world::{OnStream, World, overhear, tell};
 use super::{Checks, Sums};
 use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::checks::{self, Counted};
 use crate::communicator::{Communicator, Job};
 use crate::error::At;
 use crate::handle::Handle;
 use crate::letter::{Kind, Signature};
 use crate::operation::{Group, Next};
 use crate::plan::{self, Hops, Itinerary, Passage, Plan};
-use crate::{CollectiveError, Element, Reduction, Slice, by_way, checks};
-use moesaic_target::{Device, DeviceError};
+use crate::{CollectiveError, Element, Reduction, Slice, by_way};
+use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,6 +44,8 @@ pub(super) struct Task<'a> {
     keep: Vec<Slice>,
     /// Why the host has to wait in the middle of it, if it has to.
     pub(super) waits: Option<&'static str>,
+    /// The stream that it is on, where that is not the device's own.
+    beside: Option<Arc<dyn StreamDevice>>,
 }
 
 impl Nccl {
@@ -117,6 +120,7 @@ impl Nccl {
             agreement: None,
             keep: Vec::new(),
             waits: None,
+            beside: None,
         }
     }
 
@@ -185,15 +189,20 @@ impl Nccl {
                 .as_ref()
                 .map(|control| Arc::clone(control.core())),
             agreement,
+            beside: None,
         };
         // Nothing of a graph runs now, so that its ranks can wait for each other here.
         let agreed = match (&capturing, work.agreement.take_if(|_| capturing.is_some())) {
             (Some(_), Some(agreement)) => agreement.wait(),
             _ => Ok(()),
         };
-        let launched = agreed.and_then(|()| self.launch(&at, capturing.is_some(), launch));
+        let streams = (task.beside.as_deref(), capturing.is_some());
+        let launched = agreed.and_then(|()| self.launch(&at, streams, launch));
         match launched {
-            Ok(event) => board.launched(id, event),
+            Ok(event) => {
+                work.beside = event.clone().filter(|_| task.beside.is_some());
+                board.launched(id, event);
+            }
             Err(error) => board.fail(Some(id), error),
         }
         Ok(Handle::of(Box::new(work), kind.name(), sequence))
@@ -202,14 +211,22 @@ impl Nccl {
     fn launch(
         &self,
         at: &At,
-        capturing: bool,
+        (beside, capturing): (Option<&dyn StreamDevice>, bool),
         launch: impl FnOnce(&Launch<'_>) -> Done,
     ) -> Result<Option<Arc<dyn moesaic_target::Event>>, CollectiveError> {
         let device = |error: DeviceError| CollectiveError::Device {
             at: Box::new(at.clone()),
             reason: error.to_string(),
         };
-        let gpu = self.world.device.streams().map_err(device)?;
+        let gpu = match beside {
+            Some(stream) => stream,
+            None => {
+                if !capturing {
+                    self.world.join().map_err(device)?;
+                }
+                self.world.device.streams().map_err(device)?
+            }
+        };
         let stream = gpu.native_stream().map_err(device)?;
         let Some(comm) = self.comm.enter() else {
             // It was ended a moment ago, by a failure.
@@ -224,10 +241,14 @@ impl Nccl {
             at,
             members: &self.group.members,
         })?;
-        match capturing {
-            true => Ok(None),
-            false => gpu.record().map(Some).map_err(device),
+        if capturing {
+            return Ok(None);
         }
+        let event = gpu.record().map_err(device)?;
+        if beside.is_some() {
+            self.world.goes_on(&event);
+        }
+        Ok(Some(event))
     }
 
     /// Ranks tell each other what they have called.
@@ -277,8 +298,16 @@ impl Nccl {
             let reason = format!("it cannot be a part of graph `{graph}`: {why}");
             return Err(checks::invalid(task.kind, reason));
         }
-        let scratch = self.world.scratch(plan.scratch);
-        let scratch = scratch.map_err(|error| checks::invalid(task.kind, error.to_string()))?;
+        let failed = |error: DeviceError| checks::invalid(task.kind, error.to_string());
+        let may = task.call.beside && next.is_none() && plan.only_moves();
+        if may && self.world.device.capturing().is_none() {
+            task.beside = Some(self.world.beside().map_err(failed)?);
+        }
+        let scratch = match task.beside {
+            Some(_) => self.world.scratch_beside(plan.scratch),
+            None => self.world.scratch(plan.scratch),
+        };
+        let scratch = scratch.map_err(failed)?;
         let mut places = Places {
             inputs: own(inputs),
             outputs: own(outputs),
@@ -324,10 +353,7 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::AllToAll;
-        checks::equal_elements(kind, input, output)?;
-        checks::apart(kind, input, output)?;
-        let part = checks::parts(kind, input, self.size())? * input.element().size();
-        let hops = checks::algorithm(kind, algorithm, self.size())?;
+        let (part, hops) = checks::all_to_all(input, output, algorithm, self.size())?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.ways = hops.as_ref().map_or(0, Hops::code);
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
@@ -364,13 +390,17 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::AllToAllByCounts;
-        checks::equal_types(kind, input, output)?;
-        checks::apart(kind, input, output)?;
-        let sends = checks::counts(kind, "sends", sends, input, self.size())?;
-        let receives = checks::counts(kind, "receives", receives, output, self.size())?;
         let rank = self.rank();
-        checks::own_part(kind, sends[rank], receives[rank])?;
-        let hops = checks::algorithm(kind, algorithm, self.size())?;
+        let Counted {
+            sends,
+            receives,
+            hops,
+        } = checks::all_to_all_by_counts(
+            (input, sends),
+            (output, receives),
+            algorithm,
+            (rank, self.size()),
+        )?;
         let mut task = self.data_task(kind, call, input, 0);
         task.signature.ways = hops.as_ref().map_or(0, Hops::code);
         let list = |sizes: &[usize]| -> Vec<(usize, usize)> {
@@ -393,9 +423,7 @@ impl Collectives for Nccl {
 
     fn all_gather(&mut self, input: &Slice, output: &Slice, call: &Call) -> Started {
         let kind = Kind::AllGather;
-        checks::equal_types(kind, input, output)?;
-        checks::whole_of_parts(kind, "output", output, "input", input, self.size())?;
-        checks::own_part_or_apart(kind, input, output, self.rank())?;
+        checks::all_gather(input, output, (self.rank(), self.size()))?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.keep = vec![input.clone(), output.clone()];
         let (from, to, bytes) = (input.address(), output.address(), input.bytes());
@@ -416,10 +444,7 @@ impl Collectives for Nccl {
         reduction: Reduction,
         call: &Call,
     ) -> Started {
-        let kind = Kind::ReduceScatter;
-        checks::equal_types(kind, input, output)?;
-        checks::whole_of_parts(kind, "input", input, "output", output, self.size())?;
-        let counts = vec![output.elements(); self.size()];
+        let counts = checks::reduce_scatter(input, output, self.size())?;
         self.reduce_scatter_by_counts(input, &counts, output, reduction, call)
     }
 
@@ -433,9 +458,8 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::ReduceScatter;
-        checks::equal_types(kind, input, output)?;
         let own = (self.rank(), self.size());
-        let sizes = checks::parts_by_counts(kind, counts, (input, output), own)?;
+        let sizes = checks::reduce_scatter_by_counts(input, counts, output, own)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
         let (element, count) = (input.element(), output.elements());
@@ -465,8 +489,7 @@ impl Collectives for Nccl {
         call: &Call,
     ) -> Started {
         let kind = Kind::AllReduce;
-        checks::equal_elements(kind, input, output)?;
-        checks::same_or_apart(kind, input, output)?;
+        checks::all_reduce(input, output)?;
         let mut task = self.data_task(kind, call, input, input.elements());
         task.signature.reduction = Some(reduction);
         let (element, count) = (input.element(), input.elements());
@@ -490,7 +513,7 @@ impl Collectives for Nccl {
 
     fn broadcast(&mut self, data: &Slice, root: usize, call: &Call) -> Started {
         let kind = Kind::Broadcast;
-        checks::is_rank(kind, "the root", root, self.size())?;
+        checks::broadcast(root, self.size())?;
         let mut task = self.data_task(kind, call, data, data.elements());
         task.signature.root = root as u32;
         task.keep = vec![data.clone()];

@@ -7,7 +7,7 @@ use super::{Checks, Sums};
 use crate::core::{Outcome, Shared};
 use crate::handle::{Handle, Work, lock};
 use crate::{CollectiveError, Element, Slice};
-use moesaic_target::{Buffer, Device, DeviceError};
+use moesaic_target::{Buffer, Device, DeviceError, Event, StreamDevice};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -24,6 +24,16 @@ pub struct World {
     /// A number that a barrier moves.
     pub token: Slice,
     scratch: Mutex<Scratch>,
+    beside: Mutex<Option<Beside>>,
+}
+
+/// Another stream of the device. No operation of it runs at the same time as one of the
+/// device's own: each waits for those before it, so that the library never has two at once.
+struct Beside {
+    stream: Arc<dyn StreamDevice>,
+    /// Behind the last operation, until the device's own stream waits for it.
+    last: Option<Arc<dyn Event>>,
+    scratch: Scratch,
 }
 
 /// Memory between the phases of operations. They are in the order of one stream, so that
@@ -58,12 +68,63 @@ impl World {
             checks: parts.checks,
             token: Slice::whole(&buffer, Element::I32),
             scratch: Mutex::default(),
+            beside: Mutex::default(),
         })
+    }
+
+    /// The other stream, behind all that the device's own has so far.
+    pub fn beside(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {
+        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = self.device.streams()?;
+        let stream = match &*beside {
+            Some(beside) => Arc::clone(&beside.stream),
+            None => {
+                let stream = own.fork()?;
+                *beside = Some(Beside {
+                    stream: Arc::clone(&stream),
+                    last: None,
+                    scratch: Scratch::default(),
+                });
+                stream
+            }
+        };
+        stream.wait(&*own.record()?)?;
+        Ok(stream)
+    }
+
+    /// The device's own stream goes on behind the other one until `last`.
+    pub fn goes_on(&self, last: &Arc<dyn Event>) {
+        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(beside) = &mut *beside {
+            beside.last = Some(Arc::clone(last));
+        }
+    }
+
+    /// The device's own stream waits for all of the other one.
+    pub fn join(&self) -> Result<(), DeviceError> {
+        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
+        match beside.as_mut().and_then(|beside| beside.last.take()) {
+            Some(last) => self.device.streams()?.wait(&*last),
+            None => Ok(()),
+        }
     }
 
     /// Memory for an operation; while a graph is captured there must be enough from before.
     pub fn scratch(&self, bytes: usize) -> Result<Slice, DeviceError> {
         let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        self.enough(&mut scratch, bytes)
+    }
+
+    /// The same for an operation of the other stream.
+    pub fn scratch_beside(&self, bytes: usize) -> Result<Slice, DeviceError> {
+        let mut beside = self.beside.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *beside {
+            Some(beside) => self.enough(&mut beside.scratch, bytes),
+            None => self.scratch(bytes),
+        }
+    }
+
+    fn enough(&self, scratch: &mut Scratch, bytes: usize) -> Result<Slice, DeviceError> {
         let enough = |buffer: &&Arc<Buffer>| buffer.bytes() >= bytes;
         let buffer = match scratch.buffer.as_ref().filter(enough) {
             Some(buffer) => Arc::clone(buffer),
@@ -101,6 +162,8 @@ pub struct OnStream {
     /// What carries the agreement, and the agreement until it is reached.
     pub control: Option<Arc<Shared>>,
     pub agreement: Option<Handle>,
+    /// Behind it on the other stream, where it is there.
+    pub beside: Option<Arc<dyn Event>>,
 }
 
 impl OnStream {
@@ -162,7 +225,20 @@ impl Work for OnStream {
     }
 
     fn in_order(&self) -> bool {
-        true
+        self.beside.is_none()
+    }
+
+    fn is_beside(&self) -> bool {
+        self.beside.is_some()
+    }
+
+    fn join(&mut self) -> Result<(), CollectiveError> {
+        let Some(event) = &self.beside else {
+            return Ok(());
+        };
+        let own = self.world.device.streams();
+        let joined = own.and_then(|own| own.wait(&**event));
+        joined.map_err(|error| super::find::setup(error.to_string()))
     }
 }
 

@@ -1,6 +1,7 @@
 //! What an exchange over other ranks may be.
 
 use super::{Journey, Plan, exchange_by};
+use std::collections::HashMap;
 
 /// Ways of messages over other ranks that were told of them.
 pub trait Itinerary {
@@ -40,9 +41,20 @@ impl Journey {
     /// Whether messages of a rank of so many are the pieces that have bytes.
     pub(super) fn check(
         &self,
+        rank: (usize, usize),
+        sends: &[(usize, usize)],
+        receives: &[(usize, usize)],
+    ) -> Result<(), String> {
+        self.check_from(rank, sends, receives, &|_| true)
+    }
+
+    /// The same of messages from some ranks alone.
+    pub(super) fn check_from(
+        &self,
         (rank, size): (usize, usize),
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
+        from: &dyn Fn(usize) -> bool,
     ) -> Result<(), String> {
         let ranks = self.hops.levels.ranks();
         if self.rank != rank || ranks != size {
@@ -51,27 +63,29 @@ impl Journey {
                 "what was told is of rank {own} of {ranks}, this is rank {rank} of {size}"
             ));
         }
-        same("to", sends, size, &|peer| self.sent(peer))?;
-        same("from", receives, size, &|peer| self.received(peer))
+        same("to", sends, 0..size, &|peer| self.sent(peer))?;
+        let peers = (0..size).filter(|peer| from(*peer));
+        same("from", receives, peers, &|peer| self.received(peer))
     }
 }
 
 fn same<'j>(
     way: &str,
     messages: &[(usize, usize)],
-    size: usize,
+    mut peers: impl Iterator<Item = usize>,
     told: &dyn Fn(usize) -> &'j [usize],
 ) -> Result<(), String> {
-    let mut given = vec![Vec::new(); size];
+    let mut given: HashMap<usize, Vec<usize>> = HashMap::new();
     for (peer, bytes) in messages.iter().filter(|(_, bytes)| *bytes > 0) {
-        given[*peer].push(*bytes);
+        given.entry(*peer).or_default().push(*bytes);
     }
+    let given = |peer: &usize| given.get(peer).map_or(&[][..], Vec::as_slice);
     let told = |peer: usize| told(peer).iter().copied().filter(|bytes| *bytes > 0);
-    let other = (0..size).find(|peer| !told(*peer).eq(given[*peer].iter().copied()));
+    let other = peers.find(|peer| !told(*peer).eq(given(peer).iter().copied()));
     match other {
         None => Ok(()),
         Some(peer) => {
-            let (told, given) = (told(peer).collect::<Vec<_>>(), &given[peer]);
+            let (told, given) = (told(peer).collect::<Vec<_>>(), given(&peer));
             Err(format!(
                 "messages {way} rank {peer} have {given:?} bytes, ranks were told of {told:?}"
             ))

@@ -19,11 +19,11 @@ pub use agree::{agreement, sizes};
 pub use exchange::{all_gather, all_to_all, exchange};
 pub use hops::{Hops, Journey};
 pub use itinerary::Itinerary;
-pub use once::{FanOut, Rows, crossing};
+pub use once::{FanOut, RowBytes, Rows, crossing};
 pub use passage::{Leg, Passage, tell};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
 pub use routed::{Ends, all_to_all_by, exchange_by, routed};
-pub use summed::Sums;
+pub use summed::{NodeSums, Sums};
 pub use trees::{barrier, broadcast};
 
 use crate::{Element, Reduction};
@@ -146,6 +146,34 @@ impl Plan {
     pub fn bytes_to(&self, counted: impl Fn(usize) -> bool) -> usize {
         let sends = self.sends().filter(|message| counted(message.peer));
         sends.map(|message| message.span.bytes).sum()
+    }
+
+    /// Whether it only moves bytes.
+    pub(crate) fn only_moves(&self) -> bool {
+        let moves = |step: &Step| matches!(step, Step::Exchange { .. } | Step::Repack(_));
+        self.steps.iter().all(moves)
+    }
+
+    /// Messages from here and to here, by peer and bytes, in their order.
+    pub(crate) fn traffic(&self) -> [Vec<(usize, usize)>; 2] {
+        let steps = || {
+            self.steps.iter().filter_map(|step| match step {
+                Step::Exchange {
+                    sends, receives, ..
+                } => Some((sends, receives)),
+                _ => None,
+            })
+        };
+        let list = |messages: &Vec<Message>| -> Vec<(usize, usize)> {
+            let sizes = messages.iter();
+            sizes
+                .map(|message| (message.peer, message.span.bytes))
+                .collect()
+        };
+        [
+            steps().flat_map(|(sends, _)| list(sends)).collect(),
+            steps().flat_map(|(_, receives)| list(receives)).collect(),
+        ]
     }
 
     fn sends(&self) -> impl Iterator<Item = &Message> {

@@ -4,9 +4,10 @@
 //! which sends it on to every rank of that node that gets a row of the token. Rows for the
 //! own node go straight. What arrives is what arrives without.
 
-use super::{Copy, Itinerary, Journey, Message, Passage, Place, Plan, Span, Step, others};
+use super::{Copy, Itinerary, Journey, Leg, Message, Passage, Place, Plan, Span, Step, others};
 use crate::NodeShape;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Which rows cross, for the rows of one rank and for those that others send through it.
@@ -100,7 +101,8 @@ impl FanOut {
         crossed(&self.sent[node])
     }
 
-    pub(super) fn shape(&self) -> NodeShape {
+    /// The nodes.
+    pub fn shape(&self) -> NodeShape {
         self.shape
     }
 
@@ -112,15 +114,47 @@ impl FanOut {
         &self.passage
     }
 
+    /// Which rows cross where each travels in a part of its own ([`Passage::in_parts`]): a
+    /// token crosses once in each of them.
+    #[must_use]
+    pub fn in_parts(
+        &self,
+        numbers: Range<usize>,
+        cut: &dyn Fn(usize, usize) -> Range<usize>,
+    ) -> FanOut {
+        let (own, per_node) = (self.shape.split(self.rank).0, self.shape.per_node);
+        let first = |node: usize| node * per_node;
+        let nodes = |list: &[Vec<u32>], units: &dyn Fn(usize) -> Vec<u64>| -> Vec<Vec<u32>> {
+            let some = |node: usize| match node == own {
+                true => Vec::new(),
+                false => {
+                    let units = (first(node)..first(node + 1)).map(units);
+                    crossing(parted(&list[node], units, numbers.clone(), cut))
+                }
+            };
+            (0..self.shape.nodes).map(some).collect()
+        };
+        let pieces = self.passage.pieces();
+        let sent = |rank: usize| self.passage.sent()[rank * pieces..(rank + 1) * pieces].to_vec();
+        let passed = |place: usize| self.passage.passing(1, place).collect();
+        FanOut {
+            sent: nodes(&self.sent, &sent),
+            passed: nodes(&self.passed, &passed),
+            passage: Arc::new(self.passage.in_parts(numbers.clone(), cut)),
+            ..*self
+        }
+    }
+
     /// Rows that are in messages of the peers, by peer.
     pub(super) fn rows(
         &self,
         messages: &[(usize, usize)],
         place: fn(usize) -> Place,
-        bytes: usize,
+        bytes: RowBytes,
     ) -> Vec<Vec<Span>> {
         let mut rows = vec![Vec::new(); self.shape.ranks()];
         for (i, (peer, size)) in messages.iter().enumerate() {
+            let bytes = bytes.of(self.crosses(*peer));
             let starts = (0..*size).step_by(bytes.max(1));
             rows[*peer].extend(starts.map(|at| Span::new(place(i), at..at + bytes)));
         }
@@ -148,14 +182,67 @@ impl FanOut {
         )
     }
 
+    /// Whether a rank is on another node.
+    pub(super) fn crosses(&self, peer: usize) -> bool {
+        self.shape.split(peer).0 != self.shape.split(self.rank).0
+    }
+
     /// The exchange of rows of so many bytes.
-    pub fn of_rows(self: &Arc<FanOut>, bytes: usize) -> Rows {
+    pub fn of_rows(self: &Arc<FanOut>, bytes: RowBytes) -> Rows {
+        let node = |rank: usize| self.shape.split(rank).0;
+        let size = |leg: Leg| leg.units as usize * bytes.of(node(leg.from) != node(leg.to));
         Rows {
             fan: Arc::clone(self),
-            journey: self.passage.there(&|leg| leg.units as usize * bytes),
+            journey: self.passage.there(&size),
             bytes,
         }
     }
+}
+
+/// Bytes of a row, which may be packed for its way to another node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowBytes {
+    /// Of one that stays on its node.
+    pub near: usize,
+    /// Of one that goes to another.
+    pub far: usize,
+}
+
+impl RowBytes {
+    /// Of rows that are the same everywhere.
+    pub fn same(bytes: usize) -> RowBytes {
+        let (near, far) = (bytes, bytes);
+        RowBytes { near, far }
+    }
+
+    fn of(self, crosses: bool) -> usize {
+        if crosses { self.far } else { self.near }
+    }
+}
+
+/// What a list has of each row, of the rows of these parts alone, in their order. `units` has
+/// for each rank the rows of its pieces.
+fn parted(
+    list: &[u32],
+    units: impl Iterator<Item = Vec<u64>>,
+    numbers: Range<usize>,
+    cut: &dyn Fn(usize, usize) -> Range<usize>,
+) -> Vec<u32> {
+    let (mut some, mut rest) = (Vec::new(), list);
+    for units in units {
+        let mut pieces = Vec::new();
+        for units in units {
+            let (piece, behind) = rest.split_at(units as usize);
+            pieces.push(piece);
+            rest = behind;
+        }
+        for number in numbers.clone() {
+            for piece in &pieces {
+                some.extend_from_slice(&piece[cut(number, piece.len())]);
+            }
+        }
+    }
+    some
 }
 
 /// The part of a place, of parts of these sizes.
@@ -169,7 +256,7 @@ fn part(list: &[u32], mut sizes: impl Iterator<Item = usize>, place: usize) -> &
 pub struct Rows {
     fan: Arc<FanOut>,
     journey: Journey,
-    bytes: usize,
+    bytes: RowBytes,
 }
 
 impl Itinerary for Rows {
@@ -187,7 +274,7 @@ impl Itinerary for Rows {
         self.journey.check(rank, sends, receives)?;
         let planning = Planning {
             fan: &self.fan,
-            bytes: self.bytes,
+            bytes: self.bytes.far,
             from: self.fan.rows(sends, Place::Input, self.bytes),
             to: self.fan.rows(receives, Place::Output, self.bytes),
         };
@@ -197,6 +284,7 @@ impl Itinerary for Rows {
 
 struct Planning<'a> {
     fan: &'a FanOut,
+    /// Of a row that crosses.
     bytes: usize,
     /// Rows by the rank that they go to.
     from: Vec<Vec<Span>>,

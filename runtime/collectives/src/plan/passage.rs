@@ -72,6 +72,32 @@ impl Passage {
         self.numbers[0][hops][pieces].iter().copied()
     }
 
+    /// What passes where every piece travels in parts: of each pair of ranks all pieces of
+    /// the first part, then those of the next. `cut` says which units part `number` has of a
+    /// piece of so many.
+    #[must_use]
+    pub fn in_parts(
+        &self,
+        numbers: Range<usize>,
+        cut: &dyn Fn(usize, usize) -> Range<usize>,
+    ) -> Passage {
+        let pair = |units: &[u64]| -> Vec<u64> {
+            let part = |number: usize| {
+                let units = units.iter();
+                units.map(move |units| cut(number, *units as usize).len() as u64)
+            };
+            numbers.clone().flat_map(part).collect()
+        };
+        let table = |units: &Vec<u64>| units.chunks(self.pieces).flat_map(pair).collect();
+        let stages = |tables: &Vec<Vec<u64>>| tables.iter().map(table).collect();
+        Passage {
+            hops: self.hops.clone(),
+            rank: self.rank,
+            pieces: self.pieces * numbers.len(),
+            numbers: self.numbers.iter().map(stages).collect(),
+        }
+    }
+
     /// An exchange in which a piece has so many bytes.
     pub fn there(&self, bytes: &dyn Fn(Leg) -> usize) -> Journey {
         let size = |order: usize, stage: usize, place: usize, piece: usize, units: u64| {

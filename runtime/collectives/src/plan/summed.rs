@@ -2,7 +2,7 @@
 //! there, and one row returns. It comes where the token's first row of that node is; the
 //! token's other rows of that node become zeros, so that all rows still add up.
 
-use super::once::{FanOut, crossing};
+use super::once::{FanOut, RowBytes, crossing};
 use super::{Copy, Itinerary, Journey, Message, Place, Plan, Span, Step, offsets, others};
 use crate::{Element, Reduction};
 use std::sync::Arc;
@@ -51,9 +51,89 @@ impl Itinerary for Sums {
         receives: &[(usize, usize)],
     ) -> Result<Plan, String> {
         self.journey.check(rank, sends, receives)?;
-        let from = self.fan.rows(sends, Place::Input, self.bytes);
-        let to = self.fan.rows(receives, Place::Output, self.bytes);
+        let bytes = RowBytes::same(self.bytes);
+        let from = self.fan.rows(sends, Place::Input, bytes);
+        let to = self.fan.rows(receives, Place::Output, bytes);
         Ok(Planning::new(self, from, to).plan())
+    }
+}
+
+/// The first half of [`Sums`]: rows of the own node, and what this rank's node has for the
+/// ranks of its place in others, summed and not sent. Their sums are outputs: for each such
+/// rank one of as many rows as [`NodeSums::tokens`].
+#[derive(Clone, Debug)]
+pub struct NodeSums(Sums);
+
+impl Sums {
+    /// Sums that something else is done with before they cross to other nodes.
+    pub fn inside_nodes(self) -> NodeSums {
+        NodeSums(self)
+    }
+}
+
+impl NodeSums {
+    /// Of so many tokens this rank has a sum for the rank of its place in a node.
+    pub fn tokens(&self, node: usize) -> usize {
+        Planning::new(&self.0, Vec::new(), Vec::new()).heaps[node]
+            .returned
+            .len()
+    }
+
+    /// Of the rows of this rank that a node answers, by rank of that node, then in their
+    /// order: which are the first of their token. A sum comes for each of these.
+    pub fn firsts(&self, node: usize) -> Vec<bool> {
+        let fan = &self.0.fan;
+        let ranks = (0..fan.shape().per_node).map(|place| fan.shape().rank(node, place));
+        let answered = ranks.filter(|rank| self.0.journey.received(*rank).iter().any(|n| *n > 0));
+        let numbers: Vec<u32> = answered
+            .flat_map(|rank| fan.numbers_for(rank))
+            .copied()
+            .collect();
+        let mut next = 0;
+        let first = |number: u32| {
+            let first = number == next;
+            next += u32::from(first);
+            first
+        };
+        crossing(numbers).into_iter().map(first).collect()
+    }
+}
+
+impl Itinerary for NodeSums {
+    fn code(&self) -> u64 {
+        // As inside nodes first, with a number of ways that nothing else has.
+        self.0.journey.code() | 5 << 3
+    }
+
+    fn plan(
+        &self,
+        rank: (usize, usize),
+        sends: &[(usize, usize)],
+        receives: &[(usize, usize)],
+    ) -> Result<Plan, String> {
+        let Sums { fan, bytes, .. } = &self.0;
+        let bytes = RowBytes::same(*bytes);
+        let from = fan.rows(sends, Place::Input, bytes);
+        let to = fan.rows(receives, Place::Output, bytes);
+        let near = |peer: usize| !fan.crosses(peer);
+        let journey = &self.0.journey;
+        journey.check_from(rank, sends, receives, &near)?;
+        let planning = Planning::new(&self.0, from, to);
+        let shape = fan.shape();
+        for peer in (0..shape.ranks()).filter(|peer| fan.crosses(*peer)) {
+            let (node, place) = shape.split(peer);
+            let sums = match place == shape.split(rank.0).1 {
+                true => planning.heaps[node].returned.len(),
+                false => 0,
+            };
+            let room = planning.to[peer].len();
+            if room != sums {
+                return Err(format!(
+                    "room for {room} sums for rank {peer}, there are {sums}"
+                ));
+            }
+        }
+        Ok(planning.inside_alone())
     }
 }
 
@@ -171,21 +251,44 @@ impl Planning<'_> {
     fn plan(&self) -> Plan {
         let zeros = vec![0; self.sums.bytes.div_ceil(8)];
         let mut steps = vec![Step::Write(self.zeros.offset, zeros), self.inside()];
-        let heaps = self.heaps.iter().flat_map(|heap| &heap.sums);
-        steps.extend(heaps.map(|(rows, sum)| Step::Reduce {
-            element: self.sums.element,
-            reduction: Reduction::Sum,
-            rows: rows.offset..rows.offset + rows.bytes,
-            row_bytes: self.sums.bytes,
-            to: sum.place,
-            offset: sum.offset,
-        }));
+        steps.extend(self.reduce());
         let (between, zeros) = self.between();
         steps.extend([between, Step::Repack(zeros)]);
         Plan {
             scratch: self.scratch,
             steps,
         }
+    }
+
+    /// Without what crosses: sums are outputs.
+    fn inside_alone(&self) -> Plan {
+        let fan = &self.sums.fan;
+        let (node, place) = fan.shape().split(fan.rank());
+        let mut steps = vec![self.inside()];
+        steps.extend(self.reduce());
+        let others = others(node, fan.shape().nodes);
+        let sums = others.flat_map(|other| {
+            let to = &self.to[fan.shape().rank(other, place)];
+            copied(&self.heaps[other].returned, to)
+        });
+        steps.push(Step::Repack(sums.collect()));
+        Plan {
+            scratch: self.scratch,
+            steps,
+        }
+    }
+
+    /// Sums of the tokens that have several rows.
+    fn reduce(&self) -> impl Iterator<Item = Step> {
+        let heaps = self.heaps.iter().flat_map(|heap| &heap.sums);
+        heaps.map(|(rows, sum)| Step::Reduce {
+            element: self.sums.element,
+            reduction: Reduction::Sum,
+            rows: rows.offset..rows.offset + rows.bytes,
+            row_bytes: self.sums.bytes,
+            to: sum.place,
+            offset: sum.offset,
+        })
     }
 
     /// Every answer to the rank of its receiver's place in this node, or to itself.

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MOST 16
@@ -140,6 +141,49 @@ void fake_launch(Task *graph, Stream *stream) {
   lock();
   for (; graph; graph = graph->next) push(stream, graph->run, graph->arg);
   unlock();
+}
+
+// What a test wants to go on side by side: an exchange, and a kernel behind the one before it.
+#define DEVICES 64
+static struct { long begun, ended, meets; int running, kernel; } side[DEVICES];
+static int in_vain(void) {
+  struct timespec until;
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += 20;
+  return pthread_cond_timedwait(&moved, &turn, &until);
+}
+void fake_meet(int device, long exchange) {
+  lock();
+  side[device].meets = side[device].begun + exchange, side[device].kernel = 0;
+  unlock();
+}
+void fake_kernel(int device) {
+  lock();
+  long meets = side[device].meets;
+  if (meets && side[device].ended == meets) {
+    side[device].kernel = 1;
+    wake();
+    while (side[device].ended == meets)
+      if (in_vain()) {
+        say("ILLEGAL kernel of device %d that no exchange goes on beside", device);
+        break;
+      }
+  }
+  unlock();
+}
+static void begin_batch(int device) {
+  if (side[device].running++) say("ILLEGAL operations of two streams of device %d at once", device);
+  long meets = side[device].meets;
+  if (side[device].begun++ != meets || !meets) return;
+  while (!side[device].kernel)
+    if (in_vain()) {
+      say("ILLEGAL exchange of device %d that no kernel goes on beside", device);
+      break;
+    }
+}
+static void end_batch(int device) {
+  side[device].running--;
+  side[device].ended++;
 }
 
 // The library.
@@ -446,6 +490,7 @@ static void run(void *argument) {
   }
   long number = comm->batches++;
   comm->busy++;
+  begin_batch(comm->device);
   if (late_rank == comm->rank) unlock(), usleep(late_ms * 1000), lock();
   if (hang_rank == comm->rank && number >= hang_at) hang(comm);
   if (fail_rank == comm->rank && number >= fail_at) comm->failed = REMOTE, hang(comm);
@@ -455,6 +500,7 @@ static void run(void *argument) {
     else letters = 1;
   }
   if (letters) messages(comm, batch);
+  end_batch(comm->device);
   comm->busy--;
   wake();
   unlock();

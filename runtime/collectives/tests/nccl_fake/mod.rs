@@ -32,6 +32,8 @@ dl_table! {
         capture: fn(stream: *mut c_void) = "fake_capture";
         graph: fn(stream: *mut c_void) -> *mut c_void = "fake_graph";
         launch: fn(graph: *mut c_void, stream: *mut c_void) = "fake_launch";
+        meet: fn(device: c_int, exchange: c_long) = "fake_meet";
+        kernel: fn(device: c_int) = "fake_kernel";
     }
 }
 
@@ -92,6 +94,14 @@ impl Lab {
         // SAFETY: a string that is nobody else's; it is not freed.
         let text = unsafe { CStr::from_ptr(self.stand.log()) };
         text.to_str().unwrap().to_string()
+    }
+
+    /// Of a device the exchange of this number from now on ends when a kernel behind the one
+    /// before has begun, and that kernel when the exchange has ended; where they wait in vain,
+    /// that is told as what is illegal.
+    pub fn meet(&self, device: usize, exchange: i64) {
+        // SAFETY: any number is allowed.
+        unsafe { self.stand.meet(device as c_int, exchange) };
     }
 
     /// Communicators that have not been ended.
@@ -237,6 +247,7 @@ fn address(ptr: Ptr) -> *mut u8 {
 /// Kernels of a CPU on the stream.
 struct Kernels {
     of_cpu: Arc<dyn Module>,
+    device: usize,
     stand: Arc<Stand>,
     stream: Stream,
 }
@@ -253,7 +264,10 @@ impl Module for Kernels {
         args: &[Arg],
     ) -> Result<(), DeviceError> {
         let (kernel, args) = (Arc::clone(&self.of_cpu), args.to_vec());
+        let (stand, device) = (Arc::clone(&self.stand), self.device);
         let job: Box<Job> = Box::new(Box::new(move || {
+            // SAFETY: any number is allowed.
+            unsafe { stand.kernel(device as c_int) };
             // SAFETY: the caller's promise, which holds until the stream has come here.
             unsafe { kernel.run(function, dims, &args) }.expect("a kernel that runs");
         }));
@@ -302,6 +316,7 @@ impl Device for Gpu {
         let cpu = self.cpu.as_ref().expect("no kernels run here");
         Ok(Arc::new(Kernels {
             of_cpu: cpu.load(artifact, entries)?,
+            device: self.number,
             stand: Arc::clone(&self.stand),
             stream: self.stream,
         }))
@@ -414,7 +429,17 @@ impl StreamDevice for Gpu {
     }
 
     fn fork(&self) -> Result<Arc<dyn StreamDevice>, DeviceError> {
-        unreachable!("one stream is enough")
+        self.forbid("another stream")?;
+        Ok(Arc::new(Gpu {
+            // SAFETY: any number is allowed.
+            stream: Stream(unsafe { self.stand.stream(self.number as c_int) }),
+            stand: Arc::clone(&self.stand),
+            number: self.number,
+            capture: Mutex::new(None),
+            info: self.info.clone(),
+            gpu_info: self.gpu_info.clone(),
+            cpu: self.cpu.clone(),
+        }))
     }
 
     fn adopt(&self, _: &dyn Module) -> Result<Arc<dyn Module>, DeviceError> {
@@ -434,8 +459,16 @@ impl StreamDevice for Gpu {
         }))
     }
 
-    fn wait(&self, _: &dyn Event) -> Result<(), DeviceError> {
-        unreachable!("one stream is enough")
+    fn wait(&self, event: &dyn Event) -> Result<(), DeviceError> {
+        let event: &dyn std::any::Any = event;
+        let at: &At = event.downcast_ref().expect("an event of the stand-in");
+        let (stand, stream, position) = (Arc::clone(&at.stand), at.stream, at.position);
+        self.push(move || {
+            let stream = stream;
+            // SAFETY: streams live as long as the process.
+            unsafe { stand.wait(stream.0, position) };
+        });
+        Ok(())
     }
 
     fn copy(&self, copy: &DeviceCopy<'_>) -> Result<(), DeviceError> {

@@ -1,7 +1,8 @@
 //! A layer of one process or of a mesh, behind one set of calls.
 
+use super::calls::MeshSaved;
 use super::groups::Mesh;
-use super::layer::{MeshLayer, MeshSaved};
+use super::layer::MeshLayer;
 use crate::call::{Counters, Input, Output};
 use crate::engine::Engine;
 use crate::error::EngineError;

@@ -2,27 +2,20 @@
 
 use super::groups::Mesh;
 use super::part::Around;
-use super::passes::{Passes, Segment};
 use super::route::Course;
-use super::rows::{Neighbours, Rows};
-use super::run::Run;
 use super::shard::Shard;
-use super::side::Side;
 use super::view::{Sides, View};
-use super::wire::{Packing, counted};
-use crate::call::{Counters, Input, Output};
+use super::wire::Packing;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
-use crate::pass::Pass;
 use crate::texts::Texts;
 use crate::trace::Recorder;
-use crate::training::Saved;
 use moesaic_collectives::{Call, agree};
-use moesaic_plan::{Both, Role, SATURATED, StrategyError, Ways, Wire, plan_placed};
+use moesaic_plan::{Both, Role, Sharing, StrategyError, Ways, Wire, plan_rank};
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training};
 use moesaic_spec::LayerSpec;
-use moesaic_tensor::{Tensor, WeightSource};
+use moesaic_tensor::WeightSource;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -36,46 +29,21 @@ use std::sync::Arc;
 /// rank with the most.
 pub struct MeshLayer {
     engine: Engine,
-    mesh: Mesh,
-    tokens: Layer,
-    experts: Layer,
+    pub(super) mesh: Mesh,
+    pub(super) tokens: Layer,
+    pub(super) experts: Layer,
     /// Where shared experts are sliced.
     shared: Option<Layer>,
     /// For each number of ways that was chosen so far.
-    views: BTreeMap<usize, View>,
-    strategy: Strategy,
+    pub(super) views: BTreeMap<usize, View>,
+    pub(super) strategy: Strategy,
     /// What the route of the strategy is on these nodes.
-    course: Course,
-    /// For each choice so far of what rows are between nodes, but as they are.
-    packings: BTreeMap<Both<Wire>, Packing>,
+    pub(super) course: Course,
+    /// For each number of ways, and each choice so far of what rows are between nodes, but as
+    /// they are.
+    packings: BTreeMap<(usize, Both<Wire>), Packing>,
     /// Who is told of exchanges.
-    recorder: Option<Arc<dyn Recorder>>,
-}
-
-/// What a forward pass of a [`MeshLayer`] left for backward on one rank.
-pub struct MeshSaved {
-    /// What rows are between nodes.
-    wire: Both<Wire>,
-    /// Backward goes as forward did.
-    ways: usize,
-    passes: Arc<Passes>,
-    tokens: Saved,
-    experts: Saved,
-    rows: Rows,
-    /// Where shared experts are sliced.
-    shared: Option<(Saved, Neighbours)>,
-}
-
-impl MeshSaved {
-    /// Tokens of the call, of this rank.
-    pub fn tokens(&self) -> usize {
-        self.tokens.tokens()
-    }
-
-    /// Rows that this rank's experts got.
-    pub fn rows(&self) -> usize {
-        self.rows.arriving()
-    }
+    pub(super) recorder: Option<Arc<dyn Recorder>>,
 }
 
 impl Engine {
@@ -170,8 +138,15 @@ impl Engine {
             unpacked: mesh.keeps_unpacked(),
             ..self.plan_options(training)
         };
-        let (target, sharing) = (self.target(), (mesh.parallel(), mesh.placement(), ways));
-        Ok(plan_placed(spec, target, &options, sharing, mesh.rank())?)
+        let sharing = Sharing::from(mesh.parallel()).at_ways(ways);
+        let sharing = sharing.placed(mesh.placement());
+        Ok(plan_rank(
+            spec,
+            self.target(),
+            &options,
+            sharing,
+            mesh.rank(),
+        )?)
     }
 }
 
@@ -200,8 +175,9 @@ impl MeshLayer {
     /// What this rank does, as the strategy is now but for pieces: [`RankPlan::in_pieces`] of
     /// its degree is what it does.
     pub fn plan(&self) -> &RankPlan {
-        let packing = self.packings.get(&self.strategy.wire);
-        packing.map_or(&self.view().plan, |packing| &packing.plan)
+        let view = self.view();
+        let packing = self.packing(view, self.strategy.wire);
+        packing.map_or(&view.plan, |packing| &packing.plan)
     }
 
     /// The mesh.
@@ -228,14 +204,7 @@ impl MeshLayer {
         let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
         let values = [("strategy", &*strategy.to_string())];
         agree(&mut *self.mesh.groups().world, &values, &call)?;
-        let parallel = self.mesh.parallel();
-        strategy.check(&parallel).map_err(PlanError::from)?;
-        if let Some(placement) = self.mesh.placement() {
-            let checked = strategy.check_placed(&parallel, placement);
-            checked.map_err(PlanError::from)?;
-        }
-        let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
-        let course = self.mesh.course(strategy.route, by)?;
+        let (by, course) = self.checked(strategy)?;
         if !self.views.contains_key(&by.count()) {
             self.add(by)?;
         }
@@ -246,13 +215,35 @@ impl MeshLayer {
         Ok(())
     }
 
+    /// Whether ranks can carry out calls so, by mesh, nodes and placement. Nobody is asked, and
+    /// nothing made: a layer whose weights are packed finds that out when it chooses.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`], as [`MeshLayer::set_strategy`].
+    pub fn check_strategy(&self, strategy: Strategy) -> Result<(), EngineError> {
+        self.checked(strategy).map(drop)
+    }
+
+    fn checked(&self, strategy: Strategy) -> Result<(Ways, Course), EngineError> {
+        let parallel = self.mesh.parallel();
+        strategy.check(&parallel).map_err(PlanError::from)?;
+        let by = Ways::new(parallel, strategy.ways(&parallel)).map_err(PlanError::from)?;
+        Ok((by, self.mesh.course(strategy.route, by)?))
+    }
+
     /// Makes what rows need that are so between nodes, at a number of ways.
     fn pack(&mut self, ways: usize, wire: Both<Wire>) -> Result<(), EngineError> {
-        if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&wire) {
+        let key = (ways, wire);
+        if wire != Both::same(Wire::Exact) && !self.packings.contains_key(&key) {
             let packing = Packing::new(&self.engine, &self.views[&ways].plan, wire)?;
-            self.packings.insert(wire, packing);
+            self.packings.insert(key, packing);
         }
         Ok(())
+    }
+
+    /// What packs rows of a view; `None` where they stay as they are.
+    pub(super) fn packing(&self, view: &View, wire: Both<Wire>) -> Option<&Packing> {
+        self.packings.get(&(view.plan.ways, wire))
     }
 
     /// Binds the passes of a number of ways for rows in so many pieces.
@@ -304,12 +295,12 @@ impl MeshLayer {
         self.recorder = recorder;
     }
 
-    fn view(&self) -> &View {
+    pub(super) fn view(&self) -> &View {
         &self.views[&self.strategy.ways(&self.mesh.parallel())]
     }
 
     /// The layers that have weights.
-    fn held(&self) -> Sides<'_> {
+    pub(super) fn held(&self) -> Sides<'_> {
         Sides {
             tokens: &self.tokens,
             experts: &self.experts,
@@ -350,234 +341,4 @@ impl MeshLayer {
         let held: u64 = self.parts().chain(others).map(Layer::workspace_bytes).sum();
         held + self.mesh.groups().spare.bytes() as u64
     }
-
-    /// Evaluates the layer for this rank's tokens and reads back the named outputs.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_with`]; [`EngineError::Collective`].
-    pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        let view = self.view();
-        let mut run = self.call(view, self.strategy.wire)?;
-        let counters = Counters::default();
-        let evaluation = &view.passes.evaluation;
-        run.begin(Pass::Evaluate, evaluation, input, names, counters)?;
-        run.lend(false)?;
-        run.run(evaluation, |side, rows| {
-            let layer = side.layer;
-            side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
-        })?;
-        run.read(names)
-    }
-
-    /// Evaluates the layer for this rank's tokens and reads back `y`.
-    ///
-    /// # Errors
-    /// As [`MeshLayer::forward_with`].
-    pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
-        self.forward_with(input, &["y"])
-    }
-
-    /// Decides where this rank's tokens go as [`MeshLayer::forward_with`] does, and
-    /// nothing else.
-    ///
-    /// # Errors
-    /// As [`Layer::route`]; [`EngineError::Collective`].
-    pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.decide(Pass::Route, input, names, Counters::default())
-    }
-
-    /// Decides where this rank's tokens go as [`MeshLayer::forward_train`] does with the
-    /// same counters, and nothing else.
-    ///
-    /// # Errors
-    /// As [`Layer::route_train`]; [`EngineError::Collective`].
-    pub fn route_train(
-        &self,
-        input: &Input<'_>,
-        names: &[&str],
-        counters: Counters,
-    ) -> Result<Output, EngineError> {
-        self.tokens.check_training()?;
-        self.decide(Pass::RouteTrain, input, names, counters)
-    }
-
-    fn decide(
-        &self,
-        pass: Pass,
-        input: &Input<'_>,
-        names: &[&str],
-        counters: Counters,
-    ) -> Result<Output, EngineError> {
-        let view = self.view();
-        let segments = &view.routing[usize::from(pass.trains())];
-        let mut run = self.call(view, Both::same(Wire::Exact))?;
-        run.begin(pass, segments, input, names, counters)?;
-        run.run(segments, |_, _| Ok(()))?;
-        run.read(names)
-    }
-
-    /// Runs the layer forward as in training, reads back the named outputs, and keeps what
-    /// backward needs. `counters.first_token` is the number of the first token of the
-    /// whole mesh; that of this rank follows from it.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_train`]; [`EngineError::Collective`].
-    pub fn forward_train(
-        &self,
-        input: &Input<'_>,
-        names: &[&str],
-        counters: Counters,
-    ) -> Result<(Output, MeshSaved), EngineError> {
-        self.tokens.check_training()?;
-        let view = self.view();
-        let wire = self.strategy.wire;
-        let mut run = self.call(view, wire)?;
-        let forward = &view.passes.forward;
-        run.begin(Pass::Train, forward, input, names, counters)?;
-        run.lend(false)?;
-        run.run(forward, |side, rows| {
-            let layer = side.layer;
-            side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
-        })?;
-        let output = run.read(names)?;
-        let Run {
-            tokens,
-            experts,
-            shared,
-            rows,
-            neighbours,
-            ..
-        } = run;
-        let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
-        let kept = tokens.zip(experts).zip(rows);
-        let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
-        let saved = MeshSaved {
-            wire,
-            ways: view.plan.ways,
-            passes: Arc::clone(&view.passes),
-            tokens,
-            experts,
-            rows,
-            shared: shared.and_then(Side::into_saved).zip(neighbours),
-        };
-        Ok((output, saved))
-    }
-
-    /// Runs the layer backward from this rank's `dy`: returns `dx` and
-    /// `grad.topk_weights` of its tokens, and leaves gradients of weights in both parts.
-    /// Those of experts are whole but for other groups that hold the same; those of
-    /// [`MeshLayer::shared`] are of the tokens of ranks with slices of the same experts;
-    /// those of [`MeshLayer::replicated`] are of this rank's tokens alone:
-    /// [`MeshLayer::reduce_gradients`] adds up all.
-    ///
-    /// # Errors
-    /// As [`Layer::backward`]; [`EngineError::Collective`].
-    pub fn backward(
-        &self,
-        saved: &MeshSaved,
-        dy: &Tensor<'_>,
-        accumulate: bool,
-    ) -> Result<Output, EngineError> {
-        let view = self
-            .views
-            .get(&saved.ways)
-            .ok_or(EngineError::ForeignSaved)?;
-        let mut run = self.call(view, saved.wire)?;
-        run.lend(true)?;
-        run.tokens.back(&saved.tokens, accumulate)?;
-        run.experts.back(&saved.experts, accumulate)?;
-        if accumulate {
-            run.begin_gradients()?;
-        }
-        if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
-            side.back(kept, accumulate)?;
-            run.neighbours = Some(neighbours.clone());
-        }
-        run.tokens.layer.check_dy(saved.tokens(), dy)?;
-        let staged = run.tokens.named("dy").expect("training plans have dy");
-        self.tokens.device.upload(&dy.data, staged, 0)?;
-        run.rows = Some(saved.rows.clone());
-        run.run(&saved.passes.backward, |_, _| Ok(()))?;
-        let mut names = self.tokens.input_gradients();
-        let packing = self.packings.get(&saved.wire);
-        if packing.is_some_and(Packing::counts_backward) {
-            names.push(SATURATED);
-        }
-        run.read(&names)
-    }
-
-    /// A call whose rows are so between nodes.
-    fn call<'l>(&'l self, view: &'l View, wire: Both<Wire>) -> Result<Run<'l>, EngineError> {
-        let sides = view.sides(self.held());
-        let groups = self.mesh.groups();
-        let hop = self.packings.get(&wire).map(Packing::begin);
-        Ok(Run {
-            hop: hop.transpose()?,
-            mesh: &self.mesh,
-            plan: &view.plan,
-            label: &view.plan.tokens.spec.name,
-            course: self.course,
-            groups,
-            tokens: Side::new(sides.tokens),
-            experts: Side::new(sides.experts),
-            owned: &self.experts,
-            shared: sides.shared.map(Side::new),
-            rows: None,
-            neighbours: None,
-            under_way: Vec::new(),
-            recorder: self.recorder.as_deref(),
-        })
-    }
-}
-
-impl Run<'_> {
-    /// Puts the inputs of this rank's tokens where kernels read them.
-    fn begin(
-        &mut self,
-        pass: Pass,
-        segments: &[Segment],
-        input: &Input<'_>,
-        names: &[&str],
-        counters: Counters,
-    ) -> Result<(), EngineError> {
-        let layer = self.tokens.layer;
-        let names = &*of_layer(names);
-        layer.check_outputs(pass, names)?;
-        let census = self.census(segments, input.tokens)?;
-        let most = census.map_or(input.tokens, |census| census.most);
-        let before = census.map_or(0, |census| census.before) as u64;
-        let counters = Counters {
-            first_token: counters.first_token + before,
-            ..counters
-        };
-        let tokens = (input.tokens, most);
-        let scalars = layer.scalars_among(pass, counters, tokens, input.capacity_factor)?;
-        match pass {
-            Pass::Train => self.tokens.train(scalars)?,
-            _ => self.tokens.pass(scalars)?,
-        }
-        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
-        layer.stage(pass, input, names, buffer)
-    }
-
-    fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
-        let tokens = self.tokens.scalars().tokens();
-        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
-        let own = of_layer(names);
-        let mut output = self.tokens.layer.read(&own, tokens, buffer)?;
-        if own.len() < names.len() {
-            let saturated = match &self.hop {
-                Some(hop) => hop.saturated()?,
-                None => counted(0),
-            };
-            output.tensors.insert(SATURATED.to_string(), saturated);
-        }
-        Ok(output)
-    }
-}
-
-/// The names of tensors of the layer; the other one is of ranks.
-fn of_layer<'n>(names: &[&'n str]) -> Vec<&'n str> {
-    let names = names.iter().copied();
-    names.filter(|name| *name != SATURATED).collect()
 }

@@ -117,9 +117,9 @@ impl Run<'_> {
         };
         let (me, size) = self.in_block();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        if let Some(mine) = strips.iter().find(|strip| strip.owner == me) {
-            for peer in 0..size {
-                sends.extend(rows(mine, own, peer, packed(mine, 0))?);
+        for peer in 0..size {
+            for mine in strips.iter().filter(|strip| strip.owner == me) {
+                sends.extend(rows(mine, own, peer, packed(mine, mine.own))?);
             }
         }
         for strip in strips {
@@ -148,7 +148,7 @@ impl Run<'_> {
             let transfer = |peer, slice| Transfer { peer, slice };
             if strip.owner == me {
                 for peer in (0..size).filter(|peer| *peer != me) {
-                    sends.push(transfer(peer, slice(own, 0)?));
+                    sends.push(transfer(peer, slice(own, strip.own)?));
                 }
             } else {
                 receives.push(transfer(strip.owner, slice(&pieces, first)?));
@@ -161,7 +161,7 @@ impl Run<'_> {
         let mut first = 0;
         for strip in strips {
             let (from, at) = match strip.owner == me {
-                true => (own, packed(strip, 0)),
+                true => (own, packed(strip, strip.own)),
                 false => (&pieces, packed(strip, first)),
             };
             self.copy(strip, element, [(from, at), (to, spread(strip))])?;
@@ -182,7 +182,7 @@ impl Run<'_> {
         let (me, size) = self.in_block();
         let mut counts = vec![0; size];
         for strip in &strips {
-            counts[strip.owner] = strip.elements();
+            counts[strip.owner] += strip.elements();
         }
         let elements: usize = counts.iter().sum();
         let from = Arc::clone(self.experts.buffer(gradient));
@@ -199,43 +199,83 @@ impl Run<'_> {
         }
         let input = pieces.as_ref().unwrap_or(&from);
         let input = Slice::new(input, Element::F32, 0, elements)?;
-        let own = self.own(gradient, self.owned.gradient_buffers()?)?;
-        let output = Slice::new(own, Element::F32, 0, counts[me])?;
+        let own = Arc::clone(self.own(gradient, self.owned.gradient_buffers()?)?);
+        let mine: Vec<&Strip> = strips.iter().filter(|strip| strip.owner == me).collect();
+        // Replicas of other owners' experts lie between those of this rank.
+        let sums = match without_gaps(&mine) {
+            true => None,
+            false => Some(self.spare(counts[me] * Element::F32.size())?),
+        };
+        let output = sums.as_ref().unwrap_or(&own);
+        let output = Slice::new(output, Element::F32, 0, counts[me])?;
         let block = self.groups.between(Between::Block(self.plan.ways));
         let sum = block.reduce_scatter_by_counts(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Started::of(sum, &input))?;
-        self.groups.spare.give(pieces);
+        let mut first = 0;
+        for strip in mine.iter().filter(|_| sums.is_some()) {
+            let from = sums.as_ref().unwrap_or(&own);
+            let places = [
+                (from, packed(strip, first)),
+                (&own, packed(strip, strip.own)),
+            ];
+            self.copy(strip, Element::F32, places)?;
+            first += strip.elements();
+        }
+        self.groups.spare.give(pieces.into_iter().chain(sums));
         Ok(())
     }
 
-    /// Gradients that a pass back adds to begin with those of this rank's weights, and zero for
-    /// the others': their sums over the block are then what was there and what is new.
-    pub fn begin_gradients(&mut self) -> Result<(), EngineError> {
+    /// The gradients that go back to their owners, and what cuts them.
+    fn scattered(&self) -> impl Iterator<Item = (TensorId, Option<usize>)> {
+        self.plan.backward.iter().filter_map(|step| match step {
+            plan::RankStep::Exchange(exchange) => match exchange.way {
+                plan::Way::ScatterGradient { gradient, cut } => Some((gradient, cut)),
+                _ => None,
+            },
+            plan::RankStep::Launch { .. } => None,
+        })
+    }
+
+    /// What gradients are before a pass back whose sums over the block go to their owners:
+    /// those of this rank's weights if the pass adds to them, so that the sums have them, and
+    /// zero for all others'. A replica whose owner has the sum keeps what it has, or has none.
+    pub fn begin_gradients(&mut self, accumulate: bool) -> Result<(), EngineError> {
         if self.plan.by().own_alone() {
             return Ok(());
         }
         let me = self.in_block().0;
-        for step in &self.plan.backward {
-            let plan::RankStep::Exchange(exchange) = step else {
-                continue;
-            };
-            let plan::Way::ScatterGradient { gradient, cut } = exchange.way else {
-                continue;
-            };
+        let device = &*self.owned.device;
+        if !accumulate && self.has_replicas_alone() {
+            for (gradient, _) in self.scattered() {
+                let own = self.own(gradient, self.owned.gradient_buffers()?)?;
+                clear(device, own, own.bytes())?;
+            }
+        }
+        if !accumulate {
+            return Ok(());
+        }
+        for (gradient, cut) in self.scattered() {
             let to = Arc::clone(self.experts.buffer(gradient));
             let bytes = self.plan.experts[gradient].bytes(0) as usize;
-            clear(&*self.owned.device, &to, bytes)?;
+            clear(device, &to, bytes)?;
             let own = self.own(gradient, self.owned.gradient_buffers()?)?;
             let strips = self.plan.strips(gradient, cut);
             for strip in strips.iter().filter(|strip| strip.owner == me) {
                 self.copy(
                     strip,
                     Element::F32,
-                    [(own, packed(strip, 0)), (&to, spread(strip))],
+                    [(own, packed(strip, strip.own)), (&to, spread(strip))],
                 )?;
             }
         }
         Ok(())
+    }
+
+    /// Whether some of its experts' gradients go to other groups, which own those.
+    fn has_replicas_alone(&self) -> bool {
+        let (placement, ep) = (self.plan.placement(), self.plan.place.ep);
+        let mut slots = 0..placement.count(ep);
+        self.plan.ways == 0 && slots.any(|slot| !placement.owns(ep, slot))
     }
 
     /// This rank's part of a tensor of the experts' side.
@@ -290,6 +330,16 @@ fn packed(strip: &Strip, first: usize) -> Rows {
 fn spread(strip: &Strip) -> Rows {
     let Strip { first, stride, .. } = *strip;
     Rows { first, stride }
+}
+
+/// Whether an owner has strips one after the other, from the start on.
+fn without_gaps(strips: &[&Strip]) -> bool {
+    let mut next = 0;
+    strips.iter().all(|strip| {
+        let follows = strip.own == next;
+        next += strip.elements();
+        follows
+    })
 }
 
 /// Whether strips lie one after the other, from the start on.

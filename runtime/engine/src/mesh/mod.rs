@@ -5,11 +5,14 @@
 //! [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in one list.
 
 mod any;
+mod calls;
 mod collect;
+mod counts;
 mod gpus;
 mod groups;
 mod layer;
 mod lent;
+mod neighbours;
 mod part;
 mod passes;
 mod ranks;
@@ -21,14 +24,16 @@ mod run;
 mod shard;
 mod share;
 mod side;
+mod sums;
 mod under_way;
 mod view;
 mod weights;
 mod wire;
 
 pub use any::{AnyLayer, AnySaved};
+pub use calls::MeshSaved;
 pub use groups::Mesh;
-pub use layer::{MeshLayer, MeshSaved};
+pub use layer::MeshLayer;
 pub use part::{part_of, part_of_placed, part_shape, part_shape_placed};
 pub use ranks::{Among, Ranks};
 pub use shard::{Shard, joined, joined_placed};

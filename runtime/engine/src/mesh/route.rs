@@ -4,12 +4,13 @@ use super::groups::Mesh;
 use super::rows::Rows;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::plan::{self, FanOut, Itinerary, Leg, Passage};
+use moesaic_collectives::plan::{self, FanOut, Itinerary, Leg, Passage, RowBytes, Sums};
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
 };
 use moesaic_plan::{PlanError, Route, StrategyError, Ways};
 use moesaic_target::{Buffer, Device};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// How rows go among the ranks that exchange them.
@@ -108,26 +109,54 @@ impl Rows {
         Ok((told.collect(), Arc::new(passage)))
     }
 
-    /// How rows go by way of other ranks; `None` where they go straight. A row from one rank
-    /// to another has so many bytes.
+    /// How rows of pieces go by way of other ranks; `None` where they go straight. `crosses`
+    /// says whether two ranks are on different nodes.
     pub fn itinerary(
         &self,
         load: Load,
-        bytes: &dyn Fn(usize, usize) -> usize,
+        pieces: &Range<usize>,
+        (bytes, crosses): (RowBytes, &dyn Fn(usize, usize) -> bool),
     ) -> Option<Box<dyn Itinerary>> {
-        let passage = self.passage.as_ref()?;
-        let size = |leg: Leg| leg.units as usize * bytes(leg.from, leg.to);
-        Some(match (load, &self.fan) {
-            (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes(0, 0))),
+        let passage = self.passage_of(pieces)?;
+        let row = |leg: Leg| match crosses(leg.from, leg.to) {
+            true => bytes.far,
+            false => bytes.near,
+        };
+        let size = |leg: Leg| leg.units as usize * row(leg);
+        Some(match (load, self.fan_of(pieces)) {
+            (Load::Tokens, Some(fan)) => Box::new(fan.of_rows(bytes)),
             (Load::Tokens | Load::Rows, _) => Box::new(passage.there(&size)),
-            (Load::Addends(element), Some(fan)) => {
-                let answers = |from, to| self.answers_to(from, to);
-                Box::new(fan.summed((element, bytes(0, 0)), &answers))
+            (Load::Addends(element), Some(_)) => {
+                Box::new(self.sums(pieces, (element, bytes.near))?)
             }
             (Load::Answers | Load::Addends(_), _) => Box::new(passage.back(&|leg| {
                 let answers = self.answers_to(leg.from, leg.to);
                 if answers { size(leg) } else { 0 }
             })),
+        })
+    }
+
+    /// How answers of pieces are summed inside nodes, where each token crosses once.
+    pub fn sums(&self, pieces: &Range<usize>, row: (Element, usize)) -> Option<Sums> {
+        let answers = |from, to| self.answers_to(from, to);
+        Some(self.fan_of(pieces)?.summed(row, &answers))
+    }
+
+    fn passage_of(&self, pieces: &Range<usize>) -> Option<Arc<Passage>> {
+        let (whole, cut) = (self.passage.as_ref()?, |number, rows| {
+            self.cut(number, rows)
+        });
+        Some(match self.pieces() {
+            1 => Arc::clone(whole),
+            _ => Arc::new(whole.in_parts(pieces.clone(), &cut)),
+        })
+    }
+
+    fn fan_of(&self, pieces: &Range<usize>) -> Option<Arc<FanOut>> {
+        let (whole, cut) = (self.fan.as_ref()?, |number, rows| self.cut(number, rows));
+        Some(match self.pieces() {
+            1 => Arc::clone(whole),
+            _ => Arc::new(whole.in_parts(pieces.clone(), &cut)),
         })
     }
 

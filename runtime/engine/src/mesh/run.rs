@@ -1,9 +1,10 @@
 //! A pass of one rank: launches of all sides, and exchanges between ranks.
 
 use super::groups::{Between, Groups, Mesh};
+use super::neighbours::Neighbours;
 use super::passes::{SLICED, Segment, pieces};
 use super::route::{Course, Load};
-use super::rows::{Neighbours, Piece, Rows};
+use super::rows::{Piece, Rows};
 use super::side::{Part, Side};
 use super::under_way::{Started, UnderWay, Written};
 use super::wire::Hop;
@@ -12,23 +13,15 @@ use crate::launch::Bound;
 use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::Itinerary;
-use moesaic_collectives::{Algorithm, Call, Element, Reduction, Slice, Transfer};
+use moesaic_collectives::plan::{Itinerary, RowBytes};
+use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, Exchange, Parallel, Place, RankPlan, TensorId, Way};
 use moesaic_spec::WeightSite;
 use moesaic_target::Buffer;
+use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
-
-/// What every rank has in a call.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Census {
-    /// Tokens of ranks before this one.
-    pub before: usize,
-    /// Of the rank with the most.
-    pub most: usize,
-}
 
 /// Rows of a tensor of a side that an exchange moves.
 pub(super) type Moved = (plan::Side, TensorId, Vec<Piece>);
@@ -59,47 +52,6 @@ pub(super) struct Run<'l> {
 }
 
 impl Run<'_> {
-    /// What every rank has, if a pass asks.
-    pub fn census(
-        &mut self,
-        segments: &[Segment],
-        tokens: usize,
-    ) -> Result<Option<Census>, EngineError> {
-        let asks = |segment: &Segment| {
-            matches!(
-                segment,
-                Segment::Exchange(Exchange {
-                    way: Way::Tokens,
-                    ..
-                })
-            )
-        };
-        if !segments.iter().any(asks) {
-            return Ok(None);
-        }
-        let all = self.each_has(tokens, Between::World, &self.call("tokens"))?;
-        Ok(Some(Census {
-            before: all[..self.mesh.rank()].iter().sum(),
-            most: all.iter().copied().max().unwrap_or(0),
-        }))
-    }
-
-    /// A number of every rank of a group.
-    fn each_has(
-        &mut self,
-        own: usize,
-        between: Between,
-        call: &Call,
-    ) -> Result<Vec<usize>, EngineError> {
-        let group = self.groups.between(between);
-        let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
-        let number = |bytes: &Vec<u8>| {
-            let bytes = bytes.as_slice().try_into().unwrap_or_default();
-            u64::from_le_bytes(bytes) as usize
-        };
-        Ok(all.iter().map(number).collect())
-    }
-
     /// Runs the steps of a pass; `arrive` makes room on a side for the rows that come there.
     pub fn run(
         &mut self,
@@ -171,7 +123,7 @@ impl Run<'_> {
         }
     }
 
-    fn call(&self, name: &str) -> Call {
+    pub(super) fn call(&self, name: &str) -> Call {
         Call::new(&format!("{} of {}", name, self.label))
     }
 
@@ -189,7 +141,7 @@ impl Run<'_> {
             None => self.ended(recorded, Instant::now()),
             Some(started) => self.keep(exchange, started, written, recorded)?,
         }
-        self.unpack()
+        Ok(())
     }
 
     /// What an exchange of rows writes.
@@ -211,7 +163,10 @@ impl Run<'_> {
     fn start(&mut self, exchange: &Exchange) -> Result<Option<Started>, EngineError> {
         let call = match exchange.piece {
             None => self.call(&exchange.name),
-            Some(piece) => self.call(&format!("{}, piece {piece},", exchange.name)),
+            Some(piece) => {
+                let call = self.call(&format!("{}, piece {piece},", exchange.name));
+                call.beside()
+            }
         };
         let started = match exchange.way {
             // Done when the call begins, or by [`Run::run`].
@@ -221,14 +176,15 @@ impl Run<'_> {
                 let pieces = rows.numbers(exchange.piece);
                 let sent = (plan::Side::Tokens, from, rows.sent(&pieces));
                 let arrived = (plan::Side::Experts, to, rows.arrived(&pieces));
-                self.send_rows(&exchange.name, self.load(from), sent, arrived, &call)
+                let load = (self.load(from), pieces);
+                self.send_rows(&exchange.name, load, sent, arrived, &call)
             }
             Way::ToTokens { from, to } => {
                 let rows = self.rows();
                 let pieces = rows.numbers(exchange.piece);
                 let answers = (plan::Side::Experts, from, rows.answers(&pieces));
                 let answered = (plan::Side::Tokens, to, rows.answered(&pieces));
-                let load = self.load_back(from);
+                let load = (self.load_back(from), pieces);
                 self.send_rows(&exchange.name, load, answers, answered, &call)
             }
             Way::OverShards { tensor } => {
@@ -266,7 +222,7 @@ impl Run<'_> {
     }
 
     /// The mesh that rows travel in, and this rank's place there.
-    fn travels(&self) -> (Parallel, Place) {
+    pub(super) fn travels(&self) -> (Parallel, Place) {
         let by = self.plan.by();
         (by.mesh(), by.place(self.mesh.rank()))
     }
@@ -289,8 +245,7 @@ impl Run<'_> {
     ) -> Result<Started, EngineError> {
         let group = self.groups.between(between);
         let handle = group.exchange(sends, receives, call)?;
-        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
-        Ok(Started { handle, bytes })
+        Ok(Started::sending(handle, sends))
     }
 
     /// Rows of tokens, straight or by way of other ranks. Where that was chosen, those for other
@@ -298,7 +253,7 @@ impl Run<'_> {
     fn send_rows(
         &mut self,
         name: &str,
-        load: Load,
+        load: (Load, Range<usize>),
         sent: Moved,
         came: Moved,
         call: &Call,
@@ -307,8 +262,10 @@ impl Run<'_> {
         if let Some(packed) = packing.and_then(|packing| packing.packed(name)) {
             return self.send_packed(packed, load, sent, came, call);
         }
-        let bytes = self.plan.row_bytes(sent.0, sent.1);
-        let path = self.rows().itinerary(load, &|_, _| bytes);
+        let bytes = RowBytes::same(self.plan.row_bytes(sent.0, sent.1));
+        let path = self
+            .rows()
+            .itinerary(load.0, &load.1, (bytes, &|_, _| false));
         let sends = self.transfers(sent.0, sent.1, &sent.2)?;
         let receives = self.transfers(came.0, came.1, &came.2)?;
         self.send_by(path, &sends, &receives, call)
@@ -327,8 +284,7 @@ impl Run<'_> {
             None => group.exchange(sends, receives, call)?,
             Some(path) => group.exchange_by(sends, receives, &*path, call)?,
         };
-        let bytes = sends.iter().map(|send| send.slice.bytes() as u64).sum();
-        Ok(Started { handle, bytes })
+        Ok(Started::sending(handle, sends))
     }
 
     /// Rows of a tensor as bytes: they are only moved.
@@ -339,74 +295,7 @@ impl Run<'_> {
         pieces: &[Piece],
     ) -> Result<Vec<Transfer>, EngineError> {
         let bytes = self.plan.row_bytes(side, tensor);
-        let buffer = self.side(side).buffer(tensor);
-        let transfer = |piece: &Piece| {
-            let (first, size) = (piece.first * bytes, piece.rows * bytes);
-            Ok(Transfer {
-                peer: piece.peer,
-                slice: Slice::new(buffer, Element::U8, first, size)?,
-            })
-        };
-        pieces.iter().map(transfer).collect()
-    }
-
-    /// Everybody learns how many rows come from where.
-    fn count(&mut self) -> Result<Rows, EngineError> {
-        let (mesh, place) = self.travels();
-        let (placement, experts) = (
-            self.plan.row_placement(),
-            self.plan.tokens.spec.shape.experts,
-        );
-        let mut offsets = vec![0i64; experts + 1];
-        let device = &*self.tokens.layer.device;
-        let from = self.tokens.named("offsets").expect("a scan has offsets");
-        device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
-        let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
-        let (counts, sizes) = Rows::told((mesh, place), &placement, &offsets);
-        let algorithm = match self.course {
-            Course::Straight => Algorithm::Direct,
-            Course::Over(algorithm) => algorithm,
-            Course::Once(shape) => Algorithm::InterFirst(shape),
-        };
-        if self.course != Course::Straight {
-            let call = self.call("counts");
-            let group = self.groups.between(Between::Rows(self.plan.ways));
-            let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
-            let mut rows = Rows::new((mesh, place), placement, offsets, &told);
-            rows.passage = Some(passage);
-            return self.fan_out(rows);
-        }
-        let own = placement.count(place.ep);
-        let mut told = vec![0i64; own * mesh.group()];
-        let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
-        let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
-        device.upload(cast_slice(&counts), &input, 0)?;
-        let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
-        let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
-        let receives = vec![own; mesh.group()];
-        let call = self.call("counts");
-        let rows = self.groups.between(Between::Rows(self.plan.ways));
-        rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
-            .wait()?;
-        device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
-        Ok(Rows::new((mesh, place), placement, offsets, &told))
-    }
-
-    /// Where each token crosses to a node once, ranks learn which rows are of one token.
-    fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
-        let Course::Once(shape) = self.course else {
-            return Ok(rows);
-        };
-        let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
-        let mut slots = vec![0i32; rows.own()];
-        let from = self.tokens.named("row_slots");
-        let from = from.expect("a scan says which slot a row is of");
-        device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
-        let top_k = self.plan.tokens.spec.shape.top_k as i32;
-        let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
-        let group = self.groups.between(Between::Rows(self.plan.ways));
-        rows.fan_out(group, device, (shape, &tokens), &call)?;
-        Ok(rows)
+        transfers(self.side(side).buffer(tensor), bytes, pieces)
     }
 
     /// Whether rows of a token are equal: `rows` are not where dispatch weights them.
@@ -429,13 +318,6 @@ impl Run<'_> {
             "drows" if weight_on != WeightSite::Input => Load::Addends(element(tensor.dtype)),
             _ => Load::Answers,
         }
-    }
-
-    /// Ranks with slices of the same experts learn how many tokens each has.
-    fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
-        let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.each_has(tokens, Between::Slices, &call)?;
-        Ok(Neighbours::new(counts, self.mesh.place().shard))
     }
 
     /// A tensor of all slices' tokens, whose sums over slices go to the tokens' ranks.
@@ -507,23 +389,6 @@ impl Run<'_> {
         }
     }
 
-    /// The tokens of all ranks with an expert.
-    fn count_live(&mut self, ids: TensorId, to: TensorId, call: &Call) -> Result<(), EngineError> {
-        let device = &*self.tokens.layer.device;
-        let (tokens, top_k) = (
-            self.tokens.scalars().tokens(),
-            self.plan.tokens.spec.shape.top_k,
-        );
-        let mut choices = vec![0i32; tokens * top_k];
-        let bytes = bytemuck::cast_slice_mut(&mut choices);
-        device.download(self.tokens.buffer(ids), 0, bytes)?;
-        let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
-        let own = choices.chunks(top_k).filter(has_one).count();
-        let all: usize = self.each_has(own, Between::World, call)?.iter().sum();
-        device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
-        Ok(())
-    }
-
     /// Numbers of the tokens' side, over all ranks.
     fn reduce(
         &mut self,
@@ -575,6 +440,22 @@ impl Run<'_> {
         let receives = self.transfers(plan::Side::Tokens, to, &receives)?;
         self.send(Between::Rows(self.plan.ways), &sends, &receives, call)
     }
+}
+
+/// Rows of so many bytes.
+pub(super) fn transfers(
+    buffer: &Arc<Buffer>,
+    bytes: usize,
+    pieces: &[Piece],
+) -> Result<Vec<Transfer>, EngineError> {
+    let transfer = |piece: &Piece| {
+        let (first, size) = (piece.first * bytes, piece.rows * bytes);
+        Ok(Transfer {
+            peer: piece.peer,
+            slice: Slice::new(buffer, Element::U8, first, size)?,
+        })
+    };
+    pieces.iter().map(transfer).collect()
 }
 
 /// As collectives call it.

@@ -1,9 +1,10 @@
 //! Exchanges that are begun, and when they are waited for.
 
 use super::run::Run;
+use super::wire::Coming;
 use crate::error::EngineError;
 use crate::trace::{Activity, Lane};
-use moesaic_collectives::{Handle, Slice};
+use moesaic_collectives::{Handle, Slice, Transfer};
 use moesaic_plan::{Exchange, Side, TensorId};
 use std::ops::Range;
 use std::time::Instant;
@@ -13,14 +14,26 @@ pub(super) struct Started {
     pub handle: Handle,
     /// Of what this rank sends.
     pub bytes: u64,
+    /// Rows that come packed.
+    pub coming: Option<Coming>,
 }
 
 impl Started {
+    /// Of messages of this rank.
+    pub fn sending(handle: Handle, sends: &[Transfer]) -> Started {
+        Started {
+            handle,
+            bytes: sends.iter().map(|send| send.slice.bytes() as u64).sum(),
+            coming: None,
+        }
+    }
+
     /// Of data of all ranks.
     pub fn of(handle: Handle, data: &Slice) -> Started {
         Started {
             handle,
             bytes: data.bytes() as u64,
+            coming: None,
         }
     }
 }
@@ -49,6 +62,8 @@ pub(super) struct UnderWay {
     handle: Handle,
     writes: Option<Written>,
     recorded: Recording,
+    /// What is unpacked when it has ended.
+    coming: Option<Coming>,
 }
 
 impl Run<'_> {
@@ -75,14 +90,23 @@ impl Run<'_> {
         writes: Option<Written>,
         recorded: Recording,
     ) -> Result<(), EngineError> {
-        let Started { handle, bytes } = started;
+        let Started {
+            handle,
+            bytes,
+            coming,
+        } = started;
         let recorded = recorded.map(|(activity, begin)| (Activity { bytes, ..activity }, begin));
-        let later = handle.is_in_stream() || exchange.piece.is_some();
-        let under_way = UnderWay {
+        let in_stream = handle.is_in_stream();
+        let later = in_stream || handle.is_beside() || exchange.piece.is_some();
+        let mut under_way = UnderWay {
             handle,
             writes,
             recorded,
+            coming,
         };
+        if in_stream {
+            self.unpack(under_way.coming.take())?;
+        }
         match later {
             true => self.under_way.push(under_way),
             false => self.wait(under_way)?,
@@ -100,12 +124,13 @@ impl Run<'_> {
             handle,
             writes: None,
             recorded: None,
+            coming: None,
         });
         Ok(())
     }
 
     /// Waits for those that write what is needed; what is in the order of the device's stream
-    /// needs no waiting for.
+    /// needs no waiting for, and for what is on another one that stream waits.
     pub(super) fn wait_for(
         &mut self,
         needed: impl Fn(&Written) -> bool,
@@ -113,8 +138,16 @@ impl Run<'_> {
         let needed =
             |one: &UnderWay| !one.handle.is_in_stream() && one.writes.as_ref().is_some_and(&needed);
         while let Some(at) = self.under_way.iter().position(needed) {
-            let one = self.under_way.remove(at);
-            self.wait(one)?;
+            if !self.under_way[at].handle.is_beside() {
+                let one = self.under_way.remove(at);
+                self.wait(one)?;
+                continue;
+            }
+            let one = &mut self.under_way[at];
+            one.handle.join()?;
+            one.writes = None;
+            let coming = one.coming.take();
+            self.unpack(coming)?;
         }
         Ok(())
     }
@@ -125,10 +158,10 @@ impl Run<'_> {
         all.into_iter().try_for_each(|one| self.wait(one))
     }
 
-    fn wait(&self, one: UnderWay) -> Result<(), EngineError> {
+    fn wait(&mut self, one: UnderWay) -> Result<(), EngineError> {
         let end = one.handle.wait_timed()?;
         self.ended(one.recorded, end);
-        Ok(())
+        self.unpack(one.coming)
     }
 
     /// Tells the recorder that an exchange has ended.

@@ -2,7 +2,7 @@
 
 use super::route::Load;
 use super::rows::Piece;
-use super::run::{Moved, Run};
+use super::run::{Moved, Run, transfers};
 use super::under_way::Started;
 use crate::call::Counters;
 use crate::engine::Engine;
@@ -11,11 +11,14 @@ use crate::launch::{Bound, Scalars};
 use crate::memory::{Addresses, Workspace};
 use crate::texts::Texts;
 use bytemuck::cast_slice;
-use moesaic_collectives::{Call, Element, Slice, Transfer};
-use moesaic_plan::{Both, Packed, RankPlan, RankStep, SATURATED, Side, TensorId, Tilings, Wire};
+use moesaic_collectives::plan::{RowBytes, Sums};
+use moesaic_collectives::{Call, Transfer};
+use moesaic_plan::{Both, Packed, Place, RankPlan, RankStep, SATURATED, Side};
+use moesaic_plan::{TensorId, Tilings, Wire};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::Tensor;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The kernels that pack rows in one way, and their memory.
@@ -29,11 +32,12 @@ pub(super) struct Packing {
     steps: Vec<Bound>,
     device: Arc<dyn Device>,
     saturated: Arc<Buffer>,
-    memory: Mutex<Memory>,
+    rooms: Mutex<Vec<Room>>,
 }
 
+/// Memory of one exchange for its rows on the wire; as many as are under way at once.
 #[derive(Default)]
-struct Memory {
+pub(super) struct Room {
     workspace: Workspace,
     addresses: Addresses,
 }
@@ -55,7 +59,7 @@ impl Packing {
         let device = engine.device().clone();
         Ok(Packing {
             saturated: Arc::new(device.alloc(64)?),
-            memory: Mutex::default(),
+            rooms: Mutex::default(),
             device,
             tilings,
             steps,
@@ -68,12 +72,11 @@ impl Packing {
     pub fn begin(&self) -> Result<Hop<'_>, EngineError> {
         self.device
             .upload(&0i64.to_le_bytes(), &self.saturated, 0)?;
-        let memory = self.memory.lock();
+        let rooms = self.rooms.lock();
         Ok(Hop {
             packing: self,
-            // A panic can only have left memory that the next call lays anew.
-            memory: memory.unwrap_or_else(PoisonError::into_inner),
-            coming: None,
+            // A panic can only have left memory that the next exchange lays anew.
+            rooms: rooms.unwrap_or_else(PoisonError::into_inner),
         })
     }
 
@@ -98,25 +101,27 @@ impl Packing {
 /// The kernels and their memory in one call.
 pub(super) struct Hop<'l> {
     pub packing: &'l Packing,
-    memory: MutexGuard<'l, Memory>,
-    /// What the exchange that was begun last brings.
-    coming: Option<Coming<'l>>,
+    /// Those that no exchange has.
+    rooms: MutexGuard<'l, Vec<Room>>,
 }
 
 /// Rows that come packed, and what they are unpacked to.
-struct Coming<'l> {
-    packed: &'l Packed,
-    side: Side,
-    tensor: TensorId,
-    places: Vec<i32>,
+pub(super) struct Coming {
+    pub packed: Packed,
+    pub side: Side,
+    pub tensor: TensorId,
+    /// Which row of the tensor each is.
+    pub places: Vec<i32>,
+    /// Their memory.
+    pub room: Room,
 }
 
 impl Hop<'_> {
-    /// Room for so many rows on the wire. What an exchange before has sent or got is there
-    /// as long as that exchange needs it.
-    pub fn reserve(&mut self, rows: usize) -> Result<(), EngineError> {
+    /// Memory for so many rows on the wire, which nothing under way has.
+    pub fn room(&mut self, rows: usize) -> Result<Room, EngineError> {
+        let mut room = self.rooms.pop().unwrap_or_default();
         let Some(tilings) = &self.packing.tilings else {
-            return Ok(());
+            return Ok(room);
         };
         let plan = tilings.first();
         let elsewhere = |id: &TensorId| {
@@ -125,36 +130,36 @@ impl Hop<'_> {
         };
         let all = (0..plan.tensors.len()).map(TensorId);
         let own = all.filter(|id| !elsewhere(id));
-        let (workspace, device) = (&mut self.memory.workspace, &*self.packing.device);
-        Ok(workspace.reserve(own, tilings, device, rows as u64)?)
+        let device = &*self.packing.device;
+        room.workspace.reserve(own, tilings, device, rows as u64)?;
+        Ok(room)
     }
 
     /// Packs the rows of a tensor that go to other nodes.
     pub fn pack(
-        &mut self,
+        &self,
+        room: &mut Room,
         packed: &Packed,
         rows: &Buffer,
         places: &[i32],
     ) -> Result<(), EngineError> {
-        self.launch(&packed.pack, (packed.sent.places, places), (packed, rows))
+        let list = (packed.sent.places, places);
+        self.launch(room, &packed.pack, list, (packed, rows))
     }
 
-    /// Makes rows of a tensor of those that came.
-    pub fn unpack(
-        &mut self,
-        packed: &Packed,
-        rows: &Buffer,
-        places: &[i32],
-    ) -> Result<(), EngineError> {
-        self.launch(
-            &[packed.unpack],
-            (packed.came.places, places),
-            (packed, rows),
-        )
+    /// Makes rows of a tensor of those that came. What used their memory has been launched
+    /// then.
+    fn unpack(&mut self, mut coming: Coming, rows: &Buffer) -> Result<(), EngineError> {
+        let packed = &coming.packed;
+        let list = (packed.came.places, &*coming.places);
+        self.launch(&mut coming.room, &[packed.unpack], list, (packed, rows))?;
+        self.rooms.push(coming.room);
+        Ok(())
     }
 
     fn launch(
-        &mut self,
+        &self,
+        room: &mut Room,
         steps: &[usize],
         (list, places): (TensorId, &[i32]),
         (packed, rows): (&Packed, &Buffer),
@@ -163,10 +168,10 @@ impl Hop<'_> {
         let Some(tilings) = packing.tilings.as_ref().filter(|_| !places.is_empty()) else {
             return Ok(());
         };
-        let Memory {
+        let Room {
             workspace,
             addresses,
-        } = &mut *self.memory;
+        } = room;
         let listed = workspace.get(list).expect(ROOM);
         packing.device.upload(cast_slice(places), listed, 0)?;
         addresses.clear(tilings.first().tensors.len());
@@ -183,24 +188,6 @@ impl Hop<'_> {
         Ok(())
     }
 
-    /// Rows on the wire, of a tensor of the kernels' plan.
-    pub fn transfers(
-        &self,
-        tensor: TensorId,
-        row_bytes: usize,
-        pieces: &[Piece],
-    ) -> Result<Vec<Transfer>, EngineError> {
-        let buffer = |piece: &Piece| {
-            let held = self.memory.workspace.buffers.handle(tensor).expect(ROOM);
-            let (first, size) = (piece.first * row_bytes, piece.rows * row_bytes);
-            Ok(Transfer {
-                peer: piece.peer,
-                slice: Slice::new(held, Element::U8, first, size)?,
-            })
-        };
-        pieces.iter().map(buffer).collect()
-    }
-
     /// [`SATURATED`] of the call.
     pub fn saturated(&self) -> Result<Tensor<'static>, EngineError> {
         let mut bytes = [0; 8];
@@ -210,68 +197,104 @@ impl Hop<'_> {
     }
 }
 
+impl Room {
+    /// Rows on the wire, of a tensor of the kernels' plan.
+    pub fn transfers(
+        &self,
+        tensor: TensorId,
+        row_bytes: usize,
+        pieces: &[Piece],
+    ) -> Result<Vec<Transfer>, EngineError> {
+        transfers(self.buffer(tensor), row_bytes, pieces)
+    }
+
+    pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
+        self.workspace.buffers.handle(tensor).expect(ROOM)
+    }
+}
+
 impl<'l> Run<'l> {
-    /// As [`Run::send_rows`], with rows for other nodes packed; [`Run::unpack`] follows.
+    /// As [`Run::send_rows`], with rows for other nodes packed, and unpacked when they came.
     pub(super) fn send_packed(
         &mut self,
         packed: &'l Packed,
-        load: Load,
-        (out_of, from, sent): Moved,
-        (side, tensor, came): Moved,
+        (load, pieces): (Load, Range<usize>),
+        sent: Moved,
+        came: Moved,
         call: &Call,
     ) -> Result<Started, EngineError> {
-        let bytes = self.plan.row_bytes(out_of, from);
-        let path = self.rows().itinerary(load, &|from, to| {
-            if self.crosses(from, to) {
-                packed.row_bytes
-            } else {
-                bytes
-            }
-        });
-        let own = self.mesh.rank() - self.first_of_group();
-        let sent = Crossing::of(&sent, |peer| self.crosses(own, peer));
-        let came = Crossing::of(&came, |peer| self.crosses(own, peer));
-        let mut hop = self.hop.take().expect("rows are packed in a call that may");
-        hop.reserve(sent.places.len().max(came.places.len()))?;
-        hop.pack(packed, self.side(out_of).buffer(from), &sent.places)?;
-        let near = self.transfers(out_of, from, &sent.near)?;
-        let far = hop.transfers(packed.sent.bytes, packed.row_bytes, &sent.far)?;
+        let near = self.plan.row_bytes(sent.0, sent.1);
+        if let (Load::Addends(element), Some(fan)) = (load, &self.rows().fan) {
+            let shape = fan.shape();
+            let sums = self
+                .rows()
+                .sums(&pieces, (element, near))
+                .map(Sums::inside_nodes);
+            let sums = sums.expect("rows have tokens where each crosses once");
+            return self.send_sums(packed, (&sums, shape), sent, came, call);
+        }
+        let hosts = self.hosts();
+        let crosses = |from: usize, to: usize| hosts[from] != hosts[to];
+        let far = packed.row_bytes;
+        let path = (self.rows()).itinerary(load, &pieces, (RowBytes { near, far }, &crosses));
+        let own = self.own_member();
+        let out = Crossing::of(&sent.2, |peer| crosses(own, peer));
+        let back = Crossing::of(&came.2, |peer| crosses(own, peer));
+        let rows = out.places.len().max(back.places.len());
+        let hop = self.hop.as_mut().expect(MAY);
+        let mut room = hop.room(rows)?;
+        let hop = self.hop.as_ref().expect(MAY);
+        hop.pack(
+            &mut room,
+            packed,
+            self.side(sent.0).buffer(sent.1),
+            &out.places,
+        )?;
+        let near = self.transfers(sent.0, sent.1, &out.near)?;
+        let far = room.transfers(packed.sent.bytes, packed.row_bytes, &out.far)?;
         let sends = by_peer(near, far);
-        let near = self.transfers(side, tensor, &came.near)?;
-        let far = hop.transfers(packed.came.bytes, packed.row_bytes, &came.far)?;
+        let near = self.transfers(came.0, came.1, &back.near)?;
+        let far = room.transfers(packed.came.bytes, packed.row_bytes, &back.far)?;
         let receives = by_peer(near, far);
         let started = self.send_by(path, &sends, &receives, call)?;
-        hop.coming = Some(Coming {
-            packed,
-            side,
-            tensor,
-            places: came.places,
-        });
-        self.hop = Some(hop);
-        Ok(started)
+        let coming = Coming {
+            packed: packed.clone(),
+            side: came.0,
+            tensor: came.1,
+            places: back.places,
+            room,
+        };
+        Ok(Started {
+            coming: Some(coming),
+            ..started
+        })
     }
 
-    /// Unpacks the rows of an exchange that launches see the result of, if they came packed.
-    pub(super) fn unpack(&mut self) -> Result<(), EngineError> {
-        let Some(mut hop) = self.hop.take() else {
+    /// Unpacks rows that came, where they go.
+    pub(super) fn unpack(&mut self, coming: Option<Coming>) -> Result<(), EngineError> {
+        let Some(coming) = coming else {
             return Ok(());
         };
-        if let Some(coming) = hop.coming.take() {
-            let rows = self.side(coming.side).buffer(coming.tensor);
-            hop.unpack(coming.packed, rows, &coming.places)?;
-        }
-        self.hop = Some(hop);
-        Ok(())
+        let rows = Arc::clone(self.side(coming.side).buffer(coming.tensor));
+        let hop = self.hop.as_mut().expect(MAY);
+        hop.unpack(coming, &rows)
     }
 
-    /// Whether two ranks of the group are on different nodes.
-    fn crosses(&self, from: usize, to: usize) -> bool {
-        let hosts = &self.mesh.hosts()[self.first_of_group()..];
-        hosts[from] != hosts[to]
+    /// The hosts of the ranks that exchange rows, in their order.
+    fn hosts(&self) -> Vec<&'l str> {
+        let (mesh, (travels, place)) = (self.mesh, self.travels());
+        let host = |member: usize| {
+            let (ep, shard) = (member / travels.shards, member % travels.shards);
+            let rank = self.plan.by().rank(Place { ep, shard, ..place });
+            &*mesh.hosts()[rank]
+        };
+        (0..travels.group()).map(host).collect()
     }
 
-    fn first_of_group(&self) -> usize {
-        self.mesh.place().dp * self.mesh.parallel().group()
+    /// The number of this rank among them.
+    pub(super) fn own_member(&self) -> usize {
+        let (travels, place) = self.travels();
+        place.ep * travels.shards + place.shard
     }
 }
 
@@ -283,7 +306,10 @@ fn by_peer(near: Vec<Transfer>, far: Vec<Transfer>) -> Vec<Transfer> {
 }
 
 /// Why a tensor of the kernels has memory.
-const ROOM: &str = "there is room for the rows of an exchange before it";
+pub(super) const ROOM: &str = "there is room for the rows of an exchange before it";
+
+/// Why there are kernels.
+pub(super) const MAY: &str = "rows are packed in a call that may";
 
 /// [`SATURATED`], a number.
 pub(super) fn counted(saturated: i64) -> Tensor<'static> {

@@ -231,6 +231,29 @@ fn fewer_ways_send_fewer_rows_and_gather_weights() {
     );
 }
 
+/// A node has all slices of an expert here, so it gets a token as often however many of them
+/// take its rows, and gives one sum back.
+#[test]
+fn what_crosses_once_does_so_at_any_number_of_ways() {
+    let question = question(16, 4096, true);
+    let simulator = Simulator::new(&question);
+    let nodes = crate::expected_groups(16.0, 2, 4.0) * 3.0 / 4.0;
+    let expected = 4096.0 * nodes * 512.0;
+    for text in ["route=once", "ways=2,route=once", "ways=1,route=once"] {
+        let found = simulator.predict(mesh(4, 4, 1), strategy(text)).unwrap();
+        for (pass, name) in [(0, "rows"), (1, "dout"), (1, "drows")] {
+            let phases = found.passes[pass].phases.iter();
+            let sent: f64 = phases.filter(|p| p.name == name).map(|p| p.sent[1]).sum();
+            // Which rows are of one token goes with the rows.
+            let off = sent / expected - 1.0;
+            assert!(
+                (0.0..0.04).contains(&off),
+                "{text}: {name} {sent}, not {expected}"
+            );
+        }
+    }
+}
+
 #[test]
 fn what_is_smaller_between_nodes_is_smaller_there_alone() {
     let question = question(16, 4096, false);

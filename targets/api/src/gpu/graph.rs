@@ -106,7 +106,7 @@ impl<V: Vendor> Graph for GpuGraph<V> {
         self.lane.gpu.call(&operation, |f| unsafe {
             (f.graph_launch)(*exec, self.lane.stream)
         })?;
-        self.lane.gpu.journal().note(self.lane.id, &self.launched);
+        self.lane.journal().note(&self.launched);
         Ok(())
     }
 }

@@ -2,8 +2,9 @@
 //! fault comes to light later.
 
 use super::Shape;
+use super::shared::lock;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Suspects that are remembered. A layer has about ten.
 const KEPT: usize = 64;
@@ -15,47 +16,91 @@ pub(super) enum Launched {
     Graph { name: Arc<str> },
 }
 
-/// Launches by stream, oldest first, each kind once.
+/// Launches of a stream, oldest first, each kind once.
 #[derive(Debug, Default)]
 pub(super) struct Journal {
-    launches: Vec<(u64, Launched)>,
+    launches: Vec<Launched>,
+    /// Where the launch that follows the last one is, if calls repeat.
+    next: usize,
     forgotten: usize,
 }
 
 impl Journal {
-    pub fn note(&mut self, lane: u64, launched: &Launched) {
-        let known = |(other, old): &(u64, Launched)| *other == lane && old == launched;
-        if self.launches.iter().any(known) {
+    pub fn note(&mut self, launched: &Launched) {
+        let count = self.launches.len();
+        let mut places = (0..count).map(|i| (self.next + i) % count);
+        if let Some(at) = places.find(|at| self.launches[*at] == *launched) {
+            self.next = at + 1;
             return;
         }
-        if self.launches.len() == KEPT {
+        if count == KEPT {
             self.launches.remove(0);
             self.forgotten += 1;
         }
-        self.launches.push((lane, launched.clone()));
+        self.launches.push(launched.clone());
+        self.next = 0;
     }
 
     /// Everything on this stream has finished.
-    pub fn settle(&mut self, lane: u64) {
-        self.launches.retain(|(other, _)| *other != lane);
-        if self.launches.is_empty() {
-            self.forgotten = 0;
-        }
+    pub fn settle(&mut self) {
+        self.launches.clear();
+        self.next = 0;
+        self.forgotten = 0;
     }
 
-    pub fn suspects(&self) -> Vec<Launched> {
-        let mut suspects: Vec<Launched> = Vec::new();
-        for (_, launched) in &self.launches {
-            if !suspects.contains(launched) {
-                suspects.push(launched.clone());
-            }
+    pub fn is_empty(&self) -> bool {
+        self.launches.is_empty()
+    }
+}
+
+/// The journal of a stream. A launch locks its own stream's and no other.
+pub(super) type SharedJournal = Arc<Mutex<Journal>>;
+
+/// Those of a GPU's streams.
+#[derive(Debug, Default)]
+pub(super) struct Journals(Mutex<Vec<SharedJournal>>);
+
+impl Journals {
+    /// One for a new stream.
+    pub fn open(&self) -> SharedJournal {
+        let mut all = lock(&self.0);
+        // A stream that is gone, and was waited for, has no suspects.
+        all.retain(|journal| Arc::strong_count(journal) > 1 || !lock(journal).is_empty());
+        let journal = SharedJournal::default();
+        all.push(journal.clone());
+        journal
+    }
+
+    pub fn suspects(&self) -> Suspects {
+        let mut suspects = Suspects::default();
+        for journal in lock(&self.0).iter() {
+            suspects.add(&lock(journal));
         }
         suspects
+    }
+}
+
+/// Launches that a fault may be of.
+#[derive(Debug, Default)]
+pub(super) struct Suspects {
+    pub launches: Vec<Launched>,
+    forgotten: usize,
+}
+
+impl Suspects {
+    /// Those of one more stream.
+    pub fn add(&mut self, journal: &Journal) {
+        for launched in &journal.launches {
+            if !self.launches.contains(launched) {
+                self.launches.push(launched.clone());
+            }
+        }
+        self.forgotten += journal.forgotten;
     }
 
     /// The suspects in words.
     pub fn words(&self, blocking: &str) -> String {
-        let names: Vec<String> = self.suspects().iter().map(Launched::to_string).collect();
+        let names: Vec<String> = self.launches.iter().map(Launched::to_string).collect();
         if names.is_empty() {
             return "nothing was launched here since the last synchronise: it is of another \
                     user of the GPU in this process"
@@ -95,37 +140,77 @@ mod tests {
         Launched::Kernel { symbol, shape }
     }
 
+    fn suspects(journals: &[&Journal]) -> Suspects {
+        let mut suspects = Suspects::default();
+        journals.iter().for_each(|journal| suspects.add(journal));
+        suspects
+    }
+
     #[test]
     fn suspects_are_those_since_the_last_wait_on_their_stream() {
-        let mut journal = Journal::default();
-        assert!(journal.words("X").starts_with("nothing was launched here"));
-        for (lane, symbol) in [(1, "a"), (1, "b"), (2, "a"), (1, "a"), (2, "c")] {
-            journal.note(lane, &kernel(symbol));
+        let [mut one, mut two] = [Journal::default(), Journal::default()];
+        let words = suspects(&[&one, &two]).words("X");
+        assert!(words.starts_with("nothing was launched here"));
+        for symbol in ["a", "b", "a"] {
+            one.note(&kernel(symbol));
+        }
+        for symbol in ["a", "c"] {
+            two.note(&kernel(symbol));
         }
         assert_eq!(
-            journal.suspects(),
+            suspects(&[&one, &two]).launches,
             [kernel("a"), kernel("b"), kernel("c")],
             "each once, oldest first"
         );
-        journal.settle(1);
-        assert_eq!(journal.suspects(), [kernel("a"), kernel("c")]);
+        one.settle();
+        let left = suspects(&[&one, &two]);
+        assert_eq!(left.launches, [kernel("a"), kernel("c")]);
         let shape = "(grid 2 x 1, 64 threads, 0 bytes of dynamic shared memory)";
         assert_eq!(
-            journal.words("X_BLOCKING"),
+            left.words("X_BLOCKING"),
             format!("one of: `a` {shape}, `c` {shape}; set X_BLOCKING=1 to be told which")
         );
+    }
+
+    /// A stream notes its launches while another one does, and they outlive it.
+    #[test]
+    fn streams_lock_their_own_journals() {
+        let journals = Journals::default();
+        let [one, two] = [journals.open(), journals.open()];
+        let busy = lock(&one);
+        let mut own = two.try_lock().expect("nobody else has it");
+        own.note(&kernel("a"));
+        drop((busy, own));
+        drop(two);
+        let three = journals.open();
+        assert_eq!(journals.suspects().launches, [kernel("a")]);
+        drop((one, three));
+        journals.open();
+        let left = lock(&journals.0).len();
+        assert_eq!(left, 2, "that with a suspect, and the new one");
+    }
+
+    #[test]
+    fn a_call_that_repeats_is_found_where_it_is_expected() {
+        let mut journal = Journal::default();
+        for (symbol, next) in [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 2), ("b", 2)] {
+            journal.note(&kernel(symbol));
+            assert_eq!(journal.next, next, "after {symbol}");
+        }
+        assert_eq!(journal.launches, ["a", "b", "c"].map(kernel));
     }
 
     #[test]
     fn a_long_list_says_how_many_are_not_in_it() {
         let mut journal = Journal::default();
         for i in 0..KEPT + 3 {
-            journal.note(1, &kernel(&format!("k{i}")));
+            journal.note(&kernel(&format!("k{i}")));
         }
-        assert_eq!(journal.suspects()[0], kernel("k3"));
-        assert!(journal.words("X").contains(", and 3 earlier ones; set X=1"));
-        journal.settle(1);
-        journal.note(1, &kernel("last"));
-        assert!(!journal.words("X").contains("earlier"));
+        let long = suspects(&[&journal]);
+        assert_eq!(long.launches[0], kernel("k3"));
+        assert!(long.words("X").contains(", and 3 earlier ones; set X=1"));
+        journal.settle();
+        journal.note(&kernel("last"));
+        assert!(!suspects(&[&journal]).words("X").contains("earlier"));
     }
 }

@@ -1,12 +1,13 @@
 //! A stream, and the capture it is part of.
 
 use super::capture::Capture;
-use super::shared::Gpu;
+use super::journal::{Journal, SharedJournal};
+use super::shared::{Gpu, lock};
 use super::staging::Staging;
 use super::{StreamHandle, Vendor, functions};
 use crate::DeviceError;
 use std::any::Any;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A stream that does not wait for the default one.
 const NON_BLOCKING: u32 = 1;
@@ -17,6 +18,8 @@ pub(super) struct Lane<V: Vendor> {
     pub stream: StreamHandle,
     /// Its number on this GPU.
     pub id: u64,
+    /// What was launched on it.
+    journal: SharedJournal,
     /// Who destroys the stream, when it is not this.
     owner: Option<Box<dyn Any + Send + Sync>>,
     capture: Mutex<Option<Arc<Capture<V>>>>,
@@ -33,6 +36,7 @@ impl<V: Vendor> Lane<V> {
     ) -> Lane<V> {
         Lane {
             id: gpu.next_lane(),
+            journal: gpu.journals.open(),
             gpu,
             stream,
             owner,
@@ -57,7 +61,7 @@ impl<V: Vendor> Lane<V> {
         self.gpu.call(operation, |f| unsafe {
             (f.stream_synchronize)(self.stream)
         })?;
-        self.gpu.journal().settle(self.id);
+        self.journal().settle();
         Ok(())
     }
 
@@ -86,11 +90,15 @@ impl<V: Vendor> Lane<V> {
     }
 
     pub fn staging(&self) -> MutexGuard<'_, Option<Staging<V>>> {
-        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.staging)
+    }
+
+    pub fn journal(&self) -> MutexGuard<'_, Journal> {
+        lock(&self.journal)
     }
 
     fn capture(&self) -> MutexGuard<'_, Option<Arc<Capture<V>>>> {
-        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.capture)
     }
 }
 

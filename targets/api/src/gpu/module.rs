@@ -208,7 +208,7 @@ impl<V: Vendor> GpuModule<V> {
         };
         match self.lane.capturing() {
             Some(capture) => capture.launched(&self.loaded, launched),
-            None => self.lane.gpu.journal().note(self.lane.id, &launched),
+            None => self.lane.journal().note(&launched),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! One GPU: what its streams, modules, buffers and events share.
 
-use super::journal::{Journal, Launched};
+use super::journal::{Journals, Launched};
 use super::{Fault, Functions, Vendor};
 use crate::{DeviceError, DeviceInfo, GpuInfo};
 use std::ffi::c_int;
@@ -12,10 +12,14 @@ pub(super) struct Gpu<V> {
     pub vendor: V,
     pub info: DeviceInfo,
     pub gpu_info: GpuInfo,
-    journal: Mutex<Journal>,
+    pub journals: Journals,
     /// What broke the driver's context, once something has.
     lost: OnceLock<String>,
     lanes: AtomicU64,
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<V: Vendor> Gpu<V> {
@@ -24,7 +28,7 @@ impl<V: Vendor> Gpu<V> {
             vendor,
             info,
             gpu_info,
-            journal: Mutex::default(),
+            journals: Journals::default(),
             lost: OnceLock::new(),
             lanes: AtomicU64::new(0),
         }
@@ -33,10 +37,6 @@ impl<V: Vendor> Gpu<V> {
     /// A number for a new stream.
     pub fn next_lane(&self) -> u64 {
         self.lanes.fetch_add(1, Ordering::Relaxed)
-    }
-
-    pub fn journal(&self) -> MutexGuard<'_, Journal> {
-        self.journal.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Before any call to the driver: refuses when the context is lost, and
@@ -105,16 +105,16 @@ impl<V: Vendor> Gpu<V> {
     }
 
     fn accuse(&self, operation: &str, fault: &Fault) -> DeviceError {
-        let journal = self.journal();
+        let suspects = self.journals.suspects();
         let light = format!("it came to light at a later {operation}");
-        match journal.suspects().as_slice() {
+        match suspects.launches.as_slice() {
             [Launched::Kernel { symbol, shape }] => DeviceError::Launch {
                 kernel: symbol.to_string(),
                 reason: format!("{}; {light}; {shape}", fault.words),
             },
             _ => DeviceError::Faulted {
                 reason: format!("{}; {light}", fault.words),
-                suspects: journal.words(V::BLOCKING),
+                suspects: suspects.words(V::BLOCKING),
             },
         }
     }

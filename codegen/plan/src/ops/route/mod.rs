@@ -69,6 +69,8 @@ impl Operator for RouteDesc {
             threads: gate.select_threads,
             scan_threads: gate.select_threads,
             tile: ScanTile::Tokens(tile),
+            // One block sums the counts of all experts.
+            sum_experts: self.scan.as_ref().map(|scan| scan.routed_experts),
             ..scan
         });
         let blocks = |config: ExpertScanConfig| {
@@ -141,8 +143,9 @@ impl RouteDesc {
             Histogram::Slots => self.gate.top_k,
             _ => 1,
         };
-        let per_expert = counted + tiling.block_tiles + 2;
-        4 * (per_expert * scan.routed_experts + tiling.scan_threads as usize)
+        // Counts, counters of each tile, and where each expert begins; a few more words.
+        let per_expert = counted + tiling.block_tiles + 1;
+        4 * (per_expert * scan.routed_experts + 4)
     }
 
     /// The entries of gate and scan whose work one block does, one after the other.
@@ -153,7 +156,7 @@ impl RouteDesc {
         let gate = self.gate.entries(&config.gate).into_iter();
         let scan = scan.entries(tiling).into_iter();
         gate.filter(|entry| entry.symbol == "gate_topk")
-            .chain(scan.filter(|entry| entry.symbol != "expert_scan_chunks"))
+            .chain(scan)
             .collect()
     }
 

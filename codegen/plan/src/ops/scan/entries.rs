@@ -6,12 +6,10 @@ use crate::ops::params::{entry, one, slots_by, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
 use moesaic_spec::{CapacityMode, CapacityOrder};
+use std::iter;
 
 /// Tokens per block that rescales their weights.
 const HELPER_TILE: usize = 64;
-
-/// Threads of `expert_scan_chunks` that share the counts of an expert.
-const CHUNK_RUNS: u64 = 8;
 
 pub(super) fn entries(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
     let counts = c.counted_by == CountedBy::Scan;
@@ -19,8 +17,10 @@ pub(super) fn entries(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
         d.ordered().then(|| sort(d, c)).flatten(),
         d.ordered().then(|| order(d, c)),
         counts.then(|| count(d, c)),
-        chunks(d, c),
-        Some(offsets(d, c)),
+        Some(match c.sum_experts {
+            Some(experts) => sum(d, c, experts),
+            None => offsets(d, c),
+        }),
         Some(place(d, c)),
         d.ranked().then(|| sort(d, c)).flatten(),
         d.ranked().then(|| rank(d, c)),
@@ -81,62 +81,52 @@ fn count(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     entry("expert_scan_count", summary, params, grid, c.threads)
 }
 
-fn chunks(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
-    let whole = d.tiles(c).floor_div(c.chunk_tiles? as u64);
-    let params = vec![
-        d.tile_counts(Access::ReadWrite),
-        d.chunk_counts(Access::Write),
-    ];
-    let columns = (d.routed_experts as u64).div_ceil(u64::from(c.threads) / CHUNK_RUNS);
-    let grid = [whole, Size::Const(columns)];
-    let summary = "sums the counts of each whole chunk of tiles";
-    let symbol = "expert_scan_chunks";
-    Some(entry(symbol, summary, params, grid, c.threads))
+/// Counts of tiles become those of all tiles before.
+fn sum(d: &ExpertScanDesc, c: &ExpertScanConfig, experts: usize) -> Entry {
+    let params = vec![d.tile_counts(Access::ReadWrite), d.counts(Access::Write)];
+    let columns = d.routed_experts.div_ceil(experts) as u64;
+    let grid = [Size::Const(columns), one()];
+    let summary = "sums the counts of each expert over all tiles";
+    entry("expert_scan_sum", summary, params, grid, c.scan_threads)
 }
 
+/// What `sum` does, and then what the first block of `place` does.
 fn offsets(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
-    let bounded = d.capacity.mode == CapacityMode::Bounded;
-    let chunked = c.chunk_tiles.is_some();
-    let params = some([
+    let head = [
         Some(d.tile_counts(Access::ReadWrite)),
-        when(chunked, d.chunk_counts(Access::ReadWrite)),
-        Some(Param::write(
-            "counts",
-            I64,
-            format!("[{}]", d.routed_experts),
-        )),
-        when(d.limited(), Param::write("capacity", I64, "[1]")),
-        when(bounded, Param::write("overflow", I64, "[1]")),
-        Some(d.per_expert("offsets", I64, Access::Write)),
-        Some(d.per_expert("row_tiles", I32, Access::Write)),
-        when(
-            d.ranked(),
-            d.per_expert("bucket_offsets", I64, Access::Write),
-        ),
-        when(d.capacity.has_factor(), Param::i64("row_limit")),
-    ]);
+        Some(d.counts(Access::Write)),
+    ];
+    let params = some(head.into_iter().chain(d.edges()).chain([d.row_limit()]));
     let summary = "sums counts to offsets, applies the capacity rule, lists row tiles";
     let grid = [one(), one()];
     entry("expert_scan_offsets", summary, params, grid, c.scan_threads)
 }
 
 fn place(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
-    let head = [
-        Some(d.ids()),
-        d.order(),
-        Some(d.tile_counts(Access::Read)),
-        when(c.chunk_tiles.is_some(), d.chunk_counts(Access::Read)),
-    ];
-    let tail = match d.ranked() {
-        true => d.listing(c),
+    let ids = some([Some(d.ids()), d.order(), Some(d.tile_counts(Access::Read))]);
+    let summed = c.sum_experts.is_some();
+    let starts = match (summed, d.ranked()) {
+        (true, _) => some(iter::once(Some(d.counts(Access::Read))).chain(d.edges())),
+        (false, true) => vec![d.per_expert("bucket_offsets", I64, Access::Read)],
+        (false, false) => some(d.kept()),
+    };
+    let to = match d.ranked() {
+        true => some(d.listing(c)),
         false => d.placement().to_vec(),
     };
-    let params = some(head.into_iter().chain(tail));
+    let limit = summed.then(|| d.row_limit()).flatten();
+    let params = [ids, starts, to, limit.into_iter().collect()].concat();
     let summary = match d.ranked() {
         true => "lists the assignments of each expert",
         false => "gives every assignment its location and row",
     };
-    let grid = d.blocks_of_tiles(c);
+    let tiles = d.tiles(c).ceil_div(c.block_tiles as u64);
+    // The first block has more to do than to place, even without tokens.
+    let blocks = match summed {
+        true => Size::up_to(0, one(), tiles),
+        false => tiles,
+    };
+    let grid = [blocks, one()];
     entry("expert_scan_place", summary, params, grid, c.threads)
 }
 
@@ -155,7 +145,8 @@ fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
             false => d.sorted_keys(Access::Read),
         }),
     ];
-    let params = some(head.into_iter().chain(d.placement()));
+    let to = d.kept().into_iter().chain(d.placement().map(Some));
+    let params = some(head.into_iter().chain(to));
     let drawn = whole.then(|| d.counters()).into_iter().flatten();
     let params = params.into_iter().chain(drawn).collect();
     let blocks = match whole {
@@ -270,9 +261,26 @@ impl ExpertScanDesc {
         Param::tensor("tile_counts", I32, access, shape)
     }
 
-    fn chunk_counts(&self, access: Access) -> Param {
-        let shape = format!("[chunks, {}]", self.routed_experts);
-        Param::tensor("chunk_counts", I32, access, shape)
+    fn counts(&self, access: Access) -> Param {
+        Param::tensor("counts", I64, access, format!("[{}]", self.routed_experts))
+    }
+
+    /// What follows from the counts of all tokens.
+    fn edges(&self) -> [Option<Param>; 5] {
+        let bounded = self.capacity.mode == CapacityMode::Bounded;
+        let lists = self.per_expert("bucket_offsets", I64, Access::Write);
+        [
+            when(self.limited(), Param::write("capacity", I64, "[1]")),
+            when(bounded, Param::write("overflow", I64, "[1]")),
+            Some(self.per_expert("offsets", I64, Access::Write)),
+            Some(self.per_expert("row_tiles", I32, Access::Write)),
+            when(self.ranked(), lists),
+        ]
+    }
+
+    /// The scalar that the capacity follows from.
+    fn row_limit(&self) -> Option<Param> {
+        when(self.capacity.has_factor(), Param::i64("row_limit"))
     }
 
     fn per_expert(&self, name: &str, dtype: DType, access: Access) -> Param {
@@ -285,22 +293,27 @@ impl ExpertScanDesc {
         let per_slot = format!("[tokens, {}]", self.top_k);
         let marks = c.sort_run.is_none();
         vec![
-            Some(self.per_expert("bucket_offsets", I64, Access::Read)),
             Some(Param::write("bucket_slots", I32, "[tokens*top_k]")),
             when(marks, Param::write("locations", I32, &per_slot)),
             when(marks, Param::write("slot_rows", I32, &per_slot)),
         ]
     }
 
-    /// Where the results of placement go.
-    fn placement(&self) -> [Option<Param>; 5] {
-        let per_slot = format!("[tokens, {}]", self.top_k);
+    /// Where the rows of each expert are, and how many it may have.
+    fn kept(&self) -> [Option<Param>; 2] {
         [
             Some(self.per_expert("offsets", I64, Access::Read)),
             when(self.limited(), Param::read("capacity", I64, "[1]")),
-            Some(Param::write("locations", I32, &per_slot)),
-            Some(Param::write("slot_rows", I32, &per_slot)),
-            Some(Param::write("row_slots", I32, "[rows]")),
+        ]
+    }
+
+    /// Where the results of placement go.
+    fn placement(&self) -> [Param; 3] {
+        let per_slot = format!("[tokens, {}]", self.top_k);
+        [
+            Param::write("locations", I32, &per_slot),
+            Param::write("slot_rows", I32, &per_slot),
+            Param::write("row_slots", I32, "[rows]"),
         ]
     }
 }

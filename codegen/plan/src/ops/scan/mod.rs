@@ -37,7 +37,7 @@ pub struct ExpertScanDesc {
 pub struct ExpertScanConfig {
     /// Threads per block of the count and place kernels.
     pub threads: u32,
-    /// Threads of the one-block offsets kernel.
+    /// Threads of a block that sums over all tiles.
     pub scan_threads: u32,
     /// What is counted and placed together.
     pub tile: ScanTile,
@@ -45,9 +45,9 @@ pub struct ExpertScanConfig {
     pub block_tiles: usize,
     /// Who counts it.
     pub counted_by: CountedBy,
-    /// Tiles whose counts a block of their own sums before the one block that
-    /// sums over all; `None` where that block sees to every tile.
-    pub chunk_tiles: Option<usize>,
+    /// Experts whose counts a block sums over all tiles, before every block that
+    /// places sums over the experts for itself; `None` where one block does both.
+    pub sum_experts: Option<usize>,
     /// Items of a run that a block sorts before ranks are searched for in the
     /// runs: a power of two. `None` where a block sorts a whole list.
     pub sort_run: Option<usize>,
@@ -118,8 +118,11 @@ impl Operator for ExpertScanDesc {
 /// Rows of a tile of products, until a plan puts in those of its own.
 const TILE_ROWS: usize = 64;
 
-/// Counters that a block of the scan keeps: 32 KB.
-const SCAN_COUNTERS: usize = 8192;
+/// Counters that a block of the scan keeps: 47 KB.
+const SCAN_COUNTERS: usize = 12032;
+
+/// Experts of a block that sums: 32 bytes of a row of counts.
+const SUM_EXPERTS: usize = 8;
 
 fn on_cpu() -> ExpertScanConfig {
     ExpertScanConfig {
@@ -128,15 +131,16 @@ fn on_cpu() -> ExpertScanConfig {
         tile: ScanTile::Assignments(4096),
         block_tiles: 1,
         counted_by: CountedBy::Scan,
-        chunk_tiles: None,
+        sum_experts: None,
         sort_run: None,
         tile_rows: TILE_ROWS,
     }
 }
 
 fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
-    // A warp has a counter for every expert in shared memory.
-    let warps = (SCAN_COUNTERS / d.routed_experts.next_power_of_two()).min(256 / wave as usize);
+    // In shared memory a warp has a counter for every expert, and a block where each begins.
+    let lists = SCAN_COUNTERS / d.routed_experts;
+    let warps = (1 << (lists - 1).ilog2()).min(256 / wave as usize);
     let threads = warps as u32 * wave;
     let order = d.capacity.order;
     let gate = !d.external && histogram(order, d.routed_experts, d.top_k) != Histogram::None;
@@ -150,13 +154,13 @@ fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
         } else {
             CountedBy::Scan
         },
-        chunk_tiles: Some(64),
+        sum_experts: Some(SUM_EXPERTS),
         sort_run: Some(1024),
         tile_rows: TILE_ROWS,
     }
 }
 
-/// The scalar `row_limit` of `expert_scan_offsets`, for a factor by Tutel's
+/// The scalar `row_limit` of `expert_scan`, for a factor by Tutel's
 /// formula. From zero on it is the rows of an expert, `K·int(f·ceil(T/E))`; below
 /// zero `!limit` are the most, and an expert has the largest count where that is
 /// less. `align` is applied to both on the device.

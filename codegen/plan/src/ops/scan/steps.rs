@@ -16,7 +16,7 @@ pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -
     let tiles = desc.tiles(&config);
     let (routed, edges) = (constant(desc.routed_experts), constant(desc.experts + 1));
     let per_slot = [tokens.clone(), k];
-    let tile_shape = [tiles.clone(), routed.clone()];
+    let tile_shape = [tiles, routed.clone()];
     let edge = std::slice::from_ref(&edges);
     let mut list = vec![
         tensor("tile_counts", I32, &tile_shape, Role::Scratch),
@@ -27,10 +27,6 @@ pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -
         tensor("slot_rows", I32, &per_slot, Role::Output),
         tensor("row_slots", I32, std::slice::from_ref(&slots), Role::Output),
     ];
-    if let Some(chunk) = config.chunk_tiles {
-        let shape = [tiles.floor_div(chunk as u64) + 1, routed];
-        list.push(tensor("chunk_counts", I32, &shape, Role::Scratch));
-    }
     if desc.limited() {
         list.push(tensor("capacity", I64, &[constant(1)], Role::Output));
     }

@@ -209,6 +209,7 @@ fn cut(mut bytes: &[u8], parts: usize) -> Option<Vec<Vec<u8>>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::TcpListener;
 
     fn meeting(rank: &str, variables: &str) -> Result<Meeting, String> {
         let all = format!("{rank} {variables}");
@@ -254,6 +255,42 @@ mod tests {
         assert_eq!(of("17"), of("17"));
         assert_ne!(of("17"), of("18"));
         assert_ne!(of("17"), token(Some("17"), 5, |_| None));
+    }
+
+    #[test]
+    fn many_ranks_meet_at_one_address_and_the_host_leaves_last() {
+        const RANKS: usize = 256;
+        let port = TcpListener::bind("127.0.0.1:0").unwrap();
+        let meeting = Meeting::Loopback(port.local_addr().unwrap().port());
+        drop(port);
+        let card = |rank: usize| rank.to_le_bytes().repeat(8);
+        let whole: Vec<Vec<u8>> = (0..RANKS).map(card).collect();
+        std::thread::scope(|scope| {
+            for rank in 0..RANKS {
+                let (meeting, whole) = (&meeting, &whole);
+                let small = std::thread::Builder::new().stack_size(256 << 10);
+                let body = move || {
+                    let deadline = Duration::from_secs(20);
+                    let guest = Guest::new((rank, RANKS), 7, card(rank), deadline);
+                    // The host is late, and some of the others are.
+                    std::thread::sleep(Duration::from_millis(match rank {
+                        0 => 200,
+                        _ => 3 * (rank as u64 % 100),
+                    }));
+                    // A host that left before a rank had its answer would end that rank here.
+                    assert_eq!(guest.gather(meeting).unwrap(), *whole);
+                };
+                small.spawn_scoped(scope, body).unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn more_ranks_have_more_time() {
+        let start = Instant::now();
+        let until = |size| Guest::new((1, size), 7, Vec::new(), Duration::from_secs(5)).until;
+        assert!(until(10_000) > start + Duration::from_secs(200));
+        assert!(until(2) < start + Duration::from_secs(6));
     }
 
     #[test]

@@ -1,0 +1,75 @@
+//! Every strategy of layers over ranks, measured, and what the planner says of them.
+//!
+//! ```sh
+//! benches/nodes/planned.sh          # all of it, on emulated nodes: docs/SCALE.md
+//! cargo bench --bench adaptive -- compare measured.txt calibration.toml
+//! ```
+//!
+//! `measure FIRST LAST ROUNDS [CALIBRATION]` runs under MPI: layers that are drawn by number,
+//! each strategy in turns, a line of JSON for each; with a calibration also a layer that
+//! chooses by itself. `hot ROUNDS` runs under MPI: a hot expert with and without replicas.
+//! `compare MEASURED CALIBRATION` reads those lines and predicts each.
+
+#[path = "adaptive/compared.rs"]
+mod compared;
+#[path = "layer/data.rs"]
+#[allow(dead_code, reason = "the bench of layers uses the rest")]
+mod data;
+#[path = "adaptive/drawn.rs"]
+mod drawn;
+#[path = "adaptive/hot.rs"]
+mod hot;
+#[path = "adaptive/measured.rs"]
+mod measured;
+#[path = "layer/shapes.rs"]
+#[allow(dead_code, reason = "the bench of layers uses the rest")]
+mod shapes;
+
+use moesaic::planner::{Calibration, Machine, published};
+use std::error::Error;
+use std::fs;
+
+type Result<T = ()> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
+
+/// What the machine is called that emulated nodes are.
+const MACHINE: &str = "mpi-emulated";
+
+const USAGE: &str = "measure FIRST LAST ROUNDS [CALIBRATION] | hot ROUNDS | \
+                     compare MEASURED CALIBRATION";
+
+fn main() -> Result {
+    let args = std::env::args().skip(1).filter(|arg| arg != "--bench");
+    let args: Vec<String> = args.collect();
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    match words[..] {
+        ["measure", first, last, rounds] => {
+            measured::run(first.parse()?..=last.parse()?, rounds.parse()?, None)
+        }
+        ["measure", first, last, rounds, calibration] => {
+            let machine = Some(machine(calibration)?);
+            measured::run(first.parse()?..=last.parse()?, rounds.parse()?, machine)
+        }
+        ["hot", rounds] => hot::run(rounds.parse()?),
+        ["compare", lines, calibration] => {
+            compared::run(&fs::read_to_string(lines)?, &machine(calibration)?)
+        }
+        // Without words, as `cargo bench` runs it: what would be measured.
+        [] => {
+            (1..=22).for_each(|number| println!("{}", drawn::Drawn::new(number)));
+            println!("# {USAGE}");
+            Ok(())
+        }
+        _ => Err(USAGE.into()),
+    }
+}
+
+fn machine(calibration: &str) -> Result<Machine> {
+    let calibration = Calibration::from_toml(&fs::read_to_string(calibration)?)?;
+    Ok(calibration.apply(published(MACHINE)?)?)
+}
+
+/// The lower quartile: others use the processors, too.
+fn quartile(mut list: Vec<f64>) -> f64 {
+    list.sort_by(f64::total_cmp);
+    list.get(list.len() / 4).copied().unwrap_or_default()
+}

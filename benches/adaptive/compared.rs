@@ -1,0 +1,184 @@
+//! What was measured beside what the planner says.
+
+use crate::drawn::{Drawn, RANKS};
+use crate::measured::Passes;
+use crate::{Result, quartile};
+use moesaic::planner::{Machine, Question, Routing, Simulator};
+use moesaic::{Strategy, Training};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+#[derive(Deserialize)]
+struct Line {
+    layer: u64,
+    strategy: Option<String>,
+    adaptive: Option<String>,
+    rounds: Vec<Passes>,
+}
+
+/// A strategy of a layer: measured and predicted seconds of a step.
+struct Point {
+    strategy: String,
+    measured: f64,
+    predicted: f64,
+}
+
+impl Point {
+    fn error(&self) -> f64 {
+        self.predicted / self.measured - 1.0
+    }
+}
+
+/// Of a layer.
+#[derive(Default)]
+struct Layer {
+    points: Vec<Point>,
+    adaptive: Option<(String, f64)>,
+}
+
+pub fn run(lines: &str, machine: &Machine) -> Result {
+    let mut layers: BTreeMap<u64, Layer> = BTreeMap::new();
+    for text in lines.lines().filter(|line| line.starts_with('{')) {
+        let line: Line = serde_json::from_str(text)?;
+        let steps = line
+            .rounds
+            .iter()
+            .map(|[forward, backward]| forward + backward);
+        let measured = quartile(steps.collect());
+        let layer = layers.entry(line.layer).or_default();
+        match (line.strategy, line.adaptive) {
+            (Some(strategy), _) => {
+                let predicted = predict(&Drawn::new(line.layer), &strategy, machine)?;
+                layer.points.push(Point {
+                    strategy,
+                    measured,
+                    predicted,
+                });
+            }
+            (None, chosen) => layer.adaptive = chosen.map(|chosen| (chosen, measured)),
+        }
+    }
+    for (number, layer) in &layers {
+        println!("# {}", Drawn::new(*number));
+        for Point {
+            strategy,
+            measured,
+            predicted,
+        } in &layer.points
+        {
+            let off = 100.0 * (predicted / measured - 1.0);
+            let ms = [measured, predicted].map(|seconds| seconds * 1e3);
+            println!(
+                "{:>9.1} ms, predicted {:>9.1} ms {off:>+6.1} %  {strategy}",
+                ms[0], ms[1]
+            );
+        }
+    }
+    summary(&layers);
+    Ok(())
+}
+
+/// Forward and backward, of the rows that ranks have.
+fn predict(drawn: &Drawn, strategy: &str, machine: &Machine) -> Result<f64> {
+    let spec = drawn.spec()?;
+    let question = Question {
+        routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
+        spec,
+        machine: machine.clone(),
+        world: RANKS,
+        training: Some(Training::default()),
+    };
+    let strategy: Strategy = strategy.parse()?;
+    let found = Simulator::new(&question).predict(drawn.mesh, strategy)?;
+    let passes = found.passes.iter().filter(|pass| pass.name != "gradients");
+    Ok(passes.map(|pass| pass.seconds).sum())
+}
+
+fn least<'p>(points: &'p [Point], of: impl Fn(&Point) -> f64) -> Option<&'p Point> {
+    points.iter().min_by(|a, b| of(a).total_cmp(&of(b)))
+}
+
+fn summary(layers: &BTreeMap<u64, Layer>) {
+    println!(
+        "\nlayer  strategies  error mean  worst  best measured              planner's choice           behind  adaptive behind"
+    );
+    let (mut errors, mut right, mut worst_adaptive) = (Vec::new(), 0, f64::NEG_INFINITY);
+    for (number, layer) in layers {
+        let (Some(best), Some(chosen)) = (
+            least(&layer.points, |point| point.measured),
+            least(&layer.points, |point| point.predicted),
+        ) else {
+            continue;
+        };
+        let own: Vec<f64> = layer
+            .points
+            .iter()
+            .map(|point| point.error().abs())
+            .collect();
+        let mean = own.iter().sum::<f64>() / own.len() as f64;
+        let worst = own.iter().copied().fold(0.0, f64::max);
+        let behind = chosen.measured / best.measured - 1.0;
+        right += usize::from(behind <= 0.05);
+        let adaptive = layer.adaptive.as_ref().map(|(strategy, seconds)| {
+            let far = seconds / best.measured - 1.0;
+            worst_adaptive = worst_adaptive.max(far);
+            format!("{:+.1} % ({strategy})", 100.0 * far)
+        });
+        println!(
+            "{number:>5}  {:>10}  {:>8.1} %  {:>4.0} %  {:<25}  {:<25}  {:>4.1} %  {}",
+            own.len(),
+            100.0 * mean,
+            100.0 * worst,
+            best.strategy,
+            chosen.strategy,
+            100.0 * behind,
+            adaptive.unwrap_or_default()
+        );
+        errors.extend(own);
+    }
+    let mean = errors.iter().sum::<f64>() / errors.len().max(1) as f64;
+    println!(
+        "\n{} steps, mean error {:.1} %; the measured best or within 5 % of it: {right} of {}",
+        errors.len(),
+        100.0 * mean,
+        layers.len()
+    );
+    statics(layers);
+    if worst_adaptive.is_finite() {
+        println!(
+            "adaptive, at most behind the best: {:.1} %",
+            100.0 * worst_adaptive
+        );
+    }
+}
+
+/// By how much each strategy that all layers could have is slower than the best of each.
+fn statics(layers: &BTreeMap<u64, Layer>) {
+    let mut each: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    for layer in layers.values() {
+        let Some(best) = least(&layer.points, |point| point.measured) else {
+            continue;
+        };
+        for point in &layer.points {
+            let without = point.strategy.split(",wire").next().unwrap_or_default();
+            let name = if without.starts_with("wire") {
+                "default"
+            } else {
+                without
+            };
+            let behind = point.measured / best.measured - 1.0;
+            each.entry(name).or_default().push(behind);
+        }
+    }
+    println!("\nstatic choice              layers  behind the best of each: mean  most");
+    for (name, behind) in each {
+        let mean = behind.iter().sum::<f64>() / behind.len() as f64;
+        let most = behind.iter().copied().fold(0.0, f64::max);
+        println!(
+            "{name:<25}  {:>6}  {:>28.1} %  {:>4.0} %",
+            behind.len(),
+            100.0 * mean,
+            100.0 * most
+        );
+    }
+}

@@ -1,0 +1,113 @@
+//! A hot expert, with experts in order and with replicas where the balancer places them.
+
+use crate::drawn::{Drawn, RANKS};
+use crate::measured::{Passes, Rank};
+use crate::{Result, quartile};
+use moesaic::collectives::Collectives;
+use moesaic::plan::Wire;
+use moesaic::reference::Skew;
+use moesaic::{Balancer, Balancing, Counters, Eplb, Parallel, Placement, Split};
+use serde_json::json;
+use std::time::Instant;
+
+/// Zipf's law with exponent 1.5; rows are many, and experts' weights few.
+fn layer() -> Drawn {
+    Drawn {
+        number: 0,
+        tokens: 1024,
+        model_dim: 256,
+        hidden_dim: 64,
+        experts: 32,
+        top_k: 2,
+        mesh: Parallel {
+            ep: RANKS,
+            ..Parallel::default()
+        },
+        capacity: None,
+        wire: Wire::Exact,
+        skew: Skew::Zipf(1.5),
+    }
+}
+
+pub fn run(rounds: usize) -> Result {
+    let mut rank = Rank::start()?;
+    let drawn = layer();
+    rank.say(&format!("# {drawn}"));
+    let mesh = rank.mesh(drawn.mesh)?;
+    let own = rank.world.rank();
+    let (input, dy) = (drawn.input(own), drawn.output_gradient(own));
+    let order = Placement::contiguous(RANKS, drawn.experts);
+    let balanced = balanced(&drawn, &order)?;
+    let placements = [
+        ("in order", order),
+        ("replicas, even", balanced.splitting(Split::Even)),
+        ("replicas, near", balanced.splitting(Split::Near)),
+    ];
+    let mut layers = Vec::new();
+    for (_, placement) in &placements {
+        layers.push(rank.layer(&mesh.placed(placement)?, &drawn)?);
+    }
+    let mut times: Vec<Vec<Passes>> = vec![Vec::new(); layers.len()];
+    let mut rows = vec![0; layers.len()];
+    for round in 0..=rounds {
+        for turn in 0..layers.len() {
+            let kind = (round + turn) % layers.len();
+            let layer = &layers[kind];
+            rank.meet()?;
+            let start = Instant::now();
+            let (_, saved) = layer.forward_train(&input, &["y"], Counters::default())?;
+            layer.backward(&saved, &dy, false)?;
+            let passes = start.elapsed().as_secs_f64();
+            // Replicas are made equal here, so it is theirs to pay.
+            layer.reduce_gradients()?;
+            let sums = start.elapsed().as_secs_f64() - passes;
+            rows[kind] = saved.rows();
+            if round > 0 {
+                times[kind].push([passes, sums]);
+            }
+        }
+    }
+    for (kind, (name, placement)) in placements.iter().enumerate() {
+        let slowest = rank.slowest(&times[kind])?;
+        let most = rank.slowest(&[[rows[kind] as f64, 0.0]])?[0][0];
+        let sum = |list: &[Passes]| quartile(list.iter().map(|[a, b]| a + b).collect());
+        rank.say(&format!(
+            "{name}: {:.1} ms a step, {:.1} ms of it sums of gradients; the busiest rank has {most} \
+             rows; {placement}",
+            1e3 * sum(&slowest),
+            1e3 * quartile(slowest.iter().map(|[_, sums]| *sums).collect())
+        ));
+        rank.say(&json!({ "placement": name, "rounds": slowest }).to_string());
+    }
+    rank.finish()
+}
+
+/// What the balancer proposes when it has seen the counts of a few steps.
+fn balanced(drawn: &Drawn, present: &Placement) -> Result<Placement> {
+    let eplb = Eplb {
+        replicas: 3 * RANKS,
+        expert_groups: 4,
+        nodes: 4,
+        ranks: RANKS,
+    };
+    let options = Balancing {
+        rest: 2,
+        patience: 2,
+        ..Balancing::default()
+    };
+    let mut counts = vec![0i64; drawn.experts];
+    for rank in drawn.counts() {
+        counts
+            .iter_mut()
+            .zip(rank)
+            .for_each(|(sum, n)| *sum += n as i64);
+    }
+    let mut balancer = Balancer::new(drawn.experts, eplb, options);
+    for _ in 0..6 {
+        balancer.observe(&counts)?;
+        if let Some(found) = balancer.propose(present)? {
+            return Ok(found);
+        }
+    }
+    Err("the balancer proposes nothing".into())
+}

@@ -1,0 +1,178 @@
+//! Strategies of drawn layers under MPI, in turns.
+
+use crate::drawn::{Drawn, RANKS};
+use crate::{Result, data};
+use moesaic::collectives::{Call, Collectives, Communicator, mpi};
+use moesaic::planner::{self, Machine};
+use moesaic::tune::{AdaptiveLayer, Options, Planned, Space, Tuner, What};
+use moesaic::{Counters, DType, Engine, EngineOptions, Input, Mesh, MeshLayer, Strategy, Tensor};
+use moesaic::{Parallel, Training};
+use serde_json::json;
+use std::ops::RangeInclusive;
+use std::time::Instant;
+
+/// A rank of a world of MPI.
+pub struct Rank {
+    pub engine: Engine,
+    pub world: Communicator,
+}
+
+/// Seconds of forward and of backward.
+pub type Passes = [f64; 2];
+
+impl Rank {
+    pub fn start() -> Result<Rank> {
+        let options = EngineOptions {
+            threads: Some(1),
+            ..EngineOptions::default()
+        };
+        let engine = Engine::open("cpu", options)?;
+        let world = mpi::start(&mpi::Options::default(), engine.device().clone())?;
+        match world.size() {
+            RANKS => Ok(Rank { engine, world }),
+            other => Err(format!("{other} ranks, and layers are for {RANKS}").into()),
+        }
+    }
+
+    pub fn layer(&mut self, mesh: &Mesh, drawn: &Drawn) -> Result<MeshLayer> {
+        let spec = drawn.spec()?;
+        let weights = data::weights(&spec, DType::F32);
+        let training = Some(Training::default());
+        Ok(self.engine.mesh_layer(mesh, &spec, &weights, training)?)
+    }
+
+    pub fn mesh(&mut self, parallel: Parallel) -> Result<Mesh> {
+        Ok(Mesh::new(&mut self.world, parallel)?)
+    }
+
+    /// All begin at once: who comes late to the first is awake at the second.
+    pub fn meet(&mut self) -> Result {
+        for _ in 0..2 {
+            self.world.barrier(&Call::new("begin"))?.wait()?;
+        }
+        Ok(())
+    }
+
+    /// The largest of any rank, of each pass of each round.
+    pub fn slowest(&mut self, own: &[Passes]) -> Result<Vec<Passes>> {
+        let bytes: Vec<u8> = own.iter().flatten().flat_map(|n| n.to_le_bytes()).collect();
+        let all = self.world.gather_bytes(&bytes, &Call::new("times"))?;
+        let number = |times: &Vec<u8>, at: usize| f64::from_le_bytes(times.as_chunks::<8>().0[at]);
+        let most = |at: usize| {
+            all.iter()
+                .map(|times| number(times, at))
+                .fold(0.0, f64::max)
+        };
+        Ok((0..own.len())
+            .map(|i| [most(2 * i), most(2 * i + 1)])
+            .collect())
+    }
+
+    pub fn say(&self, line: &str) {
+        if self.world.rank() == 0 {
+            println!("{line}");
+        }
+    }
+
+    pub fn finish(self) -> Result {
+        Ok(self.world.finish(&Call::new("end"))?)
+    }
+}
+
+pub fn run(numbers: RangeInclusive<u64>, rounds: usize, machine: Option<Machine>) -> Result {
+    let mut rank = Rank::start()?;
+    for number in numbers {
+        one(&mut rank, &Drawn::new(number), rounds, machine.as_ref())?;
+    }
+    rank.finish()
+}
+
+fn one(rank: &mut Rank, drawn: &Drawn, rounds: usize, machine: Option<&Machine>) -> Result {
+    rank.say(&format!("# {drawn}"));
+    let mesh = rank.mesh(drawn.mesh)?;
+    let mut layer = rank.layer(&mesh, drawn)?;
+    let own = rank.world.rank();
+    let (input, dy) = (drawn.input(own), drawn.output_gradient(own));
+    let space = planner::Space {
+        wires: vec![drawn.wire],
+        ..planner::Space::default()
+    };
+    let all = space.strategies(drawn.mesh, true).into_iter();
+    let all: Vec<Strategy> = all.filter(|s| layer.check_strategy(*s).is_ok()).collect();
+    let mut times: Vec<Vec<Passes>> = vec![Vec::new(); all.len()];
+    for round in 0..=rounds {
+        for turn in 0..all.len() {
+            // Whoever comes first finds other queues than those after.
+            let kind = (round + turn) % all.len();
+            layer.set_strategy(all[kind])?;
+            rank.meet()?;
+            let passes = step(&layer, &input, &dy)?;
+            if round > 0 {
+                times[kind].push(passes); // the first one compiles and makes room
+            }
+        }
+    }
+    for (strategy, own) in all.iter().zip(&times) {
+        let slowest = rank.slowest(own)?;
+        let strategy = strategy.to_string();
+        let line = json!({ "layer": drawn.number, "strategy": strategy, "rounds": slowest });
+        rank.say(&line.to_string());
+    }
+    match machine {
+        Some(machine) => adaptive(rank, drawn, (layer, machine), (&input, &dy), rounds),
+        None => Ok(()),
+    }
+}
+
+pub fn step(layer: &MeshLayer, input: &Input<'_>, dy: &Tensor<'_>) -> Result<Passes> {
+    let start = Instant::now();
+    let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+    let forward = start.elapsed().as_secs_f64();
+    layer.backward(&saved, dy, false)?;
+    Ok([forward, start.elapsed().as_secs_f64() - forward])
+}
+
+/// The layer chooses by itself, by predictions and then by measurement; afterwards as many
+/// steps as each strategy had.
+fn adaptive(
+    rank: &mut Rank,
+    drawn: &Drawn,
+    (mut layer, machine): (MeshLayer, &Machine),
+    (input, dy): (&Input<'_>, &Tensor<'_>),
+    rounds: usize,
+) -> Result {
+    let planned = Planned {
+        wires: vec![drawn.wire],
+        ..Planned::of(machine.clone())
+    };
+    let predict = planned.predict(&layer)?;
+    layer.set_strategy(Strategy::default())?;
+    let space = Space::of(drawn.mesh, 4);
+    let tuner = Tuner::new(Options::default(), space);
+    let mut layer = AdaptiveLayer::new(layer, tuner, crate::MACHINE, predict);
+    let kept = |layer: &AdaptiveLayer| {
+        let mut events = layer.tuner().events().iter();
+        events.any(|event| matches!(event.what, What::Kept { .. }))
+    };
+    let (mut tried, mut times) = (0, Vec::new());
+    while times.len() < rounds {
+        let settled = kept(&layer);
+        rank.meet()?;
+        let start = Instant::now();
+        let (_, saved) = layer.forward_train(input, &["y"], Counters::default())?;
+        let forward = start.elapsed().as_secs_f64();
+        layer.backward(&saved, dy, false)?;
+        let all = start.elapsed().as_secs_f64();
+        match settled {
+            true => times.push([forward, all - forward]),
+            false => tried += 1,
+        }
+    }
+    let slowest = rank.slowest(&times)?;
+    let strategy = layer.layer().strategy().to_string();
+    let line = json!({
+        "layer": drawn.number, "adaptive": strategy, "steps": tried, "rounds": slowest,
+    });
+    rank.say(&line.to_string());
+    Ok(())
+}

@@ -1,0 +1,379 @@
+//! `moesaic bench --ranks`: what ranks do at once, as a file that `moesaic plan` reads.
+
+use super::BenchArgs;
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::progress::Progress;
+use crate::table::Table;
+use crate::timing::Call;
+use crate::{emit, plan, random, targets, units};
+use moesaic::collectives::measure::{Exchanged, LevelOptions, over_levels};
+use moesaic::collectives::{self, Collectives, Communicator, Topology, World, mpi, nccl, threads};
+use moesaic::plan::{Step, Work};
+use moesaic::planner::{Calibration, LevelFit, Machine, Measured, Timed};
+use moesaic::toolchain::{self, Registry};
+use moesaic::weights::write_whole;
+use moesaic::{DType, Engine, Layer, LayerSpec, Target, Training};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime};
+
+/// Ranks that are asked for: threads of this process, or a launcher's processes.
+enum Ranks {
+    Threads(usize),
+    Processes(World),
+}
+
+/// What every rank is told.
+struct Job<'j> {
+    engine: &'j Engine,
+    spec: &'j LayerSpec,
+    machine: &'j Machine,
+    tokens: usize,
+    budget: Duration,
+}
+
+/// What one rank's processor did: seconds, and the work that was done in them.
+#[derive(Clone, Copy, Default)]
+struct Rates {
+    flops: f64,
+    products: f64,
+    bytes: f64,
+    others: f64,
+    launch: f64,
+}
+
+/// Measures, and writes the file.
+pub fn execute(args: &BenchArgs, console: &Console) -> Result {
+    let budget = Duration::try_from_secs_f64(args.seconds)
+        .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
+    super::refuse_simulators(&args.target)?;
+    let (Some(name), Some(path)) = (&args.machine, &args.calibration) else {
+        let what = "--ranks measures a machine of `moesaic plan` for a file";
+        return Err(Failure::input(what).hint("add --machine NAME|FILE and --calibration FILE"));
+    };
+    let machine = plan::machine(name)?;
+    let spec = args.layer.load(console)?.spec;
+    let ranks = args.who()?;
+    let mut options = args.options(console);
+    if let Ranks::Processes(world) = &ranks {
+        options = options.for_rank(&args.target, world);
+    }
+    // Ranks are what runs at once: one thread each, unless more are asked for.
+    options.threads = options.threads.or(Some(1));
+    let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
+    let tokens = args.tokens.iter().copied().max().unwrap_or_default();
+    engine.check_tokens(&spec, tokens)?;
+    let job = Job {
+        engine: &engine,
+        spec: &spec,
+        machine: &machine,
+        tokens,
+        budget,
+    };
+    let Some(found) = ranks.measure(&job)? else {
+        return Ok(());
+    };
+    write_whole(path, found.to_toml().as_bytes())
+        .map_err(|error| emit::unwritable(path, &error))?;
+    match args.json {
+        true => console.json(&serde_json::to_value(&found).unwrap_or_default()),
+        false => console.print(&text(&found, path, console)),
+    }
+}
+
+impl BenchArgs {
+    fn who(&self) -> Result<Ranks> {
+        let asked = self.ranks.map_or(0, usize::from);
+        let world = World::from_environment().map_err(Failure::input)?;
+        match world.filter(|world| world.size > 1) {
+            Some(world) if world.size == asked => Ok(Ranks::Processes(world)),
+            Some(world) => {
+                let size = world.size;
+                let what =
+                    format!("--ranks {asked} contradicts the launcher, which has started {size}");
+                Err(Failure::input(what).hint(format!("--ranks {size}")))
+            }
+            None => Ok(Ranks::Threads(asked)),
+        }
+    }
+}
+
+impl Ranks {
+    /// On every rank; the first has the result.
+    fn measure(&self, job: &Job<'_>) -> Result<Option<Calibration>> {
+        let device = job.engine.device();
+        let end = &collectives::Call::new("end of the bench");
+        let Ranks::Processes(_) = self else {
+            let Ranks::Threads(count) = *self else {
+                return Ok(None);
+            };
+            let each = threads::run(
+                count,
+                |_| Ok(device.clone()),
+                |mut world: Communicator| {
+                    let found = job.rank(&mut world)?;
+                    world.finish(end).map_err(Failure::work)?;
+                    Ok(found)
+                },
+            );
+            let mut first = None;
+            for rank in each.map_err(Failure::work)? {
+                let found: Result<Option<Calibration>> =
+                    rank.map_err(|_| Failure::work("a rank has panicked"))?;
+                first = first.or(found?);
+            }
+            return Ok(first);
+        };
+        let installed = toolchain::mpi(&Registry::open()?).map(|found| found.library);
+        if let Target::Cuda(_) | Target::Rocm(_) = job.engine.target() {
+            let mut world = job.engine.nccl(nccl::Options {
+                installed_mpi: installed,
+                ..nccl::Options::default()
+            })?;
+            let found = job.rank(&mut world)?;
+            world.finish(end).map_err(Failure::work)?;
+            return Ok(found);
+        }
+        let options = mpi::Options {
+            installed,
+            ..mpi::Options::default()
+        };
+        let mut world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
+        let found = job.rank(&mut world)?;
+        world.finish(end).map_err(Failure::work)?;
+        Ok(found)
+    }
+}
+
+impl Job<'_> {
+    fn rank(&self, world: &mut dyn Collectives) -> Result<Option<Calibration>> {
+        let call = collectives::Call::new("bench");
+        let topology = Topology::gather(world, &call).map_err(Failure::work)?;
+        let progress = (world.rank() == 0).then(|| Progress::start("making a layer"));
+        let weights = random::weights(self.spec);
+        let layer = self
+            .engine
+            .training_layer(self.spec, &weights, Training::default())?;
+        let next = |what: &str| {
+            if let Some(progress) = &progress {
+                progress.next(what);
+            }
+        };
+        next("timing its launches on all ranks at once");
+        let rates = self.rates(&layer, world)?;
+        next("timing exchanges");
+        let options = LevelOptions::default();
+        let timed = over_levels(world, self.engine.device(), &topology, &options);
+        let timed = timed.map_err(Failure::work)?;
+        drop(progress);
+        if world.rank() > 0 {
+            return Ok(None);
+        }
+        let (levels, band) = self.levels(&topology, &timed)?;
+        Ok(Some(Calibration {
+            machine: self.machine.name.clone(),
+            date: today(),
+            source: format!(
+                "moesaic bench of {} tokens on {} ranks of {} by {}",
+                self.tokens,
+                world.size(),
+                topology.shape.map_or(1, |shape| shape.nodes),
+                self.engine.device_info().name
+            ),
+            ranks: world.size(),
+            levels,
+            compute: Some(rates.measured(self.spec.precision.activations)),
+            band,
+        }))
+    }
+
+    /// What launches of a training step take while all ranks run some: means, since a
+    /// processor that several ranks share is away from each of them some of the time.
+    fn rates(&self, layer: &Layer, world: &mut dyn Collectives) -> Result<Rates> {
+        let one = self.timed(layer, world, self.tokens.min(1))?;
+        let launch = one.iter().map(|(_, seconds)| *seconds);
+        let launch = launch.fold(f64::INFINITY, f64::min);
+        let mut own = Rates {
+            launch: if launch.is_finite() { launch } else { 0.0 },
+            ..Rates::default()
+        };
+        for ((work, product), seconds) in self.timed(layer, world, self.tokens)? {
+            let seconds = (seconds - own.launch).max(0.0);
+            match product {
+                true => {
+                    (own.flops, own.products) = (own.flops + work.flops, own.products + seconds)
+                }
+                false => (own.bytes, own.others) = (own.bytes + work.bytes, own.others + seconds),
+            }
+        }
+        let numbers = [own.flops, own.products, own.bytes, own.others, own.launch];
+        let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let all = world.gather_bytes(&bytes, &collectives::Call::new("rates"));
+        let all = all.map_err(Failure::work)?;
+        let mean = |at: usize| {
+            let of = |rank: &Vec<u8>| rank.as_chunks::<8>().0.get(at).copied();
+            let sum: f64 = all.iter().filter_map(of).map(f64::from_le_bytes).sum();
+            sum / all.len() as f64
+        };
+        Ok(Rates {
+            flops: mean(0),
+            products: mean(1),
+            bytes: mean(2),
+            others: mean(3),
+            launch: mean(4),
+        })
+    }
+
+    /// Work of each launch, whether it is a product, and its mean seconds.
+    fn timed(
+        &self,
+        layer: &Layer,
+        world: &mut dyn Collectives,
+        tokens: usize,
+    ) -> Result<Vec<((Work, bool), f64)>> {
+        let call = Call::new(layer, random::input(self.spec, tokens));
+        call.run(layer)?;
+        let plan = layer.tilings().at(tokens);
+        let of = |step: &Step| {
+            let Step::Launch(launch) = step;
+            let product = plan.kernels[launch.entry.kernel].op.gemm().is_some();
+            (Work::of(plan, step, tokens as u64), product)
+        };
+        let mut sums: Vec<((Work, bool), f64)> = plan.all_steps().map(|s| (of(s), 0.0)).collect();
+        let barrier = collectives::Call::new("launches");
+        let handle = world.barrier(&barrier).map_err(Failure::work)?;
+        handle.wait().map_err(Failure::work)?;
+        let (begun, mut runs) = (Instant::now(), 0.0);
+        while runs < 3.0 || begun.elapsed() < self.budget {
+            let times = layer.time_steps(tokens)?;
+            for ((_, sum), step) in sums.iter_mut().zip(&times) {
+                *sum += step.time.as_secs_f64();
+            }
+            runs += 1.0;
+        }
+        sums.iter_mut().for_each(|(_, sum)| *sum /= runs);
+        Ok(sums)
+    }
+
+    /// The levels that were measured, and the largest error of their fits.
+    fn levels(
+        &self,
+        topology: &Topology,
+        timed: &[Exchanged],
+    ) -> Result<(Vec<LevelFit>, Option<f64>)> {
+        let several = topology.shape.is_some_and(|shape| shape.nodes > 1);
+        if several && self.machine.levels.len() < 2 {
+            let name = &self.machine.name;
+            let what = format!("ranks are on several nodes, and {name} has links inside one alone");
+            return Err(Failure::input(what).hint("a machine with a second [[level]]"));
+        }
+        let (mut levels, mut band) = (Vec::new(), None::<f64>);
+        for (same_node, level) in [
+            (true, self.machine.levels.first()),
+            (false, self.machine.levels.last()),
+        ] {
+            let of = timed.iter().filter(|one| one.same_node == same_node);
+            let points: Vec<Timed> = of.map(point).collect();
+            let Some(level) = level.filter(|_| points.len() > 1) else {
+                continue;
+            };
+            let (fit, found) = LevelFit::of(&level.name, level.shared, &points);
+            levels.push(fit);
+            band = Some(band.map_or(found.worst, |band| band.max(found.worst)));
+        }
+        Ok((levels, band))
+    }
+}
+
+fn point(one: &Exchanged) -> Timed {
+    Timed {
+        messages: one.peers as f64,
+        bytes: (one.peers * one.bytes) as f64,
+        seconds: one.time.as_secs_f64(),
+    }
+}
+
+impl Rates {
+    fn measured(&self, dtype: DType) -> Measured {
+        let rate = |work: f64, seconds: f64| (work > 0.0 && seconds > 0.0).then(|| work / seconds);
+        let flops = rate(self.flops, self.products);
+        let rates = flops.map(|flops| (dtype.name().to_string(), flops * 1e-12));
+        Measured {
+            memory_gbs: rate(self.bytes, self.others).map(|bytes| bytes * 1e-9),
+            gemm_tflops: rates.into_iter().collect::<BTreeMap<_, _>>(),
+            launch_us: Some(self.launch * 1e6),
+        }
+    }
+}
+
+fn text(found: &Calibration, path: &Path, console: &Console) -> String {
+    let mut table = Table::new(&["LINKS", ">FIXED", ">BANDWIDTH", ">HALF SIZE"]);
+    for level in &found.levels {
+        table.row([
+            level.name.clone(),
+            units::seconds(level.alpha_us * 1e-6),
+            units::byte_rate(level.bandwidth_gbs * 1e9),
+            units::bytes((level.half_size_kib * 1024.0) as u64),
+        ]);
+    }
+    let mut text = table.render(&console.out);
+    if let Some(compute) = &found.compute {
+        for (dtype, rate) in &compute.gemm_tflops {
+            text += &format!("\nproducts of {dtype}: {:.2} GFLOP/s a rank", rate * 1e3);
+        }
+        let memory = compute.memory_gbs.map(|rate| units::byte_rate(rate * 1e9));
+        text += &memory.map_or(String::new(), |rate| {
+            format!("\nother kernels: {rate} a rank")
+        });
+    }
+    if let Some(band) = found.band {
+        text += &format!(
+            "\nthe largest error of these figures: {:.0} %",
+            100.0 * band
+        );
+    }
+    text + &format!("\nwritten to {}\n", path.display())
+}
+
+/// Year, month and day, in UTC.
+fn today() -> String {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let days = since.map_or(0, |since| since.as_secs() / 86_400) as i64;
+    date(days)
+}
+
+/// The date so many days after 1970-01-01, by the rules of the Gregorian calendar.
+fn date(mut days: i64) -> String {
+    let leap = |year: i64| (year % 4 == 0 && year % 100 != 0) || year % 400 == 0;
+    let mut year = 1970;
+    while days >= 365 + i64::from(leap(year)) {
+        days -= 365 + i64::from(leap(year));
+        year += 1;
+    }
+    let february = 28 + i64::from(leap(year));
+    let months = [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while days >= months[month] {
+        days -= months[month];
+        month += 1;
+    }
+    format!("{year}-{:02}-{:02}", month + 1, days + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn days_have_dates() {
+        for (days, expected) in [
+            (0, "1970-01-01"),
+            (59, "1970-03-01"),
+            (11_016, "2000-02-29"),
+            (20_781, "2026-11-24"),
+        ] {
+            assert_eq!(date(days), expected);
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! The passes of a rank's part of a layer.
+
+use super::layer::MeshLayer;
+use super::neighbours::Neighbours;
+use super::passes::{Passes, Segment};
+use super::rows::Rows;
+use super::run::Run;
+use super::side::Side;
+use super::view::View;
+use super::wire::{Packing, counted};
+use crate::call::{Counters, Input, Output};
+use crate::error::EngineError;
+use crate::pass::Pass;
+use crate::training::Saved;
+use moesaic_plan::{Both, SATURATED, Wire};
+use moesaic_tensor::Tensor;
+use std::sync::Arc;
+
+/// What a forward pass of a [`MeshLayer`] left for backward on one rank.
+pub struct MeshSaved {
+    /// What rows are between nodes.
+    wire: Both<Wire>,
+    /// Backward goes as forward did.
+    ways: usize,
+    passes: Arc<Passes>,
+    tokens: Saved,
+    experts: Saved,
+    rows: Rows,
+    /// Where shared experts are sliced.
+    shared: Option<(Saved, Neighbours)>,
+}
+
+impl MeshSaved {
+    /// Tokens of the call, of this rank.
+    pub fn tokens(&self) -> usize {
+        self.tokens.tokens()
+    }
+
+    /// Rows that this rank's experts got.
+    pub fn rows(&self) -> usize {
+        self.rows.arriving()
+    }
+}
+
+impl MeshLayer {
+    /// Evaluates the layer for this rank's tokens and reads back the named outputs.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_with`]; [`EngineError::Collective`].
+    pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        let view = self.view();
+        let mut run = self.call(view, self.strategy.wire)?;
+        let counters = Counters::default();
+        let evaluation = &view.passes.evaluation;
+        run.begin(Pass::Evaluate, evaluation, input, names, counters)?;
+        run.lend(false)?;
+        run.run(evaluation, |side, rows| {
+            let layer = side.layer;
+            side.pass(layer.scalars(Pass::Evaluate, Counters::default(), rows, None)?)
+        })?;
+        run.read(names)
+    }
+
+    /// Evaluates the layer for this rank's tokens and reads back `y`.
+    ///
+    /// # Errors
+    /// As [`MeshLayer::forward_with`].
+    pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
+        self.forward_with(input, &["y"])
+    }
+
+    /// Decides where this rank's tokens go as [`MeshLayer::forward_with`] does, and
+    /// nothing else.
+    ///
+    /// # Errors
+    /// As [`Layer::route`]; [`EngineError::Collective`].
+    pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
+        self.decide(Pass::Route, input, names, Counters::default())
+    }
+
+    /// Decides where this rank's tokens go as [`MeshLayer::forward_train`] does with the
+    /// same counters, and nothing else.
+    ///
+    /// # Errors
+    /// As [`Layer::route_train`]; [`EngineError::Collective`].
+    pub fn route_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<Output, EngineError> {
+        self.tokens.check_training()?;
+        self.decide(Pass::RouteTrain, input, names, counters)
+    }
+
+    fn decide(
+        &self,
+        pass: Pass,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<Output, EngineError> {
+        let view = self.view();
+        let segments = &view.routing[usize::from(pass.trains())];
+        let mut run = self.call(view, Both::same(Wire::Exact))?;
+        run.begin(pass, segments, input, names, counters)?;
+        run.run(segments, |_, _| Ok(()))?;
+        run.read(names)
+    }
+
+    /// Runs the layer forward as in training, reads back the named outputs, and keeps what
+    /// backward needs. `counters.first_token` is the number of the first token of the
+    /// whole mesh; that of this rank follows from it.
+    ///
+    /// # Errors
+    /// As [`Layer::forward_train`]; [`EngineError::Collective`].
+    pub fn forward_train(
+        &self,
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<(Output, MeshSaved), EngineError> {
+        self.tokens.check_training()?;
+        let view = self.view();
+        let wire = self.strategy.wire;
+        let mut run = self.call(view, wire)?;
+        let forward = &view.passes.forward;
+        run.begin(Pass::Train, forward, input, names, counters)?;
+        run.lend(false)?;
+        run.run(forward, |side, rows| {
+            let layer = side.layer;
+            side.train(layer.scalars(Pass::Train, Counters::default(), rows, None)?)
+        })?;
+        let output = run.read(names)?;
+        let Run {
+            tokens,
+            experts,
+            shared,
+            rows,
+            neighbours,
+            ..
+        } = run;
+        let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
+        let kept = tokens.zip(experts).zip(rows);
+        let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
+        let saved = MeshSaved {
+            wire,
+            ways: view.plan.ways,
+            passes: Arc::clone(&view.passes),
+            tokens,
+            experts,
+            rows,
+            shared: shared.and_then(Side::into_saved).zip(neighbours),
+        };
+        Ok((output, saved))
+    }
+
+    /// Runs the layer backward from this rank's `dy`: returns `dx` and
+    /// `grad.topk_weights` of its tokens, and leaves gradients of weights in both parts.
+    /// Those of experts are whole but for other groups that hold the same; those of
+    /// [`MeshLayer::shared`] are of the tokens of ranks with slices of the same experts;
+    /// those of [`MeshLayer::replicated`] are of this rank's tokens alone:
+    /// [`MeshLayer::reduce_gradients`] adds up all.
+    ///
+    /// # Errors
+    /// As [`Layer::backward`]; [`EngineError::Collective`].
+    pub fn backward(
+        &self,
+        saved: &MeshSaved,
+        dy: &Tensor<'_>,
+        accumulate: bool,
+    ) -> Result<Output, EngineError> {
+        let view = self
+            .views
+            .get(&saved.ways)
+            .ok_or(EngineError::ForeignSaved)?;
+        let packing = self.packing(view, saved.wire);
+        if packing.is_none() && saved.wire != Both::same(Wire::Exact) {
+            return Err(EngineError::ForeignSaved);
+        }
+        let mut run = self.call(view, saved.wire)?;
+        run.lend(true)?;
+        run.tokens.back(&saved.tokens, accumulate)?;
+        run.experts.back(&saved.experts, accumulate)?;
+        run.begin_gradients(accumulate)?;
+        if let (Some(side), Some((kept, neighbours))) = (&mut run.shared, &saved.shared) {
+            side.back(kept, accumulate)?;
+            run.neighbours = Some(neighbours.clone());
+        }
+        run.tokens.layer.check_dy(saved.tokens(), dy)?;
+        let staged = run.tokens.named("dy").expect("training plans have dy");
+        self.tokens.device.upload(&dy.data, staged, 0)?;
+        run.rows = Some(saved.rows.clone());
+        run.run(&saved.passes.backward, |_, _| Ok(()))?;
+        let mut names = self.tokens.input_gradients();
+        if packing.is_some_and(Packing::counts_backward) {
+            names.push(SATURATED);
+        }
+        run.read(&names)
+    }
+
+    /// A call whose rows are so between nodes.
+    fn call<'l>(&'l self, view: &'l View, wire: Both<Wire>) -> Result<Run<'l>, EngineError> {
+        let sides = view.sides(self.held());
+        let groups = self.mesh.groups();
+        let hop = self.packing(view, wire).map(Packing::begin);
+        Ok(Run {
+            hop: hop.transpose()?,
+            mesh: &self.mesh,
+            plan: &view.plan,
+            label: &view.plan.tokens.spec.name,
+            course: self.course,
+            groups,
+            tokens: Side::new(sides.tokens),
+            experts: Side::new(sides.experts),
+            owned: &self.experts,
+            shared: sides.shared.map(Side::new),
+            rows: None,
+            neighbours: None,
+            under_way: Vec::new(),
+            recorder: self.recorder.as_deref(),
+        })
+    }
+}
+
+impl Run<'_> {
+    /// Puts the inputs of this rank's tokens where kernels read them.
+    fn begin(
+        &mut self,
+        pass: Pass,
+        segments: &[Segment],
+        input: &Input<'_>,
+        names: &[&str],
+        counters: Counters,
+    ) -> Result<(), EngineError> {
+        let layer = self.tokens.layer;
+        let names = &*of_layer(names);
+        layer.check_outputs(pass, names)?;
+        let census = self.census(segments, input.tokens)?;
+        let most = census.map_or(input.tokens, |census| census.most);
+        let before = census.map_or(0, |census| census.before) as u64;
+        let counters = Counters {
+            first_token: counters.first_token + before,
+            ..counters
+        };
+        let tokens = (input.tokens, most);
+        let scalars = layer.scalars_among(pass, counters, tokens, input.capacity_factor)?;
+        match pass {
+            Pass::Train => self.tokens.train(scalars)?,
+            _ => self.tokens.pass(scalars)?,
+        }
+        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
+        layer.stage(pass, input, names, buffer)
+    }
+
+    fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
+        let tokens = self.tokens.scalars().tokens();
+        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
+        let own = of_layer(names);
+        let mut output = self.tokens.layer.read(&own, tokens, buffer)?;
+        if own.len() < names.len() {
+            let saturated = match &self.hop {
+                Some(hop) => hop.saturated()?,
+                None => counted(0),
+            };
+            output.tensors.insert(SATURATED.to_string(), saturated);
+        }
+        Ok(output)
+    }
+}
+
+/// The names of tensors of the layer; the other one is of ranks.
+fn of_layer<'n>(names: &[&'n str]) -> Vec<&'n str> {
+    let names = names.iter().copied();
+    names.filter(|name| *name != SATURATED).collect()
+}

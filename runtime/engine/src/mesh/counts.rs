@@ -1,0 +1,154 @@
+//! What ranks tell each other of a call: tokens, and how many rows go where.
+
+use super::groups::Between;
+use super::neighbours::Neighbours;
+use super::passes::Segment;
+use super::route::Course;
+use super::rows::Rows;
+use super::run::Run;
+use crate::error::EngineError;
+use bytemuck::cast_slice;
+use moesaic_collectives::{Algorithm, Call, Element, Slice};
+use moesaic_plan::{Exchange, TensorId, Way};
+use moesaic_target::Buffer;
+use std::sync::Arc;
+
+/// What every rank has in a call.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Census {
+    /// Tokens of ranks before this one.
+    pub before: usize,
+    /// Of the rank with the most.
+    pub most: usize,
+}
+
+impl Run<'_> {
+    /// What every rank has, if a pass asks.
+    pub fn census(
+        &mut self,
+        segments: &[Segment],
+        tokens: usize,
+    ) -> Result<Option<Census>, EngineError> {
+        let asks = |segment: &Segment| {
+            matches!(
+                segment,
+                Segment::Exchange(Exchange {
+                    way: Way::Tokens,
+                    ..
+                })
+            )
+        };
+        if !segments.iter().any(asks) {
+            return Ok(None);
+        }
+        let all = self.each_has(tokens, Between::World, &self.call("tokens"))?;
+        Ok(Some(Census {
+            before: all[..self.mesh.rank()].iter().sum(),
+            most: all.iter().copied().max().unwrap_or(0),
+        }))
+    }
+
+    /// A number of every rank of a group.
+    fn each_has(
+        &mut self,
+        own: usize,
+        between: Between,
+        call: &Call,
+    ) -> Result<Vec<usize>, EngineError> {
+        let group = self.groups.between(between);
+        let all = group.gather_bytes(&(own as u64).to_le_bytes(), call)?;
+        let number = |bytes: &Vec<u8>| {
+            let bytes = bytes.as_slice().try_into().unwrap_or_default();
+            u64::from_le_bytes(bytes) as usize
+        };
+        Ok(all.iter().map(number).collect())
+    }
+
+    /// Everybody learns how many rows come from where.
+    pub fn count(&mut self) -> Result<Rows, EngineError> {
+        let (mesh, place) = self.travels();
+        let (placement, experts) = (
+            self.plan.row_placement(),
+            self.plan.tokens.spec.shape.experts,
+        );
+        let mut offsets = vec![0i64; experts + 1];
+        let device = &*self.tokens.layer.device;
+        let from = self.tokens.named("offsets").expect("a scan has offsets");
+        device.download(from, 0, bytemuck::cast_slice_mut(&mut offsets))?;
+        let offsets: Vec<usize> = offsets.into_iter().map(|row| row as usize).collect();
+        let (counts, sizes) = Rows::told((mesh, place), &placement, &offsets);
+        let algorithm = match self.course {
+            Course::Straight => Algorithm::Direct,
+            Course::Over(algorithm) => algorithm,
+            Course::Once(shape) => Algorithm::InterFirst(shape),
+        };
+        if self.course != Course::Straight {
+            let call = self.call("counts");
+            let group = self.groups.between(Between::Rows(self.plan.ways));
+            let (told, passage) = Rows::tell(group, algorithm, (&counts, &sizes), &call)?;
+            let mut rows = Rows::new((mesh, place), placement, offsets, &told);
+            rows.passage = Some(passage);
+            return self.fan_out(rows);
+        }
+        let own = placement.count(place.ep);
+        let mut told = vec![0i64; own * mesh.group()];
+        let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
+        let (input, output) = (buffer(counts.len())?, buffer(told.len())?);
+        device.upload(cast_slice(&counts), &input, 0)?;
+        let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
+        let (input, output) = (slice(&input, counts.len())?, slice(&output, told.len())?);
+        let receives = vec![own; mesh.group()];
+        let call = self.call("counts");
+        let rows = self.groups.between(Between::Rows(self.plan.ways));
+        rows.all_to_all_by_counts(&input, &sizes, &output, &receives, algorithm, &call)?
+            .wait()?;
+        device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut told))?;
+        Ok(Rows::new((mesh, place), placement, offsets, &told))
+    }
+
+    /// Where each token crosses to a node once, ranks learn which rows are of one token.
+    fn fan_out(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
+        let Course::Once(shape) = self.course else {
+            return Ok(rows);
+        };
+        let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
+        let mut slots = vec![0i32; rows.own()];
+        let from = self.tokens.named("row_slots");
+        let from = from.expect("a scan says which slot a row is of");
+        device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
+        let top_k = self.plan.tokens.spec.shape.top_k as i32;
+        let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
+        let group = self.groups.between(Between::Rows(self.plan.ways));
+        rows.fan_out(group, device, (shape, &tokens), &call)?;
+        Ok(rows)
+    }
+
+    /// Ranks with slices of the same experts learn how many tokens each has.
+    pub fn count_neighbours(&mut self, exchange: &Exchange) -> Result<Neighbours, EngineError> {
+        let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
+        let counts = self.each_has(tokens, Between::Slices, &call)?;
+        Ok(Neighbours::new(counts, self.mesh.place().shard))
+    }
+
+    /// The tokens of all ranks with an expert.
+    pub fn count_live(
+        &mut self,
+        ids: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<(), EngineError> {
+        let device = &*self.tokens.layer.device;
+        let (tokens, top_k) = (
+            self.tokens.scalars().tokens(),
+            self.plan.tokens.spec.shape.top_k,
+        );
+        let mut choices = vec![0i32; tokens * top_k];
+        let bytes = bytemuck::cast_slice_mut(&mut choices);
+        device.download(self.tokens.buffer(ids), 0, bytes)?;
+        let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
+        let own = choices.chunks(top_k).filter(has_one).count();
+        let all: usize = self.each_has(own, Between::World, call)?.iter().sum();
+        device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
+        Ok(())
+    }
+}

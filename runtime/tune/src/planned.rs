@@ -1,0 +1,187 @@
+//! Predictions of the planner.
+
+use crate::{Key, Predict, Prediction, Rows};
+use moesaic_engine::MeshLayer;
+use moesaic_plan::{Both, Parallel, Strategy, Wire};
+use moesaic_planner::{Machine, PlannerError, Question, Routing, Simulator, Space};
+
+/// What the planner is told beside the layer: it simulates every step that a tuner could
+/// choose, on a model of the machine.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// The machine, measured where it can be ([`moesaic_planner::Calibration`]). Ranks of a
+    /// node and the target are those of the layer.
+    pub machine: Machine,
+    /// How unequal experts are taken to be: the i-th most popular one is chosen in proportion
+    /// to `1 / i^zipf`.
+    pub zipf: f64,
+    /// What rows may be between nodes. More than one changes results, by rounding.
+    pub wires: Vec<Wire>,
+}
+
+impl Planned {
+    /// Experts that are alike, and rows that stay as they are.
+    pub fn of(machine: Machine) -> Planned {
+        Planned {
+            machine,
+            zipf: 0.0,
+            wires: vec![Wire::Exact],
+        }
+    }
+
+    /// Predictions for a layer: of all that its ranks can do ([`MeshLayer::check_strategy`])
+    /// and its machine has the memory for. Forward and backward are simulated apart, and the
+    /// best of each together is one more. Sums of gradients over ranks are not in them, since
+    /// no step of an [`AdaptiveLayer`](crate::AdaptiveLayer) has any.
+    ///
+    /// # Errors
+    /// [`PlannerError`] where not even the default strategy can be simulated.
+    pub fn predict(self, layer: &MeshLayer) -> Result<Predict, PlannerError> {
+        let forecast = Forecast::new(self, layer);
+        forecast.of(1)?;
+        // What was simulated for one number of tokens is for others, too.
+        Ok(Box::new(move |key: &Key| match key.rows {
+            Rows::Tokens(power) => forecast.of(1 << power).unwrap_or_default(),
+            Rows::Capacity(_) => Vec::new(),
+        }))
+    }
+}
+
+/// All that is simulated but the number of tokens.
+struct Forecast {
+    question: Question,
+    mesh: Parallel,
+    zipf: f64,
+    strategies: Vec<Strategy>,
+}
+
+impl Forecast {
+    fn new(planned: Planned, layer: &MeshLayer) -> Forecast {
+        let plan = layer.plan();
+        let (mesh, own) = (layer.mesh().parallel(), &plan.tokens);
+        let each = per_node(layer.mesh().hosts());
+        let mut machine = planned.machine;
+        machine.target = own.target;
+        if let Some(each) = each {
+            machine = machine.with_per_node(each);
+        }
+        let space = Space {
+            wires: planned.wires,
+            ..Space::default()
+        };
+        let all = space.strategies(mesh, each.is_some()).into_iter();
+        let can = |strategy: &Strategy| layer.check_strategy(*strategy).is_ok();
+        Forecast {
+            mesh,
+            zipf: planned.zipf,
+            strategies: all.filter(can).collect(),
+            question: Question {
+                spec: own.spec.clone(),
+                machine,
+                world: mesh.ranks(),
+                training: own.training,
+                routing: Routing::even(0, own.spec.shape.experts, own.spec.shape.top_k),
+            },
+        }
+    }
+
+    /// With so many tokens on every rank.
+    fn of(&self, tokens: u64) -> Result<Vec<Prediction>, PlannerError> {
+        let shape = &self.question.spec.shape;
+        let even = || Routing::even(tokens, shape.experts, shape.top_k);
+        let routing = Routing::zipf(tokens, shape.experts, shape.top_k, self.zipf);
+        let question = Question {
+            routing: routing.unwrap_or_else(|_| even()),
+            ..self.question.clone()
+        };
+        let simulator = Simulator::new(&question);
+        simulator.predict(self.mesh, Strategy::default())?;
+        let limit = question.machine.compute.memory_gib * f64::from(1u32 << 30);
+        let passes = self.strategies.iter().filter_map(|strategy| {
+            // What cannot be simulated is not predicted.
+            let found = simulator.predict(self.mesh, *strategy).ok()?;
+            let of = |name| found.passes.iter().find(|pass| pass.name == name);
+            let seconds = |name| of(name).map_or(0.0, |pass| pass.seconds);
+            let fits = found.memory.bytes() <= limit;
+            fits.then(|| (*strategy, [seconds("forward"), seconds("backward")]))
+        });
+        Ok(with_mixed(passes.collect(), &self.mesh))
+    }
+}
+
+/// Predictions, and for each number of ways and route one with the best forward and the best
+/// backward pass.
+fn with_mixed(passes: Vec<(Strategy, [f64; 2])>, mesh: &Parallel) -> Vec<Prediction> {
+    let alike = |a: &(Strategy, [f64; 2]), b: &(Strategy, [f64; 2])| {
+        (a.0.ways, a.0.route) == (b.0.ways, b.0.route)
+    };
+    let mixed = passes.chunk_by(alike).filter_map(|same| {
+        let best = |pass: usize| same.iter().min_by(|a, b| a.1[pass].total_cmp(&b.1[pass]));
+        let (forward, backward) = (best(0)?, best(1)?);
+        let strategy = Strategy {
+            degree: Both {
+                forward: forward.0.degree.forward,
+                backward: backward.0.degree.backward,
+            },
+            wire: Both {
+                forward: forward.0.wire.forward,
+                backward: backward.0.wire.backward,
+            },
+            ..forward.0
+        };
+        let new = forward.0 != backward.0 && strategy.check(mesh).is_ok();
+        new.then_some((strategy, [forward.1[0], backward.1[1]]))
+    });
+    let mixed: Vec<_> = mixed.collect();
+    let all = passes.into_iter().chain(mixed);
+    all.map(|(strategy, [forward, backward])| Prediction {
+        strategy,
+        seconds: forward + backward,
+    })
+    .collect()
+}
+
+/// Ranks of a node, where all nodes have equally many, one node's after the other's.
+fn per_node(hosts: &[String]) -> Option<usize> {
+    let mut runs = hosts.chunk_by(|a, b| a == b).map(<[String]>::len);
+    let first = runs.next()?;
+    runs.all(|run| run == first).then_some(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_runs_of_equal_length() {
+        let of = |names: &str| per_node(&names.chars().map(String::from).collect::<Vec<_>>());
+        assert_eq!(of("aabb"), Some(2));
+        assert_eq!(of("aaa"), Some(3));
+        assert_eq!(of("aab"), None);
+        assert_eq!(of(""), None);
+    }
+
+    #[test]
+    fn the_best_of_both_passes_are_put_together() {
+        let of = |text: &str, forward, backward| {
+            let strategy: Strategy = text.parse().expect("a strategy");
+            (strategy, [forward, backward])
+        };
+        let mesh = Parallel::default();
+        let passes = vec![
+            of("degree=2", 1.0, 4.0),
+            of("degree=4", 2.0, 3.0),
+            of("route=once", 1.5, 0.5),
+        ];
+        let all = with_mixed(passes, &mesh);
+        assert_eq!(all.len(), 4);
+        let mixed = all.last().expect("four");
+        assert_eq!(
+            (mixed.strategy.to_string(), mixed.seconds),
+            ("degree=2/4".to_string(), 4.0)
+        );
+        // Pieces of both passes that do not fit each other stay apart.
+        let apart = vec![of("degree=63", 1.0, 4.0), of("degree=64", 2.0, 3.0)];
+        assert_eq!(with_mixed(apart, &mesh).len(), 2);
+    }
+}

@@ -1,0 +1,535 @@
+//! Parts of strategies together, and with experts anywhere: what ranks get is what they get by
+//! each part alone.
+
+use super::case::{Case, floats, host};
+use super::layers::engine as cpu;
+use super::mesh::{
+    Arranged, Grid, Ranks, Results, compare_on, evaluated, layer_on, mesh, part, shares, sliced,
+    spec, specs, trained,
+};
+use super::mesh_placed::scattered;
+use super::random::seeds;
+use super::simulated::open;
+use super::trained::{COUNTERS, near};
+use moesaic::plan::{Placement, Ways};
+use moesaic::spec::LayerSpec;
+use moesaic::spec::testing::Counter;
+use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
+use moesaic::train::{Sgd, masters};
+use moesaic::{
+    Among, Both, DType, Engine, Mesh, Parallel, Recompute, Route, Split, Strategy, Tensor,
+    Training, Wire,
+};
+
+/// Ranks of which two are on a node, and a grid of them.
+fn ranks<'e>(engine: &'e Engine, placement: Option<&Placement>) -> Arranged<'e> {
+    Arranged {
+        engine,
+        per_node: 2,
+        placement: placement.cloned(),
+        strategy: Strategy::default(),
+    }
+}
+
+fn grid(parallel: Parallel, strategy: &str) -> Grid {
+    let strategy = strategy.parse().unwrap();
+    Grid { parallel, strategy }
+}
+
+/// Against one process: the same bytes where rows meet whole experts, gradients up to rounding.
+fn check(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) {
+    let ranks = ranks(engine, placement);
+    compare_on(engine, &ranks, grid, case, Recompute::None);
+}
+
+fn biased() -> Case {
+    let text = "shape = { model_dim = 24, hidden_dim = 24, experts = 6, top_k = 3 }
+         experts = { bias = true }";
+    Case::random(&spec(text), 41, 2)
+}
+
+#[test]
+fn pieces_go_by_every_route() {
+    let engine = cpu();
+    let case = biased();
+    for (route, degree) in [
+        ("intra-first", "2"),
+        ("inter-first", "4/2"),
+        ("concurrent", "3/2"),
+        ("once", "3/1"),
+        ("once", "1/4"),
+    ] {
+        let strategy = format!("degree={degree},route={route}");
+        check(&engine, None, grid(mesh(4, 1, 1), &strategy), &case);
+    }
+    check(
+        &engine,
+        None,
+        grid(mesh(2, 2, 1), "degree=2/3,route=once"),
+        &case,
+    );
+    // Weighted before they go, and where they come; sums of bf16.
+    for case in [1, 3].map(|at| Case::random(&specs()[at], 29, at as u64)) {
+        let by = |strategy: &str| {
+            let grid = grid(mesh(4, 1, 1), strategy);
+            let training = Training::default();
+            let dy = case.dy(7);
+            trained(&ranks(&engine, None), grid, &case, training, &["y"], &dy)
+        };
+        let straight = by("degree=2");
+        assert!(by("degree=2,route=concurrent") == straight);
+        let most = straight.values().flatten();
+        let most = most.fold(0.0, |most: f64, v| most.max(v.abs()));
+        let once = by("degree=2,route=once");
+        for (name, want) in &straight {
+            near(name, &case.spec, &once[name], want, most);
+        }
+        assert!(by("degree=2,route=once") == once, "another run");
+    }
+}
+
+#[test]
+fn experts_out_of_order_have_any_strategy() {
+    let engine = cpu();
+    let case = biased();
+    for (parallel, strategy, split) in [
+        (mesh(3, 1, 1), "degree=4/2", Split::Even),
+        (mesh(2, 2, 1), "degree=3", Split::Near),
+        (mesh(4, 1, 1), "route=inter-first", Split::Even),
+        (mesh(4, 1, 1), "degree=2,route=once", Split::Near),
+        (mesh(2, 2, 1), "ways=1", Split::Even),
+        (mesh(2, 2, 1), "ways=0", Split::Even),
+        (mesh(2, 2, 2), "ways=1,degree=2/1,route=once", Split::Near),
+        (sliced(2, 2, 1), "ways=0,degree=2", Split::Even),
+        (mesh(1, 4, 1), "ways=2,degree=2", Split::Even),
+    ] {
+        let placement = scattered(parallel.ep, 6, 11, split);
+        check(&engine, Some(&placement), grid(parallel, strategy), &case);
+    }
+}
+
+/// Gradients that add up to those of a pass at other ways: replicas whose owner has the sum
+/// keep their part, or have none.
+#[test]
+fn gradients_of_replicas_add_up_whatever_the_ways() {
+    let case = biased();
+    let (parallel, engine) = (mesh(2, 2, 1), cpu());
+    let placement: Placement = "+4,0-2,+3 | 3-5,+0".parse().unwrap();
+    let shares = shares(41, 4);
+    let added = |ways: [usize; 2]| {
+        ranks(&engine, Some(&placement)).each(parallel, |engine, mesh| {
+            let mut layer = layer_on(engine, mesh, &case, Some(Training::default()));
+            let tokens = &shares[mesh.rank()];
+            let own = part(&case, tokens);
+            for (pass, ways) in ways.into_iter().enumerate() {
+                layer
+                    .set_strategy(format!("ways={ways}").parse().unwrap())
+                    .unwrap();
+                let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+                let dy = &case.dy(pass as u64)[tokens.start * 24..tokens.end * 24];
+                let dy = host(DType::F32, &[tokens.len(), 24], dy);
+                layer.backward(&call.unwrap().1, &dy, pass > 0).unwrap();
+            }
+            layer.reduce_gradients().unwrap();
+            layer.gradients().unwrap()
+        })
+    };
+    let want = added([2, 2]);
+    for ways in [[0, 0], [2, 0], [0, 1], [1, 0]] {
+        for (rank, (found, want)) in added(ways).iter().zip(&want).enumerate() {
+            for (name, want) in want {
+                let values = |tensor: &Tensor<'_>| -> Vec<f64> {
+                    tensor.to_f32().into_iter().map(f64::from).collect()
+                };
+                let (found, want) = (values(&found[name]), values(want));
+                let most = want.iter().fold(0.0, |most: f64, v| most.max(v.abs()));
+                near(
+                    &format!("{ways:?}, rank {rank}: {name}"),
+                    &case.spec,
+                    &found,
+                    &want,
+                    most,
+                );
+            }
+        }
+    }
+}
+
+/// The relative L2 error.
+fn error(found: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(found.len(), want.len());
+    let errors: f64 = found.iter().zip(want).map(|(a, b)| (a - b).powi(2)).sum();
+    (errors / want.iter().map(|b| b * b).sum::<f64>()).sqrt()
+}
+
+/// What a format does to a row, relative: docs/kernels/wire.md.
+fn format_error(wire: Wire) -> f64 {
+    match wire {
+        Wire::Exact => 0.0,
+        Wire::F16 => 2.1e-4,
+        Wire::Bf16 => 1.7e-3,
+        Wire::Fp8 => 2.6e-2,
+    }
+}
+
+fn step(ranks: &Arranged<'_>, grid: Grid, case: &Case) -> Results {
+    let training = Training::default();
+    trained(ranks, grid, case, training, &["y"], &case.dy(3))
+}
+
+/// Holds rows that are packed between nodes against rows that are not.
+fn check_wire(engine: &Engine, placement: Option<&Placement>, grid: Grid, case: &Case) -> Results {
+    let exact = Strategy {
+        wire: Both::same(Wire::Exact),
+        ..grid.strategy
+    };
+    let ranks = ranks(engine, placement);
+    let packed = step(&ranks, grid, case);
+    let exact = step(
+        &ranks,
+        Grid {
+            strategy: exact,
+            ..grid
+        },
+        case,
+    );
+    let Both { forward, backward } = grid.strategy.wire;
+    let [forward, backward] = [forward, backward].map(format_error);
+    // What experts keep for backward is of rows that were rounded in forward.
+    for (name, least, most) in [
+        ("y", forward, forward),
+        ("dx", backward, forward.max(backward)),
+    ] {
+        let found = error(&packed[name], &exact[name]);
+        let what = format!("{name} of {grid:?}: {found:.1e}");
+        println!("{what}");
+        assert!(found > 0.2 * least && found < 2.0 * most, "{what}");
+    }
+    packed
+}
+
+/// Rows are packed in pieces as they are in one, once as they are for every expert, and at
+/// other ways as at all of them.
+#[test]
+fn rows_are_packed_whatever_else_is_chosen() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 3 }";
+    let case = Case::random(&spec(text), 43, 8);
+    let on = |parallel, strategy: &str| check_wire(&engine, None, grid(parallel, strategy), &case);
+    let alone = on(mesh(4, 1, 1), "wire=fp8/bf16");
+    for strategy in [
+        "degree=4/2,wire=fp8/bf16",
+        "degree=1/3,route=concurrent,wire=fp8/bf16",
+    ] {
+        let pieces = on(mesh(4, 1, 1), strategy);
+        assert!(pieces["y"] == alone["y"], "{strategy}");
+        assert!(pieces["dx"] == alone["dx"], "{strategy}");
+    }
+    // Its gradients of rows are summed before they are packed.
+    let once = on(mesh(4, 1, 1), "route=once,wire=fp8/bf16");
+    assert!(once["y"] == alone["y"]);
+    let pieces = on(mesh(4, 1, 1), "degree=2/3,route=once,wire=fp8/bf16");
+    assert!(pieces["y"] == alone["y"]);
+    let sums = on(mesh(2, 2, 1), "degree=2,wire=f16/fp8");
+    assert!(sums["y"] == on(mesh(2, 2, 1), "wire=f16/fp8")["y"]);
+    on(mesh(2, 2, 1), "ways=1,degree=2,wire=fp8/f16");
+    on(mesh(2, 4, 1), "ways=2,route=once,wire=bf16/fp8");
+    // Rows that stay are never packed.
+    let stays = |strategy| step(&ranks(&engine, None), grid(mesh(2, 2, 1), strategy), &case);
+    assert!(stays("ways=0,wire=fp8") == stays("ways=0"));
+    for (parallel, strategy) in [
+        (mesh(4, 1, 1), "degree=2,route=once,wire=fp8"),
+        (mesh(2, 2, 1), "ways=1,wire=fp8/bf16"),
+    ] {
+        let placement = scattered(parallel.ep, 8, 5, Split::Even);
+        check_wire(&engine, Some(&placement), grid(parallel, strategy), &case);
+    }
+}
+
+/// Sums of outputs, too, which experts have weighted.
+#[test]
+fn outputs_are_summed_before_they_are_packed() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 3 }
+         router = { weight_on = 'activation' }";
+    let case = Case::random(&spec(text), 31, 4);
+    for strategy in ["route=once,wire=fp8", "degree=2,route=once,wire=bf16/fp8"] {
+        check_wire(&engine, None, grid(mesh(4, 1, 1), strategy), &case);
+    }
+    for tokens in [0, 1] {
+        let case = Case::random(&spec(text), tokens, 4);
+        let strategy = "degree=2,route=once,wire=fp8";
+        step(&ranks(&engine, None), grid(mesh(4, 1, 1), strategy), &case);
+    }
+}
+
+#[test]
+fn capacities_do_not_see_strategies() {
+    let engine = cpu();
+    let text = "shape = { model_dim = 12, hidden_dim = 8, experts = 6, top_k = 2 }
+         capacity = { mode = 'factor', factor = 0.6, order = 'batch-prioritized' }";
+    let case = Case::random(&spec(text), 40, 4);
+    let whole = evaluated(&ranks(&engine, None), mesh(4, 1, 1), &case);
+    let placement = scattered(4, 6, 3, Split::Even);
+    for placement in [None, Some(&placement)] {
+        for strategy in ["degree=4,route=once", "ways=0,degree=2"] {
+            let found = evaluated(
+                &ranks(&engine, placement),
+                grid(mesh(4, 1, 1), strategy),
+                &case,
+            );
+            assert!(found == whole, "{strategy}");
+        }
+    }
+}
+
+#[test]
+fn simulated_gpus_have_everything_together() {
+    let text = "shape = { model_dim = 24, hidden_dim = 16, experts = 3, top_k = 2 }";
+    let case = Case::random(&spec(text), 13, 6);
+    let placement: Placement = "2,0 | 1,+2".parse().unwrap();
+    for target in ["sim:sm_90a", "sim:gfx942"] {
+        let engine = open(target);
+        let ranks = |strategy: &str| Arranged {
+            engine: &engine,
+            per_node: 1,
+            placement: Some(placement.clone()),
+            strategy: strategy.parse().unwrap(),
+        };
+        let exact = ranks("degree=2/1,route=once");
+        compare_on(&engine, &exact, mesh(2, 1, 1), &case, Recompute::None);
+        let dy = case.dy(3);
+        let of = |strategy| {
+            let training = Training::default();
+            trained(
+                &ranks(strategy),
+                mesh(2, 1, 1),
+                &case,
+                training,
+                &["y"],
+                &dy,
+            )
+        };
+        let (exact, packed) = (of("default"), of("degree=2,route=once,wire=fp8/f16"));
+        let off = error(&packed["y"], &exact["y"]);
+        assert!(off > 5e-3 && off < 5.2e-2, "{target}: {off}");
+    }
+}
+
+/// What a backward pass of rows that another layer has packed cannot do.
+#[test]
+fn what_another_layer_has_packed_is_not_taken_as_exact() {
+    let engine = cpu();
+    let case = biased();
+    ranks(&engine, None).each(mesh(4, 1, 1), |engine, mesh| {
+        let training = Some(Training::default());
+        let [mut packs, plain] = [0, 1].map(|_| layer_on(engine, mesh, &case, training));
+        packs.set_strategy("wire=fp8".parse().unwrap()).unwrap();
+        let tokens = &shares(41, 4)[mesh.rank()];
+        let own = part(&case, tokens);
+        let (_, saved) = packs.forward_train(&own.input(), &["y"], COUNTERS).unwrap();
+        let dy = host(
+            DType::F32,
+            &[tokens.len(), 24],
+            &vec![1.0; tokens.len() * 24],
+        );
+        let error = plain.backward(&saved, &dy, false).unwrap_err();
+        assert!(
+            matches!(error, moesaic::EngineError::ForeignSaved),
+            "{error}"
+        );
+        packs.backward(&saved, &dy, false).unwrap();
+    });
+}
+
+/// A layer, its ranks and their nodes, drawn.
+struct Drawn {
+    case: Case,
+    parallel: Parallel,
+    per_node: usize,
+    placement: Option<Placement>,
+}
+
+/// Meshes with ranks on nodes so that every route is there at any number of ways.
+const GRIDS: [(Parallel, usize); 8] = [
+    (mesh(2, 2, 1), 2),
+    (mesh(4, 1, 1), 2),
+    (mesh(2, 4, 1), 4),
+    (mesh(3, 2, 1), 2),
+    (mesh(4, 2, 1), 4),
+    (mesh(2, 1, 2), 1),
+    (mesh(2, 2, 2), 2),
+    (mesh(8, 1, 1), 4),
+];
+
+fn layer(draw: &mut Counter) -> LayerSpec {
+    let experts = draw.between(8, 10);
+    let top_k = draw.between(1, 3);
+    let of = |draw: &mut Counter, texts: &[&str]| {
+        let at = draw.between(0, texts.len() - 1);
+        texts[at].to_string()
+    };
+    let text = [
+        format!(
+            "shape = {{ model_dim = 12, hidden_dim = 16, experts = {experts}, top_k = {top_k} }}"
+        ),
+        of(draw, &["", "experts = { bias = true }"]),
+        of(
+            draw,
+            &[
+                "",
+                "router = { weight_on = 'activation' }",
+                "router = { weight_on = 'input' }",
+            ],
+        ),
+        of(draw, &["", "shared = [{ hidden_dim = 8 }]"]),
+        of(
+            draw,
+            &[
+                "",
+                "capacity = { mode = 'fixed', rows = 2 }",
+                "capacity = { mode = 'factor', factor = 2.5 }",
+            ],
+        ),
+    ];
+    spec(&text.join("\n"))
+}
+
+impl Drawn {
+    fn new(seed: u64) -> Drawn {
+        let draw = &mut Counter::new(seed);
+        let (parallel, per_node) = GRIDS[seed as usize % GRIDS.len()];
+        let spec = layer(draw);
+        let experts = spec.shape.experts;
+        let split = [Split::Even, Split::Near][draw.between(0, 1)];
+        let placement = scattered(parallel.ep, experts, seed, split);
+        Drawn {
+            case: Case::random(&spec, draw.between(3, 40), seed),
+            placement: draw.one_in(2).then_some(placement),
+            parallel,
+            per_node,
+        }
+    }
+
+    /// Losses of the steps of a run whose strategies are drawn from `wires`, if there are any.
+    fn learned(&self, seed: u64, wires: &[Wire]) -> Vec<f64> {
+        let engine = cpu();
+        let ranks = Arranged {
+            engine: &engine,
+            per_node: self.per_node,
+            placement: self.placement.clone(),
+            strategy: Strategy::default(),
+        };
+        let of_ranks = ranks.each(self.parallel, |engine, mesh| {
+            self.learn(engine, mesh, &mut Counter::new(seed), wires)
+        });
+        (0..STEPS)
+            .map(|step| of_ranks.iter().map(|losses| losses[step]).sum())
+            .collect()
+    }
+
+    /// Descent to outputs of zero in steps of one length; the losses of this rank's tokens.
+    fn learn(&self, engine: &Engine, mesh: &Mesh, draw: &mut Counter, wires: &[Wire]) -> Vec<f64> {
+        let case = &self.case;
+        let mut layer = layer_on(engine, mesh, case, Some(Training::default()));
+        let whole = case.host_weights();
+        let weights = whole.values().flat_map(|tensor| tensor.to_f32());
+        let length = weights.map(|w| w * w).sum::<f32>().sqrt();
+        let rate = 0.02 * length / MOST;
+        let mut optimizer = MeshOptimizer::new(&layer.ranks(), Sgd::new(rate));
+        let mut parameters = masters(&layer.weights_of(&whole).unwrap());
+        let tokens = &shares(case.input.tokens, self.parallel.ranks())[mesh.rank()];
+        let (own, width) = (part(case, tokens), case.spec.output_dim());
+        let mut losses = Vec::new();
+        for _ in 0..STEPS {
+            if !wires.is_empty() {
+                let strategy = strategy(self.parallel, draw, wires);
+                let set = layer.set_strategy(strategy);
+                set.unwrap_or_else(|e| panic!("{strategy}: {e}"));
+            }
+            let call = layer.forward_train(&own.input(), &["y"], COUNTERS);
+            let (output, saved) = call.unwrap();
+            let y = floats(&output, "y");
+            let loss = y.iter().map(|y| y * y).sum::<f64>() / 2.0;
+            let all = layer
+                .ranks()
+                .sum_f64(&[loss], Among::World, "loss")
+                .unwrap()[0];
+            losses.push(loss);
+            // Backward goes as forward did, whatever is chosen since. What f16 cannot hold is not
+            // what is tested: gradients are of the size of one.
+            layer.set_strategy(Strategy::default()).unwrap();
+            let scale = ((case.input.tokens * width) as f64 / (2.0 * all)).sqrt();
+            let dy: Vec<f64> = y.iter().map(|y| y * scale).collect();
+            let dy = host(DType::F32, &[tokens.len(), width], &dy);
+            layer.backward(&saved, &dy, false).unwrap();
+            let scaling = Scaling {
+                most: Some(MOST),
+                ..Scaling::default()
+            };
+            update_mesh(&layer, &mut optimizer, &mut parameters, scaling).unwrap();
+        }
+        losses
+    }
+}
+
+const STEPS: usize = 4;
+
+/// Gradients are longer, and made so long.
+const MOST: f32 = 1e-3;
+
+/// The same on all ranks.
+fn strategy(parallel: Parallel, draw: &mut Counter, wires: &[Wire]) -> Strategy {
+    fn of<T: Copy>(draw: &mut Counter, all: &[T]) -> T {
+        all[draw.between(0, all.len() - 1)]
+    }
+    let routes = [
+        Route::Linear,
+        Route::IntraFirst,
+        Route::InterFirst,
+        Route::Concurrent,
+        Route::Once,
+    ];
+    let mut both = || Both {
+        forward: of(draw, &[1, 1, 2, 3, 4]),
+        backward: of(draw, &[1, 1, 2, 3, 4]),
+    };
+    Strategy {
+        degree: both(),
+        ways: Some(of(draw, &Ways::all(parallel))),
+        route: of(draw, &routes),
+        wire: Both {
+            forward: of(draw, wires),
+            backward: of(draw, wires),
+        },
+    }
+}
+
+/// `MOESAIC_SEEDS=0..200` draws more of them.
+#[test]
+fn strategies_drawn_anew_at_every_step_learn_the_same() {
+    for seed in seeds(0..6) {
+        let drawn = Drawn::new(seed);
+        let want = drawn.learned(seed, &[]);
+        let what = format!(
+            "seed {seed}: {:?}, {}",
+            drawn.parallel,
+            drawn.case.describe()
+        );
+        assert!(
+            (want[STEPS - 1] - want[0]).abs() > 1e-2 * want[0],
+            "{what}: {want:?}"
+        );
+        let packed = [Wire::Exact, Wire::F16, Wire::Bf16, Wire::Fp8];
+        for (wires, most) in [(&[Wire::Exact][..], 1e-4), (&packed, 4e-2)] {
+            let found = drawn.learned(seed, wires);
+            for (found, want) in found.iter().zip(&want) {
+                let off = (found - want).abs() / want;
+                assert!(
+                    off < most,
+                    "{what}, {wires:?}: a loss is {found}, not {want}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! A CUDA driver that does nothing, so that what is left of a call is the host's.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
+use std::{env, fs, io};
+
+/// What it is made of.
+const TEXT: &str = include_str!("idle_cuda.c");
+
+/// A program that has this variable was started with the driver.
+const HERE: &str = "MOESAIC_IDLE_DRIVER";
+
+/// This program, to be started again with the driver, which is put into `folder`.
+///
+/// # Errors
+/// When there is no C compiler `cc`, or the folder takes no files.
+pub fn again(folder: &Path) -> io::Result<Command> {
+    let source = folder.join("idle_cuda.c");
+    fs::write(&source, TEXT)?;
+    let mut cc = Command::new("cc");
+    cc.args(["-O2", "-shared", "-fPIC", "-w", "-o"])
+        .arg(folder.join("libcuda.so.1"))
+        .arg(source);
+    match cc.status()? {
+        status if status.success() => {}
+        status => return Err(io::Error::other(format!("cc: {status}"))),
+    }
+    let mut path = OsString::from(folder);
+    if let Some(others) = env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(others);
+    }
+    let mut program = Command::new(env::current_exe()?);
+    program.env("LD_LIBRARY_PATH", path).env(HERE, "1");
+    Ok(program)
+}
+
+/// Whether this program was started with the driver.
+pub fn is_here() -> bool {
+    env::var_os(HERE).is_some()
+}
