@@ -47,7 +47,69 @@ pub fn counts(root: &Path) -> String {
     backends(&files, &mut text);
     facade(&files, &mut text);
     circles(&files, &mut text);
+    lines(root, &mut text);
+    templates(root, &mut text);
     text
+}
+
+/// Lines of each kind of text below the root, build output aside.
+fn lines(root: &Path, text: &mut String) {
+    *text += "\nlines\n";
+    let kinds = [
+        ("Rust", "", ".rs"),
+        ("templates", "templates", ".tera"),
+        ("golden text", "tests/golden", ""),
+        ("docs", "", ".md"),
+    ];
+    for (name, folder, end) in kinds {
+        let texts = texts(&root.join(folder), end);
+        let lines = texts.iter().map(|(_, text)| text.lines().count());
+        let _ = writeln!(text, "  {name:25}{:>7}", lines.sum::<usize>());
+    }
+}
+
+/// Tags of templates, and lines that a screen does not hold.
+fn templates(root: &Path, text: &mut String) {
+    let all = texts(&root.join("templates"), ".tera");
+    let mut rows: Vec<(usize, usize, String)> = Vec::new();
+    for (path, template) in &all {
+        let tags = template.matches("{{").count() + template.matches("{%").count();
+        let longest = template.lines().map(|line| line.chars().count()).max();
+        let path = path.strip_prefix(root.join("templates")).unwrap_or(path);
+        rows.push((tags, longest.unwrap_or(0), path.display().to_string()));
+    }
+    let most = rows.iter().filter(|row| row.0 >= 100).count();
+    let wide = rows.iter().filter(|row| row.1 > 120).count();
+    *text += "\ntemplates\n";
+    line(text, "files", rows.len());
+    line(text, "with 100 tags or more", most);
+    line(text, "with a line over 120", wide);
+    *text += "\ntags and longest line of those with most tags, and of CPU products\n";
+    rows.sort_by(|a, b| b.0.cmp(&a.0).then_with(|| a.2.cmp(&b.2)));
+    for (i, (tags, longest, path)) in rows.iter().enumerate() {
+        let product = path.starts_with("cpu/g") && path.contains("gemm");
+        if i < 10 || product {
+            let _ = writeln!(text, "  {tags:>4} {longest:>4}  {path}");
+        }
+    }
+}
+
+/// The text files below a folder whose names end so, build output aside.
+fn texts(folder: &Path, end: &str) -> Vec<(PathBuf, String)> {
+    let mut list = Vec::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with('.') || name == "target" {
+            continue;
+        }
+        if entry.path().is_dir() {
+            list.extend(texts(&entry.path(), end));
+        } else if name.ends_with(end) {
+            let text = fs::read_to_string(entry.path());
+            list.extend(text.ok().map(|text| (entry.path(), text)));
+        }
+    }
+    list
 }
 
 /// The `.rs` and `.tera` files below a folder, but those of tests and build output.

@@ -65,17 +65,17 @@ fn main() -> Result<(), Box<dyn Error>> {
                 std::fs::write(file, &text)?;
             }
             let (whole, code) = (digest(&text), digest(&code(&text)));
-            println!("{number} {target} {} {tiling} {whole:016x} {code:016x}", kernel.name);
+            println!(
+                "{number} {target} {} {tiling} {whole:016x} {code:016x}",
+                kernel.name
+            );
         }
     }
     Ok(())
 }
 
 /// The kernels of a layer with their targets.
-fn texts(
-    seed: u64,
-    all: bool,
-) -> Result<Vec<(Target, &'static str, KernelPlan)>, Box<dyn Error>> {
+fn texts(seed: u64, all: bool) -> Result<Vec<(Target, &'static str, KernelPlan)>, Box<dyn Error>> {
     let mut list = Vec::new();
     let gpus = if all { &GPUS[..] } else { &[] };
     for target in CPUS.iter().chain(gpus) {
@@ -86,7 +86,11 @@ fn texts(
             let kernels = plan(&spec, target, &options)?.kernels.into_iter();
             for kernel in kernels.filter(|kernel| all || kernel.op.gemm().is_some()) {
                 let tilings = if all { &TILINGS[..1] } else { &TILINGS[..] };
-                list.extend(tilings.iter().map(|name| (target, *name, tiled(&kernel, name))));
+                list.extend(
+                    tilings
+                        .iter()
+                        .map(|name| (target, *name, tiled(&kernel, name))),
+                );
             }
         }
     }
@@ -117,7 +121,9 @@ fn tiled(kernel: &KernelPlan, tiling: &str) -> KernelPlan {
 
 /// A text without comments and blanks.
 fn code(text: &str) -> String {
-    let lines = text.lines().map(|line| line.split("//").next().unwrap_or_default());
+    let lines = text
+        .lines()
+        .map(|line| line.split("//").next().unwrap_or_default());
     lines.flat_map(str::split_whitespace).collect()
 }
 

@@ -210,7 +210,11 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
         Half::Up => ("rows", "hidden"),
         Half::Down => ("hidden", "out"),
     };
-    let kept = if d.keep { &["gate_pre", "up_pre"][!d.gated as usize..] } else { &[] };
+    let kept = if d.keep {
+        &["gate_pre", "up_pre"][!d.gated as usize..]
+    } else {
+        &[]
+    };
     GemmText {
         symbol: format!("grouped_gemm_{}", d.half.name()),
         formula: forward_formula(d),
@@ -261,11 +265,25 @@ fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
     let down = d.half == Half::Down;
     let first = !d.gated as usize; // of lists whose first is of a gate
     let (inputs, matrices, outputs, kept) = if down {
-        let outputs = if d.gated { vec!["hidden", "dgate", "dup"] } else { vec!["hidden", "dup"] };
-        (vec!["dout"], vec!["down"], outputs, ["gate_pre", "up_pre"][first..].to_vec())
+        let outputs = if d.gated {
+            vec!["hidden", "dgate", "dup"]
+        } else {
+            vec!["hidden", "dup"]
+        };
+        (
+            vec!["dout"],
+            vec!["down"],
+            outputs,
+            ["gate_pre", "up_pre"][first..].to_vec(),
+        )
     } else {
         let inputs = ["dgate", "dup"][first..].to_vec();
-        (inputs, ["gate", "up"][first..].to_vec(), vec!["drows"], Vec::new())
+        (
+            inputs,
+            ["gate", "up"][first..].to_vec(),
+            vec!["drows"],
+            Vec::new(),
+        )
     };
     GemmText {
         symbol: format!("grouped_gemm_dgrad_{}", d.half.name()),
@@ -302,8 +320,16 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
         symbol: format!("grouped_gemm_wgrad_{}", d.half.name()),
         formula: wgrad_formula(d).to_string(),
         keeps_sums: !base.tiles,
-        inputs: if down { vec!["dout"] } else { ["dgate", "dup"][first..].to_vec() },
-        matrices: if down { vec!["down"] } else { ["gate", "up"][first..].to_vec() },
+        inputs: if down {
+            vec!["dout"]
+        } else {
+            ["dgate", "dup"][first..].to_vec()
+        },
+        matrices: if down {
+            vec!["down"]
+        } else {
+            ["gate", "up"][first..].to_vec()
+        },
         outputs: Vec::new(),
         stores: Stores::Streamed,
         prefetches_input: false,
@@ -338,4 +364,81 @@ pub(crate) fn can_be(field: &str, text: &str) -> bool {
 fn names<T: Serialize>(variants: &[T]) -> Vec<String> {
     let values = variants.iter().map(tera::Value::from_serializable);
     values.map(|value| value.to_string()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
+    use moesaic_spec::LayerSpec;
+
+    const GATED: &str = r#""experts":{"bias":true},"router":{"weight_on":"activation"},"#;
+
+    /// The product of this name of a layer of bf16 that trains.
+    fn product(name: &str, target: &str, options: &str) -> GemmText {
+        let spec = format!(
+            r#"{{{options}"shape":{{"model_dim":256,"hidden_dim":512,"experts":4,"top_k":2}},
+                "precision":{{"weights":"bf16","activations":"bf16"}}}}"#
+        );
+        let spec: LayerSpec = serde_json::from_str(&spec).expect("a spec");
+        let target = target.parse().expect("a target");
+        let training = PlanOptions::training(Training::default());
+        let plan = plan(&spec, target, &training).expect("a plan");
+        let is_it = |kernel: &&KernelPlan| kernel.name == name;
+        let kernel = plan.kernels.iter().find(is_it).expect("it is a kernel");
+        GemmText::new(&kernel.op, target).expect("a product on a CPU")
+    }
+
+    #[test]
+    fn words_are_what_the_instruction_set_multiplies() {
+        let of = |target: &str| product("grouped_gemm_up", target, "");
+        let units = ["cpu:avx2", "cpu:avx512bf16", "cpu:neonbf16", "cpu:amx"].map(of);
+        let flags = units.each_ref().map(|g| (g.pairs, g.quads, g.tiles));
+        let (f32s, pairs) = ((false, false, false), (true, false, false));
+        assert_eq!(
+            flags,
+            [f32s, pairs, (true, true, false), (true, false, true)]
+        );
+        assert_eq!(
+            units.each_ref().map(|g| g.word),
+            ["f32", "f32", "u64", "f32"]
+        );
+        assert_eq!(units[3].stores, Stores::Runs);
+        assert!(units[1].prefetches_input && !units[3].prefetches_input);
+    }
+
+    #[test]
+    fn factors_and_results_have_the_names_of_the_pass() {
+        let up = product("grouped_gemm_up", "cpu:avx2", "");
+        assert_eq!(up.symbol, "grouped_gemm_up");
+        assert_eq!(up.formula, "hidden = silu(rows * gate) * (rows * up)");
+        assert_eq!(up.matrices, ["gate", "up"]);
+        assert_eq!(up.outputs, ["hidden", "gate_pre", "up_pre"]);
+        let dgrad = product("grouped_gemm_dgrad_down", "cpu:avx2", "");
+        assert_eq!(dgrad.outputs, ["hidden", "dgate", "dup"]);
+        assert_eq!(
+            (dgrad.inputs, dgrad.kept),
+            (vec!["dout"], vec!["gate_pre", "up_pre"])
+        );
+        let wgrad = product("grouped_gemm_wgrad_up", "cpu:avx2", "");
+        assert_eq!(
+            (wgrad.inputs, wgrad.matrices),
+            (vec!["dgate", "dup"], vec!["gate", "up"])
+        );
+        assert_eq!(
+            (wgrad.packs, wgrad.panel_stride),
+            (vec![DType::Bf16], "WIDTH")
+        );
+    }
+
+    #[test]
+    fn an_activation_alone_wants_no_place() {
+        let plain = product("grouped_gemm_up", "cpu:avx2", "");
+        assert_eq!(plain.finish_call, "finish(sums + c)");
+        assert!(!plain.finish.to && !plain.finish.row && !plain.finish.column);
+        let biased = product("grouped_gemm_up", "cpu:avx2", GATED);
+        let call = "finish(to, sums + c, column + c, weight, min_i64(LANES, columns - c))";
+        assert_eq!(biased.finish_call, call);
+        assert!(biased.finish.to && biased.finish.row && biased.finish.column);
+    }
 }

@@ -9,8 +9,29 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Words of the template language, and names that it binds.
 const LANGUAGE: [&str; 23] = [
-    "if", "elif", "else", "endif", "for", "in", "endfor", "set", "set_global", "endset", "include",
-    "and", "or", "not", "is", "true", "false", "none", "defined", "loop", "raw", "endraw", "break",
+    "if",
+    "elif",
+    "else",
+    "endif",
+    "for",
+    "in",
+    "endfor",
+    "set",
+    "set_global",
+    "endset",
+    "include",
+    "and",
+    "or",
+    "not",
+    "is",
+    "true",
+    "false",
+    "none",
+    "defined",
+    "loop",
+    "raw",
+    "endraw",
+    "break",
 ];
 
 /// What one template reads and binds, in the order of its text.
@@ -109,7 +130,10 @@ impl Reads {
         let begins = word(Some(0));
         let is_set = matches!(begins, "set" | "set_global");
         let bound = match begins {
-            "for" => tokens.iter().position(|t| *t == Path("in".to_string())).unwrap_or(0),
+            "for" => tokens
+                .iter()
+                .position(|t| *t == Path("in".to_string()))
+                .unwrap_or(0),
             _ if is_set => 2,
             _ => 0,
         };
@@ -154,7 +178,9 @@ impl Reads {
 }
 
 fn all() -> BTreeMap<&'static str, Reads> {
-    crate::templates().map(|(name, text)| (name, Reads::of(text))).collect()
+    crate::templates()
+        .map(|(name, text)| (name, Reads::of(text)))
+        .collect()
 }
 
 /// The list that a template begins with.
@@ -193,7 +219,7 @@ fn a_template_begins_with_what_it_wants() {
 
 /// Fields that are there for some kernels only.
 const SOMETIMES: [&str; 2] = [
-    "d.half", // of products; the router's kernel, which has the same part, has no halves
+    "d.half",        // of products; the router's kernel, which has the same part, has no halves
     "d.row_weights", // of rows for other ranks
 ];
 
@@ -250,7 +276,10 @@ fn what_templates_want_is_offered() {
     let kernels = kernels();
     for stem in Stem::all() {
         let cpu = render::plain_template(stem, TARGETS[0].parse().expect("a target"));
-        assert!(stem == Stem::Wire || kernels.contains_key(&cpu), "no kernel of {cpu}");
+        assert!(
+            stem == Stem::Wire || kernels.contains_key(&cpu),
+            "no kernel of {cpu}"
+        );
     }
     let mut missing = BTreeSet::new();
     for (name, (kernel, target)) in &kernels {
@@ -274,7 +303,10 @@ fn what_templates_want_is_offered() {
 fn fields_are_compared_with_what_they_can_be() {
     for (name, reads) in all() {
         for (field, text) in reads.compared {
-            assert!(gemm::can_be(&field, &text), "{name}: g.{field} is never {text}");
+            assert!(
+                gemm::can_be(&field, &text),
+                "{name}: g.{field} is never {text}"
+            );
         }
     }
 }
@@ -289,6 +321,12 @@ fn reads_are_found() {
     assert_eq!(wants, ["b", "c.n", "d.x", "d.z", "g.s", "later"]);
     assert_eq!(reads.includes[0].0, "p");
     assert!(reads.includes[0].1.contains("later"));
-    assert_eq!(reads.compared.first(), Some(&("s".to_string(), "t".to_string())));
-    assert_eq!(head(&reads.wants), "{#- wants: b, c.n, d.x, d.z, g.s, later -#}\n");
+    assert_eq!(
+        reads.compared.first(),
+        Some(&("s".to_string(), "t".to_string()))
+    );
+    assert_eq!(
+        head(&reads.wants),
+        "{#- wants: b, c.n, d.x, d.z, g.s, later -#}\n"
+    );
 }
