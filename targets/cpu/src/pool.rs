@@ -1,14 +1,14 @@
 //! Threads that wait for work: made once, and nothing is allocated per run.
 //!
-//! A run is published on a board. Workers that look at it join, work beside the
-//! caller and leave; the caller closes the board when its own share is done and
+//! A run is published in a slot. Workers that look at it join, work beside the
+//! caller and leave; the caller closes the slot when its own share is done and
 //! waits for those that joined. A worker that was still asleep then has missed
 //! nothing, and nobody waits for it. After a run workers listen for the next one
 //! for a short while, and as long as a pass lasts whose next launch may come any
 //! moment; then they sleep.
 //!
-//! Several callers have a board each, and no caller waits for another: workers
-//! go from board to board, also to runs that began while they were busy.
+//! Several callers have a slot each, and no caller waits for another: workers
+//! go from slot to slot, also to runs that began while they were busy.
 
 use crate::scratch::{self, Supply};
 use moesaic_target::DeviceError;
@@ -26,27 +26,27 @@ type Work<'a> = dyn Fn() + Sync + 'a;
 const LOOKS: u32 = 1000;
 
 /// Runs at the same time that workers help; a caller beyond them works alone.
-const BOARDS: usize = 8;
+const SLOTS: usize = 8;
 
-/// Set in `Board::gate` while workers may join; the rest counts those inside.
+/// Set in `Slot::gate` while workers may join; the rest counts those inside.
 const OPEN: u32 = 1 << 31;
 
 /// Workers besides the calling threads.
-pub(crate) struct Team {
-    hall: Arc<Hall>,
+pub(crate) struct ThreadPool {
+    state: Arc<State>,
     workers: Vec<Worker>,
 }
 
 struct Worker {
     asleep: Arc<AtomicBool>,
-    /// Taken when the team is dropped.
+    /// Taken when the pool is dropped.
     thread: Option<JoinHandle<()>>,
 }
 
 /// What callers and workers share.
-struct Hall {
-    boards: [Board; BOARDS],
-    /// Counts the runs of all boards, so that a worker hears of a new one.
+struct State {
+    slots: [Slot; SLOTS],
+    /// Counts the runs of all slots, so that a worker hears of a new one.
     bell: AtomicU64,
     /// Workers that have started.
     present: AtomicUsize,
@@ -60,12 +60,12 @@ struct Hall {
 /// Where the work of a run is found. On lines of its own: workers of one run
 /// do not slow down those of another.
 #[repr(align(128))]
-struct Board {
+struct Slot {
     /// Held by the caller whose run it is.
     turn: Mutex<()>,
     /// `OPEN` and the number of workers inside.
     gate: AtomicU32,
-    /// Counts the runs of this board, so that a worker joins each once.
+    /// Counts the runs of this slot, so that a worker joins each once.
     run: AtomicU64,
     /// Read only inside the gate, written only while it is shut and empty.
     work: UnsafeCell<Option<&'static Work<'static>>>,
@@ -74,50 +74,50 @@ struct Board {
 
 // SAFETY: `work` is written by the one caller that holds the turn while the gate
 // is shut and empty, and read by workers that entered the gate afterwards.
-unsafe impl Sync for Board {}
+unsafe impl Sync for Slot {}
 // SAFETY: what `work` refers to is Sync.
-unsafe impl Send for Board {}
+unsafe impl Send for Slot {}
 
-impl Team {
+impl ThreadPool {
     /// Starts `workers` threads.
-    pub(crate) fn new(workers: usize) -> io::Result<Team> {
-        let mut team = Team::empty();
-        (0..workers).try_for_each(|_| team.hire())?;
-        team.assemble();
-        Ok(team)
+    pub(crate) fn new(workers: usize) -> io::Result<ThreadPool> {
+        let mut pool = ThreadPool::empty();
+        (0..workers).try_for_each(|_| pool.start_worker())?;
+        pool.assemble();
+        Ok(pool)
     }
 
     /// Starts `workers` threads, or as many as the system gives.
-    pub(crate) fn up_to(workers: usize) -> Team {
-        let mut team = Team::empty();
-        let _fewer_will_do = (0..workers).try_for_each(|_| team.hire());
-        team.assemble();
-        team
+    pub(crate) fn up_to(workers: usize) -> ThreadPool {
+        let mut pool = ThreadPool::empty();
+        let _fewer_will_do = (0..workers).try_for_each(|_| pool.start_worker());
+        pool.assemble();
+        pool
     }
 
     /// Waits until all threads run: what their start costs and allocates falls
     /// into no launch.
     fn assemble(&self) {
         let mut looks = 0;
-        while self.hall.present.load(Ordering::Acquire) < self.workers.len() {
+        while self.state.present.load(Ordering::Acquire) < self.workers.len() {
             pause(&mut looks);
         }
     }
 
-    fn empty() -> Team {
-        Team {
-            hall: Arc::new(Hall::new()),
+    fn empty() -> ThreadPool {
+        ThreadPool {
+            state: Arc::new(State::new()),
             workers: Vec::new(),
         }
     }
 
     /// Starts one more thread.
-    fn hire(&mut self) -> io::Result<()> {
+    fn start_worker(&mut self) -> io::Result<()> {
         let asleep = Arc::new(AtomicBool::new(false));
-        let (hall, flag) = (Arc::clone(&self.hall), Arc::clone(&asleep));
+        let (state, flag) = (Arc::clone(&self.state), Arc::clone(&asleep));
         let thread = thread::Builder::new()
             .name(format!("moesaic-cpu-{}", self.workers.len()))
-            .spawn(move || hall.serve(&flag))?;
+            .spawn(move || state.serve(&flag))?;
         self.workers.push(Worker {
             asleep,
             thread: Some(thread),
@@ -129,20 +129,20 @@ impl Team {
         self.workers.len()
     }
 
-    /// Keeps workers awake until [`Team::end_pass`].
+    /// Keeps workers awake until [`ThreadPool::end_pass`].
     pub(crate) fn begin_pass(&self) {
-        self.hall.passes.fetch_add(1, Ordering::Relaxed);
+        self.state.passes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// To be called once for each [`Team::begin_pass`].
+    /// To be called once for each [`ThreadPool::begin_pass`].
     pub(crate) fn end_pass(&self) {
-        self.hall.passes.fetch_sub(1, Ordering::Relaxed);
+        self.state.passes.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Makes sure that runs with `bytes` bytes of scratch memory allocate nothing
     /// on a worker, whenever it first joins one.
     pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
-        self.hall.supply.provide(self.workers(), bytes)
+        self.state.supply.provide(self.workers(), bytes)
     }
 
     /// Calls `work` on this thread while `helpers` others are woken to do the
@@ -152,21 +152,21 @@ impl Team {
     /// # Panics
     /// When `work` did.
     pub(crate) fn run(&self, helpers: usize, work: &Work<'_>) {
-        let Some((board, _turn)) = self.hall.free_board() else {
+        let Some((slot, _turn)) = self.state.free_slot() else {
             return work();
         };
-        // SAFETY: the reference is dropped from the board by `Shut`, which
+        // SAFETY: the reference is dropped from the slot by `Shut`, which
         // waits for every worker that can see it, before this call returns.
-        let work_for_board =
+        let work_for_slot =
             unsafe { std::mem::transmute::<&Work<'_>, &'static Work<'static>>(work) };
-        let shut = board.open(work_for_board);
-        self.hall.bell.fetch_add(1, Ordering::SeqCst);
+        let shut = slot.open(work_for_slot);
+        self.state.bell.fetch_add(1, Ordering::SeqCst);
         for worker in self.workers.iter().take(helpers) {
             worker.wake();
         }
         work();
         drop(shut);
-        if board.panicked.swap(false, Ordering::Relaxed) {
+        if slot.panicked.swap(false, Ordering::Relaxed) {
             panic!("a block panicked on another thread");
         }
     }
@@ -182,10 +182,10 @@ impl Team {
     }
 }
 
-impl Drop for Team {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
-        self.hall.ended.store(true, Ordering::SeqCst);
-        self.hall.bell.fetch_add(1, Ordering::SeqCst);
+        self.state.ended.store(true, Ordering::SeqCst);
+        self.state.bell.fetch_add(1, Ordering::SeqCst);
         for worker in &mut self.workers {
             worker.wake();
             if let Some(thread) = worker.thread.take() {
@@ -197,7 +197,7 @@ impl Drop for Team {
 }
 
 impl Worker {
-    /// Wakes it if it sleeps. Sequentially consistent with `Hall::rest`:
+    /// Wakes it if it sleeps. Sequentially consistent with `State::rest`:
     /// either the worker hears the bell or this sees that it is asleep.
     fn wake(&self) {
         if self.asleep.swap(false, Ordering::SeqCst)
@@ -208,10 +208,10 @@ impl Worker {
     }
 }
 
-impl Hall {
-    fn new() -> Hall {
-        Hall {
-            boards: [const { Board::new() }; BOARDS],
+impl State {
+    fn new() -> State {
+        State {
+            slots: [const { Slot::new() }; SLOTS],
             bell: AtomicU64::new(0),
             present: AtomicUsize::new(0),
             passes: AtomicUsize::new(0),
@@ -220,10 +220,10 @@ impl Hall {
         }
     }
 
-    /// A board that nobody else uses, and the right to use it.
-    fn free_board(&self) -> Option<(&Board, MutexGuard<'_, ()>)> {
-        let mut boards = self.boards.iter();
-        boards.find_map(|board| Some((board, board.try_turn()?)))
+    /// A slot that nobody else uses, and the right to use it.
+    fn free_slot(&self) -> Option<(&Slot, MutexGuard<'_, ()>)> {
+        let mut slots = self.slots.iter();
+        slots.find_map(|slot| Some((slot, slot.try_turn()?)))
     }
 
     /// A worker's life.
@@ -231,7 +231,7 @@ impl Hall {
         scratch::live_on(Arc::clone(&self.supply));
         self.present.fetch_add(1, Ordering::Release);
         let mut heard = 0;
-        let mut seen = [0; BOARDS];
+        let mut seen = [0; SLOTS];
         loop {
             heard = self.rest(heard, asleep);
             if self.ended.load(Ordering::SeqCst) {
@@ -267,14 +267,14 @@ impl Hall {
     }
 
     /// Joins each run that this worker has not seen; says whether there was one.
-    fn join_any(&self, seen: &mut [u64; BOARDS]) -> bool {
+    fn join_any(&self, seen: &mut [u64; SLOTS]) -> bool {
         let mut some = false;
-        for (board, seen) in self.boards.iter().zip(seen) {
-            let run = board.run.load(Ordering::Acquire);
+        for (slot, seen) in self.slots.iter().zip(seen) {
+            let run = slot.run.load(Ordering::Acquire);
             if run != *seen {
                 *seen = run;
                 some = true;
-                board.join();
+                slot.join();
             }
         }
         some
@@ -282,7 +282,7 @@ impl Hall {
 }
 
 /// Shuts the gate and waits until everybody has left, also while unwinding.
-struct Shut<'a>(&'a Board);
+struct Shut<'a>(&'a Slot);
 
 impl Drop for Shut<'_> {
     fn drop(&mut self) {
@@ -296,9 +296,9 @@ impl Drop for Shut<'_> {
     }
 }
 
-impl Board {
-    const fn new() -> Board {
-        Board {
+impl Slot {
+    const fn new() -> Slot {
+        Slot {
             turn: Mutex::new(()),
             gate: AtomicU32::new(0),
             run: AtomicU64::new(0),
@@ -363,24 +363,24 @@ mod tests {
 
     #[test]
     fn workers_stay_awake_during_a_pass() {
-        let team = Team::new(2).unwrap();
-        team.begin_pass();
-        team.run(2, &|| {});
+        let pool = ThreadPool::new(2).unwrap();
+        pool.begin_pass();
+        pool.run(2, &|| {});
         let asleep = |w: &Worker| w.asleep.load(Ordering::SeqCst);
         thread::sleep(std::time::Duration::from_millis(20));
-        assert!(!team.workers.iter().any(asleep), "a pass is not over");
-        team.end_pass();
-        while !team.workers.iter().all(asleep) {
+        assert!(!pool.workers.iter().any(asleep), "a pass is not over");
+        pool.end_pass();
+        while !pool.workers.iter().all(asleep) {
             thread::sleep(std::time::Duration::from_millis(1));
         }
     }
 
     #[test]
     fn runs_follow_each_other_and_sleep_between() {
-        let team = Team::new(3).unwrap();
+        let pool = ThreadPool::new(3).unwrap();
         for round in 0..2000 {
             let (calls, room) = (AtomicUsize::new(0), [const { AtomicU64::new(0) }; 4]);
-            team.run(3, &|| {
+            pool.run(3, &|| {
                 let call = calls.fetch_add(1, Ordering::Relaxed);
                 if let Some(place) = room.get(call) {
                     place.store(round + 1, Ordering::Relaxed);
@@ -397,18 +397,18 @@ mod tests {
         }
     }
 
-    /// More callers than boards, each with work of its own.
+    /// More callers than slots, each with work of its own.
     #[test]
     fn several_callers_have_runs_of_their_own() {
-        let team = Team::new(2).unwrap();
+        let pool = ThreadPool::new(2).unwrap();
         thread::scope(|scope| {
-            for _ in 0..BOARDS + 3 {
+            for _ in 0..SLOTS + 3 {
                 scope.spawn(|| {
                     for _ in 0..200 {
                         let left = AtomicUsize::new(50);
                         let done = AtomicUsize::new(0);
                         let take = |left: usize| left.checked_sub(1);
-                        team.run(2, &|| {
+                        pool.run(2, &|| {
                             let order = Ordering::Relaxed;
                             while left.fetch_update(order, order, take).is_ok() {
                                 done.fetch_add(1, order);
@@ -421,13 +421,13 @@ mod tests {
         });
     }
 
-    /// A run inside a run has a board of its own and needs no worker.
+    /// A run inside a run has a slot of its own and needs no worker.
     #[test]
     fn runs_nest() {
-        let team = Team::new(1).unwrap();
+        let pool = ThreadPool::new(1).unwrap();
         let calls = AtomicUsize::new(0);
-        team.run(1, &|| {
-            team.run(1, &|| {
+        pool.run(1, &|| {
+            pool.run(1, &|| {
                 calls.fetch_add(1, Ordering::Relaxed);
             });
         });
@@ -437,7 +437,7 @@ mod tests {
     /// A worker that is busy with a long run comes to another when it is free.
     #[test]
     fn workers_come_to_runs_that_began_while_they_were_busy() {
-        let team = Team::new(1).unwrap();
+        let pool = ThreadPool::new(1).unwrap();
         let (busy, free) = (AtomicBool::new(false), AtomicBool::new(false));
         let wait_for = |flag: &AtomicBool| {
             while !flag.load(Ordering::Relaxed) {
@@ -447,7 +447,7 @@ mod tests {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let caller = thread::current().id();
-                team.run(1, &|| {
+                pool.run(1, &|| {
                     if thread::current().id() != caller {
                         busy.store(true, Ordering::Relaxed);
                         wait_for(&free);
@@ -458,7 +458,7 @@ mod tests {
             });
             wait_for(&busy);
             let (caller, helped) = (thread::current().id(), AtomicBool::new(false));
-            team.run(1, &|| {
+            pool.run(1, &|| {
                 if thread::current().id() == caller {
                     free.store(true, Ordering::Relaxed);
                     wait_for(&helped);
@@ -471,12 +471,12 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_team_lives_on() {
-        let team = Team::new(1).unwrap();
+        let pool = ThreadPool::new(1).unwrap();
         let caller = thread::current().id();
         // The worker may be late for a short run, so the caller waits for it.
         let reached = AtomicBool::new(false);
         let ended = catch_unwind(AssertUnwindSafe(|| {
-            team.run(1, &|| {
+            pool.run(1, &|| {
                 if thread::current().id() != caller {
                     reached.store(true, Ordering::Relaxed);
                     panic!("on a worker");
@@ -488,7 +488,7 @@ mod tests {
         }));
         assert!(ended.is_err());
         let calls = AtomicUsize::new(0);
-        team.run(1, &|| {
+        pool.run(1, &|| {
             calls.fetch_add(1, Ordering::Relaxed);
         });
         assert!(calls.into_inner() >= 1);
@@ -496,10 +496,10 @@ mod tests {
 
     #[test]
     fn threads_can_be_pinned() {
-        let team = Team::new(3).unwrap();
-        team.pin(&crate::affinity::processors().unwrap()).unwrap();
+        let pool = ThreadPool::new(3).unwrap();
+        pool.pin(&crate::affinity::processors().unwrap()).unwrap();
         let calls = AtomicUsize::new(0);
-        team.run(3, &|| {
+        pool.run(3, &|| {
             calls.fetch_add(1, Ordering::Relaxed);
         });
         assert!(calls.into_inner() >= 1);

@@ -2,15 +2,15 @@
 
 use crate::lanes::{Help, Lane, Lanes, drain};
 use crate::nodes::{Nodes, host_nodes};
+use crate::pool::ThreadPool;
 use crate::shared::Shared;
-use crate::team::Team;
 use moesaic_target::DeviceError;
 use std::cell::Cell;
 use std::io;
 use std::sync::OnceLock;
 
 /// The threads of a device, and where they are.
-pub(crate) struct Crew {
+pub(crate) struct Executor {
     threads: Threads,
     nodes: Nodes,
     /// As long as the system moves the threads.
@@ -47,26 +47,26 @@ enum Threads {
     /// Only the calling thread.
     Alone,
     /// The calling thread and these.
-    Own(Team),
+    Own(ThreadPool),
 }
 
-impl Crew {
+impl Executor {
     /// The calling thread and those that devices share.
-    pub(crate) fn shared() -> Crew {
-        Crew::on(host_nodes().clone(), Threads::Shared(Shared::new()))
+    pub(crate) fn shared() -> Executor {
+        Executor::on(host_nodes().clone(), Threads::Shared(Shared::new()))
     }
 
-    /// A crew of exactly `threads` threads, the caller included.
-    pub(crate) fn of(threads: usize, nodes: Nodes) -> io::Result<Crew> {
+    /// An executor of exactly `threads` threads, the caller included.
+    pub(crate) fn of(threads: usize, nodes: Nodes) -> io::Result<Executor> {
         let threads = match threads {
             0 | 1 => Threads::Alone,
-            _ => Threads::Own(Team::new(threads - 1)?),
+            _ => Threads::Own(ThreadPool::new(threads - 1)?),
         };
-        Ok(Crew::on(nodes, threads))
+        Ok(Executor::on(nodes, threads))
     }
 
-    fn on(nodes: Nodes, threads: Threads) -> Crew {
-        Crew {
+    fn on(nodes: Nodes, threads: Threads) -> Executor {
+        Executor {
             threads,
             loose: Lanes::loose(&nodes),
             nodes,
@@ -82,17 +82,17 @@ impl Crew {
         match &self.threads {
             Threads::Shared(shared) => shared.threads(),
             Threads::Alone => 1,
-            Threads::Own(team) => team.workers() + 1,
+            Threads::Own(pool) => pool.workers() + 1,
         }
     }
 
     /// Keeps each of its own threads on a processor of its own.
     pub(crate) fn pin(&self) -> io::Result<()> {
-        let Threads::Own(team) = &self.threads else {
+        let Threads::Own(pool) = &self.threads else {
             return Ok(());
         };
         let order = self.nodes.in_turns(&crate::affinity::processors()?);
-        team.pin(&order)?;
+        pool.pin(&order)?;
         let places = order.iter().cycle().take(self.threads());
         self.pinned
             .get_or_init(|| Lanes::pinned(&self.nodes, places));
@@ -106,29 +106,29 @@ impl Crew {
     /// Has `bytes` bytes of scratch memory ready for each thread but the caller,
     /// which takes its own in its first run.
     pub(crate) fn provide(&self, bytes: usize) -> Result<(), DeviceError> {
-        match self.team() {
-            Some(team) => team.provide(bytes),
+        match self.pool() {
+            Some(pool) => pool.provide(bytes),
             None => Ok(()),
         }
     }
 
-    /// From here to [`Crew::end_pass`] its threads do not sleep, once they are awake.
+    /// From here to [`Executor::end_pass`] its threads do not sleep, once they are awake.
     pub(crate) fn begin_pass(&self) {
-        if let Some(team) = self.team() {
-            team.begin_pass();
+        if let Some(pool) = self.pool() {
+            pool.begin_pass();
         }
     }
 
     pub(crate) fn end_pass(&self) {
-        if let Some(team) = self.team() {
-            team.end_pass();
+        if let Some(pool) = self.pool() {
+            pool.end_pass();
         }
     }
 
-    fn team(&self) -> Option<&Team> {
+    fn pool(&self) -> Option<&ThreadPool> {
         match &self.threads {
-            Threads::Own(team) => Some(team),
-            Threads::Shared(shared) => Some(shared.team()),
+            Threads::Own(pool) => Some(pool),
+            Threads::Shared(shared) => Some(shared.pool()),
             Threads::Alone => None,
         }
     }
@@ -160,8 +160,8 @@ impl Crew {
         let help = help();
         let share = || drain(lanes, places.here(), help, &work);
         let helpers = (threads.min(blocks) - 1) as usize;
-        match self.team() {
-            Some(team) => team.run(helpers, &share),
+        match self.pool() {
+            Some(pool) => pool.run(helpers, &share),
             None => share(),
         }
     }
@@ -178,9 +178,9 @@ mod tests {
         Nodes::new((0..count).map(|node| (node..64).step_by(count).collect()))
     }
 
-    fn check(crew: &Crew, blocks: i64, what: &str) {
+    fn check(executor: &Executor, blocks: i64, what: &str) {
         let seen = Mutex::new(Vec::new());
-        crew.run(blocks, |first, last| {
+        executor.run(blocks, |first, last| {
             assert!(first < last);
             seen.lock().unwrap().extend(first..last);
         });
@@ -193,9 +193,13 @@ mod tests {
     fn every_block_runs_once() {
         for threads in [1, 2, 3, 7] {
             for count in [1, 2, 3, 20] {
-                let crew = Crew::of(threads, nodes(count)).unwrap();
+                let executor = Executor::of(threads, nodes(count)).unwrap();
                 for blocks in [0, 1, 2, 3, 13, 64, 1001] {
-                    check(&crew, blocks, &format!("{threads} threads, {count} nodes"));
+                    check(
+                        &executor,
+                        blocks,
+                        &format!("{threads} threads, {count} nodes"),
+                    );
                 }
             }
         }
@@ -206,14 +210,14 @@ mod tests {
     fn shares_follow_pinned_threads() {
         let here = crate::affinity::processors().unwrap();
         let odd = Nodes::new([vec![here[0]], here[1..].to_vec(), vec![9999]]);
-        let crew = Crew::of(3, odd.clone()).unwrap();
-        assert_eq!(crew.lanes(), &Lanes::loose(&odd));
-        crew.pin().unwrap();
+        let executor = Executor::of(3, odd.clone()).unwrap();
+        assert_eq!(executor.lanes(), &Lanes::loose(&odd));
+        executor.pin().unwrap();
         let expected = Lanes::pinned(&odd, here.iter().cycle().take(3));
-        assert_eq!(crew.lanes(), &expected);
-        check(&crew, 1001, "pinned");
-        crew.pin().unwrap();
-        check(&crew, 1001, "pinned again");
+        assert_eq!(executor.lanes(), &expected);
+        check(&executor, 1001, "pinned");
+        executor.pin().unwrap();
+        check(&executor, 1001, "pinned again");
     }
 
     #[cfg(target_os = "linux")]
@@ -224,11 +228,11 @@ mod tests {
             return; // one processor has one node
         }
         let two = Nodes::new([here[..1].to_vec(), here[1..].to_vec()]);
-        let crew = Crew::of(2, two).unwrap();
-        crew.pin().unwrap();
+        let executor = Executor::of(2, two).unwrap();
+        executor.pin().unwrap();
         let caller = std::thread::current().id();
         let begun = AtomicI64::new(-1);
-        crew.run(1000, |first, _| {
+        executor.run(1000, |first, _| {
             if std::thread::current().id() != caller {
                 let _ = begun.compare_exchange(-1, first, Ordering::Relaxed, Ordering::Relaxed);
             }
@@ -246,7 +250,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    Crew::shared().run(100, |first, last| {
+                    Executor::shared().run(100, |first, last| {
                         total.fetch_add(last - first, Ordering::Relaxed);
                     });
                 });
