@@ -1,11 +1,14 @@
-//! Emitted source as plain files, and real compilers over all of it.
+//! Emitted source as golden text, and real compilers over all of it.
 //!
-//! `cargo xtask bless` rewrites the files after a wanted change.
+//! `cargo xtask bless` rewrites it after a wanted change.
 
+use crate::golden_files::{self, Emitted};
 use crate::kept::{Kept, once};
 use moesaic::emit::emit_layer;
 use moesaic::kernel::{KernelSource, Stem};
-use moesaic::plan::{Both, Parallel, PlanOptions, Training, Wire, plan, plan_rank};
+use moesaic::plan::{
+    Both, KernelPlan, LayerPlan, Parallel, PlanOptions, Training, Wire, plan, plan_rank,
+};
 use moesaic::spec::LayerSpec;
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
@@ -13,7 +16,7 @@ use moesaic::toolchain::{Kind, Registry};
 use moesaic::{Compilers, Target};
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Layers that between them reach most of what templates can do.
@@ -73,23 +76,33 @@ fn spec(name: &str) -> LayerSpec {
     LayerSpec::from_toml(&text).unwrap_or_else(|e| panic!("{}", e.render(name, false)))
 }
 
-fn sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
+/// The kernels of a plan, each with the family of its product.
+fn emitted(case: &str, plan: &LayerPlan) -> Vec<Emitted> {
+    let sources = emit_layer(plan).expect("it can be emitted");
+    let kernels = plan.kernels.iter().zip(sources);
+    let one = |(kernel, source): (&KernelPlan, KernelSource)| Emitted {
+        case: case.to_string(),
+        family: kernel.family(),
+        source,
+    };
+    kernels.map(one).collect()
+}
+
+fn sources(spec_name: &str, target: &str) -> Vec<Emitted> {
     let target: Target = target.parse().expect("a known target");
     let plan = plan(&spec(spec_name), target, &PlanOptions::default()).expect("it can be planned");
-    emit_layer(&plan).expect("it can be emitted")
+    emitted(spec_name, &plan)
 }
 
 /// Kernels of training whose text is of no forward pass.
-fn training_sources(spec_name: &str, target: &str) -> Vec<KernelSource> {
+fn training_sources(spec_name: &str, target: &str) -> Vec<Emitted> {
     let parsed: Target = target.parse().expect("a known target");
-    let plan = plan(
-        &spec(spec_name),
-        parsed,
-        &PlanOptions::training(Training::default()),
-    );
-    let mut list = emit_layer(&plan.expect("it can be planned")).expect("it can be emitted");
+    let options = PlanOptions::training(Training::default());
+    let plan = plan(&spec(spec_name), parsed, &options).expect("it can be planned");
+    let mut list = emitted(&format!("{spec_name}.training"), &plan);
     let forward = sources(spec_name, target);
-    list.retain(|source| forward.iter().all(|f| f.text != source.text));
+    let is_new = |kernel: &Emitted| forward.iter().all(|f| f.source.text != kernel.source.text);
+    list.retain(is_new);
     list
 }
 
@@ -101,8 +114,8 @@ const ON_THE_WIRE: [(&str, Wire); 4] = [
     ("switch-base-8", Wire::Bf16),
 ];
 
-/// Kernels between nodes, each with its layer.
-fn wire_sources(target: &str) -> Vec<(&'static str, KernelSource)> {
+/// Kernels between nodes.
+fn wire_sources(target: &str) -> Vec<Emitted> {
     let parsed: Target = target.parse().expect("a known target");
     let mesh = Parallel {
         ep: 2,
@@ -111,47 +124,29 @@ fn wire_sources(target: &str) -> Vec<(&'static str, KernelSource)> {
     let of_layer = |(name, wire): (&'static str, Wire)| {
         let plan = plan_rank(&spec(name), parsed, &PlanOptions::default(), mesh, 0);
         let plan = plan.expect("it can be planned").in_wire(Both::same(wire));
-        let list = plan
-            .wire
-            .map(|plan| emit_layer(&plan).expect("it can be emitted"));
-        list.into_iter().flatten().map(move |source| (name, source))
+        plan.wire
+            .map(|plan| emitted(name, &plan))
+            .unwrap_or_default()
     };
     ON_THE_WIRE.into_iter().flat_map(of_layer).collect()
 }
 
-/// `tests/golden/grouped_gemm/mixtral-8x7b.grouped_gemm_up.cuda-sm_90a.cu`.
-fn golden_path(spec_name: &str, source: &KernelSource) -> PathBuf {
-    let (name, target) = (&source.name, source.target.file_name());
-    let file = format!(
-        "{spec_name}.{name}.{target}.{}",
-        source.language.extension()
-    );
-    root()
-        .join("tests/golden")
-        .join(source.stem.name())
-        .join(file)
-}
-
-fn expected() -> BTreeMap<PathBuf, String> {
-    let mut files = BTreeMap::new();
-    for target in KEPT.iter().chain(&KEPT_GEMMS) {
-        for spec in SPECS {
-            keep(&mut files, spec, target, sources(spec, target));
-        }
-        for spec in TRAINED {
-            let name = format!("{spec}.training");
-            keep(&mut files, &name, target, training_sources(spec, target));
-        }
-        for (spec, source) in wire_sources(target) {
-            keep(&mut files, spec, target, vec![source]);
-        }
-    }
-    for target in cpus() {
-        for source in sources(KEPT_ON_CPUS, &target) {
-            files.insert(golden_path(KEPT_ON_CPUS, &source), source.text);
-        }
-    }
-    files
+/// All kernels whose text is kept; those that a reader wants first come first.
+fn kept() -> Vec<Emitted> {
+    let of_target = |target: &&str| {
+        let forward = SPECS.iter().flat_map(|spec| sources(spec, target));
+        let training = TRAINED
+            .iter()
+            .flat_map(|spec| training_sources(spec, target));
+        let all = forward.chain(training).chain(wire_sources(target));
+        let wanted = |kernel: &Emitted| KEPT.contains(target) || is_product(kernel.source.stem);
+        all.filter(wanted).collect::<Vec<_>>()
+    };
+    let of_layers = KEPT.iter().chain(&KEPT_GEMMS).flat_map(of_target);
+    let of_cpus = cpus()
+        .into_iter()
+        .flat_map(|cpu| sources(KEPT_ON_CPUS, &cpu));
+    of_layers.chain(of_cpus).collect()
 }
 
 /// Every instruction set there is.
@@ -161,85 +156,101 @@ fn cpus() -> Vec<String> {
     cpus.map(|target| target.to_string()).collect()
 }
 
-fn keep(files: &mut BTreeMap<PathBuf, String>, case: &str, target: &str, list: Vec<KernelSource>) {
-    let product = |stem: Stem| {
-        [
-            Stem::GroupedGemm,
-            Stem::GroupedGemmDgrad,
-            Stem::GroupedGemmWgrad,
-        ]
-        .contains(&stem)
-    };
-    for source in list {
-        if KEPT.contains(&target) || product(source.stem) {
-            files.insert(golden_path(case, &source), source.text);
-        }
-    }
+fn is_product(stem: Stem) -> bool {
+    let products = [
+        Stem::GroupedGemm,
+        Stem::GroupedGemmDgrad,
+        Stem::GroupedGemmWgrad,
+    ];
+    products.contains(&stem)
 }
 
-fn on_disk() -> Vec<PathBuf> {
-    let folders = fs::read_dir(root().join("tests/golden"))
-        .into_iter()
-        .flatten()
-        .flatten();
-    folders
-        .flat_map(|folder| fs::read_dir(folder.path()).into_iter().flatten().flatten())
-        .map(|file| file.path())
-        .collect()
+/// The layer of all instruction sets shows nothing that others do not show already.
+fn in_full(kernel: &Emitted) -> bool {
+    kernel.case != KEPT_ON_CPUS
 }
+
+fn golden() -> PathBuf {
+    root().join("tests/golden")
+}
+
+fn on_disk() -> BTreeMap<PathBuf, String> {
+    let read = |path: PathBuf| {
+        let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let name = path.strip_prefix(golden()).expect("it lies there");
+        (name.to_path_buf(), text)
+    };
+    let files = crate::tidy::files(&golden(), &[".txt", ".c", ".cu", ".hip"]);
+    files.into_iter().map(read).collect()
+}
+
+/// Whole texts of the last run that found them as they should be, and of the last that did
+/// not: a digest says that a kernel is another one, these say how.
+const TEXTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/golden");
 
 #[test]
 fn emitted_text_is_the_golden_text() {
-    let expected = expected();
+    let kernels = kept();
+    let expected = golden_files::files(&kernels, in_full);
     if std::env::var_os("BLESS").is_some() {
-        return bless(&expected);
+        write_texts("now", &kernels);
+        return write(&golden(), &expected);
     }
-    for (path, text) in &expected {
-        let golden = fs::read_to_string(path).unwrap_or_default();
-        let line = golden.lines().zip(text.lines()).position(|(a, b)| a != b);
-        let line = line.unwrap_or_else(|| golden.lines().count().min(text.lines().count())) + 1;
-        assert!(
-            golden == *text,
-            "{} differs from what is emitted, first at line {line}; \
-             if that is wanted: cargo xtask bless",
-            path.display()
-        );
+    let problems = golden_files::differences(&on_disk(), &expected);
+    if problems.is_empty() {
+        return write_texts("was", &kernels);
     }
-    for path in on_disk() {
-        assert!(
-            expected.contains_key(&path),
-            "{} is of no case any more",
-            path.display()
-        );
-    }
+    write_texts("now", &kernels);
+    panic!(
+        "{}\nWhat is emitted now lies in {TEXTS}/now, what was when this test last passed, if \
+         it did, in {TEXTS}/was; compare them with diff -r. If all of it is wanted: \
+         cargo xtask bless",
+        problems.join("\n")
+    );
 }
 
-fn bless(expected: &BTreeMap<PathBuf, String>) {
-    for path in on_disk() {
-        fs::remove_file(path).expect("golden files can be removed");
+fn write_texts(folder: &str, kernels: &[Emitted]) {
+    let text = |kernel: &Emitted| (kernel.file(), kernel.source.text.clone());
+    let texts = kernels.iter().map(text).collect();
+    write(&Path::new(TEXTS).join(folder), &texts);
+}
+
+/// Puts these files into a folder instead of those that lie there.
+fn write(folder: &Path, files: &BTreeMap<PathBuf, String>) {
+    if folder.exists() {
+        fs::remove_dir_all(folder).expect("a writable tree");
     }
-    for (path, text) in expected {
+    for (name, text) in files {
+        let path = folder.join(name);
         fs::create_dir_all(path.parent().expect("it has a folder")).expect("a writable tree");
         fs::write(path, text).expect("a writable tree");
     }
 }
 
-/// Every kernel for every GPU target, with no spills, no stack and no word of
-/// warning from the compiler.
+/// Every kernel for the GPU targets whose text is kept, those of two layers for each of the
+/// others: no spills, no stack and no word of warning from the compiler.
 #[test]
 fn gpu_text_compiles_without_spills() {
     let compilers = Compilers::new(None);
     let jobs: Vec<KernelSource> = COMPILED
         .iter()
-        .flat_map(|target| {
-            let forward = SPECS.iter().flat_map(move |spec| sources(spec, target));
+        .enumerate()
+        .flat_map(|(i, target)| {
+            let some = if KEPT.contains(target) {
+                SPECS.len()
+            } else {
+                2
+            };
+            let specs = SPECS.iter().cycle().skip(2 * i).take(some);
+            let forward = specs.flat_map(move |spec| sources(spec, target));
             forward
                 .chain(
                     TRAINED
                         .iter()
                         .flat_map(move |spec| training_sources(spec, target)),
                 )
-                .chain(wire_sources(target).into_iter().map(|(_, source)| source))
+                .chain(wire_sources(target))
+                .map(|kernel| kernel.source)
         })
         .collect();
     on_all_cores(&jobs, |source| {
@@ -277,8 +288,8 @@ fn check_artifact(compiler: &dyn Compiler, source: &KernelSource) {
     }
 }
 
-/// Every kernel for every instruction set of x86-64, or of aarch64 on such a
-/// machine, through gcc and clang, warnings as errors.
+/// Kernels for every instruction set of x86-64, or of aarch64 on such a machine, through gcc
+/// and clang, warnings as errors: each layer by each compiler for every other set, in turn.
 #[test]
 fn c_text_compiles_without_warnings() {
     let compilers = [vec!["gcc".to_string()], clang()];
@@ -304,17 +315,29 @@ fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
         compilers.iter().map(|cc| (&cc[..], version(cc))).collect();
     let jobs: Vec<(&(&[String], String), KernelSource)> = compilers
         .iter()
-        .flat_map(|cc| isas.iter().map(move |isa| (cc, *isa)))
-        .flat_map(|(cc, isa)| specs.iter().map(move |spec| (cc, isa, *spec)))
-        .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |s| (cc, s)))
+        .enumerate()
+        .flat_map(|(i, cc)| {
+            isas.iter()
+                .enumerate()
+                .map(move |(j, isa)| (cc, i + j, *isa))
+        })
+        .flat_map(|(cc, turn, isa)| in_turn(specs, turn).map(move |spec| (cc, isa, spec)))
+        .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |k| (cc, k.source)))
         .chain(compilers.iter().flat_map(|cc| {
             let wire = isas.iter().flat_map(|isa| wire_sources(isa));
-            wire.map(move |(_, source)| (cc, source))
+            wire.map(move |kernel| (cc, kernel.source))
         }))
         .collect();
     on_all_cores(&jobs, |((cc, version), source)| {
         check_c(cc, version, source)
     });
+}
+
+/// Every other layer, the others in the next turn; one that is alone always.
+fn in_turn<'a>(specs: &'a [&str], turn: usize) -> impl Iterator<Item = &'a str> {
+    let wanted = move |i: usize| specs.len() == 1 || i % 2 == turn % 2;
+    let specs = specs.iter().enumerate();
+    specs.filter_map(move |(i, spec)| wanted(i).then_some(*spec))
 }
 
 /// The machine's clang, or the one that `toolchain install rocm` brings.
@@ -403,9 +426,9 @@ fn on_all_cores<T: Sync>(items: &[T], job: impl Fn(&T) + Sync) {
 }
 
 #[test]
-fn golden_files_include_no_header() {
-    for path in on_disk() {
-        let text = fs::read_to_string(&path).expect("it is text");
-        assert!(!text.contains("#include"), "{}", path.display());
+fn kernels_include_no_header() {
+    for kernel in kept() {
+        let text = &kernel.source.text;
+        assert!(!text.contains("#include"), "{}", kernel.file().display());
     }
 }

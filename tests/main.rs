@@ -4,6 +4,7 @@
 
 mod conformance;
 mod golden;
+mod golden_files;
 #[path = "../codegen/emit/tests/kernels/kept/mod.rs"]
 mod kept;
 mod mutants;

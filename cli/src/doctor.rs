@@ -187,7 +187,7 @@ impl Diagnosis {
     }
 
     fn nodes_line(&self) -> String {
-        units::count(self.nodes, "memory node")
+        units::count(self.nodes, "NUMA node")
     }
 
     fn limits_line(&self) -> String {

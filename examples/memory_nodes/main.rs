@@ -58,6 +58,6 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
 
 #[cfg(not(target_os = "linux"))]
 fn run(_: &Args) -> Result<(), Box<dyn Error>> {
-    println!("only Linux says on which memory node a page lies; nothing was done");
+    println!("only Linux says on which NUMA node a page lies; nothing was done");
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// The system's number of a memory node.
+/// The system's number of a NUMA node.
 pub type Node = i32;
 
 /// Memory of the process: an address and bytes behind it.

@@ -24,7 +24,7 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     }
     println!("{} · {}", engine.device_info().name, engine.target());
     println!(
-        "{} memory nodes, processors of {}",
+        "{} NUMA nodes, processors of {}",
         host_nodes().count(),
         pages::machine().join(", ")
     );

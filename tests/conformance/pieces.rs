@@ -98,7 +98,7 @@ fn shifted(from: &Path, to: &Path, by: usize) {
     std::fs::write(to, moved).unwrap();
 }
 
-/// Tensors of single experts, aligned and not, on one memory node and on two, where
+/// Tensors of single experts, aligned and not, on one NUMA node and on two, where
 /// weights are put together first.
 #[test]
 fn experts_of_a_checkpoint_are_packed_from_there() {

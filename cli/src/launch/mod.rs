@@ -198,7 +198,7 @@ fn processors(args: &LaunchArgs, ranks: usize) -> Vec<Vec<usize>> {
     let own = moesaic::cpu::processors().unwrap_or_default();
     let machine = Machine::read(&args.sysfs, &own, |name| env::var(name).ok());
     if let Some(trouble) = &machine.trouble {
-        tracing::info!("ranks go round the memory nodes: {trouble}");
+        tracing::info!("ranks go round the NUMA nodes: {trouble}");
     }
     let places: Vec<Place> = machine.places(args.bind, ranks);
     for (rank, place) in places.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Which processors a rank runs on: those of the memory node that its GPU is on.
+//! Which processors a rank runs on: those of the NUMA node that its GPU is on.
 
 use moesaic::cpu::numbered_nodes;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,9 +11,9 @@ use std::path::Path;
 pub enum Bind {
     /// Nothing
     Off,
-    /// The processors of a memory node, if there are several nodes
+    /// The processors of a NUMA node, if there are several nodes
     Numa,
-    /// Processors of its own, of a memory node
+    /// Processors of its own, of a NUMA node
     Cores,
 }
 
@@ -35,7 +35,7 @@ pub struct Machine {
 pub struct Place {
     /// The PCI address of the GPU that decided.
     pub gpu: Option<String>,
-    /// The memory node.
+    /// The NUMA node.
     pub node: Option<u32>,
     /// Its processors; none for all.
     pub processors: Vec<usize>,

@@ -1,4 +1,4 @@
-//! The generated text of two layers, as files to read. `BLESS=1` rewrites
+//! The generated text of two layers, as files to read. `cargo xtask bless` rewrites
 //! them after a wanted change.
 
 use moesaic_layers::{GenerateOptions, file_name, generate_source};
@@ -26,7 +26,7 @@ fn check(path: &str) {
     let different = text.lines().zip(expected.lines()).position(|(a, b)| a != b);
     assert!(
         text == expected,
-        "{} differs from line {}; rewrite it with BLESS=1",
+        "{} differs from line {}; if that is wanted: cargo xtask bless",
         golden.display(),
         different.unwrap_or(0) + 1
     );

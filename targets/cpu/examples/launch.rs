@@ -47,10 +47,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         let args = [Arg::I64(base), Arg::I64(step)];
         let one = time(&*alone, blocks, &args)?;
         let all = time(&*module, blocks, &args)?;
-        let team = time(&*own, blocks, &args)?;
+        let pool = time(&*own, blocks, &args)?;
         println!(
-            "{what:20} {one:11.2} {all:10.2} {team:10.2}     x{:.2}",
-            one / team
+            "{what:20} {one:11.2} {all:10.2} {pool:10.2}     x{:.2}",
+            one / pool
         );
     }
     Ok(())

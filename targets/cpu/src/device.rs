@@ -1,6 +1,6 @@
 //! This machine's CPU as a [`Device`].
 
-use crate::crew::Crew;
+use crate::executor::Executor;
 use crate::memory::Memory;
 use crate::module::CpuModule;
 use crate::nodes::{Nodes, host_nodes};
@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// it returns.
 pub struct CpuDevice {
     info: DeviceInfo,
-    crew: Arc<Crew>,
+    executor: Arc<Executor>,
     poisoned: bool,
 }
 
@@ -22,7 +22,7 @@ impl CpuDevice {
     /// starts; they sleep between calls and end with the last of the devices.
     /// Launches from several threads run side by side.
     pub fn new() -> CpuDevice {
-        CpuDevice::from(Crew::shared())
+        CpuDevice::from(Executor::shared())
     }
 
     /// Exactly `threads` threads, the launching one included; 0 counts as 1.
@@ -40,7 +40,7 @@ impl CpuDevice {
     /// # Errors
     /// As [`CpuDevice::with_threads`].
     pub fn with_nodes(threads: usize, nodes: Nodes) -> Result<CpuDevice, DeviceError> {
-        Crew::of(threads, nodes)
+        Executor::of(threads, nodes)
             .map(CpuDevice::from)
             .map_err(|error| DeviceError::Unavailable {
                 backend: "cpu".to_string(),
@@ -62,7 +62,7 @@ impl CpuDevice {
             backend: "cpu".to_string(),
             reason: format!("threads cannot be pinned: {error}"),
         };
-        self.crew.pin().map_err(refused)?;
+        self.executor.pin().map_err(refused)?;
         Ok(self)
     }
 
@@ -78,7 +78,7 @@ impl CpuDevice {
 
     /// Threads a launch from here would use.
     pub fn threads(&self) -> usize {
-        self.crew.threads()
+        self.executor.threads()
     }
 }
 
@@ -88,18 +88,18 @@ impl Default for CpuDevice {
     }
 }
 
-impl From<Crew> for CpuDevice {
-    fn from(crew: Crew) -> CpuDevice {
+impl From<Executor> for CpuDevice {
+    fn from(executor: Executor) -> CpuDevice {
         let info = DeviceInfo {
             name: field("/proc/cpuinfo", "model name")
                 .unwrap_or_else(|| format!("{} CPU", std::env::consts::ARCH)),
             target: Target::Cpu(crate::host_isa()),
-            units: crew.threads() as u32,
+            units: executor.threads() as u32,
             memory_bytes: field("/proc/meminfo", "MemTotal").and_then(|text| kilobytes(&text)),
         };
         CpuDevice {
             info,
-            crew: Arc::new(crew),
+            executor: Arc::new(executor),
             poisoned: false,
         }
     }
@@ -139,7 +139,7 @@ impl Device for CpuDevice {
         Ok(Arc::new(CpuModule::load(
             artifact,
             entries,
-            Arc::clone(&self.crew),
+            Arc::clone(&self.executor),
         )?))
     }
 
@@ -153,23 +153,23 @@ impl Device for CpuDevice {
     }
 
     fn begin_pass(&self) {
-        self.crew.begin_pass();
+        self.executor.begin_pass();
     }
 
     fn end_pass(&self) {
-        self.crew.end_pass();
+        self.executor.end_pass();
     }
 
     fn begin_placing(&self) {
-        crate::crew::begin_placing();
+        crate::executor::begin_placing();
     }
 
     fn end_placing(&self) {
-        crate::crew::end_placing();
+        crate::executor::end_placing();
     }
 
     fn places_whole(&self) -> bool {
-        self.crew.nodes().count() > 1
+        self.executor.nodes().count() > 1
     }
 
     fn host_ptr(&self, bytes: &[u8]) -> Option<Ptr> {
@@ -187,7 +187,7 @@ impl Device for CpuDevice {
     fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
         let start = place("upload", buffer, offset, bytes.len())?;
         let start = Start(start);
-        self.crew.run(parts(bytes.len()), |first, last| {
+        self.executor.run(parts(bytes.len()), |first, last| {
             let (from, to) = (
                 part_start(first, bytes.len()),
                 part_start(last, bytes.len()),

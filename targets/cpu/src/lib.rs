@@ -21,9 +21,9 @@
 mod affinity;
 mod caches;
 mod compiler;
-mod crew;
 mod device;
 mod driver;
+mod executor;
 mod find;
 mod flags;
 mod identity;
@@ -34,10 +34,10 @@ pub mod limits;
 mod memory;
 mod module;
 mod nodes;
+mod pool;
 mod report;
 mod scratch;
 mod shared;
-mod team;
 
 pub use affinity::processors;
 pub use caches::{host_caches, read_caches};

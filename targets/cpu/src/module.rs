@@ -1,6 +1,6 @@
 //! Loaded kernels and their launch.
 
-use crate::crew::Crew;
+use crate::executor::Executor;
 use crate::library::{self, Loaded};
 use crate::scratch;
 use moesaic_kernel::{Entry, ParamType, Scalar};
@@ -22,7 +22,7 @@ struct Function {
 /// A loaded shared object.
 pub(crate) struct CpuModule {
     functions: Vec<Function>,
-    crew: Arc<Crew>,
+    executor: Arc<Executor>,
     /// Keeps the code behind `functions` mapped.
     _loaded: Loaded,
 }
@@ -31,7 +31,7 @@ impl CpuModule {
     pub(crate) fn load(
         artifact: &Artifact,
         entries: &[Entry],
-        crew: Arc<Crew>,
+        executor: Arc<Executor>,
     ) -> Result<CpuModule, DeviceError> {
         let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
         let loaded = library::load(&artifact.binary).map_err(|reason| error(kernel, reason))?;
@@ -39,7 +39,7 @@ impl CpuModule {
         let functions = functions.collect::<Result<_, _>>()?;
         Ok(CpuModule {
             functions,
-            crew,
+            executor,
             _loaded: loaded,
         })
     }
@@ -124,10 +124,10 @@ impl Module for CpuModule {
             return Err(function.refuse(reason));
         };
         let scratch_bytes = dims.shared_bytes as usize;
-        self.crew.provide(scratch_bytes)?;
+        self.executor.provide(scratch_bytes)?;
         let failure = OnceLock::new();
         with_table(args, |table| {
-            self.crew.run(blocks, |first, last| {
+            self.executor.run(blocks, |first, last| {
                 // A Slot is transparent over the pointer the kernel expects.
                 let table = table.as_ptr().cast::<*const c_void>();
                 let done = scratch::with(scratch_bytes, |own| {

@@ -1,17 +1,17 @@
 //! The threads of all devices that have none of their own.
 
-use crate::team::Team;
+use crate::pool::ThreadPool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-/// One team for the process, while a device uses it: its threads end with the
+/// One pool for the process, while a device uses it: its threads end with the
 /// last such device. Devices do not meet otherwise, and results do not depend on
 /// threads.
-static TEAM: Mutex<Weak<Team>> = Mutex::new(Weak::new());
+static POOL: Mutex<Weak<ThreadPool>> = Mutex::new(Weak::new());
 
-/// A device's part in the team; the first run starts the threads.
+/// A device's part in the pool; the first run starts the threads.
 pub(crate) struct Shared {
     threads: usize,
-    team: OnceLock<Arc<Team>>,
+    pool: OnceLock<Arc<ThreadPool>>,
 }
 
 impl Shared {
@@ -19,7 +19,7 @@ impl Shared {
     pub(crate) fn new() -> Shared {
         Shared {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
-            team: OnceLock::new(),
+            pool: OnceLock::new(),
         }
     }
 
@@ -27,18 +27,18 @@ impl Shared {
         self.threads
     }
 
-    pub(crate) fn team(&self) -> &Team {
-        self.team.get_or_init(|| current(&TEAM, self.threads - 1))
+    pub(crate) fn pool(&self) -> &ThreadPool {
+        self.pool.get_or_init(|| current(&POOL, self.threads - 1))
     }
 }
 
-/// The team there is, or a new one.
-fn current(known: &Mutex<Weak<Team>>, workers: usize) -> Arc<Team> {
+/// The pool there is, or a new one.
+fn current(known: &Mutex<Weak<ThreadPool>>, workers: usize) -> Arc<ThreadPool> {
     let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
     known.upgrade().unwrap_or_else(|| {
-        let team = Arc::new(Team::up_to(workers));
-        *known = Arc::downgrade(&team);
-        team
+        let pool = Arc::new(ThreadPool::up_to(workers));
+        *known = Arc::downgrade(&pool);
+        pool
     })
 }
 
@@ -60,7 +60,7 @@ mod tests {
     #[test]
     fn devices_have_the_same_team() {
         let (first, second) = (Shared::new(), Shared::new());
-        assert!(std::ptr::eq(first.team(), second.team()));
-        assert_eq!(first.team().workers() + 1, first.threads());
+        assert!(std::ptr::eq(first.pool(), second.pool()));
+        assert_eq!(first.pool().workers() + 1, first.threads());
     }
 }

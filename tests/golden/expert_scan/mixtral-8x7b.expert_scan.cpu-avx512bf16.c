@@ -9,23 +9,7 @@
 // Baked in: experts, slots per token, order, capacity rule. On the stack: one
 // counter per expert.
 
-// Names for the types of tensors. No header is included: this is all there is.
-typedef __INT32_TYPE__ i32;
-typedef __INT64_TYPE__ i64;
-typedef __UINT16_TYPE__ u16;
-typedef __UINT32_TYPE__ u32;
-typedef __UINT64_TYPE__ u64;
-typedef float f32;
-typedef double f64;
-typedef u16 bf16; // the upper half of an f32
-typedef u16 f16;  // IEEE binary16
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline, unused))
-#define ALIGNED __attribute__((aligned(64)))
-
-INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
-INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
+// [prelude: cpu.h]
 
 enum {
     EXPERTS = 8, // with rows

@@ -11,210 +11,13 @@
 //
 // Shared memory of route:
 //   counts    i32 [2][8]   how many tokens chose each expert, by slot
+//   segments  i32 [512]   counts of each run of rows
+//   tail, totals  i32 [8] each   of each expert
 //   counters  i32 [2][8]   the next place of each expert, per warp
-//   starts    i32 [9]   where each expert's rows begin
 //
 // Baked in: model dim 4096, experts 8, top_k 2, the whole rule. Not the tokens.
 
-// ---- types, and the hardware as named functions ----
-
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
-typedef float f32;
-typedef double f64;
-
-struct bf16 { u16 bits; };  // the upper half of an f32
-struct f16 { u16 bits; };   // IEEE binary16
-
-#define DEVICE __device__ __forceinline__
-#define COMPILE_TIME __device__ constexpr
-// With the least wish for blocks per multiprocessor the assembler never spills
-// registers to fit more of them.
-#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
-
-DEVICE i32 thread_index() { return threadIdx.x; }
-DEVICE i64 block_x() { return blockIdx.x; }
-DEVICE i64 block_y() { return blockIdx.y; }
-DEVICE void block_sync() { __syncthreads(); }
-
-// Lets the blocks of the next launch start, then waits until all launches before this one
-// have ended, and for what they wrote. Nothing happens where launches do not overlap.
-DEVICE void await_launches()
-{
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
-DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
-DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
-DEVICE f32 square_root(f32 value) { return __fsqrt_rn(value); }
-
-DEVICE f32 to_f32(f16 value)
-{
-    f32 wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
-    return wide;
-}
-
-DEVICE f16 to_f16(f32 value)
-{
-    f16 narrow;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
-    return narrow;
-}
-
-DEVICE bf16 to_bf16(f32 value)
-{
-    bf16 narrow;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
-    return narrow;
-}
-
-DEVICE f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
-DEVICE f32 to_f32(f32 value) { return value; }
-
-// The nearest value of a storage type; ties to even.
-template <class T> DEVICE T round_to(f32 value);
-template <> DEVICE f32 round_to<f32>(f32 value) { return value; }
-template <> DEVICE f16 round_to<f16>(f32 value) { return to_f16(value); }
-template <> DEVICE bf16 round_to<bf16>(f32 value) { return to_bf16(value); }
-
-// N adjacent elements, moved by one access.
-template <class T, int N> struct alignas(N * sizeof(T)) Pack { T at[N]; };
-
-template <int N, class T> DEVICE Pack<T, N> load(const T *from)
-{
-    return *reinterpret_cast<const Pack<T, N> *>(from);
-}
-
-template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
-{
-    *reinterpret_cast<Pack<T, N> *>(to) = pack;
-}
-
-// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
-// that the address counts whole packs.
-template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
-{
-    return reinterpret_cast<const Pack<T, N> *>(row)[i];
-}
-
-template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
-{
-    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
-}
-
-// Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
-// every row then starts at a pack and ends with one.
-template <class T> COMPILE_TIME int pack_width(i64 width)
-{
-    int count = 16 / sizeof(T);
-    while (width % count != 0)
-        count /= 2;
-    return count;
-}
-
-COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
-COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
-
-// ---- warps ----
-
-constexpr i32 WARP = 32;
-typedef u32 LaneMask;
-
-// Every lane of a warp takes part in each of these.
-DEVICE void warp_sync() { __syncwarp(); }
-DEVICE u32 shuffle(u32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
-DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
-DEVICE i32 population(LaneMask lanes) { return __popc(lanes); }
-
-// The lanes with the same value, which has at most BITS bits.
-template <int BITS> DEVICE LaneMask match_any(u32 value)
-{
-    return __match_any_sync(0xffffffffu, value);
-}
-
-DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
-
-DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
-
-DEVICE i32 lane_index() { return thread_index() % WARP; }
-DEVICE i32 warp_index() { return thread_index() / WARP; }
-
-// The lanes before this one, and the first lane of a set.
-DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
-DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
-
-DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
-
-DEVICE f32 warp_sum(f32 value)
-{
-    for (i32 step = WARP / 2; step > 0; step /= 2)
-        value += shuffle(value, lane_index() ^ step);
-    return value;
-}
-
-DEVICE i32 warp_sum(i32 value)
-{
-    for (i32 step = WARP / 2; step > 0; step /= 2)
-        value += (i32)shuffle((u32)value, lane_index() ^ step);
-    return value;
-}
-
-// The sum of `value` over this lane and those before it.
-DEVICE i32 warp_prefix(i32 value)
-{
-    for (i32 step = 1; step < WARP; step *= 2) {
-        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
-        value += lane_index() >= step ? before : 0;
-    }
-    return value;
-}
-
-// ---- the order of scores ----
-
-DEVICE f32 infinity() { return float_of(0x7f800000u); }
-
-// Larger is better: ascending values, NaN below all of them; both zeros are
-// equal. No score has the key 0, which stands for "none".
-DEVICE u32 order_key(f32 score)
-{
-    u32 bits = bits_of(score + 0.0f);
-    u32 key = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return score != score ? 1u : key;
-}
-
-DEVICE f32 score_of_key(u32 key)
-{
-    return float_of(key == 1 ? 0x7fc00000u : key >> 31 ? key & 0x7fffffffu : ~key);
-}
-
-// ---- functions ----
-
-DEVICE f32 power_of_two(i32 exponent) { return float_of((u32)(exponent + 127) << 23); }
-
-// e^x to about one unit in the last place: x = n ln 2 + r, a polynomial in r.
-// The same on every GPU.
-DEVICE f32 exponential(f32 x)
-{
-    constexpr f32 ROUND = 12582912.0f;  // adding it rounds to an integer
-    f32 bounded = x > 89.0f ? 89.0f : x < -104.0f ? -104.0f : x;
-    f32 shifted = fused(bounded, 1.44269504f, ROUND), n = shifted - ROUND;
-    f32 r = fused(n, -1.42860677e-6f, fused(n, -0.693145752f, bounded));
-    f32 p = fused(r, 0.0013950479f, 0.008368882f);
-    p = fused(p, r, 0.041666206f);
-    p = fused(p, r, 0.1666652f);
-    p = fused(p, r, 0.5f);
-    p = fused(p, r * r, r) + 1.0f;
-    i32 exponent = (i32)(bits_of(shifted) - bits_of(ROUND)), half = exponent >> 1;
-    return p * power_of_two(half) * power_of_two(exponent - half);
-}
-
-DEVICE f32 sigmoid(f32 x) { return 1.0f / (1.0f + exponential(-x)); }
+// [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, order.hpp, math/exp.hpp]
 
 // ---- logits ----
 
@@ -319,21 +122,7 @@ DEVICE i32 team_lane() { return lane_index() % LANES; }
 DEVICE LaneMask team_lanes() { return (((LaneMask)1 << LANES) - 1) << (lane_index() - team_lane()); }
 DEVICE u32 from_team(u32 value, i32 lane) { return shuffle(value, lane_index() - team_lane() + lane); }
 
-DEVICE f32 team_sum(f32 value)
-{
-    for (i32 step = LANES / 2; step > 0; step /= 2)
-        value += shuffle(value, lane_index() ^ step);
-    return value;
-}
-
-DEVICE u32 team_max(u32 value)
-{
-    for (i32 step = LANES / 2; step > 0; step /= 2) {
-        const u32 other = shuffle(value, lane_index() ^ step);
-        value = other > value ? other : value;
-    }
-    return value;
-}
+// [prelude: warp.hpp, warp_max.hpp]
 
 // The choices of a token: choice k lies in lane k % LANES at place k / LANES.
 constexpr int PLACES = ceil_div(TOP_K, LANES);
@@ -503,8 +292,9 @@ namespace scan {
 // ---- assignments ----
 
 constexpr int EXPERTS = 8, ROUTED = 8, TOP_K = 2;
-constexpr int THREADS = 512, WARPS = 2;  // that place
+constexpr int SCAN_THREADS = 512, WARPS = 2;  // that place
 constexpr int TILE_TOKENS = 64, TILE_SLOTS = TILE_TOKENS;
+constexpr int CHUNK_TILES = 64;
 // A warp takes WARP assignments of its tile at a time.
 constexpr int STEPS = ceil_div(TILE_SLOTS, WARP);
 
@@ -549,28 +339,41 @@ DEVICE u32 expert_of(const i32 *topk_ids, i32 slot)
     return id < 0 || id >= ROUTED ? NONE : (u32)id;
 }
 
-// ---- sums ----
+// ---- offsets ----
 
-// Makes the counts of each tile those of all tiles before it, and writes the sum over all
-// tiles. There are few.
-static DEVICE void expert_scan_sum(
-    i32 *__restrict__ tile_counts, // [tiles, 8]
-    i64 *__restrict__ counts,      // [8]
-    i64 tokens)
+// A pass takes this many experts; rows of counts are cut into runs, one per
+// thread.
+constexpr int PASS = lesser(ROUTED, SCAN_THREADS), RUNS = SCAN_THREADS / PASS;
+
+// Makes the counts of each row those of all rows before it, and writes the sum
+// over all rows.
+DEVICE void scan_rows(i32 *counts, i32 *sums, i32 *segments, i64 rows)
 {
-    const i64 tiles = tiles_of(tokens);
-    for (i32 expert = thread_index(); expert < ROUTED; expert += THREADS) {
+    const i32 run = thread_index() / PASS;
+    const i64 length = (rows + RUNS - 1) / RUNS, first = run < RUNS ? run * length : rows;
+    const i64 last = first + length < rows ? first + length : rows;
+    for (i32 pass = 0; pass < ROUTED; pass += PASS) {
+        const i32 expert = pass + thread_index() % PASS;
+        i32 *column = counts + expert;
+        i32 sum = 0;
+        #pragma unroll 4
+        for (i64 row = first; row < last && expert < ROUTED; row++)
+            sum += column[row * ROUTED];
+        segments[thread_index()] = sum;
+        block_sync();
         i32 before = 0;
-        for (i64 row = 0; row < tiles; row++) {
-            const i32 count = tile_counts[row * ROUTED + expert];
-            tile_counts[row * ROUTED + expert] = before;
+        for (i32 r = 0; r < run; r++)
+            before += segments[r * PASS + thread_index() % PASS];
+        if (run == RUNS - 1 && expert < ROUTED)
+            sums[expert] = before + sum;
+        for (i64 row = first; row < last && expert < ROUTED; row++) {
+            const i32 count = column[row * ROUTED];
+            column[row * ROUTED] = before;
             before += count;
         }
-        counts[expert] = before;
+        block_sync();
     }
 }
-
-// ---- offsets ----
 
 // sums[0..=EXPERTS] = exclusive sums of `size`, by one warp.
 template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
@@ -585,11 +388,36 @@ template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
     }
 }
 
+static DEVICE void expert_scan_offsets(
+    i32 *__restrict__ tile_counts,  // [tiles, 8]
+    i32 *__restrict__ chunk_counts, // [chunks, 8]
+    i64 *__restrict__ counts,       // [8]
+    i64 *__restrict__ offsets,      // [9]
+    i32 *__restrict__ row_tiles,    // [9]
+    i64 tokens)
+{
+    __shared__ i32 totals[ROUTED], tail[ROUTED], segments[SCAN_THREADS];
+    const i64 tiles = tiles_of(tokens), chunks = tiles / CHUNK_TILES, whole = chunks * CHUNK_TILES;
+    scan_rows(tile_counts + whole * ROUTED, tail, segments, tiles - whole);
+    scan_rows(chunk_counts, totals, segments, chunks);
+    for (i32 expert = thread_index(); expert < ROUTED; expert += SCAN_THREADS) {
+        chunk_counts[chunks * ROUTED + expert] = totals[expert];
+        totals[expert] += tail[expert];
+        counts[expert] = totals[expert];
+    }
+    block_sync();
+    if (warp_index() > 0)
+        return;
+    auto kept = [&](i32 expert) { return totals[expert]; };
+    scan_experts(offsets, kept);
+    scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
+}
+
 // ---- places ----
 
 // Where an assignment goes, by its location inside its expert.
 struct Placement {
-    const i32 *starts;  // the first row of each expert
+    const i64 *offsets;
     i64 limit;
     i32 *locations, *slot_rows, *row_slots;
 
@@ -603,7 +431,7 @@ struct Placement {
     {
         if (location >= limit)
             return none(slot);
-        const i32 row = (i32)starts[expert] + location;
+        const i32 row = (i32)offsets[expert] + location;
         locations[slot] = location;
         slot_rows[slot] = row;
         row_slots[row] = slot;
@@ -614,41 +442,30 @@ struct Placement {
 constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
 
 static DEVICE void expert_scan_place(
-    const i32 *__restrict__ topk_ids,    // [tokens, 2]
-    const i32 *__restrict__ tile_counts, // [tiles, 8]
-    const i64 *__restrict__ counts,      // [8]
-    i64 *__restrict__ offsets,           // [9]
-    i32 *__restrict__ row_tiles,         // [9]
-    i32 *__restrict__ locations,         // [tokens, 2]
-    i32 *__restrict__ slot_rows,         // [tokens, 2]
-    i32 *__restrict__ row_slots,         // [rows]
+    const i32 *__restrict__ topk_ids,     // [tokens, 2]
+    const i32 *__restrict__ tile_counts,  // [tiles, 8]
+    const i32 *__restrict__ chunk_counts, // [chunks, 8]
+    const i64 *__restrict__ offsets,      // [9]
+    i32 *__restrict__ locations,          // [tokens, 2]
+    i32 *__restrict__ slot_rows,          // [tokens, 2]
+    i32 *__restrict__ row_slots,          // [rows]
     i64 tokens)
 {
-    __shared__ i32 counters[WARPS][ROUTED], starts[EXPERTS + 1];
-    for (i32 expert = thread_index(); expert < EXPERTS; expert += THREADS)
-        starts[expert] = (i32)counts[expert];
-    block_sync();  // the counts of all experts are there
-    if (warp_index() == 0) {
-        auto kept = [&](i32 expert) { return starts[expert]; };
-        // All blocks find the same; the first one writes it down.
-        if (block_x() == 0) {
-            scan_experts(offsets, kept);
-            scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
-        }
-        scan_experts(starts, kept);
-    }
-    const Tile tile;
-    const bool exists = tile.exists(tokens);
-    i32 *next = counters[exists ? warp_index() : 0];
-    // Places begin after those of the tiles before.
-    const i32 *before = tile_counts + (exists ? tile.row(tokens) : 0) * ROUTED;
-    for (i32 expert = lane_index(); expert < ROUTED && exists; expert += WARP)
-        next[expert] = before[expert];
-    block_sync();  // the starts are there
-    if (!exists)
+    __shared__ i32 counters[WARPS][ROUTED];
+    if (warp_index() >= WARPS)
         return;
+    i32 *next = counters[warp_index()];
+    const Tile tile;
+    if (!tile.exists(tokens))
+        return;
+    // Places start after those of the tiles and of the chunks before.
+    const i64 row = tile.row(tokens);
+    const i32 *in_chunk = tile_counts + row * ROUTED, *before_chunk = chunk_counts + row / CHUNK_TILES * ROUTED;
+    for (i32 expert = lane_index(); expert < ROUTED; expert += WARP)
+        next[expert] = in_chunk[expert] + before_chunk[expert];
+    warp_sync();
 
-    const Placement placement = {starts, 0x7fffffff, locations, slot_rows, row_slots};
+    const Placement placement = {offsets, 0x7fffffff, locations, slot_rows, row_slots};
     #pragma unroll 1
     for (i32 first = 0; first < STEPS; first += HELD) {
         i32 slots[HELD];
@@ -685,6 +502,7 @@ KERNEL(SELECT_THREADS) route(
     i32 *__restrict__ topk_ids,     // [tokens, 2]
     f32 *__restrict__ topk_weights, // [tokens, 2]
     i32 *__restrict__ tile_counts,  // [tiles, 8]
+    i32 *__restrict__ chunk_counts, // [chunks, 8]
     i64 *__restrict__ counts,       // [8]
     i64 *__restrict__ offsets,      // [9]
     i32 *__restrict__ row_tiles,    // [9]
@@ -697,8 +515,8 @@ KERNEL(SELECT_THREADS) route(
     if (tokens > 0)
         gate_topk(logits, topk_ids, topk_weights, tile_counts, tokens);
     block_sync();  // choices and their counts are there
-    scan::expert_scan_sum(tile_counts, counts, tokens);
-    block_sync();  // the sums of tiles are there
-    scan::expert_scan_place(topk_ids, tile_counts, counts, offsets, row_tiles, locations,
-            slot_rows, row_slots, tokens);
+    scan::expert_scan_offsets(tile_counts, chunk_counts, counts, offsets, row_tiles, tokens);
+    block_sync();  // offsets are there
+    scan::expert_scan_place(topk_ids, tile_counts, chunk_counts, offsets, locations, slot_rows,
+            row_slots, tokens);
 }

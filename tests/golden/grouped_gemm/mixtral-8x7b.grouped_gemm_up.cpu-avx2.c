@@ -10,138 +10,12 @@
 // Baked in: experts, widths, types, activation. A thread's scratch memory has the
 // rows of a block and its sums.
 
-// Names for the types of tensors. No header is included: this is all there is.
-typedef __INT32_TYPE__ i32;
-typedef __INT64_TYPE__ i64;
-typedef __UINT16_TYPE__ u16;
-typedef __UINT32_TYPE__ u32;
-typedef __UINT64_TYPE__ u64;
-typedef float f32;
-typedef double f64;
-typedef u16 bf16; // the upper half of an f32
-typedef u16 f16;  // IEEE binary16
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline, unused))
-#define ALIGNED __attribute__((aligned(64)))
-
-INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
-INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
-
-// Vectors of 32 bytes: avx2.
-enum { LANES = 8 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-INLINE vec broadcast(f32 value) { return value - (vec){0}; }
-
-// Per lane: where the mask is all ones `a`, where it is zero `b`.
-INLINE vec select(vec_i32 mask, vec a, vec b)
-{
-    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
-}
-
-// Of a NaN and a number these instructions give their second operand, so a NaN
-// in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit)
-{
-    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
-    return v;
-}
-
-INLINE vec at_least(vec v, vec limit)
-{
-    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
-    return v;
-}
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
-#endif
-
-// The sum of all lanes, as a binary tree.
-INLINE f32 sum_lanes(vec v)
-{
-    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
-    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 0, 1);
-    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 0);
-    return v[0];
-}
-
-INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
-INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
-
-// The first `count` elements; the other lanes are zero, or stay as they are.
-INLINE vec load_part_f32(const f32 *from, i64 count)
-{
-    f32 part[LANES] ALIGNED = {0};
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            part[i] = from[i];
-    return *(const vec *)part;
-}
-
-INLINE void store_part_f32(f32 *to, vec v, i64 count)
-{
-    f32 part[LANES] ALIGNED;
-    *(vec *)part = v;
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            to[i] = part[i];
-}
-
-// bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v)
-{
-#ifdef __clang__
-    vec_u32 wide = __builtin_convertvector(v, vec_u32);
-#else
-    vec_u32 wide;
-    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
-#endif
-    return (vec)(wide << 16);
-}
-
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet.
-INLINE vec_u16 bf16_of_f32(vec v)
-{
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
-}
-
-INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
-INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32(v); }
-
-INLINE vec load_part_bf16(const bf16 *from, i64 count)
-{
-    bf16 part[LANES] ALIGNED = {0};
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            part[i] = from[i];
-    return load_bf16(part);
-}
-
-INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
-{
-    bf16 part[LANES] ALIGNED;
-    store_bf16(part, v);
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            to[i] = part[i];
-}
+// [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
 // Operands of products. A word is what one 32-bit lane multiplies: one f32.
 enum { WORD = 1, STEP = WORD * LANES }; // elements per word, per vector
 
-INLINE vec multiply_add(vec sum, vec a, vec b) { return sum + a * b; }
+// [prelude: cpu_multiply.h]
 
 INLINE vec load_input(const bf16 *from) { return load_bf16(from); }
 INLINE vec load_weights(const bf16 *from) { return load_bf16(from); }
@@ -154,51 +28,7 @@ INLINE vec load_part_weights(const bf16 *from, i64 count)
     return load_part_bf16(from, count);
 }
 
-// The same word in every lane.
-typedef i32 word_t __attribute__((may_alias));
-INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
-
-// Turns LANES vectors, as the rows of a matrix, into its columns. A round
-// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
-INLINE void transpose(vec v[LANES])
-{
-#pragma GCC unroll 4
-    for (int round = 1; round < LANES; round *= 2) {
-        vec next[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            vec a = v[i], b = v[i + LANES / 2];
-            next[2 * i] = SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-            next[2 * i + 1] =
-                SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            v[i] = next[i];
-    }
-}
-
-// e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
-// x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
-// since one power of two cannot reach every result.
-INLINE vec exp_f32(vec x)
-{
-    x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
-    const f32 to_integer = 0x1.8p23f; // adding it leaves no bits for a fraction
-    vec n = (x * 0x1.715476p0f + to_integer) - to_integer;
-    vec r = x - n * 0x1.62e4p-1f; // ln 2 in two parts; the first product is exact
-    r = r - n * 0x1.7f7d1cp-20f;
-    vec p = broadcast(1.0f / 5040);
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = (p * r) * r + r + 1.0f;
-    vec_i32 power = __builtin_convertvector(n, vec_i32);
-    vec_i32 half = power >> 1;
-    return p * (vec)((half + 127) << 23) * (vec)((power - half + 127) << 23);
-}
+// [prelude: cpu_multiply.h, cpu_exp.h]
 
 INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }
 // The activation of an expert.

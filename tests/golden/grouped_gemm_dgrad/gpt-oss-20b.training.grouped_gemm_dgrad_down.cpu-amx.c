@@ -12,273 +12,18 @@
 // Baked in: experts, widths, types, activation. A thread's scratch memory has
 // the rows of a block, its sums and a panel.
 
-// Names for the types of tensors. No header is included: this is all there is.
-typedef __INT32_TYPE__ i32;
-typedef __INT64_TYPE__ i64;
-typedef __UINT16_TYPE__ u16;
-typedef __UINT32_TYPE__ u32;
-typedef __UINT64_TYPE__ u64;
-typedef float f32;
-typedef double f64;
-typedef u16 bf16; // the upper half of an f32
-typedef u16 f16;  // IEEE binary16
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline, unused))
-#define ALIGNED __attribute__((aligned(64)))
-
-INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
-INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
-
-// Vectors of 64 bytes: amx.
-enum { LANES = 16 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-INLINE vec broadcast(f32 value) { return value - (vec){0}; }
-
-// Per lane: where the mask is all ones `a`, where it is zero `b`.
-INLINE vec select(vec_i32 mask, vec a, vec b)
-{
-    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
-}
-
-// Of a NaN and a number these instructions give their second operand, so a NaN
-// in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit)
-{
-    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
-    return v;
-}
-
-INLINE vec at_least(vec v, vec limit)
-{
-    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
-    return v;
-}
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
-#endif
-
-// The sum of all lanes, as a binary tree.
-INLINE f32 sum_lanes(vec v)
-{
-    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
-    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
-    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
-    return v[0];
-}
-
-INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
-INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
-
-// The first `count` elements; the other lanes are zero, or stay as they are.
-INLINE vec load_part_f32(const f32 *from, i64 count)
-{
-    f32 part[LANES] ALIGNED = {0};
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            part[i] = from[i];
-    return *(const vec *)part;
-}
-
-INLINE void store_part_f32(f32 *to, vec v, i64 count)
-{
-    f32 part[LANES] ALIGNED;
-    *(vec *)part = v;
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            to[i] = part[i];
-}
-
-// bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v)
-{
-#ifdef __clang__
-    vec_u32 wide = __builtin_convertvector(v, vec_u32);
-#else
-    vec_u32 wide;
-    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
-#endif
-    return (vec)(wide << 16);
-}
-
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. The
-// instruction of AVX512-BF16 would make subnormals zero.
-INLINE vec_u16 bf16_of_f32(vec v)
-{
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
-}
-
-INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
-INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32(v); }
-
-INLINE vec load_part_bf16(const bf16 *from, i64 count)
-{
-    bf16 part[LANES] ALIGNED = {0};
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            part[i] = from[i];
-    return load_bf16(part);
-}
-
-INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
-{
-    bf16 part[LANES] ALIGNED;
-    store_bf16(part, v);
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            to[i] = part[i];
-}
+// [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
 // Operands of products. A word is what one 32-bit lane multiplies: two bf16,
 // whose products are added to an f32 sum together.
 enum { WORD = 2, STEP = WORD * LANES }; // elements per word, per vector
 
-typedef vec vec_pairs_in_memory __attribute__((aligned(2)));
-INLINE vec load_input(const bf16 *from) { return *(const vec_pairs_in_memory *)from; }
-INLINE vec load_weights(const bf16 *from) { return load_input(from); }
-
-INLINE vec load_part_input(const bf16 *from, i64 count)
-{
-    bf16 part[STEP] ALIGNED = {0};
-    for (i64 i = 0; i < count; i++)
-        part[i] = from[i];
-    return *(const vec *)part;
-}
-INLINE vec load_part_weights(const bf16 *from, i64 count) { return load_part_input(from, count); }
-
-// The same word in every lane.
-typedef i32 word_t __attribute__((may_alias));
-INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
-
-// Turns LANES vectors, as the rows of a matrix, into its columns. A round
-// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
-INLINE void transpose(vec v[LANES])
-{
-#pragma GCC unroll 4
-    for (int round = 1; round < LANES; round *= 2) {
-        vec next[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            vec a = v[i], b = v[i + LANES / 2];
-            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] =
-                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            v[i] = next[i];
-    }
-}
-
-// AMX: eight tiles of 16 rows by 64 bytes. A product adds 16 x 16 f32 sums of
-// 32 bf16 products each: rows of the left tile are rows of input, a row of the
-// right tile has one pair of every column.
-enum { TILE = 16 }; // rows, and words of a row
-
-typedef struct {
-    unsigned char palette, start_row, reserved[14];
-    u16 row_bytes[16];
-    unsigned char rows[16];
-} tile_shapes_t;
-
-// Gives the thread eight whole tiles, until they are released.
-INLINE void tiles_begin(void)
-{
-    static const tile_shapes_t shapes = {
-        .palette = 1,
-        .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-        .rows = {16, 16, 16, 16, 16, 16, 16, 16},
-    };
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
-}
-INLINE void tiles_end(void) { __asm__ volatile("tilerelease" ::); }
-
-// Tiles are named by number. A stride is the bytes from a row to the next. What is
-// streamed is not wanted again soon: it leaves the first-level cache to the rest.
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
-#define TILE_LOAD(tile, from, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
-#define TILE_STREAM(tile, from, stride) \
-    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((i64)(stride)) : "memory")
-#define TILE_STORE(tile, to, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"((i64)(stride)) : "memory")
-#define TILE_MULTIPLY(sums, left, right) \
-    __asm__ volatile("tdpbf16ps %%tmm" #right ", %%tmm" #left ", %%tmm" #sums ::)
-// Rows that are written once and read much later.
-
-// A copy that is larger than this finds nothing of it in a cache afterwards.
-enum { FAR_BYTES = 32 << 20 };
-
-// Stores past the caches, which then need not read the line first. `to` is
-// aligned to a vector.
-INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
-INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
-
-// Orders these stores before all later ones.
-INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
-
-// Whether `rows` rows of `row_bytes` are best written with store_far.
-INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
-{
-    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
-}
-
-// Copies a row; one that is far has whole vectors and goes past the caches.
-INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
-{
-    typedef vec vec_anywhere __attribute__((aligned(1)));
-    if (far)
-        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
-            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
-    else
-        for (i64 i = 0; i < bytes; i++)
-            ((char *)to)[i] = ((const char *)from)[i];
-}
-
-// e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
-// x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
-INLINE vec exp_f32(vec x)
-{
-    x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
-    const f32 to_integer = 0x1.8p23f; // adding it leaves no bits for a fraction
-    vec n = (x * 0x1.715476p0f + to_integer) - to_integer;
-    vec r = x - n * 0x1.62e4p-1f; // ln 2 in two parts; the first product is exact
-    r = r - n * 0x1.7f7d1cp-20f;
-    vec p = broadcast(1.0f / 5040);
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = (p * r) * r + r + 1.0f;
-    __asm__("vscalefps %1, %0, %0" : "+v"(p) : "v"(n));
-    return p;
-}
-
-INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }
+// [prelude: cpu_multiply.h, cpu_tiles.h, cpu_stream.h, cpu_exp.h]
 
 // The activation of an expert.
 INLINE vec activation(vec x) { return x * sigmoid_f32(1.702f * x); }
 
-// The derivative of the activation. Below `activation`, which brings its functions.
-INLINE vec activation_slope(vec x)
-{
-    vec z = 1.702f * x, s = sigmoid_f32(z);
-    return s + z * s * (1.0f - s);
-}
+// [prelude: cpu_activation_slope.h]
 
 typedef bf16 input_t;
 typedef bf16 weight_t;
@@ -302,14 +47,7 @@ enum {
     ROWS_AHEAD = 4, // that are fetched before they are copied
 };
 
-// Packing of matrices whose rows are summed over: columns lie side by side
-// already, so nothing is transposed.
-INLINE vec load_columns_bf16(const bf16 *from, i64 count)
-{
-    if (count >= LANES)
-        return load_bf16(from);
-    return count > 0 ? load_part_bf16(from, count) : (vec){0};
-}
+// [prelude: cpu_pack.h]
 
 // Words of adjacent columns: a word is two rows. Of these `rows` exist; it may be none.
 INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
@@ -319,20 +57,7 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
     return (vec)(low | high);
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
-// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
-INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
-                    i64 stride, i64 depth, i64 height, i64 count)
-{
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
-        const int whole = row + WORD <= height && columns <= count;
-        const i64 rows = whole ? WORD : height - row;
-        for (i64 c = 0; c < columns; c += LANES) {
-            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            *(vec *)place = column_words_bf16(from + c, stride, rows, whole ? LANES : count - c);
-        }
-    }
-}
+// [prelude: cpu_pack.h]
 
 // Which rows and columns a block owns, and whose weights.
 typedef struct {
@@ -467,8 +192,7 @@ typedef struct {
 _Static_assert(sizeof(near_t) <= 1515584, "the launch gives a thread this much");
 
 // Copies a slice of `count` rows, which come from anywhere.
-static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count,
-                      i64 width)
+static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count, i64 width)
 {
     for (i64 r = 0; r < count; r++) {
         near_rows_t *to = near[r / REGISTER_ROWS];
@@ -726,8 +450,7 @@ INLINE source_t source_of(const weight_t *const *matrices, place_t at, const blo
 // packed; after the last one, that is the next block's first. Results are finished
 // while their sums are near, beside what is multiplied next.
 static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
-                           const weight_t *const *matrices, const block_t *block, source_t next_block,
-                           const results_t *to)
+                           const weight_t *const *matrices, const block_t *block, source_t next_block, const results_t *to)
 {
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     pending_t pending = {0};

@@ -9,140 +9,12 @@
 // Baked in: experts, widths, types. A thread's scratch memory has two
 // panels, the left slice and the sums of a panel.
 
-// Names for the types of tensors. No header is included: this is all there is.
-typedef __INT32_TYPE__ i32;
-typedef __INT64_TYPE__ i64;
-typedef __UINT16_TYPE__ u16;
-typedef __UINT32_TYPE__ u32;
-typedef __UINT64_TYPE__ u64;
-typedef float f32;
-typedef double f64;
-typedef u16 bf16; // the upper half of an f32
-typedef u16 f16;  // IEEE binary16
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline, unused))
-#define ALIGNED __attribute__((aligned(64)))
-
-INLINE i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
-INLINE i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
-
-// Vectors of 64 bytes: amx.
-enum { LANES = 16 };
-typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
-typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
-typedef vec vec_in_memory __attribute__((aligned(4)));
-typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
-
-INLINE vec broadcast(f32 value) { return value - (vec){0}; }
-
-// Per lane: where the mask is all ones `a`, where it is zero `b`.
-INLINE vec select(vec_i32 mask, vec a, vec b)
-{
-    return (vec)((mask & (vec_i32)a) | (~mask & (vec_i32)b));
-}
-
-// Of a NaN and a number these instructions give their second operand, so a NaN
-// in `v` passes both of these.
-INLINE vec at_most(vec v, vec limit)
-{
-    __asm__("vminps %0, %1, %0" : "+v"(v) : "v"(limit));
-    return v;
-}
-
-INLINE vec at_least(vec v, vec limit)
-{
-    __asm__("vmaxps %0, %1, %0" : "+v"(v) : "v"(limit));
-    return v;
-}
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vec_i32){__VA_ARGS__})
-#endif
-
-// The sum of all lanes, as a binary tree.
-INLINE f32 sum_lanes(vec v)
-{
-    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
-    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
-    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
-    return v[0];
-}
-
-INLINE vec load_f32(const f32 *from) { return *(const vec_in_memory *)from; }
-INLINE void store_f32(f32 *to, vec v) { *(vec_in_memory *)to = v; }
-
-// The first `count` elements; the other lanes are zero, or stay as they are.
-INLINE vec load_part_f32(const f32 *from, i64 count)
-{
-    f32 part[LANES] ALIGNED = {0};
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            part[i] = from[i];
-    return *(const vec *)part;
-}
-
-INLINE void store_part_f32(f32 *to, vec v, i64 count)
-{
-    f32 part[LANES] ALIGNED;
-    *(vec *)part = v;
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            to[i] = part[i];
-}
-
-// bf16: the upper half of an f32.
-INLINE vec f32_of_bf16(vec_u16 v)
-{
-#ifdef __clang__
-    vec_u32 wide = __builtin_convertvector(v, vec_u32);
-#else
-    vec_u32 wide;
-    __asm__("vpmovzxwd %1, %0" : "=v"(wide) : "vm"(v)); // gcc would widen in halves
-#endif
-    return (vec)(wide << 16);
-}
-
-// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. The
-// instruction of AVX512-BF16 would make subnormals zero.
-INLINE vec_u16 bf16_of_f32(vec v)
-{
-    vec_u32 bits = (vec_u32)v;
-    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
-    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
-    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
-}
-
-INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
-INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32(v); }
-
-INLINE vec load_part_bf16(const bf16 *from, i64 count)
-{
-    bf16 part[LANES] ALIGNED = {0};
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            part[i] = from[i];
-    return load_bf16(part);
-}
-
-INLINE void store_part_bf16(bf16 *to, vec v, i64 count)
-{
-    bf16 part[LANES] ALIGNED;
-    store_bf16(part, v);
-    for (int i = 0; i < LANES; i++)
-        if (i < count)
-            to[i] = part[i];
-}
+// [prelude: cpu.h, cpu_vector.h, cpu_bf16.h, cpu_vector.h]
 
 // Operands of products. A word is what one 32-bit lane multiplies: one f32.
 enum { WORD = 1, STEP = WORD * LANES }; // elements per word, per vector
 
-INLINE vec multiply_add(vec sum, vec a, vec b) { return sum + a * b; }
+// [prelude: cpu_multiply.h]
 
 INLINE vec load_input(const f32 *from) { return load_f32(from); }
 INLINE vec load_weights(const bf16 *from) { return load_bf16(from); }
@@ -155,60 +27,7 @@ INLINE vec load_part_weights(const bf16 *from, i64 count)
     return load_part_bf16(from, count);
 }
 
-// The same word in every lane.
-typedef i32 word_t __attribute__((may_alias));
-INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
-
-// Turns LANES vectors, as the rows of a matrix, into its columns. A round
-// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
-INLINE void transpose(vec v[LANES])
-{
-#pragma GCC unroll 4
-    for (int round = 1; round < LANES; round *= 2) {
-        vec next[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            vec a = v[i], b = v[i + LANES / 2];
-            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] =
-                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            v[i] = next[i];
-    }
-}
-
-// Rows that are written once and read much later.
-
-// A copy that is larger than this finds nothing of it in a cache afterwards.
-enum { FAR_BYTES = 32 << 20 };
-
-// Stores past the caches, which then need not read the line first. `to` is
-// aligned to a vector.
-INLINE void store_far(vec *to, vec v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
-INLINE void store_far_half(vec_u16 *to, vec_u16 v) { __asm__ volatile("vmovntps %1, %0" : "=m"(*to) : "v"(v)); }
-
-// Orders these stores before all later ones.
-INLINE void end_far_stores(void) { __asm__ volatile("sfence" ::: "memory"); }
-
-// Whether `rows` rows of `row_bytes` are best written with store_far.
-INLINE int is_far(const void *to, i64 rows, i64 row_bytes)
-{
-    return row_bytes % sizeof(vec) == 0 && rows * row_bytes >= FAR_BYTES && (u64)to % sizeof(vec) == 0;
-}
-
-// Copies a row; one that is far has whole vectors and goes past the caches.
-INLINE void copy_row(void *restrict to, const void *restrict from, i64 bytes, int far)
-{
-    typedef vec vec_anywhere __attribute__((aligned(1)));
-    if (far)
-        for (i64 i = 0; i < bytes / (i64)sizeof(vec); i++)
-            store_far((vec *)to + i, ((const vec_anywhere *)from)[i]);
-    else
-        for (i64 i = 0; i < bytes; i++)
-            ((char *)to)[i] = ((const char *)from)[i];
-}
+// [prelude: cpu_multiply.h, cpu_stream.h]
 
 typedef f32 left_t;
 typedef bf16 right_t;
@@ -232,14 +51,7 @@ enum {
     BIAS_COLUMNS = 256,
 };
 
-// Packing of matrices whose rows are summed over: columns lie side by side
-// already, so nothing is transposed.
-INLINE vec load_columns_f32(const f32 *from, i64 count)
-{
-    if (count >= LANES)
-        return load_f32(from);
-    return count > 0 ? load_part_f32(from, count) : (vec){0};
-}
+// [prelude: cpu_pack.h]
 
 // Words of adjacent columns: a word is one row. Of these `rows` exist; it may be none.
 INLINE vec column_words_f32(const f32 *from, i64 stride, i64 rows, i64 count)
@@ -248,26 +60,7 @@ INLINE vec column_words_f32(const f32 *from, i64 stride, i64 rows, i64 count)
     return rows > 0 ? load_columns_f32(from, count) : (vec){0};
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
-// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
-INLINE void pack_f32(f32 *to, const i64 strip, const i64 columns, const f32 *from,
-                    i64 stride, i64 depth, i64 height, i64 count)
-{
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
-        const int whole = row + WORD <= height && columns <= count;
-        const i64 rows = whole ? WORD : height - row;
-        for (i64 c = 0; c < columns; c += LANES) {
-            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            *(vec *)place = column_words_f32(from + c, stride, rows, whole ? LANES : count - c);
-        }
-    }
-}
-INLINE vec load_columns_bf16(const bf16 *from, i64 count)
-{
-    if (count >= LANES)
-        return load_bf16(from);
-    return count > 0 ? load_part_bf16(from, count) : (vec){0};
-}
+// [prelude: cpu_pack.h]
 
 // Words of adjacent columns: a word is one row. Of these `rows` exist; it may be none.
 INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
@@ -276,20 +69,7 @@ INLINE vec column_words_bf16(const bf16 *from, i64 stride, i64 rows, i64 count)
     return rows > 0 ? load_columns_bf16(from, count) : (vec){0};
 }
 
-// Packs `depth` rows into strips of `strip` columns, `columns` in all. Rows past
-// `height` and columns past `count` are zero. Strips lie `strip * TILE_WORDS` apart.
-INLINE void pack_bf16(f32 *to, const i64 strip, const i64 columns, const bf16 *from,
-                    i64 stride, i64 depth, i64 height, i64 count)
-{
-    for (i64 row = 0; row < depth; row += WORD, to += strip, from += WORD * stride) {
-        const int whole = row + WORD <= height && columns <= count;
-        const i64 rows = whole ? WORD : height - row;
-        for (i64 c = 0; c < columns; c += LANES) {
-            f32 *place = to + c / strip * (strip * TILE_WORDS) + c % strip;
-            *(vec *)place = column_words_bf16(from + c, stride, rows, whole ? LANES : count - c);
-        }
-    }
-}
+// [prelude: cpu_pack.h]
 
 // Which rows a block sums over, and which piece of the matrix it owns.
 typedef struct {
@@ -409,8 +189,7 @@ INLINE void fetch(ahead_t *ahead)
 INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
     return (source_t){right + row * WIDTH + column,
-                      min_i64(TILE_DEPTH, block->row_count - row),
-                      min_i64(PANEL_COLUMNS, block->column_count - column)};
+                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -566,8 +345,7 @@ static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 colu
 // last one the next block's first. Columns of the left factor are copied next to
 // each other and multiplied by every strip of the panel; if there is one slice, they
 // stay near for all panels. Results are finished while their sums are near.
-static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block,
-                           source_t next_block, const results_t *to)
+static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, source_t next_block, const results_t *to)
 {
     sums_t only_sums ALIGNED;
     const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
@@ -578,8 +356,7 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
             const source_t source = source_of(right, block, row, corner);
             const i64 words = (source.depth + WORD - 1) / WORD, strips = (source.columns + STRIP - 1) / STRIP;
             const source_t next = !last ? source_of(right, block, row + TILE_DEPTH, corner)
-                : corner + PANEL_COLUMNS < block->column_count
-                ? source_of(right, block, 0, corner + PANEL_COLUMNS) : next_block;
+                : corner + PANEL_COLUMNS < block->column_count ? source_of(right, block, 0, corner + PANEL_COLUMNS) : next_block;
             strip_t *panel = near->panels[near->turn];
             pack_rest(&near->packing, panel, source);
             near->turn = !near->turn;

@@ -17,212 +17,12 @@
 //
 // Baked in: width 7168, types. Not the rows.
 
-// ---- types, and the hardware as named functions ----
-
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
-typedef float f32;
-typedef double f64;
-
-struct bf16 { u16 bits; };  // the upper half of an f32
-struct f16 { u16 bits; };   // IEEE binary16
-
-#define DEVICE __device__ __forceinline__
-#define COMPILE_TIME __device__ constexpr
-// With the least wish for blocks per multiprocessor the assembler never spills
-// registers to fit more of them.
-#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
-
-DEVICE i32 thread_index() { return threadIdx.x; }
-DEVICE i64 block_x() { return blockIdx.x; }
-DEVICE i64 block_y() { return blockIdx.y; }
-DEVICE void block_sync() { __syncthreads(); }
-
-// Lets the blocks of the next launch start, then waits until all launches before this one
-// have ended, and for what they wrote. Nothing happens where launches do not overlap.
-DEVICE void await_launches()
-{
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-DEVICE u32 bits_of(f32 value) { return __float_as_uint(value); }
-DEVICE f32 float_of(u32 bits) { return __uint_as_float(bits); }
-DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
-DEVICE f32 square_root(f32 value) { return __fsqrt_rn(value); }
-
-DEVICE f32 to_f32(f16 value)
-{
-    f32 wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
-    return wide;
-}
-
-DEVICE f16 to_f16(f32 value)
-{
-    f16 narrow;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
-    return narrow;
-}
-
-DEVICE bf16 to_bf16(f32 value)
-{
-    bf16 narrow;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
-    return narrow;
-}
-
-DEVICE f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
-DEVICE f32 to_f32(f32 value) { return value; }
-
-// The nearest value of a storage type; ties to even.
-template <class T> DEVICE T round_to(f32 value);
-template <> DEVICE f32 round_to<f32>(f32 value) { return value; }
-template <> DEVICE f16 round_to<f16>(f32 value) { return to_f16(value); }
-template <> DEVICE bf16 round_to<bf16>(f32 value) { return to_bf16(value); }
-
-// N adjacent elements, moved by one access.
-template <class T, int N> struct alignas(N * sizeof(T)) Pack { T at[N]; };
-
-template <int N, class T> DEVICE Pack<T, N> load(const T *from)
-{
-    return *reinterpret_cast<const Pack<T, N> *>(from);
-}
-
-template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
-{
-    *reinterpret_cast<Pack<T, N> *>(to) = pack;
-}
-
-// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
-// that the address counts whole packs.
-template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
-{
-    return reinterpret_cast<const Pack<T, N> *>(row)[i];
-}
-
-template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
-{
-    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
-}
-
-// Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
-// every row then starts at a pack and ends with one.
-template <class T> COMPILE_TIME int pack_width(i64 width)
-{
-    int count = 16 / sizeof(T);
-    while (width % count != 0)
-        count /= 2;
-    return count;
-}
-
-COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
-COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
-
-// ---- warps ----
-
-constexpr i32 WARP = 32;
-typedef u32 LaneMask;
-
-// Every lane of a warp takes part in each of these.
-DEVICE void warp_sync() { __syncwarp(); }
-DEVICE u32 shuffle(u32 value, i32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
-DEVICE LaneMask ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
-DEVICE i32 population(LaneMask lanes) { return __popc(lanes); }
-
-// The lanes with the same value, which has at most BITS bits.
-template <int BITS> DEVICE LaneMask match_any(u32 value)
-{
-    return __match_any_sync(0xffffffffu, value);
-}
-
-DEVICE void shared_add(i32 *counter, i32 value) { atomicAdd(counter, value); }
-
-DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
-
-DEVICE i32 lane_index() { return thread_index() % WARP; }
-DEVICE i32 warp_index() { return thread_index() / WARP; }
-
-// The lanes before this one, and the first lane of a set.
-DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
-DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
-
-DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
-
-DEVICE f32 warp_sum(f32 value)
-{
-    for (i32 step = WARP / 2; step > 0; step /= 2)
-        value += shuffle(value, lane_index() ^ step);
-    return value;
-}
-
-DEVICE i32 warp_sum(i32 value)
-{
-    for (i32 step = WARP / 2; step > 0; step /= 2)
-        value += (i32)shuffle((u32)value, lane_index() ^ step);
-    return value;
-}
-
-// The sum of `value` over this lane and those before it.
-DEVICE i32 warp_prefix(i32 value)
-{
-    for (i32 step = 1; step < WARP; step *= 2) {
-        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
-        value += lane_index() >= step ? before : 0;
-    }
-    return value;
-}
-
-// ---- values between nodes ----
+// [prelude: base.hpp, cuda/base.cuh, base.hpp, warp.hpp, cuda/warp.cuh, warp.hpp, wire.hpp]
 
 typedef unsigned char u8;
 typedef bf16 Row;
 
-// Sizes are values without their sign, as bits of an f32, which are in the same order.
-constexpr u32 INFINITE = 0x7f800000u;
-DEVICE u32 size_of(f32 value) { return bits_of(value) & 0x7fffffffu; }
-DEVICE u32 sign_of(f32 value) { return bits_of(value) & 0x80000000u; }
-
-// Of a type its NaN, and the size of the largest value.
-DEVICE f32 nan_as(f32) { return float_of(0x7fc00000u); }
-DEVICE f16 nan_as(f16) { return f16{0x7e00}; }
-DEVICE bf16 nan_as(bf16) { return bf16{0x7fc0}; }
-DEVICE u32 largest_as(f32) { return 0x7f7fffffu; }
-DEVICE u32 largest_as(f16) { return 0x477fe000u; }
-DEVICE u32 largest_as(bf16) { return 0x7f7f0000u; }
-
-// A value as another type. What is too large is the largest there is.
-template <class T> DEVICE T fitted(f32 value)
-{
-    const u32 size = size_of(value);
-    if (size > INFINITE)
-        return nan_as(T{});
-    const bool over = size > largest_as(T{});
-    return round_to<T>(over ? float_of(sign_of(value) | largest_as(T{})) : value);
-}
-
-// E4M3, of a value of at most 448. In the binade of 2^14 an f32 has the resolution of its
-// subnormals: an addition rounds.
-DEVICE u32 to_e4m3(f32 value)
-{
-    const u32 size = size_of(value);
-    if (size >= INFINITE)
-        return 0x7f;
-    const u32 normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
-    const u32 small = bits_of(float_of(size) + 16384.0f) - 0x46800000u;
-    return sign_of(value) >> 24 | (size < 0x3c800000u ? small : normal);
-}
-
-// Of the lowest byte.
-DEVICE f32 of_e4m3(u32 code)
-{
-    const u32 size = code & 0x7fu, sign = (code & 0x80u) << 24;
-    const u32 small = bits_of((f32)size * 0.001953125f), normal = (size << 20) + (120u << 23);
-    return float_of(sign | (size == 0x7fu ? 0x7fc00000u : size < 8 ? small : normal));
-}
+// [prelude: wire.hpp]
 
 // ---- the kernel ----
 
@@ -260,15 +60,7 @@ struct Part {
     DEVICE bool has(i32 i) const { return exists && first + i < WIDTH; }
 };
 
-// The largest of a team.
-DEVICE u32 team_max(u32 value)
-{
-    for (i32 step = TEAM / 2; step > 0; step /= 2) {
-        const u32 other = shuffle(value, lane_index() ^ step);
-        value = other > value ? other : value;
-    }
-    return value;
-}
+// [prelude: warp_max.hpp]
 
 KERNEL(THREADS) wire_pack(
     const bf16 *__restrict__ rows,  // [rows, 7168]
@@ -276,7 +68,6 @@ KERNEL(THREADS) wire_pack(
     i32 *__restrict__ wire,         // [tokens, 1848]
     i64 tokens)
 {
-    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         const Row *from = rows + (part.exists ? (i64)places[part.row] * WIDTH : 0);
@@ -320,7 +111,6 @@ KERNEL(THREADS) wire_unpack(
     bf16 *__restrict__ rows,        // [rows, 7168]
     i64 tokens)
 {
-    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         if (!part.has(0))

@@ -17,224 +17,17 @@
 //
 // Baked in: width 7168, types. Not the rows.
 
-// ---- types, and the hardware as named functions ----
-
-typedef unsigned short u16;
-typedef int i32;
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
-typedef float f32;
-typedef double f64;
-
-struct bf16 { u16 bits; };  // the upper half of an f32
-struct f16 { u16 bits; };   // IEEE binary16
-
-#define __shared__ __attribute__((shared))
-#define DEVICE __attribute__((device)) inline __attribute__((always_inline))
-#define COMPILE_TIME constexpr
-#define KERNEL(threads) \
-    extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
-
-DEVICE i32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
-DEVICE i64 block_x() { return __builtin_amdgcn_workgroup_id_x(); }
-DEVICE i64 block_y() { return __builtin_amdgcn_workgroup_id_y(); }
-DEVICE void await_launches() {}  // launches do not overlap
-
-DEVICE void block_sync()
-{
-    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
-    __builtin_amdgcn_s_barrier();
-    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
-}
-
-DEVICE u32 bits_of(f32 value) { return __builtin_bit_cast(u32, value); }
-DEVICE f32 float_of(u32 bits) { return __builtin_bit_cast(f32, bits); }
-DEVICE f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
-DEVICE f32 square_root(f32 value) { return __builtin_sqrtf(value); }
-
-DEVICE f32 to_f32(f16 value) { return __builtin_bit_cast(_Float16, value.bits); }
-DEVICE f16 to_f16(f32 value) { return f16{__builtin_bit_cast(u16, (_Float16)value)}; }
-
-// No instruction here: adding just under half of the last place kept rounds to
-// the nearest, ties to even; a NaN stays one.
-DEVICE bf16 to_bf16(f32 value)
-{
-    u32 bits = bits_of(value);
-    u32 quiet = bits | 0x400000u, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
-    return bf16{(u16)((value != value ? quiet : rounded) >> 16)};
-}
-
-DEVICE f32 to_f32(bf16 value) { return float_of((u32)value.bits << 16); }
-DEVICE f32 to_f32(f32 value) { return value; }
-
-// The nearest value of a storage type; ties to even.
-template <class T> DEVICE T round_to(f32 value);
-template <> DEVICE f32 round_to<f32>(f32 value) { return value; }
-template <> DEVICE f16 round_to<f16>(f32 value) { return to_f16(value); }
-template <> DEVICE bf16 round_to<bf16>(f32 value) { return to_bf16(value); }
-
-// N adjacent elements, moved by one access.
-template <class T, int N> struct alignas(N * sizeof(T)) Pack { T at[N]; };
-
-template <int N, class T> DEVICE Pack<T, N> load(const T *from)
-{
-    return *reinterpret_cast<const Pack<T, N> *>(from);
-}
-
-template <int N, class T> DEVICE void store(T *to, const Pack<T, N> &pack)
-{
-    *reinterpret_cast<Pack<T, N> *>(to) = pack;
-}
-
-// Pack number `i` of a row. NVVM writes a pack by one access only where it sees
-// that the address counts whole packs.
-template <int N, class T> DEVICE Pack<T, N> load(const T *row, i64 i)
-{
-    return reinterpret_cast<const Pack<T, N> *>(row)[i];
-}
-
-template <int N, class T> DEVICE void store(T *row, i64 i, const Pack<T, N> &pack)
-{
-    reinterpret_cast<Pack<T, N> *>(row)[i] = pack;
-}
-
-// Elements of the widest pack, at most 16 bytes, that divides rows of `width`:
-// every row then starts at a pack and ends with one.
-template <class T> COMPILE_TIME int pack_width(i64 width)
-{
-    int count = 16 / sizeof(T);
-    while (width % count != 0)
-        count /= 2;
-    return count;
-}
-
-COMPILE_TIME int ceil_div(int a, int b) { return (a + b - 1) / b; }
-COMPILE_TIME int lesser(int a, int b) { return a < b ? a : b; }
-
-// ---- warps ----
+// [prelude: base.hpp, hip/base.hpp, bf16_bits.hpp, base.hpp, warp.hpp]
 
 constexpr i32 WARP = 64;
 typedef u64 LaneMask;
 
-// Every lane of a warp takes part in each of these.
-DEVICE void warp_sync()
-{
-    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
-    __builtin_amdgcn_wave_barrier();
-    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
-}
-
-DEVICE u32 shuffle(u32 value, i32 lane) { return __builtin_amdgcn_ds_bpermute(lane * 4, value); }
-DEVICE LaneMask ballot(bool vote) { return __builtin_amdgcn_ballot_w64(vote); }
-DEVICE i32 population(LaneMask lanes) { return __builtin_popcountll(lanes); }
-
-// The lanes with the same value, which has at most BITS bits.
-template <int BITS> DEVICE LaneMask match_any(u32 value)
-{
-    LaneMask same = ~(LaneMask)0;
-    for (int bit = 0; bit < BITS; bit++) {
-        bool set = value >> bit & 1;
-        LaneMask lanes = ballot(set);
-        same &= set ? lanes : ~lanes;
-    }
-    return same;
-}
-
-DEVICE void shared_add(i32 *counter, i32 value)
-{
-    __hip_atomic_fetch_add(counter, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
-}
-
-DEVICE u32 warp_max(u32 value)
-{
-    for (i32 step = WARP / 2; step > 0; step /= 2) {
-        u32 other = shuffle(value, (thread_index() % WARP) ^ step);
-        value = other > value ? other : value;
-    }
-    return value;
-}
-
-DEVICE i32 lane_index() { return thread_index() % WARP; }
-DEVICE i32 warp_index() { return thread_index() / WARP; }
-
-// The lanes before this one, and the first lane of a set.
-DEVICE LaneMask lanes_below() { return ((LaneMask)1 << lane_index()) - 1; }
-DEVICE i32 first_lane(LaneMask lanes) { return population((lanes & (0 - lanes)) - 1); }
-
-DEVICE f32 shuffle(f32 value, i32 lane) { return float_of(shuffle(bits_of(value), lane)); }
-
-DEVICE f32 warp_sum(f32 value)
-{
-    for (i32 step = WARP / 2; step > 0; step /= 2)
-        value += shuffle(value, lane_index() ^ step);
-    return value;
-}
-
-DEVICE i32 warp_sum(i32 value)
-{
-    for (i32 step = WARP / 2; step > 0; step /= 2)
-        value += (i32)shuffle((u32)value, lane_index() ^ step);
-    return value;
-}
-
-// The sum of `value` over this lane and those before it.
-DEVICE i32 warp_prefix(i32 value)
-{
-    for (i32 step = 1; step < WARP; step *= 2) {
-        i32 before = (i32)shuffle((u32)value, (lane_index() - step) & (WARP - 1));
-        value += lane_index() >= step ? before : 0;
-    }
-    return value;
-}
-
-// ---- values between nodes ----
+// [prelude: hip/warp.hpp, warp_max.hpp, warp.hpp, wire.hpp]
 
 typedef unsigned char u8;
 typedef bf16 Row;
 
-// Sizes are values without their sign, as bits of an f32, which are in the same order.
-constexpr u32 INFINITE = 0x7f800000u;
-DEVICE u32 size_of(f32 value) { return bits_of(value) & 0x7fffffffu; }
-DEVICE u32 sign_of(f32 value) { return bits_of(value) & 0x80000000u; }
-
-// Of a type its NaN, and the size of the largest value.
-DEVICE f32 nan_as(f32) { return float_of(0x7fc00000u); }
-DEVICE f16 nan_as(f16) { return f16{0x7e00}; }
-DEVICE bf16 nan_as(bf16) { return bf16{0x7fc0}; }
-DEVICE u32 largest_as(f32) { return 0x7f7fffffu; }
-DEVICE u32 largest_as(f16) { return 0x477fe000u; }
-DEVICE u32 largest_as(bf16) { return 0x7f7f0000u; }
-
-// A value as another type. What is too large is the largest there is.
-template <class T> DEVICE T fitted(f32 value)
-{
-    const u32 size = size_of(value);
-    if (size > INFINITE)
-        return nan_as(T{});
-    const bool over = size > largest_as(T{});
-    return round_to<T>(over ? float_of(sign_of(value) | largest_as(T{})) : value);
-}
-
-// E4M3, of a value of at most 448. In the binade of 2^14 an f32 has the resolution of its
-// subnormals: an addition rounds.
-DEVICE u32 to_e4m3(f32 value)
-{
-    const u32 size = size_of(value);
-    if (size >= INFINITE)
-        return 0x7f;
-    const u32 normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
-    const u32 small = bits_of(float_of(size) + 16384.0f) - 0x46800000u;
-    return sign_of(value) >> 24 | (size < 0x3c800000u ? small : normal);
-}
-
-// Of the lowest byte.
-DEVICE f32 of_e4m3(u32 code)
-{
-    const u32 size = code & 0x7fu, sign = (code & 0x80u) << 24;
-    const u32 small = bits_of((f32)size * 0.001953125f), normal = (size << 20) + (120u << 23);
-    return float_of(sign | (size == 0x7fu ? 0x7fc00000u : size < 8 ? small : normal));
-}
+// [prelude: wire.hpp]
 
 // ---- the kernel ----
 
@@ -272,15 +65,7 @@ struct Part {
     DEVICE bool has(i32 i) const { return exists && first + i < WIDTH; }
 };
 
-// The largest of a team.
-DEVICE u32 team_max(u32 value)
-{
-    for (i32 step = TEAM / 2; step > 0; step /= 2) {
-        const u32 other = shuffle(value, lane_index() ^ step);
-        value = other > value ? other : value;
-    }
-    return value;
-}
+// [prelude: warp_max.hpp]
 
 KERNEL(THREADS) wire_pack(
     const bf16 *__restrict__ rows,  // [rows, 7168]
@@ -288,7 +73,6 @@ KERNEL(THREADS) wire_pack(
     i32 *__restrict__ wire,         // [tokens, 1848]
     i64 tokens)
 {
-    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         const Row *from = rows + (part.exists ? (i64)places[part.row] * WIDTH : 0);
@@ -332,7 +116,6 @@ KERNEL(THREADS) wire_unpack(
     bf16 *__restrict__ rows,        // [rows, 7168]
     i64 tokens)
 {
-    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         if (!part.has(0))

@@ -98,7 +98,7 @@ fn launches_are_few_whatever_the_tokens() {
 }
 
 /// Blocks that pack follow each other as those of the product do: on several
-/// memory nodes each reads what it wrote.
+/// NUMA nodes each reads what it wrote.
 #[test]
 fn weights_are_packed_in_the_order_of_their_products() {
     for (target, dtype) in [("cpu:avx2", DType::F32), ("cpu:amx", DType::Bf16)] {
