@@ -4,20 +4,17 @@
 // ascending.
 // Nothing depends on the order in which threads happen to run.
 //
-// A tile is the assignments of 64 tokens in one slot; tiles go slot by slot. A chunk is 64 tiles.
+// A tile is the assignments of 64 tokens in one slot; tiles go slot by slot.
 //
 // gate_topk counted the experts of each tile.
-// expert_scan_chunks: a block owns up to 8 experts of a whole chunk, and makes each
-// tile's counts those of the tiles before it in the chunk.
-//   shared  sums      i32 [runs][8]   a run of tiles is a thread's
-// expert_scan_offsets: one block does the same to the tiles after the last whole chunk, then
-// to the chunks, then sums over the experts.
-//   shared  segments  i32 [1024]   counts of each run of rows
-//           tail      i32 [8]   of each expert after the last whole chunk
-//           totals    i32 [8]   of each expert
+// expert_scan_sum: a block owns 8 experts, and makes each tile's counts those of all tiles
+// before it.
+//   shared  sums      i32 [8][128]   of each expert in each run of tiles
 // expert_scan_place: a block owns 4 tiles; a warp places one, 64 assignments at a
-// time in order.
+// time in order. Every block first sums over the experts where each begins; the first one writes
+// that down.
 //   shared  counters  i32 [4][8]   the next place of each expert, per warp
+//           starts    i32 [9]   where each expert's rows begin
 //
 // Baked in: experts 8, top_k 2, the capacity rule. Not the tokens.
 
@@ -33,7 +30,6 @@ typedef u64 LaneMask;
 constexpr int EXPERTS = 8, ROUTED = 8, TOP_K = 2;
 constexpr int THREADS = 256, SCAN_THREADS = 1024, WARPS = THREADS / WARP;
 constexpr int TILE_TOKENS = 64, TILE_SLOTS = TILE_TOKENS;
-constexpr int CHUNK_TILES = 64;
 // A warp takes WARP assignments of its tile at a time.
 constexpr int STEPS = ceil_div(TILE_SLOTS, WARP);
 
@@ -78,84 +74,65 @@ DEVICE u32 expert_of(const i32 *topk_ids, i32 slot)
     return id < 0 || id >= ROUTED ? NONE : (u32)id;
 }
 
-// ---- chunks ----
+// ---- sums ----
 
-// A block of expert_scan_chunks takes CHUNK_COLUMNS experts; the tiles of its
-// chunk are cut into runs, one per thread.
-constexpr int CHUNK_RUNS = 8, CHUNK_COLUMNS = lesser(ROUTED, THREADS / CHUNK_RUNS), RUN_TILES = CHUNK_TILES / CHUNK_RUNS;
-static_assert(CHUNK_RUNS * CHUNK_COLUMNS <= THREADS, "every run has a thread");
-static_assert(CHUNK_RUNS * RUN_TILES == CHUNK_TILES, "every tile is in a run");
+// A block of expert_scan_sum takes SUMMED experts of all tiles, in rounds. In a round tiles are
+// cut into runs; the counts of a run are in the registers of a thread.
+constexpr int SUMMED = 8, RUNS = SCAN_THREADS / SUMMED, RUN_TILES = 16;
+// Elements between two experts' sums: what a warp writes, a few runs of all, is on all banks once.
+constexpr int SUMS_LINE = RUNS + WARP / SUMMED;
+static_assert(RUNS % WARP == 0 && SCAN_THREADS / WARP >= SUMMED, "a warp sums the runs of an expert");
 
-KERNEL(THREADS) expert_scan_chunks(
-    i32 *__restrict__ tile_counts,  // [tiles, 8]
-    i32 *__restrict__ chunk_counts, // [chunks, 8]
+// Makes the sum of each run those of all runs before it and of `before`, to which all are added.
+DEVICE void scan_runs(i32 *sums, i32 &before)
+{
+    #pragma unroll
+    for (i32 first = 0; first < RUNS; first += WARP) {
+        const i32 own = sums[first + lane_index()], upto = warp_prefix(own);
+        sums[first + lane_index()] = before + upto - own;
+        before += (i32)shuffle((u32)upto, WARP - 1);
+    }
+}
+
+KERNEL(SCAN_THREADS) expert_scan_sum(
+    i32 *__restrict__ tile_counts, // [tiles, 8]
+    i64 *__restrict__ counts,      // [8]
     i64 tokens)
 {
     await_launches();
-    (void)tokens;  // the grid has whole chunks only
-    __shared__ i32 sums[CHUNK_RUNS][CHUNK_COLUMNS];
-    const i32 run = thread_index() / CHUNK_COLUMNS, column = thread_index() % CHUNK_COLUMNS;
-    const i32 expert = (i32)block_y() * CHUNK_COLUMNS + column;
-    const bool owns = run < CHUNK_RUNS && expert < ROUTED;
-    i32 *counts = tile_counts + (block_x() * CHUNK_TILES + run * RUN_TILES) * ROUTED + expert;
-    i32 held[RUN_TILES], sum = 0;
-    #pragma unroll
-    for (i32 i = 0; i < RUN_TILES; i++) {
-        held[i] = owns ? counts[i * ROUTED] : 0;
-        sum += held[i];
+    __shared__ i32 sums[SUMMED][SUMS_LINE];
+    const i32 run = thread_index() / SUMMED, column = thread_index() % SUMMED;
+    const i32 first_expert = (i32)block_x() * SUMMED, summed = first_expert + warp_index();
+    const bool owns = first_expert + column < ROUTED;
+    const i64 tiles = tiles_of(tokens);
+    i32 before = 0;  // of the expert that this warp sums: in all rounds so far
+    for (i64 round = 0; round < tiles; round += RUNS * RUN_TILES) {
+        const i64 first = round + run * RUN_TILES;
+        i32 *own = tile_counts + first * ROUTED + first_expert + column;
+        i32 held[RUN_TILES], sum = 0;
+        #pragma unroll
+        for (i32 i = 0; i < RUN_TILES; i++) {
+            held[i] = owns && first + i < tiles ? own[i * ROUTED] : 0;
+            sum += held[i];
+        }
+        sums[column][run] = sum;
+        block_sync();  // the sums of all runs are there
+        if (warp_index() < SUMMED)
+            scan_runs(sums[warp_index()], before);
+        block_sync();  // and now what is before each
+        sum = sums[column][run];
+        #pragma unroll
+        for (i32 i = 0; i < RUN_TILES; i++) {
+            if (owns && first + i < tiles)
+                own[i * ROUTED] = sum;
+            sum += held[i];
+        }
     }
-    if (run < CHUNK_RUNS)
-        sums[run][column] = sum;
-    block_sync();
-    if (!owns)
-        return;
-    i32 before = 0;
-    for (i32 r = 0; r < run; r++)
-        before += sums[r][column];
-    #pragma unroll
-    for (i32 i = 0; i < RUN_TILES; i++) {
-        counts[i * ROUTED] = before;
-        before += held[i];
-    }
-    if (run == CHUNK_RUNS - 1)
-        chunk_counts[block_x() * ROUTED + expert] = before;
+    if (warp_index() < SUMMED && summed < ROUTED && lane_index() == 0)
+        counts[summed] = before;
 }
 
 // ---- offsets ----
-
-// A pass takes this many experts; rows of counts are cut into runs, one per
-// thread.
-constexpr int PASS = lesser(ROUTED, SCAN_THREADS), RUNS = SCAN_THREADS / PASS;
-
-// Makes the counts of each row those of all rows before it, and writes the sum
-// over all rows.
-DEVICE void scan_rows(i32 *counts, i32 *sums, i32 *segments, i64 rows)
-{
-    const i32 run = thread_index() / PASS;
-    const i64 length = (rows + RUNS - 1) / RUNS, first = run < RUNS ? run * length : rows;
-    const i64 last = first + length < rows ? first + length : rows;
-    for (i32 pass = 0; pass < ROUTED; pass += PASS) {
-        const i32 expert = pass + thread_index() % PASS;
-        i32 *column = counts + expert;
-        i32 sum = 0;
-        #pragma unroll 4
-        for (i64 row = first; row < last && expert < ROUTED; row++)
-            sum += column[row * ROUTED];
-        segments[thread_index()] = sum;
-        block_sync();
-        i32 before = 0;
-        for (i32 r = 0; r < run; r++)
-            before += segments[r * PASS + thread_index() % PASS];
-        if (run == RUNS - 1 && expert < ROUTED)
-            sums[expert] = before + sum;
-        for (i64 row = first; row < last && expert < ROUTED; row++) {
-            const i32 count = column[row * ROUTED];
-            column[row * ROUTED] = before;
-            before += count;
-        }
-        block_sync();
-    }
-}
 
 // sums[0..=EXPERTS] = exclusive sums of `size`, by one warp.
 template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
@@ -170,37 +147,11 @@ template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
     }
 }
 
-KERNEL(SCAN_THREADS) expert_scan_offsets(
-    i32 *__restrict__ tile_counts,  // [tiles, 8]
-    i32 *__restrict__ chunk_counts, // [chunks, 8]
-    i64 *__restrict__ counts,       // [8]
-    i64 *__restrict__ offsets,      // [9]
-    i32 *__restrict__ row_tiles,    // [9]
-    i64 tokens)
-{
-    await_launches();
-    __shared__ i32 totals[ROUTED], tail[ROUTED], segments[SCAN_THREADS];
-    const i64 tiles = tiles_of(tokens), chunks = tiles / CHUNK_TILES, whole = chunks * CHUNK_TILES;
-    scan_rows(tile_counts + whole * ROUTED, tail, segments, tiles - whole);
-    scan_rows(chunk_counts, totals, segments, chunks);
-    for (i32 expert = thread_index(); expert < ROUTED; expert += SCAN_THREADS) {
-        chunk_counts[chunks * ROUTED + expert] = totals[expert];
-        totals[expert] += tail[expert];
-        counts[expert] = totals[expert];
-    }
-    block_sync();
-    if (warp_index() > 0)
-        return;
-    auto kept = [&](i32 expert) { return totals[expert]; };
-    scan_experts(offsets, kept);
-    scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
-}
-
 // ---- places ----
 
 // Where an assignment goes, by its location inside its expert.
 struct Placement {
-    const i64 *offsets;
+    const i32 *starts;  // the first row of each expert
     i64 limit;
     i32 *locations, *slot_rows, *row_slots;
 
@@ -214,7 +165,7 @@ struct Placement {
     {
         if (location >= limit)
             return none(slot);
-        const i32 row = (i32)offsets[expert] + location;
+        const i32 row = (i32)starts[expert] + location;
         locations[slot] = location;
         slot_rows[slot] = row;
         row_slots[row] = slot;
@@ -225,29 +176,42 @@ struct Placement {
 constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
 
 KERNEL(THREADS) expert_scan_place(
-    const i32 *__restrict__ topk_ids,     // [tokens, 2]
-    const i32 *__restrict__ tile_counts,  // [tiles, 8]
-    const i32 *__restrict__ chunk_counts, // [chunks, 8]
-    const i64 *__restrict__ offsets,      // [9]
-    i32 *__restrict__ locations,          // [tokens, 2]
-    i32 *__restrict__ slot_rows,          // [tokens, 2]
-    i32 *__restrict__ row_slots,          // [rows]
+    const i32 *__restrict__ topk_ids,    // [tokens, 2]
+    const i32 *__restrict__ tile_counts, // [tiles, 8]
+    const i64 *__restrict__ counts,      // [8]
+    i64 *__restrict__ offsets,           // [9]
+    i32 *__restrict__ row_tiles,         // [9]
+    i32 *__restrict__ locations,         // [tokens, 2]
+    i32 *__restrict__ slot_rows,         // [tokens, 2]
+    i32 *__restrict__ row_slots,         // [rows]
     i64 tokens)
 {
     await_launches();
-    __shared__ i32 counters[WARPS][ROUTED];
-    i32 *next = counters[warp_index()];
+    __shared__ i32 counters[WARPS][ROUTED], starts[EXPERTS + 1];
+    for (i32 expert = thread_index(); expert < EXPERTS; expert += THREADS)
+        starts[expert] = (i32)counts[expert];
+    block_sync();  // the counts of all experts are there
+    if (warp_index() == 0) {
+        auto kept = [&](i32 expert) { return starts[expert]; };
+        // All blocks find the same; the first one writes it down.
+        if (block_x() == 0) {
+            scan_experts(offsets, kept);
+            scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
+        }
+        scan_experts(starts, kept);
+    }
     const Tile tile;
-    if (!tile.exists(tokens))
+    const bool exists = tile.exists(tokens);
+    i32 *next = counters[warp_index()];
+    // Places begin after those of the tiles before.
+    const i32 *before = tile_counts + (exists ? tile.row(tokens) : 0) * ROUTED;
+    for (i32 expert = lane_index(); expert < ROUTED && exists; expert += WARP)
+        next[expert] = before[expert];
+    block_sync();  // the starts are there
+    if (!exists)
         return;
-    // Places start after those of the tiles and of the chunks before.
-    const i64 row = tile.row(tokens);
-    const i32 *in_chunk = tile_counts + row * ROUTED, *before_chunk = chunk_counts + row / CHUNK_TILES * ROUTED;
-    for (i32 expert = lane_index(); expert < ROUTED; expert += WARP)
-        next[expert] = in_chunk[expert] + before_chunk[expert];
-    warp_sync();
 
-    const Placement placement = {offsets, 0x7fffffff, locations, slot_rows, row_slots};
+    const Placement placement = {starts, 0x7fffffff, locations, slot_rows, row_slots};
     #pragma unroll 1
     for (i32 first = 0; first < STEPS; first += HELD) {
         i32 slots[HELD];

@@ -11,9 +11,8 @@
 //
 // Shared memory of route:
 //   counts    i32 [2][8]   how many tokens chose each expert, by slot
-//   segments  i32 [512]   counts of each run of rows
-//   tail, totals  i32 [8] each   of each expert
 //   counters  i32 [2][8]   the next place of each expert, per warp
+//   starts    i32 [9]   where each expert's rows begin
 //
 // Baked in: model dim 4096, experts 8, top_k 2, the whole rule. Not the tokens.
 
@@ -297,9 +296,8 @@ namespace scan {
 // ---- assignments ----
 
 constexpr int EXPERTS = 8, ROUTED = 8, TOP_K = 2;
-constexpr int SCAN_THREADS = 512, WARPS = 2;  // that place
+constexpr int THREADS = 512, WARPS = 2;  // that place
 constexpr int TILE_TOKENS = 64, TILE_SLOTS = TILE_TOKENS;
-constexpr int CHUNK_TILES = 64;
 // A warp takes WARP assignments of its tile at a time.
 constexpr int STEPS = ceil_div(TILE_SLOTS, WARP);
 
@@ -344,41 +342,28 @@ DEVICE u32 expert_of(const i32 *topk_ids, i32 slot)
     return id < 0 || id >= ROUTED ? NONE : (u32)id;
 }
 
-// ---- offsets ----
+// ---- sums ----
 
-// A pass takes this many experts; rows of counts are cut into runs, one per
-// thread.
-constexpr int PASS = lesser(ROUTED, SCAN_THREADS), RUNS = SCAN_THREADS / PASS;
-
-// Makes the counts of each row those of all rows before it, and writes the sum
-// over all rows.
-DEVICE void scan_rows(i32 *counts, i32 *sums, i32 *segments, i64 rows)
+// Makes the counts of each tile those of all tiles before it, and writes the sum over all
+// tiles. There are few.
+static DEVICE void expert_scan_sum(
+    i32 *__restrict__ tile_counts, // [tiles, 8]
+    i64 *__restrict__ counts,      // [8]
+    i64 tokens)
 {
-    const i32 run = thread_index() / PASS;
-    const i64 length = (rows + RUNS - 1) / RUNS, first = run < RUNS ? run * length : rows;
-    const i64 last = first + length < rows ? first + length : rows;
-    for (i32 pass = 0; pass < ROUTED; pass += PASS) {
-        const i32 expert = pass + thread_index() % PASS;
-        i32 *column = counts + expert;
-        i32 sum = 0;
-        #pragma unroll 4
-        for (i64 row = first; row < last && expert < ROUTED; row++)
-            sum += column[row * ROUTED];
-        segments[thread_index()] = sum;
-        block_sync();
+    const i64 tiles = tiles_of(tokens);
+    for (i32 expert = thread_index(); expert < ROUTED; expert += THREADS) {
         i32 before = 0;
-        for (i32 r = 0; r < run; r++)
-            before += segments[r * PASS + thread_index() % PASS];
-        if (run == RUNS - 1 && expert < ROUTED)
-            sums[expert] = before + sum;
-        for (i64 row = first; row < last && expert < ROUTED; row++) {
-            const i32 count = column[row * ROUTED];
-            column[row * ROUTED] = before;
+        for (i64 row = 0; row < tiles; row++) {
+            const i32 count = tile_counts[row * ROUTED + expert];
+            tile_counts[row * ROUTED + expert] = before;
             before += count;
         }
-        block_sync();
+        counts[expert] = before;
     }
 }
+
+// ---- offsets ----
 
 // sums[0..=EXPERTS] = exclusive sums of `size`, by one warp.
 template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
@@ -393,36 +378,11 @@ template <class T, class Size> DEVICE void scan_experts(T *sums, Size size)
     }
 }
 
-static DEVICE void expert_scan_offsets(
-    i32 *__restrict__ tile_counts,  // [tiles, 8]
-    i32 *__restrict__ chunk_counts, // [chunks, 8]
-    i64 *__restrict__ counts,       // [8]
-    i64 *__restrict__ offsets,      // [9]
-    i32 *__restrict__ row_tiles,    // [9]
-    i64 tokens)
-{
-    __shared__ i32 totals[ROUTED], tail[ROUTED], segments[SCAN_THREADS];
-    const i64 tiles = tiles_of(tokens), chunks = tiles / CHUNK_TILES, whole = chunks * CHUNK_TILES;
-    scan_rows(tile_counts + whole * ROUTED, tail, segments, tiles - whole);
-    scan_rows(chunk_counts, totals, segments, chunks);
-    for (i32 expert = thread_index(); expert < ROUTED; expert += SCAN_THREADS) {
-        chunk_counts[chunks * ROUTED + expert] = totals[expert];
-        totals[expert] += tail[expert];
-        counts[expert] = totals[expert];
-    }
-    block_sync();
-    if (warp_index() > 0)
-        return;
-    auto kept = [&](i32 expert) { return totals[expert]; };
-    scan_experts(offsets, kept);
-    scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
-}
-
 // ---- places ----
 
 // Where an assignment goes, by its location inside its expert.
 struct Placement {
-    const i64 *offsets;
+    const i32 *starts;  // the first row of each expert
     i64 limit;
     i32 *locations, *slot_rows, *row_slots;
 
@@ -436,7 +396,7 @@ struct Placement {
     {
         if (location >= limit)
             return none(slot);
-        const i32 row = (i32)offsets[expert] + location;
+        const i32 row = (i32)starts[expert] + location;
         locations[slot] = location;
         slot_rows[slot] = row;
         row_slots[row] = slot;
@@ -447,30 +407,41 @@ struct Placement {
 constexpr i32 HELD = STEPS < 16 ? STEPS : 16;
 
 static DEVICE void expert_scan_place(
-    const i32 *__restrict__ topk_ids,     // [tokens, 2]
-    const i32 *__restrict__ tile_counts,  // [tiles, 8]
-    const i32 *__restrict__ chunk_counts, // [chunks, 8]
-    const i64 *__restrict__ offsets,      // [9]
-    i32 *__restrict__ locations,          // [tokens, 2]
-    i32 *__restrict__ slot_rows,          // [tokens, 2]
-    i32 *__restrict__ row_slots,          // [rows]
+    const i32 *__restrict__ topk_ids,    // [tokens, 2]
+    const i32 *__restrict__ tile_counts, // [tiles, 8]
+    const i64 *__restrict__ counts,      // [8]
+    i64 *__restrict__ offsets,           // [9]
+    i32 *__restrict__ row_tiles,         // [9]
+    i32 *__restrict__ locations,         // [tokens, 2]
+    i32 *__restrict__ slot_rows,         // [tokens, 2]
+    i32 *__restrict__ row_slots,         // [rows]
     i64 tokens)
 {
-    __shared__ i32 counters[WARPS][ROUTED];
-    if (warp_index() >= WARPS)
-        return;
-    i32 *next = counters[warp_index()];
+    __shared__ i32 counters[WARPS][ROUTED], starts[EXPERTS + 1];
+    for (i32 expert = thread_index(); expert < EXPERTS; expert += THREADS)
+        starts[expert] = (i32)counts[expert];
+    block_sync();  // the counts of all experts are there
+    if (warp_index() == 0) {
+        auto kept = [&](i32 expert) { return starts[expert]; };
+        // All blocks find the same; the first one writes it down.
+        if (block_x() == 0) {
+            scan_experts(offsets, kept);
+            scan_experts(row_tiles, [&](i32 expert) { return ceil_div(kept(expert), 128); });
+        }
+        scan_experts(starts, kept);
+    }
     const Tile tile;
-    if (!tile.exists(tokens))
+    const bool exists = tile.exists(tokens);
+    i32 *next = counters[exists ? warp_index() : 0];
+    // Places begin after those of the tiles before.
+    const i32 *before = tile_counts + (exists ? tile.row(tokens) : 0) * ROUTED;
+    for (i32 expert = lane_index(); expert < ROUTED && exists; expert += WARP)
+        next[expert] = before[expert];
+    block_sync();  // the starts are there
+    if (!exists)
         return;
-    // Places start after those of the tiles and of the chunks before.
-    const i64 row = tile.row(tokens);
-    const i32 *in_chunk = tile_counts + row * ROUTED, *before_chunk = chunk_counts + row / CHUNK_TILES * ROUTED;
-    for (i32 expert = lane_index(); expert < ROUTED; expert += WARP)
-        next[expert] = in_chunk[expert] + before_chunk[expert];
-    warp_sync();
 
-    const Placement placement = {offsets, 0x7fffffff, locations, slot_rows, row_slots};
+    const Placement placement = {starts, 0x7fffffff, locations, slot_rows, row_slots};
     #pragma unroll 1
     for (i32 first = 0; first < STEPS; first += HELD) {
         i32 slots[HELD];
@@ -507,7 +478,6 @@ KERNEL(SELECT_THREADS) route(
     i32 *__restrict__ topk_ids,     // [tokens, 2]
     f32 *__restrict__ topk_weights, // [tokens, 2]
     i32 *__restrict__ tile_counts,  // [tiles, 8]
-    i32 *__restrict__ chunk_counts, // [chunks, 8]
     i64 *__restrict__ counts,       // [8]
     i64 *__restrict__ offsets,      // [9]
     i32 *__restrict__ row_tiles,    // [9]
@@ -520,8 +490,8 @@ KERNEL(SELECT_THREADS) route(
     if (tokens > 0)
         gate_topk(logits, topk_ids, topk_weights, tile_counts, tokens);
     block_sync();  // choices and their counts are there
-    scan::expert_scan_offsets(tile_counts, chunk_counts, counts, offsets, row_tiles, tokens);
-    block_sync();  // offsets are there
-    scan::expert_scan_place(topk_ids, tile_counts, chunk_counts, offsets, locations, slot_rows,
-            row_slots, tokens);
+    scan::expert_scan_sum(tile_counts, counts, tokens);
+    block_sync();  // the sums of tiles are there
+    scan::expert_scan_place(topk_ids, tile_counts, counts, offsets, row_tiles, locations,
+            slot_rows, row_slots, tokens);
 }

@@ -159,7 +159,8 @@ typedef struct {
 _Static_assert(sizeof(near_t) <= 2097216, "the launch gives a thread this much");
 
 // Copies a slice of `count` rows, which come from anywhere.
-static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count, i64 width)
+static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count,
+                      i64 width)
 {
     for (i64 r = 0; r < count; r++) {
         near_rows_t *to = near[r / REGISTER_ROWS];

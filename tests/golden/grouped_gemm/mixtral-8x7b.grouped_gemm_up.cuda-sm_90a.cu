@@ -260,6 +260,16 @@ KERNEL(THREADS) grouped_gemm_up(
     // one, those of the slice before are done, and its stage is free.
     grow_registers<232>();
     const i32 consumer = warp_index() / 4 - 1, warp = warp_index() - 4;
+    // One without rows multiplies nothing, and lets go of every stage.
+    if (64 * consumer >= tile.rows) {
+        Turn turn;
+        for (i32 k = 0; k < INNER; k += TILE_DEPTH, turn.next()) {
+            mbarrier_wait(shared.full[turn.stage], turn.parity);
+            if (elect_one())
+                mbarrier_arrive(shared.empty[turn.stage]);
+        }
+        return;
+    }
     f32 gate_sums[SUMS], up_sums[SUMS];
     Turn turn;
     i32 before = 0;

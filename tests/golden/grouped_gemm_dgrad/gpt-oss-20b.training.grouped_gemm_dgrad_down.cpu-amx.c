@@ -192,7 +192,8 @@ typedef struct {
 _Static_assert(sizeof(near_t) <= 1515584, "the launch gives a thread this much");
 
 // Copies a slice of `count` rows, which come from anywhere.
-static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count, i64 width)
+static void load_rows(near_rows_t (*near)[TILE_WORDS / TILE], const input_t *const *row, i64 depth, i64 count,
+                      i64 width)
 {
     for (i64 r = 0; r < count; r++) {
         near_rows_t *to = near[r / REGISTER_ROWS];
@@ -450,7 +451,8 @@ INLINE source_t source_of(const weight_t *const *matrices, place_t at, const blo
 // packed; after the last one, that is the next block's first. Results are finished
 // while their sums are near, beside what is multiplied next.
 static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
-                           const weight_t *const *matrices, const block_t *block, source_t next_block, const results_t *to)
+                           const weight_t *const *matrices, const block_t *block, source_t next_block,
+                           const results_t *to)
 {
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     pending_t pending = {0};

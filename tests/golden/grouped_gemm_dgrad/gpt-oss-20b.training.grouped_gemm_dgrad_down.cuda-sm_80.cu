@@ -162,17 +162,19 @@ DEVICE void load_step(Operands &to, u32 stage, i32 step)
     }
 }
 
-DEVICE void multiply(Sums &sums, const Operands &by)
+// Adds the products of a step, of so many parts of 16 rows: those beyond are padding.
+DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
 {
     #pragma unroll
     for (i32 j = 0; j < COLUMN_PARTS; j++)
         #pragma unroll
         for (i32 i = 0; i < ROW_PARTS; i++)
-            mma_16x8x16_bf16(sums[i][j], by.left[i], by.right[j]);
+            if (i < parts)
+                mma_16x8x16_bf16(sums[i][j], by.left[i], by.right[j]);
 }
 
 // Adds the products of a stage; a step is loaded while the one before is multiplied.
-DEVICE void multiply_stage(Sums &sums, u32 stage)
+DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
 {
     Operands operands[2];
     load_step(operands[0], stage, 0);
@@ -180,7 +182,7 @@ DEVICE void multiply_stage(Sums &sums, u32 stage)
     for (i32 step = 0; step < STEPS; step++) {
         if (step + 1 < STEPS)
             load_step(operands[(step + 1) % 2], stage, step + 1);
-        multiply(sums, operands[step % 2]);
+        multiply(sums, operands[step % 2], parts);
     }
 }
 
@@ -346,6 +348,7 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         commit_copies();
     };
 
+    const i32 parts = ceil_div(tile.rows - warp_row(), 16);  // of this warp, with rows
     Sums sums = {};
     #pragma unroll
     for (i32 at = 0; at < STAGES - 1; at++)
@@ -355,8 +358,8 @@ KERNEL(THREADS) grouped_gemm_dgrad_down(
         wait_copies<STAGES - 2>();
         block_sync();  // this stage is here, and all have read the one before it
         fetch(at + STAGES - 1);
-        if (warp_row() < tile.rows && warp_column() < columns)
-            multiply_stage(sums, stages + at % STAGES * STAGE);
+        if (parts > 0 && warp_column() < columns)
+            multiply_stage(sums, stages + at % STAGES * STAGE, parts);
     }
     wait_copies<0>();
     block_sync();  // the ring is free

@@ -342,7 +342,8 @@ INLINE source_t source_of(const weight_t *matrix, const block_t *block, i64 dept
 // multiplied by every strip. The next slice of the weights is packed meanwhile,
 // after the last one the next block's first. Results are finished while their sums are near.
 static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_AHEAD],
-                           const weight_t *const *matrices, const block_t *block, source_t next_block, const results_t *to)
+                           const weight_t *const *matrices, const block_t *block, source_t next_block,
+                           const results_t *to)
 {
     const i64 rows = block->row_count, groups = (rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
     const i64 height = (rows + groups - 1) / groups;
@@ -352,7 +353,8 @@ static void multiply_block(near_t *near, const input_t *(*row)[TILE_ROWS + ROWS_
             const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
             const int start = product == 0 && depth == 0;
             const int last = product + 1 == PRODUCTS && depth + TILE_DEPTH >= INNER;
-            const source_t next_slice = depth + TILE_DEPTH < INNER ? source_of(matrices[product], block, depth + TILE_DEPTH)
+            const source_t next_slice = depth + TILE_DEPTH < INNER
+                ? source_of(matrices[product], block, depth + TILE_DEPTH)
                 : product + 1 < PRODUCTS ? source_of(matrices[product + 1], block, 0) : next_block;
             strip_t *panel = near->panels[near->turn];
             pack_rest(&near->packing, panel, source_of(matrices[product], block, depth));

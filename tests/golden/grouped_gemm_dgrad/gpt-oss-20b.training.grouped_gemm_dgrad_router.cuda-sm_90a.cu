@@ -168,7 +168,8 @@ template <int COUNT> DEVICE void split(u32 (&high)[COUNT], u32 (&low)[COUNT], co
     }
 }
 
-DEVICE void multiply(Sums &sums, const Operands &by)
+// Adds the products of a step, of so many parts of 16 rows: those beyond are padding.
+DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
 {
     u32 left[ROW_PARTS][4], left_low[ROW_PARTS][4];
     #pragma unroll
@@ -180,6 +181,8 @@ DEVICE void multiply(Sums &sums, const Operands &by)
         split(right, right_low, by.right[j]);
         #pragma unroll
         for (i32 i = 0; i < ROW_PARTS; i++) {
+            if (i >= parts)
+                continue;
             f32 part[4] = {};
             mma_16x8x8_tf32(part, left_low[i], right);
             mma_16x8x8_tf32(part, left[i], right_low);
@@ -193,13 +196,13 @@ DEVICE void multiply(Sums &sums, const Operands &by)
 
 // Adds the products of a stage. The loop stays one: left to itself the assembler loads
 // the operands of every step at once, until registers spill.
-DEVICE void multiply_stage(Sums &sums, u32 stage)
+DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
 {
     #pragma unroll 1
     for (i32 step = 0; step < STEPS; step++) {
         Operands operands;
         load_step(operands, stage, step);
-        multiply(sums, operands);
+        multiply(sums, operands, parts);
     }
 }
 
@@ -291,6 +294,7 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
         commit_copies();
     };
 
+    const i32 parts = ceil_div(tile.rows - warp_row(), 16);  // of this warp, with rows
     Sums sums = {};
     #pragma unroll
     for (i32 at = 0; at < STAGES - 1; at++)
@@ -300,8 +304,8 @@ KERNEL(THREADS) grouped_gemm_dgrad_up(
         wait_copies<STAGES - 2>();
         block_sync();  // this stage is here, and all have read the one before it
         fetch(at + STAGES - 1);
-        if (warp_row() < tile.rows && warp_column() < columns)
-            multiply_stage(sums, stages + at % STAGES * STAGE);
+        if (parts > 0 && warp_column() < columns)
+            multiply_stage(sums, stages + at % STAGES * STAGE, parts);
     }
     wait_copies<0>();
     block_sync();  // the ring is free

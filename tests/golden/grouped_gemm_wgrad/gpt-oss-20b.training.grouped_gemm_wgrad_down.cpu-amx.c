@@ -167,7 +167,8 @@ INLINE void fetch(ahead_t *ahead)
 INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
     return (source_t){right + row * WIDTH + column,
-                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
+                      min_i64(TILE_DEPTH, block->row_count - row),
+                      min_i64(PANEL_COLUMNS, block->column_count - column)};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -334,7 +335,8 @@ _Static_assert(PIECES == 1, "sums of a slice are multiplied at once");
 // and multiplied by the right one, a panel at a time, while the next one is packed;
 // after the last one, that is the next block's first. Results are finished beside
 // what is multiplied next.
-static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, source_t next_block, const results_t *to)
+static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block,
+                           source_t next_block, const results_t *to)
 {
     const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
     results_t results = *to;
@@ -347,7 +349,8 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
         load_columns(near, left + row * HEIGHT, depth, height);
         for (i64 corner = 0; corner < block->column_count; corner += PANEL_COLUMNS) {
             const source_t source = source_of(right, block, row, corner);
-            const source_t next = corner + PANEL_COLUMNS < block->column_count ? source_of(right, block, row, corner + PANEL_COLUMNS)
+            const source_t next = corner + PANEL_COLUMNS < block->column_count
+                ? source_of(right, block, row, corner + PANEL_COLUMNS)
                 : row + TILE_DEPTH < rows ? source_of(right, block, row + TILE_DEPTH, 0) : next_block;
             strip_t *panel = near->panels[near->turn];
             pack_rest(&near->packing, panel, source);
@@ -358,7 +361,8 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
                     const i64 first = group * REGISTER_ROWS, count = min_i64(REGISTER_ROWS, height - first);
                     ahead_t ahead = {.packing = &near->packing};
                     multiply_rows(count, sums[turn], near->rows[group], panel[column / STRIP], steps, 1, ahead, &pending);
-                    put_off(&pending, &results, sums[turn], first, count, corner + column, min_i64(STRIP, source.columns - column));
+                    put_off(&pending, &results, sums[turn], first, count, corner + column,
+                            min_i64(STRIP, source.columns - column));
                     turn = !turn;
                 }
         }

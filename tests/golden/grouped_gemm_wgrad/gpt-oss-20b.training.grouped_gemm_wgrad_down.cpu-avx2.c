@@ -181,7 +181,8 @@ INLINE void fetch(ahead_t *ahead)
 INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i64 column)
 {
     return (source_t){right + row * WIDTH + column,
-                      min_i64(TILE_DEPTH, block->row_count - row), min_i64(PANEL_COLUMNS, block->column_count - column)};
+                      min_i64(TILE_DEPTH, block->row_count - row),
+                      min_i64(PANEL_COLUMNS, block->column_count - column)};
 }
 
 // Where sums go: they are written, past the caches if those cannot hold them, or
@@ -331,7 +332,8 @@ static void load_slices(slice_t *slices, const left_t *left, i64 depth, i64 colu
 // last one the next block's first. Columns of the left factor are copied next to
 // each other and multiplied by every strip of the panel; if there is one slice, they
 // stay near for all panels. Results are finished while their sums are near.
-static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block, source_t next_block, const results_t *to)
+static void multiply_block(near_t *near, const left_t *left, const right_t *right, const block_t *block,
+                           source_t next_block, const results_t *to)
 {
     sums_t only_sums ALIGNED;
     const i64 rows = block->row_count, height = block->height_count, groups = (height + REGISTER_ROWS - 1) / REGISTER_ROWS;
@@ -342,7 +344,8 @@ static void multiply_block(near_t *near, const left_t *left, const right_t *righ
             const source_t source = source_of(right, block, row, corner);
             const i64 words = (source.depth + WORD - 1) / WORD, strips = (source.columns + STRIP - 1) / STRIP;
             const source_t next = !last ? source_of(right, block, row + TILE_DEPTH, corner)
-                : corner + PANEL_COLUMNS < block->column_count ? source_of(right, block, 0, corner + PANEL_COLUMNS) : next_block;
+                : corner + PANEL_COLUMNS < block->column_count
+                ? source_of(right, block, 0, corner + PANEL_COLUMNS) : next_block;
             strip_t *panel = near->panels[near->turn];
             pack_rest(&near->packing, panel, source);
             near->turn = !near->turn;

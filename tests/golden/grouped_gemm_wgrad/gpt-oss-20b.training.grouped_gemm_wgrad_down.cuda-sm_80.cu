@@ -113,17 +113,19 @@ DEVICE void load_step(Operands &to, u32 stage, i32 step)
     }
 }
 
-DEVICE void multiply(Sums &sums, const Operands &by)
+// Adds the products of a step, of so many parts of 16 rows: those beyond are padding.
+DEVICE void multiply(Sums &sums, const Operands &by, i32 parts)
 {
     #pragma unroll
     for (i32 j = 0; j < COLUMN_PARTS; j++)
         #pragma unroll
         for (i32 i = 0; i < ROW_PARTS; i++)
-            mma_16x8x16_bf16(sums[i][j], by.left[i], by.right[j]);
+            if (i < parts)
+                mma_16x8x16_bf16(sums[i][j], by.left[i], by.right[j]);
 }
 
 // Adds the products of a stage; a step is loaded while the one before is multiplied.
-DEVICE void multiply_stage(Sums &sums, u32 stage)
+DEVICE void multiply_stage(Sums &sums, u32 stage, i32 parts)
 {
     Operands operands[2];
     load_step(operands[0], stage, 0);
@@ -131,7 +133,7 @@ DEVICE void multiply_stage(Sums &sums, u32 stage)
     for (i32 step = 0; step < STEPS; step++) {
         if (step + 1 < STEPS)
             load_step(operands[(step + 1) % 2], stage, step + 1);
-        multiply(sums, operands[step % 2]);
+        multiply(sums, operands[step % 2], parts);
     }
 }
 
@@ -200,7 +202,7 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
         block_sync();  // this stage is here, and all have read the one before it
         fetch(at + STAGES - 1);
         if (warp_row() % TILE_ROWS < HEIGHT - first_row && warp_column() < WIDTH - first_column)
-            multiply_stage(sums, stages + at % STAGES * STAGE);
+            multiply_stage(sums, stages + at % STAGES * STAGE, ROW_PARTS);
     }
     wait_copies<0>();
 

@@ -68,6 +68,7 @@ KERNEL(THREADS) wire_pack(
     i32 *__restrict__ wire,         // [tokens, 1848]
     i64 tokens)
 {
+    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         const Row *from = rows + (part.exists ? (i64)places[part.row] * WIDTH : 0);
@@ -111,6 +112,7 @@ KERNEL(THREADS) wire_unpack(
     bf16 *__restrict__ rows,        // [rows, 7168]
     i64 tokens)
 {
+    await_launches();
     for (i32 turn = 0; turn < turns(tokens); turn++) {
         const Part part(turn, tokens);
         if (!part.has(0))
