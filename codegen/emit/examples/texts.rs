@@ -74,8 +74,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// A kernel for a target, tiled as a name says.
+type Tiled = (Target, &'static str, KernelPlan);
+
 /// The kernels of a layer with their targets.
-fn texts(seed: u64, all: bool) -> Result<Vec<(Target, &'static str, KernelPlan)>, Box<dyn Error>> {
+fn texts(seed: u64, all: bool) -> Result<Vec<Tiled>, Box<dyn Error>> {
     let mut list = Vec::new();
     let gpus = if all { &GPUS[..] } else { &[] };
     for target in CPUS.iter().chain(gpus) {

@@ -224,7 +224,7 @@ const SOMETIMES: [&str; 2] = [
 ];
 
 /// What a template and its parts want from outside, those that a part finds bound aside.
-fn wanted<'r>(name: &str, all: &BTreeMap<&'r str, Reads>) -> BTreeSet<String> {
+fn wanted(name: &str, all: &BTreeMap<&str, Reads>) -> BTreeSet<String> {
     let reads = &all[name];
     let mut wants = reads.wants.clone();
     for (part, bound) in &reads.includes {
