@@ -523,6 +523,18 @@ fn doctor_measures_between_threads() {
     finish(none.args(["doctor", "--ranks"])).fails(2, &["moesaic launch -n 4"]);
     let mut both = command();
     finish(both.args(["doctor", "--ranks=2", "--cache=x"])).fails(2, &["cannot be used with"]);
+    let mut alone = command();
+    finish(alone.args(["doctor", "--expect=1,2"])).fails(2, &["--ranks"]);
+    let mut slow = command();
+    let slow = finish(slow.args(["doctor", "--ranks=2", "--expect=1e9,0"]));
+    assert_eq!(slow.code, 1, "{}", slow.stderr);
+    assert!(
+        slow.stdout.contains("slow: ranks of a node"),
+        "{}",
+        slow.stdout
+    );
+    let words = "less than half of what --expect says";
+    assert!(slow.stderr.contains(words), "{}", slow.stderr);
 }
 
 /// A layer whose experts are on three processes, as on one.

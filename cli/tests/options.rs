@@ -227,6 +227,24 @@ const TABLE: &[(&str, &[Row])] = &[
             ),
             ("training", Always),
             ("skew", Always),
+            (
+                "ranks",
+                NotWith(&["--ranks=2"], "the following required arguments"),
+            ),
+            (
+                "ranks",
+                NotWith(
+                    &["--ranks=2", "--calibration=c.toml", "--training"],
+                    "cannot be used with",
+                ),
+            ),
+            (
+                "calibration",
+                NotWith(
+                    &["--calibration=c.toml"],
+                    "the following required arguments",
+                ),
+            ),
             ("json", Always),
             ("cache", Always),
         ],
@@ -396,6 +414,7 @@ const TABLE: &[(&str, &[Row])] = &[
             // Not beside `--ranks`, in tests/launch.rs.
             ("cache", Always),
             ("ranks", Always),
+            ("expect", Always),
             ("json", Always),
         ],
     ),

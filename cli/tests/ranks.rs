@@ -177,28 +177,22 @@ fn kernels_for_any_ways_and_formats_are_compiled_ahead() {
     let cache = file("cache");
     let model = repository("tests/oracle/hf/mixtral");
     let mesh = ["--mesh", "ep=2,shards=2"];
-    let mut precompile = command();
-    precompile
-        .args([
-            "precompile",
-            "--target",
-            "cpu",
-            "--layer",
-            "1",
-            "--any-ways",
-            "--strategy",
-            "wire=fp8/f16",
-        ])
-        .args(mesh)
-        .arg("--hf")
-        .arg(&model);
-    finish(precompile.env("MOESAIC_CACHE", &cache)).ok();
+    let compile = |more: &[&str]| {
+        let mut ahead = command();
+        ahead.args(["precompile", "--target", "cpu", "--layer", "1"]);
+        ahead.args(["--strategy", "wire=fp8/f16"]).args(more);
+        ahead.args(mesh).arg("--hf").arg(&model);
+        finish(ahead.env("MOESAIC_CACHE", &cache)).ok();
+    };
+    compile(&["--any-ways"]);
     let strict = |strategy: &str| {
         let mut strict = command();
         strict.env("MOESAIC_CACHE", &cache).arg("run").args(mesh);
         let more = ["--strategy", strategy, "--strict"];
         call(&mut strict, &file("y"), &more)
     };
+    strict("degree=2,wire=fp8/f16").fails(1, &["grouped_gemm"]);
+    compile(&[]);
     strict("degree=2,wire=fp8/f16").ok();
     strict("ways=1,wire=fp8/f16").ok();
     strict("wire=bf16/fp8,ways=1").fails(1, &["wire_rows_bf16"]);

@@ -106,9 +106,10 @@ pub const MUTANTS: &[Mutant] = &[
     Mutant {
         mistake: "assignments are placed with no barrier after the sums",
         kernel: "route",
-        from: "    block_sync();  // the sums of tiles are there\n",
+        from: "    block_sync();  // the counts of all experts are there\n",
         to: "",
-        caught: "uninitialised global memory",
+        layer: MANY_EXPERTS,
+        caught: "uninitialised shared memory",
         ..FEW
     },
     Mutant {

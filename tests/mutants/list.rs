@@ -136,7 +136,7 @@ pub const MUTANTS: &[Mutant] = &[
         kernel: "grouped_gemm_up",
         from: "if (64 * consumer >= tile.rows) {",
         to: "if (64 * consumer + 64 >= tile.rows) {",
-        caught: "uninitialised",
+        caught: "y of",
         ..MUTANT
     },
     Mutant {

@@ -491,7 +491,7 @@ KERNEL(SELECT_THREADS) route(
         gate_topk(logits, topk_ids, topk_weights, tile_counts, tokens);
     block_sync();  // choices and their counts are there
     scan::expert_scan_sum(tile_counts, counts, tokens);
-    block_sync();  // the sums of tiles are there
+    // A thread reads the counts that it has summed, and all wait before what is of tiles.
     scan::expert_scan_place(topk_ids, tile_counts, counts, offsets, row_tiles, locations,
             slot_rows, row_slots, tokens);
 }
