@@ -232,13 +232,6 @@ const TABLE: &[(&str, &[Row])] = &[
                 NotWith(&["--ranks=2"], "the following required arguments"),
             ),
             (
-                "ranks",
-                NotWith(
-                    &["--ranks=2", "--calibration=c.toml", "--training"],
-                    "cannot be used with",
-                ),
-            ),
-            (
                 "calibration",
                 NotWith(
                     &["--calibration=c.toml"],
