@@ -190,12 +190,13 @@ fn one_of_several(rig: &Rig) {
     let mut bytes = [0; 4];
     let error = device.download(&buffer, 0, &mut bytes);
     let error = error.unwrap_err().to_string();
+    // Stream by stream, since no two streams share a journal.
     let expected = format!(
         "; it came to light at a later download; one of: `scale` ({}), `scale` ({}), `scale` \
          ({}); set {}=1 to be told which",
-        shape(2),
         shape(3),
         shape(4),
+        shape(2),
         rig.words.blocking
     );
     assert!(error.starts_with("a launched kernel failed: "), "{error}");
