@@ -300,6 +300,61 @@ fn documents_that_are_named_exist() {
     }
 }
 
+/// What `autotests = false` leaves out is a part of the one binary.
+#[test]
+fn every_test_file_is_in_its_binary() {
+    for manifest in files(&root(), &["Cargo.toml"]) {
+        let folder = manifest.parent().expect("a folder").join("tests");
+        let main = folder.join("main.rs");
+        if !main.exists() || !read(&manifest).contains("autotests = false") {
+            continue;
+        }
+        let (main, manifest) = (read(&main), read(&manifest));
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let Some(stem) = name.strip_suffix(".rs").filter(|stem| *stem != "main") else {
+                continue;
+            };
+            let there = main.contains(&format!("mod {stem};"))
+                || manifest.contains(&format!("\"tests/{name}\""));
+            assert!(there, "{} is in no test binary", entry.path().display());
+        }
+    }
+}
+
+/// Documentation without examples is not read for them, which takes seconds for every crate;
+/// one with an example is.
+#[test]
+fn examples_in_documentation_are_run() {
+    for manifest in files(&root(), &["Cargo.toml"]) {
+        if !read(&manifest).contains("doctest = false") {
+            continue;
+        }
+        let source = manifest.parent().expect("a folder").join("src");
+        for path in files(&source, &[".rs"]) {
+            let example = has_example(&read(&path));
+            assert!(
+                !example,
+                "{} has an example: drop `doctest = false`",
+                path.display()
+            );
+        }
+    }
+}
+
+/// Whether a comment for readers has code that is Rust.
+fn has_example(text: &str) -> bool {
+    let lines = text.lines().map(str::trim_start);
+    let comments = lines.filter_map(|l| l.strip_prefix("///").or_else(|| l.strip_prefix("//!")));
+    let mut open = false;
+    comments
+        .filter_map(|line| line.trim_start().strip_prefix("```"))
+        .any(|language| {
+            open = !open;
+            open && !["text", "c"].contains(&language)
+        })
+}
+
 #[test]
 fn the_library_stays_small() {
     let output = std::process::Command::new(env!("CARGO"))
