@@ -1,6 +1,6 @@
 //! `gpu-kit`: a folder for a machine that has a GPU, its driver and nothing else.
 
-use super::{CARGO, run};
+use super::{CARGO, run, target};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -127,11 +127,6 @@ fn built(root: &Path) -> Result<PathBuf, String> {
             "the program needs glibc {other:?}, {GLIBC:?} is the most"
         )),
     }
-}
-
-fn target(root: &Path) -> PathBuf {
-    let set = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
-    set.unwrap_or_else(|| root.join("target"))
 }
 
 /// A script that is what rustc takes for `cc`.

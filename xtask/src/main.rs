@@ -3,7 +3,7 @@
 mod counts;
 mod kit;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 const USAGE: &str = "\
@@ -62,19 +62,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Tools first, so that no test has to fetch anything.
+/// Tools before tests, so that no test has to fetch anything. The program that installs them
+/// is the one that is tested: alone it would be built with other features, and all below it
+/// twice.
 fn test() -> Result<(), String> {
-    cargo(&[
-        "run",
-        "--package",
-        "moesaic-cli",
-        "--",
-        "toolchain",
-        "install",
-        "cuda",
-        "rocm",
-        "mpi",
-    ])?;
+    cargo(&["test", "--workspace", "--no-run"])?;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let program = target(&root).join("debug/moesaic");
+    run(Command::new(program).args(["toolchain", "install", "cuda", "rocm", "mpi"]))?;
     install_packages();
     cargo(&["test", "--workspace", "--no-fail-fast"])?;
     cargo(&["test", "--locked", "--manifest-path", CANDLE])
@@ -116,17 +111,18 @@ fn is_there(program: &str) -> bool {
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
+/// Every file that a test holds against what is made now.
 fn bless() -> Result<(), String> {
-    run(Command::new(CARGO)
-        .args([
-            "test",
-            "--package",
-            "moesaic",
-            "--test",
-            "main",
-            "golden::emitted",
-        ])
-        .env("BLESS", "1"))
+    let made = [
+        ["moesaic", "--test=main", "golden::emitted"],
+        ["moesaic-layers", "--test=golden", ""],
+        ["moesaic-cli", "--lib", "reference::"],
+    ];
+    made.iter().try_for_each(|[package, target, test]| {
+        let words = ["test", "--package", package, target, test];
+        let words = words.into_iter().filter(|word| !word.is_empty());
+        run(Command::new(CARGO).args(words).env("BLESS", "1"))
+    })
 }
 
 /// Runs a program of the workspace, which takes the options that follow.
@@ -182,6 +178,12 @@ fn clippy(what: &[&str]) -> Result<(), String> {
     words.extend(what);
     words.extend(["--all-targets", "--", "--deny", "warnings"]);
     cargo(&words)
+}
+
+/// The folder that cargo builds in.
+fn target(root: &Path) -> PathBuf {
+    let set = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    set.unwrap_or_else(|| root.join("target"))
 }
 
 fn cargo(args: &[&str]) -> Result<(), String> {
