@@ -76,3 +76,25 @@ fn lines_are_as_long_as_a_screen_is_wide() {
     let say = "lines of more than 100 columns; wrap them";
     assert!(long.is_empty(), "{say}:\n{}", long.join("\n"));
 }
+
+/// What the first page shows of a kernel is what is emitted.
+#[test]
+fn the_kernel_that_is_shown_is_emitted() {
+    let read = |path: &str| fs::read_to_string(root().join(path)).expect(path);
+    let page = read("README.md");
+    let kernel = read("tests/golden/combine/mixtral-8x7b.combine.cuda-sm_90a.cu");
+    let shown = page
+        .split("```cuda\n")
+        .nth(1)
+        .and_then(|rest| rest.split("```").next());
+    let shown = shown.expect("the page shows one").lines();
+    let lines: Vec<&str> = kernel.lines().collect();
+    let other: Vec<&str> = shown
+        .filter(|line| !line.contains('…') && !lines.contains(line))
+        .collect();
+    assert!(
+        other.is_empty(),
+        "README.md shows what is not emitted:\n{}",
+        other.join("\n")
+    );
+}
