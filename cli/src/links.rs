@@ -217,33 +217,21 @@ impl Report {
     /// Links that are slower than they should be, a line for each kind: than what was expected,
     /// or than most of their kind.
     fn slow(&self) -> Vec<String> {
-        let kinds = KINDS.iter().flat_map(|kind| {
+        let line = |kind: &Kind| {
             let links = self.of_kind(kind);
-            let expected = (kind.expected)(&self.expected);
-            [
-                slowest(&links, expected * ENOUGH, "expected", expected),
-                slowest(
-                    &links,
-                    median_rate(&links) * ALIKE,
-                    "the median",
-                    median_rate(&links),
-                ),
-            ]
-            .into_iter()
-            .flatten()
-            .take(1)
-            .map(|line| format!("{}: {line}", kind.name))
-            .collect::<Vec<_>>()
-        });
-        kinds.collect()
+            let (expected, median) = ((kind.expected)(&self.expected), median_rate(&links));
+            let slow = slowest(&links, ENOUGH, ("expected", expected))
+                .or_else(|| slowest(&links, ALIKE, ("the median", median)))?;
+            Some(format!("{}: {slow}", kind.name))
+        };
+        KINDS.iter().filter_map(line).collect()
     }
 
     /// Whether a link has less than enough of what was expected of it.
     fn disappoints(&self) -> bool {
         KINDS.iter().any(|kind| {
-            let least = (kind.expected)(&self.expected) * ENOUGH;
-            let links = self.of_kind(kind);
-            links.iter().any(|link| link.bytes_per_second < least)
+            let expected = (kind.expected)(&self.expected);
+            slowest(&self.of_kind(kind), ENOUGH, ("expected", expected)).is_some()
         })
     }
 
@@ -425,9 +413,9 @@ fn median_rate(links: &[&Link]) -> f64 {
     rates.get(rates.len() / 2).copied().unwrap_or_default()
 }
 
-/// How many links are below a rate, and the slowest of them beside what it is compared with.
-fn slowest(links: &[&Link], least: f64, name: &str, rate: f64) -> Option<String> {
-    let below = links.iter().filter(|l| l.bytes_per_second < least);
+/// How many links are below a part of a rate that has a name, and the slowest of them.
+fn slowest(links: &[&Link], part: f64, (name, rate): (&str, f64)) -> Option<String> {
+    let below = links.iter().filter(|l| l.bytes_per_second < part * rate);
     let first = below
         .clone()
         .min_by(|a, b| a.bytes_per_second.total_cmp(&b.bytes_per_second))?;
