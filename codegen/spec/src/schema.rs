@@ -111,8 +111,6 @@ static PRECISION: Section = Section {
     keys: &[
         optional("weights", DTYPES),
         optional("activations", DTYPES),
-        optional("router", DTYPES),
-        optional("accumulate", DTYPES),
         optional("tf32", Flag),
     ],
 };

@@ -57,7 +57,7 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
             meaning,
         });
     };
-    let float = spec.precision.router;
+    let float = DType::F32;
     if router.kind == RouterKind::Cosine {
         let width = router.projection_dim.unwrap_or_default();
         push(
@@ -150,7 +150,7 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
 fn shared_gate_tensors(spec: &LayerSpec, gate: SharedGate, prefix: &str) -> Vec<TensorSpec> {
     let of = |part: &str, shape: Vec<usize>, meaning| TensorSpec {
         name: format!("{prefix}.router.{part}"),
-        dtype: spec.precision.router,
+        dtype: DType::F32,
         shape,
         meaning,
     };

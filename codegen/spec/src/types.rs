@@ -60,7 +60,7 @@ pub struct Shape {
     pub output_dim: Option<usize>,
 }
 
-/// Element types.
+/// Element types. Router weights, logits, scores and sums of products are f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Precision {
@@ -68,10 +68,6 @@ pub struct Precision {
     pub weights: DType,
     /// Tokens, intermediates and output: f32, f16 or bf16.
     pub activations: DType,
-    /// Router weights, logits and scores: f32.
-    pub router: DType,
-    /// Sums of products: f32.
-    pub accumulate: DType,
     /// Whether f32 factors of the experts' products may be rounded to TF32,
     /// 11 significant bits, where that is faster. Only with f32 weights and
     /// activations.
@@ -83,8 +79,6 @@ impl Default for Precision {
         Precision {
             weights: DType::F32,
             activations: DType::F32,
-            router: DType::F32,
-            accumulate: DType::F32,
             tf32: false,
         }
     }

@@ -207,7 +207,7 @@ fn spoil_choice(spec: &mut LayerSpec, rng: &mut Counter) {
             sequence_length: rng.pick(&[None, Some(0), Some(usize::MAX)]),
         }]),
         2 => spec.precision.weights = rng.pick(&[DType::I32, DType::F16, DType::Bf16]),
-        3 => spec.precision.router = DType::I64,
+        3 => spec.precision.activations = DType::I64,
         4 => spec.name = rng.pick(&["", "a/b", "*/", "x\ny", "-", "é"]).to_string(),
         5 => spec.router = other.router,
         6 => spec.capacity = other.capacity,

@@ -9,9 +9,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const SEEDS: u64 = 6_000;
 
-/// Keys of which only the default is valid.
-const FIXED: [&str; 2] = ["precision.router", "precision.accumulate"];
-
 /// The values of keys by path, `absent` among them.
 type Seen = BTreeMap<String, BTreeSet<String>>;
 
@@ -60,9 +57,6 @@ fn missing(section: &'static Section, path: &str, seen: &Seen) -> Vec<String> {
     let mut list = Vec::new();
     for key in section.keys {
         let path = path_of(path, key);
-        if FIXED.contains(&path.as_str()) {
-            continue;
-        }
         let none = BTreeSet::new();
         let values = seen.get(&path).unwrap_or(&none);
         let mut want = |words: &[&str]| {
@@ -139,20 +133,6 @@ fn a_key_that_no_sample_sets_is_named() {
         "two of list.count",
     ];
     assert_eq!(lacking, expected);
-}
-
-#[test]
-fn fixed_keys_are_refused_other_words() {
-    for path in FIXED {
-        let (section, name) = path.split_once('.').expect("a key of a table");
-        for word in ["f16", "bf16"] {
-            let mut table = table_of(&sample(1));
-            table[section][name] = word.into();
-            let spec = LayerSpec::deserialize(table).expect("the word is one of the schema");
-            let problems = spec.validate().expect_err("it is fixed");
-            assert_eq!(problems[0].key, path);
-        }
-    }
 }
 
 /// What a sample has that is not the default: `router.bias = true`, or

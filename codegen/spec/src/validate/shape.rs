@@ -133,18 +133,6 @@ fn precision(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let precision = &spec.precision;
     float("precision.weights", precision.weights, problems);
     float("precision.activations", precision.activations, problems);
-    single(
-        "precision.router",
-        precision.router,
-        "a rounded logit sends tokens to other experts",
-        problems,
-    );
-    single(
-        "precision.accumulate",
-        precision.accumulate,
-        "sums of thousands of products lose their digits in 16 bits",
-        problems,
-    );
     mixed(spec, problems);
     tf32(spec, problems);
 }
@@ -165,14 +153,6 @@ fn float(key: &str, dtype: DType, problems: &mut Vec<Problem>) {
         let message = format!("`{key}` = {} is not a floating-point type", quoted(&dtype));
         let problem = Problem::new(key, message).label("integers cannot hold it");
         problems.push(problem.help("use \"f32\", \"f16\" or \"bf16\""));
-    }
-}
-
-fn single(key: &str, dtype: DType, because: &str, problems: &mut Vec<Problem>) {
-    if dtype != DType::F32 {
-        let message = format!("`{key}` = {} is not supported", quoted(&dtype));
-        let problem = Problem::new(key, message).label("must be \"f32\"");
-        problems.push(problem.help(format!("leave it at \"f32\": {because}")));
     }
 }
 
