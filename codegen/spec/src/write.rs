@@ -63,11 +63,15 @@ fn required(section: &Section, whole: &Value) -> Value {
 /// The lines of a table: what must be in it, and what is not as it would be anyway.
 fn lines(section: &Section, whole: &Value, plain: &Value) -> Vec<String> {
     let line = |key: &Key| {
-        let (whole, plain) = (whole.get(key.name)?, &plain[key.name]);
+        // A number that is none is null; what is not there is not even that.
+        let (whole, plain) = (whole.get(key.name)?, plain.get(key.name));
         let text = match &key.kind {
             Kind::Table(_) if whole.is_null() => return None,
-            Kind::Table(section) => format!("{{ {} }}", lines(section, whole, plain).join(", ")),
-            _ if key.required.is_none() && whole == plain => return None,
+            Kind::Table(section) => format!("{{ {} }}", {
+                let plain = plain.unwrap_or(&Value::Null);
+                lines(section, whole, plain).join(", ")
+            }),
+            _ if key.required.is_none() && Some(whole) == plain => return None,
             _ => written(whole),
         };
         Some(format!("{} = {text}", key.name))
