@@ -1,9 +1,6 @@
 //! Many ranks that start at once on one cache.
-#![cfg(target_os = "linux")]
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
 use moesaic::tools::{Engine, EngineParts};
 use moesaic::{LayerSpec, Store, Target};

@@ -1,8 +1,6 @@
 //! Bad input gets one clear error, exit code 2, and leaves no file behind.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use moesaic::{DType, Tensor};
 use std::path::Path;
 

@@ -1,8 +1,7 @@
 //! `moesaic experts`.
 
-mod common;
-
-use common::{Finished, Small, load, moesaic, save, small_weights, tensor, write};
+use crate::common;
+use crate::common::{Finished, Small, load, moesaic, save, small_weights, tensor, write};
 use moesaic::Tensors;
 use moesaic::weights::Checkpoint;
 use std::ffi::OsStr;

@@ -1,8 +1,6 @@
 //! `moesaic run --grad` against outside data and the reference.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use moesaic::reference::{self, Input};
 use moesaic::{DType, LayerSpec, Tensors};
 

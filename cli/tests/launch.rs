@@ -1,9 +1,7 @@
 //! `moesaic launch`.
-#![cfg(target_os = "linux")]
 
-mod common;
-
-use common::{Finished, Small, command, finish, scratch, write};
+use crate::common;
+use crate::common::{Finished, Small, command, finish, scratch, write};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -402,7 +400,7 @@ fn ranks(options: &[&str]) -> Command {
     ranks.args([
         "--ignored",
         "--exact",
-        "a_rank",
+        "launch::a_rank",
         "--nocapture",
         "--test-threads=1",
     ]);

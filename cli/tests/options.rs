@@ -1,9 +1,8 @@
 //! No option is accepted and does nothing: every option of every command, and
 //! where it has no use.
 
-mod common;
-
-use common::*;
+use crate::common;
+use crate::common::*;
 use std::collections::BTreeSet;
 
 /// One target of each kind.

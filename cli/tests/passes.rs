@@ -1,8 +1,6 @@
 //! Evaluation, training and routing alone, from the command line.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use moesaic::{Tensor, Tensors};
 
 /// The small layer with noise in training, and with a capacity.

@@ -1,8 +1,6 @@
 //! `moesaic plan`: what it says, and what it refuses.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use moesaic::planner::{Calibration, published};
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,6 @@
 //! `moesaic precompile`: caches and packs.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::path::Path;
 
 fn with_spec(args: &[&str], spec: &Path) -> Finished {

@@ -1,8 +1,6 @@
 //! `moesaic run` on ranks: threads of one process, and processes under MPI.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use moesaic::toolchain::Kind;
 use moesaic::toolchain::testing::{Tool, installed, needed};
 use serde_json::Value;

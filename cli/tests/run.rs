@@ -1,8 +1,6 @@
 //! `moesaic run` against outside data and against the reference.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use moesaic::{DType, Tensor};
 
 /// A case of tests/oracle/hf: y within 2e-5 of the largest element, and the

@@ -1,8 +1,7 @@
 //! `moesaic tune`, and who uses what it keeps.
 
-mod common;
-
-use common::{EVERY_INPUT, Finished, Small, command, finish, scratch, write};
+use crate::common;
+use crate::common::{EVERY_INPUT, Finished, Small, command, finish, scratch, write};
 use std::fs;
 use std::path::{Path, PathBuf};
 

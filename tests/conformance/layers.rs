@@ -1,6 +1,7 @@
 //! Whole layers on every engine this machine has.
 
-use super::{Case, quick};
+use super::Case;
+use crate::kept::quick;
 use moesaic::spec::{LayerSpec, testing};
 use moesaic::{Counters, DType, Engine, EngineOptions, Input, Recompute};
 

@@ -36,7 +36,6 @@ mod orders;
 mod pieces;
 mod pipelined;
 mod precision;
-mod quick;
 mod random;
 mod routing;
 mod sampled;

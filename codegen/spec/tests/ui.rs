@@ -1,6 +1,6 @@
 //! The wording of errors: `ui/*.toml` in, `ui/*.txt` out.
 //!
-//! `BLESS=1 cargo test -p moesaic-spec --test ui` rewrites the expectations.
+//! `BLESS=1 cargo test -p moesaic-spec --test main ui` rewrites the expectations.
 
 use moesaic_spec::LayerSpec;
 use std::fs;

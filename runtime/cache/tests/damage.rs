@@ -1,8 +1,6 @@
 //! Files that are not what they were, and disks that do not take any.
 
-mod common;
-
-use common::{artifact, kernel_path, key, request, source, stored};
+use crate::common::{artifact, kernel_path, key, request, source, stored};
 use moesaic_cache::{OnBad, Origin, Store};
 use std::fs;
 use std::path::Path;

@@ -1,8 +1,6 @@
 //! Packs: there and back, and what is refused.
 
-mod common;
-
-use common::{files, kernel_path, key, source, stored};
+use crate::common::{files, kernel_path, key, source, stored};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use moesaic_cache::{Imported, Store};

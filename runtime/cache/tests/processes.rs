@@ -1,9 +1,7 @@
 //! Several processes on one store, killed ones among them. The children are
 //! this test binary again, running only [`child`].
 
-mod common;
-
-use common::{artifact, key, request, source, stored};
+use crate::common::{artifact, key, request, source, stored};
 use moesaic_cache::{OnBad, Origin, PruneRule, Store};
 use std::io::Write;
 use std::path::Path;
@@ -15,7 +13,7 @@ const DIR: &str = "MOESAIC_TEST_DIR";
 
 fn spawn(role: &str, dir: &Path) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
+        .args(["--exact", "processes::child", "--nocapture"])
         .env(ROLE, role)
         .env(DIR, dir)
         .stdout(Stdio::piped())

@@ -1,8 +1,6 @@
 //! What a store keeps, finds, counts and refuses.
 
-mod common;
-
-use common::{artifact, files, kernel_path, key, request, source, stored};
+use crate::common::{artifact, files, kernel_path, key, request, source, stored};
 use moesaic_cache::{FetchError, OnBad, Origin, PruneRule, Store};
 use moesaic_target::CompileError;
 use std::fs;

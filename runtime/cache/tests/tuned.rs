@@ -1,8 +1,6 @@
 //! Tunings in a store: there and back, damaged, foreign, and in packs.
 
-mod common;
-
-use common::{key, source, stored};
+use crate::common::{key, source, stored};
 use moesaic_cache::{Bucket, Machine, Store, Tuned, hash_source};
 use moesaic_kernel::Target;
 use std::collections::BTreeMap;

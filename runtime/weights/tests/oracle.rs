@@ -1,7 +1,6 @@
 //! Layers imported from Hugging Face checkpoints give what transformers gives.
 
-mod support;
-
+use crate::support;
 use moesaic_spec::hf;
 use moesaic_tensor::{Tensor, Tensors};
 use moesaic_weights::{Checkpoint, LoadOptions, load_import, write_safetensors};

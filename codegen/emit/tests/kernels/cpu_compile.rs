@@ -5,7 +5,7 @@ use moesaic_emit::emit_layer;
 use moesaic_kernel::{CpuIsa, Target};
 use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -84,7 +84,7 @@ const SPECS: [&str; 3] = [
         "experts":{"form":"plain","activation":"gelu","bias":true}}"#,
 ];
 
-/// Every text of every spec, forward and in training, by file name.
+/// Every text of every spec, forward and in training, once, by file name.
 fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
     let specs = SPECS.iter().enumerate();
     let sources = specs.flat_map(|(i, text)| {
@@ -100,7 +100,9 @@ fn texts(isa: CpuIsa) -> BTreeMap<String, String> {
                 sources.map(move |s| (format!("{i}_{pass}_{}", s.file_name()), s.text))
             })
     });
-    sources.collect()
+    let mut seen = BTreeSet::new();
+    let is_new = |(_, text): &(String, String)| seen.insert(text.clone());
+    sources.filter(is_new).collect()
 }
 
 fn compile((compiler, machine): &(String, &str), isa: CpuIsa, dir: &Path, files: &[&String]) {

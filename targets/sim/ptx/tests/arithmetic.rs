@@ -1,9 +1,7 @@
 //! Integers, shuffles and loops in the machine against the host, on random
 //! and awkward values.
 
-mod common;
-
-use common::lanes::{THREADS, check, check64, run};
+use crate::common::lanes::{THREADS, check, check64, run};
 
 fn s(v: u32) -> i32 {
     v.cast_signed()

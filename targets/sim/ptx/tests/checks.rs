@@ -1,9 +1,8 @@
 //! Each check of the machine, on PTX that has the defect and on PTX that has
 //! it mended.
 
-mod common;
-
-use common::Run;
+use crate::common;
+use crate::common::Run;
 use moesaic_ptx::{Finding, FindingKind};
 
 fn found(run: &Run, body: &str) -> Finding {

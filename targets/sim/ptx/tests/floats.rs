@@ -1,9 +1,7 @@
 //! Floating point arithmetic and conversions in the machine against those of
 //! the host, on random and awkward values.
 
-mod common;
-
-use common::lanes::{check, check64, inputs, run};
+use crate::common::lanes::{check, check64, inputs, run};
 
 fn s(v: u32) -> i32 {
     v.cast_signed()

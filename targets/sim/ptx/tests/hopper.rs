@@ -1,9 +1,8 @@
 //! Barriers in memory, bulk copies, products of warpgroups and clusters, in
 //! hand-written PTX: right, and with one thing wrong.
 
-mod common;
-
-use common::Run;
+use crate::common;
+use crate::common::Run;
 use moesaic_ptx::{Finding, FindingKind};
 
 fn found(run: &Run, body: &str) -> Finding {

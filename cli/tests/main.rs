@@ -1,0 +1,18 @@
+//! Tests of the built binary, one binary: each that is linked costs seconds.
+
+#[cfg(target_os = "linux")]
+mod cluster;
+mod commands;
+mod common;
+mod errors;
+mod experts;
+mod grad;
+#[cfg(target_os = "linux")]
+mod launch;
+mod options;
+mod passes;
+mod plan;
+mod precompile;
+mod ranks;
+mod run;
+mod tune;

@@ -1,0 +1,7 @@
+//! Tests of specs, one binary: each that is linked costs seconds.
+
+mod expression;
+mod hf;
+mod hostile;
+mod round_trip;
+mod ui;

@@ -1,0 +1,8 @@
+//! Tests of reading and writing weights, one binary: each that is linked costs seconds.
+
+mod files;
+mod keys;
+mod oracle;
+mod reader;
+mod support;
+mod writer;
