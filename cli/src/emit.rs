@@ -4,8 +4,8 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result, reason};
 use crate::spec_source::LayerArgs;
+use crate::targets;
 use crate::training::TrainingArgs;
-use crate::{highlight, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::KernelSource;
@@ -111,8 +111,8 @@ fn listing(sources: &[KernelSource], console: &Console) -> String {
             source.target.file_name(),
             source.file_name()
         );
-        let text = highlight::terminal(&source.text, &console.out);
-        format!("{}\n{}\n", console.out.bold(&title), text.trim_end())
+        let text = source.text.trim_end();
+        format!("{}\n{text}\n", console.out.bold(&title))
     };
     sources.iter().map(one).collect::<Vec<_>>().join("\n")
 }

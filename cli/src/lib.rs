@@ -12,7 +12,6 @@ mod doctor;
 mod emit;
 mod experts;
 mod failure;
-mod highlight;
 mod inspect;
 mod keys;
 #[cfg(target_os = "linux")]
@@ -25,6 +24,8 @@ mod plan;
 mod precompile;
 mod progress;
 mod random;
+#[cfg(test)]
+mod reference;
 mod run;
 mod simulators;
 mod spec;

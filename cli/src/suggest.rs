@@ -4,25 +4,9 @@
 pub fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let scored = known
         .into_iter()
-        .map(|candidate| (distance(word, candidate), candidate));
+        .map(|candidate| (strsim::levenshtein(word, candidate), candidate));
     let (best, candidate) = scored.min_by_key(|(distance, _)| *distance)?;
     (best <= word.chars().count() / 4 + 1).then_some(candidate)
-}
-
-/// Insertions, deletions and replacements between two words.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut corner = row[0];
-        row[0] = i + 1;
-        for j in 0..b.len() {
-            let replaced = corner + usize::from(x != b[j]);
-            corner = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(corner + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

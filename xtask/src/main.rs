@@ -116,6 +116,7 @@ fn bless() -> Result<(), String> {
     let made = [
         ["moesaic", "--test=main", "golden::emitted"],
         ["moesaic-layers", "--test=golden", ""],
+        ["moesaic-cli", "--lib", "reference::"],
     ];
     made.iter().try_for_each(|[package, target, test]| {
         let words = ["test", "--package", package, target, test];

@@ -16,7 +16,7 @@ use crate::progress::Progress;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::training::TrainingArgs;
-use crate::{emit, highlight, targets};
+use crate::{emit, targets};
 use clap::Args;
 use counted::Counted;
 pub use json::machine as machine_json;
@@ -197,7 +197,7 @@ impl InspectArgs {
         let mut text = text::render(inspection, palette);
         for (i, kernel) in inspection.kernels.iter().enumerate() {
             if self.source {
-                let source = highlight::terminal(kernel.source.text.trim_end(), palette);
+                let source = kernel.source.text.trim_end();
                 let title = kernel.label(&kernel.source.file_name());
                 text += &format!("\n{}\n{source}\n", palette.bold(&title));
             }

@@ -2,7 +2,6 @@
 
 use super::super::model::{Inspection, Kernel};
 use super::escape;
-use crate::highlight::{Kind, tokens};
 use crate::units;
 use moesaic::kernel::{Access, Entry, Param, ParamType, Scalar};
 
@@ -35,7 +34,7 @@ fn one(kernel: &Kernel, asm: Option<&String>, open: bool) -> String {
         name = escape(&kernel.label(&source.name)),
         open = if open { " open" } else { "" },
         facts = escape(&facts),
-        code = source_lines(&source.text),
+        code = lines(source.text.trim_end()),
         asm = asm.map_or(String::new(), |asm| machine_code(asm)),
     )
 }
@@ -77,64 +76,16 @@ fn param(param: &Param) -> String {
     )
 }
 
-/// Highlighted lines, each an element of its own, so that numbers are not
-/// copied along.
-fn source_lines(text: &str) -> String {
-    let mut html = String::with_capacity(text.len() * 3);
-    html += "<span class=\"l\">";
-    for (kind, piece) in tokens(text.trim_end()) {
-        for (i, line) in piece.split('\n').enumerate() {
-            if i > 0 {
-                html += "</span><span class=\"l\">";
-            }
-            html += &span(kind, line);
-        }
-    }
-    html + "</span>"
-}
-
-fn span(kind: Kind, text: &str) -> String {
-    let class = match kind {
-        Kind::Plain => "",
-        Kind::Comment => "c",
-        Kind::Directive => "p",
-        Kind::Keyword => "k",
-        Kind::Type => "t",
-        Kind::Builtin => "b",
-        Kind::Function => "f",
-        Kind::Constant => "u",
-        Kind::Number => "n",
-        Kind::Text => "s",
-    };
-    match class.is_empty() || text.is_empty() {
-        true => escape(text),
-        false => format!("<span class=\"{class}\">{}</span>", escape(text)),
-    }
+/// Lines, each an element of its own, so that numbers are not copied along.
+fn lines(text: &str) -> String {
+    let line = |line: &str| format!("<span class=\"l\">{}</span>", escape(line));
+    text.lines().map(line).collect()
 }
 
 fn machine_code(asm: &str) -> String {
-    let lines: String = asm
-        .lines()
-        .map(|line| format!("<span class=\"l\">{}</span>", escape(line)))
-        .collect();
+    let lines = lines(asm);
     let count = units::count(asm.lines().count(), "line");
     format!(
         "<details class=\"asm\"><summary>machine code, {count}</summary><pre>{lines}</pre></details>"
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_comment_over_two_lines_is_two_lines() {
-        let html = source_lines("int a; /* one\ntwo */\n");
-        assert_eq!(html.matches("<span class=\"l\">").count(), 2);
-        assert_eq!(
-            html.matches("<span").count(),
-            html.matches("</span>").count()
-        );
-        assert!(html.contains("<span class=\"c\">two */</span>"), "{html}");
-    }
 }
