@@ -1,8 +1,6 @@
 //! Every command but `run`, on the CPU.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use std::io::Read;
 use std::path::Path;
 use std::process::Stdio;

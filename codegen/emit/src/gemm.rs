@@ -28,17 +28,6 @@ enum Stores {
     Runs,
 }
 
-/// Arguments of the function that finishes a row: an activation alone wants no place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-struct Finish {
-    /// Where results go, and what is added.
-    to: bool,
-    /// The row's number in the block.
-    row: bool,
-    /// Its first column.
-    column: bool,
-}
-
 /// What multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unit {
@@ -89,10 +78,6 @@ pub(crate) struct GemmText {
     stores: Stores,
     /// Sums become several results, or an activation of them.
     activates: bool,
-    /// What the function that finishes a row takes beside its sums.
-    finish: Finish,
-    /// The call that finishes a vector of a row, from its column `c` on.
-    finish_call: String,
     /// Pre-activations that are read beside sums.
     kept: Vec<&'static str>,
     /// Rows of the left factor are prefetched beside products.
@@ -157,12 +142,6 @@ fn base(
         outputs: Vec::new(),
         stores: stores(unit, config, left),
         activates: false,
-        finish: Finish {
-            to: true,
-            row: true,
-            column: true,
-        },
-        finish_call: finish_call(true, true, false),
         kept: Vec::new(),
         prefetches_input: unit != Unit::Tiles,
         packs: Vec::new(),
@@ -179,22 +158,6 @@ fn stores(unit: Unit, config: &GroupedGemmConfig, results: DType) -> Stores {
         _ if (config.thread_columns * results.size()).is_multiple_of(LINE) => Stores::Streamed,
         _ => Stores::Cached,
     }
-}
-
-/// `row` and `column` say whether the function wants them, the latter with the count of
-/// elements from there and what is added.
-fn finish_call(row: bool, column: bool, weighted: bool) -> String {
-    let arguments = [
-        (column, "to"),
-        (true, "sums + c"),
-        (row, "row"),
-        (column, "column + c"),
-        (weighted, "weight"),
-        (column, "min_i64(LANES, columns - c)"),
-    ];
-    let wanted = arguments.iter().filter(|(wanted, _)| *wanted);
-    let names: Vec<&str> = wanted.map(|(_, name)| *name).collect();
-    format!("finish({})", names.join(", "))
 }
 
 /// The elements of a depth slice.
@@ -228,12 +191,6 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
         },
         outputs: [&[output], kept].concat(),
         activates,
-        finish: Finish {
-            to: !activates || d.bias || d.weighted,
-            row: !activates || d.weighted,
-            column: !activates || d.bias,
-        },
-        finish_call: finish_call(!activates, !activates || d.bias, d.weighted),
         ..base
     }
 }
@@ -294,7 +251,6 @@ fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
         matrices,
         outputs,
         activates: down,
-        finish_call: finish_call(true, true, d.weighted),
         kept,
         packs: vec![d.weights],
         ..base
@@ -372,7 +328,6 @@ mod tests {
     use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
     use moesaic_spec::LayerSpec;
 
-    const GATED: &str = r#""experts":{"bias":true},"router":{"weight_on":"activation"},"#;
 
     /// The product of this name of a layer of bf16 that trains.
     fn product(name: &str, target: &str, options: &str) -> GemmText {
@@ -429,16 +384,5 @@ mod tests {
             (wgrad.packs, wgrad.panel_stride),
             (vec![DType::Bf16], "WIDTH")
         );
-    }
-
-    #[test]
-    fn an_activation_alone_wants_no_place() {
-        let plain = product("grouped_gemm_up", "cpu:avx2", "");
-        assert_eq!(plain.finish_call, "finish(sums + c)");
-        assert!(!plain.finish.to && !plain.finish.row && !plain.finish.column);
-        let biased = product("grouped_gemm_up", "cpu:avx2", GATED);
-        let call = "finish(to, sums + c, column + c, weight, min_i64(LANES, columns - c))";
-        assert_eq!(biased.finish_call, call);
-        assert!(biased.finish.to && biased.finish.row && biased.finish.column);
     }
 }

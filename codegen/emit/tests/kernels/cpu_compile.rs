@@ -109,7 +109,7 @@ fn compile((compiler, machine): &(String, &str), isa: CpuIsa, dir: &Path, files:
     let mut command = Command::new(compiler);
     command.args("-std=gnu11 -O2 -fno-math-errno -ffp-contract=fast -c".split(' '));
     command
-        .args(["-Wall", "-Wextra", "-Werror"])
+        .args(["-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"])
         .args(machine.split_whitespace())
         .args(flags(isa).split_whitespace());
     let output = command.args(files).current_dir(dir).output().unwrap();

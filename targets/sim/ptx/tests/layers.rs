@@ -1,10 +1,6 @@
 //! The emitted kernels of whole layers, in the machine, against the reference.
 
-#[path = "../../../../codegen/emit/tests/kernels/kept/mod.rs"]
-mod kept;
-#[path = "../../../../codegen/emit/tests/kernels/rig/mod.rs"]
-mod rig;
-
+use crate::rig::{Rig, check};
 use moesaic_emit::emit_layer;
 use moesaic_kernel::{CudaArch, DType, SimArch, Target};
 use moesaic_plan::{PlanOptions, plan};
@@ -12,7 +8,6 @@ use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_spec::*;
 use moesaic_target::{CompileOptions, Compiler, Device};
 use moesaic_toolchain::testing;
-use rig::{Rig, check};
 use std::sync::OnceLock;
 
 fn compiler() -> &'static PtxCompiler {
