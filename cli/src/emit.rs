@@ -12,7 +12,7 @@ use moesaic::kernel::KernelSource;
 use moesaic::plan::plan;
 use moesaic::weights::write_whole;
 use moesaic::{EngineError, LayerSpec, PlanOptions, Target};
-use moesaic_layers::{GenerateOptions, generate_source};
+use moesaic_rustgen::{GenerateOptions, generate_source};
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -115,7 +115,7 @@ fn is_there(program: &str) -> bool {
 fn bless() -> Result<(), String> {
     let made = [
         ["moesaic", "--test=main", "golden::emitted"],
-        ["moesaic-layers", "--test=golden", ""],
+        ["moesaic-rustgen", "--test=golden", ""],
         ["moesaic-cli", "--lib", "reference::"],
     ];
     made.iter().try_for_each(|[package, target, test]| {

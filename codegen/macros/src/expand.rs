@@ -2,7 +2,7 @@
 
 use crate::layer::{Layer, Layers, Source};
 use crate::problems;
-use moesaic_layers::{GenerateOptions, generate};
+use moesaic_rustgen::{GenerateOptions, generate};
 use moesaic_spec::LayerSpec;
 use proc_macro2::TokenStream;
 use quote::quote;

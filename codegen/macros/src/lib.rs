@@ -1,4 +1,4 @@
-//! The `layer!` macro: a shell over `moesaic_layers::generate` that finds the
+//! The `layer!` macro: a shell over `moesaic_rustgen::generate` that finds the
 //! spec and puts its problems where they are.
 //!
 //! This is the one crate of `codegen` that reads a file, since the compiler

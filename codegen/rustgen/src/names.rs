@@ -47,8 +47,8 @@ impl Names {
 /// The type name of a spec name: `Mixtral8x7b` of `mixtral-8x7b`.
 ///
 /// ```
-/// assert_eq!(moesaic_layers::type_name("qwen3-30b-a3b"), "Qwen330bA3b");
-/// assert_eq!(moesaic_layers::type_name("8 experts"), "Layer8Experts");
+/// assert_eq!(moesaic_rustgen::type_name("qwen3-30b-a3b"), "Qwen330bA3b");
+/// assert_eq!(moesaic_rustgen::type_name("8 experts"), "Layer8Experts");
 /// ```
 pub fn type_name(name: &str) -> String {
     let words = name

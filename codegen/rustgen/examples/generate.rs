@@ -1,7 +1,7 @@
 //! Prints the Rust of a spec file:
-//! `cargo run -p moesaic-layers --example generate examples/specs/mixtral-8x7b.toml`
+//! `cargo run -p moesaic-rustgen --example generate examples/specs/mixtral-8x7b.toml`
 
-use moesaic_layers::{GenerateOptions, generate_source};
+use moesaic_rustgen::{GenerateOptions, generate_source};
 use moesaic_spec::LayerSpec;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

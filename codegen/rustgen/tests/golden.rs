@@ -1,7 +1,7 @@
 //! The generated text of two layers, as files to read. `cargo xtask bless` rewrites
 //! them after a wanted change.
 
-use moesaic_layers::{GenerateOptions, file_name, generate_source};
+use moesaic_rustgen::{GenerateOptions, file_name, generate_source};
 use moesaic_spec::LayerSpec;
 use std::path::{Path, PathBuf};
 

@@ -15,7 +15,7 @@
 //! one function. A build script writes the text itself:
 //!
 //! ```no_run
-//! use moesaic_layers::{GenerateOptions, generate_source};
+//! use moesaic_rustgen::{GenerateOptions, generate_source};
 //! use moesaic_spec::LayerSpec;
 //! use std::{env, fs, path::Path};
 //!
