@@ -64,20 +64,23 @@ fn main() -> Result {
     };
     println!("# {}", table::machine());
     println!("# cargo bench --bench layer -- {}", selection.command);
-    match selection.products {
-        true => println!("{}", products::LEGEND),
-        false => println!("{}", table::LEGEND),
+    if selection.products {
+        println!("{}", products::LEGEND)
+    } else {
+        println!("{}", table::LEGEND)
     }
     for &threads in &selection.threads {
-        let mut peers = match selection.products {
-            true => Vec::new(),
-            false => started::all(&selection, threads),
+        let mut peers = if selection.products {
+            Vec::new()
+        } else {
+            started::all(&selection, threads)
         };
         for &dtype in &selection.dtypes {
             for shape in &selection.shapes {
-                match selection.products {
-                    true => products::report(&selection, threads, dtype, shape)?,
-                    false => layer(&selection, &mut peers, threads, dtype, shape)?,
+                if selection.products {
+                    products::report(&selection, threads, dtype, shape)?
+                } else {
+                    layer(&selection, &mut peers, threads, dtype, shape)?
                 }
                 println!();
             }

@@ -126,9 +126,10 @@ impl Compilers {
                 compiler
             }
         };
-        match compiler.targets().contains(&target) {
-            true => Ok(compiler),
-            false => Err(unsupported(&*compiler, target)),
+        if compiler.targets().contains(&target) {
+            Ok(compiler)
+        } else {
+            Err(unsupported(&*compiler, target))
         }
     }
 

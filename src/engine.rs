@@ -283,9 +283,10 @@ fn open_device(
         _ => hardware_device(name, options)?,
     };
     let own = device.info().target;
-    let target = match name.contains(':') {
-        true => asked.unwrap_or(own),
-        false => own,
+    let target = if name.contains(':') {
+        asked.unwrap_or(own)
+    } else {
+        own
     };
     runs(&*device, target)?;
     Ok((device, target))

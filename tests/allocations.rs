@@ -223,9 +223,10 @@ fn tuned(store: Arc<Store>) -> Layer {
     let choice = &Tuning::choices(&untuned.plan)[0];
     let found = [(8, true), (300, false)].map(|(tokens, other)| Measured {
         tokens,
-        tuning: match other {
-            true => Tuning::default().with(choice.knob, choice.others[0]),
-            false => Tuning::default(),
+        tuning: if other {
+            Tuning::default().with(choice.knob, choice.others[0])
+        } else {
+            Tuning::default()
         },
         gain: 1.1,
     });

@@ -293,9 +293,10 @@ fn check_artifact(compiler: &dyn Compiler, source: &KernelSource) {
 #[test]
 fn c_text_compiles_without_warnings() {
     let compilers = [vec!["gcc".to_string()], clang()];
-    let isas: &[&str] = match cfg!(target_arch = "x86_64") {
-        true => &X86,
-        false => &AARCH64,
+    let isas: &[&str] = if cfg!(target_arch = "x86_64") {
+        &X86
+    } else {
+        &AARCH64
     };
     compile_c(&compilers, isas, &SPECS);
 }

@@ -163,9 +163,10 @@ fn adaptive(
         let forward = start.elapsed().as_secs_f64();
         layer.backward(&saved, dy, false)?;
         let all = start.elapsed().as_secs_f64();
-        match settled {
-            true => times.push([forward, all - forward]),
-            false => tried += 1,
+        if settled {
+            times.push([forward, all - forward])
+        } else {
+            tried += 1
         }
     }
     let slowest = rank.slowest(&times)?;

@@ -144,9 +144,12 @@ pub fn write_layer(folder: &Path, shape: &Shape, dtype: DType, weights: &Tensors
     let files: Vec<(String, Tensor<'static>)> = weights
         .iter()
         .filter(|(name, _)| !name.contains(".up.") || !shape.gated())
-        .map(|(name, tensor)| match name.contains(".gate.") {
-            true => fused(name, tensor, weights),
-            false => (name.clone(), in_type(tensor, dtype)),
+        .map(|(name, tensor)| {
+            if name.contains(".gate.") {
+                fused(name, tensor, weights)
+            } else {
+                (name.clone(), in_type(tensor, dtype))
+            }
         })
         .collect();
     let views: std::result::Result<Vec<_>, _> = files

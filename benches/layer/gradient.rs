@@ -22,9 +22,10 @@ pub fn of(layer: &Layer, name: &str) -> Result<Vec<f32>> {
     if bias {
         return Ok(gate.iter().zip(&up).map(|(g, u)| g + u).collect());
     }
-    let part = match name.starts_with("experts.") {
-        true => gate.len() / shape[0],
-        false => gate.len(),
+    let part = if name.starts_with("experts.") {
+        gate.len() / shape[0]
+    } else {
+        gate.len()
     };
     let pairs = gate.chunks(part).zip(up.chunks(part));
     Ok(pairs.flat_map(|(g, u)| [g, u].concat()).collect())

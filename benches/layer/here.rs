@@ -80,9 +80,10 @@ impl Here {
         let found = output.get("topk_ids").and_then(Tensor::to_vec::<i32>);
         let mut found = found.ok_or("no topk_ids")?;
         found.chunks_mut(k).for_each(<[i32]>::sort_unstable);
-        match found == ids {
-            true => Ok(()),
-            false => Err("tokens do not go to the experts that they were made for".into()),
+        if found == ids {
+            Ok(())
+        } else {
+            Err("tokens do not go to the experts that they were made for".into())
         }
     }
 

@@ -93,9 +93,10 @@ pub fn rows_once(ids: &[i32], shape: &Shape, tokens: usize, ranks: usize) -> u64
     let owner = |id: &i32| {
         let (each, more) = (shape.experts / ranks, shape.experts % ranks);
         let id = *id as usize;
-        match id < more * (each + 1) {
-            true => id / (each + 1),
-            false => more + (id - more * (each + 1)) / each.max(1),
+        if id < more * (each + 1) {
+            id / (each + 1)
+        } else {
+            more + (id - more * (each + 1)) / each.max(1)
         }
     };
     let home = |token: usize| {

@@ -125,9 +125,12 @@ impl OneHot {
         let scores = self.scores();
         let (ids, places) = self.choose(&scores);
         let kept = [0, 1].map(|j| {
-            let weight = |t: usize| match places[j][t] < self.capacity {
-                true => scores[t * self.experts + ids[j][t]],
-                false => 0.0,
+            let weight = |t: usize| {
+                if places[j][t] < self.capacity {
+                    scores[t * self.experts + ids[j][t]]
+                } else {
+                    0.0
+                }
             };
             (0..self.tokens).map(weight).collect::<Vec<f32>>()
         });
@@ -195,9 +198,12 @@ impl OneHot {
             let kept = [state.kept[0][t], state.kept[1][t]];
             let sum = (kept[0] + kept[1]).max(f32::EPSILON);
             let place = |j: usize| state.ids[j][t] * self.capacity + state.places[j][t];
-            let dw = [0, 1].map(|j| match kept[j] > 0.0 {
-                true => dcombine[t * slots + place(j)],
-                false => 0.0,
+            let dw = [0, 1].map(|j| {
+                if kept[j] > 0.0 {
+                    dcombine[t * slots + place(j)]
+                } else {
+                    0.0
+                }
             });
             let mean = (dw[0] * kept[0] + dw[1] * kept[1]) / sum;
             for j in 0..2 {

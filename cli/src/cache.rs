@@ -194,9 +194,10 @@ fn verify(args: &VerifyArgs, console: &Console) -> Result {
         OnBad::Report
     };
     let verified = store.verify(on_bad);
-    match args.json {
-        true => console.json(&verified_json(&verified))?,
-        false => console.print(&verified_text(&verified, &store))?,
+    if args.json {
+        console.json(&verified_json(&verified))?
+    } else {
+        console.print(&verified_text(&verified, &store))?
     }
     let left = verified.bad.iter().filter(|bad| !bad.removed).count();
     match left {

@@ -137,9 +137,10 @@ impl Tool {
             .output()
             .map_err(|error| error.to_string())?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        match output.status.success() && text.lines().count() > 4 {
-            true => Ok(text),
-            false => Err(complaint(&output.stderr)),
+        if output.status.success() && text.lines().count() > 4 {
+            Ok(text)
+        } else {
+            Err(complaint(&output.stderr))
         }
     }
 }

@@ -103,9 +103,10 @@ pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
         return crate::links::execute(ranks, expected, args.json, console);
     }
     let diagnosis = Diagnosis::new(&args.store.open(console));
-    match args.json {
-        true => console.json(&diagnosis.json()),
-        false => console.print(&diagnosis.text(&console.out)),
+    if args.json {
+        console.json(&diagnosis.json())
+    } else {
+        console.print(&diagnosis.text(&console.out))
     }
 }
 

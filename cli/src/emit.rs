@@ -51,9 +51,10 @@ pub struct EmitArgs {
 /// Emits every kernel for every target.
 pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     let targets = targets::resolve(&args.target)?;
-    match targets.is_empty() {
-        true => args.only_rust()?,
-        false => args.caches.check(&targets)?,
+    if targets.is_empty() {
+        args.only_rust()?
+    } else {
+        args.caches.check(&targets)?
     }
     let spec = args.layer.load(console)?.spec;
     let options = PlanOptions {

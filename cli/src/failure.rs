@@ -192,9 +192,10 @@ impl From<WeightsError> for Failure {
     fn from(error: WeightsError) -> Failure {
         let narrowing = matches!(error, WeightsError::Narrowing { .. });
         let failure = Failure::input(error);
-        match narrowing {
-            true => failure.hint("--narrow rounds the values"),
-            false => failure,
+        if narrowing {
+            failure.hint("--narrow rounds the values")
+        } else {
+            failure
         }
     }
 }

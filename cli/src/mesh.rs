@@ -44,9 +44,10 @@ pub fn parse_shared(text: &str) -> Result<SharedExperts, String> {
 /// A mesh in words: `ep 2 x shards 2 x dp 1, shared experts sliced`.
 pub fn words(mesh: Parallel) -> String {
     let Parallel { ep, shards, dp, .. } = mesh;
-    let sliced = match mesh.slices_shared() {
-        true => ", shared experts sliced",
-        false => "",
+    let sliced = if mesh.slices_shared() {
+        ", shared experts sliced"
+    } else {
+        ""
     };
     format!("ep {ep} x shards {shards} x dp {dp}{sliced}")
 }

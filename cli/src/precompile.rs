@@ -115,9 +115,10 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         Some(pack) => export(&store, &rows, pack)?,
         None => place(&store),
     };
-    match args.json {
-        true => console.json(&as_json(&rows, &tunings, time, &place))?,
-        false => console.print(&as_text(&rows, &tunings, time, &place, console))?,
+    if args.json {
+        console.json(&as_json(&rows, &tunings, time, &place))?
+    } else {
+        console.print(&as_text(&rows, &tunings, time, &place, console))?
     }
     outcome(&rows, &store)
 }

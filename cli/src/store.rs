@@ -47,8 +47,9 @@ pub fn tuning(tuned: &Tuned) -> String {
 
 /// Where a store is, for people.
 pub fn place(store: &Store) -> String {
-    match store.dir().as_os_str().is_empty() {
-        true => "no cache".to_string(),
-        false => store.dir().display().to_string(),
+    if store.dir().as_os_str().is_empty() {
+        "no cache".to_string()
+    } else {
+        store.dir().display().to_string()
     }
 }

@@ -145,9 +145,10 @@ fn positive(number: &str, example: &str) -> Result<f64, String> {
     let value: f64 = number
         .parse()
         .map_err(|_| format!("no number; write it as {example}"))?;
-    match value >= 0.0 && value.is_finite() {
-        true => Ok(value),
-        false => Err(format!("must not be negative; write it as {example}")),
+    if value >= 0.0 && value.is_finite() {
+        Ok(value)
+    } else {
+        Err(format!("must not be negative; write it as {example}"))
     }
 }
 

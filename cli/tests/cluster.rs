@@ -108,9 +108,10 @@ fn sixty_four_processes_on_a_cold_cache_compile_each_kernel_once() {
 fn below(dir: &Path) -> Vec<PathBuf> {
     let mut list = vec![dir.to_path_buf()];
     for entry in std::fs::read_dir(dir).unwrap().flatten() {
-        match entry.path().is_dir() {
-            true => list.extend(below(&entry.path())),
-            false => list.push(entry.path()),
+        if entry.path().is_dir() {
+            list.extend(below(&entry.path()))
+        } else {
+            list.push(entry.path())
         }
     }
     list

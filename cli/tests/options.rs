@@ -526,9 +526,10 @@ fn on_targets(command: &str, option: &str, targets: &[&str], small: &Small) {
         call.arg(format!("--target={target}")).arg(value(option));
         let finished = finish(&mut call);
         let refusal = format!("error: --{option} does nothing ");
-        match targets.contains(&target) {
-            true => assert!(!finished.stderr.contains(&refusal), "{}", finished.stderr),
-            false => finished.fails(2, &[&refusal, target, "hint: leave it out"]),
+        if targets.contains(&target) {
+            assert!(!finished.stderr.contains(&refusal), "{}", finished.stderr)
+        } else {
+            finished.fails(2, &[&refusal, target, "hint: leave it out"])
         }
     }
 }

@@ -29,9 +29,10 @@ pub fn start(spec: &LayerSpec, gain: f64, random: &mut Random) -> Vec<(TensorSpe
         let inputs = *tensor.shape.last().expect("no scalars") as f64;
         let last = tensor.name.starts_with("experts.down");
         let bound = if last { gain } else { 1.0 } / inputs.sqrt();
-        let param = match tensor.name.ends_with(".weight") {
-            true => Param::uniform(count, bound, random),
-            false => Param::constant(count, 0.0),
+        let param = if tensor.name.ends_with(".weight") {
+            Param::uniform(count, bound, random)
+        } else {
+            Param::constant(count, 0.0)
         };
         (tensor, param)
     };

@@ -41,9 +41,10 @@ pub fn nodes(range: Range) -> io::Result<Vec<Node>> {
             no_flags,
         )
     } != 0;
-    match failed {
-        true => Err(io::Error::last_os_error()),
-        false => Ok(nodes),
+    if failed {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(nodes)
     }
 }
 

@@ -60,9 +60,10 @@ impl Watch {
             return Err(io::Error::last_os_error());
         }
         let watch = Watch { before };
-        match allow(start, parts * PART, libc::PROT_NONE) {
-            true => Ok(watch),
-            false => Err(io::Error::last_os_error()),
+        if allow(start, parts * PART, libc::PROT_NONE) {
+            Ok(watch)
+        } else {
+            Err(io::Error::last_os_error())
         }
     }
 }

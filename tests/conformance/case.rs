@@ -284,9 +284,12 @@ fn routing(spec: &LayerSpec, tokens: usize, random: &mut Random) -> Option<(Vec<
     for _ in 0..tokens {
         let start = random.bits() as usize % experts;
         let masked = random.bits() as usize % (k + 1);
-        ids.extend((0..k).map(|j| match j == masked {
-            true => -1,
-            false => ((start + j) % experts) as i32,
+        ids.extend((0..k).map(|j| {
+            if j == masked {
+                -1
+            } else {
+                ((start + j) % experts) as i32
+            }
         }));
     }
     let weight = |id: &i32| {

@@ -392,9 +392,10 @@ on! { every_kind_evaluates:
 fn random_layers_evaluate_alike_whether_they_train_or_not() {
     let widest = cpu().target();
     for engine in engines() {
-        let seeds = match engine.target() == widest {
-            true => 300..306,
-            false => 340..342,
+        let seeds = if engine.target() == widest {
+            300..306
+        } else {
+            340..342
         };
         for seed in seeds {
             let tokens = [1, 7, 33, 100][seed as usize % 4];

@@ -64,9 +64,10 @@ fn compare(engine: &Engine, parallel: Parallel, per_node: usize, case: &Case) {
         }
         for (name, values) in &linear.1 {
             let what = format!("{what}: {name}");
-            match sums {
-                true => near(&what, &case.spec, &found.1[name], values, largest),
-                false => assert!(found.1[name] == *values, "{what}"),
+            if sums {
+                near(&what, &case.spec, &found.1[name], values, largest)
+            } else {
+                assert!(found.1[name] == *values, "{what}")
             }
         }
         if sums {

@@ -75,9 +75,12 @@ fn a_rank_asks_for_its_own_experts() {
                 assert!(own.clone().eq(found), "{parallel:?}: {name}");
             }
             // Of sliced shared experts the rows of its slice, of whole ones all.
-            let part = |width: usize| match parallel.slices_shared() {
-                true => parallel.hidden(mesh.place().shard, width),
-                false => 0..width,
+            let part = |width: usize| {
+                if parallel.slices_shared() {
+                    parallel.hidden(mesh.place().shard, width)
+                } else {
+                    0..width
+                }
             };
             for (name, rows) in [
                 ("shared.0.up.weight", part(8)),

@@ -20,9 +20,10 @@ fn nodes(count: usize) -> Nodes {
 
 fn engine(threads: usize, count: usize, pinned: bool) -> Engine {
     let device = CpuDevice::with_nodes(threads, nodes(count)).unwrap();
-    let device = match pinned {
-        true => device.pinned().unwrap(),
-        false => device,
+    let device = if pinned {
+        device.pinned().unwrap()
+    } else {
+        device
     };
     let options = EngineOptions {
         tuned: false,

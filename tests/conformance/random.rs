@@ -28,9 +28,10 @@ fn agree(target: &str) {
             1 => trained(seed, &engine),
             _ => drawn(seed, &engine),
         };
-        match held {
-            true => compared += 1,
-            false => passed_over.push(seed),
+        if held {
+            compared += 1
+        } else {
+            passed_over.push(seed)
         }
     }
     println!("{compared} compared; others chosen in {passed_over:?}");

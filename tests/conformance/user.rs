@@ -94,9 +94,10 @@ fn heterogeneous(toml: &str, tokens: usize) -> (Case, Vec<Box<dyn UserExpert>>, 
             let own = &mut tensor.data[e * size..(e + 1) * size];
             let mut kept = Vec::new();
             for (i, value) in own.iter_mut().enumerate() {
-                match unused(i) {
-                    true => *value = 0.0,
-                    false => kept.push(*value as f32),
+                if unused(i) {
+                    *value = 0.0
+                } else {
+                    kept.push(*value as f32)
                 }
             }
             kept

@@ -98,9 +98,10 @@ fn options() -> EngineOptions {
 
 /// Runs the layer and compares what it gives.
 fn hold(mutant: &Mutant, case: &Case, engine: &Engine) {
-    match mutant.training {
-        true => case.check_training(engine, Recompute::None),
-        false => case.check(engine),
+    if mutant.training {
+        case.check_training(engine, Recompute::None)
+    } else {
+        case.check(engine)
     }
 }
 

@@ -178,9 +178,10 @@ fn layers_of_other_projects_run_on_ranks() {
     let engine = engine();
     let (mut ran, mut tried, mut sliced) = (0, 0, 0);
     for (at, layer) in cases(if all() { [1; 4] } else { [1, 1, 8, 12] }) {
-        let meshes = match all() {
-            true => &MESHES[..],
-            false => &MESHES[1 + at % 7..][..1],
+        let meshes = if all() {
+            &MESHES[..]
+        } else {
+            &MESHES[1 + at % 7..][..1]
         };
         for parallel in meshes {
             tried += 1;

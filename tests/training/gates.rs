@@ -299,9 +299,10 @@ fn limited(logits: &[f32], here: &[bool], share: f64) -> Vec<i32> {
     let ids = rows.iter().enumerate().flat_map(|(token, row)| {
         let mut close = row.iter().filter(|e| here[**e]).map(|e| *e as i32);
         let (first, second) = (close.next().unwrap(), close.next().unwrap());
-        match far[..most].contains(&token) {
-            true => [first, row[0] as i32],
-            false => [first, second],
+        if far[..most].contains(&token) {
+            [first, row[0] as i32]
+        } else {
+            [first, second]
         }
     });
     ids.collect()

@@ -68,9 +68,10 @@ pub fn kit(arguments: impl Iterator<Item = String>) -> Result<(), String> {
     let bytes = size(out);
     println!("{} MiB in {}", bytes.div_ceil(1 << 20), out.display());
     // A program that was given is as large as it is.
-    match bytes <= MOST_BYTES || options.program.is_some() {
-        true => Ok(()),
-        false => Err(format!("more than {} MiB", MOST_BYTES >> 20)),
+    if bytes <= MOST_BYTES || options.program.is_some() {
+        Ok(())
+    } else {
+        Err(format!("more than {} MiB", MOST_BYTES >> 20))
     }
 }
 
@@ -208,9 +209,10 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
 fn copy_all(from: &Path, to: &Path) -> Result<(), String> {
     for entry in entries(from)? {
         let target = to.join(entry.file_name().unwrap_or_default());
-        match entry.is_dir() {
-            true => copy_all(&entry, &target)?,
-            false => copy(&entry, &target)?,
+        if entry.is_dir() {
+            copy_all(&entry, &target)?
+        } else {
+            copy(&entry, &target)?
         }
     }
     Ok(())
@@ -223,9 +225,12 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>, String> {
 
 fn size(folder: &Path) -> u64 {
     let each = entries(folder).unwrap_or_default().into_iter();
-    let bytes = each.map(|path| match path.is_dir() {
-        true => size(&path),
-        false => fs::metadata(&path).map_or(0, |data| data.len()),
+    let bytes = each.map(|path| {
+        if path.is_dir() {
+            size(&path)
+        } else {
+            fs::metadata(&path).map_or(0, |data| data.len())
+        }
     });
     bytes.sum()
 }

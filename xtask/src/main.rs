@@ -167,9 +167,10 @@ fn silent(args: &[&str]) -> Result<(), String> {
     let output = command.args(args).env("RUSTDOCFLAGS", "--deny warnings");
     let output = output.output().map_err(|error| error.to_string())?;
     let said = String::from_utf8_lossy(&output.stderr);
-    match output.status.success() && !said.contains("warning:") {
-        true => Ok(()),
-        false => Err(said.into_owned()),
+    if output.status.success() && !said.contains("warning:") {
+        Ok(())
+    } else {
+        Err(said.into_owned())
     }
 }
 

@@ -76,9 +76,10 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     };
     write_whole(path, found.to_toml().as_bytes())
         .map_err(|error| emit::unwritable(path, &error))?;
-    match args.json {
-        true => console.json(&serde_json::to_value(&found).unwrap_or_default()),
-        false => console.print(&text(&found, path, console)),
+    if args.json {
+        console.json(&serde_json::to_value(&found).unwrap_or_default())
+    } else {
+        console.print(&text(&found, path, console))
     }
 }
 

@@ -24,9 +24,10 @@ pub fn check(layer: &Layer, weights: &Tensors<'_>) -> Result<f64> {
         .collect();
     let trains = layer.plan().training.is_some();
     let error = relative_error(&found, &expected(spec, weights, &call, trains));
-    let allowed = match spec.precision.tf32 {
-        true => 8.0 * 2f64.powi(-11),
-        false => tolerance(spec.precision.activations),
+    let allowed = if spec.precision.tf32 {
+        8.0 * 2f64.powi(-11)
+    } else {
+        tolerance(spec.precision.activations)
     };
     if error > allowed {
         return Err(Failure::work(format!(

@@ -97,9 +97,10 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let progress = Progress::start("making weights");
     let weights = random::weights(&spec);
     progress.next("getting kernels");
-    let layer = match args.training {
-        true => engine.training_layer(&spec, &weights, Training::default())?,
-        false => engine.layer(&spec, &weights)?,
+    let layer = if args.training {
+        engine.training_layer(&spec, &weights, Training::default())?
+    } else {
+        engine.layer(&spec, &weights)?
     };
     progress.next("checking");
     let error = check::check(&layer, &weights)?;
@@ -119,9 +120,10 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         skew: args.skew,
         runs,
     };
-    match args.json {
-        true => console.json(&report.json()),
-        false => console.print(&report.text(&console.out)),
+    if args.json {
+        console.json(&report.json())
+    } else {
+        console.print(&report.text(&console.out))
     }
 }
 

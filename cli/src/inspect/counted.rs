@@ -90,9 +90,12 @@ impl Counted {
 
     /// The cells under [`TITLES`]; `-` for what this simulator cannot know.
     pub fn rows(&self) -> Vec<[String; TITLES.len()]> {
-        let rows = self.kernels.iter().map(|kernel| match self.sees_warps() {
-            true => seen_by_warps(kernel),
-            false => seen_by_threads(kernel),
+        let rows = self.kernels.iter().map(|kernel| {
+            if self.sees_warps() {
+                seen_by_warps(kernel)
+            } else {
+                seen_by_threads(kernel)
+            }
         });
         rows.collect()
     }

@@ -166,9 +166,10 @@ impl InspectArgs {
         let plan = plan.in_wire(self.strategy.wire);
         let plan = plan.in_pieces(self.strategy.degree);
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
-        match self.json {
-            true => console.json(&ranks::json(&plan, &self.tokens, per_node)),
-            false => console.print(&ranks::text(&plan, &self.tokens, per_node, &console.out)),
+        if self.json {
+            console.json(&ranks::json(&plan, &self.tokens, per_node))
+        } else {
+            console.print(&ranks::text(&plan, &self.tokens, per_node, &console.out))
         }
     }
 

@@ -163,9 +163,10 @@ impl Kernel {
     /// A name of its or a launch's, and the numbers of tokens that it is for.
     pub fn label(&self, name: &str) -> String {
         let tokens: Vec<String> = self.tokens.iter().map(usize::to_string).collect();
-        match tokens.is_empty() {
-            true => name.to_string(),
-            false => format!("{name}, T={}", tokens.join(",")),
+        if tokens.is_empty() {
+            name.to_string()
+        } else {
+            format!("{name}, T={}", tokens.join(","))
         }
     }
 }
@@ -196,9 +197,10 @@ fn choose(kernels: &[KernelPlan], wanted: Option<&str>) -> Result<Vec<usize>> {
     };
     let fits = |kernel: &KernelPlan| kernel.name == wanted || kernel.stem().name() == wanted;
     let chosen: Vec<usize> = (0..kernels.len()).filter(|&i| fits(&kernels[i])).collect();
-    match chosen.is_empty() {
-        true => Err(unknown_kernel(kernels, wanted)),
-        false => Ok(chosen),
+    if chosen.is_empty() {
+        Err(unknown_kernel(kernels, wanted))
+    } else {
+        Ok(chosen)
     }
 }
 

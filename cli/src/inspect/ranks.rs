@@ -57,9 +57,10 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
 /// The rank's experts: a range, or in their order.
 fn experts(plan: &RankPlan) -> String {
     let own = plan.own_experts();
-    match own.is_sorted_by(|a, b| a + 1 == *b) {
-        true => format!("{}..{}", own[0], own[own.len() - 1] + 1),
-        false => format!("{own:?}"),
+    if own.is_sorted_by(|a, b| a + 1 == *b) {
+        format!("{}..{}", own[0], own[own.len() - 1] + 1)
+    } else {
+        format!("{own:?}")
     }
 }
 

@@ -83,9 +83,10 @@ fn tuned(tuned: &Tuned) -> Vec<String> {
 fn bucket(bucket: &Bucket) -> String {
     let sizes = bucket.sizes.iter();
     let sizes: Vec<String> = sizes.map(|(name, size)| format!("{name} {size}")).collect();
-    let what = match sizes.is_empty() {
-        true => "the default sizes are best".to_string(),
-        false => format!("{}, {:.2}x the default", sizes.join(", "), bucket.gain),
+    let what = if sizes.is_empty() {
+        "the default sizes are best".to_string()
+    } else {
+        format!("{}, {:.2}x the default", sizes.join(", "), bucket.gain)
     };
     format!("  T={}: {what}", bucket.tokens)
 }

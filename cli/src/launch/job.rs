@@ -86,9 +86,10 @@ impl Job {
                     Pipe::Err => console.err,
                     _ => console.out,
                 };
-                let prefix = match style.prefix {
-                    true => palette.dim(&format!("[{rank:>width$}]")) + " ",
-                    false => String::new(),
+                let prefix = if style.prefix {
+                    palette.dim(&format!("[{rank:>width$}]")) + " "
+                } else {
+                    String::new()
                 };
                 sources.push(Source {
                     file: Some(system::open_fifo(&desk.path(rank, pipe))?),

@@ -61,9 +61,10 @@ fn of_library(library: &Path, path: &OsString) -> Option<PathBuf> {
     });
     let found = near.flat_map(|folder| ["mpiexec", "mpirun"].map(|name| folder.join(name)));
     let open_mpi = library.to_string_lossy().ends_with("libmpi.so.40");
-    let names = match open_mpi {
-        true => ["mpiexec.openmpi", "mpirun.openmpi", "mpiexec", "mpirun"],
-        false => ["mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"],
+    let names = if open_mpi {
+        ["mpiexec.openmpi", "mpirun.openmpi", "mpiexec", "mpirun"]
+    } else {
+        ["mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"]
     };
     // A system's `bin` may have the launcher of another MPI under the plain names.
     let system =

@@ -205,9 +205,10 @@ impl fmt::Display for Place {
         if let Some(gpu) = &self.gpu {
             write!(f, " of GPU {gpu}")?;
         }
-        match self.processors.is_empty() {
-            true => f.write_str(", any processor"),
-            false => write!(f, ", processors {}", ranges(&self.processors)),
+        if self.processors.is_empty() {
+            f.write_str(", any processor")
+        } else {
+            write!(f, ", processors {}", ranges(&self.processors))
         }
     }
 }
@@ -221,9 +222,12 @@ pub fn ranges(numbers: &[usize]) -> String {
             _ => list.push((*number, *number)),
         }
     }
-    let one = |(first, last): &(usize, usize)| match first == last {
-        true => first.to_string(),
-        false => format!("{first}-{last}"),
+    let one = |(first, last): &(usize, usize)| {
+        if first == last {
+            first.to_string()
+        } else {
+            format!("{first}-{last}")
+        }
     };
     list.iter().map(one).collect::<Vec<_>>().join(",")
 }

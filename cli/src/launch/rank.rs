@@ -166,9 +166,10 @@ impl Rank {
                 }
             }
             let asked = self.life.is_none();
-            let left = match asked || code.is_some() {
-                true => system::descendants(),
-                false => continue,
+            let left = if asked || code.is_some() {
+                system::descendants()
+            } else {
+                continue;
             };
             if let (Some(code), true) = (code, left.is_empty()) {
                 self.hold(code)?;

@@ -78,9 +78,12 @@ pub struct Watch {
 
 /// Waits until one of the files is ready or so long, and says which are.
 pub fn wait(list: &[Watch], longest: Duration) -> io::Result<Vec<bool>> {
-    let event = |watch: &Watch| match watch.write {
-        true => libc::POLLOUT,
-        false => libc::POLLIN,
+    let event = |watch: &Watch| {
+        if watch.write {
+            libc::POLLOUT
+        } else {
+            libc::POLLIN
+        }
     };
     let mut polled: Vec<libc::pollfd> = list
         .iter()
@@ -113,9 +116,10 @@ pub fn reap() -> Option<Ended> {
     let mut status = 0;
     // SAFETY: the status is an int; no pointer is kept.
     let pid = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
-    let code = match libc::WIFSIGNALED(status) {
-        true => 128 + libc::WTERMSIG(status),
-        false => libc::WEXITSTATUS(status),
+    let code = if libc::WIFSIGNALED(status) {
+        128 + libc::WTERMSIG(status)
+    } else {
+        libc::WEXITSTATUS(status)
     };
     (pid > 0).then_some(Ended {
         pid,

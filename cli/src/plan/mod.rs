@@ -120,9 +120,10 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
         ranked: &shown,
         best: &best,
     };
-    match args.json {
-        true => console.json(&report.json()),
-        false => console.print(&report.text(&console.out)),
+    if args.json {
+        console.json(&report.json())
+    } else {
+        console.print(&report.text(&console.out))
     }
 }
 
@@ -214,8 +215,9 @@ fn parse_skew(text: &str) -> std::result::Result<f64, String> {
     let skew: f64 = number
         .parse()
         .map_err(|_| format!("`{number}` is no number; write it as zipf=1.2"))?;
-    match skew.is_finite() && skew >= 0.0 {
-        true => Ok(skew),
-        false => Err("an exponent is 0, where all experts are alike, or more".to_string()),
+    if skew.is_finite() && skew >= 0.0 {
+        Ok(skew)
+    } else {
+        Err("an exponent is 0, where all experts are alike, or more".to_string())
     }
 }

@@ -193,9 +193,10 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
         routing,
         path: &args.output,
     };
-    match args.json {
-        true => console.json(&report.json()),
-        false => console.print(&report.text(args.stats, &console.out)),
+    if args.json {
+        console.json(&report.json())
+    } else {
+        console.print(&report.text(args.stats, &console.out))
     }
 }
 

@@ -241,9 +241,10 @@ fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Opt
     // Ranks that only waited for another say so; the one that failed says why.
     let waited = |failure: &Failure| failure.message.contains("rank ");
     let cause = failures.iter().position(|failure| !waited(failure));
-    match failures.is_empty() {
-        true => Ok(outcome),
-        false => Err(failures.swap_remove(cause.unwrap_or(0))),
+    if failures.is_empty() {
+        Ok(outcome)
+    } else {
+        Err(failures.swap_remove(cause.unwrap_or(0)))
     }
 }
 

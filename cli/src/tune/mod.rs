@@ -101,9 +101,10 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
         found: &found,
         file: &file,
     };
-    match args.json {
-        true => console.json(&report.json()),
-        false => console.print(&report.text(&console.out)),
+    if args.json {
+        console.json(&report.json())
+    } else {
+        console.print(&report.text(&console.out))
     }
 }
 

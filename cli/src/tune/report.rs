@@ -166,9 +166,10 @@ fn cells(candidate: &Candidate, won: bool) -> Vec<Cell> {
     let mut cells: Vec<Cell> = vec!["".into(), "".into(), candidate.size.to_string().into()];
     let Pairs { seconds, ratio, .. } = candidate.pairs;
     let time = format!("{} {ratio:.2}x", units::seconds(seconds));
-    let mark = match won {
-        true => Cell::styled("best", "32"),
-        false => "".into(),
+    let mark = if won {
+        Cell::styled("best", "32")
+    } else {
+        "".into()
     };
     let layer = format!("{:.3}", candidate.ratio());
     cells.extend([time.into(), layer.into(), mark]);

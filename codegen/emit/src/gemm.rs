@@ -328,7 +328,6 @@ mod tests {
     use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
     use moesaic_spec::LayerSpec;
 
-
     /// The product of this name of a layer of bf16 that trains.
     fn product(name: &str, target: &str, options: &str) -> GemmText {
         let spec = format!(

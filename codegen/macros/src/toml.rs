@@ -58,9 +58,10 @@ impl Toml {
             return self.header(input);
         }
         self.pair(input)?;
-        match input.peek(Token![,]) || input.peek(Token![;]) {
-            true => Err(input.error("nothing stands between the lines of a spec: remove this")),
-            false => Ok(()),
+        if input.peek(Token![,]) || input.peek(Token![;]) {
+            Err(input.error("nothing stands between the lines of a spec: remove this"))
+        } else {
+            Ok(())
         }
     }
 
@@ -69,9 +70,10 @@ impl Toml {
         let content;
         let bracket = syn::bracketed!(content in input);
         self.push("[", bracket.span.open());
-        match content.peek(token::Bracket) {
-            true => self.header(&content)?,
-            false => self.key(&content)?,
+        if content.peek(token::Bracket) {
+            self.header(&content)?
+        } else {
+            self.key(&content)?
         }
         self.push("]", bracket.span.close());
         finished(&content)

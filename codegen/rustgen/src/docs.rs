@@ -19,9 +19,10 @@ fn wrap(line: &str) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in line.split_whitespace() {
         let last = lines.len() - 1;
-        match lines[last].len() + word.len() < WIDTH || lines[last].is_empty() {
-            true => lines[last] += &format!(" {word}"),
-            false => lines.push(format!(" {word}")),
+        if lines[last].len() + word.len() < WIDTH || lines[last].is_empty() {
+            lines[last] += &format!(" {word}")
+        } else {
+            lines.push(format!(" {word}"))
         }
     }
     lines

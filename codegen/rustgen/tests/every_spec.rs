@@ -2,8 +2,8 @@
 //! the plan it was generated from is that of every target.
 
 use moesaic_kernel::Target;
-use moesaic_rustgen::{GenerateOptions, generate_source};
 use moesaic_plan::{LayerPlan, PlanOptions, Role, TensorPlan, plan};
+use moesaic_rustgen::{GenerateOptions, generate_source};
 use moesaic_spec::testing::sample;
 use std::collections::BTreeSet;
 use syn::{Fields, File, Item};

@@ -201,9 +201,10 @@ impl SpecError {
         let mut parts: Vec<String> = shown.map(show).collect();
         if let count @ 2.. = self.problems.len() {
             let place = file.map_or(String::new(), |file| format!(" in {file}"));
-            let rest = match count > MOST_SHOWN {
-                true => format!("; the first {MOST_SHOWN} are shown"),
-                false => String::new(),
+            let rest = if count > MOST_SHOWN {
+                format!("; the first {MOST_SHOWN} are shown")
+            } else {
+                String::new()
             };
             let total = format!("{count} problems{place}{rest}");
             let group = Group::with_title(Level::ERROR.primary_title(total));

@@ -126,9 +126,10 @@ fn lengths(file: &[u8]) -> Result<(usize, usize), String> {
     let header = u64::from(u32::from_le_bytes(field(prefix, 12)));
     let binary = u64::from_le_bytes(field(prefix, 16));
     let whole = (PREFIX as u64 + header).checked_add(binary);
-    match whole == Some(file.len() as u64) {
-        true => Ok((header as usize, binary as usize)),
-        false => Err(format!("it has {} bytes and declares others", file.len())),
+    if whole == Some(file.len() as u64) {
+        Ok((header as usize, binary as usize))
+    } else {
+        Err(format!("it has {} bytes and declares others", file.len()))
     }
 }
 

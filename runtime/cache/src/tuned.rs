@@ -148,16 +148,18 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Tuned, Unread> {
     let Some(text) = checked(bytes) else {
         let former = serde_json::from_slice::<Former>(bytes).is_ok();
         let reason = "its bytes do not have the hash that it names";
-        return Err(match former {
-            true => Unread::Former,
-            false => Unread::Damaged(reason.to_string()),
+        return Err(if former {
+            Unread::Former
+        } else {
+            Unread::Damaged(reason.to_string())
         });
     };
     let tuned: Tuned =
         serde_json::from_str(&text).map_err(|error| Unread::Damaged(error.to_string()))?;
-    match is_hash(&tuned.layer) {
-        true => Ok(tuned),
-        false => Err(Unread::Damaged("its layer is not a hash".to_string())),
+    if is_hash(&tuned.layer) {
+        Ok(tuned)
+    } else {
+        Err(Unread::Damaged("its layer is not a hash".to_string()))
     }
 }
 
@@ -221,9 +223,12 @@ impl Store {
         }
         let path = self.tuned_dir().join(tuned.file_name());
         let bytes = encode(tuned).map_err(|error| StoreError::io("encode", &path, error.into()))?;
-        let check = |back: Vec<u8>| match back == bytes {
-            true => decode(&back).map(drop).map_err(|error| error.to_string()),
-            false => Err("other bytes".to_string()),
+        let check = |back: Vec<u8>| {
+            if back == bytes {
+                decode(&back).map(drop).map_err(|error| error.to_string())
+            } else {
+                Err("other bytes".to_string())
+            }
         };
         files::write(&self.layout, &path, &bytes, Care::Thorough(&check))?;
         Ok(path)

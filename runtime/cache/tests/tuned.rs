@@ -224,9 +224,12 @@ fn a_pack_of_an_older_version_brings_its_kernels() {
     store.keep_tuned(&tuned(2, &["a"])).unwrap();
     let pack = dir.path().join("p.tar.gz");
     store.export(&pack, |_| true).unwrap();
-    let old = rewritten(&pack, |name, bytes| match name.starts_with("tuned/") {
-        true => former().into_bytes(),
-        false => bytes,
+    let old = rewritten(&pack, |name, bytes| {
+        if name.starts_with("tuned/") {
+            former().into_bytes()
+        } else {
+            bytes
+        }
     });
     fs::write(&pack, old).unwrap();
     let (added, all) = import(&pack, &to);

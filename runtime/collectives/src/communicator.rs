@@ -366,9 +366,10 @@ impl Collectives for Communicator {
     ) -> Result<Handle, CollectiveError> {
         let kind = Kind::Broadcast;
         checks::broadcast(root, self.size())?;
-        let region = match self.rank() == root {
-            true => Region::both(&*self.device, data),
-            false => Region::output(&*self.device, data),
+        let region = if self.rank() == root {
+            Region::both(&*self.device, data)
+        } else {
+            Region::output(&*self.device, data)
         };
         let job = Job {
             signature: Signature {

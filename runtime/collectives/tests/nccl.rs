@@ -78,9 +78,10 @@ fn every_operation_on_one_to_four_ranks() {
             every_operation(&mut world, &device);
             world.finish(&call("finish")).unwrap();
         };
-        let results = match host {
-            true => lab.run(ranks, by_default(&lab), body),
-            false => lab.run(ranks, on_stream(&lab), body),
+        let results = if host {
+            lab.run(ranks, by_default(&lab), body)
+        } else {
+            lab.run(ranks, on_stream(&lab), body)
         };
         assert!(results.iter().all(Option::is_some), "{ranks} ranks");
         lab.legal();

@@ -213,9 +213,10 @@ fn pieces_go_there_and_come_back() {
                 let row = row + usize::from(back);
                 let scale = |leg: plan::Leg| leg.units as usize * row;
                 let plan = |rank: usize| {
-                    let journey = match back {
-                        false => passages[rank].there(&scale),
-                        true => passages[rank].back(&scale),
+                    let journey = if back {
+                        passages[rank].back(&scale)
+                    } else {
+                        passages[rank].there(&scale)
                     };
                     let (sends, receives) = (list(rank, back, row), list(rank, !back, row));
                     carried(plan::exchange_by(&journey, &sends, &receives), i % 2 == 0)
@@ -422,9 +423,12 @@ fn once(shape: NodeShape, (experts, (part, parts)): (usize, (usize, usize)), pac
     };
     let pieces = |rank: usize, gets: bool| -> Vec<(usize, Vec<u8>)> {
         let all = (0..ranks).flat_map(|peer| (0..experts).map(move |e| (peer, e)));
-        let piece = |(peer, e): (usize, usize)| match gets {
-            true => (peer, data(peer, rank, e)),
-            false => (peer, data(rank, peer, e)),
+        let piece = |(peer, e): (usize, usize)| {
+            if gets {
+                (peer, data(peer, rank, e))
+            } else {
+                (peer, data(rank, peer, e))
+            }
         };
         all.map(piece)
             .filter(|(_, data)| !data.is_empty())
@@ -493,9 +497,12 @@ fn once(shape: NodeShape, (experts, (part, parts)): (usize, (usize, usize)), pac
     for every in [1, 2] {
         let answers = |from: usize, to: usize| from % every == to % every;
         let answer = |p: usize, q: usize, e: usize, t: usize| bytes(p + e, t + 5 * q, 1, ROW);
-        let answered = |q: usize, p: usize, e: usize| match answers(q, p) {
-            true => list(p, q, e),
-            false => Vec::new(),
+        let answered = |q: usize, p: usize, e: usize| {
+            if answers(q, p) {
+                list(p, q, e)
+            } else {
+                Vec::new()
+            }
         };
         let pieces = |rank: usize, gets: bool| -> Vec<(usize, Vec<u8>)> {
             let all = (0..ranks).flat_map(|peer| (0..experts).map(move |e| (peer, e)));

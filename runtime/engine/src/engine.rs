@@ -126,9 +126,10 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<Texts, EngineError> {
         let texts = Texts::of(self.tilings(spec, training)?)?;
-        match texts.tilings.plans().len() == 1 || self.may_load(&texts) {
-            true => Ok(texts),
-            false => Ok(texts.untuned()),
+        if texts.tilings.plans().len() == 1 || self.may_load(&texts) {
+            Ok(texts)
+        } else {
+            Ok(texts.untuned())
         }
     }
 

@@ -74,9 +74,10 @@ impl Engine {
             (Some(experts), [first, _, ..]) => {
                 let texts = self.texts(&experts, training)?;
                 // Its kernels are not those of the spec: a pack may lack them.
-                match self.may_load(&texts) {
-                    true => Some(Stack::new(first, layer(&texts, &Tensors::new())?)?),
-                    false => None,
+                if self.may_load(&texts) {
+                    Some(Stack::new(first, layer(&texts, &Tensors::new())?)?)
+                } else {
+                    None
                 }
             }
             _ => None,

@@ -35,9 +35,12 @@ pub(crate) fn placed(
         modules,
         device,
     };
-    let is_wanted = |(id, tensor): &(TensorId, &TensorPlan)| match plan.packs_away(*id) {
-        true => packing.made_of(*id).any(|packed| wanted(&packed.name)),
-        false => wanted(&tensor.name),
+    let is_wanted = |(id, tensor): &(TensorId, &TensorPlan)| {
+        if plan.packs_away(*id) {
+            packing.made_of(*id).any(|packed| wanted(&packed.name))
+        } else {
+            wanted(&tensor.name)
+        }
     };
     let found = of(Role::Weight).filter(is_wanted);
     let found = found.map(|(id, tensor)| Ok((id, Weight::find(weights, tensor)?)));
@@ -50,9 +53,10 @@ pub(crate) fn placed(
         held.push(id, device.alloc(bytes)?);
     }
     for (id, weight) in found {
-        match plan.packs_away(id) {
-            true => packing.pack_all(id, &weight, &held)?,
-            false => held.push(id, packing.upload(&weight)?),
+        if plan.packs_away(id) {
+            packing.pack_all(id, &weight, &held)?
+        } else {
+            held.push(id, packing.upload(&weight)?)
         }
     }
     Ok(held)
@@ -205,9 +209,10 @@ impl Packing<'_> {
         weight.each_piece(self.most(weight), |first, piece| {
             let at = first * weight.row_bytes();
             let upload = |piece: &Tensor<'_>| self.device.upload(&piece.data, &buffer, at);
-            match weight.tensor.name == TABLE {
-                true => upload(&checked_table(&self.plan.spec, piece, first)?)?,
-                false => upload(piece)?,
+            if weight.tensor.name == TABLE {
+                upload(&checked_table(&self.plan.spec, piece, first)?)?
+            } else {
+                upload(piece)?
             }
             Ok(())
         })?;
@@ -225,18 +230,20 @@ impl Packing<'_> {
             let experts = self.experts(step);
             weight.shape.len() == 3 && weight.shape[0] == experts
         });
-        let most = match by_expert {
-            true => self.most(weight),
-            false => weight.count(),
+        let most = if by_expert {
+            self.most(weight)
+        } else {
+            weight.count()
         };
         weight.each_piece(most, |first, piece| self.pack(id, piece, first, held))
     }
 
     /// Rows of a piece.
     fn most(&self, weight: &Weight<'_>) -> usize {
-        match self.device.places_whole() {
-            true => weight.count(),
-            false => (PIECE / weight.row_bytes().max(1)).max(1),
+        if self.device.places_whole() {
+            weight.count()
+        } else {
+            (PIECE / weight.row_bytes().max(1)).max(1)
         }
     }
 

@@ -201,9 +201,10 @@ fn outcome(builder: &Builder, source: &KernelSource, key: &Key) -> Outcome {
     match builder.build(source, key) {
         Ok((artifact, compiled)) => {
             let bytes = artifact.binary.len() as u64;
-            match compiled {
-                true => Outcome::Compiled(artifact.report, bytes),
-                false => Outcome::Hit(artifact.report, bytes),
+            if compiled {
+                Outcome::Compiled(artifact.report, bytes)
+            } else {
+                Outcome::Hit(artifact.report, bytes)
             }
         }
         Err(error) => Outcome::Failed(error),

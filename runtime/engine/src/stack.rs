@@ -75,9 +75,10 @@ impl Stack {
         let (evaluation, both) = (plan.evaluation_steps(), [router, &experts]);
         let combine = plan.combine_steps(evaluation, true);
         let decide = plan.router_steps(evaluation);
-        let evaluate = match once {
-            true => RouterSteps::new(both, decide, &combine, gives_each)?,
-            false => RouterSteps::new(both, decide, &[], |name| DECIDED.contains(&name))?,
+        let evaluate = if once {
+            RouterSteps::new(both, decide, &combine, gives_each)?
+        } else {
+            RouterSteps::new(both, decide, &[], |name| DECIDED.contains(&name))?
         };
         let decide = plan.router_steps(&plan.steps);
         let train = RouterSteps::new(both, decide, &[], |name| DECIDED.contains(&name))?;
@@ -106,9 +107,10 @@ impl Stack {
         names: &[&str],
     ) -> Result<Vec<Output>, EngineError> {
         routers[0].check_outputs(Pass::Evaluate, names)?;
-        match self.once {
-            true => self.forward_once(routers, input, names),
-            false => self.forward_stacked(routers, input, names),
+        if self.once {
+            self.forward_once(routers, input, names)
+        } else {
+            self.forward_stacked(routers, input, names)
         }
     }
 

@@ -41,9 +41,12 @@ fn changed(
     plan: &LayerPlan,
 ) -> Result<Vec<Arc<KernelSource>>, EngineError> {
     let pairs = plan.kernels.iter().zip(&known.kernels).zip(texts);
-    let text = pairs.map(|((kernel, same), text)| match kernel == same {
-        true => Ok(text.clone()),
-        false => Ok(Arc::new(emit(kernel, plan.target)?)),
+    let text = pairs.map(|((kernel, same), text)| {
+        if kernel == same {
+            Ok(text.clone())
+        } else {
+            Ok(Arc::new(emit(kernel, plan.target)?))
+        }
     });
     text.collect()
 }

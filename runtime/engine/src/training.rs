@@ -404,9 +404,10 @@ impl Layer {
 
     pub(crate) fn check_saved(&self, saved: &Saved) -> Result<(), EngineError> {
         self.check_training()?;
-        match Arc::ptr_eq(&saved.idle, &self.idle) {
-            true => Ok(()),
-            false => Err(EngineError::ForeignSaved),
+        if Arc::ptr_eq(&saved.idle, &self.idle) {
+            Ok(())
+        } else {
+            Err(EngineError::ForeignSaved)
         }
     }
 

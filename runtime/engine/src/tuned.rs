@@ -121,9 +121,10 @@ impl Untuned {
         let tuning = sizes.map(|(name, &size)| Tuning::named(name, size));
         let tuning = tuning.collect::<Option<Vec<Tuning>>>()?.into_iter();
         let tuning = tuning.fold(Tuning::default(), Tuning::and);
-        match tuning.fits(&self.plan) {
-            true => self.with(&tuning).ok(),
-            false => None,
+        if tuning.fits(&self.plan) {
+            self.with(&tuning).ok()
+        } else {
+            None
         }
     }
 

@@ -6,9 +6,10 @@ fn main() -> ExitCode {
     match moesaic_planner::validate::run() {
         Ok(report) => {
             print!("{}", report.text());
-            match report.holds() {
-                true => ExitCode::SUCCESS,
-                false => ExitCode::FAILURE,
+            if report.holds() {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
             }
         }
         Err(error) => {

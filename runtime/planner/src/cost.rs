@@ -133,9 +133,10 @@ impl Product {
             true => (flops, blocks),
             false => {
                 let tile = |n: f64| (n / self.tile_rows).ceil();
-                let row_tiles = match self.by_expert && !rows.by_expert.is_empty() {
-                    true => rows.by_expert.iter().map(|n| tile(*n)).sum(),
-                    false => tile(rows.all),
+                let row_tiles = if self.by_expert && !rows.by_expert.is_empty() {
+                    rows.by_expert.iter().map(|n| tile(*n)).sum()
+                } else {
+                    tile(rows.all)
                 };
                 let most = match self.by_expert {
                     true => {

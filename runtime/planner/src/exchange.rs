@@ -107,9 +107,10 @@ impl Machine {
             sum += each + moved;
         }
         let own = phase.own / self.memory_rate();
-        let moving = match self.overlap.side_by_side || phase.side_by_side {
-            true => longest.max(own),
-            false => sum + own,
+        let moving = if self.overlap.side_by_side || phase.side_by_side {
+            longest.max(own)
+        } else {
+            sum + own
         };
         time.copies = phase.copied / self.memory_rate() + phase.launches * self.launch();
         time.seconds = time.fixed + moving + time.copies;

@@ -198,9 +198,10 @@ impl Machine {
         for (key, value, positive) in self.figures() {
             let fits = value.is_finite() && value >= 0.0 && (value > 0.0 || !positive);
             if !fits {
-                let possible = match positive {
-                    true => "must be above 0",
-                    false => "must not be negative",
+                let possible = if positive {
+                    "must be above 0"
+                } else {
+                    "must not be negative"
                 };
                 return wrong(key, value.to_string(), possible);
             }
@@ -294,9 +295,10 @@ impl Level {
     /// Bytes a second that one rank has of its link when all that share it are busy and it
     /// has so many peers.
     pub fn rate(&self, peers: f64) -> f64 {
-        let few = match self.half_peers > 0.0 && peers > 0.0 {
-            true => peers / (peers + self.half_peers),
-            false => 1.0,
+        let few = if self.half_peers > 0.0 && peers > 0.0 {
+            peers / (peers + self.half_peers)
+        } else {
+            1.0
         };
         let many = 1.0 + self.fanout.per_peer * (peers - self.fanout.free).max(0.0);
         self.alone() * few / many

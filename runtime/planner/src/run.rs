@@ -52,13 +52,15 @@ impl<'r> Run<'r> {
 
     /// A forward pass; one that trains where there is a backward pass.
     pub fn forward(&mut self, travel: &Travel, degree: usize, trains: bool) {
-        let of: StepsOf = match trains {
-            true => |plan| &plan.steps,
-            false => |plan| plan.evaluation_steps(),
+        let of: StepsOf = if trains {
+            |plan| &plan.steps
+        } else {
+            |plan| plan.evaluation_steps()
         };
-        let steps = match trains {
-            true => &*travel.plan.steps,
-            false => travel.plan.evaluation_steps(),
+        let steps = if trains {
+            &*travel.plan.steps
+        } else {
+            travel.plan.evaluation_steps()
         };
         self.pass("forward", travel, steps, of, degree);
     }

@@ -86,9 +86,10 @@ fn parts(line: &Timeline) -> Vec<[f64; 3]> {
             .flat_map(|list| *list)
             .map(|o| span.shared(o))
             .sum();
-        match span.seconds() > 0.0 {
-            true => (shared / span.seconds()).min(1.0),
-            false => 0.0,
+        if span.seconds() > 0.0 {
+            (shared / span.seconds()).min(1.0)
+        } else {
+            0.0
         }
     };
     let exchanges: [&[Span]; 2] = [&line.there, &line.back];

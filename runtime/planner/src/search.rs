@@ -62,9 +62,10 @@ pub fn search(simulator: &Simulator, space: &Space) -> Result<Ranked, PlannerErr
         for strategy in space.strategies(mesh, simulator.has_nodes(mesh)) {
             let prediction = simulator.brief(mesh, strategy)?;
             ranked.simulated += 1;
-            match prediction.memory.bytes() <= limit || space.strategy.is_some() {
-                true => ranked.best.push(prediction),
-                false => ranked.too_large += 1,
+            if prediction.memory.bytes() <= limit || space.strategy.is_some() {
+                ranked.best.push(prediction)
+            } else {
+                ranked.too_large += 1
             }
         }
     }

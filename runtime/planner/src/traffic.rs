@@ -126,9 +126,10 @@ impl<'a> Group<'a> {
 
     pub fn traffic(&self, route: Route) -> Traffic {
         let one = self.routing.is_alike();
-        let to: Vec<Vec<f64>> = match one {
-            true => vec![self.rows_to(0)],
-            false => (0..self.ranks()).map(|from| self.rows_to(from)).collect(),
+        let to: Vec<Vec<f64>> = if one {
+            vec![self.rows_to(0)]
+        } else {
+            (0..self.ranks()).map(|from| self.rows_to(from)).collect()
         };
         let all = All { group: self, to };
         let own = (0..self.ranks()).map(|rank| all.rows(rank, rank)).collect();
@@ -152,9 +153,10 @@ impl<'a> Group<'a> {
         let place = |rank: usize| rank % shards / block;
         let all = All {
             group: self,
-            to: match self.routing.is_alike() {
-                true => vec![self.rows_to(0)],
-                false => (0..self.ranks()).map(|from| self.rows_to(from)).collect(),
+            to: if self.routing.is_alike() {
+                vec![self.rows_to(0)]
+            } else {
+                (0..self.ranks()).map(|from| self.rows_to(from)).collect()
             },
         };
         // Ranks of a range that are in the block of this number of their expert.

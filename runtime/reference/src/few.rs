@@ -50,9 +50,12 @@ impl Few {
 
     fn weights(&self, all: &Tensors<'_>) -> Weights {
         let needed = all.iter().filter(|(name, _)| !name.starts_with("router."));
-        let tensor = |name: &str, t: &Stored<'_>| match name.starts_with("experts.") {
-            true => self.some(t),
-            false => t.into(),
+        let tensor = |name: &str, t: &Stored<'_>| {
+            if name.starts_with("experts.") {
+                self.some(t)
+            } else {
+                t.into()
+            }
         };
         Weights(
             needed

@@ -433,9 +433,12 @@ pub(crate) fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec
             continue;
         };
         let top = left[rank(&left)[0]];
-        let near = |z: &f64| match far_from(top, *z, eps) {
-            true => f64::NEG_INFINITY,
-            false => *z,
+        let near = |z: &f64| {
+            if far_from(top, *z, eps) {
+                f64::NEG_INFINITY
+            } else {
+                *z
+            }
         };
         let row = softmax(&left.iter().map(near).collect::<Vec<f64>>());
         weights.push(row[chosen]);

@@ -338,9 +338,12 @@ impl Routed<'_> {
     /// Softmax over the chosen logits, zero elsewhere `[E]`.
     fn shares(&self, t: usize) -> Vec<f64> {
         let row = self.row(self.logits, t);
-        let pick = |e: usize| match self.chosen(t, e) {
-            true => row[e],
-            false => f64::NEG_INFINITY,
+        let pick = |e: usize| {
+            if self.chosen(t, e) {
+                row[e]
+            } else {
+                f64::NEG_INFINITY
+            }
         };
         softmax(&(0..row.len()).map(pick).collect::<Vec<f64>>())
     }

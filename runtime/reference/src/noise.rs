@@ -22,9 +22,10 @@ pub fn input_factors(spec: &LayerSpec, input: &Input, t: usize) -> Vec<f64> {
     if r.input_dropout > 0.0 {
         let stream = Stream::new(draw, Purpose::Dropout);
         for (i, factor) in factors.iter_mut().enumerate() {
-            *factor *= match below(stream.word(t, i), r.input_dropout as f32) {
-                true => 0.0,
-                false => 1.0 / (1.0 - r.input_dropout),
+            *factor *= if below(stream.word(t, i), r.input_dropout as f32) {
+                0.0
+            } else {
+                1.0 / (1.0 - r.input_dropout)
             };
         }
     }

@@ -96,9 +96,10 @@ fn random_tensor(tensor: &TensorSpec, spec: &LayerSpec, random: &mut Random) -> 
     };
     let scale = (3.0 / fan_in.max(1) as f64).sqrt();
     let data: Vec<f64> = (0..count).map(|_| scale * random.signed()).collect();
-    let data = match tensor.name == "router.load" {
-        true => shares(&data),
-        false => data,
+    let data = if tensor.name == "router.load" {
+        shares(&data)
+    } else {
+        data
     };
     Tensor { shape, data }
 }

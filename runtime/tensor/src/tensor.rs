@@ -178,9 +178,10 @@ impl<'a> Tensor<'a> {
 
     fn check_length(&self) -> Result<(), String> {
         let (found, needed) = (self.data.len(), self.elements() * self.dtype.size());
-        match found == needed {
-            true => Ok(()),
-            false => Err(format!("has {found} bytes, its shape needs {needed}")),
+        if found == needed {
+            Ok(())
+        } else {
+            Err(format!("has {found} bytes, its shape needs {needed}"))
         }
     }
 }

@@ -69,9 +69,10 @@ struct Installer<'a> {
 
 impl Installer<'_> {
     fn install(&mut self, kinds: &[Kind]) -> Result<(), ToolchainError> {
-        let _lock = match kinds.iter().all(|kind| self.registry.get(*kind).is_some()) {
-            true => None,
-            false => Some(self.begin()?),
+        let _lock = if kinds.iter().all(|kind| self.registry.get(*kind).is_some()) {
+            None
+        } else {
+            Some(self.begin()?)
         };
         for kind in kinds {
             match self.registry.get(*kind) {

@@ -96,9 +96,10 @@ impl Python {
             .args([wheel, folder])
             .args(package.members);
         let output = self.output(&mut command, kind)?;
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(unpack_error(&package, &last_lines(&output))),
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(unpack_error(&package, &last_lines(&output)))
         }
     }
 
@@ -112,9 +113,10 @@ impl Python {
     pub fn pip_version(&self) -> Result<String, String> {
         let output = self.command().args(["-m", "pip", "--version"]).output();
         let output = output.map_err(|error| self.cannot_run(&error))?;
-        match output.status.success() {
-            true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_string()),
-            false => Err(last_lines(&output)),
+        if output.status.success() {
+            Ok(String::from_utf8_lossy(&output.stdout).trim().to_string())
+        } else {
+            Err(last_lines(&output))
         }
     }
 

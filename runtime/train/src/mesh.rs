@@ -25,9 +25,10 @@ use std::ops::Range;
 
 /// Who can have the same parameters on a mesh.
 fn owners(mesh: &Mesh) -> &'static [Among] {
-    match mesh.parallel().slices_shared() {
-        true => &[Among::World, Among::Replicas, Among::SameSlice],
-        false => &[Among::World, Among::Replicas],
+    if mesh.parallel().slices_shared() {
+        &[Among::World, Among::Replicas, Among::SameSlice]
+    } else {
+        &[Among::World, Among::Replicas]
     }
 }
 
@@ -111,9 +112,10 @@ impl<O: Optimizer> MeshOptimizer<O> {
         for (name, gradient) in &gradients {
             self.shapes.insert(name.clone(), gradient.shape.clone());
         }
-        match self.partitioned {
-            true => self.step_part(parameters, &gradients)?,
-            false => self.optimizer.step(parameters, &gradients)?,
+        if self.partitioned {
+            self.step_part(parameters, &gradients)?
+        } else {
+            self.optimizer.step(parameters, &gradients)?
         }
         Ok(norm)
     }
@@ -187,9 +189,10 @@ impl<O: Optimizer> MeshOptimizer<O> {
     /// Those of the exchange.
     pub fn state(&self, parameters: &Tensors<'_>) -> Result<Tensors<'static>, TrainError> {
         let own = self.optimizer.state();
-        let mut state: Tensors<'static> = match self.partitioned {
-            true => self.joined(&own, "state")?,
-            false => Tensors::new(),
+        let mut state: Tensors<'static> = if self.partitioned {
+            self.joined(&own, "state")?
+        } else {
+            Tensors::new()
         };
         let mut kinds = BTreeSet::new();
         for (name, tensor) in own {
@@ -227,9 +230,10 @@ impl<O: Optimizer> MeshOptimizer<O> {
                 continue;
             }
             shapes.insert(weight.to_string(), tensor.shape.clone());
-            let part = match self.partitioned {
-                true => cut(name, tensor, &self.part(weight, tensor.elements()))?,
-                false => tensor.lend(),
+            let part = if self.partitioned {
+                cut(name, tensor, &self.part(weight, tensor.elements()))?
+            } else {
+                tensor.lend()
             };
             own.insert(name, part);
         }

@@ -48,9 +48,10 @@ impl Space {
         Space {
             ways: std::iter::once(0).chain(divisors).collect(),
             degrees: vec![1, 2, 4, 8],
-            routes: match nodes {
-                true => vec![Route::Linear, Route::InterFirst],
-                false => vec![Route::Linear],
+            routes: if nodes {
+                vec![Route::Linear, Route::InterFirst]
+            } else {
+                vec![Route::Linear]
             },
         }
     }
@@ -66,9 +67,10 @@ impl Space {
             let few = high - low <= 3;
             let third = (high - low) / 3;
             let (left, right) = (low + third, high.saturating_sub(third + 1));
-            match few {
-                true => points.extend(&inner[low..high]),
-                false => points.extend([inner[left], inner[right]]),
+            if few {
+                points.extend(&inner[low..high])
+            } else {
+                points.extend([inner[left], inner[right]])
             }
             if let Some(strategy) = self.missing(&points, measured, wanted) {
                 return Some(strategy);

@@ -157,9 +157,10 @@ impl WeightsError {
     /// rule, which the first of them shows; narrowing is asked for once, when all else is right.
     pub(crate) fn all(mut errors: Vec<WeightsError>) -> WeightsError {
         let misfit = |error: &WeightsError| !matches!(error, WeightsError::Narrowing { .. });
-        match errors.iter().any(misfit) {
-            true => errors.retain(misfit),
-            false => errors.truncate(1),
+        if errors.iter().any(misfit) {
+            errors.retain(misfit)
+        } else {
+            errors.truncate(1)
         }
         let mut missing = 0;
         errors.retain(|error| {

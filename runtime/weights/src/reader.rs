@@ -95,9 +95,10 @@ impl<'a> LayerReader<'a> {
                 Err(error) => wrong.push(error),
             }
         }
-        match wrong.is_empty() {
-            true => Ok(LayerReader { weights }),
-            false => Err(WeightsError::all(wrong)),
+        if wrong.is_empty() {
+            Ok(LayerReader { weights })
+        } else {
+            Err(WeightsError::all(wrong))
         }
     }
 

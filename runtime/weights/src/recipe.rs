@@ -218,9 +218,10 @@ impl<'a> Finder<'a, '_> {
             tensor: self.tensor.name.clone(),
             path: self.checkpoint.path().to_path_buf(),
             near: self.near(&tried),
-            tried: match tried.iter().all(|name| *name == self.tensor.name) {
-                true => String::new(),
-                false => format!("; looked for {}", listed(&tried)),
+            tried: if tried.iter().all(|name| *name == self.tensor.name) {
+                String::new()
+            } else {
+                format!("; looked for {}", listed(&tried))
             },
         }
     }

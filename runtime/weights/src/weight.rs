@@ -122,9 +122,10 @@ impl Weight<'_> {
     ) -> Result<(), WeightsError> {
         part.from.check_length()?;
         let size = part.found.size();
-        match self.as_it_is(part) {
-            true => copy(layout, part.from.bytes, size, out),
-            false => self.convert(part, layout, first, out)?,
+        if self.as_it_is(part) {
+            copy(layout, part.from.bytes, size, out)
+        } else {
+            self.convert(part, layout, first, out)?
         }
         let span = layout.span();
         part.from.data(span.start * size..span.end * size).release();

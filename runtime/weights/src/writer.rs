@@ -98,9 +98,10 @@ impl Writer {
         };
         let index = folder.join(INDEX);
         let several = parts.len() > 1;
-        let names = match several {
-            true => free_names(&folder, parts.len()),
-            false => vec![SINGLE.to_string()],
+        let names = if several {
+            free_names(&folder, parts.len())
+        } else {
+            vec![SINGLE.to_string()]
         };
         // Of an index that cannot be read nothing is known.
         let old = read_index(&index).unwrap_or_default().into_iter();

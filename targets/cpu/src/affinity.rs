@@ -45,9 +45,10 @@ pub fn processors() -> io::Result<Vec<usize>> {
     let list: Vec<usize> = (0..most)
         .filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) })
         .collect();
-    match list.is_empty() {
-        true => Err(io::Error::other("this process may use no processor")),
-        false => Ok(list),
+    if list.is_empty() {
+        Err(io::Error::other("this process may use no processor"))
+    } else {
+        Ok(list)
     }
 }
 

@@ -75,9 +75,10 @@ pub(crate) fn find_for(
 ) -> Result<Driver, CompileError> {
     let path = machine.var("PATH").unwrap_or_default();
     let variable = format!("MOESAIC_CC_{}", architecture.to_uppercase());
-    let program = match architecture == std::env::consts::ARCH {
-        true => "cc".to_string(),
-        false => format!("{architecture}-linux-gnu-gcc"),
+    let program = if architecture == std::env::consts::ARCH {
+        "cc".to_string()
+    } else {
+        format!("{architecture}-linux-gnu-gcc")
     };
     let asked = machine.var(&variable).filter(|value| !value.is_empty());
     let found = match &asked {

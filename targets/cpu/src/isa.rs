@@ -56,9 +56,10 @@ pub fn host_runs(isa: CpuIsa) -> bool {
 #[cfg(target_arch = "x86_64")]
 fn detect() -> CpuIsa {
     use CpuIsa::{Amx, Avx2, Avx512, Avx512Bf16};
-    let fastest_first = match is_intel() {
-        true => [Amx, Avx512, Avx512Bf16, Avx2],
-        false => [Amx, Avx512Bf16, Avx512, Avx2],
+    let fastest_first = if is_intel() {
+        [Amx, Avx512, Avx512Bf16, Avx2]
+    } else {
+        [Amx, Avx512Bf16, Avx512, Avx2]
     };
     fastest_first
         .into_iter()
@@ -103,9 +104,10 @@ fn is_intel() -> bool {
 
 #[cfg(target_arch = "aarch64")]
 fn detect() -> CpuIsa {
-    match host_runs(CpuIsa::NeonBf16) {
-        true => CpuIsa::NeonBf16,
-        false => CpuIsa::Neon,
+    if host_runs(CpuIsa::NeonBf16) {
+        CpuIsa::NeonBf16
+    } else {
+        CpuIsa::Neon
     }
 }
 

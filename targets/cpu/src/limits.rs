@@ -137,9 +137,10 @@ impl Probe {
         device: &CpuDevice,
         isa: CpuIsa,
     ) -> Result<Probe, LimitsError> {
-        let isa = match crate::host_runs(isa) {
-            true => isa,
-            false => crate::host_isa(),
+        let isa = if crate::host_runs(isa) {
+            isa
+        } else {
+            crate::host_isa()
         };
         let entries = entries();
         let symbols: Vec<&str> = entries.iter().map(|entry| entry.symbol.as_str()).collect();

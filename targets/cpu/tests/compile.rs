@@ -105,9 +105,10 @@ fn fingerprints_tell_targets_apart_and_hold_no_path() {
 fn a_foreign_target_is_named_with_what_is_possible() {
     let dir = tempfile::tempdir().unwrap();
     let compiler = CpuCompiler::at(&script(dir.path(), "exit 1"));
-    let foreign = match cfg!(target_arch = "x86_64") {
-        true => CpuIsa::Neon,
-        false => CpuIsa::Avx2,
+    let foreign = if cfg!(target_arch = "x86_64") {
+        CpuIsa::Neon
+    } else {
+        CpuIsa::Avx2
     };
     let source = source(foreign, SCALE, vec![scale_entry()]);
     let error = compiler

@@ -132,9 +132,10 @@ impl ClangTool {
         let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
         let done = child::run(self.command().args(args), folder.path(), ASK)?;
         let text = done.stdout + &done.stderr;
-        match done.status.success() {
-            true => Ok(text),
-            false => Err(text.lines().next().unwrap_or("it said nothing").to_string()),
+        if done.status.success() {
+            Ok(text)
+        } else {
+            Err(text.lines().next().unwrap_or("it said nothing").to_string())
         }
     }
 }

@@ -86,9 +86,10 @@ const OPEN: &[(&str, &str)] = &[
 
 /// Text after one to six changes. `words` are of its language.
 pub fn text(rng: &mut Counter, seeds: &[String], words: &[&str]) -> Vec<u8> {
-    let mut bytes = match rng.one_in(40) {
-        true => noise(rng, 64),
-        false => rng.pick(seeds).into_bytes(),
+    let mut bytes = if rng.one_in(40) {
+        noise(rng, 64)
+    } else {
+        rng.pick(seeds).into_bytes()
     };
     for _ in 0..rng.between(1, 6) {
         match rng.between(0, 11) {
@@ -223,9 +224,10 @@ fn line(rng: &mut Counter, bytes: &mut Vec<u8>) {
         rng.between(0, lines.len() - 1),
         rng.between(0, lines.len() - 1),
     );
-    match rng.one_in(2) {
-        true => lines.swap(a, b),
-        false => lines.insert(a, lines[b].clone()),
+    if rng.one_in(2) {
+        lines.swap(a, b)
+    } else {
+        lines.insert(a, lines[b].clone())
     }
     *bytes = lines.join(&separator);
 }

@@ -56,9 +56,10 @@ const BROKEN: i32 = 3;
 /// When there is no device.
 pub fn run(options: &Options) -> Result<ExitCode> {
     let items = options.suite.items(&options.data, options.tiny);
-    match options.here {
-        true => here(options, &items),
-        false => watched(options, &items),
+    if options.here {
+        here(options, &items)
+    } else {
+        watched(options, &items)
     }
 }
 

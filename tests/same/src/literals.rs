@@ -42,9 +42,10 @@ fn token(rest: &str) -> (usize, Option<String>) {
         let next = (start + length + end.len()).min(rest.len());
         return (next, Some(rest[start..start + length].to_string()));
     }
-    match rest.starts_with('"') {
-        true => escaped(rest),
-        false => (1, None),
+    if rest.starts_with('"') {
+        escaped(rest)
+    } else {
+        (1, None)
     }
 }
 

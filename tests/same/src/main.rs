@@ -101,9 +101,10 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
 /// file that they write is on the disk.
 fn work_folder() -> Result<tempfile::TempDir, Failed> {
     let memory = Path::new("/dev/shm");
-    let base = match memory.is_dir() {
-        true => memory.to_path_buf(),
-        false => std::env::temp_dir(),
+    let base = if memory.is_dir() {
+        memory.to_path_buf()
+    } else {
+        std::env::temp_dir()
     };
     tempfile::tempdir_in(&base).map_err(|error| Failed::File(base, error))
 }

@@ -144,9 +144,10 @@ fn ends(rng: &mut Counter) -> Experts {
     let own = Expression::parse("x / (1 + abs(x)) + 0.5 * erf(x) + log(1 + x^2) * tanh(x)");
     let own = own.map_or(Activation::Gelu, Activation::Custom);
     Experts {
-        form: match gated {
-            true => ExpertForm::Gated,
-            false => ExpertForm::Plain,
+        form: if gated {
+            ExpertForm::Gated
+        } else {
+            ExpertForm::Plain
         },
         activation: rng.pick(&[Activation::Gelu, Activation::Gelu, own, Activation::Silu]),
         bias: rng.pick(&[Biases::All, Biases::All, Biases::None]),

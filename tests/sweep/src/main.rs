@@ -73,9 +73,10 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
     let (cuda, rocm) = (nvrtc(&registry)?, rocm(&registry)?);
     let compilers: [&dyn Compiler; 2] = [&cuda, &rocm];
     let all: Vec<Target> = compilers.iter().flat_map(|c| c.targets()).collect();
-    let targets = match arguments.target.is_empty() {
-        true => all.clone(),
-        false => arguments.target.clone(),
+    let targets = if arguments.target.is_empty() {
+        all.clone()
+    } else {
+        arguments.target.clone()
     };
     if let Some(unknown) = targets.iter().find(|target| !all.contains(target)) {
         return Err(Failed::Target(*unknown));
@@ -83,9 +84,10 @@ fn run(arguments: &Arguments) -> Result<bool, Failed> {
     let sweep = Sweep {
         seed: arguments.seed,
         specs: arguments.specs,
-        draw: match arguments.products {
-            true => moesaic_sweep::products,
-            false => moesaic_sweep::layer,
+        draw: if arguments.products {
+            moesaic_sweep::products
+        } else {
+            moesaic_sweep::layer
         },
         each: arguments.each.unwrap_or(targets.len()),
         targets,

@@ -22,9 +22,10 @@ pub fn section(inspection: &Inspection, machine: &Machine) -> String {
         .filter(|launch| launch.at.iter().all(|at| at.work.flops == 0.0))
         .map(|launch| format!("<code>{}</code>", escape(&launch.label)))
         .collect();
-    let idle = match idle.is_empty() {
-        true => String::new(),
-        false => format!(" Only moving bytes, and not drawn: {}.", idle.join(", ")),
+    let idle = if idle.is_empty() {
+        String::new()
+    } else {
+        format!(" Only moving bytes, and not drawn: {}.", idle.join(", "))
     };
     format!(
         "<h2 id=\"roofline\">Roofline</h2><p>Where each launch can be at best on {}: numbers are those \

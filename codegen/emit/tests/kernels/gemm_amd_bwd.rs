@@ -25,9 +25,10 @@ fn load(plan: &LayerPlan) -> (Arc<dyn Device>, Vec<Arc<dyn Module>>) {
 
 /// All products of experts, and of routers those whose types the unit takes.
 fn products(spec: &LayerSpec, target: &str) -> Products {
-    let unit = match MFMA.contains(&target) {
-        true => Some("mfma"),
-        false => Some("wmma"),
+    let unit = if MFMA.contains(&target) {
+        Some("mfma")
+    } else {
+        Some("wmma")
     };
     let wanted = |kernel: &KernelPlan| {
         let of_router = kernel.name.contains("router") || kernel.name.contains("gate_shared");

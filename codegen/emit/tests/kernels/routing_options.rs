@@ -27,9 +27,10 @@ fn rig(spec: &LayerSpec, target: &str, training: bool) -> Rig {
         "cpu" => Target::Cpu(host()),
         gpu => gpu.parse().unwrap(),
     };
-    let plan = routing_of(match training {
-        true => plan(spec, to, &PlanOptions::training(Training::default())).unwrap(),
-        false => plan(spec, to, &PlanOptions::default()).unwrap(),
+    let plan = routing_of(if training {
+        plan(spec, to, &PlanOptions::training(Training::default())).unwrap()
+    } else {
+        plan(spec, to, &PlanOptions::default()).unwrap()
     });
     if target == "cpu" {
         return Rig::compile(spec, 2, plan);

@@ -70,9 +70,10 @@ fn told(stored: &Stored, training: bool) -> Told {
         experts_up_weight: tensor(&up).unwrap(),
         experts_down_weight: tensor(&down).unwrap(),
     };
-    match training {
-        true => Told::training(&ENGINE, &weights, Training::default()).unwrap(),
-        false => Told::new(&ENGINE, &weights).unwrap(),
+    if training {
+        Told::training(&ENGINE, &weights, Training::default()).unwrap()
+    } else {
+        Told::new(&ENGINE, &weights).unwrap()
     }
 }
 

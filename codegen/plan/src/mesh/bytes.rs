@@ -72,9 +72,12 @@ impl RankPlan {
             Way::ToTokens { from: tensor, .. } => {
                 let slice = |rank: usize| self.by().place(rank).shard;
                 let same = |rank: usize| slice(rank) == slice(own);
-                each(&group, &|rank| match same(rank) {
-                    true => from(rank) * row_to(rank, Side::Experts, tensor),
-                    false => 0,
+                each(&group, &|rank| {
+                    if same(rank) {
+                        from(rank) * row_to(rank, Side::Experts, tensor)
+                    } else {
+                        0
+                    }
                 })
             }
             Way::OverShards { tensor } => {

@@ -166,9 +166,10 @@ fn pieces(steps: &[RankStep], of: usize, launched: usize, order: Order) -> Vec<R
             list.extend(exchange(&travel.answers, before));
         }
         list.extend(exchange(&travel.sums, number));
-        match travel.sums.is_empty() {
-            true => list.extend(exchange(&travel.answers, number)),
-            false => summed = Some(number),
+        if travel.sums.is_empty() {
+            list.extend(exchange(&travel.answers, number))
+        } else {
+            summed = Some(number)
         }
     }
     if let Some(last) = summed {

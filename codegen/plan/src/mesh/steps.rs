@@ -25,13 +25,17 @@ pub(super) fn tile_rows(experts: &LayerPlan) -> usize {
 }
 
 fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
-    let launched = |plan: &LayerPlan| match trains {
-        true => plan.steps.len(),
-        false => plan.evaluation_steps().len(),
+    let launched = |plan: &LayerPlan| {
+        if trains {
+            plan.steps.len()
+        } else {
+            plan.evaluation_steps().len()
+        }
     };
-    let steps = match trains {
-        true => &plan.tokens.steps,
-        false => plan.tokens.evaluation_steps(),
+    let steps = if trains {
+        &plan.tokens.steps
+    } else {
+        plan.tokens.evaluation_steps()
     };
     let named = |name: &str| {
         let id = plan.tokens.id(name);
@@ -53,9 +57,10 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         list.push(exchange("capacity", Way::Most { tensor }));
     }
     launch(&mut list, Side::Tokens, scanned..at);
-    let multiply = match trains {
-        true => &plan.experts.steps,
-        false => plan.experts.evaluation_steps(),
+    let multiply = if trains {
+        &plan.experts.steps
+    } else {
+        plan.experts.evaluation_steps()
     };
     list.extend(gathered_weights(plan, multiply));
     list.push(exchange("counts", Way::Counts));

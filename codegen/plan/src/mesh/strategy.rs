@@ -179,9 +179,10 @@ impl fmt::Display for Wire {
 
 impl<T: fmt::Display + PartialEq> fmt::Display for Both<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.forward == self.backward {
-            true => write!(f, "{}", self.forward),
-            false => write!(f, "{}/{}", self.forward, self.backward),
+        if self.forward == self.backward {
+            write!(f, "{}", self.forward)
+        } else {
+            write!(f, "{}/{}", self.forward, self.backward)
         }
     }
 }
@@ -202,9 +203,10 @@ impl fmt::Display for Strategy {
         if self.wire != default.wire {
             parts.push(format!("wire={}", self.wire));
         }
-        match parts.is_empty() {
-            true => f.write_str("default"),
-            false => f.write_str(&parts.join(",")),
+        if parts.is_empty() {
+            f.write_str("default")
+        } else {
+            f.write_str(&parts.join(","))
         }
     }
 }

@@ -24,9 +24,10 @@ impl Ways {
     /// [`StrategyError::Ways`] for a number that is neither 0 nor a divisor of the slices.
     pub fn new(weights: Parallel, ways: usize) -> Result<Ways, StrategyError> {
         let shards = weights.shards;
-        match ways == 0 || shards.is_multiple_of(ways) {
-            true => Ok(Ways { weights, ways }),
-            false => Err(StrategyError::Ways { ways, shards }),
+        if ways == 0 || shards.is_multiple_of(ways) {
+            Ok(Ways { weights, ways })
+        } else {
+            Err(StrategyError::Ways { ways, shards })
         }
     }
 

@@ -84,9 +84,10 @@ impl Balancer {
     /// By how much another placement would lower the load of the busiest rank, from 0 on.
     pub fn gain(&self, present: &Placement, other: &Placement) -> f64 {
         let before = present.busiest(&self.average);
-        match before > 0.0 {
-            true => 1.0 - other.busiest(&self.average) / before,
-            false => 0.0,
+        if before > 0.0 {
+            1.0 - other.busiest(&self.average) / before
+        } else {
+            0.0
         }
     }
 

@@ -68,9 +68,10 @@ impl Replication {
 pub fn rebalance(loads: &[f64], eplb: &Eplb) -> Result<Replication, PlacementError> {
     check(loads, eplb)?;
     let hierarchical = eplb.expert_groups.is_multiple_of(eplb.nodes);
-    let (groups, nodes) = match hierarchical {
-        true => (eplb.expert_groups, eplb.nodes),
-        false => (1, 1),
+    let (groups, nodes) = if hierarchical {
+        (eplb.expert_groups, eplb.nodes)
+    } else {
+        (1, 1)
     };
     let loads: Vec<f32> = loads.iter().map(|load| *load as f32).collect();
     let size = loads.len() / groups;
@@ -185,9 +186,12 @@ fn replicate(weights: &[f32], replicas: usize) -> (Vec<usize>, Vec<usize>) {
     let mut counts = vec![1; weights.len()];
     while items.len() < replicas {
         let share = |item: usize| weights[item] / counts[item] as f32;
-        let heavier = |best: usize, item: usize| match share(item) > share(best) {
-            true => item,
-            false => best,
+        let heavier = |best: usize, item: usize| {
+            if share(item) > share(best) {
+                item
+            } else {
+                best
+            }
         };
         let heaviest = (0..weights.len()).fold(0, heavier);
         items.push(heaviest);

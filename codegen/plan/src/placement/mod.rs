@@ -425,9 +425,10 @@ fn even(rows: usize, parts: usize, part: usize) -> Range<usize> {
 /// The inverse of [`Parallel::experts`].
 fn owner_of(groups: usize, experts: usize, expert: usize) -> usize {
     let (each, more) = (experts / groups, experts % groups);
-    match expert < more * (each + 1) {
-        true => expert / (each + 1),
-        false => more + (expert - more * (each + 1)) / each.max(1),
+    if expert < more * (each + 1) {
+        expert / (each + 1)
+    } else {
+        more + (expert - more * (each + 1)) / each.max(1)
     }
 }
 

@@ -147,9 +147,10 @@ fn features(spec: &LayerSpec) -> BTreeSet<String> {
             path.contains('.') && !path.starts_with("shape.") || path.ends_with("output_dim");
         for value in values.iter().filter(|value| varied && *value != "absent") {
             let word = value.starts_with(|c: char| c.is_ascii_lowercase());
-            list.insert(match word {
-                true => format!("{path} = {value}"),
-                false => path.clone(),
+            list.insert(if word {
+                format!("{path} = {value}")
+            } else {
+                path.clone()
             });
         }
     }

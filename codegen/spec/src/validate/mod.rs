@@ -29,9 +29,10 @@ impl LayerSpec {
         capacity::check(self, &mut problems);
         experts::check(self, &mut problems);
         losses::check(self, &mut problems);
-        match problems.is_empty() {
-            true => Ok(()),
-            false => Err(problems),
+        if problems.is_empty() {
+            Ok(())
+        } else {
+            Err(problems)
         }
     }
 

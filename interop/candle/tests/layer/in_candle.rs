@@ -61,9 +61,10 @@ impl Case {
 
     pub fn logits(&self, x: &Tensor) -> Result<Tensor> {
         let logits = x.matmul(&self.weight("router.weight")?.t()?)?;
-        match self.vars.contains_key("router.bias") {
-            true => logits.broadcast_add(&self.weight("router.bias")?),
-            false => Ok(logits),
+        if self.vars.contains_key("router.bias") {
+            logits.broadcast_add(&self.weight("router.bias")?)
+        } else {
+            Ok(logits)
         }
     }
 
@@ -98,9 +99,10 @@ impl Case {
             .get(expert)?;
         let product = rows.matmul(&matrix.t()?)?;
         let bias = format!("experts.{part}.bias");
-        match self.vars.contains_key(&bias) {
-            true => product.broadcast_add(&self.weight(&bias)?.get(expert)?),
-            false => Ok(product),
+        if self.vars.contains_key(&bias) {
+            product.broadcast_add(&self.weight(&bias)?.get(expert)?)
+        } else {
+            Ok(product)
         }
     }
 

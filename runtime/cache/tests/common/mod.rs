@@ -97,9 +97,10 @@ pub fn files(dir: &Path) -> Vec<String> {
     fn walk(dir: &Path, root: &Path, into: &mut Vec<String>) {
         for entry in std::fs::read_dir(dir).into_iter().flatten() {
             let path = entry.unwrap().path();
-            match path.is_dir() {
-                true => walk(&path, root, into),
-                false => into.push(path.strip_prefix(root).unwrap().display().to_string()),
+            if path.is_dir() {
+                walk(&path, root, into)
+            } else {
+                into.push(path.strip_prefix(root).unwrap().display().to_string())
             }
         }
     }

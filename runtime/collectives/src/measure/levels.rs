@@ -92,9 +92,12 @@ fn kinds(shape: NodeShape) -> Vec<(bool, usize)> {
     let all = inside
         .into_iter()
         .chain(between.map(|peers| (false, peers)));
-    let least = |(same_node, peers): &(bool, usize)| match same_node {
-        true => *peers > 0 && per_node > 1,
-        false => *peers > 0 && nodes > 1,
+    let least = |(same_node, peers): &(bool, usize)| {
+        if same_node {
+            *peers > 0 && per_node > 1
+        } else {
+            *peers > 0 && nodes > 1
+        }
     };
     let mut list: Vec<(bool, usize)> = all.filter(least).collect();
     list.dedup();
@@ -113,9 +116,12 @@ impl Place {
         let NodeShape { nodes, per_node } = shape;
         // The i-th peer: forwards for those who get, backwards for those who send.
         let peer = |i: usize, forwards: bool| {
-            let step = |at: usize, by: usize, of: usize| match forwards {
-                true => (at + by) % of,
-                false => (at + of - by) % of,
+            let step = |at: usize, by: usize, of: usize| {
+                if forwards {
+                    (at + by) % of
+                } else {
+                    (at + of - by) % of
+                }
             };
             match same_node {
                 true => shape.rank(node, step(place, i + 1, per_node)),

@@ -194,9 +194,12 @@ impl Hops {
                 whole(first.unwrap_or(0) == order)
             }
             _ => {
-                let cut = |way: usize| match way == ways {
-                    true => bytes,
-                    false => bytes * way / ways / CUT * CUT,
+                let cut = |way: usize| {
+                    if way == ways {
+                        bytes
+                    } else {
+                        bytes * way / ways / CUT * CUT
+                    }
                 };
                 cut(order)..cut(order + 1)
             }

@@ -16,9 +16,12 @@ impl FanOut {
         (element, bytes): (Element, usize),
         answers: &dyn Fn(usize, usize) -> bool,
     ) -> Sums {
-        let size = |leg: super::Leg| match answers(leg.from, leg.to) {
-            true => leg.units as usize * bytes,
-            false => 0,
+        let size = |leg: super::Leg| {
+            if answers(leg.from, leg.to) {
+                leg.units as usize * bytes
+            } else {
+                0
+            }
         };
         Sums {
             fan: Arc::clone(self),
@@ -122,9 +125,10 @@ impl Itinerary for NodeSums {
         let shape = fan.shape();
         for peer in (0..shape.ranks()).filter(|peer| fan.crosses(*peer)) {
             let (node, place) = shape.split(peer);
-            let sums = match place == shape.split(rank.0).1 {
-                true => planning.heaps[node].returned.len(),
-                false => 0,
+            let sums = if place == shape.split(rank.0).1 {
+                planning.heaps[node].returned.len()
+            } else {
+                0
             };
             let room = planning.to[peer].len();
             if room != sums {
@@ -201,9 +205,12 @@ impl Planning<'_> {
                 .iter()
                 .any(|bytes| *bytes > 0)
         };
-        let kept = |place: usize| match answers(place) {
-            true => fan.numbers_from(node, place),
-            false => &[],
+        let kept = |place: usize| {
+            if answers(place) {
+                fan.numbers_from(node, place)
+            } else {
+                &[]
+            }
         };
         let lists: Vec<&[u32]> = (0..per_node).map(kept).collect();
         let numbers = crossing(lists.concat());
@@ -240,9 +247,12 @@ impl Planning<'_> {
                 .map(|token| (all(token), self.row(totals, token)))
                 .collect(),
             returned: tokens
-                .map(|token| match several(&token) {
-                    true => self.row(totals, token),
-                    false => all(token),
+                .map(|token| {
+                    if several(&token) {
+                        self.row(totals, token)
+                    } else {
+                        all(token)
+                    }
                 })
                 .collect(),
         }

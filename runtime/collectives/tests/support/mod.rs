@@ -166,9 +166,12 @@ fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: 
 fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     // Rank 1 sends nothing, and nothing goes from a rank to the one before it.
-    let count = |from: usize, to: usize| match from == 1 || (to + 1) % ranks == from {
-        true => 0,
-        false => scale * (1 + (from * 5 + to * 3) % 4),
+    let count = |from: usize, to: usize| {
+        if from == 1 || (to + 1) % ranks == from {
+            0
+        } else {
+            scale * (1 + (from * 5 + to * 3) % 4)
+        }
     };
     let sends: Vec<usize> = (0..ranks).map(|q| count(rank, q)).collect();
     let receives: Vec<usize> = (0..ranks).map(|p| count(p, rank)).collect();

@@ -245,9 +245,10 @@ impl AnyLayer {
     /// As [`Layer::gradient`].
     pub fn gradient(&self, name: &str) -> Result<Tensor<'static>, EngineError> {
         let gradient = self.side_of(name).gradient(name)?;
-        Ok(match self.mesh().is_none_or(|mesh| mesh.holds(name)) {
-            true => gradient,
-            false => Tensor::zeros(gradient.dtype, &gradient.shape),
+        Ok(if self.mesh().is_none_or(|mesh| mesh.holds(name)) {
+            gradient
+        } else {
+            Tensor::zeros(gradient.dtype, &gradient.shape)
         })
     }
 

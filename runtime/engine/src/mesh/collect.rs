@@ -83,11 +83,13 @@ impl Ranks {
     /// For each tensor how many experts of it each group of ranks has.
     fn experts(&self, own: &Tensors<'_>) -> Result<Vec<Vec<usize>>, EngineError> {
         let mesh = self.mesh().parallel();
-        let count =
-            |(name, tensor): (&String, &Tensor<'_>)| match Share::of(mesh, name).counts_experts() {
-                true => tensor.shape.first().copied().unwrap_or(0) as u64,
-                false => 0,
-            };
+        let count = |(name, tensor): (&String, &Tensor<'_>)| {
+            if Share::of(mesh, name).counts_experts() {
+                tensor.shape.first().copied().unwrap_or(0) as u64
+            } else {
+                0
+            }
+        };
         let counts: Vec<u8> = own
             .iter()
             .flat_map(|each| count(each).to_le_bytes())

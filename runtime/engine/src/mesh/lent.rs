@@ -92,9 +92,10 @@ impl Run<'_> {
         let own = Arc::clone(self.own(weight, &self.owned.weights)?);
         let experts = self.plan.experts_here().len();
         // Rows of whole experts go to where they belong, smaller ones in one piece.
-        match strips.iter().any(|strip| strip.rows > experts) {
-            false => self.gather_rows(weight, &strips, [&own, &to], call),
-            true => self.gather_pieces(weight, &strips, [&own, &to], call),
+        if strips.iter().any(|strip| strip.rows > experts) {
+            self.gather_pieces(weight, &strips, [&own, &to], call)
+        } else {
+            self.gather_rows(weight, &strips, [&own, &to], call)
         }
     }
 
@@ -160,9 +161,10 @@ impl Run<'_> {
         self.complete(exchange)?;
         let mut first = 0;
         for strip in strips {
-            let (from, at) = match strip.owner == me {
-                true => (own, packed(strip, strip.own)),
-                false => (&pieces, packed(strip, first)),
+            let (from, at) = if strip.owner == me {
+                (own, packed(strip, strip.own))
+            } else {
+                (&pieces, packed(strip, first))
             };
             self.copy(strip, element, [(from, at), (to, spread(strip))])?;
             first += strip.elements();
@@ -186,9 +188,10 @@ impl Run<'_> {
         }
         let elements: usize = counts.iter().sum();
         let from = Arc::clone(self.experts.buffer(gradient));
-        let pieces = match in_order(&strips) {
-            true => None,
-            false => Some(self.spare(elements * Element::F32.size())?),
+        let pieces = if in_order(&strips) {
+            None
+        } else {
+            Some(self.spare(elements * Element::F32.size())?)
         };
         let mut first = 0;
         for strip in strips.iter().filter(|_| pieces.is_some()) {
@@ -202,9 +205,10 @@ impl Run<'_> {
         let own = Arc::clone(self.own(gradient, self.owned.gradient_buffers()?)?);
         let mine: Vec<&Strip> = strips.iter().filter(|strip| strip.owner == me).collect();
         // Replicas of other owners' experts lie between those of this rank.
-        let sums = match without_gaps(&mine) {
-            true => None,
-            false => Some(self.spare(counts[me] * Element::F32.size())?),
+        let sums = if without_gaps(&mine) {
+            None
+        } else {
+            Some(self.spare(counts[me] * Element::F32.size())?)
         };
         let output = sums.as_ref().unwrap_or(&own);
         let output = Slice::new(output, Element::F32, 0, counts[me])?;

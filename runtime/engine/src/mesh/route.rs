@@ -118,9 +118,12 @@ impl Rows {
         (bytes, crosses): (RowBytes, &dyn Fn(usize, usize) -> bool),
     ) -> Option<Box<dyn Itinerary>> {
         let passage = self.passage_of(pieces)?;
-        let row = |leg: Leg| match crosses(leg.from, leg.to) {
-            true => bytes.far,
-            false => bytes.near,
+        let row = |leg: Leg| {
+            if crosses(leg.from, leg.to) {
+                bytes.far
+            } else {
+                bytes.near
+            }
         };
         let size = |leg: Leg| leg.units as usize * row(leg);
         Some(match (load, self.fan_of(pieces)) {
@@ -182,9 +185,12 @@ impl Rows {
             plan::crossing(rows.map(|row| tokens[row]))
         };
         let sent: Vec<Vec<u32>> = (0..shape.nodes).map(numbers).collect();
-        let told = |other: usize| match other == node {
-            true => 0,
-            false => FanOut::told_from(&passage, shape, other),
+        let told = |other: usize| {
+            if other == node {
+                0
+            } else {
+                FanOut::told_from(&passage, shape, other)
+            }
         };
         let sizes: Vec<usize> = (0..shape.nodes).map(told).collect();
         let own: Vec<&[u32]> = (0..shape.nodes)

@@ -107,9 +107,10 @@ impl Run<'_> {
         if in_stream {
             self.unpack(under_way.coming.take())?;
         }
-        match later {
-            true => self.under_way.push(under_way),
-            false => self.wait(under_way)?,
+        if later {
+            self.under_way.push(under_way)
+        } else {
+            self.wait(under_way)?
         }
         Ok(())
     }

@@ -60,9 +60,10 @@ impl View {
         let experts = engine.borrowing_layer(&texts(&plan.experts)?)?;
         // Weights that are gathered must not change meanwhile.
         let experts = experts.taking_turns(held.experts.turn());
-        let tokens = match plan.tokens == *held.tokens.plan() {
-            true => None,
-            false => Some(sharing(engine, &texts(&plan.tokens)?, held.tokens)?),
+        let tokens = if plan.tokens == *held.tokens.plan() {
+            None
+        } else {
+            Some(sharing(engine, &texts(&plan.tokens)?, held.tokens)?)
         };
         let sides = Sides {
             tokens: tokens.as_ref().unwrap_or(held.tokens),

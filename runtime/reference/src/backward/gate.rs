@@ -79,9 +79,10 @@ impl Pass<'_> {
     }
 
     fn scores(&self, logits: &[f64]) -> Vec<f64> {
-        match self.spec.has_logits() {
-            true => scores_row(self.spec, logits),
-            false => vec![1.0; logits.len()],
+        if self.spec.has_logits() {
+            scores_row(self.spec, logits)
+        } else {
+            vec![1.0; logits.len()]
         }
     }
 
@@ -89,9 +90,12 @@ impl Pass<'_> {
     fn finish(&mut self, ids: &[i32], chosen: &[f64], dweights: &[f64]) -> Vec<f64> {
         let (r, weights) = (&self.spec.router, self.weights);
         let norm = Norm::of(r.renormalize, r.renormalize_eps, r.norm_order, chosen);
-        let factor = |e: i32| match r.expert_scale {
-            true => weights.get("router.expert_scale").data[e as usize],
-            false => 1.0,
+        let factor = |e: i32| {
+            if r.expert_scale {
+                weights.get("router.expert_scale").data[e as usize]
+            } else {
+                1.0
+            }
         };
         let live = |i: &usize| ids[*i] >= 0;
         // The gradient of score / denominator.

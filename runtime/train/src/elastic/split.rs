@@ -325,8 +325,9 @@ fn join(
 
 /// The tensor that all parts have.
 fn same(name: &str, list: &[&Tensor<'_>]) -> Result<Tensor<'static>, TrainError> {
-    match list.iter().all(|tensor| *tensor == list[0]) {
-        true => Ok(list[0].clone().into_static()),
-        false => Err(TrainError::tensor(name, "is not the same in all parts")),
+    if list.iter().all(|tensor| *tensor == list[0]) {
+        Ok(list[0].clone().into_static())
+    } else {
+        Err(TrainError::tensor(name, "is not the same in all parts"))
     }
 }

@@ -113,9 +113,10 @@ impl<V: Vendor> Device for GpuDevice<V> {
         let to = buffer.range("upload", offset, bytes.len())?;
         let lane = &self.lane;
         lane.forbid(|| format!("a copy of {} bytes from the host", bytes.len()))?;
-        match bytes.is_empty() {
-            true => Ok(()),
-            false => staging::upload(lane, bytes, to),
+        if bytes.is_empty() {
+            Ok(())
+        } else {
+            staging::upload(lane, bytes, to)
         }
     }
 

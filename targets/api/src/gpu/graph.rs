@@ -77,9 +77,10 @@ fn instantiate<V: Vendor>(
 /// The graph as errors name it: `` `decode` with `gate_topk`, `dispatch` ``.
 fn described<V: Vendor>(name: &str, kept: &Kept<V>) -> Launched {
     let kernels: Vec<String> = kept.launches.iter().map(Launched::to_string).collect();
-    let name = match kernels.is_empty() {
-        true => format!("`{name}` with no kernels"),
-        false => format!("`{name}` with {}", kernels.join(", ")),
+    let name = if kernels.is_empty() {
+        format!("`{name}` with no kernels")
+    } else {
+        format!("`{name}` with {}", kernels.join(", "))
     };
     Launched::Graph { name: name.into() }
 }

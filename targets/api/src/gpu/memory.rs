@@ -36,9 +36,10 @@ impl<V: Vendor> Drop for Block<V> {
         // SAFETY: allocated once, freed once; in stream order, so that
         // earlier launches finish first, or when the device has finished.
         self.lane.gpu.call_quietly(|f| unsafe {
-            match self.pooled {
-                true => (f.free_async)(address, stream),
-                false => (f.free)(address),
+            if self.pooled {
+                (f.free_async)(address, stream)
+            } else {
+                (f.free)(address)
             }
         });
     }

@@ -312,9 +312,10 @@ impl<V: Vendor> Drop for Loaded<V> {
             return;
         };
         // Of several captures none knows when the others' streams are done.
-        match captures.iter().all(|other| Arc::ptr_eq(first, other)) {
-            true => first.keep_orphan(orphan),
-            false => orphan.abandon(),
+        if captures.iter().all(|other| Arc::ptr_eq(first, other)) {
+            first.keep_orphan(orphan)
+        } else {
+            orphan.abandon()
         }
     }
 }

@@ -74,9 +74,10 @@ pub fn main(kit: Kit) -> ExitCode {
     let outcomes: Vec<bool> = checks.map(|check| report(&bench, check)).collect();
     let passed = outcomes.iter().filter(|outcome| **outcome).count();
     println!("{passed} of {} checks passed", outcomes.len());
-    match passed == outcomes.len() {
-        true => ExitCode::SUCCESS,
-        false => ExitCode::FAILURE,
+    if passed == outcomes.len() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
     }
 }
 

@@ -75,9 +75,10 @@ fn tensor_map(bench: &Bench) -> Outcome {
     let rule = refusal(launch(base + 8), "not a multiple of 16");
     if let Err(error) = launch(base) {
         let text = error.to_string();
-        return match text.contains("needs sm_90 or later") {
-            true => Ok(text),
-            false => Err(text.into()),
+        return if text.contains("needs sm_90 or later") {
+            Ok(text)
+        } else {
+            Err(text.into())
         };
     }
     let mut bytes = [0; 128];

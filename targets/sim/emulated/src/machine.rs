@@ -100,9 +100,10 @@ fn find_qemu() -> Result<PathBuf, String> {
 fn find_with(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, String> {
     if let Some(asked) = variable("MOESAIC_QEMU").filter(|value| !value.is_empty()) {
         let program = PathBuf::from(asked);
-        return match program.is_file() {
-            true => Ok(program),
-            false => Err(format!("MOESAIC_QEMU={} is no program", program.display())),
+        return if program.is_file() {
+            Ok(program)
+        } else {
+            Err(format!("MOESAIC_QEMU={} is no program", program.display()))
         };
     }
     let path = variable("PATH").unwrap_or_default();

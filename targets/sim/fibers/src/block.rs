@@ -225,9 +225,10 @@ impl Block {
 
 /// `thread 5` or `threads 5-9`.
 fn range(first: usize, last: usize) -> String {
-    match first == last {
-        true => format!("thread {first}"),
-        false => format!("threads {first}-{last}"),
+    if first == last {
+        format!("thread {first}")
+    } else {
+        format!("threads {first}-{last}")
     }
 }
 

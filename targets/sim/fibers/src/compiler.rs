@@ -162,9 +162,10 @@ const UNKNOWN: &str = "unknown version";
 
 fn flags(version: &str) -> Vec<&'static str> {
     let mut flags = FLAGS.to_vec();
-    match version.contains("clang") || version.starts_with("zig") {
-        true => flags.extend(CLANG_FRAMES),
-        false => flags.extend(GCC_FRAMES),
+    if version.contains("clang") || version.starts_with("zig") {
+        flags.extend(CLANG_FRAMES)
+    } else {
+        flags.extend(GCC_FRAMES)
     }
     #[cfg(target_arch = "x86_64")]
     if std::is_x86_feature_detected!("avx2")

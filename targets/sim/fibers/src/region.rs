@@ -56,9 +56,10 @@ impl Region {
                 return Some(Fault::Memory(access, Problem::Unwritten));
             }
         }
-        match self.writable {
-            true => self.order(access, grains, now, shift),
-            false => None,
+        if self.writable {
+            self.order(access, grains, now, shift)
+        } else {
+            None
         }
     }
 

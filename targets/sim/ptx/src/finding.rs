@@ -134,9 +134,12 @@ pub(crate) fn threads(list: &[u32]) -> String {
             _ => runs.push((thread, thread)),
         }
     }
-    let one = |(first, last): &(u32, u32)| match first == last {
-        true => first.to_string(),
-        false => format!("{first}-{last}"),
+    let one = |(first, last): &(u32, u32)| {
+        if first == last {
+            first.to_string()
+        } else {
+            format!("{first}-{last}")
+        }
     };
     let text = runs.iter().map(one).collect::<Vec<_>>().join(", ");
     match list.len() {

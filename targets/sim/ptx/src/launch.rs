@@ -170,9 +170,10 @@ fn run(
         full: shared.options.checks == Checks::Full,
     };
     let clusters = u64::from(grid[0]) * u64::from(grid[1]) / u64::from(cluster);
-    let workers = match kernel.in_order {
-        true => 1,
-        false => (shared.threads as u64).min(clusters).max(1),
+    let workers = if kernel.in_order {
+        1
+    } else {
+        (shared.threads as u64).min(clusters).max(1)
     };
     let sum = Part::sum(spread(&launch, clusters, workers), kernel.code.len());
     let conflict = log.finish(&regions, kernel.synchronises);

@@ -94,9 +94,10 @@ const fn round_shift(bits: u32, shift: u32) -> u32 {
 #[inline]
 pub const fn tf32_from_f32_rna(value: f32) -> u32 {
     let bits = value.to_bits();
-    match value.is_finite() {
-        true => (bits + 0x1000) & !0x1fff,
-        false => bits & !0x1fff,
+    if value.is_finite() {
+        (bits + 0x1000) & !0x1fff
+    } else {
+        bits & !0x1fff
     }
 }
 
@@ -104,18 +105,20 @@ pub const fn tf32_from_f32_rna(value: f32) -> u32 {
 #[inline]
 pub const fn tf32_from_f32_rn(value: f32) -> u32 {
     let bits = value.to_bits();
-    match value.is_nan() {
-        true => NAN32,
-        false => (bits + 0xfff + ((bits >> 13) & 1)) & !0x1fff,
+    if value.is_nan() {
+        NAN32
+    } else {
+        (bits + 0xfff + ((bits >> 13) & 1)) & !0x1fff
     }
 }
 
 /// f32 to tf32 towards zero (`cvt.rz`).
 #[inline]
 pub const fn tf32_from_f32_rz(value: f32) -> u32 {
-    match value.is_nan() {
-        true => NAN32,
-        false => value.to_bits() & !0x1fff,
+    if value.is_nan() {
+        NAN32
+    } else {
+        value.to_bits() & !0x1fff
     }
 }
 

@@ -66,15 +66,17 @@ fn nearest(value: f64, infinity: u16, decode: impl Fn(u16) -> f64) -> u16 {
     let (mut low, mut high) = (0, infinity - 1);
     while low < high {
         let middle = low + (high - low).div_ceil(2);
-        match decode(middle) <= value {
-            true => low = middle,
-            false => high = middle - 1,
+        if decode(middle) <= value {
+            low = middle
+        } else {
+            high = middle - 1
         }
     }
     // What infinity would be if the exponent went on.
-    let next = match low + 1 == infinity {
-        true => 2.0 * decode(low) - decode(low - 1),
-        false => decode(low + 1),
+    let next = if low + 1 == infinity {
+        2.0 * decode(low) - decode(low - 1)
+    } else {
+        decode(low + 1)
     };
     match (value - decode(low)).total_cmp(&(next - value)) {
         std::cmp::Ordering::Less => low,

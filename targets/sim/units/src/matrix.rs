@@ -15,9 +15,10 @@ use crate::Lanes;
 /// register holds in half 0 (low) or 1 (high).
 pub const fn element(transposed: bool, lane: usize, half: usize) -> (usize, usize) {
     let (major, minor) = (lane / 4, 2 * (lane % 4) + half);
-    match transposed {
-        false => (major, minor),
-        true => (minor, major),
+    if transposed {
+        (minor, major)
+    } else {
+        (major, minor)
     }
 }
 

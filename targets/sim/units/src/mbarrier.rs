@@ -113,9 +113,10 @@ impl Mbarrier {
         };
         // A finished phase would have started the next one.
         let open = barrier.pending != 0 || barrier.tx != 0;
-        match word >> 62 == TAG && open && barrier.pending <= barrier.expected {
-            true => Ok(barrier),
-            false => Err(MbarrierError::Uninitialised),
+        if word >> 62 == TAG && open && barrier.pending <= barrier.expected {
+            Ok(barrier)
+        } else {
+            Err(MbarrierError::Uninitialised)
         }
     }
 

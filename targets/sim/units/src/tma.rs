@@ -100,9 +100,10 @@ fn check(map: &TensorMap, coordinates: &[i32], shared: u32) -> Result<(), TmaErr
         return Err(TmaError::SharedAddress(shared));
     }
     let (bytes, span) = (map.row_bytes(), map.swizzle.span());
-    match map.swizzle != Swizzle::None && bytes != span {
-        true => Err(TmaError::NarrowSwizzle { bytes, span }),
-        false => Ok(()),
+    if map.swizzle != Swizzle::None && bytes != span {
+        Err(TmaError::NarrowSwizzle { bytes, span })
+    } else {
+        Ok(())
     }
 }
 

@@ -127,9 +127,10 @@ impl Surface for EntryFile {
     }
 
     fn input(&mut self, rng: &mut Counter) -> Vec<u8> {
-        match rng.one_in(50) {
-            true => self.bytes.clone(),
-            false => mutate::bytes(rng, &self.bytes),
+        if rng.one_in(50) {
+            self.bytes.clone()
+        } else {
+            mutate::bytes(rng, &self.bytes)
         }
     }
 

@@ -66,9 +66,10 @@ pub fn surface(name: &str) -> Option<Box<dyn Surface>> {
 /// A folder in memory where the system has one: many small files come and go.
 fn folder() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
-    let made = match memory.is_dir() {
-        true => tempfile::tempdir_in(memory),
-        false => tempfile::tempdir(),
+    let made = if memory.is_dir() {
+        tempfile::tempdir_in(memory)
+    } else {
+        tempfile::tempdir()
     };
     made.expect("a temporary folder")
 }
@@ -79,8 +80,5 @@ fn root() -> PathBuf {
 
 /// Fails with a sentence unless it holds.
 fn promise(holds: bool, sentence: impl FnOnce() -> String) -> Result<(), String> {
-    match holds {
-        true => Ok(()),
-        false => Err(sentence()),
-    }
+    if holds { Ok(()) } else { Err(sentence()) }
 }

@@ -27,9 +27,10 @@ pub struct Pack {
 pub(super) fn files(folder: &Path) -> Vec<PathBuf> {
     let mut list = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        match entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            true => list.extend(files(&entry.path())),
-            false => list.push(entry.path()),
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            list.extend(files(&entry.path()))
+        } else {
+            list.push(entry.path())
         }
     }
     list.sort();

@@ -97,16 +97,18 @@ pub(super) fn file(rng: &mut Counter, tensors: &[(&str, &str, &[u64])]) -> Vec<u
             &["\"F32\"", "[0,0]", "\"x\":{"],
         );
     }
-    let length = match rng.one_in(25) {
-        true => rng.pick(&SIZES),
-        false => header.len() as u64,
+    let length = if rng.one_in(25) {
+        rng.pick(&SIZES)
+    } else {
+        header.len() as u64
     };
     let mut bytes = length.to_le_bytes().to_vec();
     bytes.extend(header);
     bytes.extend((0..end).map(|i| (i * 37 % 11) as u8));
-    match rng.one_in(10) {
-        true => mutate::bytes(rng, &bytes),
-        false => bytes,
+    if rng.one_in(10) {
+        mutate::bytes(rng, &bytes)
+    } else {
+        bytes
     }
 }
 

@@ -297,9 +297,10 @@ pub(super) fn coordinates(random: &mut Random, case: &Case) -> [i32; 5] {
     let miss = i64::from(random.range(0, 3) == 0);
     std::array::from_fn(|dim| {
         let (size, tile) = (case.dims[dim] as i64, i64::from(case.map.tile[dim]));
-        match dim < case.rank {
-            true => random.range(1 - tile - miss, size - 1 + miss) as i32,
-            false => 0,
+        if dim < case.rank {
+            random.range(1 - tile - miss, size - 1 + miss) as i32
+        } else {
+            0
         }
     })
 }

@@ -89,9 +89,10 @@ impl Launched<'_> {
 
     /// Expert of each row.
     fn rows(&self) -> Vec<usize> {
-        match self.dense {
-            true => vec![0; self.call.tokens],
-            false => self.call.rows.iter().map(|row| row.0).collect(),
+        if self.dense {
+            vec![0; self.call.tokens]
+        } else {
+            self.call.rows.iter().map(|row| row.0).collect()
         }
     }
 

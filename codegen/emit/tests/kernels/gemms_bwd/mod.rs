@@ -167,9 +167,10 @@ impl Products {
             name if self.weights.0.contains_key(name) => self.weights.get(name).data.clone(),
             name => {
                 let rows = ["rows", "dout", "drows"].contains(&name);
-                let live = match rows {
-                    true => count / (call.tokens * shape.top_k).max(1) * call.rows.len(),
-                    false => count,
+                let live = if rows {
+                    count / (call.tokens * shape.top_k).max(1) * call.rows.len()
+                } else {
+                    count
                 };
                 let seed = name
                     .bytes()

@@ -64,9 +64,10 @@ impl Check<'_> {
         let (spec, weights) = (self.spec, &self.rig.weights);
         let whole = gate(spec, weights, &self.t.input);
         // Jittered tokens are stored once more.
-        let drawn = match self.t.values.contains_key("router.x") {
-            true => 2.0 * spec.precision.activations.unit_roundoff(),
-            false => 0.0,
+        let drawn = if self.t.values.contains_key("router.x") {
+            2.0 * spec.precision.activations.unit_roundoff()
+        } else {
+            0.0
         };
         for (name, want) in [
             ("router.logits", whole.logits),
@@ -104,9 +105,10 @@ impl Check<'_> {
         let renormalized = self.spec.capacity.renormalize_after_drop;
         Decision {
             ids: self.t.ids(),
-            weights: match renormalized && self.spec.router.kind != RouterKind::External {
-                true => want.weights,
-                false => self.t.get("topk_weights").to_vec(),
+            weights: if renormalized && self.spec.router.kind != RouterKind::External {
+                want.weights
+            } else {
+                self.t.get("topk_weights").to_vec()
             },
             importance: want.importance,
         }

@@ -409,9 +409,10 @@ impl Call<'_> {
         let noisy = self.spec().losses.iter().any(|l| l.kind.needs_noise());
         let (tolerance, least) = if noisy { (2e-4, 1e-3) } else { (4e-5, 1e-9) };
         // What renormalising takes away is as large as a weight's gradient.
-        let least = match name.starts_with("loss.") {
-            true => least,
-            false => 0.03 * self.spec().router.scale,
+        let least = if name.starts_with("loss.") {
+            least
+        } else {
+            0.03 * self.spec().router.scale
         };
         let scale = wanted.iter().fold(least, |most: f64, v| most.max(v.abs()));
         for (i, (found, wanted)) in found.iter().zip(wanted).enumerate() {

@@ -111,9 +111,10 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         logits,
-        router: match training {
-            true => spec.router.clone(),
-            false => serving,
+        router: if training {
+            spec.router.clone()
+        } else {
+            serving
         },
         select: true,
         best_score: needs_order(spec),
@@ -292,9 +293,10 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
         Logits::Cosine(_) => 32,
         _ => d.experts.next_power_of_two().clamp(4, 32),
     };
-    let histogram = match d.select {
-        true => histogram(d.order, d.experts, d.top_k),
-        false => Histogram::None,
+    let histogram = if d.select {
+        histogram(d.order, d.experts, d.top_k)
+    } else {
+        Histogram::None
     };
     // Without logits only the choices of a token are dealt out over lanes.
     let width = match d.logits {
@@ -314,9 +316,10 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
         logits_tile_tokens: 32,
         logits_tile_experts: columns,
         logits_tile_depth: 32,
-        select_threads: match lanes > wave {
-            true => lanes,
-            false => (tokens as u32 * lanes).clamp(128, most),
+        select_threads: if lanes > wave {
+            lanes
+        } else {
+            (tokens as u32 * lanes).clamp(128, most)
         },
         select_tile_tokens: tokens,
         select_lanes: lanes,

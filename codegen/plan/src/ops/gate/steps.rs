@@ -84,9 +84,10 @@ impl Builder {
         let kernel = self.kernel_by("gate_topk", op, |symbol| gate_calls(routed, symbol));
         self.gate_step(kernel, "gate_draw", &[]);
         let x = self.routed_tokens();
-        let logits = match desc.noisy() {
-            true => "router.clean_logits",
-            false => "router.logits",
+        let logits = if desc.noisy() {
+            "router.clean_logits"
+        } else {
+            "router.logits"
         };
         let projection = [("x", x), ("logits", logits)];
         self.gate_step(kernel, "gate_project", &projection);
@@ -123,17 +124,19 @@ impl Builder {
 
     /// The tensor that the router reads.
     pub(crate) fn routed_tokens(&self) -> &'static str {
-        match self.gate_desc().is_some_and(|gate| gate.draws_input()) {
-            true => "router.x",
-            false => "x",
+        if self.gate_desc().is_some_and(|gate| gate.draws_input()) {
+            "router.x"
+        } else {
+            "x"
         }
     }
 
     /// The tensor that losses take as logits without noise.
     pub(crate) fn clean_logits(&self) -> &'static str {
-        match self.gate_desc().is_some_and(|gate| gate.noisy()) {
-            true => "router.clean_logits",
-            false => "router.logits",
+        if self.gate_desc().is_some_and(|gate| gate.noisy()) {
+            "router.clean_logits"
+        } else {
+            "router.logits"
         }
     }
 

@@ -36,9 +36,10 @@ impl Builder {
 
     pub(crate) fn latent_up(&mut self) {
         if self.plan.spec.latent.is_some() {
-            let to = match adds_later(&self.plan.spec) {
-                true => "routed",
-                false => "y",
+            let to = if adds_later(&self.plan.spec) {
+                "routed"
+            } else {
+                "y"
             };
             self.project("grouped_gemm_latent_up", Half::Up, "latent.sum", to);
         }

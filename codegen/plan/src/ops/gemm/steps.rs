@@ -21,9 +21,10 @@ impl Builder {
         self.latent_down();
         if !up.gather() && !self.rows_given() {
             let few = self.few(&self.routed(Half::Up));
-            self.dispatch(match few.is_some_and(|config| config.gather()) {
-                true => Calls::Many,
-                false => Calls::All,
+            self.dispatch(if few.is_some_and(|config| config.gather()) {
+                Calls::Many
+            } else {
+                Calls::All
             });
         }
         self.product("grouped_gemm_up", Half::Up, None, self.keeps_hidden());

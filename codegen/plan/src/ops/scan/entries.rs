@@ -47,9 +47,10 @@ fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
     ]);
     let params = params.into_iter().chain(d.counters()).collect();
     let grid = [d.sorted_items()?.ceil_div(run), one()];
-    let summary = match d.ordered() {
-        true => "sorts runs of tokens by best score",
-        false => "sorts runs of the lists by expert and key",
+    let summary = if d.ordered() {
+        "sorts runs of tokens by best score"
+    } else {
+        "sorts runs of the lists by expert and key"
     };
     Some(entry("expert_scan_sort", summary, params, grid, c.threads))
 }
@@ -110,21 +111,24 @@ fn place(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
         (false, true) => vec![d.per_expert("bucket_offsets", I64, Access::Read)],
         (false, false) => some(d.kept()),
     };
-    let to = match d.ranked() {
-        true => some(d.listing(c)),
-        false => d.placement().to_vec(),
+    let to = if d.ranked() {
+        some(d.listing(c))
+    } else {
+        d.placement().to_vec()
     };
     let limit = summed.then(|| d.row_limit()).flatten();
     let params = [ids, starts, to, limit.into_iter().collect()].concat();
-    let summary = match d.ranked() {
-        true => "lists the assignments of each expert",
-        false => "gives every assignment its location and row",
+    let summary = if d.ranked() {
+        "lists the assignments of each expert"
+    } else {
+        "gives every assignment its location and row"
     };
     let tiles = d.tiles(c).ceil_div(c.block_tiles as u64);
     // The first block has more to do than to place, even without tokens.
-    let blocks = match summed {
-        true => Size::up_to(0, one(), tiles),
-        false => tiles,
+    let blocks = if summed {
+        Size::up_to(0, one(), tiles)
+    } else {
+        tiles
     };
     let grid = [blocks, one()];
     entry("expert_scan_place", summary, params, grid, c.threads)
@@ -140,18 +144,20 @@ fn rank(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
         when(by_weight, weights),
         Some(d.per_expert("bucket_offsets", I64, Access::Read)),
         Some(Param::read("bucket_slots", I32, "[tokens*top_k]")),
-        Some(match whole {
-            true => d.sort_items(),
-            false => d.sorted_keys(Access::Read),
+        Some(if whole {
+            d.sort_items()
+        } else {
+            d.sorted_keys(Access::Read)
         }),
     ];
     let to = d.kept().into_iter().chain(d.placement().map(Some));
     let params = some(head.into_iter().chain(to));
     let drawn = whole.then(|| d.counters()).into_iter().flatten();
     let params = params.into_iter().chain(drawn).collect();
-    let blocks = match whole {
-        true => Size::Const(d.experts as u64),
-        false => slots_by(d.top_k, c.threads.into()),
+    let blocks = if whole {
+        Size::Const(d.experts as u64)
+    } else {
+        slots_by(d.top_k, c.threads.into())
     };
     let summary = "ranks the assignments of each expert and gives them rows";
     entry(
@@ -237,9 +243,10 @@ impl ExpertScanDesc {
 
     /// Where a block sorts a whole list: its items, and as much room again.
     fn sort_items(&self) -> Param {
-        let shape = match self.ordered() {
-            true => "[2, tokens]",
-            false => "[2, tokens*top_k]",
+        let shape = if self.ordered() {
+            "[2, tokens]"
+        } else {
+            "[2, tokens*top_k]"
         };
         Param::tensor("sort_items", I64, Access::ReadWrite, shape)
     }

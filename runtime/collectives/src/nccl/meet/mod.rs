@@ -67,14 +67,16 @@ impl Meeting {
         let port: u16 = port.trim().parse().map_err(wrong)?;
         // torchrun's own agent may be listening there; the next port is ours then.
         let taken = variable("TORCHELASTIC_USE_AGENT_STORE");
-        let port = match taken.is_some_and(|text| text.eq_ignore_ascii_case("true")) {
-            true => port.wrapping_add(1).max(1024),
-            false => port,
+        let port = if taken.is_some_and(|text| text.eq_ignore_ascii_case("true")) {
+            port.wrapping_add(1).max(1024)
+        } else {
+            port
         };
         let local = variable("LOCAL_WORLD_SIZE").and_then(|text| text.trim().parse().ok());
-        match local == Some(world.size) {
-            true => Ok(Meeting::Loopback(port)),
-            false => Ok(Meeting::Address(address, port)),
+        if local == Some(world.size) {
+            Ok(Meeting::Loopback(port))
+        } else {
+            Ok(Meeting::Address(address, port))
         }
     }
 }

@@ -101,9 +101,10 @@ fn touch(statement: &Statement) -> Touch {
     let mut found = Touch::default();
     let result = has_result(statement);
     for (i, operand) in statement.operands.iter().enumerate() {
-        let list = match i == 0 && result {
-            true => &mut found.writes,
-            false => &mut found.reads,
+        let list = if i == 0 && result {
+            &mut found.writes
+        } else {
+            &mut found.reads
         };
         registers(operand, list);
     }

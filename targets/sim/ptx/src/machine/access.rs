@@ -148,9 +148,10 @@ impl Machine<'_> {
     /// The bits that lane `lane` stores as element `at`.
     #[inline(always)]
     pub fn stored(&self, warp: &Warp, access: &Access, at: usize, lane: usize) -> u64 {
-        match access.wide {
-            true => warp.double(access.rows[at])[lane],
-            false => u64::from(warp.word(access.rows[at])[lane]),
+        if access.wide {
+            warp.double(access.rows[at])[lane]
+        } else {
+            u64::from(warp.word(access.rows[at])[lane])
         }
     }
 

@@ -35,9 +35,10 @@ impl Machine<'_> {
             self.order_after(warp, atomic.order, space, &addresses, mask);
         }
         for (row, value) in atomic.results.iter().zip(&old) {
-            match atomic.wide {
-                true => warp.put_double(*row, value, mask),
-                false => warp.put(*row, &value.map(|v| v as u32), mask),
+            if atomic.wide {
+                warp.put_double(*row, value, mask)
+            } else {
+                warp.put(*row, &value.map(|v| v as u32), mask)
             }
         }
         Ok(())

@@ -167,9 +167,10 @@ impl Machine<'_> {
             VoteKind::All => all,
             _ => yes > 0,
         };
-        match reduce.population {
-            true => warp.put(reduce.d, &[yes; 32], mask),
-            false => warp.put_predicate(reduce.d, if holds { u32::MAX } else { 0 }, mask),
+        if reduce.population {
+            warp.put(reduce.d, &[yes; 32], mask)
+        } else {
+            warp.put_predicate(reduce.d, if holds { u32::MAX } else { 0 }, mask)
         }
         Some(Flow::Next)
     }

@@ -69,9 +69,10 @@ impl Machine<'_> {
             .position(|block| block.warps.contains(&number));
         let owner = owner.unwrap_or(0);
         let inside = thread - 32 * self.blocks[owner].warps.start as u32;
-        match owner == warp.block as usize {
-            true => format!("thread {inside}"),
-            false => format!("thread {inside} of block {owner} of the cluster"),
+        if owner == warp.block as usize {
+            format!("thread {inside}")
+        } else {
+            format!("thread {inside} of block {owner} of the cluster")
         }
     }
 

@@ -103,9 +103,10 @@ impl Machine<'_> {
         };
         let seen = std::rc::Rc::make_mut(&mut known.seen);
         for &(number, lanes) in waiting {
-            let ended = match number == warp.number {
-                true => warp.ended,
-                false => self.warps[number as usize].ended,
+            let ended = if number == warp.number {
+                warp.ended
+            } else {
+                self.warps[number as usize].ended
             };
             if lanes | ended == u32::MAX {
                 seen.add_warp(number, self.time);
@@ -113,9 +114,10 @@ impl Machine<'_> {
         }
         self.time += 1;
         for &(number, lanes) in waiting {
-            let own = match number == warp.number {
-                true => &mut *warp,
-                false => &mut self.warps[number as usize],
+            let own = if number == warp.number {
+                &mut *warp
+            } else {
+                &mut self.warps[number as usize]
             };
             for lane in lanes_of(lanes) {
                 own.known[lane] = known.clone();

@@ -159,9 +159,10 @@ fn shuffle_source(mode: ShuffleMode, lane: u32, by: u32, clamp: u32) -> (u32, bo
             (source, source <= most)
         }
     };
-    match inside {
-        true => (source & 31, true),
-        false => (lane, false),
+    if inside {
+        (source & 31, true)
+    } else {
+        (lane, false)
     }
 }
 
@@ -214,8 +215,9 @@ fn match_all(warp: &mut Warp, (d, p): (Row, Row), a: Row, wide: bool, named: &Wo
 }
 
 fn wide_values(warp: &Warp, a: Row, wide: bool) -> [u64; 32] {
-    match wide {
-        true => *warp.double(a),
-        false => warp.word(a).map(u64::from),
+    if wide {
+        *warp.double(a)
+    } else {
+        warp.word(a).map(u64::from)
     }
 }

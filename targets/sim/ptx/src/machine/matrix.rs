@@ -57,9 +57,10 @@ impl Machine<'_> {
             return Err(Fault::new(FindingKind::OutOfBounds, used, text));
         };
         self.tally.shared(&addresses, used, ROW as u64);
-        match op.store {
-            true => self.matrix_store(warp, op, &addresses)?,
-            false => self.matrix_load(warp, op, &addresses)?,
+        if op.store {
+            self.matrix_store(warp, op, &addresses)?
+        } else {
+            self.matrix_load(warp, op, &addresses)?
         }
         Ok(Flow::Next)
     }

@@ -186,9 +186,10 @@ impl Machine<'_> {
             Op::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
             Op::Clock { d, wide } => {
                 self.clock += 100;
-                match wide {
-                    true => warp.put_double(*d, &[self.clock; 32], mask),
-                    false => warp.put(*d, &[self.clock as u32; 32], mask),
+                if wide {
+                    warp.put_double(*d, &[self.clock; 32], mask)
+                } else {
+                    warp.put(*d, &[self.clock as u32; 32], mask)
                 }
                 Ok(Flow::Next)
             }

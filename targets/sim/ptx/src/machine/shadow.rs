@@ -104,9 +104,10 @@ impl Cell {
     /// Whether the write is in order before what `clock` knows.
     #[inline(always)]
     fn known_to(self, clock: &Clock) -> bool {
-        match self.is_engine() {
-            true => clock.knows_engine(self.number(), self.time),
-            false => self.time != UNDER_WAY && clock.knows(self.number(), self.time),
+        if self.is_engine() {
+            clock.knows_engine(self.number(), self.time)
+        } else {
+            self.time != UNDER_WAY && clock.knows(self.number(), self.time)
         }
     }
 }
@@ -314,9 +315,10 @@ impl Shadow {
 fn check_engine(cell: Cell, pc: u32, known: &Known) -> Result<(), Clash> {
     let thread = cell.number();
     if cell.is_engine() {
-        return match cell.known_to(&known.seen) {
-            true => Ok(()),
-            false => Err(Clash::Bulk { pc }),
+        return if cell.known_to(&known.seen) {
+            Ok(())
+        } else {
+            Err(Clash::Bulk { pc })
         };
     }
     if cell.time == UNDER_WAY {
@@ -325,9 +327,10 @@ fn check_engine(cell: Cell, pc: u32, known: &Known) -> Result<(), Clash> {
     if cell.known_to(&known.fenced) {
         return Ok(());
     }
-    Err(match cell.known_to(&known.seen) {
-        true => Clash::NoFence { thread, pc },
-        false => Clash::Write { thread, pc },
+    Err(if cell.known_to(&known.seen) {
+        Clash::NoFence { thread, pc }
+    } else {
+        Clash::Write { thread, pc }
     })
 }
 
@@ -371,8 +374,9 @@ fn check_cell(cell: Cell, pc: u32, by: &Accessor<'_>) -> Result<(), Clash> {
     if own || both_atomic || cell.known_to(&by.known.seen) {
         return Ok(());
     }
-    Err(match cell.is_engine() {
-        true => Clash::Bulk { pc },
-        false => Clash::Write { thread, pc },
+    Err(if cell.is_engine() {
+        Clash::Bulk { pc }
+    } else {
+        Clash::Write { thread, pc }
     })
 }

@@ -221,9 +221,10 @@ impl<'p, 'a> Body<'p, 'a> {
         let mut operands = Vec::new();
         while !self.cursor.take(";") {
             let branch = opcode[0] == "bra" || (opcode[0] == "brx" && !operands.is_empty());
-            operands.push(match branch {
-                true => self.label_use(operands.len())?,
-                false => operand(self)?,
+            operands.push(if branch {
+                self.label_use(operands.len())?
+            } else {
+                operand(self)?
             });
             if !self.cursor.take(",") && self.cursor.peek_text() != ";" {
                 let found = self.cursor.peek_text();

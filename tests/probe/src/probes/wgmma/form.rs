@@ -103,9 +103,10 @@ pub fn text(form: &Form) -> Text {
         to_sum: if float { "float_of" } else { "u32" },
         from_sum: if float { "bits_of" } else { "u32" },
         constraint: if float { "+f" } else { "+r" },
-        statement: match form.prelude {
-            true => call(form),
-            false => assembly(form),
+        statement: if form.prelude {
+            call(form)
+        } else {
+            assembly(form)
         },
     }
 }

@@ -99,9 +99,10 @@ fn losses_sum(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
     use moesaic_spec::LossKind::Global;
     let e = d.gate.experts;
     // The last row is for the sums, where shared memory has no room for them.
-    let (access, tiles) = match e > WARP_EXPERTS {
-        true => (Access::ReadWrite, "tiles + 1"),
-        false => (Access::Read, "tiles"),
+    let (access, tiles) = if e > WARP_EXPERTS {
+        (Access::ReadWrite, "tiles + 1")
+    } else {
+        (Access::Read, "tiles")
     };
     let parts = format!("[{tiles}, {}, {e}]", d.sums.len());
     let global = d.losses.iter().any(|loss| loss.kind == Global);

@@ -62,9 +62,10 @@ impl Core {
     fn depth(self, left: DType, right: DType) -> usize {
         let [deep, shallow] = DEPTHS;
         let room = self.block_columns(deep) == BLOCK_COLUMNS;
-        match room && self.strip_fits(deep, left, right) {
-            true => deep,
-            false => shallow,
+        if room && self.strip_fits(deep, left, right) {
+            deep
+        } else {
+            shallow
         }
     }
 
@@ -76,9 +77,10 @@ impl Core {
 
     /// Words of a slice of rows of wgrad: [`WGRAD_DEPTH`], or half of it.
     fn wgrad_depth(self, left: DType, right: DType) -> usize {
-        match self.strip_fits(WGRAD_DEPTH, left, right) {
-            true => WGRAD_DEPTH,
-            false => WGRAD_DEPTH / 2,
+        if self.strip_fits(WGRAD_DEPTH, left, right) {
+            WGRAD_DEPTH
+        } else {
+            WGRAD_DEPTH / 2
         }
     }
 
@@ -168,15 +170,19 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
 fn few(d: &GroupedGemmDesc, tile_columns: usize, thread_columns: usize) -> (usize, usize) {
     let few_columns = (FEW_COLUMNS / d.matrices()).next_multiple_of(thread_columns);
     let column_tiles = d.outer.div_ceil(tile_columns);
-    let row_tiles = |tokens: usize| match d.dense {
-        true => 1,
-        false => d.experts.min(tokens * d.top_k),
+    let row_tiles = |tokens: usize| {
+        if d.dense {
+            1
+        } else {
+            d.experts.min(tokens * d.top_k)
+        }
     };
     let lacks = |tokens: &usize| row_tiles(*tokens) * column_tiles < ENOUGH_BLOCKS;
     let few_tokens = (1..=MOST_FEW).take_while(lacks).count();
-    match few_columns < tile_columns && few_tokens > 0 {
-        true => (few_tokens, few_columns),
-        false => (0, 0),
+    if few_columns < tile_columns && few_tokens > 0 {
+        (few_tokens, few_columns)
+    } else {
+        (0, 0)
     }
 }
 

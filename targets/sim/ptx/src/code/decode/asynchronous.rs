@@ -106,13 +106,15 @@ impl Decoder<'_> {
         let direction = self.direction()?;
         self.parts.flag("bulk_group");
         self.parts.flag("mbarrier::complete_tx::bytes");
-        let reduction = match reduces {
-            true => Some(self.reduction(tensor)?),
-            false => None,
+        let reduction = if reduces {
+            Some(self.reduction(tensor)?)
+        } else {
+            None
         };
-        match tensor {
-            true => self.tensor_copy(direction, reduction, multicast, hint),
-            false => self.line_copy(direction, reduction, multicast, hint),
+        if tensor {
+            self.tensor_copy(direction, reduction, multicast, hint)
+        } else {
+            self.line_copy(direction, reduction, multicast, hint)
         }
     }
 
@@ -157,10 +159,7 @@ impl Decoder<'_> {
         self.parts.flag("noftz");
         Ok(Reduction {
             kind: self.atomic_kind()?,
-            ty: match tensor {
-                true => None,
-                false => Some(self.number()?),
-            },
+            ty: if tensor { None } else { Some(self.number()?) },
         })
     }
 
@@ -178,13 +177,15 @@ impl Decoder<'_> {
             to: self.address(0)?,
             from: self.address(1)?,
             bytes: self.word(2)?,
-            mbarrier: match signals {
-                true => Some(self.address(3)?),
-                false => None,
+            mbarrier: if signals {
+                Some(self.address(3)?)
+            } else {
+                None
             },
-            multicast: match multicast {
-                true => self.word(last - 1)?,
-                false => NONE,
+            multicast: if multicast {
+                self.word(last - 1)?
+            } else {
+                NONE
             },
             reduction,
         }))
@@ -215,13 +216,11 @@ impl Decoder<'_> {
             map: self.address(map)?,
             shared: self.address(shared)?,
             coordinates,
-            mbarrier: match load {
-                true => Some(self.address(2)?),
-                false => None,
-            },
-            multicast: match multicast {
-                true => self.word(last - 1)?,
-                false => NONE,
+            mbarrier: if load { Some(self.address(2)?) } else { None },
+            multicast: if multicast {
+                self.word(last - 1)?
+            } else {
+                NONE
             },
             reduction,
         }))

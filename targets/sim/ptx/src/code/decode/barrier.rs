@@ -15,9 +15,10 @@ impl Decoder<'_> {
             "setmaxnreg" => self.registers(),
             "griddepcontrol" => {
                 self.parts.flag("launch_dependents");
-                Ok(match self.parts.flag("wait") {
-                    true => Op::AwaitLaunches,
-                    false => Op::Nop,
+                Ok(if self.parts.flag("wait") {
+                    Op::AwaitLaunches
+                } else {
+                    Op::Nop
                 })
             }
             _ => {
@@ -45,9 +46,10 @@ impl Decoder<'_> {
         }
         Ok(Op::Barrier(Box::new(BlockBarrier {
             id: self.word(0)?,
-            count: match self.count() > 1 {
-                true => self.word(1)?,
-                false => NONE,
+            count: if self.count() > 1 {
+                self.word(1)?
+            } else {
+                NONE
             },
             arrive,
             aligned,
@@ -64,23 +66,22 @@ impl Decoder<'_> {
         let last = self.count() - 1;
         let (p, negate) = self.predicate(last)?;
         let reduce = BarrierReduce {
-            kind: match and {
-                true => VoteKind::All,
-                false => VoteKind::Any,
-            },
+            kind: if and { VoteKind::All } else { VoteKind::Any },
             population,
-            d: match population {
-                true => self.word(0)?,
-                false => self.predicate(0)?.0,
+            d: if population {
+                self.word(0)?
+            } else {
+                self.predicate(0)?.0
             },
             p,
             negate,
         };
         Ok(Op::Barrier(Box::new(BlockBarrier {
             id: self.word(1)?,
-            count: match self.count() > 3 {
-                true => self.word(2)?,
-                false => NONE,
+            count: if self.count() > 3 {
+                self.word(2)?
+            } else {
+                NONE
             },
             arrive: false,
             aligned,

@@ -58,9 +58,10 @@ impl Decoder<'_> {
     }
 
     fn sized(&mut self, at: usize, ty: Number) -> Result<Row> {
-        match self.is_wide(at, ty) {
-            true => self.double(at),
-            false => self.word(at),
+        if self.is_wide(at, ty) {
+            self.double(at)
+        } else {
+            self.word(at)
         }
     }
 
@@ -103,9 +104,10 @@ impl Decoder<'_> {
         let ty = self.number()?;
         let wide = ty.bits() == 64;
         let (d, a) = (self.value(0, ty)?, self.value(1, ty)?);
-        Ok(match back {
-            true => Op::FromGeneric { space, wide, d, a },
-            false => Op::ToGeneric { space, wide, d, a },
+        Ok(if back {
+            Op::FromGeneric { space, wide, d, a }
+        } else {
+            Op::ToGeneric { space, wide, d, a }
         })
     }
 
@@ -117,10 +119,7 @@ impl Decoder<'_> {
             cluster,
             wide,
             d: self.predicate(0)?.0,
-            a: match wide {
-                true => self.double(1)?,
-                false => self.word(1)?,
-            },
+            a: if wide { self.double(1)? } else { self.word(1)? },
         })
     }
 

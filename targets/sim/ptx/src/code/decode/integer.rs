@@ -102,9 +102,10 @@ impl Decoder<'_> {
         if ty.bits() == 16 && half == Half::High {
             return Err(self.unsupported("the high half of a 16-bit product"));
         }
-        match add {
-            false => self.binary(op.0, ty),
-            true => self.multiply_add(op.1, ty),
+        if add {
+            self.multiply_add(op.1, ty)
+        } else {
+            self.binary(op.0, ty)
         }
     }
 
@@ -137,9 +138,10 @@ impl Decoder<'_> {
                 c: self.double(3)?,
             }),
             (16, false) => Ok(Op::Int2 {
-                op: match signed {
-                    true => Int2::Mul16Signed,
-                    false => Int2::Mul16Unsigned,
+                op: if signed {
+                    Int2::Mul16Signed
+                } else {
+                    Int2::Mul16Unsigned
                 },
                 d: self.word(0)?,
                 a,
@@ -258,9 +260,10 @@ impl Decoder<'_> {
                 self.count_bits(op, bits)
             }
             ("brev", _) => self.unary(Int1::Reverse, ty),
-            ("bfe", 32) => self.ternary(match signed {
-                true => Int3::FieldSigned,
-                false => Int3::FieldUnsigned,
+            ("bfe", 32) => self.ternary(if signed {
+                Int3::FieldSigned
+            } else {
+                Int3::FieldUnsigned
             }),
             ("bfe", _) => Ok(Op::LongField {
                 signed,
@@ -350,9 +353,10 @@ impl Decoder<'_> {
         if a != b {
             return Err(self.unsupported("operands of different signs"));
         }
-        self.ternary(match a.is_signed() {
-            true => Int3::DotSigned,
-            false => Int3::DotUnsigned,
+        self.ternary(if a.is_signed() {
+            Int3::DotSigned
+        } else {
+            Int3::DotUnsigned
         })
     }
 
@@ -361,9 +365,10 @@ impl Decoder<'_> {
         if ty.bits() != 32 {
             return Err(self.unsupported("this width"));
         }
-        self.ternary(match ty.is_signed() {
-            true => Int3::SadSigned,
-            false => Int3::SadUnsigned,
+        self.ternary(if ty.is_signed() {
+            Int3::SadSigned
+        } else {
+            Int3::SadUnsigned
         })
     }
 }

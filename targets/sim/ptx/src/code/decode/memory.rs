@@ -58,9 +58,12 @@ impl Decoder<'_> {
         let is_double =
             |part: &&Operand| matches!(part, Operand::Register(r) if r.class == Class::Double);
         let wide = ty.bits() == 64 || parts.iter().any(is_double);
-        let rows = parts.into_iter().map(|part| match wide {
-            true => self.double_of(part),
-            false => self.word_of(part),
+        let rows = parts.into_iter().map(|part| {
+            if wide {
+                self.double_of(part)
+            } else {
+                self.word_of(part)
+            }
         });
         Ok(Access {
             rows: rows.collect::<Result<Vec<Row>>>()?,
@@ -105,9 +108,10 @@ impl Decoder<'_> {
         let bytes = ty.bytes();
         let first = usize::from(returns);
         let swap = kind == AtomicKind::CompareSwap;
-        let results = match returns {
-            true => self.atomic_rows(0, bytes)?,
-            false => Vec::new(),
+        let results = if returns {
+            self.atomic_rows(0, bytes)?
+        } else {
+            Vec::new()
         };
         let operands = self.atomic_rows(first + 1, bytes)?;
         if operands.len() != count {
@@ -123,9 +127,10 @@ impl Decoder<'_> {
             wide: bytes == 8,
             results,
             operands,
-            swap: match swap {
-                true => self.atomic_rows(first + 2, bytes)?[0],
-                false => NONE,
+            swap: if swap {
+                self.atomic_rows(first + 2, bytes)?[0]
+            } else {
+                NONE
             },
             order,
         })))

@@ -108,9 +108,10 @@ impl<'a> Decoder<'a> {
 
     fn arithmetic(&mut self) -> Result<(InstructionClass, Op)> {
         let float = self.parts.float_type();
-        match float {
-            true => Ok((InstructionClass::Float, self.float()?)),
-            false => Ok((InstructionClass::Integer, self.integer()?)),
+        if float {
+            Ok((InstructionClass::Float, self.float()?))
+        } else {
+            Ok((InstructionClass::Integer, self.integer()?))
         }
     }
 

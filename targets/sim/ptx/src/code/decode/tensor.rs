@@ -53,9 +53,10 @@ impl Decoder<'_> {
             && mma.a.len() == kind.a_registers()
             && mma.b.len() == kind.b_registers()
             && mma.c.len() == kind.c_registers();
-        match fits {
-            true => Ok(Op::Mma(Box::new(mma))),
-            false => Err(self.unsupported("another number of registers than its shape has")),
+        if fits {
+            Ok(Op::Mma(Box::new(mma)))
+        } else {
+            Err(self.unsupported("another number of registers than its shape has"))
         }
     }
 

@@ -67,9 +67,12 @@ fn rest(warp: &mut Warp, op: &Op, mask: u32) {
             warp.put(d, &value, mask);
         }
         Op::SelectSign { float, d, a, b, c } => {
-            let take = |c: u32| match float {
-                true => f32::from_bits(c) >= 0.0,
-                false => c.cast_signed() >= 0,
+            let take = |c: u32| {
+                if float {
+                    f32::from_bits(c) >= 0.0
+                } else {
+                    c.cast_signed() >= 0
+                }
             };
             let pick = map1(warp.word(c), take);
             let (a, b) = (warp.word(a), warp.word(b));

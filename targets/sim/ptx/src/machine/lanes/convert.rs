@@ -44,9 +44,10 @@ fn pair_part(half: Half, rounding: Rounding, relu: bool, value: f32) -> u32 {
 /// Towards zero: the nearest, stepped back when it is too far out.
 fn f16_towards_zero(value: f32) -> u16 {
     let nearest = f16_from_f32(value);
-    match f32_from_f16(nearest).abs() > value.abs() {
-        true => nearest - 1,
-        false => nearest,
+    if f32_from_f16(nearest).abs() > value.abs() {
+        nearest - 1
+    } else {
+        nearest
     }
 }
 
@@ -90,14 +91,16 @@ fn one(warp: &mut Warp, convert: &Convert, mask: u32) {
 
 #[inline(never)]
 fn general(warp: &mut Warp, convert: &Convert, mask: u32) {
-    let bits: Doubles = match convert.wide_a {
-        true => *warp.double(convert.a),
-        false => map1(warp.word(convert.a), u64::from),
+    let bits: Doubles = if convert.wide_a {
+        *warp.double(convert.a)
+    } else {
+        map1(warp.word(convert.a), u64::from)
     };
     let value = map1(&bits, |v| scalar(convert, v));
-    match convert.wide_d {
-        true => warp.put_double(convert.d, &value, mask),
-        false => warp.put(convert.d, &map1(&value, |v: u64| v as u32), mask),
+    if convert.wide_d {
+        warp.put_double(convert.d, &value, mask)
+    } else {
+        warp.put(convert.d, &map1(&value, |v: u64| v as u32), mask)
     }
 }
 
@@ -139,9 +142,10 @@ fn read(from: Number, bits: u64) -> Middle {
 /// The least and the largest value of an integer type.
 fn range(to: Number) -> (i128, i128) {
     let bits = to.bits();
-    match to.is_signed() {
-        true => (-(1i128 << (bits - 1)), (1i128 << (bits - 1)) - 1),
-        false => (0, (1i128 << bits) - 1),
+    if to.is_signed() {
+        (-(1i128 << (bits - 1)), (1i128 << (bits - 1)) - 1)
+    } else {
+        (0, (1i128 << bits) - 1)
     }
 }
 
@@ -149,15 +153,17 @@ fn range(to: Number) -> (i128, i128) {
 fn integer(convert: &Convert, value: i128) -> u64 {
     let to = convert.to;
     let (least, largest) = range(to);
-    let value = match convert.saturate {
-        true => value.clamp(least, largest),
-        false => value,
+    let value = if convert.saturate {
+        value.clamp(least, largest)
+    } else {
+        value
     };
     let truncated = value as u64 & largest_bits(to);
     let negative = to.is_signed() && truncated >> (to.bits() - 1) & 1 == 1;
-    let extended = match negative {
-        true => truncated | !largest_bits(to),
-        false => truncated,
+    let extended = if negative {
+        truncated | !largest_bits(to)
+    } else {
+        truncated
     };
     match (convert.wide_d, to.bits()) {
         (true, _) | (_, 64) => extended,
@@ -194,9 +200,10 @@ fn integer_from_float(convert: &Convert, value: f64) -> u64 {
             0
         };
     }
-    let value = match convert.flush && value.abs() < f64::from(f32::MIN_POSITIVE) {
-        true => 0.0,
-        false => value,
+    let value = if convert.flush && value.abs() < f64::from(f32::MIN_POSITIVE) {
+        0.0
+    } else {
+        value
     };
     let whole = rounded(convert.rounding, value) as i128;
     let saturated = Convert {
@@ -254,9 +261,10 @@ fn directed64(rounding: Rounding, value: i128) -> f64 {
 }
 
 fn float(convert: &Convert, value: f64) -> u64 {
-    let value = match convert.integral {
-        true => rounded(convert.rounding, value),
-        false => value,
+    let value = if convert.integral {
+        rounded(convert.rounding, value)
+    } else {
+        value
     };
     let value = match () {
         () if convert.saturate && value.is_nan() => 0.0,

@@ -27,9 +27,10 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
             warp.put(d, &value, mask);
         }
         Op::Float2 { op, mode, d, a, b } => {
-            let value = match mode == PLAIN {
-                true => float2(op, warp.word(a), warp.word(b)),
-                false => modal2(op, mode, warp.word(a), warp.word(b)),
+            let value = if mode == PLAIN {
+                float2(op, warp.word(a), warp.word(b))
+            } else {
+                modal2(op, mode, warp.word(a), warp.word(b))
             };
             warp.put(d, &value, mask);
         }
@@ -68,9 +69,10 @@ fn reals(warp: &mut Warp, op: &Op, mask: u32) {
         Op::FloatTest { test, wide, d, a } => {
             let mut yes = 0;
             for lane in 0..32 {
-                let holds = match wide {
-                    true => tests64(test, f64::from_bits(warp.double(a)[lane])),
-                    false => tests32(test, f32::from_bits(warp.word(a)[lane])),
+                let holds = if wide {
+                    tests64(test, f64::from_bits(warp.double(a)[lane]))
+                } else {
+                    tests32(test, f32::from_bits(warp.word(a)[lane]))
                 };
                 yes |= u32::from(holds) << lane;
             }
@@ -109,9 +111,10 @@ pub fn bits(value: f32) -> u32 {
 }
 
 fn real_bits(value: f64) -> u64 {
-    match value.is_nan() {
-        true => REAL_NAN,
-        false => value.to_bits(),
+    if value.is_nan() {
+        REAL_NAN
+    } else {
+        value.to_bits()
     }
 }
 
@@ -131,15 +134,13 @@ pub fn finish(mode: Mode, value: u32) -> u32 {
     let number = f32::from_bits(value);
     if mode.saturate {
         // NaN becomes +0.
-        return match number >= 0.0 {
-            true => number.min(1.0).to_bits() & 0x7fff_ffff,
-            false => 0,
+        return if number >= 0.0 {
+            number.min(1.0).to_bits() & 0x7fff_ffff
+        } else {
+            0
         };
     }
-    match mode.relu && number < 0.0 {
-        true => 0,
-        false => value,
-    }
+    if mode.relu && number < 0.0 { 0 } else { value }
 }
 
 #[inline(always)]
@@ -158,9 +159,10 @@ fn fused(mode: Mode, a: &Words, b: &Words, c: &Words) -> Words {
 
 #[inline(never)]
 fn modal2(op: Float2, mode: Mode, a: &Words, b: &Words) -> Words {
-    let value = match mode.flush {
-        true => float2(op, &map1(a, flushed), &map1(b, flushed)),
-        false => float2(op, a, b),
+    let value = if mode.flush {
+        float2(op, &map1(a, flushed), &map1(b, flushed))
+    } else {
+        float2(op, a, b)
     };
     map1(&value, |v| finish(mode, v))
 }

@@ -42,9 +42,10 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
 /// its element out of an operand.
 fn each(form: HalfForm, f: impl Fn(&dyn Fn(u32) -> u16) -> u16) -> u32 {
     let low = u32::from(f(&|v| v as u16));
-    match form.packed {
-        true => low | u32::from(f(&|v| (v >> 16) as u16)) << 16,
-        false => low,
+    if form.packed {
+        low | u32::from(f(&|v| (v >> 16) as u16)) << 16
+    } else {
+        low
     }
 }
 
@@ -116,9 +117,10 @@ fn close(form: HalfForm, value: f64) -> u16 {
     if !form.mode.saturate && !form.mode.relu && !form.mode.flush {
         return bits;
     }
-    let bits = match form.mode.flush && form.half == Half::F16 && bits & 0x7c00 == 0 {
-        true => bits & 0x8000,
-        false => bits,
+    let bits = if form.mode.flush && form.half == Half::F16 && bits & 0x7c00 == 0 {
+        bits & 0x8000
+    } else {
+        bits
     };
     let mode = crate::code::op::Mode {
         flush: false,

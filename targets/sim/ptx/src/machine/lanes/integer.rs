@@ -55,9 +55,10 @@ fn short(warp: &mut Warp, op: &Op, mask: u32) {
                 Int2::ShiftLeft | Int2::ShiftRightSigned | Int2::ShiftRightUnsigned
             );
             let x = extend(warp.word(a), signed);
-            let y = match shift {
-                true => *warp.word(b),
-                false => extend(warp.word(b), signed),
+            let y = if shift {
+                *warp.word(b)
+            } else {
+                extend(warp.word(b), signed)
             };
             let value = map1(&int2(op, &x, &y), |v| v & 0xffff);
             warp.put(d, &value, mask);
@@ -77,9 +78,10 @@ fn short(warp: &mut Warp, op: &Op, mask: u32) {
 
 #[inline(always)]
 fn extend(row: &Words, signed: bool) -> Words {
-    match signed {
-        true => map1(row, |v| i32::from(v as u16 as i16).cast_unsigned()),
-        false => map1(row, |v| v & 0xffff),
+    if signed {
+        map1(row, |v| i32::from(v as u16 as i16).cast_unsigned())
+    } else {
+        map1(row, |v| v & 0xffff)
     }
 }
 
@@ -96,9 +98,10 @@ pub fn insert(a: u64, b: u64, position: u32, length: u32, bits: u32) -> u64 {
     if position >= bits || length == 0 {
         return b;
     }
-    let field = match length >= 64 {
-        true => u64::MAX,
-        false => (1u64 << length) - 1,
+    let field = if length >= 64 {
+        u64::MAX
+    } else {
+        (1u64 << length) - 1
     };
     let field = field << position;
     (b & !field) | ((a << position) & field)

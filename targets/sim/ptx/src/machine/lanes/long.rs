@@ -108,9 +108,10 @@ fn carry(warp: &mut Warp, op: &Op, mask: u32) {
     if give {
         warp.carry = (warp.carry & !mask) | (out & mask);
     }
-    match wide {
-        true => warp.put_double(d, &value, mask),
-        false => warp.put(d, &map1(&value, |v: u64| v as u32), mask),
+    if wide {
+        warp.put_double(d, &value, mask)
+    } else {
+        warp.put(d, &map1(&value, |v: u64| v as u32), mask)
     }
 }
 

@@ -141,16 +141,18 @@ pub fn is_in(space: Space, address: u64) -> bool {
 }
 
 fn any_width(warp: &Warp, wide: bool, a: Row) -> Doubles {
-    match wide {
-        true => *warp.double(a),
-        false => map1(warp.word(a), u64::from),
+    if wide {
+        *warp.double(a)
+    } else {
+        map1(warp.word(a), u64::from)
     }
 }
 
 fn put_any(warp: &mut Warp, wide: bool, d: Row, value: &Doubles, mask: u32) {
-    match wide {
-        true => warp.put_double(d, value, mask),
-        false => warp.put(d, &map1(value, |v: u64| v as u32), mask),
+    if wide {
+        warp.put_double(d, value, mask)
+    } else {
+        warp.put(d, &map1(value, |v: u64| v as u32), mask)
     }
 }
 

@@ -22,9 +22,10 @@ pub fn permute(a: u32, b: u32, c: u32) -> u32 {
 
 /// `bfe.32`: the `length` bits from `position`, sign-extended or not.
 pub fn field(a: u32, position: u32, length: u32, signed: bool) -> u32 {
-    let wide = match signed {
-        true => i64::from(a.cast_signed()).cast_unsigned(),
-        false => u64::from(a),
+    let wide = if signed {
+        i64::from(a.cast_signed()).cast_unsigned()
+    } else {
+        u64::from(a)
     };
     long_field(wide, position, length, signed, 32) as u32
 }
@@ -44,9 +45,10 @@ pub fn long_field(a: u64, position: u32, length: u32, signed: bool, bits: u32) -
         kept if kept >= 64 => u64::MAX,
         kept => (1u64 << kept) - 1,
     };
-    match sign {
-        true => (shifted & mask) | !mask,
-        false => shifted & mask,
+    if sign {
+        (shifted & mask) | !mask
+    } else {
+        shifted & mask
     }
 }
 

@@ -25,9 +25,12 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
     let whole = (d.inner * d.weights.size()).is_multiple_of(16);
     let most = if whole { 128 } else { 64 };
     let most = d.outer.next_power_of_two().clamp(32, most / matrices);
-    let column_warps = |columns| match d.weights == DType::F32 && columns >= 64 {
-        true => 4,
-        false => 2,
+    let column_warps = |columns| {
+        if d.weights == DType::F32 && columns >= 64 {
+            4
+        } else {
+            2
+        }
     };
     let tile_columns = widest([32, most], ROOM, |columns| {
         let warps = column_warps(columns);
